@@ -1,0 +1,165 @@
+"""From the objects of a tree to the FileFacts the target needs: what must be there, and what travels along.
+
+A fact with `mtime_ns` 0 asks only that the path exists (with that mode). Carried directories come first, parents before
+children, as facts whose mode is a directory's: whoever lays the files down makes those first.
+"""
+
+from __future__ import annotations
+
+import os
+import stat as mode_of
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from snapshotd.api.snapshotd_pb2 import FileFact
+from snapshotd.preflight.digest import content_digest
+from snapshotd.preflight.objects import Kind, Object, is_carried, is_pseudo
+from snapshotd.preflight.procfs import DELETED, Tree
+
+
+@dataclass
+class Survey:
+    """The files of a tree, and what is wrong with some of them."""
+
+    facts: list[FileFact] = field(default_factory=list)
+    directories: list[str] = field(default_factory=list)
+    image_bytes: int = 0  # of unlinked files and shared memory, which CRIU puts into the image
+    carried_bytes: int = 0
+    unnameable: list[str] = field(default_factory=list)  # the name is not UTF-8
+    nameless: list[str] = field(default_factory=list)  # removed name, other names left
+    hidden: list[str] = field(default_factory=list)  # the name leads to something else
+    foreign_proc: list[str] = field(default_factory=list)  # /proc/PID of somebody who stays
+
+
+def survey(tree: Tree, objects: Sequence[Object], carry_paths: Sequence[str], bound: Iterable[str]) -> Survey:
+    """Sort the objects. `bound` are the names of the tree's unix sockets, which CRIU binds again."""
+    found = Survey()
+    prefix = f"/proc/{tree.root_pid}/root"
+    inside = {str(process.pid_inside) for process in tree.processes.values()}
+    folders: set[str] = {"/"}
+    folders.update(process.cwd for process in tree.alive if not process.cwd.endswith(DELETED))
+    folders.update(os.path.dirname(path) for path in bound if path.startswith("/"))
+    in_image: dict[tuple[int, int], int] = {}
+    plain = []
+    for thing in objects:
+        if not _is_utf8(thing.path):
+            if thing.stat is not None:
+                found.unnameable.append(str(thing))
+            continue
+        match thing.kind:
+            case Kind.GHOST | Kind.MEMORY:
+                in_image[thing.inode] = thing.blocks_bytes
+                if thing.kind is Kind.GHOST:
+                    folders.add(os.path.dirname(thing.path))
+            case Kind.NAMELESS:
+                found.nameless.append(str(thing))
+            case Kind.PSEUDO:
+                if (number := thing.path.split("/")[2:3]) and number[0].isdigit():
+                    if thing.path.startswith("/proc/") and number[0] not in inside:
+                        found.foreign_proc.append(str(thing))
+                elif thing.path.startswith("/sys/"):
+                    plain.append(thing)
+            case Kind.DIRECTORY:
+                if not thing.link.endswith(DELETED):
+                    folders.add(thing.path)
+            case Kind.FILE | Kind.FIFO:
+                if _is_hidden(thing, prefix):
+                    found.hidden.append(str(thing))
+                plain.append(thing)
+    found.image_bytes = sum(in_image.values())
+    found.directories = sorted(folder for folder in folders if _is_utf8(folder) and not is_pseudo(folder))
+    found.facts = carried_facts(objects, found.directories, carry_paths, prefix)
+    found.carried_bytes = sum(_moved_bytes(thing) for thing in plain if is_carried(thing.path, carry_paths))
+    found.facts += [fact_of(thing) for thing in plain if not is_carried(thing.path, carry_paths)]
+    return found
+
+
+def carried_facts(
+    objects: Iterable[Object], directories: Iterable[str], carry_paths: Sequence[str], prefix: str
+) -> list[FileFact]:
+    """What travels along: directories first, then files and FIFOs. `prefix` leads to the rank's root directory."""
+    things = {
+        thing.path: thing
+        for thing in objects
+        if thing.kind in (Kind.FILE, Kind.FIFO) and is_carried(thing.path, carry_paths) and _is_utf8(thing.path)
+    }
+    folders: set[str] = set()
+    for folder in [*directories, *(os.path.dirname(path) for path in things)]:
+        parent = folder
+        while is_carried(parent, carry_paths) and parent not in folders:
+            folders.add(parent)
+            parent = os.path.dirname(parent)
+    facts = []
+    for folder in sorted(folders):
+        try:
+            stat = os.stat(prefix + folder)
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        facts.append(FileFact(path=folder, mode=stat.st_mode, carried=True, user_id=stat.st_uid, group_id=stat.st_gid))
+    facts += [fact_of(thing, carried=True) for _, thing in sorted(things.items())]
+    return facts
+
+
+def fact_of(thing: Object, carried: bool = False) -> FileFact:
+    stat = thing.stat
+    if stat is None:
+        return FileFact(path=thing.path)
+    compared = thing.kind is Kind.FILE
+    return FileFact(
+        path=thing.path,
+        size=stat.st_size if compared else 0,
+        mtime_ns=stat.st_mtime_ns if compared else 0,
+        mode=stat.st_mode,
+        writable=thing.writable,
+        mapped=thing.mapped,
+        carried=carried,
+        user_id=stat.st_uid,
+        group_id=stat.st_gid,
+    )
+
+
+def add_digests(facts: Iterable[FileFact], prefix: str, seconds: float) -> None:
+    """Digest what may be node-local copies: mapped files first, small ones first, until the time is up.
+
+    What is left without one can still be shown to be identical by size and time, as on a shared file system; and what
+    was read is remembered, so that the next preflight gets further.
+    """
+    deadline = time.monotonic() + seconds
+    wanted = [
+        fact
+        for fact in facts
+        if not fact.carried and fact.mtime_ns and not fact.writable and mode_of.S_ISREG(fact.mode)
+    ]
+    for fact in sorted(wanted, key=lambda fact: (not fact.mapped, fact.size)):
+        if time.monotonic() > deadline:
+            return
+        try:
+            fact.digest = content_digest(prefix + fact.path, fact.size, deadline)
+        except OSError:
+            continue  # the target compares size and time instead
+
+
+def _moved_bytes(thing: Object) -> int:
+    return min(thing.stat.st_size, thing.blocks_bytes) if thing.stat and thing.kind is Kind.FILE else 0
+
+
+def _is_hidden(thing: Object, prefix: str) -> bool:
+    """Whether the name leads elsewhere: covered by a mount, or (without a deleted mark) replaced."""
+    try:
+        named = os.stat(prefix + thing.path)
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    stat = thing.stat
+    if stat is None or (named.st_dev, named.st_ino) == thing.inode:
+        return False
+    # overlayfs may number one file twice; the same size and time under the same name is the same file
+    return (named.st_size, named.st_mtime_ns) != (stat.st_size, stat.st_mtime_ns)
+
+
+def _is_utf8(path: str) -> bool:
+    try:
+        path.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -1,0 +1,54 @@
+"""One look at a rank: the tree as it was read, and what is derived from it once for all checks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from snapshotd.preflight.files import Survey, survey
+from snapshotd.preflight.objects import Kind, Object, gather
+from snapshotd.preflight.procfs import Tree
+from snapshotd.preflight.sockets import by_family, inode_of, unix_names
+
+
+@dataclass
+class Look:
+    pids: Sequence[int]
+    root_pid: int
+    carry_paths: Sequence[str]
+    keeper_pid: int = 0
+    keeper_is_guest: bool = False
+    criu_version: str = ""
+
+    @functools.cached_property
+    def tree(self) -> Tree:
+        return Tree.read(self.pids, self.root_pid)
+
+    @functools.cached_property
+    def objects(self) -> list[Object]:
+        return gather(self.tree.alive)
+
+    @functools.cached_property
+    def sockets(self) -> dict[str, list[tuple[Object, str]]]:
+        return by_family(self.objects)
+
+    @functools.cached_property
+    def survey(self) -> Survey:
+        return survey(self.tree, self.objects, self.carry_paths, self.bound_names)
+
+    @functools.cached_property
+    def bound_names(self) -> list[str]:
+        """The names this tree's unix sockets are bound to."""
+        ours = [inode_of(thing) for thing in self.objects if thing.kind is Kind.SOCKET]
+        if not ours:
+            return []
+        names = unix_names(self.tree.root_pid)
+        return [names[inode] for inode in ours if inode in names]
+
+    @property
+    def inside(self) -> set[int]:
+        return set(self.tree.processes)
+
+    def of_kind(self, *kinds: Kind) -> list[Object]:
+        return [thing for thing in self.objects if thing.kind in kinds]

@@ -1,0 +1,109 @@
+"""What this node is: kernel, architecture, CPU features, free memory; and whether the kernel has what a move needs.
+
+Features are tried, not deduced from version numbers: distributions backport, and sandboxes take away.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import functools
+import platform
+import re
+from pathlib import Path
+
+#: CPU flags that userland cannot use or that only tell how the kernel or a hypervisor works: they may differ.
+KERNEL_ONLY_FLAGS = frozenset(
+    """
+    acpi amd_ibpb_ret amd_lbr_v2 amd_ppin aperfmperf apic arat arch_capabilities arch_lbr arch_perfmon art avic
+    brs bts bus_lock_detect cat_l2 cat_l3 cdp_l2 cdp_l3 constant_tsc core_perfctr cpb cppc cpuid cpuid_fault cqm
+    cqm_llc cqm_mbm_local cqm_mbm_total cqm_occup_llc cr8_legacy dca de debug_swap decodeassists ds_cpl dtes64 dtherm
+    dts enqcmd epb ept ept_ad est evtstrm extapic extd_apicid flexpriority flush_l1d flushbyasid fsrm_hint hfi ht
+    hw_pstate hwp hwp_act_window hwp_epp hwp_notify hwp_pkg_req hypervisor ibpb ibpb_exit_to_user ibrs ibrs_enhanced
+    ibs ibt ida idle_hlt intel_ppin intel_pt invpcid invpcid_single irperf lbrv md_clear mba mca mce monitor msr mtrr
+    mwaitx nonstop_tsc nopl nrip_save npt ospke overflow_recov pae pausefilter pat pbe pcid pconfig pdcm pebs
+    perfctr_core perfctr_llc perfctr_nb perfmon_v2 pfthreshold pge pks pln proc_feedback pse pse36 pti ptsc pts rapl
+    rdt_a rep_good rrsba_ctrl sdbg serialize_hint sev sev_es sev_snp skinit smap smca sme smep split_lock_detect ss
+    ssbd stibp stibp_always_on succor svm svm_lock tce tm tm2 topoext tpr_shadow tsc_adjust tsc_deadline_timer
+    tsc_known_freq tsc_reliable tsc_scale tsxldtrk tme umip v_spec_ctrl v_vmsave_vmload vgif vmcb_clean vme vmx vnmi
+    vpid wdt x2apic x2avic xsaves xtopology xtpr zen
+    """.split()  # noqa: SIM905  (a wall of quotes reads worse)
+)
+
+_SYS_PIDFD_GETFD = 438  # the same number on every architecture
+_CPU_LINE = re.compile(r"^(?:flags|Features)\s*:\s*(.*)$", re.MULTILINE)
+
+
+def architecture() -> str:
+    return platform.machine()
+
+
+def kernel_release() -> str:
+    return platform.release()
+
+
+@functools.cache
+def cpu_features() -> list[str]:
+    """The features that every CPU of this node has and that a program can see, sorted."""
+    found = [frozenset(line.split()) for line in _CPU_LINE.findall(Path("/proc/cpuinfo").read_text(errors="replace"))]
+    return sorted(frozenset.intersection(*found) - KERNEL_ONLY_FLAGS) if found else []
+
+
+def memory_available_bytes() -> int:
+    """What the kernel believes can be had without swapping."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        name, _, rest = line.partition(":")
+        if name == "MemAvailable":
+            return int(rest.split()[0]) * 1024
+    return 0
+
+
+def version_pair(text: str) -> tuple[int, int] | None:
+    """Major and minor of a version as programs print it, or None where there is none in it."""
+    found = re.search(r"(\d{1,6})\.(\d{1,6})", text)
+    return (int(found[1]), int(found[2])) if found else None
+
+
+def unified_cgroup_root(mountinfo: str = "/proc/self/mountinfo") -> Path | None:
+    """Where cgroup v2 is mounted, alone or beside v1 (hybrid)."""
+    for line in Path(mountinfo).read_text(errors="replace").splitlines():
+        fields, _, kind = line.partition(" - ")
+        if kind.split(" ", 1)[0] == "cgroup2":
+            return Path(fields.split()[4].replace("\\040", " "))
+    return None
+
+
+def kernel_problems(cgroup: str = "") -> list[str]:
+    """What this kernel lacks, in words; `cgroup` is a v2 path to look at (the root group has neither file)."""
+    problems = []
+    root = unified_cgroup_root()
+    if root is None:
+        problems.append("cgroup v2 is not mounted")
+    else:
+        group = root / cgroup.lstrip("/") if cgroup.strip("/") else _any_group(root)
+        if group is not None:
+            problems += [
+                f"cgroup v2 has no {name} (Linux {since})"
+                for name, since in (("cgroup.freeze", "5.2"), ("cgroup.kill", "5.14"))
+                if not (group / name).exists()
+            ]
+        elif (version_pair(kernel_release()) or (0, 0)) < (5, 14):
+            problems.append("cgroup v2 has no cgroup.kill (Linux 5.14)")
+    if not _has_pidfd_getfd():
+        problems.append("no pidfd_getfd (Linux 5.6)")
+    if not Path("/proc/self/ns/time").exists():
+        problems.append("no time namespaces (CONFIG_TIME_NS)")
+    if not Path("/proc/self/map_files").exists():
+        problems.append("no /proc/PID/map_files (CONFIG_CHECKPOINT_RESTORE)")
+    return problems
+
+
+def _any_group(root: Path) -> Path | None:
+    return next((path for path in root.iterdir() if path.is_dir()), None)
+
+
+@functools.cache
+def _has_pidfd_getfd() -> bool:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.syscall(_SYS_PIDFD_GETFD, -1, -1, 0)
+    return ctypes.get_errno() == errno.EBADF

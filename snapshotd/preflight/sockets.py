@@ -1,0 +1,170 @@
+"""Whom the rank talks to: the protocol, ends and peers of every socket in the tree.
+
+The protocol comes from the socket itself (an extended attribute of /proc/PID/fd/N), because tables leave out sockets
+that are not bound; addresses come from /proc/PID/net, which shows the process's own network namespace. Peers of unix
+sockets are known to sock_diag alone, asked from a thread of its own that enters that namespace and ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+import struct
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from snapshotd.preflight.objects import Kind, Object
+
+_TABLES = ("tcp", "tcp6", "udp", "udp6", "udplite", "udplite6", "raw", "raw6", "icmp", "icmp6")
+_STATES = (
+    "?",
+    "ESTABLISHED",
+    "SYN-SENT",
+    "SYN-RECV",
+    "FIN-WAIT-1",
+    "FIN-WAIT-2",
+    "TIME-WAIT",
+    "CLOSE",
+    "CLOSE-WAIT",
+    "LAST-ACK",
+    "LISTEN",
+    "CLOSING",
+    "SYN-RECV",
+)
+_INET = ("TCP", "UDP", "RAW", "PING", "MPTCP", "SCTP", "DCCP", "SMC")
+_CLONE_NEWNET = 0x40000000
+_SHOW_PEER, _SHOW_WAITING = 0x4, 0x8
+
+
+@dataclass(frozen=True, slots=True)
+class InetEnds:
+    table: str
+    local: str
+    remote: str
+    state: str
+
+    @property
+    def waits(self) -> bool:
+        """A port that others come to, rather than a conversation."""
+        return self.state == "LISTEN" or self.remote.endswith(":0")
+
+    def __str__(self) -> str:
+        return f"{self.table} {self.local}" + (" listening" if self.waits else f" → {self.remote} ({self.state})")
+
+
+def inode_of(thing: Object) -> int:
+    return int(thing.link.removeprefix("socket:[").rstrip("]"))
+
+
+def protocol_of(thing: Object) -> str:
+    """The kernel's name of the protocol: TCP, UDPv6, UNIX-STREAM, NETLINK, AF_VSOCK…"""
+    return os.getxattr(thing.handle, "system.sockprotoname").rstrip(b"\0").decode(errors="replace")
+
+
+def by_family(objects: Sequence[Object]) -> dict[str, list[tuple[Object, str]]]:
+    """The sockets among the objects as inet, unix, netlink and other, each with its protocol."""
+    families: dict[str, list[tuple[Object, str]]] = {"inet": [], "unix": [], "netlink": [], "other": []}
+    for thing in objects:
+        if thing.kind is not Kind.SOCKET:
+            continue
+        protocol = protocol_of(thing)
+        if protocol.startswith("UNIX"):
+            family = "unix"
+        elif protocol.startswith(_INET):
+            family = "inet"
+        else:
+            family = "netlink" if protocol == "NETLINK" else "other"
+        families[family].append((thing, protocol))
+    return families
+
+
+def inet_ends(pid: int) -> dict[int, InetEnds]:
+    """inode -> ends, of all bound or connected inet sockets in this process's network namespace."""
+    found = {}
+    for table in _TABLES:
+        try:
+            with open(f"/proc/{pid}/net/{table}") as file:
+                lines = file.readlines()[1:]
+        except FileNotFoundError:  # a protocol this kernel was not built with
+            continue
+        for line in lines:
+            fields = line.split()
+            state = int(fields[3], 16)
+            found[int(fields[9])] = InetEnds(
+                table,
+                _address(fields[1]),
+                _address(fields[2]),
+                _STATES[state] if table.startswith("tcp") and state < len(_STATES) else "",
+            )
+    return found
+
+
+def _address(text: str) -> str:
+    """`0100007F:1F90` as 127.0.0.1:8080. The kernel prints words in its own byte order."""
+    host, _, port = text.partition(":")
+    order = "<" if sys.byteorder == "little" else ">"
+    packed = struct.pack(f"{order}{len(host) // 8}I", *(int(host[at : at + 8], 16) for at in range(0, len(host), 8)))
+    name = socket.inet_ntop(socket.AF_INET if len(packed) == 4 else socket.AF_INET6, packed)
+    return f"{name}:{int(port, 16)}" if len(packed) == 4 else f"[{name}]:{int(port, 16)}"
+
+
+def unix_names(pid: int) -> dict[int, str]:
+    """inode -> name of the bound unix sockets in this process's network namespace, abstract ones with their @."""
+    with open(f"/proc/{pid}/net/unix", "rb") as file:
+        rows = (line.split(None, 7) for line in file.read().splitlines()[1:])
+        return {int(row[6]): os.fsdecode(row[7]) for row in rows if len(row) == 8}
+
+
+def unix_peers(pid: int) -> dict[int, int]:
+    """inode -> inode of the other end, in this process's network namespace. Raises OSError where it cannot ask."""
+    answer: list[dict[int, int]] = []
+    failure: list[Exception] = []
+
+    def ask() -> None:
+        try:
+            _enter_network(pid)
+            answer.append(_ask_unix_diag())
+        except Exception as error:  # noqa: BLE001  (handed to the caller's thread)
+            failure.append(error)
+
+    # setns changes one thread only; this one ends with it, so no other work can land in the wrong namespace.
+    thread = threading.Thread(target=ask, name="unix-diag")
+    thread.start()
+    thread.join()
+    if failure:
+        raise OSError(f"sock_diag: {failure[0]}") from failure[0]
+    return answer[0]
+
+
+def _enter_network(pid: int) -> None:
+    if os.readlink(f"/proc/{pid}/ns/net") == os.readlink("/proc/thread-self/ns/net"):
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    handle = os.open(f"/proc/{pid}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        if libc.setns(handle, _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    finally:
+        os.close(handle)
+
+
+def _ask_unix_diag() -> dict[int, int]:
+    """inode -> inode of the other end, of every connected unix socket here.
+
+    The other end of a connection that nobody has accepted yet is its listener, which knows who waits.
+    """
+    from pyroute2 import DiagSocket  # half a second and 13 MiB that a rank without unix sockets need not cost
+
+    peers: dict[int, int] = {}
+    waiting: dict[int, int] = {}
+    with DiagSocket() as diag:
+        diag.bind()
+        for row in diag.get_sock_stats(family=socket.AF_UNIX, show=_SHOW_PEER | _SHOW_WAITING):
+            inode = int(row["udiag_ino"])
+            peers[inode] = int(row.get("UNIX_DIAG_PEER") or 0)
+            packed = bytes.fromhex((row.get("UNIX_DIAG_ICONS") or "").replace(":", ""))
+            waiting |= {client: inode for (client,) in struct.iter_unpack("=I", packed)}
+    return {inode: peer for inode, peer in (peers | waiting).items() if peer}

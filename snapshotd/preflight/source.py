@@ -1,0 +1,97 @@
+"""The source's half of preflight: one look at a running rank, all checks over it, and the facts the target needs.
+
+Nothing is paused or changed. The rank goes on meanwhile, so what is seen may be over a moment later: the few things
+that would break a move are looked at again after the freeze (after_freeze.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from snapshotd.api.snapshotd_pb2 import Check, Rank, RankFacts
+from snapshotd.preflight import connections, contents, processes, resources
+from snapshotd.preflight.contents import image_bytes
+from snapshotd.preflight.files import add_digests
+from snapshotd.preflight.look import Look
+from snapshotd.preflight.node import architecture, cpu_features, kernel_release
+from snapshotd.preflight.verdict import guarded, passed
+
+#: How long preflight may read files whose content the target may have to compare.
+DIGEST_SECONDS = 5.0
+
+#: name -> check, in the order a person reads them. Every name is described in the package's docstring.
+SOURCE_CHECKS: dict[str, Callable[[Look], Check]] = {
+    "rank-alive": processes.rank_alive,
+    "keeper": processes.keeper,
+    "kernel": processes.kernel,
+    "criu": processes.criu,
+    "process-tree": processes.process_tree,
+    "session": processes.session,
+    "tracing": processes.tracing,
+    "stopped": processes.stopped,
+    "namespaces": processes.namespaces,
+    "root-directory": processes.root_directory,
+    "security-label": processes.security_label,
+    "open-files": contents.open_files,
+    "deleted-files": contents.deleted_files,
+    "node-local-files": contents.node_local_files,
+    "file-locks": processes.file_locks,
+    "gpu": resources.gpu,
+    "devices": resources.devices,
+    "terminals": resources.terminals,
+    "io-uring": resources.io_uring,
+    "kernel-objects": resources.kernel_objects,
+    "pipes": resources.pipes,
+    "connections": connections.connections,
+    "ports": connections.ports,
+    "unix-sockets": connections.unix_sockets,
+    "other-sockets": connections.other_sockets,
+    "shared-memory": resources.shared_memory,
+    "sysv-memory": resources.sysv_memory,
+    "huge-pages": resources.huge_pages,
+    "async-io": resources.async_io,
+}
+
+
+def inspect_rank(
+    pids: Sequence[int],
+    root_pid: int,
+    *,
+    rank: Rank,
+    node: str,
+    daemon_version: str,
+    criu_version: str,
+    carry_paths: Sequence[str],
+    keeper_pid: int,
+    keeper_is_guest: bool,
+    digest_seconds: float = DIGEST_SECONDS,
+) -> tuple[RankFacts, list[Check]]:
+    """Facts and verdicts about a running rank; never raises. Blocking: for a thread, not for the loop.
+
+    `pids` are all processes of the rank's cgroup as the daemon's pid namespace numbers them. `keeper_pid` 0 means that
+    no keeper stands for it. `keeper_is_guest` says that this product made the keeper's pid and mount namespaces.
+    """
+    facts = RankFacts(source_node=node, daemon_version=daemon_version, criu_version=criu_version)
+    facts.rank.CopyFrom(rank)
+    look = Look(pids, root_pid, carry_paths, keeper_pid, keeper_is_guest, criu_version)
+    alive = guarded("rank-alive", processes.rank_alive, look)
+    if alive.verdict == Check.REFUSE:
+        return facts, [alive]
+    checks = [guarded(name, check, look) for name, check in SOURCE_CHECKS.items()]
+    told = guarded("facts", _fill, facts, look, digest_seconds)
+    return facts, [*checks, told]
+
+
+def _fill(facts: RankFacts, look: Look, digest_seconds: float) -> Check:
+    facts.architecture = architecture()
+    facts.kernel = kernel_release()
+    facts.cpu_features.extend(cpu_features())
+    facts.files.extend(look.survey.facts)
+    facts.directories.extend(look.survey.directories)
+    facts.carried_bytes = look.survey.carried_bytes
+    facts.memory_bytes = image_bytes(look)
+    facts.processes = len(look.tree.alive)
+    facts.threads = sum(process.threads for process in look.tree.alive)
+    facts.user_ids.extend(sorted({process.user_id for process in look.tree.alive}))
+    add_digests(facts.files, f"/proc/{look.root_pid}/root", digest_seconds)
+    return passed("facts", f"{len(facts.files)} files, {facts.threads} threads, {facts.memory_bytes >> 20} MiB")

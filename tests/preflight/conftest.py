@@ -1,0 +1,26 @@
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.preflight.ranks import Child, start
+
+Starter = Callable[..., Child]
+
+
+@pytest.fixture
+def rank() -> Iterator[Starter]:
+    """Starts processes and ends them all."""
+    if os.geteuid() != 0:
+        pytest.skip("preflight looks at other users' processes, as root")
+    children: list[Child] = []
+
+    def begin(code: str = "", **options: object) -> Child:
+        children.append(start(code, **options))  # type: ignore[arg-type]
+        return children[-1]
+
+    yield begin
+    for child in reversed(children):  # a tracer before what it traces
+        child.end()

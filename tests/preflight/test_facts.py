@@ -1,0 +1,215 @@
+"""What the source tells the target, and what it looks at again after the freeze."""
+
+from __future__ import annotations
+
+import _ctypes
+import errno
+import os
+import shutil
+import stat
+import time
+from pathlib import Path
+
+import pytest
+
+from snapshotd.api.snapshotd_pb2 import Check, FileFact, RankFacts
+from snapshotd.preflight import digest, list_carried, recheck, sync_files
+from snapshotd.preflight.digest import content_digest
+from snapshotd.preflight.sockets import unix_peers
+from tests.preflight.conftest import Starter
+from tests.preflight.ranks import CARRY_PATHS
+
+MIB = 1024 * 1024
+
+
+def library(folder: Path) -> Path:
+    """A shared object that can be mapped: a copy of one of Python's own."""
+    folder.mkdir(parents=True)
+    return Path(shutil.copy(_ctypes.__file__, folder / "library.so"))
+
+
+def by_path(facts: RankFacts) -> dict[str, FileFact]:
+    return {fact.path: fact for fact in facts.files}
+
+
+def test_mapped_node_local_library_is_carried_with_its_directories(rank: Starter, tmp_path: Path) -> None:
+    path = library(tmp_path / "cache" / "ab")
+    (tmp_path / "cache").chmod(0o750)
+    facts, _ = rank(f"ctypes.CDLL('{path}')").inspect(carry_paths=[str(tmp_path)])
+    carried = [fact for fact in facts.files if fact.carried]
+    assert [fact.path for fact in carried] == [str(tmp_path / "cache"), str(tmp_path / "cache" / "ab"), str(path)]
+    assert [stat.S_ISDIR(fact.mode) for fact in carried] == [True, True, False]
+    assert stat.S_IMODE(carried[0].mode) == 0o750
+    assert carried[2].mapped
+    assert facts.carried_bytes >= path.stat().st_size
+
+
+def test_facts_of_files(rank: Starter, tmp_path: Path) -> None:
+    (tmp_path / "data").write_bytes(b"data" * 1000)
+    child = rank(f"a = open('{tmp_path}/data'); b = open('{tmp_path}/log', 'a')")
+    facts, _ = child.inspect(carry_paths=[])
+    files = by_path(facts)
+    data, log = files[f"{tmp_path}/data"], files[f"{tmp_path}/log"]
+    assert (data.size, data.writable, data.mapped, data.carried) == (4000, False, False, False)
+    assert data.mtime_ns == (tmp_path / "data").stat().st_mtime_ns
+    assert data.digest == content_digest(f"{tmp_path}/data", 4000)
+    assert log.writable
+    assert not log.digest
+    python = files[os.path.realpath(f"/proc/{child.pid}/exe")]
+    assert python.mapped
+    assert python.digest
+    assert str(Path.cwd()) in facts.directories
+    assert list(facts.user_ids) == [os.getuid()]
+    assert (facts.processes, facts.threads) == (1, 1)
+
+
+def test_memory_counts_each_thing_once(rank: Starter, tmp_path: Path) -> None:
+    plain, _ = rank().inspect()
+    heavy, _ = rank(
+        f"""
+import mmap
+own = bytearray(b"x") * {64 * MIB}
+ghost = open("{tmp_path}/ghost", "w+b"); ghost.write(own[:{32 * MIB}]); ghost.flush(); os.unlink("{tmp_path}/ghost")
+again = os.dup(ghost.fileno()); view = mmap.mmap(ghost.fileno(), 0)
+shared = mmap.mmap(-1, {16 * MIB}); shared.write(own[:{16 * MIB}])
+"""
+    ).inspect()
+    added = heavy.memory_bytes - plain.memory_bytes
+    assert 112 * MIB <= added <= 120 * MIB + 48 * MIB  # slices above may leave their heap behind
+
+
+def test_growth_is_fast_enough(rank: Starter) -> None:
+    """1500 mappings and 300 descriptors within the promised second, and milliseconds after the freeze."""
+    child = rank(
+        "import mmap, tempfile\n"
+        "files = [tempfile.NamedTemporaryFile() for _ in range(300)]\n"
+        "for file in files: file.truncate(8 * 4096)\n"
+        "maps = [mmap.mmap(file.fileno(), 4096, offset=4096 * at) for file in files for at in range(0, 8, 2)]\n"
+        "more = [mmap.mmap(file.fileno(), 4096, mmap.MAP_PRIVATE, mmap.PROT_READ) for file in files]\n"
+    )
+    began = time.perf_counter()
+    facts, _ = child.inspect()
+    assert time.perf_counter() - began < 1.0
+    began = time.perf_counter()
+    carried = list_carried(child.pids, CARRY_PATHS)
+    assert time.perf_counter() - began < 0.2
+    assert [fact.path for fact in carried] == [fact.path for fact in facts.files if fact.carried]
+    assert len(carried) >= 300
+
+
+def test_carried_files_are_listed_anew(rank: Starter, tmp_path: Path) -> None:
+    child = rank("if (child := os.fork()) == 0: wait(); os._exit(0)\npids.append(child)")
+    assert list_carried(child.pids, CARRY_PATHS) == []
+    child.then(f"f = open('{tmp_path}/new', 'w')")
+    assert f"{tmp_path}/new" in [fact.path for fact in list_carried(child.pids, CARRY_PATHS)]
+    assert list_carried([], CARRY_PATHS) == []
+
+
+RECHECKED = {
+    "a = socket.create_server(('127.0.0.1', 0))": "ports",
+    "b = os.open('/dev/kmsg', os.O_RDONLY)": "devices",
+    "c = os.pidfd_open(os.getppid())": "kernel-objects",
+}
+
+
+@pytest.mark.parametrize("statement", RECHECKED)
+def test_recheck_sees_what_is_new(rank: Starter, statement: str) -> None:
+    child = rank()
+    facts, _ = child.inspect()
+    again = recheck(child.pids, facts, carry_paths=CARRY_PATHS, keeper_pid=os.getpid())
+    assert {check.verdict for check in again} == {Check.PASS}
+    child.then(statement)
+    again = recheck(child.pids, facts, carry_paths=CARRY_PATHS, keeper_pid=os.getpid())
+    assert [check.name for check in again if check.verdict == Check.REFUSE] == [RECHECKED[statement]]
+
+
+def test_recheck_of_new_files(rank: Starter, tmp_path: Path) -> None:
+    path = library(tmp_path / "lib")
+    child = rank()
+    facts, _ = child.inspect(carry_paths=[])
+    child.then(f"f = open('{path}')")
+    checks = {c.name: c for c in recheck(child.pids, facts, carry_paths=[], keeper_pid=os.getpid())}
+    assert checks["new-files"].verdict == Check.WARN
+    child.then(f"ctypes.CDLL('{path}')")
+    checks = {c.name: c for c in recheck(child.pids, facts, carry_paths=[], keeper_pid=os.getpid())}
+    assert checks["new-files"].verdict == Check.REFUSE
+    assert str(path) in checks["new-files"].reason
+
+
+def test_recheck_of_a_rank_that_ended(rank: Starter) -> None:
+    child = rank()
+    facts, _ = child.inspect()
+    child.process.kill()
+    child.process.wait()
+    (check,) = recheck(child.pids, facts, carry_paths=CARRY_PATHS, keeper_pid=os.getpid())
+    assert (check.name, check.verdict) == ("rank-alive", Check.REFUSE)
+
+
+def test_sync_reaches_every_writable_file_once(rank: Starter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("log", "map", "read"):
+        (tmp_path / name).write_bytes(bytes(4096))
+    child = rank(
+        f"a = open('{tmp_path}/log', 'a'); b = open('{tmp_path}/log', 'a'); c = open('{tmp_path}/read')\n"
+        f"import mmap; f = os.open('{tmp_path}/map', os.O_RDWR); m = mmap.mmap(f, 4096); os.close(f)\n"
+        "import tempfile; g = tempfile.TemporaryFile()\n"
+        "if (child := os.fork()) == 0: wait(); os._exit(0)\n"
+        "pids.append(child)\n"
+        "if os.fork() == 0: os._exit(0)\n"  # a zombie
+        "pids.append(os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT).si_pid)"
+    )
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda handle: synced.append(os.fstat(handle).st_ino))
+    opened = len(os.listdir("/proc/self/fd"))
+    assert sync_files([*child.pids, 2**22 + 1]) == []  # the last is no process
+    assert sorted(synced) == sorted((tmp_path / name).stat().st_ino for name in ("log", "map"))
+    assert len(os.listdir("/proc/self/fd")) == opened
+
+    def fail(handle: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    synced.clear()
+    assert sync_files(child.pids, carry_paths=[str(tmp_path)]) == []
+    assert synced == []
+    monkeypatch.setattr(os, "fsync", fail)
+    assert sorted(sync_files(child.pids)) == [f"{tmp_path}/{name}: Input/output error" for name in ("log", "map")]
+
+
+def test_unix_peers_in_another_network_namespace(rank: Starter) -> None:
+    child = rank("assert libc.unshare(0x40000000) == 0\na, b = socket.socketpair()")
+    here = os.readlink("/proc/thread-self/ns/net")
+    peers = unix_peers(child.pid)
+    links = [os.readlink(path) for path in Path(f"/proc/{child.pid}/fd").iterdir()]
+    ends = [int(link[8:-1]) for link in links if link.startswith("socket:")]
+    assert (peers[ends[0]], peers[ends[1]]) == (ends[1], ends[0])
+    assert ends[0] not in unix_peers(os.getpid())
+    assert os.readlink("/proc/thread-self/ns/net") == here
+
+
+def test_digest_is_of_the_prefix_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"a" * 3 * MIB)
+    whole, part = content_digest(str(path), 3 * MIB), content_digest(str(path), 2 * MIB)
+    assert whole != part
+    assert content_digest(str(path), 4 * MIB) == b""
+    assert content_digest(str(path), MIB, deadline=0.0) == b""
+    with path.open("ab") as file:
+        file.write(b"b")
+    assert content_digest(str(path), 3 * MIB) == whole
+    monkeypatch.setattr(os, "pread", lambda *args: pytest.fail("read again"))
+    assert content_digest(str(path), 3 * MIB) == whole
+
+
+def test_digest_of_a_large_file_samples_both_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(digest, "WHOLE_BYTES", 4 * MIB)
+    path = tmp_path / "file"
+    size = 10 * MIB + 5
+    digests = set()
+    for at in (None, 0, size - 1):
+        with path.open("wb") as file:
+            file.truncate(size)
+            if at is not None:
+                file.seek(at)
+                file.write(b"x")
+        path.write_bytes(path.read_bytes())  # another mtime
+        digests.add(content_digest(str(path), size))
+    assert len(digests) == 3

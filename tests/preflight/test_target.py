@@ -1,0 +1,279 @@
+"""The target's checks: facts of a rank, altered one at a time, held against this node."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from snapshotd.api.snapshotd_pb2 import Check, FileFact, NodeInfo, ProcessId, Rank, RankFacts
+from snapshotd.preflight import architecture, cpu_features, examine, kernel_release, recheck, refusals
+from snapshotd.preflight.digest import content_digest
+from snapshotd.preflight.target import TARGET_CHECKS
+
+GIB = 1 << 30
+
+
+def node() -> NodeInfo:
+    return NodeInfo(
+        name="node-2",
+        version="0.1.7",
+        kernel=kernel_release(),
+        architecture=architecture(),
+        criu_version="4.2.1",
+        memory_available_bytes=16 * GIB,
+        image_capacity_bytes=16 * GIB,
+        cpu_features=cpu_features(),
+    )
+
+
+def facts() -> RankFacts:
+    return RankFacts(
+        source_node="node-1",
+        daemon_version="0.1.0",
+        architecture=architecture(),
+        cpu_features=cpu_features(),
+        criu_version="4.2",
+        kernel=kernel_release(),
+        memory_bytes=4 * GIB,
+        directories=["/"],
+        user_ids=[0],
+    )
+
+
+def fact_of(path: Path, **changes: object) -> FileFact:
+    found = path.stat()
+    fact = FileFact(
+        path=str(path),
+        size=found.st_size,
+        mtime_ns=found.st_mtime_ns,
+        mode=found.st_mode,
+        user_id=found.st_uid,
+        group_id=found.st_gid,
+    )
+    for name, value in changes.items():
+        setattr(fact, name, value)
+    return fact
+
+
+def verdicts(
+    told: RankFacts, here: NodeInfo | None = None, carry: tuple[str, ...] = ("/tmp",), **options: object
+) -> dict[str, Check]:
+    checks = examine(told, here or node(), carry_paths=carry, **options)  # type: ignore[arg-type]
+    assert [check.name for check in checks] == list(TARGET_CHECKS)
+    assert all(check.remedy for check in checks if check.verdict != Check.PASS)
+    return {check.name: check for check in checks}
+
+
+def test_a_fitting_node_takes_it() -> None:
+    assert {check.verdict for check in verdicts(facts()).values()} == {Check.PASS}
+
+
+ALTERED: dict[str, tuple[Callable[[RankFacts, NodeInfo], None], str, Check.Verdict.ValueType]] = {
+    "itself": (lambda f, n: setattr(n, "name", "node-1"), "target-node", Check.REFUSE),
+    "other-minor": (lambda f, n: setattr(n, "version", "0.2.0"), "daemon-version", Check.REFUSE),
+    "no-version": (lambda f, n: setattr(f, "daemon_version", ""), "daemon-version", Check.REFUSE),
+    "other-machine": (lambda f, n: setattr(n, "architecture", "riscv64"), "architecture", Check.REFUSE),
+    "lacking-cpu": (lambda f, n: f.cpu_features.append("avx9000"), "cpu-features", Check.REFUSE),
+    "kernel-flag": (lambda f, n: f.cpu_features.append("ibrs"), "cpu-features", Check.PASS),
+    "other-kernel": (lambda f, n: setattr(n, "kernel", "9.9"), "target-kernel", Check.WARN),
+    "old-criu": (lambda f, n: setattr(n, "criu_version", "3.17.1"), "target-criu", Check.REFUSE),
+    "other-criu": (lambda f, n: setattr(n, "criu_version", "4.3"), "target-criu", Check.REFUSE),
+    "patch-criu": (lambda f, n: setattr(n, "criu_version", "4.2.9"), "target-criu", Check.PASS),
+    "unknown-user": (lambda f, n: f.user_ids.append(3_999_999_999), "users", Check.WARN),
+    "no-memory": (lambda f, n: setattr(n, "memory_available_bytes", 4 * GIB), "memory", Check.REFUSE),
+    "no-room": (lambda f, n: setattr(n, "image_held_bytes", 13 * GIB), "image-room", Check.REFUSE),
+    "carried-room": (lambda f, n: setattr(f, "carried_bytes", 13 * GIB), "image-room", Check.REFUSE),
+    "no-directory": (lambda f, n: f.directories.append("/no/such/place"), "directories", Check.REFUSE),
+    "directory-to-make": (lambda f, n: f.directories.append("/tmp/no/such/place"), "directories", Check.PASS),
+    "relative-directory": (lambda f, n: f.directories.append("tmp/../etc"), "directories", Check.REFUSE),
+}
+
+
+@pytest.mark.parametrize("case", ALTERED)
+def test_altered(case: str) -> None:
+    alter, name, verdict = ALTERED[case]
+    told, here = facts(), node()
+    alter(told, here)
+    checks = verdicts(told, here)
+    assert checks[name].verdict == verdict
+    assert [check.name for check in refusals(checks.values()) if check.name != name] in ([], ["memory"])
+
+
+def test_memory_factor() -> None:
+    here = node()
+    here.memory_available_bytes = 6 * GIB
+    assert verdicts(facts(), here)["memory"].verdict == Check.PASS
+    assert verdicts(facts(), here, restore_factor=2.0)["memory"].verdict == Check.REFUSE
+
+
+def the_file(tmp_path: Path) -> tuple[Path, RankFacts, FileFact]:
+    path = tmp_path / "file"
+    path.write_bytes(b"content")
+    return path, facts(), fact_of(path, digest=content_digest(str(path), 7))
+
+
+def files_check(told: RankFacts, fact: FileFact) -> Check:
+    told.files.append(fact)
+    return verdicts(told, carry=())["files"]
+
+
+def test_same_file(tmp_path: Path) -> None:
+    _, told, fact = the_file(tmp_path)
+    assert files_check(told, fact).verdict == Check.PASS
+
+
+def test_absent_file(tmp_path: Path) -> None:
+    path, told, fact = the_file(tmp_path)
+    path.unlink()
+    check = files_check(told, fact)
+    assert check.verdict == Check.REFUSE
+    assert f"{path}: not here" in check.reason
+
+
+def test_other_time_same_content(tmp_path: Path) -> None:
+    path, told, fact = the_file(tmp_path)
+    os.utime(path, ns=(0, 1))
+    assert files_check(told, fact).verdict == Check.PASS
+    fact.digest = b""
+    assert "was not compared" in files_check(told, fact).reason
+
+
+def test_other_content_of_the_same_size(tmp_path: Path) -> None:
+    path, told, fact = the_file(tmp_path)
+    path.write_bytes(b"CONTENT")
+    os.utime(path, ns=(0, 1))
+    assert "other content" in files_check(told, fact).reason
+
+
+def test_shorter_file(tmp_path: Path) -> None:
+    path, told, fact = the_file(tmp_path)
+    path.write_bytes(b"cont")
+    assert "has 4 bytes here, 7 on the source" in files_check(told, fact).reason
+
+
+@pytest.mark.parametrize(("mapped", "verdict"), [(False, Check.PASS), (True, Check.REFUSE)])
+def test_file_that_others_append_to(tmp_path: Path, mapped: bool, verdict: Check.Verdict.ValueType) -> None:
+    path, told, fact = the_file(tmp_path)
+    with path.open("ab") as file:
+        file.write(b" and more")
+    fact.mapped = mapped
+    assert files_check(told, fact).verdict == verdict
+
+
+def test_writable_file_is_only_looked_for(tmp_path: Path) -> None:
+    path, told, fact = the_file(tmp_path)
+    fact.writable, fact.digest = True, b""
+    path.write_bytes(b"")
+    assert files_check(told, fact).verdict == Check.PASS
+
+
+def test_other_mode_and_other_kind(tmp_path: Path) -> None:
+    path, told, fact = the_file(tmp_path)
+    path.chmod(0o600)
+    assert "has the mode 600 here" in files_check(told, fact).reason
+    path.unlink()
+    path.mkdir()
+    assert "is a directory here" in files_check(told, fact).reason
+
+
+def carried_check(tmp_path: Path, fact: FileFact, **options: object) -> Check:
+    told = facts()
+    fact.carried = True
+    told.files.append(fact)
+    return verdicts(told, None, (str(tmp_path),), **options)["carried-files"]
+
+
+def test_carried_file(tmp_path: Path) -> None:
+    path, _, fact = the_file(tmp_path)
+    assert carried_check(tmp_path, fact).verdict == Check.PASS  # identical
+    path.write_bytes(b"of somebody else")
+    assert "a file of that name is here already" in carried_check(tmp_path, fact).reason
+    assert carried_check(tmp_path, fact, may_replace=lambda name: name == str(path)).verdict == Check.PASS
+    path.unlink()
+    assert carried_check(tmp_path, fact).verdict == Check.PASS  # free
+    path.symlink_to("/etc/passwd")
+    assert carried_check(tmp_path, fact).verdict == Check.REFUSE
+    fact.path = "/etc/passwd"
+    assert "outside this node's carry_paths" in carried_check(tmp_path, fact).reason
+    fact.path = f"{tmp_path}/../../etc/passwd"
+    assert "outside this node's carry_paths" in carried_check(tmp_path, fact).reason
+
+
+def test_carried_directory(tmp_path: Path) -> None:
+    folder = FileFact(path=f"{tmp_path}/a/b", mode=stat.S_IFDIR | 0o700)
+    assert carried_check(tmp_path, folder).verdict == Check.PASS
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    assert carried_check(tmp_path, folder).verdict == Check.PASS
+    (tmp_path / "a" / "b").rmdir()
+    (tmp_path / "a" / "b").write_text("")
+    assert "is not a directory here" in carried_check(tmp_path, folder).reason
+    below = FileFact(path=f"{tmp_path}/a/b/c", mode=stat.S_IFREG | 0o600)
+    assert "a directory above it is a file here" in carried_check(tmp_path, below).reason
+
+
+def test_a_callback_that_fails_refuses(tmp_path: Path) -> None:
+    path, _, fact = the_file(tmp_path)
+    path.write_bytes(b"other")
+
+    def broken(name: str) -> bool:
+        raise RuntimeError("broken")
+
+    check = carried_check(tmp_path, fact, may_replace=broken)
+    assert check.verdict == Check.REFUSE
+    assert "broken" in check.reason
+
+
+TEXT = st.text(max_size=40)
+PATHS = st.one_of(
+    TEXT, st.sampled_from(["/", "/etc", "/etc/passwd", "/tmp", "/dev/zero", "/proc/self/mem", "//", "/a/../b"])
+)
+SIZES = st.integers(0, 2**64 - 1)
+IDS = st.integers(0, 2**32 - 1)
+FILES = st.builds(
+    FileFact,
+    path=PATHS,
+    size=SIZES,
+    mtime_ns=st.integers(-(2**63), 2**63 - 1),
+    mode=IDS,
+    writable=st.booleans(),
+    mapped=st.booleans(),
+    carried=st.booleans(),
+    user_id=IDS,
+    group_id=IDS,
+    digest=st.binary(max_size=20),
+)
+FACTS = st.builds(
+    RankFacts,
+    rank=st.builds(Rank, process=st.builds(ProcessId, pid=st.integers(-(2**31), 2**31 - 1))),
+    source_node=TEXT,
+    daemon_version=TEXT,
+    architecture=TEXT,
+    cpu_features=st.lists(TEXT, max_size=3),
+    criu_version=TEXT,
+    kernel=TEXT,
+    files=st.lists(FILES, max_size=4),
+    memory_bytes=SIZES,
+    carried_bytes=SIZES,
+    directories=st.lists(PATHS, max_size=3),
+    user_ids=st.lists(IDS, max_size=3),
+)
+
+
+@given(told=FACTS, factor=st.floats(allow_nan=True, allow_infinity=True), carry=st.lists(PATHS, max_size=2))
+def test_never_raises(told: RankFacts, factor: float, carry: list[str]) -> None:
+    checks = examine(told, node(), carry_paths=carry, restore_factor=factor)
+    assert [check.name for check in checks] == list(TARGET_CHECKS)
+    for check in checks:
+        assert Check.FromString(check.SerializeToString()) == check
+
+
+@given(told=FACTS, pids=st.lists(st.integers(-5, 2**31), max_size=3))
+def test_recheck_never_raises(told: RankFacts, pids: list[int]) -> None:
+    told.rank.process.pid = 2**22 + 1  # beyond what any kernel gives out
+    assert refusals(recheck(pids, told, carry_paths=["/tmp"], keeper_pid=0))
