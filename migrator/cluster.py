@@ -1,0 +1,289 @@
+"""Which nodes there are and how an operator reaches them: cluster.toml, a lab that is up, or the daemon on this host.
+
+Invariant: a cluster that loads is usable: names and endpoints are well-formed and the certificate files can be read.
+What is wrong is reported all at once, with the file's name. Nothing is connected here.
+
+    [nodes.node-1]
+    endpoint = "10.0.0.1:7070"
+    [tls]                        # an operator's identity; `migrator pki operator NAME` makes it
+    ca = "ca.crt"                # relative paths start at the file's folder
+    cert = "alice.crt"
+    key = "alice.key"
+
+A lab's file also names the network namespace its nodes are reached from (`netns`, and `netns_inode`, because a process
+id alone may by now be somebody else's).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from snapshotd.api.errors import Ambiguous, BadConfig, Denied, Internal, NotFound, Unreachable
+
+if TYPE_CHECKING:
+    from snapshotd.api.client import DaemonClient
+
+NODE_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,61}[A-Za-z0-9])?")
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where a cluster is looked for, in this order."""
+
+    environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
+    user: Path = field(default_factory=lambda: Path("~/.config/migrator/cluster.toml").expanduser())
+    system: Path = Path("/etc/migrator/cluster.toml")
+    labs: Path = Path("/run/migrator-lab")
+    local_socket: Path = Path("/run/snapshotd/admin.sock")
+
+
+@dataclass(frozen=True)
+class Tls:
+    ca: Path
+    cert: Path
+    key: Path
+
+
+@dataclass(frozen=True)
+class Netns:
+    """A network namespace by path, and by inode where the path could come to mean another one."""
+
+    path: Path
+    inode: int | None = None
+
+    def alive(self) -> bool:
+        try:
+            return self.inode in (None, self.path.stat().st_ino)
+        except OSError:
+            return False
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Nodes by name, each with the endpoint of its daemon."""
+
+    origin: str  # for people: the file, or the socket
+    nodes: dict[str, str]
+    tls: Tls | None = None
+    netns: Netns | None = None
+
+    @classmethod
+    def load(cls, path: Path | str | None = None, places: Places | None = None) -> Cluster:
+        """The cluster of `path`, else of $MIGRATOR_CLUSTER, the user, the system, the one lab that is up, this host."""
+        places = places or Places()
+        named = path or places.environment.get("MIGRATOR_CLUSTER")
+        if named:
+            return cls.read(Path(named).expanduser())
+        for candidate in (places.user, places.system):
+            if _exists(candidate):
+                return cls.read(candidate)
+        lab = _the_lab(places.labs)
+        if lab is not None:
+            return cls.read(lab)
+        if _is_socket(places.local_socket):
+            return cls(str(places.local_socket), {os.uname().nodename: f"unix:{places.local_socket}"})
+        raise NotFound(
+            f"no cluster: neither {places.user} nor {places.system} exists, no lab is up, "
+            f"and no snapshotd answers at {places.local_socket}",
+            remedy="name a file with --cluster or $MIGRATOR_CLUSTER, or try `migrator lab up`",
+        )
+
+    @classmethod
+    def read(cls, path: Path) -> Cluster:
+        """The cluster in one file. BadConfig lists everything that is wrong with it."""
+        try:
+            table = tomllib.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError as error:
+            raise NotFound(
+                f"there is no cluster file {path}", remedy="check --cluster and $MIGRATOR_CLUSTER"
+            ) from error
+        except OSError as error:
+            raise BadConfig(f"{path} cannot be read: {error.strerror}") from error
+        except ValueError as error:  # not UTF-8, or not TOML
+            raise BadConfig(f"{path} is no TOML: {error}") from error
+        problems: list[str] = [f"{key}: nobody knows this key" for key in sorted(table.keys() - _KEYS)]
+        nodes = _nodes(table.get("nodes"), problems)
+        tls = _tls(table.get("tls"), path.parent, problems)
+        netns = _netns(table, problems)
+        if tls is None and "tls" not in table and any(not _is_unix(endpoint) for endpoint in nodes.values()):
+            problems.append("tls: missing; nodes are reached by TLS only")
+        if problems:
+            raise BadConfig(f"{path}:\n" + "\n".join(f"  {problem}" for problem in problems))
+        return cls(str(path), nodes, tls, netns)
+
+    def client(self, node: str) -> DaemonClient:
+        """A client of that node's daemon, not yet connected."""
+        if node not in self.nodes:
+            raise NotFound(f"no node is called {node!r}", remedy=f"the nodes are: {', '.join(sorted(self.nodes))}")
+        # Here and not above: `migrator lab down` needs no gRPC, and `enter` must come before its threads.
+        from snapshotd.api.client import Credentials, DaemonClient
+
+        if _is_unix(self.nodes[node]):
+            return DaemonClient(self.nodes[node], credentials=None, node=None)
+        assert self.tls is not None, "checked by read()"
+        credentials = Credentials(ca=self.tls.ca, cert=self.tls.cert, key=self.tls.key)
+        return DaemonClient(self.nodes[node], credentials=credentials, node=node)
+
+    def enter(self) -> None:
+        """Goes to the network from which the nodes are reached; call it once, before any thread or socket is made.
+
+        A thread has its own network namespace, so threads that exist already would stay outside.
+        """
+        if self.netns is None:
+            return
+        from migrator.lab.inside import CLONE_NEWNET, setns  # only a lab needs the lab's code
+
+        try:
+            descriptor = os.open(self.netns.path, os.O_RDONLY | os.O_CLOEXEC)
+        except PermissionError as error:
+            raise Denied(f"only root may enter the lab of {self.origin}", remedy="use sudo") from error
+        except OSError as error:
+            raise self._gone() from error
+        try:
+            inode = os.fstat(descriptor).st_ino
+            if self.netns.inode not in (None, inode):
+                raise self._gone()
+            if inode == Path("/proc/self/ns/net").stat().st_ino:
+                return
+            if len(os.listdir("/proc/self/task")) > 1:
+                raise Internal("a network namespace must be entered before any thread is started")
+            setns(descriptor, CLONE_NEWNET)
+        except PermissionError as error:
+            raise Denied(f"only root may enter the lab of {self.origin}", remedy="use sudo") from error
+        except OSError as error:
+            raise BadConfig(f"{self.origin}: netns {self.netns.path} cannot be entered: {error.strerror}") from error
+        finally:
+            os.close(descriptor)
+
+    def _gone(self) -> Unreachable:
+        return Unreachable(
+            f"the lab of {self.origin} is no longer up",
+            remedy="`migrator lab down` removes what is left of it, `migrator lab up` starts it anew",
+        )
+
+
+_KEYS = {"nodes", "tls", "netns", "netns_inode"}
+
+
+def _is_unix(endpoint: str) -> bool:
+    return endpoint.startswith("unix:")
+
+
+def _is_socket(path: Path) -> bool:
+    try:
+        return stat.S_ISSOCK(path.stat().st_mode)
+    except OSError:
+        return False
+
+
+def _exists(path: Path) -> bool:
+    """Also for a file that may not be read: that is an error to report, not a reason to look elsewhere."""
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def _the_lab(labs: Path) -> Path | None:
+    """The cluster file of the one lab that is up, else of one that only left its files behind, else None."""
+    files = sorted(labs.glob("*/cluster.toml"))
+    up = [file for file in files if _is_up(file)]
+    if len(up) > 1:
+        names = ", ".join(file.parent.name for file in up)
+        raise Ambiguous(f"{len(up)} labs are up: {names}", remedy=f"name one: --cluster {up[0]}")
+    return up[0] if up else (files[0] if files else None)
+
+
+def _is_up(file: Path) -> bool:
+    try:
+        netns = _netns(tomllib.loads(file.read_text(encoding="utf-8")), [])
+    except (OSError, ValueError):
+        return False
+    return netns is None or netns.alive()
+
+
+def _nodes(value: object, problems: list[str]) -> dict[str, str]:
+    if not isinstance(value, dict) or not value:
+        problems.append('nodes: no node is named; write one table [nodes.NAME] with endpoint = "host:port" for each')
+        return {}
+    nodes = {}
+    for name, entry in value.items():
+        where = f"nodes.{name}"
+        if not NODE_NAME.fullmatch(name):
+            problems.append(f"{where}: not a host name")
+        if not isinstance(entry, dict):
+            problems.append(f'{where}: not a table; write [{where}] and endpoint = "host:port" below it')
+            continue
+        problems += [f"{where}.{key}: nobody knows this key" for key in sorted(entry.keys() - {"endpoint"})]
+        endpoint = entry.get("endpoint")
+        if not isinstance(endpoint, str):
+            problems.append(f'{where}.endpoint: missing; write "host:port"')
+            continue
+        nodes[name] = endpoint
+        if not _is_endpoint(endpoint):
+            problems.append(f'{where}.endpoint: {endpoint!r} is neither "host:port" nor "unix:/path"')
+    endpoints = list(nodes.values())
+    problems += [
+        f"nodes: {twice} is the endpoint of two nodes"
+        for twice in sorted({e for e in endpoints if endpoints.count(e) > 1})
+    ]
+    return nodes
+
+
+def _is_endpoint(text: str) -> bool:
+    if _is_unix(text):
+        return text.startswith("unix:/")
+    host, _, port = text.rpartition(":")
+    if ":" in host:  # IPv6 needs brackets, as in a URL
+        return bool(re.fullmatch(r"\[[0-9A-Fa-f:.]+\]", host)) and _is_port(port)
+    return bool(NODE_NAME.fullmatch(host)) and _is_port(port)
+
+
+def _is_port(text: str) -> bool:
+    return text.isascii() and text.isdigit() and 0 < int(text) < 65536
+
+
+def _tls(value: object, folder: Path, problems: list[str]) -> Tls | None:
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        problems.append("tls: not a table; write [tls] and ca, cert, key below it")
+        return None
+    problems += [f"tls.{key}: nobody knows this key" for key in sorted(value.keys() - {"ca", "cert", "key"})]
+    found: dict[str, Path] = {}
+    for key in ("ca", "cert", "key"):
+        text = value.get(key)
+        if not isinstance(text, str) or not text:
+            problems.append(f"tls.{key}: missing; name a PEM file")
+            continue
+        found[key] = folder / Path(text).expanduser()
+        try:
+            with found[key].open("rb") as file:
+                if b"-----BEGIN " not in file.read(65536):
+                    problems.append(f"tls.{key}: {found[key]} is no PEM file")
+        except OSError as error:
+            problems.append(f"tls.{key}: {found[key]} cannot be read: {error.strerror}")
+    return Tls(**found) if len(found) == 3 else None
+
+
+def _netns(table: Mapping[str, object], problems: list[str]) -> Netns | None:
+    path, inode = table.get("netns"), table.get("netns_inode")
+    if path is None and inode is None:
+        return None
+    if not isinstance(path, str) or not path.startswith("/"):
+        problems.append("netns: not an absolute path")
+        return None
+    if inode is not None and (not isinstance(inode, int) or isinstance(inode, bool)):
+        problems.append("netns_inode: not a number")
+        return None
+    return Netns(Path(path), inode)

@@ -1,0 +1,123 @@
+"""The files of a lab: identities, the operator's cluster file, each node's configuration and what it shows of /etc.
+
+Invariant: the CA's key stays outside the nodes. A node sees its own folder and the operator's, at the same paths as the
+host does, and a cluster file without the switch's namespace: `migrator` inside a node goes over the node's own cable.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import uuid
+from pathlib import Path
+from typing import Any
+
+from migrator.lab.layout import DAEMON_PORT, OPERATOR, Held, Layout, Record, address, write
+
+#: What a node has for itself; the rest of the file system is shared. Options of tmpfs.
+PRIVATE = (("/run", "mode=0755,size=90%"), ("/tmp", "mode=1777,size=50%"), ("/dev/shm", "mode=1777,size=90%"))
+BOOT_ID = "/proc/sys/kernel/random/boot_id"
+
+
+def marker(lab: str, node: str = "") -> str:
+    """A folder in a node's own /run that no other file system has: by it a process is known to be of that node."""
+    return f"/run/.migrator-lab-node/{lab}/{node}".rstrip("/")
+
+
+def endpoint(record: Record, node: str) -> str:
+    return f"{address(record.index(node))}:{DAEMON_PORT}"
+
+
+def write_all(layout: Layout, record: Record) -> None:
+    """Everything that does not depend on a process: identities, configurations, hosts."""
+    from migrator import pki  # cryptography takes a while to load, and only this needs it
+
+    pki.init(layout.run / "pki")
+    _give(pki.issue_operator(layout.run / "pki", OPERATOR), layout.operator)
+    lines = ["127.0.0.1 localhost", "::1 localhost ip6-localhost ip6-loopback", f"{address(None)} {OPERATOR}"]
+    lines += [f"{address(index)} {node}" for index, node in enumerate(record.nodes)]
+    for node in record.nodes:
+        folder = layout.node(node)
+        identity = pki.issue_node(layout.run / "pki", node, [address(record.index(node))])
+        _give(identity, folder)
+        (layout.state / node).mkdir(mode=0o700, parents=True)
+        write(folder / "hosts", "\n".join(lines) + "\n")
+        write(folder / "cluster.toml", cluster_text(layout, record, None))
+        write(folder / "snapshotd.toml", _daemon_text(layout, record, node))
+        write(folder / "daemon.log", "", 0o600)
+
+
+def _give(identity: Any, folder: Path) -> None:
+    """Copies an identity, without the CA's key, to where it is used."""
+    folder.mkdir(mode=0o755, parents=True)
+    for source, name, mode in ((identity.ca, "ca.crt", 0o644), (identity.cert, "tls.crt", 0o644)):
+        write(folder / name, source.read_text(), mode)
+    write(folder / "tls.key", identity.key.read_text(), 0o600)
+
+
+def cluster_text(layout: Layout, record: Record, switch: Held | None) -> str:
+    """The cluster file; with `switch` the one for outside the nodes."""
+    lines = [f"# The lab {layout.name}, written by `migrator lab up`."]
+    if switch is not None:
+        inode = Path(f"/proc/{switch.pid}/ns/net").stat().st_ino
+        lines += [f'netns = "/proc/{switch.pid}/ns/net"', f"netns_inode = {inode}"]
+    lines += _tls_lines(layout.operator)
+    for node in record.nodes:
+        lines += [f"[nodes.{node}]", f"endpoint = {json.dumps(endpoint(record, node))}"]
+    return "\n".join(lines) + "\n"
+
+
+def _daemon_text(layout: Layout, record: Record, node: str) -> str:
+    settings: dict[str, object] = {
+        "node": node,
+        "listen": endpoint(record, node),
+        "state_dir": str(layout.state / node),
+        "run_dir": "/run/snapshotd",
+        "image_dir": "/run/snapshotd/images",
+        "metrics_listen": "127.0.0.1:9470",
+        # Without /var/tmp: in a lab all nodes share it.
+        "carry_paths": ["/tmp", "/dev/shm"],
+    }
+    lines = [f"{key} = {json.dumps(value)}" for key, value in settings.items()]
+    return "\n".join([*lines, *_tls_lines(layout.node(node))]) + "\n"
+
+
+def _tls_lines(folder: Path) -> list[str]:
+    names = (("ca", "ca.crt"), ("cert", "tls.crt"), ("key", "tls.key"))
+    return ["[tls]", *(f"{key} = {json.dumps(str(folder / name))}" for key, name in names)]
+
+
+def prepare_boot(layout: Layout, node: str) -> dict[str, Any]:
+    """What a node's mount namespace is made of, for `inside.hold`; a fresh boot id each time, as after power-on."""
+    folder = layout.node(node)
+    write(folder / "boot_id", f"{uuid.uuid4()}\n", 0o444)
+    return {
+        "tmpfs": PRIVATE,
+        "folders": [marker(layout.name, node), "/run/lock", "/run/snapshotd", str(folder), str(layout.operator)],
+        "binds": [
+            (str(folder), str(folder)),
+            (str(layout.operator), str(layout.operator)),
+            (str(folder / "cluster.toml"), str(layout.cluster)),
+            (str(folder / "hosts"), "/etc/hosts"),
+            (str(folder / "boot_id"), BOOT_ID),
+        ],
+    }
+
+
+def remove_content(layout: Layout) -> None:
+    """All files of the lab; its folder stays, because it is the lock."""
+    shutil.rmtree(layout.state, ignore_errors=True)
+    for entry in layout.run.iterdir():
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry, ignore_errors=True)
+        else:
+            entry.unlink(missing_ok=True)
+
+
+def remove_folders(layout: Layout) -> None:
+    """The folder itself, and those above it that are empty now."""
+    layout.run.rmdir()
+    for folder in (layout.run.parent, layout.state.parent):
+        with contextlib.suppress(OSError):  # another lab is there, or it was never made
+            folder.rmdir()

@@ -1,0 +1,160 @@
+"""The lab's switch and cables, by netlink alone: no `ip` binary is needed.
+
+The switch is a network namespace with a bridge; the operator's address is the bridge's own. A node's eth0 is one end of
+a veth pair whose other end is a port of the bridge. Nothing is added to the host's network, so labs cannot collide.
+
+A cut makes two ends send to a hardware address that nobody has (a permanent neighbour entry): packets vanish without an
+error, in both directions, and no kernel module, packet filter or queue is involved that the product itself uses.
+
+A network namespace belongs to a thread: each function here works in a thread of its own that ends with it.
+"""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from socket import AF_INET, AF_INET6
+from typing import Any, TypeVar
+
+from pyroute2 import IPRoute
+from pyroute2.netlink.exceptions import NetlinkError
+
+from migrator.lab.inside import CLONE_NEWNET, setns
+from migrator.lab.layout import PREFIX_LENGTH, Held, address
+from snapshotd.api.errors import Internal
+
+BRIDGE = "br0"
+NOBODY = "02:00:00:00:00:00"
+
+Result = TypeVar("Result")
+
+
+def _hardware_address(index: int | None) -> str:
+    return "02:00:" + ":".join(f"{int(part):02x}" for part in address(index).split("."))
+
+
+def _addresses(index: int | None) -> list[tuple[int, str]]:
+    """Under which addresses the others can send to it: its own, and the link-local one the kernel makes."""
+    mac = bytes(int(part, 16) for part in _hardware_address(index).split(":"))
+    host = bytes([mac[0] ^ 2]) + mac[1:3] + b"\xff\xfe" + mac[3:]
+    return [(AF_INET, address(index)), (AF_INET6, str(ipaddress.IPv6Address(b"\xfe\x80" + bytes(6) + host)))]
+
+
+def _in_netns(held: Held, act: Callable[[Any], Result]) -> Result:
+    """act(IPRoute) in the network namespace of a process."""
+
+    def work() -> Result:
+        descriptor = os.open(f"/proc/{held.pid}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            setns(descriptor, CLONE_NEWNET)
+        finally:
+            os.close(descriptor)
+        with IPRoute() as netlink:
+            return act(netlink)
+
+    try:
+        with ThreadPoolExecutor(max_workers=1) as thread:
+            return thread.submit(work).result()
+    except (NetlinkError, OSError) as error:
+        raise Internal(
+            f"the lab's network could not be set up: {error}",
+            remedy="the kernel needs bridge and veth (CONFIG_BRIDGE, CONFIG_VETH), and this needs root",
+        ) from error
+
+
+def make_switch(switch: Held) -> None:
+    """The bridge, with the operator's address."""
+
+    def act(netlink: Any) -> None:
+        netlink.link("set", index=netlink.link_lookup(ifname="lo")[0], state="up")
+        netlink.link("add", ifname=BRIDGE, kind="bridge", br_mcast_snooping=0, address=_hardware_address(None))
+        bridge = netlink.link_lookup(ifname=BRIDGE)[0]
+        netlink.addr("add", index=bridge, address=address(None), prefixlen=PREFIX_LENGTH)
+        netlink.link("set", index=bridge, state="up")
+
+    _in_netns(switch, act)
+
+
+def plug_in(switch: Held, node: Held, index: int) -> None:
+    """A cable from the switch to node number `index`, and the node's address at its end."""
+
+    def at_switch(netlink: Any) -> None:
+        peer = {"ifname": "eth0", "address": _hardware_address(index), "net_ns_pid": node.pid}
+        netlink.link("add", ifname=_port(index), kind="veth", peer=peer)
+        bridge = netlink.link_lookup(ifname=BRIDGE)[0]
+        netlink.link("set", index=netlink.link_lookup(ifname=_port(index))[0], master=bridge, state="up")
+
+    def at_node(netlink: Any) -> None:
+        netlink.link("set", index=netlink.link_lookup(ifname="lo")[0], state="up")
+        cable = netlink.link_lookup(ifname="eth0")[0]
+        netlink.addr("add", index=cable, address=address(index), prefixlen=PREFIX_LENGTH)
+        netlink.link("set", index=cable, state="up")
+
+    _in_netns(switch, at_switch)
+    _in_netns(node, at_node)
+
+
+def unplug(switch: Held, index: int) -> None:
+    """Pulls a node's cable, for good: what its processes still send as they die reaches nobody."""
+
+    def act(netlink: Any) -> None:
+        for port in netlink.link_lookup(ifname=_port(index)):
+            netlink.link("del", index=port)
+
+    _in_netns(switch, act)
+
+
+@dataclass(frozen=True)
+class End:
+    """One end of a cut: a process in its network namespace, and its number (None: the operator)."""
+
+    held: Held
+    index: int | None
+
+
+def cut(a: End, b: End) -> None:
+    """From now on packets between the two vanish, both ways."""
+
+    def stop(other: End) -> Callable[[Any], None]:
+        def act(netlink: Any) -> None:
+            link = _link(netlink)
+            for family, where in _addresses(other.index):
+                netlink.neigh("replace", family=family, dst=where, lladdr=NOBODY, ifindex=link, state="permanent")
+
+        return act
+
+    _in_netns(a.held, stop(b))
+    _in_netns(b.held, stop(a))
+
+
+def mend(a: End, b: End) -> None:
+    """Undoes `cut`; nothing happens where there is none."""
+
+    def resume(other: End) -> Callable[[Any], None]:
+        def act(netlink: Any) -> None:
+            link = _link(netlink)
+            for family, where in _addresses(other.index):
+                try:
+                    netlink.neigh("del", family=family, dst=where, ifindex=link)
+                except NetlinkError as error:
+                    if error.code != errno.ENOENT:
+                        raise
+
+        return act
+
+    _in_netns(a.held, resume(b))
+    _in_netns(b.held, resume(a))
+
+
+def _port(index: int) -> str:
+    return f"port{index}"
+
+
+def _link(netlink: Any) -> int:
+    """The one link that leads to the others, in a node as in the switch."""
+    found = netlink.link_lookup(ifname="eth0") or netlink.link_lookup(ifname=BRIDGE)
+    return int(found[0])

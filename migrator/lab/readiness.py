@@ -1,0 +1,80 @@
+"""Waiting until the daemons of a lab answer, and saying why one does not.
+
+A daemon that ends at once (a wrong configuration, say) is reported at once, with the end of its log.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from migrator.lab import processes
+from migrator.lab.layout import Held
+from snapshotd.api.errors import Unreachable
+
+LOG_LINES = 30
+_PACKAGES = Path(__file__).parents[2]
+
+
+def await_daemons(cluster: Path, daemons: Mapping[str, tuple[Held, Path]], timeout_s: float) -> None:
+    """Until every daemon (its process and its log, by node) answers the operator. Unreachable says which does not."""
+    environment = {**os.environ, "PYTHONPATH": str(_PACKAGES)}
+    argv = [sys.executable, "-m", "migrator.lab.probe", str(cluster), str(timeout_s), *daemons]
+    probe = subprocess.Popen(
+        argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
+    )
+    with probe:
+        try:
+            ended = _first_end(probe, daemons, timeout_s + 10)
+        finally:
+            if probe.poll() is None:
+                probe.kill()
+        out, err = probe.communicate()
+    if ended:
+        raise _silent(dict.fromkeys(ended, "it ended"), daemons)
+    if probe.returncode != 0:
+        try:
+            reasons = json.loads(out)
+        except ValueError:
+            why = err.decode(errors="replace").strip() or "they were not asked in time"
+            reasons = dict.fromkeys(daemons, why)
+        raise _silent(reasons, daemons)
+
+
+def _first_end(probe: subprocess.Popen[bytes], daemons: Mapping[str, tuple[Held, Path]], timeout_s: float) -> list[str]:
+    """Waits for the probe; the nodes whose daemon ended before it did."""
+    with contextlib.ExitStack() as stack:
+        poll = select.poll()
+
+        def watch(pid: int) -> None:
+            with contextlib.suppress(ProcessLookupError):
+                pidfd = os.pidfd_open(pid)
+                stack.callback(os.close, pidfd)
+                poll.register(pidfd, select.POLLIN)
+
+        watch(probe.pid)
+        for held, _ in daemons.values():
+            watch(held.pid)
+        # After the descriptors were opened: one that has ended by now is seen here, one that ends later by poll.
+        ended = [node for node, (held, _) in daemons.items() if not processes.alive(held)]
+        if not ended:
+            poll.poll(timeout_s * 1000)
+            if probe.poll() is None:
+                ended = [node for node, (held, _) in daemons.items() if not processes.alive(held)]
+        return ended
+
+
+def _silent(reasons: Mapping[str, str], daemons: Mapping[str, tuple[Held, Path]]) -> Unreachable:
+    text = [f"{len(reasons)} of {len(daemons)} daemons do not answer"]
+    for node, why in reasons.items():
+        text.append(f"{node}: {why}; the end of its log:")
+        with contextlib.suppress(OSError):
+            lines = daemons[node][1].read_text(errors="replace").splitlines()
+            text += [f"  {line}" for line in lines[-LOG_LINES:]]
+    return Unreachable("\n".join(text), remedy="the log above says why")
