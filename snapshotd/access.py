@@ -1,0 +1,189 @@
+"""Who may call what, and what a failed call looks like to the caller.
+
+Invariant: no servicer runs for a caller whose role the table below does not name, and a method that is not in the table
+is for nobody. Out of every servicer comes an answer or one error of the taxonomy: its status, its message, and its wire
+form in the trailing metadata. Tracebacks stay in our log.
+
+A caller is a certificate of the cluster's CA (CN `operator:NAME` or `node:NAME`), or whoever opened admin.sock, whose
+mode lets only root do so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError
+
+from snapshotd.api.errors import WIRE_KEY, Damaged, Denied, Internal, SnapshotError
+
+LOG = logging.getLogger(__name__)
+
+Role = Literal["operator", "node", "root"]
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+
+_OPERATOR: frozenset[Role] = frozenset({"operator", "root"})
+_NODE: frozenset[Role] = frozenset({"node", "root"})
+_BOTH: frozenset[Role] = _OPERATOR | _NODE
+
+#: As the comments of proto/snapshotd.proto have it; tests/daemon/test_access.py compares the two.
+ALLOWED: dict[str, frozenset[Role]] = {
+    "/snapshotd.v1.Node/GetNode": _BOTH,
+    "/snapshotd.v1.Node/ListRanks": _BOTH,
+    "/snapshotd.v1.Node/ListMoves": _BOTH,
+    "/snapshotd.v1.Source/Inspect": _OPERATOR,
+    "/snapshotd.v1.Source/Begin": _OPERATOR,
+    "/snapshotd.v1.Source/Freeze": _OPERATOR,
+    "/snapshotd.v1.Source/Stream": _OPERATOR,
+    "/snapshotd.v1.Source/Renew": _OPERATOR,
+    "/snapshotd.v1.Source/Commit": _OPERATOR,
+    "/snapshotd.v1.Source/Abort": _OPERATOR,
+    "/snapshotd.v1.Source/Release": _OPERATOR,
+    "/snapshotd.v1.Source/GetOutcome": _BOTH,
+    "/snapshotd.v1.Source/DeclareTargetDead": _OPERATOR,
+    "/snapshotd.v1.Target/Examine": _OPERATOR,
+    "/snapshotd.v1.Target/Prepare": _OPERATOR,
+    "/snapshotd.v1.Target/Push": _NODE,
+    "/snapshotd.v1.Target/Seal": _NODE,
+    "/snapshotd.v1.Target/Restore": _OPERATOR,
+    "/snapshotd.v1.Target/Activate": _BOTH,
+    "/snapshotd.v1.Target/Discard": _BOTH,
+    "/snapshotd.v1.Target/GetCopy": _BOTH,
+    "/snapshotd.v1.Target/DeclareSourceDead": _OPERATOR,
+    "/snapshotd.v1.Home/Relay": _NODE,
+}
+
+#: A longer message keeps its beginning and its end: both ends' metadata limits (api/channel.py) must hold it twice.
+_MAX_MESSAGE_CHARS = 8_000
+_MAX_DETAILS_CHARS = 500
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Who is at the other end of a call."""
+
+    role: Role
+    name: str
+
+    def __str__(self) -> str:
+        return self.role if self.role == "root" else f"{self.role} {self.name}"
+
+
+def caller(context: Context) -> Caller:
+    """Who calls, by certificate or by socket; Denied where neither says so."""
+    if context.peer().startswith("unix:"):
+        return Caller("root", "root")
+    names = [bytes(name).decode(errors="replace") for name in context.auth_context().get("x509_common_name", ())]
+    role, _, name = names[0].partition(":") if len(names) == 1 else ("", "", "")
+    if name and role == "operator":
+        return Caller("operator", name)
+    if name and role == "node":
+        return Caller("node", name)
+    raise Denied(f"the certificate of {names or 'nobody'} is neither an operator's nor a node's")
+
+
+def check(method: str, context: Context) -> Caller:
+    """The caller, if the table lets it call `method`."""
+    who = caller(context)
+    roles = ALLOWED.get(method, frozenset())
+    if who.role not in roles:
+        wanted = " or ".join(sorted(roles - {"root"})) or "nobody"
+        raise Denied(f"{who} may not call {method.rpartition('/')[2]}: it is for {wanted}")
+    return who
+
+
+class Access(grpc.aio.ServerInterceptor):
+    """Wraps every handler: first the table, then the servicer, then the translation of what it raised."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler | None:
+        found = await continuation(handler_call_details)
+        return None if found is None else _guard(handler_call_details.method, found)
+
+
+def _guard(method: str, handler: Handler) -> Handler:
+    """The same handler with the same serializers, guarded. Its servicer may be a coroutine or an async generator."""
+    # The stubs know the blocking form of a servicer alone, hence Any.
+    behaviours: list[Any] = [handler.unary_unary, handler.unary_stream, handler.stream_unary, handler.stream_stream]
+    servicer = next(behaviour for behaviour in behaviours if behaviour is not None)
+
+    def decode(blob: bytes) -> Any:
+        if handler.request_deserializer is None:
+            return blob
+        try:
+            return handler.request_deserializer(blob)
+        except DecodeError as error:
+            raise Damaged(f"a request for {method} cannot be read: {error}") from error
+
+    async def one_reply(request: Any, context: Context) -> Any:
+        async def work() -> Any:
+            return await servicer(request if handler.request_streaming else decode(request), context)
+
+        return await _guarded(method, context, work)
+
+    async def many_replies(request: Any, context: Context) -> None:
+        async def work() -> None:
+            replies = servicer(request if handler.request_streaming else decode(request), context)
+            if inspect.isawaitable(replies):  # it writes with context.write
+                await replies
+                return
+            async with aclosing(replies):
+                async for reply in replies:
+                    await context.write(reply)
+
+        await _guarded(method, context, work)
+
+    make = {
+        (False, False): grpc.unary_unary_rpc_method_handler,
+        (False, True): grpc.unary_stream_rpc_method_handler,
+        (True, False): grpc.stream_unary_rpc_method_handler,
+        (True, True): grpc.stream_stream_rpc_method_handler,
+    }[handler.request_streaming, handler.response_streaming]
+    # A single request is decoded only once its sender has passed the table; a stream's while the servicer reads it.
+    return make(
+        many_replies if handler.response_streaming else one_reply,
+        decode if handler.request_streaming else None,
+        handler.response_serializer,
+    )
+
+
+async def _guarded(method: str, context: Context, work: Callable[[], Awaitable[Any]]) -> Any:
+    try:
+        who = check(method, context)
+        LOG.debug("%s by %s", method, who)
+        return await work()
+    except (asyncio.CancelledError, grpc.aio.AbortError):
+        raise
+    except NotImplementedError:
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"{method} is not implemented")
+    except SnapshotError as error:
+        level = logging.WARNING if isinstance(error, Denied) else logging.INFO
+        LOG.log(level, "%s: %s: %s", method, error.code, error.message)
+        await _abort(context, error)
+    except grpc.aio.BaseError as error:
+        # The caller went away in the middle of a reply; there is nobody to tell.
+        LOG.info("%s: the caller is gone: %s", method, error)
+        raise
+    except Exception as error:
+        LOG.exception("%s failed unexpectedly", method)
+        await _abort(context, Internal(f"{method} failed unexpectedly: {type(error).__name__}: {error}"))
+
+
+async def _abort(context: Context, error: SnapshotError) -> None:
+    message = error.message
+    if len(message) > _MAX_MESSAGE_CHARS:
+        half = _MAX_MESSAGE_CHARS // 2
+        message = f"{message[:half]}\n[… {len(message) - 2 * half} characters left out …]\n{message[-half:]}"
+    short = type(error)(message, remedy=error.advice[:_MAX_DETAILS_CHARS], where=error.where)
+    await context.abort(error.status, message[:_MAX_DETAILS_CHARS], trailing_metadata=((WIRE_KEY, short.to_wire()),))

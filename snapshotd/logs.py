@@ -1,0 +1,99 @@
+"""Logs on stderr, as text for a person or JSON for a machine; every record of a move says which one.
+
+Invariant: whatever is logged inside `move_context` carries the move's id, its rank and its phase, in tasks and threads
+started there too. One record is one line that begins with its time: continuation lines are indented, and control
+characters are escaped, so nothing that came over the wire can pass for a record of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from datetime import UTC, datetime
+from typing import TextIO
+
+FORMATS = ("text", "json")
+LEVELS = ("debug", "info", "warning", "error")
+
+_fields: ContextVar[dict[str, str | int]] = ContextVar("move_fields")
+
+
+@contextmanager
+def move_context(*, move: str | None = None, rank: str | int | None = None, phase: str | None = None) -> Iterator[None]:
+    """Records made inside carry these fields, on top of those of the contexts around it."""
+    given: dict[str, str | int | None] = {"move": move, "rank": rank, "phase": phase}
+    token = _fields.set(move_fields() | {name: value for name, value in given.items() if value is not None})
+    try:
+        yield
+    finally:
+        _fields.reset(token)
+
+
+def move_fields() -> dict[str, str | int]:
+    """The fields of the contexts that surround the caller."""
+    return _fields.get({})
+
+
+def set_up(log_format: str = "text", log_level: str = "info", stream: TextIO | None = None) -> None:
+    """The one set-up of the process: replaces whatever handlers there were."""
+    handler = logging.StreamHandler(stream or sys.stderr)
+    handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(log_level.upper())
+    logging.getLogger("asyncio").setLevel("WARNING")
+    logging.captureWarnings(True)
+
+
+def _time(record: logging.LogRecord) -> str:
+    moment = datetime.fromtimestamp(record.created, UTC)
+    return f"{moment:%Y-%m-%dT%H:%M:%S}.{int(record.msecs):03d}Z"
+
+
+class TextFormatter(logging.Formatter):
+    """`2026-11-15T03:12:09.481Z INFO    ops     m-0123456789ab rank 3 freeze: stopped 4 processes`"""
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields = _record_fields(record)
+        about = [str(fields["move"])] if "move" in fields else []
+        if "rank" in fields:
+            about.append(f"rank {fields['rank']}")
+        if "phase" in fields:
+            about.append(str(fields["phase"]))
+        text = record.getMessage()
+        if record.exc_info:
+            text += "\n" + self.formatException(record.exc_info)
+        name = record.name.removeprefix("snapshotd.")
+        said = (" ".join(about) + ": " if about else "") + text
+        return f"{_time(record)} {record.levelname:<7} {name:<8} {_one_record(said)}"
+
+
+class JsonFormatter(logging.Formatter):
+    """One object a line: time, level, logger, message, and move, rank, phase, traceback where there are any."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        entry: dict[str, str | int] = {
+            "time": _time(record),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **_record_fields(record),
+        }
+        if record.exc_info:
+            entry["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(entry)
+
+
+def _record_fields(record: logging.LogRecord) -> dict[str, str | int]:
+    """The handler runs in the context of whoever logs, so the surrounding fields are still those of the record."""
+    own = {name: vars(record)[name] for name in ("move", "rank", "phase") if name in vars(record)}
+    return move_fields() | own
+
+
+def _one_record(text: str) -> str:
+    lines = ("".join(c if c.isprintable() or c == "\t" else repr(c)[1:-1] for c in line) for line in text.split("\n"))
+    return "\n    ".join(lines)

@@ -1,0 +1,220 @@
+"""The daemon as a process: start, serve until told to stop, stop. What it does meanwhile is snapshotd/service.py.
+
+Invariant: at most one daemon serves a run_dir (a lock that ends with the process, however it ends), READY is said when
+everything listens, and stopping never touches a rank: that is for the next daemon, which reads the journal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import fcntl
+import logging
+import os
+import signal
+import socket
+import stat
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import grpc.aio
+
+from snapshotd import host, logs, metrics, notify
+from snapshotd.access import Access
+from snapshotd.api.channel import COMMON_OPTIONS
+from snapshotd.api.errors import BadConfig, Busy, Denied, SnapshotError
+from snapshotd.config import DEFAULT_PATH, Config, split_address
+
+if TYPE_CHECKING:
+    from snapshotd.service import Daemon
+
+LOG = logging.getLogger(__name__)
+
+#: How long steps in progress may take to end or to be handed over, and then the calls that are still open.
+STOP_GRACE_S = 20.0
+CALLS_GRACE_S = 1.0
+
+SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
+    *COMMON_OPTIONS,
+    ("grpc.so_reuseport", 0),  # otherwise a second daemon on the same port would silently get half of the calls
+    ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
+    ("grpc.http2.max_ping_strikes", 0),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """`snapshotd --config FILE`; exits 0 after SIGTERM, else with the exit code of the error's class."""
+    parser = argparse.ArgumentParser(prog="snapshotd", description="The per-node daemon that moves ranks.")
+    parser.add_argument("--config", type=Path, default=DEFAULT_PATH, metavar="FILE", help="default: %(default)s")
+    parser.add_argument(
+        "--check-config", action="store_true", help="say what is wrong with the configuration, and exit"
+    )
+    parser.add_argument("--version", action="version", version=f"snapshotd {host.DAEMON_VERSION}")
+    options = parser.parse_args(argv)
+    try:
+        config = Config.load(options.config)
+        if options.check_config:
+            print(f"{options.config} is good: node {config.node}, CRIU {config.criu_version} at {config.criu}")
+            return
+        if os.geteuid() != 0:
+            raise Denied("snapshotd has to run as root", remedy="start it with systemd, or with sudo")
+        logs.set_up(config.log_format, config.log_level)
+        make_directories(config)
+        with one_daemon(config.run_dir):
+            asyncio.run(serve(config))
+    except SnapshotError as error:
+        notify.notify(f"STATUS={error.message}")
+        print(f"snapshotd: {error.message}\nremedy: {error.advice}", file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
+def make_directories(config: Config) -> None:
+    """run_dir is open to users, who reach keeper.sock in it; the journal and the images are root's alone."""
+    for place, mode in ((config.run_dir, 0o755), (config.state_dir, 0o700), (config.image_dir, 0o700)):
+        try:
+            place.mkdir(parents=True, exist_ok=True)
+            place.chmod(mode)
+        except OSError as error:
+            raise BadConfig(f"{place} cannot be made: {error.strerror}") from error
+
+
+@contextlib.contextmanager
+def one_daemon(run_dir: Path) -> Iterator[None]:
+    """Holds run_dir's lock; Busy where another daemon has it. The kernel drops it with the process, killed or not."""
+    descriptor = os.open(run_dir / "snapshotd.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
+            raise Busy(
+                f"another snapshotd (pid {holder}) already serves {run_dir}",
+                remedy="stop that one first (systemctl stop snapshotd), or give this one a run_dir of its own",
+            ) from None
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+async def serve(config: Config) -> None:
+    """Everything between the lock and the end."""
+    from snapshotd.service import Daemon
+
+    stop = asyncio.Event()
+    _stop_on_signals(stop)
+    daemon = Daemon(config)
+    server = grpc.aio.server(interceptors=[Access()], options=SERVER_OPTIONS)
+    _listen(server, config)
+    watchdog = _start_watchdog()
+    try:
+        if config.metrics_listen:
+            await metrics.serve(*split_address(config.metrics_listen))
+        await daemon.start(server)
+        await server.start()
+        _say_started(config)
+        await stop.wait()
+    finally:
+        notify.stopping("finishing or handing over what is in progress")
+        LOG.info("stopping")
+        try:
+            await _stop(daemon, server)
+        finally:
+            watchdog.cancel()
+            config.admin_socket.unlink(missing_ok=True)
+    LOG.info("stopped")
+
+
+async def _stop(daemon: Daemon, server: grpc.aio.Server) -> None:
+    """The daemon's own work first: it may still need calls to be answered in order to end well."""
+    try:
+        await daemon.stop(STOP_GRACE_S)
+    finally:
+        await server.stop(CALLS_GRACE_S)
+        await metrics.close()
+
+
+def _stop_on_signals(stop: asyncio.Event) -> None:
+    """The first SIGTERM or SIGINT asks, the second ends at once: nothing is lost, the journal is on disk."""
+
+    def asked(number: signal.Signals) -> None:
+        if stop.is_set():
+            LOG.warning("%s again: ending at once", number.name)
+            os._exit(128 + number)
+        LOG.info("%s", number.name)
+        stop.set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, asked, number)
+
+
+def _listen(server: grpc.aio.Server, config: Config) -> None:
+    """Binds both doors. admin.sock is never, not for a moment, open to others than root."""
+    _remove_stale_socket(config.admin_socket)
+    umask = os.umask(0o177)
+    try:
+        server.add_insecure_port(f"unix:{config.admin_socket}")
+    except RuntimeError as error:
+        raise BadConfig(f"cannot listen on {config.admin_socket}: {error}") from error
+    finally:
+        os.umask(umask)
+    try:
+        server.add_secure_port(config.listen, config.credentials.for_server())
+    except RuntimeError as error:
+        reason = _why_not_bound(config.listen) or str(error)
+        raise BadConfig(f"listen: cannot listen on {config.listen}: {reason}") from error
+
+
+def _remove_stale_socket(path: Path) -> None:
+    """What a killed daemon left behind. gRPC would unlink any socket, also one that somebody listens on."""
+    try:
+        kind = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(kind):
+        raise BadConfig(f"{path} is in the way: it is not a socket", remedy="remove it, or choose another run_dir")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(str(path))
+        except OSError:
+            path.unlink()
+            return
+    raise Busy(f"somebody listens on {path}", remedy="find out who (ss -xlp) and stop it, or choose another run_dir")
+
+
+def _why_not_bound(address: str) -> str:
+    """gRPC does not say why; the same bind by hand does."""
+    name, port = split_address(address)
+    try:
+        family, kind, protocol, _, where = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(where)
+            probe.listen()
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def _start_watchdog() -> asyncio.Task[None]:
+    interval_s = notify.watchdog_interval_s()
+    return asyncio.create_task(notify.keep_watchdog(interval_s) if interval_s else asyncio.sleep(0), name="watchdog")
+
+
+def _say_started(config: Config) -> None:
+    if host.is_ram_backed(config.state_dir):
+        LOG.warning("state_dir %s is in memory: a reboot in the middle of a move loses its outcome", config.state_dir)
+    LOG.info(
+        "snapshotd %s is node %s, listening on %s and %s, with CRIU %s at %s",
+        *(host.DAEMON_VERSION, config.node, config.listen, config.admin_socket, config.criu_version, config.criu),
+    )
+    notify.ready(f"node {config.node}, listening on {config.listen}")
+
+
+if __name__ == "__main__":
+    main()

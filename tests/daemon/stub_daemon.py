@@ -1,0 +1,52 @@
+"""snapshotd's real main with a stub in place of snapshotd/service.py: started by test_main.py as a process of its own.
+
+$STUB says how it behaves: "" (well), "hang" (stop never ends), "refuse" (start fails), "fail" (stop fails).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import types
+from typing import Any
+
+import grpc.aio
+
+from snapshotd.api import snapshotd_pb2 as pb
+from snapshotd.api.errors import Full
+from snapshotd.config import Config
+from tests.daemon.conftest import servicer
+
+BEHAVIOUR = os.environ.get("STUB", "")
+
+
+class Daemon:
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    async def start(self, server: grpc.aio.Server) -> None:
+        if BEHAVIOUR == "refuse":
+            raise Full("no room for the journal")
+
+        async def get_node(request: pb.GetNodeRequest, context: Any) -> pb.NodeInfo:
+            return pb.NodeInfo(name=self.config.node)
+
+        servicer("Node", GetNode=get_node)(server)
+
+    async def stop(self, grace_s: float) -> None:
+        if BEHAVIOUR == "hang":
+            print("hanging", flush=True)
+            await asyncio.Event().wait()
+        if BEHAVIOUR == "fail":
+            raise RuntimeError("stop failed")
+        print(f"handed over within {grace_s:g} s", flush=True)
+
+
+if __name__ == "__main__":
+    service = types.ModuleType("snapshotd.service")
+    service.Daemon = Daemon  # type: ignore[attr-defined]
+    sys.modules["snapshotd.service"] = service
+    from snapshotd.main import main
+
+    main()

@@ -1,0 +1,360 @@
+"""The configuration: defaults, and every mistake of a file in one error."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import stat
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from migrator import pki
+from snapshotd import host
+from snapshotd.api.client import Credentials
+from snapshotd.api.errors import BadConfig
+from snapshotd.config import Config, find_criu, split_address
+from tests.daemon.conftest import Certificates
+
+RAM = Path("/dev/shm")
+pytestmark = pytest.mark.skipif(not host.is_ram_backed(RAM), reason="/dev/shm is no tmpfs here")
+
+
+def fake_criu(folder: Path, version: str = "4.2.1", *, exit_status: int = 0) -> Path:
+    program = folder / "criu"
+    program.write_text(f"#!/bin/sh\necho 'Version: {version}'\nexit {exit_status}\n")
+    program.chmod(0o755)
+    return program
+
+
+def toml(certificates: Certificates, criu: Path, **changes: str) -> str:
+    """A good file; `changes` replace lines of it by key, an empty one removes the line."""
+    lines = {
+        "node": 'node = "node-1"',
+        "listen": 'listen = "10.0.0.1:7070"',
+        "image_dir": f'image_dir = "{RAM}/snapshotd-test-images"',
+        "criu": f'criu = "{criu}"',
+        **changes,
+    }
+    tls = lines.pop(
+        "tls",
+        f'[tls]\nca = "{certificates.node.ca}"\ncert = "{certificates.node.cert}"\nkey = "{certificates.node.key}"',
+    )
+    return "\n".join([*lines.values(), tls])
+
+
+def load(tmp_path: Path, text: str) -> Config:
+    path = tmp_path / "snapshotd.toml"
+    path.write_text(text)
+    return Config.load(path)
+
+
+def problems(tmp_path: Path, text: str) -> list[str]:
+    with pytest.raises(BadConfig) as got:
+        load(tmp_path, text)
+    first, *rest = got.value.message.split("\n  - ")
+    assert first == f"{tmp_path}/snapshotd.toml has {len(rest)} problem{'s' if len(rest) != 1 else ''}:"
+    return rest
+
+
+def test_defaults(tmp_path: Path, certificates: Certificates) -> None:
+    criu = fake_criu(tmp_path)
+    config = load(tmp_path, toml(certificates, criu))
+    assert config == Config(
+        node="node-1",
+        listen="10.0.0.1:7070",
+        advertise="10.0.0.1:7070",
+        credentials=certificates.node,
+        state_dir=Path("/var/lib/snapshotd"),
+        run_dir=Path("/run/snapshotd"),
+        image_dir=RAM / "snapshotd-test-images",
+        criu=str(criu),
+        criu_version="4.2.1",
+        log_format="text",
+        log_level="info",
+        metrics_listen="127.0.0.1:9470",
+        carry_paths=("/tmp", "/var/tmp", "/dev/shm"),
+        streams=4,
+        chunk_bytes=4194304,
+        lease_s=30.0,
+    )
+    assert config.admin_socket == Path("/run/snapshotd/admin.sock")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.node = "other"  # type: ignore[misc]
+
+
+def test_every_key_can_be_set(tmp_path: Path, certificates: Certificates) -> None:
+    text = toml(
+        certificates,
+        fake_criu(tmp_path),
+        listen='listen = "[::]:7070"',
+        rest="\n".join(
+            [
+                'advertise = "[fd00::1]:7070"',
+                f'state_dir = "{tmp_path}/state"',
+                f'run_dir = "{RAM}/snapshotd-test-run"',
+                'log_format = "json"',
+                'log_level = "debug"',
+                'metrics_listen = ""',
+                'carry_paths = ["/scratch/"]',
+                "streams = 8",
+                "chunk_bytes = 1048576",
+                "lease_s = 2",
+            ]
+        ),
+    )
+    config = load(tmp_path, text)
+    assert config.advertise == "[fd00::1]:7070"
+    assert config.state_dir == tmp_path / "state"
+    assert (config.log_format, config.log_level, config.metrics_listen) == ("json", "debug", "")
+    assert config.carry_paths == ("/scratch",)
+    assert (config.streams, config.chunk_bytes, config.lease_s) == (8, 1048576, 2.0)
+
+
+def test_image_dir_follows_run_dir(tmp_path: Path, certificates: Certificates) -> None:
+    text = toml(certificates, fake_criu(tmp_path), image_dir=f'run_dir = "{RAM}/snapshotd-test-run"')
+    assert load(tmp_path, text).image_dir == RAM / "snapshotd-test-run" / "images"
+
+
+def test_all_errors_at_once(tmp_path: Path, certificates: Certificates) -> None:
+    text = "\n".join(
+        [
+            'node = "no de/../x"',
+            'listn = "10.0.0.1:7070"',
+            'advertise = "10.0.0.999:7070"',
+            'state_dir = "var/lib"',
+            f'image_dir = "{tmp_path}/images"',
+            f'criu = "{fake_criu(tmp_path, "3.17.1")}"',
+            'log_format = "xml"',
+            "log_level = 3",
+            'metrics_listen = "localhost"',
+            'carry_paths = ["/tmp", "scratch", 7]',
+            "streams = 0",
+            "chunk_bytes = 5000000",
+            'lease_s = "long"',
+            "colour = true",
+            "[tls]",
+            f'ca = "{tmp_path}/missing.crt"',
+            'cert = "relative.crt"',
+            'kee = "/x"',
+        ]
+    )
+    disk_checked = not host.is_ram_backed(tmp_path)
+    got = {line.split(":")[0]: line for line in problems(tmp_path, text)}
+    expected = {"node", "listen", "listn", "advertise", "state_dir", "criu", "log_format", "log_level"}
+    expected |= {"metrics_listen", "carry_paths", "streams", "chunk_bytes", "lease_s", "colour"}
+    expected |= {"tls.cert", "tls.key", "tls.kee"} | ({"image_dir"} if disk_checked else set())
+    assert set(got) == expected
+    assert "is missing" in got["listen"]
+    assert got["listn"] == "listn: unknown key; did you mean listen?"
+    assert got["tls.kee"] == "tls.kee: unknown key; did you mean tls.key?"
+    assert got["colour"] == "colour: unknown key"
+    assert "3.17.1" in got["criu"]
+    assert "'scratch', 7" in got["carry_paths"]
+    assert "relative.crt" in got["tls.cert"]
+
+
+def test_an_empty_file_lists_what_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SNAPSHOT_CRIU", str(fake_criu(tmp_path)))
+    keys = {line.split(":")[0] for line in problems(tmp_path, f'image_dir = "{RAM}"')}
+    assert keys == {"node", "listen", "tls"}
+
+
+def test_a_file_that_is_not_there_or_no_toml(tmp_path: Path) -> None:
+    with pytest.raises(BadConfig, match=r"none\.toml cannot be read: No such file"):
+        Config.load(tmp_path / "none.toml")
+    with pytest.raises(BadConfig, match=r"is not TOML: .*line 1"):
+        load(tmp_path, "node = node-1")
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("streams = true", "should be a whole number, not True"),
+        ("streams = 1.5", "should be a whole number, not 1.5"),
+        ("streams = 65", "65 is not between 1 and 64"),
+        ("chunk_bytes = 100001", "no multiple of 4096"),
+        ("lease_s = 0.5", "0.5 is not between 1 and 3600"),
+        ("lease_s = nan", "nan is not between"),
+        ('run_dir = "/run/../etc"', "not an absolute path without '..'"),
+        (f'run_dir = "/run/{"x" * 100}"', "too long to hold a socket"),
+        ('state_dir = "/etc/passwd"', "/etc/passwd is not a directory"),
+        (f'state_dir = "/{"x" * 5000}"', "File name too long"),
+        ('advertise = "0.0.0.0:7070"', "other nodes cannot reach 0.0.0.0:7070"),
+    ],
+)
+def test_one_wrong_value(tmp_path: Path, certificates: Certificates, line: str, says: str) -> None:
+    found = problems(tmp_path, toml(certificates, fake_criu(tmp_path), rest=line))
+    assert len(found) == 1
+    assert says in found[0]
+
+
+def test_the_example_has_only_right_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it may lack on this machine are the files it names, and the mount."""
+    monkeypatch.setenv("SNAPSHOT_CRIU", str(fake_criu(tmp_path)))
+    example = (Path(__file__).parents[2] / "systemd" / "snapshotd.toml.example").read_text(encoding="utf-8")
+    # Its [tls] files are not here, so there is always something to complain about, but never a key or a value.
+    for text in (example, re.sub(r"^# (\w+ = )", r"\1", example, flags=re.MULTILINE)):
+        keys = {line.split(":")[0] for line in problems(tmp_path, text.replace("/etc/snapshotd", "/nowhere"))}
+        assert keys <= {"tls.ca", "tls.cert", "tls.key", "image_dir", "criu"}
+
+
+def test_listening_everywhere_needs_an_address_to_advertise(tmp_path: Path, certificates: Certificates) -> None:
+    text = toml(certificates, fake_criu(tmp_path), listen='listen = "0.0.0.0:7070"')
+    assert [line.split(":")[0] for line in problems(tmp_path, text)] == ["advertise"]
+
+
+def test_images_on_a_disk_are_refused(tmp_path: Path, certificates: Certificates) -> None:
+    disk = next((path for path in (tmp_path, Path("/var"), Path("/usr")) if not host.is_ram_backed(path)), None)
+    if disk is None:
+        pytest.skip("this machine runs from memory")
+    text = toml(certificates, fake_criu(tmp_path), image_dir=f'image_dir = "{disk}/a/b/images"')
+    (found,) = problems(tmp_path, text)
+    assert found.startswith(f"image_dir: {disk}/a/b/images is not on tmpfs or ramfs")
+
+
+class TestCertificates:
+    def found(self, tmp_path: Path, who: Credentials, node: str = "node-1") -> list[str]:
+        from snapshotd import tls
+
+        return tls.problems(who, node)
+
+    def test_good(self, tmp_path: Path, certificates: Certificates) -> None:
+        assert self.found(tmp_path, certificates.node) == []
+
+    def test_of_another_node_or_role(self, tmp_path: Path, certificates: Certificates) -> None:
+        assert (
+            "is the certificate of ['node:node-2'], this is node:node-1"
+            in self.found(tmp_path, certificates.other_node)[0]
+        )
+        assert "operator:alice" in self.found(tmp_path, certificates.operator)[0]
+
+    def test_of_another_authority(self, tmp_path: Path, certificates: Certificates) -> None:
+        mixed = dataclasses.replace(certificates.node, ca=certificates.stranger.ca)
+        assert "was not issued by" in self.found(tmp_path, mixed)[0]
+
+    def test_key_of_somebody_else(self, tmp_path: Path, certificates: Certificates) -> None:
+        mixed = dataclasses.replace(certificates.node, key=certificates.operator.key)
+        assert "is not the key of" in self.found(tmp_path, mixed)[0]
+
+    def test_key_that_others_can_read(self, tmp_path: Path, certificates: Certificates) -> None:
+        key = tmp_path / "open.key"
+        key.write_bytes(certificates.node.key.read_bytes())
+        key.chmod(0o644)
+        (found,) = self.found(tmp_path, dataclasses.replace(certificates.node, key=key))
+        assert "chmod 600" in found
+
+    def test_no_pem_at_all(self, tmp_path: Path, certificates: Certificates) -> None:
+        junk = tmp_path / "junk"
+        junk.write_bytes(b"\xff\x00junk")
+        junk.chmod(0o600)
+        for name in ("ca", "cert", "key"):
+            (found,) = self.found(tmp_path, dataclasses.replace(certificates.node, **{name: junk}))
+            assert found.startswith(f"tls.{name}: {junk} holds no PEM")
+
+    def test_missing_files_are_all_named(self, tmp_path: Path) -> None:
+        found = self.found(tmp_path, Credentials(tmp_path / "a", tmp_path / "b", tmp_path / "c"))
+        assert [line.split(":")[0] for line in found] == ["tls.ca", "tls.cert", "tls.key"]
+
+    def test_expired(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(pki, "LEAF_VALID", timedelta(seconds=-1))
+        folder = tmp_path / "ca"
+        pki.init(folder)
+        identity = pki.issue_node(folder, "node-1")
+        today = datetime.now(UTC)
+        (found,) = self.found(tmp_path, Credentials(identity.ca, identity.cert, identity.key))
+        assert found.endswith((f"expired on {today:%Y-%m-%d}", f"expired on {today - timedelta(days=1):%Y-%m-%d}"))
+
+
+class TestFindCriu:
+    def test_named_and_good(self, tmp_path: Path) -> None:
+        program = fake_criu(tmp_path, "4.10")
+        assert find_criu(str(program)) == (str(program), "4.10")
+
+    def test_named_and_old(self, tmp_path: Path) -> None:
+        program = fake_criu(tmp_path, "4.1.1")
+        with pytest.raises(BadConfig, match=r"is CRIU 4\.1\.1; at least 4\.2 is needed"):
+            find_criu(str(program))
+
+    def test_named_by_the_environment(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        program = fake_criu(tmp_path)
+        monkeypatch.setenv("SNAPSHOT_CRIU", str(program))
+        monkeypatch.setenv("PATH", "/nowhere")
+        assert find_criu(None) == (str(program), "4.2.1")
+
+    def test_an_old_one_on_the_path_is_passed_over(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        old, new = tmp_path / "old", tmp_path / "checkout"
+        (new / ".criu").mkdir(parents=True)
+        old.mkdir()
+        fake_criu(old, "3.17.1")
+        good = fake_criu(new / ".criu")
+        monkeypatch.delenv("SNAPSHOT_CRIU", raising=False)
+        monkeypatch.setenv("PATH", f"{old}:{os.environ['PATH']}")
+        monkeypatch.setattr("snapshotd.config.PRIVATE_CRIU", (tmp_path / "none", good))
+        assert find_criu(None) == (str(good), "4.2.1")
+        monkeypatch.setattr("snapshotd.config.PRIVATE_CRIU", ())
+        with pytest.raises(BadConfig, match=rf"no CRIU 4\.2 or newer .*found: {old}/criu is CRIU 3\.17\.1"):
+            find_criu(None)
+
+    def test_not_there_not_runnable_not_criu(self, tmp_path: Path) -> None:
+        with pytest.raises(BadConfig, match="cannot be run: No such file"):
+            find_criu(str(tmp_path / "none"))
+        program = fake_criu(tmp_path)
+        program.chmod(stat.S_IRUSR)
+        with pytest.raises(BadConfig, match="cannot be run: Permission denied"):
+            find_criu(str(program))
+        with pytest.raises(BadConfig, match="is no CRIU"):
+            find_criu("/bin/true")
+        with pytest.raises(BadConfig, match="is no CRIU"):
+            find_criu(str(fake_criu(tmp_path, exit_status=1)))
+
+
+@pytest.mark.parametrize(
+    ("address", "parts"),
+    [("10.0.0.1:7070", ("10.0.0.1", 7070)), ("[::1]:1", ("::1", 1)), ("node-1.lab:65535", ("node-1.lab", 65535))],
+)
+def test_good_addresses(address: str, parts: tuple[str, int]) -> None:
+    assert split_address(address) == parts
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "",
+        ":",
+        "10.0.0.1",
+        "10.0.0.1:",
+        ":7070",
+        "10.0.0.1:0",
+        "10.0.0.1:65536",
+        "1.2.3:1",
+        "::1:7070",
+        "[x]:1",
+        "a b:1",
+        "a/b:1",
+        "h:١",
+    ],
+)
+def test_bad_addresses(address: str) -> None:
+    with pytest.raises(ValueError, match="address"):
+        split_address(address)
+
+
+toml_values = st.recursive(
+    st.booleans() | st.integers() | st.floats() | st.text(max_size=20) | st.sampled_from(["/", "/x", "h:1", "node-1"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+keys = st.sampled_from([field.name for field in dataclasses.fields(Config)] + ["tls"]) | st.text(max_size=8)
+
+
+@given(values=st.dictionaries(keys, toml_values, max_size=6))
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_whatever_is_in_the_file_the_error_is_ours(values: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("snapshotd.config.find_criu", lambda explicit: ("/criu", "4.2.1"))
+    with pytest.raises(BadConfig):
+        Config.from_values(values, "a file")

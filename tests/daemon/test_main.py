@@ -1,0 +1,283 @@
+"""The daemon as a process: its doors, its lock, its signals, its exit codes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from snapshotd import main as daemon_main
+from snapshotd.api import snapshotd_pb2 as pb
+from snapshotd.api.client import DaemonClient
+from snapshotd.api.errors import BadConfig, Busy, Denied, Full, Unreachable
+from tests.daemon.conftest import Certificates
+from tests.daemon.test_config import fake_criu, toml
+
+REPO = Path(__file__).parents[2]
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="snapshotd runs as root only")
+
+
+@dataclass
+class Place:
+    """A node's folders, its configuration, and a systemd to talk to."""
+
+    folder: Path  # in memory, and short: sockets live here
+    port: int
+    metrics_port: int
+    systemd: socket.socket
+    environment: dict[str, str]
+    started: list[subprocess.Popen[str]]
+
+    @property
+    def config(self) -> Path:
+        return self.folder / "snapshotd.toml"
+
+    @property
+    def admin(self) -> Path:
+        return self.folder / "run" / "admin.sock"
+
+    def start(self, stub: str = "", **environment: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.daemon.stub_daemon", "--config", str(self.config)],
+            cwd=REPO,
+            env={**self.environment, "STUB": stub, **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.started.append(process)
+        return process
+
+    def hear(self, wanted: str) -> str:
+        """The next notification that begins with `wanted`; others are passed over."""
+        while True:
+            message = self.systemd.recv(4096).decode()
+            if message.startswith(wanted):
+                return message
+
+
+@pytest.fixture
+def place(tmp_path: Path, certificates: Certificates) -> Iterator[Place]:
+    folder = Path("/dev/shm") / f"snapshotd-test-{os.getpid()}"
+    folder.mkdir(mode=0o700)
+    with socket.socket() as first, socket.socket() as second:
+        for probe in (first, second):
+            probe.bind(("127.0.0.1", 0))
+        port, metrics_port = first.getsockname()[1], second.getsockname()[1]
+    (folder / "snapshotd.toml").write_text(
+        toml(
+            certificates,
+            fake_criu(folder),
+            listen=f'listen = "127.0.0.1:{port}"',
+            image_dir=f'run_dir = "{folder}/run"',
+            rest=f'state_dir = "{folder}/state"\nmetrics_listen = "127.0.0.1:{metrics_port}"',
+        )
+    )
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
+        systemd.bind(str(folder / "notify"))
+        systemd.settimeout(20)
+        environment = {**os.environ, "NOTIFY_SOCKET": str(folder / "notify")}
+        there = Place(folder, port, metrics_port, systemd, environment, [])
+        yield there
+        for process in there.started:
+            process.kill()
+            process.communicate()
+    shutil.rmtree(folder)
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=20)
+    return process.returncode, out, err
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+async def test_a_whole_life(place: Place, certificates: Certificates) -> None:
+    process = place.start(WATCHDOG_USEC="200000")
+    assert place.hear("READY=1") == f"READY=1\nSTATUS=node node-1, listening on 127.0.0.1:{place.port}"
+    assert mode(place.admin) == 0o600
+    assert mode(place.folder / "run") == 0o755
+    assert mode(place.folder / "run" / "images") == 0o700
+    assert mode(place.folder / "state") == 0o700
+
+    async with DaemonClient(f"unix:{place.admin}") as root:
+        assert (await root.node.GetNode(pb.GetNodeRequest(), timeout_s=5)).name == "node-1"
+    operator = DaemonClient(f"127.0.0.1:{place.port}", credentials=certificates.operator, node="node-1")
+    async with operator:
+        assert (await operator.node.GetNode(pb.GetNodeRequest(), timeout_s=5)).name == "node-1"
+        with socket.create_connection(("127.0.0.1", place.metrics_port), 5) as scraper:
+            scraper.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
+            assert scraper.recv(15) == b"HTTP/1.1 200 OK"
+        for _ in range(2):
+            place.hear("WATCHDOG=1")
+
+        # With a client still connected: it must not delay the end.
+        process.send_signal(signal.SIGTERM)
+        assert place.hear("STOPPING=1").startswith("STOPPING=1\nSTATUS=")
+        status, out, err = ended(process)
+    assert status == 0, err
+    assert out == "handed over within 20 s\n"
+    assert "Traceback" not in err
+    assert "is node node-1, listening on" in err
+    assert not place.admin.exists()
+
+
+async def test_a_second_daemon_is_refused_and_the_first_goes_on(place: Place) -> None:
+    first = place.start()
+    place.hear("READY=1")
+    status, _, err = ended(place.start())
+    assert status == Busy.exit_code
+    assert err.startswith(f"snapshotd: another snapshotd (pid {first.pid}) already serves {place.folder}/run\nremedy: ")
+    async with DaemonClient(f"unix:{place.admin}") as root:
+        assert (await root.node.GetNode(pb.GetNodeRequest(), timeout_s=5)).name == "node-1"
+
+
+async def test_what_a_killed_daemon_left_does_not_stop_the_next(place: Place) -> None:
+    first = place.start()
+    place.hear("READY=1")
+    first.kill()
+    assert ended(first)[0] == -signal.SIGKILL
+    assert place.admin.exists()
+    place.start()
+    place.hear("READY=1")
+    async with DaemonClient(f"unix:{place.admin}") as root:
+        assert (await root.node.GetNode(pb.GetNodeRequest(), timeout_s=5)).name == "node-1"
+
+
+def test_a_second_sigterm_ends_at_once(place: Place) -> None:
+    process = place.start("hang")
+    place.hear("READY=1")
+    process.send_signal(signal.SIGTERM)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "hanging\n"
+    process.send_signal(signal.SIGTERM)
+    status, _, err = ended(process)
+    assert status == 128 + signal.SIGTERM
+    assert "ending at once" in err
+
+
+def test_sigint_is_a_clean_end_too(place: Place) -> None:
+    process = place.start()
+    place.hear("READY=1")
+    process.send_signal(signal.SIGINT)
+    assert ended(process)[0] == 0
+
+
+def test_a_start_that_fails_exits_with_the_errors_own_code(place: Place) -> None:
+    status, _, err = ended(place.start("refuse"))
+    assert status == Full.exit_code
+    assert "snapshotd: no room for the journal\nremedy: free memory" in err
+    assert not place.admin.exists()
+
+
+def test_a_stop_that_fails_is_not_a_clean_end(place: Place) -> None:
+    process = place.start("fail")
+    place.hear("READY=1")
+    process.send_signal(signal.SIGTERM)
+    status, _, err = ended(process)
+    assert status == 1
+    assert "RuntimeError: stop failed" in err
+
+
+def test_a_taken_port_is_said_in_words(place: Place) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", place.port))
+        other.listen()
+        status, _, err = ended(place.start())
+    assert status == BadConfig.exit_code
+    assert f"listen: cannot listen on 127.0.0.1:{place.port}: Address already in use" in err
+
+
+def test_a_taken_metrics_port_is_said_in_words(place: Place) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", place.metrics_port))
+        other.listen()
+        status, _, err = ended(place.start())
+    assert status == BadConfig.exit_code
+    assert f"metrics_listen: cannot listen on 127.0.0.1:{place.metrics_port}" in err
+
+
+def test_a_socket_that_somebody_listens_on_is_not_taken_away(place: Place) -> None:
+    place.admin.parent.mkdir()
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(str(place.admin))
+        other.listen()
+        status, _, err = ended(place.start())
+        assert status == Busy.exit_code
+        assert f"somebody listens on {place.admin}" in err
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(str(place.admin))
+
+
+def test_a_file_in_the_way_is_not_removed(place: Place) -> None:
+    place.admin.parent.mkdir()
+    place.admin.write_text("precious")
+    status, _, err = ended(place.start())
+    assert status == BadConfig.exit_code
+    assert "it is not a socket" in err
+    assert place.admin.read_text() == "precious"
+
+
+def test_check_config(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+    daemon_main.main(["--config", str(place.config), "--check-config"])
+    assert "is good: node node-1, CRIU 4.2.1" in capsys.readouterr().out
+    assert not (place.folder / "run").exists()
+    place.config.write_text("node = 7\n")
+    with pytest.raises(SystemExit) as end:
+        daemon_main.main(["--config", str(place.config), "--check-config"])
+    assert end.value.code == BadConfig.exit_code
+    err = capsys.readouterr().err
+    assert "node: should be the name of this node, not 7" in err
+    assert "remedy: correct the file" in err
+
+
+def test_only_root(place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(SystemExit) as end:
+        daemon_main.main(["--config", str(place.config)])
+    assert end.value.code == Denied.exit_code
+    assert "has to run as root" in capsys.readouterr().err
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        daemon_main.main(["--version"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out.startswith("snapshotd 0.")
+
+
+def test_an_idle_daemon_is_small(place: Place) -> None:
+    """The budget of the whole daemon is 100 MiB; this shell of it may take most, but not all."""
+    process = place.start()
+    place.hear("READY=1")
+    fields = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+    resident_kib = next(int(line.split()[1]) for line in fields if line.startswith("VmRSS:"))
+    assert resident_kib < 80 * 1024
+
+
+@pytest.mark.slow
+async def test_a_daemon_that_went_silent_is_noticed_long_before_the_deadline(
+    place: Place, certificates: Certificates
+) -> None:
+    """Stopped, not dead: its kernel still answers, so only the keepalive of the connection can tell."""
+    process = place.start()
+    place.hear("READY=1")
+    async with DaemonClient(f"127.0.0.1:{place.port}", credentials=certificates.operator, node="node-1") as operator:
+        await operator.node.GetNode(pb.GetNodeRequest(), timeout_s=5)
+        process.send_signal(signal.SIGSTOP)
+        began_s = time.monotonic()
+        with pytest.raises(Unreachable):
+            await operator.node.GetNode(pb.GetNodeRequest(), timeout_s=60)
+        assert time.monotonic() - began_s < 15
