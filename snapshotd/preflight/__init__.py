@@ -22,7 +22,7 @@ security-label       warns of an AppArmor or SELinux profile that the target mus
 open-files           every open or mapped file has a name that leads to it
 deleted-files        unlinked files travel in the image; a removed name of a file that has other names cannot
 node-local-files     files under carry_paths travel along; warns where the rank works in such a directory
-file-locks           locks travel; warns of those on files that both nodes may share
+file-locks           locks travel; not those on files that both nodes may share
 gpu                  no GPU is in use: this version moves CPU ranks only
 devices              no device but null, zero, full, random, urandom and terminals
 terminals            a terminal's other end is the keeper's or inside the rank

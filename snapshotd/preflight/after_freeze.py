@@ -71,6 +71,7 @@ RECHECKS: dict[str, Callable[[Look], Check]] = {
         "terminals",
         "io-uring",
         "kernel-objects",
+        "file-locks",
         "connections",
         "ports",
         "other-sockets",

@@ -216,10 +216,10 @@ def file_locks(look: Look) -> Check:
         if key not in carried | ghosts:
             shared.append(f"{kind} on {names.get(key, f'inode {inode}')}")
     if shared:
-        return warned(
+        return refused(
             "file-locks",
             f"locked files that stay where they are: {listed(shared)}",
-            "where source and target share that file system, the restore may wait for the lock and the move be undone:"
-            " try again when the lock is released",
+            "the frozen copy keeps its lock until the move is over, so the restored one could not take it: try again when"
+            " the lock is released, or let the job lock a file below carry_paths",
         )
     return passed("file-locks", f"{mine} locks" if mine else "none")

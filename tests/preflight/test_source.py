@@ -300,7 +300,7 @@ def test_process_that_vanished_meanwhile(rank: Starter) -> None:
 
 def test_lock_on_a_file_that_stays(rank: Starter, tmp_path: Path) -> None:
     child = rank(f"import fcntl; f = open('{tmp_path}/lock', 'w'); fcntl.flock(f, fcntl.LOCK_EX)")
-    assert child.inspect(carry_paths=[])[1]["file-locks"].verdict == Check.WARN
+    assert child.inspect(carry_paths=[])[1]["file-locks"].verdict == Check.REFUSE
     assert child.inspect(carry_paths=[str(tmp_path)])[1]["file-locks"].reason == "1 locks"
 
 

@@ -1,0 +1,186 @@
+"""The transport alone: from a FIFO on the source into verified images in the target's memory, against a raw socket.
+
+Sender, receiver and the writer that stands in for CRIU are processes of their own, all on this machine's cores, over
+loopback with mutual TLS. `python -m integration.bench_transport` prints the table; `run` is for `make bench`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import resource
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+import grpc.aio
+
+from migrator import pki
+from snapshotd.api.channel import COMMON_OPTIONS, Credentials
+from snapshotd.images.fifo import make_fifo
+from snapshotd.images.lane import push_channels, push_handler
+from snapshotd.images.sender import Sender
+from snapshotd.images.store import ImageStore
+
+MOVE = "m-000000000000"
+_BLOCK_BYTES = 4 << 20
+_REPOSITORY = Path(__file__).parents[1]
+
+
+def run(total_bytes: int = 2 << 30, streams: int = 4, chunk_bytes: int = 2 << 20) -> dict[str, float]:
+    """GB/s of a raw socket (memory to memory, and into tmpfs) and of the lane, and the lane's share of each."""
+    with tempfile.TemporaryDirectory(prefix="bench-transport-", dir="/dev/shm") as folder:
+        raw_gbps = _raw_socket(total_bytes, None)
+        raw_tmpfs_gbps = _raw_socket(total_bytes, Path(folder, "raw"))
+        Path(folder, "raw").unlink()
+        before_s = _cpu_s()
+        seconds, resent = asyncio.run(_lane(Path(folder), total_bytes, streams, chunk_bytes))
+        lane_gbps = total_bytes / seconds / 1e9
+        return {
+            "total_bytes": total_bytes,
+            "streams": streams,
+            "chunk_bytes": chunk_bytes,
+            "raw_socket_gbps": raw_gbps,
+            "raw_socket_tmpfs_gbps": raw_tmpfs_gbps,
+            "lane_gbps": lane_gbps,
+            "lane_to_raw": lane_gbps / raw_gbps,
+            "lane_to_raw_tmpfs": lane_gbps / raw_tmpfs_gbps,
+            "lane_cpu_s_per_gb": (_cpu_s() - before_s) / (total_bytes / 1e9),
+            "chunks_resent": resent,
+        }
+
+
+def _cpu_s() -> float:
+    """Processor time of this process and of the children that have ended."""
+    spent = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in spent)
+
+
+@contextmanager
+def _child(*arguments: str) -> Iterator[IO[str]]:
+    """This module in another process, and what it prints; it ends when its stdin does, or by itself."""
+    command = [sys.executable, "-m", "integration.bench_transport", *arguments]
+    with subprocess.Popen(
+        command, cwd=_REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            yield process.stdout
+        finally:
+            process.stdin.close()
+            process.wait(30)
+
+
+# ---------------------------------------------------------------- the yardstick
+
+
+def _raw_socket(total_bytes: int, into: Path | None) -> float:
+    with _child("sink", str(into or "")) as output:
+        port = int(output.readline())
+        block = os.urandom(_BLOCK_BYTES)
+        with socket.create_connection(("127.0.0.1", port)) as connection:
+            begun = time.perf_counter()
+            for _ in range(total_bytes // _BLOCK_BYTES):
+                connection.sendall(block)
+            connection.shutdown(socket.SHUT_WR)
+            assert connection.recv(1) == b"k"
+            return total_bytes / (time.perf_counter() - begun) / 1e9
+
+
+def _sink(into: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        print(server.getsockname()[1], flush=True)
+        connection, _ = server.accept()
+        with connection, Path(into or os.devnull).open("wb", buffering=0) as file:
+            block = memoryview(bytearray(_BLOCK_BYTES))
+            while count := connection.recv_into(block):
+                file.write(block[:count])
+            connection.sendall(b"k")
+
+
+# ---------------------------------------------------------------- the lane
+
+
+async def _lane(folder: Path, total_bytes: int, streams: int, chunk_bytes: int) -> tuple[float, int]:
+    authority = folder / "ca"
+    pki.init(authority)
+    source, target = (pki.issue_node(authority, name) for name in ("node-1", "node-2"))
+    credentials = Credentials(source.ca, source.cert, source.key)
+    fifo = make_fifo(folder, "pages-1.img", chunk_bytes)
+    arguments = [str(folder / "images"), str(target.ca), str(target.cert), str(target.key), str(total_bytes)]
+    with _child("receive", *arguments) as output, _child("write", str(folder / "pages-1.img"), str(total_bytes)):
+        channels = push_channels(f"127.0.0.1:{int(output.readline())}", credentials, "node-2", streams)
+        for channel in channels:
+            await channel.channel_ready()
+        begun = time.perf_counter()
+        async with Sender(channels, MOVE, chunk_bytes) as sender:
+            await sender.put_fd("pages-1.img", fifo)
+            files = await sender.finish()
+        seconds = time.perf_counter() - begun
+        assert [file.size for file in files] == [total_bytes]
+        for channel in channels:
+            await channel.close()
+    os.close(fifo)
+    return seconds, sender.chunks_resent
+
+
+def _write(path: str, total_bytes: int) -> None:
+    block = os.urandom(_BLOCK_BYTES)
+    with Path(path).open("wb", buffering=0) as fifo:
+        for _ in range(total_bytes // _BLOCK_BYTES):
+            view = memoryview(block)
+            while view:
+                view = view[fifo.write(view) :]
+
+
+async def _receive(image_dir: str, ca: str, cert: str, key: str, total_bytes: int) -> None:
+    store = ImageStore(Path(image_dir))
+    store.create(MOVE, total_bytes)
+
+    async def authorise(_context: Any, _move: str) -> None:
+        return
+
+    server = grpc.aio.server(options=list(COMMON_OPTIONS))
+    server.add_generic_rpc_handlers((push_handler(store, authorise),))
+    port = server.add_secure_port("127.0.0.1:0", Credentials(Path(ca), Path(cert), Path(key)).for_server())
+    await server.start()
+    print(port, flush=True)
+    await asyncio.to_thread(sys.stdin.read)
+    await server.stop(None)
+    store.drop(MOVE)
+
+
+def main(arguments: list[str]) -> None:
+    match arguments:
+        case ["sink", into]:
+            _sink(into)
+        case ["write", path, total]:
+            _write(path, int(total))
+        case ["receive", image_dir, ca, cert, key, total]:
+            asyncio.run(_receive(image_dir, ca, cert, key, int(total)))
+        case ["--json"]:
+            print(json.dumps(run()))
+        case _:
+            found = run()
+            print(f"{found['total_bytes'] / 2**30:.0f} GiB, {found['streams']} streams, mutual TLS, loopback")
+            for label, key, unit in (
+                ("raw socket, memory to memory", "raw_socket_gbps", "GB/s"),
+                ("raw socket, into tmpfs", "raw_socket_tmpfs_gbps", "GB/s"),
+                ("lane, FIFO to verified image", "lane_gbps", "GB/s"),
+                ("lane / raw socket", "lane_to_raw", ""),
+                ("lane / raw socket into tmpfs", "lane_to_raw_tmpfs", ""),
+                ("processor time of the lane", "lane_cpu_s_per_gb", "s/GB, both ends and the writer"),
+            ):
+                print(f"{label:<30} {found[key]:6.2f} {unit}".rstrip())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,25 @@
+"""One lab for the whole suite; each test leaves it tidy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from integration.harness import Cluster, cluster
+
+
+@pytest.fixture(scope="session")
+def lab_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    # Not in /tmp: every node has its own.
+    folder = Path(__file__).parent / ".work"
+    folder.mkdir(exist_ok=True)
+    with cluster(folder, "suite") as made:
+        yield made
+
+
+@pytest.fixture
+def nodes(lab_cluster: Cluster) -> Iterator[Cluster]:
+    yield lab_cluster
+    lab_cluster.tidy()

@@ -1,0 +1,205 @@
+"""What the integration suite drives: a lab, protected jobs in it, and the real command line moving them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from migrator.lab import Lab
+
+WORKLOADS = Path(__file__).parent / "workloads"
+MIGRATOR = (sys.executable, "-m", "migrator.cli")
+NODES = ("node-1", "node-2", "spare-1")
+
+
+def until(what: str, condition: Callable[[], Any], timeout_s: float = 60.0) -> Any:
+    """Waits until `condition` gives something true, and returns it. A failure says what was waited for."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        value = condition()
+        if value:
+            return value
+        if time.monotonic() > deadline:
+            raise AssertionError(f"waited {timeout_s:.0f} s for {what}")
+        time.sleep(0.01)
+
+
+@dataclass
+class Job:
+    """One protected process in the lab, and what it has written."""
+
+    lab: Lab
+    process: subprocess.Popen[bytes]
+    out: Path
+    name: str
+
+    def text(self) -> str:
+        return self.out.read_text(errors="replace")
+
+    def lines(self) -> list[str]:
+        return self.text().splitlines()
+
+    def await_lines(self, count: int, timeout_s: float = 60.0) -> None:
+        until(f"{count} lines of {self.name}, has {len(self.lines())}", lambda: self._enough(count), timeout_s)
+
+    def _enough(self, count: int) -> bool:
+        if self.process.poll() is not None and len(self.lines()) < count:
+            raise AssertionError(f"{self.name} ended with {self.process.returncode}:\n{self.text()[-2000:]}")
+        return len(self.lines()) >= count
+
+    def await_progress(self, lines: int = 5, timeout_s: float = 60.0) -> None:
+        """The job goes on: so many more lines."""
+        self.await_lines(len(self.lines()) + lines, timeout_s)
+
+    def finish(self, timeout_s: float = 120.0) -> int:
+        return self.process.wait(timeout_s)
+
+    def kill(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait(30)
+
+
+class Cluster:
+    """A lab for tests, with the command line pointed at it."""
+
+    def __init__(self, lab: Lab, folder: Path) -> None:
+        self.lab, self.folder = lab, folder
+        self.jobs: list[Job] = []
+        self._count = 0
+
+    def start(
+        self,
+        node: str,
+        argv: Sequence[str],
+        *,
+        rank: int = 0,
+        job: str = "",
+        stdin: Any = subprocess.DEVNULL,
+        prefix: Sequence[str] = (),
+        **popen: Any,
+    ) -> Job:
+        """`migrator run` of a command on a node."""
+        self._count += 1
+        name = job or f"job{self._count}"
+        out = self.folder / f"{name}-{rank}.out"
+        command = [*prefix, *MIGRATOR, "run", "--job", name, "--rank", str(rank), "--", *argv]
+        with out.open("wb") as file:
+            process = self.lab.spawn(
+                node, command, stdin=stdin, stdout=popen.pop("stdout", file), stderr=popen.pop("stderr", file), **popen
+            )
+        started = Job(self.lab, process, out, name)
+        self.jobs.append(started)
+        return started
+
+    def workload(self, node: str, name: str, *arguments: str, **more: Any) -> Job:
+        return self.start(node, [sys.executable, str(WORKLOADS / name), *arguments], **more)
+
+    def migrator(self, *arguments: str, timeout_s: float = 120.0) -> subprocess.CompletedProcess[str]:
+        """The command line, as an operator types it."""
+        return subprocess.run(
+            [*MIGRATOR, *arguments], env=self.environment(), capture_output=True, text=True, timeout=timeout_s
+        )
+
+    def environment(self, **more: str) -> dict[str, str]:
+        return {**os.environ, "MIGRATOR_CLUSTER": str(self.lab.cluster_path), **more}
+
+    def move(self, job: Job, to: str, *, rank: int = 0, expect: int = 0, timeout_s: float = 120.0) -> dict[str, Any]:
+        """`migrator move --json`; fails unless it exits with `expect`."""
+        done = self.migrator("move", "--rank", str(rank), "--job", job.name, "--to", to, "--json", timeout_s=timeout_s)
+        assert done.returncode == expect, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}\n{self.logs()}"
+        result: dict[str, Any] = json.loads(done.stdout)
+        return result
+
+    def begin_move(self, job: Job, to: str, *, rank: int = 0) -> subprocess.Popen[str]:
+        """A move in the background."""
+        return subprocess.Popen(
+            [*MIGRATOR, "move", "--rank", str(rank), "--job", job.name, "--to", to, "--json"],
+            env=self.environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def ps(self, job: Job) -> list[dict[str, Any]]:
+        done = self.migrator("ps", "--json")
+        assert done.returncode == 0, done.stderr
+        return [rank for rank in json.loads(done.stdout)["ranks"] if rank["job"] == job.name]
+
+    def fault(self, node: str, point: str, action: str) -> None:
+        """Arms a fault point of a node's daemon."""
+        folder = self.run_dir(node)
+        for old in folder.glob("fault*"):
+            old.unlink()
+        (folder / "fault").write_text(f"{point} {action}\n")
+
+    def fired(self, node: str) -> bool:
+        return (self.run_dir(node) / "fault.fired").exists()
+
+    def run_dir(self, node: str) -> Path:
+        """A node's /run/snapshotd, from outside."""
+        pid = until(f"the holder of {node}", lambda: self.lab.daemon_pid(node) or self._holder(node), 10)
+        return Path(f"/proc/{pid}/root/run/snapshotd")
+
+    def _holder(self, node: str) -> int | None:
+        held = self.lab.layout.load()
+        return held.holders[node].pid if held is not None and node in held.holders else None
+
+    def logs(self, lines: int = 40) -> str:
+        told = []
+        for node in self.lab.nodes:
+            with contextlib.suppress(OSError):
+                tail = self.lab.daemon_log(node).read_text(errors="replace").splitlines()[-lines:]
+                told.append("\n".join([f"--- {node}", *tail]))
+        return "\n".join(told)
+
+    def tidy(self) -> None:
+        """Ends the jobs of one test and brings dead daemons back, for the next."""
+        for job in self.jobs:
+            job.kill()
+        self.jobs.clear()
+        for node in self.lab.nodes:
+            for old in self.run_dir(node).glob("*fault*"):
+                old.unlink()
+            if self.lab.daemon_pid(node) is None:
+                self.lab.start_daemon(node)
+            else:
+                self.lab.kill_daemon(node, signal.SIGCONT)
+
+
+def processes_of(marker: str) -> list[int]:
+    """The pids, on this machine, of processes whose command line holds `marker`, keepers not counted."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        with contextlib.suppress(OSError):
+            words = (entry / "cmdline").read_bytes().split(b"\0")
+            state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+            keeper = b"migrator.cli" in words or b"shim.guest" in words
+            if state not in "ZX" and not keeper and any(marker.encode() in word for word in words):
+                found.append(int(entry.name))
+    return found
+
+
+@contextlib.contextmanager
+def cluster(folder: Path, name: str, nodes: Sequence[str] = NODES) -> Iterator[Cluster]:
+    lab = Lab(name)
+    lab.down()
+    lab.up(nodes)
+    made = Cluster(lab, folder)
+    try:
+        yield made
+    finally:
+        for job in made.jobs:
+            job.kill()
+        lab.down()

@@ -1,0 +1,58 @@
+"""Real moves of real programs between real daemons, with real CRIU: the output is that of an uninterrupted run."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from integration.harness import WORKLOADS, Cluster, processes_of
+
+
+def uninterrupted(program: str, *arguments: str) -> str:
+    """The same workload without us."""
+    command = [sys.executable, str(WORKLOADS / program), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+
+
+def test_a_training_job_moves_and_its_losses_are_bit_identical(nodes: Cluster) -> None:
+    job = nodes.workload("node-1", "train.py", "--steps", "80")
+    job.await_lines(20)
+    result = nodes.move(job, "spare-1")
+    assert result["outcome"] == "moved"
+    assert result["source"] == "node-1"
+    assert result["target"] == "spare-1"
+    assert job.finish() == 0
+    assert job.text() == uninterrupted("train.py", "--steps", "80", "--pace-s", "0")
+
+
+@pytest.mark.parametrize(
+    "program",
+    ["children.py", "threads.py", "timers.py", "events.py", "shm.py", "ghosts.py", "files.py", "dataloader.py"],
+)
+def test_everything_a_workload_uses_survives(nodes: Cluster, program: str, tmp_path: Path) -> None:
+    arguments = ("--folder", str(nodes.folder)) if program in {"files.py", "events.py"} else ()
+    (nodes.folder / "everybodys.log").unlink(missing_ok=True)
+    job = nodes.workload("node-1", program, "--steps", "60", *arguments)
+    job.await_lines(10)
+    nodes.move(job, "spare-1")
+    with (nodes.folder / "everybodys.log").open("a") as log:
+        log.write("somebody else\n")
+    job.await_progress()
+    nodes.move(job, "node-2")
+    assert job.finish() == 0, job.text()[-500:]
+    (nodes.folder / "everybodys.log").unlink(missing_ok=True)
+    assert job.text() == uninterrupted(program, "--steps", "60", "--pace-s", "0.001", *arguments)
+
+
+def test_exactly_one_copy_runs_and_it_is_on_the_target(nodes: Cluster) -> None:
+    job = nodes.workload("node-1", "train.py", "--steps", "4321")
+    job.await_lines(5)
+    nodes.move(job, "spare-1")
+    job.await_progress()
+    assert len(processes_of("4321")) == 1
+    places = {rank["node"]: rank for rank in nodes.ps(job)}
+    assert list(places) == ["spare-1"]
+    assert places["spare-1"]["home"] == "node-1"

@@ -1,0 +1,306 @@
+"""Executes the table of `migrator/protocol.py` against real daemons: one RPC per step, undo on failure, then a verdict.
+
+Invariant: the driver decides nothing. It asks; the source's outcome record decides. A driver that dies at any point
+leaves a move that the daemons finish or undo alone (`snapshotd/rules.py`). After an error it never guesses: it asks the
+source for the record, and says "unknown" when there is no answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+
+from migrator import protocol
+from migrator.cluster import Cluster
+from migrator.find import Found, find_node, find_rank
+from migrator.protocol import TABLE, Step, Verdict
+from migrator.report import Ask, CheckReport, Event, MoveResult, PhaseTime
+from snapshotd.api import snapshotd_pb2 as pb
+from snapshotd.api.client import DaemonClient
+from snapshotd.api.errors import OutcomeUnknown, Refused, SnapshotError, Timeout, Undone, Unreachable, Where
+
+log = logging.getLogger(__name__)
+
+LEASE_S = 30.0
+#: How long to go on asking for an outcome that was not answered.
+ASK_AGAIN_S = 20.0
+
+
+class Driver:
+    """Moves ranks of one cluster."""
+
+    def __init__(self, cluster: Cluster, on_event: Callable[[Event], None]) -> None:
+        self.cluster = cluster
+        self.on_event = on_event
+
+    async def check(self, ask: Ask) -> CheckReport:
+        """Preflight alone: nothing is paused, nothing is changed."""
+        async with self._ends(ask) as (found, source, target):
+            run = _Run(self, ask, found, source, target)
+            await run.preflight()
+            return CheckReport(found.node, ask.to, found.rank, run.checks)
+
+    async def move(self, ask: Ask) -> MoveResult:
+        """One move, start to end. Cancelling it undoes the move before COMMIT and lets it finish after it.
+
+        Raises only for what is wrong before anything was asked of a daemon (unknown rank, unreachable node); everything
+        later is in the result.
+        """
+        async with self._ends(ask) as (found, source, target):
+            run = _Run(self, ask, found, source, target)
+            work = asyncio.create_task(run.drive())
+            while True:
+                try:
+                    return await asyncio.shield(work)
+                except asyncio.CancelledError:
+                    if work.done():
+                        raise
+                    run.interrupt(work)
+
+    @contextlib.asynccontextmanager
+    async def _ends(self, ask: Ask) -> AsyncIterator[tuple[Found, DaemonClient, DaemonClient]]:
+        find_node(self.cluster, ask.to)
+        found = await find_rank(self.cluster, ask.rank, ask.job)
+        if found.node == ask.to:
+            raise Refused(f"rank {ask.rank} is already on {ask.to}", remedy="choose another node with --to")
+        async with self.cluster.client(found.node) as source, self.cluster.client(ask.to) as target:
+            yield found, source, target
+
+
+class _Run:
+    """One walk through the table."""
+
+    def __init__(self, driver: Driver, ask: Ask, found: Found, source: DaemonClient, target: DaemonClient) -> None:
+        self.driver, self.ask, self.found = driver, ask, found
+        self.source, self.target = source, target
+        self.move = f"m-{secrets.token_hex(6)}"
+        self.reached = 0  # index of the step being done
+        self.checks: list[pb.Check] = []
+        self.facts = pb.RankFacts()
+        self.nonce = b""
+        self.receipt = b""
+        self.token = b""
+        self.bytes = 0
+        self.frozen_at: float | None = None
+        self.pause_s = 0.0
+        self.phases: list[PhaseTime] = []
+        self.request = pb.MoveRequest(move=self.move)
+
+    def interrupt(self, work: asyncio.Task[MoveResult]) -> None:
+        """Ctrl-C: before COMMIT the current step is given up and the move undone; from then on it is let finish."""
+        if self.reached < protocol.COMMIT:
+            work.cancel()
+        else:
+            self._say("note", text="past COMMIT: letting the move finish")
+
+    async def drive(self) -> MoveResult:
+        began = time.monotonic()
+        renewing: asyncio.Task[None] | None = None
+        try:
+            await self.preflight()
+            self._refuse_if_checked_so()
+            for self.reached in range(2, len(TABLE)):
+                step = TABLE[self.reached]
+                left_s = step.timeout_s
+                if self.ask.timeout_s is not None and self.reached < protocol.COMMIT:
+                    left_s = min(left_s, self.ask.timeout_s - (time.monotonic() - began))
+                    if left_s <= 0:
+                        raise Timeout(f"--timeout {self.ask.timeout_s:.0f} s ran out before {step.phase}")
+                await self._do(step, left_s)
+                if step.action == "Begin":
+                    renewing = asyncio.create_task(self._renew())
+            return self._result(Verdict.MOVED, "", Where.TARGET_RUNNING, None)
+        except Refused as error:
+            return await self._refused(error)
+        except (SnapshotError, asyncio.CancelledError) as error:
+            cause = error if isinstance(error, SnapshotError) else Undone("interrupted")
+            return await self._end_badly(cause)
+        finally:
+            if renewing is not None:
+                renewing.cancel()
+                await asyncio.gather(renewing, return_exceptions=True)
+
+    # ------------------------------------------------------------------ steps
+
+    async def preflight(self) -> None:
+        uid = self.found.rank.uid
+        with self._phase("preflight"):
+            inspected = await self.source.source.Inspect(pb.InspectRequest(rank_uid=uid), timeout_s=TABLE[0].timeout_s)
+            self.facts = inspected.facts
+            self.checks = list(inspected.checks)
+            self.reached = 1
+            request = pb.ExamineRequest(facts=self.facts)
+            examined = await self.target.target.Examine(request, timeout_s=TABLE[1].timeout_s)
+            self.checks += examined.checks
+
+    def _refuse_if_checked_so(self) -> None:
+        refused = [check for check in self.checks if check.verdict == pb.Check.REFUSE]
+        if refused:
+            told = "\n".join(f"  {check.name}: {check.reason}\n    remedy: {check.remedy}" for check in refused)
+            raise Refused(f"rank {self.ask.rank} cannot move to {self.ask.to}:\n{told}", where=Where.SOURCE_RUNNING)
+
+    async def _do(self, step: Step, timeout_s: float) -> None:
+        with self._phase(step.phase):
+            match step.action:
+                case "Prepare":
+                    prepare = pb.PrepareRequest(
+                        move=self.move, facts=self.facts, source_endpoint=self.driver.cluster.nodes[self.found.node]
+                    )
+                    self.nonce = (await self.target.target.Prepare(prepare, timeout_s=timeout_s)).nonce
+                case "Begin":
+                    begin = pb.BeginRequest(
+                        move=self.move,
+                        rank_uid=self.found.rank.uid,
+                        target_node=self.ask.to,
+                        target_endpoint=self.driver.cluster.nodes[self.ask.to],
+                        nonce=self.nonce,
+                        lease_s=LEASE_S,
+                    )
+                    await self.source.source.Begin(begin, timeout_s=timeout_s)
+                case "Freeze":
+                    self.frozen_at = time.monotonic()
+                    await self.source.source.Freeze(self.request, timeout_s=timeout_s)
+                case "Stream":
+                    async for progress in self.source.source.Stream(self.request, timeout_s=timeout_s):
+                        self.bytes = progress.bytes_sent
+                        self._say("bytes", "stream", bytes_=self.bytes, expected=progress.bytes_expected)
+                case "Restore":
+                    self.receipt = (await self.target.target.Restore(self.request, timeout_s=timeout_s)).held_receipt
+                case "Commit":
+                    request = pb.CommitRequest(move=self.move, held_receipt=self.receipt)
+                    outcome = await self.source.source.Commit(request, timeout_s=timeout_s)
+                    if outcome.kind != pb.COMMIT:
+                        raise Undone(f"the source decided {pb.OutcomeKind.Name(outcome.kind)}: {outcome.reason}")
+                    self.token = outcome.token
+                case "Activate":
+                    await self._activate(timeout_s)
+                case "Release":
+                    await self._release(timeout_s)
+                case other:
+                    raise AssertionError(f"no such step: {other}")
+
+    async def _activate(self, timeout_s: float) -> None:
+        token = pb.TokenRequest(move=self.move, token=self.token)
+        await self.target.target.Activate(token, timeout_s=timeout_s, retry=True)
+        if self.frozen_at is not None:
+            self.pause_s = time.monotonic() - self.frozen_at
+
+    async def _release(self, timeout_s: float) -> None:
+        """The rank already runs: a source that cannot clean up now does it alone later."""
+        try:
+            await self.source.source.Release(self.request, timeout_s=timeout_s, retry=True)
+        except SnapshotError as error:
+            self._say("note", text=f"the source cleans up later: {error.message}")
+
+    async def _renew(self) -> None:
+        while True:
+            await asyncio.sleep(LEASE_S / 4)
+            with contextlib.suppress(SnapshotError):
+                await self.source.source.Renew(self.request, timeout_s=LEASE_S / 4)
+
+    # ------------------------------------------------------------------ ends
+
+    async def _refused(self, error: Refused) -> MoveResult:
+        """A refusal after Prepare (the rank changed since) still has to be undone."""
+        if self.reached >= 2:
+            return await self._end_badly(error)
+        return self._result(Verdict.REFUSED, error.message, Where.SOURCE_RUNNING, error)
+
+    async def _end_badly(self, error: SnapshotError) -> MoveResult:
+        """Undo what can be undone, ask how it ended, and say where the rank is."""
+        undo = protocol.undo_plan(self.reached)
+        outcome: pb.Outcome | None = None
+        if self.token:  # COMMIT was heard: nobody needs to be asked for it again
+            outcome, undo = pb.Outcome(kind=pb.COMMIT, token=self.token), ()
+        elif self.reached >= protocol.COMMIT:
+            outcome = await self._learn_outcome()
+            undo = () if outcome is None or outcome.kind == pb.COMMIT else undo
+        for step in undo:
+            with self._phase("undo"), contextlib.suppress(SnapshotError):
+                if step.action == "Abort":
+                    request = pb.AbortRequest(move=self.move, reason=error.message.splitlines()[0][:500])
+                    outcome = await self.source.source.Abort(request, timeout_s=step.timeout_s, retry=True)
+                    if outcome.kind == pb.COMMIT:  # the answer to Commit was lost, and it had been written
+                        break
+                elif outcome is not None and outcome.kind == pb.ABORT:
+                    token = pb.TokenRequest(move=self.move, token=outcome.token)
+                    await self.target.target.Discard(token, timeout_s=step.timeout_s)
+        return await self._judge(outcome, error)
+
+    async def _judge(self, outcome: pb.Outcome | None, error: SnapshotError) -> MoveResult:
+        if outcome is not None and outcome.kind == pb.COMMIT and self.reached <= protocol.ACTIVATE:
+            self.token = outcome.token
+            with contextlib.suppress(SnapshotError):
+                await self._activate(TABLE[protocol.ACTIVATE].timeout_s)
+                self.reached = protocol.ACTIVATE + 1
+                await self._release(TABLE[-1].timeout_s)
+        kind = None if outcome is None else pb.OutcomeKind.Name(outcome.kind)
+        verdict, reason = protocol.decide(self.reached, kind)
+        if verdict is Verdict.MOVED:
+            return self._result(verdict, "", Where.TARGET_RUNNING, None)
+        if verdict is Verdict.UNDONE:
+            if isinstance(error, Refused):
+                return self._result(Verdict.REFUSED, error.message, Where.SOURCE_RUNNING, error)
+            where = Where(outcome.where) if outcome is not None and outcome.where else Where.SOURCE_RUNNING
+            return self._result(verdict, error.message, where, error)
+        where = Where.TARGET_HELD if kind == "COMMIT" else Where.UNKNOWN
+        unknown = OutcomeUnknown(f"{reason} (first failure: {error.message})", where=where)
+        return self._result(verdict, unknown.message, where, unknown)
+
+    async def _learn_outcome(self) -> pb.Outcome | None:
+        deadline = time.monotonic() + ASK_AGAIN_S
+        while time.monotonic() < deadline:
+            try:
+                return await self.source.source.GetOutcome(self.request, timeout_s=5)
+            except (Unreachable, Timeout):
+                await asyncio.sleep(0.5)
+            except SnapshotError:
+                return None
+        return None
+
+    def _result(self, verdict: Verdict, reason: str, where: Where, error: SnapshotError | None) -> MoveResult:
+        rank = self.found.rank
+        known = error is None or verdict in {Verdict.REFUSED, Verdict.UNKNOWN}
+        exit_code = 0 if error is None else (error.exit_code if known else Undone.exit_code)
+        return MoveResult(
+            move=self.move,
+            job=rank.job,
+            rank=rank.rank,
+            source=self.found.node,
+            target=self.ask.to,
+            outcome=verdict,
+            pause_s=self.pause_s,
+            bytes=self.bytes,
+            phases=self.phases,
+            reason=reason,
+            where=where,
+            error_code=error.code if error is not None else "",
+            remedy=error.advice if error is not None else "",
+            exit_code=exit_code,
+        )
+
+    # ------------------------------------------------------------------ telling
+
+    @contextlib.contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        began, before = time.monotonic(), self.bytes
+        self._say("phase-start", name)
+        try:
+            yield
+        finally:
+            seconds, moved = time.monotonic() - began, self.bytes - before
+            if self.phases and self.phases[-1].name == name:
+                self.phases[-1].seconds += seconds
+                self.phases[-1].bytes += moved
+            else:
+                self.phases.append(PhaseTime(name, seconds, moved))
+            self._say("phase-end", name, seconds=seconds, bytes_=moved)
+
+    def _say(
+        self, kind: str, phase: str = "", *, seconds: float = 0, bytes_: int = 0, expected: int = 0, text: str = ""
+    ) -> None:
+        self.driver.on_event(Event(kind, phase, seconds, bytes_, expected, text))

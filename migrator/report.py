@@ -1,0 +1,108 @@
+"""What the driver tells: what was asked, what happens, how it ended. Plain data; the command line renders it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from migrator.protocol import Verdict
+from snapshotd.api import snapshotd_pb2 as pb
+from snapshotd.api.errors import Where
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request of an operator."""
+
+    rank: int
+    to: str
+    job: str | None = None
+    timeout_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something happened in a running move: "phase-start", "phase-end", "bytes" or "note"."""
+
+    kind: str
+    phase: str
+    seconds: float
+    bytes: int
+    bytes_expected: int
+    text: str
+
+
+@dataclass
+class PhaseTime:
+    name: str
+    seconds: float
+    bytes: int
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    source: str
+    target: str
+    rank: pb.Rank
+    checks: list[pb.Check]
+
+    @property
+    def refused(self) -> bool:
+        return any(check.verdict == pb.Check.REFUSE for check in self.checks)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "job": self.rank.job,
+            "rank": self.rank.rank,
+            "source": self.source,
+            "target": self.target,
+            "movable": not self.refused,
+            "checks": [
+                {
+                    "name": check.name,
+                    "verdict": pb.Check.Verdict.Name(check.verdict).lower(),
+                    "reason": check.reason,
+                    "remedy": check.remedy,
+                }
+                for check in self.checks
+            ],
+        }
+
+
+@dataclass(frozen=True)
+class MoveResult:
+    """How a move ended: the object `migrator move --json` prints."""
+
+    move: str
+    job: str
+    rank: int
+    source: str
+    target: str
+    outcome: Verdict
+    pause_s: float
+    bytes: int
+    phases: list[PhaseTime] = field(default_factory=list)
+    reason: str = ""
+    where: Where = Where.UNKNOWN
+    error_code: str = ""
+    remedy: str = ""
+    exit_code: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "move": self.move,
+            "job": self.job,
+            "rank": self.rank,
+            "source": self.source,
+            "target": self.target,
+            "outcome": self.outcome.value,
+            "pause_s": round(self.pause_s, 4),
+            "bytes": self.bytes,
+            "phases": [
+                {"name": phase.name, "seconds": round(phase.seconds, 4), "bytes": phase.bytes} for phase in self.phases
+            ],
+            "reason": self.reason,
+            "where": self.where.value,
+            "error": self.error_code,
+            "remedy": self.remedy,
+        }

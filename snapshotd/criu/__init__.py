@@ -1,0 +1,1 @@
+"""CRIU as a child process: sessions over its RPC socket, its log, and its image files."""

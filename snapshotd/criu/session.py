@@ -1,0 +1,136 @@
+"""One `criu swrk` process, spoken to over a SEQPACKET pair with pycriu's messages.
+
+pycriu's own `criu.py` forks in-process and ignores notifications, so only its message types are used. A session takes one
+request; criu then ends. Criu runs outside the daemon's cgroup, in the namespaces of the rank: in the daemon's mount
+namespace it would see other mounts than the rank ("unreachable sharing"), in another pid namespace other pids.
+
+If this session dies (criu killed, daemon killed) the rank is as the freezer and SIGSTOP hold it: see `snapshotd/freeze.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+
+from pycriu import rpc_pb2 as rpc
+
+from snapshotd.api.errors import CriuFailed, Timeout, Where
+from snapshotd.criu.log import excerpt
+
+#: A request or an answer is far smaller than this.
+_MESSAGE_BYTES = 1 << 20
+
+OnNotify = Callable[[str, int], Awaitable[None]]
+
+
+def swrk_pair() -> tuple[socket.socket, socket.socket]:
+    """(ours, criu's): the socket pair of a session; ours does not block."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.setblocking(False)
+    return ours, theirs
+
+
+async def spawn_in(criu: str, member_pid: int, cgroup: Path, theirs: socket.socket) -> asyncio.subprocess.Process:
+    """Starts `criu swrk` in the mount, pid and network namespaces of `member_pid`, in `cgroup`."""
+    join = 'echo $$ > "$1/cgroup.procs" && shift && exec "$@"'
+    enter = ["nsenter", f"--target={member_pid}", "--mount", "--net", "--pid", "--"]
+    return await asyncio.create_subprocess_exec(
+        *("/bin/sh", "-c", join, "sh", str(cgroup), *enter, criu, "swrk", str(theirs.fileno())),
+        pass_fds=(theirs.fileno(),),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.DEVNULL,
+        start_new_session=True,
+        cwd="/",
+    )
+
+
+async def ask(
+    ours: socket.socket, request: rpc.criu_req, *, log_path: Path, timeout_s: float, where: Where, on_notify: OnNotify
+) -> rpc.criu_resp:
+    """Sends the one request and answers notifications until the answer comes.
+
+    `where` is where the rank is if this fails. Raises CriuFailed with the lines of criu's log that say why.
+    """
+    loop = asyncio.get_running_loop()
+
+    async def talk() -> rpc.criu_resp:
+        await loop.sock_sendall(ours, request.SerializeToString())
+        while True:
+            data = await loop.sock_recv(ours, _MESSAGE_BYTES)
+            if not data:
+                raise CriuFailed(f"criu ended without an answer\n{excerpt(log_path)}".rstrip(), where=where)
+            answer = rpc.criu_resp.FromString(data)
+            if answer.type != rpc.NOTIFY:
+                return answer
+            try:
+                await on_notify(answer.notify.script, answer.notify.pid)
+            except BaseException:
+                await loop.sock_sendall(ours, _notified(ok=False))
+                raise
+            await loop.sock_sendall(ours, _notified(ok=True))
+
+    try:
+        answer = await asyncio.wait_for(talk(), timeout_s)
+    except TimeoutError as error:
+        raise Timeout(f"criu did not answer within {timeout_s:.0f} s\n{excerpt(log_path)}", where=where) from error
+    except (BrokenPipeError, ConnectionResetError) as error:
+        raise CriuFailed(f"criu was killed\n{excerpt(log_path)}".rstrip(), where=where) from error
+    if not answer.success:
+        code = f" ({os.strerror(answer.cr_errno)})" if answer.cr_errno else ""
+        # cr_errmsg is not quoted: it is the log's first error line, which is the harmless one
+        raise CriuFailed(f"criu could not do it{code}\n{excerpt(log_path)}".rstrip(), where=where)
+    return answer
+
+
+def _notified(*, ok: bool) -> bytes:
+    return bytes(rpc.criu_req(type=rpc.NOTIFY, notify_success=ok).SerializeToString())
+
+
+def _options(images: Path, log_file: str) -> rpc.criu_opts:
+    """What dump and restore share. The path, not a descriptor: criu would look a descriptor up under our pid, which it
+    cannot see from another pid namespace."""
+    return rpc.criu_opts(
+        images_dir_fd=-1,
+        images_dir=str(images),
+        log_level=4,
+        log_file=log_file,
+        notify_scripts=True,
+        file_locks=True,
+        ext_unix_sk=False,
+        tcp_established=False,
+        timeout=600,
+        network_lock=rpc.SKIP,
+        manage_cgroups=True,  # this and IGNORE: stay in the cgroup criu runs in, not in the source's frozen one
+        manage_cgroups_mode=rpc.IGNORE,
+    )
+
+
+def dump_request(images: Path, inner_pid: int, cgroup: Path, external: Sequence[str]) -> rpc.criu_req:
+    """Dump the tree of `inner_pid` (as its own pid namespace numbers it); it stays stopped, its cgroup frozen.
+
+    leave_running on a cgroup that was frozen before puts it back as it was: frozen (measured; leave_stopped would
+    leave sockets in repair mode)."""
+    options = _options(images, "dump.log")
+    options.pid = inner_pid
+    options.leave_running = True
+    options.freeze_cgroup = str(cgroup)
+    options.ghost_limit = 2**32 - 1
+    options.link_remap = True
+    options.external.extend(external)
+    return rpc.criu_req(type=rpc.DUMP, opts=options)
+
+
+def restore_request(images: Path, inherit: Sequence[tuple[str, int]]) -> rpc.criu_req:
+    """Restore the tree, stopped as it was dumped, as a child of criu's parent, the keeper.
+
+    auto_dedup punches each page out of the image as it is put in place: the target never holds the rank twice."""
+    options = _options(images, "restore.log")
+    options.rst_sibling = True
+    options.auto_dedup = True
+    for key, fd in inherit:
+        options.inherit_fd.append(rpc.inherit_fd(key=key, fd=fd))
+    return rpc.criu_req(type=rpc.RESTORE, opts=options)

@@ -1,0 +1,82 @@
+"""Declared fault points: places where a test, or a drill on a real cluster, makes this process fail on purpose.
+
+A file `fault` in the daemon's run directory (or the path in $MIGRATOR_FAULT for the driver) holds `POINT ACTION`; the
+first time POINT is reached the file is removed and ACTION happens. Actions: `kill` (SIGKILL to this process),
+`stop` (SIGSTOP to this process: it hangs), `fail` (an Internal error), `wait` (until the file `POINT.go` exists there).
+Without the file every point costs one failed open(2).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from enum import StrEnum
+from pathlib import Path
+
+from snapshotd.api.errors import Internal
+
+
+class Point(StrEnum):
+    """Every place where a fault can be injected; `X` is after the step X was journalled, `before-X` before it began."""
+
+    BEFORE_BEGIN = "before-begin"
+    BEGIN = "begin"
+    BEFORE_FREEZE = "before-freeze"
+    STOPPED = "stopped"  # SIGSTOP sent, cgroup not yet frozen
+    FREEZE = "freeze"
+    BEFORE_DUMP = "before-dump"
+    DUMPING = "dumping"  # criu has seized the tree and is writing
+    STREAM = "stream"
+    BEFORE_COMMIT = "before-commit"
+    COMMIT = "commit"
+    BEFORE_ABORT = "before-abort"
+    ABORT = "abort"  # recorded, not yet thawed
+    BEFORE_RELEASE = "before-release"
+    RELEASE = "release"
+    BEFORE_PREPARE = "before-prepare"
+    PREPARE = "prepare"
+    RECEIVING = "receiving"
+    SEAL = "seal"
+    BEFORE_RESTORE = "before-restore"
+    RESTORING = "restoring"  # criu restore under way
+    RESTORED = "restored"  # criu is done, not yet journalled as held
+    RESTORE = "restore"
+    BEFORE_ACTIVATE = "before-activate"
+    ACTIVATED = "activated"  # journalled, not yet continued
+    ACTIVATE = "activate"
+    BEFORE_DISCARD = "before-discard"
+    DISCARD = "discard"
+
+
+_folder: Path | None = None
+
+
+def arm(folder: Path) -> None:
+    """Look for fault files in `folder` from now on."""
+    global _folder
+    _folder = folder
+
+
+async def reach(point: Point | str) -> None:
+    """Does what a fault file for this point asks for; otherwise nothing."""
+    if _folder is None:
+        return
+    try:
+        wanted, action = (_folder / "fault").read_text().split()
+    except (OSError, ValueError):
+        return
+    if wanted != point:
+        return
+    (_folder / "fault").unlink(missing_ok=True)
+    (_folder / "fault.fired").write_text(f"{point} {action}\n")
+    match action:
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "fail":
+            raise Internal(f"fault injected at {point}", remedy="remove the fault file; this was asked for")
+        case "wait":
+            while not (_folder / f"{point}.go").exists():
+                await asyncio.sleep(0.01)

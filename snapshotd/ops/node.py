@@ -1,0 +1,108 @@
+"""What every operation of this daemon shares: its configuration, journal, ranks, image store, and clients to others."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+
+from snapshotd import host
+from snapshotd.api import snapshotd_pb2 as pb
+from snapshotd.api.client import Credentials, DaemonClient
+from snapshotd.api.errors import Where
+from snapshotd.carry import Carry
+from snapshotd.config import Config
+from snapshotd.images.store import ImageStore
+from snapshotd.journal import Journal, MoveLog
+from snapshotd.ranks import Ranks
+from snapshotd.rules import Mark
+
+
+@dataclass
+class Node:
+    """This node, as its operations see it."""
+
+    config: Config
+    journal: Journal
+    ranks: Ranks
+    store: ImageStore
+    carry: Carry
+
+    def client(self, name: str, endpoint: str) -> DaemonClient:
+        """A client of another daemon, with this node's own certificate. Use it as a context manager."""
+        return DaemonClient(endpoint, credentials=self.credentials, node=name)
+
+    @property
+    def credentials(self) -> Credentials:
+        return self.config.credentials
+
+
+@dataclass
+class Moving:
+    """One move in this daemon's memory, beside its log in the journal. All of it can be lost."""
+
+    log: MoveLog
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    kick: asyncio.Event = field(default_factory=asyncio.Event)  # wakes the settling task
+    lease_ends_s: float = 0.0  # CLOCK_BOOTTIME
+    interrupted: bool = False  # this daemon restarted inside a step that cannot be resumed
+    settling: asyncio.Task[None] | None = None
+    streaming: asyncio.Task[None] | None = None
+    facts: pb.RankFacts = field(default_factory=pb.RankFacts)  # source: what preflight last saw
+    failure: str = ""  # why a step of it can never succeed again
+    waiting_for: str = ""
+
+    def renew(self) -> None:
+        self.lease_ends_s = host.boottime_s() + self.log.begin.lease_s
+        self.kick.set()
+
+    @property
+    def lease_expired(self) -> bool:
+        return host.boottime_s() >= self.lease_ends_s
+
+    @property
+    def same_boot(self) -> bool:
+        return self.log.begin.boot_id == host.boot_id()
+
+    async def nap(self, seconds: float) -> None:
+        """Sleeps, or until something happened to the move."""
+        try:
+            await asyncio.wait_for(self.kick.wait(), seconds)
+        except TimeoutError:
+            pass
+        self.kick.clear()
+
+
+def where_on_source(log: MoveLog) -> Where:
+    """Where the rank is, as far as a source's journal tells."""
+    outcome = log.outcome
+    if outcome is not None and outcome.outcome == "COMMIT":
+        return Where.TARGET_RUNNING if log.last_mark is Mark.SETTLED else Where.TARGET_HELD
+    if outcome is not None or log.last_mark is Mark.BEGUN:
+        return Where.SOURCE_RUNNING
+    return Where.SOURCE_FROZEN
+
+
+def where_of(log: MoveLog) -> Where:
+    """Where the rank is, as far as this daemon's journal tells."""
+    if log.begin.role == "source":
+        return where_on_source(log)
+    match log.last_mark:
+        case Mark.ACTIVATED:
+            return Where.TARGET_RUNNING
+        case Mark.HELD:
+            return Where.TARGET_HELD
+        case Mark.DISCARDED:
+            return Where.SOURCE_RUNNING
+        case _:
+            return Where.SOURCE_FROZEN
+
+
+def ended_unix_s(log: MoveLog) -> float:
+    marks = log.marks()
+    ends = {Mark.SETTLED, Mark.DISCARDED, Mark.ACTIVATED}
+    return float(marks[-1]["unix_s"]) if marks and marks[-1]["mark"] in ends else 0.0
+
+
+def now_unix_s() -> float:
+    return time.time()

@@ -1,0 +1,212 @@
+"""Restore: a guest keeper in a fresh pid namespace, criu as its child, and the rank as the keeper's child, stopped.
+
+Invariant: when `run` returns, every process of the copy is stopped and its cgroup frozen; when it raises, `sweep` leaves
+nothing of it: no process, no cgroup, no image.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from snapshotd import host, tree
+from snapshotd.api.errors import CriuFailed, Damaged, Timeout, Where
+from snapshotd.blocking import in_thread
+from snapshotd.cgroup import Cgroup
+from snapshotd.criu import images, session
+from snapshotd.faults import Point, reach
+from snapshotd.journal import MoveLog
+from snapshotd.keepers import KeeperLink
+from snapshotd.ops.node import Node
+from snapshotd.ranks import RankEntry, cgroup_for_guest
+from snapshotd.rules import Mark
+
+log = logging.getLogger(__name__)
+
+KEEPER_S = 15.0
+RESTORE_S = 600.0
+STOP_S = 10.0
+
+
+class Restore:
+    """The restore of one sealed image."""
+
+    def __init__(self, node: Node, move_log: MoveLog) -> None:
+        self.node, self.log = node, move_log
+        self.link: asyncio.Future[KeeperLink] = asyncio.get_running_loop().create_future()
+
+    async def run(self) -> dict[str, Any]:
+        """Restores; returns what the journal notes about the held copy."""
+        begin = self.log.begin
+        folder = self.node.store.path(begin.move)
+        meta = await in_thread(_read_meta, folder)
+        await in_thread(images.mend, folder)
+        placed: list[str] = []
+        try:
+            await in_thread(self.node.carry.place, folder, meta["carried"], placed)
+        finally:
+            await in_thread(self.log.mark, Mark.RESTORING, placed=placed)
+        group = cgroup_for_guest(begin.rank_uid, begin.move)
+        entry = self._entry(meta, group)
+        self.node.ranks.put(entry)
+        link, ours, process = await self._start_keeper(meta, group)
+        try:
+            entry.keeper_pid, entry.keeper_start_ticks = link.keeper.pid, link.keeper.start_ticks
+            self.node.ranks.put(entry)
+            inherit = [(item.key, item.fd) for item in link.info.inherit]
+            answer = await session.ask(
+                ours,
+                session.restore_request(folder, inherit),
+                log_path=folder / "restore.log",
+                timeout_s=RESTORE_S,
+                where=Where.SOURCE_FROZEN,
+                on_notify=_on_notify,
+            )
+        finally:
+            ours.close()
+            await process.wait()
+        root = tree.find_child(link.keeper.pid, answer.restore.pid)
+        await in_thread(_hold, group)
+        await link.restored(answer.restore.pid)
+        await in_thread(_set_affinity, group.pids(), meta)
+        entry.pid, entry.start_ticks, entry.link = root.pid, root.start_ticks, link
+        self.node.ranks.put(entry)
+        return {
+            "pid": root.pid,
+            "start_ticks": root.start_ticks,
+            "cgroup": entry.cgroup,
+            "stopped_before": meta["stopped_before"],
+            "role": "guest",
+        }
+
+    def _entry(self, meta: dict[str, Any], group: Cgroup) -> RankEntry:
+        begin = self.log.begin
+        entry = RankEntry(
+            uid=begin.rank_uid,
+            job=begin.job,
+            rank=begin.rank,
+            role="guest",
+            keeper_pid=0,
+            keeper_start_ticks=0,
+            cgroup=str(group.path),
+            home_node=meta["home_node"],
+            home_endpoint=meta["home_endpoint"],
+            relay_key=meta["relay_key"],
+            boot_id=host.boot_id(),
+            user_id=meta["user_id"],
+            command=meta["command"],
+            started_unix_s=meta["started_unix_s"],
+            moves=meta["moves"] + 1,
+        )
+        entry.moving = begin.move
+        return entry
+
+    async def _start_keeper(
+        self, meta: dict[str, Any], group: Cgroup
+    ) -> tuple[KeeperLink, Any, asyncio.subprocess.Process]:
+        """The guest keeper, connected, with criu waiting for its request."""
+        begin, config = self.log.begin, self.node.config
+        ours, theirs = session.swrk_pair()
+        spool = config.state_dir / "spool"
+        spool.mkdir(mode=0o700, exist_ok=True)
+        spec = {
+            "uid": begin.rank_uid,
+            "job": begin.job,
+            "rank": begin.rank,
+            "relay_key": meta["relay_key"],
+            "move": begin.move,
+            "home_node": meta["home_node"],
+            "home_endpoint": meta["home_endpoint"],
+            "node": config.node,
+            "keeper_sock": str(config.keeper_socket),
+            "criu": config.criu,
+            "criu_fd": theirs.fileno(),
+            "cgroup_procs": str(group.path / "cgroup.procs"),
+            "stdio": meta["stdio"],
+            "spool_dir": str(spool),
+            "command": meta["command"],
+            "moves": meta["moves"] + 1,
+            "started_unix_s": meta["started_unix_s"],
+        }
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-P", "-m", "shim.guest"),
+            pass_fds=(theirs.fileno(),),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.PIPE,
+            start_new_session=True,
+            cwd="/",
+        )
+        theirs.close()
+        assert process.stdin is not None and process.stderr is not None
+        process.stdin.write(json.dumps(spec).encode())
+        process.stdin.close()
+        try:
+            link = await asyncio.wait_for(self.link, KEEPER_S)
+        except TimeoutError as error:
+            said = await asyncio.wait_for(process.stderr.read(4096), 1) if process.returncode else b""
+            raise Timeout(f"the guest keeper did not come up: {said.decode()[-500:]}", where=Where.SOURCE_FROZEN) from error
+        return link, ours, process
+
+    @staticmethod
+    async def sweep(node: Node, move_log: MoveLog) -> None:
+        """Leaves nothing of a copy here: the keeper and its pid namespace, the cgroup, the images, the entry."""
+        if move_log.last_mark is Mark.ACTIVATED:
+            raise AssertionError("an activated copy is the rank")
+        begin = move_log.begin
+        entry = node.ranks.get(begin.rank_uid, "guest")
+        group = cgroup_for_guest(begin.rank_uid, begin.move)
+        if entry is not None and entry.cgroup == str(group.path):
+            if entry.keeper_pid:
+                entry.keeper.signal(9)
+            node.ranks.remove(entry)
+        await in_thread(group.kill, STOP_S)
+        group.remove()
+        await in_thread(node.carry.take_away, move_log.note("placed", []))
+        await in_thread(node.store.drop, begin.move)
+
+
+async def _on_notify(script: str, _pid: int) -> None:
+    if script == "post-restore":
+        await reach(Point.RESTORING)
+
+
+def _read_meta(folder: Path) -> dict[str, Any]:
+    try:
+        meta = json.loads((folder / "meta.json").read_text())
+        if not isinstance(meta, dict):
+            raise ValueError("not an object")
+        return meta
+    except (OSError, ValueError) as error:
+        raise Damaged(f"the image's description cannot be read: {error}", where=Where.SOURCE_FROZEN) from error
+
+
+def _hold(group: Cgroup) -> None:
+    """Waits until criu's stop has reached every process, then freezes as well."""
+    deadline = time.monotonic() + STOP_S
+    while not all(tree.stopped(pid) for pid in group.pids()):
+        if time.monotonic() > deadline:
+            raise CriuFailed("the restored processes are not stopped", where=Where.SOURCE_FROZEN)
+        time.sleep(0.001)
+    group.freeze(STOP_S)
+
+
+def _set_affinity(pids: list[int], meta: dict[str, Any]) -> None:
+    """CPU affinity as it was, where it was narrower than the source's CPUs and those CPUs exist here."""
+    here, everywhere = os.sched_getaffinity(0), set(meta["cpus"])
+    for pid in pids:
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            wanted = set(meta["affinity"].get(str(_inner(pid, thread)), ()))
+            if wanted and wanted != everywhere and wanted & here:
+                os.sched_setaffinity(int(thread), wanted & here)
+
+
+def _inner(pid: int, thread: str) -> int:
+    status = Path(f"/proc/{pid}/task/{thread}/status").read_text()
+    return int(status.partition("NSpid:")[2].partition("\n")[0].split()[-1])

@@ -1,0 +1,472 @@
+"""The source's side of a move: freeze, dump and stream, then thaw or release as the outcome record says.
+
+Invariant: from FREEZING on, the tree is stopped *and* its cgroup frozen until the outcome is in the journal. The record is
+written first, then acted on; every act can be repeated. Whatever dies here, `settle` finds the truth in the journal and
+goes on from it by `snapshotd/rules.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from snapshotd import host, metrics, preflight, rules, tree
+from snapshotd.api import snapshotd_pb2 as pb
+from snapshotd.api.client import DaemonClient
+from snapshotd.api.errors import Busy, NotFound, RankGone, SnapshotError, Usage, Where, WrongState
+from snapshotd.blocking import in_thread
+from snapshotd.cgroup import Cgroup
+from snapshotd.faults import Point, reach
+from snapshotd.journal import Begin, MoveLog, OutcomeRecord, check_move_id
+from snapshotd.logs import move_context
+from snapshotd.ops.dump import Dump
+from snapshotd.ops.node import Moving, Node, now_unix_s, where_on_source
+from snapshotd.ranks import RankEntry
+from snapshotd.rules import CopyState, Mark, Outcome, SourceDecision, SourceFacts
+
+log = logging.getLogger(__name__)
+
+FREEZE_S = 20.0
+#: After COMMIT the driver has this long to activate before the source does it alone.
+DRIVER_FIRST_S = 3.0
+ASK_AGAIN_S = 1.0
+#: Marks a restart cannot carry on from: what was going on went with the daemon.
+_CUT_SHORT = {Mark.FREEZING, Mark.FROZEN}
+
+
+class SourceOps:
+    """One instance per daemon."""
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        self.moves: dict[str, Moving] = {}
+
+    # ------------------------------------------------------------------ steps, each idempotent by (move, step)
+
+    async def inspect(self, uid: str) -> pb.InspectReply:
+        """What the rank uses, and what speaks against moving it. Nothing is touched."""
+        entry = self.node.ranks.here(uid)
+        facts, checks = await self._facts(entry)
+        if entry.moving:
+            checks.append(
+                pb.Check(
+                    name="not-moving",
+                    verdict=pb.Check.REFUSE,
+                    reason=f"move {entry.moving} of this rank is not finished",
+                    remedy=Busy.remedy,
+                )
+            )
+        return pb.InspectReply(facts=facts, checks=checks)
+
+    async def _facts(self, entry: RankEntry) -> tuple[pb.RankFacts, list[pb.Check]]:
+        config = self.node.config
+        facts, checks = await in_thread(
+            preflight.inspect_rank,
+            entry.group.pids(),
+            entry.pid,
+            rank=entry.to_proto(config.node),
+            node=config.node,
+            daemon_version=host.DAEMON_VERSION,
+            criu_version=config.criu_version,
+            carry_paths=config.carry_paths,
+            keeper_pid=entry.keeper_pid if entry.link is not None else 0,
+            keeper_is_guest=entry.role == "guest",
+        )
+        return facts, list(checks)
+
+    async def begin(self, request: pb.BeginRequest) -> pb.BeginReply:
+        """Journals the move and starts the driver's lease. The rank runs on."""
+        check_move_id(request.move)
+        if self.node.journal.find(request.move) is not None:
+            known = self._moving(request.move)
+            self._still_open(known)
+            known.renew()
+            return pb.BeginReply()
+        entry = self.node.ranks.here(request.rank_uid)
+        if entry.moving:
+            raise Busy(f"rank {entry.rank} is being moved already ({entry.moving})", where=Where.SOURCE_RUNNING)
+        if len(request.nonce) < 16 or not 1 <= request.lease_s <= 3600:
+            raise Usage("a move begins with the target's nonce and a lease of 1 to 3600 s")
+        await reach(Point.BEFORE_BEGIN)
+        entry.moving = request.move
+        config = self.node.config
+        begin = Begin(
+            move=request.move,
+            role="source",
+            rank_uid=entry.uid,
+            job=entry.job,
+            rank=entry.rank,
+            source_node=config.node,
+            source_endpoint=config.advertise,
+            target_node=request.target_node,
+            target_endpoint=request.target_endpoint,
+            nonce=request.nonce.hex(),
+            boot_id=host.boot_id(),
+            begun_unix_s=now_unix_s(),
+            lease_s=request.lease_s,
+        )
+        move_log = await in_thread(self.node.journal.begin, begin)
+        await in_thread(
+            move_log.mark, Mark.BEGUN, pid=entry.pid, start_ticks=entry.start_ticks, cgroup=entry.cgroup, role=entry.role
+        )
+        moving = self._track(move_log)
+        self.settle_all()
+        moving.facts = (await self._facts(entry))[0]
+        await reach(Point.BEGIN)
+        return pb.BeginReply()
+
+    async def freeze(self, move: str) -> pb.FreezeReply:
+        """Stops the tree and freezes its cgroup. If it fails the tree is stopped or not, and the driver aborts."""
+        moving = self._moving(move)
+        async with moving.lock:
+            self._still_open(moving)
+            if moving.log.last_mark in {Mark.FROZEN, Mark.STREAMED}:
+                return pb.FreezeReply()
+            entry = self._entry(moving)
+            began = host.boottime_s()
+            with move_context(move=move, rank=entry.rank, phase="freeze"):
+                await reach(Point.BEFORE_FREEZE)
+                group = entry.group
+                before = [tree.inner_pid(pid) for pid in group.pids() if tree.state(pid) == "T"]
+                await in_thread(moving.log.mark, Mark.FREEZING, stopped_before=before)
+                if entry.link is None:
+                    raise WrongState("the rank's keeper is not connected", where=Where.SOURCE_RUNNING)
+                await entry.link.hold(move)
+                await in_thread(tree.stop_all, group, FREEZE_S)
+                await reach(Point.STOPPED)
+                await in_thread(group.freeze, FREEZE_S)
+                if not entry.process.alive():
+                    raise RankGone(f"rank {entry.rank} ended during the freeze", where=Where.UNKNOWN)
+                stdio = await entry.link.drain(move)
+                for problem in await in_thread(preflight.sync_files, group.pids()):
+                    log.warning("not synced: %s", problem)
+                await in_thread(moving.log.mark, Mark.FROZEN, stdio=stdio)
+                await reach(Point.FREEZE)
+                count = len(group.pids())
+                log.info("froze rank %s: %d processes", entry.rank, count)
+            moving.renew()
+            seconds = host.boottime_s() - began
+            metrics.phase("freeze", seconds)
+            return pb.FreezeReply(seconds=seconds, processes=count)
+
+    async def stream(self, move: str) -> AsyncIterator[pb.Progress]:
+        """Dumps and streams; yields progress while it runs. The driver's going away is not a failure by itself: its
+        lease decides."""
+        moving = self._moving(move)
+        self._still_open(moving)
+        if moving.log.last_mark is Mark.STREAMED:
+            yield pb.Progress(done=True)
+            return
+        if moving.log.last_mark is not Mark.FROZEN:
+            raise WrongState(f"move {move} is {moving.log.last_mark}, not frozen", where=where_on_source(moving.log))
+        if moving.streaming is not None:
+            raise Busy(f"move {move} is being streamed already", where=Where.SOURCE_FROZEN)
+        entry = self._entry(moving)
+        dump = Dump(self.node, moving.log, entry, moving.facts)
+        moving.streaming = task = asyncio.create_task(dump.run(), name=f"stream {move}")
+        while not task.done():
+            await asyncio.wait([task], timeout=0.1)
+            moving.renew()
+            yield dump.progress()
+        try:
+            await task
+        except asyncio.CancelledError:
+            raise WrongState(f"move {move} was aborted while it was streamed", where=where_on_source(moving.log)) from None
+        yield dump.progress()
+
+    async def renew(self, move: str) -> pb.RenewReply:
+        moving = self._moving(move)
+        moving.renew()
+        return pb.RenewReply(lease_left_s=moving.log.begin.lease_s)
+
+    async def commit(self, move: str, receipt: bytes) -> pb.Outcome:
+        """The point of no return: writes COMMIT, if the target has shown that it holds a whole copy."""
+        moving = self._moving(move)
+        async with moving.lock:
+            if moving.log.outcome is None:
+                if not rules.proves(receipt, moving.log.nonce, "HELD", move):
+                    raise WrongState("the target's receipt for a held copy is missing", where=Where.SOURCE_FROZEN)
+                if moving.log.last_mark is not Mark.STREAMED:
+                    raise WrongState(f"move {move} is {moving.log.last_mark}", where=where_on_source(moving.log))
+                await reach(Point.BEFORE_COMMIT)
+                if moving.lease_expired:
+                    await self._settle_once(moving)
+                else:
+                    await self._record(moving, Outcome.COMMIT, "the target holds the rank", "driver")
+                await reach(Point.COMMIT)
+            moving.kick.set()
+            return self._outcome(moving.log, moving.log.outcome)
+
+    async def abort(self, move: str, reason: str, by: str) -> pb.Outcome:
+        """Ends a move that has no outcome, and undoes it. Answers with the outcome that stands.
+
+        The driver's word counts as the end of its lease, no more: where the copy here is gone and the target holds a whole
+        one, the rules commit instead, and where the target must be asked first the answer is UNDECIDED.
+        """
+        if self.node.journal.find(check_move_id(move)) is None:
+            await in_thread(self._refuse_for_ever, move, reason)
+        moving = self._moving(move)
+        await self._stop_streaming(moving)
+        async with moving.lock:
+            if moving.log.outcome is None:
+                await reach(Point.BEFORE_ABORT)
+                if self._copy_exists(moving.log):
+                    await self._record(moving, Outcome.ABORT, reason, by)
+                    await reach(Point.ABORT)
+                moving.lease_ends_s = 0.0
+            await self._settle_once(moving)
+            return self._outcome(moving.log, moving.log.outcome)
+
+    def _refuse_for_ever(self, move: str, reason: str) -> None:
+        """Abort of a move that never began here: journalled, so that a Begin that was only delayed is refused."""
+        config = self.node.config
+        unknown = Begin(move, "source", "", "", 0, config.node, config.advertise, "", "", "00" * 32, host.boot_id(), now_unix_s())
+        move_log = self.node.journal.begin(unknown)
+        move_log.decide(Outcome.ABORT, reason, "source")
+        move_log.mark(Mark.SETTLED)
+
+    async def abandon(self, move: str, reason: str) -> None:
+        """The rank's keeper was killed: ABORT whatever copies there are, since nobody may go on running it."""
+        moving = self._moving(move)
+        await self._stop_streaming(moving)
+        async with moving.lock:
+            await self._record(moving, Outcome.ABORT, reason, "source")
+            await self._settle_once(moving)
+
+    async def release(self, move: str) -> pb.ReleaseReply:
+        """Drops the frozen copy, once the target says the rank runs there."""
+        moving = self._moving(move)
+        async with moving.lock:
+            await self._settle_once(moving)
+        settled = moving.log.last_mark is Mark.SETTLED
+        return pb.ReleaseReply(released=settled, waiting_for=moving.waiting_for)
+
+    async def outcome(self, move: str) -> pb.Outcome:
+        move_log = self.node.journal.get(move)
+        if move_log.begin.role != "source":
+            raise NotFound(f"this node is not the source of move {move}")
+        return self._outcome(move_log, move_log.outcome)
+
+    async def declare_target_dead(self, move: str, by: str) -> pb.Outcome:
+        """A person's word that the target is dead: the frozen copy goes on. Refused once it has been released."""
+        moving = self._moving(move)
+        await self._stop_streaming(moving)
+        async with moving.lock:
+            if not self._copy_exists(moving.log):
+                raise RankGone(f"the source's copy of move {move} no longer exists", where=Where.UNKNOWN)
+            if moving.log.last_mark is not Mark.SETTLED:
+                await in_thread(moving.log.overrule, Outcome.ABORT, "declared by a person or a fencing agent", by)
+                await self._thaw(moving)
+            return self._outcome(moving.log, moving.log.outcome)
+
+    # ------------------------------------------------------------------ settling: what a crash or silence left behind
+
+    def adopt_journal(self) -> None:
+        """At start: takes up every unsettled move of an earlier life. Settling begins with `settle_all`."""
+        for move_log in self.node.journal.all():
+            if move_log.begin.role == "source" and move_log.last_mark is not Mark.SETTLED:
+                moving = self._track(move_log)
+                moving.interrupted = move_log.last_mark in _CUT_SHORT
+                log.info("taking up move %s of an earlier life: %s", move_log.move, move_log.last_mark)
+
+    def _track(self, move_log: MoveLog) -> Moving:
+        moving = Moving(move_log)
+        moving.renew()
+        self.moves[move_log.move] = moving
+        return moving
+
+    def settle_all(self) -> None:
+        """Starts following every move that is not followed yet."""
+        for moving in self.moves.values():
+            if moving.settling is None and moving.log.last_mark is not Mark.SETTLED:
+                moving.settling = asyncio.create_task(self._settle(moving), name=f"settle {moving.log.move}")
+
+    async def _settle(self, moving: Moving) -> None:
+        """Follows one move until it is settled. Acts only where nobody else will."""
+        with move_context(move=moving.log.move, rank=moving.log.begin.rank, phase="settle"):
+            said = ""
+            while moving.log.last_mark is not Mark.SETTLED:
+                committed = moving.log.outcome is not None and moving.log.outcome.outcome is Outcome.COMMIT
+                await moving.nap(DRIVER_FIRST_S if committed and not said else ASK_AGAIN_S)
+                try:
+                    async with moving.lock:
+                        await self._settle_once(moving)
+                except SnapshotError as error:
+                    moving.waiting_for = error.message
+                except Exception:
+                    log.exception("settling %s", moving.log.move)
+                if moving.waiting_for != said:
+                    said = moving.waiting_for
+                    log.info("move %s: %s", moving.log.move, said)
+
+    async def _settle_once(self, moving: Moving) -> None:
+        """One decision of the rules, carried out. The caller holds the move's lock."""
+        move_log = moving.log
+        for _ in range(4):  # a decision can make the next one possible; more than this is the next round's
+            decision, moving.waiting_for = rules.source_next(await self._gather(moving))
+            match decision:
+                case SourceDecision.RECORD_ABORT:
+                    await self._stop_streaming(moving)
+                    await self._record(moving, Outcome.ABORT, moving.waiting_for, "source")
+                case SourceDecision.RECORD_COMMIT:
+                    await self._record(moving, Outcome.COMMIT, moving.waiting_for, "source")
+                case SourceDecision.THAW:
+                    await self._thaw(moving)
+                case SourceDecision.HAND_TOKEN:
+                    token = rules.proof(move_log.nonce, "COMMIT", move_log.move)
+                    async with self._target(move_log) as client:
+                        await client.target.Activate(pb.TokenRequest(move=move_log.move, token=token), timeout_s=30)
+                case SourceDecision.RELEASE:
+                    await self._release(moving)
+                case SourceDecision.TAKE_BACK:
+                    await in_thread(move_log.overrule, Outcome.ABORT, moving.waiting_for, "target")
+                case SourceDecision.CLOSE:
+                    if move_log.last_mark is not Mark.SETTLED:
+                        await self._thaw(moving)
+                    return
+                case _:
+                    return
+
+    async def _gather(self, moving: Moving) -> SourceFacts:
+        move_log = moving.log
+        outcome = move_log.outcome
+        facts = SourceFacts(
+            mark=move_log.last_mark,
+            outcome=outcome.outcome if outcome else None,
+            copy_exists=self._copy_exists(move_log),
+            lease_expired=moving.lease_expired,
+            interrupted=moving.interrupted,
+        )
+        if rules.source_next(facts)[0] in {SourceDecision.ASK_TARGET, SourceDecision.RECORD_ABORT} or (
+            outcome is not None and outcome.outcome is Outcome.COMMIT
+        ):
+            if facts.outcome is None and facts.copy_exists:
+                return facts
+            return SourceFacts(**{**facts.__dict__, "target": await self._ask_target(move_log)})
+        return facts
+
+    async def _ask_target(self, move_log: MoveLog) -> CopyState:
+        try:
+            async with self._target(move_log) as client:
+                copy = await client.target.GetCopy(pb.MoveRequest(move=move_log.move), timeout_s=5)
+            return CopyState[pb.Copy.State.Name(copy.state)]
+        except SnapshotError:
+            return CopyState.UNREACHABLE
+
+    def _target(self, move_log: MoveLog) -> contextlib.AbstractAsyncContextManager[DaemonClient]:
+        return self.node.client(move_log.begin.target_node, move_log.begin.target_endpoint)
+
+    # ------------------------------------------------------------------ acts
+
+    async def _record(self, moving: Moving, outcome: Outcome, reason: str, by: str) -> OutcomeRecord:
+        record = await in_thread(moving.log.decide, outcome, reason, by)
+        moving.kick.set()
+        return record
+
+    async def _stop_streaming(self, moving: Moving) -> None:
+        if moving.streaming is not None and not moving.streaming.done():
+            moving.streaming.cancel()
+            await asyncio.gather(moving.streaming, return_exceptions=True)
+
+    async def _thaw(self, moving: Moving) -> None:
+        """ABORT stands: lets the copy here go on. A rank that is gone stays gone."""
+        move_log = moving.log
+        outcome = move_log.outcome
+        assert outcome is not None and outcome.outcome is Outcome.ABORT
+        await Dump.sweep(self.node, move_log.move)
+        if move_log.last_mark is not Mark.BEGUN:
+            entry = self.node.ranks.get(move_log.begin.rank_uid, move_log.note("role", "home"))
+            if entry is not None and entry.link is not None:
+                with contextlib.suppress(SnapshotError):  # a keeper that is not connected is told when it is
+                    await entry.link.resume(move_log.move)
+            group = Cgroup(Path(move_log.note("cgroup")))
+            if move_log.begin.boot_id == host.boot_id() and group.exists():
+                before = move_log.note("stopped_before", [])
+                await in_thread(tree.continue_all, group.pids(), before)
+                await in_thread(group.thaw, FREEZE_S)
+        await self._close(moving)
+
+    async def _release(self, moving: Moving) -> None:
+        """COMMIT stands and the target runs the rank: drops the copy here."""
+        move_log = moving.log
+        outcome = move_log.outcome
+        assert outcome is not None and outcome.outcome is Outcome.COMMIT
+        await reach(Point.BEFORE_RELEASE)
+        role = move_log.note("role", "home")
+        entry = self.node.ranks.get(move_log.begin.rank_uid, role)
+        if entry is not None:
+            if role == "home":
+                if entry.link is None and entry.keeper_alive():
+                    moving.waiting_for = "the keeper here has not reconnected yet"
+                    return
+                if entry.link is not None:
+                    await entry.link.away(move_log.move, move_log.begin.target_node)
+                entry.away_node = move_log.begin.target_node
+                await in_thread(self.node.ranks.put, entry)
+            else:
+                entry.keeper.signal(9)  # PID 1 of the rank's pid namespace: everything in it goes with it
+        group = Cgroup(Path(move_log.note("cgroup")))
+        await in_thread(group.kill, FREEZE_S)
+        if entry is not None and role == "guest":
+            self.node.ranks.remove(entry)
+        await in_thread(self.node.carry.remember, move_log.note("carried", []))
+        await Dump.sweep(self.node, move_log.move)
+        await self._close(moving)
+        await reach(Point.RELEASE)
+
+    async def _close(self, moving: Moving) -> None:
+        await in_thread(moving.log.mark, Mark.SETTLED)
+        outcome = moving.log.outcome
+        metrics.move_ended(outcome.outcome if outcome else "ABORT")
+        role = moving.log.note("role", "home")
+        entry = self.node.ranks.get(moving.log.begin.rank_uid, role)
+        if entry is not None and entry.moving == moving.log.move:
+            entry.moving = ""
+        moving.kick.set()
+
+    # ------------------------------------------------------------------ small questions
+
+    def _moving(self, move: str) -> Moving:
+        """The move, also one that ended in an earlier life of this daemon: the journal answers for it."""
+        found = self.moves.get(check_move_id(move))
+        if found is None:
+            move_log = self.node.journal.find(move)
+            if move_log is None or move_log.begin.role != "source":
+                raise NotFound(f"this node is not the source of move {move}")
+            found = self.moves[move] = Moving(move_log)
+        return found
+
+    def _still_open(self, moving: Moving) -> None:
+        outcome = moving.log.outcome
+        if outcome is not None:
+            raise WrongState(
+                f"move {moving.log.move} has ended: {outcome.outcome} ({outcome.reason})", where=where_on_source(moving.log)
+            )
+        if moving.interrupted:
+            raise WrongState(f"move {moving.log.move} was cut short by a restart", where=where_on_source(moving.log))
+
+    def _entry(self, moving: Moving) -> RankEntry:
+        entry = self.node.ranks.get(moving.log.begin.rank_uid, moving.log.note("role", "home"))
+        if entry is None:
+            raise RankGone(f"rank {moving.log.begin.rank} has ended", where=Where.UNKNOWN)
+        return entry
+
+    def _copy_exists(self, move_log: MoveLog) -> bool:
+        if move_log.begin.boot_id != host.boot_id():
+            return False
+        return tree.Process(move_log.note("pid", 0), move_log.note("start_ticks", 0)).alive()
+
+    def _outcome(self, move_log: MoveLog, record: OutcomeRecord | None) -> pb.Outcome:
+        where = where_on_source(move_log).value
+        if record is None:
+            return pb.Outcome(kind=pb.UNDECIDED, where=where)
+        return pb.Outcome(
+            kind=pb.OutcomeKind.Value(record.outcome.value),
+            reason=record.reason,
+            decided_by=record.decided_by,
+            token=rules.proof(move_log.nonce, record.outcome.value, move_log.move),
+            where=where,
+        )

@@ -1,0 +1,338 @@
+"""The target's side of a move: take the image in, restore it stopped, and let it go only with the source's token.
+
+Invariant: a restored copy is stopped and its cgroup frozen until the journal here says ACTIVATED, and that is written only
+for a COMMIT: the source's token, or a person's recorded word. A target that does not know the outcome asks and waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+from pathlib import Path
+
+from snapshotd import host, metrics, preflight, rules, tree
+from snapshotd.api import snapshotd_pb2 as pb
+from snapshotd.api.errors import Damaged, Denied, NotFound, RankGone, SnapshotError, Usage, Where, WrongState
+from snapshotd.blocking import in_thread
+from snapshotd.cgroup import Cgroup
+from snapshotd.faults import Point, reach
+from snapshotd.journal import Begin, MoveLog, check_move_id
+from snapshotd.logs import move_context
+from snapshotd.ops.node import Moving, Node, now_unix_s
+from snapshotd.ops.restore import Restore
+from snapshotd.ranks import check_rank_uid
+from snapshotd.relay import Relays
+from snapshotd.rules import CopyState, Mark, Outcome, TargetDecision, TargetFacts
+
+log = logging.getLogger(__name__)
+
+ASK_AGAIN_S = 2.0
+WAKE_S = 20.0
+#: After so long without a word a target starts asking the source; the driver's own words come much faster.
+DRIVER_FIRST_S = 10.0
+
+
+class TargetOps:
+    """One instance per daemon."""
+
+    def __init__(self, node: Node, relays: Relays) -> None:
+        self.node = node
+        self.relays = relays
+        self.moves: dict[str, Moving] = {}
+        self.restores: dict[str, Restore] = {}
+
+    # ------------------------------------------------------------------ steps, each idempotent by (move, step)
+
+    async def examine(self, facts: pb.RankFacts, info: pb.NodeInfo) -> list[pb.Check]:
+        return list(
+            await in_thread(
+                preflight.examine,
+                facts,
+                info,
+                carry_paths=self.node.config.carry_paths,
+                may_replace=self.node.carry.may_replace,
+            )
+        )
+
+    async def prepare(self, request: pb.PrepareRequest) -> pb.PrepareReply:
+        """Reserves room for the image and gives the nonce that the source's token is made from."""
+        check_move_id(request.move)
+        if self.node.journal.find(request.move) is not None:
+            known = self._moving(request.move)
+            self._undecided(known)
+            return pb.PrepareReply(nonce=known.log.nonce)
+        facts, config = request.facts, self.node.config
+        check_rank_uid(facts.rank.uid)
+        if facts.source_node == config.node:
+            raise Usage("a rank cannot be moved to the node it is on")
+        await reach(Point.BEFORE_PREPARE)
+        needed = facts.memory_bytes + facts.carried_bytes
+        await in_thread(self.node.store.create, request.move, needed)
+        begin = Begin(
+            move=request.move,
+            role="target",
+            rank_uid=facts.rank.uid,
+            job=facts.rank.job,
+            rank=facts.rank.rank,
+            source_node=facts.source_node,
+            source_endpoint=request.source_endpoint,
+            target_node=config.node,
+            target_endpoint=config.advertise,
+            nonce=secrets.token_hex(32),
+            boot_id=host.boot_id(),
+            begun_unix_s=now_unix_s(),
+        )
+        move_log = await in_thread(self.node.journal.begin, begin)
+        await in_thread(move_log.mark, Mark.PREPARED)
+        self._track(move_log)
+        await reach(Point.PREPARE)
+        return pb.PrepareReply(nonce=move_log.nonce)
+
+    async def seal(self, request: pb.SealRequest, caller: str) -> pb.SealReply:
+        """The source says that all is sent: verifies that it is here, whole."""
+        moving = self._moving(request.move)
+        self.authorise_source(request.move, caller)
+        async with moving.lock:
+            self._undecided(moving)
+            damaged = await in_thread(self.node.store.seal, request.move, request.files)
+            if not damaged and moving.log.last_mark is Mark.PREPARED:
+                await in_thread(moving.log.mark, Mark.SEALED)
+                await reach(Point.SEAL)
+            return pb.SealReply(damaged=damaged)
+
+    def authorise_source(self, move: str, caller: str) -> None:
+        """Only the node that is left may send the image of a move."""
+        moving = self._moving(move)
+        if caller != moving.log.begin.source_node:
+            raise Denied(f"{caller} is not the source of move {move}")
+        self._undecided(moving)
+
+    async def restore(self, move: str) -> pb.RestoreReply:
+        """Restores the tree, stopped. If it fails, nothing of it is left here and the source still has the rank."""
+        moving = self._moving(move)
+        began = host.boottime_s()
+        async with moving.lock:
+            self._undecided(moving)
+            with move_context(move=move, rank=moving.log.begin.rank, phase="restore"):
+                if moving.log.last_mark is Mark.HELD:
+                    if not copy_exists(moving.log):
+                        raise RankGone("the restored copy died while it was held", where=Where.SOURCE_FROZEN)
+                else:
+                    if moving.log.last_mark is not Mark.SEALED:
+                        raise WrongState(f"move {move} is {moving.log.last_mark}, not sealed", where=Where.SOURCE_FROZEN)
+                    await reach(Point.BEFORE_RESTORE)
+                    await in_thread(moving.log.mark, Mark.RESTORING)
+                    restore = self.restores[move] = Restore(self.node, moving.log)
+                    try:
+                        held = await restore.run()
+                    except BaseException as error:
+                        moving.failure = str(error)
+                        await restore.sweep(self.node, moving.log)
+                        raise
+                    await reach(Point.RESTORED)
+                    await in_thread(moving.log.mark, Mark.HELD, **held)
+                    metrics.phase("restore", host.boottime_s() - began)
+                    log.info("restored rank %s, held", moving.log.begin.rank)
+                    await reach(Point.RESTORE)
+        receipt = rules.proof(moving.log.nonce, "HELD", move)
+        return pb.RestoreReply(held_receipt=receipt, seconds=host.boottime_s() - began)
+
+    async def activate(self, move: str, token: bytes) -> pb.ActivateReply:
+        """With the source's token for COMMIT the copy here is the rank: lets it go."""
+        moving = self._moving(move)
+        if not rules.proves(token, moving.log.nonce, "COMMIT", move):
+            raise Denied(
+                f"that is not the source's COMMIT token for move {move}",
+                remedy="only the source's outcome record gives it",
+                where=Where.TARGET_HELD,
+            )
+        async with moving.lock:
+            await self._learn(moving, Outcome.COMMIT, "the source's token", "source")
+            await self._settle_once(moving)
+            return pb.ActivateReply(running=moving.log.last_mark is Mark.ACTIVATED)
+
+    async def discard(self, move: str, token: bytes) -> pb.DiscardReply:
+        """With the source's token for ABORT the copy here is forgotten."""
+        check_move_id(move)
+        if self.node.journal.find(move) is None:
+            return pb.DiscardReply()
+        moving = self._moving(move)
+        if not rules.proves(token, moving.log.nonce, "ABORT", move):
+            raise Denied(f"that is not the source's ABORT token for move {move}")
+        async with moving.lock:
+            await self._learn(moving, Outcome.ABORT, "the source's token", "source")
+            await self._settle_once(moving)
+            return pb.DiscardReply()
+
+    async def copy_state(self, move: str) -> pb.Copy:
+        check_move_id(move)
+        found = self.node.journal.find(move)
+        if found is None or found.begin.role != "target":
+            return pb.Copy(state=pb.Copy.NO_SUCH_MOVE)
+        state = rules.target_answer(self._facts(found))
+        return pb.Copy(state=pb.Copy.State.Value(CopyState(state).name))
+
+    async def declare_source_dead(self, move: str, by: str) -> pb.ActivateReply:
+        """A person's word that the source is dead: the held copy goes on here; a half-received one is dropped."""
+        moving = self._moving(move)
+        async with moving.lock:
+            held = moving.log.last_mark in {Mark.HELD, Mark.ACTIVATED}
+            outcome = Outcome.COMMIT if held else Outcome.ABORT
+            await self._learn(moving, outcome, "a person declared the source dead", by)
+            await self._settle_once(moving)
+            return pb.ActivateReply(running=moving.log.last_mark is Mark.ACTIVATED)
+
+    # ------------------------------------------------------------------ settling
+
+    async def adopt_journal(self) -> None:
+        """At start: takes up every unsettled move of an earlier life; drops what cannot be carried on."""
+        for move_log in self.node.journal.all():
+            if move_log.begin.role != "target" or move_log.last_mark in {Mark.DISCARDED, Mark.ACTIVATED}:
+                continue
+            log.info("taking up move %s of an earlier life: %s", move_log.move, move_log.last_mark)
+            moving = self._track(move_log)
+            if move_log.last_mark in {Mark.PREPARED, Mark.RESTORING} or not moving.same_boot:
+                moving.failure = "this daemon was restarted in the middle of it"
+                await Restore.sweep(self.node, move_log)
+
+    def _track(self, move_log: MoveLog) -> Moving:
+        moving = Moving(move_log)
+        self.moves[move_log.move] = moving
+        moving.settling = asyncio.create_task(self._settle(moving), name=f"settle {move_log.move}")
+        return moving
+
+    async def _settle(self, moving: Moving) -> None:
+        """Follows one move until it ran or was dropped here. Without an outcome: asks the source, for ever."""
+        with move_context(move=moving.log.move, rank=moving.log.begin.rank, phase="settle"):
+            said = ""
+            await moving.nap(DRIVER_FIRST_S)
+            while moving.log.last_mark not in {Mark.ACTIVATED, Mark.DISCARDED}:
+                try:
+                    async with moving.lock:
+                        await self._settle_once(moving)
+                except SnapshotError as error:
+                    moving.waiting_for = error.message
+                except Exception:
+                    log.exception("settling %s", moving.log.move)
+                if moving.waiting_for != said:
+                    said = moving.waiting_for
+                    log.info("move %s: %s", moving.log.move, said)
+                await moving.nap(ASK_AGAIN_S)
+
+    async def _settle_once(self, moving: Moving) -> None:
+        for _ in range(3):
+            decision, moving.waiting_for = rules.target_next(self._facts(moving.log))
+            match decision:
+                case TargetDecision.ACTIVATE:
+                    await self._activate(moving)
+                    return
+                case TargetDecision.DISCARD:
+                    await self._discard(moving)
+                case TargetDecision.ASK_SOURCE:
+                    if not await self._ask_source(moving):
+                        return
+                case TargetDecision.CLOSE:
+                    # ACTIVATED is never overwritten: the copy ran, and the source must hear so, not that it was dropped.
+                    if moving.log.last_mark not in {Mark.DISCARDED, Mark.ACTIVATED}:
+                        await self._discard(moving)
+                    return
+
+    async def _ask_source(self, moving: Moving) -> bool:
+        """Asks how the move ended. True when that was answered and recorded."""
+        begin = moving.log.begin
+        try:
+            async with self.node.client(begin.source_node, begin.source_endpoint) as client:
+                answer = await client.source.GetOutcome(pb.MoveRequest(move=begin.move), timeout_s=5)
+        except NotFound:
+            if moving.log.last_mark in {Mark.HELD, Mark.ACTIVATED}:
+                moving.waiting_for = "the source has no record of this move; a person must say whether it is dead"
+                return False
+            await self._learn(moving, Outcome.ABORT, "the source never began this move", "target")
+            return True
+        except SnapshotError as error:
+            moving.waiting_for = f"the source does not answer: {error.message.splitlines()[0]}"
+            return False
+        if answer.kind == pb.UNDECIDED:
+            moving.waiting_for = "the source has not decided yet"
+            return False
+        outcome = Outcome(pb.OutcomeKind.Name(answer.kind))
+        if not rules.proves(answer.token, moving.log.nonce, outcome.value, begin.move):
+            raise Damaged(f"the source's token for {outcome} is wrong", where=Where.TARGET_HELD)
+        await self._learn(moving, outcome, answer.reason, "source")
+        return True
+
+    async def _learn(self, moving: Moving, outcome: Outcome, reason: str, by: str) -> None:
+        standing = await in_thread(moving.log.decide, outcome, reason, by)
+        if standing.outcome is not outcome:
+            raise WrongState(
+                f"move {moving.log.move} has already ended here with {standing.outcome} ({standing.reason})",
+                where=Where.UNKNOWN,
+            )
+
+    # ------------------------------------------------------------------ acts
+
+    async def _activate(self, moving: Moving) -> None:
+        """COMMIT stands: lets the copy run. Journalled first, so that a crash in between is finished, not undone."""
+        move_log = moving.log
+        if move_log.last_mark is not Mark.ACTIVATED:
+            await reach(Point.BEFORE_ACTIVATE)
+            await in_thread(move_log.mark, Mark.ACTIVATED)
+            await reach(Point.ACTIVATED)
+        await wake(move_log)
+        metrics.move_ended(Outcome.COMMIT)
+        entry = self.node.ranks.get(move_log.begin.rank_uid, "guest")
+        if entry is not None:
+            entry.moving = ""
+            if entry.link is not None:
+                with contextlib.suppress(SnapshotError):  # told again when it reconnects
+                    await entry.link.activated(move_log.move)
+                self.relays.start(entry, entry.link)
+        await in_thread(self.node.store.drop, move_log.move)
+        await reach(Point.ACTIVATE)
+        log.info("rank %s runs here now", move_log.begin.rank)
+
+    async def _discard(self, moving: Moving) -> None:
+        """ABORT stands, or the copy never came to run: leaves nothing of it."""
+        await reach(Point.BEFORE_DISCARD)
+        await Restore.sweep(self.node, moving.log)
+        await in_thread(moving.log.mark, Mark.DISCARDED)
+        await reach(Point.DISCARD)
+
+    # ------------------------------------------------------------------ small questions
+
+    def _moving(self, move: str) -> Moving:
+        """The move, also one that ended in an earlier life of this daemon: the journal answers for it."""
+        found = self.moves.get(check_move_id(move))
+        if found is None:
+            move_log = self.node.journal.find(move)
+            if move_log is None or move_log.begin.role != "target":
+                raise NotFound(f"this node is not the target of move {move}")
+            found = self.moves[move] = Moving(move_log)
+        return found
+
+    def _undecided(self, moving: Moving) -> None:
+        outcome = moving.log.outcome
+        if outcome is not None:
+            raise WrongState(f"move {moving.log.move} has ended: {outcome.outcome} ({outcome.reason})")
+        if moving.failure:
+            raise WrongState(f"move {moving.log.move} cannot go on: {moving.failure}", where=Where.SOURCE_FROZEN)
+
+    def _facts(self, move_log: MoveLog) -> TargetFacts:
+        outcome = move_log.outcome
+        return TargetFacts(move_log.last_mark, outcome.outcome if outcome else None, copy_exists(move_log))
+
+
+def copy_exists(move_log: MoveLog) -> bool:
+    """Whether the restored root process is still there."""
+    if move_log.begin.boot_id != host.boot_id():
+        return False
+    return tree.Process(move_log.note("pid", 0), move_log.note("start_ticks", 0)).alive()
+
+
+async def wake(move_log: MoveLog) -> None:
+    """Lets an activated copy run: SIGCONT first, then the freezer, so that all of it goes at once. Repeatable."""
+    group = Cgroup(Path(move_log.note("cgroup")))
+    await in_thread(tree.continue_all, group.pids(), move_log.note("stopped_before", []))
+    await in_thread(group.thaw, WAKE_S)

@@ -1,0 +1,163 @@
+"""What a daemon does about an unfinished move: pure functions from what it knows to (decision, reason).
+
+Invariant (one copy): the source's copy may run only where the outcome is ABORT (or nothing was begun), the target's only
+where the outcome is COMMIT. The outcome is written once, in the source's journal; two words alone stand above it, and are
+recorded beside it: a person's, and the target's own that its copy is dead and never ran. A target that does not know
+the outcome asks and waits, for ever if need be: waiting is always safe, guessing never is.
+
+No I/O here. `snapshotd/ops.py` gathers the facts and carries the decisions out; `tests/protocol/` walks every prefix of
+a move with every participant dying, over these same functions.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Mark(StrEnum):
+    """The last thing a daemon has done for a move, journalled after it was done (ACTIVATED: before)."""
+
+    # source
+    BEGUN = "begun"  # journalled, the keeper holds signals and stdin; the rank still runs
+    FREEZING = "freezing"  # about to stop the tree
+    FROZEN = "frozen"  # stopped and frozen
+    STREAMED = "streamed"  # the image is whole and verified on the target
+    SETTLED = "settled"  # outcome carried out: thawed, or released
+    # target
+    PREPARED = "prepared"  # memory reserved, nonce given
+    SEALED = "sealed"  # image whole and verified
+    RESTORING = "restoring"  # criu restore has been started
+    HELD = "held"  # restored, stopped
+    ACTIVATED = "activated"  # allowed to run; journalled before the first SIGCONT
+    DISCARDED = "discarded"
+
+
+class Outcome(StrEnum):
+    COMMIT = "COMMIT"
+    ABORT = "ABORT"
+
+
+class CopyState(StrEnum):
+    """The target's answer about its copy. UNREACHABLE is the absence of an answer, never a state."""
+
+    UNREACHABLE = "unreachable"
+    NO_SUCH_MOVE = "no such move"
+    RECEIVING = "receiving"
+    HELD = "held"
+    RUNNING = "running"
+    ENDED = "ended"
+    GONE = "gone"
+    DISCARDED = "discarded"
+
+
+class SourceDecision(StrEnum):
+    WAIT = "wait"  # for the driver
+    ASK_TARGET = "ask the target"
+    RECORD_COMMIT = "record COMMIT"
+    RECORD_ABORT = "record ABORT"
+    THAW = "thaw"
+    HAND_TOKEN = "hand the token to the target"
+    RELEASE = "release"  # drop the frozen copy
+    TAKE_BACK = "take back"  # the target's copy died unrun: its journal's word overrules COMMIT, and the copy here goes on
+    CLOSE = "close"  # nothing is left to do
+    WAIT_FOR_PERSON = "wait for a person"
+
+
+@dataclass(frozen=True)
+class SourceFacts:
+    mark: Mark
+    outcome: Outcome | None
+    copy_exists: bool  # same boot and the process still there
+    lease_expired: bool
+    interrupted: bool  # the daemon restarted inside freeze or stream: the step cannot be resumed
+    target: CopyState = CopyState.UNREACHABLE
+
+
+def source_next(facts: SourceFacts) -> tuple[SourceDecision, str]:
+    """The source daemon's next act for one move, with the reason in words."""
+    if facts.mark is Mark.SETTLED:
+        return SourceDecision.CLOSE, "settled"
+    if facts.outcome is Outcome.ABORT:
+        if facts.copy_exists:
+            return SourceDecision.THAW, "aborted: the rank goes on here"
+        return SourceDecision.CLOSE, "aborted, and the rank no longer exists here"
+    if facts.outcome is Outcome.COMMIT:
+        match facts.target:
+            case CopyState.RUNNING | CopyState.ENDED:
+                return SourceDecision.RELEASE, "the target reports the rank running"
+            case CopyState.HELD:
+                return SourceDecision.HAND_TOKEN, "committed, and the target still holds its copy"
+            case CopyState.UNREACHABLE:
+                return SourceDecision.ASK_TARGET, "committed, the target does not answer"
+            case CopyState.GONE | CopyState.DISCARDED:
+                # The target journals ACTIVATED before the first instruction runs, so this copy never ran and never will.
+                return SourceDecision.TAKE_BACK, "committed, but the target's copy died before it ever ran"
+            case _:
+                return SourceDecision.WAIT_FOR_PERSON, f"committed, but the target's copy is {facts.target}"
+    if not facts.copy_exists:
+        match facts.target:
+            case CopyState.HELD | CopyState.RUNNING | CopyState.ENDED:
+                return SourceDecision.RECORD_COMMIT, "the source's copy is gone and the target has a whole one"
+            case CopyState.UNREACHABLE if facts.mark is Mark.STREAMED:
+                return SourceDecision.ASK_TARGET, "the source's copy is gone; only the target knows whether it has one"
+            case CopyState.RECEIVING if facts.mark is Mark.STREAMED and not facts.lease_expired:
+                return SourceDecision.ASK_TARGET, "the source's copy is gone; the target may be restoring one"
+            case _:
+                return SourceDecision.RECORD_ABORT, "the source's copy is gone and the target has none"
+    if facts.interrupted:
+        return SourceDecision.RECORD_ABORT, "the daemon was restarted in the middle of this step"
+    if facts.lease_expired:
+        return SourceDecision.RECORD_ABORT, "the driver was silent for longer than its lease"
+    return SourceDecision.WAIT, "the driver has the word"
+
+
+class TargetDecision(StrEnum):
+    ASK_SOURCE = "ask the source"
+    ACTIVATE = "activate"
+    DISCARD = "discard"
+    CLOSE = "close"
+
+
+@dataclass(frozen=True)
+class TargetFacts:
+    mark: Mark
+    outcome: Outcome | None  # learned with a token, or declared by a person
+    copy_exists: bool  # the restored tree is there
+
+
+def target_next(facts: TargetFacts) -> tuple[TargetDecision, str]:
+    """The target daemon's next act for one move. Without an outcome it only ever asks."""
+    if facts.mark is Mark.DISCARDED:
+        return TargetDecision.CLOSE, "discarded"
+    if facts.outcome is Outcome.COMMIT or facts.mark is Mark.ACTIVATED:
+        if facts.copy_exists and facts.mark in {Mark.HELD, Mark.ACTIVATED}:
+            return TargetDecision.ACTIVATE, "committed: the rank runs here"
+        return TargetDecision.CLOSE, "committed, and the copy no longer exists"
+    if facts.outcome is Outcome.ABORT:
+        return TargetDecision.DISCARD, "aborted: the source goes on"
+    return TargetDecision.ASK_SOURCE, "only the source knows how this ends"
+
+
+def target_answer(facts: TargetFacts) -> CopyState:
+    """What a target says about its copy when asked."""
+    match facts.mark:
+        case Mark.DISCARDED:
+            return CopyState.DISCARDED
+        case Mark.ACTIVATED:
+            return CopyState.RUNNING if facts.copy_exists else CopyState.ENDED
+        case Mark.HELD:
+            return CopyState.HELD if facts.copy_exists else CopyState.GONE
+        case _:
+            return CopyState.RECEIVING
+
+
+def proof(nonce: bytes, what: str, move: str) -> bytes:
+    """The word of one daemon that another can check: HELD (by the target), COMMIT and ABORT (by the source)."""
+    return hmac.digest(nonce, f"{what}:{move}".encode(), hashlib.sha256)
+
+
+def proves(token: bytes, nonce: bytes, what: str, move: str) -> bool:
+    return hmac.compare_digest(token, proof(nonce, what, move))

@@ -1,0 +1,224 @@
+"""The daemon: the servicers of the wire, and the keepers' comings and goings, each handed to the operation that does it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from snapshotd import faults, host, metrics
+from snapshotd.access import caller
+from snapshotd.adoption import Adoption
+from snapshotd.api import snapshotd_pb2 as pb
+from snapshotd.api import snapshotd_pb2_grpc as rpc
+from snapshotd.api.errors import SnapshotError
+from snapshotd.blocking import in_thread
+from snapshotd.carry import Carry
+from snapshotd.config import Config
+from snapshotd.images.lane import push_handler
+from snapshotd.images.store import ImageStore
+from snapshotd.journal import Journal, MoveLog
+from snapshotd.keepers import KeeperLinks
+from snapshotd.ops.node import Node, ended_unix_s, where_of
+from snapshotd.ops.source import SourceOps
+from snapshotd.ops.target import TargetOps
+from snapshotd.ranks import Ranks
+from snapshotd.relay import Relays
+
+log = logging.getLogger(__name__)
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class Daemon:
+    """Everything behind the server's sockets."""
+
+    def __init__(self, config: Config) -> None:
+        faults.arm(config.run_dir)
+        store = ImageStore(config.image_dir)
+        carry = Carry(config.state_dir, config.carry_paths)
+        self.node = Node(config, Journal(config.state_dir), Ranks(config.state_dir), store, carry)
+        self.relays = Relays(self.node)
+        self.source = SourceOps(self.node)
+        self.target = TargetOps(self.node, self.relays)
+        self.adoption = Adoption(self.node, self.source, self.target, self.relays)
+        self.keepers = KeeperLinks(config.keeper_socket, self.adoption.adopt, self.adoption.events())
+        metrics.watch(
+            ranks=lambda: sum(1 for entry in self.node.ranks.all() if not entry.away_node),
+            image_bytes=lambda: store.held_bytes(),
+        )
+
+    async def start(self, server: grpc.aio.Server) -> None:
+        """Registers the servicers and takes up what an earlier life left unfinished."""
+        rpc.add_NodeServicer_to_server(NodeServicer(self), server)
+        rpc.add_SourceServicer_to_server(SourceServicer(self.source), server)
+        rpc.add_TargetServicer_to_server(TargetServicer(self), server)
+        rpc.add_HomeServicer_to_server(HomeServicer(self.relays), server)
+
+        async def authorise(context: Context, move: str) -> None:
+            self.target.authorise_source(move, caller(context).name)
+
+        server.add_generic_rpc_handlers((push_handler(self.node.store, authorise),))
+        self.source.adopt_journal()
+        await self.target.adopt_journal()
+        await self.adoption.sweep()  # before any settling: a dead keeper ends a move
+        self.source.settle_all()
+        await self.keepers.start()
+
+    async def stop(self, grace_s: float) -> None:
+        """Hands over cleanly: a move that has no outcome is undone now, so that no rank waits frozen for the next life."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                for moving in list(self.source.moves.values()):
+                    if moving.log.outcome is None:
+                        with contextlib.suppress(SnapshotError):
+                            await self.source.abort(moving.log.move, "the source daemon was stopped", "source")
+        for moving in [*self.source.moves.values(), *self.target.moves.values()]:
+            if moving.settling is not None:
+                moving.settling.cancel()
+        await self.relays.stop()
+        await self.keepers.stop()
+
+    async def info(self) -> pb.NodeInfo:
+        config = self.node.config
+        held = await in_thread(self.node.store.held_bytes)
+        running = [moving for ops in (self.source, self.target) for moving in ops.moves.values()]
+        return pb.NodeInfo(
+            name=config.node,
+            endpoint=config.advertise,
+            version=host.DAEMON_VERSION,
+            boot_id=host.boot_id(),
+            kernel=host.kernel(),
+            architecture=host.architecture(),
+            criu_version=config.criu_version,
+            memory_available_bytes=host.memory_available_bytes(),
+            image_capacity_bytes=await in_thread(self.node.store.capacity_bytes),
+            image_held_bytes=held,
+            ranks=sum(1 for entry in self.node.ranks.all() if not entry.away_node),
+            moves_running=sum(1 for moving in running if not ended_unix_s(moving.log)),
+            cpu_features=host.cpu_features(),
+        )
+
+    def move_record(self, move_log: MoveLog) -> pb.MoveRecord:
+        begin, outcome = move_log.begin, move_log.outcome
+        moving = (self.source if begin.role == "source" else self.target).moves.get(begin.move)
+        ended = ended_unix_s(move_log)
+        return pb.MoveRecord(
+            move=begin.move,
+            role=begin.role,
+            rank_uid=begin.rank_uid,
+            job=begin.job,
+            rank=begin.rank,
+            source_node=begin.source_node,
+            source_endpoint=begin.source_endpoint,
+            target_node=begin.target_node,
+            target_endpoint=begin.target_endpoint,
+            mark=move_log.last_mark,
+            outcome=pb.OutcomeKind.Value(outcome.outcome.value) if outcome else pb.UNDECIDED,
+            reason=outcome.reason if outcome else "",
+            decided_by=outcome.decided_by if outcome else "",
+            begun_unix_s=begin.begun_unix_s,
+            ended_unix_s=ended,
+            where=where_of(move_log).value,
+            bytes=int(move_log.note("bytes", 0)),
+            waiting_for="" if ended or moving is None else moving.waiting_for,
+        )
+
+
+class NodeServicer(rpc.NodeServicer):
+    def __init__(self, daemon: Daemon) -> None:
+        self.daemon = daemon
+
+    async def GetNode(self, request: pb.GetNodeRequest, context: Context) -> pb.NodeInfo:
+        return await self.daemon.info()
+
+    async def ListRanks(self, request: pb.ListRanksRequest, context: Context) -> pb.ListRanksReply:
+        node = self.daemon.node
+        return pb.ListRanksReply(ranks=[entry.to_proto(node.config.node) for entry in node.ranks.all()])
+
+    async def ListMoves(self, request: pb.ListMovesRequest, context: Context) -> pb.ListMovesReply:
+        journal = self.daemon.node.journal
+        logs = [journal.get(request.move)] if request.move else journal.all()
+        return pb.ListMovesReply(moves=[self.daemon.move_record(move_log) for move_log in logs])
+
+
+class SourceServicer(rpc.SourceServicer):
+    def __init__(self, ops: SourceOps) -> None:
+        self.ops = ops
+
+    async def Inspect(self, request: pb.InspectRequest, context: Context) -> pb.InspectReply:
+        return await self.ops.inspect(request.rank_uid)
+
+    async def Begin(self, request: pb.BeginRequest, context: Context) -> pb.BeginReply:
+        return await self.ops.begin(request)
+
+    async def Freeze(self, request: pb.MoveRequest, context: Context) -> pb.FreezeReply:
+        return await self.ops.freeze(request.move)
+
+    async def Stream(self, request: pb.MoveRequest, context: Context) -> AsyncIterator[pb.Progress]:
+        async for progress in self.ops.stream(request.move):
+            yield progress
+
+    async def Renew(self, request: pb.MoveRequest, context: Context) -> pb.RenewReply:
+        return await self.ops.renew(request.move)
+
+    async def Commit(self, request: pb.CommitRequest, context: Context) -> pb.Outcome:
+        return await self.ops.commit(request.move, request.held_receipt)
+
+    async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.Outcome:
+        return await self.ops.abort(request.move, request.reason, str(caller(context)))
+
+    async def Release(self, request: pb.MoveRequest, context: Context) -> pb.ReleaseReply:
+        return await self.ops.release(request.move)
+
+    async def GetOutcome(self, request: pb.MoveRequest, context: Context) -> pb.Outcome:
+        return await self.ops.outcome(request.move)
+
+    async def DeclareTargetDead(self, request: pb.DeclareRequest, context: Context) -> pb.Outcome:
+        return await self.ops.declare_target_dead(request.move, f"{request.declared_by} ({caller(context)})")
+
+
+class TargetServicer(rpc.TargetServicer):
+    def __init__(self, daemon: Daemon) -> None:
+        self.daemon, self.ops = daemon, daemon.target
+
+    async def Examine(self, request: pb.ExamineRequest, context: Context) -> pb.ExamineReply:
+        return pb.ExamineReply(checks=await self.ops.examine(request.facts, await self.daemon.info()))
+
+    async def Prepare(self, request: pb.PrepareRequest, context: Context) -> pb.PrepareReply:
+        return await self.ops.prepare(request)
+
+    async def Seal(self, request: pb.SealRequest, context: Context) -> pb.SealReply:
+        return await self.ops.seal(request, caller(context).name)
+
+    async def Restore(self, request: pb.MoveRequest, context: Context) -> pb.RestoreReply:
+        return await self.ops.restore(request.move)
+
+    async def Activate(self, request: pb.TokenRequest, context: Context) -> pb.ActivateReply:
+        return await self.ops.activate(request.move, request.token)
+
+    async def Discard(self, request: pb.TokenRequest, context: Context) -> pb.DiscardReply:
+        return await self.ops.discard(request.move, request.token)
+
+    async def GetCopy(self, request: pb.MoveRequest, context: Context) -> pb.Copy:
+        return await self.ops.copy_state(request.move)
+
+    async def DeclareSourceDead(self, request: pb.DeclareRequest, context: Context) -> pb.ActivateReply:
+        return await self.ops.declare_source_dead(request.move, f"{request.declared_by} ({caller(context)})")
+
+
+class HomeServicer(rpc.HomeServicer):
+    def __init__(self, relays: Relays) -> None:
+        self.relays = relays
+
+    async def Relay(
+        self, request_iterator: AsyncIterator[pb.RelayFrame], context: Context
+    ) -> AsyncIterator[pb.RelayFrame]:
+        metadata = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
+        async for frame in self.relays.serve(request_iterator, metadata, caller(context).name):
+            yield frame
