@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from integration.drill import Drill
 from integration.harness import Cluster, cluster
 
 
@@ -23,3 +24,18 @@ def lab_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 def nodes(lab_cluster: Cluster) -> Iterator[Cluster]:
     yield lab_cluster
     lab_cluster.tidy()
+
+
+@pytest.fixture(scope="session")
+def fault_cluster() -> Iterator[Cluster]:
+    """A lab of its own for what is killed on purpose: nothing of it can disturb the other tests."""
+    folder = Path(__file__).parent / ".work" / "faults"
+    folder.mkdir(parents=True, exist_ok=True)
+    with cluster(folder, "faults") as made:
+        yield made
+
+
+@pytest.fixture
+def drill(fault_cluster: Cluster) -> Iterator[Drill]:
+    yield Drill(fault_cluster)
+    fault_cluster.tidy()

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from migrator.lab import Lab
+from migrator.lab.layout import Record
 
 WORKLOADS = Path(__file__).parent / "workloads"
 MIGRATOR = (sys.executable, "-m", "migrator.cli")
@@ -120,10 +121,10 @@ class Cluster:
         result: dict[str, Any] = json.loads(done.stdout)
         return result
 
-    def begin_move(self, job: Job, to: str, *, rank: int = 0) -> subprocess.Popen[str]:
+    def begin_move(self, job: Job, to: str, *, rank: int = 0, more: Sequence[str] = ()) -> subprocess.Popen[str]:
         """A move in the background."""
         return subprocess.Popen(
-            [*MIGRATOR, "move", "--rank", str(rank), "--job", job.name, "--to", to, "--json"],
+            [*MIGRATOR, "move", "--rank", str(rank), "--job", job.name, "--to", to, "--json", *more],
             env=self.environment(),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -138,7 +139,7 @@ class Cluster:
     def fault(self, node: str, point: str, action: str) -> None:
         """Arms a fault point of a node's daemon."""
         folder = self.run_dir(node)
-        for old in folder.glob("fault*"):
+        for old in [*folder.glob("fault*"), *folder.glob("*.go")]:
             old.unlink()
         (folder / "fault").write_text(f"{point} {action}\n")
 
@@ -151,8 +152,13 @@ class Cluster:
         return Path(f"/proc/{pid}/root/run/snapshotd")
 
     def _holder(self, node: str) -> int | None:
-        held = self.lab.layout.load()
-        return held.holders[node].pid if held is not None and node in held.holders else None
+        holders = self._record().holders
+        return holders[node].pid if node in holders else None
+
+    def _record(self) -> Record:
+        record = self.lab.layout.load()
+        assert record is not None
+        return record
 
     def logs(self, lines: int = 40) -> str:
         told = []
@@ -167,8 +173,12 @@ class Cluster:
         for job in self.jobs:
             job.kill()
         self.jobs.clear()
+        for a, b in list(self._record().cuts):
+            self.lab.heal(a, b)
         for node in self.lab.nodes:
-            for old in self.run_dir(node).glob("*fault*"):
+            if node not in self._record().holders:
+                self.lab.boot(node)
+            for old in [*self.run_dir(node).glob("fault*"), *self.run_dir(node).glob("*.go")]:
                 old.unlink()
             if self.lab.daemon_pid(node) is None:
                 self.lab.start_daemon(node)

@@ -25,7 +25,6 @@ from snapshotd.api.errors import OutcomeUnknown, Refused, SnapshotError, Timeout
 
 log = logging.getLogger(__name__)
 
-LEASE_S = 30.0
 #: How long to go on asking for an outcome that was not answered.
 ASK_AGAIN_S = 20.0
 
@@ -158,7 +157,7 @@ class _Run:
                         target_node=self.ask.to,
                         target_endpoint=self.driver.cluster.nodes[self.ask.to],
                         nonce=self.nonce,
-                        lease_s=LEASE_S,
+                        lease_s=self.ask.lease_s,
                     )
                     await self.source.source.Begin(begin, timeout_s=timeout_s)
                 case "Freeze":
@@ -198,9 +197,9 @@ class _Run:
 
     async def _renew(self) -> None:
         while True:
-            await asyncio.sleep(LEASE_S / 4)
+            await asyncio.sleep(self.ask.lease_s / 4)
             with contextlib.suppress(SnapshotError):
-                await self.source.source.Renew(self.request, timeout_s=LEASE_S / 4)
+                await self.source.source.Renew(self.request, timeout_s=self.ask.lease_s / 4)
 
     # ------------------------------------------------------------------ ends
 

@@ -18,6 +18,7 @@ class Ask:
     to: str
     job: str | None = None
     timeout_s: float | None = None
+    lease_s: float = 30.0  # how long the source waits for a driver that fell silent before COMMIT
 
 
 @dataclass(frozen=True)

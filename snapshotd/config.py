@@ -96,7 +96,7 @@ class Config:
             metrics_listen=top.address("metrics_listen", default="127.0.0.1:9470", may_be_empty=True),
             carry_paths=top.paths("carry_paths", ("/tmp", "/var/tmp", "/dev/shm")),
             streams=top.integer("streams", 4, least=1, most=64),
-            chunk_bytes=top.integer("chunk_bytes", 4 << 20, least=64 << 10, most=8 << 20),
+            chunk_bytes=top.integer("chunk_bytes", 2 << 20, least=64 << 10, most=8 << 20),
             lease_s=top.seconds("lease_s", 30.0, least=1.0, most=3600.0),
         )
         top.finish()

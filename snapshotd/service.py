@@ -62,6 +62,7 @@ class Daemon:
 
         async def authorise(context: Context, move: str) -> None:
             self.target.authorise_source(move, caller(context).name)
+            await faults.reach(faults.Point.RECEIVING)
 
         server.add_generic_rpc_handlers((push_handler(self.node.store, authorise),))
         self.source.adopt_journal()

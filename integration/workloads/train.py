@@ -1,6 +1,7 @@
 """A little torch training job: prints step and loss, every digit of it. Deterministic on one thread."""
 
 import argparse
+import os
 import time
 
 import torch
@@ -12,7 +13,7 @@ parser.add_argument("--width", type=int, default=256)
 options = parser.parse_args()
 
 torch.set_num_threads(1)
-torch.manual_seed(0)
+torch.manual_seed(int(os.environ.get("RANK", "0")))
 model = torch.nn.Sequential(
     torch.nn.Linear(64, options.width), torch.nn.ReLU(), torch.nn.Dropout(0.1), torch.nn.Linear(options.width, 64)
 )

@@ -17,11 +17,15 @@ from pathlib import Path
 
 from pycriu import rpc_pb2 as rpc
 
+import shim
 from snapshotd.api.errors import CriuFailed, Timeout, Where
 from snapshotd.criu.log import excerpt
 
 #: A request or an answer is far smaller than this.
 _MESSAGE_BYTES = 1 << 20
+
+#: Reads other users' limits where root lacks CAP_SYS_RESOURCE; see the file's own comment.
+_LIMITS = Path(shim.__file__).with_name("libcriulimits.so")
 
 OnNotify = Callable[[str, int], Awaitable[None]]
 
@@ -35,6 +39,7 @@ def swrk_pair() -> tuple[socket.socket, socket.socket]:
 
 async def spawn_in(criu: str, member_pid: int, cgroup: Path, theirs: socket.socket) -> asyncio.subprocess.Process:
     """Starts `criu swrk` in the mount, pid and network namespaces of `member_pid`, in `cgroup`."""
+    preload = str(_LIMITS) if _LIMITS.exists() else ""
     join = 'echo $$ > "$1/cgroup.procs" && shift && exec "$@"'
     enter = ["nsenter", f"--target={member_pid}", "--mount", "--net", "--pid", "--"]
     return await asyncio.create_subprocess_exec(
@@ -45,6 +50,7 @@ async def spawn_in(criu: str, member_pid: int, cgroup: Path, theirs: socket.sock
         stderr=asyncio.subprocess.DEVNULL,
         start_new_session=True,
         cwd="/",
+        env={**os.environ, "LD_PRELOAD": preload, "SNAPSHOT_CRIU_PRELOAD": preload},
     )
 
 

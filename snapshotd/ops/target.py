@@ -160,6 +160,7 @@ class TargetOps:
             return pb.DiscardReply()
         moving = self._moving(move)
         if not rules.proves(token, moving.log.nonce, "ABORT", move):
+            moving.kick.set()  # a source that was never told of the move has no nonce for its token: ask it ourselves, now
             raise Denied(f"that is not the source's ABORT token for move {move}")
         async with moving.lock:
             await self._learn(moving, Outcome.ABORT, "the source's token", "source")
@@ -192,22 +193,22 @@ class TargetOps:
             if move_log.begin.role != "target" or move_log.last_mark in {Mark.DISCARDED, Mark.ACTIVATED}:
                 continue
             log.info("taking up move %s of an earlier life: %s", move_log.move, move_log.last_mark)
-            moving = self._track(move_log)
+            moving = self._track(move_log, driver_first_s=0.0)
             if move_log.last_mark in {Mark.PREPARED, Mark.RESTORING} or not moving.same_boot:
                 moving.failure = "this daemon was restarted in the middle of it"
                 await Restore.sweep(self.node, move_log)
 
-    def _track(self, move_log: MoveLog) -> Moving:
+    def _track(self, move_log: MoveLog, driver_first_s: float = DRIVER_FIRST_S) -> Moving:
         moving = Moving(move_log)
         self.moves[move_log.move] = moving
-        moving.settling = asyncio.create_task(self._settle(moving), name=f"settle {move_log.move}")
+        moving.settling = asyncio.create_task(self._settle(moving, driver_first_s), name=f"settle {move_log.move}")
         return moving
 
-    async def _settle(self, moving: Moving) -> None:
+    async def _settle(self, moving: Moving, driver_first_s: float) -> None:
         """Follows one move until it ran or was dropped here. Without an outcome: asks the source, for ever."""
         with move_context(move=moving.log.move, rank=moving.log.begin.rank, phase="settle"):
             said = ""
-            await moving.nap(DRIVER_FIRST_S)
+            await moving.nap(driver_first_s)
             while moving.log.last_mark not in {Mark.ACTIVATED, Mark.DISCARDED}:
                 try:
                     async with moving.lock:
@@ -258,7 +259,9 @@ class TargetOps:
             moving.waiting_for = "the source has not decided yet"
             return False
         outcome = Outcome(pb.OutcomeKind.Name(answer.kind))
-        if not rules.proves(answer.token, moving.log.nonce, outcome.value, begin.move):
+        # A source that was asked to abort what it had never begun has no nonce. Its own word (TLS) is enough for that.
+        never_begun = outcome is Outcome.ABORT and moving.log.last_mark not in {Mark.HELD, Mark.ACTIVATED}
+        if not never_begun and not rules.proves(answer.token, moving.log.nonce, outcome.value, begin.move):
             raise Damaged(f"the source's token for {outcome} is wrong", where=Where.TARGET_HELD)
         await self._learn(moving, outcome, answer.reason, "source")
         return True

@@ -1,0 +1,188 @@
+"""Daemons and drivers killed at every declared point of a move: one copy runs, nothing is lost, a plain retry succeeds."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from integration.drill import MOVED, SOURCE, TARGET, UNDONE, Drill
+from snapshotd.faults import Point
+
+pytestmark = pytest.mark.timeout(90)
+
+BEFORE_COMMIT = [
+    Point.BEFORE_BEGIN,
+    Point.BEGIN,
+    Point.BEFORE_FREEZE,
+    Point.STOPPED,
+    Point.FREEZE,
+    Point.BEFORE_DUMP,
+    Point.DUMPING,
+    Point.STREAM,
+    Point.BEFORE_COMMIT,
+]
+AFTER_COMMIT = [Point.COMMIT, Point.BEFORE_RELEASE, Point.RELEASE]
+TARGET_BEFORE_COMMIT = [
+    Point.BEFORE_PREPARE,
+    Point.PREPARE,
+    Point.RECEIVING,
+    Point.SEAL,
+    Point.BEFORE_RESTORE,
+    Point.RESTORING,
+    Point.RESTORED,
+    Point.RESTORE,
+]
+TARGET_AFTER_COMMIT = [Point.BEFORE_ACTIVATE, Point.ACTIVATED, Point.ACTIVATE]
+
+
+# ---------------------------------------------------------------- the source's daemon
+
+
+@pytest.mark.parametrize("point", BEFORE_COMMIT)
+def test_source_daemon_killed_before_commit(drill: Drill, point: Point) -> None:
+    drill.arm(SOURCE, point, "kill")
+    drill.ask()
+    drill.reached(SOURCE)
+    drill.bring_back(SOURCE)
+    drill.expect(UNDONE)
+    drill.finish(SOURCE)
+
+
+@pytest.mark.parametrize("point", AFTER_COMMIT)
+def test_source_daemon_killed_after_commit(drill: Drill, point: Point) -> None:
+    drill.arm(SOURCE, point, "kill")
+    drill.ask()
+    drill.reached(SOURCE)
+    drill.bring_back(SOURCE)
+    drill.expect(MOVED)
+    drill.finish(TARGET)
+
+
+@pytest.mark.parametrize("point", [Point.BEFORE_ABORT, Point.ABORT])
+def test_source_daemon_killed_in_the_undo(drill: Drill, point: Point) -> None:
+    drill.arm(SOURCE, point, "kill")
+    drill.arm(TARGET, Point.BEFORE_RESTORE, "fail")
+    drill.ask()
+    drill.reached(SOURCE)
+    drill.bring_back(SOURCE)
+    drill.expect(UNDONE)
+    drill.finish(SOURCE)
+
+
+# ---------------------------------------------------------------- the target's daemon
+
+
+@pytest.mark.parametrize("point", TARGET_BEFORE_COMMIT)
+def test_target_daemon_killed_before_commit(drill: Drill, point: Point) -> None:
+    drill.arm(TARGET, point, "kill")
+    drill.ask()
+    drill.reached(TARGET)
+    drill.bring_back(TARGET)
+    drill.expect(UNDONE)
+    drill.finish(SOURCE)
+
+
+@pytest.mark.parametrize("point", TARGET_AFTER_COMMIT)
+def test_target_daemon_killed_after_commit(drill: Drill, point: Point) -> None:
+    drill.arm(TARGET, point, "kill")
+    drill.ask()
+    drill.reached(TARGET)
+    drill.bring_back(TARGET)
+    drill.expect(MOVED)
+    drill.finish(TARGET)
+
+
+@pytest.mark.parametrize("point", [Point.BEFORE_DISCARD, Point.DISCARD])
+def test_target_daemon_killed_in_the_undo(drill: Drill, point: Point) -> None:
+    drill.arm(SOURCE, Point.BEFORE_COMMIT, "fail")
+    drill.arm(TARGET, point, "kill")
+    drill.ask()
+    drill.reached(TARGET)
+    drill.bring_back(TARGET)
+    drill.expect(UNDONE)
+    drill.finish(SOURCE)
+
+
+# ---------------------------------------------------------------- both, and daemons that are stopped or hang
+
+
+@pytest.mark.parametrize("point", [Point.DUMPING, Point.BEFORE_COMMIT])
+def test_both_daemons_killed_before_commit(drill: Drill, point: Point) -> None:
+    with drill.waiting_at(SOURCE, point):
+        drill.lab.kill_daemon(TARGET)
+        drill.lab.kill_daemon(SOURCE)
+        drill.lab.start_daemon(SOURCE)
+        drill.lab.start_daemon(TARGET)
+    drill.expect(UNDONE)
+    drill.finish(SOURCE)
+
+
+def test_both_daemons_killed_after_commit(drill: Drill) -> None:
+    with drill.waiting_at(SOURCE, Point.COMMIT):
+        drill.lab.kill_daemon(TARGET)
+        drill.lab.kill_daemon(SOURCE)
+        drill.lab.start_daemon(SOURCE)
+        drill.lab.start_daemon(TARGET)
+    drill.expect(MOVED)
+    drill.finish(TARGET)
+
+
+@pytest.mark.parametrize(
+    ("node", "point", "verdict", "at"),
+    [
+        (SOURCE, Point.FREEZE, UNDONE, SOURCE),
+        (SOURCE, Point.DUMPING, UNDONE, SOURCE),
+        (SOURCE, Point.COMMIT, MOVED, TARGET),
+        (TARGET, Point.RECEIVING, UNDONE, SOURCE),
+        (TARGET, Point.RESTORING, UNDONE, SOURCE),
+        (TARGET, Point.ACTIVATED, MOVED, TARGET),
+    ],
+)
+def test_a_daemon_is_restarted_in_good_order(
+    drill: Drill, node: str, point: Point, verdict: tuple[str, int], at: str
+) -> None:
+    with drill.waiting_at(node, point):
+        drill.lab.kill_daemon(node, signal.SIGTERM)
+        drill.lab.start_daemon(node)
+    drill.expect(verdict)
+    drill.finish(at)
+
+
+def test_a_target_that_hangs_is_given_up_after_the_timeout(drill: Drill) -> None:
+    drill.arm(TARGET, Point.BEFORE_RESTORE, "stop")
+    drill.ask("--timeout", "3")
+    drill.reached(TARGET)
+    drill.expect(UNDONE, timeout_s=15)
+    drill.runs_on(SOURCE)
+    drill.lab.kill_daemon(TARGET, signal.SIGCONT)
+    drill.finish(SOURCE)
+
+
+# ---------------------------------------------------------------- the driver
+
+
+@pytest.mark.parametrize(
+    ("node", "point", "at"),
+    [
+        (TARGET, Point.PREPARE, SOURCE),
+        (SOURCE, Point.BEGIN, SOURCE),
+        (SOURCE, Point.FREEZE, SOURCE),
+        (SOURCE, Point.DUMPING, SOURCE),
+        (TARGET, Point.SEAL, SOURCE),
+        (TARGET, Point.RESTORING, SOURCE),
+        (TARGET, Point.RESTORE, SOURCE),
+        (SOURCE, Point.BEFORE_COMMIT, None),
+        (SOURCE, Point.COMMIT, TARGET),
+        (TARGET, Point.ACTIVATED, TARGET),
+        (TARGET, Point.ACTIVATE, TARGET),
+        (SOURCE, Point.BEFORE_RELEASE, TARGET),
+    ],
+)
+def test_the_driver_is_killed(drill: Drill, node: str, point: Point, at: str | None) -> None:
+    """Daemons finish or undo alone. A Commit that was asked for may still be carried out by the time its driver dies."""
+    with drill.waiting_at(node, point):
+        drill.kill_driver()
+    drill.settled()
+    drill.finish(at or drill.place())
+

@@ -1,0 +1,56 @@
+"""`migrator history`: the moves that ended, newest first."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+
+from migrator import words
+from migrator.cli import arguments, output
+from migrator.cli.status import stamp
+from migrator.moves import Move, all_moves
+
+HEADS = ("MOVE", "ENDED", "JOB", "RANK", "FROM", "TO", "OUTCOME", "PAUSE", "BYTES", "REASON")
+
+
+def add(verbs: arguments.Verbs) -> None:
+    parser = verbs.add(
+        "history",
+        act,
+        "list the moves that ended, newest first",
+        examples="  migrator history\n  migrator history --limit 5 --json",
+    )
+    parser.add_argument("--limit", type=arguments.count, default=20, metavar="N", help="at most so many (default: 20)")
+
+
+def act(options: argparse.Namespace) -> int:
+    cluster = arguments.the_cluster(options)
+    as_json = arguments.wants_json(options)
+    moves, silent = asyncio.run(all_moves(cluster))
+    output.warn_silent(silent, len(cluster.nodes), as_json=as_json)
+    ended = sorted((move for move in moves if move.ended), key=lambda move: move.ended_unix_s, reverse=True)
+    shown = ended[: options.limit]
+    if as_json:
+        output.json_object({"moves": [move.to_json() for move in shown], "unreachable": output.silent_objects(silent)})
+    elif shown:
+        output.table(HEADS, [_row(move) for move in shown], right=("RANK", "PAUSE", "BYTES"))
+        if len(ended) > len(shown):
+            print(output.styled(f"{len(ended) - len(shown)} older ones: --limit", "dim"))
+    else:
+        print("no move has ended yet")
+    return 0
+
+
+def _row(move: Move) -> tuple[str, ...]:
+    return (
+        move.id,
+        stamp(move.ended_unix_s),
+        move.job,
+        str(move.rank),
+        move.source_node,
+        move.target_node,
+        move.verdict.value,
+        words.seconds(move.pause_s) if move.pause_s else "-",
+        words.size(move.bytes) if move.bytes else "-",
+        move.reason,
+    )

@@ -1,0 +1,96 @@
+"""`migrator lab`: a cluster of namespaced nodes on this one machine."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from migrator.cli import arguments, output, run
+from snapshotd.api.errors import Ambiguous
+
+if TYPE_CHECKING:
+    from migrator.lab import Lab
+
+DEFAULT_NAME = "lab"
+DEFAULT_NODES = "node-1,node-2,spare-1"
+
+
+def add(verbs: arguments.Verbs) -> None:
+    parser = verbs.add(
+        "lab",
+        None,
+        "a cluster of namespaced nodes on this machine",
+        more="Needs root. `migrator` finds a lab that is up without being told.",
+        examples=(
+            "  migrator lab up\n"
+            "  migrator lab run -- python train.py\n"
+            "  migrator lab exec node-1 -- hostname\n"
+            "  migrator lab down"
+        ),
+    )
+    inner = arguments.Verbs(parser)
+    up = inner.add("up", _up, "build the lab and start its daemons")
+    up.add_argument("--nodes", default=DEFAULT_NODES, metavar="A,B,…", help=f"their names (default: {DEFAULT_NODES})")
+    inner.add("down", _down, "remove everything of the lab")
+    ranks = inner.add(
+        "run",
+        _run,
+        "run a command as one rank per node not named spare…",
+        more="RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set; every line of output is prefixed with its rank.",
+        examples="  migrator lab run --job demo -- python train.py",
+        takes_command=True,
+    )
+    ranks.add_argument("--job", type=arguments.job, metavar="NAME", help="the job's name (default: the command's)")
+    inside = inner.add(
+        "exec",
+        _exec,
+        "run a command inside a node, like ssh",
+        more='"operator" is the place the nodes are reached from. Exits as the command does.',
+        examples="  migrator lab exec node-1 -- ip addr",
+        takes_command=True,
+    )
+    inside.add_argument("node", type=arguments.node, metavar="NODE")
+
+
+def _lab(options: argparse.Namespace, *, new: bool = False) -> Lab:
+    """The lab that is meant: as named, else the only one there is."""
+    from migrator.lab import Lab
+
+    name = getattr(options, "lab", None)
+    if name is None and not new:
+        names = Lab.names()
+        if len(names) > 1 and DEFAULT_NAME not in names:
+            raise Ambiguous(f"there are {len(names)} labs: {', '.join(names)}", remedy="name one with --lab")
+        name = names[0] if len(names) == 1 else None
+    return Lab(name or DEFAULT_NAME)
+
+
+def _up(options: argparse.Namespace) -> int:
+    lab = _lab(options, new=True)
+    lab.up([name.strip() for name in options.nodes.split(",")])
+    nodes = {node: lab.address(node) for node in lab.nodes}
+    if arguments.wants_json(options):
+        output.json_object({"lab": lab.name, "cluster": str(lab.cluster_path), "nodes": nodes})
+    else:
+        print(f"lab {lab.name} is up: " + ", ".join(f"{node} ({address})" for node, address in nodes.items()))
+        print(output.styled("  try: migrator lab run -- CMD …, migrator ps, migrator move --rank R --to NODE", "dim"))
+    return 0
+
+
+def _down(options: argparse.Namespace) -> int:
+    lab = _lab(options)
+    lab.down()
+    if arguments.wants_json(options):
+        output.json_object({"lab": lab.name, "down": True})
+    else:
+        print(f"lab {lab.name} is down")
+    return 0
+
+
+def _run(options: argparse.Namespace) -> int:
+    job = options.job or run.job_name(None, options.command or ["job"], {})
+    return _lab(options).run(job, options.command)
+
+
+def _exec(options: argparse.Namespace) -> int:
+    return _lab(options).exec(options.node, options.command)

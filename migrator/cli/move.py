@@ -1,0 +1,132 @@
+"""`migrator move`: moves one rank, shows how it goes, and says in the end where the rank is.
+
+The first Ctrl-C (or SIGTERM) goes to the driver, which undoes before COMMIT and finishes after it. The second one
+leaves: the daemons settle the move without a driver.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import sys
+from typing import NoReturn
+
+from migrator import words
+from migrator.cli import arguments, output
+from migrator.cli.check import add_ask
+from migrator.cluster import Cluster
+from migrator.progress import Progress, show_on
+from migrator.protocol import Verdict
+from migrator.report import Ask, MoveResult
+from snapshotd.api.errors import OutcomeUnknown, Undone, Where
+
+
+def add(verbs: arguments.Verbs) -> None:
+    parser = verbs.add(
+        "move",
+        act,
+        "move a rank to another node",
+        more=(
+            "It is checked first, and refused before anything is paused if it cannot work. A move that fails before "
+            "COMMIT is undone: the job goes on where it was. Ctrl-C undoes before COMMIT, and after it lets the move "
+            "finish."
+        ),
+        examples=(
+            "  migrator move --rank 1 --to spare-1\n"
+            "  migrator move --rank 0 --job night --to node-2 --timeout 60 --json"
+        ),
+    )
+    add_ask(parser)
+    parser.add_argument(
+        "--timeout", type=arguments.positive_seconds, metavar="S", help="undo if it is not at COMMIT after S seconds"
+    )
+    parser.add_argument(
+        "--lease",
+        type=arguments.positive_seconds,
+        metavar="S",
+        default=Ask.lease_s,
+        help="the source undoes the move when this command fell silent for S seconds before COMMIT (default: %(default)s)",
+    )
+
+
+def act(options: argparse.Namespace) -> int:
+    cluster = arguments.the_cluster(options)
+    asked = Ask(options.rank, options.to, options.job, options.timeout, options.lease)
+    as_json = arguments.wants_json(options)
+    result = asyncio.run(_move(cluster, asked, as_json=as_json))
+    if as_json:
+        output.json_object(result.to_json())
+    elif result.outcome is Verdict.MOVED:
+        _show_moved(result)
+    else:
+        what = f"rank {result.rank} was not moved" if result.outcome is not Verdict.UNKNOWN else f"move {result.move}"
+        where = output.where_words(result.where, result.source, result.target)
+        output.trouble(f"{what}: {result.outcome}: {result.reason}", result.remedy, where)
+    return result.exit_code
+
+
+async def _move(cluster: Cluster, asked: Ask, *, as_json: bool) -> MoveResult:
+    from migrator import driver  # after `enter`: it loads gRPC
+
+    progress = show_on(sys.stderr, only_live=as_json)
+    task = asyncio.create_task(driver.Driver(cluster, progress).move(asked))
+    interrupts = _Interrupts(task, progress, as_json=as_json)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, interrupts.on_signal)
+    try:
+        return await task
+    except asyncio.CancelledError:
+        raise Undone(
+            "interrupted before anything was asked of a daemon", remedy="try again", where=Where.UNTOUCHED
+        ) from None
+    finally:
+        progress.close()
+
+
+class _Interrupts:
+    """The first one asks the driver to stop, the second one leaves."""
+
+    def __init__(self, task: asyncio.Task[MoveResult], progress: Progress, *, as_json: bool) -> None:
+        self.task, self.progress, self.as_json = task, progress, as_json
+        self.count = 0
+
+    def on_signal(self) -> None:
+        self.count += 1
+        if self.count > 1:
+            self._leave()
+        self.progress.say(
+            "interrupted: undoing the move, or finishing it if it is past COMMIT; "
+            "again: leave at once, the daemons settle it alone"
+        )
+        self.task.cancel()
+
+    def _leave(self) -> NoReturn:
+        self.progress.close()
+        error = OutcomeUnknown(
+            "left in the middle of a move: the daemons finish it alone, or undo it when this driver's lease is over",
+            where=Where.UNKNOWN,
+        )
+        output.failure(error, as_json=self.as_json)
+        # Not an exception: asyncio.run would wait for the driver's task, which is what the person does not want.
+        os._exit(OutcomeUnknown.exit_code)
+
+
+def _show_moved(result: MoveResult) -> None:
+    route = f"{words.plain(result.source)} → {words.plain(result.target)}"
+    print(f"moved rank {result.rank}  {route}  pause {words.seconds(result.pause_s)}")
+    if not result.phases:
+        return
+    longest = max(result.phases, key=lambda phase: phase.seconds)
+    each = "  ".join(f"{phase.name} {phase.seconds:.2f}" for phase in result.phases)
+    print(output.styled(f"  {each}  (seconds)", "dim"))
+    speed = words.rate(longest.bytes, longest.seconds)
+    print(
+        output.styled(
+            f"  longest: {longest.name} {words.seconds(longest.seconds)}{f' at {speed}' if speed else ''}; "
+            f"{words.size(result.bytes)} sent",
+            "dim",
+        )
+    )

@@ -1,0 +1,86 @@
+"""`migrator nodes`: which nodes there are and how they are."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from typing import Any
+
+from migrator import words
+from migrator.asking import ASK_TIMEOUT_S, ask_all
+from migrator.cli import arguments, output
+from migrator.cluster import Cluster
+from snapshotd.api import snapshotd_pb2 as pb
+from snapshotd.api.client import DaemonClient
+from snapshotd.api.errors import SnapshotError
+
+HEADS = ("NAME", "ENDPOINT", "STATE", "VERSION", "KERNEL", "CRIU", "MEMORY FREE", "IMAGES", "RANKS", "MOVES")
+
+
+def add(verbs: arguments.Verbs) -> None:
+    verbs.add(
+        "nodes",
+        act,
+        "list the nodes and how they are",
+        more="IMAGES is what images of running moves take up, of the room there is for them.",
+        examples="  migrator nodes\n  migrator nodes --json",
+    )
+
+
+def act(options: argparse.Namespace) -> int:
+    cluster = arguments.the_cluster(options)
+    as_json = arguments.wants_json(options)
+
+    async def ask(client: DaemonClient) -> pb.NodeInfo:
+        return await client.node.GetNode(pb.GetNodeRequest(), timeout_s=ASK_TIMEOUT_S)
+
+    answers, silent = asyncio.run(ask_all(cluster, ask))
+    if as_json:
+        objects = [to_json(node, cluster, answers.get(node), silent.get(node)) for node in cluster.nodes]
+        output.warn_silent(silent, len(cluster.nodes), as_json=True)
+        output.json_object({"cluster": cluster.origin, "nodes": objects})
+    else:
+        rows = [_row(node, cluster, answers.get(node), silent.get(node)) for node in cluster.nodes]
+        output.table(HEADS, rows, right=("MEMORY FREE", "RANKS", "MOVES"))
+        output.warn_silent(silent, len(cluster.nodes), as_json=False)
+    return 0
+
+
+def state(error: SnapshotError | None) -> str:
+    return "up" if error is None else error.code
+
+
+def to_json(node: str, cluster: Cluster, info: pb.NodeInfo | None, error: SnapshotError | None) -> dict[str, Any]:
+    found: dict[str, Any] = {"name": node, "endpoint": cluster.nodes[node], "state": state(error)}
+    if error is not None:
+        return found | {"reason": error.message, "remedy": error.advice}
+    info = info or pb.NodeInfo()
+    return found | {
+        "version": info.version,
+        "kernel": info.kernel,
+        "architecture": info.architecture,
+        "criu_version": info.criu_version,
+        "boot_id": info.boot_id,
+        "memory_available_bytes": info.memory_available_bytes,
+        "image_capacity_bytes": info.image_capacity_bytes,
+        "image_held_bytes": info.image_held_bytes,
+        "ranks": info.ranks,
+        "moves_running": info.moves_running,
+    }
+
+
+def _row(node: str, cluster: Cluster, info: pb.NodeInfo | None, error: SnapshotError | None) -> tuple[str, ...]:
+    if info is None:
+        return (node, cluster.nodes[node], state(error), *("-" for _ in HEADS[3:]))
+    return (
+        node,
+        cluster.nodes[node],
+        state(error),
+        info.version,
+        info.kernel,
+        info.criu_version,
+        words.size(info.memory_available_bytes),
+        f"{words.size(info.image_held_bytes)} of {words.size(info.image_capacity_bytes)}",
+        str(info.ranks),
+        str(info.moves_running),
+    )

@@ -1,0 +1,78 @@
+"""`migrator pki`: a small certificate authority for a cluster that has none."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from migrator.cli import arguments, output
+
+if TYPE_CHECKING:
+    from migrator.pki import Identity
+
+DEFAULT_FOLDER = "~/.config/migrator/pki"
+
+
+def add(verbs: arguments.Verbs) -> None:
+    parser = verbs.add(
+        "pki",
+        None,
+        "make certificates for nodes and operators",
+        more="The CA's key stays in its folder; a node or an operator gets ca.crt and its own two files.",
+        examples=("  migrator pki init\n  migrator pki node node-1 --address 10.0.0.1\n  migrator pki operator alice"),
+    )
+    inner = arguments.Verbs(parser)
+    _add_folder(inner.add("init", _init, "make a certificate authority"))
+    node = inner.add("node", _node, "make the identity of a node's daemon")
+    node.add_argument("name", metavar="NAME")
+    node.add_argument("--address", action="append", default=[], metavar="IP", help="an address of it; may be repeated")
+    _add_folder(node)
+    operator = inner.add("operator", _operator, "make the identity of a person or program that asks for moves")
+    operator.add_argument("name", metavar="NAME")
+    _add_folder(operator)
+
+
+def _add_folder(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--dir", type=Path, metavar="DIR", help=f"the CA's folder (default: $MIGRATOR_PKI, else {DEFAULT_FOLDER})"
+    )
+
+
+def _folder(options: argparse.Namespace) -> Path:
+    return Path(options.dir or os.environ.get("MIGRATOR_PKI") or DEFAULT_FOLDER).expanduser()
+
+
+def _init(options: argparse.Namespace) -> int:
+    from migrator import pki  # here: loading cryptography takes longer than most verbs
+
+    ca = pki.init(_folder(options))
+    if arguments.wants_json(options):
+        output.json_object({"ca": str(ca)})
+    else:
+        print(f"made a CA: {ca}; keep ca.key beside it where nobody else can read it")
+    return 0
+
+
+def _node(options: argparse.Namespace) -> int:
+    from migrator import pki
+
+    return _show(options, pki.issue_node(_folder(options), options.name, options.address), "snapshotd.toml")
+
+
+def _operator(options: argparse.Namespace) -> int:
+    from migrator import pki
+
+    return _show(options, pki.issue_operator(_folder(options), options.name), "cluster.toml")
+
+
+def _show(options: argparse.Namespace, identity: Identity, file: str) -> int:
+    paths = {"ca": str(identity.ca), "cert": str(identity.cert), "key": str(identity.key)}
+    if arguments.wants_json(options):
+        output.json_object(paths)
+    else:
+        print(f"# for {file}\n[tls]")
+        for name, path in paths.items():
+            print(f'{name} = "{path}"')
+    return 0

@@ -1,0 +1,85 @@
+"""All verbs but `run`: parses, does it, and turns what went wrong into words, or JSON, and an exit code."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+from migrator.cli import check, history, lab, move, nodes, output, pki, ps, recover, run, status
+from migrator.cli.arguments import Parser, Verbs, add_global_options, exit_codes
+from snapshotd.api.errors import Internal, SnapshotError, Usage
+
+EXAMPLES = """\
+examples:
+  migrator run -- python train.py             start a rank that can be moved
+  migrator ps                                 which ranks run where
+  migrator move --rank 1 --to spare-1         move one, while it trains
+  migrator lab up && migrator lab run -- python train.py    try it on this machine alone
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    made = Parser(
+        prog="migrator",
+        description="Moves a rank of a running training job to another node, mid-step.",
+        epilog=f"{EXAMPLES}\n{exit_codes()}\n`migrator run` exits as its command does, or 125, 126, 127.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add_global_options(made)
+    verbs = Verbs(made)
+    verbs.add("run", None, run.SUMMARY)  # for the list alone: it is never parsed here
+    for verb in (ps, nodes, check, move, status, history, recover, lab, pki):
+        verb.add(verbs)
+    return made
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Does what is asked; whatever went wrong is told here, once. Returns the exit code."""
+    _prepare_streams()
+    debug = os.environ.get("MIGRATOR_DEBUG") == "1"
+    logging.basicConfig(level=logging.DEBUG if debug else logging.ERROR, format="%(name)s: %(message)s")
+    own, command = _split(arguments)
+    try:
+        options = parser().parse_args(own)
+        if command is not None and not options.takes_command:
+            raise Usage("this verb takes no command after --")
+        options.command = command or []
+        code: int = options.act(options)
+        sys.stdout.flush()
+        return code
+    except SnapshotError as error:
+        failure = error
+    except Exception as error:  # the one place that turns a defect into words
+        if isinstance(error, BrokenPipeError):
+            raise
+        failure = Internal(
+            f"{type(error).__name__}: {error}",
+            remedy="this is a defect: MIGRATOR_DEBUG=1 shows where; `migrator status` shows the moves",
+        )
+        failure.__cause__ = error
+    if debug:
+        traceback.print_exception(failure)
+    output.failure(failure, as_json="--json" in own)
+    return failure.exit_code
+
+
+def _split(arguments: Sequence[str]) -> tuple[list[str], list[str] | None]:
+    """Our own words, and the command behind `--`, of which nothing is ever taken for ours."""
+    words = list(arguments)
+    if "--" not in words:
+        return words, None
+    at = words.index("--")
+    return words[:at], words[at + 1 :]
+
+
+def _prepare_streams() -> None:
+    """A terminal that cannot show an arrow gets a question mark, not a traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(errors="replace")

@@ -1,0 +1,106 @@
+"""`migrator ps`: which ranks run where."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import pwd
+import time
+from typing import Any
+
+from migrator import words
+from migrator.cli import arguments, output
+from migrator.find import Found, all_ranks
+from snapshotd.api import snapshotd_pb2 as pb
+
+HEADS = ("JOB", "RANK", "NODE", "HOME", "PID", "USER", "MEMORY", "UP", "MOVES", "STATE", "COMMAND")
+
+
+def add(verbs: arguments.Verbs) -> None:
+    parser = verbs.add(
+        "ps",
+        act,
+        "list the ranks on all nodes",
+        more="A node that does not answer is a warning; only if none does is it an error.",
+        examples="  migrator ps\n  migrator ps --job night --json",
+    )
+    parser.add_argument("--job", type=arguments.job, metavar="NAME", help="only this job's ranks")
+    parser.add_argument("--all", action="store_true", help="also the keepers at home of ranks that run elsewhere")
+
+
+def act(options: argparse.Namespace) -> int:
+    cluster = arguments.the_cluster(options)
+    as_json = arguments.wants_json(options)
+    found, silent = asyncio.run(all_ranks(cluster))
+    output.warn_silent(silent, len(cluster.nodes), as_json=as_json)
+    shown = [entry for entry in visible(found, everything=options.all) if options.job in (None, entry.rank.job)]
+    if as_json:
+        output.json_object({"ranks": [to_json(entry) for entry in shown], "unreachable": output.silent_objects(silent)})
+    elif shown:
+        output.table(HEADS, [_row(entry) for entry in shown], right=("RANK", "PID", "MEMORY", "UP", "MOVES"))
+    else:
+        print("no ranks; `migrator run -- CMD` starts one")
+    return 0
+
+
+def visible(found: list[Found], *, everything: bool) -> list[Found]:
+    """One row for each rank: its process, or its keeper at home if no node that answers has the process.
+
+    During a move the target's copy has a row of its own only with `everything`: it does not run yet.
+    """
+    rows: dict[str, Found] = {}
+    for entry in sorted(found, key=lambda entry: (entry.rank.place, entry.rank.moves)):
+        rows.setdefault(entry.rank.uid, entry)
+    shown = found if everything else list(rows.values())
+    return sorted(shown, key=lambda entry: (entry.rank.job, entry.rank.rank, entry.rank.place, entry.node))
+
+
+def state(entry: Found) -> str:
+    if entry.rank.moving:
+        return f"moving ({entry.rank.moving})"
+    return "running" if entry.rank.place == pb.Rank.HERE else f"away (on {entry.rank.at_node})"
+
+
+def to_json(entry: Found) -> dict[str, Any]:
+    rank = entry.rank
+    return {
+        "uid": rank.uid,
+        "job": rank.job,
+        "rank": rank.rank,
+        "node": entry.node,
+        "at_node": rank.at_node or entry.node,
+        "home": rank.home_node,
+        "pid": rank.process.pid,
+        "user_id": rank.user_id,
+        "memory_bytes": rank.memory_bytes,
+        "started_unix_s": round(rank.started_unix_s, 3),
+        "moves": rank.moves,
+        "moving": rank.moving,
+        "place": "here" if rank.place == pb.Rank.HERE else "away",
+        "command": rank.command,
+    }
+
+
+def _row(entry: Found) -> tuple[str, ...]:
+    rank = entry.rank
+    here = rank.place == pb.Rank.HERE
+    return (
+        rank.job,
+        str(rank.rank),
+        entry.node if here else rank.at_node,
+        rank.home_node,
+        str(rank.process.pid) if here else "-",
+        _user(rank.user_id),
+        words.size(rank.memory_bytes) if here else "-",
+        words.span(time.time() - rank.started_unix_s),
+        str(rank.moves),
+        state(entry),
+        rank.command,
+    )
+
+
+def _user(user_id: int) -> str:
+    try:
+        return pwd.getpwuid(user_id).pw_name
+    except (KeyError, OverflowError):
+        return str(user_id)

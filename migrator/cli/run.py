@@ -1,0 +1,140 @@
+"""`migrator run`: starts a command as a protected rank. This process becomes its keeper.
+
+Invariant: the standard library alone, and little of it: this runs in front of every rank of every job. Errors of our
+own exit 125, so that they are not taken for the command's; 126 and 127 mean what they mean in a shell.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from typing import NoReturn
+
+FAILED = 125
+KEEPER_SOCKET = "/run/snapshotd/keeper.sock"
+MAX_RANK = 1 << 24
+RANK_VARIABLES = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+
+_JOB = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,59}")
+
+SUMMARY = "start a command as a rank that can be moved"
+EXAMPLES = """\
+examples:
+  migrator run -- python train.py
+  migrator run --job night --rank 3 -- python train.py --lr 0.1
+  srun migrator run -- python train.py                  job and rank come from Slurm
+  torchrun --no-python … migrator run -- python train.py
+
+The job's name defaults to Slurm's or torchrun's, else to the command's; the rank to $RANK, $SLURM_PROCID,
+$OMPI_COMM_WORLD_RANK or $PMI_RANK, else 0. The daemon is found at $SNAPSHOTD_KEEPER_SOCKET, else at
+/run/snapshotd/keeper.sock.
+
+exit codes: the command's own, wherever it ran (it dies of the same signal, too);
+  125  it could not be started as a rank      126  it cannot be executed      127  it was not found
+"""
+
+
+class _Wrong(Exception):
+    """What was asked for cannot be done."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise _Wrong(f"{message}; see migrator run --help")
+
+
+def parser() -> argparse.ArgumentParser:
+    made = _Parser(
+        prog="migrator run",
+        usage="migrator run [--job NAME] [--rank N] [--no-shim] [--json] -- CMD …",
+        description=SUMMARY,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    made.add_argument("--job", metavar="NAME", help="the name of the job the rank belongs to")
+    made.add_argument("--rank", metavar="N", help="the number of the rank in its job")
+    made.add_argument("--no-shim", action="store_true", help="do not preload libsnapshim.so")
+    made.add_argument("--json", action="store_true", help="print our own errors as JSON; the command is not affected")
+    made.add_argument("--cluster", "--lab", help=argparse.SUPPRESS)  # for every verb; a rank needs its own node alone
+    made.add_argument("command", nargs=argparse.REMAINDER, metavar="CMD …", help="the command and its arguments")
+    return made
+
+
+def main(arguments: Sequence[str], given: int = 0) -> int:
+    """`arguments` without the verb; the first `given` of them stood before it. Returns the rank's exit code."""
+    own, command = _split(arguments, given)
+    try:
+        options = parser().parse_args(own)
+        command = [*options.command, *command]
+        if not command:
+            raise _Wrong("no command was given; write it after --: migrator run -- CMD …")
+        job = job_name(options.job, command, os.environ)
+        rank = rank_number(options.rank, os.environ)
+        socket = os.environ.get("SNAPSHOTD_KEEPER_SOCKET") or KEEPER_SOCKET
+        from shim import keeper
+
+        return keeper.run(command, job, rank, socket, preload=not options.no_shim)
+    except _Wrong as error:
+        return _fail(str(error), as_json="--json" in own)
+    except OSError as error:
+        return _fail(f"cannot start the rank: {error}", as_json="--json" in own)
+
+
+def _split(arguments: Sequence[str], given: int) -> tuple[list[str], list[str]]:
+    """Our own options, and the command behind `--`, of which nothing is ever taken for ours."""
+    words = list(arguments)
+    for index in range(given, len(words)):
+        if words[index] == "--":
+            return words[:index], words[index + 1 :]
+        if not words[index].startswith("-") and words[index - 1] not in ("--job", "--rank", "--cluster", "--lab"):
+            return words[:index], words[index:]  # `migrator run CMD …`: a later `--` is the command's own
+    return words, []
+
+
+def job_name(asked: str | None, command: Sequence[str], environment: Mapping[str, str]) -> str:
+    """The job's name: as asked, or as the launcher calls it, or as the command does."""
+    if asked is not None:
+        if not _JOB.fullmatch(asked):
+            raise _Wrong(f"{asked!r} cannot be the name of a job: use letters, digits, '_', '.', '-', at most 60")
+        return asked
+    elastic = environment.get("TORCHELASTIC_RUN_ID", "")
+    if environment.get("SLURM_JOB_ID"):
+        found = f"{environment.get('SLURM_JOB_NAME') or 'slurm'}-{environment['SLURM_JOB_ID']}"
+    elif elastic and elastic != "none":  # what torchrun calls every job that was given no id
+        found = elastic
+    else:
+        found = os.path.basename(command[0].rstrip("/"))
+    cleaned = re.sub(r"[^A-Za-z0-9_.-]+", "-", found).lstrip(".-")[:60]
+    return cleaned or "job"
+
+
+def rank_number(asked: str | None, environment: Mapping[str, str]) -> int:
+    """The rank: as asked, or as the launcher numbers it. A variable that holds no number is somebody else's."""
+    if asked is not None:
+        if not _is_rank(asked):
+            raise _Wrong(f"{asked!r} cannot be a rank: it is a number from 0 on")
+        return int(asked)
+    return next((int(environment[name]) for name in RANK_VARIABLES if _is_rank(environment.get(name, ""))), 0)
+
+
+def _is_rank(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) < 10 and int(text) <= MAX_RANK
+
+
+def _fail(message: str, *, as_json: bool) -> int:
+    if as_json:
+        answer = {
+            "error": "run-failed",
+            "message": message,
+            "remedy": "see migrator run --help",
+            "where": "not touched",
+        }
+        print(json.dumps(answer), flush=True)
+    else:
+        print(f"migrator run: {message}", file=sys.stderr)
+    return FAILED

@@ -1,0 +1,97 @@
+"""`migrator status`: moves that have not ended, what they wait for, where the rank is; or one move in detail."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import time
+
+from migrator import words
+from migrator.cli import arguments, output
+from migrator.moves import Move, all_moves
+from migrator.recover import unknown_move
+from snapshotd.api import snapshotd_pb2 as pb
+
+HEADS = ("MOVE", "JOB", "RANK", "FROM", "TO", "SINCE", "STEP", "OUTCOME", "THE RANK IS", "WAITS FOR")
+
+
+def add(verbs: arguments.Verbs) -> None:
+    parser = verbs.add(
+        "status",
+        act,
+        "show moves that have not ended, or one move",
+        more="Source and target are asked alike; STEP is the last thing each of them has done.",
+        examples="  migrator status\n  migrator status m-0123456789ab",
+    )
+    parser.add_argument("move", nargs="?", type=arguments.move, metavar="MOVE", help="one move, ended or not")
+
+
+def act(options: argparse.Namespace) -> int:
+    cluster = arguments.the_cluster(options)
+    as_json = arguments.wants_json(options)
+    moves, silent = asyncio.run(all_moves(cluster, options.move or ""))
+    output.warn_silent(silent, len(cluster.nodes), as_json=as_json)
+    if options.move is not None:
+        if not moves:
+            raise unknown_move(options.move, silent)
+        if as_json:
+            output.json_object(moves[0].to_json() | {"unreachable": output.silent_objects(silent)})
+        else:
+            _detail(moves[0])
+        return 0
+    unfinished = [move for move in moves if not move.ended]
+    if as_json:
+        output.json_object(
+            {"moves": [move.to_json() for move in unfinished], "unreachable": output.silent_objects(silent)}
+        )
+    elif unfinished:
+        output.table(HEADS, [_row(move) for move in unfinished], right=("RANK", "SINCE"))
+    else:
+        print("no unfinished moves; `migrator history` shows those that ended")
+    return 0
+
+
+def _outcome(move: Move) -> str:
+    return pb.OutcomeKind.Name(move.outcome).lower()
+
+
+def _row(move: Move) -> tuple[str, ...]:
+    return (
+        move.id,
+        move.job,
+        str(move.rank),
+        move.source_node,
+        move.target_node,
+        words.span(time.time() - move.begun_unix_s),
+        move.step,
+        _outcome(move),
+        str(move.where),
+        move.waiting_for or "-",
+    )
+
+
+def _detail(move: Move) -> None:
+    state = f"ended: {move.verdict}" if move.ended else f"not ended: {_outcome(move)}"
+    facts = {
+        "move": f"{move.id}  rank {move.rank} of job {move.job}  {move.source_node} → {move.target_node}",
+        "state": state,
+        "the rank is": output.where_words(move.where, move.source_node, move.target_node),
+        "waits for": move.waiting_for,
+        "reason": move.reason,
+        "decided by": move.decided_by,
+        "begun": stamp(move.begun_unix_s),
+        "ended": stamp(move.ended_unix_s) if move.ended else "",
+        "pause": words.seconds(move.pause_s) if move.pause_s else "",
+        "bytes": words.size(move.bytes) if move.bytes else "",
+    }
+    for view in move.views:
+        record = view.record
+        told = f"{record.mark}, {pb.OutcomeKind.Name(record.outcome).lower()}{', ended' if view.ended else ''}"
+        facts[f"{record.role}'s view"] = f"{view.node}: {told}"
+    for name, text in facts.items():
+        if text:
+            print(f"{name + ':':<15} {words.plain(text)}")
+
+
+def stamp(unix_s: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix_s))

@@ -1,0 +1,190 @@
+"""What all journals together say about the moves: the source's record and the target's, side by side.
+
+Invariant: nothing is concluded from silence. A move counts as ended only when every daemon that has a record of it says
+so; how it ended is the source's word, and the target's only where the source gives none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from migrator.asking import ASK_TIMEOUT_S, ask_all
+from migrator.cluster import Cluster
+from migrator.protocol import Verdict
+from snapshotd.api import snapshotd_pb2 as pb
+from snapshotd.api.client import DaemonClient
+from snapshotd.api.errors import NotFound, SnapshotError, Where
+
+
+@dataclass(frozen=True)
+class View:
+    """One daemon's record, and the node (as the cluster calls it) that gave it."""
+
+    node: str
+    record: pb.MoveRecord
+
+    @property
+    def ended(self) -> bool:
+        return self.record.ended_unix_s > 0
+
+
+@dataclass(frozen=True)
+class Move:
+    """One move. At least one of the two views is there."""
+
+    id: str
+    source: View | None
+    target: View | None
+
+    @property
+    def views(self) -> list[View]:
+        return [view for view in (self.source, self.target) if view is not None]
+
+    @property
+    def first(self) -> pb.MoveRecord:
+        return self.views[0].record
+
+    @property
+    def job(self) -> str:
+        return self.first.job
+
+    @property
+    def rank(self) -> int:
+        return self.first.rank
+
+    @property
+    def source_node(self) -> str:
+        return self.first.source_node
+
+    @property
+    def target_node(self) -> str:
+        return self.first.target_node
+
+    @property
+    def ended(self) -> bool:
+        return all(view.ended for view in self.views)
+
+    @property
+    def begun_unix_s(self) -> float:
+        return min(view.record.begun_unix_s for view in self.views)
+
+    @property
+    def ended_unix_s(self) -> float:
+        """0 while it is not ended."""
+        return max(view.record.ended_unix_s for view in self.views) if self.ended else 0.0
+
+    @property
+    def outcome(self) -> pb.OutcomeKind.ValueType:
+        return self._decided.outcome
+
+    @property
+    def reason(self) -> str:
+        return self._decided.reason
+
+    @property
+    def decided_by(self) -> str:
+        return self._decided.decided_by
+
+    @property
+    def _decided(self) -> pb.MoveRecord:
+        decided = [view.record for view in self.views if view.record.outcome != pb.UNDECIDED]
+        return decided[0] if decided else self.first
+
+    @property
+    def runs_on_target(self) -> bool:
+        return self.target is not None and self.target.ended and self.target.record.outcome == pb.COMMIT
+
+    @property
+    def verdict(self) -> Verdict:
+        """What can be said for certain now; cleaning up may still be going on."""
+        if self.outcome == pb.COMMIT and (self.ended or self.runs_on_target):
+            return Verdict.MOVED
+        if self.outcome == pb.ABORT and (self.source is None or self.source.ended):
+            return Verdict.UNDONE
+        return Verdict.UNKNOWN
+
+    @property
+    def where(self) -> Where:
+        """Where the rank is, or was when the move ended."""
+        if self.runs_on_target:
+            return Where.TARGET_RUNNING
+        for view in self.views:
+            try:
+                return Where(view.record.where)
+            except ValueError:
+                continue
+        return Where.UNKNOWN
+
+    @property
+    def waiting_for(self) -> str:
+        told = [f"{view.node}: {view.record.waiting_for}" for view in self.views if not view.ended]
+        return "; ".join(text for text in told if not text.endswith(": "))
+
+    @property
+    def step(self) -> str:
+        """The last thing each side has done."""
+        return " / ".join(view.record.mark for view in self.views)
+
+    @property
+    def bytes(self) -> int:
+        return max(view.record.bytes for view in self.views)
+
+    @property
+    def pause_s(self) -> float:
+        return max(view.record.pause_s for view in self.views)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "move": self.id,
+            "job": self.job,
+            "rank": self.rank,
+            "source": self.source_node,
+            "target": self.target_node,
+            "outcome": self.verdict.value,
+            "ended": self.ended,
+            "where": self.where.value,
+            "reason": self.reason,
+            "decided_by": self.decided_by,
+            "waiting_for": self.waiting_for,
+            "begun_unix_s": round(self.begun_unix_s, 3),
+            "ended_unix_s": round(self.ended_unix_s, 3),
+            "pause_s": round(self.pause_s, 4),
+            "bytes": self.bytes,
+            "views": [
+                {
+                    "node": view.node,
+                    "role": view.record.role,
+                    "mark": view.record.mark,
+                    "outcome": pb.OutcomeKind.Name(view.record.outcome),
+                    "ended": view.ended,
+                    "where": view.record.where,
+                    "waiting_for": view.record.waiting_for,
+                }
+                for view in self.views
+            ],
+        }
+
+
+async def all_moves(cluster: Cluster, move: str = "") -> tuple[list[Move], dict[str, SnapshotError]]:
+    """Every move any node knows (or the one named), newest first, and the nodes that did not answer."""
+
+    async def ask(client: DaemonClient) -> list[pb.MoveRecord]:
+        try:
+            reply = await client.node.ListMoves(pb.ListMovesRequest(move=move), timeout_s=ASK_TIMEOUT_S)
+        except NotFound:
+            return []
+        return list(reply.moves)
+
+    answers, silent = await ask_all(cluster, ask)
+    return merge(answers), silent
+
+
+def merge(answers: dict[str, list[pb.MoveRecord]]) -> list[Move]:
+    """The records of all nodes, by move, newest first."""
+    views: dict[str, dict[str, View]] = {}
+    for node, records in answers.items():
+        for record in records:
+            views.setdefault(record.move, {})[record.role] = View(node, record)
+    moves = [Move(move, found.get("source"), found.get("target")) for move, found in views.items()]
+    return sorted((move for move in moves if move.views), key=lambda move: move.begun_unix_s, reverse=True)

@@ -1,0 +1,235 @@
+"""What a person can do about a move that did not end: push it on, undo it, or give their word that a node is dead.
+
+Invariant: nothing here decides. The daemons settle alone; this asks them to do it now (Abort, Release), carries the
+source's token to a target that the source cannot reach, and passes a person's word on. A word against a daemon that
+answers and knows better is not passed on: it could make two copies run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from migrator.cluster import Cluster
+from migrator.moves import Move, all_moves
+from migrator.protocol import Verdict
+from snapshotd.api import snapshotd_pb2 as pb
+from snapshotd.api.errors import NotFound, OutcomeUnknown, SnapshotError, Unreachable, Where, WrongState
+
+CALL_TIMEOUT_S = 30.0
+POLL_S = 0.5
+#: A driver that died is noticed by the source when its lease of 30 s has run out.
+LEASE_WAIT_S = 35.0
+SETTLE_WAIT_S = 6.0
+
+Note = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Recovered:
+    """One move after recovery: where it stands, what was asked for, and what a person can still do."""
+
+    move: Move
+    did: list[str] = field(default_factory=list)
+    remedy: str = ""
+
+    @property
+    def verdict(self) -> Verdict:
+        return self.move.verdict
+
+    def to_json(self) -> dict[str, Any]:
+        return {**self.move.to_json(), "did": self.did, "remedy": self.remedy}
+
+
+@dataclass(frozen=True)
+class Report:
+    recovered: list[Recovered]
+    silent: dict[str, SnapshotError]
+
+    @property
+    def exit_code(self) -> int:
+        """0 when the outcome of every move is known."""
+        return OutcomeUnknown.exit_code if any(one.verdict is Verdict.UNKNOWN for one in self.recovered) else 0
+
+
+async def recover(
+    cluster: Cluster, move: str | None, *, abort: bool, by: str, note: Note, wait_s: float | None = None
+) -> Report:
+    """Pushes every unfinished move (or the one named) to its end.
+
+    A committed move is finished, an aborted one undone. An undecided one is aborted at once if `abort`; else it is left
+    to its driver, which may well be alive, and to the lease that ends when it is not. Waits up to `wait_s` for the end.
+    """
+    known, silent = await all_moves(cluster, move or "")
+    if move is not None and not known:
+        raise unknown_move(move, silent)
+    open_moves = [found for found in known if not found.ended]
+    did: dict[str, list[str]] = {}
+    for found in open_moves:
+        did[found.id] = await _push(cluster, found, abort=abort, by=by, note=note)
+    # Without the source nothing changes by itself, so only its answers are worth waiting for.
+    answered = [found for found in open_moves if found.source is not None]
+    leased = [found.id for found in answered if not did[found.id] and found.outcome == pb.UNDECIDED]
+    if wait_s is None:
+        wait_s = (LEASE_WAIT_S if leased else SETTLE_WAIT_S) if answered else 0.0
+    if leased and wait_s:
+        note(f"waiting up to {wait_s:.0f} s for the lease of {', '.join(leased)}; `recover --abort` undoes it at once")
+    ended = await _await_ends(cluster, open_moves, wait_s)
+    shown = ended or ([known[0]] if move is not None else [])
+    return Report([Recovered(one, did.get(one.id, []), _remedy(one, silent)) for one in shown], silent)
+
+
+async def _push(cluster: Cluster, move: Move, *, abort: bool, by: str, note: Note) -> list[str]:
+    """Asks the daemons to do now what they will do anyway. Returns what was done, in words."""
+    did: list[str] = []
+    if move.source is None:
+        return did
+    request = pb.MoveRequest(move=move.id)
+    try:
+        async with cluster.client(move.source.node) as source:
+            outcome = await source.source.GetOutcome(request, timeout_s=CALL_TIMEOUT_S, retry=True)
+            if outcome.kind == pb.UNDECIDED and abort:
+                ask = pb.AbortRequest(move=move.id, reason=f"migrator recover by {by}")
+                outcome = await source.source.Abort(ask, timeout_s=CALL_TIMEOUT_S, retry=True)
+                if outcome.kind == pb.ABORT:
+                    did.append(f"{move.source.node} aborted it")
+            elif outcome.kind == pb.ABORT and not move.source.ended:
+                await source.source.Abort(pb.AbortRequest(move=move.id), timeout_s=CALL_TIMEOUT_S, retry=True)
+                did.append(f"{move.source.node} was asked again to undo it")
+            if outcome.kind != pb.UNDECIDED and not (move.target is not None and move.target.ended):
+                did += await _hand_token(cluster, move, outcome, note)
+            if outcome.kind == pb.COMMIT and not move.source.ended:
+                reply = await source.source.Release(request, timeout_s=CALL_TIMEOUT_S)
+                said = "released its copy" if reply.released else f"keeps its copy: {reply.waiting_for}"
+                did.append(f"{move.source.node} {said}")
+    except SnapshotError as error:
+        note(f"{move.id}: {error.message}")
+    return did
+
+
+async def _hand_token(cluster: Cluster, move: Move, outcome: pb.Outcome, note: Note) -> list[str]:
+    """Carries the source's word to the target: the two may be cut off from each other, but not from us."""
+    node = move.target.node if move.target is not None else move.target_node
+    if node not in cluster.nodes:
+        note(f"{move.id}: {node} is not in {cluster.origin}, so the token was not carried there")
+        return []
+    token = pb.TokenRequest(move=move.id, token=outcome.token)
+    try:
+        async with cluster.client(node) as target:
+            if outcome.kind == pb.ABORT:
+                await target.target.Discard(token, timeout_s=CALL_TIMEOUT_S)
+                return [f"{node} dropped its copy"]
+            reply = await target.target.Activate(token, timeout_s=CALL_TIMEOUT_S)
+            return [f"{node} runs the rank"] if reply.running else [f"{node} has the token"]
+    except NotFound:
+        return []  # it has settled the move and forgotten it, or never had it
+    except SnapshotError as error:
+        note(f"{move.id}: {error.message}")
+        return []
+
+
+async def _await_ends(cluster: Cluster, moves: list[Move], wait_s: float) -> list[Move]:
+    """The same moves as they stand when all have ended or the time is over."""
+    deadline = time.monotonic() + wait_s
+    latest = {move.id: move for move in moves}
+    while latest:
+        fresh, _ = await all_moves(cluster)
+        latest.update({move.id: move for move in fresh if move.id in latest})
+        if all(move.ended for move in latest.values()) or time.monotonic() >= deadline:
+            break
+        await asyncio.sleep(POLL_S)
+    return list(latest.values())
+
+
+def _remedy(move: Move, silent: dict[str, SnapshotError]) -> str:
+    """What a person can do about a move that still waits."""
+    if move.ended:
+        return ""
+    if move.source is None and move.verdict is Verdict.UNKNOWN:
+        why = f"{move.source_node} does not answer" if move.source_node in silent else "the source has no record of it"
+        return f"{why}; bring it back, or if it is dead for good, say so: migrator recover {move.id} --source-is-dead"
+    if move.outcome == pb.COMMIT and not move.runs_on_target:
+        return (
+            f"bring {move.target_node} back; if it is dead for good, say so: migrator recover {move.id} "
+            "--target-is-dead, and the source's copy goes on"
+        )
+    if move.outcome == pb.UNDECIDED:
+        return f"its driver may be at work; `migrator recover {move.id}` undoes it now"
+    return "nothing: the daemons clean up alone"
+
+
+async def declare_source_dead(cluster: Cluster, move: str, by: str) -> Recovered:
+    """A person's word that the source is dead: a held target goes on. Refused while the source answers for the move."""
+    found = await _find(cluster, move)
+    if found.source is not None:
+        raise WrongState(
+            f"{found.source.node} answers, and its journal decides move {move}: it is not dead",
+            remedy=f"`migrator recover {move}` asks it to decide now",
+            where=found.where,
+        )
+    if found.target is None:
+        raise NotFound(f"no node has a copy of move {move}")
+    async with cluster.client(found.target.node) as target:
+        request = pb.DeclareRequest(move=move, declared_by=by)
+        reply = await target.target.DeclareSourceDead(request, timeout_s=CALL_TIMEOUT_S)
+    node = found.target.node
+    did = f"{node} lets the rank run" if reply.running else f"{node} held no whole copy and dropped what it had"
+    return Recovered(await _find(cluster, move), [did])
+
+
+async def declare_target_dead(cluster: Cluster, move: str, by: str) -> Recovered:
+    """A person's word that the target is dead: the source's frozen copy goes on. Refused while a copy answers there."""
+    found = await _find(cluster, move)
+    if found.source is None:
+        raise Unreachable(
+            f"{found.source_node}, the source of move {move}, does not answer or has no record of it",
+            where=found.where,
+        )
+    await _no_copy_answers(cluster, found)
+    async with cluster.client(found.source.node) as source:
+        request = pb.DeclareRequest(move=move, declared_by=by)
+        outcome = await source.source.DeclareTargetDead(request, timeout_s=CALL_TIMEOUT_S)
+    did = f"{found.source.node}: {pb.OutcomeKind.Name(outcome.kind)}, the rank is {outcome.where}"
+    return Recovered(await _find(cluster, move), [did])
+
+
+async def _no_copy_answers(cluster: Cluster, move: Move) -> None:
+    """WrongState where the target answers that it has the rank, or had it: then it was not dead."""
+    node = move.target.node if move.target is not None else move.target_node
+    if node not in cluster.nodes:
+        return
+    try:
+        async with cluster.client(node) as target:
+            copy = await target.target.GetCopy(pb.MoveRequest(move=move.id), timeout_s=5)
+    except SnapshotError:
+        return  # silence is what the person speaks of
+    living = {
+        pb.Copy.RECEIVING: "is receiving the rank",
+        pb.Copy.HELD: "holds the rank",
+        pb.Copy.RUNNING: "runs the rank",
+        pb.Copy.ENDED: "ran the rank, which has ended since",
+    }
+    if copy.state in living:
+        raise WrongState(
+            f"{node} answers that it {living[copy.state]}: it is not dead",
+            remedy=f"`migrator recover {move.id}` finishes or undoes the move",
+            where=move.where,
+        )
+
+
+async def _find(cluster: Cluster, move: str) -> Move:
+    known, silent = await all_moves(cluster, move)
+    if not known:
+        raise unknown_move(move, silent)
+    return known[0]
+
+
+def unknown_move(move: str, silent: dict[str, SnapshotError]) -> SnapshotError:
+    """The error for a move that no node that answers knows."""
+    if silent:
+        lost = ", ".join(silent)
+        return Unreachable(f"no node that answers knows move {move}, and these do not: {lost}", where=Where.UNKNOWN)
+    return NotFound(f"no node knows a move {move}")

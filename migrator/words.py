@@ -1,0 +1,46 @@
+"""How numbers and foreign text are shown to people: sizes, rates, durations, and text that others wrote.
+
+Sizes are decimal (1 GB is 10⁹ bytes), so that bytes, seconds and GB/s on one line agree with each other.
+"""
+
+from __future__ import annotations
+
+
+def size(count: float) -> str:
+    """1 234 567 890 → "1.2 GB"."""
+    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= factor * 0.9995:
+            return f"{count / factor:.1f} {unit}"
+    return f"{count:.0f} B"
+
+
+def rate(count: float, seconds: float) -> str:
+    """Bytes in seconds as GB/s; empty where nothing can be said."""
+    return f"{count / seconds / 1e9:.2f} GB/s" if count > 0 and seconds > 0 else ""
+
+
+def seconds(value: float) -> str:
+    """A measured time: "0.04 s", "0.9 s", "12.3 s"."""
+    return f"{value:.1f} s" if value >= 0.095 else f"{value:.2f} s"
+
+
+def span(value: float) -> str:
+    """A length of time a person lives with: "5 s", "3 min", "2 h 5 min", "4 d 1 h". Clocks that differ give "0 s"."""
+    whole = max(0, int(value))
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min"
+    if whole < 86400:
+        return f"{whole // 3600} h {whole % 3600 // 60} min"
+    return f"{whole // 86400} d {whole % 86400 // 3600} h"
+
+
+def plain(text: str) -> str:
+    """Text from elsewhere on one line: nothing in it can steer a terminal."""
+    return "".join(sign if sign.isprintable() else ("\N{SYMBOL FOR NEWLINE}" if sign == "\n" else "?") for sign in text)
+
+
+def plain_lines(text: str) -> list[str]:
+    """The same for text that may have several lines."""
+    return [plain(line.expandtabs(4)) for line in text.split("\n")] if text else []

@@ -1,0 +1,111 @@
+"""The frames that keepers and daemons exchange: one codec, no I/O, standard library alone.
+
+    u32 length of the rest (big-endian) | u16 header length | JSON header, an object with a "t" | raw payload
+
+Invariant: whatever bytes arrive, `Decoder.feed` yields whole frames or raises `FrameError`; it never holds more than
+one frame's worth of them. The daemons pass relay frames on without reading the payload, so only types listed in
+`RELAY_TYPES` may cross from one node to another: a remote daemon cannot speak a local daemon's control words.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+MAX_PAYLOAD_BYTES = 1 << 20
+MAX_HEADER_BYTES = (1 << 16) - 1
+MAX_FRAME_BYTES = 2 + MAX_HEADER_BYTES + MAX_PAYLOAD_BYTES
+
+#: guest keeper <-> home keeper, through both daemons. What each carries is written in shim/README.md.
+RELAY_TYPES = frozenset(
+    {"sync", "resync", "out", "ack", "shut", "in", "inack", "sig", "sigack", "win", "exit", "exitack"}
+)
+
+_LENGTH = struct.Struct("!I")
+_HEADER_LENGTH = struct.Struct("!H")
+
+Header = dict[str, Any]
+
+
+class FrameError(ValueError):
+    """Bytes that are no frame, or a frame that is too big. The connection they came from is not to be trusted."""
+
+
+class Frame(NamedTuple):
+    """One decoded frame. `header` always has a string under "t"."""
+
+    header: Header
+    payload: bytes
+
+    @property
+    def type(self) -> str:
+        return str(self.header["t"])
+
+    def encoded(self) -> bytes:
+        return _join(self.header, self.payload)
+
+
+def encode(frame_type: str, fields: Header | None = None, payload: bytes = b"") -> bytes:
+    """One frame as bytes, ready to be written."""
+    return _join({"t": frame_type, **(fields or {})}, payload)
+
+
+def _join(header: Header, payload: bytes) -> bytes:
+    head = json.dumps(header, separators=(",", ":")).encode()
+    if len(head) > MAX_HEADER_BYTES:
+        raise FrameError(f"a frame's header of {len(head)} bytes is over the limit of {MAX_HEADER_BYTES}")
+    if len(payload) > MAX_PAYLOAD_BYTES:
+        raise FrameError(f"a frame's payload of {len(payload)} bytes is over the limit of {MAX_PAYLOAD_BYTES}")
+    rest_bytes = _HEADER_LENGTH.size + len(head) + len(payload)
+    return b"".join((_LENGTH.pack(rest_bytes), _HEADER_LENGTH.pack(len(head)), head, payload))
+
+
+def decode(frame: bytes) -> Frame:
+    """Exactly one frame from exactly its bytes (as they travel in one message between daemons)."""
+    decoder = Decoder()
+    found = list(decoder.feed(frame))
+    if len(found) != 1 or decoder.pending_bytes:
+        raise FrameError(f"{len(frame)} bytes are not exactly one frame")
+    return found[0]
+
+
+class Decoder:
+    """Turns a byte stream, cut anywhere, into frames."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    @property
+    def pending_bytes(self) -> int:
+        return len(self._buffer)
+
+    def feed(self, data: bytes) -> Iterator[Frame]:
+        """The frames completed by `data`. Raises FrameError at the first bytes that cannot be one."""
+        self._buffer += data
+        while len(self._buffer) >= _LENGTH.size:
+            (rest_bytes,) = _LENGTH.unpack_from(self._buffer)
+            if not _HEADER_LENGTH.size <= rest_bytes <= MAX_FRAME_BYTES:
+                raise FrameError(f"a frame of {rest_bytes} bytes is impossible or over the limit")
+            if len(self._buffer) < _LENGTH.size + rest_bytes:
+                return
+            rest = bytes(memoryview(self._buffer)[_LENGTH.size : _LENGTH.size + rest_bytes])
+            del self._buffer[: _LENGTH.size + rest_bytes]
+            yield _parse(rest)
+
+
+def _parse(rest: bytes) -> Frame:
+    (head_bytes,) = _HEADER_LENGTH.unpack_from(rest)
+    payload_at = _HEADER_LENGTH.size + head_bytes
+    if payload_at > len(rest):
+        raise FrameError("a frame's header is longer than the frame")
+    if len(rest) - payload_at > MAX_PAYLOAD_BYTES:
+        raise FrameError("a frame's payload is over the limit")
+    try:
+        header = json.loads(rest[_HEADER_LENGTH.size : payload_at])
+    except (ValueError, RecursionError) as error:
+        raise FrameError(f"a frame's header is not JSON: {error}") from error
+    if not isinstance(header, dict) or not isinstance(header.get("t"), str):
+        raise FrameError("a frame's header is not an object with a type")
+    return Frame(header, rest[payload_at:])

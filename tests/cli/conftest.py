@@ -1,0 +1,292 @@
+"""A cluster of fake daemons behind the real wire: real gRPC servers on unix sockets, with answers that tests choose.
+
+Invariant: no test can reach a cluster, a lab or a daemon that exists on this machine.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from migrator.cli import main
+from snapshotd.api import snapshotd_pb2 as pb
+from snapshotd.api import snapshotd_pb2_grpc as stubs
+from snapshotd.api.errors import WIRE_KEY, SnapshotError
+
+MOVE = "m-0123456789ab"
+
+
+@dataclass
+class FakeDaemon(stubs.NodeServicer, stubs.SourceServicer, stubs.TargetServicer):
+    """Answers what it was told to answer and remembers what it was asked."""
+
+    name: str
+    ranks: list[pb.Rank] = field(default_factory=list)
+    moves: list[pb.MoveRecord] = field(default_factory=list)
+    checks: list[pb.Check] = field(default_factory=list)
+    copy: pb.Copy = field(default_factory=lambda: pb.Copy(state=pb.Copy.NO_SUCH_MOVE))
+    failures: dict[str, SnapshotError] = field(default_factory=dict)  # by method
+    asked: list[tuple[str, Any]] = field(default_factory=list)
+
+    def called(self, *methods: str) -> list[str]:
+        """The calls of these methods, in order."""
+        return [method for method, _ in self.asked if method in methods]
+
+    def _hear(self, method: str, request: Any, context: grpc.ServicerContext) -> None:
+        self.asked.append((method, request))
+        if (error := self.failures.get(method)) is not None:
+            context.set_trailing_metadata(((WIRE_KEY, error.to_wire()),))
+            context.abort(error.status, error.message)
+
+    def record(self, move: str) -> pb.MoveRecord:
+        """The daemon's record of a move; one that a test did not describe begins here."""
+        found = [record for record in self.moves if record.move == move]
+        if not found:
+            self.moves.append(pb.MoveRecord(move=move, begun_unix_s=1000.0))
+        return found[0] if found else self.moves[-1]
+
+    # ---------------------------------------------------------------- Node
+
+    def GetNode(self, request: pb.GetNodeRequest, context: grpc.ServicerContext) -> pb.NodeInfo:
+        self._hear("GetNode", request, context)
+        return pb.NodeInfo(
+            name=self.name,
+            version="0.1.0",
+            kernel="6.18.0",
+            criu_version="4.2.1",
+            memory_available_bytes=8_000_000_000,
+            image_capacity_bytes=4_000_000_000,
+            ranks=len(self.ranks),
+        )
+
+    def ListRanks(self, request: pb.ListRanksRequest, context: grpc.ServicerContext) -> pb.ListRanksReply:
+        self._hear("ListRanks", request, context)
+        return pb.ListRanksReply(ranks=self.ranks)
+
+    def ListMoves(self, request: pb.ListMovesRequest, context: grpc.ServicerContext) -> pb.ListMovesReply:
+        self._hear("ListMoves", request, context)
+        return pb.ListMovesReply(moves=[record for record in self.moves if request.move in ("", record.move)])
+
+    # ---------------------------------------------------------------- Source
+
+    def Inspect(self, request: pb.InspectRequest, context: grpc.ServicerContext) -> pb.InspectReply:
+        self._hear("Inspect", request, context)
+        return pb.InspectReply(facts=pb.RankFacts(source_node=self.name), checks=self.checks)
+
+    def Begin(self, request: pb.BeginRequest, context: grpc.ServicerContext) -> pb.BeginReply:
+        self._hear("Begin", request, context)
+        return pb.BeginReply()
+
+    def Freeze(self, request: pb.MoveRequest, context: grpc.ServicerContext) -> pb.FreezeReply:
+        self._hear("Freeze", request, context)
+        return pb.FreezeReply()
+
+    def Stream(self, request: pb.MoveRequest, context: grpc.ServicerContext) -> Iterator[pb.Progress]:
+        self._hear("Stream", request, context)
+        yield pb.Progress(bytes_sent=1_000_000, bytes_expected=3_000_000)
+        yield pb.Progress(bytes_sent=2_500_000, bytes_expected=3_000_000, done=True)
+
+    def Renew(self, request: pb.MoveRequest, context: grpc.ServicerContext) -> pb.RenewReply:
+        self._hear("Renew", request, context)
+        return pb.RenewReply()
+
+    def Commit(self, request: pb.CommitRequest, context: grpc.ServicerContext) -> pb.Outcome:
+        self._hear("Commit", request, context)
+        self.record(request.move).outcome = pb.COMMIT
+        return self._outcome(request.move)
+
+    def GetOutcome(self, request: pb.MoveRequest, context: grpc.ServicerContext) -> pb.Outcome:
+        self._hear("GetOutcome", request, context)
+        return self._outcome(request.move)
+
+    def Abort(self, request: pb.AbortRequest, context: grpc.ServicerContext) -> pb.Outcome:
+        self._hear("Abort", request, context)
+        record = self.record(request.move)
+        if record.outcome == pb.UNDECIDED:
+            record.outcome, record.reason = pb.ABORT, request.reason
+        if record.outcome == pb.ABORT:
+            record.mark, record.ended_unix_s, record.where = "settled", 2000.0, "running on source"
+        return self._outcome(request.move)
+
+    def Release(self, request: pb.MoveRequest, context: grpc.ServicerContext) -> pb.ReleaseReply:
+        self._hear("Release", request, context)
+        record = self.record(request.move)
+        record.mark, record.ended_unix_s, record.where = "settled", 2000.0, "running on target"
+        return pb.ReleaseReply(released=True)
+
+    def DeclareTargetDead(self, request: pb.DeclareRequest, context: grpc.ServicerContext) -> pb.Outcome:
+        self._hear("DeclareTargetDead", request, context)
+        record = self.record(request.move)
+        record.outcome, record.decided_by, record.where = pb.ABORT, request.declared_by, "running on source"
+        record.mark, record.ended_unix_s = "settled", 2000.0
+        return self._outcome(request.move)
+
+    def _outcome(self, move: str) -> pb.Outcome:
+        record = self.record(move)
+        return pb.Outcome(kind=record.outcome, token=b"token" if record.outcome else b"", where=record.where)
+
+    # ---------------------------------------------------------------- Target
+
+    def Examine(self, request: pb.ExamineRequest, context: grpc.ServicerContext) -> pb.ExamineReply:
+        self._hear("Examine", request, context)
+        return pb.ExamineReply(checks=self.checks)
+
+    def Prepare(self, request: pb.PrepareRequest, context: grpc.ServicerContext) -> pb.PrepareReply:
+        self._hear("Prepare", request, context)
+        return pb.PrepareReply(nonce=b"n" * 32)
+
+    def Seal(self, request: pb.SealRequest, context: grpc.ServicerContext) -> pb.SealReply:
+        self._hear("Seal", request, context)
+        return pb.SealReply()
+
+    def Restore(self, request: pb.MoveRequest, context: grpc.ServicerContext) -> pb.RestoreReply:
+        self._hear("Restore", request, context)
+        return pb.RestoreReply(held_receipt=b"held")
+
+    def GetCopy(self, request: pb.MoveRequest, context: grpc.ServicerContext) -> pb.Copy:
+        self._hear("GetCopy", request, context)
+        return self.copy
+
+    def Activate(self, request: pb.TokenRequest, context: grpc.ServicerContext) -> pb.ActivateReply:
+        self._hear("Activate", request, context)
+        return self._activate(request.move)
+
+    def Discard(self, request: pb.TokenRequest, context: grpc.ServicerContext) -> pb.DiscardReply:
+        self._hear("Discard", request, context)
+        record = self.record(request.move)
+        record.mark, record.outcome, record.ended_unix_s = "discarded", pb.ABORT, 2001.0
+        return pb.DiscardReply()
+
+    def DeclareSourceDead(self, request: pb.DeclareRequest, context: grpc.ServicerContext) -> pb.ActivateReply:
+        self._hear("DeclareSourceDead", request, context)
+        return self._activate(request.move)
+
+    def _activate(self, move: str) -> pb.ActivateReply:
+        record = self.record(move)
+        record.mark, record.outcome, record.ended_unix_s = "activated", pb.COMMIT, 2001.0
+        return pb.ActivateReply(running=True)
+
+
+@dataclass
+class FakeCluster:
+    """Three fake daemons and the cluster file that names them. `stop` makes one unreachable."""
+
+    path: Path
+    daemons: dict[str, FakeDaemon]
+    servers: dict[str, grpc.Server]
+
+    def __getitem__(self, node: str) -> FakeDaemon:
+        return self.daemons[node]
+
+    def stop(self, *nodes: str) -> None:
+        for node in nodes:
+            self.servers[node].stop(0).wait()
+
+
+@pytest.fixture(autouse=True)
+def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever this machine has, a test that names no cluster finds none."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("MIGRATOR_CLUSTER", str(tmp_path / "no-cluster.toml"))
+    monkeypatch.setenv("GRPC_VERBOSITY", "NONE")
+    monkeypatch.setenv("NO_COLOR", "1")
+    for name in ("MIGRATOR_DEBUG", "MIGRATOR_PKI"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCluster]:
+    made = FakeCluster(tmp_path / "cluster.toml", {}, {})
+    text = []
+    for node in ("node-1", "node-2", "spare-1"):
+        made.daemons[node] = daemon = FakeDaemon(node)
+        made.servers[node] = server = grpc.server(ThreadPoolExecutor(2))
+        stubs.add_NodeServicer_to_server(daemon, server)
+        stubs.add_SourceServicer_to_server(daemon, server)
+        stubs.add_TargetServicer_to_server(daemon, server)
+        server.add_insecure_port(f"unix:{tmp_path}/{node}.sock")
+        server.start()
+        text.append(f'[nodes.{node}]\nendpoint = "unix:{tmp_path}/{node}.sock"\n')
+    made.path.write_text("".join(text))
+    monkeypatch.setenv("MIGRATOR_CLUSTER", str(made.path))
+    yield made
+    made.stop(*made.servers)
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a run of the program left."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> dict[str, Any]:
+        """Stdout, which must be exactly one JSON object on one line."""
+        assert self.out.count("\n") == 1, self.out
+        value = json.loads(self.out)
+        assert isinstance(value, dict)
+        return value
+
+
+class Migrator:
+    """The program, in this process."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
+
+    def __call__(self, *argv: str) -> Ran:
+        self._capsys.readouterr()
+        try:
+            code = main(argv)
+        except SystemExit as end:  # argparse's --help
+            code = int(end.code or 0)
+        out, err = self._capsys.readouterr()
+        return Ran(code, out, err)
+
+
+@pytest.fixture
+def migrator(capsys: pytest.CaptureFixture[str]) -> Migrator:
+    return Migrator(capsys)
+
+
+def a_rank(node: str, rank: int = 0, job: str = "train", **fields: Any) -> pb.Rank:
+    """A rank that runs on `node`, which is its home."""
+    given: dict[str, Any] = {
+        "uid": f"{job}-{rank}-00000001",
+        "job": job,
+        "rank": rank,
+        "place": pb.Rank.HERE,
+        "at_node": node,
+        "home_node": node,
+        "process": pb.ProcessId(pid=4711, start_ticks=1),
+        "command": "python train.py",
+        "memory_bytes": 1_500_000_000,
+    }
+    return pb.Rank(**(given | fields))
+
+
+def a_record(role: str, move: str = MOVE, **fields: Any) -> pb.MoveRecord:
+    """One side's record of a move of rank 1 from node-1 to spare-1 that has not ended."""
+    given: dict[str, Any] = {
+        "move": move,
+        "role": role,
+        "rank_uid": "train-1-00000001",
+        "job": "train",
+        "rank": 1,
+        "source_node": "node-1",
+        "target_node": "spare-1",
+        "mark": "streamed" if role == "source" else "held",
+        "begun_unix_s": 1000.0,
+        "where": "frozen on source" if role == "source" else "unknown",
+        "waiting_for": "the driver has the word" if role == "source" else "only the source knows how this ends",
+    }
+    return pb.MoveRecord(**(given | fields))

@@ -1,0 +1,155 @@
+"""The command line's own grammar: help for all, one form for all errors, nothing malformed gets through."""
+
+from __future__ import annotations
+
+import pytest
+
+from migrator.cli import arguments
+from snapshotd.api.errors import BY_CODE, BadConfig, NotFound, Usage
+from tests.cli.conftest import FakeCluster, Migrator
+
+VERBS = (
+    ("run",),
+    ("ps",),
+    ("nodes",),
+    ("check",),
+    ("move",),
+    ("status",),
+    ("history",),
+    ("recover",),
+    ("lab",),
+    ("lab", "up"),
+    ("lab", "down"),
+    ("lab", "run"),
+    ("lab", "exec"),
+    ("pki",),
+    ("pki", "init"),
+    ("pki", "node"),
+    ("pki", "operator"),
+)
+
+
+@pytest.mark.parametrize("verb", VERBS, ids=" ".join)
+def test_every_verb_has_help_with_its_exit_codes(migrator: Migrator, verb: tuple[str, ...]) -> None:
+    ran = migrator(*verb, "--help")
+    assert ran.code == 0
+    assert f"usage: migrator {' '.join(verb)}" in ran.out
+    assert "exit codes:" in ran.out
+    assert "--json" in ran.out
+
+
+def test_help_names_every_verb_and_every_exit_code(migrator: Migrator) -> None:
+    ran = migrator("--help")
+    assert ran.code == 0
+    for verb, *_ in VERBS:
+        assert f"\n    {verb} " in ran.out
+    for error in BY_CODE.values():
+        assert f"{error.exit_code:>3}  {error.code} " in ran.out
+
+
+def test_exit_codes_are_one_to_one_with_error_codes() -> None:
+    assert len({error.exit_code for error in BY_CODE.values()}) == len(BY_CODE)
+    assert len(arguments.exit_codes().splitlines()) == len(BY_CODE) + 2
+
+
+WRONG = {
+    "no verb": (),
+    "unknown verb": ("fly",),
+    "unknown option": ("ps", "--fast"),
+    "no abbreviations": ("ps", "--al"),
+    "no rank": ("move", "--to", "node-1"),
+    "no node": ("move", "--rank", "1"),
+    "negative rank": ("move", "--rank", "-1", "--to", "node-1"),
+    "rank is no number": ("move", "--rank", "one", "--to", "node-1"),
+    "rank in foreign digits": ("move", "--rank", "٣", "--to", "node-1"),
+    "absurd rank": ("move", "--rank", "9" * 30, "--to", "node-1"),
+    "node is a path": ("move", "--rank", "1", "--to", "../../etc/passwd"),
+    "node is empty": ("move", "--rank", "1", "--to", ""),
+    "node has an escape": ("check", "--rank", "1", "--to", "a\x1b[2J"),
+    "job is a path": ("move", "--rank", "1", "--to", "node-1", "--job", "/tmp/x"),
+    "job is absurdly long": ("ps", "--job", "x" * 500),
+    "timeout zero": ("move", "--rank", "1", "--to", "node-1", "--timeout", "0"),
+    "timeout negative": ("move", "--rank", "1", "--to", "node-1", "--timeout", "-3"),
+    "timeout is no number": ("move", "--rank", "1", "--to", "node-1", "--timeout", "soon"),
+    "timeout infinite": ("move", "--rank", "1", "--to", "node-1", "--timeout", "inf"),
+    "move id is a path": ("status", "../m-0123456789ab"),
+    "move id too short": ("recover", "m-0123"),
+    "limit zero": ("history", "--limit", "0"),
+    "a command where none belongs": ("ps", "--", "true"),
+    "dead node without a move": ("recover", "--source-is-dead", "--yes"),
+    "both dead": ("recover", "m-0123456789ab", "--source-is-dead", "--target-is-dead", "--yes"),
+    "dead and abort": ("recover", "m-0123456789ab", "--source-is-dead", "--abort", "--yes"),
+    "lab is a path": ("lab", "down", "--lab", "../x"),
+    "node of a lab is a path": ("lab", "exec", "a/b", "--", "true"),
+    "lab without a verb": ("lab",),
+    "pki name is a path": ("pki", "operator", "../x", "--dir", "/nonexistent"),
+}
+
+
+@pytest.mark.parametrize("argv", WRONG.values(), ids=WRONG.keys())
+def test_bad_input_is_a_usage_error_in_words(cluster: FakeCluster, migrator: Migrator, argv: tuple[str, ...]) -> None:
+    ran = migrator(*argv)
+    assert ran.code == Usage.exit_code
+    assert ran.out == ""
+    first, *rest = ran.err.splitlines()
+    assert first.startswith("migrator: ")
+    assert rest[-2].startswith("  remedy: ")
+    assert rest[-1] == "  the rank is: not touched"
+    assert "\x1b" not in ran.err
+    assert "Traceback" not in ran.err
+
+
+@pytest.mark.parametrize("argv", WRONG.values(), ids=WRONG.keys())
+def test_bad_input_is_a_usage_error_in_json(cluster: FakeCluster, migrator: Migrator, argv: tuple[str, ...]) -> None:
+    ran = migrator("--json", *argv)
+    assert ran.code == Usage.exit_code
+    assert ran.json["error"] == "usage"
+    assert set(ran.json) == {"error", "message", "remedy", "where"}
+    assert ran.err == ""
+
+
+def test_options_for_all_verbs_work_before_and_after_the_verb(
+    cluster: FakeCluster, migrator: Migrator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MIGRATOR_CLUSTER")
+    path = str(cluster.path)
+    for argv in (
+        ("--cluster", path, "--json", "ps"),
+        ("ps", "--json", "--cluster", path),
+        ("--json", "ps", f"--cluster={path}"),
+    ):
+        ran = migrator(*argv)
+        assert (ran.code, ran.json) == (0, {"ranks": [], "unreachable": []})
+
+
+def test_a_cluster_named_twice_is_a_usage_error(cluster: FakeCluster, migrator: Migrator) -> None:
+    assert migrator("ps", "--cluster", str(cluster.path), "--lab", "x").code == Usage.exit_code
+
+
+def test_a_cluster_that_is_not_there(migrator: Migrator) -> None:
+    ran = migrator("ps", "--cluster", "/nonexistent/cluster.toml")
+    assert ran.code == NotFound.exit_code
+    assert "/nonexistent/cluster.toml" in ran.err
+
+
+def test_a_cluster_file_that_makes_no_sense(cluster: FakeCluster, migrator: Migrator) -> None:
+    cluster.path.write_text("nodes = 3\nspeed = 'fast'\n")
+    ran = migrator("nodes", "--json")
+    assert ran.code == BadConfig.exit_code
+    assert "speed" in ran.json["message"]
+    assert "nodes" in ran.json["message"]
+
+
+def test_an_unexpected_exception_is_one_line_and_a_traceback_only_for_those_who_ask(
+    cluster: FakeCluster, migrator: Migrator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(_: object) -> None:
+        raise ZeroDivisionError("oops")
+
+    monkeypatch.setattr("migrator.cli.ps.visible", lambda *_, **__: broken(None))
+    ran = migrator("ps")
+    assert ran.code == 1
+    assert ran.err.startswith("migrator: ZeroDivisionError: oops\n  remedy: this is a defect")
+    assert "Traceback" not in ran.err
+    monkeypatch.setenv("MIGRATOR_DEBUG", "1")
+    assert "Traceback" in migrator("ps").err

@@ -1,0 +1,241 @@
+"""ps, nodes, status, history, check: what they show of a cluster, and what they say when part of it is silent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from migrator.cli import ps
+from snapshotd.api import snapshotd_pb2 as pb
+from snapshotd.api.errors import Ambiguous, Busy, Denied, NotFound, Refused, Unreachable
+from tests.cli.conftest import MOVE, FakeCluster, Migrator, a_rank, a_record
+
+LISTING = (("ps",), ("nodes",), ("status",), ("history",), ("recover",))
+
+
+def test_ps_shows_processes_and_hides_the_keepers_they_left_at_home(cluster: FakeCluster, migrator: Migrator) -> None:
+    cluster["node-1"].ranks = [a_rank("node-1", 0), a_rank("node-1", 1, place=pb.Rank.AWAY, at_node="spare-1")]
+    cluster["spare-1"].ranks = [a_rank("spare-1", 1, home_node="node-1", moves=3)]
+    ran = migrator("ps")
+    assert ran.code == 0
+    heads, first, second = ran.out.splitlines()
+    assert heads.split() == list(ps.HEADS)
+    assert first.split()[:5] == ["train", "0", "node-1", "node-1", "4711"]
+    assert second.split()[:5] == ["train", "1", "spare-1", "node-1", "4711"]
+    assert "1.5 GB" in first
+    assert "away (on spare-1)" in migrator("ps", "--all").out
+
+
+def test_ps_json_has_every_fact(cluster: FakeCluster, migrator: Migrator) -> None:
+    cluster["node-2"].ranks = [a_rank("node-2", 7, moving=MOVE, user_id=1000, started_unix_s=5.0)]
+    (rank,) = migrator("ps", "--json").json["ranks"]
+    assert rank == {
+        "uid": "train-7-00000001",
+        "job": "train",
+        "rank": 7,
+        "node": "node-2",
+        "at_node": "node-2",
+        "home": "node-2",
+        "pid": 4711,
+        "user_id": 1000,
+        "memory_bytes": 1_500_000_000,
+        "started_unix_s": 5.0,
+        "moves": 0,
+        "moving": MOVE,
+        "place": "here",
+        "command": "python train.py",
+    }
+
+
+def test_ps_shows_one_row_for_a_rank_that_is_being_moved(cluster: FakeCluster, migrator: Migrator) -> None:
+    cluster["spare-1"].ranks = [a_rank("spare-1", home_node="node-1", moving=MOVE, moves=1)]
+    cluster["node-1"].ranks = [a_rank("node-1", moving=MOVE)]
+    (rank,) = migrator("ps", "--json").json["ranks"]
+    assert (rank["node"], rank["moving"]) == ("node-1", MOVE)
+    assert len(migrator("ps", "--json", "--all").json["ranks"]) == 2
+
+
+def test_ps_shows_a_rank_whose_node_is_silent_by_its_keeper_at_home(cluster: FakeCluster, migrator: Migrator) -> None:
+    cluster["node-1"].ranks = [a_rank("node-1", 1, place=pb.Rank.AWAY, at_node="spare-1")]
+    cluster.stop("spare-1")
+    ran = migrator("ps")
+    assert ran.code == 0
+    assert "away (on spare-1)" in ran.out
+    assert "warning: spare-1: " in ran.err
+
+
+def test_ps_of_one_job(cluster: FakeCluster, migrator: Migrator) -> None:
+    cluster["node-1"].ranks = [a_rank("node-1", job="a"), a_rank("node-1", job="b")]
+    assert [rank["job"] for rank in migrator("ps", "--job", "b", "--json").json["ranks"]] == ["b"]
+
+
+def test_a_job_cannot_steer_the_terminal(cluster: FakeCluster, migrator: Migrator) -> None:
+    cluster["node-1"].ranks = [a_rank("node-1", command="evil\x1b[2J\rname\n")]
+    assert "evil?[2J?name" in migrator("ps").out
+
+
+@pytest.mark.parametrize("verb", LISTING, ids=" ".join)
+def test_a_silent_node_is_a_warning(cluster: FakeCluster, migrator: Migrator, verb: tuple[str, ...]) -> None:
+    cluster.stop("node-2")
+    ran = migrator(*verb)
+    assert ran.code == 0
+    assert ran.err.startswith("warning: node-2: ")
+    told = migrator(*verb, "--json")
+    assert told.code == 0
+    assert "node-2" in told.out
+    assert told.err == ""
+
+
+@pytest.mark.parametrize("verb", LISTING, ids=" ".join)
+def test_if_no_node_answers_it_is_unreachable(cluster: FakeCluster, migrator: Migrator, verb: tuple[str, ...]) -> None:
+    cluster.stop(*cluster.daemons)
+    ran = migrator(*verb, "--json")
+    assert ran.code == Unreachable.exit_code
+    assert ran.json["error"] == "unreachable"
+    for node in cluster.daemons:
+        assert node in ran.json["message"]
+
+
+def test_if_every_node_denies_it_is_denied(cluster: FakeCluster, migrator: Migrator) -> None:
+    for daemon in cluster.daemons.values():
+        daemon.failures["ListRanks"] = Denied("not for you")
+    ran = migrator("ps")
+    assert ran.code == Denied.exit_code
+    assert "not for you" in ran.err
+    assert Denied.remedy in ran.err
+
+
+def test_nodes(cluster: FakeCluster, migrator: Migrator) -> None:
+    cluster["node-1"].ranks = [a_rank("node-1")]
+    cluster.stop("spare-1")
+    ran = migrator("nodes")
+    assert ran.code == 0
+    rows = {line.split()[0]: line for line in ran.out.splitlines()[1:]}
+    assert set(rows) == set(cluster.daemons)
+    assert "up" in rows["node-1"]
+    assert "8.0 GB" in rows["node-1"]
+    assert "4.2.1" in rows["node-1"]
+    assert "unreachable" in rows["spare-1"]
+    told = {node["name"]: node for node in migrator("nodes", "--json").json["nodes"]}
+    assert told["node-1"]["ranks"] == 1
+    assert told["node-1"]["state"] == "up"
+    assert told["spare-1"]["state"] == "unreachable"
+    assert told["spare-1"]["reason"]
+
+
+def test_status_merges_the_views_of_both_ends(cluster: FakeCluster, migrator: Migrator) -> None:
+    cluster["node-1"].moves = [a_record("source")]
+    cluster["spare-1"].moves = [a_record("target")]
+    (move,) = migrator("status", "--json").json["moves"]
+    assert (move["move"], move["source"], move["target"]) == (MOVE, "node-1", "spare-1")
+    assert (move["outcome"], move["where"]) == ("unknown", "frozen on source")
+    assert [(view["node"], view["role"], view["mark"]) for view in move["views"]] == [
+        ("node-1", "source", "streamed"),
+        ("spare-1", "target", "held"),
+    ]
+    row = migrator("status").out.splitlines()[1]
+    assert "streamed / held" in row
+    assert "node-1: the driver has the word; spare-1: only the source knows how this ends" in row
+
+
+def test_status_and_history_share_the_moves_between_them(cluster: FakeCluster, migrator: Migrator) -> None:
+    other = "m-ffffffffffff"
+    done: dict[str, Any] = {"outcome": pb.COMMIT, "ended_unix_s": 1500.0, "pause_s": 0.9, "bytes": 1_000_000_000}
+    # The target has ended the first move, the source has yet to clean up: it is not history.
+    cluster["node-1"].moves = [a_record("source", outcome=pb.COMMIT), a_record("source", other, **done)]
+    cluster["spare-1"].moves = [a_record("target", **done), a_record("target", other, **done)]
+    (open_move,) = migrator("status", "--json").json["moves"]
+    assert (open_move["move"], open_move["outcome"], open_move["where"]) == (MOVE, "moved", "running on target")
+    (ended,) = migrator("history", "--json").json["moves"]
+    assert (ended["move"], ended["outcome"], ended["pause_s"], ended["bytes"]) == (other, "moved", 0.9, 1_000_000_000)
+    assert "0.9 s  1.0 GB" in migrator("history").out
+
+
+def test_history_is_newest_first_and_limited(cluster: FakeCluster, migrator: Migrator) -> None:
+    cluster["node-1"].moves = [
+        a_record(
+            "source", f"m-00000000000{number}", ended_unix_s=1000.0 + number, outcome=pb.ABORT, reason="interrupted"
+        )
+        for number in range(5)
+    ]
+    moves = migrator("history", "--limit", "2", "--json").json["moves"]
+    assert [move["move"] for move in moves] == ["m-000000000004", "m-000000000003"]
+    assert {move["outcome"] for move in moves} == {"undone"}
+    assert "3 older ones" in migrator("history", "--limit", "2").out
+
+
+def test_one_move_in_detail(cluster: FakeCluster, migrator: Migrator) -> None:
+    cluster["node-1"].moves = [a_record("source", reason="silent driver", decided_by="source", outcome=pb.ABORT)]
+    ran = migrator("status", MOVE)
+    assert ran.code == 0
+    assert f"{MOVE}  rank 1 of job train  node-1 → spare-1" in ran.out
+    assert "frozen on source (node-1)" in ran.out
+    assert "silent driver" in ran.out
+    assert migrator("status", MOVE, "--json").json["decided_by"] == "source"
+
+
+@pytest.mark.parametrize("verb", ["status", "recover"])
+def test_a_move_nobody_knows(cluster: FakeCluster, migrator: Migrator, verb: str) -> None:
+    assert migrator(verb, MOVE).code == NotFound.exit_code
+    cluster.stop("node-2")  # who may be the one that knows
+    assert migrator(verb, MOVE).code == Unreachable.exit_code
+
+
+def _checks() -> list[pb.Check]:
+    return [
+        pb.Check(name="kernel", reason="6.18 on both"),
+        pb.Check(name="time", verdict=pb.Check.WARN, reason="clocks differ by 3 s", remedy="run chrony"),
+        pb.Check(name="sockets", verdict=pb.Check.REFUSE, reason="2 TCP sockets", remedy="close them"),
+    ]
+
+
+def test_check_shows_each_check_and_exits_as_refused(cluster: FakeCluster, migrator: Migrator) -> None:
+    cluster["node-1"].ranks = [a_rank("node-1")]
+    cluster["spare-1"].checks = _checks()
+    ran = migrator("check", "--rank", "0", "--to", "spare-1")
+    assert ran.code == Refused.exit_code
+    assert "rank 0 of job train: node-1 → spare-1" in ran.out
+    assert "✓ kernel   6.18 on both" in ran.out
+    assert "! time     clocks differ by 3 s" in ran.out
+    assert "✗ sockets  2 TCP sockets" in ran.out
+    assert "remedy: close them" in ran.out
+    told = migrator("check", "--rank", "0", "--to", "spare-1", "--json")
+    assert told.code == Refused.exit_code
+    assert told.json["movable"] is False
+    assert [check["verdict"] for check in told.json["checks"]] == ["pass", "warn", "refuse"]
+
+
+def test_check_that_passes(cluster: FakeCluster, migrator: Migrator) -> None:
+    cluster["node-1"].ranks = [a_rank("node-1")]
+    cluster["spare-1"].checks = _checks()[:2]
+    ran = migrator("check", "--rank", "0", "--to", "spare-1")
+    assert ran.code == 0
+    assert "it can move" in ran.out
+
+
+@pytest.mark.parametrize("verb", ["check", "move"])
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (("--rank", "5", "--to", "spare-1"), NotFound),
+        (("--rank", "0", "--to", "spare-9"), NotFound),
+        (("--rank", "0", "--to", "spare-1", "--job", "other"), NotFound),
+        (("--rank", "0", "--to", "node-1"), Refused),
+        (("--rank", "1", "--to", "spare-1"), Ambiguous),
+        (("--rank", "2", "--to", "spare-1"), Busy),
+    ],
+    ids=["no such rank", "no such node", "no such job", "to itself", "two jobs", "already moving"],
+)
+def test_what_cannot_be_meant(
+    cluster: FakeCluster,
+    migrator: Migrator,
+    verb: str,
+    argv: tuple[str, ...],
+    expected: type[NotFound | Refused | Ambiguous | Busy],
+) -> None:
+    cluster["node-1"].ranks = [a_rank("node-1", 0), a_rank("node-1", 1), a_rank("node-1", 2, moving=MOVE)]
+    cluster["node-2"].ranks = [a_rank("node-2", 1, job="other")]
+    ran = migrator(verb, *argv, "--json")
+    assert (ran.code, ran.json["error"]) == (expected.exit_code, expected.code)
+    assert not any(daemon.called("Prepare", "Begin", "Freeze") for daemon in cluster.daemons.values())

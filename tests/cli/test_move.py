@@ -1,0 +1,337 @@
+"""`migrator move`: how a move is shown, how each end is told, and what Ctrl-C does."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from migrator.progress import Lines, Live, Silent, show_on
+from migrator.protocol import Verdict
+from migrator.report import Ask, Event, MoveResult, PhaseTime
+from snapshotd.api.errors import CriuFailed, OutcomeUnknown, Refused, Undone, Where
+from tests.cli.conftest import MOVE, FakeCluster, Migrator, a_rank
+
+ROOT = Path(__file__).parents[2]
+
+
+def moved(**fields: Any) -> MoveResult:
+    given: dict[str, Any] = {
+        "move": MOVE,
+        "job": "train",
+        "rank": 1,
+        "source": "node-2",
+        "target": "spare-1",
+        "outcome": Verdict.MOVED,
+        "pause_s": 0.93,
+        "bytes": 2_000_000_000,
+        "phases": [
+            PhaseTime("preflight", 0.1, 0),
+            PhaseTime("stream", 1.0, 2_000_000_000),
+            PhaseTime("clean", 0.05, 0),
+        ],
+        "where": Where.TARGET_RUNNING,
+    }
+    return MoveResult(**(given | fields))
+
+
+def failed(error: Undone | Refused | OutcomeUnknown, outcome: Verdict, where: Where) -> MoveResult:
+    return moved(
+        outcome=outcome,
+        where=where,
+        reason=error.message,
+        remedy=error.advice,
+        error_code=error.code,
+        exit_code=error.exit_code,
+    )
+
+
+@pytest.fixture
+def drive(cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> Callable[[MoveResult], list[Ask]]:
+    """A driver whose moves end as told, after some events."""
+
+    def ends_with(result: MoveResult) -> list[Ask]:
+        asked: list[Ask] = []
+
+        class Driver:
+            def __init__(self, _: object, on_event: Callable[[Event], None]) -> None:
+                self.on_event = on_event
+
+            async def move(self, ask: Ask) -> MoveResult:
+                asked.append(ask)
+                for phase in result.phases:
+                    self.on_event(Event("phase-start", phase.name, 0, 0, 0, ""))
+                    self.on_event(Event("phase-end", phase.name, phase.seconds, phase.bytes, 0, ""))
+                return result
+
+        monkeypatch.setattr("migrator.driver.Driver", Driver)
+        return asked
+
+    return ends_with
+
+
+def test_a_move_that_worked(drive: Callable[[MoveResult], list[Ask]], migrator: Migrator) -> None:
+    asked = drive(moved())
+    ran = migrator("move", "--rank", "1", "--to", "spare-1", "--job", "train", "--timeout", "60")
+    assert ran.code == 0
+    assert asked == [Ask(1, "spare-1", "train", 60.0)]
+    assert ran.out.splitlines() == [
+        "moved rank 1  node-2 → spare-1  pause 0.9 s",
+        "  preflight 0.10  stream 1.00  clean 0.05  (seconds)",
+        "  longest: stream 1.0 s at 2.00 GB/s; 2.0 GB sent",
+    ]
+    assert ran.err.splitlines() == [
+        "  preflight  0.1 s",
+        "  stream     1.0 s  2.0 GB  2.00 GB/s",
+        "  clean      0.05 s",
+    ]
+
+
+def test_json_is_one_object_and_nothing_else(drive: Callable[[MoveResult], list[Ask]], migrator: Migrator) -> None:
+    drive(moved())
+    ran = migrator("move", "--rank", "1", "--to", "spare-1", "--json")
+    assert (ran.code, ran.err) == (0, "")
+    wanted = {"move", "job", "rank", "source", "target", "outcome", "pause_s", "bytes", "phases", "reason"}
+    assert wanted <= set(ran.json)
+    assert ran.json["outcome"] == "moved"
+    assert ran.json["phases"][1] == {"name": "stream", "seconds": 1.0, "bytes": 2_000_000_000}
+
+
+WHOLE = ["Prepare", "Begin", "Freeze", "Stream", "Restore", "Commit", "Activate", "Release"]
+
+
+def test_a_whole_move_by_the_real_driver(cluster: FakeCluster, migrator: Migrator) -> None:
+    cluster["node-1"].ranks = [a_rank("node-1")]
+    ran = migrator("move", "--rank", "0", "--to", "spare-1", "--json")
+    assert ran.code == 0
+    assert (ran.json["outcome"], ran.json["source"], ran.json["bytes"]) == ("moved", "node-1", 2_500_000)
+    assert cluster["node-1"].called(*WHOLE) == ["Begin", "Freeze", "Stream", "Commit", "Release"]
+    assert cluster["spare-1"].called(*WHOLE) == ["Prepare", "Restore", "Activate"]
+
+
+def test_a_whole_move_that_fails_by_the_real_driver(cluster: FakeCluster, migrator: Migrator) -> None:
+    cluster["node-1"].ranks = [a_rank("node-1")]
+    cluster["spare-1"].failures["Restore"] = CriuFailed(
+        "Error (criu/x.c:1): no\nsecond line", where=Where.SOURCE_FROZEN
+    )
+    ran = migrator("move", "--rank", "0", "--to", "spare-1")
+    assert ran.code == Undone.exit_code
+    assert "migrator: rank 0 was not moved: undone: Error (criu/x.c:1): no\nsecond line\n" in ran.err
+    assert ran.err.endswith("  the rank is: running on source (node-1)\n")
+    assert cluster["node-1"].called("Abort")
+    assert cluster["spare-1"].called("Discard")
+    assert not cluster["spare-1"].called("Activate")
+
+
+ENDS = [
+    (Refused("2 checks refuse"), Verdict.REFUSED, Where.SOURCE_RUNNING, "running on source (node-2)"),
+    (Undone("the target is full"), Verdict.UNDONE, Where.SOURCE_RUNNING, "running on source (node-2)"),
+    (OutcomeUnknown("no answer"), Verdict.UNKNOWN, Where.TARGET_HELD, "held on target (spare-1)"),
+]
+
+
+@pytest.mark.parametrize(("error", "outcome", "where", "shown"), ENDS, ids=[str(end[1]) for end in ENDS])
+def test_a_move_that_did_not(
+    drive: Callable[[MoveResult], list[Ask]],
+    migrator: Migrator,
+    error: Undone | Refused | OutcomeUnknown,
+    outcome: Verdict,
+    where: Where,
+    shown: str,
+) -> None:
+    drive(failed(error, outcome, where))
+    ran = migrator("move", "--rank", "1", "--to", "spare-1")
+    assert ran.code == error.exit_code
+    assert ran.out == ""
+    told = ran.err.splitlines()[-3:]
+    assert told[0].startswith("migrator: ")
+    assert f"{outcome}: {error.message}" in told[0]
+    assert told[1:] == [f"  remedy: {error.advice}", f"  the rank is: {shown}"]
+    as_json = migrator("move", "--rank", "1", "--to", "spare-1", "--json")
+    assert (as_json.code, as_json.json["outcome"], as_json.json["where"]) == (error.exit_code, outcome, where)
+
+
+# -------------------------------------------------------------------- the display
+
+
+def event(kind: str, phase: str = "", seconds: float = 0, count: int = 0, expected: int = 0, text: str = "") -> Event:
+    return Event(kind, phase, seconds, count, expected, text)
+
+
+def test_lines_tell_of_a_stream_at_most_every_two_seconds() -> None:
+    clock = [0.0]
+    stream = io.StringIO()
+    lines = Lines(stream, clock=lambda: clock[0])
+    lines(event("phase-start", "stream"))
+    for tick in range(1, 46):
+        clock[0] = tick / 10
+        lines(event("bytes", "stream", count=tick * 100_000_000, expected=8_000_000_000))
+    lines(event("phase-end", "stream", 4.5, 4_500_000_000))
+    lines.close()
+    lines.close()
+    assert stream.getvalue().splitlines() == [
+        "  stream     2.0 GB of up to 8.0 GB  1.00 GB/s",
+        "  stream     4.0 GB of up to 8.0 GB  1.00 GB/s",
+        "  stream     4.5 s  4.5 GB  1.00 GB/s",
+    ]
+
+
+def test_a_phase_of_two_steps_is_one_line() -> None:
+    stream = io.StringIO()
+    lines = Lines(stream)
+    for phase in ("prepare", "prepare", "freeze"):
+        lines(event("phase-start", phase))
+        lines(event("phase-end", phase, 0.2))
+    lines(event("note", text="hello\x1b[2J"))
+    lines.close()
+    assert stream.getvalue().splitlines() == ["  prepare    0.4 s", "  hello?[2J", "  freeze     0.2 s"]
+
+
+def test_a_stream_that_is_gone_disturbs_nobody() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    broken = os.fdopen(writing, "w")
+    closed = io.StringIO()
+    closed.close()
+    for stream in (broken, closed):
+        lines = Lines(stream)
+        lines(event("phase-start", "freeze"))
+        lines(event("phase-end", "freeze", 0.1))
+        lines.close()
+    with pytest.raises(BrokenPipeError):
+        broken.close()
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_gets_a_live_display_and_json_without_one_nothing() -> None:
+    assert isinstance(show_on(io.StringIO()), Lines)
+    assert isinstance(show_on(io.StringIO(), only_live=True), Silent)
+    stream = Terminal()
+    live = show_on(stream)
+    assert isinstance(live, Live)
+    for phase in ("prepare", "prepare", "stream"):
+        live(event("phase-start", phase))
+        live(event("bytes", phase, count=1_000_000_000 * (phase == "stream"), expected=4_000_000_000))
+        live(event("phase-end", phase, 0.5, 3_000_000_000 * (phase == "stream")))
+    live(event("note", text="a note [red]"))
+    live.close()
+    live.close()
+    shown = stream.getvalue()
+    assert "3.0 GB  6.00 GB/s" in shown
+    assert "1.0 s" in shown  # both steps of prepare
+    assert "a note [red]" in shown
+
+
+# -------------------------------------------------------------------- Ctrl-C
+
+#: A driver like the real one: it is told once to stop, and then takes its time. Every step is announced on stderr.
+INTERRUPTIBLE = """
+import asyncio, sys
+import migrator.driver
+from migrator.protocol import Verdict
+from migrator.report import Event, MoveResult
+from snapshotd.api.errors import Undone, Where
+from migrator.cli import main
+
+class Driver:
+    def __init__(self, cluster, on_event):
+        self.on_event = on_event
+    async def move(self, ask):
+        self.on_event(Event("note", "", 0, 0, 0, "READY"))
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            if MODE == "early":
+                raise
+        if MODE == "stuck":
+            while True:
+                try:
+                    await asyncio.Event().wait()
+                except asyncio.CancelledError:
+                    pass
+        return MoveResult("m-0123456789ab", "train", 1, "node-1", "spare-1", Verdict.UNDONE, 0.0, 0,
+                          reason="interrupted", where=Where.SOURCE_RUNNING, error_code=Undone.code,
+                          remedy=Undone.remedy, exit_code=Undone.exit_code)
+
+migrator.driver.Driver = Driver
+sys.exit(main(["move", "--rank", "1", "--to", "spare-1", *sys.argv[1:]]))
+"""
+
+
+def interrupt(cluster: FakeCluster, mode: str, numbers: list[signal.Signals], *options: str) -> tuple[int, str, str]:
+    """Runs a move, sends the signals one by one, each when the program has said that it is ready for it."""
+    child = subprocess.Popen(
+        [sys.executable, "-c", f"MODE = {mode!r}\n{INTERRUPTIBLE}", *options],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with child:
+        assert child.stderr is not None
+        told: list[str] = []
+        try:
+            for number, ready in zip(numbers, ("READY", "interrupted"), strict=False):
+                while ready not in (line := child.stderr.readline()):
+                    assert line, told
+                    told.append(line)
+                told.append(line)
+                child.send_signal(number)
+            out, err = child.communicate(timeout=60)
+        finally:
+            child.kill()
+    return child.returncode, out, "".join(told) + err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_interrupt_lets_the_driver_undo(cluster: FakeCluster, number: signal.Signals) -> None:
+    code, out, err = interrupt(cluster, "undoes", [number])
+    assert (code, out) == (Undone.exit_code, "")
+    assert "interrupted: undoing the move" in err
+    assert err.splitlines()[-1] == "  the rank is: running on source (node-1)"
+
+
+def test_the_second_interrupt_leaves_it_to_the_daemons(cluster: FakeCluster) -> None:
+    code, out, err = interrupt(cluster, "stuck", [signal.SIGINT, signal.SIGINT])
+    assert (code, out) == (OutcomeUnknown.exit_code, "")
+    assert "the daemons finish it alone" in err
+    assert err.splitlines()[-1] == "  the rank is: unknown"
+    assert "Traceback" not in err
+
+
+def test_an_interrupt_before_anything_was_asked(cluster: FakeCluster) -> None:
+    code, _, err = interrupt(cluster, "early", [signal.SIGINT])
+    assert code == Undone.exit_code
+    assert err.splitlines()[-1] == "  the rank is: not touched"
+
+
+def test_an_interrupted_move_in_json(cluster: FakeCluster, tmp_path: Path) -> None:
+    """Nothing is announced with --json, so the driver itself says when it is ready, on stderr."""
+    program = INTERRUPTIBLE.replace(
+        'self.on_event(Event("note", "", 0, 0, 0, "READY"))', 'print("READY", file=sys.stderr)'
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", f"MODE = 'undoes'\n{program}", "--json"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as child:
+        assert child.stderr is not None
+        assert child.stderr.readline() == "READY\n"
+        child.send_signal(signal.SIGINT)
+        out, err = child.communicate(timeout=60)
+    assert (child.returncode, err) == (Undone.exit_code, "")
+    assert json.loads(out)["outcome"] == "undone"

@@ -1,0 +1,190 @@
+"""`migrator recover`: what it asks of whom, and what it never does."""
+
+from __future__ import annotations
+
+import pytest
+
+from migrator import recover
+from snapshotd.api import snapshotd_pb2 as pb
+from snapshotd.api.errors import NotFound, OutcomeUnknown, Unreachable, Usage, WrongState
+from tests.cli.conftest import MOVE, FakeCluster, Migrator, a_record
+
+CHANGING = ("Abort", "Release", "Activate", "Discard", "DeclareTargetDead", "DeclareSourceDead")
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fakes settle at once or never: nothing is gained by waiting for them."""
+    monkeypatch.setattr(recover, "LEASE_WAIT_S", 0.0)
+    monkeypatch.setattr(recover, "SETTLE_WAIT_S", 0.0)
+
+
+@pytest.fixture
+def halfway(cluster: FakeCluster) -> FakeCluster:
+    """A move of rank 1 from node-1 to spare-1: streamed and held, not decided."""
+    cluster["node-1"].moves = [a_record("source")]
+    cluster["spare-1"].moves = [a_record("target")]
+    return cluster
+
+
+def changes(cluster: FakeCluster) -> dict[str, list[str]]:
+    asked = {node: daemon.called(*CHANGING) for node, daemon in cluster.daemons.items()}
+    return {node: calls for node, calls in asked.items() if calls}
+
+
+def test_nothing_to_recover(cluster: FakeCluster, migrator: Migrator) -> None:
+    cluster["node-1"].moves = [a_record("source", ended_unix_s=5.0, outcome=pb.ABORT)]
+    ran = migrator("recover")
+    assert (ran.code, ran.out) == (0, "nothing to recover: every move has ended\n")
+    assert changes(cluster) == {}
+
+
+def test_a_named_undecided_move_is_undone_at_once(halfway: FakeCluster, migrator: Migrator) -> None:
+    ran = migrator("recover", MOVE, "--json")
+    assert ran.code == 0
+    (move,) = ran.json["moves"]
+    assert (move["outcome"], move["where"]) == ("undone", "running on source")
+    assert changes(halfway) == {"node-1": ["Abort"], "spare-1": ["Discard"]}
+    (token,) = [request.token for method, request in halfway["spare-1"].asked if method == "Discard"]
+    assert token == b"token"
+
+
+def test_without_a_name_an_undecided_move_is_left_to_its_driver(halfway: FakeCluster, migrator: Migrator) -> None:
+    ran = migrator("recover", "--json")
+    assert ran.code == OutcomeUnknown.exit_code
+    (move,) = ran.json["moves"]
+    assert move["outcome"] == "unknown"
+    assert f"migrator recover {MOVE}" in move["remedy"]
+    assert changes(halfway) == {}
+
+
+def test_abort_undoes_all_undecided_moves(halfway: FakeCluster, migrator: Migrator) -> None:
+    ran = migrator("recover", "--abort")
+    assert ran.code == 0
+    assert f"{MOVE}  rank 1 of job train: undone; the rank is running on source (node-1)" in ran.out
+    assert changes(halfway) == {"node-1": ["Abort"], "spare-1": ["Discard"]}
+
+
+def test_a_committed_move_is_finished_by_carrying_the_token(halfway: FakeCluster, migrator: Migrator) -> None:
+    halfway["node-1"].moves[0].outcome = pb.COMMIT
+    ran = migrator("recover", "--json")
+    assert ran.code == 0
+    (move,) = ran.json["moves"]
+    assert (move["outcome"], move["where"], move["ended"]) == ("moved", "running on target", True)
+    assert move["did"] == ["spare-1 runs the rank", "node-1 released its copy"]
+    assert changes(halfway) == {"node-1": ["Release"], "spare-1": ["Activate"]}
+
+
+def test_abort_never_undoes_a_committed_move(halfway: FakeCluster, migrator: Migrator) -> None:
+    halfway["node-1"].moves[0].outcome = pb.COMMIT
+    assert migrator("recover", MOVE, "--abort").code == 0
+    assert "Abort" not in halfway["node-1"].called(*CHANGING)
+
+
+def test_a_silent_target_of_a_committed_move_waits_for_a_person(halfway: FakeCluster, migrator: Migrator) -> None:
+    halfway["node-1"].moves[0].outcome = pb.COMMIT
+    halfway["node-1"].failures["Release"] = Unreachable("the target does not answer")
+    halfway.stop("spare-1")
+    ran = migrator("recover", "--json")
+    assert ran.code == OutcomeUnknown.exit_code
+    assert "--target-is-dead" in ran.json["moves"][0]["remedy"]
+
+
+def test_a_silent_source_waits_for_a_person(halfway: FakeCluster, migrator: Migrator) -> None:
+    halfway.stop("node-1")
+    ran = migrator("recover", "--abort", "--json")
+    assert ran.code == OutcomeUnknown.exit_code
+    assert "--source-is-dead" in ran.json["moves"][0]["remedy"]
+    assert changes(halfway) == {}
+
+
+def test_the_source_is_dead(halfway: FakeCluster, migrator: Migrator) -> None:
+    halfway.stop("node-1")
+    ran = migrator("recover", MOVE, "--source-is-dead", "--yes", "--json")
+    assert ran.code == 0
+    (move,) = ran.json["moves"]
+    assert (move["outcome"], move["where"], move["did"]) == (
+        "moved",
+        "running on target",
+        ["spare-1 lets the rank run"],
+    )
+    ((method, request),) = [call for call in halfway["spare-1"].asked if call[0] in CHANGING]
+    assert (method, request.move) == ("DeclareSourceDead", MOVE)
+    assert "@" in request.declared_by
+
+
+def test_a_source_that_answers_is_not_dead(halfway: FakeCluster, migrator: Migrator) -> None:
+    ran = migrator("recover", MOVE, "--source-is-dead", "--yes")
+    assert ran.code == WrongState.exit_code
+    assert "node-1 answers" in ran.err
+    assert changes(halfway) == {}
+
+
+def test_the_target_is_dead(halfway: FakeCluster, migrator: Migrator) -> None:
+    halfway["node-1"].moves[0].outcome = pb.COMMIT
+    halfway.stop("spare-1")
+    ran = migrator("recover", MOVE, "--target-is-dead", "--yes", "--json")
+    assert ran.code == 0
+    (move,) = ran.json["moves"]
+    assert (move["outcome"], move["where"]) == ("undone", "running on source")
+    assert changes(halfway) == {"node-1": ["DeclareTargetDead"]}
+
+
+@pytest.mark.parametrize(
+    ("state", "accepted"),
+    [
+        (pb.Copy.HELD, False),
+        (pb.Copy.RECEIVING, False),
+        (pb.Copy.RUNNING, False),
+        (pb.Copy.ENDED, False),
+        (pb.Copy.GONE, True),
+        (pb.Copy.NO_SUCH_MOVE, True),
+        (pb.Copy.DISCARDED, True),
+    ],
+)
+def test_a_target_that_answers_is_dead_only_if_it_has_no_copy(
+    halfway: FakeCluster, migrator: Migrator, state: pb.Copy.State.ValueType, accepted: bool
+) -> None:
+    halfway["node-1"].moves[0].outcome = pb.COMMIT
+    halfway["spare-1"].copy = pb.Copy(state=state)
+    ran = migrator("recover", MOVE, "--target-is-dead", "--yes")
+    assert bool(halfway["node-1"].called("DeclareTargetDead")) is accepted
+    assert (ran.code == WrongState.exit_code) is not accepted
+
+
+def test_the_target_cannot_be_declared_dead_to_a_silent_source(halfway: FakeCluster, migrator: Migrator) -> None:
+    halfway.stop("node-1")
+    assert migrator("recover", MOVE, "--target-is-dead", "--yes").code == Unreachable.exit_code
+
+
+def test_a_word_is_not_passed_on_without_being_sure(
+    halfway: FakeCluster, migrator: Migrator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    halfway.stop("node-1")
+
+    class Person:
+        def __init__(self, answer: str, *, present: bool = True) -> None:
+            self.answer, self.present = answer, present
+
+        def isatty(self) -> bool:
+            return self.present
+
+        def readline(self) -> str:
+            return self.answer
+
+    for stdin in (Person("", present=False), Person("no\n"), Person("\n"), Person("")):
+        monkeypatch.setattr("sys.stdin", stdin)
+        assert migrator("recover", MOVE, "--source-is-dead").code == Usage.exit_code
+        assert changes(halfway) == {}
+    monkeypatch.setattr("sys.stdin", Person("yes\n"))
+    assert migrator("recover", MOVE, "--source-is-dead").code == 0
+    assert changes(halfway) == {"spare-1": ["DeclareSourceDead"]}
+
+
+def test_a_target_that_has_forgotten_the_move_is_no_trouble(halfway: FakeCluster, migrator: Migrator) -> None:
+    halfway["node-1"].moves[0].outcome = pb.COMMIT
+    halfway["spare-1"].moves[0].outcome, halfway["spare-1"].moves[0].ended_unix_s = pb.COMMIT, 1999.0
+    halfway["spare-1"].failures["Activate"] = NotFound("no such move")
+    ran = migrator("recover", "--json")
+    assert ran.code == 0
+    assert changes(halfway) == {"node-1": ["Release"]}

@@ -1,0 +1,146 @@
+"""Guest keepers under test, and the way between two nodes' daemons, with the accidents that happen on it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import sys
+from asyncio.subprocess import PIPE
+from pathlib import Path
+from typing import Any
+
+from snapshotd import tree
+from snapshotd.api.errors import RankGone
+from snapshotd.keepers import KeeperLink
+from tests.keeper.nodes import REPOSITORY, Node
+
+
+class Guest:
+    """A guest keeper on `node`, whose fake criu waits to become the rank."""
+
+    def __init__(self, node: Node, move: str, link: KeeperLink, criu: socket.socket) -> None:
+        self.node = node
+        self.move = move
+        self.link = link
+        self.criu = criu
+
+    @classmethod
+    async def start(cls, node: Node, home: KeeperLink, move: str, state: dict[str, Any], *, criu: str = "") -> Guest:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        script = node.folder / "criu"
+        script.write_text(f"#!/bin/sh\nexec {sys.executable} {Path(__file__).with_name('fake_criu.py')} \"$@\"\n")
+        script.chmod(0o755)
+        orders = {
+            "uid": home.uid,
+            "job": home.info.job,
+            "rank": home.info.rank,
+            "relay_key": home.info.relay_key,
+            "move": move,
+            "home_node": "node-1",
+            "home_endpoint": "127.0.0.1:1",
+            "node": node.name,
+            "keeper_sock": str(node.socket),
+            "criu": criu or str(script),
+            "criu_fd": theirs.fileno(),
+            "cgroup_procs": "",
+            "stdio": state,
+            "spool_dir": str(node.folder),
+            "command": home.info.command,
+            "moves": home.info.moves + 1,
+            "started_unix_s": home.info.started_unix_s,
+        }
+        known = len([1 for _, event in node.events if event == ("connected",)])
+        starter = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "shim.guest",
+            stdin=PIPE,
+            cwd=REPOSITORY,
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,
+        )
+        theirs.close()
+        await starter.communicate(json.dumps(orders).encode())
+        assert starter.returncode == 0
+        link = await node.told("connected", count=known + 1)
+        assert link.role == "guest"
+        return cls(node, move, link, ours)
+
+    async def restore(self, argv: tuple[str, ...]) -> None:
+        """The fake criu becomes the rank, stopped before its first instruction."""
+        keys = {channel.key: channel.fd for channel in self.link.info.inherit}
+        assert len(keys) == len(self.link.info.inherit)
+        ends = {fd: inherit.fd for inherit, fds in zip(self.link.info.inherit, self._fds(), strict=True) for fd in fds}
+        self.criu.send(json.dumps({"argv": argv, "ends": ends}).encode())
+        pid = int(await asyncio.to_thread(self.criu.recv, 100))
+        await self.link.restored(pid)
+
+    def _fds(self) -> list[list[int]]:
+        return [channel["fds"] for channel in self.link.info.stdio["channels"]]
+
+    async def activate(self) -> None:
+        await self.link.activated(self.move)
+        self.let_go()
+
+    def let_go(self) -> None:
+        """What SIGCONT is to a really restored rank."""
+        self.criu.send(b"!")
+        self.criu.close()
+
+    @property
+    def keeper_pid(self) -> int:
+        return self.link.keeper.pid
+
+
+class Way:
+    """Carries relay frames between the home keeper's daemon and the guest keeper's, as the two daemons do.
+
+    `cut` loses everything under way, as a broken connection does; `lose_every` drops every n-th frame without a word.
+    """
+
+    def __init__(self, home: Node, guest: Node, uid: str) -> None:
+        self.home, self.guest, self.uid = home, guest, uid
+        self.lose_every = 0
+        self.carried = 0
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def open(self) -> None:
+        self._tasks = [
+            asyncio.create_task(self._carry(self.home, "home", self.guest, "guest")),
+            asyncio.create_task(self._carry(self.guest, "guest", self.home, "home")),
+        ]
+        link = self.guest.links.find(self.uid, "guest")
+        if link is not None:
+            await link.relay(up=True)
+
+    async def cut(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        link = self.guest.links.find(self.uid, "guest")
+        if link is not None:
+            await link.relay(up=False)
+
+    async def _carry(self, source: Node, source_role: str, target: Node, target_role: str) -> None:
+        while True:
+            link = source.links.find(self.uid, source_role)
+            if link is None:
+                await asyncio.sleep(0.01)
+                continue
+            async for frame in link.relay_frames():
+                self.carried += 1
+                if self.lose_every and self.carried % self.lose_every == 0:
+                    continue
+                other = target.links.find(self.uid, target_role)
+                if other is not None:
+                    try:
+                        await other.send_relay(frame)
+                    except RankGone:
+                        continue
+            await asyncio.sleep(0.01)
+
+
+def alive(pid: int) -> bool:
+    """A zombie is dead: whether somebody has looked at it yet is not the keeper's business."""
+    return tree.state(pid) not in ("", "Z", "X")

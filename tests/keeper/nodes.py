@@ -1,0 +1,125 @@
+"""A node as the keepers see it, for these tests: the real `KeeperLinks` on a socket, with what it tells written down."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from snapshotd import tree
+from snapshotd.keepers import Hello, KeeperEvents, KeeperLink, KeeperLinks, Welcome
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+LAUNCH = """
+import sys
+import shim.keeper
+shim.keeper.DAEMON_WAIT_S = float(sys.argv[3])
+sys.exit(shim.keeper.run(sys.argv[4:], sys.argv[1], 0, sys.argv[2]))
+"""
+
+
+class Node:
+    """`events` holds what was told, in order, as ("connected",), ("closed", alive), ("exited", status) …"""
+
+    def __init__(self, folder: Path, name: str = "node-1") -> None:
+        self.folder = folder
+        self.name = name
+        self.socket = folder / f"{name}.sock"
+        self.events: list[tuple[KeeperLink, tuple[Any, ...]]] = []
+        self.hellos: list[tuple[Hello, tree.Process, tree.Process | None]] = []
+        self._changed = asyncio.Condition()
+        self._keepers: list[Process] = []
+        self.links: KeeperLinks
+
+    async def start(self) -> Node:
+        self.links = KeeperLinks(
+            self.socket,
+            self._adopt,
+            KeeperEvents(
+                connected=lambda link: self._note(link, "connected"),
+                closed=lambda link, alive: self._note(link, "closed", alive),
+                exited=lambda link, status: self._note(link, "exited", status),
+                died=lambda link, move, status: self._note(link, "died", move, status),
+            ),
+        )
+        await self.links.start()
+        return self
+
+    async def stop(self) -> None:
+        await self.links.stop()
+
+    async def clean(self) -> None:
+        """Ends whatever a test has left running, also after it failed."""
+        for keeper in self._keepers:
+            if keeper.returncode is None:
+                keeper.kill()
+            await keeper.wait()
+            keeper._transport.close()  # type: ignore[attr-defined]
+        await self.stop()
+
+    async def _adopt(self, hello: Hello, keeper: tree.Process, rank: tree.Process | None) -> Welcome:
+        self.hellos.append((hello, keeper, rank))
+        return Welcome(hello.uid or f"{hello.job}-{hello.rank}-0a0b0c0d", self.name, "127.0.0.1:1")
+
+    async def _note(self, link: KeeperLink, *event: Any) -> None:
+        async with self._changed:
+            self.events.append((link, event))
+            self._changed.notify_all()
+
+    async def told(self, *event: Any, count: int = 1) -> KeeperLink:
+        """Waits until `event` has been told `count` times; its last link."""
+
+        def seen() -> list[KeeperLink]:
+            return [link for link, noted in self.events if noted[: len(event)] == event]
+
+        async with asyncio.timeout(20), self._changed:
+            await self._changed.wait_for(lambda: len(seen()) >= count)
+        return seen()[count - 1]
+
+    async def launch(
+        self,
+        *argv: str,
+        stdin: int | None = PIPE,
+        stdout: int | None = PIPE,
+        stderr: int | None = PIPE,
+        wait_s: float = 10.0,
+        wrap: tuple[str, ...] = (),
+        job: str = "job",
+        **options: Any,
+    ) -> Process:
+        """`migrator run`, without the command line around it."""
+        environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), **options.pop("env", {})}
+        keeper = await asyncio.create_subprocess_exec(
+            *wrap,
+            sys.executable,
+            "-c",
+            LAUNCH,
+            job,
+            str(self.socket),
+            str(wait_s),
+            *argv,
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
+            env=environment,
+            **options,
+        )
+        self._keepers.append(keeper)
+        return keeper
+
+
+def python(program: str) -> tuple[str, str, str]:
+    """A rank that runs this Python program."""
+    return sys.executable, "-c", program
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    """Waits for something only the kernel can tell (a process's state), by looking."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.005)
+

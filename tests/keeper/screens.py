@@ -1,0 +1,51 @@
+"""A terminal with somebody in front of it: what they see and type."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import pty
+import struct
+import termios
+from asyncio.subprocess import Process
+from typing import Any
+
+from tests.keeper.nodes import Node
+
+
+class Screen:
+    def __init__(self, rows: int = 31, columns: int = 97) -> None:
+        self._master, self.slave = pty.openpty()
+        self.text = b""
+        self.resize(rows, columns)
+
+    def resize(self, rows: int, columns: int) -> None:
+        fcntl.ioctl(self._master, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+
+    async def launch(self, node: Node, *argv: str, **streams: Any) -> Process:
+        """`migrator run` as a shell on this terminal would start it: in the foreground."""
+        slave = self.slave
+
+        def take_terminal() -> None:
+            fcntl.ioctl(slave, termios.TIOCSCTTY, 0)
+
+        given = {"stdin": slave, "stdout": slave, "stderr": slave, **streams}
+        return await node.launch(*argv, start_new_session=True, preexec_fn=take_terminal, pass_fds=[slave], **given)
+
+    async def shows(self, text: bytes) -> None:
+        """Waits until `text` has appeared since the last call, and forgets everything up to it."""
+        async with asyncio.timeout(20):
+            while text not in self.text:
+                self.text += await asyncio.to_thread(os.read, self._master, 4096)
+        self.text = self.text.partition(text)[2]
+
+    def type(self, text: bytes) -> None:
+        os.write(self._master, text)
+
+    def modes(self) -> list[Any]:
+        return termios.tcgetattr(self.slave)
+
+    def close(self) -> None:
+        os.close(self._master)
+        os.close(self.slave)

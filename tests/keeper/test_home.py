@@ -1,0 +1,242 @@
+"""The launcher's view of a rank under a home keeper: it must be the view it had without one."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+from pathlib import Path
+
+import pytest
+
+from snapshotd.tree import Process
+from tests.keeper.nodes import Node, python, until
+
+
+@pytest.mark.parametrize(
+    ("argv", "code"),
+    [
+        (("true",), 0),
+        (("sh", "-c", "exit 7"), 7),
+        (("sh", "-c", "kill -TERM $$"), -signal.SIGTERM),
+        (("sh", "-c", "kill -KILL $$"), -signal.SIGKILL),
+        (("sh", "-c", "kill -SEGV $$"), -signal.SIGSEGV),
+        (("no-such-program-anywhere",), 127),
+        (("/etc/passwd",), 126),
+    ],
+)
+async def test_ends_as_the_rank_ended(node: Node, argv: tuple[str, ...], code: int) -> None:
+    keeper = await node.launch(*argv)
+    _, errors = await keeper.communicate()
+    assert keeper.returncode == code
+    assert (b"cannot start" in errors) == (code in (126, 127))
+    link = await node.told("closed", False)
+    assert link.uid == "job-0-0a0b0c0d"
+    assert [event[0] for _, event in node.events] == ["connected", "exited", "closed"]
+
+
+async def test_waits_for_no_daemon_for_ever(node: Node) -> None:
+    await node.stop()
+    keeper = await node.launch("true", wait_s=0.3)
+    _, errors = await keeper.communicate()
+    assert keeper.returncode == 125
+    lines = errors.decode().splitlines()
+    assert len(lines) == 2, lines
+    assert "waiting for snapshotd" in lines[0]
+    assert "systemctl start snapshotd" in lines[1]
+
+
+async def test_a_daemon_that_starts_later_is_found(node: Node) -> None:
+    await node.stop()
+    keeper = await node.launch("echo", "there")
+    assert keeper.stderr is not None
+    assert b"waiting for snapshotd" in await keeper.stderr.readline()
+    await node.start()
+    assert (await keeper.communicate())[0] == b"there\n"
+
+
+async def test_large_streams_are_unbroken_over_a_daemon_restart(node: Node) -> None:
+    data = random.Random(1).randbytes(12 << 20)
+    keeper = await node.launch("cat")
+    assert keeper.stdin is not None
+    assert keeper.stdout is not None
+    await node.told("connected")
+    reading = asyncio.create_task(keeper.stdout.read())
+    keeper.stdin.write(data[: 5 << 20])
+    await keeper.stdin.drain()
+    await node.stop()
+    keeper.stdin.write(data[5 << 20 : 9 << 20])
+    await keeper.stdin.drain()  # nobody is there, and it flows
+    await node.start()
+    await node.told("connected", count=2)
+    keeper.stdin.write(data[9 << 20 :])
+    keeper.stdin.close()
+    assert await reading == data
+    assert await keeper.wait() == 0
+    first, second = node.hellos
+    assert (first[0].uid, second[0].uid) == ("", "job-0-0a0b0c0d")
+    assert first[2] == second[2]
+
+
+async def test_one_file_for_stdout_and_stderr_keeps_their_order(node: Node) -> None:
+    program = "import os\nfor i in range(2000): os.write(1 + i % 2, b'%d\\n' % i)"
+    keeper = await node.launch(*python(program), stderr=asyncio.subprocess.STDOUT)
+    output, _ = await keeper.communicate()
+    assert output.split() == [b"%d" % index for index in range(2000)]
+
+
+async def test_separate_stdout_and_stderr_stay_separate(node: Node) -> None:
+    keeper = await node.launch("sh", "-c", "echo out; echo err >&2")
+    assert await keeper.communicate() == (b"out\n", b"err\n")
+
+
+async def test_the_rank_has_its_three_descriptors_and_no_more(node: Node) -> None:
+    program = "import os\nprint(*[os.readlink(f'/proc/self/fd/{n}') for n in sorted(os.listdir('/proc/self/fd'))[:-1]])"
+    keeper = await node.launch(*python(program), stdin=asyncio.subprocess.DEVNULL, stderr=None)
+    output, _ = await keeper.communicate()
+    null, *pipes = output.decode().split()
+    assert null == "/dev/null"
+    assert [pipe[:5] for pipe in pipes[:1]] == ["pipe:"]
+    assert len(pipes) == 2
+
+
+async def test_everything_else_is_as_the_launcher_left_it(node: Node, tmp_path: Path) -> None:
+    program = (
+        "import os, resource, signal\n"
+        "print(os.getcwd(), oct(os.umask(0)), os.nice(0), resource.getrlimit(resource.RLIMIT_NOFILE)[0],\n"
+        "      os.environ['MARK'], os.getsid(0) == os.getpid(), sorted(map(int, signal.pthread_sigmask(0, []))),\n"
+        "      signal.getsignal(signal.SIGHUP).name, open('/proc/self/status').read().split('SigIgn:')[1].split()[0])"
+    )
+
+    def prepare() -> None:
+        import resource
+
+        os.umask(0o027)
+        os.nice(3)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (345, 4096))
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+    plain = await asyncio.create_subprocess_exec(
+        *python(program),
+        stdout=asyncio.subprocess.PIPE,
+        cwd=tmp_path,
+        env={**os.environ, "MARK": "x"},
+        preexec_fn=prepare,
+        start_new_session=True,
+    )
+    expected, _ = await plain.communicate()
+    keeper = await node.launch(*python(program), cwd=tmp_path, env={"MARK": "x"}, preexec_fn=prepare)
+    output, errors = await keeper.communicate()
+    assert output == expected, errors
+    assert b"345 x True" in output
+
+
+async def test_signals_reach_the_rank_and_nohup_is_respected(node: Node) -> None:
+    program = (
+        "import signal, sys\n"
+        "wanted = {signal.SIGUSR1, signal.SIGWINCH, signal.SIGRTMIN, signal.SIGTERM}\n"
+        "signal.pthread_sigmask(signal.SIG_BLOCK, wanted)\n"
+        "print('ready', flush=True)\n"
+        "print(sorted(int(signal.sigwait(wanted)) for _ in wanted))"
+    )
+    keeper = await node.launch(*python(program), preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    assert keeper.stdout is not None
+    assert await keeper.stdout.readline() == b"ready\n"
+    for number in (signal.SIGHUP, signal.SIGUSR1, signal.SIGWINCH, signal.SIGRTMIN, signal.SIGTERM):
+        keeper.send_signal(number)
+    output, _ = await keeper.communicate()
+    expected = sorted(map(int, (signal.SIGUSR1, signal.SIGWINCH, signal.SIGRTMIN, signal.SIGTERM)))
+    assert output.decode().strip() == str(expected)
+    assert keeper.returncode == 0
+
+
+async def test_an_interrupt_reaches_the_ranks_children_too(node: Node) -> None:
+    keeper = await node.launch("sh", "-c", "trap 'echo parent' INT; (trap 'echo child; exit' INT; echo ready; sleep 60)")
+    assert keeper.stdout is not None
+    assert await keeper.stdout.readline() == b"ready\n"
+    keeper.send_signal(signal.SIGINT)
+    assert set((await keeper.stdout.read()).split()) == {b"child", b"parent"}
+
+
+async def test_a_reader_that_goes_away_is_noticed_by_the_rank(node: Node) -> None:
+    reading, writing = os.pipe()
+    keeper = await node.launch("yes", stdout=writing)
+    os.close(writing)
+    assert await asyncio.to_thread(os.read, reading, 4) == b"y\ny\n"
+    os.close(reading)
+    assert await keeper.wait() == -signal.SIGPIPE
+
+
+async def test_a_slow_reader_stops_the_rank_and_loses_nothing(node: Node) -> None:
+    total = 6 << 20
+    program = f"import os\nleft = {total}\nwhile left: left -= os.write(1, b'z' * min(left, 65536))\nos.write(2, b'done')"
+    reading, writing = os.pipe()
+    keeper = await node.launch(*python(program), stdout=writing)
+    os.close(writing)
+    assert keeper.stderr is not None
+    rank = await _rank(node)
+
+    def written_bytes() -> int:
+        return int(Path(f"/proc/{rank.pid}/io").read_text().split("wchar: ")[1].split()[0])
+
+    # It fills the pipe to the keeper, the keeper's megabyte and the pipe to us, and then it waits.
+    await until(lambda: written_bytes() > 1 << 20)
+    assert written_bytes() < 3 << 20
+    with os.fdopen(reading, "rb") as stream:
+        assert len(await asyncio.to_thread(stream.read)) == total
+    assert await keeper.stderr.read() == b"done"
+
+
+async def test_a_killed_keeper_takes_the_rank_with_it(node: Node) -> None:
+    keeper = await node.launch("sleep", "1000")
+    rank = await _rank(node)
+    await until(lambda: Path(f"/proc/{rank.pid}/comm").read_text() == "sleep\n")
+    keeper.kill()
+    await keeper.wait()
+    await until(lambda: not rank.alive())
+    await node.told("closed", False)
+
+
+async def test_a_background_process_does_not_keep_the_launcher_waiting(node: Node) -> None:
+    keeper = await node.launch("sh", "-c", "sleep 1000 & echo $!")
+    output, _ = await keeper.communicate()
+    assert keeper.returncode == 0
+    os.kill(int(output), signal.SIGKILL)
+
+
+async def test_another_user_may_start_ranks(node: Node, tmp_path: Path) -> None:
+    if os.getuid() != 0:
+        pytest.skip("only root can become somebody else")
+    tmp_path.chmod(0o755)
+    for folder in tmp_path.parents:
+        if folder.stat().st_uid == os.getuid() and folder != Path(folder.anchor) and folder.name.startswith("pytest"):
+            folder.chmod(0o755)
+    nobody = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups")
+    keeper = await node.launch("sh", "-c", "id -u; cat; echo again > /dev/stdout", wrap=nobody)
+    output, errors = await keeper.communicate(b"text\n")
+    assert (output, errors) == (b"65534\ntext\nagain\n", b"")
+    hello, _, rank = node.hellos[0]
+    assert hello.user_id == 65534
+    assert rank is not None
+
+
+async def test_somebody_elses_process_cannot_be_registered(node: Node) -> None:
+    reader, writer = await asyncio.open_unix_connection(node.socket)
+    from shim.frames import decode, encode
+
+    hello = {"role": "home", "job": "job", "rank": 0, "pid": os.getppid(), "relay_key": "0" * 32}
+    writer.write(encode("hello", hello))
+    answer = decode(await reader.read())
+    assert answer.type == "refused"
+    assert node.hellos == []
+    writer.close()
+    await writer.wait_closed()
+
+
+async def _rank(node: Node) -> Process:
+    await node.told("connected")
+    rank = node.hellos[-1][2]
+    assert rank is not None
+    return rank

@@ -1,0 +1,267 @@
+"""A rank that lives elsewhere: its launcher must not be able to tell, whatever happens on the way between the nodes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+from asyncio.subprocess import Process
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from snapshotd.keepers import KeeperLink
+from tests.keeper.guests import Guest, Way, alive
+from tests.keeper.nodes import Node, python, until
+
+pytestmark = [
+    pytest.mark.root,
+    pytest.mark.skipif(os.getuid() != 0, reason="a guest keeper makes namespaces, which needs root"),
+]
+
+MOVE = "m-0123456789ab"
+
+#: Reads its stdin to the end, answers with it, and says at the start whether it has been here before.
+ECHO = "import os\nwhile data := os.read(0, 65536):\n    while data: data = data[os.write(1, data):]"
+
+
+@pytest.fixture
+async def other(tmp_path: Path) -> AsyncIterator[Node]:
+    folder = tmp_path / "other"
+    folder.mkdir()
+    started = await Node(folder, "node-2").start()
+    yield started
+    await started.clean()
+
+
+async def freeze(link: KeeperLink) -> dict[str, Any]:
+    """The source's half of a move, with SIGSTOP for the freezer."""
+    assert link.rank is not None
+    await link.hold(MOVE)
+    link.rank.signal(signal.SIGSTOP)
+    rank = link.rank
+    await until(lambda: Path(f"/proc/{rank.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
+    return await link.drain(MOVE)
+
+
+async def move_away(node: Node, other: Node, argv: tuple[str, ...]) -> tuple[Guest, Way]:
+    """Moves the rank of `node`'s only keeper; on the other node it goes on as `argv`."""
+    link = await node.told("connected")
+    guest = await Guest.start(other, link, MOVE, await freeze(link))
+    await guest.restore(argv)
+    way = Way(node, other, link.uid)
+    await guest.activate()
+    await way.open()  # the guest calls before the home keeper knows the outcome
+    await link.away(MOVE, "node-2")
+    assert link.rank is not None
+    link.rank.signal(signal.SIGKILL)
+    return guest, way
+
+
+async def test_output_before_and_after_the_move_is_one_stream(node: Node, other: Node) -> None:
+    keeper = await node.launch(*python("import time\nprint('here', flush=True)\ntime.sleep(1000)"))
+    assert keeper.stdout is not None
+    assert await keeper.stdout.readline() == b"here\n"
+    guest, way = await move_away(node, other, ("sh", "-c", "echo there; echo aside >&2; exit 3"))
+    output, errors = await keeper.communicate()
+    assert (output, errors, keeper.returncode) == (b"there\n", b"aside\n", 3)
+    await other.told("exited", 3 << 8)
+    await other.told("closed", False)
+    await until(lambda: not alive(guest.keeper_pid))
+    await way.cut()
+
+
+async def _pour(keeper: Process, data: bytes) -> None:
+    assert keeper.stdin is not None
+    for start in range(0, len(data), 1 << 18):
+        keeper.stdin.write(data[start : start + (1 << 18)])
+        await keeper.stdin.drain()
+    keeper.stdin.close()
+
+
+@pytest.mark.parametrize("accident", ["none", "cuts", "losses", "restarts"])
+async def test_no_byte_is_lost_or_doubled(node: Node, other: Node, accident: str) -> None:
+    data = random.Random(2).randbytes(10 << 20)
+    keeper = await node.launch(*python("import time\ntime.sleep(1000)"))
+    assert keeper.stdout is not None
+    _, way = await move_away(node, other, python(ECHO))
+    pouring = asyncio.create_task(_pour(keeper, data))
+    received = bytearray()
+
+    async def receive(size: int) -> None:
+        assert keeper.stdout is not None
+        while len(received) < size and (piece := await keeper.stdout.read(1 << 16)):
+            received.extend(piece)
+
+    for round_number in range(1, 5):
+        await receive(round_number << 20)
+        if accident == "cuts":
+            await way.cut()
+            await way.open()
+        elif accident == "losses":
+            way.lose_every = 41
+        elif accident == "restarts":
+            restarted = node if round_number % 2 else other
+            count = 1 + len([1 for _, event in restarted.events if event == ("connected",)])
+            await restarted.stop()
+            await restarted.start()
+            await restarted.told("connected", count=count)
+    way.lose_every = 0
+    await receive(len(data) + 1)
+    await pouring
+    assert bytes(received) == data
+    assert await keeper.wait() == 0
+    await way.cut()
+
+
+async def test_unread_stdin_travels_along(node: Node, other: Node) -> None:
+    keeper = await node.launch(*python("import time\ntime.sleep(1000)"))
+    assert keeper.stdin is not None
+    assert keeper.stdout is not None
+    link = await node.told("connected")
+    keeper.stdin.write(b"before ")
+    await keeper.stdin.drain()
+    assert link.rank is not None
+    rank_pid = link.rank.pid
+    await until(lambda: _unread_bytes(rank_pid) == 7)
+    _, way = await move_away(node, other, ("cat",))
+    keeper.stdin.write(b"after")
+    keeper.stdin.close()
+    assert await keeper.stdout.read() == b"before after"
+    await way.cut()
+
+
+def _unread_bytes(pid: int) -> int:
+    import fcntl
+    import struct
+    import termios
+
+    with open(f"/proc/{pid}/fd/0", "rb") as stdin:
+        return int(struct.unpack("i", fcntl.ioctl(stdin, termios.FIONREAD, b"\0" * 4))[0])
+
+
+async def test_signals_arrive_once_each_even_when_the_way_is_cut(node: Node, other: Node) -> None:
+    program = (
+        "import signal\n"
+        "signal.pthread_sigmask(signal.SIG_BLOCK, [10, 12, 15])\n"
+        "print('ready', flush=True)\n"
+        "print([int(signal.sigwait([10, 12, 15])) for _ in range(3)], flush=True)\n"
+        "print(signal.sigtimedwait([10, 12, 15], 0.3))"
+    )
+    keeper = await node.launch(*python("import time\ntime.sleep(1000)"))
+    assert keeper.stdout is not None
+    _, way = await move_away(node, other, python(program))
+    assert await keeper.stdout.readline() == b"ready\n"
+    keeper.send_signal(signal.SIGUSR1)
+    await way.cut()
+    keeper.send_signal(signal.SIGUSR2)
+    await way.open()
+    keeper.send_signal(signal.SIGTERM)
+    first, twice = (await keeper.stdout.read()).splitlines()
+    assert sorted(json.loads(first)) == [10, 12, 15]
+    assert twice == b"None"
+    assert await keeper.wait() == 0
+    await way.cut()
+
+
+async def test_a_fatal_signal_far_away_is_fatal_here(node: Node, other: Node) -> None:
+    keeper = await node.launch("sleep", "1000")
+    _, way = await move_away(node, other, ("sh", "-c", "kill -ABRT $$"))
+    assert await keeper.wait() == -signal.SIGABRT
+    await way.cut()
+
+
+async def test_the_rank_goes_on_while_its_home_cannot_be_reached(node: Node, other: Node) -> None:
+    began, done = other.folder / "began", other.folder / "done"
+    program = (
+        "import os, pathlib, sys\n"
+        "sys.stdin.readline()\n"
+        f"pathlib.Path({str(began)!r}).touch()\n"
+        "data = b''.join(b'%07d\\n' % i for i in range(9 << 17))\n"
+        "while data: data = data[os.write(1, data[:65536]):]\n"
+        f"pathlib.Path({str(done)!r}).touch()"
+    )
+    keeper = await node.launch("sleep", "1000")
+    assert keeper.stdin is not None
+    assert keeper.stdout is not None
+    guest, way = await move_away(node, other, python(program))
+    keeper.stdin.write(b"go\n")
+    await keeper.stdin.drain()
+    await until(began.exists)
+    await way.cut()
+    await until(done.exists)
+    assert _has_spooled(guest.keeper_pid)
+    await way.open()
+    assert await keeper.stdout.read() == b"".join(b"%07d\n" % index for index in range(9 << 17))
+    await until(lambda: not alive(guest.keeper_pid))
+    await way.cut()
+
+
+def _has_spooled(keeper_pid: int) -> bool:
+    return any("(deleted)" in os.readlink(f"/proc/{keeper_pid}/fd/{fd}") for fd in os.listdir(f"/proc/{keeper_pid}/fd"))
+
+
+async def test_a_second_move_takes_along_what_the_home_has_not_got(node: Node, other: Node, tmp_path: Path) -> None:
+    keeper = await node.launch("sleep", "1000")
+    assert keeper.stdin is not None
+    assert keeper.stdout is not None
+    program = "import os, time\nos.write(1, os.read(0, 5))\nprint('one', flush=True)\ntime.sleep(1000)"
+    guest, way = await move_away(node, other, python(program))
+    home = await node.told("connected")
+    keeper.stdin.write(b"12345rest")
+    await keeper.stdin.drain()
+    assert await keeper.stdout.readexactly(9) == b"12345one\n"
+    await way.cut()
+
+    folder = tmp_path / "third"
+    folder.mkdir()
+    third = await Node(folder, "node-3").start()
+    second_move = "m-ba9876543210"
+    await guest.link.hold(second_move)
+    state = await guest.link.drain(second_move)
+    keeper.stdin.write(b"-and-more")
+    await keeper.stdin.drain()
+    keeper.send_signal(signal.SIGUSR1)
+    final = "import os, signal\ngot = b''\nwhile len(got) < 13: got += os.read(0, 99)\nos.write(1, got)\nsignal.pthread_sigmask(1, [10])"
+    next_guest = await Guest.start(third, home, second_move, state)
+    await next_guest.restore(python(final))
+    await next_guest.activate()
+    await guest.link.away(second_move, "node-3")
+    await guest.link.kill()
+    await until(lambda: not alive(guest.keeper_pid))
+    await home.away(second_move, "node-3")
+    onward = Way(node, third, home.uid)
+    await onward.open()
+    assert await keeper.wait() == -signal.SIGUSR1
+    assert await keeper.stdout.read() == b"rest-and-more"
+    await onward.cut()
+    await third.clean()
+
+
+async def test_kill_ends_the_guest_and_everything_under_it(node: Node, other: Node) -> None:
+    await node.launch("sleep", "1000")
+    guest, way = await move_away(node, other, ("sh", "-c", "sleep 1000 & sleep 1000"))
+    await guest.link.kill()
+    await other.told("closed", False)
+    await until(lambda: not alive(guest.keeper_pid))
+    await way.cut()
+
+
+async def test_an_end_before_activation_is_told_and_waits(node: Node, other: Node) -> None:
+    keeper = await node.launch("sleep", "1000")
+    link = await node.told("connected")
+    guest = await Guest.start(other, link, MOVE, await freeze(link))
+    await guest.restore(("true",))
+    guest.let_go()
+    await other.told("died", MOVE, 0)
+    await guest.link.kill()
+    assert keeper.returncode is None
+    await link.resume(MOVE)
+    assert link.rank is not None
+    link.rank.signal(signal.SIGCONT)
+    keeper.terminate()
+    assert await keeper.wait() == -signal.SIGTERM

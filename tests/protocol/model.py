@@ -1,0 +1,221 @@
+"""The model: two nodes whose daemons serve the requests of a move, as `snapshotd/ops.py` does for real.
+
+A handler checks only whether its step is allowed in the state it finds (asking twice does it once); each mark is
+journalled as `Mark` says, the outcome once. `migrator/protocol.py` is executed on it by `mover.py`.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from snapshotd.rules import CopyState, Mark, Outcome, TargetFacts, proof, proves, target_answer
+from tests.protocol.settling import Settling
+from tests.protocol.world import LEASE_S, PERSON, Answer, Copy, Lost, Record, Refused
+
+
+class Model(Settling):
+    """All participants together."""
+
+    def serve(self, node: str, rpc: str, args: tuple[object, ...]) -> Answer:
+        self.mind_keeper(node)
+        answer: Answer = getattr(self, f"on_{rpc.lower()}")(node, *args)
+        return answer
+
+    # ------------------------------------------------------------ the source's requests
+
+    def undecided(self, node: str, move: str, *marks: Mark) -> Record:
+        """The record of a move that may still go forward; every request of the driver renews the lease."""
+        record = self.journal.get((node, move))
+        if record is None or record.outcome or record.ended or record.mark not in marks:
+            raise Refused(f"{move} on {node} does not allow it")
+        if record.role == "source" and self.source_facts(record, node).interrupted:
+            raise Refused(f"{move} on {node} was interrupted")
+        record.lease_until_s = self.now_s + LEASE_S
+        return record
+
+    def on_inspect(self, node: str, move: str) -> Answer:
+        if not any(copy.node == node and copy.alive and copy.running for copy in self.copies):
+            raise Refused("no such rank here")
+        return Answer()
+
+    def on_begin(self, node: str, move: str, target: str, nonce: bytes) -> Answer:
+        if (node, move) in self.journal:
+            self.undecided(node, move, Mark.BEGUN)
+            return Answer()
+        self.on_inspect(node, move)
+        if any(where == node and not record.ended for (where, _), record in self.journal.items()):
+            raise Refused("busy: an earlier move of this rank is not settled")
+        copy = next(copy for copy in self.copies if copy.node == node and copy.alive and copy.running)
+        self.event(node, "mark begun")
+        record = Record("source", target, Mark.BEGUN, nonce, copy=copy, marked_in_life=self.life[node])
+        record.lease_until_s = self.now_s + LEASE_S
+        self.journal[node, move] = record
+        return Answer()
+
+    def on_freeze(self, node: str, move: str) -> Answer:
+        record = self.undecided(node, move, Mark.BEGUN, Mark.FROZEN)
+        if record.mark is Mark.BEGUN:
+            self.mark(node, record, Mark.FREEZING)
+            self.event(node, "stop and freeze")
+            if record.copy is not None:
+                record.copy.running = False
+            self.mark(node, record, Mark.FROZEN)
+        return Answer()
+
+    def on_stream(self, node: str, move: str) -> Answer:
+        record = self.undecided(node, move, Mark.FROZEN, Mark.STREAMED)
+        if record.mark is Mark.FROZEN:
+            try:
+                self.call(node, record.peer, "Push", move)
+                self.run_criu(node, "criu dump")
+                if not record.copy_exists:
+                    raise Refused("the rank died under criu")
+                self.call(node, record.peer, "Seal", move)
+            except Lost as lost:
+                raise Refused("the target does not answer") from lost
+            self.mark(node, record, Mark.STREAMED)
+        return Answer()
+
+    def on_commit(self, node: str, move: str, receipt: bytes) -> Answer:
+        record = self.journal.get((node, move))
+        if record is None or not proves(receipt, record.nonce, "HELD", move):
+            raise Refused("no receipt of a held copy")
+        if record.outcome is None:
+            self.record_outcome(node, record, Outcome.COMMIT)
+        return self.on_getoutcome(node, move)
+
+    def on_abort(self, node: str, move: str) -> Answer:
+        """Abort is the driver's word that its lease is over; where the copy is gone, the rules still decide."""
+        if (node, move) not in self.journal:
+            self.event(node, "record ABORT")  # so that a Begin that is still on its way finds it
+            self.journal[node, move] = Record("source", "", Mark.SETTLED, outcome=Outcome.ABORT, ended=True)
+        record = self.journal[node, move]
+        if not record.ended:
+            if record.outcome is None:
+                record.lease_until_s = -1.0
+            with suppress(Lost, Refused):
+                self.settle_source(node, move)
+        return self.outcome_of(record, move)
+
+    def on_release(self, node: str, move: str) -> Answer:
+        if not self.journal[node, move].ended:
+            self.settle_source(node, move)
+        return Answer("released" if self.journal[node, move].ended else "waits")
+
+    def on_getoutcome(self, node: str, move: str) -> Answer:
+        record = self.journal.get((node, move))
+        if record is None or not record.nonce:
+            return Answer("NOT FOUND")  # also where it was refused before it began: no token can be made for it
+        return self.outcome_of(record, move)
+
+    def outcome_of(self, record: Record, move: str) -> Answer:
+        if record.holds is None:
+            return Answer("UNDECIDED")
+        return Answer(record.holds, proof(record.nonce, record.holds, move))
+
+    def on_declaretargetdead(self, node: str, move: str) -> Answer:
+        record = self.journal.get((node, move))
+        if record is None:
+            raise Refused("no such move")
+        try:
+            state = self.call(node, record.peer, "GetCopy", move).copy
+        except Lost:
+            state = CopyState.UNREACHABLE
+        if state in (CopyState.HELD, CopyState.RUNNING, CopyState.ENDED):
+            raise Refused("the target lives and has the rank")
+        self.event(node, "write down the word of a person")
+        record.word = PERSON
+        record.outcome = record.outcome or Outcome.ABORT
+        self.settle_source(node, move)
+        return self.on_getoutcome(node, move)
+
+    # ------------------------------------------------------------ the target's requests
+
+    def run_criu(self, node: str, what: str) -> None:
+        self.event(node, what)
+        killed, self.criu_killed = self.criu_killed, False
+        if killed:
+            raise Refused(f"{what} failed")
+
+    def on_examine(self, node: str, move: str) -> Answer:
+        return Answer()
+
+    def on_prepare(self, node: str, move: str, source: str) -> Answer:
+        if (node, move) not in self.journal:
+            self.event(node, "mark prepared")
+            record = Record("target", source, Mark.PREPARED, f"nonce of {move}".encode())
+            record.lease_until_s = self.now_s + LEASE_S  # not a deadline: until then it does not even ask
+            self.journal[node, move] = record
+        return Answer(token=self.undecided(node, move, Mark.PREPARED).nonce)
+
+    def on_push(self, node: str, move: str) -> Answer:
+        self.undecided(node, move, Mark.PREPARED)
+        self.images.add((node, move))
+        return Answer()
+
+    def on_seal(self, node: str, move: str) -> Answer:
+        record = self.undecided(node, move, Mark.PREPARED, Mark.SEALED)
+        if (node, move) not in self.images:
+            raise Refused("the image is gone")
+        self.mark(node, record, Mark.SEALED)
+        return Answer()
+
+    def on_restore(self, node: str, move: str) -> Answer:
+        record = self.undecided(node, move, Mark.SEALED, Mark.HELD)
+        if record.mark is Mark.SEALED:
+            if (node, move) not in self.images:
+                raise Refused("the image is gone")
+            self.mark(node, record, Mark.RESTORING)
+            record.copy = Copy(node, move)  # stopped from its first instruction on; perhaps not whole
+            self.copies.append(record.copy)
+            self.run_criu(node, "criu restore")
+            self.mark(node, record, Mark.HELD)
+        if not record.copy_exists:
+            raise Refused("the restored copy is gone")
+        return Answer(token=proof(record.nonce, "HELD", move))
+
+    def on_activate(self, node: str, move: str, token: bytes) -> Answer:
+        record = self.journal.get((node, move))
+        if record is None or not proves(token, record.nonce, Outcome.COMMIT, move):
+            raise Refused("not a token for this move")
+        self.learn(record, Outcome.COMMIT)
+        self.settle_target(node, move)
+        return self.on_getcopy(node, move)
+
+    def on_discard(self, node: str, move: str, token: bytes) -> Answer:
+        record = self.journal.get((node, move))
+        if record is not None:
+            if not proves(token, record.nonce, Outcome.ABORT, move):
+                raise Refused("not a token for this move")
+            self.learn(record, Outcome.ABORT)
+            self.settle_target(node, move)
+        return self.on_getcopy(node, move)
+
+    def learn(self, record: Record, outcome: Outcome) -> None:
+        record.outcome = record.outcome or outcome
+        if record.outcome is not outcome:
+            raise Refused(f"it has already ended here with {record.outcome}")
+
+    def on_getcopy(self, node: str, move: str) -> Answer:
+        record = self.journal.get((node, move))
+        if record is None:
+            return Answer(copy=CopyState.NO_SUCH_MOVE)
+        state = target_answer(TargetFacts(record.mark, record.outcome, record.copy_exists))
+        if state is CopyState.GONE and (node, move) in self.locked:
+            raise Lost("it is perhaps just being let go: what it is can be said when that is over")
+        if state in (CopyState.GONE, CopyState.DISCARDED):
+            self.said_dead.add((node, move))
+        return Answer(copy=state)
+
+    def on_declaresourcedead(self, node: str, move: str) -> Answer:
+        record = self.journal.get((node, move))
+        if record is None:
+            raise Refused("no such move")
+        if record.mark is not Mark.HELD or not record.copy_exists or record.outcome is Outcome.ABORT:
+            raise Refused("no held copy here")
+        if self.reaches(node, record.peer):
+            raise Refused("the source lives: it decides")
+        self.event(node, "write down the word of a person")
+        record.word, record.outcome = PERSON, Outcome.COMMIT
+        self.settle_target(node, move)
+        return self.on_getcopy(node, move)

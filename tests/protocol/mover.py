@@ -1,0 +1,173 @@
+"""The driver of the model, which executes the table of `migrator/protocol.py`, and what a test asks afterwards."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+
+from migrator.protocol import ACTIVATE, COMMIT, TABLE, At, Step, Verdict, decide, next_step, undo_plan
+from snapshotd.rules import CopyState, Mark, Outcome
+from tests.protocol.model import Model
+from tests.protocol.world import DRIVER, NODES, Answer, Copy, Died, Lost, Record, Refused
+
+
+@dataclass
+class Move:
+    """One run of the driver. `verdict` is None while it runs, and for ever where it died."""
+
+    model: Model
+    name: str
+    source: str
+    target: str
+    verdict: Verdict | None = None
+    knowable: bool = True  # the source could be asked and had decided, and after COMMIT the target could be asked, too
+    token: bytes = b""
+    nonce: bytes = b""
+    receipt: bytes = b""
+
+    def __post_init__(self) -> None:
+        self.moved_copy = next(iter(running(self.model)), None)
+
+    def run(self) -> Verdict | None:
+        self.model.up[DRIVER] = True
+        with self.model.acting(DRIVER):
+            try:
+                self.verdict = self._run()
+            except Died:
+                self.verdict = None
+            undecided = self.at_source is not None and self.at_source.outcome is None
+            self.knowable = self.model.reaches(DRIVER, self.source) and not undecided
+            if self.committed:
+                self.knowable = self.knowable and self.model.reaches(DRIVER, self.target) and not self.stranded
+        return self.verdict
+
+    def _run(self) -> Verdict:
+        done = 0
+        try:
+            while (step := next_step(done)) is not None:
+                self._ask(step)
+                done += 1
+        except (Refused, Lost) as failed:
+            refused = isinstance(failed, Refused) and TABLE[done].phase == "preflight"
+            return Verdict.REFUSED if refused else self._stop(done)
+        return Verdict.MOVED
+
+    def _stop(self, reached: int) -> Verdict:
+        outcome = "COMMIT" if reached > COMMIT else None
+        for step in undo_plan(reached):
+            if outcome == "COMMIT":
+                break
+            with suppress(Lost, Refused):
+                answer = self._ask(step)
+                outcome = answer.kind if step.action == "Abort" else outcome
+        if outcome == "COMMIT":
+            reached = max(reached, COMMIT + 1)
+            with suppress(Lost, Refused):
+                while (next_one := next_step(reached)) is not None:
+                    self._ask(next_one)
+                    reached += 1
+        if outcome == "COMMIT" and reached <= ACTIVATE:
+            reached, outcome = self._ask_the_source(reached)
+        return decide(reached, outcome)[0]
+
+    def _ask_the_source(self, reached: int) -> tuple[int, str]:
+        """The target does not say that it runs the rank. Release has the source look there now: it takes the rank back, or
+        has released its copy, which it does only for a rank that runs."""
+        with suppress(Lost, Refused):
+            released = self.model.call(DRIVER, self.source, "Release", self.name).kind == "released"
+            outcome = self.model.call(DRIVER, self.source, "GetOutcome", self.name).kind
+            return ACTIVATE + 1 if released else reached, outcome
+        return reached, "COMMIT"
+
+    def _ask(self, step: Step) -> Answer:
+        """One request; a step that answers with another outcome than it asks for has failed."""
+        node = self.target if step.at is At.TARGET else self.source
+        arguments: dict[str, tuple[object, ...]] = {
+            "Prepare": (self.source,),
+            "Begin": (self.target, self.nonce),
+            "Commit": (self.receipt,),
+            "Activate": (self.token,),
+            "Discard": (self.token,),
+        }
+        try:
+            answer = self.model.call(DRIVER, node, step.action, self.name, *arguments.get(step.action, ()))
+        except Lost:
+            if step.phase != "undo":
+                raise
+            answer = self.model.call(DRIVER, node, step.action, self.name, *arguments.get(step.action, ()))
+        match step.action:
+            case "Prepare":
+                self.nonce = answer.token
+            case "Restore":
+                self.receipt = answer.token
+            case "Commit" | "Abort":
+                self.token = answer.token
+                if step.action == "Commit" and answer.kind != "COMMIT":
+                    raise Refused("the source has aborted")
+            case "Activate" if answer.copy not in (CopyState.RUNNING, CopyState.ENDED):
+                raise Refused(f"the target's copy is {answer.copy}")
+        return answer
+
+    # ------------------------------------------------------------ what became of it
+
+    @property
+    def at_source(self) -> Record | None:
+        return self.model.journal.get((self.source, self.name))
+
+    @property
+    def at_target(self) -> Record | None:
+        return self.model.journal.get((self.target, self.name))
+
+    @property
+    def at_source_ended(self) -> bool:
+        return self.at_source is not None and self.at_source.ended
+
+    @property
+    def at_target_ran(self) -> bool:
+        return self.at_target is not None and self.at_target.mark is Mark.ACTIVATED
+
+    @property
+    def committed(self) -> bool:
+        """The rank belongs to the target: by the record, or by the word of a person, and nobody overruled it."""
+        declared = self.at_target is not None and bool(self.at_target.word)
+        recorded = self.at_source is not None and self.at_source.holds is Outcome.COMMIT
+        return declared or recorded
+
+    @property
+    def stranded(self) -> bool:
+        """COMMIT stands, but the target's copy died before it ever ran, and the source has not heard of it yet."""
+        unrun = self.at_target is not None and self.at_target.mark in (Mark.HELD, Mark.DISCARDED)
+        return self.committed and unrun and self.at_target is not None and not self.at_target.copy_exists
+
+    def owner(self) -> Copy | None:
+        """The copy that ought to run by the outcome, None where it has died."""
+        record = self.at_target if self.committed else self.at_source
+        copy = record.copy if self.committed and record is not None else self.moved_copy
+        return copy if copy is not None and copy.alive else None
+
+
+def person_says(model: Model, node: str, word: str, move: str) -> bool:
+    """`migrator recover --source-is-dead` (asked of the target) or `--target-is-dead` (of the source)."""
+    model.up[DRIVER] = True
+    with model.acting(DRIVER):
+        try:
+            model.call(DRIVER, node, word, move)
+        except (Lost, Refused, Died):
+            return False
+    return True
+
+
+def running(model: Model) -> list[Copy]:
+    return [copy for copy in model.copies if copy.alive and copy.running]
+
+
+def leftovers(model: Model) -> list[str]:
+    """What a settled world must not hold: frozen or held copies, images, unfinished moves."""
+    still = [f"a copy on {copy.node} that does not run" for copy in model.copies if copy.alive and not copy.running]
+    images = [f"an image on {node} of {move}" for node, move in model.images]
+    open_moves = [f"{move} unfinished on {node}" for (node, move), record in model.journal.items() if not record.ended]
+    return still + images + open_moves
+
+
+def other(node: str) -> str:
+    return NODES[1 - NODES.index(node)]

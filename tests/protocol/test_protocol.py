@@ -1,0 +1,96 @@
+"""The table itself: complete, in order, COMMIT as the watershed; and the driver's verdict over all inputs."""
+
+from __future__ import annotations
+
+import pytest
+
+from migrator import protocol
+from migrator.protocol import COMMIT, TABLE, At, Verdict, decide, diagram, next_step, undo_plan, where_after
+from snapshotd.api import snapshotd_pb2 as pb
+from snapshotd.api.errors import Where
+
+ACTIVATE = next(index for index, step in enumerate(TABLE) if step.action == "Activate")
+BEGIN = next(index for index, step in enumerate(TABLE) if step.action == "Begin")
+OUTCOMES = ("COMMIT", "ABORT", "UNDECIDED", None)
+
+
+def test_the_steps_in_order() -> None:
+    assert [step.action for step in TABLE] == [
+        *("Inspect", "Examine", "Prepare", "Begin", "Freeze", "Stream", "Restore"),
+        *("Commit", "Activate", "Release"),
+    ]
+
+
+def test_next_step_walks_the_table_and_ends() -> None:
+    assert [next_step(done) for done in range(len(TABLE) + 1)] == [*TABLE, None]
+
+
+@pytest.mark.parametrize("step", TABLE, ids=lambda step: step.action)
+def test_every_step_and_its_undo_is_a_request_of_the_service_it_is_asked_of(step: protocol.Step) -> None:
+    services = pb.DESCRIPTOR.services_by_name
+    assert step.action in services["Target" if step.at is At.TARGET else "Source"].methods_by_name
+    assert step.undo in ("", "Abort" if step.at is At.SOURCE else "Discard")
+    assert step.timeout_s > 0
+    assert step.says
+
+
+def test_commit_separates() -> None:
+    """Before it the rank is at the source and what was done has an undo; from it on there is no undo."""
+    for index, step in enumerate(TABLE):
+        at_source = step.where in (Where.SOURCE_RUNNING, Where.SOURCE_FROZEN)
+        assert at_source == (index < COMMIT)
+        assert bool(step.undo) == (step.phase != "preflight" and index < COMMIT)
+
+
+def test_the_target_is_asked_for_room_before_anything_is_paused() -> None:
+    paused = [index for index, step in enumerate(TABLE) if step.where is Where.SOURCE_FROZEN]
+    assert [step.action for step in TABLE[: paused[0]]] == ["Inspect", "Examine", "Prepare", "Begin"]
+
+
+@pytest.mark.parametrize("reached", range(len(TABLE) + 1))
+def test_undo_asks_the_source_first(reached: int) -> None:
+    plan = [step.action for step in undo_plan(reached)]
+    expected = {0: [], 1: [], 2: ["Discard"]}
+    assert plan == expected.get(reached, ["Abort", "Discard"] if reached <= COMMIT else [])
+    assert all(step.undo == "" for step in undo_plan(reached))
+
+
+@pytest.mark.parametrize("reached", range(len(TABLE) + 1))
+@pytest.mark.parametrize("outcome", OUTCOMES)
+def test_decide(reached: int, outcome: str | None) -> None:
+    verdict, reason = decide(reached, outcome)
+    assert reason
+    match outcome:
+        case "COMMIT":
+            assert verdict is (Verdict.MOVED if reached > ACTIVATE else Verdict.UNKNOWN), (
+                "MOVED once it is seen running"
+            )
+        case "ABORT":
+            assert verdict is Verdict.UNDONE
+        case _:
+            assert verdict is (Verdict.UNDONE if reached < BEGIN else Verdict.UNKNOWN)
+
+
+def test_where_after_each_step() -> None:
+    assert [where_after(done) for done in range(len(TABLE) + 1)] == [
+        *[Where.SOURCE_RUNNING] * 5,
+        *[Where.SOURCE_FROZEN] * 3,
+        Where.TARGET_HELD,
+        *[Where.TARGET_RUNNING] * 2,
+    ]
+
+
+def test_the_diagram_shows_every_step_once_and_commit_between() -> None:
+    lines = diagram().splitlines()
+    assert len(lines) == len(TABLE) + 1
+    line_of_commit = next(
+        index for index, line in enumerate(lines) if "only the target may run" in line and "─" in line
+    )
+    rows = lines[:line_of_commit] + lines[line_of_commit + 1 :]
+    for step, row in zip(TABLE, rows, strict=True):
+        assert row.split()[:2] == [step.phase, step.action]
+        assert step.says in row
+        assert row.endswith(f"undo: {step.undo}") == bool(step.undo)
+    assert line_of_commit == COMMIT
+    assert diagram() == diagram(TABLE)
+    assert max(map(len, lines)) <= 120

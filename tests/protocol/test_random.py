@@ -1,0 +1,142 @@
+"""Random schedules: moves to and fro, each with faults at random events, and deaths, cuts and silence between them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from migrator.protocol import Verdict
+from tests.protocol.model import Model
+from tests.protocol.mover import Move, leftovers, other, person_says, running
+from tests.protocol.world import AWAY, DRIVER, HOME, LEASE_S, NODES, World
+
+NAMES = st.sampled_from(NODES)
+PAIRS = st.sampled_from([(DRIVER, HOME), (DRIVER, AWAY), (HOME, AWAY)])
+
+
+@dataclass(frozen=True)
+class Act:
+    """One thing that happens; as a fault it strikes at an event inside a move, else between two moves."""
+
+    what: str
+    node: str = HOME
+    pair: tuple[str, str] = (HOME, AWAY)
+
+    def __call__(self, world: World) -> None:
+        match self.what:
+            case "driver dies":
+                world.kill(DRIVER)
+            case "daemon dies":
+                world.kill(self.node)
+            case "node dies":
+                world.reboot(self.node)
+                world.dead_for_ever.add(self.node)
+            case "node reboots":
+                world.reboot(self.node)
+            case "back":
+                world.dead_for_ever.discard(self.node)
+                world.coming_back |= {node for node in NODES if not world.up[node]} - world.dead_for_ever
+            case "cut":
+                world.cuts.add(frozenset(self.pair))
+            case "heal":
+                world.cuts.discard(frozenset(self.pair))
+            case "silence":
+                world.now_s += LEASE_S + 1
+            case "criu dies":
+                world.criu_killed = True
+            case "message lost":
+                world.drop = True
+            case "message late":
+                world.delay = True
+            case "a copy dies":
+                for copy in [copy for copy in world.copies if copy.alive and copy.node == self.node][:1]:
+                    copy.alive = False
+            case _:
+                raise ValueError(self.what)
+
+
+INSIDE = ("driver dies", "daemon dies", "daemon dies", "back", "back", "cut", "heal", "silence", "criu dies")
+MESSAGES = ("message lost", "message late")
+DEADLY = ("node dies", "node reboots", "a copy dies")
+ACTS = st.builds(Act, st.sampled_from(INSIDE + MESSAGES + DEADLY), NAMES, PAIRS)
+GENTLE = st.builds(Act, st.sampled_from(INSIDE + MESSAGES), NAMES, PAIRS)
+BETWEEN = st.builds(Act, st.sampled_from(("back", "heal", "silence", "daemon dies", "cut")), NAMES, PAIRS)
+
+
+def episodes(acts: st.SearchStrategy[Act]) -> st.SearchStrategy[list[Episode]]:
+    faults = st.dictionaries(st.integers(0, 70), acts, max_size=4)
+    one = st.builds(Episode, NAMES, faults, st.lists(BETWEEN, max_size=3), st.lists(NAMES, max_size=4), st.booleans())
+    return st.lists(one, min_size=1, max_size=4)
+
+
+@dataclass
+class Episode:
+    """A driver that tries to move the rank from `start`, and what happens before the next one tries."""
+
+    start: str
+    faults: dict[int, Act]
+    between: list[Act]
+    looks: list[str]  # which daemon looks at its journal, and when
+    ticking: bool
+    moves: list[Move] = field(default_factory=list)
+
+
+def play(story: list[Episode]) -> tuple[Model, list[Move]]:
+    model, moves = Model(), []
+    for number, episode in enumerate(story):
+        model.ticking = episode.ticking
+        model.faults = {len(model.labels) + event: act for event, act in episode.faults.items()}
+        moves.append(Move(model, f"m-{number}", episode.start, other(episode.start)))
+        moves[-1].run()
+        for act in episode.between:
+            act(model)
+        for node in episode.looks:
+            model.tick(node)
+        bury(model, moves)
+    model.faults.clear()
+    model.cuts.clear()
+    model.dead_for_ever.clear()
+    model.drop = model.delay = model.criu_killed = False
+    model.settle(4)
+    assert not any(move.stranded for move in moves), "nobody needs a person once both nodes are back"
+    return model, moves
+
+
+def bury(model: Model, moves: list[Move]) -> None:
+    """A person speaks only where a node has really died, and is refused where the node is not needed."""
+    for move in moves:
+        if move.target in model.dead_for_ever and move.at_source is not None and not move.at_source_ended:
+            person_says(model, move.source, "DeclareTargetDead", move.name)
+        if move.source in model.dead_for_ever and move.at_target is not None:
+            person_says(model, move.target, "DeclareSourceDead", move.name)
+
+
+def judge(model: Model) -> None:
+    assert leftovers(model) == []
+    for copy in running(model):
+        again = Move(model, "m-again", copy.node, other(copy.node))
+        assert again.run() is Verdict.MOVED
+        model.settle()
+        assert [now.node for now in running(model)] == [other(copy.node)]
+        assert leftovers(model) == []
+
+
+QUICK = settings(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+
+
+@settings(QUICK, max_examples=300)
+@given(episodes(ACTS))
+def test_at_most_one_copy_whatever_happens(story: list[Episode]) -> None:
+    """The invariants are checked at every event inside `play`."""
+    model, _ = play(story)
+    judge(model)
+
+
+@settings(QUICK, max_examples=300)
+@given(episodes(GENTLE))
+def test_where_nothing_kills_the_rank_it_always_runs_in_the_end(story: list[Episode]) -> None:
+    model, _ = play(story)
+    assert len(running(model)) == 1
+    judge(model)

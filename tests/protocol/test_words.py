@@ -1,0 +1,113 @@
+"""`migrator recover` on the model: a person's word where a node is dead for good, refused where it is not."""
+
+from __future__ import annotations
+
+import pytest
+
+from migrator.protocol import Verdict
+from snapshotd.rules import Mark, Outcome
+from tests.protocol.faults import Scene, labels
+from tests.protocol.mover import Move, leftovers, person_says, running
+from tests.protocol.world import AWAY, HOME
+
+EVENTS = labels(back=False, ticking=False)
+
+
+def power_off(event: int, node: str) -> Scene:
+    """A move during which a node dies and does not come back, as far as the other node can settle it."""
+    scene = Scene({}, ticking=False)
+    scene.model.dead_for_ever.add(node)
+    scene.model.faults[event] = lambda world: world.reboot(node)
+    scene.move.run()
+    scene.model.settle()
+    return scene
+
+
+def power_on(scene: Scene) -> None:
+    scene.model.dead_for_ever.clear()
+    scene.model.settle(3)
+
+
+@pytest.mark.parametrize("event", range(len(EVENTS)), ids=[f"{i:02} {label}" for i, label in enumerate(EVENTS)])
+def test_the_source_is_dead(event: int) -> None:
+    """A held target goes on; a target that holds nothing whole has nothing to go on with."""
+    scene = power_off(event, HOME)
+    target = scene.move.at_target
+    held = target is not None and target.mark is Mark.HELD and target.copy_exists
+    assert person_says(scene.model, AWAY, "DeclareSourceDead", "m-1") == held
+    scene.model.settle()
+    run_on = target is not None and target.mark is Mark.ACTIVATED
+    assert [copy.node for copy in running(scene.model)] == [AWAY] * run_on
+    power_on(scene)
+    assert [copy.node for copy in running(scene.model)] == [AWAY] * run_on
+    assert leftovers(scene.model) == []
+    if run_on:
+        scene.retry(AWAY)
+
+
+def test_hole_1_the_record_says_what_became_of_the_rank_when_the_dead_source_is_back() -> None:
+    """HOLE, fails until `source_next` reads a running target as COMMIT: else history says "undone" of a moved rank."""
+    for event, label in enumerate(EVENTS):
+        scene = power_off(event, HOME)
+        person_says(scene.model, AWAY, "DeclareSourceDead", "m-1")
+        power_on(scene)
+        if running(scene.model) and scene.move.at_source is not None:
+            assert scene.move.at_source.outcome is Outcome.COMMIT, label
+
+
+@pytest.mark.parametrize("event", range(len(EVENTS)), ids=[f"{i:02} {label}" for i, label in enumerate(EVENTS)])
+def test_the_target_is_dead(event: int) -> None:
+    """The source's frozen copy goes on, unless it was released; the dead target comes back and runs nothing."""
+    scene = power_off(event, AWAY)
+    source = scene.move.at_source
+    if source is not None and not source.ended:
+        assert person_says(scene.model, HOME, "DeclareTargetDead", "m-1")
+    scene.model.settle()
+    lives = scene.move.moved_copy is not None and scene.move.moved_copy.alive
+    assert [copy.node for copy in running(scene.model)] == [HOME] * lives
+    power_on(scene)
+    assert [copy.node for copy in running(scene.model)] == [HOME] * lives
+    assert leftovers(scene.model) == []
+    if lives:
+        scene.retry(HOME)
+
+
+@pytest.mark.parametrize("word", ["DeclareSourceDead", "DeclareTargetDead"])
+@pytest.mark.parametrize("event", [31, 33, 36])
+def test_a_word_against_the_living_is_refused(word: str, event: int) -> None:
+    """The driver dies; both nodes live and reach each other: nobody believes that one of them is dead."""
+    scene = Scene({event: "driver dies"}, ticking=False)
+    scene.move.run()
+    target = scene.move.at_target
+    assert target is not None
+    assert target.copy_exists
+    assert not person_says(scene.model, AWAY if word == "DeclareSourceDead" else HOME, word, "m-1")
+    scene.play_on().judge()
+
+
+def test_the_word_outlives_a_crash_of_the_daemon_that_took_it() -> None:
+    """It is written down before it is acted on, and no token for the overruled COMMIT is given out any more."""
+    scene = power_off(EVENTS.index("driver: Activate asked"), AWAY)
+    event = len(scene.model.labels)
+    for after in range(8):
+        again = power_off(EVENTS.index("driver: Activate asked"), AWAY)
+        again.model.faults[event + after] = lambda world: world.kill(HOME)
+        person_says(again.model, HOME, "DeclareTargetDead", "m-1")
+        again.model.settle()
+        if again.move.at_source is not None and again.move.at_source.word:
+            assert [copy.node for copy in running(again.model)] == [HOME]
+            assert again.model.on_getoutcome(HOME, "m-1").kind == "ABORT"
+
+
+def test_a_second_driver_is_told_that_the_rank_is_busy() -> None:
+    """A new move id while the old move is not settled: refused or undone, and the old one ends as if alone."""
+    for event, label in enumerate(EVENTS):
+        scene = Scene({event: "driver dies"}, ticking=False)
+        scene.move.run()
+        begun = scene.move.at_source is not None and not scene.move.at_source.ended
+        second = Move(scene.model, "m-9", HOME, AWAY)
+        verdict = second.run()
+        assert (verdict is Verdict.MOVED) == (not begun and scene.move.at_target_ran is False), label
+        scene.model.settle(4)
+        assert len(running(scene.model)) == 1, label
+        assert leftovers(scene.model) == [], label

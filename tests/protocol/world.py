@@ -1,0 +1,243 @@
+"""Two nodes, one rank and whatever can die, as deterministic discrete events: no process, no clock, no sleep.
+
+Every visible act is one `event`: a fault scheduled for that event strikes just before the act takes effect, and the
+invariants are checked before and after it. A daemon that died in the middle of a handler does nothing more; whoever
+asked it gets no answer. What the daemons do is in `model.py`.
+
+Durable: `journal` (marks, outcome, words). Lost with a node's boot: copies, images. Lost with a daemon: its handler.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+from snapshotd.rules import CopyState, Mark, Outcome
+
+DRIVER, HOME, AWAY = "driver", "home", "away"
+PERSON, TARGET = "a person", "the target"  # whose word can stand above an outcome
+NODES = (HOME, AWAY)
+LEASE_S = 30.0
+
+
+class Broken(AssertionError):
+    """An invariant does not hold."""
+
+
+class Died(Exception):
+    """The one that is acting has died."""
+
+
+class Lost(Exception):
+    """No answer: not delivered, not done, or done and the answer lost. The caller cannot tell."""
+
+
+class Refused(Exception):
+    """The daemon says no."""
+
+
+@dataclass(eq=False)
+class Copy:
+    """A process tree; one that does not run is frozen, or held as it was restored."""
+
+    node: str
+    restored_for: str = ""  # the move
+    alive: bool = True
+    running: bool = False
+
+
+@dataclass(eq=False)
+class Record:
+    """What one daemon's journal holds of one move; `copy` is found again by cgroup, pid and boot id."""
+
+    role: str
+    peer: str
+    mark: Mark
+    nonce: bytes = b""
+    outcome: Outcome | None = None  # source: the write-once record. target: what it has learned
+    word: str = ""  # who has overruled: PERSON (the other node is dead), or TARGET (its copy died unrun)
+    copy: Copy | None = None
+    lease_until_s: float = 0.0
+    marked_in_life: int = 0
+    ended: bool = False  # carried out and closed; the daemon does not look at it again
+
+    @property
+    def copy_exists(self) -> bool:
+        return self.copy is not None and self.copy.alive
+
+    @property
+    def holds(self) -> Outcome | None:
+        """The outcome that this daemon acts on and tells others."""
+        return Outcome.ABORT if self.word and self.role == "source" else self.outcome
+
+
+@dataclass(frozen=True)
+class Answer:
+    kind: str = ""
+    token: bytes = b""
+    copy: CopyState = CopyState.UNREACHABLE
+
+
+Fault = Callable[["World"], None]
+
+
+class World(ABC):
+    """All there is. `faults` maps the number of an event to what goes wrong at it."""
+
+    def __init__(self, faults: Mapping[int, Fault] | None = None, *, ticking: bool = True) -> None:
+        self.faults = dict(faults or {})
+        self.ticking = ticking  # the daemons look at their journals between any two requests of the driver
+        self.now_s = 0.0
+        self.labels: list[str] = []
+        self.life = dict.fromkeys((DRIVER, *NODES), 0)
+        self.up = dict.fromkeys((DRIVER, *NODES), True)
+        self.coming_back: set[str] = set()
+        self.dead_for_ever: set[str] = set()
+        self.cuts: set[frozenset[str]] = set()
+        self.copies = [Copy(HOME, running=True)]
+        self.images: set[tuple[str, str]] = set()
+        self.journal: dict[tuple[str, str], Record] = {}
+        self.said_dead: set[tuple[str, str]] = set()  # (target, move): it has answered GONE or DISCARDED
+        self.locked: set[tuple[str, str]] = set()  # (node, move): its daemon is between a decision and the mark of it
+        self.in_flight: list[tuple[str, str, tuple[object, ...]]] = []
+        self.keeper_killed = self.criu_killed = self.drop = self.delay = False
+        self._frames: list[tuple[str, int]] = []
+        self._written: dict[tuple[str, str], Outcome] = {}
+
+    # ------------------------------------------------------------ events and invariants
+
+    def event(self, who: str, label: str) -> None:
+        self.check()
+        fault = self.faults.pop(len(self.labels), None)
+        self.labels.append(f"{who}: {label}")
+        if fault is not None:
+            fault(self)
+        if self._frames[-1] != (who, self.life[who]) or not self.up[who]:
+            raise Died(who)
+
+    def check(self) -> None:
+        running = [copy for copy in self.copies if copy.alive and copy.running]
+        if len(running) > 1:
+            raise Broken(f"{len(running)} copies run")
+        for (node, move), record in self.journal.items():
+            if record.role == "source" and record.outcome is not None:
+                if self._written.setdefault((node, move), record.outcome) is not record.outcome:
+                    raise Broken("the outcome record has changed")
+                if record.outcome is Outcome.COMMIT and record.copy in running and not record.word:
+                    raise Broken("the source's copy runs after COMMIT")
+                if record.word == TARGET and (record.peer, move) not in self.said_dead:
+                    raise Broken("the source has written down a word that the target never gave")
+            if record.role == "target" and record.copy in running and not record.word:
+                source = self.journal.get((record.peer, move))
+                if source is None or source.outcome is not Outcome.COMMIT:
+                    raise Broken("the target's copy runs without COMMIT")
+        for node, move in self.said_dead:
+            if self.journal[node, move].mark is Mark.ACTIVATED:
+                raise Broken("a copy that was said to be dead and unrun is let go")
+            if any(copy.alive for copy in self.copies if (copy.node, copy.restored_for) == (node, move)):
+                raise Broken("a copy that was said to be dead lives")
+
+    @contextmanager
+    def acting(self, who: str) -> Iterator[None]:
+        self._frames.append((who, self.life[who]))
+        try:
+            yield
+        finally:
+            self._frames.pop()
+
+    @contextmanager
+    def at_work(self, node: str, move: str) -> Iterator[None]:
+        """The daemon's lock of one move, gone with the daemon."""
+        self.locked.add((node, move))
+        try:
+            yield
+        finally:
+            self.locked.discard((node, move))
+
+    def reaches(self, one: str, other: str) -> bool:
+        return self.up[other] and frozenset((one, other)) not in self.cuts
+
+    def call(self, caller: str, node: str, rpc: str, *args: object) -> Answer:
+        if caller == DRIVER:
+            self.come_back()
+            if self.ticking:
+                self.tick()
+        self.event(caller, f"{rpc} asked")
+        if self.delay:
+            self.in_flight.append((node, rpc, args))
+        lost, self.drop, self.delay = self.drop or self.delay, False, False
+        if lost or not self.reaches(caller, node):
+            raise Lost(f"{rpc} does not reach {node}")
+        try:
+            with self.acting(node):
+                answer = self.serve(node, rpc, args)
+                self.event(node, f"{rpc} answered")
+        except Died as died:
+            raise Lost(f"{node} died during {rpc}") from died
+        finally:
+            self.check()
+            if self._frames[-1] != (caller, self.life[caller]):
+                raise Died(caller)  # while it waited
+        lost, self.drop = self.drop, False
+        if lost or not self.reaches(caller, node):
+            raise Lost(f"{rpc} was done, its answer is lost")
+        return answer
+
+    # ------------------------------------------------------------ deaths and returns
+
+    def kill(self, who: str) -> None:
+        self.life[who] += 1
+        self.up[who] = False
+
+    def reboot(self, node: str) -> None:
+        """The daemon and every process of the node die; the journal stays."""
+        self.kill(node)
+        self.images -= {image for image in self.images if image[0] == node}
+        for copy in self.copies:
+            copy.alive = copy.alive and copy.node != node
+
+    def renew_leases(self, node: str) -> None:
+        """Leases are in a daemon's memory: in its next life they count anew."""
+        for (where, _), record in self.journal.items():
+            if where == node:
+                record.lease_until_s = self.now_s + LEASE_S
+
+    def come_back(self) -> None:
+        for node in sorted(self.coming_back - self.dead_for_ever):
+            self.up[node] = True
+            self.renew_leases(node)
+            self.tick(node)  # before it serves anyone
+        self.coming_back.clear()
+
+    def settle(self, rounds: int = 2) -> None:
+        """The driver is gone; time passes, dead daemons are started again, late requests arrive."""
+        for _ in range(rounds):
+            self.now_s += LEASE_S + 1
+            self.coming_back |= {node for node in NODES if not self.up[node]}
+            self.come_back()
+            in_flight, self.in_flight = self.in_flight, []
+            for node, rpc, args in in_flight:
+                if self.up[node]:
+                    with self.acting(node), suppress(Died, Lost, Refused):
+                        self.serve(node, rpc, args)
+            self.tick()
+        self.check()
+
+    def tick(self, *nodes: str) -> None:
+        """Each daemon that lives looks at its keeper and at its unfinished moves."""
+        for node in nodes or NODES:
+            moves = [move for (where, move), record in self.journal.items() if where == node and not record.ended]
+            for move in ("", *moves):
+                if self.up[node]:
+                    with self.acting(node), suppress(Died, Lost, Refused):
+                        self.look(node, move)
+
+    @abstractmethod
+    def serve(self, node: str, rpc: str, args: tuple[object, ...]) -> Answer:
+        """The daemon of `node` handles a request."""
+
+    @abstractmethod
+    def look(self, node: str, move: str) -> None:
+        """The daemon of `node` looks at an unfinished move, or without one at the keeper."""
