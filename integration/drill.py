@@ -170,10 +170,21 @@ class Drill:
     def end(self) -> None:
         self.job.await_progress(2)
         self.keeper.send_signal(signal.SIGTERM)
+        self.ended()
+
+    def ended(self) -> None:
+        """The job was told to end: it does, with every line it ever wrote, and nothing is left."""
         assert self.job.finish(20) == 0, f"{self.job.text()[-200:]}\n{self.nodes.logs()}"
         lines = self.job.lines()
         command = [sys.executable, str(WORKLOADS / "chain.py"), "--steps", str(len(lines) - 1), "--pace-s", "0"]
         assert self.job.text() == subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        self._no_step_twice()
+        self.nothing_left()
+
+    def end_orphan(self) -> None:
+        """The end of a rank whose home keeper went with its node: there is nobody to tell, and nothing stays."""
+        os.kill(self.copy_on(self.place()), signal.SIGTERM)
+        until(f"the end of the rank\n{self.nodes.logs()}", lambda: not self.copies(), 20)
         self._no_step_twice()
         self.nothing_left()
 

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,15 @@ class Job:
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait(30)
+
+
+@dataclass
+class Asked:
+    """What `migrator move` said in the end; nothing while it goes on."""
+
+    code: int | None = None
+    answer: dict[str, Any] = field(default_factory=dict)
+    errors: str = ""
 
 
 class Cluster:
@@ -145,6 +154,39 @@ class Cluster:
 
     def fired(self, node: str) -> bool:
         return (self.run_dir(node) / "fault.fired").exists()
+
+    @contextlib.contextmanager
+    def moving(self, job: Job, to: str, node: str, point: str, *, rank: int = 0) -> Iterator[Asked]:
+        """A move that waits at a fault point of a node while the block runs; afterwards it goes on, to its end."""
+        self.fault(node, point, "wait")
+        asked = Asked()
+        with self.begin_move(job, to, rank=rank) as process:
+            try:
+                until(f"{point} on {node}", lambda: self.fired(node) or process.poll() is not None)
+                assert process.poll() is None, f"it ended before {point}: {process.communicate()}\n{self.logs()}"
+                yield asked
+                (self.run_dir(node) / f"{point}.go").touch()
+                out, asked.errors = process.communicate(timeout=60)
+                asked.code, asked.answer = process.returncode, json.loads(out)
+            finally:
+                process.kill()
+
+    def leftovers(self) -> list[str]:
+        """What moves and ranks have left on the nodes: images, cgroups, keepers of guests, criu."""
+        found = []
+        for node in self.lab.nodes:
+            images = self.run_dir(node) / "images"
+            found += [f"{node}: {path}" for path in images.rglob("*") if path != images / "out"]
+            for group in self.lab.layout.node_cgroup(node).rglob("cgroup.procs"):
+                name, above = group.parent.name, group.parent.parent.name
+                if above == "snapshotd-ranks" or (name.startswith("snapshotd-") and name != "snapshotd-ranks"):
+                    found.append(f"{node}: cgroup {name}")
+                for pid in group.read_text().split():
+                    with contextlib.suppress(OSError):
+                        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+                        if b"shim.guest" in words or b"swrk" in words:
+                            found.append(f"{node}: process {pid} {b' '.join(words).decode()}")
+        return found
 
     def run_dir(self, node: str) -> Path:
         """A node's /run/snapshotd, from outside."""

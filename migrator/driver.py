@@ -191,7 +191,8 @@ class _Run:
     async def _release(self, timeout_s: float) -> None:
         """The rank already runs: a source that cannot clean up now does it alone later."""
         try:
-            await self.source.source.Release(self.request, timeout_s=timeout_s, retry=True)
+            request = pb.MoveRequest(move=self.move, pause_s=self.pause_s)
+            await self.source.source.Release(request, timeout_s=timeout_s, retry=True)
         except SnapshotError as error:
             self._say("note", text=f"the source cleans up later: {error.message}")
 

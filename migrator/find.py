@@ -66,9 +66,9 @@ async def find_rank(cluster: Cluster, rank: int, job: str | None) -> Found:
             raise Unreachable(f"rank {rank} is on no node that answers, and these do not: {lost}", where=Where.UNKNOWN)
         of_job = f" in job {job!r}" if job else ""
         raise NotFound(f"no rank {rank}{of_job} runs on any node")
+    if moving := [entry.rank.moving for entry in here if entry.rank.moving]:
+        raise Busy(f"rank {rank} is being moved already ({moving[0]})", where=Where.UNKNOWN)
     if len(here) > 1:
         on = ", ".join(f"{entry.node} ({entry.rank.uid})" for entry in here)
         raise Ambiguous(f"rank {rank} of job {jobs[0]} was started more than once: {on}", remedy="end one of them")
-    if here[0].rank.moving:
-        raise Busy(f"rank {rank} is being moved already ({here[0].rank.moving})", where=Where.UNKNOWN)
     return here[0]

@@ -41,13 +41,13 @@ TABLE: tuple[Step, ...] = (
     Step("preflight", "Inspect", At.SOURCE, "", 60, Where.SOURCE_RUNNING, "what does the rank use?"),
     Step("preflight", "Examine", At.TARGET, "", 60, Where.SOURCE_RUNNING, "can the target take it?"),
     Step("prepare", "Prepare", At.TARGET, "Discard", 30, Where.SOURCE_RUNNING, "reserve memory, give a nonce"),
-    Step("prepare", "Begin", At.SOURCE, "Abort", 30, Where.SOURCE_RUNNING, "journal the move, start the lease, hold signals"),
-    Step("freeze", "Freeze", At.SOURCE, "Abort", 60, Where.SOURCE_FROZEN, "stop the tree, freeze its cgroup, sync its files"),
-    Step("stream", "Stream", At.SOURCE, "Abort", 3600, Where.SOURCE_FROZEN, "criu dump, streamed while it is written, verified"),
-    Step("restore", "Restore", At.TARGET, "Discard", 600, Where.SOURCE_FROZEN, "criu restore in a fresh pid namespace, stopped"),
-    Step("commit", "Commit", At.SOURCE, "", 30, Where.TARGET_HELD, "write the outcome record: only the target may run now"),
+    Step("prepare", "Begin", At.SOURCE, "Abort", 30, Where.SOURCE_RUNNING, "journal the move, start the lease"),
+    Step("freeze", "Freeze", At.SOURCE, "Abort", 60, Where.SOURCE_FROZEN, "stop the tree, freeze its cgroup"),
+    Step("stream", "Stream", At.SOURCE, "Abort", 3600, Where.SOURCE_FROZEN, "criu dump, sent while it is written"),
+    Step("restore", "Restore", At.TARGET, "Discard", 1800, Where.SOURCE_FROZEN, "criu restore, stopped, under a keeper"),
+    Step("commit", "Commit", At.SOURCE, "", 30, Where.TARGET_HELD, "write the outcome: only the target may run"),
     Step("activate", "Activate", At.TARGET, "", 60, Where.TARGET_RUNNING, "the token lets the target's copy go"),
-    Step("clean", "Release", At.SOURCE, "", 60, Where.TARGET_RUNNING, "drop the frozen copy, relay stdio to the keeper that stayed"),
+    Step("clean", "Release", At.SOURCE, "", 60, Where.TARGET_RUNNING, "drop the frozen copy"),
 )
 
 #: The step that writes the outcome. Everything before it can be undone, everything after it only finished.
@@ -117,5 +117,9 @@ def diagram(table: Sequence[Step] = TABLE) -> str:
         if step.action == "Commit":
             lines.append("─" * 12 + " COMMIT: from here on only the target may run " + "─" * 12)
         undo = f"undo: {step.undo}" if step.undo else ""
-        lines.append(f"{step.phase:<10} {step.action:<9} {step.at:<8} {step.says:<58} {undo}".rstrip())
+        lines.append(f"{step.phase:<10} {step.action:<9} {step.at:<8} {step.says:<45} {undo}".rstrip())
     return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(diagram())

@@ -21,7 +21,7 @@ from snapshotd.api.errors import NotFound, OutcomeUnknown, SnapshotError, Unreac
 
 CALL_TIMEOUT_S = 30.0
 POLL_S = 0.5
-#: A driver that died is noticed by the source when its lease of 30 s has run out.
+#: A driver that died is noticed by the source when its lease has run out: 30 s, unless `move --lease` said otherwise.
 LEASE_WAIT_S = 35.0
 SETTLE_WAIT_S = 6.0
 

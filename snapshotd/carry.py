@@ -64,15 +64,14 @@ class Carry:
 
     def _place_file(self, image: Path, path: str, fact: Mapping[str, Any], placed: list[str]) -> None:
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        if os.path.lexists(path):
-            if not self.may_replace(path):
-                if os.path.isfile(path) and not os.path.islink(path) and filecmp.cmp(image, path, shallow=False):
-                    return
-                raise Refused(
-                    f"{path} exists on this node and is another file than the rank's",
-                    remedy="remove it there, or let the job use another name",
-                    where=Where.SOURCE_FROZEN,
-                )
+        if os.path.lexists(path) and not self.may_replace(path):
+            if os.path.isfile(path) and not os.path.islink(path) and filecmp.cmp(image, path, shallow=False):
+                return
+            raise Refused(
+                f"{path} exists on this node and is another file than the rank's",
+                remedy="remove it there, or let the job use another name",
+                where=Where.SOURCE_FROZEN,
+            )
         side = f"{path}.{os.getpid()}.carried"
         shutil.copyfile(image, side)
         _dress(side, fact)

@@ -78,5 +78,5 @@ async def reach(point: Point | str) -> None:
         case "fail":
             raise Internal(f"fault injected at {point}", remedy="remove the fault file; this was asked for")
         case "wait":
-            while not (_folder / f"{point}.go").exists():
+            while not (_folder / f"{point}.go").exists():  # noqa: ASYNC110 - a file, made by another process
                 await asyncio.sleep(0.01)

@@ -10,6 +10,7 @@ Layout: STATE_DIR/moves/MOVE/{begin.json, marks, outcome.json, word.json}; the l
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -124,10 +125,8 @@ class MoveLog:
             record = OutcomeRecord(outcome, reason, decided_by, time.time())
             side = self.folder / f"outcome.{secrets.token_hex(4)}.new"
             _write_durably(side, json.dumps(asdict(record)).encode())
-            try:
+            with contextlib.suppress(FileExistsError):
                 os.link(side, self.folder / "outcome.json")
-            except FileExistsError:
-                pass
             os.unlink(side)
             _sync_folder(self.folder)
             standing = self.outcome

@@ -127,6 +127,7 @@ class Daemon:
             ended_unix_s=ended,
             where=where_of(move_log).value,
             bytes=int(move_log.note("bytes", 0)),
+            pause_s=float(move_log.note("pause_s", 0.0)),
             waiting_for="" if ended or moving is None else moving.waiting_for,
         )
 
@@ -175,7 +176,7 @@ class SourceServicer(rpc.SourceServicer):
         return await self.ops.abort(request.move, request.reason, str(caller(context)))
 
     async def Release(self, request: pb.MoveRequest, context: Context) -> pb.ReleaseReply:
-        return await self.ops.release(request.move)
+        return await self.ops.release(request.move, request.pause_s)
 
     async def GetOutcome(self, request: pb.MoveRequest, context: Context) -> pb.Outcome:
         return await self.ops.outcome(request.move)

@@ -5,6 +5,7 @@ Invariant: a pid is used only together with its start time, so that a reused pid
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -169,10 +170,8 @@ def continue_all(pids: Iterable[int], leave_stopped: Iterable[int] = ()) -> None
 
 
 def _kill(pid: int, number: int) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
-    except ProcessLookupError:
-        pass
 
 
 def _name(pid: int) -> str:

@@ -107,8 +107,10 @@ def test_a_path_in_a_name_is_refused(name: str) -> None:
 def test_a_disk_that_does_not_take_a_record_ends_the_daemon(tmp_path: Path) -> None:
     """A failed fsync means: crash and read again. Seen from outside, in a process of its own."""
     program = (
-        "import os, sys; from pathlib import Path; from snapshotd.journal import Journal, Begin; from snapshotd.rules import Outcome\n"
-        f"log = Journal(Path({str(tmp_path)!r})).begin(Begin({MOVE!r}, 'source', 'u', 'j', 0, 'a', 'a', 'b', 'b', 'ab', 'boot', 1.0))\n"
+        "import os; from pathlib import Path\n"
+        "from snapshotd.journal import Journal, Begin; from snapshotd.rules import Outcome\n"
+        f"begin = Begin({MOVE!r}, 'source', 'u', 'j', 0, 'a', 'a', 'b', 'b', 'ab', 'boot', 1.0)\n"
+        f"log = Journal(Path({str(tmp_path)!r})).begin(begin)\n"
         "def broken(fd): raise OSError(5, 'Input/output error')\n"
         "os.fsync = broken\n"
         "log.decide(Outcome.COMMIT, 'x', 'x')\n"

@@ -47,7 +47,7 @@ def add(verbs: arguments.Verbs) -> None:
         type=arguments.positive_seconds,
         metavar="S",
         default=Ask.lease_s,
-        help="the source undoes the move when this command fell silent for S seconds before COMMIT (default: %(default)s)",
+        help="before COMMIT the source undoes the move if this command is silent for S seconds (default: %(default)s)",
     )
 
 

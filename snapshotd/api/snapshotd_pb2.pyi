@@ -637,15 +637,19 @@ class MoveRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     MOVE_FIELD_NUMBER: _builtins.int
+    PAUSE_S_FIELD_NUMBER: _builtins.int
     move: _builtins.str
+    pause_s: _builtins.float
+    """Release alone: how long the driver saw the rank paused, for the history"""
     def __init__(
         self,
         *,
         move: _builtins.str = ...,
+        pause_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["move", b"move"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["move", b"move", "pause_s", b"pause_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

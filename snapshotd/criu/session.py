@@ -4,7 +4,7 @@ pycriu's own `criu.py` forks in-process and ignores notifications, so only its m
 request; criu then ends. Criu runs outside the daemon's cgroup, in the namespaces of the rank: in the daemon's mount
 namespace it would see other mounts than the rank ("unreachable sharing"), in another pid namespace other pids.
 
-If this session dies (criu killed, daemon killed) the rank is as the freezer and SIGSTOP hold it: see `snapshotd/freeze.py`.
+If this session dies (criu killed, daemon killed) the rank stays as SIGSTOP and its cgroup hold it.
 """
 
 from __future__ import annotations

@@ -255,7 +255,5 @@ def _inner_thread(pid: int, thread: int) -> int:
 
 def _cause(failures: ExceptionGroup[Exception]) -> Exception:
     """The failure to tell: criu's own words say more than the broken stream it leaves behind."""
-    flat: list[Exception] = []
-    for error in failures.exceptions:
-        flat.append(_cause(error) if isinstance(error, ExceptionGroup) else error)
+    flat = [_cause(error) if isinstance(error, ExceptionGroup) else error for error in failures.exceptions]
     return next((error for error in flat if isinstance(error, CriuFailed)), flat[0])

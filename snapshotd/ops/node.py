@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from dataclasses import dataclass, field
 
@@ -51,6 +52,7 @@ class Moving:
     facts: pb.RankFacts = field(default_factory=pb.RankFacts)  # source: what preflight last saw
     failure: str = ""  # why a step of it can never succeed again
     waiting_for: str = ""
+    pause_s: float = 0.0  # source: what the driver saw, for the history
 
     def renew(self) -> None:
         self.lease_ends_s = host.boottime_s() + self.log.begin.lease_s
@@ -66,10 +68,8 @@ class Moving:
 
     async def nap(self, seconds: float) -> None:
         """Sleeps, or until something happened to the move."""
-        try:
+        with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.kick.wait(), seconds)
-        except TimeoutError:
-            pass
         self.kick.clear()
 
 

@@ -30,7 +30,8 @@ from snapshotd.rules import Mark
 log = logging.getLogger(__name__)
 
 KEEPER_S = 15.0
-RESTORE_S = 600.0
+#: A restore that hangs keeps the job paused: so much for any, and so much for every GiB of image.
+RESTORE_S, RESTORE_GIB_S = 60.0, 10.0
 STOP_S = 10.0
 
 
@@ -64,7 +65,7 @@ class Restore:
                 ours,
                 session.restore_request(folder, inherit),
                 log_path=folder / "restore.log",
-                timeout_s=RESTORE_S,
+                timeout_s=RESTORE_S + RESTORE_GIB_S * self.node.store.held_bytes() / 2**30,
                 where=Where.SOURCE_FROZEN,
                 on_notify=_on_notify,
             )

@@ -236,9 +236,10 @@ class SourceOps:
             await self._record(moving, Outcome.ABORT, reason, "source")
             await self._settle_once(moving)
 
-    async def release(self, move: str) -> pb.ReleaseReply:
+    async def release(self, move: str, pause_s: float) -> pb.ReleaseReply:
         """Drops the frozen copy, once the target says the rank runs there."""
         moving = self._moving(move)
+        moving.pause_s = pause_s
         async with moving.lock:
             await self._settle_once(moving)
         settled = moving.log.last_mark is Mark.SETTLED
@@ -418,7 +419,7 @@ class SourceOps:
         await reach(Point.RELEASE)
 
     async def _close(self, moving: Moving) -> None:
-        await in_thread(moving.log.mark, Mark.SETTLED)
+        await in_thread(moving.log.mark, Mark.SETTLED, pause_s=moving.pause_s)
         outcome = moving.log.outcome
         metrics.move_ended(outcome.outcome if outcome else "ABORT")
         role = moving.log.note("role", "home")

@@ -29,7 +29,7 @@ class Guest:
     async def start(cls, node: Node, home: KeeperLink, move: str, state: dict[str, Any], *, criu: str = "") -> Guest:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         script = node.folder / "criu"
-        script.write_text(f"#!/bin/sh\nexec {sys.executable} {Path(__file__).with_name('fake_criu.py')} \"$@\"\n")
+        script.write_text(f'#!/bin/sh\nexec {sys.executable} {Path(__file__).with_name("fake_criu.py")} "$@"\n')
         script.chmod(0o755)
         orders = {
             "uid": home.uid,

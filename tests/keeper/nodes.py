@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Callable
@@ -60,6 +61,9 @@ class Node:
             await keeper.wait()
             keeper._transport.close()  # type: ignore[attr-defined]
         await self.stop()
+        for hello, keeper_process, _ in self.hellos:
+            if hello.role == "guest":
+                keeper_process.signal(signal.SIGKILL)
 
     async def _adopt(self, hello: Hello, keeper: tree.Process, rank: tree.Process | None) -> Welcome:
         self.hellos.append((hello, keeper, rank))
@@ -120,6 +124,5 @@ def python(program: str) -> tuple[str, str, str]:
 async def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
     """Waits for something only the kernel can tell (a process's state), by looking."""
     async with asyncio.timeout(timeout_s):
-        while not condition():
+        while not condition():  # noqa: ASYNC110 - /proc has no event to wait for
             await asyncio.sleep(0.005)
-

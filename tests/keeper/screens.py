@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import os
 import pty
@@ -17,6 +18,7 @@ from tests.keeper.nodes import Node
 class Screen:
     def __init__(self, rows: int = 31, columns: int = 97) -> None:
         self._master, self.slave = pty.openpty()
+        os.set_blocking(self._master, False)
         self.text = b""
         self.resize(rows, columns)
 
@@ -35,9 +37,19 @@ class Screen:
 
     async def shows(self, text: bytes) -> None:
         """Waits until `text` has appeared since the last call, and forgets everything up to it."""
-        async with asyncio.timeout(20):
-            while text not in self.text:
-                self.text += await asyncio.to_thread(os.read, self._master, 4096)
+        loop, readable = asyncio.get_running_loop(), asyncio.Event()
+        loop.add_reader(self._master, readable.set)
+        try:
+            async with asyncio.timeout(20):
+                while text not in self.text:
+                    await readable.wait()
+                    readable.clear()
+                    with contextlib.suppress(BlockingIOError):
+                        self.text += os.read(self._master, 4096)
+        except TimeoutError:
+            raise AssertionError(f"the screen never shows {text!r}, only {self.text!r}") from None
+        finally:
+            loop.remove_reader(self._master)
         self.text = self.text.partition(text)[2]
 
     def type(self, text: bytes) -> None:

@@ -172,7 +172,8 @@ async def test_there_and_back_under_real_criu(node: Node, tmp_path: Path) -> Non
 
 async def test_a_terminal_moves_under_real_criu(node: Node, tmp_path: Path) -> None:
     program = (
-        "import os, sys\n"
+        "import os, signal, sys\n"
+        "signal.signal(signal.SIGWINCH, lambda n, f: os.write(1, b'now %d|' % os.get_terminal_size().columns))\n"
         "print('tty', *[os.isatty(fd) for fd in range(3)], end='|', flush=True)\n"
         "for line in sys.stdin:\n"
         "    print('got', line.strip(), os.get_terminal_size().columns, open('/dev/tty').isatty(), end='|', flush=True)\n"
@@ -191,6 +192,7 @@ async def test_a_terminal_moves_under_real_criu(node: Node, tmp_path: Path) -> N
     screen.type(b" line\r")
     await screen.shows(b"got unfinished line 97 True|")
     screen.resize(20, 44)
+    await screen.shows(b"now 44|")
     screen.type(b"two\r")
     await screen.shows(b"got two 44 True|")
     back = await move(guest.link, home, node, "m-ba9876543210", tmp_path / "again", guest_is_source=True)

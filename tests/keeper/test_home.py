@@ -153,7 +153,15 @@ async def test_signals_reach_the_rank_and_nohup_is_respected(node: Node) -> None
 
 
 async def test_an_interrupt_reaches_the_ranks_children_too(node: Node) -> None:
-    keeper = await node.launch("sh", "-c", "trap 'echo parent' INT; (trap 'echo child; exit' INT; echo ready; sleep 60)")
+    program = (
+        "import os, signal\n"
+        "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])\n"
+        "child = os.fork()\n"
+        "if child: os.write(1, b'ready\\n')\n"
+        "signal.sigwait([signal.SIGINT])\n"
+        "os.write(1, b'parent\\n' if child else b'child\\n')"
+    )
+    keeper = await node.launch(*python(program))
     assert keeper.stdout is not None
     assert await keeper.stdout.readline() == b"ready\n"
     keeper.send_signal(signal.SIGINT)
@@ -171,7 +179,9 @@ async def test_a_reader_that_goes_away_is_noticed_by_the_rank(node: Node) -> Non
 
 async def test_a_slow_reader_stops_the_rank_and_loses_nothing(node: Node) -> None:
     total = 6 << 20
-    program = f"import os\nleft = {total}\nwhile left: left -= os.write(1, b'z' * min(left, 65536))\nos.write(2, b'done')"
+    program = (
+        f"import os\nleft = {total}\nwhile left: left -= os.write(1, b'z' * min(left, 65536))\nos.write(2, b'done')"
+    )
     reading, writing = os.pipe()
     keeper = await node.launch(*python(program), stdout=writing)
     os.close(writing)

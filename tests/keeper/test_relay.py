@@ -226,7 +226,13 @@ async def test_a_second_move_takes_along_what_the_home_has_not_got(node: Node, o
     keeper.stdin.write(b"-and-more")
     await keeper.stdin.drain()
     keeper.send_signal(signal.SIGUSR1)
-    final = "import os, signal\ngot = b''\nwhile len(got) < 13: got += os.read(0, 99)\nos.write(1, got)\nsignal.pthread_sigmask(1, [10])"
+    final = (
+        "import os, signal\n"
+        "got = b''\n"
+        "while len(got) < 13: got += os.read(0, 99)\n"
+        "os.write(1, got)\n"
+        "signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])"
+    )
     next_guest = await Guest.start(third, home, second_move, state)
     await next_guest.restore(python(final))
     await next_guest.activate()

@@ -71,8 +71,8 @@ class Move:
         return decide(reached, outcome)[0]
 
     def _ask_the_source(self, reached: int) -> tuple[int, str]:
-        """The target does not say that it runs the rank. Release has the source look there now: it takes the rank back, or
-        has released its copy, which it does only for a rank that runs."""
+        """The target does not say that it runs the rank. Release has the source look there now: it takes the rank
+        back, or has released its copy, which it does only for a rank that was let go there."""
         with suppress(Lost, Refused):
             released = self.model.call(DRIVER, self.source, "Release", self.name).kind == "released"
             outcome = self.model.call(DRIVER, self.source, "GetOutcome", self.name).kind

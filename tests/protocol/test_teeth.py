@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 
@@ -21,7 +22,8 @@ from snapshotd.rules import (
 from tests.protocol import settling
 from tests.protocol.faults import Scene, labels, single_faults
 from tests.protocol.model import Model
-from tests.protocol.world import Answer
+from tests.protocol.mover import leftovers
+from tests.protocol.world import Answer, Broken
 
 FAULTS = list(single_faults(back=False, ticking=True))  # of the rules as they are
 
@@ -71,14 +73,63 @@ def never_ask(facts: TargetFacts) -> tuple[TargetDecision, str]:
     return (TargetDecision.DISCARD, "") if decision[0] is TargetDecision.ASK_SOURCE else decision
 
 
-BREAKS = (thaw_in_silence, release_early, abort_though_held, activate_unasked, never_ask)
+def take_back_in_silence(facts: SourceFacts) -> tuple[SourceDecision, str]:
+    """The source takes a target that does not answer for one whose copy is dead."""
+    decision = source_next(facts)
+    silent = decision[0] is SourceDecision.ASK_TARGET and facts.outcome is Outcome.COMMIT and facts.lease_expired
+    return (SourceDecision.TAKE_BACK, "") if silent else decision
 
 
-@pytest.mark.parametrize("broken", BREAKS, ids=lambda broken: broken.__name__)
-def test_a_broken_rule_is_caught(monkeypatch: pytest.MonkeyPatch, broken: Callable[..., object]) -> None:
-    side = "source_next" if broken in BREAKS[:3] else "target_next"
+def never_take_back(facts: SourceFacts) -> tuple[SourceDecision, str]:
+    """The source leaves it to a person, though the target's journal says enough."""
+    decision = source_next(facts)
+    return (SourceDecision.WAIT_FOR_PERSON, "") if decision[0] is SourceDecision.TAKE_BACK else decision
+
+
+def activate_the_dead(facts: TargetFacts) -> tuple[TargetDecision, str]:
+    """The target marks ACTIVATED for the token alone, although it has said, or may have said, that its copy is dead."""
+    if facts.mark is Mark.HELD and facts.outcome is Outcome.COMMIT:
+        return TargetDecision.ACTIVATE, ""
+    return target_next(facts)
+
+
+SOURCE_BREAKS = (thaw_in_silence, release_early, abort_though_held, take_back_in_silence, never_take_back)
+TARGET_BREAKS = (activate_unasked, never_ask, activate_the_dead)
+BREAKS = [("source_next", broken) for broken in SOURCE_BREAKS] + [("target_next", broken) for broken in TARGET_BREAKS]
+
+
+@pytest.mark.parametrize(("side", "broken"), BREAKS, ids=[broken.__name__ for _, broken in BREAKS])
+def test_a_broken_rule_is_caught(monkeypatch: pytest.MonkeyPatch, side: str, broken: Callable[..., object]) -> None:
     monkeypatch.setattr(settling, side, broken)
     assert caught()
+
+
+def gone_under_its_hands() -> Scene:
+    event = labels(back=False, ticking=False).index("target: mark activated")
+    return Scene({event: "guest keeper dies on target, the source asks"}, ticking=False).play()
+
+
+def test_a_copy_that_dies_while_it_is_let_go_is_not_said_to_be_dead_unrun() -> None:
+    gone_under_its_hands().judge()
+
+
+def test_an_answer_given_between_the_decision_to_let_go_and_its_mark_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GONE without the move's lock: the source takes the rank back, and the target writes ACTIVATED all the same."""
+    monkeypatch.setattr(Model, "at_work", lambda self, node, move: nullcontext())
+    with pytest.raises(Broken, match="said to be dead and unrun is let go"):
+        gone_under_its_hands()
+
+
+def test_a_refused_begin_whose_abort_nobody_can_prove_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The source journals ABORT for a move it never knew, without the target's nonce: the target never believes it."""
+
+    def on_getoutcome(self: Model, node: str, move: str) -> Answer:
+        record = self.journal.get((node, move))
+        return Answer("NOT FOUND") if record is None else self.outcome_of(record, move)
+
+    monkeypatch.setattr(Model, "on_getoutcome", on_getoutcome)
+    begin = labels(back=False, ticking=False).index("driver: Begin asked")
+    assert "m-1 unfinished on away" in leftovers(Scene({begin: "request lost"}).play().model)
 
 
 def lost_commit() -> Scene:

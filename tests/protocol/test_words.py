@@ -45,8 +45,8 @@ def test_the_source_is_dead(event: int) -> None:
         scene.retry(AWAY)
 
 
-def test_hole_1_the_record_says_what_became_of_the_rank_when_the_dead_source_is_back() -> None:
-    """HOLE, fails until `source_next` reads a running target as COMMIT: else history says "undone" of a moved rank."""
+def test_the_record_says_what_became_of_the_rank_when_the_dead_source_is_back() -> None:
+    """Else history would say "undone" of a moved rank."""
     for event, label in enumerate(EVENTS):
         scene = power_off(event, HOME)
         person_says(scene.model, AWAY, "DeclareSourceDead", "m-1")

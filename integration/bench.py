@@ -1,0 +1,235 @@
+"""`make bench`: what a move costs, each number beside a yardstick measured in the same run.
+
+These machines are noisy: absolute seconds say little, ratios within one run say something. Nothing here passes or fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from integration import bench_transport
+from integration.harness import MIGRATOR, WORKLOADS, Cluster, cluster, until
+from snapshotd.config import find_criu
+
+MEMORY = str(WORKLOADS / "memory.py")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--mib", type=int, default=4096, help="size of the rank that is moved")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--large", action="store_true", help="also the source's memory for an 8 GiB rank")
+    parser.add_argument("--only", choices=["pause", "idle", "run", "transport", "memory"])
+    options = parser.parse_args()
+    folder = Path(__file__).parent / ".work"
+    folder.mkdir(exist_ok=True)
+    wanted = [options.only] if options.only else ["idle", "run", "pause", "transport"]
+    if options.large and "memory" not in wanted:
+        wanted.append("memory")
+    if "transport" in wanted:
+        wanted.remove("transport")
+        bench_transport.main([])
+    if wanted:
+        with cluster(folder, "bench") as nodes:
+            for name in wanted:
+                {"pause": pause, "idle": idle, "run": run, "memory": memory}[name](nodes, options)
+    return 0
+
+
+# ---------------------------------------------------------------- the pause, against criu by hand
+
+
+def pause(nodes: Cluster, options: argparse.Namespace) -> None:
+    """Moves of one rank, each beside a plain dump + restore of the same program into local tmpfs."""
+    job = nodes.start(
+        "node-1", [sys.executable, MEMORY, "--mib", str(options.mib), "--steps", "100000000"], job="pause"
+    )
+    until("the rank to be ready", lambda: "READY" in job.text(), 300)
+    ours: list[float] = []
+    theirs: list[float] = []
+    print(f"\nPause of a {options.mib} MiB rank, against `criu dump` + `criu restore` of the same program into tmpfs")
+    for round_, to in zip(range(options.rounds), ["spare-1", "node-2", "node-1"] * options.rounds, strict=False):
+        by_hand = criu_by_hand(options.mib)
+        theirs.append(sum(by_hand))
+        result = nodes.move(job, to, timeout_s=600)
+        ours.append(result["pause_s"])
+        phases = {phase["name"]: phase["seconds"] for phase in result["phases"]}
+        print(
+            f"  round {round_ + 1}: pause {ours[-1]:6.2f} s (stream {phases['stream']:.2f}, restore"
+            f" {phases['restore']:.2f})   criu by hand {theirs[-1]:6.2f} s (dump {by_hand[0]:.2f}, restore"
+            f" {by_hand[1]:.2f})   ratio {ours[-1] / theirs[-1]:.2f}",
+            flush=True,
+        )
+    ratios = [mine / other for mine, other in zip(ours, theirs, strict=True)]
+    print(f"  median ratio {statistics.median(ratios):.2f}   (goal: at most 1.5)")
+    job.kill()
+
+
+def criu_by_hand(mib: int) -> tuple[float, float]:
+    """(dump seconds, restore seconds) of the same program, no daemon, no network, everything in local tmpfs."""
+    criu = find_criu(None)[0]
+    images = Path(tempfile.mkdtemp(dir="/dev/shm"))
+    out = images.with_suffix(".out")
+    try:
+        with out.open("wb") as file:
+            process = subprocess.Popen(
+                [sys.executable, MEMORY, "--mib", str(mib), "--steps", "100000000"],
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                start_new_session=True,
+            )
+        until("the program to be ready", lambda: b"READY" in out.read_bytes(), 300)
+        common = ["-D", str(images), "--network-lock", "skip"]
+        dump_s = timed([criu, "dump", "-t", str(process.pid), *common, "-o", "dump.log"])
+        process.wait()
+        restore_s = timed([criu, "restore", "-d", *common, "-o", "restore.log"])
+        os.kill(process.pid, signal.SIGKILL)
+        until("the restored program to be gone", lambda: not Path(f"/proc/{process.pid}").exists(), 60)
+        return dump_s, restore_s
+    finally:
+        shutil.rmtree(images)
+        out.unlink()
+
+
+def timed(command: list[str]) -> float:
+    began = time.monotonic()
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise SystemExit(f"{' '.join(command)} failed: {done.stderr}")
+    return time.monotonic() - began
+
+
+# ---------------------------------------------------------------- what the daemon costs when nothing happens
+
+
+def idle(nodes: Cluster, options: argparse.Namespace) -> None:
+    job = nodes.workload("node-1", "threads.py", "--steps", "100000000", "--pace-s", "1", job="idle")
+    job.await_lines(2)
+    pid = nodes.lab.daemon_pid("node-1")
+    assert pid is not None
+    seconds = 20.0
+    before = cpu_s(pid)
+    time.sleep(seconds)
+    share = (cpu_s(pid) - before) / seconds
+    print(f"\nIdle daemon with one rank, over {seconds:.0f} s")
+    print(f"  {share * 100:.2f} % of a core (goal: below 1 %), {rss_mib(pid):.0f} MiB resident (goal: below 100)")
+    job.kill()
+
+
+def cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def rss_mib(pid: int) -> float:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+# ---------------------------------------------------------------- what `migrator run` adds
+
+
+def run(nodes: Cluster, options: argparse.Namespace) -> None:
+    """A start with and without `migrator run`, alternating; then a step's time with and without, alternating."""
+    plain, protected = [], []
+    for _ in range(15):
+        plain.append(once(nodes, ["/bin/true"]))
+        protected.append(once(nodes, [*MIGRATOR, "run", "--job", "start", "--", "/bin/true"]))
+    added_ms = (statistics.median(protected) - statistics.median(plain)) * 1000
+    print("\n`migrator run -- true` against `true`, 15 starts each, alternating")
+    print(f"  adds {added_ms:.0f} ms to a start (goal: below 150)")
+    program = (
+        "import time\n"
+        "began = time.perf_counter()\n"
+        "for step in range(2000):\n"
+        "    sum(range(3000)); print(step, flush=True)\n"
+        "print('took', time.perf_counter() - began)\n"
+    )
+    ratios = []
+    for _ in range(7):
+        bare = step_s(nodes, [sys.executable, "-c", program])
+        kept = step_s(nodes, [*MIGRATOR, "run", "--job", "steps", "--", sys.executable, "-c", program])
+        ratios.append(kept / bare)
+    print("A loop of 2000 short steps with a line of output each, with and without `migrator run`, alternating")
+    print(f"  median ratio {statistics.median(ratios):.3f}, from {min(ratios):.3f} to {max(ratios):.3f}")
+
+
+def once(nodes: Cluster, command: list[str]) -> float:
+    began = time.monotonic()
+    process = nodes.lab.spawn("node-1", command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    assert process.wait(60) == 0
+    return time.monotonic() - began
+
+
+def step_s(nodes: Cluster, command: list[str]) -> float:
+    process = nodes.lab.spawn("node-1", command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
+    text, _ = process.communicate(timeout=120)
+    return float(text.rsplit("took ", 1)[1])
+
+
+# ---------------------------------------------------------------- the source's memory while a large rank leaves
+
+
+def memory(nodes: Cluster, options: argparse.Namespace) -> None:
+    """6 GiB of memory and a 2 GiB unlinked shared-memory file: what the source takes beside the rank itself."""
+    size = {"--mib": 6144, "--ghost-mib": 2048}
+    arguments = [word for key, value in size.items() for word in (key, str(value))]
+    job = nodes.start("node-1", [sys.executable, MEMORY, *arguments, "--steps", "100000000"], job="large")
+    until("the rank to be ready", lambda: "READY" in job.text(), 600)
+    with sampled(nodes, "node-1") as source, sampled(nodes, "spare-1") as target:
+        result = nodes.move(job, "spare-1", timeout_s=900)
+    print("\nAn 8 GiB rank, 2 GiB of it an unlinked shared-memory file")
+    print(f"  moved, pause {result['pause_s']:.1f} s; bytes sent {result['bytes'] / 2**30:.2f} GiB")
+    print(f"  the source's peak beside the rank: {max(source):.0f} MiB (goal: at most 1024)")
+    print(f"  the target's daemon at its peak: {max(target):.0f} MiB with criu and without its images")
+    job.kill()
+
+
+@contextlib.contextmanager
+def sampled(nodes: Cluster, node: str) -> Iterator[list[float]]:
+    """MiB that a node's daemon, its criu processes and (on the source) its image folder take, several times a second."""
+    peaks: list[float] = [0.0]
+    done = threading.Event()
+    pid = nodes.lab.daemon_pid(node)
+    assert pid is not None
+    images = Path(f"/proc/{pid}/root/run/snapshotd/images/out")
+
+    def watch() -> None:
+        while not done.wait(0.05):
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                stored = sum(path.stat().st_blocks * 512 for path in images.rglob("*")) / 2**20
+                criu = sum(rss_mib(child) for child in criu_pids(nodes, node))
+                peaks.append(rss_mib(pid) + stored + criu)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield peaks
+    finally:
+        done.set()
+        thread.join()
+
+
+def criu_pids(nodes: Cluster, node: str) -> list[int]:
+    folder = nodes.lab.layout.node_cgroup(node)
+    found: list[int] = []
+    for path in folder.rglob("criu-*/cgroup.procs"):
+        with contextlib.suppress(OSError):
+            found += map(int, path.read_text().split())
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,152 @@
+"""Processes of a move killed in the middle of it: criu, the rank, its keepers. No copy is ever left without its keeper."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from integration.drill import GONE, MOVED, SOURCE, TARGET, UNDONE, Drill, kill
+from snapshotd.faults import Point
+
+pytestmark = pytest.mark.timeout(90)
+
+
+# ---------------------------------------------------------------- criu
+
+
+def test_criu_is_killed_in_the_dump(drill: Drill) -> None:
+    with drill.waiting_at(SOURCE, Point.DUMPING):
+        group = drill.lab.layout.node_cgroup(SOURCE) / "snapshotd-ranks" / f"criu-{drill.move_id()}"
+        (group / "cgroup.kill").write_text("1")
+    drill.expect(UNDONE)
+    drill.finish(SOURCE)
+
+
+def test_criu_is_killed_in_the_restore(drill: Drill) -> None:
+    with drill.waiting_at(TARGET, Point.RESTORING):
+        keeper = drill.guest_keeper(TARGET)
+        for child in Path(f"/proc/{keeper}/task/{keeper}/children").read_text().split():
+            if "criu" in Path(f"/proc/{child}/comm").read_text():
+                kill(int(child))
+    drill.expect(UNDONE)
+    drill.finish(SOURCE)
+
+
+# ---------------------------------------------------------------- the rank
+
+
+@pytest.mark.parametrize(
+    ("node", "point"),
+    [
+        (TARGET, Point.BEFORE_PREPARE),
+        (SOURCE, Point.BEGIN),
+        (SOURCE, Point.STOPPED),
+        (SOURCE, Point.FREEZE),
+        (SOURCE, Point.DUMPING),
+    ],
+)
+def test_the_rank_is_killed_before_the_target_has_it(drill: Drill, node: str, point: Point) -> None:
+    with drill.waiting_at(node, point):
+        kill(drill.copy_on(SOURCE))
+    drill.expect(GONE)
+    drill.killed()
+
+
+def test_the_frozen_copy_is_killed_while_the_target_holds_one(drill: Drill) -> None:
+    """The target's is whole: the move commits, and nothing was lost."""
+    with drill.waiting_at(SOURCE, Point.BEFORE_COMMIT):
+        kill(drill.copy_on(SOURCE))
+    drill.expect(MOVED)
+    drill.finish(TARGET)
+
+
+@pytest.mark.parametrize("point", [Point.BEFORE_COMMIT, Point.COMMIT])
+def test_the_held_copy_is_killed(drill: Drill, point: Point) -> None:
+    """It never ran, so the source's copy is the rank, also after COMMIT."""
+    with drill.waiting_at(SOURCE, point):
+        kill(drill.copy_on(TARGET))
+    drill.expect(UNDONE)
+    drill.finish(SOURCE)
+
+
+def test_both_copies_are_killed(drill: Drill) -> None:
+    with drill.waiting_at(SOURCE, Point.BEFORE_COMMIT):
+        kill(drill.copy_on(TARGET))
+        kill(drill.copy_on(SOURCE))
+    drill.expect(GONE)
+    drill.killed()
+
+
+def test_the_rank_is_killed_when_it_has_just_begun_to_run_on_the_target(drill: Drill) -> None:
+    with drill.waiting_at(SOURCE, Point.BEFORE_RELEASE):
+        kill(drill.copy_on(TARGET))
+    drill.expect(MOVED)
+    drill.killed()
+
+
+# ---------------------------------------------------------------- the keepers
+
+
+@pytest.mark.parametrize(
+    ("node", "point"),
+    [
+        (TARGET, Point.BEFORE_PREPARE),
+        (SOURCE, Point.BEGIN),
+        (SOURCE, Point.STOPPED),
+        (SOURCE, Point.FREEZE),
+        (SOURCE, Point.DUMPING),
+        (TARGET, Point.RESTORING),
+        (SOURCE, Point.BEFORE_COMMIT),
+        (SOURCE, Point.COMMIT),
+        (TARGET, Point.ACTIVATED),
+        (SOURCE, Point.BEFORE_RELEASE),
+    ],
+)
+def test_the_home_keeper_is_killed(drill: Drill, node: str, point: Point) -> None:
+    """Nobody may go on running what nobody keeps, on whichever node it is by then."""
+    with drill.waiting_at(node, point):
+        drill.keeper.kill()
+        drill.keeper.wait(10)
+    drill.told()
+    drill.killed()
+
+
+def test_the_home_keeper_is_killed_while_its_daemon_is_down(drill: Drill) -> None:
+    with drill.waiting_at(SOURCE, Point.BEFORE_COMMIT):
+        drill.lab.kill_daemon(SOURCE)
+        drill.keeper.kill()
+        drill.keeper.wait(10)
+        drill.lab.start_daemon(SOURCE)
+    drill.told()
+    drill.killed()
+
+
+@pytest.mark.parametrize("point", [Point.BEFORE_COMMIT, Point.COMMIT])
+def test_the_guest_keeper_of_a_held_copy_is_killed(drill: Drill, point: Point) -> None:
+    with drill.waiting_at(SOURCE, point):
+        kill(drill.guest_keeper(TARGET))
+    drill.expect(UNDONE)
+    drill.finish(SOURCE)
+
+
+def test_the_guest_keeper_of_a_running_rank_is_killed(drill: Drill) -> None:
+    drill.nodes.move(drill.job, TARGET)
+    drill.runs_on(TARGET)
+    kill(drill.guest_keeper(TARGET))
+    drill.killed()
+
+
+def test_the_home_keeper_of_a_rank_that_is_away_is_killed(drill: Drill) -> None:
+    drill.nodes.move(drill.job, TARGET)
+    drill.runs_on(TARGET)
+    drill.keeper.kill()
+    drill.killed()
+
+
+def test_signals_that_come_during_a_move_arrive_after_it(drill: Drill) -> None:
+    with drill.waiting_at(SOURCE, Point.DUMPING):
+        drill.keeper.send_signal(signal.SIGTERM)
+    drill.expect(MOVED)
+    drill.ended()

@@ -1,0 +1,73 @@
+"""libsnapshim.so in real programs: io_uring is not there, and nothing else is different."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shim.keeper import rank_environment
+from tests.keeper.nodes import REPOSITORY, Node, python
+
+GETPID, CLOSE = (39, 3) if os.uname().machine == "x86_64" else (172, 57)
+PROGRAM = f"""
+import ctypes, errno, os
+libc = ctypes.CDLL(None, use_errno=True)
+params = ctypes.create_string_buffer(256)
+answer = libc.syscall(ctypes.c_long(425), ctypes.c_long(4), params)
+print(answer, errno.errorcode.get(ctypes.get_errno()))
+print(libc.syscall(ctypes.c_long({GETPID})) == os.getpid())
+print(libc.syscall(ctypes.c_long({CLOSE}), ctypes.c_long(-1)), errno.errorcode.get(ctypes.get_errno()))
+"""
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built here from the sources, so that a stale library elsewhere proves nothing."""
+    folder = tmp_path_factory.mktemp("shim")
+    for source in [*(REPOSITORY / "shim").glob("*.[ch]"), REPOSITORY / "shim" / "Makefile"]:
+        shutil.copy(source, folder)
+    subprocess.run(["make", "-s", "-C", folder, "all", "check"], check=True)
+    return folder / "libsnapshim.so"
+
+
+def test_io_uring_is_not_there_and_all_else_is(library: Path) -> None:
+    environment = {**os.environ, "LD_PRELOAD": str(library)}
+    done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["-1 ENOSYS", "True", "-1 EBADF"]
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize("argv", [("true",), ("sh", "-c", "echo $((6*7)) | cat"), ("ls", "/"), ("env", "-i", "true")])
+def test_programs_do_not_notice(library: Path, argv: tuple[str, ...]) -> None:
+    plain = subprocess.run(argv, capture_output=True, check=True)
+    environment = {**os.environ, "LD_PRELOAD": str(library)}
+    preloaded = subprocess.run(argv, capture_output=True, check=True, env=environment)
+    assert (preloaded.stdout, preloaded.stderr) == (plain.stdout, plain.stderr)
+
+
+def test_only_what_the_abi_names_is_exported(library: Path) -> None:
+    symbols = subprocess.run(["nm", "-D", "--defined-only", library], capture_output=True, text=True, check=True).stdout
+    assert sorted(line.split()[2] for line in symbols.splitlines()) == ["snapshim_abi_version", "syscall"]
+
+
+def test_the_environment_is_the_launchers_plus_the_preload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shim.keeper._PRELOAD", tmp_path / "lib.so")
+    assert rank_environment({"A": "b"}, preload=True) == {"A": "b"}, "no library, no preload"
+    (tmp_path / "lib.so").touch()
+    once = rank_environment({"A": "b", "LD_PRELOAD": "x.so y.so"}, preload=True)
+    assert once == {"A": "b", "LD_PRELOAD": f"{tmp_path / 'lib.so'}:x.so y.so"}
+    assert rank_environment(once, preload=True) == once
+    assert rank_environment({"A": "b"}, preload=False) == {"A": "b"}
+
+
+async def test_a_rank_has_it(node: Node) -> None:
+    if not (REPOSITORY / "shim" / "libsnapshim.so").exists():
+        pytest.skip("the shim is not built: run `make setup`")
+    keeper = await node.launch(*python(PROGRAM))
+    output, errors = await keeper.communicate()
+    assert output.splitlines()[0] == b"-1 ENOSYS", errors
