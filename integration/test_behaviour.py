@@ -216,7 +216,7 @@ def test_one_pipe_for_both_keeps_their_order(nodes: Cluster) -> None:
 
 def test_a_launcher_that_does_not_read_holds_the_writer_up_across_moves(nodes: Cluster) -> None:
     """The rank is moved in the middle of a write(2) that blocks."""
-    job = nodes.workload(HOME, "flood.py", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    job = nodes.workload(HOME, "flood.py", stdout=subprocess.PIPE)
     nodes_running = until("the rank", lambda: nodes.ps(job))
     until("the writer to block", lambda: blocked_in_write(nodes_running[0]["pid"]))
     for node in (AWAY, THIRD):

@@ -21,7 +21,7 @@ from migrator.protocol import TABLE, Step, Verdict
 from migrator.report import Ask, CheckReport, Event, MoveResult, PhaseTime
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.client import DaemonClient
-from snapshotd.api.errors import OutcomeUnknown, Refused, SnapshotError, Timeout, Undone, Unreachable, Where
+from snapshotd.api.errors import OutcomeUnknown, RankGone, Refused, SnapshotError, Timeout, Undone, Unreachable, Where
 
 log = logging.getLogger(__name__)
 
@@ -184,7 +184,9 @@ class _Run:
 
     async def _activate(self, timeout_s: float) -> None:
         token = pb.TokenRequest(move=self.move, token=self.token)
-        await self.target.target.Activate(token, timeout_s=timeout_s, retry=True)
+        reply = await self.target.target.Activate(token, timeout_s=timeout_s, retry=True)
+        if not reply.running:
+            raise RankGone("the target's copy died before it could run", where=Where.SOURCE_FROZEN)
         if self.frozen_at is not None:
             self.pause_s = time.monotonic() - self.frozen_at
 
@@ -214,10 +216,14 @@ class _Run:
         """Undo what can be undone, ask how it ended, and say where the rank is."""
         undo = protocol.undo_plan(self.reached)
         outcome: pb.Outcome | None = None
-        if self.token:  # COMMIT was heard: nobody needs to be asked for it again
-            outcome, undo = pb.Outcome(kind=pb.COMMIT, token=self.token), ()
-        elif self.reached >= protocol.COMMIT:
+        if self.reached >= protocol.COMMIT:
+            with contextlib.suppress(
+                SnapshotError
+            ):  # lets the source look at the target at once, not at its next round
+                await self.source.source.Release(self.request, timeout_s=10)
             outcome = await self._learn_outcome()
+            if outcome is None and self.token:  # COMMIT was heard: the token can still be handed on
+                outcome = pb.Outcome(kind=pb.COMMIT, token=self.token)
             undo = () if outcome is None or outcome.kind == pb.COMMIT else undo
         for step in undo:
             with self._phase("undo"), contextlib.suppress(SnapshotError):

@@ -93,7 +93,7 @@ class Move:
 
     @property
     def runs_on_target(self) -> bool:
-        return self.target is not None and self.target.ended and self.target.record.outcome == pb.COMMIT
+        return self.target is not None and self.target.record.mark == "activated"
 
     @property
     def verdict(self) -> Verdict:

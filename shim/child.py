@@ -16,6 +16,7 @@ import signal
 import sys
 import termios
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from shim import signals
@@ -26,7 +27,18 @@ NOT_EXECUTABLE = 126
 
 _PR_SET_PDEATHSIG = 1
 _NO_FD_ABOVE = (1 << 31) - 1
+_PRELOAD = Path(__file__).with_name("libsnapshim.so")
 _libc = ctypes.CDLL(None, use_errno=True)
+
+
+def rank_environment(given: Mapping[str, str], preload: bool) -> dict[str, str]:
+    """The launcher's environment, plus the library of ours in front of whatever is preloaded already."""
+    environment = dict(given)
+    if preload and _PRELOAD.exists():
+        already = environment.get("LD_PRELOAD", "")
+        if str(_PRELOAD) not in already.replace(" ", ":").split(":"):
+            environment["LD_PRELOAD"] = f"{_PRELOAD}:{already}" if already else str(_PRELOAD)
+    return environment
 
 
 class Child:

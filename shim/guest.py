@@ -12,13 +12,11 @@ import json
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 from typing import Any, NoReturn
 
 from shim import frames, namespaces, signals
-from shim.keeper import BYE_S, LINGER_S, QUIET_S, send_state
-from shim.link import Link
+from shim.link import BYE_S, Link
 from shim.loop import Loop
 from shim.relay import GuestEnd
 from shim.stdio import Stdio, TooMuchToHandOver
@@ -32,6 +30,7 @@ def main() -> int:
     if os.fork() != 0:  # the daemon's child ends at once; the keeper belongs to nobody
         return 0
     os.setsid()
+    os.chdir("/")
     if not namespaces.fork_into_fresh_namespaces():
         return 0
     _forget_daemons_stdio()
@@ -57,7 +56,6 @@ class GuestKeeper:
         self._pid = 0
         self._ends: dict[int, int] = {}
         self._status: int | None = None
-        self._ended_s = 0.0
         self._is_telling = False
         self._queued: list[int] = []
         self.loop = Loop()
@@ -67,6 +65,7 @@ class GuestKeeper:
         state = orders["stdio"]
         self._stdio = Stdio.of_state(self.loop, state, str(orders["spool_dir"]))
         self._relay = GuestEnd(self.loop, self._stdio, self._send_relay, self._deliver)
+        self._stdio.may_spool = self._relay.is_cut_off
         handed = state.get("signals", {})
         self._relay.last_signal_id = int(handed.get("last", 0))
         self._queued += [int(number) for number in handed.get("queued", [])]
@@ -126,8 +125,9 @@ class GuestKeeper:
             case "restored":
                 self._restored(int(fields["pid"]))
             case "activated":
-                self._is_activated = True
-                self._let_go()
+                if not self._is_activated:
+                    self._is_activated = True
+                    self._let_go()
                 self._link.send("active", {"move": move})
             case "hold" if self._is_activated and self._status is None:
                 self._held_move, self._stdio.is_held = move, True
@@ -135,7 +135,7 @@ class GuestKeeper:
             case "drain" if self._held_move == move and self._is_activated:
                 self._hand_over(move)
             case "resume":
-                if self._is_activated and not self._is_gone:
+                if self._is_activated and not self._is_gone and self._held_move == move:
                     self._let_go()
                 self._link.send("resumed", {"move": move})
             case "away":
@@ -152,8 +152,7 @@ class GuestKeeper:
 
     def _restored(self, pid: int) -> None:
         self._pid = pid
-        for channel in self._stdio.channels:
-            channel.give_rank_end()
+        self._stdio.give_rank_ends()
         self._link.send("ready", {"pid": pid})
         if pid in self._ends:
             self._rank_ended(self._ends[pid])
@@ -166,7 +165,7 @@ class GuestKeeper:
             return
         state |= {key: self._orders["stdio"].get(key, 0) for key in ("user_id", "group_id")}
         state["signals"] = {"last": self._relay.last_signal_id, "queued": self._queued}
-        send_state(self._link, move, state)
+        self._link.send_state(move, state)
 
     def _let_go(self) -> None:
         self._held_move = ""
@@ -215,21 +214,17 @@ class GuestKeeper:
 
     def _rank_ended(self, status: int) -> None:
         self._status = status
-        self._ended_s = time.monotonic()
         self._stdio.rank_ended()
         if self._held_move and not self._is_gone:
             self._link.send("died", {"move": self._held_move, "status": status})
         self.loop.after(0.1, self._look_at_end)
 
     def _look_at_end(self) -> None:
-        """The exit status follows the last output; a background process that keeps a pipe open is not awaited long."""
-        now_s = time.monotonic()
-        quiet_s = now_s - max(self._ended_s, self._stdio.last_output_s)
-        is_read = self._stdio.output_ended or quiet_s > QUIET_S or now_s - self._ended_s > LINGER_S
-        if is_read and not self._held_move:
+        """The exit status follows the last output."""
+        if not self._stdio.is_all_read or self._held_move:
+            self.loop.after(0.1, self._look_at_end)
+        else:
             self._relay.exit_status = self._status
-            return
-        self.loop.after(0.1, self._look_at_end)
 
     def _work(self) -> None:
         if self._is_gone and self._status is not None and self._link.is_flushed:

@@ -3,27 +3,21 @@
 Invariants: the launcher sees one process with the rank's output, its signals' effects and its end. Daemons may come
 and go; the rank never waits for one, except for its very first before it starts. If the keeper ends, the rank ends. The
 end of the local process is the rank's end only while it is here and not held: held, only the move's outcome can tell.
-
-After the rank's end its output is read until every writer is gone; a background process that keeps a pipe open gets two
-quiet seconds (ten altogether), then it loses its reader, as under any launcher that waits for the process alone.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from shim import frames, signals, terminal
-from shim.channels import PTY
-from shim.child import Child
-from shim.ends import Keyboard, Sink, channels_for, own_ends
-from shim.link import Link
+from shim import frames, signals
+from shim.child import Child, rank_environment
+from shim.front import Front
+from shim.link import BYE_S, Link
 from shim.loop import Loop, Wish
 from shim.relay import HomeEnd
 from shim.stdio import Stdio, TooMuchToHandOver
@@ -31,12 +25,6 @@ from shim.tail import Tail
 
 CANNOT_REGISTER = 125
 DAEMON_WAIT_S = 10.0
-QUIET_S = 2.0
-LINGER_S = 10.0
-BYE_S = 2.0
-STDIO_CHUNK_BYTES = 1 << 19
-
-_PRELOAD = Path(__file__).with_name("libsnapshim.so")
 
 
 def run(
@@ -59,15 +47,6 @@ def run(
         signals.die_of(os.WTERMSIG(status))
         return 128 + os.WTERMSIG(status)
     return os.WEXITSTATUS(status)
-
-
-def rank_environment(given: Mapping[str, str], preload: bool) -> dict[str, str]:
-    environment = dict(given)
-    if preload and _PRELOAD.exists():
-        already = environment.get("LD_PRELOAD", "")
-        if str(_PRELOAD) not in already.replace(" ", ":").split(":"):
-            environment["LD_PRELOAD"] = f"{_PRELOAD}:{already}" if already else str(_PRELOAD)
-    return environment
 
 
 class HomeKeeper:
@@ -93,26 +72,19 @@ class HomeKeeper:
         self._queued: list[int] = []
         self._local_status: int | None = None
         self._end_status: int | None = None  # the rank's end, wherever it was
-        self._ended_s = 0.0
         self._is_telling = False
 
         ignored = signals.ignored_by_launcher()
         mask = {signal.Signals(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, ())}
-        ends = own_ends()
-        channels = channels_for(ends)
-        self._keyboard = Keyboard(ends[0])
-        self._sinks = {channel.name: Sink(channel, ends) for channel in channels if channel.has_output}
-        self._terminal_fd = next((channel.fds[0] for channel in channels if channel.kind == PTY), -1)
-
+        self._front = Front(self._shut)
         self.loop = Loop()
         self.loop.catch([*signals.to_forward(ignored), signal.SIGCHLD], self._on_signal)
         for number in (signal.SIGTTIN, signal.SIGTTOU):
             signal.signal(number, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
-        self._child = Child(argv, environment, channels, ignored, mask)
-        for channel in channels:
-            channel.give_rank_end()
-        self._stdio = Stdio(self.loop, channels)
+        self._child = Child(argv, environment, self._front.channels, ignored, mask)
+        self._stdio = Stdio(self.loop, self._front.channels)
+        self._stdio.give_rank_ends()
         self._relay = HomeEnd(self.loop, self._stdio.tails, Tail(), lambda *frame: self._link.relay(*frame))
         self._link = Link(self.loop, keeper_sock, self._hello, self._on_frame, self._on_link_lost)
         self.loop.before(self._work)
@@ -121,7 +93,7 @@ class HomeKeeper:
         if not self._link.is_connected:
             _say(f"waiting for snapshotd at {keeper_sock} ({self._link.trouble})")
         self.loop.after(DAEMON_WAIT_S, self._give_up_waiting)
-        if self._keyboard.terminal is not None:
+        if self._front.keyboard.terminal is not None:
             self.loop.after(1.0, self._look_at_foreground)
 
     # ---- the daemon
@@ -172,8 +144,7 @@ class HomeKeeper:
         if not self._uid:
             self._uid = str(fields.get("uid", ""))
             self._node = {"home_node": str(fields.get("node", "")), "home_endpoint": str(fields.get("endpoint", ""))}
-            if self._keyboard.terminal is not None:
-                self._keyboard.terminal.make_raw()
+            self._front.enter_terminal()
             self._child.go()
         else:
             self._relay.again()
@@ -207,15 +178,17 @@ class HomeKeeper:
             self._link.send("stdio", {"move": move, "error": str(error)})
             return
         state |= {"user_id": os.getuid(), "group_id": os.getgid(), "signals": {"last": 0, "queued": []}}
-        send_state(self._link, move, state)
+        self._link.send_state(move, state)
 
     def _resume(self, move: str) -> None:
-        if not self._away_node:
+        is_late = bool(self._held_move) and self._held_move != move  # an answer to an older move that was lost
+        if not self._away_node and not is_late:
             self._held_move = ""
             self._stdio.let_go()
             queued, self._queued = self._queued, []
             for number in queued:
                 self._forward(number)
+            self._resize()
             if self._local_status is not None:
                 self._ended(self._local_status)
         self._link.send("resumed", {"move": move})
@@ -229,6 +202,7 @@ class HomeKeeper:
             self._moves += 1
         self._away_node, self._away_move = node, move
         self._link.send("gone", {"move": move})
+        self._resize()
         self._relay.open()
         queued, self._queued = self._queued, []
         for number in queued:
@@ -246,23 +220,26 @@ class HomeKeeper:
         """The rank cannot go on anywhere: it ends as a killed process does."""
         if self._away_node:
             self._ended(int(signal.SIGKILL))
-        elif self._local_status is None:
+            return
+        self._held_move = ""
+        if self._local_status is None:
             signals.deliver(self._child.pid, signal.SIGKILL)
-            self._held_move = ""
+        else:
+            self._ended(self._local_status)
 
     # ---- signals
 
     def _on_signal(self, number: int) -> None:
         if number == signal.SIGCHLD:
             self._reap()
-        elif number == signal.SIGWINCH and self._terminal_fd >= 0:
+        elif number == signal.SIGWINCH and self._front.has_terminal:
             self._resize()
         else:
             self._forward(number)
             if number == signal.SIGTSTP:
-                self._stop_with_shell()
-            elif number == signal.SIGCONT and self._keyboard.terminal is not None:
-                self._keyboard.terminal.make_raw()
+                self._front.stop_with_shell()
+            elif number == signal.SIGCONT:
+                self._front.enter_terminal()
 
     def _forward(self, number: int) -> None:
         if self._held_move:
@@ -272,33 +249,23 @@ class HomeKeeper:
         elif self._local_status is None:
             signals.deliver(self._child.pid, number)
 
-    def _stop_with_shell(self) -> None:
-        """Ctrl-Z: the shell that waits for us has to see us stop. Without a terminal there is no such shell."""
-        try:
-            os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC))
-        except OSError:
-            return
-        self.leave_terminal()
-        os.kill(os.getpid(), signal.SIGSTOP)
-
     def _resize(self) -> None:
-        rows, columns = terminal.window_size(self._terminal_fd)
-        self._relay.resize(rows, columns)
-        if not self._away_node:
-            self._stdio.resize(rows, columns)
+        if self._front.has_terminal and not self._held_move:
+            rows, columns = self._front.window_size()
+            self._relay.resize(rows, columns)
+            if not self._away_node:
+                self._stdio.resize(rows, columns)
 
     def _look_at_foreground(self) -> None:
         """A shell's `fg` says nothing to a job that was not stopped."""
-        if self._keyboard.terminal is not None and self._keyboard.is_open:
-            if self._uid and self._end_status is None:
-                self._keyboard.terminal.make_raw()
-            self.loop.after(1.0, self._look_at_foreground)
-
-    def leave_terminal(self) -> None:
-        if self._keyboard.terminal is not None:
-            self._keyboard.terminal.restore()
+        if self._uid and self._end_status is None:
+            self._front.enter_terminal()
+        self.loop.after(1.0, self._look_at_foreground)
 
     # ---- the end
+
+    def leave_terminal(self) -> None:
+        self._front.leave_terminal()
 
     def _reap(self) -> None:
         if self._local_status is not None:
@@ -318,20 +285,12 @@ class HomeKeeper:
     def _ended(self, status: int) -> None:
         if self._end_status is None:
             self._end_status = status
-            self._ended_s = time.monotonic()
             self.loop.after(0.1, self._look_at_end)
 
     def _look_at_end(self) -> None:
         """Keeps the loop turning while the rank's last output is awaited."""
         if not self._is_telling:
             self.loop.after(0.1, self._look_at_end)
-
-    def _all_read(self) -> bool:
-        now_s = time.monotonic()
-        quiet_s = now_s - max(self._ended_s, self._stdio.last_output_s)
-        return (
-            bool(self._away_node) or self._stdio.output_ended or quiet_s > QUIET_S or now_s - self._ended_s > LINGER_S
-        )
 
     def _tell_end(self) -> None:
         assert self._end_status is not None
@@ -346,53 +305,39 @@ class HomeKeeper:
     # ---- bytes
 
     def _work(self) -> None:
-        for name, tail in self._stdio.tails.items():
-            if self._sinks[name].is_broken:
-                tail.release(tail.end)
+        self._front.discard_unwanted(self._stdio.tails)
         self._relay.pump()
         is_ending = self._end_status is not None and not self._is_telling
-        if is_ending and self._all_read() and all(len(tail) == 0 for tail in self._stdio.tails.values()):
+        is_read = bool(self._away_node) or self._stdio.is_all_read
+        if is_ending and is_read and all(len(tail) == 0 for tail in self._stdio.tails.values()):
             self._tell_end()
 
     def _wishes(self) -> Iterable[Wish]:
-        for name, tail in self._stdio.tails.items():
-            if len(tail):
-                yield Wish(self._sinks[name].fd, on_writable=partial(self._deliver, name))
+        yield from self._front.wishes(self._stdio.tails)
         if self._wants_keys():
-            yield Wish(self._keyboard.fd, on_readable=self._type)
+            yield Wish(self._front.keyboard.fd, on_readable=self._type)
 
-    def _deliver(self, name: str) -> None:
-        tail, sink = self._stdio.tails[name], self._sinks[name]
-        tail.release(tail.base + sink.write(tail.read(tail.base, 1 << 16)))
-        if sink.is_broken:
-            self._stdio.shut(name)
-            self._relay.shut(name)
+    def _shut(self, name: str) -> None:
+        self._stdio.shut(name)
+        self._relay.shut(name)
 
     def _wants_keys(self) -> bool:
-        if not self._uid or self._end_status is not None or not self._keyboard.may_read():
+        if not self._uid or self._end_status is not None or not self._front.keyboard.may_read():
             return False
         if self._away_node:
             return not self._relay.keyboard.is_full
         return self._stdio.wants_input
 
     def _type(self) -> None:
-        data = self._keyboard.read()
+        data = self._front.keyboard.read()
         keyboard = self._relay.keyboard
         keyboard.append(data)
-        self._relay.keyboard_ended = not self._keyboard.is_open
+        self._relay.keyboard_ended = not self._front.keyboard.is_open
         if not self._away_node:
             keyboard.release(keyboard.end)
             self._stdio.feed(data)
             if self._relay.keyboard_ended:
                 self._stdio.end_input()
-
-
-def send_state(link: Link, move: str, state: dict[str, Any]) -> None:
-    """The stdio state, in as many frames as it takes."""
-    encoded = json.dumps(state).encode()
-    for start in range(0, len(encoded), STDIO_CHUNK_BYTES):
-        more = start + STDIO_CHUNK_BYTES < len(encoded)
-        link.send("stdio", {"move": move, "more": more}, encoded[start : start + STDIO_CHUNK_BYTES])
 
 
 def _say(text: str) -> None:

@@ -6,6 +6,7 @@ hello with its whole state, so nothing that was lost matters.
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 from collections.abc import Callable, Iterable
@@ -16,8 +17,10 @@ from shim.loop import Loop, Wish
 
 FIRST_RETRY_S = 0.1
 LAST_RETRY_S = 2.0
+BYE_S = 2.0  # how long a daemon's last word is awaited
 #: Relay frames wait behind this much; control frames never do.
 ROOM_BYTES = 1 << 20
+STATE_CHUNK_BYTES = 1 << 19
 
 
 class Link:
@@ -73,6 +76,13 @@ class Link:
             return False
         self._outgoing += encode(frame_type, fields, payload)
         return True
+
+    def send_state(self, move: str, state: dict[str, Any]) -> None:
+        """The stdio state that answers `drain`, in as many frames as it takes."""
+        encoded = json.dumps(state).encode()
+        for start in range(0, len(encoded), STATE_CHUNK_BYTES):
+            more = start + STATE_CHUNK_BYTES < len(encoded)
+            self.send("stdio", {"move": move, "more": more}, encoded[start : start + STATE_CHUNK_BYTES])
 
     def relay(self, frame_type: str, fields: dict[str, Any] | None = None, payload: bytes = b"") -> bool:
         """Queues a relay frame, unless there is no daemon or much waits already."""

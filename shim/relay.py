@@ -16,6 +16,7 @@ it is acknowledged, and both sides agree on the offsets (`sync`) after every int
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +29,8 @@ OUT_WINDOW_BYTES = 1 << 20
 IN_WINDOW_BYTES = 1 << 18
 CHUNK_BYTES = 1 << 16
 STALL_S = 2.0
+#: An interruption that lasts longer is no restart of a daemon: the rank goes on without its readers.
+CUT_OFF_S = 2.0
 
 Send = Callable[
     ..., bool
@@ -45,6 +48,7 @@ class GuestEnd:
         self._sent = {name: tail.base for name, tail in stdio.tails.items()}
         self._acked_in = stdio.in_offset
         self._is_synced = False
+        self._synced_s = time.monotonic()  # when it last was
         self._exit_sent = False
         self._progress = 0
         self.is_open = False  # after activation
@@ -55,17 +59,24 @@ class GuestEnd:
     def open(self) -> None:
         if not self.is_open:
             self.is_open = True
+            self._synced_s = time.monotonic()
             self._loop.after(STALL_S, lambda: self._check_progress(-1))
         self.sync()
 
     def sync(self) -> None:
-        self._is_synced = False
+        self.lost()
         if self.is_open:
             self._send("sync", {"in": self._stdio.in_offset, "sig": self.last_signal_id})
 
     def lost(self) -> None:
         """The way to the home keeper is down; `sync` follows when it is up again."""
+        if self._is_synced:
+            self._synced_s = time.monotonic()
         self._is_synced = False
+
+    def is_cut_off(self) -> bool:
+        """Whether the home keeper has not been heard for so long that nobody should wait for it."""
+        return not self._is_synced and time.monotonic() - self._synced_s > CUT_OFF_S
 
     @property
     def is_settled(self) -> bool:

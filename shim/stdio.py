@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import base64
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,10 @@ from shim.tail import Tail
 #: Unacknowledged output and unread input that may travel inside a move's messages.
 MAX_HANDED_OVER_BYTES = 32 << 20
 MAX_PENDING_INPUT_BYTES = 1 << 18
+#: Output that nobody has acknowledged, beyond which the rank waits for its readers; a little more than a relay's window.
+MAX_UNACKNOWLEDGED_BYTES = 2 << 20
+QUIET_S = 2.0
+LINGER_S = 10.0
 _REST_S = 0.2
 
 
@@ -36,7 +40,9 @@ class Stdio:
         self.in_ended = False
         self.is_held = False  # nothing is written to the rank
         self.is_handed_over = False  # nothing is taken from anybody either
-        self.last_output_s = time.monotonic()
+        self._last_output_s = time.monotonic()
+        self.may_spool: Callable[[], bool] = lambda: True  # whether readers are away, rather than slow
+        self._ended_s = 0.0
         self._pending = bytearray()
         self._taken_back = b""
         self._ended: set[str] = set()
@@ -100,7 +106,7 @@ class Stdio:
     def _pull(self, channel: Channel) -> None:
         data = channel.read() if channel.read_fd >= 0 else None
         if data:
-            self.last_output_s = time.monotonic()
+            self._last_output_s = time.monotonic()
             if not channel.was_shut:
                 self.tails[channel.name].append(data)
         elif data is None:
@@ -120,8 +126,13 @@ class Stdio:
                     before = self.tails[channel.name].end
                     self._pull(channel)
 
+    def give_rank_ends(self) -> None:
+        for channel in self.channels:
+            channel.give_rank_end()
+
     def rank_ended(self) -> None:
         self._rank_lives = False
+        self._ended_s = time.monotonic()
         self._resting.clear()
 
     @property
@@ -130,6 +141,16 @@ class Stdio:
         return all(
             channel.name in self._ended or channel.read_fd < 0 for channel in self.channels if channel.has_output
         )
+
+    @property
+    def is_all_read(self) -> bool:
+        """After the rank's end: whether its output is complete, as far as anybody may be asked to wait for it.
+
+        A background process that keeps a pipe open gets two quiet seconds (ten altogether), then it loses its reader,
+        as under any launcher that waits for the process alone."""
+        now_s = time.monotonic()
+        quiet_s = now_s - max(self._ended_s, self._last_output_s)
+        return self.output_ended or quiet_s > QUIET_S or now_s - self._ended_s > LINGER_S
 
     def shut(self, name: str) -> None:
         for channel in self.channels:
@@ -189,10 +210,14 @@ class Stdio:
         for channel in self.channels:
             channel.close()
 
+    def _has_room(self, tail: Tail) -> bool:
+        """A slow reader holds the rank up, as a pipe would; one that cannot be reached does not."""
+        return not tail.is_full and (len(tail) < MAX_UNACKNOWLEDGED_BYTES or self.may_spool())
+
     def _wishes(self) -> Iterable[Wish]:
         for channel in self.channels:
             silent = channel.read_fd < 0 or channel.name in self._ended or channel.name in self._resting
-            if not silent and not self.tails[channel.name].is_full:
+            if not silent and self._has_room(self.tails[channel.name]):
                 yield Wish(channel.read_fd, on_readable=partial(self._pull, channel))
             if channel.has_input and self._pending and not self.is_held and channel.write_fd >= 0:
                 yield Wish(channel.write_fd, on_writable=self._push)

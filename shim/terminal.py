@@ -62,7 +62,7 @@ def modes_from_json(fd: int, modes: object) -> None:
 
 
 def unread_input(master_fd: int) -> bytes:
-    """Takes back what was typed and the (frozen) rank has not read, also an unfinished line."""
+    """Takes back what was typed and the (frozen) rank has not read, also an unfinished line. Raises OSError."""
     peer = open_peer(master_fd)
     try:
         modes = termios.tcgetattr(peer)
@@ -76,13 +76,18 @@ def unread_input(master_fd: int) -> bytes:
                 found += data
         termios.tcsetattr(peer, termios.TCSANOW, modes)
         return bytes(found)
+    except termios.error as error:
+        raise OSError(*error.args) from error
     finally:
         os.close(peer)
 
 
 def put_back_input(master_fd: int, data: bytes) -> int:
     """Types `data` again without echoing it again: the user has seen it. Returns how much fitted."""
-    peer = open_peer(master_fd)
+    try:
+        peer = open_peer(master_fd)
+    except OSError:
+        return 0
     try:
         modes = termios.tcgetattr(peer)
         silent = [*modes[:_CC], list(modes[_CC])]
@@ -92,6 +97,8 @@ def put_back_input(master_fd: int, data: bytes) -> int:
         time.sleep(_ECHO_SETTLES_S)  # the line discipline works in the background, and says nothing when it is done
         termios.tcsetattr(peer, termios.TCSANOW, modes)
         return written
+    except (OSError, termios.error):
+        return 0
     finally:
         os.close(peer)
 
@@ -121,9 +128,10 @@ class RealTerminal:
 
     def make_raw(self) -> None:
         if self._modes is None and self.wants_raw():
-            modes = termios.tcgetattr(self.fd)
-            tty.setraw(self.fd, termios.TCSADRAIN)
-            self._modes = modes
+            with contextlib.suppress(termios.error):  # it has just hung up
+                modes = termios.tcgetattr(self.fd)
+                tty.setraw(self.fd, termios.TCSADRAIN)
+                self._modes = modes
 
     def restore(self) -> None:
         modes, self._modes = self._modes, None

@@ -140,17 +140,22 @@ class Adoption:
         if entry.away_node:
             await in_thread(self.node.ranks.bury, entry)
             return
-        if entry.moving:
-            moving = self.source.moves.get(entry.moving)
-            if moving is not None:
-                await self.source.abandon(entry.moving, f"the rank's {entry.role} keeper was killed")
-                outcome = moving.log.outcome
-                if outcome is not None and outcome.outcome is Outcome.COMMIT:
-                    if entry.role == "home":
-                        await in_thread(self.node.ranks.bury, entry)
-                    return  # the release that COMMIT asks for ends the copy here
-            elif entry.moving in self.target.moves:
-                return  # a held copy died: the source decides what becomes of the move
+        if (moving := self.source.moves.get(entry.moving)) is not None:
+            why = f"the rank's {entry.role} keeper was killed"
+            if entry.role == "home":
+                await self.source.abandon(entry.moving, why)
+            else:  # its home keeper lives: where the target holds a whole copy, that one goes on
+                await self.source.abort(entry.moving, why, "source")
+            outcome = moving.log.outcome
+            if outcome is not None and outcome.outcome is Outcome.COMMIT and entry.role == "home":
+                await in_thread(self.node.ranks.bury, entry)
+            return  # the outcome, now or when the target has answered, ends the copy here
+        if entry.moving in self.target.moves:
+            return  # a held copy died: the source decides what becomes of the move
+        await self.lost(entry)
+
+    async def lost(self, entry: RankEntry) -> None:
+        """A rank here that nobody keeps any more is ended; if its home is elsewhere, it is told."""
         await in_thread(entry.group.kill, KILL_S)
         self.node.ranks.remove(entry)
         if entry.role == "guest":
@@ -189,9 +194,9 @@ class Adoption:
         for move_log in self.node.journal.all():
             if move_log.begin.role == "target" and move_log.last_mark is Mark.ACTIVATED:
                 entry = self.node.ranks.get(move_log.begin.rank_uid, "guest")
-                if entry is not None and entry.cgroup == move_log.note("cgroup") and entry.group.frozen():
-                    if not entry.moving:
-                        await wake(move_log)
+                own = entry is not None and entry.cgroup == move_log.note("cgroup")
+                if own and entry is not None and entry.group.frozen() and not entry.moving:
+                    await wake(move_log)
         for entry in self.node.ranks.all():
             if not entry.keeper_alive():
                 await self._keeper_died(entry)

@@ -5,7 +5,8 @@ writer wins, for ever, also against a crash in between. A missing record means "
 disk does not take a record (fsync fails) the daemon ends at once: what it would say from memory could be a lie, and the
 next start reads again what is really there.
 
-Layout: STATE_DIR/moves/MOVE/{begin.json, marks, outcome.json, word.json}; the last is a person's word, see `overrule`.
+Layout: STATE_DIR/moves/MOVE/{begin.json, marks, outcome.json, word.json}; the last is a word that
+stands above the outcome, see `overrule`.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ MOVE_ID = re.compile(r"m-[0-9a-f]{12}")
 def check_move_id(move: str) -> str:
     """A move id from the wire, before it touches a path."""
     if not MOVE_ID.fullmatch(move):
-        raise Usage(f"{move[:40]!r} is not a move id", remedy="move ids look like m-0123456789ab; see `migrator history`")
+        raise Usage(
+            f"{move[:40]!r} is not a move id", remedy="move ids look like m-0123456789ab; see `migrator history`"
+        )
     return move
 
 
@@ -193,7 +196,9 @@ def _identity(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _crash(what: str, error: OSError) -> None:
-    log.critical("the journal does not take %s (%s): ending now, the next start reads what is really there", what, error)
+    log.critical(
+        "the journal does not take %s (%s): ending now, the next start reads what is really there", what, error
+    )
     logging.shutdown()
     os._exit(74)
 

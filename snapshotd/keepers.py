@@ -49,8 +49,8 @@ class KeeperEvents:
     """What the registry wants to hear.
 
     connected: welcomed (again); told before anything else of this link.
-    closed:    (link, keeper_alive). True: it will be back by itself. False: the keeper's process has ended; comes alone
-               or after a True, exactly once.
+    closed:    (link, keeper_alive). True: it will be back by itself (not told if it is back at once). False: the keeper's
+               process has ended; comes alone or after a True, exactly once.
     exited:    (link, wait status): the rank's end. The keeper is then answered `bye` and goes.
     died:      (link, move, wait status): the local process ended while held; the keeper waits for resume or away.
     """
@@ -205,7 +205,7 @@ class KeeperLinks:
         """After the link: tells whether its keeper lives on, and if so goes on watching until it is back or ends."""
         try:
             ended = await _ended(pidfd, timeout_s=0.5)
-            if not ended:
+            if not ended and link.keeper not in self._links:
                 log.info("%r has closed its link and lives on", link, extra={"rank": link.uid})
                 await self._events.closed(link, True)
             while not ended:

@@ -119,10 +119,10 @@ class Ranks:
         for path in sorted(self.folder.glob("*.json")):
             stored = json.loads(path.read_text())
             entry = RankEntry(**{key: value for key, value in stored.items() if key in known})
-            if entry.boot_id == host.boot_id():
-                self._entries[entry.uid, entry.role] = entry
+            if entry.boot_id == host.boot_id() or entry.role == "guest":
+                self._entries[entry.uid, entry.role] = entry  # a guest of an earlier boot is gone: its home is told
             elif not entry.away_node:
-                path.unlink()  # the node was rebooted: keeper and rank are gone
+                path.unlink()  # the node was rebooted: keeper, rank and launcher are gone
 
     def all(self) -> list[RankEntry]:
         return sorted(self._entries.values(), key=lambda entry: (entry.job, entry.rank, entry.role))

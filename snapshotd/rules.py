@@ -61,7 +61,9 @@ class SourceDecision(StrEnum):
     THAW = "thaw"
     HAND_TOKEN = "hand the token to the target"
     RELEASE = "release"  # drop the frozen copy
-    TAKE_BACK = "take back"  # the target's copy died unrun: its journal's word overrules COMMIT, and the copy here goes on
+    TAKE_BACK = (
+        "take back"  # the target's copy died unrun: its journal's word overrules COMMIT, and the copy here goes on
+    )
     CLOSE = "close"  # nothing is left to do
     WAIT_FOR_PERSON = "wait for a person"
 

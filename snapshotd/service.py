@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
@@ -27,12 +27,24 @@ from snapshotd.keepers import KeeperLinks
 from snapshotd.ops.node import Node, ended_unix_s, where_of
 from snapshotd.ops.source import SourceOps
 from snapshotd.ops.target import TargetOps
-from snapshotd.ranks import Ranks
+from snapshotd.ranks import RankEntry, Ranks
 from snapshotd.relay import Relays
 
 log = logging.getLogger(__name__)
 
 Context = grpc.aio.ServicerContext[Any, Any]
+T = TypeVar("T")
+
+_steps: set[asyncio.Task[Any]] = set()
+
+
+async def whole(step: Coroutine[Any, Any, T]) -> T:
+    """A step that changes something is done to its end, also when its caller hangs up or runs out of time: gRPC would cancel
+    it anywhere in between."""
+    task = asyncio.create_task(step)
+    _steps.add(task)
+    task.add_done_callback(_steps.discard)
+    return await asyncio.shield(task)
 
 
 class Daemon:
@@ -42,7 +54,7 @@ class Daemon:
         faults.arm(config.run_dir)
         store = ImageStore(config.image_dir)
         carry = Carry(config.state_dir, config.carry_paths)
-        self.node = Node(config, Journal(config.state_dir), Ranks(config.state_dir), store, carry)
+        self.node = Node(config, Journal(config.state_dir), Ranks(config.state_dir), store, carry, self._lost)
         self.relays = Relays(self.node)
         self.source = SourceOps(self.node)
         self.target = TargetOps(self.node, self.relays)
@@ -52,6 +64,9 @@ class Daemon:
             ranks=lambda: sum(1 for entry in self.node.ranks.all() if not entry.away_node),
             image_bytes=lambda: store.held_bytes(),
         )
+
+    async def _lost(self, entry: RankEntry) -> None:
+        await self.adoption.lost(entry)
 
     async def start(self, server: grpc.aio.Server) -> None:
         """Registers the servicers and takes up what an earlier life left unfinished."""
@@ -157,10 +172,10 @@ class SourceServicer(rpc.SourceServicer):
         return await self.ops.inspect(request.rank_uid)
 
     async def Begin(self, request: pb.BeginRequest, context: Context) -> pb.BeginReply:
-        return await self.ops.begin(request)
+        return await whole(self.ops.begin(request))
 
     async def Freeze(self, request: pb.MoveRequest, context: Context) -> pb.FreezeReply:
-        return await self.ops.freeze(request.move)
+        return await whole(self.ops.freeze(request.move))
 
     async def Stream(self, request: pb.MoveRequest, context: Context) -> AsyncIterator[pb.Progress]:
         async for progress in self.ops.stream(request.move):
@@ -170,19 +185,19 @@ class SourceServicer(rpc.SourceServicer):
         return await self.ops.renew(request.move)
 
     async def Commit(self, request: pb.CommitRequest, context: Context) -> pb.Outcome:
-        return await self.ops.commit(request.move, request.held_receipt)
+        return await whole(self.ops.commit(request.move, request.held_receipt))
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.Outcome:
-        return await self.ops.abort(request.move, request.reason, str(caller(context)))
+        return await whole(self.ops.abort(request.move, request.reason, str(caller(context))))
 
     async def Release(self, request: pb.MoveRequest, context: Context) -> pb.ReleaseReply:
-        return await self.ops.release(request.move, request.pause_s)
+        return await whole(self.ops.release(request.move, request.pause_s))
 
     async def GetOutcome(self, request: pb.MoveRequest, context: Context) -> pb.Outcome:
         return await self.ops.outcome(request.move)
 
     async def DeclareTargetDead(self, request: pb.DeclareRequest, context: Context) -> pb.Outcome:
-        return await self.ops.declare_target_dead(request.move, f"{request.declared_by} ({caller(context)})")
+        return await whole(self.ops.declare_target_dead(request.move, f"{request.declared_by} ({caller(context)})"))
 
 
 class TargetServicer(rpc.TargetServicer):
@@ -193,25 +208,25 @@ class TargetServicer(rpc.TargetServicer):
         return pb.ExamineReply(checks=await self.ops.examine(request.facts, await self.daemon.info()))
 
     async def Prepare(self, request: pb.PrepareRequest, context: Context) -> pb.PrepareReply:
-        return await self.ops.prepare(request)
+        return await whole(self.ops.prepare(request))
 
     async def Seal(self, request: pb.SealRequest, context: Context) -> pb.SealReply:
-        return await self.ops.seal(request, caller(context).name)
+        return await whole(self.ops.seal(request, caller(context).name))
 
     async def Restore(self, request: pb.MoveRequest, context: Context) -> pb.RestoreReply:
-        return await self.ops.restore(request.move)
+        return await whole(self.ops.restore(request.move))
 
     async def Activate(self, request: pb.TokenRequest, context: Context) -> pb.ActivateReply:
-        return await self.ops.activate(request.move, request.token)
+        return await whole(self.ops.activate(request.move, request.token))
 
     async def Discard(self, request: pb.TokenRequest, context: Context) -> pb.DiscardReply:
-        return await self.ops.discard(request.move, request.token)
+        return await whole(self.ops.discard(request.move, request.token))
 
     async def GetCopy(self, request: pb.MoveRequest, context: Context) -> pb.Copy:
         return await self.ops.copy_state(request.move)
 
     async def DeclareSourceDead(self, request: pb.DeclareRequest, context: Context) -> pb.ActivateReply:
-        return await self.ops.declare_source_dead(request.move, f"{request.declared_by} ({caller(context)})")
+        return await whole(self.ops.declare_source_dead(request.move, f"{request.declared_by} ({caller(context)})"))
 
 
 class HomeServicer(rpc.HomeServicer):

@@ -83,7 +83,9 @@ class OutcomeUnknown(SnapshotError):
     """The outcome could not be learned. The daemons settle it alone; at most one copy runs meanwhile."""
 
     code, exit_code, status = "unknown", 13, grpc.StatusCode.UNKNOWN
-    remedy = "the daemons settle it alone when they reach each other; `migrator status` shows it, `migrator recover` helps"
+    remedy = (
+        "the daemons settle it alone when they reach each other; `migrator status` shows it, `migrator recover` helps"
+    )
 
 
 class NotFound(SnapshotError):

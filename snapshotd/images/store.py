@@ -135,6 +135,7 @@ class ImageStore:
             for file in files:
                 os.truncate(directory / file.name, file.size)  # a hole at the end was never written
             fresh = directory / (_SEAL_NAME + "-fresh")
+            fresh.touch(mode=0o600)
             fresh.write_text(summary)
             fresh.rename(directory / _SEAL_NAME)
         except OSError as error:

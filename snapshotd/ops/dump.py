@@ -143,7 +143,10 @@ class Dump:
 
         try:
             request = session.dump_request(
-                self.images, tree.inner_pid(self.entry.pid), Path(self.entry.cgroup), external_ttys(self.log.note("stdio"))
+                self.images,
+                tree.inner_pid(self.entry.pid),
+                Path(self.entry.cgroup),
+                external_ttys(self.log.note("stdio")),
             )
             await session.ask(
                 ours,

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import logging
 import time
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
+from typing import Any, ParamSpec, TypeVar
 
 from snapshotd import host
 from snapshotd.api import snapshotd_pb2 as pb
@@ -15,8 +19,10 @@ from snapshotd.carry import Carry
 from snapshotd.config import Config
 from snapshotd.images.store import ImageStore
 from snapshotd.journal import Journal, MoveLog
-from snapshotd.ranks import Ranks
+from snapshotd.ranks import RankEntry, Ranks
 from snapshotd.rules import Mark
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -28,6 +34,7 @@ class Node:
     ranks: Ranks
     store: ImageStore
     carry: Carry
+    lost: Callable[[RankEntry], Awaitable[None]]  # a rank whose keeper is dead: ends it, and tells its home
 
     def client(self, name: str, endpoint: str) -> DaemonClient:
         """A client of another daemon, with this node's own certificate. Use it as a context manager."""
@@ -51,6 +58,7 @@ class Moving:
     streaming: asyncio.Task[None] | None = None
     facts: pb.RankFacts = field(default_factory=pb.RankFacts)  # source: what preflight last saw
     failure: str = ""  # why a step of it can never succeed again
+    done: bool = False  # target: woken or dropped, nothing is left to do
     waiting_for: str = ""
     pause_s: float = 0.0  # source: what the driver saw, for the history
 
@@ -71,6 +79,31 @@ class Moving:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.kick.wait(), seconds)
         self.kick.clear()
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+_begun: set[asyncio.Task[Any]] = set()
+
+
+def to_the_end(step: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Coroutine[Any, Any, T]]:
+    """A step that is carried out once begun: gRPC cancels the call of a driver that died or lost its way, and half a step
+    (ACTIVATED written, but nobody woken) is not among the things that the rules know."""
+
+    @functools.wraps(step)
+    async def shielded(*args: P.args, **kwargs: P.kwargs) -> T:
+        task = asyncio.create_task(step(*args, **kwargs))
+        _begun.add(task)  # the loop itself holds tasks only weakly
+        task.add_done_callback(_done)
+        return await asyncio.shield(task)
+
+    return shielded
+
+
+def _done(task: asyncio.Task[Any]) -> None:
+    _begun.discard(task)
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.debug("a step ended with %s", error)  # whoever still waits for it gets the error itself
 
 
 def where_on_source(log: MoveLog) -> Where:

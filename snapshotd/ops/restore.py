@@ -145,14 +145,17 @@ class Restore:
             cwd="/",
         )
         theirs.close()
-        assert process.stdin is not None and process.stderr is not None
+        assert process.stdin is not None
+        assert process.stderr is not None
         process.stdin.write(json.dumps(spec).encode())
         process.stdin.close()
         try:
             link = await asyncio.wait_for(self.link, KEEPER_S)
         except TimeoutError as error:
             said = await asyncio.wait_for(process.stderr.read(4096), 1) if process.returncode else b""
-            raise Timeout(f"the guest keeper did not come up: {said.decode()[-500:]}", where=Where.SOURCE_FROZEN) from error
+            raise Timeout(
+                f"the guest keeper did not come up: {said.decode()[-500:]}", where=Where.SOURCE_FROZEN
+            ) from error
         return link, ours, process
 
     @staticmethod

@@ -23,7 +23,7 @@ from snapshotd.faults import Point, reach
 from snapshotd.journal import Begin, MoveLog, OutcomeRecord, check_move_id
 from snapshotd.logs import move_context
 from snapshotd.ops.dump import Dump
-from snapshotd.ops.node import Moving, Node, now_unix_s, where_on_source
+from snapshotd.ops.node import Moving, Node, now_unix_s, to_the_end, where_on_source
 from snapshotd.ranks import RankEntry
 from snapshotd.rules import CopyState, Mark, Outcome, SourceDecision, SourceFacts
 
@@ -77,6 +77,7 @@ class SourceOps:
         )
         return facts, list(checks)
 
+    @to_the_end
     async def begin(self, request: pb.BeginRequest) -> pb.BeginReply:
         """Journals the move and starts the driver's lease. The rank runs on."""
         check_move_id(request.move)
@@ -91,7 +92,6 @@ class SourceOps:
         if len(request.nonce) < 16 or not 1 <= request.lease_s <= 3600:
             raise Usage("a move begins with the target's nonce and a lease of 1 to 3600 s")
         await reach(Point.BEFORE_BEGIN)
-        entry.moving = request.move
         config = self.node.config
         begin = Begin(
             move=request.move,
@@ -108,9 +108,19 @@ class SourceOps:
             begun_unix_s=now_unix_s(),
             lease_s=request.lease_s,
         )
-        move_log = await in_thread(self.node.journal.begin, begin)
+        entry.moving = request.move
+        try:
+            move_log = await in_thread(self.node.journal.begin, begin)
+        except BaseException:
+            entry.moving = ""
+            raise
         await in_thread(
-            move_log.mark, Mark.BEGUN, pid=entry.pid, start_ticks=entry.start_ticks, cgroup=entry.cgroup, role=entry.role
+            move_log.mark,
+            Mark.BEGUN,
+            pid=entry.pid,
+            start_ticks=entry.start_ticks,
+            cgroup=entry.cgroup,
+            role=entry.role,
         )
         moving = self._track(move_log)
         self.settle_all()
@@ -118,6 +128,7 @@ class SourceOps:
         await reach(Point.BEGIN)
         return pb.BeginReply()
 
+    @to_the_end
     async def freeze(self, move: str) -> pb.FreezeReply:
         """Stops the tree and freezes its cgroup. If it fails the tree is stopped or not, and the driver aborts."""
         moving = self._moving(move)
@@ -130,7 +141,9 @@ class SourceOps:
             with move_context(move=move, rank=entry.rank, phase="freeze"):
                 await reach(Point.BEFORE_FREEZE)
                 group = entry.group
-                before = [tree.inner_pid(pid) for pid in group.pids() if tree.state(pid) == "T"]
+                before = moving.log.note("stopped_before")  # a repeated freeze finds its own stops, not a user's
+                if before is None:
+                    before = [tree.inner_pid(pid) for pid in group.pids() if tree.state(pid) == "T"]
                 await in_thread(moving.log.mark, Mark.FREEZING, stopped_before=before)
                 if entry.link is None:
                     raise WrongState("the rank's keeper is not connected", where=Where.SOURCE_RUNNING)
@@ -156,17 +169,19 @@ class SourceOps:
         """Dumps and streams; yields progress while it runs. The driver's going away is not a failure by itself: its
         lease decides."""
         moving = self._moving(move)
-        self._still_open(moving)
-        if moving.log.last_mark is Mark.STREAMED:
-            yield pb.Progress(done=True)
-            return
-        if moving.log.last_mark is not Mark.FROZEN:
-            raise WrongState(f"move {move} is {moving.log.last_mark}, not frozen", where=where_on_source(moving.log))
-        if moving.streaming is not None:
-            raise Busy(f"move {move} is being streamed already", where=Where.SOURCE_FROZEN)
-        entry = self._entry(moving)
-        dump = Dump(self.node, moving.log, entry, moving.facts)
-        moving.streaming = task = asyncio.create_task(dump.run(), name=f"stream {move}")
+        async with moving.lock:  # an abort that is just being written must not find a dump that begins after it
+            self._still_open(moving)
+            if moving.log.last_mark is Mark.STREAMED:
+                yield pb.Progress(done=True)
+                return
+            if moving.log.last_mark is not Mark.FROZEN:
+                raise WrongState(
+                    f"move {move} is {moving.log.last_mark}, not frozen", where=where_on_source(moving.log)
+                )
+            if moving.streaming is not None:
+                raise Busy(f"move {move} is being streamed already", where=Where.SOURCE_FROZEN)
+            dump = Dump(self.node, moving.log, self._entry(moving), moving.facts)
+            moving.streaming = task = asyncio.create_task(dump.run(), name=f"stream {move}")
         while not task.done():
             await asyncio.wait([task], timeout=0.1)
             moving.renew()
@@ -174,7 +189,9 @@ class SourceOps:
         try:
             await task
         except asyncio.CancelledError:
-            raise WrongState(f"move {move} was aborted while it was streamed", where=where_on_source(moving.log)) from None
+            raise WrongState(
+                f"move {move} was aborted while it was streamed", where=where_on_source(moving.log)
+            ) from None
         yield dump.progress()
 
     async def renew(self, move: str) -> pb.RenewReply:
@@ -182,6 +199,7 @@ class SourceOps:
         moving.renew()
         return pb.RenewReply(lease_left_s=moving.log.begin.lease_s)
 
+    @to_the_end
     async def commit(self, move: str, receipt: bytes) -> pb.Outcome:
         """The point of no return: writes COMMIT, if the target has shown that it holds a whole copy."""
         moving = self._moving(move)
@@ -200,6 +218,7 @@ class SourceOps:
             moving.kick.set()
             return self._outcome(moving.log, moving.log.outcome)
 
+    @to_the_end
     async def abort(self, move: str, reason: str, by: str) -> pb.Outcome:
         """Ends a move that has no outcome, and undoes it. Answers with the outcome that stands.
 
@@ -209,8 +228,8 @@ class SourceOps:
         if self.node.journal.find(check_move_id(move)) is None:
             await in_thread(self._refuse_for_ever, move, reason)
         moving = self._moving(move)
-        await self._stop_streaming(moving)
         async with moving.lock:
+            await self._stop_streaming(moving)
             if moving.log.outcome is None:
                 await reach(Point.BEFORE_ABORT)
                 if self._copy_exists(moving.log):
@@ -223,19 +242,21 @@ class SourceOps:
     def _refuse_for_ever(self, move: str, reason: str) -> None:
         """Abort of a move that never began here: journalled, so that a Begin that was only delayed is refused."""
         config = self.node.config
-        unknown = Begin(move, "source", "", "", 0, config.node, config.advertise, "", "", "00" * 32, host.boot_id(), now_unix_s())
+        here = (config.node, config.advertise)
+        unknown = Begin(move, "source", "", "", 0, *here, "", "", "00" * 32, host.boot_id(), now_unix_s())
         move_log = self.node.journal.begin(unknown)
         move_log.decide(Outcome.ABORT, reason, "source")
         move_log.mark(Mark.SETTLED)
 
     async def abandon(self, move: str, reason: str) -> None:
-        """The rank's keeper was killed: ABORT whatever copies there are, since nobody may go on running it."""
+        """The rank's home keeper was killed: ABORT whatever copies there are, since nobody may go on running it."""
         moving = self._moving(move)
-        await self._stop_streaming(moving)
         async with moving.lock:
+            await self._stop_streaming(moving)
             await self._record(moving, Outcome.ABORT, reason, "source")
             await self._settle_once(moving)
 
+    @to_the_end
     async def release(self, move: str, pause_s: float) -> pb.ReleaseReply:
         """Drops the frozen copy, once the target says the rank runs there."""
         moving = self._moving(move)
@@ -251,13 +272,15 @@ class SourceOps:
             raise NotFound(f"this node is not the source of move {move}")
         return self._outcome(move_log, move_log.outcome)
 
+    @to_the_end
     async def declare_target_dead(self, move: str, by: str) -> pb.Outcome:
-        """A person's word that the target is dead: the frozen copy goes on. Refused once it has been released."""
+        """A person's word that the target is dead: the frozen copy goes on, or the keeper hears that there is none."""
         moving = self._moving(move)
-        await self._stop_streaming(moving)
+        state = await self._ask_target(moving.log)
+        if state in {CopyState.RECEIVING, CopyState.HELD, CopyState.RUNNING, CopyState.ENDED}:
+            raise WrongState(f"the target answers that its copy is {state}: it is not dead", where=Where.UNKNOWN)
         async with moving.lock:
-            if not self._copy_exists(moving.log):
-                raise RankGone(f"the source's copy of move {move} no longer exists", where=Where.UNKNOWN)
+            await self._stop_streaming(moving)
             if moving.log.last_mark is not Mark.SETTLED:
                 await in_thread(moving.log.overrule, Outcome.ABORT, "declared by a person or a fencing agent", by)
                 await self._thaw(moving)
@@ -269,6 +292,10 @@ class SourceOps:
         """At start: takes up every unsettled move of an earlier life. Settling begins with `settle_all`."""
         for move_log in self.node.journal.all():
             if move_log.begin.role == "source" and move_log.last_mark is not Mark.SETTLED:
+                if not move_log.begin.rank_uid:  # a crash inside `_refuse_for_ever`
+                    move_log.decide(Outcome.ABORT, "it never began here", "source")
+                    move_log.mark(Mark.SETTLED)
+                    continue
                 moving = self._track(move_log)
                 moving.interrupted = move_log.last_mark in _CUT_SHORT
                 log.info("taking up move %s of an earlier life: %s", move_log.move, move_log.last_mark)
@@ -373,17 +400,19 @@ class SourceOps:
             await asyncio.gather(moving.streaming, return_exceptions=True)
 
     async def _thaw(self, moving: Moving) -> None:
-        """ABORT stands: lets the copy here go on. A rank that is gone stays gone."""
+        """ABORT stands: lets the copy here go on, if somebody keeps it. A rank that is gone stays gone."""
         move_log = moving.log
-        outcome = move_log.outcome
-        assert outcome is not None and outcome.outcome is Outcome.ABORT
         await Dump.sweep(self.node, move_log.move)
-        if move_log.last_mark is not Mark.BEGUN:
-            entry = self.node.ranks.get(move_log.begin.rank_uid, move_log.note("role", "home"))
-            if entry is not None and entry.link is not None:
+        entry = self._own_entry(move_log)
+        group = Cgroup(Path(move_log.note("cgroup")))
+        if entry is None or not entry.keeper_alive():
+            await in_thread(group.kill, FREEZE_S)
+            if entry is not None:
+                await self.node.lost(entry)
+        elif move_log.last_mark is not Mark.BEGUN:
+            if entry.link is not None:
                 with contextlib.suppress(SnapshotError):  # a keeper that is not connected is told when it is
                     await entry.link.resume(move_log.move)
-            group = Cgroup(Path(move_log.note("cgroup")))
             if move_log.begin.boot_id == host.boot_id() and group.exists():
                 before = move_log.note("stopped_before", [])
                 await in_thread(tree.continue_all, group.pids(), before)
@@ -393,11 +422,9 @@ class SourceOps:
     async def _release(self, moving: Moving) -> None:
         """COMMIT stands and the target runs the rank: drops the copy here."""
         move_log = moving.log
-        outcome = move_log.outcome
-        assert outcome is not None and outcome.outcome is Outcome.COMMIT
         await reach(Point.BEFORE_RELEASE)
         role = move_log.note("role", "home")
-        entry = self.node.ranks.get(move_log.begin.rank_uid, role)
+        entry = self._own_entry(move_log)
         if entry is not None:
             if role == "home":
                 if entry.link is None and entry.keeper_alive():
@@ -422,8 +449,7 @@ class SourceOps:
         await in_thread(moving.log.mark, Mark.SETTLED, pause_s=moving.pause_s)
         outcome = moving.log.outcome
         metrics.move_ended(outcome.outcome if outcome else "ABORT")
-        role = moving.log.note("role", "home")
-        entry = self.node.ranks.get(moving.log.begin.rank_uid, role)
+        entry = self._own_entry(moving.log)
         if entry is not None and entry.moving == moving.log.move:
             entry.moving = ""
         moving.kick.set()
@@ -444,7 +470,8 @@ class SourceOps:
         outcome = moving.log.outcome
         if outcome is not None:
             raise WrongState(
-                f"move {moving.log.move} has ended: {outcome.outcome} ({outcome.reason})", where=where_on_source(moving.log)
+                f"move {moving.log.move} has ended: {outcome.outcome} ({outcome.reason})",
+                where=where_on_source(moving.log),
             )
         if moving.interrupted:
             raise WrongState(f"move {moving.log.move} was cut short by a restart", where=where_on_source(moving.log))
@@ -454,6 +481,11 @@ class SourceOps:
         if entry is None:
             raise RankGone(f"rank {moving.log.begin.rank} has ended", where=Where.UNKNOWN)
         return entry
+
+    def _own_entry(self, move_log: MoveLog) -> RankEntry | None:
+        """The entry of the copy this move is about; not that of a copy that came back meanwhile."""
+        entry = self.node.ranks.get(move_log.begin.rank_uid, move_log.note("role", "home"))
+        return entry if entry is not None and entry.cgroup == move_log.note("cgroup") else None
 
     def _copy_exists(self, move_log: MoveLog) -> bool:
         if move_log.begin.boot_id != host.boot_id():

@@ -14,13 +14,13 @@ from pathlib import Path
 
 from snapshotd import host, metrics, preflight, rules, tree
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.api.errors import Damaged, Denied, NotFound, RankGone, SnapshotError, Usage, Where, WrongState
+from snapshotd.api.errors import Busy, Damaged, Denied, NotFound, RankGone, SnapshotError, Usage, Where, WrongState
 from snapshotd.blocking import in_thread
 from snapshotd.cgroup import Cgroup
 from snapshotd.faults import Point, reach
 from snapshotd.journal import Begin, MoveLog, check_move_id
 from snapshotd.logs import move_context
-from snapshotd.ops.node import Moving, Node, now_unix_s
+from snapshotd.ops.node import Moving, Node, now_unix_s, to_the_end
 from snapshotd.ops.restore import Restore
 from snapshotd.ranks import check_rank_uid
 from snapshotd.relay import Relays
@@ -56,6 +56,7 @@ class TargetOps:
             )
         )
 
+    @to_the_end
     async def prepare(self, request: pb.PrepareRequest) -> pb.PrepareReply:
         """Reserves room for the image and gives the nonce that the source's token is made from."""
         check_move_id(request.move)
@@ -67,6 +68,10 @@ class TargetOps:
         check_rank_uid(facts.rank.uid)
         if facts.source_node == config.node:
             raise Usage("a rank cannot be moved to the node it is on")
+        for older in self.node.journal.all():
+            same = (older.begin.rank_uid, older.begin.role) == (facts.rank.uid, "source")
+            if same and older.last_mark is not Mark.SETTLED:
+                raise Busy(f"move {older.move} of this rank away from here is not cleaned up yet")
         await reach(Point.BEFORE_PREPARE)
         needed = facts.memory_bytes + facts.carried_bytes
         await in_thread(self.node.store.create, request.move, needed)
@@ -90,6 +95,7 @@ class TargetOps:
         await reach(Point.PREPARE)
         return pb.PrepareReply(nonce=move_log.nonce)
 
+    @to_the_end
     async def seal(self, request: pb.SealRequest, caller: str) -> pb.SealReply:
         """The source says that all is sent: verifies that it is here, whole."""
         moving = self._moving(request.move)
@@ -110,7 +116,10 @@ class TargetOps:
         self._undecided(moving)
 
     async def restore(self, move: str) -> pb.RestoreReply:
-        """Restores the tree, stopped. If it fails, nothing of it is left here and the source still has the rank."""
+        """Restores the tree, stopped. If it fails, nothing of it is left here and the source still has the rank.
+
+        Not `to_the_end`: a driver that gave up waiting does not want it any more, and without its receipt none commits.
+        """
         moving = self._moving(move)
         began = host.boottime_s()
         async with moving.lock:
@@ -121,7 +130,9 @@ class TargetOps:
                         raise RankGone("the restored copy died while it was held", where=Where.SOURCE_FROZEN)
                 else:
                     if moving.log.last_mark is not Mark.SEALED:
-                        raise WrongState(f"move {move} is {moving.log.last_mark}, not sealed", where=Where.SOURCE_FROZEN)
+                        raise WrongState(
+                            f"move {move} is {moving.log.last_mark}, not sealed", where=Where.SOURCE_FROZEN
+                        )
                     await reach(Point.BEFORE_RESTORE)
                     await in_thread(moving.log.mark, Mark.RESTORING)
                     restore = self.restores[move] = Restore(self.node, moving.log)
@@ -139,6 +150,7 @@ class TargetOps:
         receipt = rules.proof(moving.log.nonce, "HELD", move)
         return pb.RestoreReply(held_receipt=receipt, seconds=host.boottime_s() - began)
 
+    @to_the_end
     async def activate(self, move: str, token: bytes) -> pb.ActivateReply:
         """With the source's token for COMMIT the copy here is the rank: lets it go."""
         moving = self._moving(move)
@@ -153,6 +165,7 @@ class TargetOps:
             await self._settle_once(moving)
             return pb.ActivateReply(running=moving.log.last_mark is Mark.ACTIVATED)
 
+    @to_the_end
     async def discard(self, move: str, token: bytes) -> pb.DiscardReply:
         """With the source's token for ABORT the copy here is forgotten."""
         check_move_id(move)
@@ -173,11 +186,17 @@ class TargetOps:
         if found is None or found.begin.role != "target":
             return pb.Copy(state=pb.Copy.NO_SUCH_MOVE)
         state = rules.target_answer(self._facts(found))
-        return pb.Copy(state=pb.Copy.State.Value(CopyState(state).name))
+        if state is CopyState.GONE:  # final only if nobody is just about to mark it ACTIVATED
+            async with self._moving(move).lock:
+                state = rules.target_answer(self._facts(found))
+        return pb.Copy(state=pb.Copy.State.Value(state.name))
 
+    @to_the_end
     async def declare_source_dead(self, move: str, by: str) -> pb.ActivateReply:
         """A person's word that the source is dead: the held copy goes on here; a half-received one is dropped."""
         moving = self._moving(move)
+        if await self._source_answers(moving.log.begin):
+            raise WrongState(f"the source answers and knows move {move}: it is not dead", where=Where.UNKNOWN)
         async with moving.lock:
             held = moving.log.last_mark in {Mark.HELD, Mark.ACTIVATED}
             outcome = Outcome.COMMIT if held else Outcome.ABORT
@@ -185,12 +204,23 @@ class TargetOps:
             await self._settle_once(moving)
             return pb.ActivateReply(running=moving.log.last_mark is Mark.ACTIVATED)
 
+    async def _source_answers(self, begin: Begin) -> bool:
+        try:
+            async with self.node.client(begin.source_node, begin.source_endpoint) as client:
+                await client.source.GetOutcome(pb.MoveRequest(move=begin.move), timeout_s=5)
+        except SnapshotError:
+            return False
+        return True
+
     # ------------------------------------------------------------------ settling
 
     async def adopt_journal(self) -> None:
         """At start: takes up every unsettled move of an earlier life; drops what cannot be carried on."""
         for move_log in self.node.journal.all():
-            if move_log.begin.role != "target" or move_log.last_mark in {Mark.DISCARDED, Mark.ACTIVATED}:
+            if move_log.begin.role != "target" or move_log.last_mark is Mark.DISCARDED:
+                continue
+            if move_log.last_mark is Mark.ACTIVATED:
+                await in_thread(self.node.store.drop, move_log.move)
                 continue
             log.info("taking up move %s of an earlier life: %s", move_log.move, move_log.last_mark)
             moving = self._track(move_log, driver_first_s=0.0)
@@ -209,7 +239,7 @@ class TargetOps:
         with move_context(move=moving.log.move, rank=moving.log.begin.rank, phase="settle"):
             said = ""
             await moving.nap(driver_first_s)
-            while moving.log.last_mark not in {Mark.ACTIVATED, Mark.DISCARDED}:
+            while not moving.done:
                 try:
                     async with moving.lock:
                         await self._settle_once(moving)
@@ -238,6 +268,7 @@ class TargetOps:
                     # ACTIVATED is never overwritten: the copy ran, and the source must hear so, not that it was dropped.
                     if moving.log.last_mark not in {Mark.DISCARDED, Mark.ACTIVATED}:
                         await self._discard(moving)
+                    moving.done = True
                     return
 
     async def _ask_source(self, moving: Moving) -> bool:
@@ -282,9 +313,11 @@ class TargetOps:
         if move_log.last_mark is not Mark.ACTIVATED:
             await reach(Point.BEFORE_ACTIVATE)
             await in_thread(move_log.mark, Mark.ACTIVATED)
+            metrics.move_ended(Outcome.COMMIT)
             await reach(Point.ACTIVATED)
+        if moving.done:
+            return  # driver and source hand over the token alike; the first was enough
         await wake(move_log)
-        metrics.move_ended(Outcome.COMMIT)
         entry = self.node.ranks.get(move_log.begin.rank_uid, "guest")
         if entry is not None:
             entry.moving = ""
@@ -293,6 +326,7 @@ class TargetOps:
                     await entry.link.activated(move_log.move)
                 self.relays.start(entry, entry.link)
         await in_thread(self.node.store.drop, move_log.move)
+        moving.done = True
         await reach(Point.ACTIVATE)
         log.info("rank %s runs here now", move_log.begin.rank)
 

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -114,10 +115,12 @@ async def test_the_state_names_every_channel_for_criu(node: Node) -> None:
     link = await node.told("connected")
     await link.hold(MOVE)
     state = await link.drain(MOVE)
-    assert link.rank is not None
+    rank = link.rank
+    assert rank is not None
+    await until(lambda: Path(f"/proc/{rank.pid}/comm").read_text() == "cat\n")
     for channel in state["channels"]:
         for fd in channel["fds"]:
-            assert os.readlink(f"/proc/{link.rank.pid}/fd/{fd}") == channel["key"]
+            assert os.readlink(f"/proc/{rank.pid}/fd/{fd}") == channel["key"]
     assert sorted(fd for channel in state["channels"] for fd in channel["fds"]) == [0, 1, 2]
     assert (state["user_id"], state["group_id"]) == (os.getuid(), os.getgid())
     await link.resume(MOVE)
@@ -167,6 +170,19 @@ async def test_a_restarted_daemon_learns_what_is_held_and_what_has_ended(node: N
     assert link.rank is None
     await link.resume(MOVE)
     assert await keeper.wait() == -signal.SIGKILL
+
+
+async def test_a_late_word_about_an_older_move_changes_nothing(node: Node) -> None:
+    keeper = await node.launch("sleep", "1000")
+    link = await node.told("connected")
+    await link.hold("m-000000000001")
+    await link.hold(MOVE)
+    keeper.terminate()
+    await link.resume("m-000000000001")
+    assert link.rank is not None
+    assert link.rank.alive()
+    await link.resume(MOVE)
+    assert await keeper.wait() == -signal.SIGTERM
 
 
 async def test_a_question_to_a_keeper_that_goes_is_answered_with_rank_gone(node: Node) -> None:

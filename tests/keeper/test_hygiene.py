@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from shim.keeper import rank_environment
+from shim.child import rank_environment
 from tests.keeper.nodes import REPOSITORY, Node, python
 
 GETPID, CLOSE = (39, 3) if os.uname().machine == "x86_64" else (172, 57)
@@ -56,7 +56,7 @@ def test_only_what_the_abi_names_is_exported(library: Path) -> None:
 
 
 def test_the_environment_is_the_launchers_plus_the_preload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shim.keeper._PRELOAD", tmp_path / "lib.so")
+    monkeypatch.setattr("shim.child._PRELOAD", tmp_path / "lib.so")
     assert rank_environment({"A": "b"}, preload=True) == {"A": "b"}, "no library, no preload"
     (tmp_path / "lib.so").touch()
     once = rank_environment({"A": "b", "LD_PRELOAD": "x.so y.so"}, preload=True)

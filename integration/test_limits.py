@@ -1,0 +1,193 @@
+"""What a move may take: memory on the source, room on the target. The full-size figures are the benchmark's."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import stat
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from integration.harness import Cluster, Job, cluster, until
+
+pytestmark = pytest.mark.root
+
+SOURCE, TARGET = "node-1", "spare-1"
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def behave() -> Iterator[Cluster]:
+    folder = Path(__file__).parent / ".work" / "limits"
+    folder.mkdir(parents=True, exist_ok=True)
+    with cluster(folder, "behave") as made:
+        yield made
+
+
+@pytest.fixture
+def nodes(behave: Cluster) -> Iterator[Cluster]:
+    yield behave
+    behave.tidy()
+
+
+def ready(job: Job) -> Job:
+    until("the rank to have its memory", lambda: "READY" in job.lines(), 60)
+    return job
+
+
+@dataclass
+class Taken:
+    """Bytes of one node, beside its ranks."""
+
+    daemon: int = 0
+    criu: int = 0
+    tmpfs: int = 0
+
+    def whole(self) -> int:
+        return self.daemon + self.criu + self.tmpfs
+
+
+def taken(nodes: Cluster, node: str) -> Taken:
+    pid = nodes.lab.daemon_pid(node)
+    assert pid is not None
+    found = Taken(daemon=rss_bytes(pid))
+    for group in nodes.lab.layout.node_cgroup(node).rglob("criu-*/cgroup.procs"):
+        with contextlib.suppress(OSError):
+            found.criu += sum(rss_bytes(int(word)) for word in group.read_text().split())
+    for place in ("run", "tmp", "dev/shm"):
+        room = os.statvfs(f"/proc/{pid}/root/{place}")
+        found.tmpfs += (room.f_blocks - room.f_bfree) * room.f_frsize
+    return found
+
+
+def rss_bytes(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, IndexError):
+        return 0
+
+
+@contextlib.contextmanager
+def watched(nodes: Cluster, node: str) -> Iterator[Taken]:
+    """The most that a node took at any time during the block, more than at its beginning."""
+    before, peak, over = taken(nodes, node), Taken(), threading.Event()
+    looks = [0]
+
+    def watch() -> None:
+        while not over.wait(0.01):
+            now = taken(nodes, node)
+            peak.daemon = max(peak.daemon, now.daemon - before.daemon)
+            peak.criu = max(peak.criu, now.criu)
+            peak.tmpfs = max(peak.tmpfs, now.tmpfs - before.tmpfs)
+            looks[0] += 1
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield peak
+    finally:
+        over.set()
+        thread.join()
+    assert looks[0] > 20, "too few looks to know the peak"
+
+
+def test_the_source_never_holds_a_second_copy(nodes: Cluster) -> None:
+    size = ("--mib", "768", "--ghost-mib", "256")
+    job = ready(nodes.workload(SOURCE, "memory.py", *size, "--steps", "300"))
+    with watched(nodes, SOURCE) as source, watched(nodes, TARGET) as target:
+        result = nodes.move(job, TARGET)
+    assert result["bytes"] > 1024 * MIB, "the rank was not that large"
+    # The peaks of its parts, though they may not have come together: an upper bound.
+    print(source, target)
+    assert source.whole() < 256 * MIB, source
+    assert source.criu > 0, "criu was never seen"
+    assert target.daemon < 128 * MIB, target
+    assert job.finish() == 0
+    assert job.lines()[-1] == "SAME"
+    assert not nodes.leftovers()
+
+
+def test_zero_pages_are_not_sent(nodes: Cluster) -> None:
+    job = ready(nodes.workload(SOURCE, "memory.py", "--mib", "8", "--zero-mib", "256", "--steps", "150"))
+    result = nodes.move(job, TARGET)
+    assert 8 * MIB < result["bytes"] < 64 * MIB
+    assert job.finish() == 0
+    assert job.lines()[-1] == "SAME"
+
+
+def test_images_are_for_root_alone_and_gone_afterwards(nodes: Cluster) -> None:
+    job = ready(nodes.workload(SOURCE, "memory.py", "--mib", "32", "--steps", "100000"))
+    store = nodes.run_dir(TARGET) / "images"
+    with nodes.moving(job, TARGET, TARGET, "seal") as asked:
+        (folder,) = (path for path in store.iterdir() if path.name.startswith("m-"))
+        files = list(folder.iterdir())
+        assert sum(path.stat().st_size for path in files) > 32 * MIB
+        assert modes([store, folder]) == {0o700}
+        assert modes(files) == {0o600}
+        assert {path.stat().st_uid for path in [store, folder, *files]} == {0}
+    assert asked.code == 0
+    until("the images to go", lambda: not images_left(nodes), 5)
+    job.kill()
+
+
+def modes(paths: list[Path]) -> set[int]:
+    return {stat.S_IMODE(path.stat().st_mode) for path in paths}
+
+
+def images_left(nodes: Cluster) -> list[str]:
+    return [left for left in nodes.leftovers() if "/images/" in left]
+
+
+# ---------------------------------------------------------------- a full target
+
+
+@contextlib.contextmanager
+def little_room(nodes: Cluster, size_mib: int) -> Iterator[None]:
+    """The target's /run is this small while the block runs."""
+    resize(nodes, f"{size_mib}m")
+    try:
+        yield
+    finally:
+        resize(nodes, "90%")
+
+
+def resize(nodes: Cluster, size: str) -> None:
+    assert nodes.lab.spawn(TARGET, ["mount", "-o", f"remount,size={size}", "/run"]).wait(10) == 0
+
+
+def test_a_target_without_room_refuses_before_anything_is_frozen(nodes: Cluster) -> None:
+    job = ready(nodes.workload(SOURCE, "memory.py", "--mib", "64", "--steps", "100000"))
+    with little_room(nodes, 32):
+        result = nodes.move(job, TARGET, expect=10)
+        checked = nodes.migrator("check", "--rank", "0", "--job", job.name, "--to", TARGET)
+    assert result["outcome"] == "refused"
+    assert "image-room" in result["reason"]
+    assert "enlarge the tmpfs" in result["reason"]
+    assert [phase["name"] for phase in result["phases"]] == ["preflight"]
+    assert checked.returncode == 10
+    assert "image-room" in checked.stdout
+    job.await_progress()
+    nodes.move(job, TARGET)
+    job.await_progress()
+
+
+def test_a_target_that_fills_up_in_the_middle_undoes_the_move(nodes: Cluster) -> None:
+    job = ready(nodes.workload(SOURCE, "memory.py", "--mib", "128", "--steps", "100000"))
+    with contextlib.ExitStack() as stack:
+        with nodes.moving(job, TARGET, TARGET, "prepare") as asked:
+            stack.enter_context(little_room(nodes, 48))
+        assert asked.code == 11
+        assert asked.answer["outcome"] == "undone"
+        assert asked.answer["error"] == "full"
+        assert "no room left" in asked.answer["reason"]
+        assert asked.answer["where"] == "running on source"
+        job.await_progress()
+        assert not images_left(nodes)
+    nodes.move(job, TARGET)
+    job.await_progress()
+    job.process.send_signal(signal.SIGKILL)

@@ -1,0 +1,166 @@
+"""The kernel's packet rules (nftables), through libnftables: the `nft` program need not be installed.
+
+Invariant: a call is one transaction of the kernel, which takes all of its commands or none. The rules are those of the
+network namespace the calling thread is in. Only tables whose name begins with PREFIX are ever touched, and these belong
+to the kernel alone: no process has to live for them, and none loses them by dying.
+
+CRIU's private folder has a copy of the library too, but that one wants its own, newer C library: a process that was
+started with the system's cannot load it (tried). So the system's is the only one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import ipaddress
+import json
+import threading
+from collections.abc import Iterable
+from ctypes import c_bool, c_char_p, c_int, c_uint, c_void_p
+from typing import Any
+
+from snapshotd.api.errors import Internal, Refused
+
+LIBRARY = "libnftables.so.1"
+PREFIX = "snapshotd-"
+
+# enum { NFT_CTX_OUTPUT_… } of <nftables/libnftables.h>
+_OUTPUT_JSON = 1 << 4
+_OUTPUT_NUMERIC_ALL = 0b1111 << 6  # protocols, priorities, symbols, times as numbers
+
+# What the kernel answers, as text alone, to an expression or chain type it was built without.
+_UNKNOWN_TO_KERNEL = ("Operation not supported", "Protocol not supported", "Protocol wrong type", "Protocol driver")
+_NO_SUCH = "No such file or directory"
+
+# The library keeps some tables of names in globals; a call takes a millisecond, so one at a time is no loss.
+_one_at_a_time = threading.Lock()
+
+
+class NotSupported(Refused):
+    """This machine lacks something that connections need to follow a rank. On the wire it is a plain `Refused`."""
+
+    remedy = "boot a kernel with nf_tables, and nf_nat where listeners are to move (CONFIG_NF_TABLES_INET, CONFIG_NFT_NAT)"
+
+
+class NftFailed(Internal):
+    """The kernel refused a transaction; nothing of it is in force. The message quotes libnftables."""
+
+
+_PROTOTYPES: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
+    # struct nft_ctx *nft_ctx_new(uint32_t flags);
+    ("nft_ctx_new", c_void_p, (c_uint,)),
+    # void nft_ctx_free(struct nft_ctx *ctx);
+    ("nft_ctx_free", None, (c_void_p,)),
+    # void nft_ctx_output_set_flags(struct nft_ctx *ctx, unsigned int flags);
+    ("nft_ctx_output_set_flags", None, (c_void_p, c_uint)),
+    # int nft_ctx_buffer_output(struct nft_ctx *ctx);
+    ("nft_ctx_buffer_output", c_int, (c_void_p,)),
+    # int nft_ctx_buffer_error(struct nft_ctx *ctx);
+    ("nft_ctx_buffer_error", c_int, (c_void_p,)),
+    # const char *nft_ctx_get_output_buffer(struct nft_ctx *ctx);
+    ("nft_ctx_get_output_buffer", c_char_p, (c_void_p,)),
+    # const char *nft_ctx_get_error_buffer(struct nft_ctx *ctx);
+    ("nft_ctx_get_error_buffer", c_char_p, (c_void_p,)),
+    # int nft_run_cmd_from_buffer(struct nft_ctx *nft, const char *buf);
+    ("nft_run_cmd_from_buffer", c_int, (c_void_p, c_char_p)),
+)
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    try:
+        library = ctypes.CDLL(LIBRARY, use_errno=True)
+        for name, result, arguments in _PROTOTYPES:
+            function = getattr(library, name)
+            function.restype, function.argtypes = result, arguments
+    except (OSError, AttributeError) as error:
+        raise NotSupported(
+            f"packets cannot be filtered here: {error}",
+            remedy=f"install {LIBRARY} (Debian: libnftables1), on every node",
+        ) from error
+    return library
+
+
+def apply(commands: str) -> None:
+    """Carries out `commands` (the language of `nft -f`) as one transaction, or raises and changes nothing."""
+    _call(commands, 0)
+
+
+def apply_where_there(commands: str) -> bool:
+    """`apply`; False, and nothing has changed, when the table that the commands are about does not exist."""
+    try:
+        apply(commands)
+    except NftFailed as error:
+        if _NO_SUCH in error.message:
+            return False
+        raise
+    return True
+
+
+def ask(command: str) -> list[dict[str, Any]]:
+    """The objects that a `list …` command names, as nftables writes them in JSON (libnftables-json(5))."""
+    answer = _call(command, _OUTPUT_JSON | _OUTPUT_NUMERIC_ALL)
+    objects: list[dict[str, Any]] = json.loads(answer)["nftables"] if answer else []
+    return [found for found in objects if "metainfo" not in found]
+
+
+def _call(commands: str, flags: int) -> str:
+    library = _library()
+    with _one_at_a_time:
+        context = library.nft_ctx_new(0)
+        if not context:
+            raise NotSupported("libnftables cannot reach the kernel's packet filter (NETLINK_NETFILTER); is this root?")
+        try:
+            library.nft_ctx_output_set_flags(context, flags)
+            library.nft_ctx_buffer_output(context)
+            library.nft_ctx_buffer_error(context)
+            failed = library.nft_run_cmd_from_buffer(context, commands.encode())
+            output: bytes = library.nft_ctx_get_output_buffer(context) or b""
+            complaint: bytes = library.nft_ctx_get_error_buffer(context) or b""
+        finally:
+            library.nft_ctx_free(context)
+    if failed:
+        raise _translated(complaint.decode(errors="replace"))
+    return output.decode()
+
+
+def _translated(complaint: str) -> NftFailed | NotSupported:
+    """libnftables says what went wrong in words alone: a line for the error, then the command with marks below it."""
+    first = complaint.strip().partition("\n")[0] or "no reason given"
+    if any(answer in first for answer in _UNKNOWN_TO_KERNEL):
+        return NotSupported(f"this kernel cannot do what connections need to follow a rank: {first}")
+    return NftFailed(f"the kernel refused packet rules: {complaint.strip()[:600] or first}")
+
+
+# ---------------------------------------------------------------- tables of this product
+
+
+def tables() -> list[str]:
+    """The names of all tables `inet snapshotd-…` of this namespace, without the prefix."""
+    names = (found["table"]["name"] for found in ask("list tables inet") if "table" in found)
+    return sorted(name.removeprefix(PREFIX) for name in names if name.startswith(PREFIX))
+
+
+def drop_table(name: str) -> bool:
+    """Removes a table with all in it; False when there is none."""
+    return apply_where_there(f"delete table inet {PREFIX}{name}")
+
+
+def elements(table: str, name: str, kind: str = "set") -> list[Any]:
+    """What a set or map of a table holds, each as JSON gives it; nothing when there is no such table."""
+    try:
+        found = ask(f"list {kind} inet {PREFIX}{table} {name}")
+    except NftFailed as error:
+        if _NO_SUCH in error.message:
+            return []
+        raise
+    return [element for entry in found for element in entry.get(kind, {}).get("elem", [])]
+
+
+def literal(ip: str) -> str:
+    """An address as the language of nftables takes it: checked, so that nothing else can be smuggled into a command."""
+    return str(ipaddress.ip_address(ip))
+
+
+def braces(items: Iterable[str]) -> str:
+    return "{ " + ", ".join(items) + " }"
