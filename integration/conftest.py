@@ -37,5 +37,7 @@ def fault_cluster() -> Iterator[Cluster]:
 
 @pytest.fixture
 def drill(fault_cluster: Cluster) -> Iterator[Drill]:
-    yield Drill(fault_cluster)
+    made = Drill(fault_cluster)
+    yield made
+    made.close()
     fault_cluster.tidy()

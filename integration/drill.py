@@ -45,8 +45,7 @@ class Told:
 class Drill:
     def __init__(self, nodes: Cluster) -> None:
         self.nodes, self.lab = nodes, nodes.lab
-        self.witness = nodes.folder / "witness"
-        self.witness.unlink(missing_ok=True)
+        self.witness = nodes.folder / f"witness-{time.monotonic_ns()}"
         self.job: Job = nodes.workload(SOURCE, "chain.py", "--witness", str(self.witness))
         self.keeper = self.job.process
         self.asked: subprocess.Popen[str] | None = None
@@ -89,7 +88,10 @@ class Drill:
     def kill_driver(self) -> None:
         assert self.asked is not None
         self.asked.kill()
-        self.asked.communicate(timeout=10)
+        self.asked.wait(10)
+        for pipe in (self.asked.stdout, self.asked.stderr):
+            if pipe is not None:
+                pipe.close()
 
     def told(self, timeout_s: float = 60.0) -> Told:
         assert self.asked is not None
@@ -108,6 +110,11 @@ class Drill:
         """A new daemon where the old one was killed."""
         until(f"the end of the daemon of {node}", lambda: self.lab.daemon_pid(node) is None, 10)
         self.lab.start_daemon(node)
+
+    def close(self) -> None:
+        if self.asked is not None:
+            self.kill_driver()
+        self.witness.unlink(missing_ok=True)
 
     # ------------------------------------------------------------------ processes
 
@@ -150,10 +157,13 @@ class Drill:
 
         _until_none("unfinished moves", unfinished, self.nodes.logs, timeout_s)
 
-    def runs_on(self, node: str) -> None:
-        """The job goes on, on this node, and nowhere else is a copy of it."""
+    def goes_on(self) -> None:
         steps = self._steps()
         until(f"new steps of the job\n{self.nodes.logs()}", lambda: self._steps() > steps + 3, 20)
+
+    def runs_on(self, node: str) -> None:
+        """The job goes on, on this node, and nowhere else is a copy of it."""
+        self.goes_on()
         assert [node_of(pid) for pid in self.copies()] == [node], self.nodes.logs()
 
     def _steps(self) -> int:

@@ -5,9 +5,11 @@ The launcher's side of the keeper across real moves. Nothing here may depend on 
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import os
+import platform
 import pty
 import re
 import signal
@@ -24,6 +26,7 @@ from typing import Any
 import pytest
 
 from integration.harness import WORKLOADS, Cluster, Job, cluster, processes_of, until
+from snapshotd.api.errors import Undone
 
 pytestmark = pytest.mark.root
 
@@ -100,30 +103,60 @@ def answers(lines: list[bytes]) -> list[str]:
     return [*told, f"END {len(lines)}"]
 
 
+class Feeder:
+    """Writes numbered lines into a job's stdin, as fast as they are taken, until told to end."""
+
+    def __init__(self, job: Job) -> None:
+        assert job.process.stdin is not None
+        self.fed: list[bytes] = []
+        self._sink, self._stop = job.process.stdin, threading.Event()
+        self._thread = threading.Thread(target=self._feed, daemon=True)
+        self._thread.start()
+
+    def _feed(self) -> None:
+        with contextlib.suppress(BrokenPipeError), self._sink:  # the job's end is for the test to see
+            for line in numbered_lines(1 << 20):
+                self._sink.write(line)
+                self.fed.append(line)
+                if self._stop.is_set() and len(self.fed) > 700:
+                    break
+
+    def end(self) -> list[bytes]:
+        self._stop.set()
+        self._thread.join(60)
+        assert not self._thread.is_alive(), "nobody takes the input"
+        return self.fed
+
+
 def test_every_line_of_stdin_is_answered_once_while_it_moves_twice(nodes: Cluster) -> None:
     job = nodes.workload(HOME, "echo.py", stdin=subprocess.PIPE)
-    assert job.process.stdin is not None
-    sink, fed, stop = job.process.stdin, [], threading.Event()
-
-    def feed() -> None:
-        for line in numbered_lines(1 << 20):
-            sink.write(line)
-            fed.append(line)
-            if stop.is_set() and len(fed) > 700:
-                break
-        sink.close()
-
-    feeder = threading.Thread(target=feed, daemon=True)
-    feeder.start()
+    feeder = Feeder(job)
     job.await_lines(100)
     for node in (AWAY, THIRD):
         nodes.move(job, node)
         job.await_progress(50)
-    stop.set()
-    feeder.join(60)
+    fed = feeder.end()
     assert job.finish() == 0
     assert job.lines() == answers(fed)
     assert sum(len(line) for line in fed) > 5 << 20
+
+
+def test_moves_that_are_undone_lose_nothing_either(nodes: Cluster) -> None:
+    """At home and away: the keeper takes back what the rank has not read, and gives it again."""
+    job = nodes.workload(HOME, "echo.py", stdin=subprocess.PIPE)
+    feeder = Feeder(job)
+    job.await_lines(100)
+    nodes.fault(THIRD, "before-restore", "fail")
+    nodes.move(job, THIRD, expect=Undone.exit_code)
+    job.await_progress(50)
+    nodes.move(job, AWAY)
+    job.await_progress(50)
+    nodes.fault(THIRD, "before-restore", "fail")
+    nodes.move(job, THIRD, expect=Undone.exit_code)
+    job.await_progress(50)
+    fed = feeder.end()
+    assert job.finish() == 0
+    assert job.lines() == answers(fed)
 
 
 LATE_READER = f"""
@@ -217,8 +250,9 @@ def test_one_pipe_for_both_keeps_their_order(nodes: Cluster) -> None:
 def test_a_launcher_that_does_not_read_holds_the_writer_up_across_moves(nodes: Cluster) -> None:
     """The rank is moved in the middle of a write(2) that blocks."""
     job = nodes.workload(HOME, "flood.py", stdout=subprocess.PIPE)
-    nodes_running = until("the rank", lambda: nodes.ps(job))
-    until("the writer to block", lambda: blocked_in_write(nodes_running[0]["pid"]))
+    pid = until("the rank", lambda: nodes.ps(job))[0]["pid"]
+    seen: list[str] = []
+    until("the writer to block", lambda: stuck_in_write(pid, seen))
     for node in (AWAY, THIRD):
         nodes.move(job, node)
     out = Reader(job.process.stdout)
@@ -228,9 +262,11 @@ def test_a_launcher_that_does_not_read_holds_the_writer_up_across_moves(nodes: C
     check_blocks(out.whole(), 0, 1)
 
 
-def blocked_in_write(pid: int) -> bool:
+def stuck_in_write(pid: int, seen: list[str]) -> bool:
+    """Whether it is in write(2) and has written nothing since the last look."""
     words = Path(f"/proc/{pid}/syscall").read_text().split()
-    return words[0] == "1" if words[0] != "running" else False
+    seen.append(re.findall(r"wchar: (\d+)", Path(f"/proc/{pid}/io").read_text())[0])
+    return words[0] == {"x86_64": "1", "aarch64": "64"}[platform.machine()] and seen[-1:] == seen[-2:-1]
 
 
 def test_output_to_a_file_is_whole_and_in_order(nodes: Cluster) -> None:
@@ -241,6 +277,16 @@ def test_output_to_a_file_is_whole_and_in_order(nodes: Cluster) -> None:
     job.process.send_signal(signal.SIGTERM)
     assert job.finish(60) == 0
     check_blocks(job.out.read_bytes(), 0, 1)
+
+
+def test_a_launcher_that_stops_listening_is_noticed_where_the_rank_is(nodes: Cluster) -> None:
+    job = nodes.workload(HOME, "chain.py", stdout=subprocess.PIPE)
+    assert job.process.stdout is not None
+    assert job.process.stdout.readline().startswith(b"step 0 ")
+    nodes.move(job, AWAY)
+    job.process.stdout.close()
+    assert job.finish(20) == 1
+    assert "BrokenPipeError" in job.text()
 
 
 def larger(path: Path, size_bytes: int) -> bool:
@@ -343,6 +389,47 @@ def test_each_signal_arrives_once_before_during_and_after_a_move(nodes: Cluster)
     assert job.lines() == ["READY", "SIGUSR1 1", "SIGUSR1 2", "SIGUSR1 3", "SIGUSR2 1", "SIGTERM 1", "END 3 1 1"]
 
 
+def test_a_stopped_job_stays_stopped_across_a_move(nodes: Cluster) -> None:
+    job = nodes.workload(HOME, "chain.py")
+    job.await_lines(5)
+    job.process.send_signal(signal.SIGTSTP)
+    until("it to stop", lambda: state(nodes.ps(job)[0]["pid"]) == "T")
+    nodes.move(job, AWAY)
+    pid = nodes.ps(job)[0]["pid"]
+    assert state(pid) == "T"
+    lines = len(job.lines())
+    nodes.move(job, THIRD)
+    assert len(job.lines()) == lines
+    job.process.send_signal(signal.SIGCONT)
+    job.await_progress()
+    end_chain(job)
+
+
+def test_sigcont_never_wakes_a_frozen_rank(nodes: Cluster) -> None:
+    """Neither its launcher's nor root's (a scheduler that ends a job sends one): no copy of it runs a step twice."""
+    witness = nodes.folder / "sigcont"
+    witness.unlink(missing_ok=True)
+    job = nodes.workload(HOME, "chain.py", "--witness", str(witness))
+    job.await_lines(5)
+    pid = nodes.ps(job)[0]["pid"]
+    with nodes.moving(job, AWAY, HOME, "freeze") as asked:
+        lines = len(job.lines())
+        job.process.send_signal(signal.SIGCONT)
+        until("the keeper to take it", lambda: not pending(job.process.pid, signal.SIGCONT))
+        os.kill(pid, signal.SIGCONT)
+        assert nodes.ps(job)[0]["moving"]  # a whole question and answer later
+        assert len(job.lines()) == lines
+    assert asked.code == 0, asked.answer["reason"]
+    job.await_progress()
+    end_chain(job)
+    steps = [int(line) for line in witness.read_text().split()]
+    assert steps == list(range(len(steps)))
+
+
+def state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
 def pending(pid: int, number: int) -> bool:
     status = Path(f"/proc/{pid}/status").read_text()
     masks = re.findall(r"^(?:SigPnd|ShdPnd):\s*(\w+)", status, re.MULTILINE)
@@ -403,7 +490,7 @@ def test_a_rank_at_home_needs_no_daemon_to_end(nodes: Cluster) -> None:
 
 def alive(pid: int) -> bool:
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+        return state(pid) not in "ZX"
     except OSError:
         return False
 
@@ -448,7 +535,7 @@ def test_a_killed_keeper_takes_its_rank_along(nodes: Cluster, place: str) -> Non
 
 
 def test_twenty_moves_round_three_nodes(nodes: Cluster) -> None:
-    job = nodes.workload(HOME, "chain.py")
+    job = nodes.workload(HOME, "chain.py", "--witness", str(nodes.folder / "twenty"))
     job.await_lines(5)
     for number in range(20):
         nodes.move(job, (THIRD, AWAY, HOME)[number % 3])
@@ -459,7 +546,7 @@ def test_twenty_moves_round_three_nodes(nodes: Cluster) -> None:
     ]
     end_chain(job)
     until("nothing left", lambda: not nodes.leftovers(), 10)
-    assert not processes_of("chain.py")
+    assert not processes_of(str(nodes.folder / "twenty"))
 
 
 def test_a_training_job_goes_there_and_back_and_elsewhere(nodes: Cluster) -> None:

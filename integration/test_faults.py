@@ -131,7 +131,7 @@ def test_both_daemons_killed_after_commit(drill: Drill) -> None:
 @pytest.mark.parametrize(
     ("node", "point", "verdict", "at"),
     [
-        (SOURCE, Point.FREEZE, UNDONE, SOURCE),
+        (SOURCE, Point.BEGIN, UNDONE, SOURCE),
         (SOURCE, Point.DUMPING, UNDONE, SOURCE),
         (SOURCE, Point.COMMIT, MOVED, TARGET),
         (TARGET, Point.RECEIVING, UNDONE, SOURCE),
@@ -186,3 +186,36 @@ def test_the_driver_is_killed(drill: Drill, node: str, point: Point, at: str | N
     drill.settled()
     drill.finish(at or drill.place())
 
+
+@pytest.mark.parametrize(
+    ("node", "point", "at"),
+    [
+        (SOURCE, Point.FREEZE, SOURCE),
+        (SOURCE, Point.COMMIT, TARGET),
+        (TARGET, Point.RESTORED, SOURCE),
+        (TARGET, Point.ACTIVATED, TARGET),
+    ],
+)
+def test_the_driver_and_a_daemon_are_killed(drill: Drill, node: str, point: Point, at: str) -> None:
+    """Nobody asks again: what is on disk is all that the daemon's next life and the other daemon have."""
+    drill.arm(node, point, "kill")
+    drill.ask()
+    drill.reached(node)
+    drill.kill_driver()
+    drill.bring_back(node)
+    drill.settled()
+    drill.finish(at)
+
+
+def test_the_driver_is_killed_in_the_activation_and_the_source_cannot_help(drill: Drill) -> None:
+    """The target alone has the token, half used: ACTIVATED is written, nobody is woken yet."""
+    with drill.waiting_at(SOURCE, Point.COMMIT):
+        drill.lab.partition(SOURCE, TARGET)
+        drill.arm(TARGET, Point.ACTIVATED, "wait")
+    drill.reached(TARGET)
+    drill.kill_driver()
+    drill.go_on(TARGET, Point.ACTIVATED)
+    drill.goes_on()
+    drill.lab.heal(SOURCE, TARGET)
+    drill.settled()
+    drill.finish(TARGET)

@@ -27,9 +27,9 @@ def test_criu_is_killed_in_the_dump(drill: Drill) -> None:
 def test_criu_is_killed_in_the_restore(drill: Drill) -> None:
     with drill.waiting_at(TARGET, Point.RESTORING):
         keeper = drill.guest_keeper(TARGET)
-        for child in Path(f"/proc/{keeper}/task/{keeper}/children").read_text().split():
-            if "criu" in Path(f"/proc/{child}/comm").read_text():
-                kill(int(child))
+        children = set(map(int, Path(f"/proc/{keeper}/task/{keeper}/children").read_text().split()))
+        (criu,) = children - set(drill.copies())
+        kill(criu)
     drill.expect(UNDONE)
     drill.finish(SOURCE)
 

@@ -22,17 +22,17 @@ MIB = 1 << 20
 
 
 @pytest.fixture(scope="module")
-def behave() -> Iterator[Cluster]:
+def limits() -> Iterator[Cluster]:
     folder = Path(__file__).parent / ".work" / "limits"
     folder.mkdir(parents=True, exist_ok=True)
-    with cluster(folder, "behave") as made:
+    with cluster(folder, "limits") as made:
         yield made
 
 
 @pytest.fixture
-def nodes(behave: Cluster) -> Iterator[Cluster]:
-    yield behave
-    behave.tidy()
+def nodes(limits: Cluster) -> Iterator[Cluster]:
+    yield limits
+    limits.tidy()
 
 
 def ready(job: Job) -> Job:
@@ -98,12 +98,11 @@ def watched(nodes: Cluster, node: str) -> Iterator[Taken]:
 
 def test_the_source_never_holds_a_second_copy(nodes: Cluster) -> None:
     size = ("--mib", "768", "--ghost-mib", "256")
-    job = ready(nodes.workload(SOURCE, "memory.py", *size, "--steps", "300"))
+    job = ready(nodes.workload(SOURCE, "memory.py", *size, "--steps", "120"))
     with watched(nodes, SOURCE) as source, watched(nodes, TARGET) as target:
         result = nodes.move(job, TARGET)
     assert result["bytes"] > 1024 * MIB, "the rank was not that large"
     # The peaks of its parts, though they may not have come together: an upper bound.
-    print(source, target)
     assert source.whole() < 256 * MIB, source
     assert source.criu > 0, "criu was never seen"
     assert target.daemon < 128 * MIB, target
@@ -113,7 +112,7 @@ def test_the_source_never_holds_a_second_copy(nodes: Cluster) -> None:
 
 
 def test_zero_pages_are_not_sent(nodes: Cluster) -> None:
-    job = ready(nodes.workload(SOURCE, "memory.py", "--mib", "8", "--zero-mib", "256", "--steps", "150"))
+    job = ready(nodes.workload(SOURCE, "memory.py", "--mib", "8", "--zero-mib", "256", "--steps", "120"))
     result = nodes.move(job, TARGET)
     assert 8 * MIB < result["bytes"] < 64 * MIB
     assert job.finish() == 0

@@ -17,14 +17,27 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from migrator import protocol
 from migrator.cluster import Cluster
 from migrator.find import Found, find_node, find_rank
+from migrator.peers import Peers, node_addresses
 from migrator.protocol import TABLE, Step, Verdict
 from migrator.report import Ask, CheckReport, Event, MoveResult, PhaseTime
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.client import DaemonClient
-from snapshotd.api.errors import OutcomeUnknown, RankGone, Refused, SnapshotError, Timeout, Undone, Unreachable, Where
+from snapshotd.api.errors import (
+    NotFound,
+    OutcomeUnknown,
+    RankGone,
+    Refused,
+    SnapshotError,
+    Timeout,
+    Undone,
+    Unreachable,
+    Where,
+)
 
 log = logging.getLogger(__name__)
 
+#: How long to wait for the source to clean up after a rank that already runs elsewhere; the source may be dead.
+RELEASE_S = 15.0
 #: How long to go on asking for an outcome that was not answered.
 ASK_AGAIN_S = 20.0
 
@@ -80,6 +93,8 @@ class _Run:
         self.reached = 0  # index of the step being done
         self.checks: list[pb.Check] = []
         self.facts = pb.RankFacts()
+        self.nodes: list[pb.NodeAddresses] = []
+        self.peers = Peers(driver.cluster)
         self.nonce = b""
         self.receipt = b""
         self.token = b""
@@ -102,7 +117,7 @@ class _Run:
         try:
             await self.preflight()
             self._refuse_if_checked_so()
-            for self.reached in range(2, len(TABLE)):
+            for self.reached in range(protocol.PREFLIGHT, len(TABLE)):
                 step = TABLE[self.reached]
                 left_s = step.timeout_s
                 if self.ask.timeout_s is not None and self.reached < protocol.COMMIT:
@@ -126,15 +141,18 @@ class _Run:
     # ------------------------------------------------------------------ steps
 
     async def preflight(self) -> None:
-        uid = self.found.rank.uid
         with self._phase("preflight"):
-            inspected = await self.source.source.Inspect(pb.InspectRequest(rank_uid=uid), timeout_s=TABLE[0].timeout_s)
+            self.nodes = await node_addresses(self.driver.cluster)
+            inspect = pb.InspectRequest(rank_uid=self.found.rank.uid, nodes=self.nodes, target_node=self.ask.to)
+            inspected = await self.source.source.Inspect(inspect, timeout_s=TABLE[0].timeout_s)
             self.facts = inspected.facts
             self.checks = list(inspected.checks)
             self.reached = 1
-            request = pb.ExamineRequest(facts=self.facts)
+            request = pb.ExamineRequest(facts=self.facts, rewires=inspected.rewires)
             examined = await self.target.target.Examine(request, timeout_s=TABLE[1].timeout_s)
             self.checks += examined.checks
+            self.reached = 2
+            self.checks += await self.peers.look(inspected.rewires, TABLE[2].timeout_s)
 
     def _refuse_if_checked_so(self) -> None:
         refused = [check for check in self.checks if check.verdict == pb.Check.REFUSE]
@@ -158,17 +176,26 @@ class _Run:
                         target_endpoint=self.driver.cluster.nodes[self.ask.to],
                         nonce=self.nonce,
                         lease_s=self.ask.lease_s,
+                        nodes=self.nodes,
                     )
-                    await self.source.source.Begin(begin, timeout_s=timeout_s)
+                    try:
+                        await self.source.source.Begin(begin, timeout_s=timeout_s)
+                    except NotFound as error:
+                        raise RankGone(f"rank {self.ask.rank} ended: {error.message}", where=Where.ENDED) from error
                 case "Freeze":
                     self.frozen_at = time.monotonic()
-                    await self.source.source.Freeze(self.request, timeout_s=timeout_s)
+                    frozen = await self.source.source.Freeze(self.request, timeout_s=timeout_s)
+                    self.peers.take(frozen.rewires)
                 case "Stream":
                     async for progress in self.source.source.Stream(self.request, timeout_s=timeout_s):
                         self.bytes = progress.bytes_sent
                         self._say("bytes", "stream", bytes_=self.bytes, expected=progress.bytes_expected)
                 case "Restore":
                     self.receipt = (await self.target.target.Restore(self.request, timeout_s=timeout_s)).held_receipt
+                case "Repoint":
+                    await self.peers.repoint(self._repoint(), timeout_s)
+                case "Settle":
+                    await self.peers.settle(self.move, self.token, timeout_s)
                 case "Commit":
                     request = pb.CommitRequest(move=self.move, held_receipt=self.receipt)
                     outcome = await self.source.source.Commit(request, timeout_s=timeout_s)
@@ -182,6 +209,19 @@ class _Run:
                 case other:
                     raise AssertionError(f"no such step: {other}")
 
+    def _repoint(self) -> pb.RepointRequest:
+        return pb.RepointRequest(
+            move=self.move,
+            rank_uid=self.found.rank.uid,
+            job=self.found.rank.job,
+            rank=self.found.rank.rank,
+            source_node=self.found.node,
+            source_endpoint=self.driver.cluster.nodes[self.found.node],
+            target_node=self.ask.to,
+            target_endpoint=self.driver.cluster.nodes[self.ask.to],
+            nonce=self.nonce,
+        )
+
     async def _activate(self, timeout_s: float) -> None:
         token = pb.TokenRequest(move=self.move, token=self.token)
         reply = await self.target.target.Activate(token, timeout_s=timeout_s, retry=True)
@@ -194,7 +234,7 @@ class _Run:
         """The rank already runs: a source that cannot clean up now does it alone later."""
         try:
             request = pb.MoveRequest(move=self.move, pause_s=self.pause_s)
-            await self.source.source.Release(request, timeout_s=timeout_s, retry=True)
+            await self.source.source.Release(request, timeout_s=min(timeout_s, RELEASE_S), retry=True)
         except SnapshotError as error:
             self._say("note", text=f"the source cleans up later: {error.message}")
 
@@ -208,7 +248,7 @@ class _Run:
 
     async def _refused(self, error: Refused) -> MoveResult:
         """A refusal after Prepare (the rank changed since) still has to be undone."""
-        if self.reached >= 2:
+        if self.reached >= protocol.PREFLIGHT:
             return await self._end_badly(error)
         return self._result(Verdict.REFUSED, error.message, Where.SOURCE_RUNNING, error)
 
@@ -232,7 +272,11 @@ class _Run:
                     outcome = await self.source.source.Abort(request, timeout_s=step.timeout_s, retry=True)
                     if outcome.kind == pb.COMMIT:  # the answer to Commit was lost, and it had been written
                         break
-                elif outcome is not None and outcome.kind == pb.ABORT:
+                elif outcome is None or outcome.kind != pb.ABORT:
+                    continue
+                elif step.action == "Settle":
+                    await self.peers.settle(self.move, outcome.token, step.timeout_s)
+                else:
                     token = pb.TokenRequest(move=self.move, token=outcome.token)
                     await self.target.target.Discard(token, timeout_s=step.timeout_s)
         return await self._judge(outcome, error)
@@ -243,6 +287,7 @@ class _Run:
             with contextlib.suppress(SnapshotError):
                 await self._activate(TABLE[protocol.ACTIVATE].timeout_s)
                 self.reached = protocol.ACTIVATE + 1
+                await self.peers.settle(self.move, self.token, TABLE[self.reached].timeout_s)
                 await self._release(TABLE[-1].timeout_s)
         kind = None if outcome is None else pb.OutcomeKind.Name(outcome.kind)
         verdict, reason = protocol.decide(self.reached, kind)
@@ -252,6 +297,9 @@ class _Run:
             if isinstance(error, Refused):
                 return self._result(Verdict.REFUSED, error.message, Where.SOURCE_RUNNING, error)
             where = Where(outcome.where) if outcome is not None and outcome.where else Where.SOURCE_RUNNING
+            where = Where.ENDED if error.where is Where.ENDED else where
+            if where is Where.ENDED and not isinstance(error, RankGone):
+                error = RankGone(f"rank {self.ask.rank} ended during the move ({error.message})", where=where)
             return self._result(verdict, error.message, where, error)
         where = Where.TARGET_HELD if kind == "COMMIT" else Where.UNKNOWN
         unknown = OutcomeUnknown(f"{reason} (first failure: {error.message})", where=where)
@@ -270,7 +318,7 @@ class _Run:
 
     def _result(self, verdict: Verdict, reason: str, where: Where, error: SnapshotError | None) -> MoveResult:
         rank = self.found.rank
-        known = error is None or verdict in {Verdict.REFUSED, Verdict.UNKNOWN}
+        known = verdict in {Verdict.REFUSED, Verdict.UNKNOWN} or where is Where.ENDED
         exit_code = 0 if error is None else (error.exit_code if known else Undone.exit_code)
         return MoveResult(
             move=self.move,

@@ -22,6 +22,7 @@ class At(StrEnum):
     BOTH = "source + target"
     SOURCE = "source"
     TARGET = "target"
+    PEERS = "peers"
 
 
 @dataclass(frozen=True)
@@ -40,19 +41,24 @@ class Step:
 TABLE: tuple[Step, ...] = (
     Step("preflight", "Inspect", At.SOURCE, "", 60, Where.SOURCE_RUNNING, "what does the rank use?"),
     Step("preflight", "Examine", At.TARGET, "", 60, Where.SOURCE_RUNNING, "can the target take it?"),
+    Step("preflight", "Look", At.PEERS, "", 60, Where.SOURCE_RUNNING, "can the other ends of its connections follow?"),
     Step("prepare", "Prepare", At.TARGET, "Discard", 30, Where.SOURCE_RUNNING, "reserve memory, give a nonce"),
     Step("prepare", "Begin", At.SOURCE, "Abort", 30, Where.SOURCE_RUNNING, "journal the move, start the lease"),
     Step("freeze", "Freeze", At.SOURCE, "Abort", 60, Where.SOURCE_FROZEN, "stop the tree, freeze its cgroup"),
     Step("stream", "Stream", At.SOURCE, "Abort", 3600, Where.SOURCE_FROZEN, "criu dump, sent while it is written"),
     Step("restore", "Restore", At.TARGET, "Discard", 1800, Where.SOURCE_FROZEN, "criu restore, stopped, under a keeper"),
+    Step("re-point", "Repoint", At.PEERS, "Settle", 60, Where.SOURCE_FROZEN, "the other ends name the target, silently"),
     Step("commit", "Commit", At.SOURCE, "", 30, Where.TARGET_HELD, "write the outcome: only the target may run"),
     Step("activate", "Activate", At.TARGET, "", 60, Where.TARGET_RUNNING, "the token lets the target's copy go"),
+    Step("settle", "Settle", At.PEERS, "", 60, Where.TARGET_RUNNING, "the connections flow again, peer by peer"),
     Step("clean", "Release", At.SOURCE, "", 60, Where.TARGET_RUNNING, "drop the frozen copy"),
 )
 
 #: The step that writes the outcome. Everything before it can be undone, everything after it only finished.
 COMMIT = next(index for index, step in enumerate(TABLE) if step.action == "Commit")
 
+#: What only looks; the first step after it changes something.
+PREFLIGHT = sum(step.phase == "preflight" for step in TABLE)
 ACTIVATE = next(index for index, step in enumerate(TABLE) if step.action == "Activate")
 
 
@@ -73,6 +79,8 @@ def undo_plan(reached: int) -> tuple[Step, ...]:
     plan = []
     if "Abort" in touched:
         plan.append(Step("undo", "Abort", At.SOURCE, "", 60, Where.SOURCE_RUNNING, "record ABORT, thaw"))
+    if "Settle" in touched:
+        plan.append(Step("undo", "Settle", At.PEERS, "", 60, Where.SOURCE_RUNNING, "point the other ends back"))
     if "Discard" in touched:
         plan.append(Step("undo", "Discard", At.TARGET, "", 60, Where.SOURCE_RUNNING, "drop the images and the copy"))
     return tuple(plan)
@@ -117,7 +125,7 @@ def diagram(table: Sequence[Step] = TABLE) -> str:
         if step.action == "Commit":
             lines.append("─" * 12 + " COMMIT: from here on only the target may run " + "─" * 12)
         undo = f"undo: {step.undo}" if step.undo else ""
-        lines.append(f"{step.phase:<10} {step.action:<9} {step.at:<8} {step.says:<45} {undo}".rstrip())
+        lines.append(f"{step.phase:<10} {step.action:<9} {step.at:<8} {step.says:<47} {undo}".rstrip())
     return "\n".join(lines)
 
 

@@ -58,6 +58,10 @@ ALLOWED: dict[str, frozenset[Role]] = {
     "/snapshotd.v1.Target/Discard": _BOTH,
     "/snapshotd.v1.Target/GetCopy": _BOTH,
     "/snapshotd.v1.Target/DeclareSourceDead": _OPERATOR,
+    "/snapshotd.v1.Peer/Look": _OPERATOR,
+    "/snapshotd.v1.Peer/Repoint": _OPERATOR,
+    "/snapshotd.v1.Peer/Settle": _BOTH,
+    "/snapshotd.v1.Peer/Forward": _BOTH,
     "/snapshotd.v1.Home/Relay": _NODE,
 }
 

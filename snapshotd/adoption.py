@@ -14,6 +14,7 @@ from snapshotd import host
 from snapshotd.api.errors import Denied, NotFound, Usage
 from snapshotd.blocking import in_thread
 from snapshotd.keepers import Hello, KeeperEvents, KeeperLink, Welcome
+from snapshotd.ops.forwarding import Forwarding
 from snapshotd.ops.node import Node
 from snapshotd.ops.source import SourceOps
 from snapshotd.ops.target import TargetOps, wake
@@ -31,8 +32,11 @@ SIGKILL_STATUS = 9
 class Adoption:
     """Keeps the registry true to the keepers."""
 
-    def __init__(self, node: Node, source: SourceOps, target: TargetOps, relays: Relays) -> None:
+    def __init__(
+        self, node: Node, source: SourceOps, target: TargetOps, relays: Relays, forwarding: Forwarding
+    ) -> None:
         self.node, self.source, self.target, self.relays = node, source, target, relays
+        self.forwarding = forwarding
         self._reports: set[asyncio.Task[None]] = set()
 
     def events(self) -> KeeperEvents:
@@ -158,6 +162,7 @@ class Adoption:
         """A rank here that nobody keeps any more is ended; if its home is elsewhere, it is told."""
         await in_thread(entry.group.kill, KILL_S)
         self.node.ranks.remove(entry)
+        self.forwarding.withdraw(entry)
         if entry.role == "guest":
             self._report(entry, SIGKILL_STATUS)
 
@@ -172,6 +177,7 @@ class Adoption:
         if entry is None:
             return
         log.info("rank %s ended with wait status %d", entry.uid, status)
+        self.forwarding.withdraw(entry)
         await in_thread(entry.group.kill, KILL_S)
         self.node.ranks.remove(entry)
         if entry.moving in self.source.moves:

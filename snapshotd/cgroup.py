@@ -6,6 +6,7 @@ are the rank's). The freezer belongs to the kernel, so it holds whoever dies: da
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import time
@@ -81,7 +82,7 @@ class Cgroup(PidList):
 
     def kill(self, deadline_s: float) -> None:
         """SIGKILL to everything in it, frozen or not, and waits until it is empty. Blocking."""
-        if self.exists():
+        with contextlib.suppress(FileNotFoundError):
             (self.path / "cgroup.kill").write_text("1")
             self._await("populated", False, deadline_s)
 
@@ -96,15 +97,19 @@ class Cgroup(PidList):
     def _await(self, name: str, wanted: bool, deadline_s: float) -> None:
         deadline = time.monotonic() + deadline_s
         poll = select.poll()
-        with open(self.path / "cgroup.events") as events:
-            poll.register(events, select.POLLPRI | select.POLLERR)
-            while self._event(name) is not wanted:
-                left_s = deadline - time.monotonic()
-                if left_s <= 0:
-                    raise Timeout(
-                        f"cgroup {self.path.name} did not become {'' if wanted else 'un'}{name} in {deadline_s:.0f} s",
-                        where=Where.UNKNOWN,
-                    )
-                poll.poll(min(left_s, 0.1) * 1000)
-                events.seek(0)
-                events.read()
+        try:
+            with open(self.path / "cgroup.events") as events:
+                poll.register(events, select.POLLPRI | select.POLLERR)
+                while self._event(name) is not wanted:
+                    left_s = deadline - time.monotonic()
+                    if left_s <= 0:
+                        raise Timeout(
+                            f"cgroup {self.path.name} did not become {'' if wanted else 'un'}{name} in {deadline_s:.0f} s",
+                            where=Where.UNKNOWN,
+                        )
+                    poll.poll(min(left_s, 0.1) * 1000)
+                    events.seek(0)
+                    events.read()
+        except OSError:  # somebody removed it meanwhile: nothing is in it, and nothing is frozen
+            if wanted:
+                raise

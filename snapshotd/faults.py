@@ -47,6 +47,10 @@ class Point(StrEnum):
     ACTIVATE = "activate"
     BEFORE_DISCARD = "before-discard"
     DISCARD = "discard"
+    BEFORE_REPOINT = "before-repoint"
+    REPOINTING = "repointing"  # sockets changed, not yet journalled
+    REPOINT = "repoint"
+    BEFORE_SETTLE = "before-settle"
 
 
 _folder: Path | None = None

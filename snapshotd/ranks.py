@@ -14,7 +14,7 @@ import re
 import secrets
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from snapshotd import cgroup, host
 from snapshotd.api import snapshotd_pb2 as pb
@@ -58,6 +58,8 @@ class RankEntry:
     started_unix_s: float = 0.0
     moves: int = 0
     away_node: str = ""  # home only: the rank is there now
+    former: list[list[str]] = field(default_factory=list)  # [old address, present address] of its listeners
+    nodes: list[list[Any]] = field(default_factory=list)  # [name, endpoint, addresses] where these are forwarded
     pid: int = 0
     start_ticks: int = 0
     link: KeeperLink | None = field(default=None, compare=False)

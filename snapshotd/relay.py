@@ -61,6 +61,12 @@ class Relays:
                 if error.message != said:
                     said = error.message
                     log.info("no way to %s for rank %s: %s", entry.home_node, entry.uid, said)
+                if isinstance(error, NotFound) and not entry.process.alive():
+                    with contextlib.suppress(
+                        SnapshotError
+                    ):  # the home node was rebooted: nobody is left to hear the end
+                        await link.kill()
+                    return
             with contextlib.suppress(SnapshotError):
                 await link.relay(False)
             await asyncio.sleep(wait_s)
@@ -68,19 +74,23 @@ class Relays:
 
     async def _once(self, entry: RankEntry, link: KeeperLink) -> None:
         """One connection to the home node, until it breaks."""
+        over = asyncio.Event()
 
         async def frames() -> AsyncIterator[pb.RelayFrame]:
             yield pb.RelayFrame()  # opens the stream; the home side answers it once the keeper there listens
-            async for frame in link.relay_frames():
+            async for frame in _until(over, link.relay_frames()):
                 yield pb.RelayFrame(frame=frame)
 
-        async with self.node.client(entry.home_node, entry.home_endpoint) as client:
-            replies = client.home.Relay(frames(), metadata=_metadata(entry))
-            async for reply in replies:
-                if reply.frame:
-                    await link.send_relay(reply.frame)
-                else:
-                    await link.relay(True)
+        try:
+            async with self.node.client(entry.home_node, entry.home_endpoint) as client:
+                replies = client.home.Relay(frames(), metadata=_metadata(entry))
+                async for reply in replies:
+                    if reply.frame:
+                        await link.send_relay(reply.frame)
+                    else:
+                        await link.relay(True)
+        finally:
+            over.set()
 
     async def report_end(self, entry: RankEntry, status: int) -> None:
         """Tells the home keeper how the rank ended, on behalf of a guest keeper that cannot any more."""
@@ -172,6 +182,25 @@ class Relays:
         if entry.link is None:
             raise Unreachable(f"the keeper of rank {uid} has not reconnected yet", where=Where.TARGET_RUNNING)
         return entry
+
+
+async def _until(over: asyncio.Event, frames: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """The frames, until `over`. gRPC does not end the requests of a call that broke: whoever still waited there would take
+    the first frame from the next connection."""
+    end = asyncio.ensure_future(over.wait())
+    try:
+        while True:
+            frame = asyncio.ensure_future(anext(frames, None))
+            await asyncio.wait({frame, end}, return_when=asyncio.FIRST_COMPLETED)
+            if not frame.done():
+                frame.cancel()
+                await asyncio.gather(frame, return_exceptions=True)
+                return
+            if (found := frame.result()) is None:
+                return
+            yield found
+    finally:
+        end.cancel()
 
 
 def _metadata(entry: RankEntry) -> list[tuple[str, str]]:

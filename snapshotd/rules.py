@@ -33,6 +33,9 @@ class Mark(StrEnum):
     HELD = "held"  # restored, stopped
     ACTIVATED = "activated"  # allowed to run; journalled before the first SIGCONT
     DISCARDED = "discarded"
+    # peer
+    REPOINTING = "re-pointing"  # the ends here are known and about to be changed
+    REPOINTED = "re-pointed"  # all of them name the target, silent until the outcome is known
 
 
 class Outcome(StrEnum):

@@ -24,11 +24,15 @@ from snapshotd.images.lane import push_handler
 from snapshotd.images.store import ImageStore
 from snapshotd.journal import Journal, MoveLog
 from snapshotd.keepers import KeeperLinks
+from snapshotd.ops import connections
+from snapshotd.ops.forwarding import Forwarding
 from snapshotd.ops.node import Node, ended_unix_s, where_of
+from snapshotd.ops.peer import PeerOps
 from snapshotd.ops.source import SourceOps
 from snapshotd.ops.target import TargetOps
 from snapshotd.ranks import RankEntry, Ranks
 from snapshotd.relay import Relays
+from snapshotd.net import addresses
 
 log = logging.getLogger(__name__)
 
@@ -57,8 +61,10 @@ class Daemon:
         self.node = Node(config, Journal(config.state_dir), Ranks(config.state_dir), store, carry, self._lost)
         self.relays = Relays(self.node)
         self.source = SourceOps(self.node)
-        self.target = TargetOps(self.node, self.relays)
-        self.adoption = Adoption(self.node, self.source, self.target, self.relays)
+        self.forwarding = Forwarding(self.node)
+        self.target = TargetOps(self.node, self.relays, self.forwarding)
+        self.peer = PeerOps(self.node)
+        self.adoption = Adoption(self.node, self.source, self.target, self.relays, self.forwarding)
         self.keepers = KeeperLinks(config.keeper_socket, self.adoption.adopt, self.adoption.events())
         metrics.watch(
             ranks=lambda: sum(1 for entry in self.node.ranks.all() if not entry.away_node),
@@ -73,6 +79,7 @@ class Daemon:
         rpc.add_NodeServicer_to_server(NodeServicer(self), server)
         rpc.add_SourceServicer_to_server(SourceServicer(self.source), server)
         rpc.add_TargetServicer_to_server(TargetServicer(self), server)
+        rpc.add_PeerServicer_to_server(PeerServicer(self.peer, self.forwarding), server)
         rpc.add_HomeServicer_to_server(HomeServicer(self.relays), server)
 
         async def authorise(context: Context, move: str) -> None:
@@ -81,6 +88,7 @@ class Daemon:
 
         server.add_generic_rpc_handlers((push_handler(self.node.store, authorise),))
         self.source.adopt_journal()
+        self.peer.adopt_journal()
         await self.target.adopt_journal()
         await self.adoption.sweep()  # before any settling: a dead keeper ends a move
         self.source.settle_all()
@@ -94,7 +102,7 @@ class Daemon:
                     if moving.log.outcome is None:
                         with contextlib.suppress(SnapshotError):
                             await self.source.abort(moving.log.move, "the source daemon was stopped", "source")
-        for moving in [*self.source.moves.values(), *self.target.moves.values()]:
+        for moving in [*self.source.moves.values(), *self.target.moves.values(), *self.peer.moves.values()]:
             if moving.settling is not None:
                 moving.settling.cancel()
         await self.relays.stop()
@@ -118,6 +126,7 @@ class Daemon:
             ranks=sum(1 for entry in self.node.ranks.all() if not entry.away_node),
             moves_running=sum(1 for moving in running if not ended_unix_s(moving.log)),
             cpu_features=host.cpu_features(),
+            addresses=await in_thread(addresses.of_this_node),
         )
 
     def move_record(self, move_log: MoveLog) -> pb.MoveRecord:
@@ -169,7 +178,7 @@ class SourceServicer(rpc.SourceServicer):
         self.ops = ops
 
     async def Inspect(self, request: pb.InspectRequest, context: Context) -> pb.InspectReply:
-        return await self.ops.inspect(request.rank_uid)
+        return await self.ops.inspect(request)
 
     async def Begin(self, request: pb.BeginRequest, context: Context) -> pb.BeginReply:
         return await whole(self.ops.begin(request))
@@ -205,7 +214,8 @@ class TargetServicer(rpc.TargetServicer):
         self.daemon, self.ops = daemon, daemon.target
 
     async def Examine(self, request: pb.ExamineRequest, context: Context) -> pb.ExamineReply:
-        return pb.ExamineReply(checks=await self.ops.examine(request.facts, await self.daemon.info()))
+        checks = await self.ops.examine(request.facts, await self.daemon.info())
+        return pb.ExamineReply(checks=checks + await in_thread(connections.examine, list(request.rewires)))
 
     async def Prepare(self, request: pb.PrepareRequest, context: Context) -> pb.PrepareReply:
         return await whole(self.ops.prepare(request))
@@ -227,6 +237,23 @@ class TargetServicer(rpc.TargetServicer):
 
     async def DeclareSourceDead(self, request: pb.DeclareRequest, context: Context) -> pb.ActivateReply:
         return await whole(self.ops.declare_source_dead(request.move, f"{request.declared_by} ({caller(context)})"))
+
+
+class PeerServicer(rpc.PeerServicer):
+    def __init__(self, ops: PeerOps, forwarding: Forwarding) -> None:
+        self.ops, self.forwarding = ops, forwarding
+
+    async def Look(self, request: pb.LookRequest, context: Context) -> pb.LookReply:
+        return pb.LookReply(checks=await self.ops.look(list(request.rewires)))
+
+    async def Repoint(self, request: pb.RepointRequest, context: Context) -> pb.RepointReply:
+        return await whole(self.ops.repoint(request))
+
+    async def Settle(self, request: pb.TokenRequest, context: Context) -> pb.SettleReply:
+        return await whole(self.ops.settle(request.move, request.token))
+
+    async def Forward(self, request: pb.ForwardRequest, context: Context) -> pb.ForwardReply:
+        return await whole(self.forwarding.set(request))
 
 
 class HomeServicer(rpc.HomeServicer):

@@ -16,9 +16,9 @@ if options.end == "default":
 signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
 print("READY", flush=True)
 while not heard[signal.SIGTERM]:
-    got = signal.sigwait(awaited)
+    got = signal.Signals(signal.sigwait(awaited))
     heard[got] += 1
-    print(signal.Signals(got).name, heard[got], flush=True)
+    print(got.name, heard[got], flush=True)
 print("END", *heard.values(), flush=True)
 if options.end == "abort":
     os.abort()

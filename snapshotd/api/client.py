@@ -233,6 +233,15 @@ class TargetCalls:
         self.DeclareSourceDead = Unary(link, "DeclareSourceDead", stub.DeclareSourceDead)
 
 
+class PeerCalls:
+    def __init__(self, link: _Link) -> None:
+        stub = stubs.PeerStub(link.channel)
+        self.Look = Unary(link, "Look", stub.Look)
+        self.Repoint = Unary(link, "Repoint", stub.Repoint)
+        self.Settle = Unary(link, "Settle", stub.Settle)
+        self.Forward = Unary(link, "Forward", stub.Forward)
+
+
 class HomeCalls:
     def __init__(self, link: _Link) -> None:
         self.Relay = BothStream(link, "Relay", stubs.HomeStub(link.channel).Relay)
@@ -249,6 +258,7 @@ class DaemonClient:
         self.node = NodeCalls(link)
         self.source = SourceCalls(link)
         self.target = TargetCalls(link)
+        self.peer = PeerCalls(link)
         self.home = HomeCalls(link)
 
     async def close(self) -> None:

@@ -21,6 +21,7 @@ class Where(StrEnum):
     SOURCE_FROZEN = "frozen on source"
     TARGET_HELD = "held on target"
     TARGET_RUNNING = "running on target"
+    ENDED = "ended"
     UNKNOWN = "unknown"
     UNTOUCHED = "not touched"
 

@@ -74,6 +74,7 @@ class NodeInfo(_message.Message):
     RANKS_FIELD_NUMBER: _builtins.int
     MOVES_RUNNING_FIELD_NUMBER: _builtins.int
     CPU_FEATURES_FIELD_NUMBER: _builtins.int
+    ADDRESSES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     endpoint: _builtins.str
     """host:port where this daemon is reached by the others"""
@@ -92,6 +93,10 @@ class NodeInfo(_message.Message):
     moves_running: _builtins.int
     @_builtins.property
     def cpu_features(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """with prefix length: 10.0.0.1/24; no loopback, no link-local"""
+
     def __init__(
         self,
         *,
@@ -108,10 +113,11 @@ class NodeInfo(_message.Message):
         ranks: _builtins.int = ...,
         moves_running: _builtins.int = ...,
         cpu_features: _abc.Iterable[_builtins.str] | None = ...,
+        addresses: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "boot_id", b"boot_id", "cpu_features", b"cpu_features", "criu_version", b"criu_version", "endpoint", b"endpoint", "image_capacity_bytes", b"image_capacity_bytes", "image_held_bytes", b"image_held_bytes", "kernel", b"kernel", "memory_available_bytes", b"memory_available_bytes", "moves_running", b"moves_running", "name", b"name", "ranks", b"ranks", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["addresses", b"addresses", "architecture", b"architecture", "boot_id", b"boot_id", "cpu_features", b"cpu_features", "criu_version", b"criu_version", "endpoint", b"endpoint", "image_capacity_bytes", b"image_capacity_bytes", "image_held_bytes", b"image_held_bytes", "kernel", b"kernel", "memory_available_bytes", b"memory_available_bytes", "moves_running", b"moves_running", "name", b"name", "ranks", b"ranks", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -552,15 +558,24 @@ class InspectRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     RANK_UID_FIELD_NUMBER: _builtins.int
+    NODES_FIELD_NUMBER: _builtins.int
+    TARGET_NODE_FIELD_NUMBER: _builtins.int
     rank_uid: _builtins.str
+    target_node: _builtins.str
+    @_builtins.property
+    def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeAddresses]:
+        """of the cluster, the source's and the target's too"""
+
     def __init__(
         self,
         *,
         rank_uid: _builtins.str = ...,
+        nodes: _abc.Iterable[Global___NodeAddresses] | None = ...,
+        target_node: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["rank_uid", b"rank_uid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["nodes", b"nodes", "rank_uid", b"rank_uid", "target_node", b"target_node"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -572,19 +587,25 @@ class InspectReply(_message.Message):
 
     FACTS_FIELD_NUMBER: _builtins.int
     CHECKS_FIELD_NUMBER: _builtins.int
+    REWIRES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def facts(self) -> Global___RankFacts: ...
     @_builtins.property
     def checks(self) -> _containers.RepeatedCompositeFieldContainer[Global___Check]: ...
+    @_builtins.property
+    def rewires(self) -> _containers.RepeatedCompositeFieldContainer[Global___Rewire]:
+        """the connections as they are now"""
+
     def __init__(
         self,
         *,
         facts: Global___RankFacts | None = ...,
         checks: _abc.Iterable[Global___Check] | None = ...,
+        rewires: _abc.Iterable[Global___Rewire] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["facts", b"facts"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checks", b"checks", "facts", b"facts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checks", b"checks", "facts", b"facts", "rewires", b"rewires"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -595,16 +616,22 @@ class ExamineRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     FACTS_FIELD_NUMBER: _builtins.int
+    REWIRES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def facts(self) -> Global___RankFacts: ...
+    @_builtins.property
+    def rewires(self) -> _containers.RepeatedCompositeFieldContainer[Global___Rewire]:
+        """the listeners' ports must be free"""
+
     def __init__(
         self,
         *,
         facts: Global___RankFacts | None = ...,
+        rewires: _abc.Iterable[Global___Rewire] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["facts", b"facts"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["facts", b"facts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["facts", b"facts", "rewires", b"rewires"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -665,6 +692,7 @@ class BeginRequest(_message.Message):
     TARGET_ENDPOINT_FIELD_NUMBER: _builtins.int
     NONCE_FIELD_NUMBER: _builtins.int
     LEASE_S_FIELD_NUMBER: _builtins.int
+    NODES_FIELD_NUMBER: _builtins.int
     move: _builtins.str
     rank_uid: _builtins.str
     target_node: _builtins.str
@@ -672,6 +700,8 @@ class BeginRequest(_message.Message):
     nonce: _builtins.bytes
     """the target's, from Prepare"""
     lease_s: _builtins.float
+    @_builtins.property
+    def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeAddresses]: ...
     def __init__(
         self,
         *,
@@ -681,10 +711,11 @@ class BeginRequest(_message.Message):
         target_endpoint: _builtins.str = ...,
         nonce: _builtins.bytes = ...,
         lease_s: _builtins.float = ...,
+        nodes: _abc.Iterable[Global___NodeAddresses] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_s", b"lease_s", "move", b"move", "nonce", b"nonce", "rank_uid", b"rank_uid", "target_endpoint", b"target_endpoint", "target_node", b"target_node"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_s", b"lease_s", "move", b"move", "nodes", b"nodes", "nonce", b"nonce", "rank_uid", b"rank_uid", "target_endpoint", b"target_endpoint", "target_node", b"target_node"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -716,17 +747,23 @@ class FreezeReply(_message.Message):
 
     SECONDS_FIELD_NUMBER: _builtins.int
     PROCESSES_FIELD_NUMBER: _builtins.int
+    REWIRES_FIELD_NUMBER: _builtins.int
     seconds: _builtins.float
     processes: _builtins.int
+    @_builtins.property
+    def rewires(self) -> _containers.RepeatedCompositeFieldContainer[Global___Rewire]:
+        """the connections of the frozen rank: what peers re-point"""
+
     def __init__(
         self,
         *,
         seconds: _builtins.float = ...,
         processes: _builtins.int = ...,
+        rewires: _abc.Iterable[Global___Rewire] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["processes", b"processes", "seconds", b"seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["processes", b"processes", "rewires", b"rewires", "seconds", b"seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1164,6 +1201,327 @@ class Copy(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Copy: _TypeAlias = Copy  # noqa: Y015
+
+@_typing.final
+class NodeAddresses(_message.Message):
+    """---------------------------------------------------------------- connections"""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    ENDPOINT_FIELD_NUMBER: _builtins.int
+    ADDRESSES_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    endpoint: _builtins.str
+    @_builtins.property
+    def addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """as in NodeInfo"""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        endpoint: _builtins.str = ...,
+        addresses: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["addresses", b"addresses", "endpoint", b"endpoint", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NodeAddresses: _TypeAlias = NodeAddresses  # noqa: Y015
+
+@_typing.final
+class Endpoint(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IP_FIELD_NUMBER: _builtins.int
+    PORT_FIELD_NUMBER: _builtins.int
+    ip: _builtins.str
+    """v4-mapped IPv6 as plain IPv4; the socket's family is the Rewire's"""
+    port: _builtins.int
+    def __init__(
+        self,
+        *,
+        ip: _builtins.str = ...,
+        port: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ip", b"ip", "port", b"port"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Endpoint: _TypeAlias = Endpoint  # noqa: Y015
+
+@_typing.final
+class Rewire(_message.Message):
+    """One socket of the rank: as it is on the source, and as it will be on the target."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    class _Kind:
+        ValueType = _typing.NewType("ValueType", _builtins.int)
+        V: _TypeAlias = ValueType  # noqa: Y015
+
+    class _KindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[Rewire._Kind.ValueType], _builtins.type):
+        DESCRIPTOR: _descriptor.EnumDescriptor
+        UNSPECIFIED: Rewire._Kind.ValueType  # 0
+        PEER: Rewire._Kind.ValueType  # 1
+        """the other end is a process on `peer_node`, which may be the source: it is re-pointed"""
+        INSIDE: Rewire._Kind.ValueType  # 2
+        """both ends are in the rank's tree"""
+        OUTSIDE: Rewire._Kind.ValueType  # 3
+        """the other end runs no daemon: closed on the target"""
+        LISTENER: Rewire._Kind.ValueType  # 4
+        """new connections to the old address are forwarded"""
+
+    class Kind(_Kind, metaclass=_KindEnumTypeWrapper): ...
+    UNSPECIFIED: Rewire.Kind.ValueType  # 0
+    PEER: Rewire.Kind.ValueType  # 1
+    """the other end is a process on `peer_node`, which may be the source: it is re-pointed"""
+    INSIDE: Rewire.Kind.ValueType  # 2
+    """both ends are in the rank's tree"""
+    OUTSIDE: Rewire.Kind.ValueType  # 3
+    """the other end runs no daemon: closed on the target"""
+    LISTENER: Rewire.Kind.ValueType  # 4
+    """new connections to the old address are forwarded"""
+
+    KIND_FIELD_NUMBER: _builtins.int
+    FAMILY_FIELD_NUMBER: _builtins.int
+    OLD_LOCAL_FIELD_NUMBER: _builtins.int
+    OLD_REMOTE_FIELD_NUMBER: _builtins.int
+    NEW_LOCAL_FIELD_NUMBER: _builtins.int
+    NEW_REMOTE_FIELD_NUMBER: _builtins.int
+    PEER_NODE_FIELD_NUMBER: _builtins.int
+    kind: Global___Rewire.Kind.ValueType
+    family: _builtins.str
+    """"inet" or "inet6", of the rank's own socket"""
+    peer_node: _builtins.str
+    @_builtins.property
+    def old_local(self) -> Global___Endpoint: ...
+    @_builtins.property
+    def old_remote(self) -> Global___Endpoint:
+        """not of a listener"""
+
+    @_builtins.property
+    def new_local(self) -> Global___Endpoint: ...
+    @_builtins.property
+    def new_remote(self) -> Global___Endpoint: ...
+    def __init__(
+        self,
+        *,
+        kind: Global___Rewire.Kind.ValueType = ...,
+        family: _builtins.str = ...,
+        old_local: Global___Endpoint | None = ...,
+        old_remote: Global___Endpoint | None = ...,
+        new_local: Global___Endpoint | None = ...,
+        new_remote: Global___Endpoint | None = ...,
+        peer_node: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["new_local", b"new_local", "new_remote", b"new_remote", "old_local", b"old_local", "old_remote", b"old_remote"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["family", b"family", "kind", b"kind", "new_local", b"new_local", "new_remote", b"new_remote", "old_local", b"old_local", "old_remote", b"old_remote", "peer_node", b"peer_node"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Rewire: _TypeAlias = Rewire  # noqa: Y015
+
+@_typing.final
+class LookRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REWIRES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def rewires(self) -> _containers.RepeatedCompositeFieldContainer[Global___Rewire]: ...
+    def __init__(
+        self,
+        *,
+        rewires: _abc.Iterable[Global___Rewire] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["rewires", b"rewires"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LookRequest: _TypeAlias = LookRequest  # noqa: Y015
+
+@_typing.final
+class LookReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHECKS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def checks(self) -> _containers.RepeatedCompositeFieldContainer[Global___Check]: ...
+    def __init__(
+        self,
+        *,
+        checks: _abc.Iterable[Global___Check] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checks", b"checks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LookReply: _TypeAlias = LookReply  # noqa: Y015
+
+@_typing.final
+class RepointRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MOVE_FIELD_NUMBER: _builtins.int
+    RANK_UID_FIELD_NUMBER: _builtins.int
+    JOB_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    SOURCE_NODE_FIELD_NUMBER: _builtins.int
+    SOURCE_ENDPOINT_FIELD_NUMBER: _builtins.int
+    TARGET_NODE_FIELD_NUMBER: _builtins.int
+    TARGET_ENDPOINT_FIELD_NUMBER: _builtins.int
+    NONCE_FIELD_NUMBER: _builtins.int
+    REWIRES_FIELD_NUMBER: _builtins.int
+    move: _builtins.str
+    rank_uid: _builtins.str
+    job: _builtins.str
+    rank: _builtins.int
+    source_node: _builtins.str
+    source_endpoint: _builtins.str
+    target_node: _builtins.str
+    target_endpoint: _builtins.str
+    nonce: _builtins.bytes
+    @_builtins.property
+    def rewires(self) -> _containers.RepeatedCompositeFieldContainer[Global___Rewire]:
+        """those whose other end is here"""
+
+    def __init__(
+        self,
+        *,
+        move: _builtins.str = ...,
+        rank_uid: _builtins.str = ...,
+        job: _builtins.str = ...,
+        rank: _builtins.int = ...,
+        source_node: _builtins.str = ...,
+        source_endpoint: _builtins.str = ...,
+        target_node: _builtins.str = ...,
+        target_endpoint: _builtins.str = ...,
+        nonce: _builtins.bytes = ...,
+        rewires: _abc.Iterable[Global___Rewire] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "move", b"move", "nonce", b"nonce", "rank", b"rank", "rank_uid", b"rank_uid", "rewires", b"rewires", "source_endpoint", b"source_endpoint", "source_node", b"source_node", "target_endpoint", b"target_endpoint", "target_node", b"target_node"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RepointRequest: _TypeAlias = RepointRequest  # noqa: Y015
+
+@_typing.final
+class RepointReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SOCKETS_FIELD_NUMBER: _builtins.int
+    STOPPED_S_FIELD_NUMBER: _builtins.int
+    sockets: _builtins.int
+    stopped_s: _builtins.float
+    """how long the processes here were stopped"""
+    def __init__(
+        self,
+        *,
+        sockets: _builtins.int = ...,
+        stopped_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["sockets", b"sockets", "stopped_s", b"stopped_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RepointReply: _TypeAlias = RepointReply  # noqa: Y015
+
+@_typing.final
+class SettleReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SETTLED_FIELD_NUMBER: _builtins.int
+    settled: _builtins.bool
+    def __init__(
+        self,
+        *,
+        settled: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["settled", b"settled"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SettleReply: _TypeAlias = SettleReply  # noqa: Y015
+
+@_typing.final
+class Forwarding(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OLD_ADDRESS_FIELD_NUMBER: _builtins.int
+    NEW_ADDRESS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def old_address(self) -> Global___Endpoint: ...
+    @_builtins.property
+    def new_address(self) -> Global___Endpoint: ...
+    def __init__(
+        self,
+        *,
+        old_address: Global___Endpoint | None = ...,
+        new_address: Global___Endpoint | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["new_address", b"new_address", "old_address", b"old_address"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["new_address", b"new_address", "old_address", b"old_address"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Forwarding: _TypeAlias = Forwarding  # noqa: Y015
+
+@_typing.final
+class ForwardRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANK_UID_FIELD_NUMBER: _builtins.int
+    FORWARDINGS_FIELD_NUMBER: _builtins.int
+    rank_uid: _builtins.str
+    @_builtins.property
+    def forwardings(self) -> _containers.RepeatedCompositeFieldContainer[Global___Forwarding]:
+        """all of the rank's; none: forget the rank"""
+
+    def __init__(
+        self,
+        *,
+        rank_uid: _builtins.str = ...,
+        forwardings: _abc.Iterable[Global___Forwarding] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["forwardings", b"forwardings", "rank_uid", b"rank_uid"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ForwardRequest: _TypeAlias = ForwardRequest  # noqa: Y015
+
+@_typing.final
+class ForwardReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ForwardReply: _TypeAlias = ForwardReply  # noqa: Y015
 
 @_typing.final
 class RelayFrame(_message.Message):

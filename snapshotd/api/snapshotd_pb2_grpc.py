@@ -1043,6 +1043,211 @@ class Target:
             _registered_method=True)
 
 
+class PeerStub:
+    """Missing associated documentation comment in .proto file."""
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Look = channel.unary_unary(
+                '/snapshotd.v1.Peer/Look',
+                request_serializer=snapshotd_dot_api_dot_snapshotd__pb2.LookRequest.SerializeToString,
+                response_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.LookReply.FromString,
+                _registered_method=True)
+        self.Repoint = channel.unary_unary(
+                '/snapshotd.v1.Peer/Repoint',
+                request_serializer=snapshotd_dot_api_dot_snapshotd__pb2.RepointRequest.SerializeToString,
+                response_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.RepointReply.FromString,
+                _registered_method=True)
+        self.Settle = channel.unary_unary(
+                '/snapshotd.v1.Peer/Settle',
+                request_serializer=snapshotd_dot_api_dot_snapshotd__pb2.TokenRequest.SerializeToString,
+                response_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.SettleReply.FromString,
+                _registered_method=True)
+        self.Forward = channel.unary_unary(
+                '/snapshotd.v1.Peer/Forward',
+                request_serializer=snapshotd_dot_api_dot_snapshotd__pb2.ForwardRequest.SerializeToString,
+                response_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.ForwardReply.FromString,
+                _registered_method=True)
+
+
+class PeerServicer:
+    """Missing associated documentation comment in .proto file."""
+
+    def Look(self, request, context):
+        """operator
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Repoint(self, request, context):
+        """operator
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Settle(self, request, context):
+        """operator, node
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Forward(self, request, context):
+        """operator, node
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_PeerServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Look': grpc.unary_unary_rpc_method_handler(
+                    servicer.Look,
+                    request_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.LookRequest.FromString,
+                    response_serializer=snapshotd_dot_api_dot_snapshotd__pb2.LookReply.SerializeToString,
+            ),
+            'Repoint': grpc.unary_unary_rpc_method_handler(
+                    servicer.Repoint,
+                    request_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.RepointRequest.FromString,
+                    response_serializer=snapshotd_dot_api_dot_snapshotd__pb2.RepointReply.SerializeToString,
+            ),
+            'Settle': grpc.unary_unary_rpc_method_handler(
+                    servicer.Settle,
+                    request_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.TokenRequest.FromString,
+                    response_serializer=snapshotd_dot_api_dot_snapshotd__pb2.SettleReply.SerializeToString,
+            ),
+            'Forward': grpc.unary_unary_rpc_method_handler(
+                    servicer.Forward,
+                    request_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.ForwardRequest.FromString,
+                    response_serializer=snapshotd_dot_api_dot_snapshotd__pb2.ForwardReply.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'snapshotd.v1.Peer', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('snapshotd.v1.Peer', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Peer:
+    """Missing associated documentation comment in .proto file."""
+
+    @staticmethod
+    def Look(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/snapshotd.v1.Peer/Look',
+            snapshotd_dot_api_dot_snapshotd__pb2.LookRequest.SerializeToString,
+            snapshotd_dot_api_dot_snapshotd__pb2.LookReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Repoint(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/snapshotd.v1.Peer/Repoint',
+            snapshotd_dot_api_dot_snapshotd__pb2.RepointRequest.SerializeToString,
+            snapshotd_dot_api_dot_snapshotd__pb2.RepointReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Settle(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/snapshotd.v1.Peer/Settle',
+            snapshotd_dot_api_dot_snapshotd__pb2.TokenRequest.SerializeToString,
+            snapshotd_dot_api_dot_snapshotd__pb2.SettleReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Forward(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/snapshotd.v1.Peer/Forward',
+            snapshotd_dot_api_dot_snapshotd__pb2.ForwardRequest.SerializeToString,
+            snapshotd_dot_api_dot_snapshotd__pb2.ForwardReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
 class HomeStub:
     """---------------------------------------------------------------- stdio and exit status between keepers
 

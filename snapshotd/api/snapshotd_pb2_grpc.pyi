@@ -333,6 +333,67 @@ class TargetServicer(metaclass=_abc_1.ABCMeta):
 
 def add_TargetServicer_to_server(servicer: TargetServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
+class PeerStub:
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> PeerAsyncStub: ...
+    Look: _grpc.UnaryUnaryMultiCallable[_snapshotd_pb2.LookRequest, _snapshotd_pb2.LookReply]
+    """operator"""
+    Repoint: _grpc.UnaryUnaryMultiCallable[_snapshotd_pb2.RepointRequest, _snapshotd_pb2.RepointReply]
+    """operator"""
+    Settle: _grpc.UnaryUnaryMultiCallable[_snapshotd_pb2.TokenRequest, _snapshotd_pb2.SettleReply]
+    """operator, node"""
+    Forward: _grpc.UnaryUnaryMultiCallable[_snapshotd_pb2.ForwardRequest, _snapshotd_pb2.ForwardReply]
+    """operator, node"""
+
+@_typing.type_check_only
+class PeerAsyncStub(PeerStub):
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    Look: _aio.UnaryUnaryMultiCallable[_snapshotd_pb2.LookRequest, _snapshotd_pb2.LookReply]  # type: ignore[assignment]
+    """operator"""
+    Repoint: _aio.UnaryUnaryMultiCallable[_snapshotd_pb2.RepointRequest, _snapshotd_pb2.RepointReply]  # type: ignore[assignment]
+    """operator"""
+    Settle: _aio.UnaryUnaryMultiCallable[_snapshotd_pb2.TokenRequest, _snapshotd_pb2.SettleReply]  # type: ignore[assignment]
+    """operator, node"""
+    Forward: _aio.UnaryUnaryMultiCallable[_snapshotd_pb2.ForwardRequest, _snapshotd_pb2.ForwardReply]  # type: ignore[assignment]
+    """operator, node"""
+
+class PeerServicer(metaclass=_abc_1.ABCMeta):
+    @_abc_1.abstractmethod
+    def Look(
+        self,
+        request: _snapshotd_pb2.LookRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_snapshotd_pb2.LookReply, _abc.Awaitable[_snapshotd_pb2.LookReply]]:
+        """operator"""
+
+    @_abc_1.abstractmethod
+    def Repoint(
+        self,
+        request: _snapshotd_pb2.RepointRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_snapshotd_pb2.RepointReply, _abc.Awaitable[_snapshotd_pb2.RepointReply]]:
+        """operator"""
+
+    @_abc_1.abstractmethod
+    def Settle(
+        self,
+        request: _snapshotd_pb2.TokenRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_snapshotd_pb2.SettleReply, _abc.Awaitable[_snapshotd_pb2.SettleReply]]:
+        """operator, node"""
+
+    @_abc_1.abstractmethod
+    def Forward(
+        self,
+        request: _snapshotd_pb2.ForwardRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_snapshotd_pb2.ForwardReply, _abc.Awaitable[_snapshotd_pb2.ForwardReply]]:
+        """operator, node"""
+
+def add_PeerServicer_to_server(servicer: PeerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+
 class HomeStub:
     """---------------------------------------------------------------- stdio and exit status between keepers"""
 

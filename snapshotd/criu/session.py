@@ -107,7 +107,7 @@ def _options(images: Path, log_file: str) -> rpc.criu_opts:
         notify_scripts=True,
         file_locks=True,
         ext_unix_sk=False,
-        tcp_established=False,
+        tcp_established=True,
         timeout=600,
         network_lock=rpc.SKIP,
         manage_cgroups=True,  # this and IGNORE: stay in the cgroup criu runs in, not in the source's frozen one

@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import ipaddress
 import json
 import threading
 from collections.abc import Iterable
-from ctypes import c_bool, c_char_p, c_int, c_uint, c_void_p
+from ctypes import c_char_p, c_int, c_uint, c_void_p
 from typing import Any
 
 from snapshotd.api.errors import Internal, Refused
@@ -39,7 +38,9 @@ _one_at_a_time = threading.Lock()
 class NotSupported(Refused):
     """This machine lacks something that connections need to follow a rank. On the wire it is a plain `Refused`."""
 
-    remedy = "boot a kernel with nf_tables, and nf_nat where listeners are to move (CONFIG_NF_TABLES_INET, CONFIG_NFT_NAT)"
+    remedy = (
+        "boot a kernel with nf_tables, and nf_nat where listeners are to move (CONFIG_NF_TABLES_INET, CONFIG_NFT_NAT)"
+    )
 
 
 class NftFailed(Internal):
@@ -95,6 +96,14 @@ def apply_where_there(commands: str) -> bool:
             return False
         raise
     return True
+
+
+def probe(commands: str) -> None:
+    """`apply` for commands that only a kernel which lacks something refuses: NotSupported then, whatever it answers."""
+    try:
+        apply(commands)
+    except NftFailed as error:  # an unknown expression or kind of chain is "no such file" to the kernel
+        raise NotSupported(f"this kernel cannot do what connections need to follow a rank: {error.message}") from error
 
 
 def ask(command: str) -> list[dict[str, Any]]:
@@ -155,11 +164,6 @@ def elements(table: str, name: str, kind: str = "set") -> list[Any]:
             return []
         raise
     return [element for entry in found for element in entry.get(kind, {}).get("elem", [])]
-
-
-def literal(ip: str) -> str:
-    """An address as the language of nftables takes it: checked, so that nothing else can be smuggled into a command."""
-    return str(ipaddress.ip_address(ip))
 
 
 def braces(items: Iterable[str]) -> str:

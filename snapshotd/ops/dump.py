@@ -205,6 +205,9 @@ class Dump:
             "home_node": self.entry.home_node,
             "home_endpoint": self.entry.home_endpoint,
             "user_id": self.entry.user_id,
+            "rewires": self.log.note("rewires", []),
+            "nodes": self.log.note("nodes", []),
+            "former": self.entry.former,
         }
         return json.dumps(meta).encode()
 

@@ -57,6 +57,7 @@ class Moving:
     settling: asyncio.Task[None] | None = None
     streaming: asyncio.Task[None] | None = None
     facts: pb.RankFacts = field(default_factory=pb.RankFacts)  # source: what preflight last saw
+    nodes: list[pb.NodeAddresses] = field(default_factory=list)  # source: the cluster, from the driver
     failure: str = ""  # why a step of it can never succeed again
     done: bool = False  # target: woken or dropped, nothing is left to do
     waiting_for: str = ""

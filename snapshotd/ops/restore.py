@@ -23,6 +23,8 @@ from snapshotd.criu import images, session
 from snapshotd.faults import Point, reach
 from snapshotd.journal import MoveLog
 from snapshotd.keepers import KeeperLink
+from snapshotd.ops import connections
+from snapshotd.ops.forwarding import moved_listeners
 from snapshotd.ops.node import Node
 from snapshotd.ranks import RankEntry, cgroup_for_guest
 from snapshotd.rules import Mark
@@ -53,6 +55,10 @@ class Restore:
             await in_thread(self.node.carry.place, folder, meta["carried"], placed)
         finally:
             await in_thread(self.log.mark, Mark.RESTORING, placed=placed)
+        rewires = connections.from_notes(meta["rewires"])
+        await in_thread(self.log.mark, Mark.RESTORING, rewires=len(rewires))
+        await in_thread(connections.hold, begin.move, rewires, on_target=True)
+        closed = await in_thread(connections.rewrite, folder, rewires)
         group = cgroup_for_guest(begin.rank_uid, begin.move)
         entry = self._entry(meta, group)
         self.node.ranks.put(entry)
@@ -74,6 +80,7 @@ class Restore:
             await process.wait()
         root = tree.find_child(link.keeper.pid, answer.restore.pid)
         await in_thread(_hold, group)
+        await in_thread(connections.reset, group.pids(), closed)
         await link.restored(answer.restore.pid)
         await in_thread(_set_affinity, group.pids(), meta)
         entry.pid, entry.start_ticks, entry.link = root.pid, root.start_ticks, link
@@ -104,6 +111,14 @@ class Restore:
             command=meta["command"],
             started_unix_s=meta["started_unix_s"],
             moves=meta["moves"] + 1,
+        )
+        addresses = {name: where for name, _, where in meta["nodes"]}
+        entry.nodes = meta["nodes"]
+        entry.former = moved_listeners(
+            meta["former"],
+            connections.from_notes(meta["rewires"]),
+            addresses.get(begin.source_node, []),
+            addresses.get(begin.target_node, []),
         )
         entry.moving = begin.move
         return entry
@@ -140,21 +155,22 @@ class Restore:
             pass_fds=(theirs.fileno(),),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.DEVNULL,
-            stderr=asyncio.subprocess.PIPE,
+            # stderr is this daemon's: a pipe would stay open in the keeper, and asyncio's wait() waits for its end too.
             start_new_session=True,
             cwd="/",
         )
         theirs.close()
         assert process.stdin is not None
-        assert process.stderr is not None
         process.stdin.write(json.dumps(spec).encode())
         process.stdin.close()
         try:
             link = await asyncio.wait_for(self.link, KEEPER_S)
         except TimeoutError as error:
-            said = await asyncio.wait_for(process.stderr.read(4096), 1) if process.returncode else b""
+            ended = f" (it ended with {process.returncode})" if process.returncode else ""
             raise Timeout(
-                f"the guest keeper did not come up: {said.decode()[-500:]}", where=Where.SOURCE_FROZEN
+                f"the guest keeper did not come up in {KEEPER_S:.0f} s{ended}",
+                remedy="the daemon's log on the target has its words",
+                where=Where.SOURCE_FROZEN,
             ) from error
         return link, ours, process
 
@@ -166,12 +182,14 @@ class Restore:
         begin = move_log.begin
         entry = node.ranks.get(begin.rank_uid, "guest")
         group = cgroup_for_guest(begin.rank_uid, begin.move)
+        await in_thread(connections.silence, group.pids())
         if entry is not None and entry.cgroup == str(group.path):
             if entry.keeper_pid:
                 entry.keeper.signal(9)
             node.ranks.remove(entry)
         await in_thread(group.kill, STOP_S)
         group.remove()
+        await in_thread(connections.let_go, move_log)
         await in_thread(node.carry.take_away, move_log.note("placed", []))
         await in_thread(node.store.drop, begin.move)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 
 from snapshotd import host, metrics, preflight, rules, tree
@@ -22,6 +22,8 @@ from snapshotd.cgroup import Cgroup
 from snapshotd.faults import Point, reach
 from snapshotd.journal import Begin, MoveLog, OutcomeRecord, check_move_id
 from snapshotd.logs import move_context
+from snapshotd.net.plan import Places
+from snapshotd.ops import connections
 from snapshotd.ops.dump import Dump
 from snapshotd.ops.node import Moving, Node, now_unix_s, to_the_end, where_on_source
 from snapshotd.ranks import RankEntry
@@ -46,10 +48,13 @@ class SourceOps:
 
     # ------------------------------------------------------------------ steps, each idempotent by (move, step)
 
-    async def inspect(self, uid: str) -> pb.InspectReply:
+    async def inspect(self, request: pb.InspectRequest) -> pb.InspectReply:
         """What the rank uses, and what speaks against moving it. Nothing is touched."""
-        entry = self.node.ranks.here(uid)
+        entry = self.node.ranks.here(request.rank_uid)
         facts, checks = await self._facts(entry)
+        places = self._places(request.nodes, request.target_node)
+        rewires, more = await in_thread(connections.look, entry.group.pids(), places)
+        checks += more
         if entry.moving:
             checks.append(
                 pb.Check(
@@ -59,7 +64,10 @@ class SourceOps:
                     remedy=Busy.remedy,
                 )
             )
-        return pb.InspectReply(facts=facts, checks=checks)
+        return pb.InspectReply(facts=facts, checks=checks, rewires=rewires)
+
+    def _places(self, nodes: Iterable[pb.NodeAddresses], target: str) -> Places:
+        return Places({node.name: list(node.addresses) for node in nodes}, self.node.config.node, target)
 
     async def _facts(self, entry: RankEntry) -> tuple[pb.RankFacts, list[pb.Check]]:
         config = self.node.config
@@ -123,6 +131,7 @@ class SourceOps:
             role=entry.role,
         )
         moving = self._track(move_log)
+        moving.nodes = list(request.nodes)
         self.settle_all()
         moving.facts = (await self._facts(entry))[0]
         await reach(Point.BEGIN)
@@ -135,7 +144,7 @@ class SourceOps:
         async with moving.lock:
             self._still_open(moving)
             if moving.log.last_mark in {Mark.FROZEN, Mark.STREAMED}:
-                return pb.FreezeReply()
+                return pb.FreezeReply(rewires=connections.from_notes(moving.log.note("rewires", [])))
             entry = self._entry(moving)
             began = host.boottime_s()
             with move_context(move=move, rank=entry.rank, phase="freeze"):
@@ -153,17 +162,22 @@ class SourceOps:
                 await in_thread(group.freeze, FREEZE_S)
                 if not entry.process.alive():
                     raise RankGone(f"rank {entry.rank} ended during the freeze", where=Where.UNKNOWN)
+                places = self._places(moving.nodes, moving.log.begin.target_node)
+                rewires = await in_thread(connections.frozen, group.pids(), places)
+                await in_thread(connections.hold, move, rewires, on_target=False)
                 stdio = await entry.link.drain(move)
                 for problem in await in_thread(preflight.sync_files, group.pids()):
                     log.warning("not synced: %s", problem)
-                await in_thread(moving.log.mark, Mark.FROZEN, stdio=stdio)
+                nodes = [[node.name, node.endpoint, list(node.addresses)] for node in moving.nodes]
+                notes = connections.to_notes(rewires)
+                await in_thread(moving.log.mark, Mark.FROZEN, stdio=stdio, rewires=notes, nodes=nodes)
                 await reach(Point.FREEZE)
                 count = len(group.pids())
                 log.info("froze rank %s: %d processes", entry.rank, count)
             moving.renew()
             seconds = host.boottime_s() - began
             metrics.phase("freeze", seconds)
-            return pb.FreezeReply(seconds=seconds, processes=count)
+            return pb.FreezeReply(seconds=seconds, processes=count, rewires=rewires)
 
     async def stream(self, move: str) -> AsyncIterator[pb.Progress]:
         """Dumps and streams; yields progress while it runs. The driver's going away is not a failure by itself: its
@@ -406,6 +420,7 @@ class SourceOps:
         entry = self._own_entry(move_log)
         group = Cgroup(Path(move_log.note("cgroup")))
         if entry is None or not entry.keeper_alive():
+            await in_thread(connections.let_go, move_log)  # nobody goes on with them: the others hear of its end
             await in_thread(group.kill, FREEZE_S)
             if entry is not None:
                 await self.node.lost(entry)
@@ -415,6 +430,8 @@ class SourceOps:
                     await entry.link.resume(move_log.move)
             if move_log.begin.boot_id == host.boot_id() and group.exists():
                 before = move_log.note("stopped_before", [])
+                await in_thread(connections.wake, group.pids())
+                await in_thread(connections.let_go, move_log)
                 await in_thread(tree.continue_all, group.pids(), before)
                 await in_thread(group.thaw, FREEZE_S)
         await self._close(moving)
@@ -435,9 +452,12 @@ class SourceOps:
                 entry.away_node = move_log.begin.target_node
                 await in_thread(self.node.ranks.put, entry)
             else:
+                await in_thread(connections.silence, Cgroup(Path(move_log.note("cgroup"))).pids())
                 entry.keeper.signal(9)  # PID 1 of the rank's pid namespace: everything in it goes with it
         group = Cgroup(Path(move_log.note("cgroup")))
+        await in_thread(connections.silence, group.pids())
         await in_thread(group.kill, FREEZE_S)
+        await in_thread(connections.let_go, move_log)
         if entry is not None and role == "guest":
             self.node.ranks.remove(entry)
         await in_thread(self.node.carry.remember, move_log.note("carried", []))
@@ -494,6 +514,9 @@ class SourceOps:
 
     def _outcome(self, move_log: MoveLog, record: OutcomeRecord | None) -> pb.Outcome:
         where = where_on_source(move_log).value
+        undone = record is not None and record.outcome is Outcome.ABORT
+        if undone and move_log.begin.rank_uid and not self._copy_exists(move_log):
+            where = Where.ENDED.value
         if record is None:
             return pb.Outcome(kind=pb.UNDECIDED, where=where)
         return pb.Outcome(

@@ -20,6 +20,8 @@ from snapshotd.cgroup import Cgroup
 from snapshotd.faults import Point, reach
 from snapshotd.journal import Begin, MoveLog, check_move_id
 from snapshotd.logs import move_context
+from snapshotd.ops import connections
+from snapshotd.ops.forwarding import Forwarding
 from snapshotd.ops.node import Moving, Node, now_unix_s, to_the_end
 from snapshotd.ops.restore import Restore
 from snapshotd.ranks import check_rank_uid
@@ -31,15 +33,16 @@ log = logging.getLogger(__name__)
 ASK_AGAIN_S = 2.0
 WAKE_S = 20.0
 #: After so long without a word a target starts asking the source; the driver's own words come much faster.
-DRIVER_FIRST_S = 10.0
+DRIVER_FIRST_S = 3.0
 
 
 class TargetOps:
     """One instance per daemon."""
 
-    def __init__(self, node: Node, relays: Relays) -> None:
+    def __init__(self, node: Node, relays: Relays, forwarding: Forwarding) -> None:
         self.node = node
         self.relays = relays
+        self.forwarding = forwarding
         self.moves: dict[str, Moving] = {}
         self.restores: dict[str, Restore] = {}
 
@@ -317,11 +320,15 @@ class TargetOps:
             await reach(Point.ACTIVATED)
         if moving.done:
             return  # driver and source hand over the token alike; the first was enough
+        await in_thread(connections.let_go, move_log)
         await wake(move_log)
         entry = self.node.ranks.get(move_log.begin.rank_uid, "guest")
-        if entry is not None:
+        if entry is not None and entry.cgroup == move_log.note("cgroup"):
             entry.moving = ""
-            if entry.link is not None:
+            self.forwarding.publish(entry)
+            if not entry.keeper_alive():
+                await self.node.lost(entry)
+            elif entry.link is not None:
                 with contextlib.suppress(SnapshotError):  # told again when it reconnects
                     await entry.link.activated(move_log.move)
                 self.relays.start(entry, entry.link)

@@ -29,8 +29,6 @@ terminals            a terminal's other end is the keeper's or inside the rank
 io-uring             no io_uring, which CRIU cannot dump
 kernel-objects       eventfd, epoll, timerfd, signalfd, inotify and pidfds of the rank are fine; perf, BPF … are not
 pipes                no pipe or FIFO leads to a process outside, the keeper's excepted
-connections          no network connections: moved by a later version
-ports                no listening, bound or raw network sockets: moved by a later version
 unix-sockets         unix sockets connect processes of the rank among themselves
 other-sockets        netlink is fine; vsock, packet and other kinds are not
 shared-memory        no memory is shared with a process outside

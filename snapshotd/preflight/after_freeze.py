@@ -72,8 +72,6 @@ RECHECKS: dict[str, Callable[[Look], Check]] = {
         "io-uring",
         "kernel-objects",
         "file-locks",
-        "connections",
-        "ports",
         "other-sockets",
         "sysv-memory",
     )

@@ -1,4 +1,4 @@
-"""Checks of sockets: until connections are moved (the next version), whoever has one is refused with its ends named."""
+"""Checks of sockets that are not TCP's; connections and listeners are looked at by snapshotd/ops/connections.py."""
 
 from __future__ import annotations
 
@@ -8,39 +8,12 @@ from snapshotd.api.snapshotd_pb2 import Check
 from snapshotd.preflight.look import Look
 from snapshotd.preflight.objects import Object, is_carried
 from snapshotd.preflight.outsiders import find_outsiders
-from snapshotd.preflight.sockets import InetEnds, inet_ends, inode_of, unix_names, unix_peers
+from snapshotd.preflight.sockets import inode_of, unix_names, unix_peers
 from snapshotd.preflight.verdict import listed, passed, refused, warned
-
-LATER = "network connections are not moved by this version: close them before the move, or move a rank without any"
-
 
 def _holder(thing: Object) -> str:
     process, number = next(iter(thing.holders.items()))
     return f"{process} fd {number}"
-
-
-def _inet(look: Look) -> list[tuple[Object, str, InetEnds | None]]:
-    sockets = look.sockets["inet"]
-    ends = inet_ends(look.tree.root_pid) if sockets else {}
-    return [(thing, protocol, ends.get(inode_of(thing))) for thing, protocol in sockets]
-
-
-def connections(look: Look) -> Check:
-    found = [f"{_holder(thing)}: {ends}" for thing, _, ends in _inet(look) if ends and not ends.waits]
-    if found:
-        return refused("connections", f"network connections: {listed(found)}", LATER)
-    return passed("connections", "none")
-
-
-def ports(look: Look) -> Check:
-    rows = _inet(look)
-    found = [f"{_holder(thing)}: {ends}" for thing, _, ends in rows if ends and ends.waits]
-    found += [
-        f"{_holder(thing)}: {protocol}, neither bound nor connected" for thing, protocol, ends in rows if not ends
-    ]
-    if found:
-        return refused("ports", f"network ports: {listed(found)}", LATER)
-    return passed("ports", "none")
 
 
 def other_sockets(look: Look) -> Check:

@@ -42,8 +42,6 @@ SOURCE_CHECKS: dict[str, Callable[[Look], Check]] = {
     "io-uring": resources.io_uring,
     "kernel-objects": resources.kernel_objects,
     "pipes": resources.pipes,
-    "connections": connections.connections,
-    "ports": connections.ports,
     "unix-sockets": connections.unix_sockets,
     "other-sockets": connections.other_sockets,
     "shared-memory": resources.shared_memory,

@@ -1,13 +1,16 @@
-"""What the network tests share: three hosts on one switch (see tests/net/hosts.py)."""
+"""What the network tests share: three hosts on one switch (tests/net/hosts.py), a rank to move (tests/net/ranks.py)."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.net.hosts import Hosts, three_hosts
+from tests.net.ranks import Rank
 
 
 @pytest.fixture
@@ -17,3 +20,16 @@ def hosts() -> Iterator[Hosts]:
         pytest.skip("network namespaces need root")
     with three_hosts() as three:
         yield three
+
+
+@pytest.fixture
+def rank(tmp_path: Path) -> Iterator[Rank]:
+    made = Rank(tmp_path)
+    yield made
+    made.end()
+
+
+@pytest.fixture
+def keep() -> Iterator[contextlib.ExitStack]:
+    with contextlib.ExitStack() as stack:
+        yield stack

@@ -92,9 +92,7 @@ def three_hosts() -> Iterator[Hosts]:
     """h1, h2 and h3 at 10.9.1.1–3 and fd09:1::1–3, all of which reach each other."""
     with contextlib.ExitStack() as stack:
         switch = Host("switch", stack.enter_context(_namespace()), "", "")
-        hosts = [
-            Host(f"h{n}", stack.enter_context(_namespace()), f"10.9.1.{n}", f"fd09:1::{n}") for n in (1, 2, 3)
-        ]
+        hosts = [Host(f"h{n}", stack.enter_context(_namespace()), f"10.9.1.{n}", f"fd09:1::{n}") for n in (1, 2, 3)]
         switch.call(_make_switch, hosts)
         for host in hosts:
             host.call(_address_host, host)

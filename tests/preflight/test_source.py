@@ -23,23 +23,6 @@ pids.append(child)
 """
 
 REFUSED = {
-    "tcp-connection": (
-        "a = socket.create_server(('127.0.0.1', 0)); b = socket.create_connection(a.getsockname()); c = a.accept()[0]",
-        "connections",
-        r"python\S* \(pid \d+\) fd \d+: tcp 127\.0\.0\.1:\d+ → 127\.0\.0\.1:\d+ \(ESTABLISHED\)",
-    ),
-    "tcp6-connection": (
-        (
-            "if not os.path.exists('/proc/net/tcp6'): sys.exit('skip: no IPv6')\n"
-            "a = socket.create_server(('::1', 0), family=socket.AF_INET6)\n"
-            "b = socket.create_connection(a.getsockname()[:2])"
-        ),
-        "connections",
-        r"tcp6 \[::1\]:\d+ → \[::1\]:\d+",
-    ),
-    "tcp-listener": ("a = socket.create_server(('127.0.0.1', 0))", "ports", r"tcp 127\.0\.0\.1:\d+ listening"),
-    "udp": ("a = socket.socket(type=socket.SOCK_DGRAM); a.bind(('127.0.0.1', 0))", "ports", r"udp 127\.0\.0\.1:\d+"),
-    "unbound": ("a = socket.socket()", "ports", "TCP, neither bound nor connected"),
     "packet": ("a = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)", "other-sockets", "PACKET"),
     "io-uring": (
         (

@@ -1,0 +1,251 @@
+"""What cannot be done is said clearly, with the documented exit code, and the job is as it was."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from integration.harness import Cluster, Job, cluster, until
+from migrator import pki
+from snapshotd.api.errors import Ambiguous, Busy, Denied, NotFound, RankGone, Refused, Unreachable
+
+pytestmark = pytest.mark.root
+
+SOURCE, TARGET, OTHER = "node-1", "spare-1", "node-2"
+
+
+@pytest.fixture(scope="module")
+def refuse() -> Iterator[Cluster]:
+    folder = Path(__file__).parent / ".work" / "refusals"
+    folder.mkdir(parents=True, exist_ok=True)
+    with cluster(folder, "refuse") as made:
+        yield made
+
+
+@pytest.fixture
+def nodes(refuse: Cluster) -> Iterator[Cluster]:
+    yield refuse
+    refuse.tidy()
+
+
+@pytest.fixture
+def job(nodes: Cluster) -> Job:
+    """A rank that could move."""
+    started = nodes.workload(SOURCE, "chain.py")
+    started.await_lines(3)
+    return started
+
+
+def refused(nodes: Cluster, *arguments: str, code: int, says: str, environment: dict[str, str] | None = None) -> str:
+    """The command fails with this exit code and these words; returns all it says."""
+    asked = subprocess.run(
+        [sys.executable, "-m", "migrator.cli", *arguments],
+        env=environment or nodes.environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    told = asked.stdout + asked.stderr
+    assert asked.returncode == code, f"exit {asked.returncode}\n{told}\n{nodes.logs()}"
+    assert says in told, told
+    assert "Traceback" not in told
+    return told
+
+
+def unharmed(nodes: Cluster, job: Job, at: str = SOURCE) -> None:
+    """The job goes on where it was, nothing is left of the attempt, and it can be moved now."""
+    job.await_progress()
+    assert [rank["node"] for rank in nodes.ps(job) if rank["place"] == "here"] == [at]
+    nodes.move(job, OTHER)
+    job.await_progress()
+
+
+# ---------------------------------------------------------------- who and where
+
+
+def test_names_that_nobody_has(nodes: Cluster, job: Job) -> None:
+    rank = ("--rank", "0", "--job", job.name)
+    for verb in ("move", "check"):
+        refused(
+            nodes, verb, "--rank", "7", "--job", job.name, "--to", TARGET, code=NotFound.exit_code, says="no rank 7"
+        )
+        refused(nodes, verb, "--rank", "0", "--job", "night", "--to", TARGET, code=NotFound.exit_code, says="'night'")
+        told = refused(nodes, verb, *rank, "--to", "spare-2", code=NotFound.exit_code, says="did you mean spare-1?")
+        assert "node-1, node-2, spare-1" in told
+        refused(nodes, verb, *rank, "--to", SOURCE, code=Refused.exit_code, says=f"already on {SOURCE}")
+    refused(nodes, "move", *rank, "--to", "../etc", code=2, says="cannot be the name of a node")
+    unharmed(nodes, job)
+
+
+def test_two_jobs_with_the_same_rank(nodes: Cluster, job: Job) -> None:
+    other = nodes.workload(OTHER, "chain.py")
+    other.await_lines(1)
+    told = refused(nodes, "move", "--rank", "0", "--to", TARGET, code=Ambiguous.exit_code, says="--job")
+    assert job.name in told
+    assert other.name in told
+
+
+def test_a_rank_that_is_moving(nodes: Cluster, job: Job) -> None:
+    with nodes.moving(job, TARGET, SOURCE, "freeze") as first:
+        refused(nodes, "move", "--rank", "0", "--to", OTHER, code=Busy.exit_code, says="being moved already")
+    assert first.code == 0
+    unharmed(nodes, job, at=TARGET)
+
+
+def test_a_target_that_does_not_answer(nodes: Cluster, job: Job) -> None:
+    nodes.lab.kill_daemon(TARGET)
+    for verb in ("move", "check"):
+        refused(nodes, verb, "--rank", "0", "--to", TARGET, code=Unreachable.exit_code, says=TARGET)
+    nodes.lab.start_daemon(TARGET)
+    unharmed(nodes, job)
+
+
+# ---------------------------------------------------------------- whom the daemons trust
+
+
+def cluster_with(nodes: Cluster, identity: pki.Identity) -> dict[str, str]:
+    """The environment of somebody who uses these certificates against this cluster."""
+    text = nodes.lab.cluster_path.read_text()
+    for key, path in (("ca", identity.ca), ("cert", identity.cert), ("key", identity.key)):
+        lines = [f'{key} = "{path}"' if line.startswith(f"{key} =") else line for line in text.splitlines()]
+        text = "\n".join(lines)
+    file = nodes.folder / "cluster.toml"
+    file.write_text(text)
+    return nodes.environment(MIGRATOR_CLUSTER=str(file))
+
+
+def test_certificates_of_another_authority(nodes: Cluster, job: Job, tmp_path: Path) -> None:
+    pki.init(tmp_path / "pki")
+    theirs = cluster_with(nodes, pki.issue_operator(tmp_path / "pki", "mallory"))
+    told = refused(
+        nodes, "move", "--rank", "0", "--to", TARGET, code=Unreachable.exit_code, says="certificate", environment=theirs
+    )
+    assert len(told.splitlines()) < 12, told
+    # Not even when they know our authority, and so trust our daemons: the daemons do not trust them.
+    mixed = pki.issue_operator(tmp_path / "pki", "trudy")
+    ours = pki.Identity(nodes.lab.layout.run / "pki" / "ca.crt", mixed.cert, mixed.key)
+    refused(
+        nodes,
+        "move",
+        "--rank",
+        "0",
+        "--to",
+        TARGET,
+        code=Unreachable.exit_code,
+        says="certificate",
+        environment=cluster_with(nodes, ours),
+    )
+    unharmed(nodes, job)
+
+
+def test_a_node_is_no_operator(nodes: Cluster, job: Job) -> None:
+    folder = nodes.lab.layout.node(TARGET)
+    as_node = cluster_with(nodes, pki.Identity(folder / "ca.crt", folder / "tls.crt", folder / "tls.key"))
+    told = refused(
+        nodes, "move", "--rank", "0", "--to", TARGET, code=Denied.exit_code, says="operator", environment=as_node
+    )
+    assert TARGET in told
+    unharmed(nodes, job)
+
+
+# ---------------------------------------------------------------- what a rank may not have
+
+HAS_IT_ALL = """
+import ctypes, socket, time
+listener = socket.create_server(("127.0.0.1", 0))
+caller = socket.create_connection(listener.getsockname())
+device = open("/dev/kmsg")
+ring = ctypes.CDLL("libc.so.6").syscall(425, 4, (ctypes.c_char * 120)())  # not the shim's syscall: that refuses
+print("ring", ring >= 0, flush=True)
+step = 0
+while True:
+    print("step", step, flush=True)
+    step += 1
+    time.sleep(0.02)
+"""
+
+
+def test_what_cannot_be_moved_is_named_with_a_remedy(nodes: Cluster) -> None:
+    job = nodes.start(SOURCE, [sys.executable, "-c", HAS_IT_ALL])
+    job.await_lines(3)
+    assert job.lines()[0] == "ring True", "this kernel has no io_uring to refuse"
+    for verb in ("check", "move"):
+        told = refused(nodes, verb, "--rank", "0", "--to", TARGET, code=Refused.exit_code, says="io_uring is in use")
+        assert "remedy: `migrator run` denies io_uring" in told
+        assert "remedy: close the device before the move" in told
+        assert "remedy: network connections are not moved" in told
+        for name in ("connections", "ports", "devices", "io-uring"):
+            assert name in told
+        assert "127.0.0.1:" in told
+        assert "/dev/kmsg" in told
+    listed = nodes.migrator("check", "--rank", "0", "--to", TARGET, "--json")
+    refusing = {check["name"] for check in json.loads(listed.stdout)["checks"] if check["verdict"] == "refuse"}
+    assert refusing == {"connections", "ports", "devices", "io-uring"}
+    job.await_progress()
+    assert [rank["node"] for rank in nodes.ps(job)] == [SOURCE]
+    moves = json.loads(nodes.migrator("history", "--json").stdout)["moves"]
+    assert job.name not in {move["job"] for move in moves}
+
+
+def test_a_rank_that_can_move_passes_the_check(nodes: Cluster, job: Job) -> None:
+    checked = nodes.migrator("check", "--rank", "0", "--job", job.name, "--to", TARGET, "--json")
+    assert checked.returncode == 0, checked.stdout
+    assert {check["verdict"] for check in json.loads(checked.stdout)["checks"]} <= {"pass", "warn"}
+    job.await_progress()
+
+
+# ---------------------------------------------------------------- a rank that ends meanwhile
+
+
+@pytest.mark.parametrize(
+    ("node", "point", "number"),
+    [
+        (TARGET, "before-prepare", signal.SIGTERM),
+        (SOURCE, "begin", signal.SIGTERM),
+        (SOURCE, "freeze", signal.SIGKILL),
+        (SOURCE, "dumping", signal.SIGKILL),
+        (TARGET, "seal", signal.SIGKILL),
+    ],
+)
+def test_a_rank_that_ends_during_a_move(nodes: Cluster, node: str, point: str, number: int) -> None:
+    """The one who moves it hears that it ended, the one who started it how."""
+    job = nodes.workload(SOURCE, "listener.py")
+    job.await_lines(1)
+    pid = nodes.ps(job)[0]["pid"]
+    with nodes.moving(job, TARGET, node, point) as asked:
+        os.kill(pid, number)
+        if number == signal.SIGTERM:
+            assert job.finish(20) == 7
+    assert asked.code == RankGone.exit_code, f"{asked}\n{nodes.logs()}"
+    assert "ended" in asked.answer["reason"]
+    assert job.finish(20) == (7 if number == signal.SIGTERM else -number)
+    until("nothing left", lambda: not nodes.leftovers(), 20)
+
+
+# ---------------------------------------------------------------- nonsense on the wire
+
+
+@pytest.mark.parametrize("caller", ["operator", "node"])
+def test_nonsense_on_the_wire_disturbs_nobody(nodes: Cluster, job: Job, caller: str) -> None:
+    identity = nodes.lab.layout.operator if caller == "operator" else nodes.lab.layout.node(OTHER)
+    arguments = [str(nodes.lab.cluster_path), SOURCE, str(identity)]
+    daemon = nodes.lab.daemon_pid(SOURCE)
+    command = [sys.executable, "-m", "integration.wirefuzz", *arguments]
+    with nodes.lab.spawn("operator", command, stdout=subprocess.PIPE, text=True) as fuzz:
+        out, _ = fuzz.communicate(timeout=100)
+    assert fuzz.returncode == 0, out
+    told = json.loads(out)
+    assert told["wrong"] == []
+    assert told["heard"]["StatusCode.RESOURCE_EXHAUSTED"] == 1, "the absurdly large message"
+    assert sum(told["heard"].values()) > 300
+    assert told["heard"]["denied"] > 100 if caller == "node" else {"usage", "not-found"} <= told["heard"].keys()
+    assert nodes.lab.daemon_pid(SOURCE) == daemon
+    assert "Traceback" not in nodes.lab.daemon_log(SOURCE).read_text()
+    unharmed(nodes, job)

@@ -1,0 +1,168 @@
+"""Nonsense on the wire: `python -m integration.wirefuzz CLUSTER NODE IDENTITY`, run where the nodes can be reached.
+
+Every method of a live daemon gets random bytes and random messages, with names that are paths, numbers that are too
+large, and a message of absurd size. A daemon answers each with an error of the taxonomy that is no defect of its own,
+or with a sound reply. Prints what else it heard, and how often it heard what.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+from google.protobuf.descriptor import FieldDescriptor, MethodDescriptor
+from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from migrator.cluster import Cluster
+from snapshotd.api import snapshotd_pb2 as pb
+from snapshotd.api.channel import Credentials, open_channel
+from snapshotd.api.errors import WIRE_KEY
+
+EXAMPLES = 15
+#: Their frames are no protobuf; described here like the others.
+PUSH = "/snapshotd.v1.Target/Push"
+ABSURD_BYTES = 48 << 20
+CALL_S = 20.0
+
+texts = st.one_of(
+    st.sampled_from(["", "m-0123456789ab", "../../etc/passwd", "m-../..", "\0", "x" * 5000, "node-1", "10.0.0.1:1"]),
+    st.text(max_size=30),
+)
+#: Half of the time what is not checked first is reached.
+_SOUND = {"move": "m-0123456789ab", "rank_uid": "job-0-01234567", "uid": "job-0-01234567"}
+_NUMBERS = {
+    FieldDescriptor.CPPTYPE_INT32: st.integers(-(1 << 31), (1 << 31) - 1),
+    FieldDescriptor.CPPTYPE_INT64: st.integers(-(1 << 63), (1 << 63) - 1),
+    FieldDescriptor.CPPTYPE_UINT32: st.integers(0, (1 << 32) - 1),
+    FieldDescriptor.CPPTYPE_UINT64: st.integers(0, (1 << 64) - 1),
+    FieldDescriptor.CPPTYPE_DOUBLE: st.floats(),
+    FieldDescriptor.CPPTYPE_FLOAT: st.floats(width=32),
+    FieldDescriptor.CPPTYPE_BOOL: st.booleans(),
+    FieldDescriptor.CPPTYPE_ENUM: st.integers(0, 7),
+}
+
+
+def values(field: Any) -> st.SearchStrategy[Any]:
+    if field.cpp_type == FieldDescriptor.CPPTYPE_MESSAGE:
+        return messages(field.message_type)
+    if field.name in _SOUND:
+        return st.one_of(st.just(_SOUND[field.name]), texts)
+    if field.cpp_type == FieldDescriptor.CPPTYPE_STRING:
+        return st.binary(max_size=40) if field.type == FieldDescriptor.TYPE_BYTES else texts
+    return _NUMBERS[field.cpp_type]
+
+
+@st.composite
+def messages(draw: Any, descriptor: Any) -> Message:
+    """Some fields of it, with anything in them."""
+    made: Message = GetMessageClass(descriptor)()
+    for field in descriptor.fields:
+        if not draw(st.booleans()):
+            continue
+        if field.is_repeated:
+            values_drawn = draw(st.lists(values(field), max_size=3))
+            if field.cpp_type == FieldDescriptor.CPPTYPE_MESSAGE:
+                for value in values_drawn:
+                    getattr(made, field.name).add().CopyFrom(value)
+            else:
+                getattr(made, field.name).extend(values_drawn)
+        elif field.cpp_type == FieldDescriptor.CPPTYPE_MESSAGE:
+            getattr(made, field.name).CopyFrom(draw(values(field)))
+        else:
+            setattr(made, field.name, draw(values(field)))
+    return made
+
+
+class Fuzz:
+    def __init__(self, endpoint: str, node: str, identity: Path) -> None:
+        credentials = Credentials(identity / "ca.crt", identity / "tls.crt", identity / "tls.key")
+        self._runner = asyncio.Runner()
+        limits = [("grpc.max_send_message_length", -1)]
+        self._channel = self._runner.run(self._open(endpoint, credentials, node, limits))
+        self.heard: Counter[str] = Counter()  # by the error's code, "" for a reply
+        self.wrong: list[str] = []
+
+    async def _open(self, *how: Any) -> grpc.aio.Channel:
+        return open_channel(*how)
+
+    def close(self) -> None:
+        self._runner.run(self._channel.close())
+        self._runner.close()
+
+    def send(self, path: str, pieces: list[bytes]) -> None:
+        """One call, as a stream both ways: on the wire that is what every call is."""
+        error = self._runner.run(self._call(path, pieces))
+        if error is None:
+            self.heard[""] += 1
+            return
+        wire = dict(error.trailing_metadata() or ()).get(WIRE_KEY)
+        told = json.loads(wire) if wire else {}
+        self.heard[told["code"] if wire else str(error.code())] += 1
+        sent = [piece[:200] for piece in pieces]
+        if wire and told["code"] == "internal":
+            self.wrong.append(f"{path} {sent}: {told['message']}")
+        elif not wire and error.code() not in _FROM_GRPC:
+            self.wrong.append(f"{path} {sent}: {error.code()} {error.details()}")
+
+    async def _call(self, path: str, pieces: list[bytes]) -> grpc.aio.AioRpcError | None:
+        method: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = self._channel.stream_stream(path)
+        call = method(iter(pieces), timeout=CALL_S)
+        try:
+            async for _ in call:
+                pass
+        except grpc.aio.AioRpcError as error:
+            return error
+        return None
+
+
+#: Said by gRPC itself: not a message, a second one, none, too large; and a stream that ended because we ended it.
+_FROM_GRPC = {
+    grpc.StatusCode.INTERNAL,
+    grpc.StatusCode.UNIMPLEMENTED,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+    grpc.StatusCode.INVALID_ARGUMENT,
+}
+
+
+def fuzz_method(fuzz: Fuzz, path: str, method: MethodDescriptor | None) -> None:
+    @settings(
+        max_examples=EXAMPLES,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(st.data())
+    def go(data: st.DataObject) -> None:
+        garbage = st.binary(max_size=300)
+        one = messages(method.input_type).map(lambda made: made.SerializeToString()) if method else garbage
+        fuzz.send(path, data.draw(st.lists(st.one_of(one, one, garbage), min_size=1, max_size=2)))
+
+    go()
+
+
+def main() -> int:
+    cluster = Cluster.load(sys.argv[1])
+    node, identity = sys.argv[2], Path(sys.argv[3])
+    fuzz = Fuzz(cluster.nodes[node], node, identity)
+    for service in pb.DESCRIPTOR.services_by_name.values():
+        for method in service.methods:
+            fuzz_method(fuzz, f"/{service.full_name}/{method.name}", method)
+    fuzz_method(fuzz, PUSH, None)
+    fuzz.send("/snapshotd.v1.Node/ListRanks", [b"\0" * ABSURD_BYTES])
+    fuzz.close()
+    print(json.dumps({"heard": fuzz.heard, "wrong": fuzz.wrong}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,171 @@
+"""Inet sockets in criu's images, on the target before the restore: new addresses, and connections that end here.
+
+criu restores what the image says: a connection from an address that the target does not have would be restored and then
+hang for ever. So every address in the image is accounted for, or the restore is not tried.
+
+criu's own `tcp_close` shuts down every connection of the image, never some. What it does is done here to single ones:
+without a remote port criu makes a plain socket, and with both directions shut down it is a closed one. That reads as a
+clean end of the stream; `snapshotd.net.reset` makes a reset of it once it exists.
+
+The image as it was dumped is kept beside the changed one, so that the same or another rewriting may follow.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pycriu import images
+
+from snapshotd.api.errors import Internal, Where
+from snapshotd.net.flows import Address, Pair
+
+#: (local, remote) of an end; remote is None for what is not connected: listeners, and sockets that are only bound.
+Ends = tuple[Address, Address | None]
+
+_CLOSE = 7
+_MAPPED = b"\0" * 10 + b"\xff\xff"
+
+
+@dataclass(frozen=True)
+class Rewritten:
+    """What was done. `closed` is where the ended connections will be: (pid in the rank's own pid namespace, descriptor)."""
+
+    changed: int
+    closed: tuple[tuple[int, int], ...]
+
+
+def rewrite(
+    folder: Path, changes: Mapping[Ends, Ends], closed: Iterable[Pair] = (), own: Collection[str] | None = None
+) -> Rewritten:
+    """Gives the image's sockets their new ends and ends the connections in `closed`, and those that were dead already.
+
+    `own` is the target's IP addresses: a socket that would be left with another local one, loopback and wildcard aside, is
+    an error. So is a change without a socket in the image. The image is then as it was.
+    """
+    path, dumped = folder / "files.img", folder / "files.img.dumped"
+    with (dumped if dumped.exists() else path).open("rb") as file:
+        table = images.load(file)
+    ending = set(closed)
+    unmet: set[Ends] = {*changes, *ending}
+    ended: set[int] = set()
+    changed = 0
+    for entry in (entry["isk"] for entry in table["entries"] if entry["type"] == "INETSK"):
+        ends = _ends(entry)
+        unmet.discard(ends)
+        if _is_dead(entry):
+            _end(entry)
+        elif ends in ending:
+            _end(entry)
+            ended.add(entry["id"])
+        elif ends in changes:
+            _change(entry, *changes[ends])
+            changed += 1
+        local = _ends(entry)[0]
+        if own is not None and local.port and not (local.loopback or local.wildcard or local.ip in own):
+            raise _wrong(f"the image has a socket at {local}, an address that this node does not have")
+    if unmet:
+        raise _wrong("the image lacks the connections " + ", ".join(f"{local} → {remote}" for local, remote in unmet))
+    _replace(folder, table)
+    return Rewritten(changed, tuple(_descriptors(folder, ended)) if ended else ())
+
+
+def listed(folder: Path) -> list[Ends]:
+    """The ends of every inet socket in the image."""
+    with (folder / "files.img").open("rb") as file:
+        table = images.load(file)
+    return [_ends(entry["isk"]) for entry in table["entries"] if entry["type"] == "INETSK"]
+
+
+def _replace(folder: Path, table: Any) -> None:
+    path, dumped, new = folder / "files.img", folder / "files.img.dumped", folder / "files.img.new"
+    with new.open("wb") as file:
+        images.dump(table, file)
+    if not dumped.exists():
+        os.link(path, dumped)
+    os.replace(new, path)
+
+
+def _wrong(message: str) -> Internal:
+    return Internal(message, where=Where.SOURCE_FROZEN)
+
+
+# ---------------------------------------------------------------- one socket
+
+
+def _ends(entry: Mapping[str, Any]) -> Ends:
+    local = _address(entry["family"], entry["src_addr"], entry["src_port"])
+    remote = _address(entry["family"], entry["dst_addr"], entry["dst_port"])
+    return local, remote if remote.port else None
+
+
+def _address(family: int, words: list[int], port: int) -> Address:
+    """criu copies an address from memory into words, so they are in this machine's byte order."""
+    count = 4 if family == socket.AF_INET6 else 1
+    return Address(socket.inet_ntop(family, struct.pack(f"={count}I", *words[:count])), port)
+
+
+def _change(entry: dict[str, Any], local: Address, remote: Address | None) -> None:
+    if (remote is None) != (entry["dst_port"] == 0):
+        raise _wrong(f"{_ends(entry)[0]} cannot become {local} → {remote}: it would be connected before or after alone")
+    for name, address in (("src", local), ("dst", remote)):
+        if address is not None:
+            entry[f"{name}_addr"] = _words(entry, address)
+            entry[f"{name}_port"] = address.port
+
+
+def _words(entry: Mapping[str, Any], address: Address) -> list[int]:
+    """An IPv4 address in an IPv6 socket is a mapped one."""
+    packed = socket.inet_pton(socket.AF_INET6 if address.version == 6 else socket.AF_INET, address.ip)
+    if entry["family"] == socket.AF_INET6 and address.version == 4:
+        if entry.get("v6only"):
+            raise _wrong(f"{_ends(entry)[0]} is an IPv6-only socket and cannot have the address {address}")
+        packed = _MAPPED + packed
+    if entry["family"] == socket.AF_INET and address.version == 6:
+        raise _wrong(f"{_ends(entry)[0]} is an IPv4 socket and cannot have the address {address}")
+    return list(struct.unpack(f"={len(packed) // 4}I", packed))
+
+
+def _is_dead(entry: Mapping[str, Any]) -> bool:
+    """A connection that was reset or timed out before the move, which the application has not closed yet: criu still
+    has both addresses, although the kernel lists it nowhere."""
+    return bool(entry["proto"] == socket.IPPROTO_TCP and entry["state"] == _CLOSE and entry["dst_port"])
+
+
+def _end(entry: dict[str, Any]) -> None:
+    """Unconnected and unbound: its address may not exist here, and its port may be another's by now."""
+    for name in ("src", "dst"):
+        entry[f"{name}_port"] = 0
+        entry[f"{name}_addr"] = [0] * len(entry[f"{name}_addr"])
+    entry.pop("ifname", None)
+    entry["state"] = _CLOSE
+    entry["shutdown"] = "BOTH"
+
+
+# ---------------------------------------------------------------- who has it
+
+
+def _descriptors(folder: Path, files: Collection[int]) -> list[tuple[int, int]]:
+    """(pid, descriptor) of these open files, each file once: by any of the processes that have it."""
+    left = set(files)
+    found = []
+    for process in _entries(folder / "pstree.img"):
+        identity = folder / f"ids-{process['pid']}.img"
+        if not identity.exists():  # a zombie has nothing open
+            continue
+        (tables,) = _entries(identity)
+        for descriptor in _entries(folder / f"fdinfo-{tables['files_id']}.img"):
+            if descriptor["id"] in left:
+                left.remove(descriptor["id"])
+                found.append((int(process["pid"]), int(descriptor["fd"])))
+    return found
+
+
+def _entries(path: Path) -> list[dict[str, Any]]:
+    with path.open("rb") as file:
+        return list(images.load(file)["entries"])

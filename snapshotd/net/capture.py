@@ -1,0 +1,217 @@
+"""All that makes a TCP connection, out of its socket and on RAM-backed storage, before the socket is touched.
+
+Between taking the old connection off a socket and filling the new one, the queued bytes exist in this file alone. So a
+file is whole or not there (renamed into place, with a digest), and its stage says what may be believed:
+
+    begun   the socket is as it was, perhaps in repair mode; the file has its options, which repair mode resets
+    taken   the socket may be anything; the file has everything
+    whole   the socket is a working connection again; the file has only its former options
+
+Invariant: the stage on storage is never behind the socket: it goes to `taken` before the first byte is lost there, and to
+`whole` after the last one is back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import struct
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from snapshotd.api.errors import Damaged, Internal, Refused, Where
+from snapshotd.net import repair
+from snapshotd.net.flows import Address, Pair
+from snapshotd.net.repair import IP, SOL, TCP
+
+_MAGIC = b"snapshot-socket-1\n"
+_DIGEST_BYTES = 16
+_TRIES = 3
+
+#: What a re-point changes besides the connection itself (found by comparing all readable options before and after).
+#: SO_PEEK_OFF is here because it has to be off while the queues are read. Options that a kernel lacks are left out.
+_OPTIONS: dict[str, tuple[int, int]] = {
+    "reuse_address": (SOL, socket.SO_REUSEADDR),
+    "peek_offset": (SOL, repair.SO_PEEK_OFF),
+    "send_buffer_bytes": (SOL, socket.SO_SNDBUF),
+    "receive_buffer_bytes": (SOL, socket.SO_RCVBUF),
+    "buffer_lock": (SOL, repair.SO_BUF_LOCK),
+    "port_range": (IP, repair.IP_LOCAL_PORT_RANGE),
+    "window_clamp": (TCP, socket.TCP_WINDOW_CLAMP),
+    "rto_min_us": (TCP, repair.TCP_RTO_MIN_US),
+    "delayed_ack_max_us": (TCP, repair.TCP_DELACK_MAX_US),
+}
+
+
+class Stage(StrEnum):
+    BEGUN = "begun"
+    TAKEN = "taken"
+    WHOLE = "whole"
+
+
+@dataclass(frozen=True)
+class SocketState:
+    """One connection. `send` is unacknowledged; its last `unsent_bytes` never left this node."""
+
+    stage: Stage
+    local: Address
+    remote: Address
+    options: Mapping[str, int]
+    info: repair.Info
+    mss: int = 0
+    timestamp: int = 0
+    window: repair.Window | None = None
+    receive_end: int = 0  # the sequence number after the last byte of each queue
+    send_end: int = 0
+    unsent_bytes: int = 0
+    receive: bytes = b""
+    send: bytes = b""
+
+    @property
+    def ends(self) -> Pair:
+        return self.local, self.remote
+
+    @property
+    def receive_start(self) -> int:
+        return (self.receive_end - len(self.receive)) & 0xFFFFFFFF
+
+    @property
+    def send_start(self) -> int:
+        return (self.send_end - len(self.send)) & 0xFFFFFFFF
+
+    @property
+    def sent(self) -> bytes:
+        return self.send[: len(self.send) - self.unsent_bytes]
+
+    def unsent_after(self, sequence: int) -> bytes:
+        """What is still to be put into the send queue once it reaches up to `sequence`."""
+        missing = (self.send_end - sequence) & 0xFFFFFFFF
+        if missing > self.unsent_bytes:
+            raise Internal(f"a send queue ends {missing} bytes early, and only {self.unsent_bytes} were unsent")
+        return self.send[len(self.send) - missing :]
+
+
+def begin(sock: socket.socket) -> SocketState:
+    """The options of a socket that is not in repair mode. Changes nothing."""
+    ends = repair.pair(sock)
+    if ends is None:
+        raise Internal("a socket that is not connected cannot be captured")
+    return SocketState(Stage.BEGUN, *ends, _options(sock), repair.info(sock))
+
+
+def capture(sock: socket.socket, begun: SocketState) -> SocketState:
+    """The whole connection, of a socket in repair mode under a filter. Takes nothing out of it."""
+    if begun.options.get("peek_offset", -1) >= 0:
+        sock.setsockopt(SOL, repair.SO_PEEK_OFF, -1)
+    for _ in range(_TRIES):
+        receive, receive_end = _queue(sock, repair.RECV_QUEUE, repair.SIOCINQ)
+        send, send_end = _queue(sock, repair.SEND_QUEUE, repair.SIOCOUTQ)
+        state = replace(
+            begun,
+            stage=Stage.TAKEN,
+            mss=sock.getsockopt(TCP, socket.TCP_MAXSEG),
+            timestamp=sock.getsockopt(TCP, repair.TCP_TIMESTAMP) & 0xFFFFFFFF,
+            window=repair.Window.of(sock),
+            receive_end=receive_end,
+            send_end=send_end,
+            unsent_bytes=repair.waiting(sock, repair.SIOCOUTQNSD),
+            receive=receive,
+            send=send,
+        )
+        if agrees(sock, state):
+            return state
+    raise Refused(f"packets of {begun.local} – {begun.remote} still arrive: it is not filtered", where=Where.UNKNOWN)
+
+
+def agrees(sock: socket.socket, state: SocketState) -> bool:
+    """Whether the queues of a socket in repair mode are those of the state."""
+    return (
+        repair.waiting(sock, repair.SIOCINQ) == len(state.receive)
+        and repair.waiting(sock, repair.SIOCOUTQ) == len(state.send)
+        and repair.sequence(sock, repair.RECV_QUEUE) == state.receive_end
+        and repair.sequence(sock, repair.SEND_QUEUE) == state.send_end
+    )
+
+
+def _queue(sock: socket.socket, queue: int, request: int) -> tuple[bytes, int]:
+    size = repair.waiting(sock, request)
+    return repair.peek(sock, queue, size), repair.sequence(sock, queue)
+
+
+def _options(sock: socket.socket) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for name, (level, option) in _OPTIONS.items():
+        with contextlib.suppress(OSError):
+            found[name] = sock.getsockopt(level, option)
+    return found
+
+
+def put_option(sock: socket.socket, state: SocketState, name: str) -> None:
+    """Sets one option back, where this kernel has it and it differs."""
+    level, option = _OPTIONS[name]
+    wanted = state.options.get(name)
+    if wanted is not None and sock.getsockopt(level, option) != wanted:
+        sock.setsockopt(level, option, wanted)
+
+
+# ---------------------------------------------------------------- on storage
+
+
+def save(path: Path, state: SocketState) -> None:
+    """From the return on, the state survives this process. The folder is RAM-backed and private; the file is 0600."""
+    fields = asdict(state) | {"receive": len(state.receive), "send": len(state.send)}
+    header = json.dumps(fields).encode()
+    content = (struct.pack(">I", len(header)), header, state.receive, state.send)
+    put_in_place(path, _MAGIC, _digest(*content), *content)
+
+
+def put_in_place(path: Path, *parts: bytes) -> None:
+    """The file is there with all of it, for its owner alone, or as it was before."""
+    fresh = path.with_name(path.name + ".new")
+    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    try:
+        for part in parts:
+            rest = memoryview(part)
+            while rest:
+                rest = rest[os.write(descriptor, rest) :]
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    fresh.rename(path)
+
+
+def load(path: Path) -> SocketState | None:
+    """None when nothing was saved: then the socket was not touched. Raises Damaged for what `save` never wrote."""
+    try:
+        blob = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    start = len(_MAGIC) + _DIGEST_BYTES
+    content = blob[start:]
+    if not blob.startswith(_MAGIC) or _digest(content) != blob[len(_MAGIC) : start]:
+        raise Damaged(f"{path.name} is not a socket's state")
+    size = struct.unpack(">I", content[:4])[0]
+    return _from_fields(json.loads(content[4 : 4 + size]), content[4 + size :])
+
+
+def _from_fields(fields: dict[str, Any], queues: bytes) -> SocketState:
+    fields["receive"], fields["send"] = queues[: fields["receive"]], queues[fields["receive"] :]
+    fields["stage"] = Stage(fields["stage"])
+    fields["local"], fields["remote"] = Address(**fields["local"]), Address(**fields["remote"])
+    fields["info"] = repair.Info(**fields["info"])
+    fields["window"] = repair.Window(**fields["window"]) if fields["window"] else None
+    return SocketState(**fields)
+
+
+def _digest(*parts: bytes) -> bytes:
+    whole = xxhash.xxh3_128()
+    for part in parts:
+        whole.update(part)
+    return whole.digest()

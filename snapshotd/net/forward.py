@@ -1,0 +1,177 @@
+"""New connections to where a rank used to listen reach it where it listens now.
+
+Every node of a job has, for each rank of it that has moved, a table `inet snapshotd-fwd-UID` with a map from each address
+the rank ever listened on to the present one. A SYN that a process here sends there is sent on (DNAT, output hook), and so
+is one that arrives here for it, from a host without a daemon, if this node forwards packets at all. The table is the
+kernel's: it outlives the daemon, and goes with `forget`, or with the node.
+
+Invariants: only a SYN is ever translated, so a flow that exists, and one that was re-pointed, is never touched. A rank's
+map is replaced in one transaction: at no instant does a SYN find half of it.
+
+Loopback (127.0.0.1, ::1) takes more, because the kernel keeps such addresses off the cable. The source becomes this
+node's own address (masquerade), and answers, once translated back, must be let in: `route_localnet` of the interface for
+IPv4, a second local route to ::1 through it for IPv6. What `route_localnet` would open to the neighbours is closed
+again by a rule that drops loopback addresses which come by cable. Both are undone with the last rank that needs them.
+
+A translated connection has two names: the socket's, with the old address, and the one on the cable. Whoever holds or
+re-points it needs both, and must have it forgotten: see snapshotd/net/tracking.py.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+from snapshotd.api.errors import Internal
+from snapshotd.net import nft
+from snapshotd.net.flows import Address
+from snapshotd.net.loopback import close_loopback, interface_towards, loopback_is_open, open_loopback
+from snapshotd.ranks import check_rank_uid
+
+_KIND = "fwd-"
+_FAMILIES = {4: ("v4", "ip", "ipv4_addr"), 6: ("v6", "ip6", "ipv6_addr")}
+_LOOPBACK = {4: "127.0.0.0/8", 6: "::1"}
+_SYN = "tcp flags & (fin | syn | rst | ack) == syn"
+
+# Read and changed together: which interfaces the tables say we opened, and whether they are open.
+_changing = threading.Lock()
+
+
+def forward(rank_uid: str, addresses: Mapping[Address, Address]) -> None:
+    """From the return on, new connections to each key go to its value; replaces what was said before about this rank.
+
+    Loopback keys belong in the map of one node alone, the one whose processes meant this rank by them. An empty map is
+    `forget`. Raises NotSupported where the kernel cannot translate; nothing has changed then.
+    """
+    wanted = {old: new for old, new in addresses.items() if old != new}
+    for old, new in wanted.items():
+        if old.version != new.version or old.wildcard or new.wildcard or new.loopback or not (old.port and new.port):
+            raise Internal(f"connections to {old} cannot be forwarded to {new}")
+    if not wanted:
+        forget(rank_uid)
+        return
+    table = nft.PREFIX + _name(rank_uid)
+    with _changing:
+        interfaces = {interface_towards(new.ip) for old, new in wanted.items() if old.loopback} - {"lo"}
+        before = _opened()
+        # Open already, and not by us: then it is somebody else's to close.
+        ours = {found for found in interfaces if found in before or not loopback_is_open(found)}
+        # The rule that guards an interface is there before it is opened, and goes after it is closed, also in a crash.
+        closing = before - ours - _opened(but=rank_uid)
+        for interface in sorted(closing):
+            close_loopback(interface)
+        try:
+            nft.apply(_rules(table, wanted, ours))
+        except nft.NftFailed:
+            for interface in sorted(closing):
+                open_loopback(interface)
+            check_support()  # which says so, if that is why
+            raise
+        for interface in sorted(interfaces):
+            open_loopback(interface)
+
+
+def forget(rank_uid: str) -> None:
+    """New connections to the rank's former addresses are again what they would be without us. Idempotent."""
+    with _changing:
+        for interface in sorted(_opened() - _opened(but=rank_uid)):
+            close_loopback(interface)
+        nft.drop_table(_name(rank_uid))
+
+
+def listed() -> dict[str, dict[Address, Address]]:
+    """What is forwarded on this node: rank uid to its map."""
+    return {uid: forwarded(uid) for uid in _listed()}
+
+
+def forwarded(rank_uid: str) -> dict[Address, Address]:
+    """What `forward` was last told about this rank; empty when nothing is forwarded."""
+    found: dict[Address, Address] = {}
+    for name, _, _ in _FAMILIES.values():
+        for old, new in nft.elements(_name(rank_uid), name, "map"):
+            found[Address(*old["concat"])] = Address(*new["concat"])
+    return found
+
+
+def collapse(addresses: Mapping[Address, Address], moved: Mapping[Address, Address]) -> dict[Address, Address]:
+    """The map after one more move (`moved`: present listening address to the next one): every former address leads
+    straight to the newest, and an address that the rank has come back to leads nowhere."""
+    latest = {old: moved.get(new, new) for old, new in addresses.items()} | dict(moved)
+    return {old: new for old, new in latest.items() if old != new}
+
+
+def check_support() -> None:
+    """Raises NotSupported unless this kernel can forward; leaves nothing behind. For preflight."""
+    table = nft.PREFIX + "probe"
+    example = {Address("127.0.0.1", 1): Address("192.0.2.1", 1), Address("::1", 1): Address("2001:db8::1", 1)}
+    nft.probe(_rules(table, example, set()) + f"delete table inet {table}\n")
+
+
+# ---------------------------------------------------------------- rules
+
+
+def _rules(table: str, addresses: Mapping[Address, Address], opened: set[str]) -> str:
+    """One transaction: the table as it should be, whatever it was."""
+    lines = [
+        f"add table inet {table}",
+        f"delete table inet {table}",
+        f"add table inet {table}",
+        f"add set inet {table} opened {{ type ifname ; }}",
+        f"add chain inet {table} guard {{ type filter hook prerouting priority -300 ; policy accept ; }}",
+        f"add rule inet {table} guard iifname @opened ip daddr 127.0.0.0/8 drop",
+        f"add rule inet {table} guard iifname @opened ip saddr 127.0.0.0/8 drop",
+        f"add chain inet {table} leaving {{ type nat hook output priority -100 ; policy accept ; }}",
+        f"add chain inet {table} arriving {{ type nat hook prerouting priority -100 ; policy accept ; }}",
+        f"add chain inet {table} sources {{ type nat hook postrouting priority 100 ; policy accept ; }}",
+    ]
+    lines += [f'add element inet {table} opened {{ "{name}" }}' for name in sorted(opened)]
+    for version, (name, prefix, kind) in _FAMILIES.items():
+        chosen = {old: new for old, new in addresses.items() if old.version == version}
+        if not chosen:
+            continue
+        entries = [f"{old.ip} . {old.port} : {new.ip} . {new.port}" for old, new in chosen.items()]
+        reached = sorted({f"{new.ip} . {new.port}" for new in chosen.values()})
+        lines += [
+            f"add map inet {table} {name} {{ type {kind} . inet_service : {kind} . inet_service ; }}",
+            f"add set inet {table} {name}-reached {{ type {kind} . inet_service ; }}",
+            f"add element inet {table} {name} {nft.braces(entries)}",
+            f"add element inet {table} {name}-reached {nft.braces(reached)}",
+        ]
+        translate = f"{_SYN} dnat {prefix} to {prefix} daddr . tcp dport map @{name}"
+        lines.append(f"add rule inet {table} leaving {translate}")
+        # Where the kernel forwards nothing, a refused connection is a better answer than none.
+        if _passes_packets_on(version):
+            lines.append(f"add rule inet {table} arriving {translate}")
+        # A source that is a loopback's or another host's becomes ours: the answer must come back here to be translated.
+        ours = f'{prefix} daddr . tcp dport @{name}-reached ct status dnat oifname != "lo"'
+        lines += [
+            f"add rule inet {table} sources {ours} {prefix} saddr {_LOOPBACK[version]} masquerade",
+            f"add rule inet {table} sources {ours} fib saddr type != local masquerade",
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _passes_packets_on(version: int) -> bool:
+    setting = {4: "ipv4/ip_forward", 6: "ipv6/conf/all/forwarding"}[version]
+    try:
+        return Path("/proc/sys/net", setting).read_text().strip() != "0"
+    except FileNotFoundError:  # a kernel without IPv6
+        return False
+
+
+# ---------------------------------------------------------------- names
+
+
+def _name(rank_uid: str) -> str:
+    return _KIND + check_rank_uid(rank_uid)
+
+
+def _listed() -> list[str]:
+    return [name.removeprefix(_KIND) for name in nft.tables() if name.startswith(_KIND)]
+
+
+def _opened(but: str = "") -> set[str]:
+    """The interfaces that we opened to loopback addresses, as the tables of all ranks `but` one say."""
+    tables = (_name(uid) for uid in _listed() if uid != but)
+    return {str(found) for table in tables for found in nft.elements(table, "opened")}

@@ -1,0 +1,129 @@
+"""What of a rank's connections cannot be moved, each by its name and with the reason.
+
+A question to the sockets that changes nothing: pending errors are seen by poll, because SO_ERROR would take them away.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import select
+import socket
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from snapshotd.net.flows import Flow
+from snapshotd.net.sockets import borrow
+
+_TCP_FASTOPEN_CONNECT, _TCP_ULP, _TCP_AO_INFO = 30, 31, 40
+_libc = ctypes.CDLL(None)
+
+_STATE_REASONS = {
+    "fin-wait-1": "half-closed: the rank has ended its side of it",
+    "fin-wait-2": "half-closed: the rank has ended its side of it",
+    "close-wait": "half-closed: the other side has ended it",
+    "closing": "closing on both sides",
+    "last-ack": "closing on both sides",
+    "time-wait": "closed a moment ago",
+    "syn-sent": "still connecting",
+    "syn-recv": "still connecting",
+    "elsewhere": "a socket of another network namespace",
+}
+_PASSING = ("syn-sent", "syn-recv", "closing", "last-ack", "time-wait")
+_PROTOCOL_REASONS = {
+    "mptcp": "a Multipath TCP socket",
+    "sctp": "an SCTP socket",
+    "dccp": "a DCCP socket",
+    "smc": "an SMC socket",
+    "raw": "a raw socket",
+    "ping": "an ICMP socket",
+    "packet": "a packet socket",
+    "udplite": "a UDP-Lite socket",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Why a socket cannot be moved. `passing`: a moment later it probably can."""
+
+    flow: Flow
+    reason: str
+    passing: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.flow}: {self.reason}"
+
+
+def problems(flows: Iterable[Flow]) -> list[Problem]:
+    """All reasons against moving these sockets; of a rank, or the other ends that `find_ends` gave."""
+    return [problem for flow in flows for problem in _of(flow)]
+
+
+def _of(flow: Flow) -> list[Problem]:
+    if flow.protocol == "tcp":
+        return _listed(flow) or _asked(flow)
+    if flow.protocol == "udp":
+        # A connected one only needs its address changed; what comes for an unconnected one would be lost unnoticed.
+        if flow.local.port and not flow.connected:
+            return [Problem(flow, "a UDP port: datagrams to the former address would be lost")]
+        return []
+    return [Problem(flow, _PROTOCOL_REASONS.get(flow.protocol, f"a socket of the protocol {flow.protocol}"))]
+
+
+def _listed(flow: Flow) -> list[Problem]:
+    """What the kernel's tables say."""
+    found = []
+    if flow.state in _STATE_REASONS:
+        found.append(Problem(flow, _STATE_REASONS[flow.state], passing=flow.state in _PASSING))
+    elif flow.connected and not flow.holders:
+        reason = "no process that may be looked into has it" if flow.inode else "nobody has accepted it yet"
+        found.append(Problem(flow, reason, passing=True))
+    elif flow.connected and flow.shutdown:
+        found.append(Problem(flow, f"half-closed: shut down for {flow.shutdown}"))
+    if flow.waiting:
+        found.append(Problem(flow, f"{flow.waiting} connections wait there to be accepted", passing=True))
+    if flow.signed:
+        found.append(Problem(flow, "signed segments (TCP-MD5)"))
+    if flow.local.link_local or (flow.remote is not None and flow.remote.link_local):
+        found.append(Problem(flow, "a link-local address, which no other node has"))
+    return found
+
+
+def _asked(flow: Flow) -> list[Problem]:
+    """What only the socket itself knows."""
+    for holder in flow.holders:
+        with contextlib.suppress(ProcessLookupError), borrow(holder, flow.inode) as sock:
+            return [Problem(flow, reason, passing) for reason, passing in _questions(flow, sock)]
+    return []
+
+
+def _questions(flow: Flow, sock: socket.socket) -> list[tuple[str, bool]]:
+    found: list[tuple[str, bool]] = []
+    poll = select.poll()
+    poll.register(sock, select.POLLPRI)
+    events = dict(poll.poll(0)).get(sock.fileno(), 0)
+    if flow.connected and events & select.POLLPRI:
+        found.append(("urgent data that was not read yet", True))
+    if events & select.POLLERR:
+        found.append(("an error, or a message in its error queue, that was not read yet", True))
+    protocol = _option(sock, _TCP_ULP, 16).rstrip(b"\0").decode(errors="replace")
+    if protocol:
+        found.append((f"TLS in the kernel ({protocol})" if protocol == "tls" else f"handled by {protocol}", False))
+    if not flow.connected and not flow.listens and any(_option(sock, _TCP_FASTOPEN_CONNECT, 4)):
+        found.append(("a TCP Fast Open that has not begun", True))
+    if _has_authentication(sock):
+        found.append(("signed segments (TCP-AO)", False))
+    return found
+
+
+def _option(sock: socket.socket, name: int, size: int) -> bytes:
+    try:
+        return sock.getsockopt(socket.IPPROTO_TCP, name, size)
+    except OSError:  # a kernel without it
+        return b""
+
+
+def _has_authentication(sock: socket.socket) -> bool:
+    # struct tcp_ao_info_opt, which must come in zeroed; Python's getsockopt hands in whatever was in memory.
+    buffer, size = ctypes.create_string_buffer(48), ctypes.c_uint(48)
+    return not _libc.getsockopt(sock.fileno(), socket.IPPROTO_TCP, _TCP_AO_INFO, buffer, ctypes.byref(size))

@@ -1,0 +1,66 @@
+"""What the clock does to a connection during a move: its time-outs must not end it, nor silence outlast the move.
+
+A held connection retransmits into a filter. TCP_USER_TIMEOUT or keepalive could give it up: both are off for the pause. And
+a connection that was rebuilt (re-pointed here, or restored by CRIU) knows no round-trip time: what is lost in the filter
+is sent again only after 3 s, unless the kernel remembers a round trip between the two addresses from a connection that was
+closed in the last hour (tcp_metrics). `learn_round_trip` makes and closes one, before anything is frozen.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from snapshotd.net.borrow import borrow_from
+from snapshotd.net.flows import Address, Holder
+from snapshotd.net.repair import SOL, TCP
+
+TCP_USER_TIMEOUT = 18
+
+
+@dataclass(frozen=True)
+class Timers:
+    """What `hold_timers` switched off; for the journal."""
+
+    user_timeout_ms: int
+    keepalive: bool
+
+
+def hold_timers(holders: Sequence[Holder], inode: int) -> Timers | None:
+    """The connection outlives any silence from now on. Its processes may run. None when there is no such socket any more."""
+    sock = borrow_from(holders, inode)
+    if sock is None:
+        return None
+    with sock:
+        timers = Timers(sock.getsockopt(TCP, TCP_USER_TIMEOUT), bool(sock.getsockopt(SOL, socket.SO_KEEPALIVE)))
+        sock.setsockopt(TCP, TCP_USER_TIMEOUT, 0)
+        sock.setsockopt(SOL, socket.SO_KEEPALIVE, 0)
+        return timers
+
+
+def restore_timers(holders: Sequence[Holder], inode: int, timers: Timers) -> None:
+    """Idempotent; leaves alone what the application has set itself in the meantime."""
+    sock = borrow_from(holders, inode)
+    if sock is None:
+        return
+    with sock:
+        if timers.user_timeout_ms and not sock.getsockopt(TCP, TCP_USER_TIMEOUT):
+            sock.setsockopt(TCP, TCP_USER_TIMEOUT, timers.user_timeout_ms)
+        if timers.keepalive and not sock.getsockopt(SOL, socket.SO_KEEPALIVE):
+            sock.setsockopt(SOL, socket.SO_KEEPALIVE, 1)
+
+
+def learn_round_trip(local_ip: str, listener: Address, timeout_s: float = 1.0) -> bool:
+    """Makes this node's kernel remember the round trip from `local_ip` to the host of `listener` (a daemon's endpoint, say).
+
+    One connection, closed in good order without a byte. Each of the two nodes does it. Best effort: False when it fails.
+    """
+    try:
+        with socket.create_connection((listener.ip, listener.port), timeout_s, (local_ip, 0)) as sock:
+            sock.shutdown(socket.SHUT_WR)
+            while sock.recv(4096):  # until the other side has closed too: the kernel learns at the end
+                pass
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,89 @@
+"""The connections that `forward` has translated: their two names, and how the kernel is made to forget one.
+
+A translated connection is (here, old address) to the socket that made it and (here, new address) on the cable and to the
+rank; one that was made from a loopback address differs in both ends. The kernel remembers that (conntrack) by the 4-tuple
+alone. So once the socket has been re-pointed, or the rank has moved on, the memory is wrong and harmful: it would
+translate the re-pointed flow again, or give it another port. Therefore: whoever re-points such a socket points it at the
+real address, and calls `untrack` before its flow is released; undo points it at the real address too, never at the old.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from pyroute2.netlink.exceptions import NetlinkError
+from pyroute2.netlink.nfnetlink.nfctsocket import IPS_DST_NAT, IPS_SRC_NAT, NFCTAttrTuple, NFCTSocket
+
+from snapshotd.net.flows import Address, Pair
+from snapshotd.net.nft import NotSupported
+
+
+@dataclass(frozen=True)
+class Translation:
+    """A connection that was made through `forward`: (local, remote) of its client, to its socket and on the cable."""
+
+    socket: Pair
+    wire: Pair
+
+
+def translations() -> list[Translation]:
+    """Every translated TCP connection of this node; none where nothing tracks connections."""
+    found: list[Translation] = []
+    for family in (socket.AF_INET, socket.AF_INET6):
+        with _tracker(family) as tracker:
+            found += _translated(tracker)
+    return found
+
+
+def untrack(pairs: Iterable[Pair]) -> None:
+    """Makes the kernel forget the translation of these flows, named as the socket or as the cable has them. Idempotent.
+
+    A flow that is still in use under its old name is cut off by this: only for sockets that were re-pointed, or closed.
+    """
+    wanted = {ends for local, remote in pairs for ends in ((local, remote), (remote, local))}
+    for known in translations():
+        if known.socket not in wanted and known.wire not in wanted:
+            continue
+        local, remote = known.socket
+        family = socket.AF_INET if local.version == 4 else socket.AF_INET6
+        ends = {"saddr": local.ip, "sport": local.port, "daddr": remote.ip, "dport": remote.port}
+        with _tracker(family) as tracker:
+            try:
+                tracker.entry("del", tuple_orig=NFCTAttrTuple(family=family, proto=socket.IPPROTO_TCP, **ends))
+            except NetlinkError as error:
+                if error.code != errno.ENOENT:  # it ended meanwhile
+                    raise NotSupported(f"the kernel does not forget a translated connection: {error}") from error
+
+
+def _tracker(family: int) -> Any:
+    try:
+        return NFCTSocket(nfgen_family=family)
+    except (NetlinkError, OSError) as error:
+        raise NotSupported(f"tracked connections cannot be read (CONFIG_NF_CT_NETLINK): {error}") from error
+
+
+def _translated(tracker: Any) -> Iterator[Translation]:
+    try:
+        for entry in tracker.dump():
+            if not entry.get_attr("CTA_STATUS") & (IPS_SRC_NAT | IPS_DST_NAT):
+                continue
+            made, answered = (_ends(entry.get_attr(name)) for name in ("CTA_TUPLE_ORIG", "CTA_TUPLE_REPLY"))
+            if made and answered:
+                yield Translation(socket=made, wire=(answered[1], answered[0]))
+    except NetlinkError as error:
+        raise NotSupported(f"tracked connections cannot be read (CONFIG_NF_CT_NETLINK): {error}") from error
+
+
+def _ends(packet: Any) -> Pair | None:
+    """(source, destination) of a tracked direction; None for what is not TCP."""
+    protocol, ip = packet.get_attr("CTA_TUPLE_PROTO"), packet.get_attr("CTA_TUPLE_IP")
+    if protocol.get_attr("CTA_PROTO_NUM") != socket.IPPROTO_TCP:
+        return None
+    version = "V4" if ip.get_attr("CTA_IP_V4_SRC") else "V6"
+    source, destination = ip.get_attr(f"CTA_IP_{version}_SRC"), ip.get_attr(f"CTA_IP_{version}_DST")
+    ports = protocol.get_attr("CTA_PROTO_SRC_PORT"), protocol.get_attr("CTA_PROTO_DST_PORT")
+    return Address(source, ports[0]), Address(destination, ports[1])

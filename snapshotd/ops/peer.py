@@ -1,0 +1,254 @@
+"""A peer's side of a move: the other ends of the rank's connections are here, in processes that stay.
+
+Each is re-pointed in place at the target, under a packet filter, just before COMMIT; with the outcome the filter goes, or the
+socket is pointed back first. The processes are stopped only while their sockets are being changed.
+
+Invariant: while this node does not know the outcome, no packet of these connections leaves or enters it, with the old or
+the new address; so whatever the other ends do meanwhile, nothing here can be answered with a reset. What a socket was is
+on RAM-backed storage before it is touched. A peer that does not know the outcome asks the source, and waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+from snapshotd import host, metrics, rules
+from snapshotd.api import snapshotd_pb2 as pb
+from snapshotd.api.errors import Denied, NotFound, Refused, SnapshotError, Where, WrongState
+from snapshotd.blocking import in_thread
+from snapshotd.faults import Point, reach
+from snapshotd.journal import Begin, Journal, MoveLog, check_move_id
+from snapshotd.logs import move_context
+from snapshotd.net import filter as packets
+from snapshotd.net import forward, refusals, rehome, sockets, tracking
+from snapshotd.net.flows import Address, Flow, Holder, Pair
+from snapshotd.ops.connections import new_pair, old_pair
+from snapshotd.ops.node import Moving, Node, now_unix_s
+from snapshotd.rules import Mark, Outcome
+
+log = logging.getLogger(__name__)
+
+ASK_AGAIN_S = 2.0
+DRIVER_FIRST_S = 10.0
+
+
+class PeerOps:
+    """One instance per daemon."""
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        self.journal = Journal(
+            node.config.state_dir / "peer"
+        )  # its own: this node may be the move's source or target too
+        self.moves: dict[str, Moving] = {}
+
+    # ------------------------------------------------------------------ steps
+
+    async def look(self, rewires: list[pb.Rewire]) -> list[pb.Check]:
+        """Preflight: are the other ends here, and can they be re-pointed? Nothing is touched."""
+        try:
+            _, problems = await in_thread(self._ends, rewires)
+        except (SnapshotError, OSError, ValueError) as error:
+            problems = [str(error)]
+        name = "connection-ends"
+        if problems:
+            return [
+                pb.Check(
+                    name=name,
+                    verdict=pb.Check.REFUSE,
+                    reason=f"on {self.node.config.node}: {'; '.join(problems[:5])}",
+                    remedy="try again in a moment; a connection that is closing or opening settles by itself",
+                )
+            ]
+        return [pb.Check(name=name, reason=f"{len(rewires)} connections end on {self.node.config.node}")]
+
+    async def repoint(self, request: pb.RepointRequest) -> pb.RepointReply:
+        """Points the ends here at the target, under a filter. The last thing before COMMIT."""
+        check_move_id(request.move)
+        known = self.journal.find(request.move) is not None
+        moving = self._moving(request.move) if known else await self._begin(request)
+        async with moving.lock:
+            if (outcome := moving.log.outcome) is not None:
+                raise WrongState(f"move {request.move} has ended: {outcome.outcome} ({outcome.reason})")
+            if moving.log.last_mark is Mark.REPOINTED:
+                return pb.RepointReply(sockets=len(moving.log.note("ends", [])))
+            began = host.boottime_s()
+            with move_context(move=request.move, rank=request.rank, phase="re-point"):
+                await reach(Point.BEFORE_REPOINT)
+                ends, problems = await in_thread(self._ends, list(request.rewires))
+                if problems:
+                    raise Refused("; ".join(problems[:5]), where=Where.SOURCE_FROZEN)
+                notes = [_note(rewire, flow) for rewire, flow in ends]
+                await in_thread(moving.log.mark, Mark.REPOINTING, ends=notes)
+                await in_thread(packets.hold, _table(request.move), [pair for note in notes for pair in _names(note)])
+                stopped_s = await in_thread(self._repoint_all, request.move, notes, True)
+                await reach(Point.REPOINTING)
+                await in_thread(moving.log.mark, Mark.REPOINTED)
+                metrics.phase("re-point", host.boottime_s() - began)
+                log.info("re-pointed %d connections at %s", len(notes), request.target_node)
+                await reach(Point.REPOINT)
+            return pb.RepointReply(sockets=len(notes), stopped_s=stopped_s)
+
+    async def settle(self, move: str, token: bytes) -> pb.SettleReply:
+        """With the source's token, COMMIT or ABORT: the filter goes, or the sockets are pointed back first."""
+        check_move_id(move)
+        if self.journal.find(move) is None:
+            return pb.SettleReply(settled=True)
+        moving = self._moving(move)
+        outcome = next((item for item in Outcome if rules.proves(token, moving.log.nonce, item.value, move)), None)
+        if outcome is None:
+            raise Denied(f"that is not the source's token for move {move}")
+        async with moving.lock:
+            await in_thread(moving.log.decide, outcome, "the source's token", "source")
+            await self._carry_out(moving)
+        return pb.SettleReply(settled=moving.log.last_mark is Mark.SETTLED)
+
+    # ------------------------------------------------------------------ settling
+
+    def adopt_journal(self) -> None:
+        """At start: takes up every unsettled move of an earlier life."""
+        for move_log in self.journal.all():
+            if move_log.last_mark is not Mark.SETTLED:
+                self._track(move_log, 0.0)
+
+    def _track(self, move_log: MoveLog, driver_first_s: float) -> Moving:
+        moving = self.moves[move_log.begin.move] = Moving(move_log)
+        moving.settling = asyncio.create_task(self._follow(moving, driver_first_s), name=f"peer of {move_log.move}")
+        return moving
+
+    async def _follow(self, moving: Moving, driver_first_s: float) -> None:
+        with move_context(move=moving.log.move, rank=moving.log.begin.rank, phase="settle"):
+            said = ""
+            await moving.nap(driver_first_s)
+            while moving.log.last_mark is not Mark.SETTLED:
+                try:
+                    async with moving.lock:
+                        if moving.log.outcome is None:
+                            await self._ask_source(moving)
+                        if moving.log.outcome is not None:
+                            await self._carry_out(moving)
+                except SnapshotError as error:
+                    moving.waiting_for = error.message
+                except Exception:
+                    log.exception("settling %s", moving.log.move)
+                if moving.waiting_for != said:
+                    said = moving.waiting_for
+                    log.info("move %s: %s", moving.log.move, said)
+                await moving.nap(ASK_AGAIN_S)
+
+    async def _ask_source(self, moving: Moving) -> None:
+        begin = moving.log.begin
+        async with self.node.client(begin.source_node, begin.source_endpoint) as client:
+            answer = await client.source.GetOutcome(pb.MoveRequest(move=moving.log.move), timeout_s=5)
+        if answer.kind == pb.UNDECIDED:
+            moving.waiting_for = "the source has not decided yet"
+            return
+        outcome = Outcome(pb.OutcomeKind.Name(answer.kind))
+        await in_thread(moving.log.decide, outcome, answer.reason, "source")
+
+    async def _carry_out(self, moving: Moving) -> None:
+        """The outcome is known: brings every socket where it belongs, then lets the packets go."""
+        outcome, move = moving.log.outcome, moving.log.move
+        assert outcome is not None
+        if moving.log.last_mark is Mark.SETTLED:
+            return
+        await reach(Point.BEFORE_SETTLE)
+        notes = moving.log.note("ends", [])
+        if outcome.outcome is Outcome.ABORT or moving.log.last_mark is not Mark.REPOINTED:
+            await in_thread(self._repoint_all, move, notes, outcome.outcome is Outcome.COMMIT)
+        await in_thread(packets.drop_table, _table(move))
+        await in_thread(shutil.rmtree, self._states(move), ignore_errors=True)
+        await in_thread(moving.log.mark, Mark.SETTLED)
+        moving.waiting_for = ""
+        moving.kick.set()
+
+    # ------------------------------------------------------------------ sockets
+
+    def _ends(self, rewires: list[pb.Rewire]) -> tuple[list[tuple[pb.Rewire, Flow]], list[str]]:
+        """The sockets here that the rewirings are about, and what is wrong with them. Blocking."""
+        forwarded = {old: new for known in forward.listed().values() for old, new in known.items()}
+        pairs = {old_pair(rewire): rewire for rewire in rewires}
+        found = sockets.find_ends(pairs, forwarded)
+        missing = [
+            f"the other end of {pair[0]} - {pair[1]} is in no process here" for pair in pairs if pair not in found
+        ]
+        unheld = [f"{flow} belongs to no process" for flow in found.values() if not flow.holders]
+        wrong = [str(problem) for problem in refusals.problems(found.values())]
+        return [(pairs[pair], flow) for pair, flow in found.items()], missing + unheld + wrong
+
+    def _repoint_all(self, move: str, notes: list[dict[str, Any]], towards_target: bool) -> float:
+        """Every socket to its new, or back to its old, ends; repeatable after a crash anywhere in it. Blocking."""
+        states = self._states(move)
+        states.mkdir(mode=0o700, parents=True, exist_ok=True)
+        stopped_s = rehome.repoint_all([_change(note, towards_target, states) for note in notes])
+        # A connection that had come through a forwarding has its real address now: the kernel must not translate it too.
+        tracking.untrack([_pair(note["own"]) for note in notes if note["own"] != note["old"]])
+        return stopped_s
+
+    def _states(self, move: str) -> Path:
+        return self.node.config.image_dir / "sockets" / move
+
+    # ------------------------------------------------------------------ small questions
+
+    async def _begin(self, request: pb.RepointRequest) -> Moving:
+        begin = Begin(
+            move=request.move,
+            role="peer",
+            rank_uid=request.rank_uid,
+            job=request.job,
+            rank=request.rank,
+            source_node=request.source_node,
+            source_endpoint=request.source_endpoint,
+            target_node=request.target_node,
+            target_endpoint=request.target_endpoint,
+            nonce=request.nonce.hex(),
+            boot_id=host.boot_id(),
+            begun_unix_s=now_unix_s(),
+        )
+        return self._track(await in_thread(self.journal.begin, begin), DRIVER_FIRST_S)
+
+    def _moving(self, move: str) -> Moving:
+        found = self.moves.get(move)
+        if found is None:
+            move_log = self.journal.find(move)
+            if move_log is None:
+                raise NotFound(f"no connection of move {move} ends here")
+            found = self.moves[move] = Moving(move_log)
+        return found
+
+
+def _table(move: str) -> str:
+    """The filter of this node as a peer has a name of its own: as the source or target it may hold the same flows."""
+    return f"m-{hashlib.sha256(f'peer of {move}'.encode()).hexdigest()[:12]}"
+
+
+def _note(rewire: pb.Rewire, flow: Flow) -> dict[str, Any]:
+    """What is journalled of one end: the pairs as *this* end has them, and who holds it."""
+    rank_old, far_old = old_pair(rewire)
+    rank_new, far_new = new_pair(rewire)
+    return {
+        "inode": flow.inode,
+        "holders": [[holder.pid, holder.start_ticks, holder.fd] for holder in flow.holders],
+        "own": [str(address) for address in flow.ends],  # as the socket names it; a forwarded one by a former address
+        "old": [str(far_old), str(rank_old)],
+        "new": [str(far_new), str(rank_new)],
+    }
+
+
+def _names(note: dict[str, Any]) -> list[Pair]:
+    return [_pair(note[name]) for name in ("own", "old", "new")]
+
+
+def _pair(texts: list[str]) -> Pair:
+    return Address.parse(texts[0]), Address.parse(texts[1])
+
+
+def _change(note: dict[str, Any], towards_target: bool, states: Path) -> rehome.Change:
+    local, remote = _pair(note["new" if towards_target else "old"])
+    holders = tuple(Holder(*numbers) for numbers in note["holders"])
+    return rehome.Change(holders, note["inode"], local, remote, states / str(note["inode"]))

@@ -1,0 +1,146 @@
+"""Moves one end of a connection between hosts by hand, as the daemons and CRIU would, so that the other can be re-pointed."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from snapshotd.net import capture, filter, rehome, repair, sockets
+from snapshotd.net.flows import Address, Flow, Pair
+from snapshotd.net.rehome import Change
+from tests.net.hosts import REPOSITORY, Host
+from tests.net.talker import TOTAL_BYTES, half
+
+MOVE = "m-0123456789ab"
+
+
+def digest(seed: int) -> str:
+    return hashlib.sha256(half(seed)).hexdigest()
+
+
+@dataclass
+class Talk:
+    """A connection between the test, which plays the rank, and a talker, which plays a peer."""
+
+    peer: subprocess.Popen[str]
+    rank: socket.socket
+    sent_bytes: int = 0
+
+    def line(self) -> str:
+        assert self.peer.stdout is not None
+        return self.peer.stdout.readline().strip()
+
+    def tell(self) -> None:
+        assert self.peer.stdin is not None
+        self.peer.stdin.write("\n")
+        self.peer.stdin.flush()
+
+    def fill(self) -> None:
+        """Sends until nothing more is taken: the queues of this direction are full then."""
+        rest = memoryview(half(2))[self.sent_bytes :]
+        self.rank.settimeout(0.3)
+        with contextlib.suppress(TimeoutError):
+            while rest:
+                count = self.rank.send(rest)
+                rest, self.sent_bytes = rest[count:], self.sent_bytes + count
+
+    def finish(self) -> None:
+        """The rest of both halves; both ends have read exactly what the other wrote."""
+        self.tell()
+        self.rank.settimeout(30)
+        read, left, rest = hashlib.sha256(), TOTAL_BYTES, memoryview(half(2))[self.sent_bytes :]
+        import select
+
+        while left or rest:
+            readable, writable, _ = select.select([self.rank] if left else [], [self.rank] if rest else [], [], 30)
+            assert readable or writable, f"nothing moves: {left} to read, {len(rest)} to write"
+            if readable:
+                data = self.rank.recv(min(left, 1 << 16))
+                assert data, "end of file"
+                read.update(data)
+                left -= len(data)
+            if writable:
+                rest = rest[self.rank.send(rest[: 1 << 16], socket.MSG_DONTWAIT) :]
+        assert read.hexdigest() == digest(1)
+        assert self.line() == f"done {digest(2)}"
+
+
+@contextlib.contextmanager
+def talk(style: str, family: str, peer: Host, rank: Host, *, peer_listens: bool, ip: str, to: str) -> Iterator[Talk]:
+    """`ip`: where the one that listens binds; `to`: where the other connects."""
+    kind = socket.AF_INET6 if ":" in (to if peer_listens else ip) else socket.AF_INET
+    argv = [sys.executable, "-m", "tests.net.talker", style, family]
+    with contextlib.ExitStack() as stack:
+        if peer_listens:
+            process = stack.enter_context(peer.program([*argv, ip, "0"], cwd=REPOSITORY))
+            port = int(process.stdout.readline())
+            end = rank.call(socket.create_connection, (to, port))
+        else:
+            listener = stack.enter_context(rank.call(socket.create_server, (ip, 0), family=kind))
+            process = stack.enter_context(peer.program([*argv, to, str(listener.getsockname()[1])], cwd=REPOSITORY))
+            end = listener.accept()[0]
+        conversation = Talk(process, end)
+        try:
+            yield conversation
+        finally:
+            conversation.rank.close()
+
+
+def peer_flow(host: Host, rank: socket.socket) -> Flow:
+    """The talker's end of the rank's connection."""
+    ends = repair.pair(rank)
+    assert ends is not None
+    found: Any = host.call(sockets.find_ends, [ends])
+    return found[ends]
+
+
+def change(flow: Flow, ends: Pair, folder: Path) -> Change:
+    return Change(flow.holders, flow.inode, *ends, folder / str(flow.inode))
+
+
+def take_off(rank: socket.socket) -> capture.SocketState:
+    """What CRIU does at the source: the state out, the socket gone, nobody told."""
+    begun = capture.begin(rank)
+    repair.enter(rank)
+    state = capture.capture(rank, begun)
+    rank.close()
+    return state
+
+
+def put_on(state: capture.SocketState, family: int, ends: Pair) -> socket.socket:
+    """What CRIU does at the target. In the target's network namespace."""
+    sock = socket.socket(family)
+    rehome._rebuild(sock, state, ends)
+    return sock
+
+
+def hold(hosts: list[Host], *pairs: Pair) -> None:
+    for host in hosts:
+        host.call(filter.hold, MOVE, pairs)
+
+
+def release(hosts: list[Host]) -> None:
+    for host in hosts:
+        host.call(filter.drop_table, MOVE)
+
+
+def visible(pid: int) -> dict[str, str]:
+    """What a process can see of its descriptors: each one's file, and the registrations of each epoll instance."""
+    seen = {}
+    for name in os.listdir(f"/proc/{pid}/fd"):
+        link = os.readlink(f"/proc/{pid}/fd/{name}")
+        registered = Path(f"/proc/{pid}/fdinfo/{name}").read_text() if "eventpoll" in link else ""
+        seen[name] = link + registered
+    return seen
+
+
+def at(address: Address, ip: str) -> Address:
+    return Address(ip, address.port)

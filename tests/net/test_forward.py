@@ -1,0 +1,278 @@
+"""Late connections find a rank that has moved: real TCP, translated by the kernel, between and inside network namespaces."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+from pyroute2 import IPRoute
+
+from snapshotd.api.errors import Internal, Usage
+from snapshotd.net import filter as packet_filter
+from snapshotd.net import forward, nft, tracking
+from snapshotd.net.flows import Address
+from tests.net.hosts import Host, Hosts
+
+pytestmark = pytest.mark.root
+
+UID, OTHER = "job-0-0a1b2c3d", "job-1-0a1b2c3d"
+PORT = 29500
+
+
+def _listen(ip: str, port: int = PORT) -> socket.socket:
+    server = socket.create_server((ip, port), family=socket.AF_INET6 if ":" in ip else socket.AF_INET)
+    server.settimeout(2.0)
+    return server
+
+
+def dial(host: Host, ip: str, port: int = PORT) -> socket.socket:
+    return host.call(socket.create_connection, (ip, port), 2.0)
+
+
+def expect_both_ways(near: socket.socket, far: socket.socket) -> None:
+    far.settimeout(5.0)
+    near.settimeout(5.0)
+    near.sendall(b"question")
+    assert far.recv(100) == b"question"
+    far.sendall(b"answer")
+    assert near.recv(100) == b"answer"
+
+
+def expect_reaches(host: Host, ip: str, server: socket.socket, port: int = PORT) -> str:
+    """A connection from `host` arrives at `server` and carries data; who the server thinks it is."""
+    with dial(host, ip, port) as near:
+        far, caller = server.accept()
+        with far:
+            expect_both_ways(near, far)
+            assert near.getpeername()[:2] == (ip, port)  # the caller sees the address it asked for
+    return str(caller[0])
+
+
+def expect_refused(host: Host, ip: str) -> None:
+    with pytest.raises(ConnectionRefusedError):
+        dial(host, ip)
+
+
+def set_switch(host: Host, name: str, value: str) -> None:
+    host.call(Path("/proc/sys/net", name).write_text, value)
+
+
+def switch(host: Host, name: str) -> str:
+    return host.call(Path("/proc/sys/net", name).read_text).strip()
+
+
+def local_routes_to_loopback(host: Host) -> list[int]:
+    def look() -> list[int]:
+        with IPRoute() as netlink:
+            routes = netlink.get_routes(family=socket.AF_INET6, table=255)
+            return [route.get_attr("RTA_OIF") for route in routes if route.get_attr("RTA_DST") == "::1"]
+
+    return host.call(look)
+
+
+@pytest.mark.parametrize("family", ["ip4", "ip6"])
+def test_new_connections_reach_the_new_address_from_every_node(hosts: Hosts, family: str) -> None:
+    old, new = (getattr(host, family) for host in (hosts.h1, hosts.h2))
+    with hosts.h2.call(_listen, new) as server:
+        for host in hosts:  # the node that was left, the one that was reached, and one that was neither
+            with pytest.raises((ConnectionRefusedError, TimeoutError)):
+                dial(host, old)
+            host.call(forward.forward, UID, {Address(old, PORT): Address(new, PORT)})
+            assert expect_reaches(host, old, server) == getattr(host, family)
+            assert expect_reaches(host, new, server) == getattr(host, family)
+
+
+@pytest.mark.parametrize(("loopback", "family"), [("127.0.0.1", "ip4"), ("::1", "ip6")])
+def test_loopback_reaches_the_new_address_and_nothing_stays_open(hosts: Hosts, loopback: str, family: str) -> None:
+    new = getattr(hosts.h2, family)
+    routes = local_routes_to_loopback(hosts.h1)
+    with hosts.h2.call(_listen, new) as server, hosts.h1.call(_listen, loopback, PORT + 1) as neighbour:
+        hosts.h1.call(forward.forward, UID, {Address(loopback, PORT): Address(new, PORT)})
+        hosts.h1.call(forward.forward, OTHER, {Address(loopback, PORT + 9): Address(new, PORT)})
+        assert expect_reaches(hosts.h1, loopback, server) == getattr(hosts.h1, family)
+        assert expect_reaches(hosts.h1, loopback, neighbour, PORT + 1) == loopback  # other local services as before
+        hosts.h1.call(forward.forget, UID)
+        expect_refused(hosts.h1, loopback)
+        assert expect_reaches(hosts.h1, loopback, server, PORT + 9)  # what another rank needs stays open
+        hosts.h1.call(forward.forget, OTHER)
+    assert switch(hosts.h1, "ipv4/conf/eth0/route_localnet") == "0"
+    assert local_routes_to_loopback(hosts.h1) == routes
+
+
+def test_a_neighbour_gets_no_further_into_loopback_than_before(hosts: Hosts) -> None:
+    """What `route_localnet` opens: a neighbour that sends packets for 127.0.0.1 to this node's hardware address."""
+
+    def misuse(through: str) -> None:
+        with IPRoute() as netlink:
+            cable = netlink.link_lookup(ifname="eth0")[0]
+            Path("/proc/sys/net/ipv4/conf/eth0/route_localnet").write_text("1")
+            netlink.route("del", dst="127.0.0.0/8", table=255, type=2, scope=254)
+            netlink.route("del", dst="127.0.0.1/32", table=255, type=2, scope=254)
+            netlink.route("add", dst="127.0.0.0/8", gateway=through, oif=cable)
+
+    hosts.h3.call(misuse, hosts.h1.ip4)
+    setting = "ipv4/conf/eth0/route_localnet"
+    with hosts.h1.call(socket.socket, socket.AF_INET, socket.SOCK_DGRAM) as door:
+        door.bind(("127.0.0.1", PORT))
+        door.settimeout(0.5)
+
+        def knock() -> bytes:
+            with hosts.h3.call(socket.socket, socket.AF_INET, socket.SOCK_DGRAM) as caller:
+                caller.bind((hosts.h3.ip4, 0))
+                caller.sendto(b"knock", ("127.0.0.1", PORT))
+            return door.recv(100)
+
+        set_switch(hosts.h1, setting, "1")
+        assert knock() == b"knock"  # without our rule the door is open, so this test can fail
+        set_switch(hosts.h1, setting, "0")
+        hosts.h1.call(forward.forward, UID, {Address("127.0.0.1", 1): Address(hosts.h2.ip4, 1)})
+        assert switch(hosts.h1, setting) == "1"
+        with pytest.raises(TimeoutError):
+            knock()
+
+
+def test_an_interface_is_closed_when_the_map_no_longer_needs_it(hosts: Hosts) -> None:
+    routes, new = local_routes_to_loopback(hosts.h1), Address(hosts.h2.ip4, PORT)
+    hosts.h1.call(forward.forward, UID, {Address("127.0.0.1", PORT): new})
+    assert local_routes_to_loopback(hosts.h1) != routes
+    hosts.h1.call(forward.forward, UID, {Address(hosts.h1.ip4, PORT): new})
+    assert switch(hosts.h1, "ipv4/conf/eth0/route_localnet") == "0"
+    assert local_routes_to_loopback(hosts.h1) == routes
+
+
+def test_what_somebody_else_opened_is_not_closed(hosts: Hosts) -> None:
+    set_switch(hosts.h1, "ipv4/conf/eth0/route_localnet", "1")
+    hosts.h1.call(forward.forward, UID, {Address("127.0.0.1", PORT): Address(hosts.h2.ip4, PORT)})
+    hosts.h1.call(forward.forget, UID)
+    assert switch(hosts.h1, "ipv4/conf/eth0/route_localnet") == "1"
+
+
+@pytest.mark.parametrize(
+    ("family", "setting"), [("ip4", "ipv4/ip_forward"), ("ip6", "ipv6/conf/all/forwarding")], ids=["ipv4", "ipv6"]
+)
+def test_a_host_without_a_daemon_is_sent_on_where_the_old_node_forwards_packets(
+    hosts: Hosts, family: str, setting: str
+) -> None:
+    old, new = (getattr(host, family) for host in (hosts.h1, hosts.h2))
+    addresses = {Address(old, PORT): Address(new, PORT)}
+    with hosts.h2.call(_listen, new) as server:
+        hosts.h1.call(forward.forward, UID, addresses)
+        expect_refused(hosts.h3, old)  # said clearly, not left to time out
+        set_switch(hosts.h1, setting, "1")
+        hosts.h1.call(forward.forward, UID, addresses)
+        assert expect_reaches(hosts.h3, old, server) == old
+
+
+def test_connections_that_exist_are_not_touched(hosts: Hosts) -> None:
+    """Neither one that began before, nor a translated one when the map is replaced, nor one to the new address."""
+    old, middle, new = (Address(host.ip4, PORT) for host in hosts)
+    caller = hosts.h3
+    first, second, third = (host.call(_listen, host.ip4) for host in hosts)
+    with first, second, third, dial(caller, old.ip) as direct:
+        direct_end, _ = first.accept()
+        caller.call(forward.forward, UID, {old: middle})
+        with direct_end, dial(caller, old.ip) as translated:
+            translated_end, _ = second.accept()
+            with translated_end:
+                expect_both_ways(direct, direct_end)
+                expect_both_ways(translated, translated_end)
+                caller.call(forward.forward, UID, {old: new, middle: new})
+                expect_both_ways(direct, direct_end)
+                expect_both_ways(translated, translated_end)
+                assert expect_reaches(caller, old.ip, third)
+                assert expect_reaches(caller, middle.ip, third)
+
+
+def test_a_call_that_was_held_arrives_at_the_new_address(hosts: Hosts) -> None:
+    """A SYN sent while the rank was on its way finds it by itself, without the caller asking again."""
+    move, old, new = "m-0123456789ab", Address(hosts.h1.ip4, PORT), Address(hosts.h2.ip4, PORT)
+    hosts.h3.call(forward.forward, OTHER, {Address(old.ip, 1): Address(new.ip, 1)})  # connections are tracked already
+    hosts.h3.call(packet_filter.hold_listeners, move, [old])
+    with hosts.h3.call(socket.socket) as caller, hosts.h2.call(_listen, new.ip) as server:
+        caller.setblocking(False)
+        caller.connect_ex((old.ip, old.port))
+        hosts.h3.call(forward.forward, UID, {old: new})
+        hosts.h3.call(packet_filter.release_listeners, move, [old])
+        server.settimeout(5.0)
+        far, _ = server.accept()
+        with far:
+            expect_both_ways(caller, far)
+
+
+@pytest.mark.parametrize(("called", "family"), [("", "ip4"), ("", "ip6"), ("127.0.0.1", "ip4"), ("::1", "ip6")])
+def test_a_translated_connection_is_known_by_both_names_until_it_is_forgotten(
+    hosts: Hosts, called: str, family: str
+) -> None:
+    old, new = Address(called or getattr(hosts.h1, family), PORT), Address(getattr(hosts.h2, family), PORT)
+    hosts.h1.call(forward.forward, UID, {old: new})
+    with hosts.h2.call(_listen, new.ip) as server, dial(hosts.h1, old.ip) as near:
+        far, _ = server.accept()
+        with far:
+            socket_name = (Address(*near.getsockname()[:2]), old)
+            wire_name = (Address(*far.getpeername()[:2]), new)
+            known = tracking.Translation(socket=socket_name, wire=wire_name)
+            assert hosts.h1.call(tracking.translations) == [known]
+            hosts.h1.call(tracking.untrack, [(Address("10.0.0.9", 1), new)])
+            assert hosts.h1.call(tracking.translations) == [known]
+            for _ in range(2):
+                hosts.h1.call(tracking.untrack, [wire_name])
+            assert hosts.h1.call(tracking.translations) == []
+
+
+def test_an_address_the_rank_came_back_to_leads_nowhere() -> None:
+    a, b, c = (Address(f"10.0.0.{n}", PORT) for n in (1, 2, 3))
+    after_one = forward.collapse({}, {a: b})
+    after_two = forward.collapse(after_one, {b: c})
+    assert (after_one, after_two) == ({a: b}, {a: c, b: c})
+    assert forward.collapse(after_two, {c: a}) == {b: a, c: a}
+    assert forward.collapse(after_one, {b: a}) == {b: a}
+    loopback = Address("127.0.0.1", PORT)
+    assert forward.collapse({loopback: b}, {b: c}) == {loopback: c, b: c}
+
+
+def test_listed_is_what_was_last_said_and_forget_may_be_repeated(hosts: Hosts) -> None:
+    old, new = Address(hosts.h1.ip4, PORT), Address(hosts.h2.ip4, PORT)
+    old6, new6 = Address(hosts.h1.ip6, PORT), Address(hosts.h2.ip6, PORT)
+    host = hosts.h3
+    host.call(forward.forward, UID, {old: new})
+    for _ in range(2):
+        host.call(forward.forward, UID, {old6: new6, new: new})
+    host.call(forward.forward, OTHER, {old: new, old6: new6})
+    assert host.call(forward.listed) == {UID: {old6: new6}, OTHER: {old: new, old6: new6}}
+    for _ in range(2):
+        host.call(forward.forget, OTHER)
+    host.call(forward.forward, UID, {})
+    assert host.call(forward.listed) == {}
+    assert host.call(nft.tables) == []
+
+
+def test_the_probes_find_support_and_leave_nothing(hosts: Hosts) -> None:
+    hosts.h1.call(forward.check_support)
+    hosts.h1.call(packet_filter.check_support)
+    assert hosts.h1.call(nft.tables) == []
+
+
+@pytest.mark.parametrize(
+    "refused",
+    ["add rule inet snapshotd-probe nowhere drop", "add chain inet t c { type route hook prerouting priority 0 ; }"],
+    ids=["ENOENT", "EOPNOTSUPP"],
+)
+def test_a_kernel_that_cannot_translate_is_named_as_such(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch, refused: str
+) -> None:
+    """Such a kernel gives one of these two answers to a chain or an expression that it does not have."""
+    monkeypatch.setattr(forward, "_rules", lambda *_: f"add table inet t\n{refused}\n")
+    with pytest.raises(nft.NotSupported, match="this kernel cannot"):
+        hosts.h1.call(forward.forward, UID, {Address("10.0.0.1", 1): Address("10.0.0.2", 1)})
+    assert hosts.h1.call(nft.ask, "list tables") == []
+
+
+def test_what_makes_no_sense_changes_nothing(hosts: Hosts) -> None:
+    four, six = Address("10.0.0.1", 1), Address("fd00::1", 1)
+    for old, new in [(four, six), (Address("0.0.0.0", 1), four), (four, Address("127.0.0.1", 1))]:
+        with pytest.raises(Internal, match="cannot be forwarded"):
+            hosts.h1.call(forward.forward, UID, {old: new})
+    with pytest.raises(Usage):
+        hosts.h1.call(forward.forward, "job; flush ruleset", {four: Address("10.0.0.2", 1)})
+    assert hosts.h1.call(nft.tables) == []

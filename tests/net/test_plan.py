@@ -1,0 +1,75 @@
+"""What becomes of each socket on the new node: the pure plan."""
+
+from __future__ import annotations
+
+from snapshotd.api import snapshotd_pb2 as pb
+from snapshotd.net.flows import Address, Family, Flow
+from snapshotd.net.plan import Places, plan
+
+NODES = {
+    "node-1": ["10.0.0.1/24", "192.168.9.1/16", "fd00::1/64"],
+    "node-2": ["10.0.0.2/24", "fd00::2/64"],
+    "spare-1": ["192.168.9.3/16", "10.0.0.3/24", "fd00::3/64"],
+}
+PLACES = Places(NODES, "node-1", "spare-1")
+
+
+def flow(local: str, remote: str = "", *, family: Family = "inet", inode: int = 1) -> Flow:
+    state = "established" if remote else "listen"
+    return Flow("tcp", family, state, Address.parse(local), Address.parse(remote) if remote else None, inode)
+
+
+def words(rewire: pb.Rewire) -> tuple[str, str, str, str]:
+    def ends(local: pb.Endpoint, remote: pb.Endpoint) -> str:
+        return f"{local.ip}:{local.port}-{remote.ip}:{remote.port}"
+
+    kind = pb.Rewire.Kind.Name(rewire.kind)
+    old, new = ends(rewire.old_local, rewire.old_remote), ends(rewire.new_local, rewire.new_remote)
+    return kind, old, new, rewire.peer_node
+
+
+def test_a_connection_to_a_peer_gets_the_targets_address_of_the_same_network() -> None:
+    (rewire,), problems = plan([flow("10.0.0.1:5000", "10.0.0.2:6000")], PLACES)
+    assert problems == []
+    assert words(rewire) == ("PEER", "10.0.0.1:5000-10.0.0.2:6000", "10.0.0.3:5000-10.0.0.2:6000", "node-2")
+    (other,), _ = plan([flow("192.168.9.1:5000", "10.0.0.2:6000")], PLACES)
+    assert other.new_local.ip == "192.168.9.3"
+
+
+def test_loopback_to_a_process_that_stays_gets_real_addresses_on_both_ends() -> None:
+    (rewire,), _ = plan([flow("127.0.0.1:5000", "127.0.0.1:29500")], PLACES)
+    kind, _, new, peer = words(rewire)
+    assert (kind, new, peer) == ("PEER", "10.0.0.3:5000-10.0.0.1:29500", "node-1")
+
+
+def test_connections_inside_the_tree_stay_inside_it() -> None:
+    rewires, _ = plan(
+        [
+            flow("127.0.0.1:1", "127.0.0.1:2"),
+            flow("127.0.0.1:2", "127.0.0.1:1", inode=2),
+            flow("10.0.0.1:3", "10.0.0.1:4", inode=3),
+            flow("10.0.0.1:4", "10.0.0.1:3", inode=4),
+        ],
+        PLACES,
+    )
+    assert [words(rewire)[0] for rewire in rewires] == ["INSIDE"] * 4
+    assert words(rewires[0])[2] == "127.0.0.1:1-127.0.0.1:2"
+    assert words(rewires[2])[2] == "10.0.0.3:3-10.0.0.3:4"
+
+
+def test_a_host_without_a_daemon_is_the_outside_world() -> None:
+    (rewire,), _ = plan([flow("10.0.0.1:5000", "8.8.8.8:443")], PLACES)
+    assert words(rewire)[0] == "OUTSIDE"
+
+
+def test_listeners_keep_any_address_and_loopback_and_change_a_nodes_own() -> None:
+    rewires, _ = plan([flow("0.0.0.0:1"), flow("127.0.0.1:2"), flow("10.0.0.1:3"), flow("[::]:4", family="inet6")], PLACES)
+    assert [rewire.new_local.ip for rewire in rewires] == ["0.0.0.0", "127.0.0.1", "10.0.0.3", "::"]
+    assert {rewire.kind for rewire in rewires} == {pb.Rewire.LISTENER}
+
+
+def test_a_family_the_target_does_not_have_is_a_problem_by_name() -> None:
+    places = Places({**NODES, "spare-1": ["10.0.0.3/24"]}, "node-1", "spare-1")
+    rewires, problems = plan([flow("[fd00::1]:5", "[fd00::2]:6", family="inet6")], places)
+    assert rewires == []
+    assert "spare-1 has no address to stand in for fd00::1" in problems[0]
