@@ -11,6 +11,7 @@ from snapshotd.preflight.outsiders import find_outsiders
 from snapshotd.preflight.sockets import inode_of, unix_names, unix_peers
 from snapshotd.preflight.verdict import listed, passed, refused, warned
 
+
 def _holder(thing: Object) -> str:
     process, number = next(iter(thing.holders.items()))
     return f"{process} fd {number}"

@@ -1,8 +1,8 @@
 """Whom the rank talks to: the protocol, ends and peers of every socket in the tree.
 
 The protocol comes from the socket itself (an extended attribute of /proc/PID/fd/N), because tables leave out sockets
-that are not bound; addresses come from /proc/PID/net, which shows the process's own network namespace. Peers of unix
-sockets are known to sock_diag alone, asked from a thread of its own that enters that namespace and ends.
+that are not bound. Peers of unix sockets are known to sock_diag alone, asked from a thread of its own that enters the
+process's network namespace and ends.
 """
 
 from __future__ import annotations
@@ -11,48 +11,14 @@ import ctypes
 import os
 import socket
 import struct
-import sys
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from snapshotd.preflight.objects import Kind, Object
 
-_TABLES = ("tcp", "tcp6", "udp", "udp6", "udplite", "udplite6", "raw", "raw6", "icmp", "icmp6")
-_STATES = (
-    "?",
-    "ESTABLISHED",
-    "SYN-SENT",
-    "SYN-RECV",
-    "FIN-WAIT-1",
-    "FIN-WAIT-2",
-    "TIME-WAIT",
-    "CLOSE",
-    "CLOSE-WAIT",
-    "LAST-ACK",
-    "LISTEN",
-    "CLOSING",
-    "SYN-RECV",
-)
 _INET = ("TCP", "UDP", "RAW", "PING", "MPTCP", "SCTP", "DCCP", "SMC")
 _CLONE_NEWNET = 0x40000000
 _SHOW_PEER, _SHOW_WAITING = 0x4, 0x8
-
-
-@dataclass(frozen=True, slots=True)
-class InetEnds:
-    table: str
-    local: str
-    remote: str
-    state: str
-
-    @property
-    def waits(self) -> bool:
-        """A port that others come to, rather than a conversation."""
-        return self.state == "LISTEN" or self.remote.endswith(":0")
-
-    def __str__(self) -> str:
-        return f"{self.table} {self.local}" + (" listening" if self.waits else f" → {self.remote} ({self.state})")
 
 
 def inode_of(thing: Object) -> int:
@@ -79,36 +45,6 @@ def by_family(objects: Sequence[Object]) -> dict[str, list[tuple[Object, str]]]:
             family = "netlink" if protocol == "NETLINK" else "other"
         families[family].append((thing, protocol))
     return families
-
-
-def inet_ends(pid: int) -> dict[int, InetEnds]:
-    """inode -> ends, of all bound or connected inet sockets in this process's network namespace."""
-    found = {}
-    for table in _TABLES:
-        try:
-            with open(f"/proc/{pid}/net/{table}") as file:
-                lines = file.readlines()[1:]
-        except FileNotFoundError:  # a protocol this kernel was not built with
-            continue
-        for line in lines:
-            fields = line.split()
-            state = int(fields[3], 16)
-            found[int(fields[9])] = InetEnds(
-                table,
-                _address(fields[1]),
-                _address(fields[2]),
-                _STATES[state] if table.startswith("tcp") and state < len(_STATES) else "",
-            )
-    return found
-
-
-def _address(text: str) -> str:
-    """`0100007F:1F90` as 127.0.0.1:8080. The kernel prints words in its own byte order."""
-    host, _, port = text.partition(":")
-    order = "<" if sys.byteorder == "little" else ">"
-    packed = struct.pack(f"{order}{len(host) // 8}I", *(int(host[at : at + 8], 16) for at in range(0, len(host), 8)))
-    name = socket.inet_ntop(socket.AF_INET if len(packed) == 4 else socket.AF_INET6, packed)
-    return f"{name}:{int(port, 16)}" if len(packed) == 4 else f"[{name}]:{int(port, 16)}"
 
 
 def unix_names(pid: int) -> dict[int, str]:
