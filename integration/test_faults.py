@@ -153,7 +153,7 @@ def test_a_target_that_hangs_is_given_up_after_the_timeout(drill: Drill) -> None
     drill.arm(TARGET, Point.BEFORE_RESTORE, "stop")
     drill.ask("--timeout", "3")
     drill.reached(TARGET)
-    drill.expect(UNDONE, timeout_s=15)
+    drill.expect(UNDONE, timeout_s=30)
     drill.runs_on(SOURCE)
     drill.lab.kill_daemon(TARGET, signal.SIGCONT)
     drill.finish(SOURCE)

@@ -27,7 +27,7 @@ from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.channel import Credentials, open_channel
 from snapshotd.api.errors import WIRE_KEY
 
-EXAMPLES = 15
+EXAMPLES = 30
 #: Their frames are no protobuf; described here like the others.
 PUSH = "/snapshotd.v1.Target/Push"
 ABSURD_BYTES = 48 << 20
@@ -138,6 +138,7 @@ def fuzz_method(fuzz: Fuzz, path: str, method: MethodDescriptor | None) -> None:
         max_examples=EXAMPLES,
         deadline=None,
         database=None,
+        derandomize=True,
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )

@@ -36,6 +36,7 @@ class Mark(StrEnum):
     # peer
     REPOINTING = "re-pointing"  # the ends here are known and about to be changed
     REPOINTED = "re-pointed"  # all of them name the target, silent until the outcome is known
+    POINTED_BACK = "pointed back"  # all of them name the source again, silent still
 
 
 class Outcome(StrEnum):
@@ -104,6 +105,9 @@ def source_next(facts: SourceFacts) -> tuple[SourceDecision, str]:
                 return SourceDecision.WAIT_FOR_PERSON, f"committed, but the target's copy is {facts.target}"
     if not facts.copy_exists:
         match facts.target:
+            case CopyState.HELD if not facts.lease_expired:
+                # The driver is about to have the peers re-pointed; a COMMIT before that would cost the connections.
+                return SourceDecision.ASK_TARGET, "the source's copy is gone; the driver commits the target's"
             case CopyState.HELD | CopyState.RUNNING | CopyState.ENDED:
                 return SourceDecision.RECORD_COMMIT, "the source's copy is gone and the target has a whole one"
             case CopyState.UNREACHABLE if facts.mark is Mark.STREAMED:
@@ -157,6 +161,57 @@ def target_answer(facts: TargetFacts) -> CopyState:
             return CopyState.HELD if facts.copy_exists else CopyState.GONE
         case _:
             return CopyState.RECEIVING
+
+
+class PeerDecision(StrEnum):
+    ASK = "ask the source, then the target"
+    LEARN_COMMIT = "write down COMMIT"
+    LEARN_ABORT = "write down ABORT"
+    MEND = "mend"  # what was being changed is put back, silent still: no process is stopped until the outcome is known
+    FINISH = "point at the target"
+    POINT_BACK = "point back"
+    UNFILTER = "let the packets go"
+    CLOSE = "close"
+
+
+@dataclass(frozen=True)
+class PeerFacts:
+    mark: Mark
+    outcome: Outcome | None  # written down here, final
+    interrupted: bool = False  # the change of the ends here was cut short
+    source: Outcome | None = None  # the source's answer; None: it has not decided, or does not answer
+    target: CopyState = CopyState.UNREACHABLE  # the target's answer, or what the source says of it
+
+
+def peer_next(facts: PeerFacts) -> tuple[PeerDecision, str]:
+    """The next act of a daemon that has the other ends of a rank's connections.
+
+    A COMMIT counts here once the target has let its copy go: until then the source may have to take the rank back, and an
+    end that had dropped its filter would speak to nobody. A target that has dropped its copy will never run one.
+    """
+    if facts.mark is Mark.SETTLED:
+        return PeerDecision.CLOSE, "settled"
+    if facts.outcome is None:
+        if facts.interrupted:
+            return PeerDecision.MEND, "the change of the connections was cut short"
+        if facts.source is Outcome.ABORT or facts.target is CopyState.DISCARDED:
+            return PeerDecision.LEARN_ABORT, "the rank does not run at the target, and never will"
+        if facts.target in {CopyState.RUNNING, CopyState.ENDED}:
+            return PeerDecision.LEARN_COMMIT, "the target runs the rank"
+        if facts.source is Outcome.COMMIT:
+            return PeerDecision.ASK, "committed, but the target has not let its copy go yet"
+        return PeerDecision.ASK, "the source has not decided yet, or does not answer"
+    match facts.mark:
+        case Mark.POINTED_BACK:
+            return PeerDecision.UNFILTER, "aborted, and the ends here name the source again"
+        case Mark.REPOINTED if facts.outcome is Outcome.COMMIT:
+            return PeerDecision.UNFILTER, "committed, and the ends here name the target"
+        case Mark.REPOINTING if facts.outcome is Outcome.COMMIT:
+            return PeerDecision.FINISH, "committed: the ends here belong to the target"
+        case Mark.REPOINTING | Mark.REPOINTED:
+            return PeerDecision.POINT_BACK, "aborted: the ends here belong to the source"
+        case _:
+            return PeerDecision.CLOSE, "nothing was touched here"
 
 
 def proof(nonce: bytes, what: str, move: str) -> bytes:

@@ -1,46 +1,74 @@
 """A DistributedDataParallel job over gloo: every rank prints its losses, every digit of them.
 
-RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT as torchrun or `migrator lab run` set them. Rank 0 hosts the store.
+RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT as torchrun or `migrator lab run` set them; without torchrun rank 0 hosts
+the store. With --until the job trains until that file exists, then makes a new group and ends ten steps later.
 """
 
 import argparse
+import itertools
+import os
+import sys
 import time
 
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=200)
 parser.add_argument("--pace-s", type=float, default=0.02)
 parser.add_argument("--width", type=int, default=256)
 parser.add_argument("--late-group-at", type=int, default=-1, help="the step at which a new group is made")
+parser.add_argument("--until", default="", help="train until this file exists, instead of for so many steps")
+parser.add_argument("--fail", type=int, default=-1, help="the rank that raises once the file of --until exists")
 options = parser.parse_args()
 
-torch.set_num_threads(1)
-dist.init_process_group("gloo")
-rank, world = dist.get_rank(), dist.get_world_size()
-torch.manual_seed(0)
-model = torch.nn.parallel.DistributedDataParallel(
-    torch.nn.Sequential(torch.nn.Linear(64, options.width), torch.nn.ReLU(), torch.nn.Linear(options.width, 64))
-)
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-noise = torch.Generator().manual_seed(rank + 1)
-group = None
-for step in range(options.steps):
-    batch = torch.randn(32, 64, generator=noise)
-    loss = ((model(batch) - batch) ** 2).mean()
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    if step == options.late_group_at:
-        group = dist.new_group(list(range(world)))
-    if group is not None:
-        total = loss.detach().clone()
-        dist.all_reduce(total, group=group)
-        print(f"step {step} loss {loss.item():.12f} sum {total.item():.12f}", flush=True)
-    else:
-        print(f"step {step} loss {loss.item():.12f}", flush=True)
-    time.sleep(options.pace_s)
-dist.barrier()
-print("DONE", flush=True)
-dist.destroy_process_group()
+
+def is_over() -> bool:
+    """Whether rank 0 has seen the file; all ranks hear it at the same step."""
+    seen = torch.tensor([float(dist.get_rank() == 0 and os.path.exists(options.until))])
+    dist.all_reduce(seen)
+    return seen.item() > 0
+
+
+@record
+def main() -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    model = torch.nn.parallel.DistributedDataParallel(
+        torch.nn.Sequential(torch.nn.Linear(64, options.width), torch.nn.ReLU(), torch.nn.Linear(options.width, 64))
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    noise = torch.Generator().manual_seed(rank + 1)
+    group, group_at, steps = None, options.late_group_at, options.steps
+    if options.until:
+        group_at, steps = -1, sys.maxsize
+    for step in itertools.count():
+        if options.until and group is None and is_over():
+            group_at, steps = step, step + 10
+            if options.fail == rank:
+                raise ValueError(f"rank {rank} was told to fail")
+        if step >= steps:
+            break
+        batch = torch.randn(32, 64, generator=noise)
+        loss = ((model(batch) - batch) ** 2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if step == group_at:
+            group = dist.new_group(list(range(world)))
+        if group is not None:
+            total = loss.detach().clone()
+            dist.all_reduce(total, group=group)
+            print(f"step {step} loss {loss.item():.12f} sum {total.item():.12f}", flush=True)
+        else:
+            print(f"step {step} loss {loss.item():.12f}", flush=True)
+        time.sleep(options.pace_s)
+    dist.barrier()
+    print("DONE", flush=True)
+    dist.destroy_process_group()
+
+
+main()

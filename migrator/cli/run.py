@@ -14,6 +14,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
+from migrator.cli import launchers
+
 FAILED = 125
 KEEPER_SOCKET = "/run/snapshotd/keeper.sock"
 MAX_RANK = 1 << 24
@@ -27,9 +29,11 @@ examples:
   migrator run -- python train.py
   migrator run --job night --rank 3 -- python train.py --lr 0.1
   srun migrator run -- python train.py                  job and rank come from Slurm
-  torchrun --no-python … migrator run -- python train.py
+  migrator run -- torchrun --nnodes 4 … train.py        every worker is a rank; python -m torch.distributed.run too
+  migrator run -- accelerate launch … train.py
+  migrator run --launcher -- ./start.sh                 what it starts with torchrun are the ranks, not itself
 
-The job's name defaults to Slurm's or torchrun's, else to the command's; the rank to $RANK, $SLURM_PROCID,
+The job's name defaults to $MIGRATOR_JOB, Slurm's or torchrun's, else to the command's; the rank to $RANK, $SLURM_PROCID,
 $OMPI_COMM_WORLD_RANK or $PMI_RANK, else 0. The daemon is found at $SNAPSHOTD_KEEPER_SOCKET, else at
 /run/snapshotd/keeper.sock.
 
@@ -50,7 +54,7 @@ class _Parser(argparse.ArgumentParser):
 def parser() -> argparse.ArgumentParser:
     made = _Parser(
         prog="migrator run",
-        usage="migrator run [--job NAME] [--rank N] [--no-shim] [--json] -- CMD …",
+        usage="migrator run [--job NAME] [--rank N | --launcher] [--no-shim] [--json] -- CMD …",
         description=SUMMARY,
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -58,6 +62,8 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--job", metavar="NAME", help="the name of the job the rank belongs to")
     made.add_argument("--rank", metavar="N", help="the number of the rank in its job")
+    made.add_argument("--launcher", action="store_true", help="CMD is no rank: what it starts with $PYTHON_EXEC is")
+    made.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)  # from shim/worker-python
     made.add_argument("--no-shim", action="store_true", help="do not preload libsnapshim.so")
     made.add_argument("--json", action="store_true", help="print our own errors as JSON; the command is not affected")
     made.add_argument("--cluster", "--lab", help=argparse.SUPPRESS)  # for every verb; a rank needs its own node alone
@@ -73,16 +79,39 @@ def main(arguments: Sequence[str], given: int = 0) -> int:
         command = [*options.command, *command]
         if not command:
             raise _Wrong("no command was given; write it after --: migrator run -- CMD …")
-        job = job_name(options.job, command, os.environ)
-        rank = rank_number(options.rank, os.environ)
-        socket = os.environ.get("SNAPSHOTD_KEEPER_SOCKET") or KEEPER_SOCKET
+        environment = dict(os.environ)
+        if options.worker:
+            command = [launchers.worker_python(environment, os.getppid()), *command]
+        elif options.launcher or launchers.is_launcher(command):
+            return _launch(command, options)
+        job = job_name(options.job, command, environment)
+        rank = rank_number(options.rank, environment)
+        socket = environment.get("SNAPSHOTD_KEEPER_SOCKET") or KEEPER_SOCKET
+        preload = not options.no_shim
+        if options.worker:
+            preload = launchers.SHIMLESS not in environment
+            environment = launchers.worker_environment(environment)
         from shim import keeper
 
-        return keeper.run(command, job, rank, socket, preload=not options.no_shim)
-    except _Wrong as error:
+        return keeper.run(command, job, rank, socket, environment=environment, preload=preload)
+    except (_Wrong, launchers.NotProtectable) as error:
         return _fail(str(error), as_json="--json" in own)
     except OSError as error:
         return _fail(f"cannot start the rank: {error}", as_json="--json" in own)
+
+
+def _launch(command: Sequence[str], options: argparse.Namespace) -> int:
+    """Becomes the launcher, whose workers come back to us one by one."""
+    if options.rank is not None:
+        raise _Wrong("the ranks are numbered by the launcher: --rank is for a command that is a rank itself")
+    job = job_name(options.job, command, os.environ) if options.job is not None else None
+    environment = launchers.launcher_environment(os.environ, sys.executable, job, not options.no_shim)
+    try:
+        os.execvpe(command[0], list(command), environment)
+    except OSError as error:
+        missing = isinstance(error, (FileNotFoundError, NotADirectoryError))
+        print(f"migrator run: cannot start {command[0]!r}: {error.strerror}", file=sys.stderr)
+        return 127 if missing else 126
 
 
 def _split(arguments: Sequence[str], given: int) -> tuple[list[str], list[str]]:
@@ -98,6 +127,7 @@ def _split(arguments: Sequence[str], given: int) -> tuple[list[str], list[str]]:
 
 def job_name(asked: str | None, command: Sequence[str], environment: Mapping[str, str]) -> str:
     """The job's name: as asked, or as the launcher calls it, or as the command does."""
+    asked = environment.get(launchers.JOB) or None if asked is None else asked
     if asked is not None:
         if not _JOB.fullmatch(asked):
             raise _Wrong(f"{asked!r} cannot be the name of a job: use letters, digits, '_', '.', '-', at most 60")

@@ -24,7 +24,8 @@ _PACKAGES = Path(__file__).parents[2]
 
 def await_daemons(cluster: Path, daemons: Mapping[str, tuple[Held, Path]], timeout_s: float) -> None:
     """Until every daemon (its process and its log, by node) answers the operator. Unreachable says which does not."""
-    environment = {**os.environ, "PYTHONPATH": str(_PACKAGES)}
+    packages = os.pathsep.join(filter(None, (str(_PACKAGES), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": packages}
     argv = [sys.executable, "-m", "migrator.lab.probe", str(cluster), str(timeout_s), *daemons]
     probe = subprocess.Popen(
         argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment

@@ -1276,6 +1276,8 @@ class Rewire(_message.Message):
         """the other end runs no daemon: closed on the target"""
         LISTENER: Rewire._Kind.ValueType  # 4
         """new connections to the old address are forwarded"""
+        OWN: Rewire._Kind.ValueType  # 5
+        """bound and not connected, or datagrams: its own address alone changes"""
 
     class Kind(_Kind, metaclass=_KindEnumTypeWrapper): ...
     UNSPECIFIED: Rewire.Kind.ValueType  # 0
@@ -1287,6 +1289,8 @@ class Rewire(_message.Message):
     """the other end runs no daemon: closed on the target"""
     LISTENER: Rewire.Kind.ValueType  # 4
     """new connections to the old address are forwarded"""
+    OWN: Rewire.Kind.ValueType  # 5
+    """bound and not connected, or datagrams: its own address alone changes"""
 
     KIND_FIELD_NUMBER: _builtins.int
     FAMILY_FIELD_NUMBER: _builtins.int
@@ -1418,6 +1422,25 @@ class RepointRequest(_message.Message):
 Global___RepointRequest: _TypeAlias = RepointRequest  # noqa: Y015
 
 @_typing.final
+class BraceReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SOCKETS_FIELD_NUMBER: _builtins.int
+    sockets: _builtins.int
+    def __init__(
+        self,
+        *,
+        sockets: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["sockets", b"sockets"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BraceReply: _TypeAlias = BraceReply  # noqa: Y015
+
+@_typing.final
 class RepointReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1489,20 +1512,26 @@ class ForwardRequest(_message.Message):
 
     RANK_UID_FIELD_NUMBER: _builtins.int
     FORWARDINGS_FIELD_NUMBER: _builtins.int
+    NODES_FIELD_NUMBER: _builtins.int
     rank_uid: _builtins.str
     @_builtins.property
     def forwardings(self) -> _containers.RepeatedCompositeFieldContainer[Global___Forwarding]:
         """all of the rank's; none: forget the rank"""
+
+    @_builtins.property
+    def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeAddresses]:
+        """who can tell whether the rank still exists"""
 
     def __init__(
         self,
         *,
         rank_uid: _builtins.str = ...,
         forwardings: _abc.Iterable[Global___Forwarding] | None = ...,
+        nodes: _abc.Iterable[Global___NodeAddresses] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["forwardings", b"forwardings", "rank_uid", b"rank_uid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["forwardings", b"forwardings", "nodes", b"nodes", "rank_uid", b"rank_uid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1057,6 +1057,11 @@ class PeerStub:
                 request_serializer=snapshotd_dot_api_dot_snapshotd__pb2.LookRequest.SerializeToString,
                 response_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.LookReply.FromString,
                 _registered_method=True)
+        self.Brace = channel.unary_unary(
+                '/snapshotd.v1.Peer/Brace',
+                request_serializer=snapshotd_dot_api_dot_snapshotd__pb2.RepointRequest.SerializeToString,
+                response_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.BraceReply.FromString,
+                _registered_method=True)
         self.Repoint = channel.unary_unary(
                 '/snapshotd.v1.Peer/Repoint',
                 request_serializer=snapshotd_dot_api_dot_snapshotd__pb2.RepointRequest.SerializeToString,
@@ -1078,6 +1083,13 @@ class PeerServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Look(self, request, context):
+        """operator
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Brace(self, request, context):
         """operator
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -1112,6 +1124,11 @@ def add_PeerServicer_to_server(servicer, server):
                     servicer.Look,
                     request_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.LookRequest.FromString,
                     response_serializer=snapshotd_dot_api_dot_snapshotd__pb2.LookReply.SerializeToString,
+            ),
+            'Brace': grpc.unary_unary_rpc_method_handler(
+                    servicer.Brace,
+                    request_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.RepointRequest.FromString,
+                    response_serializer=snapshotd_dot_api_dot_snapshotd__pb2.BraceReply.SerializeToString,
             ),
             'Repoint': grpc.unary_unary_rpc_method_handler(
                     servicer.Repoint,
@@ -1156,6 +1173,33 @@ class Peer:
             '/snapshotd.v1.Peer/Look',
             snapshotd_dot_api_dot_snapshotd__pb2.LookRequest.SerializeToString,
             snapshotd_dot_api_dot_snapshotd__pb2.LookReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Brace(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/snapshotd.v1.Peer/Brace',
+            snapshotd_dot_api_dot_snapshotd__pb2.RepointRequest.SerializeToString,
+            snapshotd_dot_api_dot_snapshotd__pb2.BraceReply.FromString,
             options,
             channel_credentials,
             insecure,

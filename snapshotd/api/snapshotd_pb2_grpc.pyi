@@ -340,6 +340,8 @@ class PeerStub:
     def __new__(cls, channel: _aio.Channel) -> PeerAsyncStub: ...
     Look: _grpc.UnaryUnaryMultiCallable[_snapshotd_pb2.LookRequest, _snapshotd_pb2.LookReply]
     """operator"""
+    Brace: _grpc.UnaryUnaryMultiCallable[_snapshotd_pb2.RepointRequest, _snapshotd_pb2.BraceReply]
+    """operator"""
     Repoint: _grpc.UnaryUnaryMultiCallable[_snapshotd_pb2.RepointRequest, _snapshotd_pb2.RepointReply]
     """operator"""
     Settle: _grpc.UnaryUnaryMultiCallable[_snapshotd_pb2.TokenRequest, _snapshotd_pb2.SettleReply]
@@ -351,6 +353,8 @@ class PeerStub:
 class PeerAsyncStub(PeerStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Look: _aio.UnaryUnaryMultiCallable[_snapshotd_pb2.LookRequest, _snapshotd_pb2.LookReply]  # type: ignore[assignment]
+    """operator"""
+    Brace: _aio.UnaryUnaryMultiCallable[_snapshotd_pb2.RepointRequest, _snapshotd_pb2.BraceReply]  # type: ignore[assignment]
     """operator"""
     Repoint: _aio.UnaryUnaryMultiCallable[_snapshotd_pb2.RepointRequest, _snapshotd_pb2.RepointReply]  # type: ignore[assignment]
     """operator"""
@@ -366,6 +370,14 @@ class PeerServicer(metaclass=_abc_1.ABCMeta):
         request: _snapshotd_pb2.LookRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_snapshotd_pb2.LookReply, _abc.Awaitable[_snapshotd_pb2.LookReply]]:
+        """operator"""
+
+    @_abc_1.abstractmethod
+    def Brace(
+        self,
+        request: _snapshotd_pb2.RepointRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_snapshotd_pb2.BraceReply, _abc.Awaitable[_snapshotd_pb2.BraceReply]]:
         """operator"""
 
     @_abc_1.abstractmethod

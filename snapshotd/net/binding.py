@@ -1,14 +1,14 @@
 """Gives a socket in repair mode its local address again, if possible so that it can get another one later.
 
 A port that was named in bind stays with a socket for ever (SOCK_BINDPORT_LOCK): the next re-point could not change its local
-address, and undo of a loopback connection has to. Hence, in this order:
+address, and undo of a loopback connection has to. Hence a port of the ephemeral range is asked for as the only one of a range
+of one, by a bind to "any port": no lock. Where that does not work it is named: it is the port of a listener, say, as of all
+accepted sockets.
 
-    1. a port of the ephemeral range, as the only one of a range of one, by a bind to "any port": no lock
-    2. the port at "any address", where routing chooses the wished address by itself: only the port is locked, and the address
-       follows the route at each connect. The way for accepted sockets, whose port is their listener's
-    3. the address and the port: both are locked
+And the address is left to routing where that chooses the wished one by itself: then it follows the route at each connect,
+even with a port that is locked; and a bind to an IPv6 address would have made the socket IPv6-only.
 
-A socket that already is locked to another address cannot change it; the connect that follows shows it.
+A socket whose application named both cannot change them; where routing decides, the connect that follows shows it.
 """
 
 from __future__ import annotations
@@ -37,29 +37,31 @@ def check(sock: socket.socket, ends: Pair) -> None:
 
 def bind(sock: socket.socket, local: Address, remote: Address) -> None:
     """Right after the disconnect. Raises OSError."""
+    ip, port = repair.name_of(sock, local)
+    if _source_towards(sock, remote) == local.ip:
+        ip = "0.0.0.0" if sock.family == socket.AF_INET else "::"
     try:
-        if _as_only_one(sock, local):
-            return
-        if _source_towards(sock, remote) == local.ip:
-            sock.bind(("0.0.0.0" if sock.family == socket.AF_INET else "::", local.port))
-        else:
-            sock.bind(repair.name_of(sock, local))
+        if not _as_only_one(sock, ip, port):
+            sock.bind((ip, port))
     except OSError as error:
-        if error.errno != errno.EINVAL:  # EINVAL: it kept the port, to which it is locked
+        if error.errno != errno.EINVAL:
             raise
+        kept = Address(sock.getsockname()[0], port)  # EINVAL: it kept the port, to which it is locked
+        if not kept.wildcard and kept != local:
+            raise OSError(errno.EADDRNOTAVAIL, f"its application bound it to {kept}, for ever") from error
 
 
-def _as_only_one(sock: socket.socket, local: Address) -> bool:
+def _as_only_one(sock: socket.socket, ip: str, port: int) -> bool:
     low, high = map(int, _RANGE.read_text().split())
-    if not low <= local.port <= high:
+    if not low <= port <= high:
         return False
     try:
         before = sock.getsockopt(IP, IP_LOCAL_PORT_RANGE)
-        sock.setsockopt(IP, IP_LOCAL_PORT_RANGE, struct.pack("I", local.port << 16 | local.port))
+        sock.setsockopt(IP, IP_LOCAL_PORT_RANGE, struct.pack("I", port << 16 | port))
     except OSError:  # a kernel before 6.3
         return False
     try:
-        sock.bind((repair.name_of(sock, local)[0], 0))
+        sock.bind((ip, 0))
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             return False

@@ -19,7 +19,7 @@ import os
 import socket
 import struct
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -93,9 +93,11 @@ class SocketState:
     def unsent_after(self, sequence: int) -> bytes:
         """What is still to be put into the send queue once it reaches up to `sequence`."""
         missing = (self.send_end - sequence) & 0xFFFFFFFF
-        if missing > self.unsent_bytes:
-            raise Internal(f"a send queue ends {missing} bytes early, and only {self.unsent_bytes} were unsent")
-        return self.send[len(self.send) - missing :]
+        # What had been sent is there before repair mode ends; so a queue that lacks more is one that reaches further.
+        return self.send[len(self.send) - missing :] if 0 < missing <= self.unsent_bytes else b""
+
+    def options_alone(self) -> SocketState:
+        return replace(self, stage=Stage.WHOLE, receive=b"", send=b"", unsent_bytes=0)
 
 
 def begin(sock: socket.socket) -> SocketState:
@@ -166,7 +168,14 @@ def put_option(sock: socket.socket, state: SocketState, name: str) -> None:
 
 def save(path: Path, state: SocketState) -> None:
     """From the return on, the state survives this process. The folder is RAM-backed and private; the file is 0600."""
-    fields = asdict(state) | {"receive": len(state.receive), "send": len(state.send)}
+    fields = vars(state) | {
+        "local": str(state.local),
+        "remote": str(state.remote),
+        "info": vars(state.info),
+        "window": vars(state.window) if state.window else None,
+        "receive": len(state.receive),
+        "send": len(state.send),
+    }
     header = json.dumps(fields).encode()
     content = (struct.pack(">I", len(header)), header, state.receive, state.send)
     put_in_place(path, _MAGIC, _digest(*content), *content)
@@ -204,7 +213,7 @@ def load(path: Path) -> SocketState | None:
 def _from_fields(fields: dict[str, Any], queues: bytes) -> SocketState:
     fields["receive"], fields["send"] = queues[: fields["receive"]], queues[fields["receive"] :]
     fields["stage"] = Stage(fields["stage"])
-    fields["local"], fields["remote"] = Address(**fields["local"]), Address(**fields["remote"])
+    fields["local"], fields["remote"] = Address.parse(fields["local"]), Address.parse(fields["remote"])
     fields["info"] = repair.Info(**fields["info"])
     fields["window"] = repair.Window(**fields["window"]) if fields["window"] else None
     return SocketState(**fields)

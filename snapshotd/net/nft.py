@@ -5,7 +5,8 @@ network namespace the calling thread is in. Only tables whose name begins with P
 to the kernel alone: no process has to live for them, and none loses them by dying.
 
 CRIU's private folder has a copy of the library too, but that one wants its own, newer C library: a process that was
-started with the system's cannot load it (tried). So the system's is the only one.
+started with the system's cannot load it (tried). So the system's is used, or one that $SNAPSHOT_NFTABLES names: made
+for the system's C library, with what it needs itself beside it (integration/gpu/bundle has such a folder).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import json
+import os
 import threading
 from collections.abc import Iterable
 from ctypes import c_char_p, c_int, c_uint, c_void_p
@@ -20,7 +22,7 @@ from typing import Any
 
 from snapshotd.api.errors import Internal, Refused
 
-LIBRARY = "libnftables.so.1"
+LIBRARY = os.environ.get("SNAPSHOT_NFTABLES") or "libnftables.so.1"
 PREFIX = "snapshotd-"
 
 # enum { NFT_CTX_OUTPUT_… } of <nftables/libnftables.h>

@@ -14,12 +14,11 @@ Undo is the same call with the old addresses.
 
 from __future__ import annotations
 
-import errno
+import contextlib
 import logging
 import socket
-import struct
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from snapshotd.api.errors import Internal, Refused, SnapshotError, Where
@@ -28,17 +27,12 @@ from snapshotd.net.borrow import borrow_from
 from snapshotd.net.capture import SocketState, Stage
 from snapshotd.net.flows import Address, BadAddress, Holder, Pair
 from snapshotd.net.pause import Pause
-from snapshotd.net.repair import RECV_QUEUE, SEND_QUEUE, SOL, TCP
+from snapshotd.net.rebuild import complete, leave, rebuild
+from snapshotd.tree import Process
 
 log = logging.getLogger(__name__)
 
-#: The first retransmission after a re-point. The kernel's own choice, 200 ms at least, would be most of a short pause.
-#: It applies where the kernel knows the round trip (snapshotd/net/timers.py), and until it has measured it anew.
-FIRST_RTO_MIN_US = 10_000
 STOP_TIMEOUT_S = 5.0
-_ROOM_BYTES = 1 << 20
-
-SO_SNDBUFFORCE, SO_RCVBUFFORCE = 32, 33
 
 
 @dataclass(frozen=True)
@@ -66,91 +60,142 @@ def repoint_all(changes: Iterable[Change]) -> float:
     when one cannot be re-pointed: it has its former ends then, the others may have the new ones: undo. Any other error means
     that one could be brought to neither: its process stays stopped, and the next call tries again.
     """
+    todo = list(changes)
+    if not todo:
+        return 0.0
     failures: list[SnapshotError] = []
     with contextlib.ExitStack() as borrowed:
         works: list[_Work] = []
-        for change in changes:
-            with _collected(failures):
-                if (sock := borrow_from(change.holders, change.inode)) is not None:
-                    work = _Work(change, borrowed.enter_context(sock))
-                    if work.prepare():
-                        works.append(work)
-        if works:
-            _with_all_stopped(works, failures, pause := _pause(works))
-            stopped_s = pause.seconds
-        else:
-            stopped_s = 0.0
-    for failure in failures:
-        log.error("%s", failure.message)
+        for change in todo:
+            sock = borrow_from(change.holders, change.inode)
+            if sock is not None:
+                works.append(_Work(change, borrowed.enter_context(sock)))
+                with _collecting(failures, change):
+                    works[-1].prepare()
+        pause = Pause(todo[0].state_path.with_name("stopped.json"), _processes(work for work in works if work.pending))
+        with pause.stopped(STOP_TIMEOUT_S):
+            pause.keep_stopped(_processes(works))  # should something happen that nobody thought of
+            for work in works:
+                if work.pending:
+                    with _collecting(failures, work.change):
+                        work.do()
+            pause.let_go(_processes(works) - _processes(work for work in works if not work.whole))
+        for work in works:
+            work.note_whole()
     if failures:
         raise next((failure for failure in failures if not isinstance(failure, Refused)), failures[0])
-    return stopped_s
-# ---------------------------------------------------------------- the recipe
+    return pause.seconds
 
 
-def _rebuild(sock: socket.socket, state: SocketState, ends: Pair) -> None:
-    """Whatever the socket is now: the connection of `state` with these ends, out of repair mode."""
-    local, remote = ends
-    assert state.window is not None
-    repair.enter(sock)
-    repair.disconnect(sock)
-    repair.enter(sock)
-    if sock.family == socket.AF_INET6 and remote.version == 6:
-        repair.forget_mapped(sock)
-    _make_room(sock, state)
-    if state.options.get("rto_min_us"):
-        sock.setsockopt(TCP, repair.TCP_RTO_MIN_US, FIRST_RTO_MIN_US)
-    binding.bind(sock, local, remote)
-    repair.set_sequence(sock, RECV_QUEUE, state.receive_start)
-    repair.set_sequence(sock, SEND_QUEUE, state.send_start)
-    sock.connect(repair.name_of(sock, remote))  # in repair mode no packet leaves
-    if repair.pair(sock) != ends:
-        raise OSError(errno.EADDRNOTAVAIL, f"it is bound to another address than {local.ip}")
-    repair.set_negotiated(sock, state.info, state.mss)
-    if remote.version == 4:
-        repair.use_full_mss(sock)
-    if state.info.options & repair.HAS_TIMESTAMP:
-        sock.setsockopt(TCP, repair.TCP_TIMESTAMP, struct.pack("I", state.timestamp))
-    repair.fill(sock, RECV_QUEUE, state.receive)
-    repair.fill(sock, SEND_QUEUE, state.sent)
-    (state.window if remote.version == 4 else state.window.eager()).put(sock)
-    if not capture.agrees(sock, replace(state, send=state.sent, send_end=state.send_end - state.unsent_bytes)):
-        raise OSError(errno.EIO, "the queues were not filled as they should be")
-    _leave(sock, state)
-    _complete(sock, state)
+def _processes(works: Iterable[_Work]) -> set[Process]:
+    return {holder.process for work in works for holder in work.change.holders}
 
 
-def _make_room(sock: socket.socket, state: SocketState) -> None:
-    """Queues that the application filled by and by take more memory when they are filled at once."""
-    if state.receive:
-        sock.setsockopt(SOL, SO_RCVBUFFORCE, len(state.receive) * 2 + _ROOM_BYTES)
-    if state.send:
-        sock.setsockopt(SOL, SO_SNDBUFFORCE, len(state.send) * 2 + _ROOM_BYTES)
+@contextlib.contextmanager
+def _collecting(failures: list[SnapshotError], change: Change) -> Iterator[None]:
+    """One socket's failure is kept for the end: the others have to be brought where they belong all the same."""
+    try:
+        yield
+    except SnapshotError as error:
+        log.error("%s: %s", change, error.message)
+        failures.append(error)
+    except (OSError, BadAddress) as error:
+        log.error("%s: %s", change, error)
+        failures.append(Refused(f"{change} cannot be re-pointed: {error}", where=Where.UNKNOWN))
 
 
-def _leave(sock: socket.socket, state: SocketState) -> None:
-    repair.leave(sock, state.options.get("reuse_address", 0))
+class _Work:
+    """One socket on its way. Everything that can be done while its processes run is outside `do`."""
 
+    def __init__(self, change: Change, sock: socket.socket) -> None:
+        self.change = change
+        self.sock = sock
+        self.pending = False  # has it to be changed, and its processes to be stopped for that?
+        self.whole = False  # may its processes run?
+        self._known: SocketState | None = None
+        self._taken: SocketState | None = None
 
-def _complete(sock: socket.socket, state: SocketState) -> None:
-    """Out of repair mode: what was never sent goes into the queue as the application would put it; then the options."""
-    if state.unsent_bytes:
-        repair.enter(sock)
-        reached = repair.sequence(sock, SEND_QUEUE)
-        _leave(sock, state)
-        repair.push(sock, state.unsent_after(reached))
-    for name, force, filled in (
-        ("receive_buffer_bytes", SO_RCVBUFFORCE, state.receive),
-        ("send_buffer_bytes", SO_SNDBUFFORCE, state.send),
-    ):
-        if filled:
-            sock.setsockopt(SOL, force, state.options[name] // 2)
-    for name in ("reuse_address", "buffer_lock", "window_clamp", "rto_min_us", "delayed_ack_max_us", "peek_offset"):
-        capture.put_option(sock, state, name)
+    def prepare(self) -> None:
+        """Finds out what there is to do. Raises Refused, nothing touched; another error when the socket may not be whole."""
+        self._known = capture.load(self.change.state_path)
+        if self._interrupted():
+            self.pending = True
+            return
+        self.whole = True
+        if self._wanted():
+            capture.save(self.change.state_path, capture.begin(self.sock))
+            self.pending = True
 
+    def do(self) -> None:
+        """Its processes are stopped. Raises Refused with the socket as it was, another error with the socket not whole."""
+        if self._interrupted():
+            self._recover()
+        self.whole = True
+        if not self._wanted():
+            return
+        begun = capture.begin(self.sock)
+        repair.enter(self.sock)
+        try:
+            taken = capture.capture(self.sock, begun)
+            capture.save(self.change.state_path, taken)
+        except BaseException:
+            leave(self.sock, begun)
+            raise
+        self.whole = False
+        self._rebuild_or_put_back(taken)
 
-def _only_options(state: SocketState) -> SocketState:
-    return replace(state, stage=Stage.WHOLE, receive=b"", send=b"", unsent_bytes=0)
+    def note_whole(self) -> None:
+        """The bytes in the file are history; its processes may run already. Where it fails, they are found to be history."""
+        if self.whole and self._taken is not None:
+            try:
+                capture.save(self.change.state_path, self._taken.options_alone())
+            except OSError as error:
+                log.warning("%s: %s", self.change, error)
+
+    def _interrupted(self) -> bool:
+        return (self._known is not None and self._known.stage is Stage.TAKEN) or repair.in_repair(self.sock)
+
+    def _wanted(self) -> bool:
+        """Whether a socket in working order has to be re-pointed."""
+        ends, state = repair.pair(self.sock), repair.info(self.sock).state
+        if ends == self.change.ends:
+            return False
+        if ends is not None and state == repair.ESTABLISHED:
+            binding.check(self.sock, self.change.ends)
+            return True
+        if ends is not None and self._known is None:
+            raise Refused(f"{ends[0]} – {ends[1]} is half closed (state {state})", where=Where.UNKNOWN)
+        log.warning("%s: its processes have ended the connection meanwhile (state %d)", self.change, state)
+        return False
+
+    def _recover(self) -> None:
+        """A crash left the socket somewhere on the way: makes it a working connection again, with whichever ends."""
+        known = self._known
+        if known is None or known.stage is not Stage.TAKEN:
+            leave(self.sock, known)
+        elif repair.in_repair(self.sock):
+            self._rebuild_or_put_back(known)
+        else:
+            # Out of repair mode it is connected and what had been sent is in its queue, or its own processes ended it.
+            self._taken = known
+            if repair.pair(self.sock) is not None:
+                complete(self.sock, known)
+        self._known = self._taken
+
+    def _rebuild_or_put_back(self, taken: SocketState) -> None:
+        self._taken = taken
+        try:
+            rebuild(self.sock, taken, self.change.ends)
+        except OSError as error:
+            try:
+                rebuild(self.sock, taken, taken.ends)
+            except OSError as second:
+                raise Internal(
+                    f"{self.change}: {error}; nor can it be put back: {second}", where=Where.UNKNOWN
+                ) from error
+            self.whole = True
+            raise Refused(f"{self.change} cannot be re-pointed: {error}", where=Where.UNKNOWN) from error
+        self.whole = True
 
 
 # ---------------------------------------------------------------- the sockets of a whole copy

@@ -109,6 +109,12 @@ def sequence(sock: socket.socket, queue: int) -> int:
     return int(struct.unpack("I", sock.getsockopt(TCP, TCP_QUEUE_SEQ, 4))[0])
 
 
+def written_bytes(sock: socket.socket) -> int:
+    """How many bytes went into the send queue since the last connect; out of repair mode too."""
+    # struct tcp_info { … u64 tcpi_bytes_acked at 120; … }
+    return int(struct.unpack_from("Q", sock.getsockopt(TCP, socket.TCP_INFO, 128), 120)[0]) + waiting(sock, SIOCOUTQ)
+
+
 def set_sequence(sock: socket.socket, queue: int, number: int) -> None:
     """Before connect only."""
     sock.setsockopt(TCP, TCP_REPAIR_QUEUE, queue)

@@ -53,6 +53,7 @@ class Moving:
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     kick: asyncio.Event = field(default_factory=asyncio.Event)  # wakes the settling task
     lease_ends_s: float = 0.0  # CLOCK_BOOTTIME
+    adopted: bool = False  # taken up from an earlier life of this daemon
     interrupted: bool = False  # this daemon restarted inside a step that cannot be resumed
     settling: asyncio.Task[None] | None = None
     streaming: asyncio.Task[None] | None = None

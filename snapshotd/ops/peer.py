@@ -5,12 +5,14 @@ socket is pointed back first. The processes are stopped only while their sockets
 
 Invariant: while this node does not know the outcome, no packet of these connections leaves or enters it, with the old or
 the new address; so whatever the other ends do meanwhile, nothing here can be answered with a reset. What a socket was is
-on RAM-backed storage before it is touched. A peer that does not know the outcome asks the source, and waits.
+on RAM-backed storage before it is touched. A peer that does not know the outcome asks the source and the target, and waits;
+what it does is `peer_next` of snapshotd/rules.py.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import logging
 import shutil
@@ -19,7 +21,7 @@ from typing import Any
 
 from snapshotd import host, metrics, rules
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.api.errors import Denied, NotFound, Refused, SnapshotError, Where, WrongState
+from snapshotd.api.errors import Busy, Denied, NotFound, Refused, SnapshotError, Where, WrongState
 from snapshotd.blocking import in_thread
 from snapshotd.faults import Point, reach
 from snapshotd.journal import Begin, Journal, MoveLog, check_move_id
@@ -29,7 +31,7 @@ from snapshotd.net import forward, refusals, rehome, sockets, tracking
 from snapshotd.net.flows import Address, Flow, Holder, Pair
 from snapshotd.ops.connections import new_pair, old_pair
 from snapshotd.ops.node import Moving, Node, now_unix_s
-from snapshotd.rules import Mark, Outcome
+from snapshotd.rules import CopyState, Mark, Outcome, PeerDecision, PeerFacts
 
 log = logging.getLogger(__name__)
 
@@ -85,9 +87,13 @@ class PeerOps:
                     raise Refused("; ".join(problems[:5]), where=Where.SOURCE_FROZEN)
                 notes = [_note(rewire, flow) for rewire, flow in ends]
                 await in_thread(moving.log.mark, Mark.REPOINTING, ends=notes)
-                await in_thread(packets.hold, _table(request.move), [pair for note in notes for pair in _names(note)])
-                stopped_s = await in_thread(self._repoint_all, request.move, notes, True)
-                await reach(Point.REPOINTING)
+                try:
+                    stopped_s = await in_thread(self._repoint_all, request.move, notes, True)
+                    await reach(Point.REPOINTING)
+                except BaseException:
+                    moving.interrupted = True  # mended at once, not with the outcome: a process may be stopped
+                    moving.kick.set()
+                    raise
                 await in_thread(moving.log.mark, Mark.REPOINTED)
                 metrics.phase("re-point", host.boottime_s() - began)
                 log.info("re-pointed %d connections at %s", len(notes), request.target_node)
@@ -105,7 +111,7 @@ class PeerOps:
             raise Denied(f"that is not the source's token for move {move}")
         async with moving.lock:
             await in_thread(moving.log.decide, outcome, "the source's token", "source")
-            await self._carry_out(moving)
+            await self._settle_once(moving)
         return pb.SettleReply(settled=moving.log.last_mark is Mark.SETTLED)
 
     # ------------------------------------------------------------------ settling
@@ -118,6 +124,7 @@ class PeerOps:
 
     def _track(self, move_log: MoveLog, driver_first_s: float) -> Moving:
         moving = self.moves[move_log.begin.move] = Moving(move_log)
+        moving.interrupted = move_log.last_mark is Mark.REPOINTING
         moving.settling = asyncio.create_task(self._follow(moving, driver_first_s), name=f"peer of {move_log.move}")
         return moving
 
@@ -128,10 +135,7 @@ class PeerOps:
             while moving.log.last_mark is not Mark.SETTLED:
                 try:
                     async with moving.lock:
-                        if moving.log.outcome is None:
-                            await self._ask_source(moving)
-                        if moving.log.outcome is not None:
-                            await self._carry_out(moving)
+                        await self._settle_once(moving)
                 except SnapshotError as error:
                     moving.waiting_for = error.message
                 except Exception:
@@ -141,31 +145,66 @@ class PeerOps:
                     log.info("move %s: %s", moving.log.move, said)
                 await moving.nap(ASK_AGAIN_S)
 
-    async def _ask_source(self, moving: Moving) -> None:
-        begin = moving.log.begin
-        async with self.node.client(begin.source_node, begin.source_endpoint) as client:
-            answer = await client.source.GetOutcome(pb.MoveRequest(move=moving.log.move), timeout_s=5)
-        if answer.kind == pb.UNDECIDED:
-            moving.waiting_for = "the source has not decided yet"
-            return
-        outcome = Outcome(pb.OutcomeKind.Name(answer.kind))
-        await in_thread(moving.log.decide, outcome, answer.reason, "source")
+    async def _settle_once(self, moving: Moving) -> None:
+        """The decisions of the rules, carried out until there is only waiting left. The caller holds the move's lock."""
+        move_log, asked = moving.log, False
+        said: tuple[Outcome | None, CopyState] = None, CopyState.UNREACHABLE
+        while True:
+            known = move_log.outcome
+            facts = PeerFacts(move_log.last_mark, known.outcome if known else None, moving.interrupted, *said)
+            decision, moving.waiting_for = rules.peer_next(facts)
+            if known is not None and facts.mark is not Mark.SETTLED:
+                await reach(Point.BEFORE_SETTLE)
+            match decision:
+                case PeerDecision.ASK:
+                    if asked:
+                        return
+                    asked, said = True, await self._ask(move_log)
+                case PeerDecision.LEARN_COMMIT:
+                    await in_thread(move_log.decide, Outcome.COMMIT, moving.waiting_for, "target")
+                case PeerDecision.LEARN_ABORT:
+                    await in_thread(move_log.decide, Outcome.ABORT, moving.waiting_for, "source")
+                case PeerDecision.MEND:
+                    await self._bring(move_log, towards_target=False)
+                    moving.interrupted = False
+                case PeerDecision.FINISH:
+                    await self._bring(move_log, towards_target=True)
+                    await in_thread(move_log.mark, Mark.REPOINTED)
+                case PeerDecision.POINT_BACK:
+                    await self._bring(move_log, towards_target=False)
+                    await in_thread(move_log.mark, Mark.POINTED_BACK)
+                case PeerDecision.UNFILTER:
+                    await in_thread(packets.drop_table, _table(move_log.move))
+                    await in_thread(shutil.rmtree, self._states(move_log.move), ignore_errors=True)
+                    await in_thread(move_log.mark, Mark.SETTLED)
+                case PeerDecision.CLOSE:
+                    if move_log.last_mark is not Mark.SETTLED:
+                        await in_thread(move_log.mark, Mark.SETTLED)
+                    moving.waiting_for = ""
+                    moving.kick.set()
+                    return
 
-    async def _carry_out(self, moving: Moving) -> None:
-        """The outcome is known: brings every socket where it belongs, then lets the packets go."""
-        outcome, move = moving.log.outcome, moving.log.move
-        assert outcome is not None
-        if moving.log.last_mark is Mark.SETTLED:
-            return
-        await reach(Point.BEFORE_SETTLE)
-        notes = moving.log.note("ends", [])
-        if outcome.outcome is Outcome.ABORT or moving.log.last_mark is not Mark.REPOINTED:
-            await in_thread(self._repoint_all, move, notes, outcome.outcome is Outcome.COMMIT)
-        await in_thread(packets.drop_table, _table(move))
-        await in_thread(shutil.rmtree, self._states(move), ignore_errors=True)
-        await in_thread(moving.log.mark, Mark.SETTLED)
-        moving.waiting_for = ""
-        moving.kick.set()
+    async def _ask(self, move_log: MoveLog) -> tuple[Outcome | None, CopyState]:
+        """How the move ends, by the source, and whether the target runs the rank; silence is no answer."""
+        begin, request, outcome = move_log.begin, pb.MoveRequest(move=move_log.move), None
+        with contextlib.suppress(SnapshotError):
+            async with self.node.client(begin.source_node, begin.source_endpoint) as source:
+                answer = await source.source.GetOutcome(request, timeout_s=5)
+            if answer.kind == pb.UNDECIDED:
+                return None, CopyState.UNREACHABLE
+            outcome = Outcome(pb.OutcomeKind.Name(answer.kind))
+            if outcome is Outcome.ABORT:
+                return outcome, CopyState.UNREACHABLE
+            if answer.where == Where.TARGET_RUNNING:
+                return outcome, CopyState.RUNNING
+        with contextlib.suppress(SnapshotError):
+            async with self.node.client(begin.target_node, begin.target_endpoint) as target:
+                copy = await target.target.GetCopy(request, timeout_s=5)
+            return outcome, CopyState[pb.Copy.State.Name(copy.state)]
+        return outcome, CopyState.UNREACHABLE
+
+    async def _bring(self, move_log: MoveLog, *, towards_target: bool) -> None:
+        await in_thread(self._repoint_all, move_log.move, move_log.note("ends", []), towards_target)
 
     # ------------------------------------------------------------------ sockets
 
@@ -182,7 +221,9 @@ class PeerOps:
         return [(pairs[pair], flow) for pair, flow in found.items()], missing + unheld + wrong
 
     def _repoint_all(self, move: str, notes: list[dict[str, Any]], towards_target: bool) -> float:
-        """Every socket to its new, or back to its old, ends; repeatable after a crash anywhere in it. Blocking."""
+        """Every socket to its new, or back to its old, ends, silently; repeatable after a crash anywhere in it. Blocking."""
+        if notes:
+            packets.hold(_table(move), [pair for note in notes for pair in _names(note)])
         states = self._states(move)
         states.mkdir(mode=0o700, parents=True, exist_ok=True)
         stopped_s = rehome.repoint_all([_change(note, towards_target, states) for note in notes])
@@ -196,6 +237,9 @@ class PeerOps:
     # ------------------------------------------------------------------ small questions
 
     async def _begin(self, request: pb.RepointRequest) -> Moving:
+        for other in self.moves.values():
+            if other.log.begin.rank_uid == request.rank_uid and other.log.last_mark is not Mark.SETTLED:
+                raise Busy(f"move {other.log.move} of this rank is not settled here yet", where=Where.SOURCE_FROZEN)
         begin = Begin(
             move=request.move,
             role="peer",

@@ -164,12 +164,14 @@ class SourceOps:
                     raise RankGone(f"rank {entry.rank} ended during the freeze", where=Where.UNKNOWN)
                 places = self._places(moving.nodes, moving.log.begin.target_node)
                 rewires = await in_thread(connections.frozen, group.pids(), places)
+                notes = connections.to_notes(rewires)
+                if notes:  # before they are held: whoever thaws must know that there is something to let go
+                    await in_thread(moving.log.mark, Mark.FREEZING, rewires=notes)
                 await in_thread(connections.hold, move, rewires, on_target=False)
                 stdio = await entry.link.drain(move)
                 for problem in await in_thread(preflight.sync_files, group.pids()):
                     log.warning("not synced: %s", problem)
                 nodes = [[node.name, node.endpoint, list(node.addresses)] for node in moving.nodes]
-                notes = connections.to_notes(rewires)
                 await in_thread(moving.log.mark, Mark.FROZEN, stdio=stdio, rewires=notes, nodes=nodes)
                 await reach(Point.FREEZE)
                 count = len(group.pids())
@@ -277,6 +279,8 @@ class SourceOps:
         moving.pause_s = pause_s
         async with moving.lock:
             await self._settle_once(moving)
+            if moving.log.last_mark is Mark.SETTLED and pause_s and not moving.log.note("pause_s"):
+                await in_thread(moving.log.mark, Mark.SETTLED, pause_s=pause_s)  # settled before the driver could say so
         settled = moving.log.last_mark is Mark.SETTLED
         return pb.ReleaseReply(released=settled, waiting_for=moving.waiting_for)
 
@@ -311,6 +315,7 @@ class SourceOps:
                     move_log.mark(Mark.SETTLED)
                     continue
                 moving = self._track(move_log)
+                moving.adopted = True
                 moving.interrupted = move_log.last_mark in _CUT_SHORT
                 log.info("taking up move %s of an earlier life: %s", move_log.move, move_log.last_mark)
 
@@ -329,10 +334,14 @@ class SourceOps:
     async def _settle(self, moving: Moving) -> None:
         """Follows one move until it is settled. Acts only where nobody else will."""
         with move_context(move=moving.log.move, rank=moving.log.begin.rank, phase="settle"):
-            said = ""
+            said, waited = "", moving.adopted
             while moving.log.last_mark is not Mark.SETTLED:
                 committed = moving.log.outcome is not None and moving.log.outcome.outcome is Outcome.COMMIT
-                await moving.nap(DRIVER_FIRST_S if committed and not said else ASK_AGAIN_S)
+                if committed and not waited:
+                    waited = True
+                    await asyncio.sleep(DRIVER_FIRST_S)  # not a nap: COMMIT itself would end that at once
+                else:
+                    await moving.nap(ASK_AGAIN_S)
                 try:
                     async with moving.lock:
                         await self._settle_once(moving)
@@ -428,10 +437,12 @@ class SourceOps:
             if entry.link is not None:
                 with contextlib.suppress(SnapshotError):  # a keeper that is not connected is told when it is
                     await entry.link.resume(move_log.move)
-            if move_log.begin.boot_id == host.boot_id() and group.exists():
-                before = move_log.note("stopped_before", [])
+            here = move_log.begin.boot_id == host.boot_id() and group.exists()
+            if here:
                 await in_thread(connections.wake, group.pids())
-                await in_thread(connections.let_go, move_log)
+            await in_thread(connections.let_go, move_log)
+            if here:
+                before = move_log.note("stopped_before", [])
                 await in_thread(tree.continue_all, group.pids(), before)
                 await in_thread(group.thaw, FREEZE_S)
         await self._close(moving)

@@ -224,6 +224,7 @@ class TargetOps:
                 continue
             if move_log.last_mark is Mark.ACTIVATED:
                 await in_thread(self.node.store.drop, move_log.move)
+                await in_thread(connections.let_go, move_log)  # before `Adoption.sweep` wakes what was not woken
                 continue
             log.info("taking up move %s of an earlier life: %s", move_log.move, move_log.last_mark)
             moving = self._track(move_log, driver_first_s=0.0)
@@ -269,7 +270,11 @@ class TargetOps:
                         return
                 case TargetDecision.CLOSE:
                     # ACTIVATED is never overwritten: the copy ran, and the source must hear so, not that it was dropped.
-                    if moving.log.last_mark not in {Mark.DISCARDED, Mark.ACTIVATED}:
+                    if moving.log.last_mark is Mark.ACTIVATED:
+                        await in_thread(
+                            connections.let_go, moving.log
+                        )  # nobody goes on with them: let the others hear it
+                    elif moving.log.last_mark is not Mark.DISCARDED:
                         await self._discard(moving)
                     moving.done = True
                     return

@@ -144,7 +144,8 @@ def test_status_and_history_share_the_moves_between_them(cluster: FakeCluster, m
     done: dict[str, Any] = {"outcome": pb.COMMIT, "ended_unix_s": 1500.0, "pause_s": 0.9, "bytes": 1_000_000_000}
     # The target has ended the first move, the source has yet to clean up: it is not history.
     cluster["node-1"].moves = [a_record("source", outcome=pb.COMMIT), a_record("source", other, **done)]
-    cluster["spare-1"].moves = [a_record("target", **done), a_record("target", other, **done)]
+    ran = {**done, "mark": "activated"}
+    cluster["spare-1"].moves = [a_record("target", **ran), a_record("target", other, **ran)]
     (open_move,) = migrator("status", "--json").json["moves"]
     assert (open_move["move"], open_move["outcome"], open_move["where"]) == (MOVE, "moved", "running on target")
     (ended,) = migrator("history", "--json").json["moves"]

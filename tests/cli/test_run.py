@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -35,8 +35,11 @@ class Kept:
     def __init__(self) -> None:
         self.asked: list[tuple[list[str], str, int, str, bool]] = []
 
-    def run(self, argv: list[str], job: str, rank: int, keeper_sock: str, *, preload: bool) -> int:
+    def run(
+        self, argv: list[str], job: str, rank: int, keeper_sock: str, *, environment: Mapping[str, str], preload: bool
+    ) -> int:
         self.asked.append((argv, job, rank, keeper_sock, preload))
+        self.environment = dict(environment)
         return 7
 
 
@@ -48,6 +51,8 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> Kept:
         "SLURM_JOB_NAME",
         "TORCHELASTIC_RUN_ID",
         "SNAPSHOTD_KEEPER_SOCKET",
+        "MIGRATOR_JOB",
+        "PYTHON_EXEC",
     ):
         monkeypatch.delenv(name, raising=False)
     stand_in = Kept()
@@ -92,6 +97,8 @@ def test_what_the_keeper_is_told(kept: Kept, migrator: Migrator, monkeypatch: py
         ({"SLURM_JOB_ID": "77"}, "cmd", "slurm-77"),
         ({"TORCHELASTIC_RUN_ID": "abc"}, "cmd", "abc"),
         ({"TORCHELASTIC_RUN_ID": "none"}, "cmd", "cmd"),
+        ({"MIGRATOR_JOB": "mine", "SLURM_JOB_ID": "77", "TORCHELASTIC_RUN_ID": "abc"}, "cmd", "mine"),
+        ({"MIGRATOR_JOB": ""}, "cmd", "cmd"),
         ({}, "../..", "job"),
         ({}, "/", "job"),
         ({}, "./-weird name.sh", "weird-name.sh"),

@@ -79,7 +79,7 @@ def test_defaults(tmp_path: Path, certificates: Certificates) -> None:
         metrics_listen="127.0.0.1:9470",
         carry_paths=("/tmp", "/var/tmp", "/dev/shm"),
         streams=4,
-        chunk_bytes=4194304,
+        chunk_bytes=2097152,
         lease_s=30.0,
     )
     assert config.admin_socket == Path("/run/snapshotd/admin.sock")

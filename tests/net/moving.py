@@ -5,16 +5,18 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import select
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from snapshotd.net import capture, filter, rehome, repair, sockets
-from snapshotd.net.flows import Address, Flow, Pair
+from snapshotd.net import capture, repair, sockets
+from snapshotd.net import filter as packets
+from snapshotd.net.flows import Flow, Pair
+from snapshotd.net.rebuild import rebuild
 from snapshotd.net.rehome import Change
 from tests.net.hosts import REPOSITORY, Host
 from tests.net.talker import TOTAL_BYTES, half
@@ -57,8 +59,6 @@ class Talk:
         self.tell()
         self.rank.settimeout(30)
         read, left, rest = hashlib.sha256(), TOTAL_BYTES, memoryview(half(2))[self.sent_bytes :]
-        import select
-
         while left or rest:
             readable, writable, _ = select.select([self.rank] if left else [], [self.rank] if rest else [], [], 30)
             assert readable or writable, f"nothing moves: {left} to read, {len(rest)} to write"
@@ -81,6 +81,7 @@ def talk(style: str, family: str, peer: Host, rank: Host, *, peer_listens: bool,
     with contextlib.ExitStack() as stack:
         if peer_listens:
             process = stack.enter_context(peer.program([*argv, ip, "0"], cwd=REPOSITORY))
+            assert process.stdout is not None
             port = int(process.stdout.readline())
             end = rank.call(socket.create_connection, (to, port))
         else:
@@ -98,8 +99,7 @@ def peer_flow(host: Host, rank: socket.socket) -> Flow:
     """The talker's end of the rank's connection."""
     ends = repair.pair(rank)
     assert ends is not None
-    found: Any = host.call(sockets.find_ends, [ends])
-    return found[ends]
+    return host.call(sockets.find_ends, [ends])[ends]
 
 
 def change(flow: Flow, ends: Pair, folder: Path) -> Change:
@@ -118,18 +118,18 @@ def take_off(rank: socket.socket) -> capture.SocketState:
 def put_on(state: capture.SocketState, family: int, ends: Pair) -> socket.socket:
     """What CRIU does at the target. In the target's network namespace."""
     sock = socket.socket(family)
-    rehome._rebuild(sock, state, ends)
+    rebuild(sock, state, ends)
     return sock
 
 
 def hold(hosts: list[Host], *pairs: Pair) -> None:
     for host in hosts:
-        host.call(filter.hold, MOVE, pairs)
+        host.call(packets.hold, MOVE, pairs)
 
 
 def release(hosts: list[Host]) -> None:
     for host in hosts:
-        host.call(filter.drop_table, MOVE)
+        host.call(packets.drop_table, MOVE)
 
 
 def visible(pid: int) -> dict[str, str]:
@@ -140,7 +140,3 @@ def visible(pid: int) -> dict[str, str]:
         registered = Path(f"/proc/{pid}/fdinfo/{name}").read_text() if "eventpoll" in link else ""
         seen[name] = link + registered
     return seen
-
-
-def at(address: Address, ip: str) -> Address:
-    return Address(ip, address.port)

@@ -2,12 +2,14 @@
 
     python -m tests.net.talker STYLE inet|inet6 ADDRESS PORT      PORT 0: listen there, and print the port
 
-STYLE: `threads` (blocking calls), `epoll` (one edge-triggered loop), `fork` (parent reads, child writes, one socket).
+STYLE: `threads` (blocking calls), `epoll` (one edge-triggered loop), `fork` (parent reads, child writes, one socket),
+`patience` (fills the queues, and then does not touch the socket until it is told).
 Prints "ready", then waits for a line; then "done DIGEST" of what it read, or the error it saw.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import random
@@ -52,6 +54,21 @@ def with_threads(sock: socket.socket) -> str:
     writer = threading.Thread(target=sock.sendall, args=(half(1),))
     writer.start()
     ready()
+    answer = read_all(sock)
+    writer.join()
+    return answer
+
+
+def with_patience(sock: socket.socket) -> str:
+    rest = memoryview(half(1))
+    sock.settimeout(0.3)
+    with contextlib.suppress(TimeoutError):
+        while rest:
+            rest = rest[sock.send(rest[: 1 << 16]) :]
+    sock.settimeout(None)
+    ready()
+    writer = threading.Thread(target=sock.sendall, args=(rest,))
+    writer.start()
     answer = read_all(sock)
     writer.join()
     return answer
@@ -109,7 +126,7 @@ def ready() -> None:
     sys.stdin.readline()
 
 
-STYLES = {"threads": with_threads, "fork": with_fork, "epoll": with_epoll}
+STYLES = {"threads": with_threads, "fork": with_fork, "epoll": with_epoll, "patience": with_patience}
 
 
 def main() -> None:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from snapshotd.net import rehome, repair
+from snapshotd.net import rehome
 from tests.net import moving
-from tests.net.hosts import Host, Hosts
+from tests.net.hosts import Hosts
 from tests.net.moving import Talk, change, hold, peer_flow, put_on, release, take_off, talk
 
 pytestmark = pytest.mark.root

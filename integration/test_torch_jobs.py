@@ -1,0 +1,174 @@
+"""Real torch.distributed jobs: every connection follows the rank, and no process of the job can tell."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from integration.harness import Cluster, cluster, until
+from integration.torch_jobs import HOMES, TORCHRUN, TorchJob, TorchLab, at_rest
+
+pytestmark = [pytest.mark.root, pytest.mark.slow, pytest.mark.timeout(180)]
+
+
+@pytest.fixture(scope="module")
+def torch_cluster() -> Iterator[Cluster]:
+    folder = Path(__file__).parent / ".work" / "torch"
+    folder.mkdir(parents=True, exist_ok=True)
+    with cluster(folder, "torch", (*HOMES, "spare-1")) as made:
+        yield made
+
+
+@pytest.fixture
+def torch_lab(torch_cluster: Cluster) -> Iterator[TorchLab]:
+    with at_rest(torch_cluster) as lab:
+        yield lab
+
+
+def _travel(job: TorchJob, ranks: Sequence[int]) -> None:
+    """Moves these ranks one after the other, each to the node that was left last; then the job is told to end."""
+    free = "spare-1"
+    for rank in ranks:
+        left = job.where()[rank]
+        job.move(rank, free)
+        job.await_progress(2)
+        assert job.where()[rank] == free
+        free = left
+    job.end.touch()
+    job.assert_whole()
+
+
+def _as_undisturbed(lab: TorchLab, job: TorchJob, script: str, *arguments: str, world: int) -> None:
+    steps = len(job.lines()[0])
+    late = ("--late-group-at", str(steps - 10)) if script == "ddp.py" else ()
+    assert job.lines() == lab.undisturbed(script, "--steps", str(steps), *late, *arguments, world=world)
+
+
+def test_every_rank_of_a_torchrun_job_moves_and_rank_0_twice(torch_lab: TorchLab) -> None:
+    job = torch_lab.torchrun("ddp.py", "--pace-s", "0.1", "--until", "{end}")
+    job.await_steps(5)
+    _travel(job, (0, 1, 2, 3, 0))
+    _as_undisturbed(torch_lab, job, "ddp.py", "--pace-s", "0", world=4)
+
+
+def test_rank_0_with_the_store_moves_twice_and_a_late_client_finds_it(torch_lab: TorchLab) -> None:
+    job = torch_lab.plain("ddp.py", "--pace-s", "0.1", "--until", "{end}", nodes=HOMES[:2])
+    job.await_steps(5)
+    for to in ("spare-1", "node-3"):
+        job.move(0, to)
+        job.await_progress(2)
+        for node in ("node-1", "node-2", "node-4", to):
+            assert torch_lab.store_answers(job, node), f"from {node}, while the store is on {to}"
+    job.move(1, "spare-1")
+    job.end.touch()
+    job.assert_whole()
+    _as_undisturbed(torch_lab, job, "ddp.py", "--pace-s", "0", world=2)
+
+
+def test_a_stream_of_all_reduces_moves_with_its_queues_full(torch_lab: TorchLab) -> None:
+    job = torch_lab.torchrun("allreduce.py", "--until", "{end}", nodes=HOMES[:3])
+    job.await_steps(5)
+    _travel(job, (0, 2))
+    assert len({tuple(lines) for lines in job.lines()}) == 1
+
+
+def test_one_of_two_workers_on_a_node_moves(torch_lab: TorchLab) -> None:
+    """--standalone: the agent's store, and the workers' connections to it and to each other, are all on one node."""
+    options = ("--standalone", "--nproc-per-node=2")
+    job = torch_lab.torchrun(
+        "ddp.py", "--pace-s", "0.1", "--until", "{end}", nodes=HOMES[:1], launcher=(TORCHRUN, *options)
+    )
+    job.await_steps(10)
+    job.move(1, "spare-1")
+    job.await_progress(4)
+    assert job.where() == {0: "node-1", 1: "spare-1"}
+    job.move(0, "node-2")
+    job.await_progress(4)
+    job.move(1, "node-1")
+    job.end.touch()
+    job.assert_whole()
+    steps = len(job.lines()[0]) // 2
+    expected = torch_lab.undisturbed(
+        "ddp.py", "--steps", str(steps), "--late-group-at", str(steps - 10), "--pace-s", "0", world=2
+    )
+    assert sorted(job.lines()[0]) == sorted(expected[0] + expected[1])
+
+
+def test_loaders_and_a_checkpoint_being_written_move(torch_lab: TorchLab) -> None:
+    folder = torch_lab.cluster.folder / "checkpoints"
+    folder.mkdir(exist_ok=True)
+    job = torch_lab.torchrun("ddp_loader.py", "--checkpoints", str(folder), "--until", "{end}", nodes=HOMES[:2])
+    job.await_steps(5)
+    _travel(job, (0, 1))
+    _as_undisturbed(torch_lab, job, "ddp_loader.py", "--checkpoints", str(folder), world=2)
+
+
+@pytest.mark.parametrize("after_a_move", [False, True])
+def test_a_rank_that_raises_is_reported_as_ever(torch_lab: TorchLab, after_a_move: bool) -> None:
+    job = torch_lab.torchrun("ddp.py", "--pace-s", "0.1", "--until", "{end}", "--fail", "1", nodes=HOMES[:2])
+    job.await_steps(5)
+    if after_a_move:
+        job.move(1, "spare-1")
+        job.await_progress(2)
+    job.end.touch()
+    assert job.finish() == [1, 1], job.text()
+    report = job.agents[1].text()
+    assert "ChildFailedError" in report, report
+    assert "rank      : 1 (local_rank: 0)" in report, report
+    assert "exitcode  : 1 " in report, report
+    assert report.count("ValueError: rank 1 was told to fail") >= 2, report  # the rank's own traceback, and the agent's
+
+
+@pytest.mark.parametrize("after_a_move", [False, True])
+def test_a_sigterm_to_the_agent_ends_its_worker(torch_lab: TorchLab, after_a_move: bool) -> None:
+    job = torch_lab.torchrun("ddp.py", "--pace-s", "0.1", "--until", "{end}", nodes=HOMES[:2])
+    job.await_steps(5)
+    if after_a_move:
+        job.move(1, "spare-1")
+        job.await_progress(2)
+    job.agents[1].process.terminate()
+    assert job.agents[1].finish(60) == 1, job.text()
+    assert "SignalException: Process" in job.agents[1].text(), job.text()
+    assert "got signal: 15" in job.agents[1].text()
+    until("rank 1 to be gone", lambda: 1 not in job.where())
+    assert job.agents[0].finish(60) == 1, job.text()  # its worker has lost its peer
+
+
+@pytest.mark.parametrize("script", ["hf_trainer.py", "lightning_fit.py"])
+def test_training_code_that_nobody_here_wrote_moves(torch_lab: TorchLab, script: str) -> None:
+    out = ("--out", str(torch_lab.cluster.folder / "models"), "--steps", "150")
+    shape = ("--nodes", "2", "--devices", "1") if script == "lightning_fit.py" else ()
+    job = torch_lab.torchrun(script, *out, *shape, "--pace-s", "0.15", nodes=HOMES[:2])
+    job.await_steps(5)
+    job.move(1, "spare-1")
+    job.await_progress(3)
+    job.move(0, "node-2")
+    job.await_progress(3)
+    assert job.where() == {0: "node-2", 1: "spare-1"}
+    job.assert_whole()
+    assert job.lines() == torch_lab.undisturbed(script, *out, *shape, world=2)
+
+
+def test_ranks_of_mp_spawn_move_as_one(torch_lab: TorchLab) -> None:
+    job = torch_lab.plain("spawned.py", "--steps", "200", "--pace-s", "0.1", nodes=HOMES[:1])
+    job.await_steps(5)
+    job.move(0, "spare-1")
+    job.await_progress(3)
+    job.assert_whole()
+    assert job.lines() == torch_lab.undisturbed("spawned.py", "--steps", "200", world=1)
+
+
+def test_workers_of_accelerate_move(torch_lab: TorchLab) -> None:
+    launch = (str(Path(sys.executable).with_name("accelerate")), "launch")
+    options = ("--multi_gpu", "--num_processes=2", "--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no")
+    job = torch_lab.torchrun(
+        "ddp.py", "--pace-s", "0.1", "--until", "{end}", nodes=HOMES[:1], launcher=launch, options=options
+    )
+    job.await_steps(10)
+    job.move(1, "spare-1")
+    job.await_progress(4)
+    job.end.touch()
+    job.assert_whole()

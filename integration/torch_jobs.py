@@ -1,0 +1,183 @@
+"""Jobs of torch.distributed in a lab: an agent of torchrun per node, their ranks moved, and the same job undisturbed."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from integration.harness import MIGRATOR, WORKLOADS, Cluster, Job, until
+
+TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
+HOMES = ("node-1", "node-2", "node-3", "node-4")
+#: Words of a process that has seen a connection break, of this job's or of torch's own wording.
+BROKEN = re.compile(r"connection (was )?(reset|closed|refused)|broken pipe|econnreset|timed out", re.IGNORECASE)
+_SMALL = {
+    "OMP_NUM_THREADS": "1",
+    "GLOO_SOCKET_IFNAME": "eth0",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+_port = iter(range(29500, 29900))
+
+
+@dataclass
+class TorchJob:
+    """A job with one launcher per node; `agents` are the launchers, in the order of the nodes."""
+
+    cluster: Cluster
+    name: str
+    agents: list[Job] = field(default_factory=list)
+    address: str = ""
+    port: int = 0
+
+    @property
+    def end(self) -> Path:
+        """The file whose coming a workload with --until waits for."""
+        return self.cluster.folder / f"{self.name}.end"
+
+    def lines(self, starting: str = "step ") -> list[list[str]]:
+        """What the ranks of each launcher said of their steps, in the order in which they said it."""
+        return [[line for line in agent.lines() if line.startswith(starting)] for agent in self.agents]
+
+    def await_steps(self, count: int, timeout_s: float = 90.0) -> None:
+        """Every node has seen so many lines about steps."""
+
+        def enough() -> bool:
+            for agent in self.agents:
+                if agent.process.poll() is not None and agent.process.returncode != 0:
+                    raise AssertionError(f"{agent.name} ended with {agent.process.returncode}:\n{self.text()}")
+            return all(len(lines) >= count for lines in self.lines())
+
+        try:
+            until(f"{count} steps", enough, timeout_s)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.text()}\n{self.cluster.logs(15)}") from None
+
+    def await_progress(self, steps: int = 3, timeout_s: float = 60.0) -> None:
+        self.await_steps(max(len(lines) for lines in self.lines()) + steps, timeout_s)
+
+    def move(self, rank: int, to: str, **more: Any) -> dict[str, Any]:
+        return self.cluster.move(self.agents[0], to, rank=rank, **more)
+
+    def where(self) -> dict[int, str]:
+        """Rank -> node that it runs on."""
+        return {row["rank"]: row["node"] for row in self.cluster.ps(self.agents[0])}
+
+    def finish(self, timeout_s: float = 90.0) -> list[int]:
+        ends = time.monotonic() + timeout_s
+        return [agent.finish(max(1.0, ends - time.monotonic())) for agent in self.agents]
+
+    def text(self) -> str:
+        return "\n".join(f"--- {agent.out.name}\n{agent.text()[-3000:]}" for agent in self.agents)
+
+    def assert_whole(self) -> None:
+        """It ended well, and no process of it has seen a connection break."""
+        codes = self.finish()
+        assert set(codes) == {0}, f"{codes}\n{self.text()}\n{self.cluster.logs()}"
+        broken = [line for agent in self.agents for line in agent.lines() if BROKEN.search(line)]
+        assert broken == [], "\n".join(broken)
+
+
+class TorchLab:
+    """Starts such jobs, each with a name, a port and files of its own."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self._count = 0
+
+    def torchrun(
+        self,
+        script: str,
+        *arguments: str,
+        nodes: Sequence[str] = HOMES,
+        workers: int = 1,
+        launcher: Sequence[str] = (TORCHRUN,),
+        options: Sequence[str] = (),
+        name: str = "torch",
+    ) -> TorchJob:
+        """`migrator run -- torchrun … SCRIPT` on every node; `{end}` in an argument is the job's file of that name."""
+        job = self._named(name, nodes[0])
+        arguments = tuple(word.replace("{end}", str(job.end)) for word in arguments)
+        for index, node in enumerate(nodes):
+            how = [f"--nnodes={len(nodes)}", f"--nproc-per-node={workers}", f"--node-rank={index}"]
+            how += [f"--master-addr={job.address}", f"--master-port={job.port}", *options]
+            if launcher != (TORCHRUN,):
+                how = list(options)
+            command = [*launcher, *how, str(WORKLOADS / script), *arguments]
+            self._start(job, node, index, [*MIGRATOR, "run", "--job", job.name, "--", *command])
+        return job
+
+    def plain(self, script: str, *arguments: str, nodes: Sequence[str] = HOMES, name: str = "plain") -> TorchJob:
+        """`migrator run -- python SCRIPT` on every node, with the variables that a scheduler sets."""
+        job = self._named(name, nodes[0])
+        arguments = tuple(word.replace("{end}", str(job.end)) for word in arguments)
+        for rank, node in enumerate(nodes):
+            command = [*MIGRATOR, "run", "--job", job.name, "--", sys.executable, str(WORKLOADS / script), *arguments]
+            self._start(job, node, rank, command, **self._world(job, rank, len(nodes)))
+        return job
+
+    def undisturbed(self, script: str, *arguments: str, world: int) -> list[list[str]]:
+        """What each rank of the same job says of its steps on one node, without any of us."""
+        job = self._named("alone", "node-1")
+        whole = self.cluster.folder / job.name
+        command = [sys.executable, "-u", str(WORKLOADS / "alone.py"), str(world), str(whole), str(WORKLOADS / script)]
+        self._start(job, "node-1", world, [*command, *arguments], **self._world(job, 0, world))
+        files = [whole.with_name(f"{job.name}-{rank}.out") for rank in range(world)]
+        texts = [file.read_text() if job.finish() and file.exists() else "" for file in files]
+        assert job.finish() == [0], "\n".join(texts)
+        return [[line for line in text.splitlines() if line.startswith("step ")] for text in texts]
+
+    def store_answers(self, job: TorchJob, node: str) -> bool:
+        """Whether a new client on `node` finds the job's store where it has always been."""
+        program = (
+            "import datetime, sys, torch.distributed as d\n"
+            "s = d.TCPStore(sys.argv[1], int(sys.argv[2]), is_master=False, timeout=datetime.timedelta(seconds=10))\n"
+            "s.set('late', 'yes'); sys.exit(s.get('late') != b'yes')\n"
+        )
+        command = [sys.executable, "-c", program, job.address, str(job.port)]
+        return self.cluster.lab.spawn(node, command, stdin=subprocess.DEVNULL).wait(60) == 0
+
+    def _world(self, job: TorchJob, rank: int, world: int) -> dict[str, str]:
+        names = {
+            "RANK": rank,
+            "WORLD_SIZE": world,
+            "LOCAL_RANK": 0,
+            "MASTER_ADDR": job.address,
+            "MASTER_PORT": job.port,
+        }
+        return {name: str(value) for name, value in names.items()}
+
+    def _named(self, name: str, first: str) -> TorchJob:
+        self._count += 1
+        job = TorchJob(self.cluster, f"{name}{self._count}", [], self.cluster.lab.address(first), next(_port))
+        job.end.unlink(missing_ok=True)
+        return job
+
+    def _start(self, job: TorchJob, node: str, index: int, command: Sequence[str], **environment: str) -> None:
+        out = self.cluster.folder / f"{job.name}-{index}.out"
+        with out.open("wb") as file:
+            process = self.cluster.lab.spawn(
+                node,
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                env={**os.environ, **_SMALL, **environment},
+            )
+        job.agents.append(Job(self.cluster.lab, process, out, job.name))
+        self.cluster.jobs.append(job.agents[-1])
+
+
+@contextmanager
+def at_rest(cluster: Cluster) -> Iterator[TorchLab]:
+    """A lab for one test; afterwards nothing of its moves is left on any node."""
+    yield TorchLab(cluster)
+    cluster.tidy()

@@ -1,0 +1,27 @@
+"""Runs a workload undisturbed: all its ranks forked from one process that has torch loaded already, on loopback.
+
+alone.py WORLD OUT-PREFIX SCRIPT [ARGUMENT …]      rank 2 writes OUT-PREFIX-2.out
+"""
+
+import os
+import runpy
+import sys
+
+import torch  # noqa: F401  (once for all ranks)
+
+world, prefix, script = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+children = []
+for rank in range(world):
+    pid = os.fork()
+    if pid == 0:
+        out = os.open(f"{prefix}-{rank}.out", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        os.dup2(out, 1)
+        os.dup2(out, 2)
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+        sys.argv = sys.argv[3:]
+        sys.path[0] = os.path.dirname(script)
+        runpy.run_path(script, run_name="__main__")
+        sys.stdout.flush()
+        os._exit(0)
+    children.append(pid)
+sys.exit(max(os.waitpid(pid, 0)[1] != 0 for pid in children))

@@ -1,0 +1,82 @@
+"""Whoever re-points is killed, at every point: the next one brings the socket wherever it shall be, and no byte is lost."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from snapshotd import tree
+from snapshotd.net.rehome import Change
+from tests.net import crasher
+from tests.net.hosts import REPOSITORY, Hosts
+from tests.net.moving import change, hold, peer_flow, put_on, release, take_off, talk
+
+pytestmark = [pytest.mark.root, pytest.mark.slow]
+
+Order = Callable[[list[Change], int | None], dict[str, Any]]
+
+
+def order_to(process: subprocess.Popen[str]) -> Order:
+    def order(changes: list[Change], die_at: int | None) -> dict[str, Any]:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        asked = {"changes": [crasher.to_json(change) for change in changes], "die_at": die_at}
+        process.stdin.write(json.dumps(asked) + "\n")
+        process.stdin.flush()
+        answer: dict[str, Any] = json.loads(process.stdout.readline())
+        return answer
+
+    return order
+
+
+@pytest.mark.parametrize(
+    ("family", "ip", "to", "new_ip"),
+    [
+        ("inet", "0.0.0.0", "10.9.1.1", "10.9.1.3"),
+        ("inet6", "::", "fd09:1::1", "fd09:1::3"),
+    ],
+)
+def test_a_kill_at_every_point(family: str, ip: str, to: str, new_ip: str, hosts: Hosts, tmp_path: Path) -> None:
+    """Killed on the way there, killed again on the way back, and then finished, in either direction."""
+    with (
+        talk("patience", family, hosts.h1, hosts.h2, peer_listens=True, ip=ip, to=to) as conversation,
+        hosts.h1.program([sys.executable, "-m", "tests.net.crasher"], cwd=REPOSITORY) as process,
+    ):
+        order = order_to(process)
+        assert conversation.line() == "ready"
+        conversation.fill()
+        flow = peer_flow(hosts.h1, conversation.rank)
+        old = flow.ends
+        new = old[0], old[1].at(new_ip)
+        hold(list(hosts), old, new)
+        rank_state, rank_family = take_off(conversation.rank), conversation.rank.family
+        there, back = change(flow, new, tmp_path), change(flow, old, tmp_path)
+        before = order([back], None)["state"][0]["same"]
+        assert before["queues"][1] > 0
+        assert before["queues"][3] > 0
+
+        point, killed = 0, True
+        while killed:
+            order([back], None)
+            killed = order([there], point)["killed"]
+            order([back], point * 7 % 97)
+            goal = there if point % 2 else back
+            after = order([goal], None)
+            assert after["error"] == "", point
+            assert after["state"][0]["same"] == before, point
+            assert after["state"][0]["ends"] == [str(goal.local), str(goal.remote)], point
+            assert not tree.stopped(conversation.peer.pid), point
+            assert not (tmp_path / "stopped.json").exists(), point
+            point += 1
+        assert point > 100
+
+        order([there], None)
+        conversation.rank = hosts.h3.call(put_on, rank_state, rank_family, (new[1], new[0]))
+        release(list(hosts))
+        conversation.finish()
