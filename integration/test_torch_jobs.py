@@ -32,11 +32,8 @@ def _travel(job: TorchJob, ranks: Sequence[int]) -> None:
     """Moves these ranks one after the other, each to the node that was left last; then the job is told to end."""
     free = "spare-1"
     for rank in ranks:
-        left = job.where()[rank]
-        job.move(rank, free)
+        free = job.move(rank, free)["source"]
         job.await_progress(2)
-        assert job.where()[rank] == free
-        free = left
     job.end.touch()
     job.assert_whole()
 
@@ -57,11 +54,11 @@ def test_every_rank_of_a_torchrun_job_moves_and_rank_0_twice(torch_lab: TorchLab
 def test_rank_0_with_the_store_moves_twice_and_a_late_client_finds_it(torch_lab: TorchLab) -> None:
     job = torch_lab.plain("ddp.py", "--pace-s", "0.1", "--until", "{end}", nodes=HOMES[:2])
     job.await_steps(5)
-    for to in ("spare-1", "node-3"):
-        job.move(0, to)
-        job.await_progress(2)
-        for node in ("node-1", "node-2", "node-4", to):
-            assert torch_lab.store_answers(job, node), f"from {node}, while the store is on {to}"
+    with torch_lab.store_clients(job, ("node-1", "node-4")) as ask:
+        for to in ("spare-1", "node-3"):
+            job.move(0, to)
+            job.await_progress(2)
+            assert ask() == ["there", "there"], f"while the store is on {to}"
     job.move(1, "spare-1")
     job.end.touch()
     job.assert_whole()
@@ -84,7 +81,6 @@ def test_one_of_two_workers_on_a_node_moves(torch_lab: TorchLab) -> None:
     job.await_steps(10)
     job.move(1, "spare-1")
     job.await_progress(4)
-    assert job.where() == {0: "node-1", 1: "spare-1"}
     job.move(0, "node-2")
     job.await_progress(4)
     job.move(1, "node-1")
@@ -139,7 +135,7 @@ def test_a_sigterm_to_the_agent_ends_its_worker(torch_lab: TorchLab, after_a_mov
 
 @pytest.mark.parametrize("script", ["hf_trainer.py", "lightning_fit.py"])
 def test_training_code_that_nobody_here_wrote_moves(torch_lab: TorchLab, script: str) -> None:
-    out = ("--out", str(torch_lab.cluster.folder / "models"), "--steps", "150")
+    out = ("--out", str(torch_lab.cluster.folder / "models"), "--steps", "80")
     shape = ("--nodes", "2", "--devices", "1") if script == "lightning_fit.py" else ()
     job = torch_lab.torchrun(script, *out, *shape, "--pace-s", "0.15", nodes=HOMES[:2])
     job.await_steps(5)
@@ -147,18 +143,17 @@ def test_training_code_that_nobody_here_wrote_moves(torch_lab: TorchLab, script:
     job.await_progress(3)
     job.move(0, "node-2")
     job.await_progress(3)
-    assert job.where() == {0: "node-2", 1: "spare-1"}
     job.assert_whole()
     assert job.lines() == torch_lab.undisturbed(script, *out, *shape, world=2)
 
 
 def test_ranks_of_mp_spawn_move_as_one(torch_lab: TorchLab) -> None:
-    job = torch_lab.plain("spawned.py", "--steps", "200", "--pace-s", "0.1", nodes=HOMES[:1])
+    job = torch_lab.plain("spawned.py", "--steps", "60", "--pace-s", "0.1", nodes=HOMES[:1])
     job.await_steps(5)
     job.move(0, "spare-1")
     job.await_progress(3)
     job.assert_whole()
-    assert job.lines() == torch_lab.undisturbed("spawned.py", "--steps", "200", world=1)
+    assert job.lines() == torch_lab.undisturbed("spawned.py", "--steps", "60", world=1)
 
 
 def test_workers_of_accelerate_move(torch_lab: TorchLab) -> None:

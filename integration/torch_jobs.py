@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -135,15 +135,29 @@ class TorchLab:
         assert job.finish() == [0], "\n".join(texts)
         return [[line for line in text.splitlines() if line.startswith("step ")] for text in texts]
 
-    def store_answers(self, job: TorchJob, node: str) -> bool:
-        """Whether a new client on `node` finds the job's store where it has always been."""
+    @contextmanager
+    def store_clients(self, job: TorchJob, nodes: Sequence[str]) -> Iterator[Callable[[], list[str]]]:
+        """Asked, a process on each of the nodes connects to the job's store where it has always been; what they say."""
         program = (
             "import datetime, sys, torch.distributed as d\n"
-            "s = d.TCPStore(sys.argv[1], int(sys.argv[2]), is_master=False, timeout=datetime.timedelta(seconds=10))\n"
-            "s.set('late', 'yes'); sys.exit(s.get('late') != b'yes')\n"
+            "for line in sys.stdin:\n"
+            "    s = d.TCPStore(sys.argv[1], int(sys.argv[2]), is_master=False, timeout=datetime.timedelta(seconds=10))\n"
+            "    s.set(line, 'there'); print(s.get(line).decode(), flush=True); del s\n"
         )
         command = [sys.executable, "-c", program, job.address, str(job.port)]
-        return self.cluster.lab.spawn(node, command, stdin=subprocess.DEVNULL).wait(60) == 0
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
+        clients = [self.cluster.lab.spawn(node, command, **pipes) for node in nodes]
+
+        def ask() -> list[str]:
+            for client in clients:
+                client.stdin.write("late\n")
+            return [client.stdout.readline().strip() for client in clients]
+
+        try:
+            yield ask
+        finally:
+            for client in clients:
+                client.communicate(timeout=30)
 
     def _world(self, job: TorchJob, rank: int, world: int) -> dict[str, str]:
         names = {

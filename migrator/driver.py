@@ -131,6 +131,8 @@ class _Run:
         except Refused as error:
             return await self._refused(error)
         except (SnapshotError, asyncio.CancelledError) as error:
+            if self.reached < protocol.PREFLIGHT and isinstance(error, SnapshotError):
+                raise  # only questions were asked: there is nothing to undo, and the error has a code of its own
             cause = error if isinstance(error, SnapshotError) else Undone("interrupted")
             return await self._end_badly(cause)
         finally:

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
-from shim import frames, namespaces, signals
+from shim import frames, namespaces, report, signals
 from shim.link import BYE_S, Link
 from shim.loop import Loop
 from shim.relay import GuestEnd
@@ -73,6 +73,9 @@ class GuestKeeper:
             {"key": str(described["key"]), "fd": FIRST_INHERITED_FD + index}
             for index, described in enumerate(state["channels"])
         ]
+        self._report_path = str(state.get("report_path", ""))
+        self._user = int(state.get("user_id", 0)), int(state.get("group_id", 0))
+        report.make_room(self._report_path, *self._user)
         self._criu_pid = self._start_criu(str(orders["criu"]), int(orders["criu_fd"]), str(orders["cgroup_procs"]))
         self._link = Link(self.loop, str(orders["keeper_sock"]), self._hello, self._on_frame, self._relay.lost)
         self.loop.before(self._work)
@@ -164,6 +167,7 @@ class GuestKeeper:
             self._link.send("stdio", {"move": move, "error": str(error)})
             return
         state |= {key: self._orders["stdio"].get(key, 0) for key in ("user_id", "group_id")}
+        state["report_path"] = self._report_path
         state["signals"] = {"last": self._relay.last_signal_id, "queued": self._queued}
         self._link.send_state(move, state)
 
@@ -215,6 +219,8 @@ class GuestKeeper:
     def _rank_ended(self, status: int) -> None:
         self._status = status
         self._stdio.rank_ended()
+        if not self._is_gone:
+            self._relay.report = report.collect(self._report_path, *self._user)
         if self._held_move and not self._is_gone:
             self._link.send("died", {"move": self._held_move, "status": status})
         self.loop.after(0.1, self._look_at_end)

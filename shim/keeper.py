@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shim import frames, signals
+from shim import frames, report, signals
 from shim.child import Child, rank_environment
 from shim.front import Front
 from shim.link import BYE_S, Link
@@ -63,6 +63,7 @@ class HomeKeeper:
             "cwd": str(Path.cwd()),
             "started_unix_s": time.time(),
         }
+        self._report_path = report.path_in(environment)
         self._uid = ""
         self._node: dict[str, Any] = {"home_node": "", "home_endpoint": ""}
         self._moves = 0
@@ -178,6 +179,7 @@ class HomeKeeper:
             self._link.send("stdio", {"move": move, "error": str(error)})
             return
         state |= {"user_id": os.getuid(), "group_id": os.getgid(), "signals": {"last": 0, "queued": []}}
+        state["report_path"] = self._report_path
         self._link.send_state(move, state)
 
     def _resume(self, move: str) -> None:
@@ -214,6 +216,8 @@ class HomeKeeper:
         except (KeyError, TypeError, ValueError, AttributeError):
             self._relay.again()  # from a guest of another version, or damaged: agree on the offsets again
         if self._relay.exit_status is not None:
+            if self._relay.report and self._report_path and self._end_status is None:
+                report.put(self._report_path, self._relay.report)
             self._ended(self._relay.exit_status)
 
     def _kill(self) -> None:

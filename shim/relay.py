@@ -11,7 +11,7 @@ it is acknowledged, and both sides agree on the offsets (`sync`) after every int
     home -> guest   in {o, eof} + bytes          guest -> home   inack {o}      written to the rank's stdin
     home -> guest   sig {n, id}                  guest -> home   sigack {id}
     home -> guest   win {rows, cols}, shut {c}   the terminal's new size; nobody reads this channel any more
-    guest -> home   exit {status}                home -> guest   exitack {}     after all output was acknowledged
+    guest -> home   exit {status} + report       home -> guest   exitack {}     after all output was acknowledged
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ class GuestEnd:
         self.is_open = False  # after activation
         self.last_signal_id = 0
         self.exit_status: int | None = None
+        self.report = b""  # what the rank left for its launcher to read
         self.exit_acked = False
 
     def open(self) -> None:
@@ -97,7 +98,7 @@ class GuestEnd:
         if written != self._acked_in and not self._stdio.is_handed_over and self._send("inack", {"o": written}):
             self._acked_in = written
         if self.exit_status is not None and self.is_settled and not self._exit_sent:
-            self._exit_sent = self._send("exit", {"status": self.exit_status})
+            self._exit_sent = self._send("exit", {"status": self.exit_status}, self.report)
 
     def receive(self, frame: Frame) -> None:
         """A frame from the home keeper. Raises KeyError, TypeError or ValueError for one that makes no sense."""
@@ -184,6 +185,7 @@ class HomeEnd:
         self.is_open = False  # the rank is away
         self.size: tuple[int, int] | None = None
         self.exit_status: int | None = None
+        self.report = b""
 
     def open(self) -> None:
         """The rank is elsewhere, as of now. The guest may have called before the outcome had reached us."""
@@ -259,7 +261,7 @@ class HomeEnd:
                 status = int(fields["status"])
                 if not 0 <= status <= 0xFFFF:
                     raise ValueError(f"impossible wait status {status}")
-                self.exit_status = status
+                self.exit_status, self.report = status, frame.payload
                 self._send("exitack")
 
     def _answer_sync(self, in_offset: int, signal_id: int) -> None:

@@ -77,8 +77,13 @@ class Cgroup(PidList):
         self._await("frozen", True, deadline_s)
 
     def thaw(self, deadline_s: float) -> None:
-        (self.path / "cgroup.freeze").write_text("0")
-        self._await("frozen", False, deadline_s)
+        """Thaws and waits until it is. A group that is gone, or goes meanwhile, has nothing to thaw. Blocking."""
+        try:
+            (self.path / "cgroup.freeze").write_text("0")
+            self._await("frozen", False, deadline_s)
+        except OSError:
+            if self.exists():
+                raise
 
     def kill(self, deadline_s: float) -> None:
         """SIGKILL to everything in it, frozen or not, and waits until it is empty. Blocking."""

@@ -17,7 +17,9 @@ for rank in range(world):
         out = os.open(f"{prefix}-{rank}.out", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         os.dup2(out, 1)
         os.dup2(out, 2)
-        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+        # As torchrun has it with one worker per node; some frameworks ask who launched them.
+        os.environ |= {"RANK": str(rank), "GROUP_RANK": str(rank), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        os.environ |= {"WORLD_SIZE": str(world), "TORCHELASTIC_RUN_ID": "alone"}
         sys.argv = sys.argv[3:]
         sys.path[0] = os.path.dirname(script)
         runpy.run_path(script, run_name="__main__")

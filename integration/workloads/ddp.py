@@ -24,6 +24,11 @@ parser.add_argument("--fail", type=int, default=-1, help="the rank that raises o
 options = parser.parse_args()
 
 
+def say(text: str) -> None:
+    """In one write: two workers of one torchrun, which starts them with -u, share a stdout."""
+    print(f"{text}\n", end="", flush=True)
+
+
 def is_over() -> bool:
     """Whether rank 0 has seen the file; all ranks hear it at the same step."""
     seen = torch.tensor([float(dist.get_rank() == 0 and os.path.exists(options.until))])
@@ -62,9 +67,9 @@ def main() -> None:
         if group is not None:
             total = loss.detach().clone()
             dist.all_reduce(total, group=group)
-            print(f"step {step} loss {loss.item():.12f} sum {total.item():.12f}", flush=True)
+            say(f"step {step} loss {loss.item():.12f} sum {total.item():.12f}")
         else:
-            print(f"step {step} loss {loss.item():.12f}", flush=True)
+            say(f"step {step} loss {loss.item():.12f}")
         time.sleep(options.pace_s)
     dist.barrier()
     print("DONE", flush=True)

@@ -450,6 +450,7 @@ class FileFact(_message.Message):
     USER_ID_FIELD_NUMBER: _builtins.int
     GROUP_ID_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
+    FOLDER_INODE_FIELD_NUMBER: _builtins.int
     path: _builtins.str
     size: _builtins.int
     mtime_ns: _builtins.int
@@ -463,6 +464,8 @@ class FileFact(_message.Message):
     group_id: _builtins.int
     digest: _builtins.bytes
     """xxh3-128 of the content, for mapped and read-only files up to 256 MiB"""
+    folder_inode: _builtins.int
+    """of the directory it is in, where it is written to: its name may come and go"""
     def __init__(
         self,
         *,
@@ -476,10 +479,11 @@ class FileFact(_message.Message):
         user_id: _builtins.int = ...,
         group_id: _builtins.int = ...,
         digest: _builtins.bytes = ...,
+        folder_inode: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["carried", b"carried", "digest", b"digest", "group_id", b"group_id", "mapped", b"mapped", "mode", b"mode", "mtime_ns", b"mtime_ns", "path", b"path", "size", b"size", "user_id", b"user_id", "writable", b"writable"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["carried", b"carried", "digest", b"digest", "folder_inode", b"folder_inode", "group_id", b"group_id", "mapped", b"mapped", "mode", b"mode", "mtime_ns", b"mtime_ns", "path", b"path", "size", b"size", "user_id", b"user_id", "writable", b"writable"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -137,6 +137,7 @@ def restore_request(images: Path, inherit: Sequence[tuple[str, int]]) -> rpc.cri
     options = _options(images, "restore.log")
     options.rst_sibling = True
     options.auto_dedup = True
+    options.leave_stopped = True  # even if somebody's SIGCONT came between the freeze and the dump
     for key, fd in inherit:
         options.inherit_fd.append(rpc.inherit_fd(key=key, fd=fd))
     return rpc.criu_req(type=rpc.RESTORE, opts=options)

@@ -18,6 +18,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
+import aiofiles
 from google.protobuf.json_format import MessageToDict
 
 from snapshotd import cgroup, host, metrics, preflight, tree
@@ -114,7 +115,8 @@ class Dump:
                 for index, fact in enumerate(carried):
                     if stat.S_ISREG(fact.mode):
                         await self.sender.put_file(f"carry-{index}", Path(fact.path))
-                (self.images / "meta.json").write_bytes(meta)
+                async with aiofiles.open(self.images / "meta.json", "wb") as file:
+                    await file.write(meta)
                 await self.sender.put_file("meta.json", self.images / "meta.json")
                 files = await self.sender.finish()
             async with self.node.client(begin.target_node, begin.target_endpoint) as client:

@@ -15,6 +15,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import aiofiles
+
 from snapshotd import host, tree
 from snapshotd.api.errors import CriuFailed, Damaged, Timeout, Where
 from snapshotd.blocking import in_thread
@@ -48,7 +50,7 @@ class Restore:
         """Restores; returns what the journal notes about the held copy."""
         begin = self.log.begin
         folder = self.node.store.path(begin.move)
-        meta = await in_thread(_read_meta, folder)
+        meta = await _read_meta(folder)
         await in_thread(images.mend, folder)
         placed: list[str] = []
         try:
@@ -199,9 +201,10 @@ async def _on_notify(script: str, _pid: int) -> None:
         await reach(Point.RESTORING)
 
 
-def _read_meta(folder: Path) -> dict[str, Any]:
+async def _read_meta(folder: Path) -> dict[str, Any]:
     try:
-        meta = json.loads((folder / "meta.json").read_text())
+        async with aiofiles.open(folder / "meta.json") as file:
+            meta = json.loads(await file.read())
         if not isinstance(meta, dict):
             raise ValueError("not an object")
         return meta

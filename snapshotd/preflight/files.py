@@ -71,7 +71,11 @@ def survey(tree: Tree, objects: Sequence[Object], carry_paths: Sequence[str], bo
     found.directories = sorted(folder for folder in folders if _is_utf8(folder) and not is_pseudo(folder))
     found.facts = carried_facts(objects, found.directories, carry_paths, prefix)
     found.carried_bytes = sum(_moved_bytes(thing) for thing in plain if is_carried(thing.path, carry_paths))
-    found.facts += [fact_of(thing) for thing in plain if not is_carried(thing.path, carry_paths)]
+    for thing in plain:
+        if not is_carried(thing.path, carry_paths):
+            found.facts.append(fact := fact_of(thing))
+            if thing.writable and not thing.mapped:
+                fact.folder_inode = _inode(prefix + os.path.dirname(thing.path))
     return found
 
 
@@ -138,6 +142,13 @@ def add_digests(facts: Iterable[FileFact], prefix: str, seconds: float) -> None:
             fact.digest = content_digest(prefix + fact.path, fact.size, deadline)
         except OSError:
             continue  # the target compares size and time instead
+
+
+def _inode(path: str) -> int:
+    try:
+        return os.stat(path).st_ino
+    except OSError:
+        return 0
 
 
 def _moved_bytes(thing: Object) -> int:

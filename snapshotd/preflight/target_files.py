@@ -1,8 +1,8 @@
 """Are the rank's files here, and are they the same? Looked at on the target, path by path.
 
 Identical means: same kind and permissions (CRIU insists on both), and same size and time or the same digest. A file
-the rank writes to is only looked for: others may write to it as well. A read-only file may have grown, if what the rank
-could have seen of it is the same.
+the rank writes to is only looked for: others may write to it as well. If it is not there, its directory is: the rank runs
+on and may have renamed it. A read-only file may have grown, if what the rank could have seen of it is the same.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def difference(fact: FileFact) -> str:
     try:
         here = os.stat(fact.path)
     except (FileNotFoundError, NotADirectoryError):
-        return "not here"
+        return "" if _comes_and_goes(fact) else "not here"
     except OSError as error:
         return f"cannot be looked at: {error.strerror}"
     if mode_of.S_IFMT(here.st_mode) != mode_of.S_IFMT(fact.mode):
@@ -75,6 +75,17 @@ def difference(fact: FileFact) -> str:
     except OSError as error:
         return f"cannot be read: {error.strerror}"
     return "" if same else "has other content here"
+
+
+def _comes_and_goes(fact: FileFact) -> bool:
+    """A checkpoint that is written under another name and renamed: the rank ran on since it was seen on the source. Its
+    directory being the very same here (a shared file system numbers it alike) is what matters."""
+    if not fact.folder_inode:
+        return False
+    try:
+        return os.stat(os.path.dirname(fact.path)).st_ino == fact.folder_inode
+    except OSError:
+        return False
 
 
 def _same_times(fact: FileFact) -> bool:

@@ -9,7 +9,8 @@ from migrator.protocol import Verdict
 from snapshotd.rules import Mark, Outcome
 from tests.protocol.model import Model
 from tests.protocol.mover import Move, leftovers, other, running
-from tests.protocol.world import AWAY, DRIVER, HOME, LEASE_S, PERSON, World
+from tests.protocol.network import AWAY, HOME, PEER
+from tests.protocol.world import DRIVER, LEASE_S, PERSON, World
 
 Strike = Callable[[World, "Scene"], None]
 
@@ -51,13 +52,13 @@ class Scene:
         whole = held and self.move.at_target is not None and self.move.at_target.copy_exists
         self.survived = self.survived and whole and not aborted
         if self.move.moved_copy is not None:
-            self.move.moved_copy.alive = False
+            self.model.fall(self.move.moved_copy)
 
     def kill_target_copy(self) -> None:
         """The restored copy dies: the rank must live on unless it has been let go there, for good."""
         if self.move.at_target is not None and self.move.at_target.copy is not None:
             self.survived = self.survived and self.move.at_target.mark is not Mark.ACTIVATED
-            self.move.at_target.copy.alive = False
+            self.model.fall(self.move.at_target.copy)
 
     # ------------------------------------------------------------ the whole story, and what must hold
 
@@ -103,7 +104,8 @@ class Scene:
 
 
 def _reboot(world: World, scene: Scene, node: str) -> None:
-    (scene.kill_source_copy if node == scene.source else scene.kill_target_copy)()
+    if node != PEER:
+        (scene.kill_source_copy if node == scene.source else scene.kill_target_copy)()
     world.reboot(node)
     scene.down(node)
 
@@ -131,7 +133,7 @@ def _set(name: str) -> Strike:
 
 def _cut(one: str, another: str) -> Strike:
     def strike(world: World, scene: Scene) -> None:
-        named = {"driver": DRIVER, "source": scene.source, "target": scene.target}
+        named = {"driver": DRIVER, "source": scene.source, "target": scene.target, "peer": PEER}
         world.cuts.add(frozenset((named[one], named[another])))
 
     return strike
@@ -143,6 +145,8 @@ STRIKES: dict[str, Strike] = {
     "target daemon dies": lambda world, scene: _daemon(world, scene, scene.target),
     "source node reboots": lambda world, scene: _reboot(world, scene, scene.source),
     "target node reboots": lambda world, scene: _reboot(world, scene, scene.target),
+    "peer daemon dies": lambda world, scene: _daemon(world, scene, PEER),
+    "peer node reboots": lambda world, scene: _reboot(world, scene, PEER),
     "rank dies on source": lambda world, scene: scene.kill_source_copy(),
     "guest keeper dies on target": _guest_keeper,
     "guest keeper dies on target, the source asks": _guest_keeper_while_asked,
@@ -151,6 +155,9 @@ STRIKES: dict[str, Strike] = {
     "driver and source cut off": _cut("driver", "source"),
     "driver and target cut off": _cut("driver", "target"),
     "source and target cut off": _cut("source", "target"),
+    "driver and peer cut off": _cut("driver", "peer"),
+    "source and peer cut off": _cut("source", "peer"),
+    "target and peer cut off": _cut("target", "peer"),
     "request lost": _set("drop"),
     "request late": _set("delay"),
     "answer lost": _set("drop"),

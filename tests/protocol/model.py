@@ -1,4 +1,4 @@
-"""The model: two nodes whose daemons serve the requests of a move, as `snapshotd/ops.py` does for real.
+"""The model: source and target, whose daemons serve the requests of a move, as `snapshotd/ops/` does for real.
 
 A handler checks only whether its step is allowed in the state it finds (asking twice does it once); each mark is
 journalled as `Mark` says, the outcome once. `migrator/protocol.py` is executed on it by `mover.py`.
@@ -9,8 +9,9 @@ from __future__ import annotations
 from contextlib import suppress
 
 from snapshotd.rules import CopyState, Mark, Outcome, TargetFacts, proof, proves, target_answer
+from tests.protocol.network import Copy, Socket
 from tests.protocol.settling import Settling
-from tests.protocol.world import LEASE_S, PERSON, Answer, Copy, Lost, Record, Refused
+from tests.protocol.world import LEASE_S, PERSON, Answer, Lost, Record, Refused
 
 
 class Model(Settling):
@@ -34,9 +35,10 @@ class Model(Settling):
         return record
 
     def on_inspect(self, node: str, move: str) -> Answer:
-        if not any(copy.node == node and copy.alive and copy.running for copy in self.copies):
+        copy = next((copy for copy in self.copies if copy.node == node and copy.alive and copy.running), None)
+        if copy is None:
             raise Refused("no such rank here")
-        return Answer()
+        return Answer(peers=connected(copy))
 
     def on_begin(self, node: str, move: str, target: str, nonce: bytes) -> Answer:
         if (node, move) in self.journal:
@@ -59,15 +61,23 @@ class Model(Settling):
             self.event(node, "stop and freeze")
             if record.copy is not None:
                 record.copy.running = False
+            if record.copy is not None and connected(record.copy):
+                self.mark(node, record, Mark.FREEZING)  # now with the connections, before they are silenced
+                record.rewires = connected(record.copy)
+                self.event(node, "filter")
+                for peer in record.rewires:
+                    self.hold(node, move, peer, node)
             self.mark(node, record, Mark.FROZEN)
-        return Answer()
+        return Answer(peers=record.rewires)
 
     def on_stream(self, node: str, move: str) -> Answer:
         record = self.undecided(node, move, Mark.FROZEN, Mark.STREAMED)
         if record.mark is Mark.FROZEN:
             try:
                 self.call(node, record.peer, "Push", move)
-                self.run_criu(node, "criu dump")
+                if record.copy is None or not record.copy.alive:
+                    raise Refused("the rank is dead")
+                self.run_criu(node, "criu dump", record.copy)
                 if not record.copy_exists:
                     raise Refused("the rank died under criu")
                 self.call(node, record.peer, "Seal", move)
@@ -111,7 +121,9 @@ class Model(Settling):
     def outcome_of(self, record: Record, move: str) -> Answer:
         if record.holds is None:
             return Answer("UNDECIDED")
-        return Answer(record.holds, proof(record.nonce, record.holds, move))
+        released = record.holds is Outcome.COMMIT and record.mark is Mark.SETTLED
+        copy = CopyState.RUNNING if released else CopyState.UNREACHABLE
+        return Answer(record.holds, proof(record.nonce, record.holds, move), copy)
 
     def on_declaretargetdead(self, node: str, move: str) -> Answer:
         record = self.journal.get((node, move))
@@ -126,16 +138,24 @@ class Model(Settling):
         self.event(node, "write down the word of a person")
         record.word = PERSON
         record.outcome = record.outcome or Outcome.ABORT
+        target = self.journal.get((record.peer, move))
+        if target is not None and target.mark is Mark.ACTIVATED:
+            self.severed |= set(self.peers)  # its peers may have spoken with the copy that ran there
         self.settle_source(node, move)
         return self.on_getoutcome(node, move)
 
     # ------------------------------------------------------------ the target's requests
 
-    def run_criu(self, node: str, what: str) -> None:
+    def run_criu(self, node: str, what: str, copy: Copy) -> None:
+        """Whatever kills it, or the daemon that waits for it, leaves the sockets in repair mode."""
+        for socket in copy.sockets.values():
+            socket.repair = True
         self.event(node, what)
         killed, self.criu_killed = self.criu_killed, False
         if killed:
             raise Refused(f"{what} failed")
+        for socket in copy.sockets.values():
+            socket.repair = False
 
     def on_examine(self, node: str, move: str) -> Answer:
         return Answer()
@@ -166,9 +186,15 @@ class Model(Settling):
             if (node, move) not in self.images:
                 raise Refused("the image is gone")
             self.mark(node, record, Mark.RESTORING)
-            record.copy = Copy(node, move)  # stopped from its first instruction on; perhaps not whole
+            record.rewires = self.journal[record.peer, move].rewires  # as the image tells
+            if record.rewires:
+                self.event(node, "filter")
+            for peer in record.rewires:
+                self.hold(node, move, peer, node)
+            sockets = {peer: Socket(peer) for peer in record.rewires}
+            record.copy = Copy(node, move, sockets=sockets)  # stopped from the first instruction on; perhaps not whole
             self.copies.append(record.copy)
-            self.run_criu(node, "criu restore")
+            self.run_criu(node, "criu restore", record.copy)
             self.mark(node, record, Mark.HELD)
         if not record.copy_exists:
             raise Refused("the restored copy is gone")
@@ -219,3 +245,8 @@ class Model(Settling):
         record.word, record.outcome = PERSON, Outcome.COMMIT
         self.settle_target(node, move)
         return self.on_getcopy(node, move)
+
+
+def connected(copy: Copy) -> tuple[str, ...]:
+    """The peers of its connections, as far as it knows."""
+    return tuple(peer for peer, socket in copy.sockets.items() if not socket.lost)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from migrator.protocol import ACTIVATE, COMMIT, TABLE, At, Step, Verdict, decide, next_step, undo_plan
 from snapshotd.rules import CopyState, Mark, Outcome
 from tests.protocol.model import Model
-from tests.protocol.world import DRIVER, NODES, Answer, Copy, Died, Lost, Record, Refused
+from tests.protocol.network import Copy
+from tests.protocol.world import DRIVER, NODES, Answer, Died, Lost, Record, Refused
 
 
 @dataclass
@@ -24,6 +25,8 @@ class Move:
     token: bytes = b""
     nonce: bytes = b""
     receipt: bytes = b""
+    peers: tuple[str, ...] = ()
+    touched: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.moved_copy = next(iter(running(self.model)), None)
@@ -74,13 +77,20 @@ class Move:
         """The target does not say that it runs the rank. Release has the source look there now: it takes the rank
         back, or has released its copy, which it does only for a rank that was let go there."""
         with suppress(Lost, Refused):
-            released = self.model.call(DRIVER, self.source, "Release", self.name).kind == "released"
-            outcome = self.model.call(DRIVER, self.source, "GetOutcome", self.name).kind
+            released = self._ask_twice(self.source, "Release").kind == "released"
+            outcome = self._ask_twice(self.source, "GetOutcome").kind
             return ACTIVATE + 1 if released else reached, outcome
         return reached, "COMMIT"
 
+    def _ask_twice(self, node: str, rpc: str, *arguments: object) -> Answer:
+        with suppress(Lost):
+            return self.model.call(DRIVER, node, rpc, self.name, *arguments)
+        return self.model.call(DRIVER, node, rpc, self.name, *arguments)
+
     def _ask(self, step: Step) -> Answer:
         """One request; a step that answers with another outcome than it asks for has failed."""
+        if step.at is At.PEERS:
+            return self._ask_peers(step)
         node = self.target if step.at is At.TARGET else self.source
         arguments: dict[str, tuple[object, ...]] = {
             "Prepare": (self.source,),
@@ -89,13 +99,13 @@ class Move:
             "Activate": (self.token,),
             "Discard": (self.token,),
         }
-        try:
-            answer = self.model.call(DRIVER, node, step.action, self.name, *arguments.get(step.action, ()))
-        except Lost:
-            if step.phase != "undo":
-                raise
+        if step.phase == "undo":
+            answer = self._ask_twice(node, step.action, *arguments.get(step.action, ()))
+        else:
             answer = self.model.call(DRIVER, node, step.action, self.name, *arguments.get(step.action, ()))
         match step.action:
+            case "Inspect" | "Freeze":
+                self.peers = answer.peers
             case "Prepare":
                 self.nonce = answer.token
             case "Restore":
@@ -107,6 +117,24 @@ class Move:
             case "Activate" if answer.copy not in (CopyState.RUNNING, CopyState.ENDED):
                 raise Refused(f"the target's copy is {answer.copy}")
         return answer
+
+    def _ask_peers(self, step: Step) -> Answer:
+        """All of them, whatever the others say; then the first failure, if it is one to stop for."""
+        arguments: dict[str, tuple[object, ...]] = {
+            "Look": (self.source,),
+            "Repoint": (self.source, self.target, self.nonce),
+            "Settle": (self.token,),
+        }
+        failures: list[Lost | Refused] = []
+        for peer in sorted(self.touched) if step.action == "Settle" else self.peers:
+            self.touched |= {peer} if step.action == "Repoint" else set()
+            try:
+                self.model.call(DRIVER, peer, step.action, self.name, *arguments[step.action])
+            except (Lost, Refused) as failed:
+                failures.append(failed)
+        if failures and step.action != "Settle":
+            raise Refused(str(failures[0])) if step.action == "Look" else failures[0]
+        return Answer()
 
     # ------------------------------------------------------------ what became of it
 
@@ -162,11 +190,17 @@ def running(model: Model) -> list[Copy]:
 
 
 def leftovers(model: Model) -> list[str]:
-    """What a settled world must not hold: frozen or held copies, images, unfinished moves."""
+    """What a settled world must not hold: frozen or held copies, images, filters, silent connections, unfinished moves."""
     still = [f"a copy on {copy.node} that does not run" for copy in model.copies if copy.alive and not copy.running]
     images = [f"an image on {node} of {move}" for node, move in model.images]
+    filters = [f"a filter on {node} for {move}" for node, move, _ in model.filters]
+    silent = [
+        f"no packets between the rank and {peer}"
+        for peer in model.peers
+        if running(model) and not model.excused(peer) and not model.flows(peer)
+    ]
     open_moves = [f"{move} unfinished on {node}" for (node, move), record in model.journal.items() if not record.ended]
-    return still + images + open_moves
+    return still + images + filters + silent + open_moves
 
 
 def other(node: str) -> str:

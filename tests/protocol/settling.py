@@ -18,11 +18,13 @@ from snapshotd.rules import (
     source_next,
     target_next,
 )
-from tests.protocol.world import HOME, TARGET, Copy, Record, World
+from tests.protocol.network import HOME, Broken
+from tests.protocol.peering import Peering
+from tests.protocol.world import TARGET, Record
 
 
-class Settling(World):
-    """Two daemons that are left alone. A node is the source or the target of a move, never both."""
+class Settling(Peering):
+    """Daemons that are left alone. A node is the source or the target of a move, never both."""
 
     def look(self, node: str, move: str) -> None:
         if not move:
@@ -31,6 +33,10 @@ class Settling(World):
             if (node, move) not in self.locked:
                 with self.at_work(node, move):
                     self.settle_source(node, move)
+        elif self.journal[node, move].role == "peer":
+            if (node, move) not in self.locked:
+                with self.at_work(node, move):
+                    self.settle_peer(node, move)
         else:
             self.settle_target(node, move)
 
@@ -51,18 +57,10 @@ class Settling(World):
 
     # ------------------------------------------------------------ writing to the journal
 
-    def mark(self, node: str, record: Record, mark: Mark) -> None:
-        self.event(node, f"mark {mark}")
-        record.mark, record.marked_in_life = mark, self.life[node]
-
     def record_outcome(self, node: str, record: Record, outcome: Outcome) -> None:
         self.event(node, f"record {outcome}")
         if record.outcome is None:
             record.outcome = outcome
-
-    def end(self, node: str, record: Record) -> None:
-        self.event(node, "close")
-        record.ended = True
 
     # ------------------------------------------------------------ settling, by the rules alone
 
@@ -83,6 +81,10 @@ class Settling(World):
                     target = self.call(node, record.peer, "GetCopy", move).copy
                 case SourceDecision.RECORD_COMMIT:
                     self.record_outcome(node, record, Outcome.COMMIT)
+                    # Without its driver, for a rank that has died here: nobody asks the other peers any more.
+                    self.severed |= {
+                        peer for peer in self.peers if (peer, move) not in {entry[:2] for entry in self.filters}
+                    }
                 case SourceDecision.RECORD_ABORT:
                     self.record_outcome(node, record, Outcome.ABORT)
                 case SourceDecision.HAND_TOKEN:
@@ -92,27 +94,49 @@ class Settling(World):
                     self.event(node, "write down the word of the target")
                     record.word = TARGET
                 case SourceDecision.THAW:
-                    self.let_go(node, record.copy)
+                    self.let_go(node, move, record)
                     self.mark(node, record, Mark.SETTLED)
                 case SourceDecision.RELEASE:
-                    self.drop_copy(node, record, decision)
+                    self.drop_copy(node, move, record, decision)
                     self.mark(node, record, Mark.SETTLED)
                 case SourceDecision.CLOSE:
+                    if record.mark is not Mark.SETTLED:
+                        self.let_packets_go(node, move, record)
+                        self.mark(node, record, Mark.SETTLED)
                     self.end(node, record)
                     return reason
                 case _:
                     return reason
 
-    def let_go(self, node: str, copy: Copy | None) -> None:
+    def let_go(self, node: str, move: str, record: Record) -> None:
         """The source's copy goes on; where its home keeper is known to be dead it is killed, not thawed."""
+        for socket in record.copy.sockets.values() if record.copy is not None else ():
+            socket.repair = False  # what a killed criu has left
+        self.let_packets_go(node, move, record)
         self.event(node, "kill what nobody keeps" if self.knows_the_keeper_is_dead(node) else "thaw")
-        if copy is not None and copy.alive:
-            copy.alive = copy.running = not self.knows_the_keeper_is_dead(node)
+        if record.copy is not None and record.copy.alive:
+            record.copy.alive = record.copy.running = not self.knows_the_keeper_is_dead(node)
 
-    def drop_copy(self, node: str, record: Record, why: str) -> None:
+    def drop_copy(self, node: str, move: str, record: Record, why: str) -> None:
+        """Silence, kill, and only then let the packets go."""
+        self.event(node, f"{why}: silence")
+        for socket in record.copy.sockets.values() if record.copy is not None else ():
+            socket.repair = True
         self.event(node, why)
         if record.copy is not None:
-            record.copy.alive = record.copy.running = False
+            self.kill_silently(record.copy)
+        self.let_packets_go(node, move, record)
+
+    def let_packets_go(self, node: str, move: str, record: Record) -> None:
+        """The rank's own ends here: whole in a copy that may run, or silently gone with it."""
+        if not record.rewires:
+            return
+        self.event(node, "let packets go")
+        if record.copy_exists and record.copy is not None:
+            own = Outcome.ABORT if record.role == "source" else Outcome.COMMIT
+            if self.decided(move) is not own or any(socket.repair for socket in record.copy.sockets.values()):
+                raise Broken(f"{node} lets packets of a copy go that may not run")
+        self.drop_filters(node, move)
 
     def settle_target(self, node: str, move: str) -> None:
         record = self.journal[node, move]
@@ -125,6 +149,7 @@ class Settling(World):
                     with self.at_work(node, move):
                         if record.mark is not Mark.ACTIVATED:
                             self.mark(node, record, Mark.ACTIVATED)
+                        self.let_packets_go(node, move, record)
                         self.event(node, "let go")
                         if record.copy is not None and record.copy.alive:
                             record.copy.running = True
@@ -132,9 +157,10 @@ class Settling(World):
                     self.end(node, record)
                 case TargetDecision.CLOSE if record.mark in (Mark.ACTIVATED, Mark.DISCARDED):
                     self.images.discard((node, move))  # the daemon may have died before it could drop it
+                    self.let_packets_go(node, move, record)
                     self.end(node, record)
                 case TargetDecision.DISCARD | TargetDecision.CLOSE:
-                    self.drop_copy(node, record, "discard")
+                    self.drop_copy(node, move, record, "discard")
                     self.images.discard((node, move))
                     self.mark(node, record, Mark.DISCARDED)
 

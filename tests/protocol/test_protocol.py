@@ -16,8 +16,8 @@ OUTCOMES = ("COMMIT", "ABORT", "UNDECIDED", None)
 
 def test_the_steps_in_order() -> None:
     assert [step.action for step in TABLE] == [
-        *("Inspect", "Examine", "Prepare", "Begin", "Freeze", "Stream", "Restore"),
-        *("Commit", "Activate", "Release"),
+        *("Inspect", "Examine", "Look", "Prepare", "Begin", "Freeze", "Stream", "Restore", "Repoint"),
+        *("Commit", "Activate", "Settle", "Release"),
     ]
 
 
@@ -28,8 +28,13 @@ def test_next_step_walks_the_table_and_ends() -> None:
 @pytest.mark.parametrize("step", TABLE, ids=lambda step: step.action)
 def test_every_step_and_its_undo_is_a_request_of_the_service_it_is_asked_of(step: protocol.Step) -> None:
     services = pb.DESCRIPTOR.services_by_name
-    assert step.action in services["Target" if step.at is At.TARGET else "Source"].methods_by_name
-    assert step.undo in ("", "Abort" if step.at is At.SOURCE else "Discard")
+    service, undo = {
+        At.SOURCE: ("Source", "Abort"),
+        At.TARGET: ("Target", "Discard"),
+        At.PEERS: ("Peer", "Settle"),
+    }[step.at]
+    assert step.action in services[service].methods_by_name
+    assert step.undo in ("", undo)
     assert step.timeout_s > 0
     assert step.says
 
@@ -42,16 +47,23 @@ def test_commit_separates() -> None:
         assert bool(step.undo) == (step.phase != "preflight" and index < COMMIT)
 
 
-def test_the_target_is_asked_for_room_before_anything_is_paused() -> None:
+def test_the_target_and_the_peers_are_asked_before_anything_is_paused() -> None:
     paused = [index for index, step in enumerate(TABLE) if step.where is Where.SOURCE_FROZEN]
-    assert [step.action for step in TABLE[: paused[0]]] == ["Inspect", "Examine", "Prepare", "Begin"]
+    assert [step.action for step in TABLE[: paused[0]]] == ["Inspect", "Examine", "Look", "Prepare", "Begin"]
+
+
+def test_the_peers_are_the_last_before_commit_and_settled_once_the_rank_runs() -> None:
+    """They are silent from re-point to settle; before the target has let its copy go a COMMIT may be taken back."""
+    peers = [index for index, step in enumerate(TABLE) if step.at is At.PEERS and step.phase != "preflight"]
+    assert peers == [COMMIT - 1, ACTIVATE + 1]
 
 
 @pytest.mark.parametrize("reached", range(len(TABLE) + 1))
 def test_undo_asks_the_source_first(reached: int) -> None:
     plan = [step.action for step in undo_plan(reached)]
-    expected = {0: [], 1: [], 2: ["Discard"]}
-    assert plan == expected.get(reached, ["Abort", "Discard"] if reached <= COMMIT else [])
+    preflight = {0: [], 1: [], 2: [], 3: ["Discard"]}
+    undone = ["Abort", "Settle", "Discard"] if reached in (COMMIT - 1, COMMIT) else ["Abort", "Discard"]
+    assert plan == preflight.get(reached, undone if reached <= COMMIT else [])
     assert all(step.undo == "" for step in undo_plan(reached))
 
 
@@ -73,10 +85,10 @@ def test_decide(reached: int, outcome: str | None) -> None:
 
 def test_where_after_each_step() -> None:
     assert [where_after(done) for done in range(len(TABLE) + 1)] == [
-        *[Where.SOURCE_RUNNING] * 5,
-        *[Where.SOURCE_FROZEN] * 3,
+        *[Where.SOURCE_RUNNING] * 6,
+        *[Where.SOURCE_FROZEN] * 4,
         Where.TARGET_HELD,
-        *[Where.TARGET_RUNNING] * 2,
+        *[Where.TARGET_RUNNING] * 3,
     ]
 
 

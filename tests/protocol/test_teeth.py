@@ -23,7 +23,8 @@ from tests.protocol import settling
 from tests.protocol.faults import Scene, labels, single_faults
 from tests.protocol.model import Model
 from tests.protocol.mover import leftovers
-from tests.protocol.world import Answer, Broken
+from tests.protocol.network import Broken
+from tests.protocol.world import Answer
 
 FAULTS = list(single_faults(back=False, ticking=True))  # of the rules as they are
 

@@ -11,7 +11,8 @@ from migrator.protocol import TABLE, Verdict
 from snapshotd.rules import CopyState, Mark, Outcome, proof
 from tests.protocol.faults import STRIKES, Scene, labels, single_faults
 from tests.protocol.mover import leftovers, running
-from tests.protocol.world import AWAY, HOME, TARGET, Refused
+from tests.protocol.network import AWAY, HOME
+from tests.protocol.world import TARGET, Refused
 
 CASES = [
     pytest.param(event, name, back, ticking, id=f"{name} at {event:02} {label}{' - back' * back}{' - busy' * ticking}")

@@ -1,29 +1,27 @@
-"""Two nodes, one rank and whatever can die, as deterministic discrete events: no process, no clock, no sleep.
+"""Two nodes, one rank, its peers and whatever can die, as deterministic discrete events: no process, no clock, no sleep.
 
 Every visible act is one `event`: a fault scheduled for that event strikes just before the act takes effect, and the
 invariants are checked before and after it. A daemon that died in the middle of a handler does nothing more; whoever
 asked it gets no answer. What the daemons do is in `model.py`.
 
-Durable: `journal` (marks, outcome, words). Lost with a node's boot: copies, images. Lost with a daemon: its handler.
+Durable: `journal` (marks, outcome, words). Lost with a node's boot: copies, images, filters. Lost with a daemon: its
+handler. The connections are in `network.py`.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from snapshotd.rules import CopyState, Mark, Outcome
+from tests.protocol.network import AWAY, HOME, PEER, Broken, Copy, Network
 
-DRIVER, HOME, AWAY = "driver", "home", "away"
+DRIVER = "driver"
 PERSON, TARGET = "a person", "the target"  # whose word can stand above an outcome
 NODES = (HOME, AWAY)
 LEASE_S = 30.0
-
-
-class Broken(AssertionError):
-    """An invariant does not hold."""
 
 
 class Died(Exception):
@@ -39,16 +37,6 @@ class Refused(Exception):
 
 
 @dataclass(eq=False)
-class Copy:
-    """A process tree; one that does not run is frozen, or held as it was restored."""
-
-    node: str
-    restored_for: str = ""  # the move
-    alive: bool = True
-    running: bool = False
-
-
-@dataclass(eq=False)
 class Record:
     """What one daemon's journal holds of one move; `copy` is found again by cgroup, pid and boot id."""
 
@@ -59,6 +47,8 @@ class Record:
     outcome: Outcome | None = None  # source: the write-once record. target: what it has learned
     word: str = ""  # who has overruled: PERSON (the other node is dead), or TARGET (its copy died unrun)
     copy: Copy | None = None
+    rewires: tuple[str, ...] = ()  # the peers whose connections are, or may be, filtered here
+    target: str = ""  # peer: the node reached; `peer` is then the one left
     lease_until_s: float = 0.0
     marked_in_life: int = 0
     ended: bool = False  # carried out and closed; the daemon does not look at it again
@@ -78,25 +68,28 @@ class Answer:
     kind: str = ""
     token: bytes = b""
     copy: CopyState = CopyState.UNREACHABLE
+    peers: tuple[str, ...] = ()
 
 
 Fault = Callable[["World"], None]
 
 
-class World(ABC):
+class World(Network):
     """All there is. `faults` maps the number of an event to what goes wrong at it."""
 
-    def __init__(self, faults: Mapping[int, Fault] | None = None, *, ticking: bool = True) -> None:
+    def __init__(
+        self, faults: Mapping[int, Fault] | None = None, *, ticking: bool = True, peers: tuple[str, ...] = (PEER,)
+    ) -> None:
+        super().__init__(peers)
         self.faults = dict(faults or {})
-        self.ticking = ticking  # the daemons look at their journals between any two requests of the driver
+        self.ticking = ticking  # daemons look at their journals between any two requests, kernels send at every event
         self.now_s = 0.0
         self.labels: list[str] = []
-        self.life = dict.fromkeys((DRIVER, *NODES), 0)
-        self.up = dict.fromkeys((DRIVER, *NODES), True)
+        self.daemons = (*NODES, *peers)
+        self.life = dict.fromkeys((DRIVER, *self.daemons), 0)
+        self.up = dict.fromkeys((DRIVER, *self.daemons), True)
         self.coming_back: set[str] = set()
         self.dead_for_ever: set[str] = set()
-        self.cuts: set[frozenset[str]] = set()
-        self.copies = [Copy(HOME, running=True)]
         self.images: set[tuple[str, str]] = set()
         self.journal: dict[tuple[str, str], Record] = {}
         self.said_dead: set[tuple[str, str]] = set()  # (target, move): it has answered GONE or DISCARDED
@@ -118,6 +111,7 @@ class World(ABC):
             raise Died(who)
 
     def check(self) -> None:
+        self.retransmit(for_real=self.ticking)
         running = [copy for copy in self.copies if copy.alive and copy.running]
         if len(running) > 1:
             raise Broken(f"{len(running)} copies run")
@@ -138,6 +132,25 @@ class World(ABC):
                 raise Broken("a copy that was said to be dead and unrun is let go")
             if any(copy.alive for copy in self.copies if (copy.node, copy.restored_for) == (node, move)):
                 raise Broken("a copy that was said to be dead lives")
+
+    def decided(self, move: str) -> Outcome | None:
+        """How a move ends, for good: by the source's record, a person's word, or a copy that was dropped unrun."""
+        source: Outcome | None = None
+        for (_, name), record in self.journal.items():
+            if name == move and record.role == "target" and (record.word or record.mark is Mark.DISCARDED):
+                return Outcome.COMMIT if record.word else Outcome.ABORT
+            if name == move and record.role == "source":
+                source = record.holds
+        return source
+
+    def excused(self, peer: str) -> bool:
+        """Whether this connection may be lost: one of its ends has died, or the rank has."""
+        if peer in self.severed or self.keeper_killed or not any(copy.alive for copy in self.copies):
+            return True
+        records = self.journal.values()
+        left = [record.copy for record in records if record.role == "source"]
+        ran = [record.copy for record in records if record.role == "target" and record.mark is Mark.ACTIVATED]
+        return any(copy is not None and copy.fell and copy not in left for copy in ran)
 
     @contextmanager
     def acting(self, who: str) -> Iterator[None]:
@@ -185,6 +198,16 @@ class World(ABC):
             raise Lost(f"{rpc} was done, its answer is lost")
         return answer
 
+    # ------------------------------------------------------------ writing to a journal
+
+    def mark(self, node: str, record: Record, mark: Mark) -> None:
+        self.event(node, f"mark {mark}")
+        record.mark, record.marked_in_life = mark, self.life[node]
+
+    def end(self, node: str, record: Record) -> None:
+        self.event(node, "close")
+        record.ended = True
+
     # ------------------------------------------------------------ deaths and returns
 
     def kill(self, who: str) -> None:
@@ -195,8 +218,7 @@ class World(ABC):
         """The daemon and every process of the node die; the journal stays."""
         self.kill(node)
         self.images -= {image for image in self.images if image[0] == node}
-        for copy in self.copies:
-            copy.alive = copy.alive and copy.node != node
+        self.power_off(node)
 
     def renew_leases(self, node: str) -> None:
         """Leases are in a daemon's memory: in its next life they count anew."""
@@ -207,6 +229,7 @@ class World(ABC):
     def come_back(self) -> None:
         for node in sorted(self.coming_back - self.dead_for_ever):
             self.up[node] = True
+            self.off.discard(node)
             self.renew_leases(node)
             self.tick(node)  # before it serves anyone
         self.coming_back.clear()
@@ -215,7 +238,7 @@ class World(ABC):
         """The driver is gone; time passes, dead daemons are started again, late requests arrive."""
         for _ in range(rounds):
             self.now_s += LEASE_S + 1
-            self.coming_back |= {node for node in NODES if not self.up[node]}
+            self.coming_back |= {node for node in self.daemons if not self.up[node]}
             self.come_back()
             in_flight, self.in_flight = self.in_flight, []
             for node, rpc, args in in_flight:
@@ -223,11 +246,16 @@ class World(ABC):
                     with self.acting(node), suppress(Died, Lost, Refused):
                         self.serve(node, rpc, args)
             self.tick()
+            self.retransmit(for_real=True)
+            for node in self.peers:
+                program = self.programs[node]
+                if self.up[node] and program.alive and not program.running:
+                    raise Broken(f"the process on {node} waits for more than its own connection")
         self.check()
 
     def tick(self, *nodes: str) -> None:
         """Each daemon that lives looks at its keeper and at its unfinished moves."""
-        for node in nodes or NODES:
+        for node in nodes or self.daemons:
             moves = [move for (where, move), record in self.journal.items() if where == node and not record.ended]
             for move in ("", *moves):
                 if self.up[node]:

@@ -1,0 +1,166 @@
+"""Around re-pointing: who is stopped, what the clock does, how a copy dies, what is believed of a state on storage."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from snapshotd import tree
+from snapshotd.api.errors import Damaged
+from snapshotd.net import capture, rehome, repair, timers
+from snapshotd.net.flows import Address
+from tests.net.ends import connected, move_rank
+from tests.net.hosts import Hosts
+from tests.net.moving import hold, put_on, release, take_off
+
+pytestmark = pytest.mark.root
+
+TCP, SOL = socket.IPPROTO_TCP, socket.SOL_SOCKET
+
+CLOSER = """
+import socket
+listener = socket.create_server(("0.0.0.0", 0))
+print(listener.getsockname()[1], flush=True)
+while True: listener.accept()[0].close()
+"""
+
+
+def test_who_was_stopped_before_stays_stopped(hosts: Hosts, tmp_path: Path) -> None:
+    with connected(tmp_path, hosts.h1, hosts.h2, listen="0.0.0.0", to="10.9.1.1") as held:
+        local, remote = held.ends
+        goal = local, remote.at("10.9.1.3")
+        hold(list(hosts), held.ends, goal)
+        held.process.send_signal(signal.SIGSTOP)
+        os.waitpid(held.process.pid, os.WUNTRACED)
+        hosts.h1.call(rehome.repoint_all, [held.change(goal)])
+        assert held.ends == goal
+        assert tree.stopped(held.process.pid)
+
+
+def test_a_process_whose_socket_may_be_broken_stays_stopped(hosts: Hosts, tmp_path: Path) -> None:
+    """What an earlier life of the daemon left: a stopped process, and a state that cannot be read."""
+    with connected(tmp_path, hosts.h1, hosts.h2, listen="0.0.0.0", to="10.9.1.1") as held:
+        owner = held.holders[0].process
+        (tmp_path / "stopped.json").write_text(f"[[{owner.pid}, {owner.start_ticks}]]")
+        held.state_path.write_bytes(b"nonsense")
+        held.process.send_signal(signal.SIGSTOP)
+        os.waitpid(owner.pid, os.WUNTRACED)
+        for _ in range(2):
+            with pytest.raises(Damaged):
+                hosts.h1.call(rehome.repoint_all, [held.change(held.ends)])
+            assert tree.stopped(owner.pid)
+        held.state_path.unlink()
+        hosts.h1.call(rehome.repoint_all, [held.change(held.ends)])
+        os.waitpid(owner.pid, os.WCONTINUED)
+        assert not tree.stopped(owner.pid)
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_a_silenced_copy_dies_without_a_word(hosts: Hosts, tmp_path: Path) -> None:
+    with connected(tmp_path, hosts.h1, hosts.h2, listen="0.0.0.0", to="10.9.1.1") as held:
+        held.rank.sendall(b"unread")  # without repair mode, closing with unread bytes is a reset
+        select.select([held.peer], [], [])
+        assert hosts.h1.call(rehome.silence, [held.process.pid]) == 1
+        held.peer.close()
+        held.process.kill()
+        held.process.wait()
+        assert not select.select([held.rank], [], [], 0.2)[0]
+        assert hosts.h1.call(connections_here) == []
+
+
+def connections_here() -> list[str]:
+    """Connections in this host's tables, but for listeners."""
+    rows = Path("/proc/thread-self/net/tcp").read_text().splitlines()[1:]
+    return [row for row in rows if row.split()[3] != "0A"]
+
+
+def test_repair_mode_that_a_killed_criu_left(hosts: Hosts, tmp_path: Path) -> None:
+    with connected(tmp_path, hosts.h1, hosts.h2, listen="0.0.0.0", to="10.9.1.1") as held:
+        assert hosts.h1.call(rehome.silence, [held.process.pid]) == 1
+        with pytest.raises(PermissionError):
+            held.peer.recv(1, socket.MSG_DONTWAIT)
+        assert hosts.h1.call(rehome.end_repair, [held.process.pid]) == 1
+        assert hosts.h1.call(rehome.end_repair, [held.process.pid]) == 0
+        held.echo()
+
+
+def test_time_outs_are_off_for_the_pause(hosts: Hosts, tmp_path: Path) -> None:
+    with connected(tmp_path, hosts.h1, hosts.h2, listen="0.0.0.0", to="10.9.1.1") as held:
+        held.peer.setsockopt(TCP, socket.TCP_USER_TIMEOUT, 300)
+        held.peer.setsockopt(SOL, socket.SO_KEEPALIVE, 1)
+        kept = timers.hold_timers(held.holders, held.inode)
+        assert kept == timers.Timers(300, keepalive=True)
+        hold(list(hosts), held.ends)
+        held.peer.sendall(b"ping")
+        # Longer than the user time-out and its next retransmission: without `hold_timers` the connection has ended by then.
+        assert not select.select([held.peer], [], [], 1.0)[0]
+        release(list(hosts))
+        assert held.rank.recv(4) == b"ping"
+        timers.restore_timers(held.holders, held.inode, kept)
+        assert held.peer.getsockopt(TCP, socket.TCP_USER_TIMEOUT) == 300
+        assert held.peer.getsockopt(SOL, socket.SO_KEEPALIVE) == 1
+        held.peer.setsockopt(TCP, socket.TCP_USER_TIMEOUT, 500)
+        timers.restore_timers(held.holders, held.inode, kept)
+        assert held.peer.getsockopt(TCP, socket.TCP_USER_TIMEOUT) == 500
+
+
+@pytest.mark.parametrize("learned", [True, False])
+def test_a_learned_round_trip_makes_the_silence_short(learned: bool, hosts: Hosts, tmp_path: Path) -> None:
+    """A byte that is lost in the filter is sent again within milliseconds, not seconds."""
+    with (
+        connected(tmp_path, hosts.h1, hosts.h2, listen="0.0.0.0", to="10.9.1.1") as held,
+        hosts.h3.program([sys.executable, "-I", "-c", CLOSER]) as closer,
+    ):
+        assert closer.stdout is not None
+        listener = Address("10.9.1.3", int(closer.stdout.readline()))
+        if learned:
+            assert hosts.h1.call(timers.learn_round_trip, "10.9.1.1", listener)
+        local, remote = held.ends
+        goal = local, remote.at("10.9.1.3")
+        hold(list(hosts), held.ends, goal)
+        state = take_off(held.rank)
+        hosts.h1.call(rehome.repoint_all, [held.change(goal)])
+        rto_us = int.from_bytes(held.peer.getsockopt(TCP, socket.TCP_INFO, 12)[8:12], "little")
+        assert (rto_us <= 50_000) is learned, rto_us
+        held.rank = hosts.h3.call(put_on, state, socket.AF_INET, (goal[1], goal[0]))
+        held.peer.sendall(b"ping")  # lost
+        release(list(hosts))
+        began = time.monotonic()
+        assert held.rank.recv(4) == b"ping"
+        assert (time.monotonic() - began < 0.5) is learned
+        assert held.peer.getsockopt(TCP, repair.TCP_RTO_MIN_US) >= 100_000
+
+
+def test_segments_are_full_size_again(hosts: Hosts, tmp_path: Path) -> None:
+    for listen, to, ip in (("0.0.0.0", "10.9.1.1", "10.9.1.3"), ("::", "fd09:1::1", "fd09:1::3")):
+        with connected(tmp_path, hosts.h1, hosts.h2, listen=listen, to=to) as held:
+            held.echo()
+            before = held.peer.getsockopt(TCP, socket.TCP_MAXSEG)
+            local, remote = held.ends
+            move_rank(held, hosts, hosts.h3, (local, remote.at(ip)))
+            held.echo()
+            assert held.peer.getsockopt(TCP, socket.TCP_MAXSEG) == before > 1400
+            assert held.rank.getsockopt(TCP, socket.TCP_MAXSEG) == before
+
+
+def test_a_damaged_state_is_not_believed(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as sock:
+        state = capture.begin(sock)
+        capture.save(tmp_path / "s", state)
+        assert capture.load(tmp_path / "s") == state
+        assert (tmp_path / "s").stat().st_mode & 0o777 == 0o600
+    blob = bytearray((tmp_path / "s").read_bytes())
+    for index in (0, 20, 60, len(blob) - 1):
+        blob[index] ^= 1
+        (tmp_path / "s").write_bytes(blob)
+        with pytest.raises(Damaged):
+            capture.load(tmp_path / "s")
+        blob[index] ^= 1
+    assert capture.load(tmp_path / "nothing") is None

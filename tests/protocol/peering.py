@@ -1,0 +1,133 @@
+"""The peers' daemons in the model: facts to `snapshotd.rules.peer_next`, and what it says carried out.
+
+As in `snapshotd/ops/peer.py`: an end is changed only under a filter for its old and its new name, while its process is
+stopped; each line of that is an event of its own.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from snapshotd.rules import CopyState, Mark, Outcome, PeerDecision, PeerFacts, peer_next, proves
+from tests.protocol.network import Broken
+from tests.protocol.world import Answer, Lost, Record, Refused, World
+
+
+class Peering(World):
+    """Whoever has the other end of a connection."""
+
+    def has_end(self, node: str, names: str) -> bool:
+        program = self.programs[node]
+        socket = program.sockets[node]
+        return program.alive and not socket.lost and not socket.repair and socket.names == names
+
+    # ------------------------------------------------------------ requests
+
+    def on_look(self, node: str, move: str, source: str) -> Answer:
+        if not self.has_end(node, source):
+            raise Refused("the other end is in no process here")
+        return Answer()
+
+    def on_repoint(self, node: str, move: str, source: str, target: str, nonce: bytes) -> Answer:
+        if (node, move) not in self.journal:
+            if any(where == node and not record.ended for (where, _), record in self.journal.items()):
+                raise Refused("busy: an earlier move of this rank is not settled here")
+            self.event(node, "mark begun")
+            self.journal[node, move] = Record("peer", source, Mark.PREPARED, nonce, target=target)
+        record = self.journal[node, move]
+        if record.outcome or record.ended:
+            raise Refused("it has ended")
+        if record.mark is not Mark.REPOINTED:
+            self.on_look(node, move, source)
+            with self.at_work(node, move):
+                self.mark(node, record, Mark.REPOINTING)
+                self.bring(node, move, target)
+                self.mark(node, record, Mark.REPOINTED)
+        return Answer()
+
+    def on_settle(self, node: str, move: str, token: bytes) -> Answer:
+        record = self.journal.get((node, move))
+        if record is not None:
+            outcome = next((item for item in Outcome if proves(token, record.nonce, item, move)), None)
+            if outcome is None:
+                raise Refused("not a token for this move")
+            self.event(node, f"learn {outcome}")
+            record.outcome = record.outcome or outcome
+            self.settle_peer(node, move)
+        return Answer()
+
+    # ------------------------------------------------------------ settling, by the rules alone
+
+    def settle_peer(self, node: str, move: str) -> None:
+        record, asked = self.journal[node, move], False
+        said: tuple[Outcome | None, CopyState] = None, CopyState.UNREACHABLE
+        while not record.ended:
+            interrupted = record.mark is Mark.REPOINTING and record.marked_in_life != self.life[node]
+            decision, _ = peer_next(PeerFacts(record.mark, record.outcome, interrupted, *said))
+            match decision:
+                case PeerDecision.ASK:
+                    if asked:
+                        return
+                    asked, said = True, self.ask_both(node, move, record)
+                case PeerDecision.LEARN_COMMIT | PeerDecision.LEARN_ABORT:
+                    outcome = Outcome.COMMIT if decision is PeerDecision.LEARN_COMMIT else Outcome.ABORT
+                    self.event(node, f"learn {outcome}")
+                    record.outcome = outcome
+                case PeerDecision.MEND:
+                    self.bring(node, move, record.peer)
+                    record.marked_in_life = self.life[node]  # in the daemon's memory, no mark
+                case PeerDecision.FINISH:
+                    self.bring(node, move, record.target)
+                    self.mark(node, record, Mark.REPOINTED)
+                case PeerDecision.POINT_BACK:
+                    self.bring(node, move, record.peer)
+                    self.mark(node, record, Mark.POINTED_BACK)
+                case PeerDecision.UNFILTER:
+                    self.event(node, "let packets go")
+                    self.check_end(node, move, record)
+                    self.drop_filters(node, move)
+                    self.mark(node, record, Mark.SETTLED)
+                case PeerDecision.CLOSE:
+                    if record.mark is not Mark.SETTLED:
+                        self.mark(node, record, Mark.SETTLED)
+                    self.end(node, record)
+
+    def ask_both(self, node: str, move: str, record: Record) -> tuple[Outcome | None, CopyState]:
+        outcome = None
+        with suppress(Lost):
+            answer = self.call(node, record.peer, "GetOutcome", move)
+            if answer.kind in ("UNDECIDED", "ABORT"):
+                return Outcome.ABORT if answer.kind == "ABORT" else None, CopyState.UNREACHABLE
+            outcome = Outcome.COMMIT if answer.kind == "COMMIT" else None
+            if outcome and answer.copy is CopyState.RUNNING:
+                return outcome, CopyState.RUNNING  # the source has released its own
+        with suppress(Lost):
+            return outcome, self.call(node, record.target, "GetCopy", move).copy
+        return outcome, CopyState.UNREACHABLE
+
+    def bring(self, node: str, move: str, names: str) -> None:
+        """The end here names that node afterwards, from whatever a crash has left, silently."""
+        record, program = self.journal[node, move], self.programs[node]
+        socket = program.sockets[node]
+        self.event(node, "filter")
+        self.hold(node, move, node, record.peer, record.target)
+        if not program.alive or socket.lost or (self.has_end(node, names) and program.running):
+            return
+        self.event(node, "stop the process")
+        program.running = False
+        self.event(node, "take the socket apart")
+        socket.repair = True
+        self.event(node, "put it together")
+        socket.names, socket.repair = names, False
+        self.event(node, "continue the process")
+        program.running = program.alive
+
+    def check_end(self, node: str, move: str, record: Record) -> None:
+        """Called when the filter goes: the end here is where the recorded outcome says."""
+        program, outcome = self.programs[node], self.decided(move)
+        if not program.alive or self.excused(node):
+            return
+        if outcome is None:
+            raise Broken(f"{node} lets packets go before anything is decided")
+        if not self.has_end(node, record.target if outcome is Outcome.COMMIT else record.peer):
+            raise Broken(f"{node} lets packets go though its end is not where {outcome} says")
