@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from integration import bench_transport
+from integration import bench_connections, bench_transport
 from integration.harness import MIGRATOR, WORKLOADS, Cluster, cluster, until
 from snapshotd.config import find_criu
 
@@ -31,11 +31,11 @@ def main() -> int:
     parser.add_argument("--mib", type=int, default=4096, help="size of the rank that is moved")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--large", action="store_true", help="also the source's memory for an 8 GiB rank")
-    parser.add_argument("--only", choices=["pause", "idle", "run", "transport", "memory"])
+    parser.add_argument("--only", choices=["pause", "idle", "run", "transport", "memory", "connections"])
     options = parser.parse_args()
     folder = Path(__file__).parent / ".work"
     folder.mkdir(exist_ok=True)
-    wanted = [options.only] if options.only else ["idle", "run", "pause", "transport"]
+    wanted = [options.only] if options.only else ["idle", "run", "pause", "transport", "connections"]
     if options.large and "memory" not in wanted:
         wanted.append("memory")
     if "transport" in wanted:
@@ -44,7 +44,7 @@ def main() -> int:
     if wanted:
         with cluster(folder, "bench") as nodes:
             for name in wanted:
-                {"pause": pause, "idle": idle, "run": run, "memory": memory}[name](nodes, options)
+                _BENCHES[name](nodes, options)
     return 0
 
 
@@ -230,6 +230,16 @@ def criu_pids(nodes: Cluster, node: str) -> list[int]:
             found += map(int, path.read_text().split())
     return found
 
+
+# ---------------------------------------------------------------- what a move costs the other ranks
+
+
+def connections(nodes: Cluster, options: argparse.Namespace) -> None:
+    mib = min(options.mib, 1024)
+    bench_connections.show(bench_connections.run(nodes, mib), mib)
+
+
+_BENCHES = {"pause": pause, "idle": idle, "run": run, "memory": memory, "connections": connections}
 
 if __name__ == "__main__":
     sys.exit(main())

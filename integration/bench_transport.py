@@ -1,5 +1,7 @@
 """The transport alone: from a FIFO on the source into verified images in the target's memory, against a raw socket.
 
+Both lanes are measured: the bulk lane beside gRPC, which moves use, and the one over gRPC, which they fall back to.
+
 Sender, receiver and the writer that stands in for CRIU are processes of their own, all on this machine's cores, over
 loopback with mutual TLS. `python -m integration.bench_transport` prints the table; `run` is for `make bench`.
 """
@@ -15,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -24,37 +26,45 @@ import grpc.aio
 
 from migrator import pki
 from snapshotd.api.channel import COMMON_OPTIONS, Credentials
+from snapshotd.images.bulk import BulkLanes
+from snapshotd.images.bulk_stream import open_streams
 from snapshotd.images.fifo import make_fifo
-from snapshotd.images.lane import push_channels, push_handler
+from snapshotd.images.lane import PushCall, push_channels, push_handler
 from snapshotd.images.sender import Sender
 from snapshotd.images.store import ImageStore
+from snapshotd.images.stream import Stream
 
 MOVE = "m-000000000000"
+LANES = {"bulk": "bulk lane", "grpc": "gRPC lane"}
 _BLOCK_BYTES = 4 << 20
 _REPOSITORY = Path(__file__).parents[1]
 
 
 def run(total_bytes: int = 2 << 30, streams: int = 4, chunk_bytes: int = 2 << 20) -> dict[str, float]:
-    """GB/s of a raw socket (memory to memory, and into tmpfs) and of the lane, and the lane's share of each."""
+    """GB/s of a raw socket (memory to memory, and into tmpfs) and of the lanes, and each lane's share of them."""
     with tempfile.TemporaryDirectory(prefix="bench-transport-", dir="/dev/shm") as folder:
         raw_gbps = _raw_socket(total_bytes, None)
         raw_tmpfs_gbps = _raw_socket(total_bytes, Path(folder, "raw"))
         Path(folder, "raw").unlink()
-        before_s = _cpu_s()
-        seconds, resent = asyncio.run(_lane(Path(folder), total_bytes, streams, chunk_bytes))
-        lane_gbps = total_bytes / seconds / 1e9
-        return {
+        found = {
             "total_bytes": total_bytes,
             "streams": streams,
             "chunk_bytes": chunk_bytes,
             "raw_socket_gbps": raw_gbps,
             "raw_socket_tmpfs_gbps": raw_tmpfs_gbps,
-            "lane_gbps": lane_gbps,
-            "lane_to_raw": lane_gbps / raw_gbps,
-            "lane_to_raw_tmpfs": lane_gbps / raw_tmpfs_gbps,
-            "lane_cpu_s_per_gb": (_cpu_s() - before_s) / (total_bytes / 1e9),
-            "chunks_resent": resent,
         }
+        for lane in LANES:
+            before_s = _cpu_s()
+            place = Path(folder, lane)
+            place.mkdir()
+            seconds, resent = asyncio.run(_lane(lane, place, total_bytes, streams, chunk_bytes))
+            lane_gbps = total_bytes / seconds / 1e9
+            found[f"{lane}_gbps"] = lane_gbps
+            found[f"{lane}_to_raw"] = lane_gbps / raw_gbps
+            found[f"{lane}_to_raw_tmpfs"] = lane_gbps / raw_tmpfs_gbps
+            found[f"{lane}_cpu_s_per_gb"] = (_cpu_s() - before_s) / (total_bytes / 1e9)
+            found[f"{lane}_chunks_resent"] = resent
+        return found
 
 
 def _cpu_s() -> float:
@@ -106,22 +116,28 @@ def _sink(into: str) -> None:
             connection.sendall(b"k")
 
 
-# ---------------------------------------------------------------- the lane
+# ---------------------------------------------------------------- the lanes
 
 
-async def _lane(folder: Path, total_bytes: int, streams: int, chunk_bytes: int) -> tuple[float, int]:
+async def _lane(lane: str, folder: Path, total_bytes: int, streams: int, chunk_bytes: int) -> tuple[float, int]:
     authority = folder / "ca"
     pki.init(authority)
     source, target = (pki.issue_node(authority, name) for name in ("node-1", "node-2"))
     credentials = Credentials(source.ca, source.cert, source.key)
     fifo = make_fifo(folder, "pages-1.img", chunk_bytes)
-    arguments = [str(folder / "images"), str(target.ca), str(target.cert), str(target.key), str(total_bytes)]
+    arguments = [str(folder / "images"), str(target.ca), str(target.cert), str(target.key), str(total_bytes), "node-1"]
     with _child("receive", *arguments) as output, _child("write", str(folder / "pages-1.img"), str(total_bytes)):
-        channels = push_channels(f"127.0.0.1:{int(output.readline())}", credentials, "node-2", streams)
-        for channel in channels:
-            await channel.channel_ready()
+        port, lane_port, key = output.readline().split()
+        channels = push_channels(f"127.0.0.1:{port}", credentials, "node-2", streams)
+        opened: Sequence[Stream]
+        if lane == "bulk":
+            opened = await open_streams("127.0.0.1", int(lane_port), bytes.fromhex(key), credentials, "node-2", streams)
+        else:
+            for channel in channels:
+                await channel.channel_ready()
+            opened = [PushCall(channel, MOVE) for channel in channels]
         begun = time.perf_counter()
-        async with Sender(channels, MOVE, chunk_bytes) as sender:
+        async with Sender(opened, chunk_bytes) as sender:
             await sender.put_fd("pages-1.img", fifo)
             files = await sender.finish()
         seconds = time.perf_counter() - begun
@@ -141,7 +157,7 @@ def _write(path: str, total_bytes: int) -> None:
                 view = view[fifo.write(view) :]
 
 
-async def _receive(image_dir: str, ca: str, cert: str, key: str, total_bytes: int) -> None:
+async def _receive(image_dir: str, credentials: Credentials, total_bytes: int, source_node: str) -> None:
     store = ImageStore(Path(image_dir))
     store.create(MOVE, total_bytes)
 
@@ -150,11 +166,14 @@ async def _receive(image_dir: str, ca: str, cert: str, key: str, total_bytes: in
 
     server = grpc.aio.server(options=list(COMMON_OPTIONS))
     server.add_generic_rpc_handlers((push_handler(store, authorise),))
-    port = server.add_secure_port("127.0.0.1:0", Credentials(Path(ca), Path(cert), Path(key)).for_server())
+    port = server.add_secure_port("127.0.0.1:0", credentials.for_server())
     await server.start()
-    print(port, flush=True)
+    lanes = BulkLanes(store, credentials, ["127.0.0.1"])
+    lane_port, lane_key = lanes.open(MOVE, source_node)
+    print(port, lane_port, lane_key.hex(), flush=True)
     await asyncio.to_thread(sys.stdin.read)
     await server.stop(None)
+    lanes.close_all()
     store.drop(MOVE)
 
 
@@ -164,8 +183,8 @@ def main(arguments: list[str]) -> None:
             _sink(into)
         case ["write", path, total]:
             _write(path, int(total))
-        case ["receive", image_dir, ca, cert, key, total]:
-            asyncio.run(_receive(image_dir, ca, cert, key, int(total)))
+        case ["receive", image_dir, ca, cert, key, total, source_node]:
+            asyncio.run(_receive(image_dir, Credentials(Path(ca), Path(cert), Path(key)), int(total), source_node))
         case ["--json"]:
             print(json.dumps(run()))
         case _:
@@ -174,12 +193,14 @@ def main(arguments: list[str]) -> None:
             for label, key, unit in (
                 ("raw socket, memory to memory", "raw_socket_gbps", "GB/s"),
                 ("raw socket, into tmpfs", "raw_socket_tmpfs_gbps", "GB/s"),
-                ("lane, FIFO to verified image", "lane_gbps", "GB/s"),
-                ("lane / raw socket", "lane_to_raw", ""),
-                ("lane / raw socket into tmpfs", "lane_to_raw_tmpfs", ""),
-                ("processor time of the lane", "lane_cpu_s_per_gb", "s/GB, both ends and the writer"),
             ):
-                print(f"{label:<30} {found[key]:6.2f} {unit}".rstrip())
+                print(f"{label:<34} {found[key]:6.2f} {unit}")
+            for lane, label in LANES.items():
+                print(f"{label + ', FIFO to verified image':<34} {found[f'{lane}_gbps']:6.2f} GB/s")
+                print(f"{label + ' / raw socket':<34} {found[f'{lane}_to_raw']:6.2f}")
+                print(f"{label + ' / raw socket into tmpfs':<34} {found[f'{lane}_to_raw_tmpfs']:6.2f}")
+                cpu_s_per_gb = found[f"{lane}_cpu_s_per_gb"]
+                print(f"{'processor time of the ' + label:<34} {cpu_s_per_gb:6.2f} s/GB, both ends and the writer")
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ def test_a_training_job_moves_and_its_losses_are_bit_identical(nodes: Cluster) -
 def test_everything_a_workload_uses_survives(nodes: Cluster, program: str, tmp_path: Path) -> None:
     arguments = ("--folder", str(nodes.folder)) if program in {"files.py", "events.py"} else ()
     (nodes.folder / "everybodys.log").unlink(missing_ok=True)
-    job = nodes.workload("node-1", program, "--steps", "60", *arguments)
+    job = nodes.workload("node-1", program, "--steps", "150", *arguments)
     job.await_lines(10)
     nodes.move(job, "spare-1")
     with (nodes.folder / "everybodys.log").open("a") as log:
@@ -44,7 +44,7 @@ def test_everything_a_workload_uses_survives(nodes: Cluster, program: str, tmp_p
     nodes.move(job, "node-2")
     assert job.finish() == 0, job.text()[-500:]
     (nodes.folder / "everybodys.log").unlink(missing_ok=True)
-    assert job.text() == uninterrupted(program, "--steps", "60", "--pace-s", "0.001", *arguments)
+    assert job.text() == uninterrupted(program, "--steps", "150", "--pace-s", "0.001", *arguments)
 
 
 def test_exactly_one_copy_runs_and_it_is_on_the_target(nodes: Cluster) -> None:

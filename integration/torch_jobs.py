@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,9 @@ _SMALL = {
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
-_port = iter(range(29500, 29900))
+#: A job's number, for its name, its port and the environment of all its processes.
+_numbers = itertools.count(1)
+_MARK = "INTEGRATION_JOB"
 
 
 @dataclass
@@ -42,6 +46,11 @@ class TorchJob:
     def end(self) -> Path:
         """The file whose coming a workload with --until waits for."""
         return self.cluster.folder / f"{self.name}.end"
+
+    def make_group(self) -> None:
+        """Asks ddp.py for a new group, and waits until all ranks use it."""
+        self.end.with_suffix(".end.group").touch()
+        until("the new group", lambda: all(any(" sum " in line for line in lines) for lines in self.lines()))
 
     def lines(self, starting: str = "step ") -> list[list[str]]:
         """What the ranks of each launcher said of their steps, in the order in which they said it."""
@@ -91,7 +100,7 @@ class TorchLab:
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
-        self._count = 0
+        self.jobs: list[TorchJob] = []
 
     def torchrun(
         self,
@@ -109,10 +118,11 @@ class TorchLab:
         for index, node in enumerate(nodes):
             how = [f"--nnodes={len(nodes)}", f"--nproc-per-node={workers}", f"--node-rank={index}"]
             how += [f"--master-addr={job.address}", f"--master-port={job.port}", *options]
-            if launcher != (TORCHRUN,):
-                how = list(options)
+            world: dict[str, str] = {}
+            if launcher != (TORCHRUN,):  # one that makes its own arrangements, or none
+                how, world = list(options), self._world(job, index, len(nodes))
             command = [*launcher, *how, str(WORKLOADS / script), *arguments]
-            self._start(job, node, index, [*MIGRATOR, "run", "--job", job.name, "--", *command])
+            self._start(job, node, index, [*MIGRATOR, "run", "--job", job.name, "--", *command], **world)
         return job
 
     def plain(self, script: str, *arguments: str, nodes: Sequence[str] = HOMES, name: str = "plain") -> TorchJob:
@@ -149,9 +159,13 @@ class TorchLab:
         clients = [self.cluster.lab.spawn(node, command, **pipes) for node in nodes]
 
         def ask() -> list[str]:
+            answers = []
             for client in clients:
+                assert client.stdin is not None
+                assert client.stdout is not None
                 client.stdin.write("late\n")
-            return [client.stdout.readline().strip() for client in clients]
+                answers.append(client.stdout.readline().strip())
+            return answers
 
         try:
             yield ask
@@ -170,9 +184,11 @@ class TorchLab:
         return {name: str(value) for name, value in names.items()}
 
     def _named(self, name: str, first: str) -> TorchJob:
-        self._count += 1
-        job = TorchJob(self.cluster, f"{name}{self._count}", [], self.cluster.lab.address(first), next(_port))
-        job.end.unlink(missing_ok=True)
+        number = next(_numbers)
+        job = TorchJob(self.cluster, f"{name}{number}", [], self.cluster.lab.address(first), 29500 + number)
+        self.jobs.append(job)
+        for asked in (job.end, job.end.with_suffix(".end.group")):
+            asked.unlink(missing_ok=True)
         return job
 
     def _start(self, job: TorchJob, node: str, index: int, command: Sequence[str], **environment: str) -> None:
@@ -184,14 +200,26 @@ class TorchLab:
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,
-                env={**os.environ, **_SMALL, **environment},
+                env={**os.environ, **_SMALL, **environment, _MARK: job.name},
             )
         job.agents.append(Job(self.cluster.lab, process, out, job.name))
         self.cluster.jobs.append(job.agents[-1])
 
+    def end(self) -> None:
+        """Ends what is left of the jobs: the workers of a torchrun that was killed live on, with us as without us."""
+        self.cluster.tidy()
+        marks = {f"{_MARK}={job.name}".encode() for job in self.jobs}
+        for folder in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                if marks & set((folder / "environ").read_bytes().split(b"\0")):
+                    os.kill(int(folder.name), signal.SIGKILL)
+
 
 @contextmanager
 def at_rest(cluster: Cluster) -> Iterator[TorchLab]:
-    """A lab for one test; afterwards nothing of its moves is left on any node."""
-    yield TorchLab(cluster)
-    cluster.tidy()
+    """For one test; afterwards nothing of its jobs runs."""
+    lab = TorchLab(cluster)
+    try:
+        yield lab
+    finally:
+        lab.end()

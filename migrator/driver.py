@@ -194,6 +194,8 @@ class _Run:
                         self._say("bytes", "stream", bytes_=self.bytes, expected=progress.bytes_expected)
                 case "Restore":
                     self.receipt = (await self.target.target.Restore(self.request, timeout_s=timeout_s)).held_receipt
+                case "Brace":
+                    await self.peers.brace(self._repoint(), timeout_s)
                 case "Repoint":
                     await self.peers.repoint(self._repoint(), timeout_s)
                 case "Settle":
@@ -337,6 +339,7 @@ class _Run:
             error_code=error.code if error is not None else "",
             remedy=error.advice if error is not None else "",
             exit_code=exit_code,
+            peers_stopped_s=self.peers.stopped_s,
         )
 
     # ------------------------------------------------------------------ telling

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 
 from migrator.cluster import Cluster
 from snapshotd.api import snapshotd_pb2 as pb
+from snapshotd.api.client import DaemonClient
 from snapshotd.api.errors import SnapshotError
 
 ASK_TIMEOUT_S = 5.0
@@ -78,19 +79,35 @@ class Peers:
         answers = await asyncio.gather(*(ask(node) for node in self.rewires))
         return [check for checks in answers for check in checks]
 
+    async def brace(self, request: pb.RepointRequest, timeout_s: float) -> None:
+        """Every peer keeps its ends from timing out; connections as preflight saw them. Raises the first failure: undo."""
+
+        async def ask(client: DaemonClient, mine: pb.RepointRequest) -> None:
+            await client.peer.Brace(mine, timeout_s=timeout_s)
+
+        await self._ask_all(request, ask)
+
     async def repoint(self, request: pb.RepointRequest, timeout_s: float) -> None:
         """Every peer points its ends at the target. Raises the first failure; the others may have done it: undo."""
 
-        async def ask(node: str) -> None:
+        async def ask(client: DaemonClient, mine: pb.RepointRequest) -> None:
+            reply = await client.peer.Repoint(mine, timeout_s=timeout_s)
+            self.stopped_s = max(self.stopped_s, reply.stopped_s)
+
+        await self._ask_all(request, ask)
+
+    async def _ask_all(
+        self, request: pb.RepointRequest, ask: Callable[[DaemonClient, pb.RepointRequest], Awaitable[None]]
+    ) -> None:
+        async def ask_one(node: str) -> None:
             mine = pb.RepointRequest()
             mine.CopyFrom(request)
             mine.rewires.extend(self.rewires[node])
             self.touched.add(node)
             async with self.cluster.client(node) as client:
-                reply = await client.peer.Repoint(mine, timeout_s=timeout_s)
-            self.stopped_s = max(self.stopped_s, reply.stopped_s)
+                await ask(client, mine)
 
-        answers = await asyncio.gather(*(ask(node) for node in self.rewires), return_exceptions=True)
+        answers = await asyncio.gather(*(ask_one(node) for node in self.rewires), return_exceptions=True)
         for answer in answers:
             if isinstance(answer, BaseException):
                 raise answer

@@ -44,10 +44,15 @@ TABLE: tuple[Step, ...] = (
     Step("preflight", "Look", At.PEERS, "", 60, Where.SOURCE_RUNNING, "can the other ends of its connections follow?"),
     Step("prepare", "Prepare", At.TARGET, "Discard", 30, Where.SOURCE_RUNNING, "reserve memory, give a nonce"),
     Step("prepare", "Begin", At.SOURCE, "Abort", 30, Where.SOURCE_RUNNING, "journal the move, start the lease"),
+    Step("prepare", "Brace", At.PEERS, "Settle", 30, Where.SOURCE_RUNNING, "the other ends outlive a silence"),
     Step("freeze", "Freeze", At.SOURCE, "Abort", 60, Where.SOURCE_FROZEN, "stop the tree, freeze its cgroup"),
     Step("stream", "Stream", At.SOURCE, "Abort", 3600, Where.SOURCE_FROZEN, "criu dump, sent while it is written"),
-    Step("restore", "Restore", At.TARGET, "Discard", 1800, Where.SOURCE_FROZEN, "criu restore, stopped, under a keeper"),
-    Step("re-point", "Repoint", At.PEERS, "Settle", 60, Where.SOURCE_FROZEN, "the other ends name the target, silently"),
+    Step(
+        "restore", "Restore", At.TARGET, "Discard", 1800, Where.SOURCE_FROZEN, "criu restore, stopped, under a keeper"
+    ),
+    Step(
+        "re-point", "Repoint", At.PEERS, "Settle", 60, Where.SOURCE_FROZEN, "the other ends name the target, silently"
+    ),
     Step("commit", "Commit", At.SOURCE, "", 30, Where.TARGET_HELD, "write the outcome: only the target may run"),
     Step("activate", "Activate", At.TARGET, "", 60, Where.TARGET_RUNNING, "the token lets the target's copy go"),
     Step("settle", "Settle", At.PEERS, "", 60, Where.TARGET_RUNNING, "the connections flow again, peer by peer"),

@@ -88,6 +88,7 @@ class MoveResult:
     error_code: str = ""
     remedy: str = ""
     exit_code: int = 0
+    peers_stopped_s: float = 0.0  # the longest that a process at the other end of a connection was stopped
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -98,6 +99,7 @@ class MoveResult:
             "target": self.target,
             "outcome": self.outcome.value,
             "pause_s": round(self.pause_s, 4),
+            "peers_stopped_s": round(self.peers_stopped_s, 6),
             "bytes": self.bytes,
             "phases": [
                 {"name": phase.name, "seconds": round(phase.seconds, 4), "bytes": phase.bytes} for phase in self.phases

@@ -143,6 +143,7 @@ class Adoption:
         log.warning("the %s keeper of rank %s is dead", entry.role, entry.uid)
         if entry.away_node:
             await in_thread(self.node.ranks.bury, entry)
+            self.forwarding.withdraw(entry)
             return
         if (moving := self.source.moves.get(entry.moving)) is not None:
             why = f"the rank's {entry.role} keeper was killed"

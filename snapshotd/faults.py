@@ -47,6 +47,8 @@ class Point(StrEnum):
     ACTIVATE = "activate"
     BEFORE_DISCARD = "before-discard"
     DISCARD = "discard"
+    BEFORE_BRACE = "before-brace"
+    BRACE = "brace"
     BEFORE_REPOINT = "before-repoint"
     REPOINTING = "repointing"  # sockets changed, not yet journalled
     REPOINT = "repoint"

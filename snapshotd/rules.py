@@ -34,6 +34,7 @@ class Mark(StrEnum):
     ACTIVATED = "activated"  # allowed to run; journalled before the first SIGCONT
     DISCARDED = "discarded"
     # peer
+    BRACED = "braced"  # the time-outs of the ends here are off: a long silence does not end them
     REPOINTING = "re-pointing"  # the ends here are known and about to be changed
     REPOINTED = "re-pointed"  # all of them name the target, silent until the outcome is known
     POINTED_BACK = "pointed back"  # all of them name the source again, silent still

@@ -24,6 +24,7 @@ from snapshotd.images.lane import push_handler
 from snapshotd.images.store import ImageStore
 from snapshotd.journal import Journal, MoveLog
 from snapshotd.keepers import KeeperLinks
+from snapshotd.net import addresses
 from snapshotd.ops import connections
 from snapshotd.ops.forwarding import Forwarding
 from snapshotd.ops.node import Node, ended_unix_s, where_of
@@ -32,7 +33,6 @@ from snapshotd.ops.source import SourceOps
 from snapshotd.ops.target import TargetOps
 from snapshotd.ranks import RankEntry, Ranks
 from snapshotd.relay import Relays
-from snapshotd.net import addresses
 
 log = logging.getLogger(__name__)
 
@@ -60,10 +60,10 @@ class Daemon:
         carry = Carry(config.state_dir, config.carry_paths)
         self.node = Node(config, Journal(config.state_dir), Ranks(config.state_dir), store, carry, self._lost)
         self.relays = Relays(self.node)
-        self.source = SourceOps(self.node)
-        self.forwarding = Forwarding(self.node)
-        self.target = TargetOps(self.node, self.relays, self.forwarding)
         self.peer = PeerOps(self.node)
+        self.source = SourceOps(self.node, self.peer.pending)
+        self.forwarding = Forwarding(self.node, self.source.forwarded)
+        self.target = TargetOps(self.node, self.relays, self.forwarding)
         self.adoption = Adoption(self.node, self.source, self.target, self.relays, self.forwarding)
         self.keepers = KeeperLinks(config.keeper_socket, self.adoption.adopt, self.adoption.events())
         metrics.watch(
@@ -90,9 +90,27 @@ class Daemon:
         self.source.adopt_journal()
         self.peer.adopt_journal()
         await self.target.adopt_journal()
+        await in_thread(self._sweep_filters)
         await self.adoption.sweep()  # before any settling: a dead keeper ends a move
         self.source.settle_all()
         await self.keepers.start()
+        self._recalling = asyncio.create_task(self._recall_forwardings(), name="recall forwardings")
+
+    def _sweep_filters(self) -> None:
+        """No filter outlives its move, whatever killed the daemon that should have dropped it."""
+        unsettled = [moving.log for ops in (self.source, self.target, self.peer) for moving in ops.moves.values()]
+        tables = {table for move_log in unsettled for table in connections.tables_of(move_log)}
+        try:
+            connections.sweep(tables)
+        except SnapshotError as error:  # a machine without packet filters has none left either
+            log.info("filters were not looked for: %s", error.message)
+
+    async def _recall_forwardings(self) -> None:
+        """Ranks that are here may have moved on without somebody having heard; others may have ended."""
+        for entry in self.node.ranks.all():
+            if entry.role == "guest" and not entry.moving:
+                self.forwarding.publish(entry)
+        await self.forwarding.recall()
 
     async def stop(self, grace_s: float) -> None:
         """Hands over cleanly: a move that has no outcome is undone now, so that no rank waits frozen for the next life."""
@@ -105,6 +123,9 @@ class Daemon:
         for moving in [*self.source.moves.values(), *self.target.moves.values(), *self.peer.moves.values()]:
             if moving.settling is not None:
                 moving.settling.cancel()
+        self._recalling.cancel()
+        await in_thread(self.target.lanes.close_all)
+        self.forwarding.stop()
         await self.relays.stop()
         await self.keepers.stop()
 
@@ -215,10 +236,15 @@ class TargetServicer(rpc.TargetServicer):
 
     async def Examine(self, request: pb.ExamineRequest, context: Context) -> pb.ExamineReply:
         checks = await self.ops.examine(request.facts, await self.daemon.info())
-        return pb.ExamineReply(checks=checks + await in_thread(connections.examine, list(request.rewires)))
+        return pb.ExamineReply(
+            checks=checks + await in_thread(connections.examine, list(request.rewires), request.facts.rank.uid)
+        )
 
     async def Prepare(self, request: pb.PrepareRequest, context: Context) -> pb.PrepareReply:
         return await whole(self.ops.prepare(request))
+
+    async def OpenLane(self, request: pb.OpenLaneRequest, context: Context) -> pb.OpenLaneReply:
+        return await whole(self.ops.open_lane(request.move, caller(context).name))
 
     async def Seal(self, request: pb.SealRequest, context: Context) -> pb.SealReply:
         return await whole(self.ops.seal(request, caller(context).name))
@@ -246,6 +272,9 @@ class PeerServicer(rpc.PeerServicer):
     async def Look(self, request: pb.LookRequest, context: Context) -> pb.LookReply:
         return pb.LookReply(checks=await self.ops.look(list(request.rewires)))
 
+    async def Brace(self, request: pb.RepointRequest, context: Context) -> pb.BraceReply:
+        return await whole(self.ops.brace(request))
+
     async def Repoint(self, request: pb.RepointRequest, context: Context) -> pb.RepointReply:
         return await whole(self.ops.repoint(request))
 
@@ -253,7 +282,7 @@ class PeerServicer(rpc.PeerServicer):
         return await whole(self.ops.settle(request.move, request.token))
 
     async def Forward(self, request: pb.ForwardRequest, context: Context) -> pb.ForwardReply:
-        return await whole(self.forwarding.set(request))
+        return await whole(self.forwarding.set(request, caller(context).name))
 
 
 class HomeServicer(rpc.HomeServicer):

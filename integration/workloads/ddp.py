@@ -1,7 +1,8 @@
 """A DistributedDataParallel job over gloo: every rank prints its losses, every digit of them.
 
 RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT as torchrun or `migrator lab run` set them; without torchrun rank 0 hosts
-the store. With --until the job trains until that file exists, then makes a new group and ends ten steps later.
+the store. With --until FILE the job trains until that file exists and then ten steps more; it makes a new group as soon
+as FILE.group or FILE exists.
 """
 
 import argparse
@@ -29,11 +30,12 @@ def say(text: str) -> None:
     print(f"{text}\n", end="", flush=True)
 
 
-def is_over() -> bool:
-    """Whether rank 0 has seen the file; all ranks hear it at the same step."""
-    seen = torch.tensor([float(dist.get_rank() == 0 and os.path.exists(options.until))])
+def told() -> tuple[bool, bool]:
+    """Whether rank 0 has seen the files that ask for a new group, and for the end; all ranks hear it at the same step."""
+    names = (f"{options.until}.group", options.until) if dist.get_rank() == 0 else ()
+    seen = torch.tensor([float(os.path.exists(name)) for name in names] or [0.0, 0.0])
     dist.all_reduce(seen)
-    return seen.item() > 0
+    return bool(seen.any()), bool(seen[1])
 
 
 @record
@@ -51,9 +53,11 @@ def main() -> None:
     if options.until:
         group_at, steps = -1, sys.maxsize
     for step in itertools.count():
-        if options.until and group is None and is_over():
-            group_at, steps = step, step + 10
-            if options.fail == rank:
+        if options.until and steps == sys.maxsize:
+            wants_group, ends = told()
+            group_at = step if wants_group and group is None else -1
+            steps = step + 10 if ends else steps
+            if ends and options.fail == rank:
                 raise ValueError(f"rank {rank} was told to fail")
         if step >= steps:
             break

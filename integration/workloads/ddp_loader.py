@@ -51,6 +51,9 @@ for step, batch in zip(itertools.count(), loader, strict=False):
     torch.save({"step": step, "model": model.state_dict(), "ballast": ballast}, f"{path}.new")
     os.replace(f"{path}.new", path)
     print(f"step {step} loss {loss.item():.12f}", flush=True)
+kept = torch.load(path)
+assert kept["step"] == steps - 1, f"{path} is of step {kept['step']}"
+assert torch.equal(kept["ballast"], ballast), f"{path} is not what was written"
 dist.barrier()
 print("DONE", flush=True)
 dist.destroy_process_group()

@@ -3,6 +3,7 @@
 import argparse
 import os
 import time
+from typing import Any
 
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments, set_seed
@@ -10,6 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, 
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=60)
 parser.add_argument("--pace-s", type=float, default=0.0)
+parser.add_argument("--until", default="", help="a file: the pace is kept until it exists")
 parser.add_argument("--out", required=True)
 options = parser.parse_args()
 
@@ -26,15 +28,15 @@ class Sentences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": words, "labels": words}
 
 
-class Say(TrainerCallback):  # type: ignore[misc, unused-ignore]
+class Say(TrainerCallback):
     def on_step_begin(self, *_: object, **__: object) -> None:
-        time.sleep(options.pace_s)
+        time.sleep(0 if os.path.exists(options.until) else options.pace_s)
 
 
-class Spoken(Trainer):  # type: ignore[misc, unused-ignore]
+class Spoken(Trainer):
     """Says every loss of its own rank; the Trainer itself only logs the mean."""
 
-    def training_step(self, *arguments: object, **more: object) -> torch.Tensor:
+    def training_step(self, *arguments: Any, **more: Any) -> torch.Tensor:
         loss = super().training_step(*arguments, **more)
         print(f"step {self.state.global_step} loss {loss.item():.12f}", flush=True)
         return loss

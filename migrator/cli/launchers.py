@@ -2,7 +2,8 @@
 
 torchrun starts its workers with $PYTHON_EXEC where that is set. So the launcher runs as it is, unprotected, with
 PYTHON_EXEC naming `shim/worker-python`, which is `migrator run --worker`; the agent waits for that keeper and never
-sees its worker leave. The worker itself gets its environment as the launcher would have given it.
+sees its worker leave. The worker itself gets its environment as the launcher would have given it. accelerate does the same,
+or starts a single process by sys.executable, which `shim/launch.py` provides for.
 
 Invariant: nothing here is guessed after the start. A launch whose workers would not pass through PYTHON_EXEC is refused.
 """
@@ -15,7 +16,8 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-WORKER_PYTHON = Path(__file__).parents[2] / "shim" / "worker-python"
+_SHIM = Path(__file__).parents[2] / "shim"
+WORKER_PYTHON, LAUNCH = _SHIM / "worker-python", _SHIM / "launch.py"
 
 #: Ours, for `migrator run --worker`; none of them reaches the worker.
 INTERPRETER, FORMER, SHIMLESS = "MIGRATOR_INTERPRETER", "MIGRATOR_PYTHON_EXEC", "MIGRATOR_NO_SHIM"
@@ -55,6 +57,31 @@ def is_launcher(command: Sequence[str]) -> bool:
         if word.endswith(".py"):
             break  # the script: what follows is its own
     return True
+
+
+def launching(command: Sequence[str], environment: Mapping[str, str]) -> list[str]:
+    """The command that starts this launcher. accelerate's is led through shim/launch.py, where it can be: a Python script."""
+    words = list(command)
+    program = _program(words)
+    if not program or os.path.basename(program[0]) not in _ACCELERATE + _ACCELERATE_VERBS:
+        return words
+    if len(program) < len(words):  # behind an interpreter: words[at] is the script, or the module of `-m`
+        at = len(words) - len(program)
+        return [*words[: at - (words[at - 1] == "-m")], str(LAUNCH), *words[at - (words[at - 1] == "-m") :]]
+    script = shutil.which(words[0], path=environment.get("PATH"))
+    interpreter = _interpreter(script) if script is not None else ""
+    return [interpreter, str(LAUNCH), str(script), *words[1:]] if interpreter else words
+
+
+def _interpreter(script: str) -> str:
+    """The Python that a script names in its first line; empty for any other."""
+    try:
+        with open(script, "rb") as file:
+            first = file.readline(4096)
+    except OSError:
+        return ""
+    word = os.fsdecode(first[2:]).strip() if first.startswith(b"#!") else ""
+    return word if _PYTHON.fullmatch(os.path.basename(word)) else ""
 
 
 def _program(command: Sequence[str]) -> list[str]:

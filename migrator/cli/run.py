@@ -106,6 +106,7 @@ def _launch(command: Sequence[str], options: argparse.Namespace) -> int:
         raise _Wrong("the ranks are numbered by the launcher: --rank is for a command that is a rank itself")
     job = job_name(options.job, command, os.environ) if options.job is not None else None
     environment = launchers.launcher_environment(os.environ, sys.executable, job, not options.no_shim)
+    command = launchers.launching(command, environment)
     try:
         os.execvpe(command[0], list(command), environment)
     except OSError as error:

@@ -219,12 +219,13 @@ class SourceCalls:
 
 
 class TargetCalls:
-    """Without Push, the bulk lane: snapshotd/images/lane.py."""
+    """Without Push, the lane over gRPC: snapshotd/images/lane.py."""
 
     def __init__(self, link: _Link) -> None:
         stub = stubs.TargetStub(link.channel)
         self.Examine = Unary(link, "Examine", stub.Examine)
         self.Prepare = Unary(link, "Prepare", stub.Prepare)
+        self.OpenLane = Unary(link, "OpenLane", stub.OpenLane)
         self.Seal = Unary(link, "Seal", stub.Seal)
         self.Restore = Unary(link, "Restore", stub.Restore)
         self.Activate = Unary(link, "Activate", stub.Activate)
@@ -237,6 +238,7 @@ class PeerCalls:
     def __init__(self, link: _Link) -> None:
         stub = stubs.PeerStub(link.channel)
         self.Look = Unary(link, "Look", stub.Look)
+        self.Brace = Unary(link, "Brace", stub.Brace)
         self.Repoint = Unary(link, "Repoint", stub.Repoint)
         self.Settle = Unary(link, "Settle", stub.Settle)
         self.Forward = Unary(link, "Forward", stub.Forward)

@@ -999,6 +999,51 @@ class PrepareReply(_message.Message):
 Global___PrepareReply: _TypeAlias = PrepareReply  # noqa: Y015
 
 @_typing.final
+class OpenLaneRequest(_message.Message):
+    """The bulk lane beside gRPC: TLS on a port of its own, for this move alone, see snapshotd/images/bulk.py."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MOVE_FIELD_NUMBER: _builtins.int
+    move: _builtins.str
+    def __init__(
+        self,
+        *,
+        move: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["move", b"move"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OpenLaneRequest: _TypeAlias = OpenLaneRequest  # noqa: Y015
+
+@_typing.final
+class OpenLaneReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PORT_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
+    port: _builtins.int
+    """of the target's endpoint"""
+    key: _builtins.bytes
+    """the first message of every connection"""
+    def __init__(
+        self,
+        *,
+        port: _builtins.int = ...,
+        key: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "port", b"port"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OpenLaneReply: _TypeAlias = OpenLaneReply  # noqa: Y015
+
+@_typing.final
 class ImageFile(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1517,7 +1562,10 @@ class ForwardRequest(_message.Message):
     RANK_UID_FIELD_NUMBER: _builtins.int
     FORWARDINGS_FIELD_NUMBER: _builtins.int
     NODES_FIELD_NUMBER: _builtins.int
+    MOVES_FIELD_NUMBER: _builtins.int
     rank_uid: _builtins.str
+    moves: _builtins.int
+    """how often it has moved: what is older than what was heard does not count"""
     @_builtins.property
     def forwardings(self) -> _containers.RepeatedCompositeFieldContainer[Global___Forwarding]:
         """all of the rank's; none: forget the rank"""
@@ -1532,10 +1580,11 @@ class ForwardRequest(_message.Message):
         rank_uid: _builtins.str = ...,
         forwardings: _abc.Iterable[Global___Forwarding] | None = ...,
         nodes: _abc.Iterable[Global___NodeAddresses] | None = ...,
+        moves: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["forwardings", b"forwardings", "nodes", b"nodes", "rank_uid", b"rank_uid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["forwardings", b"forwardings", "moves", b"moves", "nodes", b"nodes", "rank_uid", b"rank_uid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -680,6 +680,11 @@ class TargetStub:
                 request_serializer=snapshotd_dot_api_dot_snapshotd__pb2.PrepareRequest.SerializeToString,
                 response_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.PrepareReply.FromString,
                 _registered_method=True)
+        self.OpenLane = channel.unary_unary(
+                '/snapshotd.v1.Target/OpenLane',
+                request_serializer=snapshotd_dot_api_dot_snapshotd__pb2.OpenLaneRequest.SerializeToString,
+                response_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.OpenLaneReply.FromString,
+                _registered_method=True)
         self.Seal = channel.unary_unary(
                 '/snapshotd.v1.Target/Seal',
                 request_serializer=snapshotd_dot_api_dot_snapshotd__pb2.SealRequest.SerializeToString,
@@ -729,9 +734,16 @@ class TargetServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Seal(self, request, context):
+    def OpenLane(self, request, context):
         """rpc Push(stream bytes) returns (stream bytes): the bulk lane, raw frames, see snapshotd/images/frame.py   // node
         node
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Seal(self, request, context):
+        """node
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -784,6 +796,11 @@ def add_TargetServicer_to_server(servicer, server):
                     servicer.Prepare,
                     request_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.PrepareRequest.FromString,
                     response_serializer=snapshotd_dot_api_dot_snapshotd__pb2.PrepareReply.SerializeToString,
+            ),
+            'OpenLane': grpc.unary_unary_rpc_method_handler(
+                    servicer.OpenLane,
+                    request_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.OpenLaneRequest.FromString,
+                    response_serializer=snapshotd_dot_api_dot_snapshotd__pb2.OpenLaneReply.SerializeToString,
             ),
             'Seal': grpc.unary_unary_rpc_method_handler(
                     servicer.Seal,
@@ -870,6 +887,33 @@ class Target:
             '/snapshotd.v1.Target/Prepare',
             snapshotd_dot_api_dot_snapshotd__pb2.PrepareRequest.SerializeToString,
             snapshotd_dot_api_dot_snapshotd__pb2.PrepareReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def OpenLane(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/snapshotd.v1.Target/OpenLane',
+            snapshotd_dot_api_dot_snapshotd__pb2.OpenLaneRequest.SerializeToString,
+            snapshotd_dot_api_dot_snapshotd__pb2.OpenLaneReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -227,10 +227,12 @@ class TargetStub:
     """operator"""
     Prepare: _grpc.UnaryUnaryMultiCallable[_snapshotd_pb2.PrepareRequest, _snapshotd_pb2.PrepareReply]
     """operator"""
-    Seal: _grpc.UnaryUnaryMultiCallable[_snapshotd_pb2.SealRequest, _snapshotd_pb2.SealReply]
+    OpenLane: _grpc.UnaryUnaryMultiCallable[_snapshotd_pb2.OpenLaneRequest, _snapshotd_pb2.OpenLaneReply]
     """rpc Push(stream bytes) returns (stream bytes): the bulk lane, raw frames, see snapshotd/images/frame.py   // node
     node
     """
+    Seal: _grpc.UnaryUnaryMultiCallable[_snapshotd_pb2.SealRequest, _snapshotd_pb2.SealReply]
+    """node"""
     Restore: _grpc.UnaryUnaryMultiCallable[_snapshotd_pb2.MoveRequest, _snapshotd_pb2.RestoreReply]
     """operator"""
     Activate: _grpc.UnaryUnaryMultiCallable[_snapshotd_pb2.TokenRequest, _snapshotd_pb2.ActivateReply]
@@ -249,10 +251,12 @@ class TargetAsyncStub(TargetStub):
     """operator"""
     Prepare: _aio.UnaryUnaryMultiCallable[_snapshotd_pb2.PrepareRequest, _snapshotd_pb2.PrepareReply]  # type: ignore[assignment]
     """operator"""
-    Seal: _aio.UnaryUnaryMultiCallable[_snapshotd_pb2.SealRequest, _snapshotd_pb2.SealReply]  # type: ignore[assignment]
+    OpenLane: _aio.UnaryUnaryMultiCallable[_snapshotd_pb2.OpenLaneRequest, _snapshotd_pb2.OpenLaneReply]  # type: ignore[assignment]
     """rpc Push(stream bytes) returns (stream bytes): the bulk lane, raw frames, see snapshotd/images/frame.py   // node
     node
     """
+    Seal: _aio.UnaryUnaryMultiCallable[_snapshotd_pb2.SealRequest, _snapshotd_pb2.SealReply]  # type: ignore[assignment]
+    """node"""
     Restore: _aio.UnaryUnaryMultiCallable[_snapshotd_pb2.MoveRequest, _snapshotd_pb2.RestoreReply]  # type: ignore[assignment]
     """operator"""
     Activate: _aio.UnaryUnaryMultiCallable[_snapshotd_pb2.TokenRequest, _snapshotd_pb2.ActivateReply]  # type: ignore[assignment]
@@ -282,14 +286,22 @@ class TargetServicer(metaclass=_abc_1.ABCMeta):
         """operator"""
 
     @_abc_1.abstractmethod
+    def OpenLane(
+        self,
+        request: _snapshotd_pb2.OpenLaneRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_snapshotd_pb2.OpenLaneReply, _abc.Awaitable[_snapshotd_pb2.OpenLaneReply]]:
+        """rpc Push(stream bytes) returns (stream bytes): the bulk lane, raw frames, see snapshotd/images/frame.py   // node
+        node
+        """
+
+    @_abc_1.abstractmethod
     def Seal(
         self,
         request: _snapshotd_pb2.SealRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_snapshotd_pb2.SealReply, _abc.Awaitable[_snapshotd_pb2.SealReply]]:
-        """rpc Push(stream bytes) returns (stream bytes): the bulk lane, raw frames, see snapshotd/images/frame.py   // node
-        node
-        """
+        """node"""
 
     @_abc_1.abstractmethod
     def Restore(

@@ -59,6 +59,7 @@ def rewrite(
         ends = _ends(entry)
         unmet.discard(ends)
         if _is_dead(entry):
+            unmet.discard((ends[0], None))  # to the kernel it is bound and no longer connected
             _end(entry)
         elif ends in ending:
             _end(entry)

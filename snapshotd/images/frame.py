@@ -1,8 +1,8 @@
 """What travels on the bulk lane: chunks of image files one way, answers the other.
 
 A chunk is one header message and, where it has payload, one payload message right behind it on the same stream. They
-are two messages so that the payload goes to gRPC exactly as it was read: joining the header to it would copy every byte
-once more, and on two cores copies are what limits the lane.
+are two messages so that the payload goes out exactly as it was read: joining the header to it would copy every byte
+once more. The frames are the same on both lanes, over gRPC (lane.py) and beside it (bulk.py).
 
 Invariant: a frame means the same alone as in company. It names its file and its place in it, so chunks may come over
 any stream, in any order and twice. The digest covers every header field and the payload. Zero pages do not travel: a
@@ -62,7 +62,7 @@ class Frame:
     bitmap: bytes = b""
     payload_bytes: int = 0
     digest: bytes = b""
-    payload: bytes = b""
+    payload: bytes | memoryview = b""
 
     def header(self) -> bytes:
         name = self.name.encode()

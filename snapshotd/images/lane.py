@@ -1,4 +1,5 @@
-"""The bulk lane `/snapshotd.v1.Target/Push`: raw bytes both ways over gRPC, no protobuf around them.
+"""The lane over gRPC, `/snapshotd.v1.Target/Push`: raw bytes both ways, no protobuf around them. It goes wherever gRPC
+goes; bulk.py is the faster one beside it, where the network lets a second port through.
 
 Invariant: every chunk that comes in is answered once, in order: OK after it is verified and stored, BAD if it should be
 sent again. What ends a stream early is one ERROR answer with an error of the taxonomy, never a traceback. At most
@@ -149,7 +150,7 @@ def push_channels(endpoint: str, credentials: Credentials | None, node: str, str
 
 
 class PushCall:
-    """One stream of chunks to the target. Out of it come answers, or errors of the taxonomy."""
+    """A `Stream` over one gRPC call."""
 
     def __init__(self, channel: grpc.aio.Channel, move: str) -> None:
         self._call: Any = channel.stream_stream(f"/{SERVICE}/{METHOD}")(metadata=((MOVE_KEY, move),))
@@ -192,3 +193,6 @@ class PushCall:
 
     def cancel(self) -> None:
         self._call.cancel()
+
+    async def ended(self) -> None:
+        """Nothing is left of a cancelled call."""

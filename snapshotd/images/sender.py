@@ -20,17 +20,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-import grpc.aio
-
 from snapshotd.api.errors import Damaged, Internal, SnapshotError, Unreachable, Where, from_wire
 from snapshotd.api.snapshotd_pb2 import ImageFile
 from snapshotd.blocking import in_thread
 from snapshotd.images.fifo import Stop, read_chunk, readable
 from snapshotd.images.frame import IMAGE_NAME, MAX_CHUNK_BYTES, PAGE_BYTES, Answer, Frame, Kind, data_frame, hole_frame
 from snapshotd.images.heap import freed_blocks_kept
-from snapshotd.images.lane import WINDOW, PushCall
+from snapshotd.images.lane import WINDOW
 from snapshotd.images.ledger import Chunks, summary
 from snapshotd.images.sparse import file_chunk
+from snapshotd.images.stream import Stream
 
 MAX_SENDS = 4  # a chunk that arrived damaged is sent again three times
 _PATIENCE_MS = 50  # how long a thread waits for a writer that has paused before its part of a chunk goes alone
@@ -52,30 +51,30 @@ class Sender:
 
     def __init__(
         self,
-        channels: Sequence[grpc.aio.Channel],
-        move: str,
+        streams: Sequence[Stream],
         chunk_bytes: int = 2 << 20,
         on_bytes: Callable[[int, int], None] | None = None,
     ) -> None:
-        """`on_bytes(bytes_sent, bytes_zero)` gets the totals, on the loop, after every chunk the target has stored."""
+        """The streams are its own from now on: it ends them.
+
+        `on_bytes(bytes_sent, bytes_zero)` gets the totals, on the loop, after every chunk the target has stored.
+        """
         if not PAGE_BYTES <= chunk_bytes <= MAX_CHUNK_BYTES:
             raise Internal(f"chunks of {chunk_bytes} bytes: {PAGE_BYTES} to {MAX_CHUNK_BYTES} are possible")
         self.bytes_sent = 0
         self.bytes_zero = 0
         self.chunks_resent = 0
         self.peak_chunks_held = 0
-        self._channels = channels
-        self._move = move
+        self._streams = streams
         self._chunk_bytes = chunk_bytes
         self._on_bytes = on_bytes
-        self._places = asyncio.Semaphore(WINDOW * len(channels))
+        self._places = asyncio.Semaphore(WINDOW * len(streams))
         self._ready: asyncio.Queue[_Held] = asyncio.Queue()
         self._held: dict[int, _Held] = {}
         self._all_stored = asyncio.Event()
         self._all_stored.set()
         self._files: dict[str, Chunks] = {}
         self._sequence = 0
-        self._calls: list[PushCall] = []
         self._senders: list[asyncio.Task[None]] = []
         self._takers: list[asyncio.Task[None]] = []
         self._work: set[asyncio.Task[None]] = set()
@@ -86,12 +85,10 @@ class Sender:
     async def __aenter__(self) -> Self:
         loop = asyncio.get_running_loop()
         self._heap.enter_context(freed_blocks_kept())
-        for channel in self._channels:
-            call = PushCall(channel, self._move)
+        for stream in self._streams:
             window = asyncio.Semaphore(WINDOW)
-            self._calls.append(call)
-            self._senders.append(loop.create_task(self._send_chunks(call, window)))
-            self._takers.append(loop.create_task(self._take_answers(call, window)))
+            self._senders.append(loop.create_task(self._send_chunks(stream, window)))
+            self._takers.append(loop.create_task(self._take_answers(stream, window)))
         for task in (*self._senders, *self._takers):
             task.add_done_callback(self._fail_if_broken)
         return self
@@ -99,12 +96,12 @@ class Sender:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        for call in self._calls:
-            call.cancel()
+        for stream in self._streams:
+            stream.cancel()
         tasks = [*self._senders, *self._takers, *self._work]
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, *(stream.ended() for stream in self._streams), return_exceptions=True)
         self._held.clear()
         self._heap.close()
 
@@ -197,17 +194,17 @@ class Sender:
 
     # ------------------------------------------------------------ streams
 
-    async def _send_chunks(self, call: PushCall, window: asyncio.Semaphore) -> None:
+    async def _send_chunks(self, stream: Stream, window: asyncio.Semaphore) -> None:
         while True:
             await window.acquire()
             held = await self._ready.get()
             held.sends += 1
-            if not await call.send(held.frame):
+            if not await stream.send(held.frame):
                 return  # over: the task that takes the answers learns why
 
-    async def _take_answers(self, call: PushCall, window: asyncio.Semaphore) -> None:
+    async def _take_answers(self, stream: Stream, window: asyncio.Semaphore) -> None:
         try:
-            while (answer := await call.receive()) is not None:
+            while (answer := await stream.receive()) is not None:
                 if answer.kind is Kind.ERROR:
                     raise from_wire(answer.text)
                 self._take(answer)
@@ -240,8 +237,8 @@ class Sender:
     async def _end(self) -> None:
         await self._all_stored.wait()
         self._ending = True
-        for call in self._calls:
-            await call.done()
+        for stream in self._streams:
+            await stream.done()
         await asyncio.wait(self._takers)
 
     # ------------------------------------------------------------ failing

@@ -50,29 +50,39 @@ class Places:
 
 def plan(flows: Iterable[Flow], places: Places) -> tuple[list[pb.Rewire], list[str]]:
     """(rewirings, problems in words) for the inet sockets of a rank's tree."""
-    flows = [flow for flow in flows if flow.protocol == "tcp"]
-    ends = {flow.ends for flow in flows if flow.connected}
+    flows = [flow for flow in flows if flow.protocol in {"tcp", "udp"}]  # others are refused by name, see refusals.py
+    ends = {(flow.protocol, flow.ends) for flow in flows if flow.connected}
     rewires: list[pb.Rewire] = []
     problems: list[str] = []
     for flow in flows:
-        if flow.listens:
-            rewires.append(_listener(flow, places))
-        elif flow.connected:
-            rewire = _inside(flow, places) if flow.mirrored() in ends else _outward(flow, places)
-            if rewire is None:
-                problems.append(f"{flow}: {places.target} has no address to stand in for {flow.local.ip}")
-            else:
-                rewires.append(rewire)
+        if flow.connected and (flow.protocol, flow.mirrored()) in ends:
+            rewire = _inside(flow, places)
+        elif flow.connected and flow.protocol == "tcp":
+            rewire = _outward(flow, places)
+        elif flow.local.port:
+            rewire = _alone(flow, places)
+        else:
+            continue  # neither bound nor connected: it has no address
+        if rewire is None:
+            problems.append(f"{flow}: {places.target} has no address to stand in for {flow.local.ip}")
+        else:
+            rewires.append(rewire)
     return rewires, problems
 
 
-def _listener(flow: Flow, places: Places) -> pb.Rewire:
-    """Bound to all addresses or to loopback: as it is. Bound to one of the source's: to the target's."""
+def _alone(flow: Flow, places: Places) -> pb.Rewire | None:
+    """A listener, a socket that is only bound, or datagrams, whose other end knows nobody: its own address moves along.
+    Bound to all addresses or to loopback: as it is."""
+    local = _moved(flow.local, places)
+    if local is None:
+        return None
     return pb.Rewire(
-        kind=pb.Rewire.LISTENER,
+        kind=pb.Rewire.LISTENER if flow.listens else pb.Rewire.OWN,
         family=flow.family,
         old_local=_endpoint(flow.local),
-        new_local=_endpoint(flow.local.at(_moved(flow.local, places) or flow.local.ip)),
+        new_local=_endpoint(flow.local.at(local)),
+        old_remote=_endpoint(flow.remote) if flow.remote else None,
+        new_remote=_endpoint(flow.remote) if flow.remote else None,
     )
 
 

@@ -101,6 +101,11 @@ def listeners(ports: Collection[int] | None = None) -> list[Flow]:
     return [flow for flow in _all_rows({"tcp"}) if flow.listens and (ports is None or flow.local.port in ports)]
 
 
+def arriving(ports: Collection[int]) -> list[Flow]:
+    """Connections to these ports that are only being made: the caller's SYN was answered, its last word is under way."""
+    return [flow for flow in _all_rows({"tcp"}) if flow.state == "syn-recv" and flow.local.port in ports]
+
+
 def own_addresses() -> frozenset[str]:
     """The IP addresses of this node, its loopback ones and those of a single link included."""
     from pyroute2 import IPRoute
@@ -175,6 +180,10 @@ def borrow(holder: Holder, inode: int | None = None) -> socket.socket:
         os.close(descriptor)
         raise ProcessLookupError(f"process {holder.pid} has something else at descriptor {holder.fd} by now")
     return socket.socket(fileno=descriptor)
+
+
+def inode_of(sock: socket.socket) -> int:
+    return os.fstat(sock.fileno()).st_ino
 
 
 def _every_pid() -> list[int]:

@@ -9,7 +9,8 @@ closed in the last hour (tcp_metrics). `learn_round_trip` makes and closes one, 
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from snapshotd.net.borrow import borrow_from
@@ -64,3 +65,38 @@ def learn_round_trip(local_ip: str, listener: Address, timeout_s: float = 1.0) -
     except OSError:
         return False
     return True
+
+
+def read_timers(holders: Sequence[Holder], inode: int) -> Timers | None:
+    """What `hold_timers` would switch off, without doing so: for the journal, first. None where there is nothing to do."""
+    sock = borrow_from(holders, inode)
+    if sock is None:
+        return None
+    with sock:
+        timers = Timers(sock.getsockopt(TCP, TCP_USER_TIMEOUT), bool(sock.getsockopt(SOL, socket.SO_KEEPALIVE)))
+    return timers if timers != Timers(0, False) else None
+
+
+def await_answers(sockets: Iterable[tuple[Sequence[Holder], int]], timeout_s: float) -> None:
+    """Waits until what these connections sent into the silence is acknowledged: the kernel counts TCP_USER_TIMEOUT from the
+    first packet that was lost, so it is put back only then. A connection that is gone, or takes longer, is passed over."""
+    deadline = time.monotonic() + timeout_s
+    for holders, inode in sockets:
+        sock = borrow_from(holders, inode)
+        if sock is None:
+            continue
+        with sock:
+            while sock.getsockopt(TCP, socket.TCP_INFO, 8)[2] and time.monotonic() < deadline:  # retransmits
+                time.sleep(0.01)
+
+
+def meet(local_ip: str, endpoint: str) -> bool:
+    """`learn_round_trip` with a daemon's endpoint, host:port, which may be a name."""
+    name, _, port = endpoint.rpartition(":")
+    try:
+        found = socket.getaddrinfo(name.strip("[]"), int(port), type=socket.SOCK_STREAM)
+    except (OSError, ValueError):
+        return False
+    version = Address(local_ip, 0).version
+    addresses = [Address(str(row[4][0]), int(port)) for row in found]
+    return any(learn_round_trip(local_ip, address) for address in addresses if address.version == version)

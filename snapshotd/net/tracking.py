@@ -11,12 +11,18 @@ from __future__ import annotations
 
 import errno
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from pyroute2.netlink.exceptions import NetlinkError
-from pyroute2.netlink.nfnetlink.nfctsocket import IPS_DST_NAT, IPS_SRC_NAT, NFCTAttrTuple, NFCTSocket
+from pyroute2.netlink.nfnetlink.nfctsocket import (
+    IPS_DST_NAT,
+    IPS_SEEN_REPLY,
+    IPS_SRC_NAT,
+    NFCTAttrTuple,
+    NFCTSocket,
+)
 
 from snapshotd.net.flows import Address, Pair
 from snapshotd.net.nft import NotSupported
@@ -48,15 +54,33 @@ def untrack(pairs: Iterable[Pair]) -> None:
     for known in translations():
         if known.socket not in wanted and known.wire not in wanted:
             continue
-        local, remote = known.socket
-        family = socket.AF_INET if local.version == 4 else socket.AF_INET6
-        ends = {"saddr": local.ip, "sport": local.port, "daddr": remote.ip, "dport": remote.port}
+        family = socket.AF_INET if known.socket[0].version == 4 else socket.AF_INET6
+        with _tracker(family) as tracker:
+            _delete(tracker, family, known.socket)
+
+
+def untrack_calls(addresses: Collection[Address]) -> None:
+    """Makes the kernel forget every call to these addresses that nobody has answered: the caller's next SYN is then
+    translated by what `forward` says now, not sent where its first one went. Connections that exist are not concerned."""
+    for family in (socket.AF_INET, socket.AF_INET6):
         with _tracker(family) as tracker:
             try:
-                tracker.entry("del", tuple_orig=NFCTAttrTuple(family=family, proto=socket.IPPROTO_TCP, **ends))
+                for entry in list(tracker.dump()):
+                    made = _ends(entry.get_attr("CTA_TUPLE_ORIG"))
+                    if made and made[1] in addresses and not entry.get_attr("CTA_STATUS") & IPS_SEEN_REPLY:
+                        _delete(tracker, family, made)
             except NetlinkError as error:
-                if error.code != errno.ENOENT:  # it ended meanwhile
-                    raise NotSupported(f"the kernel does not forget a translated connection: {error}") from error
+                raise NotSupported(f"tracked connections cannot be read (CONFIG_NF_CT_NETLINK): {error}") from error
+
+
+def _delete(tracker: Any, family: int, made: Pair) -> None:
+    local, remote = made
+    ends = {"saddr": local.ip, "sport": local.port, "daddr": remote.ip, "dport": remote.port}
+    try:
+        tracker.entry("del", tuple_orig=NFCTAttrTuple(family=family, proto=socket.IPPROTO_TCP, **ends))
+    except NetlinkError as error:
+        if error.code != errno.ENOENT:  # it ended meanwhile
+            raise NotSupported(f"the kernel does not forget a tracked connection: {error}") from error
 
 
 def _tracker(family: int) -> Any:

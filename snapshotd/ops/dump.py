@@ -29,10 +29,10 @@ from snapshotd.cgroup import Cgroup
 from snapshotd.criu import session
 from snapshotd.faults import Point, reach
 from snapshotd.images.fifo import make_fifo
-from snapshotd.images.lane import push_channels
 from snapshotd.images.sender import Sender
 from snapshotd.journal import MoveLog
 from snapshotd.logs import move_context
+from snapshotd.ops.lane import streams_to_target
 from snapshotd.ops.node import Node
 from snapshotd.ranks import RankEntry
 from snapshotd.rules import Mark
@@ -101,9 +101,11 @@ class Dump:
         carried = await in_thread(preflight.list_carried, pids, config.carry_paths)
         self.carried = [fact.path for fact in carried if stat.S_ISREG(fact.mode)]
         meta = await in_thread(self._meta, pids, carried)
-        channels = push_channels(begin.target_endpoint, config.credentials, begin.target_node, config.streams)
         try:
-            async with Sender(channels, begin.move, config.chunk_bytes) as self.sender:
+            async with (
+                streams_to_target(self.node, begin) as streams,
+                Sender(streams, config.chunk_bytes) as self.sender,
+            ):
                 written = asyncio.Event()
                 async with asyncio.TaskGroup() as group:
                     for name, fd in fifos.items():
@@ -128,8 +130,6 @@ class Dump:
         finally:
             for fd in fifos.values():
                 os.close(fd)
-            for channel in channels:
-                await channel.close()
 
     async def _criu(self, written: asyncio.Event) -> None:
         """The dump itself, in the rank's namespaces, in a cgroup of its own."""
@@ -210,6 +210,7 @@ class Dump:
             "rewires": self.log.note("rewires", []),
             "nodes": self.log.note("nodes", []),
             "former": self.entry.former,
+            "sockets": self.log.note("sockets", {}),
         }
         return json.dumps(meta).encode()
 

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import logging
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +27,17 @@ from snapshotd.faults import Point, reach
 from snapshotd.journal import Begin, Journal, MoveLog, check_move_id
 from snapshotd.logs import move_context
 from snapshotd.net import filter as packets
-from snapshotd.net import forward, refusals, rehome, sockets, tracking
+from snapshotd.net import forward, refusals, rehome, sockets, timers, tracking
 from snapshotd.net.flows import Address, Flow, Holder, Pair
-from snapshotd.ops.connections import new_pair, old_pair
+from snapshotd.ops import settings
+from snapshotd.ops.connections import new_pair, old_pair, peer_table
 from snapshotd.ops.node import Moving, Node, now_unix_s
 from snapshotd.rules import CopyState, Mark, Outcome, PeerDecision, PeerFacts
 
 log = logging.getLogger(__name__)
 
 ASK_AGAIN_S = 2.0
-DRIVER_FIRST_S = 10.0
+DRIVER_FIRST_S = 3.0
 
 
 class PeerOps:
@@ -69,6 +70,30 @@ class PeerOps:
             ]
         return [pb.Check(name=name, reason=f"{len(rewires)} connections end on {self.node.config.node}")]
 
+    async def brace(self, request: pb.RepointRequest) -> pb.BraceReply:
+        """Before the freeze: the ends here outlive a long silence, and this kernel learns how far the target is."""
+        check_move_id(request.move)
+        known = self.journal.find(request.move) is not None
+        moving = self._moving(request.move) if known else await self._begin(request)
+        async with moving.lock:
+            if (outcome := moving.log.outcome) is not None:
+                raise WrongState(f"move {request.move} has ended: {outcome.outcome} ({outcome.reason})")
+            ends, _ = await in_thread(self._ends, list(request.rewires))  # what is wrong is the later steps' to say
+            await reach(Point.BEFORE_BRACE)
+            await self._brace(moving, [flow for _, flow in ends], Mark.BRACED)
+            await reach(Point.BRACE)
+            for ip in {rewire.new_remote.ip for rewire, _ in ends}:
+                await in_thread(timers.meet, ip, request.target_endpoint)
+        return pb.BraceReply(sockets=len(ends))
+
+    async def _brace(self, moving: Moving, flows: list[Flow], mark: Mark, **notes: Any) -> None:
+        """Time-outs of these connections are journalled, then switched off; those that are off already stay noted."""
+        noted = moving.log.note("timers", [])
+        fresh = [settings.note_of(flow) for flow in flows if flow.inode not in {note["inode"] for note in noted}]
+        noted = noted + [note for note in fresh if note is not None]
+        await in_thread(moving.log.mark, mark, timers=noted, **notes)
+        await in_thread(settings.suspend, noted)
+
     async def repoint(self, request: pb.RepointRequest) -> pb.RepointReply:
         """Points the ends here at the target, under a filter. The last thing before COMMIT."""
         check_move_id(request.move)
@@ -86,7 +111,7 @@ class PeerOps:
                 if problems:
                     raise Refused("; ".join(problems[:5]), where=Where.SOURCE_FROZEN)
                 notes = [_note(rewire, flow) for rewire, flow in ends]
-                await in_thread(moving.log.mark, Mark.REPOINTING, ends=notes)
+                await self._brace(moving, [flow for _, flow in ends], Mark.REPOINTING, ends=notes)
                 try:
                     stopped_s = await in_thread(self._repoint_all, request.move, notes, True)
                     await reach(Point.REPOINTING)
@@ -174,11 +199,13 @@ class PeerOps:
                     await self._bring(move_log, towards_target=False)
                     await in_thread(move_log.mark, Mark.POINTED_BACK)
                 case PeerDecision.UNFILTER:
-                    await in_thread(packets.drop_table, _table(move_log.move))
+                    await in_thread(packets.drop_table, peer_table(move_log.move))
+                    await in_thread(settings.resume, move_log.note("timers", []))
                     await in_thread(shutil.rmtree, self._states(move_log.move), ignore_errors=True)
                     await in_thread(move_log.mark, Mark.SETTLED)
                 case PeerDecision.CLOSE:
                     if move_log.last_mark is not Mark.SETTLED:
+                        await in_thread(settings.resume, move_log.note("timers", []))
                         await in_thread(move_log.mark, Mark.SETTLED)
                     moving.waiting_for = ""
                     moving.kick.set()
@@ -210,20 +237,47 @@ class PeerOps:
 
     def _ends(self, rewires: list[pb.Rewire]) -> tuple[list[tuple[pb.Rewire, Flow]], list[str]]:
         """The sockets here that the rewirings are about, and what is wrong with them. Blocking."""
-        forwarded = {old: new for known in forward.listed().values() for old, new in known.items()}
         pairs = {old_pair(rewire): rewire for rewire in rewires}
-        found = sockets.find_ends(pairs, forwarded)
+        found = self._find(pairs)
         missing = [
             f"the other end of {pair[0]} - {pair[1]} is in no process here" for pair in pairs if pair not in found
         ]
         unheld = [f"{flow} belongs to no process" for flow in found.values() if not flow.holders]
         wrong = [str(problem) for problem in refusals.problems(found.values())]
+        leaving = {pid: entry for entry in self.node.ranks.all() if entry.moving for pid in entry.group.pids()}
+        holders = {holder.pid for flow in found.values() for holder in flow.holders}
+        wrong += [
+            f"rank {entry.rank} of job {entry.job}, which has the other end, is being moved itself"
+            for entry in {leaving[pid].uid: leaving[pid] for pid in holders & leaving.keys()}.values()
+        ]
         return [(pairs[pair], flow) for pair, flow in found.items()], missing + unheld + wrong
+
+    def _find(self, pairs: Iterable[Pair]) -> dict[Pair, Flow]:
+        """The other ends, by the pair as the rank has it. One that came through a forwarding has another name for it."""
+        forwarded = {old: new for known in forward.listed().values() for old, new in known.items()}
+        if not forwarded:
+            return sockets.find_ends(pairs)
+        by_wire = {known.wire: known.socket for known in tracking.translations()}
+        names: dict[Pair, Pair] = {}
+        for rank, peer in pairs:
+            own, far = by_wire.get((peer, rank), (peer, rank))
+            names[far, own] = rank, peer
+        return {names[name]: flow for name, flow in sockets.find_ends(names, forwarded).items()}
+
+    def pending(self, pids: Iterable[int]) -> str:
+        """The unfinished move of another rank that has changed a socket of these processes here; "" if there is none."""
+        wanted = set(pids)
+        for moving in self.moves.values():
+            if moving.log.last_mark is not Mark.SETTLED:
+                ends = moving.log.note("ends", [])
+                if any(holder[0] in wanted for end in ends for holder in end["holders"]):
+                    return moving.log.move
+        return ""
 
     def _repoint_all(self, move: str, notes: list[dict[str, Any]], towards_target: bool) -> float:
         """Every socket to its new, or back to its old, ends, silently; repeatable after a crash anywhere in it. Blocking."""
         if notes:
-            packets.hold(_table(move), [pair for note in notes for pair in _names(note)])
+            packets.hold(peer_table(move), [pair for note in notes for pair in _names(note)])
         states = self._states(move)
         states.mkdir(mode=0o700, parents=True, exist_ok=True)
         stopped_s = rehome.repoint_all([_change(note, towards_target, states) for note in notes])
@@ -264,11 +318,6 @@ class PeerOps:
                 raise NotFound(f"no connection of move {move} ends here")
             found = self.moves[move] = Moving(move_log)
         return found
-
-
-def _table(move: str) -> str:
-    """The filter of this node as a peer has a name of its own: as the source or target it may hold the same flows."""
-    return f"m-{hashlib.sha256(f'peer of {move}'.encode()).hexdigest()[:12]}"
 
 
 def _note(rewire: pb.Rewire, flow: Flow) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from snapshotd.criu import images, session
 from snapshotd.faults import Point, reach
 from snapshotd.journal import MoveLog
 from snapshotd.keepers import KeeperLink
-from snapshotd.ops import connections
+from snapshotd.ops import connections, settings
 from snapshotd.ops.forwarding import moved_listeners
 from snapshotd.ops.node import Node
 from snapshotd.ranks import RankEntry, cgroup_for_guest
@@ -60,6 +60,7 @@ class Restore:
         rewires = connections.from_notes(meta["rewires"])
         await in_thread(self.log.mark, Mark.RESTORING, rewires=len(rewires))
         await in_thread(connections.hold, begin.move, rewires, on_target=True)
+        meeting = asyncio.create_task(in_thread(connections.meet, rewires, meta["nodes"]))
         closed = await in_thread(connections.rewrite, folder, rewires)
         group = cgroup_for_guest(begin.rank_uid, begin.move)
         entry = self._entry(meta, group)
@@ -83,6 +84,8 @@ class Restore:
         root = tree.find_child(link.keeper.pid, answer.restore.pid)
         await in_thread(_hold, group)
         await in_thread(connections.reset, group.pids(), closed)
+        await in_thread(settings.use_full_segments, group.pids())
+        await meeting
         await link.restored(answer.restore.pid)
         await in_thread(_set_affinity, group.pids(), meta)
         entry.pid, entry.start_ticks, entry.link = root.pid, root.start_ticks, link
@@ -92,6 +95,7 @@ class Restore:
             "start_ticks": root.start_ticks,
             "cgroup": entry.cgroup,
             "stopped_before": meta["stopped_before"],
+            "sockets": meta["sockets"],
             "role": "guest",
         }
 
@@ -121,6 +125,8 @@ class Restore:
             connections.from_notes(meta["rewires"]),
             addresses.get(begin.source_node, []),
             addresses.get(begin.target_node, []),
+            leaves_home=begin.source_node == entry.home_node,
+            comes_home=begin.target_node == entry.home_node,
         )
         entry.moving = begin.move
         return entry

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
 
 from snapshotd import host, metrics, preflight, rules, tree
@@ -22,8 +22,10 @@ from snapshotd.cgroup import Cgroup
 from snapshotd.faults import Point, reach
 from snapshotd.journal import Begin, MoveLog, OutcomeRecord, check_move_id
 from snapshotd.logs import move_context
+from snapshotd.net import forward
 from snapshotd.net.plan import Places
-from snapshotd.ops import connections
+from snapshotd.net.sockets import tree_flows
+from snapshotd.ops import connections, newcomers, settings
 from snapshotd.ops.dump import Dump
 from snapshotd.ops.node import Moving, Node, now_unix_s, to_the_end, where_on_source
 from snapshotd.ranks import RankEntry
@@ -35,6 +37,8 @@ FREEZE_S = 20.0
 #: After COMMIT the driver has this long to activate before the source does it alone.
 DRIVER_FIRST_S = 3.0
 ASK_AGAIN_S = 1.0
+#: How long new connections are held after a move that nobody forwards to its target.
+FORWARD_S = 30.0
 #: Marks a restart cannot carry on from: what was going on went with the daemon.
 _CUT_SHORT = {Mark.FREEZING, Mark.FROZEN}
 
@@ -42,9 +46,11 @@ _CUT_SHORT = {Mark.FREEZING, Mark.FROZEN}
 class SourceOps:
     """One instance per daemon."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: Node, pending: Callable[[Iterable[int]], str]) -> None:
         self.node = node
         self.moves: dict[str, Moving] = {}
+        self._later: set[asyncio.Task[None]] = set()
+        self._pending = pending  # the move of another rank that has re-pointed sockets of these processes and goes on
 
     # ------------------------------------------------------------------ steps, each idempotent by (move, step)
 
@@ -55,12 +61,14 @@ class SourceOps:
         places = self._places(request.nodes, request.target_node)
         rewires, more = await in_thread(connections.look, entry.group.pids(), places)
         checks += more
-        if entry.moving:
+        other = self._pending(entry.group.pids())
+        if entry.moving or other:
+            whose = f"move {entry.moving} of this rank" if entry.moving else f"move {other} of a rank it talks to"
             checks.append(
                 pb.Check(
                     name="not-moving",
                     verdict=pb.Check.REFUSE,
-                    reason=f"move {entry.moving} of this rank is not finished",
+                    reason=f"{whose} is not finished",
                     remedy=Busy.remedy,
                 )
             )
@@ -153,26 +161,32 @@ class SourceOps:
                 before = moving.log.note("stopped_before")  # a repeated freeze finds its own stops, not a user's
                 if before is None:
                     before = [tree.inner_pid(pid) for pid in group.pids() if tree.state(pid) == "T"]
-                await in_thread(moving.log.mark, Mark.FREEZING, stopped_before=before)
+                await in_thread(moving.log.mark, Mark.FREEZING, stopped_before=before, filtered=True, newcomers=True)
                 if entry.link is None:
                     raise WrongState("the rank's keeper is not connected", where=Where.SOURCE_RUNNING)
+                if await in_thread(newcomers.hold, move, await in_thread(tree_flows, group.pids())):
+                    await in_thread(newcomers.drain, group.pids())
                 await entry.link.hold(move)
                 await in_thread(tree.stop_all, group, FREEZE_S)
                 await reach(Point.STOPPED)
                 await in_thread(group.freeze, FREEZE_S)
                 if not entry.process.alive():
                     raise RankGone(f"rank {entry.rank} ended during the freeze", where=Where.UNKNOWN)
+                if other := self._pending(group.pids()):
+                    raise Busy(f"move {other} of a rank it talks to is not finished", where=Where.SOURCE_FROZEN)
                 places = self._places(moving.nodes, moving.log.begin.target_node)
-                rewires = await in_thread(connections.frozen, group.pids(), places)
-                notes = connections.to_notes(rewires)
-                if notes:  # before they are held: whoever thaws must know that there is something to let go
-                    await in_thread(moving.log.mark, Mark.FREEZING, rewires=notes)
+                rewires, flows = await in_thread(connections.frozen, group.pids(), places)
                 await in_thread(connections.hold, move, rewires, on_target=False)
+                held = await in_thread(newcomers.hold, move, flows)  # also at what began to listen meanwhile
+                sockets = await in_thread(settings.of, flows)
                 stdio = await entry.link.drain(move)
                 for problem in await in_thread(preflight.sync_files, group.pids()):
                     log.warning("not synced: %s", problem)
                 nodes = [[node.name, node.endpoint, list(node.addresses)] for node in moving.nodes]
-                await in_thread(moving.log.mark, Mark.FROZEN, stdio=stdio, rewires=notes, nodes=nodes)
+                notes = connections.to_notes(rewires)
+                known = {"stdio": stdio, "rewires": notes, "nodes": nodes, "sockets": sockets}
+                await in_thread(moving.log.mark, Mark.FROZEN, **known, filtered=bool(rewires), newcomers=held)
+                await in_thread(settings.suspend, sockets["timers"])
                 await reach(Point.FREEZE)
                 count = len(group.pids())
                 log.info("froze rank %s: %d processes", entry.rank, count)
@@ -280,7 +294,9 @@ class SourceOps:
         async with moving.lock:
             await self._settle_once(moving)
             if moving.log.last_mark is Mark.SETTLED and pause_s and not moving.log.note("pause_s"):
-                await in_thread(moving.log.mark, Mark.SETTLED, pause_s=pause_s)  # settled before the driver could say so
+                await in_thread(
+                    moving.log.mark, Mark.SETTLED, pause_s=pause_s
+                )  # settled before the driver could say so
         settled = moving.log.last_mark is Mark.SETTLED
         return pb.ReleaseReply(released=settled, waiting_for=moving.waiting_for)
 
@@ -430,6 +446,7 @@ class SourceOps:
         group = Cgroup(Path(move_log.note("cgroup")))
         if entry is None or not entry.keeper_alive():
             await in_thread(connections.let_go, move_log)  # nobody goes on with them: the others hear of its end
+            await in_thread(newcomers.admit, move_log)
             await in_thread(group.kill, FREEZE_S)
             if entry is not None:
                 await self.node.lost(entry)
@@ -441,10 +458,12 @@ class SourceOps:
             if here:
                 await in_thread(connections.wake, group.pids())
             await in_thread(connections.let_go, move_log)
+            await in_thread(newcomers.admit, move_log)
             if here:
                 before = move_log.note("stopped_before", [])
                 await in_thread(tree.continue_all, group.pids(), before)
                 await in_thread(group.thaw, FREEZE_S)
+                await in_thread(settings.resume, move_log.note("sockets", {}).get("timers", []))
         await self._close(moving)
 
     async def _release(self, moving: Moving) -> None:
@@ -453,6 +472,7 @@ class SourceOps:
         await reach(Point.BEFORE_RELEASE)
         role = move_log.note("role", "home")
         entry = self._own_entry(move_log)
+        await in_thread(connections.part, move_log, Cgroup(Path(move_log.note("cgroup"))).pids())
         if entry is not None:
             if role == "home":
                 if entry.link is None and entry.keeper_alive():
@@ -461,6 +481,7 @@ class SourceOps:
                 if entry.link is not None:
                     await entry.link.away(move_log.move, move_log.begin.target_node)
                 entry.away_node = move_log.begin.target_node
+                entry.nodes = move_log.note("nodes", [])  # where its listeners are forwarded until it ends
                 await in_thread(self.node.ranks.put, entry)
             else:
                 await in_thread(connections.silence, Cgroup(Path(move_log.note("cgroup"))).pids())
@@ -474,7 +495,29 @@ class SourceOps:
         await in_thread(self.node.carry.remember, move_log.note("carried", []))
         await Dump.sweep(self.node, move_log.move)
         await self._close(moving)
+        await self._admit_newcomers(move_log)
         await reach(Point.RELEASE)
+
+    async def _admit_newcomers(self, move_log: MoveLog) -> None:
+        """Those who call the rank here are let go on once they are forwarded; whoever says so last does it, or the clock."""
+        if move_log.note("newcomers"):
+            if await in_thread(forward.forwarded, move_log.begin.rank_uid):
+                await in_thread(newcomers.admit, move_log)
+            else:
+                task = asyncio.create_task(self._admit_later(move_log), name=f"newcomers of {move_log.move}")
+                self._later.add(task)
+                task.add_done_callback(self._later.discard)
+
+    async def _admit_later(self, move_log: MoveLog) -> None:
+        await asyncio.sleep(FORWARD_S)
+        await in_thread(newcomers.admit, move_log)
+
+    async def forwarded(self, rank_uid: str) -> None:
+        """New connections to a rank are sent on from here now: the moves that took it away need not hold them any more."""
+        for move_log in self.node.journal.all():
+            begin = move_log.begin
+            if (begin.role, begin.rank_uid) == ("source", rank_uid) and move_log.last_mark is Mark.SETTLED:
+                await in_thread(newcomers.admit, move_log)
 
     async def _close(self, moving: Moving) -> None:
         await in_thread(moving.log.mark, Mark.SETTLED, pause_s=moving.pause_s)

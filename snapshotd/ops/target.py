@@ -17,10 +17,12 @@ from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import Busy, Damaged, Denied, NotFound, RankGone, SnapshotError, Usage, Where, WrongState
 from snapshotd.blocking import in_thread
 from snapshotd.cgroup import Cgroup
+from snapshotd.config import split_address
 from snapshotd.faults import Point, reach
+from snapshotd.images.bulk import BulkLanes
 from snapshotd.journal import Begin, MoveLog, check_move_id
 from snapshotd.logs import move_context
-from snapshotd.ops import connections
+from snapshotd.ops import connections, settings
 from snapshotd.ops.forwarding import Forwarding
 from snapshotd.ops.node import Moving, Node, now_unix_s, to_the_end
 from snapshotd.ops.restore import Restore
@@ -45,6 +47,8 @@ class TargetOps:
         self.forwarding = forwarding
         self.moves: dict[str, Moving] = {}
         self.restores: dict[str, Restore] = {}
+        hosts = [split_address(address)[0] for address in (node.config.advertise, node.config.listen)]
+        self.lanes = BulkLanes(node.store, node.credentials, hosts)
 
     # ------------------------------------------------------------------ steps, each idempotent by (move, step)
 
@@ -99,6 +103,17 @@ class TargetOps:
         return pb.PrepareReply(nonce=move_log.nonce)
 
     @to_the_end
+    async def open_lane(self, move: str, caller: str) -> pb.OpenLaneReply:
+        """A port and a key for the images of this move alone, until they are sealed or dropped."""
+        self.authorise_source(move, caller)
+        moving = self._moving(move)
+        await reach(Point.RECEIVING)
+        async with moving.lock:
+            self._undecided(moving)
+            port, key = await in_thread(self.lanes.open, move, moving.log.begin.source_node)
+        return pb.OpenLaneReply(port=port, key=key)
+
+    @to_the_end
     async def seal(self, request: pb.SealRequest, caller: str) -> pb.SealReply:
         """The source says that all is sent: verifies that it is here, whole."""
         moving = self._moving(request.move)
@@ -106,6 +121,8 @@ class TargetOps:
         async with moving.lock:
             self._undecided(moving)
             damaged = await in_thread(self.node.store.seal, request.move, request.files)
+            if not damaged:
+                await in_thread(self.lanes.close, request.move)
             if not damaged and moving.log.last_mark is Mark.PREPARED:
                 await in_thread(moving.log.mark, Mark.SEALED)
                 await reach(Point.SEAL)
@@ -325,12 +342,11 @@ class TargetOps:
             await reach(Point.ACTIVATED)
         if moving.done:
             return  # driver and source hand over the token alike; the first was enough
-        await in_thread(connections.let_go, move_log)
         await wake(move_log)
         entry = self.node.ranks.get(move_log.begin.rank_uid, "guest")
         if entry is not None and entry.cgroup == move_log.note("cgroup"):
             entry.moving = ""
-            self.forwarding.publish(entry)
+            self.forwarding.publish(entry, left=move_log.begin.source_node)
             if not entry.keeper_alive():
                 await self.node.lost(entry)
             elif entry.link is not None:
@@ -345,6 +361,7 @@ class TargetOps:
     async def _discard(self, moving: Moving) -> None:
         """ABORT stands, or the copy never came to run: leaves nothing of it."""
         await reach(Point.BEFORE_DISCARD)
+        await in_thread(self.lanes.close, moving.log.move)
         await Restore.sweep(self.node, moving.log)
         await in_thread(moving.log.mark, Mark.DISCARDED)
         await reach(Point.DISCARD)
@@ -380,8 +397,19 @@ def copy_exists(move_log: MoveLog) -> bool:
     return tree.Process(move_log.note("pid", 0), move_log.note("start_ticks", 0)).alive()
 
 
+_resuming: set[asyncio.Task[None]] = set()
+
+
 async def wake(move_log: MoveLog) -> None:
-    """Lets an activated copy run: SIGCONT first, then the freezer, so that all of it goes at once. Repeatable."""
+    """Lets an activated copy run: its packets, SIGCONT, then the freezer, so that all of it goes at once. Repeatable."""
     group = Cgroup(Path(move_log.note("cgroup")))
+    sockets = move_log.note("sockets", {})
+    for refused in await in_thread(settings.put_back, group.pids(), sockets):
+        log.warning("a socket of rank %s is not quite as it was: %s", move_log.begin.rank, refused)
+    await in_thread(connections.let_go, move_log)
     await in_thread(tree.continue_all, group.pids(), move_log.note("stopped_before", []))
     await in_thread(group.thaw, WAKE_S)
+    if timers := sockets.get("timers"):
+        task = asyncio.create_task(in_thread(settings.resume_there, group.pids(), timers))
+        _resuming.add(task)
+        task.add_done_callback(_resuming.discard)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from migrator.cli import run
+from migrator.cli import launchers, run
 from tests.cli.conftest import Migrator
 
 #: What would make a start slow, or start threads in a process that forks.
@@ -176,3 +176,108 @@ def test_nothing_heavy_is_loaded_and_how_long_a_start_takes(
     heavy = [name for name in answer["modules"] if any(name == top or name.startswith(f"{top}.") for top in HEAVY)]
     assert heavy == []
     assert answer["threads"] == 1
+
+
+# ---- launchers
+
+
+@pytest.mark.parametrize(
+    ("command", "is_one"),
+    [
+        ("torchrun --nnodes 2 train.py", True),
+        ("/opt/env/bin/torchrun train.py --no-python", True),
+        ("python -m torch.distributed.run train.py", True),
+        ("python3.11 -u -X dev -m torch.distributed.launch train.py", True),
+        ("/opt/env/bin/python /opt/env/bin/torchrun train.py", True),
+        ("accelerate launch --multi_gpu train.py", True),
+        ("accelerate-launch train.py", True),
+        ("python -m accelerate.commands.launch train.py", True),
+        ("accelerate config", False),
+        ("accelerate", False),
+        ("python train.py -m torch.distributed.run", False),
+        ("python -c torchrun", False),
+        ("python", False),
+        ("bash -c torchrun", False),
+        ("mytorchrun train.py", False),
+    ],
+)
+def test_what_is_a_launcher(command: str, is_one: bool) -> None:
+    assert launchers.is_launcher(command.split()) is is_one
+
+
+@pytest.mark.parametrize("option", ["--no-python", "--no_python", "--run-path"])
+def test_a_launcher_that_passes_us_by_is_refused(kept: Kept, migrator: Migrator, option: str) -> None:
+    ran = migrator("run", "--", "torchrun", option, "./train")
+    assert ran.code == run.FAILED
+    assert "migrator run --" in ran.err
+    assert kept.asked == []
+
+
+def test_accelerate_is_led_through_our_own_start(tmp_path: Path) -> None:
+    script = tmp_path / "accelerate"
+    script.write_text("#!/opt/env/bin/python3.12\n")
+    script.chmod(0o755)
+    start, path = str(launchers.LAUNCH), {"PATH": str(tmp_path)}
+    assert launchers.launching(["accelerate", "launch", "x.py"], path) == [
+        *("/opt/env/bin/python3.12", start, str(script), "launch", "x.py")
+    ]
+    assert launchers.launching(["python", "-u", "-m", "accelerate.commands.launch", "x.py"], path) == [
+        *("python", "-u", start, "-m", "accelerate.commands.launch", "x.py")
+    ]
+    assert launchers.launching(["python", "/b/accelerate", "launch", "x.py"], path) == [
+        *("python", start, "/b/accelerate", "launch", "x.py")
+    ]
+    script.write_text("#!/bin/sh\n")
+    for unchanged in (
+        ["accelerate", "launch", "x.py"],
+        ["torchrun", "x.py"],
+        ["python", "-m", "torch.distributed.run"],
+    ):
+        assert launchers.launching(unchanged, path) == unchanged
+
+
+def test_a_launcher_gives_no_rank_number(kept: Kept, migrator: Migrator) -> None:
+    assert migrator("run", "--rank", "1", "--", "torchrun", "train.py").code == run.FAILED
+    assert migrator("run", "--job", "a/b", "--", "torchrun", "train.py").code == run.FAILED
+    assert migrator("run", "--launcher", "--", "/nowhere/start.sh").code == 127
+
+
+def test_a_worker_comes_back_with_the_environment_it_would_have_had(tmp_path: Path) -> None:
+    """From `migrator run` through a stand-in for torchrun to what the worker's keeper is asked to start."""
+    root = Path(__file__).parents[2]
+    shown = (
+        "import json, os, sys; import shim.keeper\n"
+        "def asked(argv, job, rank, sock, *, environment, preload):\n"
+        "    print(json.dumps([argv, job, rank, preload, environment]))\n"
+        "    return 0\n"
+        "shim.keeper.run = asked\n"
+    )
+    (tmp_path / "sitecustomize.py").write_text(shown)
+    agent = tmp_path / "torchrun"
+    agent.write_text(
+        f"#!{sys.executable}\nimport os, subprocess, sys\n"
+        "sys.exit(subprocess.call([os.environ['PYTHON_EXEC'], '-u', 'train.py', '--job'], env={**os.environ, 'RANK': '3'}))\n"
+    )
+    agent.chmod(0o755)
+    given = {"PATH": f"{tmp_path}:/usr/bin:/bin", "PYTHONPATH": f"{tmp_path}:{root}", "HOME": "/"}
+    for more, python, rest in (
+        ({}, sys.executable, {}),
+        ({"PYTHON_EXEC": "/opt/python"}, "/opt/python", {"PYTHON_EXEC": "/opt/python"}),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-m", "migrator.cli", "run", "--job", "night", "--no-shim", "--", "torchrun", "x"],
+            env={**given, **more},
+            capture_output=True,
+            text=True,
+            cwd=root,
+        )
+        assert done.returncode == 0, done.stderr
+        argv, job, rank, preload, environment = json.loads(done.stdout)
+        assert (argv, job, rank, preload) == ([python, "-u", "train.py", "--job"], "night", 3, False)
+        assert {
+            name: value for name, value in environment.items() if name not in ("LC_CTYPE", "PWD", "SHLVL", "_")
+        } == {
+            **given,
+            "RANK": "3",
+            **rest,
+        }

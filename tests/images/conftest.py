@@ -1,10 +1,14 @@
-"""A target as the lane sees it: a real grpc.aio server on loopback with mutual TLS, a store, a meddler between."""
+"""A target as the lanes see it: real sockets on loopback with mutual TLS, a store, a meddler between.
+
+Every test that takes `serve` runs twice: over gRPC and over the bulk lane beside it. They keep the same contract.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +18,26 @@ import pytest
 
 from migrator import pki
 from snapshotd.api.channel import COMMON_OPTIONS, Credentials
+from snapshotd.blocking import in_thread
+from snapshotd.images import bulk
+from snapshotd.images.bulk import BulkLanes
 from snapshotd.images.lane import push_channels, push_handler
 from snapshotd.images.store import ImageStore
-
-MOVE = "m-0123456789ab"
-Meddle = Callable[[bytes], bytes]
+from snapshotd.images.wire import Inlet
+from tests.images.targets import MOVE, NODE, BulkTarget, GrpcTarget, Meddle, Serve, issue
 
 
 @pytest.fixture(scope="session")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> Credentials:
-    """One identity for both ends, as node-2."""
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ca")
     pki.init(folder)
-    identity = pki.issue_node(folder, "node-2")
-    return Credentials(identity.ca, identity.cert, identity.key)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def certificates(authority: Path) -> Credentials:
+    """One identity for both ends, as node-2."""
+    return issue(authority, NODE)
 
 
 @pytest.fixture
@@ -68,30 +78,16 @@ class _Meddler(grpc.aio.ServerInterceptor):
         return grpc.stream_stream_rpc_method_handler(meddled)
 
 
-@dataclass(frozen=True)
-class Target:
-    """A running target, and how many streams were opened to it."""
-
-    endpoint: str
-    store: ImageStore
-    channels: list[grpc.aio.Channel]
-    server: grpc.aio.Server
-    authorised: list[str]
-
-
-Serve = Callable[..., AbstractAsyncContextManager[Target]]
-
-
 @pytest.fixture
-def serve(certificates: Credentials, store: ImageStore) -> Serve:
+def serve_grpc(certificates: Credentials, store: ImageStore) -> Serve:
     @asynccontextmanager
     async def serve(
         streams: int = 2, meddle: Meddle | None = None, deny: Exception | None = None
-    ) -> AsyncIterator[Target]:
-        authorised: list[str] = []
+    ) -> AsyncIterator[GrpcTarget]:
+        target = GrpcTarget(store, certificates, streams)
 
         async def authorise(_context: Any, move: str) -> None:
-            authorised.append(move)
+            target.authorised.append(move)
             if deny is not None:
                 raise deny
 
@@ -100,13 +96,51 @@ def serve(certificates: Credentials, store: ImageStore) -> Serve:
         server.add_generic_rpc_handlers((push_handler(store, authorise),))
         port = server.add_secure_port("127.0.0.1:0", certificates.for_server())
         await server.start()
-        endpoint = f"127.0.0.1:{port}"
-        channels = push_channels(endpoint, certificates, "node-2", streams)
+        target.channels = push_channels(f"127.0.0.1:{port}", certificates, NODE, streams)
         try:
-            yield Target(endpoint, store, channels, server, authorised)
+            yield target
         finally:
-            for channel in channels:
+            for channel in target.channels:
                 await channel.close()
             await server.stop(None)
 
     return serve
+
+
+@pytest.fixture
+def serve_bulk(certificates: Credentials, store: ImageStore, monkeypatch: pytest.MonkeyPatch) -> Serve:
+    @asynccontextmanager
+    async def serve(
+        streams: int = 2, meddle: Meddle | None = None, deny: Exception | None = None
+    ) -> AsyncIterator[BulkTarget]:
+        target = BulkTarget(store, certificates, streams)
+        target.lanes = BulkLanes(store, certificates, ["127.0.0.1"])
+        admit = bulk._Lane._admit
+
+        def watched(lane: Any, connection: ssl.SSLSocket, inlet: Inlet) -> None:
+            admit(lane, connection, inlet)
+            target.authorised.append(MOVE)
+            if deny is not None:
+                raise deny
+
+        class Meddled(Inlet):
+            def read_into(self, view: memoryview) -> None:
+                super().read_into(view)
+                if meddle is not None:
+                    view[:] = meddle(bytes(view))
+
+        monkeypatch.setattr(bulk._Lane, "_admit", watched)
+        monkeypatch.setattr(bulk, "Inlet", Meddled)
+        target.port, target.key = target.lanes.open(MOVE, NODE)
+        try:
+            yield target
+        finally:
+            await asyncio.wait_for(in_thread(target.lanes.close_all), 10)
+
+    return serve
+
+
+@pytest.fixture(params=["grpc", "bulk"])
+def serve(request: pytest.FixtureRequest) -> Serve:
+    chosen: Serve = request.getfixturevalue(f"serve_{request.param}")
+    return chosen

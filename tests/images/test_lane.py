@@ -1,4 +1,4 @@
-"""The lane against a sender that does not keep to the rules: one clear error each, and the next stream works."""
+"""The lanes against a sender that does not keep to the rules: one clear error each, and the next stream works."""
 
 from __future__ import annotations
 
@@ -11,25 +11,9 @@ import pytest
 
 from snapshotd.api.errors import Busy, Damaged, Denied, SnapshotError, from_wire
 from snapshotd.images import lane
-from snapshotd.images.frame import MAX_CHUNK_BYTES, Answer, Frame, Kind, data_frame, hole_frame, parse_answer
+from snapshotd.images.frame import MAX_CHUNK_BYTES, Answer, Frame, Kind, data_frame, hole_frame
 from snapshotd.images.lane import METHOD, MOVE_KEY, SERVICE, PushCall
-from tests.images.conftest import MOVE, Serve, Target
-
-
-def push(target: Target, metadata: Sequence[tuple[str, str]] = ((MOVE_KEY, MOVE),)) -> Any:
-    return target.channels[0].stream_stream(f"/{SERVICE}/{METHOD}")(metadata=tuple(metadata))
-
-
-async def answers(call: Any, *messages: bytes) -> list[Answer]:
-    """Sends the messages and takes every answer until the target ends the stream, which it does in good order."""
-    for message in messages:
-        await call.write(message)
-    await call.done_writing()
-    taken = []
-    while (message := await call.read()) is not grpc.aio.EOF:
-        taken.append(parse_answer(message))
-    assert await call.code() is grpc.StatusCode.OK
-    return taken
+from tests.images.targets import MOVE, GrpcTarget, Serve, hang_up
 
 
 def error_of(answer: Answer) -> SnapshotError:
@@ -63,14 +47,14 @@ async def test_a_malformed_frame_is_damaged_and_what_came_before_is_answered(ser
     first = data_frame(7, "first.img", 0, b"1")
     async with serve(streams=1) as target:
         target.store.create(MOVE, 1 << 20)
-        taken = await answers(push(target), first.header(), b"1", *messages)
+        taken = await target.answers(first.header(), b"1", *messages)
         assert taken[0] == Answer(Kind.OK, 7)
         error = error_of(taken[1])
         assert isinstance(error, Damaged)
         assert words in error.message
         assert len(taken) == 2
         assert [path.name for path in target.store.path(MOVE).iterdir()] == ["first.img"]
-        assert await answers(push(target), GOOD.header(), b"good") == [Answer(Kind.OK, 1)]
+        assert await target.answers(GOOD.header(), b"good") == [Answer(Kind.OK, 1)]
 
 
 async def test_random_messages_never_get_more_than_one_clear_error(serve: Serve) -> None:
@@ -81,14 +65,14 @@ async def test_random_messages_never_get_more_than_one_clear_error(serve: Serve)
             message = bytearray(GOOD.header() + bytes(dice.choice((0, 0, 3))))
             for _ in range(dice.randint(1, 4)):
                 message[dice.randrange(len(message))] = dice.randrange(256)
-            for answer in await answers(push(target), bytes(message), b"good"):
+            for answer in await target.answers(bytes(message), b"good"):
                 assert answer.kind in (Kind.OK, Kind.BAD) or isinstance(error_of(answer), Damaged)
 
 
 async def test_a_chunk_with_a_wrong_digest_is_asked_for_again(serve: Serve) -> None:
     async with serve(streams=1) as target:
         target.store.create(MOVE, 1 << 20)
-        taken = await answers(push(target), GOOD.header(), b"goad", GOOD.header(), b"good")
+        taken = await target.answers(GOOD.header(), b"goad", GOOD.header(), b"good")
         assert taken == [Answer(Kind.BAD, 1), Answer(Kind.OK, 1)]
 
 
@@ -96,17 +80,18 @@ async def test_a_message_beyond_all_limits_ends_the_stream_alone(serve: Serve) -
     huge = data_frame(1, "a.img", 0, b"x" * MAX_CHUNK_BYTES)
     async with serve(streams=1) as target:
         target.store.create(MOVE, 1 << 20)
-        call = PushCall(target.channels[0], MOVE)
-        assert await call.send(huge)
-        assert await call.receive() == Answer(Kind.OK, 1)
+        stream = await target.stream()
+        assert await stream.send(huge)
+        assert await stream.receive() == Answer(Kind.OK, 1)
         huge.payload = bytes(15 << 20)  # gRPC takes it, the lane does not
-        await call.send(huge)
-        answer = await call.receive()
+        await stream.send(huge)
+        answer = await stream.receive()
         assert answer is not None
         assert "instead of" in error_of(answer).message
-        await call.done()
-        assert await call.receive() is None
-        assert await answers(push(target), GOOD.header(), b"good") == [Answer(Kind.ERROR, 0, taken_twice())]
+        await stream.done()
+        assert await stream.receive() is None
+        await hang_up(stream)
+        assert await target.answers(GOOD.header(), b"good") == [Answer(Kind.ERROR, 0, taken_twice())]
 
 
 def taken_twice() -> bytes:
@@ -116,9 +101,10 @@ def taken_twice() -> bytes:
 @pytest.mark.parametrize(
     "metadata", [(), ((MOVE_KEY, "../x"),), ((MOVE_KEY, MOVE), (MOVE_KEY, MOVE)), ((MOVE_KEY, "m-1"),)]
 )
-async def test_a_stream_must_name_its_move(serve: Serve, metadata: Sequence[tuple[str, str]]) -> None:
-    async with serve(streams=1) as target:
-        (answer,) = await answers(push(target, metadata))
+async def test_a_stream_must_name_its_move(serve_grpc: Serve, metadata: Sequence[tuple[str, str]]) -> None:
+    async with serve_grpc(streams=1) as target:
+        assert isinstance(target, GrpcTarget)
+        (answer,) = await target.answers_for(metadata)
         assert isinstance(error_of(answer), Denied)
         assert target.authorised == []
 
@@ -126,7 +112,7 @@ async def test_a_stream_must_name_its_move(serve: Serve, metadata: Sequence[tupl
 async def test_nobody_writes_who_is_not_authorised(serve: Serve) -> None:
     async with serve(streams=1, deny=Denied("this node is not the source of the move")) as target:
         target.store.create(MOVE, 1 << 20)
-        (answer,) = await answers(push(target), GOOD.header(), b"good")
+        (answer,) = await target.answers(GOOD.header(), b"good")
         assert error_of(answer).message == "this node is not the source of the move"
         assert list(target.store.path(MOVE).iterdir()) == []
 
@@ -135,23 +121,24 @@ async def test_a_move_has_only_so_many_streams(serve: Serve, monkeypatch: pytest
     monkeypatch.setattr(lane, "MAX_STREAMS_PER_MOVE", 1)
     async with serve(streams=1) as target:
         target.store.create(MOVE, 1 << 20)
-        first = PushCall(target.channels[0], MOVE)
+        first = await target.stream()
         assert await first.send(GOOD)
         assert await first.receive() == Answer(Kind.OK, 1)
-        (answer,) = await answers(push(target))
+        (answer,) = await target.answers()
         assert isinstance(error_of(answer), Busy)
         await first.done()
         assert await first.receive() is None
-        assert await answers(push(target)) == []
+        await hang_up(first)
+        assert await target.answers() == []
 
 
-async def test_answers_that_make_no_sense_are_damaged(serve: Serve) -> None:
+async def test_answers_that_make_no_sense_are_damaged(serve_grpc: Serve) -> None:
     """A target that is no target: whatever it says, the sender has an error of the taxonomy."""
 
     async def nonsense(_requests: Any, context: Any) -> None:
         await context.write(b"hello")
 
-    async with serve(streams=1) as target:
+    async with serve_grpc(streams=1) as target:
         behaviour: Any = nonsense
         handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
             METHOD: grpc.stream_stream_rpc_method_handler(behaviour)
@@ -172,12 +159,15 @@ async def test_the_error_arrives_although_the_sender_is_writing(serve: Serve) ->
     """gRPC fails a write to a stream that the server has ended, and then forgets what the server had said."""
     async with serve(streams=1, deny=Denied("no")) as target:
         for _ in range(100):
-            assert isinstance(error_of((await answers(push(target), *[GOOD.header(), b"good"] * 5))[0]), Denied)
+            assert isinstance(error_of((await target.answers(*[GOOD.header(), b"good"] * 5))[0]), Denied)
 
 
 async def test_a_sender_that_never_hangs_up_is_hung_up_on(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lane, "HANG_UP_S", 0.05)
     async with serve(streams=1, deny=Denied("no")) as target:
-        call = push(target)
-        assert isinstance(error_of(parse_answer(await call.read())), Denied)
-        assert await call.read() is grpc.aio.EOF
+        stream = await target.stream()
+        answer = await stream.receive()
+        assert answer is not None
+        assert isinstance(error_of(answer), Denied)
+        assert await stream.receive() is None
+        await hang_up(stream)

@@ -1,4 +1,4 @@
-"""From pipes and files on the source to sealed images on the target, over real gRPC with TLS, whatever goes wrong."""
+"""From pipes and files on the source to sealed images on the target, over either lane with TLS, whatever goes wrong."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import os
 import random
 import signal
 import sys
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -15,12 +16,14 @@ import pytest
 from snapshotd.api.channel import Credentials
 from snapshotd.api.errors import Damaged, Denied, Full, Internal, NotFound, Unreachable, Where, WrongState
 from snapshotd.blocking import in_thread
+from snapshotd.images.bulk_stream import open_streams
 from snapshotd.images.fifo import make_fifo
 from snapshotd.images.frame import PAGE_BYTES
-from snapshotd.images.lane import WINDOW, push_channels
+from snapshotd.images.lane import WINDOW, PushCall, push_channels
 from snapshotd.images.sender import MAX_SENDS, Sender
 from snapshotd.images.store import ImageStore
-from tests.images.conftest import MOVE, Serve
+from snapshotd.images.stream import Stream
+from tests.images.targets import MOVE, Serve
 
 CHUNK_BYTES = 64 << 10
 
@@ -44,13 +47,14 @@ def write_all(path: Path, data: bytes) -> None:
 
 @pytest.fixture(autouse=True)
 async def nothing_left_running() -> AsyncIterator[None]:
-    """No test leaves a task behind, whatever it breaks."""
+    """No test leaves a task or a lane's thread behind, whatever it breaks."""
     before = asyncio.all_tasks()
     yield
     left = asyncio.all_tasks() - before - {asyncio.current_task()}
     if left:  # gRPC's own tasks end a few turns after their channel
         _, left = await asyncio.wait(left, timeout=1)
     assert not left
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith(("lane ", "bulk "))]
 
 
 async def test_pipes_and_files_arrive_whole_while_they_are_written(serve: Serve, tmp_path: Path) -> None:
@@ -67,7 +71,7 @@ async def test_pipes_and_files_arrive_whole_while_they_are_written(serve: Serve,
         target.store.create(MOVE, 1 << 20)
         fifos = {name: make_fifo(tmp_path, name) for name in pipes}
         ended = asyncio.Event()
-        async with Sender(target.channels, MOVE, CHUNK_BYTES, lambda *total: totals.append(total)) as sender:
+        async with Sender(await target.streams(), CHUNK_BYTES, lambda *total: totals.append(total)) as sender:
             readers = [asyncio.create_task(sender.put_fd(name, fd, eof=ended)) for name, fd in fifos.items()]
             for name in ("pages-1.img", "pages-2.img"):  # one after the other, as a dump does; nobody opens the third
                 await in_thread(write_all, tmp_path / name, pipes[name])
@@ -97,7 +101,7 @@ async def test_a_writer_that_pauses_or_comes_and_goes_before_its_first_byte(serv
         target.store.create(MOVE, 1 << 20)
         fd = make_fifo(tmp_path, "pages-1.img")
         stored = asyncio.Event()
-        async with Sender(target.channels, MOVE, CHUNK_BYTES, lambda *_totals: stored.set()) as sender:
+        async with Sender(await target.streams(), CHUNK_BYTES, lambda *_totals: stored.set()) as sender:
             reading = asyncio.create_task(sender.put_fd("pages-1.img", fd, eof=asyncio.Event()))
             os.close(os.open(tmp_path / "pages-1.img", os.O_WRONLY))
             writer = os.open(tmp_path / "pages-1.img", os.O_WRONLY)
@@ -120,7 +124,7 @@ async def test_a_dump_that_ends_while_somebody_still_holds_the_pipe(serve: Serve
         os.write(writer, b"all of it")
         ended = asyncio.Event()
         ended.set()
-        async with Sender(target.channels, MOVE, CHUNK_BYTES) as sender:
+        async with Sender(await target.streams(), CHUNK_BYTES) as sender:
             await asyncio.wait_for(sender.put_fd("pages-1.img", fd, eof=ended), 10)
             assert [file.size for file in await sender.finish()] == [9]
         os.close(writer)
@@ -132,7 +136,7 @@ async def test_at_most_a_window_of_chunks_is_held_however_many_pipes_there_are(s
         target.store.create(MOVE, 1 << 20)
         names = [f"pages-{number}.img" for number in range(12)]
         fifos = {name: make_fifo(tmp_path, name, 4096) for name in names}
-        async with Sender(target.channels, MOVE, CHUNK_BYTES) as sender:
+        async with Sender(await target.streams(), CHUNK_BYTES) as sender:
             reading = [asyncio.create_task(sender.put_fd(name, fd)) for name, fd in fifos.items()]
             data = random.Random(3).randbytes(10 * CHUNK_BYTES)
             writers = [os.open(tmp_path / name, os.O_WRONLY | os.O_NONBLOCK) for name in names]
@@ -143,7 +147,7 @@ async def test_at_most_a_window_of_chunks_is_held_however_many_pipes_there_are(s
                 await in_thread(_write_rest, writer, data[100:])
             await asyncio.gather(*reading)
             files = await sender.finish()
-        assert 1 < sender.peak_chunks_held <= WINDOW * len(target.channels)
+        assert 1 < sender.peak_chunks_held <= WINDOW * target.stream_count
         assert target.store.seal(MOVE, files) == []
         assert all((target.store.path(MOVE) / name).read_bytes() == data for name in names)
     for fd in fifos.values():
@@ -174,7 +178,7 @@ async def test_a_target_that_is_slow_holds_the_writer_back(
         target.store.create(MOVE, 1 << 20)
         fd = make_fifo(tmp_path, "pages-1.img", CHUNK_BYTES)
         writer = os.open(tmp_path / "pages-1.img", os.O_WRONLY | os.O_NONBLOCK)
-        async with Sender(target.channels, MOVE, CHUNK_BYTES) as sender:
+        async with Sender(await target.streams(), CHUNK_BYTES) as sender:
             reading = asyncio.create_task(sender.put_fd("pages-1.img", fd))
             data, written = random.Random(4).randbytes(40 * CHUNK_BYTES), 0
             stuck = 0
@@ -185,7 +189,7 @@ async def test_a_target_that_is_slow_holds_the_writer_back(
                 except BlockingIOError:
                     stuck += 1
                     await asyncio.sleep(0.01)
-            may_hold = WINDOW * len(target.channels) * CHUNK_BYTES
+            may_hold = WINDOW * target.stream_count * CHUNK_BYTES
             assert may_hold <= written <= may_hold + 2 * CHUNK_BYTES  # what it holds, and the pipe
             go_on.set()
             os.set_blocking(writer, True)
@@ -222,7 +226,7 @@ async def test_damaged_chunks_are_sent_again(serve: Serve, tmp_path: Path) -> No
     flips = FlipsBits(every=3)
     async with serve(meddle=flips) as target:
         target.store.create(MOVE, 1 << 20)
-        async with Sender(target.channels, MOVE, CHUNK_BYTES) as sender:
+        async with Sender(await target.streams(), CHUNK_BYTES) as sender:
             await sender.put_file("pages-1.img", tmp_path / "pages-1.img")
             files = await sender.finish()
         assert sender.chunks_resent == flips.damaged > 2
@@ -235,7 +239,7 @@ async def test_a_chunk_damaged_for_ever_is_given_up(serve: Serve, tmp_path: Path
     flips = FlipsBits(every=1)
     async with serve(streams=1, meddle=flips) as target:
         target.store.create(MOVE, 1 << 20)
-        async with Sender(target.channels, MOVE, CHUNK_BYTES) as sender:
+        async with Sender(await target.streams(), CHUNK_BYTES) as sender:
             await sender.put_file("pages-1.img", tmp_path / "pages-1.img")
             with pytest.raises(
                 Damaged, match=rf"pages-1.img: the chunk at 0 arrived damaged {MAX_SENDS} times"
@@ -250,7 +254,7 @@ async def test_what_the_target_refuses_reaches_every_put(serve: Serve, tmp_path:
     """A pipe nobody writes to waits for ever; the refusal must reach it too."""
     async with serve(deny=Denied("not this one")) as target:
         fd = make_fifo(tmp_path, "pages-1.img")
-        async with Sender(target.channels, MOVE, CHUNK_BYTES) as sender:
+        async with Sender(await target.streams(), CHUNK_BYTES) as sender:
             with pytest.raises(Denied, match="not this one"):
                 await asyncio.wait_for(sender.put_fd("pages-1.img", fd, eof=asyncio.Event()), 10)
             with pytest.raises(Denied):
@@ -263,13 +267,13 @@ async def test_what_the_target_refuses_reaches_every_put(serve: Serve, tmp_path:
 async def test_an_unknown_move_and_a_sealed_one(serve: Serve, tmp_path: Path) -> None:
     (tmp_path / "a.img").write_bytes(b"x")
     async with serve() as target:
-        async with Sender(target.channels, MOVE) as sender:
+        async with Sender(await target.streams()) as sender:
             await sender.put_file("a.img", tmp_path / "a.img")
             with pytest.raises(NotFound, match=MOVE):
                 await sender.finish()
         target.store.create(MOVE, 1)
         assert target.store.seal(MOVE, []) == []
-        async with Sender(target.channels, MOVE) as sender:
+        async with Sender(await target.streams()) as sender:
             await sender.put_file("a.img", tmp_path / "a.img")
             with pytest.raises(WrongState, match="sealed"):
                 await sender.finish()
@@ -280,7 +284,7 @@ async def test_a_full_target(serve: Serve, tmp_path: Path, monkeypatch: pytest.M
     async with serve() as target:
         target.store.create(MOVE, 1)
         monkeypatch.setattr(ImageStore, "_free_bytes", lambda _store: 100)
-        async with Sender(target.channels, MOVE) as sender:
+        async with Sender(await target.streams()) as sender:
             await sender.put_file("a.img", tmp_path / "a.img")
             with pytest.raises(Full, match="no more room"):
                 await sender.finish()
@@ -291,7 +295,7 @@ async def test_leaving_early_leaves_nothing(serve: Serve, tmp_path: Path) -> Non
         target.store.create(MOVE, 1)
         fd = make_fifo(tmp_path, "pages-1.img")
         with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.2), Sender(target.channels, MOVE) as sender:
+            async with asyncio.timeout(0.2), Sender(await target.streams()) as sender:
                 await sender.put_fd("pages-1.img", fd, eof=asyncio.Event())
         target.store.drop(MOVE)
         assert target.store.held_bytes() == 0
@@ -301,7 +305,7 @@ async def test_leaving_early_leaves_nothing(serve: Serve, tmp_path: Path) -> Non
 async def test_no_target_at_all(certificates: Credentials, tmp_path: Path) -> None:
     channels = push_channels("127.0.0.1:1", certificates, "node-2", 2)
     fd = make_fifo(tmp_path, "pages-1.img")
-    async with Sender(channels, MOVE) as sender:
+    async with Sender([PushCall(channel, MOVE) for channel in channels]) as sender:
         with pytest.raises(Unreachable):
             await asyncio.wait_for(sender.put_fd("pages-1.img", fd, eof=asyncio.Event()), 20)
     for channel in channels:
@@ -309,21 +313,25 @@ async def test_no_target_at_all(certificates: Credentials, tmp_path: Path) -> No
     os.close(fd)
 
 
-async def test_a_target_killed_in_the_middle(certificates: Credentials, tmp_path: Path) -> None:
+@pytest.mark.parametrize("lane", ["grpc", "bulk"])
+async def test_a_target_killed_in_the_middle(certificates: Credentials, tmp_path: Path, lane: str) -> None:
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         *("-m", "integration.bench_transport", "receive", str(tmp_path / "images")),
-        *(str(certificates.ca), str(certificates.cert), str(certificates.key), "1000"),
+        *(str(certificates.ca), str(certificates.cert), str(certificates.key), "1000", "node-2"),
         cwd=Path(__file__).parents[2],
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
     )
     assert process.stdout is not None
-    port = int(await process.stdout.readline())
+    port, lane_port, key = (await process.stdout.readline()).decode().split()
     channels = push_channels(f"127.0.0.1:{port}", certificates, "node-2", 2)
+    streams: Sequence[Stream] = [PushCall(channel, "m-000000000000") for channel in channels]
+    if lane == "bulk":
+        streams = await open_streams("127.0.0.1", int(lane_port), bytes.fromhex(key), certificates, "node-2", 2)
     fd = make_fifo(tmp_path, "pages-1.img")
     stored = asyncio.Event()
-    async with Sender(channels, "m-000000000000", CHUNK_BYTES, lambda *_totals: stored.set()) as sender:
+    async with Sender(streams, CHUNK_BYTES, lambda *_totals: stored.set()) as sender:
         reading = asyncio.create_task(sender.put_fd("pages-1.img", fd))
         writer = os.open(tmp_path / "pages-1.img", os.O_WRONLY)
         os.write(writer, b"x" * CHUNK_BYTES)
@@ -347,7 +355,7 @@ async def test_names_and_files_that_cannot_be_sent(serve: Serve, tmp_path: Path)
     async with serve() as target:
         target.store.create(MOVE, 1)
         (tmp_path / "a.img").write_bytes(b"x")
-        async with Sender(target.channels, MOVE) as sender:
+        async with Sender(await target.streams()) as sender:
             with pytest.raises(Internal, match="cannot be the name"):
                 await sender.put_file("../a.img", tmp_path / "a.img")
             with pytest.raises(Internal, match="No such file"):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -198,6 +200,37 @@ def test_a_call_that_was_held_arrives_at_the_new_address(hosts: Hosts) -> None:
         far, _ = server.accept()
         with far:
             expect_both_ways(caller, far)
+
+
+def test_a_call_that_was_held_where_it_led_arrives_at_the_new_address(hosts: Hosts) -> None:
+    """The caller's own kernel has tracked its SYN, which vanished at the old address: it has to forget that one."""
+    move, old, new = "m-0123456789ab", Address(hosts.h1.ip4, PORT), Address(hosts.h2.ip4, PORT)
+    hosts.h3.call(forward.forward, OTHER, {Address(old.ip, 1): Address(new.ip, 1)})  # connections are tracked already
+    hosts.h1.call(packet_filter.hold_listeners, move, [old])
+    with (
+        hosts.h3.call(socket.socket) as caller,
+        hosts.h2.call(_listen, new.ip) as server,
+        dial_held(hosts.h3, hosts.h2, server) as untouched,
+    ):
+        caller.setblocking(False)
+        caller.connect_ex((old.ip, old.port))
+        hosts.h3.call(forward.forward, UID, {old: new})
+        for _ in range(2):
+            hosts.h3.call(tracking.untrack_calls, {old, new})
+        server.settimeout(5.0)
+        far, _ = server.accept()
+        with far:
+            expect_both_ways(caller, far)
+        expect_both_ways(*untouched)
+
+
+@contextlib.contextmanager
+def dial_held(caller: Host, callee: Host, server: socket.socket) -> Iterator[tuple[socket.socket, socket.socket]]:
+    """A connection that exists already: to forget calls must not concern it."""
+    with dial(caller, callee.ip4) as near:
+        far, _ = server.accept()
+        with far:
+            yield near, far
 
 
 @pytest.mark.parametrize(("called", "family"), [("", "ip4"), ("", "ip6"), ("127.0.0.1", "ip4"), ("::1", "ip6")])

@@ -63,7 +63,9 @@ def test_a_host_without_a_daemon_is_the_outside_world() -> None:
 
 
 def test_listeners_keep_any_address_and_loopback_and_change_a_nodes_own() -> None:
-    rewires, _ = plan([flow("0.0.0.0:1"), flow("127.0.0.1:2"), flow("10.0.0.1:3"), flow("[::]:4", family="inet6")], PLACES)
+    rewires, _ = plan(
+        [flow("0.0.0.0:1"), flow("127.0.0.1:2"), flow("10.0.0.1:3"), flow("[::]:4", family="inet6")], PLACES
+    )
     assert [rewire.new_local.ip for rewire in rewires] == ["0.0.0.0", "127.0.0.1", "10.0.0.3", "::"]
     assert {rewire.kind for rewire in rewires} == {pb.Rewire.LISTENER}
 
@@ -73,3 +75,30 @@ def test_a_family_the_target_does_not_have_is_a_problem_by_name() -> None:
     rewires, problems = plan([flow("[fd00::1]:5", "[fd00::2]:6", family="inet6")], places)
     assert rewires == []
     assert "spare-1 has no address to stand in for fd00::1" in problems[0]
+
+
+def test_what_nobody_else_knows_of_gets_its_own_address_changed_alone() -> None:
+    bound = Flow("tcp", "inet", "close", Address.parse("10.0.0.1:5000"), None, 1)
+    datagrams = Flow("udp", "inet", "established", Address.parse("10.0.0.1:5001"), Address.parse("8.8.8.8:53"), 2)
+    unbound = Flow("tcp", "inet", "close", Address("0.0.0.0", 0), None, 3)
+    rewires, problems = plan([bound, datagrams, unbound], PLACES)
+    assert problems == []
+    assert [words(rewire)[0] for rewire in rewires] == ["OWN", "OWN"]
+    assert not rewires[0].HasField("old_remote")
+    assert rewires[0].new_local.ip == "10.0.0.3"
+    assert words(rewires[1])[2] == "10.0.0.3:5001-8.8.8.8:53"
+
+
+def test_datagrams_inside_the_tree_stay_inside_it() -> None:
+    one, other = Address.parse("10.0.0.1:1"), Address.parse("10.0.0.1:2")
+    rewires, _ = plan(
+        [Flow("udp", "inet", "established", one, other, 1), Flow("udp", "inet", "established", other, one, 2)], PLACES
+    )
+    assert [words(rewire)[2] for rewire in rewires] == ["10.0.0.3:1-10.0.0.3:2", "10.0.0.3:2-10.0.0.3:1"]
+
+
+def test_a_listener_without_a_stand_in_on_the_target_is_a_problem() -> None:
+    places = Places({"node-1": ["10.0.0.1/24", "fd00::1/64"], "spare-1": ["10.0.0.3/24"]}, "node-1", "spare-1")
+    rewires, problems = plan([flow("[fd00::1]:80", family="inet6")], places)
+    assert rewires == []
+    assert "[fd00::1]:80" in problems[0]

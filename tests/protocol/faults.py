@@ -23,12 +23,13 @@ class Scene:
     back: bool = False
     ticking: bool = True
     soon: bool = True  # whoever died is back before the driver's next request; else only when the driver has ended
+    peers: tuple[str, ...] = (PEER,)
     survived: bool = True  # whether a copy must run in the end, as the fault found the world
     model: Model = field(init=False)
     move: Move = field(init=False)
 
     def __post_init__(self) -> None:
-        self.model = Model(ticking=self.ticking)
+        self.model = Model(ticking=self.ticking, peers=self.peers)
         self.source, self.target = (AWAY, HOME) if self.back else (HOME, AWAY)
         if self.back:
             assert Move(self.model, "m-0", HOME, AWAY).run() is Verdict.MOVED
@@ -74,8 +75,8 @@ class Scene:
         self.model.settle(2)
         return self
 
-    def judge(self) -> None:
-        """The end of every story in which both daemons live and reach each other."""
+    def judge(self, *, retry: bool = True) -> None:
+        """The end of every story in which all daemons live and reach each other."""
         model, move = self.model, self.move
         if move.verdict is Verdict.MOVED:
             assert move.committed
@@ -92,7 +93,7 @@ class Scene:
         assert running(model) == ([owner] if owner else [])
         assert owner or not self.survived, "the rank is lost without need"
         assert leftovers(model) == []
-        if owner:
+        if owner and retry:
             self.retry(owner.node)
 
     def retry(self, start: str) -> None:

@@ -122,12 +122,13 @@ class Move:
         """All of them, whatever the others say; then the first failure, if it is one to stop for."""
         arguments: dict[str, tuple[object, ...]] = {
             "Look": (self.source,),
+            "Brace": (self.source, self.target, self.nonce),
             "Repoint": (self.source, self.target, self.nonce),
             "Settle": (self.token,),
         }
         failures: list[Lost | Refused] = []
         for peer in sorted(self.touched) if step.action == "Settle" else self.peers:
-            self.touched |= {peer} if step.action == "Repoint" else set()
+            self.touched |= {peer} if step.action in ("Brace", "Repoint") else set()
             try:
                 self.model.call(DRIVER, peer, step.action, self.name, *arguments[step.action])
             except (Lost, Refused) as failed:
@@ -199,8 +200,9 @@ def leftovers(model: Model) -> list[str]:
         for peer in model.peers
         if running(model) and not model.excused(peer) and not model.flows(peer)
     ]
+    braced = [f"time-outs off on {holder.node}" for _, holder, socket in model.ends() if socket.braced]
     open_moves = [f"{move} unfinished on {node}" for (node, move), record in model.journal.items() if not record.ended]
-    return still + images + filters + silent + open_moves
+    return still + images + filters + silent + braced + open_moves
 
 
 def other(node: str) -> str:

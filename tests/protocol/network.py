@@ -25,6 +25,7 @@ class Socket:
     names: str  # the node of the other end
     repair: bool = False  # in repair mode, perhaps half changed
     lost: bool = False  # reset
+    braced: bool = False  # its time-outs are off
 
 
 @dataclass(eq=False)

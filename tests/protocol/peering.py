@@ -28,7 +28,7 @@ class Peering(World):
             raise Refused("the other end is in no process here")
         return Answer()
 
-    def on_repoint(self, node: str, move: str, source: str, target: str, nonce: bytes) -> Answer:
+    def begun(self, node: str, move: str, source: str, target: str, nonce: bytes) -> Record:
         if (node, move) not in self.journal:
             if any(where == node and not record.ended for (where, _), record in self.journal.items()):
                 raise Refused("busy: an earlier move of this rank is not settled here")
@@ -37,10 +37,23 @@ class Peering(World):
         record = self.journal[node, move]
         if record.outcome or record.ended:
             raise Refused("it has ended")
+        return record
+
+    def on_brace(self, node: str, move: str, source: str, target: str, nonce: bytes) -> Answer:
+        record = self.begun(node, move, source, target, nonce)
+        if record.mark is Mark.PREPARED:
+            self.mark(node, record, Mark.BRACED)
+            self.event(node, "brace")
+            self.programs[node].sockets[node].braced = True
+        return Answer()
+
+    def on_repoint(self, node: str, move: str, source: str, target: str, nonce: bytes) -> Answer:
+        record = self.begun(node, move, source, target, nonce)
         if record.mark is not Mark.REPOINTED:
             self.on_look(node, move, source)
             with self.at_work(node, move):
                 self.mark(node, record, Mark.REPOINTING)
+                self.programs[node].sockets[node].braced = True
                 self.bring(node, move, target)
                 self.mark(node, record, Mark.REPOINTED)
         return Answer()
@@ -86,9 +99,11 @@ class Peering(World):
                     self.event(node, "let packets go")
                     self.check_end(node, move, record)
                     self.drop_filters(node, move)
+                    self.programs[node].sockets[node].braced = False
                     self.mark(node, record, Mark.SETTLED)
                 case PeerDecision.CLOSE:
                     if record.mark is not Mark.SETTLED:
+                        self.programs[node].sockets[node].braced = False
                         self.mark(node, record, Mark.SETTLED)
                     self.end(node, record)
 

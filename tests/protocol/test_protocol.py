@@ -16,7 +16,7 @@ OUTCOMES = ("COMMIT", "ABORT", "UNDECIDED", None)
 
 def test_the_steps_in_order() -> None:
     assert [step.action for step in TABLE] == [
-        *("Inspect", "Examine", "Look", "Prepare", "Begin", "Freeze", "Stream", "Restore", "Repoint"),
+        *("Inspect", "Examine", "Look", "Prepare", "Begin", "Brace", "Freeze", "Stream", "Restore", "Repoint"),
         *("Commit", "Activate", "Settle", "Release"),
     ]
 
@@ -49,21 +49,20 @@ def test_commit_separates() -> None:
 
 def test_the_target_and_the_peers_are_asked_before_anything_is_paused() -> None:
     paused = [index for index, step in enumerate(TABLE) if step.where is Where.SOURCE_FROZEN]
-    assert [step.action for step in TABLE[: paused[0]]] == ["Inspect", "Examine", "Look", "Prepare", "Begin"]
+    assert [step.action for step in TABLE[: paused[0]]] == ["Inspect", "Examine", "Look", "Prepare", "Begin", "Brace"]
 
 
 def test_the_peers_are_the_last_before_commit_and_settled_once_the_rank_runs() -> None:
     """They are silent from re-point to settle; before the target has let its copy go a COMMIT may be taken back."""
-    peers = [index for index, step in enumerate(TABLE) if step.at is At.PEERS and step.phase != "preflight"]
+    peers = [index for index, step in enumerate(TABLE) if step.action in ("Repoint", "Settle")]
     assert peers == [COMMIT - 1, ACTIVATE + 1]
 
 
 @pytest.mark.parametrize("reached", range(len(TABLE) + 1))
 def test_undo_asks_the_source_first(reached: int) -> None:
     plan = [step.action for step in undo_plan(reached)]
-    preflight = {0: [], 1: [], 2: [], 3: ["Discard"]}
-    undone = ["Abort", "Settle", "Discard"] if reached in (COMMIT - 1, COMMIT) else ["Abort", "Discard"]
-    assert plan == preflight.get(reached, undone if reached <= COMMIT else [])
+    early = {0: [], 1: [], 2: [], 3: ["Discard"], 4: ["Abort", "Discard"]}
+    assert plan == early.get(reached, ["Abort", "Settle", "Discard"] if reached <= COMMIT else [])
     assert all(step.undo == "" for step in undo_plan(reached))
 
 
@@ -85,7 +84,7 @@ def test_decide(reached: int, outcome: str | None) -> None:
 
 def test_where_after_each_step() -> None:
     assert [where_after(done) for done in range(len(TABLE) + 1)] == [
-        *[Where.SOURCE_RUNNING] * 6,
+        *[Where.SOURCE_RUNNING] * 7,
         *[Where.SOURCE_FROZEN] * 4,
         Where.TARGET_HELD,
         *[Where.TARGET_RUNNING] * 3,

@@ -11,10 +11,13 @@ from snapshotd.rules import (
     CopyState,
     Mark,
     Outcome,
+    PeerDecision,
+    PeerFacts,
     SourceDecision,
     SourceFacts,
     TargetDecision,
     TargetFacts,
+    peer_next,
     proof,
     proves,
     source_next,
@@ -24,10 +27,12 @@ from snapshotd.rules import (
 
 SOURCE_MARKS = (Mark.BEGUN, Mark.FREEZING, Mark.FROZEN, Mark.STREAMED, Mark.SETTLED)
 TARGET_MARKS = (Mark.PREPARED, Mark.SEALED, Mark.RESTORING, Mark.HELD, Mark.ACTIVATED, Mark.DISCARDED)
+PEER_MARKS = (Mark.PREPARED, Mark.BRACED, Mark.REPOINTING, Mark.REPOINTED, Mark.POINTED_BACK, Mark.SETTLED)
 OUTCOMES = (None, Outcome.COMMIT, Outcome.ABORT)
 BOTH = (False, True)
 ALL_SOURCE = [SourceFacts(*facts) for facts in product(SOURCE_MARKS, OUTCOMES, BOTH, BOTH, BOTH, CopyState)]
 ALL_TARGET = [TargetFacts(*facts) for facts in product(TARGET_MARKS, OUTCOMES, BOTH)]
+ALL_PEER = [PeerFacts(*facts) for facts in product(PEER_MARKS, OUTCOMES, BOTH, OUTCOMES, CopyState)]
 OPEN = [facts for facts in ALL_SOURCE if facts.mark is not Mark.SETTLED]
 
 
@@ -111,6 +116,7 @@ def test_the_source_commits_alone_only_when_its_copy_is_gone_and_the_target_has_
         if source_next(facts)[0] is SourceDecision.RECORD_COMMIT:
             assert not facts.copy_exists
             assert facts.target in (CopyState.HELD, CopyState.RUNNING, CopyState.ENDED)
+            assert facts.lease_expired or facts.target is not CopyState.HELD, "the driver re-points the peers first"
 
 
 def test_silence_of_the_target_never_decides_where_it_may_hold_the_last_copy() -> None:
@@ -184,3 +190,59 @@ def test_only_a_copy_that_is_held_whole_is_activated() -> None:
     for facts in ALL_TARGET:
         if target_next(facts)[0] is TargetDecision.ACTIVATE:
             assert facts.mark in (Mark.HELD, Mark.ACTIVATED), facts
+
+
+# ------------------------------------------------------------ peers
+
+
+def test_a_peer_always_decides_and_says_why() -> None:
+    for facts in ALL_PEER:
+        decision, reason = peer_next(facts)
+        assert isinstance(decision, PeerDecision)
+        assert reason
+
+
+def test_a_peer_lets_packets_go_only_with_an_outcome_and_its_ends_where_that_says() -> None:
+    for facts in ALL_PEER:
+        if peer_next(facts)[0] is PeerDecision.UNFILTER:
+            where = {Outcome.COMMIT: (Mark.REPOINTED, Mark.POINTED_BACK), Outcome.ABORT: (Mark.POINTED_BACK,)}
+            assert facts.outcome is not None
+            assert facts.mark in where[facts.outcome], facts
+
+
+def test_a_peer_without_an_outcome_only_mends_asks_and_learns() -> None:
+    harmless = {PeerDecision.MEND, PeerDecision.ASK, PeerDecision.LEARN_COMMIT, PeerDecision.LEARN_ABORT}
+    for facts in ALL_PEER:
+        if facts.mark is not Mark.SETTLED:
+            assert (peer_next(facts)[0] in harmless) == (facts.outcome is None), facts
+
+
+def test_a_peer_learns_commit_only_from_a_target_that_runs_the_rank() -> None:
+    """A COMMIT that is not yet carried out may be taken back, and a peer writes an outcome once."""
+    for facts in ALL_PEER:
+        decision = peer_next(facts)[0]
+        if decision is PeerDecision.LEARN_COMMIT:
+            assert facts.target in (CopyState.RUNNING, CopyState.ENDED)
+        if decision is PeerDecision.LEARN_ABORT:
+            assert facts.source is Outcome.ABORT or facts.target is CopyState.DISCARDED
+
+
+def test_silence_teaches_a_peer_nothing() -> None:
+    for facts in ALL_PEER:
+        if facts.outcome is facts.source is None and facts.target is CopyState.UNREACHABLE:
+            expected = PeerDecision.MEND if facts.interrupted else PeerDecision.ASK
+            assert facts.mark is Mark.SETTLED or peer_next(facts)[0] is expected
+
+
+@pytest.mark.parametrize("outcome", [Outcome.COMMIT, Outcome.ABORT])
+@pytest.mark.parametrize("mark", [mark for mark in PEER_MARKS if mark is not Mark.POINTED_BACK])
+def test_a_peer_with_an_outcome_comes_to_an_end(mark: Mark, outcome: Outcome) -> None:
+    """Each act leads to a mark from which another one follows."""
+    marks = {
+        PeerDecision.FINISH: Mark.REPOINTED,
+        PeerDecision.POINT_BACK: Mark.POINTED_BACK,
+        PeerDecision.UNFILTER: Mark.SETTLED,
+    }
+    for _ in range(3):
+        mark = marks.get(peer_next(PeerFacts(mark, outcome))[0], mark)
+    assert peer_next(PeerFacts(mark, outcome))[0] is PeerDecision.CLOSE

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 
@@ -12,28 +13,33 @@ from snapshotd.rules import (
     CopyState,
     Mark,
     Outcome,
+    PeerDecision,
+    PeerFacts,
     SourceDecision,
     SourceFacts,
     TargetDecision,
     TargetFacts,
+    peer_next,
     source_next,
     target_next,
 )
-from tests.protocol import settling
+from tests.protocol import peering, settling
 from tests.protocol.faults import Scene, labels, single_faults
 from tests.protocol.model import Model
 from tests.protocol.mover import leftovers
-from tests.protocol.network import Broken
-from tests.protocol.world import Answer
+from tests.protocol.network import PEER, Broken, Network
+from tests.protocol.world import Answer, Record
 
-FAULTS = list(single_faults(back=False, ticking=True))  # of the rules as they are
+FAULTS = sorted(
+    single_faults(back=False, ticking=True), key=lambda fault: fault[0] * 37 % 83
+)  # of the rules as they are
 
 
 def caught() -> bool:
     """Whether some single fault brings the break to light."""
     for event, _, name in FAULTS:
         try:
-            Scene({event: name}, soon=False).play().judge()
+            Scene({event: name}, soon=False).play().judge(retry=event % 8 == 0)
         except AssertionError:
             return True
     return False
@@ -94,14 +100,116 @@ def activate_the_dead(facts: TargetFacts) -> tuple[TargetDecision, str]:
     return target_next(facts)
 
 
+def commit_without_the_driver(facts: SourceFacts) -> tuple[SourceDecision, str]:
+    """The source whose copy is gone commits at once, though the peers are not re-pointed yet."""
+    return source_next(replace(facts, lease_expired=True) if not facts.copy_exists else facts)
+
+
+def believe_commit(facts: PeerFacts) -> tuple[PeerDecision, str]:
+    """The peer lets packets go for a COMMIT that can still be taken back."""
+    decision = peer_next(facts)
+    return (PeerDecision.LEARN_COMMIT, "") if facts.source is Outcome.COMMIT and not facts.outcome else decision
+
+
+def unfilter_in_silence(facts: PeerFacts) -> tuple[PeerDecision, str]:
+    """The peer does not wait for the outcome."""
+    decision = peer_next(facts)
+    return (PeerDecision.UNFILTER, "") if decision[0] is PeerDecision.ASK else decision
+
+
+def stay_pointed(facts: PeerFacts) -> tuple[PeerDecision, str]:
+    """The peer lets packets go after ABORT without pointing back."""
+    decision = peer_next(facts)
+    return (PeerDecision.UNFILTER, "") if decision[0] is PeerDecision.POINT_BACK else decision
+
+
 SOURCE_BREAKS = (thaw_in_silence, release_early, abort_though_held, take_back_in_silence, never_take_back)
 TARGET_BREAKS = (activate_unasked, never_ask, activate_the_dead)
-BREAKS = [("source_next", broken) for broken in SOURCE_BREAKS] + [("target_next", broken) for broken in TARGET_BREAKS]
+PEER_BREAKS = (believe_commit, unfilter_in_silence, stay_pointed)
+BREAKS = {
+    "settling.source_next": SOURCE_BREAKS,
+    "settling.target_next": TARGET_BREAKS,
+    "peering.peer_next": PEER_BREAKS,
+}
 
 
-@pytest.mark.parametrize(("side", "broken"), BREAKS, ids=[broken.__name__ for _, broken in BREAKS])
+@pytest.mark.parametrize(
+    ("side", "broken"),
+    [pytest.param(side, broken, id=broken.__name__) for side, some in BREAKS.items() for broken in some],
+)
 def test_a_broken_rule_is_caught(monkeypatch: pytest.MonkeyPatch, side: str, broken: Callable[..., object]) -> None:
-    monkeypatch.setattr(settling, side, broken)
+    monkeypatch.setattr(f"tests.protocol.{side}", broken)
+    assert caught()
+
+
+def test_a_commit_that_does_not_wait_for_the_peers_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = labels(back=False, ticking=True).index("target: Restore answered")
+    assert not Scene({held: "rank dies on source"}).play().model.severed
+    monkeypatch.setattr(settling, "source_next", commit_without_the_driver)
+    assert Scene({held: "rank dies on source"}).play().model.severed
+
+
+def test_a_peer_that_leaves_its_process_stopped_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The daemon dies inside the change, and the source does not answer for long."""
+
+    def never_mend(facts: PeerFacts) -> tuple[PeerDecision, str]:
+        return peer_next(replace(facts, interrupted=False))
+
+    monkeypatch.setattr(peering, "peer_next", never_mend)
+    event = labels(back=False, ticking=False).index("peer: put it together")
+    scene = Scene({event: "peer daemon dies"}, ticking=False, soon=False)
+    scene.move.run()
+    scene.model.cuts |= {frozenset((scene.source, PEER)), frozenset((scene.target, PEER))}
+    with pytest.raises(Broken, match="waits for more than its own connection"):
+        scene.model.settle()
+
+
+# ------------------------------------------------------------ the order in which packets are let go
+
+
+def note_too_late(self: Model, node: str, move: str) -> Answer:
+    """The source filters first and journals afterwards what it has filtered."""
+    record = self.undecided(node, move, Mark.BEGUN)
+    assert record.copy is not None
+    self.mark(node, record, Mark.FREEZING)
+    record.copy.running = False
+    self.event(node, "filter")
+    for peer in self.peers:
+        self.hold(node, move, peer, node)
+    self.mark(node, record, Mark.FROZEN)
+    record.rewires = self.peers
+    return Answer(peers=record.rewires)
+
+
+def let_go_first(self: Model, node: str, move: str, record: Record, why: str) -> None:
+    """The packets of a copy flow again before it is killed."""
+    self.event(node, "let packets go")
+    self.drop_filters(node, move)
+    self.event(node, why)
+    if record.copy is not None:
+        self.kill_silently(record.copy)
+
+
+def thaw_as_it_is(self: Model, node: str, move: str, record: Record) -> None:
+    """The source's copy goes on with its sockets as a killed criu left them."""
+    self.event(node, "thaw")
+    self.drop_filters(node, move)
+    if record.copy is not None and record.copy.alive:
+        record.copy.running = True
+
+
+def change_unfiltered(self: Model, node: str, move: str, peer: str, *others: str) -> None:
+    """Peers do not filter what they change."""
+    if node not in self.peers:
+        Network.hold(self, node, move, peer, *others)
+
+
+ORDERS = {"on_freeze": note_too_late, "drop_copy": let_go_first, "let_go": thaw_as_it_is, "hold": change_unfiltered}
+
+
+@pytest.mark.parametrize("act", ORDERS)
+def test_a_wrong_order_is_caught(monkeypatch: pytest.MonkeyPatch, act: str) -> None:
+    monkeypatch.setattr(Model, act, ORDERS[act])
     assert caught()
 
 

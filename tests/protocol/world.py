@@ -147,10 +147,12 @@ class World(Network):
         """Whether this connection may be lost: one of its ends has died, or the rank has."""
         if peer in self.severed or self.keeper_killed or not any(copy.alive for copy in self.copies):
             return True
-        records = self.journal.values()
-        left = [record.copy for record in records if record.role == "source"]
-        ran = [record.copy for record in records if record.role == "target" and record.mark is Mark.ACTIVATED]
-        return any(copy is not None and copy.fell and copy not in left for copy in ran)
+        dead = {}  # by copy that fell: whether it was the rank by the end of its last move
+        for record in self.journal.values():
+            if record.copy is not None and record.copy.fell:
+                own = record.holds is Outcome.ABORT if record.role == "source" else record.mark is Mark.ACTIVATED
+                dead[record.copy] = own
+        return any(dead.values())
 
     @contextmanager
     def acting(self, who: str) -> Iterator[None]:

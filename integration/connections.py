@@ -1,0 +1,180 @@
+"""What the tests of connections ask the lab: functions inside a node's network, and what a process can see of its sockets."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pyroute2 import IPRoute
+
+from integration.harness import WORKLOADS, Cluster, Job, processes_of, until
+from migrator.lab.inside import CLONE_NEWNET, setns
+from snapshotd.net import nft
+
+Result = TypeVar("Result")
+
+STREAMS = str(WORKLOADS / "streams.py")
+_NODAD = 0x02
+
+
+def in_node(nodes: Cluster, node: str, act: Callable[[], Result]) -> Result:
+    """act() in the network namespace of a node, in a thread that ends with it."""
+
+    def work() -> Result:
+        record = nodes.lab.layout.load()
+        assert record is not None
+        descriptor = os.open(f"/proc/{record.holders[node].pid}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            setns(descriptor, CLONE_NEWNET)
+        finally:
+            os.close(descriptor)
+        return act()
+
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        return thread.submit(work).result()
+
+
+def tables(nodes: Cluster) -> dict[str, list[str]]:
+    """The packet filters and forwardings of ours on every node that has any."""
+    found = {node: in_node(nodes, node, nft.tables) for node in nodes.lab.nodes}
+    return {node: names for node, names in found.items() if names}
+
+
+def filters(nodes: Cluster) -> list[str]:
+    """The filters of moves alone; forwardings stay for as long as a job lives."""
+    return [f"{node}: {name}" for node, names in tables(nodes).items() for name in names if name.startswith("m-")]
+
+
+def forwardings(nodes: Cluster) -> list[str]:
+    return [f"{node}: {name}" for node, names in tables(nodes).items() for name in names if name.startswith("fwd-")]
+
+
+def give_ipv6(nodes: Cluster) -> None:
+    """Every node also gets fd13::N, N as in its IPv4 address."""
+    for node in nodes.lab.nodes:
+
+        def act(node: str = node) -> None:
+            with IPRoute() as netlink:
+                cable = netlink.link_lookup(ifname="eth0")[0]
+                netlink.addr("replace", index=cable, address=ipv6(nodes, node), prefixlen=64, flags=_NODAD)
+
+        in_node(nodes, node, act)
+
+
+def ipv6(nodes: Cluster, node: str) -> str:
+    return f"fd13::{nodes.lab.address(node).rpartition('.')[2]}"
+
+
+def visible(pid: int) -> dict[str, str]:
+    """What a process has open: every descriptor with its inode, every epoll set with what is registered in it."""
+    found: dict[str, str] = {}
+    for fd in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            found[fd] = os.readlink(f"/proc/{pid}/fd/{fd}")
+            if "eventpoll" in found[fd]:
+                text = Path(f"/proc/{pid}/fdinfo/{fd}").read_text()
+                found[f"{fd} watches"] = "; ".join(sorted(re.findall(r"tfd:.*", text)))
+    return found
+
+
+class Ends:
+    """The programs of one test, which all stop when told to: a rank under `migrator run`, and peers that are nobody's."""
+
+    def __init__(self, nodes: Cluster, name: str) -> None:
+        self.nodes, self.name = nodes, name
+        self.until = nodes.folder / f"{name}.end"
+        self.stall = nodes.folder / f"{name}.stall"
+        for path in (self.until, self.stall):
+            path.unlink(missing_ok=True)
+        self.jobs: list[Job] = []
+
+    def rank(self, node: str, *arguments: str, rank: int = 0) -> Job:
+        """A protected end, ready."""
+        job = self.nodes.start(node, self._command(arguments), job=self.name, rank=rank)
+        return self._ready(job)
+
+    def peer(self, node: str, *arguments: str, ready: bool = True) -> Job:
+        """An end that nobody protects."""
+        out = self.nodes.folder / f"{self.name}-peer{len(self.jobs)}.out"
+        with out.open("wb") as file:
+            process = self.nodes.lab.spawn(
+                node, self._command(arguments), stdin=subprocess.DEVNULL, stdout=file, stderr=file
+            )
+        job = Job(self.nodes.lab, process, out, out.name)
+        self.nodes.jobs.append(job)
+        if not ready:
+            self.jobs.append(job)
+            return job
+        return self._ready(job)
+
+    def _command(self, arguments: Sequence[str]) -> list[str]:
+        return [sys.executable, STREAMS, *arguments, "--until", str(self.until)]
+
+    def _ready(self, job: Job) -> Job:
+        self.jobs.append(job)
+        until(f"{job.name} to be ready", lambda: "READY" in job.text() or job.process.poll() is not None, 30)
+        assert job.process.poll() is None, job.text()
+        return job
+
+    def await_ready(self, timeout_s: float = 30.0) -> None:
+        """Whoever called has been let in."""
+        for job in self.jobs:
+            until(f"{job.name} to be let in", partial(self._is_ready, job), timeout_s)
+
+    def _is_ready(self, job: Job) -> bool:
+        self.well()
+        return "READY" in job.text()
+
+    def flow(self, timeout_s: float = 30.0) -> None:
+        """Every end goes on reading, and none has lost anything."""
+        for job in self.jobs:
+            try:
+                job.await_progress(3, timeout_s)
+            except AssertionError as error:
+                raise AssertionError(f"{error}\n{self.told()}\n{self.nodes.logs()}") from None
+        self.well()
+
+    def well(self) -> None:
+        told = self.told()
+        assert not any(word in told for word in ("LOST", "WRONG", "Traceback")), f"{told}\n{self.nodes.logs()}"
+
+    def end(self) -> None:
+        """All streams come to their ends, every record having arrived once."""
+        self.until.touch()
+        for job in self.jobs:
+            try:
+                assert job.finish(60) == 0, f"{self.told()}\n{self.nodes.logs()}"
+            except subprocess.TimeoutExpired:
+                raise AssertionError(f"{job.name} does not end\n{self.told()}\n{self.nodes.logs()}") from None
+            assert job.lines()[-1] == "DONE", self.told()
+
+    def told(self) -> str:
+        return "\n".join(f"--- {job.name}\n{job.text()[-300:]}" for job in self.jobs)
+
+    def copies(self) -> list[int]:
+        """The processes of the rank, wherever they are; `migrator run` does not count."""
+        return processes_of(str(self.until))
+
+
+def pid_of(job: Job) -> int:
+    """Of a peer: what was spawned has become the program itself."""
+    return job.process.pid
+
+
+def no_filters(nodes: Cluster, timeout_s: float = 20.0) -> None:
+    until(f"all filters to be gone, {filters(nodes)}", lambda: not filters(nodes), timeout_s)
+
+
+def checks(nodes: Cluster, job: Job, to: str) -> dict[str, dict[str, Any]]:
+    """What `migrator check` says, by name."""
+    done = nodes.migrator("check", "--rank", "0", "--job", job.name, "--to", to, "--json")
+    return {check["name"]: check for check in json.loads(done.stdout)["checks"]}

@@ -1,0 +1,401 @@
+"""Connections follow the rank: real TCP between nodes, moved under load; nothing is lost, doubled or reset."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from integration.connections import (
+    Ends,
+    checks,
+    filters,
+    forwardings,
+    give_ipv6,
+    in_node,
+    ipv6,
+    no_filters,
+    pid_of,
+    visible,
+)
+from integration.drill import node_of
+from integration.harness import WORKLOADS, Cluster, Job, cluster, until
+from snapshotd.faults import Point
+from snapshotd.net import sockets
+
+pytestmark = pytest.mark.timeout(90)
+
+SOURCE, PEER, TARGET = "node-1", "node-2", "spare-1"
+
+
+@pytest.fixture(scope="module")
+def wired() -> Iterator[Cluster]:
+    folder = Path(__file__).parent / ".work" / "connections"
+    folder.mkdir(parents=True, exist_ok=True)
+    with cluster(folder, "connections") as made:
+        give_ipv6(made)
+        yield made
+
+
+@pytest.fixture
+def nodes(wired: Cluster) -> Iterator[Cluster]:
+    yield wired
+    wired.tidy()
+
+
+@pytest.fixture
+def ends(nodes: Cluster, request: pytest.FixtureRequest) -> Iterator[Ends]:
+    made = Ends(nodes, "c" + request.node.name.translate(str.maketrans("[]-_", "....")).replace(".", "")[5:40])
+    yield made
+    made.until.touch()
+
+
+# ---------------------------------------------------------------- streams
+
+
+@pytest.mark.parametrize(
+    ("engine", "listen", "caller"),
+    [("blocking", "0.0.0.0", "v4"), ("epoll", "[::]", "v6"), ("epoll", "[::]", "mapped"), ("forked", "0.0.0.0", "v4")],
+)
+def test_streams_follow_a_rank_from_node_to_node(
+    nodes: Cluster, ends: Ends, engine: str, listen: str, caller: str
+) -> None:
+    """Peers elsewhere and on the source's loopback; to a spare, to the very node of a peer, and home again."""
+    rank = ends.rank(SOURCE, "--serve", f"{listen}:7000", "--engine", engine)
+    there = f"[{ipv6(nodes, SOURCE)}]" if caller == "v6" else nodes.lab.address(SOURCE)
+    loopback = "[::1]" if caller == "v6" else "127.0.0.1"
+    peers = [
+        ends.peer(PEER, "--connect", f"{there}:7000", "--connections", "3", "--engine", engine),
+        ends.peer(SOURCE, "--connect", f"{loopback}:7000", "--connections", "2", "--engine", "epoll"),
+    ]
+    ends.flow()
+    before = [visible(pid_of(peer)) for peer in peers]
+    for to in (TARGET, PEER, SOURCE):
+        nodes.move(rank, to)
+        ends.flow()
+        assert [visible(pid_of(peer)) for peer in peers] == before
+    no_filters(nodes)
+    ends.end()
+    until("forwardings to be gone", lambda: not forwardings(nodes), 10)
+
+
+def test_full_queues_of_a_rank_that_called(nodes: Cluster, ends: Ends) -> None:
+    """Nobody reads for a while: both queues of both ends are full when the rank is frozen."""
+    ends.peer(PEER, "--serve", "0.0.0.0:7001", "--engine", "epoll", "--stall", str(ends.stall), "--pace-s", "0")
+    address = nodes.lab.address(PEER)
+    rank = ends.rank(
+        *(SOURCE, "--connect", f"{address}:7001", "--connections", "2", "--engine", "forked"),
+        *("--stall", str(ends.stall), "--pace-s", "0"),
+    )
+    ends.flow()
+    ends.stall.touch()
+    until("both queues to fill", lambda: queued(nodes, PEER, 7001), 20)
+    for to in (TARGET, SOURCE):
+        nodes.move(rank, to)
+        assert queued(nodes, PEER, 7001)
+    ends.stall.unlink()
+    ends.flow()
+    no_filters(nodes)
+    ends.end()
+
+
+def queued(nodes: Cluster, node: str, port: int) -> bool:
+    """Whether every connection of a port has bytes unread and bytes unacknowledged."""
+    rows = in_node(nodes, node, lambda: sockets._all_rows({"tcp"}))
+    mine = [row for row in rows if row.local.port == port and row.state == "established"]
+    return bool(mine) and all(row.unread_bytes > 50_000 and row.unacked_bytes > 50_000 for row in mine)
+
+
+def test_an_undone_move_leaves_every_connection_as_it_was(nodes: Cluster, ends: Ends) -> None:
+    rank = ends.rank(SOURCE, "--serve", "0.0.0.0:7002", "--engine", "epoll")
+    address = nodes.lab.address(SOURCE)
+    peers = [
+        ends.peer(PEER, "--connect", f"{address}:7002", "--connections", "2"),
+        ends.peer(SOURCE, "--connect", "127.0.0.1:7002"),
+    ]
+    ends.flow()
+    before = [visible(pid_of(peer)) for peer in peers]
+    nodes.fault(TARGET, Point.RESTORING, "fail")
+    nodes.move(rank, TARGET, expect=11)
+    ends.flow()
+    nodes.fault(SOURCE, Point.BEFORE_COMMIT, "fail")  # after everybody was re-pointed
+    nodes.move(rank, TARGET, expect=11)
+    ends.flow()
+    assert [visible(pid_of(peer)) for peer in peers] == before
+    no_filters(nodes)
+    nodes.move(rank, TARGET)
+    ends.flow()
+    ends.end()
+
+
+# ---------------------------------------------------------------- newcomers
+
+
+def test_late_callers_reach_the_rank_wherever_it_is(nodes: Cluster, ends: Ends) -> None:
+    """They call during a move, after it, and again; what came in through a forwarding follows the next moves too."""
+    rank = ends.rank(SOURCE, "--serve", "0.0.0.0:7003", "--engine", "epoll")
+    address = f"{nodes.lab.address(SOURCE)}:7003"
+    for to, source in ((TARGET, SOURCE), (PEER, TARGET), (SOURCE, PEER)):
+        with nodes.moving(rank, to, source, Point.BEFORE_COMMIT) as asked:
+            for node, where in ((PEER, address), (SOURCE, address), (SOURCE, "127.0.0.1:7003")):
+                ends.peer(node, "--connect", where, ready=False)
+            until("the calls", lambda: all(calling(nodes, node, 7003) for node in (PEER, SOURCE)), 10)
+        assert asked.code == 0, asked
+        ends.await_ready()
+        ends.flow()
+        ends.peer(PEER, "--connect", address)  # after it
+        ends.flow()
+    no_filters(nodes)
+    ends.end()
+    until("forwardings to be gone", lambda: not forwardings(nodes), 10)
+
+
+def calling(nodes: Cluster, node: str, port: int) -> bool:
+    rows = in_node(nodes, node, lambda: sockets._all_rows({"tcp"}))
+    return any(row.state == "syn-sent" and row.remote and row.remote.port == port for row in rows)
+
+
+def test_a_caller_during_an_undone_move_gets_in(nodes: Cluster, ends: Ends) -> None:
+    rank = ends.rank(SOURCE, "--serve", "0.0.0.0:7004")
+    with nodes.moving(rank, TARGET, TARGET, Point.BEFORE_RESTORE) as asked:
+        late = ends.peer(PEER, "--connect", f"{nodes.lab.address(SOURCE)}:7004", ready=False)
+        until("the call", lambda: calling(nodes, PEER, 7004), 10)
+        nodes.lab.kill_daemon(TARGET)
+    assert asked.code == 11, asked
+    until("the late caller", lambda: "READY" in late.text(), 30)
+    ends.flow()
+    ends.end()
+
+
+def test_forwardings_outlive_daemons_and_go_with_the_job(nodes: Cluster, ends: Ends) -> None:
+    rank = ends.rank(SOURCE, "--serve", "0.0.0.0:7005", "--engine", "epoll")
+    address = f"{nodes.lab.address(SOURCE)}:7005"
+    nodes.move(rank, TARGET)
+    until("forwardings everywhere", lambda: len(forwardings(nodes)) == 3, 10)
+    nodes.lab.kill_daemon(SOURCE, signal.SIGTERM)
+    peers = [ends.peer(PEER, "--connect", address), ends.peer(SOURCE, "--connect", "127.0.0.1:7005")]
+    for peer in peers:  # the rank's own words wait for the daemon of its home
+        peer.await_progress(5)
+    nodes.lab.start_daemon(SOURCE)
+    ends.flow()
+    assert len(forwardings(nodes)) == 3
+    nodes.lab.crash(TARGET)  # the rank goes with its node
+    nodes.lab.boot(TARGET)
+    give_ipv6(nodes)
+    assert rank.finish(30) != 0
+    until(f"forwardings to be gone {forwardings(nodes)}\n{nodes.logs()}", lambda: not forwardings(nodes), 20)
+
+
+# ---------------------------------------------------------------- what does not follow
+
+
+def test_the_outside_world_is_listed_and_seen_as_reset(nodes: Cluster) -> None:
+    command = [sys.executable, str(WORKLOADS / "outside.py"), "10.213.0.1:7006"]
+    server = nodes.lab.spawn("operator", [*command, "--serve"], stdout=subprocess.PIPE, text=True)
+    try:
+        rank = nodes.start(SOURCE, command, job="outside")
+        until("answers", lambda: "answer 1" in rank.text(), 20)
+        said = checks(nodes, rank, TARGET)["outside-world"]
+        assert said["verdict"] == "warn"
+        assert "10.213.0.1:7006" in said["reason"]
+        nodes.move(rank, TARGET)
+        until("another connection", lambda: "answer 2" in rank.text(), 20)
+        assert [line for line in rank.lines() if not line.startswith("answer")] == [
+            *("CONNECTED 1", "RESET 1", "CONNECTED 2")
+        ]
+        assert server.stdout is not None
+        assert [server.stdout.readline() for _ in range(2)] == ["READY\n", "PARTED\n"]  # it can tell, too
+    finally:
+        server.kill()
+        server.communicate()
+
+
+def test_a_half_closed_connection_is_refused_by_name(nodes: Cluster) -> None:
+    command = [sys.executable, str(WORKLOADS / "outside.py"), "--half-close"]
+    server = nodes.lab.spawn(PEER, [*command, "--serve", "0.0.0.0:7007"])
+    try:
+        rank = nodes.start(SOURCE, [*command, f"{nodes.lab.address(PEER)}:7007"], job="half")
+        until("the connection", lambda: "CONNECTED 1" in rank.text(), 20)
+        refused = nodes.move(rank, TARGET, expect=10)
+        assert "half-closed" in refused["reason"], refused
+    finally:
+        server.kill()
+        server.wait()
+
+
+def test_a_listener_on_loopback_is_named_and_works_inside(nodes: Cluster, ends: Ends) -> None:
+    rank = ends.rank(SOURCE, "--serve", "127.0.0.1:7008")
+    ends.peer(SOURCE, "--connect", "127.0.0.1:7008")
+    said = checks(nodes, rank, TARGET)["loopback-listeners"]
+    assert said["verdict"] == "warn"
+    assert "127.0.0.1:7008" in said["reason"]
+    nodes.move(rank, TARGET)
+    ends.flow()  # the connection that was there goes on
+    ends.peer(TARGET, "--connect", "127.0.0.1:7008")
+    ends.flow()
+    no_filters(nodes)
+    ends.end()
+
+
+# ---------------------------------------------------------------- options, time-outs, other sockets
+
+
+def test_options_and_odd_sockets_stay(nodes: Cluster, ends: Ends) -> None:
+    here, there = nodes.lab.address(SOURCE), nodes.lab.address(PEER)
+    command = [sys.executable, str(WORKLOADS / "sockets.py"), "--echo", f"{there}:7009", "--stream", f"{there}:7009"]
+    command += ["--until", str(ends.until), "--here", here]
+    server = nodes.lab.spawn(PEER, [*command, "--serve"])
+    try:
+        until("the echo", lambda: in_node(nodes, PEER, lambda: sockets.listeners({7009})), 10)
+        rank = nodes.start(SOURCE, command, job="odd")
+        rank.await_lines(3)
+        for to in (TARGET, SOURCE, TARGET):
+            nodes.move(rank, to)
+            rank.await_progress(2)
+            until("time-outs", lambda: "user-timeout=54321 keepalive=1" in rank.lines()[-1], 10)
+        told = {line for line in rank.lines() if line.startswith("options user-timeout=54321 keepalive=1")}
+        assert len(told) == 1, told
+        ends.until.touch()
+        assert rank.finish(20) == 0
+        assert rank.lines()[-1] == f"bound {nodes.lab.address(TARGET)} True b'kept'"
+    finally:
+        server.kill()
+        server.wait()
+
+
+def test_short_time_outs_do_not_end_a_connection_that_waits_for_a_move(nodes: Cluster, ends: Ends) -> None:
+    """TCP_USER_TIMEOUT and keepalive of a second or two, on both ends, and a pause of over three."""
+    short = ("--user-timeout-ms", "1500", "--keepalive-s", "1")
+    rank = ends.rank(SOURCE, "--serve", "0.0.0.0:7010", *short)
+    ends.peer(PEER, "--connect", f"{nodes.lab.address(SOURCE)}:7010", *short)
+    ends.peer(SOURCE, "--connect", "127.0.0.1:7010", *short)
+    ends.flow()
+    for to, source in ((TARGET, SOURCE), (SOURCE, TARGET)):
+        with nodes.moving(rank, to, source, Point.BEFORE_COMMIT) as asked:
+            time.sleep(3.5)  # the pause itself is what is tested
+        assert asked.code == 0, asked
+        ends.flow()
+    nodes.fault(TARGET, Point.BEFORE_RESTORE, "wait")
+    with nodes.moving(rank, TARGET, TARGET, Point.BEFORE_RESTORE) as asked:
+        time.sleep(3.5)
+        nodes.lab.kill_daemon(TARGET)
+    assert asked.code == 11, asked
+    ends.flow()
+    ends.end()
+
+
+# ---------------------------------------------------------------- peers that die
+
+
+class Crash:
+    """One rank with peers on another node and on the source, in a move during which something happens to a peer."""
+
+    def __init__(self, nodes: Cluster, ends: Ends) -> None:
+        self.nodes, self.ends = nodes, ends
+        self.rank = ends.rank(SOURCE, "--serve", "0.0.0.0:7011", "--engine", "epoll")
+        self.peers = [
+            ends.peer(
+                PEER, "--connect", f"{nodes.lab.address(SOURCE)}:7011", "--connections", "3", "--engine", "epoll"
+            ),
+            ends.peer(PEER, "--connect", f"{nodes.lab.address(SOURCE)}:7011", "--engine", "forked"),
+            ends.peer(SOURCE, "--connect", "127.0.0.1:7011"),
+        ]
+        ends.flow()
+        self.before = [visible(pid_of(peer)) for peer in self.peers]
+
+    def bring_back(self, node: str) -> None:
+        until(f"the end of the daemon of {node}", lambda: self.nodes.lab.daemon_pid(node) is None, 20)
+        self.nodes.lab.start_daemon(node)
+
+    def ends_well(self, *places: str) -> None:
+        """One copy, in one of these places; every connection goes on; a retry succeeds; nothing is left."""
+        self.ends.flow()
+        until("the move to settle", lambda: not self.unfinished() and not filters(self.nodes), 20)
+        assert self.place() in places, self.nodes.logs()
+        assert [visible(pid_of(peer)) for peer in self.peers] == self.before
+        self.nodes.move(self.rank, TARGET if self.place() != TARGET else SOURCE)
+        self.ends.flow()
+        no_filters(self.nodes)
+        self.ends.end()
+
+    def place(self) -> str:
+        peers = {pid_of(peer) for peer in self.peers}
+        children = {pid for pid in self.ends.copies() if os.path.exists(f"/proc/{pid}") and parent(pid) in peers}
+        places = {node_of(pid) for pid in self.ends.copies() if pid not in peers | children}
+        assert len(places) == 1, f"copies on {places}\n{self.nodes.logs()}"
+        return places.pop()
+
+    def unfinished(self) -> list[str]:
+        done = self.nodes.migrator("status", "--json")
+        return [move["move"] for move in json.loads(done.stdout)["moves"]]
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+@pytest.mark.parametrize(
+    "point", [Point.BRACE, Point.BEFORE_REPOINT, Point.REPOINTING, Point.REPOINT, Point.BEFORE_SETTLE]
+)
+def test_a_peers_daemon_is_killed(nodes: Cluster, ends: Ends, point: Point) -> None:
+    crash = Crash(nodes, ends)
+    nodes.fault(PEER, point, "kill")
+    with nodes.begin_move(crash.rank, TARGET, more=("--lease", "3")) as asked:
+        until(f"{point}", lambda: nodes.fired(PEER), 30)
+        crash.bring_back(PEER)
+        asked.communicate(timeout=60)
+    assert asked.returncode == (0 if point is Point.BEFORE_SETTLE else 11), nodes.logs()
+    crash.ends_well(TARGET if point is Point.BEFORE_SETTLE else SOURCE)
+
+
+def test_the_driver_is_killed_between_the_re_pointing_and_the_outcome(nodes: Cluster, ends: Ends) -> None:
+    crash = Crash(nodes, ends)
+    nodes.fault(PEER, Point.REPOINT, "wait")
+    with nodes.begin_move(crash.rank, TARGET, more=("--lease", "2")) as asked:
+        until("the re-pointing", lambda: nodes.fired(PEER), 30)
+        asked.kill()
+    (nodes.run_dir(PEER) / f"{Point.REPOINT}.go").touch()
+    crash.ends_well(SOURCE)
+
+
+@pytest.mark.parametrize("point", [Point.REPOINT, Point.BEFORE_SETTLE])
+def test_a_peer_is_cut_off_around_the_outcome(nodes: Cluster, ends: Ends, point: Point) -> None:
+    """For five seconds nobody reaches it: undone before COMMIT, finished after it; the others do not wait for it."""
+    crash = Crash(nodes, ends)
+    others = ("operator", SOURCE, TARGET)
+    nodes.fault(PEER, point, "wait")
+    with nodes.begin_move(crash.rank, TARGET, more=("--lease", "3")) as asked:
+        until(f"{point}", lambda: nodes.fired(PEER), 30)
+        for other in others:
+            nodes.lab.partition(PEER, other)
+        (nodes.run_dir(PEER) / f"{point}.go").touch()
+        time.sleep(5)  # that long it is cut off
+        for other in others:
+            nodes.lab.heal(PEER, other)
+        with contextlib.suppress(Exception):
+            asked.communicate(timeout=80)
+    crash.ends_well(SOURCE, TARGET)
+
+
+def test_two_ranks_that_talk_do_not_move_at_once(nodes: Cluster, ends: Ends) -> None:
+    first = ends.rank(SOURCE, "--serve", "0.0.0.0:7012", rank=0)
+    second: Job = ends.rank(PEER, "--connect", f"{nodes.lab.address(SOURCE)}:7012", rank=1)
+    ends.flow()
+    with nodes.moving(first, TARGET, SOURCE, Point.BEFORE_COMMIT) as asked:
+        refused = nodes.move(second, TARGET, rank=1, expect=10)
+        assert "moved itself" in refused["reason"] or "not finished" in refused["reason"], refused
+    assert asked.code == 0, asked
+    ends.flow()
+    nodes.move(second, SOURCE, rank=1)
+    nodes.move(first, PEER)
+    ends.flow()
+    no_filters(nodes)
+    ends.end()

@@ -1,0 +1,52 @@
+"""A worker's last words to torchrun: made room for and collected as the rank's user, whatever the path leads to."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from shim import report
+
+NOBODY = 65534
+
+
+@pytest.mark.parametrize(
+    ("given", "path"),
+    [({}, ""), ({"TORCHELASTIC_ERROR_FILE": "/t/e.json"}, "/t/e.json"), ({"TORCHELASTIC_ERROR_FILE": "e.json"}, "")],
+)
+def test_where_a_rank_reports(given: dict[str, str], path: str) -> None:
+    assert report.path_in(given) == path
+
+
+def test_a_report_goes_from_there_to_here(tmp_path: Path) -> None:
+    there, here = tmp_path / "a" / "b" / "error.json", tmp_path / "home.json"
+    mine = os.getuid(), os.getgid()
+    report.make_room(str(there), *mine)
+    assert report.collect(str(there), *mine) == b""
+    there.write_bytes(b"{}" * report.MOST_BYTES)
+    words = report.collect(str(there), *mine)
+    assert words == b"{}" * (report.MOST_BYTES // 2)
+    report.put(str(here), words)
+    assert here.read_bytes() == words
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "home.json"]
+
+
+def test_only_a_file_is_read(tmp_path: Path) -> None:
+    secret, link, pipe = tmp_path / "secret", tmp_path / "link", tmp_path / "pipe"
+    secret.write_text("secret")
+    link.symlink_to(secret)
+    os.mkfifo(pipe)
+    for path in (link, pipe, tmp_path, tmp_path / "nothing"):
+        assert report.collect(str(path), os.getuid(), os.getgid()) == b""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root could do more than the rank's user")
+def test_nothing_is_touched_that_the_user_may_not_touch(tmp_path: Path) -> None:
+    private = tmp_path / "private"
+    private.mkdir(mode=0o700)
+    (private / "error.json").write_text("root's")
+    report.make_room(str(private / "deeper" / "error.json"), NOBODY, NOBODY)
+    assert not (private / "deeper").exists()
+    assert report.collect(str(private / "error.json"), NOBODY, NOBODY) == b""

@@ -1,0 +1,179 @@
+"""The other ends of the rank's connections: silent while a move lasts, re-pointed or pointed back, never reset."""
+
+from __future__ import annotations
+
+import pytest
+
+from migrator.protocol import Verdict
+from snapshotd.rules import Mark
+from tests.protocol.faults import Scene, labels
+from tests.protocol.mover import leftovers, person_says, running
+from tests.protocol.network import AWAY, HOME, PEER, Broken, Copy
+from tests.protocol.world import DRIVER
+
+PAL = "pal"
+WALKED = labels(back=False, ticking=False)
+CHANGING = range(WALKED.index("driver: Repoint asked") + 1, WALKED.index("peer: Repoint answered") + 1)
+
+
+def cut_off(scene: Scene, *nodes: str) -> None:
+    scene.model.cuts |= {frozenset((PEER, node)) for node in nodes}
+
+
+@pytest.mark.parametrize("ticking", [False, True])
+def test_a_cut_off_peer_delays_only_its_own_connection(ticking: bool) -> None:
+    """Cut off from everybody at any event: the rank runs, the other peer talks with it, no process is stopped."""
+    moved = 0
+    for event in range(len(labels(back=False, ticking=ticking)) + 10):
+        scene = Scene({}, ticking=ticking, peers=(PEER, PAL))
+        scene.model.faults[event] = lambda _, scene=scene: cut_off(scene, DRIVER, HOME, AWAY)  # type: ignore[misc]
+        scene.move.run()
+        scene.model.settle()
+        moved += scene.move.verdict is Verdict.MOVED
+        assert len(running(scene.model)) == 1
+        assert scene.model.flows(PAL), event
+        assert all(program.running for program in scene.model.programs.values())
+        scene.play_on().judge()
+        assert scene.model.flows(PEER), event
+        assert not scene.model.severed
+    assert moved
+
+
+def test_a_process_is_not_stopped_until_the_outcome_is_known() -> None:
+    """The peer's daemon dies inside the change of a socket, is cut off, and comes back: `settle` checks that it runs."""
+    stopped = 0
+    for event in CHANGING:
+        scene = Scene({event: "peer daemon dies"}, ticking=False, soon=False)
+        scene.move.run()
+        stopped += not scene.model.programs[PEER].running
+        cut_off(scene, DRIVER, HOME, AWAY)
+        scene.model.settle()
+        assert scene.model.programs[PEER].running
+        scene.play_on().judge()
+        assert scene.model.flows(PEER)
+    assert stopped
+
+
+@pytest.mark.parametrize("ticking", [False, True])
+def test_a_peer_that_hears_commit_waits_until_the_target_runs_the_rank(ticking: bool) -> None:
+    """The driver dies after COMMIT, the target's copy dies unrun: the connection goes on at the source."""
+    walked = labels(back=False, ticking=ticking)
+    scene = Scene({walked.index("source: Commit answered"): "driver dies"}, ticking=ticking)
+    scene.move.run()
+    scene.model.cuts.add(frozenset((HOME, AWAY)))
+    scene.model.settle()
+    at_peer = scene.model.journal[PEER, "m-1"]
+    assert at_peer.mark is Mark.REPOINTED
+    assert at_peer.outcome is None
+    scene.kill_target_copy()
+    scene.play_on()
+    assert [copy.node for copy in running(scene.model)] == [HOME]
+    assert scene.model.flows(PEER)
+    scene.judge()
+
+
+def test_the_target_alone_can_tell_a_peer() -> None:
+    """Source and target cut off from each other for ever, the driver dead after Activate: the peer asks the target."""
+    scene = Scene({WALKED.index("target: Activate answered"): "driver dies"}, ticking=False)
+    scene.move.run()
+    scene.model.cuts.add(frozenset((HOME, AWAY)))
+    scene.model.settle()
+    assert scene.model.flows(PEER)
+
+
+def test_where_a_person_buries_the_source_the_peers_follow_the_target() -> None:
+    """While the source is dead; it was the only one to know the outcome."""
+    for label in ("driver: Commit asked", "source: record COMMIT", "driver: Activate asked"):
+        scene = Scene({}, ticking=False)
+        scene.model.dead_for_ever.add(HOME)
+        scene.model.faults[WALKED.index(label)] = lambda world: world.reboot(HOME)
+        scene.move.run()
+        scene.model.settle()
+        if not running(scene.model):
+            assert person_says(scene.model, AWAY, "DeclareSourceDead", "m-1")
+        scene.model.settle()
+        assert scene.model.flows(PEER), label
+        scene.model.dead_for_ever.clear()
+        scene.play_on()
+        assert scene.model.flows(PEER), label
+        assert leftovers(scene.model) == []
+
+
+def test_a_frozen_rank_that_dies_keeps_its_connections_at_the_target() -> None:
+    """The source does not commit alone while the driver lives, who is about to have the peers re-pointed."""
+    for ticking in (False, True):
+        walked = labels(back=False, ticking=ticking)
+        for event in range(walked.index("target: mark held") + 1, walked.index("source: release: silence")):
+            scene = Scene({event: "rank dies on source"}, ticking=ticking).play()
+            assert scene.move.verdict is Verdict.MOVED
+            assert scene.model.flows(PEER), walked[event]
+            scene.judge()
+
+
+@pytest.mark.parametrize("late", ["Brace", "Repoint"])
+def test_what_comes_late_changes_nothing(late: str) -> None:
+    """After the driver has aborted and said so; a peer that is told of a move only then asks, and undoes it alone."""
+    scene = Scene({WALKED.index(f"driver: {late} asked"): "request late"}, ticking=False)
+    scene.move.run()
+    assert scene.move.verdict is Verdict.UNDONE
+    assert scene.model.flows(PEER)
+    scene.play_on()
+    assert f"{PEER}: mark {Mark.REPOINTING}" not in scene.model.labels
+    scene.judge()
+
+
+def test_a_peer_that_was_not_told_points_back_alone() -> None:
+    """The driver dies when all are re-pointed: the lease ends, and the source says ABORT to whoever asks."""
+    scene = Scene({WALKED.index("driver: Commit asked"): "driver dies"}, ticking=False).play()
+    assert f"{PEER}: mark {Mark.POINTED_BACK}" in scene.model.labels
+    assert [copy.node for copy in running(scene.model)] == [HOME]
+    scene.judge()
+
+
+# ------------------------------------------------------------ the network itself
+
+
+def connected_world() -> Scene:
+    scene = Scene({}, ticking=False)
+    assert scene.model.flows(PEER)
+    return scene
+
+
+def test_a_stale_name_without_a_filter_is_answered_with_rst() -> None:
+    scene = connected_world()
+    scene.model.programs[PEER].sockets[PEER].names = AWAY
+    with pytest.raises(Broken, match="RST from"):
+        scene.model.retransmit(for_real=False)
+    for node in (PEER, AWAY):
+        scene.model.hold(node, "m-1", PEER, AWAY, HOME)
+        if node == PEER:
+            scene.model.retransmit(for_real=False)
+            scene.model.drop_filters(PEER, "m-1")
+    with pytest.raises(Broken, match=f"RST from {PEER} to {HOME}"):
+        scene.model.retransmit(for_real=False)
+
+
+def test_a_process_that_runs_with_a_half_changed_socket_is_seen() -> None:
+    scene = connected_world()
+    scene.model.programs[PEER].sockets[PEER].repair = True
+    with pytest.raises(Broken, match="half changed"):
+        scene.model.retransmit(for_real=False)
+
+
+def test_a_goodbye_is_heard_unless_silenced_or_filtered() -> None:
+    scene = connected_world()
+    scene.model.copies.append(Copy(AWAY, running=True))  # the rank lives elsewhere
+    with pytest.raises(Broken, match="says goodbye"):
+        scene.model.kill_silently(scene.model.copies[0])
+    scene.model.hold(HOME, "m-1", PEER, HOME)
+    scene.model.kill_silently(scene.model.copies[0])
+
+
+@pytest.mark.parametrize("died", [HOME, PEER])
+def test_a_death_excuses_the_loss_of_a_connection(died: str) -> None:
+    scene = connected_world()
+    scene.model.reboot(died)
+    scene.model.retransmit(for_real=True)
+    assert not any(socket.lost for _, _, socket in scene.model.ends()), "a node that is off does not answer"
+    scene.model.settle()
+    assert not list(scene.model.ends())
