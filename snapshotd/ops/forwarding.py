@@ -44,6 +44,7 @@ class Forwarding:
         self._telling: dict[str, asyncio.Task[None]] = {}
         self._positive: dict[str, bool] = {}  # is what is being told where a rank is, or that it has ended?
         self._folder = node.config.state_dir / "forwards"
+        self._changing = asyncio.Lock()
 
     # ------------------------------------------------------------------ what another node tells
 
@@ -60,7 +61,8 @@ class Forwarding:
         except BadAddress as error:
             raise Usage(f"an address to be forwarded makes no sense: {error}") from error
         nodes = [[node.name, node.endpoint] for node in request.nodes]
-        await in_thread(self._put, uid, addresses, nodes, request.moves)
+        async with self._changing:
+            await in_thread(self._put, uid, addresses, nodes, request.moves)
         await self._forwarded(uid)
         return pb.ForwardReply()
 
@@ -96,10 +98,18 @@ class Forwarding:
         answers = await asyncio.gather(*(self._knows(uid, *node) for node in fields["nodes"]))
         if answers and not any(answers):  # nobody is silent, and nobody has it
             log.info("rank %s has ended: nothing is forwarded to it any more", uid)
-            await in_thread(self._put, uid, {}, [], fields["moves"])
-        elif uid not in await in_thread(forward.listed):
+            async with self._changing:
+                await in_thread(self._put, uid, {}, [], fields["moves"])
+            return
+        async with self._changing:
+            await in_thread(self._again, path)
+
+    def _again(self, path: Path) -> None:
+        """What the file says is in force, if it still says something: the rank's end may just have been told."""
+        if path.exists() and (uid := path.name.removesuffix(".json")) not in forward.listed():
+            fields = json.loads(path.read_text())
             addresses = {Address.parse(old): Address.parse(new) for old, new in fields["addresses"]}
-            await in_thread(self._put, uid, addresses, fields["nodes"], fields["moves"])
+            self._put(uid, addresses, fields["nodes"], fields["moves"])
 
     async def _knows(self, uid: str, name: str, endpoint: str) -> bool:
         """Whether a node has the rank or its keeper; one that does not answer may."""

@@ -142,6 +142,10 @@ class FakeDaemon(stubs.NodeServicer, stubs.SourceServicer, stubs.TargetServicer)
         self._hear("Prepare", request, context)
         return pb.PrepareReply(nonce=b"n" * 32)
 
+    def OpenLane(self, request: pb.OpenLaneRequest, context: grpc.ServicerContext) -> pb.OpenLaneReply:
+        self._hear("OpenLane", request, context)
+        return pb.OpenLaneReply()
+
     def Seal(self, request: pb.SealRequest, context: grpc.ServicerContext) -> pb.SealReply:
         self._hear("Seal", request, context)
         return pb.SealReply()
