@@ -21,17 +21,18 @@ from typing import Any
 
 from snapshotd import host, metrics, rules
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.api.errors import Busy, Denied, NotFound, Refused, SnapshotError, Where, WrongState
+from snapshotd.api.errors import Busy, Denied, NotFound, Refused, SnapshotError, Usage, Where, WrongState
 from snapshotd.blocking import in_thread
 from snapshotd.faults import Point, reach
 from snapshotd.journal import Begin, Journal, MoveLog, check_move_id
 from snapshotd.logs import move_context
 from snapshotd.net import filter as packets
 from snapshotd.net import forward, refusals, rehome, sockets, timers, tracking
-from snapshotd.net.flows import Address, Flow, Holder, Pair
+from snapshotd.net.flows import Address, BadAddress, Flow, Holder, Pair
 from snapshotd.ops import settings
 from snapshotd.ops.connections import new_pair, old_pair, peer_table
 from snapshotd.ops.node import Moving, Node, now_unix_s
+from snapshotd.ranks import check_rank_uid
 from snapshotd.rules import CopyState, Mark, Outcome, PeerDecision, PeerFacts
 
 log = logging.getLogger(__name__)
@@ -72,7 +73,7 @@ class PeerOps:
 
     async def brace(self, request: pb.RepointRequest) -> pb.BraceReply:
         """Before the freeze: the ends here outlive a long silence, and this kernel learns how far the target is."""
-        check_move_id(request.move)
+        _check(request)
         known = self.journal.find(request.move) is not None
         moving = self._moving(request.move) if known else await self._begin(request)
         async with moving.lock:
@@ -96,7 +97,7 @@ class PeerOps:
 
     async def repoint(self, request: pb.RepointRequest) -> pb.RepointReply:
         """Points the ends here at the target, under a filter. The last thing before COMMIT."""
-        check_move_id(request.move)
+        _check(request)
         known = self.journal.find(request.move) is not None
         moving = self._moving(request.move) if known else await self._begin(request)
         async with moving.lock:
@@ -318,6 +319,17 @@ class PeerOps:
                 raise NotFound(f"no connection of move {move} ends here")
             found = self.moves[move] = Moving(move_log)
         return found
+
+
+def _check(request: pb.RepointRequest) -> None:
+    """What comes from the wire, before anything of it is journalled."""
+    check_move_id(request.move)
+    check_rank_uid(request.rank_uid)
+    try:
+        for rewire in request.rewires:
+            old_pair(rewire), new_pair(rewire)
+    except BadAddress as error:
+        raise Usage(f"an address to be re-pointed makes no sense: {error}") from error
 
 
 def _note(rewire: pb.Rewire, flow: Flow) -> dict[str, Any]:

@@ -22,7 +22,6 @@ from snapshotd.cgroup import Cgroup
 from snapshotd.faults import Point, reach
 from snapshotd.journal import Begin, MoveLog, OutcomeRecord, check_move_id
 from snapshotd.logs import move_context
-from snapshotd.net import forward
 from snapshotd.net.plan import Places
 from snapshotd.net.sockets import tree_flows
 from snapshotd.ops import connections, newcomers, settings
@@ -50,6 +49,7 @@ class SourceOps:
         self.node = node
         self.moves: dict[str, Moving] = {}
         self._later: set[asyncio.Task[None]] = set()
+        self._forwarded: set[str] = set()  # ranks that left, and where they are now was told here
         self._pending = pending  # the move of another rank that has re-pointed sockets of these processes and goes on
 
     # ------------------------------------------------------------------ steps, each idempotent by (move, step)
@@ -125,6 +125,7 @@ class SourceOps:
             lease_s=request.lease_s,
         )
         entry.moving = request.move
+        self._forwarded.discard(entry.uid)
         try:
             move_log = await in_thread(self.node.journal.begin, begin)
         except BaseException:
@@ -501,7 +502,7 @@ class SourceOps:
     async def _admit_newcomers(self, move_log: MoveLog) -> None:
         """Those who call the rank here are let go on once they are forwarded; whoever says so last does it, or the clock."""
         if move_log.note("newcomers"):
-            if await in_thread(forward.forwarded, move_log.begin.rank_uid):
+            if move_log.begin.rank_uid in self._forwarded:
                 await in_thread(newcomers.admit, move_log)
             else:
                 task = asyncio.create_task(self._admit_later(move_log), name=f"newcomers of {move_log.move}")
@@ -514,6 +515,7 @@ class SourceOps:
 
     async def forwarded(self, rank_uid: str) -> None:
         """New connections to a rank are sent on from here now: the moves that took it away need not hold them any more."""
+        self._forwarded.add(rank_uid)
         for move_log in self.node.journal.all():
             begin = move_log.begin
             if (begin.role, begin.rank_uid) == ("source", rank_uid) and move_log.last_mark is Mark.SETTLED:

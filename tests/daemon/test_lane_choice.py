@@ -1,0 +1,95 @@
+"""Which lane carries the images: the one beside gRPC, or gRPC itself where that one cannot be had."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from migrator import pki
+from snapshotd.api import snapshotd_pb2 as pb
+from snapshotd.api.channel import Credentials
+from snapshotd.api.errors import Denied, Internal, SnapshotError, Unreachable, Where
+from snapshotd.images.bulk import BulkLanes
+from snapshotd.images.bulk_stream import BulkStream
+from snapshotd.images.lane import PushCall
+from snapshotd.images.store import ImageStore
+from snapshotd.journal import Begin
+from snapshotd.ops.lane import streams_to_target
+
+MOVE = "m-0123456789ab"
+BEGIN: Any = SimpleNamespace(move=MOVE, target_node="node-2", target_endpoint="127.0.0.1:7070")
+
+
+@dataclass
+class SourceNode:
+    """A node whose target answers OpenLane with `answer`, or fails so."""
+
+    config: Any
+    answer: pb.OpenLaneReply | SnapshotError
+
+    @asynccontextmanager
+    async def client(self, name: str, endpoint: str) -> AsyncIterator[Any]:
+        assert (name, endpoint) == (BEGIN.target_node, BEGIN.target_endpoint)
+
+        async def open_lane(request: pb.OpenLaneRequest, timeout_s: float) -> pb.OpenLaneReply:
+            assert request.move == MOVE
+            if isinstance(self.answer, SnapshotError):
+                raise self.answer
+            return self.answer
+
+        yield SimpleNamespace(target=SimpleNamespace(OpenLane=open_lane))
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Any:
+    pki.init(tmp_path / "ca")
+    identity = pki.issue_node(tmp_path / "ca", "node-2")
+    return SimpleNamespace(credentials=Credentials(identity.ca, identity.cert, identity.key), streams=3)
+
+
+async def kinds(node: Any, begin: Begin = BEGIN) -> list[type]:
+    async with streams_to_target(node, begin) as streams:
+        for stream in streams:
+            stream.cancel()
+            await stream.ended()
+        return [type(stream) for stream in streams]
+
+
+async def test_the_lane_beside_grpc_is_the_first_choice(config: Any, tmp_path: Path) -> None:
+    lanes = BulkLanes(ImageStore(tmp_path / "images"), config.credentials, ["127.0.0.1"])
+    port, key = lanes.open(MOVE, "node-2")
+    assert await kinds(SourceNode(config, pb.OpenLaneReply(port=port, key=key))) == [BulkStream] * 3
+    lanes.close_all()
+
+
+async def test_a_port_that_is_shut_leaves_grpc_and_one_line_in_the_log(
+    config: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    with caplog.at_level(logging.INFO, logger="snapshotd.ops.lane"):
+        assert await kinds(SourceNode(config, pb.OpenLaneReply(port=port, key=b"k"))) == [PushCall] * 3
+    (line,) = caplog.messages
+    assert "gRPC carries the images: the bulk lane cannot be reached" in line
+    assert "refused" in line
+
+
+async def test_a_target_that_has_no_such_lane_leaves_grpc(config: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="snapshotd.ops.lane"):
+        assert await kinds(SourceNode(config, Internal("it does not know OpenLane"))) == [PushCall] * 3
+    assert len(caplog.messages) == 1
+
+
+@pytest.mark.parametrize("error", [Denied("you are not the source"), Unreachable("it is gone")])
+async def test_what_the_target_has_against_the_move_is_not_hidden(config: Any, error: SnapshotError) -> None:
+    with pytest.raises(type(error)) as found:
+        await kinds(SourceNode(config, error))
+    assert found.value.where is Where.SOURCE_FROZEN
