@@ -362,7 +362,10 @@ def test_a_terminal_stays_one(nodes: Cluster) -> None:
     screen.type(b"\x03")
     screen.shows("DONE\r\n")
     assert job.finish(30) == 5
-    assert screen.steps() == list(range(len(screen.steps())))
+    # Ctrl-C empties a terminal's queues (termios: no NOFLSH), moved or not: each of the three may cost a line, no more.
+    steps = screen.steps()
+    assert steps == sorted(set(steps))
+    assert len(set(range(steps[-1])) - set(steps)) <= 3
     assert termios.tcgetattr(screen.slave) == before
 
 

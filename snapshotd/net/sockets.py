@@ -213,7 +213,7 @@ def _descriptors(pids: Iterable[int], inodes: Collection[int] | None = None) -> 
 def _protocol(holders: Iterable[Holder]) -> tuple[str, Family] | None:
     """The protocol and family of a socket by any of its holders; None where it has no IP address, or nobody any more."""
     for holder in holders:
-        with contextlib.suppress(*_GONE):
+        with contextlib.suppress(OSError):  # closed since, and the descriptor may be another file's by now
             raw = os.getxattr(f"/proc/{holder.pid}/fd/{holder.fd}", "system.sockprotoname")
             name = raw.rstrip(b"\0").decode(errors="replace")
             if not name.startswith(_INET):

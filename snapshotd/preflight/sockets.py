@@ -36,7 +36,10 @@ def by_family(objects: Sequence[Object]) -> dict[str, list[tuple[Object, str]]]:
     for thing in objects:
         if thing.kind is not Kind.SOCKET:
             continue
-        protocol = protocol_of(thing)
+        try:
+            protocol = protocol_of(thing)
+        except OSError:  # closed since, and the descriptor may be another file's by now
+            continue
         if protocol.startswith("UNIX"):
             family = "unix"
         elif protocol.startswith(_INET):
