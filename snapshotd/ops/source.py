@@ -36,6 +36,7 @@ FREEZE_S = 20.0
 #: After COMMIT the driver has this long to activate before the source does it alone.
 DRIVER_FIRST_S = 3.0
 ASK_AGAIN_S = 1.0
+KEEPER_BACK_S = 5.0
 #: How long new connections are held after a move that nobody forwards to its target.
 FORWARD_S = 30.0
 #: Marks a restart cannot carry on from: what was going on went with the daemon.
@@ -57,6 +58,7 @@ class SourceOps:
     async def inspect(self, request: pb.InspectRequest) -> pb.InspectReply:
         """What the rank uses, and what speaks against moving it. Nothing is touched."""
         entry = self.node.ranks.here(request.rank_uid)
+        await _keeper_back(entry)
         facts, checks = await self._facts(entry)
         places = self._places(request.nodes, request.target_node)
         rewires, more = await in_thread(connections.look, entry.group.pids(), places)
@@ -582,3 +584,10 @@ class SourceOps:
             token=rules.proof(move_log.nonce, record.outcome.value, move_log.move),
             where=where,
         )
+
+
+async def _keeper_back(entry: RankEntry) -> None:
+    """After a restart of this daemon the keepers take a moment to reconnect: the first question waits for them."""
+    deadline_s = host.boottime_s() + KEEPER_BACK_S
+    while entry.link is None and entry.keeper_alive() and host.boottime_s() < deadline_s:  # noqa: ASYNC110 - bounded, rare
+        await asyncio.sleep(0.05)
