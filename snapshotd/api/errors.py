@@ -151,6 +151,13 @@ class WrongState(SnapshotError):
     remedy = "`migrator status MOVE` says where the move stands"
 
 
+class GpuFailed(SnapshotError):
+    """The CUDA driver said no, or did not answer; the message holds its own name for the error."""
+
+    code, exit_code, status = "gpu-failed", 24, grpc.StatusCode.ABORTED
+    remedy = "the driver's error name and `nvidia-smi` on that node say more; a plain retry is safe while the job runs"
+
+
 def _subclasses(cls: type[SnapshotError]) -> list[type[SnapshotError]]:
     return [cls, *(found for sub in cls.__subclasses__() for found in _subclasses(sub))]
 

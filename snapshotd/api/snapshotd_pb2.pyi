@@ -75,6 +75,9 @@ class NodeInfo(_message.Message):
     MOVES_RUNNING_FIELD_NUMBER: _builtins.int
     CPU_FEATURES_FIELD_NUMBER: _builtins.int
     ADDRESSES_FIELD_NUMBER: _builtins.int
+    GPUS_FIELD_NUMBER: _builtins.int
+    DRIVER_VERSION_FIELD_NUMBER: _builtins.int
+    GPU_PROBLEM_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     endpoint: _builtins.str
     """host:port where this daemon is reached by the others"""
@@ -91,11 +94,19 @@ class NodeInfo(_message.Message):
     """of it in use"""
     ranks: _builtins.int
     moves_running: _builtins.int
+    driver_version: _builtins.str
+    """of the NVIDIA driver, empty where there is none"""
+    gpu_problem: _builtins.str
+    """why the GPUs of a node that has some cannot be told, in words"""
     @_builtins.property
     def cpu_features(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
     def addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """with prefix length: 10.0.0.1/24; no loopback, no link-local"""
+
+    @_builtins.property
+    def gpus(self) -> _containers.RepeatedCompositeFieldContainer[Global___Gpu]:
+        """empty where there are none"""
 
     def __init__(
         self,
@@ -114,14 +125,95 @@ class NodeInfo(_message.Message):
         moves_running: _builtins.int = ...,
         cpu_features: _abc.Iterable[_builtins.str] | None = ...,
         addresses: _abc.Iterable[_builtins.str] | None = ...,
+        gpus: _abc.Iterable[Global___Gpu] | None = ...,
+        driver_version: _builtins.str = ...,
+        gpu_problem: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["addresses", b"addresses", "architecture", b"architecture", "boot_id", b"boot_id", "cpu_features", b"cpu_features", "criu_version", b"criu_version", "endpoint", b"endpoint", "image_capacity_bytes", b"image_capacity_bytes", "image_held_bytes", b"image_held_bytes", "kernel", b"kernel", "memory_available_bytes", b"memory_available_bytes", "moves_running", b"moves_running", "name", b"name", "ranks", b"ranks", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["addresses", b"addresses", "architecture", b"architecture", "boot_id", b"boot_id", "cpu_features", b"cpu_features", "criu_version", b"criu_version", "driver_version", b"driver_version", "endpoint", b"endpoint", "gpu_problem", b"gpu_problem", "gpus", b"gpus", "image_capacity_bytes", b"image_capacity_bytes", "image_held_bytes", b"image_held_bytes", "kernel", b"kernel", "memory_available_bytes", b"memory_available_bytes", "moves_running", b"moves_running", "name", b"name", "ranks", b"ranks", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___NodeInfo: _TypeAlias = NodeInfo  # noqa: Y015
+
+@_typing.final
+class Gpu(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    UUID_FIELD_NUMBER: _builtins.int
+    INDEX_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    COMPUTE_CAPABILITY_FIELD_NUMBER: _builtins.int
+    MEMORY_BYTES_FIELD_NUMBER: _builtins.int
+    MEMORY_FREE_BYTES_FIELD_NUMBER: _builtins.int
+    MIG_FIELD_NUMBER: _builtins.int
+    PROCESSES_FIELD_NUMBER: _builtins.int
+    RESERVED_FOR_FIELD_NUMBER: _builtins.int
+    uuid: _builtins.str
+    """GPU-xxxxxxxx-xxxx-…"""
+    index: _builtins.int
+    """as nvidia-smi numbers them"""
+    name: _builtins.str
+    """of the chip: NVIDIA H200"""
+    compute_capability: _builtins.str
+    """9.0"""
+    memory_bytes: _builtins.int
+    memory_free_bytes: _builtins.int
+    mig: _builtins.bool
+    """partitioned"""
+    reserved_for: _builtins.str
+    """the move that will use it, empty: none"""
+    @_builtins.property
+    def processes(self) -> _containers.RepeatedCompositeFieldContainer[Global___GpuProcess]: ...
+    def __init__(
+        self,
+        *,
+        uuid: _builtins.str = ...,
+        index: _builtins.int = ...,
+        name: _builtins.str = ...,
+        compute_capability: _builtins.str = ...,
+        memory_bytes: _builtins.int = ...,
+        memory_free_bytes: _builtins.int = ...,
+        mig: _builtins.bool = ...,
+        processes: _abc.Iterable[Global___GpuProcess] | None = ...,
+        reserved_for: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_capability", b"compute_capability", "index", b"index", "memory_bytes", b"memory_bytes", "memory_free_bytes", b"memory_free_bytes", "mig", b"mig", "name", b"name", "processes", b"processes", "reserved_for", b"reserved_for", "uuid", b"uuid"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Gpu: _TypeAlias = Gpu  # noqa: Y015
+
+@_typing.final
+class GpuProcess(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PID_FIELD_NUMBER: _builtins.int
+    MEMORY_BYTES_FIELD_NUMBER: _builtins.int
+    MPS_FIELD_NUMBER: _builtins.int
+    pid: _builtins.int
+    """as the daemon's own pid namespace numbers it"""
+    memory_bytes: _builtins.int
+    """0 where the driver does not tell"""
+    mps: _builtins.bool
+    """a client of the multi-process service"""
+    def __init__(
+        self,
+        *,
+        pid: _builtins.int = ...,
+        memory_bytes: _builtins.int = ...,
+        mps: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["memory_bytes", b"memory_bytes", "mps", b"mps", "pid", b"pid"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GpuProcess: _TypeAlias = GpuProcess  # noqa: Y015
 
 @_typing.final
 class ListRanksRequest(_message.Message):
@@ -222,6 +314,8 @@ class Rank(_message.Message):
     MOVES_FIELD_NUMBER: _builtins.int
     MOVING_FIELD_NUMBER: _builtins.int
     MEMORY_BYTES_FIELD_NUMBER: _builtins.int
+    GPUS_FIELD_NUMBER: _builtins.int
+    DEVICE_BYTES_FIELD_NUMBER: _builtins.int
     uid: _builtins.str
     """unique for ever: JOB-RANK-xxxxxxxx"""
     job: _builtins.str
@@ -239,10 +333,16 @@ class Rank(_message.Message):
     moving: _builtins.str
     """the id of a move in progress, else empty"""
     memory_bytes: _builtins.int
+    device_bytes: _builtins.int
+    """of device memory, on all of them"""
     @_builtins.property
     def process(self) -> Global___ProcessId: ...
     @_builtins.property
     def keeper(self) -> Global___ProcessId: ...
+    @_builtins.property
+    def gpus(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """UUIDs of the GPUs its processes use"""
+
     def __init__(
         self,
         *,
@@ -261,10 +361,12 @@ class Rank(_message.Message):
         moves: _builtins.int = ...,
         moving: _builtins.str = ...,
         memory_bytes: _builtins.int = ...,
+        gpus: _abc.Iterable[_builtins.str] | None = ...,
+        device_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["keeper", b"keeper", "process", b"process"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_node", b"at_node", "command", b"command", "home_endpoint", b"home_endpoint", "home_node", b"home_node", "job", b"job", "keeper", b"keeper", "memory_bytes", b"memory_bytes", "moves", b"moves", "moving", b"moving", "place", b"place", "process", b"process", "rank", b"rank", "started_unix_s", b"started_unix_s", "uid", b"uid", "user_id", b"user_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_node", b"at_node", "command", b"command", "device_bytes", b"device_bytes", "gpus", b"gpus", "home_endpoint", b"home_endpoint", "home_node", b"home_node", "job", b"job", "keeper", b"keeper", "memory_bytes", b"memory_bytes", "moves", b"moves", "moving", b"moving", "place", b"place", "process", b"process", "rank", b"rank", "started_unix_s", b"started_unix_s", "uid", b"uid", "user_id", b"user_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -509,6 +611,7 @@ class RankFacts(_message.Message):
     PROCESSES_FIELD_NUMBER: _builtins.int
     THREADS_FIELD_NUMBER: _builtins.int
     USER_IDS_FIELD_NUMBER: _builtins.int
+    GPU_FIELD_NUMBER: _builtins.int
     source_node: _builtins.str
     daemon_version: _builtins.str
     architecture: _builtins.str
@@ -531,6 +634,10 @@ class RankFacts(_message.Message):
 
     @_builtins.property
     def user_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def gpu(self) -> Global___GpuFacts:
+        """not set: the rank uses no GPU"""
+
     def __init__(
         self,
         *,
@@ -548,14 +655,130 @@ class RankFacts(_message.Message):
         processes: _builtins.int = ...,
         threads: _builtins.int = ...,
         user_ids: _abc.Iterable[_builtins.int] | None = ...,
+        gpu: Global___GpuFacts | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["rank", b"rank"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["gpu", b"gpu", "rank", b"rank"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "carried_bytes", b"carried_bytes", "cpu_features", b"cpu_features", "criu_version", b"criu_version", "daemon_version", b"daemon_version", "directories", b"directories", "files", b"files", "kernel", b"kernel", "memory_bytes", b"memory_bytes", "processes", b"processes", "rank", b"rank", "source_node", b"source_node", "threads", b"threads", "user_ids", b"user_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "carried_bytes", b"carried_bytes", "cpu_features", b"cpu_features", "criu_version", b"criu_version", "daemon_version", b"daemon_version", "directories", b"directories", "files", b"files", "gpu", b"gpu", "kernel", b"kernel", "memory_bytes", b"memory_bytes", "processes", b"processes", "rank", b"rank", "source_node", b"source_node", "threads", b"threads", "user_ids", b"user_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RankFacts: _TypeAlias = RankFacts  # noqa: Y015
+
+@_typing.final
+class GpuFacts(_message.Message):
+    """The GPUs of a rank that uses CUDA, as its source sees them."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DRIVER_VERSION_FIELD_NUMBER: _builtins.int
+    NODE_GPUS_FIELD_NUMBER: _builtins.int
+    USES_FIELD_NUMBER: _builtins.int
+    DEVICE_BYTES_FIELD_NUMBER: _builtins.int
+    PROCESSES_FIELD_NUMBER: _builtins.int
+    driver_version: _builtins.str
+    device_bytes: _builtins.int
+    """what the driver's checkpoint will put into host memory at most"""
+    processes: _builtins.int
+    """how many processes of the tree hold CUDA"""
+    @_builtins.property
+    def node_gpus(self) -> _containers.RepeatedCompositeFieldContainer[Global___Gpu]:
+        """all of the source node, in the driver's order"""
+
+    @_builtins.property
+    def uses(self) -> _containers.RepeatedCompositeFieldContainer[Global___GpuUse]:
+        """those the rank is on"""
+
+    def __init__(
+        self,
+        *,
+        driver_version: _builtins.str = ...,
+        node_gpus: _abc.Iterable[Global___Gpu] | None = ...,
+        uses: _abc.Iterable[Global___GpuUse] | None = ...,
+        device_bytes: _builtins.int = ...,
+        processes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_bytes", b"device_bytes", "driver_version", b"driver_version", "node_gpus", b"node_gpus", "processes", b"processes", "uses", b"uses"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GpuFacts: _TypeAlias = GpuFacts  # noqa: Y015
+
+@_typing.final
+class GpuUse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    UUID_FIELD_NUMBER: _builtins.int
+    MEMORY_BYTES_FIELD_NUMBER: _builtins.int
+    uuid: _builtins.str
+    memory_bytes: _builtins.int
+    def __init__(
+        self,
+        *,
+        uuid: _builtins.str = ...,
+        memory_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["memory_bytes", b"memory_bytes", "uuid", b"uuid"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GpuUse: _TypeAlias = GpuUse  # noqa: Y015
+
+@_typing.final
+class GpuPair(_message.Message):
+    """One GPU of the source and the GPU of the target that takes its place."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OLD_UUID_FIELD_NUMBER: _builtins.int
+    NEW_UUID_FIELD_NUMBER: _builtins.int
+    old_uuid: _builtins.str
+    new_uuid: _builtins.str
+    def __init__(
+        self,
+        *,
+        old_uuid: _builtins.str = ...,
+        new_uuid: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["new_uuid", b"new_uuid", "old_uuid", b"old_uuid"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GpuPair: _TypeAlias = GpuPair  # noqa: Y015
+
+@_typing.final
+class Part(_message.Message):
+    """A part of a step, for the table of where the pause went."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    seconds: _builtins.float
+    bytes: _builtins.int
+    """0 where it moves none"""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        seconds: _builtins.float = ...,
+        bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "name", b"name", "seconds", b"seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Part: _TypeAlias = Part  # noqa: Y015
 
 @_typing.final
 class InspectRequest(_message.Message):
@@ -621,6 +844,9 @@ class ExamineRequest(_message.Message):
 
     FACTS_FIELD_NUMBER: _builtins.int
     REWIRES_FIELD_NUMBER: _builtins.int
+    GPU_FIELD_NUMBER: _builtins.int
+    gpu: _builtins.str
+    """the GPU asked for: a UUID or an index of the target; empty: any that fits"""
     @_builtins.property
     def facts(self) -> Global___RankFacts: ...
     @_builtins.property
@@ -632,10 +858,11 @@ class ExamineRequest(_message.Message):
         *,
         facts: Global___RankFacts | None = ...,
         rewires: _abc.Iterable[Global___Rewire] | None = ...,
+        gpu: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["facts", b"facts"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["facts", b"facts", "rewires", b"rewires"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["facts", b"facts", "gpu", b"gpu", "rewires", b"rewires"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -646,16 +873,22 @@ class ExamineReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     CHECKS_FIELD_NUMBER: _builtins.int
+    GPU_PAIRS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def checks(self) -> _containers.RepeatedCompositeFieldContainer[Global___Check]: ...
+    @_builtins.property
+    def gpu_pairs(self) -> _containers.RepeatedCompositeFieldContainer[Global___GpuPair]:
+        """what Prepare would choose now"""
+
     def __init__(
         self,
         *,
         checks: _abc.Iterable[Global___Check] | None = ...,
+        gpu_pairs: _abc.Iterable[Global___GpuPair] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checks", b"checks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checks", b"checks", "gpu_pairs", b"gpu_pairs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -752,11 +985,22 @@ class FreezeReply(_message.Message):
     SECONDS_FIELD_NUMBER: _builtins.int
     PROCESSES_FIELD_NUMBER: _builtins.int
     REWIRES_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
+    DEVICE_BYTES_FIELD_NUMBER: _builtins.int
+    DEVICE_BYTES_LEFT_FIELD_NUMBER: _builtins.int
     seconds: _builtins.float
     processes: _builtins.int
+    device_bytes: _builtins.int
+    """of device memory that the checkpoint took"""
+    device_bytes_left: _builtins.int
+    """free blocks of the caching allocator that were given back and did not travel"""
     @_builtins.property
     def rewires(self) -> _containers.RepeatedCompositeFieldContainer[Global___Rewire]:
         """the connections of the frozen rank: what peers re-point"""
+
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Part]:
+        """a GPU rank's: empty-cache, lock, park, checkpoint"""
 
     def __init__(
         self,
@@ -764,10 +1008,13 @@ class FreezeReply(_message.Message):
         seconds: _builtins.float = ...,
         processes: _builtins.int = ...,
         rewires: _abc.Iterable[Global___Rewire] | None = ...,
+        parts: _abc.Iterable[Global___Part] | None = ...,
+        device_bytes: _builtins.int = ...,
+        device_bytes_left: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["processes", b"processes", "rewires", b"rewires", "seconds", b"seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_bytes", b"device_bytes", "device_bytes_left", b"device_bytes_left", "parts", b"parts", "processes", b"processes", "rewires", b"rewires", "seconds", b"seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -960,8 +1207,11 @@ class PrepareRequest(_message.Message):
     MOVE_FIELD_NUMBER: _builtins.int
     FACTS_FIELD_NUMBER: _builtins.int
     SOURCE_ENDPOINT_FIELD_NUMBER: _builtins.int
+    GPU_FIELD_NUMBER: _builtins.int
     move: _builtins.str
     source_endpoint: _builtins.str
+    gpu: _builtins.str
+    """as in ExamineRequest"""
     @_builtins.property
     def facts(self) -> Global___RankFacts: ...
     def __init__(
@@ -970,10 +1220,11 @@ class PrepareRequest(_message.Message):
         move: _builtins.str = ...,
         facts: Global___RankFacts | None = ...,
         source_endpoint: _builtins.str = ...,
+        gpu: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["facts", b"facts"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["facts", b"facts", "move", b"move", "source_endpoint", b"source_endpoint"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["facts", b"facts", "gpu", b"gpu", "move", b"move", "source_endpoint", b"source_endpoint"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -984,15 +1235,21 @@ class PrepareReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     NONCE_FIELD_NUMBER: _builtins.int
+    GPU_PAIRS_FIELD_NUMBER: _builtins.int
     nonce: _builtins.bytes
+    @_builtins.property
+    def gpu_pairs(self) -> _containers.RepeatedCompositeFieldContainer[Global___GpuPair]:
+        """every GPU of the source; reserved for this move until it ends"""
+
     def __init__(
         self,
         *,
         nonce: _builtins.bytes = ...,
+        gpu_pairs: _abc.Iterable[Global___GpuPair] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["nonce", b"nonce"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gpu_pairs", b"gpu_pairs", "nonce", b"nonce"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1121,17 +1378,23 @@ class RestoreReply(_message.Message):
 
     HELD_RECEIPT_FIELD_NUMBER: _builtins.int
     SECONDS_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
     held_receipt: _builtins.bytes
     seconds: _builtins.float
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Part]:
+        """criu-restore, and a GPU rank's cuda-restore, unlock"""
+
     def __init__(
         self,
         *,
         held_receipt: _builtins.bytes = ...,
         seconds: _builtins.float = ...,
+        parts: _abc.Iterable[Global___Part] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["held_receipt", b"held_receipt", "seconds", b"seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["held_receipt", b"held_receipt", "parts", b"parts", "seconds", b"seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
