@@ -12,7 +12,7 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 
 from migrator import protocol
 from migrator.cluster import Cluster
@@ -95,7 +95,9 @@ class _Run:
         self.facts = pb.RankFacts()
         self.nodes: list[pb.NodeAddresses] = []
         self.peers = Peers(driver.cluster)
-        self.nonce = b""
+        self.prepared = pb.PrepareReply()
+        self.frozen = pb.FreezeReply()
+        self.parts: list[PhaseTime] = []
         self.receipt = b""
         self.token = b""
         self.bytes = 0
@@ -150,7 +152,7 @@ class _Run:
             self.facts = inspected.facts
             self.checks = list(inspected.checks)
             self.reached = 1
-            request = pb.ExamineRequest(facts=self.facts, rewires=inspected.rewires)
+            request = pb.ExamineRequest(facts=self.facts, rewires=inspected.rewires, gpu=self.ask.gpu)
             examined = await self.target.target.Examine(request, timeout_s=TABLE[1].timeout_s)
             self.checks += examined.checks
             self.reached = 2
@@ -167,16 +169,19 @@ class _Run:
             match step.action:
                 case "Prepare":
                     prepare = pb.PrepareRequest(
-                        move=self.move, facts=self.facts, source_endpoint=self.driver.cluster.nodes[self.found.node]
+                        move=self.move,
+                        facts=self.facts,
+                        source_endpoint=self.driver.cluster.nodes[self.found.node],
+                        gpu=self.ask.gpu,
                     )
-                    self.nonce = (await self.target.target.Prepare(prepare, timeout_s=timeout_s)).nonce
+                    self.prepared = await self.target.target.Prepare(prepare, timeout_s=timeout_s)
                 case "Begin":
                     begin = pb.BeginRequest(
                         move=self.move,
                         rank_uid=self.found.rank.uid,
                         target_node=self.ask.to,
                         target_endpoint=self.driver.cluster.nodes[self.ask.to],
-                        nonce=self.nonce,
+                        nonce=self.prepared.nonce,
                         lease_s=self.ask.lease_s,
                         nodes=self.nodes,
                     )
@@ -186,14 +191,22 @@ class _Run:
                         raise RankGone(f"rank {self.ask.rank} ended: {error.message}", where=Where.ENDED) from error
                 case "Freeze":
                     self.frozen_at = time.monotonic()
-                    frozen = await self.source.source.Freeze(self.request, timeout_s=timeout_s)
-                    self.peers.take(frozen.rewires)
+                    self.frozen = await self.source.source.Freeze(self.request, timeout_s=timeout_s)
+                    self.peers.take(self.frozen.rewires)
+                    self._take_parts(self.frozen.parts)
+                    # The rank still ran while its caching allocator was emptied.
+                    self.frozen_at += sum(part.seconds for part in self.frozen.parts if part.name == "empty-cache")
                 case "Stream":
+                    streamed = pb.Progress()
                     async for progress in self.source.source.Stream(self.request, timeout_s=timeout_s):
-                        self.bytes = progress.bytes_sent
+                        self.bytes, streamed = progress.bytes_sent, progress
                         self._say("bytes", "stream", bytes_=self.bytes, expected=progress.bytes_expected)
+                    self.parts.append(PhaseTime("criu-dump", streamed.dump_seconds, streamed.bytes_expected))
+                    self.parts.append(PhaseTime("stream", streamed.stream_seconds, streamed.bytes_sent))
                 case "Restore":
-                    self.receipt = (await self.target.target.Restore(self.request, timeout_s=timeout_s)).held_receipt
+                    restored = await self.target.target.Restore(self.request, timeout_s=timeout_s)
+                    self.receipt = restored.held_receipt
+                    self._take_parts(restored.parts)
                 case "Brace":
                     await self.peers.brace(self._repoint(), timeout_s)
                 case "Repoint":
@@ -213,6 +226,9 @@ class _Run:
                 case other:
                     raise AssertionError(f"no such step: {other}")
 
+    def _take_parts(self, parts: Iterable[pb.Part]) -> None:
+        self.parts += [PhaseTime(part.name, part.seconds, part.bytes) for part in parts]
+
     def _repoint(self) -> pb.RepointRequest:
         return pb.RepointRequest(
             move=self.move,
@@ -223,7 +239,7 @@ class _Run:
             source_endpoint=self.driver.cluster.nodes[self.found.node],
             target_node=self.ask.to,
             target_endpoint=self.driver.cluster.nodes[self.ask.to],
-            nonce=self.nonce,
+            nonce=self.prepared.nonce,
         )
 
     async def _activate(self, timeout_s: float) -> None:
@@ -304,7 +320,10 @@ class _Run:
             where = Where.ENDED if error.where is Where.ENDED else where
             if where is Where.ENDED and not isinstance(error, RankGone):
                 error = RankGone(f"rank {self.ask.rank} ended during the move ({error.message})", where=where)
-            return self._result(verdict, error.message, where, error)
+            told = error.message
+            if outcome is not None and where in {Where.SOURCE_FROZEN, Where.ENDED}:
+                told = f"{told} ({outcome.reason})"
+            return self._result(verdict, told, where, error)
         where = Where.TARGET_HELD if kind == "COMMIT" else Where.UNKNOWN
         unknown = OutcomeUnknown(f"{reason} (first failure: {error.message})", where=where)
         return self._result(verdict, unknown.message, where, unknown)
@@ -334,6 +353,10 @@ class _Run:
             pause_s=self.pause_s,
             bytes=self.bytes,
             phases=self.phases,
+            parts=self.parts,
+            gpu_pairs=[(pair.old_uuid, pair.new_uuid) for pair in self.prepared.gpu_pairs],
+            device_bytes=self.frozen.device_bytes,
+            device_bytes_left=self.frozen.device_bytes_left,
             reason=reason,
             where=where,
             error_code=error.code if error is not None else "",

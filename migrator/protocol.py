@@ -45,7 +45,7 @@ TABLE: tuple[Step, ...] = (
     Step("prepare", "Prepare", At.TARGET, "Discard", 30, Where.SOURCE_RUNNING, "reserve memory, give a nonce"),
     Step("prepare", "Begin", At.SOURCE, "Abort", 30, Where.SOURCE_RUNNING, "journal the move, start the lease"),
     Step("prepare", "Brace", At.PEERS, "Settle", 30, Where.SOURCE_RUNNING, "the other ends outlive a silence"),
-    Step("freeze", "Freeze", At.SOURCE, "Abort", 60, Where.SOURCE_FROZEN, "stop the tree, freeze its cgroup"),
+    Step("freeze", "Freeze", At.SOURCE, "Abort", 900, Where.SOURCE_FROZEN, "off the GPU, stop the tree, freeze it"),
     Step("stream", "Stream", At.SOURCE, "Abort", 3600, Where.SOURCE_FROZEN, "criu dump, sent while it is written"),
     Step(
         "restore", "Restore", At.TARGET, "Discard", 1800, Where.SOURCE_FROZEN, "criu restore, stopped, under a keeper"

@@ -18,6 +18,7 @@ class Ask:
     to: str
     job: str | None = None
     timeout_s: float | None = None
+    gpu: str = ""  # the target's GPU to move to, by UUID or index; empty: any that fits
     lease_s: float = 30.0  # how long the source waits for a driver that fell silent before COMMIT
 
 
@@ -38,6 +39,9 @@ class PhaseTime:
     name: str
     seconds: float
     bytes: int
+
+    def to_json(self) -> dict[str, Any]:
+        return {"name": self.name, "seconds": round(self.seconds, 4), "bytes": self.bytes}
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,10 @@ class MoveResult:
     error_code: str = ""
     remedy: str = ""
     exit_code: int = 0
+    parts: list[PhaseTime] = field(default_factory=list)  # of phases: where their time went
+    gpu_pairs: list[tuple[str, str]] = field(default_factory=list)  # (of the source, of the target)
+    device_bytes: int = 0  # of device memory that moved
+    device_bytes_left: int = 0  # free blocks of the caching allocator that were given back instead
     peers_stopped_s: float = 0.0  # the longest that a process at the other end of a connection was stopped
 
     def to_json(self) -> dict[str, Any]:
@@ -101,9 +109,11 @@ class MoveResult:
             "pause_s": round(self.pause_s, 4),
             "peers_stopped_s": round(self.peers_stopped_s, 6),
             "bytes": self.bytes,
-            "phases": [
-                {"name": phase.name, "seconds": round(phase.seconds, 4), "bytes": phase.bytes} for phase in self.phases
-            ],
+            "phases": [phase.to_json() for phase in self.phases],
+            "parts": [part.to_json() for part in self.parts],
+            "gpus": [{"from": old, "to": new} for old, new in self.gpu_pairs],
+            "device_bytes": self.device_bytes,
+            "device_bytes_left": self.device_bytes_left,
             "reason": self.reason,
             "where": self.where.value,
             "error": self.error_code,

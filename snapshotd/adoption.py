@@ -13,7 +13,9 @@ import logging
 from snapshotd import host
 from snapshotd.api.errors import Denied, NotFound, Usage
 from snapshotd.blocking import in_thread
+from snapshotd.journal import MoveLog
 from snapshotd.keepers import Hello, KeeperEvents, KeeperLink, Welcome
+from snapshotd.ops import gpu
 from snapshotd.ops.forwarding import Forwarding
 from snapshotd.ops.node import Node
 from snapshotd.ops.source import SourceOps
@@ -202,8 +204,12 @@ class Adoption:
             if move_log.begin.role == "target" and move_log.last_mark is Mark.ACTIVATED:
                 entry = self.node.ranks.get(move_log.begin.rank_uid, "guest")
                 own = entry is not None and entry.cgroup == move_log.note("cgroup")
-                if own and entry is not None and entry.group.frozen() and not entry.moving:
+                if own and entry is not None and not entry.moving and (await in_thread(_asleep, entry, move_log)):
                     await wake(move_log)
         for entry in self.node.ranks.all():
             if not entry.keeper_alive():
                 await self._keeper_died(entry)
+
+
+def _asleep(entry: RankEntry, move_log: MoveLog) -> bool:
+    return entry.group.frozen() or gpu.parked(gpu.from_notes(move_log.note("cuda", [])))

@@ -23,6 +23,8 @@ class Point(StrEnum):
     BEFORE_BEGIN = "before-begin"
     BEGIN = "begin"
     BEFORE_FREEZE = "before-freeze"
+    LOCKED = "locked"  # the GPU work of a rank is drained, its threads not yet parked
+    CHECKPOINTED = "checkpointed"  # its device memory is in host memory, nothing is stopped yet
     STOPPED = "stopped"  # SIGSTOP sent, cgroup not yet frozen
     FREEZE = "freeze"
     BEFORE_DUMP = "before-dump"
@@ -40,6 +42,7 @@ class Point(StrEnum):
     SEAL = "seal"
     BEFORE_RESTORE = "before-restore"
     RESTORING = "restoring"  # criu restore under way
+    CUDA_RESTORED = "cuda-restored"  # its device memory is on the target's GPU, still locked
     RESTORED = "restored"  # criu is done, not yet journalled as held
     RESTORE = "restore"
     BEFORE_ACTIVATE = "before-activate"

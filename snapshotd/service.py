@@ -20,6 +20,7 @@ from snapshotd.api.errors import SnapshotError
 from snapshotd.blocking import in_thread
 from snapshotd.carry import Carry
 from snapshotd.config import Config
+from snapshotd.cuda.driver import Gpus
 from snapshotd.images.lane import push_handler
 from snapshotd.images.store import ImageStore
 from snapshotd.journal import Journal, MoveLog
@@ -58,11 +59,14 @@ class Daemon:
         faults.arm(config.run_dir)
         store = ImageStore(config.image_dir)
         carry = Carry(config.state_dir, config.carry_paths)
-        self.node = Node(config, Journal(config.state_dir), Ranks(config.state_dir), store, carry, self._lost)
+        self.gpus = Gpus(config.gpu_library_dir)
+        self.node = Node(
+            config, Journal(config.state_dir), Ranks(config.state_dir), store, carry, self.gpus, self._lost
+        )
         self.relays = Relays(self.node)
         self.peer = PeerOps(self.node)
         self.source = SourceOps(self.node, self.peer.pending)
-        self.forwarding = Forwarding(self.node, self.source.forwarded)
+        self.forwarding = Forwarding(self.node, self.source.leaving.forwarded)
         self.target = TargetOps(self.node, self.relays, self.forwarding)
         self.adoption = Adoption(self.node, self.source, self.target, self.relays, self.forwarding)
         self.keepers = KeeperLinks(config.keeper_socket, self.adoption.adopt, self.adoption.events())
@@ -128,11 +132,13 @@ class Daemon:
         self.forwarding.stop()
         await self.relays.stop()
         await self.keepers.stop()
+        await self.gpus.close()
 
     async def info(self) -> pb.NodeInfo:
         config = self.node.config
         held = await in_thread(self.node.store.held_bytes)
         running = [moving for ops in (self.source, self.target) for moving in ops.moves.values()]
+        inventory = await self.gpus.inventory()
         return pb.NodeInfo(
             name=config.node,
             endpoint=config.advertise,
@@ -148,7 +154,23 @@ class Daemon:
             moves_running=sum(1 for moving in running if not ended_unix_s(moving.log)),
             cpu_features=host.cpu_features(),
             addresses=await in_thread(addresses.of_this_node),
+            gpus=self.target.with_reservations(inventory.gpus),
+            driver_version=inventory.driver_version,
+            gpu_problem=inventory.problem,
         )
+
+    async def ranks(self) -> list[pb.Rank]:
+        """The ranks on this node, with the GPUs they are on."""
+        found = [(entry, entry.to_proto(self.node.config.node)) for entry in self.node.ranks.all()]
+        gpus = (await self.gpus.inventory()).gpus if found else ()
+        for entry, rank in found:
+            pids = set(entry.group.pids()) if gpus and not entry.away_node else set()
+            for gpu in gpus:
+                mine = [process for process in gpu.processes if process.pid in pids]
+                if mine:
+                    rank.gpus.append(gpu.uuid)
+                    rank.device_bytes += sum(process.memory_bytes for process in mine)
+        return [rank for _, rank in found]
 
     def move_record(self, move_log: MoveLog) -> pb.MoveRecord:
         begin, outcome = move_log.begin, move_log.outcome
@@ -185,8 +207,7 @@ class NodeServicer(rpc.NodeServicer):
         return await self.daemon.info()
 
     async def ListRanks(self, request: pb.ListRanksRequest, context: Context) -> pb.ListRanksReply:
-        node = self.daemon.node
-        return pb.ListRanksReply(ranks=[entry.to_proto(node.config.node) for entry in node.ranks.all()])
+        return pb.ListRanksReply(ranks=await self.daemon.ranks())
 
     async def ListMoves(self, request: pb.ListMovesRequest, context: Context) -> pb.ListMovesReply:
         journal = self.daemon.node.journal
@@ -235,7 +256,7 @@ class TargetServicer(rpc.TargetServicer):
         self.daemon, self.ops = daemon, daemon.target
 
     async def Examine(self, request: pb.ExamineRequest, context: Context) -> pb.ExamineReply:
-        checks = await self.ops.examine(request.facts, await self.daemon.info())
+        checks = await self.ops.examine(request.facts, await self.daemon.info(), request.gpu)
         return pb.ExamineReply(
             checks=checks + await in_thread(connections.examine, list(request.rewires), request.facts.rank.uid)
         )

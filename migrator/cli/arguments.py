@@ -108,6 +108,14 @@ def job(text: str) -> str:
     raise argparse.ArgumentTypeError(f"{text[:80]!r} cannot be the name of a job")
 
 
+def gpu(text: str) -> str:
+    if re.fullmatch(r"[0-9]{1,3}|(GPU-)?[0-9A-Fa-f][0-9A-Fa-f-]{3,35}", text):
+        return text
+    raise argparse.ArgumentTypeError(
+        f"{text[:80]!r} is neither a GPU's index nor its UUID (`migrator nodes` lists them)"
+    )
+
+
 def node(text: str) -> str:
     if _NODE.fullmatch(text):
         return text

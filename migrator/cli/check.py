@@ -30,13 +30,20 @@ def add_ask(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rank", type=arguments.rank, required=True, metavar="R", help="the rank's number in its job")
     parser.add_argument("--to", type=arguments.node, required=True, metavar="NODE", help="the node it shall move to")
     parser.add_argument("--job", type=arguments.job, metavar="NAME", help="its job, where several have such a rank")
+    parser.add_argument(
+        "--gpu",
+        type=arguments.gpu,
+        metavar="UUID|INDEX",
+        default="",
+        help="the GPU of that node to move to (default: a free one of the same chip with enough memory)",
+    )
 
 
 def act(options: argparse.Namespace) -> int:
     cluster = arguments.the_cluster(options)
     from migrator import driver  # after `enter`: it loads gRPC
 
-    asked = Ask(options.rank, options.to, options.job)
+    asked = Ask(options.rank, options.to, options.job, gpu=options.gpu)
     report = asyncio.run(driver.Driver(cluster, lambda _: None).check(asked))
     if arguments.wants_json(options):
         output.json_object(report.to_json())

@@ -35,7 +35,8 @@ def add(verbs: arguments.Verbs) -> None:
         ),
         examples=(
             "  migrator move --rank 1 --to spare-1\n"
-            "  migrator move --rank 0 --job night --to node-2 --timeout 60 --json"
+            "  migrator move --rank 0 --job night --to node-2 --timeout 60 --json\n"
+            "  migrator move --rank 3 --to node-2 --gpu 5"
         ),
     )
     add_ask(parser)
@@ -53,7 +54,7 @@ def add(verbs: arguments.Verbs) -> None:
 
 def act(options: argparse.Namespace) -> int:
     cluster = arguments.the_cluster(options)
-    asked = Ask(options.rank, options.to, options.job, options.timeout, options.lease)
+    asked = Ask(options.rank, options.to, options.job, options.timeout, options.gpu, options.lease)
     as_json = arguments.wants_json(options)
     result = asyncio.run(_move(cluster, asked, as_json=as_json))
     if as_json:
@@ -122,6 +123,13 @@ def _show_moved(result: MoveResult) -> None:
     longest = max(result.phases, key=lambda phase: phase.seconds)
     each = "  ".join(f"{phase.name} {phase.seconds:.2f}" for phase in result.phases)
     print(output.styled(f"  {each}  (seconds)", "dim"))
+    if result.device_bytes:
+        inside = "  ".join(f"{part.name} {part.seconds:.2f}" for part in result.parts)
+        left = (
+            f", {words.size(result.device_bytes_left)} of free blocks left behind" if result.device_bytes_left else ""
+        )
+        print(output.styled(f"  of it: {inside}", "dim"))
+        print(output.styled(f"  device memory: {words.size(result.device_bytes)}{left}{_onto(result)}", "dim"))
     speed = words.rate(longest.bytes, longest.seconds)
     print(
         output.styled(
@@ -130,3 +138,9 @@ def _show_moved(result: MoveResult) -> None:
             "dim",
         )
     )
+
+
+def _onto(result: MoveResult) -> str:
+    """The GPUs that changed, where they did."""
+    changed = [f"{old} → {new}" for old, new in result.gpu_pairs if old != new]
+    return f"; {', '.join(changed)}" if changed else ""

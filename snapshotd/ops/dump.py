@@ -32,6 +32,7 @@ from snapshotd.images.fifo import make_fifo
 from snapshotd.images.sender import Sender
 from snapshotd.journal import MoveLog
 from snapshotd.logs import move_context
+from snapshotd.ops import gpu
 from snapshotd.ops.lane import streams_to_target
 from snapshotd.ops.node import Node
 from snapshotd.ranks import RankEntry
@@ -211,6 +212,8 @@ class Dump:
             "nodes": self.log.note("nodes", []),
             "former": self.entry.former,
             "sockets": self.log.note("sockets", {}),
+            "cuda": [tree.inner_pid(process.pid) for process in gpu.from_notes(self.log.note("cuda", []))],
+            "device_bytes": self.log.note("device_bytes", 0),
         }
         return json.dumps(meta).encode()
 

@@ -17,6 +17,7 @@ from snapshotd.api.client import Credentials, DaemonClient
 from snapshotd.api.errors import Where
 from snapshotd.carry import Carry
 from snapshotd.config import Config
+from snapshotd.cuda.driver import Gpus
 from snapshotd.images.store import ImageStore
 from snapshotd.journal import Journal, MoveLog
 from snapshotd.ranks import RankEntry, Ranks
@@ -34,6 +35,7 @@ class Node:
     ranks: Ranks
     store: ImageStore
     carry: Carry
+    gpus: Gpus
     lost: Callable[[RankEntry], Awaitable[None]]  # a rank whose keeper is dead: ends it, and tells its home
 
     def client(self, name: str, endpoint: str) -> DaemonClient:

@@ -22,10 +22,11 @@ from snapshotd.api.errors import CriuFailed, Damaged, Timeout, Where
 from snapshotd.blocking import in_thread
 from snapshotd.cgroup import Cgroup
 from snapshotd.criu import images, session
+from snapshotd.cuda.driver import Pair
 from snapshotd.faults import Point, reach
 from snapshotd.journal import MoveLog
 from snapshotd.keepers import KeeperLink
-from snapshotd.ops import connections, settings
+from snapshotd.ops import connections, gpu, settings
 from snapshotd.ops.forwarding import moved_listeners
 from snapshotd.ops.node import Node
 from snapshotd.ranks import RankEntry, cgroup_for_guest
@@ -46,8 +47,8 @@ class Restore:
         self.node, self.log = node, move_log
         self.link: asyncio.Future[KeeperLink] = asyncio.get_running_loop().create_future()
 
-    async def run(self) -> dict[str, Any]:
-        """Restores; returns what the journal notes about the held copy."""
+    async def run(self, parts: gpu.Parts) -> dict[str, Any]:
+        """Restores; returns what the journal notes about the held copy. `parts` gets where the time went."""
         begin = self.log.begin
         folder = self.node.store.path(begin.move)
         meta = await _read_meta(folder)
@@ -70,14 +71,16 @@ class Restore:
             entry.keeper_pid, entry.keeper_start_ticks = link.keeper.pid, link.keeper.start_ticks
             self.node.ranks.put(entry)
             inherit = [(item.key, item.fd) for item in link.info.inherit]
-            answer = await session.ask(
+            held_bytes = self.node.store.held_bytes()
+            asking = session.ask(
                 ours,
                 session.restore_request(folder, inherit),
                 log_path=folder / "restore.log",
-                timeout_s=RESTORE_S + RESTORE_GIB_S * self.node.store.held_bytes() / 2**30,
+                timeout_s=RESTORE_S + RESTORE_GIB_S * held_bytes / 2**30,
                 where=Where.SOURCE_FROZEN,
                 on_notify=_on_notify,
             )
+            answer = await parts.time("criu-restore", asking, held_bytes)
         finally:
             ours.close()
             await process.wait()
@@ -86,6 +89,9 @@ class Restore:
         await in_thread(connections.reset, group.pids(), closed)
         await in_thread(settings.use_full_segments, group.pids())
         await meeting
+        processes = _processes(group.pids(), meta["cuda"])
+        pairs = [Pair(old, new) for old, new in self.log.note("gpu_pairs", [])]
+        await gpu.revive(self.node.gpus, processes, group, pairs, meta["device_bytes"], parts)
         await link.restored(answer.restore.pid)
         await in_thread(_set_affinity, group.pids(), meta)
         entry.pid, entry.start_ticks, entry.link = root.pid, root.start_ticks, link
@@ -96,6 +102,7 @@ class Restore:
             "cgroup": entry.cgroup,
             "stopped_before": meta["stopped_before"],
             "sockets": meta["sockets"],
+            "cuda": gpu.to_notes(processes),
             "role": "guest",
         }
 
@@ -216,6 +223,15 @@ async def _read_meta(folder: Path) -> dict[str, Any]:
         return meta
     except (OSError, ValueError) as error:
         raise Damaged(f"the image's description cannot be read: {error}", where=Where.SOURCE_FROZEN) from error
+
+
+def _processes(pids: list[int], inner: list[int]) -> list[tree.Process]:
+    """The restored processes that their own pid namespace calls so."""
+    found = {tree.inner_pid(pid): pid for pid in pids}
+    missing = [str(number) for number in inner if number not in found]
+    if missing:
+        raise CriuFailed(f"the restored tree lacks process {', '.join(missing)}", where=Where.SOURCE_FROZEN)
+    return [tree.Process.of(found[number]) for number in inner]
 
 
 def _hold(group: Cgroup) -> None:

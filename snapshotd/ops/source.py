@@ -11,34 +11,39 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable
-from pathlib import Path
 
-from snapshotd import host, metrics, preflight, rules, tree
+from snapshotd import host, preflight, rules, tree
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.client import DaemonClient
-from snapshotd.api.errors import Busy, NotFound, RankGone, SnapshotError, Usage, Where, WrongState
+from snapshotd.api.errors import (
+    Busy,
+    GpuFailed,
+    NotFound,
+    RankGone,
+    SnapshotError,
+    Timeout,
+    Usage,
+    Where,
+    WrongState,
+)
 from snapshotd.blocking import in_thread
-from snapshotd.cgroup import Cgroup
 from snapshotd.faults import Point, reach
 from snapshotd.journal import Begin, MoveLog, OutcomeRecord, check_move_id
 from snapshotd.logs import move_context
 from snapshotd.net.plan import Places
-from snapshotd.net.sockets import tree_flows
-from snapshotd.ops import connections, newcomers, settings
+from snapshotd.ops import connections, freezing, gpu
 from snapshotd.ops.dump import Dump
+from snapshotd.ops.leaving import Leaving
 from snapshotd.ops.node import Moving, Node, now_unix_s, to_the_end, where_on_source
 from snapshotd.ranks import RankEntry
 from snapshotd.rules import CopyState, Mark, Outcome, SourceDecision, SourceFacts
 
 log = logging.getLogger(__name__)
 
-FREEZE_S = 20.0
 #: After COMMIT the driver has this long to activate before the source does it alone.
 DRIVER_FIRST_S = 3.0
 ASK_AGAIN_S = 1.0
 KEEPER_BACK_S = 5.0
-#: How long new connections are held after a move that nobody forwards to its target.
-FORWARD_S = 30.0
 #: Marks a restart cannot carry on from: what was going on went with the daemon.
 _CUT_SHORT = {Mark.FREEZING, Mark.FROZEN}
 
@@ -49,8 +54,7 @@ class SourceOps:
     def __init__(self, node: Node, pending: Callable[[Iterable[int]], str]) -> None:
         self.node = node
         self.moves: dict[str, Moving] = {}
-        self._later: set[asyncio.Task[None]] = set()
-        self._forwarded: set[str] = set()  # ranks that left, and where they are now was told here
+        self.leaving = Leaving(node)
         self._pending = pending  # the move of another rank that has re-pointed sockets of these processes and goes on
 
     # ------------------------------------------------------------------ steps, each idempotent by (move, step)
@@ -80,10 +84,11 @@ class SourceOps:
         return Places({node.name: list(node.addresses) for node in nodes}, self.node.config.node, target)
 
     async def _facts(self, entry: RankEntry) -> tuple[pb.RankFacts, list[pb.Check]]:
-        config = self.node.config
+        config, pids = self.node.config, entry.group.pids()
+        look, more = await gpu.look(self.node.gpus, pids)
         facts, checks = await in_thread(
             preflight.inspect_rank,
-            entry.group.pids(),
+            pids,
             entry.pid,
             rank=entry.to_proto(config.node),
             node=config.node,
@@ -92,8 +97,9 @@ class SourceOps:
             carry_paths=config.carry_paths,
             keeper_pid=entry.keeper_pid if entry.link is not None else 0,
             keeper_is_guest=entry.role == "guest",
+            gpu=look,
         )
-        return facts, list(checks)
+        return facts, [*checks, *more]
 
     @to_the_end
     async def begin(self, request: pb.BeginRequest) -> pb.BeginReply:
@@ -127,7 +133,7 @@ class SourceOps:
             lease_s=request.lease_s,
         )
         entry.moving = request.move
-        self._forwarded.discard(entry.uid)
+        self.leaving.begins(entry.uid)
         try:
             move_log = await in_thread(self.node.journal.begin, begin)
         except BaseException:
@@ -157,46 +163,9 @@ class SourceOps:
             if moving.log.last_mark in {Mark.FROZEN, Mark.STREAMED}:
                 return pb.FreezeReply(rewires=connections.from_notes(moving.log.note("rewires", [])))
             entry = self._entry(moving)
-            began = host.boottime_s()
+            places = self._places(moving.nodes, moving.log.begin.target_node)
             with move_context(move=move, rank=entry.rank, phase="freeze"):
-                await reach(Point.BEFORE_FREEZE)
-                group = entry.group
-                before = moving.log.note("stopped_before")  # a repeated freeze finds its own stops, not a user's
-                if before is None:
-                    before = [tree.inner_pid(pid) for pid in group.pids() if tree.state(pid) == "T"]
-                await in_thread(moving.log.mark, Mark.FREEZING, stopped_before=before, filtered=True, newcomers=True)
-                if entry.link is None:
-                    raise WrongState("the rank's keeper is not connected", where=Where.SOURCE_RUNNING)
-                if await in_thread(newcomers.hold, move, await in_thread(tree_flows, group.pids())):
-                    await in_thread(newcomers.drain, group.pids())
-                await entry.link.hold(move)
-                await in_thread(tree.stop_all, group, FREEZE_S)
-                await reach(Point.STOPPED)
-                await in_thread(group.freeze, FREEZE_S)
-                if not entry.process.alive():
-                    raise RankGone(f"rank {entry.rank} ended during the freeze", where=Where.UNKNOWN)
-                if other := self._pending(group.pids()):
-                    raise Busy(f"move {other} of a rank it talks to is not finished", where=Where.SOURCE_FROZEN)
-                places = self._places(moving.nodes, moving.log.begin.target_node)
-                rewires, flows = await in_thread(connections.frozen, group.pids(), places)
-                await in_thread(connections.hold, move, rewires, on_target=False)
-                held = await in_thread(newcomers.hold, move, flows)  # also at what began to listen meanwhile
-                sockets = await in_thread(settings.of, flows)
-                stdio = await entry.link.drain(move)
-                for problem in await in_thread(preflight.sync_files, group.pids()):
-                    log.warning("not synced: %s", problem)
-                nodes = [[node.name, node.endpoint, list(node.addresses)] for node in moving.nodes]
-                notes = connections.to_notes(rewires)
-                known = {"stdio": stdio, "rewires": notes, "nodes": nodes, "sockets": sockets}
-                await in_thread(moving.log.mark, Mark.FROZEN, **known, filtered=bool(rewires), newcomers=held)
-                await in_thread(settings.suspend, sockets["timers"])
-                await reach(Point.FREEZE)
-                count = len(group.pids())
-                log.info("froze rank %s: %d processes", entry.rank, count)
-            moving.renew()
-            seconds = host.boottime_s() - began
-            metrics.phase("freeze", seconds)
-            return pb.FreezeReply(seconds=seconds, processes=count, rewires=rewires)
+                return await freezing.freeze(self.node, moving, entry, places, self._pending)
 
     async def stream(self, move: str) -> AsyncIterator[pb.Progress]:
         """Dumps and streams; yields progress while it runs. The driver's going away is not a failure by itself: its
@@ -249,7 +218,7 @@ class SourceOps:
                     await self._record(moving, Outcome.COMMIT, "the target holds the rank", "driver")
                 await reach(Point.COMMIT)
             moving.kick.set()
-            return self._outcome(moving.log, moving.log.outcome)
+            return self._outcome(moving)
 
     @to_the_end
     async def abort(self, move: str, reason: str, by: str) -> pb.Outcome:
@@ -269,8 +238,12 @@ class SourceOps:
                     await self._record(moving, Outcome.ABORT, reason, by)
                     await reach(Point.ABORT)
                 moving.lease_ends_s = 0.0
-            await self._settle_once(moving)
-            return self._outcome(moving.log, moving.log.outcome)
+            try:
+                await self._settle_once(moving)
+            except (GpuFailed, Timeout) as error:
+                # ABORT stands, and the settling task goes on trying to give the rank its device memory back.
+                moving.waiting_for = error.message
+            return self._outcome(moving)
 
     def _refuse_for_ever(self, move: str, reason: str) -> None:
         """Abort of a move that never began here: journalled, so that a Begin that was only delayed is refused."""
@@ -307,7 +280,7 @@ class SourceOps:
         move_log = self.node.journal.get(move)
         if move_log.begin.role != "source":
             raise NotFound(f"this node is not the source of move {move}")
-        return self._outcome(move_log, move_log.outcome)
+        return self._outcome(self._moving(move))
 
     @to_the_end
     async def declare_target_dead(self, move: str, by: str) -> pb.Outcome:
@@ -320,8 +293,8 @@ class SourceOps:
             await self._stop_streaming(moving)
             if moving.log.last_mark is not Mark.SETTLED:
                 await in_thread(moving.log.overrule, Outcome.ABORT, "declared by a person or a fencing agent", by)
-                await self._thaw(moving)
-            return self._outcome(moving.log, moving.log.outcome)
+                await self.leaving.thaw(moving)
+            return self._outcome(moving)
 
     # ------------------------------------------------------------------ settling: what a crash or silence left behind
 
@@ -384,18 +357,18 @@ class SourceOps:
                 case SourceDecision.RECORD_COMMIT:
                     await self._record(moving, Outcome.COMMIT, moving.waiting_for, "source")
                 case SourceDecision.THAW:
-                    await self._thaw(moving)
+                    await self.leaving.thaw(moving)
                 case SourceDecision.HAND_TOKEN:
                     token = rules.proof(move_log.nonce, "COMMIT", move_log.move)
                     async with self._target(move_log) as client:
                         await client.target.Activate(pb.TokenRequest(move=move_log.move, token=token), timeout_s=30)
                 case SourceDecision.RELEASE:
-                    await self._release(moving)
+                    await self.leaving.release(moving)
                 case SourceDecision.TAKE_BACK:
                     await in_thread(move_log.overrule, Outcome.ABORT, moving.waiting_for, "target")
                 case SourceDecision.CLOSE:
                     if move_log.last_mark is not Mark.SETTLED:
-                        await self._thaw(moving)
+                        await self.leaving.thaw(moving)
                     return
                 case _:
                     return
@@ -441,97 +414,6 @@ class SourceOps:
             moving.streaming.cancel()
             await asyncio.gather(moving.streaming, return_exceptions=True)
 
-    async def _thaw(self, moving: Moving) -> None:
-        """ABORT stands: lets the copy here go on, if somebody keeps it. A rank that is gone stays gone."""
-        move_log = moving.log
-        await Dump.sweep(self.node, move_log.move)
-        entry = self._own_entry(move_log)
-        group = Cgroup(Path(move_log.note("cgroup")))
-        if entry is None or not entry.keeper_alive():
-            await in_thread(connections.let_go, move_log)  # nobody goes on with them: the others hear of its end
-            await in_thread(newcomers.admit, move_log)
-            await in_thread(group.kill, FREEZE_S)
-            if entry is not None:
-                await self.node.lost(entry)
-        elif move_log.last_mark is not Mark.BEGUN:
-            if entry.link is not None:
-                with contextlib.suppress(SnapshotError):  # a keeper that is not connected is told when it is
-                    await entry.link.resume(move_log.move)
-            here = move_log.begin.boot_id == host.boot_id() and group.exists()
-            if here:
-                await in_thread(connections.wake, group.pids())
-            await in_thread(connections.let_go, move_log)
-            await in_thread(newcomers.admit, move_log)
-            if here:
-                before = move_log.note("stopped_before", [])
-                await in_thread(tree.continue_all, group.pids(), before)
-                await in_thread(group.thaw, FREEZE_S)
-                await in_thread(settings.resume, move_log.note("sockets", {}).get("timers", []))
-        await self._close(moving)
-
-    async def _release(self, moving: Moving) -> None:
-        """COMMIT stands and the target runs the rank: drops the copy here."""
-        move_log = moving.log
-        await reach(Point.BEFORE_RELEASE)
-        role = move_log.note("role", "home")
-        entry = self._own_entry(move_log)
-        await in_thread(connections.part, move_log, Cgroup(Path(move_log.note("cgroup"))).pids())
-        if entry is not None:
-            if role == "home":
-                if entry.link is None and entry.keeper_alive():
-                    moving.waiting_for = "the keeper here has not reconnected yet"
-                    return
-                if entry.link is not None:
-                    await entry.link.away(move_log.move, move_log.begin.target_node)
-                entry.away_node = move_log.begin.target_node
-                entry.nodes = move_log.note("nodes", [])  # where its listeners are forwarded until it ends
-                await in_thread(self.node.ranks.put, entry)
-            else:
-                await in_thread(connections.silence, Cgroup(Path(move_log.note("cgroup"))).pids())
-                entry.keeper.signal(9)  # PID 1 of the rank's pid namespace: everything in it goes with it
-        group = Cgroup(Path(move_log.note("cgroup")))
-        await in_thread(connections.silence, group.pids())
-        await in_thread(group.kill, FREEZE_S)
-        await in_thread(connections.let_go, move_log)
-        if entry is not None and role == "guest":
-            self.node.ranks.remove(entry)
-        await in_thread(self.node.carry.remember, move_log.note("carried", []))
-        await Dump.sweep(self.node, move_log.move)
-        await self._close(moving)
-        await self._admit_newcomers(move_log)
-        await reach(Point.RELEASE)
-
-    async def _admit_newcomers(self, move_log: MoveLog) -> None:
-        """Those who call the rank here are let go on once they are forwarded; whoever says so last does it, or the clock."""
-        if move_log.note("newcomers"):
-            if move_log.begin.rank_uid in self._forwarded:
-                await in_thread(newcomers.admit, move_log)
-            else:
-                task = asyncio.create_task(self._admit_later(move_log), name=f"newcomers of {move_log.move}")
-                self._later.add(task)
-                task.add_done_callback(self._later.discard)
-
-    async def _admit_later(self, move_log: MoveLog) -> None:
-        await asyncio.sleep(FORWARD_S)
-        await in_thread(newcomers.admit, move_log)
-
-    async def forwarded(self, rank_uid: str) -> None:
-        """New connections to a rank are sent on from here now: the moves that took it away need not hold them any more."""
-        self._forwarded.add(rank_uid)
-        for move_log in self.node.journal.all():
-            begin = move_log.begin
-            if (begin.role, begin.rank_uid) == ("source", rank_uid) and move_log.last_mark is Mark.SETTLED:
-                await in_thread(newcomers.admit, move_log)
-
-    async def _close(self, moving: Moving) -> None:
-        await in_thread(moving.log.mark, Mark.SETTLED, pause_s=moving.pause_s)
-        outcome = moving.log.outcome
-        metrics.move_ended(outcome.outcome if outcome else "ABORT")
-        entry = self._own_entry(moving.log)
-        if entry is not None and entry.moving == moving.log.move:
-            entry.moving = ""
-        moving.kick.set()
-
     # ------------------------------------------------------------------ small questions
 
     def _moving(self, move: str) -> Moving:
@@ -560,29 +442,27 @@ class SourceOps:
             raise RankGone(f"rank {moving.log.begin.rank} has ended", where=Where.UNKNOWN)
         return entry
 
-    def _own_entry(self, move_log: MoveLog) -> RankEntry | None:
-        """The entry of the copy this move is about; not that of a copy that came back meanwhile."""
-        entry = self.node.ranks.get(move_log.begin.rank_uid, move_log.note("role", "home"))
-        return entry if entry is not None and entry.cgroup == move_log.note("cgroup") else None
-
     def _copy_exists(self, move_log: MoveLog) -> bool:
         if move_log.begin.boot_id != host.boot_id():
             return False
         return tree.Process(move_log.note("pid", 0), move_log.note("start_ticks", 0)).alive()
 
-    def _outcome(self, move_log: MoveLog, record: OutcomeRecord | None) -> pb.Outcome:
-        where = where_on_source(move_log).value
-        undone = record is not None and record.outcome is Outcome.ABORT
-        if undone and move_log.begin.rank_uid and not self._copy_exists(move_log):
-            where = Where.ENDED.value
+    def _outcome(self, moving: Moving) -> pb.Outcome:
+        move_log, record = moving.log, moving.log.outcome
+        where, reason = where_on_source(move_log), record.reason if record is not None else ""
+        if record is not None and record.outcome is Outcome.ABORT and move_log.begin.rank_uid:
+            if not self._copy_exists(move_log):
+                where, reason = Where.ENDED, "; ".join(filter(None, (reason, moving.failure)))
+            elif move_log.last_mark is not Mark.SETTLED:
+                where, reason = Where.SOURCE_FROZEN, f"{reason}; not thawed yet: {moving.waiting_for}"
         if record is None:
-            return pb.Outcome(kind=pb.UNDECIDED, where=where)
+            return pb.Outcome(kind=pb.UNDECIDED, where=where.value)
         return pb.Outcome(
             kind=pb.OutcomeKind.Value(record.outcome.value),
-            reason=record.reason,
+            reason=reason,
             decided_by=record.decided_by,
             token=rules.proof(move_log.nonce, record.outcome.value, move_log.move),
-            where=where,
+            where=where.value,
         )
 
 

@@ -10,9 +10,10 @@ import asyncio
 import contextlib
 import logging
 import secrets
+from collections.abc import Iterable
 from pathlib import Path
 
-from snapshotd import host, metrics, preflight, rules, tree
+from snapshotd import gpus, host, metrics, preflight, rules, tree
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import Busy, Damaged, Denied, NotFound, RankGone, SnapshotError, Usage, Where, WrongState
 from snapshotd.blocking import in_thread
@@ -22,7 +23,7 @@ from snapshotd.faults import Point, reach
 from snapshotd.images.bulk import BulkLanes
 from snapshotd.journal import Begin, MoveLog, check_move_id
 from snapshotd.logs import move_context
-from snapshotd.ops import connections, settings
+from snapshotd.ops import connections, gpu, settings
 from snapshotd.ops.forwarding import Forwarding
 from snapshotd.ops.node import Moving, Node, now_unix_s, to_the_end
 from snapshotd.ops.restore import Restore
@@ -47,12 +48,13 @@ class TargetOps:
         self.forwarding = forwarding
         self.moves: dict[str, Moving] = {}
         self.restores: dict[str, Restore] = {}
+        self._choosing = asyncio.Lock()
         hosts = [split_address(address)[0] for address in (node.config.advertise, node.config.listen)]
         self.lanes = BulkLanes(node.store, node.credentials, hosts)
 
     # ------------------------------------------------------------------ steps, each idempotent by (move, step)
 
-    async def examine(self, facts: pb.RankFacts, info: pb.NodeInfo) -> list[pb.Check]:
+    async def examine(self, facts: pb.RankFacts, info: pb.NodeInfo, gpu_wish: str) -> list[pb.Check]:
         return list(
             await in_thread(
                 preflight.examine,
@@ -60,8 +62,32 @@ class TargetOps:
                 info,
                 carry_paths=self.node.config.carry_paths,
                 may_replace=self.node.carry.may_replace,
+                gpu_wish=gpu_wish,
             )
         )
+
+    def with_reservations(self, found: Iterable[pb.Gpu]) -> list[pb.Gpu]:
+        """This node's GPUs, each with the move that will use it. A reservation is a line in the journal: it lasts until the
+        move has ended, and no crash forgets it or leaves it behind."""
+        reserved: dict[str, str] = {}
+        for move_log in self.node.journal.all():
+            if move_log.begin.role == "target" and move_log.last_mark not in {Mark.DISCARDED, Mark.ACTIVATED}:
+                reserved |= dict.fromkeys(move_log.note("gpus_reserved", []), move_log.move)
+        answer = []
+        for each in found:
+            copy = pb.Gpu(reserved_for=reserved.get(each.uuid, ""))
+            copy.MergeFrom(each)
+            answer.append(copy)
+        return answer
+
+    async def _choose(self, request: pb.PrepareRequest) -> list[list[str]]:
+        """[GPU of the source, GPU here that takes its place], for each; nothing for a rank without CUDA."""
+        if not request.facts.HasField("gpu"):
+            return []
+        inventory = await self.node.gpus.inventory()
+        pairs, where = gpus.choose(request.facts.gpu, self.with_reservations(inventory.gpus), request.gpu)
+        log.info("move %s: %s", request.move, where)
+        return [[pair.old_uuid, pair.new_uuid] for pair in pairs]
 
     @to_the_end
     async def prepare(self, request: pb.PrepareRequest) -> pb.PrepareReply:
@@ -70,7 +96,7 @@ class TargetOps:
         if self.node.journal.find(request.move) is not None:
             known = self._moving(request.move)
             self._undecided(known)
-            return pb.PrepareReply(nonce=known.log.nonce)
+            return _prepared(known.log)
         facts, config = request.facts, self.node.config
         check_rank_uid(facts.rank.uid)
         if facts.source_node == config.node:
@@ -80,27 +106,30 @@ class TargetOps:
             if same and older.last_mark is not Mark.SETTLED:
                 raise Busy(f"move {older.move} of this rank away from here is not cleaned up yet")
         await reach(Point.BEFORE_PREPARE)
-        needed = facts.memory_bytes + facts.carried_bytes
-        await in_thread(self.node.store.create, request.move, needed)
-        begin = Begin(
-            move=request.move,
-            role="target",
-            rank_uid=facts.rank.uid,
-            job=facts.rank.job,
-            rank=facts.rank.rank,
-            source_node=facts.source_node,
-            source_endpoint=request.source_endpoint,
-            target_node=config.node,
-            target_endpoint=config.advertise,
-            nonce=secrets.token_hex(32),
-            boot_id=host.boot_id(),
-            begun_unix_s=now_unix_s(),
-        )
-        move_log = await in_thread(self.node.journal.begin, begin)
-        await in_thread(move_log.mark, Mark.PREPARED)
+        async with self._choosing:  # two moves that begin at the same moment get different GPUs
+            pairs = await self._choose(request)
+            used = {use.uuid for use in facts.gpu.uses}
+            await in_thread(self.node.store.create, request.move, facts.memory_bytes + facts.carried_bytes)
+            begin = Begin(
+                move=request.move,
+                role="target",
+                rank_uid=facts.rank.uid,
+                job=facts.rank.job,
+                rank=facts.rank.rank,
+                source_node=facts.source_node,
+                source_endpoint=request.source_endpoint,
+                target_node=config.node,
+                target_endpoint=config.advertise,
+                nonce=secrets.token_hex(32),
+                boot_id=host.boot_id(),
+                begun_unix_s=now_unix_s(),
+            )
+            move_log = await in_thread(self.node.journal.begin, begin)
+            reserved = [new for old, new in pairs if old in used]
+            await in_thread(move_log.mark, Mark.PREPARED, gpu_pairs=pairs, gpus_reserved=reserved)
         self._track(move_log)
         await reach(Point.PREPARE)
-        return pb.PrepareReply(nonce=move_log.nonce)
+        return _prepared(move_log)
 
     @to_the_end
     async def open_lane(self, move: str, caller: str) -> pb.OpenLaneReply:
@@ -141,7 +170,7 @@ class TargetOps:
         Not `to_the_end`: a driver that gave up waiting does not want it any more, and without its receipt none commits.
         """
         moving = self._moving(move)
-        began = host.boottime_s()
+        began, parts = host.boottime_s(), gpu.Parts()
         async with moving.lock:
             self._undecided(moving)
             with move_context(move=move, rank=moving.log.begin.rank, phase="restore"):
@@ -157,7 +186,7 @@ class TargetOps:
                     await in_thread(moving.log.mark, Mark.RESTORING)
                     restore = self.restores[move] = Restore(self.node, moving.log)
                     try:
-                        held = await restore.run()
+                        held = await restore.run(parts)
                     except BaseException as error:
                         moving.failure = str(error)
                         await restore.sweep(self.node, moving.log)
@@ -168,7 +197,7 @@ class TargetOps:
                     log.info("restored rank %s, held", moving.log.begin.rank)
                     await reach(Point.RESTORE)
         receipt = rules.proof(moving.log.nonce, "HELD", move)
-        return pb.RestoreReply(held_receipt=receipt, seconds=host.boottime_s() - began)
+        return pb.RestoreReply(held_receipt=receipt, seconds=host.boottime_s() - began, parts=parts.all)
 
     @to_the_end
     async def activate(self, move: str, token: bytes) -> pb.ActivateReply:
@@ -397,11 +426,17 @@ def copy_exists(move_log: MoveLog) -> bool:
     return tree.Process(move_log.note("pid", 0), move_log.note("start_ticks", 0)).alive()
 
 
+def _prepared(move_log: MoveLog) -> pb.PrepareReply:
+    pairs = [pb.GpuPair(old_uuid=old, new_uuid=new) for old, new in move_log.note("gpu_pairs", [])]
+    return pb.PrepareReply(nonce=move_log.nonce, gpu_pairs=pairs)
+
+
 _resuming: set[asyncio.Task[None]] = set()
 
 
 async def wake(move_log: MoveLog) -> None:
-    """Lets an activated copy run: its packets, SIGCONT, then the freezer, so that all of it goes at once. Repeatable."""
+    """Lets an activated copy run: its packets, SIGCONT, then the freezer, so that all of it goes at once, and the
+    threads that were parked for the GPU. Repeatable."""
     group = Cgroup(Path(move_log.note("cgroup")))
     sockets = move_log.note("sockets", {})
     for refused in await in_thread(settings.put_back, group.pids(), sockets):
@@ -409,6 +444,7 @@ async def wake(move_log: MoveLog) -> None:
     await in_thread(connections.let_go, move_log)
     await in_thread(tree.continue_all, group.pids(), move_log.note("stopped_before", []))
     await in_thread(group.thaw, WAKE_S)
+    await gpu.let_go(gpu.from_notes(move_log.note("cuda", [])))
     if timers := sockets.get("timers"):
         task = asyncio.create_task(in_thread(settings.resume_there, group.pids(), timers))
         _resuming.add(task)

@@ -1,0 +1,108 @@
+"""The freeze of a rank: from running to stopped and frozen, silent on the network, its device memory in host memory.
+
+Invariant: FREEZING is journalled before the first thing is held, with what an undo has to look at; FROZEN when all stands
+still. Whatever fails in between, the rank is somewhere on the way and `leaving.thaw` brings it back.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+
+from snapshotd import host, metrics, preflight, tree
+from snapshotd.api import snapshotd_pb2 as pb
+from snapshotd.api.errors import Busy, RankGone, Refused, Where, WrongState
+from snapshotd.blocking import in_thread
+from snapshotd.faults import Point, reach
+from snapshotd.keepers import KeeperLink
+from snapshotd.net.plan import Places
+from snapshotd.net.sockets import tree_flows
+from snapshotd.ops import connections, gpu, newcomers, settings
+from snapshotd.ops.node import Moving, Node
+from snapshotd.ranks import RankEntry
+from snapshotd.rules import Mark
+
+log = logging.getLogger(__name__)
+
+FREEZE_S = 20.0
+
+
+async def freeze(
+    node: Node, moving: Moving, entry: RankEntry, places: Places, pending: Callable[[Iterable[int]], str]
+) -> pb.FreezeReply:
+    """Stops the tree and freezes its cgroup. The caller holds the move's lock."""
+    began, move, group = host.boottime_s(), moving.log.move, entry.group
+    await reach(Point.BEFORE_FREEZE)
+    before = moving.log.note("stopped_before")  # a repeated freeze finds its own stops, not a user's
+    if before is None:
+        before = [tree.inner_pid(pid) for pid in group.pids() if tree.state(pid) == "T"]
+    if (link := entry.link) is None:
+        raise WrongState("the rank's keeper is not connected", where=Where.SOURCE_RUNNING)
+
+    parts = gpu.Parts()
+    processes, device_bytes = await _on_gpus(node, group.pids())
+    left_bytes = await gpu.empty_caches(processes, parts)
+    device_bytes = max(0, device_bytes - left_bytes)
+    await in_thread(
+        moving.log.mark,
+        Mark.FREEZING,
+        stopped_before=before,
+        filtered=True,
+        newcomers=True,
+        cuda=gpu.to_notes(processes),
+        device_bytes=device_bytes,
+    )
+    if await in_thread(newcomers.hold, move, await in_thread(tree_flows, group.pids())):
+        await in_thread(newcomers.drain, group.pids())
+    await link.hold(move)
+    await gpu.hold(node.gpus, processes, group, device_bytes, parts)
+    await in_thread(tree.stop_all, group, FREEZE_S)
+    await reach(Point.STOPPED)
+    await in_thread(group.freeze, FREEZE_S)
+    if not entry.process.alive():
+        raise RankGone(f"rank {entry.rank} ended during the freeze", where=Where.UNKNOWN)
+    if other := pending(group.pids()):
+        raise Busy(f"move {other} of a rank it talks to is not finished", where=Where.SOURCE_FROZEN)
+    rewires = await _silence(moving, entry, link, places)
+    await reach(Point.FREEZE)
+    count = len(group.pids())
+    log.info("froze rank %s: %d processes, %d MiB of device memory", entry.rank, count, device_bytes >> 20)
+    moving.renew()
+    seconds = host.boottime_s() - began
+    metrics.phase("freeze", seconds)
+    return pb.FreezeReply(
+        seconds=seconds,
+        processes=count,
+        rewires=rewires,
+        parts=parts.all,
+        device_bytes=device_bytes,
+        device_bytes_left=left_bytes,
+    )
+
+
+async def _on_gpus(node: Node, pids: list[int]) -> tuple[list[tree.Process], int]:
+    """The processes that hold CUDA now, and how much device memory they have."""
+    look, refusals = await gpu.look(node.gpus, pids)
+    for check in refusals:
+        raise Refused(f"{check.name}: {check.reason}", remedy=check.remedy, where=Where.SOURCE_RUNNING)
+    if look is None:
+        return [], 0
+    return [tree.Process.of(pid) for pid in look.cuda_pids], sum(use.memory_bytes for use in look.uses())
+
+
+async def _silence(moving: Moving, entry: RankEntry, link: KeeperLink, places: Places) -> list[pb.Rewire]:
+    """The frozen rank's connections are noted and held, its unread input and output taken over; then it is FROZEN."""
+    move, group = moving.log.move, entry.group
+    rewires, flows = await in_thread(connections.frozen, group.pids(), places)
+    await in_thread(connections.hold, move, rewires, on_target=False)
+    held = await in_thread(newcomers.hold, move, flows)  # also at what began to listen meanwhile
+    sockets = await in_thread(settings.of, flows)
+    stdio = await link.drain(move)
+    for problem in await in_thread(preflight.sync_files, group.pids()):
+        log.warning("not synced: %s", problem)
+    nodes = [[node.name, node.endpoint, list(node.addresses)] for node in moving.nodes]
+    notes = connections.to_notes(rewires)
+    known = {"stdio": stdio, "rewires": notes, "nodes": nodes, "sockets": sockets}
+    await in_thread(moving.log.mark, Mark.FROZEN, **known, filtered=bool(rewires), newcomers=held)
+    await in_thread(settings.suspend, sockets["timers"])
+    return rewires

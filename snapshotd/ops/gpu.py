@@ -1,0 +1,212 @@
+"""A rank's device memory: taken off the GPU before the freeze, and given back by whoever may run the rank.
+
+The driver works only inside a running process, so a CUDA process cannot simply be stopped first: its work is drained
+(lock), its own threads are parked by the shim, and only then does the driver, whose threads alone still run, copy device
+memory into the process (checkpoint). On the target the same in reverse, under the parked threads.
+
+Invariant: from the lock until `let_go` no thread of the job runs, on either node. Every act here can be repeated: what is
+left to do is asked of the driver and of the shim, never remembered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Any
+
+from snapshotd import host, shimctl, tree
+from snapshotd.api import snapshotd_pb2 as pb
+from snapshotd.api.errors import GpuFailed, RankGone, Where
+from snapshotd.blocking import in_thread
+from snapshotd.cgroup import Cgroup
+from snapshotd.cuda.driver import Gpus, Pair, State
+from snapshotd.faults import Point, reach
+from snapshotd.preflight.gpu import GpuLook, uses_cuda
+from snapshotd.preflight.verdict import refused
+from snapshotd.tree import PidList, Process
+
+log = logging.getLogger(__name__)
+
+#: How long the interpreter may take to reach a point where the caching allocator can be emptied; the job runs meanwhile.
+EMPTY_CACHE_S = 1.0
+#: How long work already given to the GPU may take to drain.
+LOCK_S = 10.0
+PARK_S = 5.0
+#: What a checkpoint or a restore may take: so much for any, and so much for every GiB of device memory.
+COPY_S, COPY_GIB_S = 30.0, 4.0
+STOP_S = 10.0
+
+
+class Lost(Exception):
+    """The driver has lost a process's device memory: it can never run again."""
+
+
+async def look(gpus: Gpus, pids: Sequence[int]) -> tuple[GpuLook | None, list[pb.Check]]:
+    """The CUDA side of preflight: which of these processes hold CUDA, and this node's GPUs. None: no process does."""
+    candidates = await in_thread(uses_cuda, pids)
+    if not candidates:
+        return None, []
+    stopped = [pid for pid in candidates if tree.stopped(pid)]
+    if stopped:
+        return None, [
+            refused(
+                "gpu-stopped",
+                f"stopped by a signal, so that the CUDA driver in it cannot answer: {', '.join(map(str, stopped))}",
+                f"continue it (kill -CONT {stopped[0]})",
+            )
+        ]
+    holders = []
+    for pid in candidates:
+        try:
+            if await gpus.state(Process.of(pid)) is not None:
+                holders.append(pid)
+        except (ProcessLookupError, RankGone):
+            continue
+    if not holders:
+        return None, []
+    inventory = await gpus.inventory()
+    return GpuLook(inventory.driver_version, tuple(inventory.gpus), tuple(holders)), []
+
+
+class _Others(PidList):
+    """The processes of a rank that hold no CUDA."""
+
+    def __init__(self, group: Cgroup, holders: Iterable[Process]) -> None:
+        self._group, self._holders = group, {process.pid for process in holders}
+
+    def pids(self) -> list[int]:
+        return [pid for pid in self._group.pids() if pid not in self._holders]
+
+
+class Parts:
+    """Where the time of a step went."""
+
+    def __init__(self) -> None:
+        self.all: list[pb.Part] = []
+
+    async def time(self, name: str, work: Awaitable[Any], bytes_: int = 0) -> Any:
+        began = host.boottime_s()
+        result = await work
+        self.all.append(pb.Part(name=name, seconds=host.boottime_s() - began, bytes=bytes_))
+        return result
+
+
+def to_notes(processes: Iterable[Process]) -> list[list[int]]:
+    return [[process.pid, process.start_ticks] for process in processes]
+
+
+def from_notes(notes: Iterable[Sequence[int]]) -> list[Process]:
+    return [Process(*numbers) for numbers in notes]
+
+
+async def empty_caches(processes: Sequence[Process], parts: Parts) -> int:
+    """The caching allocators' free blocks go back to the driver; the rank runs on. Returns the bytes; never raises."""
+    if not processes:
+        return 0
+    given = await parts.time("empty-cache", _each(processes, lambda process: in_thread(_empty_cache, process)))
+    freed = sum(given)
+    parts.all[-1].bytes = freed
+    return freed
+
+
+def _empty_cache(process: Process) -> int:
+    mailbox = shimctl.find(process)
+    return (mailbox.empty_cache(EMPTY_CACHE_S) or 0) if mailbox is not None else 0
+
+
+async def hold(gpus: Gpus, processes: Sequence[Process], group: Cgroup, device_bytes: int, parts: Parts) -> None:
+    """Takes the rank off the GPU: locked, parked, its other processes stopped, device memory in host memory.
+
+    If it fails the rank is somewhere in between, and `bring_back` is the way back from there.
+    """
+    if not processes:
+        return
+    await parts.time("lock", _each(processes, lambda process: gpus.lock(process, LOCK_S)))
+    await reach(Point.LOCKED)
+    await parts.time("park", _each(processes, lambda process: in_thread(_mailbox(process).park, PARK_S)))
+    await in_thread(tree.stop_all, _Others(group, processes), STOP_S)
+    limit_s = _copy_s(device_bytes)
+    await parts.time("checkpoint", _each(processes, lambda process: gpus.checkpoint(process, limit_s)), device_bytes)
+    await reach(Point.CHECKPOINTED)
+
+
+async def bring_back(gpus: Gpus, processes: Sequence[Process], device_bytes: int) -> None:
+    """Undo on the source, whose processes run again: device memory back on the GPU it came from, then the job's threads.
+
+    GpuFailed: the job's threads are still parked and no step was made; again later, or never if the driver lost it.
+    """
+    alive = [process for process in processes if process.alive()]
+    for process in alive:
+        state = await gpus.state(process, _copy_s(device_bytes))  # it answers when a copy under way is done
+        if state is State.FAILED:
+            raise Lost(f"the CUDA driver lost the device memory of process {process.pid} (state FAILED)")
+        if state is State.CHECKPOINTED:
+            await gpus.restore(process, (), _copy_s(device_bytes))
+        if state is not None and state is not State.RUNNING:
+            await gpus.unlock(process, LOCK_S)
+    await let_go(alive)
+
+
+async def revive(
+    gpus: Gpus, processes: Sequence[Process], group: Cgroup, pairs: Sequence[Pair], device_bytes: int, parts: Parts
+) -> None:
+    """On the target, after criu: device memory onto this node's GPU, under the parked threads. Then all stands still again.
+
+    The tree is stopped and frozen before and after; in between only the driver's and the shim's threads run.
+    """
+    if not processes:
+        return
+    await in_thread(group.thaw, STOP_S)  # everything is stopped by signal as well
+    for process in processes:
+        process.signal(signal.SIGCONT)
+    limit_s = _copy_s(device_bytes)
+    await parts.time(
+        "cuda-restore", _each(processes, lambda process: gpus.restore(process, pairs, limit_s)), device_bytes
+    )
+    await reach(Point.CUDA_RESTORED)
+    await parts.time("unlock", _each(processes, lambda process: gpus.unlock(process, LOCK_S)))
+    await in_thread(tree.stop_all, group, STOP_S)
+    await in_thread(group.freeze, STOP_S)
+
+
+async def let_go(processes: Sequence[Process]) -> None:
+    """The job's threads go on where they were parked. The processes must run. Repeatable."""
+    await _each(processes, lambda process: in_thread(_release, process))
+
+
+def _release(process: Process) -> None:
+    mailbox = shimctl.find(process)
+    if mailbox is not None and mailbox.state().parked:
+        mailbox.release(PARK_S)
+
+
+def parked(processes: Iterable[Process]) -> bool:
+    """Whether the threads of one of them are still held. Blocking."""
+    mailboxes = [shimctl.find(process) for process in processes if process.alive()]
+    return any(mailbox is not None and mailbox.state().parked for mailbox in mailboxes)
+
+
+def _mailbox(process: Process) -> shimctl.Mailbox:
+    mailbox = shimctl.find(process)
+    if mailbox is None:
+        raise GpuFailed(
+            f"the shim is not at work in process {process.pid}",
+            remedy="start the job with `migrator run`; a program that is linked statically cannot be moved",
+            where=Where.SOURCE_RUNNING,
+        )
+    return mailbox
+
+
+def _copy_s(device_bytes: int) -> float:
+    return COPY_S + COPY_GIB_S * device_bytes / 2**30
+
+
+async def _each(processes: Sequence[Process], act: Callable[[Process], Awaitable[Any]]) -> list[Any]:
+    """The same for every process at once. All are waited for, then the first failure is raised."""
+    results = await asyncio.gather(*(act(process) for process in processes), return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results
