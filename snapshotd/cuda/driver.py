@@ -74,7 +74,7 @@ class Gpus:
             try:
                 return self._state_in(await self._ask("state", deadline, process), process)
             except TimeoutError as error:
-                raise refusals.hung("the CUDA state", process, timeout_s, None) from error
+                raise refusals.hung("the CUDA state", process, timeout_s, "") from error
             except Lost as lost:
                 losses += not lost.by_us
                 if losses >= _LOSSES or time.monotonic() >= deadline:
@@ -105,8 +105,7 @@ class Gpus:
         async with self._looking:
             if time.monotonic() >= self._seen_until:
                 self._seen = await self._inventory()
-                healthy = self._seen.gpus and not self._seen.problem
-                self._seen_until = time.monotonic() + (INVENTORY_KEPT_S if healthy else TROUBLE_KEPT_S)
+                self._seen_until = time.monotonic() + (INVENTORY_KEPT_S if self._seen.gpus else TROUBLE_KEPT_S)
             return self._seen.copy()
 
     # ------------------------------------------------------------ how
@@ -124,7 +123,10 @@ class Gpus:
                     answer = await self._ask(verb.name, deadline, process, pairs=listed)
             except TimeoutError as error:
                 state = await self._look_apart(process)
-                raise refusals.hung(f"the {verb.name}", process, timeout_s, state) from error
+                if state in verb.done:
+                    return
+                then = f"its CUDA state is {state.name.lower()}" if state else "its CUDA state cannot be learned either"
+                raise refusals.hung(f"the {verb.name}", process, timeout_s, then) from error
             except Lost as lost:
                 losses += not lost.by_us
                 if losses >= _LOSSES or time.monotonic() >= deadline:
@@ -188,14 +190,14 @@ class Gpus:
 
     async def _look_apart(self, process: Process) -> State | None:
         """The same after a call hung, with a helper of its own: if this hangs too, no other call is disturbed."""
-        link = await Link.start(self._library_dir)
-        try:
-            with contextlib.suppress(TimeoutError, Lost, GpuFailed):
+        with contextlib.suppress(TimeoutError, Lost, GpuFailed):
+            link = await Link.start(self._library_dir)
+            try:
                 answer = await link.ask("state", _LOOK_S, pid=process.pid, start_ticks=process.start_ticks)
-                return self._state_in(answer, process)
-            return None
-        finally:
-            await link.close()
+            finally:
+                await link.close()
+            return self._state_in(answer, process)
+        return None
 
     async def _out_of_memory(self, process: Process, pairs: Sequence[Pair]) -> SnapshotError:
         wanted = {pair.new_uuid for pair in pairs}
@@ -205,8 +207,8 @@ class Gpus:
     async def _inventory(self) -> Inventory:
         lost: Lost | None = None
         for _ in range(_LOSSES):
-            link = await self._helper()
             try:
+                link = await self._helper()
                 answer = await link.ask("inventory", INVENTORY_S)
             except TimeoutError:
                 problem = f"NVML did not answer within {INVENTORY_S:g} s; the kernel's log (Xid) may name a lost GPU"

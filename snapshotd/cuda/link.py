@@ -49,16 +49,20 @@ class Link:
 
     @classmethod
     async def start(cls, library_dir: str) -> Link:
-        """A fresh helper. Its libraries are loaded by the first question, under that question's time limit."""
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", "-m", "snapshotd.cuda.helper"),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            limit=_LINE_BYTES,
-            start_new_session=True,
-            cwd="/",
-            env=_environment(library_dir),
-        )
+        """A fresh helper; Lost when none can be started. Its libraries are loaded by the first question, under that
+        question's time limit."""
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-P", "-m", "snapshotd.cuda.helper"),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                limit=_LINE_BYTES,
+                start_new_session=True,
+                cwd="/",
+                env=_environment(library_dir),
+            )
+        except OSError as error:
+            raise Lost(f"no GPU helper can be started: {error.strerror}", by_us=False) from error
         return cls(process)
 
     @property
@@ -141,11 +145,14 @@ class Link:
 
     async def _read(self) -> None:
         assert self._process.stdout is not None
-        while line := await self._process.stdout.readline():
-            answer = json.loads(line)
-            future = self._pending.get(answer.pop("id"))
-            if future is not None and not future.done():
-                future.set_result(answer)
+        try:
+            while line := await self._process.stdout.readline():
+                answer = json.loads(line)
+                future = self._pending.get(answer.pop("id"))
+                if future is not None and not future.done():
+                    future.set_result(answer)
+        except ValueError as error:  # no JSON, or a line without end
+            self.kill(f"its answer makes no sense: {error}")
         status = await self._process.wait()
         how = signal.Signals(-status).name if status < 0 else f"status {status}"
         if self._pending and self._lost is None:

@@ -57,15 +57,18 @@ def _gpu(index: int) -> dict[str, Any]:
         "memory_bytes": int(memory.total),
         "memory_free_bytes": int(memory.free),
         "mig": mig is not None and mig[0] == pynvml.NVML_DEVICE_MIG_ENABLE,
-        "processes": [
-            *_processes(_where_supported(pynvml.nvmlDeviceGetComputeRunningProcesses, handle), mps=False),
-            *_processes(_where_supported(pynvml.nvmlDeviceGetMPSComputeRunningProcesses, handle), mps=True),
-        ],
+        "processes": _processes(handle),
     }
 
 
-def _processes(found: Any, *, mps: bool) -> list[dict[str, Any]]:
-    return [{"pid": each.pid, "memory_bytes": each.usedGpuMemory or 0, "mps": mps} for each in found or ()]
+def _processes(handle: Any) -> list[dict[str, Any]]:
+    """Who computes on it, each once: a client of the multi-process service may be in both of NVML's lists."""
+    lists = (pynvml.nvmlDeviceGetComputeRunningProcesses, False), (pynvml.nvmlDeviceGetMPSComputeRunningProcesses, True)
+    by_pid = {}
+    for ask, mps in lists:
+        for each in _where_supported(ask, handle) or ():
+            by_pid[each.pid] = {"pid": each.pid, "memory_bytes": each.usedGpuMemory or 0, "mps": mps}
+    return [by_pid[pid] for pid in sorted(by_pid)]
 
 
 def _where_supported(ask: Callable[[Any], Any], handle: Any) -> Any:

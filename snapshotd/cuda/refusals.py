@@ -19,6 +19,10 @@ _NOT_SUPPORTED = (
     "the likely causes are managed memory (cudaMallocManaged) and memory imported from another process "
     "(cudaIpcOpenMemHandle); the job cannot move while it uses them"
 )
+_UNKNOWN_GPU = (
+    "the driver does not know one of the GPUs it was told, or not all of the source's were told; "
+    "`migrator nodes --json` lists them on both nodes"
+)
 
 
 def called(process: Process) -> str:
@@ -45,18 +49,15 @@ def state_unknown(process: Process, error: str) -> GpuFailed:
     return GpuFailed(f"the driver does not tell the CUDA state of {called(process)}: {error}", where=Where.UNKNOWN)
 
 
-def hung(asked: str, process: Process, timeout_s: float, state: State | None) -> Timeout:
-    """Nothing came back. The driver works inside the process, so the process's own condition comes first."""
-    if why := _held(process):
-        remedy = "the driver works inside the process: it answers when the process may run"
+def hung(asked: str, process: Process, timeout_s: float, then: str) -> Timeout:
+    """Nothing came back. The driver works inside the process, so the process's own condition says most; else `then`."""
+    if held := _held(process):
+        then = held
+        remedy = "the driver works inside the process: it answers, and may still do what was asked, once that can run"
     else:
-        why = f"its CUDA state is {state.name.lower()}" if state else "its CUDA state cannot be learned either"
         remedy = "`nvidia-smi` and the kernel's log (Xid) on that node say whether the GPU is well; try again"
-    return Timeout(
-        f"the driver did not answer within {timeout_s:g} s ({asked} of {called(process)}); {why}",
-        remedy=remedy,
-        where=Where.UNKNOWN,
-    )
+    told = f"the driver did not answer within {timeout_s:g} s ({asked} of {called(process)})"
+    return Timeout("; ".join(filter(None, [told, then])), remedy=remedy, where=Where.UNKNOWN)
 
 
 def refused(verb: Verb, process: Process, error: str, state: State | None, timeout_s: float) -> SnapshotError:
@@ -77,6 +78,8 @@ def refused(verb: Verb, process: Process, error: str, state: State | None, timeo
     told = f"the driver's {verb.name} of {who} failed: {error}"
     if verb is CHECKPOINT and error == "CUDA_ERROR_NOT_SUPPORTED":
         return GpuFailed(told, remedy=_NOT_SUPPORTED, where=Where.UNKNOWN)
+    if verb is RESTORE and error == "CUDA_ERROR_INVALID_VALUE":
+        return GpuFailed(told, remedy=_UNKNOWN_GPU, where=Where.UNKNOWN)
     if state is not None and error == "CUDA_ERROR_ILLEGAL_STATE":
         told += f" (it is {state.name.lower()}, not {verb.needs.name.lower()})"
     return GpuFailed(told, where=Where.UNKNOWN)
