@@ -55,6 +55,7 @@ class Config:
     streams: int
     chunk_bytes: int
     lease_s: float
+    gpu_library_dir: str  # empty: where the loader looks
 
     @property
     def admin_socket(self) -> Path:
@@ -98,6 +99,7 @@ class Config:
             streams=top.integer("streams", 4, least=1, most=64),
             chunk_bytes=top.integer("chunk_bytes", 2 << 20, least=64 << 10, most=8 << 20),
             lease_s=top.seconds("lease_s", 30.0, least=1.0, most=3600.0),
+            gpu_library_dir=top.folder("gpu_library_dir"),
         )
         top.finish()
         found += _contradictions(config, top.wrong)
@@ -192,6 +194,15 @@ class _Table:
         if name not in self.wrong and not _is_absolute(value):
             self._complain(name, f"{value!r} is not an absolute path without '..'")
         return Path(value or "/")
+
+    def folder(self, name: str) -> str:
+        """A folder that has to be there, or "" where none is named."""
+        if not self.text(name, "an absolute path", ""):
+            return ""
+        path = self.path(name)
+        if name not in self.wrong and not os.path.isdir(path):
+            self._complain(name, f"{path} is not a directory")
+        return str(path)
 
     def paths(self, name: str, default: tuple[str, ...]) -> tuple[str, ...]:
         values = self._take(name, list, "a list of absolute paths", list(default))

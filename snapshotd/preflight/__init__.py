@@ -23,7 +23,7 @@ open-files           every open or mapped file has a name that leads to it
 deleted-files        unlinked files travel in the image; a removed name of a file that has other names cannot
 node-local-files     files under carry_paths travel along; warns where the rank works in such a directory
 file-locks           locks travel; not those on files that both nodes may share
-gpu                  no GPU is in use: this version moves CPU ranks only
+gpu-descriptors      no GPU is open but by processes that hold CUDA, whose checkpoint closes it
 devices              no device but null, zero, full, random, urandom and terminals
 terminals            a terminal's other end is the keeper's or inside the rank
 io-uring             no io_uring, which CRIU cannot dump
@@ -35,6 +35,13 @@ shared-memory        no memory is shared with a process outside
 sysv-memory          no System V shared memory
 huge-pages           warns of reserved huge pages, which the target must have too
 async-io             warns of kernel AIO contexts
+gpu-driver           of a GPU rank: NVIDIA driver 570 or newer
+gpu-mig              … whole GPUs, no parts of one
+gpu-mps              … no multi-process service
+gpu-managed-memory   … no managed memory, which the driver cannot checkpoint
+gpu-rdma             … no RDMA device, with which device memory may be registered
+gpu-profiler         … no nsys, ncu, compute-sanitizer or cuda-gdb in the process
+gpu-host-memory      … enough host memory, and room in the job's limits, for what is on the GPU
 facts                what the target needs to know could be gathered
 ===================  ===================================================================================================
 
@@ -53,6 +60,12 @@ carried-files        the paths of carried files are free, identical, or hold wha
 directories          working and open directories are here, or can be made under carry_paths
 memory               enough free memory to restore the rank and to live on
 image-room           enough room in the image store
+gpu-present          enough GPUs here, and where the rank would go; or that it needs none
+gpu-driver           of a GPU rank: the same driver version as on the source
+gpu-mig              … a GPU that is not partitioned
+gpu-chip             … a GPU of the same chip, and one for each other GPU of the source
+gpu-free             … that nobody uses (or that was asked for) and no other move has reserved
+gpu-memory           … with enough free memory
 ===================  ===================================================================================================
 
 ===================  ===================================================================================================
@@ -63,12 +76,14 @@ new-files            warns of files opened since preflight, refuses mapped ones;
 """
 
 from snapshotd.preflight.after_freeze import list_carried, recheck, sync_files
+from snapshotd.preflight.gpu import GpuLook, uses_cuda
 from snapshotd.preflight.node import architecture, cpu_features, kernel_release, memory_available_bytes
 from snapshotd.preflight.source import inspect_rank
 from snapshotd.preflight.target import examine
 from snapshotd.preflight.verdict import refusals
 
 __all__ = [
+    "GpuLook",
     "architecture",
     "cpu_features",
     "examine",
@@ -79,4 +94,5 @@ __all__ = [
     "recheck",
     "refusals",
     "sync_files",
+    "uses_cuda",
 ]

@@ -66,7 +66,7 @@ RECHECKS: dict[str, Callable[[Look], Check]] = {
         "process-tree",
         "open-files",
         "deleted-files",
-        "gpu",
+        "gpu-descriptors",  # the driver's checkpoint has closed what was a CUDA process's
         "devices",
         "terminals",
         "io-uring",

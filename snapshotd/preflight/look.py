@@ -5,11 +5,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from snapshotd.preflight.files import Survey, survey
 from snapshotd.preflight.objects import Kind, Object, gather
 from snapshotd.preflight.procfs import Tree
 from snapshotd.preflight.sockets import by_family, inode_of, unix_names
+
+if TYPE_CHECKING:
+    from snapshotd.preflight.gpu import GpuLook
 
 
 @dataclass
@@ -20,6 +24,7 @@ class Look:
     keeper_pid: int = 0
     keeper_is_guest: bool = False
     criu_version: str = ""
+    gpu: GpuLook | None = None  # None: no process of the tree holds CUDA
 
     @functools.cached_property
     def tree(self) -> Tree:

@@ -15,6 +15,7 @@ from enum import Enum, auto
 
 from snapshotd.preflight.procfs import DELETED, Mapping, Process
 
+_GPU = re.compile(r"/dev/(nvidia|dri/|kfd|nvmap)")
 _NFS_LEFTOVER = re.compile(r"^\.nfs[0-9a-f]{8,}")
 
 
@@ -31,6 +32,7 @@ class Kind(Enum):
     PSEUDO = auto()  # /proc and /sys: made by the target's kernel
     DIRECTORY = auto()
     FIFO = auto()
+    GPU = auto()  # a device of a GPU, by its name
     DEVICE = auto()
     ANON = auto()  # anon_inode, pidfd, namespace…: named by its link
     PIPE = auto()
@@ -130,6 +132,8 @@ def kind_of(link: str, stat: os.stat_result | None) -> Kind:
         return Kind.ANON
     if mode_of.S_ISDIR(stat.st_mode):
         return Kind.PSEUDO if is_pseudo(link) else Kind.DIRECTORY
+    if _GPU.match(link):
+        return Kind.GPU
     if mode_of.S_ISCHR(stat.st_mode) or mode_of.S_ISBLK(stat.st_mode):
         return Kind.DEVICE
     if mode_of.S_ISFIFO(stat.st_mode):

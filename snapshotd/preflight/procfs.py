@@ -38,6 +38,14 @@ class Mapping:
     inode: int
     path: str
 
+    @property
+    def start(self) -> int:
+        return int(self.span.partition("-")[0], 16)
+
+    @property
+    def size_bytes(self) -> int:
+        return int(self.span.partition("-")[2], 16) - self.start
+
 
 @dataclass(
     frozen=True, slots=True, eq=False

@@ -15,8 +15,7 @@ from snapshotd.preflight.verdict import listed, passed, refused, warned
 #: Devices with no state of their own, by (major, minor).
 _HARMLESS = {(1, 3), (1, 5), (1, 7), (1, 8), (1, 9), (5, 0), (5, 2)}  # null zero full random urandom tty ptmx
 _PTS_MAJORS = range(136, 144)
-_GPU = re.compile(r"^/dev/(nvidia|dri/|kfd|nvmap)")
-_NETWORK = re.compile(r"^/dev/(infiniband/|gdrdrv|hfi1|cxi)")
+NETWORK_DEVICE = re.compile(r"^/dev/(infiniband/|gdrdrv|hfi1|cxi)")
 
 #: anon_inodes that CRIU carries. Everything else is refused by name: a new kernel's invention is not known to be safe.
 _CARRIED_ANON = {"[eventfd]", "[eventpoll]", "[timerfd]", "[signalfd]", "inotify", "[pidfd]"}
@@ -24,22 +23,13 @@ _IO_URING = "anon_inode:[io_uring]"
 _PIDFD = re.compile(r"^(anon_inode:\[pidfd\]|pidfd:\[\d+\])$")
 
 
-def gpu(look: Look) -> Check:
-    found = [thing for thing in look.of_kind(Kind.DEVICE) if _GPU.match(thing.path)]
-    if found:
-        devices = sorted({thing.path for thing in found})
-        return refused(
-            "gpu",
-            f"uses a GPU ({', '.join(devices[:4])}; {found[0]}): this version moves CPU ranks only",
-            "run the rank with CUDA_VISIBLE_DEVICES= or wait for the version that moves GPU ranks",
-        )
-    return passed("gpu", "no GPU in use")
-
-
 def devices(look: Look) -> Check:
-    found = [thing for thing in look.of_kind(Kind.DEVICE) if not _is_movable(thing) and not _GPU.match(thing.path)]
+    """All but a GPU's, which gpu.py names; and the network's of a GPU rank, which need another remedy there."""
+    found = [thing for thing in look.of_kind(Kind.DEVICE) if not _is_movable(thing)]
+    network = any(NETWORK_DEVICE.match(thing.path) for thing in found)
+    if look.gpu is not None:
+        found = [thing for thing in found if not NETWORK_DEVICE.match(thing.path)]
     if found:
-        network = any(_NETWORK.match(thing.path) for thing in found)
         return refused(
             "devices",
             f"devices whose state cannot be moved: {listed([str(thing) for thing in found])}",

@@ -12,6 +12,7 @@ from snapshotd.api.snapshotd_pb2 import Check, Rank, RankFacts
 from snapshotd.preflight import connections, contents, processes, resources
 from snapshotd.preflight.contents import image_bytes
 from snapshotd.preflight.files import add_digests
+from snapshotd.preflight.gpu import GPU_CHECKS, GpuLook, descriptors, facts_of
 from snapshotd.preflight.look import Look
 from snapshotd.preflight.node import architecture, cpu_features, kernel_release
 from snapshotd.preflight.verdict import guarded, passed
@@ -36,7 +37,7 @@ SOURCE_CHECKS: dict[str, Callable[[Look], Check]] = {
     "deleted-files": contents.deleted_files,
     "node-local-files": contents.node_local_files,
     "file-locks": processes.file_locks,
-    "gpu": resources.gpu,
+    "gpu-descriptors": descriptors,
     "devices": resources.devices,
     "terminals": resources.terminals,
     "io-uring": resources.io_uring,
@@ -62,20 +63,24 @@ def inspect_rank(
     carry_paths: Sequence[str],
     keeper_pid: int,
     keeper_is_guest: bool,
+    gpu: GpuLook | None = None,
     digest_seconds: float = DIGEST_SECONDS,
 ) -> tuple[RankFacts, list[Check]]:
     """Facts and verdicts about a running rank; never raises. Blocking: for a thread, not for the loop.
 
     `pids` are all processes of the rank's cgroup as the daemon's pid namespace numbers them. `keeper_pid` 0 means that
-    no keeper stands for it. `keeper_is_guest` says that this product made the keeper's pid and mount namespaces.
+    no keeper stands for it. `keeper_is_guest` says that this product made the keeper's pid and mount namespaces. `gpu` is
+    what the driver said, None where none of these processes holds CUDA.
     """
     facts = RankFacts(source_node=node, daemon_version=daemon_version, criu_version=criu_version)
     facts.rank.CopyFrom(rank)
-    look = Look(pids, root_pid, carry_paths, keeper_pid, keeper_is_guest, criu_version)
+    look = Look(pids, root_pid, carry_paths, keeper_pid, keeper_is_guest, criu_version, gpu)
     alive = guarded("rank-alive", processes.rank_alive, look)
     if alive.verdict == Check.REFUSE:
         return facts, [alive]
     checks = [guarded(name, check, look) for name, check in SOURCE_CHECKS.items()]
+    if gpu is not None:
+        checks += [guarded(name, check, look, gpu) for name, check in GPU_CHECKS.items()]
     told = guarded("facts", _fill, facts, look, digest_seconds)
     return facts, [*checks, told]
 
@@ -88,6 +93,9 @@ def _fill(facts: RankFacts, look: Look, digest_seconds: float) -> Check:
     facts.directories.extend(look.survey.directories)
     facts.carried_bytes = look.survey.carried_bytes
     facts.memory_bytes = image_bytes(look)
+    if look.gpu is not None:
+        facts.gpu.CopyFrom(facts_of(look, look.gpu))
+        facts.memory_bytes += facts.gpu.device_bytes  # which is host memory, and in the image, when CRIU comes
     facts.processes = len(look.tree.alive)
     facts.threads = sum(process.threads for process in look.tree.alive)
     facts.user_ids.extend(sorted({process.user_id for process in look.tree.alive}))

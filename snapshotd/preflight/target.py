@@ -9,11 +9,13 @@ from __future__ import annotations
 import pwd
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from snapshotd.api.snapshotd_pb2 import Check, NodeInfo, RankFacts
 from snapshotd.preflight import target_files
 from snapshotd.preflight.node import KERNEL_ONLY_FLAGS, version_pair
 from snapshotd.preflight.processes import criu_check, kernel_check
+from snapshotd.preflight.target_gpu import CONDITIONS, GpuOffer
 from snapshotd.preflight.verdict import guarded, listed, passed, refused, warned
 
 #: Kept free beside the rank, for the node's own life.
@@ -29,6 +31,7 @@ class Offer:
     carry_paths: Sequence[str]
     may_replace: Callable[[str], bool]
     restore_factor: float
+    gpu: GpuOffer
 
 
 def examine(
@@ -38,14 +41,17 @@ def examine(
     carry_paths: Sequence[str],
     may_replace: Callable[[str], bool] = lambda path: False,
     restore_factor: float = 1.1,
+    gpu_wish: str = "",
 ) -> list[Check]:
     """Verdicts about taking this rank here; never raises. Blocking (files are looked at): for a thread.
 
     `node` is this node as GetNode answers it. `may_replace` says whether this product itself left a file behind.
     `restore_factor` is how much memory a restore takes at its peak for each byte of the rank, the image included.
+    `gpu_wish` is the GPU asked for, as snapshotd/gpus.py takes it. Of a rank without GPU one check of them is made.
     """
-    offer = Offer(facts, node, carry_paths, may_replace, restore_factor)
-    return [guarded(name, check, offer) for name, check in TARGET_CHECKS.items()]
+    offer = Offer(facts, node, carry_paths, may_replace, restore_factor, GpuOffer(facts, node, gpu_wish))
+    wanted = TARGET_CHECKS | (GPU_CHECKS if facts.HasField("gpu") else {})
+    return [guarded(name, check, offer) for name, check in wanted.items()]
 
 
 def target_node(offer: Offer) -> Check:
@@ -163,6 +169,10 @@ def image_room(offer: Offer) -> Check:
     return passed("image-room", f"{_mib(free)} free, {_mib(wanted)} needed")
 
 
+def gpu_check(name: str, offer: Offer) -> Check:
+    return offer.gpu.check(name)
+
+
 def _mib(size_bytes: int) -> str:
     return f"{-(-size_bytes >> 20)} MiB"
 
@@ -181,4 +191,10 @@ TARGET_CHECKS: dict[str, Callable[[Offer], Check]] = {
     "directories": directories,
     "memory": memory,
     "image-room": image_room,
+    "gpu-present": partial(gpu_check, "gpu-present"),
+}
+
+#: More, for ranks that use a GPU.
+GPU_CHECKS: dict[str, Callable[[Offer], Check]] = {
+    name: partial(gpu_check, name) for name in CONDITIONS if name not in TARGET_CHECKS
 }

@@ -81,6 +81,7 @@ def test_defaults(tmp_path: Path, certificates: Certificates) -> None:
         streams=4,
         chunk_bytes=2097152,
         lease_s=30.0,
+        gpu_library_dir="",
     )
     assert config.admin_socket == Path("/run/snapshotd/admin.sock")
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -104,6 +105,7 @@ def test_every_key_can_be_set(tmp_path: Path, certificates: Certificates) -> Non
                 "streams = 8",
                 "chunk_bytes = 1048576",
                 "lease_s = 2",
+                f'gpu_library_dir = "{tmp_path}/"',
             ]
         ),
     )
@@ -113,6 +115,7 @@ def test_every_key_can_be_set(tmp_path: Path, certificates: Certificates) -> Non
     assert (config.log_format, config.log_level, config.metrics_listen) == ("json", "debug", "")
     assert config.carry_paths == ("/scratch",)
     assert (config.streams, config.chunk_bytes, config.lease_s) == (8, 1048576, 2.0)
+    assert config.gpu_library_dir == str(tmp_path)
 
 
 def test_image_dir_follows_run_dir(tmp_path: Path, certificates: Certificates) -> None:
@@ -136,6 +139,7 @@ def test_all_errors_at_once(tmp_path: Path, certificates: Certificates) -> None:
             "streams = 0",
             "chunk_bytes = 5000000",
             'lease_s = "long"',
+            "gpu_library_dir = 1",
             "colour = true",
             "[tls]",
             f'ca = "{tmp_path}/missing.crt"',
@@ -146,7 +150,7 @@ def test_all_errors_at_once(tmp_path: Path, certificates: Certificates) -> None:
     disk_checked = not host.is_ram_backed(tmp_path)
     got = {line.split(":")[0]: line for line in problems(tmp_path, text)}
     expected = {"node", "listen", "listn", "advertise", "state_dir", "criu", "log_format", "log_level"}
-    expected |= {"metrics_listen", "carry_paths", "streams", "chunk_bytes", "lease_s", "colour"}
+    expected |= {"metrics_listen", "carry_paths", "streams", "chunk_bytes", "lease_s", "gpu_library_dir", "colour"}
     expected |= {"tls.cert", "tls.key", "tls.kee"} | ({"image_dir"} if disk_checked else set())
     assert set(got) == expected
     assert "is missing" in got["listen"]
@@ -184,6 +188,8 @@ def test_a_file_that_is_not_there_or_no_toml(tmp_path: Path) -> None:
         (f'run_dir = "/run/{"x" * 100}"', "too long to hold a socket"),
         ('state_dir = "/etc/passwd"', "/etc/passwd is not a directory"),
         (f'state_dir = "/{"x" * 5000}"', "File name too long"),
+        ('gpu_library_dir = "lib"', "not an absolute path without '..'"),
+        ('gpu_library_dir = "/nowhere"', "/nowhere is not a directory"),
         ('advertise = "0.0.0.0:7070"', "other nodes cannot reach 0.0.0.0:7070"),
     ],
 )

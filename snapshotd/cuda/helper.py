@@ -1,0 +1,125 @@
+"""The process that talks to the CUDA driver and to NVML, so that the daemon does not: `python -m snapshotd.cuda.helper`.
+
+Requests come on stdin, one JSON object per line, and are answered on stdout in the order they finish:
+
+    {"id": 7, "call": "lock", "pid": 4711, "start_ticks": 99, "timeout_ms": 5000}
+    {"id": 7, "error": "CUDA_ERROR_NOT_READY"}
+
+An answer has "error" (the driver's name, "" when it went well), or "gone" (it is not that process any more), or
+"unusable" (no driver to ask, in words; "no_gpu" beside it says whether that is a mistake), and what was asked for.
+
+Every call has a thread of its own: one that hangs holds up nobody but itself. This process knows no time limit; the
+daemon kills it. It ends with its stdin, and with the daemon. It must never outlive it: it would go on changing ranks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from snapshotd.cuda.bindings import Driver, DriverError, Unusable
+
+_PR_SET_PDEATHSIG = 1
+Answer = dict[str, Any]
+
+
+class Calls:
+    """Everything that can be asked. The libraries are loaded by the first call that needs them."""
+
+    def __init__(self) -> None:
+        self._once = threading.Lock()
+        self._driver: Driver | None = None
+
+    def _cuda(self) -> Driver:
+        with self._once:
+            if self._driver is None:
+                self._driver = Driver()
+            return self._driver
+
+    def inventory(self, request: Answer) -> Answer:
+        from snapshotd.cuda import nvml
+
+        return nvml.look()
+
+    def state(self, request: Answer) -> Answer:
+        return {"state": self._cuda().state(_verified(request))}
+
+    def lock(self, request: Answer) -> Answer:
+        self._cuda().lock(_verified(request), int(request["timeout_ms"]))
+        return {}
+
+    def checkpoint(self, request: Answer) -> Answer:
+        self._cuda().checkpoint(_verified(request))
+        return {}
+
+    def restore(self, request: Answer) -> Answer:
+        pairs = [(str(old), str(new)) for old, new in request["pairs"]]
+        self._cuda().restore(_verified(request), pairs)
+        return {}
+
+    def unlock(self, request: Answer) -> Answer:
+        self._cuda().unlock(_verified(request))
+        return {}
+
+    def restore_thread(self, request: Answer) -> Answer:
+        return {"thread": self._cuda().restore_thread(_verified(request))}
+
+
+def _verified(request: Answer) -> int:
+    """The pid, looked at as late as can be. ProcessLookupError when it is not that process (any more).
+
+    As tree.Process.alive() does it; that module would bring gRPC along, which is most of what this process weighs."""
+    pid = int(request["pid"])
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError as error:
+        raise ProcessLookupError(pid) from error
+    if int(fields[19]) != request["start_ticks"] or fields[0] in "ZXx":
+        raise ProcessLookupError(pid)
+    return pid
+
+
+def answer(calls: Calls, request: Answer) -> Answer:
+    """What came of one request. Whatever goes wrong is an answer: a request without one would only time out."""
+    call: Callable[[Answer], Answer] | None = getattr(calls, str(request.get("call")), None)
+    if call is None:
+        return {"error": f"unknown call {request.get('call')!r}"}
+    try:
+        return {"error": "", **call(request)}
+    except DriverError as error:
+        return {"error": error.name}
+    except ProcessLookupError:
+        return {"gone": True}
+    except Unusable as error:
+        return {"unusable": str(error), "no_gpu": error.no_gpu}
+    except Exception as error:  # noqa: BLE001 - see above
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+def main() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a daemon that died before this: stdin has ended
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C at the daemon's terminal is for the daemon to decide about
+    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what a library prints must not look like an answer
+    calls, writing = Calls(), threading.Lock()
+
+    def serve(request: Answer) -> None:
+        line = json.dumps({"id": request.get("id"), **answer(calls, request)})
+        with writing:
+            out.write(line + "\n")
+            out.flush()
+
+    for line in sys.stdin:
+        threading.Thread(target=serve, args=(json.loads(line),), daemon=True).start()
+    os._exit(0)  # at once: a thread may hang in the driver for ever
+
+
+if __name__ == "__main__":
+    main()
