@@ -6,17 +6,17 @@ import _ctypes
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 
+from snapshotd import tree
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.snapshotd_pb2 import Check
-from snapshotd.preflight import GpuLook, recheck, refusals, uses_cuda
-from snapshotd.preflight.gpu import GPU_CHECKS
+from snapshotd.preflight import GpuLook, recheck, refusals, source, uses_cuda
 from snapshotd.preflight.limits import cgroup_rooms, memory_room
-from snapshotd.preflight.source import SOURCE_CHECKS
+from snapshotd.preflight.source import GPU_CHECKS, SOURCE_CHECKS
 from tests.preflight.conftest import Starter
 from tests.preflight.ranks import CARRY_PATHS, Child
 
@@ -60,6 +60,35 @@ def rank():
     FEATURE
 pids = [beside(rank)]
 """
+
+
+@dataclass
+class FakeShim:
+    """Says of every process what it was told to say."""
+
+    managed: int = 0
+    exports: int = 0
+    imports: int = 0
+    missing: bool = False
+    obstacles: list[str] = field(default_factory=list)
+    asked: list[tree.Process] = field(default_factory=list)
+
+    def problems(self, pid: int) -> list[str]:
+        return self.obstacles
+
+    def find(self, process: tree.Process) -> FakeShim | None:
+        self.asked.append(process)
+        return None if self.missing else self
+
+    def state(self) -> FakeShim:
+        return self
+
+
+@pytest.fixture(autouse=True)
+def shim(monkeypatch: pytest.MonkeyPatch) -> FakeShim:
+    fake = FakeShim()
+    monkeypatch.setattr(source, "shimctl", fake)
+    return fake
 
 
 def gpu_rank(rank: Starter, feature: str = "gpu()") -> Child:
@@ -200,6 +229,36 @@ def test_refused_by_name(rank: Starter, case: str) -> None:
     assert [check.name for check in refusals(checks.values())] == [name]
     assert words in checks[name].reason
     assert checks[name].remedy
+
+
+def test_threads_that_cannot_be_parked(rank: Starter, shim: FakeShim) -> None:
+    child = gpu_rank(rank)
+    shim.obstacles = ["thread 7 (loader) blocks the signal"]
+    checks = inspect(child, seen(child))[1]
+    assert [check.name for check in refusals(checks.values())] == ["gpu-parking"]
+    assert f"(pid {child.pids[0]}): thread 7 (loader) blocks the signal" in checks["gpu-parking"].reason
+    assert "migrator run" in checks["gpu-parking"].remedy
+    assert inspect(child, seen(child, cuda_pids=()))[1]["gpu-parking"].verdict == Check.PASS
+
+
+@pytest.mark.parametrize(("exports", "imports"), [(1, 0), (0, 2)])
+def test_device_memory_shared_with_others(rank: Starter, shim: FakeShim, exports: int, imports: int) -> None:
+    child = gpu_rank(rank)
+    shim.exports, shim.imports = exports, imports
+    checks = inspect(child, seen(child))[1]
+    assert [check.name for check in refusals(checks.values())] == ["gpu-ipc"]
+    assert f"{exports} handles given out, {imports} opened" in checks["gpu-ipc"].reason
+    assert set(shim.asked) == {tree.Process.of(child.pids[0])}
+    shim.missing = True
+    assert inspect(child, seen(child))[1]["gpu-ipc"].verdict == Check.PASS
+
+
+def test_managed_memory_that_was_freed_again(rank: Starter, shim: FakeShim) -> None:
+    child = gpu_rank(rank)
+    shim.managed = 3
+    check = inspect(child, seen(child))[1]["gpu-managed-memory"]
+    assert check.verdict == Check.WARN
+    assert f"(pid {child.pids[0]}): 3 times" in check.reason
 
 
 def test_rdma_of_a_rank_without_gpu_is_a_device(rank: Starter) -> None:
