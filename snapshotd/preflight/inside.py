@@ -6,10 +6,12 @@ the last word.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Protocol
 
 from snapshotd import tree
+from snapshotd.api.errors import SnapshotError
 from snapshotd.api.snapshotd_pb2 import Check
 from snapshotd.preflight.gpu import GpuLook, cuda_processes
 from snapshotd.preflight.look import Look
@@ -43,7 +45,7 @@ class Shim(Protocol):
 
 def parking(look: Look, gpu: GpuLook, shim: Shim) -> Check:
     """While the driver works inside the process nothing of the job may run: each of its threads waits in the shim."""
-    found = [f"{process}: {problem}" for process in cuda_processes(look, gpu) for problem in shim.problems(process.pid)]
+    found = [problem for process in cuda_processes(look, gpu) for problem in shim.problems(process.pid)]
     if found:
         return refused(
             "gpu-parking",
@@ -97,6 +99,10 @@ def ipc(look: Look, gpu: GpuLook, shim: Shim) -> Check:
 
 
 def _counters(processes: Sequence[Process], shim: Shim) -> list[tuple[Process, Counters]]:
-    """Of the processes that have the shim; the others are gpu-parking's to refuse."""
-    mailboxes = [(process, shim.find(tree.Process(process.pid, process.start_ticks))) for process in processes]
-    return [(process, mailbox.state()) for process, mailbox in mailboxes if mailbox is not None]
+    """Of the processes whose shim can be asked; the others are gpu-parking's to refuse."""
+    found = []
+    for process in processes:
+        with contextlib.suppress(SnapshotError):
+            if mailbox := shim.find(tree.Process(process.pid, process.start_ticks)):
+                found.append((process, mailbox.state()))
+    return found

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from snapshotd import tree
+from snapshotd import shimctl
 from snapshotd.api.snapshotd_pb2 import Check, Rank, RankFacts
 from snapshotd.preflight import connections, contents, inside, processes, resources
 from snapshotd.preflight import gpu as gpus
@@ -53,18 +53,6 @@ SOURCE_CHECKS: dict[str, Callable[[Look], Check]] = {
     "async-io": resources.async_io,
 }
 
-
-class _NoShim:
-    """Until the daemon can ask the shim: it has counted nothing."""
-
-    def problems(self, pid: int) -> list[str]:
-        return []
-
-    def find(self, process: tree.Process) -> inside.Mailbox | None:
-        return None
-
-
-shimctl: inside.Shim = _NoShim()
 
 #: The same for ranks that use CUDA.
 GPU_CHECKS: dict[str, Callable[[Look, GpuLook], Check]] = {

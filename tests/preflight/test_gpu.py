@@ -13,6 +13,7 @@ import pytest
 
 from snapshotd import tree
 from snapshotd.api import snapshotd_pb2 as pb
+from snapshotd.api.errors import GpuFailed
 from snapshotd.api.snapshotd_pb2 import Check
 from snapshotd.preflight import GpuLook, recheck, refusals, source, uses_cuda
 from snapshotd.preflight.limits import cgroup_rooms, memory_room
@@ -233,10 +234,10 @@ def test_refused_by_name(rank: Starter, case: str) -> None:
 
 def test_threads_that_cannot_be_parked(rank: Starter, shim: FakeShim) -> None:
     child = gpu_rank(rank)
-    shim.obstacles = ["thread 7 (loader) blocks the signal"]
+    shim.obstacles = [f"process {child.pids[0]}: thread 7 (loader) blocks the signal"]
     checks = inspect(child, seen(child))[1]
     assert [check.name for check in refusals(checks.values())] == ["gpu-parking"]
-    assert f"(pid {child.pids[0]}): thread 7 (loader) blocks the signal" in checks["gpu-parking"].reason
+    assert shim.obstacles[0] in checks["gpu-parking"].reason
     assert "migrator run" in checks["gpu-parking"].remedy
     assert inspect(child, seen(child, cuda_pids=()))[1]["gpu-parking"].verdict == Check.PASS
 
@@ -251,6 +252,27 @@ def test_device_memory_shared_with_others(rank: Starter, shim: FakeShim, exports
     assert set(shim.asked) == {tree.Process.of(child.pids[0])}
     shim.missing = True
     assert inspect(child, seen(child))[1]["gpu-ipc"].verdict == Check.PASS
+
+
+def test_a_process_without_the_shim(rank: Starter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the real one: nobody preloaded it here."""
+    monkeypatch.undo()
+    child = gpu_rank(rank)
+    checks = inspect(child, seen(child))[1]
+    assert [check.name for check in refusals(checks.values())] == ["gpu-parking"]
+    assert "runs without libsnapshim.so" in checks["gpu-parking"].reason
+
+
+def test_a_shim_of_another_version_is_named_once(
+    rank: Starter, shim: FakeShim, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def find(process: tree.Process) -> FakeShim:
+        raise GpuFailed("another version")
+
+    monkeypatch.setattr(shim, "find", find)
+    shim.obstacles = ["another version"]
+    child = gpu_rank(rank)
+    assert [check.name for check in refusals(inspect(child, seen(child))[1].values())] == ["gpu-parking"]
 
 
 def test_managed_memory_that_was_freed_again(rank: Starter, shim: FakeShim) -> None:
