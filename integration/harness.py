@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -245,7 +246,7 @@ def processes_of(marker: str) -> list[int]:
 
 @contextlib.contextmanager
 def cluster(folder: Path, name: str, nodes: Sequence[str] = NODES) -> Iterator[Cluster]:
-    lab = Lab(name)
+    lab = Lab(f"{name}-{zlib.crc32(bytes(Path(__file__).parent)):x}"[:24])  # two checkouts can test at the same time
     lab.down()
     lab.up(nodes)
     made = Cluster(lab, folder)
