@@ -1,8 +1,18 @@
-/* What libsnapshim.so promises to the rest of the product. Raise the version when a promise changes. */
+/* What libsnapshim.so promises to the rest of the product. Raise the version when a promise changes.
+ *
+ * The daemon speaks to a process through `snapshim_mailbox`, in the process's own memory, and wakes its control thread with
+ * the reserved signal; so there is no descriptor that a dump would have to carry. snapshotd/shimctl.py is the other side.
+ */
 #ifndef SNAPSHIM_ABI_H
 #define SNAPSHIM_ABI_H
 
-#define SNAPSHIM_ABI_VERSION 1
+#include <stdint.h>
+
+#define SNAPSHIM_ABI_VERSION 2
+
+#define SNAPSHIM_SIGNAL 61 /* SIGRTMAX - 3: parks the job's threads, wakes the control thread */
+#define SNAPSHIM_MAGIC "SNAPSHIM"
+#define SNAPSHIM_EXEMPT_MAX 64
 
 #define SNAPSHIM_EXPORT __attribute__((visibility("default")))
 
@@ -10,11 +20,47 @@
 extern "C" {
 #endif
 
+enum snapshim_command {
+	SNAPSHIM_PARK = 1,        /* argument[0]: milliseconds */
+	SNAPSHIM_RELEASE = 2,     /* argument[0]: milliseconds */
+	SNAPSHIM_EMPTY_CACHE = 3, /* argument[0]: milliseconds; result[0]: bytes given back */
+};
+
+/* Pids and thread ids are those of the process's own pid namespace. The daemon writes command, argument and, last, request. */
+struct snapshim_mailbox {
+	char magic[8];
+	uint32_t abi;
+	uint32_t bytes;          /* of this struct */
+	int32_t owner;           /* the process that the control thread belongs to; a forked child's copy names its parent, or 0 */
+	int32_t thread;          /* the control thread */
+	int32_t probe;           /* the thread that tries the allocator's and the loader's locks, 0 before the first PARK */
+	uint32_t parked;         /* 1: no thread of the job runs */
+	uint32_t parked_threads; /* how many that are */
+	uint32_t command;
+	uint64_t argument[4];
+	uint32_t request;        /* a number that differs from `answer`: there is something to do */
+	uint32_t answer;         /* the last request that was done */
+	int32_t status;          /* of that: 0 or an errno */
+	uint32_t unused;
+	uint64_t result[4];
+	char text[512];          /* of that: words for the error */
+	uint64_t managed_allocations;
+	uint64_t ipc_exports;
+	uint64_t ipc_imports;    /* memory handles that were opened and not closed, and event handles */
+	int32_t exempt[SNAPSHIM_EXEMPT_MAX]; /* the driver's own threads, never parked; 0: free */
+};
+
+SNAPSHIM_EXPORT extern struct snapshim_mailbox snapshim_mailbox;
+
 /* The version the library was built with; how others see that it is in a process, and which one. */
 SNAPSHIM_EXPORT extern const unsigned int snapshim_abi_version;
 
 /* libc's syscall(2) wrapper, interposed: io_uring_setup answers ENOSYS, all else passes. */
 SNAPSHIM_EXPORT long syscall(long number, ...);
+
+/* Interposed as well, each with its own library's prototype:
+ *   pthread_create pthread_exit
+ */
 
 #ifdef __cplusplus
 }

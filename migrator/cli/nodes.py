@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+from collections import Counter
 from typing import Any
 
 from migrator import words
@@ -14,7 +15,19 @@ from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.client import DaemonClient
 from snapshotd.api.errors import SnapshotError
 
-HEADS = ("NAME", "ENDPOINT", "STATE", "VERSION", "KERNEL", "CRIU", "MEMORY FREE", "IMAGES", "RANKS", "MOVES")
+HEADS: tuple[str, ...] = (
+    "NAME",
+    "ENDPOINT",
+    "STATE",
+    "VERSION",
+    "KERNEL",
+    "CRIU",
+    "MEMORY FREE",
+    "IMAGES",
+    "RANKS",
+    "MOVES",
+)
+GPU_HEAD = "GPUS"
 
 
 def add(verbs: arguments.Verbs) -> None:
@@ -22,7 +35,8 @@ def add(verbs: arguments.Verbs) -> None:
         "nodes",
         act,
         "list the nodes and how they are",
-        more="IMAGES is what images of running moves take up, of the room there is for them.",
+        more="IMAGES is what images of running moves take up, of the room there is for them. GPUS, where a node has some, are"
+        " the chips and their free memory; reserved ones wait for a rank that is being moved there.",
         examples="  migrator nodes\n  migrator nodes --json",
     )
 
@@ -41,7 +55,10 @@ def act(options: argparse.Namespace) -> int:
         output.json_object({"cluster": cluster.origin, "nodes": objects})
     else:
         rows = [_row(node, cluster, answers.get(node), silent.get(node)) for node in cluster.nodes]
-        output.table(HEADS, rows, right=("MEMORY FREE", "RANKS", "MOVES"))
+        heads = (*HEADS, GPU_HEAD)
+        if not any(info.gpus or info.gpu_problem for info in answers.values()):
+            heads, rows = HEADS, [row[:-1] for row in rows]
+        output.table(heads, rows, right=("MEMORY FREE", "RANKS", "MOVES"))
         output.warn_silent(silent, len(cluster.nodes), as_json=False)
     return 0
 
@@ -66,12 +83,31 @@ def to_json(node: str, cluster: Cluster, info: pb.NodeInfo | None, error: Snapsh
         "image_held_bytes": info.image_held_bytes,
         "ranks": info.ranks,
         "moves_running": info.moves_running,
+        "driver_version": info.driver_version,
+        "gpu_problem": info.gpu_problem,
+        "gpus": [_gpu_json(gpu) for gpu in info.gpus],
+    }
+
+
+def _gpu_json(gpu: pb.Gpu) -> dict[str, Any]:
+    return {
+        "uuid": gpu.uuid,
+        "index": gpu.index,
+        "name": gpu.name,
+        "compute_capability": gpu.compute_capability,
+        "memory_bytes": gpu.memory_bytes,
+        "memory_free_bytes": gpu.memory_free_bytes,
+        "mig": gpu.mig,
+        "reserved_for": gpu.reserved_for,
+        "processes": [
+            {"pid": process.pid, "memory_bytes": process.memory_bytes, "mps": process.mps} for process in gpu.processes
+        ],
     }
 
 
 def _row(node: str, cluster: Cluster, info: pb.NodeInfo | None, error: SnapshotError | None) -> tuple[str, ...]:
     if info is None:
-        return (node, cluster.nodes[node], state(error), *("-" for _ in HEADS[3:]))
+        return (node, cluster.nodes[node], state(error), *("-" for _ in HEADS[3:]), "-")
     return (
         node,
         cluster.nodes[node],
@@ -83,4 +119,19 @@ def _row(node: str, cluster: Cluster, info: pb.NodeInfo | None, error: SnapshotE
         f"{words.size(info.image_held_bytes)} of {words.size(info.image_capacity_bytes)}",
         str(info.ranks),
         str(info.moves_running),
+        gpu_words(info),
     )
+
+
+def gpu_words(info: pb.NodeInfo) -> str:
+    """ "2 × NVIDIA H200, 281.9 GB free, 1 reserved"; what is wrong, where they cannot be told."""
+    if info.gpu_problem:
+        return f"unknown: {info.gpu_problem}"
+    if not info.gpus:
+        return "-"
+    chips = Counter(gpu.name + (" (MIG)" if gpu.mig else "") for gpu in info.gpus)
+    parts = [f"{count} × {chip}" for chip, count in chips.items()]
+    parts.append(f"{words.size(sum(gpu.memory_free_bytes for gpu in info.gpus))} free")
+    if reserved := sum(bool(gpu.reserved_for) for gpu in info.gpus):
+        parts.append(f"{reserved} reserved")
+    return ", ".join(parts)

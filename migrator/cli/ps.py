@@ -12,8 +12,10 @@ from migrator import words
 from migrator.cli import arguments, output
 from migrator.find import Found, all_ranks
 from snapshotd.api import snapshotd_pb2 as pb
+from snapshotd.gpus import short
 
-HEADS = ("JOB", "RANK", "NODE", "HOME", "PID", "USER", "MEMORY", "UP", "MOVES", "STATE", "COMMAND")
+HEADS: tuple[str, ...] = ("JOB", "RANK", "NODE", "HOME", "PID", "USER", "MEMORY", "UP", "MOVES", "STATE", "COMMAND")
+GPU_HEAD = "GPU"
 
 
 def add(verbs: arguments.Verbs) -> None:
@@ -21,7 +23,8 @@ def add(verbs: arguments.Verbs) -> None:
         "ps",
         act,
         "list the ranks on all nodes",
-        more="A node that does not answer is a warning; only if none does is it an error.",
+        more="A node that does not answer is a warning; only if none does is it an error. GPU, where a rank uses one, is the"
+        " beginning of its UUID (`migrator nodes --json` has all of it) and the device memory in use.",
         examples="  migrator ps\n  migrator ps --job night --json",
     )
     parser.add_argument("--job", type=arguments.job, metavar="NAME", help="only this job's ranks")
@@ -37,7 +40,12 @@ def act(options: argparse.Namespace) -> int:
     if as_json:
         output.json_object({"ranks": [to_json(entry) for entry in shown], "unreachable": output.silent_objects(silent)})
     elif shown:
-        output.table(HEADS, [_row(entry) for entry in shown], right=("RANK", "PID", "MEMORY", "UP", "MOVES"))
+        heads, rows = HEADS, [_row(entry) for entry in shown]
+        if any(entry.rank.gpus for entry in shown):
+            at = HEADS.index("MEMORY") + 1
+            heads = (*HEADS[:at], GPU_HEAD, *HEADS[at:])
+            rows = [(*row[:at], gpu_words(entry.rank), *row[at:]) for row, entry in zip(rows, shown, strict=True)]
+        output.table(heads, rows, right=("RANK", "PID", "MEMORY", "UP", "MOVES"))
     else:
         print("no ranks; `migrator run -- CMD` starts one")
     return 0
@@ -73,6 +81,8 @@ def to_json(entry: Found) -> dict[str, Any]:
         "pid": rank.process.pid,
         "user_id": rank.user_id,
         "memory_bytes": rank.memory_bytes,
+        "gpus": list(rank.gpus),
+        "device_bytes": rank.device_bytes,
         "started_unix_s": round(rank.started_unix_s, 3),
         "moves": rank.moves,
         "moving": rank.moving,
@@ -97,6 +107,13 @@ def _row(entry: Found) -> tuple[str, ...]:
         state(entry),
         rank.command,
     )
+
+
+def gpu_words(rank: pb.Rank) -> str:
+    """ "GPU-1a2b3c4d 1.3 GB"; several GPUs with commas, and the memory on all of them."""
+    if not rank.gpus:
+        return "-"
+    return f"{','.join(short(uuid) for uuid in rank.gpus)} {words.size(rank.device_bytes)}"
 
 
 def _user(user_id: int) -> str:

@@ -39,8 +39,10 @@ gpu-driver           of a GPU rank: NVIDIA driver 570 or newer
 gpu-mig              … whole GPUs, no parts of one
 gpu-mps              … no multi-process service
 gpu-managed-memory   … no managed memory, which the driver cannot checkpoint
+gpu-ipc              … no device memory shared with other processes
 gpu-rdma             … no RDMA device, with which device memory may be registered
 gpu-profiler         … no nsys, ncu, compute-sanitizer or cuda-gdb in the process
+gpu-parking          … the shim can hold every thread while the driver works
 gpu-host-memory      … enough host memory, and room in the job's limits, for what is on the GPU
 facts                what the target needs to know could be gathered
 ===================  ===================================================================================================

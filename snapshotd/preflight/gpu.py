@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from snapshotd.api import snapshotd_pb2 as pb
@@ -24,10 +24,6 @@ from snapshotd.preflight.verdict import listed, passed, refused
 
 #: The first driver with a checkpoint of processes.
 OLDEST_DRIVER = 570
-
-#: The driver keeps one small mapping of its own below; managed memory has the address the kernel gave it, far above.
-_MANAGED_ABOVE = 1 << 40
-_MANAGED_DEVICE = "/dev/nvidia-uvm"
 
 #: What a process that holds CUDA has open and the checkpoint closes. Not the tools' and the display's devices.
 _CUDA_DEVICE = re.compile(r"/dev/(nvidia\d+|nvidiactl|nvidia-uvm|nvidia-caps(-imex-channels)?/.+)")
@@ -106,7 +102,7 @@ def _open_cards(look: Look, gpu: GpuLook) -> set[int]:
     return found
 
 
-def _holders(look: Look, gpu: GpuLook) -> list[Process]:
+def cuda_processes(look: Look, gpu: GpuLook) -> list[Process]:
     return [process for process in look.tree.alive if process.pid in gpu.cuda_pids]
 
 
@@ -131,7 +127,9 @@ def descriptors(look: Look) -> Check:
         )
     if look.gpu is None:
         return passed("gpu-descriptors", "no GPU in use")
-    return passed("gpu-descriptors", f"only of processes that use CUDA: {listed(_names(_holders(look, look.gpu)))}")
+    return passed(
+        "gpu-descriptors", f"only of processes that use CUDA: {listed(_names(cuda_processes(look, look.gpu)))}"
+    )
 
 
 def driver(look: Look, gpu: GpuLook) -> Check:
@@ -146,25 +144,6 @@ def driver(look: Look, gpu: GpuLook) -> Check:
     if major < OLDEST_DRIVER:
         return refused("gpu-driver", f"driver {gpu.driver_version} cannot checkpoint processes", remedy)
     return passed("gpu-driver", f"driver {gpu.driver_version}")
-
-
-def managed_memory(look: Look, gpu: GpuLook) -> Check:
-    found = [
-        f"{process}: {sum(sizes) >> 20} MiB"
-        for process in _holders(look, gpu)
-        if (sizes := [mapping.size_bytes for mapping in process.mappings if _is_managed(mapping.path, mapping.start)])
-    ]
-    if found:
-        return refused(
-            "gpu-managed-memory",
-            f"managed memory, which the driver cannot checkpoint: {listed(found)}",
-            "use plain device memory (cudaMalloc) instead of cudaMallocManaged; turn managed pools off (RMM, cuDF, CuPy)",
-        )
-    return passed("gpu-managed-memory", "none")
-
-
-def _is_managed(path: str, start: int) -> bool:
-    return path == _MANAGED_DEVICE and start >= _MANAGED_ABOVE
 
 
 def mps(look: Look, gpu: GpuLook) -> Check:
@@ -194,7 +173,7 @@ def _is_mps_server(pid: int) -> bool:
 def mig(look: Look, gpu: GpuLook) -> Check:
     mine = {use.uuid for use in uses(look, gpu)}
     found = [describe(card) for card in gpu.gpus if card.mig and card.uuid in mine]
-    found += [str(process) for process in _holders(look, gpu) if "MIG-" in _variables(process).get(_VISIBLE, "")]
+    found += [str(process) for process in cuda_processes(look, gpu) if "MIG-" in _variables(process).get(_VISIBLE, "")]
     if found:
         return refused(
             "gpu-mig",
@@ -226,7 +205,7 @@ def rdma(look: Look, gpu: GpuLook) -> Check:
 
 def profiler(look: Look, gpu: GpuLook) -> Check:
     found = []
-    for process in _holders(look, gpu):
+    for process in cuda_processes(look, gpu):
         names = [name for name in _TOOL_VARIABLES if _variables(process).get(name)]
         names += {
             os.path.basename(mapping.path)
@@ -259,15 +238,3 @@ def host_memory(look: Look, gpu: GpuLook) -> Check:
 
 def _names(processes: Iterable[Process]) -> list[str]:
     return [str(process) for process in processes]
-
-
-#: name -> check, for ranks that use CUDA, in the order a person reads them.
-GPU_CHECKS: dict[str, Callable[[Look, GpuLook], Check]] = {
-    "gpu-driver": driver,
-    "gpu-mig": mig,
-    "gpu-mps": mps,
-    "gpu-managed-memory": managed_memory,
-    "gpu-rdma": rdma,
-    "gpu-profiler": profiler,
-    "gpu-host-memory": host_memory,
-}

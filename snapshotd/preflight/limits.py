@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from snapshotd.preflight.node import memory_available_bytes
+from snapshotd.preflight.procfs import read_text
 
 #: name of the limit, of the use and of the statistics' cache rows, in version 2 and 1 of cgroups
 _V2 = ("memory.max", "memory.current", ("active_file", "inactive_file"))
@@ -18,13 +19,14 @@ _V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_active_file", "
 
 def memory_room(pid: int) -> list[tuple[str, int]]:
     """Whose limit, and how many bytes it leaves the process; the tightest first."""
-    rooms = [("this node", memory_available_bytes()), *_cgroup_rooms(pid)]
-    return sorted(rooms, key=lambda room: room[1])
+    groups = cgroup_rooms(read_text(f"/proc/{pid}/cgroup"), read_text("/proc/self/mountinfo"))
+    return sorted([("this node", memory_available_bytes()), *groups], key=lambda room: room[1])
 
 
-def _cgroup_rooms(pid: int, mountinfo: str = "/proc/self/mountinfo") -> Iterator[tuple[str, int]]:
+def cgroup_rooms(membership: str, mountinfo: str) -> Iterator[tuple[str, int]]:
+    """The same of each group that limits it; both arguments are texts of /proc."""
     unified, memory = _mounts(mountinfo)
-    for line in Path(f"/proc/{pid}/cgroup").read_text(errors="replace").splitlines():
+    for line in membership.splitlines():
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         if controllers == "":
@@ -60,7 +62,7 @@ def _room(folder: Path, limit: str, use: str, cache: tuple[str, ...]) -> int | N
 def _mounts(mountinfo: str) -> tuple[Path | None, Path | None]:
     """Where cgroup v2 and the memory controller of v1 are mounted."""
     unified = memory = None
-    for line in Path(mountinfo).read_text(errors="replace").splitlines():
+    for line in mountinfo.splitlines():
         fields, _, kind = line.partition(" - ")
         words = kind.split()
         place = Path(fields.split()[4].replace("\\040", " "))

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from snapshotd import shimctl
 from snapshotd.api.snapshotd_pb2 import Check, Rank, RankFacts
-from snapshotd.preflight import connections, contents, processes, resources
+from snapshotd.preflight import connections, contents, inside, processes, resources
+from snapshotd.preflight import gpu as gpus
 from snapshotd.preflight.contents import image_bytes
 from snapshotd.preflight.files import add_digests
-from snapshotd.preflight.gpu import GPU_CHECKS, GpuLook, descriptors, facts_of
+from snapshotd.preflight.gpu import GpuLook, facts_of
 from snapshotd.preflight.look import Look
 from snapshotd.preflight.node import architecture, cpu_features, kernel_release
 from snapshotd.preflight.verdict import guarded, passed
@@ -37,7 +39,7 @@ SOURCE_CHECKS: dict[str, Callable[[Look], Check]] = {
     "deleted-files": contents.deleted_files,
     "node-local-files": contents.node_local_files,
     "file-locks": processes.file_locks,
-    "gpu-descriptors": descriptors,
+    "gpu-descriptors": gpus.descriptors,
     "devices": resources.devices,
     "terminals": resources.terminals,
     "io-uring": resources.io_uring,
@@ -49,6 +51,20 @@ SOURCE_CHECKS: dict[str, Callable[[Look], Check]] = {
     "sysv-memory": resources.sysv_memory,
     "huge-pages": resources.huge_pages,
     "async-io": resources.async_io,
+}
+
+
+#: The same for ranks that use CUDA.
+GPU_CHECKS: dict[str, Callable[[Look, GpuLook], Check]] = {
+    "gpu-driver": gpus.driver,
+    "gpu-mig": gpus.mig,
+    "gpu-mps": gpus.mps,
+    "gpu-managed-memory": lambda look, gpu: inside.managed_memory(look, gpu, shimctl),
+    "gpu-ipc": lambda look, gpu: inside.ipc(look, gpu, shimctl),
+    "gpu-rdma": gpus.rdma,
+    "gpu-profiler": gpus.profiler,
+    "gpu-parking": lambda look, gpu: inside.parking(look, gpu, shimctl),
+    "gpu-host-memory": gpus.host_memory,
 }
 
 

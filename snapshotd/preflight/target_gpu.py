@@ -45,7 +45,7 @@ class GpuOffer:
         if not self.facts.HasField("gpu"):
             return self._without()
         choice = self.choice
-        if name == "gpu-present" and self.node.gpu_problem:
+        if name == "gpu-present" and self.node.gpu_problem and not self.node.gpus:
             return refused(
                 name,
                 f"this node's GPUs cannot be told: {self.node.gpu_problem}",

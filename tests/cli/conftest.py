@@ -31,6 +31,8 @@ class FakeDaemon(stubs.NodeServicer, stubs.SourceServicer, stubs.TargetServicer)
     ranks: list[pb.Rank] = field(default_factory=list)
     moves: list[pb.MoveRecord] = field(default_factory=list)
     checks: list[pb.Check] = field(default_factory=list)
+    gpus: list[pb.Gpu] = field(default_factory=list)
+    gpu_problem: str = ""
     copy: pb.Copy = field(default_factory=lambda: pb.Copy(state=pb.Copy.NO_SUCH_MOVE))
     failures: dict[str, SnapshotError] = field(default_factory=dict)  # by method
     asked: list[tuple[str, Any]] = field(default_factory=list)
@@ -64,6 +66,9 @@ class FakeDaemon(stubs.NodeServicer, stubs.SourceServicer, stubs.TargetServicer)
             memory_available_bytes=8_000_000_000,
             image_capacity_bytes=4_000_000_000,
             ranks=len(self.ranks),
+            gpus=self.gpus,
+            driver_version="580.159.04" if self.gpus else "",
+            gpu_problem=self.gpu_problem,
         )
 
     def ListRanks(self, request: pb.ListRanksRequest, context: grpc.ServicerContext) -> pb.ListRanksReply:

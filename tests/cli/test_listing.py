@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from migrator.cli import ps
+from migrator.cli import nodes, ps
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import Ambiguous, Busy, Denied, NotFound, Refused, Unreachable
 from tests.cli.conftest import MOVE, FakeCluster, Migrator, a_rank, a_record
@@ -40,6 +40,8 @@ def test_ps_json_has_every_fact(cluster: FakeCluster, migrator: Migrator) -> Non
         "pid": 4711,
         "user_id": 1000,
         "memory_bytes": 1_500_000_000,
+        "gpus": [],
+        "device_bytes": 0,
         "started_unix_s": 5.0,
         "moves": 0,
         "moving": MOVE,
@@ -122,6 +124,84 @@ def test_nodes(cluster: FakeCluster, migrator: Migrator) -> None:
     assert told["node-1"]["state"] == "up"
     assert told["spare-1"]["state"] == "unreachable"
     assert told["spare-1"]["reason"]
+
+
+def test_ps_shows_on_which_gpus_ranks_are(cluster: FakeCluster, migrator: Migrator) -> None:
+    uuids = ["GPU-1a2b3c4d-0000-1111-2222-333344445555", "GPU-5e6f7a8b-0000-1111-2222-333344445555"]
+    cluster["node-1"].ranks = [
+        a_rank("node-1", 0, gpus=uuids[:1], device_bytes=1_300_000_000),
+        a_rank("node-1", 1),
+        a_rank("node-1", 2, gpus=uuids, device_bytes=50_000_000_000),
+    ]
+    heads, *rows = migrator("ps").out.splitlines()
+    assert heads.split() == [*ps.HEADS[:7], "GPU", *ps.HEADS[7:]]
+    at = heads.index("GPU")
+    assert [row[at:].split("  ")[0] for row in rows] == [
+        "GPU-1a2b3c4d 1.3 GB",
+        "-",
+        "GPU-1a2b3c4d,GPU-5e6f7a8b 50.0 GB",
+    ]
+    told = migrator("ps", "--json").json["ranks"]
+    assert [(rank["gpus"], rank["device_bytes"]) for rank in told] == [
+        (uuids[:1], 1_300_000_000),
+        ([], 0),
+        (uuids, 50_000_000_000),
+    ]
+
+
+def a_gpu(index: int, name: str = "NVIDIA H200", **fields: Any) -> pb.Gpu:
+    given: dict[str, Any] = {
+        "uuid": f"GPU-{index}a2b3c4d",
+        "index": index,
+        "name": name,
+        "compute_capability": "9.0",
+        "memory_bytes": 150_000_000_000,
+        "memory_free_bytes": 140_000_000_000,
+    }
+    return pb.Gpu(**(given | fields))
+
+
+def test_nodes_shows_gpus(cluster: FakeCluster, migrator: Migrator) -> None:
+    cluster["node-1"].gpus = [
+        a_gpu(0, processes=[pb.GpuProcess(pid=7, memory_bytes=5, mps=True)]),
+        a_gpu(1, reserved_for=MOVE),
+        a_gpu(2, "NVIDIA A100", mig=True),
+    ]
+    cluster["node-2"].gpu_problem = "NVML: Driver/library version mismatch"
+    heads, *rows = migrator("nodes").out.splitlines()
+    assert heads.split()[-1] == "GPUS"
+    assert [row[heads.index("GPUS") :] for row in rows] == [
+        "2 × NVIDIA H200, 1 × NVIDIA A100 (MIG), 420.0 GB free, 1 reserved",
+        "unknown: NVML: Driver/library version mismatch",
+        "-",
+    ]
+    told = {node["name"]: node for node in migrator("nodes", "--json").json["nodes"]}
+    assert told["node-1"]["driver_version"] == "580.159.04"
+    assert [(gpu["index"], gpu["mig"], gpu["reserved_for"]) for gpu in told["node-1"]["gpus"]] == [
+        (0, False, ""),
+        (1, False, MOVE),
+        (2, True, ""),
+    ]
+    assert told["node-1"]["gpus"][0] == {
+        "uuid": "GPU-0a2b3c4d",
+        "index": 0,
+        "name": "NVIDIA H200",
+        "compute_capability": "9.0",
+        "memory_bytes": 150_000_000_000,
+        "memory_free_bytes": 140_000_000_000,
+        "mig": False,
+        "reserved_for": "",
+        "processes": [{"pid": 7, "memory_bytes": 5, "mps": True}],
+    }
+    assert told["node-2"]["gpu_problem"]
+    assert told["spare-1"]["gpus"] == []
+
+
+def test_nodes_without_gpus_have_no_column_of_them(cluster: FakeCluster, migrator: Migrator) -> None:
+    cluster.stop("node-2")
+    ran = migrator("nodes").out.splitlines()
+    assert " ".join(ran[0].split()) == " ".join(nodes.HEADS)
+    assert ran[2].split()[-2:] == ["-", "-"]
 
 
 def test_status_merges_the_views_of_both_ends(cluster: FakeCluster, migrator: Migrator) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from snapshotd.api.snapshotd_pb2 import Check, ProcessId, Rank, RankFacts
-from snapshotd.preflight import inspect_rank
+from snapshotd.preflight import GpuLook, inspect_rank
 
 CARRY_PATHS = ("/tmp", "/var/tmp", "/dev/shm")
 
@@ -57,6 +57,7 @@ class Child:
         keeper_pid: int | None = None,
         criu_version: str = "4.2.1",
         keeper_is_guest: bool = False,
+        gpu: GpuLook | None = None,
     ) -> tuple[RankFacts, dict[str, Check]]:
         facts, checks = inspect_rank(
             self.pids,
@@ -68,6 +69,7 @@ class Child:
             carry_paths=carry_paths,
             keeper_pid=os.getpid() if keeper_pid is None else keeper_pid,
             keeper_is_guest=keeper_is_guest,
+            gpu=gpu,
         )
         named = {check.name: check for check in checks}
         assert len(named) == len(checks), "a name was used twice"

@@ -11,8 +11,7 @@ import pytest
 
 from snapshotd import preflight
 from snapshotd.api.snapshotd_pb2 import Check
-from snapshotd.preflight.gpu import GPU_CHECKS
-from snapshotd.preflight.source import SOURCE_CHECKS
+from snapshotd.preflight.source import GPU_CHECKS, SOURCE_CHECKS
 from snapshotd.preflight.target import GPU_CHECKS as TARGET_GPU_CHECKS
 from snapshotd.preflight.target import TARGET_CHECKS
 from snapshotd.preflight.verdict import guarded, passed

@@ -1,0 +1,299 @@
+"""What the GPU suite starts and watches: training jobs in a lab, the same jobs undisturbed, and what the driver does to them.
+
+Invariant: a job is compared with an undisturbed run of the same flags, line by line, down to the last bit. A run with
+DEVICE=cpu is the same suite without its GPU, for a machine that has none; what then has no meaning is skipped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from integration.drill import node_of
+from integration.harness import WORKLOADS, Cluster, Job, processes_of, until
+
+DEVICE = os.environ.get("DEVICE", "cuda")
+ON_GPU = DEVICE != "cpu"
+ROOT = Path(__file__).resolve().parents[2]
+OUT = Path(os.environ.get("SNAPSHOT_GPU_OUT") or ROOT / "out")
+SOURCE, TARGET, OTHER = "node-1", "spare-1", "node-2"
+TRAIN = str(WORKLOADS / "gpu_train.py")
+SKIPPED = 77
+GIB = 1 << 30
+#: How far a job goes at most, and its undisturbed run always.
+STEPS, PACE_S = (3000, 0.01) if ON_GPU else (1000, 0.05)
+#: For everything that moves gigabytes; nothing here passes or fails by the clock.
+PATIENCE_S = 180.0
+_KINDS = ("step ", "digest ", "DONE")
+
+
+# ---------------------------------------------------------------- whether, and what was seen
+
+
+@cache
+def why_not() -> str:
+    """Why nothing of this suite can run here, empty where it can. In a process of its own: this one stays without CUDA."""
+    if not ON_GPU:
+        return ""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        return f"no NVIDIA driver here ({error}); DEVICE=cpu runs the same jobs without a GPU"
+    ask = "import torch; print(torch.cuda.is_available() and torch.cuda.get_device_name(0) or '')"
+    done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, timeout=120)
+    if done.returncode != 0:
+        return f"torch does not load: {done.stderr.strip().splitlines()[-1:]}"
+    return "" if done.stdout.strip() else "torch.cuda.is_available() is False"
+
+
+def needs_gpu() -> pytest.MarkDecorator:
+    return pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
+
+
+def needs_cuda() -> pytest.MarkDecorator:
+    """For what has no meaning with DEVICE=cpu."""
+    reason = why_not() or ("" if ON_GPU else "this is about the CUDA driver, and DEVICE is cpu")
+    return pytest.mark.skipif(bool(reason), reason=reason or "-")
+
+
+def record(test: str, **measured: Any) -> None:
+    """One line about one result, for RESULTS.md."""
+    OUT.mkdir(parents=True, exist_ok=True)
+    with (OUT / "gpu-results.jsonl").open("a") as file:
+        file.write(json.dumps({"test": test, "device": DEVICE, "at_unix_s": round(time.time(), 1), **measured}) + "\n")
+
+
+def measured(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Of what `migrator move --json` said, that which is worth keeping."""
+    kept = {name: result[name] for name in ("outcome", "pause_s", "bytes", "reason", "error") if result.get(name)}
+    kept["phases"] = {phase["name"]: phase["seconds"] for phase in result.get("phases", [])}
+    kept["parts"] = {part["name"]: part["seconds"] for part in result.get("parts", [])}
+    return {name: value for name, value in kept.items() if value}
+
+
+# ---------------------------------------------------------------- undisturbed runs
+
+
+@dataclass(frozen=True)
+class Said:
+    code: int
+    lines: list[str]
+    text: str
+
+
+class Undisturbed:
+    """The same jobs without any of us, started before they are needed, a few at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._pool = ThreadPoolExecutor(max(1, min(4, (os.cpu_count() or 1) // 3)))
+        self._runs: dict[tuple[str, ...], Future[Said]] = {}
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._ended = False
+
+    def want(self, flags: Sequence[str], environment: Mapping[str, str] | None = None) -> Future[Said]:
+        key = tuple(flags)
+        if key not in self._runs:
+            self._runs[key] = self._pool.submit(self._run, len(self._runs), key, dict(environment or {}))
+        return self._runs[key]
+
+    def _run(self, number: int, flags: tuple[str, ...], environment: dict[str, str]) -> Said:
+        out = self.folder / f"undisturbed-{os.getpid()}-{number}.out"
+        with out.open("wb") as file:
+            process = subprocess.Popen(
+                [sys.executable, TRAIN, "--pace-s", "0", *flags],
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                start_new_session=True,
+                env={**os.environ, **environment},
+            )
+        self._processes.append(process)
+        if self._ended:
+            process.kill()
+        code = process.wait()
+        text = out.read_text(errors="replace")
+        out.unlink()
+        return Said(code, said(text), text)
+
+    def end(self) -> None:
+        self._ended = True
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        for process in self._processes:
+            if process.poll() is None:
+                process.kill()
+        self._pool.shutdown()
+
+
+def said(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith(_KINDS)]
+
+
+# ---------------------------------------------------------------- jobs in the lab
+
+
+@dataclass
+class Training:
+    """One gpu_train.py under `migrator run`, which ends when `end` exists."""
+
+    cluster: Cluster
+    job: Job
+    end: Path
+    flags: tuple[str, ...]
+    seed: int = field(default_factory=lambda: int(os.environ.get("SNAPSHOT_GPU_SEED", "0")) or time.time_ns() % 2**31)
+
+    @classmethod
+    def start(
+        cls, cluster: Cluster, name: str, flags: Sequence[str], environment: Mapping[str, str] | None = None
+    ) -> Training:
+        end = cluster.folder / f"{name}-{time.monotonic_ns()}.end"
+        command = [sys.executable, TRAIN, "--pace-s", str(PACE_S), "--until", str(end), *flags]
+        env = {**os.environ, **(environment or {})}
+        return cls(cluster, cluster.start(SOURCE, command, job=name, env=env), end, tuple(flags))
+
+    def steps(self) -> int:
+        return sum(line.startswith("step ") for line in self.job.lines())
+
+    def await_steps(self, count: int, timeout_s: float = PATIENCE_S) -> None:
+        def enough() -> bool:
+            ended = self.job.process.poll()
+            if ended is not None and self.steps() < count:
+                raise AssertionError(f"it ended with {ended}:\n{self.job.text()[-3000:]}\n{self.cluster.logs()}")
+            return self.steps() >= count
+
+        try:
+            until(f"step {count} of {self.job.name}", enough, timeout_s)
+        except AssertionError as error:
+            raise AssertionError(f"{error}; it is at {self.steps()}\n{self.cluster.logs()}") from None
+
+    def await_progress(self, steps: int = 20, timeout_s: float = PATIENCE_S) -> None:
+        """The job goes on: so many more steps."""
+        self.await_steps(self.steps() + steps, timeout_s)
+
+    def await_moment(self) -> int:
+        """A moment in the middle of the run that nobody chose; the step that it was at."""
+        chance = random.Random(self.seed)
+        self.await_steps(chance.randint(20, 70))
+        time.sleep(chance.uniform(0, 2 * PACE_S))
+        return self.steps()
+
+    def move(self, to: str) -> dict[str, Any]:
+        return self.cluster.move(self.job, to, timeout_s=PATIENCE_S)
+
+    def pid(self, node: str = SOURCE) -> int | None:
+        """The job's first process on a node (workers that it forked have the same words)."""
+        found = [pid for pid in processes_of(str(self.end)) if node_of(pid) == node]
+        return min(found, default=None, key=_started_ticks)
+
+    def runs_on(self, node: str) -> None:
+        """It goes on, on this node, and no other has a copy."""
+        self.await_progress()
+        places = {node_of(pid) for pid in processes_of(str(self.end))}
+        assert places == {node}, f"copies on {places}\n{self.cluster.logs()}"
+
+    def ends_as(self, alone: Future[Said]) -> int:
+        """Tells it to end; every line it ever said is what the undisturbed run said. The number of its steps."""
+        self.end.touch()
+        code = self.job.finish(PATIENCE_S)
+        self.end.unlink(missing_ok=True)
+        text = self.job.text()
+        assert code == 0, f"it ended with {code}:\n{text[-3000:]}\n{self.cluster.logs()}"
+        undisturbed = alone.result()
+        assert undisturbed.code == 0, f"the undisturbed run ended with {undisturbed.code}:\n{undisturbed.text[-3000:]}"
+        mine = said(text)
+        assert mine[-1] == "DONE", mine[-3:]
+        assert mine[-2].startswith("digest "), mine[-3:]
+        theirs = undisturbed.lines[: len(mine) - 1]
+        for own, other in zip(mine, theirs, strict=False):
+            assert own == other, f"the first difference:\n  moved       {own}\n  undisturbed {other}"
+        assert mine[:-1] == theirs, f"it said {len(mine)} lines, the undisturbed run {len(undisturbed.lines)}"
+        return self.steps()
+
+
+@contextlib.contextmanager
+def undisturbed_runs(folder: Path) -> Iterator[Undisturbed]:
+    folder.mkdir(parents=True, exist_ok=True)
+    runs = Undisturbed(folder)
+    try:
+        yield runs
+    finally:
+        runs.end()
+
+
+# ---------------------------------------------------------------- what the driver does to a process, seen from outside
+
+
+def resident_bytes(pid: int) -> int:
+    """0 for a process that is gone."""
+    with contextlib.suppress(OSError, IndexError):
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return 0
+
+
+def holds_gpu(pid: int) -> bool:
+    """Whether it has a descriptor of the driver: from the end of a checkpoint until a restore begins it has none."""
+    with contextlib.suppress(OSError):
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                if os.readlink(entry).startswith("/dev/nvidia"):
+                    return True
+    return False
+
+
+def cuda_helpers(node: str) -> list[int]:
+    """The processes in which a node's daemon calls the driver."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+            if any(b"snapshotd.cuda.helper" in word for word in words) and node_of(int(folder.name)) == node:
+                found.append(int(folder.name))
+    return found
+
+
+def await_while(asked: subprocess.Popen[str], what: str, condition: Callable[[], Any], cluster: Cluster) -> Any:
+    """Waits for something that happens during a move; fails if the move ends before it was seen."""
+
+    def seen() -> Any:
+        value = condition()
+        if not value and asked.poll() is not None:
+            out, errors = asked.communicate()
+            raise AssertionError(f"the move ended, and {what} was not seen\n{out}{errors}\n{cluster.logs()}")
+        return value
+
+    return until(what, seen, PATIENCE_S)
+
+
+def answer(asked: subprocess.Popen[str], cluster: Cluster, timeout_s: float = PATIENCE_S) -> dict[str, Any]:
+    """What a move in the background said in the end."""
+    try:
+        out, errors = asked.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        asked.kill()
+        asked.communicate()
+        raise AssertionError(f"the move takes over {timeout_s:.0f} s\n{cluster.logs()}") from None
+    try:
+        told: dict[str, Any] = json.loads(out)
+    except ValueError:
+        raise AssertionError(f"exit {asked.returncode}\n{out}{errors}\n{cluster.logs()}") from None
+    return told
+
+
+def _started_ticks(pid: int) -> int:
+    with contextlib.suppress(OSError, IndexError):
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    return 1 << 62

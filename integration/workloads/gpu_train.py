@@ -1,0 +1,282 @@
+"""A deterministic training job on a GPU, with the parts that real jobs have, each behind a flag.
+
+Says `step K loss HEX` for every step, every bit of it, and after every --digest-every steps digests of the weights, the
+optimizer's state, the random number generators and the ballast. Two runs with the same flags say the same as far as both
+go; --until alone decides how far: the job ends at the first digest after that file has come, else after --steps.
+
+DEVICE=cpu in the environment: the same job without a GPU; a graph and streams are then left out, everything else stays.
+Ends with 77 and a line `SKIP why` where torch.compile does not work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import itertools
+import os
+import queue
+import random
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before torch loads cuBLAS
+
+import torch
+import torch._inductor.config
+from torch.utils.data import DataLoader, Dataset
+
+DEVICE = os.environ.get("DEVICE", "cuda")
+ON_GPU = DEVICE.startswith("cuda")
+WIDTH, BATCH = 512, 64
+BLOCK_FLOATS = 64 << 20  # 256 MiB of ballast
+SKIPPED = 77
+
+# ---------------------------------------------------------------- where the batches come from
+
+
+class Noise(Dataset[torch.Tensor]):
+    """Items from the worker's own random numbers, so that these have to survive too."""
+
+    def __len__(self) -> int:
+        return 40 * BATCH
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.randn(WIDTH) + index / len(self)
+
+
+def one_thread(_worker: int) -> None:
+    torch.set_num_threads(1)
+
+
+def batches(loader: str) -> Iterator[torch.Tensor]:
+    if not loader:
+        noise = torch.Generator(DEVICE).manual_seed(1)
+        while True:
+            yield torch.randn(BATCH, WIDTH, device=DEVICE, generator=noise)
+    loads = DataLoader(
+        Noise(),
+        batch_size=BATCH,
+        shuffle=True,
+        generator=torch.Generator().manual_seed(1),
+        num_workers=2,
+        persistent_workers=True,
+        pin_memory=ON_GPU,
+        multiprocessing_context=loader,
+        worker_init_fn=one_thread,
+    )
+    while True:
+        for batch in loads:
+            yield batch.to(DEVICE, non_blocking=True)
+
+
+# ---------------------------------------------------------------- work beside the training
+
+
+class Streams:
+    """A ring of streams that wait for one another's events; what they compute becomes a part of every batch."""
+
+    def __init__(self, count: int = 3) -> None:
+        noise = torch.Generator(DEVICE).manual_seed(2)
+        self.weights = torch.randn(1024, 1024, device=DEVICE, generator=noise) / 32
+        # Written in place for ever: a freed block could be handed out again while another stream still reads it.
+        self.states = [torch.randn(1024, 1024, device=DEVICE, generator=noise) for _ in range(count)]
+        self.room = [torch.empty_like(state) for state in self.states]
+        self.streams = [torch.cuda.Stream() for _ in range(count)] if ON_GPU else [None] * count
+
+    def step(self) -> torch.Tensor:
+        before: torch.cuda.Event | None = None
+        done: list[torch.cuda.Event] = []
+        if ON_GPU:
+            before = torch.cuda.Event()
+            before.record()
+        for index, stream in enumerate(self.streams):
+            with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
+                if stream is not None:
+                    stream.wait_event(before)
+                for _ in range(4 if ON_GPU else 1):
+                    torch.matmul(self.states[index], self.weights, out=self.room[index])
+                    torch.tanh(self.room[index], out=self.states[index])
+                if stream is not None and done:
+                    stream.wait_event(done[-1])
+                self.states[index].add_(self.states[index - 1], alpha=0.1)
+                if stream is not None:
+                    done.append(torch.cuda.Event())
+                    done[-1].record(stream)
+        for event in done:
+            torch.cuda.current_stream().wait_event(event)
+        return sum(state[0].mean() for state in self.states)
+
+
+class Thread(threading.Thread):
+    """Launches work of its own on a stream of its own, up to four rounds ahead of the training."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(name=f"launches-{seed}", daemon=True)
+        self.noise = torch.Generator(DEVICE).manual_seed(seed)
+        self.values: queue.Queue[float] = queue.Queue(4)
+        self.ends = threading.Event()
+
+    def run(self) -> None:
+        with torch.cuda.stream(torch.cuda.Stream()) if ON_GPU else contextlib.nullcontext():
+            state = torch.zeros(512, 512, device=DEVICE)
+            while not self.ends.is_set():
+                for _ in range(4):
+                    state = torch.tanh(state @ state + torch.randn(512, 512, device=DEVICE, generator=self.noise))
+                value = state.mean().item()
+                while not self.ends.is_set():
+                    with contextlib.suppress(queue.Full):
+                        self.values.put(value, timeout=0.1)
+                        break
+
+
+# ---------------------------------------------------------------- the training
+
+
+class Trainer:
+    def __init__(self, options: argparse.Namespace) -> None:
+        layers = [torch.nn.Linear(WIDTH, 2048), torch.nn.GELU(), torch.nn.LayerNorm(2048), torch.nn.Dropout(0.1)]
+        if options.conv:
+            layers[:0] = [torch.nn.Unflatten(1, (8, 8, 8)), torch.nn.Conv2d(8, 8, 3, padding=1), torch.nn.Flatten()]
+        self.plain = torch.nn.Sequential(*layers, torch.nn.Linear(2048, WIDTH)).to(DEVICE)
+        self.model = torch.compile(self.plain) if options.compile else self.plain
+        self.optimizer = torch.optim.AdamW(self.plain.parameters(), lr=1e-3)
+        self.amp = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(options.amp)
+        # A scale that changes every few steps is state that must survive; the default would change every 2000.
+        self.scaler = torch.amp.GradScaler(DEVICE, enabled=options.amp == "fp16", growth_interval=30)
+        self.graph = torch.cuda.CUDAGraph() if options.graph and ON_GPU else None
+        self.input = torch.zeros(BATCH, WIDTH, device=DEVICE)
+        self.loss = torch.zeros((), device=DEVICE)
+        if options.compile:
+            self._compile()
+        if self.graph is not None:
+            self._capture(self.graph)
+
+    def step(self, batch: torch.Tensor) -> float:
+        if self.graph is not None:
+            self.input.copy_(batch)
+            self.graph.replay()
+        else:
+            self.optimizer.zero_grad()
+            self.loss = self._backward(batch)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        return float(self.loss.item())
+
+    def _backward(self, batch: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(DEVICE, dtype=self.amp, enabled=self.amp is not None, cache_enabled=self.graph is None):
+            loss = ((self.model(batch) - batch) ** 2).mean()
+        self.scaler.scale(loss).backward()
+        return loss.detach()
+
+    def _capture(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Forward and backward as one graph. The optimizer stays outside: the scaler looks at the gradients first."""
+        aside = torch.cuda.Stream()
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            for _ in range(3):
+                self.optimizer.zero_grad()
+                self._backward(self.input)
+        torch.cuda.current_stream().wait_stream(aside)
+        self.optimizer.zero_grad()  # to None: the captured backward makes gradients in the graph's own memory
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            self.loss = self._backward(self.input)
+
+    def _compile(self) -> None:
+        """The plain model first: what fails after it has worked is the compiler."""
+        self.plain(self.input).sum().backward()
+        with contextlib.suppress(AttributeError):  # else what a race between kernels chose may decide the last bits
+            torch._inductor.config.deterministic = True
+        try:
+            self._backward(self.input)
+        except Exception as error:  # noqa: BLE001 - a missing compiler, header or triton, each with its own exception
+            say(f"SKIP torch.compile: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
+            raise SystemExit(SKIPPED) from None
+        self.optimizer.zero_grad()
+
+    def state(self) -> Iterable[torch.Tensor]:
+        for state in self.optimizer.state.values():
+            yield from (state[name] for name in sorted(state))
+        yield torch.tensor(self.scaler.get_scale() if self.scaler.is_enabled() else 0.0)
+
+
+# ---------------------------------------------------------------- what is said of it all
+
+
+def digest(tensors: Iterable[torch.Tensor]) -> str:
+    sum_ = hashlib.sha256()
+    for tensor in tensors:
+        sum_.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+    return sum_.hexdigest()[:16]
+
+
+def ballast_digest(blocks: list[torch.Tensor]) -> str:
+    """Whole numbers, so that the order of the additions does not matter; by rows, so that places do."""
+    return digest(block.view(torch.int32).view(1024, -1).sum(dim=1, dtype=torch.int64) for block in blocks)
+
+
+def random_digest() -> str:
+    states = [torch.get_rng_state(), torch.tensor(bytearray(repr(random.getstate()).encode()))]
+    return digest([*states, torch.cuda.get_rng_state()] if ON_GPU else states)
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--pace-s", type=float, default=0.01)
+    parser.add_argument("--until", default="", help="end at the first digest once this file exists")
+    parser.add_argument("--digest-every", type=int, default=50)
+    parser.add_argument(
+        "--gib", type=float, default=0.0, help="ballast in device memory, some of it changed every step"
+    )
+    parser.add_argument("--amp", choices=["fp16", "bf16"], default="")
+    parser.add_argument("--graph", action="store_true")
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--conv", action="store_true")
+    parser.add_argument("--loader", choices=["fork", "spawn"], default="")
+    parser.add_argument("--streams", action="store_true")
+    parser.add_argument("--threads", action="store_true")
+    options = parser.parse_args()
+
+    torch.use_deterministic_algorithms(True)
+    torch.manual_seed(0)
+    random.seed(0)
+    if not ON_GPU:
+        torch.set_num_threads(1)
+    blocks = [torch.randn(BLOCK_FLOATS, device=DEVICE) for _ in range(round(options.gib * 4))]
+    trainer = Trainer(options)
+    streams = Streams() if options.streams else None
+    threads = [Thread(seed) for seed in (10, 11, 12)] if options.threads else []
+    for thread in threads:
+        thread.start()
+    loads = batches(options.loader)
+    for step in itertools.count(1):
+        batch = next(loads)
+        if streams is not None:
+            batch = batch * (1 + streams.step())
+        if threads:
+            batch = batch * (1 + sum(thread.values.get() for thread in threads))
+        if blocks:
+            blocks[step % len(blocks)].mul_(1.0001)
+        say(f"step {step} loss {trainer.step(batch).hex()} {random.random().hex()}")
+        if step % options.digest_every == 0:
+            weights, state = digest(trainer.plain.parameters()), digest(trainer.state())
+            say(f"digest {step} weights {weights} optimizer {state} random {random_digest()} {ballast_digest(blocks)}")
+            if step >= options.steps or (options.until and os.path.exists(options.until)):
+                break
+        time.sleep(options.pace_s)
+    for thread in threads:
+        thread.ends.set()
+        thread.join()
+    say("DONE")
+
+
+if __name__ == "__main__":
+    main()
+    sys.stdout.flush()

@@ -1,0 +1,159 @@
+/* The control thread: waits for the reserved signal, does what the mailbox asks, answers in the mailbox.
+ *
+ * It starts with the process's second thread, so single-threaded programs are as they were; a forked child has none until
+ * its own. It blocks every signal, holds no descriptor, and takes no lock and no memory while the job is parked.
+ */
+#define _GNU_SOURCE
+#include "shim.h"
+
+#include <errno.h>
+#include <stddef.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/prctl.h>
+#include <sys/syscall.h>
+
+#define CONTROL_STACK_BYTES (256 * 1024)
+#define LEADER_LEFT_POLL_NS 20000000
+
+struct snapshim_mailbox snapshim_mailbox = {
+	.magic = SNAPSHIM_MAGIC,
+	.abi = SNAPSHIM_ABI_VERSION,
+	.bytes = sizeof(struct snapshim_mailbox),
+};
+
+static int claimed;     /* the process whose control thread is being started or runs */
+static bool leader_left; /* the main thread has called pthread_exit */
+
+static int obey(uint32_t command, int64_t timeout_ns)
+{
+	switch (command) {
+	case SNAPSHIM_PARK:
+		return park(timeout_ns);
+	case SNAPSHIM_RELEASE:
+		return release(timeout_ns);
+	case SNAPSHIM_EMPTY_CACHE:
+		return empty_cache(timeout_ns);
+	default:
+		say("this library does not know command ");
+		say_number((long)command);
+		return EINVAL;
+	}
+}
+
+static void serve(void)
+{
+	struct snapshim_mailbox *box = &snapshim_mailbox;
+	uint32_t request;
+
+	while ((request = LOAD(&box->request)) != box->answer) {
+		uint64_t timeout_ms = box->argument[0] < 86400000 ? box->argument[0] : 86400000;
+
+		box->text[0] = 0;
+		memset(box->result, 0, sizeof(box->result));
+		box->status = obey(box->command, (int64_t)timeout_ms * 1000000);
+		STORE(&box->answer, request);
+	}
+}
+
+/* What libc does when the last thread of a program ends whose main thread has left. */
+static void end_with_the_last_thread(void)
+{
+	struct tasks tasks;
+	struct task task;
+	bool others = false;
+	int tid;
+
+	if (tasks_open(&tasks))
+		return;
+	while ((tid = tasks_next(&tasks))) {
+		if (tid == snapshim_mailbox.thread || tid == snapshim_mailbox.probe)
+			continue;
+		task_look(tid, &task);
+		others |= task.state != 0 && task.state != 'Z' && task.state != 'X';
+	}
+	tasks_close(&tasks);
+	if (!others)
+		exit(0);
+}
+
+static void *control(void *argument)
+{
+	uint64_t reserved = (uint64_t)1 << (SNAPSHIM_SIGNAL - 1);
+
+	(void)argument;
+	prctl(PR_SET_NAME, "snapshim");
+	snapshim_mailbox.thread = self_tid();
+	STORE(&snapshim_mailbox.owner, self_pid());
+	for (;;) {
+		struct timespec poll = {0, LEADER_LEFT_POLL_NS};
+
+		serve();
+		if (LOAD(&leader_left))
+			end_with_the_last_thread();
+		KERNEL(SYS_rt_sigtimedwait, &reserved, NULL, LOAD(&leader_left) ? &poll : NULL, sizeof(reserved));
+	}
+	return NULL;
+}
+
+static int create(void)
+{
+	pthread_attr_t attributes;
+	pthread_t thread;
+	int status;
+
+	pthread_attr_init(&attributes);
+	pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+	pthread_attr_setstacksize(&attributes, CONTROL_STACK_BYTES);
+	status = libc_create_thread()(&thread, &attributes, control, NULL);
+	pthread_attr_destroy(&attributes);
+	if (status == EINVAL) { /* programs with much thread-local data need larger stacks */
+		pthread_attr_init(&attributes);
+		pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+		status = libc_create_thread()(&thread, &attributes, control, NULL);
+		pthread_attr_destroy(&attributes);
+	}
+	return status;
+}
+
+/* After the job's own thread was created: ours never takes the last one that a limit allows. If it cannot start now, the
+ * next thread's creation tries again. */
+void control_start(void)
+{
+	int pid = self_pid();
+	int before = LOAD(&claimed);
+	uint64_t mask;
+
+	if (before == pid || !SWAP_IF(&claimed, &before, pid))
+		return;
+	if (before) /* a child that did not come by fork(): nobody has told us */
+		control_forget();
+	mask = block_all_signals();
+	if (create() != 0)
+		STORE(&claimed, 0);
+	set_signal_mask(mask);
+}
+
+void control_leader_left(void)
+{
+	if (LOAD(&snapshim_mailbox.owner) != self_pid())
+		return;
+	STORE(&leader_left, true);
+	KERNEL(SYS_tgkill, self_pid(), snapshim_mailbox.thread, SNAPSHIM_SIGNAL);
+}
+
+/* In a forked child: no thread but this one, nothing parked, nothing counted. */
+void control_forget(void)
+{
+	snapshim_mailbox.owner = 0;
+	snapshim_mailbox.thread = 0;
+	snapshim_mailbox.answer = snapshim_mailbox.request;
+	snapshim_mailbox.managed_allocations = 0;
+	snapshim_mailbox.ipc_exports = 0;
+	snapshim_mailbox.ipc_imports = 0;
+	leader_left = false;
+	park_forget();
+	probe_forget();
+	threads_forget();
+	safepoint_forget();
+}

@@ -1,0 +1,286 @@
+/* Parks every thread of the job in the reserved signal's handler, and lets all go again.
+ *
+ * Why: the CUDA driver checkpoints and restores only inside a process that runs, and the job must not. Invariant: `parked`
+ * is 1 only when two lists of the process's threads in a row held nobody but the parked, the driver's own threads and ours.
+ * A parked thread has every signal blocked, so no handler of the job runs either. All of it is plain memory and one futex,
+ * so it is the same before a dump and after a restore, where thread ids are the same in the new pid namespace.
+ *
+ * Everything here runs while other threads may hold any lock: no allocation, no libc call that locks.
+ */
+#define _GNU_SOURCE
+#include "shim.h"
+
+#include <errno.h>
+#include <stddef.h>
+#include <string.h>
+#include <sys/syscall.h>
+
+#define THREADS_MAX 4096 /* a power of two */
+#define FIRST_ROUND_NS 100000000
+
+static uint32_t gate;                /* 1: whoever gets the signal stays */
+static uint32_t inside;              /* threads in the handler that hold a slot */
+static int parked[THREADS_MAX];      /* thread ids; a thread writes its own, nobody else's */
+static int signalled[THREADS_MAX];   /* whom this round has sent the signal to; the control thread's alone */
+
+static int *find(int *table, int tid)
+{
+	for (unsigned int i = 0; i < THREADS_MAX; i++) {
+		int *slot = &table[((unsigned int)tid + i) % THREADS_MAX];
+
+		if (LOAD(slot) == tid)
+			return slot;
+	}
+	return NULL;
+}
+
+static int *claim(int *table, int tid)
+{
+	for (unsigned int i = 0; i < THREADS_MAX; i++) {
+		int *slot = &table[((unsigned int)tid + i) % THREADS_MAX];
+		int nobody = 0;
+
+		if (SWAP_IF(slot, &nobody, tid))
+			return slot;
+	}
+	return NULL;
+}
+
+/* In the handler, on a thread of the job, perhaps on a small stack. A signal that comes late finds the gate open. */
+void park_here(void)
+{
+	int *slot;
+
+	if (!LOAD(&gate))
+		return;
+	slot = claim(parked, self_tid());
+	if (!slot)
+		return; /* cannot be: the control thread counts before it signals; unparked is what it then sees */
+	__atomic_add_fetch(&inside, 1, __ATOMIC_ACQ_REL);
+	while (LOAD(&gate))
+		wait_word(&gate, 1, FOREVER);
+	STORE(slot, 0);
+	__atomic_sub_fetch(&inside, 1, __ATOMIC_ACQ_REL);
+}
+
+/* The value tells our handler that the signal is ours and not the job's own. */
+static long send_signal(int tid)
+{
+	siginfo_t info;
+
+	memset(&info, 0, sizeof(info));
+	info.si_signo = SNAPSHIM_SIGNAL;
+	info.si_code = SI_QUEUE;
+	info.si_pid = self_pid();
+	info.si_value.sival_ptr = &snapshim_mailbox;
+	return KERNEL(SYS_rt_tgsigqueueinfo, info.si_pid, tid, SNAPSHIM_SIGNAL, &info);
+}
+
+/* Whether a thread is not the job's to run: ours, the driver's, or dead (a main thread that left stays listed). */
+static bool exempt(int tid, struct task *task)
+{
+	if (tid == snapshim_mailbox.thread || tid == snapshim_mailbox.probe)
+		return true;
+	task_look(tid, task);
+	return task->state == 0 || task->state == 'Z' || task->state == 'X' || driver_thread(tid, task);
+}
+
+/* One look at all threads. How many of the job's are not parked, or a negative errno. */
+static int scan(bool quietly, int *job_threads)
+{
+	struct tasks tasks;
+	struct task task;
+	int missing = 0, seen_self = 0, tid;
+	int status = tasks_open(&tasks);
+
+	*job_threads = 0;
+	if (status)
+		return -status;
+	if (tasks.threads > THREADS_MAX) {
+		tasks_close(&tasks);
+		return -E2BIG;
+	}
+	while ((tid = tasks_next(&tasks))) {
+		seen_self |= tid == snapshim_mailbox.thread;
+		if (find(parked, tid)) {
+			++*job_threads;
+			continue;
+		}
+		if (exempt(tid, &task))
+			continue;
+		++*job_threads;
+		missing++;
+		if (!quietly && !find(signalled, tid) && send_signal(tid) == 0)
+			claim(signalled, tid);
+	}
+	/* A list that threads came and went under may lack one that was there all along. */
+	if (tasks.listed != tasks.threads)
+		missing++;
+	if (tasks_close(&tasks) != tasks.threads)
+		missing++;
+	return seen_self ? missing : -ESRCH;
+}
+
+/* Shuts the gate and waits for everybody. 0, ETIMEDOUT or another errno. */
+static int gather(int64_t until_ns)
+{
+	int quiet_scans = 0;
+	long pause = 50;
+
+	memset(signalled, 0, sizeof(signalled));
+	STORE(&gate, 1);
+	for (;;) {
+		int job_threads;
+		int missing = scan(false, &job_threads);
+
+		if (missing < 0)
+			return -missing;
+		quiet_scans = missing ? 0 : quiet_scans + 1;
+		if (quiet_scans == 2) {
+			snapshim_mailbox.parked_threads = (uint32_t)job_threads;
+			return 0;
+		}
+		if (missing) {
+			if (now_ns() >= until_ns)
+				return ETIMEDOUT;
+			pause_us(pause);
+			pause = pause < 1000 ? pause * 2 : 2000;
+		}
+	}
+}
+
+static int let_go(int64_t until_ns)
+{
+	STORE(&gate, 0);
+	wake_word(&gate);
+	while (LOAD(&inside)) {
+		if (now_ns() >= until_ns)
+			return ETIMEDOUT;
+		pause_us(50);
+		wake_word(&gate);
+	}
+	snapshim_mailbox.parked_threads = 0;
+	STORE(&snapshim_mailbox.parked, 0);
+	return 0;
+}
+
+/* Before they are let go: who is missing. */
+static void name_the_missing(void)
+{
+	struct tasks tasks;
+	struct task task;
+	const char *before = "these threads do not park: ";
+	int tid;
+
+	if (tasks_open(&tasks))
+		return;
+	while ((tid = tasks_next(&tasks))) {
+		char state[2] = {0, 0};
+
+		if (find(parked, tid) || exempt(tid, &task))
+			continue;
+		state[0] = task.state;
+		say(before);
+		say_number(tid);
+		say(" (");
+		say(task.name);
+		say(", state ");
+		say(state);
+		say(task_blocks_signal(tid) ? ", blocks signal 61)" : ")");
+		before = ", ";
+	}
+	tasks_close(&tasks);
+	if (*before != ',')
+		say("threads come and go so fast that the process is never still");
+}
+
+static void name_the_error(int status)
+{
+	if (status == E2BIG) {
+		say("the process has more threads than can be parked (");
+		say_number(THREADS_MAX);
+		say(")");
+	} else if (status == ESRCH) {
+		say("/proc in this process's mount namespace belongs to another pid namespace: its threads are not found there");
+	} else {
+		say("/proc/self/task cannot be read in this process (errno ");
+		say_number(status);
+		say("): is /proc mounted there?");
+	}
+}
+
+static void back_off(int round)
+{
+	pause_us(500 + now_ns() / 1000 % (round < 8 ? 1000 << round : 256000) / 8);
+}
+
+int park(int64_t timeout_ns)
+{
+	int64_t deadline = now_ns() + timeout_ns;
+	int64_t round_ns = FIRST_ROUND_NS;
+	const char *lock = NULL;
+	int status;
+
+	if (LOAD(&snapshim_mailbox.parked))
+		return 0;
+	signals_install();
+	status = probe_start();
+	if (status) {
+		say("no thread can be started in this process: a limit of processes (ulimit -u, pids.max) is reached");
+		return status;
+	}
+	for (int round = 0;; round++) {
+		int64_t until = now_ns() + round_ns;
+
+		lock = probe_settle(deadline);
+		if (!lock) {
+			status = gather(until < deadline ? until : deadline);
+			if (status == 0)
+				lock = probe_run(deadline);
+			if (status == 0 && !lock) {
+				STORE(&snapshim_mailbox.parked, 1);
+				return 0;
+			}
+		}
+		if (status != 0 && status != ETIMEDOUT)
+			name_the_error(status);
+		else if (now_ns() >= deadline && !lock)
+			name_the_missing();
+		/* Also when they could not all be gathered: one parked in pthread_create keeps its new thread from starting. */
+		let_go(FOREVER);
+		if (status != 0 && status != ETIMEDOUT)
+			return status;
+		if (now_ns() >= deadline) {
+			if (lock) {
+				say("whenever the threads are parked one of them holds ");
+				say(lock);
+				say(", which the driver needs");
+			}
+			return ETIMEDOUT;
+		}
+		back_off(round);
+		round_ns *= 2;
+	}
+}
+
+int release(int64_t timeout_ns)
+{
+	int status = let_go(now_ns() + timeout_ns);
+
+	if (status) {
+		say_number((long)LOAD(&inside));
+		say(" threads were let go and have not gone on yet: the machine or the process's CPU limit gives them no time");
+	}
+	return status;
+}
+
+void park_forget(void)
+{
+	if (LOAD(&gate) || LOAD(&inside)) {
+		memset(parked, 0, sizeof(parked));
+		STORE(&inside, 0);
+		STORE(&gate, 0);
+	}
+	snapshim_mailbox.parked_threads = 0;
+	snapshim_mailbox.parked = 0;
+}

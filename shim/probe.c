@@ -1,0 +1,169 @@
+/* Finds out whether a parked thread holds a lock that the driver's threads will need: the allocator's, the loader's, the
+ * thread library's.
+ *
+ * A thread of ours, never parked, takes each of them once. Nothing of the job runs meanwhile, so when it sleeps for a
+ * while it will sleep until the job is let go. It is told by its state and not by the time alone: walking the free lists
+ * of a large heap takes long, and is work.
+ */
+#define _GNU_SOURCE
+#include "shim.h"
+
+#include <dlfcn.h>
+#include <errno.h>
+#include <link.h>
+#include <malloc.h>
+#include <stddef.h>
+#include <stdlib.h>
+#include <sys/prctl.h>
+#include <sys/syscall.h>
+
+#define ASLEEP_LOOKS 20 /* a millisecond apart */
+#define PROBE_STACK_BYTES (256 * 1024)
+
+static uint32_t asked, done;
+static const char *stage;
+static void (*walk_arenas)(void);
+static void *volatile kept; /* so that the compiler cannot leave an allocation out */
+
+/* mallinfo2 returns a struct of ten size_t; what is in it does not matter here. Older than glibc 2.33: the small ones only. */
+struct ten_sizes {
+	size_t sizes[10];
+};
+static struct ten_sizes (*arena_totals)(void);
+
+static void walk_with_mallinfo(void)
+{
+	struct ten_sizes totals = arena_totals();
+
+	kept = (void *)totals.sizes[0];
+}
+
+static void *nothing(void *argument)
+{
+	return argument;
+}
+
+static int first_only(struct dl_phdr_info *info, size_t bytes, void *argument)
+{
+	(void)info;
+	(void)bytes;
+	(void)argument;
+	return 1;
+}
+
+static void try_all(void)
+{
+	static const size_t sizes[] = {24, 200, 2000, 20000, 100000, 4 << 20};
+	pthread_t thread;
+	Dl_info info;
+
+	STORE(&stage, "the allocator's lock");
+	if (walk_arenas)
+		walk_arenas();
+	for (unsigned int i = 0; i < sizeof(sizes) / sizeof(*sizes); i++) {
+		kept = malloc(sizes[i]);
+		free(kept);
+	}
+	STORE(&stage, "the loader's lock");
+	dl_iterate_phdr(first_only, NULL);
+	dladdr((const void *)&asked, &info);
+	STORE(&stage, "the thread library's lock");
+	if (libc_create_thread()(&thread, NULL, nothing, NULL) == 0)
+		pthread_join(thread, NULL);
+	STORE(&stage, NULL);
+}
+
+static void *probe(void *argument)
+{
+	(void)argument;
+	prctl(PR_SET_NAME, "snapshim-probe");
+	STORE(&snapshim_mailbox.probe, self_tid());
+	for (;;) {
+		uint32_t request = LOAD(&asked);
+
+		if (request == LOAD(&done)) {
+			wait_word(&asked, request, FOREVER);
+			continue;
+		}
+		try_all();
+		STORE(&done, request);
+		wake_word(&done);
+	}
+	return NULL;
+}
+
+/* Nothing is parked yet: what is looked up and allocated here is so once. The new thread inherits that it blocks signals. */
+int probe_start(void)
+{
+	pthread_attr_t attributes;
+	pthread_t thread;
+	int status;
+
+	if (LOAD(&snapshim_mailbox.probe))
+		return 0;
+	arena_totals = (struct ten_sizes (*)(void))dlsym(RTLD_DEFAULT, "mallinfo2");
+	walk_arenas = arena_totals ? walk_with_mallinfo : NULL;
+	pthread_attr_init(&attributes);
+	pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+	pthread_attr_setstacksize(&attributes, PROBE_STACK_BYTES);
+	status = libc_create_thread()(&thread, &attributes, probe, NULL);
+	if (status == EINVAL) { /* programs with much thread-local data need larger stacks */
+		pthread_attr_destroy(&attributes);
+		pthread_attr_init(&attributes);
+		pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+		status = libc_create_thread()(&thread, &attributes, probe, NULL);
+	}
+	pthread_attr_destroy(&attributes);
+	while (status == 0 && !LOAD(&snapshim_mailbox.probe))
+		pause_us(50);
+	return status;
+}
+
+static const char *held(void)
+{
+	const char *lock = LOAD(&stage);
+
+	return lock ? lock : "a lock";
+}
+
+/* Waits for a probe that was stuck and is not any more. */
+const char *probe_settle(int64_t until_ns)
+{
+	for (;;) {
+		uint32_t before = LOAD(&done);
+
+		if (before == asked)
+			return NULL;
+		if (now_ns() >= until_ns)
+			return held();
+		wait_word(&done, before, 1000000);
+	}
+}
+
+const char *probe_run(int64_t until_ns)
+{
+	struct task task;
+	int asleep = 0;
+
+	STORE(&asked, asked + 1);
+	wake_word(&asked);
+	for (;;) {
+		uint32_t before = LOAD(&done);
+
+		if (before == asked)
+			return NULL;
+		wait_word(&done, before, 1000000);
+		if (LOAD(&done) == asked)
+			return NULL;
+		task_look(snapshim_mailbox.probe, &task);
+		asleep = task.state == 'S' ? asleep + 1 : 0;
+		if (asleep >= ASLEEP_LOOKS || now_ns() >= until_ns)
+			return held();
+	}
+}
+
+void probe_forget(void)
+{
+	snapshim_mailbox.probe = 0;
+	asked = done = 0;
+}

@@ -1,0 +1,99 @@
+/* What the files of libsnapshim.so know of one another. Nothing here leaves the library. */
+#ifndef SNAPSHIM_SHIM_H
+#define SNAPSHIM_SHIM_H
+
+#include <pthread.h>
+#include <signal.h>
+#include <stdbool.h>
+#include <stdint.h>
+#include <time.h>
+
+#include "abi.h"
+#include "kernel.h"
+
+#define LOAD(place) __atomic_load_n(place, __ATOMIC_ACQUIRE)
+#define STORE(place, value) __atomic_store_n(place, value, __ATOMIC_RELEASE)
+#define SWAP_IF(place, expected, value) \
+	__atomic_compare_exchange_n(place, expected, value, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)
+
+/* words.c: times, waits and text without libc's locks or memory. */
+int64_t now_ns(void);
+void pause_us(long us);
+int self_tid(void);
+int self_pid(void);
+/* Waits while *word is `value`, at most `ns`; comes back early when it likes. */
+#define FOREVER INT64_MAX
+void wait_word(uint32_t *word, uint32_t value, int64_t ns);
+void wake_word(uint32_t *word);
+/* Adds to the mailbox's text; what does not fit is left out. */
+void say(const char *words);
+void say_number(long number);
+uint64_t block_all_signals(void);
+void set_signal_mask(uint64_t mask);
+
+/* tasks.c: the threads of this process, as the kernel lists them. */
+struct tasks {
+	int fd;
+	int listed;  /* how many came so far */
+	int threads; /* how many the kernel counted when the list was opened */
+	int at, filled;
+	char buffer[1024] __attribute__((aligned(8)));
+};
+struct task {
+	char state; /* as in /proc/PID/stat; 0: gone */
+	char name[16];
+};
+int tasks_open(struct tasks *tasks); /* 0 or an errno */
+int tasks_next(struct tasks *tasks); /* a thread id, 0 at the end */
+int tasks_close(struct tasks *tasks); /* how many the kernel counts now */
+void task_look(int tid, struct task *task);
+bool task_blocks_signal(int tid);
+
+/* maps.c: the mappings of this process. */
+struct maps {
+	int fd, at, filled;
+	char buffer[1024];
+};
+struct mapping {
+	uintptr_t from, to;
+	char path[64]; /* its start */
+	char name[32]; /* the start of its last part */
+};
+bool maps_open(struct maps *maps);
+bool maps_next(struct maps *maps, struct mapping *mapping);
+void maps_close(struct maps *maps);
+
+/* threads.c: the driver's own threads, which are never parked. */
+bool driver_thread(int tid, const struct task *task);
+extern bool driver_seen;
+typedef int create_thread_fn(pthread_t *, const pthread_attr_t *, void *(*)(void *), void *);
+create_thread_fn *libc_create_thread(void);
+void threads_forget(void);
+
+/* signals.c: the reserved signal stays ours. */
+void signals_resolve(void);
+void signals_guard(void);
+void signals_install(void);
+
+/* park.c */
+int park(int64_t timeout_ns);
+int release(int64_t timeout_ns);
+void park_here(void);
+void park_forget(void);
+
+/* probe.c */
+int probe_start(void);
+const char *probe_run(int64_t until_ns); /* the lock that is held, NULL: none */
+const char *probe_settle(int64_t until_ns);
+void probe_forget(void);
+
+/* control.c */
+void control_start(void);
+void control_forget(void);
+void control_leader_left(void);
+
+/* safepoint.c */
+int empty_cache(int64_t timeout_ns);
+void safepoint_forget(void);
+
+#endif

@@ -1,0 +1,150 @@
+/* The threads of this process, read from /proc/self/task with system calls alone: opendir and stdio allocate, and the
+ * allocator's lock may be held by a thread that is parked.
+ */
+#define _GNU_SOURCE
+#include "shim.h"
+
+#include <fcntl.h>
+#include <stddef.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+
+struct entry {
+	uint64_t inode;
+	int64_t offset;
+	uint16_t bytes;
+	uint8_t type;
+	char name[];
+};
+
+/* "/proc/self/task/TID" + tail */
+static void task_path(char *path, int tid, const char *tail)
+{
+	static const char head[] = "/proc/self/task/";
+	char digits[12];
+	int at = 0, count = 0;
+
+	for (const char *from = head; *from; from++)
+		path[at++] = *from;
+	do
+		digits[count++] = (char)('0' + tid % 10);
+	while (tid /= 10);
+	while (count)
+		path[at++] = digits[--count];
+	while (*tail)
+		path[at++] = *tail++;
+	path[at] = 0;
+}
+
+static int read_start(int tid, const char *file, char *buffer, int room)
+{
+	char path[64];
+	long fd, count;
+
+	task_path(path, tid, file);
+	fd = KERNEL(SYS_openat, AT_FDCWD, path, O_RDONLY | O_CLOEXEC);
+	if (fd < 0)
+		return 0;
+	count = KERNEL(SYS_read, fd, buffer, room - 1);
+	KERNEL(SYS_close, fd);
+	if (count < 0)
+		count = 0;
+	buffer[count] = 0;
+	return (int)count;
+}
+
+/* The link count of the directory is two more than there are threads. */
+static int count_threads(int fd)
+{
+	struct stat status;
+
+	return KERNEL(SYS_fstat, fd, &status) ? -1 : (int)status.st_nlink - 2;
+}
+
+int tasks_open(struct tasks *tasks)
+{
+	long fd = KERNEL(SYS_openat, AT_FDCWD, "/proc/self/task", O_RDONLY | O_CLOEXEC | O_DIRECTORY);
+
+	if (fd < 0)
+		return (int)-fd;
+	tasks->fd = (int)fd;
+	tasks->listed = tasks->at = tasks->filled = 0;
+	tasks->threads = count_threads(tasks->fd);
+	return 0;
+}
+
+int tasks_next(struct tasks *tasks)
+{
+	for (;;) {
+		const struct entry *entry;
+		int tid = 0;
+
+		if (tasks->at >= tasks->filled) {
+			tasks->at = 0;
+			tasks->filled = (int)KERNEL(SYS_getdents64, tasks->fd, tasks->buffer, sizeof(tasks->buffer));
+			if (tasks->filled <= 0)
+				return 0;
+		}
+		entry = (const struct entry *)(const void *)(tasks->buffer + tasks->at);
+		tasks->at += entry->bytes;
+		for (const char *digit = entry->name; *digit >= '0' && *digit <= '9'; digit++)
+			tid = tid * 10 + (*digit - '0');
+		if (tid > 0) {
+			tasks->listed++;
+			return tid;
+		}
+	}
+}
+
+int tasks_close(struct tasks *tasks)
+{
+	int threads = count_threads(tasks->fd);
+
+	KERNEL(SYS_close, tasks->fd);
+	return threads;
+}
+
+/* "TID (name) S ...": the name may hold anything, also a bracket, so its end is the last one. */
+void task_look(int tid, struct task *task)
+{
+	char line[256];
+	int count = read_start(tid, "/stat", line, sizeof(line));
+	int from = 0, to = 0, at = 0;
+
+	task->state = 0;
+	task->name[0] = 0;
+	while (from < count && line[from] != '(')
+		from++;
+	for (int i = from; i < count; i++)
+		if (line[i] == ')')
+			to = i;
+	if (to <= from || to + 2 >= count)
+		return;
+	for (from++; from < to && at < (int)sizeof(task->name) - 1; from++)
+		task->name[at++] = line[from];
+	task->name[at] = 0;
+	task->state = line[to + 2];
+}
+
+bool task_blocks_signal(int tid)
+{
+	char text[4096];
+	int count = read_start(tid, "/status", text, sizeof(text));
+
+	for (int i = 0; i + 8 < count; i++) {
+		uint64_t mask = 0;
+
+		if (text[i] != '\n' || text[i + 1] != 'S' || text[i + 2] != 'i' || text[i + 3] != 'g' || text[i + 4] != 'B')
+			continue;
+		for (i += 8; i < count && text[i] != '\n'; i++) {
+			char c = text[i];
+
+			if (c >= '0' && c <= '9')
+				mask = mask << 4 | (uint64_t)(c - '0');
+			else if (c >= 'a' && c <= 'f')
+				mask = mask << 4 | (uint64_t)(c - 'a' + 10);
+		}
+		return mask >> (SNAPSHIM_SIGNAL - 1) & 1;
+	}
+	return false;
+}

@@ -1,0 +1,86 @@
+/* Time, waiting and text for the control thread, which must not take a lock or memory that a parked thread may hold. */
+#define _GNU_SOURCE
+#include "shim.h"
+
+#include <linux/futex.h>
+#include <stddef.h>
+#include <sys/syscall.h>
+
+int64_t now_ns(void)
+{
+	struct timespec now = {0, 0};
+
+	clock_gettime(CLOCK_MONOTONIC, &now);
+	return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+void pause_us(long us)
+{
+	struct timespec time = {us / 1000000, us % 1000000 * 1000};
+
+	KERNEL(SYS_nanosleep, &time, NULL);
+}
+
+int self_tid(void)
+{
+	return (int)KERNEL(SYS_gettid);
+}
+
+int self_pid(void)
+{
+	return (int)KERNEL(SYS_getpid);
+}
+
+void wait_word(uint32_t *word, uint32_t value, int64_t ns)
+{
+	struct timespec time = {ns / 1000000000, ns % 1000000000};
+
+	KERNEL(SYS_futex, word, FUTEX_WAIT_PRIVATE, value, ns == FOREVER ? NULL : &time);
+}
+
+void wake_word(uint32_t *word)
+{
+	KERNEL(SYS_futex, word, FUTEX_WAKE_PRIVATE, 0x7fffffff);
+}
+
+void say(const char *words)
+{
+	char *text = snapshim_mailbox.text;
+	size_t at = 0;
+
+	while (at < sizeof(snapshim_mailbox.text) - 1 && text[at])
+		at++;
+	while (at < sizeof(snapshim_mailbox.text) - 1 && *words)
+		text[at++] = *words++;
+	text[at] = 0;
+}
+
+void say_number(long number)
+{
+	char digits[24];
+	int at = sizeof(digits);
+	unsigned long rest = number < 0 ? -(unsigned long)number : (unsigned long)number;
+
+	digits[--at] = 0;
+	do
+		digits[--at] = (char)('0' + rest % 10);
+	while (rest /= 10);
+	if (number < 0)
+		digits[--at] = '-';
+	say(digits + at);
+}
+
+/* All but the two that libc keeps for itself (32: cancellation, 33: setuid in all threads): blocking those would hang it. */
+uint64_t block_all_signals(void)
+{
+	uint64_t all = ~((uint64_t)3 << 31);
+	uint64_t before = 0;
+
+	KERNEL(SYS_rt_sigprocmask, SIG_SETMASK, &all, &before, sizeof(all));
+	return before;
+}
+
+void set_signal_mask(uint64_t mask)
+{
+	KERNEL(SYS_rt_sigprocmask, SIG_SETMASK, &mask, NULL, sizeof(mask));
+}

@@ -1,0 +1,108 @@
+"""Checks of GPU ranks that need a witness inside the process: the shim, which can park its threads and has counted calls.
+
+The counters only grow: they tell that something was made, not that it is still there. Where /proc can tell that, it has
+the last word.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Protocol
+
+from snapshotd import tree
+from snapshotd.api.errors import SnapshotError
+from snapshotd.api.snapshotd_pb2 import Check
+from snapshotd.preflight.gpu import GpuLook, cuda_processes
+from snapshotd.preflight.look import Look
+from snapshotd.preflight.procfs import Process
+from snapshotd.preflight.verdict import listed, passed, refused, warned
+
+#: The driver keeps one small mapping of its own below; managed memory has the address the kernel gave it, far above.
+_MANAGED_ABOVE = 1 << 40
+_MANAGED_DEVICE = "/dev/nvidia-uvm"
+
+
+class Counters(Protocol):
+    @property
+    def managed(self) -> int: ...
+    @property
+    def exports(self) -> int: ...
+    @property
+    def imports(self) -> int: ...
+
+
+class Mailbox(Protocol):
+    def state(self) -> Counters: ...
+
+
+class Shim(Protocol):
+    """What is asked of snapshotd/shimctl.py."""
+
+    def problems(self, pid: int) -> list[str]: ...
+    def find(self, process: tree.Process) -> Mailbox | None: ...
+
+
+def parking(look: Look, gpu: GpuLook, shim: Shim) -> Check:
+    """While the driver works inside the process nothing of the job may run: each of its threads waits in the shim."""
+    found = [problem for process in cuda_processes(look, gpu) for problem in shim.problems(process.pid)]
+    if found:
+        return refused(
+            "gpu-parking",
+            f"threads that cannot be held while the GPU is checkpointed: {listed(found)}",
+            "start the job with `migrator run`, which preloads the shim, and leave the signal SIGRTMAX-3 alone",
+        )
+    return passed("gpu-parking", "the shim can hold every thread")
+
+
+def managed_memory(look: Look, gpu: GpuLook, shim: Shim) -> Check:
+    holders = cuda_processes(look, gpu)
+    found = [f"{process}: {size >> 20} MiB" for process in holders if (size := _managed_bytes(process))]
+    if found:
+        return refused(
+            "gpu-managed-memory",
+            f"managed memory, which the driver cannot checkpoint: {listed(found)}",
+            "use plain device memory (cudaMalloc) instead of cudaMallocManaged; turn managed pools off (RMM, cuDF, CuPy)",
+        )
+    counted = [f"{process}: {told.managed}" for process, told in _counters(holders, shim) if told.managed]
+    if counted:
+        return warned(
+            "gpu-managed-memory",
+            f"managed memory was allocated, none is mapped now: {listed(counted)} times",
+            "none to worry about if it was freed; otherwise the driver refuses the checkpoint and the job goes on",
+        )
+    return passed("gpu-managed-memory", "none")
+
+
+def _managed_bytes(process: Process) -> int:
+    return sum(
+        mapping.size_bytes
+        for mapping in process.mappings
+        if mapping.path == _MANAGED_DEVICE and mapping.start >= _MANAGED_ABOVE
+    )
+
+
+def ipc(look: Look, gpu: GpuLook, shim: Shim) -> Check:
+    """Device memory that two processes share would be two memories afterwards, and the driver does not carry it."""
+    found = [
+        f"{process}: {told.exports} handles given out, {told.imports} opened"
+        for process, told in _counters(cuda_processes(look, gpu), shim)
+        if told.exports or told.imports
+    ]
+    if found:
+        return refused(
+            "gpu-ipc",
+            f"device memory was shared between processes (CUDA IPC): {listed(found)}",
+            "pass tensors between processes in host memory (`tensor.cpu()` before a multiprocessing queue) and start again",
+        )
+    return passed("gpu-ipc", "no handles given out or opened")
+
+
+def _counters(processes: Sequence[Process], shim: Shim) -> list[tuple[Process, Counters]]:
+    """Of the processes whose shim can be asked; the others are gpu-parking's to refuse."""
+    found = []
+    for process in processes:
+        with contextlib.suppress(SnapshotError):
+            if mailbox := shim.find(tree.Process(process.pid, process.start_ticks)):
+                found.append((process, mailbox.state()))
+    return found

@@ -1,0 +1,375 @@
+"""Speaks to libsnapshim.so inside a process: parks its threads, lets them go, empties torch's cache.
+
+There is no connection: the request is written into the process's own memory (`snapshim_mailbox`, see shim/abi.h) and its
+control thread is woken with the reserved signal, so nothing of it has to be closed before a dump and all of it works on a
+restored process as before. Invariant: nothing is written and nobody is signalled before the mailbox was seen to be ours,
+of our version, and owned by that very process. Pids are the daemon's; those inside the mailbox are mapped by NSpid.
+
+Everything here blocks: call it in a thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import logging
+import os
+import re
+import struct
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from snapshotd import tree
+from snapshotd.api.errors import GpuFailed, RankGone, SnapshotError, Timeout, Where
+
+_LOG = logging.getLogger(__name__)
+
+LIBRARY = "libsnapshim.so"
+ABI_VERSION = 2
+RESERVED_SIGNAL = 61
+
+_MAGIC = b"SNAPSHIM"
+_PARK, _RELEASE, _EMPTY_CACHE = 1, 2, 3
+#: struct snapshim_mailbox
+_LAYOUT = struct.Struct("<8sII iii II I4Q II i I 4Q 512s 3Q 64i")
+_COMMAND = struct.Struct("<I4Q")
+_COMMAND_AT, _REQUEST_AT = 36, 72
+#: How much longer than the process itself we wait for its answer: it has the better words for what went wrong.
+_GRACE_S = 2.0
+_SIGNAL_AGAIN_S = 0.25
+#: A thread is called unparkable when it blocks the signal at every look: libc blocks all for moments.
+_LOOKS, _LOOK_EVERY_S = 6, 0.03
+_DRIVER_THREAD = re.compile(r"cuda-EvtHandlr|cuda[0-9]{11}")
+_OURS = "start the rank with `migrator run`, and do not clear LD_PRELOAD from its environment"
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(frozen=True)
+class Parking:
+    """What the mailbox says of a process: whether its threads are parked, and what it shares with others on the GPU."""
+
+    parked: bool
+    threads: int
+    managed: int
+    exports: int
+    imports: int
+
+
+@dataclass(frozen=True)
+class _Box:
+    """The mailbox as it was at one moment."""
+
+    magic: bytes
+    abi: int
+    owner: int
+    thread: int
+    probe: int
+    parked: int
+    parked_threads: int
+    request: int
+    answer: int
+    status: int
+    result: int
+    text: str
+    managed: int
+    exports: int
+    imports: int
+    exempt: frozenset[int]
+
+    @classmethod
+    def unpack(cls, raw: bytes) -> _Box:
+        field = _LAYOUT.unpack(raw)
+        magic, abi, _bytes, owner, thread, probe, parked, parked_threads, _command = field[:9]
+        request, answer, status, _unused, result = field[13:18]
+        text = field[21].partition(b"\0")[0].decode(errors="replace")
+        managed, exports, imports = field[22:25]
+        return cls(
+            *(magic, abi, owner, thread, probe, parked, parked_threads, request, answer, status, result, text),
+            *(managed, exports, imports, frozenset(field[25:]) - {0}),
+        )
+
+
+@dataclass(frozen=True)
+class Mailbox:
+    """The mailbox of one process, found by `find`."""
+
+    process: tree.Process
+    address: int
+
+    def speaks_our_version(self) -> bool:
+        with self._memory(os.O_RDONLY) as memory:
+            return os.pread(memory, 12, self.address) == struct.pack("<8sI", _MAGIC, ABI_VERSION)
+
+    def state(self) -> Parking:
+        box = self._read()
+        return Parking(
+            parked=bool(box.parked) and box.owner == _inner(self.process),
+            threads=box.parked_threads,
+            managed=box.managed,
+            exports=box.exports,
+            imports=box.imports,
+        )
+
+    def park(self, timeout_s: float) -> None:
+        """No thread of the job runs when this returns. When it raises, all of them run, or will as soon as they can."""
+        try:
+            box = self._ask(_PARK, timeout_s)
+        except Timeout:
+            # It may still do it, when it is continued: then it is to let go at once.
+            with contextlib.suppress(SnapshotError, OSError):
+                self._write_request(_RELEASE, timeout_s)
+            raise
+        if box.status:
+            raise self._failure("threads cannot be parked", box)
+
+    def release(self, timeout_s: float) -> None:
+        """Lets the job's threads go on; they have left when this returns. Not parked: nothing happens."""
+        box = self._ask(_RELEASE, timeout_s)
+        if box.status:
+            raise self._failure("threads did not go on", box)
+
+    def empty_cache(self, timeout_s: float) -> int | None:
+        """Gives torch's unused device memory back, at the interpreter's safe point. How many bytes; None: skipped."""
+        try:
+            box = self._ask(_EMPTY_CACHE, timeout_s)
+        except (GpuFailed, Timeout) as error:
+            _LOG.warning("torch's cache in process %d is moved along: %s", self.process.pid, error)
+            return None
+        if box.status:
+            reason = box.text or os.strerror(box.status)
+            _LOG.info("torch's cache in process %d is moved along: %s", self.process.pid, reason)
+            return None
+        return box.result
+
+    def _failure(self, what: str, box: _Box) -> SnapshotError:
+        words = f"process {self.process.pid} ({_name(self.process.pid)}): {what}: {box.text or os.strerror(box.status)}"
+        if box.status == errno.ETIMEDOUT:
+            return Timeout(
+                words,
+                remedy="`migrator check` names threads that can never be parked; else try again, when the node is less busy",
+                where=Where.SOURCE_RUNNING,
+            )
+        return GpuFailed(words, where=Where.SOURCE_RUNNING)
+
+    def _ask(self, command: int, timeout_s: float) -> _Box:
+        number = self._write_request(command, timeout_s)
+        started = signalled = time.monotonic()
+        pause_s = 0.0005
+        while True:
+            box = self._read()
+            if box.answer == number:
+                return box
+            now = time.monotonic()
+            if now > started + timeout_s + _GRACE_S:
+                raise self._silence(timeout_s)
+            if now > signalled + _SIGNAL_AGAIN_S:
+                self._wake(box)
+                signalled = now
+            time.sleep(pause_s)
+            pause_s = min(pause_s * 1.5, 0.01)
+
+    def _write_request(self, command: int, timeout_s: float) -> int:
+        box = self._read()
+        inner = _inner(self.process)
+        if box.owner != inner:
+            raise GpuFailed(
+                f"process {self.process.pid} ({_name(self.process.pid)}) has no control thread of {LIBRARY}",
+                remedy="it has a single thread, or was forked from one that has more; neither holds a GPU: try again",
+            )
+        number = box.request % 0xFFFFFFFE + 1
+        if number == box.answer:
+            number = number % 0xFFFFFFFE + 1
+        with self._memory(os.O_RDWR) as memory:
+            os.pwrite(
+                memory, _COMMAND.pack(command, max(1, round(timeout_s * 1000)), 0, 0, 0), self.address + _COMMAND_AT
+            )
+            os.pwrite(memory, struct.pack("<I", number), self.address + _REQUEST_AT)
+        self._wake(box)
+        return number
+
+    def _wake(self, box: _Box) -> None:
+        """A thread-directed signal: after an exec the thread is gone, and nobody is hit."""
+        pid = self.process.pid
+        tid = next((tid for tid, inner in _threads(pid) if inner == box.thread and tid != pid), 0)
+        if not tid or not self.process.alive():
+            raise self._gone()
+        if _libc.tgkill(pid, tid, RESERVED_SIGNAL) == -1 and ctypes.get_errno() == errno.ESRCH:
+            raise self._gone()
+
+    def _read(self) -> _Box:
+        with self._memory(os.O_RDONLY) as memory:
+            raw = os.pread(memory, _LAYOUT.size, self.address)
+        if len(raw) < _LAYOUT.size:
+            raise self._gone()
+        box = _Box.unpack(raw)
+        if box.magic != _MAGIC or box.abi != ABI_VERSION:
+            raise self._gone()
+        return box
+
+    @contextlib.contextmanager
+    def _memory(self, flags: int) -> Iterator[int]:
+        try:
+            memory = os.open(f"/proc/{self.process.pid}/mem", flags | os.O_CLOEXEC)
+        except (FileNotFoundError, ProcessLookupError) as error:
+            raise self._gone() from error
+        try:
+            if not self.process.alive():
+                raise self._gone()
+            yield memory
+        except OSError as error:
+            raise self._gone() from error
+        finally:
+            os.close(memory)
+
+    def _gone(self) -> SnapshotError:
+        pid = self.process.pid
+        if self.process.alive():
+            return GpuFailed(
+                f"process {pid} ({_name(pid)}) has replaced its program, or lost {LIBRARY}, while it was being spoken to",
+                remedy="a plain retry is safe",
+            )
+        return RankGone(f"process {pid} has ended", where=Where.ENDED)
+
+    def _silence(self, timeout_s: float) -> Timeout:
+        pid = self.process.pid
+        letter = tree.state(pid)
+        why = "it is stopped" if letter in "Tt" else f"its state is {letter or 'gone'}"
+        return Timeout(
+            f"the control thread of process {pid} ({_name(pid)}) did not answer in {timeout_s + _GRACE_S:.0f} s: {why}",
+            remedy="continue the process if it was stopped by hand; else the node gives it no time to run",
+            where=Where.SOURCE_RUNNING,
+        )
+
+
+def find(process: tree.Process) -> Mailbox | None:
+    """The mailbox of a process, None where the library is not loaded.
+
+    Raises GpuFailed when a library of another version is, RankGone when the process has ended.
+    """
+    try:
+        place = _loaded_at(process.pid)
+        if place is None and process.alive():
+            return None
+        mailbox = Mailbox(process, place[1] + _symbol(place[0], b"snapshim_mailbox")) if place else None
+        if mailbox and mailbox.speaks_our_version():
+            return mailbox
+    except (KeyError, ValueError, struct.error) as error:
+        _LOG.debug("%s in process %d: %s", LIBRARY, process.pid, error)
+    except (FileNotFoundError, ProcessLookupError) as error:
+        raise RankGone(f"process {process.pid} has ended", where=Where.ENDED) from error
+    if not process.alive():
+        raise RankGone(f"process {process.pid} has ended", where=Where.ENDED)
+    raise GpuFailed(
+        f"process {process.pid} ({_name(process.pid)}) has another version of {LIBRARY} than this daemon speaks to",
+        remedy="restart the job after an upgrade; until then it stays where it is",
+    )
+
+
+def problems(pid: int) -> list[str]:
+    """What would keep the threads of a process from being parked, in words. Nothing is changed."""
+    who = f"process {pid} ({_name(pid)})"
+    try:
+        mailbox = find(tree.Process.of(pid))
+        if mailbox is None:
+            return [f"{who} runs without {LIBRARY}: {_OURS}"]
+        box = mailbox._read()
+        threads = _threads(pid)
+        if box.owner != tree.inner_pid(pid) or box.thread not in {inner for _, inner in threads}:
+            return [f"{who} has no control thread of {LIBRARY}"]
+        found = []
+        if not _signal_bit(f"/proc/{pid}/status", "SigCgt"):
+            found.append(f"{who} has taken the handler of signal {RESERVED_SIGNAL} away")
+        found += [
+            f"{who}: thread {tid} ({name}) blocks signal {RESERVED_SIGNAL} and cannot be parked"
+            for tid, name in _blocking(pid, box)
+        ]
+        return found
+    except GpuFailed as error:
+        return [f"{error.message}: {error.advice}"]
+    except (RankGone, FileNotFoundError, ProcessLookupError):
+        return [f"process {pid} has ended"]
+
+
+def _blocking(pid: int, box: _Box) -> list[tuple[int, str]]:
+    """The threads that block the reserved signal at every look, by the daemon's thread id and their name."""
+    always: set[int] | None = None
+    for look in range(_LOOKS):
+        if look:
+            time.sleep(_LOOK_EVERY_S)
+        blocking = set()
+        for tid, inner in _threads(pid):
+            if inner in {box.thread, box.probe} or inner in box.exempt or _DRIVER_THREAD.fullmatch(_name(tid)):
+                continue
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                if _signal_bit(f"/proc/{pid}/task/{tid}/status", "SigBlk") and tree.state(tid) not in "ZX":
+                    blocking.add(tid)
+        always = blocking if always is None else always & blocking
+        if not always:
+            return []
+    return [(tid, _name(tid)) for tid in sorted(always or ())]
+
+
+def _signal_bit(status: str, field: str) -> bool:
+    for line in Path(status).read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return bool(int(line.split()[1], 16) >> (RESERVED_SIGNAL - 1) & 1)
+    return False
+
+
+def _threads(pid: int) -> list[tuple[int, int]]:
+    """The threads of a process: their ids here, and in its own pid namespace."""
+    found = []
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                found.append((int(task), tree.inner_pid(int(task))))
+    return found
+
+
+def _inner(process: tree.Process) -> int:
+    try:
+        return tree.inner_pid(process.pid)
+    except (FileNotFoundError, ProcessLookupError) as error:
+        raise RankGone(f"process {process.pid} has ended", where=Where.ENDED) from error
+
+
+def _name(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text(errors="replace").strip()
+    except (FileNotFoundError, ProcessLookupError):
+        return "gone"
+
+
+def _loaded_at(pid: int) -> tuple[Path, int] | None:
+    """The file of ours that is mapped into a process, and where its first byte is."""
+    for line in Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines():
+        fields = line.split(maxsplit=5)
+        if len(fields) < 6 or int(fields[2], 16) != 0:
+            continue
+        if os.path.basename(fields[5].removesuffix(" (deleted)")) == LIBRARY:
+            # By its mapping: it may be deleted since, or be in a mount namespace where that path is another file.
+            return Path(f"/proc/{pid}/map_files/{fields[0]}"), int(fields[0].partition("-")[0], 16)
+    return None
+
+
+def _symbol(file: Path, name: bytes) -> int:
+    """The address of a dynamic symbol of a 64-bit little-endian ELF file, relative to where it is loaded."""
+    with file.open("rb") as opened:
+        data = opened.read(16 << 20)
+    if data[:6] != b"\x7fELF\x02\x01":
+        raise ValueError("not a 64-bit ELF file")
+    table_at, entry_bytes, entries = (*struct.unpack_from("<Q", data, 40), *struct.unpack_from("<HH", data, 58))
+    sections = [struct.unpack_from("<IIQQQQII", data, table_at + index * entry_bytes) for index in range(entries)]
+    for _name_at, kind, _flags, _address, at, size, link, _info in sections:
+        if kind != 11:  # SHT_DYNSYM
+            continue
+        strings = sections[link][4]
+        for entry in range(at, at + size, 24):
+            text_at, _kind, _other, section, value = struct.unpack_from("<IBBHQ", data, entry)
+            if section and data[strings + text_at : strings + text_at + len(name) + 1] == name + b"\0":
+                return int(value)
+    raise KeyError(name)

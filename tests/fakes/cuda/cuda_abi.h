@@ -1,0 +1,89 @@
+/* What a program sees of the CUDA driver: the types, the numbers of the errors, and the layouts of the checkpoint calls.
+ *
+ * Written from what the calls do, not copied from a header; only what the stand-in answers is here.
+ */
+#ifndef FAKE_CUDA_ABI_H
+#define FAKE_CUDA_ABI_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#define EXPORT __attribute__((visibility("default")))
+
+/* X(number, name, words) */
+#define CUDA_ERRORS(X)                                                                    \
+	X(0, CUDA_SUCCESS, "no error")                                                    \
+	X(1, CUDA_ERROR_INVALID_VALUE, "invalid argument")                                \
+	X(2, CUDA_ERROR_OUT_OF_MEMORY, "out of memory")                                   \
+	X(3, CUDA_ERROR_NOT_INITIALIZED, "initialization error")                          \
+	X(4, CUDA_ERROR_DEINITIALIZED, "driver shutting down")                            \
+	X(34, CUDA_ERROR_STUB_LIBRARY, "CUDA driver is a stub library")                   \
+	X(46, CUDA_ERROR_DEVICE_UNAVAILABLE, "CUDA-capable device(s) is/are busy or unavailable") \
+	X(100, CUDA_ERROR_NO_DEVICE, "no CUDA-capable device is detected")                \
+	X(101, CUDA_ERROR_INVALID_DEVICE, "invalid device ordinal")                       \
+	X(200, CUDA_ERROR_INVALID_IMAGE, "device kernel image is invalid")                \
+	X(201, CUDA_ERROR_INVALID_CONTEXT, "invalid device context")                      \
+	X(304, CUDA_ERROR_OPERATING_SYSTEM, "OS call failed or operation not supported on this OS") \
+	X(400, CUDA_ERROR_INVALID_HANDLE, "invalid resource handle")                      \
+	X(401, CUDA_ERROR_ILLEGAL_STATE, "the operation cannot be performed in the present state") \
+	X(500, CUDA_ERROR_NOT_FOUND, "named symbol not found")                            \
+	X(600, CUDA_ERROR_NOT_READY, "device not ready")                                  \
+	X(700, CUDA_ERROR_ILLEGAL_ADDRESS, "an illegal memory access was encountered")    \
+	X(719, CUDA_ERROR_LAUNCH_FAILED, "unspecified launch failure")                    \
+	X(800, CUDA_ERROR_NOT_PERMITTED, "operation not permitted")                       \
+	X(801, CUDA_ERROR_NOT_SUPPORTED, "operation not supported")                       \
+	X(802, CUDA_ERROR_SYSTEM_NOT_READY, "system not yet initialized")                 \
+	X(999, CUDA_ERROR_UNKNOWN, "unknown error")
+
+#define AS_ENUM(number, name, words) name = number,
+typedef enum { CUDA_ERRORS(AS_ENUM) } CUresult;
+#undef AS_ENUM
+
+typedef int CUdevice;
+typedef uint64_t CUdeviceptr;
+typedef struct fake_context *CUcontext;
+typedef struct fake_stream *CUstream;
+typedef struct fake_module *CUmodule;
+typedef struct fake_function *CUfunction;
+
+typedef struct {
+	uint8_t bytes[16];
+} CUuuid;
+
+typedef struct {
+	char reserved[64];
+} CUipcMemHandle;
+
+typedef enum { PROCESS_RUNNING, PROCESS_LOCKED, PROCESS_CHECKPOINTED, PROCESS_FAILED } CUprocessState;
+
+typedef struct {
+	unsigned int timeoutMs;
+	unsigned int reserved0;
+	uint64_t reserved1[7];
+} CUcheckpointLockArgs;
+
+typedef struct {
+	CUuuid oldUuid;
+	CUuuid newUuid;
+} CUcheckpointGpuPair;
+
+typedef struct {
+	CUcheckpointGpuPair *gpuPairs; /* from r580; before that reserved, like the count */
+	unsigned int gpuPairsCount;
+	char reserved[52];
+} CUcheckpointRestoreArgs;
+
+typedef struct {
+	uint64_t reserved[8];
+} CUcheckpointPlainArgs; /* of checkpoint and of unlock */
+
+_Static_assert(sizeof(CUcheckpointLockArgs) == 64, "the driver's layout");
+_Static_assert(sizeof(CUcheckpointRestoreArgs) == 64, "the driver's layout");
+_Static_assert(sizeof(CUcheckpointPlainArgs) == 64, "the driver's layout");
+_Static_assert(sizeof(CUcheckpointGpuPair) == 32, "the driver's layout");
+
+const char *error_name(int number);  /* NULL: no such error */
+const char *error_words(int number); /* NULL: no such error */
+int error_number(const char *name);  /* a name or a decimal number; CUDA_ERROR_UNKNOWN for anything else */
+
+#endif

@@ -1,0 +1,103 @@
+/* The fault file: reads it, finds the first line that fits, and strikes it out when it said "once". */
+#define _GNU_SOURCE
+#include "faults.h"
+
+#include <fcntl.h>
+#include <signal.h>
+#include <stdbool.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/file.h>
+#include <unistd.h>
+
+#include "cuda_abi.h"
+#include "node.h"
+
+#define FILE_BYTES 8192
+
+static bool understand(char *action, struct fault *fault)
+{
+	static const struct {
+		const char *word;
+		enum fault_action action;
+	} words[] = {{"hang", FAULT_HANG}, {"hang-after", FAULT_HANG_AFTER}, {"die", FAULT_DIE}, {"die-after", FAULT_DIE_AFTER},
+		     {"kill", FAULT_KILL}, {"lose", FAULT_LOSE},	     {"fail", FAULT_FAIL}, {"slow", FAULT_SLOW}};
+	char *detail = strchr(action, ':');
+
+	if (detail)
+		*detail++ = '\0';
+	for (size_t i = 0; i < sizeof words / sizeof *words; i++) {
+		if (strcmp(words[i].word, action) != 0)
+			continue;
+		fault->action = words[i].action;
+		fault->error = detail ? error_number(detail) : CUDA_ERROR_UNKNOWN;
+		fault->delay_ms = detail ? (unsigned int)atoi(detail) : 0;
+		return true;
+	}
+	return false;
+}
+
+/* Whether a line (which is taken apart) is about this call. */
+static bool fits(char *line, const char *operation, int pid, struct fault *fault, bool *once)
+{
+	char *rest = NULL;
+	char *word = strtok_r(line, " :\t\r", &rest);
+	char *action = strtok_r(NULL, " \t\r", &rest);
+
+	*once = false;
+	if (!word || !action || strcmp(word, operation) != 0)
+		return false;
+	while ((word = strtok_r(NULL, " \t\r", &rest))) {
+		if (strcmp(word, "once") == 0)
+			*once = true;
+		else if (strncmp(word, "pid=", 4) == 0 && atoi(word + 4) != pid)
+			return false;
+	}
+	return understand(action, fault);
+}
+
+struct fault fault_take(const char *operation, int pid)
+{
+	char path[PATH_BYTES], text[FILE_BYTES], copy[FILE_BYTES];
+	struct fault fault = {0};
+	ssize_t bytes;
+	int file;
+
+	node_beside("FAKE_CUDA_FAULT_FILE", "faults", path);
+	file = open(path, O_RDWR | O_CLOEXEC);
+	if (file < 0)
+		return fault;
+	flock(file, LOCK_EX);
+	bytes = read(file, text, sizeof text - 1);
+	text[bytes > 0 ? bytes : 0] = '\0';
+	for (char *line = text, *next; *line; line = next) {
+		size_t length = strcspn(line, "\n");
+		bool once;
+
+		next = line + length + (line[length] == '\n');
+		memcpy(copy, line, length);
+		copy[length] = '\0';
+		if (!fits(copy, operation, pid, &fault, &once))
+			continue;
+		if (once) {
+			memmove(line, next, strlen(next) + 1);
+			(void)!ftruncate(file, 0);
+			(void)!pwrite(file, text, strlen(text), 0);
+		}
+		break;
+	}
+	close(file);
+	return fault;
+}
+
+void fault_hang(void)
+{
+	for (;;)
+		pause();
+}
+
+void fault_die(void)
+{
+	kill(getpid(), SIGKILL);
+	fault_hang();
+}

@@ -1,0 +1,39 @@
+/* The GPUs of a node, as its gpus.json says. */
+#ifndef FAKE_CUDA_NODE_H
+#define FAKE_CUDA_NODE_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#define MAX_GPUS 16
+#define PATH_BYTES 512
+
+struct gpu {
+	uint8_t uuid[16];
+	char name[64];
+	uint64_t memory_bytes;
+	int minor;
+	int mig; /* 0 off, 1 on, -1 the chip has none */
+	int mps; /* 1: its processes are clients of an MPS server */
+	int capability_major;
+	int capability_minor;
+};
+
+struct node {
+	char folder[PATH_BYTES]; /* where the file is: the ledger of device memory lies beside it */
+	char driver_version[32];
+	int cuda_version; /* 13000 is 13.0 */
+	uint64_t context_bytes; /* what a context takes on its GPU, beside what the program allocates */
+	uint32_t gpu_count;
+	struct gpu gpus[MAX_GPUS];
+};
+
+/* Reads FAKE_GPU_FILE, or gpus.json beside this library. False: there is none, or it is not understood. */
+bool node_read(struct node *node);
+int node_find(const struct node *node, const uint8_t uuid[16]); /* its index, -1: not of this node */
+int node_driver_branch(const struct node *node);		/* 580 of "580.159.04" */
+void node_beside(const char *variable, const char *name, char path[PATH_BYTES]);
+bool uuid_parse(const char *text, uint8_t uuid[16]); /* with or without "GPU-" */
+void uuid_print(const uint8_t uuid[16], char text[48]);
+
+#endif

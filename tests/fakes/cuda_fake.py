@@ -1,0 +1,123 @@
+"""Nodes with GPUs that are not there: the stand-ins of libcuda and NVML, built once, and a folder of them per node.
+
+A node is a folder: the libraries (links, so that a process restored on another node maps the same file), gpus.json, the
+ledger of device memory, and the faults. Nothing outside it is touched. Whoever runs in a mount namespace of its own
+must see the folder at the same path.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import json
+import os
+import subprocess
+import uuid
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+SOURCES = Path(__file__).resolve().parent / "cuda"
+BUILT = SOURCES / "build"
+LIBRARIES = ("libcuda.so.1", "libnvidia-ml.so.1")
+
+
+@functools.cache
+def build() -> Path:
+    """Builds the stand-ins, unless they are as new as their sources; the folder they are in."""
+    with (SOURCES / "Makefile").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        done = subprocess.run(["make", "-s", "-C", SOURCES], capture_output=True, text=True, timeout=110, check=False)
+    if done.returncode:
+        raise RuntimeError(f"the stand-ins of libcuda and NVML cannot be built:\n{done.stdout}{done.stderr}")
+    return BUILT
+
+
+@dataclass(frozen=True)
+class FakeGpu:
+    """A GPU as gpus.json describes it. `mig`: None where the chip knows no MIG."""
+
+    uuid: str
+    name: str = "NVIDIA H200"
+    memory_mib: int = 4096
+    compute_capability: str = "9.0"
+    minor: int = 0
+    mig: bool | None = False
+    mps: bool = False
+
+
+def gpus(node: str, count: int = 1, memory_mib: int = 4096, name: str = "NVIDIA H200") -> list[FakeGpu]:
+    """So many equal GPUs, whose UUIDs follow from the node's name."""
+    return [
+        FakeGpu(f"GPU-{uuid.uuid5(uuid.NAMESPACE_DNS, f'{index}.{node}')}", name, memory_mib, minor=index)
+        for index in range(count)
+    ]
+
+
+@dataclass
+class GpuNode:
+    """A node's folder. `checkpoints`: False for a driver so old that it has no checkpoint calls."""
+
+    folder: Path
+    gpus: list[FakeGpu]
+    driver_version: str = "580.159.04"
+    context_mib: int = 64
+    checkpoints: bool = True
+    more: dict[str, object] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        built = build()
+        use = self.folder / "use"
+        use.mkdir(parents=True, exist_ok=True)
+        use.chmod(0o1777)  # ranks of every user write their entry there
+        (use / "lock").touch()
+        (use / "lock").chmod(0o666)
+        for name in LIBRARIES:
+            link = self.folder / name
+            link.unlink(missing_ok=True)
+            link.symlink_to(built / name if self.checkpoints or name != LIBRARIES[0] else built / "r550" / name)
+        self.write()
+
+    @property
+    def library_dir(self) -> str:
+        """For the daemon's `gpu_library_dir`, and for `Gpus`."""
+        return str(self.folder)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What a program, or a daemon's helper, needs so that its loader finds this node's libraries."""
+        rest = os.environ.get("LD_LIBRARY_PATH")
+        return {"LD_LIBRARY_PATH": f"{self.folder}:{rest}" if rest else str(self.folder)}
+
+    def write(self) -> None:
+        """Makes gpus.json say what this object says. A process that has initialised CUDA keeps the GPUs it saw."""
+        content = {
+            "driver_version": self.driver_version,
+            "context_mib": self.context_mib,
+            **self.more,
+            "gpus": [asdict(gpu) for gpu in self.gpus],
+        }
+        fresh = self.folder / "gpus.json.new"
+        fresh.write_text(json.dumps(content, indent=1))
+        fresh.rename(self.folder / "gpus.json")
+
+    def fault(self, operation: str, action: str, *, once: bool = True, pid: int | None = None) -> None:
+        """Adds a fault (cuda/faults.h has the words): `fault("restore", "fail:CUDA_ERROR_OUT_OF_MEMORY")`."""
+        line = " ".join([f"{operation}: {action}", *(["once"] if once else []), *([f"pid={pid}"] if pid else [])])
+        self._rewrite([*self.faults(), line])
+
+    def clear_faults(self) -> None:
+        self._rewrite([])
+
+    def faults(self) -> list[str]:
+        """Those that have not been used up."""
+        try:
+            return (self.folder / "faults").read_text().splitlines()
+        except FileNotFoundError:
+            return []
+
+    def _rewrite(self, lines: Iterable[str]) -> None:
+        with (self.folder / "faults").open("a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            file.truncate(0)
+            file.write("".join(f"{line}\n" for line in lines))

@@ -1,0 +1,524 @@
+"""The stand-ins of libcuda and NVML do what was measured of the real ones: states, errors, memory that goes and comes back,
+and a process that is dumped by CRIU and goes on elsewhere. tests/contract/test_cuda.py holds the product against both."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fakes.cuda_fake import GpuNode, gpus
+from tests.fakes.device_job import DeviceJob
+
+RUNNING, LOCKED, CHECKPOINTED, FAILED = range(4)
+ASK = Path(__file__).parent / "cuda_ask.py"
+CRIU = Path(__file__).resolve().parents[2] / ".criu" / "criu"
+DEVICE_BYTES = 16 << 20
+MIB = 1 << 20
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> GpuNode:
+    return GpuNode(tmp_path / "node-1", gpus("node-1", 2))
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., DeviceJob]]:
+    jobs: list[DeviceJob] = []
+
+    def begin(node: GpuNode, *options: str, ready: str = "step 1 ", **environment: str) -> DeviceJob:
+        jobs.append(DeviceJob(tmp_path / f"output-{len(jobs)}", {**node.environment, **environment}, *options))
+        jobs[-1].wait_for(ready)
+        return jobs[-1]
+
+    yield begin
+    for job in jobs:
+        job.end()
+
+
+def asking(node: GpuNode, call: str, *arguments: object) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, ASK, call, *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **node.environment},
+    )
+
+
+def ask(node: GpuNode, call: str, *arguments: object) -> dict[str, Any]:
+    with asking(node, call, *arguments) as asker:
+        out, _ = asker.communicate(timeout=60)
+    assert asker.returncode == 0, (call, out)
+    answer: dict[str, Any] = json.loads(out)
+    return answer
+
+
+def error(node: GpuNode, call: str, *arguments: object) -> str:
+    return str(ask(node, call, *arguments)["error"]).removeprefix("CUDA_").removeprefix("ERROR_")
+
+
+def state(node: GpuNode, pid: int) -> int:
+    answer = ask(node, "state", pid)
+    assert answer["error"] == "CUDA_SUCCESS"
+    return int(answer["state"])
+
+
+def used(node: GpuNode) -> list[dict[str, int]]:
+    """Per GPU: bytes by pid."""
+    found = ask(node, "nvml")["gpus"]
+    for gpu in found:
+        assert gpu["used"] == sum(gpu["processes"].values())
+    return [gpu["processes"] for gpu in found]
+
+
+def alone(node: GpuNode, tmp_path: Path, *options: str) -> list[str]:
+    """The output of an undisturbed run."""
+    job = DeviceJob(tmp_path / "alone", node.environment, *options, "--pace-s", "0")
+    try:
+        return job.finish()
+    finally:
+        job.end()
+
+
+# ---------------------------------------------------------------- states
+
+
+def test_the_way_there_and_back(node: GpuNode, start: Callable[..., DeviceJob], tmp_path: Path) -> None:
+    options = ("--steps", "40", "--mib", "4", "--threads", "2", "--pinned-mib", "4", "--export")
+    job = start(node, *options)
+    assert state(node, job.pid) == RUNNING
+    assert error(node, "lock", job.pid) == "SUCCESS"
+    assert state(node, job.pid) == LOCKED
+    assert error(node, "checkpoint", job.pid) == "SUCCESS"
+    assert state(node, job.pid) == CHECKPOINTED
+    assert error(node, "restore", job.pid) == "SUCCESS"
+    assert state(node, job.pid) == LOCKED
+    assert error(node, "unlock", job.pid) == "SUCCESS"
+    assert state(node, job.pid) == RUNNING
+    assert job.finish() == alone(node, tmp_path, *options)
+
+
+@pytest.mark.parametrize(
+    ("way", "refused"),
+    [
+        ((), ("checkpoint", "restore", "unlock")),
+        (("lock",), ("lock", "restore")),
+        (("lock", "checkpoint"), ("lock", "checkpoint", "unlock")),
+        (("lock", "checkpoint", "restore"), ("lock", "restore")),
+    ],
+    ids=["running", "locked", "checkpointed", "restored"],
+)
+def test_calls_in_the_wrong_state_change_nothing(
+    node: GpuNode, start: Callable[..., DeviceJob], way: tuple[str, ...], refused: tuple[str, ...]
+) -> None:
+    job = start(node)
+    for call in way:
+        assert error(node, call, job.pid) == "SUCCESS"
+    before = state(node, job.pid)
+    for call in refused:
+        assert error(node, call, job.pid) == "ILLEGAL_STATE"
+        assert state(node, job.pid) == before
+
+
+def test_who_has_no_state(node: GpuNode, start: Callable[..., DeviceJob]) -> None:
+    job = start(node, "--children", "1")
+    child = int(Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text())
+    assert error(node, "state", child) == "NOT_INITIALIZED"
+    assert error(node, "state", os.getpid()) == "NOT_INITIALIZED"
+    program = "import ctypes, time; ctypes.CDLL('libcuda.so.1'); print(flush=True); time.sleep(60)"
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, env={**os.environ, **node.environment}
+    ) as loaded:
+        assert loaded.stdout is not None
+        loaded.stdout.readline()
+        assert error(node, "state", loaded.pid) == "NOT_INITIALIZED"
+        loaded.kill()
+        os.waitid(os.P_PID, loaded.pid, os.WEXITED | os.WNOWAIT)
+        assert error(node, "state", loaded.pid) == "OPERATING_SYSTEM"
+    assert error(node, "state", loaded.pid) == "OPERATING_SYSTEM"
+
+
+def test_after_cuinit_alone_it_runs(node: GpuNode) -> None:
+    program = "import ctypes, time; ctypes.CDLL('libcuda.so.1').cuInit(0); print(flush=True); time.sleep(60)"
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, env={**os.environ, **node.environment}
+    ) as idle:
+        assert idle.stdout is not None
+        idle.stdout.readline()
+        for call in ("lock", "checkpoint", "restore", "unlock"):
+            assert error(node, call, idle.pid) == "SUCCESS"
+        assert state(node, idle.pid) == RUNNING
+        assert used(node) == [{}, {}]
+        idle.kill()
+
+
+def test_a_stopped_process_answers_nothing_and_does_it_later(node: GpuNode, start: Callable[..., DeviceJob]) -> None:
+    job = start(node)
+    os.kill(job.pid, signal.SIGSTOP)
+    with asking(node, "lock", job.pid, 100) as asker, asking(node, "state", job.pid) as other:
+        with pytest.raises(subprocess.TimeoutExpired):
+            asker.wait(1.5)
+        assert other.poll() is None
+        asker.kill()
+        other.kill()
+    os.kill(job.pid, signal.SIGCONT)
+    assert state(node, job.pid) == LOCKED
+
+
+def test_a_locked_process_makes_no_step(node: GpuNode, start: Callable[..., DeviceJob]) -> None:
+    job = start(node, "--pace-s", "0", "--steps", "100000", "--mib", "1")
+    assert error(node, "lock", job.pid) == "SUCCESS"
+    time.sleep(0.2)  # for a line that was being printed
+    before = job.steps()
+    time.sleep(0.5)
+    assert job.steps() == before
+    assert error(node, "unlock", job.pid) == "SUCCESS"
+    job.wait_for_steps(3)
+
+
+def test_a_busy_gpu_is_not_locked_in_time(node: GpuNode, start: Callable[..., DeviceJob]) -> None:
+    job = start(node, "--busy-ms", "3000", ready="busy 0")
+    assert error(node, "lock", job.pid, 100) == "NOT_READY"
+    assert state(node, job.pid) == RUNNING
+    assert error(node, "lock", job.pid, 20000) == "SUCCESS"
+    assert state(node, job.pid) == LOCKED
+
+
+def test_what_a_killed_asker_began_is_finished(node: GpuNode, start: Callable[..., DeviceJob]) -> None:
+    job = start(node)
+    assert error(node, "lock", job.pid) == "SUCCESS"
+    node.fault("checkpoint", "slow:1000")
+    with asking(node, "checkpoint", job.pid) as asker:
+        while node.faults():
+            time.sleep(0.001)
+        time.sleep(0.3)
+        asker.kill()
+    assert state(node, job.pid) == CHECKPOINTED
+    node.fault("restore", "die-after")
+    with asking(node, "restore", job.pid) as asker:
+        assert asker.wait(60) == -signal.SIGKILL
+    assert state(node, job.pid) == LOCKED
+    assert error(node, "unlock", job.pid) == "SUCCESS"
+    job.wait_for_steps(2)
+
+
+def test_more_dead_askers_than_places(node: GpuNode, start: Callable[..., DeviceJob]) -> None:
+    job = start(node)
+    for _ in range(20):
+        node.fault("state", "die-after")
+        with asking(node, "state", job.pid) as asker:
+            assert asker.wait(60) == -signal.SIGKILL
+    assert state(node, job.pid) == RUNNING
+
+
+# ---------------------------------------------------------------- memory
+
+
+def maps(pid: int) -> str:
+    return Path(f"/proc/{pid}/maps").read_text()
+
+
+def device_mappings(pid: int) -> list[str]:
+    return [line.split()[0] for line in maps(pid).splitlines() if line.startswith("3000")]
+
+
+def open_files(pid: int) -> list[str]:
+    return [os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir()]
+
+
+def test_device_memory_goes_away_and_comes_back(node: GpuNode, start: Callable[..., DeviceJob], tmp_path: Path) -> None:
+    devices = tmp_path / "dev"
+    devices.mkdir()
+    for name in ("nvidiactl", "nvidia-uvm", "nvidia0"):
+        (devices / name).touch()
+    job = start(node, "--pinned-mib", "4", FAKE_CUDA_DEVICE_DIR=str(devices))
+    before = device_mappings(job.pid)
+    assert before
+    assert sum(str(devices) in name for name in open_files(job.pid)) == 3
+    assert maps(job.pid).count(str(devices)) == 3
+    assert "/dev/zero (deleted)" in maps(job.pid)
+    for call in ("lock", "checkpoint"):
+        assert error(node, call, job.pid) == "SUCCESS"
+    assert not device_mappings(job.pid)
+    assert str(devices) not in maps(job.pid)
+    assert not [name for name in open_files(job.pid) if str(devices) in name or str(node.folder) in name]
+    assert used(node) == [{}, {}]
+    for call in ("restore", "unlock"):
+        assert error(node, call, job.pid) == "SUCCESS"
+    assert device_mappings(job.pid) == before
+    assert maps(job.pid).count(str(devices)) == 3
+    job.wait_for_steps(1)
+
+
+def test_managed_memory_is_not_checkpointed(node: GpuNode, start: Callable[..., DeviceJob], tmp_path: Path) -> None:
+    job = start(node, "--managed-mib", "2")
+    assert error(node, "lock", job.pid) == "SUCCESS"
+    assert error(node, "checkpoint", job.pid) == "NOT_SUPPORTED"
+    assert state(node, job.pid) == LOCKED
+    assert error(node, "unlock", job.pid) == "SUCCESS"
+    job.wait_for_steps(1)
+
+
+def test_managed_memory_is_a_mapping_of_uvm(start: Callable[..., DeviceJob], node: GpuNode) -> None:
+    folder = Path(f"/dev/shm/devices-{os.getpid()}")  # tmpfs: there a file may be as long as an address is high
+    folder.mkdir()
+    try:
+        (folder / "nvidia-uvm").touch()
+        job = start(node, "--managed-mib", "2", FAKE_CUDA_DEVICE_DIR=str(folder))
+        found = [line.split() for line in maps(job.pid).splitlines() if line.endswith("nvidia-uvm")]
+        assert [row[0].split("-")[0] for row in found] == ["204a00000", "7e0000000000"]
+        assert int(found[1][2], 16) == 0x7E0000000000
+        job.end()
+    finally:
+        (folder / "nvidia-uvm").unlink()
+        folder.rmdir()
+
+
+def test_memory_is_counted_per_process(node: GpuNode, start: Callable[..., DeviceJob]) -> None:
+    first = start(node)
+    second = start(node, "--device", "1", "--mib", "64")
+    context = node.context_mib * MIB
+    assert used(node) == [{str(first.pid): DEVICE_BYTES + context}, {str(second.pid): 64 * MIB + context}]
+    first.end()
+    assert used(node) == [{}, {str(second.pid): 64 * MIB + context}]
+
+
+def test_a_full_gpu_refuses_an_allocation(tmp_path: Path, start: Callable[..., DeviceJob]) -> None:
+    node = GpuNode(tmp_path / "node-1", gpus("node-1", memory_mib=300), context_mib=20)
+    first = start(node, "--mib", "160")
+    second = DeviceJob(tmp_path / "second", node.environment, "--mib", "160", "--steps", "1")
+    try:
+        second.wait_for("WRONG cuMemAlloc_v2: CUDA_ERROR_OUT_OF_MEMORY")
+    finally:
+        second.end()
+    first.end()
+    start(node, "--mib", "160")
+
+
+def test_a_restore_without_room_can_be_repeated(tmp_path: Path, start: Callable[..., DeviceJob]) -> None:
+    node = GpuNode(tmp_path / "node-1", gpus("node-1", memory_mib=300), context_mib=20)
+    first = start(node, "--mib", "160")
+    for call in ("lock", "checkpoint"):
+        assert error(node, call, first.pid) == "SUCCESS"
+    second = start(node, "--mib", "160")
+    assert error(node, "restore", first.pid) == "OUT_OF_MEMORY"
+    assert state(node, first.pid) == CHECKPOINTED
+    second.end()
+    for call in ("restore", "unlock"):
+        assert error(node, call, first.pid) == "SUCCESS"
+    first.wait_for_steps(1)
+
+
+# ---------------------------------------------------------------- GPUs
+
+
+def test_nvml_tells_what_the_file_says(tmp_path: Path) -> None:
+    node = GpuNode(tmp_path / "node-1", gpus("node-1", 2, memory_mib=512), driver_version="570.10.01")
+    answer = ask(node, "nvml")
+    assert (answer["driver"], answer["cuda"]) == ("570.10.01", 12080)
+    assert [gpu["uuid"] for gpu in answer["gpus"]] == [gpu.uuid for gpu in node.gpus]
+    assert answer["gpus"][1] == {
+        "uuid": node.gpus[1].uuid,
+        "name": "NVIDIA H200",
+        "minor": 1,
+        "capability": [9, 0],
+        "total": 512 * MIB,
+        "used": 0,
+        "mig": [0, 0],
+        "processes": {},
+        "mps": [],
+    }
+
+
+def test_pairs_name_every_gpu(node: GpuNode, start: Callable[..., DeviceJob]) -> None:
+    job = start(node)
+    for call in ("lock", "checkpoint"):
+        assert error(node, call, job.pid) == "SUCCESS"
+    here, there = (gpu.uuid for gpu in node.gpus)
+    strange = gpus("elsewhere")[0].uuid
+    for pairs in (
+        [f"{here}={there}"],
+        [f"{strange}={there}", f"{there}={here}"],
+        [f"{here}={strange}", f"{there}={here}"],
+        [f"{here}={here}", f"{there}={here}"],
+    ):
+        assert error(node, "restore", job.pid, *pairs) == "INVALID_VALUE"
+        assert state(node, job.pid) == CHECKPOINTED
+    assert error(node, "restore", job.pid, f"{here}={there}", f"{there}={here}") == "SUCCESS"
+    assert error(node, "unlock", job.pid) == "SUCCESS"
+    assert used(node)[0] == {}
+    assert list(used(node)[1]) == [str(job.pid)]
+    job.wait_for_steps(1)
+
+
+def test_an_older_driver_takes_no_pairs(tmp_path: Path, start: Callable[..., DeviceJob]) -> None:
+    node = GpuNode(tmp_path / "node-1", gpus("node-1"), driver_version="570.10.01")
+    job = start(node)
+    for call in ("lock", "checkpoint"):
+        assert error(node, call, job.pid) == "SUCCESS"
+    uuid = node.gpus[0].uuid
+    assert error(node, "restore", job.pid, f"{uuid}={uuid}") == "INVALID_VALUE"
+    assert error(node, "restore", job.pid) == "SUCCESS"
+
+
+def test_a_driver_without_checkpoint_has_no_such_calls(tmp_path: Path) -> None:
+    node = GpuNode(tmp_path / "node-1", gpus("node-1"), driver_version="550.54.14", checkpoints=False)
+    library = ctypes.CDLL(str(node.folder / "libcuda.so.1"))
+    assert hasattr(library, "cuInit")
+    assert not hasattr(library, "cuCheckpointProcessLock")
+
+
+def test_driver_threads_are_named_and_block_no_signal(node: GpuNode, start: Callable[..., DeviceJob]) -> None:
+    job = start(node)
+    names = {}
+    for task in Path(f"/proc/{job.pid}/task").iterdir():
+        fields = dict(line.split(":\t", 1) for line in (task / "status").read_text().splitlines() if ":\t" in line)
+        names[fields["Name"]] = (int(task.name), int(fields["SigBlk"], 16))
+    [restorer] = [name for name in names if name.startswith("cuda") and name[4:].isdigit()]
+    assert len(restorer) == 15
+    assert names["cuda-EvtHandlr"][1] == names[restorer][1] == 0
+    assert ask(node, "restore_thread", job.pid)["tid"] == names[restorer][0]
+
+
+# ---------------------------------------------------------------- faults
+
+
+def test_a_call_fails_once(node: GpuNode, start: Callable[..., DeviceJob]) -> None:
+    job = start(node)
+    node.fault("lock", "fail:CUDA_ERROR_NOT_READY")
+    node.fault("state", "fail:CUDA_ERROR_UNKNOWN", pid=job.pid + 1)
+    assert error(node, "lock", job.pid) == "NOT_READY"
+    assert state(node, job.pid) == RUNNING
+    assert error(node, "lock", job.pid) == "SUCCESS"
+    assert node.faults() == [f"state: fail:CUDA_ERROR_UNKNOWN once pid={job.pid + 1}"]
+
+
+def test_a_call_fails_until_it_is_told_otherwise(node: GpuNode, start: Callable[..., DeviceJob]) -> None:
+    job = start(node)
+    node.fault("lock", "fail:CUDA_ERROR_UNKNOWN", once=False, pid=job.pid)
+    for _ in range(2):
+        assert error(node, "lock", job.pid) == "UNKNOWN"
+    node.clear_faults()
+    assert error(node, "lock", job.pid) == "SUCCESS"
+
+
+@pytest.mark.parametrize(("action", "then"), [("hang", RUNNING), ("hang-after", LOCKED)])
+def test_a_call_hangs(node: GpuNode, start: Callable[..., DeviceJob], action: str, then: int) -> None:
+    job = start(node)
+    node.fault("lock", action)
+    with asking(node, "lock", job.pid) as asker:
+        with pytest.raises(subprocess.TimeoutExpired):
+            asker.wait(1.5)
+        asker.kill()
+    assert not node.faults()
+    assert state(node, job.pid) == then
+
+
+def test_the_asker_dies(node: GpuNode, start: Callable[..., DeviceJob]) -> None:
+    job = start(node)
+    node.fault("lock", "die")
+    with asking(node, "lock", job.pid) as asker:
+        assert asker.wait(60) == -signal.SIGKILL
+    assert state(node, job.pid) == RUNNING
+
+
+def test_the_process_dies(node: GpuNode, start: Callable[..., DeviceJob]) -> None:
+    job = start(node)
+    node.fault("lock", "kill")
+    assert error(node, "lock", job.pid) == "OPERATING_SYSTEM"
+    assert job.popen.wait(60) == -signal.SIGKILL
+    assert used(node) == [{}, {}]
+
+
+def test_the_state_is_lost(node: GpuNode, start: Callable[..., DeviceJob]) -> None:
+    job = start(node)
+    assert error(node, "lock", job.pid) == "SUCCESS"
+    node.fault("checkpoint", "lose")
+    assert error(node, "checkpoint", job.pid) == "UNKNOWN"
+    job.wait_for("WRONG")
+    assert job.popen.wait(60) == 1
+
+
+def test_a_lost_state_stays_lost(node: GpuNode) -> None:
+    program = "import ctypes, time; ctypes.CDLL('libcuda.so.1').cuInit(0); print(flush=True); time.sleep(60)"
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, env={**os.environ, **node.environment}
+    ) as idle:
+        assert idle.stdout is not None
+        idle.stdout.readline()
+        node.fault("lock", "lose")
+        assert error(node, "lock", idle.pid) == "UNKNOWN"
+        assert state(node, idle.pid) == FAILED
+        for call in ("lock", "checkpoint", "restore", "unlock"):
+            assert error(node, call, idle.pid) == "ILLEGAL_STATE"
+        idle.kill()
+
+
+# ---------------------------------------------------------------- with CRIU
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.getuid() != 0, reason="CRIU needs root")
+@pytest.mark.skipif(not CRIU.exists(), reason="no CRIU of our own: run `make setup`")
+def test_a_dumped_process_goes_on_at_another_node(
+    node: GpuNode, start: Callable[..., DeviceJob], tmp_path: Path
+) -> None:
+    """In a fresh pid and mount namespace, with other GPUs, numbered otherwise, and its forked child."""
+    other = GpuNode(tmp_path / "node-2", gpus("node-2", 2, memory_mib=2048), context_mib=32)
+    options = ("--steps", "60", "--mib", "8", "--threads", "2", "--children", "1", "--pinned-mib", "4")
+    expected = alone(node, tmp_path, *options)
+    job = start(node, *options)
+    for call in ("lock", "checkpoint"):
+        assert error(node, call, job.pid) == "SUCCESS"
+    images = tmp_path / "images"
+    images.mkdir()
+    dump = subprocess.run(
+        [CRIU, "dump", "-t", str(job.pid), "-D", images, "-v4", "-o", "dump.log"], capture_output=True, timeout=60
+    )
+    assert dump.returncode == 0, (images / "dump.log").read_text()[-3000:]
+    assert job.popen.wait(60) == -signal.SIGKILL
+    restore = f"{CRIU} restore -D {images} -d -v4 -o restore.log; echo $?; sleep 100"
+    with subprocess.Popen(
+        ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c", restore],
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as space:
+        try:
+            assert space.stdout is not None
+            assert space.stdout.readline() == "0\n", (images / "restore.log").read_text()[-3000:]
+            outer = outer_pid(space.pid, job.pid)
+            assert state(other, outer) == CHECKPOINTED
+            old, new = [gpu.uuid for gpu in node.gpus], [gpu.uuid for gpu in other.gpus]
+            assert error(other, "restore", outer, f"{old[0]}={new[1]}", f"{old[1]}={new[0]}") == "SUCCESS"
+            assert error(other, "unlock", outer) == "SUCCESS"
+            assert used(node) == [{}, {}]
+            assert used(other) == [{}, {str(outer): (8 + 2 * 2 + 32) * MIB}]
+            deadline = time.monotonic() + 60
+            while "DONE" not in job.lines() and time.monotonic() < deadline:
+                time.sleep(0.05)
+            assert job.lines() == expected
+        finally:
+            space.kill()
+    assert used(other) == [{}, {}]
+
+
+def outer_pid(ancestor: int, inner: int) -> int:
+    """The pid here of the descendant that calls itself `inner`."""
+    todo = [ancestor]
+    while todo:
+        pid = todo.pop()
+        status = Path(f"/proc/{pid}/status").read_text()
+        if any(line.startswith("NSpid:") and line.split()[2:] == [str(inner)] for line in status.splitlines()):
+            return pid
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            todo.extend(map(int, (task / "children").read_text().split()))
+    raise AssertionError(f"no process below {ancestor} calls itself {inner}")

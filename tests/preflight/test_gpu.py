@@ -1,0 +1,400 @@
+"""Ranks that use a GPU: processes that have open and mapped what a CUDA process has, under a /dev of their own."""
+
+from __future__ import annotations
+
+import _ctypes
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+
+from snapshotd import tree
+from snapshotd.api import snapshotd_pb2 as pb
+from snapshotd.api.errors import GpuFailed
+from snapshotd.api.snapshotd_pb2 import Check
+from snapshotd.preflight import GpuLook, recheck, refusals, source, uses_cuda
+from snapshotd.preflight.limits import cgroup_rooms, memory_room
+from snapshotd.preflight.source import GPU_CHECKS, SOURCE_CHECKS
+from tests.preflight.conftest import Starter
+from tests.preflight.ranks import CARRY_PATHS, Child
+
+MIB = 1 << 20
+GIB = 1 << 30
+
+#: A keeper with a mount namespace and a /dev of its own, as a guest keeper has; the rank is its child.
+KEEPER = """
+assert libc.unshare(0x20000) == 0
+assert libc.mount(b"none", b"/", None, 0x44000, None) == 0
+assert libc.mount(b"none", b"/dev", b"tmpfs", 0, None) == 0
+for folder in ("nvidia-caps", "dri", "infiniband"):
+    os.mkdir("/dev/" + folder)
+CUDA = ("nvidiactl", "nvidia0", "nvidia-uvm", "nvidia-caps/nvidia-cap1")
+for name in (*CUDA, "nvidia-modeset", "dri/card0", "kfd"):
+    with open("/dev/" + name, "wb") as file:
+        file.truncate(64 << 20)
+os.mknod("/dev/infiniband/uverbs0", 0o20600, os.makedev(1, 11))
+import mmap
+libc.mmap.restype = ctypes.c_void_p
+libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+def at(address, name, size):
+    handle = os.open(name, os.O_RDWR)
+    assert libc.mmap(address, size, 3, 0x100011, handle, 0) == address
+    os.close(handle)
+def gpu():
+    global held
+    held = [os.open("/dev/" + name, os.O_RDWR) for name in CUDA * 3]
+    held += [socket.socketpair(), os.pipe(), libc.eventfd(0, 0), mmap.mmap(held[1], 48 << 20)]
+    held[-1].write(bytes(48 << 20))
+    at(0x204a00000, "/dev/nvidia-uvm", 2 << 20)
+def beside(feature):
+    ready = os.pipe()
+    if (child := os.fork()) == 0:
+        feature(); os.write(ready[1], b"x"); wait(); os._exit(0)
+    os.close(ready[1])
+    assert os.read(ready[0], 1)
+    return child
+def rank():
+    os.setsid()
+    FEATURE
+pids = [beside(rank)]
+"""
+
+
+@dataclass
+class FakeShim:
+    """Says of every process what it was told to say."""
+
+    managed: int = 0
+    exports: int = 0
+    imports: int = 0
+    missing: bool = False
+    obstacles: list[str] = field(default_factory=list)
+    asked: list[tree.Process] = field(default_factory=list)
+
+    def problems(self, pid: int) -> list[str]:
+        return self.obstacles
+
+    def find(self, process: tree.Process) -> FakeShim | None:
+        self.asked.append(process)
+        return None if self.missing else self
+
+    def state(self) -> FakeShim:
+        return self
+
+
+@pytest.fixture(autouse=True)
+def shim(monkeypatch: pytest.MonkeyPatch) -> FakeShim:
+    fake = FakeShim()
+    monkeypatch.setattr(source, "shimctl", fake)
+    return fake
+
+
+def gpu_rank(rank: Starter, feature: str = "gpu()") -> Child:
+    return rank(KEEPER.replace("FEATURE", feature.replace("\n", "\n    ")))
+
+
+def inspect(child: Child, gpu: GpuLook | None) -> tuple[pb.RankFacts, dict[str, Check]]:
+    return child.inspect(keeper_pid=child.pid, keeper_is_guest=True, gpu=gpu)
+
+
+def card(index: int = 0, *processes: pb.GpuProcess, used: int = 3 * MIB, mig: bool = False) -> pb.Gpu:
+    return pb.Gpu(
+        uuid=f"GPU-{index}a1b2c3d-0000",
+        index=index,
+        name="NVIDIA H200",
+        compute_capability="9.0",
+        memory_bytes=141 * GIB,
+        memory_free_bytes=141 * GIB - used,
+        mig=mig,
+        processes=processes,
+    )
+
+
+def seen(child: Child, *cards: pb.Gpu, driver: str = "580.159.04", cuda_pids: tuple[int, ...] | None = None) -> GpuLook:
+    pids = tuple(child.pids) if cuda_pids is None else cuda_pids
+    return GpuLook(driver, cards or (card(0, pb.GpuProcess(pid=child.pids[0], memory_bytes=30 * MIB)),), pids)
+
+
+def test_a_rank_that_uses_cuda_moves(rank: Starter) -> None:
+    """What the driver has open in the process is no obstacle anywhere: it is gone before CRIU looks."""
+    child = gpu_rank(rank)
+    plain = inspect(gpu_rank(rank, "pass"), None)[0].memory_bytes
+    facts, checks = inspect(child, seen(child))
+    assert [check for check in checks.values() if check.verdict != Check.PASS] == []
+    assert list(checks) == [*SOURCE_CHECKS, *GPU_CHECKS, "facts"]
+    assert f"(pid {child.pids[0]})" in checks["gpu-descriptors"].reason
+    assert not [fact.path for fact in facts.files if fact.path.startswith("/dev/")]
+    assert facts.gpu.driver_version == "580.159.04"
+    assert [(gpu.index, len(gpu.processes)) for gpu in facts.gpu.node_gpus] == [(0, 0)]
+    assert [(use.uuid, use.memory_bytes) for use in facts.gpu.uses] == [("GPU-0a1b2c3d-0000", 30 * MIB)]
+    assert (facts.gpu.device_bytes, facts.gpu.processes) == (30 * MIB, 1)
+    assert 25 * MIB < facts.memory_bytes - plain < 45 * MIB  # device memory once, and the mapped device not at all
+
+
+def test_a_rank_without_gpu_has_one_line_of_it(rank: Starter) -> None:
+    facts, checks = rank().inspect()
+    assert not facts.HasField("gpu")
+    assert [(check.name, check.reason) for check in checks.values() if "gpu" in check.name] == [
+        ("gpu-descriptors", "no GPU in use")
+    ]
+
+
+STRANGERS = {
+    "watcher": ("a = os.open('/dev/nvidiactl', os.O_RDWR)", "/dev/nvidiactl", "migrator run"),
+    "mapped": ("at(0x300000000, '/dev/nvidia0', 4096)", "maps /dev/nvidia0", "migrator run"),
+    "amd": ("os.open('/dev/kfd', os.O_RDWR)", "/dev/kfd", "only NVIDIA GPUs move"),
+    "display": ("os.open('/dev/dri/card0', os.O_RDWR)", "/dev/dri/card0", "only NVIDIA GPUs move"),
+}
+
+
+@pytest.mark.parametrize("case", STRANGERS)
+def test_a_gpu_that_the_checkpoint_does_not_close(rank: Starter, case: str) -> None:
+    feature, where, remedy = STRANGERS[case]
+    child = gpu_rank(rank, feature)
+    for look in (None, seen(child, cuda_pids=())):
+        checks = inspect(child, look)[1]
+        assert [check.name for check in refusals(checks.values())] == ["gpu-descriptors"]
+        assert f"(pid {child.pids[0]})" in checks["gpu-descriptors"].reason
+        assert where in checks["gpu-descriptors"].reason
+        assert remedy in checks["gpu-descriptors"].remedy
+
+
+@pytest.mark.parametrize("name", ["nvidia-modeset", "dri/card0"])
+def test_devices_that_are_not_cudas_are_no_part_of_its_checkpoint(rank: Starter, name: str) -> None:
+    child = gpu_rank(rank, f"gpu()\nos.open('/dev/{name}', os.O_RDWR)")
+    checks = inspect(child, seen(child))[1]
+    assert [check.name for check in refusals(checks.values())] == ["gpu-descriptors"]
+    assert f"/dev/{name}" in checks["gpu-descriptors"].reason
+    assert "/dev/nvidia0" not in checks["gpu-descriptors"].reason
+
+
+def test_a_forked_child_that_kept_its_parents_gpu(rank: Starter) -> None:
+    child = gpu_rank(rank, "gpu()\nbeside(lambda: None)")
+    (worker,) = map(int, Path(f"/proc/{child.pids[0]}/task/{child.pids[0]}/children").read_text().split())
+    child.pids.append(worker)
+    checks = inspect(child, seen(child, cuda_pids=(child.pids[0],)))[1]
+    assert [check.name for check in refusals(checks.values())] == ["gpu-descriptors"]
+    assert f"(pid {worker}) fd " in checks["gpu-descriptors"].reason
+    assert f"(pid {child.pids[0]})" not in checks["gpu-descriptors"].reason
+
+
+def test_after_the_freeze_no_gpu_may_be_left(rank: Starter) -> None:
+    child = gpu_rank(rank)
+    facts = inspect(child, seen(child))[0]
+    checks = recheck(child.pids, facts, carry_paths=CARRY_PATHS, keeper_pid=child.pid)
+    (left,) = refusals(checks)
+    assert left.name == "gpu-descriptors"
+    assert "/dev/nvidia0" in left.reason
+
+
+ALTERED: dict[str, tuple[str, Callable[[GpuLook], GpuLook], str, str]] = {
+    "old driver": ("gpu()", lambda look: replace(look, driver_version="565.57.01"), "gpu-driver", "565.57.01"),
+    "no driver": ("gpu()", lambda look: replace(look, driver_version="", problem="NVML: no"), "gpu-driver", "NVML: no"),
+    "no gpus": ("gpu()", lambda look: replace(look, gpus=()), "gpu-driver", "names none"),
+    "managed memory": (
+        "gpu()\nat(0x7e0000000000, '/dev/nvidia-uvm', 8 << 20)",
+        lambda look: look,
+        "gpu-managed-memory",
+        r": 8 MiB",
+    ),
+    "rdma": ("gpu()\nos.open('/dev/infiniband/uverbs0', os.O_RDONLY)", lambda look: look, "gpu-rdma", "uverbs0"),
+    "mig": (
+        "gpu()",
+        lambda look: replace(look, gpus=(card(0, *look.gpus[0].processes, mig=True),)),
+        "gpu-mig",
+        "0 (NVIDIA H200",
+    ),
+    "mps": (
+        "gpu()",
+        lambda look: replace(look, gpus=(card(0, pb.GpuProcess(pid=look.cuda_pids[0], memory_bytes=1, mps=True)),)),
+        "gpu-mps",
+        "pid",
+    ),
+    "large": (
+        "gpu()",
+        lambda look: replace(look, gpus=(card(0, pb.GpuProcess(pid=look.cuda_pids[0], memory_bytes=1 << 50)),)),
+        "gpu-host-memory",
+        "leaves",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ALTERED)
+def test_refused_by_name(rank: Starter, case: str) -> None:
+    feature, alter, name, words = ALTERED[case]
+    child = gpu_rank(rank, feature)
+    checks = inspect(child, alter(seen(child)))[1]
+    assert [check.name for check in refusals(checks.values())] == [name]
+    assert words in checks[name].reason
+    assert checks[name].remedy
+
+
+def test_threads_that_cannot_be_parked(rank: Starter, shim: FakeShim) -> None:
+    child = gpu_rank(rank)
+    shim.obstacles = [f"process {child.pids[0]}: thread 7 (loader) blocks the signal"]
+    checks = inspect(child, seen(child))[1]
+    assert [check.name for check in refusals(checks.values())] == ["gpu-parking"]
+    assert shim.obstacles[0] in checks["gpu-parking"].reason
+    assert "migrator run" in checks["gpu-parking"].remedy
+    assert inspect(child, seen(child, cuda_pids=()))[1]["gpu-parking"].verdict == Check.PASS
+
+
+@pytest.mark.parametrize(("exports", "imports"), [(1, 0), (0, 2)])
+def test_device_memory_shared_with_others(rank: Starter, shim: FakeShim, exports: int, imports: int) -> None:
+    child = gpu_rank(rank)
+    shim.exports, shim.imports = exports, imports
+    checks = inspect(child, seen(child))[1]
+    assert [check.name for check in refusals(checks.values())] == ["gpu-ipc"]
+    assert f"{exports} handles given out, {imports} opened" in checks["gpu-ipc"].reason
+    assert set(shim.asked) == {tree.Process.of(child.pids[0])}
+    shim.missing = True
+    assert inspect(child, seen(child))[1]["gpu-ipc"].verdict == Check.PASS
+
+
+def test_a_process_without_the_shim(rank: Starter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the real one: nobody preloaded it here."""
+    monkeypatch.undo()
+    child = gpu_rank(rank)
+    checks = inspect(child, seen(child))[1]
+    assert [check.name for check in refusals(checks.values())] == ["gpu-parking"]
+    assert "runs without libsnapshim.so" in checks["gpu-parking"].reason
+
+
+def test_a_shim_of_another_version_is_named_once(
+    rank: Starter, shim: FakeShim, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def find(process: tree.Process) -> FakeShim:
+        raise GpuFailed("another version")
+
+    monkeypatch.setattr(shim, "find", find)
+    shim.obstacles = ["another version"]
+    child = gpu_rank(rank)
+    assert [check.name for check in refusals(inspect(child, seen(child))[1].values())] == ["gpu-parking"]
+
+
+def test_managed_memory_that_was_freed_again(rank: Starter, shim: FakeShim) -> None:
+    child = gpu_rank(rank)
+    shim.managed = 3
+    check = inspect(child, seen(child))[1]["gpu-managed-memory"]
+    assert check.verdict == Check.WARN
+    assert f"(pid {child.pids[0]}): 3 times" in check.reason
+
+
+def test_rdma_of_a_rank_without_gpu_is_a_device(rank: Starter) -> None:
+    checks = inspect(gpu_rank(rank, "os.open('/dev/infiniband/uverbs0', os.O_RDONLY)"), None)[1]
+    assert [check.name for check in refusals(checks.values())] == ["devices"]
+
+
+def test_a_gpu_of_others_does_not_count(rank: Starter) -> None:
+    """Partitions, services and memory on GPUs that the rank is not on."""
+    child = gpu_rank(rank)
+    other = card(1, pb.GpuProcess(pid=os.getpid(), memory_bytes=1 << 50, mps=True), mig=True)
+    facts, checks = inspect(child, seen(child, *seen(child).gpus, other))
+    assert refusals(checks.values()) == []
+    assert [use.memory_bytes for use in facts.gpu.uses] == [30 * MIB]
+    assert len(facts.gpu.node_gpus) == 2
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "name"),
+    [
+        ("CUDA_INJECTION64_PATH", "/opt/nsight/lib.so", "gpu-profiler"),
+        ("NSYS_PROFILING_SESSION_ID", "7", "gpu-profiler"),
+        ("CUDA_VISIBLE_DEVICES", "MIG-0a1b", "gpu-mig"),
+        ("CUDA_VISIBLE_DEVICES", "0", ""),
+        ("NSYS_NVTX_PROFILER_REGISTER_ONLY", "0", ""),
+    ],
+)
+def test_environment(rank: Starter, monkeypatch: pytest.MonkeyPatch, variable: str, value: str, name: str) -> None:
+    monkeypatch.setenv(variable, value)
+    child = gpu_rank(rank)
+    checks = inspect(child, seen(child))[1]
+    assert [check.name for check in refusals(checks.values())] == ([name] if name else [])
+    assert not name or f"(pid {child.pids[0]})" in checks[name].reason
+
+
+@pytest.mark.parametrize(
+    ("library", "refused"),
+    [("libToolsInjection64.so", True), ("libsanitizer-collection.so", True), ("libcupti.so.13", False)],
+)
+def test_tools_in_the_process(rank: Starter, tmp_path: Path, library: str, refused: bool) -> None:
+    shutil.copy(_ctypes.__file__, tmp_path / library)
+    child = gpu_rank(rank, f"ctypes.CDLL('{tmp_path}/{library}')")
+    checks = inspect(child, seen(child))[1]
+    assert (checks["gpu-profiler"].verdict == Check.REFUSE) is refused
+    assert not refused or library in checks["gpu-profiler"].reason
+
+
+def uses(child: Child, *cards: pb.Gpu, cuda_pids: tuple[int, ...] | None = None) -> dict[int, int]:
+    """index -> MiB"""
+    facts = inspect(child, seen(child, *cards, cuda_pids=cuda_pids))[0]
+    index = {gpu.uuid: gpu.index for gpu in facts.gpu.node_gpus}
+    return {index[use.uuid]: use.memory_bytes // MIB for use in facts.gpu.uses}
+
+
+def test_what_the_driver_tells_of_processes(rank: Starter) -> None:
+    child = gpu_rank(rank)
+    mine, other = child.pids[0], pb.GpuProcess(pid=os.getpid(), memory_bytes=7 * MIB)
+    assert uses(child, card(0, pb.GpuProcess(pid=mine, memory_bytes=5 * MIB), other), card(1, other)) == {0: 5}
+    # On two GPUs; the second's share is not told: as much as that GPU has in use.
+    unknown = card(1, pb.GpuProcess(pid=mine), other, used=90 * MIB)
+    assert uses(child, card(0, pb.GpuProcess(pid=mine, memory_bytes=5 * MIB)), unknown) == {0: 5, 1: 90}
+    # No context yet: the driver tells of everybody else.
+    assert uses(child, card(0, other)) == {}
+
+
+@pytest.mark.parametrize("told", [(), (2**22 + 5,)], ids=["no processes", "pids of another namespace"])
+def test_where_the_driver_tells_no_processes_devices_do(rank: Starter, told: tuple[int, ...]) -> None:
+    processes = [pb.GpuProcess(pid=pid, memory_bytes=MIB) for pid in told]
+    assert uses(gpu_rank(rank), card(0, used=40 * MIB), card(1, *processes, used=50 * MIB)) == {0: 40}
+
+
+def test_who_is_asked_about_cuda(rank: Starter, tmp_path: Path) -> None:
+    shutil.copy(_ctypes.__file__, tmp_path / "libcuda.so.1")
+    shutil.copy(_ctypes.__file__, tmp_path / "libcudart.so.13")
+    with_it = rank(f"ctypes.CDLL('{tmp_path}/libcuda.so.1')")
+    without = rank(f"ctypes.CDLL('{tmp_path}/libcudart.so.13')")
+    assert uses_cuda([without.pid, with_it.pid, 2**22 + 1]) == [with_it.pid]
+
+
+def test_memory_that_cgroups_leave(tmp_path: Path) -> None:
+    unified, memory = tmp_path / "unified", tmp_path / "memory"
+    for folder, limit, use, limits in (
+        (unified, "memory.max", "memory.current", {"": None, "job": "1000", "job/rank": "max"}),
+        (memory, "memory.limit_in_bytes", "memory.usage_in_bytes", {"": "5000", "slurm": "2000"}),
+    ):
+        for name, told in limits.items():
+            (folder / name).mkdir(parents=True)
+            if told:
+                (folder / name / limit).write_text(f"{told}\n")
+                (folder / name / use).write_text("900\n")
+                (folder / name / "memory.stat").write_text("inactive_file 10\nactive_file 20\ntotal_inactive_file 40\n")
+    mounts = f"1 0 0:1 / {unified} rw - cgroup2 none rw\n2 0 0:2 / {memory} rw - cgroup none rw,memory\n"
+    mounts += "3 0 0:3 / /x rw - tmpfs none rw\n"
+    membership = "5:cpu:/slurm\n4:memory:/slurm\n0::/job/rank\n"
+    assert dict(cgroup_rooms(membership, mounts)) == {
+        f"cgroup {unified}/job": 130,
+        f"cgroup {memory}/slurm": 1140,
+        f"cgroup {memory}": 4140,
+    }
+    assert list(cgroup_rooms("0::/../..\n", mounts)) == []
+    assert list(cgroup_rooms(membership, "")) == []
+
+
+def test_the_tightest_limit_comes_first() -> None:
+    rooms = memory_room(os.getpid())
+    assert "this node" in dict(rooms)
+    assert [room for _, room in rooms] == sorted(room for _, room in rooms)
+
+
+def test_an_mps_server_on_the_ranks_gpu(rank: Starter) -> None:
+    child = gpu_rank(rank)
+    server = rank("libc.prctl(15, b'nvidia-cuda-mps-server', 0, 0, 0)")
+    mine = pb.GpuProcess(pid=child.pids[0], memory_bytes=MIB)
+    checks = inspect(child, seen(child, card(0, mine, pb.GpuProcess(pid=server.pid))))[1]
+    assert [check.name for check in refusals(checks.values())] == ["gpu-mps"]
+    checks = inspect(child, seen(child, card(0, mine), card(1, pb.GpuProcess(pid=server.pid))))[1]
+    assert refusals(checks.values()) == []
