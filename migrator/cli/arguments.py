@@ -109,7 +109,8 @@ def job(text: str) -> str:
 
 
 def gpu(text: str) -> str:
-    if re.fullmatch(r"[0-9]{1,3}|(GPU-)?[0-9A-Fa-f][0-9A-Fa-f-]{3,35}", text):
+    one = r"([0-9]{1,3}|(GPU-)?[0-9A-Fa-f][0-9A-Fa-f-]{3,35})"
+    if re.fullmatch(f"{one}(,{one})*", text):
         return text
     raise argparse.ArgumentTypeError(
         f"{text[:80]!r} is neither a GPU's index nor its UUID (`migrator nodes` lists them)"

@@ -34,7 +34,6 @@ def add_ask(parser: argparse.ArgumentParser) -> None:
         "--gpu",
         type=arguments.gpu,
         metavar="UUID|INDEX",
-        default="",
         help="the GPU of that node to move to (default: a free one of the same chip with enough memory)",
     )
 
@@ -43,7 +42,7 @@ def act(options: argparse.Namespace) -> int:
     cluster = arguments.the_cluster(options)
     from migrator import driver  # after `enter`: it loads gRPC
 
-    asked = Ask(options.rank, options.to, options.job, gpu=options.gpu)
+    asked = Ask(options.rank, options.to, options.job, gpu=options.gpu or "")
     report = asyncio.run(driver.Driver(cluster, lambda _: None).check(asked))
     if arguments.wants_json(options):
         output.json_object(report.to_json())

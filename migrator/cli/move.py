@@ -54,7 +54,7 @@ def add(verbs: arguments.Verbs) -> None:
 
 def act(options: argparse.Namespace) -> int:
     cluster = arguments.the_cluster(options)
-    asked = Ask(options.rank, options.to, options.job, options.timeout, options.gpu, options.lease)
+    asked = Ask(options.rank, options.to, options.job, options.timeout, options.gpu or "", options.lease)
     as_json = arguments.wants_json(options)
     result = asyncio.run(_move(cluster, asked, as_json=as_json))
     if as_json:

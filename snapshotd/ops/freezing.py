@@ -40,9 +40,9 @@ async def freeze(
         raise WrongState("the rank's keeper is not connected", where=Where.SOURCE_RUNNING)
 
     parts = gpu.Parts()
-    processes, device_bytes = await _on_gpus(node, group.pids())
+    processes = await _on_gpus(node, group.pids())
     left_bytes = await gpu.empty_caches(processes, parts)
-    device_bytes = max(0, device_bytes - left_bytes)
+    device_bytes = max(0, moving.facts.gpu.device_bytes - left_bytes) if processes else 0
     await in_thread(
         moving.log.mark,
         Mark.FREEZING,
@@ -80,14 +80,12 @@ async def freeze(
     )
 
 
-async def _on_gpus(node: Node, pids: list[int]) -> tuple[list[tree.Process], int]:
-    """The processes that hold CUDA now, and how much device memory they have."""
+async def _on_gpus(node: Node, pids: list[int]) -> list[tree.Process]:
+    """The processes that hold CUDA now."""
     look, refusals = await gpu.look(node.gpus, pids)
     for check in refusals:
         raise Refused(f"{check.name}: {check.reason}", remedy=check.remedy, where=Where.SOURCE_RUNNING)
-    if look is None:
-        return [], 0
-    return [tree.Process.of(pid) for pid in look.cuda_pids], sum(use.memory_bytes for use in look.uses())
+    return [tree.Process.of(pid) for pid in look.cuda_pids] if look is not None else []
 
 
 async def _silence(moving: Moving, entry: RankEntry, link: KeeperLink, places: Places) -> list[pb.Rewire]:

@@ -67,7 +67,7 @@ async def look(gpus: Gpus, pids: Sequence[int]) -> tuple[GpuLook | None, list[pb
     if not holders:
         return None, []
     inventory = await gpus.inventory()
-    return GpuLook(inventory.driver_version, tuple(inventory.gpus), tuple(holders)), []
+    return GpuLook(inventory.driver_version, tuple(inventory.gpus), tuple(holders), inventory.problem), []
 
 
 class _Others(PidList):
@@ -106,7 +106,7 @@ async def empty_caches(processes: Sequence[Process], parts: Parts) -> int:
     if not processes:
         return 0
     given = await parts.time("empty-cache", _each(processes, lambda process: in_thread(_empty_cache, process)))
-    freed = sum(given)
+    freed = int(sum(given))
     parts.all[-1].bytes = freed
     return freed
 
