@@ -125,13 +125,13 @@ def _row(node: str, cluster: Cluster, info: pb.NodeInfo | None, error: SnapshotE
 
 def gpu_words(info: pb.NodeInfo) -> str:
     """ "2 × NVIDIA H200, 281.9 GB free, 1 reserved"; what is wrong, where they cannot be told."""
-    if info.gpu_problem:
-        return f"unknown: {info.gpu_problem}"
     if not info.gpus:
-        return "-"
+        return f"unknown: {info.gpu_problem}" if info.gpu_problem else "-"
     chips = Counter(gpu.name + (" (MIG)" if gpu.mig else "") for gpu in info.gpus)
     parts = [f"{count} × {chip}" for chip, count in chips.items()]
     parts.append(f"{words.size(sum(gpu.memory_free_bytes for gpu in info.gpus))} free")
     if reserved := sum(bool(gpu.reserved_for) for gpu in info.gpus):
         parts.append(f"{reserved} reserved")
+    if info.gpu_problem:
+        parts.append(f"others unknown: {info.gpu_problem}")
     return ", ".join(parts)

@@ -20,7 +20,7 @@ from snapshotd.preflight.look import Look
 from snapshotd.preflight.objects import Kind
 from snapshotd.preflight.procfs import Process, read_identity, read_text
 from snapshotd.preflight.resources import NETWORK_DEVICE
-from snapshotd.preflight.verdict import listed, passed, refused
+from snapshotd.preflight.verdict import listed, passed, refused, warned
 
 #: The first driver with a checkpoint of processes.
 OLDEST_DRIVER = 570
@@ -143,6 +143,12 @@ def driver(look: Look, gpu: GpuLook) -> Check:
         )
     if major < OLDEST_DRIVER:
         return refused("gpu-driver", f"driver {gpu.driver_version} cannot checkpoint processes", remedy)
+    if gpu.problem:
+        return warned(
+            "gpu-driver",
+            f"driver {gpu.driver_version}, which cannot tell of all GPUs here: {gpu.problem}",
+            "the restore wants every GPU that the rank could see: if it fails, the job goes on here; see `nvidia-smi`",
+        )
     return passed("gpu-driver", f"driver {gpu.driver_version}")
 
 
@@ -230,7 +236,8 @@ def host_memory(look: Look, gpu: GpuLook) -> Check:
     if room < wanted:
         return refused(
             "gpu-host-memory",
-            f"the checkpoint puts {wanted >> 20} MiB of device memory into host memory, {whose} leaves {room >> 20} MiB",
+            f"the checkpoint puts what is on the GPU into host memory and needs {wanted >> 20} MiB there, {whose} leaves"
+            f" {room >> 20} MiB",
             "free memory, raise the job's memory limit, or let the job keep less on the GPU",
         )
     return passed("gpu-host-memory", f"{wanted >> 20} MiB needed, {room >> 20} MiB free ({whose})")

@@ -168,12 +168,13 @@ def test_nodes_shows_gpus(cluster: FakeCluster, migrator: Migrator) -> None:
         a_gpu(2, "NVIDIA A100", mig=True),
     ]
     cluster["node-2"].gpu_problem = "NVML: Driver/library version mismatch"
+    cluster["spare-1"].gpus, cluster["spare-1"].gpu_problem = [a_gpu(0)], "GPU 1 is lost"
     heads, *rows = migrator("nodes").out.splitlines()
     assert heads.split()[-1] == "GPUS"
     assert [row[heads.index("GPUS") :] for row in rows] == [
         "2 × NVIDIA H200, 1 × NVIDIA A100 (MIG), 420.0 GB free, 1 reserved",
         "unknown: NVML: Driver/library version mismatch",
-        "-",
+        "1 × NVIDIA H200, 140.0 GB free, others unknown: GPU 1 is lost",
     ]
     told = {node["name"]: node for node in migrator("nodes", "--json").json["nodes"]}
     assert told["node-1"]["driver_version"] == "580.159.04"
@@ -193,8 +194,10 @@ def test_nodes_shows_gpus(cluster: FakeCluster, migrator: Migrator) -> None:
         "reserved_for": "",
         "processes": [{"pid": 7, "memory_bytes": 5, "mps": True}],
     }
-    assert told["node-2"]["gpu_problem"]
-    assert told["spare-1"]["gpus"] == []
+    assert told["node-2"]["gpu_problem"] == "NVML: Driver/library version mismatch"
+    assert told["node-2"]["gpus"] == []
+    cluster["node-2"].gpu_problem = ""
+    assert migrator("nodes").out.splitlines()[2].split()[-1] == "-"
 
 
 def test_nodes_without_gpus_have_no_column_of_them(cluster: FakeCluster, migrator: Migrator) -> None:

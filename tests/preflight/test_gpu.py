@@ -232,6 +232,13 @@ def test_refused_by_name(rank: Starter, case: str) -> None:
     assert checks[name].remedy
 
 
+def test_a_gpu_that_is_lost(rank: Starter) -> None:
+    child = gpu_rank(rank)
+    check = inspect(child, replace(seen(child), problem="GPU 1 is lost"))[1]["gpu-driver"]
+    assert check.verdict == Check.WARN
+    assert "GPU 1 is lost" in check.reason
+
+
 def test_threads_that_cannot_be_parked(rank: Starter, shim: FakeShim) -> None:
     child = gpu_rank(rank)
     shim.obstacles = [f"process {child.pids[0]}: thread 7 (loader) blocks the signal"]
