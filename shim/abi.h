@@ -24,6 +24,18 @@ enum snapshim_command {
 	SNAPSHIM_PARK = 1,        /* argument[0]: milliseconds */
 	SNAPSHIM_RELEASE = 2,     /* argument[0]: milliseconds */
 	SNAPSHIM_EMPTY_CACHE = 3, /* argument[0]: milliseconds; result[0]: bytes given back */
+
+	/* NCCL: argument[0]: milliseconds; argument[1]: bytes of text that were written into the room; result[0] and [1]:
+	 * address and bytes of the answer's text. shim/README.md has the formats. */
+	SNAPSHIM_NCCL_ROOM = 16, /* argument[1]: bytes wanted; result[0]: the room's address */
+	SNAPSHIM_NCCL_CLOSE = 17,
+	SNAPSHIM_NCCL_TARGETS = 18,
+	SNAPSHIM_NCCL_REPORT = 19,
+	SNAPSHIM_NCCL_OPEN = 20,
+	SNAPSHIM_NCCL_DETACH = 21,
+	SNAPSHIM_NCCL_NEW_ID = 22,
+	SNAPSHIM_NCCL_FRESH = 23,
+	SNAPSHIM_NCCL_ATTACH = 24,
 };
 
 /* Pids and thread ids are those of the process's own pid namespace. The daemon writes command, argument and, last, request. */

@@ -34,6 +34,8 @@ static int obey(uint32_t command, int64_t timeout_ns)
 		return release(timeout_ns);
 	case SNAPSHIM_EMPTY_CACHE:
 		return empty_cache(timeout_ns);
+	case SNAPSHIM_NCCL_ROOM ... SNAPSHIM_NCCL_ATTACH:
+		return nccl_obey(command, timeout_ns);
 	default:
 		say("this library does not know command ");
 		say_number((long)command);
@@ -156,4 +158,5 @@ void control_forget(void)
 	probe_forget();
 	threads_forget();
 	safepoint_forget();
+	nccl_forget();
 }

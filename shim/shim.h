@@ -92,6 +92,10 @@ void control_start(void);
 void control_forget(void);
 void control_leader_left(void);
 
+/* nccl/command.c: what the mailbox asks about NCCL, SNAPSHIM_NCCL_… */
+int nccl_obey(uint32_t command, int64_t timeout_ns);
+void nccl_forget(void);
+
 /* safepoint.c */
 int empty_cache(int64_t timeout_ns);
 void safepoint_forget(void);

@@ -1,0 +1,243 @@
+/* Builds real communicators under the virtual ones again, from fresh unique ids, and tries each before it is used.
+ *
+ * Every one becomes a root communicator, also what was split or shrunk before: size, rank and config are all that is needed.
+ * All members attach in the order of the request, which is the same for all, so no two wait for each other crosswise.
+ * Invariant: all or nothing. On failure what this attempt made is aborted and all are DETACHED as before.
+ */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include "attempt.h"
+#include "command.h"
+#include "device.h"
+#include "gate.h"
+#include "redops.h"
+#include "registrations.h"
+
+#define LOOK_AGAIN_US 500
+
+typedef ncclResult_t (*on_comm)(ncclComm_t);
+typedef ncclResult_t (*ask_state)(ncclComm_t, ncclResult_t *);
+
+static struct attempt *_Atomic under_way; /* for attach_cancel */
+
+static void wait_a_little(void)
+{
+	nanosleep(&(struct timespec){0, LOOK_AGAIN_US * 1000}, NULL);
+}
+
+static int wait_ready(struct nccl_job *job, struct seat *seat, struct nccl_instance *instance, const char *what)
+{
+	ncclResult_t state = ncclInProgress, result = ncclSuccess;
+
+	while (result == ncclSuccess && state == ncclInProgress) {
+		result = REAL(instance, ncclCommGetAsyncError, ask_state)(atomic_load(&seat->fresh), &state);
+		if (result != ncclSuccess || state != ncclInProgress)
+			break;
+		if (!job_in_time(job))
+			return job_fails(job, ETIMEDOUT, "communicator %016lx: %s is not done in time",
+					 (unsigned long)seat->comm->id, what);
+		wait_a_little();
+	}
+	if (result == ncclSuccess && state == ncclSuccess)
+		return 0;
+	return job_fails(job, EIO, "communicator %016lx: %s fails with NCCL's %d", (unsigned long)seat->comm->id, what,
+			 result ? (int)result : (int)state);
+}
+
+static ncclResult_t init_seat(struct seat *seat, struct nccl_instance *instance, const ncclUniqueId *id)
+{
+	struct nccl_comm *comm = seat->comm;
+	ncclComm_t *into = (ncclComm_t *)&seat->fresh;
+	int nranks = atomic_load(&comm->nranks), rank = atomic_load(&comm->rank);
+
+	seat->entered = device_enter(atomic_load(&comm->device));
+	if (comm->config)
+		return REAL(instance, ncclCommInitRankConfig, ncclResult_t(*)(ncclComm_t *, int, ncclUniqueId, int, void *))(
+			into, nranks, *id, rank, comm->config);
+	return REAL(instance, ncclCommInitRank, ncclResult_t(*)(ncclComm_t *, int, ncclUniqueId, int))(into, nranks, *id,
+												     rank);
+}
+
+/* All seats of one communicator that this process has: more than one only where it drives several devices. */
+static int init(struct nccl_job *job, struct attempt *attempt, size_t from, size_t to, struct nccl_instance *instance)
+{
+	ncclResult_t result = ncclSuccess;
+
+	if (to - from > 1)
+		REAL(instance, ncclGroupStart, ncclResult_t(*)(void))();
+	for (size_t i = from; i < to && (result == ncclSuccess || result == ncclInProgress); i++)
+		result = init_seat(&attempt->seats[i], instance, &attempt->seats[i].id);
+	if (to - from > 1) {
+		ncclResult_t ended = REAL(instance, ncclGroupEnd, ncclResult_t(*)(void))();
+
+		result = ended != ncclSuccess ? ended : result;
+	}
+	for (size_t i = from; i < to; i++)
+		if (attempt->seats[i].entered)
+			device_leave(atomic_load(&attempt->seats[i].comm->device));
+	if (result != ncclSuccess && result != ncclInProgress)
+		return job_fails(job, job_in_time(job) ? EIO : ETIMEDOUT,
+				 "communicator %016lx: ncclCommInitRank answers %d%s",
+				 (unsigned long)attempt->seats[from].comm->id, (int)result,
+				 job_in_time(job) ? "" : " after the time was up");
+	for (size_t i = from; i < to; i++)
+		if (wait_ready(job, &attempt->seats[i], instance, "initialisation"))
+			return job->status;
+	return 0;
+}
+
+/* One tiny all-reduce: the sum of 1 … n. */
+static int try_seat(struct nccl_job *job, struct seat *seat, struct nccl_instance *instance)
+{
+	typedef ncclResult_t (*all_reduce)(uint64_t, uint64_t, size_t, int, int, ncclComm_t, void *);
+	int device = atomic_load(&seat->comm->device), nranks = atomic_load(&seat->comm->nranks), look = 0;
+	bool entered = device_enter(device);
+	struct device_pair pair;
+	int32_t value = 0;
+	ncclResult_t result;
+
+	if (device_pair_make(&pair, entered, atomic_load(&seat->comm->rank) + 1) != 0)
+		return job_fails(job, ENOMEM, "no device memory to try communicator %016lx with",
+				 (unsigned long)seat->comm->id);
+	result = REAL(instance, ncclAllReduce, all_reduce)(pair.memory, pair.memory + 4, 1, ncclInt32, ncclSum,
+							   atomic_load(&seat->fresh), pair.stream);
+	if (result != ncclSuccess && result != ncclInProgress)
+		job_fails(job, EIO, "communicator %016lx: trying it fails: ncclAllReduce answers %d",
+			  (unsigned long)seat->comm->id, (int)result);
+	else if (wait_ready(job, seat, instance, "trying it") == 0)
+		while ((look = device_pair_look(&pair, &value)) == 0) {
+			ncclResult_t state = ncclSuccess;
+
+			REAL(instance, ncclCommGetAsyncError, ask_state)(atomic_load(&seat->fresh), &state);
+			if (!job_in_time(job) || (state != ncclSuccess && state != ncclInProgress)) {
+				job_fails(job, state ? EIO : ETIMEDOUT,
+					  "communicator %016lx was built, and its first all-reduce %s", (unsigned long)seat->comm->id,
+					  state ? "fails" : "does not end in time");
+				break;
+			}
+			wait_a_little();
+		}
+	if (look < 0 || (look > 0 && value != nranks * (nranks + 1) / 2))
+		job_fails(job, EIO, "communicator %016lx was built, and its first all-reduce gives %d instead of %d",
+			  (unsigned long)seat->comm->id, value, nranks * (nranks + 1) / 2);
+	if (look > 0) /* otherwise NCCL may still write there */
+		device_pair_free(&pair);
+	if (entered)
+		device_leave(device);
+	return job->status;
+}
+
+static int build(struct nccl_job *job, struct attempt *attempt, struct nccl_instance *instance)
+{
+	for (size_t i = 0, end; i < attempt->count; i = end) {
+		for (end = i + 1; end < attempt->count && attempt->seats[end].comm->id == attempt->seats[i].comm->id; end++)
+			;
+		if (!job_in_time(job))
+			return job_fails(job, ETIMEDOUT, "no time left for communicator %016lx",
+					 (unsigned long)attempt->seats[i].comm->id);
+		if (init(job, attempt, i, end, instance))
+			return job->status;
+	}
+	for (size_t i = 0; i < attempt->count; i++) {
+		struct seat *seat = &attempt->seats[i];
+		ncclResult_t result = registrations_attach(seat->comm, atomic_load(&seat->fresh), instance);
+
+		if (result != ncclSuccess)
+			return job_fails(job, EIO, "communicator %016lx: a buffer cannot be registered again, NCCL answers %d",
+					 (unsigned long)seat->comm->id, (int)result);
+	}
+	for (size_t i = 0; i < attempt->count; i++)
+		/* Several seats of one process would have to be tried at once: not done. */
+		if (attempt->seats[i].to_be_tried && try_seat(job, &attempt->seats[i], instance))
+			return job->status;
+	return 0;
+}
+
+static void publish(struct attempt *attempt, struct nccl_instance *instance)
+{
+	for (size_t i = 0; i < attempt->count; i++) {
+		struct nccl_comm *comm = attempt->seats[i].comm;
+		ncclComm_t real = atomic_load(&attempt->seats[i].fresh);
+		sigset_t before;
+		int doomed;
+
+		if (atomic_load(&comm->finalized))
+			REAL(instance, ncclCommFinalize, on_comm)(real);
+		nccl_lock(&before);
+		doomed = atomic_load(&comm->doomed);
+		if (!doomed) {
+			atomic_store(&comm->real, real);
+			atomic_store(&comm->state, LIVE);
+		}
+		nccl_unlock(&before);
+		if (doomed) {
+			REAL(instance, ncclCommAbort, on_comm)(real);
+			redops_forget(comm);
+			comm_end(comm, doomed == 2);
+		}
+	}
+}
+
+static void undo(struct attempt *attempt, struct nccl_instance *instance)
+{
+	for (size_t i = 0; i < attempt->count; i++) {
+		struct seat *seat = &attempt->seats[i];
+		ncclComm_t real = atomic_exchange(&seat->fresh, NULL);
+		struct nccl_registration *registration;
+		sigset_t before;
+		int doomed;
+
+		for (registration = seat->comm->registrations; registration; registration = registration->next)
+			registration->real = NULL; /* gone with it */
+		if (real && !atomic_exchange(&seat->aborted, true))
+			REAL(instance, ncclCommAbort, on_comm)(real);
+		nccl_lock(&before);
+		atomic_store(&seat->comm->state, DETACHED);
+		doomed = atomic_load(&seat->comm->doomed);
+		nccl_unlock(&before);
+		if (doomed) {
+			redops_forget(seat->comm);
+			comm_end(seat->comm, doomed == 2);
+		}
+	}
+}
+
+void attach_cancel(void)
+{
+	struct attempt *attempt = atomic_load(&under_way);
+	struct nccl_instance *instance = real_instance();
+
+	for (size_t i = 0; attempt && i < attempt->count; i++) {
+		ncclComm_t real = atomic_load(&attempt->seats[i].fresh);
+
+		if (real && !atomic_exchange(&attempt->seats[i].aborted, true))
+			REAL(instance, ncclCommAbort, on_comm)(real);
+	}
+}
+
+int attach(struct nccl_job *job)
+{
+	struct nccl_instance *instance = real_instance();
+	struct attempt *attempt;
+	int failed;
+
+	if (!instance)
+		return job_fails(job, ENOENT, "the process has loaded no NCCL");
+	attempt = attempt_begin(job);
+	if (!attempt)
+		return job->status;
+	atomic_store(&under_way, attempt);
+	failed = build(job, attempt, instance);
+	atomic_store(&under_way, NULL);
+	if (failed)
+		undo(attempt, instance);
+	else
+		publish(attempt, instance);
+	/* The attempt's record stays: a cancelling thread may look at it. */
+	return failed;
+}

@@ -1,0 +1,81 @@
+#define _GNU_SOURCE
+#include "attempt.h"
+
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+static bool unhex(const char *text, ncclUniqueId *id)
+{
+	if (strlen(text) != 2 * sizeof(*id))
+		return false;
+	for (size_t i = 0; i < sizeof(*id); i++) {
+		unsigned int byte;
+
+		if (sscanf(text + 2 * i, "%2x", &byte) != 1)
+			return false;
+		id->internal[i] = (char)byte;
+	}
+	return true;
+}
+
+/* The seats of one communicator. A communicator that is not detached here is left as it is. */
+static int take(struct nccl_job *job, struct attempt *attempt, size_t room, uint64_t id, const ncclUniqueId *unique, bool try)
+{
+	size_t first = attempt->count;
+	struct nccl_comm *comm;
+
+	for (size_t i = 0; (comm = comm_at(i)); i++) {
+		int detached = DETACHED;
+
+		if (comm->id != id)
+			continue;
+		if (attempt->count == room)
+			return job_fails(job, EAGAIN, "communicators came while they were being attached");
+		if (atomic_load(&comm->nranks) < 1 || atomic_load(&comm->rank) < 0)
+			continue; /* never was ready */
+		if (!atomic_compare_exchange_strong(&comm->state, &detached, ATTACHING))
+			continue;
+		attempt->seats[attempt->count].comm = comm;
+		attempt->seats[attempt->count].id = *unique;
+		attempt->seats[attempt->count++].to_be_tried = try;
+	}
+	if (try && attempt->count > first + 1)
+		return job_fails(job, EINVAL, "this process has several ranks of communicator %016lx: attach it untried",
+				 (unsigned long)id);
+	return 0;
+}
+
+struct attempt *attempt_begin(struct nccl_job *job)
+{
+	size_t room = 0;
+	struct attempt *attempt;
+	char *rest = job->request, *line;
+	int failed = 0;
+
+	while (comm_at(room))
+		room++;
+	attempt = calloc(1, sizeof(*attempt) + room * sizeof(attempt->seats[0]));
+	if (!attempt) {
+		job_fails(job, ENOMEM, "no memory");
+		return NULL;
+	}
+	while (!failed && (line = job_line(&rest))) {
+		char hex[300], how[8];
+		unsigned long id;
+		ncclUniqueId unique;
+
+		if (sscanf(line, "%lx %299s %7s", &id, hex, how) != 3 || !unhex(hex, &unique) ||
+		    (strcmp(how, "try") != 0 && strcmp(how, "untried") != 0))
+			failed = job_fails(job, EINVAL, "not an id, a unique id and try or untried: %.60s", line);
+		else
+			failed = take(job, attempt, room, id, &unique, strcmp(how, "try") == 0);
+	}
+	if (!failed)
+		return attempt;
+	for (size_t i = 0; i < attempt->count; i++)
+		atomic_store(&attempt->seats[i].comm->state, DETACHED);
+	free(attempt);
+	return NULL;
+}

@@ -1,0 +1,24 @@
+/* One attempt to attach: the communicators of a request that are detached here, in the request's order. */
+#ifndef SNAPSHIM_NCCL_ATTEMPT_H
+#define SNAPSHIM_NCCL_ATTEMPT_H
+
+#include "command.h"
+#include "communicators.h"
+
+struct seat {
+	struct nccl_comm *comm;
+	ncclUniqueId id;
+	bool to_be_tried, entered;
+	_Atomic(ncclComm_t) fresh; /* where NCCL writes the new one; the record gets it when all is well */
+	_Atomic bool aborted;
+};
+
+struct attempt {
+	size_t count;
+	struct seat seats[];
+};
+
+/* From lines "ID UNIQUE-ID-IN-HEX try" or "… untried". All of them are ATTACHING then. NULL: the job has failed. */
+struct attempt *attempt_begin(struct nccl_job *job);
+
+#endif

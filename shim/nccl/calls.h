@@ -1,0 +1,76 @@
+/* A call of NCCL as it was made: to be launched, or kept until its group ends. */
+#ifndef SNAPSHIM_NCCL_CALLS_H
+#define SNAPSHIM_NCCL_CALLS_H
+
+#include "communicators.h"
+
+enum nccl_counts { NOTHING, COLLECTIVE, SEND, RECEIVE, SIGNAL, WAIT_SIGNAL, CREATION, CREATION_OF_PARENT };
+
+/* How a launched operation's arguments are to be read. */
+struct nccl_shape {
+	enum nccl_counts counts;
+	signed char words, comm, redop, peer, config;
+};
+
+extern const struct nccl_shape nccl_shapes[SYMBOLS];
+
+struct nccl_call {
+	int symbol;
+	enum nccl_counts counts;
+	/* How it is made on the real library; NULL: its words are passed on. */
+	ncclResult_t (*make)(struct nccl_thread *thread, struct nccl_instance *instance, struct nccl_call *call);
+	struct nccl_comm *comm; /* NULL: none, or a real handle, which stands in its word */
+	struct nccl_comm **child; /* what it makes */
+	int children;
+	struct nccl_comm *only_child; /* `child` points here where there is one */
+	ncclComm_t *made; /* ncclCommInitAll: where the real library writes */
+	ncclComm_t **out; /* where the application wants each child's handle */
+	void *copies; /* of what the arguments point to; freed with the call */
+	uint64_t word[MOST_WORDS];
+};
+
+/* Launches the call, or keeps it (a copy) where the thread is inside a group. Takes what the call owns. */
+ncclResult_t call_submit(struct nccl_thread *thread, struct nccl_call *call);
+/* Waits for the gate, then makes all calls, in a real group where `group`. Frees what they own. `simulation`: the
+ * argument of ncclGroupSimulateEnd, or NULL. */
+ncclResult_t calls_launch(struct nccl_thread *thread, struct nccl_call *calls, size_t count, bool group,
+			  void *simulation);
+/* create.c: what follows from its outcome: a communicator is there, or is not. Frees what the call owns. */
+void call_done(struct nccl_call *call, ncclResult_t result);
+
+/* group.c: keeps a call until the group ends. */
+ncclResult_t group_keep(struct nccl_thread *thread, const struct nccl_call *call);
+
+/* Answered where the real library cannot be asked. */
+ncclResult_t say_missing(struct nccl_thread *thread, int symbol);
+/* The communicator has no real one; why. */
+ncclResult_t say_gone(struct nccl_thread *thread, const struct nccl_comm *comm, int symbol);
+
+/* Where a question about a communicator begins and ends: between them the worker does not take the real one away.
+ * NULL: there is none now. */
+static inline ncclComm_t ask_begin(struct nccl_thread *thread, struct nccl_comm *comm, int symbol)
+{
+	atomic_store_explicit(&thread->function, nccl_symbol_names[symbol], memory_order_relaxed);
+	atomic_store(&thread->calling, CALLING);
+	return atomic_load(&comm->real);
+}
+
+static inline void ask_end(struct nccl_thread *thread)
+{
+	atomic_store_explicit(&thread->calling, OUTSIDE, memory_order_release);
+}
+
+/* Whether the call comes out of the real library, which calls some of its own symbols by name. */
+static inline bool thread_inside(const struct nccl_thread *thread)
+{
+	return atomic_load_explicit(&thread->calling, memory_order_relaxed) != OUTSIDE;
+}
+
+#define NCCL_EXPORT __attribute__((visibility("default")))
+/* The same function under its profiling name. */
+#define PROFILED(result, name, ...) \
+	NCCL_EXPORT result name(__VA_ARGS__); \
+	NCCL_EXPORT result p##name(__VA_ARGS__) __attribute__((alias(#name))); \
+	result name(__VA_ARGS__)
+
+#endif

@@ -1,0 +1,44 @@
+/* What the daemon asks of the NCCL part, each on a thread of its own, so that nothing that hangs holds the mailbox. */
+#ifndef SNAPSHIM_NCCL_COMMAND_H
+#define SNAPSHIM_NCCL_COMMAND_H
+
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#define WORDS_BYTES 512
+
+struct nccl_job {
+	uint32_t command;
+	int64_t until_ns;
+	char *request; /* text, ended by 0 */
+	int status;    /* 0 or an errno */
+	char words[WORDS_BYTES];
+	char *reply; /* text, malloc'ed; NULL: none */
+	size_t reply_bytes;
+	_Atomic bool given_up; /* nobody waits any more */
+
+	/* command.c's own. */
+	uint32_t done;
+	char *stale; /* the answer before, nobody's any more */
+	_Atomic int holders;
+	size_t bytes;
+};
+
+/* Whether to go on: time is left and somebody waits. */
+bool job_in_time(const struct nccl_job *job);
+/* Notes why it failed; the first reason stays. Returns `status`. */
+int job_fails(struct nccl_job *job, int status, const char *format, ...) __attribute__((format(printf, 3, 4)));
+
+/* detach.c, attach.c, report.c: 0 or an errno. Each may be asked again. */
+int detach(struct nccl_job *job);
+int attach(struct nccl_job *job);
+/* Aborts what an attach hangs in. */
+void attach_cancel(void);
+int report(struct nccl_job *job);
+
+/* The next line of the request; NULL at the end. */
+char *job_line(char **rest);
+
+#endif

@@ -1,0 +1,107 @@
+/* Virtual communicators: what the application holds, and all that is needed to make a real one again. */
+#ifndef SNAPSHIM_NCCL_COMMUNICATORS_H
+#define SNAPSHIM_NCCL_COMMUNICATORS_H
+
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <sys/types.h>
+
+#include "threads.h"
+
+enum nccl_state {
+	UNUSED = 0,
+	PENDING,   /* handed out, its creation has not come back */
+	LIVE,	   /* `real` is set (a non-blocking one: will be) */
+	DETACHING, /* the shim's worker has it */
+	DETACHED,  /* nothing real is left; can be attached again */
+	ATTACHING, /* the shim's worker has it */
+	LOST,	   /* detached when the gate opened: every operation answers an error */
+	ENDING,	   /* inside the application's destroy or abort */
+};
+
+enum nccl_kind { BY_INIT, BY_SPLIT, BY_SHRINK, BY_GROW, BY_INIT_ALL };
+
+/* Why a communicator cannot be taken down and built again; bits. */
+enum nccl_refusal {
+	REFUSED_CAPTURED = 1,
+	REFUSED_WINDOW = 2,
+	REFUSED_DEVICE_COMM = 4,
+	REFUSED_ONE_SIDED = 8,
+	REFUSED_GROWN = 16,
+	REFUSED_REVOKED = 32,
+	REFUSED_SUSPENDED = 64,
+};
+
+#define USERS 16 /* threads remembered per communicator; programs have one or two */
+
+struct nccl_registration {
+	struct nccl_registration *next;
+	void *buffer, *real;
+	size_t bytes;
+};
+
+/* Operations launched, by peer. */
+struct nccl_peers {
+	int ranks;
+	struct {
+		_Atomic uint64_t sent, received;
+	} with[];
+};
+
+struct nccl_comm {
+	_Atomic(ncclComm_t) real; /* NULL: none now. NCCL itself writes it when it makes one */
+	_Atomic int state;
+	_Atomic int nranks, rank, device; /* -1: not known yet */
+	_Atomic unsigned int refused;
+	_Atomic uint64_t collectives;
+	struct nccl_peers *_Atomic peers; /* made at the first send or receive */
+	_Atomic pid_t users[USERS];
+
+	uint64_t id; /* the same on every member; together with `rank` unique in the process */
+	enum nccl_kind kind;
+	ncclConfig_t *config; /* a copy of what it was made with; NULL: none */
+	_Atomic uint64_t splits;
+	_Atomic bool finalized;
+	_Atomic bool initialising; /* non-blocking, not yet seen ready */
+	_Atomic int doomed; /* ended by the application while the worker has it: 1 destroy, 2 abort */
+	struct nccl_registration *registrations; /* under the lock */
+	struct nccl_comm *next_unused;
+};
+
+/* What is left of a communicator: its counts, which the others' must still reach. */
+struct nccl_ended {
+	uint64_t id, collectives;
+	int nranks, rank;
+	bool aborted;
+	struct nccl_peers *peers;
+};
+
+/* The record behind a handle; NULL for a handle that is not ours. A stale one of ours is found too: UNUSED. */
+struct nccl_comm *comm_of(uint64_t handle);
+
+/* A new record, PENDING, with an id that is unused; NULL: no room. nranks and rank may be -1. Takes `config`. */
+struct nccl_comm *comm_make(uint64_t id, enum nccl_kind kind, int nranks, int rank, ncclConfig_t *config);
+/* Notes its counts among the ended ones and gives the record back. */
+void comm_end(struct nccl_comm *comm, bool aborted);
+/* Asks the real one for its size, rank and device, where they are not known. */
+void comm_learn(struct nccl_comm *comm, ncclComm_t real, struct nccl_instance *instance);
+
+/* Records by number, for the shim's own walks; NULL after the last that was ever used. */
+struct nccl_comm *comm_at(size_t number);
+/* The ended ones, the oldest first. With the lock. */
+const struct nccl_ended *ended_at(size_t number);
+
+struct nccl_peers *comm_peers(struct nccl_comm *comm); /* NULL: no memory or size unknown */
+void comm_note_user(struct nccl_comm *comm, pid_t tid);
+
+static inline bool comm_blocks(const struct nccl_comm *comm)
+{
+	return !comm->config || comm->config->blocking != 0;
+}
+
+/* Deep copy, by the size that the struct itself gives; NULL for NULL, or when memory is out. */
+ncclConfig_t *config_copy(const ncclConfig_t *config);
+
+uint64_t hash_bytes(uint64_t seed, const void *bytes, size_t length);
+
+#endif

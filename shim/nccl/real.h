@@ -1,0 +1,35 @@
+/* The real NCCL: the instance that the job loaded, and fresh copies of it. */
+#ifndef SNAPSHIM_NCCL_REAL_H
+#define SNAPSHIM_NCCL_REAL_H
+
+#include "symbols.h"
+#include "types.h"
+
+#define MOST_WORDS 12
+
+struct nccl_instance {
+	void *library;
+	int number; /* 0: the job's own; each fresh copy one more */
+	int version; /* as ncclGetVersion says */
+	void *function[SYMBOLS]; /* NULL: this version has no such symbol */
+};
+
+extern const char *const nccl_symbol_names[SYMBOLS];
+
+/* The instance that calls go to; NULL when the process has loaded no NCCL. Cheap. */
+struct nccl_instance *real_instance(void);
+/* The path of the job's own library; "" before it was found. */
+const char *real_path(void);
+/* Loads a fresh copy, which is the instance from then on. No communicator may be alive. 0 or an errno, with words. */
+int real_load_fresh(char *words, size_t room);
+
+/* How many threads of NCCL's are in the process, by their names. */
+int real_threads(void);
+
+/* Calls `function` with that many words; `word` has MOST_WORDS of them. */
+ncclResult_t real_call(void *function, int words, const uint64_t *word);
+
+/* The function with its type, to be called; NULL where the library lacks it. */
+#define REAL(instance, name, type) ((type)(instance)->function[SYMBOL_##name])
+
+#endif
