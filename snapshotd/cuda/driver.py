@@ -36,7 +36,7 @@ TROUBLE_KEPT_S = 30.0  # a GPU off the bus hangs every look: one helper killed i
 _GRACE_S = 2.0  # how much longer than the driver we wait for a lock
 _LOOK_S = 2.0  # for the state that an error tells
 _LOSSES = 3  # a helper that dies this often in one call dies of it
-_LEAST_S = 0.001
+_LEAST_S = 0.25  # with less time left nothing is asked again: a fresh helper would be killed before it is up
 
 
 class Gpus:
@@ -50,6 +50,7 @@ class Gpus:
         self._seen = Inventory()
         self._seen_until = 0.0
         self._no_gpu_until = 0.0
+        self._closed = False
 
     @property
     def available(self) -> bool:
@@ -57,7 +58,8 @@ class Gpus:
         return time.monotonic() >= self._no_gpu_until and library.found(library.CUDA, self._library_dir)
 
     async def close(self) -> None:
-        """Ends the helper. A later question would start another one."""
+        """Ends the helper for good: whoever still waits for an answer, or asks, gets GpuFailed."""
+        self._closed = True
         links, self._links = self._links, []
         for link in links:
             await link.close()
@@ -77,7 +79,7 @@ class Gpus:
                 raise refusals.hung("the CUDA state", process, timeout_s, "") from error
             except Lost as lost:
                 losses += not lost.by_us
-                if losses >= _LOSSES or time.monotonic() >= deadline:
+                if losses >= _LOSSES or deadline - time.monotonic() < _LEAST_S:
                     raise refusals.helper_died("the CUDA state", process, str(lost)) from lost
         return None
 
@@ -129,10 +131,10 @@ class Gpus:
                 raise refusals.hung(f"the {verb.name}", process, timeout_s, then) from error
             except Lost as lost:
                 losses += not lost.by_us
-                if losses >= _LOSSES or time.monotonic() >= deadline:
+                if losses >= _LOSSES or deadline - time.monotonic() < _LEAST_S:
                     raise refusals.helper_died(f"the {verb.name}", process, str(lost)) from lost
                 log.warning("%s of %s is asked for again: %s", verb.name, called(process), lost)
-                if await self.state(process, max(_LEAST_S, deadline - time.monotonic())) in verb.done:
+                if await self.state(process, deadline - time.monotonic()) in verb.done:
                     return
                 continue
             if answer.get("gone"):
@@ -152,6 +154,8 @@ class Gpus:
 
     async def _helper(self) -> Link:
         async with self._starting:
+            if self._closed:
+                raise Lost("the daemon is ending", by_us=False)
             if not self._links or not self._links[-1].alive:
                 self._links = [link for link in self._links if not link.ended]
                 self._links.append(await Link.start(self._library_dir))
@@ -160,8 +164,9 @@ class Gpus:
 
     async def _ask(self, call: str, deadline: float, process: Process, **arguments: Any) -> dict[str, Any]:
         link = await self._helper()
-        limit_s = max(_LEAST_S, deadline - time.monotonic())
-        answer = await link.ask(call, limit_s, pid=process.pid, start_ticks=process.start_ticks, **arguments)
+        answer = await link.ask(
+            call, deadline - time.monotonic(), pid=process.pid, start_ticks=process.start_ticks, **arguments
+        )
         if "unusable" in answer:
             link.retire()  # libcuda never tries again in the same process
         return answer

@@ -36,6 +36,15 @@ class Calls:
     def __init__(self) -> None:
         self._once = threading.Lock()
         self._driver: Driver | None = None
+        self.by_name: dict[str, Callable[[Answer], Answer]] = {
+            "inventory": self._inventory,
+            "state": self._state,
+            "lock": self._lock,
+            "checkpoint": self._checkpoint,
+            "restore": self._restore,
+            "unlock": self._unlock,
+            "restore_thread": self._restore_thread,
+        }
 
     def _cuda(self) -> Driver:
         with self._once:
@@ -43,32 +52,32 @@ class Calls:
                 self._driver = Driver()
             return self._driver
 
-    def inventory(self, request: Answer) -> Answer:
+    def _inventory(self, request: Answer) -> Answer:
         from snapshotd.cuda import nvml
 
         return nvml.look()
 
-    def state(self, request: Answer) -> Answer:
+    def _state(self, request: Answer) -> Answer:
         return {"state": self._cuda().state(_verified(request))}
 
-    def lock(self, request: Answer) -> Answer:
+    def _lock(self, request: Answer) -> Answer:
         self._cuda().lock(_verified(request), int(request["timeout_ms"]))
         return {}
 
-    def checkpoint(self, request: Answer) -> Answer:
+    def _checkpoint(self, request: Answer) -> Answer:
         self._cuda().checkpoint(_verified(request))
         return {}
 
-    def restore(self, request: Answer) -> Answer:
+    def _restore(self, request: Answer) -> Answer:
         pairs = [(str(old), str(new)) for old, new in request["pairs"]]
         self._cuda().restore(_verified(request), pairs)
         return {}
 
-    def unlock(self, request: Answer) -> Answer:
+    def _unlock(self, request: Answer) -> Answer:
         self._cuda().unlock(_verified(request))
         return {}
 
-    def restore_thread(self, request: Answer) -> Answer:
+    def _restore_thread(self, request: Answer) -> Answer:
         return {"thread": self._cuda().restore_thread(_verified(request))}
 
 
@@ -88,7 +97,7 @@ def _verified(request: Answer) -> int:
 
 def answer(calls: Calls, request: Answer) -> Answer:
     """What came of one request. Whatever goes wrong is an answer: a request without one would only time out."""
-    call: Callable[[Answer], Answer] | None = getattr(calls, str(request.get("call")), None)
+    call = calls.by_name.get(str(request.get("call")))
     if call is None:
         return {"error": f"unknown call {request.get('call')!r}"}
     try:

@@ -18,9 +18,11 @@ def found(name: str, library_dir: str) -> bool:
     if any(folder and os.path.exists(os.path.join(folder, name)) for folder in dirs):
         return True
     try:
-        return b"\0" + name.encode() + b"\0" in _CACHE.read_bytes()
+        cache = _CACHE.read_bytes()
     except OSError:
         return False
+    # Zero-terminated strings; a name is mostly stored as the end of its path alone.
+    return any(before + name.encode() + b"\0" in cache for before in (b"/", b"\0"))
 
 
 def driver_loaded() -> bool:

@@ -99,21 +99,21 @@ class Link:
             del self._pending[number]
             if not future.done():
                 future.cancel()
-                self.kill(f"{call} did not answer within {limit_s:g} s")
+                self.kill(f"{call} did not answer within {limit_s:.3g} s")
             else:
                 future.exception()  # looked at: a cancelled question must not leave "never retrieved" in the log
             self._end_when_retired()
         if future.cancelled():
-            raise TimeoutError(f"the GPU helper did not answer within {limit_s:g} s")
+            raise TimeoutError(f"the GPU helper did not answer within {limit_s:.3g} s")
         return future.result()
 
-    def kill(self, why: str) -> None:
+    def kill(self, why: str, *, by_us: bool = True) -> None:
         """Ends the process at once. Whoever waits for an answer gets Lost now, not when the process is really gone:
         one that hangs inside the kernel takes its time."""
         log.warning("killing the GPU helper (pid %d): %s", self.pid, why)
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGKILL)
-        self._lose(Lost(f"the GPU helper was killed: {why}", by_us=True))
+        self._lose(Lost(f"the GPU helper was killed: {why}", by_us=by_us))
 
     def retire(self) -> None:
         """Takes no more questions; the process ends when the last one it has is answered."""
@@ -152,7 +152,7 @@ class Link:
                 if future is not None and not future.done():
                     future.set_result(answer)
         except ValueError as error:  # no JSON, or a line without end
-            self.kill(f"its answer makes no sense: {error}")
+            self.kill(f"its answer makes no sense: {error}", by_us=False)
         status = await self._process.wait()
         how = signal.Signals(-status).name if status < 0 else f"status {status}"
         if self._pending and self._lost is None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from snapshotd import cgroup, tree
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import GpuFailed, Internal, RankGone, SnapshotError, Timeout, Where
+from snapshotd.cgroup import Cgroup
 from snapshotd.cuda.verbs import CHECKPOINT, LOCK, RESTORE, State, Verb
 from snapshotd.tree import Process
 
@@ -103,7 +104,6 @@ def _held(process: Process) -> str:
     if tree.stopped(process.pid):
         return "the process is stopped (SIGSTOP or a debugger)"
     try:
-        events = (cgroup.of_process(process.pid) / "cgroup.events").read_text().split()
+        return "its cgroup is frozen" if Cgroup(cgroup.of_process(process.pid)).frozen() else ""
     except (OSError, Internal):
         return ""
-    return "its cgroup is frozen" if dict(zip(events[::2], events[1::2], strict=True)).get("frozen") == "1" else ""

@@ -1,0 +1,210 @@
+"""The node's GPUs: what NVML tells, and that a node without any, or with broken ones, is no obstacle."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pynvml
+import pytest
+
+from snapshotd.api import snapshotd_pb2 as pb
+from snapshotd.cuda import driver, library, nvml
+from snapshotd.cuda.driver import Gpus, State
+from snapshotd.cuda.inventory import Inventory, from_answer
+from tests.cuda.processes import CudaProgram, helpers, wait_until
+from tests.fakes.cuda_fake import GpuNode
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def always_fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "INVENTORY_KEPT_S", 0.0)
+    monkeypatch.setattr(driver, "TROUBLE_KEPT_S", 0.0)
+
+
+async def test_what_is_there(gpus: Gpus, node: GpuNode, start: Callable[[], CudaProgram]) -> None:
+    one, other = start().tell("allocate", 100), start()
+    found = await gpus.inventory()
+    assert (found.driver_version, found.problem) == ("580.159.04", "")
+    used = [(one.process.pid, (100 + 64) * MIB), (other.process.pid, 64 * MIB)]
+    assert found.gpus == [
+        pb.Gpu(
+            uuid=node.gpus[0].uuid,
+            index=0,
+            name="NVIDIA H200",
+            compute_capability="9.0",
+            memory_bytes=1024 * MIB,
+            memory_free_bytes=(1024 - 100 - 64 - 64) * MIB,
+            processes=[pb.GpuProcess(pid=pid, memory_bytes=size) for pid, size in sorted(used)],
+        ),
+        pb.Gpu(
+            uuid=node.gpus[1].uuid,
+            index=1,
+            name="NVIDIA H200",
+            compute_capability="9.0",
+            memory_bytes=1024 * MIB,
+            memory_free_bytes=1024 * MIB,
+        ),
+    ]
+
+
+@pytest.mark.usefixtures("always_fresh")
+async def test_mig_and_mps(gpus: Gpus, node: GpuNode, program: CudaProgram) -> None:
+    first, second = node.gpus
+    node.gpus = [dataclasses.replace(first, mps=True), dataclasses.replace(second, mig=True)]
+    node.write()
+    found = (await gpus.inventory()).gpus
+    assert [(each.pid, each.mps) for each in found[0].processes] == [(program.process.pid, True)]
+    assert [gpu.mig for gpu in found] == [False, True]
+    node.gpus = [dataclasses.replace(first, mig=None), second]  # a chip that knows no MIG
+    node.write()
+    assert [gpu.mig for gpu in (await gpus.inventory()).gpus] == [False, False]
+
+
+async def test_is_kept_for_a_moment_and_the_callers_to_change(
+    gpus: Gpus, node: GpuNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver, "INVENTORY_KEPT_S", 3600.0)
+    first = await gpus.inventory()
+    first.gpus[0].reserved_for = "a move"
+    first.gpus.pop()
+    node.gpus = node.gpus[:1]
+    node.write()
+    second = await gpus.inventory()
+    assert [gpu.reserved_for for gpu in second.gpus] == ["", ""]
+    monkeypatch.setattr(gpus, "_seen_until", 0.0)
+    assert len((await gpus.inventory()).gpus) == 1
+
+
+@pytest.mark.usefixtures("always_fresh")
+class TestTrouble:
+    async def test_nvml_hangs(
+        self, gpus: Gpus, node: GpuNode, program: CudaProgram, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        await gpus.inventory()
+        monkeypatch.setattr(driver, "INVENTORY_S", 0.5)
+        node.fault("nvml", "hang")
+        found = await gpus.inventory()
+        assert found.problem.startswith("NVML did not answer within 0.5 s")
+        assert (found.driver_version, found.gpus) == ("580.159.04", [])
+        assert await gpus.state(program.process) is State.RUNNING
+        assert len((await gpus.inventory()).gpus) == 2
+
+    async def test_nvml_dies(self, gpus: Gpus, node: GpuNode) -> None:
+        node.fault("nvml", "die")
+        assert len((await gpus.inventory()).gpus) == 2  # asked again
+        node.fault("nvml", "die", once=False)
+        assert (await gpus.inventory()).problem == "the GPU helper ended with SIGKILL"
+
+    async def test_nvml_fails(self, gpus: Gpus, node: GpuNode) -> None:
+        node.fault("nvml", "fail:999", once=False)
+        assert (await gpus.inventory()) == Inventory(problem="NVML: Unknown Error")
+        node.clear_faults()
+        assert len((await gpus.inventory()).gpus) == 2
+
+    async def test_trouble_is_not_looked_for_all_the_time(
+        self, gpus: Gpus, node: GpuNode, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(driver, "TROUBLE_KEPT_S", 3600.0)
+        node.fault("nvml", "fail:999")
+        for _ in range(2):
+            assert (await gpus.inventory()).problem == "NVML: Unknown Error"
+
+
+class TestNoGpu:
+    async def test_no_libraries(self, tmp_path: Path, program: CudaProgram, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(library, "found", lambda name, library_dir: False)
+        monkeypatch.setattr(library, "driver_loaded", lambda: False)
+        gpus = Gpus(str(tmp_path))
+        assert not gpus.available
+        assert await gpus.inventory() == Inventory()
+        assert await gpus.state(program.process) is None
+        assert helpers() == []
+        monkeypatch.setattr(library, "driver_loaded", lambda: True)
+        assert "gpu_library_dir" in (await gpus.inventory()).problem
+
+    async def test_libraries_but_no_gpu(
+        self, gpus: Gpus, node: GpuNode, program: CudaProgram, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        node.gpus = []
+        node.write()
+        assert await gpus.inventory() == Inventory("580.159.04")
+        await asyncio.to_thread(wait_until, lambda: helpers() == [])  # nothing to stay for
+        assert await gpus.state(program.process) is None
+        await asyncio.to_thread(wait_until, lambda: helpers() == [])
+        monkeypatch.setattr(sys, "executable", "/nowhere")  # what was learned is kept: nobody is asked now
+        assert (gpus.available, await gpus.state(program.process)) == (False, None)
+
+    async def test_libraries_but_no_driver(self, gpus: Gpus, node: GpuNode) -> None:
+        node.fault("nvml", "fail:9")
+        assert await gpus.inventory() == Inventory()
+
+
+def test_where_the_loader_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
+    name = "libsnapshot-test.so.1"
+    assert not library.found(name, str(tmp_path))
+    (tmp_path / name).touch()
+    assert library.found(name, str(tmp_path))
+    assert not library.found(name, "")
+    monkeypatch.setenv("LD_LIBRARY_PATH", f"/nowhere:{tmp_path}")
+    assert library.found(name, "")
+    assert library.found("libc.so.6", "")
+    assert not library.found("libc.so", "")  # part of a name is none
+
+
+class Nvml:
+    """Two GPUs, one of which can be made to fail: the stand-in's GPUs are all well."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.failing: dict[str, Exception] = {}
+        answers: dict[str, Any] = {
+            "nvmlInit": None,
+            "nvmlSystemGetDriverVersion": b"580.1",
+            "nvmlDeviceGetCount": 2,
+            "nvmlDeviceGetMemoryInfo": SimpleNamespace(total=10, free=7),
+            "nvmlDeviceGetCudaComputeCapability": (9, 0),
+            "nvmlDeviceGetMigMode": [0, 0],
+            "nvmlDeviceGetName": b"GPU",
+            "nvmlDeviceGetUUID": "GPU-1",
+            "nvmlDeviceGetComputeRunningProcesses": [SimpleNamespace(pid=7, usedGpuMemory=None)],
+            "nvmlDeviceGetMPSComputeRunningProcesses": [SimpleNamespace(pid=7, usedGpuMemory=5)],
+        }
+        for name, value in answers.items():
+            monkeypatch.setattr(pynvml, name, self._answering(name, value))
+        monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", lambda index: index)
+        monkeypatch.setattr(nvml, "_initialised", False)
+
+    def _answering(self, name: str, value: Any) -> Callable[..., Any]:
+        def answer(handle: int = 1) -> Any:
+            if handle == 1 and name in self.failing:
+                raise self.failing[name]
+            return value
+
+        return answer
+
+
+class TestOneGpuOfTwo:
+    def test_lost_does_not_hide_the_other(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        fake = Nvml(monkeypatch)
+        fake.failing["nvmlDeviceGetMemoryInfo"] = pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
+        found = from_answer(json.loads(json.dumps(nvml.look())))
+        assert [gpu.index for gpu in found.gpus] == [0]
+        assert found.problem == "GPU 1: GPU is lost"
+
+    def test_an_old_one_lacks_some_answers(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        fake = Nvml(monkeypatch)
+        for name in ("nvmlDeviceGetMigMode", "nvmlDeviceGetMPSComputeRunningProcesses"):
+            fake.failing[name] = pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        first, second = from_answer(nvml.look()).gpus
+        assert list(first.processes) == [pb.GpuProcess(pid=7, memory_bytes=5, mps=True)]  # once, though in both lists
+        assert list(second.processes) == [pb.GpuProcess(pid=7)]
+        assert not second.mig
