@@ -22,7 +22,7 @@ class GpuCluster:
         self.cluster, self.lab = cluster, cluster.lab
         shutil.rmtree(folder, ignore_errors=True)
         # The ledger's entries are locked while a process lives, and only locks on files of the node itself can travel.
-        more = {"ledger_dir": "/dev/shm"}
+        more: dict[str, object] = {"ledger_dir": "/dev/shm"}
         self.nodes = {node: GpuNode(folder / node, gpus(node), more=more) for node in self.lab.nodes}
         for node, made in self.nodes.items():
             self.configure(node, {"gpu_library_dir": made.library_dir})

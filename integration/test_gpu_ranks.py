@@ -74,7 +74,7 @@ def gpu_uses(lab: GpuCluster, node: str) -> list[int]:
 
 @pytest.mark.parametrize(
     "arguments",
-    [(), ("--threads", "3", "--pinned-mib", "2"), ("--children", "2"), ("--mib", "256", "--busy-ms", "20")],
+    [(), ("--threads", "3", "--pinned-mib", "2"), ("--children", "2"), ("--mib", "64", "--busy-ms", "20")],
     ids=["plain", "threads", "children", "large"],
 )
 def test_it_moves_and_computes_what_it_would_have(lab: GpuCluster, tmp_path: Path, arguments: tuple[str, ...]) -> None:
@@ -243,19 +243,22 @@ def test_the_helper_is_killed_in_the_middle(
 
 
 def test_device_memory_that_cannot_come_back_yet(lab: GpuCluster, tmp_path: Path) -> None:
-    """The dump fails, and the undo finds the GPU full: it says so, goes on trying, and the job goes on in the end."""
-    job = lab.job(SOURCE)
+    """The undo finds the GPU full: it says so, goes on trying, and the job goes on in the end."""
+    job = lab.job(SOURCE, "--mib", "256", "--blocks", "1", steps=60)
     job.await_lines(5)
-    lab.nodes[SOURCE].fault("restore", "fail:CUDA_ERROR_OUT_OF_MEMORY", once=False)
-    lab.cluster.fault(SOURCE, Point.BEFORE_DUMP, "fail")
-    told = lab.cluster.move(job, TARGET, expect=UNDONE)
-    assert told["where"] == "frozen on source"
-    assert "memory" in told["reason"]
+    lab.nodes[TARGET].fault("restore", "fail:CUDA_ERROR_UNKNOWN")
+    with lab.cluster.moving(job, TARGET, SOURCE, Point.CHECKPOINTED) as asked:
+        hog = lab.job(SOURCE, "--mib", "3900", "--blocks", "1", steps=1, pace_s=60)
+        until("the GPU is full", lambda: gpu_uses(lab, SOURCE)[0] > 3900 << 20)
+    assert asked.code == UNDONE, f"{asked.answer}{asked.errors}"
+    assert asked.answer["where"] == "frozen on source"
+    assert "device memory" in asked.answer["reason"]
     waiting = json.loads(lab.cluster.migrator("status", "--json").stdout)["moves"]
-    assert any("memory" in move["waiting_for"] for move in waiting), waiting
-    lab.nodes[SOURCE].clear_faults()
-    job.await_progress()
-    ends_well(lab, job, tmp_path)
+    assert any("device memory" in move["waiting_for"] for move in waiting), waiting
+    before = job.lines()
+    hog.kill()
+    until("it goes on", lambda: len(job.lines()) > len(before) + 3)
+    ends_well(lab, job, tmp_path, "--mib", "256", "--blocks", "1", steps=60)
 
 
 def test_the_driver_lost_it(lab: GpuCluster) -> None:
