@@ -12,7 +12,8 @@ from typing import Any
 from integration.harness import WORKLOADS, Cluster, Job
 from tests.fakes.cuda_fake import FakeGpu, GpuNode, gpus
 
-STEPS = WORKLOADS / "device_steps.py"
+#: A small one, which hashes all it has on the device in every step; a later --mib counts.
+STEPS = (sys.executable, str(WORKLOADS / "device_steps.py"), "--mib", "4")
 
 
 class GpuCluster:
@@ -52,9 +53,9 @@ class GpuCluster:
         self.nodes[node].gpus = list(cards)
         self.nodes[node].write()
 
-    def job(self, node: str, *arguments: str, steps: int = 200, pace_s: float = 0.03, **more: Any) -> Job:
+    def job(self, node: str, *arguments: str, steps: int = 120, pace_s: float = 0.03, **more: Any) -> Job:
         """`device_steps.py` on a node's GPU."""
-        argv = [sys.executable, str(STEPS), "--steps", str(steps), "--pace-s", str(pace_s), *arguments]
+        argv = [*STEPS, "--steps", str(steps), "--pace-s", str(pace_s), *arguments]
         return self.cluster.start(node, ["env", *self._environment(node), *argv], **more)
 
     def _environment(self, node: str) -> list[str]:

@@ -11,7 +11,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -43,16 +42,16 @@ def lab(made: GpuCluster) -> Iterator[GpuCluster]:
     made.reset()
 
 
-def uninterrupted(lab: GpuCluster, folder: Path, *arguments: str, steps: int = 200) -> str:
+def uninterrupted(lab: GpuCluster, folder: Path, *arguments: str, steps: int = 120) -> str:
     """What the job prints on a GPU of its own, without a move."""
     alone = GpuNode(folder / "alone", gpus("alone"))
-    command = [sys.executable, str(STEPS), "--steps", str(steps), "--pace-s", "0", *arguments]
+    command = [*STEPS, "--steps", str(steps), "--pace-s", "0", *arguments]
     done = subprocess.run(command, env={**os.environ, **alone.environment}, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-def ends_well(lab: GpuCluster, job: Job, folder: Path, *arguments: str, steps: int = 200) -> None:
+def ends_well(lab: GpuCluster, job: Job, folder: Path, *arguments: str, steps: int = 120) -> None:
     assert job.finish(60) == 0, f"{job.text()[-500:]}\n{lab.cluster.logs()}"
     assert job.text() == uninterrupted(lab, folder, *arguments, steps=steps)
     until("nothing of it is left", lambda: not lab.cluster.leftovers(), 20)
@@ -104,11 +103,11 @@ def test_it_moves_and_computes_what_it_would_have(lab: GpuCluster, tmp_path: Pat
 
 
 def test_round_three_nodes_and_back(lab: GpuCluster, tmp_path: Path) -> None:
-    job = lab.job(SOURCE, "--threads", "2", "--children", "1", steps=400)
+    job = lab.job(SOURCE, "--threads", "2", "--children", "1", steps=300)
     for to in (OTHER, TARGET, SOURCE, TARGET, OTHER, SOURCE):
         job.await_progress()
         lab.cluster.move(job, to)
-    ends_well(lab, job, tmp_path, "--threads", "2", "--children", "1", steps=400)
+    ends_well(lab, job, tmp_path, "--threads", "2", "--children", "1", steps=300)
 
 
 def test_nothing_of_the_job_runs_between_lock_and_commit(lab: GpuCluster, tmp_path: Path) -> None:
@@ -273,7 +272,7 @@ def test_the_driver_lost_it(lab: GpuCluster) -> None:
 
 @pytest.mark.parametrize("point", [Point.LOCKED, Point.CHECKPOINTED, Point.FREEZE, Point.DUMPING, Point.STREAM])
 def test_the_sources_daemon_is_killed(lab: GpuCluster, tmp_path: Path, point: Point) -> None:
-    job = lab.job(SOURCE, "--threads", "2", steps=300)
+    job = lab.job(SOURCE, "--threads", "2", steps=200)
     job.await_lines(5)
     lab.cluster.fault(SOURCE, point, "kill")
     with lab.cluster.begin_move(job, TARGET, more=("--lease", "2")) as asked:
@@ -282,12 +281,12 @@ def test_the_sources_daemon_is_killed(lab: GpuCluster, tmp_path: Path, point: Po
         out, errors = asked.communicate(timeout=60)
     assert asked.returncode == UNDONE, f"{out}{errors}{lab.cluster.logs()}"
     job.await_progress()
-    ends_well(lab, job, tmp_path, "--threads", "2", steps=300)
+    ends_well(lab, job, tmp_path, "--threads", "2", steps=200)
 
 
 @pytest.mark.parametrize("point", [Point.CUDA_RESTORED, Point.RESTORED, Point.ACTIVATED])
 def test_the_targets_daemon_is_killed(lab: GpuCluster, tmp_path: Path, point: Point) -> None:
-    job = lab.job(SOURCE, "--threads", "2", steps=300)
+    job = lab.job(SOURCE, "--threads", "2", steps=200)
     job.await_lines(5)
     lab.cluster.fault(TARGET, point, "kill")
     with lab.cluster.begin_move(job, TARGET, more=("--lease", "2")) as asked:
@@ -296,4 +295,4 @@ def test_the_targets_daemon_is_killed(lab: GpuCluster, tmp_path: Path, point: Po
         out, errors = asked.communicate(timeout=60)
     assert asked.returncode in {0, UNDONE}, f"{out}{errors}{lab.cluster.logs()}"
     job.await_progress()
-    ends_well(lab, job, tmp_path, "--threads", "2", steps=300)
+    ends_well(lab, job, tmp_path, "--threads", "2", steps=200)
