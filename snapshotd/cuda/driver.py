@@ -99,13 +99,13 @@ class Gpus:
         """The process may use its GPUs again."""
         await self._reach(UNLOCK, process, timeout_s)
 
-    async def inventory(self) -> Inventory:
-        """The node's GPUs now, give or take a second. Never raises: what cannot be told is its `problem`."""
+    async def inventory(self, *, fresh: bool = False) -> Inventory:
+        """The node's GPUs, give or take a second unless `fresh`. Never raises: what cannot be told is its `problem`."""
         if not library.found(library.NVML, self._library_dir):
             missing = f"{library.NVML} is not where the loader looks; `gpu_library_dir` can name its folder"
             return Inventory(problem=missing if library.driver_loaded() else "")
         async with self._looking:
-            if time.monotonic() >= self._seen_until:
+            if fresh or time.monotonic() >= self._seen_until:
                 self._seen = await self._inventory()
                 self._seen_until = time.monotonic() + (INVENTORY_KEPT_S if self._seen.gpus else TROUBLE_KEPT_S)
             return self._seen.copy()
