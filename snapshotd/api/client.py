@@ -208,8 +208,10 @@ class SourceCalls:
         stub = stubs.SourceStub(link.channel)
         self.Inspect = Unary(link, "Inspect", stub.Inspect)
         self.Begin = Unary(link, "Begin", stub.Begin)
+        self.Detach = Unary(link, "Detach", stub.Detach)
         self.Freeze = Unary(link, "Freeze", stub.Freeze)
         self.Stream = ServerStream(link, "Stream", stub.Stream)
+        self.Attach = Unary(link, "Attach", stub.Attach)
         self.Renew = Unary(link, "Renew", stub.Renew)
         self.Commit = Unary(link, "Commit", stub.Commit)
         self.Abort = Unary(link, "Abort", stub.Abort)
@@ -244,6 +246,18 @@ class PeerCalls:
         self.Forward = Unary(link, "Forward", stub.Forward)
 
 
+class GateCalls:
+    def __init__(self, link: _Link) -> None:
+        stub = stubs.GateStub(link.channel)
+        self.Close = Unary(link, "Close", stub.Close)
+        self.Report = Unary(link, "Report", stub.Report)
+        self.Target = Unary(link, "Target", stub.Target)
+        self.Detach = Unary(link, "Detach", stub.Detach)
+        self.NewId = Unary(link, "NewId", stub.NewId)
+        self.Attach = Unary(link, "Attach", stub.Attach)
+        self.Open = Unary(link, "Open", stub.Open)
+
+
 class HomeCalls:
     def __init__(self, link: _Link) -> None:
         self.Relay = BothStream(link, "Relay", stubs.HomeStub(link.channel).Relay)
@@ -261,6 +275,7 @@ class DaemonClient:
         self.source = SourceCalls(link)
         self.target = TargetCalls(link)
         self.peer = PeerCalls(link)
+        self.gate = GateCalls(link)
         self.home = HomeCalls(link)
 
     async def close(self) -> None:

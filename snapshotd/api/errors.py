@@ -158,6 +158,13 @@ class GpuFailed(SnapshotError):
     remedy = "the driver's error name and `nvidia-smi` on that node say more; a plain retry is safe while the job runs"
 
 
+class NcclFailed(SnapshotError):
+    """NCCL, or the shim in front of it, said no; the message names the process and the communicator."""
+
+    code, exit_code, status = "nccl-failed", 25, grpc.StatusCode.ABORTED
+    remedy = "the job goes on with its communicators as they were; a plain retry is safe"
+
+
 def _subclasses(cls: type[SnapshotError]) -> list[type[SnapshotError]]:
     return [cls, *(found for sub in cls.__subclasses__() for found in _subclasses(sub))]
 

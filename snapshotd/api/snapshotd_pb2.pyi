@@ -1869,6 +1869,362 @@ class ForwardReply(_message.Message):
 Global___ForwardReply: _TypeAlias = ForwardReply  # noqa: Y015
 
 @_typing.final
+class GateRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MOVE_FIELD_NUMBER: _builtins.int
+    RANK_UID_FIELD_NUMBER: _builtins.int
+    JOB_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    SOURCE_NODE_FIELD_NUMBER: _builtins.int
+    SOURCE_ENDPOINT_FIELD_NUMBER: _builtins.int
+    TARGET_NODE_FIELD_NUMBER: _builtins.int
+    TARGET_ENDPOINT_FIELD_NUMBER: _builtins.int
+    NONCE_FIELD_NUMBER: _builtins.int
+    move: _builtins.str
+    """Report alone: may be empty, then `job` is all that counts"""
+    rank_uid: _builtins.str
+    """of the rank that moves"""
+    job: _builtins.str
+    rank: _builtins.int
+    source_node: _builtins.str
+    source_endpoint: _builtins.str
+    target_node: _builtins.str
+    target_endpoint: _builtins.str
+    nonce: _builtins.bytes
+    """as in RepointRequest"""
+    def __init__(
+        self,
+        *,
+        move: _builtins.str = ...,
+        rank_uid: _builtins.str = ...,
+        job: _builtins.str = ...,
+        rank: _builtins.int = ...,
+        source_node: _builtins.str = ...,
+        source_endpoint: _builtins.str = ...,
+        target_node: _builtins.str = ...,
+        target_endpoint: _builtins.str = ...,
+        nonce: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "move", b"move", "nonce", b"nonce", "rank", b"rank", "rank_uid", b"rank_uid", "source_endpoint", b"source_endpoint", "source_node", b"source_node", "target_endpoint", b"target_endpoint", "target_node", b"target_node"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GateRequest: _TypeAlias = GateRequest  # noqa: Y015
+
+@_typing.final
+class GateReport(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROCESSES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def processes(self) -> _containers.RepeatedCompositeFieldContainer[Global___ProcessGate]: ...
+    def __init__(
+        self,
+        *,
+        processes: _abc.Iterable[Global___ProcessGate] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["processes", b"processes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GateReport: _TypeAlias = GateReport  # noqa: Y015
+
+@_typing.final
+class ProcessGate(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANK_UID_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    PID_FIELD_NUMBER: _builtins.int
+    JSON_FIELD_NUMBER: _builtins.int
+    REFUSALS_FIELD_NUMBER: _builtins.int
+    rank_uid: _builtins.str
+    rank: _builtins.int
+    pid: _builtins.int
+    """in the rank's own pid namespace: the same on every node"""
+    json: _builtins.str
+    """the shim's report as it is, see shim/README.md"""
+    @_builtins.property
+    def refusals(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """"COMM: why": that communicator cannot be taken down"""
+
+    def __init__(
+        self,
+        *,
+        rank_uid: _builtins.str = ...,
+        rank: _builtins.int = ...,
+        pid: _builtins.int = ...,
+        json: _builtins.str = ...,
+        refusals: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["json", b"json", "pid", b"pid", "rank", b"rank", "rank_uid", b"rank_uid", "refusals", b"refusals"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProcessGate: _TypeAlias = ProcessGate  # noqa: Y015
+
+@_typing.final
+class GateTargetRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GATE_FIELD_NUMBER: _builtins.int
+    PROCESSES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def gate(self) -> Global___GateRequest: ...
+    @_builtins.property
+    def processes(self) -> _containers.RepeatedCompositeFieldContainer[Global___ProcessTargets]: ...
+    def __init__(
+        self,
+        *,
+        gate: Global___GateRequest | None = ...,
+        processes: _abc.Iterable[Global___ProcessTargets] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["gate", b"gate"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gate", b"gate", "processes", b"processes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GateTargetRequest: _TypeAlias = GateTargetRequest  # noqa: Y015
+
+@_typing.final
+class ProcessTargets(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANK_UID_FIELD_NUMBER: _builtins.int
+    PID_FIELD_NUMBER: _builtins.int
+    LINES_FIELD_NUMBER: _builtins.int
+    rank_uid: _builtins.str
+    pid: _builtins.int
+    lines: _builtins.str
+    """"COMM c|s|r PEER COUNT", one line each; a channel that is not named stays where it is"""
+    def __init__(
+        self,
+        *,
+        rank_uid: _builtins.str = ...,
+        pid: _builtins.int = ...,
+        lines: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lines", b"lines", "pid", b"pid", "rank_uid", b"rank_uid"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProcessTargets: _TypeAlias = ProcessTargets  # noqa: Y015
+
+@_typing.final
+class DetachRequest(_message.Message):
+    """Detach, NewId and Attach come from the source daemon, which alone knows all members."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MOVE_FIELD_NUMBER: _builtins.int
+    COMMS_FIELD_NUMBER: _builtins.int
+    RANK_UIDS_FIELD_NUMBER: _builtins.int
+    move: _builtins.str
+    @_builtins.property
+    def comms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def rank_uids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """those on this node that have them"""
+
+    def __init__(
+        self,
+        *,
+        move: _builtins.str = ...,
+        comms: _abc.Iterable[_builtins.str] | None = ...,
+        rank_uids: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["comms", b"comms", "move", b"move", "rank_uids", b"rank_uids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DetachRequest: _TypeAlias = DetachRequest  # noqa: Y015
+
+@_typing.final
+class DetachReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COMMS_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    comms: _builtins.int
+    """Source.Detach: how many the moving rank is in; 0: it has none"""
+    seconds: _builtins.float
+    def __init__(
+        self,
+        *,
+        comms: _builtins.int = ...,
+        seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["comms", b"comms", "seconds", b"seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DetachReply: _TypeAlias = DetachReply  # noqa: Y015
+
+@_typing.final
+class NewIdRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MOVE_FIELD_NUMBER: _builtins.int
+    RANK_UID_FIELD_NUMBER: _builtins.int
+    PID_FIELD_NUMBER: _builtins.int
+    COMM_FIELD_NUMBER: _builtins.int
+    move: _builtins.str
+    rank_uid: _builtins.str
+    pid: _builtins.int
+    comm: _builtins.str
+    def __init__(
+        self,
+        *,
+        move: _builtins.str = ...,
+        rank_uid: _builtins.str = ...,
+        pid: _builtins.int = ...,
+        comm: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["comm", b"comm", "move", b"move", "pid", b"pid", "rank_uid", b"rank_uid"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NewIdRequest: _TypeAlias = NewIdRequest  # noqa: Y015
+
+@_typing.final
+class NewIdReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    UNIQUE_ID_FIELD_NUMBER: _builtins.int
+    unique_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        unique_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["unique_id", b"unique_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NewIdReply: _TypeAlias = NewIdReply  # noqa: Y015
+
+@_typing.final
+class AttachRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MOVE_FIELD_NUMBER: _builtins.int
+    COMMS_FIELD_NUMBER: _builtins.int
+    RANK_UIDS_FIELD_NUMBER: _builtins.int
+    move: _builtins.str
+    @_builtins.property
+    def comms(self) -> _containers.RepeatedCompositeFieldContainer[Global___CommId]:
+        """in the order in which every member builds them"""
+
+    @_builtins.property
+    def rank_uids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """those on this node that have them"""
+
+    def __init__(
+        self,
+        *,
+        move: _builtins.str = ...,
+        comms: _abc.Iterable[Global___CommId] | None = ...,
+        rank_uids: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["comms", b"comms", "move", b"move", "rank_uids", b"rank_uids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AttachRequest: _TypeAlias = AttachRequest  # noqa: Y015
+
+@_typing.final
+class CommId(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COMM_FIELD_NUMBER: _builtins.int
+    UNIQUE_ID_FIELD_NUMBER: _builtins.int
+    UNTRIED_FIELD_NUMBER: _builtins.int
+    comm: _builtins.str
+    unique_id: _builtins.str
+    """hex"""
+    untried: _builtins.bool
+    """no all-reduce to try it: two of its members share a GPU"""
+    def __init__(
+        self,
+        *,
+        comm: _builtins.str = ...,
+        unique_id: _builtins.str = ...,
+        untried: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["comm", b"comm", "unique_id", b"unique_id", "untried", b"untried"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CommId: _TypeAlias = CommId  # noqa: Y015
+
+@_typing.final
+class AttachReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COMMS_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    comms: _builtins.int
+    seconds: _builtins.float
+    def __init__(
+        self,
+        *,
+        comms: _builtins.int = ...,
+        seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["comms", b"comms", "seconds", b"seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AttachReply: _TypeAlias = AttachReply  # noqa: Y015
+
+@_typing.final
+class OpenReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OPENED_FIELD_NUMBER: _builtins.int
+    WAITING_FOR_FIELD_NUMBER: _builtins.int
+    opened: _builtins.bool
+    waiting_for: _builtins.str
+    """not opened yet: ABORT, and the source has not attached its communicators again"""
+    def __init__(
+        self,
+        *,
+        opened: _builtins.bool = ...,
+        waiting_for: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["opened", b"opened", "waiting_for", b"waiting_for"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OpenReply: _TypeAlias = OpenReply  # noqa: Y015
+
+@_typing.final
 class RelayFrame(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

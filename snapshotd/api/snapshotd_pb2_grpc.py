@@ -211,6 +211,11 @@ class SourceStub:
                 request_serializer=snapshotd_dot_api_dot_snapshotd__pb2.BeginRequest.SerializeToString,
                 response_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.BeginReply.FromString,
                 _registered_method=True)
+        self.Detach = channel.unary_unary(
+                '/snapshotd.v1.Source/Detach',
+                request_serializer=snapshotd_dot_api_dot_snapshotd__pb2.MoveRequest.SerializeToString,
+                response_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.DetachReply.FromString,
+                _registered_method=True)
         self.Freeze = channel.unary_unary(
                 '/snapshotd.v1.Source/Freeze',
                 request_serializer=snapshotd_dot_api_dot_snapshotd__pb2.MoveRequest.SerializeToString,
@@ -220,6 +225,11 @@ class SourceStub:
                 '/snapshotd.v1.Source/Stream',
                 request_serializer=snapshotd_dot_api_dot_snapshotd__pb2.MoveRequest.SerializeToString,
                 response_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.Progress.FromString,
+                _registered_method=True)
+        self.Attach = channel.unary_unary(
+                '/snapshotd.v1.Source/Attach',
+                request_serializer=snapshotd_dot_api_dot_snapshotd__pb2.MoveRequest.SerializeToString,
+                response_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.AttachReply.FromString,
                 _registered_method=True)
         self.Renew = channel.unary_unary(
                 '/snapshotd.v1.Source/Renew',
@@ -270,6 +280,13 @@ class SourceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Detach(self, request, context):
+        """operator
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Freeze(self, request, context):
         """operator
         """
@@ -278,6 +295,13 @@ class SourceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Stream(self, request, context):
+        """operator
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Attach(self, request, context):
         """operator
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -339,6 +363,11 @@ def add_SourceServicer_to_server(servicer, server):
                     request_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.BeginRequest.FromString,
                     response_serializer=snapshotd_dot_api_dot_snapshotd__pb2.BeginReply.SerializeToString,
             ),
+            'Detach': grpc.unary_unary_rpc_method_handler(
+                    servicer.Detach,
+                    request_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.MoveRequest.FromString,
+                    response_serializer=snapshotd_dot_api_dot_snapshotd__pb2.DetachReply.SerializeToString,
+            ),
             'Freeze': grpc.unary_unary_rpc_method_handler(
                     servicer.Freeze,
                     request_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.MoveRequest.FromString,
@@ -348,6 +377,11 @@ def add_SourceServicer_to_server(servicer, server):
                     servicer.Stream,
                     request_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.MoveRequest.FromString,
                     response_serializer=snapshotd_dot_api_dot_snapshotd__pb2.Progress.SerializeToString,
+            ),
+            'Attach': grpc.unary_unary_rpc_method_handler(
+                    servicer.Attach,
+                    request_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.MoveRequest.FromString,
+                    response_serializer=snapshotd_dot_api_dot_snapshotd__pb2.AttachReply.SerializeToString,
             ),
             'Renew': grpc.unary_unary_rpc_method_handler(
                     servicer.Renew,
@@ -445,6 +479,33 @@ class Source:
             _registered_method=True)
 
     @staticmethod
+    def Detach(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/snapshotd.v1.Source/Detach',
+            snapshotd_dot_api_dot_snapshotd__pb2.MoveRequest.SerializeToString,
+            snapshotd_dot_api_dot_snapshotd__pb2.DetachReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def Freeze(request,
             target,
             options=(),
@@ -488,6 +549,33 @@ class Source:
             '/snapshotd.v1.Source/Stream',
             snapshotd_dot_api_dot_snapshotd__pb2.MoveRequest.SerializeToString,
             snapshotd_dot_api_dot_snapshotd__pb2.Progress.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Attach(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/snapshotd.v1.Source/Attach',
+            snapshotd_dot_api_dot_snapshotd__pb2.MoveRequest.SerializeToString,
+            snapshotd_dot_api_dot_snapshotd__pb2.AttachReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -1325,6 +1413,355 @@ class Peer:
             '/snapshotd.v1.Peer/Forward',
             snapshotd_dot_api_dot_snapshotd__pb2.ForwardRequest.SerializeToString,
             snapshotd_dot_api_dot_snapshotd__pb2.ForwardReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
+class GateStub:
+    """---------------------------------------------------------------- NCCL: the gates of a job's ranks
+
+    Every node that has ranks of the job. A process without NCCL communicators has no gate; a node without any such process
+    answers with empty lists and journals nothing.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Close = channel.unary_unary(
+                '/snapshotd.v1.Gate/Close',
+                request_serializer=snapshotd_dot_api_dot_snapshotd__pb2.GateRequest.SerializeToString,
+                response_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.GateReport.FromString,
+                _registered_method=True)
+        self.Report = channel.unary_unary(
+                '/snapshotd.v1.Gate/Report',
+                request_serializer=snapshotd_dot_api_dot_snapshotd__pb2.GateRequest.SerializeToString,
+                response_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.GateReport.FromString,
+                _registered_method=True)
+        self.Target = channel.unary_unary(
+                '/snapshotd.v1.Gate/Target',
+                request_serializer=snapshotd_dot_api_dot_snapshotd__pb2.GateTargetRequest.SerializeToString,
+                response_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.GateReport.FromString,
+                _registered_method=True)
+        self.Detach = channel.unary_unary(
+                '/snapshotd.v1.Gate/Detach',
+                request_serializer=snapshotd_dot_api_dot_snapshotd__pb2.DetachRequest.SerializeToString,
+                response_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.DetachReply.FromString,
+                _registered_method=True)
+        self.NewId = channel.unary_unary(
+                '/snapshotd.v1.Gate/NewId',
+                request_serializer=snapshotd_dot_api_dot_snapshotd__pb2.NewIdRequest.SerializeToString,
+                response_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.NewIdReply.FromString,
+                _registered_method=True)
+        self.Attach = channel.unary_unary(
+                '/snapshotd.v1.Gate/Attach',
+                request_serializer=snapshotd_dot_api_dot_snapshotd__pb2.AttachRequest.SerializeToString,
+                response_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.AttachReply.FromString,
+                _registered_method=True)
+        self.Open = channel.unary_unary(
+                '/snapshotd.v1.Gate/Open',
+                request_serializer=snapshotd_dot_api_dot_snapshotd__pb2.TokenRequest.SerializeToString,
+                response_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.OpenReply.FromString,
+                _registered_method=True)
+
+
+class GateServicer:
+    """---------------------------------------------------------------- NCCL: the gates of a job's ranks
+
+    Every node that has ranks of the job. A process without NCCL communicators has no gate; a node without any such process
+    answers with empty lists and journals nothing.
+    """
+
+    def Close(self, request, context):
+        """operator
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Report(self, request, context):
+        """operator, node
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Target(self, request, context):
+        """operator
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Detach(self, request, context):
+        """node
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def NewId(self, request, context):
+        """node
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Attach(self, request, context):
+        """node
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Open(self, request, context):
+        """operator, node
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_GateServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Close': grpc.unary_unary_rpc_method_handler(
+                    servicer.Close,
+                    request_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.GateRequest.FromString,
+                    response_serializer=snapshotd_dot_api_dot_snapshotd__pb2.GateReport.SerializeToString,
+            ),
+            'Report': grpc.unary_unary_rpc_method_handler(
+                    servicer.Report,
+                    request_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.GateRequest.FromString,
+                    response_serializer=snapshotd_dot_api_dot_snapshotd__pb2.GateReport.SerializeToString,
+            ),
+            'Target': grpc.unary_unary_rpc_method_handler(
+                    servicer.Target,
+                    request_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.GateTargetRequest.FromString,
+                    response_serializer=snapshotd_dot_api_dot_snapshotd__pb2.GateReport.SerializeToString,
+            ),
+            'Detach': grpc.unary_unary_rpc_method_handler(
+                    servicer.Detach,
+                    request_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.DetachRequest.FromString,
+                    response_serializer=snapshotd_dot_api_dot_snapshotd__pb2.DetachReply.SerializeToString,
+            ),
+            'NewId': grpc.unary_unary_rpc_method_handler(
+                    servicer.NewId,
+                    request_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.NewIdRequest.FromString,
+                    response_serializer=snapshotd_dot_api_dot_snapshotd__pb2.NewIdReply.SerializeToString,
+            ),
+            'Attach': grpc.unary_unary_rpc_method_handler(
+                    servicer.Attach,
+                    request_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.AttachRequest.FromString,
+                    response_serializer=snapshotd_dot_api_dot_snapshotd__pb2.AttachReply.SerializeToString,
+            ),
+            'Open': grpc.unary_unary_rpc_method_handler(
+                    servicer.Open,
+                    request_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.TokenRequest.FromString,
+                    response_serializer=snapshotd_dot_api_dot_snapshotd__pb2.OpenReply.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'snapshotd.v1.Gate', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('snapshotd.v1.Gate', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Gate:
+    """---------------------------------------------------------------- NCCL: the gates of a job's ranks
+
+    Every node that has ranks of the job. A process without NCCL communicators has no gate; a node without any such process
+    answers with empty lists and journals nothing.
+    """
+
+    @staticmethod
+    def Close(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/snapshotd.v1.Gate/Close',
+            snapshotd_dot_api_dot_snapshotd__pb2.GateRequest.SerializeToString,
+            snapshotd_dot_api_dot_snapshotd__pb2.GateReport.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Report(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/snapshotd.v1.Gate/Report',
+            snapshotd_dot_api_dot_snapshotd__pb2.GateRequest.SerializeToString,
+            snapshotd_dot_api_dot_snapshotd__pb2.GateReport.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Target(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/snapshotd.v1.Gate/Target',
+            snapshotd_dot_api_dot_snapshotd__pb2.GateTargetRequest.SerializeToString,
+            snapshotd_dot_api_dot_snapshotd__pb2.GateReport.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Detach(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/snapshotd.v1.Gate/Detach',
+            snapshotd_dot_api_dot_snapshotd__pb2.DetachRequest.SerializeToString,
+            snapshotd_dot_api_dot_snapshotd__pb2.DetachReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def NewId(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/snapshotd.v1.Gate/NewId',
+            snapshotd_dot_api_dot_snapshotd__pb2.NewIdRequest.SerializeToString,
+            snapshotd_dot_api_dot_snapshotd__pb2.NewIdReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Attach(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/snapshotd.v1.Gate/Attach',
+            snapshotd_dot_api_dot_snapshotd__pb2.AttachRequest.SerializeToString,
+            snapshotd_dot_api_dot_snapshotd__pb2.AttachReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Open(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/snapshotd.v1.Gate/Open',
+            snapshotd_dot_api_dot_snapshotd__pb2.TokenRequest.SerializeToString,
+            snapshotd_dot_api_dot_snapshotd__pb2.OpenReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -94,9 +94,13 @@ class SourceStub:
     """operator"""
     Begin: _grpc.UnaryUnaryMultiCallable[_snapshotd_pb2.BeginRequest, _snapshotd_pb2.BeginReply]
     """operator"""
+    Detach: _grpc.UnaryUnaryMultiCallable[_snapshotd_pb2.MoveRequest, _snapshotd_pb2.DetachReply]
+    """operator"""
     Freeze: _grpc.UnaryUnaryMultiCallable[_snapshotd_pb2.MoveRequest, _snapshotd_pb2.FreezeReply]
     """operator"""
     Stream: _grpc.UnaryStreamMultiCallable[_snapshotd_pb2.MoveRequest, _snapshotd_pb2.Progress]
+    """operator"""
+    Attach: _grpc.UnaryUnaryMultiCallable[_snapshotd_pb2.MoveRequest, _snapshotd_pb2.AttachReply]
     """operator"""
     Renew: _grpc.UnaryUnaryMultiCallable[_snapshotd_pb2.MoveRequest, _snapshotd_pb2.RenewReply]
     """operator"""
@@ -118,9 +122,13 @@ class SourceAsyncStub(SourceStub):
     """operator"""
     Begin: _aio.UnaryUnaryMultiCallable[_snapshotd_pb2.BeginRequest, _snapshotd_pb2.BeginReply]  # type: ignore[assignment]
     """operator"""
+    Detach: _aio.UnaryUnaryMultiCallable[_snapshotd_pb2.MoveRequest, _snapshotd_pb2.DetachReply]  # type: ignore[assignment]
+    """operator"""
     Freeze: _aio.UnaryUnaryMultiCallable[_snapshotd_pb2.MoveRequest, _snapshotd_pb2.FreezeReply]  # type: ignore[assignment]
     """operator"""
     Stream: _aio.UnaryStreamMultiCallable[_snapshotd_pb2.MoveRequest, _snapshotd_pb2.Progress]  # type: ignore[assignment]
+    """operator"""
+    Attach: _aio.UnaryUnaryMultiCallable[_snapshotd_pb2.MoveRequest, _snapshotd_pb2.AttachReply]  # type: ignore[assignment]
     """operator"""
     Renew: _aio.UnaryUnaryMultiCallable[_snapshotd_pb2.MoveRequest, _snapshotd_pb2.RenewReply]  # type: ignore[assignment]
     """operator"""
@@ -153,6 +161,14 @@ class SourceServicer(metaclass=_abc_1.ABCMeta):
         """operator"""
 
     @_abc_1.abstractmethod
+    def Detach(
+        self,
+        request: _snapshotd_pb2.MoveRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_snapshotd_pb2.DetachReply, _abc.Awaitable[_snapshotd_pb2.DetachReply]]:
+        """operator"""
+
+    @_abc_1.abstractmethod
     def Freeze(
         self,
         request: _snapshotd_pb2.MoveRequest,
@@ -166,6 +182,14 @@ class SourceServicer(metaclass=_abc_1.ABCMeta):
         request: _snapshotd_pb2.MoveRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_snapshotd_pb2.Progress], _abc.AsyncIterator[_snapshotd_pb2.Progress]]:
+        """operator"""
+
+    @_abc_1.abstractmethod
+    def Attach(
+        self,
+        request: _snapshotd_pb2.MoveRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_snapshotd_pb2.AttachReply, _abc.Awaitable[_snapshotd_pb2.AttachReply]]:
         """operator"""
 
     @_abc_1.abstractmethod
@@ -417,6 +441,121 @@ class PeerServicer(metaclass=_abc_1.ABCMeta):
         """operator, node"""
 
 def add_PeerServicer_to_server(servicer: PeerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+
+class GateStub:
+    """---------------------------------------------------------------- NCCL: the gates of a job's ranks
+
+    Every node that has ranks of the job. A process without NCCL communicators has no gate; a node without any such process
+    answers with empty lists and journals nothing.
+    """
+
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> GateAsyncStub: ...
+    Close: _grpc.UnaryUnaryMultiCallable[_snapshotd_pb2.GateRequest, _snapshotd_pb2.GateReport]
+    """operator"""
+    Report: _grpc.UnaryUnaryMultiCallable[_snapshotd_pb2.GateRequest, _snapshotd_pb2.GateReport]
+    """operator, node"""
+    Target: _grpc.UnaryUnaryMultiCallable[_snapshotd_pb2.GateTargetRequest, _snapshotd_pb2.GateReport]
+    """operator"""
+    Detach: _grpc.UnaryUnaryMultiCallable[_snapshotd_pb2.DetachRequest, _snapshotd_pb2.DetachReply]
+    """node"""
+    NewId: _grpc.UnaryUnaryMultiCallable[_snapshotd_pb2.NewIdRequest, _snapshotd_pb2.NewIdReply]
+    """node"""
+    Attach: _grpc.UnaryUnaryMultiCallable[_snapshotd_pb2.AttachRequest, _snapshotd_pb2.AttachReply]
+    """node"""
+    Open: _grpc.UnaryUnaryMultiCallable[_snapshotd_pb2.TokenRequest, _snapshotd_pb2.OpenReply]
+    """operator, node"""
+
+@_typing.type_check_only
+class GateAsyncStub(GateStub):
+    """---------------------------------------------------------------- NCCL: the gates of a job's ranks
+
+    Every node that has ranks of the job. A process without NCCL communicators has no gate; a node without any such process
+    answers with empty lists and journals nothing.
+    """
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    Close: _aio.UnaryUnaryMultiCallable[_snapshotd_pb2.GateRequest, _snapshotd_pb2.GateReport]  # type: ignore[assignment]
+    """operator"""
+    Report: _aio.UnaryUnaryMultiCallable[_snapshotd_pb2.GateRequest, _snapshotd_pb2.GateReport]  # type: ignore[assignment]
+    """operator, node"""
+    Target: _aio.UnaryUnaryMultiCallable[_snapshotd_pb2.GateTargetRequest, _snapshotd_pb2.GateReport]  # type: ignore[assignment]
+    """operator"""
+    Detach: _aio.UnaryUnaryMultiCallable[_snapshotd_pb2.DetachRequest, _snapshotd_pb2.DetachReply]  # type: ignore[assignment]
+    """node"""
+    NewId: _aio.UnaryUnaryMultiCallable[_snapshotd_pb2.NewIdRequest, _snapshotd_pb2.NewIdReply]  # type: ignore[assignment]
+    """node"""
+    Attach: _aio.UnaryUnaryMultiCallable[_snapshotd_pb2.AttachRequest, _snapshotd_pb2.AttachReply]  # type: ignore[assignment]
+    """node"""
+    Open: _aio.UnaryUnaryMultiCallable[_snapshotd_pb2.TokenRequest, _snapshotd_pb2.OpenReply]  # type: ignore[assignment]
+    """operator, node"""
+
+class GateServicer(metaclass=_abc_1.ABCMeta):
+    """---------------------------------------------------------------- NCCL: the gates of a job's ranks
+
+    Every node that has ranks of the job. A process without NCCL communicators has no gate; a node without any such process
+    answers with empty lists and journals nothing.
+    """
+
+    @_abc_1.abstractmethod
+    def Close(
+        self,
+        request: _snapshotd_pb2.GateRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_snapshotd_pb2.GateReport, _abc.Awaitable[_snapshotd_pb2.GateReport]]:
+        """operator"""
+
+    @_abc_1.abstractmethod
+    def Report(
+        self,
+        request: _snapshotd_pb2.GateRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_snapshotd_pb2.GateReport, _abc.Awaitable[_snapshotd_pb2.GateReport]]:
+        """operator, node"""
+
+    @_abc_1.abstractmethod
+    def Target(
+        self,
+        request: _snapshotd_pb2.GateTargetRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_snapshotd_pb2.GateReport, _abc.Awaitable[_snapshotd_pb2.GateReport]]:
+        """operator"""
+
+    @_abc_1.abstractmethod
+    def Detach(
+        self,
+        request: _snapshotd_pb2.DetachRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_snapshotd_pb2.DetachReply, _abc.Awaitable[_snapshotd_pb2.DetachReply]]:
+        """node"""
+
+    @_abc_1.abstractmethod
+    def NewId(
+        self,
+        request: _snapshotd_pb2.NewIdRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_snapshotd_pb2.NewIdReply, _abc.Awaitable[_snapshotd_pb2.NewIdReply]]:
+        """node"""
+
+    @_abc_1.abstractmethod
+    def Attach(
+        self,
+        request: _snapshotd_pb2.AttachRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_snapshotd_pb2.AttachReply, _abc.Awaitable[_snapshotd_pb2.AttachReply]]:
+        """node"""
+
+    @_abc_1.abstractmethod
+    def Open(
+        self,
+        request: _snapshotd_pb2.TokenRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_snapshotd_pb2.OpenReply, _abc.Awaitable[_snapshotd_pb2.OpenReply]]:
+        """operator, node"""
+
+def add_GateServicer_to_server(servicer: GateServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
 class HomeStub:
     """---------------------------------------------------------------- stdio and exit status between keepers"""
