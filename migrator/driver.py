@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from migrator import protocol
 from migrator.cluster import Cluster
 from migrator.find import Found, find_node, find_rank
+from migrator.gates import Gates
 from migrator.peers import Peers, node_addresses
 from migrator.protocol import TABLE, Step, Verdict
 from migrator.report import Ask, CheckReport, Event, MoveResult, PhaseTime
@@ -95,6 +96,7 @@ class _Run:
         self.facts = pb.RankFacts()
         self.nodes: list[pb.NodeAddresses] = []
         self.peers = Peers(driver.cluster)
+        self.gates = Gates(driver.cluster)
         self.prepared = pb.PrepareReply()
         self.frozen = pb.FreezeReply()
         self.parts: list[PhaseTime] = []
@@ -157,6 +159,7 @@ class _Run:
             self.checks += examined.checks
             self.reached = 2
             self.checks += await self.peers.look(inspected.rewires, TABLE[2].timeout_s)
+            self.checks += await self.gates.look(self._gate())
 
     def _refuse_if_checked_so(self) -> None:
         refused = [check for check in self.checks if check.verdict == pb.Check.REFUSE]
@@ -165,6 +168,10 @@ class _Run:
             raise Refused(f"rank {self.ask.rank} cannot move to {self.ask.to}:\n{told}", where=Where.SOURCE_RUNNING)
 
     async def _do(self, step: Step, timeout_s: float) -> None:
+        if step.action == "Quiesce" and not await self.gates.find(self._gate()):
+            return
+        if step.action in protocol.NCCL_ALONE and not self.gates.involved:
+            return
         with self._phase(step.phase):
             match step.action:
                 case "Prepare":
@@ -189,13 +196,22 @@ class _Run:
                         await self.source.source.Begin(begin, timeout_s=timeout_s)
                     except NotFound as error:
                         raise RankGone(f"rank {self.ask.rank} ended: {error.message}", where=Where.ENDED) from error
+                case "Quiesce":
+                    await self.gates.quiesce(self._gate(), min(timeout_s, self.ask.quiesce_timeout_s))
+                case "Detach":
+                    self.frozen_at = time.monotonic()  # from the cut on the whole job stands still
+                    await self.source.source.Detach(self.request, timeout_s=timeout_s)
+                case "Attach":
+                    await self.source.source.Attach(self.request, timeout_s=timeout_s)
+                case "Open":
+                    await self._open(timeout_s)
                 case "Freeze":
-                    self.frozen_at = time.monotonic()
+                    self.frozen_at = self.frozen_at or time.monotonic()
                     self.frozen = await self.source.source.Freeze(self.request, timeout_s=timeout_s)
                     self.peers.take(self.frozen.rewires)
                     self._take_parts(self.frozen.parts)
-                    # The rank still ran while its caching allocator was emptied.
-                    self.frozen_at += sum(part.seconds for part in self.frozen.parts if part.name == "empty-cache")
+                    if not self.gates.involved:  # the rank still ran while its caching allocator was emptied
+                        self.frozen_at += sum(part.seconds for part in self.frozen.parts if part.name == "empty-cache")
                 case "Stream":
                     streamed = pb.Progress()
                     async for progress in self.source.source.Stream(self.request, timeout_s=timeout_s):
@@ -242,12 +258,34 @@ class _Run:
             nonce=self.prepared.nonce,
         )
 
+    def _gate(self) -> pb.GateRequest:
+        known = self._repoint()
+        return pb.GateRequest(
+            move=self.move,
+            rank_uid=known.rank_uid,
+            job=known.job,
+            rank=known.rank,
+            source_node=known.source_node,
+            source_endpoint=known.source_endpoint,
+            target_node=known.target_node,
+            target_endpoint=known.target_endpoint,
+            nonce=known.nonce,
+        )
+
     async def _activate(self, timeout_s: float) -> None:
         token = pb.TokenRequest(move=self.move, token=self.token)
         reply = await self.target.target.Activate(token, timeout_s=timeout_s, retry=True)
         if not reply.running:
             raise RankGone("the target's copy died before it could run", where=Where.SOURCE_FROZEN)
         if self.frozen_at is not None:
+            self.pause_s = time.monotonic() - self.frozen_at
+
+    async def _open(self, timeout_s: float) -> None:
+        """The rank already runs: a node that does not hear of it now asks the source, and opens alone."""
+        late = await self.gates.open(self.move, self.token, timeout_s)
+        for words in late:
+            self._say("note", text=f"the gates there open later: {words}")
+        if self.frozen_at is not None and not late:
             self.pause_s = time.monotonic() - self.frozen_at
 
     async def _release(self, timeout_s: float) -> None:
@@ -296,6 +334,9 @@ class _Run:
                     continue
                 elif step.action == "Settle":
                     await self.peers.settle(self.move, outcome.token, step.timeout_s)
+                elif step.action == "Open":
+                    for words in await self.gates.open(self.move, outcome.token, step.timeout_s):
+                        self._say("note", text=f"the gates there open later: {words}")
                 else:
                     token = pb.TokenRequest(move=self.move, token=outcome.token)
                     await self.target.target.Discard(token, timeout_s=step.timeout_s)
@@ -307,7 +348,8 @@ class _Run:
             with contextlib.suppress(SnapshotError):
                 await self._activate(TABLE[protocol.ACTIVATE].timeout_s)
                 self.reached = protocol.ACTIVATE + 1
-                await self.peers.settle(self.move, self.token, TABLE[self.reached].timeout_s)
+                await self._open(TABLE[self.reached].timeout_s)
+                await self.peers.settle(self.move, self.token, TABLE[-2].timeout_s)
                 await self._release(TABLE[-1].timeout_s)
         kind = None if outcome is None else pb.OutcomeKind.Name(outcome.kind)
         verdict, reason = protocol.decide(self.reached, kind)

@@ -23,6 +23,7 @@ class At(StrEnum):
     SOURCE = "source"
     TARGET = "target"
     PEERS = "peers"
+    JOB = "job"  # every node that has ranks of the job
 
 
 @dataclass(frozen=True)
@@ -45,22 +46,29 @@ TABLE: tuple[Step, ...] = (
     Step("prepare", "Prepare", At.TARGET, "Discard", 30, Where.SOURCE_RUNNING, "reserve memory, give a nonce"),
     Step("prepare", "Begin", At.SOURCE, "Abort", 30, Where.SOURCE_RUNNING, "journal the move, start the lease"),
     Step("prepare", "Brace", At.PEERS, "Settle", 30, Where.SOURCE_RUNNING, "the other ends outlive a silence"),
+    Step("quiesce", "Quiesce", At.JOB, "Open", 600, Where.SOURCE_RUNNING, "NCCL: every rank waits at one cut"),
+    Step("detach", "Detach", At.SOURCE, "Open", 120, Where.SOURCE_RUNNING, "NCCL: its communicators are taken down"),
     Step("freeze", "Freeze", At.SOURCE, "Abort", 900, Where.SOURCE_FROZEN, "off the GPU, stop the tree, freeze it"),
     Step("stream", "Stream", At.SOURCE, "Abort", 3600, Where.SOURCE_FROZEN, "criu dump, sent while it is written"),
     Step(
         "restore", "Restore", At.TARGET, "Discard", 1800, Where.SOURCE_FROZEN, "criu restore, stopped, under a keeper"
     ),
+    Step("reattach", "Attach", At.SOURCE, "Open", 180, Where.SOURCE_FROZEN, "NCCL: fresh communicators on all members"),
     Step(
         "re-point", "Repoint", At.PEERS, "Settle", 60, Where.SOURCE_FROZEN, "the other ends name the target, silently"
     ),
     Step("commit", "Commit", At.SOURCE, "", 30, Where.TARGET_HELD, "write the outcome: only the target may run"),
     Step("activate", "Activate", At.TARGET, "", 60, Where.TARGET_RUNNING, "the token lets the target's copy go"),
+    Step("open", "Open", At.JOB, "", 60, Where.TARGET_RUNNING, "NCCL: every rank goes on"),
     Step("settle", "Settle", At.PEERS, "", 60, Where.TARGET_RUNNING, "the connections flow again, peer by peer"),
     Step("clean", "Release", At.SOURCE, "", 60, Where.TARGET_RUNNING, "drop the frozen copy"),
 )
 
 #: The step that writes the outcome. Everything before it can be undone, everything after it only finished.
 COMMIT = next(index for index, step in enumerate(TABLE) if step.action == "Commit")
+
+#: Steps that are left out where the moving rank is in no NCCL communicator.
+NCCL_ALONE = frozenset(step.action for step in TABLE if step.says.startswith("NCCL:"))
 
 #: What only looks; the first step after it changes something.
 PREFLIGHT = sum(step.phase == "preflight" for step in TABLE)
@@ -76,7 +84,8 @@ def undo_plan(reached: int) -> tuple[Step, ...]:
     """What to ask for when the step with index `reached` failed or its answer was lost, before COMMIT.
 
     Abort first, always: the source's record is what makes it safe for the target to forget its copy. The step that
-    failed is undone too, since it may have happened although the answer was lost.
+    failed is undone too, since it may have happened although the answer was lost. Of NCCL's communicators the source takes
+    care as it carries ABORT out: it attaches again what was detached, and only then does a gate open.
     """
     if reached > COMMIT:
         return ()
@@ -86,6 +95,8 @@ def undo_plan(reached: int) -> tuple[Step, ...]:
         plan.append(Step("undo", "Abort", At.SOURCE, "", 60, Where.SOURCE_RUNNING, "record ABORT, thaw"))
     if "Settle" in touched:
         plan.append(Step("undo", "Settle", At.PEERS, "", 60, Where.SOURCE_RUNNING, "point the other ends back"))
+    if "Open" in touched:
+        plan.append(Step("undo", "Open", At.JOB, "", 60, Where.SOURCE_RUNNING, "as the source has attached them again"))
     if "Discard" in touched:
         plan.append(Step("undo", "Discard", At.TARGET, "", 60, Where.SOURCE_RUNNING, "drop the images and the copy"))
     return tuple(plan)

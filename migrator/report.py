@@ -20,6 +20,7 @@ class Ask:
     timeout_s: float | None = None
     gpu: str = ""  # the target's GPU to move to, by UUID or index; empty: any that fits
     lease_s: float = 30.0  # how long the source waits for a driver that fell silent before COMMIT
+    quiesce_timeout_s: float = 30.0  # how long the job may take to a point where all its ranks can wait
 
 
 @dataclass(frozen=True)

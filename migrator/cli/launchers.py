@@ -23,6 +23,10 @@ WORKER_PYTHON, LAUNCH = _SHIM / "worker-python", _SHIM / "launch.py"
 INTERPRETER, FORMER, SHIMLESS = "MIGRATOR_INTERPRETER", "MIGRATOR_PYTHON_EXEC", "MIGRATOR_NO_SHIM"
 JOB = "MIGRATOR_JOB"
 
+#: What NCCL keeps open beside its communicators, so that destroying them does not close it, switched off: the RAS
+#: threads and their port, multicast memory that is shared between nodes, host memory that the driver cannot checkpoint.
+NCCL_PRESETS = {"NCCL_RAS_ENABLE": "0", "NCCL_NVLS_ENABLE": "0", "NCCL_CUMEM_HOST_ENABLE": "0"}
+
 _PYTHON = re.compile(r"(python|pypy)[0-9.]*")
 #: Interpreter options whose value is the next word.
 _WITH_VALUE = ("-X", "-W", "--check-hash-based-pycs")
@@ -126,6 +130,11 @@ def worker_environment(environment: Mapping[str, str]) -> dict[str, str]:
     if FORMER in environment:
         made["PYTHON_EXEC"] = environment[FORMER]
     return made
+
+
+def rank_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """A rank's own, as it was given, with presets for what was not set: its NCCL communicators can be taken down."""
+    return {**NCCL_PRESETS, **environment}
 
 
 def worker_python(environment: Mapping[str, str], parent: int) -> str:

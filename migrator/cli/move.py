@@ -50,11 +50,26 @@ def add(verbs: arguments.Verbs) -> None:
         default=Ask.lease_s,
         help="before COMMIT the source undoes the move if this command is silent for S seconds (default: %(default)s)",
     )
+    parser.add_argument(
+        "--quiesce-timeout",
+        type=arguments.positive_seconds,
+        metavar="S",
+        default=Ask.quiesce_timeout_s,
+        help="undo if the ranks of an NCCL job are not at a common point after S seconds (default: %(default)s)",
+    )
 
 
 def act(options: argparse.Namespace) -> int:
     cluster = arguments.the_cluster(options)
-    asked = Ask(options.rank, options.to, options.job, options.timeout, options.gpu or "", options.lease)
+    asked = Ask(
+        options.rank,
+        options.to,
+        options.job,
+        options.timeout,
+        options.gpu or "",
+        options.lease,
+        options.quiesce_timeout,
+    )
     as_json = arguments.wants_json(options)
     result = asyncio.run(_move(cluster, asked, as_json=as_json))
     if as_json:

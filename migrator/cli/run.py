@@ -37,6 +37,9 @@ The job's name defaults to $MIGRATOR_JOB, Slurm's or torchrun's, else to the com
 $OMPI_COMM_WORLD_RANK or $PMI_RANK, else 0. The daemon is found at $SNAPSHOTD_KEEPER_SOCKET, else at
 /run/snapshotd/keeper.sock.
 
+Unless they are set, the command gets NCCL_RAS_ENABLE=0 NCCL_NVLS_ENABLE=0 NCCL_CUMEM_HOST_ENABLE=0, without which NCCL keeps
+things open that cannot move; not with --no-shim.
+
 exit codes: the command's own, wherever it ran (it dies of the same signal, too);
   125  it could not be started as a rank      126  it cannot be executed      127  it was not found
 """
@@ -91,6 +94,8 @@ def main(arguments: Sequence[str], given: int = 0) -> int:
         if options.worker:
             preload = launchers.SHIMLESS not in environment
             environment = launchers.worker_environment(environment)
+        if preload:
+            environment = launchers.rank_environment(environment)
         from shim import keeper
 
         return keeper.run(command, job, rank, socket, environment=environment, preload=preload)

@@ -19,6 +19,7 @@ from migrator.cli import main
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api import snapshotd_pb2_grpc as stubs
 from snapshotd.api.errors import WIRE_KEY, SnapshotError
+from tests.cli.gated_job import Gated
 
 MOVE = "m-0123456789ab"
 
@@ -34,6 +35,8 @@ class FakeDaemon(stubs.NodeServicer, stubs.SourceServicer, stubs.TargetServicer)
     gpus: list[pb.Gpu] = field(default_factory=list)
     gpu_problem: str = ""
     copy: pb.Copy = field(default_factory=lambda: pb.Copy(state=pb.Copy.NO_SUCH_MOVE))
+    gated: list[Gated] = field(default_factory=list)  # the processes here that speak NCCL
+    gate_waits_for: str = ""
     failures: dict[str, SnapshotError] = field(default_factory=dict)  # by method
     asked: list[tuple[str, Any]] = field(default_factory=list)
 
@@ -88,6 +91,14 @@ class FakeDaemon(stubs.NodeServicer, stubs.SourceServicer, stubs.TargetServicer)
     def Begin(self, request: pb.BeginRequest, context: grpc.ServicerContext) -> pb.BeginReply:
         self._hear("Begin", request, context)
         return pb.BeginReply()
+
+    def Detach(self, request: pb.MoveRequest, context: grpc.ServicerContext) -> pb.DetachReply:
+        self._hear("Detach", request, context)
+        return pb.DetachReply(comms=1)
+
+    def Attach(self, request: pb.MoveRequest, context: grpc.ServicerContext) -> pb.AttachReply:
+        self._hear("Attach", request, context)
+        return pb.AttachReply(comms=1)
 
     def Freeze(self, request: pb.MoveRequest, context: grpc.ServicerContext) -> pb.FreezeReply:
         self._hear("Freeze", request, context)
@@ -184,6 +195,48 @@ class FakeDaemon(stubs.NodeServicer, stubs.SourceServicer, stubs.TargetServicer)
 
 
 @dataclass
+class FakeGates(stubs.GateServicer):
+    """The gates of a fake daemon's node: its calls are heard there."""
+
+    daemon: FakeDaemon
+
+    def _shown(self) -> pb.GateReport:
+        return pb.GateReport(processes=[process.shown() for process in self.daemon.gated])
+
+    def Report(self, request: pb.GateRequest, context: grpc.ServicerContext) -> pb.GateReport:
+        self.daemon._hear("Report", request, context)
+        return self._shown()
+
+    def Close(self, request: pb.GateRequest, context: grpc.ServicerContext) -> pb.GateReport:
+        self.daemon._hear("Close", request, context)
+        for process in self.daemon.gated:
+            process.gate = "closed"
+        return self._shown()
+
+    def Target(self, request: pb.GateTargetRequest, context: grpc.ServicerContext) -> pb.GateReport:
+        self.daemon._hear("Target", request, context)
+        handed = {(targets.rank_uid, targets.pid): targets.lines for targets in request.processes}
+        for process in self.daemon.gated:
+            process.take(handed[process.rank_uid, process.pid])
+        return self._shown()
+
+    def Open(self, request: pb.TokenRequest, context: grpc.ServicerContext) -> pb.OpenReply:
+        self.daemon._hear("Open", request, context)
+        for process in self.daemon.gated:
+            process.gate = "closed" if self.daemon.gate_waits_for else "open"
+        return pb.OpenReply(opened=not self.daemon.gate_waits_for, waiting_for=self.daemon.gate_waits_for)
+
+    def Detach(self, request: pb.DetachRequest, context: grpc.ServicerContext) -> pb.DetachReply:
+        raise NotImplementedError("between daemons")
+
+    def NewId(self, request: pb.NewIdRequest, context: grpc.ServicerContext) -> pb.NewIdReply:
+        raise NotImplementedError("between daemons")
+
+    def Attach(self, request: pb.AttachRequest, context: grpc.ServicerContext) -> pb.AttachReply:
+        raise NotImplementedError("between daemons")
+
+
+@dataclass
 class FakeCluster:
     """Three fake daemons and the cluster file that names them. `stop` makes one unreachable."""
 
@@ -220,6 +273,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeClu
         stubs.add_NodeServicer_to_server(daemon, server)
         stubs.add_SourceServicer_to_server(daemon, server)
         stubs.add_TargetServicer_to_server(daemon, server)
+        stubs.add_GateServicer_to_server(FakeGates(daemon), server)
         server.add_insecure_port(f"unix:{tmp_path}/{node}.sock")
         server.start()
         text.append(f'[nodes.{node}]\nendpoint = "unix:{tmp_path}/{node}.sock"\n')

@@ -281,3 +281,21 @@ def test_a_worker_comes_back_with_the_environment_it_would_have_had(tmp_path: Pa
             "RANK": "3",
             **rest,
         }
+
+
+# ---------------------------------------------------------------- NCCL
+
+
+def test_a_rank_gets_presets_for_nccl_unless_it_has_its_own() -> None:
+    given = {"NCCL_NVLS_ENABLE": "1", "HOME": "/root"}
+    made = launchers.rank_environment(given)
+    assert made == {"NCCL_RAS_ENABLE": "0", "NCCL_CUMEM_HOST_ENABLE": "0", **given}
+
+
+@pytest.mark.parametrize(("options", "preset"), [((), "0"), (("--no-shim",), None)])
+def test_the_presets_reach_the_rank_with_the_shim(
+    kept: Kept, migrator: Migrator, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], preset: str | None
+) -> None:
+    monkeypatch.delenv("NCCL_RAS_ENABLE", raising=False)
+    migrator("run", *options, "--", "cmd")
+    assert kept.environment.get("NCCL_RAS_ENABLE") == preset

@@ -16,8 +16,20 @@ OUTCOMES = ("COMMIT", "ABORT", "UNDECIDED", None)
 
 def test_the_steps_in_order() -> None:
     assert [step.action for step in TABLE] == [
-        *("Inspect", "Examine", "Look", "Prepare", "Begin", "Brace", "Freeze", "Stream", "Restore", "Repoint"),
-        *("Commit", "Activate", "Settle", "Release"),
+        *(
+            "Inspect",
+            "Examine",
+            "Look",
+            "Prepare",
+            "Begin",
+            "Brace",
+            "Quiesce",
+            "Detach",
+            "Freeze",
+            "Stream",
+            "Restore",
+        ),
+        *("Attach", "Repoint", "Commit", "Activate", "Open", "Settle", "Release"),
     ]
 
 
@@ -29,11 +41,13 @@ def test_next_step_walks_the_table_and_ends() -> None:
 def test_every_step_and_its_undo_is_a_request_of_the_service_it_is_asked_of(step: protocol.Step) -> None:
     services = pb.DESCRIPTOR.services_by_name
     service, undo = {
-        At.SOURCE: ("Source", "Abort"),
+        At.SOURCE: ("Source", "Open" if step.action in protocol.NCCL_ALONE else "Abort"),
         At.TARGET: ("Target", "Discard"),
         At.PEERS: ("Peer", "Settle"),
+        At.JOB: ("Gate", "Open"),
     }[step.at]
-    assert step.action in services[service].methods_by_name
+    requests = ("Close", "Report", "Target") if step.action == "Quiesce" else (step.action,)
+    assert set(requests) <= set(services[service].methods_by_name)
     assert step.undo in ("", undo)
     assert step.timeout_s > 0
     assert step.says
@@ -49,20 +63,37 @@ def test_commit_separates() -> None:
 
 def test_the_target_and_the_peers_are_asked_before_anything_is_paused() -> None:
     paused = [index for index, step in enumerate(TABLE) if step.where is Where.SOURCE_FROZEN]
-    assert [step.action for step in TABLE[: paused[0]]] == ["Inspect", "Examine", "Look", "Prepare", "Begin", "Brace"]
+    assert [step.action for step in TABLE[: paused[0]]] == [
+        *("Inspect", "Examine", "Look", "Prepare", "Begin", "Brace", "Quiesce", "Detach"),
+    ]
+
+
+def test_communicators_are_down_from_before_the_freeze_until_the_copy_is_restored() -> None:
+    """NCCL's own threads and sockets cannot be dumped; and the outcome is decided only when they are whole again."""
+    order = [
+        step.action for step in TABLE if step.action in ("Quiesce", "Detach", "Freeze", "Restore", "Attach", "Commit")
+    ]
+    assert order == ["Quiesce", "Detach", "Freeze", "Restore", "Attach", "Commit"]
+    assert {"Quiesce", "Detach", "Attach", "Open"} == protocol.NCCL_ALONE
+
+
+def test_the_gates_open_when_the_rank_runs_and_before_anything_is_cleaned() -> None:
+    opened = next(index for index, step in enumerate(TABLE) if step.action == "Open")
+    assert opened == ACTIVATE + 1
 
 
 def test_the_peers_are_the_last_before_commit_and_settled_once_the_rank_runs() -> None:
     """They are silent from re-point to settle; before the target has let its copy go a COMMIT may be taken back."""
     peers = [index for index, step in enumerate(TABLE) if step.action in ("Repoint", "Settle")]
-    assert peers == [COMMIT - 1, ACTIVATE + 1]
+    assert peers == [COMMIT - 1, ACTIVATE + 2]
 
 
 @pytest.mark.parametrize("reached", range(len(TABLE) + 1))
 def test_undo_asks_the_source_first(reached: int) -> None:
     plan = [step.action for step in undo_plan(reached)]
     early = {0: [], 1: [], 2: [], 3: ["Discard"], 4: ["Abort", "Discard"]}
-    assert plan == early.get(reached, ["Abort", "Settle", "Discard"] if reached <= COMMIT else [])
+    opened = ["Open"] if reached > 5 else []
+    assert plan == early.get(reached, ["Abort", "Settle", *opened, "Discard"] if reached <= COMMIT else [])
     assert all(step.undo == "" for step in undo_plan(reached))
 
 
@@ -84,10 +115,10 @@ def test_decide(reached: int, outcome: str | None) -> None:
 
 def test_where_after_each_step() -> None:
     assert [where_after(done) for done in range(len(TABLE) + 1)] == [
-        *[Where.SOURCE_RUNNING] * 7,
-        *[Where.SOURCE_FROZEN] * 4,
+        *[Where.SOURCE_RUNNING] * 9,
+        *[Where.SOURCE_FROZEN] * 5,
         Where.TARGET_HELD,
-        *[Where.TARGET_RUNNING] * 3,
+        *[Where.TARGET_RUNNING] * 4,
     ]
 
 

@@ -1,0 +1,110 @@
+"""A job that speaks NCCL behind fake daemons: each rank is a program of NCCL calls with a gate in front, as the shim's is.
+
+Every report lets each process run as far as its gate allows, so what a driver sees depends on nothing but what it asked.
+A group is a list of rows as the shim reports them, ["communicator", "c" | "s" | "r", seat, count].
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from snapshotd.api import snapshotd_pb2 as pb
+
+Row = tuple[str, str, int, int]
+Group = list[Row]
+Key = tuple[str, str, int]
+
+
+def collective(comm: str) -> Group:
+    return [(comm, "c", -1, 1)]
+
+
+def send(comm: str, seat: int) -> Group:
+    return [(comm, "s", seat, 1)]
+
+
+def receive(comm: str, seat: int) -> Group:
+    return [(comm, "r", seat, 1)]
+
+
+@dataclass
+class Gated:
+    """One process. `program` is launched from `at` on; a None in it is code of its own that never ends."""
+
+    rank: int
+    seats: dict[str, tuple[int, int]]  # communicator → (nranks, seat)
+    program: Sequence[Group | None]
+    at: int = 0
+    pid: int = 100
+    gate: str = "open"
+    users: tuple[int, ...] = (7,)  # its threads; the first one is at the gate
+    refusals: list[str] = field(default_factory=list)
+    counts: dict[Key, int] = field(default_factory=dict)
+    targets: dict[Key, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for group in self.program[: self.at]:
+            self._count(group or [])
+
+    @property
+    def rank_uid(self) -> str:
+        return f"train-{self.rank}-00000001"
+
+    def _count(self, group: Group) -> None:
+        for comm, kind, seat, count in group:
+            key = (comm, kind, seat)
+            self.counts[key] = self.counts.get(key, 0) + count
+
+    def next_group(self) -> Group | None:
+        return self.program[self.at] if self.at < len(self.program) else None
+
+    def run(self) -> None:
+        """As far as the closed gate lets it: the rule of `migrator.cut.may_launch`."""
+        while (group := self.next_group()) is not None:
+            keys = [(comm, kind, seat) for comm, kind, seat, _ in group]
+            if self.gate == "closed" and all(self.counts.get(k, 0) >= self.targets.get(k, 0) for k in keys):
+                return
+            if self.gate == "open":
+                return  # nobody looks at a job that runs
+            self._count(group)
+            self.at += 1
+
+    def take(self, lines: str) -> None:
+        self.targets = {}
+        for line in lines.splitlines():
+            comm, kind, seat, count = line.split()
+            self.targets[comm, kind, int(seat)] = int(count)
+
+    def shown(self) -> pb.ProcessGate:
+        self.run()
+        held = self.next_group() if self.gate == "closed" else None
+        said: dict[str, Any] = {
+            "gate": self.gate,
+            "comms": [self._comm(comm, nranks, seat) for comm, (nranks, seat) in self.seats.items()],
+            "ended": [],
+            "held": [{"thread": self.users[0], "group": held}] if held is not None else [],
+            "calling": [],
+        }
+        return pb.ProcessGate(
+            rank_uid=self.rank_uid, rank=self.rank, pid=self.pid, json=json.dumps(said), refusals=self.refusals
+        )
+
+    def _comm(self, comm: str, nranks: int, seat: int) -> dict[str, Any]:
+        counted = {
+            kind: {str(seat): n for (c, k, seat), n in self.counts.items() if (c, k) == (comm, kind)} for kind in "sr"
+        }
+        return {
+            "id": comm,
+            "kind": "init",
+            "nranks": nranks,
+            "rank": seat,
+            "state": "live",
+            "collectives": self.counts.get((comm, "c", -1), 0),
+            "sent": counted["s"],
+            "received": counted["r"],
+            "users": self.users,
+            "refused": [],
+        }

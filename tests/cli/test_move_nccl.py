@@ -1,0 +1,176 @@
+"""`migrator move` of a rank that speaks NCCL: the job is held at one cut, and goes on, whatever becomes of the move."""
+
+from __future__ import annotations
+
+import pytest
+
+from migrator import gates
+from snapshotd.api.errors import NcclFailed, Undone, Unreachable
+from tests.cli.conftest import FakeCluster, Migrator, a_rank
+from tests.cli.gated_job import Gated, Group, collective, receive, send
+
+NCCL = ("Report", "Close", "Target", "Detach", "Freeze", "Attach", "Commit", "Open")
+PLACES = ("node-1", "node-2")
+
+
+def deal(cluster: FakeCluster, *processes: Gated) -> None:
+    """Rank 0 to node-1, rank 1 to node-2, and so on in turn."""
+    for process in processes:
+        node = PLACES[process.rank % 2]
+        cluster[node].gated.append(process)
+        if all(rank.rank != process.rank for rank in cluster[node].ranks):
+            cluster[node].ranks.append(a_rank(node, process.rank))
+
+
+def world(size: int) -> list[dict[str, tuple[int, int]]]:
+    return [{"aa": (size, seat)} for seat in range(size)]
+
+
+def moved(migrator: Migrator, *more: str) -> dict[str, object]:
+    ran = migrator("move", "--rank", "0", "--to", "spare-1", "--json", *more)
+    assert ran.code == 0, ran.out + ran.err
+    return ran.json
+
+
+def test_a_rank_behind_runs_on_to_the_cut(cluster: FakeCluster, migrator: Migrator) -> None:
+    program = [collective("aa")] * 50
+    ahead, behind = Gated(0, world(2)[0], program, at=20), Gated(1, world(2)[1], program, at=17)
+    deal(cluster, ahead, behind)
+    told = moved(migrator)
+    assert (ahead.at, behind.at) == (20, 20)
+    assert (ahead.gate, behind.gate) == ("open", "open")
+    assert cluster["node-1"].called(*NCCL)[-6:] == ["Target", "Detach", "Freeze", "Attach", "Commit", "Open"]
+    assert cluster["node-2"].called(*NCCL)[-1] == "Open"
+    phases = [phase["name"] for phase in told["phases"]]  # type: ignore[attr-defined]
+    assert phases == [
+        *("preflight", "prepare", "quiesce", "detach", "freeze", "stream", "restore", "reattach", "re-point"),
+        *("commit", "activate", "open", "settle", "clean"),
+    ]
+
+
+def test_the_phases_are_told(cluster: FakeCluster, migrator: Migrator) -> None:
+    deal(cluster, *(Gated(rank, world(2)[rank], [collective("aa")] * 3, at=2) for rank in range(2)))
+    ran = migrator("move", "--rank", "0", "--to", "spare-1")
+    assert ran.code == 0
+    assert "quiesce 0." in ran.out
+    assert "reattach 0." in ran.out
+
+
+def test_a_job_without_communicators_is_asked_for_nothing(cluster: FakeCluster, migrator: Migrator) -> None:
+    """A rank that only loaded NCCL: no gate is closed, no node but its own is asked."""
+    deal(cluster, Gated(0, {}, []), Gated(1, {"bb": (1, 0)}, [collective("bb")] * 9, at=3))
+    told = moved(migrator)
+    assert not {"quiesce", "detach", "reattach", "open"} & {phase["name"] for phase in told["phases"]}  # type: ignore[attr-defined]
+    assert set(cluster["node-1"].called(*NCCL)) == {"Report", "Freeze", "Commit"}
+    assert cluster["node-2"].called(*NCCL) == []
+
+
+def test_sends_and_receives_between_seats_that_are_not_the_ranks(cluster: FakeCluster, migrator: Migrator) -> None:
+    """A communicator of ranks 2 and 0, in that order; rank 1 is in the world alone. Rank 2 has sent, rank 0 has yet
+    to receive, behind a collective that rank 1 has not come to."""
+    seats = [{"aa": (3, 0), "cc": (2, 1)}, {"aa": (3, 1)}, {"aa": (3, 2), "cc": (2, 0)}]
+    deal(
+        cluster,
+        Gated(0, seats[0], [collective("aa"), receive("cc", 0), collective("aa")]),
+        Gated(1, seats[1], [collective("aa"), collective("aa")]),
+        Gated(2, seats[2], [collective("aa"), send("cc", 1), collective("aa")], at=2),
+    )
+    moved(migrator)
+    assert [process.at for node in PLACES for process in cluster[node].gated] == [2, 2, 1]  # ranks 0, 2, 1
+
+
+def test_two_processes_of_a_rank(cluster: FakeCluster, migrator: Migrator) -> None:
+    """mp.spawn under one keeper: each has a seat of its own, and the error names the process."""
+    program: list[Group | None] = [collective("aa")] * 5
+    first, second = Gated(0, world(3)[0], program, at=4, pid=50), Gated(0, world(3)[1], program, at=2, pid=60)
+    deal(cluster, first, second, Gated(1, world(3)[2], program, at=3))
+    moved(migrator)
+    assert (first.at, second.at) == (4, 4)
+    second.program = [*program[:4], None]
+    first.program = [*program, collective("aa")]
+    first._count(collective("aa"))
+    first.at = 5
+    ran = migrator("move", "--rank", "0", "--to", "spare-1", "--quiesce-timeout", "0.1")
+    assert "process 60 of rank 0 has not reached operation 5 of communicator aa" in ran.err
+
+
+def test_a_rank_in_user_code_ends_the_attempt_and_the_job_goes_on(cluster: FakeCluster, migrator: Migrator) -> None:
+    lost = Gated(1, world(2)[1], [collective("aa"), None], at=1)
+    deal(cluster, Gated(0, world(2)[0], [collective("aa")] * 3, at=2), lost)
+    ran = migrator("move", "--rank", "0", "--to", "spare-1", "--quiesce-timeout", "0.2")
+    assert ran.code == Undone.exit_code
+    assert "rank 1 has not reached operation 2 of communicator aa: it is in user code" in ran.err
+    assert "--quiesce-timeout" in ran.err
+    assert "running on source" in ran.err
+    assert [cluster[node].called("Open") for node in PLACES] == [["Open"], ["Open"]]
+    assert not cluster["node-1"].called("Detach", "Freeze")
+    assert lost.gate == "open"
+
+
+def test_threads_that_wait_for_each_other_are_let_on_by_a_guess(
+    cluster: FakeCluster, migrator: Migrator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 is held at another communicator's operation, which two threads use: nobody knows that it comes first."""
+    monkeypatch.setattr(gates, "PATIENCE_S", 0.01)
+    seats = [{"aa": (2, 0), "bb": (2, 0)}, {"aa": (2, 1), "bb": (2, 1)}]
+    behind = Gated(1, seats[1], [collective("bb"), collective("aa")], users=(7, 8))
+    deal(cluster, Gated(0, seats[0], [collective("bb"), collective("aa")], at=0), behind)
+    cluster["node-1"].gated[0].counts["aa", "c", -1] = 1  # launched by another thread
+    moved(migrator)
+    assert behind.counts == {("aa", "c", -1): 1, ("bb", "c", -1): 1}
+
+
+@pytest.mark.parametrize("step", ["Detach", "Attach"])
+def test_what_fails_between_the_cut_and_commit_is_undone_and_opened(
+    cluster: FakeCluster, migrator: Migrator, step: str
+) -> None:
+    deal(cluster, *(Gated(rank, world(2)[rank], [collective("aa")] * 3, at=2) for rank in range(2)))
+    cluster["node-1"].failures[step] = NcclFailed("process 100: ncclCommInitRankConfig answers 6")
+    ran = migrator("move", "--rank", "0", "--to", "spare-1")
+    assert ran.code == Undone.exit_code
+    assert "answers 6" in ran.err
+    assert cluster["node-1"].called("Abort", "Open") == ["Abort", "Open"]
+    assert cluster["node-2"].called("Open")
+    assert not cluster["node-1"].called("Commit")
+
+
+def test_a_gate_that_opens_later_is_told_and_does_not_fail_the_move(cluster: FakeCluster, migrator: Migrator) -> None:
+    deal(cluster, *(Gated(rank, world(2)[rank], [collective("aa")] * 3, at=2) for rank in range(2)))
+    cluster["node-2"].gate_waits_for = "the source"
+    ran = migrator("move", "--rank", "0", "--to", "spare-1")
+    assert ran.code == 0
+    assert "the gates there open later: node-2: the source" in ran.err
+
+
+# ---------------------------------------------------------------- preflight
+
+
+def test_members_that_no_daemon_knows_are_refused(cluster: FakeCluster, migrator: Migrator) -> None:
+    deal(cluster, Gated(0, world(3)[0], [collective("aa")]), Gated(1, world(3)[1], [collective("aa")]))
+    ran = migrator("check", "--rank", "0", "--to", "spare-1", "--json")
+    refused = {check["name"]: check["reason"] for check in ran.json["checks"] if check["verdict"] == "refuse"}
+    assert refused == {
+        "nccl-members": "1 members of 1 of its NCCL communicators are no ranks that a daemon knows",
+    }
+    assert not cluster["node-1"].called("Close")
+
+
+def test_a_node_with_ranks_of_the_job_that_says_nothing_is_refused_by_name(
+    cluster: FakeCluster, migrator: Migrator
+) -> None:
+    deal(cluster, *(Gated(rank, world(2)[rank], [collective("aa")]) for rank in range(2)))
+    cluster["node-2"].failures["Report"] = Unreachable("node node-2 could not be reached")
+    ran = migrator("check", "--rank", "0", "--to", "spare-1", "--json")
+    reasons = [check["reason"] for check in ran.json["checks"] if check["name"] == "nccl-members"]
+    assert "node-2 could not be reached" in reasons[0]
+
+
+def test_what_a_peers_gate_refuses_counts_for_shared_communicators_alone(
+    cluster: FakeCluster, migrator: Migrator
+) -> None:
+    deal(cluster, Gated(0, world(2)[0], []), Gated(1, {"aa": (2, 1), "bb": (1, 0)}, []))
+    cluster["node-2"].gated[0].refusals = ["aa: it has a symmetric-memory window", "bb: it has been revoked"]
+    ran = migrator("check", "--rank", "0", "--to", "spare-1", "--json")
+    assert [check["reason"] for check in ran.json["checks"] if check["name"] == "nccl"] == [
+        "rank 1, process 100: communicator aa: it has a symmetric-memory window"
+    ]
