@@ -130,6 +130,11 @@ class Undisturbed:
         out.unlink()
         return Said(code, said(text), text)
 
+    def settled(self) -> None:
+        """Waits until none of them runs: before something that would disturb them."""
+        for run in self._runs.values():
+            run.result()
+
     def end(self) -> None:
         self._ended = True
         self._pool.shutdown(wait=False, cancel_futures=True)
