@@ -101,7 +101,8 @@ class Streams:
                     torch.tanh(self.room[index], out=self.states[index])
                 if stream is not None and done:
                     stream.wait_event(done[-1])
-                self.states[index].add_(self.states[index - 1], alpha=0.1)
+                if index:  # the first one's neighbour would be the last, which is being written meanwhile
+                    self.states[index].add_(self.states[index - 1], alpha=0.1)
                 if stream is not None:
                     done.append(torch.cuda.Event())
                     done[-1].record(stream)
