@@ -102,7 +102,7 @@ PROFILED(ncclResult_t, ncclCommDeregister, ncclComm_t handle, void *given)
 		*at = registration->next;
 	nccl_unlock(&before);
 	if (!registration)
-		result = thread_says(thread, ncclInvalidArgument, "ncclCommDeregister: no such registration");
+		result = thread_says(thread, ncclInvalidUsage, "ncclCommDeregister: no such registration");
 	else if (real && registration->real)
 		result = REAL(instance, ncclCommDeregister, give)(real, registration->real);
 	ask_end(thread);

@@ -1,0 +1,109 @@
+"""Builds the shim and the stand-in for NCCL, and runs ranks that have the one preloaded over the other."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.shim.nccl.gates import Gates
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+STAND_IN = REPOSITORY / "tests" / "fakes" / "nccl"
+
+
+def make(folder: Path, *arguments: str | Path) -> None:
+    made = subprocess.run(["make", "-C", folder, *arguments], capture_output=True, text=True, check=False)
+    assert made.returncode == 0, made.stdout + made.stderr
+
+
+def build(folder: Path, *options: str, version: int = 22809) -> Path:
+    """A folder with libsnapshim.so and the stand-in's libnccl.so.2."""
+    folder.mkdir(parents=True, exist_ok=True)
+    library = folder / "libsnapshim.so"
+    make(REPOSITORY / "shim", library, f"LIBRARY={library}", *options)
+    make(STAND_IN, "-j2", folder / "libnccl.so.2", f"BUILD={folder}", f"VERSION={version}", *options)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory.mktemp("shim-nccl"))
+
+
+@pytest.fixture(scope="session")
+def built_2_18(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory.mktemp("shim-nccl-2.18"), version=21805)
+
+
+class Job:
+    """The ranks of one test. Those that are left at its end are killed."""
+
+    def __init__(self, built: Path, meeting: Path) -> None:
+        self.built = built
+        self.meeting = meeting
+        self.processes: list[subprocess.Popen[bytes]] = []
+
+    def start(self, scenario: str, nranks: int, **environment: str) -> None:
+        program = [sys.executable, "-m", "tests.shim.nccl.rank", str(self.built / "libnccl.so.2"), str(self.meeting)]
+        preload = {"LD_PRELOAD": str(self.built / "libsnapshim.so"), "FAKE_NCCL_ADDR": "127.0.0.1"}
+        for rank in range(nranks):
+            with (self.meeting / f"words-{rank}").open("w") as words:
+                process = subprocess.Popen(
+                    [*program, scenario, str(rank), str(nranks)],
+                    cwd=REPOSITORY,
+                    env={**os.environ, **preload, **environment},
+                    stdout=words,
+                    stderr=subprocess.STDOUT,
+                )
+            self.processes.append(process)
+
+    def words(self) -> str:
+        return "\n".join(path.read_text() for path in sorted(self.meeting.glob("words-*")))
+
+    def gates(self) -> Gates:
+        return Gates(process.pid for process in self.processes)
+
+    def step(self, rank: int) -> int:
+        try:
+            return int((self.meeting / f"step-{rank}").read_text() or 0)
+        except FileNotFoundError:
+            return 0
+
+    def reach(self, step: int) -> None:
+        """Waits until every rank has done that many steps."""
+        while min(self.step(rank) for rank in range(len(self.processes))) < step:
+            assert all(process.poll() is None for process in self.processes), self.words()
+            time.sleep(0.002)
+
+    def steps(self) -> list[int]:
+        return [self.step(rank) for rank in range(len(self.processes))]
+
+    def stop(self) -> None:
+        (self.meeting / "stop").touch()
+        self.all_right()
+
+    def all_right(self) -> None:
+        """Waits for the end. When a rank fails, those that may wait for it are killed."""
+        while any(process.poll() is None for process in self.processes):
+            if any(process.returncode for process in self.processes):
+                self.kill()
+            time.sleep(0.005)
+        assert [process.returncode for process in self.processes] == [0] * len(self.processes), self.words()
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture
+def job(built: Path, tmp_path: Path) -> Iterator[Job]:
+    started = Job(built, tmp_path)
+    yield started
+    started.kill()

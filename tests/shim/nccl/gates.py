@@ -1,0 +1,209 @@
+"""Speaks to the gates of a job's ranks as the daemons will: through their mailboxes, with the cut that the driver computes.
+
+Every method blocks. A command that fails raises `Refused`, with the shim's own words.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import struct
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from migrator.cut import Channel, Cut, Decision, Report, next_targets
+from snapshotd import shimctl, tree
+
+ROOM, CLOSE, TARGETS, REPORT, OPEN, DETACH, NEW_ID, FRESH, ATTACH = range(16, 25)
+
+_COMMAND_AT, _REQUEST_AT, _ANSWER_AT = 36, 72, 76
+_ANSWER = struct.Struct("<IiI4Q512s")
+GRACE_S = 30.0
+
+
+class Refused(Exception):
+    def __init__(self, status: int, words: str) -> None:
+        super().__init__(f"{errno.errorcode.get(status, status)}: {words}")
+        self.status = status
+        self.words = words
+
+
+class Gate:
+    """The NCCL part of one process's shim."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        while (found := shimctl.find(tree.Process.of(pid))) is None or self._owner(found.address) == 0:
+            time.sleep(0.005)
+        self.address = found.address
+
+    def _owner(self, address: int) -> int:
+        with self._memory() as memory:
+            (owner,) = struct.unpack("<i", os.pread(memory, 4, address + 16))
+        return int(owner)
+
+    @contextmanager
+    def _memory(self) -> Iterator[int]:
+        memory = os.open(f"/proc/{self.pid}/mem", os.O_RDWR)
+        try:
+            yield memory
+        finally:
+            os.close(memory)
+
+    def begin(self, command: int, timeout_s: float, length: int) -> int:
+        with self._memory() as memory:
+            (number,) = struct.unpack("<I", os.pread(memory, 4, self.address + _REQUEST_AT))
+            number = number % 0xFFFFFFFE + 1
+            arguments = struct.pack("<I4Q", command, round(timeout_s * 1000), length, 0, 0)
+            os.pwrite(memory, arguments, self.address + _COMMAND_AT)
+            os.pwrite(memory, struct.pack("<I", number), self.address + _REQUEST_AT)
+            (thread,) = struct.unpack("<i", os.pread(memory, 4, self.address + 20))
+        shimctl._libc.tgkill(self.pid, thread, shimctl.RESERVED_SIGNAL)
+        return int(number)
+
+    def finish(self, number: int) -> tuple[list[int], bytes]:
+        while True:
+            with self._memory() as memory:
+                answer, status, _, *result, text = _ANSWER.unpack(
+                    os.pread(memory, _ANSWER.size, self.address + _ANSWER_AT)
+                )
+                if answer == number:
+                    if status:
+                        raise Refused(status, text.partition(b"\0")[0].decode())
+                    return result, os.pread(memory, result[1], result[0]) if result[1] else b""
+            time.sleep(0.0005)
+
+    def send(self, command: int, text: str = "", timeout_s: float = 20.0) -> int:
+        """Begins a command; its number is for `finish`."""
+        data = text.encode()
+        if data:
+            (address, *_), _ = self.finish(self.begin(ROOM, timeout_s, len(data)))
+            with self._memory() as memory:
+                os.pwrite(memory, data, address)
+        return self.begin(command, timeout_s, len(data))
+
+    def ask(self, command: int, text: str = "", timeout_s: float = 20.0) -> str:
+        return self.finish(self.send(command, text, timeout_s))[1].decode()
+
+    def report(self) -> dict[str, Any]:
+        told: dict[str, Any] = json.loads(self.ask(REPORT))
+        return told
+
+    def processor_ns(self) -> dict[int, str]:
+        """How long each thread has run."""
+        used = {}
+        for task in Path(f"/proc/{self.pid}/task").iterdir():
+            try:
+                used[int(task.name)] = (task / "schedstat").read_text().split()[0]
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+        return used
+
+
+class Gates:
+    """All ranks of a job, in the order of their ranks."""
+
+    def __init__(self, pids: Iterable[int]) -> None:
+        self.gates = [Gate(pid) for pid in pids]
+        self._ran: list[dict[int, str]] = [{} for _ in self.gates]
+
+    def all(self, command: int, text: str | Sequence[str] = "", timeout_s: float = 20.0) -> list[str]:
+        """The same command at all ranks at once; what each answers."""
+        texts = [text] * len(self.gates) if isinstance(text, str) else text
+        numbers = [gate.send(command, part, timeout_s) for gate, part in zip(self.gates, texts, strict=True)]
+        return [gate.finish(number)[1].decode() for gate, number in zip(self.gates, numbers, strict=True)]
+
+    def reports(self) -> list[dict[str, Any]]:
+        return [json.loads(told) for told in self.all(REPORT)]
+
+    def to_the_cut(self, patience_s: float = 60.0) -> Cut:
+        """Closes all gates and lets the ranks run on until all stand at one cut."""
+        self.all(CLOSE)
+        cut: Cut | None = None
+        until = time.monotonic() + patience_s
+        while time.monotonic() < until:
+            told = self.reports()
+            cut = next_targets(self._as_reports(told), cut)
+            if cut.decision is Decision.REACHED and not any(report["calling"] for report in told):
+                return cut
+            assert cut.decision is not Decision.NEVER, cut.reason
+            self.all(TARGETS, self._targets(cut.targets, told))
+            time.sleep(0.002)
+        raise AssertionError(f"no cut: {cut.reason if cut else 'no round'}")
+
+    @staticmethod
+    def seats(told: Sequence[Mapping[str, Any]]) -> dict[tuple[str, int], int]:
+        """Which rank of the job has a communicator's seat."""
+        return {
+            (comm["id"], comm["rank"]): rank
+            for rank, report in enumerate(told)
+            for comm in (*report["comms"], *report["ended"])
+            if comm["rank"] >= 0
+        }
+
+    def _as_reports(self, told: Sequence[Mapping[str, Any]]) -> dict[int, Report]:
+        seats = self.seats(told)
+        return {rank: self._as_report(rank, report, seats) for rank, report in enumerate(told)}
+
+    def _as_report(self, rank: int, report: Mapping[str, Any], seats: Mapping[tuple[str, int], int]) -> Report:
+        def channel(comm: str, kind: str, peer: int) -> Channel:
+            if kind == "c":
+                return Channel(comm)
+            other = seats[comm, peer]
+            return Channel(comm, (rank, other) if kind == "s" else (other, rank))
+
+        launched: dict[Channel, int] = {}
+        for comm in (*report["comms"], *report["ended"]):
+            launched[Channel(comm["id"])] = comm["collectives"]
+            for kind, counts in (("s", comm["sent"]), ("r", comm["received"])):
+                launched |= {channel(comm["id"], kind, int(peer)): count for peer, count in counts.items()}
+        held: dict[int, dict[Channel, int]] = {}
+        for thread in report["held"]:
+            group = held.setdefault(thread["thread"], {})
+            for comm, kind, peer, count in thread["group"]:
+                at = channel(comm, kind, peer)
+                group[at] = group.get(at, 0) + count
+        users = {comm["id"]: frozenset(comm["users"]) for comm in report["comms"]}
+        ran, self._ran[rank] = self._ran[rank], self.gates[rank].processor_ns()
+        moved = {thread for thread, spent in self._ran[rank].items() if ran.get(thread) != spent}
+        members = {
+            comm["id"]: tuple(seats.get((comm["id"], seat)) for seat in range(comm["nranks"]))
+            for comm in (*report["comms"], *report["ended"])
+            if comm["nranks"] > 0
+        }
+        running = frozenset().union(*users.values()) & moved - held.keys() if users else frozenset[int]()
+        return Report(launched, held, members, users, running)
+
+    def _targets(self, targets: Mapping[Channel, int], told: Sequence[Mapping[str, Any]]) -> list[str]:
+        seat_of = {(comm, rank): seat for (comm, seat), rank in self.seats(told).items()}
+        texts = []
+        for rank in range(len(self.gates)):
+            lines = []
+            for (comm, pair), count in targets.items():
+                if pair is None:
+                    lines.append(f"{comm} c -1 {count}")
+                    continue
+                for end, other, kind in ((pair[0], pair[1], "s"), (pair[1], pair[0], "r")):
+                    if end == rank:
+                        lines.append(f"{comm} {kind} {seat_of[comm, other]} {count}")
+            texts.append("\n".join(lines))
+        return texts
+
+    # -- taking down and building up
+
+    def detach(self, comms: Iterable[str], timeout_s: float = 20.0) -> None:
+        self.all(DETACH, "\n".join(sorted(comms)), timeout_s)
+
+    def attach(self, told: Sequence[Mapping[str, Any]], comms: Iterable[str], *, how: str = "try") -> None:
+        """Fresh ids from each communicator's first seat, then all ranks at once, in one order."""
+        seats, lines = self.seats(told), []
+        for comm in sorted(comms):
+            lines.append(f"{comm} {self.gates[seats[comm, 0]].ask(NEW_ID)} {how}")
+        self.all(ATTACH, "\n".join(lines))
+
+    def live(self, told: Sequence[Mapping[str, Any]]) -> set[str]:
+        return {comm["id"] for report in told for comm in report["comms"]}

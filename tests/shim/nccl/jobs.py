@@ -1,0 +1,215 @@
+"""Jobs that go on while a test holds, takes down and rebuilds their communicators. Every number is checked in every step.
+
+A job goes on until the file `stop` is in the meeting folder. The first rank sees it and tells the others through a
+broadcast, as a training script would, so all end after the same step.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from ctypes import c_int, c_void_p
+
+from tests.fakes.nccl_calls import Operator, config
+from tests.fakes.nccl_numbers import INT32, INT64
+from tests.fakes.nccl_rank import Buffer, Rank
+
+COUNT = 33
+
+
+def _stops(rank: Rank, comm: c_void_p) -> bool:
+    flag = Buffer(INT32, 1, [int((rank.meeting / "stop").exists())])
+    rank.nccl.ncclBroadcast(flag.address, flag.address, 1, INT32.number, 0, comm, 0)
+    rank.synchronize()
+    return bool(flag.values[0])
+
+
+def _sum(rank: Rank, comm: c_void_p, members: list[int], step: int, stream: int = 0) -> None:
+    send, receive = Buffer(INT64, COUNT, [rank.rank * 1000 + step + i for i in range(COUNT)]), Buffer(INT64, COUNT)
+    rank.nccl.ncclAllReduce(send.address, receive.address, COUNT, INT64.number, Operator.SUM, comm, stream)
+    rank.synchronize(stream)
+    assert receive.values == [sum(member * 1000 + step + i for member in members) for i in range(COUNT)]
+
+
+def _ring(rank: Rank, comm: c_void_p, members: list[int], step: int) -> None:
+    """To the next and from the one before, in one group with a gathering."""
+    n, me = len(members), members.index(rank.rank)
+    there, back = Buffer(INT32, 1, [rank.rank * 7 + step]), Buffer(INT32, 1)
+    mine, all_of_it = Buffer(INT32, 1, [rank.rank + step]), Buffer(INT32, n)
+    rank.nccl.ncclGroupStart()
+    rank.nccl.ncclSend(there.address, 1, INT32.number, (me + 1) % n, comm, 0)
+    rank.nccl.ncclAllGather(mine.address, all_of_it.address, 1, INT32.number, comm, 0)
+    rank.nccl.ncclRecv(back.address, 1, INT32.number, (me - 1) % n, comm, 0)
+    rank.nccl.ncclGroupEnd()
+    rank.synchronize()
+    assert back.values == [members[(me - 1) % n] * 7 + step]
+    assert all_of_it.values == [member + step for member in members]
+
+
+def _scaled(rank: Rank, comm: c_void_p, members: list[int], step: int, op: int) -> None:
+    send, receive = Buffer(INT64, 1, [rank.rank + step]), Buffer(INT64, 1)
+    rank.nccl.ncclAllReduce(send.address, receive.address, 1, INT64.number, op, comm, 0)
+    rank.synchronize()
+    assert receive.values == [sum(3 * (member + step) for member in members)]
+
+
+def _tell_step(rank: Rank, step: int) -> None:
+    (rank.meeting / f"step-{rank.rank}").write_text(str(step))
+
+
+def grid(rank: Rank) -> None:
+    """Tensor x data parallel: the world, rows and columns of a grid, rings within rows, a kept and a short-lived scale."""
+    nccl, n, me = rank.nccl, rank.nranks, rank.rank
+    width = 2 if n > 2 else n
+    world, everybody = rank.world(), list(range(n))
+    row, row_members = nccl.split(world, me // width, me), [r for r in everybody if r // width == me // width]
+    column, column_members = nccl.split(world, me % width, me), [r for r in everybody if r % width == me % width]
+    scalar, op = ctypes.c_int64(3), c_int()
+    nccl.ncclRedOpCreatePreMulSum(ctypes.byref(op), ctypes.byref(scalar), INT64.number, 1, world)
+    scalar.value = 99  # the value was taken when it was given
+    kept, handle = Buffer(INT32, 64), c_void_p()
+    nccl.ncclCommRegister(world, kept.address, 256, ctypes.byref(handle))
+    step = 0
+    while not _stops(rank, world):
+        step += 1
+        _sum(rank, row, row_members, step)
+        if len(row_members) > 1:
+            _ring(rank, row, row_members, step)
+        _sum(rank, column, column_members, step)
+        _scaled(rank, world, everybody, step, op.value)
+        _tell_step(rank, step)
+    nccl.ncclCommDeregister(world, handle)
+    nccl.ncclRedOpDestroy(op, world)
+    for comm in (column, row, world):
+        assert nccl.ask("ncclCommUserRank", comm) >= 0
+        nccl.ncclCommDestroy(comm)
+
+
+def two_threads(rank: Rank) -> None:
+    """A second thread reduces on its own communicator while the main one waits for it in every other step."""
+    nccl, everybody = rank.nccl, list(range(rank.nranks))
+    world, other = rank.world(), rank.world("other")
+    asked, done, ends = threading.Semaphore(0), threading.Semaphore(0), threading.Event()
+    failures: list[BaseException] = []
+
+    def reduce() -> None:
+        try:
+            step = 0
+            while asked.acquire() and not ends.is_set():
+                step += 1
+                _sum(rank, other, everybody, step, stream=0x2000)
+                done.release()
+        except BaseException as failure:
+            failures.append(failure)
+            done.release()
+
+    thread = threading.Thread(target=reduce)
+    thread.start()
+    step = 0
+    while not _stops(rank, world):
+        step += 1
+        asked.release()
+        if step % 2:
+            done.acquire()
+        _sum(rank, world, everybody, step)
+        if not step % 2:
+            done.acquire()
+        assert not failures, failures
+        _tell_step(rank, step)
+    ends.set()
+    asked.release()
+    thread.join()
+    for comm in (other, world):
+        nccl.ncclCommDestroy(comm)
+
+
+def patient(rank: Rank) -> None:
+    """Non-blocking: every call is polled for, as torch does."""
+    nccl, everybody = rank.nccl, list(range(rank.nranks))
+    world = rank.world(settings=config(blocking=False, name="patient"))
+    rank.settle(world)
+    step = 0
+    stop = False
+    while not stop:
+        step += 1
+        send, receive = Buffer(INT64, 1, [rank.rank + step]), Buffer(INT64, 1)
+        flag = Buffer(INT32, 1, [int((rank.meeting / "stop").exists())])
+        nccl.result_of(nccl.ncclAllReduce, send.address, receive.address, 1, INT64.number, Operator.SUM, world, 0)
+        rank.settle(world)
+        nccl.result_of(nccl.ncclBroadcast, flag.address, flag.address, 1, INT32.number, 0, world, 0)
+        rank.settle(world)
+        rank.synchronize()
+        assert receive.values == [sum(everybody) + step * rank.nranks]
+        stop = bool(flag.values[0])
+        _tell_step(rank, step)
+    nccl.result_of(nccl.ncclCommFinalize, world)
+    rank.settle(world)
+    nccl.ncclCommDestroy(world)
+
+
+def makes_and_ends(rank: Rank) -> None:
+    """Communicators come and go in every step: a cut may fall between, or before a creation that others are held at."""
+    nccl, everybody = rank.nccl, list(range(rank.nranks))
+    world = rank.world()
+    step = 0
+    while not _stops(rank, world):
+        step += 1
+        half = nccl.split(world, rank.rank % 2, rank.rank)
+        _sum(rank, half, [r for r in everybody if r % 2 == rank.rank % 2], step)
+        nccl.ncclCommDestroy(half)
+        _sum(rank, world, everybody, step)
+        _tell_step(rank, step)
+    nccl.ncclCommDestroy(world)
+
+
+def all_in_one(rank: Rank) -> None:
+    """One process drives all devices."""
+    nccl, n = rank.nccl, 3
+    comms = (c_void_p * n)()
+    nccl.ncclCommInitAll(comms, n, None)
+    step = 0
+    while not (rank.meeting / "stop").exists():
+        step += 1
+        buffers = [Buffer(INT64, 1, [step * (i + 1)]) for i in range(n)]
+        nccl.ncclGroupStart()
+        for i, buffer in enumerate(buffers):
+            nccl.ncclAllReduce(buffer.address, buffer.address, 1, INT64.number, Operator.SUM, comms[i], 0x1000 * (i + 1))
+        nccl.ncclGroupEnd()
+        for i, buffer in enumerate(buffers):
+            rank.synchronize(0x1000 * (i + 1))
+            assert buffer.values == [step * n * (n + 1) // 2]
+        _tell_step(rank, step)
+    for i in range(n):
+        nccl.ncclCommDestroy(comms[i])
+
+
+def watched(rank: Rank) -> None:
+    """The grid, with a watchdog that asks about the world all the time and must hear success, at once."""
+    nccl, everybody = rank.nccl, list(range(rank.nranks))
+    world = rank.world()
+    ends, failures, asked = threading.Event(), list[str](), [0]
+
+    def watch() -> None:
+        while not ends.wait(0.001):
+            state = nccl.async_error(world)
+            asked[0] += 1
+            (rank.meeting / f"asked-{rank.rank}").write_text(str(asked[0]))
+            if state.name != "SUCCESS":
+                failures.append(state.name)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    step = 0
+    while not _stops(rank, world):
+        step += 1
+        _sum(rank, world, everybody, step)
+        _tell_step(rank, step)
+    ends.set()
+    thread.join()
+    assert not failures, failures
+    nccl.ncclCommDestroy(world)
+
+
+def idle(rank: Rank) -> None:
+    """Has loaded NCCL and does nothing with it."""
+    rank.hear("stop")

@@ -1,0 +1,221 @@
+"""A job is held at a cut in the middle of its traffic, its communicators are taken down and rebuilt, and it goes on, exact."""
+
+from __future__ import annotations
+
+import errno
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.shim.nccl.conftest import Job
+from tests.shim.nccl.gates import CLOSE, DETACH, FRESH, NEW_ID, OPEN, REPORT, Gates, Refused
+
+
+def rebuild(gates: Gates, *, fresh: int | None = None) -> None:
+    """One move as the gates see it; `fresh` is the rank that was moved."""
+    gates.to_the_cut()
+    told = gates.reports()
+    comms = gates.live(told)
+    gates.detach(comms)
+    for report in gates.reports():
+        assert {comm["state"] for comm in report["comms"]} <= {"detached"}
+        assert report["nccl_threads"] == 0
+    if fresh is not None:
+        gates.gates[fresh].ask(FRESH)
+    gates.attach(told, comms)
+    for report in gates.reports():
+        assert {comm["state"] for comm in report["comms"]} <= {"live"}
+
+
+@pytest.mark.parametrize(
+    ("scenario", "nranks"),
+    [("jobs.grid", 2), ("jobs.grid", 4), ("jobs.grid", 8), ("jobs.two_threads", 3), ("jobs.patient", 3), ("jobs.watched", 2)],
+)
+def test_rebuilt_again_and_again_in_the_middle_of_steps(job: Job, scenario: str, nranks: int) -> None:
+    job.start(scenario, nranks)
+    job.reach(2)
+    gates = job.gates()
+    for move in range(5):
+        rebuild(gates, fresh=move % nranks)
+        standing = job.steps()
+        time.sleep(0.05)
+        assert job.steps() == standing
+        gates.all(OPEN)
+        job.reach(max(standing) + 2)
+    assert [report["instance"] for report in gates.reports()] == [
+        len(range(rank, 5, nranks)) for rank in range(nranks)
+    ]
+    job.stop()
+
+
+def test_communicators_that_come_and_go(job: Job) -> None:
+    """A cut may fall where one is being made or has been destroyed by some: only those alive everywhere are rebuilt."""
+    job.start("jobs.makes_and_ends", 4)
+    job.reach(2)
+    gates = job.gates()
+    for _ in range(5):
+        gates.to_the_cut()
+        told = gates.reports()
+        gone = {comm["id"] for report in told for comm in report["ended"]}
+        gates.detach(gates.live(told))
+        gates.attach(told, gates.live(told) - gone)
+        before = max(job.steps())
+        gates.all(OPEN)
+        job.reach(before + 2)
+    job.stop()
+
+
+def test_one_process_with_all_devices(job: Job) -> None:
+    job.start("jobs.all_in_one", 1)
+    job.reach(2)
+    gates = job.gates()
+    for _ in range(3):
+        gates.to_the_cut()
+        told = gates.reports()
+        comms = gates.live(told)
+        assert len(told[0]["comms"]) == 3
+        gates.detach(comms)
+        with pytest.raises(Refused, match="attach it untried"):
+            gates.attach(told, comms)
+        gates.attach(told, comms, how="untried")
+        before = job.step(0)
+        gates.all(OPEN)
+        job.reach(before + 2)
+    job.stop()
+
+
+def test_only_some_are_rebuilt(job: Job) -> None:
+    """Communicators that do not contain the moved rank are left alone."""
+    job.start("jobs.grid", 4)
+    job.reach(2)
+    gates = job.gates()
+    gates.to_the_cut()
+    told = gates.reports()
+    moved = {comm["id"] for comm in told[3]["comms"]}
+    gates.detach(moved)
+    for report in gates.reports():
+        for comm in report["comms"]:
+            assert comm["state"] == ("detached" if comm["id"] in moved else "live")
+    gates.gates[3].ask(FRESH)
+    gates.attach(told, moved)
+    gates.all(OPEN)
+    job.reach(max(job.steps()) + 2)
+    job.stop()
+
+
+def test_commands_may_come_twice(job: Job) -> None:
+    job.start("jobs.grid", 2)
+    job.reach(1)
+    gates = job.gates()
+    gates.all(CLOSE)
+    gates.to_the_cut()
+    told = gates.reports()
+    comms = gates.live(told)
+    for _ in range(2):
+        gates.detach(comms)
+    gates.attach(told, comms)
+    gates.attach(told, comms)
+    for _ in range(2):
+        gates.all(OPEN)
+    job.reach(max(job.steps()) + 2)
+    job.stop()
+
+
+def test_a_watchdog_is_answered_all_along(job: Job) -> None:
+    job.start("jobs.watched", 2)
+    job.reach(1)
+    gates = job.gates()
+    gates.to_the_cut()
+    told = gates.reports()
+
+    def asked() -> int:
+        return int((job.meeting / "asked-0").read_text() or 0)
+
+    for act in (lambda: None, lambda: gates.detach(gates.live(told)), lambda: gates.attach(told, gates.live(told))):
+        act()
+        before = asked()
+        while asked() < before + 5:
+            assert job.processes[0].poll() is None, job.words()
+            time.sleep(0.002)
+    gates.all(OPEN)
+    job.stop()
+
+
+def test_a_peer_that_hangs_makes_attach_fail_in_time_and_the_next_attempt_succeeds(job: Job, tmp_path: Path) -> None:
+    faults = tmp_path / "faults"
+    faults.touch()
+    job.start("jobs.grid", 2, FAKE_NCCL_FAULT_FILE=str(faults))
+    job.reach(1)
+    gates = job.gates()
+    gates.to_the_cut()
+    told = gates.reports()
+    comms = gates.live(told)
+    gates.detach(comms)
+    unique = {comm: gates.gates[gates.seats(told)[comm, 0]].ask(NEW_ID) for comm in sorted(comms)}
+    lines = "\n".join(f"{comm} {identity} try" for comm, identity in unique.items())
+    with pytest.raises(Refused) as refused:
+        gates.gates[0].ask(24, lines, timeout_s=1.0)  # rank 1 never comes
+    assert refused.value.status == errno.ETIMEDOUT
+    assert {comm["state"] for comm in gates.gates[0].report()["comms"]} == {"detached"}
+    assert gates.gates[0].report()["nccl_threads"] == 0
+    gates.attach(told, comms)
+    gates.all(OPEN)
+    job.reach(max(job.steps()) + 2)
+    job.stop()
+
+
+def test_a_communicator_that_cannot_be_rebuilt_is_an_error_to_the_job_not_a_hang(job: Job) -> None:
+    job.start("jobs.grid", 2)
+    job.reach(1)
+    gates = job.gates()
+    gates.to_the_cut()
+    gates.detach(gates.live(gates.reports()))
+    gates.all(OPEN)
+    for process in job.processes:
+        assert process.wait() != 0
+    assert "was taken down for a move and could not be attached again" in job.words()
+
+
+def test_detach_needs_a_closed_gate_and_changes_nothing_without(job: Job) -> None:
+    job.start("jobs.grid", 2)
+    job.reach(1)
+    gates = job.gates()
+    with pytest.raises(Refused, match="the gate is open"):
+        gates.gates[0].ask(DETACH, next(iter(gates.live(gates.reports()))))
+    with pytest.raises(Refused, match="not an id of a communicator"):
+        gates.gates[0].ask(CLOSE)
+        gates.gates[0].ask(DETACH, "nonsense")
+    gates.gates[0].ask(OPEN)
+    job.stop()
+
+
+def test_a_thread_inside_nccl_keeps_its_communicators(job: Job, tmp_path: Path) -> None:
+    """Rank 0 is in an operation that hangs: taking down gives up in time, and nothing has changed."""
+    faults = tmp_path / "faults"
+    faults.touch()
+    job.start("jobs.grid", 2, FAKE_NCCL_FAULT_FILE=str(faults))
+    job.reach(1)
+    gates = job.gates()
+    faults.write_text("allreduce:0:1:hang")
+    while not gates.gates[0].report()["calling"]:
+        time.sleep(0.005)
+    gates.all(CLOSE)
+    with pytest.raises(Refused, match="still inside ncclAllReduce; nothing was taken down"):
+        gates.gates[0].ask(DETACH, "\n".join(gates.live(gates.reports())), timeout_s=0.5)
+    faults.write_text("")
+    gates.all(OPEN)
+    job.reach(max(job.steps()) + 2)
+    job.stop()
+
+
+def test_report_of_a_process_without_nccl_is_empty(tmp_path: Path, built: Path) -> None:
+    job = Job(built, tmp_path)
+    job.start("jobs.idle", 1)
+    try:
+        (report,) = [gate.report() for gate in job.gates().gates]
+        assert report["comms"] == report["held"] == report["calling"] == []
+        assert report["version"] == 22809
+        assert job.gates().gates[0].ask(REPORT)
+    finally:
+        job.kill()
