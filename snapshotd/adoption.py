@@ -15,7 +15,7 @@ from snapshotd.api.errors import Denied, NotFound, Usage
 from snapshotd.blocking import in_thread
 from snapshotd.journal import MoveLog
 from snapshotd.keepers import Hello, KeeperEvents, KeeperLink, Welcome
-from snapshotd.ops import gpu
+from snapshotd.ops import gpu, held
 from snapshotd.ops.forwarding import Forwarding
 from snapshotd.ops.node import Node
 from snapshotd.ops.source import SourceOps
@@ -212,4 +212,6 @@ class Adoption:
 
 
 def _asleep(entry: RankEntry, move_log: MoveLog) -> bool:
-    return entry.group.frozen() or gpu.parked(gpu.from_notes(move_log.note("cuda", [])))
+    nccl = move_log.note("nccl", [])
+    parked = gpu.parked_ones(gpu.from_notes(move_log.note("cuda", [])), held.processes(nccl))
+    return entry.group.frozen() or gpu.parked(parked) or bool(nccl and not move_log.note("gates_opened", False))

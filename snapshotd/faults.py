@@ -56,6 +56,15 @@ class Point(StrEnum):
     REPOINTING = "repointing"  # sockets changed, not yet journalled
     REPOINT = "repoint"
     BEFORE_SETTLE = "before-settle"
+    QUIESCED = "quiesced"  # the gates here are closed
+    BEFORE_DETACH = "before-detach"
+    DETACHED = "detached"  # the communicators of the processes here are down
+    DETACH = "detach"  # those of all members are
+    BEFORE_ATTACH = "before-attach"
+    ATTACHING = "attaching"  # the ids are known, nothing is built yet
+    ATTACHED = "attached"  # the communicators of the processes here are up again
+    ATTACH = "attach"  # those of all members are
+    BEFORE_OPEN = "before-open"
 
 
 _folder: Path | None = None

@@ -38,6 +38,8 @@ class Mark(StrEnum):
     REPOINTING = "re-pointing"  # the ends here are known and about to be changed
     REPOINTED = "re-pointed"  # all of them name the target, silent until the outcome is known
     POINTED_BACK = "pointed back"  # all of them name the source again, silent still
+    # gate
+    GATED = "gated"  # the gates here are about to be closed, or are
 
 
 class Outcome(StrEnum):
@@ -213,6 +215,51 @@ def peer_next(facts: PeerFacts) -> tuple[PeerDecision, str]:
             return PeerDecision.POINT_BACK, "aborted: the ends here belong to the source"
         case _:
             return PeerDecision.CLOSE, "nothing was touched here"
+
+
+class GateDecision(StrEnum):
+    ASK = "ask the source, then the target"
+    LEARN_COMMIT = "write down COMMIT"
+    LEARN_ABORT = "write down ABORT"
+    OPEN = "open the gates"
+    CLOSE = "close"
+
+
+@dataclass(frozen=True)
+class GateFacts:
+    mark: Mark
+    outcome: Outcome | None  # written down here: whoever has communicators to build again has built them
+    source: Outcome | None = None  # the source's answer; None: it has not decided, or does not answer
+    source_undone: bool = False  # … ABORT, and the rank runs there again with its communicators, or is no more
+    source_unknowing: bool = False  # … it has never heard of the move
+    source_silent: bool = False  # … for longer than any undo takes
+    target: CopyState = CopyState.UNREACHABLE
+
+
+def gate_next(facts: GateFacts) -> tuple[GateDecision, str]:
+    """The next act of a daemon that has closed the gates of ranks whose communicators are changed.
+
+    An open gate lets the job use its communicators, so they must be whole on every member before: after COMMIT once the
+    target runs the rank, after ABORT once the source has built them again with its own copy. A gate that stays closed only
+    costs time; one that opens early costs the job. But a job that nobody will ever put together again must hear of it.
+    """
+    if facts.mark is Mark.SETTLED:
+        return GateDecision.CLOSE, "settled"
+    if facts.outcome is not None:
+        return GateDecision.OPEN, f"{facts.outcome}: the job goes on"
+    if facts.target in {CopyState.RUNNING, CopyState.ENDED}:
+        return GateDecision.LEARN_COMMIT, "the target runs the rank"
+    if facts.source is Outcome.ABORT and facts.source_undone:
+        return GateDecision.LEARN_ABORT, "the source has put the rank back"
+    if facts.source_unknowing and facts.target is not CopyState.HELD:
+        return GateDecision.LEARN_ABORT, "the source does not know this move"
+    if facts.source_silent and facts.target in {CopyState.DISCARDED, CopyState.GONE, CopyState.NO_SUCH_MOVE}:
+        return GateDecision.LEARN_ABORT, "the target has no copy of the rank, and the source is silent for too long"
+    if facts.source is Outcome.ABORT:
+        return GateDecision.ASK, "aborted, and the source has not built its communicators again yet"
+    if facts.source is Outcome.COMMIT:
+        return GateDecision.ASK, "committed, but the target has not let its copy go yet"
+    return GateDecision.ASK, "the source has not decided yet, or does not answer"
 
 
 def proof(nonce: bytes, what: str, move: str) -> bytes:

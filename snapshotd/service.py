@@ -27,7 +27,11 @@ from snapshotd.journal import Journal, MoveLog
 from snapshotd.keepers import KeeperLinks
 from snapshotd.net import addresses
 from snapshotd.ops import connections
+from snapshotd.ops.communicators import Communicators
 from snapshotd.ops.forwarding import Forwarding
+from snapshotd.ops.gates import GateOps
+from snapshotd.ops.listing import ranks_of
+from snapshotd.ops.members import Members
 from snapshotd.ops.node import Node, ended_unix_s, where_of
 from snapshotd.ops.peer import PeerOps
 from snapshotd.ops.source import SourceOps
@@ -65,7 +69,9 @@ class Daemon:
         )
         self.relays = Relays(self.node)
         self.peer = PeerOps(self.node)
-        self.source = SourceOps(self.node, self.peer.pending)
+        self.gates = GateOps(self.node)
+        self.members = Members(self.gates, lambda move: self.target.held(move))
+        self.source = SourceOps(self.node, self.peer.pending, Communicators(self.node, self.members))
         self.forwarding = Forwarding(self.node, self.source.leaving.forwarded)
         self.target = TargetOps(self.node, self.relays, self.forwarding)
         self.adoption = Adoption(self.node, self.source, self.target, self.relays, self.forwarding)
@@ -84,6 +90,7 @@ class Daemon:
         rpc.add_SourceServicer_to_server(SourceServicer(self.source), server)
         rpc.add_TargetServicer_to_server(TargetServicer(self), server)
         rpc.add_PeerServicer_to_server(PeerServicer(self.peer, self.forwarding), server)
+        rpc.add_GateServicer_to_server(GateServicer(self.gates, self.members), server)
         rpc.add_HomeServicer_to_server(HomeServicer(self.relays), server)
 
         async def authorise(context: Context, move: str) -> None:
@@ -94,6 +101,8 @@ class Daemon:
         self.source.adopt_journal()
         self.peer.adopt_journal()
         await self.target.adopt_journal()
+        await self.members.adopt_copies()
+        self.gates.adopt_journal()
         await in_thread(self._sweep_filters)
         await self.adoption.sweep()  # before any settling: a dead keeper ends a move
         self.source.settle_all()
@@ -124,9 +133,10 @@ class Daemon:
                     if moving.log.outcome is None:
                         with contextlib.suppress(SnapshotError):
                             await self.source.abort(moving.log.move, "the source daemon was stopped", "source")
-        for moving in [*self.source.moves.values(), *self.target.moves.values(), *self.peer.moves.values()]:
-            if moving.settling is not None:
-                moving.settling.cancel()
+        for ops in (self.source, self.target, self.peer, self.gates):
+            for moving in ops.moves.values():
+                if moving.settling is not None:
+                    moving.settling.cancel()
         self._recalling.cancel()
         await in_thread(self.target.lanes.close_all)
         self.forwarding.stop()
@@ -158,19 +168,6 @@ class Daemon:
             driver_version=inventory.driver_version,
             gpu_problem=inventory.problem,
         )
-
-    async def ranks(self) -> list[pb.Rank]:
-        """The ranks on this node, with the GPUs they are on."""
-        found = [(entry, entry.to_proto(self.node.config.node)) for entry in self.node.ranks.all()]
-        gpus = (await self.gpus.inventory()).gpus if found else ()
-        for entry, rank in found:
-            pids = set(entry.group.pids()) if gpus and not entry.away_node else set()
-            for gpu in gpus:
-                mine = [process for process in gpu.processes if process.pid in pids]
-                if mine:
-                    rank.gpus.append(gpu.uuid)
-                    rank.device_bytes += sum(process.memory_bytes for process in mine)
-        return [rank for _, rank in found]
 
     def move_record(self, move_log: MoveLog) -> pb.MoveRecord:
         begin, outcome = move_log.begin, move_log.outcome
@@ -207,7 +204,7 @@ class NodeServicer(rpc.NodeServicer):
         return await self.daemon.info()
 
     async def ListRanks(self, request: pb.ListRanksRequest, context: Context) -> pb.ListRanksReply:
-        return pb.ListRanksReply(ranks=await self.daemon.ranks())
+        return pb.ListRanksReply(ranks=await ranks_of(self.daemon.node))
 
     async def ListMoves(self, request: pb.ListMovesRequest, context: Context) -> pb.ListMovesReply:
         journal = self.daemon.node.journal
@@ -225,12 +222,18 @@ class SourceServicer(rpc.SourceServicer):
     async def Begin(self, request: pb.BeginRequest, context: Context) -> pb.BeginReply:
         return await whole(self.ops.begin(request))
 
+    async def Detach(self, request: pb.MoveRequest, context: Context) -> pb.DetachReply:
+        return await whole(self.ops.detach(request.move))
+
     async def Freeze(self, request: pb.MoveRequest, context: Context) -> pb.FreezeReply:
         return await whole(self.ops.freeze(request.move))
 
     async def Stream(self, request: pb.MoveRequest, context: Context) -> AsyncIterator[pb.Progress]:
         async for progress in self.ops.stream(request.move):
             yield progress
+
+    async def Attach(self, request: pb.MoveRequest, context: Context) -> pb.AttachReply:
+        return await whole(self.ops.attach(request.move))
 
     async def Renew(self, request: pb.MoveRequest, context: Context) -> pb.RenewReply:
         return await self.ops.renew(request.move)
@@ -304,6 +307,32 @@ class PeerServicer(rpc.PeerServicer):
 
     async def Forward(self, request: pb.ForwardRequest, context: Context) -> pb.ForwardReply:
         return await whole(self.forwarding.set(request, caller(context).name))
+
+
+class GateServicer(rpc.GateServicer):
+    def __init__(self, gates: GateOps, members: Members) -> None:
+        self.gates, self.members = gates, members
+
+    async def Close(self, request: pb.GateRequest, context: Context) -> pb.GateReport:
+        return await whole(self.gates.close(request))
+
+    async def Report(self, request: pb.GateRequest, context: Context) -> pb.GateReport:
+        return await self.gates.report(request)
+
+    async def Target(self, request: pb.GateTargetRequest, context: Context) -> pb.GateReport:
+        return await whole(self.gates.set_targets(request))
+
+    async def Detach(self, request: pb.DetachRequest, context: Context) -> pb.DetachReply:
+        return await whole(self.members.detach(request, caller(context).name))
+
+    async def NewId(self, request: pb.NewIdRequest, context: Context) -> pb.NewIdReply:
+        return await whole(self.members.new_id(request, caller(context).name))
+
+    async def Attach(self, request: pb.AttachRequest, context: Context) -> pb.AttachReply:
+        return await whole(self.members.attach(request, caller(context).name))
+
+    async def Open(self, request: pb.TokenRequest, context: Context) -> pb.OpenReply:
+        return await whole(self.gates.open(request.move, request.token, caller(context).name))
 
 
 class HomeServicer(rpc.HomeServicer):

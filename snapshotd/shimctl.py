@@ -17,7 +17,9 @@ import logging
 import os
 import re
 import struct
+import threading
 import time
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +48,8 @@ _DRIVER_THREAD = re.compile(r"cuda-EvtHandlr|cuda[0-9]{11}")
 _OURS = "start the rank with `migrator run`, and do not clear LD_PRELOAD from its environment"
 
 _libc = ctypes.CDLL(None, use_errno=True)
+_turns: weakref.WeakValueDictionary[tree.Process, threading.RLock] = weakref.WeakValueDictionary()
+_turns_lock = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,16 @@ class Parking:
     managed: int
     exports: int
     imports: int
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a command came to: 0 or an errno, words for it, and two numbers that the command defines."""
+
+    status: int
+    words: str
+    first: int
+    second: int
 
 
 @dataclass(frozen=True)
@@ -73,7 +87,7 @@ class _Box:
     request: int
     answer: int
     status: int
-    result: int
+    result: tuple[int, int]
     text: str
     managed: int
     exports: int
@@ -84,11 +98,11 @@ class _Box:
     def unpack(cls, raw: bytes) -> _Box:
         field = _LAYOUT.unpack(raw)
         magic, abi, _bytes, owner, thread, probe, parked, parked_threads, _command = field[:9]
-        request, answer, status, _unused, result = field[13:18]
+        request, answer, status, _unused = field[13:17]
         text = field[21].partition(b"\0")[0].decode(errors="replace")
         managed, exports, imports = field[22:25]
         return cls(
-            *(magic, abi, owner, thread, probe, parked, parked_threads, request, answer, status, result, text),
+            *(magic, abi, owner, thread, probe, parked, parked_threads, request, answer, status, field[17:19], text),
             *(managed, exports, imports, frozenset(field[25:]) - {0}),
         )
 
@@ -103,6 +117,10 @@ class Mailbox:
     def speaks_our_version(self) -> bool:
         with self._memory(os.O_RDONLY) as memory:
             return os.pread(memory, 12, self.address) == struct.pack("<8sI", _MAGIC, ABI_VERSION)
+
+    def serves(self) -> bool:
+        """Whether the process has a control thread: a program with one thread has none."""
+        return self._read().owner == _inner(self.process)
 
     def state(self) -> Parking:
         box = self._read()
@@ -143,7 +161,28 @@ class Mailbox:
             reason = box.text or os.strerror(box.status)
             _LOG.info("torch's cache in process %d is moved along: %s", self.process.pid, reason)
             return None
-        return box.result
+        return box.result[0]
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
+        """One conversation at a time: a mailbox has room for one request and one answer."""
+        with _turns_lock:
+            turn = _turns.setdefault(self.process, threading.RLock())
+        with turn:
+            yield
+
+    def ask(self, command: int, timeout_s: float, argument: int = 0) -> Answer:
+        """Another part's command (snapshotd/ncclctl.py), with its second argument."""
+        box = self._ask(command, timeout_s, argument)
+        return Answer(box.status, box.text or (os.strerror(box.status) if box.status else ""), *box.result)
+
+    def read(self, address: int, size: int) -> bytes:
+        with self._memory(os.O_RDONLY) as memory:
+            return os.pread(memory, size, address)
+
+    def write(self, address: int, data: bytes) -> None:
+        with self._memory(os.O_RDWR) as memory:
+            os.pwrite(memory, data, address)
 
     def _failure(self, what: str, box: _Box) -> SnapshotError:
         words = f"process {self.process.pid} ({_name(self.process.pid)}): {what}: {box.text or os.strerror(box.status)}"
@@ -155,8 +194,12 @@ class Mailbox:
             )
         return GpuFailed(words, where=Where.SOURCE_RUNNING)
 
-    def _ask(self, command: int, timeout_s: float) -> _Box:
-        number = self._write_request(command, timeout_s)
+    def _ask(self, command: int, timeout_s: float, argument: int = 0) -> _Box:
+        with self.turn():
+            return self._converse(command, timeout_s, argument)
+
+    def _converse(self, command: int, timeout_s: float, argument: int) -> _Box:
+        number = self._write_request(command, timeout_s, argument)
         started = signalled = time.monotonic()
         pause_s = 0.0005
         while True:
@@ -172,7 +215,7 @@ class Mailbox:
             time.sleep(pause_s)
             pause_s = min(pause_s * 1.5, 0.01)
 
-    def _write_request(self, command: int, timeout_s: float) -> int:
+    def _write_request(self, command: int, timeout_s: float, argument: int = 0) -> int:
         box = self._read()
         inner = _inner(self.process)
         if box.owner != inner:
@@ -184,9 +227,8 @@ class Mailbox:
         if number == box.answer:
             number = number % 0xFFFFFFFE + 1
         with self._memory(os.O_RDWR) as memory:
-            os.pwrite(
-                memory, _COMMAND.pack(command, max(1, round(timeout_s * 1000)), 0, 0, 0), self.address + _COMMAND_AT
-            )
+            wanted = _COMMAND.pack(command, max(1, round(timeout_s * 1000)), argument, 0, 0)
+            os.pwrite(memory, wanted, self.address + _COMMAND_AT)
             os.pwrite(memory, struct.pack("<I", number), self.address + _REQUEST_AT)
         self._wake(box)
         return number

@@ -214,6 +214,7 @@ class Dump:
             "sockets": self.log.note("sockets", {}),
             "cuda": [tree.inner_pid(process.pid) for process in gpu.from_notes(self.log.note("cuda", []))],
             "device_bytes": self.log.note("device_bytes", 0),
+            "nccl": [[tree.inner_pid(pid), instance] for pid, _, instance in self.log.note("nccl", [])],
         }
         return json.dumps(meta).encode()
 

@@ -17,7 +17,7 @@ from snapshotd.faults import Point, reach
 from snapshotd.keepers import KeeperLink
 from snapshotd.net.plan import Places
 from snapshotd.net.sockets import tree_flows
-from snapshotd.ops import connections, gpu, newcomers, settings
+from snapshotd.ops import connections, gated, gpu, held, newcomers, settings
 from snapshotd.ops.node import Moving, Node
 from snapshotd.ranks import RankEntry
 from snapshotd.rules import Mark
@@ -46,6 +46,7 @@ async def freeze(
     if len(uses) == 1:
         uses = {uuid: max(0, size - left_bytes) for uuid, size in uses.items()}
     device_bytes = max(0, moving.facts.gpu.device_bytes - left_bytes) if processes else 0
+    nccl = await _in_communicators(moving, entry)
     await in_thread(
         moving.log.mark,
         Mark.FREEZING,
@@ -53,13 +54,14 @@ async def freeze(
         filtered=True,
         newcomers=True,
         cuda=gpu.to_notes(processes),
+        nccl=nccl,
         gpu_uses=uses,
         device_bytes=device_bytes,
     )
     if await in_thread(newcomers.hold, move, await in_thread(tree_flows, group.pids())):
         await in_thread(newcomers.drain, group.pids())
     await link.hold(move)
-    await gpu.hold(node.gpus, processes, group, device_bytes, parts)
+    await gpu.hold(node.gpus, processes, group, device_bytes, parts, held.processes(nccl))
     await in_thread(tree.stop_all, group, FREEZE_S)
     await reach(Point.STOPPED)
     await in_thread(group.freeze, FREEZE_S)
@@ -90,6 +92,23 @@ async def _on_gpus(node: Node, pids: list[int]) -> list[tree.Process]:
     for check in refusals:
         raise Refused(f"{check.name}: {check.reason}", remedy=check.remedy, where=Where.SOURCE_RUNNING)
     return [tree.Process.of(pid) for pid in look.cuda_pids] if look is not None else []
+
+
+async def _in_communicators(moving: Moving, entry: RankEntry) -> list[list[int]]:
+    """The processes whose communicators were taken down for this move, as `held.Notes`. None may still be up: no socket or
+    thread of NCCL's survives a move, and the job would never learn why."""
+    instances = {int(pid): int(number) for pid, number in moving.log.note("nccl_instances", [])}
+    found = []
+    for gated_, report in await gated.find([entry]):
+        up = [comm.id for comm in report.comms if not comm.detached]
+        if up:
+            raise Refused(
+                f"process {gated_.process.pid} has communicators that were not taken down: {', '.join(up[:5])}",
+                remedy="the job was making them; a plain retry is safe",
+                where=Where.SOURCE_RUNNING,
+            )
+        found.append([*gpu.to_notes([gated_.process])[0], instances.get(gated_.inner_pid, report.instance)])
+    return found
 
 
 async def _silence(moving: Moving, entry: RankEntry, link: KeeperLink, places: Places) -> list[pb.Rewire]:

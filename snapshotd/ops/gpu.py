@@ -71,7 +71,7 @@ async def look(gpus: Gpus, pids: Sequence[int]) -> tuple[GpuLook | None, list[pb
 
 
 class _Others(PidList):
-    """The processes of a rank that hold no CUDA."""
+    """The processes of a rank that are not parked."""
 
     def __init__(self, group: Cgroup, holders: Iterable[Process]) -> None:
         self._group, self._holders = group, {process.pid for process in holders}
@@ -116,23 +116,45 @@ def _empty_cache(process: Process) -> int:
     return (mailbox.empty_cache(EMPTY_CACHE_S) or 0) if mailbox is not None else 0
 
 
-async def hold(gpus: Gpus, processes: Sequence[Process], group: Cgroup, device_bytes: int, parts: Parts) -> None:
+async def hold(
+    gpus: Gpus,
+    processes: Sequence[Process],
+    group: Cgroup,
+    device_bytes: int,
+    parts: Parts,
+    nccl: Iterable[Process] = (),
+) -> None:
     """Takes the rank off the GPU: locked, parked, its other processes stopped, device memory in host memory.
 
-    If it fails the rank is somewhere in between, and `bring_back` is the way back from there.
+    `nccl`: processes that build communicators on the target before anything of the job runs there; they are parked as well,
+    with CUDA or without. If it fails the rank is somewhere in between, and `bring_back` is the way back from there.
     """
+    parking = parked_ones(processes, nccl)
+    if not parking:
+        return
+    if processes:
+        await parts.time("lock", _each(processes, lambda process: gpus.lock(process, LOCK_S)))
+        await reach(Point.LOCKED)
+    await parts.time("park", _each(parking, lambda process: in_thread(_mailbox(process).park, PARK_S)))
+    await in_thread(tree.stop_all, _Others(group, parking), STOP_S)
     if not processes:
         return
-    await parts.time("lock", _each(processes, lambda process: gpus.lock(process, LOCK_S)))
-    await reach(Point.LOCKED)
-    await parts.time("park", _each(processes, lambda process: in_thread(_mailbox(process).park, PARK_S)))
-    await in_thread(tree.stop_all, _Others(group, processes), STOP_S)
     limit_s = _copy_s(device_bytes)
     await parts.time("checkpoint", _each(processes, lambda process: gpus.checkpoint(process, limit_s)), device_bytes)
     await reach(Point.CHECKPOINTED)
 
 
-async def bring_back(gpus: Gpus, processes: Sequence[Process], needs: Mapping[str, int], device_bytes: int) -> None:
+def parked_ones(cuda: Iterable[Process], nccl: Iterable[Process]) -> list[Process]:
+    return sorted({*cuda, *nccl})
+
+
+async def bring_back(
+    gpus: Gpus,
+    processes: Sequence[Process],
+    needs: Mapping[str, int],
+    device_bytes: int,
+    nccl: Iterable[Process] = (),
+) -> None:
     """Undo on the source, whose processes run again: device memory back on the GPU it came from, then the job's threads.
 
     `needs`: the bytes on each GPU, by UUID. GpuFailed: the job's threads are still parked and no step was made; try again
@@ -150,7 +172,7 @@ async def bring_back(gpus: Gpus, processes: Sequence[Process], needs: Mapping[st
             await _restore_here(gpus, process, device_bytes)
         if state is not None and state is not State.RUNNING:
             await gpus.unlock(process, LOCK_S)
-    await let_go(alive)
+    await let_go([process for process in parked_ones(alive, nccl) if process.alive()])
 
 
 async def _await_room(gpus: Gpus, needs: Mapping[str, int]) -> None:

@@ -17,7 +17,8 @@ from snapshotd.blocking import in_thread
 from snapshotd.cgroup import Cgroup
 from snapshotd.faults import Point, reach
 from snapshotd.journal import MoveLog
-from snapshotd.ops import connections, gpu, newcomers, settings
+from snapshotd.ops import connections, gpu, held, newcomers, settings
+from snapshotd.ops.communicators import Communicators
 from snapshotd.ops.dump import Dump
 from snapshotd.ops.node import Moving, Node
 from snapshotd.ranks import RankEntry
@@ -33,8 +34,8 @@ FORWARD_S = 30.0
 class Leaving:
     """The acts that end a move on its source. One instance per daemon."""
 
-    def __init__(self, node: Node) -> None:
-        self.node = node
+    def __init__(self, node: Node, communicators: Communicators) -> None:
+        self.node, self.communicators = node, communicators
         self._later: set[asyncio.Task[None]] = set()
         self._forwarded: set[str] = set()  # ranks that left, and where they are now was told here
 
@@ -53,6 +54,7 @@ class Leaving:
         await Dump.sweep(self.node, move_log.move)
         entry = self.own_entry(move_log)
         group = Cgroup(Path(move_log.note("cgroup")))
+        here = move_log.begin.boot_id == host.boot_id() and group.exists()
         if entry is None or not entry.keeper_alive():
             await in_thread(connections.let_go, move_log)  # nobody goes on with them: the others hear of its end
             await in_thread(newcomers.admit, move_log)
@@ -63,7 +65,6 @@ class Leaving:
             if entry.link is not None:
                 with contextlib.suppress(SnapshotError):  # a keeper that is not connected is told when it is
                     await entry.link.resume(move_log.move)
-            here = move_log.begin.boot_id == host.boot_id() and group.exists()
             if here:
                 await in_thread(connections.wake, group.pids())
             await in_thread(connections.let_go, move_log)
@@ -74,15 +75,18 @@ class Leaving:
                 await in_thread(group.thaw, KILL_S)
                 await self._bring_back(moving, group)
                 await in_thread(settings.resume, move_log.note("sockets", {}).get("timers", []))
+        if here and entry is not None and entry.keeper_alive():
+            await self.communicators.put_back(moving)
         await self._close(moving)
+        await self.communicators.open_all(moving)
 
     async def _bring_back(self, moving: Moving, group: Cgroup) -> None:
         """A GPU rank's device memory, then its threads. A rank whose device memory the driver lost is ended: its launcher
         hears of it now, not after a time-out of hours."""
         note = moving.log.note
-        processes = gpu.from_notes(note("cuda", []))
+        processes, nccl = gpu.from_notes(note("cuda", [])), held.processes(note("nccl", []))
         try:
-            await gpu.bring_back(self.node.gpus, processes, note("gpu_uses", {}), note("device_bytes", 0))
+            await gpu.bring_back(self.node.gpus, processes, note("gpu_uses", {}), note("device_bytes", 0), nccl)
         except gpu.Lost as lost:
             moving.failure = f"the rank was ended: {lost}"
             log.error("rank %s: %s", moving.log.begin.rank, moving.failure)

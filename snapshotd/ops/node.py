@@ -65,6 +65,8 @@ class Moving:
     done: bool = False  # target: woken or dropped, nothing is left to do
     waiting_for: str = ""
     pause_s: float = 0.0  # source: what the driver saw, for the history
+    undoing_since_s: float = 0.0  # source: CLOCK_BOOTTIME of the first try to build communicators again
+    answered_s: float = field(default_factory=host.boottime_s)  # gate: when the source last did
 
     def renew(self) -> None:
         self.lease_ends_s = host.boottime_s() + self.log.begin.lease_s

@@ -92,6 +92,8 @@ class Restore:
         processes = _processes(group.pids(), meta["cuda"])
         pairs = [Pair(old, new) for old, new in self.log.note("gpu_pairs", [])]
         await gpu.revive(self.node.gpus, processes, group, pairs, meta["device_bytes"], parts)
+        in_nccl = _processes(group.pids(), [pid for pid, _ in meta["nccl"]])
+        nccl = [[*note, number] for note, (_, number) in zip(gpu.to_notes(in_nccl), meta["nccl"], strict=True)]
         await link.restored(answer.restore.pid)
         await in_thread(_set_affinity, group.pids(), meta)
         entry.pid, entry.start_ticks, entry.link = root.pid, root.start_ticks, link
@@ -103,6 +105,7 @@ class Restore:
             "stopped_before": meta["stopped_before"],
             "sockets": meta["sockets"],
             "cuda": gpu.to_notes(processes),
+            "nccl": nccl,
             "role": "guest",
         }
 

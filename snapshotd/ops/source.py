@@ -18,10 +18,12 @@ from snapshotd.api.client import DaemonClient
 from snapshotd.api.errors import (
     Busy,
     GpuFailed,
+    NcclFailed,
     NotFound,
     RankGone,
     SnapshotError,
     Timeout,
+    Unreachable,
     Usage,
     Where,
     WrongState,
@@ -31,7 +33,8 @@ from snapshotd.faults import Point, reach
 from snapshotd.journal import Begin, MoveLog, OutcomeRecord, check_move_id
 from snapshotd.logs import move_context
 from snapshotd.net.plan import Places
-from snapshotd.ops import connections, freezing, gpu
+from snapshotd.ops import communicators, connections, freezing, gpu
+from snapshotd.ops.communicators import Communicators
 from snapshotd.ops.dump import Dump
 from snapshotd.ops.leaving import Leaving
 from snapshotd.ops.node import Moving, Node, now_unix_s, to_the_end, where_on_source
@@ -51,10 +54,11 @@ _CUT_SHORT = {Mark.FREEZING, Mark.FROZEN}
 class SourceOps:
     """One instance per daemon."""
 
-    def __init__(self, node: Node, pending: Callable[[Iterable[int]], str]) -> None:
+    def __init__(self, node: Node, pending: Callable[[Iterable[int]], str], communicators: Communicators) -> None:
         self.node = node
         self.moves: dict[str, Moving] = {}
-        self.leaving = Leaving(node)
+        self.communicators = communicators
+        self.leaving = Leaving(node, communicators)
         self._pending = pending  # the move of another rank that has re-pointed sockets of these processes and goes on
 
     # ------------------------------------------------------------------ steps, each idempotent by (move, step)
@@ -146,13 +150,43 @@ class SourceOps:
             start_ticks=entry.start_ticks,
             cgroup=entry.cgroup,
             role=entry.role,
+            nodes=[[node.name, node.endpoint, list(node.addresses)] for node in request.nodes],
         )
         moving = self._track(move_log)
-        moving.nodes = list(request.nodes)
         self.settle_all()
         moving.facts = (await self._facts(entry))[0]
         await reach(Point.BEGIN)
         return pb.BeginReply()
+
+    @to_the_end
+    async def detach(self, move: str) -> pb.DetachReply:
+        """Takes the rank's communicators down on all their members. If it fails some are down, and the driver aborts."""
+        moving = self._moving(move)
+        async with moving.lock:
+            self._still_open(moving)
+            if moving.log.last_mark is not Mark.BEGUN:
+                raise WrongState(f"move {move} is {moving.log.last_mark}", where=where_on_source(moving.log))
+            with move_context(move=move, rank=moving.log.begin.rank, phase="detach"):
+                reply = await self.communicators.detach(moving)
+            moving.renew()
+            return reply
+
+    @to_the_end
+    async def attach(self, move: str) -> pb.AttachReply:
+        """Builds them again with the target's held copy. If it fails they are down, and the driver aborts."""
+        moving = self._moving(move)
+        async with moving.lock:
+            self._still_open(moving)
+            if not communicators.down(moving):
+                return pb.AttachReply()
+            if moving.log.last_mark is not Mark.STREAMED:
+                raise WrongState(f"move {move} is {moving.log.last_mark}", where=where_on_source(moving.log))
+            with move_context(move=move, rank=moving.log.begin.rank, phase="reattach"):
+                reply = await self.communicators.attach(moving, moving.log.begin.target_node)
+                await in_thread(moving.log.mark, Mark.STREAMED, attached=True)
+                await reach(Point.ATTACH)
+            moving.renew()
+            return reply
 
     @to_the_end
     async def freeze(self, move: str) -> pb.FreezeReply:
@@ -211,6 +245,7 @@ class SourceOps:
                     raise WrongState("the target's receipt for a held copy is missing", where=Where.SOURCE_FROZEN)
                 if moving.log.last_mark is not Mark.STREAMED:
                     raise WrongState(f"move {move} is {moving.log.last_mark}", where=where_on_source(moving.log))
+                communicators.must_be_attached(moving)
                 await reach(Point.BEFORE_COMMIT)
                 if moving.lease_expired:
                     await self._settle_once(moving)
@@ -240,8 +275,9 @@ class SourceOps:
                 moving.lease_ends_s = 0.0
             try:
                 await self._settle_once(moving)
-            except (GpuFailed, Timeout) as error:
-                # ABORT stands, and the settling task goes on trying to give the rank its device memory back.
+            except (GpuFailed, NcclFailed, Timeout, Unreachable) as error:
+                # ABORT stands, and the settling task goes on trying to give the rank back what is missing: its device
+                # memory, its communicators.
                 moving.waiting_for = error.message
             return self._outcome(moving)
 
@@ -312,7 +348,7 @@ class SourceOps:
                 log.info("taking up move %s of an earlier life: %s", move_log.move, move_log.last_mark)
 
     def _track(self, move_log: MoveLog) -> Moving:
-        moving = Moving(move_log)
+        moving = _recalled(move_log)
         moving.renew()
         self.moves[move_log.move] = moving
         return moving
@@ -359,6 +395,7 @@ class SourceOps:
                 case SourceDecision.THAW:
                     await self.leaving.thaw(moving)
                 case SourceDecision.HAND_TOKEN:
+                    await self._attach_late(moving)
                     token = rules.proof(move_log.nonce, "COMMIT", move_log.move)
                     async with self._target(move_log) as client:
                         await client.target.Activate(pb.TokenRequest(move=move_log.move, token=token), timeout_s=30)
@@ -372,6 +409,16 @@ class SourceOps:
                     return
                 case _:
                     return
+
+    async def _attach_late(self, moving: Moving) -> None:
+        """The copy here was lost before the driver had the communicators built again, and COMMIT stands all the same: they
+        are built before anything of the rank runs, if they can be."""
+        if communicators.down(moving):
+            try:
+                await self.communicators.attach(moving, moving.log.begin.target_node)
+            except SnapshotError as error:
+                log.error("the rank goes on without its communicators: %s", error.message)
+            await in_thread(moving.log.mark, Mark.STREAMED, attached=True)
 
     async def _gather(self, moving: Moving) -> SourceFacts:
         move_log = moving.log
@@ -423,7 +470,7 @@ class SourceOps:
             move_log = self.node.journal.find(move)
             if move_log is None or move_log.begin.role != "source":
                 raise NotFound(f"this node is not the source of move {move}")
-            found = self.moves[move] = Moving(move_log)
+            found = self.moves[move] = _recalled(move_log)
         return found
 
     def _still_open(self, moving: Moving) -> None:
@@ -451,8 +498,9 @@ class SourceOps:
         move_log, record = moving.log, moving.log.outcome
         where, reason = where_on_source(move_log), record.reason if record is not None else ""
         if record is not None and record.outcome is Outcome.ABORT and move_log.begin.rank_uid:
+            reason = "; ".join(filter(None, (reason, moving.failure)))
             if not self._copy_exists(move_log):
-                where, reason = Where.ENDED, "; ".join(filter(None, (reason, moving.failure)))
+                where = Where.ENDED
             elif move_log.last_mark is not Mark.SETTLED:
                 where, reason = Where.SOURCE_FROZEN, f"{reason}; not thawed yet: {moving.waiting_for}"
         if record is None:
@@ -464,6 +512,12 @@ class SourceOps:
             token=rules.proof(move_log.nonce, record.outcome.value, move_log.move),
             where=where.value,
         )
+
+
+def _recalled(move_log: MoveLog) -> Moving:
+    """A move, with the nodes that the driver named when it began."""
+    nodes = [pb.NodeAddresses(name=n, endpoint=e, addresses=a) for n, e, a in move_log.note("nodes", [])]
+    return Moving(move_log, nodes=nodes)
 
 
 async def _keeper_back(entry: RankEntry) -> None:

@@ -23,7 +23,7 @@ from snapshotd.faults import Point, reach
 from snapshotd.images.bulk import BulkLanes
 from snapshotd.journal import Begin, MoveLog, check_move_id
 from snapshotd.logs import move_context
-from snapshotd.ops import connections, gpu, settings
+from snapshotd.ops import connections, gpu, held, settings
 from snapshotd.ops.forwarding import Forwarding
 from snapshotd.ops.node import Moving, Node, now_unix_s, to_the_end
 from snapshotd.ops.restore import Restore
@@ -407,6 +407,13 @@ class TargetOps:
             found = self.moves[move] = Moving(move_log)
         return found
 
+    def held(self, move: str) -> Moving | None:
+        """The move whose copy is held here and may neither run nor go yet."""
+        moving = self.moves.get(move)
+        if moving is None or moving.log.last_mark is not Mark.HELD or moving.log.outcome is not None:
+            return None
+        return moving if copy_exists(moving.log) else None
+
     def _undecided(self, moving: Moving) -> None:
         outcome = moving.log.outcome
         if outcome is not None:
@@ -436,7 +443,7 @@ _resuming: set[asyncio.Task[None]] = set()
 
 async def wake(move_log: MoveLog) -> None:
     """Lets an activated copy run: its packets, SIGCONT, then the freezer, so that all of it goes at once, and the
-    threads that were parked for the GPU. Repeatable."""
+    threads that were parked for the GPU, and its gates. Repeatable."""
     group = Cgroup(Path(move_log.note("cgroup")))
     sockets = move_log.note("sockets", {})
     for refused in await in_thread(settings.put_back, group.pids(), sockets):
@@ -444,7 +451,11 @@ async def wake(move_log: MoveLog) -> None:
     await in_thread(connections.let_go, move_log)
     await in_thread(tree.continue_all, group.pids(), move_log.note("stopped_before", []))
     await in_thread(group.thaw, WAKE_S)
-    await gpu.let_go(gpu.from_notes(move_log.note("cuda", [])))
+    nccl = move_log.note("nccl", [])
+    await gpu.let_go(gpu.parked_ones(gpu.from_notes(move_log.note("cuda", [])), held.processes(nccl)))
+    if nccl and not move_log.note("gates_opened", False):
+        await held.open_gates(nccl)
+        await in_thread(move_log.mark, Mark.ACTIVATED, gates_opened=True)
     if timers := sockets.get("timers"):
         task = asyncio.create_task(in_thread(settings.resume_there, group.pids(), timers))
         _resuming.add(task)
