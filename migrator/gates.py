@@ -196,7 +196,9 @@ def _handing(
         processes.setdefault(reading.node, []).append(targets)
 
     async def ask(client: DaemonClient, node: str) -> pb.GateReport:
-        handed = pb.GateTargetRequest(gate=request, processes=processes.get(node, []))
+        if node not in processes:  # none of its processes had a gate, so nothing is journalled there
+            return await client.gate.Close(request, timeout_s=_left(deadline))
+        handed = pb.GateTargetRequest(gate=request, processes=processes[node])
         return await client.gate.Target(handed, timeout_s=_left(deadline))
 
     return ask

@@ -1,0 +1,129 @@
+"""Jobs on the stand-in for NCCL in the lab: every rank protected, its output beside that of an undisturbed run."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+from integration.harness import WORKLOADS, Cluster, Job, until
+from snapshotd.journal import Journal
+from snapshotd.rules import Mark
+
+SOURCES = Path(__file__).parents[1] / "tests" / "fakes" / "nccl"
+WORK = Path(__file__).parent / ".work" / "nccl"
+PROGRAM = (sys.executable, str(WORKLOADS / "nccl_steps.py"))
+
+
+@cache
+def library_dir() -> Path:
+    """Where the stand-in is, built once. On storage that all nodes of the lab see under the same name."""
+    folder = WORK / "library"
+    made = subprocess.run(["make", "-C", SOURCES, "-j2", f"BUILD={folder}"], capture_output=True, text=True)
+    assert made.returncode == 0, made.stdout + made.stderr
+    return folder
+
+
+def _meeting() -> Path:
+    folder = WORK / f"meeting-{time.monotonic_ns()}"
+    folder.mkdir(parents=True)
+    return folder
+
+
+@cache
+def undisturbed(shape: str, ranks: int, steps: int) -> tuple[str, ...]:
+    """What each rank prints where nothing moves and nothing is preloaded."""
+    meeting = _meeting()
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(library_dir())}
+    running = [
+        subprocess.Popen(
+            [*PROGRAM, *_arguments(meeting, shape, rank, ranks, steps, 0.0)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    told = tuple(process.communicate(timeout=60)[0] for process in running)
+    shutil.rmtree(meeting)
+    assert all(text.endswith("DONE\n") for text in told), told
+    return told
+
+
+def _arguments(meeting: Path, shape: str, rank: int, ranks: int, steps: int, pace_s: float) -> list[str]:
+    given = {"meeting": meeting, "rank": rank, "ranks": ranks, "shape": shape, "steps": steps, "pace-s": pace_s}
+    return [word for name, value in given.items() for word in (f"--{name}", str(value))]
+
+
+@dataclass
+class NcclJob:
+    """One job, rank r on `places[r]` at first."""
+
+    nodes: Cluster
+    places: Sequence[str]
+    shape: str = "world"
+    steps: int = 200
+    pace_s: float = 0.02
+    stuck: Mapping[int, int] = field(default_factory=dict)  # ranks that wait, in a step, for the file `go`
+    ranks: list[Job] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.meeting = _meeting()
+        name = f"nccl{time.monotonic_ns() % 10**9}"
+        for rank, node in enumerate(self.places):
+            words = _arguments(self.meeting, self.shape, rank, len(self.places), self.steps, self.pace_s)
+            environment = [f"LD_LIBRARY_PATH={library_dir()}", f"FAKE_NCCL_FAULT_FILE={self._faults(rank)}"]
+            self._faults(rank).touch()
+            if rank in self.stuck:
+                words += ["--stuck-at", str(self.stuck[rank])]
+            command = ["env", *environment, *PROGRAM, *words]
+            self.ranks.append(self.nodes.start(node, command, rank=rank, job=name))
+
+    def _faults(self, rank: int) -> Path:
+        return self.meeting / f"faults-{rank}"
+
+    def fault(self, rank: int, entry: str) -> None:
+        """What the stand-in does wrong in this rank's process from now on: see tests/fakes/nccl/faults.c. "": nothing."""
+        fresh = self.meeting / f"faults-{rank}.new"
+        fresh.write_text(entry)
+        fresh.rename(self._faults(rank))
+
+    def await_lines(self, count: int) -> None:
+        for rank in self.ranks:
+            rank.await_lines(count)
+
+    def await_progress(self, lines: int = 3) -> None:
+        """Every rank goes on."""
+        before = [len(rank.lines()) for rank in self.ranks]
+        for rank, had in zip(self.ranks, before, strict=True):
+            try:
+                rank.await_lines(min(had + lines, self.steps), 30)
+            except AssertionError as error:
+                raise AssertionError(f"{error}\n{self.nodes.logs()}") from None
+
+    def ends_well(self) -> None:
+        """Every rank prints what it would have printed, and nothing of the job or its moves is left."""
+        for number, rank in enumerate(self.ranks):
+            assert rank.finish(120) == 0, f"rank {number}: {rank.text()[-500:]}\n{self.nodes.logs()}"
+        assert tuple(rank.text() for rank in self.ranks) == undisturbed(self.shape, len(self.places), self.steps)
+        until(
+            f"nothing is left\n{self.nodes.logs()}", lambda: not self.nodes.leftovers() and not closed_gates(self.nodes)
+        )
+        shutil.rmtree(self.meeting, ignore_errors=True)
+
+
+def closed_gates(nodes: Cluster) -> list[str]:
+    """Gates that some node's journal has as closed."""
+    found = []
+    for node in nodes.lab.nodes:
+        folder = nodes.lab.layout.state / node / "gate"
+        logs = Journal(folder).all() if folder.exists() else []
+        found += [f"{node} {log.move} {log.last_mark}" for log in logs if log.last_mark is not Mark.SETTLED]
+    return found

@@ -1,0 +1,180 @@
+"""Ranks that speak NCCL move: real daemons, CRIU and shim, with the stand-in for NCCL under it; results exact.
+
+The same with the real library, on a GPU, is integration/gpu.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from integration.harness import Cluster, cluster, until
+from integration.nccl_nodes import NcclJob, closed_gates
+from snapshotd.faults import Point
+
+pytestmark = pytest.mark.timeout(180)
+
+SOURCE, PEER, THIRD, TARGET = NODES = ("node-1", "node-2", "node-3", "spare-1")
+UNDONE = 11
+
+
+@pytest.fixture(scope="module")
+def made() -> Iterator[Cluster]:
+    folder = Path(__file__).parent / ".work" / "nccl-ranks"
+    folder.mkdir(parents=True, exist_ok=True)
+    with cluster(folder, "nccl", NODES) as nodes:
+        yield nodes
+
+
+@pytest.fixture
+def nodes(made: Cluster) -> Iterator[Cluster]:
+    yield made
+    made.tidy()
+
+
+def names(told: dict[str, Any]) -> list[str]:
+    return [phase["name"] for phase in told["phases"]]
+
+
+# ---------------------------------------------------------------- moves
+
+
+@pytest.mark.parametrize("moved", [0, 1])
+def test_two_ranks_there_and_back(nodes: Cluster, moved: int) -> None:
+    """The one that makes the ids, and the other."""
+    job = NcclJob(nodes, [SOURCE, SOURCE] if moved else [SOURCE, PEER])
+    job.await_lines(5)
+    home = job.places[moved]
+    for to in (TARGET, home):
+        told = nodes.move(job.ranks[moved], to, rank=moved)
+        assert {"quiesce", "detach", "reattach", "open"} <= set(names(told))
+        job.await_progress()
+    job.ends_well()
+
+
+def test_four_ranks_with_splits_and_sends(nodes: Cluster) -> None:
+    job = NcclJob(nodes, [SOURCE, SOURCE, PEER, PEER], shape="pairs", steps=250, pace_s=0.01)
+    job.await_lines(5)
+    for rank, to in ((1, TARGET), (2, SOURCE), (1, PEER)):
+        nodes.move(job.ranks[rank], to, rank=rank)
+        job.await_progress()
+    job.ends_well()
+
+
+def test_tensor_pipeline_and_data_parallel(nodes: Cluster) -> None:
+    """Eight processes on three nodes; ranks of both pipeline stages move in the middle of a step."""
+    places = [SOURCE, SOURCE, SOURCE, PEER, PEER, PEER, THIRD, THIRD]
+    job = NcclJob(nodes, places, shape="grid", steps=120, pace_s=0.01)
+    job.await_lines(5)
+    for rank, to in ((5, TARGET), (2, TARGET), (5, PEER)):
+        nodes.move(job.ranks[rank], to, rank=rank)
+        job.await_progress()
+    job.ends_well()
+
+
+def test_a_rank_without_communicators_leaves_the_gates_alone(nodes: Cluster) -> None:
+    job = nodes.workload(SOURCE, "chain.py")
+    job.await_lines(5)
+    told = nodes.move(job, TARGET)
+    assert not {"quiesce", "detach", "reattach", "open"} & set(names(told))
+    journals = [path for node in NODES for path in (nodes.lab.layout.state / node / "gate").glob("**/*")]
+    assert not [path for path in journals if told["move"] in path.name]
+    job.await_progress()
+
+
+# ---------------------------------------------------------------- moves that do not work
+
+
+def test_a_rank_stuck_in_its_own_code_is_given_up_and_the_job_goes_on(nodes: Cluster) -> None:
+    job = NcclJob(nodes, [SOURCE, PEER], steps=60, stuck={1: 20})
+    job.ranks[1].await_lines(20)
+    done = nodes.migrator(
+        *("move", "--rank", "0", "--job", job.ranks[0].name, "--to", TARGET, "--quiesce-timeout", "1", "--json")
+    )
+    assert done.returncode == UNDONE, done.stdout + done.stderr
+    told = json.loads(done.stdout)
+    assert "rank 1 has not reached operation" in told["reason"], told
+    assert told["where"] == "running on source", told
+    assert "detach" not in names(told)
+    (job.meeting / "go").touch()
+    job.await_progress()
+    nodes.move(job.ranks[0], TARGET)
+    job.ends_well()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_nccl_says_no_while_communicators_are_built(nodes: Cluster, rank: int) -> None:
+    """On the member that moves, or on the one that stays: undone, with communicators built anew, and the job goes on."""
+    job = NcclJob(nodes, [SOURCE, PEER])
+    job.await_lines(5)
+    job.fault(rank, f"init:{rank}:1:fail-remote")
+    told = nodes.move(job.ranks[0], TARGET, expect=UNDONE)
+    assert told["where"] == "running on source", told
+    job.fault(rank, "")
+    job.await_progress()
+    nodes.move(job.ranks[0], TARGET)
+    job.ends_well()
+
+
+@pytest.mark.slow
+def test_a_peer_that_hangs_while_communicators_are_built(nodes: Cluster) -> None:
+    job = NcclJob(nodes, [SOURCE, PEER], steps=300)
+    job.await_lines(5)
+    job.fault(1, "init:1:1:hang")
+    told = nodes.move(job.ranks[0], TARGET, expect=UNDONE, timeout_s=150)
+    assert told["where"] == "running on source", told
+    job.fault(1, "")
+    job.await_progress()
+    job.ends_well()
+
+
+# ---------------------------------------------------------------- whoever is killed
+
+
+@pytest.mark.parametrize(
+    ("node", "point"),
+    [(SOURCE, Point.QUIESCED), (SOURCE, Point.DETACH), (SOURCE, Point.ATTACH), (PEER, Point.DETACHED)],
+)
+def test_the_driver_is_killed(nodes: Cluster, node: str, point: Point) -> None:
+    """The daemons undo it when the lease is over: communicators whole, gates open."""
+    job = NcclJob(nodes, [SOURCE, PEER], steps=250)
+    job.await_lines(5)
+    nodes.fault(node, point, "wait")
+    with nodes.begin_move(job.ranks[0], TARGET, more=("--lease", "2")) as asked:
+        until(f"{point}\n{nodes.logs()}", lambda: nodes.fired(node) or asked.poll() is not None, 30)
+        asked.kill()
+        asked.wait(10)
+    with contextlib.suppress(FileNotFoundError):
+        (nodes.run_dir(node) / f"{point}.go").touch()
+    job.await_progress()
+    nodes.move(job.ranks[0], TARGET)
+    job.ends_well()
+
+
+KILLS = [
+    *((SOURCE, point) for point in (Point.QUIESCED, Point.DETACHED, Point.DETACH, Point.ATTACH, Point.BEFORE_OPEN)),
+    *((PEER, point) for point in (Point.QUIESCED, Point.DETACHED, Point.ATTACHING, Point.ATTACHED, Point.BEFORE_OPEN)),
+    *((TARGET, point) for point in (Point.ATTACHING, Point.ATTACHED, Point.BEFORE_ACTIVATE)),
+]
+
+
+@pytest.mark.parametrize(("node", "point"), KILLS)
+def test_a_daemon_is_killed(nodes: Cluster, node: str, point: Point) -> None:
+    """Moved or undone, the job goes on with exact results, and no gate stays closed."""
+    job = NcclJob(nodes, [SOURCE, PEER], steps=250)
+    job.await_lines(5)
+    nodes.fault(node, point, "kill")
+    with nodes.begin_move(job.ranks[0], TARGET, more=("--lease", "2")) as asked:
+        until(f"{point}\n{nodes.logs()}", lambda: nodes.lab.daemon_pid(node) is None or asked.poll() is not None, 60)
+        assert nodes.lab.daemon_pid(node) is None, f"{asked.communicate()}\n{nodes.logs()}"
+        nodes.lab.start_daemon(node)
+        out, errors = asked.communicate(timeout=120)
+    assert asked.returncode in {0, UNDONE}, f"{out}{errors}{nodes.logs()}"
+    job.await_progress()
+    until("open gates", lambda: not closed_gates(nodes), 30)
+    job.ends_well()
