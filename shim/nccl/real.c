@@ -137,34 +137,60 @@ static int copy_to(int copy, char *words, size_t room)
 	return 0;
 }
 
+/* What the dynamic linker loads from a memory file with these bytes. It takes a name or an inode that it knows, of an earlier
+ * copy, perhaps made on another node, for the library it has: then another memory file is tried, with another of both. */
+static void *load_copy(char *words, size_t room, int *failed)
+{
+	int copies[8], tries = 0;
+	void *library = NULL, *known = NULL;
+	char name[64];
+
+	do {
+		int copy = copies[tries] = memfd_create("libnccl.so.2", MFD_CLOEXEC);
+
+		if (copy < 0) {
+			*failed = errno;
+			snprintf(words, room, "no memory file for a fresh copy of NCCL: %s", strerror(*failed));
+			break;
+		}
+		tries++;
+		*failed = copy_to(copy, words, room);
+		if (*failed)
+			break;
+		snprintf(name, sizeof(name), "/proc/self/fd/%d", copy);
+		known = dlopen(name, RTLD_NOW | RTLD_NOLOAD);
+		if (known) {
+			dlclose(known);
+			continue;
+		}
+		library = dlopen(name, RTLD_NOW | RTLD_LOCAL);
+		if (!library) {
+			*failed = ELIBACC;
+			snprintf(words, room, "a fresh copy of %s does not load: %s", path, dlerror());
+		}
+	} while (known && tries < (int)(sizeof(copies) / sizeof(*copies)));
+	while (tries > 0)
+		close(copies[--tries]);
+	return library;
+}
+
 int real_load_fresh(char *words, size_t room)
 {
 	struct nccl_instance *old = real_instance(), *fresh;
-	char name[64];
 	void *library;
-	int copy, failed;
+	int failed = 0;
 
 	if (!old) {
 		snprintf(words, room, "the process has loaded no NCCL");
 		return ENOENT;
 	}
-	copy = memfd_create("libnccl.so.2", MFD_CLOEXEC);
-	if (copy < 0) {
-		failed = errno;
-		snprintf(words, room, "no memory file for a fresh copy of NCCL: %s", strerror(failed));
+	library = load_copy(words, room, &failed);
+	if (failed)
 		return failed;
-	}
-	failed = copy_to(copy, words, room);
-	if (failed) {
-		close(copy);
-		return failed;
-	}
-	snprintf(name, sizeof(name), "/proc/self/fd/%d", copy);
-	library = dlopen(name, RTLD_NOW | RTLD_LOCAL);
-	close(copy);
 	fresh = library ? instance_of(library, old->number + 1) : NULL;
 	if (!fresh) {
-		snprintf(words, room, "a fresh copy of %s does not load: %s", path, library ? "out of memory" : dlerror());
+		snprintf(words, room, "a fresh copy of %s does not load: %s", path,
+			 library ? "out of memory" : "the dynamic linker takes it for an earlier one");
 		return ELIBACC;
 	}
 	atomic_store_explicit(&current, fresh, memory_order_release);
