@@ -90,16 +90,27 @@ def reports(pids: Iterable[int]) -> list[tuple[tree.Process, Report]]:
             mailbox = shimctl.find(process)
             if mailbox is None or not mailbox.serves():
                 continue
-            if tree.stopped(pid):
+            if tree.stopped(pid) and _has_threads(pid):
                 raise Timeout(
                     f"process {pid} is stopped by a signal and cannot say which communicators it has",
                     remedy=f"continue it (kill -CONT {pid})",
                     where=Where.SOURCE_RUNNING,
                 )
+            if tree.stopped(pid):
+                continue
             report = read(process)
             if report.comms:
                 found.append((process, report))
     return found
+
+
+def _has_threads(pid: int) -> bool:
+    """Whether NCCL is at work in a process that cannot be asked."""
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            if "nccl" in (task / "comm").read_text(errors="replace").lower():
+                return True
+    return False
 
 
 def read(process: tree.Process) -> Report:

@@ -90,6 +90,7 @@ class SourceOps:
     async def _facts(self, entry: RankEntry) -> tuple[pb.RankFacts, list[pb.Check]]:
         config, pids = self.node.config, entry.group.pids()
         look, more = await gpu.look(self.node.gpus, pids)
+        nccl = await in_thread(preflight.look_at, pids)
         facts, checks = await in_thread(
             preflight.inspect_rank,
             pids,
@@ -102,6 +103,7 @@ class SourceOps:
             keeper_pid=entry.keeper_pid if entry.link is not None else 0,
             keeper_is_guest=entry.role == "guest",
             gpu=look,
+            nccl=nccl,
         )
         return facts, [*checks, *more]
 

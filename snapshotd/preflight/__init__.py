@@ -44,6 +44,9 @@ gpu-rdma             … no RDMA device, with which device memory may be registe
 gpu-profiler         … no nsys, ncu, compute-sanitizer or cuda-gdb in the process
 gpu-parking          … the shim can hold every thread while the driver works
 gpu-host-memory      … enough host memory, and room in the job's limits, for what is on the GPU
+nccl-static          NCCL is a library of its own, where the shim can stand before it
+nccl                 every communicator can be taken down: no CUDA graph, window or device communicator; none half made
+nccl-environment     of an NCCL rank: warns where what `migrator run` presets was set otherwise
 facts                what the target needs to know could be gathered
 ===================  ===================================================================================================
 
@@ -79,6 +82,7 @@ new-files            warns of files opened since preflight, refuses mapped ones;
 
 from snapshotd.preflight.after_freeze import list_carried, recheck, sync_files
 from snapshotd.preflight.gpu import GpuLook, uses_cuda
+from snapshotd.preflight.nccl import NcclLook, look_at
 from snapshotd.preflight.node import architecture, cpu_features, kernel_release, memory_available_bytes
 from snapshotd.preflight.source import inspect_rank
 from snapshotd.preflight.target import examine
@@ -86,12 +90,14 @@ from snapshotd.preflight.verdict import refusals
 
 __all__ = [
     "GpuLook",
+    "NcclLook",
     "architecture",
     "cpu_features",
     "examine",
     "inspect_rank",
     "kernel_release",
     "list_carried",
+    "look_at",
     "memory_available_bytes",
     "recheck",
     "refusals",

@@ -14,6 +14,7 @@ from snapshotd.preflight.sockets import by_family, inode_of, unix_names
 
 if TYPE_CHECKING:
     from snapshotd.preflight.gpu import GpuLook
+    from snapshotd.preflight.nccl import NcclLook
 
 
 @dataclass
@@ -25,6 +26,7 @@ class Look:
     keeper_is_guest: bool = False
     criu_version: str = ""
     gpu: GpuLook | None = None  # None: no process of the tree holds CUDA
+    nccl: NcclLook | None = None  # None: no process of the tree was asked
 
     @functools.cached_property
     def tree(self) -> Tree:

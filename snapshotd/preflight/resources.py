@@ -152,6 +152,8 @@ def shared_memory(look: Look) -> Check:
 
 def _is_own_memory(thing: Object, look: Look) -> bool:
     """What the rank can write to and takes along."""
+    if look.nccl is not None and look.nccl.reports and thing.path.startswith("/dev/shm/nccl-"):
+        return False  # goes with the communicators, before the freeze
     if thing.kind is Kind.FILE:
         return thing.writable and is_carried(thing.path, look.carry_paths)
     return thing.kind is Kind.MEMORY or (thing.kind is Kind.GHOST and thing.writable)

@@ -12,10 +12,12 @@ from snapshotd import shimctl
 from snapshotd.api.snapshotd_pb2 import Check, Rank, RankFacts
 from snapshotd.preflight import connections, contents, inside, processes, resources
 from snapshotd.preflight import gpu as gpus
+from snapshotd.preflight import nccl as nccls
 from snapshotd.preflight.contents import image_bytes
 from snapshotd.preflight.files import add_digests
 from snapshotd.preflight.gpu import GpuLook, facts_of
 from snapshotd.preflight.look import Look
+from snapshotd.preflight.nccl import NcclLook
 from snapshotd.preflight.node import architecture, cpu_features, kernel_release
 from snapshotd.preflight.verdict import guarded, passed
 
@@ -51,6 +53,7 @@ SOURCE_CHECKS: dict[str, Callable[[Look], Check]] = {
     "sysv-memory": resources.sysv_memory,
     "huge-pages": resources.huge_pages,
     "async-io": resources.async_io,
+    "nccl-static": nccls.static,
 }
 
 
@@ -68,6 +71,13 @@ GPU_CHECKS: dict[str, Callable[[Look, GpuLook], Check]] = {
 }
 
 
+#: The same over what the shims say of communicators.
+NCCL_CHECKS: dict[str, Callable[[Look, NcclLook], Check]] = {
+    "nccl": nccls.communicators,
+    "nccl-environment": nccls.environment,
+}
+
+
 def inspect_rank(
     pids: Sequence[int],
     root_pid: int,
@@ -80,23 +90,26 @@ def inspect_rank(
     keeper_pid: int,
     keeper_is_guest: bool,
     gpu: GpuLook | None = None,
+    nccl: NcclLook | None = None,
     digest_seconds: float = DIGEST_SECONDS,
 ) -> tuple[RankFacts, list[Check]]:
     """Facts and verdicts about a running rank; never raises. Blocking: for a thread, not for the loop.
 
     `pids` are all processes of the rank's cgroup as the daemon's pid namespace numbers them. `keeper_pid` 0 means that
     no keeper stands for it. `keeper_is_guest` says that this product made the keeper's pid and mount namespaces. `gpu` is
-    what the driver said, None where none of these processes holds CUDA.
+    what the driver said, None where none of these processes holds CUDA; `nccl` what the shims said of communicators.
     """
     facts = RankFacts(source_node=node, daemon_version=daemon_version, criu_version=criu_version)
     facts.rank.CopyFrom(rank)
-    look = Look(pids, root_pid, carry_paths, keeper_pid, keeper_is_guest, criu_version, gpu)
+    look = Look(pids, root_pid, carry_paths, keeper_pid, keeper_is_guest, criu_version, gpu, nccl)
     alive = guarded("rank-alive", processes.rank_alive, look)
     if alive.verdict == Check.REFUSE:
         return facts, [alive]
     checks = [guarded(name, check, look) for name, check in SOURCE_CHECKS.items()]
     if gpu is not None:
         checks += [guarded(name, check, look, gpu) for name, check in GPU_CHECKS.items()]
+    if nccl is not None:
+        checks += [guarded(name, check, look, nccl) for name, check in NCCL_CHECKS.items()]
     told = guarded("facts", _fill, facts, look, digest_seconds)
     return facts, [*checks, told]
 

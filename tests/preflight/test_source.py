@@ -11,7 +11,7 @@ import pytest
 
 from snapshotd import preflight
 from snapshotd.api.snapshotd_pb2 import Check
-from snapshotd.preflight.source import GPU_CHECKS, SOURCE_CHECKS
+from snapshotd.preflight.source import GPU_CHECKS, NCCL_CHECKS, SOURCE_CHECKS
 from snapshotd.preflight.target import GPU_CHECKS as TARGET_GPU_CHECKS
 from snapshotd.preflight.target import TARGET_CHECKS
 from snapshotd.preflight.verdict import guarded, passed
@@ -124,7 +124,8 @@ def test_all_checks_answer_and_are_described(rank: Starter) -> None:
     _, checks = rank().inspect()
     assert list(checks) == [*SOURCE_CHECKS, "facts"]
     described = set(re.findall(r"^([a-z][a-z-]+)  +\S", preflight.__doc__ or "", re.MULTILINE))
-    assert described == {*SOURCE_CHECKS, *TARGET_CHECKS, "facts", "new-files", *GPU_CHECKS, *TARGET_GPU_CHECKS}
+    more = {"facts", "new-files", *GPU_CHECKS, *TARGET_GPU_CHECKS, *NCCL_CHECKS}
+    assert described == {*SOURCE_CHECKS, *TARGET_CHECKS, *more}
 
 
 def test_unix_socket_to_an_outsider(rank: Starter, tmp_path: Path) -> None:

@@ -1,0 +1,139 @@
+"""When a node opens its gates, and who is a member of what: the pure parts."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+
+from snapshotd import ncclctl
+from snapshotd.api import snapshotd_pb2 as pb
+from snapshotd.api.errors import Damaged
+from snapshotd.ops.seats import Seat, seats_of, untried
+from snapshotd.rules import CopyState, GateDecision, GateFacts, Mark, Outcome, gate_next
+
+
+def every_fact() -> list[GateFacts]:
+    flags = [False, True]
+    outcomes = [None, *Outcome]
+    return [
+        GateFacts(Mark.GATED, None, source, undone, unknowing, silent, target)
+        for source, undone, unknowing, silent, target in itertools.product(outcomes, flags, flags, flags, CopyState)
+    ]
+
+
+def test_no_gate_opens_before_the_communicators_are_whole() -> None:
+    """Whatever a node hears: ABORT alone, or COMMIT alone, opens nothing."""
+    for facts in every_fact():
+        decision, reason = gate_next(facts)
+        assert reason
+        assert decision in {GateDecision.ASK, GateDecision.LEARN_COMMIT, GateDecision.LEARN_ABORT}
+        if decision is GateDecision.LEARN_COMMIT:
+            assert facts.target in {CopyState.RUNNING, CopyState.ENDED}
+        if decision is GateDecision.LEARN_ABORT:
+            assert facts.target not in {CopyState.RUNNING, CopyState.HELD} or facts.source_undone
+            assert facts.source_undone or facts.source_unknowing or facts.source_silent
+
+
+def test_an_undecided_move_is_waited_for() -> None:
+    assert gate_next(GateFacts(Mark.GATED, None))[0] is GateDecision.ASK
+    assert gate_next(GateFacts(Mark.GATED, None, Outcome.ABORT))[0] is GateDecision.ASK
+    assert gate_next(GateFacts(Mark.GATED, None, Outcome.COMMIT, target=CopyState.HELD))[0] is GateDecision.ASK
+
+
+@pytest.mark.parametrize("outcome", list(Outcome))
+def test_what_is_written_down_opens_and_is_over(outcome: Outcome) -> None:
+    assert gate_next(GateFacts(Mark.GATED, outcome))[0] is GateDecision.OPEN
+    assert gate_next(GateFacts(Mark.SETTLED, outcome))[0] is GateDecision.CLOSE
+
+
+def test_a_source_that_has_put_the_rank_back_opens() -> None:
+    facts = GateFacts(Mark.GATED, None, Outcome.ABORT, source_undone=True)
+    assert gate_next(facts)[0] is GateDecision.LEARN_ABORT
+
+
+def test_a_silent_source_is_not_waited_for_where_no_copy_is_left() -> None:
+    silent = GateFacts(Mark.GATED, None, source_silent=True)
+    assert gate_next(silent)[0] is GateDecision.ASK
+    held = GateFacts(Mark.GATED, None, source_silent=True, target=CopyState.HELD)
+    assert gate_next(held)[0] is GateDecision.ASK
+    gone = GateFacts(Mark.GATED, None, source_silent=True, target=CopyState.DISCARDED)
+    assert gate_next(gone)[0] is GateDecision.LEARN_ABORT
+
+
+WORLD, PAIR, OTHERS = "0" * 16, "1" * 16, "2" * 16
+
+
+def process(uid: str, seats: dict[str, tuple[int, int]], pid: int = 7, refused: str = "") -> pb.ProcessGate:
+    comms = [
+        {"id": comm, "nranks": size, "rank": rank, "state": "live", "refused": [refused] if refused else []}
+        for comm, (rank, size) in seats.items()
+    ]
+    told = {"gate": "closed", "instance": 1, "comms": comms, "nccl_threads": 0}
+    return pb.ProcessGate(rank_uid=uid, rank=int(uid[-1]), pid=pid, json=json.dumps(told))
+
+
+def reports(**nodes: list[pb.ProcessGate]) -> dict[str, pb.GateReport]:
+    return {name: pb.GateReport(processes=processes) for name, processes in nodes.items()}
+
+
+def test_the_members_of_all_communicators_of_the_rank_and_of_no_other() -> None:
+    seats, problems = seats_of(
+        reports(
+            a=[process("job-0", {WORLD: (0, 3), PAIR: (0, 2)})],
+            b=[process("job-1", {WORLD: (1, 3), PAIR: (1, 2)}), process("job-2", {WORLD: (2, 3), OTHERS: (0, 1)})],
+        ),
+        "job-0",
+    )
+    assert problems == []
+    assert seats == {
+        WORLD: [Seat("a", "job-0", 7, 0), Seat("b", "job-1", 7, 1), Seat("b", "job-2", 7, 2)],
+        PAIR: [Seat("a", "job-0", 7, 0), Seat("b", "job-1", 7, 1)],
+    }
+
+
+def test_a_member_that_nobody_knows_is_a_problem() -> None:
+    _, problems = seats_of(reports(a=[process("job-0", {WORLD: (0, 2)})]), "job-0")
+    assert len(problems) == 1
+    assert "has 2 members, and only [0] of them are known" in problems[0]
+
+
+def test_a_refusal_counts_only_where_the_rank_is_in() -> None:
+    _, problems = seats_of(
+        reports(a=[process("job-0", {PAIR: (0, 1)})], b=[process("job-1", {OTHERS: (0, 1)}, refused="it is grown")]),
+        "job-0",
+    )
+    assert problems == []
+    _, problems = seats_of(
+        reports(a=[process("job-0", {PAIR: (0, 2)})], b=[process("job-1", {PAIR: (1, 2)}, refused="it is grown")]),
+        "job-0",
+    )
+    assert problems == [f"communicator {PAIR} rank 1 on b: it is grown"]
+
+
+def test_a_report_that_makes_no_sense_is_a_problem() -> None:
+    nonsense = pb.ProcessGate(rank_uid="job-0", json='{"comms": [{"id": "x"}]}')
+    assert seats_of(reports(a=[nonsense]), "job-0")[1]
+
+
+def test_a_communicator_on_a_shared_gpu_is_not_tried() -> None:
+    pair = [Seat("a", "job-0", 7, 0), Seat("b", "job-1", 7, 1)]
+    one, two = frozenset({"GPU-1"}), frozenset({"GPU-2"})
+    assert not untried(pair, {"job-0": one, "job-1": two})
+    assert not untried(pair, {})
+    assert untried(pair, {"job-0": one, "job-1": one | two})
+    assert untried([pair[0], Seat("a", "job-0", 7, 1)], {})
+    assert not untried([pair[0], Seat("a", "job-0", 8, 1)], {})
+
+
+def test_what_comes_from_the_wire_is_looked_at_before_it_goes_into_a_process() -> None:
+    assert ncclctl.check_targets(f"{WORLD} c -1 12\n{PAIR} s 3 4") == [f"{WORLD} c -1 12", f"{PAIR} s 3 4"]
+    assert ncclctl.attach_line(WORLD, "ab" * 128, untried=False) == f"{WORLD} {'ab' * 128} try"
+    for bad in (f"{WORLD} x 1 2", "zz c -1 1", f"{WORLD} c -1 1 1"):
+        with pytest.raises(Damaged):
+            ncclctl.check_targets(bad)
+    with pytest.raises(Damaged):
+        ncclctl.attach_line(WORLD, "ab\nff", untried=True)
+    with pytest.raises(Damaged):
+        ncclctl.check_comm("../../etc")

@@ -1,0 +1,141 @@
+"""Ranks that use NCCL: what their shims say, what the linker says, and what the environment says."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from snapshotd import ncclctl
+from snapshotd.api.snapshotd_pb2 import Check
+from snapshotd.preflight import NcclLook
+from snapshotd.preflight.look import Look
+from snapshotd.preflight.nccl import communicators, environment, needed, static
+from snapshotd.preflight.resources import shared_memory
+from tests.preflight.conftest import Starter
+
+NAMED = """
+import threading, time
+def named(name):
+    libc.prctl(15, name, 0, 0, 0)
+    print(end="", flush=True)
+    ready.set(); threading.Event().wait()
+ready = threading.Event()
+def start(name):
+    threading.Thread(target=named, args=(name,), daemon=True).start(); ready.wait()
+"""
+
+
+def report(**changes: object) -> ncclctl.Report:
+    comm = {"id": "00000000000000aa", "nranks": 2, "rank": 0, "state": "live", "in_progress": False, "refused": []}
+    told = {"version": 22809, "instance": 1, "gate": "open", "comms": [comm | changes], "nccl_threads": 2}
+    return ncclctl.parse(json.dumps(told))
+
+
+def look(pids: list[int]) -> Look:
+    return Look(pids, pids[0], ())
+
+
+def test_a_communicator_that_is_whole_moves(rank: Starter) -> None:
+    child = rank()
+    check = communicators(look(child.pids), NcclLook(((child.pid, report()),)))
+    assert (check.verdict, check.reason) == (Check.PASS, "1 communicators, in 1 processes")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"refused": ["its collectives are captured in a CUDA graph"]}, "captured in a CUDA graph"),
+        ({"state": "pending"}, "it is being made"),
+        ({"state": "lost"}, "could not be built again"),
+        ({"in_progress": True}, "still in progress"),
+    ],
+)
+def test_one_that_cannot_be_taken_down_is_refused_by_name(
+    rank: Starter, changes: dict[str, object], words: str
+) -> None:
+    child = rank()
+    check = communicators(look(child.pids), NcclLook(((child.pid, report(**changes)),)))
+    assert check.verdict == Check.REFUSE
+    assert f"process {child.pid}, communicator 00000000000000aa: " in check.reason
+    assert words in check.reason
+
+
+def test_a_process_that_cannot_be_asked_is_refused(rank: Starter) -> None:
+    check = communicators(look(rank().pids), NcclLook(problem="it is stopped", remedy="continue it"))
+    assert (check.verdict, check.reason, check.remedy) == (Check.REFUSE, "it is stopped", "continue it")
+
+
+def test_nccl_that_no_library_brought_is_static(rank: Starter) -> None:
+    assert static(look(rank(NAMED + "start(b'pt_data_worker')").pids)).verdict == Check.PASS
+    check = static(look(rank(NAMED + "start(b'NCCL Progress 1')").pids))
+    assert check.verdict == Check.REFUSE
+    assert "NCCL Progress 1" in check.reason
+
+
+@pytest.fixture
+def compiler() -> str:
+    return shutil.which("cc") or pytest.skip("needs a C compiler")
+
+
+def library(compiler: str, path: Path, *options: str) -> Path:
+    subprocess.run([compiler, "-shared", "-x", "c", "/dev/null", "-x", "none", "-o", path, *options], check=True)
+    return path
+
+
+def test_torch_with_nccl_inside_is_warned_of(rank: Starter, tmp_path: Path, compiler: str) -> None:
+    torch = library(compiler, tmp_path / "libtorch_cuda.so")
+    check = static(look(rank(f"ctypes.CDLL('{torch}')").pids))
+    assert check.verdict == Check.WARN
+    assert str(torch) in check.reason
+
+
+def test_torch_that_links_nccl_passes(rank: Starter, tmp_path: Path, compiler: str) -> None:
+    nccl = library(compiler, tmp_path / "libnccl.so.2", "-Wl,-soname,libnccl.so.2")
+    torch = library(compiler, tmp_path / "libtorch_cuda.so", "-Wl,--no-as-needed", str(nccl), f"-Wl,-rpath,{tmp_path}")
+    assert "libnccl.so.2" in needed(str(torch))
+    child = rank(f"ctypes.CDLL('{torch}')")
+    assert static(look(child.pids)).verdict == Check.PASS
+    assert ncclctl.uses_nccl(child.pids) == child.pids
+    assert ncclctl.uses_nccl([os.getpid()]) == []
+    assert ncclctl.reports(child.pids) == []  # no shim in it
+
+
+def test_nccl_past_the_shim_is_refused(rank: Starter, tmp_path: Path, compiler: str) -> None:
+    nccl = library(compiler, tmp_path / "libnccl.so.2")
+    child = rank(NAMED + f"ctypes.CDLL('{nccl}'); start(b'NCCL Service 0')")
+    check = communicators(look(child.pids), NcclLook())
+    assert check.verdict == Check.REFUSE
+    assert "NCCL Service 0" in check.reason
+
+
+def test_presets_are_listed(rank: Starter, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("NCCL_RAS_ENABLE", "NCCL_NVLS_ENABLE", "NCCL_CUMEM_HOST_ENABLE"):
+        monkeypatch.setenv(name, "0")
+    child = rank()
+    check = environment(look(child.pids), NcclLook(((child.pid, report()),)))
+    assert (check.verdict, check.reason.split(", ")[0]) == (Check.PASS, "NCCL_RAS_ENABLE=0")
+    monkeypatch.setenv("NCCL_RAS_ENABLE", "1")
+    child = rank()
+    check = environment(look(child.pids), NcclLook(((child.pid, report()),)))
+    assert check.verdict == Check.WARN
+    assert "NCCL_RAS_ENABLE=1" in check.reason
+    assert "NCCL_NVLS" not in check.remedy
+
+
+def test_memory_that_goes_with_the_communicators_is_no_obstacle(rank: Starter) -> None:
+    path = f"/dev/shm/nccl-test-{os.getpid()}"
+    share = f"import mmap; f = open('{path}', 'a+b'); f.truncate(4096); m = mmap.mmap(f.fileno(), 4096)"
+    child, other = rank(share), rank(share)
+    try:
+        seen = Look(child.pids, child.pid, ("/dev/shm",))
+        assert shared_memory(seen).verdict == Check.REFUSE
+        seen = Look(child.pids, child.pid, ("/dev/shm",), nccl=NcclLook(((child.pid, report()),)))
+        assert shared_memory(seen).verdict == Check.PASS
+        assert other.process.poll() is None
+    finally:
+        os.unlink(path)
