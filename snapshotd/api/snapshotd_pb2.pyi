@@ -1131,6 +1131,7 @@ class Outcome(_message.Message):
     TOKEN_FIELD_NUMBER: _builtins.int
     WHERE_FIELD_NUMBER: _builtins.int
     DECIDED_BY_FIELD_NUMBER: _builtins.int
+    SETTLED_FIELD_NUMBER: _builtins.int
     kind: Global___OutcomeKind.ValueType
     reason: _builtins.str
     token: _builtins.bytes
@@ -1138,6 +1139,8 @@ class Outcome(_message.Message):
     where: _builtins.str
     """where the rank is now"""
     decided_by: _builtins.str
+    settled: _builtins.bool
+    """carried out on the source: ABORT means that the rank goes on as it was"""
     def __init__(
         self,
         *,
@@ -1146,10 +1149,11 @@ class Outcome(_message.Message):
         token: _builtins.bytes = ...,
         where: _builtins.str = ...,
         decided_by: _builtins.str = ...,
+        settled: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decided_by", b"decided_by", "kind", b"kind", "reason", b"reason", "token", b"token", "where", b"where"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decided_by", b"decided_by", "kind", b"kind", "reason", b"reason", "settled", b"settled", "token", b"token", "where", b"where"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -93,16 +93,21 @@ class Communicators:
         if seats is None:
             return
         moving.undoing_since_s = moving.undoing_since_s or host.boottime_s()
-        try:
-            # Those that were built with the target's copy already are taken down first; the others are down.
-            await self._detach_all(moving, seats)
-            await self.attach(moving, self.node.config.node)
-        except SnapshotError as error:
-            tried_s = host.boottime_s() - moving.undoing_since_s
-            if not isinstance(error, RankGone) and tried_s < UNDO_S:
-                raise
-            moving.failure = f"its communicators could not be built again: {error.message}"
-            log.error("rank %s: %s; the job is let go on without them", moving.log.begin.rank, moving.failure)
+        for again in (True, False):  # what failed once, in a moment, is tried once more before anybody hears of it
+            try:
+                # Those that were built with the target's copy already are taken down first; the others are down.
+                await self._detach_all(moving, seats)
+                await self.attach(moving, self.node.config.node)
+                return
+            except SnapshotError as error:
+                tried_s = host.boottime_s() - moving.undoing_since_s
+                if isinstance(error, RankGone) or tried_s > UNDO_S:
+                    moving.failure = f"its communicators could not be built again: {error.message}"
+                    log.error("rank %s: %s; the job is let go on without them", moving.log.begin.rank, moving.failure)
+                    return
+                if not again:
+                    raise
+                log.warning("building the communicators again: %s", error.message)
 
     async def open_all(self, moving: Moving) -> None:
         """Tells every node that the rank is back. One that does not hear of it asks: nobody is waited for."""

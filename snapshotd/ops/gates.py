@@ -41,20 +41,22 @@ class GateOps:
         self.node = node
         self.journal = Journal(node.config.state_dir / "gate")  # its own: this node may be source or target too
         self.moves: dict[str, Moving] = {}
+        self._beginning = asyncio.Lock()
 
     # ------------------------------------------------------------------ the driver's steps
 
     async def close(self, request: pb.GateRequest) -> pb.GateReport:
         """Every process here that has communicators launches nothing more that is not in its report."""
         check_move_id(request.move), check_rank_uid(request.rank_uid)
-        known = self.journal.find(request.move)
-        if known is None:
-            having = [each for each, _ in await gated.find(self._ranks(request.job))]
-            if not having:
-                return pb.GateReport()
-            moving = await self._begin(request, having)
-        else:
-            moving = self.moving(request.move)
+        async with self._beginning:  # a repeated request waits for the first, and one job is closed for one move
+            known = self.journal.find(request.move)
+            if known is None:
+                having = [each for each, _ in await gated.find(self._ranks(request.job))]
+                if not having:
+                    return pb.GateReport()
+                moving = await self._begin(request, having)
+            else:
+                moving = self.moving(request.move)
         async with moving.lock:
             self.still_open(moving)
             with move_context(move=request.move, rank=request.rank, phase="quiesce"):
@@ -186,7 +188,7 @@ class GateOps:
             if answer.kind == pb.UNDECIDED:
                 return GateFacts(moving.log.last_mark, None)
             outcome = Outcome(pb.OutcomeKind.Name(answer.kind))
-            undone = outcome is Outcome.ABORT and answer.where != Where.SOURCE_FROZEN.value
+            undone = outcome is Outcome.ABORT and answer.settled
             if outcome is Outcome.COMMIT and answer.where == Where.TARGET_RUNNING.value:
                 return GateFacts(moving.log.last_mark, None, outcome, target=CopyState.RUNNING)
         except NotFound:

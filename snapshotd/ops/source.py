@@ -513,6 +513,7 @@ class SourceOps:
             decided_by=record.decided_by,
             token=rules.proof(move_log.nonce, record.outcome.value, move_log.move),
             where=where.value,
+            settled=move_log.last_mark is Mark.SETTLED,
         )
 
 

@@ -1,0 +1,234 @@
+"""A cluster of gates in one process: real operations and journals, over processes that only sleep and shims that only note.
+
+What a shim is told goes into `Shims.said`, in order; clients are the other nodes' operations themselves.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from snapshotd import ncclctl, rules
+from snapshotd.api import snapshotd_pb2 as pb
+from snapshotd.api.errors import NcclFailed, NotFound, Unreachable
+from snapshotd.journal import Begin, Journal
+from snapshotd.ops.communicators import Communicators
+from snapshotd.ops.gates import GateOps
+from snapshotd.ops.members import Members
+from snapshotd.ops.node import Moving
+from snapshotd.rules import Mark
+from snapshotd.tree import Process
+
+MOVE, NONCE = "m-0123456789ab", bytes(range(32))
+WORLD, PAIR = "0" * 15 + "a", "0" * 15 + "b"
+
+
+class Shims:
+    """Every process's shim."""
+
+    def __init__(self) -> None:
+        self.comms: dict[Process, dict[str, list[Any]]] = {}  # [nranks, rank, state]
+        self.closed: set[Process] = set()
+        self.said: list[tuple[str, int, Any]] = []
+        self.failing: dict[str, int] = {}  # what fails, and how often
+        self.before: Any = lambda what: None
+
+    def _hear(self, what: str, process: Process, more: Any = None) -> None:
+        self.before(what)
+        self.said.append((what, process.pid, more))
+        if self.failing.get(what, 0):
+            self.failing[what] -= 1
+            raise NcclFailed(f"process {process.pid} cannot {what}")
+
+    def reports(self, pids: Sequence[int]) -> list[tuple[Process, ncclctl.Report]]:
+        return [(process, self.read(process)) for process in self.comms if process.pid in set(pids)]
+
+    def read(self, process: Process) -> ncclctl.Report:
+        comms = [
+            {"id": comm, "nranks": nranks, "rank": rank, "state": state, "refused": []}
+            for comm, (nranks, rank, state) in self.comms[process].items()
+        ]
+        gate = "closed" if process in self.closed else "open"
+        return ncclctl.parse(json.dumps({"gate": gate, "instance": 1, "comms": comms, "nccl_threads": 0}))
+
+    def close(self, process: Process) -> None:
+        self._hear("close", process)
+        self.closed.add(process)
+
+    def open_gate(self, process: Process) -> None:
+        self._hear("open", process)
+        self.closed.discard(process)
+
+    def set_targets(self, process: Process, lines: Sequence[str]) -> None:
+        self._hear("targets", process, list(lines))
+
+    def detach(self, process: Process, comms: Sequence[str], timeout_s: float) -> None:
+        self._hear("detach", process, list(comms))
+        self._turn(process, comms, "detached")
+
+    def new_id(self, process: Process, timeout_s: float) -> str:
+        self._hear("new-id", process)
+        return f"{process.pid:0256x}"
+
+    def attach(self, process: Process, lines: Sequence[str], timeout_s: float) -> None:
+        self._hear("attach", process, list(lines))
+        self._turn(process, [line.split()[0] for line in lines], "live")
+
+    def _turn(self, process: Process, comms: Sequence[str], state: str) -> None:
+        for comm in set(comms) & self.comms[process].keys():
+            self.comms[process][comm][2] = state
+
+    def states(self) -> set[str]:
+        return {state for comms in self.comms.values() for _, _, state in comms.values()}
+
+    def of(self, what: str) -> list[tuple[int, Any]]:
+        return [(pid, more) for said, pid, more in self.said if said == what]
+
+
+@dataclass
+class Answers:
+    """What the source and the target say when they are asked for the outcome; None: nothing."""
+
+    outcome: pb.Outcome | None = None
+    unknown: bool = False
+    copy: pb.Copy | None = None
+
+    async def get_outcome(self, request: pb.MoveRequest, *, timeout_s: float) -> pb.Outcome:
+        if self.unknown:
+            raise NotFound("no such move")
+        if self.outcome is None:
+            raise Unreachable("nobody is there")
+        return self.outcome
+
+    async def get_copy(self, request: pb.MoveRequest, *, timeout_s: float) -> pb.Copy:
+        if self.copy is None:
+            raise Unreachable("nobody is there")
+        return self.copy
+
+
+@dataclass
+class Here:
+    """One node: its operations, and what others can call of it."""
+
+    name: str
+    cluster: Cluster
+    state_dir: Path
+    entries: list[Any] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.config = SimpleNamespace(node=self.name, state_dir=self.state_dir, advertise=f"{self.name}:7070")
+        self.journal = Journal(self.state_dir)
+        self.ranks = SimpleNamespace(all=lambda: self.entries)
+        self.gpus = SimpleNamespace(inventory=self._inventory)
+        self.reachable = True
+        self.start()
+
+    def start(self) -> None:
+        """This life of the daemon."""
+        node: Any = self
+        self.gates = GateOps(node)
+        self.members = Members(self.gates, lambda move: None)
+        self.communicators = Communicators(node, self.members)
+
+    async def _inventory(self) -> Any:
+        return SimpleNamespace(gpus=[])
+
+    def client(self, name: str, endpoint: str) -> Any:
+        other = self.cluster.nodes[name]
+        caller = self.name
+
+        async def called(operation: Any, *arguments: Any) -> Any:
+            if not other.reachable:
+                raise Unreachable(f"node {name} could not be reached")
+            return await operation(*arguments)
+
+        async def list_ranks(request: Any, timeout_s: float) -> pb.ListRanksReply:
+            ranks = [entry.to_proto(name) for entry in other.entries]
+            return pb.ListRanksReply(ranks=ranks)
+
+        gates, members = other.gates, other.members
+        return _Client(
+            node=SimpleNamespace(ListRanks=list_ranks),
+            source=SimpleNamespace(GetOutcome=self.cluster.answers.get_outcome),
+            target=SimpleNamespace(GetCopy=self.cluster.answers.get_copy),
+            gate=SimpleNamespace(
+                Report=lambda request, timeout_s: called(gates.report, request),
+                Detach=lambda request, timeout_s: called(members.detach, request, caller),
+                NewId=lambda request, timeout_s: called(members.new_id, request, caller),
+                Attach=lambda request, timeout_s: called(members.attach, request, caller),
+                Open=lambda request, timeout_s: called(gates.open, request.move, request.token, caller),
+            ),
+        )
+
+
+class _Client(SimpleNamespace):
+    async def __aenter__(self) -> _Client:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        return None
+
+
+class Cluster:
+    """Nodes a and b, and c that has no rank of the job. Rank 0 is on a and moves to c; ranks 1 and 2 are on b."""
+
+    def __init__(self, folder: Path, shims: Shims, processes: Iterator[Process]) -> None:
+        self.shims = shims
+        self.answers = Answers()
+        self.nodes = {name: Here(name, self, folder / name) for name in "abc"}
+        self.process = {rank: next(processes) for rank in range(3)}
+        for rank, node in enumerate("abb"):
+            process = self.process[rank]
+            self.shims.comms[process] = {WORLD: [3, rank, "live"]}
+            if rank < 2:
+                self.shims.comms[process][PAIR] = [2, 1 - rank, "live"]
+            self.nodes[node].entries.append(
+                SimpleNamespace(
+                    uid=f"job-{rank}",
+                    job="job",
+                    rank=rank,
+                    away_node="",
+                    group=SimpleNamespace(pids=lambda pid=process.pid: [pid]),
+                    to_proto=lambda at, uid=f"job-{rank}": pb.Rank(uid=uid, place=pb.Rank.HERE, at_node=at),
+                )
+            )
+
+    @property
+    def request(self) -> pb.GateRequest:
+        return pb.GateRequest(
+            move=MOVE,
+            rank_uid="job-0",
+            job="job",
+            source_node="a",
+            source_endpoint="a:7070",
+            target_node="c",
+            target_endpoint="c:7070",
+            nonce=NONCE,
+        )
+
+    def token(self, outcome: str) -> bytes:
+        return rules.proof(NONCE, outcome, MOVE)
+
+    async def close_all(self) -> None:
+        for node in self.nodes.values():
+            await node.gates.close(self.request)
+
+    def begin(self) -> Moving:
+        """The move in the source's journal, as Begin leaves it."""
+        begin = Begin(MOVE, "source", "job-0", "job", 0, "a", "a:7070", "c", "c:7070", NONCE.hex(), "boot", 1.0, 30.0)
+        move_log = self.nodes["a"].journal.begin(begin)
+        move_log.mark(Mark.BEGUN)
+        return Moving(move_log, nodes=[pb.NodeAddresses(name=name, endpoint=f"{name}:7070") for name in "abc"])
+
+    def pid(self, rank: int) -> int:
+        return self.process[rank].pid
+
+    def stop(self) -> None:
+        for node in self.nodes.values():
+            for moving in node.gates.moves.values():
+                if moving.settling is not None:
+                    moving.settling.cancel()

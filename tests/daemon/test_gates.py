@@ -1,0 +1,330 @@
+"""The gates of a node, and the source that coordinates all of them: over shims and nodes that are doubles."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from snapshotd import ncclctl
+from snapshotd.api import snapshotd_pb2 as pb
+from snapshotd.api.errors import Busy, Denied, NcclFailed, RankGone, Refused, Unreachable, WrongState
+from snapshotd.ops import communicators
+from snapshotd.rules import Mark, Outcome
+from snapshotd.tree import Process
+from tests.daemon.gate_doubles import MOVE, PAIR, WORLD, Cluster, Shims
+
+
+@pytest.fixture
+def sleepers() -> Iterator[Iterator[Process]]:
+    running = [subprocess.Popen(["sleep", "600"]) for _ in range(3)]
+    yield (Process.of(process.pid) for process in running)
+    for process in running:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture
+def shims(monkeypatch: pytest.MonkeyPatch) -> Shims:
+    shims = Shims()
+    for name in ("reports", "read", "close", "open_gate", "set_targets", "detach", "new_id", "attach"):
+        monkeypatch.setattr(ncclctl, name, getattr(shims, name))
+    return shims
+
+
+@pytest.fixture
+async def cluster(tmp_path: Path, shims: Shims, sleepers: Iterator[Process]) -> AsyncIterator[Cluster]:
+    made = Cluster(tmp_path, shims, sleepers)
+    yield made
+    made.stop()
+
+
+def end(process: Process) -> None:
+    process.signal(9)
+    while process.alive():
+        pass
+
+
+# ---------------------------------------------------------------- closing
+
+
+async def test_what_is_closed_is_journalled_first(cluster: Cluster) -> None:
+    gates = cluster.nodes["b"].gates
+    seen = []
+
+    def look(what: str) -> None:
+        found = gates.journal.find(MOVE)
+        seen.append((what, found.last_mark if found else None, len(found.note("processes", [])) if found else 0))
+
+    cluster.shims.before = look
+    report = await gates.close(cluster.request)
+    assert seen == [("close", Mark.GATED, 2), ("close", Mark.GATED, 2)]
+    assert sorted(process.rank for process in report.processes) == [1, 2]
+    assert all('"gate": "closed"' in process.json for process in report.processes)
+
+
+async def test_closing_again_closes_what_is_left_and_journals_nothing_new(cluster: Cluster) -> None:
+    gates = cluster.nodes["b"].gates
+    cluster.shims.failing["close"] = 1
+    with pytest.raises(NcclFailed):
+        await gates.close(cluster.request)
+    await gates.close(cluster.request)
+    assert cluster.shims.closed == {cluster.process[1], cluster.process[2]}
+    assert len(gates.journal.get(MOVE).marks()) == 1
+
+
+async def test_a_job_without_communicators_leaves_no_trace(cluster: Cluster) -> None:
+    gates = cluster.nodes["c"].gates
+    assert not (await gates.close(cluster.request)).processes
+    assert gates.journal.all() == []
+    assert cluster.shims.said == []
+    assert (await gates.open(MOVE, b"any", "operator")).opened
+
+
+async def test_one_job_is_closed_for_one_move(cluster: Cluster) -> None:
+    gates = cluster.nodes["b"].gates
+    await gates.close(cluster.request)
+    other = cluster.request
+    other.move = "m-ba9876543210"
+    with pytest.raises(Busy):
+        await gates.close(other)
+
+
+async def test_targets_reach_the_process_they_are_for(cluster: Cluster) -> None:
+    gates = cluster.nodes["b"].gates
+    await gates.close(cluster.request)
+    line = f"{WORLD} c -1 12"
+    targets = pb.ProcessTargets(rank_uid="job-2", pid=cluster.pid(2), lines=line)
+    await gates.set_targets(pb.GateTargetRequest(gate=cluster.request, processes=[targets]))
+    assert cluster.shims.of("targets") == [(cluster.pid(2), [line])]
+    targets.pid = 1
+    with pytest.raises(RankGone):
+        await gates.set_targets(pb.GateTargetRequest(gate=cluster.request, processes=[targets]))
+
+
+# ---------------------------------------------------------------- opening
+
+
+async def test_commit_opens_all_but_the_copy_that_stayed_behind(cluster: Cluster) -> None:
+    await cluster.close_all()
+    for name in "ab":
+        assert (await cluster.nodes[name].gates.open(MOVE, cluster.token("COMMIT"), "operator")).opened
+    assert sorted(cluster.shims.of("open")) == sorted([(cluster.pid(1), None), (cluster.pid(2), None)])
+    with pytest.raises(WrongState):
+        await cluster.nodes["b"].gates.close(cluster.request)
+
+
+async def test_a_wrong_token_opens_nothing(cluster: Cluster) -> None:
+    await cluster.close_all()
+    with pytest.raises(Denied):
+        await cluster.nodes["b"].gates.open(MOVE, b"x" * 32, "operator")
+    assert cluster.shims.of("open") == []
+
+
+async def test_the_drivers_abort_waits_for_the_source(cluster: Cluster) -> None:
+    await cluster.close_all()
+    gates = cluster.nodes["b"].gates
+    cluster.answers.outcome = pb.Outcome(kind=pb.ABORT)
+    reply = await gates.open(MOVE, cluster.token("ABORT"), "operator")
+    assert not reply.opened
+    assert "not built its communicators again" in reply.waiting_for
+    assert cluster.shims.of("open") == []
+    cluster.answers.outcome = pb.Outcome(kind=pb.ABORT, settled=True)
+    assert (await gates.open(MOVE, cluster.token("ABORT"), "operator")).opened
+    assert len(cluster.shims.of("open")) == 2
+
+
+async def test_the_sources_own_abort_opens_also_the_rank_itself(cluster: Cluster) -> None:
+    await cluster.close_all()
+    for name in "ab":
+        assert (await cluster.nodes[name].gates.open(MOVE, cluster.token("ABORT"), "a")).opened
+    assert cluster.shims.closed == set()
+
+
+async def test_a_process_that_ended_behind_its_gate_holds_nobody_up(cluster: Cluster) -> None:
+    await cluster.close_all()
+    end(cluster.process[1])
+    assert (await cluster.nodes["b"].gates.open(MOVE, cluster.token("COMMIT"), "a")).opened
+    assert cluster.shims.of("open") == [(cluster.pid(2), None)]
+
+
+@pytest.mark.parametrize("outcome", ["abort", "commit", "unknown"])
+async def test_the_next_life_asks_and_opens(cluster: Cluster, outcome: str) -> None:
+    await cluster.close_all()
+    cluster.stop()
+    node = cluster.nodes["b"]
+    node.start()
+    match outcome:
+        case "abort":
+            cluster.answers.outcome = pb.Outcome(kind=pb.ABORT, settled=True)
+        case "commit":
+            cluster.answers.copy = pb.Copy(state=pb.Copy.RUNNING)
+        case _:
+            cluster.answers.unknown = True
+    node.gates.adopt_journal()
+    settling = node.gates.moves[MOVE].settling
+    assert settling is not None
+    await settling
+    assert {pid for pid, _ in cluster.shims.of("open")} == {cluster.pid(1), cluster.pid(2)}
+    node.start()
+    node.gates.adopt_journal()
+    assert node.gates.moves == {}
+
+
+# ---------------------------------------------------------------- the source's coordination
+
+
+async def test_members_are_journalled_before_anything_is_taken_down(cluster: Cluster) -> None:
+    await cluster.close_all()
+    moving = cluster.begin()
+    noted = []
+    cluster.shims.before = lambda what: noted.append(set(moving.log.note("communicators", {})))
+    reply = await cluster.nodes["a"].communicators.detach(moving)
+    assert reply.comms == 2
+    assert noted == [{WORLD, PAIR}] * 3
+    assert cluster.shims.states() == {"detached"}
+    assert moving.log.last_mark is Mark.BEGUN
+
+
+async def test_communicators_without_the_rank_stay(cluster: Cluster) -> None:
+    cluster.shims.comms[cluster.process[2]]["c" * 16] = [1, 0, "live"]
+    await cluster.close_all()
+    await cluster.nodes["a"].communicators.detach(cluster.begin())
+    assert cluster.shims.comms[cluster.process[2]]["c" * 16][2] == "live"
+
+
+async def test_a_rank_without_communicators_is_let_alone(cluster: Cluster) -> None:
+    del cluster.shims.comms[cluster.process[0]]
+    moving = cluster.begin()
+    assert (await cluster.nodes["a"].communicators.detach(moving)).comms == 0
+    assert moving.log.note("communicators") is None
+    assert cluster.shims.said == []
+
+
+async def test_open_gates_are_not_detached_behind(cluster: Cluster) -> None:
+    with pytest.raises(WrongState):
+        await cluster.nodes["a"].communicators.detach(cluster.begin())
+
+
+async def test_a_member_that_cannot_be_asked_stops_it_before_anything_is_touched(cluster: Cluster) -> None:
+    await cluster.close_all()
+    cluster.nodes["b"].reachable = False
+    moving = cluster.begin()
+    with pytest.raises(Refused, match="3 members, and only"):
+        await cluster.nodes["a"].communicators.detach(moving)
+    assert cluster.shims.of("detach") == []
+    assert moving.log.note("communicators") is None
+
+
+async def test_all_members_build_in_one_order_with_ids_of_those_in_seat_0(cluster: Cluster) -> None:
+    await cluster.close_all()
+    moving = cluster.begin()
+    source = cluster.nodes["a"].communicators
+    await source.detach(moving)
+    await source.attach(moving, "a")
+    world, pair = f"{cluster.pid(0):0256x}", f"{cluster.pid(1):0256x}"  # rank 1 has seat 0 of the pair
+    lines = [f"{WORLD} {world} try", f"{PAIR} {pair} try"]
+    assert dict(cluster.shims.of("attach")) == {cluster.pid(rank): lines for rank in range(3)}
+    assert cluster.shims.states() == {"live"}
+
+
+async def test_only_the_source_may_ask_for_it(cluster: Cluster) -> None:
+    await cluster.close_all()
+    members = cluster.nodes["b"].members
+    with pytest.raises(Denied):
+        await members.detach(pb.DetachRequest(move=MOVE, comms=[WORLD], rank_uids=["job-1"]), "c")
+    with pytest.raises(Denied):
+        await members.attach(pb.AttachRequest(move=MOVE, rank_uids=["job-1"]), "c")
+    with pytest.raises(Denied):
+        await members.new_id(pb.NewIdRequest(move=MOVE, rank_uid="job-1", pid=cluster.pid(1)), "c")
+
+
+async def test_commit_wants_them_built_again(cluster: Cluster) -> None:
+    await cluster.close_all()
+    moving = cluster.begin()
+    communicators.must_be_attached(moving)
+    await cluster.nodes["a"].communicators.detach(moving)
+    with pytest.raises(WrongState):
+        communicators.must_be_attached(moving)
+    moving.log.mark(Mark.STREAMED, attached=True)
+    communicators.must_be_attached(moving)
+
+
+# ---------------------------------------------------------------- undo
+
+
+async def test_undo_takes_down_what_the_targets_copy_had_and_builds_it_here(cluster: Cluster) -> None:
+    await cluster.close_all()
+    moving = cluster.begin()
+    source = cluster.nodes["a"].communicators
+    await source.detach(moving)
+    for comms in [cluster.shims.comms[cluster.process[rank]] for rank in (1, 2)]:
+        for seat in comms.values():
+            seat[2] = "live"  # built with the target's copy, before the move failed
+    cluster.shims.said.clear()
+    await source.put_back(moving)
+    order = [what for what, _, _ in cluster.shims.said]
+    assert order[:3] == ["detach"] * 3
+    assert order[-3:] == ["attach"] * 3
+    assert cluster.shims.states() == {"live"}
+    moving.log.decide(Outcome.ABORT, "a test", "source")
+    await source.open_all(moving)
+    assert cluster.shims.closed == set()
+
+
+async def test_undo_tries_again_at_once_and_then_later(cluster: Cluster) -> None:
+    await cluster.close_all()
+    moving = cluster.begin()
+    source = cluster.nodes["a"].communicators
+    await source.detach(moving)
+    cluster.shims.failing["attach"] = 1
+    await source.put_back(moving)
+    assert cluster.shims.states() == {"live"}
+    cluster.nodes["b"].reachable = False
+    with pytest.raises(Unreachable):
+        await source.put_back(moving)
+    cluster.nodes["b"].reachable = True
+    await source.put_back(moving)
+    assert moving.failure == ""
+
+
+async def test_undo_gives_up_in_time_and_lets_the_job_hear_of_it(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await cluster.close_all()
+    moving = cluster.begin()
+    source = cluster.nodes["a"].communicators
+    await source.detach(moving)
+    cluster.nodes["b"].reachable = False
+    with pytest.raises(Unreachable):
+        await source.put_back(moving)
+    monkeypatch.setattr(communicators, "UNDO_S", 0.0)
+    await source.put_back(moving)
+    assert "could not be built again" in moving.failure
+
+
+async def test_undo_does_not_wait_for_a_member_that_has_ended(cluster: Cluster) -> None:
+    await cluster.close_all()
+    moving = cluster.begin()
+    source = cluster.nodes["a"].communicators
+    await source.detach(moving)
+    end(cluster.process[2])
+    await source.put_back(moving)
+    assert "has ended" in moving.failure
+
+
+async def test_a_node_that_does_not_hear_of_the_undo_holds_nobody_up(cluster: Cluster) -> None:
+    await cluster.close_all()
+    moving = cluster.begin()
+    moving.log.decide(Outcome.ABORT, "a test", "source")
+    cluster.nodes["b"].reachable = False
+    await cluster.nodes["a"].communicators.open_all(moving)
+    assert cluster.shims.closed == {cluster.process[1], cluster.process[2]}
+    cluster.answers.outcome = pb.Outcome(kind=pb.ABORT, settled=True)
+    gate = cluster.nodes["b"].gates.moves[MOVE]
+    gate.kick.set()
+    assert gate.settling is not None
+    await gate.settling
+    assert cluster.shims.closed == set()
