@@ -7,13 +7,14 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
 from integration.harness import WORKLOADS, Cluster, Job, until
 from snapshotd.journal import Journal
+from snapshotd.ops.node import ended_unix_s
 from snapshotd.rules import Mark
 
 SOURCES = Path(__file__).parents[1] / "tests" / "fakes" / "nccl"
@@ -71,7 +72,7 @@ class NcclJob:
     shape: str = "world"
     steps: int = 200
     pace_s: float = 0.02
-    stuck: Mapping[int, int] = field(default_factory=dict)  # ranks that wait, in a step, for the file `go`
+    stuck: tuple[int, int] | None = None  # (rank, step): it waits there for the file `go`
     ranks: list[Job] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -81,8 +82,8 @@ class NcclJob:
             words = _arguments(self.meeting, self.shape, rank, len(self.places), self.steps, self.pace_s)
             environment = [f"LD_LIBRARY_PATH={library_dir()}", f"FAKE_NCCL_FAULT_FILE={self._faults(rank)}"]
             self._faults(rank).touch()
-            if rank in self.stuck:
-                words += ["--stuck-at", str(self.stuck[rank])]
+            if self.stuck is not None:
+                words += ["--stuck-at", str(self.stuck[1]), *(["--stuck"] if rank == self.stuck[0] else [])]
             command = ["env", *environment, *PROGRAM, *words]
             self.ranks.append(self.nodes.start(node, command, rank=rank, job=name))
 
@@ -113,17 +114,16 @@ class NcclJob:
         for number, rank in enumerate(self.ranks):
             assert rank.finish(120) == 0, f"rank {number}: {rank.text()[-500:]}\n{self.nodes.logs()}"
         assert tuple(rank.text() for rank in self.ranks) == undisturbed(self.shape, len(self.places), self.steps)
-        until(
-            f"nothing is left\n{self.nodes.logs()}", lambda: not self.nodes.leftovers() and not closed_gates(self.nodes)
-        )
+        until(f"nothing is left\n{self.nodes.logs()}", lambda: not self.nodes.leftovers() and not unsettled(self.nodes))
         shutil.rmtree(self.meeting, ignore_errors=True)
 
 
-def closed_gates(nodes: Cluster) -> list[str]:
-    """Gates that some node's journal has as closed."""
+def unsettled(nodes: Cluster) -> list[str]:
+    """What some node's journal has not finished with: moves, and gates that are closed."""
     found = []
     for node in nodes.lab.nodes:
-        folder = nodes.lab.layout.state / node / "gate"
-        logs = Journal(folder).all() if folder.exists() else []
-        found += [f"{node} {log.move} {log.last_mark}" for log in logs if log.last_mark is not Mark.SETTLED]
+        folder = nodes.lab.layout.state / node
+        found += [f"{node} {log.move} {log.last_mark}" for log in Journal(folder).all() if not ended_unix_s(log)]
+        gates = Journal(folder / "gate").all() if (folder / "gate").exists() else []
+        found += [f"{node} gate of {log.move}" for log in gates if log.last_mark is not Mark.SETTLED]
     return found

@@ -75,7 +75,7 @@ class Job:
         self.rank, self.ranks, self.pace_s = options.rank, options.ranks, options.pace_s
         self.meeting = Path(options.meeting)
         self.state = array("Q", (self.rank * 1_000_003 + index * 7919 for index in range(WORDS)))
-        self.step = 0
+        self.step, self.watched_step = 0, options.stuck_at
 
     def ask(self, name: str, *arguments: object) -> None:
         result = getattr(self.nccl, name)(*arguments)
@@ -118,6 +118,8 @@ class Job:
     def all_reduce(self, comm: c_void_p, operator: int = SUM, stream: int = 0) -> Words:
         sent, received = Words(values=self.state), Words()
         self.ask("ncclAllReduce", sent.address, received.address, WORDS, UINT64, operator, comm, stream)
+        if self.step == self.watched_step:
+            (self.meeting / f"launched-{self.rank}").touch()
         self.ask("fakeNcclStreamSynchronize", stream)
         return received
 
@@ -238,12 +240,13 @@ def main() -> int:
     parser.add_argument("--shape", choices=SHAPES, default="world")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--pace-s", type=float, default=0.02)
-    parser.add_argument("--stuck-at", type=int, default=-1, help="at this step, sleep until FOLDER/go exists")
+    parser.add_argument("--stuck-at", type=int, default=-1, help="a step in which --stuck waits until FOLDER/go exists")
+    parser.add_argument("--stuck", action="store_true", help="the others write FOLDER/launched-R when they wait for it")
     options = parser.parse_args()
     job = Job(options)
     step = SHAPES[options.shape](job)
     for job.step in range(options.steps):
-        if job.step == options.stuck_at:
+        if options.stuck and job.step == options.stuck_at:
             while not (job.meeting / "go").exists():
                 time.sleep(0.01)
         step()
