@@ -59,20 +59,20 @@ static void serve(void)
 /* What libc does when the last thread of a program ends whose main thread has left. */
 static void end_with_the_last_thread(void)
 {
-	struct tasks tasks;
+	struct listing tasks;
 	struct task task;
 	bool others = false;
 	int tid;
 
-	if (tasks_open(&tasks))
+	if (listing_open(&tasks, TASKS))
 		return;
-	while ((tid = tasks_next(&tasks))) {
+	while ((tid = listing_next(&tasks)) > 0) {
 		if (tid == snapshim_mailbox.thread || tid == snapshim_mailbox.probe)
 			continue;
 		task_look(tid, &task);
 		others |= task.state != 0 && task.state != 'Z' && task.state != 'X';
 	}
-	tasks_close(&tasks);
+	listing_close(&tasks);
 	if (!others)
 		exit(0);
 }
@@ -83,15 +83,16 @@ static void *control(void *argument)
 
 	(void)argument;
 	prctl(PR_SET_NAME, "snapshim");
-	snapshim_mailbox.thread = self_tid();
+	__atomic_store_n(&snapshim_mailbox.thread, self_tid(), __ATOMIC_SEQ_CST);
 	STORE(&snapshim_mailbox.owner, self_pid());
 	for (;;) {
 		struct timespec poll = {0, LEADER_LEFT_POLL_NS};
+		bool alone = __atomic_load_n(&leader_left, __ATOMIC_SEQ_CST);
 
 		serve();
-		if (LOAD(&leader_left))
+		if (alone)
 			end_with_the_last_thread();
-		KERNEL(SYS_rt_sigtimedwait, &reserved, NULL, LOAD(&leader_left) ? &poll : NULL, sizeof(reserved));
+		KERNEL(SYS_rt_sigtimedwait, &reserved, NULL, alone ? &poll : NULL, sizeof(reserved));
 	}
 	return NULL;
 }
@@ -126,20 +127,25 @@ void control_start(void)
 
 	if (before == pid || !SWAP_IF(&claimed, &before, pid))
 		return;
-	if (before) /* a child that did not come by fork(): nobody has told us */
+	if (before) { /* a child that did not come by fork(): nobody has told us */
 		control_forget();
+		STORE(&claimed, pid);
+	}
 	mask = block_all_signals();
 	if (create() != 0)
 		STORE(&claimed, 0);
 	set_signal_mask(mask);
 }
 
+/* The control thread may be about to start: either it sees the word that is left here, or we see its thread id. */
 void control_leader_left(void)
 {
-	if (LOAD(&snapshim_mailbox.owner) != self_pid())
-		return;
-	STORE(&leader_left, true);
-	KERNEL(SYS_tgkill, self_pid(), snapshim_mailbox.thread, SNAPSHIM_SIGNAL);
+	int tid;
+
+	__atomic_store_n(&leader_left, true, __ATOMIC_SEQ_CST);
+	tid = LOAD(&claimed) == self_pid() ? __atomic_load_n(&snapshim_mailbox.thread, __ATOMIC_SEQ_CST) : 0;
+	if (tid > 0)
+		KERNEL(SYS_tgkill, self_pid(), tid, SNAPSHIM_SIGNAL);
 }
 
 /* In a forked child: no thread but this one, nothing parked, nothing counted. */
@@ -152,6 +158,7 @@ void control_forget(void)
 	snapshim_mailbox.ipc_exports = 0;
 	snapshim_mailbox.ipc_imports = 0;
 	leader_left = false;
+	claimed = 0;
 	park_forget();
 	probe_forget();
 	threads_forget();

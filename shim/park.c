@@ -86,21 +86,20 @@ static bool exempt(int tid, struct task *task)
 }
 
 /* One look at all threads. How many of the job's are not parked, or a negative errno. */
-static int scan(bool quietly, int *job_threads)
+static int scan(int *job_threads)
 {
-	struct tasks tasks;
+	struct listing tasks;
 	struct task task;
-	int missing = 0, seen_self = 0, tid;
-	int status = tasks_open(&tasks);
+	int missing = 0, listed = 0, threads, tid;
+	bool seen_self = false, coming = exempt_thread_coming();
+	int status = listing_open(&tasks, TASKS);
 
 	*job_threads = 0;
 	if (status)
 		return -status;
-	if (tasks.threads > THREADS_MAX) {
-		tasks_close(&tasks);
-		return -E2BIG;
-	}
-	while ((tid = tasks_next(&tasks))) {
+	threads = listing_threads(&tasks);
+	while (threads <= THREADS_MAX && (tid = listing_next(&tasks)) > 0) {
+		listed++;
 		seen_self |= tid == snapshim_mailbox.thread;
 		if (find(parked, tid)) {
 			++*job_threads;
@@ -110,14 +109,15 @@ static int scan(bool quietly, int *job_threads)
 			continue;
 		++*job_threads;
 		missing++;
-		if (!quietly && !find(signalled, tid) && send_signal(tid) == 0)
+		if (!coming && !find(signalled, tid) && send_signal(tid) == 0)
 			claim(signalled, tid);
 	}
 	/* A list that threads came and went under may lack one that was there all along. */
-	if (tasks.listed != tasks.threads)
+	if (listed != threads || listing_threads(&tasks) != threads)
 		missing++;
-	if (tasks_close(&tasks) != tasks.threads)
-		missing++;
+	listing_close(&tasks);
+	if (threads > THREADS_MAX)
+		return -E2BIG;
 	return seen_self ? missing : -ESRCH;
 }
 
@@ -131,7 +131,7 @@ static int gather(int64_t until_ns)
 	STORE(&gate, 1);
 	for (;;) {
 		int job_threads;
-		int missing = scan(false, &job_threads);
+		int missing = scan(&job_threads);
 
 		if (missing < 0)
 			return -missing;
@@ -167,14 +167,14 @@ static int let_go(int64_t until_ns)
 /* Before they are let go: who is missing. */
 static void name_the_missing(void)
 {
-	struct tasks tasks;
+	struct listing tasks;
 	struct task task;
 	const char *before = "these threads do not park: ";
 	int tid;
 
-	if (tasks_open(&tasks))
+	if (listing_open(&tasks, TASKS))
 		return;
-	while ((tid = tasks_next(&tasks))) {
+	while ((tid = listing_next(&tasks)) > 0) {
 		char state[2] = {0, 0};
 
 		if (find(parked, tid) || exempt(tid, &task))
@@ -189,7 +189,7 @@ static void name_the_missing(void)
 		say(task_blocks_signal(tid) ? ", blocks signal 61)" : ")");
 		before = ", ";
 	}
-	tasks_close(&tasks);
+	listing_close(&tasks);
 	if (*before != ',')
 		say("threads come and go so fast that the process is never still");
 }

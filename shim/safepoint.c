@@ -1,10 +1,321 @@
+/* Has torch give its unused device memory back, in the interpreter's main thread between two bytecodes.
+ *
+ * The caching allocator's free blocks are garbage that a checkpoint would copy out and in again. Only the job's own main
+ * thread may call torch, so the call is handed to the interpreter (Py_AddPendingCall), which makes it at a moment when no
+ * C code of that thread is open. Invariant: at most one such call is with the interpreter; one that comes after its time was
+ * up does nothing; the job's exceptions, references and output are as if nothing had been asked.
+ *
+ * Everything of Python is looked up when it is asked for: most processes with this library have no interpreter.
+ */
+#define _GNU_SOURCE
 #include "shim.h"
+
+#include <dlfcn.h>
 #include <errno.h>
+#include <stddef.h>
+#include <string.h>
+
+typedef struct object object; /* PyObject */
+
+/* From Python's headers, 3.8 and later. */
+static struct {
+	int (*Py_IsInitialized)(void);
+	int (*Py_AddPendingCall)(int (*)(void *), void *);
+	void (*Py_DecRef)(object *);
+	object *(*PyImport_GetModuleDict)(void); /* borrowed */
+	object *(*PyDict_GetItemString)(object *, const char *); /* borrowed */
+	object *(*PyObject_GetAttrString)(object *, const char *);
+	object *(*PyObject_CallObject)(object *, object *);
+	object *(*PyObject_CallFunction)(object *, const char *, ...);
+	object *(*PyObject_Str)(object *);
+	int (*PyObject_IsTrue)(object *);
+	long long (*PyLong_AsLongLong)(object *);
+	const char *(*PyUnicode_AsUTF8)(object *);
+	object *(*PyErr_Occurred)(void); /* borrowed */
+	int (*PyErr_ExceptionMatches)(object *);
+	void (*PyErr_Fetch)(object **, object **, object **);
+	void (*PyErr_Clear)(void);
+	int (*PyGILState_Ensure)(void);
+	void (*PyGILState_Release)(int);
+	object **PyExc_Exception;
+} python;
+
+static const struct {
+	const char *name;
+	void *place;
+} symbols[] = {
+#define SYMBOL(name) {#name, &python.name}
+	SYMBOL(Py_IsInitialized),
+	SYMBOL(Py_AddPendingCall),
+	SYMBOL(Py_DecRef),
+	SYMBOL(PyImport_GetModuleDict),
+	SYMBOL(PyDict_GetItemString),
+	SYMBOL(PyObject_GetAttrString),
+	SYMBOL(PyObject_CallObject),
+	SYMBOL(PyObject_CallFunction),
+	SYMBOL(PyObject_Str),
+	SYMBOL(PyObject_IsTrue),
+	SYMBOL(PyLong_AsLongLong),
+	SYMBOL(PyUnicode_AsUTF8),
+	SYMBOL(PyErr_Occurred),
+	SYMBOL(PyErr_ExceptionMatches),
+	SYMBOL(PyErr_Fetch),
+	SYMBOL(PyErr_Clear),
+	SYMBOL(PyGILState_Ensure),
+	SYMBOL(PyGILState_Release),
+	SYMBOL(PyExc_Exception),
+};
+
+#define KNOCK_AFTER_NS 20000000
+
+enum { IDLE, WANTED, RUNNING, DONE };
+static uint32_t state;
+static uint32_t knocking;    /* 1: a thread of ours waits for the interpreter's lock */
+static uint32_t handed_over; /* 1: the interpreter has our call on its list */
+
+/* Written by the main thread before DONE, read by the control thread after it. */
+static int outcome;
+static long long given_back_bytes;
+static char words[256];
+
+static int give_up(int status, const char *why)
+{
+	size_t bytes = strlen(why) < sizeof(words) ? strlen(why) : sizeof(words) - 1;
+
+	memcpy(words, why, bytes);
+	words[bytes] = 0;
+	return status;
+}
+
+/* Calls owner.name(), or owner.name(index) where index is not negative. NULL: an exception is set. */
+static object *call(object *owner, const char *name, int index)
+{
+	object *function = python.PyObject_GetAttrString(owner, name);
+	object *value = NULL;
+
+	if (function) {
+		value = index < 0 ? python.PyObject_CallObject(function, NULL) : python.PyObject_CallFunction(function, "i", index);
+		python.Py_DecRef(function);
+	}
+	return value;
+}
+
+static long long call_number(object *owner, const char *name, int index)
+{
+	object *value = call(owner, name, index);
+	long long number = -1;
+
+	if (value) {
+		number = python.PyLong_AsLongLong(value);
+		python.Py_DecRef(value);
+	}
+	return number;
+}
+
+static int call_truth(object *owner, const char *name)
+{
+	object *value = call(owner, name, -1);
+	int truth = -1;
+
+	if (value) {
+		truth = python.PyObject_IsTrue(value);
+		python.Py_DecRef(value);
+	}
+	return truth;
+}
+
+/* -1: an exception is set. */
+static long long reserved_bytes(object *cuda)
+{
+	long long devices = call_number(cuda, "device_count", -1);
+	long long total = devices < 0 ? -1 : 0;
+
+	for (int device = 0; device < devices && total >= 0; device++) {
+		long long bytes = call_number(cuda, "memory_reserved", device);
+
+		total = bytes < 0 ? -1 : total + bytes;
+	}
+	return total;
+}
+
+static int empty(object *cuda)
+{
+	int truth = call_truth(cuda, "is_initialized");
+	long long before, after;
+	object *nothing;
+
+	if (truth == 0)
+		return give_up(ENODATA, "torch has not used a GPU in this process");
+	if (truth > 0) {
+		truth = call_truth(cuda, "is_current_stream_capturing");
+		if (truth > 0)
+			return give_up(EBUSY, "a CUDA graph is being captured");
+	}
+	if (truth < 0)
+		return EIO;
+	before = reserved_bytes(cuda);
+	nothing = before < 0 ? NULL : call(cuda, "empty_cache", -1);
+	if (!nothing)
+		return EIO;
+	python.Py_DecRef(nothing);
+	after = reserved_bytes(cuda);
+	given_back_bytes = after >= 0 && after < before ? before - after : 0;
+	return after < 0 ? EIO : 0;
+}
+
+/* Takes the exception that is set, if it is one that a caller could expect; KeyboardInterrupt and the like stay set. */
+static void swallow_exception(void)
+{
+	object *parts[3] = {NULL, NULL, NULL};
+	object *text;
+	const char *utf8;
+
+	if (!python.PyErr_Occurred() || !python.PyErr_ExceptionMatches(*python.PyExc_Exception))
+		return;
+	python.PyErr_Fetch(&parts[0], &parts[1], &parts[2]);
+	text = python.PyObject_Str(parts[1] ? parts[1] : parts[0]);
+	utf8 = text ? python.PyUnicode_AsUTF8(text) : NULL;
+	give_up(EIO, utf8 ? utf8 : "torch raised an exception that cannot be printed");
+	if (text)
+		python.Py_DecRef(text);
+	if (python.PyErr_Occurred() && python.PyErr_ExceptionMatches(*python.PyExc_Exception))
+		python.PyErr_Clear();
+	for (int i = 0; i < 3; i++)
+		if (parts[i])
+			python.Py_DecRef(parts[i]);
+}
+
+/* In the main thread, with the interpreter's lock. -1 with an exception set: it goes on into the job's code. */
+static int at_the_safe_point(void *argument)
+{
+	uint32_t wanted = WANTED;
+	object *torch, *cuda;
+	int interrupted;
+
+	(void)argument;
+	STORE(&handed_over, 0);
+	if (!SWAP_IF(&state, &wanted, RUNNING))
+		return 0;
+	given_back_bytes = 0;
+	words[0] = 0;
+	torch = python.PyDict_GetItemString(python.PyImport_GetModuleDict(), "torch");
+	if (torch) {
+		cuda = python.PyObject_GetAttrString(torch, "cuda");
+		outcome = cuda ? empty(cuda) : EIO;
+		if (cuda)
+			python.Py_DecRef(cuda);
+	} else {
+		outcome = give_up(ENOENT, "torch is not imported in this process");
+	}
+	swallow_exception();
+	interrupted = python.PyErr_Occurred() != NULL;
+	if (interrupted)
+		outcome = give_up(EINTR, "the job was interrupted just then (KeyboardInterrupt or SystemExit)");
+	STORE(&state, DONE);
+	wake_word(&state);
+	return interrupted ? -1 : 0;
+}
+
+static bool look_up(void)
+{
+	for (size_t i = 0; i < sizeof(symbols) / sizeof(*symbols); i++) {
+		void *found = dlsym(RTLD_DEFAULT, symbols[i].name);
+
+		if (!found)
+			return false;
+		memcpy(symbols[i].place, &found, sizeof(found));
+	}
+	return python.Py_IsInitialized();
+}
+
+static void *take_the_lock_once(void *argument)
+{
+	python.PyGILState_Release(python.PyGILState_Ensure());
+	STORE(&knocking, 0);
+	return argument;
+}
+
+/* Before 3.13 the interpreter notices a call that another thread has handed over only when it looks up for some other reason,
+ * like its lock being wanted by another thread: torch sees to that all the time, but a loop of pure Python never does. In a
+ * thread of its own, because the lock may not come for long; the control thread must answer meanwhile. */
+static void knock(void)
+{
+	uint32_t nobody = 0;
+	pthread_attr_t attributes;
+	pthread_t thread;
+
+	if (!SWAP_IF(&knocking, &nobody, 1))
+		return;
+	pthread_attr_init(&attributes);
+	pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+	if (create_exempt_thread(&thread, &attributes, take_the_lock_once, NULL) != 0)
+		STORE(&knocking, 0);
+	pthread_attr_destroy(&attributes);
+}
+
+static int report(void)
+{
+	say(words);
+	snapshim_mailbox.result[0] = outcome == 0 ? (uint64_t)given_back_bytes : 0;
+	return outcome;
+}
+
+/* Called by the control thread. */
 int empty_cache(int64_t timeout_ns)
 {
-	(void)timeout_ns;
-	return ENOSYS;
+	int64_t deadline = now_ns() + timeout_ns;
+	uint32_t seen = WANTED;
+
+	if (LOAD(&snapshim_mailbox.parked)) {
+		say("the job is parked");
+		return EBUSY;
+	}
+	if (LOAD(&state) == RUNNING) {
+		say("torch is still giving memory back since the last time");
+		return EBUSY;
+	}
+	if (!look_up()) {
+		say("there is no Python interpreter in this process");
+		return ENOSYS;
+	}
+	STORE(&state, WANTED);
+	if (!LOAD(&handed_over)) {
+		STORE(&handed_over, 1);
+		if (python.Py_AddPendingCall(at_the_safe_point, NULL) != 0) {
+			STORE(&handed_over, 0);
+			STORE(&state, IDLE);
+			say("the interpreter's list of pending calls is full");
+			return EAGAIN;
+		}
+	}
+	for (bool knocked = false;;) {
+		int64_t left = deadline - now_ns();
+
+		seen = LOAD(&state);
+		if (seen == DONE)
+			return report();
+		if (left <= 0)
+			break;
+		wait_word(&state, seen, left < KNOCK_AFTER_NS || knocked ? left : KNOCK_AFTER_NS);
+		if (!knocked && LOAD(&state) == WANTED)
+			knock();
+		knocked = true;
+	}
+	seen = WANTED;
+	if (SWAP_IF(&state, &seen, IDLE)) {
+		say("the interpreter's main thread stayed in C code and reached no safe point in time");
+		return ETIMEDOUT;
+	}
+	if (seen == DONE)
+		return report();
+	say("torch has begun to give memory back and is not done yet");
+	return ETIMEDOUT;
 }
+
+/* A forked child may inherit the interpreter's list with our call on it: it then does nothing. */
 void safepoint_forget(void)
 {
+	state = IDLE;
+	handed_over = 0;
+	knocking = 0;
 }

@@ -31,21 +31,21 @@ void say_number(long number);
 uint64_t block_all_signals(void);
 void set_signal_mask(uint64_t mask);
 
-/* tasks.c: the threads of this process, as the kernel lists them. */
-struct tasks {
-	int fd;
-	int listed;  /* how many came so far */
-	int threads; /* how many the kernel counted when the list was opened */
-	int at, filled;
+/* tasks.c: the threads and descriptors of this process, as the kernel lists them. */
+struct listing {
+	int fd, at, filled;
+	const char *name; /* of the entry that came last */
 	char buffer[1024] __attribute__((aligned(8)));
 };
+int listing_open(struct listing *listing, const char *path); /* 0 or an errno */
+int listing_next(struct listing *listing);                   /* the next entry that is a number, -1 at the end */
+int listing_threads(const struct listing *listing);          /* of /proc/self/task: how many the kernel counts now */
+void listing_close(struct listing *listing);
 struct task {
 	char state; /* as in /proc/PID/stat; 0: gone */
 	char name[16];
 };
-int tasks_open(struct tasks *tasks); /* 0 or an errno */
-int tasks_next(struct tasks *tasks); /* a thread id, 0 at the end */
-int tasks_close(struct tasks *tasks); /* how many the kernel counts now */
+#define TASKS "/proc/self/task"
 void task_look(int tid, struct task *task);
 bool task_blocks_signal(int tid);
 
@@ -67,7 +67,10 @@ void maps_close(struct maps *maps);
 bool driver_thread(int tid, const struct task *task);
 extern bool driver_seen;
 typedef int create_thread_fn(pthread_t *, const pthread_attr_t *, void *(*)(void *), void *);
+void threads_resolve(void);
 create_thread_fn *libc_create_thread(void);
+create_thread_fn create_exempt_thread; /* one that is never parked, and blocks all signals */
+bool exempt_thread_coming(void);
 void threads_forget(void);
 
 /* signals.c: the reserved signal stays ours. */

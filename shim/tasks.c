@@ -1,5 +1,5 @@
-/* The threads of this process, read from /proc/self/task with system calls alone: opendir and stdio allocate, and the
- * allocator's lock may be held by a thread that is parked.
+/* The threads and descriptors of this process, read from /proc/self with system calls alone: opendir and stdio allocate, and
+ * the allocator's lock may be held by a thread that is parked.
  */
 #define _GNU_SOURCE
 #include "shim.h"
@@ -53,55 +53,49 @@ static int read_start(int tid, const char *file, char *buffer, int room)
 	return (int)count;
 }
 
-/* The link count of the directory is two more than there are threads. */
-static int count_threads(int fd)
+int listing_open(struct listing *listing, const char *path)
 {
-	struct stat status;
+	long fd = KERNEL(SYS_openat, AT_FDCWD, path, O_RDONLY | O_CLOEXEC | O_DIRECTORY);
 
-	return KERNEL(SYS_fstat, fd, &status) ? -1 : (int)status.st_nlink - 2;
+	listing->fd = (int)fd;
+	listing->at = listing->filled = 0;
+	return fd < 0 ? (int)-fd : 0;
 }
 
-int tasks_open(struct tasks *tasks)
-{
-	long fd = KERNEL(SYS_openat, AT_FDCWD, "/proc/self/task", O_RDONLY | O_CLOEXEC | O_DIRECTORY);
-
-	if (fd < 0)
-		return (int)-fd;
-	tasks->fd = (int)fd;
-	tasks->listed = tasks->at = tasks->filled = 0;
-	tasks->threads = count_threads(tasks->fd);
-	return 0;
-}
-
-int tasks_next(struct tasks *tasks)
+int listing_next(struct listing *listing)
 {
 	for (;;) {
 		const struct entry *entry;
-		int tid = 0;
+		int number = 0;
 
-		if (tasks->at >= tasks->filled) {
-			tasks->at = 0;
-			tasks->filled = (int)KERNEL(SYS_getdents64, tasks->fd, tasks->buffer, sizeof(tasks->buffer));
-			if (tasks->filled <= 0)
-				return 0;
+		if (listing->at >= listing->filled) {
+			listing->at = 0;
+			listing->filled = (int)KERNEL(SYS_getdents64, listing->fd, listing->buffer, sizeof(listing->buffer));
+			if (listing->filled <= 0)
+				return -1;
 		}
-		entry = (const struct entry *)(const void *)(tasks->buffer + tasks->at);
-		tasks->at += entry->bytes;
-		for (const char *digit = entry->name; *digit >= '0' && *digit <= '9'; digit++)
-			tid = tid * 10 + (*digit - '0');
-		if (tid > 0) {
-			tasks->listed++;
-			return tid;
-		}
+		entry = (const struct entry *)(const void *)(listing->buffer + listing->at);
+		listing->at += entry->bytes;
+		if (entry->name[0] < '0' || entry->name[0] > '9')
+			continue;
+		for (const char *digit = entry->name; *digit; digit++)
+			number = number * 10 + (*digit - '0');
+		listing->name = entry->name;
+		return number;
 	}
 }
 
-int tasks_close(struct tasks *tasks)
+void listing_close(struct listing *listing)
 {
-	int threads = count_threads(tasks->fd);
+	KERNEL(SYS_close, listing->fd);
+}
 
-	KERNEL(SYS_close, tasks->fd);
-	return threads;
+/* The link count of the directory is two more than there are threads. */
+int listing_threads(const struct listing *listing)
+{
+	struct stat status;
+
+	return KERNEL(SYS_fstat, listing->fd, &status) ? -1 : (int)status.st_nlink - 2;
 }
 
 /* "TID (name) S ...": the name may hold anything, also a bracket, so its end is the last one. */

@@ -19,6 +19,7 @@
 
 SNAPSHIM_EXPORT int pthread_create(pthread_t *thread, const pthread_attr_t *attributes, void *(*routine)(void *), void *argument);
 SNAPSHIM_EXPORT void pthread_exit(void *value) __attribute__((noreturn));
+SNAPSHIM_EXPORT void thrd_exit(int value) __attribute__((noreturn));
 
 /* One for each entry of the mailbox's `exempt`, which is -1 until the new thread has read its own. */
 struct start {
@@ -34,15 +35,23 @@ static struct range {
 } ranges[RANGES_MAX];
 static uint32_t ranges_taken;
 
+static create_thread_fn *libc_create;
+static void (*libc_exit)(void *);
+
 bool driver_seen;
+
+void threads_resolve(void)
+{
+	if (LOAD(&libc_exit))
+		return;
+	STORE(&libc_create, (create_thread_fn *)dlsym(RTLD_NEXT, "pthread_create"));
+	STORE(&libc_exit, (void (*)(void *))dlsym(RTLD_NEXT, "pthread_exit"));
+}
 
 create_thread_fn *libc_create_thread(void)
 {
-	static create_thread_fn *create;
-
-	if (!LOAD(&create))
-		STORE(&create, (create_thread_fn *)dlsym(RTLD_NEXT, "pthread_create"));
-	return LOAD(&create);
+	threads_resolve();
+	return libc_create;
 }
 
 static bool digits(const char *from, int count)
@@ -95,12 +104,12 @@ static bool of_the_driver(uintptr_t address)
 	return driver;
 }
 
-static void end_driver_thread(void *slot)
+static void end_exempt_thread(void *slot)
 {
 	STORE((int32_t *)slot, 0);
 }
 
-static void *run_driver_thread(void *given)
+static void *run_exempt_thread(void *given)
 {
 	struct start start = *(struct start *)given;
 	int32_t *slot = &snapshim_mailbox.exempt[(struct start *)given - starts];
@@ -108,30 +117,37 @@ static void *run_driver_thread(void *given)
 
 	STORE(slot, self_tid());
 	/* However it ends: a thread id that is used again must not be exempt. */
-	pthread_cleanup_push(end_driver_thread, slot);
+	pthread_cleanup_push(end_exempt_thread, slot);
 	value = start.routine(start.argument);
 	pthread_cleanup_pop(1);
 	return value;
 }
 
-static int create_driver_thread(pthread_t *thread, const pthread_attr_t *attributes, void *(*routine)(void *), void *argument)
+/* While this is true a thread that nobody knows may be one of these. Its creator cannot be parked meanwhile. */
+bool exempt_thread_coming(void)
 {
+	for (int i = 0; i < SNAPSHIM_EXEMPT_MAX; i++)
+		if (LOAD(&snapshim_mailbox.exempt[i]) == -1)
+			return true;
+	return false;
+}
+
+int create_exempt_thread(pthread_t *thread, const pthread_attr_t *attributes, void *(*routine)(void *), void *argument)
+{
+	uint64_t mask = block_all_signals(); /* the new thread inherits it */
 	struct start *start = NULL;
-	uint64_t mask;
 	int status;
 
-	STORE(&driver_seen, true);
 	for (int i = 0; i < SNAPSHIM_EXEMPT_MAX && !start; i++) {
 		int32_t nobody = 0;
 
 		if (SWAP_IF(&snapshim_mailbox.exempt[i], &nobody, -1))
 			start = &starts[i];
 	}
-	mask = block_all_signals();
 	if (start) {
 		start->routine = routine;
 		start->argument = argument;
-		status = libc_create_thread()(thread, attributes, run_driver_thread, start);
+		status = libc_create_thread()(thread, attributes, run_exempt_thread, start);
 		if (status)
 			STORE(&snapshim_mailbox.exempt[start - starts], 0);
 	} else { /* more than anybody has seen: told apart by their names */
@@ -147,10 +163,12 @@ int pthread_create(pthread_t *thread, const pthread_attr_t *attributes, void *(*
 	int status;
 
 	signals_guard();
-	if (of_the_driver((uintptr_t)routine))
-		status = create_driver_thread(thread, attributes, routine, argument);
-	else
+	if (of_the_driver((uintptr_t)routine)) {
+		STORE(&driver_seen, true);
+		status = create_exempt_thread(thread, attributes, routine, argument);
+	} else {
 		status = libc_create_thread()(thread, attributes, routine, argument);
+	}
 	if (status == 0)
 		control_start();
 	errno = saved;
@@ -160,12 +178,16 @@ int pthread_create(pthread_t *thread, const pthread_attr_t *attributes, void *(*
 /* A program whose main thread leaves ends with its last thread; ours must not be that one for ever. */
 void pthread_exit(void *value)
 {
-	void (*leave)(void *) = (void (*)(void *))dlsym(RTLD_NEXT, "pthread_exit");
-
+	threads_resolve();
 	if (self_tid() == self_pid())
 		control_leader_left();
-	leave(value);
+	libc_exit(value);
 	__builtin_unreachable();
+}
+
+void thrd_exit(int value)
+{
+	pthread_exit((void *)(intptr_t)value); /* as libc does it */
 }
 
 void threads_forget(void)

@@ -79,7 +79,8 @@ def record(test: str, **measured: Any) -> None:
 
 def measured(result: Mapping[str, Any]) -> dict[str, Any]:
     """Of what `migrator move --json` said, that which is worth keeping."""
-    kept = {name: result[name] for name in ("outcome", "pause_s", "bytes", "reason", "error") if result.get(name)}
+    names = ("outcome", "pause_s", "bytes", "device_bytes", "device_bytes_left", "reason", "error")
+    kept = {name: result[name] for name in names if result.get(name)}
     kept["phases"] = {phase["name"]: phase["seconds"] for phase in result.get("phases", [])}
     kept["parts"] = {part["name"]: part["seconds"] for part in result.get("parts", [])}
     return {name: value for name, value in kept.items() if value}
@@ -129,6 +130,11 @@ class Undisturbed:
         text = out.read_text(errors="replace")
         out.unlink()
         return Said(code, said(text), text)
+
+    def settled(self) -> None:
+        """Waits until none of them runs: before something that would disturb them."""
+        for run in self._runs.values():
+            run.result()
 
     def end(self) -> None:
         self._ended = True

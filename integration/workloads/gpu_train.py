@@ -236,6 +236,9 @@ def main() -> None:
     parser.add_argument(
         "--gib", type=float, default=0.0, help="ballast in device memory, some of it changed every step"
     )
+    parser.add_argument(
+        "--cached-gib", type=float, default=0.0, help="freed again: the allocator keeps it, for nothing"
+    )
     parser.add_argument("--amp", choices=["fp16", "bf16"], default="")
     parser.add_argument("--graph", action="store_true")
     parser.add_argument("--compile", action="store_true")
@@ -251,6 +254,8 @@ def main() -> None:
     if not ON_GPU:
         torch.set_num_threads(1)
     blocks = [torch.randn(BLOCK_FLOATS, device=DEVICE) for _ in range(round(options.gib * 4))]
+    if options.cached_gib:
+        del [torch.empty(int(options.cached_gib * (1 << 30)), dtype=torch.uint8, device=DEVICE)][:]
     trainer = Trainer(options)
     streams = Streams() if options.streams else None
     threads = [Thread(seed) for seed in (10, 11, 12)] if options.threads else []

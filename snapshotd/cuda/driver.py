@@ -10,17 +10,17 @@ The daemon itself loads neither libcuda nor NVML.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from snapshotd.api.errors import GpuFailed, SnapshotError, Timeout
 from snapshotd.cuda import library, refusals
-from snapshotd.cuda.inventory import Inventory, from_answer
-from snapshotd.cuda.link import Link, Lost
+from snapshotd.cuda.inventory import Inventory, Lookout
+from snapshotd.cuda.link import Lost
+from snapshotd.cuda.links import Links
 from snapshotd.cuda.refusals import called
 from snapshotd.cuda.verbs import CHECKPOINT, LOCK, RESTORE, UNLOCK, Pair, State, Verb
 from snapshotd.tree import Process
@@ -30,13 +30,30 @@ __all__ = ["Gpus", "Pair", "State"]
 log = logging.getLogger(__name__)
 
 STATE_S = 5.0  # a running process answers in milliseconds
-INVENTORY_S = 5.0
-INVENTORY_KEPT_S = 1.0  # `migrator nodes` asks often
-TROUBLE_KEPT_S = 30.0  # a GPU off the bus hangs every look: one helper killed in half a minute is enough
+NO_GPU_KEPT_S = 30.0  # how long "there is no GPU here" is believed
 _GRACE_S = 2.0  # how much longer than the driver we wait for a lock
 _LOOK_S = 2.0  # for the state that an error tells
 _LOSSES = 3  # a helper that dies this often in one call dies of it
-_LEAST_S = 0.25  # with less time left nothing is asked again: a fresh helper would be killed before it is up
+_LEAST_S = 0.25  # with less time left nothing is asked again: it would only kill the next helper
+
+
+class _Limit:
+    """What is left of a call's time. It stands still while a helper is being started, which is not the call's doing."""
+
+    def __init__(self, seconds: float) -> None:
+        self._ends = time.monotonic() + seconds
+
+    @property
+    def left_s(self) -> float:
+        return self._ends - time.monotonic()
+
+    @contextlib.contextmanager
+    def standing_still(self) -> Iterator[None]:
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self._ends += time.monotonic() - began
 
 
 class Gpus:
@@ -44,13 +61,10 @@ class Gpus:
 
     def __init__(self, library_dir: str = "") -> None:
         self._library_dir = library_dir
-        self._links: list[Link] = []  # the last one is in use
-        self._starting = asyncio.Lock()
-        self._looking = asyncio.Lock()
-        self._seen = Inventory()
-        self._seen_until = 0.0
+        self._links = Links(library_dir)
+        self._lookout = Lookout(self._links, library_dir)
+        self._no_gpu = ""  # why
         self._no_gpu_until = 0.0
-        self._closed = False
 
     @property
     def available(self) -> bool:
@@ -59,10 +73,12 @@ class Gpus:
 
     async def close(self) -> None:
         """Ends the helper for good: whoever still waits for an answer, or asks, gets GpuFailed."""
-        self._closed = True
-        links, self._links = self._links, []
-        for link in links:
-            await link.close()
+        await self._links.close()
+        await self._lookout.close()
+
+    async def inventory(self, *, fresh: bool = False) -> Inventory:
+        """The node's GPUs now, give or take a second unless `fresh`. Never raises: what cannot be told is its `problem`."""
+        return await self._lookout.now(fresh=fresh)
 
     async def state(self, process: Process, timeout_s: float = STATE_S) -> State | None:
         """The state the driver has for the process; None when it does not use CUDA, or is gone.
@@ -70,17 +86,18 @@ class Gpus:
         Raises Timeout when it does not answer (a stopped process never does; one in the middle of a checkpoint answers
         when that is done), GpuFailed when the driver cannot be asked.
         """
-        deadline = time.monotonic() + timeout_s
+        limit = _Limit(timeout_s)
         losses = 0
         while self.available:
             try:
-                return self._state_in(await self._ask("state", deadline, process), process)
+                return self._state_in(await self._ask("state", limit, process), process)
             except TimeoutError as error:
                 raise refusals.hung("the CUDA state", process, timeout_s, "") from error
             except Lost as lost:
                 losses += not lost.by_us
-                if losses >= _LOSSES or deadline - time.monotonic() < _LEAST_S:
+                if losses >= _LOSSES or limit.left_s < _LEAST_S:
                     raise refusals.helper_died("the CUDA state", process, str(lost)) from lost
+        _refuse_if_it_uses_cuda(process, self._no_gpu or f"{library.CUDA} is not there")
         return None
 
     async def lock(self, process: Process, timeout_s: float) -> None:
@@ -99,30 +116,15 @@ class Gpus:
         """The process may use its GPUs again."""
         await self._reach(UNLOCK, process, timeout_s)
 
-    async def inventory(self, *, fresh: bool = False) -> Inventory:
-        """The node's GPUs, give or take a second unless `fresh`. Never raises: what cannot be told is its `problem`."""
-        if not library.found(library.NVML, self._library_dir):
-            missing = f"{library.NVML} is not where the loader looks; `gpu_library_dir` can name its folder"
-            return Inventory(problem=missing if library.driver_loaded() else "")
-        async with self._looking:
-            if fresh or time.monotonic() >= self._seen_until:
-                self._seen = await self._inventory()
-                self._seen_until = time.monotonic() + (INVENTORY_KEPT_S if self._seen.gpus else TROUBLE_KEPT_S)
-            return self._seen.copy()
-
     # ------------------------------------------------------------ how
 
     async def _reach(self, verb: Verb, process: Process, timeout_s: float, pairs: Sequence[Pair] = ()) -> None:
-        deadline = time.monotonic() + timeout_s
+        limit = _Limit(timeout_s)
         listed = [(pair.old_uuid, pair.new_uuid) for pair in pairs]
         losses = 0
         while True:
             try:
-                if verb is LOCK:
-                    timeout_ms = max(1, round((deadline - time.monotonic()) * 1000))
-                    answer = await self._ask(verb.name, deadline + _GRACE_S, process, timeout_ms=timeout_ms)
-                else:
-                    answer = await self._ask(verb.name, deadline, process, pairs=listed)
+                answer = await self._ask(verb.name, limit, process, pairs=listed)
             except TimeoutError as error:
                 state = await self._look_apart(process)
                 if state in verb.done:
@@ -131,10 +133,10 @@ class Gpus:
                 raise refusals.hung(f"the {verb.name}", process, timeout_s, then) from error
             except Lost as lost:
                 losses += not lost.by_us
-                if losses >= _LOSSES or deadline - time.monotonic() < _LEAST_S:
+                if losses >= _LOSSES or limit.left_s < _LEAST_S:
                     raise refusals.helper_died(f"the {verb.name}", process, str(lost)) from lost
                 log.warning("%s of %s is asked for again: %s", verb.name, called(process), lost)
-                if await self.state(process, deadline - time.monotonic()) in verb.done:
+                if await self.state(process, limit.left_s) in verb.done:
                     return
                 continue
             if answer.get("gone"):
@@ -148,25 +150,18 @@ class Gpus:
                 return
             if not process.alive():
                 raise refusals.gone(process)
-            if verb is RESTORE and answer["error"] == "CUDA_ERROR_OUT_OF_MEMORY":
+            if answer["error"] == "CUDA_ERROR_OUT_OF_MEMORY" and verb is RESTORE and state is not State.FAILED:
                 raise await self._out_of_memory(process, pairs)
             raise refusals.refused(verb, process, answer["error"], state, timeout_s)
 
-    async def _helper(self) -> Link:
-        async with self._starting:
-            if self._closed:
-                raise Lost("the daemon is ending", by_us=False)
-            if not self._links or not self._links[-1].alive:
-                self._links = [link for link in self._links if not link.ended]
-                self._links.append(await Link.start(self._library_dir))
-                log.info("started the GPU helper (pid %d)", self._links[-1].pid)
-            return self._links[-1]
-
-    async def _ask(self, call: str, deadline: float, process: Process, **arguments: Any) -> dict[str, Any]:
-        link = await self._helper()
-        answer = await link.ask(
-            call, deadline - time.monotonic(), pid=process.pid, start_ticks=process.start_ticks, **arguments
-        )
+    async def _ask(self, call: str, limit: _Limit, process: Process, **arguments: Any) -> dict[str, Any]:
+        with limit.standing_still():
+            link = await self._links.initialised()
+        limit_s = limit.left_s
+        if call == LOCK.name:  # the one verb whose time the driver keeps itself
+            arguments["timeout_ms"] = max(1, round(limit_s * 1000))
+            limit_s += _GRACE_S
+        answer = await link.ask(call, limit_s, pid=process.pid, start_ticks=process.start_ticks, **arguments)
         if "unusable" in answer:
             link.retire()  # libcuda never tries again in the same process
         return answer
@@ -177,7 +172,8 @@ class Gpus:
         if "unusable" in answer:
             if not answer["no_gpu"]:
                 raise refusals.unusable(answer["unusable"])
-            self._no_gpu_until = time.monotonic() + TROUBLE_KEPT_S
+            self._no_gpu, self._no_gpu_until = answer["unusable"], time.monotonic() + NO_GPU_KEPT_S
+            _refuse_if_it_uses_cuda(process, self._no_gpu)
             return None
         if answer["error"]:
             if answer["error"] == "CUDA_ERROR_NOT_INITIALIZED" or not process.alive():
@@ -196,11 +192,8 @@ class Gpus:
     async def _look_apart(self, process: Process) -> State | None:
         """The same after a call hung, with a helper of its own: if this hangs too, no other call is disturbed."""
         with contextlib.suppress(TimeoutError, Lost, GpuFailed):
-            link = await Link.start(self._library_dir)
-            try:
+            async with self._links.apart() as link:
                 answer = await link.ask("state", _LOOK_S, pid=process.pid, start_ticks=process.start_ticks)
-            finally:
-                await link.close()
             return self._state_in(answer, process)
         return None
 
@@ -209,21 +202,8 @@ class Gpus:
         gpus = (await self.inventory()).gpus
         return refusals.out_of_memory(process, [gpu for gpu in gpus if not wanted or gpu.uuid in wanted])
 
-    async def _inventory(self) -> Inventory:
-        lost: Lost | None = None
-        for _ in range(_LOSSES):
-            try:
-                link = await self._helper()
-                answer = await link.ask("inventory", INVENTORY_S)
-            except TimeoutError:
-                problem = f"NVML did not answer within {INVENTORY_S:g} s; the kernel's log (Xid) may name a lost GPU"
-                return Inventory(self._seen.driver_version, problem=problem)
-            except Lost as error:
-                lost = error
-                continue
-            if "unusable" in answer or not (answer["error"] or answer["gpus"] or answer["problem"]):
-                link.retire()  # nothing to ask it again for: it need not stay
-            if "unusable" in answer:
-                return Inventory(problem="" if answer["no_gpu"] else answer["unusable"])
-            return Inventory(problem=answer["error"]) if answer["error"] else from_answer(answer)
-        return Inventory(self._seen.driver_version, problem=str(lost))
+
+def _refuse_if_it_uses_cuda(process: Process, words: str) -> None:
+    """Without a driver no process has a state, but for one whose GPU went away under it: that must not look the same."""
+    if library.holds_cuda(process.pid):
+        raise refusals.unusable(f"{called(process)} uses CUDA, but the driver cannot be asked: {words}")

@@ -38,6 +38,7 @@ class Calls:
         self._driver: Driver | None = None
         self.by_name: dict[str, Callable[[Answer], Answer]] = {
             "inventory": self._inventory,
+            "init": self._init,
             "state": self._state,
             "lock": self._lock,
             "checkpoint": self._checkpoint,
@@ -56,6 +57,9 @@ class Calls:
         from snapshotd.cuda import nvml
 
         return nvml.look()
+
+    def _init(self, request: Answer) -> Answer:
+        return {"version": self._cuda().version}
 
     def _state(self, request: Answer) -> Answer:
         return {"state": self._cuda().state(_verified(request))}

@@ -1,14 +1,16 @@
-"""Whether the loader would find the driver's libraries, without loading them: the daemon must never do that."""
+"""What can be told of the driver without loading its libraries, which the daemon must never do."""
 
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 CUDA = "libcuda.so.1"
 NVML = "libnvidia-ml.so.1"
 
 _CACHE = Path("/etc/ld.so.cache")
+_DRIVER_THREAD = re.compile(r"cuda-EvtHandlr|cuda\d{11}")
 _DEFAULT_DIRS = ("/lib64", "/usr/lib64", "/lib", "/usr/lib")
 
 
@@ -28,3 +30,19 @@ def found(name: str, library_dir: str) -> bool:
 def driver_loaded() -> bool:
     """Whether the kernel has NVIDIA's driver, so that GPUs are to be expected."""
     return os.path.exists("/dev/nvidiactl")
+
+
+def holds_cuda(pid: int) -> bool:
+    """Whether the driver's threads are in the process. They stay there while it is checkpointed, and a program that only
+    tried to initialise CUDA has none."""
+    try:
+        tasks = os.listdir(f"/proc/{pid}/task")
+    except OSError:
+        return False
+    for task in tasks:
+        try:
+            if _DRIVER_THREAD.fullmatch(Path(f"/proc/{pid}/task/{task}/comm").read_text().strip()):
+                return True
+        except OSError:
+            continue
+    return False

@@ -45,6 +45,7 @@ class Link:
         self._pending: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._lost: Lost | None = None
         self._retired = False
+        self._initialised: asyncio.Task[dict[str, Any]] | None = None
         self._reader = asyncio.create_task(self._read(), name="cuda-helper")
 
     @classmethod
@@ -107,6 +108,13 @@ class Link:
             raise TimeoutError(f"the GPU helper did not answer within {limit_s:.3g} s")
         return future.result()
 
+    async def initialise(self, limit_s: float) -> None:
+        """Has libcuda initialised, once for all who ask. Raises as `ask` does; no driver is no error here."""
+        if self._initialised is None:
+            self._initialised = asyncio.create_task(self.ask("init", limit_s), name="cuda-init")
+        await asyncio.wait({self._initialised})
+        self._initialised.result()
+
     def kill(self, why: str, *, by_us: bool = True) -> None:
         """Ends the process at once. Whoever waits for an answer gets Lost now, not when the process is really gone:
         one that hangs inside the kernel takes its time."""
@@ -130,6 +138,8 @@ class Link:
         self._process.stdin.close()
         if self._pending:
             self.kill("the daemon does not need it any more")
+        if self._initialised is not None:
+            await asyncio.wait({self._initialised})
         done, _ = await asyncio.wait({self._reader}, timeout=_REAP_S)
         if not done:
             self.kill("it did not end with its stdin")

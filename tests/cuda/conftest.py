@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from snapshotd.cuda.driver import Gpus
+from snapshotd.tree import Process
 from tests.cuda.processes import CudaProgram, helpers
 from tests.fakes.cuda_fake import GpuNode
 from tests.fakes.cuda_fake import gpus as some_gpus
@@ -43,3 +45,12 @@ def start(node: GpuNode) -> Iterator[Callable[[], CudaProgram]]:
 @pytest.fixture
 def program(start: Callable[[], CudaProgram]) -> CudaProgram:
     return start()
+
+
+@pytest.fixture
+def sleeper() -> Iterator[Process]:
+    """A process that has never heard of CUDA."""
+    child = subprocess.Popen(["sleep", "600"])
+    yield Process.of(child.pid)
+    child.kill()
+    child.wait()

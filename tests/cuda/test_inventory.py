@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,9 +17,11 @@ import pynvml
 import pytest
 
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.cuda import driver, library, nvml
+from snapshotd.api.errors import GpuFailed
+from snapshotd.cuda import inventory, library, nvml
 from snapshotd.cuda.driver import Gpus, State
 from snapshotd.cuda.inventory import Inventory, from_answer
+from snapshotd.tree import Process
 from tests.cuda.processes import CudaProgram, helpers, wait_until
 from tests.fakes.cuda_fake import GpuNode
 
@@ -26,8 +30,8 @@ MIB = 1 << 20
 
 @pytest.fixture
 def always_fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver, "INVENTORY_KEPT_S", 0.0)
-    monkeypatch.setattr(driver, "TROUBLE_KEPT_S", 0.0)
+    monkeypatch.setattr(inventory, "KEPT_S", 0.0)
+    monkeypatch.setattr(inventory, "TROUBLE_KEPT_S", 0.0)
 
 
 async def test_what_is_there(gpus: Gpus, node: GpuNode, start: Callable[[], CudaProgram]) -> None:
@@ -72,7 +76,7 @@ async def test_mig_and_mps(gpus: Gpus, node: GpuNode, program: CudaProgram) -> N
 async def test_is_kept_for_a_moment_and_the_callers_to_change(
     gpus: Gpus, node: GpuNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(driver, "INVENTORY_KEPT_S", 3600.0)
+    monkeypatch.setattr(inventory, "KEPT_S", 3600.0)
     first = await gpus.inventory()
     first.gpus[0].reserved_for = "a move"
     first.gpus.pop()
@@ -80,7 +84,7 @@ async def test_is_kept_for_a_moment_and_the_callers_to_change(
     node.write()
     second = await gpus.inventory()
     assert [gpu.reserved_for for gpu in second.gpus] == ["", ""]
-    monkeypatch.setattr(gpus, "_seen_until", 0.0)
+    monkeypatch.setattr(gpus._lookout, "_seen_until", 0.0)
     assert len((await gpus.inventory()).gpus) == 1
 
 
@@ -90,13 +94,36 @@ class TestTrouble:
         self, gpus: Gpus, node: GpuNode, program: CudaProgram, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         await gpus.inventory()
-        monkeypatch.setattr(driver, "INVENTORY_S", 0.5)
+        monkeypatch.setattr(inventory, "WAIT_S", 0.5)
+        monkeypatch.setattr(inventory, "LOOK_S", 1.5)
         node.fault("nvml", "hang")
         found = await gpus.inventory()
         assert found.problem.startswith("NVML did not answer within 0.5 s")
         assert (found.driver_version, found.gpus) == ("580.159.04", [])
+        (helper,) = helpers()
         assert await gpus.state(program.process) is State.RUNNING
+        assert (await gpus.inventory()) == found  # nobody waits for the same look twice
+        monkeypatch.setattr(inventory, "WAIT_S", 60)
+        assert (await gpus.inventory()).problem.startswith("NVML did not answer within 1.5 s")
+        wait_until(lambda: helper not in helpers())
         assert len((await gpus.inventory()).gpus) == 2
+
+    async def test_a_look_that_takes_long_is_not_begun_again(
+        self, gpus: Gpus, node: GpuNode, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(inventory, "WAIT_S", 0.0)
+        assert (await gpus.inventory()).problem
+        while not (found := await gpus.inventory()).gpus:
+            assert found.problem.startswith("NVML did not answer within 0 s")
+            await asyncio.sleep(0.001)  # not asked anew each time, or it would never be done
+        assert len(found.gpus) == 2
+
+    async def test_closed_in_the_middle(self, gpus: Gpus, node: GpuNode, monkeypatch: pytest.MonkeyPatch) -> None:
+        node.fault("nvml", "hang")
+        asked = asyncio.create_task(gpus.inventory())
+        await asyncio.to_thread(wait_until, lambda: not node.faults())
+        await gpus.close()
+        assert (await asked).problem == "the daemon is ending"
 
     async def test_nvml_dies(self, gpus: Gpus, node: GpuNode) -> None:
         node.fault("nvml", "die")
@@ -113,35 +140,50 @@ class TestTrouble:
     async def test_trouble_is_not_looked_for_all_the_time(
         self, gpus: Gpus, node: GpuNode, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(driver, "TROUBLE_KEPT_S", 3600.0)
+        monkeypatch.setattr(inventory, "TROUBLE_KEPT_S", 3600.0)
         node.fault("nvml", "fail:999")
         for _ in range(2):
             assert (await gpus.inventory()).problem == "NVML: Unknown Error"
 
 
 class TestNoGpu:
-    async def test_no_libraries(self, tmp_path: Path, program: CudaProgram, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test_no_libraries(
+        self, tmp_path: Path, sleeper: Process, program: CudaProgram, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(library, "found", lambda name, library_dir: False)
         monkeypatch.setattr(library, "driver_loaded", lambda: False)
         gpus = Gpus(str(tmp_path))
         assert not gpus.available
         assert await gpus.inventory() == Inventory()
-        assert await gpus.state(program.process) is None
+        assert await gpus.state(sleeper) is None
+        with pytest.raises(GpuFailed, match=r"uses CUDA, but .*: libcuda\.so\.1 is not there"):
+            await gpus.state(program.process)
         assert helpers() == []
         monkeypatch.setattr(library, "driver_loaded", lambda: True)
         assert "gpu_library_dir" in (await gpus.inventory()).problem
 
     async def test_libraries_but_no_gpu(
-        self, gpus: Gpus, node: GpuNode, program: CudaProgram, monkeypatch: pytest.MonkeyPatch
+        self, gpus: Gpus, node: GpuNode, sleeper: Process, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         node.gpus = []
         node.write()
         assert await gpus.inventory() == Inventory("580.159.04")
         await asyncio.to_thread(wait_until, lambda: helpers() == [])  # nothing to stay for
-        assert await gpus.state(program.process) is None
+        assert await gpus.state(sleeper) is None
         await asyncio.to_thread(wait_until, lambda: helpers() == [])
         monkeypatch.setattr(sys, "executable", "/nowhere")  # what was learned is kept: nobody is asked now
-        assert (gpus.available, await gpus.state(program.process)) == (False, None)
+        assert (gpus.available, await gpus.state(sleeper)) == (False, None)
+
+    async def test_the_gpu_went_away_under_a_process(self, gpus: Gpus, node: GpuNode, program: CudaProgram) -> None:
+        """ "It does not use CUDA" would have a locked process let go as if nothing were."""
+        await gpus.lock(program.process, 5)
+        (helper,) = helpers()
+        os.kill(helper, signal.SIGKILL)
+        node.gpus = []
+        node.write()
+        for _ in range(2):
+            with pytest.raises(GpuFailed, match=r"uses CUDA, but the driver cannot be asked: .*CUDA_ERROR_NO_DEVICE"):
+                await gpus.state(program.process)
 
     async def test_libraries_but_no_driver(self, gpus: Gpus, node: GpuNode) -> None:
         node.fault("nvml", "fail:9")

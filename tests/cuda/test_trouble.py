@@ -15,6 +15,7 @@ import pytest
 from snapshotd import cgroup
 from snapshotd.api.errors import GpuFailed, Timeout
 from snapshotd.cgroup import Cgroup
+from snapshotd.cuda import links
 from snapshotd.cuda.driver import Gpus, State
 from tests.cuda.processes import CudaProgram, helpers, wait_until
 from tests.fakes.cuda_fake import GpuNode
@@ -99,11 +100,26 @@ class TestHangs:
         await gpus.checkpoint(program.process, 1)
         assert await gpus.state(program.process) is State.CHECKPOINTED
 
-    async def test_the_driver_cannot_even_be_initialised(self, gpus: Gpus, node: GpuNode, program: CudaProgram) -> None:
+    async def test_the_driver_does_not_come_up(
+        self, gpus: Gpus, node: GpuNode, start: Callable[[], CudaProgram], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """One helper is tried for all who ask meanwhile."""
+        one, other = start(), start()
+        monkeypatch.setattr(links, "INIT_S", 0.5)
         node.fault("init", "hang")
-        with pytest.raises(Timeout, match="the CUDA state of process"):
-            await gpus.state(program.process, 0.5)
-        assert await gpus.state(program.process) is State.RUNNING
+        asked = gpus.state(one.process), gpus.lock(other.process, 5)
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        assert [str(answer) for answer in answers] == ["the CUDA driver did not come up within 0.5 s (cuInit)"] * 2
+        assert await gpus.state(other.process) is State.RUNNING
+
+    async def test_coming_up_is_not_the_calls_time(
+        self, gpus: Gpus, program: CudaProgram, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        late = tmp_path / "late"
+        late.write_text(f'#!/bin/sh\nsleep 1.5\nexec {sys.executable} "$@"\n')
+        late.chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(late))
+        assert await gpus.state(program.process, 1) is State.RUNNING
 
     async def test_other_calls_do_not_notice(
         self, gpus: Gpus, node: GpuNode, start: Callable[[], CudaProgram], caplog: pytest.LogCaptureFixture
@@ -194,14 +210,20 @@ class TestDeaths:
         assert (await gpus.inventory()).problem == "no GPU helper can be started: No such file or directory"
 
     async def test_the_helper_speaks_nonsense(
-        self, gpus: Gpus, program: CudaProgram, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self,
+        gpus: Gpus,
+        program: CudaProgram,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
     ) -> None:
         nonsense = tmp_path / "nonsense"
         nonsense.write_text("#!/bin/sh\nread line\necho What?\nexec sleep 600\n")
         nonsense.chmod(0o755)
         monkeypatch.setattr(sys, "executable", str(nonsense))
         with pytest.raises(GpuFailed, match="its answer makes no sense"):
-            await gpus.state(program.process, 1)
+            await gpus.state(program.process, 20)
+        assert len([each for each in caplog.records if "makes no sense" in each.getMessage()]) == 3
 
 
 async def test_a_cancelled_caller_waits_for_the_driver(gpus: Gpus, node: GpuNode, program: CudaProgram) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -18,15 +17,6 @@ from tests.fakes.cuda_fake import gpus as some_gpus
 
 def same(node: GpuNode) -> list[Pair]:
     return [Pair(gpu.uuid, gpu.uuid) for gpu in node.gpus]
-
-
-@pytest.fixture
-def sleeper() -> Iterator[Process]:
-    """A process that has never heard of CUDA."""
-    child = subprocess.Popen(["sleep", "600"])
-    yield Process.of(child.pid)
-    child.kill()
-    child.wait()
 
 
 async def test_there_and_back(gpus: Gpus, node: GpuNode, program: CudaProgram) -> None:

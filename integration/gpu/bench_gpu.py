@@ -1,0 +1,144 @@
+"""`python3 -m integration.gpu.bench_gpu --gib 1 8 32`: where the pause of a GPU rank goes, beside the same by hand.
+
+The same job, in the same run: moved between two lab nodes, and taken through plain `criu` and the driver's calls
+(`by_hand.py`). Nothing here passes or fails. A table comes last; everything measured is in gpu-bench.json as soon as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from integration.gpu import by_hand
+from integration.gpu.by_hand import Part
+from integration.gpu.gpu_jobs import DEVICE, GIB, OUT, TRAIN, why_not
+from integration.harness import Cluster, cluster, until
+
+NODES = ("node-1", "spare-1")
+NAMES = (
+    *("empty-cache", "lock", "park", "checkpoint", "criu-dump", "stream"),
+    *("criu-restore", "cuda-restore", "unlock", "pause"),
+)
+WAYS = ("migrator", "by hand")
+#: Nothing of what follows comes to this.
+MOVE_S = 1800.0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--gib", type=float, nargs="+", default=[1, 8, 32], help="device memory of the job")
+    parser.add_argument(
+        "--cached-gib", type=float, default=0.0, help="device memory that its allocator keeps for nothing"
+    )
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--only", choices=WAYS)
+    options = parser.parse_args(arguments)
+    if why_not():
+        sys.exit(f"bench_gpu: {why_not()}")
+    results: list[dict[str, Any]] = []
+    folder = Path(__file__).parents[1] / ".work" / "gpu-bench"
+    folder.mkdir(parents=True, exist_ok=True)
+    with cluster(folder, "gpubench", NODES) as nodes:
+        ways: dict[str, Callable[[Sequence[str]], dict[str, Any]]] = {
+            "migrator": lambda flags: moved(nodes, flags),
+            "by hand": lambda flags: {"parts": by_hand.run(flags)},
+        }
+        for gib in options.gib:
+            flags = ["--gib", str(gib), "--cached-gib", str(options.cached_gib), "--steps", "1000000000"]
+            flags += ["--digest-every", "1000000000", "--pace-s", "0.02"]
+            for round_ in range(options.rounds):
+                for way in WAYS if options.only is None else (options.only,):
+                    result: dict[str, Any] = {"gib": gib, "way": way, "round": round_ + 1}
+                    try:
+                        result |= ways[way](flags)
+                    except (RuntimeError, AssertionError, OSError) as error:  # the other numbers are still wanted
+                        result["failed"] = str(error)[:4000]
+                    results.append(result)
+                    print(_line(result), flush=True)
+                    _save(results)
+    print(f"\n{table(results)}")
+    return 0
+
+
+def moved(nodes: Cluster, flags: Sequence[str]) -> dict[str, Any]:
+    """One move of a fresh job; its parts as the product tells them."""
+    job = nodes.start(NODES[0], [sys.executable, TRAIN, *flags])
+    try:
+        until("the job's first steps", lambda: _steps(job.text()) > 10 or job.process.poll() is not None, 300)
+        if job.process.poll() is not None:
+            raise RuntimeError(f"the job ended with {job.process.returncode}:\n{job.text()[-2000:]}")
+        told = nodes.move(job, NODES[1], timeout_s=MOVE_S)
+        steps = _steps(job.text())
+        until("the job to go on", lambda: _steps(job.text()) > steps + 3, 60)
+    finally:
+        job.kill()
+        nodes.tidy()
+    parts = [Part(part["name"], part["seconds"], part["bytes"]) for part in told.get("parts", [])]
+    return {"parts": [*parts, Part("pause", told["pause_s"])], "told": told}
+
+
+def _steps(text: str) -> int:
+    return text.count("\nstep ")
+
+
+# ---------------------------------------------------------------- telling
+
+
+def _line(result: dict[str, Any]) -> str:
+    head = f"{result['gib']:g} GiB, {result['way']}:"
+    if "failed" in result:
+        return f"{head} failed: {result['failed'][:1500]}"
+    return f"{head} " + ", ".join(f"{part.name} {_cell([part])}" for part in _whole(result["parts"]))
+
+
+def _whole(parts: Sequence[Part]) -> list[Part]:
+    """With the pause, which by hand is the sum of all."""
+    if any(part.name == "pause" for part in parts):
+        return list(parts)
+    return [*parts, Part("pause", sum(part.seconds for part in parts))]
+
+
+def _cell(parts: Sequence[Part]) -> str:
+    """Seconds, and GB/s where bytes were moved: medians over the rounds."""
+    if not parts:
+        return ""
+    seconds = statistics.median(part.seconds for part in parts)
+    if not all(part.bytes and part.seconds for part in parts):
+        return f"{seconds:.3f}"
+    return f"{seconds:.2f} ({statistics.median(part.bytes / part.seconds for part in parts) / 1e9:.2f})"
+
+
+def table(results: Sequence[dict[str, Any]]) -> str:
+    good = [result for result in results if "failed" not in result]
+    columns = list(dict.fromkeys((result["gib"], result["way"]) for result in results))
+    heads = [f"{gib:g} GiB {way}" for gib, way in columns]
+    lines = [f"| seconds (GB/s) | {' | '.join(heads)} |", f"| --- |{' --- |' * len(columns)}"]
+    for name in NAMES:
+        cells = []
+        for column in columns:
+            mine = [result for result in good if (result["gib"], result["way"]) == column]
+            cells.append(_cell([part for result in mine for part in _whole(result["parts"]) if part.name == name]))
+        if any(cells):
+            lines.append(f"| {name} | {' | '.join(cell or '–' for cell in cells)} |")
+    for name, words in (("device_bytes", "device memory moved"), ("device_bytes_left", "free blocks given back")):
+        told = {(result["gib"], result["way"]): result["told"].get(name, 0) for result in good if "told" in result}
+        cells = [f"{told[column] / GIB:.2f} GiB" if told.get(column) else "–" for column in columns]
+        if any(told.values()):
+            lines.append(f"| {words} | {' | '.join(cells)} |")
+    lines += [f"\n{result['gib']:g} GiB {result['way']} failed" for result in results if "failed" in result]
+    return "\n".join(lines)
+
+
+def _save(results: Sequence[dict[str, Any]]) -> None:
+    OUT.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({"device": DEVICE, "results": results}, default=lambda part: part.__dict__, indent=1)
+    (OUT / "gpu-bench.json").write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

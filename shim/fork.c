@@ -1,0 +1,118 @@
+/* What happens when the library is loaded, and in a forked child: it has none of its parent's threads, and none of its GPU.
+ *
+ * A child of a CUDA process inherits the driver's descriptors and mappings. It can do nothing with them, and CRIU cannot dump
+ * it; so they are taken away: mappings of /dev/nvidia* become reserved, empty address space, descriptors are closed.
+ * Everything else stays, pinned host memory (/dev/zero) too. A process that only asks NVML (no /dev/nvidia-uvm, no thread of
+ * the driver) keeps what it has: its children may go on asking. Children of vfork share their parent's memory and are
+ * not touched. This runs between fork and the child's first instruction: system calls alone, no allocation.
+ */
+#define _GNU_SOURCE
+#include "shim.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <stddef.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+
+#define DEVICES "/dev/nvidia"
+#define UNIFIED_MEMORY "/dev/nvidia-uvm"
+
+static bool starts_with(const char *text, const char *head)
+{
+	return strncmp(text, head, strlen(head)) == 0;
+}
+
+/* Calls `visit` with each descriptor and where it leads, until that says true. */
+static bool each_descriptor(bool (*visit)(int fd, const char *target, const void *argument), const void *argument)
+{
+	struct listing listing;
+	bool found = false;
+	int fd;
+
+	if (listing_open(&listing, "/proc/self/fd"))
+		return false;
+	while (!found && (fd = listing_next(&listing)) >= 0) {
+		char target[64];
+		long bytes = fd == listing.fd ? 0 : KERNEL(SYS_readlinkat, listing.fd, listing.name, target, sizeof(target) - 1);
+
+		if (bytes > 0) {
+			target[bytes] = 0;
+			found = visit(fd, target, argument);
+		}
+	}
+	listing_close(&listing);
+	return found;
+}
+
+static bool is_unified_memory(int fd, const char *target, const void *argument)
+{
+	(void)fd;
+	(void)argument;
+	return starts_with(target, UNIFIED_MEMORY);
+}
+
+static bool close_if_under(int fd, const char *target, const void *head)
+{
+	if (starts_with(target, head))
+		KERNEL(SYS_close, fd);
+	return false;
+}
+
+static void drop_mappings(void)
+{
+	struct maps maps;
+	struct mapping mapping;
+
+	if (!maps_open(&maps))
+		return;
+	while (maps_next(&maps, &mapping))
+		if (starts_with(mapping.path, DEVICES))
+			KERNEL(SYS_mmap, mapping.from, mapping.to - mapping.from, PROT_NONE,
+			       MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0);
+	maps_close(&maps);
+}
+
+/* The control thread of the parent may have been looking at its threads just then. */
+static void close_listings_of(int parent)
+{
+	char head[32] = "/proc/";
+	char digits[12];
+	int at = 6, count = 0;
+
+	do
+		digits[count++] = (char)('0' + parent % 10);
+	while (parent /= 10);
+	while (count)
+		head[at++] = digits[--count];
+	memcpy(head + at, "/task", 6);
+	each_descriptor(close_if_under, head);
+}
+
+static void in_the_child(void)
+{
+	int saved = errno;
+	int parent = snapshim_mailbox.owner;
+	bool spoken_to = snapshim_mailbox.request != 0;
+	bool driver = LOAD(&driver_seen);
+
+	control_forget();
+	if (spoken_to && parent > 0)
+		close_listings_of(parent);
+	if (driver || each_descriptor(is_unified_memory, NULL)) {
+		drop_mappings();
+		each_descriptor(close_if_under, DEVICES);
+	}
+	errno = saved;
+}
+
+__attribute__((constructor)) static void begin(void)
+{
+	int saved = errno;
+
+	threads_resolve();
+	signals_resolve();
+	pthread_atfork(NULL, NULL, in_the_child);
+	errno = saved;
+}

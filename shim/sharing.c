@@ -1,0 +1,101 @@
+/* Counts what a process shares on the GPU and what the driver's checkpoint refuses: managed memory, handles given to other
+ * processes, handles taken from them. Preflight reads the counts.
+ *
+ * Invariant: every call and its result are CUDA's own. Nothing of CUDA is needed to load this library, and nothing is looked
+ * up before the call. What goes through the runtime's private table of driver functions is not seen here; preflight
+ * has the process's mappings for that.
+ */
+#define _GNU_SOURCE
+#include "shim.h"
+
+#include <dlfcn.h>
+#include <link.h>
+#include <stddef.h>
+#include <string.h>
+
+#define RUNTIME "libcudart.so"
+#define DRIVER "libcuda.so"
+#define RUNTIME_NOT_FOUND 302 /* cudaErrorSharedObjectSymbolNotFound */
+#define DRIVER_NOT_FOUND 500  /* CUDA_ERROR_NOT_FOUND */
+
+struct handle { /* cudaIpcMemHandle_t, CUipcEventHandle …: 64 bytes, by value */
+	char bytes[64];
+};
+
+struct wanted {
+	const char *file;
+	char path[4096];
+};
+
+static int is_wanted(struct dl_phdr_info *info, size_t bytes, void *argument)
+{
+	struct wanted *wanted = argument;
+	const char *name = strrchr(info->dlpi_name, '/');
+
+	(void)bytes;
+	name = name ? name + 1 : info->dlpi_name;
+	if (strncmp(name, wanted->file, strlen(wanted->file)) != 0 || strlen(info->dlpi_name) >= sizeof(wanted->path))
+		return 0;
+	strcpy(wanted->path, info->dlpi_name);
+	return 1;
+}
+
+static void *in_library(const char *path, const char *name)
+{
+	void *library = dlopen(path, RTLD_LAZY | RTLD_NOLOAD);
+	void *found = library ? dlsym(library, name) : NULL;
+
+	if (library)
+		dlclose(library); /* it was loaded before us, and stays */
+	return found;
+}
+
+/* Where the caller would have got it: the global scope behind us; what the caller itself was linked with (torch's libraries
+ * are in no global scope); or what brought the caller. */
+static void *next(const char *name, const char *file, const void *caller)
+{
+	struct wanted wanted = {.file = file};
+	void *found = dlsym(RTLD_NEXT, name);
+	Dl_info info;
+
+	if (!found && dladdr(caller, &info) && info.dli_fname)
+		found = in_library(info.dli_fname, name);
+	if (!found && dl_iterate_phdr(is_wanted, &wanted))
+		found = in_library(wanted.path, name);
+	return found;
+}
+
+/* A call that is passed on and, where it succeeds, counted. */
+#define COUNTED(name, file, not_found, counter, change, parameters, arguments)                     \
+	SNAPSHIM_EXPORT int name parameters;                                                       \
+	int name parameters                                                                        \
+	{                                                                                          \
+		int(*call) parameters = (int(*) parameters)next(#name, file, __builtin_return_address(0)); \
+		int status = call ? call arguments : not_found;                                    \
+                                                                                                   \
+		if (status == 0)                                                                   \
+			__atomic_add_fetch(&snapshim_mailbox.counter, (uint64_t)(change), __ATOMIC_RELAXED); \
+		return status;                                                                     \
+	}
+#define COUNTED_RUNTIME(name, counter, change, parameters, arguments) \
+	COUNTED(name, RUNTIME, RUNTIME_NOT_FOUND, counter, change, parameters, arguments)
+#define COUNTED_DRIVER(name, counter, change, parameters, arguments) \
+	COUNTED(name, DRIVER, DRIVER_NOT_FOUND, counter, change, parameters, arguments)
+
+COUNTED_RUNTIME(cudaMallocManaged, managed_allocations, 1, (void **memory, size_t bytes, unsigned int flags), (memory, bytes, flags))
+COUNTED_RUNTIME(cudaIpcGetMemHandle, ipc_exports, 1, (struct handle *handle, void *memory), (handle, memory))
+COUNTED_RUNTIME(cudaIpcGetEventHandle, ipc_exports, 1, (struct handle *handle, void *event), (handle, event))
+COUNTED_RUNTIME(cudaIpcOpenMemHandle, ipc_imports, 1, (void **memory, struct handle handle, unsigned int flags), (memory, handle, flags))
+COUNTED_RUNTIME(cudaIpcCloseMemHandle, ipc_imports, -1, (void *memory), (memory))
+COUNTED_RUNTIME(cudaIpcOpenEventHandle, ipc_imports, 1, (void **event, struct handle handle), (event, handle))
+
+COUNTED_DRIVER(cuMemAllocManaged, managed_allocations, 1, (uint64_t *memory, size_t bytes, unsigned int flags), (memory, bytes, flags))
+COUNTED_DRIVER(cuIpcGetMemHandle, ipc_exports, 1, (struct handle *handle, uint64_t memory), (handle, memory))
+COUNTED_DRIVER(cuIpcGetEventHandle, ipc_exports, 1, (struct handle *handle, void *event), (handle, event))
+COUNTED_DRIVER(cuIpcOpenMemHandle, ipc_imports, 1, (uint64_t *memory, struct handle handle, unsigned int flags), (memory, handle, flags))
+COUNTED_DRIVER(cuIpcOpenMemHandle_v2, ipc_imports, 1, (uint64_t *memory, struct handle handle, unsigned int flags), (memory, handle, flags))
+COUNTED_DRIVER(cuIpcCloseMemHandle, ipc_imports, -1, (uint64_t memory), (memory))
+COUNTED_DRIVER(cuIpcOpenEventHandle, ipc_imports, 1, (void **event, struct handle handle), (event, handle))
+COUNTED_DRIVER(cuMemExportToShareableHandle, ipc_exports, 1, (void *handle, uint64_t memory, int kind, unsigned long long flags),
+	       (handle, memory, kind, flags))
+COUNTED_DRIVER(cuMemImportFromShareableHandle, ipc_imports, 1, (uint64_t *memory, void *handle, int kind), (memory, handle, kind))
