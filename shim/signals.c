@@ -117,7 +117,7 @@ static void hand_to_the_job(int number, siginfo_t *info, void *context)
 static void on_signal(int number, siginfo_t *info, void *context)
 {
 	if (info->si_code == SI_QUEUE && info->si_value.sival_ptr == &snapshim_mailbox)
-		park_here();
+		park_here(context);
 	else
 		hand_to_the_job(number, info, context);
 }
