@@ -286,6 +286,8 @@ def problems(pid: int) -> list[str]:
         if mailbox is None:
             return [f"{who} runs without {LIBRARY}: {_OURS}"]
         box = mailbox.controlled()
+        if box.parked:
+            return []
         found = []
         if not _signal_bit(f"/proc/{pid}/status", "SigCgt"):
             found.append(f"{who} has taken the handler of signal {RESERVED_SIGNAL} away")
