@@ -1,0 +1,120 @@
+"""The cut over random programs: it is always found, always consistent, the least where it says so, and always the same."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from migrator.cut import Decision, Why
+from tests.protocol.test_cut_job import Hints, Job, held_there, judge, starts
+from tests.protocol.test_cut_programs import QUICK, SEEDS, Kind, pipeline
+
+KINDS = pytest.mark.parametrize("kind", Kind)
+BLOCKING = pytest.mark.parametrize("blocking", [False, True], ids=["launches return", "launches block"])
+
+
+@KINDS
+@BLOCKING
+@settings(QUICK, max_examples=60)
+@given(program=SEEDS, seed=SEEDS, hints=st.sampled_from(Hints), seats_known=st.booleans())
+def test_every_job_is_held_at_a_consistent_cut_and_goes_on_from_it(
+    kind: Kind, blocking: bool, program: int, seed: int, hints: Hints, seats_known: bool
+) -> None:
+    """Whatever the hints say, and whether or not a communicator that is being created has shown its members."""
+    job = starts(kind, Random(program), seed, blocking=blocking, hints=hints)
+    job.seats_known = seats_known
+    held_there(job)
+
+
+@BLOCKING
+@pytest.mark.parametrize(("kind", "hints"), [(Kind.ALONE, Hints.PAST), (Kind.OWN, Hints.FULL)])
+@settings(QUICK, max_examples=100)
+@given(program=SEEDS, seed=SEEDS)
+def test_where_each_communicator_has_one_thread_the_cut_is_the_least_and_certain(
+    kind: Kind, hints: Hints, blocking: bool, program: int, seed: int
+) -> None:
+    job = starts(kind, Random(program), seed, blocking=blocking, hints=hints)
+    least = job.program.least(job.at)
+    cut = job.hold()
+    judge(job, cut)
+    assert not cut.guessed
+    assert job.at == least
+
+
+@BLOCKING
+@settings(QUICK, max_examples=100)
+@given(program=SEEDS, seed=SEEDS)
+def test_where_threads_take_turns_the_cut_is_the_least(blocking: bool, program: int, seed: int) -> None:
+    job = starts(Kind.HANDOVER, Random(program), seed, blocking=blocking, hints=Hints.PAST)
+    least = job.program.least(job.at)
+    assert held_there(job) == least
+
+
+@BLOCKING
+@settings(QUICK, max_examples=100)
+@given(program=SEEDS, seed=SEEDS)
+def test_whatever_the_threads_do_a_cut_without_a_guess_is_the_least(blocking: bool, program: int, seed: int) -> None:
+    job = starts(Kind.WILD, Random(program), seed, blocking=blocking)
+    least = job.program.least(job.at)
+    cut = job.hold()
+    judge(job, cut)
+    assert all(job.at[thread] >= position for thread, position in least.items())
+    if not cut.guessed:
+        assert job.at == least
+
+
+@KINDS
+@BLOCKING
+@settings(QUICK, max_examples=60)
+@given(program=SEEDS, seed=SEEDS, futures=st.lists(SEEDS, min_size=3, max_size=3))
+def test_the_same_start_ends_at_the_same_cut(
+    kind: Kind, blocking: bool, program: int, seed: int, futures: list[int]
+) -> None:
+    job = starts(kind, Random(program), seed, blocking=blocking)
+    first, *others = [held_there(job.twin(future)) for future in futures]
+    assert all(other == first for other in others)
+
+
+@KINDS
+@settings(QUICK, max_examples=40)
+@given(program=SEEDS, seed=SEEDS, blocking=st.booleans())
+def test_a_job_is_held_again_and_again(kind: Kind, program: int, seed: int, blocking: bool) -> None:
+    job = starts(kind, Random(program), seed, blocking=blocking)
+    for _ in range(4):
+        judge(job, job.hold())
+        job.open()
+        job.run(30)
+        job.close()
+    held_there(job)
+
+
+@KINDS
+@settings(QUICK, max_examples=60)
+@given(program=SEEDS, seed=SEEDS, blocking=st.booleans())
+def test_a_rank_stuck_in_user_code_is_named_and_the_job_goes_on_when_the_driver_gives_up(
+    kind: Kind, program: int, seed: int, blocking: bool
+) -> None:
+    job = starts(kind, Random(program), seed, blocking=blocking)
+    job.stuck = set([thread for thread in job.program.threads if job.working(thread)][:1])
+    cut = job.hold()
+    if cut.decision is Decision.RUN_ON:
+        assert {rank for rank, _ in job.stuck} <= {late.rank for late in cut.behind if late.why is Why.USER_CODE}
+    if cut.decision is not Decision.RUN_ON or not job.stuck:
+        judge(job, cut)
+    job.open()
+    job.stuck = set()
+    job.finish()
+
+
+@BLOCKING
+@settings(QUICK, max_examples=60)
+@given(seed=SEEDS, most=st.integers(0, 600))
+def test_a_pipeline_stops_at_the_least_cut(blocking: bool, seed: int, most: int) -> None:
+    job = Job(pipeline(), Random(seed), blocking, Hints.PAST)
+    job.run(most)
+    job.close()
+    least = job.program.least(job.at)
+    assert held_there(job) == least

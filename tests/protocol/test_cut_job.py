@@ -1,0 +1,256 @@
+"""A job that speaks NCCL, for the tests of the cut: a program being run, its gates, and the driver that holds it.
+
+Threads work in user code, come to the gate, and launch; which of them is next is random, as is what runs while reports and
+targets travel. The gates report what a shim could count, and no more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import islice, product
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from migrator.cut import Channel, Counts, Cut, Decision, Report, may_launch, next_targets
+from tests.protocol.test_cut_programs import (
+    QUICK,
+    SEEDS,
+    Group,
+    Kind,
+    Positions,
+    Program,
+    Thread,
+    make_program,
+    pipeline,
+)
+
+TOIL = 3  # the most a thread has to do in user code before it comes to the gate
+
+
+class Hints(StrEnum):
+    """How good the hints of a report are."""
+
+    FULL = "it is known which threads will drive which communicator"
+    PAST = "it is known which threads have driven which communicator"
+    LIES = "whatever"
+
+
+@dataclass
+class Job:
+    """The program being run. A thread works in user code, comes to the gate, and launches when the gate lets it."""
+
+    program: Program
+    rng: Random
+    blocking: bool = False  # a launch returns when all the other ends have launched, else at once
+    hints: Hints = Hints.FULL
+    seats_known: bool = True  # whoever creates a communicator knows its members, else only when all have created it
+    stuck: set[Thread] = field(default_factory=set)  # never come to the gate
+
+    def __post_init__(self) -> None:
+        self.speeds = {thread: self.rng.choice((1, 5, 50)) for thread in self.program.threads}
+        self.at: Positions = dict.fromkeys(self.program.threads, 0)
+        self.launched = self.program.launched(self.at)
+        self.users: dict[int, dict[str, frozenset[int]]] = {rank: {} for rank in self.program.ranks}
+        self.numbers: dict[Thread, Counts] = {}  # of the operations in each thread's last launch
+        self.toil: dict[Thread, int] = {}
+        self.arrived: set[Thread] = set()
+        self.gates: dict[int, Counts] = {}  # ranks whose gate is closed, and their targets
+        self.unseen: set[Thread] = set()  # run, and are reported idle
+        if self.hints is Hints.LIES:
+            self.unseen = {thread for thread in self.program.threads if self.rng.random() < 0.5}
+            for rank, comm in product(self.program.ranks, self.program.members):
+                self.users[rank][comm] = frozenset(self.rng.sample(range(5), self.rng.randint(0, 3)))
+        if self.hints is Hints.FULL:
+            for (rank, thread), groups in self.program.threads.items():
+                for group in groups:
+                    self.note_users(rank, thread, group)
+
+    def twin(self, seed: int) -> Job:
+        """The same job, in the same state, with another future."""
+        twin = deepcopy(self)
+        twin.rng = Random(seed)
+        twin.speeds = {thread: twin.rng.choice((1, 5, 50)) for thread in twin.speeds}
+        return twin
+
+    def note_users(self, rank: int, thread: int, group: Group) -> None:
+        for channel in group.adds if self.hints is not Hints.LIES else ():
+            self.users[rank][channel.comm] = self.users[rank].get(channel.comm, frozenset()) | {thread}
+
+    def next_group(self, thread: Thread) -> Group | None:
+        groups = self.program.threads[thread]
+        return groups[self.at[thread]] if self.at[thread] < len(groups) else None
+
+    def blocked(self, thread: Thread) -> bool:
+        """Whether its last launch has not returned."""
+        last = self.numbers.get(thread, {}) if self.blocking else {}
+        return any(self.launched[end][c] < number for c, number in last.items() for end in self.program.ends(c))
+
+    def waiting(self, thread: Thread) -> bool:
+        """Whether it waits for another thread of its rank."""
+        group = self.next_group(thread)
+        if group is None:
+            return False
+        rank = thread[0]
+        return any(
+            self.at[rank, other] < needed or (self.at[rank, other] == needed and self.blocked((rank, other)))
+            for other, needed in group.after.items()
+        )
+
+    def working(self, thread: Thread) -> bool:
+        """In user code, on its way to the gate."""
+        idle = self.next_group(thread) is None or self.waiting(thread) or self.blocked(thread)
+        return thread not in self.arrived and not idle
+
+    def passes(self, thread: Thread) -> bool:
+        group, rank = self.next_group(thread), thread[0]
+        if thread not in self.arrived or group is None:
+            return False
+        if rank not in self.gates:
+            return True
+        return may_launch(self.launched[rank], self.gates[rank], group.adds)
+
+    def choices(self) -> list[Thread]:
+        return [t for t in self.program.threads if (self.working(t) and t not in self.stuck) or self.passes(t)]
+
+    def step(self) -> bool:
+        """One thread does one thing; False when none can."""
+        choices = self.choices()
+        if not choices:
+            return False
+        thread = self.rng.choices(choices, [self.speeds[thread] for thread in choices])[0]
+        if thread in self.arrived:
+            self.launch(thread, self.program.threads[thread][self.at[thread]])
+        elif self.toil.setdefault(thread, self.rng.randint(0, TOIL)):
+            self.toil[thread] -= 1
+        else:
+            self.arrived.add(thread)
+            del self.toil[thread]
+        return True
+
+    def launch(self, thread: Thread, group: Group) -> None:
+        rank = thread[0]
+        self.arrived.remove(thread)
+        self.at[thread] += 1
+        self.launched[rank] += group.adds
+        self.numbers[thread] = {channel: self.launched[rank][channel] for channel in group.adds}
+        self.note_users(rank, thread[1], group)
+
+    def run(self, most: int) -> None:
+        for _ in range(self.rng.randint(0, most)):
+            self.step()
+
+    def ended(self, rank: int) -> bool:
+        return all(self.next_group(thread) is None for thread in self.program.threads if thread[0] == rank)
+
+    def report(self, rank: int) -> Report:
+        mine = [thread for thread in self.program.threads if thread[0] == rank]
+        return Report(
+            launched=dict(self.launched[rank]),
+            held={t[1]: dict(self.program.threads[t][self.at[t]].adds) for t in mine if t in self.arrived},
+            members={comm: self.seats(comm, rank) for comm in self.program.members if self.created(comm, rank)},
+            users=dict(self.users[rank]),
+            running=frozenset(t[1] for t in mine if self.working(t) and t not in self.unseen),
+            ended=self.ended(rank),
+        )
+
+    def created(self, comm: str, rank: int) -> bool:
+        return self.launched[rank][Channel(comm)] > 0
+
+    def seats(self, comm: str, rank: int) -> tuple[int | None, ...]:
+        members = self.program.members[comm]
+        known = self.seats_known or all(self.created(comm, member) for member in members)
+        return tuple(member if known or member == rank else None for member in members)
+
+    def shuffled(self) -> list[int]:
+        return self.rng.sample(self.program.ranks, len(self.program.ranks))
+
+    def close(self) -> None:
+        """Every gate is closed, one after the other, while the rest of the job runs on."""
+        for rank in self.shuffled():
+            self.run(6)
+            self.gates[rank] = {}
+
+    def rounds(self) -> Iterator[Cut]:
+        """The driver: reports and targets travel one by one, and the job runs meanwhile."""
+        cut: Cut | None = None
+        while True:
+            reports: dict[int, Report] = {}
+            for rank in self.shuffled():
+                self.run(1)
+                reports[rank] = self.report(rank)
+            cut = next_targets(reports, cut)
+            yield cut
+            for rank in self.shuffled():
+                self.run(1)
+                self.gates[rank] = cut.targets
+            self.step()
+
+    def hold(self) -> Cut:
+        """Drive the job, whose gates are closed, to its cut. In every round it does something towards the next group,
+        is let on, or is looked at for a second time: so many rounds and no more."""
+        rounds = (TOIL + 4) * sum(map(len, self.program.threads.values())) + 4
+        cut = last = next_targets({})
+        for cut in islice(self.rounds(), rounds):
+            assert all(cut.targets.get(channel, 0) >= n for channel, n in last.targets.items()), "a target fell"
+            last = cut
+            if cut.decision is not Decision.RUN_ON:
+                break
+        return cut
+
+    def open(self) -> None:
+        self.gates.clear()
+
+    def finish(self) -> None:
+        """Nobody holds it: it runs to its end."""
+        while self.step():
+            pass
+        assert all(self.ended(rank) for rank in self.program.ranks), "the job stands still"
+        assert not any(map(self.blocked, self.program.threads))
+
+
+def judge(job: Job, cut: Cut) -> None:
+    """The promises of every cut, least or not: all ends even, nobody waits for what lies beyond, and it stays so."""
+    assert cut.decision is Decision.REACHED, cut.reason
+    there = dict(job.at)
+    assert not job.program.uneven(there), "an end lacks an operation that another has launched"
+    while job.step():
+        pass
+    assert job.at == there, "a rank went on behind the cut"
+    assert not any(map(job.blocked, job.program.threads)), "a thread waits for an operation behind the cut"
+
+
+@pytest.mark.parametrize("kind", Kind)
+@settings(QUICK, max_examples=60)
+@given(program=SEEDS, seed=SEEDS, blocking=st.booleans())
+def test_a_program_that_nobody_holds_comes_to_its_end(kind: Kind, program: int, seed: int, blocking: bool) -> None:
+    Job(make_program(Random(program), kind), Random(seed), blocking).finish()
+
+
+@settings(QUICK, max_examples=20)
+@given(seed=SEEDS, blocking=st.booleans())
+def test_a_pipeline_that_nobody_holds_comes_to_its_end(seed: int, blocking: bool) -> None:
+    Job(pipeline(), Random(seed), blocking).finish()
+
+
+def starts(kind: Kind, rng: Random, seed: int, *, blocking: bool, hints: Hints = Hints.FULL) -> Job:
+    """A job somewhere in its program, all gates just closed."""
+    job = Job(make_program(rng, kind), Random(seed), blocking, hints)
+    job.run(100)
+    job.close()
+    return job
+
+
+def held_there(job: Job) -> Positions:
+    """Where the job is held, and the proof that it goes on from there."""
+    cut = job.hold()
+    judge(job, cut)
+    there = dict(job.at)
+    job.open()
+    job.finish()
+    return there

@@ -1,0 +1,197 @@
+"""The tests of the cut can fail: each rule, broken on purpose, is caught by the jobs that are run to their cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from migrator import cut as rules
+from migrator.cut import Behind, Certainty, Channel, Counts, Cut, Decision, Report, next_targets
+from tests.protocol.test_cut_job import Hints, held_there, starts
+from tests.protocol.test_cut_programs import Kind
+
+Reports = Mapping[int, Report]
+Scene = tuple[Kind, Hints, bool]  # the threads, what is known of them, whether launches block
+EXACT: tuple[Scene, ...] = tuple(
+    (kind, hints, blocking)
+    for kind, hints in ((Kind.ALONE, Hints.PAST), (Kind.OWN, Hints.FULL), (Kind.HANDOVER, Hints.PAST))
+    for blocking in (False, True)
+)
+RACE: tuple[Scene, ...] = (
+    (Kind.OWN, Hints.FULL, True),
+)  # threads that wait for other ranks beside threads that are held
+
+
+def caught(scenes: tuple[Scene, ...] = EXACT, seeds: int = 120) -> bool:
+    """Whether some job is held nowhere, at a cut that is none, beyond the least, or now here and now there."""
+    for seed in range(seeds):
+        kind, hints, blocking = scenes[seed % len(scenes)]
+        exact = starts(kind, Random(seed), seed, blocking=blocking, hints=hints)
+        try:
+            assert held_there(exact.twin(1)) == exact.program.least(exact.at)
+            if scenes is EXACT:
+                wild = starts(Kind.WILD, Random(seed), seed, blocking=blocking)
+                assert held_there(wild.twin(1)) == held_there(wild.twin(2))
+        except AssertionError:
+            return True
+    return False
+
+
+def test_the_rules_as_they_are_are_not_caught() -> None:
+    assert not caught()
+
+
+# ------------------------------------------------------------ the gate's rule
+
+
+def pass_if_all_are_behind(launched: Counts, targets: Counts, group: Counts) -> bool:
+    """A group waits until all its operations are wanted."""
+    return all(launched.get(channel, 0) < targets.get(channel, 0) for channel in group)
+
+
+def pass_one_more(launched: Counts, targets: Counts, group: Counts) -> bool:
+    """The gate counts from one."""
+    return any(launched.get(channel, 0) <= targets.get(channel, 0) for channel in group)
+
+
+def pass_any_where_the_rank_is_behind(launched: Counts, targets: Counts, group: Counts) -> bool:
+    """A rank that is behind anywhere lets all its threads on."""
+    return any(launched.get(channel, 0) < target for channel, target in targets.items())
+
+
+GATES = (pass_if_all_are_behind, pass_one_more, pass_any_where_the_rank_is_behind)
+
+
+@pytest.mark.parametrize("broken", GATES)
+def test_a_broken_gate_is_caught(monkeypatch: pytest.MonkeyPatch, broken: Callable[..., bool]) -> None:
+    monkeypatch.setattr("tests.protocol.test_cut_job.may_launch", broken)
+    assert caught()
+
+
+# ------------------------------------------------------------ what is computed from the reports
+
+
+def forget_the_last_round(reports: Reports, last: Cut | None = None) -> Cut:
+    """What was let on a round ago is no target any more."""
+    return next_targets(reports, last and replace(last, targets={}))
+
+
+def wait_for_nobody(reports: Reports, last: Cut | None = None) -> Cut:
+    """Threads on their way to the gate are not waited for."""
+    return next_targets({rank: replace(report, running=frozenset()) for rank, report in reports.items()}, last)
+
+
+def any_thread_will_do(reports: Reports, last: Cut | None = None) -> Cut:
+    """Nobody asks which thread has used a communicator."""
+    threads = {rank: frozenset(report.held) | report.running for rank, report in reports.items()}
+    blurred = {r: replace(report, users=dict.fromkeys(report.users, threads[r])) for r, report in reports.items()}
+    return next_targets(blurred, last)
+
+
+def collectives_alone(reports: Reports, last: Cut | None = None) -> Cut:
+    """Sends and receives are not counted."""
+
+    def without(counts: Counts) -> Counts:
+        return {channel: count for channel, count in counts.items() if channel.pair is None}
+
+    return next_targets({r: replace(report, launched=without(report.launched)) for r, report in reports.items()}, last)
+
+
+def let_everybody_on(reports: Reports, last: Cut | None = None) -> Cut:
+    """All that is held goes on, wherever somebody is behind."""
+    cut = next_targets(reports, last)
+    targets = dict(cut.targets)
+    for report in reports.values() if cut.behind else ():
+        for group in report.held.values():
+            for channel, n in group.items():
+                targets[channel] = max(targets.get(channel, 0), report.launched.get(channel, 0) + n)
+    return replace(cut, targets=targets)
+
+
+def let_nobody_on(reports: Reports, last: Cut | None = None) -> Cut:
+    """A rank held before what it has to reach stays there."""
+    cut = next_targets(reports, last)
+    most: dict[Channel, int] = {}
+    for report in reports.values():
+        for channel, count in report.launched.items():
+            most[channel] = max(most.get(channel, 0), count)
+    return replace(cut, targets=most)
+
+
+def stop_when_all_are_held(reports: Reports, last: Cut | None = None) -> Cut:
+    """No thread runs, so this must be it."""
+    cut = next_targets(reports, last)
+    return cut if any(report.running for report in reports.values()) else replace(cut, decision=Decision.REACHED)
+
+
+ROUNDS = (
+    forget_the_last_round,
+    wait_for_nobody,
+    any_thread_will_do,
+    collectives_alone,
+    let_everybody_on,
+    let_nobody_on,
+    stop_when_all_are_held,
+)
+
+
+@pytest.mark.parametrize("broken", ROUNDS)
+def test_a_broken_round_is_caught(monkeypatch: pytest.MonkeyPatch, broken: Callable[..., Cut]) -> None:
+    monkeypatch.setattr("tests.protocol.test_cut_job.next_targets", broken)
+    assert caught()
+
+
+# ------------------------------------------------------------ who is let on
+
+
+def certain_of_everything(report: Report, late: Behind, targets: Counts) -> tuple[Certainty, Iterable[int]]:
+    """A guess does not wait until nothing moves."""
+    return Certainty.SURE, leading(report, late, targets)[1]
+
+
+def never_guess(report: Report, late: Behind, targets: Counts) -> tuple[Certainty, Iterable[int]]:
+    """Only what is certain is let on."""
+    certainty, threads = leading(report, late, targets)
+    return certainty, threads if certainty is Certainty.SURE else ()
+
+
+def forget_idle_users(report: Report, late: Behind, targets: Counts) -> tuple[Certainty, Iterable[int]]:
+    """A thread that waits for another is not thought of."""
+    awake = report.held.keys() | report.running
+    users = {comm: frozenset(awake & some) for comm, some in report.users.items()}
+    return leading(replace(report, users=users), late, targets)
+
+
+leading = rules._leading
+CHOICES = (certain_of_everything, never_guess, forget_idle_users)
+
+
+@pytest.mark.parametrize("broken", CHOICES)
+def test_a_broken_choice_is_caught(monkeypatch: pytest.MonkeyPatch, broken: Callable[..., object]) -> None:
+    monkeypatch.setattr(rules, "_leading", broken)
+    assert caught()
+
+
+# ------------------------------------------------------------ whether anything moves
+
+
+def look_once(reports: Reports, before: Reports, behind: Iterable[int], targets: Counts) -> bool:
+    """One look is enough to see that nothing moves."""
+    return stands_still(reports, reports, behind, targets)
+
+
+def look_at_the_late(reports: Reports, before: Reports, behind: Iterable[int], targets: Counts) -> bool:
+    """What the others have launched since the first look is of no interest."""
+    return stands_still(reports, {**reports, **{rank: before[rank] for rank in behind}}, behind, targets)
+
+
+stands_still = rules._stands_still
+
+
+@pytest.mark.parametrize("broken", [look_once, look_at_the_late])
+def test_a_hasty_look_is_caught(monkeypatch: pytest.MonkeyPatch, broken: Callable[..., bool]) -> None:
+    monkeypatch.setattr(rules, "_stands_still", broken)
+    assert caught(RACE, 400)
