@@ -240,7 +240,7 @@ def test_the_driver_says_no(lab: GpuCluster, tmp_path: Path, node: str, operatio
 
 
 def test_managed_memory_that_nobody_saw_before(lab: GpuCluster, tmp_path: Path) -> None:
-    """The stand-in's has no mapping by which preflight could know it: a warning, then the driver says no, and it is undone."""
+    """The stand-in's has no mapping by which preflight could know it: it warns, the driver says no, and it is undone."""
     job = lab.job(SOURCE, "--managed-mib", "4")
     job.await_lines(5)
     checks = json.loads(
@@ -248,7 +248,8 @@ def test_managed_memory_that_nobody_saw_before(lab: GpuCluster, tmp_path: Path) 
     )
     assert {check["verdict"] for check in checks["checks"] if check["name"] == "gpu-managed-memory"} == {"warn"}
     told = lab.cluster.move(job, TARGET, expect=UNDONE)
-    assert "managed memory" in told["reason"]
+    assert "CUDA_ERROR_NOT_SUPPORTED" in told["reason"]
+    assert "managed memory" in told["remedy"]
     ends_well(lab, job, tmp_path, "--managed-mib", "4")
 
 

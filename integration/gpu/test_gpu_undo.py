@@ -284,7 +284,7 @@ def test_the_gpu_is_full_before_the_move_begins(nodes: Cluster, undisturbed: Und
     training = Training.start(nodes, "gpu-undo-before", SMALL)
     undisturbed.settled()
     training.await_moment()
-    with hog(nodes, leave_mib=512) as tenant:
+    with hog(nodes, leave_mib=2048) as tenant:
         taken = tenant.take()
         with _move(nodes, training) as asked:
             told = _told(asked, nodes, {"moved", "refused"})
