@@ -11,7 +11,6 @@
 #define SNAPSHIM_ABI_VERSION 2
 
 #define SNAPSHIM_SIGNAL 61 /* SIGRTMAX - 3: parks the job's threads, wakes the control thread */
-#define SNAPSHIM_MAGIC "SNAPSHIM"
 #define SNAPSHIM_EXEMPT_MAX 64
 
 #define SNAPSHIM_EXPORT __attribute__((visibility("default")))
@@ -28,7 +27,7 @@ enum snapshim_command {
 
 /* Pids and thread ids are those of the process's own pid namespace. The daemon writes command, argument and, last, request. */
 struct snapshim_mailbox {
-	char magic[8];
+	char magic[8];           /* SNAPSHIM */
 	uint32_t abi;
 	uint32_t bytes;          /* of this struct */
 	int32_t owner;           /* the process that the control thread belongs to; a forked child's copy names its parent, or 0 */

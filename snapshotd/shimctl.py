@@ -266,7 +266,7 @@ def find(process: tree.Process) -> Mailbox | None:
         mailbox = Mailbox(process, address) if address else None
         if mailbox and mailbox.speaks_our_version():
             return mailbox
-    except (KeyError, ValueError, struct.error) as error:
+    except (LookupError, ValueError, OverflowError, struct.error) as error:
         _LOG.debug("%s in process %d: %s", LIBRARY, process.pid, error)
     except (FileNotFoundError, ProcessLookupError) as error:
         raise RankGone(f"process {process.pid} has ended", where=Where.ENDED) from error
