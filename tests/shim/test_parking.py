@@ -216,6 +216,23 @@ def test_a_stopped_process_is_not_parked_when_it_is_continued(work: StartWork) -
     job.moves()
 
 
+def test_a_daemon_that_dies_while_it_waits_leaves_a_process_that_says_so(work: StartWork) -> None:
+    """The next daemon sees that there is something to undo, though nothing is parked yet."""
+    job = work("spin")
+    job.moves()
+    box = job.mailbox()
+    stop(job.pid)
+    box._write_request(shimctl._PARK, 30)
+    assert box.state().parked
+    assert box.state().threads == 0
+    os.kill(job.pid, signal.SIGCONT)
+    until(lambda: box.state().threads == 3)
+    job.stands_still()
+    job.mailbox().release(10)
+    assert not box.state().parked
+    job.moves()
+
+
 def test_after_the_main_thread_has_left(start: Start, tmp_path: Path) -> None:
     source = tmp_path / "leave.c"
     source.write_text(
