@@ -54,7 +54,7 @@ SNAPSHIM_EXPORT extern struct snapshim_mailbox snapshim_mailbox;
 /* The version the library was built with; how others see that it is in a process, and which one. */
 SNAPSHIM_EXPORT extern const unsigned int snapshim_abi_version;
 
-/* libc's syscall(2) wrapper, interposed: io_uring_setup answers ENOSYS, all else passes. */
+/* libc's syscall(2) wrapper, interposed: io_uring_setup answers ENOSYS, a request for AMX tiles EOPNOTSUPP, all else passes. */
 SNAPSHIM_EXPORT long syscall(long number, ...);
 
 /* Interposed as well, each with its own library's prototype:
