@@ -63,6 +63,8 @@ def test_all_kinds_of_threads_in_one_process(work: StartWork) -> None:
     assert job.finish() == ("", "", 0)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_two_hundred_rounds_under_a_malloc_storm(work: StartWork) -> None:
     job = work("allocate", "allocate", "allocate")
     job.moves()
@@ -300,17 +302,19 @@ def counting(name):
             os.pwrite(fd, b"%d" % time.monotonic_ns(), 0)
     fd = os.open(name, os.O_RDWR | os.O_CREAT)
     threading.Thread(target=count, daemon=True).start()
+def say(word):
+    os.write(1, b"%s\\n" % str(word).encode())
 counting(sys.argv[1] + "/parent")
 child = os.fork()
 if child == 0:
-    print("alone", flush=True)
+    say("alone")
     sys.stdin.readline()
     counting(sys.argv[1] + "/child")
-    print("two", flush=True)
+    say("two")
     sys.stdin.readline()
     os._exit(5)
-print(child, flush=True)
-print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+say(child)
+say(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 
