@@ -79,7 +79,7 @@ static int each(struct nccl_job *job, int (*step)(struct nccl_job *, struct nccl
 static int look(struct nccl_job *job, struct nccl_comm *comm, struct nccl_instance *instance)
 {
 	ncclResult_t state = ncclSuccess;
-	sigset_t before;
+	uint64_t before;
 	ncclComm_t real;
 	unsigned int refused = atomic_load(&comm->refused);
 
@@ -121,7 +121,7 @@ static int take_down(struct nccl_job *job, struct nccl_comm *comm, struct nccl_i
 {
 	ncclResult_t result;
 	ncclComm_t real;
-	sigset_t before;
+	uint64_t before;
 	int live = LIVE, doomed, failed = 0;
 
 	nccl_lock(&before);

@@ -167,8 +167,9 @@ int real_load_fresh(char *words, size_t room)
 		snprintf(words, room, "a fresh copy of %s does not load: %s", path, library ? "out of memory" : dlerror());
 		return ELIBACC;
 	}
+	fresh->before = old;
 	atomic_store_explicit(&current, fresh, memory_order_release);
-	/* Where a thread of NCCL's is left, its code may still run. The record stays: a thread may have just read it. */
+	/* Where a thread of NCCL's is left, its code may still run. */
 	if (old->number > 0 && real_threads() == 0)
 		dlclose(old->library);
 	return 0;

@@ -9,6 +9,7 @@
 
 struct nccl_instance {
 	void *library;
+	struct nccl_instance *before; /* stays, unloaded: a thread may have just read it */
 	int number; /* 0: the job's own; each fresh copy one more */
 	int version; /* as ncclGetVersion says */
 	void *function[SYMBOLS]; /* NULL: this version has no such symbol */

@@ -176,7 +176,7 @@ int report(struct nccl_job *job)
 	const struct nccl_ended *ended;
 	struct nccl_comm *comm;
 	struct text text = {0};
-	sigset_t before;
+	uint64_t before;
 
 	nccl_lock(&before);
 	put(&text, "{\"version\":%d,\"instance\":%d,\"gate\":\"%s\",\"library\":", instance ? instance->version : 0,
