@@ -76,9 +76,9 @@ class Gpus:
         await self._links.close()
         await self._lookout.close()
 
-    async def inventory(self) -> Inventory:
-        """The node's GPUs now, give or take a second. Never raises: what cannot be told is its `problem`."""
-        return await self._lookout.now()
+    async def inventory(self, *, fresh: bool = False) -> Inventory:
+        """The node's GPUs now, give or take a second unless `fresh`. Never raises: what cannot be told is its `problem`."""
+        return await self._lookout.now(fresh=fresh)
 
     async def state(self, process: Process, timeout_s: float = STATE_S) -> State | None:
         """The state the driver has for the process; None when it does not use CUDA, or is gone.

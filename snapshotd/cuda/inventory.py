@@ -63,12 +63,12 @@ class Lookout:
         self._seen = Inventory()
         self._seen_until = 0.0
 
-    async def now(self) -> Inventory:
+    async def now(self, *, fresh: bool = False) -> Inventory:
         """Never raises: what cannot be told is its `problem`."""
         if not library.found(library.NVML, self._library_dir):
             missing = f"{library.NVML} is not where the loader looks; `gpu_library_dir` can name its folder"
             return Inventory(problem=missing if library.driver_loaded() else "")
-        if time.monotonic() >= self._seen_until:
+        if fresh or time.monotonic() >= self._seen_until:
             if self._look is None or self._look.done():
                 self._look, self._look_began = asyncio.create_task(self._see()), time.monotonic()
             await asyncio.wait({self._look}, timeout=self._look_began + WAIT_S - time.monotonic())

@@ -42,6 +42,9 @@ async def freeze(
     parts = gpu.Parts()
     processes = await _on_gpus(node, group.pids())
     left_bytes = await gpu.empty_caches(processes, parts)
+    uses = {use.uuid: use.memory_bytes for use in moving.facts.gpu.uses} if processes else {}
+    if len(uses) == 1:
+        uses = {uuid: max(0, size - left_bytes) for uuid, size in uses.items()}
     device_bytes = max(0, moving.facts.gpu.device_bytes - left_bytes) if processes else 0
     await in_thread(
         moving.log.mark,
@@ -50,6 +53,7 @@ async def freeze(
         filtered=True,
         newcomers=True,
         cuda=gpu.to_notes(processes),
+        gpu_uses=uses,
         device_bytes=device_bytes,
     )
     if await in_thread(newcomers.hold, move, await in_thread(tree_flows, group.pids())):

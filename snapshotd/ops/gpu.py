@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from snapshotd import host, shimctl, tree
@@ -132,21 +132,49 @@ async def hold(gpus: Gpus, processes: Sequence[Process], group: Cgroup, device_b
     await reach(Point.CHECKPOINTED)
 
 
-async def bring_back(gpus: Gpus, processes: Sequence[Process], device_bytes: int) -> None:
+async def bring_back(gpus: Gpus, processes: Sequence[Process], needs: Mapping[str, int], device_bytes: int) -> None:
     """Undo on the source, whose processes run again: device memory back on the GPU it came from, then the job's threads.
 
-    GpuFailed: the job's threads are still parked and no step was made; again later, or never if the driver lost it.
+    `needs`: the bytes on each GPU, by UUID. GpuFailed: the job's threads are still parked and no step was made; try again
+    later. Lost: never.
     """
     alive = [process for process in processes if process.alive()]
-    for process in alive:
-        state = await gpus.state(process, _copy_s(device_bytes))  # it answers when a copy under way is done
+    # It answers when a copy under way is done.
+    states = {process: await gpus.state(process, _copy_s(device_bytes)) for process in alive}
+    if alive and all(state is State.CHECKPOINTED for state in states.values()):
+        await _await_room(gpus, needs)
+    for process, state in states.items():
         if state is State.FAILED:
             raise Lost(f"the CUDA driver lost the device memory of process {process.pid} (state FAILED)")
         if state is State.CHECKPOINTED:
-            await gpus.restore(process, (), _copy_s(device_bytes))
+            await _restore_here(gpus, process, device_bytes)
         if state is not None and state is not State.RUNNING:
             await gpus.unlock(process, LOCK_S)
     await let_go(alive)
+
+
+async def _await_room(gpus: Gpus, needs: Mapping[str, int]) -> None:
+    """A restore that fails for want of device memory is the last: the driver refuses every further one (seen with r580). So
+    it is not tried before there is room."""
+    inventory = await gpus.inventory(fresh=True)
+    for card in inventory.gpus:
+        if card.memory_free_bytes < needs.get(card.uuid, 0):
+            others = ", ".join(str(process.pid) for process in card.processes) or "none that the driver tells"
+            raise GpuFailed(
+                f"{needs[card.uuid] >> 20} MiB of device memory have to go back to GPU {card.index} ({card.uuid}), and "
+                f"{card.memory_free_bytes >> 20} MiB are free there; processes on it: {others}",
+                remedy="end or move what took the memory meanwhile: the rank goes on as soon as there is room",
+                where=Where.SOURCE_FROZEN,
+            )
+
+
+async def _restore_here(gpus: Gpus, process: Process, device_bytes: int) -> None:
+    try:
+        await gpus.restore(process, (), _copy_s(device_bytes))
+    except GpuFailed as error:
+        if "CUDA_ERROR_OPERATING_SYSTEM" in error.message:
+            raise Lost(f"the CUDA driver does not give the device memory back: {error.message}") from error
+        raise
 
 
 async def revive(

@@ -79,9 +79,10 @@ class Leaving:
     async def _bring_back(self, moving: Moving, group: Cgroup) -> None:
         """A GPU rank's device memory, then its threads. A rank whose device memory the driver lost is ended: its launcher
         hears of it now, not after a time-out of hours."""
-        processes = gpu.from_notes(moving.log.note("cuda", []))
+        note = moving.log.note
+        processes = gpu.from_notes(note("cuda", []))
         try:
-            await gpu.bring_back(self.node.gpus, processes, moving.log.note("device_bytes", 0))
+            await gpu.bring_back(self.node.gpus, processes, note("gpu_uses", {}), note("device_bytes", 0))
         except gpu.Lost as lost:
             moving.failure = f"the rank was ended: {lost}"
             log.error("rank %s: %s", moving.log.begin.rank, moving.failure)

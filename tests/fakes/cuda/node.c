@@ -134,6 +134,7 @@ bool node_read(struct node *node)
 	end = text + bytes;
 	snprintf(node->folder, sizeof node->folder, "%s", path);
 	*(strrchr(node->folder, '/') ? strrchr(node->folder, '/') : strcpy(node->folder, ".") + 1) = '\0';
+	text_of("ledger_dir", text, end, node->folder, sizeof node->folder); /* elsewhere: where the node's own files are */
 	snprintf(node->driver_version, sizeof node->driver_version, "580.159.04");
 	text_of("driver_version", text, end, node->driver_version, sizeof node->driver_version);
 	node->cuda_version = (int)number_of("cuda_version", text, end, node_driver_branch(node) < 580 ? 12080 : 13000);

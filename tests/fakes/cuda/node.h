@@ -20,7 +20,7 @@ struct gpu {
 };
 
 struct node {
-	char folder[PATH_BYTES]; /* where the file is: the ledger of device memory lies beside it */
+	char folder[PATH_BYTES]; /* of the ledger of device memory: where the file is, or "ledger_dir" */
 	char driver_version[32];
 	int cuda_version; /* 13000 is 13.0 */
 	uint64_t context_bytes; /* what a context takes on its GPU, beside what the program allocates */
