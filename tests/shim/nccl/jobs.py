@@ -10,7 +10,7 @@ import ctypes
 import threading
 from ctypes import c_int, c_void_p
 
-from tests.fakes.nccl_calls import Operator, Result, config
+from tests.fakes.nccl_calls import NcclFailed, Operator, Result, config
 from tests.fakes.nccl_numbers import INT32, INT64
 from tests.fakes.nccl_rank import Buffer, Rank
 
@@ -60,7 +60,7 @@ def _tell_step(rank: Rank, step: int) -> None:
 def grid(rank: Rank) -> None:
     """Tensor x data parallel: the world, rows and columns of a grid, rings within rows, a kept and a short-lived scale."""
     nccl, n, me = rank.nccl, rank.nranks, rank.rank
-    width = 2 if n > 2 else n
+    width = min(n, 2)
     world, everybody = rank.world(), list(range(n))
     row, row_members = nccl.split(world, me // width, me), [r for r in everybody if r // width == me // width]
     column, column_members = nccl.split(world, me % width, me), [r for r in everybody if r % width == me % width]
@@ -90,7 +90,7 @@ def two_threads(rank: Rank) -> None:
     nccl, everybody = rank.nccl, list(range(rank.nranks))
     world, other = rank.world(), rank.world("other")
     asked, done, ends = threading.Semaphore(0), threading.Semaphore(0), threading.Event()
-    failures: list[BaseException] = []
+    failures: list[AssertionError | NcclFailed] = []
 
     def reduce() -> None:
         try:
@@ -99,7 +99,7 @@ def two_threads(rank: Rank) -> None:
                 step += 1
                 _sum(rank, other, everybody, step, stream=0x2000)
                 done.release()
-        except BaseException as failure:
+        except (AssertionError, NcclFailed) as failure:
             failures.append(failure)
             done.release()
 
@@ -173,7 +173,9 @@ def all_in_one(rank: Rank) -> None:
         buffers = [Buffer(INT64, 1, [step * (i + 1)]) for i in range(n)]
         nccl.ncclGroupStart()
         for i, buffer in enumerate(buffers):
-            nccl.ncclAllReduce(buffer.address, buffer.address, 1, INT64.number, Operator.SUM, comms[i], 0x1000 * (i + 1))
+            nccl.ncclAllReduce(
+                buffer.address, buffer.address, 1, INT64.number, Operator.SUM, comms[i], 0x1000 * (i + 1)
+            )
         nccl.ncclGroupEnd()
         for i, buffer in enumerate(buffers):
             rank.synchronize(0x1000 * (i + 1))
