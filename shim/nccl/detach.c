@@ -90,7 +90,8 @@ static int look(struct nccl_job *job, struct nccl_comm *comm, struct nccl_instan
 		comm_learn(comm, real, instance);
 	}
 	nccl_unlock(&before);
-	if (atomic_load(&comm->state) == PENDING || state == ncclInProgress)
+	/* One whose creation is held at the gate has nothing real yet. */
+	if (state == ncclInProgress)
 		return job_fails(job, EBUSY, "communicator %016lx is in the middle of a call", (unsigned long)comm->id);
 	if (refused && real)
 		return job_fails(job, EPERM, "communicator %016lx cannot be taken down: the report says why",

@@ -205,4 +205,5 @@ class Gates:
         self.all(ATTACH, "\n".join(lines))
 
     def live(self, told: Sequence[Mapping[str, Any]]) -> set[str]:
-        return {comm["id"] for report in told for comm in report["comms"]}
+        """All communicators that have been made: one whose creation is held at the gate is not."""
+        return {comm["id"] for report in told for comm in report["comms"] if comm["state"] != "pending"}

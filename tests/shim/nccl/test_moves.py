@@ -63,7 +63,8 @@ def test_communicators_that_come_and_go(job: Job) -> None:
         gates.to_the_cut()
         told = gates.reports()
         gone = {comm["id"] for report in told for comm in report["ended"]}
-        gates.detach(gates.live(told))
+        pending = {comm["id"] for report in told for comm in report["comms"] if comm["state"] == "pending"}
+        gates.detach(gates.live(told) | pending)
         gates.attach(told, gates.live(told) - gone)
         before = max(job.steps())
         gates.all(OPEN)

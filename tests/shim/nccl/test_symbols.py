@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.shim.nccl.conftest import Job
+from tests.shim.nccl.conftest import REPOSITORY, STAND_IN, Job
 from tests.shim.nccl.gates import OPEN
+
+PROGRAMS = REPOSITORY / "tests" / "shim" / "nccl" / "programs"
 
 # What NCCL 2.32.3 exports and has no handle of ours: windows are passed on as they are, the rest is about none.
 NOT_OURS = {
@@ -82,3 +84,16 @@ def test_an_older_nccl_is_rebuilt_as_well(built_2_18: Path, tmp_path: Path) -> N
         job.stop()
     finally:
         job.kill()
+
+
+def test_the_benchmark_runs(built: Path, tmp_path: Path) -> None:
+    """That it measures something; how much is for `make bench` to say."""
+    flags = ("-std=c11", "-O2", "-Wall", "-Wextra", "-Werror", f"-I{STAND_IN}")
+    empty, bench = tmp_path / "libnccl.so.2", tmp_path / "bench"
+    subprocess.run(
+        ["cc", *flags, "-fPIC", "-shared", "-Wl,-soname,libnccl.so.2", "-o", empty, PROGRAMS / "empty.c"], check=True
+    )
+    linked = ("-Wl,--no-as-needed", built / "libsnapshim.so", empty, "-ldl", f"-Wl,-rpath,{tmp_path}")
+    subprocess.run(["cc", *flags, "-o", bench, PROGRAMS / "bench.c", *linked], check=True)
+    said = subprocess.run([bench, "1000"], capture_output=True, text=True, check=True).stdout
+    assert re.fullmatch(r"direct [\d.]+ shim [\d.]+ group [\d.]+\n", said)
