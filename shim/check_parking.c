@@ -133,7 +133,7 @@ int main(void)
 	EXPECT(memory >= 0);
 	while (look().owner != child || sum() == 0)
 		usleep(1000);
-	EXPECT(strncmp(look().magic, SNAPSHIM_MAGIC, 8) == 0 && look().abi == SNAPSHIM_ABI_VERSION);
+	EXPECT(memcmp(look().magic, "SNAPSHIM", 8) == 0 && look().abi == SNAPSHIM_ABI_VERSION);
 
 	for (int round = 0; round < ROUNDS; round++) {
 		uint64_t before;

@@ -70,6 +70,7 @@ class _Box:
     probe: int
     parked: int
     parked_threads: int
+    command: int
     request: int
     answer: int
     status: int
@@ -83,12 +84,12 @@ class _Box:
     @classmethod
     def unpack(cls, raw: bytes) -> _Box:
         field = _LAYOUT.unpack(raw)
-        magic, abi, _bytes, owner, thread, probe, parked, parked_threads, _command = field[:9]
+        magic, abi, _bytes, owner, thread, probe, parked, parked_threads, command = field[:9]
         request, answer, status, _unused, result = field[13:18]
         text = field[21].partition(b"\0")[0].decode(errors="replace")
         managed, exports, imports = field[22:25]
         return cls(
-            *(magic, abi, owner, thread, probe, parked, parked_threads, request, answer, status, result, text),
+            *(magic, abi, owner, thread, probe, parked, parked_threads, command, request, answer, status, result, text),
             *(managed, exports, imports, frozenset(field[25:]) - {0}),
         )
 
@@ -105,9 +106,11 @@ class Mailbox:
             return os.pread(memory, 12, self.address) == struct.pack("<8sI", _MAGIC, ABI_VERSION)
 
     def state(self) -> Parking:
+        """`parked` is true as well while the process has been asked to park and has not answered: it may at any moment."""
         box = self._read()
+        asked = box.request != box.answer and box.command == _PARK
         return Parking(
-            parked=bool(box.parked) and box.owner == _inner(self.process),
+            parked=(bool(box.parked) or asked) and box.owner == _inner(self.process),
             threads=box.parked_threads,
             managed=box.managed,
             exports=box.exports,
@@ -266,7 +269,7 @@ def find(process: tree.Process) -> Mailbox | None:
         mailbox = Mailbox(process, address) if address else None
         if mailbox and mailbox.speaks_our_version():
             return mailbox
-    except (KeyError, ValueError, struct.error) as error:
+    except (LookupError, ValueError, OverflowError, struct.error) as error:
         _LOG.debug("%s in process %d: %s", LIBRARY, process.pid, error)
     except (FileNotFoundError, ProcessLookupError) as error:
         raise RankGone(f"process {process.pid} has ended", where=Where.ENDED) from error

@@ -14,8 +14,8 @@ from pathlib import Path
 def address(pid: int, library: str, name: bytes) -> int | None:
     """Where a dynamic symbol of a library is in the memory of a process; None where that library is not loaded.
 
-    Raises KeyError when the library has no such symbol, ValueError or struct.error when it is no library at all, and
-    FileNotFoundError or ProcessLookupError when the process has ended.
+    Raises LookupError when the library has no such symbol; LookupError, ValueError, OverflowError or struct.error when it is
+    no library at all; FileNotFoundError or ProcessLookupError when the process has ended.
     """
     place = _loaded_at(pid, library)
     return place[1] + _symbol(place[0], name) if place else None
@@ -48,5 +48,7 @@ def _symbol(file: Path, name: bytes) -> int:
         for entry in range(at, at + size, 24):
             text_at, _kind, _other, section, value = struct.unpack_from("<IBBHQ", data, entry)
             if section and data[strings + text_at : strings + text_at + len(name) + 1] == name + b"\0":
+                if value >= 1 << 47:
+                    raise ValueError("a symbol beyond any address space")
                 return int(value)
     raise KeyError(name)

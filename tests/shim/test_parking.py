@@ -63,6 +63,8 @@ def test_all_kinds_of_threads_in_one_process(work: StartWork) -> None:
     assert job.finish() == ("", "", 0)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_two_hundred_rounds_under_a_malloc_storm(work: StartWork) -> None:
     job = work("allocate", "allocate", "allocate")
     job.moves()
@@ -90,6 +92,48 @@ def test_asking_twice_is_as_asking_once(work: StartWork) -> None:
     box.release(5)
     box.release(5)
     job.moves()
+
+
+def test_calls_that_block_go_on_blocking(work: StartWork) -> None:
+    job = work("block")
+    until(lambda: job.counters()[1:] == (1, 1))
+    box = job.mailbox()
+    for _ in range(10):
+        box.park(10)
+        box.release(10)
+    assert job.counters()[1:] == (1, 1)
+    assert job.finish() == ("", "", 0)
+
+
+SLEEPERS = """
+import os, select, socket, threading, time
+ours, theirs = socket.socketpair()
+def timed(name, call):
+    before = time.monotonic()
+    call()
+    os.write(1, f"{name} {time.monotonic() - before >= 1.0}\\n".encode())
+theirs.settimeout(1.0)
+def receive():
+    try: theirs.recv(1)
+    except TimeoutError: pass
+calls = {"sleep": lambda: time.sleep(1.0), "select": lambda: select.select([theirs], [], [], 1.0), "recv": receive,
+         "wait": lambda: threading.Event().wait(1.0)}
+threads = [threading.Thread(target=timed, args=item) for item in calls.items()]
+for thread in threads: thread.start()
+print("ready", flush=True)
+for thread in threads: thread.join()
+"""
+
+
+def test_python_sleeps_as_long_as_it_was_told(start: Start) -> None:
+    job = start(*python(SLEEPERS))
+    assert job.hear() == "ready"
+    for _ in range(20):
+        job.mailbox().park(10)
+        job.mailbox().release(10)
+    output, errors, status = job.finish()
+    assert sorted(output.splitlines()) == ["recv True", "select True", "sleep True", "wait True"]
+    assert (errors, status) == ("", 0)
 
 
 def test_signals_to_a_parked_process_wait(work: StartWork) -> None:
@@ -174,6 +218,23 @@ def test_a_stopped_process_is_not_parked_when_it_is_continued(work: StartWork) -
     job.moves()
 
 
+def test_a_daemon_that_dies_while_it_waits_leaves_a_process_that_says_so(work: StartWork) -> None:
+    """The next daemon sees that there is something to undo, though nothing is parked yet."""
+    job = work("spin")
+    job.moves()
+    box = job.mailbox()
+    stop(job.pid)
+    box._write_request(shimctl._PARK, 30)
+    assert box.state().parked
+    assert box.state().threads == 0
+    os.kill(job.pid, signal.SIGCONT)
+    until(lambda: box.state().threads == 3)
+    job.stands_still()
+    job.mailbox().release(10)
+    assert not box.state().parked
+    job.moves()
+
+
 def test_after_the_main_thread_has_left(start: Start, tmp_path: Path) -> None:
     source = tmp_path / "leave.c"
     source.write_text(
@@ -241,17 +302,19 @@ def counting(name):
             os.pwrite(fd, b"%d" % time.monotonic_ns(), 0)
     fd = os.open(name, os.O_RDWR | os.O_CREAT)
     threading.Thread(target=count, daemon=True).start()
+def say(word):
+    os.write(1, b"%s\\n" % str(word).encode())
 counting(sys.argv[1] + "/parent")
 child = os.fork()
 if child == 0:
-    print("alone", flush=True)
+    say("alone")
     sys.stdin.readline()
     counting(sys.argv[1] + "/child")
-    print("two", flush=True)
+    say("two")
     sys.stdin.readline()
     os._exit(5)
-print(child, flush=True)
-print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+say(child)
+say(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 
@@ -343,6 +406,17 @@ def test_another_version_is_said(tmp_path: Path, jobs: list[Job]) -> None:
         jobs[0].mailbox()
     (problem,) = shimctl.problems(jobs[0].pid)
     assert "restart the job" in problem
+
+
+@pytest.mark.parametrize("damage", [b"", b"\x7fELF\x02\x01" + b"\xff" * 200, b"\x7fELF\x02\x01" + bytes(5000), b"text"])
+def test_a_file_that_only_has_the_name(tmp_path: Path, damage: bytes, jobs: list[Job]) -> None:
+    file = tmp_path / "libsnapshim.so"
+    file.write_bytes(damage.ljust(8192, b"\xff") if damage else bytes(4096))
+    text = "import mmap, sys; f = open(sys.argv[1], 'rb'); m = mmap.mmap(f.fileno(), 0, prot=mmap.PROT_READ)"
+    jobs.append(Job(Path(), *python(f"{text}; print(1, flush=True); input()"), file))
+    assert jobs[0].hear() == "1"
+    with pytest.raises(GpuFailed, match="another version"):
+        shimctl.find(jobs[0].process)
 
 
 def test_a_library_that_was_replaced_on_disk_is_still_spoken_to(library: Path, tmp_path: Path, jobs: list[Job]) -> None:

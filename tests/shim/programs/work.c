@@ -217,6 +217,30 @@ static void *mask_all(void *slot)
 	return NULL;
 }
 
+/* Calls that must not return before there is something: a step is made before each, and none after. */
+static void *block(void *slot)
+{
+	static int next;
+	int ends[2];
+	char byte;
+	sem_t never;
+
+	++*(volatile uint64_t *)slot;
+	switch (__atomic_fetch_add(&next, 1, __ATOMIC_SEQ_CST)) {
+	case 0:
+		if (pipe(ends))
+			fail("pipe");
+		(void)!read(ends[0], &byte, 1);
+		fail("read came back");
+		break;
+	default:
+		sem_init(&never, 0, 0);
+		sem_wait(&never);
+		fail("sem_wait came back");
+	}
+	return NULL;
+}
+
 static void *small_stack(void *slot)
 {
 	return spin(slot);
@@ -283,6 +307,7 @@ static const struct kind {
 	{"signal", signal_itself},
 	{"mask", mask_all},
 	{"small", small_stack},
+	{"block", block},
 	{"stubborn", stubborn},
 	{"vfork", in_vfork},
 	{"loader", hold_loader},
