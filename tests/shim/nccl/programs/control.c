@@ -7,7 +7,7 @@
 #include "shim.h"
 
 struct snapshim_mailbox snapshim_mailbox = {
-	.magic = SNAPSHIM_MAGIC,
+	.magic = {'S', 'N', 'A', 'P', 'S', 'H', 'I', 'M'},
 	.abi = SNAPSHIM_ABI_VERSION,
 	.bytes = sizeof(struct snapshim_mailbox),
 };
