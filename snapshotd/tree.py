@@ -157,6 +157,22 @@ def stop_all(group: PidList, deadline_s: float) -> None:
         time.sleep(0.05)
 
 
+def stop_again(processes: Iterable[Process], deadline_s: float) -> None:
+    """SIGSTOP to these of a tree whose others are stopped already; unlike `stop_all` it never continues anything, since of a
+    held copy nothing may run. Blocking. Raises Timeout when one does not stop in time."""
+    deadline, left = time.monotonic() + deadline_s, list(processes)
+    while left := [process for process in left if process.alive() and not stopped(process.pid)]:
+        if time.monotonic() > deadline:
+            raise Timeout(
+                f"process {left[0].pid} ({_name(left[0].pid)}, state {state(left[0].pid)}) does not stop",
+                remedy="a process in state D waits for a device or a network file system; try again when that answers",
+                where=Where.SOURCE_FROZEN,
+            )
+        for process in left:
+            process.signal(signal.SIGSTOP)
+        time.sleep(0.001)
+
+
 def continue_all(pids: Iterable[int], leave_stopped: Iterable[int] = ()) -> None:
     """SIGCONT to every process but those that were stopped before we came (`leave_stopped`: inner pids)."""
     keep = set(leave_stopped)

@@ -13,7 +13,7 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
-from snapshotd import host, rules
+from snapshotd import host, metrics, rules
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.client import DaemonClient
 from snapshotd.api.errors import NcclFailed, RankGone, Refused, SnapshotError, Where, WrongState
@@ -59,6 +59,7 @@ class Communicators:
         await self._detach_all(moving, seats)
         await reach(Point.DETACH)
         seconds = host.boottime_s() - began
+        metrics.phase("detach", seconds)
         log.info("took %d communicators down on %d nodes in %.1f s", len(seats), len(_nodes(seats)), seconds)
         return pb.DetachReply(comms=len(seats), seconds=seconds)
 
@@ -78,6 +79,7 @@ class Communicators:
             lambda name: self._attach_on(moving, name, seats, ids, gpus),
         )
         seconds = host.boottime_s() - began
+        metrics.phase("reattach", seconds)
         log.info("built %d communicators on %d nodes in %.1f s", len(seats), len(_nodes(seats)), seconds)
         return pb.AttachReply(comms=len(seats), seconds=seconds)
 

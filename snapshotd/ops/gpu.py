@@ -217,7 +217,7 @@ async def revive(
     )
     await reach(Point.CUDA_RESTORED)
     await parts.time("unlock", _each(processes, lambda process: gpus.unlock(process, LOCK_S)))
-    await in_thread(tree.stop_all, group, STOP_S)
+    await in_thread(tree.stop_again, processes, STOP_S)
     await in_thread(group.freeze, STOP_S)
 
 

@@ -52,9 +52,10 @@ def _wake_one(note: Sequence[int]) -> None:
 
 async def still(move_log: MoveLog) -> None:
     """The held copy stands still again, all of it. Repeatable."""
-    group = Cgroup(Path(move_log.note("cgroup")))
-    await in_thread(tree.stop_all, group, STOP_S)
-    await in_thread(group.freeze, STOP_S)
+    try:
+        await in_thread(tree.stop_again, processes(move_log.note("nccl", [])), STOP_S)
+    finally:
+        await in_thread(Cgroup(Path(move_log.note("cgroup"))).freeze, STOP_S)
 
 
 async def open_gates(notes: Notes) -> None:

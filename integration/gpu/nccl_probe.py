@@ -1,0 +1,287 @@
+"""Where NCCL and the shim stand on this machine, in half a minute.
+
+    integration/gpu/run --exec python3 -m integration.gpu.nccl_probe
+
+A rank of world size 1 runs under the preloaded shim, as `migrator run` would start it but without daemons, lab and CRIU. The
+probe asks its shim what a move asks, step by step, and says of each what it found, so that the first line that is not `ok`
+names the part that fails. Nothing is moved. DEVICE=cpu: the same over the stand-in for NCCL, without torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from snapshotd import ncclctl, tree
+from snapshotd.api.errors import SnapshotError
+
+ROOT = Path(__file__).resolve().parents[2]
+SHIM = ROOT / "shim" / "libsnapshim.so"
+SYMBOLS = ROOT / "shim" / "nccl" / "symbols.h"
+ON_GPU = os.environ.get("DEVICE", "cuda") != "cpu"
+PRESETS = {"NCCL_RAS_ENABLE": "0", "NCCL_NVLS_ENABLE": "0", "NCCL_CUMEM_HOST_ENABLE": "0", "NCCL_DEBUG": "WARN"}
+#: What torch binds first; if the shim has these it has all.
+DECISIVE = ("ncclGetVersion", "ncclCommInitRankConfig", "ncclCommSplit", "ncclAllReduce")
+START_S, STEP_S = 45.0, 15.0
+
+
+class Failed(Exception):
+    """A step did not come out as it must; the message says what was seen."""
+
+
+def known_symbols() -> list[str]:
+    """What the shim has, by its own list."""
+    return re.findall(r"X\((nccl\w+)", SYMBOLS.read_text())
+
+
+# ---------------------------------------------------------------- the rank
+
+
+class _Place(ctypes.Structure):
+    _fields_ = (
+        ("file", ctypes.c_char_p),
+        ("base", ctypes.c_void_p),
+        ("symbol", ctypes.c_char_p),
+        ("address", ctypes.c_void_p),
+    )
+
+
+def _owner(name: str) -> str:
+    """The library whose function a program gets that asks for this name in the global scope, as libtorch_cuda does."""
+    libc = ctypes.CDLL(None)
+    try:
+        address = ctypes.cast(getattr(libc, name), ctypes.c_void_p)
+    except AttributeError:
+        return "nobody"
+    place = _Place()
+    libc.dladdr.argtypes = (ctypes.c_void_p, ctypes.POINTER(_Place))
+    return os.path.basename(place.file.decode()) if libc.dladdr(address, ctypes.byref(place)) else "?"
+
+
+def be_the_rank() -> None:
+    """Says once what it finds of NCCL, then all-reduces until its stdin ends: `sum N VALUE`."""
+    import torch
+    import torch.distributed as dist
+
+    torch.cuda.set_device(0)
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0))
+    tensor = torch.ones(1024, device="cuda")
+    dist.all_reduce(tensor)
+    torch.cuda.synchronize()
+    mapped = sorted(set(re.findall(r"\S*/libnccl\S*", Path("/proc/self/maps").read_text())))
+    needed = sorted(set(re.findall(r"\S*/libtorch_cuda\.so", Path("/proc/self/maps").read_text())))
+    about = {
+        "torch": torch.__version__,
+        "nccl_by_torch": ".".join(map(str, torch.cuda.nccl.version())),
+        "libnccl_mapped": mapped,
+        "libtorch_cuda": needed,
+        "owners": {name: _owner(name) for name in DECISIVE},
+    }
+    print(f"about {json.dumps(about)}", flush=True)
+    for number in range(1, 1 << 30):
+        tensor.fill_(number)
+        dist.all_reduce(tensor)
+        print(f"sum {number} {tensor.sum().item():.0f}", flush=True)
+        time.sleep(0.02)
+        if os.path.exists(sys.argv[2]):
+            break
+    dist.destroy_process_group()
+    print("DONE", flush=True)
+
+
+class Rank:
+    """The process that is asked, and what it has said."""
+
+    def __init__(self, folder: Path) -> None:
+        self.end, self.out = folder / "end", folder / "rank.out"
+        environment = {**PRESETS, **os.environ, "LD_PRELOAD": str(SHIM), "NCCL_SOCKET_IFNAME": "lo"}
+        command = [sys.executable, "-m", "integration.gpu.nccl_probe", "--be-the-rank", str(self.end)]
+        if not ON_GPU:
+            from integration.nccl_nodes import PROGRAM, library_dir
+
+            environment["LD_LIBRARY_PATH"] = str(library_dir())
+            command = [*PROGRAM, "--meeting", str(folder), "--rank", "0", "--ranks", "1", "--steps", "100000"]
+        with self.out.open("wb") as file:
+            self.started = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=file)
+
+    def lines(self) -> list[str]:
+        """What it said after each all-reduce."""
+        return [line for line in self.text().splitlines() if re.match(r"(sum )?\d+ ", line)]
+
+    def text(self) -> str:
+        return self.out.read_text(errors="replace")
+
+    def goes_on(self, timeout_s: float) -> str:
+        """Five more all-reduces."""
+        wanted = len(self.lines()) + 5
+        ends = time.monotonic() + timeout_s
+        while len(self.lines()) < wanted:
+            if self.started.poll() is not None:
+                raise Failed(f"the rank has ended with {self.started.returncode}")
+            if time.monotonic() > ends:
+                raise Failed(f"no five all-reduces in {timeout_s:.0f} s, {len(self.lines())} in all")
+            time.sleep(0.01)
+        return f"{len(self.lines())} all-reduces"
+
+    def process(self) -> tree.Process:
+        return tree.Process.of(self.started.pid)
+
+    def about(self) -> dict[str, Any]:
+        found = [line for line in self.text().splitlines() if line.startswith("about ")]
+        told: dict[str, Any] = json.loads(found[0][6:]) if found else {}
+        return told
+
+    def kill(self) -> None:
+        if self.started.poll() is None:
+            self.started.kill()
+            self.started.wait(10)
+
+
+# ---------------------------------------------------------------- the steps
+
+
+def which_library(rank: Rank) -> str:
+    about = rank.about()
+    return ", ".join(f"{name} {value}" for name, value in about.items() if name != "owners") or "the stand-in, no torch"
+
+
+def which_functions(rank: Rank) -> str:
+    owners = rank.about().get("owners", {})
+    others = {name: owner for name, owner in owners.items() if owner != SHIM.name}
+    if others:
+        raise Failed(f"the preloaded shim does not win: {others}")
+    return f"all of {', '.join(owners)} are {SHIM.name}'s" if owners else "seen by the communicators, next"
+
+
+def which_symbols(rank: Rank) -> str:
+    told = json.loads(report(rank).text)
+    known = known_symbols()
+    found = f"the shim has {len(known)}"
+    reader = shutil.which("nm")
+    if reader and told["library"]:
+        listed = subprocess.run([reader, "-D", "--defined-only", told["library"]], capture_output=True, text=True)
+        real = {line.split()[-1].partition("@")[0] for line in listed.stdout.splitlines() if " T nccl" in line}
+        lacks, passes = sorted(set(known) - real), sorted(real - set(known))
+        found += f"; {len(lacks)} of them are not in this NCCL: {' '.join(lacks) or '-'}"
+        found += f"; {len(passes)} of its own go past the shim: {' '.join(passes) or '-'}"
+    return found
+
+
+def report(rank: Rank) -> ncclctl.Report:
+    return ncclctl.read(rank.process())
+
+
+def which_communicators(rank: Rank) -> str:
+    found = report(rank)
+    told = json.loads(found.text)
+    if not found.comms:
+        raise Failed(f"the shim knows of no communicator: torch's calls go past it. {found.text}")
+    if refusals := found.refusals():
+        raise Failed(f"it would be refused: {refusals}")
+    comms = [f"{comm['id']} {comm['kind']} {comm['state']} {comm['collectives']} collectives" for comm in told["comms"]]
+    return f"version {told['version']}, {told['library']}, {found.threads} threads of NCCL; {'; '.join(comms)}"
+
+
+def close(rank: Rank) -> str:
+    ncclctl.close(rank.process())
+    time.sleep(0.2)
+    before = len(rank.lines())
+    time.sleep(0.3)
+    if not report(rank).gate_closed or len(rank.lines()) > before:
+        raise Failed(f"it goes on behind its closed gate: {report(rank).text}")
+    return f"held: {json.loads(report(rank).text)['held']}"
+
+
+def detach(rank: Rank) -> str:
+    ncclctl.detach(rank.process(), [comm.id for comm in report(rank).comms], STEP_S)
+    found = report(rank)
+    if found.threads or not all(comm.detached for comm in found.comms):
+        raise Failed(f"something is left: {found.text}")
+    return "no thread of NCCL is left"
+
+
+def fresh(rank: Rank) -> str:
+    ncclctl.load_fresh(rank.process(), STEP_S)
+    return f"instance {report(rank).instance}"
+
+
+def attach(rank: Rank) -> str:
+    process = rank.process()
+    comms = sorted(comm.id for comm in report(rank).comms)
+    lines = [ncclctl.attach_line(comm, ncclctl.new_id(process, STEP_S), untried=False) for comm in comms]
+    ncclctl.attach(process, lines, STEP_S)
+    return ", ".join(f"{comm.id} {comm.state}" for comm in report(rank).comms)
+
+
+def open_gate(rank: Rank) -> str:
+    ncclctl.open_gate(rank.process())
+    return rank.goes_on(STEP_S)
+
+
+def ending(rank: Rank) -> str:
+    if not ON_GPU:
+        return "the stand-in's rank is killed"
+    rank.end.touch()
+    if code := rank.started.wait(STEP_S):
+        raise Failed(f"it ended with {code}")
+    return "communicators destroyed by the application"
+
+
+STEPS: dict[str, Callable[[Rank], str]] = {
+    "the rank runs": lambda rank: rank.goes_on(START_S),
+    "library": which_library,
+    "functions": which_functions,
+    "communicators": which_communicators,
+    "symbols": which_symbols,
+    "close the gate": close,
+    "take down": detach,
+    "fresh copy": fresh,
+    "build again, with an all-reduce": attach,
+    "open the gate": open_gate,
+    "again: close": close,
+    "again: take down": detach,
+    "again: fresh copy": fresh,
+    "again: build": attach,
+    "again: open": open_gate,
+    "end": ending,
+}
+
+
+def main() -> int:
+    if not SHIM.exists():
+        print(f"{SHIM} is not built: make -C shim")
+        return 1
+    with tempfile.TemporaryDirectory() as folder:
+        rank = Rank(Path(folder))
+        try:
+            for name, step in STEPS.items():
+                began = time.monotonic()
+                try:
+                    found = step(rank)
+                except (Failed, SnapshotError, subprocess.TimeoutExpired, ProcessLookupError) as error:
+                    print(f"FAILED {name}: {error}\n--- the rank's last lines\n{rank.text()[-3000:]}", flush=True)
+                    return 1
+                print(f"ok     {name} ({time.monotonic() - began:.2f} s): {found}", flush=True)
+        finally:
+            rank.kill()
+    return 0
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--be-the-rank", metavar="FILE", help="run as the rank, until FILE exists")
+    if parser.parse_args().be_the_rank:
+        be_the_rank()
+    else:
+        sys.exit(main())

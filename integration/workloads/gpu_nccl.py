@@ -1,0 +1,265 @@
+"""Two ranks of one job on NCCL that share the first GPU: DDP first, then only what survives a move on a shared GPU.
+
+A rank that the CUDA driver has restored dies when its NCCL kernel has to be time-sliced with its peer's. So after --ddp-steps
+steps with all-reduce the ranks change to turns: gradients go to rank 0 by `dist.reduce` and come back by `dist.broadcast`.
+The receiver says that its GPU is idle, the sender launches and is seen to have finished, then the receiver launches, while
+neither has anything else on the GPU. So it goes on the default group (the gradients), on a split and on a sub-group (numbers
+that are known beforehand).
+
+Says `step K …` for every step: the loss, every bit of it, and digests of weights, optimizer and random numbers. Between the
+two parts it does all-reduces that change nothing, until the file of --turns exists. Ends before the step at which the file of
+--until is there, else after --steps. RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT as a scheduler sets them; DEVICE=cpu:
+the same on gloo, without a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import itertools
+import os
+import random
+import sys
+import time
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+
+os.environ.update(  # before torch loads NCCL and cuBLAS
+    {
+        "NCCL_HOSTID": f"rank-{os.environ['RANK']}",  # else NCCL refuses two ranks on one GPU
+        "NCCL_RUNTIME_CONNECT": "0",  # all connections are made with the communicator, none inside a turn
+        "NCCL_SOCKET_IFNAME": "eth0",
+        "NCCL_NET": "Socket",
+        "NCCL_IB_DISABLE": "1",
+        "NCCL_P2P_DISABLE": "1",
+        "NCCL_SHM_DISABLE": "1",
+        "NCCL_RAS_ENABLE": "0",
+        "NCCL_NVLS_ENABLE": "0",
+        "NCCL_CUMEM_HOST_ENABLE": "0",
+        "NCCL_DEBUG": "WARN",
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        **os.environ,
+    }
+)
+
+import torch
+import torch.distributed as dist
+
+RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+DEVICE = os.environ.get("DEVICE", "cuda")
+ON_GPU = DEVICE != "cpu"
+#: Longer than any move; then a rank ends with words rather than waiting for ever.
+PATIENCE_S = 150.0
+COUNT = 1024
+ROOT, MOVER = 0, 1
+
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("--ddp-steps", type=int, default=8)
+parser.add_argument("--steps", type=int, default=120)
+parser.add_argument("--pace-s", type=float, default=0.1)
+parser.add_argument(
+    "--margin-s", type=float, default=0.05, help="from a sender that has finished, or had 4 times that, to its receiver"
+)
+parser.add_argument("--turns", default="", help="take turns from the moment on that this file exists")
+parser.add_argument("--until", default="", help="end when this file exists")
+options = parser.parse_args()
+
+
+def say(text: str) -> None:
+    print(f"{text}\n", end="", flush=True)
+
+
+def idle() -> None:
+    """This rank has nothing left on the GPU."""
+    if ON_GPU:
+        torch.cuda.synchronize()
+
+
+class Turns:
+    """Words between the two ranks through the store; every word is said once."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self.store, self.number = store, 0
+
+    def tell(self, word: str, text: str = "x") -> None:
+        self.store.set(word, text)
+
+    def hear(self, word: str) -> str:
+        """Polled: a blocking question would keep the connection from torch's own threads."""
+        ends = time.monotonic() + PATIENCE_S
+        while not self.store.check([word]):
+            if time.monotonic() > ends:
+                say(f"WRONG waited {PATIENCE_S:.0f} s for {word}")
+                os._exit(1)
+            time.sleep(0.001)
+        return bytes(self.store.get(word)).decode()
+
+    def agree(self, what: str, decide: Callable[[], str]) -> str:
+        """What rank 0 decides, on both."""
+        if RANK == ROOT:
+            self.tell(what, decide())
+        return self.hear(what)
+
+    def pass_on(self, sender: int, launch: Callable[[], dist.Work]) -> None:
+        """One operation in one direction. Returns when both are idle again."""
+        self.number += 1
+        idle()
+        if sender == RANK:
+            self.hear(f"ready-{self.number}")
+            work = launch()
+            ends = time.monotonic() + 4 * options.margin_s
+            while not work.is_completed() and time.monotonic() < ends:
+                time.sleep(0.001)
+            self.tell(f"sent-{self.number}")
+            work.wait()
+            idle()
+            self.hear(f"received-{self.number}")
+        else:
+            self.tell(f"ready-{self.number}")
+            self.hear(f"sent-{self.number}")
+            time.sleep(options.margin_s)
+            launch().wait()
+            idle()
+            self.tell(f"received-{self.number}")
+
+    def there_and_back(self, tensor: torch.Tensor, group: dist.ProcessGroup, at_root: Callable[[], object]) -> None:
+        """The sum of both ranks' tensors at rank 0, what `at_root` makes of it there, and that on both."""
+        self.pass_on(MOVER, lambda: dist.reduce(tensor, ROOT, group=group, async_op=True))
+        if RANK == ROOT:
+            at_root()
+        self.pass_on(ROOT, lambda: dist.broadcast(tensor, ROOT, group=group, async_op=True))
+
+
+def digest(tensors: Iterable[torch.Tensor]) -> str:
+    made = hashlib.sha256()
+    for tensor in tensors:
+        made.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+    return made.hexdigest()[:16]
+
+
+def expect(what: str, tensor: torch.Tensor, number: int) -> None:
+    if not bool((tensor == number).all().item()):
+        say(f"WRONG {what}: {tensor.unique().tolist()[:5]}, not {number}")
+        os._exit(1)
+
+
+def make_groups(store: dist.Store) -> list[dist.ProcessGroup]:
+    """The default group, a split of it, a sub-group."""
+    limit = timedelta(seconds=PATIENCE_S)
+    device = torch.device(DEVICE, 0) if ON_GPU else None
+    backend = "nccl" if ON_GPU else "gloo"
+    dist.init_process_group(
+        backend, store=dist.PrefixStore("torch", store), rank=RANK, world_size=WORLD, timeout=limit, device_id=device
+    )
+    everyone = list(range(WORLD))
+    split = dist.split_group(split_ranks=[everyone], timeout=limit) if ON_GPU else dist.new_group(everyone, limit)
+    return [dist.group.WORLD, split, dist.new_group(everyone, limit)]
+
+
+class Training:
+    def __init__(self) -> None:
+        layers = [torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Dropout(0.1), torch.nn.Linear(256, 64)]
+        self.model = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(*layers).to(DEVICE))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.noise = torch.Generator(DEVICE).manual_seed(RANK + 1)
+        self.flat = torch.zeros(sum(each.numel() for each in self.model.parameters()), device=DEVICE)
+
+    def backward(self) -> torch.Tensor:
+        batch = torch.randn(32, 64, device=DEVICE, generator=self.noise)
+        loss = ((self.model(batch) - batch) ** 2).mean()
+        self.optimizer.zero_grad()
+        loss.backward()
+        return loss.detach()
+
+    def with_all_reduce(self) -> float:
+        loss = self.backward()
+        self.optimizer.step()
+        return float(loss.item())
+
+    def in_turns(self, turns: Turns, group: dist.ProcessGroup) -> float:
+        """Data parallel by hand: no kernel of one rank ever waits for a kernel of the other."""
+        with self.model.no_sync():
+            loss = self.backward()
+        gradients = [each.grad for each in self.model.parameters()]
+        torch.cat([each.flatten() for each in gradients], out=self.flat)
+        turns.there_and_back(self.flat, group, lambda: self.flat.div_(WORLD))
+        for gradient, part in zip(gradients, self.flat.split([each.numel() for each in gradients]), strict=True):
+            gradient.copy_(part.view_as(gradient))
+        self.optimizer.step()
+        return float(loss.item())
+
+    def said(self) -> str:
+        states = (state[name] for state in self.optimizer.state.values() for name in sorted(state))
+        numbers = [torch.get_rng_state(), torch.tensor(bytearray(repr(random.getstate()).encode()))]
+        numbers += [self.noise.get_state()] + ([torch.cuda.get_rng_state()] if ON_GPU else [])
+        weights, optimizer = digest(self.model.parameters()), digest(states)
+        return f"weights {weights} optimizer {optimizer} random {digest(numbers)} {random.random().hex()}"
+
+
+def all_reduces(groups: list[dist.ProcessGroup], number: int) -> None:
+    for group in groups:
+        tensor = torch.full((COUNT,), number * (RANK + 1), device=DEVICE)
+        dist.all_reduce(tensor, group=group)
+        expect("all-reduce", tensor, number * WORLD * (WORLD + 1) // 2)
+
+
+def numbers_in_turns(turns: Turns, group: dist.ProcessGroup, number: int) -> None:
+    tensor = torch.full((COUNT,), number * (RANK + 1), device=DEVICE)
+
+    def at_root() -> None:
+        expect("reduce", tensor, number * WORLD * (WORLD + 1) // 2)
+        tensor.fill_(7 * number + 1)
+
+    turns.there_and_back(tensor, group, at_root)
+    expect("broadcast", tensor, 7 * number + 1)
+
+
+def main() -> None:
+    torch.use_deterministic_algorithms(True)
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    random.seed(0)
+    if ON_GPU:
+        torch.cuda.set_device(0)
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=RANK == ROOT,
+        timeout=timedelta(seconds=PATIENCE_S),
+    )
+    turns = Turns(dist.PrefixStore("turns", store))
+    groups = make_groups(store)
+    training = Training()
+    for step in range(1, options.ddp_steps + 1):
+        loss = training.with_all_reduce()
+        all_reduces(groups, step)
+        say(f"step {step} loss {loss.hex()} {training.said()}")
+
+    def goes_on(what: str, file: str, *, last: bool) -> bool:
+        return turns.agree(what, lambda: "ends" if last or (file and os.path.exists(file)) else "goes on") == "goes on"
+
+    for rounds in itertools.count(1):
+        if not goes_on(f"all-reduce-{rounds}", options.turns, last=not options.turns):
+            break
+        all_reduces(groups, rounds)
+        say(f"all-reduce {rounds}")
+        time.sleep(options.pace_s)
+    for step in itertools.count(options.ddp_steps + 1):
+        if not goes_on(f"step-{step}", options.until, last=step > options.steps):
+            break
+        loss = training.in_turns(turns, groups[0])
+        for group in groups[1:]:
+            numbers_in_turns(turns, group, step)
+        say(f"step {step} loss {loss.hex()} {training.said()}")
+        time.sleep(options.pace_s)
+    idle()
+    say("DONE")
+    dist.destroy_process_group()
+    if RANK == ROOT:  # it has the store
+        turns.hear("over")
+    else:
+        turns.tell("over")
+    sys.stdout.flush()
+
+
+main()

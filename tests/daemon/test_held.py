@@ -1,0 +1,101 @@
+"""The copy that is held on its target builds communicators, and nothing of the job runs for it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from snapshotd import ncclctl, shimctl, tree
+from snapshotd.api.errors import NcclFailed, Timeout
+from snapshotd.ops import held
+from snapshotd.tree import Process
+
+BEFORE, FRESH = 1, 2
+
+
+class Copy:
+    """Two stopped processes; the first had communicators. Its cgroup only notes what it is told."""
+
+    def __init__(self) -> None:
+        self.running = [subprocess.Popen(["sleep", "600"]) for _ in range(2)]
+        self.speaker, self.other = (Process.of(process.pid) for process in self.running)
+        for process in (self.speaker, self.other):
+            process.signal(signal.SIGSTOP)
+            until_stopped(process)
+        self.said: list[str] = []
+        self.instance, self.parked = BEFORE, True
+        notes: dict[str, Any] = {"nccl": [[self.speaker.pid, self.speaker.start_ticks, BEFORE]], "cgroup": "/none"}
+        self.log: Any = SimpleNamespace(note=lambda key, default=None: notes.get(key, default))
+
+    def find(self, process: Process) -> Any:
+        return SimpleNamespace(state=lambda: SimpleNamespace(parked=self.parked))
+
+    def read(self, process: Process) -> Any:
+        assert not tree.stopped(process.pid), "asked before it was continued"
+        return SimpleNamespace(instance=self.instance)
+
+    def load_fresh(self, process: Process, timeout_s: float) -> None:
+        self.said.append("fresh")
+        self.instance = FRESH
+
+    def cgroup(self, path: Path) -> Any:
+        return SimpleNamespace(
+            thaw=lambda limit_s: self.said.append("thaw"), freeze=lambda limit_s: self.said.append("freeze")
+        )
+
+
+def until_stopped(process: Process) -> None:
+    while not tree.stopped(process.pid):
+        time.sleep(0.001)
+
+
+@pytest.fixture
+def copy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Copy]:
+    made = Copy()
+    monkeypatch.setattr(shimctl, "find", made.find)
+    monkeypatch.setattr(ncclctl, "read", made.read)
+    monkeypatch.setattr(ncclctl, "load_fresh", made.load_fresh)
+    monkeypatch.setattr(held, "Cgroup", made.cgroup)
+    yield made
+    for process in made.running:
+        process.kill()
+        process.wait()
+
+
+async def test_only_those_that_had_communicators_are_continued(copy: Copy) -> None:
+    assert await held.wake_shim(copy.log) == [copy.speaker]
+    assert not tree.stopped(copy.speaker.pid)
+    assert tree.stopped(copy.other.pid)
+    await held.still(copy.log)
+    assert tree.stopped(copy.speaker.pid)
+    assert copy.said == ["thaw", "fresh", "freeze"]
+
+
+async def test_a_fresh_library_is_loaded_once(copy: Copy) -> None:
+    """An id that was made lives in the copy of the library that made it."""
+    await held.wake_shim(copy.log)
+    await held.wake_shim(copy.log)
+    assert copy.said.count("fresh") == 1
+
+
+async def test_a_process_whose_threads_are_not_parked_stays_stopped(copy: Copy) -> None:
+    copy.parked = False
+    with pytest.raises(NcclFailed):
+        await held.wake_shim(copy.log)
+    assert tree.stopped(copy.speaker.pid)
+
+
+def test_what_does_not_stop_makes_nothing_else_run(copy: Copy, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.kill(copy.speaker.pid, signal.SIGCONT)
+    monkeypatch.setattr(Process, "signal", lambda self, number: True)  # as if it were in uninterruptible sleep
+    with pytest.raises(Timeout):
+        tree.stop_again([copy.speaker], 0.05)
+    assert tree.stopped(copy.other.pid)
