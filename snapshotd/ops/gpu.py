@@ -217,6 +217,7 @@ async def revive(
     )
     await reach(Point.CUDA_RESTORED)
     await parts.time("unlock", _each(processes, lambda process: gpus.unlock(process, LOCK_S)))
+    await gpus.inventory(fresh=True)  # whoever asks next sees this rank on its GPU
     await in_thread(tree.stop_again, processes, STOP_S)
     await in_thread(group.freeze, STOP_S)
 
