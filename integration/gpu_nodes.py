@@ -53,6 +53,11 @@ class GpuCluster:
         self.nodes[node].gpus = list(cards)
         self.nodes[node].write()
 
+    def shown(self, node: str) -> dict[str, Any]:
+        """The node as `migrator nodes` shows it."""
+        answer = json.loads(self.cluster.migrator("nodes", "--json").stdout)
+        return next(found for found in answer["nodes"] if found["name"] == node)
+
     def job(self, node: str, *arguments: str, steps: int = 120, pace_s: float = 0.03, **more: Any) -> Job:
         """`device_steps.py` on a node's GPU."""
         argv = [*STEPS, "--steps", str(steps), "--pace-s", str(pace_s), *arguments]

@@ -30,7 +30,17 @@ def test_a_training_job_moves_and_its_losses_are_bit_identical(nodes: Cluster) -
 
 @pytest.mark.parametrize(
     "program",
-    ["children.py", "threads.py", "timers.py", "events.py", "shm.py", "ghosts.py", "files.py", "dataloader.py"],
+    [
+        "children.py",
+        "threads.py",
+        "timers.py",
+        "events.py",
+        "shm.py",
+        "ghosts.py",
+        "files.py",
+        "dataloader.py",
+        "spawn_semaphores.py",
+    ],
 )
 def test_everything_a_workload_uses_survives(nodes: Cluster, program: str, tmp_path: Path) -> None:
     arguments = ("--folder", str(nodes.folder)) if program in {"files.py", "events.py"} else ()

@@ -11,7 +11,6 @@
 #define SNAPSHIM_ABI_VERSION 2
 
 #define SNAPSHIM_SIGNAL 61 /* SIGRTMAX - 3: parks the job's threads, wakes the control thread */
-#define SNAPSHIM_MAGIC "SNAPSHIM"
 #define SNAPSHIM_EXEMPT_MAX 64
 
 #define SNAPSHIM_EXPORT __attribute__((visibility("default")))
@@ -40,7 +39,7 @@ enum snapshim_command {
 
 /* Pids and thread ids are those of the process's own pid namespace. The daemon writes command, argument and, last, request. */
 struct snapshim_mailbox {
-	char magic[8];
+	char magic[8];           /* SNAPSHIM */
 	uint32_t abi;
 	uint32_t bytes;          /* of this struct */
 	int32_t owner;           /* the process that the control thread belongs to; a forked child's copy names its parent, or 0 */
@@ -67,7 +66,7 @@ SNAPSHIM_EXPORT extern struct snapshim_mailbox snapshim_mailbox;
 /* The version the library was built with; how others see that it is in a process, and which one. */
 SNAPSHIM_EXPORT extern const unsigned int snapshim_abi_version;
 
-/* libc's syscall(2) wrapper, interposed: io_uring_setup answers ENOSYS, all else passes. */
+/* libc's syscall(2) wrapper, interposed: io_uring_setup answers ENOSYS, a request for AMX tiles EOPNOTSUPP, all else passes. */
 SNAPSHIM_EXPORT long syscall(long number, ...);
 
 /* Interposed as well, each with its own library's prototype:

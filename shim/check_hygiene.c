@@ -31,6 +31,11 @@ int main(void)
 	errno = 0;
 	EXPECT(syscall(425L, 8L, params) == -1 && errno == ENOSYS);
 
+#ifdef SYS_arch_prctl
+	errno = 0;
+	EXPECT(syscall(SYS_arch_prctl, 0x1023L, 18L) == -1 && errno == EOPNOTSUPP);
+#endif
+
 	EXPECT(syscall(SYS_getpid) == (long)getpid());
 
 	errno = 0;

@@ -17,7 +17,7 @@
 #define LEADER_LEFT_POLL_NS 20000000
 
 struct snapshim_mailbox snapshim_mailbox = {
-	.magic = SNAPSHIM_MAGIC,
+	.magic = {'S', 'N', 'A', 'P', 'S', 'H', 'I', 'M'},
 	.abi = SNAPSHIM_ABI_VERSION,
 	.bytes = sizeof(struct snapshim_mailbox),
 };

@@ -1,4 +1,4 @@
-/* Keeps a process dumpable: no io_uring, which CRIU cannot dump.
+/* Keeps a process dumpable: no io_uring, which CRIU cannot dump; no AMX tiles, which it does not carry.
  *
  * libuv (torch's TCPStore) and others call io_uring_setup through libc's syscall(); told ENOSYS they use epoll, as they do on
  * any older kernel. Invariant: every other call, its result and errno are exactly libc's. Nothing is printed, ever,
@@ -15,6 +15,12 @@
 #include "kernel.h"
 
 #define NR_IO_URING_SETUP 425 /* the same number on every architecture */
+
+/* A restored process has lost the permission to use AMX, and dies of its next tile instruction (SIGILL). Told that there is
+ * none, oneDNN uses AVX-512. */
+#define NR_ARCH_PRCTL 158
+#define ARCH_REQ_XCOMP_PERM 0x1023
+#define XFEATURE_XTILEDATA 18
 
 const unsigned int snapshim_abi_version = SNAPSHIM_ABI_VERSION;
 
@@ -37,6 +43,12 @@ long syscall(long number, ...)
 		errno = ENOSYS;
 		return -1;
 	}
+#if defined(__x86_64__)
+	if (number == NR_ARCH_PRCTL && a == ARCH_REQ_XCOMP_PERM && b == XFEATURE_XTILEDATA) {
+		errno = EOPNOTSUPP;
+		return -1;
+	}
+#endif
 	result = call_kernel(number, a, b, c, d, e, f);
 	if (result < 0 && result > -4096) {
 		errno = (int)-result;

@@ -15,13 +15,16 @@
 #include <string.h>
 #include <sys/syscall.h>
 
-#define THREADS_MAX 4096 /* a power of two */
-#define FIRST_ROUND_NS 100000000
+#define THREADS_MAX 4096
+#define FIRST_ROUND_NS 200000000
+#define LONGEST_ROUND_NS 10000000000
+#define PATIENCE_NS 50000000
 
 static uint32_t gate;                /* 1: whoever gets the signal stays */
+static uint32_t patient;             /* 1: not in the middle of the allocator or the loader */
 static uint32_t inside;              /* threads in the handler that hold a slot */
 static int parked[THREADS_MAX];      /* thread ids; a thread writes its own, nobody else's */
-static int signalled[THREADS_MAX];   /* whom this round has sent the signal to; the control thread's alone */
+static int signalled[THREADS_MAX];   /* who was sent the signal in this round and has not answered it */
 
 static int *find(int *table, int tid)
 {
@@ -47,13 +50,20 @@ static int *claim(int *table, int tid)
 }
 
 /* In the handler, on a thread of the job, perhaps on a small stack. A signal that comes late finds the gate open. */
-void park_here(void)
+void park_here(const void *context)
 {
+	int tid = self_tid();
 	int *slot;
 
 	if (!LOAD(&gate))
 		return;
-	slot = claim(parked, self_tid());
+	if (LOAD(&patient) && may_hold_a_lock(context)) {
+		slot = find(signalled, tid);
+		if (slot)
+			STORE(slot, 0); /* it is sent again, a moment later */
+		return;
+	}
+	slot = claim(parked, tid);
 	if (!slot)
 		return; /* cannot be: the control thread counts before it signals; unparked is what it then sees */
 	__atomic_add_fetch(&inside, 1, __ATOMIC_ACQ_REL);
@@ -122,12 +132,14 @@ static int scan(int *job_threads)
 }
 
 /* Shuts the gate and waits for everybody. 0, ETIMEDOUT or another errno. */
-static int gather(int64_t until_ns)
+static int gather(int64_t until_ns, int64_t patience_ns)
 {
+	int64_t patient_until = now_ns() + patience_ns;
 	int quiet_scans = 0;
 	long pause = 50;
 
 	memset(signalled, 0, sizeof(signalled));
+	STORE(&patient, 1);
 	STORE(&gate, 1);
 	for (;;) {
 		int job_threads;
@@ -143,8 +155,11 @@ static int gather(int64_t until_ns)
 		if (missing) {
 			if (now_ns() >= until_ns)
 				return ETIMEDOUT;
+			if (now_ns() >= patient_until) {
+				STORE(&patient, 0);
+				pause = pause < 1000 ? pause * 2 : 2000;
+			}
 			pause_us(pause);
-			pause = pause < 1000 ? pause * 2 : 2000;
 		}
 	}
 }
@@ -214,16 +229,31 @@ static void back_off(int round)
 	pause_us(500 + now_ns() / 1000 % (round < 8 ? 1000 << round : 256000) / 8);
 }
 
+static int fail(int status, const char *lock)
+{
+	if (status && status != ETIMEDOUT)
+		name_the_error(status);
+	else if (!lock)
+		name_the_missing();
+	if (lock) {
+		say("whenever the threads are parked one of them holds ");
+		say(lock);
+		say(", which the driver needs");
+	}
+	let_go(FOREVER);
+	return status ? status : ETIMEDOUT;
+}
+
 int park(int64_t timeout_ns)
 {
 	int64_t deadline = now_ns() + timeout_ns;
 	int64_t round_ns = FIRST_ROUND_NS;
-	const char *lock = NULL;
 	int status;
 
 	if (LOAD(&snapshim_mailbox.parked))
 		return 0;
 	signals_install();
+	places_find();
 	status = probe_start();
 	if (status) {
 		say("no thread can be started in this process: a limit of processes (ulimit -u, pids.max) is reached");
@@ -231,10 +261,10 @@ int park(int64_t timeout_ns)
 	}
 	for (int round = 0;; round++) {
 		int64_t until = now_ns() + round_ns;
+		const char *lock = probe_settle(deadline);
 
-		lock = probe_settle(deadline);
 		if (!lock) {
-			status = gather(until < deadline ? until : deadline);
+			status = gather(until < deadline ? until : deadline, PATIENCE_NS * (round < 8 ? round + 1 : 8));
 			if (status == 0)
 				lock = probe_run(deadline);
 			if (status == 0 && !lock) {
@@ -242,24 +272,12 @@ int park(int64_t timeout_ns)
 				return 0;
 			}
 		}
-		if (status != 0 && status != ETIMEDOUT)
-			name_the_error(status);
-		else if (now_ns() >= deadline && !lock)
-			name_the_missing();
+		if ((status && status != ETIMEDOUT) || now_ns() >= deadline)
+			return fail(status, lock);
 		/* Also when they could not all be gathered: one parked in pthread_create keeps its new thread from starting. */
 		let_go(FOREVER);
-		if (status != 0 && status != ETIMEDOUT)
-			return status;
-		if (now_ns() >= deadline) {
-			if (lock) {
-				say("whenever the threads are parked one of them holds ");
-				say(lock);
-				say(", which the driver needs");
-			}
-			return ETIMEDOUT;
-		}
 		back_off(round);
-		round_ns *= 2;
+		round_ns = round_ns < LONGEST_ROUND_NS ? round_ns * 2 : LONGEST_ROUND_NS;
 	}
 }
 

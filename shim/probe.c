@@ -17,7 +17,7 @@
 #include <sys/prctl.h>
 #include <sys/syscall.h>
 
-#define ASLEEP_LOOKS 20 /* a millisecond apart */
+#define ASLEEP_LOOKS 10 /* a millisecond apart */
 #define PROBE_STACK_BYTES (256 * 1024)
 
 static uint32_t asked, done;

@@ -56,6 +56,7 @@ struct maps {
 };
 struct mapping {
 	uintptr_t from, to;
+	bool executable;
 	char path[64]; /* its start */
 	char name[32]; /* the start of its last part */
 };
@@ -81,8 +82,12 @@ void signals_install(void);
 /* park.c */
 int park(int64_t timeout_ns);
 int release(int64_t timeout_ns);
-void park_here(void);
+void park_here(const void *context);
 void park_forget(void);
+
+/* places.c: where a thread is when it may hold the allocator's or the loader's lock. */
+void places_find(void);
+bool may_hold_a_lock(const void *context);
 
 /* probe.c */
 int probe_start(void);

@@ -117,7 +117,7 @@ static void hand_to_the_job(int number, siginfo_t *info, void *context)
 static void on_signal(int number, siginfo_t *info, void *context)
 {
 	if (info->si_code == SI_QUEUE && info->si_value.sival_ptr == &snapshim_mailbox)
-		park_here();
+		park_here(context);
 	else
 		hand_to_the_job(number, info, context);
 }
@@ -153,7 +153,7 @@ SNAPSHIM_EXPORT int sigaction(int number, const struct sigaction *action, struct
 {
 	struct sigaction given;
 	uint64_t bit = number > 0 && number <= 64 ? (uint64_t)1 << (number - 1) : 0;
-	bool masked;
+	bool masked, ours;
 	int status;
 
 	signals_resolve();
@@ -168,15 +168,16 @@ SNAPSHIM_EXPORT int sigaction(int number, const struct sigaction *action, struct
 		return 0;
 	}
 	masked = LOAD(&believed_in_masks) & bit;
+	ours = action && word_of(&action->sa_mask) & RESERVED_BIT;
 	if (action) {
 		given = *action;
 		set_word(&given.sa_mask, word_of(&given.sa_mask) & ~RESERVED_BIT);
-		if (word_of(&action->sa_mask) & RESERVED_BIT)
-			__atomic_or_fetch(&believed_in_masks, bit, __ATOMIC_ACQ_REL);
-		else if (masked)
-			__atomic_and_fetch(&believed_in_masks, ~bit, __ATOMIC_ACQ_REL);
 	}
 	status = next_sigaction(number, action ? &given : NULL, before);
+	if (status == 0 && ours)
+		__atomic_or_fetch(&believed_in_masks, bit, __ATOMIC_ACQ_REL);
+	else if (status == 0 && action)
+		__atomic_and_fetch(&believed_in_masks, ~bit, __ATOMIC_ACQ_REL);
 	if (status == 0 && before && masked)
 		set_word(&before->sa_mask, word_of(&before->sa_mask) | RESERVED_BIT);
 	return status;
@@ -193,6 +194,7 @@ SNAPSHIM_EXPORT void (*signal(int number, void (*handler)(int)))(int)
 		before = believed_action.sa_handler;
 		memset(&believed_action, 0, sizeof(believed_action));
 		believed_action.sa_handler = handler;
+		set_word(&believed_action.sa_mask, RESERVED_BIT);
 		believed_action.sa_flags = SA_RESTART;
 		return before;
 	}

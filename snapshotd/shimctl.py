@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from snapshotd import tree
+from snapshotd import symbols, tree
 from snapshotd.api.errors import GpuFailed, RankGone, SnapshotError, Timeout, Where
 
 _LOG = logging.getLogger(__name__)
@@ -84,6 +84,7 @@ class _Box:
     probe: int
     parked: int
     parked_threads: int
+    command: int
     request: int
     answer: int
     status: int
@@ -97,12 +98,13 @@ class _Box:
     @classmethod
     def unpack(cls, raw: bytes) -> _Box:
         field = _LAYOUT.unpack(raw)
-        magic, abi, _bytes, owner, thread, probe, parked, parked_threads, _command = field[:9]
+        magic, abi, _bytes, owner, thread, probe, parked, parked_threads, command = field[:9]
         request, answer, status, _unused = field[13:17]
+        result = field[17:19]
         text = field[21].partition(b"\0")[0].decode(errors="replace")
         managed, exports, imports = field[22:25]
         return cls(
-            *(magic, abi, owner, thread, probe, parked, parked_threads, request, answer, status, field[17:19], text),
+            *(magic, abi, owner, thread, probe, parked, parked_threads, command, request, answer, status, result, text),
             *(managed, exports, imports, frozenset(field[25:]) - {0}),
         )
 
@@ -123,9 +125,11 @@ class Mailbox:
         return self._read().owner == _inner(self.process)
 
     def state(self) -> Parking:
+        """`parked` is true as well while the process has been asked to park and has not answered: it may at any moment."""
         box = self._read()
+        asked = box.request != box.answer and box.command == _PARK
         return Parking(
-            parked=bool(box.parked) and box.owner == _inner(self.process),
+            parked=(bool(box.parked) or asked) and box.owner == _inner(self.process),
             threads=box.parked_threads,
             managed=box.managed,
             exports=box.exports,
@@ -215,14 +219,23 @@ class Mailbox:
             time.sleep(pause_s)
             pause_s = min(pause_s * 1.5, 0.01)
 
+    def controlled(self) -> _Box:
+        """The mailbox, once its control thread is there: it starts a moment after the process's second thread."""
+        for look in range(_LOOKS):
+            if look:
+                time.sleep(_LOOK_EVERY_S)
+            box = self._read()
+            if box.owner == _inner(self.process) and any(
+                inner == box.thread for _, inner in _threads(self.process.pid)
+            ):
+                return box
+        raise GpuFailed(
+            f"process {self.process.pid} ({_name(self.process.pid)}) has no control thread of {LIBRARY}",
+            remedy="it has a single thread, or was forked from one that has more; neither holds a GPU: try again",
+        )
+
     def _write_request(self, command: int, timeout_s: float, argument: int = 0) -> int:
-        box = self._read()
-        inner = _inner(self.process)
-        if box.owner != inner:
-            raise GpuFailed(
-                f"process {self.process.pid} ({_name(self.process.pid)}) has no control thread of {LIBRARY}",
-                remedy="it has a single thread, or was forked from one that has more; neither holds a GPU: try again",
-            )
+        box = self.controlled()
         number = box.request % 0xFFFFFFFE + 1
         if number == box.answer:
             number = number % 0xFFFFFFFE + 1
@@ -293,13 +306,13 @@ def find(process: tree.Process) -> Mailbox | None:
     Raises GpuFailed when a library of another version is, RankGone when the process has ended.
     """
     try:
-        place = _loaded_at(process.pid)
-        if place is None and process.alive():
+        address = symbols.address(process.pid, LIBRARY, b"snapshim_mailbox")
+        if address is None and process.alive():
             return None
-        mailbox = Mailbox(process, place[1] + _symbol(place[0], b"snapshim_mailbox")) if place else None
+        mailbox = Mailbox(process, address) if address else None
         if mailbox and mailbox.speaks_our_version():
             return mailbox
-    except (KeyError, ValueError, struct.error) as error:
+    except (LookupError, ValueError, OverflowError, struct.error) as error:
         _LOG.debug("%s in process %d: %s", LIBRARY, process.pid, error)
     except (FileNotFoundError, ProcessLookupError) as error:
         raise RankGone(f"process {process.pid} has ended", where=Where.ENDED) from error
@@ -318,10 +331,9 @@ def problems(pid: int) -> list[str]:
         mailbox = find(tree.Process.of(pid))
         if mailbox is None:
             return [f"{who} runs without {LIBRARY}: {_OURS}"]
-        box = mailbox._read()
-        threads = _threads(pid)
-        if box.owner != tree.inner_pid(pid) or box.thread not in {inner for _, inner in threads}:
-            return [f"{who} has no control thread of {LIBRARY}"]
+        box = mailbox.controlled()
+        if box.parked:
+            return []
         found = []
         if not _signal_bit(f"/proc/{pid}/status", "SigCgt"):
             found.append(f"{who} has taken the handler of signal {RESERVED_SIGNAL} away")
@@ -331,7 +343,7 @@ def problems(pid: int) -> list[str]:
         ]
         return found
     except GpuFailed as error:
-        return [f"{error.message}: {error.advice}"]
+        return [f"{error.message} ({error.advice})"]
     except (RankGone, FileNotFoundError, ProcessLookupError):
         return [f"process {pid} has ended"]
 
@@ -384,34 +396,3 @@ def _name(pid: int) -> str:
         return Path(f"/proc/{pid}/comm").read_text(errors="replace").strip()
     except (FileNotFoundError, ProcessLookupError):
         return "gone"
-
-
-def _loaded_at(pid: int) -> tuple[Path, int] | None:
-    """The file of ours that is mapped into a process, and where its first byte is."""
-    for line in Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines():
-        fields = line.split(maxsplit=5)
-        if len(fields) < 6 or int(fields[2], 16) != 0:
-            continue
-        if os.path.basename(fields[5].removesuffix(" (deleted)")) == LIBRARY:
-            # By its mapping: it may be deleted since, or be in a mount namespace where that path is another file.
-            return Path(f"/proc/{pid}/map_files/{fields[0]}"), int(fields[0].partition("-")[0], 16)
-    return None
-
-
-def _symbol(file: Path, name: bytes) -> int:
-    """The address of a dynamic symbol of a 64-bit little-endian ELF file, relative to where it is loaded."""
-    with file.open("rb") as opened:
-        data = opened.read(16 << 20)
-    if data[:6] != b"\x7fELF\x02\x01":
-        raise ValueError("not a 64-bit ELF file")
-    table_at, entry_bytes, entries = (*struct.unpack_from("<Q", data, 40), *struct.unpack_from("<HH", data, 58))
-    sections = [struct.unpack_from("<IIQQQQII", data, table_at + index * entry_bytes) for index in range(entries)]
-    for _name_at, kind, _flags, _address, at, size, link, _info in sections:
-        if kind != 11:  # SHT_DYNSYM
-            continue
-        strings = sections[link][4]
-        for entry in range(at, at + size, 24):
-            text_at, _kind, _other, section, value = struct.unpack_from("<IBBHQ", data, entry)
-            if section and data[strings + text_at : strings + text_at + len(name) + 1] == name + b"\0":
-                return int(value)
-    raise KeyError(name)

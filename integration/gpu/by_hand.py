@@ -18,7 +18,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from integration.gpu.gpu_jobs import ON_GPU, ROOT, TRAIN, resident_bytes
+from integration.gpu.gpu_jobs import ON_GPU, ROOT, TRAIN
+from integration.gpu.watch import resident_bytes
 from integration.harness import until
 from snapshotd.config import find_criu
 

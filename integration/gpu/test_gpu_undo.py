@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -28,18 +27,16 @@ from integration.gpu.gpu_jobs import (
     TARGET,
     Training,
     Undisturbed,
-    answer,
-    await_while,
-    cuda_helpers,
-    holds_gpu,
     measured,
     needs_cuda,
     needs_gpu,
     record,
-    resident_bytes,
     undisturbed_runs,
 )
-from integration.harness import WORKLOADS, Cluster, until
+from integration.gpu.hog import hog
+from integration.gpu.watch import answer, await_while, cuda_helpers, holds_gpu, resident_bytes
+from integration.harness import Cluster, until
+from snapshotd import tree
 from snapshotd.faults import Point
 
 pytestmark = [pytest.mark.root, pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(500), needs_gpu()]
@@ -63,8 +60,14 @@ def undisturbed() -> Iterator[Undisturbed]:
         yield runs
 
 
-def _begin(nodes: Cluster, training: Training) -> subprocess.Popen[str]:
-    return nodes.begin_move(training.job, TARGET, more=LEASE)
+@contextmanager
+def _move(nodes: Cluster, training: Training) -> Iterator[subprocess.Popen[str]]:
+    """A move in the background, of which nothing is left afterwards."""
+    with nodes.begin_move(training.job, TARGET, more=LEASE) as asked:
+        try:
+            yield asked
+        finally:
+            asked.kill()
 
 
 def _told(asked: subprocess.Popen[str], nodes: Cluster, allowed: set[str]) -> dict[str, Any]:
@@ -93,7 +96,8 @@ def test_a_dump_that_fails_after_the_checkpoint_is_undone(nodes: Cluster, undist
     seen: dict[str, Any] = {}
     for point in _points(Point.LOCKED, Point.CHECKPOINTED, Point.BEFORE_DUMP, Point.DUMPING):
         nodes.fault(SOURCE, point, "fail")
-        seen[point] = measured(_told(_begin(nodes, training), nodes, UNDONE))
+        with _move(nodes, training) as asked:
+            seen[point] = measured(_told(asked, nodes, UNDONE))
         assert nodes.fired(SOURCE), f"{point} was not reached: {seen[point]}"
         training.runs_on(SOURCE)
     again = training.move(TARGET)
@@ -108,10 +112,10 @@ def test_the_sources_daemon_is_killed_around_the_checkpoint(nodes: Cluster, undi
     seen: dict[str, Any] = {}
     for point in _points(Point.LOCKED, Point.CHECKPOINTED, Point.FREEZE):
         nodes.fault(SOURCE, point, "kill")
-        asked = _begin(nodes, training)
-        await_while(asked, f"the fault at {point}", lambda: nodes.fired(SOURCE), nodes)
-        _dies(nodes, SOURCE)
-        seen[point] = measured(_told(asked, nodes, NOT_MOVED))
+        with _move(nodes, training) as asked:
+            await_while(asked, f"the fault at {point}", lambda: nodes.fired(SOURCE), nodes)
+            _dies(nodes, SOURCE)
+            seen[point] = measured(_told(asked, nodes, NOT_MOVED))
         training.runs_on(SOURCE)
     again = training.move(TARGET)
     training.runs_on(TARGET)
@@ -124,10 +128,10 @@ def test_the_targets_daemon_is_killed_after_the_cuda_restore(nodes: Cluster, und
     training = Training.start(nodes, "gpu-undo-restored", SMALL)
     training.await_moment()
     nodes.fault(TARGET, Point.CUDA_RESTORED, "kill")
-    asked = _begin(nodes, training)
-    await_while(asked, "the fault at cuda-restored", lambda: nodes.fired(TARGET), nodes)
-    _dies(nodes, TARGET)
-    told = _told(asked, nodes, NOT_MOVED)
+    with _move(nodes, training) as asked:
+        await_while(asked, "the fault at cuda-restored", lambda: nodes.fired(TARGET), nodes)
+        _dies(nodes, TARGET)
+        told = _told(asked, nodes, NOT_MOVED)
     training.runs_on(SOURCE)
     again = training.move(TARGET)
     training.runs_on(TARGET)
@@ -140,11 +144,13 @@ def test_the_targets_daemon_is_killed_in_the_cuda_restore(nodes: Cluster, undist
     undisturbed.want(LARGE)
     training = Training.start(nodes, "gpu-undo-target", LARGE)
     training.await_moment()
-    asked = _begin(nodes, training)
-    await_while(asked, "the CUDA restore", lambda: _restoring(training), nodes)
-    nodes.lab.kill_daemon(TARGET)
-    _dies(nodes, TARGET)
-    told = _told(asked, nodes, NOT_MOVED)
+    nodes.fault(TARGET, Point.CUDA_RESTORED, "wait")
+    with _move(nodes, training) as asked:
+        await_while(asked, "the CUDA restore", _restoring(nodes, training), nodes)
+        with _in_the_middle(nodes, TARGET, Point.CUDA_RESTORED):
+            nodes.lab.kill_daemon(TARGET)
+        _dies(nodes, TARGET)
+        told = _told(asked, nodes, NOT_MOVED)
     training.runs_on(SOURCE)
     steps = training.ends_as(undisturbed.want(LARGE))
     record("undo-target-daemon-killed-restoring", steps=steps, told=measured(told))
@@ -161,11 +167,17 @@ def test_the_helper_is_killed_in_the_checkpoint(nodes: Cluster, undisturbed: Und
     pid = training.pid()
     assert pid is not None
     before = resident_bytes(pid)
-    asked = _begin(nodes, training)
-    await_while(asked, "a checkpoint under way", lambda: resident_bytes(pid) > before + GROWN_BYTES, nodes)
-    assert holds_gpu(pid), "the checkpoint was over before anybody could be killed in it: more memory is needed"
-    _kill_helpers(SOURCE)
-    told = _told(asked, nodes, {"moved", "undone"})
+    nodes.fault(SOURCE, Point.CHECKPOINTED, "wait")
+    with _move(nodes, training) as asked:
+        await_while(
+            asked,
+            "a checkpoint under way",
+            lambda: resident_bytes(pid) > before + GROWN_BYTES or nodes.fired(SOURCE),
+            nodes,
+        )
+        with _in_the_middle(nodes, SOURCE, Point.CHECKPOINTED):
+            _kill_helpers(SOURCE)
+        told = _told(asked, nodes, {"moved", "undone"})
     training.runs_on(TARGET if told["outcome"] == "moved" else SOURCE)
     steps = training.ends_as(undisturbed.want(LARGE))
     record("undo-helper-killed-checkpoint", steps=steps, told=measured(told))
@@ -176,19 +188,53 @@ def test_the_helper_is_killed_in_the_restore(nodes: Cluster, undisturbed: Undist
     undisturbed.want(LARGE)
     training = Training.start(nodes, "gpu-undo-restore", LARGE)
     training.await_moment()
-    asked = _begin(nodes, training)
-    await_while(asked, "the CUDA restore", lambda: _restoring(training), nodes)
-    _kill_helpers(TARGET)
-    told = _told(asked, nodes, {"moved", "undone"})
+    nodes.fault(TARGET, Point.CUDA_RESTORED, "wait")
+    with _move(nodes, training) as asked:
+        await_while(asked, "the CUDA restore", _restoring(nodes, training), nodes)
+        with _in_the_middle(nodes, TARGET, Point.CUDA_RESTORED):
+            _kill_helpers(TARGET)
+        told = _told(asked, nodes, {"moved", "undone"})
     training.runs_on(TARGET if told["outcome"] == "moved" else SOURCE)
     steps = training.ends_as(undisturbed.want(LARGE))
     record("undo-helper-killed-restore", steps=steps, told=measured(told))
 
 
-def _restoring(training: Training) -> bool:
-    """The target's copy has the driver's descriptors again: they come with the restore, before the memory does."""
-    copy = training.pid(TARGET)
-    return copy is not None and holds_gpu(copy)
+def _restoring(nodes: Cluster, training: Training) -> Callable[[], bool]:
+    """Whether the driver restores the target's copy: it has the driver's descriptors again, or criu, its sister until then,
+    has been gone for a moment. Also true when that is over: see `_in_the_middle`."""
+    copy: int | None = None
+    alone_since_s = 0.0
+
+    def seen() -> bool:
+        nonlocal copy, alone_since_s
+        if copy is None:
+            copy = training.pid(TARGET)
+        if copy is None:
+            return False
+        if not alone_since_s and not _sisters(copy):
+            alone_since_s = time.monotonic()
+        begun = bool(alone_since_s) and time.monotonic() > alone_since_s + 0.2
+        return begun or holds_gpu(copy) or nodes.fired(TARGET)
+
+    return seen
+
+
+def _sisters(pid: int) -> set[int]:
+    try:
+        keeper = tree.parent(pid)
+        return set(map(int, Path(f"/proc/{keeper}/task/{keeper}/children").read_text().split())) - {pid}
+    except (ProcessLookupError, FileNotFoundError):
+        return {pid}  # gone, which the move will tell
+
+
+@contextmanager
+def _in_the_middle(nodes: Cluster, node: str, point: Point) -> Iterator[None]:
+    """What the block does, it does before the daemon is at `point`, where it was told to wait; then that is over."""
+    early = not nodes.fired(node)
+    yield
+    early = early and not nodes.fired(node)
+    (nodes.run_dir(node) / f"{point}.go").touch()
+    assert early, f"{point} came before anybody could be killed: give SNAPSHOT_GPU_UNDO_GIB more than {LARGE[1]}"
 
 
 def _kill_helpers(node: str) -> None:
@@ -202,68 +248,22 @@ def _kill_helpers(node: str) -> None:
 # ---------------------------------------------------------------- device memory is short
 
 
-class Hog:
-    """Another tenant of the GPU, who takes what is free when told to."""
-
-    def __init__(self, nodes: Cluster, leave_mib: int) -> None:
-        stem = nodes.folder / f"hog-{time.monotonic_ns()}"
-        self.go, self.release, self.out = (stem.with_suffix(f".{end}") for end in ("go", "release", "out"))
-        command = [sys.executable, str(WORKLOADS / "gpu_hog.py"), str(self.go), str(self.release), str(leave_mib)]
-        with self.out.open("wb") as file:
-            self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
-        self._await("WAITING")
-
-    def take(self) -> float:
-        """GiB that it got."""
-        self.go.touch()
-        self._await("TAKEN")
-        return round(int(self.out.read_text().split("TAKEN ")[1].split()[0]) / GIB, 1)
-
-    def let_go(self) -> None:
-        self.release.touch()
-        self.process.wait(60)
-
-    def _await(self, word: str) -> None:
-        def told() -> bool:
-            text = self.out.read_text()
-            assert self.process.poll() is None or word in text, text
-            return word in text
-
-        until(f"{word} of the hog", told, 60)
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.wait(60)
-        for path in (self.go, self.release, self.out):
-            path.unlink(missing_ok=True)
-
-
-@contextmanager
-def _hog(nodes: Cluster, leave_mib: int) -> Iterator[Hog]:
-    hog = Hog(nodes, leave_mib)
-    try:
-        yield hog
-    finally:
-        hog.end()
-
-
 @needs_cuda()
 def test_the_gpu_is_full_when_the_target_wants_it_back(nodes: Cluster, undisturbed: Undisturbed) -> None:
     """One machine: the source cannot have its memory back either until the other tenant lets go. Then it must."""
     training = Training.start(nodes, "gpu-undo-full", SMALL)
     undisturbed.settled()
     training.await_moment()
-    with _hog(nodes, leave_mib=64) as hog:
+    with hog(nodes, leave_mib=64) as tenant:
         nodes.fault(SOURCE, Point.BEFORE_DUMP, "wait")
-        asked = _begin(nodes, training)
-        await_while(asked, "the fault at before-dump", lambda: nodes.fired(SOURCE), nodes)
-        taken = hog.take()
-        (nodes.run_dir(SOURCE) / f"{Point.BEFORE_DUMP}.go").touch()
-        await_while(asked, "the target's copy", lambda: training.pid(TARGET), nodes)
-        until("the target to give up", lambda: training.pid(TARGET) is None or asked.poll() is not None, PATIENCE_S)
-        time.sleep(3)  # the source tries to have its memory back in vain
-        hog.let_go()
-        told = _told(asked, nodes, NOT_MOVED)
+        with _move(nodes, training) as asked:
+            await_while(asked, "the fault at before-dump", lambda: nodes.fired(SOURCE), nodes)
+            taken = tenant.take()
+            (nodes.run_dir(SOURCE) / f"{Point.BEFORE_DUMP}.go").touch()
+            _until_given_up(training, asked)
+            time.sleep(3)  # the source cannot have its memory back
+            tenant.let_go()
+            told = _told(asked, nodes, NOT_MOVED)
     steps = training.steps()
     until("the job to go on or to end", lambda: training.steps() > steps + 20 or _ended(training), PATIENCE_S)
     if _ended(training):
@@ -284,15 +284,27 @@ def test_the_gpu_is_full_before_the_move_begins(nodes: Cluster, undisturbed: Und
     training = Training.start(nodes, "gpu-undo-before", SMALL)
     undisturbed.settled()
     training.await_moment()
-    with _hog(nodes, leave_mib=512) as hog:
-        taken = hog.take()
-        told = _told(_begin(nodes, training), nodes, {"moved", "refused"})
+    with hog(nodes, leave_mib=2048) as tenant:
+        taken = tenant.take()
+        with _move(nodes, training) as asked:
+            told = _told(asked, nodes, {"moved", "refused"})
         if told["outcome"] == "refused":
             assert "gpu-memory" in told["reason"], told["reason"]
         training.runs_on(TARGET if told["outcome"] == "moved" else SOURCE)
-        hog.let_go()
+        tenant.let_go()
     steps = training.ends_as(undisturbed.want(SMALL))
     record("undo-gpu-full-before", taken_gib=taken, steps=steps, told=measured(told))
+
+
+def _until_given_up(training: Training, asked: subprocess.Popen[str], at_most_s: float = 60.0) -> None:
+    """The target had a copy and has none any more, or the move is over; some time at most, as it may wait for room too."""
+    ends_s, had_copy = time.monotonic() + at_most_s, False
+    while time.monotonic() < ends_s and asked.poll() is None:
+        has_copy = training.pid(TARGET) is not None
+        if had_copy and not has_copy:
+            return
+        had_copy = has_copy
+        time.sleep(0.05)
 
 
 def _ended(training: Training) -> bool:

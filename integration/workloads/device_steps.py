@@ -46,7 +46,8 @@ again:
 }
 """
 
-cuda = ctypes.CDLL("libcuda.so.1")
+ctypes.CDLL("libcuda.so.1", ctypes.RTLD_GLOBAL)
+cuda = ctypes.CDLL(None)  # as a linked program finds them: a preloaded library comes first
 
 
 def call(name: str, *arguments: Any) -> None:

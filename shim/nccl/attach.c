@@ -23,7 +23,7 @@
 typedef ncclResult_t (*on_comm)(ncclComm_t);
 typedef ncclResult_t (*ask_state)(ncclComm_t, ncclResult_t *);
 
-static struct attempt *_Atomic under_way; /* for attach_cancel */
+static struct attempt *under_way; /* for attach_cancel; under the lock */
 
 static void wait_a_little(void)
 {
@@ -96,12 +96,13 @@ static int try_seat(struct nccl_job *job, struct seat *seat, struct nccl_instanc
 {
 	typedef ncclResult_t (*all_reduce)(uint64_t, uint64_t, size_t, int, int, ncclComm_t, void *);
 	int device = atomic_load(&seat->comm->device), nranks = atomic_load(&seat->comm->nranks), look = 0;
+	int32_t expected = nranks * (nranks + 1) / 2;
 	bool entered = device_enter(device);
 	struct device_pair pair;
 	int32_t value = 0;
 	ncclResult_t result;
 
-	if (device_pair_make(&pair, entered, atomic_load(&seat->comm->rank) + 1) != 0)
+	if (device_pair_make(&pair, entered, atomic_load(&seat->comm->rank) + 1, seat->comm->trial) != 0)
 		return job_fails(job, ENOMEM, "no device memory to try communicator %016lx with",
 				 (unsigned long)seat->comm->id);
 	result = REAL(instance, ncclAllReduce, all_reduce)(pair.memory, pair.memory + 4, 1, ncclInt32, ncclSum,
@@ -110,21 +111,21 @@ static int try_seat(struct nccl_job *job, struct seat *seat, struct nccl_instanc
 		job_fails(job, EIO, "communicator %016lx: trying it fails: ncclAllReduce answers %d",
 			  (unsigned long)seat->comm->id, (int)result);
 	else if (wait_ready(job, seat, instance, "trying it") == 0)
-		while ((look = device_pair_look(&pair, &value)) == 0) {
+		while ((look = device_pair_look(&pair, expected, &value)) == 0) {
 			ncclResult_t state = ncclSuccess;
 
 			REAL(instance, ncclCommGetAsyncError, ask_state)(atomic_load(&seat->fresh), &state);
 			if (!job_in_time(job) || (state != ncclSuccess && state != ncclInProgress)) {
 				job_fails(job, state ? EIO : ETIMEDOUT,
 					  "communicator %016lx was built, and its first all-reduce %s", (unsigned long)seat->comm->id,
-					  state ? "fails" : "does not end in time");
+					  state ? "fails" : "does not end in time, or is wrong");
 				break;
 			}
 			wait_a_little();
 		}
-	if (look < 0 || (look > 0 && value != nranks * (nranks + 1) / 2))
+	if (look < 0 || (look > 0 && value != expected))
 		job_fails(job, EIO, "communicator %016lx was built, and its first all-reduce gives %d instead of %d",
-			  (unsigned long)seat->comm->id, value, nranks * (nranks + 1) / 2);
+			  (unsigned long)seat->comm->id, value, expected);
 	if (look > 0) /* otherwise NCCL may still write there */
 		device_pair_free(&pair);
 	if (entered)
@@ -163,7 +164,7 @@ static void publish(struct attempt *attempt, struct nccl_instance *instance)
 	for (size_t i = 0; i < attempt->count; i++) {
 		struct nccl_comm *comm = attempt->seats[i].comm;
 		ncclComm_t real = atomic_load(&attempt->seats[i].fresh);
-		sigset_t before;
+		uint64_t before;
 		int doomed;
 
 		if (atomic_load(&comm->finalized))
@@ -189,7 +190,7 @@ static void undo(struct attempt *attempt, struct nccl_instance *instance)
 		struct seat *seat = &attempt->seats[i];
 		ncclComm_t real = atomic_exchange(&seat->fresh, NULL);
 		struct nccl_registration *registration;
-		sigset_t before;
+		uint64_t before;
 		int doomed;
 
 		for (registration = seat->comm->registrations; registration; registration = registration->next)
@@ -207,17 +208,35 @@ static void undo(struct attempt *attempt, struct nccl_instance *instance)
 	}
 }
 
+static void show(struct attempt *attempt)
+{
+	uint64_t before;
+
+	nccl_lock(&before);
+	under_way = attempt;
+	nccl_unlock(&before);
+}
+
 void attach_cancel(void)
 {
-	struct attempt *attempt = atomic_load(&under_way);
 	struct nccl_instance *instance = real_instance();
+	struct attempt *attempt;
+	uint64_t before;
 
-	for (size_t i = 0; attempt && i < attempt->count; i++) {
+	nccl_lock(&before);
+	attempt = under_way;
+	if (attempt)
+		atomic_fetch_add(&attempt->holders, 1);
+	nccl_unlock(&before);
+	if (!attempt)
+		return;
+	for (size_t i = 0; i < attempt->count; i++) {
 		ncclComm_t real = atomic_load(&attempt->seats[i].fresh);
 
 		if (real && !atomic_exchange(&attempt->seats[i].aborted, true))
 			REAL(instance, ncclCommAbort, on_comm)(real);
 	}
+	attempt_let_go(attempt);
 }
 
 int attach(struct nccl_job *job)
@@ -231,13 +250,13 @@ int attach(struct nccl_job *job)
 	attempt = attempt_begin(job);
 	if (!attempt)
 		return job->status;
-	atomic_store(&under_way, attempt);
+	show(attempt);
 	failed = build(job, attempt, instance);
-	atomic_store(&under_way, NULL);
+	show(NULL);
 	if (failed)
 		undo(attempt, instance);
 	else
 		publish(attempt, instance);
-	/* The attempt's record stays: a cancelling thread may look at it. */
+	attempt_let_go(attempt);
 	return failed;
 }

@@ -61,6 +61,7 @@ struct attempt *attempt_begin(struct nccl_job *job)
 		job_fails(job, ENOMEM, "no memory");
 		return NULL;
 	}
+	atomic_store(&attempt->holders, 1);
 	while (!failed && (line = job_line(&rest))) {
 		char hex[300], how[8];
 		unsigned long id;
@@ -78,4 +79,10 @@ struct attempt *attempt_begin(struct nccl_job *job)
 		atomic_store(&attempt->seats[i].comm->state, DETACHED);
 	free(attempt);
 	return NULL;
+}
+
+void attempt_let_go(struct attempt *attempt)
+{
+	if (atomic_fetch_sub(&attempt->holders, 1) == 1)
+		free(attempt);
 }

@@ -14,11 +14,13 @@ struct seat {
 };
 
 struct attempt {
+	_Atomic int holders;
 	size_t count;
 	struct seat seats[];
 };
 
 /* From lines "ID UNIQUE-ID-IN-HEX try" or "… untried". All of them are ATTACHING then. NULL: the job has failed. */
 struct attempt *attempt_begin(struct nccl_job *job);
+void attempt_let_go(struct attempt *attempt);
 
 #endif

@@ -19,12 +19,19 @@ struct nccl_job {
 	size_t reply_bytes;
 	_Atomic bool given_up; /* nobody waits any more */
 
-	/* command.c's own. */
+	/* command.c's and obey.c's own. */
 	uint32_t done;
 	char *stale; /* the answer before, nobody's any more */
 	_Atomic int holders;
 	size_t bytes;
 };
+
+/* Threads: do what the job says; abort what an attach hangs in. */
+void *job_run(void *job);
+void *job_cancel(void *job);
+void job_let_go(struct nccl_job *job);
+/* obey.c: the next command that calls NCCL may begin. */
+void job_over(struct nccl_job *job);
 
 /* Whether to go on: time is left and somebody waits. */
 bool job_in_time(const struct nccl_job *job);

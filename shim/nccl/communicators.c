@@ -113,7 +113,7 @@ static struct nccl_comm *record(void)
 struct nccl_comm *comm_make(uint64_t id, enum nccl_kind kind, int nranks, int rank, ncclConfig_t *config)
 {
 	struct nccl_comm *comm;
-	sigset_t before;
+	uint64_t before;
 
 	nccl_lock(&before);
 	comm = record();
@@ -150,7 +150,7 @@ void comm_end(struct nccl_comm *comm, bool aborted)
 {
 	struct nccl_registration *registration, *next;
 	struct nccl_ended *last;
-	sigset_t before;
+	uint64_t before;
 
 	nccl_lock(&before);
 	last = &ended[ended_count++ % ENDED];

@@ -66,6 +66,7 @@ struct nccl_comm {
 	_Atomic int doomed; /* ended by the application while the worker has it: 1 destroy, 2 abort */
 	struct nccl_registration *registrations; /* under the lock */
 	struct nccl_comm *next_unused;
+	int32_t trial[2]; /* the all-reduce that tries it, where there is no device memory */
 };
 
 /* What is left of a communicator: its counts, which the others' must still reach. */

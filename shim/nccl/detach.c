@@ -79,7 +79,7 @@ static int each(struct nccl_job *job, int (*step)(struct nccl_job *, struct nccl
 static int look(struct nccl_job *job, struct nccl_comm *comm, struct nccl_instance *instance)
 {
 	ncclResult_t state = ncclSuccess;
-	sigset_t before;
+	uint64_t before;
 	ncclComm_t real;
 	unsigned int refused = atomic_load(&comm->refused);
 
@@ -90,7 +90,8 @@ static int look(struct nccl_job *job, struct nccl_comm *comm, struct nccl_instan
 		comm_learn(comm, real, instance);
 	}
 	nccl_unlock(&before);
-	if (atomic_load(&comm->state) == PENDING || state == ncclInProgress)
+	/* One whose creation is held at the gate has nothing real yet. */
+	if (state == ncclInProgress)
 		return job_fails(job, EBUSY, "communicator %016lx is in the middle of a call", (unsigned long)comm->id);
 	if (refused && real)
 		return job_fails(job, EPERM, "communicator %016lx cannot be taken down: the report says why",
@@ -121,7 +122,7 @@ static int take_down(struct nccl_job *job, struct nccl_comm *comm, struct nccl_i
 {
 	ncclResult_t result;
 	ncclComm_t real;
-	sigset_t before;
+	uint64_t before;
 	int live = LIVE, doomed, failed = 0;
 
 	nccl_lock(&before);

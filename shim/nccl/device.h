@@ -11,15 +11,17 @@ void device_leave(int device);
 /* Waits for all work on the entered device; 0 or the driver's error. May wait for ever. */
 int device_synchronize(void);
 
-/* Two numbers and a stream. On the entered device, or in host memory without one. */
+/* Two numbers and a stream. On the entered device, or without one in `host`, which NCCL may write to for as long as the
+ * communicator lives. */
 struct device_pair {
 	bool on_device;
 	uint64_t memory; /* sent, received */
 	void *stream;
 };
-int device_pair_make(struct device_pair *pair, bool on_device, int32_t sent);
-/* 1: received, in *value; 0: not yet; -1: the driver reports an error. */
-int device_pair_look(struct device_pair *pair, int32_t *value);
+int device_pair_make(struct device_pair *pair, bool on_device, int32_t sent, int32_t host[2]);
+/* 1: received, in *value; 0: not yet; -1: the driver reports an error. Host memory has nobody to ask whether it is complete:
+ * there it is received when it is what is expected, and *value is what is there now. */
+int device_pair_look(struct device_pair *pair, int32_t expected, int32_t *value);
 void device_pair_free(struct device_pair *pair);
 
 #endif

@@ -9,16 +9,14 @@
 #define _GNU_SOURCE
 #include "gate.h"
 
-#include <errno.h>
-#include <linux/futex.h>
 #include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
-#include <sys/syscall.h>
-#include <unistd.h>
+
+#include "../shim.h"
 
 _Atomic int gate_word = GATE_OPEN;
-static _Atomic unsigned int turn; /* raised whenever a held thread should look again */
+static uint32_t turn; /* raised whenever a held thread should look again */
 static struct gate_target *targets; /* sorted; under the lock */
 static size_t targets_count;
 
@@ -136,17 +134,17 @@ static int decide(const struct nccl_call *calls, size_t count)
 
 static ncclResult_t wait_for_turn(struct nccl_thread *thread, const struct nccl_call *calls, size_t count)
 {
-	unsigned int seen;
-	sigset_t before;
+	uint32_t seen;
+	uint64_t before;
 	int decision;
 
 	nccl_lock(&before);
 	while ((decision = decide(calls, count)) == 0) {
 		thread->held = calls;
 		thread->held_count = count;
-		seen = atomic_load(&turn);
+		seen = LOAD(&turn);
 		nccl_unlock(&before);
-		syscall(SYS_futex, &turn, FUTEX_WAIT_PRIVATE, seen, NULL, NULL, 0);
+		wait_word(&turn, seen, FOREVER);
 		nccl_lock(&before);
 	}
 	thread->held = NULL;
@@ -173,8 +171,8 @@ ncclResult_t gate_pass(struct nccl_thread *thread, const struct nccl_call *calls
 
 void gate_look_again(void)
 {
-	atomic_fetch_add(&turn, 1);
-	syscall(SYS_futex, &turn, FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0);
+	__atomic_add_fetch(&turn, 1, __ATOMIC_ACQ_REL);
+	wake_word(&turn);
 }
 
 void gate_close(void)
@@ -189,7 +187,7 @@ void gate_close(void)
 
 void gate_set_targets(struct gate_target *fresh, size_t count)
 {
-	sigset_t before;
+	uint64_t before;
 
 	qsort(fresh, count, sizeof(*fresh), compare);
 	nccl_lock(&before);
@@ -203,7 +201,7 @@ void gate_set_targets(struct gate_target *fresh, size_t count)
 void gate_open(void)
 {
 	struct nccl_comm *comm;
-	sigset_t before;
+	uint64_t before;
 
 	nccl_lock(&before);
 	for (size_t i = 0; (comm = comm_at(i)); i++) {

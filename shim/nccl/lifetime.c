@@ -22,7 +22,7 @@ static ncclResult_t make_end(struct nccl_thread *thread, struct nccl_instance *i
 	bool abort = call->symbol == SYMBOL_ncclCommAbort;
 	ncclResult_t result = ncclSuccess;
 	ncclComm_t real;
-	sigset_t before;
+	uint64_t before;
 	int state;
 
 	nccl_lock(&before);

@@ -7,7 +7,6 @@
 #define _GNU_SOURCE
 #include "real.h"
 
-#include <dirent.h>
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -22,6 +21,7 @@
 #include <unistd.h>
 
 #include "loaded.h"
+#include "strays.h"
 
 #define X(name, ...) [SYMBOL_##name] = #name,
 const char *const nccl_symbol_names[SYMBOLS] = {NCCL_LAUNCHED(X) NCCL_REFUSED(X) NCCL_ASKED(X) NCCL_WRITTEN(X)};
@@ -29,6 +29,22 @@ const char *const nccl_symbol_names[SYMBOLS] = {NCCL_LAUNCHED(X) NCCL_REFUSED(X)
 
 static struct nccl_instance *_Atomic current;
 static char path[4096];
+
+static int note_text(struct dl_phdr_info *info, size_t size, void *context)
+{
+	struct nccl_instance *instance = context;
+	struct link_map *map;
+
+	(void)size;
+	if (dlinfo(instance->library, RTLD_DI_LINKMAP, &map) != 0 || map->l_addr != info->dlpi_addr)
+		return 0;
+	for (int i = 0; i < info->dlpi_phnum; i++)
+		if (info->dlpi_phdr[i].p_type == PT_LOAD && info->dlpi_phdr[i].p_flags & PF_X) {
+			instance->text_from = info->dlpi_addr + info->dlpi_phdr[i].p_vaddr;
+			instance->text_to = instance->text_from + info->dlpi_phdr[i].p_memsz;
+		}
+	return 1;
+}
 
 static struct nccl_instance *instance_of(void *library, int number)
 {
@@ -38,6 +54,7 @@ static struct nccl_instance *instance_of(void *library, int number)
 		return NULL;
 	instance->library = library;
 	instance->number = number;
+	dl_iterate_phdr(note_text, instance);
 	for (int i = 0; i < SYMBOLS; i++)
 		instance->function[i] = dlsym(library, nccl_symbol_names[i]);
 	if (REAL(instance, ncclGetVersion, ncclResult_t (*)(int *)))
@@ -82,29 +99,6 @@ struct nccl_instance *real_instance(void)
 const char *real_path(void)
 {
 	return path;
-}
-
-int real_threads(void)
-{
-	DIR *tasks = opendir("/proc/self/task");
-	struct dirent *task;
-	int threads = 0;
-
-	while (tasks && (task = readdir(tasks))) {
-		char name[300], comm[16] = "";
-		int file;
-
-		snprintf(name, sizeof(name), "/proc/self/task/%s/comm", task->d_name);
-		file = open(name, O_RDONLY | O_CLOEXEC);
-		if (file < 0)
-			continue;
-		if (read(file, comm, sizeof(comm) - 1) > 0 && strncmp(comm, "NCCL", 4) == 0)
-			threads++;
-		close(file);
-	}
-	if (tasks)
-		closedir(tasks);
-	return threads;
 }
 
 static int copy_to(int copy, char *words, size_t room)
@@ -193,10 +187,13 @@ int real_load_fresh(char *words, size_t room)
 			 library ? "out of memory" : "the dynamic linker takes it for an earlier one");
 		return ELIBACC;
 	}
+	fresh->before = old;
 	atomic_store_explicit(&current, fresh, memory_order_release);
-	/* Where a thread of NCCL's is left, its code may still run. The record stays: a thread may have just read it. */
-	if (old->number > 0 && real_threads() == 0)
+	/* Where a thread of NCCL's is left (a unique id that nobody used has one), its code may still run. */
+	if (old->number > 0 && threads_inside(old->text_from, old->text_to) == 0) {
 		dlclose(old->library);
+		old->text_from = old->text_to = 0;
+	}
 	return 0;
 }
 

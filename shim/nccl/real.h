@@ -9,7 +9,9 @@
 
 struct nccl_instance {
 	void *library;
+	struct nccl_instance *before; /* stays, unloaded: a thread may have just read it */
 	int number; /* 0: the job's own; each fresh copy one more */
+	uint64_t text_from, text_to; /* where its code is */
 	int version; /* as ncclGetVersion says */
 	void *function[SYMBOLS]; /* NULL: this version has no such symbol */
 };
@@ -22,9 +24,6 @@ struct nccl_instance *real_instance(void);
 const char *real_path(void);
 /* Loads a fresh copy, which is the instance from then on. No communicator may be alive. 0 or an errno, with words. */
 int real_load_fresh(char *words, size_t room);
-
-/* How many threads of NCCL's are in the process, by their names. */
-int real_threads(void);
 
 /* Calls `function` with that many words; `word` has MOST_WORDS of them. */
 ncclResult_t real_call(void *function, int words, const uint64_t *word);

@@ -98,7 +98,7 @@ PROFILED(ncclResult_t, ncclRedOpCreatePreMulSum, int *op, void *scalar, int data
 	ncclResult_t result = ncclSuccess;
 	struct redop *redop = NULL;
 	ncclComm_t real;
-	sigset_t before;
+	uint64_t before;
 
 	if (!instance || !instance->function[SYMBOL_ncclRedOpCreatePreMulSum])
 		return say_missing(thread, SYMBOL_ncclRedOpCreatePreMulSum);

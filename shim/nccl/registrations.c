@@ -47,7 +47,7 @@ PROFILED(ncclResult_t, ncclCommRegister, ncclComm_t handle, void *buffer, size_t
 	struct nccl_registration *registration;
 	ncclResult_t result = ncclSuccess;
 	ncclComm_t real;
-	sigset_t before;
+	uint64_t before;
 
 	if (!instance || !instance->function[SYMBOL_ncclCommRegister])
 		return say_missing(thread, SYMBOL_ncclCommRegister);
@@ -86,7 +86,7 @@ PROFILED(ncclResult_t, ncclCommDeregister, ncclComm_t handle, void *given)
 	struct nccl_registration **at, *registration = NULL;
 	ncclResult_t result = ncclSuccess;
 	ncclComm_t real;
-	sigset_t before;
+	uint64_t before;
 
 	if (!instance || !instance->function[SYMBOL_ncclCommDeregister])
 		return say_missing(thread, SYMBOL_ncclCommDeregister);

@@ -10,6 +10,7 @@
 #include "gate.h"
 #include "ids.h"
 #include "registrations.h"
+#include "strays.h"
 
 struct text {
 	char *bytes;
@@ -176,8 +177,11 @@ int report(struct nccl_job *job)
 	const struct nccl_ended *ended;
 	struct nccl_comm *comm;
 	struct text text = {0};
-	sigset_t before;
+	uint64_t before;
+	int strays = 0;
 
+	for (const struct nccl_instance *one = instance; one; one = one->before)
+		strays += threads_inside(one->text_from, one->text_to);
 	nccl_lock(&before);
 	put(&text, "{\"version\":%d,\"instance\":%d,\"gate\":\"%s\",\"library\":", instance ? instance->version : 0,
 	    instance ? instance->number : 0, atomic_load(&gate_word) == GATE_OPEN ? "open" : "closed");
@@ -197,9 +201,8 @@ int report(struct nccl_job *job)
 	}
 	put(&text, "]");
 	put_threads(&text);
-	put(&text, ",\"nccl_threads\":%d,\"ids_unused\":%d,\"allocations\":%d}", real_threads(), ids_unused(),
-	    allocations());
 	nccl_unlock(&before);
+	put(&text, ",\"nccl_threads\":%d,\"ids_unused\":%d,\"allocations\":%d}", strays, ids_unused(), allocations());
 	if (text.failed) {
 		free(text.bytes);
 		return job_fails(job, ENOMEM, "no memory for the report");

@@ -6,8 +6,9 @@
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
-#include <sys/syscall.h>
 #include <unistd.h>
+
+#include "../shim.h"
 
 _Thread_local struct nccl_thread *nccl_thread_of_mine __attribute__((tls_model("initial-exec")));
 
@@ -35,7 +36,7 @@ static void in_child(void)
 		bool mine = thread == nccl_thread_of_mine;
 
 		atomic_store(&thread->calling, OUTSIDE);
-		atomic_store(&thread->tid, mine ? getpid() : 0);
+		atomic_store(&thread->tid, mine ? self_pid() : 0);
 		thread->held = NULL;
 	}
 }
@@ -48,7 +49,7 @@ static void prepare(void)
 
 struct nccl_thread *thread_make(void)
 {
-	pid_t tid = (pid_t)syscall(SYS_gettid), nobody;
+	pid_t tid = self_tid(), nobody;
 	struct nccl_thread *thread;
 
 	pthread_once(&once, prepare);
@@ -89,24 +90,14 @@ ncclResult_t thread_says(struct nccl_thread *thread, ncclResult_t result, const 
 	return result;
 }
 
-/* The kernel's call and not libc's: the shim's own wrapper of that one would leave the reserved signal unblocked. */
-static void mask(int how, const sigset_t *set, sigset_t *before)
+void nccl_lock(uint64_t *before)
 {
-	syscall(SYS_rt_sigprocmask, how, set, before, 8L);
-}
-
-void nccl_lock(sigset_t *before)
-{
-	sigset_t all;
-
-	sigfillset(&all);
-	sigemptyset(before);
-	mask(SIG_SETMASK, &all, before);
+	*before = block_all_signals();
 	pthread_mutex_lock(&mutex);
 }
 
-void nccl_unlock(const sigset_t *before)
+void nccl_unlock(const uint64_t *before)
 {
 	pthread_mutex_unlock(&mutex);
-	mask(SIG_SETMASK, before, NULL);
+	set_signal_mask(*before);
 }

@@ -2,7 +2,6 @@
 #ifndef SNAPSHIM_NCCL_THREADS_H
 #define SNAPSHIM_NCCL_THREADS_H
 
-#include <signal.h>
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <sys/types.h>
@@ -55,7 +54,7 @@ ncclResult_t thread_says(struct nccl_thread *thread, ncclResult_t result, const 
 	__attribute__((format(printf, 3, 4)));
 
 /* The one lock. All signals are blocked while it is held, so no thread that is parked in a handler ever holds it. */
-void nccl_lock(sigset_t *before);
-void nccl_unlock(const sigset_t *before);
+void nccl_lock(uint64_t *before);
+void nccl_unlock(const uint64_t *before);
 
 #endif

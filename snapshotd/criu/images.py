@@ -1,24 +1,83 @@
-"""Changes to criu's image files on the target, before the restore, with pycriu's own codec."""
+"""Changes to criu's image files on the target, before the restore, with pycriu's own codec.
+
+A file that lost the name it was opened by while it has others is dumped by criu through a hard link of its own making,
+`link_remap.N`, that is gone when the dump is over. The restored rank is given the file by the name it travels under
+instead: then no process of it, and no name on the target, ever depends on a link that only criu and we know of.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from pycriu import images
 
+from snapshotd.api.errors import Damaged, Where
 
-def mend(folder: Path) -> None:
-    """Mends what criu records but would not restore as it was."""
+
+def mend(folder: Path, other_names: Mapping[str, str]) -> None:
+    """Mends what criu records but would not restore as it was.
+
+    `other_names`: of files whose name was removed, that name and the one they travel under. Raises Damaged where a file
+    criu made a link for is not among them.
+    """
     path = folder / "files.img"
-    with path.open("rb") as file:
-        table = images.load(file)
+    table = _load(path)
+    table["entries"] = _without_links(folder, table["entries"], other_names)
     for entry in table["entries"]:
         match entry["type"]:
             case "REG":
                 _forget_size(entry["reg"])
             case "TIMERFD":
                 _rearm(entry["tfd"])
+    _store(path, table)
+
+
+def ghosts(folder: Path) -> list[tuple[str, str]]:
+    """Of each unlinked file in the images: the name it had, and the one that the restore makes it under for a moment."""
+    path = folder / "remap-fpath.img"
+    if not path.exists():
+        return []
+    unlinked = {
+        entry["orig_id"]: entry["remap_id"] for entry in _load(path)["entries"] if entry["remap_type"] == "GHOST"
+    }
+    if not unlinked:
+        return []
+    files = [
+        entry for entry in _load(folder / "files.img")["entries"] if entry["type"] == "REG" and entry["id"] in unlinked
+    ]
+    return [(name := entry["reg"]["name"], f"{name}.cr.{unlinked[entry['id']]:x}.ghost") for entry in files]
+
+
+def _without_links(folder: Path, files: list[dict[str, Any]], other_names: Mapping[str, str]) -> list[dict[str, Any]]:
+    """The files without criu's links, each file that had one under the name it travels by."""
+    path = folder / "remap-fpath.img"
+    if not path.exists():
+        return files
+    remaps = _load(path)
+    links = {entry["orig_id"]: entry["remap_id"] for entry in remaps["entries"] if entry["remap_type"] == "LINKED"}
+    if not links:
+        return files
+    for entry in files:
+        if entry["type"] == "REG" and entry["id"] in links:
+            removed = entry["reg"]["name"]
+            if removed not in other_names:
+                raise Damaged(f"{removed} was removed, and no other name of it travels", where=Where.SOURCE_FROZEN)
+            entry["reg"]["name"] = other_names[removed]
+    remaps["entries"] = [entry for entry in remaps["entries"] if entry["orig_id"] not in links]
+    _store(path, remaps)
+    made = set(links.values())
+    return [entry for entry in files if entry["id"] not in made]
+
+
+def _load(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        table: dict[str, Any] = images.load(file)
+    return table
+
+
+def _store(path: Path, table: dict[str, Any]) -> None:
     with path.open("wb") as file:
         images.dump(table, file)
 

@@ -26,7 +26,7 @@ from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import CriuFailed, Damaged, RankGone, Refused, Where
 from snapshotd.blocking import in_thread
 from snapshotd.cgroup import Cgroup
-from snapshotd.criu import session
+from snapshotd.criu import links, session
 from snapshotd.faults import Point, reach
 from snapshotd.images.fifo import make_fifo
 from snapshotd.images.sender import Sender
@@ -59,6 +59,7 @@ class Dump:
         self.sender: Sender | None = None
         self.done = False
         self.carried: list[str] = []
+        self.linked: list[links.Linked] = []  # what criu will make links to
 
     def progress(self) -> pb.Progress:
         sender = self.sender
@@ -79,11 +80,11 @@ class Dump:
             try:
                 await self._run()
             except BaseException:
-                await self.sweep(self.node, begin.move)
+                await self.sweep(self.node, self.log)
                 with contextlib.suppress(OSError):  # criu unfroze it while it worked; SIGSTOP held it meanwhile
                     await in_thread(self.entry.group.freeze, 10)
                 raise
-            await self.sweep(self.node, begin.move)
+            await self.sweep(self.node, self.log)
             assert self.sender is not None
             await in_thread(self.log.mark, Mark.STREAMED, bytes=self.sender.bytes_sent, carried=self.carried)
             self.done = True
@@ -100,8 +101,11 @@ class Dump:
         self.expected = self.entry.memory_bytes()
         fifos = await in_thread(self._make_fifos, pids)
         carried = await in_thread(preflight.list_carried, pids, config.carry_paths)
-        self.carried = [fact.path for fact in carried if stat.S_ISREG(fact.mode)]
+        self.carried = [fact.path for fact in carried.facts if stat.S_ISREG(fact.mode)]
         meta = await in_thread(self._meta, pids, carried)
+        self.linked = await in_thread(links.linked, carried.other_names.values())
+        if self.linked:  # a criu that is killed leaves its links, and this daemon may be killed with it
+            await in_thread(self.log.mark, Mark.FROZEN, linked=self.linked)
         try:
             async with (
                 streams_to_target(self.node, begin) as streams,
@@ -111,11 +115,11 @@ class Dump:
                 async with asyncio.TaskGroup() as group:
                     for name, fd in fifos.items():
                         group.create_task(self.sender.put_fd(name, fd, eof=written))
-                    group.create_task(self._criu(written))
+                    group.create_task(self._criu_in_turn(written))
                 for name in sorted(path.name for path in self.images.iterdir() if path.is_file()):
                     if name not in _NOT_SENT:
                         await self.sender.put_file(name, self.images / name)
-                for index, fact in enumerate(carried):
+                for index, fact in enumerate(carried.facts):
                     if stat.S_ISREG(fact.mode):
                         await self.sender.put_file(f"carry-{index}", Path(fact.path))
                 async with aiofiles.open(self.images / "meta.json", "wb") as file:
@@ -131,6 +135,15 @@ class Dump:
         finally:
             for fd in fifos.values():
                 os.close(fd)
+
+    async def _criu_in_turn(self, written: asyncio.Event) -> None:
+        if not self.linked:
+            return await self._criu(written)
+        async with self.node.linking:
+            try:
+                await self._criu(written)
+            finally:
+                await in_thread(links.sweep, self.linked)
 
     async def _criu(self, written: asyncio.Event) -> None:
         """The dump itself, in the rank's namespaces, in a cgroup of its own."""
@@ -178,7 +191,7 @@ class Dump:
         names += [f"ghost-file-{number:x}.img" for number in range(1, deleted + SPARE_FIFOS)]
         return {name: make_fifo(self.images, name) for name in names}
 
-    def _meta(self, pids: list[int], carried: list[pb.FileFact]) -> bytes:
+    def _meta(self, pids: list[int], carried: preflight.Carried) -> bytes:
         """What the target needs beside criu's images; criu does not carry CPU affinity."""
         for check in preflight.refusals(
             preflight.recheck(
@@ -200,7 +213,8 @@ class Dump:
             "cpus": sorted(os.sched_getaffinity(0)),
             "stopped_before": self.log.note("stopped_before", []),
             "stdio": self.log.note("stdio"),
-            "carried": [MessageToDict(fact, preserving_proto_field_name=True) for fact in carried],
+            "carried": [MessageToDict(fact, preserving_proto_field_name=True) for fact in carried.facts],
+            "other_names": carried.other_names,
             "command": self.entry.command,
             "started_unix_s": self.entry.started_unix_s,
             "moves": self.entry.moves,
@@ -219,12 +233,13 @@ class Dump:
         return json.dumps(meta).encode()
 
     @staticmethod
-    async def sweep(node: Node, move: str) -> None:
-        """Removes what a dump leaves here: criu, its cgroup, the images. Also after a crash."""
-        group = criu_group(move)
+    async def sweep(node: Node, move_log: MoveLog) -> None:
+        """Removes what a dump leaves here: criu, its cgroup, its links, the images. Also after a crash."""
+        group = criu_group(move_log.move)
         await in_thread(group.kill, 10)
         group.remove()
-        await in_thread(shutil.rmtree, images_folder(node, move), ignore_errors=True)
+        await in_thread(links.sweep, move_log.note("linked", []))
+        await in_thread(shutil.rmtree, images_folder(node, move_log.move), ignore_errors=True)
 
 
 def images_folder(node: Node, move: str) -> Path:

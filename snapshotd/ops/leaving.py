@@ -51,7 +51,7 @@ class Leaving:
     async def thaw(self, moving: Moving) -> None:
         """ABORT stands: lets the copy here go on, if somebody keeps it. A rank that is gone stays gone."""
         move_log = moving.log
-        await Dump.sweep(self.node, move_log.move)
+        await Dump.sweep(self.node, move_log)
         entry = self.own_entry(move_log)
         group = Cgroup(Path(move_log.note("cgroup")))
         here = move_log.begin.boot_id == host.boot_id() and group.exists()
@@ -119,7 +119,7 @@ class Leaving:
         if entry is not None and role == "guest":
             self.node.ranks.remove(entry)
         await in_thread(self.node.carry.remember, move_log.note("carried", []))
-        await Dump.sweep(self.node, move_log.move)
+        await Dump.sweep(self.node, move_log)
         await self._close(moving)
         await self._admit_newcomers(move_log)
         await reach(Point.RELEASE)

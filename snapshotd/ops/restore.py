@@ -21,7 +21,7 @@ from snapshotd import host, tree
 from snapshotd.api.errors import CriuFailed, Damaged, Timeout, Where
 from snapshotd.blocking import in_thread
 from snapshotd.cgroup import Cgroup
-from snapshotd.criu import images, session
+from snapshotd.criu import images, links, session
 from snapshotd.cuda.driver import Pair
 from snapshotd.faults import Point, reach
 from snapshotd.journal import MoveLog
@@ -52,12 +52,13 @@ class Restore:
         begin = self.log.begin
         folder = self.node.store.path(begin.move)
         meta = await _read_meta(folder)
-        await in_thread(images.mend, folder)
+        await in_thread(images.mend, folder, meta["other_names"])
+        ghosts = await in_thread(_free_ghosts, folder)
         placed: list[str] = []
         try:
             await in_thread(self.node.carry.place, folder, meta["carried"], placed)
         finally:
-            await in_thread(self.log.mark, Mark.RESTORING, placed=placed)
+            await in_thread(self.log.mark, Mark.RESTORING, placed=placed, ghosts=ghosts)
         rewires = connections.from_notes(meta["rewires"])
         await in_thread(self.log.mark, Mark.RESTORING, rewires=len(rewires))
         await in_thread(connections.hold, begin.move, rewires, on_target=True)
@@ -208,8 +209,13 @@ class Restore:
         await in_thread(group.kill, STOP_S)
         group.remove()
         await in_thread(connections.let_go, move_log)
+        await in_thread(links.sweep_ghosts, move_log.note("ghosts", []))
         await in_thread(node.carry.take_away, move_log.note("placed", []))
         await in_thread(node.store.drop, begin.move)
+
+
+def _free_ghosts(folder: Path) -> list[links.Ghost]:
+    return links.free(images.ghosts(folder))
 
 
 async def _on_notify(script: str, _pid: int) -> None:

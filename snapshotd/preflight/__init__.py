@@ -20,7 +20,7 @@ namespaces           the rank lives in the node's own namespaces, or in those of
 root-directory       no process has changed its root directory
 security-label       warns of an AppArmor or SELinux profile that the target must have too
 open-files           every open or mapped file has a name that leads to it
-deleted-files        unlinked files travel in the image; a removed name of a file that has other names cannot
+deleted-files        unlinked files travel in the image, node-local ones with another name beside it under that name
 node-local-files     files under carry_paths travel along; warns where the rank works in such a directory
 file-locks           locks travel; not those on files that both nodes may share
 gpu-descriptors      no GPU is open but by processes that hold CUDA, whose checkpoint closes it
@@ -80,7 +80,7 @@ new-files            warns of files opened since preflight, refuses mapped ones;
 ===================  ===================================================================================================
 """
 
-from snapshotd.preflight.after_freeze import list_carried, recheck, sync_files
+from snapshotd.preflight.after_freeze import Carried, list_carried, recheck, sync_files
 from snapshotd.preflight.gpu import GpuLook, uses_cuda
 from snapshotd.preflight.nccl import NcclLook, look_at
 from snapshotd.preflight.node import architecture, cpu_features, kernel_release, memory_available_bytes
@@ -89,6 +89,7 @@ from snapshotd.preflight.target import examine
 from snapshotd.preflight.verdict import refusals
 
 __all__ = [
+    "Carried",
     "GpuLook",
     "NcclLook",
     "architecture",

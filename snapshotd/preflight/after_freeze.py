@@ -9,6 +9,7 @@ import ctypes
 import os
 import stat as mode_of
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 from snapshotd.api.snapshotd_pb2 import Check, FileFact, RankFacts
@@ -23,18 +24,30 @@ _SYS_PIDFD_GETFD = 438  # the same number on every architecture
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def list_carried(pids: Sequence[int], carry_paths: Sequence[str]) -> list[FileFact]:
-    """The node-local files a frozen tree has now: directories first, parents before children, then files and FIFOs.
+@dataclass
+class Carried:
+    """The node-local files a tree has: directories first, parents before children, then files and FIFOs."""
+
+    facts: list[FileFact] = field(default_factory=list)
+    #: Of files whose name was removed: that name -> the one they travel under, which is among `facts`.
+    other_names: dict[str, str] = field(default_factory=dict)
+
+
+def list_carried(pids: Sequence[int], carry_paths: Sequence[str]) -> Carried:
+    """The node-local files a frozen tree has now.
 
     `pids` as for inspect_rank. Raises OSError where /proc does: whoever asks has the tree frozen and must know.
     """
     under = (*(folder.rstrip("/") + "/" for folder in carry_paths), "socket:[")
     found = {process.pid: process for process in (_read(pid, under) for pid in pids) if process is not None}
     if not found:
-        return []
+        return Carried()
     look = Look(pids, next(iter(found)), carry_paths)
     look.tree = Tree(look.root_pid, found)
-    return [fact for fact in look.survey.facts if fact.carried]
+    return Carried(
+        [fact for fact in look.survey.facts if fact.carried],
+        {thing.removed_name: thing.other_name for thing in look.objects if thing.other_name},
+    )
 
 
 def _read(pid: int, under: tuple[str, ...]) -> Process | None:

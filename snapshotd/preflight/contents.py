@@ -31,14 +31,18 @@ def deleted_files(look: Look) -> Check:
     if look.survey.nameless:
         return refused(
             "deleted-files",
-            f"removed names of files that have other names, or that NFS keeps: {listed(look.survey.nameless)}",
+            "removed names of files that have other names, outside carry_paths or in other directories, or that NFS keeps:"
+            f" {listed(look.survey.nameless)}",
             "close the file, or remove its other names too",
         )
     gone = [str(process) for process in look.tree.alive if process.cwd.endswith(DELETED)]
     if gone:
         return warned("deleted-files", f"working directory was removed: {listed(gone)}", "change to one that exists")
     ghosts = look.of_kind(Kind.GHOST)
-    return passed("deleted-files", f"{len(ghosts)} unlinked files travel in the image" if ghosts else "none")
+    renamed = sum(1 for thing in look.objects if thing.other_name)
+    parts = [f"{len(ghosts)} unlinked files travel in the image"] if ghosts else []
+    parts += [f"{renamed} travel under another name of theirs"] if renamed else []
+    return passed("deleted-files", ", ".join(parts) or "none")
 
 
 def node_local_files(look: Look) -> Check:

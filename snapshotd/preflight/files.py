@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from snapshotd.api.snapshotd_pb2 import FileFact
 from snapshotd.preflight.digest import content_digest
-from snapshotd.preflight.objects import Kind, Object, is_carried, is_pseudo
+from snapshotd.preflight.objects import Kind, Object, is_carried, is_pseudo, is_utf8
 from snapshotd.preflight.procfs import DELETED, Tree
 
 
@@ -27,7 +27,7 @@ class Survey:
     image_bytes: int = 0  # of unlinked files and shared memory, which CRIU puts into the image
     carried_bytes: int = 0
     unnameable: list[str] = field(default_factory=list)  # the name is not UTF-8
-    nameless: list[str] = field(default_factory=list)  # removed name, other names left
+    nameless: list[str] = field(default_factory=list)  # removed name, other names left that cannot travel for it
     hidden: list[str] = field(default_factory=list)  # the name leads to something else
     foreign_proc: list[str] = field(default_factory=list)  # /proc/PID of somebody who stays
 
@@ -43,7 +43,7 @@ def survey(tree: Tree, objects: Sequence[Object], carry_paths: Sequence[str], bo
     in_image: dict[tuple[int, int], int] = {}
     plain = []
     for thing in objects:
-        if not _is_utf8(thing.path):
+        if not is_utf8(thing.path):
             if thing.stat is not None:
                 found.unnameable.append(str(thing))
             continue
@@ -68,9 +68,10 @@ def survey(tree: Tree, objects: Sequence[Object], carry_paths: Sequence[str], bo
                     found.hidden.append(str(thing))
                 plain.append(thing)
     found.image_bytes = sum(in_image.values())
-    found.directories = sorted(folder for folder in folders if _is_utf8(folder) and not is_pseudo(folder))
+    found.directories = sorted(folder for folder in folders if is_utf8(folder) and not is_pseudo(folder))
     found.facts = carried_facts(objects, found.directories, carry_paths, prefix)
-    found.carried_bytes = sum(_moved_bytes(thing) for thing in plain if is_carried(thing.path, carry_paths))
+    carried = {thing.path: thing for thing in plain if is_carried(thing.path, carry_paths)}
+    found.carried_bytes = sum(_moved_bytes(thing) for thing in carried.values())
     for thing in plain:
         if not is_carried(thing.path, carry_paths):
             found.facts.append(fact := fact_of(thing))
@@ -83,11 +84,10 @@ def carried_facts(
     objects: Iterable[Object], directories: Iterable[str], carry_paths: Sequence[str], prefix: str
 ) -> list[FileFact]:
     """What travels along: directories first, then files and FIFOs. `prefix` leads to the rank's root directory."""
-    things = {
-        thing.path: thing
-        for thing in objects
-        if thing.kind in (Kind.FILE, Kind.FIFO) and is_carried(thing.path, carry_paths) and _is_utf8(thing.path)
-    }
+    things: dict[str, list[Object]] = {}  # a file with a removed name and the same one by its name are one
+    for thing in objects:
+        if thing.kind in (Kind.FILE, Kind.FIFO) and is_carried(thing.path, carry_paths) and is_utf8(thing.path):
+            things.setdefault(thing.path, []).append(thing)
     folders: set[str] = set()
     for folder in [*directories, *(os.path.dirname(path) for path in things)]:
         parent = folder
@@ -101,7 +101,10 @@ def carried_facts(
         except (FileNotFoundError, NotADirectoryError):
             continue
         facts.append(FileFact(path=folder, mode=stat.st_mode, carried=True, user_id=stat.st_uid, group_id=stat.st_gid))
-    facts += [fact_of(thing, carried=True) for _, thing in sorted(things.items())]
+    for _, same in sorted(things.items()):
+        facts.append(fact := fact_of(same[-1], carried=True))
+        fact.writable = any(thing.writable for thing in same)
+        fact.mapped = any(thing.mapped for thing in same)
     return facts
 
 
@@ -166,11 +169,3 @@ def _is_hidden(thing: Object, prefix: str) -> bool:
         return False
     # overlayfs may number one file twice; the same size and time under the same name is the same file
     return (named.st_size, named.st_mtime_ns) != (stat.st_size, stat.st_mtime_ns)
-
-
-def _is_utf8(path: str) -> bool:
-    try:
-        path.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True

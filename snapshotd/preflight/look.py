@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from snapshotd.preflight.files import Survey, survey
-from snapshotd.preflight.objects import Kind, Object, gather
+from snapshotd.preflight.objects import Kind, Object, gather, give_names
 from snapshotd.preflight.procfs import Tree
 from snapshotd.preflight.sockets import by_family, inode_of, unix_names
 
@@ -34,7 +34,9 @@ class Look:
 
     @functools.cached_property
     def objects(self) -> list[Object]:
-        return gather(self.tree.alive)
+        found = gather(self.tree.alive)
+        give_names(found, self.carry_paths, f"/proc/{self.root_pid}/root")
+        return found
 
     @functools.cached_property
     def sockets(self) -> dict[str, list[tuple[Object, str]]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import stat as mode_of
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -24,7 +24,7 @@ class Kind(Enum):
 
     FILE = auto()  # a regular file with a name
     GHOST = auto()  # a regular file whose last name was removed: lives in the image
-    NAMELESS = auto()  # its name was removed while it has other names
+    NAMELESS = auto()  # its name was removed while it has other names, none of which can travel for it
     MEMORY = auto()  # memfd or anonymous shared memory: lives in the image
     SYSV = auto()
     HUGE = auto()
@@ -49,10 +49,15 @@ class Object:
     executable: bool = False
     shared: bool = False  # mapped shared and writable
     handle: str = ""  # a path under /proc that reaches it whatever happened to its name
+    other_name: str = ""  # of a file whose own name was removed: the one it travels under
     holders: dict[Process, int] = field(default_factory=dict)  # process -> one of its descriptors, -1: mapped only
 
     @property
     def path(self) -> str:
+        return self.other_name or self.removed_name
+
+    @property
+    def removed_name(self) -> str:
         return self.link.removesuffix(DELETED)
 
     @property
@@ -149,6 +154,55 @@ def kind_of(link: str, stat: os.stat_result | None) -> Kind:
     return Kind.FILE
 
 
+def give_names(things: Iterable[Object], carry_paths: Sequence[str], prefix: str) -> None:
+    """A node-local file that lost the name it was opened by, but has another in the same directory, travels under that.
+
+    So does every named semaphore: sem_open makes it under a temporary name, and those that spawned workers open keep only
+    their real one. `prefix` leads to the rank's root directory. Where two files had the same name, which is which
+    cannot be told on the target: they stay nameless.
+    """
+    things = list(things)
+    lost = [thing for thing in things if _can_be_named(thing, carry_paths)]
+    owners: dict[str, set[tuple[int, int]]] = {}
+    for thing in lost:
+        owners.setdefault(thing.link, set()).add(thing.inode)
+    inodes = {thing.inode for thing in lost}
+    folders = {os.path.dirname(thing.path) for thing in lost}
+    names = {folder: _names_in(prefix, folder, inodes) for folder in folders}
+    in_use = {thing.path for thing in things if thing.kind is Kind.FILE}
+    for thing in lost:
+        found = names[os.path.dirname(thing.path)].get(thing.inode)
+        if found and len(owners[thing.link]) == 1:
+            thing.other_name = min(found, key=lambda name: (name not in in_use, name))
+            thing.kind = Kind.FILE
+
+
+def _can_be_named(thing: Object, carry_paths: Sequence[str]) -> bool:
+    return (
+        thing.kind is Kind.NAMELESS
+        and thing.link.endswith(DELETED)  # not what NFS keeps: its other names are on the server
+        and thing.stat is not None
+        and mode_of.S_ISREG(thing.stat.st_mode)
+        and is_carried(thing.path, carry_paths)
+        and is_utf8(thing.path)
+    )
+
+
+def _names_in(prefix: str, folder: str, inodes: Collection[tuple[int, int]]) -> dict[tuple[int, int], list[str]]:
+    """The names in one directory of these files."""
+    found: dict[tuple[int, int], list[str]] = {}
+    numbers = {number for _, number in inodes}
+    try:
+        with os.scandir(prefix + folder) as entries:
+            for entry in entries:
+                if entry.inode() in numbers and is_utf8(entry.name):
+                    stat = entry.stat(follow_symlinks=False)
+                    found.setdefault((stat.st_dev, stat.st_ino), []).append(f"{folder}/{entry.name}")
+    except (FileNotFoundError, NotADirectoryError):
+        pass  # removed with the directory, or while it was read: the files there are nameless
+    return found
+
+
 def is_pseudo(path: str) -> bool:
     return path.startswith(("/proc/", "/sys/")) or path in ("/proc", "/sys")
 
@@ -156,3 +210,11 @@ def is_pseudo(path: str) -> bool:
 def is_carried(path: str, carry_paths: Sequence[str]) -> bool:
     """Whether a path lies inside a node-local directory; the directory itself is there on every node."""
     return any(path.startswith(folder.rstrip("/") + "/") for folder in carry_paths)
+
+
+def is_utf8(path: str) -> bool:
+    try:
+        path.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True

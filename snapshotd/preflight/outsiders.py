@@ -37,7 +37,7 @@ def find_outsiders(
     """Who outside holds what. `links` match by name (pipe:[…], socket:[…]), `files` by device and inode."""
     things = list(files)
     wanted = {thing.inode for thing in things}
-    names = {thing.link for thing in things}
+    names = {name for thing in things for name in (thing.link, thing.path)}
     found: dict[Held, list[Holder]] = {}
     for entry in os.listdir("/proc"):
         if not entry.isdigit() or int(entry) in inside:

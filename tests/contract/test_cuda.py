@@ -282,7 +282,7 @@ async def test_a_full_gpu_leaves_it_checkpointed(gpus: Gpus, driver: Driver, sta
 
 
 async def test_a_stopped_process_answers_later_and_others_meanwhile(gpus: Gpus, start: Start) -> None:
-    """The lock that was given up lands when the process goes on."""
+    """The lock that was given up may land when the process goes on, or not: whoever undoes has to ask."""
     job, other = start(*SMALL, "--steps", "100000"), start(*SMALL, "--steps", "100000")
     os.kill(job.pid, signal.SIGSTOP)
     with pytest.raises(Timeout, match="stopped"):
@@ -292,7 +292,7 @@ async def test_a_stopped_process_answers_later_and_others_meanwhile(gpus: Gpus, 
     await check_point(gpus, other.process)
     await go_on(gpus, other.process)
     os.kill(job.pid, signal.SIGCONT)
-    assert await gpus.state(job.process, 10) is State.LOCKED
+    assert await gpus.state(job.process, 10) in {State.RUNNING, State.LOCKED}
     await gpus.unlock(job.process, LOCK_S)
     job.wait_for_steps(2)
 

@@ -156,6 +156,7 @@ class TestNoGpu:
         assert not gpus.available
         assert await gpus.inventory() == Inventory()
         assert await gpus.state(sleeper) is None
+        wait_until(lambda: library.holds_cuda(program.process.pid))  # its threads name themselves
         with pytest.raises(GpuFailed, match=r"uses CUDA, but .*: libcuda\.so\.1 is not there"):
             await gpus.state(program.process)
         assert helpers() == []
@@ -176,6 +177,7 @@ class TestNoGpu:
 
     async def test_the_gpu_went_away_under_a_process(self, gpus: Gpus, node: GpuNode, program: CudaProgram) -> None:
         """ "It does not use CUDA" would have a locked process let go as if nothing were."""
+        wait_until(lambda: library.holds_cuda(program.process.pid))  # its threads name themselves
         await gpus.lock(program.process, 5)
         (helper,) = helpers()
         os.kill(helper, signal.SIGKILL)

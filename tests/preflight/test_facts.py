@@ -5,6 +5,7 @@ from __future__ import annotations
 import _ctypes
 import errno
 import os
+import re
 import shutil
 import stat
 import time
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from snapshotd.api.snapshotd_pb2 import Check, FileFact, RankFacts
-from snapshotd.preflight import digest, list_carried, recheck, sync_files
+from snapshotd.preflight import Carried, digest, list_carried, recheck, sync_files
 from snapshotd.preflight.digest import content_digest
 from snapshotd.preflight.sockets import unix_peers
 from tests.preflight.conftest import Starter
@@ -93,16 +94,61 @@ def test_growth_is_fast_enough(rank: Starter) -> None:
     began = time.perf_counter()
     carried = list_carried(child.pids, CARRY_PATHS)
     assert time.perf_counter() - began < 0.2
-    assert [fact.path for fact in carried] == [fact.path for fact in facts.files if fact.carried]
-    assert len(carried) >= 300
+    assert [fact.path for fact in carried.facts] == [fact.path for fact in facts.files if fact.carried]
+    assert len(carried.facts) >= 300
 
 
 def test_carried_files_are_listed_anew(rank: Starter, tmp_path: Path) -> None:
     child = rank("if (child := os.fork()) == 0: wait(); os._exit(0)\npids.append(child)")
-    assert list_carried(child.pids, CARRY_PATHS) == []
+    assert list_carried(child.pids, CARRY_PATHS).facts == []
     child.then(f"f = open('{tmp_path}/new', 'w')")
-    assert f"{tmp_path}/new" in [fact.path for fact in list_carried(child.pids, CARRY_PATHS)]
-    assert list_carried([], CARRY_PATHS) == []
+    assert f"{tmp_path}/new" in [fact.path for fact in list_carried(child.pids, CARRY_PATHS).facts]
+    assert list_carried([], CARRY_PATHS) == Carried()
+
+
+SEMAPHORE = "libc.sem_open.restype = ctypes.c_void_p\nsem = libc.sem_open(b'/{name}', os.O_CREAT | os.O_EXCL, 0o600, 1)"
+
+
+def test_semaphore_travels_under_its_name(rank: Starter) -> None:
+    """sem_open makes it under another name, which is the one the kernel shows; a worker opens it by its own."""
+    name = f"preflight-test-{os.getpid()}"
+    path = Path(f"/dev/shm/sem.{name}")
+    worker = f"if (child := os.fork()) == 0: f = open('{path}', 'r+b'); wait()\npids.append(child)"
+    try:
+        child = rank(f"{SEMAPHORE.format(name=name)}\n{worker}")
+        facts, checks = child.inspect()
+        assert checks["deleted-files"].reason == "1 travel under another name of theirs"
+        (fact,) = [fact for fact in facts.files if fact.path == str(path)]
+        assert (fact.carried, fact.mapped, fact.writable, fact.size) == (True, True, True, 32)
+        assert facts.carried_bytes == 32
+        carried = list_carried(child.pids, CARRY_PATHS)
+        ((removed, kept),) = carried.other_names.items()
+        assert kept == str(path)
+        assert re.fullmatch(r"/dev/shm/sem\.\w{6}", removed)
+        assert [fact.path for fact in carried.facts].count(str(path)) == 1
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def test_other_name_that_is_in_use_is_taken(rank: Starter, tmp_path: Path) -> None:
+    child = rank(
+        f"a = open('{tmp_path}/a', 'w'); os.link('{tmp_path}/a', '{tmp_path}/b'); os.link('{tmp_path}/a', '{tmp_path}/c')\n"
+        f"c = open('{tmp_path}/c'); os.unlink('{tmp_path}/a')"
+    )
+    assert list_carried(child.pids, CARRY_PATHS).other_names == {f"{tmp_path}/a": f"{tmp_path}/c"}
+
+
+def test_two_files_that_had_the_same_name_are_refused(rank: Starter, tmp_path: Path) -> None:
+    child = rank(
+        "def make(other):\n"
+        f"    file = open('{tmp_path}/a', 'w')\n"
+        f"    os.link('{tmp_path}/a', other); os.unlink('{tmp_path}/a')\n"
+        "    return file\n"
+        f"files = [make('{tmp_path}/b'), make('{tmp_path}/c')]"
+    )
+    assert child.inspect()[1]["deleted-files"].verdict == Check.REFUSE
+    child.then("files.pop().close()")
+    assert child.inspect()[1]["deleted-files"].verdict == Check.PASS
 
 
 RECHECKED = {

@@ -13,7 +13,7 @@ from snapshotd.cuda.driver import Gpus
 from snapshotd.gpus import choose
 from snapshotd.preflight import GpuLook, inspect_rank, uses_cuda
 from snapshotd.tree import Process
-from tests.cuda.conftest import CudaProgram
+from tests.cuda.processes import CudaProgram
 from tests.fakes.cuda_fake import GpuNode
 from tests.fakes.cuda_fake import gpus as some_gpus
 

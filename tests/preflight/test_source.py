@@ -56,7 +56,7 @@ REFUSED = {
     "other-names": (
         (
             "import tempfile; d = tempfile.TemporaryDirectory(); f = open(d.name + '/a', 'w')\n"
-            "os.link(d.name + '/a', d.name + '/b'); os.unlink(d.name + '/a')"
+            "os.mkdir(d.name + '/b'); os.link(d.name + '/a', d.name + '/b/a'); os.unlink(d.name + '/a')"
         ),
         "deleted-files",
         r"/a \(deleted\)",
@@ -174,6 +174,17 @@ def test_shared_memory_with_an_outsider(rank: Starter) -> None:
         assert f"(pid {outsider.pid}) maps it" in checks["shared-memory"].reason
     finally:
         Path(name).unlink()
+
+
+def test_file_of_another_name_with_an_outsider(rank: Starter, tmp_path: Path) -> None:
+    """The outsider has it open by the name it travels under."""
+    child = rank(f"f = open('{tmp_path}/a', 'w'); os.link('{tmp_path}/a', '{tmp_path}/b'); os.unlink('{tmp_path}/a')")
+    assert child.inspect()[1]["shared-memory"].verdict == Check.PASS
+    outsider = rank(f"f = open('{tmp_path}/b')")
+    _, checks = child.inspect()
+    assert checks["shared-memory"].verdict == Check.WARN
+    assert f"(pid {outsider.pid}) has it open" in checks["shared-memory"].reason
+    assert child.inspect(carry_paths=[])[1]["deleted-files"].verdict == Check.REFUSE
 
 
 def test_node_local_log_of_two(rank: Starter, tmp_path: Path) -> None:

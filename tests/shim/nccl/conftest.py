@@ -22,12 +22,12 @@ def make(folder: Path, *arguments: str | Path) -> None:
     assert made.returncode == 0, made.stdout + made.stderr
 
 
-def build(folder: Path, *options: str, version: int = 22809) -> Path:
+def build(folder: Path, version: int = 22809) -> Path:
     """A folder with libsnapshim.so and the stand-in's libnccl.so.2."""
     folder.mkdir(parents=True, exist_ok=True)
     library = folder / "libsnapshim.so"
-    make(REPOSITORY / "shim", library, f"LIBRARY={library}", *options)
-    make(STAND_IN, "-j2", folder / "libnccl.so.2", f"BUILD={folder}", f"VERSION={version}", *options)
+    make(REPOSITORY / "shim", library, f"LIBRARY={library}")
+    make(STAND_IN, "-j2", folder / "libnccl.so.2", f"BUILD={folder}", f"VERSION={version}")
     return folder
 
 

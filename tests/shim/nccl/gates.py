@@ -18,11 +18,11 @@ from typing import Any
 from migrator.cut import Channel, Cut, Decision, Report, next_targets
 from snapshotd import shimctl, tree
 
+PARK, RELEASE = 1, 2
 ROOM, CLOSE, TARGETS, REPORT, OPEN, DETACH, NEW_ID, FRESH, ATTACH = range(16, 25)
 
 _COMMAND_AT, _REQUEST_AT, _ANSWER_AT = 36, 72, 76
 _ANSWER = struct.Struct("<IiI4Q512s")
-GRACE_S = 30.0
 
 
 class Refused(Exception):
@@ -200,10 +200,10 @@ class Gates:
 
     def attach(self, told: Sequence[Mapping[str, Any]], comms: Iterable[str], *, how: str = "try") -> None:
         """Fresh ids from each communicator's first seat, then all ranks at once, in one order."""
-        seats, lines = self.seats(told), []
-        for comm in sorted(comms):
-            lines.append(f"{comm} {self.gates[seats[comm, 0]].ask(NEW_ID)} {how}")
+        seats = self.seats(told)
+        lines = [f"{comm} {self.gates[seats[comm, 0]].ask(NEW_ID)} {how}" for comm in sorted(comms)]
         self.all(ATTACH, "\n".join(lines))
 
     def live(self, told: Sequence[Mapping[str, Any]]) -> set[str]:
-        return {comm["id"] for report in told for comm in report["comms"]}
+        """All communicators that have been made: one whose creation is held at the gate is not."""
+        return {comm["id"] for report in told for comm in report["comms"] if comm["state"] != "pending"}

@@ -10,7 +10,7 @@ import ctypes
 import threading
 from ctypes import c_int, c_void_p
 
-from tests.fakes.nccl_calls import Operator, config
+from tests.fakes.nccl_calls import NcclFailed, Operator, Result, config
 from tests.fakes.nccl_numbers import INT32, INT64
 from tests.fakes.nccl_rank import Buffer, Rank
 
@@ -60,7 +60,7 @@ def _tell_step(rank: Rank, step: int) -> None:
 def grid(rank: Rank) -> None:
     """Tensor x data parallel: the world, rows and columns of a grid, rings within rows, a kept and a short-lived scale."""
     nccl, n, me = rank.nccl, rank.nranks, rank.rank
-    width = 2 if n > 2 else n
+    width = min(n, 2)
     world, everybody = rank.world(), list(range(n))
     row, row_members = nccl.split(world, me // width, me), [r for r in everybody if r // width == me // width]
     column, column_members = nccl.split(world, me % width, me), [r for r in everybody if r % width == me % width]
@@ -90,7 +90,7 @@ def two_threads(rank: Rank) -> None:
     nccl, everybody = rank.nccl, list(range(rank.nranks))
     world, other = rank.world(), rank.world("other")
     asked, done, ends = threading.Semaphore(0), threading.Semaphore(0), threading.Event()
-    failures: list[BaseException] = []
+    failures: list[AssertionError | NcclFailed] = []
 
     def reduce() -> None:
         try:
@@ -99,7 +99,7 @@ def two_threads(rank: Rank) -> None:
                 step += 1
                 _sum(rank, other, everybody, step, stream=0x2000)
                 done.release()
-        except BaseException as failure:
+        except (AssertionError, NcclFailed) as failure:
             failures.append(failure)
             done.release()
 
@@ -173,7 +173,9 @@ def all_in_one(rank: Rank) -> None:
         buffers = [Buffer(INT64, 1, [step * (i + 1)]) for i in range(n)]
         nccl.ncclGroupStart()
         for i, buffer in enumerate(buffers):
-            nccl.ncclAllReduce(buffer.address, buffer.address, 1, INT64.number, Operator.SUM, comms[i], 0x1000 * (i + 1))
+            nccl.ncclAllReduce(
+                buffer.address, buffer.address, 1, INT64.number, Operator.SUM, comms[i], 0x1000 * (i + 1)
+            )
         nccl.ncclGroupEnd()
         for i, buffer in enumerate(buffers):
             rank.synchronize(0x1000 * (i + 1))
@@ -213,3 +215,91 @@ def watched(rank: Rank) -> None:
 def idle(rank: Rank) -> None:
     """Has loaded NCCL and does nothing with it."""
     rank.hear("stop")
+
+
+def plain(rank: Rank) -> None:
+    """What every version can do."""
+    everybody = list(range(rank.nranks))
+    world = rank.world()
+    step = 0
+    while not _stops(rank, world):
+        step += 1
+        _sum(rank, world, everybody, step)
+        _ring(rank, world, everybody, step)
+        _tell_step(rank, step)
+    rank.nccl.ncclCommDestroy(world)
+
+
+def asks_too_much(rank: Rank) -> None:
+    """NCCL 2.18 behind a shim that knows later versions."""
+    nccl, world, buffer = rank.nccl, rank.world(), Buffer(INT32, 4)
+    child, handle = c_void_p(), c_void_p()
+    missing = (
+        (nccl.ncclAlltoAll, buffer.address, buffer.address, 1, INT32.number, world, 0),
+        (nccl.ncclCommRegister, world, buffer.address, 16, ctypes.byref(handle)),
+        (nccl.ncclCommShrink, world, (c_int * 1)(1), 1, ctypes.byref(child), None, 0),
+        (nccl.ncclMemAlloc, ctypes.byref(handle), 16),
+        (nccl.ncclDevCommCreate, world, None, None),
+    )
+    for function, *arguments in missing:
+        assert nccl.result_of(function, *arguments) is Result.INVALID_USAGE
+        assert nccl.last_error().startswith("this NCCL (2.18.5) has no nccl")
+    nccl.ncclGroupStart()
+    assert nccl.result_of(*missing[0]) is Result.SUCCESS
+    assert nccl.result_of(nccl.ncclGroupEnd) is Result.INVALID_USAGE
+    rank.check_sum(world, INT32)
+    nccl.ncclCommDestroy(world)
+
+
+def groups(rank: Rank) -> None:
+    """A group is launched at its end: then errors are told, redops destroyed inside it still serve, communicators come."""
+    nccl, n, me = rank.nccl, rank.nranks, rank.rank
+    world, identity = rank.world(), rank.shared_id("inside")
+    buffer = Buffer(INT32, 1, [5])
+    nccl.ncclGroupStart()
+    nccl.ncclAllReduce(buffer.address, buffer.address, 1, INT32.number, Operator.SUM, world, 0)
+    nccl.ncclBroadcast(buffer.address, buffer.address, 1, INT32.number, 99, world, 0)
+    assert nccl.result_of(nccl.ncclGroupEnd) is Result.INVALID_ARGUMENT
+    rank.synchronize()
+    assert buffer.values == [5]
+
+    scalar, op, inside = c_int(10), c_int(), c_void_p()
+    one, two = Buffer(INT32, 1, [me]), Buffer(INT32, 1, [me])
+    nccl.ncclGroupStart()
+    nccl.ncclGroupStart()
+    nccl.ncclRedOpCreatePreMulSum(ctypes.byref(op), ctypes.byref(scalar), INT32.number, 1, world)
+    nccl.ncclAllReduce(one.address, one.address, 1, INT32.number, op.value, world, 0)
+    nccl.ncclRedOpDestroy(op, world)
+    nccl.ncclGroupEnd()
+    nccl.ncclAllReduce(two.address, two.address, 1, INT32.number, Operator.MAX, world, 0)
+    assert not rank.busy()
+    nccl.ncclGroupEnd()
+    rank.synchronize()
+    assert (one.values, two.values) == ([10 * sum(range(n))], [n - 1])
+
+    nccl.ncclGroupStart()
+    nccl.ncclCommInitRank(ctypes.byref(inside), n, identity, me)
+    assert inside.value
+    nccl.ncclGroupEnd()
+    rank.check_sum(inside, INT32)
+    nccl.ncclGroupStart()
+    nccl.ncclCommDestroy(inside)
+    nccl.ncclGroupEnd()
+    assert nccl.result_of(nccl.ncclCommCount, inside, ctypes.byref(op)) is Result.INVALID_ARGUMENT
+    nccl.ncclGroupStart()
+    nccl.ncclGroupEnd()
+    nccl.ncclCommDestroy(world)
+
+
+def refusable(rank: Rank) -> None:
+    """One communicator for each thing that cannot be moved; then waits."""
+    nccl, buffer = rank.nccl, Buffer(INT32, 1024)
+    made = {name: rank.world(name) for name in ("window", "device", "aborted", "plain")}
+    window, device = c_void_p(), ctypes.create_string_buffer(4096)
+    nccl.ncclCommWindowRegister(made["window"], buffer.address, 4096, ctypes.byref(window), 0)
+    nccl.result_of(nccl.ncclDevCommCreate, made["device"], device, device)
+    nccl.ncclCommAbort(made["aborted"])
+    unused = nccl.unique_id() if rank.rank == 0 else None
+    _tell_step(rank, 1)
+    rank.hear("stop")
+    assert unused is None or rank.rank == 0

@@ -1,4 +1,4 @@
-"""A job is held at a cut in the middle of its traffic, its communicators are taken down and rebuilt, and it goes on, exact."""
+"""A job is held at a cut in the middle of its traffic, its communicators are rebuilt, and it goes on, exact."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.shim.nccl.conftest import Job
-from tests.shim.nccl.gates import CLOSE, DETACH, FRESH, NEW_ID, OPEN, REPORT, Gates, Refused
+from tests.shim.nccl.gates import ATTACH, CLOSE, DETACH, FRESH, NEW_ID, OPEN, PARK, RELEASE, REPORT, Gates, Refused
 
 
 def rebuild(gates: Gates, *, fresh: int | None = None) -> None:
@@ -30,7 +30,14 @@ def rebuild(gates: Gates, *, fresh: int | None = None) -> None:
 
 @pytest.mark.parametrize(
     ("scenario", "nranks"),
-    [("jobs.grid", 2), ("jobs.grid", 4), ("jobs.grid", 8), ("jobs.two_threads", 3), ("jobs.patient", 3), ("jobs.watched", 2)],
+    [
+        ("jobs.grid", 2),
+        ("jobs.grid", 4),
+        ("jobs.grid", 8),
+        ("jobs.two_threads", 3),
+        ("jobs.patient", 3),
+        ("jobs.watched", 2),
+    ],
 )
 def test_rebuilt_again_and_again_in_the_middle_of_steps(job: Job, scenario: str, nranks: int) -> None:
     job.start(scenario, nranks)
@@ -43,9 +50,7 @@ def test_rebuilt_again_and_again_in_the_middle_of_steps(job: Job, scenario: str,
         assert job.steps() == standing
         gates.all(OPEN)
         job.reach(max(standing) + 2)
-    assert [report["instance"] for report in gates.reports()] == [
-        len(range(rank, 5, nranks)) for rank in range(nranks)
-    ]
+    assert [report["instance"] for report in gates.reports()] == [len(range(rank, 5, nranks)) for rank in range(nranks)]
     job.stop()
 
 
@@ -58,7 +63,8 @@ def test_communicators_that_come_and_go(job: Job) -> None:
         gates.to_the_cut()
         told = gates.reports()
         gone = {comm["id"] for report in told for comm in report["ended"]}
-        gates.detach(gates.live(told))
+        pending = {comm["id"] for report in told for comm in report["comms"] if comm["state"] == "pending"}
+        gates.detach(gates.live(told) | pending)
         gates.attach(told, gates.live(told) - gone)
         before = max(job.steps())
         gates.all(OPEN)
@@ -132,8 +138,11 @@ def test_a_watchdog_is_answered_all_along(job: Job) -> None:
     def asked() -> int:
         return int((job.meeting / "asked-0").read_text() or 0)
 
-    for act in (lambda: None, lambda: gates.detach(gates.live(told)), lambda: gates.attach(told, gates.live(told))):
-        act()
+    for act in ("wait", "detach", "attach"):
+        if act == "detach":
+            gates.detach(gates.live(told))
+        elif act == "attach":
+            gates.attach(told, gates.live(told))
         before = asked()
         while asked() < before + 5:
             assert job.processes[0].poll() is None, job.words()
@@ -155,10 +164,11 @@ def test_a_peer_that_hangs_makes_attach_fail_in_time_and_the_next_attempt_succee
     unique = {comm: gates.gates[gates.seats(told)[comm, 0]].ask(NEW_ID) for comm in sorted(comms)}
     lines = "\n".join(f"{comm} {identity} try" for comm, identity in unique.items())
     with pytest.raises(Refused) as refused:
-        gates.gates[0].ask(24, lines, timeout_s=1.0)  # rank 1 never comes
+        gates.gates[0].ask(ATTACH, lines, timeout_s=1.0)  # rank 1 never comes
     assert refused.value.status == errno.ETIMEDOUT
     assert {comm["state"] for comm in gates.gates[0].report()["comms"]} == {"detached"}
-    assert gates.gates[0].report()["nccl_threads"] == 0
+    # The ids that nobody came to still have their threads, and those alone.
+    assert gates.gates[0].report()["nccl_threads"] <= len(comms)
     gates.attach(told, comms)
     gates.all(OPEN)
     job.reach(max(job.steps()) + 2)
@@ -183,8 +193,8 @@ def test_detach_needs_a_closed_gate_and_changes_nothing_without(job: Job) -> Non
     gates = job.gates()
     with pytest.raises(Refused, match="the gate is open"):
         gates.gates[0].ask(DETACH, next(iter(gates.live(gates.reports()))))
+    gates.gates[0].ask(CLOSE)
     with pytest.raises(Refused, match="not an id of a communicator"):
-        gates.gates[0].ask(CLOSE)
         gates.gates[0].ask(DETACH, "nonsense")
     gates.gates[0].ask(OPEN)
     job.stop()
@@ -219,3 +229,53 @@ def test_report_of_a_process_without_nccl_is_empty(tmp_path: Path, built: Path) 
         assert job.gates().gates[0].ask(REPORT)
     finally:
         job.kill()
+
+
+def test_rebuilt_while_every_thread_of_the_job_is_parked(job: Job) -> None:
+    """As on the target before COMMIT: only the shim's threads run, and all of the rank's communicators come back."""
+    job.start("jobs.two_threads", 2)
+    job.reach(1)
+    gates = job.gates()
+    for _ in range(3):
+        gates.to_the_cut()
+        told = gates.reports()
+        comms = gates.live(told)
+        gates.detach(comms)
+        gates.gates[1].ask(PARK)
+        gates.gates[1].ask(FRESH)
+        gates.attach(told, comms)
+        standing = job.steps()
+        gates.gates[0].ask(OPEN)
+        gates.gates[1].ask(OPEN)
+        time.sleep(0.05)
+        assert job.step(1) == standing[1]
+        gates.gates[1].ask(RELEASE)
+        job.reach(max(standing) + 2)
+    job.stop()
+
+
+def test_a_destroy_that_hangs_is_told_in_time_and_ends_well_when_it_comes_back(job: Job, tmp_path: Path) -> None:
+    faults = tmp_path / "faults"
+    faults.touch()
+    job.start("jobs.plain", 2, FAKE_NCCL_FAULT_FILE=str(faults))
+    job.reach(1)
+    gates = job.gates()
+    gates.to_the_cut()
+    told = gates.reports()
+    (comm,) = gates.live(told)
+    faults.write_text("destroy:0:1:hang")
+    other = gates.gates[1].send(DETACH, comm)
+    with pytest.raises(Refused, match="NCCL does not come back") as refused:
+        gates.gates[0].ask(DETACH, comm, timeout_s=0.5)
+    assert refused.value.status == errno.ETIMEDOUT
+    with pytest.raises(Refused, match="an earlier command still waits for NCCL"):
+        gates.gates[0].ask(NEW_ID)
+    assert gates.gates[0].report()["comms"][0]["state"] == "detaching"
+    faults.write_text("")
+    gates.gates[1].finish(other)
+    while gates.gates[0].report()["comms"][0]["state"] != "detached":
+        time.sleep(0.005)
+    gates.attach(told, [comm])
+    gates.all(OPEN)
+    job.reach(max(job.steps()) + 2)
+    job.stop()

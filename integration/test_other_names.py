@@ -1,0 +1,84 @@
+"""Named semaphores of spawned workers, which the kernel shows by a name that is gone: there, back, and not at all."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from integration.drill import kill, node_of
+from integration.harness import Cluster, processes_of
+from integration.test_moves import uninterrupted
+from snapshotd.faults import Point
+
+HOME, AWAY = "node-1", "spare-1"
+PROGRAM, STEPS = "spawn_semaphores.py", ("--steps", "600")
+
+
+def memory_of(nodes: Cluster, node: str) -> Path:
+    """A node's /dev/shm, from outside."""
+    return nodes.run_dir(node).parents[1] / "dev" / "shm"
+
+
+def names_on(nodes: Cluster, node: str) -> set[str]:
+    return {path.name for path in memory_of(nodes, node).iterdir()}
+
+
+def test_semaphores_of_spawned_workers_go_there_and_back_and_survive_undone_moves(nodes: Cluster) -> None:
+    strangers = names_on(nodes, HOME)
+    job = nodes.workload(HOME, PROGRAM, *STEPS)
+    job.await_lines(5)
+    names = names_on(nodes, HOME) - strangers
+    assert all(name.startswith("sem.mp-") for name in names)
+    assert len(names) > 5
+
+    before = names_on(nodes, AWAY)
+    with nodes.moving(job, AWAY, AWAY, Point.RESTORING) as asked:
+        assert any(name.endswith(".ghost") for name in names_on(nodes, AWAY) - before)  # the workers' array
+        (criu,) = [pid for pid in processes_of("criu: restore") if node_of(pid) == AWAY]
+        kill(criu)
+    assert asked.code == 11, asked
+    assert names_on(nodes, AWAY) == before
+    assert names_on(nodes, HOME) == strangers | names
+    job.await_progress()
+
+    for to in (AWAY, HOME, AWAY, HOME):
+        nodes.move(job, to)
+        assert names <= names_on(nodes, to)
+        assert not any(name.startswith("link_remap") for node in (HOME, AWAY) for name in names_on(nodes, node))
+        job.await_progress()
+
+    assert job.finish() == 0, job.text()[-500:]
+    assert job.text() == uninterrupted(PROGRAM, *STEPS, "--pace-s", "0.001")
+    assert names_on(nodes, HOME) == strangers
+
+
+def test_links_of_a_criu_that_was_killed_are_removed(nodes: Cluster) -> None:
+    """What it would have made a moment later is made here: to catch it at that would be a race."""
+    strangers = names_on(nodes, HOME)
+    job = nodes.workload(HOME, PROGRAM, *STEPS)
+    job.await_lines(5)
+    names = names_on(nodes, HOME) - strangers
+    memory = memory_of(nodes, HOME)
+    with nodes.moving(job, AWAY, HOME, Point.DUMPING) as asked:
+        for number, name in enumerate(names):
+            os.link(memory / name, memory / f"link_remap.{number}")
+        (group,) = nodes.lab.layout.node_cgroup(HOME).rglob("criu-*")
+        (group / "cgroup.kill").write_text("1")
+    assert asked.code == 11, asked
+    assert names_on(nodes, HOME) == strangers | names
+    nodes.move(job, AWAY)
+    assert job.finish() == 0, job.text()[-500:]
+    assert job.text() == uninterrupted(PROGRAM, *STEPS, "--pace-s", "0.001")
+
+
+def test_two_ranks_with_such_semaphores_leave_at_the_same_time(nodes: Cluster) -> None:
+    """Criu numbers its links alike for both: in one /dev/shm they would want the same names."""
+    jobs = [nodes.workload(HOME, PROGRAM, *STEPS) for _ in range(2)]
+    for job in jobs:
+        job.await_lines(5)
+    moves = [nodes.begin_move(job, AWAY) for job in jobs]
+    told = [move.communicate(timeout=90) for move in moves]
+    assert [move.returncode for move in moves] == [0, 0], f"{told}\n{nodes.logs()}"
+    for job in jobs:
+        assert job.finish() == 0, job.text()[-500:]
+        assert job.text() == uninterrupted(PROGRAM, *STEPS, "--pace-s", "0.001")

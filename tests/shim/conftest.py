@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.shim.jobs import PROGRAMS, REPOSITORY, Job, Work, compile_c
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built here from the sources, so that a stale library elsewhere proves nothing."""
+    folder = tmp_path_factory.mktemp("shim")
+    for source in [*(REPOSITORY / "shim").glob("*.[ch]"), REPOSITORY / "shim" / "Makefile"]:
+        shutil.copy(source, folder)
+    subprocess.run(["make", "-s", "-C", folder, "libsnapshim.so"], check=True)
+    return folder / "libsnapshim.so"
+
+
+@pytest.fixture(scope="session")
+def work_program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return compile_c(PROGRAMS / "work.c", tmp_path_factory.mktemp("work") / "work", "-pthread")
+
+
+@pytest.fixture
+def jobs() -> Iterator[list[Job]]:
+    """Those that are put here are ended after the test."""
+    started: list[Job] = []
+    yield started
+    for job in started:
+        job.end()
+
+
+@pytest.fixture
+def start(library: Path, jobs: list[Job]) -> Callable[..., Job]:
+    def start(*argv: str | Path) -> Job:
+        jobs.append(Job(library, *argv))
+        return jobs[-1]
+
+    return start
+
+
+@pytest.fixture
+def work(library: Path, work_program: Path, tmp_path: Path, jobs: list[Job]) -> Callable[..., Work]:
+    def work(*kinds: str, wrap: tuple[str, ...] = ()) -> Work:
+        job = Work(library, work_program, tmp_path, *kinds, wrap=wrap)
+        jobs.append(job)
+        return job
+
+    return work

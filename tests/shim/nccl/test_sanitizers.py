@@ -1,0 +1,71 @@
+"""The same moves under AddressSanitizer and ThreadSanitizer: the NCCL part, the stand-in and the job are instrumented.
+
+The shim's other parts are left out: they run before a sanitizer has come up, and start threads that it would not know.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.shim.nccl.conftest import REPOSITORY, STAND_IN, Job, make
+from tests.shim.nccl.gates import OPEN
+from tests.shim.nccl.test_moves import rebuild
+
+SHIM = REPOSITORY / "shim"
+PROGRAMS = REPOSITORY / "tests" / "shim" / "nccl" / "programs"
+
+
+def compile_(sanitizer: str, *arguments: str | Path) -> None:
+    flags = ("-std=c11", "-g", "-O1", f"-fsanitize={sanitizer}", "-fno-omit-frame-pointer", "-pthread", "-fPIC")
+    command = ["cc", *flags, "-Wall", "-Wextra", "-Werror", f"-I{STAND_IN}", f"-I{SHIM}", *arguments]
+    compiled = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert compiled.returncode == 0, compiled.stderr
+
+
+class SanitizedJob(Job):
+    def start(self, scenario: str, nranks: int, **environment: str) -> None:
+        # Some kernels place the program where ThreadSanitizer wants its shadow, unless places are not random.
+        program = [shutil.which("setarch") or "setarch", "-R", str(self.built / scenario), str(self.meeting)]
+        for rank in range(nranks):
+            with (self.meeting / f"words-{rank}").open("w") as words:
+                process = subprocess.Popen(
+                    [*program, str(rank), str(nranks)],
+                    env={**os.environ, "FAKE_NCCL_ADDR": "127.0.0.1", **environment},
+                    stdout=words,
+                    stderr=subprocess.STDOUT,
+                )
+            self.processes.append(process)
+
+
+@pytest.fixture(params=["address", "thread"])
+def sanitized(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[SanitizedJob]:
+    folder = tmp_path / "built"
+    folder.mkdir()
+    make(STAND_IN, "-j2", folder / "libnccl.so.2", f"BUILD={folder}", f"SANITIZE={request.param}")
+    sources = [*sorted((SHIM / "nccl").glob("*.c")), SHIM / "words.c", PROGRAMS / "control.c"]
+    shim = folder / "libsnapshim.so"
+    compile_(request.param, "-shared", "-fvisibility=hidden", "-o", shim, *sources, "-ldl")
+    libraries = (shim, folder / "libnccl.so.2", folder / "libfakestreams.so.1")
+    compile_(request.param, "-o", folder / "job", PROGRAMS / "job.c", *libraries, f"-Wl,-rpath,{folder}")
+    job = SanitizedJob(folder, tmp_path)
+    yield job
+    job.kill()
+
+
+def test_moves_are_clean(sanitized: SanitizedJob) -> None:
+    sanitized.start("job", 3)
+    sanitized.reach(2)
+    gates = sanitized.gates()
+    for move in range(3):
+        rebuild(gates, fresh=move)
+        before = max(sanitized.steps())
+        gates.all(OPEN)
+        sanitized.reach(before + 2)
+    sanitized.stop()
+    assert "Sanitizer" not in sanitized.words()

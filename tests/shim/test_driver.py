@@ -1,0 +1,141 @@
+"""The CUDA driver's threads are left alone, and what a process shares on the GPU is counted."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from snapshotd import shimctl, tree
+from tests.shim.jobs import PROGRAMS, Job, compile_c, python, until
+
+Start = Callable[..., Job]
+
+SHARED = ("-shared", "-fPIC", "-pthread")
+
+
+@pytest.fixture(scope="module")
+def cuda(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with libcuda.so.1, libcudart.so.12, and users of the latter that name it and do not."""
+    folder = tmp_path_factory.mktemp("cuda")
+    compile_c(PROGRAMS / "cuda.c", folder / "libcuda.so.1", *SHARED, "-DDRIVER")
+    runtime = compile_c(PROGRAMS / "cuda.c", folder / "libcudart.so.12", *SHARED, "-Wl,-soname,libcudart.so.12")
+    compile_c(PROGRAMS / "cuda_user.c", folder / "named.so", *SHARED, str(runtime), f"-Wl,-rpath,{folder}")
+    compile_c(PROGRAMS / "cuda_user.c", folder / "unnamed.so", *SHARED)
+    empty = folder / "empty.c"
+    empty.write_text("")
+    linked = ["-Wl,--no-as-needed", str(folder / "unnamed.so"), str(runtime), f"-Wl,-rpath,{folder}"]
+    compile_c(empty, folder / "root.so", *SHARED, *linked)
+    return folder
+
+
+JOB = """
+import ctypes, os, sys, threading, time
+threading.Thread(target=time.sleep, args=(3600,), daemon=True).start()
+folder = sys.argv[1]
+os.write(1, b"ready\\n")
+while line := sys.stdin.readline():
+    exec(line)
+    os.write(1, b"done\\n")
+"""
+
+
+@pytest.fixture
+def job(start: Start, cuda: Path) -> Job:
+    job = start(*python(JOB), cuda)
+    assert job.hear() == "ready"
+    return job
+
+
+def _do(job: Job, line: str) -> None:
+    job.say(line)
+    assert job.hear() == "done"
+
+
+def _driver_thread(job: Job) -> int:
+    names = {int(tid): Path(f"/proc/{tid}/comm") for tid in os.listdir(f"/proc/{job.pid}/task")}
+    return next((tid for tid, name in names.items() if name.read_text() == "some-driver\n"), 0)
+
+
+@pytest.mark.parametrize("how", [1, 2])
+def test_the_drivers_threads_run_on_with_all_signals_blocked(job: Job, how: int) -> None:
+    _do(job, "driver = ctypes.CDLL(folder + '/libcuda.so.1'); driver.cuInit(0)")
+    until(lambda: _driver_thread(job))
+    tid = _driver_thread(job)
+    status = dict(line.split(":\t") for line in Path(f"/proc/{tid}/status").read_text().splitlines() if ":\t" in line)
+    assert int(status["SigBlk"], 16) == 0xFFFFFFFE7FFBFEFF, "all that can be, but libc's own two"
+    assert shimctl.problems(job.pid) == []
+    box = job.mailbox()
+    box.park(10)
+    switches = "voluntary_ctxt_switches"
+    before = Path(f"/proc/{tid}/status").read_text().partition(switches)[2]
+    until(lambda: Path(f"/proc/{tid}/status").read_text().partition(switches)[2] != before, "the driver works on")
+    box.release(10)
+    # A thread id that is used again would not be parked if it stayed exempt.
+    assert tree.inner_pid(tid) in box._read().exempt
+    _do(job, f"driver.cuEnd({how})")
+    assert box._read().exempt == frozenset()
+
+
+def test_threads_with_the_drivers_names_are_known_too(job: Job) -> None:
+    name = "libc = ctypes.CDLL(None); name = lambda n: (libc.prctl(15, n), time.sleep(3600))"
+    for text in ("cuda-EvtHandlr", "cuda00001234567", "cuda0000123456x", "cuda"):
+        _do(job, f"{name}; threading.Thread(target=name, args=(b'{text}',), daemon=True).start()")
+    names = [Path(f"/proc/{job.pid}/task/{tid}/comm") for tid in os.listdir(f"/proc/{job.pid}/task")]
+    until(lambda: sum(name.read_text().startswith("cuda") for name in names) == 4)
+    job.mailbox().park(10)
+    assert job.mailbox().state().threads == 4, (
+        "the main thread, the first one, and two that only look like the driver's"
+    )
+
+
+def test_what_is_shared_is_counted(job: Job) -> None:
+    _do(
+        job,
+        "runtime = ctypes.CDLL(folder + '/named.so', os.RTLD_LOCAL | os.RTLD_NOW); assert runtime.use_runtime() == 0",
+    )
+    assert job.mailbox().state() == shimctl.Parking(parked=False, threads=0, managed=1, exports=1, imports=1)
+    _do(job, "assert [runtime.use_runtime() for _ in range(3)] == [0, 0, 0]")
+    assert job.mailbox().state().managed == 4
+
+
+def test_a_library_that_does_not_name_the_runtime_finds_it_too(job: Job) -> None:
+    _do(job, "ctypes.CDLL(folder + '/root.so', os.RTLD_LOCAL | os.RTLD_LAZY)")
+    _do(job, "assert ctypes.CDLL(folder + '/unnamed.so', os.RTLD_LAZY).use_runtime() == 0")
+    assert job.mailbox().state().exports == 1
+
+
+def test_the_driver_in_the_global_scope(job: Job) -> None:
+    _do(
+        job,
+        "ctypes.CDLL(folder + '/libcuda.so.1', os.RTLD_GLOBAL); ours = ctypes.CDLL(None); memory = ctypes.c_uint64()",
+    )
+    _do(job, "assert ours.cuMemAllocManaged(ctypes.byref(memory), ctypes.c_size_t(9), 1) == 0 and memory.value == 9")
+    _do(job, "assert ours.cuMemAllocManaged(ctypes.byref(memory), ctypes.c_size_t(9), 2) == 1")
+    _do(job, "class Handle(ctypes.Structure): _fields_ = [('b', ctypes.c_char * 64)]")
+    _do(job, "handle = Handle(); assert ours.cuIpcGetMemHandle(ctypes.byref(handle), ctypes.c_uint64(6)) == 0")
+    _do(job, "assert ours.cuIpcOpenMemHandle_v2(ctypes.byref(memory), handle, 1) == 0 and memory.value == 7")
+    assert job.mailbox().state() == shimctl.Parking(parked=False, threads=0, managed=1, exports=1, imports=1)
+    _do(job, "assert ours.cuIpcCloseMemHandle(ctypes.c_uint64(8)) == 1 and ours.cuIpcCloseMemHandle(memory) == 0")
+    assert job.mailbox().state().imports == 0
+
+
+def test_without_cuda_the_call_is_not_found(library: Path, cuda: Path) -> None:
+    text = "import ctypes; c = ctypes.CDLL(None); print(c.cudaMallocManaged(0, 0, 0), c.cuMemAllocManaged(0, 0, 0))"
+    environment = {**os.environ, "LD_PRELOAD": str(library)}
+    done = subprocess.run(python(text), env=environment, capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("302 500\n", "")
+
+
+def test_a_forked_child_counts_for_itself(job: Job) -> None:
+    _do(job, "assert ctypes.CDLL(folder + '/named.so').use_runtime() == 0")
+    _do(job, "child = os.fork() or (time.sleep(3600), os._exit(0))")
+    (child,) = tree.children(job.pid)
+    box = shimctl.find(tree.Process.of(child))
+    assert box is not None
+    until(lambda: box.state().managed == 0)
+    os.kill(child, 9)
+    assert job.mailbox().state().managed == 1

@@ -1,0 +1,105 @@
+"""A parked process under the real CRIU: it is dumped parked, restored parked, and goes on when it is let go."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from snapshotd import shimctl, tree
+from tests.shim.jobs import REPOSITORY, STUCK_S, Work, until
+
+CRIU = REPOSITORY / ".criu" / "criu"
+
+pytestmark = [
+    pytest.mark.root,
+    pytest.mark.skipif(os.getuid() != 0, reason="CRIU needs root"),
+    pytest.mark.skipif(not CRIU.exists(), reason="no CRIU of our own: run `make setup`"),
+]
+
+KINDS = ("spin", "allocate", "doze", "exchange", "turns", "churn")
+#: A fresh pid namespace with a /proc of its own, as a guest keeper makes it; thread ids inside are the old ones.
+FRESH = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
+
+
+class FileWork(Work):
+    """Has files for its stdio, which CRIU finds again by their names, and leads its session."""
+
+    def __init__(self, library: Path, program: Path, folder: Path) -> None:
+        os.mkfifo(folder / "input")
+        wait = f'exec "$@" 0<>{folder}/input >{folder}/output 2>&1'
+        super().__init__(library, program, folder, *KINDS, wrap=("setsid", "sh", "-c", wait, "sh"))
+
+
+def _criu(verb: str, images: Path, *arguments: str, wrap: tuple[str, ...] = ()) -> subprocess.Popen[bytes]:
+    options = ["--images-dir", str(images), "--log-file", f"{verb}.log", "-v4", "--manage-cgroups=ignore"]
+    return subprocess.Popen([*wrap, str(CRIU), verb, *options, *arguments], stdin=subprocess.DEVNULL)
+
+
+def _errors(images: Path, verb: str) -> str:
+    log = images / f"{verb}.log"
+    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    return "\n".join(line for line in lines if "Error" in line)
+
+
+@contextlib.contextmanager
+def _restored(images: Path, inner: int) -> Iterator[tree.Process]:
+    """The process in its fresh pid namespace, by its pid out here."""
+    criu = _criu("restore", images, wrap=FRESH)
+    found: list[int] = []
+
+    def look() -> bool:
+        assert criu.poll() is None, _errors(images, "restore")
+        for pid in _below(criu.pid):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                if tree.inner_pid(pid) == inner and "counters" in Path(f"/proc/{pid}/maps").read_text():
+                    found.append(pid)
+        return bool(found) and "Restore finished successfully" in (images / "restore.log").read_text(errors="replace")
+
+    try:
+        until(look)
+        yield tree.Process.of(found[-1])
+    finally:
+        criu.send_signal(signal.SIGKILL)
+        criu.wait(STUCK_S)
+
+
+def _below(pid: int) -> list[int]:
+    return [found for child in tree.children(pid) for found in [child, *_below(child)]]
+
+
+def test_a_parked_process_is_restored_parked(library: Path, work_program: Path, tmp_path: Path) -> None:
+    job = FileWork(library, work_program, tmp_path)
+    try:
+        job.moves()
+        box = job.mailbox()
+        box.park(20)
+        threads = box.state().threads
+        frozen = job.counters()
+        images = tmp_path / "images"
+        images.mkdir()
+        dump = _criu("dump", images, "--tree", str(job.pid))
+        assert dump.wait(STUCK_S) == 0, _errors(images, "dump")
+        assert job.popen.wait(STUCK_S) == -signal.SIGKILL
+        with _restored(images, job.pid) as process:
+            job.stands_still()
+            assert job.counters() == frozen
+            restored = shimctl.find(process)
+            assert restored is not None
+            assert process.pid != job.pid
+            assert restored.state() == shimctl.Parking(parked=True, threads=threads, managed=0, exports=0, imports=0)
+            assert shimctl.problems(process.pid) == []
+            restored.park(10)
+            restored.release(10)
+            job.moves()
+            restored.park(20)  # and away again
+            job.stands_still()
+            restored.release(10)
+            job.moves()
+    finally:
+        job.end()
