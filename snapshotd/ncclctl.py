@@ -13,7 +13,7 @@ import contextlib
 import errno
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,13 +30,16 @@ _COMM = re.compile(r"[0-9a-f]{16}")
 _TARGET = re.compile(r"[0-9a-f]{16} [csr] -?[0-9]{1,9} [0-9]{1,19}")
 _UNIQUE_ID = re.compile(r"[0-9a-f]{256}")
 
-#: States of a communicator that is not as the application has it, in words.
-_NOT_WHOLE = {
+#: Why a communicator in this state will never move.
+_BROKEN = {
+    "detached": "an earlier move has taken it down and not built it again",
+    "lost": "it could not be built again after an earlier move",
+}
+#: What a communicator in this state waits for; at a cut, where no thread is inside NCCL, none is in it.
+_PASSING = {
     "pending": "it is being made",
     "detaching": "it is being taken down",
-    "detached": "an earlier move has taken it down and not built it again",
     "attaching": "it is being built again",
-    "lost": "it could not be built again after an earlier move",
     "ending": "the application is destroying it",
 }
 
@@ -50,10 +53,17 @@ class Communicator:
     rank: int
     state: str
     refusals: tuple[str, ...]
+    held: bool  # its making waits at the gate: nothing of it is there yet
 
     @property
-    def detached(self) -> bool:
-        return self.state == "detached"
+    def real(self) -> bool:
+        """Whether there is, or may be, something of NCCL's to take down."""
+        return self.state not in {"detached", "lost"} and not self.held
+
+    @property
+    def unfinished(self) -> str:
+        """What is going on with it, in words; "" where nothing is."""
+        return "" if self.held else _PASSING.get(self.state, "")
 
 
 @dataclass(frozen=True)
@@ -121,22 +131,24 @@ def parse(text: str) -> Report:
     """Raises Damaged where the text is no report: the process's memory is the job's, and can hold anything."""
     try:
         told = json.loads(text)
-        comms = tuple(_communicator(comm) for comm in told["comms"])
+        held = {channel[0] for waiting in told.get("held", ()) for channel in waiting["group"]}
+        comms = tuple(_communicator(comm, held) for comm in told["comms"])
         return Report(text, told["gate"] == "closed", int(told["instance"]), comms, int(told["nccl_threads"]))
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, IndexError) as error:
         raise Damaged(f"a process's NCCL report makes no sense ({error!r}): {text[:80]!r}") from error
 
 
-def _communicator(told: dict[str, object]) -> Communicator:
+def _communicator(told: dict[str, object], held: Collection[str]) -> Communicator:
     state = str(told["state"])
     why = [str(words) for words in told["refused"]] if isinstance(told["refused"], list) else []
-    if state in _NOT_WHOLE:
-        why.append(_NOT_WHOLE[state])
-    elif told.get("in_progress"):
+    if state in _BROKEN:
+        why.append(_BROKEN[state])
+    elif state == "live" and told.get("in_progress"):
         why.append("one of its calls is still in progress (a non-blocking communicator)")
     if not _COMM.fullmatch(str(told["id"])):
         raise ValueError(f"no id of a communicator: {told['id']!r}")
-    return Communicator(str(told["id"]), int(str(told["nranks"])), int(str(told["rank"])), state, tuple(why))
+    waits = state == "pending" and told["id"] in held
+    return Communicator(str(told["id"]), int(str(told["nranks"])), int(str(told["rank"])), state, tuple(why), waits)
 
 
 def close(process: tree.Process) -> None:

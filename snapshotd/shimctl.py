@@ -100,24 +100,11 @@ class _Box:
         field = _LAYOUT.unpack(raw)
         magic, abi, _bytes, owner, thread, probe, parked, parked_threads, command = field[:9]
         request, answer, status, _unused = field[13:17]
+        result = field[17:19]
         text = field[21].partition(b"\0")[0].decode(errors="replace")
         managed, exports, imports = field[22:25]
         return cls(
-            *(
-                magic,
-                abi,
-                owner,
-                thread,
-                probe,
-                parked,
-                parked_threads,
-                command,
-                request,
-                answer,
-                status,
-                field[17:19],
-                text,
-            ),
+            *(magic, abi, owner, thread, probe, parked, parked_threads, command, request, answer, status, result, text),
             *(managed, exports, imports, frozenset(field[25:]) - {0}),
         )
 

@@ -100,7 +100,7 @@ async def _in_communicators(moving: Moving, entry: RankEntry) -> list[list[int]]
     instances = {int(pid): int(number) for pid, number in moving.log.note("nccl_instances", [])}
     found = []
     for gated_, report in await gated.find([entry]):
-        up = [comm.id for comm in report.comms if not comm.detached]
+        up = [comm.id for comm in report.comms if comm.real]
         if up:
             raise Refused(
                 f"process {gated_.process.pid} has communicators that were not taken down: {', '.join(up[:5])}",

@@ -53,11 +53,14 @@ def seats_of(reports: Mapping[str, pb.GateReport], rank_uid: str) -> tuple[Seats
             except Damaged as error:
                 return {}, [f"rank {process.rank} on {node}: {error.message}"]
             for comm in comms:
+                if comm.held:
+                    continue  # made after the cut, by all of its members
                 found.setdefault(comm.id, []).append(Seat(node, process.rank_uid, process.pid, comm.rank))
                 sizes.setdefault(comm.id, comm.nranks)
                 if process.rank_uid == rank_uid:
                     mine.add(comm.id)
-                why += [f"{comm.id} rank {process.rank} on {node}: {words}" for words in comm.refusals]
+                words = [*comm.refusals, *filter(None, [comm.unfinished])]
+                why += [f"{comm.id} rank {process.rank} on {node}: {each}" for each in words]
     problems = [f"communicator {words}" for words in why if words.split()[0] in mine]
     for comm_id in sorted(mine):
         taken = sorted(seat.rank for seat in found[comm_id])

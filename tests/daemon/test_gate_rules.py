@@ -112,6 +112,28 @@ def test_a_refusal_counts_only_where_the_rank_is_in() -> None:
     assert problems == [f"communicator {PAIR} rank 1 on b: it is grown"]
 
 
+def pending(uid: str, *, held: bool) -> pb.ProcessGate:
+    """In the world, and just making a communicator whose size it does not know yet."""
+    made = process(uid, {WORLD: (int(uid[-1]), 2)})
+    told = json.loads(made.json)
+    told["comms"].append({"id": PAIR, "nranks": -1, "rank": -1, "state": "pending", "refused": []})
+    told["held"] = [{"thread": 8, "group": [[WORLD, "c", -1, 1], [PAIR, "c", -1, 1]]}] if held else []
+    made.json = json.dumps(told)
+    return made
+
+
+def test_a_communicator_whose_making_waits_at_the_gate_is_nothing_to_take_down() -> None:
+    seats, problems = seats_of(reports(a=[pending("job-0", held=True), pending("job-1", held=True)]), "job-0")
+    assert (list(seats), problems) == ([WORLD], [])
+    assert [comm.real for comm in ncclctl.parse(pending("job-0", held=True).json).comms] == [True, False]
+
+
+def test_one_that_is_being_made_inside_nccl_is_a_problem() -> None:
+    _, problems = seats_of(reports(a=[pending("job-0", held=False), pending("job-1", held=False)]), "job-0")
+    assert any("it is being made" in problem for problem in problems)
+    assert ncclctl.parse(pending("job-0", held=False).json).refusals() == []  # in a moment it is made
+
+
 def test_a_report_that_makes_no_sense_is_a_problem() -> None:
     nonsense = pb.ProcessGate(rank_uid="job-0", json='{"comms": [{"id": "x"}]}')
     assert seats_of(reports(a=[nonsense]), "job-0")[1]

@@ -50,7 +50,7 @@ def test_a_communicator_that_is_whole_moves(rank: Starter) -> None:
     ("changes", "words"),
     [
         ({"refused": ["its collectives are captured in a CUDA graph"]}, "captured in a CUDA graph"),
-        ({"state": "pending"}, "it is being made"),
+        ({"state": "detached"}, "an earlier move has taken it down"),
         ({"state": "lost"}, "could not be built again"),
         ({"in_progress": True}, "still in progress"),
     ],

@@ -9,6 +9,7 @@ from __future__ import annotations
 from contextlib import suppress
 
 from snapshotd.rules import CopyState, Mark, Outcome, TargetFacts, proof, proves, target_answer
+from tests.protocol.gating import gate_of
 from tests.protocol.network import Copy, Socket
 from tests.protocol.settling import Settling
 from tests.protocol.world import LEASE_S, PERSON, Answer, Lost, Record, Refused
@@ -45,13 +46,33 @@ class Model(Settling):
             self.undecided(node, move, Mark.BEGUN)
             return Answer()
         self.on_inspect(node, move)
-        if any(where == node and not record.ended for (where, _), record in self.journal.items()):
+        if any(where == node and r.role != "gate" and not r.ended for (where, _), r in self.journal.items()):
             raise Refused("busy: an earlier move of this rank is not settled")
         copy = next(copy for copy in self.copies if copy.node == node and copy.alive and copy.running)
         self.event(node, "mark begun")
         record = Record("source", target, Mark.BEGUN, nonce, copy=copy, marked_in_life=self.life[node])
         record.lease_until_s = self.now_s + LEASE_S
         self.journal[node, move] = record
+        return Answer()
+
+    def on_detach(self, node: str, move: str) -> Answer:
+        record = self.undecided(node, move, Mark.BEGUN)
+        if record.copy is not None and not record.seats:
+            self.still_closed(node, move)
+            self.event(node, "note the members")
+            record.seats = tuple(peer for peer in self.peers if (peer, gate_of(move)) in self.journal)
+        try:
+            self.take_down(node, move, record)
+        except Lost as lost:
+            raise Refused("a member does not answer") from lost
+        return Answer()
+
+    def on_attach(self, node: str, move: str) -> Answer:
+        record = self.undecided(node, move, Mark.STREAMED)
+        try:
+            self.build(node, move, record, record.peer)
+        except Lost as lost:
+            raise Refused("a member does not answer") from lost
         return Answer()
 
     def on_freeze(self, node: str, move: str) -> Answer:
@@ -123,7 +144,8 @@ class Model(Settling):
             return Answer("UNDECIDED")
         released = record.holds is Outcome.COMMIT and record.mark is Mark.SETTLED
         copy = CopyState.RUNNING if released else CopyState.UNREACHABLE
-        return Answer(record.holds, proof(record.nonce, record.holds, move), copy)
+        settled = record.mark is Mark.SETTLED
+        return Answer(record.holds, proof(record.nonce, record.holds, move), copy, settled=settled)
 
     def on_declaretargetdead(self, node: str, move: str) -> Answer:
         record = self.journal.get((node, move))
@@ -192,7 +214,8 @@ class Model(Settling):
             for peer in record.rewires:
                 self.hold(node, move, peer, node)
             sockets = {peer: Socket(peer) for peer in record.rewires}
-            record.copy = Copy(node, move, sockets=sockets)  # stopped from the first instruction on; perhaps not whole
+            # Stopped from the first instruction on; perhaps not whole. Behind its gate, as it was dumped.
+            record.copy = Copy(node, move, sockets=sockets, gated=True, comm=0)
             self.copies.append(record.copy)
             self.run_criu(node, "criu restore", record.copy)
             self.mark(node, record, Mark.HELD)

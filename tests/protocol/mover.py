@@ -27,6 +27,7 @@ class Move:
     receipt: bytes = b""
     peers: tuple[str, ...] = ()
     touched: set[str] = field(default_factory=set)
+    gated: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.moved_copy = next(iter(running(self.model)), None)
@@ -76,11 +77,12 @@ class Move:
     def _ask_the_source(self, reached: int) -> tuple[int, str]:
         """The target does not say that it runs the rank. Release has the source look there now: it takes the rank
         back, or has released its copy, which it does only for a rank that was let go there."""
-        with suppress(Lost, Refused):
+        released, outcome = False, "COMMIT"
+        with suppress(Lost, Refused):  # a source that has taken the rank back may still wait for another member
             released = self._ask_twice(self.source, "Release").kind == "released"
+        with suppress(Lost, Refused):
             outcome = self._ask_twice(self.source, "GetOutcome").kind
-            return ACTIVATE + 1 if released else reached, outcome
-        return reached, "COMMIT"
+        return ACTIVATE + 1 if released else reached, outcome
 
     def _ask_twice(self, node: str, rpc: str, *arguments: object) -> Answer:
         with suppress(Lost):
@@ -91,6 +93,8 @@ class Move:
         """One request; a step that answers with another outcome than it asks for has failed."""
         if step.at is At.PEERS:
             return self._ask_peers(step)
+        if step.at is At.JOB:
+            return self._ask_job(step)
         node = self.target if step.at is At.TARGET else self.source
         arguments: dict[str, tuple[object, ...]] = {
             "Prepare": (self.source,),
@@ -135,6 +139,23 @@ class Move:
                 failures.append(failed)
         if failures and step.action != "Settle":
             raise Refused(str(failures[0])) if step.action == "Look" else failures[0]
+        return Answer()
+
+    def _ask_job(self, step: Step) -> Answer:
+        """Every node that has a member; the first failure to close is one to stop for."""
+        failures: list[Lost | Refused] = []
+        living = [peer for peer, program in self.model.programs.items() if program.alive]
+        for node in sorted(self.gated) if step.action == "Open" else (self.source, *living):
+            try:
+                if step.action == "Open":
+                    self.model.call(DRIVER, node, "Open", self.name, self.token)
+                else:
+                    self.gated.add(node)
+                    self.model.call(DRIVER, node, "Close", self.name, self.source, self.target, self.nonce)
+            except (Lost, Refused) as failed:
+                failures.append(failed)
+        if failures and step.action != "Open":
+            raise failures[0]
         return Answer()
 
     # ------------------------------------------------------------ what became of it
@@ -201,8 +222,11 @@ def leftovers(model: Model) -> list[str]:
         if running(model) and not model.excused(peer) and not model.flows(peer)
     ]
     braced = [f"time-outs off on {holder.node}" for _, holder, socket in model.ends() if socket.braced]
+    gates = [f"a closed gate on {copy.node}" for copy in model.members() if copy.gated]
+    excused = model.given_up or any(model.excused(peer) for peer in model.peers)
+    apart = ["the communicator is not whole"] if not excused and running(model) and not model.whole() else []
     open_moves = [f"{move} unfinished on {node}" for (node, move), record in model.journal.items() if not record.ended]
-    return still + images + filters + silent + braced + open_moves
+    return still + images + filters + silent + braced + gates + apart + open_moves
 
 
 def other(node: str) -> str:

@@ -39,6 +39,8 @@ class Copy:
     running: bool = False
     sockets: dict[str, Socket] = field(default_factory=dict)  # by peer
     fell: bool = False  # died, and not by the protocol
+    gated: bool = False  # NCCL: its gate is closed
+    comm: int = 1  # NCCL: the communicator it is in, by the number of the attempt that built it; 0: none
 
 
 class Network(ABC):

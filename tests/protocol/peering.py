@@ -30,7 +30,7 @@ class Peering(World):
 
     def begun(self, node: str, move: str, source: str, target: str, nonce: bytes) -> Record:
         if (node, move) not in self.journal:
-            if any(where == node and not record.ended for (where, _), record in self.journal.items()):
+            if any(where == node and r.role != "gate" and not r.ended for (where, _), r in self.journal.items()):
                 raise Refused("busy: an earlier move of this rank is not settled here")
             self.event(node, "mark begun")
             self.journal[node, move] = Record("peer", source, Mark.PREPARED, nonce, target=target)

@@ -18,12 +18,12 @@ from snapshotd.rules import (
     source_next,
     target_next,
 )
+from tests.protocol.gating import Gating
 from tests.protocol.network import HOME, Broken
-from tests.protocol.peering import Peering
 from tests.protocol.world import TARGET, Record
 
 
-class Settling(Peering):
+class Settling(Gating):
     """Daemons that are left alone. A node is the source or the target of a move, never both."""
 
     def look(self, node: str, move: str) -> None:
@@ -33,6 +33,10 @@ class Settling(Peering):
             if (node, move) not in self.locked:
                 with self.at_work(node, move):
                     self.settle_source(node, move)
+        elif self.journal[node, move].role == "gate":
+            if (node, move) not in self.locked:
+                with self.at_work(node, move):
+                    self.settle_gate(node, move)
         elif self.journal[node, move].role == "peer":
             if (node, move) not in self.locked:
                 with self.at_work(node, move):
@@ -94,8 +98,11 @@ class Settling(Peering):
                     self.event(node, "write down the word of the target")
                     record.word = TARGET
                 case SourceDecision.THAW:
-                    self.let_go(node, move, record)
-                    self.mark(node, record, Mark.SETTLED)
+                    with self.at_work(node, move):
+                        self.let_go(node, move, record)
+                        self.put_back(node, move, record)
+                        self.mark(node, record, Mark.SETTLED)
+                        self.open_all(node, move, record)
                 case SourceDecision.RELEASE:
                     self.drop_copy(node, move, record, decision)
                     self.mark(node, record, Mark.SETTLED)
@@ -153,6 +160,9 @@ class Settling(Peering):
                         self.event(node, "let go")
                         if record.copy is not None and record.copy.alive:
                             record.copy.running = True
+                        if record.copy is not None and record.copy.gated:
+                            self.event(node, "open its gate")
+                            record.copy.gated = False
                     self.images.discard((node, move))
                     self.end(node, record)
                 case TargetDecision.CLOSE if record.mark in (Mark.ACTIVATED, Mark.DISCARDED):

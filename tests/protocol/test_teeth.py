@@ -11,6 +11,8 @@ import pytest
 from migrator.protocol import Verdict
 from snapshotd.rules import (
     CopyState,
+    GateDecision,
+    GateFacts,
     Mark,
     Outcome,
     PeerDecision,
@@ -19,12 +21,14 @@ from snapshotd.rules import (
     SourceFacts,
     TargetDecision,
     TargetFacts,
+    gate_next,
     peer_next,
     source_next,
     target_next,
 )
 from tests.protocol import peering, settling
 from tests.protocol.faults import Scene, labels, single_faults
+from tests.protocol.gating import Gating, gate_of
 from tests.protocol.model import Model
 from tests.protocol.mover import leftovers
 from tests.protocol.network import PEER, Broken, Network
@@ -123,6 +127,25 @@ def stay_pointed(facts: PeerFacts) -> tuple[PeerDecision, str]:
     return (PeerDecision.UNFILTER, "") if decision[0] is PeerDecision.POINT_BACK else decision
 
 
+def open_in_silence(facts: GateFacts) -> tuple[GateDecision, str]:
+    """The gate does not wait for the outcome."""
+    decision = gate_next(facts)
+    return (GateDecision.LEARN_ABORT, "") if decision[0] is GateDecision.ASK else decision
+
+
+def open_at_abort(facts: GateFacts) -> tuple[GateDecision, str]:
+    """The gate opens for an ABORT that is not carried out: the communicators are still down."""
+    decision = gate_next(facts)
+    return (GateDecision.LEARN_ABORT, "") if facts.source is Outcome.ABORT and not facts.outcome else decision
+
+
+def never_open(facts: GateFacts) -> tuple[GateDecision, str]:
+    """The gate waits for the driver alone."""
+    decision = gate_next(facts)
+    return (GateDecision.ASK, "") if decision[0] in (GateDecision.LEARN_ABORT, GateDecision.LEARN_COMMIT) else decision
+
+
+GATE_BREAKS = (open_in_silence, open_at_abort, never_open)
 SOURCE_BREAKS = (thaw_in_silence, release_early, abort_though_held, take_back_in_silence, never_take_back)
 TARGET_BREAKS = (activate_unasked, never_ask, activate_the_dead)
 PEER_BREAKS = (believe_commit, unfilter_in_silence, stay_pointed)
@@ -130,6 +153,7 @@ BREAKS = {
     "settling.source_next": SOURCE_BREAKS,
     "settling.target_next": TARGET_BREAKS,
     "peering.peer_next": PEER_BREAKS,
+    "gating.gate_next": GATE_BREAKS,
 }
 
 
@@ -202,6 +226,34 @@ def change_unfiltered(self: Model, node: str, move: str, peer: str, *others: str
     """Peers do not filter what they change."""
     if node not in self.peers:
         Network.hold(self, node, move, peer, *others)
+
+
+def open_first(self: Model, node: str, move: str, record: Record) -> None:
+    """The source has the gates opened, and then puts the communicators back."""
+    self.open_all(node, move, record)
+    Gating.put_back(self, node, move, record)
+
+
+def forget_the_members(self: Model, node: str, move: str, record: Record) -> None:
+    """The source goes on alone, whatever it has taken down."""
+
+
+def close_late(self: Model, node: str, move: str) -> Record:
+    """Gates are found by what is closed, whatever has become of the move."""
+    return self.journal[node, gate_of(move)]
+
+
+GATE_ORDERS = {"put_back": (open_first, forget_the_members), "still_closed": (close_late,)}
+
+
+@pytest.mark.parametrize(
+    ("act", "order"), [pytest.param(act, one, id=one.__name__) for act, some in GATE_ORDERS.items() for one in some]
+)
+def test_a_wrong_order_at_the_gates_is_caught(
+    monkeypatch: pytest.MonkeyPatch, act: str, order: Callable[..., object]
+) -> None:
+    monkeypatch.setattr(Model, act, order)
+    assert caught()
 
 
 ORDERS = {"on_freeze": note_too_late, "drop_copy": let_go_first, "let_go": thaw_as_it_is, "hold": change_unfiltered}

@@ -48,7 +48,9 @@ class Record:
     word: str = ""  # who has overruled: PERSON (the other node is dead), or TARGET (its copy died unrun)
     copy: Copy | None = None
     rewires: tuple[str, ...] = ()  # the peers whose connections are, or may be, filtered here
-    target: str = ""  # peer: the node reached; `peer` is then the one left
+    target: str = ""  # peer, gate: the node reached; `peer` is then the one left
+    seats: tuple[str, ...] = ()  # source: peers whose members of the communicator are, or may be, taken down
+    undoing_since_s: float = -1.0
     lease_until_s: float = 0.0
     marked_in_life: int = 0
     ended: bool = False  # carried out and closed; the daemon does not look at it again
@@ -69,6 +71,7 @@ class Answer:
     token: bytes = b""
     copy: CopyState = CopyState.UNREACHABLE
     peers: tuple[str, ...] = ()
+    settled: bool = False  # the outcome is carried out
 
 
 Fault = Callable[["World"], None]
@@ -96,6 +99,8 @@ class World(Network):
         self.locked: set[tuple[str, str]] = set()  # (node, move): its daemon is between a decision and the mark of it
         self.in_flight: list[tuple[str, str, tuple[object, ...]]] = []
         self.keeper_killed = self.criu_killed = self.drop = self.delay = False
+        self.attempts = 0  # to build the communicator again
+        self.given_up = False  # nobody will
         self._frames: list[tuple[str, int]] = []
         self._written: dict[tuple[str, str], Outcome] = {}
 
@@ -149,7 +154,7 @@ class World(Network):
             return True
         dead = {}  # by copy that fell: whether it was the rank by the end of its last move
         for record in self.journal.values():
-            if record.copy is not None and record.copy.fell:
+            if record.copy is not None and record.copy.fell and record.role != "gate":
                 own = record.holds is Outcome.ABORT if record.role == "source" else record.mark is Mark.ACTIVATED
                 dead[record.copy] = own
         return any(dead.values())

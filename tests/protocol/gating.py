@@ -1,0 +1,205 @@
+"""The gates of the job's processes in the model, and the communicator between them: closed, taken down, built again, opened.
+
+As in `snapshotd/ops/gates.py` and `communicators.py`. The rank and every peer's process are the members of one communicator,
+which is told by a number: 0 where it is down, else that of the attempt that built it. What opens a gate must find it whole
+on every member; nobody waits for ever behind one.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from snapshotd.rules import CopyState, GateDecision, GateFacts, Mark, Outcome, gate_next, proof, proves
+from tests.protocol.network import Broken, Copy
+from tests.protocol.peering import Peering
+from tests.protocol.world import LEASE_S, Answer, Lost, Record, Refused
+
+UNDO_S, SILENT_S = 120.0, 240.0
+
+
+def gate_of(move: str) -> str:
+    """The key of a node's record of its gates: it may be the move's source or target, or a peer of it, too."""
+    return f"{move} gate"
+
+
+class Gating(Peering):
+    """Whoever has a member of the communicator. The source has them all taken down and built again."""
+
+    def members(self) -> list[Copy]:
+        return [copy for copy in (*self.copies, *self.programs.values()) if copy.alive and copy.running]
+
+    def whole(self) -> bool:
+        numbers = {copy.comm for copy in self.members()}
+        return len(numbers) == 1 and 0 not in numbers
+
+    def check(self) -> None:
+        super().check()
+        excused = any(self.excused(peer) for peer in self.peers) or self.given_up
+        for copy in self.members():
+            if not copy.gated and not excused and not self.whole():
+                raise Broken(f"the gate on {copy.node} is open, and the communicator is not whole")
+
+    # ------------------------------------------------------------ requests of the driver
+
+    def on_close(self, node: str, move: str, source: str, target: str, nonce: bytes) -> Answer:
+        key = (node, gate_of(move))
+        if key not in self.journal:
+            member = self.programs.get(node)
+            if member is None:
+                at_source = self.journal.get((node, move))
+                if at_source is None or at_source.copy is None:
+                    raise Refused("no such rank here")
+                member = at_source.copy
+            if any(where == node and r.role == "gate" and not r.ended for (where, _), r in self.journal.items()):
+                raise Refused("busy: the gates are closed for another move")
+            self.event(node, "mark gated")
+            record = Record("gate", source, Mark.GATED, nonce, copy=member, target=target)
+            record.lease_until_s = self.now_s + LEASE_S  # until then the driver has the word
+            self.journal[key] = record
+        record = self.still_closed(node, move)
+        self.event(node, "close the gates")
+        if record.copy is not None:
+            record.copy.gated = True
+        return Answer()
+
+    def on_open(self, node: str, move: str, token: bytes) -> Answer:
+        """From the driver: a COMMIT is believed, at an ABORT the source is asked whether it has put the rank back."""
+        return self.open_with(node, move, token, (Outcome.COMMIT,))
+
+    def on_openagain(self, node: str, move: str, token: bytes) -> Answer:
+        """From the source, which has put the rank back."""
+        return self.open_with(node, move, token, tuple(Outcome))
+
+    def open_with(self, node: str, move: str, token: bytes, believed: tuple[Outcome, ...]) -> Answer:
+        record = self.journal.get((node, gate_of(move)))
+        if record is not None and not record.ended:
+            outcome = next((item for item in Outcome if proves(token, record.nonce, item, move)), None)
+            if outcome is None:
+                raise Refused("not a token for this move")
+            if outcome in believed:
+                self.event(node, f"learn {outcome}")
+                record.outcome = record.outcome or outcome
+            record.lease_until_s = -1.0  # whoever says so, the driver is no longer busy with it
+            self.settle_gate(node, gate_of(move))
+        return Answer()
+
+    # ------------------------------------------------------------ requests of the source
+
+    def still_closed(self, node: str, move: str) -> Record:
+        record = self.journal.get((node, gate_of(move)))
+        if record is None or record.outcome or record.ended:
+            raise Refused("no gate is closed here for this move")
+        return record
+
+    def on_takedown(self, node: str, move: str) -> Answer:
+        self.change(node, self.still_closed(node, move).copy, 0)
+        return Answer()
+
+    def on_build(self, node: str, move: str, number: int) -> Answer:
+        held = self.journal.get((node, move))
+        if held is not None and held.role == "target":
+            if held.mark is not Mark.HELD or held.outcome or not held.copy_exists:
+                raise Refused("no copy is held here")
+            self.change(node, held.copy, number)
+        else:
+            self.change(node, self.still_closed(node, move).copy, number)
+        return Answer()
+
+    def change(self, node: str, copy: Copy | None, number: int) -> None:
+        if copy is None or not copy.alive:
+            raise Refused("it has ended")
+        self.event(node, "build the communicator" if number else "take the communicator down")
+        if not copy.gated:
+            raise Broken(f"the communicator on {node} is changed behind an open gate")
+        copy.comm = number
+
+    def take_down(self, node: str, move: str, record: Record) -> None:
+        self.change(node, record.copy, 0)
+        for peer in record.seats:
+            self.call(node, peer, "TakeDown", move)
+
+    def build(self, node: str, move: str, record: Record, on: str) -> None:
+        self.attempts += 1
+        number = self.attempts + 1
+        if on == node:
+            self.change(node, record.copy, number)
+        else:
+            self.call(node, on, "Build", move, number)
+        for peer in record.seats:
+            self.call(node, peer, "Build", move, number)
+
+    # ------------------------------------------------------------ undo, with or without a driver
+
+    def put_back(self, node: str, move: str, record: Record) -> None:
+        """ABORT stands and the rank runs here again, behind its gate."""
+        if not record.seats or not record.copy_exists:
+            return
+        if record.undoing_since_s < 0:
+            record.undoing_since_s = self.now_s
+        try:
+            self.take_down(node, move, record)
+            self.build(node, move, record, node)
+        except Refused:
+            self.given_up = True  # a member has ended, or has opened its gate: the job hears of it by NCCL's own errors
+        except Lost:
+            if self.now_s - record.undoing_since_s <= UNDO_S:
+                raise
+            self.given_up = True
+
+    def open_all(self, node: str, move: str, record: Record) -> None:
+        if record.holds is None or (node, gate_of(move)) not in self.journal:
+            return
+        if record.copy is not None and record.copy.gated:  # its gate may have been done with, for a COMMIT
+            self.event(node, "open its gate")
+            record.copy.gated = False
+        token = proof(record.nonce, record.holds, move)
+        for one in (node, *record.seats):
+            with suppress(Lost, Refused):
+                self.call(node, one, "OpenAgain", move, token)
+
+    # ------------------------------------------------------------ settling, by the rules alone
+
+    def settle_gate(self, node: str, key: str) -> None:
+        record, asked = self.journal[node, key], False
+        facts = GateFacts(record.mark, record.outcome)
+        while not record.ended:
+            decision, _ = gate_next(facts)
+            match decision:
+                case GateDecision.ASK:
+                    if asked or self.now_s <= record.lease_until_s:
+                        return
+                    asked, facts = True, self.ask_for_gate(node, key.removesuffix(" gate"), record)
+                    continue
+                case GateDecision.LEARN_COMMIT | GateDecision.LEARN_ABORT:
+                    outcome = Outcome.COMMIT if decision is GateDecision.LEARN_COMMIT else Outcome.ABORT
+                    self.event(node, f"learn {outcome}")
+                    record.outcome = outcome
+                case GateDecision.OPEN:
+                    self.event(node, "open the gates")
+                    left = record.outcome is Outcome.COMMIT and node == record.peer
+                    if record.copy is not None and not left:
+                        record.copy.gated = False
+                    self.mark(node, record, Mark.SETTLED)
+                case GateDecision.CLOSE:
+                    self.end(node, record)
+            facts = GateFacts(record.mark, record.outcome)
+
+    def ask_for_gate(self, node: str, move: str, record: Record) -> GateFacts:
+        outcome: Outcome | None = None
+        undone = unknowing = silent = False
+        try:
+            answer = self.call(node, record.peer, "GetOutcome", move)
+            if answer.kind == "UNDECIDED":
+                return GateFacts(record.mark, None)
+            unknowing = answer.kind == "NOT FOUND"
+            outcome = None if unknowing else Outcome(answer.kind)
+            undone = outcome is Outcome.ABORT and answer.settled
+            if outcome is Outcome.COMMIT and answer.copy is CopyState.RUNNING:
+                return GateFacts(record.mark, None, outcome, target=CopyState.RUNNING)
+        except Lost:
+            silent = self.now_s - record.lease_until_s > SILENT_S
+        target = CopyState.UNREACHABLE
+        if outcome is not Outcome.ABORT:
+            with suppress(Lost):
+                target = self.call(node, record.target, "GetCopy", move).copy
+        return GateFacts(record.mark, None, outcome, undone, unknowing, silent, target)

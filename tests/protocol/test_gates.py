@@ -1,0 +1,118 @@
+"""The gates of a job that speaks NCCL: closed from the cut to the outcome, open in the end, never before all is whole."""
+
+from __future__ import annotations
+
+import pytest
+
+from snapshotd.rules import GateDecision, GateFacts, Mark, Outcome, gate_next
+from tests.protocol import gating
+from tests.protocol.faults import Scene, labels
+from tests.protocol.gating import UNDO_S, gate_of
+from tests.protocol.mover import leftovers, running
+from tests.protocol.network import AWAY, HOME, PEER, Broken
+from tests.protocol.world import LEASE_S
+
+PAL = "pal"
+WALKED = labels(back=False, ticking=False)
+
+
+def test_the_communicator_is_down_while_the_rank_is_nowhere() -> None:
+    """No thread or socket of NCCL's is in a dump; and nothing is decided before it is whole with the target's copy."""
+    order = [
+        "driver: Close asked",
+        "source: take the communicator down",
+        "source: stop and freeze",
+        "target: mark held",
+        "target: build the communicator",
+        "source: record COMMIT",
+        "target: open its gate",
+        "peer: open the gates",
+    ]
+    places = [WALKED.index(label) for label in order]
+    assert places == sorted(places)
+
+
+@pytest.mark.parametrize("ticking", [False, True])
+def test_whoever_dies_where_the_job_goes_on(ticking: bool) -> None:
+    """Three members, each daemon and the driver dying at every event: `judge` finds gates open, communicators whole."""
+    for name in ("driver dies", "source daemon dies", "target daemon dies", "peer daemon dies"):
+        for event in range(WALKED.index("driver: Close asked"), len(WALKED), 2 if ticking else 1):
+            scene = Scene({event: name}, ticking=ticking, soon=False, peers=(PEER, PAL)).play()
+            scene.judge(retry=event % 5 == 0)
+            assert not scene.model.given_up
+
+
+def test_a_driver_that_dies_with_the_gates_closed_leaves_a_job_that_goes_on() -> None:
+    scene = Scene({WALKED.index("driver: Detach asked"): "driver dies"}, ticking=False)
+    scene.move.run()
+    assert all(program.gated for program in scene.model.programs.values())
+    scene.model.settle()
+    assert leftovers(scene.model) == []
+    assert scene.model.attempts == 0, "nothing was taken down, so nothing is built again"
+    scene.judge()
+
+
+def waits_for_the_target() -> Scene:
+    """The driver dies after COMMIT, source and target are cut off from each other, then the target's copy dies unrun."""
+    scene = Scene({WALKED.index("source: Commit answered"): "driver dies"}, ticking=False)
+    scene.move.run()
+    scene.model.cuts.add(frozenset((HOME, AWAY)))
+    scene.model.settle()
+    return scene
+
+
+def test_a_gate_that_hears_commit_waits_until_the_target_runs_the_rank() -> None:
+    scene = waits_for_the_target()
+    record = scene.model.journal[PEER, gate_of("m-1")]
+    assert (record.mark, record.outcome) == (Mark.GATED, None)
+    scene.kill_target_copy()
+    scene.play_on()
+    assert [copy.node for copy in running(scene.model)] == [HOME]
+    assert not scene.model.given_up
+    scene.judge()
+
+
+def test_a_gate_that_opens_for_a_commit_that_can_be_taken_back_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    def open_at_commit(facts: GateFacts) -> tuple[GateDecision, str]:
+        early = facts.source is Outcome.COMMIT and not facts.outcome
+        return (GateDecision.LEARN_COMMIT, "") if early else gate_next(facts)
+
+    monkeypatch.setattr(gating, "gate_next", open_at_commit)
+    scene = waits_for_the_target()
+    scene.kill_target_copy()
+    with pytest.raises(Broken, match="the communicator is not whole"):
+        scene.play_on()
+
+
+def test_a_job_that_nobody_can_put_together_again_is_let_go_on() -> None:
+    """The source cannot reach a peer for longer than an undo may take: the gates it reaches open, with NCCL's errors."""
+    scene = Scene({WALKED.index("driver: Freeze asked"): "source and peer cut off"}, ticking=False)
+    scene.move.run()
+    before = scene.model.now_s
+    scene.model.settle(int(UNDO_S / LEASE_S) + 2)
+    assert scene.model.now_s - before > UNDO_S
+    assert scene.model.given_up
+    assert not any(copy.gated for copy in running(scene.model))
+    scene.model.cuts.clear()
+    scene.model.settle()
+    assert leftovers(scene.model) == []
+
+
+# ------------------------------------------------------------ the model itself
+
+
+def test_an_open_gate_before_a_communicator_that_is_not_whole_is_seen() -> None:
+    scene = Scene({}, ticking=False)
+    scene.model.programs[PEER].comm = 0
+    with pytest.raises(Broken, match="the communicator is not whole"):
+        scene.model.check()
+    for copy in scene.model.members():
+        copy.gated = True
+    scene.model.check()
+    assert "a closed gate on peer" in leftovers(scene.model)
+
+
+def test_a_communicator_that_is_changed_behind_an_open_gate_is_seen() -> None:
+    scene = Scene({}, ticking=False)
+    with scene.model.acting(PEER), pytest.raises(Broken, match="behind an open gate"):
+        scene.model.change(PEER, scene.model.programs[PEER], 0)
