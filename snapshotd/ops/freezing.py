@@ -41,12 +41,13 @@ async def freeze(
 
     parts = gpu.Parts()
     processes = await _on_gpus(node, group.pids())
-    left_bytes = await gpu.empty_caches(processes, parts)
+    nccl = await _in_communicators(moving, entry)
+    # Behind a closed gate the interpreter comes to no safe point any more: then it was done in Begin.
+    left_bytes = node.caches_left.pop(move, 0) if nccl else await gpu.empty_caches(processes, parts)
     uses = {use.uuid: use.memory_bytes for use in moving.facts.gpu.uses} if processes else {}
     if len(uses) == 1:
         uses = {uuid: max(0, size - left_bytes) for uuid, size in uses.items()}
     device_bytes = max(0, moving.facts.gpu.device_bytes - left_bytes) if processes else 0
-    nccl = await _in_communicators(moving, entry)
     await in_thread(
         moving.log.mark,
         Mark.FREEZING,

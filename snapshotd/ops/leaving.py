@@ -149,6 +149,7 @@ class Leaving:
     async def _close(self, moving: Moving) -> None:
         await in_thread(moving.log.mark, Mark.SETTLED, pause_s=moving.pause_s)
         outcome = moving.log.outcome
+        self.node.caches_left.pop(moving.log.move, None)
         metrics.move_ended(outcome.outcome if outcome else "ABORT")
         entry = self.own_entry(moving.log)
         if entry is not None and entry.moving == moving.log.move:

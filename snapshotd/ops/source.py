@@ -33,7 +33,7 @@ from snapshotd.faults import Point, reach
 from snapshotd.journal import Begin, MoveLog, OutcomeRecord, check_move_id
 from snapshotd.logs import move_context
 from snapshotd.net.plan import Places
-from snapshotd.ops import communicators, connections, freezing, gpu
+from snapshotd.ops import communicators, connections, freezing, gated, gpu
 from snapshotd.ops.communicators import Communicators
 from snapshotd.ops.dump import Dump
 from snapshotd.ops.leaving import Leaving
@@ -157,6 +157,9 @@ class SourceOps:
         moving = self._track(move_log)
         self.settle_all()
         moving.facts = (await self._facts(entry))[0]
+        if communicating := [each.process for each, _ in await gated.find([entry])]:
+            # Its threads will wait at the gate, where the interpreter comes to no safe point: so it is done now.
+            self.node.caches_left[request.move] = await gpu.empty_caches(communicating, gpu.Parts())
         await reach(Point.BEGIN)
         return pb.BeginReply()
 
