@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from integration import bench_connections, bench_transport
+from integration import bench_connections, bench_nccl, bench_transport
 from integration.harness import MIGRATOR, WORKLOADS, Cluster, cluster, until
 from snapshotd.config import find_criu
 
@@ -31,11 +31,11 @@ def main() -> int:
     parser.add_argument("--mib", type=int, default=4096, help="size of the rank that is moved")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--large", action="store_true", help="also the source's memory for an 8 GiB rank")
-    parser.add_argument("--only", choices=["pause", "idle", "run", "transport", "memory", "connections"])
+    parser.add_argument("--only", choices=["pause", "idle", "run", "transport", "memory", "connections", "nccl"])
     options = parser.parse_args()
     folder = Path(__file__).parent / ".work"
     folder.mkdir(exist_ok=True)
-    wanted = [options.only] if options.only else ["idle", "run", "pause", "transport", "connections"]
+    wanted = [options.only] if options.only else ["idle", "run", "pause", "transport", "connections", "nccl"]
     if options.large and "memory" not in wanted:
         wanted.append("memory")
     if "transport" in wanted:
@@ -239,7 +239,11 @@ def connections(nodes: Cluster, options: argparse.Namespace) -> None:
     bench_connections.show(bench_connections.run(nodes, mib), mib)
 
 
-_BENCHES = {"pause": pause, "idle": idle, "run": run, "memory": memory, "connections": connections}
+def nccl(nodes: Cluster, options: argparse.Namespace) -> None:
+    bench_nccl.show(bench_nccl.run(nodes))
+
+
+_BENCHES = {"pause": pause, "idle": idle, "run": run, "memory": memory, "connections": connections, "nccl": nccl}
 
 if __name__ == "__main__":
     sys.exit(main())

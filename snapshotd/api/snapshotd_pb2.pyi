@@ -2135,7 +2135,7 @@ class AttachRequest(_message.Message):
     move: _builtins.str
     @_builtins.property
     def comms(self) -> _containers.RepeatedCompositeFieldContainer[Global___CommId]:
-        """in the order in which every member builds them"""
+        """in the order in which every member builds them; none: the held copy is made ready"""
 
     @_builtins.property
     def rank_uids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:

@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 #: What a call takes beyond the work itself.
 GRACE_S = 5.0
 REPORT_S, LIST_S, OPEN_S = 15.0, 10.0, 5.0
+#: The held copy is continued and loads a fresh copy of NCCL.
+READY_S = 60.0
 #: How long an undo tries to build the communicators again before it lets the job go on without them.
 UNDO_S = 120.0
 
@@ -71,6 +73,10 @@ class Communicators:
             return pb.AttachReply()
         seats = _placed(seats, moving.log.begin.rank_uid, node)
         await reach(Point.BEFORE_ATTACH)
+        if node != self.node.config.node:
+            ready = pb.AttachRequest(move=moving.log.move, rank_uids=[moving.log.begin.rank_uid])
+            async with self._client(moving, node) as client:
+                await client.gate.Attach(ready, timeout_s=READY_S + GRACE_S)
         gpus = await self._gpus(moving, _nodes(seats))
         ids = await self._new_ids(moving, seats)
         await self._on_all(
@@ -187,7 +193,7 @@ class Communicators:
             if first.node == self.node.config.node:
                 return (await self.members.new_id(request, first.node)).unique_id
             async with self._client(moving, first.node) as client:
-                return (await client.gate.NewId(request, timeout_s=NEW_ID_S + GRACE_S + 60)).unique_id
+                return (await client.gate.NewId(request, timeout_s=NEW_ID_S + GRACE_S)).unique_id
 
         return {comm: await make(comm) for comm in sorted(seats)}
 

@@ -73,7 +73,10 @@ class Members:
             return pb.NewIdReply(unique_id=await in_thread(_new_id, [each.process for each in found], request.pid))
 
     async def attach(self, request: pb.AttachRequest, caller: str) -> pb.AttachReply:
-        """Builds these communicators in all processes of these ranks here; they meet those of the other nodes."""
+        """Builds these communicators in all processes of these ranks here; they meet those of the other nodes.
+
+        None named: the held copy gets ready for it, so that nobody waits for one that cannot.
+        """
         lines = [ncclctl.attach_line(each.comm, each.unique_id, untried=each.untried) for each in request.comms]
         began = host.boottime_s()
         copy = self._copy_of(request.move, request.rank_uids)
@@ -85,8 +88,9 @@ class Members:
         for result in results:
             if isinstance(result, BaseException):
                 raise result
-        log.info("move %s: built %d communicators again", request.move, len(lines))
-        await reach(Point.ATTACHED)
+        if lines:
+            log.info("move %s: built %d communicators again", request.move, len(lines))
+            await reach(Point.ATTACHED)
         return pb.AttachReply(comms=len(lines), seconds=host.boottime_s() - began)
 
     async def _attach_copy(self, copy: Moving, lines: list[str], caller: str) -> None:
@@ -95,10 +99,14 @@ class Members:
             self._may_wake(copy)
             try:
                 processes = await held.wake_shim(copy.log)
+                if not lines:
+                    return
                 await reach(Point.ATTACHING)
                 await all_at_once(lambda each: ncclctl.attach(each, lines, ATTACH_S), processes)
-            finally:
+            except BaseException:
                 await held.still(copy.log)
+                raise
+            await held.still(copy.log)
 
     async def _attach_here(self, moving: Moving, rank_uids: Collection[str], lines: list[str], caller: str) -> None:
         _only_the_source(moving.log, caller)

@@ -14,10 +14,14 @@ from typing import Any
 import pytest
 
 from snapshotd import ncclctl, shimctl, tree
-from snapshotd.api.errors import NcclFailed, Timeout
+from snapshotd.api import snapshotd_pb2 as pb
+from snapshotd.api.errors import Denied, NcclFailed, Timeout
 from snapshotd.ops import held
+from snapshotd.ops.members import Members
+from snapshotd.ops.node import Moving
 from snapshotd.tree import Process
 
+MOVE = "m-0123456789ab"
 BEFORE, FRESH = 1, 2
 
 
@@ -31,7 +35,7 @@ class Copy:
             process.signal(signal.SIGSTOP)
             until_stopped(process)
         self.said: list[str] = []
-        self.instance, self.parked = BEFORE, True
+        self.instance, self.parked, self.failing = BEFORE, True, False
         notes: dict[str, Any] = {"nccl": [[self.speaker.pid, self.speaker.start_ticks, BEFORE]], "cgroup": "/none"}
         self.log: Any = SimpleNamespace(note=lambda key, default=None: notes.get(key, default))
 
@@ -99,3 +103,48 @@ def test_what_does_not_stop_makes_nothing_else_run(copy: Copy, monkeypatch: pyte
     with pytest.raises(Timeout):
         tree.stop_again([copy.speaker], 0.05)
     assert tree.stopped(copy.other.pid)
+
+
+class Gated(SimpleNamespace):
+    """A node that has no gate of its own for the move, only the copy."""
+
+
+@pytest.fixture
+def members(copy: Copy, monkeypatch: pytest.MonkeyPatch) -> Members:
+    def attach(process: Process, lines: list[str], timeout_s: float) -> None:
+        copy.said.append("attach")
+        if copy.failing:
+            raise NcclFailed("ncclCommInitRank answers 6")
+
+    monkeypatch.setattr(ncclctl, "attach", attach)
+    copy.log.begin, copy.log.move = SimpleNamespace(rank_uid="job-0", source_node="a"), MOVE
+    moving = Moving(copy.log)
+    return Members(Gated(), lambda move: moving)  # type: ignore[arg-type]
+
+
+def asked(*comms: str) -> pb.AttachRequest:
+    named = [pb.CommId(comm=comm, unique_id="ab" * 128) for comm in comms]
+    return pb.AttachRequest(move=MOVE, rank_uids=["job-0"], comms=named)
+
+
+async def test_it_is_made_ready_before_anybody_builds(copy: Copy, members: Members) -> None:
+    await members.attach(asked(), "a")
+    assert copy.said == ["thaw", "fresh"]
+    assert not tree.stopped(copy.speaker.pid)
+    await members.attach(asked("0" * 16), "a")
+    assert copy.said == ["thaw", "fresh", "thaw", "attach", "freeze"]
+    assert tree.stopped(copy.speaker.pid)
+
+
+async def test_it_stands_still_when_nccl_says_no(copy: Copy, members: Members) -> None:
+    copy.failing = True
+    with pytest.raises(NcclFailed):
+        await members.attach(asked("0" * 16), "a")
+    assert copy.said[-1] == "freeze"
+    assert tree.stopped(copy.speaker.pid)
+
+
+async def test_only_its_source_wakes_it(copy: Copy, members: Members) -> None:
+    with pytest.raises(Denied):
+        await members.attach(asked("0" * 16), "b")
+    assert tree.stopped(copy.speaker.pid)
