@@ -240,6 +240,7 @@ def connections(nodes: Cluster, options: argparse.Namespace) -> None:
 
 
 def nccl(nodes: Cluster, options: argparse.Namespace) -> None:
+    bench_nccl.show_calls(bench_nccl.calls())
     bench_nccl.show(bench_nccl.run(nodes))
 
 

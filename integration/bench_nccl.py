@@ -1,4 +1,5 @@
-"""What holding an NCCL job costs: from the first closed gate to the cut, and building its communicators again.
+"""What NCCL jobs pay: for each call, all the time; and while a rank moves, from the first closed gate to the cut, and for
+building the communicators again.
 
 On the stand-in for NCCL, so the time that the real library takes to connect is not in it: these are the costs of our own
 part, by the number of processes. Each line is the median of the moves of one rank to and fro.
@@ -6,11 +7,17 @@ part, by the number of processes. Each line is the median of the moves of one ra
 
 from __future__ import annotations
 
+import os
 import statistics
+import subprocess
 from dataclasses import dataclass
+from pathlib import Path
 
 from integration.harness import Cluster
-from integration.nccl_nodes import NcclJob
+from integration.nccl_nodes import SOURCES, WORK, NcclJob, library_dir
+
+PROGRAMS = Path(__file__).parents[1] / "tests" / "shim" / "nccl" / "programs"
+SHIM = Path(__file__).parents[1] / "shim" / "libsnapshim.so"
 
 SIZES = (2, 4, 8)
 PHASES = ("quiesce", "detach", "reattach", "open")
@@ -24,6 +31,55 @@ class Row:
     shape: str
     pause_s: float
     phases_s: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Calls:
+    """Nanoseconds per call of an operation that does nothing, and per step of a small all-reduce that is waited for."""
+
+    direct: float
+    shim: float
+    grouped: float
+    step: float
+
+    @property
+    def share(self) -> float:
+        return (self.shim - self.direct) / self.step
+
+
+def calls(count: int = 10_000_000, steps: int = 20_000) -> Calls:
+    """What the shim adds to a call, beside a call without it and a small step, in one run."""
+    folder = WORK / "bench"
+    folder.mkdir(parents=True, exist_ok=True)
+    library = library_dir()
+    flags = ("-std=c11", "-O2", "-Wall", "-Wextra", "-Werror", f"-I{SOURCES}", "-Wl,--no-as-needed")
+    empty = folder / "libnccl.so.2"
+    _make(*flags, "-fPIC", "-shared", "-Wl,-soname,libnccl.so.2", "-o", empty, PROGRAMS / "empty.c")
+    _make(*flags, "-o", folder / "bench", PROGRAMS / "bench.c", SHIM, empty, "-ldl", f"-Wl,-rpath,{folder}")
+    real = (library / "libnccl.so.2", library / "libfakestreams.so.1", f"-Wl,-rpath,{library}")
+    _make(*flags, "-o", folder / "step", PROGRAMS / "step.c", *real)
+    said = _said(folder / "bench", count) | _said(folder / "step", steps)
+    return Calls(said["direct"], said["shim"], said["group"], said["step"])
+
+
+def _make(*arguments: str | Path) -> None:
+    subprocess.run(["cc", *arguments], check=True)
+
+
+def _said(program: Path, count: int) -> dict[str, float]:
+    environment = {**os.environ, "FAKE_NCCL_ADDR": "127.0.0.1"}
+    words = subprocess.run(
+        [program, str(count)], env=environment, capture_output=True, text=True, check=True
+    ).stdout.split()
+    return dict(zip(words[::2], map(float, words[1::2]), strict=True))
+
+
+def show_calls(found: Calls) -> None:
+    print("\nNCCL calls, nanoseconds each")
+    print(f"  without the shim {found.direct:.1f}   with it {found.shim:.1f}   in groups of four {found.grouped:.1f}")
+    print(
+        f"  a small all-reduce between two processes, waited for: {found.step / 1000:.1f} µs; the shim adds {found.share:.2%}"
+    )
 
 
 def run(nodes: Cluster, moves: int = 4) -> list[Row]:
