@@ -91,7 +91,7 @@ def test_a_rank_without_communicators_leaves_the_gates_alone(nodes: Cluster) -> 
 
 
 def test_a_rank_stuck_in_its_own_code_is_given_up_and_the_job_goes_on(nodes: Cluster) -> None:
-    job = NcclJob(nodes, [SOURCE, PEER], steps=60, stuck=(1, 20))
+    job = NcclJob(nodes, [SOURCE, PEER], steps=250, stuck=(1, 20))
     until("rank 0 waits for rank 1", (job.meeting / "launched-0").exists)
     done = nodes.migrator(
         *("move", "--rank", "0", "--job", job.ranks[0].name, "--to", TARGET, "--quiesce-timeout", "1", "--json")
@@ -103,6 +103,7 @@ def test_a_rank_stuck_in_its_own_code_is_given_up_and_the_job_goes_on(nodes: Clu
     assert "detach" not in names(told)
     (job.meeting / "go").touch()
     job.await_progress()
+    until("everything is settled", lambda: not unsettled(nodes), 20)
     nodes.move(job.ranks[0], TARGET)
     job.ends_well()
 
