@@ -24,7 +24,6 @@ from snapshotd.ops.gated import Gated
 from snapshotd.ops.node import Moving, Node, now_unix_s
 from snapshotd.ranks import RankEntry, check_rank_uid
 from snapshotd.rules import CopyState, GateDecision, GateFacts, Mark, Outcome
-from snapshotd.tree import Process
 
 log = logging.getLogger(__name__)
 
@@ -172,7 +171,7 @@ class GateOps:
         found = await in_thread(gated.alive, move_log)
         here = [each.process for each in found if not left or each.rank_uid != move_log.begin.rank_uid]
         if move_log.begin.boot_id == host.boot_id():
-            await all_at_once(_open_one, here)
+            await all_at_once(ncclctl.open_gate, here)
         await in_thread(move_log.mark, Mark.SETTLED)
         log.info("opened the gates of %d processes of job %s", len(here), move_log.begin.job)
 
@@ -249,10 +248,3 @@ class GateOps:
         """Whether gates here are closed for this move."""
         move_log = self.journal.find(move)
         return move_log is not None and move_log.last_mark is not Mark.SETTLED
-
-
-def _open_one(process: Process) -> None:
-    try:
-        ncclctl.open_gate(process)
-    except RankGone:
-        log.info("process %d has ended behind its gate", process.pid)
