@@ -39,6 +39,8 @@ log = logging.getLogger(__name__)
 
 #: How long to wait for the source to clean up after a rank that already runs elsewhere; the source may be dead.
 RELEASE_S = 15.0
+#: How long to go on asking a source that cannot be reached to abort.
+REACH_S = 60.0
 #: How long to go on asking for an outcome that was not answered.
 ASK_AGAIN_S = 20.0
 
@@ -327,8 +329,8 @@ class _Run:
             with self._phase("undo"), contextlib.suppress(SnapshotError):
                 if step.action == "Abort":
                     request = pb.AbortRequest(move=self.move, reason=error.message.splitlines()[0][:500])
-                    outcome = await self.source.source.Abort(request, timeout_s=step.timeout_s, retry=True)
-                    if outcome.kind == pb.COMMIT:  # the answer to Commit was lost, and it had been written
+                    outcome = await self._abort(request, step.timeout_s)
+                    if outcome is not None and outcome.kind == pb.COMMIT:  # the answer to Commit was lost
                         break
                 elif outcome is None or outcome.kind != pb.ABORT:
                     continue
@@ -370,16 +372,34 @@ class _Run:
         unknown = OutcomeUnknown(f"{reason} (first failure: {error.message})", where=where)
         return self._result(verdict, unknown.message, where, unknown)
 
-    async def _learn_outcome(self) -> pb.Outcome | None:
-        deadline = time.monotonic() + ASK_AGAIN_S
-        while time.monotonic() < deadline:
+    async def _abort(self, request: pb.AbortRequest, timeout_s: float) -> pb.Outcome | None:
+        """A source that is at work on the undo is waited for; one that does not come back is asked how it ended."""
+        give_up_at = time.monotonic() + REACH_S
+        while True:
             try:
-                return await self.source.source.GetOutcome(self.request, timeout_s=5)
-            except (Unreachable, Timeout):
+                return await self.source.source.Abort(request, timeout_s=timeout_s)
+            except Unreachable:
+                if time.monotonic() > give_up_at:
+                    return None
                 await asyncio.sleep(0.5)
             except SnapshotError:
+                return await self._learn_outcome(decided=True)
+
+    async def _learn_outcome(self, *, decided: bool = False) -> pb.Outcome | None:
+        """The source's record. `decided`: UNDECIDED is asked again, since the decision has been asked for."""
+        deadline = time.monotonic() + ASK_AGAIN_S
+        answer: pb.Outcome | None = None
+        while time.monotonic() < deadline:
+            try:
+                answer = await self.source.source.GetOutcome(self.request, timeout_s=5)
+                if answer.kind != pb.UNDECIDED or not decided:
+                    return answer
+            except (Unreachable, Timeout):
+                answer = None
+            except SnapshotError:
                 return None
-        return None
+            await asyncio.sleep(0.5)
+        return answer
 
     def _result(self, verdict: Verdict, reason: str, where: Where, error: SnapshotError | None) -> MoveResult:
         rank = self.found.rank

@@ -70,6 +70,9 @@ COMMIT = next(index for index, step in enumerate(TABLE) if step.action == "Commi
 #: Steps that are left out where the moving rank is in no NCCL communicator.
 NCCL_ALONE = frozenset(step.action for step in TABLE if step.says.startswith("NCCL:"))
 
+#: An undo builds communicators again, for which the source has its own limit; its answer is worth waiting for.
+ABORT_S = 240
+
 #: What only looks; the first step after it changes something.
 PREFLIGHT = sum(step.phase == "preflight" for step in TABLE)
 ACTIVATE = next(index for index, step in enumerate(TABLE) if step.action == "Activate")
@@ -92,7 +95,7 @@ def undo_plan(reached: int) -> tuple[Step, ...]:
     touched = {step.undo for step in TABLE[: reached + 1]}
     plan = []
     if "Abort" in touched:
-        plan.append(Step("undo", "Abort", At.SOURCE, "", 60, Where.SOURCE_RUNNING, "record ABORT, thaw"))
+        plan.append(Step("undo", "Abort", At.SOURCE, "", ABORT_S, Where.SOURCE_RUNNING, "record ABORT, thaw"))
     if "Settle" in touched:
         plan.append(Step("undo", "Settle", At.PEERS, "", 60, Where.SOURCE_RUNNING, "point the other ends back"))
     if "Open" in touched:

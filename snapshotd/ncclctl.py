@@ -12,13 +12,16 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import logging
 import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from snapshotd import shimctl, tree
-from snapshotd.api.errors import Damaged, NcclFailed, RankGone, SnapshotError, Timeout, Where
+from snapshotd.api.errors import Damaged, GpuFailed, NcclFailed, RankGone, SnapshotError, Timeout, Where
+
+log = logging.getLogger(__name__)
 
 _ROOM, _CLOSE, _TARGETS, _REPORT, _OPEN, _DETACH, _NEW_ID, _FRESH, _ATTACH = range(16, 25)
 
@@ -92,7 +95,10 @@ def uses_nccl(pids: Iterable[int]) -> list[int]:
 
 
 def reports(pids: Iterable[int]) -> list[tuple[tree.Process, Report]]:
-    """The processes that have communicators, and where they are. One without a control thread cannot have any."""
+    """The processes that have communicators, or a closed gate, and where they are. One without a control thread has none.
+
+    One that has destroyed its last communicator behind the gate counts: the next that it makes waits there until it opens.
+    """
     found = []
     for pid in uses_nccl(pids):
         with contextlib.suppress(RankGone, ProcessLookupError):
@@ -109,7 +115,7 @@ def reports(pids: Iterable[int]) -> list[tuple[tree.Process, Report]]:
             if tree.stopped(pid):
                 continue
             report = read(process)
-            if report.comms:
+            if report.comms or report.gate_closed:
                 found.append((process, report))
     return found
 
@@ -162,8 +168,27 @@ def set_targets(process: tree.Process, lines: Sequence[str]) -> None:
 
 
 def open_gate(process: tree.Process) -> None:
-    """The job goes on. A communicator that is still detached is lost to it."""
-    _ask(process, _OPEN, GATE_S, "open its gate")
+    """The job goes on. A communicator that is still detached is lost to it.
+
+    A process that has ended, or replaced its program, has no closed gate any more: nothing is left to be opened.
+    """
+    try:
+        _ask(process, _OPEN, GATE_S, "open its gate")
+    except RankGone:
+        log.info("process %d has ended behind its gate", process.pid)
+    except (GpuFailed, NcclFailed):
+        if _has_gate(process):
+            raise
+        log.info("process %d has replaced its program behind its gate", process.pid)
+
+
+def _has_gate(process: tree.Process) -> bool:
+    """A gate was closed by a control thread, which stays as long as the program does."""
+    try:
+        mailbox = shimctl.find(process)
+        return mailbox is not None and mailbox.serves()
+    except RankGone:
+        return False
 
 
 def detach(process: tree.Process, comms: Sequence[str], timeout_s: float) -> None:

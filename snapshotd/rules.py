@@ -234,6 +234,10 @@ class GateFacts:
     source_unknowing: bool = False  # … it has never heard of the move
     source_silent: bool = False  # … for longer than any undo takes
     target: CopyState = CopyState.UNREACHABLE
+    source_lost: bool = False  # … silent for so long that nobody waits for it
+
+
+_NO_COPY = {CopyState.DISCARDED, CopyState.GONE, CopyState.NO_SUCH_MOVE, CopyState.RECEIVING}
 
 
 def gate_next(facts: GateFacts) -> tuple[GateDecision, str]:
@@ -241,7 +245,9 @@ def gate_next(facts: GateFacts) -> tuple[GateDecision, str]:
 
     An open gate lets the job use its communicators, so they must be whole on every member before: after COMMIT once the
     target runs the rank, after ABORT once the source has built them again with its own copy. A gate that stays closed only
-    costs time; one that opens early costs the job. But a job that nobody will ever put together again must hear of it.
+    costs time; one that opens early costs the job. But a job that nobody will ever put together again must hear of it:
+    once this gate is open nothing is attached here for this move any more, so a target that is still receiving will not
+    be committed behind its back.
     """
     if facts.mark is Mark.SETTLED:
         return GateDecision.CLOSE, "settled"
@@ -253,8 +259,10 @@ def gate_next(facts: GateFacts) -> tuple[GateDecision, str]:
         return GateDecision.LEARN_ABORT, "the source has put the rank back"
     if facts.source_unknowing and facts.target is not CopyState.HELD:
         return GateDecision.LEARN_ABORT, "the source does not know this move"
-    if facts.source_silent and facts.target in {CopyState.DISCARDED, CopyState.GONE, CopyState.NO_SUCH_MOVE}:
+    if facts.source_silent and facts.target in _NO_COPY:
         return GateDecision.LEARN_ABORT, "the target has no copy of the rank, and the source is silent for too long"
+    if facts.source_lost and facts.target is CopyState.UNREACHABLE:
+        return GateDecision.LEARN_ABORT, "source and target are silent for too long"
     if facts.source is Outcome.ABORT:
         return GateDecision.ASK, "aborted, and the source has not built its communicators again yet"
     if facts.source is Outcome.COMMIT:

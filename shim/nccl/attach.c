@@ -49,6 +49,27 @@ static int wait_ready(struct nccl_job *job, struct seat *seat, struct nccl_insta
 			 result ? (int)result : (int)state);
 }
 
+/* Before a call that may never come back: from here on it can be cancelled. False: it has been given up already. */
+static bool enter_call(const struct nccl_job *job, struct seat *seat)
+{
+	atomic_store(&seat->holder, INSIDE_A_CALL);
+	return job_in_time(job); /* looked at after the store: whoever gives up later finds the seat inside */
+}
+
+/* After it. False: it was cancelled, and the new communicator is gone. */
+static bool leave_call(struct seat *seat)
+{
+	int inside = INSIDE_A_CALL;
+
+	return atomic_compare_exchange_strong(&seat->holder, &inside, WORKER);
+}
+
+static int fail_cancelled(struct nccl_job *job, const struct seat *seat, const char *what)
+{
+	return job_fails(job, ETIMEDOUT, "communicator %016lx: %s did not end in time and was aborted",
+			 (unsigned long)seat->comm->id, what);
+}
+
 static ncclResult_t init_seat(struct seat *seat, struct nccl_instance *instance, const ncclUniqueId *id)
 {
 	struct nccl_comm *comm = seat->comm;
@@ -67,7 +88,16 @@ static ncclResult_t init_seat(struct seat *seat, struct nccl_instance *instance,
 static int init(struct nccl_job *job, struct attempt *attempt, size_t from, size_t to, struct nccl_instance *instance)
 {
 	ncclResult_t result = ncclSuccess;
+	bool in_time = true, cancelled = false;
 
+	for (size_t i = from; i < to; i++)
+		in_time = enter_call(job, &attempt->seats[i]) && in_time;
+	if (!in_time) {
+		for (size_t i = from; i < to; i++)
+			leave_call(&attempt->seats[i]);
+		return job_fails(job, ETIMEDOUT, "no time left for communicator %016lx",
+				 (unsigned long)attempt->seats[from].comm->id);
+	}
 	if (to - from > 1)
 		REAL(instance, ncclGroupStart, ncclResult_t(*)(void))();
 	for (size_t i = from; i < to && (result == ncclSuccess || result == ncclInProgress); i++)
@@ -77,9 +107,13 @@ static int init(struct nccl_job *job, struct attempt *attempt, size_t from, size
 
 		result = ended != ncclSuccess ? ended : result;
 	}
-	for (size_t i = from; i < to; i++)
+	for (size_t i = from; i < to; i++) {
+		cancelled = !leave_call(&attempt->seats[i]) || cancelled;
 		if (attempt->seats[i].entered)
 			device_leave(atomic_load(&attempt->seats[i].comm->device));
+	}
+	if (cancelled)
+		return fail_cancelled(job, &attempt->seats[from], "initialisation");
 	if (result != ncclSuccess && result != ncclInProgress)
 		return job_fails(job, job_in_time(job) ? EIO : ETIMEDOUT,
 				 "communicator %016lx: ncclCommInitRank answers %d%s",
@@ -100,14 +134,19 @@ static int try_seat(struct nccl_job *job, struct seat *seat, struct nccl_instanc
 	bool entered = device_enter(device);
 	struct device_pair pair;
 	int32_t value = 0;
-	ncclResult_t result;
+	ncclResult_t result = ncclSuccess;
+	bool in_time;
 
 	if (device_pair_make(&pair, entered, atomic_load(&seat->comm->rank) + 1, seat->comm->trial) != 0)
 		return job_fails(job, ENOMEM, "no device memory to try communicator %016lx with",
 				 (unsigned long)seat->comm->id);
-	result = REAL(instance, ncclAllReduce, all_reduce)(pair.memory, pair.memory + 4, 1, ncclInt32, ncclSum,
-							   atomic_load(&seat->fresh), pair.stream);
-	if (result != ncclSuccess && result != ncclInProgress)
+	in_time = enter_call(job, seat);
+	if (in_time)
+		result = REAL(instance, ncclAllReduce, all_reduce)(pair.memory, pair.memory + 4, 1, ncclInt32, ncclSum,
+								   atomic_load(&seat->fresh), pair.stream);
+	if (!leave_call(seat) || !in_time)
+		fail_cancelled(job, seat, "trying it");
+	else if (result != ncclSuccess && result != ncclInProgress)
 		job_fails(job, EIO, "communicator %016lx: trying it fails: ncclAllReduce answers %d",
 			  (unsigned long)seat->comm->id, (int)result);
 	else if (wait_ready(job, seat, instance, "trying it") == 0)
@@ -146,8 +185,12 @@ static int build(struct nccl_job *job, struct attempt *attempt, struct nccl_inst
 	}
 	for (size_t i = 0; i < attempt->count; i++) {
 		struct seat *seat = &attempt->seats[i];
-		ncclResult_t result = registrations_attach(seat->comm, atomic_load(&seat->fresh), instance);
+		ncclResult_t result;
+		uint64_t before;
 
+		nccl_lock(&before);
+		result = registrations_attach(seat->comm, atomic_load(&seat->fresh), instance);
+		nccl_unlock(&before);
 		if (result != ncclSuccess)
 			return job_fails(job, EIO, "communicator %016lx: a buffer cannot be registered again, NCCL answers %d",
 					 (unsigned long)seat->comm->id, (int)result);
@@ -156,7 +199,8 @@ static int build(struct nccl_job *job, struct attempt *attempt, struct nccl_inst
 		/* Several seats of one process would have to be tried at once: not done. */
 		if (attempt->seats[i].to_be_tried && try_seat(job, &attempt->seats[i], instance))
 			return job->status;
-	return 0;
+	/* Whoever has given up has said that none of them is up. */
+	return job_in_time(job) ? 0 : job_fails(job, ETIMEDOUT, "they were built after the time was up");
 }
 
 static void publish(struct attempt *attempt, struct nccl_instance *instance)
@@ -172,8 +216,11 @@ static void publish(struct attempt *attempt, struct nccl_instance *instance)
 		nccl_lock(&before);
 		doomed = atomic_load(&comm->doomed);
 		if (!doomed) {
+			/* What came since: one that fails is as good as none, buffers work without. */
+			registrations_attach(comm, real, instance);
 			atomic_store(&comm->real, real);
 			atomic_store(&comm->state, LIVE);
+			gate_look_again();
 		}
 		nccl_unlock(&before);
 		if (doomed) {
@@ -193,12 +240,13 @@ static void undo(struct attempt *attempt, struct nccl_instance *instance)
 		uint64_t before;
 		int doomed;
 
-		for (registration = seat->comm->registrations; registration; registration = registration->next)
-			registration->real = NULL; /* gone with it */
-		if (real && !atomic_exchange(&seat->aborted, true))
+		if (real && atomic_load(&seat->holder) != CANCELLED)
 			REAL(instance, ncclCommAbort, on_comm)(real);
 		nccl_lock(&before);
+		for (registration = seat->comm->registrations; registration; registration = registration->next)
+			registration->real = NULL; /* gone with it */
 		atomic_store(&seat->comm->state, DETACHED);
+		gate_look_again();
 		doomed = atomic_load(&seat->comm->doomed);
 		nccl_unlock(&before);
 		if (doomed) {
@@ -231,10 +279,18 @@ void attach_cancel(void)
 	if (!attempt)
 		return;
 	for (size_t i = 0; i < attempt->count; i++) {
-		ncclComm_t real = atomic_load(&attempt->seats[i].fresh);
+		struct seat *seat = &attempt->seats[i];
 
-		if (real && !atomic_exchange(&attempt->seats[i].aborted, true))
-			REAL(instance, ncclCommAbort, on_comm)(real);
+		/* Outside such a call the worker sees for itself that it was given up, and aborts what it has. */
+		while (atomic_load(&seat->holder) == INSIDE_A_CALL) {
+			ncclComm_t real = atomic_load(&seat->fresh); /* NCCL writes it early in the call */
+			int inside = INSIDE_A_CALL;
+
+			if (!real)
+				wait_a_little();
+			else if (atomic_compare_exchange_strong(&seat->holder, &inside, CANCELLED))
+				REAL(instance, ncclCommAbort, on_comm)(real);
+		}
 	}
 	attempt_let_go(attempt);
 }

@@ -6,6 +6,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "gate.h"
+
 static bool unhex(const char *text, ncclUniqueId *id)
 {
 	if (strlen(text) != 2 * sizeof(*id))
@@ -52,6 +54,7 @@ struct attempt *attempt_begin(struct nccl_job *job)
 	size_t room = 0;
 	struct attempt *attempt;
 	char *rest = job->request, *line;
+	uint64_t before;
 	int failed = 0;
 
 	while (comm_at(room))
@@ -75,8 +78,11 @@ struct attempt *attempt_begin(struct nccl_job *job)
 	}
 	if (!failed)
 		return attempt;
+	nccl_lock(&before);
 	for (size_t i = 0; i < attempt->count; i++)
 		atomic_store(&attempt->seats[i].comm->state, DETACHED);
+	gate_look_again();
+	nccl_unlock(&before);
 	free(attempt);
 	return NULL;
 }

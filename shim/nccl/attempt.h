@@ -10,8 +10,12 @@ struct seat {
 	ncclUniqueId id;
 	bool to_be_tried, entered;
 	_Atomic(ncclComm_t) fresh; /* where NCCL writes the new one; the record gets it when all is well */
-	_Atomic bool aborted;
+	/* Whoever may abort the new one: the worker, or, while that is inside a call that may never come back, whoever
+	 * cancels it. CANCELLED: it is aborted, and the worker must not touch it any more. */
+	_Atomic int holder;
 };
+
+enum { WORKER = 0, INSIDE_A_CALL = 1, CANCELLED = 2 };
 
 struct attempt {
 	_Atomic int holders;

@@ -46,8 +46,8 @@ ncclResult_t say_missing(struct nccl_thread *thread, int symbol);
 /* The communicator has no real one; why. */
 ncclResult_t say_gone(struct nccl_thread *thread, const struct nccl_comm *comm, int symbol);
 
-/* Where a question about a communicator begins and ends: between them the worker does not take the real one away.
- * NULL: there is none now. */
+/* Where a question about a communicator begins and ends: between them the worker does not take the real one away, nor
+ * loads a fresh copy of the library, so real_instance() is asked after the beginning. NULL: there is none now. */
 static inline ncclComm_t ask_begin(struct nccl_thread *thread, struct nccl_comm *comm, int symbol)
 {
 	atomic_store_explicit(&thread->function, nccl_symbol_names[symbol], memory_order_relaxed);

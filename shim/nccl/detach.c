@@ -2,7 +2,7 @@
  *
  * First everything is waited for, while nothing has changed: threads inside NCCL, work on the devices. Only then is
  * anything destroyed. A communicator ends DETACHED, with no thread, socket or shared memory of NCCL's left of it; if
- * destroying does not come back in time it is DETACHING until it does.
+ * destroying does not come back in time it is DETACHING until it does. One that a thread does not leave is LIVE again.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -118,34 +118,65 @@ static ncclResult_t destroy(struct nccl_job *job, struct nccl_comm *comm, ncclCo
 	return result == ncclInProgress ? ncclSuccess : result;
 }
 
+/* A question may be inside with the handle, for moments; for longer only where the gate was opened meanwhile. */
+static int wait_for_questions(struct nccl_job *job, struct nccl_comm *comm, ncclComm_t real)
+{
+	char words[128];
+	uint64_t before;
+	bool doomed;
+
+	while (!gate_is_drained(words, sizeof(words))) {
+		if (job_in_time(job)) {
+			wait_a_little();
+			continue;
+		}
+		nccl_lock(&before);
+		doomed = atomic_load(&comm->doomed); /* the application is done with it, whoever is inside */
+		if (!doomed) {
+			atomic_store(&comm->real, real);
+			atomic_store(&comm->state, LIVE);
+			gate_look_again();
+		}
+		nccl_unlock(&before);
+		return doomed ? 0
+			      : job_fails(job, ETIMEDOUT, "%s; communicator %016lx was not taken down", words,
+					  (unsigned long)comm->id);
+	}
+	return 0;
+}
+
 static int take_down(struct nccl_job *job, struct nccl_comm *comm, struct nccl_instance *instance)
 {
 	ncclResult_t result;
-	ncclComm_t real;
+	ncclComm_t real = NULL;
 	uint64_t before;
-	int live = LIVE, doomed, failed = 0;
+	int live = LIVE, doomed, failed;
 
 	nccl_lock(&before);
-	real = atomic_compare_exchange_strong(&comm->state, &live, DETACHING) ? atomic_exchange(&comm->real, NULL) : NULL;
-	nccl_unlock(&before);
-	if (!real) {
-		int detaching = DETACHING;
-
-		atomic_compare_exchange_strong(&comm->state, &detaching, LIVE); /* has none: non-blocking, not ready */
-		return 0;
+	if (atomic_compare_exchange_strong(&comm->state, &live, DETACHING)) {
+		real = atomic_exchange(&comm->real, NULL);
+		if (!real) {
+			atomic_store(&comm->state, LIVE); /* has none: non-blocking, not ready */
+			gate_look_again();
+		}
 	}
-	/* A question may be inside with the handle, for moments. */
-	while (!gate_is_drained(job->words, sizeof(job->words)))
-		wait_a_little();
-	job->words[0] = 0;
+	nccl_unlock(&before);
+	if (!real)
+		return 0;
+	failed = wait_for_questions(job, comm, real);
+	if (failed)
+		return failed;
 	redops_detach(comm, real, instance);
+	nccl_lock(&before);
 	registrations_detach(comm, real, instance);
+	nccl_unlock(&before);
 	result = destroy(job, comm, real, instance);
 	if (result != ncclSuccess)
 		failed = job_fails(job, EIO, "communicator %016lx: ncclCommDestroy answers %d", (unsigned long)comm->id,
 				   (int)result);
 	nccl_lock(&before);
 	atomic_store(&comm->state, DETACHED);
+	gate_look_again();
 	doomed = atomic_load(&comm->doomed);
 	nccl_unlock(&before);
 	if (doomed) {

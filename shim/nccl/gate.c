@@ -115,10 +115,11 @@ static void look_at_channel(void *context, struct nccl_comm *comm, enum gate_cha
 	look->below = look->below || (target && launched < target->count);
 }
 
-/* 1: may pass; 0: waits; -1: one of its communicators is gone. With the lock. */
+/* 1: may pass; 0: waits; -1: one of its communicators is gone, or, on an open gate, nobody's to wait for. With the lock. */
 static int decide(const struct nccl_call *calls, size_t count)
 {
-	struct look look = {false, atomic_load(&gate_word) == GATE_OPEN};
+	bool open = atomic_load(&gate_word) == GATE_OPEN;
+	struct look look = {false, open};
 
 	for (size_t i = 0; i < count; i++) {
 		int state = calls[i].comm ? atomic_load(&calls[i].comm->state) : LIVE;
@@ -127,7 +128,7 @@ static int decide(const struct nccl_call *calls, size_t count)
 			return calls[i].counts == NOTHING ? 1 : -1;
 		gate_channels(&calls[i], look_at_channel, &look);
 		if (state != LIVE && state != PENDING && calls[i].counts != NOTHING)
-			return 0;
+			return open ? -1 : 0;
 	}
 	return !look.any || look.below;
 }

@@ -140,6 +140,7 @@ static ncclResult_t ask(int symbol, uint64_t *word, unsigned int why)
 	if (symbol == SYMBOL_ncclCommResume)
 		atomic_fetch_and(&comm->refused, ~(unsigned int)REFUSED_SUSPENDED);
 	real = ask_begin(thread, comm, symbol);
+	instance = real_instance();
 	if (real) {
 		word[(int)nccl_shapes[symbol].comm] = (uintptr_t)real;
 		result = real_call(instance->function[symbol], nccl_shapes[symbol].words, word);

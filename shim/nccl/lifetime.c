@@ -82,6 +82,7 @@ static ncclResult_t end(int symbol, ncclComm_t handle)
 	if (thread->depth > 0)
 		return group_keep(thread, &call);
 	ask_begin(thread, call.comm, symbol);
+	instance = real_instance();
 	result = refuse_or_end(thread, instance, &call);
 	ask_end(thread);
 	return result;
@@ -123,6 +124,7 @@ PROFILED(ncclResult_t, ncclCommGetAsyncError, ncclComm_t handle, ncclResult_t *a
 	if (thread_inside(thread) || !comm || !answer)
 		return REAL(instance, ncclCommGetAsyncError, ncclResult_t(*)(ncclComm_t, ncclResult_t *))(handle, answer);
 	real = ask_begin(thread, comm, SYMBOL_ncclCommGetAsyncError);
+	instance = real_instance();
 	state = atomic_load(&comm->state);
 	if (state == UNUSED || state == ENDING)
 		result = say_gone(thread, comm, SYMBOL_ncclCommGetAsyncError);
@@ -156,6 +158,7 @@ static ncclResult_t number(int symbol, ncclComm_t handle, _Atomic int *(*field)(
 	if (atomic_load(&comm->state) == UNUSED)
 		return say_gone(thread, comm, symbol);
 	real = ask_begin(thread, comm, symbol);
+	instance = real_instance();
 	if (real && (atomic_load(&comm->initialising) || atomic_load(field(comm)) < 0)) {
 		result = ((ask_number)instance->function[symbol])(real, answer);
 		if (result == ncclSuccess)
@@ -205,16 +208,18 @@ PROFILED(const char *, ncclGetLastError, ncclComm_t handle)
 	struct nccl_thread *thread = thread_self();
 	struct nccl_instance *instance = real_instance();
 	struct nccl_comm *comm = comm_of((uintptr_t)handle);
-	const char *(*real)(ncclComm_t) = instance ? REAL(instance, ncclGetLastError, const char *(*)(ncclComm_t)) : NULL;
+	typedef const char *(*last_error)(ncclComm_t);
 	const char *answer;
+	ncclComm_t real;
 
 	if (thread->words[0])
 		return thread->words;
-	if (!real)
+	if (!instance || !instance->function[SYMBOL_ncclGetLastError])
 		return "";
 	if (thread_inside(thread) || !comm)
-		return real(handle);
-	answer = real(ask_begin(thread, comm, SYMBOL_ncclGetLastError));
+		return REAL(instance, ncclGetLastError, last_error)(handle);
+	real = ask_begin(thread, comm, SYMBOL_ncclGetLastError);
+	answer = REAL(real_instance(), ncclGetLastError, last_error)(real);
 	ask_end(thread);
 	return answer;
 }

@@ -127,6 +127,7 @@ PROFILED(ncclResult_t, ncclRedOpCreatePreMulSum, int *op, void *scalar, int data
 		return thread_says(thread, ncclSystemError, "more than %d user reductions at a time", REDOPS);
 	/* At once where it can be, so that a wrong argument is found here. */
 	real = ask_begin(thread, comm, SYMBOL_ncclRedOpCreatePreMulSum);
+	instance = real_instance();
 	if (real)
 		result = make(redop, real, instance);
 	ask_end(thread);
@@ -169,6 +170,7 @@ PROFILED(ncclResult_t, ncclRedOpDestroy, int op, ncclComm_t handle)
 	if (thread->depth > 0)
 		return group_keep(thread, &call);
 	ask_begin(thread, comm, SYMBOL_ncclRedOpDestroy);
+	instance = real_instance();
 	result = make_destroy(thread, instance, &call);
 	ask_end(thread);
 	return result;

@@ -63,17 +63,24 @@ PROFILED(ncclResult_t, ncclCommRegister, ncclComm_t handle, void *buffer, size_t
 	registration->bytes = bytes;
 	/* Taken down: registered when there is a real one again. */
 	real = ask_begin(thread, comm, SYMBOL_ncclCommRegister);
+	instance = real_instance();
 	if (real)
 		result = REAL(instance, ncclCommRegister, take)(real, buffer, bytes, &registration->real);
+	nccl_lock(&before);
+	if (!real) { /* it may have come back meanwhile, without this one */
+		real = atomic_load(&comm->real);
+		if (real)
+			result = REAL(instance, ncclCommRegister, take)(real, buffer, bytes, &registration->real);
+	}
 	if (result == ncclSuccess) {
-		nccl_lock(&before);
 		registration->next = comm->registrations;
 		comm->registrations = registration;
-		nccl_unlock(&before);
-		*out = registration;
-	} else {
-		free(registration);
 	}
+	nccl_unlock(&before);
+	if (result == ncclSuccess)
+		*out = registration;
+	else
+		free(registration);
 	ask_end(thread);
 	return result;
 }
@@ -94,6 +101,7 @@ PROFILED(ncclResult_t, ncclCommDeregister, ncclComm_t handle, void *given)
 		return REAL(instance, ncclCommDeregister, give)(handle, given);
 	thread->words[0] = 0;
 	real = ask_begin(thread, comm, SYMBOL_ncclCommDeregister);
+	instance = real_instance();
 	nccl_lock(&before);
 	for (at = &comm->registrations; *at && *at != given; at = &(*at)->next)
 		;

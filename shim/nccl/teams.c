@@ -15,8 +15,10 @@
 		say_missing(thread, SYMBOL_##name);                                           \
 		return answer;                                                                \
 	}                                                                                 \
-	if (mine)                                                                         \
+	if (mine) {                                                                       \
 		real = ask_begin(thread, comm, SYMBOL_##name);                                \
+		instance = real_instance();                                                   \
+	}                                                                                 \
 	if (real)                                                                         \
 		answer = REAL(instance, name, type)(__VA_ARGS__);                             \
 	if (mine)                                                                         \

@@ -24,7 +24,6 @@ from snapshotd.ops.gated import Gated
 from snapshotd.ops.node import Moving, Node, now_unix_s
 from snapshotd.ranks import RankEntry, check_rank_uid
 from snapshotd.rules import CopyState, GateDecision, GateFacts, Mark, Outcome
-from snapshotd.tree import Process
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +31,8 @@ ASK_AGAIN_S = 2.0
 DRIVER_FIRST_S = 3.0
 #: An undo gives up earlier (snapshotd/ops/communicators.py): a source that is silent for so long has given up as well.
 SILENT_S = 240.0
+#: A node that for so long hears neither source nor target lets its ranks go on: they learn by NCCL's errors what is lost.
+LOST_S = 900.0
 
 
 class GateOps:
@@ -172,7 +173,7 @@ class GateOps:
         found = await in_thread(gated.alive, move_log)
         here = [each.process for each in found if not left or each.rank_uid != move_log.begin.rank_uid]
         if move_log.begin.boot_id == host.boot_id():
-            await all_at_once(_open_one, here)
+            await all_at_once(ncclctl.open_gate, here)
         await in_thread(move_log.mark, Mark.SETTLED)
         log.info("opened the gates of %d processes of job %s", len(here), move_log.begin.job)
 
@@ -180,7 +181,8 @@ class GateOps:
         """How the move ends, by the source, and whether the target runs the rank; silence is no answer."""
         begin, request = moving.log.begin, pb.MoveRequest(move=moving.log.move)
         outcome: Outcome | None = None
-        undone = unknowing = silent = False
+        undone = unknowing = False
+        silent_s = 0.0
         try:
             async with self.node.client(begin.source_node, begin.source_endpoint) as source:
                 answer = await source.source.GetOutcome(request, timeout_s=5)
@@ -194,7 +196,7 @@ class GateOps:
         except NotFound:
             unknowing = True
         except SnapshotError:
-            silent = host.boottime_s() - moving.answered_s > SILENT_S
+            silent_s = host.boottime_s() - moving.answered_s
         target = CopyState.UNREACHABLE
         if outcome is not Outcome.ABORT:
             try:
@@ -202,7 +204,8 @@ class GateOps:
                     target = CopyState[pb.Copy.State.Name((await client.target.GetCopy(request, timeout_s=5)).state)]
             except SnapshotError as error:
                 log.debug("move %s: the target does not answer: %s", moving.log.move, error.message)
-        return GateFacts(moving.log.last_mark, None, outcome, undone, unknowing, silent, target)
+        silent, lost = silent_s > SILENT_S, silent_s > LOST_S
+        return GateFacts(moving.log.last_mark, None, outcome, undone, unknowing, silent, target, lost)
 
     # ------------------------------------------------------------------ small questions
 
@@ -249,10 +252,3 @@ class GateOps:
         """Whether gates here are closed for this move."""
         move_log = self.journal.find(move)
         return move_log is not None and move_log.last_mark is not Mark.SETTLED
-
-
-def _open_one(process: Process) -> None:
-    try:
-        ncclctl.open_gate(process)
-    except RankGone:
-        log.info("process %d has ended behind its gate", process.pid)

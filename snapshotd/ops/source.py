@@ -390,17 +390,20 @@ class SourceOps:
         """One decision of the rules, carried out. The caller holds the move's lock."""
         move_log = moving.log
         for _ in range(4):  # a decision can make the next one possible; more than this is the next round's
-            decision, moving.waiting_for = rules.source_next(await self._gather(moving))
+            facts = await self._gather(moving)
+            decision, reason = rules.source_next(facts)
+            moving.waiting_for = reason
             match decision:
                 case SourceDecision.RECORD_ABORT:
                     await self._stop_streaming(moving)
                     await self._record(moving, Outcome.ABORT, moving.waiting_for, "source")
                 case SourceDecision.RECORD_COMMIT:
-                    await self._record(moving, Outcome.COMMIT, moving.waiting_for, "source")
+                    if facts.target is CopyState.HELD:
+                        await self._attach_late(moving)
+                    await self._record(moving, Outcome.COMMIT, reason, "source")
                 case SourceDecision.THAW:
                     await self.leaving.thaw(moving)
                 case SourceDecision.HAND_TOKEN:
-                    await self._attach_late(moving)
                     token = rules.proof(move_log.nonce, "COMMIT", move_log.move)
                     async with self._target(move_log) as client:
                         await client.target.Activate(pb.TokenRequest(move=move_log.move, token=token), timeout_s=30)
@@ -416,8 +419,8 @@ class SourceOps:
                     return
 
     async def _attach_late(self, moving: Moving) -> None:
-        """The copy here was lost before the driver had the communicators built again, and COMMIT stands all the same: they
-        are built before anything of the rank runs, if they can be."""
+        """The copy here was lost before the driver had the communicators built again, and it comes to COMMIT all the same:
+        they are built before it is recorded, if they can be, since the target may let the rank go as soon as it is."""
         if communicators.down(moving):
             try:
                 await self.communicators.attach(moving, moving.log.begin.target_node)

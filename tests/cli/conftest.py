@@ -123,10 +123,10 @@ class FakeDaemon(stubs.NodeServicer, stubs.SourceServicer, stubs.TargetServicer)
         return self._outcome(request.move)
 
     def Abort(self, request: pb.AbortRequest, context: grpc.ServicerContext) -> pb.Outcome:
-        self._hear("Abort", request, context)
         record = self.record(request.move)
         if record.outcome == pb.UNDECIDED:
             record.outcome, record.reason = pb.ABORT, request.reason
+        self._hear("Abort", request, context)  # a failure loses the answer, not the record
         if record.outcome == pb.ABORT:
             record.mark, record.ended_unix_s, record.where = "settled", 2000.0, "running on source"
         return self._outcome(request.move)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from migrator import gates
-from snapshotd.api.errors import NcclFailed, Undone, Unreachable
+from snapshotd.api.errors import NcclFailed, Timeout, Undone, Unreachable
 from tests.cli.conftest import FakeCluster, Migrator, a_rank
 from tests.cli.gated_job import Gated, Group, collective, receive, send
 
@@ -132,6 +132,16 @@ def test_what_fails_between_the_cut_and_commit_is_undone_and_opened(
     assert cluster["node-1"].called("Abort", "Open") == ["Abort", "Open"]
     assert cluster["node-2"].called("Open")
     assert not cluster["node-1"].called("Commit")
+
+
+def test_an_abort_whose_answer_does_not_come_is_asked_for(cluster: FakeCluster, migrator: Migrator) -> None:
+    """The source builds communicators again for longer than anybody waits: what it has recorded counts."""
+    deal(cluster, *(Gated(rank, world(2)[rank], [collective("aa")] * 3, at=2) for rank in range(2)))
+    cluster["node-1"].failures |= {"Attach": NcclFailed("answers 6"), "Abort": Timeout("it took too long")}
+    ran = migrator("move", "--rank", "0", "--to", "spare-1")
+    assert ran.code == Undone.exit_code
+    assert cluster["node-1"].called("Abort", "GetOutcome", "Open") == ["Abort", "GetOutcome", "Open"]
+    assert cluster["spare-1"].called("Discard")
 
 
 def test_a_gate_that_opens_later_is_told_and_does_not_fail_the_move(cluster: FakeCluster, migrator: Migrator) -> None:

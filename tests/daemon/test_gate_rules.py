@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -18,8 +19,11 @@ def every_fact() -> list[GateFacts]:
     flags = [False, True]
     outcomes = [None, *Outcome]
     return [
-        GateFacts(Mark.GATED, None, source, undone, unknowing, silent, target)
-        for source, undone, unknowing, silent, target in itertools.product(outcomes, flags, flags, flags, CopyState)
+        GateFacts(Mark.GATED, None, source, undone, unknowing, silent, target, lost)
+        for source, undone, unknowing, silent, target, lost in itertools.product(
+            outcomes, flags, flags, flags, CopyState, flags
+        )
+        if silent or not lost
     ]
 
 
@@ -58,8 +62,15 @@ def test_a_silent_source_is_not_waited_for_where_no_copy_is_left() -> None:
     assert gate_next(silent)[0] is GateDecision.ASK
     held = GateFacts(Mark.GATED, None, source_silent=True, target=CopyState.HELD)
     assert gate_next(held)[0] is GateDecision.ASK
-    gone = GateFacts(Mark.GATED, None, source_silent=True, target=CopyState.DISCARDED)
-    assert gate_next(gone)[0] is GateDecision.LEARN_ABORT
+    for state in (CopyState.DISCARDED, CopyState.GONE, CopyState.NO_SUCH_MOVE, CopyState.RECEIVING):
+        gone = GateFacts(Mark.GATED, None, source_silent=True, target=state)
+        assert gate_next(gone)[0] is GateDecision.LEARN_ABORT
+
+
+def test_nobody_waits_for_ever_for_two_nodes_that_are_both_gone() -> None:
+    lost = GateFacts(Mark.GATED, None, source_silent=True, source_lost=True)
+    assert gate_next(lost)[0] is GateDecision.LEARN_ABORT
+    assert gate_next(replace(lost, target=CopyState.HELD))[0] is GateDecision.ASK
 
 
 WORLD, PAIR, OTHERS = "0" * 16, "1" * 16, "2" * 16

@@ -148,3 +148,19 @@ async def test_only_its_source_wakes_it(copy: Copy, members: Members) -> None:
     with pytest.raises(Denied):
         await members.attach(asked("0" * 16), "b")
     assert tree.stopped(copy.speaker.pid)
+
+
+async def test_a_copy_that_an_earlier_life_had_woken_stands_still_again(
+    copy: Copy, members: Members, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    members.gates.node = SimpleNamespace(journal=SimpleNamespace(all=lambda: [copy.log]))  # type: ignore[assignment]
+    monkeypatch.setattr(Moving, "same_boot", True)
+    await held.wake_shim(copy.log)
+    await members.adopt_copies()
+    assert tree.stopped(copy.speaker.pid)
+    monkeypatch.setattr(held, "still", _never)
+    await members.adopt_copies()  # what does not stop is no reason not to start
+
+
+async def _never(move_log: object) -> None:
+    raise Timeout("it does not stop")

@@ -14,7 +14,7 @@ from tests.protocol.network import Broken, Copy
 from tests.protocol.peering import Peering
 from tests.protocol.world import LEASE_S, Answer, Lost, Record, Refused
 
-UNDO_S, SILENT_S = 120.0, 240.0
+UNDO_S, SILENT_S, LOST_S = 120.0, 240.0, 900.0
 
 
 def gate_of(move: str) -> str:
@@ -174,6 +174,8 @@ class Gating(Peering):
                     outcome = Outcome.COMMIT if decision is GateDecision.LEARN_COMMIT else Outcome.ABORT
                     self.event(node, f"learn {outcome}")
                     record.outcome = outcome
+                    # Nobody puts the job together again: it hears of it by NCCL's own errors.
+                    self.given_up = self.given_up or facts.source_silent
                 case GateDecision.OPEN:
                     self.event(node, "open the gates")
                     left = record.outcome is Outcome.COMMIT and node == record.peer
@@ -186,7 +188,8 @@ class Gating(Peering):
 
     def ask_for_gate(self, node: str, move: str, record: Record) -> GateFacts:
         outcome: Outcome | None = None
-        undone = unknowing = silent = False
+        undone = unknowing = False
+        silent_s = 0.0
         try:
             answer = self.call(node, record.peer, "GetOutcome", move)
             if answer.kind == "UNDECIDED":
@@ -197,9 +200,10 @@ class Gating(Peering):
             if outcome is Outcome.COMMIT and answer.copy is CopyState.RUNNING:
                 return GateFacts(record.mark, None, outcome, target=CopyState.RUNNING)
         except Lost:
-            silent = self.now_s - record.lease_until_s > SILENT_S
+            silent_s = self.now_s - record.lease_until_s
         target = CopyState.UNREACHABLE
         if outcome is not Outcome.ABORT:
             with suppress(Lost):
                 target = self.call(node, record.target, "GetCopy", move).copy
-        return GateFacts(record.mark, None, outcome, undone, unknowing, silent, target)
+        silent, lost = silent_s > SILENT_S, silent_s > LOST_S
+        return GateFacts(record.mark, None, outcome, undone, unknowing, silent, target, lost)

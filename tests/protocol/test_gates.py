@@ -7,7 +7,7 @@ import pytest
 from snapshotd.rules import GateDecision, GateFacts, Mark, Outcome, gate_next
 from tests.protocol import gating
 from tests.protocol.faults import Scene, labels
-from tests.protocol.gating import UNDO_S, gate_of
+from tests.protocol.gating import LOST_S, SILENT_S, UNDO_S, gate_of
 from tests.protocol.mover import leftovers, running
 from tests.protocol.network import AWAY, HOME, PEER, Broken
 from tests.protocol.world import LEASE_S
@@ -96,6 +96,21 @@ def test_a_job_that_nobody_can_put_together_again_is_let_go_on() -> None:
     scene.model.cuts.clear()
     scene.model.settle()
     assert leftovers(scene.model) == []
+
+
+@pytest.mark.parametrize(("gone", "patience_s"), [((HOME,), SILENT_S), ((HOME, AWAY), LOST_S)])
+def test_a_gate_is_not_closed_for_ever_by_nodes_that_never_come_back(gone: tuple[str, ...], patience_s: float) -> None:
+    """The source dies while the target receives, or both do: the peer's job goes on, with NCCL's errors."""
+    scene = Scene({WALKED.index("driver: Stream asked"): "source daemon dies"}, ticking=False)
+    scene.model.dead_for_ever |= set(gone)
+    scene.move.run()
+    for node in gone:
+        scene.model.kill(node)
+    scene.model.settle()
+    assert scene.model.programs[PEER].gated
+    scene.model.settle(int(patience_s / LEASE_S) + 2)
+    assert not scene.model.programs[PEER].gated
+    assert scene.model.journal[PEER, gate_of("m-1")].outcome is Outcome.ABORT
 
 
 # ------------------------------------------------------------ the model itself

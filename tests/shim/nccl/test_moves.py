@@ -279,3 +279,20 @@ def test_a_destroy_that_hangs_is_told_in_time_and_ends_well_when_it_comes_back(j
     gates.all(OPEN)
     job.reach(max(job.steps()) + 2)
     job.stop()
+
+
+def test_a_gate_that_opens_while_a_destroy_hangs_answers_an_error(job: Job, tmp_path: Path) -> None:
+    faults = tmp_path / "faults"
+    faults.touch()
+    job.start("jobs.plain", 2, FAKE_NCCL_FAULT_FILE=str(faults))
+    job.reach(1)
+    gates = job.gates()
+    gates.to_the_cut()
+    (comm,) = gates.live(gates.reports())
+    faults.write_text("destroy:0:1:hang")
+    with pytest.raises(Refused, match="NCCL does not come back"):
+        gates.gates[0].ask(DETACH, comm, timeout_s=0.5)
+    assert gates.gates[0].report()["comms"][0]["state"] == "detaching"
+    gates.gates[0].ask(OPEN)
+    assert job.processes[0].wait(timeout=60) != 0
+    assert "was taken down for a move and could not be attached again" in job.words()

@@ -1,0 +1,47 @@
+"""A source that has lost its copy commits the target's: with its communicators built before, not after."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from snapshotd.ops import communicators
+from snapshotd.ops.source import SourceOps
+from snapshotd.rules import CopyState, Mark, Outcome, SourceFacts
+
+
+class Followed(SourceOps):
+    """One that notes the order of what it does."""
+
+    def __init__(self, target: CopyState) -> None:
+        self.target, self.said = target, list[str]()
+        built: Any = SimpleNamespace(attach=self._build)
+        self.communicators = built
+
+    async def _build(self, moving: Any, node: str) -> None:
+        self.said.append(f"attach on {node}")
+
+    async def _gather(self, moving: Any) -> SourceFacts:
+        if "COMMIT" in self.said:
+            return SourceFacts(Mark.SETTLED, Outcome.COMMIT, False, True, False)
+        return SourceFacts(Mark.STREAMED, None, False, True, False, self.target)
+
+    async def _record(self, moving: Any, outcome: Outcome, reason: str, by: str) -> Any:
+        self.said.append(outcome.value)
+
+
+@pytest.mark.parametrize(
+    ("target", "said"), [(CopyState.HELD, ["attach on c", "COMMIT"]), (CopyState.RUNNING, ["COMMIT"])]
+)
+async def test_communicators_are_built_before_commit_is_recorded(
+    monkeypatch: pytest.MonkeyPatch, target: CopyState, said: list[str]
+) -> None:
+    monkeypatch.setattr(communicators, "down", lambda moving: True)
+    marks: Any = SimpleNamespace(
+        begin=SimpleNamespace(target_node="c"), mark=lambda *_, **__: None, last_mark=Mark.SETTLED
+    )
+    ops, moving = Followed(target), SimpleNamespace(log=marks, waiting_for="")
+    await ops._settle_once(moving)  # type: ignore[arg-type]
+    assert ops.said == said

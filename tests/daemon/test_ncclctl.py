@@ -1,0 +1,57 @@
+"""Who is asked about NCCL, and what counts as an open gate: over mailboxes that are doubles."""
+
+from __future__ import annotations
+
+import json
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from snapshotd import ncclctl, shimctl
+from snapshotd.api.errors import GpuFailed, NcclFailed, RankGone
+from snapshotd.tree import Process
+
+ME = Process.of(os.getpid())
+
+
+@pytest.mark.parametrize(("gate", "counts"), [("closed", True), ("open", False)])
+def test_a_process_without_communicators_counts_behind_a_closed_gate(
+    monkeypatch: pytest.MonkeyPatch, gate: str, counts: bool
+) -> None:
+    """It has destroyed its last one there: the next that it makes waits, so somebody has to open."""
+    told = {"gate": gate, "instance": 1, "comms": [], "nccl_threads": 0}
+    monkeypatch.setattr(ncclctl, "uses_nccl", list)
+    monkeypatch.setattr(shimctl, "find", lambda process: SimpleNamespace(serves=lambda: True))
+    monkeypatch.setattr(ncclctl, "read", lambda process: ncclctl.parse(json.dumps(told)))
+    assert [process for process, _ in ncclctl.reports([ME.pid])] == ([ME] if counts else [])
+
+
+def speak(monkeypatch: pytest.MonkeyPatch, mailbox: Any, error: Exception) -> None:
+    def ask(*_: object) -> str:
+        raise error
+
+    monkeypatch.setattr(ncclctl, "_ask", ask)
+    monkeypatch.setattr(shimctl, "find", lambda process: mailbox)
+
+
+@pytest.mark.parametrize(
+    ("mailbox", "error"),
+    [
+        (None, NcclFailed("libsnapshim.so is not in it")),
+        (SimpleNamespace(serves=lambda: False), GpuFailed("no control thread")),
+        (None, RankGone("it has ended")),
+    ],
+)
+def test_a_program_that_was_replaced_has_no_closed_gate(
+    monkeypatch: pytest.MonkeyPatch, mailbox: Any, error: Exception
+) -> None:
+    speak(monkeypatch, mailbox, error)
+    ncclctl.open_gate(ME)
+
+
+def test_a_gate_that_does_not_open_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    speak(monkeypatch, SimpleNamespace(serves=lambda: True), NcclFailed("it says no"))
+    with pytest.raises(NcclFailed):
+        ncclctl.open_gate(ME)
