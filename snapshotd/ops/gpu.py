@@ -228,9 +228,12 @@ async def let_go(processes: Sequence[Process]) -> None:
 
 
 def _release(process: Process) -> None:
-    mailbox = shimctl.find(process)
-    if mailbox is not None and mailbox.state().parked:
-        mailbox.release(PARK_S)
+    try:
+        mailbox = shimctl.find(process)
+        if mailbox is not None and mailbox.state().parked:
+            mailbox.release(PARK_S)
+    except RankGone:
+        return  # it ended, as a child may: the others go on
 
 
 def parked(processes: Iterable[Process]) -> bool:

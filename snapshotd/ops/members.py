@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 from snapshotd import host, ncclctl, tree
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.api.errors import Denied, RankGone, Where, WrongState
+from snapshotd.api.errors import Denied, RankGone, SnapshotError, Where, WrongState
 from snapshotd.blocking import all_at_once, in_thread
 from snapshotd.faults import Point, reach
 from snapshotd.journal import MoveLog, check_move_id
@@ -40,7 +40,10 @@ class Members:
         for move_log in self.gates.node.journal.all():
             copy = self._held_copy(move_log.move)
             if copy is not None and copy.same_boot and move_log.note("nccl"):
-                await held.still(move_log)
+                try:
+                    await held.still(move_log)
+                except (SnapshotError, OSError) as error:  # its threads are parked: nothing of the job runs meanwhile
+                    log.error("the copy of move %s does not stand still yet: %s", move_log.move, error)
 
     async def detach(self, request: pb.DetachRequest, caller: str) -> pb.DetachReply:
         """Takes these communicators down in all processes of these ranks here."""
