@@ -11,6 +11,7 @@ left to do is asked of the driver and of the shim, never remembered.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import signal
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -18,7 +19,7 @@ from typing import Any
 
 from snapshotd import host, shimctl, tree
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.api.errors import GpuFailed, RankGone, Where
+from snapshotd.api.errors import GpuFailed, RankGone, SnapshotError, Timeout, Where
 from snapshotd.blocking import in_thread
 from snapshotd.cgroup import Cgroup
 from snapshotd.cuda.driver import Gpus, Pair, State
@@ -157,14 +158,28 @@ async def bring_back(
 ) -> None:
     """Undo on the source, whose processes run again: device memory back on the GPU it came from, then the job's threads.
 
-    `needs`: the bytes on each GPU, by UUID. GpuFailed: the job's threads are still parked and no step was made; try again
-    later. Lost: never.
+    `needs`: the bytes on each GPU, by UUID. GpuFailed, Timeout: not all of it is back; try again later. Lost: never.
     """
     alive = [process for process in processes if process.alive()]
+    try:
+        await _back_on_the_gpu(gpus, alive, needs, device_bytes)
+    except Timeout:
+        # A driver's thread may wait for a lock that a parked thread holds, for as long as that is parked. ABORT stands, so
+        # the copy here is the only one that ever runs: its threads may go on, those that use the GPU wait in the driver,
+        # and the next try finds the way free.
+        with contextlib.suppress(SnapshotError):
+            await let_go([process for process in alive if process.alive()])
+        raise
+    await let_go([process for process in parked_ones(alive, nccl) if process.alive()])
+
+
+async def _back_on_the_gpu(
+    gpus: Gpus, processes: Sequence[Process], needs: Mapping[str, int], device_bytes: int
+) -> None:
     # It answers when a copy under way is done.
-    states = {process: await gpus.state(process, _copy_s(device_bytes)) for process in alive}
-    if alive and all(state is State.CHECKPOINTED for state in states.values()):
-        await _await_room(gpus, needs)
+    states = {process: await gpus.state(process, _copy_s(device_bytes)) for process in processes}
+    if State.CHECKPOINTED in states.values():
+        await _await_room(gpus, needs, states)
     for process, state in states.items():
         if state is State.FAILED:
             raise Lost(f"the CUDA driver lost the device memory of process {process.pid} (state FAILED)")
@@ -172,18 +187,29 @@ async def bring_back(
             await _restore_here(gpus, process, device_bytes)
         if state is not None and state is not State.RUNNING:
             await gpus.unlock(process, LOCK_S)
-    await let_go([process for process in parked_ones(alive, nccl) if process.alive()])
 
 
-async def _await_room(gpus: Gpus, needs: Mapping[str, int]) -> None:
+async def _await_room(gpus: Gpus, needs: Mapping[str, int], states: Mapping[Process, State | None]) -> None:
     """A restore that fails for want of device memory is the last: the driver refuses every further one (seen with r580). So
-    it is not tried before there is room."""
+    it is not tried before there is room, which for some is what they still have, or have again."""
     inventory = await gpus.inventory(fresh=True)
-    for card in inventory.gpus:
-        if card.memory_free_bytes < needs.get(card.uuid, 0):
+    cards = {card.uuid: card for card in inventory.gpus}
+    there = {process.pid for process, state in states.items() if state is not State.CHECKPOINTED}
+    for uuid, need_bytes in needs.items():
+        card = cards.get(uuid)
+        if card is None:
+            raise GpuFailed(
+                f"{need_bytes >> 20} MiB of device memory have to go back to GPU {uuid}, and nobody can tell whether there"
+                f" is room: {inventory.problem or 'the driver does not name it'}",
+                remedy="see `nvidia-smi` on this node: the rank goes on as soon as the GPU is told of again",
+                where=Where.SOURCE_FROZEN,
+            )
+        own_bytes = sum(process.memory_bytes for process in card.processes if process.pid in there)
+        own_bytes = own_bytes or need_bytes * len(there) // len(states)  # where the driver tells no processes
+        if card.memory_free_bytes + own_bytes < need_bytes:
             others = ", ".join(str(process.pid) for process in card.processes) or "none that the driver tells"
             raise GpuFailed(
-                f"{needs[card.uuid] >> 20} MiB of device memory have to go back to GPU {card.index} ({card.uuid}), and "
+                f"{need_bytes >> 20} MiB of device memory have to go back to GPU {card.index} ({card.uuid}), and "
                 f"{card.memory_free_bytes >> 20} MiB are free there; processes on it: {others}",
                 remedy="end or move what took the memory meanwhile: the rank goes on as soon as there is room",
                 where=Where.SOURCE_FROZEN,

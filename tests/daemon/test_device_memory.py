@@ -1,0 +1,122 @@
+"""A rank's device memory: what is noted of it, and how it comes back when a move is undone."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from snapshotd import shimctl
+from snapshotd.api import snapshotd_pb2 as pb
+from snapshotd.api.errors import GpuFailed, Timeout
+from snapshotd.cuda.driver import State
+from snapshotd.cuda.inventory import Inventory
+from snapshotd.ops import gpu
+from snapshotd.tree import Process
+
+MIB = 1 << 20
+
+
+class Driver:
+    """One GPU with 1000 MiB, and what was asked for."""
+
+    def __init__(self, processes: list[Process]) -> None:
+        self.states: dict[Process, State | None] = dict.fromkeys(processes, State.CHECKPOINTED)
+        self.free_mib, self.tells, self.silent = 1000, True, False
+        self.mib = dict.fromkeys(processes, 300)
+        self.hanging = ""
+        self.said: list[str] = []
+
+    async def inventory(self, *, fresh: bool = False) -> Inventory:
+        assert fresh
+        if self.silent:
+            return Inventory(problem="NVML did not answer")
+        on = [process for process, state in self.states.items() if state is not State.CHECKPOINTED]
+        told = [pb.GpuProcess(pid=each.pid, memory_bytes=self.mib[each] * MIB) for each in on] if self.tells else []
+        free = self.free_mib - sum(self.mib[each] for each in on)
+        return Inventory(
+            gpus=[pb.Gpu(uuid="GPU-a", memory_bytes=1000 * MIB, memory_free_bytes=free * MIB, processes=told)]
+        )
+
+    async def state(self, process: Process, timeout_s: float = 5.0) -> State | None:
+        return self.states[process]
+
+    async def checkpoint(self, process: Process, timeout_s: float) -> None:
+        self.states[process] = State.CHECKPOINTED
+
+    async def restore(self, process: Process, pairs: Any, timeout_s: float) -> None:
+        if self.hanging == "restore":
+            raise Timeout("the restore hangs")
+        self.said.append("restore")
+        self.states[process] = State.LOCKED
+
+    async def unlock(self, process: Process, timeout_s: float) -> None:
+        self.states[process] = State.RUNNING
+
+
+@pytest.fixture
+def two() -> Iterator[list[Process]]:
+    running = [subprocess.Popen(["sleep", "600"]) for _ in range(2)]
+    yield [Process.of(each.pid) for each in running]
+    for each in running:
+        each.kill()
+        each.wait()
+
+
+@pytest.fixture
+def parked(two: list[Process], monkeypatch: pytest.MonkeyPatch) -> set[Process]:
+    """Those whose threads are parked."""
+    held = set(two)
+
+    def find(process: Process) -> Any:
+        return SimpleNamespace(
+            state=lambda: SimpleNamespace(parked=process in held), release=lambda timeout_s: held.discard(process)
+        )
+
+    monkeypatch.setattr(shimctl, "find", find)
+    return held
+
+
+async def bring_back(driver: Driver, needs_mib: int = 600) -> None:
+    await gpu.bring_back(driver, list(driver.states), {"GPU-a": needs_mib * MIB}, needs_mib * MIB)  # type: ignore[arg-type]
+
+
+async def test_all_of_it_comes_back(two: list[Process], parked: set[Process]) -> None:
+    driver = Driver(two)
+    await bring_back(driver)
+    assert set(driver.states.values()) == {State.RUNNING}
+    assert parked == set()
+
+
+@pytest.mark.parametrize("tells", [True, False])
+async def test_room_is_awaited_also_for_one_of_two(two: list[Process], parked: set[Process], tells: bool) -> None:
+    driver = Driver(two)
+    driver.states[two[0]], driver.tells, driver.free_mib = State.LOCKED, tells, 500
+    with pytest.raises(GpuFailed, match="600 MiB of device memory have to go back"):
+        await bring_back(driver)
+    assert (driver.said, parked) == ([], set(two))
+    driver.free_mib = 600  # of which the first has its own
+    await bring_back(driver)
+    assert set(driver.states.values()) == {State.RUNNING}
+
+
+async def test_a_gpu_that_nobody_tells_of_is_not_tried(two: list[Process], parked: set[Process]) -> None:
+    driver = Driver(two)
+    driver.silent = True
+    with pytest.raises(GpuFailed, match="NVML did not answer"):
+        await bring_back(driver)
+    assert (driver.said, parked) == ([], set(two))
+
+
+async def test_a_driver_that_hangs_gets_the_threads_it_may_wait_for(two: list[Process], parked: set[Process]) -> None:
+    driver = Driver(two)
+    driver.hanging = "restore"
+    with pytest.raises(Timeout):
+        await bring_back(driver)
+    assert parked == set()
+    driver.hanging = ""
+    await bring_back(driver)
+    assert set(driver.states.values()) == {State.RUNNING}
