@@ -23,6 +23,7 @@ from snapshotd.api.errors import GpuFailed, RankGone, SnapshotError, Timeout, Wh
 from snapshotd.blocking import in_thread
 from snapshotd.cgroup import Cgroup
 from snapshotd.cuda.driver import Gpus, Pair, State
+from snapshotd.cuda.inventory import Inventory
 from snapshotd.faults import Point, reach
 from snapshotd.preflight.gpu import GpuLook, uses_cuda
 from snapshotd.preflight.verdict import refused
@@ -38,6 +39,8 @@ PARK_S = 5.0
 #: What a checkpoint or a restore may take: so much for any, and so much for every GiB of device memory.
 COPY_S, COPY_GIB_S = 30.0, 4.0
 STOP_S = 10.0
+#: What a CUDA context takes on a GPU before the job has allocated anything, about.
+CONTEXT_BYTES = 512 << 20
 
 
 class Lost(Exception):
@@ -118,14 +121,9 @@ def _empty_cache(process: Process) -> int:
 
 
 async def hold(
-    gpus: Gpus,
-    processes: Sequence[Process],
-    group: Cgroup,
-    device_bytes: int,
-    parts: Parts,
-    nccl: Iterable[Process] = (),
+    gpus: Gpus, processes: Sequence[Process], group: Cgroup, parts: Parts, nccl: Iterable[Process] = ()
 ) -> None:
-    """Takes the rank off the GPU: locked, parked, its other processes stopped, device memory in host memory.
+    """Nothing of the job runs any more: its work on the GPU drained and locked, parked, its other processes stopped.
 
     `nccl`: processes that build communicators on the target before anything of the job runs there; they are parked as well,
     with CUDA or without. If it fails the rank is somewhere in between, and `bring_back` is the way back from there.
@@ -138,11 +136,59 @@ async def hold(
         await reach(Point.LOCKED)
     await parts.time("park", _each(parking, lambda process: in_thread(_mailbox(process).park, PARK_S)))
     await in_thread(tree.stop_all, _Others(group, parking), STOP_S)
+
+
+async def take_off(
+    gpus: Gpus,
+    processes: Sequence[Process],
+    expected: Mapping[str, int],
+    parts: Parts,
+    note: Callable[[dict[str, int]], Awaitable[None]],
+) -> int:
+    """Device memory of the held processes goes into host memory. Returns the bytes.
+
+    An undo, perhaps of the daemon's next life, must know how much has to go back to which GPU: `note` is given it by UUID,
+    before it is needed. As the driver tells it of these processes now; where it tells none, as `expected` by preflight,
+    and then by how much more is free when it is done.
+    """
     if not processes:
-        return
-    limit_s = _copy_s(device_bytes)
-    await parts.time("checkpoint", _each(processes, lambda process: gpus.checkpoint(process, limit_s)), device_bytes)
+        return 0
+    before = await gpus.inventory(fresh=True)
+    told = _told(before, processes)
+    uses = told or dict(expected)
+    await note(uses)
+    limit_s = _copy_s(total(uses))
+    await parts.time("checkpoint", _each(processes, lambda process: gpus.checkpoint(process, limit_s)), total(uses))
+    if not told and (grown := _grown(before, await gpus.inventory(fresh=True))):
+        uses = grown
+        parts.all[-1].bytes = total(uses)
+        await note(uses)
     await reach(Point.CHECKPOINTED)
+    return total(uses)
+
+
+def total(uses: Mapping[str, int]) -> int:
+    """Bytes of device memory of a rank that holds CUDA; a context alone is more than nothing."""
+    return sum(uses.values()) or CONTEXT_BYTES
+
+
+def _told(inventory: Inventory, processes: Iterable[Process]) -> dict[str, int]:
+    """By UUID; empty where the driver does not tell all."""
+    pids, found = {process.pid for process in processes}, {}
+    for card in inventory.gpus:
+        mine = [process.memory_bytes for process in card.processes if process.pid in pids]
+        if not all(mine):
+            return {}
+        if mine:
+            found[card.uuid] = sum(mine)
+    return found
+
+
+def _grown(before: Inventory, after: Inventory) -> dict[str, int]:
+    """By UUID, how much more is free than before."""
+    free = {card.uuid: card.memory_free_bytes for card in before.gpus}
+    more = {card.uuid: card.memory_free_bytes - free.get(card.uuid, card.memory_free_bytes) for card in after.gpus}
+    return {uuid: size for uuid, size in more.items() if size > 0}
 
 
 def parked_ones(cuda: Iterable[Process], nccl: Iterable[Process]) -> list[Process]:

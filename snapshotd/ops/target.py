@@ -68,11 +68,15 @@ class TargetOps:
 
     def with_reservations(self, found: Iterable[pb.Gpu]) -> list[pb.Gpu]:
         """This node's GPUs, each with the move that will use it. A reservation is a line in the journal: it lasts until the
-        move has ended, and no crash forgets it or leaves it behind."""
+        move has ended, and no crash forgets it or leaves it behind. A rank that is leaving may have to come back to the GPU
+        it was on."""
         reserved: dict[str, str] = {}
         for move_log in self.node.journal.all():
-            if move_log.begin.role == "target" and move_log.last_mark not in {Mark.DISCARDED, Mark.ACTIVATED}:
+            role, last = move_log.begin.role, move_log.last_mark
+            if role == "target" and last not in {Mark.DISCARDED, Mark.ACTIVATED}:
                 reserved |= dict.fromkeys(move_log.note("gpus_reserved", []), move_log.move)
+            elif role == "source" and last is not Mark.SETTLED and move_log.begin.boot_id == host.boot_id():
+                reserved |= dict.fromkeys(move_log.note("gpu_uses", {}), move_log.move)
         answer = []
         for each in found:
             copy = pb.Gpu(reserved_for=reserved.get(each.uuid, ""))

@@ -120,3 +120,39 @@ async def test_a_driver_that_hangs_gets_the_threads_it_may_wait_for(two: list[Pr
     driver.hanging = ""
     await bring_back(driver)
     assert set(driver.states.values()) == {State.RUNNING}
+
+
+async def noted(driver: Driver, expected_mib: int) -> tuple[list[dict[str, int]], int]:
+    """What was noted in MiB, in order, and what the checkpoint took."""
+    notes: list[dict[str, int]] = []
+
+    async def note(uses: dict[str, int]) -> None:
+        notes.append({uuid: size // MIB for uuid, size in uses.items()})
+        states = set(driver.states.values())
+        assert states == {State.LOCKED if len(notes) == 1 else State.CHECKPOINTED}
+
+    expected = {"GPU-a": expected_mib * MIB} if expected_mib else {}
+    size = await gpu.take_off(driver, list(driver.states), expected, gpu.Parts(), note)  # type: ignore[arg-type]
+    return notes, size // MIB
+
+
+@pytest.fixture
+def locked(two: list[Process]) -> Driver:
+    driver = Driver(two)
+    driver.states = dict.fromkeys(two, State.LOCKED)
+    return driver
+
+
+async def test_what_the_driver_tells_is_noted_before_it_leaves(locked: Driver) -> None:
+    assert await noted(locked, 20) == ([{"GPU-a": 600}], 600)
+
+
+async def test_what_it_does_not_tell_is_measured(locked: Driver) -> None:
+    locked.tells = False
+    assert await noted(locked, 20) == ([{"GPU-a": 20}, {"GPU-a": 600}], 600)
+
+
+async def test_a_rank_with_cuda_never_has_nothing(locked: Driver) -> None:
+    locked.silent = True
+    notes, size_mib = await noted(locked, 0)
+    assert (notes, size_mib) == ([{}], gpu.CONTEXT_BYTES // MIB)

@@ -154,3 +154,12 @@ async def test_a_child_that_ended_keeps_nobody_parked(monkeypatch: pytest.Monkey
     monkeypatch.setattr(shimctl, "find", find)
     await gpu.let_go([dead, living])
     assert released == [living]
+
+
+def test_a_gpu_that_a_rank_may_come_back_to_is_reserved(here: Here) -> None:
+    found = [pb.Gpu(uuid="GPU-a"), pb.Gpu(uuid="GPU-b")]
+    leaving = begun(here.journal, LATER, "source")
+    leaving.mark(Mark.FREEZING, gpu_uses={"GPU-b": 1})
+    assert [each.reserved_for for each in here.target.with_reservations(found)] == ["", LATER]
+    leaving.mark(Mark.SETTLED)
+    assert [each.reserved_for for each in here.target.with_reservations(found)] == ["", ""]
