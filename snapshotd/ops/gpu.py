@@ -280,6 +280,7 @@ async def revive(
     """
     if not processes:
         return
+    await _each(processes, lambda process: in_thread(_must_be_parked, process))
     await in_thread(group.thaw, STOP_S)  # everything is stopped by signal as well
     for process in processes:
         process.signal(signal.SIGCONT)
@@ -292,6 +293,16 @@ async def revive(
     await gpus.inventory(fresh=True)  # whoever asks next sees this rank on its GPU
     await in_thread(tree.stop_again, processes, STOP_S)
     await in_thread(group.freeze, STOP_S)
+
+
+def _must_be_parked(process: Process) -> None:
+    mailbox = shimctl.find(process)
+    if mailbox is None or not mailbox.state().parked:
+        raise GpuFailed(
+            f"the threads of the restored process {process.pid} are not parked: it stays stopped",
+            remedy="the job goes on at its source; `migrator check` names threads that cannot be parked",
+            where=Where.SOURCE_FROZEN,
+        )
 
 
 async def let_go(processes: Sequence[Process]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from snapshotd import shimctl
+from snapshotd import shimctl, tree
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import GpuFailed, Timeout
 from snapshotd.cuda.driver import State
@@ -156,3 +157,13 @@ async def test_a_rank_with_cuda_never_has_nothing(locked: Driver) -> None:
     locked.silent = True
     notes, size_mib = await noted(locked, 0)
     assert (notes, size_mib) == ([{}], gpu.CONTEXT_BYTES // MIB)
+
+
+async def test_a_copy_whose_threads_are_not_parked_is_never_continued(two: list[Process], parked: set[Process]) -> None:
+    for process in two:
+        process.signal(signal.SIGSTOP)
+    parked.discard(two[1])
+    group: Any = None  # nothing is asked of it
+    with pytest.raises(GpuFailed, match=f"process {two[1].pid} are not parked"):
+        await gpu.revive(Driver(two), two, group, (), 0, gpu.Parts())  # type: ignore[arg-type]
+    assert [tree.state(process.pid) for process in two] == ["T", "T"]
