@@ -77,7 +77,11 @@ SNAPSHIM_EXPORT long syscall(long number, ...);
  *   cudaIpcGetEventHandle cudaIpcOpenEventHandle
  *   cuMemAllocManaged cuIpcGetMemHandle cuIpcOpenMemHandle cuIpcOpenMemHandle_v2 cuIpcCloseMemHandle
  *   cuIpcGetEventHandle cuIpcOpenEventHandle cuMemExportToShareableHandle cuMemImportFromShareableHandle
+ *   cudaStreamBeginCapture cudaStreamBeginCapture_ptsz cudaStreamBeginCaptureToGraph cudaStreamBeginCaptureToGraph_ptsz
+ *   cudaStreamEndCapture cudaStreamEndCapture_ptsz
  */
+
+/* And every symbol of nccl/symbols.h, also by its profiling name (pnccl…). */
 
 #ifdef __cplusplus
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -31,6 +32,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("shim")
     for source in [*(REPOSITORY / "shim").glob("*.[ch]"), REPOSITORY / "shim" / "Makefile"]:
         shutil.copy(source, folder)
+    shutil.copytree(REPOSITORY / "shim" / "nccl", folder / "nccl")
     subprocess.run(["make", "-s", "-C", folder, "all", "check"], check=True)
     return folder / "libsnapshim.so"
 
@@ -57,7 +59,10 @@ def test_only_what_the_abi_names_is_exported(library: Path) -> None:
         header.partition("Interposed as well")[2].partition(":")[2].partition("*/")[0].replace("*", " ").split()
     )
     named = ["snapshim_abi_version", "snapshim_mailbox", "syscall", *interposed]
-    assert sorted(line.split()[2] for line in symbols.splitlines()) == sorted(named)
+    exported = [line.split()[2] for line in symbols.splitlines()]
+    nccl = set(re.findall(r"\bnccl[A-Z]\w+", (REPOSITORY / "shim" / "nccl" / "symbols.h").read_text()))
+    assert sorted(name for name in exported if "nccl" not in name) == sorted(named)
+    assert {name.removeprefix("p") for name in exported if "nccl" in name} == nccl
 
 
 def test_the_environment_is_the_launchers_plus_the_preload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

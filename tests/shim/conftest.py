@@ -16,6 +16,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("shim")
     for source in [*(REPOSITORY / "shim").glob("*.[ch]"), REPOSITORY / "shim" / "Makefile"]:
         shutil.copy(source, folder)
+    shutil.copytree(REPOSITORY / "shim" / "nccl", folder / "nccl")
     subprocess.run(["make", "-s", "-C", folder, "libsnapshim.so"], check=True)
     return folder / "libsnapshim.so"
 
