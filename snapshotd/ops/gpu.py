@@ -159,7 +159,8 @@ async def take_off(
     await note(uses)
     limit_s = _copy_s(total(uses))
     await parts.time("checkpoint", _each(processes, lambda process: gpus.checkpoint(process, limit_s)), total(uses))
-    if not told and (grown := _grown(before, await gpus.inventory(fresh=True))):
+    after = await gpus.inventory(fresh=True)  # also for whoever asks next, who sees this rank off its GPU
+    if not told and (grown := _grown(before, after)):
         uses = grown
         parts.all[-1].bytes = total(uses)
         await note(uses)
