@@ -153,6 +153,7 @@ def test_the_gpu_asked_for(lab: GpuCluster, tmp_path: Path) -> None:
 
 def test_two_moves_to_a_node_get_different_gpus(lab: GpuCluster) -> None:
     lab.give(TARGET, *gpus("pair", count=2))
+    until("its daemon sees them", lambda: len(lab.shown(TARGET)["gpus"]) == 2)  # what it saw is kept for a second
     jobs = [lab.job(node, steps=2000) for node in (SOURCE, OTHER)]
     for job in jobs:
         job.await_lines(5)

@@ -22,7 +22,7 @@
 
 static uint32_t gate;                /* 1: whoever gets the signal stays */
 static uint32_t patient;             /* 1: not in the middle of the allocator or the loader */
-static uint32_t inside;              /* threads in the handler that hold a slot */
+static uint32_t inside;              /* threads in the handler that hold a slot, or are about to */
 static int parked[THREADS_MAX];      /* thread ids; a thread writes its own, nobody else's */
 static int signalled[THREADS_MAX];   /* who was sent the signal in this round and has not answered it */
 
@@ -63,14 +63,17 @@ void park_here(const void *context)
 			STORE(slot, 0); /* it is sent again, a moment later */
 		return;
 	}
-	slot = claim(parked, tid);
-	if (!slot)
-		return; /* cannot be: the control thread counts before it signals; unparked is what it then sees */
-	__atomic_add_fetch(&inside, 1, __ATOMIC_ACQ_REL);
-	while (LOAD(&gate))
-		wait_word(&gate, 1, FOREVER);
-	STORE(slot, 0);
-	__atomic_sub_fetch(&inside, 1, __ATOMIC_ACQ_REL);
+	/* Counted before it looks again: whoever opens the gate either is seen here, or sees us and waits until we have gone. A
+	 * thread that came in late and uncounted would leave its slot, parked for whoever looks, and run. */
+	__atomic_add_fetch(&inside, 1, __ATOMIC_SEQ_CST);
+	/* No slot cannot be: the control thread counts before it signals; unparked is what it then sees. */
+	slot = __atomic_load_n(&gate, __ATOMIC_SEQ_CST) ? claim(parked, tid) : NULL;
+	if (slot) {
+		while (LOAD(&gate))
+			wait_word(&gate, 1, FOREVER);
+		STORE(slot, 0);
+	}
+	__atomic_sub_fetch(&inside, 1, __ATOMIC_SEQ_CST);
 }
 
 /* The value tells our handler that the signal is ours and not the job's own. */
@@ -119,8 +122,12 @@ static int scan(int *job_threads)
 			continue;
 		++*job_threads;
 		missing++;
-		if (!coming && !find(signalled, tid) && send_signal(tid) == 0)
-			claim(signalled, tid);
+		if (!coming && !find(signalled, tid)) {
+			int *slot = claim(signalled, tid); /* before it can be answered */
+
+			if (send_signal(tid) != 0 && slot)
+				STORE(slot, 0);
+		}
 	}
 	/* A list that threads came and went under may lack one that was there all along. */
 	if (listed != threads || listing_threads(&tasks) != threads)
@@ -164,18 +171,19 @@ static int gather(int64_t until_ns, int64_t patience_ns)
 	}
 }
 
+/* From here on nobody is held any more, also when some take longer than we wait. */
 static int let_go(int64_t until_ns)
 {
-	STORE(&gate, 0);
+	snapshim_mailbox.parked_threads = 0;
+	STORE(&snapshim_mailbox.parked, 0);
+	__atomic_store_n(&gate, 0, __ATOMIC_SEQ_CST);
 	wake_word(&gate);
-	while (LOAD(&inside)) {
+	while (__atomic_load_n(&inside, __ATOMIC_SEQ_CST)) {
 		if (now_ns() >= until_ns)
 			return ETIMEDOUT;
 		pause_us(50);
 		wake_word(&gate);
 	}
-	snapshim_mailbox.parked_threads = 0;
-	STORE(&snapshim_mailbox.parked, 0);
 	return 0;
 }
 
@@ -244,14 +252,29 @@ static int fail(int status, const char *lock)
 	return status ? status : ETIMEDOUT;
 }
 
+int release(int64_t timeout_ns)
+{
+	int status = let_go(now_ns() + timeout_ns);
+
+	if (status) {
+		say_number((long)LOAD(&inside));
+		say(" threads were let go and have not gone on yet: the machine or the process's CPU limit gives them no time");
+	}
+	return status;
+}
+
 int park(int64_t timeout_ns)
 {
 	int64_t deadline = now_ns() + timeout_ns;
 	int64_t round_ns = FIRST_ROUND_NS;
 	int status;
 
-	if (LOAD(&snapshim_mailbox.parked))
+	if (LOAD(&snapshim_mailbox.parked) && LOAD(&gate))
 		return 0;
+	/* Those that an earlier release did not wait for are on their way out, with a slot that says they are parked. */
+	status = release(timeout_ns);
+	if (status)
+		return status;
 	signals_install();
 	places_find();
 	status = probe_start();
@@ -279,17 +302,6 @@ int park(int64_t timeout_ns)
 		back_off(round);
 		round_ns = round_ns < LONGEST_ROUND_NS ? round_ns * 2 : LONGEST_ROUND_NS;
 	}
-}
-
-int release(int64_t timeout_ns)
-{
-	int status = let_go(now_ns() + timeout_ns);
-
-	if (status) {
-		say_number((long)LOAD(&inside));
-		say(" threads were let go and have not gone on yet: the machine or the process's CPU limit gives them no time");
-	}
-	return status;
 }
 
 void park_forget(void)

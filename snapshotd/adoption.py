@@ -11,7 +11,7 @@ import asyncio
 import logging
 
 from snapshotd import host
-from snapshotd.api.errors import Denied, NotFound, Usage
+from snapshotd.api.errors import Denied, NotFound, SnapshotError, Usage
 from snapshotd.blocking import in_thread
 from snapshotd.journal import MoveLog
 from snapshotd.keepers import Hello, KeeperEvents, KeeperLink, Welcome
@@ -195,7 +195,9 @@ class Adoption:
     # ------------------------------------------------------------------ at start
 
     async def sweep(self) -> None:
-        """After a restart: ranks whose keeper died meanwhile go, activated copies that were not woken are woken."""
+        """After a restart: ranks whose keeper died meanwhile go, activated copies that were not woken are woken.
+
+        What fails for one rank is logged: the daemon must come up for all others."""
         for moving in [*self.source.moves.values(), *self.target.moves.values()]:
             role = moving.log.note("role", "home" if moving.log.begin.role == "source" else "guest")
             if (entry := self.node.ranks.get(moving.log.begin.rank_uid, role)) is not None:
@@ -204,11 +206,24 @@ class Adoption:
             if move_log.begin.role == "target" and move_log.last_mark is Mark.ACTIVATED:
                 entry = self.node.ranks.get(move_log.begin.rank_uid, "guest")
                 own = entry is not None and entry.cgroup == move_log.note("cgroup")
-                if own and entry is not None and not entry.moving and (await in_thread(_asleep, entry, move_log)):
-                    await wake(move_log)
+                if own and entry is not None and not entry.moving:
+                    await self._wake(entry, move_log)
         for entry in self.node.ranks.all():
             if not entry.keeper_alive():
-                await self._keeper_died(entry)
+                try:
+                    await self._keeper_died(entry)
+                except (SnapshotError, OSError) as error:  # this daemon has other ranks to serve
+                    log.error("rank %s, which nobody keeps, is not ended yet: %s", entry.uid, error)
+
+    async def _wake(self, entry: RankEntry, move_log: MoveLog) -> None:
+        try:
+            if await in_thread(_asleep, entry, move_log):
+                await wake(move_log)
+        except (SnapshotError, OSError) as error:
+            log.error("rank %s may run here and cannot be woken yet: %s", entry.uid, error)
+            if entry.keeper_alive():
+                entry.moving = move_log.move  # no other move begins with it half awake
+                self.target.follow(move_log)
 
 
 def _asleep(entry: RankEntry, move_log: MoveLog) -> bool:

@@ -44,10 +44,7 @@ async def freeze(
     nccl = await _in_communicators(moving, entry)
     # Behind a closed gate the interpreter comes to no safe point any more: then it was done in Begin.
     left_bytes = node.caches_left.pop(move, 0) if nccl else await gpu.empty_caches(processes, parts)
-    uses = {use.uuid: use.memory_bytes for use in moving.facts.gpu.uses} if processes else {}
-    if len(uses) == 1:
-        uses = {uuid: max(0, size - left_bytes) for uuid, size in uses.items()}
-    device_bytes = max(0, moving.facts.gpu.device_bytes - left_bytes) if processes else 0
+    uses = _expected(moving, left_bytes) if processes else {}
     await in_thread(
         moving.log.mark,
         Mark.FREEZING,
@@ -57,12 +54,17 @@ async def freeze(
         cuda=gpu.to_notes(processes),
         nccl=nccl,
         gpu_uses=uses,
-        device_bytes=device_bytes,
+        device_bytes=gpu.total(uses) if processes else 0,
     )
     if await in_thread(newcomers.hold, move, await in_thread(tree_flows, group.pids())):
         await in_thread(newcomers.drain, group.pids())
     await link.hold(move)
-    await gpu.hold(node.gpus, processes, group, device_bytes, parts, held.processes(nccl))
+    await gpu.hold(node.gpus, processes, group, parts, held.processes(nccl))
+
+    async def note(uses: dict[str, int]) -> None:
+        await in_thread(moving.log.mark, Mark.FREEZING, gpu_uses=uses, device_bytes=gpu.total(uses))
+
+    device_bytes = await gpu.take_off(node.gpus, processes, uses, parts, note)
     await in_thread(tree.stop_all, group, FREEZE_S)
     await reach(Point.STOPPED)
     await in_thread(group.freeze, FREEZE_S)
@@ -85,6 +87,16 @@ async def freeze(
         device_bytes=device_bytes,
         device_bytes_left=left_bytes,
     )
+
+
+def _expected(moving: Moving, left_bytes: int) -> dict[str, int]:
+    """Bytes on each GPU, by UUID, before anybody has looked again: as preflight saw it, or an earlier try of this freeze."""
+    if known := moving.log.note("gpu_uses"):
+        return dict(known)
+    uses = {use.uuid: use.memory_bytes for use in moving.facts.gpu.uses}
+    if len(uses) == 1:
+        uses = {uuid: max(min(size, gpu.CONTEXT_BYTES), size - left_bytes) for uuid, size in uses.items()}
+    return uses
 
 
 async def _on_gpus(node: Node, pids: list[int]) -> list[tree.Process]:

@@ -11,6 +11,7 @@ left to do is asked of the driver and of the shim, never remembered.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import signal
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -18,10 +19,11 @@ from typing import Any
 
 from snapshotd import host, shimctl, tree
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.api.errors import GpuFailed, RankGone, Where
+from snapshotd.api.errors import GpuFailed, RankGone, SnapshotError, Timeout, Where
 from snapshotd.blocking import in_thread
 from snapshotd.cgroup import Cgroup
 from snapshotd.cuda.driver import Gpus, Pair, State
+from snapshotd.cuda.inventory import Inventory
 from snapshotd.faults import Point, reach
 from snapshotd.preflight.gpu import GpuLook, uses_cuda
 from snapshotd.preflight.verdict import refused
@@ -37,6 +39,8 @@ PARK_S = 5.0
 #: What a checkpoint or a restore may take: so much for any, and so much for every GiB of device memory.
 COPY_S, COPY_GIB_S = 30.0, 4.0
 STOP_S = 10.0
+#: What a CUDA context takes on a GPU before the job has allocated anything, about.
+CONTEXT_BYTES = 512 << 20
 
 
 class Lost(Exception):
@@ -117,14 +121,9 @@ def _empty_cache(process: Process) -> int:
 
 
 async def hold(
-    gpus: Gpus,
-    processes: Sequence[Process],
-    group: Cgroup,
-    device_bytes: int,
-    parts: Parts,
-    nccl: Iterable[Process] = (),
+    gpus: Gpus, processes: Sequence[Process], group: Cgroup, parts: Parts, nccl: Iterable[Process] = ()
 ) -> None:
-    """Takes the rank off the GPU: locked, parked, its other processes stopped, device memory in host memory.
+    """Nothing of the job runs any more: its work on the GPU drained and locked, parked, its other processes stopped.
 
     `nccl`: processes that build communicators on the target before anything of the job runs there; they are parked as well,
     with CUDA or without. If it fails the rank is somewhere in between, and `bring_back` is the way back from there.
@@ -137,11 +136,60 @@ async def hold(
         await reach(Point.LOCKED)
     await parts.time("park", _each(parking, lambda process: in_thread(_mailbox(process).park, PARK_S)))
     await in_thread(tree.stop_all, _Others(group, parking), STOP_S)
+
+
+async def take_off(
+    gpus: Gpus,
+    processes: Sequence[Process],
+    expected: Mapping[str, int],
+    parts: Parts,
+    note: Callable[[dict[str, int]], Awaitable[None]],
+) -> int:
+    """Device memory of the held processes goes into host memory. Returns the bytes.
+
+    An undo, perhaps of the daemon's next life, must know how much has to go back to which GPU: `note` is given it by UUID,
+    before it is needed. As the driver tells it of these processes now; where it tells none, as `expected` by preflight,
+    and then by how much more is free when it is done.
+    """
     if not processes:
-        return
-    limit_s = _copy_s(device_bytes)
-    await parts.time("checkpoint", _each(processes, lambda process: gpus.checkpoint(process, limit_s)), device_bytes)
+        return 0
+    before = await gpus.inventory(fresh=True)
+    told = _told(before, processes)
+    uses = told or dict(expected)
+    await note(uses)
+    limit_s = _copy_s(total(uses))
+    await parts.time("checkpoint", _each(processes, lambda process: gpus.checkpoint(process, limit_s)), total(uses))
+    after = await gpus.inventory(fresh=True)  # also for whoever asks next, who sees this rank off its GPU
+    if not told and (grown := _grown(before, after)):
+        uses = grown
+        parts.all[-1].bytes = total(uses)
+        await note(uses)
     await reach(Point.CHECKPOINTED)
+    return total(uses)
+
+
+def total(uses: Mapping[str, int]) -> int:
+    """Bytes of device memory of a rank that holds CUDA; a context alone is more than nothing."""
+    return sum(uses.values()) or CONTEXT_BYTES
+
+
+def _told(inventory: Inventory, processes: Iterable[Process]) -> dict[str, int]:
+    """By UUID; empty where the driver does not tell all."""
+    pids, found = {process.pid for process in processes}, {}
+    for card in inventory.gpus:
+        mine = [process.memory_bytes for process in card.processes if process.pid in pids]
+        if not all(mine):
+            return {}
+        if mine:
+            found[card.uuid] = sum(mine)
+    return found
+
+
+def _grown(before: Inventory, after: Inventory) -> dict[str, int]:
+    """By UUID, how much more is free than before."""
+    free = {card.uuid: card.memory_free_bytes for card in before.gpus}
+    more = {card.uuid: card.memory_free_bytes - free.get(card.uuid, card.memory_free_bytes) for card in after.gpus}
+    return {uuid: size for uuid, size in more.items() if size > 0}
 
 
 def parked_ones(cuda: Iterable[Process], nccl: Iterable[Process]) -> list[Process]:
@@ -157,14 +205,28 @@ async def bring_back(
 ) -> None:
     """Undo on the source, whose processes run again: device memory back on the GPU it came from, then the job's threads.
 
-    `needs`: the bytes on each GPU, by UUID. GpuFailed: the job's threads are still parked and no step was made; try again
-    later. Lost: never.
+    `needs`: the bytes on each GPU, by UUID. GpuFailed, Timeout: not all of it is back; try again later. Lost: never.
     """
     alive = [process for process in processes if process.alive()]
+    try:
+        await _back_on_the_gpu(gpus, alive, needs, device_bytes)
+    except Timeout:
+        # A driver's thread may wait for a lock that a parked thread holds, for as long as that is parked. ABORT stands, so
+        # the copy here is the only one that ever runs: its threads may go on, those that use the GPU wait in the driver,
+        # and the next try finds the way free.
+        with contextlib.suppress(SnapshotError):
+            await let_go([process for process in alive if process.alive()])
+        raise
+    await let_go([process for process in parked_ones(alive, nccl) if process.alive()])
+
+
+async def _back_on_the_gpu(
+    gpus: Gpus, processes: Sequence[Process], needs: Mapping[str, int], device_bytes: int
+) -> None:
     # It answers when a copy under way is done.
-    states = {process: await gpus.state(process, _copy_s(device_bytes)) for process in alive}
-    if alive and all(state is State.CHECKPOINTED for state in states.values()):
-        await _await_room(gpus, needs)
+    states = {process: await gpus.state(process, _copy_s(device_bytes)) for process in processes}
+    if State.CHECKPOINTED in states.values():
+        await _await_room(gpus, needs, states)
     for process, state in states.items():
         if state is State.FAILED:
             raise Lost(f"the CUDA driver lost the device memory of process {process.pid} (state FAILED)")
@@ -172,18 +234,29 @@ async def bring_back(
             await _restore_here(gpus, process, device_bytes)
         if state is not None and state is not State.RUNNING:
             await gpus.unlock(process, LOCK_S)
-    await let_go([process for process in parked_ones(alive, nccl) if process.alive()])
 
 
-async def _await_room(gpus: Gpus, needs: Mapping[str, int]) -> None:
+async def _await_room(gpus: Gpus, needs: Mapping[str, int], states: Mapping[Process, State | None]) -> None:
     """A restore that fails for want of device memory is the last: the driver refuses every further one (seen with r580). So
-    it is not tried before there is room."""
+    it is not tried before there is room, which for some is what they still have, or have again."""
     inventory = await gpus.inventory(fresh=True)
-    for card in inventory.gpus:
-        if card.memory_free_bytes < needs.get(card.uuid, 0):
+    cards = {card.uuid: card for card in inventory.gpus}
+    there = {process.pid for process, state in states.items() if state is not State.CHECKPOINTED}
+    for uuid, need_bytes in needs.items():
+        card = cards.get(uuid)
+        if card is None:
+            raise GpuFailed(
+                f"{need_bytes >> 20} MiB of device memory have to go back to GPU {uuid}, and nobody can tell whether there"
+                f" is room: {inventory.problem or 'the driver does not name it'}",
+                remedy="see `nvidia-smi` on this node: the rank goes on as soon as the GPU is told of again",
+                where=Where.SOURCE_FROZEN,
+            )
+        own_bytes = sum(process.memory_bytes for process in card.processes if process.pid in there)
+        own_bytes = own_bytes or need_bytes * len(there) // len(states)  # where the driver tells no processes
+        if card.memory_free_bytes + own_bytes < need_bytes:
             others = ", ".join(str(process.pid) for process in card.processes) or "none that the driver tells"
             raise GpuFailed(
-                f"{needs[card.uuid] >> 20} MiB of device memory have to go back to GPU {card.index} ({card.uuid}), and "
+                f"{need_bytes >> 20} MiB of device memory have to go back to GPU {card.index} ({card.uuid}), and "
                 f"{card.memory_free_bytes >> 20} MiB are free there; processes on it: {others}",
                 remedy="end or move what took the memory meanwhile: the rank goes on as soon as there is room",
                 where=Where.SOURCE_FROZEN,
@@ -208,6 +281,7 @@ async def revive(
     """
     if not processes:
         return
+    await _each(processes, lambda process: in_thread(_must_be_parked, process))
     await in_thread(group.thaw, STOP_S)  # everything is stopped by signal as well
     for process in processes:
         process.signal(signal.SIGCONT)
@@ -222,15 +296,28 @@ async def revive(
     await in_thread(group.freeze, STOP_S)
 
 
+def _must_be_parked(process: Process) -> None:
+    mailbox = shimctl.find(process)
+    if mailbox is None or not mailbox.state().parked:
+        raise GpuFailed(
+            f"the threads of the restored process {process.pid} are not parked: it stays stopped",
+            remedy="the job goes on at its source; `migrator check` names threads that cannot be parked",
+            where=Where.SOURCE_FROZEN,
+        )
+
+
 async def let_go(processes: Sequence[Process]) -> None:
     """The job's threads go on where they were parked. The processes must run. Repeatable."""
     await _each(processes, lambda process: in_thread(_release, process))
 
 
 def _release(process: Process) -> None:
-    mailbox = shimctl.find(process)
-    if mailbox is not None and mailbox.state().parked:
-        mailbox.release(PARK_S)
+    try:
+        mailbox = shimctl.find(process)
+        if mailbox is not None and mailbox.state().parked:
+            mailbox.release(PARK_S)
+    except RankGone:
+        return  # it ended, as a child may: the others go on
 
 
 def parked(processes: Iterable[Process]) -> bool:

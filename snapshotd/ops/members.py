@@ -46,8 +46,8 @@ class Members:
                     continue
                 try:
                     await held.still(move_log)
-                except SnapshotError as error:
-                    log.warning("move %s: its copy does not stand still yet: %s", move_log.move, error.message)
+                except (SnapshotError, OSError) as error:  # its threads are parked: nothing of the job runs
+                    log.warning("move %s: its copy does not stand still yet: %s", move_log.move, error)
 
     async def detach(self, request: pb.DetachRequest, caller: str) -> pb.DetachReply:
         """Takes these communicators down in all processes of these ranks here."""

@@ -343,7 +343,7 @@ class SourceOps:
         """At start: takes up every unsettled move of an earlier life. Settling begins with `settle_all`."""
         for move_log in self.node.journal.all():
             if move_log.begin.role == "source" and move_log.last_mark is not Mark.SETTLED:
-                if not move_log.begin.rank_uid:  # a crash inside `_refuse_for_ever`
+                if not move_log.marks():  # a crash inside `_refuse_for_ever`, or before anything was done
                     move_log.decide(Outcome.ABORT, "it never began here", "source")
                     move_log.mark(Mark.SETTLED)
                     continue
@@ -505,7 +505,7 @@ class SourceOps:
     def _outcome(self, moving: Moving) -> pb.Outcome:
         move_log, record = moving.log, moving.log.outcome
         where, reason = where_on_source(move_log), record.reason if record is not None else ""
-        if record is not None and record.outcome is Outcome.ABORT and move_log.begin.rank_uid:
+        if record is not None and record.outcome is Outcome.ABORT and move_log.note("pid"):
             reason = "; ".join(filter(None, (reason, moving.failure)))
             if not self._copy_exists(move_log):
                 where = Where.ENDED

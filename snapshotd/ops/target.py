@@ -68,11 +68,15 @@ class TargetOps:
 
     def with_reservations(self, found: Iterable[pb.Gpu]) -> list[pb.Gpu]:
         """This node's GPUs, each with the move that will use it. A reservation is a line in the journal: it lasts until the
-        move has ended, and no crash forgets it or leaves it behind."""
+        move has ended, and no crash forgets it or leaves it behind. A rank that is leaving may have to come back to the GPU
+        it was on."""
         reserved: dict[str, str] = {}
         for move_log in self.node.journal.all():
-            if move_log.begin.role == "target" and move_log.last_mark not in {Mark.DISCARDED, Mark.ACTIVATED}:
+            role, last = move_log.begin.role, move_log.last_mark
+            if role == "target" and last not in {Mark.DISCARDED, Mark.ACTIVATED}:
                 reserved |= dict.fromkeys(move_log.note("gpus_reserved", []), move_log.move)
+            elif role == "source" and last is not Mark.SETTLED and move_log.begin.boot_id == host.boot_id():
+                reserved |= dict.fromkeys(move_log.note("gpu_uses", {}), move_log.move)
         answer = []
         for each in found:
             copy = pb.Gpu(reserved_for=reserved.get(each.uuid, ""))
@@ -268,15 +272,25 @@ class TargetOps:
         for move_log in self.node.journal.all():
             if move_log.begin.role != "target" or move_log.last_mark is Mark.DISCARDED:
                 continue
-            if move_log.last_mark is Mark.ACTIVATED:
-                await in_thread(self.node.store.drop, move_log.move)
-                await in_thread(connections.let_go, move_log)  # before `Adoption.sweep` wakes what was not woken
-                continue
-            log.info("taking up move %s of an earlier life: %s", move_log.move, move_log.last_mark)
-            moving = self._track(move_log, driver_first_s=0.0)
-            if move_log.last_mark in {Mark.PREPARED, Mark.RESTORING} or not moving.same_boot:
-                moving.failure = "this daemon was restarted in the middle of it"
-                await Restore.sweep(self.node, move_log)
+            try:
+                await self._adopt(move_log)
+            except (SnapshotError, OSError) as error:  # settling tries again; this daemon has other ranks to serve
+                log.error("move %s is not cleaned up yet: %s", move_log.move, error)
+
+    async def _adopt(self, move_log: MoveLog) -> None:
+        if move_log.last_mark is Mark.ACTIVATED:
+            await in_thread(self.node.store.drop, move_log.move)
+            await in_thread(connections.let_go, move_log)  # before `Adoption.sweep` wakes what was not woken
+            return
+        log.info("taking up move %s of an earlier life: %s", move_log.move, move_log.last_mark)
+        moving = self._track(move_log, driver_first_s=0.0)
+        if move_log.last_mark in {Mark.PREPARED, Mark.RESTORING} or not moving.same_boot:
+            moving.failure = "this daemon was restarted in the middle of it"
+            await Restore.sweep(self.node, move_log)
+
+    def follow(self, move_log: MoveLog) -> None:
+        """A copy that may run and could not be woken at start: settling goes on trying."""
+        self._track(move_log, driver_first_s=ASK_AGAIN_S)
 
     def _track(self, move_log: MoveLog, driver_first_s: float = DRIVER_FIRST_S) -> Moving:
         moving = Moving(move_log)
@@ -371,17 +385,22 @@ class TargetOps:
             await reach(Point.ACTIVATED)
         if moving.done:
             return  # driver and source hand over the token alike; the first was enough
-        await wake(move_log)
         entry = self.node.ranks.get(move_log.begin.rank_uid, "guest")
-        if entry is not None and entry.cgroup == move_log.note("cgroup"):
-            entry.moving = ""
-            self.forwarding.publish(entry, left=move_log.begin.source_node)
-            if not entry.keeper_alive():
-                await self.node.lost(entry)
-            elif entry.link is not None:
-                with contextlib.suppress(SnapshotError):  # told again when it reconnects
-                    await entry.link.activated(move_log.move)
-                self.relays.start(entry, entry.link)
+        if entry is None or entry.cgroup != move_log.note("cgroup") or entry.moving not in {"", move_log.move}:
+            # It ran and has ended, or is the frozen source of a later move: that one alone may wake it.
+            log.warning("rank %s is not this move's to wake any more", move_log.begin.rank)
+            await in_thread(self.node.store.drop, move_log.move)
+            moving.done = True
+            return
+        await wake(move_log)
+        entry.moving = ""
+        self.forwarding.publish(entry, left=move_log.begin.source_node)
+        if not entry.keeper_alive():
+            await self.node.lost(entry)
+        elif entry.link is not None:
+            with contextlib.suppress(SnapshotError):  # told again when it reconnects
+                await entry.link.activated(move_log.move)
+            self.relays.start(entry, entry.link)
         await in_thread(self.node.store.drop, move_log.move)
         moving.done = True
         await reach(Point.ACTIVATE)
@@ -404,7 +423,8 @@ class TargetOps:
             move_log = self.node.journal.find(move)
             if move_log is None or move_log.begin.role != "target":
                 raise NotFound(f"this node is not the target of move {move}")
-            found = self.moves[move] = Moving(move_log)
+            # Of those that had ended, `Adoption.sweep` has woken what was still to wake, and follows it itself.
+            found = self.moves[move] = Moving(move_log, done=move_log.last_mark in {Mark.ACTIVATED, Mark.DISCARDED})
         return found
 
     def held(self, move: str) -> Moving | None:
@@ -452,7 +472,8 @@ async def wake(move_log: MoveLog) -> None:
     await in_thread(tree.continue_all, group.pids(), move_log.note("stopped_before", []))
     await in_thread(group.thaw, WAKE_S)
     nccl = move_log.note("nccl", [])
-    await gpu.let_go(gpu.parked_ones(gpu.from_notes(move_log.note("cuda", [])), held.processes(nccl)))
+    parked = gpu.parked_ones(gpu.from_notes(move_log.note("cuda", [])), held.processes(nccl))
+    await gpu.let_go([process for process in parked if process.alive()])
     if nccl and not move_log.note("gates_opened", False):
         await held.open_gates(nccl)
         await in_thread(move_log.mark, Mark.ACTIVATED, gates_opened=True)

@@ -1,0 +1,169 @@
+"""A rank's device memory: what is noted of it, and how it comes back when a move is undone."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from snapshotd import shimctl, tree
+from snapshotd.api import snapshotd_pb2 as pb
+from snapshotd.api.errors import GpuFailed, Timeout
+from snapshotd.cuda.driver import State
+from snapshotd.cuda.inventory import Inventory
+from snapshotd.ops import gpu
+from snapshotd.tree import Process
+
+MIB = 1 << 20
+
+
+class Driver:
+    """One GPU with 1000 MiB, and what was asked for."""
+
+    def __init__(self, processes: list[Process]) -> None:
+        self.states: dict[Process, State | None] = dict.fromkeys(processes, State.CHECKPOINTED)
+        self.free_mib, self.tells, self.silent = 1000, True, False
+        self.mib = dict.fromkeys(processes, 300)
+        self.hanging = ""
+        self.said: list[str] = []
+
+    async def inventory(self, *, fresh: bool = False) -> Inventory:
+        assert fresh
+        if self.silent:
+            return Inventory(problem="NVML did not answer")
+        on = [process for process, state in self.states.items() if state is not State.CHECKPOINTED]
+        told = [pb.GpuProcess(pid=each.pid, memory_bytes=self.mib[each] * MIB) for each in on] if self.tells else []
+        free = self.free_mib - sum(self.mib[each] for each in on)
+        return Inventory(
+            gpus=[pb.Gpu(uuid="GPU-a", memory_bytes=1000 * MIB, memory_free_bytes=free * MIB, processes=told)]
+        )
+
+    async def state(self, process: Process, timeout_s: float = 5.0) -> State | None:
+        return self.states[process]
+
+    async def checkpoint(self, process: Process, timeout_s: float) -> None:
+        self.states[process] = State.CHECKPOINTED
+
+    async def restore(self, process: Process, pairs: Any, timeout_s: float) -> None:
+        if self.hanging == "restore":
+            raise Timeout("the restore hangs")
+        self.said.append("restore")
+        self.states[process] = State.LOCKED
+
+    async def unlock(self, process: Process, timeout_s: float) -> None:
+        self.states[process] = State.RUNNING
+
+
+@pytest.fixture
+def two() -> Iterator[list[Process]]:
+    running = [subprocess.Popen(["sleep", "600"]) for _ in range(2)]
+    yield [Process.of(each.pid) for each in running]
+    for each in running:
+        each.kill()
+        each.wait()
+
+
+@pytest.fixture
+def parked(two: list[Process], monkeypatch: pytest.MonkeyPatch) -> set[Process]:
+    """Those whose threads are parked."""
+    held = set(two)
+
+    def find(process: Process) -> Any:
+        return SimpleNamespace(
+            state=lambda: SimpleNamespace(parked=process in held), release=lambda timeout_s: held.discard(process)
+        )
+
+    monkeypatch.setattr(shimctl, "find", find)
+    return held
+
+
+async def bring_back(driver: Driver, needs_mib: int = 600) -> None:
+    await gpu.bring_back(driver, list(driver.states), {"GPU-a": needs_mib * MIB}, needs_mib * MIB)  # type: ignore[arg-type]
+
+
+async def test_all_of_it_comes_back(two: list[Process], parked: set[Process]) -> None:
+    driver = Driver(two)
+    await bring_back(driver)
+    assert set(driver.states.values()) == {State.RUNNING}
+    assert parked == set()
+
+
+@pytest.mark.parametrize("tells", [True, False])
+async def test_room_is_awaited_also_for_one_of_two(two: list[Process], parked: set[Process], tells: bool) -> None:
+    driver = Driver(two)
+    driver.states[two[0]], driver.tells, driver.free_mib = State.LOCKED, tells, 500
+    with pytest.raises(GpuFailed, match="600 MiB of device memory have to go back"):
+        await bring_back(driver)
+    assert (driver.said, parked) == ([], set(two))
+    driver.free_mib = 600  # of which the first has its own
+    await bring_back(driver)
+    assert set(driver.states.values()) == {State.RUNNING}
+
+
+async def test_a_gpu_that_nobody_tells_of_is_not_tried(two: list[Process], parked: set[Process]) -> None:
+    driver = Driver(two)
+    driver.silent = True
+    with pytest.raises(GpuFailed, match="NVML did not answer"):
+        await bring_back(driver)
+    assert (driver.said, parked) == ([], set(two))
+
+
+async def test_a_driver_that_hangs_gets_the_threads_it_may_wait_for(two: list[Process], parked: set[Process]) -> None:
+    driver = Driver(two)
+    driver.hanging = "restore"
+    with pytest.raises(Timeout):
+        await bring_back(driver)
+    assert parked == set()
+    driver.hanging = ""
+    await bring_back(driver)
+    assert set(driver.states.values()) == {State.RUNNING}
+
+
+async def noted(driver: Driver, expected_mib: int) -> tuple[list[dict[str, int]], int]:
+    """What was noted in MiB, in order, and what the checkpoint took."""
+    notes: list[dict[str, int]] = []
+
+    async def note(uses: dict[str, int]) -> None:
+        notes.append({uuid: size // MIB for uuid, size in uses.items()})
+        states = set(driver.states.values())
+        assert states == {State.LOCKED if len(notes) == 1 else State.CHECKPOINTED}
+
+    expected = {"GPU-a": expected_mib * MIB} if expected_mib else {}
+    size = await gpu.take_off(driver, list(driver.states), expected, gpu.Parts(), note)  # type: ignore[arg-type]
+    return notes, size // MIB
+
+
+@pytest.fixture
+def locked(two: list[Process]) -> Driver:
+    driver = Driver(two)
+    driver.states = dict.fromkeys(two, State.LOCKED)
+    return driver
+
+
+async def test_what_the_driver_tells_is_noted_before_it_leaves(locked: Driver) -> None:
+    assert await noted(locked, 20) == ([{"GPU-a": 600}], 600)
+
+
+async def test_what_it_does_not_tell_is_measured(locked: Driver) -> None:
+    locked.tells = False
+    assert await noted(locked, 20) == ([{"GPU-a": 20}, {"GPU-a": 600}], 600)
+
+
+async def test_a_rank_with_cuda_never_has_nothing(locked: Driver) -> None:
+    locked.silent = True
+    notes, size_mib = await noted(locked, 0)
+    assert (notes, size_mib) == ([{}], gpu.CONTEXT_BYTES // MIB)
+
+
+async def test_a_copy_whose_threads_are_not_parked_is_never_continued(two: list[Process], parked: set[Process]) -> None:
+    for process in two:
+        process.signal(signal.SIGSTOP)
+    parked.discard(two[1])
+    group: Any = None  # nothing is asked of it
+    with pytest.raises(GpuFailed, match=f"process {two[1].pid} are not parked"):
+        await gpu.revive(Driver(two), two, group, (), 0, gpu.Parts())  # type: ignore[arg-type]
+    assert [tree.state(process.pid) for process in two] == ["T", "T"]

@@ -1,0 +1,165 @@
+"""Who may wake a copy that once was activated, and what happens to the daemon when that fails."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from snapshotd import adoption, host, rules, shimctl
+from snapshotd.adoption import Adoption
+from snapshotd.api import snapshotd_pb2 as pb
+from snapshotd.api.errors import RankGone, Timeout, Where
+from snapshotd.journal import Begin, Journal, MoveLog
+from snapshotd.ops import gpu, target
+from snapshotd.ops.source import SourceOps
+from snapshotd.ops.target import TargetOps
+from snapshotd.rules import Mark, Outcome
+from snapshotd.tree import Process
+
+MOVE, LATER, NONCE, GROUP = "m-0123456789ab", "m-ba9876543210", "ab" * 32, "/none/copy"
+
+
+def begun(journal: Journal, move: str, role: str, rank_uid: str = "job-0") -> MoveLog:
+    ends = ("a", "a:1", "b", "b:1")
+    return journal.begin(Begin(move, role, rank_uid, "job", 0, *ends, NONCE, host.boot_id(), 1.0, 30.0))
+
+
+class Here:
+    """A node with one copy, which is this process; whoever wakes it is noted."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.journal = Journal(folder)
+        self.woken: list[str] = []
+        self.failing: Exception | None = None
+        self.entry: Any = SimpleNamespace(
+            uid="job-0", cgroup=GROUP, moving="", keeper_alive=lambda: True, link=None, group=None
+        )
+        ranks = SimpleNamespace(get=lambda uid, role: self.entry, all=lambda: [self.entry])
+        node: Any = SimpleNamespace(
+            config=SimpleNamespace(advertise="b:1", listen="b:1"),
+            journal=self.journal,
+            ranks=ranks,
+            store=SimpleNamespace(drop=lambda move: None),
+            credentials=None,
+        )
+        monkeypatch.setattr(target, "BulkLanes", lambda *arguments: SimpleNamespace())
+        monkeypatch.setattr(target, "wake", self.wake)
+        monkeypatch.setattr(adoption, "wake", self.wake)
+        monkeypatch.setattr(adoption, "_asleep", lambda entry, move_log: True)
+        anything: Any = SimpleNamespace(publish=lambda entry, left: None)
+        self.target = TargetOps(node, anything, anything)
+        self.source = SourceOps(node, lambda pids: "", anything)
+        self.adoption = Adoption(node, self.source, self.target, anything, anything)
+
+    async def wake(self, move_log: MoveLog) -> None:
+        if self.failing is not None:
+            raise self.failing
+        self.woken.append(move_log.move)
+
+    def held(self) -> MoveLog:
+        me = Process.of(os.getpid())
+        move_log = begun(self.journal, MOVE, "target")
+        move_log.mark(Mark.HELD, pid=me.pid, start_ticks=me.start_ticks, cgroup=GROUP)
+        return move_log
+
+    def activated(self) -> MoveLog:
+        move_log = self.held()
+        move_log.decide(Outcome.COMMIT, "", "source")
+        move_log.mark(Mark.ACTIVATED)
+        return move_log
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Here:
+    return Here(tmp_path, monkeypatch)
+
+
+TOKEN = rules.proof(bytes.fromhex(NONCE), "COMMIT", MOVE)
+
+
+async def test_the_token_wakes_the_copy_once(here: Here) -> None:
+    here.held()
+    here.entry.moving = MOVE
+    assert (await here.target.activate(MOVE, TOKEN)).running
+    assert (await here.target.activate(MOVE, TOKEN)).running
+    assert (here.woken, here.entry.moving) == ([MOVE], "")
+
+
+async def test_a_move_of_an_earlier_life_wakes_nothing(here: Here) -> None:
+    here.activated()
+    assert (await here.target.activate(MOVE, TOKEN)).running
+    assert here.woken == []
+
+
+@pytest.mark.parametrize("change", [{"moving": LATER}, {"cgroup": "/none/other"}])
+async def test_a_copy_of_another_move_is_not_woken(here: Here, change: dict[str, str]) -> None:
+    here.held()
+    vars(here.entry).update(change)
+    await here.target.activate(MOVE, TOKEN)
+    assert here.woken == []
+    assert here.entry.moving == change.get("moving", "")
+
+
+async def test_a_copy_nobody_knows_is_not_woken(here: Here) -> None:
+    here.held()
+    here.entry = None
+    await here.target.activate(MOVE, TOKEN)
+    assert here.woken == []
+
+
+async def test_the_daemon_comes_up_and_wakes_it_later(here: Here) -> None:
+    here.activated()
+    here.failing = Timeout("threads were let go and have not gone on yet")
+    await here.adoption.sweep()
+    assert here.entry.moving == MOVE, "another move could begin with it half awake"
+    settling = here.target.moves[MOVE].settling
+    assert settling is not None
+    here.failing = None
+    here.target.moves[MOVE].kick.set()
+    await settling
+    assert (here.woken, here.entry.moving) == ([MOVE], "")
+
+
+def test_a_move_that_was_cut_short_before_its_first_mark_is_aborted(here: Here) -> None:
+    move_log = begun(here.journal, LATER, "source")
+    here.source.adopt_journal()
+    assert move_log.outcome is not None
+    assert (move_log.outcome.outcome, move_log.last_mark) == (Outcome.ABORT, Mark.SETTLED)
+    assert [entry["mark"] for entry in move_log.marks()] == [Mark.SETTLED]
+    assert here.source.moves == {}
+
+
+async def test_its_outcome_says_that_the_rank_runs_on(here: Here) -> None:
+    begun(here.journal, LATER, "source")
+    here.source.adopt_journal()
+    told = await here.source.outcome(LATER)
+    assert (told.kind, told.where, told.settled) == (pb.ABORT, Where.SOURCE_RUNNING.value, True)
+
+
+async def test_a_child_that_ended_keeps_nobody_parked(monkeypatch: pytest.MonkeyPatch) -> None:
+    released = []
+    living, dead = Process(10, 1), Process(11, 1)
+
+    def find(process: Process) -> Any:
+        if process == dead:
+            raise RankGone("process 11 has ended")
+        return SimpleNamespace(
+            state=lambda: SimpleNamespace(parked=True), release=lambda timeout_s: released.append(process)
+        )
+
+    monkeypatch.setattr(shimctl, "find", find)
+    await gpu.let_go([dead, living])
+    assert released == [living]
+
+
+def test_a_gpu_that_a_rank_may_come_back_to_is_reserved(here: Here) -> None:
+    found = [pb.Gpu(uuid="GPU-a"), pb.Gpu(uuid="GPU-b")]
+    leaving = begun(here.journal, LATER, "source")
+    leaving.mark(Mark.FREEZING, gpu_uses={"GPU-b": 1})
+    assert [each.reserved_for for each in here.target.with_reservations(found)] == ["", LATER]
+    leaving.mark(Mark.SETTLED)
+    assert [each.reserved_for for each in here.target.with_reservations(found)] == ["", ""]
