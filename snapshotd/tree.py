@@ -92,15 +92,20 @@ def children(pid: int) -> list[int]:
     return found
 
 
-def find_child(parent_pid: int, inner: int) -> Process:
-    """The child of `parent_pid` that is called `inner` in its own pid namespace."""
-    for child in children(parent_pid):
-        try:
-            if inner_pid(child) == inner:
-                return Process.of(child)
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-    raise RankGone(f"process {inner} is not there under its keeper (pid {parent_pid})", where=Where.UNKNOWN)
+def find_child(parent_pid: int, inner: int, patience_s: float = 0.0) -> Process:
+    """The child of `parent_pid` that is called `inner` in its own pid namespace. The kernel's list of children can miss one
+    while others come and go: whoever knows that it exists has patience, in a thread."""
+    deadline = time.monotonic() + patience_s
+    while True:
+        for child in children(parent_pid):
+            try:
+                if inner_pid(child) == inner:
+                    return Process.of(child)
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+        if time.monotonic() > deadline or not os.path.exists(f"/proc/{parent_pid}"):
+            raise RankGone(f"process {inner} is not there under its keeper (pid {parent_pid})", where=Where.UNKNOWN)
+        time.sleep(0.005)
 
 
 def threads_states(pid: int) -> list[str]:

@@ -87,6 +87,10 @@ class SocketState:
         return (self.send_end - len(self.send)) & 0xFFFFFFFF
 
     @property
+    def sent_end(self) -> int:
+        return (self.send_end - self.unsent_bytes) & 0xFFFFFFFF  # sequence numbers wrap
+
+    @property
     def sent(self) -> bytes:
         return self.send[: len(self.send) - self.unsent_bytes]
 

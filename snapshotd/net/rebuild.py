@@ -59,8 +59,14 @@ def rebuild(sock: socket.socket, state: SocketState, ends: Pair) -> None:
     repair.fill(sock, RECV_QUEUE, state.receive)
     repair.fill(sock, SEND_QUEUE, state.sent)
     (state.window if remote.version == 4 else state.window.eager()).put(sock)
-    if not capture.agrees(sock, replace(state, send=state.sent, send_end=state.send_end - state.unsent_bytes)):
-        raise OSError(errno.EIO, "the queues were not filled as they should be")
+    if not capture.agrees(sock, replace(state, send=state.sent, send_end=state.sent_end)):
+        raise OSError(
+            errno.EIO,
+            f"the queues were not filled as they should be: {repair.waiting(sock, repair.SIOCINQ)} of {len(state.receive)} "
+            f"bytes to read, {repair.waiting(sock, repair.SIOCOUTQ)} of {len(state.sent)} to send, ends at "
+            f"{repair.sequence(sock, RECV_QUEUE)} for {state.receive_end} and {repair.sequence(sock, SEND_QUEUE)} for "
+            f"{state.sent_end}",
+        )
     leave(sock, state)
     complete(sock, state)
 

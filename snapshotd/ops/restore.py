@@ -85,7 +85,7 @@ class Restore:
         finally:
             ours.close()
             await process.wait()
-        root = tree.find_child(link.keeper.pid, answer.restore.pid)
+        root = await in_thread(tree.find_child, link.keeper.pid, answer.restore.pid, STOP_S)
         await in_thread(_hold, group)
         await in_thread(connections.reset, group.pids(), closed)
         await in_thread(settings.use_full_segments, group.pids())

@@ -64,7 +64,7 @@ def survey(tree: Tree, objects: Sequence[Object], carry_paths: Sequence[str], bo
                 if not thing.link.endswith(DELETED):
                     folders.add(thing.path)
             case Kind.FILE | Kind.FIFO:
-                if _is_hidden(thing, prefix):
+                if _is_hidden(thing, prefix) and _is_still_called_so(thing):
                     found.hidden.append(str(thing))
                 plain.append(thing)
     found.image_bytes = sum(in_image.values())
@@ -169,3 +169,11 @@ def _is_hidden(thing: Object, prefix: str) -> bool:
         return False
     # overlayfs may number one file twice; the same size and time under the same name is the same file
     return (named.st_size, named.st_mtime_ns) != (stat.st_size, stat.st_mtime_ns)
+
+
+def _is_still_called_so(thing: Object) -> bool:
+    """A file that was renamed or closed while it was looked at (a checkpoint put in place) is looked at after the freeze."""
+    try:
+        return os.readlink(thing.handle) == thing.link
+    except OSError:
+        return False
