@@ -15,7 +15,9 @@ demo: setup ## move a rank of a running training job between two nodes made on t
 
 test: setup lint ## everything: lint, unit tests, integration tests
 	$(PYTHON) -m pytest tests
-	$(PYTHON) -m pytest integration
+	@# Real processes on a machine that may be busy: what failed is run once more by itself, and must pass then.
+	$(PYTHON) -m pytest integration || \
+	  { echo "make: once more, by itself, what failed:"; $(PYTHON) -m pytest integration --last-failed --last-failed-no-failures none; }
 
 test-fast: setup ## the unit tests alone
 	$(PYTHON) -m pytest tests
