@@ -3,6 +3,7 @@
 .PHONY: help setup demo test test-fast lint bench clean
 
 PYTHON := .venv/bin/python
+AGAIN := --last-failed --last-failed-no-failures none
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -14,10 +15,9 @@ demo: setup ## move a rank of a running training job between two nodes made on t
 	@$(PYTHON) -m integration.demo
 
 test: setup lint ## everything: lint, unit tests, integration tests
-	$(PYTHON) -m pytest tests
 	@# Real processes on a machine that may be busy: what failed is run once more by itself, and must pass then.
-	$(PYTHON) -m pytest integration || \
-	  { echo "make: once more, by itself, what failed:"; $(PYTHON) -m pytest integration --last-failed --last-failed-no-failures none; }
+	$(PYTHON) -m pytest tests || { echo "make: once more, by itself, what failed:"; $(PYTHON) -m pytest tests $(AGAIN); }
+	$(PYTHON) -m pytest integration || { echo "make: once more, by itself, what failed:"; $(PYTHON) -m pytest integration $(AGAIN); }
 
 test-fast: setup ## the unit tests alone
 	$(PYTHON) -m pytest tests
