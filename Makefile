@@ -14,6 +14,7 @@ setup: ## install what is missing: packages, .venv, CRIU, generated code, the sh
 demo: setup ## move a rank of a running training job between two nodes made on this machine
 	@$(PYTHON) -m integration.demo
 
+test: export SNAPSHOT_LANE = ci
 test: setup lint ## everything: lint, unit tests, integration tests
 	@# Real processes on a machine that may be busy: what failed is run once more by itself, and must pass then.
 	$(PYTHON) -m pytest tests || { echo "make: once more, by itself, what failed:"; $(PYTHON) -m pytest tests $(AGAIN); }

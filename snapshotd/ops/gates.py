@@ -21,7 +21,7 @@ from snapshotd.journal import Begin, Journal, MoveLog, check_move_id
 from snapshotd.logs import move_context
 from snapshotd.ops import gated
 from snapshotd.ops.gated import Gated
-from snapshotd.ops.node import Moving, Node, now_unix_s
+from snapshotd.ops.node import Moving, Node, follow, now_unix_s
 from snapshotd.ranks import RankEntry, check_rank_uid
 from snapshotd.rules import CopyState, GateDecision, GateFacts, Mark, Outcome
 
@@ -119,25 +119,10 @@ class GateOps:
 
     def _track(self, move_log: MoveLog, driver_first_s: float) -> Moving:
         moving = self.moves[move_log.move] = Moving(move_log)
-        moving.settling = asyncio.create_task(self._follow(moving, driver_first_s), name=f"gate of {move_log.move}")
+        moving.settling = asyncio.create_task(
+            follow(moving, self._settle_once, driver_first_s, ASK_AGAIN_S, "gates"), name=f"gate of {move_log.move}"
+        )
         return moving
-
-    async def _follow(self, moving: Moving, driver_first_s: float) -> None:
-        with move_context(move=moving.log.move, rank=moving.log.begin.rank, phase="settle"):
-            said = ""
-            await moving.nap(driver_first_s)
-            while moving.log.last_mark is not Mark.SETTLED:
-                try:
-                    async with moving.lock:
-                        await self._settle_once(moving)
-                except SnapshotError as error:
-                    moving.waiting_for = error.message
-                except Exception:
-                    log.exception("settling the gates of %s", moving.log.move)
-                if moving.waiting_for != said:
-                    said = moving.waiting_for
-                    log.info("move %s: gates: %s", moving.log.move, said)
-                await moving.nap(ASK_AGAIN_S)
 
     async def _settle_once(self, moving: Moving) -> None:
         """The decisions of the rules, carried out until there is only waiting left. The caller holds the move's lock."""

@@ -14,12 +14,13 @@ from typing import Any, ParamSpec, TypeVar
 from snapshotd import host
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.client import Credentials, DaemonClient
-from snapshotd.api.errors import Where
+from snapshotd.api.errors import SnapshotError, Where
 from snapshotd.carry import Carry
 from snapshotd.config import Config
 from snapshotd.cuda.driver import Gpus
 from snapshotd.images.store import ImageStore
 from snapshotd.journal import Journal, MoveLog
+from snapshotd.logs import move_context
 from snapshotd.ranks import RankEntry, Ranks
 from snapshotd.rules import Mark
 
@@ -88,6 +89,27 @@ class Moving:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.kick.wait(), seconds)
         self.kick.clear()
+
+
+async def follow(
+    moving: Moving, settle_once: Callable[[Moving], Awaitable[None]], driver_first_s: float, again_s: float, whose: str
+) -> None:
+    """Settles one move until it is SETTLED, after giving the driver its time; says what it waits for when that changes."""
+    with move_context(move=moving.log.move, rank=moving.log.begin.rank, phase="settle"):
+        said = ""
+        await moving.nap(driver_first_s)
+        while moving.log.last_mark is not Mark.SETTLED:
+            try:
+                async with moving.lock:
+                    await settle_once(moving)
+            except SnapshotError as error:
+                moving.waiting_for = error.message
+            except Exception:
+                log.exception("settling the %s of %s", whose, moving.log.move)
+            if moving.waiting_for != said:
+                said = moving.waiting_for
+                log.info("move %s: %s: %s", moving.log.move, whose, said)
+            await moving.nap(again_s)
 
 
 P = ParamSpec("P")

@@ -31,7 +31,7 @@ from snapshotd.net import forward, refusals, rehome, sockets, timers, tracking
 from snapshotd.net.flows import Address, BadAddress, Flow, Holder, Pair
 from snapshotd.ops import settings
 from snapshotd.ops.connections import new_pair, old_pair, peer_table
-from snapshotd.ops.node import Moving, Node, now_unix_s
+from snapshotd.ops.node import Moving, Node, follow, now_unix_s
 from snapshotd.ranks import check_rank_uid
 from snapshotd.rules import CopyState, Mark, Outcome, PeerDecision, PeerFacts
 
@@ -151,25 +151,11 @@ class PeerOps:
     def _track(self, move_log: MoveLog, driver_first_s: float) -> Moving:
         moving = self.moves[move_log.begin.move] = Moving(move_log)
         moving.interrupted = move_log.last_mark is Mark.REPOINTING
-        moving.settling = asyncio.create_task(self._follow(moving, driver_first_s), name=f"peer of {move_log.move}")
+        moving.settling = asyncio.create_task(
+            follow(moving, self._settle_once, driver_first_s, ASK_AGAIN_S, "connections"),
+            name=f"peer of {move_log.move}",
+        )
         return moving
-
-    async def _follow(self, moving: Moving, driver_first_s: float) -> None:
-        with move_context(move=moving.log.move, rank=moving.log.begin.rank, phase="settle"):
-            said = ""
-            await moving.nap(driver_first_s)
-            while moving.log.last_mark is not Mark.SETTLED:
-                try:
-                    async with moving.lock:
-                        await self._settle_once(moving)
-                except SnapshotError as error:
-                    moving.waiting_for = error.message
-                except Exception:
-                    log.exception("settling %s", moving.log.move)
-                if moving.waiting_for != said:
-                    said = moving.waiting_for
-                    log.info("move %s: %s", moving.log.move, said)
-                await moving.nap(ASK_AGAIN_S)
 
     async def _settle_once(self, moving: Moving) -> None:
         """The decisions of the rules, carried out until there is only waiting left. The caller holds the move's lock."""

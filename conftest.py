@@ -1,0 +1,19 @@
+"""A skipped test fails in a lane that has what it needs (tests/lanes.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+
+import pytest
+
+from tests.lanes import must_run
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.skipped and not hasattr(report, "wasxfail"):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        if why := must_run(reason):
+            report.outcome, report.longrepr = "failed", why
+    return report
