@@ -165,8 +165,12 @@ class Cluster:
             try:
                 until(f"{point} on {node}", lambda: self.fired(node) or process.poll() is not None)
                 assert process.poll() is None, f"it ended before {point}: {process.communicate()}\n{self.logs()}"
-                yield asked
-                (self.run_dir(node) / f"{point}.go").touch()
+                try:
+                    yield asked
+                finally:  # also after a failure: a daemon that waits would keep the move, and fail the tests after it
+                    go = self.run_dir(node) / f"{point}.go"
+                    go.touch()
+                    until(f"{node} goes on", lambda: not go.exists() or self.lab.daemon_pid(node) is None, 10)
                 out, asked.errors = process.communicate(timeout=60)
                 asked.code, asked.answer = process.returncode, json.loads(out)
             finally:

@@ -2,7 +2,8 @@
 
 A file `fault` in the daemon's run directory (or the path in $MIGRATOR_FAULT for the driver) holds `POINT ACTION`; the
 first time POINT is reached the file is removed and ACTION happens. Actions: `kill` (SIGKILL to this process),
-`stop` (SIGSTOP to this process: it hangs), `fail` (an Internal error), `wait` (until the file `POINT.go` exists there).
+`stop` (SIGSTOP to this process: it hangs), `fail` (an Internal error), `wait` (until the file `POINT.go`
+is made there; it is removed).
 Without the file every point costs one failed open(2).
 """
 
@@ -96,5 +97,7 @@ async def reach(point: Point | str) -> None:
         case "fail":
             raise Internal(f"fault injected at {point}", remedy="remove the fault file; this was asked for")
         case "wait":
-            while not (_folder / f"{point}.go").exists():  # noqa: ASYNC110 - a file, made by another process
+            go = _folder / f"{point}.go"
+            while not go.exists():  # noqa: ASYNC110 - a file, made by another process
                 await asyncio.sleep(0.01)
+            go.unlink(missing_ok=True)

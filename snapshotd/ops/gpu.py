@@ -70,7 +70,7 @@ async def look(gpus: Gpus, pids: Sequence[int]) -> tuple[GpuLook | None, list[pb
             continue
     if not holders:
         return None, []
-    inventory = await gpus.inventory()
+    inventory = await gpus.inventory(fresh=True)  # a rank that has just begun is not in what was seen a second ago
     return GpuLook(inventory.driver_version, tuple(inventory.gpus), tuple(holders), inventory.problem), []
 
 

@@ -88,7 +88,7 @@ class TargetOps:
         """[GPU of the source, GPU here that takes its place], for each; nothing for a rank without CUDA."""
         if not request.facts.HasField("gpu"):
             return []
-        inventory = await self.node.gpus.inventory()
+        inventory = await self.node.gpus.inventory(fresh=True)
         pairs, where = gpus.choose(request.facts.gpu, self.with_reservations(inventory.gpus), request.gpu)
         log.info("move %s: %s", request.move, where)
         return [[pair.old_uuid, pair.new_uuid] for pair in pairs]
