@@ -8,10 +8,11 @@
 
 #include <stdint.h>
 
-#define SNAPSHIM_ABI_VERSION 2
+#define SNAPSHIM_ABI_VERSION 3
 
 #define SNAPSHIM_SIGNAL 61 /* SIGRTMAX - 3: parks the job's threads, wakes the control thread */
 #define SNAPSHIM_EXEMPT_MAX 64
+#define SNAPSHIM_STRIPES_MAX 16
 
 #define SNAPSHIM_EXPORT __attribute__((visibility("default")))
 
@@ -35,6 +36,13 @@ enum snapshim_command {
 	SNAPSHIM_NCCL_NEW_ID = 22,
 	SNAPSHIM_NCCL_FRESH = 23,
 	SNAPSHIM_NCCL_ATTACH = 24,
+
+	/* Device memory that we back (shim/README.md, "Device memory"): argument[0]: milliseconds. */
+	SNAPSHIM_MEMORY_OPEN = 32,  /* result[0]: a descriptor, the daemon's end of a fresh pair of sockets */
+	SNAPSHIM_MEMORY_READY = 33, /* argument[1]: stripes, [2]: bytes of a slot; result[0]: bytes that PARK or FILL will copy */
+	SNAPSHIM_MEMORY_PARK = 34,  /* only while the job is parked; result[0]: bytes, [1]: nanoseconds of copying */
+	SNAPSHIM_MEMORY_FILL = 35,  /* result as of PARK */
+	SNAPSHIM_MEMORY_DROP = 36,  /* gives up what OPEN and READY made */
 };
 
 /* Pids and thread ids are those of the process's own pid namespace. The daemon writes command, argument and, last, request. */
@@ -59,6 +67,13 @@ struct snapshim_mailbox {
 	uint64_t ipc_exports;
 	uint64_t ipc_imports;    /* memory handles that were opened and not closed, and event handles */
 	int32_t exempt[SNAPSHIM_EXEMPT_MAX]; /* the driver's own threads, never parked; 0: free */
+	uint64_t device_bytes;   /* of device memory that is backed by us, now */
+	uint64_t device_blocks;
+	uint32_t device_parked;  /* 1: its content is in stripes, its physical memory released */
+	uint32_t device_stripes; /* of the last MEMORY_READY */
+	uint64_t device_done[SNAPSHIM_STRIPES_MAX]; /* bytes of each stripe that are in its file (PARK) or back on the device (FILL) */
+	uint32_t device_cancel;  /* the daemon writes 1: PARK or FILL under way gives up with ECANCELED */
+	uint32_t device_unused;
 };
 
 SNAPSHIM_EXPORT extern struct snapshim_mailbox snapshim_mailbox;

@@ -121,7 +121,8 @@ int main(void)
 	/* What snapshotd/shimctl.py has in numbers. */
 	EXPECT(offsetof(struct snapshim_mailbox, command) == 36);
 	EXPECT(offsetof(struct snapshim_mailbox, request) == 72);
-	EXPECT(sizeof(struct snapshim_mailbox) == 912);
+	EXPECT(offsetof(struct snapshim_mailbox, device_cancel) == 1064);
+	EXPECT(sizeof(struct snapshim_mailbox) == 1072);
 
 	steps = mmap(NULL, 4096, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
 	EXPECT(steps != MAP_FAILED);

@@ -30,13 +30,13 @@ from snapshotd.api.errors import GpuFailed, RankGone, SnapshotError, Timeout, Wh
 _LOG = logging.getLogger(__name__)
 
 LIBRARY = "libsnapshim.so"
-ABI_VERSION = 2
+ABI_VERSION = 3
 RESERVED_SIGNAL = 61
 
 _MAGIC = b"SNAPSHIM"
 _PARK, _RELEASE, _EMPTY_CACHE = 1, 2, 3
 #: struct snapshim_mailbox
-_LAYOUT = struct.Struct("<8sII iii II I4Q II i I 4Q 512s 3Q 64i")
+_LAYOUT = struct.Struct("<8sII iii II I4Q II i I 4Q 512s 3Q 64i 2Q II 16Q II")
 _COMMAND = struct.Struct("<I4Q")
 _COMMAND_AT, _REQUEST_AT = 36, 72
 #: How much longer than the process itself we wait for its answer: it has the better words for what went wrong.
@@ -94,6 +94,12 @@ class _Box:
     exports: int
     imports: int
     exempt: frozenset[int]
+    device_bytes: int
+    device_blocks: int
+    device_parked: int
+    device_stripes: int
+    device_done: tuple[int, ...]
+    device_cancel: int
 
     @classmethod
     def unpack(cls, raw: bytes) -> _Box:
@@ -105,7 +111,8 @@ class _Box:
         managed, exports, imports = field[22:25]
         return cls(
             *(magic, abi, owner, thread, probe, parked, parked_threads, command, request, answer, status, result, text),
-            *(managed, exports, imports, frozenset(field[25:]) - {0}),
+            *(managed, exports, imports, frozenset(field[25:89]) - {0}),
+            *(*field[89:93], field[93:109], field[109]),
         )
 
 
