@@ -97,13 +97,14 @@ class Cluster:
         job: str = "",
         stdin: Any = subprocess.DEVNULL,
         prefix: Sequence[str] = (),
+        options: Sequence[str] = (),
         **popen: Any,
     ) -> Job:
-        """`migrator run` of a command on a node."""
+        """`migrator run` of a command on a node, with `options` of `migrator run`."""
         self._count += 1
         name = job or f"job{self._count}"
         out = self.folder / f"{name}-{rank}.out"
-        command = [*prefix, *MIGRATOR, "run", "--job", name, "--rank", str(rank), "--", *argv]
+        command = [*prefix, *MIGRATOR, "run", "--job", name, "--rank", str(rank), *options, "--", *argv]
         with out.open("wb") as file:
             process = self.lab.spawn(
                 node, command, stdin=stdin, stdout=popen.pop("stdout", file), stderr=popen.pop("stderr", file), **popen
