@@ -1,7 +1,8 @@
 """`python3 -m integration.gpu.bench_gpu --gib 1 8 32`: where the pause of a GPU rank goes, beside the same by hand.
 
-The same job, in the same run: moved between two lab nodes, and taken through plain `criu` and the driver's calls
-(`by_hand.py`). Nothing here passes or fails. A table comes last; everything measured is in gpu-bench.json as soon as it is.
+The same job, in the same run: moved between two lab nodes with its device memory parked by the shim, moved with it left to
+the driver, and taken through plain `criu` and the driver's calls (`by_hand.py`). Nothing here passes or fails. Tables and a
+chart come last; everything measured is in gpu-bench.json as soon as it is.
 """
 
 from __future__ import annotations
@@ -14,17 +15,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from integration.gpu import by_hand
+from integration.gpu import by_hand, chart, host_memory
 from integration.gpu.by_hand import Part
 from integration.gpu.gpu_jobs import DEVICE, GIB, OUT, TRAIN, why_not
 from integration.harness import Cluster, cluster, until
 
 NODES = ("node-1", "spare-1")
 NAMES = (
-    *("empty-cache", "lock", "park", "checkpoint", "criu-dump", "stream"),
-    *("criu-restore", "cuda-restore", "unlock", "pause"),
+    *("empty-cache", "prepare", "lock", "park", "park-out", "checkpoint", "criu-dump", "stream"),
+    *("criu-restore", "cuda-restore", "unlock", "refill", "pause"),
 )
-WAYS = ("migrator", "by hand")
+PARKED, DRIVER, BY_HAND = WAYS = ("parked", "driver", "by hand")
 #: Nothing of what follows comes to this.
 MOVE_S = 1800.0
 
@@ -36,7 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--cached-gib", type=float, default=0.0, help="device memory that its allocator keeps for nothing"
     )
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--only", choices=WAYS)
+    parser.add_argument("--only", choices=WAYS, nargs="+", default=WAYS)
+    parser.add_argument("--by-hand-up-to-gib", type=float, default=1000.0, help="beyond, by hand takes too long")
     options = parser.parse_args(arguments)
     if why_not():
         sys.exit(f"bench_gpu: {why_not()}")
@@ -45,14 +47,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     with cluster(folder, "gpubench", NODES) as nodes:
         ways: dict[str, Callable[[Sequence[str]], dict[str, Any]]] = {
-            "migrator": lambda flags: moved(nodes, flags),
-            "by hand": lambda flags: {"parts": by_hand.run(flags)},
+            PARKED: lambda flags: moved(nodes, flags, PARKED),
+            DRIVER: lambda flags: moved(nodes, flags, DRIVER),
+            BY_HAND: lambda flags: {"parts": by_hand.run(flags)},
         }
         for gib in options.gib:
             flags = ["--gib", str(gib), "--cached-gib", str(options.cached_gib), "--steps", "1000000000"]
             flags += ["--digest-every", "1000000000", "--pace-s", "0.02"]
             for round_ in range(options.rounds):
-                for way in WAYS if options.only is None else (options.only,):
+                for way in options.only:
+                    if way != PARKED and gib > options.by_hand_up_to_gib:
+                        continue
                     result: dict[str, Any] = {"gib": gib, "way": way, "round": round_ + 1}
                     try:
                         result |= ways[way](flags)
@@ -61,25 +66,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     results.append(result)
                     print(_line(result), flush=True)
                     _save(results)
-    print(f"\n{table(results)}")
+    print(f"\n{table(results)}\n\n{ratios(results)}\n\n{growth(results)}")
     return 0
 
 
-def moved(nodes: Cluster, flags: Sequence[str]) -> dict[str, Any]:
-    """One move of a fresh job; its parts as the product tells them."""
-    job = nodes.start(NODES[0], [sys.executable, TRAIN, *flags])
+def moved(nodes: Cluster, flags: Sequence[str], device_memory: str) -> dict[str, Any]:
+    """One move of a fresh job; its parts as the product tells them, and what host memory it took."""
+    job = nodes.start(NODES[0], [sys.executable, TRAIN, *flags], options=["--device-memory", device_memory])
     try:
         until("the job's first steps", lambda: _steps(job.text()) > 10 or job.process.poll() is not None, 300)
         if job.process.poll() is not None:
             raise RuntimeError(f"the job ended with {job.process.returncode}:\n{job.text()[-2000:]}")
-        told = nodes.move(job, NODES[1], timeout_s=MOVE_S)
+        with host_memory.peaks(nodes) as peaks:
+            told = nodes.move(job, NODES[1], timeout_s=MOVE_S)
         steps = _steps(job.text())
         until("the job to go on", lambda: _steps(job.text()) > steps + 3, 60)
     finally:
         job.kill()
         nodes.tidy()
     parts = [Part(part["name"], part["seconds"], part["bytes"]) for part in told.get("parts", [])]
-    return {"parts": [*parts, Part("pause", told["pause_s"])], "told": told}
+    return {"parts": [*parts, Part("pause", told["pause_s"])], "told": told, "host_bytes": peaks.bytes}
 
 
 def _steps(text: str) -> int:
@@ -132,6 +138,44 @@ def table(results: Sequence[dict[str, Any]]) -> str:
             lines.append(f"| {words} | {' | '.join(cells)} |")
     lines += [f"\n{result['gib']:g} GiB {result['way']} failed" for result in results if "failed" in result]
     return "\n".join(lines)
+
+
+def _pause(results: Sequence[dict[str, Any]], gib: float, way: str) -> float | None:
+    """The median over the rounds."""
+    mine = [result for result in results if (result["gib"], result["way"]) == (gib, way) and "failed" not in result]
+    pauses = [part.seconds for result in mine for part in _whole(result["parts"]) if part.name == "pause"]
+    return statistics.median(pauses) if pauses else None
+
+
+def ratios(results: Sequence[dict[str, Any]]) -> str:
+    """How many times shorter the pause is with parking, and the host memory it took as a ratio to live device memory."""
+    lines = ["| parked | driver ÷ parked | by hand ÷ parked | host memory, source | host memory, target |"]
+    lines.append("| --- | --- | --- | --- | --- |")
+    for gib in dict.fromkeys(result["gib"] for result in results):
+        parked = _pause(results, gib, PARKED)
+        if parked is None:
+            continue
+        times = [_pause(results, gib, way) for way in (DRIVER, BY_HAND)]
+        cells = [f"{other / parked:.1f}" if other else "–" for other in times]
+        taken = [
+            [result["host_bytes"][node] / result["told"]["device_bytes"] for node in NODES]
+            for result in results
+            if (result["gib"], result["way"]) == (gib, PARKED) and "failed" not in result
+        ]
+        cells += [f"{max(ratio):.2f}" for ratio in zip(*taken, strict=True)]
+        lines.append(f"| {gib:g} GiB | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def growth(results: Sequence[dict[str, Any]]) -> str:
+    """The pause over the device memory, for every way that was measured at every size."""
+    sizes = list(dict.fromkeys(result["gib"] for result in results))
+    pauses = {way: [_pause(results, gib, way) for gib in sizes] for way in WAYS}
+    whole = {way: [value for value in values if value is not None] for way, values in pauses.items()}
+    series = {way: values for way, values in whole.items() if len(values) == len(sizes)}
+    if len(sizes) < 2 or not series:
+        return ""
+    return chart.lines("pause of a GPU rank", "live device memory, GiB", "seconds", sizes, series)
 
 
 def _save(results: Sequence[dict[str, Any]]) -> None:

@@ -1,0 +1,80 @@
+"""How much host memory a move takes on each node beside the rank itself, sampled while it goes on.
+
+Counted for a node: what lies in its image folder (the parked copy on the source, images and stripes on the target), and the
+resident memory of its daemon and the daemon's children beyond what they had before. A rank's own memory is not counted: it
+is there without us, and the pinned ring in it is the product's constant.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from integration.drill import node_of
+from integration.gpu.watch import resident_bytes
+from integration.harness import Cluster
+
+_EVERY_S = 0.05
+
+
+class Peaks:
+    """The most that was seen, by node."""
+
+    def __init__(self, nodes: Cluster) -> None:
+        self.bytes: dict[str, int] = dict.fromkeys(nodes.lab.nodes, 0)
+        self._folders = {node: nodes.run_dir(node) / "images" for node in nodes.lab.nodes}
+        self._before = {node: self._resident(node) for node in nodes.lab.nodes}
+
+    def look(self) -> None:
+        for node, folder in self._folders.items():
+            grown = max(0, self._resident(node) - self._before[node])
+            self.bytes[node] = max(self.bytes[node], _stored_bytes(folder) + grown)
+
+    @staticmethod
+    def _resident(node: str) -> int:
+        return sum(resident_bytes(pid) for pid in _of_the_daemon(node))
+
+
+@contextmanager
+def peaks(nodes: Cluster) -> Iterator[Peaks]:
+    """Samples until the block ends."""
+    found, over = Peaks(nodes), threading.Event()
+
+    def sample() -> None:
+        while not over.wait(_EVERY_S):
+            found.look()
+
+    thread = threading.Thread(target=sample, name="host memory", daemon=True)
+    thread.start()
+    try:
+        yield found
+    finally:
+        over.set()
+        thread.join()
+
+
+def _of_the_daemon(node: str) -> list[int]:
+    """The daemon of a node and the processes that it works with; not the ranks, their keepers or criu."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+            if any(word.startswith(b"snapshotd.") or word == b"snapshotd" for word in words):
+                pid = int(folder.name)
+                if node_of(pid) == node:
+                    found.append(pid)
+    return found
+
+
+def _stored_bytes(folder: Path) -> int:
+    """What the files below a folder take. Files come and go meanwhile."""
+    total = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += os.stat(Path(place) / name, follow_symlinks=False).st_blocks * 512
+    return total
