@@ -1,0 +1,16 @@
+"""What came of sending."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Bytes of the stripes, by how they travelled: `bytes` = `sent` + `zero` + `same`."""
+
+    bytes: int
+    sent: int
+    zero: int
+    same: int
+    seconds: float  # from the first byte that could be sent to the target's last word
