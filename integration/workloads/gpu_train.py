@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import hashlib
 import itertools
 import os
@@ -218,6 +219,27 @@ def ballast_digest(blocks: list[torch.Tensor]) -> str:
     return digest(block.view(torch.int32).view(1024, -1).sum(dim=1, dtype=torch.int64) for block in blocks)
 
 
+def raw_blocks(mib: int) -> list[torch.Tensor]:
+    """Device memory that was asked of the driver itself, past every library, as a tensor."""
+    if not mib or not ON_GPU:
+        return []
+    driver, address, size = ctypes.CDLL("libcuda.so.1"), ctypes.c_uint64(), mib << 20
+    torch.zeros(1, device=DEVICE)  # a context
+    if (result := driver.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(size))) != 0:
+        sys.exit(f"cuMemAlloc of {size} bytes: {result}")
+
+    class Raw:
+        __cuda_array_interface__ = {  # noqa: RUF012 - a protocol
+            "shape": (size // 4,),
+            "typestr": "<f4",
+            "data": (address.value, False),
+            "version": 3,
+        }
+
+    block = torch.as_tensor(Raw(), device=DEVICE)
+    return [block.copy_(torch.randn(size // 4, device=DEVICE))]
+
+
 def random_digest() -> str:
     states = [torch.get_rng_state(), torch.tensor(bytearray(repr(random.getstate()).encode()))]
     return digest([*states, torch.cuda.get_rng_state()] if ON_GPU else states)
@@ -239,6 +261,7 @@ def main() -> None:
     parser.add_argument(
         "--cached-gib", type=float, default=0.0, help="freed again: the allocator keeps it, for nothing"
     )
+    parser.add_argument("--raw-mib", type=int, default=0, help="of the ballast, allocated past torch and the runtime")
     parser.add_argument("--amp", choices=["fp16", "bf16"], default="")
     parser.add_argument("--graph", action="store_true")
     parser.add_argument("--compile", action="store_true")
@@ -254,6 +277,7 @@ def main() -> None:
     if not ON_GPU:
         torch.set_num_threads(1)
     blocks = [torch.randn(BLOCK_FLOATS, device=DEVICE) for _ in range(round(options.gib * 4))]
+    blocks += raw_blocks(options.raw_mib)
     if options.cached_gib:
         del [torch.empty(int(options.cached_gib * (1 << 30)), dtype=torch.uint8, device=DEVICE)][:]
     trainer = Trainer(options)

@@ -1,0 +1,98 @@
+"""Device memory parked by the shim: copied out at the speed of the bus, released, and mapped again at the same addresses.
+
+Every allocator that torch has, memory that is left to the driver beside it, and everything busy at once. Bit for bit what an
+undisturbed run says. The rest of the GPU suite runs either way: `SNAPSHOT_GPU_MEMORY=parked integration/gpu/run`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from integration.gpu.gpu_jobs import (
+    GIB,
+    OTHER,
+    SOURCE,
+    STEPS,
+    TARGET,
+    Training,
+    Undisturbed,
+    measured,
+    needs_cuda,
+    record,
+    undisturbed_runs,
+)
+from integration.gpu.test_gpu_moves import Variant
+from integration.harness import Cluster
+
+pytestmark = [pytest.mark.root, pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(400), needs_cuda()]
+
+FOLDER = Path(__file__).parents[1] / ".work" / "gpu"
+_BALLAST = ("--gib", "2")
+#: Everything that can launch work, at once: autograd, streams, user threads, a graph, workers with pinned memory.
+BUSY = ("--amp", "fp16", "--graph", "--streams", "--threads", "--loader", "fork")
+
+ALLOCATORS = (
+    Variant("native", _BALLAST),
+    Variant("expandable", _BALLAST, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}),
+    Variant("mixed", (*_BALLAST, "--raw-mib", "256")),
+    Variant("cached", (*_BALLAST, "--cached-gib", "1")),
+    Variant("busy", (*_BALLAST, *BUSY)),
+)
+#: Memory of the driver's own pools stays with the driver, and the rank moves all the same.
+POOLS = Variant("pools", _BALLAST, {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"})
+THERE_AND_BACK = Variant("parked-everything", (*_BALLAST, "--raw-mib", "128", *BUSY), steps=2 * STEPS)
+ROUND_TRIPS = 5
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> Iterator[Undisturbed]:
+    with undisturbed_runs(FOLDER) as runs:
+        yield runs
+
+
+def _start(nodes: Cluster, variant: Variant) -> Training:
+    name = f"parked-{variant}"
+    return Training.start(nodes, name, variant.arguments, variant.environment, device_memory="parked")
+
+
+def _part_bytes(told: dict[str, Any], name: str) -> int:
+    return sum(part["bytes"] for part in told["parts"] if part["name"] == name)
+
+
+@pytest.mark.parametrize("variant", ALLOCATORS, ids=str)
+def test_it_moves_and_is_bit_identical(nodes: Cluster, undisturbed: Undisturbed, variant: Variant) -> None:
+    training = _start(nodes, variant)
+    at = training.await_moment()
+    told = training.move(TARGET)
+    assert _part_bytes(told, "park-out") >= 2 * GIB
+    assert _part_bytes(told, "refill") == _part_bytes(told, "park-out")
+    training.runs_on(TARGET)
+    steps = training.ends_as(undisturbed.want(variant.arguments, variant.environment))
+    record(f"parked-{variant}", at_step=at, steps=steps, seed=training.seed, **measured(told))
+
+
+def test_what_cannot_be_parked_moves_with_the_driver(nodes: Cluster, undisturbed: Undisturbed) -> None:
+    training = _start(nodes, POOLS)
+    training.await_moment()
+    told = training.move(TARGET)
+    assert not _part_bytes(told, "park-out")
+    training.runs_on(TARGET)
+    training.ends_as(undisturbed.want(POOLS.arguments, POOLS.environment))
+    record(f"parked-{POOLS}", seed=training.seed, **measured(told))
+
+
+def test_there_and_back_five_times(nodes: Cluster, undisturbed: Undisturbed) -> None:
+    training = _start(nodes, THERE_AND_BACK)
+    training.await_moment()
+    results = []
+    for _ in range(ROUND_TRIPS):
+        for to in (OTHER, SOURCE):
+            results.append(measured(training.move(to)))
+            training.await_progress()
+    training.runs_on(SOURCE)
+    steps = training.ends_as(undisturbed.want(THERE_AND_BACK.arguments, THERE_AND_BACK.environment))
+    record(f"there-and-back-{THERE_AND_BACK}", steps=steps, seed=training.seed, moves=results)
