@@ -1,36 +1,21 @@
-/* The driver's calls that a program makes: devices, contexts, memory, streams, and one kernel.
- *
- * Every call that needs an initialised driver passes the gate (CALL), so that it waits while the process is locked.
- */
+/* The driver's calls that a program makes about devices and contexts, one kernel, and how the others are found. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <stdio.h>
 #include <string.h>
-#include <sys/mman.h>
 
+#include "call.h"
 #include "cuda_abi.h"
 #include "ledger.h"
 #include "memory.h"
 #include "node.h"
 #include "process.h"
 
-/* Runs a block past the gate; `result` is what the call returns. */
-#define CALL(...)                                            \
-	do {                                                 \
-		CUresult result = process_enter();           \
-		if (result != CUDA_SUCCESS)                  \
-			return result;                       \
-		__VA_ARGS__ process_leave();                 \
-		return result;                               \
-	} while (0)
-
 static struct fake_context {
 	int gpu;
+	bool retained;
+	bool peers[MAX_GPUS]; /* whose memory it may use */
 } contexts[MAX_GPUS];
-
-static struct fake_stream {
-	int number;
-} streams[256];
 
 static struct fake_module {
 	int loaded;
@@ -40,21 +25,37 @@ static struct fake_function {
 	int known;
 } spin;
 
-static _Thread_local CUcontext current;
-static _Atomic int stream_count;
+#define MAX_DEPTH 16
+static _Thread_local CUcontext current, below[MAX_DEPTH];
+static _Thread_local int depth;
+
+int current_gpu(void)
+{
+	return current ? current->gpu : -1;
+}
+
+CUcontext context_of(int gpu)
+{
+	return gpu < 0 ? NULL : &contexts[gpu];
+}
 
 EXPORT CUresult cuInit(unsigned int flags)
 {
 	return flags ? CUDA_ERROR_INVALID_VALUE : process_init();
 }
 
+static int driver_version(void)
+{
+	struct node node;
+
+	return node_read(&node) ? node.cuda_version : 13000;
+}
+
 EXPORT CUresult cuDriverGetVersion(int *version)
 {
-	static struct node node;
-
 	if (!version)
 		return CUDA_ERROR_INVALID_VALUE;
-	*version = node_read(&node) ? node.cuda_version : 13000;
+	*version = driver_version();
 	return CUDA_SUCCESS;
 }
 
@@ -108,11 +109,55 @@ EXPORT CUresult cuDeviceTotalMem_v2(size_t *bytes, CUdevice device)
 	     else result = CUDA_ERROR_INVALID_DEVICE;);
 }
 
+static int attribute(const struct gpu *gpu, int index, int number, CUresult *result)
+{
+	switch (number) {
+	case DEVICE_MAX_THREADS_PER_BLOCK:
+		return 1024;
+	case DEVICE_WARP_SIZE:
+		return 32;
+	case DEVICE_MULTIPROCESSOR_COUNT:
+		return 132;
+	case DEVICE_PCI_BUS_ID:
+		return index + 1;
+	case DEVICE_INTEGRATED:
+	case DEVICE_PCI_DEVICE_ID:
+	case DEVICE_PCI_DOMAIN_ID:
+	case DEVICE_MEMORY_POOLS_SUPPORTED:
+	case DEVICE_DMA_BUF_SUPPORTED:
+	case DEVICE_HANDLE_FABRIC_SUPPORTED:
+		return 0;
+	case DEVICE_UNIFIED_ADDRESSING:
+	case DEVICE_MANAGED_MEMORY:
+	case DEVICE_RDMA_SUPPORTED:
+		return 1;
+	case DEVICE_COMPUTE_CAPABILITY_MAJOR:
+		return gpu->capability_major;
+	case DEVICE_COMPUTE_CAPABILITY_MINOR:
+		return gpu->capability_minor;
+	case DEVICE_VIRTUAL_MEMORY_SUPPORTED:
+	case DEVICE_HANDLE_FILE_SUPPORTED:
+	case DEVICE_RDMA_WITH_VIRTUAL_MEMORY_SUPPORTED:
+		return gpu->virtual_memory;
+	default:
+		*result = CUDA_ERROR_INVALID_VALUE;
+		return 0;
+	}
+}
+
+EXPORT CUresult cuDeviceGetAttribute(int *value, int number, CUdevice device)
+{
+	CALL(if (!is_gpu(device)) result = CUDA_ERROR_INVALID_DEVICE;
+	     else if (!value) result = CUDA_ERROR_INVALID_VALUE;
+	     else *value = attribute(&process_node()->gpus[device], device, number, &result););
+}
+
 static CUresult retain(CUcontext *context, CUdevice device)
 {
 	CALL(result = is_gpu(device) ? memory_add_context(device) : CUDA_ERROR_INVALID_DEVICE;
 	     if (result == CUDA_SUCCESS) {
 		     contexts[device].gpu = device;
+		     contexts[device].retained = true;
 		     *context = &contexts[device];
 	     });
 }
@@ -125,6 +170,22 @@ EXPORT CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device)
 EXPORT CUresult cuDevicePrimaryCtxRelease_v2(CUdevice device)
 {
 	CALL(if (!is_gpu(device)) result = CUDA_ERROR_INVALID_DEVICE;);
+}
+
+EXPORT CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned int *flags, int *active)
+{
+	CALL(if (is_gpu(device)) {
+		*flags = 0;
+		*active = contexts[device].retained;
+	} else result = CUDA_ERROR_INVALID_DEVICE;);
+}
+
+EXPORT CUresult cuDevicePrimaryCtxReset_v2(CUdevice device)
+{
+	CALL(if (is_gpu(device)) {
+		memset(&contexts[device], 0, sizeof contexts[device]);
+		result = memory_drop_context(device);
+	} else result = CUDA_ERROR_INVALID_DEVICE;);
 }
 
 EXPORT CUresult cuCtxCreate_v2(CUcontext *context, unsigned int flags, CUdevice device)
@@ -152,116 +213,43 @@ EXPORT CUresult cuCtxGetDevice(CUdevice *device)
 	CALL(if (current) *device = current->gpu; else result = CUDA_ERROR_INVALID_CONTEXT;);
 }
 
-EXPORT CUresult cuMemAlloc_v2(CUdeviceptr *address, size_t bytes)
+EXPORT CUresult cuCtxPushCurrent_v2(CUcontext context)
 {
-	CALL(result = current ? memory_allocate(current->gpu, bytes, address) : CUDA_ERROR_INVALID_CONTEXT;);
-}
-
-EXPORT CUresult cuMemAllocManaged(CUdeviceptr *address, size_t bytes, unsigned int flags)
-{
-	(void)flags;
-	CALL(result = current ? memory_allocate_managed(bytes, address) : CUDA_ERROR_INVALID_CONTEXT;);
-}
-
-EXPORT CUresult cuMemFree_v2(CUdeviceptr address)
-{
-	CALL(result = memory_free(address););
-}
-
-EXPORT CUresult cuMemGetInfo_v2(size_t *free_bytes, size_t *total_bytes)
-{
-	uint64_t room = 0, total = 0;
-
-	CALL(result = current ? memory_room(current->gpu, &room, &total) : CUDA_ERROR_INVALID_CONTEXT;
-	     *free_bytes = room; *total_bytes = total;);
-}
-
-/* Pinned memory: shared and without a name, as the driver's is, so that it is "/dev/zero (deleted)" in /proc/PID/maps. Its
- * size is kept in front of it, for the call that frees it. */
-#define PINNED_HEAD 4096
-
-EXPORT CUresult cuMemHostAlloc(void **address, size_t bytes, unsigned int flags)
-{
-	(void)flags;
-	CALL(size_t whole = bytes + PINNED_HEAD;
-	     char *place = mmap(NULL, whole, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-	     if (place == MAP_FAILED) result = CUDA_ERROR_OUT_OF_MEMORY; else {
-		     memcpy(place, &whole, sizeof whole);
-		     *address = place + PINNED_HEAD;
+	CALL(if (!context) result = CUDA_ERROR_INVALID_CONTEXT;
+	     else if (depth == MAX_DEPTH) result = CUDA_ERROR_OUT_OF_MEMORY;
+	     else {
+		     below[depth++] = current;
+		     current = context;
 	     });
 }
 
-EXPORT CUresult cuMemAllocHost_v2(void **address, size_t bytes)
+EXPORT CUresult cuCtxPopCurrent_v2(CUcontext *context)
 {
-	return cuMemHostAlloc(address, bytes, 0);
+	CALL(if (!current) result = CUDA_ERROR_INVALID_CONTEXT; else {
+		if (context)
+			*context = current;
+		current = depth ? below[--depth] : NULL;
+	});
 }
 
-EXPORT CUresult cuMemFreeHost(void *address)
+EXPORT CUresult cuDeviceCanAccessPeer(int *can, CUdevice device, CUdevice peer)
 {
-	CALL(size_t whole; memcpy(&whole, (char *)address - PINNED_HEAD, sizeof whole);
-	     munmap((char *)address - PINNED_HEAD, whole););
+	CALL(if (is_gpu(device) && is_gpu(peer)) *can = device != peer; else result = CUDA_ERROR_INVALID_DEVICE;);
 }
 
-EXPORT CUresult cuMemcpyHtoD_v2(CUdeviceptr to, const void *from, size_t bytes)
+EXPORT CUresult cuCtxEnablePeerAccess(CUcontext peer, unsigned int flags)
 {
-	CALL(if (memory_contains(to, bytes)) memcpy((void *)to, from, bytes); else result = CUDA_ERROR_INVALID_VALUE;);
+	CALL(if (!current || !peer || flags) result = CUDA_ERROR_INVALID_VALUE;
+	     else if (peer == current) result = CUDA_ERROR_INVALID_DEVICE;
+	     else if (current->peers[peer->gpu]) result = CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED;
+	     else current->peers[peer->gpu] = true;);
 }
 
-EXPORT CUresult cuMemcpyDtoH_v2(void *to, CUdeviceptr from, size_t bytes)
+EXPORT CUresult cuCtxDisablePeerAccess(CUcontext peer)
 {
-	CALL(if (memory_contains(from, bytes)) memcpy(to, (void *)from, bytes); else result = CUDA_ERROR_INVALID_VALUE;);
-}
-
-EXPORT CUresult cuMemcpyDtoD_v2(CUdeviceptr to, CUdeviceptr from, size_t bytes)
-{
-	CALL(if (memory_contains(from, bytes) && memory_contains(to, bytes)) memmove((void *)to, (void *)from, bytes);
-	     else result = CUDA_ERROR_INVALID_VALUE;);
-}
-
-EXPORT CUresult cuMemsetD8_v2(CUdeviceptr to, unsigned char value, size_t count)
-{
-	CALL(if (memory_contains(to, count)) memset((void *)to, value, count); else result = CUDA_ERROR_INVALID_VALUE;);
-}
-
-EXPORT CUresult cuMemsetD32_v2(CUdeviceptr to, unsigned int value, size_t count)
-{
-	CALL(if (memory_contains(to, 4 * count)) for (size_t i = 0; i < count; i++) ((uint32_t *)to)[i] = value;
-	     else result = CUDA_ERROR_INVALID_VALUE;);
-}
-
-EXPORT CUresult cuIpcGetMemHandle(CUipcMemHandle *handle, CUdeviceptr address)
-{
-	CALL(memset(handle, 0, sizeof *handle); memcpy(handle, &address, sizeof address);
-	     if (!memory_contains(address, 1)) result = CUDA_ERROR_INVALID_VALUE;);
-}
-
-EXPORT CUresult cuIpcOpenMemHandle_v2(CUdeviceptr *address, CUipcMemHandle handle, unsigned int flags)
-{
-	(void)address, (void)handle, (void)flags;
-	CALL(result = CUDA_ERROR_NOT_SUPPORTED;);
-}
-
-EXPORT CUresult cuStreamCreate(CUstream *stream, unsigned int flags)
-{
-	(void)flags;
-	CALL(*stream = &streams[stream_count++ % 256];);
-}
-
-EXPORT CUresult cuStreamDestroy_v2(CUstream stream)
-{
-	(void)stream;
-	CALL();
-}
-
-EXPORT CUresult cuCtxSynchronize(void)
-{
-	CALL(while (process_busy()) sleep_ms(1););
-}
-
-EXPORT CUresult cuStreamSynchronize(CUstream stream)
-{
-	(void)stream;
-	return cuCtxSynchronize();
+	CALL(if (!current || !peer) result = CUDA_ERROR_INVALID_VALUE;
+	     else if (!current->peers[peer->gpu]) result = CUDA_ERROR_PEER_ACCESS_NOT_ENABLED;
+	     else current->peers[peer->gpu] = false;);
 }
 
 EXPORT CUresult cuModuleLoadData(CUmodule *module, const void *image)
@@ -286,14 +274,16 @@ EXPORT CUresult cuLaunchKernel(CUfunction function, unsigned int grid_x, unsigne
 	     else result = CUDA_ERROR_INVALID_HANDLE;);
 }
 
-/* The newest name of a call: the bare one, or with _v2. */
+/* The newest name of a call: the bare one, or with _v2. A call that is not there is no error, but NULL. */
 EXPORT CUresult cuGetProcAddress_v2(const char *symbol, void **function, int version, uint64_t flags, int *status)
 {
 	Dl_info here;
 	char newer[128];
 	void *library;
 
-	(void)version, (void)flags;
+	(void)flags;
+	if (!symbol || !function || version > driver_version())
+		return CUDA_ERROR_INVALID_VALUE;
 	*function = NULL;
 	snprintf(newer, sizeof newer, "%s_v2", symbol);
 	if (dladdr((void *)(uintptr_t)cuInit, &here) && (library = dlopen(here.dli_fname, RTLD_NOW | RTLD_NOLOAD))) {
@@ -304,12 +294,14 @@ EXPORT CUresult cuGetProcAddress_v2(const char *symbol, void **function, int ver
 	}
 	if (status)
 		*status = *function ? 0 : 1;
-	return *function ? CUDA_SUCCESS : CUDA_ERROR_NOT_FOUND;
+	return CUDA_SUCCESS;
 }
 
 EXPORT CUresult cuGetProcAddress(const char *symbol, void **function, int version, uint64_t flags)
 {
-	return cuGetProcAddress_v2(symbol, function, version, flags, NULL);
+	CUresult result = cuGetProcAddress_v2(symbol, function, version, flags, NULL);
+
+	return result == CUDA_SUCCESS && !*function ? CUDA_ERROR_NOT_FOUND : result;
 }
 
 /* For the stand-in of NVML in the same process: the ledger must not open this process's own entry a second time. */

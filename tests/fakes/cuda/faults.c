@@ -8,6 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/file.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "cuda_abi.h"
@@ -88,6 +89,20 @@ struct fault fault_take(const char *operation, int pid)
 	}
 	close(file);
 	return fault;
+}
+
+int fault_in_call(const char *operation)
+{
+	struct fault fault = fault_take(operation, (int)getpid());
+	struct timespec delay = {.tv_sec = fault.delay_ms / 1000, .tv_nsec = (long)(fault.delay_ms % 1000) * 1000000};
+
+	if (fault.action == FAULT_HANG)
+		fault_hang();
+	if (fault.action == FAULT_DIE)
+		fault_die();
+	if (fault.action == FAULT_SLOW)
+		nanosleep(&delay, NULL);
+	return fault.action == FAULT_FAIL ? fault.error : CUDA_SUCCESS;
 }
 
 void fault_hang(void)

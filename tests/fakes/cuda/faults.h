@@ -2,7 +2,8 @@
  *
  *   OPERATION: ACTION [once] [pid=N]
  *
- * OPERATION  state lock checkpoint restore unlock (pid: of the process asked about), init, nvml
+ * OPERATION  state lock checkpoint restore unlock (pid: of the process asked about), nvml, and a program's own calls (pid:
+ *            as it numbers itself): init, create (cuMemCreate), map (cuMemMap), copy (asynchronous copies), pin
  * ACTION     hang | hang-after | die | die-after | kill | lose | fail:ERROR | slow:MS
  */
 #ifndef FAKE_CUDA_FAULTS_H
@@ -27,6 +28,8 @@ struct fault {
 };
 
 struct fault fault_take(const char *operation, int pid);
+/* In a program's own call: hangs, dies or waits as the file says; the error the call shall return, 0: it goes its way. */
+int fault_in_call(const char *operation);
 _Noreturn void fault_hang(void);
 _Noreturn void fault_die(void);
 

@@ -1,7 +1,7 @@
 /* Blocks of device memory, and their way to the host and back.
  *
- * Invariant: what the ledger says this process holds is the sum of its blocks and contexts, and nothing while the blocks are
- * in host memory. The table's mutex is taken past the gate alone, so no parked thread holds it when a driver thread looks.
+ * Invariant: what the ledger says this process holds is the sum of its blocks, of virtual.c's physical memory and of its
+ * contexts, and nothing while the contents are in host memory. The table's mutex is taken past the gate alone, so no parked thread holds it when a driver thread looks.
  */
 #define _GNU_SOURCE
 #include "memory.h"
@@ -13,10 +13,11 @@
 #include "devices.h"
 #include "ledger.h"
 #include "process.h"
+#include "virtual.h"
 
 #define MAX_BLOCKS 4096
-#define GRAIN_BYTES (2ULL << 20) /* as the driver hands out */
 #define FIRST_ADDRESS 0x300000000000ULL
+#define END_ADDRESS 0x400000000000ULL
 #define FIRST_MANAGED 0x7e0000000000ULL
 
 static struct block {
@@ -28,7 +29,6 @@ static struct block {
 
 static pthread_mutex_t table = PTHREAD_MUTEX_INITIALIZER;
 static bool has_context[MAX_GPUS];
-static CUdeviceptr next_address = FIRST_ADDRESS;
 static CUdeviceptr next_managed = FIRST_MANAGED;
 
 static uint64_t grains(uint64_t bytes)
@@ -44,6 +44,7 @@ static CUresult account(const struct node *node, int gpu, uint64_t more)
 	for (int i = 0; i < MAX_BLOCKS; i++)
 		if (blocks[i].address && blocks[i].gpu >= 0)
 			bytes[blocks[i].gpu] += grains(blocks[i].bytes);
+	virtual_add_held(bytes);
 	for (unsigned int i = 0; i < node->gpu_count; i++)
 		if (has_context[i])
 			bytes[i] += node->context_bytes;
@@ -56,6 +57,47 @@ static CUresult account(const struct node *node, int gpu, uint64_t more)
 	default:
 		return CUDA_ERROR_OPERATING_SYSTEM;
 	}
+}
+
+CUresult memory_account(int gpu, uint64_t more)
+{
+	return account(process_node(), gpu, more);
+}
+
+void memory_lock(void)
+{
+	pthread_mutex_lock(&table);
+}
+
+void memory_unlock(void)
+{
+	pthread_mutex_unlock(&table);
+}
+
+/* The end of what is in the way; 0: nothing is. */
+static CUdeviceptr taken_until(CUdeviceptr address, uint64_t bytes)
+{
+	for (int i = 0; i < MAX_BLOCKS; i++)
+		if (blocks[i].address && address < blocks[i].address + grains(blocks[i].bytes) &&
+		    blocks[i].address < address + bytes)
+			return blocks[i].address + grains(blocks[i].bytes);
+	return virtual_taken_until(address, bytes);
+}
+
+/* The lowest free place: as the driver does, an address that was freed is soon used again. */
+CUdeviceptr memory_place(uint64_t bytes, uint64_t alignment, CUdeviceptr wanted)
+{
+	CUdeviceptr address = FIRST_ADDRESS, taken;
+
+	if (alignment < GRAIN_BYTES)
+		alignment = GRAIN_BYTES;
+	if (bytes > END_ADDRESS - FIRST_ADDRESS)
+		return 0;
+	if (wanted >= FIRST_ADDRESS && wanted <= END_ADDRESS - bytes && wanted % alignment == 0 && !taken_until(wanted, bytes))
+		return wanted;
+	while ((taken = taken_until(address, bytes)))
+		address = (taken + alignment - 1) / alignment * alignment;
+	return address <= END_ADDRESS - bytes ? address : 0;
 }
 
 static bool map_device(CUdeviceptr address, uint64_t bytes)
@@ -108,9 +150,8 @@ CUresult memory_allocate(int gpu, uint64_t bytes, CUdeviceptr *address)
 	block = unused();
 	result = block ? account(process_node(), gpu, grains(bytes)) : CUDA_ERROR_OUT_OF_MEMORY;
 	if (result == CUDA_SUCCESS) {
-		*address = next_address;
-		next_address += grains(bytes);
-		if (map_device(*address, bytes))
+		*address = memory_place(grains(bytes), 0, 0);
+		if (*address && map_device(*address, bytes))
 			*block = (struct block){.address = *address, .bytes = bytes, .gpu = gpu};
 		else
 			result = CUDA_ERROR_OPERATING_SYSTEM;
@@ -155,14 +196,56 @@ CUresult memory_free(CUdeviceptr address)
 	return result;
 }
 
-bool memory_contains(CUdeviceptr address, uint64_t bytes)
+CUresult memory_drop_context(int gpu)
+{
+	CUresult result;
+
+	pthread_mutex_lock(&table);
+	for (int i = 0; i < MAX_BLOCKS; i++) {
+		if (!blocks[i].address || blocks[i].gpu != gpu)
+			continue;
+		munmap((void *)blocks[i].address, grains(blocks[i].bytes));
+		blocks[i] = (struct block){0};
+	}
+	has_context[gpu] = false;
+	result = account(process_node(), 0, 0);
+	pthread_mutex_unlock(&table);
+	return result;
+}
+
+static bool accessible(CUdeviceptr address, uint64_t bytes, int flags)
 {
 	bool found;
 
 	pthread_mutex_lock(&table);
-	found = find(address, bytes) != NULL;
+	found = find(address, bytes) != NULL || virtual_accessible(address, bytes, flags);
 	pthread_mutex_unlock(&table);
 	return found;
+}
+
+bool memory_can_read(CUdeviceptr address, uint64_t bytes)
+{
+	return accessible(address, bytes, ACCESS_READ);
+}
+
+bool memory_can_write(CUdeviceptr address, uint64_t bytes)
+{
+	return accessible(address, bytes, ACCESS_READ_WRITE);
+}
+
+bool memory_range(CUdeviceptr address, CUdeviceptr *base, uint64_t *bytes, int *gpu)
+{
+	struct block *block;
+
+	pthread_mutex_lock(&table);
+	block = find(address, 1);
+	if (block) {
+		*base = block->address;
+		*bytes = block->bytes;
+		*gpu = block->gpu;
+	}
+	pthread_mutex_unlock(&table);
+	return block != NULL;
 }
 
 CUresult memory_room(int gpu, uint64_t *free_bytes, uint64_t *total_bytes)
@@ -231,6 +314,10 @@ CUresult memory_to_host(unsigned int delay_ms)
 		if (i == 0)
 			sleep_ms(delay_ms);
 	}
+	if (!virtual_to_host()) {
+		undo_to_host();
+		return CUDA_ERROR_OUT_OF_MEMORY;
+	}
 	return CUDA_SUCCESS;
 }
 
@@ -248,6 +335,10 @@ CUresult memory_to_devices(const struct node *node, unsigned int delay_ms)
 		if (i == 0)
 			sleep_ms(delay_ms);
 	}
+	if (!virtual_to_devices()) {
+		ledger_drop();
+		return CUDA_ERROR_OPERATING_SYSTEM;
+	}
 	return CUDA_SUCCESS;
 }
 
@@ -255,5 +346,6 @@ void memory_forget_after_fork(void)
 {
 	memset(blocks, 0, sizeof blocks);
 	memset(has_context, 0, sizeof has_context);
+	virtual_forget_after_fork();
 	pthread_mutex_init(&table, NULL);
 }

@@ -111,6 +111,7 @@ static bool read_gpu(struct gpu *gpu, int index, const char *from, const char *t
 	gpu->minor = (int)number_of("minor", from, to, index);
 	gpu->mig = (int)number_of("mig", from, to, 0);
 	gpu->mps = (int)number_of("mps", from, to, 0);
+	gpu->virtual_memory = (int)number_of("virtual_memory", from, to, 1);
 	return uuid_parse(uuid, gpu->uuid);
 }
 

@@ -15,6 +15,7 @@ struct gpu {
 	int minor;
 	int mig; /* 0 off, 1 on, -1 the chip has none */
 	int mps; /* 1: its processes are clients of an MPS server */
+	int virtual_memory; /* 0: it has none of the virtual-memory calls */
 	int capability_major;
 	int capability_minor;
 };

@@ -277,15 +277,11 @@ CUresult process_init(void)
 {
 	static pthread_mutex_t once = PTHREAD_MUTEX_INITIALIZER;
 	CUresult result = CUDA_SUCCESS;
-	struct fault fault = fault_take("init", (int)getpid());
+	int fault = fault_in_call("init");
 	pthread_t thread;
 
-	if (fault.action == FAULT_HANG)
-		fault_hang();
-	if (fault.action == FAULT_DIE)
-		fault_die();
-	if (fault.action == FAULT_FAIL)
-		return (CUresult)fault.error;
+	if (fault)
+		return (CUresult)fault;
 	if (child_of_cuda_process)
 		return CUDA_ERROR_NOT_INITIALIZED;
 	pthread_mutex_lock(&once);

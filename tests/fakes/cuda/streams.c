@@ -1,0 +1,136 @@
+/* Streams and events. Work has no order of its own here: it is done when the call returns, but for the one kernel, which keeps the
+ * GPU busy. */
+#include <stdatomic.h>
+
+#include "call.h"
+
+#define MAX_STREAMS 256
+#define MAX_EVENTS 4096
+
+static struct fake_stream {
+	_Atomic int used;
+} streams[MAX_STREAMS];
+
+static struct fake_event {
+	_Atomic int used;
+} events[MAX_EVENTS];
+
+static int take(_Atomic int *used)
+{
+	int vacant = 0;
+
+	return atomic_compare_exchange_strong(used, &vacant, 1);
+}
+
+static CUresult make_stream(CUstream *stream)
+{
+	if (current_gpu() < 0)
+		return CUDA_ERROR_INVALID_CONTEXT;
+	for (int i = 0; i < MAX_STREAMS; i++) {
+		if (!take(&streams[i].used))
+			continue;
+		*stream = &streams[i];
+		return CUDA_SUCCESS;
+	}
+	return CUDA_ERROR_OUT_OF_MEMORY;
+}
+
+/* 0, 1 and 2 are the default streams. */
+static bool is_stream(CUstream stream)
+{
+	return (uintptr_t)stream <= 2 || (stream >= streams && stream < streams + MAX_STREAMS && stream->used);
+}
+
+static CUresult make_event(CUevent *event)
+{
+	if (current_gpu() < 0)
+		return CUDA_ERROR_INVALID_CONTEXT;
+	for (int i = 0; i < MAX_EVENTS; i++) {
+		if (!take(&events[i].used))
+			continue;
+		*event = &events[i];
+		return CUDA_SUCCESS;
+	}
+	return CUDA_ERROR_OUT_OF_MEMORY;
+}
+
+static bool is_event(CUevent event)
+{
+	return event >= events && event < events + MAX_EVENTS && event->used;
+}
+
+static CUresult wait_for_work(void)
+{
+	while (process_busy())
+		sleep_ms(1);
+	return CUDA_SUCCESS;
+}
+
+static CUresult look_for_work(void)
+{
+	return process_busy() ? CUDA_ERROR_NOT_READY : CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuStreamCreate(CUstream *stream, unsigned int flags)
+{
+	(void)flags;
+	CALL(result = make_stream(stream););
+}
+
+EXPORT CUresult cuStreamCreateWithPriority(CUstream *stream, unsigned int flags, int priority)
+{
+	(void)priority;
+	return cuStreamCreate(stream, flags);
+}
+
+EXPORT CUresult cuStreamDestroy_v2(CUstream stream)
+{
+	CALL(if ((uintptr_t)stream > 2 && is_stream(stream)) stream->used = 0; else result = CUDA_ERROR_INVALID_HANDLE;);
+}
+
+EXPORT CUresult cuStreamSynchronize(CUstream stream)
+{
+	CALL(result = is_stream(stream) ? wait_for_work() : CUDA_ERROR_INVALID_HANDLE;);
+}
+
+EXPORT CUresult cuStreamQuery(CUstream stream)
+{
+	CALL(result = is_stream(stream) ? look_for_work() : CUDA_ERROR_INVALID_HANDLE;);
+}
+
+EXPORT CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned int flags)
+{
+	(void)flags;
+	CALL(if (!is_stream(stream) || !is_event(event)) result = CUDA_ERROR_INVALID_HANDLE;);
+}
+
+EXPORT CUresult cuCtxSynchronize(void)
+{
+	CALL(result = current_gpu() < 0 ? CUDA_ERROR_INVALID_CONTEXT : wait_for_work(););
+}
+
+EXPORT CUresult cuEventCreate(CUevent *event, unsigned int flags)
+{
+	(void)flags;
+	CALL(result = make_event(event););
+}
+
+EXPORT CUresult cuEventRecord(CUevent event, CUstream stream)
+{
+	CALL(if (!is_event(event) || !is_stream(stream)) result = CUDA_ERROR_INVALID_HANDLE;);
+}
+
+EXPORT CUresult cuEventQuery(CUevent event)
+{
+	CALL(result = is_event(event) ? look_for_work() : CUDA_ERROR_INVALID_HANDLE;);
+}
+
+EXPORT CUresult cuEventSynchronize(CUevent event)
+{
+	CALL(result = is_event(event) ? wait_for_work() : CUDA_ERROR_INVALID_HANDLE;);
+}
+
+EXPORT CUresult cuEventDestroy_v2(CUevent event)
+{
+	CALL(if (is_event(event)) event->used = 0; else result = CUDA_ERROR_INVALID_HANDLE;);
+}
