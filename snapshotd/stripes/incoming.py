@@ -1,20 +1,59 @@
-"""The target's end of the stripes."""
+"""The target's end of the stripes: one port for a move, who connects to it, and a child for each stripe.
+
+Invariant: only announced names are written, only by who holds the lane's key (and with encryption the source's
+certificate). A file's size is what is verified and stored. A connection that breaks may come back for LOST_S; `close` leaves
+no process, no socket and no task, and the files as they are.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+import logging
+import os
+import secrets
+import socket
+from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from snapshotd.api.channel import Credentials
-from snapshotd.api.errors import SnapshotError
+from snapshotd.api.errors import Full, Internal, SnapshotError, Timeout, Unreachable
+from snapshotd.images.wire import CONNECT_S, tune
+from snapshotd.stripes.child import Child, trouble
+from snapshotd.stripes.key import KEY_BYTES, prove_target
+from snapshotd.stripes.names import checked, identity
+
+log = logging.getLogger(__name__)
+
+_RECEIVE = "snapshotd.stripes.receive"
+#: How long a connection that broke may take to come back.
+LOST_S = 10.0
+#: Strangers may connect, and have CONNECT_S to show what they know; beyond so many at a time nobody is listened to.
+_MAX_STRANGERS = 32
+
+
+class _Stripe:
+    """One file on its way."""
+
+    def __init__(self, name: str, child: Child) -> None:
+        self.name, self.child = name, child
+        self.at = 0
+        self.watch: asyncio.Task[int] | None = None
 
 
 class Incoming:
     """The stripes of one move on their way here. On the loop that made it."""
 
-    port: int
-    key: bytes
-    failed: SnapshotError | None = None
+    def __init__(self, listener: socket.socket, source_node: str) -> None:
+        self._listener, self._source_node = listener, source_node
+        self._stripes: list[_Stripe] = []
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._accepting: asyncio.Task[Any] | None = None
+        self._strangers = 0
+        self.port: int = listener.getsockname()[1]
+        self.key = secrets.token_bytes(KEY_BYTES)
+        #: What went wrong first, as soon as it is known.
+        self.failed: SnapshotError | None = None
 
     @classmethod
     async def open(
@@ -28,19 +67,156 @@ class Incoming:
         encrypted: bool,
         expected_bytes: int = 0,
     ) -> Incoming:
-        """Listens, one child per name; the files are there and empty. `expected_bytes`: of all stripes together, a hint for
-        the room to take now; Full when there is none."""
-        raise NotImplementedError
+        """Listens, at the first of `hosts` that is this machine's own; one child per name; the files are there and empty.
+
+        `expected_bytes`: of all stripes together, a hint for the room to take ahead; Full when there is less."""
+        checked(names)
+        _check_room(folder, expected_bytes)
+        incoming = cls(_listen(hosts), source_node)
+        settings = {
+            "identity": identity(credentials, f"node:{source_node}") if encrypted else None,
+            "expected_bytes": expected_bytes // len(names),
+        }
+        try:
+            for name in names:
+                child = await Child.start(_RECEIVE, {**settings, "path": str(folder / name)})
+                incoming._stripes.append(_Stripe(name, child))
+            for stripe in incoming._stripes:
+                await stripe.child.hear()  # it is ready
+        except BaseException:
+            await incoming.close()
+            raise
+        for stripe in incoming._stripes:
+            stripe.watch = incoming._begin(incoming._watch(stripe), f"stripe {stripe.name}")
+        incoming._accepting = incoming._begin(incoming._accept(), f"stripes of {source_node}")
+        return incoming
 
     @property
     def received_bytes(self) -> int:
         """Verified and in the files."""
-        raise NotImplementedError
+        return sum(stripe.at for stripe in self._stripes)
 
     async def wait(self, timeout_s: float) -> Mapping[str, int]:
-        """The final sizes. Raises Unreachable (a connection is lost, not back in 10 s), Damaged, Full, Timeout."""
-        raise NotImplementedError
+        """The final sizes. Raises Unreachable (a connection is lost, not back in LOST_S), Damaged, Full, Timeout."""
+        watches = {stripe.name: stripe.watch for stripe in self._stripes if stripe.watch is not None}
+        _, pending = await asyncio.wait(watches.values(), timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
+        if self.failed is not None:
+            raise self.failed
+        if pending:
+            late = [name for name, watch in watches.items() if watch in pending]
+            raise Timeout(f"{', '.join(late)} did not arrive within {timeout_s:.0f} s")
+        return {name: watch.result() for name, watch in watches.items()}
 
     async def close(self) -> None:
-        """Leaves no process and no socket; the files stay. Twice is once."""
-        raise NotImplementedError
+        """Twice is once."""
+        self._stop_listening()
+        left = list(self._tasks)
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+        await asyncio.gather(*(stripe.child.close() for stripe in self._stripes))
+
+    def _begin(self, work: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
+        task: asyncio.Task[Any] = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        if not isinstance(error, SnapshotError):
+            log.error("receiving a stripe failed unexpectedly", exc_info=error)
+            error = Internal(f"receiving a stripe failed unexpectedly: {error!r}")
+        if self.failed is None:
+            log.warning("the stripes of %s: %s: %s", self._source_node, error.code, error.message)
+            self.failed = error
+        self._stop_listening()  # the source learns at once that nothing helps any more
+
+    def _stop_listening(self) -> None:
+        if self._accepting is not None:
+            self._accepting.cancel()  # first: the loop must not watch a socket that is closed
+        self._listener.close()
+
+    # ------------------------------------------------------------ connections
+
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                connection, address = await loop.sock_accept(self._listener)
+            except ConnectionError:  # it is gone already
+                continue
+            if self._strangers >= _MAX_STRANGERS:
+                connection.close()
+                continue
+            self._strangers += 1
+            self._begin(self._admit(connection, address), "stranger")
+
+    async def _admit(self, connection: socket.socket, address: Any) -> None:
+        """Hands it to the child of its stripe, if it holds the key."""
+        try:
+            with connection:
+                connection.setblocking(False)
+                async with asyncio.timeout(CONNECT_S):
+                    number = await prove_target(connection, self.key, len(self._stripes))
+                connection.setblocking(True)
+                self._stripes[number].child.say({}, [connection.fileno()])
+        except (SnapshotError, OSError) as error:  # TimeoutError is one
+            log.warning("the stripes of %s: %s is not let in: %s", self._source_node, address, error)
+        finally:
+            self._strangers -= 1
+
+    async def _watch(self, stripe: _Stripe) -> int:
+        """The final size of a stripe that arrived."""
+        loop = asyncio.get_running_loop()
+        lost: SnapshotError | None = None
+        ends_s: float | None = None
+        while True:
+            try:
+                async with asyncio.timeout_at(ends_s):
+                    message = await stripe.child.hear()
+            except TimeoutError as error:
+                raise lost or Unreachable(f"{stripe.name} was lost") from error
+            stripe.at = int(message.get("at", stripe.at))
+            if "done" in message:
+                return stripe.at
+            if "connected" in message:
+                ends_s = None
+            if "refused" in message:
+                log.warning("%s: a connection is refused: %s", stripe.name, message["refused"])
+            if "lost" in message:
+                lost = trouble(message["code"], f"{stripe.name} from node {self._source_node}: {message['lost']}")
+                log.warning("%s; waiting for it to come back", lost.message)
+                ends_s = loop.time() + LOST_S
+
+
+def _check_room(folder: Path, expected_bytes: int) -> None:
+    found = os.statvfs(folder)
+    free_bytes = found.f_bavail * found.f_frsize
+    if expected_bytes > free_bytes:
+        raise Full(
+            f"device memory of {expected_bytes >> 20} MiB is to come, {free_bytes >> 20} MiB are free in {folder}"
+        )
+
+
+def _listen(hosts: Sequence[str]) -> socket.socket:
+    failures = []
+    for host in hosts:
+        try:
+            family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+            listener = socket.socket(family, socket.SOCK_STREAM)
+            try:
+                tune(listener)
+                listener.bind(address)
+                listener.listen()
+                listener.setblocking(False)
+            except BaseException:
+                listener.close()
+                raise
+        except OSError as error:  # advertised, but translated on the way: not an address of this machine
+            failures.append(f"{host}: {error.strerror or error}")
+            continue
+        return listener
+    raise Internal(f"no port to receive device memory on: {'; '.join(failures)}")

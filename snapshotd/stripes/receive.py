@@ -1,0 +1,226 @@
+"""The process that receives one stripe: `python -m snapshotd.stripes.receive`.
+
+Invariant: the file's size is the number of bytes that are verified and stored, so whoever reads it behind us may follow its
+growth. The newest connection counts: the daemon hands one over only to who knows the lane's key, and who connects again
+has given up the one before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import json
+import os
+import queue
+import socket
+import ssl
+import threading
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+from snapshotd.stripes.connection import CONNECT_S, Identity, common_name, hang_up, read_into
+from snapshotd.stripes.control import Control, Ended, serve
+from snapshotd.stripes.records import (
+    HEADER_BYTES,
+    Buffer,
+    Kind,
+    Record,
+    Trouble,
+    digest_of,
+    parse_header,
+    reply,
+    trouble_reply,
+)
+
+_PROGRESS_BYTES = 32 << 20
+#: How long a sender may take to notice that its connection is over.
+_HANG_UP_S = 5.0
+_FALLOC_FL_KEEP_SIZE = 1
+#: At a time, because nobody can write meanwhile.
+_ROOM_BYTES = 64 << 20
+
+
+class Receiver:
+    def __init__(self, control: Control, path: str, context: ssl.SSLContext | None, peer: str) -> None:
+        self._control, self._path, self._context, self._peer = control, Path(path), context, peer
+        self._have = self._told = 0
+        self._done = False
+        self._buffer = Buffer()
+        self._header = memoryview(bytearray(HEADER_BYTES))
+        self._lock = threading.Lock()
+        self._arrived: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
+        self._current: socket.socket | None = None
+        try:
+            self._done_path.unlink(missing_ok=True)
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            raise _translated(error, f"making {path}") from error
+
+    @property
+    def _done_path(self) -> Path:
+        return self._path.with_name(self._path.name + ".done")
+
+    def run(self) -> None:
+        """For ever: a sender that missed the last word connects again to hear it."""
+        threading.Thread(target=self._listen, daemon=True).start()
+        while True:
+            with self._arrived.get() as plain:
+                self._serve(plain)
+
+    def _listen(self) -> None:
+        """In a thread: the other one may hang in a connection that is dead and does not know it."""
+        with contextlib.suppress(Ended):
+            while True:
+                for fd in self._control.hear()[1]:
+                    connection = socket.socket(fileno=fd)
+                    with self._lock:
+                        self._arrived.put(connection)
+                        if self._current is not None:
+                            hang_up(self._current)
+        os._exit(0)
+
+    # ------------------------------------------------------------ a connection
+
+    def _serve(self, plain: socket.socket) -> None:
+        """Until it ends; what has arrived stays."""
+        try:
+            self._take(plain)
+            plain.settimeout(CONNECT_S)
+            with self._secured(plain) as connection:
+                self._take(connection)
+                try:
+                    self._receive(connection)
+                except Trouble as trouble:
+                    self._refuse(connection, trouble)
+                    raise
+        except Trouble as trouble:
+            if trouble.code == "denied":
+                self._control.say(refused=trouble.message)
+            elif trouble.again:
+                self._control.say(lost=trouble.message, code=trouble.code)
+            else:
+                raise
+        except OSError as error:
+            if not self._done:
+                self._control.say(lost=str(error), code="unreachable")
+        finally:
+            with self._lock:
+                self._current = None
+
+    def _take(self, connection: socket.socket) -> None:
+        """From now on a newer connection ends this one."""
+        with self._lock:
+            if not self._arrived.empty():
+                raise ConnectionAbortedError("there is a newer connection")
+            self._current = connection
+
+    def _secured(self, plain: socket.socket) -> socket.socket:
+        if self._context is None:
+            return plain
+        return self._context.wrap_socket(plain, server_side=True)
+
+    def _refuse(self, connection: socket.socket, trouble: Trouble) -> None:
+        """Says why, and lets the sender hang up first: data that nobody reads would destroy what was said."""
+        ends_s = monotonic() + _HANG_UP_S
+        with contextlib.suppress(OSError):
+            connection.settimeout(_HANG_UP_S)
+            connection.sendall(trouble_reply(trouble))
+            while (left_s := ends_s - monotonic()) > 0:
+                connection.settimeout(left_s)
+                if not connection.recv_into(self._buffer.whole):
+                    break
+
+    def _receive(self, connection: socket.socket) -> None:
+        if isinstance(connection, ssl.SSLSocket) and (name := common_name(connection)) != self._peer:
+            raise Trouble("denied", f"{name} is not {self._peer}, the source of this stripe")
+        connection.sendall(reply(Kind.HAVE, self._have))
+        self._control.say(connected=self._have)
+        connection.settimeout(None)  # with a time limit every read would cost a poll
+        while True:
+            read_into(connection, self._header)
+            record = parse_header(self._header, self._have)
+            if self._done and record.kind is not Kind.END:
+                raise Trouble("damaged", f"a record at {record.offset}, after the end")
+            if record.kind is Kind.DATA:
+                read_into(connection, self._buffer.payload[: record.length])
+            if record.kind is Kind.END:
+                self._finish()
+                connection.sendall(reply(Kind.DONE, self._have))
+            else:
+                self._store(record)
+
+    # ------------------------------------------------------------ the file
+
+    def _store(self, record: Record) -> None:
+        data = self._buffer.payload[: record.length]
+        try:
+            if record.kind is Kind.ZERO:
+                os.ftruncate(self._file, self._have + record.length)
+            else:
+                if record.kind is Kind.SAME:
+                    os.preadv(self._file, [data], record.twin)
+                if digest_of(data) != record.digest:
+                    raise Trouble("damaged", f"the record at {record.offset} arrived damaged", again=True)
+                self._write(data)
+        except OSError as error:
+            raise _translated(error, f"writing {self._path}") from error
+        self._have += record.length
+        if self._have - self._told >= _PROGRESS_BYTES:
+            self._told = self._have
+            self._control.mention(at=self._have)
+
+    def _write(self, data: memoryview) -> None:
+        done = 0
+        while done < len(data):  # a disk that is nearly full takes some of it
+            done += os.pwritev(self._file, [data[done:]], self._have + done)
+
+    def _finish(self) -> None:
+        """The stripe is whole. Twice is once."""
+        if self._done:
+            return
+        try:
+            with self._lock:
+                self._done = True  # no more room is taken
+            os.ftruncate(self._file, self._have)  # and what is left of it is given back
+            fresh = self._path.with_name(self._path.name + ".fresh")
+            fresh.write_text(json.dumps({"size": self._have}))
+            fresh.rename(self._done_path)
+        except OSError as error:
+            raise _translated(error, f"finishing {self._path}") from error
+        self._control.say(done=True, at=self._have)
+
+    def take_room(self, expected_bytes: int) -> None:
+        """Ahead of the bytes, so that writing them finds its pages. In a thread; only a hint, so it never fails."""
+        at = 0
+        while at < expected_bytes:
+            at = max(at, self._have)
+            with self._lock:
+                if self._done or _fallocate(self._file, _FALLOC_FL_KEEP_SIZE, at, _ROOM_BYTES):
+                    return
+            at += _ROOM_BYTES
+
+
+def _translated(error: OSError, what: str) -> Trouble:
+    no_room = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM)
+    return Trouble("full" if no_room else "internal", f"{what}: {error.strerror}")
+
+
+_fallocate = ctypes.CDLL(None, use_errno=True).fallocate
+_fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+_fallocate.restype = ctypes.c_int
+
+
+def receive(control: Control, settings: dict[str, Any], _fds: list[int]) -> None:
+    identity = Identity(**settings["identity"]) if settings["identity"] else None
+    context = identity.context(server_side=True) if identity else None
+    receiver = Receiver(control, settings["path"], context, identity.peer if identity else "")
+    control.say(ready=True)
+    expected_bytes = int(settings["expected_bytes"])
+    threading.Thread(target=receiver.take_room, args=(expected_bytes,), daemon=True).start()
+    receiver.run()
+
+
+if __name__ == "__main__":
+    serve(receive)
