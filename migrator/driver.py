@@ -43,6 +43,8 @@ RELEASE_S = 15.0
 REACH_S = 60.0
 #: How long to go on asking for an outcome that was not answered.
 ASK_AGAIN_S = 20.0
+#: Parts of Freeze during which the rank still runs; a job with gates stands still by then.
+BEFORE_THE_PAUSE = frozenset({"empty-cache", "prepare"})
 
 
 class Driver:
@@ -212,8 +214,11 @@ class _Run:
                     self.frozen = await self.source.source.Freeze(self.request, timeout_s=timeout_s)
                     self.peers.take(self.frozen.rewires)
                     self._take_parts(self.frozen.parts)
-                    if not self.gates.involved:  # the rank still ran while its caching allocator was emptied
-                        self.frozen_at += sum(part.seconds for part in self.frozen.parts if part.name == "empty-cache")
+                    if not self.gates.involved:
+                        running = [part.seconds for part in self.frozen.parts if part.name in BEFORE_THE_PAUSE]
+                        self.frozen_at += sum(running)
+                    for words in self.frozen.warnings:
+                        self._say("note", text=words)
                 case "Stream":
                     streamed = pb.Progress()
                     async for progress in self.source.source.Stream(self.request, timeout_s=timeout_s):
@@ -294,7 +299,8 @@ class _Run:
         """The rank already runs: a source that cannot clean up now does it alone later."""
         try:
             request = pb.MoveRequest(move=self.move, pause_s=self.pause_s)
-            await self.source.source.Release(request, timeout_s=min(timeout_s, RELEASE_S), retry=True)
+            reply = await self.source.source.Release(request, timeout_s=min(timeout_s, RELEASE_S), retry=True)
+            self.bytes = max(self.bytes, reply.bytes)  # what went beside the image has arrived meanwhile
         except SnapshotError as error:
             self._say("note", text=f"the source cleans up later: {error.message}")
 
@@ -424,8 +430,14 @@ class _Run:
             error_code=error.code if error is not None else "",
             remedy=error.advice if error is not None else "",
             exit_code=exit_code,
+            longest_part=self._longest_part(),
             peers_stopped_s=self.peers.stopped_s,
         )
+
+    def _longest_part(self) -> PhaseTime | None:
+        running = frozenset() if self.gates.involved else BEFORE_THE_PAUSE
+        paused = [part for part in self.parts if part.name not in running]
+        return max(paused, key=lambda part: part.seconds, default=None)
 
     # ------------------------------------------------------------------ telling
 

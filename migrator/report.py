@@ -97,6 +97,7 @@ class MoveResult:
     gpu_pairs: list[tuple[str, str]] = field(default_factory=list)  # (of the source, of the target)
     device_bytes: int = 0  # of device memory that moved
     device_bytes_left: int = 0  # free blocks of the caching allocator that were given back instead
+    longest_part: PhaseTime | None = None  # of those inside the pause
     peers_stopped_s: float = 0.0  # the longest that a process at the other end of a connection was stopped
 
     def to_json(self) -> dict[str, Any]:
@@ -112,6 +113,7 @@ class MoveResult:
             "bytes": self.bytes,
             "phases": [phase.to_json() for phase in self.phases],
             "parts": [part.to_json() for part in self.parts],
+            "longest_part": self.longest_part.to_json() if self.longest_part is not None else None,
             "gpus": [{"from": old, "to": new} for old, new in self.gpu_pairs],
             "device_bytes": self.device_bytes,
             "device_bytes_left": self.device_bytes_left,

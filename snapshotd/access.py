@@ -55,6 +55,7 @@ ALLOWED: dict[str, frozenset[Role]] = {
     "/snapshotd.v1.Target/Prepare": _OPERATOR,
     "/snapshotd.v1.Target/Push": _NODE,
     "/snapshotd.v1.Target/OpenLane": _NODE,
+    "/snapshotd.v1.Target/OpenStripes": _NODE,
     "/snapshotd.v1.Target/Seal": _NODE,
     "/snapshotd.v1.Target/Restore": _OPERATOR,
     "/snapshotd.v1.Target/Activate": _BOTH,

@@ -25,6 +25,7 @@ class Point(StrEnum):
     BEGIN = "begin"
     BEFORE_FREEZE = "before-freeze"
     LOCKED = "locked"  # the GPU work of a rank is drained, its threads not yet parked
+    PARKED_MEMORY = "memory-parked"  # what the shim moves is in stripes, the rest still on the GPU, unlocked
     CHECKPOINTED = "checkpointed"  # its device memory is in host memory, nothing is stopped yet
     STOPPED = "stopped"  # SIGSTOP sent, cgroup not yet frozen
     FREEZE = "freeze"
@@ -44,6 +45,7 @@ class Point(StrEnum):
     BEFORE_RESTORE = "before-restore"
     RESTORING = "restoring"  # criu restore under way
     CUDA_RESTORED = "cuda-restored"  # its device memory is on the target's GPU, still locked
+    REFILLED = "memory-refilled"  # what was in stripes is as well, unlocked
     RESTORED = "restored"  # criu is done, not yet journalled as held
     RESTORE = "restore"
     BEFORE_ACTIVATE = "before-activate"

@@ -139,6 +139,7 @@ class Daemon:
                     moving.settling.cancel()
         self._recalling.cancel()
         await in_thread(self.target.lanes.close_all)
+        await self.target.inlets.close_all()
         self.forwarding.stop()
         await self.relays.stop()
         await self.keepers.stop()
@@ -269,6 +270,9 @@ class TargetServicer(rpc.TargetServicer):
 
     async def OpenLane(self, request: pb.OpenLaneRequest, context: Context) -> pb.OpenLaneReply:
         return await whole(self.ops.open_lane(request.move, caller(context).name))
+
+    async def OpenStripes(self, request: pb.OpenStripesRequest, context: Context) -> pb.OpenStripesReply:
+        return await whole(self.ops.open_stripes(request, caller(context).name))
 
     async def Seal(self, request: pb.SealRequest, context: Context) -> pb.SealReply:
         return await whole(self.ops.seal(request, caller(context).name))

@@ -38,7 +38,7 @@ _PARK, _RELEASE, _EMPTY_CACHE = 1, 2, 3
 #: struct snapshim_mailbox
 _LAYOUT = struct.Struct("<8sII iii II I4Q II i I 4Q 512s 3Q 64i 2Q II 16Q II")
 _COMMAND = struct.Struct("<I4Q")
-_COMMAND_AT, _REQUEST_AT = 36, 72
+_COMMAND_AT, _REQUEST_AT, _CANCEL_AT = 36, 72, 1064
 #: How much longer than the process itself we wait for its answer: it has the better words for what went wrong.
 _GRACE_S = 2.0
 _SIGNAL_AGAIN_S = 0.25
@@ -61,6 +61,18 @@ class Parking:
     managed: int
     exports: int
     imports: int
+    device_parked: bool = False  # its device memory is out: no thread of the job may run
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """What the mailbox says of the device memory that the library backs."""
+
+    bytes: int
+    blocks: int
+    parked: bool  # the content is in stripes, the physical memory released
+    done: tuple[int, ...]  # of each stripe: bytes that are in its file, or back on the device
+    busy: bool  # a command is under way, perhaps one of an earlier life of the daemon
 
 
 @dataclass(frozen=True)
@@ -141,7 +153,21 @@ class Mailbox:
             managed=box.managed,
             exports=box.exports,
             imports=box.imports,
+            device_parked=bool(box.device_parked) and box.owner == _inner(self.process),
         )
+
+    def device_memory(self) -> DeviceMemory:
+        """A forked child's copy of the mailbox tells of its parent's memory: it has none."""
+        box = self._read()
+        if box.owner != _inner(self.process):
+            return DeviceMemory(0, 0, False, (), False)
+        done = box.device_done[: box.device_stripes]
+        busy = box.request != box.answer
+        return DeviceMemory(box.device_bytes, box.device_blocks, bool(box.device_parked), done, busy)
+
+    def cancel_device(self, wanted: bool) -> None:
+        """Whether a MEMORY_PARK or MEMORY_FILL, under way or to come, gives up."""
+        self.write(self.address + _CANCEL_AT, struct.pack("<I", wanted))
 
     def park(self, timeout_s: float) -> None:
         """No thread of the job runs when this returns. When it raises, all of them run, or will as soon as they can."""
@@ -182,9 +208,9 @@ class Mailbox:
         with turn:
             yield
 
-    def ask(self, command: int, timeout_s: float, argument: int = 0) -> Answer:
-        """Another part's command (snapshotd/ncclctl.py), with its second argument."""
-        box = self._ask(command, timeout_s, argument)
+    def ask(self, command: int, timeout_s: float, *arguments: int) -> Answer:
+        """Another part's command (snapshotd/ncclctl.py, snapshotd/devmem.py), with its arguments from the second on."""
+        box = self._ask(command, timeout_s, *arguments)
         return Answer(box.status, box.text or (os.strerror(box.status) if box.status else ""), *box.result)
 
     def read(self, address: int, size: int) -> bytes:
@@ -205,12 +231,12 @@ class Mailbox:
             )
         return GpuFailed(words, where=Where.SOURCE_RUNNING)
 
-    def _ask(self, command: int, timeout_s: float, argument: int = 0) -> _Box:
+    def _ask(self, command: int, timeout_s: float, *arguments: int) -> _Box:
         with self.turn():
-            return self._converse(command, timeout_s, argument)
+            return self._converse(command, timeout_s, *arguments)
 
-    def _converse(self, command: int, timeout_s: float, argument: int) -> _Box:
-        number = self._write_request(command, timeout_s, argument)
+    def _converse(self, command: int, timeout_s: float, *arguments: int) -> _Box:
+        number = self._write_request(command, timeout_s, *arguments)
         started = signalled = time.monotonic()
         pause_s = 0.0005
         while True:
@@ -241,13 +267,13 @@ class Mailbox:
             remedy="it has a single thread, or was forked from one that has more; neither holds a GPU: try again",
         )
 
-    def _write_request(self, command: int, timeout_s: float, argument: int = 0) -> int:
+    def _write_request(self, command: int, timeout_s: float, *arguments: int) -> int:
         box = self.controlled()
         number = box.request % 0xFFFFFFFE + 1
         if number == box.answer:
             number = number % 0xFFFFFFFE + 1
         with self._memory(os.O_RDWR) as memory:
-            wanted = _COMMAND.pack(command, max(1, round(timeout_s * 1000)), argument, 0, 0)
+            wanted = _COMMAND.pack(command, max(1, round(timeout_s * 1000)), *(*arguments, 0, 0, 0)[:3])
             os.pwrite(memory, wanted, self.address + _COMMAND_AT)
             os.pwrite(memory, struct.pack("<I", number), self.address + _REQUEST_AT)
         self._wake(box)

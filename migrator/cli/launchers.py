@@ -27,6 +27,11 @@ JOB = "MIGRATOR_JOB"
 #: threads and their port, multicast memory that is shared between nodes, host memory that the driver cannot checkpoint.
 NCCL_PRESETS = {"NCCL_RAS_ENABLE": "0", "NCCL_NVLS_ENABLE": "0", "NCCL_CUMEM_HOST_ENABLE": "0"}
 
+#: Who moves a rank's device memory: the driver's checkpoint, or for what it allocates from the start on the shim, faster.
+DEVICE_MEMORY_VARIABLE = "SNAPSHIM_DEVICE_MEMORY"
+DEVICE_MEMORY_CHOICES = ("driver", "parked")
+DEVICE_MEMORY_DEFAULT = "driver"
+
 _PYTHON = re.compile(r"(python|pypy)[0-9.]*")
 #: Interpreter options whose value is the next word.
 _WITH_VALUE = ("-X", "-W", "--check-hash-based-pycs")
@@ -109,7 +114,7 @@ def _program(command: Sequence[str]) -> list[str]:
 
 
 def launcher_environment(
-    environment: Mapping[str, str], interpreter: str, job: str | None, preload: bool
+    environment: Mapping[str, str], interpreter: str, job: str | None, preload: bool, device_memory: str | None = None
 ) -> dict[str, str]:
     """What the launcher runs with; `interpreter` is the one that has this package."""
     made = {**environment, INTERPRETER: interpreter, "PYTHON_EXEC": str(WORKER_PYTHON)}
@@ -120,6 +125,8 @@ def launcher_environment(
         made[JOB] = job
     if not preload:
         made[SHIMLESS] = "1"
+    if device_memory is not None:
+        made[DEVICE_MEMORY_VARIABLE] = device_memory
     return made
 
 
@@ -132,9 +139,13 @@ def worker_environment(environment: Mapping[str, str]) -> dict[str, str]:
     return made
 
 
-def rank_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """A rank's own, as it was given, with presets for what was not set: its NCCL communicators can be taken down."""
-    return {**NCCL_PRESETS, **environment}
+def rank_environment(environment: Mapping[str, str], device_memory: str | None = None) -> dict[str, str]:
+    """A rank's own, as it was given, with presets for what was not set: its NCCL communicators can be taken down, and who
+    moves its device memory is said. `device_memory`: what was asked for counts before what was given."""
+    made = {**NCCL_PRESETS, DEVICE_MEMORY_VARIABLE: DEVICE_MEMORY_DEFAULT, **environment}
+    if device_memory is not None:
+        made[DEVICE_MEMORY_VARIABLE] = device_memory
+    return made
 
 
 def worker_python(environment: Mapping[str, str], parent: int) -> str:

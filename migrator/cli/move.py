@@ -139,12 +139,14 @@ def _show_moved(result: MoveResult) -> None:
     each = "  ".join(f"{phase.name} {phase.seconds:.2f}" for phase in result.phases)
     print(output.styled(f"  {each}  (seconds)", "dim"))
     if result.device_bytes:
-        inside = "  ".join(f"{part.name} {part.seconds:.2f}" for part in result.parts)
         left = (
             f", {words.size(result.device_bytes_left)} of free blocks left behind" if result.device_bytes_left else ""
         )
-        print(output.styled(f"  of it: {inside}", "dim"))
+        for line in _table(result):
+            print(output.styled(line, "dim"))
         print(output.styled(f"  device memory: {words.size(result.device_bytes)}{left}{_onto(result)}", "dim"))
+    if result.device_bytes and result.longest_part is not None:
+        longest = result.longest_part
     speed = words.rate(longest.bytes, longest.seconds)
     print(
         output.styled(
@@ -153,6 +155,16 @@ def _show_moved(result: MoveResult) -> None:
             "dim",
         )
     )
+
+
+def _table(result: MoveResult) -> list[str]:
+    """Where the time went, a line for each part; a part may overlap with the next."""
+    width = max((len(part.name) for part in result.parts), default=0)
+    return [
+        f"    {part.name:<{width}}  {part.seconds:>7.2f} s"
+        + (f"  {words.size(part.bytes)}  {words.rate(part.bytes, part.seconds)}" if part.bytes else "")
+        for part in result.parts
+    ]
 
 
 def _onto(result: MoveResult) -> str:

@@ -20,11 +20,12 @@ FAILED = 125
 KEEPER_SOCKET = "/run/snapshotd/keeper.sock"
 MAX_RANK = 1 << 24
 RANK_VARIABLES = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+_WITH_VALUE = ("--job", "--rank", "--device-memory", "--cluster", "--lab")
 
 _JOB = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,59}")
 
 SUMMARY = "start a command as a rank that can be moved"
-EXAMPLES = """\
+EXAMPLES = f"""\
 examples:
   migrator run -- python train.py
   migrator run --job night --rank 3 -- python train.py --lr 0.1
@@ -38,7 +39,7 @@ $OMPI_COMM_WORLD_RANK or $PMI_RANK, else 0. The daemon is found at $SNAPSHOTD_KE
 /run/snapshotd/keeper.sock.
 
 Unless they are set, the command gets NCCL_RAS_ENABLE=0 NCCL_NVLS_ENABLE=0 NCCL_CUMEM_HOST_ENABLE=0, without which NCCL keeps
-things open that cannot move; not with --no-shim.
+things open that cannot move, and {launchers.DEVICE_MEMORY_VARIABLE}={launchers.DEVICE_MEMORY_DEFAULT}; not with --no-shim.
 
 exit codes: the command's own, wherever it ran (it dies of the same signal, too);
   125  it could not be started as a rank      126  it cannot be executed      127  it was not found
@@ -57,7 +58,8 @@ class _Parser(argparse.ArgumentParser):
 def parser() -> argparse.ArgumentParser:
     made = _Parser(
         prog="migrator run",
-        usage="migrator run [--job NAME] [--rank N | --launcher] [--no-shim] [--json] -- CMD …",
+        usage="migrator run [--job NAME] [--rank N | --launcher] [--device-memory driver|parked] [--no-shim] [--json]"
+        " -- CMD …",
         description=SUMMARY,
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -67,6 +69,12 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--rank", metavar="N", help="the number of the rank in its job")
     made.add_argument("--launcher", action="store_true", help="CMD is no rank: what it starts with $PYTHON_EXEC is")
     made.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)  # from shim/worker-python
+    made.add_argument(
+        "--device-memory",
+        choices=launchers.DEVICE_MEMORY_CHOICES,
+        help="who moves what it has on the GPU: the driver's checkpoint, or the shim, at the speed of the bus "
+        f"(default: ${launchers.DEVICE_MEMORY_VARIABLE}, else {launchers.DEVICE_MEMORY_DEFAULT})",
+    )
     made.add_argument("--no-shim", action="store_true", help="do not preload libsnapshim.so")
     made.add_argument("--json", action="store_true", help="print our own errors as JSON; the command is not affected")
     made.add_argument("--cluster", "--lab", help=argparse.SUPPRESS)  # for every verb; a rank needs its own node alone
@@ -95,7 +103,7 @@ def main(arguments: Sequence[str], given: int = 0) -> int:
             preload = launchers.SHIMLESS not in environment
             environment = launchers.worker_environment(environment)
         if preload:
-            environment = launchers.rank_environment(environment)
+            environment = launchers.rank_environment(environment, options.device_memory)
         from shim import keeper
 
         return keeper.run(command, job, rank, socket, environment=environment, preload=preload)
@@ -110,7 +118,9 @@ def _launch(command: Sequence[str], options: argparse.Namespace) -> int:
     if options.rank is not None:
         raise _Wrong("the ranks are numbered by the launcher: --rank is for a command that is a rank itself")
     job = job_name(options.job, command, os.environ) if options.job is not None else None
-    environment = launchers.launcher_environment(os.environ, sys.executable, job, not options.no_shim)
+    environment = launchers.launcher_environment(
+        os.environ, sys.executable, job, not options.no_shim, options.device_memory
+    )
     command = launchers.launching(command, environment)
     try:
         os.execvpe(command[0], list(command), environment)
@@ -126,7 +136,7 @@ def _split(arguments: Sequence[str], given: int) -> tuple[list[str], list[str]]:
     for index in range(given, len(words)):
         if words[index] == "--":
             return words[:index], words[index + 1 :]
-        if not words[index].startswith("-") and words[index - 1] not in ("--job", "--rank", "--cluster", "--lab"):
+        if not words[index].startswith("-") and words[index - 1] not in _WITH_VALUE:
             return words[:index], words[index:]  # `migrator run CMD …`: a later `--` is the command's own
     return words, []
 

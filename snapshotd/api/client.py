@@ -228,6 +228,7 @@ class TargetCalls:
         self.Examine = Unary(link, "Examine", stub.Examine)
         self.Prepare = Unary(link, "Prepare", stub.Prepare)
         self.OpenLane = Unary(link, "OpenLane", stub.OpenLane)
+        self.OpenStripes = Unary(link, "OpenStripes", stub.OpenStripes)
         self.Seal = Unary(link, "Seal", stub.Seal)
         self.Restore = Unary(link, "Restore", stub.Restore)
         self.Activate = Unary(link, "Activate", stub.Activate)

@@ -676,11 +676,14 @@ class GpuFacts(_message.Message):
     USES_FIELD_NUMBER: _builtins.int
     DEVICE_BYTES_FIELD_NUMBER: _builtins.int
     PROCESSES_FIELD_NUMBER: _builtins.int
+    PARKED_BYTES_FIELD_NUMBER: _builtins.int
     driver_version: _builtins.str
     device_bytes: _builtins.int
     """what the driver's checkpoint will put into host memory at most"""
     processes: _builtins.int
     """how many processes of the tree hold CUDA"""
+    parked_bytes: _builtins.int
+    """of device_bytes: what the shim takes off the GPU instead, into stripes"""
     @_builtins.property
     def node_gpus(self) -> _containers.RepeatedCompositeFieldContainer[Global___Gpu]:
         """all of the source node, in the driver's order"""
@@ -697,10 +700,11 @@ class GpuFacts(_message.Message):
         uses: _abc.Iterable[Global___GpuUse] | None = ...,
         device_bytes: _builtins.int = ...,
         processes: _builtins.int = ...,
+        parked_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_bytes", b"device_bytes", "driver_version", b"driver_version", "node_gpus", b"node_gpus", "processes", b"processes", "uses", b"uses"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_bytes", b"device_bytes", "driver_version", b"driver_version", "node_gpus", b"node_gpus", "parked_bytes", b"parked_bytes", "processes", b"processes", "uses", b"uses"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -988,10 +992,11 @@ class FreezeReply(_message.Message):
     PARTS_FIELD_NUMBER: _builtins.int
     DEVICE_BYTES_FIELD_NUMBER: _builtins.int
     DEVICE_BYTES_LEFT_FIELD_NUMBER: _builtins.int
+    WARNINGS_FIELD_NUMBER: _builtins.int
     seconds: _builtins.float
     processes: _builtins.int
     device_bytes: _builtins.int
-    """of device memory that the checkpoint took"""
+    """of device memory that was taken off the GPU, by the checkpoint or into stripes"""
     device_bytes_left: _builtins.int
     """free blocks of the caching allocator that were given back and did not travel"""
     @_builtins.property
@@ -1000,7 +1005,11 @@ class FreezeReply(_message.Message):
 
     @_builtins.property
     def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Part]:
-        """a GPU rank's: empty-cache, lock, park, checkpoint"""
+        """a GPU rank's: empty-cache, prepare, lock, park, unlock, park-out, relock, checkpoint"""
+
+    @_builtins.property
+    def warnings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """what went another way than the best one, in words"""
 
     def __init__(
         self,
@@ -1011,10 +1020,11 @@ class FreezeReply(_message.Message):
         parts: _abc.Iterable[Global___Part] | None = ...,
         device_bytes: _builtins.int = ...,
         device_bytes_left: _builtins.int = ...,
+        warnings: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_bytes", b"device_bytes", "device_bytes_left", b"device_bytes_left", "parts", b"parts", "processes", b"processes", "rewires", b"rewires", "seconds", b"seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_bytes", b"device_bytes", "device_bytes_left", b"device_bytes_left", "parts", b"parts", "processes", b"processes", "rewires", b"rewires", "seconds", b"seconds", "warnings", b"warnings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1165,17 +1175,21 @@ class ReleaseReply(_message.Message):
 
     RELEASED_FIELD_NUMBER: _builtins.int
     WAITING_FOR_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
     released: _builtins.bool
     waiting_for: _builtins.str
+    bytes: _builtins.int
+    """sent in all, stripes and image"""
     def __init__(
         self,
         *,
         released: _builtins.bool = ...,
         waiting_for: _builtins.str = ...,
+        bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["released", b"released", "waiting_for", b"waiting_for"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "released", b"released", "waiting_for", b"waiting_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1305,6 +1319,69 @@ class OpenLaneReply(_message.Message):
 Global___OpenLaneReply: _TypeAlias = OpenLaneReply  # noqa: Y015
 
 @_typing.final
+class OpenStripesRequest(_message.Message):
+    """The lane of parked device memory: stripe files that grow on the source while they are sent, see snapshotd/stripes/."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MOVE_FIELD_NUMBER: _builtins.int
+    NAMES_FIELD_NUMBER: _builtins.int
+    EXPECTED_BYTES_FIELD_NUMBER: _builtins.int
+    PLAIN_FIELD_NUMBER: _builtins.int
+    move: _builtins.str
+    expected_bytes: _builtins.int
+    """of all together, about"""
+    plain: _builtins.bool
+    """the source's configuration allows it without TLS"""
+    @_builtins.property
+    def names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """device-PID-NUMBER, PID as the rank's own pid namespace has it"""
+
+    def __init__(
+        self,
+        *,
+        move: _builtins.str = ...,
+        names: _abc.Iterable[_builtins.str] | None = ...,
+        expected_bytes: _builtins.int = ...,
+        plain: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expected_bytes", b"expected_bytes", "move", b"move", "names", b"names", "plain", b"plain"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OpenStripesRequest: _TypeAlias = OpenStripesRequest  # noqa: Y015
+
+@_typing.final
+class OpenStripesReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PORT_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
+    PLAIN_FIELD_NUMBER: _builtins.int
+    port: _builtins.int
+    """of the target's endpoint"""
+    key: _builtins.bytes
+    """only who has it is listened to"""
+    plain: _builtins.bool
+    """without TLS: both configurations allow it"""
+    def __init__(
+        self,
+        *,
+        port: _builtins.int = ...,
+        key: _builtins.bytes = ...,
+        plain: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "plain", b"plain", "port", b"port"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OpenStripesReply: _TypeAlias = OpenStripesReply  # noqa: Y015
+
+@_typing.final
 class ImageFile(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1387,7 +1464,7 @@ class RestoreReply(_message.Message):
     seconds: _builtins.float
     @_builtins.property
     def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Part]:
-        """criu-restore, and a GPU rank's cuda-restore, unlock"""
+        """criu-restore, and a GPU rank's cuda-restore, unlock, refill"""
 
     def __init__(
         self,

@@ -773,6 +773,11 @@ class TargetStub:
                 request_serializer=snapshotd_dot_api_dot_snapshotd__pb2.OpenLaneRequest.SerializeToString,
                 response_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.OpenLaneReply.FromString,
                 _registered_method=True)
+        self.OpenStripes = channel.unary_unary(
+                '/snapshotd.v1.Target/OpenStripes',
+                request_serializer=snapshotd_dot_api_dot_snapshotd__pb2.OpenStripesRequest.SerializeToString,
+                response_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.OpenStripesReply.FromString,
+                _registered_method=True)
         self.Seal = channel.unary_unary(
                 '/snapshotd.v1.Target/Seal',
                 request_serializer=snapshotd_dot_api_dot_snapshotd__pb2.SealRequest.SerializeToString,
@@ -825,6 +830,13 @@ class TargetServicer:
     def OpenLane(self, request, context):
         """rpc Push(stream bytes) returns (stream bytes): the bulk lane, raw frames, see snapshotd/images/frame.py   // node
         node
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def OpenStripes(self, request, context):
+        """node
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -889,6 +901,11 @@ def add_TargetServicer_to_server(servicer, server):
                     servicer.OpenLane,
                     request_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.OpenLaneRequest.FromString,
                     response_serializer=snapshotd_dot_api_dot_snapshotd__pb2.OpenLaneReply.SerializeToString,
+            ),
+            'OpenStripes': grpc.unary_unary_rpc_method_handler(
+                    servicer.OpenStripes,
+                    request_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.OpenStripesRequest.FromString,
+                    response_serializer=snapshotd_dot_api_dot_snapshotd__pb2.OpenStripesReply.SerializeToString,
             ),
             'Seal': grpc.unary_unary_rpc_method_handler(
                     servicer.Seal,
@@ -1002,6 +1019,33 @@ class Target:
             '/snapshotd.v1.Target/OpenLane',
             snapshotd_dot_api_dot_snapshotd__pb2.OpenLaneRequest.SerializeToString,
             snapshotd_dot_api_dot_snapshotd__pb2.OpenLaneReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def OpenStripes(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/snapshotd.v1.Target/OpenStripes',
+            snapshotd_dot_api_dot_snapshotd__pb2.OpenStripesRequest.SerializeToString,
+            snapshotd_dot_api_dot_snapshotd__pb2.OpenStripesReply.FromString,
             options,
             channel_credentials,
             insecure,

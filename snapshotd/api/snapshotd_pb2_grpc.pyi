@@ -255,6 +255,8 @@ class TargetStub:
     """rpc Push(stream bytes) returns (stream bytes): the bulk lane, raw frames, see snapshotd/images/frame.py   // node
     node
     """
+    OpenStripes: _grpc.UnaryUnaryMultiCallable[_snapshotd_pb2.OpenStripesRequest, _snapshotd_pb2.OpenStripesReply]
+    """node"""
     Seal: _grpc.UnaryUnaryMultiCallable[_snapshotd_pb2.SealRequest, _snapshotd_pb2.SealReply]
     """node"""
     Restore: _grpc.UnaryUnaryMultiCallable[_snapshotd_pb2.MoveRequest, _snapshotd_pb2.RestoreReply]
@@ -279,6 +281,8 @@ class TargetAsyncStub(TargetStub):
     """rpc Push(stream bytes) returns (stream bytes): the bulk lane, raw frames, see snapshotd/images/frame.py   // node
     node
     """
+    OpenStripes: _aio.UnaryUnaryMultiCallable[_snapshotd_pb2.OpenStripesRequest, _snapshotd_pb2.OpenStripesReply]  # type: ignore[assignment]
+    """node"""
     Seal: _aio.UnaryUnaryMultiCallable[_snapshotd_pb2.SealRequest, _snapshotd_pb2.SealReply]  # type: ignore[assignment]
     """node"""
     Restore: _aio.UnaryUnaryMultiCallable[_snapshotd_pb2.MoveRequest, _snapshotd_pb2.RestoreReply]  # type: ignore[assignment]
@@ -318,6 +322,14 @@ class TargetServicer(metaclass=_abc_1.ABCMeta):
         """rpc Push(stream bytes) returns (stream bytes): the bulk lane, raw frames, see snapshotd/images/frame.py   // node
         node
         """
+
+    @_abc_1.abstractmethod
+    def OpenStripes(
+        self,
+        request: _snapshotd_pb2.OpenStripesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_snapshotd_pb2.OpenStripesReply, _abc.Awaitable[_snapshotd_pb2.OpenStripesReply]]:
+        """node"""
 
     @_abc_1.abstractmethod
     def Seal(

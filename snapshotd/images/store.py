@@ -195,6 +195,20 @@ class ImageStore:
                 held_bytes += sum(entry.stat(follow_symlinks=False).st_blocks * 512 for entry in os.scandir(directory))
         return held_bytes
 
+    def room_bytes(self) -> int:
+        """What is free here and promised to nobody."""
+        with self._lock:
+            return self._room_bytes()
+
+    def set_aside(self, move: str, size_bytes: int) -> None:
+        """So much of the move's room is taken by files that come another way: it is not promised any more."""
+        with self._lock:
+            receiving = self._receiving.get(move)
+        if receiving is None:
+            raise _unknown(move)
+        with receiving.changed:
+            receiving.capacity_bytes = max(0, receiving.capacity_bytes - size_bytes)
+
     def capacity_bytes(self) -> int:
         """What images could take at most as things are: what they take, and what is free."""
         return self.held_bytes() + self._free_bytes()

@@ -32,9 +32,10 @@ from snapshotd.images.fifo import make_fifo
 from snapshotd.images.sender import Sender
 from snapshotd.journal import MoveLog
 from snapshotd.logs import move_context
-from snapshotd.ops import gpu
+from snapshotd.ops import gpu, parked
 from snapshotd.ops.lane import streams_to_target
 from snapshotd.ops.node import Node
+from snapshotd.ops.parking import Parking
 from snapshotd.ranks import RankEntry
 from snapshotd.rules import Mark
 
@@ -50,8 +51,10 @@ _NOT_SENT = {"dump.log", "stats-dump"}
 class Dump:
     """The dump of one frozen rank, and its way to the target."""
 
-    def __init__(self, node: Node, move_log: MoveLog, entry: RankEntry, facts: pb.RankFacts) -> None:
-        self.node, self.log, self.entry, self.facts = node, move_log, entry, facts
+    def __init__(
+        self, node: Node, move_log: MoveLog, entry: RankEntry, facts: pb.RankFacts, parking: Parking | None = None
+    ) -> None:
+        self.node, self.log, self.entry, self.facts, self.parking = node, move_log, entry, facts, parking
         self.images = images_folder(node, move_log.move)
         self.began_s = host.boottime_s()
         self.dump_seconds = 0.0
@@ -64,7 +67,7 @@ class Dump:
     def progress(self) -> pb.Progress:
         sender = self.sender
         return pb.Progress(
-            bytes_sent=sender.bytes_sent if sender else 0,
+            bytes_sent=(sender.bytes_sent if sender else 0) + (self.parking.sent_bytes if self.parking else 0),
             bytes_zero=sender.bytes_zero if sender else 0,
             chunks_resent=sender.chunks_resent if sender else 0,
             bytes_expected=self.expected,
@@ -98,11 +101,12 @@ class Dump:
         if not self.entry.process.alive():
             raise RankGone(f"rank {begin.rank} ended before the dump", where=Where.UNKNOWN)
         await reach(Point.BEFORE_DUMP)
-        self.expected = self.entry.memory_bytes()
+        self.expected = self.entry.memory_bytes() + int(self.log.note("parked_bytes", 0))
+        follow = [] if self.parking is None or self.parking.has_lane else self._parked_files()
         fifos = await in_thread(self._make_fifos, pids)
         carried = await in_thread(preflight.list_carried, pids, config.carry_paths)
         self.carried = [fact.path for fact in carried.facts if stat.S_ISREG(fact.mode)]
-        meta = await in_thread(self._meta, pids, carried)
+        meta = await in_thread(self._meta, pids, carried, beside=not follow)
         self.linked = await in_thread(links.linked, carried.other_names.values())
         if self.linked:  # a criu that is killed leaves its links, and this daemon may be killed with it
             await in_thread(self.log.mark, Mark.FROZEN, linked=self.linked)
@@ -122,6 +126,8 @@ class Dump:
                 for index, fact in enumerate(carried.facts):
                     if stat.S_ISREG(fact.mode):
                         await self.sender.put_file(f"carry-{index}", Path(fact.path))
+                for path in follow:
+                    await self.sender.put_file(path.name, path)
                 async with aiofiles.open(self.images / "meta.json", "wb") as file:
                     await file.write(meta)
                 await self.sender.put_file("meta.json", self.images / "meta.json")
@@ -191,8 +197,13 @@ class Dump:
         names += [f"ghost-file-{number:x}.img" for number in range(1, deleted + SPARE_FIFOS)]
         return {name: make_fifo(self.images, name) for name in names}
 
-    def _meta(self, pids: list[int], carried: preflight.Carried) -> bytes:
-        """What the target needs beside criu's images; criu does not carry CPU affinity."""
+    def _parked_files(self) -> list[Path]:
+        folder = parked.folder_of(self.node.config.image_dir, self.log.move)
+        return [folder / name for one in self.log.note("device", []) for name in one["stripes"]]
+
+    def _meta(self, pids: list[int], carried: preflight.Carried, *, beside: bool) -> bytes:
+        """What the target needs beside criu's images; criu does not carry CPU affinity. `beside`: stripes of device memory
+        have a lane of their own."""
         for check in preflight.refusals(
             preflight.recheck(
                 pids,
@@ -227,7 +238,9 @@ class Dump:
             "former": self.entry.former,
             "sockets": self.log.note("sockets", {}),
             "cuda": [tree.inner_pid(process.pid) for process in gpu.from_notes(self.log.note("cuda", []))],
-            "device_bytes": self.log.note("device_bytes", 0),
+            "device_bytes": max(0, self.log.note("device_bytes", 0) - self.log.note("parked_bytes", 0)),
+            "device": self.log.note("device", []),
+            "device_beside": beside,
             "nccl": [[tree.inner_pid(pid), instance] for pid, _, instance in self.log.note("nccl", [])],
         }
         return json.dumps(meta).encode()

@@ -6,6 +6,7 @@ still. Whatever fails in between, the rank is somewhere on the way and `leaving.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Iterable
 
@@ -17,7 +18,7 @@ from snapshotd.faults import Point, reach
 from snapshotd.keepers import KeeperLink
 from snapshotd.net.plan import Places
 from snapshotd.net.sockets import tree_flows
-from snapshotd.ops import connections, gated, gpu, held, newcomers, settings
+from snapshotd.ops import connections, gated, gpu, held, newcomers, parking, settings
 from snapshotd.ops.node import Moving, Node
 from snapshotd.ranks import RankEntry
 from snapshotd.rules import Mark
@@ -45,6 +46,7 @@ async def freeze(
     # Behind a closed gate the interpreter comes to no safe point any more: then it was done in Begin.
     left_bytes = node.caches_left.pop(move, 0) if nccl else await gpu.empty_caches(processes, parts)
     uses = _expected(moving, left_bytes) if processes else {}
+    await _prepared(node, moving, processes, parts)
     await in_thread(
         moving.log.mark,
         Mark.FREEZING,
@@ -64,7 +66,10 @@ async def freeze(
     async def note(uses: dict[str, int]) -> None:
         await in_thread(moving.log.mark, Mark.FREEZING, gpu_uses=uses, device_bytes=gpu.total(uses))
 
-    device_bytes = await gpu.take_off(node.gpus, processes, uses, parts, note)
+    async def park() -> int:
+        return await moving.parking.out(node.gpus, parts) if moving.parking is not None else 0
+
+    device_bytes = await gpu.take_off(node.gpus, processes, uses, parts, note, park)
     await in_thread(tree.stop_all, group, FREEZE_S)
     await reach(Point.STOPPED)
     await in_thread(group.freeze, FREEZE_S)
@@ -86,7 +91,20 @@ async def freeze(
         parts=parts.all,
         device_bytes=device_bytes,
         device_bytes_left=left_bytes,
+        warnings=moving.parking.warnings if moving.parking is not None else (),
     )
+
+
+async def _prepared(node: Node, moving: Moving, processes: list[tree.Process], parts: gpu.Parts) -> None:
+    """Device memory that leaves in stripes is ready to. The job still runs, unless it waits at its gates: then that was
+    begun in Begin, and has ended long ago."""
+    began = host.boottime_s()
+    if moving.preparing is None:
+        moving.preparing = asyncio.create_task(parking.prepare(node, moving, processes))
+    await moving.preparing
+    if moving.parking is not None:
+        parts.add("prepare", host.boottime_s() - began)
+        await in_thread(moving.parking.must_fit, processes[0].pid, Where.SOURCE_RUNNING)
 
 
 def _expected(moving: Moving, left_bytes: int) -> dict[str, int]:

@@ -5,7 +5,8 @@ The driver works only inside a running process, so a CUDA process cannot simply 
 memory into the process (checkpoint). On the target the same in reverse, under the parked threads.
 
 Invariant: from the lock until `let_go` no thread of the job runs, on either node. Every act here can be repeated: what is
-left to do is asked of the driver and of the shim, never remembered.
+left to do is asked of the driver and of the shim, never remembered. A thread whose device memory is in stripes (see
+snapshotd/ops/parking.py) is never let go.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import signal
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from snapshotd import host, shimctl, tree
+from snapshotd import devmem, host, shimctl, tree
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import GpuFailed, RankGone, SnapshotError, Timeout, Where
 from snapshotd.blocking import in_thread
@@ -93,8 +94,17 @@ class Parts:
     async def time(self, name: str, work: Awaitable[Any], bytes_: int = 0) -> Any:
         began = host.boottime_s()
         result = await work
-        self.all.append(pb.Part(name=name, seconds=host.boottime_s() - began, bytes=bytes_))
+        self.add(name, host.boottime_s() - began, bytes_)
         return result
+
+    def add(self, name: str, seconds: float, bytes_: int = 0) -> None:
+        """What is done again counts as one part."""
+        known = next((part for part in self.all if part.name == name), None)
+        if known is None:
+            self.all.append(pb.Part(name=name, seconds=seconds, bytes=bytes_))
+        else:
+            known.seconds += seconds
+            known.bytes += bytes_
 
 
 def to_notes(processes: Iterable[Process]) -> list[list[int]]:
@@ -109,7 +119,7 @@ async def empty_caches(processes: Sequence[Process], parts: Parts) -> int:
     """The caching allocators' free blocks go back to the driver; the rank runs on. Returns the bytes; never raises."""
     if not processes:
         return 0
-    given = await parts.time("empty-cache", _each(processes, lambda process: in_thread(_empty_cache, process)))
+    given = await parts.time("empty-cache", each(processes, lambda process: in_thread(_empty_cache, process)))
     freed = int(sum(given))
     parts.all[-1].bytes = freed
     return freed
@@ -131,11 +141,16 @@ async def hold(
     parking = parked_ones(processes, nccl)
     if not parking:
         return
-    if processes:
-        await parts.time("lock", _each(processes, lambda process: gpus.lock(process, LOCK_S)))
-        await reach(Point.LOCKED)
-    await parts.time("park", _each(parking, lambda process: in_thread(_mailbox(process).park, PARK_S)))
+    await still(gpus, processes, parking, parts)
     await in_thread(tree.stop_all, _Others(group, parking), STOP_S)
+
+
+async def still(gpus: Gpus, processes: Sequence[Process], parking: Sequence[Process], parts: Parts) -> None:
+    """The work of `processes` on the GPU is drained and locked, and the threads of `parking` are parked."""
+    if processes:
+        await parts.time("lock", each(processes, lambda process: gpus.lock(process, LOCK_S)))
+        await reach(Point.LOCKED)
+    await parts.time("park", each(parking, lambda process: in_thread(_mailbox(process).park, PARK_S)))
 
 
 async def take_off(
@@ -144,8 +159,10 @@ async def take_off(
     expected: Mapping[str, int],
     parts: Parts,
     note: Callable[[dict[str, int]], Awaitable[None]],
+    park: Callable[[], Awaitable[int]],
 ) -> int:
-    """Device memory of the held processes goes into host memory. Returns the bytes.
+    """Device memory of the held processes goes into host memory: first what `park` can move, which says how many bytes that
+    were, then the rest by the driver. Returns the bytes of both.
 
     An undo, perhaps of the daemon's next life, must know how much has to go back to which GPU: `note` is given it by UUID,
     before it is needed. As the driver tells it of these processes now; where it tells none, as `expected` by preflight,
@@ -157,12 +174,14 @@ async def take_off(
     told = _told(before, processes)
     uses = told or dict(expected)
     await note(uses)
-    limit_s = _copy_s(total(uses))
-    await parts.time("checkpoint", _each(processes, lambda process: gpus.checkpoint(process, limit_s)), total(uses))
+    limit_s = copy_s(total(uses))
+    parked_bytes = await park()
+    rest_bytes = max(0, total(uses) - parked_bytes)
+    await parts.time("checkpoint", each(processes, lambda process: gpus.checkpoint(process, limit_s)), rest_bytes)
     after = await gpus.inventory(fresh=True)  # also for whoever asks next, who sees this rank off its GPU
     if not told and (grown := _grown(before, after)):
         uses = grown
-        parts.all[-1].bytes = total(uses)
+        parts.all[-1].bytes = max(0, total(uses) - parked_bytes)
         await note(uses)
     await reach(Point.CHECKPOINTED)
     return total(uses)
@@ -202,20 +221,24 @@ async def bring_back(
     needs: Mapping[str, int],
     device_bytes: int,
     nccl: Iterable[Process] = (),
+    refill: Callable[[], Awaitable[None]] | None = None,
 ) -> None:
     """Undo on the source, whose processes run again: device memory back on the GPU it came from, then the job's threads.
 
-    `needs`: the bytes on each GPU, by UUID. GpuFailed, Timeout: not all of it is back; try again later. Lost: never.
+    `needs`: the bytes on each GPU, by UUID. `refill`: puts back what is in stripes. GpuFailed, Timeout: not all of it is
+    back; try again later. Lost: never.
     """
     alive = [process for process in processes if process.alive()]
     try:
         await _back_on_the_gpu(gpus, alive, needs, device_bytes)
+        if refill is not None:
+            await refill()
     except Timeout:
         # A driver's thread may wait for a lock that a parked thread holds, for as long as that is parked. ABORT stands, so
         # the copy here is the only one that ever runs: its threads may go on, those that use the GPU wait in the driver,
-        # and the next try finds the way free.
+        # and the next try finds the way free. Not those whose memory is out: they would find none.
         with contextlib.suppress(SnapshotError):
-            await let_go([process for process in alive if process.alive()])
+            await let_go([process for process in alive if not await in_thread(devmem.is_out, process)])
         raise
     await let_go([process for process in parked_ones(alive, nccl) if process.alive()])
 
@@ -224,7 +247,7 @@ async def _back_on_the_gpu(
     gpus: Gpus, processes: Sequence[Process], needs: Mapping[str, int], device_bytes: int
 ) -> None:
     # It answers when a copy under way is done.
-    states = {process: await gpus.state(process, _copy_s(device_bytes)) for process in processes}
+    states = {process: await gpus.state(process, copy_s(device_bytes)) for process in processes}
     if State.CHECKPOINTED in states.values():
         await _await_room(gpus, needs, states)
     for process, state in states.items():
@@ -265,7 +288,7 @@ async def _await_room(gpus: Gpus, needs: Mapping[str, int], states: Mapping[Proc
 
 async def _restore_here(gpus: Gpus, process: Process, device_bytes: int) -> None:
     try:
-        await gpus.restore(process, (), _copy_s(device_bytes))
+        await gpus.restore(process, (), copy_s(device_bytes))
     except GpuFailed as error:
         if "CUDA_ERROR_OPERATING_SYSTEM" in error.message:
             raise Lost(f"the CUDA driver does not give the device memory back: {error.message}") from error
@@ -273,24 +296,32 @@ async def _restore_here(gpus: Gpus, process: Process, device_bytes: int) -> None
 
 
 async def revive(
-    gpus: Gpus, processes: Sequence[Process], group: Cgroup, pairs: Sequence[Pair], device_bytes: int, parts: Parts
+    gpus: Gpus,
+    processes: Sequence[Process],
+    group: Cgroup,
+    pairs: Sequence[Pair],
+    device_bytes: int,
+    parts: Parts,
+    refill: Callable[[], Awaitable[None]],
 ) -> None:
     """On the target, after criu: device memory onto this node's GPU, under the parked threads. Then all stands still again.
 
-    The tree is stopped and frozen before and after; in between only the driver's and the shim's threads run.
+    `device_bytes`: of what the driver carries; `refill` puts back what is in stripes. The tree is stopped and frozen before
+    and after; in between only the driver's and the shim's threads run.
     """
     if not processes:
         return
-    await _each(processes, lambda process: in_thread(_must_be_parked, process))
+    await each(processes, lambda process: in_thread(_must_be_parked, process))
     await in_thread(group.thaw, STOP_S)  # everything is stopped by signal as well
     for process in processes:
         process.signal(signal.SIGCONT)
-    limit_s = _copy_s(device_bytes)
+    limit_s = copy_s(device_bytes)
     await parts.time(
-        "cuda-restore", _each(processes, lambda process: gpus.restore(process, pairs, limit_s)), device_bytes
+        "cuda-restore", each(processes, lambda process: gpus.restore(process, pairs, limit_s)), device_bytes
     )
     await reach(Point.CUDA_RESTORED)
-    await parts.time("unlock", _each(processes, lambda process: gpus.unlock(process, LOCK_S)))
+    await parts.time("unlock", each(processes, lambda process: gpus.unlock(process, LOCK_S)))
+    await refill()
     await gpus.inventory(fresh=True)  # whoever asks next sees this rank on its GPU
     await in_thread(tree.stop_again, processes, STOP_S)
     await in_thread(group.freeze, STOP_S)
@@ -308,13 +339,21 @@ def _must_be_parked(process: Process) -> None:
 
 async def let_go(processes: Sequence[Process]) -> None:
     """The job's threads go on where they were parked. The processes must run. Repeatable."""
-    await _each(processes, lambda process: in_thread(_release, process))
+    await each(processes, lambda process: in_thread(_release, process))
 
 
 def _release(process: Process) -> None:
     try:
         mailbox = shimctl.find(process)
-        if mailbox is not None and mailbox.state().parked:
+        if mailbox is None:
+            return
+        state = mailbox.state()
+        if state.device_parked:
+            raise GpuFailed(
+                f"the device memory of process {process.pid} is not back on its GPU: its threads stay parked",
+                where=Where.SOURCE_FROZEN,
+            )
+        if state.parked:
             mailbox.release(PARK_S)
     except RankGone:
         return  # it ended, as a child may: the others go on
@@ -337,11 +376,11 @@ def _mailbox(process: Process) -> shimctl.Mailbox:
     return mailbox
 
 
-def _copy_s(device_bytes: int) -> float:
+def copy_s(device_bytes: int) -> float:
     return COPY_S + COPY_GIB_S * device_bytes / 2**30
 
 
-async def _each(processes: Sequence[Process], act: Callable[[Process], Awaitable[Any]]) -> list[Any]:
+async def each(processes: Sequence[Process], act: Callable[[Process], Awaitable[Any]]) -> list[Any]:
     """The same for every process at once. All are waited for, then the first failure is raised."""
     results = await asyncio.gather(*(act(process) for process in processes), return_exceptions=True)
     for result in results:

@@ -17,7 +17,7 @@ from snapshotd.blocking import in_thread
 from snapshotd.cgroup import Cgroup
 from snapshotd.faults import Point, reach
 from snapshotd.journal import MoveLog
-from snapshotd.ops import connections, gpu, held, newcomers, settings
+from snapshotd.ops import connections, gpu, held, newcomers, parked, parking, refill, settings
 from snapshotd.ops.communicators import Communicators
 from snapshotd.ops.dump import Dump
 from snapshotd.ops.node import Moving, Node
@@ -51,6 +51,7 @@ class Leaving:
     async def thaw(self, moving: Moving) -> None:
         """ABORT stands: lets the copy here go on, if somebody keeps it. A rank that is gone stays gone."""
         move_log = moving.log
+        await parking.stop(moving)
         await Dump.sweep(self.node, move_log)
         entry = self.own_entry(move_log)
         group = Cgroup(Path(move_log.note("cgroup")))
@@ -75,6 +76,8 @@ class Leaving:
                 await in_thread(group.thaw, KILL_S)
                 await self._bring_back(moving, group)
                 await in_thread(settings.resume, move_log.note("sockets", {}).get("timers", []))
+        elif here:
+            await self._refill(moving)  # nothing is out: what was made ready is given up
         if here and entry is not None and entry.keeper_alive():
             await self.communicators.put_back(moving)
         await self._close(moving)
@@ -86,11 +89,21 @@ class Leaving:
         note = moving.log.note
         processes, nccl = gpu.from_notes(note("cuda", [])), held.processes(note("nccl", []))
         try:
-            await gpu.bring_back(self.node.gpus, processes, note("gpu_uses", {}), note("device_bytes", 0), nccl)
+            await gpu.bring_back(
+                self.node.gpus,
+                processes,
+                note("gpu_uses", {}),
+                note("device_bytes", 0),
+                nccl,
+                lambda: self._refill(moving),
+            )
         except gpu.Lost as lost:
             moving.failure = f"the rank was ended: {lost}"
             log.error("rank %s: %s", moving.log.begin.rank, moving.failure)
             await in_thread(group.kill, KILL_S)
+
+    async def _refill(self, moving: Moving) -> None:
+        await refill.on_source(self.node.config.image_dir, moving.log)
 
     async def release(self, moving: Moving) -> None:
         """COMMIT stands and the target runs the rank: drops the copy here."""
@@ -120,7 +133,7 @@ class Leaving:
             self.node.ranks.remove(entry)
         await in_thread(self.node.carry.remember, move_log.note("carried", []))
         await Dump.sweep(self.node, move_log)
-        await self._close(moving)
+        await self._close(moving, await self._sent_bytes(moving))
         await self._admit_newcomers(move_log)
         await reach(Point.RELEASE)
 
@@ -146,8 +159,15 @@ class Leaving:
             if (begin.role, begin.rank_uid) == ("source", rank_uid) and move_log.last_mark is Mark.SETTLED:
                 await in_thread(newcomers.admit, move_log)
 
-    async def _close(self, moving: Moving) -> None:
-        await in_thread(moving.log.mark, Mark.SETTLED, pause_s=moving.pause_s)
+    async def _sent_bytes(self, moving: Moving) -> int:
+        """Of the image, and of what went beside it."""
+        beside = await moving.parking.last_words() if moving.parking is not None else 0
+        return int(moving.log.note("bytes", 0)) + beside
+
+    async def _close(self, moving: Moving, sent_bytes: int | None = None) -> None:
+        await in_thread(parked.sweep, self.node.config.image_dir, moving.log.move)
+        notes = {} if sent_bytes is None else {"bytes": sent_bytes}
+        await in_thread(moving.log.mark, Mark.SETTLED, pause_s=moving.pause_s, **notes)
         outcome = moving.log.outcome
         self.node.caches_left.pop(moving.log.move, None)
         metrics.move_ended(outcome.outcome if outcome else "ABORT")

@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from snapshotd import host
 from snapshotd.api import snapshotd_pb2 as pb
@@ -23,6 +23,9 @@ from snapshotd.journal import Journal, MoveLog
 from snapshotd.logs import move_context
 from snapshotd.ranks import RankEntry, Ranks
 from snapshotd.rules import Mark
+
+if TYPE_CHECKING:
+    from snapshotd.ops.parking import Parking
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +66,8 @@ class Moving:
     interrupted: bool = False  # this daemon restarted inside a step that cannot be resumed
     settling: asyncio.Task[None] | None = None
     streaming: asyncio.Task[None] | None = None
+    parking: Parking | None = None  # source: device memory that leaves, or left, in stripes
+    preparing: asyncio.Task[None] | None = None  # … is being made ready for it
     facts: pb.RankFacts = field(default_factory=pb.RankFacts)  # source: what preflight last saw
     nodes: list[pb.NodeAddresses] = field(default_factory=list)  # source: the cluster, from the driver
     failure: str = ""  # why a step of it can never succeed again

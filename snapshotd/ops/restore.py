@@ -26,11 +26,12 @@ from snapshotd.cuda.driver import Pair
 from snapshotd.faults import Point, reach
 from snapshotd.journal import MoveLog
 from snapshotd.keepers import KeeperLink
-from snapshotd.ops import connections, gpu, settings
+from snapshotd.ops import connections, gpu, refill, settings
 from snapshotd.ops.forwarding import moved_listeners
 from snapshotd.ops.node import Node
 from snapshotd.ranks import RankEntry, cgroup_for_guest
 from snapshotd.rules import Mark
+from snapshotd.stripes.incoming import Incoming
 
 log = logging.getLogger(__name__)
 
@@ -47,8 +48,9 @@ class Restore:
         self.node, self.log = node, move_log
         self.link: asyncio.Future[KeeperLink] = asyncio.get_running_loop().create_future()
 
-    async def run(self, parts: gpu.Parts) -> dict[str, Any]:
-        """Restores; returns what the journal notes about the held copy. `parts` gets where the time went."""
+    async def run(self, parts: gpu.Parts, incoming: Incoming | None = None) -> dict[str, Any]:
+        """Restores; returns what the journal notes about the held copy. `parts` gets where the time went, `incoming` brings
+        parked device memory."""
         begin = self.log.begin
         folder = self.node.store.path(begin.move)
         meta = await _read_meta(folder)
@@ -92,7 +94,17 @@ class Restore:
         await meeting
         processes = _processes(group.pids(), meta["cuda"])
         pairs = [Pair(old, new) for old, new in self.log.note("gpu_pairs", [])]
-        await gpu.revive(self.node.gpus, processes, group, pairs, meta["device_bytes"], parts)
+        beside = incoming if meta["device_beside"] else None
+        inner = dict(zip(meta["cuda"], processes, strict=True))
+        await gpu.revive(
+            self.node.gpus,
+            processes,
+            group,
+            pairs,
+            meta["device_bytes"],
+            parts,
+            lambda: refill.on_target(inner, meta["device"], folder, beside, parts),
+        )
         in_nccl = _processes(group.pids(), [pid for pid, _ in meta["nccl"]])
         nccl = [[*note, number] for note, (_, number) in zip(gpu.to_notes(in_nccl), meta["nccl"], strict=True)]
         await link.restored(answer.restore.pid)

@@ -33,7 +33,7 @@ from snapshotd.faults import Point, reach
 from snapshotd.journal import Begin, MoveLog, OutcomeRecord, check_move_id
 from snapshotd.logs import move_context
 from snapshotd.net.plan import Places
-from snapshotd.ops import communicators, connections, freezing, gated, gpu
+from snapshotd.ops import communicators, connections, freezing, gated, gpu, parked, parking
 from snapshotd.ops.communicators import Communicators
 from snapshotd.ops.dump import Dump
 from snapshotd.ops.leaving import Leaving
@@ -105,6 +105,8 @@ class SourceOps:
             gpu=look,
             nccl=nccl,
         )
+        if parked_bytes := facts.gpu.parked_bytes:
+            more.append(preflight.parked_room(parked_bytes, await in_thread(self.node.store.room_bytes)))
         return facts, [*checks, *more]
 
     @to_the_end
@@ -160,8 +162,16 @@ class SourceOps:
         if communicating := [each.process for each, _ in await gated.find([entry])]:
             # Its threads will wait at the gate, where the interpreter comes to no safe point: so it is done now.
             self.node.caches_left[request.move] = await gpu.empty_caches(communicating, gpu.Parts())
+            await self._prepare_early(moving, entry)
         await reach(Point.BEGIN)
         return pb.BeginReply()
+
+    async def _prepare_early(self, moving: Moving, entry: RankEntry) -> None:
+        """Of a job that will stand still from the cut on, the parking of device memory is prepared before."""
+        look, _ = await gpu.look(self.node.gpus, entry.group.pids())
+        if look is not None:
+            processes = [tree.Process.of(pid) for pid in look.cuda_pids]
+            moving.preparing = asyncio.create_task(parking.prepare(self.node, moving, processes))
 
     @to_the_end
     async def detach(self, move: str) -> pb.DetachReply:
@@ -221,7 +231,7 @@ class SourceOps:
                 )
             if moving.streaming is not None:
                 raise Busy(f"move {move} is being streamed already", where=Where.SOURCE_FROZEN)
-            dump = Dump(self.node, moving.log, self._entry(moving), moving.facts)
+            dump = Dump(self.node, moving.log, self._entry(moving), moving.facts, moving.parking)
             moving.streaming = task = asyncio.create_task(dump.run(), name=f"stream {move}")
         while not task.done():
             await asyncio.wait([task], timeout=0.1)
@@ -315,7 +325,8 @@ class SourceOps:
                     moving.log.mark, Mark.SETTLED, pause_s=pause_s
                 )  # settled before the driver could say so
         settled = moving.log.last_mark is Mark.SETTLED
-        return pb.ReleaseReply(released=settled, waiting_for=moving.waiting_for)
+        sent_bytes = int(moving.log.note("bytes", 0))
+        return pb.ReleaseReply(released=settled, waiting_for=moving.waiting_for, bytes=sent_bytes)
 
     async def outcome(self, move: str) -> pb.Outcome:
         move_log = self.node.journal.get(move)
@@ -341,6 +352,7 @@ class SourceOps:
 
     def adopt_journal(self) -> None:
         """At start: takes up every unsettled move of an earlier life. Settling begins with `settle_all`."""
+        parked.sweep_ended(self.node.config.image_dir, self.node.journal)
         for move_log in self.node.journal.all():
             if move_log.begin.role == "source" and move_log.last_mark is not Mark.SETTLED:
                 if not move_log.marks():  # a crash inside `_refuse_for_ever`, or before anything was done

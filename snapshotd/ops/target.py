@@ -25,6 +25,7 @@ from snapshotd.journal import Begin, MoveLog, check_move_id
 from snapshotd.logs import move_context
 from snapshotd.ops import connections, gpu, held, settings
 from snapshotd.ops.forwarding import Forwarding
+from snapshotd.ops.inlets import Inlets
 from snapshotd.ops.node import Moving, Node, now_unix_s, to_the_end
 from snapshotd.ops.restore import Restore
 from snapshotd.ranks import check_rank_uid
@@ -51,6 +52,7 @@ class TargetOps:
         self._choosing = asyncio.Lock()
         hosts = [split_address(address)[0] for address in (node.config.advertise, node.config.listen)]
         self.lanes = BulkLanes(node.store, node.credentials, hosts)
+        self.inlets = Inlets(node.credentials, hosts)
 
     # ------------------------------------------------------------------ steps, each idempotent by (move, step)
 
@@ -147,6 +149,27 @@ class TargetOps:
         return pb.OpenLaneReply(port=port, key=key)
 
     @to_the_end
+    async def open_stripes(self, request: pb.OpenStripesRequest, caller: str) -> pb.OpenStripesReply:
+        """A port and a key for the parked device memory of this move; open until the rank runs here or is dropped."""
+        self.authorise_source(request.move, caller)
+        moving = self._moving(request.move)
+        async with moving.lock:
+            self._undecided(moving)
+            if moving.log.last_mark is not Mark.PREPARED:
+                raise WrongState(f"move {request.move} is {moving.log.last_mark}", where=Where.SOURCE_RUNNING)
+            plain = request.plain and self.node.config.device_lane == "plain"
+            incoming = await self.inlets.open(
+                request.move,
+                self.node.store.path(request.move),
+                request.names,
+                caller,
+                plain=plain,
+                expected_bytes=request.expected_bytes,
+            )
+            await in_thread(self.node.store.set_aside, request.move, request.expected_bytes)
+        return pb.OpenStripesReply(port=incoming.port, key=incoming.key, plain=plain)
+
+    @to_the_end
     async def seal(self, request: pb.SealRequest, caller: str) -> pb.SealReply:
         """The source says that all is sent: verifies that it is here, whole."""
         moving = self._moving(request.move)
@@ -190,11 +213,13 @@ class TargetOps:
                     await in_thread(moving.log.mark, Mark.RESTORING)
                     restore = self.restores[move] = Restore(self.node, moving.log)
                     try:
-                        held = await restore.run(parts)
+                        held = await restore.run(parts, self.inlets.find(move))
                     except BaseException as error:
                         moving.failure = str(error)
+                        await self.inlets.close(move)
                         await restore.sweep(self.node, moving.log)
                         raise
+                    await self.inlets.close(move)
                     await reach(Point.RESTORED)
                     await in_thread(moving.log.mark, Mark.HELD, **held)
                     metrics.phase("restore", host.boottime_s() - began)
@@ -410,6 +435,7 @@ class TargetOps:
         """ABORT stands, or the copy never came to run: leaves nothing of it."""
         await reach(Point.BEFORE_DISCARD)
         await in_thread(self.lanes.close, moving.log.move)
+        await self.inlets.close(moving.log.move)
         await Restore.sweep(self.node, moving.log)
         await in_thread(moving.log.mark, Mark.DISCARDED)
         await reach(Point.DISCARD)

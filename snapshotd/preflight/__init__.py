@@ -43,6 +43,7 @@ gpu-ipc              … no device memory shared with other processes
 gpu-rdma             … no RDMA device, with which device memory may be registered
 gpu-profiler         … no nsys, ncu, compute-sanitizer or cuda-gdb in the process
 gpu-parking          … the shim can hold every thread while the driver works
+gpu-device-memory    … who moves what it has on the GPU: the driver's checkpoint, or the shim
 gpu-host-memory      … enough host memory, and room in the job's limits, for what is on the GPU
 nccl-static          NCCL is a library of its own, where the shim can stand before it
 nccl                 every communicator can be taken down: no CUDA graph, window or device communicator; none half made
@@ -82,6 +83,7 @@ new-files            warns of files opened since preflight, refuses mapped ones;
 
 from snapshotd.preflight.after_freeze import Carried, list_carried, recheck, sync_files
 from snapshotd.preflight.gpu import GpuLook, uses_cuda
+from snapshotd.preflight.inside import parked_room
 from snapshotd.preflight.nccl import NcclLook, look_at
 from snapshotd.preflight.node import architecture, cpu_features, kernel_release, memory_available_bytes
 from snapshotd.preflight.source import inspect_rank
@@ -100,6 +102,7 @@ __all__ = [
     "list_carried",
     "look_at",
     "memory_available_bytes",
+    "parked_room",
     "recheck",
     "refusals",
     "sync_files",

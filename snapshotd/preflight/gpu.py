@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.snapshotd_pb2 import Check
 from snapshotd.gpus import describe, driver_major
-from snapshotd.preflight.limits import memory_room
+from snapshotd.preflight.limits import THIS_NODE, memory_room
 from snapshotd.preflight.look import Look
 from snapshotd.preflight.objects import Kind
 from snapshotd.preflight.procfs import Process, read_identity, read_text
@@ -62,9 +62,10 @@ def uses_cuda(pids: Iterable[int]) -> list[int]:
     return found
 
 
-def facts_of(look: Look, gpu: GpuLook) -> pb.GpuFacts:
+def facts_of(look: Look, gpu: GpuLook, parked_bytes: int = 0) -> pb.GpuFacts:
     facts = pb.GpuFacts(driver_version=gpu.driver_version, processes=len(gpu.cuda_pids), uses=uses(look, gpu))
     facts.device_bytes = sum(use.memory_bytes for use in facts.uses)
+    facts.parked_bytes = min(parked_bytes, facts.device_bytes)
     for card in gpu.gpus:
         facts.node_gpus.add().CopyFrom(card)
         facts.node_gpus[-1].ClearField("processes")  # of this node's others: nobody's business elsewhere
@@ -229,10 +230,12 @@ def profiler(look: Look, gpu: GpuLook) -> Check:
     return passed("gpu-profiler", "none in the process")
 
 
-def host_memory(look: Look, gpu: GpuLook) -> Check:
-    """The checkpoint puts device memory into the process's own: an out-of-memory kill would end the job."""
+def host_memory(look: Look, gpu: GpuLook, parked_bytes: int = 0) -> Check:
+    """The checkpoint puts device memory into the process's own: an out-of-memory kill would end the job. What is parked is
+    in this node's memory as well, but not in the job's."""
     wanted = sum(use.memory_bytes for use in uses(look, gpu)) + RESERVE_BYTES
-    whose, room = memory_room(look.root_pid)[0]
+    rooms = [(whose, room + (0 if whose == THIS_NODE else parked_bytes)) for whose, room in memory_room(look.root_pid)]
+    whose, room = min(rooms, key=lambda one: one[1])
     if room < wanted:
         return refused(
             "gpu-host-memory",

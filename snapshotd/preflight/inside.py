@@ -10,17 +10,19 @@ import contextlib
 from collections.abc import Sequence
 from typing import Protocol
 
-from snapshotd import tree
+from snapshotd import devmem, tree
 from snapshotd.api.errors import SnapshotError
 from snapshotd.api.snapshotd_pb2 import Check
-from snapshotd.preflight.gpu import GpuLook, cuda_processes
+from snapshotd.preflight.gpu import RESERVE_BYTES, GpuLook, cuda_processes
 from snapshotd.preflight.look import Look
-from snapshotd.preflight.procfs import Process
+from snapshotd.preflight.procfs import Process, read_text
 from snapshotd.preflight.verdict import listed, passed, refused, warned
 
 #: The driver keeps one small mapping of its own below; managed memory has the address the kernel gave it, far above.
 _MANAGED_ABOVE = 1 << 40
 _MANAGED_DEVICE = "/dev/nvidia-uvm"
+#: What `migrator run` sets for the shim.
+_DEVICE_MEMORY, _PARKED = "SNAPSHIM_DEVICE_MEMORY", "parked"
 
 
 class Counters(Protocol):
@@ -32,8 +34,16 @@ class Counters(Protocol):
     def imports(self) -> int: ...
 
 
+class Backed(Protocol):
+    @property
+    def bytes(self) -> int: ...
+    @property
+    def blocks(self) -> int: ...
+
+
 class Mailbox(Protocol):
     def state(self) -> Counters: ...
+    def device_memory(self) -> Backed: ...
 
 
 class Shim(Protocol):
@@ -96,6 +106,65 @@ def ipc(look: Look, gpu: GpuLook, shim: Shim) -> Check:
             "pass tensors between processes in host memory (`tensor.cpu()` before a multiprocessing queue) and start again",
         )
     return passed("gpu-ipc", "no handles given out or opened")
+
+
+def parked_bytes(look: Look, gpu: GpuLook, shim: Shim) -> int:
+    """Device memory that leaves in stripes, not by the driver's checkpoint."""
+    return sum(size for size, _ in _parked(cuda_processes(look, gpu), shim))
+
+
+def device_memory(look: Look, gpu: GpuLook, shim: Shim) -> Check:
+    """Who moves it: what `migrator run` presets, and what came of it."""
+    holders = cuda_processes(look, gpu)
+    settings = {_variable(process) for process in holders}
+    shown = f"{_DEVICE_MEMORY}={'|'.join(sorted(settings))}"
+    found = _parked(holders, shim)
+    if not found:
+        if _PARKED in settings:
+            return warned(
+                "gpu-device-memory",
+                f"{shown}, and no process has {devmem.LEAST_BYTES >> 20} MiB that the shim backs: the driver's checkpoint"
+                " carries all",
+                "none if it allocates later; memory of pools (cudaMallocAsync) and shared memory the driver carries anyway",
+            )
+        return passed("gpu-device-memory", f"{shown}: the driver's checkpoint carries it")
+    size, blocks = sum(size for size, _ in found), sum(blocks for _, blocks in found)
+    return passed(
+        "gpu-device-memory", f"{shown}: {size >> 20} MiB in {blocks} blocks are parked, the driver has the rest"
+    )
+
+
+def parked_room(wanted_bytes: int, room_bytes: int) -> Check:
+    """On the source: the stripes are in memory until the move has ended."""
+    needed = wanted_bytes + RESERVE_BYTES
+    if room_bytes < needed:
+        return warned(
+            "gpu-parked-room",
+            f"{needed >> 20} MiB are needed to park device memory, {room_bytes >> 20} MiB are free here: the driver's"
+            " checkpoint carries it",
+            "free memory here, or enlarge the tmpfs that holds image_dir, for a shorter pause",
+        )
+    return passed("gpu-parked-room", f"{room_bytes >> 20} MiB free, {needed >> 20} MiB needed")
+
+
+def _parked(processes: Sequence[Process], shim: Shim) -> list[tuple[int, int]]:
+    """Bytes and blocks of each process that has enough of them."""
+    found = []
+    for process in processes:
+        with contextlib.suppress(SnapshotError):
+            if mailbox := shim.find(tree.Process(process.pid, process.start_ticks)):
+                backed = mailbox.device_memory()
+                if backed.bytes >= devmem.LEAST_BYTES:
+                    found.append((backed.bytes, backed.blocks))
+    return found
+
+
+def _variable(process: Process) -> str:
+    for entry in read_text(f"/proc/{process.pid}/environ").split("\0"):
+        name, _, value = entry.partition("=")
+        if name == _DEVICE_MEMORY:
+            return value
+    return "-"
 
 
 def _counters(processes: Sequence[Process], shim: Shim) -> list[tuple[Process, Counters]]:

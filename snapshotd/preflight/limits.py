@@ -12,6 +12,7 @@ from pathlib import Path
 from snapshotd.preflight.node import memory_available_bytes
 from snapshotd.preflight.procfs import read_text
 
+THIS_NODE = "this node"
 #: name of the limit, of the use and of the statistics' cache rows, in version 2 and 1 of cgroups
 _V2 = ("memory.max", "memory.current", ("active_file", "inactive_file"))
 _V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_active_file", "total_inactive_file"))
@@ -20,7 +21,7 @@ _V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_active_file", "
 def memory_room(pid: int) -> list[tuple[str, int]]:
     """Whose limit, and how many bytes it leaves the process; the tightest first."""
     groups = cgroup_rooms(read_text(f"/proc/{pid}/cgroup"), read_text("/proc/self/mountinfo"))
-    return sorted([("this node", memory_available_bytes()), *groups], key=lambda room: room[1])
+    return sorted([(THIS_NODE, memory_available_bytes()), *groups], key=lambda room: room[1])
 
 
 def cgroup_rooms(membership: str, mountinfo: str) -> Iterator[tuple[str, int]]:

@@ -67,7 +67,8 @@ GPU_CHECKS: dict[str, Callable[[Look, GpuLook], Check]] = {
     "gpu-rdma": gpus.rdma,
     "gpu-profiler": gpus.profiler,
     "gpu-parking": lambda look, gpu: inside.parking(look, gpu, shimctl),
-    "gpu-host-memory": gpus.host_memory,
+    "gpu-device-memory": lambda look, gpu: inside.device_memory(look, gpu, shimctl),
+    "gpu-host-memory": lambda look, gpu: gpus.host_memory(look, gpu, inside.parked_bytes(look, gpu, shimctl)),
 }
 
 
@@ -123,8 +124,8 @@ def _fill(facts: RankFacts, look: Look, digest_seconds: float) -> Check:
     facts.carried_bytes = look.survey.carried_bytes
     facts.memory_bytes = image_bytes(look)
     if look.gpu is not None:
-        facts.gpu.CopyFrom(facts_of(look, look.gpu))
-        facts.memory_bytes += facts.gpu.device_bytes  # which is host memory, and in the image, when CRIU comes
+        facts.gpu.CopyFrom(facts_of(look, look.gpu, inside.parked_bytes(look, look.gpu, shimctl)))
+        facts.memory_bytes += facts.gpu.device_bytes  # in the image, or in stripes beside it, when CRIU comes
     facts.processes = len(look.tree.alive)
     facts.threads = sum(process.threads for process in look.tree.alive)
     facts.user_ids.extend(sorted({process.user_id for process in look.tree.alive}))

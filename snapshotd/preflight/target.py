@@ -146,7 +146,9 @@ def directories(offer: Offer) -> Check:
 
 
 def memory(offer: Offer) -> Check:
-    wanted = int(offer.facts.memory_bytes * offer.restore_factor) + offer.facts.carried_bytes + RESERVE_BYTES
+    parked = min(offer.facts.gpu.parked_bytes, offer.facts.memory_bytes)  # in stripes, of which nothing is restored
+    restored = int((offer.facts.memory_bytes - parked) * offer.restore_factor)
+    wanted = restored + parked + offer.facts.carried_bytes + RESERVE_BYTES
     free = offer.node.memory_available_bytes
     if free < wanted:
         return refused(

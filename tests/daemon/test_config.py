@@ -82,6 +82,7 @@ def test_defaults(tmp_path: Path, certificates: Certificates) -> None:
         chunk_bytes=2097152,
         lease_s=30.0,
         gpu_library_dir="",
+        device_lane="tls",
     )
     assert config.admin_socket == Path("/run/snapshotd/admin.sock")
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -140,6 +141,7 @@ def test_all_errors_at_once(tmp_path: Path, certificates: Certificates) -> None:
             "chunk_bytes = 5000000",
             'lease_s = "long"',
             "gpu_library_dir = 1",
+            'device_lane = "open"',
             "colour = true",
             "[tls]",
             f'ca = "{tmp_path}/missing.crt"',
@@ -151,6 +153,7 @@ def test_all_errors_at_once(tmp_path: Path, certificates: Certificates) -> None:
     got = {line.split(":")[0]: line for line in problems(tmp_path, text)}
     expected = {"node", "listen", "listn", "advertise", "state_dir", "criu", "log_format", "log_level"}
     expected |= {"metrics_listen", "carry_paths", "streams", "chunk_bytes", "lease_s", "gpu_library_dir", "colour"}
+    expected |= {"device_lane"}
     expected |= {"tls.cert", "tls.key", "tls.kee"} | ({"image_dir"} if disk_checked else set())
     assert set(got) == expected
     assert "is missing" in got["listen"]

@@ -68,13 +68,21 @@ def two() -> Iterator[list[Process]]:
 
 
 @pytest.fixture
-def parked(two: list[Process], monkeypatch: pytest.MonkeyPatch) -> set[Process]:
+def out() -> set[Process]:
+    """Those whose device memory is in stripes."""
+    return set()
+
+
+@pytest.fixture
+def parked(two: list[Process], out: set[Process], monkeypatch: pytest.MonkeyPatch) -> set[Process]:
     """Those whose threads are parked."""
     held = set(two)
 
     def find(process: Process) -> Any:
         return SimpleNamespace(
-            state=lambda: SimpleNamespace(parked=process in held), release=lambda timeout_s: held.discard(process)
+            state=lambda: SimpleNamespace(parked=process in held, device_parked=process in out),
+            device_memory=lambda: SimpleNamespace(parked=process in out),
+            release=lambda timeout_s: held.discard(process),
         )
 
     monkeypatch.setattr(shimctl, "find", find)
@@ -123,6 +131,11 @@ async def test_a_driver_that_hangs_gets_the_threads_it_may_wait_for(two: list[Pr
     assert set(driver.states.values()) == {State.RUNNING}
 
 
+async def nothing() -> int:
+    """Of the device memory nothing leaves by another way."""
+    return 0
+
+
 async def noted(driver: Driver, expected_mib: int) -> tuple[list[dict[str, int]], int]:
     """What was noted in MiB, in order, and what the checkpoint took."""
     notes: list[dict[str, int]] = []
@@ -133,7 +146,7 @@ async def noted(driver: Driver, expected_mib: int) -> tuple[list[dict[str, int]]
         assert states == {State.LOCKED if len(notes) == 1 else State.CHECKPOINTED}
 
     expected = {"GPU-a": expected_mib * MIB} if expected_mib else {}
-    size = await gpu.take_off(driver, list(driver.states), expected, gpu.Parts(), note)  # type: ignore[arg-type]
+    size = await gpu.take_off(driver, list(driver.states), expected, gpu.Parts(), note, nothing)  # type: ignore[arg-type]
     return notes, size // MIB
 
 
@@ -165,5 +178,5 @@ async def test_a_copy_whose_threads_are_not_parked_is_never_continued(two: list[
     parked.discard(two[1])
     group: Any = None  # nothing is asked of it
     with pytest.raises(GpuFailed, match=f"process {two[1].pid} are not parked"):
-        await gpu.revive(Driver(two), two, group, (), 0, gpu.Parts())  # type: ignore[arg-type]
+        await gpu.revive(Driver(two), two, group, (), 0, gpu.Parts(), nothing)  # type: ignore[arg-type]
     assert [tree.state(process.pid) for process in two] == ["T", "T"]

@@ -1,0 +1,327 @@
+"""Device memory leaves the GPU before the driver's checkpoint: into stripe files here, which are sent while they grow.
+
+While the job still runs: the files, the target's lane, and the ring in each process are made ready. Then, with every thread
+of the job parked and all its work done, the driver is unlocked once more, so that the shim's own threads can copy; it is
+locked again for the checkpoint of the small rest.
+
+Invariant: as long as nothing is off the GPU, whatever goes wrong here only means that the driver's checkpoint carries it,
+more slowly. What is off the GPU is in the files of `parked`, and `refill` brings it back. Which processes have files is
+journalled before the first of them is told of one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from snapshotd import devmem, host, tree
+from snapshotd.api import snapshotd_pb2 as pb
+from snapshotd.api.errors import Full, Internal, RankGone, SnapshotError, Timeout, Unreachable, Where, WrongState
+from snapshotd.blocking import all_at_once, in_thread
+from snapshotd.config import split_address
+from snapshotd.cuda.driver import Gpus
+from snapshotd.devmem import Caught, DeviceMemory
+from snapshotd.faults import Point, reach
+from snapshotd.ops import gpu, parked
+from snapshotd.ops.gpu import LOCK_S, Parts, each
+from snapshotd.ops.node import Moving, Node
+from snapshotd.preflight.gpu import RESERVE_BYTES
+from snapshotd.preflight.limits import memory_room
+from snapshotd.rules import Mark
+from snapshotd.stripes.outgoing import Outgoing
+from snapshotd.tree import Process
+
+log = logging.getLogger(__name__)
+
+#: A thread that was caught in an allocation leaves it in microseconds.
+TRIES, AGAIN_S = 5, 0.01
+#: How often the senders hear how far the copy is.
+FEED_S = 0.002
+OPEN_S = 30.0
+#: All is at the target when it holds the copy; what is left is a child's exit.
+LAST_WORDS_S = 10.0
+
+
+@dataclass
+class Striped:
+    """One process whose device memory leaves in stripes."""
+
+    memory: DeviceMemory
+    inner_pid: int
+    names: list[str]
+    expected_bytes: int
+    sizes: list[int] = field(default_factory=list)  # of the stripes, once it is out
+
+    @property
+    def process(self) -> Process:
+        return self.memory.process
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.sizes)
+
+
+class Parking:
+    """What one move does about it on its source. All of it can be lost but the files and the journal's notes."""
+
+    def __init__(self, node: Node, moving: Moving, striped: list[Striped]) -> None:
+        self.node, self.log = node, moving.log
+        self.striped = striped
+        self.names = [name for one in striped for name in one.names]
+        self.folder = parked.folder_of(node.config.image_dir, moving.log.move)
+        self.outgoing: Outgoing | None = None
+        self.warnings: list[str] = []
+        self._wanted_bytes = sum(one.expected_bytes for one in striped)
+        self._advanced = dict.fromkeys(self.names, 0)
+
+    # ------------------------------------------------------------------ while the job runs
+
+    async def prepare(self) -> None:
+        """Never fails: where it cannot be done nothing is striped, and the driver carries all."""
+        try:
+            await self._prepare()
+        except (SnapshotError, OSError) as error:
+            self._warn(f"the driver's checkpoint carries the device memory: {_words(error)}")
+            await self.give_up()
+
+    async def _prepare(self) -> None:
+        notes = [[*gpu.to_notes([one.process])[0], one.names] for one in self.striped]
+        await in_thread(self.log.mark, self.log.last_mark, parked=notes)
+        await self._make_files()
+        await self._open_lane()
+        await all_at_once(self._ready, self.striped)
+
+    async def _make_files(self) -> None:
+        wanted = [
+            (self.folder / name, one.expected_bytes // len(one.names) + devmem.SLOT_BYTES)
+            for one in self.striped
+            for name in one.names
+        ]
+        needed = sum(size for _, size in wanted) + RESERVE_BYTES
+        room = await in_thread(self.node.store.room_bytes)
+        if room < needed:
+            raise Full(f"{needed >> 20} MiB are needed to park it here, {room >> 20} MiB are free")
+        await in_thread(parked.make_folder, self.node.config.image_dir, self.log.move)
+        await all_at_once(lambda file: parked.allocate(*file), wanted)
+
+    async def _open_lane(self) -> None:
+        """Without it the images' own lane carries the files, after the dump."""
+        begin, config = self.log.begin, self.node.config
+        request = pb.OpenStripesRequest(
+            move=begin.move,
+            names=self.names,
+            expected_bytes=sum(one.expected_bytes for one in self.striped),
+            plain=config.device_lane == "plain",
+        )
+        try:
+            async with self.node.client(begin.target_node, begin.target_endpoint) as client:
+                lane = await client.target.OpenStripes(request, timeout_s=OPEN_S)
+            if lane.plain and not request.plain:
+                raise Internal(f"{begin.target_node} wants device memory without TLS", remedy="see device_lane")
+            self.outgoing = await Outgoing.open(
+                split_address(begin.target_endpoint)[0],
+                lane.port,
+                lane.key,
+                config.credentials,
+                begin.target_node,
+                self.folder,
+                self.names,
+                encrypted=not lane.plain,
+            )
+        except (Unreachable, Internal, Timeout) as error:
+            self._warn(f"parked device memory follows the image, for want of a lane of its own: {error.message}")
+
+    def _ready(self, one: Striped) -> None:
+        with parked.opened(self.folder, one.names, os.O_RDWR) as fds:
+            one.memory.ready(fds)
+
+    def must_fit(self, pid: int, where: Where) -> None:
+        """What is left to the driver after all becomes the job's own host memory. Blocking. Full where its limits, which
+        were checked for less, do not leave it that: better no move than a job that is killed."""
+        left_bytes = self._wanted_bytes - sum(one.expected_bytes for one in self.striped)
+        whose, room = memory_room(pid)[0]
+        if left_bytes and room < left_bytes + RESERVE_BYTES:
+            raise Full(
+                f"device memory cannot be parked ({'; '.join(self.warnings)}), and the driver's checkpoint needs"
+                f" {left_bytes >> 20} MiB of host memory where {whose} leaves {room >> 20} MiB",
+                remedy="free memory, raise the job's memory limit, or let the job keep less on the GPU",
+                where=where,
+            )
+
+    # ------------------------------------------------------------------ while it is held
+
+    async def out(self, gpus: Gpus, parts: Parts) -> int:
+        """What is striped goes off the GPU; the bytes. The processes are held (`gpu.hold`), and again afterwards.
+
+        If it fails some of it may be out: the driver aborts, and the undo refills.
+        """
+        if not self.striped:
+            return 0  # `must_fit` was asked before the job was held
+        unlocked = [one.process for one in self.striped]
+        left = list(self.striped)
+        for again in range(TRIES):
+            if again:
+                await self._let_go_and_hold(gpus, left, parts)
+            await parts.time("unlock", each([one.process for one in left], lambda one: gpus.unlock(one, LOCK_S)))
+            left = await self._copy(left, parts)
+            if not left:
+                break
+        for one in left:
+            self._leave_to_driver(one, "a thread was always in the middle of an allocation")
+        notes = [{"pid": one.inner_pid, "stripes": one.names, "bytes": one.sizes} for one in self.striped]
+        size = sum(one.bytes for one in self.striped)
+        await in_thread(self.log.mark, Mark.FREEZING, device=notes, parked_bytes=size)
+        if self.outgoing is not None:
+            self.outgoing.finish(self._advanced)
+        if not self.striped:
+            await self.close()
+        await reach(Point.PARKED_MEMORY)
+        await in_thread(self.must_fit, unlocked[0].pid, Where.SOURCE_FROZEN)
+        await parts.time("relock", each(unlocked, lambda one: gpus.lock(one, LOCK_S)))
+        return size
+
+    async def _let_go_and_hold(self, gpus: Gpus, caught: Sequence[Striped], parts: Parts) -> None:
+        """Those alone: the others' memory is out. The rest of the tree stays stopped."""
+        processes = [one.process for one in caught]
+        await gpu.let_go(processes)
+        await asyncio.sleep(AGAIN_S)
+        await all_at_once(self._ready, caught)
+        await gpu.still(gpus, processes, processes, parts)
+
+    async def _copy(self, wanted: Sequence[Striped], parts: Parts) -> list[Striped]:
+        """Those of which a thread was caught in an allocation. The others are out, or left to the driver."""
+        began = host.boottime_s()
+        feeding = asyncio.create_task(self._feed(wanted))
+        limit_s = gpu.copy_s(sum(one.expected_bytes for one in wanted))
+        try:
+            results = await asyncio.gather(
+                *(all_at_once(lambda one: one.memory.park(limit_s), [one]) for one in wanted), return_exceptions=True
+            )
+        finally:
+            feeding.cancel()
+            await asyncio.gather(feeding, return_exceptions=True)
+        caught = []
+        for one, result in zip(wanted, results, strict=True):
+            if isinstance(result, Caught):
+                caught.append(one)
+            elif isinstance(result, BaseException):
+                await self._failed(one, result)
+            else:
+                one.sizes = list(await in_thread(one.memory.done))
+                self._advance(one, one.sizes)
+        parts.add("park-out", host.boottime_s() - began, sum(one.bytes for one in wanted))
+        return caught
+
+    async def _failed(self, one: Striped, error: BaseException) -> None:
+        """Of no harm while its memory is still where it was; otherwise the move is."""
+        if not isinstance(error, SnapshotError) or isinstance(error, RankGone):
+            raise error
+        await all_at_once(lambda memory: memory.cancel(), [one.memory])
+        if await in_thread(one.memory.out):
+            raise error
+        self._leave_to_driver(one, error.message)
+
+    def _leave_to_driver(self, one: Striped, why: str) -> None:
+        self.striped = [other for other in self.striped if other is not one]
+        self._warn(f"the driver's checkpoint carries the device memory of process {one.inner_pid}: {why}")
+
+    async def _feed(self, wanted: Sequence[Striped]) -> None:
+        """The senders follow the copy."""
+        while True:
+            await asyncio.sleep(FEED_S)
+            for one in wanted:
+                with contextlib.suppress(SnapshotError):  # whoever waits for the copy hears of it
+                    self._advance(one, await in_thread(one.memory.done))
+
+    def _advance(self, one: Striped, done: Sequence[int]) -> None:
+        for name, size in zip(one.names, done, strict=False):
+            self._advanced[name] = max(self._advanced[name], size)
+            if self.outgoing is not None:
+                self.outgoing.advance(name, size)
+
+    # ------------------------------------------------------------------ on its way, and afterwards
+
+    @property
+    def has_lane(self) -> bool:
+        return self.outgoing is not None and self.outgoing.failed is None
+
+    @property
+    def sent_bytes(self) -> int:
+        return self.outgoing.sent_bytes if self.outgoing is not None else 0
+
+    async def last_words(self) -> int:
+        """COMMIT stands, so all has arrived: the bytes that travelled. Nothing of it is sent any more."""
+        sent = 0
+        if self.outgoing is not None:
+            try:
+                async with asyncio.timeout(LAST_WORDS_S):
+                    sent = (await self.outgoing.wait()).sent
+            except (SnapshotError, TimeoutError) as error:
+                log.warning("the stripes of %s, which the target has, ended badly: %s", self.log.move, _words(error))
+        await self.close()
+        return sent
+
+    async def give_up(self) -> None:
+        """Nothing is striped: the files and the lane go, and what was made in the processes."""
+        striped, self.striped = self.striped, []
+        await self.close()
+        await asyncio.gather(*(all_at_once(_drop, [one]) for one in striped))
+        await in_thread(parked.sweep, self.node.config.image_dir, self.log.move)
+
+    async def close(self) -> None:
+        """Nothing is sent any more; the files stay. Twice is once."""
+        if self.outgoing is not None:
+            outgoing, self.outgoing = self.outgoing, None
+            await outgoing.close()
+
+    def _warn(self, words: str) -> None:
+        log.warning("%s", words)
+        self.warnings.append(words)
+
+
+def _drop(one: Striped) -> None:
+    with contextlib.suppress(SnapshotError, Caught):
+        one.memory.drop()
+
+
+async def prepare(node: Node, moving: Moving, processes: Sequence[Process]) -> None:
+    """Makes device memory of these running processes ready to leave in stripes, where there is enough of it."""
+    striped = await in_thread(_candidates, processes)
+    if striped:
+        moving.parking = Parking(node, moving, striped)
+        await moving.parking.prepare()
+
+
+async def stop(moving: Moving) -> None:
+    """ABORT stands: nothing is made ready or sent any more."""
+    if moving.preparing is not None:
+        await asyncio.gather(moving.preparing, return_exceptions=True)
+    if moving.parking is not None:
+        await moving.parking.close()
+
+
+def _candidates(processes: Sequence[Process]) -> list[Striped]:
+    found = []
+    for process in processes:
+        with contextlib.suppress(RankGone, FileNotFoundError, ProcessLookupError):
+            memory = devmem.find(process)
+            if memory is None:
+                continue
+            if memory.out():
+                raise WrongState(
+                    f"the device memory of process {process.pid} left its GPU in a freeze that was cut short",
+                    where=Where.SOURCE_FROZEN,
+                )
+            if (size := memory.size()) >= devmem.LEAST_BYTES:
+                inner_pid = tree.inner_pid(process.pid)
+                found.append(Striped(memory, inner_pid, parked.names_of(inner_pid, devmem.STRIPES), size))
+    return found
+
+
+def _words(error: BaseException) -> Any:
+    return error.message if isinstance(error, SnapshotError) else error
