@@ -1,16 +1,20 @@
-"""Device memory that every step changes, through the driver's own calls alone, so that it runs on the real driver and on a
-stand-in; no kernels but one that keeps the GPU busy where that is asked for.
+"""Device memory that every step changes, by copies and fills alone, so that it runs on the real driver and on a stand-in; no
+kernels but one that keeps the GPU busy where that is asked for.
 
-`step K DIGEST`: the digest depends on every byte the device holds and on all steps before.
+`step K DIGEST`: the digest depends on every byte the device holds and on all steps before. It is the same however the memory
+was got (`--api`, `--mixed`). Most of the contents look random; some megabytes are zero, and some are equal.
 """
 
 import argparse
 import ctypes
 import hashlib
 import os
+import random
 import threading
 from typing import Any
 
+import device_apis as apis  # type: ignore[import-not-found]
+from device_apis import allocate, call, place, size
 from steps import say, steps, wrong
 
 parser = argparse.ArgumentParser()
@@ -22,11 +26,19 @@ parser.add_argument("--children", type=int, default=0, help="forked after CUDA w
 parser.add_argument("--pinned-mib", type=int, default=0, help="pinned host memory, through which the digests are read")
 parser.add_argument("--managed-mib", type=int, default=0)
 parser.add_argument("--export", action="store_true", help="makes an IPC handle of the first block")
+parser.add_argument(
+    "--api", choices=("driver", "runtime", "segments"), default="driver", help="where memory is got from"
+)
+parser.add_argument("--mixed", action="store_true", help="blocks come from every api in turn")
+parser.add_argument("--churn", action="store_true", help="a block more is got and given back, step by step")
 parser.add_argument("--busy-ms", type=int, default=0, help="the GPU has so much work to do in each step")
 options, _ = parser.parse_known_args()
 
 BLOCK_BYTES = (options.mib << 20) // options.blocks
 PIECE_BYTES = 4096
+MIB = 1 << 20
+UPLOADED_MIB = 64  # so much is made on the host; the rest of a large device is copied from there, at odd offsets
+CHURN_BYTES = 2 * MIB + PIECE_BYTES
 SPIN = b"""
 .version 6.3
 .target sm_75
@@ -46,40 +58,31 @@ again:
 }
 """
 
-ctypes.CDLL("libcuda.so.1", ctypes.RTLD_GLOBAL)
-cuda = ctypes.CDLL(None)  # as a linked program finds them: a preloaded library comes first
-
-
-def call(name: str, *arguments: Any) -> None:
-    code = getattr(cuda, name)(*arguments)
-    if code:
-        text = ctypes.c_char_p()
-        cuda.cuGetErrorName(code, ctypes.byref(text))
-        wrong(f"{name}: {text.value.decode() if text.value else code}")
-
-
-def size(number: int) -> ctypes.c_size_t:
-    return ctypes.c_size_t(number)
-
-
-def place(address: int) -> ctypes.c_uint64:
-    return ctypes.c_uint64(address)
-
-
-def allocate(kind: str, number: int, *more: Any) -> int:
-    address = ctypes.c_uint64()
-    call(kind, ctypes.byref(address), size(number), *more)
-    return address.value
-
 
 def change(block: int, step: int, source: int) -> None:
-    """Every byte of the block depends on the step or on what the other block held."""
-    third = BLOCK_BYTES // 3 // PIECE_BYTES * PIECE_BYTES
-    call("cuMemsetD32_v2", place(block), ctypes.c_uint(0x9E3779B9 * (step + 1) & 0xFFFFFFFF), size(third // 4))
-    call("cuMemcpyDtoD_v2", place(block + third), place(source), size(third))
-    call("cuMemsetD8_v2", place(block + 2 * third), ctypes.c_ubyte(step % 251), size(PIECE_BYTES))
+    """A few places of the block, other ones in every step: what the other block holds, a pattern, and fresh bytes."""
+    slot = BLOCK_BYTES // 16 // PIECE_BYTES * PIECE_BYTES
+    if slot:
+        call("cuMemcpyDtoD_v2", place(block + step % 16 * slot), place(source + step * 7 % 16 * slot), size(slot))
+    there = block + step * 37 % (BLOCK_BYTES // PIECE_BYTES - 1) * PIECE_BYTES
+    call("cuMemsetD32_v2", place(there), ctypes.c_uint(0x9E3779B9 * (step + 1) & 0xFFFFFFFF), size(PIECE_BYTES // 4))
+    call("cuMemsetD8_v2", place(there + PIECE_BYTES), ctypes.c_ubyte(step % 251), size(PIECE_BYTES // 2))
     piece = hashlib.sha256(b"%d" % step).digest() * (PIECE_BYTES // 32)
     call("cuMemcpyHtoD_v2", place(block + step % 16 * 32), piece, size(PIECE_BYTES))
+
+
+def fill(block: int, first: int, copied_from: int | None = None) -> None:
+    """Every eighth megabyte is zero and every eighth the same; `first` is the number of the block's first one."""
+    for offset in range(0, BLOCK_BYTES, MIB):
+        number, there, held = first + offset // MIB, place(block + offset), size(min(MIB, BLOCK_BYTES - offset))
+        if number % 8 == 5:
+            call("cuMemsetD8_v2", there, ctypes.c_ubyte(0), held)
+        elif number < UPLOADED_MIB or copied_from is None:
+            seed = 0 if number % 8 == 7 else number
+            call("cuMemcpyHtoD_v2", there, random.Random(seed).randbytes(held.value), held)
+        else:
+            start = number * 4099 * 32 % max(1, min(BLOCK_BYTES, UPLOADED_MIB * MIB) - MIB)
+            call("cuMemcpyDtoD_v2", there, place(copied_from + start), held)
 
 
 def contents(block: int, into: Any) -> bytes:
@@ -111,9 +114,10 @@ def fork_child() -> tuple[int, int]:
 class Worker(threading.Thread):
     """Changes its own block when told to, and takes its digest."""
 
-    def __init__(self, context: ctypes.c_void_p, number: int) -> None:
+    def __init__(self, context: ctypes.c_void_p, memory: apis.Memory, number: int) -> None:
         super().__init__(daemon=True)
         self.context = context
+        self.memory = memory
         self.number = number
         self.go = threading.Semaphore(0)
         self.done = threading.Semaphore(0)
@@ -122,8 +126,9 @@ class Worker(threading.Thread):
 
     def run(self) -> None:
         call("cuCtxSetCurrent", self.context)
-        block = allocate("cuMemAlloc_v2", BLOCK_BYTES)
-        call("cuMemsetD8_v2", place(block), ctypes.c_ubyte(self.number), size(BLOCK_BYTES))
+        with allocating:
+            block = self.memory.allocate(BLOCK_BYTES)
+        fill(block, (options.blocks + self.number) * -(-BLOCK_BYTES // MIB))
         into = ctypes.create_string_buffer(BLOCK_BYTES)
         while True:
             self.go.acquire()
@@ -132,15 +137,53 @@ class Worker(threading.Thread):
             self.done.release()
 
 
-call("cuInit", 0)
-device = ctypes.c_int()
-call("cuDeviceGet", ctypes.byref(device), options.device)
+class Churn:
+    """A block that is there in every second step alone; it must hold what was put into it."""
+
+    def __init__(self, memory: apis.Memory) -> None:
+        self.memory = memory
+        self.block = 0
+
+    def turn(self, step: int) -> None:
+        if not self.block:
+            self.block = self.memory.allocate(CHURN_BYTES)
+            call("cuMemsetD8_v2", place(self.block), ctypes.c_ubyte(step % 251), size(CHURN_BYTES))
+            return
+        held = ctypes.create_string_buffer(CHURN_BYTES)
+        call("cuMemcpyDtoH_v2", held, place(self.block), size(CHURN_BYTES))
+        if held.raw != bytes([(step - 1) % 251]) * CHURN_BYTES:
+            wrong(f"the block of step {step - 1} holds something else in step {step}")
+        self.memory.free(self.block)
+        self.block = 0
+
+
+def memories() -> list[apis.Memory]:
+    """What the blocks are got from, in turn."""
+    if options.mixed:
+        return [apis.DriverMemory(), apis.RuntimeMemory(), apis.SegmentMemory(options.device)]
+    if options.api == "segments":
+        return [apis.SegmentMemory(options.device)]
+    return [apis.RuntimeMemory() if options.api == "runtime" else apis.DriverMemory()]
+
+
 context = ctypes.c_void_p()
-call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
-call("cuCtxSetCurrent", context)
-blocks = [allocate("cuMemAlloc_v2", BLOCK_BYTES) for _ in range(options.blocks)]
+if options.mixed or options.api != "driver":
+    apis.load_runtime()
+    call("cudaSetDevice", options.device)
+    call("cudaFree", None)
+    call("cuCtxGetCurrent", ctypes.byref(context))
+else:
+    call("cuInit", 0)
+    device = ctypes.c_int()
+    call("cuDeviceGet", ctypes.byref(device), options.device)
+    call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+    call("cuCtxSetCurrent", context)
+sources = memories()
+allocating = threading.Lock()
+blocks = [sources[number % len(sources)].allocate(BLOCK_BYTES) for number in range(options.blocks)]
 for number, block in enumerate(blocks):
-    call("cuMemsetD8_v2", place(block), ctypes.c_ubyte(number + 1), size(BLOCK_BYTES))
+    fill(block, number * -(-BLOCK_BYTES // MIB), blocks[0])
+churns = [Churn(memory) for memory in sources] if options.churn else []
 into: Any = ctypes.create_string_buffer(BLOCK_BYTES)
 pinned = ctypes.c_void_p()
 if options.pinned_mib:
@@ -157,7 +200,7 @@ if options.busy_ms:
 busy_ns = ctypes.c_uint64(options.busy_ms * 1_000_000)
 parameters = (ctypes.c_void_p * 1)(ctypes.addressof(busy_ns))
 children = [fork_child() for _ in range(options.children)]
-workers = [Worker(context, number) for number in range(options.threads)]
+workers = [Worker(context, sources[number % len(sources)], number) for number in range(options.threads)]
 for worker in workers:
     worker.start()
 
@@ -170,6 +213,9 @@ for step in steps():
     for number, block in enumerate(blocks):
         change(block, step + number, blocks[number - 1])
     call("cuCtxSynchronize")
+    for churn in churns:
+        with allocating:
+            churn.turn(step)
     for worker in workers:
         worker.step = step
         worker.go.release()

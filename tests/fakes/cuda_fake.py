@@ -1,4 +1,4 @@
-"""Nodes with GPUs that are not there: the stand-ins of libcuda, NVML and libcudart, built once, and a folder of them per node.
+"""Nodes with GPUs that are not there: the stand-ins of libcuda, NVML and the runtime, built once, a folder of them per node.
 
 A node is a folder: the libraries (links, so that a process restored on another node maps the same file), gpus.json, the
 ledger of device memory, and the faults. Nothing outside it is touched. Whoever runs in a mount namespace of its own
@@ -29,13 +29,13 @@ def build() -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)
         done = subprocess.run(["make", "-s", "-C", SOURCES], capture_output=True, text=True, timeout=110, check=False)
     if done.returncode:
-        raise RuntimeError(f"the stand-ins of libcuda, NVML and libcudart cannot be built:\n{done.stdout}{done.stderr}")
+        raise RuntimeError(f"the stand-ins of the CUDA libraries cannot be built:\n{done.stdout}{done.stderr}")
     return BUILT
 
 
 @dataclass(frozen=True)
 class FakeGpu:
-    """A GPU as gpus.json describes it. `mig`: None where the chip knows no MIG; `virtual_memory`: whether memory can be mapped."""
+    """A GPU as gpus.json describes it. `mig`: None where the chip knows no MIG; `virtual_memory`: the calls that map it."""
 
     uuid: str
     name: str = "NVIDIA H200"

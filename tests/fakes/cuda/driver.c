@@ -13,7 +13,7 @@
 
 static struct fake_context {
 	int gpu;
-	bool retained;
+	_Atomic int references;
 	bool peers[MAX_GPUS]; /* whose memory it may use */
 } contexts[MAX_GPUS];
 
@@ -157,7 +157,7 @@ static CUresult retain(CUcontext *context, CUdevice device)
 	CALL(result = is_gpu(device) ? memory_add_context(device) : CUDA_ERROR_INVALID_DEVICE;
 	     if (result == CUDA_SUCCESS) {
 		     contexts[device].gpu = device;
-		     contexts[device].retained = true;
+		     contexts[device].references++;
 		     *context = &contexts[device];
 	     });
 }
@@ -167,25 +167,31 @@ EXPORT CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device)
 	return retain(context, device);
 }
 
+/* Its memory goes with it, but for what was mapped. */
+static CUresult end_context(CUdevice device)
+{
+	memset(&contexts[device], 0, sizeof contexts[device]);
+	return memory_drop_context(device);
+}
+
 EXPORT CUresult cuDevicePrimaryCtxRelease_v2(CUdevice device)
 {
-	CALL(if (!is_gpu(device)) result = CUDA_ERROR_INVALID_DEVICE;);
+	CALL(if (!is_gpu(device)) result = CUDA_ERROR_INVALID_DEVICE;
+	     else if (!contexts[device].references) result = CUDA_ERROR_INVALID_CONTEXT;
+	     else if (--contexts[device].references == 0) result = end_context(device););
 }
 
 EXPORT CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned int *flags, int *active)
 {
 	CALL(if (is_gpu(device)) {
 		*flags = 0;
-		*active = contexts[device].retained;
+		*active = contexts[device].references > 0;
 	} else result = CUDA_ERROR_INVALID_DEVICE;);
 }
 
 EXPORT CUresult cuDevicePrimaryCtxReset_v2(CUdevice device)
 {
-	CALL(if (is_gpu(device)) {
-		memset(&contexts[device], 0, sizeof contexts[device]);
-		result = memory_drop_context(device);
-	} else result = CUDA_ERROR_INVALID_DEVICE;);
+	CALL(result = is_gpu(device) ? end_context(device) : CUDA_ERROR_INVALID_DEVICE;);
 }
 
 EXPORT CUresult cuCtxCreate_v2(CUcontext *context, unsigned int flags, CUdevice device)
