@@ -131,6 +131,40 @@ async def test_a_driver_that_hangs_gets_the_threads_it_may_wait_for(two: list[Pr
     assert set(driver.states.values()) == {State.RUNNING}
 
 
+async def test_nobody_is_let_go_whose_memory_is_out(
+    two: list[Process], parked: set[Process], out: set[Process]
+) -> None:
+    out.add(two[1])
+    with pytest.raises(GpuFailed, match=f"process {two[1].pid} is not back"):
+        await gpu.let_go(two)
+    assert parked == {two[1]}
+
+
+async def test_a_driver_that_hangs_does_not_get_threads_whose_memory_is_out(
+    two: list[Process], parked: set[Process], out: set[Process]
+) -> None:
+    driver = Driver(two)
+    driver.hanging = "restore"
+    out.add(two[1])
+    with pytest.raises(Timeout):
+        await bring_back(driver)
+    assert parked == {two[1]}
+
+
+async def test_what_is_in_stripes_is_back_before_a_thread_goes_on(
+    two: list[Process], parked: set[Process], out: set[Process]
+) -> None:
+    driver = Driver(two)
+    out.update(two)
+
+    async def refill() -> None:
+        assert (set(driver.states.values()), parked) == ({State.RUNNING}, set(two))
+        out.clear()
+
+    await gpu.bring_back(driver, two, {"GPU-a": 600 * MIB}, 600 * MIB, (), refill)  # type: ignore[arg-type]
+    assert parked == set()
+
+
 async def nothing() -> int:
     """Of the device memory nothing leaves by another way."""
     return 0
@@ -164,6 +198,27 @@ async def test_what_the_driver_tells_is_noted_before_it_leaves(locked: Driver) -
 async def test_what_it_does_not_tell_is_measured(locked: Driver) -> None:
     locked.tells = False
     assert await noted(locked, 20) == ([{"GPU-a": 20}, {"GPU-a": 600}], 600)
+
+
+@pytest.mark.parametrize("tells", [True, False])
+async def test_what_was_parked_before_counts_for_the_undo_and_not_for_the_checkpoint(
+    locked: Driver, tells: bool
+) -> None:
+    """600 MiB are on the GPU, of which 500 leave before the checkpoint."""
+    locked.tells = tells
+    noted_mib: list[int] = []
+    parts = gpu.Parts()
+
+    async def note(uses: dict[str, int]) -> None:
+        noted_mib.append(sum(uses.values()) // MIB)
+
+    async def park() -> int:
+        locked.mib = dict.fromkeys(locked.mib, 50)
+        return 500 * MIB
+
+    size = await gpu.take_off(locked, list(locked.states), {"GPU-a": 20 * MIB}, parts, note, park)  # type: ignore[arg-type]
+    assert (size // MIB, noted_mib[-1]) == (600, 600)
+    assert [(part.name, part.bytes // MIB) for part in parts.all] == [("checkpoint", 100)]
 
 
 async def test_a_rank_with_cuda_never_has_nothing(locked: Driver) -> None:

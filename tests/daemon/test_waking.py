@@ -40,7 +40,7 @@ class Here:
         )
         ranks = SimpleNamespace(get=lambda uid, role: self.entry, all=lambda: [self.entry])
         node: Any = SimpleNamespace(
-            config=SimpleNamespace(advertise="b:1", listen="b:1"),
+            config=SimpleNamespace(advertise="b:1", listen="b:1", image_dir=folder / "images"),
             journal=self.journal,
             ranks=ranks,
             store=SimpleNamespace(drop=lambda move: None),
@@ -148,7 +148,8 @@ async def test_a_child_that_ended_keeps_nobody_parked(monkeypatch: pytest.Monkey
         if process == dead:
             raise RankGone("process 11 has ended")
         return SimpleNamespace(
-            state=lambda: SimpleNamespace(parked=True), release=lambda timeout_s: released.append(process)
+            state=lambda: SimpleNamespace(parked=True, device_parked=False),
+            release=lambda timeout_s: released.append(process),
         )
 
     monkeypatch.setattr(shimctl, "find", find)

@@ -70,6 +70,8 @@ class FakeShim:
     managed: int = 0
     exports: int = 0
     imports: int = 0
+    bytes: int = 0  # of device memory that it backs
+    blocks: int = 0
     missing: bool = False
     obstacles: list[str] = field(default_factory=list)
     asked: list[tree.Process] = field(default_factory=list)
@@ -82,6 +84,9 @@ class FakeShim:
         return None if self.missing else self
 
     def state(self) -> FakeShim:
+        return self
+
+    def device_memory(self) -> FakeShim:
         return self
 
 

@@ -1,0 +1,441 @@
+"""Device memory that leaves in stripes: what is tried again, what is left to the driver, and how all of it comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from snapshotd import devmem, host
+from snapshotd.api import snapshotd_pb2 as pb
+from snapshotd.api.errors import Damaged, Full, GpuFailed, SnapshotError, Unreachable, WrongState
+from snapshotd.cuda.driver import State
+from snapshotd.devmem import Caught
+from snapshotd.images.store import ImageStore
+from snapshotd.journal import Begin, Journal
+from snapshotd.ops import gpu, parked, parking, refill
+from snapshotd.ops.node import Moving
+from snapshotd.rules import Mark, Outcome
+from snapshotd.stripes.outgoing import Outgoing
+from snapshotd.tree import Process
+
+MOVE = "m-0123456789ab"
+MIB = 1 << 20
+SIZE = 64 * MIB
+
+
+class Memory:
+    """The device memory of a process, and what was done with it."""
+
+    def __init__(self, process: Process, size: int = SIZE) -> None:
+        self.process, self.content = process, os.urandom(1024) * (size // 1024)
+        self.is_out = self.lost = False
+        self.fds: list[int] = []
+        self.written: list[int] = []
+        self.failures: list[Exception] = []  # of park, in turn
+        self.fill_failures: list[Exception] = []
+        self.said: list[str] = []
+
+    def size(self) -> int:
+        return len(self.content)
+
+    def out(self) -> bool:
+        return self.is_out
+
+    def ready(self, stripes: Sequence[int]) -> int:
+        self.said.append("ready")
+        self._close()
+        self.fds = [os.dup(fd) for fd in stripes]
+        return len(self.content)
+
+    def park(self, timeout_s: float) -> int:
+        self.said.append("park")
+        if self.failures:
+            self._close()
+            raise self.failures.pop(0)
+        share = len(self.content) // len(self.fds)
+        for number, fd in enumerate(self.fds):
+            assert os.pwrite(fd, self.content[number * share : (number + 1) * share], 0) == share
+        self.written = [share] * len(self.fds)
+        self._close()
+        self.is_out, self.content = True, b""
+        return sum(self.written)
+
+    def fill(self, timeout_s: float) -> int:
+        self.said.append("fill")
+        assert self.is_out
+        if self.fill_failures:
+            self._close()
+            raise self.fill_failures.pop(0)
+        self.content = b"".join(os.pread(fd, os.fstat(fd).st_size, 0) for fd in self.fds)
+        self._close()
+        self.is_out = False
+        return len(self.content)
+
+    def done(self) -> Sequence[int]:
+        return self.written
+
+    def cancel(self) -> None:
+        self.said.append("cancel")
+
+    def drop(self) -> None:
+        self.said.append("drop")
+        self._close()
+
+    def _close(self) -> None:
+        for fd in self.fds:
+            os.close(fd)
+        self.fds = []
+
+
+class Lane:
+    """The way to the target: what was sent of each stripe."""
+
+    def __init__(self, folder: Path, names: Sequence[str]) -> None:
+        self.folder, self.sizes = folder, dict.fromkeys(names, 0)
+        self.final: dict[str, int] = {}
+        self.failed: SnapshotError | None = None
+        self.closed = False
+
+    @property
+    def sent_bytes(self) -> int:
+        return sum(self.sizes.values())
+
+    def advance(self, name: str, size: int) -> None:
+        self.sizes[name] = max(size, self.sizes[name])
+
+    def finish(self, sizes: Mapping[str, int]) -> None:
+        assert set(sizes) == set(self.sizes)
+        self.final = dict(sizes)
+
+    async def wait(self) -> Any:
+        return SimpleNamespace(sent=self.sent_bytes)
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+class Driver:
+    """Locks and unlocks; the memory can be copied only while it is unlocked."""
+
+    def __init__(self, processes: Sequence[Process]) -> None:
+        self.states = dict.fromkeys(processes, State.LOCKED)
+
+    async def lock(self, process: Process, timeout_s: float) -> None:
+        self.states[process] = State.LOCKED
+
+    async def unlock(self, process: Process, timeout_s: float) -> None:
+        self.states[process] = State.RUNNING
+
+
+class Source:
+    """A source with two processes that have device memory, and a target that opens lanes, or does not."""
+
+    def __init__(self, folder: Path, processes: Sequence[Process], monkeypatch: pytest.MonkeyPatch) -> None:
+        self.memories = {process: Memory(process) for process in processes}
+        self.driver: Any = Driver(processes)
+        self.refusal: SnapshotError | None = None
+        self.lane: Lane | None = None
+        self.let_go: list[Process] = []
+        store = ImageStore(folder / "images")
+        config = SimpleNamespace(image_dir=folder / "images", credentials=None, device_lane="tls")
+        self.node: Any = SimpleNamespace(config=config, store=store, client=self._client)
+        begin = Begin(
+            MOVE, "source", "job-0", "job", 0, "a", "a:1", "b", "b:1", "00" * 32, host.boot_id(), 1.0, lease_s=30.0
+        )
+        self.log = Journal(folder / "state").begin(begin)
+        self.log.mark(Mark.BEGUN)
+        self.moving = Moving(self.log)
+        monkeypatch.setattr(devmem, "find", self.memories.get)
+        monkeypatch.setattr(Outgoing, "open", self._outgoing)
+        monkeypatch.setattr(gpu, "let_go", self._let_go)
+        monkeypatch.setattr(gpu, "still", self._still)
+
+    @property
+    def first(self) -> Memory:
+        return next(iter(self.memories.values()))
+
+    @property
+    def second(self) -> Memory:
+        return list(self.memories.values())[1]
+
+    @asynccontextmanager
+    async def _client(self, name: str, endpoint: str) -> Any:
+        async def open_stripes(request: pb.OpenStripesRequest, timeout_s: float) -> pb.OpenStripesReply:
+            assert request.move == MOVE
+            if self.refusal is not None:
+                raise self.refusal
+            return pb.OpenStripesReply(port=1, key=b"key")
+
+        yield SimpleNamespace(target=SimpleNamespace(OpenStripes=open_stripes))
+
+    async def _outgoing(self, *arguments: Any, encrypted: bool) -> Lane:
+        assert encrypted
+        self.lane = Lane(arguments[5], arguments[6])
+        return self.lane
+
+    async def _let_go(self, processes: Sequence[Process]) -> None:
+        assert not any(self.memories[process].is_out for process in processes)
+        self.let_go += processes
+
+    async def _still(self, gpus: Any, processes: Sequence[Process], parking: Any, parts: gpu.Parts) -> None:
+        for process in processes:
+            await self.driver.lock(process, 1.0)
+
+    async def prepare(self) -> parking.Parking:
+        await parking.prepare(self.node, self.moving, list(self.memories))
+        assert self.moving.parking is not None
+        return self.moving.parking
+
+    async def out(self) -> tuple[int, dict[str, int]]:
+        """What was parked, and the parts with their bytes."""
+        parts = gpu.Parts()
+        size = await (await self.prepare()).out(self.driver, parts)
+        assert set(self.driver.states.values()) == {State.LOCKED}
+        return size, {part.name: part.bytes for part in parts.all}
+
+    async def back(self) -> None:
+        await refill.on_source(self.node.config.image_dir, self.log)
+
+
+@pytest.fixture
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Source]:
+    running = [subprocess.Popen(["sleep", "600"]) for _ in range(2)]
+    yield Source(tmp_path, [Process.of(each.pid) for each in running], monkeypatch)
+    for each in running:
+        each.kill()
+        each.wait()
+
+
+async def test_all_of_it_leaves_and_comes_back(source: Source) -> None:
+    before = [memory.content for memory in source.memories.values()]
+    size, parts = await source.out()
+    assert size == 2 * SIZE
+    assert parts == {"unlock": 0, "park-out": 2 * SIZE, "relock": 0}
+    assert source.lane is not None
+    assert source.lane.final == source.lane.sizes
+    assert sum(source.lane.final.values()) == 2 * SIZE
+    device = source.log.note("device")
+    assert [sum(one["bytes"]) for one in device] == [SIZE, SIZE]
+    assert source.log.note("parked_bytes") == 2 * SIZE
+    await source.back()
+    assert [memory.content for memory in source.memories.values()] == before
+
+
+async def test_the_journal_knows_of_the_files_before_a_process_does(source: Source) -> None:
+    noted = []
+
+    def ready(stripes: Sequence[int]) -> int:
+        noted.append(source.log.note("parked"))
+        return 0
+
+    source.first.ready = ready  # type: ignore[method-assign]
+    await source.prepare()
+    assert all(parked.NAME.fullmatch(name) for _, _, names in noted[0] for name in names)
+    assert [(pid, ticks) for pid, ticks, _ in noted[0]] == [(each.pid, each.start_ticks) for each in source.memories]
+
+
+async def test_a_small_memory_is_the_drivers(source: Source) -> None:
+    source.second.content = b"x" * MIB
+    size, _ = await source.out()
+    assert (size, source.second.said) == (SIZE, [])
+
+
+async def test_a_thread_caught_in_an_allocation_is_let_go_and_held_again(source: Source) -> None:
+    source.second.failures = [Caught("in cudaMalloc")] * 3
+    size, _ = await source.out()
+    assert size == 2 * SIZE
+    assert source.let_go == [source.second.process] * 3
+    assert source.first.said == ["ready", "park"]
+    assert source.second.said == ["ready", "park"] * 4
+
+
+async def test_one_that_is_always_caught_is_left_to_the_driver(source: Source) -> None:
+    source.second.failures = [Caught("in cudaMalloc")] * parking.TRIES
+    size, _ = await source.out()
+    assert size == SIZE
+    assert [one["pid"] for one in source.log.note("device")] == [source.moving.parking.striped[0].inner_pid]  # type: ignore[union-attr]
+    assert any("middle of an allocation" in words for words in source.moving.parking.warnings)  # type: ignore[union-attr]
+    assert source.lane is not None
+    assert set(source.lane.final) == set(source.lane.sizes)
+
+
+async def test_a_copy_that_fails_before_anything_is_off_the_gpu_is_left_to_the_driver(source: Source) -> None:
+    for memory in source.memories.values():
+        memory.failures = [GpuFailed("CUDA_ERROR_UNKNOWN")]
+    size, _ = await source.out()
+    assert (size, source.log.note("device")) == (0, [])
+    assert source.lane is not None
+    assert source.lane.closed
+    assert len(source.moving.parking.warnings) == 2  # type: ignore[union-attr]
+
+
+async def test_a_failure_with_the_memory_out_is_the_moves(source: Source) -> None:
+    def park(timeout_s: float) -> int:
+        Memory.park(source.first, timeout_s)
+        raise GpuFailed("the ring was not freed")
+
+    source.first.park = park  # type: ignore[method-assign]
+    with pytest.raises(GpuFailed, match="the ring"):
+        await source.out()
+    await source.back()
+    assert not source.first.is_out
+
+
+@pytest.mark.parametrize("refusal", [Unreachable("no route"), None])
+async def test_without_a_lane_the_image_carries_the_files(
+    source: Source, refusal: SnapshotError | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def unreachable(*arguments: Any, encrypted: bool) -> Lane:
+        raise Unreachable("the port is shut")
+
+    source.refusal = refusal
+    monkeypatch.setattr(Outgoing, "open", unreachable)
+    size, _ = await source.out()
+    assert size == 2 * SIZE
+    assert not source.moving.parking.has_lane  # type: ignore[union-attr]
+    assert "follows the image" in source.moving.parking.warnings[0]  # type: ignore[union-attr]
+
+
+async def test_no_room_for_the_stripes_leaves_all_to_the_driver(
+    source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(source.node.store, "room_bytes", lambda: SIZE)
+    size, _ = await source.out()
+    assert (size, source.first.said) == (0, ["drop"])
+    assert "MiB are free" in source.moving.parking.warnings[0]  # type: ignore[union-attr]
+    assert not parked.folder_of(source.node.config.image_dir, MOVE).exists()
+
+
+async def test_what_the_jobs_limits_do_not_leave_is_not_left_to_the_driver(
+    source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source.second.failures = [GpuFailed("CUDA_ERROR_UNKNOWN")]
+    monkeypatch.setattr(parking, "memory_room", lambda pid: [("cgroup /job", SIZE)])
+    with pytest.raises(Full, match="cgroup /job leaves 64 MiB"):
+        await source.out()
+
+
+async def test_a_process_whose_memory_is_out_is_not_frozen_again(source: Source) -> None:
+    source.first.is_out = True
+    with pytest.raises(WrongState, match="cut short"):
+        await source.prepare()
+
+
+# ---------------------------------------------------------------- undo
+
+
+async def test_an_undo_gives_up_what_was_only_made_ready(source: Source) -> None:
+    await source.prepare()
+    await source.back()
+    assert source.first.said == ["ready", "cancel", "drop"]
+
+
+async def test_an_undo_that_finds_no_device_memory_can_be_repeated(source: Source) -> None:
+    before = source.first.content
+    await source.out()
+    source.first.fill_failures = [GpuFailed("CUDA_ERROR_OUT_OF_MEMORY")]
+    with pytest.raises(GpuFailed):
+        await source.back()
+    assert source.first.is_out
+    await source.back()
+    assert source.first.content == before
+
+
+async def test_parked_memory_whose_files_are_gone_is_lost(source: Source) -> None:
+    await source.out()
+    parked.sweep(source.node.config.image_dir, MOVE)
+    with pytest.raises(gpu.Lost):
+        await source.back()
+
+
+async def test_files_of_moves_that_ended_are_swept(source: Source, tmp_path: Path) -> None:
+    images = source.node.config.image_dir
+    await source.out()
+    parked.make_folder(images, "m-00000000000f")
+    journal = Journal(tmp_path / "state")
+    parked.sweep_ended(images, journal)
+    assert sorted(os.listdir(images / "parked")) == [MOVE]
+    source.log.decide(Outcome.ABORT, "", "test")
+    source.log.mark(Mark.SETTLED)
+    parked.sweep_ended(images, journal)
+    assert not (images / "parked").exists()
+
+
+# ---------------------------------------------------------------- the target
+
+
+class Arriving:
+    """Stripes that are here when `wait` returns."""
+
+    def __init__(self, sizes: Mapping[str, int], failure: SnapshotError | None = None) -> None:
+        self.sizes, self.failure = sizes, failure
+
+    async def wait(self, timeout_s: float) -> Mapping[str, int]:
+        await asyncio.sleep(0)
+        if self.failure is not None:
+            raise self.failure
+        return self.sizes
+
+
+async def parked_there(source: Source) -> tuple[dict[int, Process], list[dict[str, Any]], Path]:
+    """The source's files, as if they were the target's, where its processes were restored."""
+    await source.out()
+    device = source.log.note("device")
+    return (
+        {one["pid"]: process for one, process in zip(device, source.memories, strict=True)},
+        device,
+        parked.folder_of(source.node.config.image_dir, MOVE),
+    )
+
+
+def sizes_of(device: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    return {name: size for one in device for name, size in zip(one["stripes"], one["bytes"], strict=True)}
+
+
+@pytest.mark.parametrize("beside", [True, False])
+async def test_the_target_refills(source: Source, beside: bool) -> None:
+    before = [memory.content for memory in source.memories.values()]
+    processes, device, folder = await parked_there(source)
+    parts = gpu.Parts()
+    incoming: Any = Arriving(sizes_of(device)) if beside else None
+    await refill.on_target(processes, device, folder, incoming, parts)
+    assert [memory.content for memory in source.memories.values()] == before
+    assert [(part.name, part.bytes) for part in parts.all] == [("refill", 2 * SIZE)]
+
+
+def shorter(sizes: dict[str, int]) -> Any:
+    return Arriving({**sizes, next(iter(sizes)): 1})
+
+
+def lost(sizes: dict[str, int]) -> Any:
+    return Arriving(sizes, Unreachable("the connection is lost"))
+
+
+@pytest.mark.parametrize(("how", "error"), [(shorter, Damaged), (lost, Unreachable)])
+async def test_stripes_that_do_not_arrive_whole_are_the_moves_end(
+    source: Source, how: Callable[[dict[str, int]], Any], error: type[SnapshotError]
+) -> None:
+    processes, device, folder = await parked_there(source)
+    with pytest.raises(error):
+        await refill.on_target(processes, device, folder, how(sizes_of(device)), gpu.Parts())
+
+
+async def test_a_target_without_device_memory_says_so(source: Source) -> None:
+    processes, device, folder = await parked_there(source)
+    source.second.fill_failures = [GpuFailed("CUDA_ERROR_OUT_OF_MEMORY")]
+    with pytest.raises(GpuFailed, match="OUT_OF_MEMORY"):
+        await refill.on_target(processes, device, folder, None, gpu.Parts())
+
+
+async def test_a_copy_whose_memory_did_not_come_is_never_held(source: Source) -> None:
+    processes, _, folder = await parked_there(source)
+    with pytest.raises(GpuFailed, match="did not come"):
+        await refill.on_target(processes, [], folder, None, gpu.Parts())
