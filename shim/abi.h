@@ -94,6 +94,12 @@ SNAPSHIM_EXPORT long syscall(long number, ...);
  *   cuIpcGetEventHandle cuIpcOpenEventHandle cuMemExportToShareableHandle cuMemImportFromShareableHandle
  *   cudaStreamBeginCapture cudaStreamBeginCapture_ptsz cudaStreamBeginCaptureToGraph cudaStreamBeginCaptureToGraph_ptsz
  *   cudaStreamEndCapture cudaStreamEndCapture_ptsz
+ *   cudaMalloc cudaFree cudaFreeAsync cudaFreeAsync_ptsz cudaDeviceReset
+ *   cudaDeviceEnablePeerAccess cudaDeviceDisablePeerAccess
+ *   cudaGetDriverEntryPoint cudaGetDriverEntryPoint_ptsz
+ *   cudaGetDriverEntryPointByVersion cudaGetDriverEntryPointByVersion_ptsz
+ *   cuMemAlloc_v2 cuMemFree_v2 cuMemFreeAsync cuMemFreeAsync_ptsz
+ *   cuDevicePrimaryCtxReset_v2 cuCtxDestroy_v2 cuCtxEnablePeerAccess cuCtxDisablePeerAccess
  */
 
 /* And every symbol of nccl/symbols.h, also by its profiling name (pnccl…). */

@@ -31,11 +31,17 @@ static int obey(uint32_t command, int64_t timeout_ns)
 	case SNAPSHIM_PARK:
 		return park(timeout_ns);
 	case SNAPSHIM_RELEASE:
+		if (LOAD(&snapshim_mailbox.device_parked)) {
+			say("the job's device memory is parked: it must be filled again before a thread may run");
+			return EBUSY;
+		}
 		return release(timeout_ns);
 	case SNAPSHIM_EMPTY_CACHE:
 		return empty_cache(timeout_ns);
 	case SNAPSHIM_NCCL_ROOM ... SNAPSHIM_NCCL_ATTACH:
 		return nccl_obey(command, timeout_ns);
+	case SNAPSHIM_MEMORY_OPEN ... SNAPSHIM_MEMORY_DROP:
+		return memory_obey(command, timeout_ns);
 	default:
 		say("this library does not know command ");
 		say_number((long)command);
@@ -166,4 +172,5 @@ void control_forget(void)
 	threads_forget();
 	safepoint_forget();
 	nccl_forget();
+	memory_forget();
 }

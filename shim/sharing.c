@@ -12,9 +12,8 @@
 #include <link.h>
 #include <stddef.h>
 #include <string.h>
+#include <sys/syscall.h>
 
-#define RUNTIME "libcudart.so"
-#define DRIVER "libcuda.so"
 #define RUNTIME_NOT_FOUND 302 /* cudaErrorSharedObjectSymbolNotFound */
 #define DRIVER_NOT_FOUND 500  /* CUDA_ERROR_NOT_FOUND */
 
@@ -50,9 +49,16 @@ static void *in_library(const char *path, const char *name)
 	return found;
 }
 
+void *cuda_library(const char *file)
+{
+	struct wanted wanted = {.file = file};
+
+	return dl_iterate_phdr(is_wanted, &wanted) ? dlopen(wanted.path, RTLD_LAZY | RTLD_NOLOAD) : NULL;
+}
+
 /* Where the caller would have got it: the global scope behind us; what the caller itself was linked with (torch's libraries
  * are in no global scope); or what brought the caller. */
-static void *next(const char *name, const char *file, const void *caller)
+void *cuda_function(const char *name, const char *file, const void *caller)
 {
 	struct wanted wanted = {.file = file};
 	void *found = dlsym(RTLD_NEXT, name);
@@ -65,12 +71,26 @@ static void *next(const char *name, const char *file, const void *caller)
 	return found;
 }
 
+/* CUDA makes no such handle of memory that we back. The program is told so by CUDA; whoever reads its log needs the way out. */
+static void warn_of(uint64_t address)
+{
+	static const char words[] = "snapshim: this job shares device memory between processes (cudaIpcGetMemHandle), which memory "
+				    "that can be parked does not allow; start it with `migrator run --device-memory driver`\n";
+	static bool warned;
+	bool before = false;
+
+	if (memory_is_ours(address) && SWAP_IF(&warned, &before, true))
+		KERNEL(SYS_write, 2, words, sizeof(words) - 1);
+}
+#define warned_of(argument, address) (warn_of(address), argument)
+
 /* A call that is passed on and, where it succeeds, counted. */
 #define COUNTED(name, file, not_found, counter, change, parameters, arguments)                     \
 	SNAPSHIM_EXPORT int name parameters;                                                       \
 	int name parameters                                                                        \
 	{                                                                                          \
-		int(*call) parameters = (int(*) parameters)next(#name, file, __builtin_return_address(0)); \
+		int(*call) parameters = \
+			(int(*) parameters)cuda_function(#name, file, __builtin_return_address(0)); \
 		int status = call ? call arguments : not_found;                                    \
                                                                                                    \
 		if (status == 0)                                                                   \
@@ -78,24 +98,26 @@ static void *next(const char *name, const char *file, const void *caller)
 		return status;                                                                     \
 	}
 #define COUNTED_RUNTIME(name, counter, change, parameters, arguments) \
-	COUNTED(name, RUNTIME, RUNTIME_NOT_FOUND, counter, change, parameters, arguments)
+	COUNTED(name, CUDA_RUNTIME, RUNTIME_NOT_FOUND, counter, change, parameters, arguments)
 #define COUNTED_DRIVER(name, counter, change, parameters, arguments) \
-	COUNTED(name, DRIVER, DRIVER_NOT_FOUND, counter, change, parameters, arguments)
+	COUNTED(name, CUDA_DRIVER, DRIVER_NOT_FOUND, counter, change, parameters, arguments)
 
 COUNTED_RUNTIME(cudaMallocManaged, managed_allocations, 1, (void **memory, size_t bytes, unsigned int flags), (memory, bytes, flags))
-COUNTED_RUNTIME(cudaIpcGetMemHandle, ipc_exports, 1, (struct handle *handle, void *memory), (handle, memory))
+COUNTED_RUNTIME(cudaIpcGetMemHandle, ipc_exports, 1, (struct handle *handle, void *memory),
+		(handle, warned_of(memory, (uint64_t)memory)))
 COUNTED_RUNTIME(cudaIpcGetEventHandle, ipc_exports, 1, (struct handle *handle, void *event), (handle, event))
 COUNTED_RUNTIME(cudaIpcOpenMemHandle, ipc_imports, 1, (void **memory, struct handle handle, unsigned int flags), (memory, handle, flags))
 COUNTED_RUNTIME(cudaIpcCloseMemHandle, ipc_imports, -1, (void *memory), (memory))
 COUNTED_RUNTIME(cudaIpcOpenEventHandle, ipc_imports, 1, (void **event, struct handle handle), (event, handle))
 
 COUNTED_DRIVER(cuMemAllocManaged, managed_allocations, 1, (uint64_t *memory, size_t bytes, unsigned int flags), (memory, bytes, flags))
-COUNTED_DRIVER(cuIpcGetMemHandle, ipc_exports, 1, (struct handle *handle, uint64_t memory), (handle, memory))
+COUNTED_DRIVER(cuIpcGetMemHandle, ipc_exports, 1, (struct handle *handle, uint64_t memory),
+	       (handle, warned_of(memory, memory)))
 COUNTED_DRIVER(cuIpcGetEventHandle, ipc_exports, 1, (struct handle *handle, void *event), (handle, event))
 COUNTED_DRIVER(cuIpcOpenMemHandle, ipc_imports, 1, (uint64_t *memory, struct handle handle, unsigned int flags), (memory, handle, flags))
 COUNTED_DRIVER(cuIpcOpenMemHandle_v2, ipc_imports, 1, (uint64_t *memory, struct handle handle, unsigned int flags), (memory, handle, flags))
 COUNTED_DRIVER(cuIpcCloseMemHandle, ipc_imports, -1, (uint64_t memory), (memory))
 COUNTED_DRIVER(cuIpcOpenEventHandle, ipc_imports, 1, (void **event, struct handle handle), (event, handle))
 COUNTED_DRIVER(cuMemExportToShareableHandle, ipc_exports, 1, (void *handle, uint64_t memory, int kind, unsigned long long flags),
-	       (handle, memory, kind, flags))
+	       (handle, memory_share(memory), kind, flags))
 COUNTED_DRIVER(cuMemImportFromShareableHandle, ipc_imports, 1, (uint64_t *memory, void *handle, int kind), (memory, handle, kind))

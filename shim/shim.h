@@ -104,6 +104,18 @@ void control_leader_left(void);
 int nccl_obey(uint32_t command, int64_t timeout_ns);
 void nccl_forget(void);
 
+/* sharing.c: CUDA's own functions, in libraries that the job has loaded. */
+#define CUDA_RUNTIME "libcudart.so"
+#define CUDA_DRIVER "libcuda.so"
+void *cuda_function(const char *name, const char *file, const void *caller); /* where the caller would have got it; or NULL */
+void *cuda_library(const char *file);					      /* for dlsym; NULL: not loaded */
+
+/* memory/: device memory that we back, and what the mailbox asks about it, SNAPSHIM_MEMORY_… */
+int memory_obey(uint32_t command, int64_t timeout_ns);
+void memory_forget(void);
+bool memory_is_ours(uint64_t address);
+uint64_t memory_share(uint64_t handle); /* the driver's own for it, which others will know; it is not parked any more */
+
 /* safepoint.c */
 int empty_cache(int64_t timeout_ns);
 void safepoint_forget(void);

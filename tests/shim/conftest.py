@@ -16,7 +16,8 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("shim")
     for source in [*(REPOSITORY / "shim").glob("*.[ch]"), REPOSITORY / "shim" / "Makefile"]:
         shutil.copy(source, folder)
-    shutil.copytree(REPOSITORY / "shim" / "nccl", folder / "nccl")
+    for part in ("nccl", "memory"):
+        shutil.copytree(REPOSITORY / "shim" / part, folder / part)
     subprocess.run(["make", "-s", "-C", folder, "libsnapshim.so"], check=True)
     return folder / "libsnapshim.so"
 

@@ -1,0 +1,183 @@
+/* Backs large allocations with memory whose physical part can be taken away and given back at the same address.
+ *
+ * Invariant: whatever goes wrong here, the real function is called with the same arguments and its answer is the program's,
+ * so the runtime's last error is what it would have been. What the real function allocated, it frees. Only a launcher that
+ * asks for it (SNAPSHIM_DEVICE_MEMORY=parked) gets any of this.
+ */
+#define _GNU_SOURCE
+#include <stdlib.h>
+#include <string.h>
+
+#include "memory.h"
+
+#define SMALLEST_BYTES (1 << 20) /* below it the driver packs several into one piece; so little is moved by the driver */
+
+_Thread_local unsigned int memory_passes_on;
+
+bool backing_wanted(void)
+{
+	static int wanted; /* 1: no, 2: yes */
+	int known = __atomic_load_n(&wanted, __ATOMIC_RELAXED);
+
+	if (!known) {
+		const char *asked = getenv("SNAPSHIM_DEVICE_MEMORY");
+
+		known = asked && strcmp(asked, "parked") == 0 ? 2 : 1;
+		__atomic_store_n(&wanted, known, __ATOMIC_RELAXED);
+	}
+	return known == 2 && !memory_passes_on;
+}
+
+bool backing_takes(size_t bytes)
+{
+	return bytes >= SMALLEST_BYTES;
+}
+
+static bool record(const struct block *block)
+{
+	bool done;
+
+	blocks_lock();
+	done = block_add(block);
+	if (done && peers_admit(block_with(block->address))) {
+		block_remove(block_with(block->address));
+		done = false;
+	}
+	blocks_unlock();
+	return done;
+}
+
+/* In the context that is current. */
+static bool allocate(const struct driver *cuda, uint64_t *address, size_t bytes)
+{
+	struct cuda_property property;
+	struct block block = {0};
+	size_t grain = 0;
+
+	if (cuda->cuCtxGetCurrent(&block.context) || !block.context || cuda->cuCtxGetDevice(&block.device) ||
+	    block.device < 0 || block.device >= DEVICES_MAX)
+		return false;
+	property = property_on(block.device);
+	if (cuda->cuMemGetAllocationGranularity(&grain, &property, MINIMUM_GRANULARITY) || !grain ||
+	    bytes > SIZE_MAX - grain)
+		return false;
+	block.bytes = (bytes + grain - 1) / grain * grain;
+	block.access = (uint64_t)1 << block.device;
+	if (cuda->cuMemAddressReserve(&block.address, block.bytes, 0, 0, 0))
+		return false;
+	if (physical_attach(&block) == 0) {
+		if (record(&block)) {
+			*address = block.address;
+			return true;
+		}
+		physical_detach(&block);
+	}
+	cuda->cuMemAddressFree(block.address, block.bytes);
+	return false;
+}
+
+bool backing_allocate(uint64_t *address, size_t bytes)
+{
+	const struct driver *cuda;
+	bool done;
+
+	if (!address || !backing_takes(bytes) || !backing_wanted() || !(cuda = driver()))
+		return false;
+	memory_enter();
+	done = allocate(cuda, address, bytes);
+	memory_leave();
+	return done;
+}
+
+/* Everything that was launched on the block's device and may use it has ended. */
+static int settle(const struct driver *cuda, const struct block *block)
+{
+	void *current = NULL;
+	int device = -1, status;
+
+	if (cuda->cuCtxGetDevice(&device) == 0 && device == block->device)
+		return cuda->cuCtxSynchronize();
+	status = cuda->cuCtxGetCurrent(&current);
+	if (!status)
+		status = cuda->cuCtxSetCurrent(block->context);
+	if (!status)
+		status = cuda->cuCtxSynchronize();
+	cuda->cuCtxSetCurrent(current);
+	return status;
+}
+
+/* It is out of the table, so that nobody else frees it, and inside the wrappers, so that nobody parks without it. */
+static bool give_back(const struct driver *cuda, struct block *block)
+{
+	if (settle(cuda, block) == 0) {
+		physical_detach(block);
+		if (block->away) {
+			cuda->cuMemAddressFree(block->address, block->bytes);
+			return true;
+		}
+	}
+	blocks_lock();
+	block_add(block);
+	blocks_unlock();
+	return false;
+}
+
+/* While the job's memory is parked none of it can be freed: the stripes have a place for all of it. */
+static bool take(struct block *found, struct block *block)
+{
+	if (!found || found->physical || found->away)
+		return false;
+	*block = *found;
+	block_remove(found);
+	return true;
+}
+
+bool backing_free(uint64_t address)
+{
+	struct block block, *found;
+	bool done;
+
+	if (!address || !backing_wanted() || !driver())
+		return false;
+	memory_enter();
+	blocks_lock();
+	found = block_with(address);
+	done = take(found && found->address == address ? found : NULL, &block);
+	blocks_unlock();
+	if (done)
+		done = give_back(driver(), &block);
+	memory_leave();
+	return done;
+}
+
+/* Those of a context that is about to end, which would take its memory along. */
+void backing_drop(bool (*which)(const struct block *block, const void *argument), const void *argument)
+{
+	struct block block;
+
+	if (!backing_wanted() || !driver())
+		return;
+	memory_enter();
+	blocks_lock();
+	for (size_t i = blocks_count(); i-- > 0;)
+		if (which(block_at(i), argument) && take(block_at(i), &block)) {
+			blocks_unlock();
+			give_back(driver(), &block);
+			blocks_lock();
+			i = i < blocks_count() ? i : blocks_count();
+		}
+	blocks_unlock();
+	memory_leave();
+}
+
+bool memory_is_ours(uint64_t address)
+{
+	bool found;
+
+	memory_enter();
+	blocks_lock();
+	found = block_with(address) != NULL;
+	blocks_unlock();
+	memory_leave();
+	return found;
+}

@@ -1,0 +1,63 @@
+/* The table of the device memory that we back, and who is in the middle of changing it. */
+#ifndef SNAPSHIM_MEMORY_BLOCKS_H
+#define SNAPSHIM_MEMORY_BLOCKS_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "driver.h"
+
+#define DEVICES_MAX 64 /* bits of a block's `access` */
+
+/* One mapping of physical memory at an address that never changes. */
+struct block {
+	uint64_t address, bytes;
+	uint64_t handle;   /* of its physical memory, where that is the block's own (physical == 0) */
+	uint64_t access;   /* the devices that may read and write it, by bit */
+	void *context;	   /* it was made in */
+	uint32_t physical; /* the number of what the program has created and mapped itself; 0: allocated by us */
+	int32_t device;
+	bool unusual; /* exported, multicast, mapped in part …: stays with the driver's checkpoint */
+	bool counted; /* in the mailbox's numbers: PARK takes it */
+	bool striped; /* its content has a place in the stripes of the PARK under way, or of the last */
+	bool away;    /* it has no physical memory */
+};
+
+/* Physical memory that the program creates itself (torch's expandable segments). It holds our number, we the driver's. */
+struct physical {
+	uint64_t handle, bytes;
+	unsigned long long flags;
+	struct cuda_property property;
+	uint32_t mappings, next_free;
+	bool held;   /* the program has not released it */
+	bool shared; /* somebody knows the driver's own handle */
+};
+
+/* Threads in our wrappers. While there are none, nobody holds the lock, and the table is what the driver has. */
+void memory_enter(void);
+void memory_leave(void);
+uint32_t memory_inside(void);
+
+void blocks_lock(void);
+bool blocks_lock_until(int64_t until_ns); /* a thread that is parked may hold it */
+void blocks_unlock(void);
+
+/* Under the lock, or while no thread is in the wrappers. In the order of addresses. */
+size_t blocks_count(void);
+struct block *block_at(size_t index);
+struct block *block_with(uint64_t address); /* NULL: not ours */
+size_t blocks_from(uint64_t address);	    /* the first that ends behind it */
+bool block_add(const struct block *block);
+void block_remove(struct block *block);
+void block_changed(struct block *block); /* the mailbox's numbers follow */
+
+uint64_t physical_add(const struct physical *physical); /* the program's handle; 0: no room */
+struct physical *physical_of(uint64_t handle);		/* NULL: not ours */
+struct physical *physical_numbered(uint32_t number);
+uint32_t physical_number(uint64_t handle);
+void physical_drop_unused(uint32_t number);
+
+void blocks_forget(void);
+
+#endif

@@ -1,0 +1,109 @@
+/* The allocating calls that a program makes by name: the runtime's, and the driver's. A pointer may be allocated by the one and
+ * freed by the other, so all ask the same table. */
+#define _GNU_SOURCE
+#include "memory.h"
+
+/* The real function, where the caller would have got it. */
+#define REAL(name, file, types) ((int(*) types)cuda_function(#name, file, __builtin_return_address(0)))
+
+/* Makes the runtime's device current in the driver, as its own first call in this thread would. */
+static bool enter_device(const void *caller)
+{
+	int (*get_device)(int *) = (int (*)(int *))cuda_function("cudaGetDevice", CUDA_RUNTIME, caller);
+	int (*free_nothing)(void *) = (int (*)(void *))cuda_function("cudaFree", CUDA_RUNTIME, caller);
+	int wanted = -1, current = -2;
+
+	if (!get_device || !free_nothing || PASS_ON(get_device(&wanted)) != 0)
+		return false;
+	if (driver() && driver()->cuCtxGetDevice(&current) == 0 && current == wanted)
+		return true;
+	return PASS_ON(free_nothing(NULL)) == 0;
+}
+
+SNAPSHIM_EXPORT int cudaMalloc(void **memory, size_t bytes);
+int cudaMalloc(void **memory, size_t bytes)
+{
+	int (*real)(void **, size_t) = REAL(cudaMalloc, CUDA_RUNTIME, (void **, size_t));
+
+	if (!real)
+		return RUNTIME_NOT_FOUND;
+	if (backing_wanted() && backing_takes(bytes) && enter_device(__builtin_return_address(0)) &&
+	    backing_allocate((uint64_t *)memory, bytes))
+		return 0;
+	return PASS_ON(real(memory, bytes));
+}
+
+SNAPSHIM_EXPORT int cuMemAlloc_v2(uint64_t *address, size_t bytes);
+int cuMemAlloc_v2(uint64_t *address, size_t bytes)
+{
+	int (*real)(uint64_t *, size_t) = REAL(cuMemAlloc_v2, CUDA_DRIVER, (uint64_t *, size_t));
+
+	if (!real)
+		return CUDA_NOT_FOUND;
+	return backing_allocate(address, bytes) ? 0 : PASS_ON(real(address, bytes));
+}
+
+#define FREE(name, file, not_found, parameters, arguments, address)       \
+	SNAPSHIM_EXPORT int name parameters;                              \
+	int name parameters                                               \
+	{                                                                 \
+		int(*real) parameters = REAL(name, file, parameters);     \
+                                                                          \
+		if (!real)                                                \
+			return not_found;                                 \
+		return backing_free(address) ? 0 : PASS_ON(real arguments); \
+	}
+
+FREE(cudaFree, CUDA_RUNTIME, RUNTIME_NOT_FOUND, (void *memory), (memory), (uint64_t)memory)
+FREE(cudaFreeAsync, CUDA_RUNTIME, RUNTIME_NOT_FOUND, (void *memory, void *stream), (memory, stream), (uint64_t)memory)
+FREE(cudaFreeAsync_ptsz, CUDA_RUNTIME, RUNTIME_NOT_FOUND, (void *memory, void *stream), (memory, stream), (uint64_t)memory)
+FREE(cuMemFree_v2, CUDA_DRIVER, CUDA_NOT_FOUND, (uint64_t address), (address), address)
+FREE(cuMemFreeAsync, CUDA_DRIVER, CUDA_NOT_FOUND, (uint64_t address, void *stream), (address, stream), address)
+FREE(cuMemFreeAsync_ptsz, CUDA_DRIVER, CUDA_NOT_FOUND, (uint64_t address, void *stream), (address, stream), address)
+
+static bool is_on(const struct block *block, const void *device)
+{
+	return block->device == *(const int *)device;
+}
+
+static bool is_in(const struct block *block, const void *context)
+{
+	return block->context == context;
+}
+
+/* A context that ends takes its memory along; ours is no context's. */
+SNAPSHIM_EXPORT int cudaDeviceReset(void);
+int cudaDeviceReset(void)
+{
+	int (*real)(void) = REAL(cudaDeviceReset, CUDA_RUNTIME, (void));
+	int (*get_device)(int *) = REAL(cudaGetDevice, CUDA_RUNTIME, (int *));
+	int device;
+
+	if (!real)
+		return RUNTIME_NOT_FOUND;
+	if (backing_wanted() && get_device && PASS_ON(get_device(&device)) == 0)
+		backing_drop(is_on, &device);
+	return PASS_ON(real());
+}
+
+SNAPSHIM_EXPORT int cuDevicePrimaryCtxReset_v2(int device);
+int cuDevicePrimaryCtxReset_v2(int device)
+{
+	int (*real)(int) = REAL(cuDevicePrimaryCtxReset_v2, CUDA_DRIVER, (int));
+
+	if (!real)
+		return CUDA_NOT_FOUND;
+	backing_drop(is_on, &device);
+	return PASS_ON(real(device));
+}
+
+SNAPSHIM_EXPORT int cuCtxDestroy_v2(void *context);
+int cuCtxDestroy_v2(void *context)
+{
+	int (*real)(void *) = REAL(cuCtxDestroy_v2, CUDA_DRIVER, (void *));
+
+	if (!real)
+		return CUDA_NOT_FOUND;
+	backing_drop(is_in, context);
+	return PASS_ON(real(context));
+}

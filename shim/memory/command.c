@@ -1,0 +1,352 @@
+/* What the mailbox asks about device memory: the control thread's side.
+ *
+ * Invariant: `device_parked` is 1 from before the first physical memory is taken away until all of it is back with its
+ * content; whatever fails in between leaves a state in which FILL can be asked again. Everything that READY made is gone
+ * when PARK or FILL has answered, so that a dump finds none of it; only EAGAIN and EBUSY leave it for another try.
+ * Nothing here takes a lock of libc's: the job may be parked.
+ */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+
+#include "memory.h"
+#include "stripes.h"
+
+#define SLOT_MIN 4096
+#define SLOT_MAX (1 << 30)
+#define LOOK_AGAIN_US 500
+
+static int sockets[2] = {-1, -1}; /* ours, the daemon's */
+static int files[SNAPSHIM_STRIPES_MAX] = {[0 ... SNAPSHIM_STRIPES_MAX - 1] = -1};
+static bool ready;
+static struct {
+	unsigned int count;
+	size_t slot_bytes;
+} parked_as; /* the stripes that hold the content */
+
+static int refuse(int status, const char *words)
+{
+	say(words);
+	return status;
+}
+
+static void close_descriptor(int *descriptor)
+{
+	if (*descriptor >= 0)
+		KERNEL(SYS_close, *descriptor);
+	*descriptor = -1;
+}
+
+static void close_sockets(void)
+{
+	close_descriptor(&sockets[0]);
+	close_descriptor(&sockets[1]);
+}
+
+static void close_files(void)
+{
+	for (unsigned int i = 0; i < SNAPSHIM_STRIPES_MAX; i++)
+		close_descriptor(&files[i]);
+}
+
+/* Says which call of which worker failed. */
+static int explain(int status)
+{
+	if (status == EINPROGRESS) {
+		say("a call into CUDA does not come back");
+		return ETIMEDOUT;
+	}
+	for (unsigned int i = 0; i < stripes.count && status; i++)
+		if (workers[i].status == status && workers[i].call) {
+			say("stripe ");
+			say_number((long)i);
+			say(": ");
+			say(workers[i].call);
+			say(": ");
+			say_number(workers[i].answer);
+			break;
+		}
+	if (status == ECANCELED && !snapshim_mailbox.text[0])
+		say("cancelled");
+	return status;
+}
+
+static int drop(void)
+{
+	close_sockets();
+	if (!ready)
+		return 0;
+	if (!workers_are_back() || workers_run(stripes.count, clean_up, FOREVER) == EINPROGRESS ||
+	    workers_run(1, leave_devices, FOREVER) == EINPROGRESS)
+		return refuse(EBUSY, "a call into CUDA that an earlier command made has not come back");
+	workers_end();
+	close_files();
+	ready = false;
+	return 0;
+}
+
+static int open_sockets(void)
+{
+	int status = drop();
+
+	if (status)
+		return status;
+	status = (int)-KERNEL(SYS_socketpair, AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, sockets);
+	if (status) {
+		sockets[0] = sockets[1] = -1;
+		return refuse(status, "the process can open no more sockets: raise its limit of open files (ulimit -n)");
+	}
+	snapshim_mailbox.result[0] = (uint64_t)sockets[1];
+	return 0;
+}
+
+/* One message's descriptors go behind the `*count` that are there. */
+static int receive_some(unsigned int wanted, unsigned int *count)
+{
+	union {
+		struct cmsghdr align;
+		char bytes[CMSG_SPACE(sizeof(int) * SNAPSHIM_STRIPES_MAX)];
+	} control;
+	char byte[SNAPSHIM_STRIPES_MAX];
+	struct iovec data = {byte, sizeof(byte)};
+	struct msghdr message = {.msg_iov = &data, .msg_iovlen = 1, .msg_control = &control, .msg_controllen = sizeof(control)};
+	long received = KERNEL(SYS_recvmsg, sockets[0], &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
+
+	if (received <= 0)
+		return received == -EAGAIN || received == -EINTR ? 0 : received ? (int)-received : ECONNRESET;
+	for (struct cmsghdr *head = CMSG_FIRSTHDR(&message); head; head = CMSG_NXTHDR(&message, head)) {
+		size_t bytes = head->cmsg_len - CMSG_LEN(0);
+
+		if (head->cmsg_level != SOL_SOCKET || head->cmsg_type != SCM_RIGHTS)
+			continue;
+		for (size_t i = 0; i < bytes / sizeof(int); i++) {
+			int descriptor;
+
+			memcpy(&descriptor, CMSG_DATA(head) + i * sizeof(int), sizeof(int));
+			if (*count < wanted)
+				files[(*count)++] = descriptor;
+			else
+				close_descriptor(&descriptor);
+		}
+	}
+	return 0;
+}
+
+static int receive_stripes(unsigned int wanted, int64_t until_ns)
+{
+	unsigned int count = 0;
+	int status = 0;
+
+	while (!status && count < wanted) {
+		status = receive_some(wanted, &count);
+		if (!status && count < wanted) {
+			if (now_ns() >= until_ns)
+				status = ETIMEDOUT;
+			pause_us(LOOK_AGAIN_US);
+		}
+	}
+	if (status) {
+		say("the stripes' descriptors have not come: ");
+		say_number((long)count);
+		say(" of ");
+		say_number((long)wanted);
+		close_files();
+	}
+	close_sockets();
+	return status;
+}
+
+/* The devices whose memory is to be copied, and a context for each. */
+static int note_devices(int64_t until_ns)
+{
+	if (!blocks_lock_until(until_ns))
+		return refuse(EAGAIN, "a thread is in the middle of allocating or freeing device memory");
+	for (size_t i = 0; i < blocks_count(); i++) {
+		const struct block *block = block_at(i);
+
+		if (!block->counted && !block->striped)
+			continue;
+		stripes.devices |= (uint64_t)1 << block->device;
+		if (!(stripes.entered >> block->device & 1))
+			stripes.context[block->device] = block->context;
+	}
+	blocks_unlock();
+	return 0;
+}
+
+static int prepare_all(int64_t until_ns)
+{
+	int status = note_devices(until_ns);
+
+	if (!status)
+		status = explain(workers_run(1, enter_devices, until_ns));
+	if (!status)
+		status = explain(workers_run(stripes.count, prepare, until_ns));
+	return status;
+}
+
+static uint64_t striped_bytes(void)
+{
+	uint64_t bytes = 0;
+
+	for (size_t i = 0; i < blocks_count(); i++)
+		bytes += block_at(i)->striped ? block_at(i)->bytes : 0;
+	return bytes;
+}
+
+static int make_ready(int64_t until_ns)
+{
+	uint64_t count = snapshim_mailbox.argument[1], slot_bytes = snapshim_mailbox.argument[2];
+	bool parked = LOAD(&snapshim_mailbox.device_parked);
+	int status;
+
+	if (sockets[0] < 0)
+		return refuse(EINVAL, "MEMORY_OPEN comes before MEMORY_READY");
+	if (count < 1 || count > SNAPSHIM_STRIPES_MAX || slot_bytes < SLOT_MIN || slot_bytes > SLOT_MAX || slot_bytes % SLOT_MIN)
+		return refuse(EINVAL, "1 to 16 stripes, slots of 4 KiB to 1 GiB");
+	if (parked && (count != parked_as.count || slot_bytes != parked_as.slot_bytes)) {
+		say("the memory was parked in stripes and slots of other numbers: ");
+		say_number((long)parked_as.count);
+		say(" and ");
+		say_number((long)parked_as.slot_bytes);
+		return EINVAL;
+	}
+	memset(&stripes, 0, sizeof(stripes));
+	stripes.count = (unsigned int)count;
+	stripes.slot_bytes = slot_bytes;
+	STORE(&snapshim_mailbox.device_cancel, 0);
+	snapshim_mailbox.device_stripes = (uint32_t)count;
+	memset(snapshim_mailbox.device_done, 0, sizeof(snapshim_mailbox.device_done));
+	status = receive_stripes(stripes.count, until_ns);
+	if (status)
+		return status;
+	for (unsigned int i = 0; i < stripes.count; i++) {
+		workers[i].number = i;
+		workers[i].stripe = files[i];
+	}
+	status = workers_start(stripes.count);
+	if (status) {
+		close_files();
+		return refuse(status, "no thread can be started in this process: a limit of processes (ulimit -u, pids.max) is reached");
+	}
+	ready = true;
+	status = prepare_all(until_ns);
+	if (status)
+		drop();
+	snapshim_mailbox.result[0] = parked ? striped_bytes() : LOAD(&snapshim_mailbox.device_bytes);
+	return status;
+}
+
+static void mark_striped(bool parks)
+{
+	for (size_t i = 0; i < blocks_count(); i++)
+		block_at(i)->striped = parks && block_at(i)->counted;
+}
+
+static bool any_is_away(void)
+{
+	for (size_t i = 0; i < blocks_count(); i++)
+		if (block_at(i)->away)
+			return true;
+	return false;
+}
+
+static int copy(int (*task)(struct worker *), int64_t until_ns)
+{
+	int64_t began = now_ns();
+	int status;
+
+	memset(snapshim_mailbox.device_done, 0, sizeof(snapshim_mailbox.device_done));
+	status = explain(workers_run(stripes.count, task, until_ns));
+	snapshim_mailbox.result[0] = striped_bytes();
+	snapshim_mailbox.result[1] = (uint64_t)(now_ns() - began);
+	return status;
+}
+
+static int park_memory(int64_t until_ns)
+{
+	int status;
+
+	if (LOAD(&snapshim_mailbox.device_parked))
+		return refuse(EALREADY, "the memory is parked already");
+	if (!LOAD(&snapshim_mailbox.parked))
+		return refuse(EBUSY, "the job's threads are not parked");
+	if (memory_inside()) {
+		say_number((long)memory_inside());
+		return refuse(EAGAIN, " threads are parked in the middle of allocating or freeing device memory");
+	}
+	status = prepare_all(until_ns);
+	if (!status) {
+		mark_striped(true);
+		status = copy(copy_out, until_ns);
+	}
+	if (!status) {
+		parked_as.count = stripes.count;
+		parked_as.slot_bytes = stripes.slot_bytes;
+		STORE(&snapshim_mailbox.device_parked, 1);
+		status = explain(workers_run(1, detach_all, FOREVER));
+		if (status != ETIMEDOUT && status && !any_is_away())
+			STORE(&snapshim_mailbox.device_parked, 0);
+	}
+	if (status && !LOAD(&snapshim_mailbox.device_parked))
+		mark_striped(false);
+	drop();
+	return status;
+}
+
+static int fill_memory(int64_t until_ns)
+{
+	int status;
+
+	if (!LOAD(&snapshim_mailbox.device_parked))
+		return refuse(EALREADY, "no memory is parked");
+	status = prepare_all(until_ns);
+	if (!status)
+		status = explain(workers_run(1, attach_all, until_ns));
+	if (!status)
+		status = copy(copy_in, until_ns);
+	if (!status) {
+		mark_striped(false);
+		STORE(&snapshim_mailbox.device_parked, 0);
+	} else if (workers_are_back()) {
+		workers_run(1, detach_all, FOREVER);
+	}
+	drop();
+	return status;
+}
+
+int memory_obey(uint32_t command, int64_t timeout_ns)
+{
+	int64_t until_ns = now_ns() + timeout_ns;
+
+	if (command == SNAPSHIM_MEMORY_OPEN)
+		return open_sockets();
+	if (command == SNAPSHIM_MEMORY_DROP)
+		return drop();
+	if (ready && !workers_are_back())
+		return refuse(EBUSY, "a call into CUDA that an earlier command made has not come back");
+	if (command == SNAPSHIM_MEMORY_READY)
+		return make_ready(until_ns);
+	if (!ready)
+		return refuse(EINVAL, "MEMORY_READY comes first");
+	return command == SNAPSHIM_MEMORY_PARK ? park_memory(until_ns) : fill_memory(until_ns);
+}
+
+/* In a forked child: the memory, the threads and what they copy to are its parent's. */
+void memory_forget(void)
+{
+	close_sockets();
+	close_files();
+	ready = false;
+	memset(workers, 0, sizeof(workers));
+	workers_forget();
+	peers_forget();
+	blocks_forget();
+	snapshim_mailbox.device_parked = 0;
+	snapshim_mailbox.device_stripes = 0;
+	snapshim_mailbox.device_cancel = 0;
+	memset(snapshim_mailbox.device_done, 0, sizeof(snapshim_mailbox.device_done));
+}

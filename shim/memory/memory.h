@@ -1,0 +1,40 @@
+/* What the files that back device memory know of one another. */
+#ifndef SNAPSHIM_MEMORY_MEMORY_H
+#define SNAPSHIM_MEMORY_MEMORY_H
+
+#include "../shim.h"
+#include "blocks.h"
+#include "driver.h"
+
+/* backing.c: all false where the real function has to answer. */
+bool backing_wanted(void); /* the launcher's word; false inside a call that was passed on, which is nobody's but CUDA's */
+bool backing_takes(size_t bytes); /* so large are those that are worth it */
+bool backing_allocate(uint64_t *address, size_t bytes);
+bool backing_free(uint64_t address);
+void backing_drop(bool (*which)(const struct block *block, const void *argument), const void *argument);
+
+/* Calls the real function. It may call driver functions by names that are ours. */
+#define PASS_ON(call)                 \
+	({                            \
+		int answer_;          \
+                                      \
+		memory_passes_on++;   \
+		answer_ = (call);     \
+		memory_passes_on--;   \
+		answer_;              \
+	})
+extern _Thread_local unsigned int memory_passes_on __attribute__((tls_model("initial-exec")));
+
+/* physical.c: the physical memory of a block. Answers are the driver's. */
+struct cuda_property property_on(int device);
+int physical_attach(struct block *block); /* fails: it is away, as before */
+int physical_detach(struct block *block); /* it is away, unless the driver refused */
+
+/* peers.c: under the lock. Whoever may use a device's memory may use this block. */
+int peers_admit(struct block *block);
+void peers_forget(void);
+
+/* segments.c: the function of ours that stands for the driver's, or that one. */
+void *segments_stand_in(const char *name, void *real);
+
+#endif

@@ -1,0 +1,306 @@
+/* Copies the blocks to the stripe files and back.
+ *
+ * The striped blocks, in the order of their addresses, are cut into chunks of at most a slot; chunk c is in stripe c % count,
+ * behind those before it. So every worker finds its chunks by itself, and who reads the files needs to know nothing.
+ */
+#define _GNU_SOURCE
+#include "stripes.h"
+
+#include <errno.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+
+#include "memory.h"
+
+#define FIRST_LOOK_US 100 /* at a stripe that has to grow */
+#define LAST_LOOK_US 2000
+
+struct stripes stripes;
+
+struct chunk {
+	uint64_t address, bytes;
+	int device;
+};
+
+struct cursor {
+	size_t block;
+	uint64_t chunk; /* of the block */
+	uint64_t skip;	/* chunks before the next one of this worker */
+};
+
+static bool next_chunk(struct cursor *cursor, struct chunk *chunk)
+{
+	for (; cursor->block < blocks_count(); cursor->block++, cursor->chunk = 0) {
+		const struct block *block = block_at(cursor->block);
+		uint64_t chunks = block->striped ? (block->bytes + stripes.slot_bytes - 1) / stripes.slot_bytes : 0;
+		uint64_t from, left;
+
+		if (chunks - cursor->chunk <= cursor->skip) {
+			cursor->skip -= chunks - cursor->chunk;
+			continue;
+		}
+		cursor->chunk += cursor->skip;
+		from = cursor->chunk * stripes.slot_bytes;
+		left = block->bytes - from;
+		*chunk = (struct chunk){block->address + from, left < stripes.slot_bytes ? left : stripes.slot_bytes, block->device};
+		cursor->chunk++;
+		cursor->skip = stripes.count - 1;
+		return true;
+	}
+	return false;
+}
+
+static int enter(struct worker *worker, int device)
+{
+	return CUDA(worker, cuCtxSetCurrent, stripes.context[device]);
+}
+
+/* A device's primary context, if it has one; else the one a block was made in. None is made. */
+int enter_devices(struct worker *worker)
+{
+	const struct driver *cuda = stripes.devices ? driver() : NULL;
+
+	for (int device = 0; device < DEVICES_MAX; device++) {
+		unsigned int flags;
+		int active = 0;
+
+		if (!(stripes.devices >> device & 1) || stripes.entered >> device & 1 || !cuda->cuDevicePrimaryCtxGetState ||
+		    !cuda->cuDevicePrimaryCtxRetain || !cuda->cuDevicePrimaryCtxRelease_v2)
+			continue;
+		if (cuda->cuDevicePrimaryCtxGetState(device, &flags, &active) || !active)
+			continue;
+		if (CUDA(worker, cuDevicePrimaryCtxRetain, &stripes.context[device], device))
+			return EIO;
+		stripes.entered |= (uint64_t)1 << device;
+	}
+	return 0;
+}
+
+int leave_devices(struct worker *worker)
+{
+	(void)worker;
+	for (int device = 0; device < DEVICES_MAX; device++)
+		if (stripes.entered >> device & 1)
+			driver()->cuDevicePrimaryCtxRelease_v2(device);
+	stripes.entered = 0;
+	return 0;
+}
+
+/* A child must not have it: the driver's memory is no use there, and would be in the child's dump. */
+static int make_slot(struct worker *worker, char **slot)
+{
+	int status = CUDA(worker, cuMemHostAlloc, (void **)slot, stripes.slot_bytes, PORTABLE);
+
+	if (!status)
+		madvise(*slot, stripes.slot_bytes, MADV_DONTFORK);
+	return status;
+}
+
+int prepare(struct worker *worker)
+{
+	for (int device = 0; device < DEVICES_MAX; device++) {
+		int status;
+
+		if (!(stripes.devices >> device & 1))
+			continue;
+		status = enter(worker, device);
+		for (int slot = 0; slot < SLOTS && !status; slot++) {
+			if (!worker->slot[slot])
+				status = make_slot(worker, &worker->slot[slot]);
+			if (!status && !worker->stream[device][slot])
+				status = CUDA(worker, cuStreamCreate, &worker->stream[device][slot], NON_BLOCKING);
+		}
+		if (!status)
+			status = worker_should_stop();
+		if (status)
+			return status;
+	}
+	return 0;
+}
+
+int clean_up(struct worker *worker)
+{
+	const struct driver *cuda;
+
+	if (!stripes.devices)
+		return 0; /* and perhaps no driver */
+	cuda = driver();
+	for (int device = 0; device < DEVICES_MAX; device++)
+		for (int slot = 0; slot < SLOTS; slot++)
+			if (worker->stream[device][slot]) {
+				cuda->cuCtxSetCurrent(stripes.context[device]);
+				cuda->cuStreamSynchronize(worker->stream[device][slot]); /* nothing moves in the slot any more */
+				cuda->cuStreamDestroy_v2(worker->stream[device][slot]);
+				worker->stream[device][slot] = NULL;
+			}
+	for (int slot = 0; slot < SLOTS; slot++)
+		if (worker->slot[slot]) {
+			cuda->cuMemFreeHost(worker->slot[slot]);
+			worker->slot[slot] = NULL;
+		}
+	cuda->cuCtxSetCurrent(NULL);
+	return 0;
+}
+
+/* All of it to or from the file. The calls are made without libc: the job is parked. */
+static int transfer(struct worker *worker, long call, char *memory, uint64_t bytes, uint64_t at)
+{
+	while (bytes) {
+		long done = KERNEL(call, worker->stripe, memory, bytes, at);
+
+		if (done == -EINTR || done == -EAGAIN)
+			continue;
+		if (done <= 0)
+			return worker_fails(worker, done ? (int)-done : EIO, call == SYS_pwrite64 ? "pwrite" : "pread", -done);
+		memory += done;
+		at += (uint64_t)done;
+		bytes -= (uint64_t)done;
+	}
+	return 0;
+}
+
+static int begin_out(struct worker *worker, int slot, const struct chunk *chunk)
+{
+	int status = enter(worker, chunk->device);
+
+	return status ? status
+		      : CUDA(worker, cuMemcpyDtoHAsync_v2, worker->slot[slot], chunk->address, chunk->bytes,
+			     worker->stream[chunk->device][slot]);
+}
+
+/* The driver's lock has waited for all that was launched. This costs nothing then, and is right in any case. */
+static int settle_devices(struct worker *worker)
+{
+	int status = 0;
+
+	for (int device = 0; device < DEVICES_MAX && !status; device++)
+		if (stripes.devices >> device & 1) {
+			status = enter(worker, device);
+			if (!status)
+				status = CUDA(worker, cuCtxSynchronize);
+		}
+	return status;
+}
+
+int copy_out(struct worker *worker)
+{
+	struct cursor cursor = {.skip = worker->number};
+	struct chunk chunk[SLOTS];
+	bool more = next_chunk(&cursor, &chunk[0]);
+	uint64_t done = 0;
+	int status = settle_devices(worker);
+
+	if (more && !status)
+		status = begin_out(worker, 0, &chunk[0]);
+	for (int slot = 0; more && !status; slot = !slot) {
+		more = next_chunk(&cursor, &chunk[!slot]);
+		if (more)
+			status = begin_out(worker, !slot, &chunk[!slot]);
+		if (!status)
+			status = CUDA(worker, cuStreamSynchronize, worker->stream[chunk[slot].device][slot]);
+		if (!status)
+			status = worker_should_stop();
+		if (!status)
+			status = transfer(worker, SYS_pwrite64, worker->slot[slot], chunk[slot].bytes, done);
+		if (!status) {
+			done += chunk[slot].bytes;
+			STORE(&snapshim_mailbox.device_done[worker->number], done);
+		}
+	}
+	return status;
+}
+
+/* Until the file has so many bytes. */
+static int wait_for_stripe(struct worker *worker, uint64_t bytes)
+{
+	long pause = FIRST_LOOK_US;
+	struct stat about;
+
+	for (;;) {
+		int status = worker_should_stop();
+
+		if (fstat(worker->stripe, &about) == 0 && (uint64_t)about.st_size >= bytes)
+			return 0;
+		if (status)
+			return worker_fails(worker, status, "waiting for a stripe to grow", (long)about.st_size);
+		pause_us(pause);
+		pause = pause < LAST_LOOK_US ? pause * 2 : LAST_LOOK_US;
+	}
+}
+
+static int finish_in(struct worker *worker, int slot, const struct chunk *chunk, uint64_t *done)
+{
+	int status = CUDA(worker, cuStreamSynchronize, worker->stream[chunk->device][slot]);
+
+	if (!status) {
+		*done += chunk->bytes;
+		STORE(&snapshim_mailbox.device_done[worker->number], *done);
+	}
+	return status;
+}
+
+int copy_in(struct worker *worker)
+{
+	struct cursor cursor = {.skip = worker->number};
+	struct chunk chunk[SLOTS] = {{0}}, next;
+	uint64_t at = 0, done = 0;
+	int status = 0, slot = 0;
+
+	for (; !status && next_chunk(&cursor, &next); slot = !slot) {
+		if (chunk[slot].bytes)
+			status = finish_in(worker, slot, &chunk[slot], &done);
+		chunk[slot] = next;
+		if (!status)
+			status = wait_for_stripe(worker, at + next.bytes);
+		if (!status)
+			status = transfer(worker, SYS_pread64, worker->slot[slot], next.bytes, at);
+		if (!status)
+			status = enter(worker, next.device);
+		if (!status)
+			status = CUDA(worker, cuMemcpyHtoDAsync_v2, next.address, worker->slot[slot], next.bytes,
+				      worker->stream[next.device][slot]);
+		if (!status)
+			status = worker_should_stop();
+		at += next.bytes;
+	}
+	for (int i = 0; i < SLOTS && !status; i++, slot = !slot)
+		if (chunk[slot].bytes)
+			status = finish_in(worker, slot, &chunk[slot], &done);
+	return status;
+}
+
+/* Once the first is gone there is no way back but to fill; so it goes on whatever the driver says. */
+int detach_all(struct worker *worker)
+{
+	int status = 0;
+
+	for (size_t i = 0; i < blocks_count(); i++)
+		if (block_at(i)->striped && !block_at(i)->away) {
+			int entered = enter(worker, block_at(i)->device);
+			int answer = entered ? 0 : physical_detach(block_at(i));
+
+			if (answer)
+				status = worker_fails(worker, EIO, "cuMemUnmap or cuMemRelease", answer);
+			status = entered ? entered : status;
+		}
+	return status;
+}
+
+int attach_all(struct worker *worker)
+{
+	size_t i;
+	int status = 0, answer;
+
+	for (i = 0; i < blocks_count() && !status; i++) {
+		if (!block_at(i)->striped || !block_at(i)->away)
+			continue;
+		status = enter(worker, block_at(i)->device);
+		answer = status ? 0 : physical_attach(block_at(i));
+		if (answer)
+			status = worker_fails(worker, driver_status(answer), "cuMemCreate, cuMemMap or cuMemSetAccess", answer);
+		if (!status)
+			status = worker_should_stop();
+	}
+	return status;
+}

@@ -1,0 +1,26 @@
+/* Where each byte of the parked memory is in the stripe files, and the tasks that copy it. */
+#ifndef SNAPSHIM_MEMORY_STRIPES_H
+#define SNAPSHIM_MEMORY_STRIPES_H
+
+#include "workers.h"
+
+struct stripes {
+	unsigned int count;
+	size_t slot_bytes;
+	uint64_t devices;	    /* that have blocks in the table, by bit */
+	uint64_t entered;	    /* whose primary context we hold, by bit */
+	void *context[DEVICES_MAX]; /* in which each device's copies are made */
+};
+extern struct stripes stripes;
+
+/* Tasks for workers_run. */
+int enter_devices(struct worker *worker); /* one worker's: finds contexts */
+int prepare(struct worker *worker);	  /* makes slots and streams; what is there already stays */
+int copy_out(struct worker *worker);
+int copy_in(struct worker *worker);
+int detach_all(struct worker *worker); /* one worker's: takes the physical memory away */
+int attach_all(struct worker *worker); /* one worker's: all or nothing */
+int clean_up(struct worker *worker);
+int leave_devices(struct worker *worker);
+
+#endif

@@ -1,0 +1,153 @@
+/* Starts the threads that copy, gives them tasks and waits for them.
+ *
+ * All calls into CUDA are made there and none by the control thread, because they have no deadline: one that does not come
+ * back must not take the process's only ear along. Invariant: a worker touches its own record, the table and its slots.
+ */
+#define _GNU_SOURCE
+#include "workers.h"
+
+#include <errno.h>
+#include <sys/prctl.h>
+
+#include "../shim.h"
+
+#define STACK_BYTES (1024 * 1024)
+#define GRACE_NS 5000000000	   /* for a call that is under way when it is to stop */
+#define UNSTOPPABLE_NS 60000000000 /* for what has to be done in any case */
+#define LOOK_NS 20000000
+
+struct worker workers[SNAPSHIM_STRIPES_MAX];
+
+static unsigned int there; /* how many threads */
+static int64_t deadline_ns;
+static int failed; /* the first errno of a task */
+
+int driver_status(int answer)
+{
+	return answer == CUDA_OUT_OF_MEMORY ? ENOMEM : EIO;
+}
+
+int worker_fails(struct worker *worker, int status, const char *call, long answer)
+{
+	worker->call = call;
+	worker->answer = answer;
+	return status;
+}
+
+int worker_should_stop(void)
+{
+	if (LOAD(&deadline_ns) == FOREVER)
+		return 0;
+	if (LOAD(&failed))
+		return LOAD(&failed);
+	if (LOAD(&snapshim_mailbox.device_cancel))
+		return ECANCELED;
+	return now_ns() >= LOAD(&deadline_ns) ? ETIMEDOUT : 0;
+}
+
+static void *work(void *given)
+{
+	struct worker *worker = given;
+	uint32_t request = 0;
+
+	prctl(PR_SET_NAME, "snapshim-memory");
+	for (;;) {
+		int (*task)(struct worker *);
+		int nobody = 0;
+
+		while (LOAD(&worker->asked) == request)
+			wait_word(&worker->asked, request, FOREVER);
+		request = LOAD(&worker->asked);
+		task = worker->task;
+		if (!task)
+			return NULL;
+		worker->status = task(worker);
+		if (worker->status)
+			(void)SWAP_IF(&failed, &nobody, worker->status);
+		STORE(&worker->done, request);
+		wake_word(&worker->done);
+	}
+}
+
+static void ask(struct worker *worker, int (*task)(struct worker *))
+{
+	worker->task = task;
+	worker->status = 0;
+	worker->call = NULL;
+	STORE(&worker->asked, worker->asked + 1);
+	wake_word(&worker->asked);
+}
+
+int workers_start(unsigned int count)
+{
+	pthread_attr_t attributes;
+	int status = 0;
+
+	pthread_attr_init(&attributes);
+	pthread_attr_setstacksize(&attributes, STACK_BYTES);
+	for (there = 0; there < count && !status;) {
+		struct worker *worker = &workers[there];
+
+		worker->asked = worker->done = 0;
+		status = create_exempt_thread(&worker->thread, &attributes, work, worker);
+		if (status == EINVAL) /* programs with much thread-local data need larger stacks */
+			status = create_exempt_thread(&worker->thread, NULL, work, worker);
+		if (!status)
+			there++;
+	}
+	pthread_attr_destroy(&attributes);
+	if (status)
+		workers_end();
+	return status;
+}
+
+static bool is_back(struct worker *worker)
+{
+	return LOAD(&worker->done) == worker->asked;
+}
+
+bool workers_are_back(void)
+{
+	for (unsigned int i = 0; i < there; i++)
+		if (!is_back(&workers[i]))
+			return false;
+	return true;
+}
+
+int workers_run(unsigned int count, int (*task)(struct worker *worker), int64_t until_ns)
+{
+	int64_t patience_ns = until_ns == FOREVER ? now_ns() + UNSTOPPABLE_NS : FOREVER;
+
+	STORE(&failed, 0);
+	STORE(&deadline_ns, until_ns);
+	for (unsigned int i = 0; i < count; i++)
+		ask(&workers[i], task);
+	for (unsigned int i = 0; i < count; i++)
+		while (!is_back(&workers[i])) {
+			int stop = worker_should_stop(), nobody = 0;
+
+			if (stop && patience_ns == FOREVER) {
+				patience_ns = now_ns() + GRACE_NS;
+				SWAP_IF(&failed, &nobody, stop); /* for whoever comes back late */
+			}
+			if (now_ns() >= patience_ns)
+				return EINPROGRESS;
+			wait_word(&workers[i].done, workers[i].asked - 1, LOOK_NS);
+		}
+	return LOAD(&failed);
+}
+
+void workers_end(void)
+{
+	for (unsigned int i = 0; i < there; i++)
+		ask(&workers[i], NULL);
+	for (unsigned int i = 0; i < there; i++)
+		pthread_join(workers[i].thread, NULL);
+	there = 0;
+}
+
+/* In a forked child: they are its parent's. */
+void workers_forget(void)
+{
+	there = 0;
+}

@@ -1,0 +1,51 @@
+/* The shim's own threads that copy: never parked, there from MEMORY_READY until its PARK, FILL or DROP. */
+#ifndef SNAPSHIM_MEMORY_WORKERS_H
+#define SNAPSHIM_MEMORY_WORKERS_H
+
+#include <pthread.h>
+
+#include "../abi.h"
+#include "blocks.h"
+
+#define SLOTS 2 /* of each worker: one on its way to or from the device, one to or from the file */
+
+struct worker {
+	unsigned int number; /* also of its stripe */
+	int stripe;	     /* the file */
+	char *slot[SLOTS];   /* pinned */
+	void *stream[DEVICES_MAX][SLOTS];
+
+	/* Why it failed: the call, and what it answered (the driver's number, or an errno). */
+	const char *call;
+	long answer;
+
+	pthread_t thread;
+	int (*task)(struct worker *worker); /* 0 or an errno */
+	int status;
+	uint32_t asked, done;
+};
+
+extern struct worker workers[SNAPSHIM_STRIPES_MAX];
+
+int workers_start(unsigned int count); /* 0 or an errno: none is there */
+/* Gives the first `count` a task and waits. 0 or the first error; EINPROGRESS: one has not come back, long after it should
+ * have stopped. A task that has FOREVER is not to be stopped. */
+int workers_run(unsigned int count, int (*task)(struct worker *worker), int64_t until_ns);
+bool workers_are_back(void);
+void workers_end(void); /* only when all are back */
+void workers_forget(void);
+
+/* What a worker does when the driver refuses. */
+int worker_fails(struct worker *worker, int status, const char *call, long answer);
+int driver_status(int answer); /* the errno for it */
+#define CUDA(worker, call, ...)                                                                              \
+	({                                                                                                   \
+		int answer_ = driver()->call(__VA_ARGS__);                                                   \
+                                                                                                             \
+		answer_ ? worker_fails(worker, driver_status(answer_), #call, answer_) : 0;                  \
+	})
+
+/* Whether the time is up, the daemon has cancelled, or another has failed. 0 or an errno. */
+int worker_should_stop(void);
+
+#endif
