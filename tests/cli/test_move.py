@@ -108,6 +108,22 @@ def test_json_is_one_object_and_nothing_else(drive: Callable[[MoveResult], list[
 WHOLE = ["Prepare", "Begin", "Freeze", "Stream", "Restore", "Commit", "Activate", "Release"]
 
 
+def test_a_gpu_rank_gets_a_table_of_where_the_pause_went(
+    drive: Callable[[MoveResult], list[Ask]], migrator: Migrator
+) -> None:
+    parts = [PhaseTime("prepare", 9.0, 0), PhaseTime("park-out", 0.5, 25_000_000_000), PhaseTime("refill", 0.8, 25)]
+    result = moved(device_bytes=25_000_000_000, parts=parts, longest_part=parts[2])
+    drive(result)
+    told = migrator("move", "--rank", "1", "--to", "spare-1")
+    lines = told.out.splitlines()
+    assert [line.split()[0] for line in lines if line.startswith("    ")] == ["prepare", "park-out", "refill"]
+    assert any("park-out" in line and "50.00 GB/s" in line for line in lines), lines
+    assert any(line.strip().startswith("longest: refill") for line in lines), lines
+    drive(result)
+    answer = json.loads(migrator("move", "--rank", "1", "--to", "spare-1", "--json").out)
+    assert answer["longest_part"] == {"name": "refill", "seconds": 0.8, "bytes": 25}
+
+
 def test_a_whole_move_by_the_real_driver(cluster: FakeCluster, migrator: Migrator) -> None:
     cluster["node-1"].ranks = [a_rank("node-1")]
     ran = migrator("move", "--rank", "0", "--to", "spare-1", "--json")

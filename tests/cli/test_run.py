@@ -289,6 +289,7 @@ def test_a_worker_comes_back_with_the_environment_it_would_have_had(tmp_path: Pa
 def test_a_rank_gets_presets_for_nccl_unless_it_has_its_own() -> None:
     given = {"NCCL_NVLS_ENABLE": "1", "HOME": "/root"}
     made = launchers.rank_environment(given)
+    assert made.pop("SNAPSHIM_DEVICE_MEMORY") == launchers.DEVICE_MEMORY_DEFAULT
     assert made == {"NCCL_RAS_ENABLE": "0", "NCCL_CUMEM_HOST_ENABLE": "0", **given}
 
 
@@ -299,3 +300,43 @@ def test_the_presets_reach_the_rank_with_the_shim(
     monkeypatch.delenv("NCCL_RAS_ENABLE", raising=False)
     migrator("run", *options, "--", "cmd")
     assert kept.environment.get("NCCL_RAS_ENABLE") == preset
+
+
+# ---------------------------------------------------------------- device memory
+
+
+@pytest.mark.parametrize(
+    ("options", "given", "expected"),
+    [
+        ((), None, launchers.DEVICE_MEMORY_DEFAULT),
+        ((), "parked", "parked"),
+        (("--device-memory", "parked"), None, "parked"),
+        (("--device-memory", "driver"), "parked", "driver"),
+        (("--no-shim",), None, None),
+    ],
+)
+def test_who_moves_device_memory(
+    kept: Kept,
+    migrator: Migrator,
+    monkeypatch: pytest.MonkeyPatch,
+    options: tuple[str, ...],
+    given: str | None,
+    expected: str | None,
+) -> None:
+    monkeypatch.delenv("SNAPSHIM_DEVICE_MEMORY", raising=False)
+    if given is not None:
+        monkeypatch.setenv("SNAPSHIM_DEVICE_MEMORY", given)
+    migrator("run", *options, "--", "cmd")
+    assert kept.environment.get("SNAPSHIM_DEVICE_MEMORY") == expected
+
+
+def test_nobody_else_moves_it(migrator: Migrator) -> None:
+    done = migrator("run", "--device-memory", "magic", "--", "cmd")
+    assert done.code == 125
+    assert "magic" in done.err
+
+
+def test_a_launchers_workers_get_what_was_asked_for() -> None:
+    made = launchers.launcher_environment({"HOME": "/root"}, "/usr/bin/python", None, True, "parked")
+    worker = launchers.rank_environment(launchers.worker_environment(made))
+    assert worker["SNAPSHIM_DEVICE_MEMORY"] == "parked"
