@@ -18,6 +18,7 @@ from typing import Any
 
 from snapshotd.api.channel import Credentials
 from snapshotd.api.errors import Full, Internal, SnapshotError, Timeout, Unreachable
+from snapshotd.blocking import in_thread
 from snapshotd.images.wire import CONNECT_S, tune
 from snapshotd.stripes.child import Child, trouble
 from snapshotd.stripes.key import KEY_BYTES, prove_target
@@ -71,8 +72,8 @@ class Incoming:
 
         `expected_bytes`: of all stripes together, a hint for the room to take ahead; Full when there is less."""
         checked(names)
-        _check_room(folder, expected_bytes)
-        incoming = cls(_listen(hosts), source_node)
+        await in_thread(_check_room, folder, expected_bytes)
+        incoming = cls(await in_thread(_listen, hosts), source_node)
         settings = {
             "identity": identity(credentials, f"node:{source_node}") if encrypted else None,
             "expected_bytes": expected_bytes // len(names),

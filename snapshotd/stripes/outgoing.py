@@ -86,7 +86,9 @@ class Outgoing:
         outgoing = cls(host, port, key, node, names)
         shown = identity(credentials, node) if encrypted else None
         try:
-            await asyncio.gather(*(outgoing._start(stripe, folder, shown) for stripe in outgoing._stripes.values()))
+            for stripe in outgoing._stripes.values():
+                settings = {"path": str(folder / stripe.name), "identity": shown}
+                stripe.child = await Child.start(_SEND, settings, [stripe.grown])
             for stripe in outgoing._stripes.values():
                 task = asyncio.create_task(outgoing._carry(stripe), name=f"stripe {stripe.name}")
                 task.add_done_callback(outgoing._note_failure)
@@ -157,14 +159,10 @@ class Outgoing:
 
     # ------------------------------------------------------------ one stripe
 
-    async def _start(self, stripe: _Stripe, folder: Path, shown: dict[str, str] | None) -> None:
-        settings = {"path": str(folder / stripe.name), "identity": shown}
-        stripe.child = await Child.start(_SEND, settings, [stripe.grown])
-        await stripe.child.hear()  # it is ready
-
     async def _carry(self, stripe: _Stripe) -> None:
         """Until the target has it all; a connection that breaks is replaced."""
         assert stripe.child is not None
+        await stripe.child.hear()  # it is ready
         connection = await self._reach(stripe)
         for left in range(REOPENED, -1, -1):
             with connection:

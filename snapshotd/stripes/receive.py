@@ -29,6 +29,7 @@ from snapshotd.stripes.records import (
     Record,
     Trouble,
     digest_of,
+    digest_of_zeros,
     parse_header,
     reply,
     trouble_reply,
@@ -46,7 +47,7 @@ class Receiver:
     def __init__(self, control: Control, path: str, context: ssl.SSLContext | None, peer: str) -> None:
         self._control, self._path, self._context, self._peer = control, Path(path), context, peer
         self._have = self._told = 0
-        self._done = False
+        self._done = self._over = False
         self._buffer = Buffer()
         self._header = memoryview(bytearray(HEADER_BYTES))
         self._lock = threading.Lock()
@@ -63,9 +64,9 @@ class Receiver:
         return self._path.with_name(self._path.name + ".done")
 
     def run(self) -> None:
-        """For ever: a sender that missed the last word connects again to hear it."""
+        """Until something cannot be got over: a sender that missed the last word connects again to hear it."""
         threading.Thread(target=self._listen, daemon=True).start()
-        while True:
+        while not self._over:
             with self._arrived.get() as plain:
                 self._serve(plain)
 
@@ -93,21 +94,23 @@ class Receiver:
                 try:
                     self._receive(connection)
                 except Trouble as trouble:
+                    self._report(trouble)
                     self._refuse(connection, trouble)
-                    raise
-        except Trouble as trouble:
-            if trouble.code == "denied":
-                self._control.say(refused=trouble.message)
-            elif trouble.again:
-                self._control.say(lost=trouble.message, code=trouble.code)
-            else:
-                raise
         except OSError as error:
-            if not self._done:
-                self._control.say(lost=str(error), code="unreachable")
+            self._report(Trouble("unreachable", str(error), again=True))
         finally:
             with self._lock:
                 self._current = None
+
+    def _report(self, trouble: Trouble) -> None:
+        """To the daemon."""
+        if trouble.code == "denied":
+            self._control.say(refused=trouble.message)
+        elif not trouble.again:
+            self._over = True
+            self._control.say(error=trouble.message, code=trouble.code)
+        elif not self._done:
+            self._control.say(lost=trouble.message, code=trouble.code)
 
     def _take(self, connection: socket.socket) -> None:
         """From now on a newer connection ends this one."""
@@ -156,13 +159,14 @@ class Receiver:
     def _store(self, record: Record) -> None:
         data = self._buffer.payload[: record.length]
         try:
-            if record.kind is Kind.ZERO:
+            if record.kind is Kind.SAME:
+                os.preadv(self._file, [data], record.twin)
+            zero = record.kind is Kind.ZERO
+            if (digest_of_zeros(record.length) if zero else digest_of(data)) != record.digest:
+                raise Trouble("damaged", f"the record at {record.offset} arrived damaged", again=True)
+            if zero:
                 os.ftruncate(self._file, self._have + record.length)
             else:
-                if record.kind is Kind.SAME:
-                    os.preadv(self._file, [data], record.twin)
-                if digest_of(data) != record.digest:
-                    raise Trouble("damaged", f"the record at {record.offset} arrived damaged", again=True)
                 self._write(data)
         except OSError as error:
             raise _translated(error, f"writing {self._path}") from error

@@ -10,6 +10,7 @@ are verified before the file grows. What a stranger sends is `Trouble`, in words
 from __future__ import annotations
 
 import ctypes
+import functools
 import json
 import struct
 from dataclasses import dataclass
@@ -87,8 +88,13 @@ def parse_header(header: bytes | bytearray | memoryview, have_bytes: int) -> Rec
     return Record(Kind(kind), length, offset, twin, digest)
 
 
-def digest_of(data: memoryview) -> bytes:
+def digest_of(data: bytes | memoryview) -> bytes:
     return xxhash.xxh3_128_digest(data)
+
+
+@functools.lru_cache(maxsize=4)
+def digest_of_zeros(length: int) -> bytes:
+    return digest_of(bytes(length))
 
 
 # ---------------------------------------------------------------- replies

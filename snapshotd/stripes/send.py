@@ -138,17 +138,13 @@ class Sender:
 
     def _send_record(self, connection: socket.socket, length: int) -> None:
         record = self._record(length)
-        header = record.header()
-        if record.kind is not Kind.DATA:
-            connection.sendall(header)
-        elif isinstance(connection, ssl.SSLSocket):
-            self._buffer.whole[:HEADER_BYTES] = header
-            connection.sendall(self._buffer.whole[: HEADER_BYTES + length])
-        else:
-            connection.send(header, socket.MSG_MORE)
-            self._send_file(connection, length)
+        self._buffer.whole[:HEADER_BYTES] = record.header()
+        # From the buffer, without encryption too: sendfile takes the receiver as much as it saves here, and what is sent
+        # is what was digested.
+        payload_bytes = length if record.kind is Kind.DATA else 0
+        self._furthest = max(self._furthest, self._offset + length)  # before: it may arrive although sending it fails
+        connection.sendall(self._buffer.whole[: HEADER_BYTES + payload_bytes])
         self._offset += length
-        self._furthest = max(self._furthest, self._offset)
         self._ways[record.kind] += length
         if self._offset - self._told >= _PROGRESS_BYTES or self._offset < self._told:
             self._told = self._offset
@@ -172,19 +168,14 @@ class Sender:
         return Record(Kind.DATA, length, self._offset, 0, digest)
 
     def _read(self, buffer: Buffer, offset: int, length: int) -> None:
-        if self._file < 0:
-            self._file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        if os.preadv(self._file, [buffer.payload[:length]], offset) != length:
+        try:
+            if self._file < 0:
+                self._file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            count = os.preadv(self._file, [buffer.payload[:length]], offset)
+        except OSError as error:
+            raise Trouble("internal", f"reading {self._path}: {error.strerror}") from error
+        if count != length:
             raise Trouble("damaged", f"{self._path} is shorter than {offset + length} bytes, which it was said to have")
-
-    def _send_file(self, connection: socket.socket, length: int) -> None:
-        """From the file's own pages: no copy."""
-        done = 0
-        while done < length:
-            count = os.sendfile(connection.fileno(), self._file, self._offset + done, length - done)
-            if not count:
-                raise Trouble("damaged", f"{self._path} shrank while it was sent")
-            done += count
 
 
 def send(control: Control, settings: dict[str, Any], fds: list[int]) -> None:
