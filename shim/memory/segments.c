@@ -221,10 +221,15 @@ uint64_t memory_share(uint64_t handle)
 
 static int export(void *into, uint64_t handle, int kind, unsigned long long flags)
 {
-	int status = REAL(EXPORT, (void *, uint64_t, int, unsigned long long))(into, memory_share(handle), kind, flags);
+	int status;
 
-	if (status == 0)
+	memory_enter();
+	status = REAL(EXPORT, (void *, uint64_t, int, unsigned long long))(into, translate(handle, false), kind, flags);
+	if (status == 0) {
+		translate(handle, true);
 		__atomic_add_fetch(&snapshim_mailbox.ipc_exports, 1, __ATOMIC_RELAXED);
+	}
+	memory_leave();
 	return status;
 }
 

@@ -12,7 +12,7 @@
 #include "../shim.h"
 
 #define STACK_BYTES (1024 * 1024)
-#define GRACE_NS 5000000000	   /* for a call that is under way when it is to stop */
+#define GRACE_NS 1500000000	   /* for a call that is under way when it is to stop */
 #define UNSTOPPABLE_NS 60000000000 /* for what has to be done in any case */
 #define LOOK_NS 20000000
 

@@ -1,0 +1,60 @@
+"""Jobs with device memory on the stand-in of CUDA, with the library preloaded, spoken to as the daemon does."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.fakes.cuda_fake import GpuNode, gpus
+from tests.shim.jobs import compile_c
+from tests.shim.memory.jobs import PROGRAMS, DeviceJob
+
+Start = Callable[..., DeviceJob]
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> GpuNode:
+    return GpuNode(tmp_path / "node", gpus("node", count=2, memory_mib=1024), context_mib=8)
+
+
+@pytest.fixture(scope="session")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("memory")
+    built = GpuNode(folder / "node", gpus("build")).folder
+    libraries = (str(built / "libcudart.so.13"), str(built / "libcuda.so.1"))
+    return compile_c(PROGRAMS / "job.c", folder / "job", "-pthread", *libraries)
+
+
+@pytest.fixture
+def start_job(library: Path, program: Path, node: GpuNode, tmp_path: Path) -> Iterator[Start]:
+    """Starts jobs; those that are left at the end are killed."""
+    started: list[DeviceJob] = []
+
+    def start(*words: str, device_memory: str = "parked") -> DeviceJob:
+        environment = {**os.environ, **node.environment, "SNAPSHIM_DEVICE_MEMORY": device_memory}
+        job = DeviceJob(library, program, environment, tmp_path / f"stripes-{len(started)}")
+        started.append(job)
+        for line in ("begin", *words):
+            assert job.do(line) == "done"
+        return job
+
+    yield start
+    for job in started:
+        job.end()
+
+
+@pytest.fixture
+def room(program: Path, node: GpuNode) -> Callable[[], int]:
+    """The free bytes of GPU 0, as another process sees them."""
+
+    def room() -> int:
+        environment: dict[str, str] = {**os.environ, **node.environment}
+        command: Sequence[str | Path] = [program]
+        done = subprocess.run(command, input="room\n", env=environment, capture_output=True, text=True, check=True)
+        return int(done.stdout)
+
+    return room

@@ -1,0 +1,112 @@
+"""One job with device memory, and the daemon's commands to it: stripes are files of the test's own."""
+
+from __future__ import annotations
+
+import array
+import errno
+import os
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from snapshotd import devmem, shimctl
+from tests.shim.jobs import STUCK_S, Job
+
+PROGRAMS = Path(__file__).parent / "programs"
+MIB = 1 << 20
+OPEN, READY, PARK, FILL, DROP = 32, 33, 34, 35, 36
+STRIPES = 3
+#: Not a part of any block's size, so that last chunks are shorter.
+SLOT_BYTES = MIB + 8 * 4096
+
+
+class Refused(Exception):
+    def __init__(self, answer: shimctl.Answer) -> None:
+        super().__init__(f"{errno.errorcode.get(answer.status, answer.status)}: {answer.words}")
+        self.status = answer.status
+        self.words = answer.words
+
+
+class DeviceJob(Job):
+    """programs/job.c."""
+
+    def __init__(self, library: Path, program: Path, env: Mapping[str, str], folder: Path) -> None:
+        super().__init__(library, program, env=env)
+        self.folder = folder
+        folder.mkdir()
+
+    def do(self, line: str) -> str:
+        self.say(line)
+        answer = self.hear()
+        assert answer, self.popen.poll()
+        return answer
+
+    def blocks(self) -> list[tuple[int, int, int]]:
+        """Address, bytes and number of each block that it has, in the order of addresses."""
+        found = [tuple(map(int, word.split(":"))) for word in self.do("list").split()]
+        return sorted((address, size, number) for address, size, number in found)
+
+    @property
+    def paths(self) -> list[Path]:
+        return [self.folder / f"device-{stripe}" for stripe in range(STRIPES)]
+
+    def state(self) -> shimctl.DeviceMemory:
+        return self.mailbox().device_memory()
+
+    def ask(self, command: int, *arguments: int, timeout_s: float = STUCK_S) -> tuple[int, int]:
+        answer = self.mailbox().ask(command, timeout_s, *arguments)
+        if answer.status:
+            raise Refused(answer)
+        return answer.first, answer.second
+
+    @contextmanager
+    def files(self, flags: int, paths: Sequence[Path] = ()) -> Iterator[list[int]]:
+        opened = [os.open(path, flags | os.O_CLOEXEC, 0o600) for path in paths or self.paths]
+        try:
+            yield opened
+        finally:
+            for file in opened:
+                os.close(file)
+
+    def hand_over(self, files: Sequence[int]) -> None:
+        theirs, _ = self.ask(OPEN)
+        with devmem._descriptor(self.process, theirs) as connection:
+            connection.sendmsg([b"\0"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))])
+
+    def ready(self, flags: int = os.O_RDWR | os.O_CREAT | os.O_TRUNC, slot_bytes: int = SLOT_BYTES) -> int:
+        with self.files(flags) as files:
+            self.hand_over(files)
+            return self.ask(READY, len(files), slot_bytes)[0]
+
+    def park_threads(self) -> None:
+        self.mailbox().park(STUCK_S)
+
+    def let_go(self) -> None:
+        self.mailbox().release(STUCK_S)
+
+    def park(self, *, timeout_s: float = STUCK_S) -> int:
+        """The whole way out, from a job that runs."""
+        self.ready()
+        self.park_threads()
+        return self.ask(PARK, timeout_s=timeout_s)[0]
+
+    def fill(self, *, timeout_s: float = STUCK_S) -> int:
+        self.ready(os.O_RDONLY)
+        return self.ask(FILL, timeout_s=timeout_s)[0]
+
+    def come_back(self) -> None:
+        """From any state in which its threads are parked."""
+        if self.state().parked:
+            self.fill()
+        self.ask(DROP)
+        self.let_go()
+
+    def leftovers(self) -> list[str]:
+        """Of OPEN and READY: threads, descriptors."""
+        tasks = Path(f"/proc/{self.pid}/task")
+        names = [(task / "comm").read_text().strip() for task in tasks.iterdir()]
+        links = [os.readlink(link) for link in Path(f"/proc/{self.pid}/fd").iterdir()]
+        return [name for name in names if name == "snapshim-memory"] + [
+            link for link in links if str(self.folder) in link or "socket" in link
+        ]

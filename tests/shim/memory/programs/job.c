@@ -1,0 +1,353 @@
+/* A job with device memory, told by its standard input what to do, a word or two a line; it answers each with a line.
+ *
+ * Every block has a number, and its words of 8 bytes are that number and their own place: what `check` looks for.
+ */
+#define _GNU_SOURCE
+#include <pthread.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#define MIB (1 << 20)
+#define BLOCKS 512
+#define SEGMENT_BYTES (4 * MIB)
+#define SEGMENTS 8
+
+enum { TO_DEVICE = 1, TO_HOST = 2 };
+
+extern int cudaMalloc(void **, size_t), cudaFree(void *), cudaMemcpy(void *, const void *, size_t, int);
+extern int cudaGetLastError(void), cudaSetDevice(int), cudaDeviceReset(void), cudaMemGetInfo(size_t *, size_t *);
+extern int cudaDeviceEnablePeerAccess(int, unsigned int), cudaDeviceDisablePeerAccess(int);
+extern int cudaIpcGetMemHandle(void *, void *);
+extern int cudaGetDriverEntryPointByVersion(const char *, void **, unsigned int, unsigned long long, int *);
+extern int cuMemAlloc_v2(uint64_t *, size_t), cuMemFree_v2(uint64_t);
+
+struct property {
+	int type, handle_types, location[2];
+	void *windows;
+	unsigned char flags[8];
+};
+struct access {
+	int location[2], flags;
+};
+
+static struct {
+	char *address;
+	size_t bytes;
+	uint64_t number;
+} blocks[BLOCKS];
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static uint64_t numbers;
+
+static int (*reserve)(uint64_t *, size_t, size_t, uint64_t, unsigned long long), (*unreserve)(uint64_t, size_t);
+static int (*create)(uint64_t *, size_t, const struct property *, unsigned long long), (*release)(uint64_t);
+static int (*map)(uint64_t, size_t, size_t, uint64_t, unsigned long long), (*unmap)(uint64_t, size_t);
+static int (*set_access)(uint64_t, size_t, const struct access *, size_t);
+static int (*get_access)(unsigned long long *, const int *, uint64_t), (*retain)(uint64_t *, uint64_t);
+static uint64_t range, handles[SEGMENTS];
+
+static void must(int status, const char *what)
+{
+	if (status) {
+		printf("%s answers %d\n", what, status);
+		exit(3);
+	}
+}
+
+static void write_block(int place)
+{
+	uint64_t *words = malloc(blocks[place].bytes);
+
+	for (size_t i = 0; i < blocks[place].bytes / 8; i++)
+		words[i] = blocks[place].number << 32 | i;
+	must(cudaMemcpy(blocks[place].address, words, blocks[place].bytes, TO_DEVICE), "cudaMemcpy");
+	free(words);
+}
+
+static int block_differs(int place)
+{
+	uint64_t *words = malloc(blocks[place].bytes);
+	int differs = 0;
+
+	must(cudaMemcpy(words, blocks[place].address, blocks[place].bytes, TO_HOST), "cudaMemcpy");
+	for (size_t i = 0; i < blocks[place].bytes / 8; i++)
+		differs |= words[i] != (blocks[place].number << 32 | i);
+	free(words);
+	return differs;
+}
+
+static int keep(void *address, size_t bytes)
+{
+	int place = 0;
+
+	pthread_mutex_lock(&lock);
+	while (blocks[place].address)
+		place++;
+	blocks[place].address = address;
+	blocks[place].bytes = bytes;
+	blocks[place].number = ++numbers;
+	pthread_mutex_unlock(&lock);
+	write_block(place);
+	return place;
+}
+
+static void *allocate_some(void *nothing)
+{
+	static const size_t sizes[] = {MIB, 3 * MIB + 8, 64, 9 * MIB, 200 * 1024, 2 * MIB};
+
+	for (unsigned int i = 0; i < sizeof(sizes) / sizeof(*sizes); i++) {
+		void *address, *passing;
+
+		must(cudaMalloc(&passing, 5 * MIB), "cudaMalloc");
+		must(i % 2 ? cudaMalloc(&address, sizes[i]) : cuMemAlloc_v2((uint64_t *)&address, sizes[i]), "cudaMalloc");
+		keep(address, sizes[i]);
+		must(i % 2 ? cudaFree(passing) : cuMemFree_v2((uint64_t)passing), "cudaFree");
+	}
+	return nothing;
+}
+
+static void grow(int threads)
+{
+	pthread_t thread[16];
+
+	for (int i = 0; i < threads; i++)
+		pthread_create(&thread[i], NULL, allocate_some, NULL);
+	for (int i = 0; i < threads; i++)
+		pthread_join(thread[i], NULL);
+}
+
+static void check(void)
+{
+	int differ = 0, count = 0;
+
+	for (int i = 0; i < BLOCKS; i++)
+		if (blocks[i].address) {
+			differ += block_differs(i);
+			count++;
+		}
+	printf(differ ? "%d of %d differ\n" : "same\n", differ, count);
+}
+
+static void shrink(void)
+{
+	for (int i = 0; i < BLOCKS; i++)
+		if (blocks[i].address && ((uint64_t)blocks[i].address < range || (uint64_t)blocks[i].address >= range + SEGMENTS * SEGMENT_BYTES)) {
+			must(i % 3 ? cudaFree(blocks[i].address) : cuMemFree_v2((uint64_t)blocks[i].address), "cudaFree");
+			blocks[i].address = NULL;
+		}
+}
+
+static void list(void)
+{
+	for (int i = 0; i < BLOCKS; i++)
+		if (blocks[i].address)
+			printf("%lu:%zu:%lu ", (uint64_t)blocks[i].address, blocks[i].bytes, blocks[i].number);
+	printf("\n");
+}
+
+static void find(const char *name, void *into)
+{
+	must(cudaGetDriverEntryPointByVersion(name, into, 12000, 0, NULL), name);
+}
+
+/* As torch grows a segment: piece by piece, then access to all that is new. */
+static void segments(void)
+{
+	struct property property = {1, 0, {1, 0}, NULL, {0}};
+	struct access access = {{1, 0}, 3};
+
+	find("cuMemAddressReserve", &reserve);
+	find("cuMemAddressFree", &unreserve);
+	find("cuMemCreate", &create);
+	find("cuMemRelease", &release);
+	find("cuMemMap", &map);
+	find("cuMemUnmap", &unmap);
+	find("cuMemSetAccess", &set_access);
+	find("cuMemRetainAllocationHandle", &retain);
+	must(reserve(&range, SEGMENTS * SEGMENT_BYTES, 0, 0, 0), "reserve");
+	for (uint64_t i = 0; i < SEGMENTS; i++) {
+		must(create(&handles[i], SEGMENT_BYTES, &property, 0), "create");
+		must(map(range + i * SEGMENT_BYTES, SEGMENT_BYTES, 0, handles[i], 0), "map");
+	}
+	must(set_access(range, SEGMENTS * SEGMENT_BYTES, &access, 1), "set_access");
+	for (uint64_t i = 0; i < SEGMENTS; i++)
+		keep((void *)(range + i * SEGMENT_BYTES), SEGMENT_BYTES);
+}
+
+static void segments_lose(int from, int to)
+{
+	for (uint64_t i = (uint64_t)from; i < (uint64_t)to; i++) {
+		must(unmap(range + i * SEGMENT_BYTES, SEGMENT_BYTES), "unmap");
+		must(release(handles[i]), "release");
+		for (int j = 0; j < BLOCKS; j++)
+			if ((uint64_t)blocks[j].address == range + i * SEGMENT_BYTES)
+				blocks[j].address = NULL;
+	}
+	if (to == SEGMENTS)
+		must(unreserve(range, SEGMENTS * SEGMENT_BYTES), "unreserve");
+}
+
+/* What CUDA answers to what is wrong. */
+static void errors(void)
+{
+	char *address = NULL, *again;
+	void *large = NULL;
+	int status;
+
+	status = cudaFree(NULL);
+	printf("%d %d ", status, cudaGetLastError());
+	status = cudaMalloc(&large, (size_t)1 << 40);
+	printf("%d %d ", status, cudaGetLastError());
+	status = cudaMalloc(NULL, 4 * MIB);
+	printf("%d %d ", status, cudaGetLastError());
+	must(cudaMalloc((void **)&address, 4 * MIB), "cudaMalloc");
+	status = cudaFree(address + 64);
+	printf("%d %d ", status, cudaGetLastError());
+	again = address;
+	must(cudaFree(address), "cudaFree");
+	status = cudaFree(again);
+	printf("%d %d %d\n", status, cudaGetLastError(), cuMemFree_v2((uint64_t)again));
+}
+
+static void peers(void)
+{
+	void *before, *after;
+	unsigned long long flags[4];
+
+	find("cuMemGetAccess", &get_access);
+	must(cudaSetDevice(1), "cudaSetDevice");
+	must(cudaMalloc(&before, 4 * MIB), "cudaMalloc");
+	must(cudaSetDevice(0), "cudaSetDevice");
+	must(cudaDeviceEnablePeerAccess(1, 0), "cudaDeviceEnablePeerAccess");
+	must(cudaSetDevice(1), "cudaSetDevice");
+	must(cudaMalloc(&after, 4 * MIB), "cudaMalloc");
+	keep(before, 4 * MIB);
+	keep(after, 4 * MIB);
+	must(cudaSetDevice(0), "cudaSetDevice");
+	for (int i = 0; i < 4; i++)
+		must(get_access(&flags[i], (int[]){1, i % 2}, (uint64_t)(i < 2 ? before : after)), "cuMemGetAccess");
+	printf("%llu %llu %llu %llu\n", flags[0], flags[1], flags[2], flags[3]);
+}
+
+static void access_now(void)
+{
+	for (int i = 0; i < BLOCKS; i++)
+		for (int device = 0; blocks[i].address && device < 2; device++) {
+			unsigned long long flags;
+
+			must(get_access(&flags, (int[]){1, device}, (uint64_t)blocks[i].address), "cuMemGetAccess");
+			printf("%llu ", flags);
+		}
+	printf("\n");
+}
+
+static volatile int stopping;
+
+static void *come_and_go(void *nothing)
+{
+	while (!stopping) {
+		void *address[4];
+
+		for (int i = 0; i < 4; i++)
+			must(cudaMalloc(&address[i], (size_t)(i + 1) * MIB), "cudaMalloc");
+		for (int i = 0; i < 4; i++)
+			must(cudaFree(address[i]), "cudaFree");
+	}
+	return nothing;
+}
+
+static void *allocate_later(void *nothing)
+{
+	void *address;
+
+	must(cudaMalloc(&address, 4 * MIB), "cudaMalloc");
+	keep(address, 4 * MIB);
+	return nothing;
+}
+
+static void *sleep_on(void *nothing)
+{
+	for (;;)
+		pause();
+	return nothing;
+}
+
+int main(void)
+{
+	pthread_t idle, thread[4];
+	char line[64];
+
+	setvbuf(stdout, NULL, _IOLBF, 0);
+	pthread_create(&idle, NULL, sleep_on, NULL); /* the control thread comes with it */
+	while (fgets(line, sizeof(line), stdin)) {
+		char *word = strtok(line, " \n"), *more = strtok(NULL, "\n");
+		int number = more ? atoi(more) : 0;
+		size_t room, total;
+		char handle[64];
+		void *address;
+
+		if (strcmp(word, "grow") == 0)
+			grow(number);
+		else if (strcmp(word, "shrink") == 0)
+			shrink();
+		else if (strcmp(word, "segments") == 0)
+			segments();
+		else if (strcmp(word, "lose") == 0)
+			segments_lose(number, number ? SEGMENTS : SEGMENTS / 2);
+		else if (strcmp(word, "release") == 0)
+			for (int i = 0; i < number; i++)
+				must(release(handles[i]), "release");
+		else if (strcmp(word, "retain") == 0)
+			must(retain(&(uint64_t){0}, range), "retain");
+		else if (strcmp(word, "fill") == 0) {
+			must(cudaMalloc(&address, (size_t)number * MIB), "cudaMalloc");
+			keep(address, (size_t)number * MIB);
+		} else if (strcmp(word, "later") == 0)
+			pthread_create(&thread[0], NULL, allocate_later, NULL);
+		else if (strcmp(word, "wait") == 0)
+			pthread_join(thread[0], NULL);
+		else if (strcmp(word, "come") == 0)
+			for (int i = 0; i < 4; i++)
+				pthread_create(&thread[i], NULL, come_and_go, NULL);
+		else if (strcmp(word, "stop") == 0) {
+			stopping = 1;
+			for (int i = 0; i < 4; i++)
+				pthread_join(thread[i], NULL);
+		} else if (strcmp(word, "reset") == 0) {
+			must(cudaDeviceReset(), "cudaDeviceReset");
+			memset(blocks, 0, sizeof(blocks));
+		} else if (strcmp(word, "alone") == 0)
+			must(cudaDeviceDisablePeerAccess(1), "cudaDeviceDisablePeerAccess");
+		else if (strcmp(word, "share") == 0)
+			printf("%d ", cudaIpcGetMemHandle(handle, blocks[0].address));
+		else if (strcmp(word, "fork") == 0) {
+			pid_t child = fork();
+
+			if (child == 0) {
+				pthread_create(&idle, NULL, sleep_on, NULL);
+				pause();
+			}
+			printf("%d ", child);
+		}
+
+		if (strcmp(word, "check") == 0)
+			check();
+		else if (strcmp(word, "list") == 0)
+			list();
+		else if (strcmp(word, "errors") == 0)
+			errors();
+		else if (strcmp(word, "peers") == 0)
+			peers();
+		else if (strcmp(word, "access") == 0)
+			access_now();
+		else if (strcmp(word, "room") == 0) {
+			must(cudaMemGetInfo(&room, &total), "cudaMemGetInfo");
+			printf("%zu\n", room);
+		} else
+			printf("done\n");
+	}
+	return 0;
+}
