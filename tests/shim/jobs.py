@@ -49,11 +49,11 @@ class Job:
     """A running program, in a pid of its own, with what `shimctl` says of it."""
 
     def __init__(
-        self, library: Path, *argv: str | Path, env: Mapping[str, str] = os.environ, setsid: bool = False
+        self, library: Path | None, *argv: str | Path, env: Mapping[str, str] = os.environ, setsid: bool = False
     ) -> None:
         self.popen = subprocess.Popen(
             argv,
-            env={**env, "LD_PRELOAD": str(library)},
+            env={**env, "LD_PRELOAD": str(library)} if library else env,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

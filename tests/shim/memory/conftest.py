@@ -14,6 +14,7 @@ from tests.shim.jobs import compile_c
 from tests.shim.memory.jobs import PROGRAMS, DeviceJob
 
 Start = Callable[..., DeviceJob]
+Room = Callable[[], int]
 
 
 @pytest.fixture
@@ -36,7 +37,7 @@ def start_job(library: Path, program: Path, node: GpuNode, tmp_path: Path) -> It
 
     def start(*words: str, device_memory: str = "parked") -> DeviceJob:
         environment = {**os.environ, **node.environment, "SNAPSHIM_DEVICE_MEMORY": device_memory}
-        job = DeviceJob(library, program, environment, tmp_path / f"stripes-{len(started)}")
+        job = DeviceJob(library, program, env=environment, folder=tmp_path / f"stripes-{len(started)}")
         started.append(job)
         for line in ("begin", *words):
             assert job.do(line) == "done"
@@ -48,7 +49,7 @@ def start_job(library: Path, program: Path, node: GpuNode, tmp_path: Path) -> It
 
 
 @pytest.fixture
-def room(program: Path, node: GpuNode) -> Callable[[], int]:
+def room(program: Path, node: GpuNode) -> Room:
     """The free bytes of GPU 0, as another process sees them."""
 
     def room() -> int:

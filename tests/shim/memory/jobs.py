@@ -6,9 +6,12 @@ import array
 import errno
 import os
 import socket
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+
+import pytest
 
 from snapshotd import devmem, shimctl
 from tests.shim.jobs import STUCK_S, Job
@@ -17,6 +20,7 @@ PROGRAMS = Path(__file__).parent / "programs"
 MIB = 1 << 20
 OPEN, READY, PARK, FILL, DROP = 32, 33, 34, 35, 36
 STRIPES = 3
+Block = tuple[int, int, int]
 #: Not a part of any block's size, so that last chunks are shorter.
 SLOT_BYTES = MIB + 8 * 4096
 
@@ -28,11 +32,18 @@ class Refused(Exception):
         self.words = answer.words
 
 
+@contextmanager
+def refused(status: int, words: str | None = None) -> Iterator[None]:
+    with pytest.raises(Refused, match=words) as caught:
+        yield
+    assert caught.value.status == status, caught.value
+
+
 class DeviceJob(Job):
     """programs/job.c."""
 
-    def __init__(self, library: Path, program: Path, env: Mapping[str, str], folder: Path) -> None:
-        super().__init__(library, program, env=env)
+    def __init__(self, library: Path | None, *argv: Path | str, env: Mapping[str, str], folder: Path) -> None:
+        super().__init__(library, *argv, env=env)
         self.folder = folder
         folder.mkdir()
 
@@ -42,7 +53,7 @@ class DeviceJob(Job):
         assert answer, self.popen.poll()
         return answer
 
-    def blocks(self) -> list[tuple[int, int, int]]:
+    def blocks(self) -> list[Block]:
         """Address, bytes and number of each block that it has, in the order of addresses."""
         found = [tuple(map(int, word.split(":"))) for word in self.do("list").split()]
         return sorted((address, size, number) for address, size, number in found)
@@ -96,11 +107,39 @@ class DeviceJob(Job):
         return self.ask(FILL, timeout_s=timeout_s)[0]
 
     def come_back(self) -> None:
-        """From any state in which its threads are parked."""
+        """From any state in which its threads are parked; its content is what it was."""
         if self.state().parked:
             self.fill()
         self.ask(DROP)
+        self.is_unharmed()
+
+    @contextmanager
+    def under_way(self, command: int) -> Iterator[list[int]]:
+        """Asks in the background; the errno that it answers is in the list in the end."""
+        answers: list[int] = []
+
+        def ask() -> None:
+            try:
+                self.ask(command)
+                answers.append(0)
+            except Refused as error:
+                answers.append(error.status)
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        try:
+            yield answers
+        finally:
+            thread.join()
+
+    def is_settled(self, *, out: bool) -> None:
+        """The memory is where it is said to be, and nothing is left of the command before."""
+        assert self.state().parked is out
+        assert self.leftovers() == []
+
+    def is_unharmed(self) -> None:
         self.let_go()
+        assert self.do("check") == "same"
 
     def leftovers(self) -> list[str]:
         """Of OPEN and READY: threads, descriptors."""

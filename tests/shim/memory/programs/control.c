@@ -1,0 +1,53 @@
+/* In place of shim/control.c, shim/threads.c and shim/park.c where a sanitizer must know every thread: a mailbox, and a thread
+ * that serves it, made the ordinary way. The job's threads are "parked" when it is told so, and does nothing meanwhile. */
+#define _GNU_SOURCE
+#include <string.h>
+
+#include "shim.h"
+
+struct snapshim_mailbox snapshim_mailbox = {
+	.magic = {'S', 'N', 'A', 'P', 'S', 'H', 'I', 'M'},
+	.abi = SNAPSHIM_ABI_VERSION,
+	.bytes = sizeof(struct snapshim_mailbox),
+};
+
+int create_exempt_thread(pthread_t *thread, const pthread_attr_t *attributes, void *(*routine)(void *), void *argument)
+{
+	return pthread_create(thread, attributes, routine, argument);
+}
+
+static int obey(uint32_t command, int64_t timeout_ns)
+{
+	if (command >= SNAPSHIM_MEMORY_OPEN)
+		return memory_obey(command, timeout_ns);
+	STORE(&snapshim_mailbox.parked, command == SNAPSHIM_PARK);
+	return 0;
+}
+
+static void *control(void *nothing)
+{
+	struct snapshim_mailbox *box = &snapshim_mailbox;
+	uint32_t request;
+
+	block_all_signals();
+	box->thread = self_tid();
+	STORE(&box->owner, self_pid());
+	for (;; pause_us(500)) {
+		request = LOAD(&box->request);
+		if (request == box->answer)
+			continue;
+		box->text[0] = 0;
+		memset(box->result, 0, sizeof(box->result));
+		box->status = obey(box->command, (int64_t)box->argument[0] * 1000000);
+		STORE(&box->answer, request);
+	}
+	return nothing;
+}
+
+__attribute__((constructor)) static void begin(void)
+{
+	pthread_t thread;
+
+	pthread_create(&thread, NULL, control, NULL);
+	pthread_detach(thread);
+}

@@ -1,0 +1,101 @@
+"""What is backed, and that a program notices nothing of it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from tests.shim.jobs import until
+from tests.shim.memory.conftest import Room, Start
+from tests.shim.memory.jobs import MIB, PARK
+
+
+def test_who_does_not_ask_gets_the_drivers_memory(start_job: Start) -> None:
+    job = start_job("grow 1", "segments", device_memory="driver")
+    assert (job.state().bytes, job.state().blocks) == (0, 0)
+    assert job.do("check") == "same"
+
+
+def test_segments_are_parked(start_job: Start, room: Room) -> None:
+    before = room()
+    job = start_job("segments")
+    taken = before - room()
+    assert (job.state().bytes, job.state().blocks) == (32 * MIB, 8)
+    for _ in range(2):
+        job.park()
+        assert before - room() == taken - 32 * MIB
+        job.come_back()
+        assert before - room() == taken
+    assert job.do("lose 0") == "done"
+    assert (job.state().bytes, job.state().blocks) == (16 * MIB, 4)
+    job.park()
+    job.come_back()
+    assert job.do("lose 4") == "done"
+    assert job.state().blocks == 0
+    assert before - room() == taken - 32 * MIB
+
+
+def test_segments_whose_handles_were_released(start_job: Start, room: Room) -> None:
+    """The mapping alone keeps them, before and after."""
+    before = room()
+    job = start_job("segments", "release 8")
+    taken = before - room()
+    job.park()
+    assert before - room() == taken - 32 * MIB
+    job.come_back()
+    assert before - room() == taken
+
+
+def test_a_segment_that_others_know_stays_with_the_driver(start_job: Start) -> None:
+    job = start_job("segments", "retain")
+    assert job.state().blocks == 7
+    assert job.park() == 28 * MIB
+    job.come_back()
+
+
+def test_errors_are_cudas_own(start_job: Start) -> None:
+    assert start_job().do("errors") == start_job(device_memory="driver").do("errors")
+
+
+def test_peers_may_use_it(start_job: Start) -> None:
+    job = start_job()
+    assert job.do("peers") == "3 3 3 3"
+    job.park()
+    job.come_back()
+    assert job.do("access") == "3 3 3 3"
+    assert job.do("alone") == "done"
+    assert job.do("access") == "0 3 0 3"
+
+
+def test_a_reset_frees_it(start_job: Start, room: Room) -> None:
+    before = room()
+    job = start_job("grow 2", "reset")
+    assert job.state().blocks == 0
+    assert room() == before
+    assert job.do("grow 1") == "done"
+    assert job.state().blocks > 0
+
+
+def test_sharing_between_processes_is_explained_once(start_job: Start) -> None:
+    job = start_job("grow 1")
+    assert job.do("share") == job.do("share")
+    _, errors, _ = job.finish()
+    assert errors.count("migrator run --device-memory driver") == 1
+
+
+def test_a_forked_child_has_none(start_job: Start) -> None:
+    job = start_job("grow 1")
+    job.ready()
+    child = int(job.do("fork").split()[0])
+    try:
+        until(lambda: len(os.listdir(f"/proc/{child}/task")) > 1, "it has begun")
+        links = [os.readlink(link) for link in Path(f"/proc/{child}/fd").iterdir()]
+        assert not [link for link in links if str(job.folder) in link]
+        with Path(f"/proc/{child}/mem").open("rb") as memory:
+            memory.seek(job.mailbox().address + 912)
+            assert memory.read(24) == bytes(24)
+    finally:
+        os.kill(child, 9)
+    job.park_threads()
+    job.ask(PARK)
+    job.come_back()

@@ -1,0 +1,164 @@
+"""Whatever goes wrong between READY and the end of FILL: the memory is here or in stripes, never nowhere."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+import pytest
+
+from tests.fakes.cuda_fake import GpuNode
+from tests.shim.jobs import until
+from tests.shim.memory.conftest import Room, Start
+from tests.shim.memory.jobs import DROP, FILL, MIB, OPEN, PARK, READY, SLOT_BYTES, STRIPES, refused
+
+
+def test_cancelled_before_it_began_and_on_the_way(start_job: Start, node: GpuNode) -> None:
+    job = start_job("grow 4")
+    job.ready()
+    job.park_threads()
+    job.mailbox().cancel_device(True)
+    with refused(errno.ECANCELED):
+        job.ask(PARK)
+    job.is_settled(out=False)
+
+    job.ready()
+    node.fault("copy", "slow:500", once=False)
+    with job.under_way(PARK) as answers:
+        until(lambda: any(job.state().done))
+        job.mailbox().cancel_device(True)
+    assert answers == [errno.ECANCELED]
+    node.clear_faults()
+    job.is_settled(out=False)
+    job.is_unharmed()
+
+
+def test_no_room_at_the_fill(start_job: Start, room: Room) -> None:
+    job = start_job("grow 2")
+    job.park()
+    other = start_job(f"fill {room() // MIB - 12}")
+    left = room()
+    for _ in range(2):
+        with refused(errno.ENOMEM):
+            job.fill()
+        job.is_settled(out=True)
+        assert room() == left
+    other.end()
+    job.come_back()
+
+
+def _lines(operation: str, number: int) -> list[tuple[str, str]]:
+    """That the operation fails when it is done for the so-many-th time."""
+    return [(operation, "slow:0")] * number + [(operation, "fail:CUDA_ERROR_UNKNOWN")]
+
+
+@pytest.mark.parametrize("operation", ["pin", "copy"])
+@pytest.mark.parametrize("number", [0, 1, 5])
+def test_interrupted_on_the_way_out(start_job: Start, node: GpuNode, room: Room, operation: str, number: int) -> None:
+    job = start_job("grow 2", "segments")
+    left = room()
+    for line in _lines(operation, number):
+        node.fault(*line)
+    with refused(errno.EIO, "999"):
+        job.park()
+    assert node.faults() == []
+    job.is_settled(out=False)
+    assert room() == left
+    job.is_unharmed()
+    job.park()
+    job.come_back()
+
+
+@pytest.mark.parametrize(
+    ("operation", "numbers"), [("pin", (0, 4)), ("create", (0, 3)), ("map", (0, 7)), ("copy", (0, 9))]
+)
+def test_interrupted_on_the_way_back(
+    start_job: Start, node: GpuNode, room: Room, operation: str, numbers: tuple[int, ...]
+) -> None:
+    job = start_job("grow 2", "segments")
+    job.park()
+    left = room()
+    for number in numbers:
+        for line in _lines(operation, number):
+            node.fault(*line)
+        with refused(errno.EIO, "999"):
+            job.fill()
+        assert node.faults() == []
+        job.is_settled(out=True)
+        assert room() == left
+    job.come_back()
+
+
+def test_stripes_that_cannot_be_written(start_job: Start) -> None:
+    job = start_job("grow 2")
+    for path in job.paths:
+        path.touch()
+    job.ready(os.O_RDONLY)
+    job.park_threads()
+    with refused(errno.EBADF, "pwrite"):
+        job.ask(PARK)
+    job.is_settled(out=False)
+    job.is_unharmed()
+
+
+def test_a_stripe_that_does_not_come(start_job: Start) -> None:
+    job = start_job("grow 2")
+    job.park()
+    last = job.paths[-1].read_bytes()
+    os.truncate(job.paths[-1], len(last) - 1)
+    with refused(errno.ETIMEDOUT, "stripe 2"):
+        job.fill(timeout_s=0.3)
+    job.is_settled(out=True)
+
+    job.ready(os.O_RDONLY)
+    with job.under_way(FILL) as answers:
+        job.mailbox().cancel_device(True)
+    assert answers == [errno.ECANCELED]
+    job.is_settled(out=True)
+
+    job.paths[-1].write_bytes(last)
+    job.come_back()
+
+
+def test_a_call_that_does_not_come_back(start_job: Start, node: GpuNode) -> None:
+    """The control thread still answers."""
+    job = start_job("grow 1")
+    job.ready()
+    job.park_threads()
+    node.fault("copy", "hang")
+    with refused(errno.ETIMEDOUT, "come back"):
+        job.ask(PARK, timeout_s=0.2)
+    assert not job.state().parked
+    for command in (DROP, OPEN, PARK):
+        with refused(errno.EBUSY):
+            job.ask(command)
+    job.let_go()
+    assert job.do("list") != "", "the job's own threads go on"
+
+
+def test_commands_in_a_wrong_order(start_job: Start) -> None:
+    job = start_job("grow 1")
+    for command, arguments in ((PARK, ()), (FILL, ()), (READY, (STRIPES, SLOT_BYTES))):
+        with refused(errno.EINVAL):
+            job.ask(command, *arguments)
+    job.ask(DROP)
+    job.ask(DROP)
+    with job.files(os.O_RDWR | os.O_CREAT) as files:
+        for arguments in ((0, SLOT_BYTES), (17, SLOT_BYTES), (STRIPES, 100), (STRIPES, 0)):
+            job.hand_over(files)
+            with refused(errno.EINVAL):
+                job.ask(READY, *arguments)
+        job.hand_over(files[:2])
+        with refused(errno.ETIMEDOUT, "2 of 3"):
+            job.ask(READY, STRIPES, SLOT_BYTES, timeout_s=0.05)
+    job.ready()
+    assert len(job.leftovers()) > 0
+    job.ask(DROP)
+    assert job.leftovers() == []
+    job.park()
+    with refused(errno.EINVAL, str(SLOT_BYTES)):
+        job.ready(os.O_RDONLY, slot_bytes=2 * SLOT_BYTES)
+    job.ready(os.O_RDONLY)
+    with refused(errno.EALREADY):
+        job.ask(PARK)
+    job.come_back()
