@@ -1,12 +1,8 @@
-/* The driver's calls for memory that is not mapped by the program itself: on the device, managed, and pinned on the host; and what
- * it says about an address. */
-#define _GNU_SOURCE
-#include <pthread.h>
+/* The driver's calls for device memory that is not mapped by the program itself, and what it says about an address. */
 #include <string.h>
-#include <sys/mman.h>
 
 #include "call.h"
-#include "faults.h"
+#include "copies.h"
 #include "memory.h"
 #include "virtual.h"
 
@@ -29,7 +25,7 @@ EXPORT CUresult cuMemAllocManaged(CUdeviceptr *address, size_t bytes, unsigned i
 
 EXPORT CUresult cuMemFree_v2(CUdeviceptr address)
 {
-	CALL(result = memory_free(address););
+	CALL(copies_finish(EVERY_STREAM); result = memory_free(address););
 }
 
 EXPORT CUresult cuMemFreeAsync(CUdeviceptr address, CUstream stream)
@@ -44,98 +40,6 @@ EXPORT CUresult cuMemGetInfo_v2(size_t *free_bytes, size_t *total_bytes)
 
 	CALL(int gpu = current_gpu(); result = gpu >= 0 ? memory_room(gpu, &room, &total) : CUDA_ERROR_INVALID_CONTEXT;
 	     *free_bytes = room; *total_bytes = total;);
-}
-
-/* ---------------------------------------------------------------- pinned memory */
-
-/* Shared and without a name, as the driver's is, so that it is "/dev/zero (deleted)" in /proc/PID/maps. Its size is kept in
- * front of it, for the call that frees it. */
-#define PINNED_HEAD 4096
-
-EXPORT CUresult cuMemHostAlloc(void **address, size_t bytes, unsigned int flags)
-{
-	(void)flags;
-	CALL(size_t whole = bytes + PINNED_HEAD; result = (CUresult)fault_in_call("pin");
-	     if (result == CUDA_SUCCESS) {
-		     char *place = mmap(NULL, whole, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-
-		     if (place == MAP_FAILED) {
-			     result = CUDA_ERROR_OUT_OF_MEMORY;
-		     } else {
-			     memcpy(place, &whole, sizeof whole);
-			     *address = place + PINNED_HEAD;
-		     }
-	     });
-}
-
-EXPORT CUresult cuMemAllocHost_v2(void **address, size_t bytes)
-{
-	return cuMemHostAlloc(address, bytes, 0);
-}
-
-EXPORT CUresult cuMemFreeHost(void *address)
-{
-	CALL(size_t whole; if (address) {
-		memcpy(&whole, (char *)address - PINNED_HEAD, sizeof whole);
-		munmap((char *)address - PINNED_HEAD, whole);
-	} else result = CUDA_ERROR_INVALID_VALUE;);
-}
-
-/* What the program has registered: the pages stay its own. */
-#define MAX_REGISTERED 1024
-static pthread_mutex_t registered_lock = PTHREAD_MUTEX_INITIALIZER;
-static struct {
-	uintptr_t address; /* 0: unused */
-	size_t bytes;
-} registered[MAX_REGISTERED];
-
-static CUresult add_registered(uintptr_t address, size_t bytes)
-{
-	CUresult result = CUDA_ERROR_OUT_OF_MEMORY;
-	int place = -1;
-
-	pthread_mutex_lock(&registered_lock);
-	for (int i = 0; i < MAX_REGISTERED; i++) {
-		if (!registered[i].address)
-			place = i;
-		else if (address < registered[i].address + registered[i].bytes && registered[i].address < address + bytes)
-			result = CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED;
-	}
-	if (result != CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED && place >= 0) {
-		registered[place].address = address;
-		registered[place].bytes = bytes;
-		result = CUDA_SUCCESS;
-	}
-	pthread_mutex_unlock(&registered_lock);
-	return result;
-}
-
-static CUresult drop_registered(uintptr_t address)
-{
-	CUresult result = CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED;
-
-	pthread_mutex_lock(&registered_lock);
-	for (int i = 0; address && i < MAX_REGISTERED; i++) {
-		if (registered[i].address != address)
-			continue;
-		registered[i].address = 0;
-		result = CUDA_SUCCESS;
-	}
-	pthread_mutex_unlock(&registered_lock);
-	return result;
-}
-
-EXPORT CUresult cuMemHostRegister_v2(void *address, size_t bytes, unsigned int flags)
-{
-	(void)flags;
-	CALL(result = (CUresult)fault_in_call("pin");
-	     if (result == CUDA_SUCCESS)
-		     result = address && bytes ? add_registered((uintptr_t)address, bytes) : CUDA_ERROR_INVALID_VALUE;);
-}
-
-EXPORT CUresult cuMemHostUnregister(void *address)
-{
-	CALL(result = drop_registered((uintptr_t)address););
 }
 
 /* ---------------------------------------------------------------- what an address is */

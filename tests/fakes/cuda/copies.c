@@ -1,9 +1,19 @@
-/* The driver's calls that copy and fill. Each is done when it returns, also those that need not be. */
+/* The driver's calls that copy and fill.
+ *
+ * An asynchronous one between the device and pinned memory is done when somebody waits for its stream, and not before: whoever
+ * looks too early, waits for the wrong stream or unmaps too soon, sees it. The driver may do them earlier, and does most.
+ */
+#include "copies.h"
+
+#include <pthread.h>
 #include <string.h>
 
 #include "call.h"
 #include "faults.h"
 #include "memory.h"
+#include "pinned.h"
+
+#define MAX_WAITING 1024
 
 static CUresult to_device(CUdeviceptr to, const void *from, size_t bytes)
 {
@@ -62,13 +72,86 @@ static CUresult fill_words(CUdeviceptr to, unsigned int value, size_t count)
 	return CUDA_SUCCESS;
 }
 
-/* A copy needs a context, and an asynchronous one may go wrong as the faults say. */
-#define COPY(...)                                                                                 \
-	CALL(result = current_gpu() < 0 ? CUDA_ERROR_INVALID_CONTEXT : CUDA_SUCCESS;              \
+/* ---------------------------------------------------------------- what waits */
+
+static pthread_mutex_t queue = PTHREAD_MUTEX_INITIALIZER;
+static int waiting_count;
+static struct waiting {
+	CUstream stream;
+	bool in; /* to the device */
+	CUdeviceptr device;
+	void *host;
+	size_t bytes;
+} waiting[MAX_WAITING];
+
+static CUresult finish_locked(CUstream stream)
+{
+	CUresult result = CUDA_SUCCESS;
+	int left = 0;
+
+	for (int i = 0; i < waiting_count; i++) {
+		struct waiting *copy = &waiting[i];
+		bool due = (uintptr_t)stream <= 2 || copy->stream == stream;
+
+		if (!due)
+			waiting[left++] = *copy;
+		else if ((copy->in ? to_device(copy->device, copy->host, copy->bytes) :
+				     to_host(copy->host, copy->device, copy->bytes)) != CUDA_SUCCESS)
+			result = CUDA_ERROR_ILLEGAL_ADDRESS;
+	}
+	waiting_count = left;
+	return result;
+}
+
+CUresult copies_finish(CUstream stream)
+{
+	CUresult result;
+
+	pthread_mutex_lock(&queue);
+	result = finish_locked(stream);
+	pthread_mutex_unlock(&queue);
+	return result;
+}
+
+void copies_forget_after_fork(void)
+{
+	pthread_mutex_init(&queue, NULL);
+	waiting_count = 0;
+}
+
+/* Pageable memory is copied at once. */
+static CUresult submit(struct waiting copy)
+{
+	CUresult result = CUDA_SUCCESS;
+
+	if (!copy.bytes)
+		return CUDA_SUCCESS;
+	if (!(copy.in ? memory_can_write : memory_can_read)(copy.device, copy.bytes))
+		return CUDA_ERROR_INVALID_VALUE;
+	pthread_mutex_lock(&queue);
+	if (waiting_count == MAX_WAITING || !pinned_contains(copy.host, copy.bytes))
+		result = finish_locked(copy.stream);
+	if (pinned_contains(copy.host, copy.bytes) && waiting_count < MAX_WAITING)
+		waiting[waiting_count++] = copy;
+	else if (result == CUDA_SUCCESS)
+		result = copy.in ? to_device(copy.device, copy.host, copy.bytes) : to_host(copy.host, copy.device, copy.bytes);
+	pthread_mutex_unlock(&queue);
+	return result;
+}
+
+/* ---------------------------------------------------------------- the calls */
+
+/* A copy needs a context; one of the default stream comes after all others; an asynchronous one may go wrong as the faults say. */
+#define COPY(...)                                                                                         \
+	CALL(result = current_gpu() < 0 ? CUDA_ERROR_INVALID_CONTEXT : copies_finish(EVERY_STREAM);       \
 	     if (result == CUDA_SUCCESS) result = __VA_ARGS__;)
-#define COPY_ASYNC(...)                                                                           \
-	CALL(result = current_gpu() < 0 ? CUDA_ERROR_INVALID_CONTEXT : (CUresult)fault_in_call("copy"); \
+#define COPY_ASYNC(stream, ...)                                                                           \
+	CALL(result = current_gpu() < 0 ? CUDA_ERROR_INVALID_CONTEXT : (CUresult)fault_in_call("copy");   \
+	     if (result == CUDA_SUCCESS) result = copies_finish(stream);                                  \
 	     if (result == CUDA_SUCCESS) result = __VA_ARGS__;)
+#define SUBMIT(...)                                                                                       \
+	CALL(result = current_gpu() < 0 ? CUDA_ERROR_INVALID_CONTEXT : (CUresult)fault_in_call("copy");   \
+	     if (result == CUDA_SUCCESS) result = submit((struct waiting)__VA_ARGS__);)
 
 EXPORT CUresult cuMemcpyHtoD_v2(CUdeviceptr to, const void *from, size_t bytes)
 {
@@ -102,36 +185,30 @@ EXPORT CUresult cuMemsetD32_v2(CUdeviceptr to, unsigned int value, size_t count)
 
 EXPORT CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr to, const void *from, size_t bytes, CUstream stream)
 {
-	(void)stream;
-	COPY_ASYNC(to_device(to, from, bytes));
+	SUBMIT({.stream = stream, .in = true, .device = to, .host = (void *)(uintptr_t)from, .bytes = bytes});
 }
 
 EXPORT CUresult cuMemcpyDtoHAsync_v2(void *to, CUdeviceptr from, size_t bytes, CUstream stream)
 {
-	(void)stream;
-	COPY_ASYNC(to_host(to, from, bytes));
+	SUBMIT({.stream = stream, .device = from, .host = to, .bytes = bytes});
 }
 
 EXPORT CUresult cuMemcpyDtoDAsync_v2(CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream stream)
 {
-	(void)stream;
-	COPY_ASYNC(on_device(to, from, bytes));
+	COPY_ASYNC(stream, on_device(to, from, bytes));
 }
 
 EXPORT CUresult cuMemcpyAsync(CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream stream)
 {
-	(void)stream;
-	COPY_ASYNC(anywhere(to, from, bytes));
+	COPY_ASYNC(stream, anywhere(to, from, bytes));
 }
 
 EXPORT CUresult cuMemsetD8Async(CUdeviceptr to, unsigned char value, size_t count, CUstream stream)
 {
-	(void)stream;
-	COPY_ASYNC(fill(to, value, count));
+	COPY_ASYNC(stream, fill(to, value, count));
 }
 
 EXPORT CUresult cuMemsetD32Async(CUdeviceptr to, unsigned int value, size_t count, CUstream stream)
 {
-	(void)stream;
-	COPY_ASYNC(fill_words(to, value, count));
+	COPY_ASYNC(stream, fill_words(to, value, count));
 }

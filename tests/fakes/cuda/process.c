@@ -17,6 +17,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "copies.h"
 #include "devices.h"
 #include "faults.h"
 #include "ledger.h"
@@ -115,6 +116,7 @@ static CUresult lock(const struct request *request)
 		}
 		sleep_ms(1);
 	}
+	copies_finish(EVERY_STREAM);
 	sleep_ms(request->delay_ms);
 	state = PROCESS_LOCKED;
 	return CUDA_SUCCESS;
@@ -271,6 +273,7 @@ static void forget_after_fork(void)
 	memset((void *)fake_cuda_mailbox.phases, 0, sizeof fake_cuda_mailbox.phases);
 	ledger_forget_after_fork();
 	memory_forget_after_fork();
+	copies_forget_after_fork();
 }
 
 CUresult process_init(void)

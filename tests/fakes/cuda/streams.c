@@ -1,8 +1,8 @@
-/* Streams and events. Work has no order of its own here: it is done when the call returns, but for the one kernel, which keeps the
- * GPU busy. */
+/* Streams and events. What was submitted is done when it is waited for (copies.c), and the one kernel keeps every stream busy. */
 #include <stdatomic.h>
 
 #include "call.h"
+#include "copies.h"
 
 #define MAX_STREAMS 256
 #define MAX_EVENTS 4096
@@ -13,6 +13,7 @@ static struct fake_stream {
 
 static struct fake_event {
 	_Atomic int used;
+	CUstream stream; /* in which it was recorded last */
 } events[MAX_EVENTS];
 
 static int take(_Atomic int *used)
@@ -59,16 +60,16 @@ static bool is_event(CUevent event)
 	return event >= events && event < events + MAX_EVENTS && event->used;
 }
 
-static CUresult wait_for_work(void)
+static CUresult wait_for_work(CUstream stream)
 {
 	while (process_busy())
 		sleep_ms(1);
-	return CUDA_SUCCESS;
+	return copies_finish(stream);
 }
 
-static CUresult look_for_work(void)
+static CUresult look_for_work(CUstream stream)
 {
-	return process_busy() ? CUDA_ERROR_NOT_READY : CUDA_SUCCESS;
+	return process_busy() ? CUDA_ERROR_NOT_READY : copies_finish(stream);
 }
 
 EXPORT CUresult cuStreamCreate(CUstream *stream, unsigned int flags)
@@ -85,28 +86,31 @@ EXPORT CUresult cuStreamCreateWithPriority(CUstream *stream, unsigned int flags,
 
 EXPORT CUresult cuStreamDestroy_v2(CUstream stream)
 {
-	CALL(if ((uintptr_t)stream > 2 && is_stream(stream)) stream->used = 0; else result = CUDA_ERROR_INVALID_HANDLE;);
+	CALL(if ((uintptr_t)stream > 2 && is_stream(stream)) {
+		result = copies_finish(stream);
+		stream->used = 0;
+	} else result = CUDA_ERROR_INVALID_HANDLE;);
 }
 
 EXPORT CUresult cuStreamSynchronize(CUstream stream)
 {
-	CALL(result = is_stream(stream) ? wait_for_work() : CUDA_ERROR_INVALID_HANDLE;);
+	CALL(result = is_stream(stream) ? wait_for_work(stream) : CUDA_ERROR_INVALID_HANDLE;);
 }
 
 EXPORT CUresult cuStreamQuery(CUstream stream)
 {
-	CALL(result = is_stream(stream) ? look_for_work() : CUDA_ERROR_INVALID_HANDLE;);
+	CALL(result = is_stream(stream) ? look_for_work(stream) : CUDA_ERROR_INVALID_HANDLE;);
 }
 
 EXPORT CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned int flags)
 {
 	(void)flags;
-	CALL(if (!is_stream(stream) || !is_event(event)) result = CUDA_ERROR_INVALID_HANDLE;);
+	CALL(result = is_stream(stream) && is_event(event) ? copies_finish(event->stream) : CUDA_ERROR_INVALID_HANDLE;);
 }
 
 EXPORT CUresult cuCtxSynchronize(void)
 {
-	CALL(result = current_gpu() < 0 ? CUDA_ERROR_INVALID_CONTEXT : wait_for_work(););
+	CALL(result = current_gpu() < 0 ? CUDA_ERROR_INVALID_CONTEXT : wait_for_work(EVERY_STREAM););
 }
 
 EXPORT CUresult cuEventCreate(CUevent *event, unsigned int flags)
@@ -117,17 +121,17 @@ EXPORT CUresult cuEventCreate(CUevent *event, unsigned int flags)
 
 EXPORT CUresult cuEventRecord(CUevent event, CUstream stream)
 {
-	CALL(if (!is_event(event) || !is_stream(stream)) result = CUDA_ERROR_INVALID_HANDLE;);
+	CALL(if (is_event(event) && is_stream(stream)) event->stream = stream; else result = CUDA_ERROR_INVALID_HANDLE;);
 }
 
 EXPORT CUresult cuEventQuery(CUevent event)
 {
-	CALL(result = is_event(event) ? look_for_work() : CUDA_ERROR_INVALID_HANDLE;);
+	CALL(result = is_event(event) ? look_for_work(event->stream) : CUDA_ERROR_INVALID_HANDLE;);
 }
 
 EXPORT CUresult cuEventSynchronize(CUevent event)
 {
-	CALL(result = is_event(event) ? wait_for_work() : CUDA_ERROR_INVALID_HANDLE;);
+	CALL(result = is_event(event) ? wait_for_work(event->stream) : CUDA_ERROR_INVALID_HANDLE;);
 }
 
 EXPORT CUresult cuEventDestroy_v2(CUevent event)

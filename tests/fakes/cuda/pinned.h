@@ -1,0 +1,10 @@
+/* Host memory that the GPU can reach: what asynchronous copies need. */
+#ifndef FAKE_CUDA_PINNED_H
+#define FAKE_CUDA_PINNED_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+bool pinned_contains(const void *address, uint64_t bytes);
+
+#endif
