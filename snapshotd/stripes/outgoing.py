@@ -221,5 +221,6 @@ class Outgoing:
         except TimeoutError as error:
             raise Unreachable(f"{where}: no answer within {CONNECT_S:.0f} s") from error
         except OSError as error:
-            raise Unreachable(f"{where}: {error.strerror or error}") from error
+            why = os.strerror(error.errno) if error.errno else str(error)  # asyncio's own words name no cause
+            raise Unreachable(f"{where}: {why}") from error
         return connection

@@ -1,0 +1,270 @@
+"""Connections that break, bytes that change, processes that die, disks that are full."""
+
+from __future__ import annotations
+
+import os
+import resource
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from snapshotd.api.errors import Damaged, Full, Internal, SnapshotError, Unreachable
+from tests.stripes.lane import (
+    GREETING_BYTES,
+    HEADER_BYTES,
+    MIB,
+    Ends,
+    Meddle,
+    children,
+    children_of,
+    flip,
+    flipped,
+    noise,
+    until,
+)
+
+CONTENT = noise(6 * MIB + 5)
+SIZES = {"a": len(CONTENT)}
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is lost is given up soon."""
+    monkeypatch.setattr("snapshotd.stripes.incoming.LOST_S", 0.3)
+    monkeypatch.setattr("snapshotd.stripes.outgoing.REOPEN_S", 0.3)
+
+
+@pytest.fixture(autouse=True)
+def filled(request: pytest.FixtureRequest) -> None:
+    for name in ("ends", "plain"):
+        if name in request.fixturenames:
+            request.getfixturevalue(name).fill({"a": CONTENT})
+
+
+def cut_at(position: int, connections: int) -> Meddle:
+    """The first `connections` connections, each so far from its own beginning."""
+    return lambda number, passed, part: None if number < connections and passed + len(part) > position else part
+
+
+def one_child(program: str) -> int:
+    (found,) = [pid for pid in children() if program in Path(f"/proc/{pid}/cmdline").read_text()]
+    return found
+
+
+@contextmanager
+def files_end_at(size: int) -> Iterator[None]:
+    """For processes that are started meanwhile."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+async def arrives(ends: Ends, meddle: Meddle) -> int:
+    """How many connections that took."""
+    async with ends.both(["a"], meddle) as (incoming, outgoing, meddler):
+        outgoing.finish(SIZES)
+        assert (await outgoing.wait()).bytes == len(CONTENT)
+        assert await incoming.wait(30) == SIZES
+    assert ends.arrived(["a"]) == {"a": CONTENT}
+    return meddler.connections
+
+
+# ---------------------------------------------------------------- connections
+
+
+@pytest.mark.parametrize("position", [2 * MIB + 1000, 5 * MIB])
+async def test_a_connection_that_is_cut_is_opened_again_and_goes_on(ends: Ends, position: int) -> None:
+    passed_again = 0
+
+    def cut(number: int, passed: int, part: bytes) -> bytes | None:
+        nonlocal passed_again
+        passed_again += len(part) if number else 0
+        return cut_at(position, 1)(number, passed, part)
+
+    assert await arrives(ends, cut) == 2
+    assert passed_again < len(CONTENT) - position + 2 * MIB  # it did not begin from the beginning
+
+
+async def test_a_connection_may_break_three_times(ends: Ends) -> None:
+    assert await arrives(ends, cut_at(MIB + 200_000, 3)) == 4
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_one_that_breaks_again_and_again_is_unreachable(ends: Ends) -> None:
+    async with ends.both(["a"], cut_at(GREETING_BYTES + 20_000, 99)) as (incoming, outgoing, meddler):
+        outgoing.finish(SIZES)
+        with pytest.raises(Unreachable, match="a to node node-2: "):
+            await outgoing.wait()
+        with pytest.raises(Unreachable, match="a from node node-1: "):
+            await incoming.wait(30)
+        assert outgoing.failed is not None
+        assert incoming.failed is not None
+        assert meddler.connections == 4
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_a_target_that_is_gone_is_unreachable(ends: Ends) -> None:
+    async with ends.both(["a"]) as (incoming, outgoing, meddler):
+        await incoming.close()
+        await meddler.__aexit__()
+        outgoing.finish(SIZES)
+        with pytest.raises(Unreachable, match="Connection refused"):
+            await outgoing.wait()
+    with pytest.raises(Unreachable, match="node node-2 at 127"):
+        async with ends.outgoing(meddler.port, incoming.key, ["a"]):
+            pass
+
+
+async def test_who_missed_the_last_word_hears_it_again(ends: Ends) -> None:
+    async with ends.both(["a"]) as (incoming, outgoing, meddler):
+        meddler.deaf = True
+        outgoing.finish(SIZES)
+        assert await incoming.wait(30) == SIZES
+        meddler.deaf = False
+        meddler.cut()
+        assert (await outgoing.wait()).bytes == len(CONTENT)
+        assert meddler.connections == 2
+
+
+async def test_a_new_connection_ends_one_that_hangs(ends: Ends) -> None:
+    """The network swallowed the first one: neither end was told."""
+    async with ends.both(["a"]) as (incoming, outgoing, meddler):
+        outgoing.advance("a", 2 * MIB)
+        await until(lambda: (ends.there / "a").stat().st_size >= 2 * MIB)
+        meddler.cut_source()
+        outgoing.finish(SIZES)
+        await outgoing.wait()
+        assert await incoming.wait(30) == SIZES
+        assert meddler.connections == 2
+    assert ends.arrived(["a"]) == {"a": CONTENT}
+
+
+# ---------------------------------------------------------------- bytes
+
+
+@pytest.mark.parametrize(
+    "position",
+    [
+        GREETING_BYTES + 3,  # the first record's header
+        GREETING_BYTES + HEADER_BYTES - 1,  # its check
+        GREETING_BYTES + HEADER_BYTES + 500_000,  # its payload
+        GREETING_BYTES + 3 * (HEADER_BYTES + MIB) + HEADER_BYTES + 7,  # the payload of the fourth
+    ],
+)
+async def test_what_arrives_damaged_is_sent_again(plain: Ends, position: int) -> None:
+    assert await arrives(plain, flip(position)) == 2
+
+
+async def test_encryption_notices_a_changed_byte_by_itself(encrypted: Ends) -> None:
+    encrypted.fill({"a": CONTENT})
+    assert await arrives(encrypted, flip(3 * MIB)) == 2
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_what_is_damaged_every_time_is_never_stored(plain: Ends) -> None:
+    def spoil(_number: int, passed: int, part: bytes) -> bytes:
+        return flipped(part, GREETING_BYTES + HEADER_BYTES + 1000 - passed)
+
+    async with plain.both(["a"], spoil) as (incoming, outgoing, _):
+        outgoing.finish(SIZES)
+        with pytest.raises(Damaged, match="the record at 0 arrived damaged"):
+            await outgoing.wait()
+        with pytest.raises(Damaged, match="the record at 0 arrived damaged"):
+            await incoming.wait(30)
+    assert plain.arrived(["a"]) == {"a": b""}
+    assert not (plain.there / "a.done").exists()
+
+
+# ---------------------------------------------------------------- processes
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_a_sender_that_is_killed_is_an_error_at_both_ends(ends: Ends) -> None:
+    async with ends.both(["a"]) as (incoming, outgoing, _):
+        os.kill(one_child("send"), signal.SIGKILL)
+        with pytest.raises(Internal, match="ended with SIGKILL"):
+            await outgoing.wait()
+        with pytest.raises(Unreachable, match="a from node node-1"):
+            await incoming.wait(30)
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_a_receiver_that_is_killed_is_an_error_at_both_ends(ends: Ends) -> None:
+    async with ends.both(["a"]) as (incoming, outgoing, _):
+        os.kill(one_child("receive"), signal.SIGKILL)
+        with pytest.raises(Internal, match="ended with SIGKILL"):
+            await incoming.wait(30)
+        with pytest.raises(Unreachable, match="node-2"):
+            await outgoing.wait()
+
+
+async def test_a_child_that_breaks_down_is_quoted(plain: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("snapshotd.stripes.incoming._RECEIVE", "snapshotd.stripes.no_such_thing")
+    with pytest.raises(Internal, match=r"(?s)ended with status 1: .*No module named snapshotd.stripes.no_such_thing"):
+        async with plain.incoming(["a"]):
+            pass
+
+
+def test_children_end_with_their_daemon(plain: Ends) -> None:
+    daemon = subprocess.Popen(
+        [sys.executable, str(Path(__file__).with_name("daemon.py")), str(plain.here), str(plain.there)],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+    with daemon:
+        assert daemon.stdout is not None
+        assert daemon.stdout.readline() == "open\n"
+        pidfds = [os.pidfd_open(pid) for pid in children_of(daemon.pid)]
+        assert len(pidfds) == 2
+        daemon.kill()
+    for pidfd in pidfds:
+        assert select.select([pidfd], [], [], 30)[0] == [pidfd]  # it has ended
+        os.close(pidfd)
+
+
+# ---------------------------------------------------------------- room
+
+
+async def test_a_full_disk_is_said_at_both_ends(ends: Ends) -> None:
+    with files_end_at(2 * MIB):
+        opened = ends.incoming(["a"])
+        incoming = await opened.__aenter__()
+    try:
+        async with ends.outgoing(incoming.port, incoming.key, ["a"]) as outgoing:
+            outgoing.finish(SIZES)
+            with pytest.raises(Full, match=r"writing .*/a: "):
+                await outgoing.wait()
+        with pytest.raises(Full, match=r"writing .*/a: "):
+            await incoming.wait(30)
+    finally:
+        await opened.__aexit__(None, None, None)
+    assert CONTENT.startswith((ends.there / "a").read_bytes())
+
+
+@pytest.mark.root
+async def test_a_full_tmpfs_is_full(plain: Ends) -> None:
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(plain.there)], check=True)
+    try:
+        with pytest.raises(Full, match="100 MiB is to come"):
+            async with plain.incoming(["a"], expected_bytes=100 * MIB):
+                pass
+        failed: list[SnapshotError | None] = []
+        async with plain.both(["a"]) as (incoming, outgoing, _):
+            outgoing.finish(SIZES)
+            with pytest.raises(Full, match="No space left on device"):
+                await outgoing.wait()
+            failed.append(incoming.failed)
+        assert isinstance(failed[0], Full)
+    finally:
+        subprocess.run(["umount", str(plain.there)], check=True)
