@@ -1,14 +1,17 @@
-"""The transport alone: from a FIFO on the source into verified images in the target's memory, against a raw socket.
+"""The transport alone, against a raw socket: images from a FIFO on the source, and device memory from stripes in its tmpfs,
+into verified files in the target's memory.
 
-Both lanes are measured: the bulk lane beside gRPC, which moves use, and the one over gRPC, which they fall back to.
+Images have two lanes: the bulk lane beside gRPC, which moves use, and the one over gRPC, which they fall back to. Device
+memory has stripes, with and without encryption; their room on the target is taken before, as it is before a freeze.
 
 Sender, receiver and the writer that stands in for CRIU are processes of their own, all on this machine's cores, over
-loopback with mutual TLS. `python -m integration.bench_transport` prints the table; `run` is for `make bench`.
+loopback, the lanes with mutual TLS. `python -m integration.bench_transport [--mib N]` prints the table.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import resource
@@ -33,10 +36,15 @@ from snapshotd.images.lane import PushCall, push_channels, push_handler
 from snapshotd.images.sender import Sender
 from snapshotd.images.store import ImageStore
 from snapshotd.images.stream import Stream
+from snapshotd.stripes.incoming import Incoming
+from snapshotd.stripes.outgoing import Outgoing
+from snapshotd.stripes.records import RECORD_BYTES
 
 MOVE = "m-000000000000"
 LANES = {"bulk": "bulk lane", "grpc": "gRPC lane"}
-_BLOCK_BYTES = 4 << 20
+#: What device memory should reach of a raw socket, on a machine with cores for all stripes.
+STRIPES_GOAL = 0.8
+_BLOCK_BYTES = 8 << 20
 _REPOSITORY = Path(__file__).parents[1]
 
 
@@ -64,7 +72,23 @@ def run(total_bytes: int = 2 << 30, streams: int = 4, chunk_bytes: int = 2 << 20
             found[f"{lane}_to_raw_tmpfs"] = lane_gbps / raw_tmpfs_gbps
             found[f"{lane}_cpu_s_per_gb"] = (_cpu_s() - before_s) / (total_bytes / 1e9)
             found[f"{lane}_chunks_resent"] = resent
+        for encrypted, stripes in itertools.product((False, True), widths()):
+            with tempfile.TemporaryDirectory(dir=folder) as own:
+                seconds, cpu_s = asyncio.run(_stripes(Path(own), total_bytes, stripes, encrypted=encrypted))
+            way = stripes_key(stripes, encrypted=encrypted)
+            found[f"{way}_gbps"] = total_bytes / seconds / 1e9
+            found[f"{way}_to_raw"] = found[f"{way}_gbps"] / raw_gbps
+            found[f"{way}_cpu_s_per_gb"] = cpu_s / (total_bytes / 1e9)
         return found
+
+
+def widths() -> list[int]:
+    """Numbers of stripes that make sense here: each takes a core at either end."""
+    return [stripes for stripes in (1, 2, 4, 8) if stripes <= (os.cpu_count() or 1)]
+
+
+def stripes_key(stripes: int, *, encrypted: bool) -> str:
+    return f"stripes_{stripes}_{'tls' if encrypted else 'plain'}"
 
 
 def _cpu_s() -> float:
@@ -177,6 +201,49 @@ async def _receive(image_dir: str, credentials: Credentials, total_bytes: int, s
     store.drop(MOVE)
 
 
+# ---------------------------------------------------------------- device memory
+
+
+async def _stripes(folder: Path, total_bytes: int, stripes: int, *, encrypted: bool) -> tuple[float, float]:
+    """(seconds from the first byte that may be sent until the last one is verified and stored, processor seconds)."""
+    authority = folder / "ca"
+    pki.init(authority)
+    issued = (pki.issue_node(authority, name) for name in ("node-1", "node-2"))
+    source, target = (Credentials(identity.ca, identity.cert, identity.key) for identity in issued)
+    here, there = folder / "source", folder / "target"
+    here.mkdir()
+    there.mkdir()
+    size = total_bytes // stripes
+    names = [f"device-1-{number}" for number in range(stripes)]
+    for name in names:
+        _write_stripe(here / name, size)
+    before_s = _cpu_s()
+    incoming = await Incoming.open(
+        there, names, ["127.0.0.1"], target, "node-1", encrypted=encrypted, expected_bytes=total_bytes
+    )
+    outgoing = await Outgoing.open(
+        "127.0.0.1", incoming.port, incoming.key, source, "node-2", here, names, encrypted=encrypted
+    )
+    while any((there / name).stat().st_blocks * 512 < size for name in names):  # noqa: ASYNC110 - no event tells it
+        await asyncio.sleep(0.01)
+    begun = time.perf_counter()
+    outgoing.finish(dict.fromkeys(names, size))
+    totals = await outgoing.wait()
+    seconds = time.perf_counter() - begun
+    assert totals.sent == total_bytes
+    await outgoing.close()
+    await incoming.close()
+    return seconds, _cpu_s() - before_s
+
+
+def _write_stripe(path: Path, size: int) -> None:
+    """No two megabytes of it are the same, so all of it has to travel."""
+    block = os.urandom(RECORD_BYTES - 8)
+    with path.open("wb", buffering=0) as file:
+        for number in range(size // RECORD_BYTES):
+            file.write(number.to_bytes(8, "big") + block)
+
+
 def main(arguments: list[str]) -> None:
     match arguments:
         case ["sink", into]:
@@ -187,20 +254,28 @@ def main(arguments: list[str]) -> None:
             asyncio.run(_receive(image_dir, Credentials(Path(ca), Path(cert), Path(key)), int(total), source_node))
         case ["--json"]:
             print(json.dumps(run()))
+        case ["--mib", mib]:
+            show(run(int(mib) << 20))
         case _:
-            found = run()
-            print(f"{found['total_bytes'] / 2**30:.0f} GiB, {found['streams']} streams, mutual TLS, loopback")
-            for label, key, unit in (
-                ("raw socket, memory to memory", "raw_socket_gbps", "GB/s"),
-                ("raw socket, into tmpfs", "raw_socket_tmpfs_gbps", "GB/s"),
-            ):
-                print(f"{label:<34} {found[key]:6.2f} {unit}")
-            for lane, label in LANES.items():
-                print(f"{label + ', FIFO to verified image':<34} {found[f'{lane}_gbps']:6.2f} GB/s")
-                print(f"{label + ' / raw socket':<34} {found[f'{lane}_to_raw']:6.2f}")
-                print(f"{label + ' / raw socket into tmpfs':<34} {found[f'{lane}_to_raw_tmpfs']:6.2f}")
-                cpu_s_per_gb = found[f"{lane}_cpu_s_per_gb"]
-                print(f"{'processor time of the ' + label:<34} {cpu_s_per_gb:6.2f} s/GB, both ends and the writer")
+            show(run())
+
+
+def show(found: dict[str, float]) -> None:
+    print(f"{found['total_bytes'] / 2**30:.1f} GiB over loopback, {os.cpu_count()} cores")
+    rows = [
+        ("raw socket, memory to memory", "raw_socket"),
+        ("raw socket, into tmpfs", "raw_socket_tmpfs"),
+        *((f"{label}, {found['streams']} streams, TLS, from a FIFO", lane) for lane, label in LANES.items()),
+    ]
+    for encrypted, stripes in itertools.product((False, True), widths()):
+        label = f"device memory, {stripes} stripe{'s' * (stripes > 1)}, {'TLS' if encrypted else 'plain'}"
+        rows.append((label, stripes_key(stripes, encrypted=encrypted)))
+    print(f"{'':<44} {'GB/s':>6} {'to raw':>7} {'CPU s/GB, all processes':>24}")
+    for label, key in rows:
+        share, cpu_s_per_gb = found.get(f"{key}_to_raw"), found.get(f"{key}_cpu_s_per_gb")
+        numbers = "" if share is None else f"{share:7.2f} {cpu_s_per_gb:24.2f}"
+        print(f"{label:<44} {found[f'{key}_gbps']:6.2f} {numbers}".rstrip())
+    print(f"Device memory's goal: {STRIPES_GOAL} of the raw socket, where every stripe has a core at either end.")
 
 
 if __name__ == "__main__":

@@ -165,7 +165,8 @@ class Incoming:
                 connection.setblocking(True)
                 self._stripes[number].child.say({}, [connection.fileno()])
         except (SnapshotError, OSError) as error:  # TimeoutError is one
-            log.warning("the stripes of %s: %s is not let in: %s", self._source_node, address, error)
+            why = str(error) or f"it did not say who it is within {CONNECT_S:.0f} s"
+            log.warning("the stripes of %s: %s is not let in: %s", self._source_node, address, why)
         finally:
             self._strangers -= 1
 

@@ -1,0 +1,297 @@
+"""Who is let in, and what becomes of records that nobody honest would send."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from snapshotd.api.channel import Credentials
+from snapshotd.api.errors import BadConfig, Damaged, Denied, Unreachable
+from snapshotd.blocking import in_thread
+from snapshotd.stripes.connection import read_reply
+from snapshotd.stripes.incoming import Incoming
+from snapshotd.stripes.key import KEY_BYTES, prove_source
+from snapshotd.stripes.records import (
+    HEADER_BYTES,
+    MAX_RECORD_BYTES,
+    MAX_STRIPE_BYTES,
+    REPLY_BYTES,
+    Kind,
+    Record,
+    Trouble,
+    digest_of,
+    parse_header,
+    parse_reply,
+    parse_trouble,
+    reply,
+    trouble_reply,
+)
+from tests.stripes.lane import Ends, noise
+
+HELLO = b"hello"
+
+
+@asynccontextmanager
+async def connected(port: int) -> AsyncIterator[socket.socket]:
+    with socket.socket() as connection:
+        connection.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(connection, ("127.0.0.1", port))
+        yield connection
+
+
+async def admitted(incoming: Incoming, connection: socket.socket) -> None:
+    await prove_source(connection, incoming.key, 0)
+    connection.settimeout(30)
+    assert await in_thread(read_reply, connection) == (Kind.HAVE, 0)
+
+
+async def arrives(ends: Ends, incoming: Incoming) -> None:
+    """An honest source still gets through."""
+    content = noise(1000)
+    ends.fill({"a": content})
+    async with ends.outgoing(incoming.port, incoming.key, ["a"]) as outgoing:
+        outgoing.finish({"a": 1000})
+        await outgoing.wait()
+        assert await incoming.wait(30) == {"a": 1000}
+    assert ends.arrived(["a"]) == {"a": content}
+
+
+# ---------------------------------------------------------------- the key
+
+
+async def test_a_target_that_has_another_key_gets_nothing(ends: Ends) -> None:
+    async with ends.incoming(["a"]) as incoming:
+        with pytest.raises(Denied, match="does not hold the key"):
+            async with ends.outgoing(incoming.port, secrets.token_bytes(KEY_BYTES), ["a"]):
+                pass
+        await arrives(ends, incoming)
+
+
+def greeting(stripe: int = 0) -> bytes:
+    return b"SNSK" + bytes([1, stripe, 0, 0]) + secrets.token_bytes(32)
+
+
+async def left_alone(connection: socket.socket) -> None:
+    """The target has hung up without another word."""
+    async with asyncio.timeout(30):
+        try:
+            assert await asyncio.get_running_loop().sock_recv(connection, 1) == b""
+        except ConnectionResetError:
+            return
+
+
+async def test_who_does_not_hold_the_key_is_not_let_in(ends: Ends, caplog: pytest.LogCaptureFixture) -> None:
+    loop = asyncio.get_running_loop()
+    async with ends.incoming(["a"]) as incoming:
+        async with connected(incoming.port) as connection:
+            await loop.sock_sendall(connection, greeting())
+            assert len(await loop.sock_recv(connection, 1000)) == 64
+            await loop.sock_sendall(connection, secrets.token_bytes(32))
+            await left_alone(connection)
+        assert "who connects does not hold the key" in caplog.text
+        await arrives(ends, incoming)
+
+
+async def test_an_answer_serves_for_no_other_part_and_no_other_stripe(
+    plain: Ends, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Somebody who only repeats what the target says."""
+    loop = asyncio.get_running_loop()
+    async with plain.incoming(["a"]) as incoming, connected(incoming.port) as connection:
+        await loop.sock_sendall(connection, greeting())
+        answer = await loop.sock_recv(connection, 1000)
+        await loop.sock_sendall(connection, answer[32:])
+        await left_alone(connection)
+        assert "does not hold the key" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (b"GET / HTTP/1.1\r\nHost: example.org\r\nAccept: */*\r\n\r\n", "is no greeting"),
+        (b"\x16\x03\x01" + bytes(100), "is no greeting"),
+        (greeting(1), "there is no stripe 1"),
+        (greeting(255), "there is no stripe 255"),
+    ],
+    ids=["http", "tls", "one too many", "many too many"],
+)
+async def test_strange_words_are_logged_and_forgotten(
+    plain: Ends, caplog: pytest.LogCaptureFixture, words: bytes, why: str
+) -> None:
+    async with plain.incoming(["a"]) as incoming:
+        async with connected(incoming.port) as connection:
+            await asyncio.get_running_loop().sock_sendall(connection, words)
+            await left_alone(connection)
+        assert why in caplog.text
+        await arrives(plain, incoming)
+
+
+async def test_strangers_who_say_nothing_keep_nobody_out(plain: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("snapshotd.stripes.incoming.CONNECT_S", 0.2)
+    async with plain.incoming(["a"]) as incoming:
+        silent = [socket.create_connection(("127.0.0.1", incoming.port)) for _ in range(40)]
+        for connection in silent:
+            connection.setblocking(False)
+            await left_alone(connection)
+            connection.close()
+        await arrives(plain, incoming)
+
+
+# ---------------------------------------------------------------- certificates
+
+
+async def test_another_node_is_refused_although_it_has_the_key(
+    encrypted: Ends, stranger: Credentials, source: Credentials, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with encrypted.incoming(["a"]) as incoming:
+        encrypted.source = stranger
+        with pytest.raises(Denied, match="node:node-3 is not node:node-1"):
+            async with encrypted.outgoing(incoming.port, incoming.key, ["a"]):
+                pass
+        assert incoming.failed is None
+        encrypted.source = source
+        await arrives(encrypted, incoming)
+
+
+async def test_another_target_gets_nothing_although_it_has_the_key(encrypted: Ends) -> None:
+    async with encrypted.incoming(["a"]) as incoming:
+        with pytest.raises(Unreachable, match="not valid for 'node-9'"):
+            async with encrypted.outgoing(incoming.port, incoming.key, ["a"], node="node-9"):
+                pass
+
+
+async def test_without_encryption_nobody_gets_in_where_it_is_wanted(encrypted: Ends) -> None:
+    encrypted.fill({"a": HELLO})
+    async with encrypted.incoming(["a"]) as incoming:
+        encrypted.encrypted = False
+        with pytest.raises(Unreachable):
+            async with encrypted.outgoing(incoming.port, incoming.key, ["a"]):
+                pass
+    assert encrypted.arrived(["a"]) == {"a": b""}
+
+
+async def test_certificates_that_cannot_be_read_are_named(encrypted: Ends) -> None:
+    nowhere = Credentials(*(encrypted.here / name for name in ("ca.pem", "cert.pem", "key.pem")))
+    good, encrypted.target = encrypted.target, nowhere
+    with pytest.raises(BadConfig, match=r"cert\.pem"):
+        async with encrypted.incoming(["a"]):
+            pass
+    encrypted.target, encrypted.source = good, nowhere
+    async with encrypted.incoming(["a"]) as incoming:
+        with pytest.raises(BadConfig, match=r"cert\.pem"):
+            async with encrypted.outgoing(incoming.port, incoming.key, ["a"]):
+                pass
+
+
+# ---------------------------------------------------------------- records
+
+
+def data(content: bytes, offset: int = 0) -> bytes:
+    return Record(Kind.DATA, len(content), offset, 0, digest_of(content)).header() + content
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        (Record(Kind.END, 0, 100).header(), "END record for 100 where 0 bytes have arrived"),
+        (Record(Kind.END, 7, 0).header(), "an END of 7 bytes"),
+        (data(HELLO, 1), "DATA record for 1 where 0"),
+        (data(HELLO) + data(HELLO, 4), "DATA record for 4 where 5"),
+        (data(HELLO) + Record(Kind.SAME, 5, 5, 1, digest_of(HELLO)).header(), "repeats 1, where nothing is yet"),
+        (Record(Kind.DATA, MAX_RECORD_BYTES + 1, 0).header(), "at most"),
+        (Record(Kind.ZERO, 0, 0).header(), "a record of 0 bytes"),
+        (Record(Kind.HAVE, 5, 0).header(), "a record of kind 16"),
+        (Record(Kind.END, 0, 0).header() + data(HELLO), "after the end"),
+    ],
+    ids=["size", "long end", "gap", "overlap", "twin", "large", "empty", "kind", "late"],
+)
+async def test_a_record_that_contradicts_ends_the_move(plain: Ends, said: bytes, why: str) -> None:
+    async with plain.incoming(["a"]) as incoming, connected(incoming.port) as connection:
+        await admitted(incoming, connection)
+        connection.sendall(said)
+        if said.startswith(Record(Kind.END, 0, 0).header()):
+            assert await in_thread(read_reply, connection) == (Kind.DONE, 0)
+        with pytest.raises(Trouble, match=why) as caught:
+            await in_thread(read_reply, connection)
+        assert (caught.value.code, caught.value.again) == ("damaged", False)
+        if "after" not in why:
+            with pytest.raises(Damaged, match=why):
+                await incoming.wait(30)
+    assert plain.arrived(["a"])["a"] in (b"", HELLO)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        bytes(HEADER_BYTES),
+        b"\xff" * HEADER_BYTES,
+        data(HELLO)[:-1] + b"!",
+        Record(Kind.ZERO, 5, 0, 0, digest_of(HELLO)).header(),
+    ],
+    ids=["zeros", "ones", "payload", "not zero"],
+)
+async def test_a_record_that_is_damaged_may_be_sent_again(plain: Ends, said: bytes) -> None:
+    async with plain.incoming(["a"]) as incoming:
+        async with connected(incoming.port) as connection:
+            await admitted(incoming, connection)
+            connection.sendall(said)
+            with pytest.raises(Trouble) as caught:
+                await in_thread(read_reply, connection)
+            assert (caught.value.code, caught.value.again) == ("damaged", True)
+        await arrives(plain, incoming)
+
+
+async def test_a_repetition_is_checked_like_everything_else(plain: Ends) -> None:
+    async with plain.incoming(["a"]) as incoming, connected(incoming.port) as connection:
+        await admitted(incoming, connection)
+        connection.sendall(data(HELLO) + Record(Kind.SAME, 5, 5, 0, digest_of(b"other")).header())
+        with pytest.raises(Trouble, match="the record at 5 arrived damaged"):
+            await in_thread(read_reply, connection)
+    assert plain.arrived(["a"]) == {"a": HELLO}
+
+
+@given(st.binary(min_size=HEADER_BYTES, max_size=HEADER_BYTES), st.integers(0, MAX_STRIPE_BYTES))
+def test_any_bytes_are_trouble_and_nothing_else(header: bytes, have: int) -> None:
+    with pytest.raises(Trouble):
+        parse_header(header, have)
+
+
+@given(
+    st.sampled_from([Kind.DATA, Kind.ZERO, Kind.SAME, Kind.END]),
+    st.integers(0, 2**32 - 1),
+    st.integers(0, 2**64 - 1),
+    st.integers(0, 2**64 - 1),
+)
+def test_a_record_that_passes_fits_its_place(kind: Kind, length: int, offset: int, twin: int) -> None:
+    record = Record(kind, length, offset, twin)
+    try:
+        found = parse_header(record.header(), offset)
+    except Trouble:
+        return
+    assert found == record
+    assert length <= MAX_RECORD_BYTES
+    assert kind is Kind.END or (length and offset + length <= MAX_STRIPE_BYTES)
+    assert kind is not Kind.SAME or twin + length <= offset
+
+
+@given(st.binary(min_size=REPLY_BYTES, max_size=REPLY_BYTES), st.binary())
+def test_any_reply_is_understood_or_trouble(header: bytes, text: bytes) -> None:
+    with pytest.raises(Trouble):
+        parse_reply(header)
+    assert isinstance(parse_trouble(0, text), Trouble)
+
+
+def test_trouble_arrives_as_it_was_said() -> None:
+    said = trouble_reply(Trouble("full", "ü" * 10_000, again=True))
+    kind, value, text_bytes = parse_reply(said[:REPLY_BYTES])
+    heard = parse_trouble(value, said[REPLY_BYTES:])
+    assert (kind, text_bytes) == (Kind.TROUBLE, len(said) - REPLY_BYTES)
+    assert (heard.code, heard.again, heard.message) == ("full", True, "ü" * 1024)
+    assert parse_reply(reply(Kind.DONE, 7)) == (Kind.DONE, 7, 0)
