@@ -244,7 +244,7 @@ static void access_now(void)
 	printf("\n");
 }
 
-static volatile int stopping;
+static _Atomic int stopping;
 
 static void *come_and_go(void *nothing)
 {
