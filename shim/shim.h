@@ -100,6 +100,9 @@ void control_start(void);
 void control_forget(void);
 void control_leader_left(void);
 
+/* nccl/real.c: whether code is NCCL's, as far as it was called. */
+bool nccl_contains(const void *address);
+
 /* nccl/command.c: what the mailbox asks about NCCL, SNAPSHIM_NCCL_… */
 int nccl_obey(uint32_t command, int64_t timeout_ns);
 void nccl_forget(void);

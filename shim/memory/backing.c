@@ -5,6 +5,7 @@
  * asks for it (SNAPSHIM_DEVICE_MEMORY=parked) gets any of this.
  */
 #define _GNU_SOURCE
+#include <dlfcn.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -28,6 +29,21 @@ bool backing_wanted(void)
 	return known == 2 && !memory_passes_on;
 }
 
+/* NCCL gives handles of its buffers to other processes, and has none left when a rank moves. */
+bool backing_serves(const void *caller)
+{
+	const char *file;
+	Dl_info info;
+
+	if (!backing_wanted() || nccl_contains(caller))
+		return false;
+	if (!dladdr(caller, &info) || !info.dli_fname)
+		return true;
+	file = strrchr(info.dli_fname, '/');
+	return strncmp(file ? file + 1 : info.dli_fname, "libnccl", 7) != 0;
+}
+
+/* Whether so many bytes are worth it. */
 bool backing_takes(size_t bytes)
 {
 	return bytes >= SMALLEST_BYTES;

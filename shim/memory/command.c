@@ -287,7 +287,7 @@ static int park_memory(int64_t until_ns)
 		parked_as.count = stripes.count;
 		parked_as.slot_bytes = stripes.slot_bytes;
 		STORE(&snapshim_mailbox.device_parked, 1);
-		status = explain(workers_run(1, detach_all, FOREVER));
+		status = explain(workers_run(stripes.count, detach_all, FOREVER));
 		if (status != ETIMEDOUT && status && !any_is_away())
 			STORE(&snapshim_mailbox.device_parked, 0);
 	}
@@ -305,14 +305,14 @@ static int fill_memory(int64_t until_ns)
 		return refuse(EALREADY, "no memory is parked");
 	status = prepare_all(until_ns);
 	if (!status)
-		status = explain(workers_run(1, attach_all, until_ns));
+		status = explain(workers_run(stripes.count, attach_all, until_ns));
 	if (!status)
 		status = copy(copy_in, until_ns);
 	if (!status) {
 		mark_striped(false);
 		STORE(&snapshim_mailbox.device_parked, 0);
 	} else if (workers_are_back()) {
-		workers_run(1, detach_all, FOREVER);
+		workers_run(stripes.count, detach_all, FOREVER);
 	}
 	drop();
 	return status;

@@ -300,7 +300,8 @@ void *segments_stand_in(const char *name, void *function)
 			(int(*) parameters)cuda_function(#name, CUDA_RUNTIME, __builtin_return_address(0)); \
 		int status = call ? call arguments : RUNTIME_NOT_FOUND;                                 \
                                                                                                         \
-		if (status == 0 && symbol && function && *function && backing_wanted() && driver())     \
+		if (status == 0 && symbol && function && *function && driver() &&                      \
+		    backing_serves(__builtin_return_address(0)))                                        \
 			*function = segments_stand_in(symbol, *function);                               \
 		return status;                                                                          \
 	}

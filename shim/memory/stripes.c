@@ -275,7 +275,7 @@ int detach_all(struct worker *worker)
 {
 	int status = 0;
 
-	for (size_t i = 0; i < blocks_count(); i++)
+	for (size_t i = worker->number; i < blocks_count(); i += stripes.count)
 		if (block_at(i)->striped && !block_at(i)->away) {
 			int entered = enter(worker, block_at(i)->device);
 			int answer = entered ? 0 : physical_detach(block_at(i));
@@ -289,10 +289,9 @@ int detach_all(struct worker *worker)
 
 int attach_all(struct worker *worker)
 {
-	size_t i;
 	int status = 0, answer;
 
-	for (i = 0; i < blocks_count() && !status; i++) {
+	for (size_t i = worker->number; i < blocks_count() && !status; i += stripes.count) {
 		if (!block_at(i)->striped || !block_at(i)->away)
 			continue;
 		status = enter(worker, block_at(i)->device);

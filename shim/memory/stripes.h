@@ -18,8 +18,8 @@ int enter_devices(struct worker *worker); /* one worker's: finds contexts */
 int prepare(struct worker *worker);	  /* makes slots and streams; what is there already stays */
 int copy_out(struct worker *worker);
 int copy_in(struct worker *worker);
-int detach_all(struct worker *worker); /* one worker's: takes the physical memory away */
-int attach_all(struct worker *worker); /* one worker's: all or nothing */
+int detach_all(struct worker *worker); /* takes the physical memory away */
+int attach_all(struct worker *worker); /* gives it back; when one worker fails, detach_all has to follow */
 int clean_up(struct worker *worker);
 int leave_devices(struct worker *worker);
 

@@ -20,6 +20,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "../shim.h"
 #include "loaded.h"
 #include "strays.h"
 
@@ -94,6 +95,14 @@ struct nccl_instance *real_instance(void)
 	if (dlinfo(library, RTLD_DI_LINKMAP, &map) == 0)
 		snprintf(path, sizeof(path), "%s", map->l_name);
 	return instance;
+}
+
+bool nccl_contains(const void *address)
+{
+	for (struct nccl_instance *instance = atomic_load(&current); instance; instance = instance->before)
+		if ((uintptr_t)address >= instance->text_from && (uintptr_t)address < instance->text_to)
+			return true;
+	return false;
 }
 
 const char *real_path(void)

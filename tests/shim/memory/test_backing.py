@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from tests.shim.jobs import until
+from tests.shim.jobs import compile_c, until
 from tests.shim.memory.conftest import Room, Start
-from tests.shim.memory.jobs import MIB, PARK
+from tests.shim.memory.jobs import MIB, PARK, PROGRAMS
 
 
 def test_who_does_not_ask_gets_the_drivers_memory(start_job: Start) -> None:
@@ -51,6 +51,15 @@ def test_a_segment_that_others_know_stays_with_the_driver(start_job: Start) -> N
     assert job.state().blocks == 7
     assert job.park() == 28 * MIB
     job.come_back()
+
+
+def test_what_nccl_allocates_is_not_backed(start_job: Start, tmp_path: Path) -> None:
+    """It shares its buffers with other processes."""
+    job = start_job()
+    for name, blocks in (("libother.so", 1), ("libnccl.so.2", 1)):
+        library = compile_c(PROGRAMS / "library.c", tmp_path / name, "-shared", "-fPIC")
+        assert job.do(f"library {library}") == "done"
+        assert job.state().blocks == blocks
 
 
 def test_errors_are_cudas_own(start_job: Start) -> None:

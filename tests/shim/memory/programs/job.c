@@ -3,6 +3,7 @@
  * Every block has a number, and its words of 8 bytes are that number and their own place: what `check` looks for.
  */
 #define _GNU_SOURCE
+#include <dlfcn.h>
 #include <pthread.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -278,7 +279,7 @@ static void *sleep_on(void *nothing)
 int main(void)
 {
 	pthread_t idle, thread[4];
-	char line[64];
+	char line[512];
 
 	setvbuf(stdout, NULL, _IOLBF, 0);
 	pthread_create(&idle, NULL, sleep_on, NULL); /* the control thread comes with it */
@@ -305,6 +306,12 @@ int main(void)
 		else if (strcmp(word, "fill") == 0) {
 			must(cudaMalloc(&address, (size_t)number * MIB), "cudaMalloc");
 			keep(address, (size_t)number * MIB);
+		} else if (strcmp(word, "library") == 0) {
+			void *library = dlopen(more, RTLD_NOW);
+			int (*take)(void **, size_t) = library ? (int (*)(void **, size_t))dlsym(library, "take") : NULL;
+
+			must(take ? take(&address, 4 * MIB) : -1, "take");
+			keep(address, 4 * MIB);
 		} else if (strcmp(word, "later") == 0)
 			pthread_create(&thread[0], NULL, allocate_later, NULL);
 		else if (strcmp(word, "wait") == 0)
