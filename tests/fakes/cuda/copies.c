@@ -141,7 +141,8 @@ static CUresult submit(struct waiting copy)
 
 /* ---------------------------------------------------------------- the calls */
 
-/* A copy needs a context; one of the default stream comes after all others; an asynchronous one may go wrong as the faults say. */
+/* A copy needs a context; one of the default stream comes after all others; an asynchronous one may go wrong as the faults
+ * say. */
 #define COPY(...)                                                                                         \
 	CALL(result = current_gpu() < 0 ? CUDA_ERROR_INVALID_CONTEXT : copies_finish(EVERY_STREAM);       \
 	     if (result == CUDA_SUCCESS) result = __VA_ARGS__;)

@@ -1,6 +1,8 @@
-/* The driver's virtual-memory calls: what the arguments must be; virtual.c does it. */
+/* The driver's virtual-memory calls: what the arguments must be; virtual.c and physical.c do it. */
 #include "call.h"
 #include "faults.h"
+#include "physical.h"
+#include "table.h"
 #include "virtual.h"
 
 static bool is_gpu_location(const CUmemLocation *location)
@@ -42,12 +44,12 @@ EXPORT CUresult cuMemCreate(CUmemGenericAllocationHandle *handle, size_t bytes, 
 {
 	CALL(result = (CUresult)fault_in_call("create");
 	     if (result == CUDA_SUCCESS) result = flags ? CUDA_ERROR_INVALID_VALUE : check(prop);
-	     if (result == CUDA_SUCCESS) result = virtual_create(handle, bytes, prop););
+	     if (result == CUDA_SUCCESS) result = physical_create(handle, bytes, prop););
 }
 
 EXPORT CUresult cuMemRelease(CUmemGenericAllocationHandle handle)
 {
-	CALL(result = virtual_release(handle););
+	CALL(result = physical_release(handle););
 }
 
 EXPORT CUresult cuMemRetainAllocationHandle(CUmemGenericAllocationHandle *handle, void *address)
@@ -57,7 +59,7 @@ EXPORT CUresult cuMemRetainAllocationHandle(CUmemGenericAllocationHandle *handle
 
 EXPORT CUresult cuMemGetAllocationPropertiesFromHandle(CUmemAllocationProp *prop, CUmemGenericAllocationHandle handle)
 {
-	CALL(result = prop ? virtual_properties(prop, handle) : CUDA_ERROR_INVALID_VALUE;);
+	CALL(result = prop ? physical_properties(prop, handle) : CUDA_ERROR_INVALID_VALUE;);
 }
 
 EXPORT CUresult cuMemMap(CUdeviceptr address, size_t bytes, size_t offset, CUmemGenericAllocationHandle handle,
@@ -99,7 +101,7 @@ EXPORT CUresult cuMemExportToShareableHandle(void *into, CUmemGenericAllocationH
 	CUmemAllocationProp prop;
 
 	(void)into, (void)flags;
-	CALL(result = virtual_properties(&prop, handle);
+	CALL(result = physical_properties(&prop, handle);
 	     if (result == CUDA_SUCCESS)
 		     result = prop.requestedHandleTypes & type ? CUDA_ERROR_NOT_SUPPORTED : CUDA_ERROR_INVALID_VALUE;);
 }

@@ -1,7 +1,8 @@
 /* Blocks of device memory, and their way to the host and back.
  *
- * Invariant: what the ledger says this process holds is the sum of its blocks, of virtual.c's physical memory and of its
- * contexts, and nothing while the contents are in host memory. The table's mutex is taken past the gate alone, so no parked thread holds it when a driver thread looks.
+ * Invariant: what the ledger says this process holds is the sum of its blocks, of its physical memory (physical.c) and of its
+ * contexts, and nothing while the contents are in host memory. The table's mutex is taken past the gate alone, so no parked
+ * thread holds it when a driver thread looks.
  */
 #define _GNU_SOURCE
 #include "memory.h"
@@ -12,7 +13,9 @@
 
 #include "devices.h"
 #include "ledger.h"
+#include "physical.h"
 #include "process.h"
+#include "table.h"
 #include "virtual.h"
 
 #define MAX_BLOCKS 4096
@@ -44,7 +47,7 @@ static CUresult account(const struct node *node, int gpu, uint64_t more)
 	for (int i = 0; i < MAX_BLOCKS; i++)
 		if (blocks[i].address && blocks[i].gpu >= 0)
 			bytes[blocks[i].gpu] += grains(blocks[i].bytes);
-	virtual_add_held(bytes);
+	physical_add_held(bytes);
 	for (unsigned int i = 0; i < node->gpu_count; i++)
 		if (has_context[i])
 			bytes[i] += node->context_bytes;

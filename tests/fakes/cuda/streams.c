@@ -1,4 +1,4 @@
-/* Streams and events. What was submitted is done when it is waited for (copies.c), and the one kernel keeps every stream busy. */
+/* Streams and events. What was submitted is done when it is waited for (copies.c); the one kernel keeps every stream busy. */
 #include <stdatomic.h>
 
 #include "call.h"

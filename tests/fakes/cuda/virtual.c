@@ -1,8 +1,7 @@
-/* Reservations, physical memory and mappings, and their way to the host and back.
+/* Reservations and mappings, and what becomes of them at a checkpoint.
  *
- * Physical memory is a shared mapping at some place of its own ("home"), and where a program maps it, the same pages appear a
- * second time: no descriptor is needed, two mappings of one memory show the same bytes, and what is mapped nowhere is kept.
- * A reservation is an entry in a table alone: nothing else is ever put into that part of the address space.
+ * A reservation is an entry in a table alone: nothing else is ever put into that part of the address space. A mapping shows the
+ * pages of physical memory (physical.c) a second time, at an address of the program's choice.
  */
 #define _GNU_SOURCE
 #include "virtual.h"
@@ -11,26 +10,16 @@
 #include <sys/mman.h>
 
 #include "memory.h"
-#include "process.h"
+#include "physical.h"
+#include "table.h"
 
 #define MAX_RESERVATIONS 4096
-#define MAX_PHYSICAL 8192
 #define MAX_MAPPINGS 16384
 
 static struct reservation {
 	CUdeviceptr address; /* 0: unused */
 	uint64_t bytes;
 } reservations[MAX_RESERVATIONS];
-
-static struct physical {
-	uint64_t bytes; /* 0: unused */
-	uint32_t generation; /* of this place in the table, so that an old handle is no handle */
-	uint32_t references;
-	uint32_t mappings;
-	CUmemAllocationProp prop;
-	void *home; /* NULL while checkpointed */
-	void *host; /* while checkpointed: the contents */
-} physical[MAX_PHYSICAL];
 
 static struct mapping {
 	CUdeviceptr address; /* 0: unused */
@@ -40,40 +29,11 @@ static struct mapping {
 	unsigned char access[MAX_GPUS];
 } mappings[MAX_MAPPINGS];
 
-static int reservation_count, physical_count, mapping_count; /* places that were ever used */
-
-/* A free place of a table, NULL: it is full. `used` is a member that is 0 in free ones. */
-#define FREE_PLACE(table, count, used, room)                        \
-	({                                                          \
-		int place_ = 0;                                     \
-		while (place_ < (count) && (table)[place_].used)    \
-			place_++;                                   \
-		if (place_ == (count) && (count) < (room))          \
-			(count)++;                                  \
-		place_ < (room) ? &(table)[place_] : NULL;          \
-	})
-
-static bool whole_grains(uint64_t number)
-{
-	return number % GRAIN_BYTES == 0;
-}
+static int reservation_count, mapping_count; /* places that were ever used */
 
 static bool overlap(CUdeviceptr first, uint64_t first_bytes, CUdeviceptr second, uint64_t second_bytes)
 {
 	return first < second + second_bytes && second < first + first_bytes;
-}
-
-static struct physical *physical_of(CUmemGenericAllocationHandle handle)
-{
-	uint64_t place = handle & 0xffff;
-	struct physical *found = place && place <= MAX_PHYSICAL ? &physical[place - 1] : NULL;
-
-	return found && found->bytes && found->references && found->generation == handle >> 16 ? found : NULL;
-}
-
-static CUmemGenericAllocationHandle handle_of(const struct physical *memory)
-{
-	return (uint64_t)memory->generation << 16 | (uint64_t)(memory - physical + 1);
 }
 
 static struct mapping *mapping_at(CUdeviceptr address)
@@ -100,17 +60,6 @@ static bool whole_mappings(CUdeviceptr address, uint64_t bytes)
 }
 
 /* ---------------------------------------------------------------- pages */
-
-static bool make_home(struct physical *memory)
-{
-	void *home = mmap(NULL, memory->bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-
-	if (home == MAP_FAILED)
-		return false;
-	madvise(home, memory->bytes, MADV_DONTFORK); /* a child cannot use the GPU's memory */
-	memory->home = home;
-	return true;
-}
 
 static bool protect(const struct mapping *mapping)
 {
@@ -139,15 +88,6 @@ static void detach(struct mapping *mapping)
 	if (mapping->attached)
 		munmap((void *)mapping->address, mapping->bytes);
 	mapping->attached = false;
-}
-
-static CUresult drop_if_unused(struct physical *memory)
-{
-	if (memory->references || memory->mappings)
-		return CUDA_SUCCESS;
-	munmap(memory->home, memory->bytes);
-	*memory = (struct physical){.generation = memory->generation};
-	return memory_account(0, 0);
 }
 
 /* ---------------------------------------------------------------- a program's calls */
@@ -189,46 +129,6 @@ CUresult virtual_unreserve(CUdeviceptr address, uint64_t bytes)
 	return result;
 }
 
-CUresult virtual_create(CUmemGenericAllocationHandle *handle, uint64_t bytes, const CUmemAllocationProp *prop)
-{
-	struct physical *memory;
-	CUresult result;
-
-	if (!handle || !bytes || !whole_grains(bytes))
-		return CUDA_ERROR_INVALID_VALUE;
-	memory_lock();
-	memory = FREE_PLACE(physical, physical_count, bytes, MAX_PHYSICAL);
-	result = memory ? memory_account(prop->location.id, bytes) : CUDA_ERROR_OUT_OF_MEMORY;
-	if (result == CUDA_SUCCESS) {
-		*memory = (struct physical){
-			.bytes = bytes, .generation = memory->generation + 1, .references = 1, .prop = *prop};
-		if (make_home(memory)) {
-			*handle = handle_of(memory);
-		} else {
-			memory->bytes = 0;
-			memory_account(0, 0);
-			result = CUDA_ERROR_OPERATING_SYSTEM;
-		}
-	}
-	memory_unlock();
-	return result;
-}
-
-CUresult virtual_release(CUmemGenericAllocationHandle handle)
-{
-	struct physical *memory;
-	CUresult result = CUDA_ERROR_INVALID_VALUE;
-
-	memory_lock();
-	memory = physical_of(handle);
-	if (memory) {
-		memory->references--;
-		result = drop_if_unused(memory);
-	}
-	memory_unlock();
-	return result;
-}
-
 CUresult virtual_retain(CUmemGenericAllocationHandle *handle, CUdeviceptr address)
 {
 	struct mapping *mapping;
@@ -237,22 +137,10 @@ CUresult virtual_retain(CUmemGenericAllocationHandle *handle, CUdeviceptr addres
 	mapping = mapping_at(address);
 	if (mapping) {
 		mapping->of->references++;
-		*handle = handle_of(mapping->of);
+		*handle = physical_handle(mapping->of);
 	}
 	memory_unlock();
 	return mapping ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
-}
-
-CUresult virtual_properties(CUmemAllocationProp *prop, CUmemGenericAllocationHandle handle)
-{
-	struct physical *memory;
-
-	memory_lock();
-	memory = physical_of(handle);
-	if (memory)
-		*prop = memory->prop;
-	memory_unlock();
-	return memory ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
 
 /* Whether a range lies in one reservation, and nothing is mapped there. */
@@ -311,7 +199,7 @@ CUresult virtual_unmap(CUdeviceptr address, uint64_t bytes)
 			detach(mapping);
 			mapping->address = 0;
 			mapping->of->mappings--;
-			drop_if_unused(mapping->of);
+			physical_drop_if_unused(mapping->of);
 		}
 	}
 	memory_unlock();
@@ -368,12 +256,6 @@ bool virtual_range(CUdeviceptr address, CUdeviceptr *base, uint64_t *bytes, CUme
 
 /* ---------------------------------------------------------------- for memory.c */
 
-void virtual_add_held(uint64_t bytes[MAX_GPUS])
-{
-	for (int i = 0; i < physical_count; i++)
-		bytes[physical[i].prop.location.id] += physical[i].bytes;
-}
-
 CUdeviceptr virtual_taken_until(CUdeviceptr address, uint64_t bytes)
 {
 	for (int i = 0; i < reservation_count; i++)
@@ -404,41 +286,19 @@ bool virtual_accessible(CUdeviceptr address, uint64_t bytes, int flags)
 
 bool virtual_to_host(void)
 {
-	bool done = true;
-
-	for (int i = 0; done && i < physical_count; i++) {
-		void *host;
-
-		if (!physical[i].bytes)
-			continue;
-		host = mmap(NULL, physical[i].bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-		done = host != MAP_FAILED;
-		if (done)
-			physical[i].host = memcpy(host, physical[i].home, physical[i].bytes);
-	}
-	for (int i = 0; i < mapping_count && done; i++)
+	if (!physical_copy_to_host())
+		return false;
+	for (int i = 0; i < mapping_count; i++)
 		if (mappings[i].address)
 			detach(&mappings[i]);
-	for (int i = 0; i < physical_count; i++) {
-		if (!physical[i].host)
-			continue;
-		munmap(done ? physical[i].home : physical[i].host, physical[i].bytes);
-		*(done ? &physical[i].home : &physical[i].host) = NULL;
-	}
-	return done;
+	physical_leave_devices();
+	return true;
 }
 
 bool virtual_to_devices(void)
 {
-	for (int i = 0; i < physical_count; i++) {
-		if (!physical[i].host)
-			continue;
-		if (!make_home(&physical[i]))
-			return false;
-		memcpy(physical[i].home, physical[i].host, physical[i].bytes);
-		munmap(physical[i].host, physical[i].bytes);
-		physical[i].host = NULL;
-	}
+	if (!physical_to_devices())
+		return false;
 	for (int i = 0; i < mapping_count; i++)
 		if (mappings[i].address && !mappings[i].attached && !attach(&mappings[i]))
 			return false;
@@ -448,7 +308,7 @@ bool virtual_to_devices(void)
 void virtual_forget_after_fork(void)
 {
 	memset(reservations, 0, sizeof reservations);
-	memset(physical, 0, sizeof physical);
 	memset(mappings, 0, sizeof mappings);
-	reservation_count = physical_count = mapping_count = 0;
+	reservation_count = mapping_count = 0;
+	physical_forget_after_fork();
 }

@@ -1,0 +1,39 @@
+/* Physical device memory: it has no address of its own, and lives until it is released as often as it was created or retained,
+ * and is mapped nowhere. The table's lock is memory.c's. */
+#ifndef FAKE_CUDA_PHYSICAL_H
+#define FAKE_CUDA_PHYSICAL_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "cuda_abi.h"
+#include "node.h"
+
+struct physical {
+	uint64_t bytes;	     /* 0: unused */
+	uint32_t generation; /* of this place in the table, so that an old handle is no handle */
+	uint32_t references;
+	uint32_t mappings;
+	CUmemAllocationProp prop;
+	void *home; /* where its pages are; NULL while checkpointed */
+	void *host; /* while checkpointed: the contents */
+};
+
+/* For a program's threads, between process_enter and process_leave; these take the lock. */
+CUresult physical_create(CUmemGenericAllocationHandle *handle, uint64_t bytes, const CUmemAllocationProp *prop);
+CUresult physical_release(CUmemGenericAllocationHandle handle);
+CUresult physical_properties(CUmemAllocationProp *prop, CUmemGenericAllocationHandle handle);
+
+/* For whoever holds the lock. */
+struct physical *physical_of(CUmemGenericAllocationHandle handle); /* NULL: it is no handle */
+CUmemGenericAllocationHandle physical_handle(const struct physical *memory);
+CUresult physical_drop_if_unused(struct physical *memory);
+void physical_add_held(uint64_t bytes[MAX_GPUS]);
+
+/* For the driver's threads, while nobody is past the gate. */
+bool physical_copy_to_host(void); /* false: there was no room, nothing has changed */
+void physical_leave_devices(void);
+bool physical_to_devices(void); /* false: not all is back; may be repeated */
+void physical_forget_after_fork(void);
+
+#endif
