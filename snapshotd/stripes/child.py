@@ -72,6 +72,8 @@ class Child:
 
     def say(self, message: dict[str, Any], fds: Sequence[int] = ()) -> None:
         """Few enough that they always fit; to a child that is gone nothing needs to be said."""
+        if not self._open:
+            return
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             socket.send_fds(self._line, [json.dumps(message).encode()], fds)
 
@@ -87,23 +89,27 @@ class Child:
             raise Internal(f"{self._module} (pid {self.pid}) ended with {how}: {self._last_words() or 'no word'}")
         return message
 
+    def kill(self) -> None:
+        # Not process.kill(): that looks whether it has ended, and so takes its status from who waits for it.
+        if self._open:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
     async def close(self) -> None:
         """Twice is once."""
         if not self._open:
             return
+        self.kill()
         self._open = False
         self._loop.remove_reader(self._line)
         self._line.close()
+        os.close(self._pidfd)
         try:
-            # Not process.kill(): that looks whether it has ended, and so takes its status from who waits for it.
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
             async with asyncio.timeout(_REAP_S):
                 await self._process.wait()
         except TimeoutError:
             log.warning("%s (pid %d) was killed and is not gone after %.0f s", self._module, self.pid, _REAP_S)
         finally:
-            os.close(self._pidfd)
             os.close(self._words)
 
     def _read(self) -> None:

@@ -110,6 +110,8 @@ class Incoming:
 
     async def close(self) -> None:
         """Twice is once."""
+        for stripe in self._stripes:
+            stripe.child.kill()  # before anything is waited for
         self._stop_listening()
         left = list(self._tasks)
         for task in left:
@@ -157,11 +159,12 @@ class Incoming:
 
     async def _admit(self, connection: socket.socket, address: Any) -> None:
         """Hands it to the child of its stripe, if it holds the key."""
+        names = [stripe.name for stripe in self._stripes]
         try:
             with connection:
                 connection.setblocking(False)
                 async with asyncio.timeout(CONNECT_S):
-                    number = await prove_target(connection, self.key, len(self._stripes))
+                    number = await prove_target(connection, self.key, names)
                 connection.setblocking(True)
                 self._stripes[number].child.say({}, [connection.fileno()])
         except (SnapshotError, OSError) as error:  # TimeoutError is one

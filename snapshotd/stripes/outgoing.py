@@ -44,6 +44,7 @@ class _Stripe:
         self.finished = False
         self.child: Child | None = None
         self.at = self.sent = self.zero = self.same = 0
+        self.ended_s = 0.0
         self.connected: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def note(self, message: dict[str, Any]) -> None:
@@ -139,11 +140,14 @@ class Outgoing:
             sent=sum(stripe.sent for stripe in stripes),
             zero=sum(stripe.zero for stripe in stripes),
             same=sum(stripe.same for stripe in stripes),
-            seconds=monotonic() - (self._began_s or monotonic()),
+            seconds=max(stripe.ended_s for stripe in stripes) - (self._began_s or 0.0),
         )
 
     async def close(self) -> None:
         """Kills what is left; twice is once."""
+        for stripe in self._stripes.values():
+            if stripe.child is not None:
+                stripe.child.kill()  # before anything is waited for
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -187,6 +191,7 @@ class Outgoing:
             if "lost" in message:
                 return message
             if "done" in message:
+                stripe.ended_s = monotonic()
                 return None
 
     async def _reach_again(self, stripe: _Stripe) -> socket.socket:
@@ -213,7 +218,7 @@ class Outgoing:
                     tune(connection)
                     connection.setblocking(False)
                     await loop.sock_connect(connection, address)
-                    await prove_source(connection, self._key, stripe.number)
+                    await prove_source(connection, self._key, stripe.number, stripe.name)
                     connection.setblocking(True)
                 except BaseException:
                     connection.close()

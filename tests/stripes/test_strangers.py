@@ -47,7 +47,7 @@ async def connected(port: int) -> AsyncIterator[socket.socket]:
 
 
 async def admitted(incoming: Incoming, connection: socket.socket) -> None:
-    await prove_source(connection, incoming.key, 0)
+    await prove_source(connection, incoming.key, 0, "a")
     connection.settimeout(30)
     assert await in_thread(read_reply, connection) == (Kind.HAVE, 0)
 
@@ -85,6 +85,13 @@ async def left_alone(connection: socket.socket) -> None:
             assert await asyncio.get_running_loop().sock_recv(connection, 1) == b""
         except ConnectionResetError:
             return
+
+
+async def test_ends_that_call_a_stripe_differently_do_not_meet(plain: Ends) -> None:
+    async with plain.incoming(["a", "b"]) as incoming:
+        with pytest.raises(Denied, match="does not hold the key of b"):
+            async with plain.outgoing(incoming.port, incoming.key, ["b", "a"]):
+                pass
 
 
 async def test_who_does_not_hold_the_key_is_not_let_in(ends: Ends, caplog: pytest.LogCaptureFixture) -> None:

@@ -101,6 +101,7 @@ async def test_close_in_the_middle_leaves_nothing(ends: Ends) -> None:
         await outgoing.close()
         await incoming.close()
         outgoing.advance("a", 3 * MIB)  # the shim may still be at it
+        outgoing.finish({"a": 3 * MIB, "b": 0})
         await asyncio.wait(waiting)
     assert {task.get_name() for task in asyncio.all_tasks() if task.get_name().startswith("stripe")} == set()
 
