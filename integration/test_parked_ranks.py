@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,9 @@ pytestmark = pytest.mark.timeout(180)
 SOURCE, OTHER, TARGET = "node-1", "node-2", "spare-1"
 UNDONE = 11
 MIB = 1 << 20
-#: 64 MiB on the device, all of which the shim can back.
-LARGE = ("--mib", "64", "--blocks", "4", "--api", "runtime")
+#: Enough on the device that it is worth parking, and not more: every step hashes all of it.
+LARGE_MIB = 40
+LARGE = ("--mib", str(LARGE_MIB), "--blocks", "4", "--api", "runtime")
 PARKED = ("--device-memory", "parked")
 
 
@@ -44,11 +46,11 @@ def lab(made: GpuCluster) -> Iterator[GpuCluster]:
     made.reset()
 
 
-def start(lab: GpuCluster, *arguments: str, steps: int = 60, pace_s: float = 0.05) -> Job:
+def start(lab: GpuCluster, *arguments: str, steps: int = 40, pace_s: float = 0.05) -> Job:
     return lab.job(SOURCE, *arguments, steps=steps, pace_s=pace_s, options=PARKED)
 
 
-def uninterrupted(folder: Path, *arguments: str, steps: int = 60) -> str:
+def uninterrupted(folder: Path, *arguments: str, steps: int = 40) -> str:
     """What the job prints on a GPU of its own, without a move and without the shim."""
     alone = GpuNode(folder / "alone", gpus("alone"))
     command = [*STEPS, "--steps", str(steps), "--pace-s", "0", *arguments]
@@ -57,7 +59,7 @@ def uninterrupted(folder: Path, *arguments: str, steps: int = 60) -> str:
     return done.stdout
 
 
-def ends_well(lab: GpuCluster, job: Job, folder: Path, *arguments: str, steps: int = 60) -> None:
+def ends_well(lab: GpuCluster, job: Job, folder: Path, *arguments: str, steps: int = 40) -> None:
     assert job.finish(90) == 0, f"{job.text()[-500:]}\n{lab.cluster.logs()}"
     assert job.text() == uninterrupted(folder, *arguments, steps=steps)
     until("nothing of it is left", lambda: not lab.cluster.leftovers(), 20)
@@ -70,7 +72,7 @@ def gpu_uses(lab: GpuCluster, node: str) -> list[int]:
 def part(told: dict[str, Any], name: str) -> dict[str, Any]:
     found = [each for each in told["parts"] if each["name"] == name]
     assert len(found) == 1, told["parts"]
-    return found[0]
+    return dict(found[0])
 
 
 # ---------------------------------------------------------------- moves
@@ -79,10 +81,10 @@ def part(told: dict[str, Any], name: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("--mib", "64", "--api", "runtime"),
-        ("--mib", "80", "--api", "segments"),
-        ("--mib", "192", "--blocks", "6", "--mixed"),
-        ("--mib", "64", "--api", "driver", "--threads", "2", "--children", "1"),
+        LARGE,
+        ("--mib", "40", "--api", "segments"),
+        ("--mib", "120", "--blocks", "6", "--mixed"),
+        ("--mib", "40", "--api", "driver", "--threads", "2", "--children", "1"),
     ],
     ids=["runtime", "segments", "mixed", "driver"],
 )
@@ -102,3 +104,183 @@ def test_there_and_back_three_times(lab: GpuCluster, tmp_path: Path, arguments: 
         assert gpu_uses(lab, at) == [0]
         at = to
     ends_well(lab, job, tmp_path, *arguments)
+
+
+def test_nothing_of_the_job_runs_while_its_memory_is_out(lab: GpuCluster, tmp_path: Path) -> None:
+    for node, point in ((SOURCE, Point.PARKED_MEMORY), (TARGET, Point.REFILLED)):
+        job = start(lab, *LARGE, "--threads", "2", pace_s=0.01)
+        job.await_lines(5)
+        with lab.cluster.moving(job, TARGET, node, point) as asked:
+            before = job.lines()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                job.process.wait(1.0)
+            assert job.lines() == before, f"it ran at {point}"
+        assert asked.code == 0, f"{asked.answer} {asked.errors}"
+        ends_well(lab, job, tmp_path, *LARGE, "--threads", "2")
+
+
+def test_the_driver_keeps_what_the_launcher_did_not_ask_for(lab: GpuCluster, tmp_path: Path) -> None:
+    job = lab.job(SOURCE, *LARGE, steps=40, pace_s=0.05, options=("--device-memory", "driver"))
+    job.await_lines(5)
+    told = lab.cluster.move(job, TARGET)
+    assert not {"park-out", "refill"} & {each["name"] for each in told["parts"]}
+    ends_well(lab, job, tmp_path, *LARGE)
+
+
+def test_check_says_who_moves_it(lab: GpuCluster) -> None:
+    job = start(lab, *LARGE, steps=1000)
+    job.await_lines(3)
+    done = lab.cluster.migrator("check", "--rank", "0", "--job", job.name, "--to", TARGET, "--json")
+    checks = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
+    assert f"SNAPSHIM_DEVICE_MEMORY=parked: {LARGE_MIB} MiB in 4 blocks" in checks["gpu-device-memory"]["reason"]
+    assert checks["gpu-parked-room"]["verdict"] == "pass"
+
+
+# ---------------------------------------------------------------- another way than the best one
+
+
+@contextlib.contextmanager
+def only_grpc(lab: GpuCluster, node: str) -> Iterator[None]:
+    """The network lets connections to the node's daemon through, and no others."""
+    rule = "iifname != lo tcp flags & (syn | ack) == syn tcp dport != 7070 reject with tcp reset"
+    table = f"table inet fence {{\n chain in {{\n type filter hook input priority 0;\n {rule}\n }}\n}}\n"
+
+    def filtered(commands: str) -> None:
+        script = f"from snapshotd.net import nft; nft.apply({commands!r})"
+        assert lab.lab.spawn(node, [sys.executable, "-c", script]).wait(30) == 0
+
+    filtered(table)
+    try:
+        yield
+    finally:
+        filtered("delete table inet fence")
+
+
+def test_without_a_lane_it_follows_the_image(lab: GpuCluster, tmp_path: Path) -> None:
+    job = start(lab, *LARGE)
+    job.await_lines(5)
+    with only_grpc(lab, TARGET):
+        told = lab.cluster.move(job, TARGET)
+    assert part(told, "park-out")["bytes"] == part(told, "refill")["bytes"] == LARGE_MIB * MIB
+    assert "parked device memory follows the image" in lab.cluster.logs(200)
+    ends_well(lab, job, tmp_path, *LARGE)
+
+
+def test_a_thread_in_the_middle_of_an_allocation(lab: GpuCluster, tmp_path: Path) -> None:
+    """It is let go, and caught somewhere else."""
+    arguments = (*LARGE, "--churn", "--threads", "3")
+    job = start(lab, *arguments, pace_s=0.0, steps=100)
+    for to in (TARGET, SOURCE, TARGET):
+        job.await_progress(3)
+        lab.nodes[SOURCE if to == TARGET else TARGET].fault("create", "slow:5", once=False)
+        lab.cluster.move(job, to)
+    ends_well(lab, job, tmp_path, *arguments, steps=100)
+
+
+@pytest.mark.parametrize("operation", ["copy", "pin"])
+def test_a_copy_that_fails_is_left_to_the_driver(lab: GpuCluster, tmp_path: Path, operation: str) -> None:
+    job = start(lab, *LARGE)
+    job.await_lines(5)
+    lab.nodes[SOURCE].fault(operation, "fail:CUDA_ERROR_UNKNOWN", once=False)
+    told = lab.cluster.move(job, TARGET)
+    assert "refill" not in {each["name"] for each in told["parts"]}
+    assert part(told, "checkpoint")["bytes"] >= LARGE_MIB * MIB
+    assert "the driver's checkpoint carries the device memory" in lab.cluster.logs(200)
+    lab.nodes[SOURCE].clear_faults()
+    ends_well(lab, job, tmp_path, *LARGE)
+
+
+# ---------------------------------------------------------------- undo
+
+
+@pytest.mark.parametrize(
+    ("node", "point"),
+    [
+        (SOURCE, Point.PARKED_MEMORY),
+        (SOURCE, Point.CHECKPOINTED),
+        (SOURCE, Point.FREEZE),
+        (SOURCE, Point.STREAM),
+        (TARGET, Point.CUDA_RESTORED),
+        (TARGET, Point.REFILLED),
+    ],
+)
+def test_undone_from_every_point(lab: GpuCluster, tmp_path: Path, node: str, point: Point) -> None:
+    job = start(lab, *LARGE, "--threads", "1")
+    job.await_lines(5)
+    lab.cluster.fault(node, point, "fail")
+    told = lab.cluster.move(job, TARGET, expect=UNDONE)
+    assert "fault injected" in told["reason"]
+    job.await_progress(3)
+    lab.cluster.move(job, TARGET)  # a plain retry succeeds
+    ends_well(lab, job, tmp_path, *LARGE, "--threads", "1")
+
+
+@pytest.mark.parametrize(
+    ("node", "point"),
+    [
+        (SOURCE, Point.PARKED_MEMORY),
+        (SOURCE, Point.CHECKPOINTED),
+        (SOURCE, Point.DUMPING),
+        (SOURCE, Point.STREAM),
+        (TARGET, Point.CUDA_RESTORED),
+        (TARGET, Point.REFILLED),
+        (TARGET, Point.ACTIVATED),
+    ],
+)
+def test_a_daemon_is_killed(lab: GpuCluster, tmp_path: Path, node: str, point: Point) -> None:
+    job = start(lab, *LARGE, "--threads", "1", steps=50)
+    job.await_lines(5)
+    lab.cluster.fault(node, point, "kill")
+    with lab.cluster.begin_move(job, TARGET, more=("--lease", "2")) as asked:
+        until("the fault", lambda: lab.lab.daemon_pid(node) is None)
+        lab.lab.start_daemon(node)
+        out, errors = asked.communicate(timeout=90)
+    expected = {0, UNDONE} if point == Point.ACTIVATED else {UNDONE}
+    assert asked.returncode in expected, f"{out}{errors}{lab.cluster.logs()}"
+    job.await_progress(3)
+    ends_well(lab, job, tmp_path, *LARGE, "--threads", "1", steps=50)
+
+
+def fill_up(lab: GpuCluster, node: str) -> Job:
+    """Somebody takes almost all of a node's GPU."""
+    hog = lab.job(node, "--mib", "3900", "--blocks", "1", steps=1, pace_s=60)
+    until("the GPU is full", lambda: gpu_uses(lab, node)[0] > 3900 * MIB)
+    return hog
+
+
+def test_a_target_whose_device_memory_was_taken(lab: GpuCluster, tmp_path: Path) -> None:
+    arguments = ("--mib", "240", "--blocks", "2", "--api", "runtime")
+    job = start(lab, *arguments, steps=15)
+    job.await_lines(5)
+    with lab.cluster.moving(job, TARGET, SOURCE, Point.PARKED_MEMORY) as asked:
+        hog = fill_up(lab, TARGET)
+    assert asked.code == UNDONE, f"{asked.answer}{asked.errors}"
+    assert "device memory" in asked.answer["reason"]
+    hog.kill()
+    job.await_progress(3)
+    ends_well(lab, job, tmp_path, *arguments, steps=15)
+
+
+@pytest.mark.parametrize("point", [Point.PARKED_MEMORY, Point.STREAM])
+def test_a_source_whose_device_memory_was_taken(lab: GpuCluster, tmp_path: Path, point: Point) -> None:
+    """The undo finds the GPU full: the rank stays frozen, and goes on as soon as there is room, also in another life."""
+    arguments = ("--mib", "240", "--blocks", "2", "--api", "runtime")
+    job = start(lab, *arguments, steps=15)
+    job.await_lines(5)
+    with lab.cluster.moving(job, TARGET, SOURCE, point) as asked:
+        hog = fill_up(lab, SOURCE)
+        lab.cluster.fault(TARGET, Point.BEFORE_RESTORE, "fail")
+    assert asked.code == UNDONE, f"{asked.answer}{asked.errors}"
+    assert asked.answer["where"] == "frozen on source"
+    before = job.lines()
+    lab.restart(SOURCE)
+    until("it says so", lambda: any("device memory" in move["waiting_for"] for move in moves(lab)))
+    assert job.lines() == before
+    hog.kill()
+    until("it goes on", lambda: len(job.lines()) > len(before) + 3)
+    ends_well(lab, job, tmp_path, *arguments, steps=15)
+
+
+def moves(lab: GpuCluster) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(lab.cluster.migrator("status", "--json").stdout)["moves"]
+    return found

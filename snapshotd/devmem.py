@@ -106,7 +106,10 @@ class ShimMemory:
             return self._ask("made ready to be copied", _READY, _READY_S, len(stripes), SLOT_BYTES)
 
     def park(self, timeout_s: float) -> int:
-        return self._ask("taken off the GPU", _PARK, timeout_s)
+        answer = self._mailbox.ask(_PARK, timeout_s)
+        if answer.status == errno.EAGAIN:
+            raise Caught(answer.words)
+        return self._first(answer, "taken off the GPU")
 
     def fill(self, timeout_s: float) -> int:
         return self._ask("put back onto the GPU", _FILL, timeout_s)
@@ -131,12 +134,12 @@ class ShimMemory:
         self._ask("let alone", _DROP, _DROP_S)
 
     def _ask(self, wanted: str, command: int, timeout_s: float, *arguments: int) -> int:
-        answer = self._mailbox.ask(command, timeout_s, *arguments)
-        if answer.status == 0:
-            return answer.first
-        if answer.status == errno.EAGAIN:
-            raise Caught(answer.words)
-        raise _failure(self.process, wanted, answer)
+        return self._first(self._mailbox.ask(command, timeout_s, *arguments), wanted)
+
+    def _first(self, answer: shimctl.Answer, wanted: str) -> int:
+        if answer.status:
+            raise _failure(self.process, wanted, answer)
+        return answer.first
 
     def _hand_over(self, theirs: int, stripes: Sequence[int]) -> None:
         """The pair of sockets is the process's own: of the daemon nothing has to be connected to."""

@@ -172,7 +172,7 @@ class Parking:
             if not left:
                 break
         for one in left:
-            self._leave_to_driver(one, "a thread was always in the middle of an allocation")
+            await self._leave_to_driver(one, "a thread was always in the middle of an allocation")
         notes = [{"pid": one.inner_pid, "stripes": one.names, "bytes": one.sizes} for one in self.striped]
         size = sum(one.bytes for one in self.striped)
         await in_thread(self.log.mark, Mark.FREEZING, device=notes, parked_bytes=size)
@@ -224,9 +224,10 @@ class Parking:
         await all_at_once(lambda memory: memory.cancel(), [one.memory])
         if await in_thread(one.memory.out):
             raise error
-        self._leave_to_driver(one, error.message)
+        await self._leave_to_driver(one, error.message)
 
-    def _leave_to_driver(self, one: Striped, why: str) -> None:
+    async def _leave_to_driver(self, one: Striped, why: str) -> None:
+        await all_at_once(_drop, [one])
         self.striped = [other for other in self.striped if other is not one]
         self._warn(f"the driver's checkpoint carries the device memory of process {one.inner_pid}: {why}")
 
@@ -285,7 +286,7 @@ class Parking:
 
 
 def _drop(one: Striped) -> None:
-    with contextlib.suppress(SnapshotError, Caught):
+    with contextlib.suppress(SnapshotError):
         one.memory.drop()
 
 
