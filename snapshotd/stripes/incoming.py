@@ -103,6 +103,8 @@ class Incoming:
         _, pending = await asyncio.wait(watches.values(), timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
         if self.failed is not None:
             raise self.failed
+        if any(watch.cancelled() for watch in watches.values()):
+            raise Internal("the stripes were closed before they had arrived")
         if pending:
             late = [name for name, watch in watches.items() if watch in pending]
             raise Timeout(f"{', '.join(late)} did not arrive within {timeout_s:.0f} s")
@@ -112,11 +114,11 @@ class Incoming:
         """Twice is once."""
         for stripe in self._stripes:
             stripe.child.kill()  # before anything is waited for
-        self._stop_listening()
         left = list(self._tasks)
         for task in left:
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
+        self._listener.close()
         await asyncio.gather(*(stripe.child.close() for stripe in self._stripes))
 
     def _begin(self, work: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
@@ -135,27 +137,24 @@ class Incoming:
         if self.failed is None:
             log.warning("the stripes of %s: %s: %s", self._source_node, error.code, error.message)
             self.failed = error
-        self._stop_listening()  # the source learns at once that nothing helps any more
-
-    def _stop_listening(self) -> None:
         if self._accepting is not None:
-            self._accepting.cancel()  # first: the loop must not watch a socket that is closed
-        self._listener.close()
+            self._accepting.cancel()  # the source learns at once that nothing helps any more
 
     # ------------------------------------------------------------ connections
 
     async def _accept(self) -> None:
         loop = asyncio.get_running_loop()
-        while True:
-            try:
-                connection, address = await loop.sock_accept(self._listener)
-            except ConnectionError:  # it is gone already
-                continue
-            if self._strangers >= _MAX_STRANGERS:
-                connection.close()
-                continue
-            self._strangers += 1
-            self._begin(self._admit(connection, address), "stranger")
+        with self._listener:
+            while True:
+                try:
+                    connection, address = await loop.sock_accept(self._listener)
+                except ConnectionError:  # it is gone already
+                    continue
+                if self._strangers >= _MAX_STRANGERS:
+                    connection.close()
+                    continue
+                self._strangers += 1
+                self._begin(self._admit(connection, address), "stranger")
 
     async def _admit(self, connection: socket.socket, address: Any) -> None:
         """Hands it to the child of its stripe, if it holds the key."""

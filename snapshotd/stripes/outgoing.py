@@ -130,10 +130,11 @@ class Outgoing:
 
     async def wait(self) -> Totals:
         """All is stored and verified at the target. Raises what went wrong (Unreachable, Damaged, Full, Internal)."""
-        if self._tasks:
-            await asyncio.wait(self._tasks, return_when=asyncio.FIRST_EXCEPTION)
+        await asyncio.wait(self._tasks, return_when=asyncio.FIRST_EXCEPTION)
         if self.failed is not None:
             raise self.failed
+        if any(task.cancelled() for task in self._tasks):
+            raise Internal("the stripes were closed before they had arrived")
         stripes = self._stripes.values()
         return Totals(
             bytes=sum(stripe.at for stripe in stripes),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Totals:
-    """Bytes of the stripes, by how they travelled: `bytes` = `sent` + `zero` + `same`."""
+    """Bytes of the stripes, and how they travelled; what went again over another connection counts again there."""
 
     bytes: int
     sent: int

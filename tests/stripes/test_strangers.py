@@ -89,7 +89,7 @@ async def left_alone(connection: socket.socket) -> None:
 
 async def test_ends_that_call_a_stripe_differently_do_not_meet(plain: Ends) -> None:
     async with plain.incoming(["a", "b"]) as incoming:
-        with pytest.raises(Denied, match="does not hold the key of b"):
+        with pytest.raises(Denied, match=r"does not hold the key of [ab]"):
             async with plain.outgoing(incoming.port, incoming.key, ["b", "a"]):
                 pass
 
