@@ -29,7 +29,8 @@ log = logging.getLogger(__name__)
 _RECEIVE = "snapshotd.stripes.receive"
 #: How long a connection that broke may take to come back.
 LOST_S = 10.0
-#: Strangers may connect, and have CONNECT_S to show what they know; beyond so many at a time nobody is listened to.
+#: Strangers may connect, and have CONNECT_S to show what they know; beyond so many at a time, and one
+#: per stripe, nobody is listened to.
 _MAX_STRANGERS = 32
 
 
@@ -150,7 +151,7 @@ class Incoming:
                     connection, address = await loop.sock_accept(self._listener)
                 except ConnectionError:  # it is gone already
                     continue
-                if self._strangers >= _MAX_STRANGERS:
+                if self._strangers >= _MAX_STRANGERS + len(self._stripes):
                     connection.close()
                     continue
                 self._strangers += 1

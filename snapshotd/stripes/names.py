@@ -8,7 +8,7 @@ from snapshotd.api.channel import Credentials
 from snapshotd.api.errors import Internal
 from snapshotd.images.frame import IMAGE_NAME
 
-MAX_STRIPES = 64
+MAX_STRIPES = 255  # the number is a byte of the greeting
 
 
 def checked(names: Sequence[str]) -> Sequence[str]:
