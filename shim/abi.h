@@ -37,7 +37,8 @@ enum snapshim_command {
 	SNAPSHIM_NCCL_FRESH = 23,
 	SNAPSHIM_NCCL_ATTACH = 24,
 
-	/* Device memory that we back (shim/README.md, "Device memory"): argument[0]: milliseconds. */
+	/* Device memory that we back, where SNAPSHIM_DEVICE_MEMORY=parked is in the environment (shim/README.md, "Device
+	 * memory"): argument[0]: milliseconds. */
 	SNAPSHIM_MEMORY_OPEN = 32,  /* result[0]: a descriptor, the daemon's end of a fresh pair of sockets */
 	SNAPSHIM_MEMORY_READY = 33, /* argument[1]: stripes, [2]: bytes of a slot; result[0]: bytes that PARK or FILL will copy */
 	SNAPSHIM_MEMORY_PARK = 34,  /* only while the job is parked; result[0]: bytes, [1]: nanoseconds of copying */

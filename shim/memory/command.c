@@ -8,48 +8,26 @@
 #define _GNU_SOURCE
 #include <errno.h>
 #include <string.h>
-#include <sys/socket.h>
-#include <sys/stat.h>
-#include <sys/syscall.h>
 
+#include "handover.h"
 #include "memory.h"
 #include "stripes.h"
 
 #define SLOT_MIN 4096
 #define SLOT_MAX (1 << 30)
-#define LOOK_AGAIN_US 500
 
-static int sockets[2] = {-1, -1}; /* ours, the daemon's */
-static int files[SNAPSHIM_STRIPES_MAX] = {[0 ... SNAPSHIM_STRIPES_MAX - 1] = -1};
 static bool ready;
 static struct {
 	unsigned int count;
 	size_t slot_bytes;
 } parked_as; /* the stripes that hold the content */
 
+/* What was said before is nearer to the cause. */
 static int refuse(int status, const char *words)
 {
-	say(words);
+	if (!snapshim_mailbox.text[0])
+		say(words);
 	return status;
-}
-
-static void close_descriptor(int *descriptor)
-{
-	if (*descriptor >= 0)
-		KERNEL(SYS_close, *descriptor);
-	*descriptor = -1;
-}
-
-static void close_sockets(void)
-{
-	close_descriptor(&sockets[0]);
-	close_descriptor(&sockets[1]);
-}
-
-static void close_files(void)
-{
-	for (unsigned int i = 0; i < SNAPSHIM_STRIPES_MAX; i++)
-		close_descriptor(&files[i]);
 }
 
 /* Says which call of which worker failed. */
@@ -65,7 +43,7 @@ static int explain(int status)
 			say_number((long)i);
 			say(": ");
 			say(workers[i].call);
-			say(": ");
+			say(" ");
 			say_number(workers[i].answer);
 			break;
 		}
@@ -76,86 +54,27 @@ static int explain(int status)
 
 static int drop(void)
 {
-	close_sockets();
-	if (!ready)
+	if (!ready) {
+		handover_close();
 		return 0;
+	}
 	if (!workers_are_back() || workers_run(stripes.count, clean_up, FOREVER) == EINPROGRESS ||
 	    workers_run(1, leave_devices, FOREVER) == EINPROGRESS)
 		return refuse(EBUSY, "a call into CUDA that an earlier command made has not come back");
 	workers_end();
-	close_files();
+	handover_close();
 	ready = false;
 	return 0;
 }
 
 static int open_sockets(void)
 {
-	int status = drop();
+	int theirs = -1, status = drop();
 
-	if (status)
-		return status;
-	status = (int)-KERNEL(SYS_socketpair, AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, sockets);
-	if (status) {
-		sockets[0] = sockets[1] = -1;
-		return refuse(status, "the process can open no more sockets: raise its limit of open files (ulimit -n)");
-	}
-	snapshim_mailbox.result[0] = (uint64_t)sockets[1];
-	return 0;
-}
-
-/* One message's descriptors go behind the `*count` that are there. */
-static int receive_some(unsigned int wanted, unsigned int *count)
-{
-	union {
-		struct cmsghdr align;
-		char bytes[CMSG_SPACE(sizeof(int) * SNAPSHIM_STRIPES_MAX)];
-	} control;
-	char byte[SNAPSHIM_STRIPES_MAX];
-	struct iovec data = {byte, sizeof(byte)};
-	struct msghdr message = {.msg_iov = &data, .msg_iovlen = 1, .msg_control = &control, .msg_controllen = sizeof(control)};
-	long received = KERNEL(SYS_recvmsg, sockets[0], &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
-
-	if (received <= 0)
-		return received == -EAGAIN || received == -EINTR ? 0 : received ? (int)-received : ECONNRESET;
-	for (struct cmsghdr *head = CMSG_FIRSTHDR(&message); head; head = CMSG_NXTHDR(&message, head)) {
-		size_t bytes = head->cmsg_len - CMSG_LEN(0);
-
-		if (head->cmsg_level != SOL_SOCKET || head->cmsg_type != SCM_RIGHTS)
-			continue;
-		for (size_t i = 0; i < bytes / sizeof(int); i++) {
-			int descriptor;
-
-			memcpy(&descriptor, CMSG_DATA(head) + i * sizeof(int), sizeof(int));
-			if (*count < wanted)
-				files[(*count)++] = descriptor;
-			else
-				close_descriptor(&descriptor);
-		}
-	}
-	return 0;
-}
-
-static int receive_stripes(unsigned int wanted, int64_t until_ns)
-{
-	unsigned int count = 0;
-	int status = 0;
-
-	while (!status && count < wanted) {
-		status = receive_some(wanted, &count);
-		if (!status && count < wanted) {
-			if (now_ns() >= until_ns)
-				status = ETIMEDOUT;
-			pause_us(LOOK_AGAIN_US);
-		}
-	}
-	if (status) {
-		say("the stripes' descriptors have not come: ");
-		say_number((long)count);
-		say(" of ");
-		say_number((long)wanted);
-		close_files();
-	}
-	close_sockets();
+	if (!status)
+		status = handover_open(&theirs);
+	if (!status)
+		snapshim_mailbox.result[0] = (uint64_t)theirs;
 	return status;
 }
 
@@ -203,7 +122,7 @@ static int make_ready(int64_t until_ns)
 	bool parked = LOAD(&snapshim_mailbox.device_parked);
 	int status;
 
-	if (sockets[0] < 0)
+	if (!handover_is_open())
 		return refuse(EINVAL, "MEMORY_OPEN comes before MEMORY_READY");
 	if (count < 1 || count > SNAPSHIM_STRIPES_MAX || slot_bytes < SLOT_MIN || slot_bytes > SLOT_MAX || slot_bytes % SLOT_MIN)
 		return refuse(EINVAL, "1 to 16 stripes, slots of 4 KiB to 1 GiB");
@@ -220,16 +139,16 @@ static int make_ready(int64_t until_ns)
 	STORE(&snapshim_mailbox.device_cancel, 0);
 	snapshim_mailbox.device_stripes = (uint32_t)count;
 	memset(snapshim_mailbox.device_done, 0, sizeof(snapshim_mailbox.device_done));
-	status = receive_stripes(stripes.count, until_ns);
+	status = handover_receive(stripes.count, until_ns);
 	if (status)
 		return status;
 	for (unsigned int i = 0; i < stripes.count; i++) {
 		workers[i].number = i;
-		workers[i].stripe = files[i];
+		workers[i].stripe = handover_file(i);
 	}
 	status = workers_start(stripes.count);
 	if (status) {
-		close_files();
+		handover_close();
 		return refuse(status, "no thread can be started in this process: a limit of processes (ulimit -u, pids.max) is reached");
 	}
 	ready = true;
@@ -276,7 +195,8 @@ static int park_memory(int64_t until_ns)
 		return refuse(EBUSY, "the job's threads are not parked");
 	if (memory_inside()) {
 		say_number((long)memory_inside());
-		return refuse(EAGAIN, " threads are parked in the middle of allocating or freeing device memory");
+		say(" threads are parked in the middle of allocating or freeing device memory");
+		return EAGAIN;
 	}
 	status = prepare_all(until_ns);
 	if (!status) {
@@ -338,8 +258,7 @@ int memory_obey(uint32_t command, int64_t timeout_ns)
 /* In a forked child: the memory, the threads and what they copy to are its parent's. */
 void memory_forget(void)
 {
-	close_sockets();
-	close_files();
+	handover_close();
 	ready = false;
 	memset(workers, 0, sizeof(workers));
 	workers_forget();

@@ -152,7 +152,7 @@ static int transfer(struct worker *worker, long call, char *memory, uint64_t byt
 		if (done == -EINTR || done == -EAGAIN)
 			continue;
 		if (done <= 0)
-			return worker_fails(worker, done ? (int)-done : EIO, call == SYS_pwrite64 ? "pwrite" : "pread", -done);
+			return worker_fails(worker, done ? (int)-done : EIO, call == SYS_pwrite64 ? "pwrite fails with errno" : "pread fails with errno", -done);
 		memory += done;
 		at += (uint64_t)done;
 		bytes -= (uint64_t)done;
@@ -215,7 +215,7 @@ int copy_out(struct worker *worker)
 static int wait_for_stripe(struct worker *worker, uint64_t bytes)
 {
 	long pause = FIRST_LOOK_US;
-	struct stat about;
+	struct stat about = {0};
 
 	for (;;) {
 		int status = worker_should_stop();
@@ -223,7 +223,7 @@ static int wait_for_stripe(struct worker *worker, uint64_t bytes)
 		if (fstat(worker->stripe, &about) == 0 && (uint64_t)about.st_size >= bytes)
 			return 0;
 		if (status)
-			return worker_fails(worker, status, "waiting for a stripe to grow", (long)about.st_size);
+			return worker_fails(worker, status, "does not grow any more, bytes:", (long)about.st_size);
 		pause_us(pause);
 		pause = pause < LAST_LOOK_US ? pause * 2 : LAST_LOOK_US;
 	}
@@ -281,7 +281,7 @@ int detach_all(struct worker *worker)
 			int answer = entered ? 0 : physical_detach(block_at(i));
 
 			if (answer)
-				status = worker_fails(worker, EIO, "cuMemUnmap or cuMemRelease", answer);
+				status = worker_fails(worker, EIO, "cuMemUnmap or cuMemRelease answers", answer);
 			status = entered ? entered : status;
 		}
 	return status;
@@ -297,7 +297,7 @@ int attach_all(struct worker *worker)
 		status = enter(worker, block_at(i)->device);
 		answer = status ? 0 : physical_attach(block_at(i));
 		if (answer)
-			status = worker_fails(worker, driver_status(answer), "cuMemCreate, cuMemMap or cuMemSetAccess", answer);
+			status = worker_fails(worker, driver_status(answer), "cuMemCreate, cuMemMap or cuMemSetAccess answers", answer);
 		if (!status)
 			status = worker_should_stop();
 	}

@@ -15,7 +15,7 @@ struct worker {
 	char *slot[SLOTS];   /* pinned */
 	void *stream[DEVICES_MAX][SLOTS];
 
-	/* Why it failed: the call, and what it answered (the driver's number, or an errno). */
+	/* Why it failed, in words, and the number that belongs behind them. */
 	const char *call;
 	long answer;
 
@@ -42,7 +42,7 @@ int driver_status(int answer); /* the errno for it */
 	({                                                                                                   \
 		int answer_ = driver()->call(__VA_ARGS__);                                                   \
                                                                                                              \
-		answer_ ? worker_fails(worker, driver_status(answer_), #call, answer_) : 0;                  \
+		answer_ ? worker_fails(worker, driver_status(answer_), #call " answers", answer_) : 0;                  \
 	})
 
 /* Whether the time is up, the daemon has cancelled, or another has failed. 0 or an errno. */

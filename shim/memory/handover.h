@@ -1,0 +1,16 @@
+/* The stripe files: their descriptors come from the daemon, over a pair of sockets that is the process's own. */
+#ifndef SNAPSHIM_MEMORY_HANDOVER_H
+#define SNAPSHIM_MEMORY_HANDOVER_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+/* 0 or an errno, with words in the mailbox. */
+int handover_open(int *theirs); /* the daemon's end, of which it takes a copy */
+int handover_receive(unsigned int wanted, int64_t until_ns);
+
+bool handover_is_open(void);
+int handover_file(unsigned int stripe);
+void handover_close(void); /* sockets and files, whatever there is */
+
+#endif
