@@ -62,7 +62,10 @@ def uninterrupted(folder: Path, *arguments: str, steps: int = 40) -> str:
 def ends_well(lab: GpuCluster, job: Job, folder: Path, *arguments: str, steps: int = 40) -> None:
     assert job.finish(90) == 0, f"{job.text()[-500:]}\n{lab.cluster.logs()}"
     assert job.text() == uninterrupted(folder, *arguments, steps=steps)
-    until("nothing of it is left", lambda: not lab.cluster.leftovers(), 20)
+    try:
+        until("nothing of it is left", lambda: not lab.cluster.leftovers(), 20)
+    except AssertionError as error:
+        raise AssertionError(f"{lab.cluster.leftovers()}\n{lab.cluster.logs()}") from error
 
 
 def gpu_uses(lab: GpuCluster, node: str) -> list[int]:
@@ -94,6 +97,7 @@ def test_there_and_back_three_times(lab: GpuCluster, tmp_path: Path, arguments: 
     for to in (TARGET, SOURCE) * 3:
         job.await_progress(3)
         told = lab.cluster.move(job, to)
+        assert told["warnings"] == []
         size = part(told, "park-out")["bytes"]
         assert size >= 32 * MIB
         assert part(told, "refill")["bytes"] == size
@@ -162,7 +166,7 @@ def test_without_a_lane_it_follows_the_image(lab: GpuCluster, tmp_path: Path) ->
     with only_grpc(lab, TARGET):
         told = lab.cluster.move(job, TARGET)
     assert part(told, "park-out")["bytes"] == part(told, "refill")["bytes"] == LARGE_MIB * MIB
-    assert "parked device memory follows the image" in lab.cluster.logs(200)
+    assert "parked device memory follows the image" in told["warnings"][0]
     ends_well(lab, job, tmp_path, *LARGE)
 
 
@@ -185,7 +189,7 @@ def test_a_copy_that_fails_is_left_to_the_driver(lab: GpuCluster, tmp_path: Path
     told = lab.cluster.move(job, TARGET)
     assert "refill" not in {each["name"] for each in told["parts"]}
     assert part(told, "checkpoint")["bytes"] >= LARGE_MIB * MIB
-    assert "the driver's checkpoint carries the device memory" in lab.cluster.logs(200)
+    assert "the driver's checkpoint carries the device memory" in told["warnings"][0]
     lab.nodes[SOURCE].clear_faults()
     ends_well(lab, job, tmp_path, *LARGE)
 

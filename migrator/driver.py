@@ -431,6 +431,7 @@ class _Run:
             remedy=error.advice if error is not None else "",
             exit_code=exit_code,
             longest_part=self._longest_part(),
+            warnings=list(self.frozen.warnings),
             peers_stopped_s=self.peers.stopped_s,
         )
 

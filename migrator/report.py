@@ -98,6 +98,7 @@ class MoveResult:
     device_bytes: int = 0  # of device memory that moved
     device_bytes_left: int = 0  # free blocks of the caching allocator that were given back instead
     longest_part: PhaseTime | None = None  # of those inside the pause
+    warnings: list[str] = field(default_factory=list)  # what went another way than the best one
     peers_stopped_s: float = 0.0  # the longest that a process at the other end of a connection was stopped
 
     def to_json(self) -> dict[str, Any]:
@@ -114,6 +115,7 @@ class MoveResult:
             "phases": [phase.to_json() for phase in self.phases],
             "parts": [part.to_json() for part in self.parts],
             "longest_part": self.longest_part.to_json() if self.longest_part is not None else None,
+            "warnings": self.warnings,
             "gpus": [{"from": old, "to": new} for old, new in self.gpu_pairs],
             "device_bytes": self.device_bytes,
             "device_bytes_left": self.device_bytes_left,

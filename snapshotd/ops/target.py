@@ -219,7 +219,6 @@ class TargetOps:
                         await self.inlets.close(move)
                         await restore.sweep(self.node, moving.log)
                         raise
-                    await self.inlets.close(move)
                     await reach(Point.RESTORED)
                     await in_thread(moving.log.mark, Mark.HELD, **held)
                     metrics.phase("restore", host.boottime_s() - began)
@@ -414,7 +413,7 @@ class TargetOps:
         if entry is None or entry.cgroup != move_log.note("cgroup") or entry.moving not in {"", move_log.move}:
             # It ran and has ended, or is the frozen source of a later move: that one alone may wake it.
             log.warning("rank %s is not this move's to wake any more", move_log.begin.rank)
-            await in_thread(self.node.store.drop, move_log.move)
+            await self._forget_images(move_log.move)
             moving.done = True
             return
         await wake(move_log)
@@ -426,10 +425,14 @@ class TargetOps:
             with contextlib.suppress(SnapshotError):  # told again when it reconnects
                 await entry.link.activated(move_log.move)
             self.relays.start(entry, entry.link)
-        await in_thread(self.node.store.drop, move_log.move)
+        await self._forget_images(move_log.move)
         moving.done = True
         await reach(Point.ACTIVATE)
         log.info("rank %s runs here now", move_log.begin.rank)
+
+    async def _forget_images(self, move: str) -> None:
+        await self.inlets.close(move)  # not before: the source hears from it that all has arrived
+        await in_thread(self.node.store.drop, move)
 
     async def _discard(self, moving: Moving) -> None:
         """ABORT stands, or the copy never came to run: leaves nothing of it."""

@@ -44,6 +44,7 @@ gpu-rdma             … no RDMA device, with which device memory may be registe
 gpu-profiler         … no nsys, ncu, compute-sanitizer or cuda-gdb in the process
 gpu-parking          … the shim can hold every thread while the driver works
 gpu-device-memory    … who moves what it has on the GPU: the driver's checkpoint, or the shim
+gpu-parked-room      … room here for what the shim moves, where it does
 gpu-host-memory      … enough host memory, and room in the job's limits, for what is on the GPU
 nccl-static          NCCL is a library of its own, where the shim can stand before it
 nccl                 every communicator can be taken down: no CUDA graph, window or device communicator; none half made

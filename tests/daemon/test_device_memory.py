@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import subprocess
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -228,8 +227,7 @@ async def test_a_rank_with_cuda_never_has_nothing(locked: Driver) -> None:
 
 
 async def test_a_copy_whose_threads_are_not_parked_is_never_continued(two: list[Process], parked: set[Process]) -> None:
-    for process in two:
-        process.signal(signal.SIGSTOP)
+    tree.stop_again(two, 10)
     parked.discard(two[1])
     group: Any = None  # nothing is asked of it
     with pytest.raises(GpuFailed, match=f"process {two[1].pid} are not parked"):
