@@ -17,12 +17,39 @@ static struct block *blocks;
 static size_t count;
 static struct physical *physicals; /* the first is not used */
 static uint32_t physicals_used = 1, first_free;
-static uint32_t inside;
+static uint32_t inside, held;
+static int64_t held_until_ns;
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 
+/* Counted before it looks: whoever holds the door and counts later sees it, or it sees the door. */
 void memory_enter(void)
 {
-	__atomic_add_fetch(&inside, 1, __ATOMIC_SEQ_CST);
+	for (;;) {
+		int64_t left;
+
+		__atomic_add_fetch(&inside, 1, __ATOMIC_SEQ_CST);
+		if (!__atomic_load_n(&held, __ATOMIC_SEQ_CST))
+			return;
+		left = LOAD(&held_until_ns) - now_ns();
+		if (left <= 0) {
+			memory_let_in();
+			return;
+		}
+		memory_leave();
+		wait_word(&held, 1, left);
+	}
+}
+
+void memory_hold(int64_t ns)
+{
+	STORE(&held_until_ns, now_ns() + ns);
+	__atomic_store_n(&held, 1, __ATOMIC_SEQ_CST);
+}
+
+void memory_let_in(void)
+{
+	if (__atomic_exchange_n(&held, 0, __ATOMIC_SEQ_CST))
+		wake_word(&held);
 }
 
 void memory_leave(void)
@@ -199,6 +226,7 @@ void blocks_forget(void)
 	physicals_used = 1;
 	first_free = 0;
 	inside = 0;
+	held = 0;
 	snapshim_mailbox.device_bytes = 0;
 	snapshim_mailbox.device_blocks = 0;
 }

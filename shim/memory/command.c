@@ -13,6 +13,8 @@
 #include "memory.h"
 #include "stripes.h"
 
+/* Until a PARK that caught somebody is asked again: the driver's lock stops a job that allocates all the time always there. */
+#define HOLD_NS 5000000000
 #define SLOT_MIN 4096
 #define SLOT_MAX (1 << 30)
 
@@ -196,8 +198,10 @@ static int park_memory(int64_t until_ns)
 	if (memory_inside()) {
 		say_number((long)memory_inside());
 		say(" threads are parked in the middle of allocating or freeing device memory");
+		memory_hold(HOLD_NS);
 		return EAGAIN;
 	}
+	memory_let_in(); /* whose threads are parked */
 	status = prepare_all(until_ns);
 	if (!status) {
 		mark_striped(true);
@@ -244,8 +248,10 @@ int memory_obey(uint32_t command, int64_t timeout_ns)
 
 	if (command == SNAPSHIM_MEMORY_OPEN)
 		return open_sockets();
-	if (command == SNAPSHIM_MEMORY_DROP)
+	if (command == SNAPSHIM_MEMORY_DROP) {
+		memory_let_in();
 		return drop();
+	}
 	if (ready && !workers_are_back())
 		return refuse(EBUSY, "a call into CUDA that an earlier command made has not come back");
 	if (command == SNAPSHIM_MEMORY_READY)
