@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Iterable
 
 from snapshotd import host
 from snapshotd.api.errors import Denied, NotFound, SnapshotError, Usage
@@ -28,6 +29,8 @@ from snapshotd.tree import Process
 log = logging.getLogger(__name__)
 
 KILL_S = 10.0
+#: How often keepers that have not connected again are looked at.
+LOOK_AGAIN_S = 1.0
 SIGKILL_STATUS = 9
 
 
@@ -40,6 +43,7 @@ class Adoption:
         self.node, self.source, self.target, self.relays = node, source, target, relays
         self.forwarding = forwarding
         self._reports: set[asyncio.Task[None]] = set()
+        self._waiting: asyncio.Task[None] | None = None
 
     def events(self) -> KeeperEvents:
         return KeeperEvents(self.connected, self.closed, self.exited, self.died)
@@ -208,12 +212,32 @@ class Adoption:
                 own = entry is not None and entry.cgroup == move_log.note("cgroup")
                 if own and entry is not None and not entry.moving:
                     await self._wake(entry, move_log)
-        for entry in self.node.ranks.all():
+        entries = self.node.ranks.all()
+        await self._end_unkept(entries)
+        self._waiting = asyncio.create_task(self._await_keepers(entries), name="keepers of an earlier life")
+
+    async def stop(self) -> None:
+        """Nobody is waited for any more."""
+        if self._waiting is not None:
+            self._waiting.cancel()
+            await asyncio.gather(self._waiting, return_exceptions=True)
+
+    async def _end_unkept(self, entries: Iterable[RankEntry]) -> None:
+        for entry in entries:
             if not entry.keeper_alive():
                 try:
                     await self._keeper_died(entry)
                 except (SnapshotError, OSError) as error:  # this daemon has other ranks to serve
                     log.error("rank %s, which nobody keeps, is not ended yet: %s", entry.uid, error)
+
+    async def _await_keepers(self, entries: Iterable[RankEntry]) -> None:
+        """A keeper that is killed before it has connected again closes no link by which anybody would hear of it."""
+        left = [one for one in entries if one.keeper_alive()]
+        while left:
+            await asyncio.sleep(LOOK_AGAIN_S)
+            left = [one for one in left if one.link is None and self.node.ranks.get(one.uid, one.role) is one]
+            await self._end_unkept(left)
+            left = [one for one in left if one.keeper_alive()]
 
     async def _wake(self, entry: RankEntry, move_log: MoveLog) -> None:
         try:

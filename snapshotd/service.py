@@ -138,6 +138,7 @@ class Daemon:
                 if moving.settling is not None:
                     moving.settling.cancel()
         self._recalling.cancel()
+        await self.adoption.stop()
         await in_thread(self.target.lanes.close_all)
         await self.target.inlets.close_all()
         self.forwarding.stop()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -74,8 +76,10 @@ class Here:
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Here:
-    return Here(tmp_path, monkeypatch)
+async def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Here]:
+    made = Here(tmp_path, monkeypatch)
+    yield made
+    await made.adoption.stop()
 
 
 TOKEN = rules.proof(bytes.fromhex(NONCE), "COMMIT", MOVE)
@@ -164,3 +168,21 @@ def test_a_gpu_that_a_rank_may_come_back_to_is_reserved(here: Here) -> None:
     assert [each.reserved_for for each in here.target.with_reservations(found)] == ["", LATER]
     leaving.mark(Mark.SETTLED)
     assert [each.reserved_for for each in here.target.with_reservations(found)] == ["", ""]
+
+
+async def test_a_keeper_that_is_killed_before_it_has_come_back(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rank goes with it: no link closes by which anybody would hear of it."""
+    lost = asyncio.Event()
+
+    async def note(entry: Any) -> None:
+        lost.set()
+
+    monkeypatch.setattr(adoption, "LOOK_AGAIN_S", 0.001)
+    monkeypatch.setattr(here.adoption, "lost", note)
+    here.entry.role, here.entry.away_node = "home", ""
+    await here.adoption.sweep()
+    await asyncio.sleep(0.01)
+    assert not lost.is_set()
+    here.entry.keeper_alive = lambda: False
+    async with asyncio.timeout(10):
+        await lost.wait()
