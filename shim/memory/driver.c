@@ -4,39 +4,48 @@
 #include "driver.h"
 
 #include <dlfcn.h>
+#include <stdlib.h>
 
 #include "../shim.h"
 
-static struct driver found;
-static bool complete;
+static struct driver *found;
+
+static struct driver *look(void *library)
+{
+	struct driver *fresh = calloc(1, sizeof(*fresh));
+	bool whole = fresh != NULL;
+
+	if (!fresh)
+		return NULL;
+#define X(name, types) fresh->name = (int(*) types)dlsym(library, #name);
+	DRIVER_NEEDED(X)
+	DRIVER_USEFUL(X)
+#undef X
+#define X(name, types) whole = whole && fresh->name;
+	DRIVER_NEEDED(X)
+#undef X
+	if (whole)
+		return fresh;
+	free(fresh);
+	return NULL;
+}
 
 const struct driver *driver(void)
 {
-	struct driver fresh = {0};
-	bool whole = true;
+	struct driver *known = LOAD(&found), *nobody = NULL;
 	void *library;
 
-	if (LOAD(&complete))
-		return &found;
+	if (known)
+		return known;
 	library = cuda_library(CUDA_DRIVER);
-	if (!library)
-		return NULL;
-#define X(name, types) fresh.name = (int(*) types)dlsym(library, #name);
-	DRIVER_NEEDED(X)
-	DRIVER_USEFUL(X)
-#undef X
-#define X(name, types) whole = whole && fresh.name;
-	DRIVER_NEEDED(X)
-#undef X
-	if (!whole) {
-		dlclose(library);
-		return NULL;
+	known = library ? look(library) : NULL;
+	if (known && !SWAP_IF(&found, &nobody, known)) { /* another thread was faster */
+		free(known);
+		known = nobody;
+	} else if (known) {
+		return known; /* the library stays open, so it stays */
 	}
-	/* Two threads may do this at once, and write the same; the library stays open, so it stays. */
-#define X(name, types) __atomic_store_n(&found.name, fresh.name, __ATOMIC_RELAXED);
-	DRIVER_NEEDED(X)
-	DRIVER_USEFUL(X)
-#undef X
-	STORE(&complete, true);
-	return &found;
+	if (library)
+		dlclose(library);
+	return known;
 }
