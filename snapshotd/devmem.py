@@ -43,7 +43,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Caught(Exception):
-    """A thread of the job was stopped in the middle of an allocation: nothing has happened. Let it go on, and try again."""
+    """A thread of the job was stopped in the middle of an allocation: nothing has happened, and what `ready` made is still
+    there. Let it go on, and try again."""
 
 
 class DeviceMemory(Protocol):

@@ -186,11 +186,11 @@ class Parking:
         return size
 
     async def _let_go_and_hold(self, gpus: Gpus, caught: Sequence[Striped], parts: Parts) -> None:
-        """Those alone: the others' memory is out. The rest of the tree stays stopped."""
+        """Those alone: the others' memory is out. The rest of the tree stays stopped. What was made ready still is."""
         processes = [one.process for one in caught]
+        log.info("caught in an allocation, and let go to try again: %s", ", ".join(str(one.pid) for one in processes))
         await gpu.let_go(processes)
         await asyncio.sleep(AGAIN_S)
-        await all_at_once(self._ready, caught)
         await gpu.still(gpus, processes, processes, parts)
 
     async def _copy(self, wanted: Sequence[Striped], parts: Parts) -> list[Striped]:
