@@ -1,4 +1,5 @@
-/* What libsnapshim.so promises to the rest of the product. Raise the version when a promise changes.
+/* What libsnapshim.so promises to the rest of the product, and libsnapshim-parked.so, which is the same with memory/. Raise the
+ * version when a promise changes.
  *
  * The daemon speaks to a process through `snapshim_mailbox`, in the process's own memory, and wakes its control thread with
  * the reserved signal; so there is no descriptor that a dump would have to carry. snapshotd/shimctl.py is the other side.
@@ -37,8 +38,8 @@ enum snapshim_command {
 	SNAPSHIM_NCCL_FRESH = 23,
 	SNAPSHIM_NCCL_ATTACH = 24,
 
-	/* Device memory that we back, where SNAPSHIM_DEVICE_MEMORY=parked is in the environment (shim/README.md, "Device
-	 * memory"): argument[0]: milliseconds. */
+	/* Device memory that we back, in libsnapshim-parked.so (shim/README.md, "Device memory"); ENOSYS in the other.
+	 * argument[0]: milliseconds. */
 	SNAPSHIM_MEMORY_OPEN = 32,  /* result[0]: a descriptor, the daemon's end of a fresh pair of sockets */
 	SNAPSHIM_MEMORY_READY = 33, /* argument[1]: stripes, [2]: bytes of a slot; result[0]: bytes that PARK or FILL will copy */
 	SNAPSHIM_MEMORY_PARK = 34,  /* only while the job is parked; result[0]: bytes, [1]: nanoseconds of copying */
@@ -95,6 +96,9 @@ SNAPSHIM_EXPORT long syscall(long number, ...);
  *   cuIpcGetEventHandle cuIpcOpenEventHandle cuMemExportToShareableHandle cuMemImportFromShareableHandle
  *   cudaStreamBeginCapture cudaStreamBeginCapture_ptsz cudaStreamBeginCaptureToGraph cudaStreamBeginCaptureToGraph_ptsz
  *   cudaStreamEndCapture cudaStreamEndCapture_ptsz
+ */
+
+/* And by libsnapshim-parked.so alone:
  *   cudaMalloc cudaFree cudaFreeAsync cudaFreeAsync_ptsz cudaDeviceReset
  *   cudaDeviceEnablePeerAccess cudaDeviceDisablePeerAccess
  *   cudaGetDriverEntryPoint cudaGetDriverEntryPoint_ptsz

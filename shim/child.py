@@ -27,17 +27,24 @@ NOT_EXECUTABLE = 126
 
 _PR_SET_PDEATHSIG = 1
 _NO_FD_ABOVE = (1 << 31) - 1
-_PRELOAD = Path(__file__).with_name("libsnapshim.so")
+_DEVICE_MEMORY, _PARKED = "SNAPSHIM_DEVICE_MEMORY", "parked"  # as `migrator run` sets it
+_LIBRARY, _PARKED_LIBRARY = (Path(__file__).with_name(name) for name in ("libsnapshim.so", "libsnapshim-parked.so"))
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def rank_environment(given: Mapping[str, str], preload: bool) -> dict[str, str]:
-    """The launcher's environment, plus the library of ours in front of whatever is preloaded already."""
+    """The launcher's environment, plus one of our libraries in front of whatever is preloaded already: the one that parks
+    device memory where that was asked for. There is never more than one, also where a rank starts a rank."""
     environment = dict(given)
-    if preload and _PRELOAD.exists():
+    wanted = _PARKED_LIBRARY if given.get(_DEVICE_MEMORY) == _PARKED else _LIBRARY
+    if preload and wanted.exists():
+        other = _LIBRARY if wanted is _PARKED_LIBRARY else _PARKED_LIBRARY
         already = environment.get("LD_PRELOAD", "")
-        if str(_PRELOAD) not in already.replace(" ", ":").split(":"):
-            environment["LD_PRELOAD"] = f"{_PRELOAD}:{already}" if already else str(_PRELOAD)
+        words = already.replace(" ", ":").split(":")
+        if str(other) in words:
+            already = ":".join(word for word in words if word != str(other))
+        if str(wanted) not in words:
+            environment["LD_PRELOAD"] = f"{wanted}:{already}" if already else str(wanted)
     return environment
 
 

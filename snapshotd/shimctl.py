@@ -30,6 +30,8 @@ from snapshotd.api.errors import GpuFailed, RankGone, SnapshotError, Timeout, Wh
 _LOG = logging.getLogger(__name__)
 
 LIBRARY = "libsnapshim.so"
+#: A process has one of them: `migrator run --device-memory parked` preloads the other.
+LIBRARIES = (LIBRARY, "libsnapshim-parked.so")
 ABI_VERSION = 3
 RESERVED_SIGNAL = 61
 
@@ -339,7 +341,8 @@ def find(process: tree.Process) -> Mailbox | None:
     Raises GpuFailed when a library of another version is, RankGone when the process has ended.
     """
     try:
-        address = symbols.address(process.pid, LIBRARY, b"snapshim_mailbox")
+        places = (symbols.address(process.pid, library, b"snapshim_mailbox") for library in LIBRARIES)
+        address = next((place for place in places if place is not None), None)
         if address is None and process.alive():
             return None
         mailbox = Mailbox(process, address) if address else None

@@ -75,7 +75,7 @@ def parser() -> argparse.ArgumentParser:
         help="who moves what it has on the GPU: the driver's checkpoint, or the shim, at the speed of the bus "
         f"(default: ${launchers.DEVICE_MEMORY_VARIABLE}, else {launchers.DEVICE_MEMORY_DEFAULT})",
     )
-    made.add_argument("--no-shim", action="store_true", help="do not preload libsnapshim.so")
+    made.add_argument("--no-shim", action="store_true", help="preload no library of ours (libsnapshim*.so)")
     made.add_argument("--json", action="store_true", help="print our own errors as JSON; the command is not affected")
     made.add_argument("--cluster", "--lab", help=argparse.SUPPRESS)  # for every verb; a rank needs its own node alone
     made.add_argument("command", nargs=argparse.REMAINDER, metavar="CMD …", help="the command and its arguments")

@@ -2,11 +2,10 @@
  *
  * Invariant: whatever goes wrong here, the real function is called with the same arguments and its answer is the program's,
  * so the runtime's last error is what it would have been. What the real function allocated, it frees. Only a launcher that
- * asks for it (SNAPSHIM_DEVICE_MEMORY=parked) gets any of this.
+ * asks for it gets any of this: it preloads the library that has these files.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
-#include <stdlib.h>
 #include <string.h>
 
 #include "memory.h"
@@ -17,16 +16,7 @@ _Thread_local unsigned int memory_passes_on;
 
 bool backing_wanted(void)
 {
-	static int wanted; /* 1: no, 2: yes */
-	int known = __atomic_load_n(&wanted, __ATOMIC_RELAXED);
-
-	if (!known) {
-		const char *asked = getenv("SNAPSHIM_DEVICE_MEMORY");
-
-		known = asked && strcmp(asked, "parked") == 0 ? 2 : 1;
-		__atomic_store_n(&wanted, known, __ATOMIC_RELAXED);
-	}
-	return known == 2 && !memory_passes_on;
+	return !memory_passes_on;
 }
 
 /* NCCL gives handles of its buffers to other processes, and has none left when a rank moves. */

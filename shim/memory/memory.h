@@ -7,7 +7,7 @@
 #include "driver.h"
 
 /* backing.c: all false where the real function has to answer. */
-bool backing_wanted(void); /* the launcher's word; false inside a call that was passed on, which is nobody's but CUDA's */
+bool backing_wanted(void); /* not inside a call that was passed on, which is nobody's but CUDA's */
 bool backing_serves(const void *caller); /* as backing_wanted, and whose code has asked */
 bool backing_takes(size_t bytes);
 bool backing_allocate(uint64_t *address, size_t bytes);

@@ -27,7 +27,7 @@ print(libc.syscall(ctypes.c_long({CLOSE}), ctypes.c_long(-1)), errno.errorcode.g
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built here from the sources, so that a stale library elsewhere proves nothing."""
     folder = tmp_path_factory.mktemp("shim")
     for source in [*(REPOSITORY / "shim").glob("*.[ch]"), REPOSITORY / "shim" / "Makefile"]:
@@ -35,7 +35,12 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for part in ("nccl", "memory"):
         shutil.copytree(REPOSITORY / "shim" / part, folder / part)
     subprocess.run(["make", "-s", "-C", folder, "all", "check"], check=True)
-    return folder / "libsnapshim.so"
+    return folder
+
+
+@pytest.fixture(params=["libsnapshim.so", "libsnapshim-parked.so"])
+def library(built: Path, request: pytest.FixtureRequest) -> Path:
+    return built / str(request.param)
 
 
 def test_io_uring_is_not_there_and_all_else_is(library: Path) -> None:
@@ -56,9 +61,9 @@ def test_programs_do_not_notice(library: Path, argv: tuple[str, ...]) -> None:
 def test_only_what_the_abi_names_is_exported(library: Path) -> None:
     symbols = subprocess.run(["nm", "-D", "--defined-only", library], capture_output=True, text=True, check=True).stdout
     header = (REPOSITORY / "shim" / "abi.h").read_text()
-    interposed = (
-        header.partition("Interposed as well")[2].partition(":")[2].partition("*/")[0].replace("*", " ").split()
-    )
+    lists = ["Interposed as well", *(["And by libsnapshim-parked.so"] if "parked" in library.name else [])]
+    texts = [header.partition(words)[2].partition(":")[2].partition("*/")[0] for words in lists]
+    interposed = " ".join(texts).replace("*", " ").split()
     named = ["snapshim_abi_version", "snapshim_mailbox", "syscall", *interposed]
     exported = [line.split()[2] for line in symbols.splitlines()]
     nccl = set(re.findall(r"\bnccl[A-Z]\w+", (REPOSITORY / "shim" / "nccl" / "symbols.h").read_text()))
@@ -67,13 +72,20 @@ def test_only_what_the_abi_names_is_exported(library: Path) -> None:
 
 
 def test_the_environment_is_the_launchers_plus_the_preload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shim.child._PRELOAD", tmp_path / "lib.so")
+    monkeypatch.setattr("shim.child._LIBRARY", tmp_path / "lib.so")
+    monkeypatch.setattr("shim.child._PARKED_LIBRARY", tmp_path / "parked.so")
     assert rank_environment({"A": "b"}, preload=True) == {"A": "b"}, "no library, no preload"
     (tmp_path / "lib.so").touch()
     once = rank_environment({"A": "b", "LD_PRELOAD": "x.so y.so"}, preload=True)
     assert once == {"A": "b", "LD_PRELOAD": f"{tmp_path / 'lib.so'}:x.so y.so"}
     assert rank_environment(once, preload=True) == once
     assert rank_environment({"A": "b"}, preload=False) == {"A": "b"}
+    (tmp_path / "parked.so").touch()
+    parked = rank_environment({**once, "SNAPSHIM_DEVICE_MEMORY": "parked"}, preload=True)
+    assert parked["LD_PRELOAD"] == f"{tmp_path / 'parked.so'}:x.so:y.so", "the one in the place of the other"
+    assert rank_environment(parked, preload=True) == parked
+    back = rank_environment({**parked, "SNAPSHIM_DEVICE_MEMORY": "driver"}, preload=True)
+    assert back["LD_PRELOAD"] == f"{tmp_path / 'lib.so'}:x.so:y.so"
 
 
 async def test_a_rank_has_it(node: Node) -> None:

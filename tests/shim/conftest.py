@@ -18,8 +18,14 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(source, folder)
     for part in ("nccl", "memory"):
         shutil.copytree(REPOSITORY / "shim" / part, folder / part)
-    subprocess.run(["make", "-s", "-C", folder, "libsnapshim.so"], check=True)
+    subprocess.run(["make", "-s", "-C", folder, "libsnapshim.so", "libsnapshim-parked.so"], check=True)
     return folder / "libsnapshim.so"
+
+
+@pytest.fixture(scope="session")
+def parked_library(library: Path) -> Path:
+    """The one that backs device memory."""
+    return library.with_name("libsnapshim-parked.so")
 
 
 @pytest.fixture(scope="session")

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
 from tests.shim.jobs import compile_c, until
 from tests.shim.memory.conftest import Room, Start
-from tests.shim.memory.jobs import MIB, PARK, PROGRAMS
+from tests.shim.memory.jobs import DROP, FILL, MIB, OPEN, PARK, PROGRAMS, READY, refused
 
 
 def test_who_does_not_ask_gets_the_drivers_memory(start_job: Start) -> None:
     job = start_job("grow 1", "segments", device_memory="driver")
     assert (job.state().bytes, job.state().blocks) == (0, 0)
     assert job.do("check") == "same"
+    for command in (OPEN, READY, PARK, FILL, DROP):
+        with refused(errno.ENOSYS, "--device-memory parked"):
+            job.ask(command)
 
 
 def test_segments_are_parked(start_job: Start, room: Room) -> None:

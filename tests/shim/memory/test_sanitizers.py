@@ -47,7 +47,7 @@ def _move_device_memory(node: GpuNode, folder: Path) -> None:
 def job(request: pytest.FixtureRequest, node: GpuNode, tmp_path: Path) -> Iterator[DeviceJob]:
     if request.param == "thread":
         _move_device_memory(node, tmp_path / "cuda")
-    shim = tmp_path / "libsnapshim.so"
+    shim = tmp_path / "libsnapshim-parked.so"
     sources = [*sorted((SHIM / "memory").glob("*.c")), SHIM / "words.c", SHIM / "sharing.c", PROGRAMS / "control.c"]
     _compile(request.param, "-shared", "-fvisibility=hidden", "-o", shim, *sources, "-ldl")
     libraries = (shim, node.folder / "libcudart.so.13", node.folder / "libcuda.so.1")
@@ -55,7 +55,7 @@ def job(request: pytest.FixtureRequest, node: GpuNode, tmp_path: Path) -> Iterat
     # Some kernels place the program where ThreadSanitizer wants its shadow, unless places are not random.
     setarch = shutil.which("setarch") or "setarch"
     # What is on the device is written by threads of the job that are parked later, which ThreadSanitizer does not see.
-    options = {"SNAPSHIM_DEVICE_MEMORY": "parked", "TSAN_OPTIONS": "ignore_noninstrumented_modules=1"}
+    options = {"TSAN_OPTIONS": "ignore_noninstrumented_modules=1"}
     environment = {**os.environ, **node.environment, **options}
     job = DeviceJob(None, setarch, "-R", tmp_path / "job", env=environment, folder=tmp_path / "stripes")
     yield job

@@ -1,0 +1,30 @@
+/* In the place of memory/ in the library that backs no device memory: everything is the driver's.
+ *
+ * That library exports none of the allocating calls, so that a job which did not ask for memory that can be parked runs as if
+ * there were no such thing. */
+#include "shim.h"
+
+#include <errno.h>
+
+int memory_obey(uint32_t command, int64_t timeout_ns)
+{
+	(void)command;
+	(void)timeout_ns;
+	say("this library backs no device memory: start the rank with `migrator run --device-memory parked`");
+	return ENOSYS;
+}
+
+void memory_forget(void)
+{
+}
+
+bool memory_is_ours(uint64_t address)
+{
+	(void)address;
+	return false;
+}
+
+uint64_t memory_share(uint64_t handle)
+{
+	return handle;
+}
