@@ -75,7 +75,7 @@ static void end_with_the_last_thread(void)
 	if (listing_open(&tasks, TASKS))
 		return;
 	while ((tid = listing_next(&tasks)) > 0) {
-		if (tid == snapshim_mailbox.thread || tid == snapshim_mailbox.probe)
+		if (tid == snapshim_mailbox.thread || tid == snapshim_mailbox.probe || memory_has_thread(tid))
 			continue;
 		task_look(tid, &task);
 		others |= task.state != 0 && task.state != 'Z' && task.state != 'X';

@@ -70,7 +70,7 @@ extern bool driver_seen;
 typedef int create_thread_fn(pthread_t *, const pthread_attr_t *, void *(*)(void *), void *);
 void threads_resolve(void);
 create_thread_fn *libc_create_thread(void);
-create_thread_fn create_exempt_thread; /* one that is never parked, and blocks all signals */
+create_thread_fn create_exempt_thread; /* one of ours that is never parked, and blocks all signals; EAGAIN: too many are there */
 bool exempt_thread_coming(void);
 void threads_forget(void);
 
@@ -116,6 +116,7 @@ void *cuda_library(const char *file);					      /* for dlsym; NULL: not loaded *
 /* memory/: device memory that we back, and what the mailbox asks about it, SNAPSHIM_MEMORY_… */
 int memory_obey(uint32_t command, int64_t timeout_ns);
 void memory_forget(void);
+bool memory_has_thread(int tid); /* one of ours that copies */
 bool memory_is_ours(uint64_t address);
 uint64_t memory_share(uint64_t handle); /* the driver's own for it, which others will know; it is not parked any more */
 

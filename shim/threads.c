@@ -132,7 +132,8 @@ bool exempt_thread_coming(void)
 	return false;
 }
 
-int create_exempt_thread(pthread_t *thread, const pthread_attr_t *attributes, void *(*routine)(void *), void *argument)
+static int create_exempt(pthread_t *thread, const pthread_attr_t *attributes, void *(*routine)(void *), void *argument,
+			 bool has_name)
 {
 	uint64_t mask = block_all_signals(); /* the new thread inherits it */
 	struct start *start = NULL;
@@ -150,11 +151,18 @@ int create_exempt_thread(pthread_t *thread, const pthread_attr_t *attributes, vo
 		status = libc_create_thread()(thread, attributes, run_exempt_thread, start);
 		if (status)
 			STORE(&snapshim_mailbox.exempt[start - starts], 0);
-	} else { /* more than anybody has seen: told apart by their names */
+	} else if (has_name) { /* more than anybody has seen: told apart by their names */
 		status = libc_create_thread()(thread, attributes, routine, argument);
+	} else { /* nobody could park it, and nobody would know why */
+		status = EAGAIN;
 	}
 	set_signal_mask(mask);
 	return status;
+}
+
+int create_exempt_thread(pthread_t *thread, const pthread_attr_t *attributes, void *(*routine)(void *), void *argument)
+{
+	return create_exempt(thread, attributes, routine, argument, false);
 }
 
 int pthread_create(pthread_t *thread, const pthread_attr_t *attributes, void *(*routine)(void *), void *argument)
@@ -165,7 +173,7 @@ int pthread_create(pthread_t *thread, const pthread_attr_t *attributes, void *(*
 	signals_guard();
 	if (of_the_driver((uintptr_t)routine)) {
 		STORE(&driver_seen, true);
-		status = create_exempt_thread(thread, attributes, routine, argument);
+		status = create_exempt(thread, attributes, routine, argument, true);
 	} else {
 		status = libc_create_thread()(thread, attributes, routine, argument);
 	}

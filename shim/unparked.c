@@ -18,6 +18,12 @@ void memory_forget(void)
 {
 }
 
+bool memory_has_thread(int tid)
+{
+	(void)tid;
+	return false;
+}
+
 bool memory_is_ours(uint64_t address)
 {
 	(void)address;

@@ -2,7 +2,8 @@
  *
  * Invariant: `device_parked` is 1 from before the first physical memory is taken away until all of it is back with its
  * content; whatever fails in between leaves a state in which FILL can be asked again. Everything that READY made is gone
- * when PARK or FILL has answered, so that a dump finds none of it; only EAGAIN and EBUSY leave it for another try.
+ * when PARK or FILL has answered, so that a dump finds none of it but threads that sleep; only EAGAIN and EBUSY leave it for
+ * another try.
  * Nothing here takes a lock of libc's: the job may be parked.
  */
 #define _GNU_SOURCE
@@ -63,7 +64,6 @@ static int drop(void)
 	if (!workers_are_back() || workers_run(stripes.count, clean_up, FOREVER) == EINPROGRESS ||
 	    workers_run(1, leave_devices, FOREVER) == EINPROGRESS)
 		return refuse(EBUSY, "a call into CUDA that an earlier command made has not come back");
-	workers_end();
 	handover_close();
 	ready = false;
 	return 0;
@@ -151,7 +151,8 @@ static int make_ready(int64_t until_ns)
 	status = workers_start(stripes.count);
 	if (status) {
 		handover_close();
-		return refuse(status, "no thread can be started in this process: a limit of processes (ulimit -u, pids.max) is reached");
+		return refuse(status, "no thread of ours can be started in this process now: a limit of processes (ulimit -u, pids.max) "
+				      "is reached, or the driver has too many threads");
 	}
 	ready = true;
 	status = prepare_all(until_ns);
@@ -266,7 +267,6 @@ void memory_forget(void)
 {
 	handover_close();
 	ready = false;
-	memset(workers, 0, sizeof(workers));
 	workers_forget();
 	peers_forget();
 	blocks_forget();

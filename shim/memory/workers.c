@@ -7,6 +7,7 @@
 #include "workers.h"
 
 #include <errno.h>
+#include <string.h>
 #include <sys/prctl.h>
 
 #include "../shim.h"
@@ -51,22 +52,20 @@ static void *work(void *given)
 	uint32_t request = 0;
 
 	prctl(PR_SET_NAME, "snapshim-memory");
+	STORE(&worker->tid, self_tid());
 	for (;;) {
-		int (*task)(struct worker *);
 		int nobody = 0;
 
 		while (LOAD(&worker->asked) == request)
 			wait_word(&worker->asked, request, FOREVER);
 		request = LOAD(&worker->asked);
-		task = worker->task;
-		if (!task)
-			return NULL;
-		worker->status = task(worker);
+		worker->status = worker->task(worker);
 		if (worker->status)
 			(void)SWAP_IF(&failed, &nobody, worker->status);
 		STORE(&worker->done, request);
 		wake_word(&worker->done);
 	}
+	return NULL;
 }
 
 static void ask(struct worker *worker, int (*task)(struct worker *))
@@ -84,21 +83,33 @@ int workers_start(unsigned int count)
 	int status = 0;
 
 	pthread_attr_init(&attributes);
-	pthread_attr_setstacksize(&attributes, STACK_BYTES);
-	for (there = 0; there < count && !status;) {
+	while (there < count && !status) {
 		struct worker *worker = &workers[there];
+		pthread_t thread;
 
 		worker->asked = worker->done = 0;
-		status = create_exempt_thread(&worker->thread, &attributes, work, worker);
-		if (status == EINVAL) /* programs with much thread-local data need larger stacks */
-			status = create_exempt_thread(&worker->thread, NULL, work, worker);
+		pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+		pthread_attr_setstacksize(&attributes, STACK_BYTES);
+		status = create_exempt_thread(&thread, &attributes, work, worker);
+		if (status == EINVAL) { /* programs with much thread-local data need larger stacks */
+			pthread_attr_destroy(&attributes);
+			pthread_attr_init(&attributes);
+			pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+			status = create_exempt_thread(&thread, &attributes, work, worker);
+		}
 		if (!status)
-			there++;
+			STORE(&there, there + 1);
 	}
 	pthread_attr_destroy(&attributes);
-	if (status)
-		workers_end();
 	return status;
+}
+
+bool memory_has_thread(int tid)
+{
+	for (unsigned int i = 0; i < LOAD(&there); i++)
+		if (LOAD(&workers[i].tid) == tid)
+			return true;
+	return false;
 }
 
 static bool is_back(struct worker *worker)
@@ -137,17 +148,9 @@ int workers_run(unsigned int count, int (*task)(struct worker *worker), int64_t 
 	return LOAD(&failed);
 }
 
-void workers_end(void)
-{
-	for (unsigned int i = 0; i < there; i++)
-		ask(&workers[i], NULL);
-	for (unsigned int i = 0; i < there; i++)
-		pthread_join(workers[i].thread, NULL);
-	there = 0;
-}
-
 /* In a forked child: they are its parent's. */
 void workers_forget(void)
 {
 	there = 0;
+	memset(workers, 0, sizeof(workers));
 }

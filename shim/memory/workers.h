@@ -1,4 +1,5 @@
-/* The shim's own threads that copy: never parked, there from MEMORY_READY until its PARK, FILL or DROP. */
+/* The shim's own threads that copy: never parked. They come with the first MEMORY_READY, sleep between commands, and stay: also
+ * through a dump and a restore, so that none has to be made while the job is parked. */
 #ifndef SNAPSHIM_MEMORY_WORKERS_H
 #define SNAPSHIM_MEMORY_WORKERS_H
 
@@ -19,7 +20,7 @@ struct worker {
 	const char *call;
 	long answer;
 
-	pthread_t thread;
+	int tid;
 	int (*task)(struct worker *worker); /* 0 or an errno */
 	int status;
 	uint32_t asked, done;
@@ -27,12 +28,11 @@ struct worker {
 
 extern struct worker workers[SNAPSHIM_STRIPES_MAX];
 
-int workers_start(unsigned int count); /* 0 or an errno: none is there */
+int workers_start(unsigned int count); /* those that are not there yet; 0 or an errno */
 /* Gives the first `count` a task and waits. 0 or the first error; EINPROGRESS: one has not come back, long after it should
  * have stopped. A task that has FOREVER is not to be stopped. */
 int workers_run(unsigned int count, int (*task)(struct worker *worker), int64_t until_ns);
 bool workers_are_back(void);
-void workers_end(void); /* only when all are back */
 void workers_forget(void);
 
 /* What a worker does when the driver refuses. */

@@ -142,10 +142,11 @@ class DeviceJob(Job):
         assert self.do("check") == "same"
 
     def leftovers(self) -> list[str]:
-        """Of OPEN and READY: threads, descriptors."""
-        tasks = Path(f"/proc/{self.pid}/task")
-        names = [(task / "comm").read_text().strip() for task in tasks.iterdir()]
+        """Of OPEN and READY: descriptors."""
         links = [os.readlink(link) for link in Path(f"/proc/{self.pid}/fd").iterdir()]
-        return [name for name in names if name == "snapshim-memory"] + [
-            link for link in links if str(self.folder) in link or "socket" in link
-        ]
+        return [link for link in links if str(self.folder) in link or "socket" in link]
+
+    def workers(self) -> list[int]:
+        """The library's threads that copy."""
+        tasks = Path(f"/proc/{self.pid}/task")
+        return sorted(int(task.name) for task in tasks.iterdir() if (task / "comm").read_text() == "snapshim-memory\n")

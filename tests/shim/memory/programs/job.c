@@ -340,6 +340,11 @@ int main(void)
 			printf("%d ", child);
 		}
 
+		if (strcmp(word, "leave") == 0) {
+			printf("done\n");
+			pthread_cancel(idle);
+			pthread_exit(NULL);
+		}
 		if (strcmp(word, "check") == 0)
 			check();
 		else if (strcmp(word, "list") == 0)
