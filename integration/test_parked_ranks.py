@@ -86,13 +86,13 @@ def part(told: dict[str, Any], name: str) -> dict[str, Any]:
     [
         LARGE,
         ("--mib", "40", "--api", "segments"),
-        ("--mib", "120", "--blocks", "6", "--mixed"),
+        ("--mib", "60", "--blocks", "6", "--mixed"),
         ("--mib", "40", "--api", "driver", "--threads", "2", "--children", "1"),
     ],
     ids=["runtime", "segments", "mixed", "driver"],
 )
 def test_there_and_back_three_times(lab: GpuCluster, tmp_path: Path, arguments: tuple[str, ...]) -> None:
-    job = start(lab, *arguments)
+    job = start(lab, *arguments, steps=120, pace_s=0.1)
     at = SOURCE
     for to in (TARGET, SOURCE) * 3:
         job.await_progress(3)
@@ -107,7 +107,7 @@ def test_there_and_back_three_times(lab: GpuCluster, tmp_path: Path, arguments: 
         job.await_progress(2)
         assert gpu_uses(lab, at) == [0]
         at = to
-    ends_well(lab, job, tmp_path, *arguments)
+    ends_well(lab, job, tmp_path, *arguments, steps=120)
 
 
 def test_nothing_of_the_job_runs_while_its_memory_is_out(lab: GpuCluster, tmp_path: Path) -> None:

@@ -144,8 +144,13 @@ class Parking:
         """What is left to the driver after all becomes the job's own host memory. Blocking. Full where its limits, which
         were checked for less, do not leave it that: better no move than a job that is killed."""
         left_bytes = self._wanted_bytes - sum(one.expected_bytes for one in self.striped)
-        whose, room = memory_room(pid)[0]
-        if left_bytes and room < left_bytes + RESERVE_BYTES:
+        if not left_bytes:
+            return
+        try:
+            whose, room = memory_room(pid)[0]
+        except (FileNotFoundError, ProcessLookupError) as error:
+            raise RankGone(f"process {pid} has ended", where=Where.UNKNOWN) from error
+        if room < left_bytes + RESERVE_BYTES:
             raise Full(
                 f"device memory cannot be parked ({'; '.join(self.warnings)}), and the driver's checkpoint needs"
                 f" {left_bytes >> 20} MiB of host memory where {whose} leaves {room >> 20} MiB",
