@@ -103,6 +103,9 @@ void control_leader_left(void);
 /* nccl/real.c: whether code is NCCL's, as far as it was called. */
 bool nccl_contains(const void *address);
 
+/* nccl/capture.c: whether any stream is being captured into a CUDA graph. */
+bool captures_under_way(void);
+
 /* nccl/command.c: what the mailbox asks about NCCL, SNAPSHIM_NCCL_… */
 int nccl_obey(uint32_t command, int64_t timeout_ns);
 void nccl_forget(void);

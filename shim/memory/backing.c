@@ -14,6 +14,8 @@
 
 _Thread_local unsigned int memory_passes_on;
 
+static uint32_t freed_blocks; /* in the table, to be given back */
+
 bool backing_wanted(void)
 {
 	return !memory_passes_on;
@@ -82,6 +84,8 @@ static bool allocate(const struct driver *cuda, uint64_t *address, size_t bytes)
 	return false;
 }
 
+static void drop_freed(void);
+
 bool backing_allocate(uint64_t *address, size_t bytes)
 {
 	const struct driver *cuda;
@@ -89,6 +93,7 @@ bool backing_allocate(uint64_t *address, size_t bytes)
 
 	if (!address || !backing_takes(bytes) || !backing_wanted() || !(cuda = driver()))
 		return false;
+	drop_freed();
 	memory_enter();
 	done = allocate(cuda, address, bytes);
 	memory_leave();
@@ -124,6 +129,7 @@ static bool give_back(const struct driver *cuda, struct block *block)
 	}
 	blocks_lock();
 	block_add(block);
+	__atomic_add_fetch(&freed_blocks, block->freed, __ATOMIC_RELAXED);
 	blocks_unlock();
 	return false;
 }
@@ -135,22 +141,71 @@ static bool take(struct block *found, struct block *block)
 		return false;
 	*block = *found;
 	block_remove(found);
+	__atomic_sub_fetch(&freed_blocks, block->freed, __ATOMIC_RELAXED);
 	return true;
+}
+
+static bool is_freed(const struct block *block, const void *argument)
+{
+	(void)argument;
+	return block->freed;
+}
+
+/* Those that the program freed while something was captured. */
+static void drop_freed(void)
+{
+	if (__atomic_load_n(&freed_blocks, __ATOMIC_RELAXED) && !captures_under_way())
+		backing_drop(is_freed, NULL);
+}
+
+/* To wait for the device would end the capture. What is captured may not use the block any more, but what was launched may; so
+ * it keeps its memory until somebody can wait. */
+static void free_later(struct block *block)
+{
+	block->freed = true;
+	block_changed(block);
+	__atomic_add_fetch(&freed_blocks, 1, __ATOMIC_RELAXED);
+}
+
+/* The driver's lock has waited for all that was launched. */
+int backing_drop_freed(struct block *block)
+{
+	int answer = physical_detach(block);
+
+	if (block->away) {
+		driver()->cuMemAddressFree(block->address, block->bytes);
+		block_remove(block);
+		__atomic_sub_fetch(&freed_blocks, 1, __ATOMIC_RELAXED);
+	}
+	return answer;
+}
+
+/* In a forked child. */
+void backing_forget(void)
+{
+	freed_blocks = 0;
 }
 
 bool backing_free(uint64_t address)
 {
 	struct block block, *found;
-	bool done;
+	bool done, later = false;
 
 	if (!address || !backing_wanted() || !driver())
 		return false;
+	drop_freed();
 	memory_enter();
 	blocks_lock();
 	found = block_with(address);
-	done = take(found && found->address == address ? found : NULL, &block);
+	if (found && (found->address != address || found->freed))
+		found = NULL;
+	if (found && !found->physical && captures_under_way()) {
+		free_later(found);
+		later = true;
+	}
+	done = later || take(found, &block);
 	blocks_unlock();
-	if (done)
+	if (done && !later)
 		done = give_back(driver(), &block);
 	memory_leave();
 	return done;

@@ -126,7 +126,7 @@ static bool can_be_parked(const struct block *block)
 {
 	const struct physical *physical = &physicals[block->physical];
 
-	if (block->unusual || !(block->access >> block->device & 1))
+	if (block->unusual || block->freed || !(block->access >> block->device & 1))
 		return false;
 	return !block->physical || (!physical->shared && physical->mappings == 1 && physical->bytes == block->bytes);
 }

@@ -22,6 +22,7 @@ struct block {
 	bool counted; /* in the mailbox's numbers: PARK takes it */
 	bool striped; /* its content has a place in the stripes of the PARK under way, or of the last */
 	bool away;    /* it has no physical memory */
+	bool freed;   /* by the program, during a capture: to be given back when there is none */
 };
 
 /* Physical memory that the program creates itself (torch's expandable segments). It holds our number, we the driver's. */

@@ -88,7 +88,7 @@ static int note_devices(int64_t until_ns)
 	for (size_t i = 0; i < blocks_count(); i++) {
 		const struct block *block = block_at(i);
 
-		if (!block->counted && !block->striped)
+		if (!block->counted && !block->striped && !block->freed)
 			continue;
 		stripes.devices |= (uint64_t)1 << block->device;
 		if (!(stripes.entered >> block->device & 1))
@@ -204,6 +204,8 @@ static int park_memory(int64_t until_ns)
 	}
 	memory_let_in(); /* whose threads are parked */
 	status = prepare_all(until_ns);
+	if (!status)
+		status = explain(workers_run(1, drop_freed, until_ns));
 	if (!status) {
 		mark_striped(true);
 		status = copy(copy_out, until_ns);
@@ -269,6 +271,7 @@ void memory_forget(void)
 	ready = false;
 	workers_forget();
 	peers_forget();
+	backing_forget();
 	blocks_forget();
 	snapshim_mailbox.device_parked = 0;
 	snapshim_mailbox.device_stripes = 0;

@@ -16,6 +16,7 @@
 #define RDMA_SUPPORTED 110    /* CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED */
 #define PORTABLE 1	      /* CU_MEMHOSTALLOC_PORTABLE */
 #define NON_BLOCKING 1	      /* CU_STREAM_NON_BLOCKING */
+#define RELAXED 2	      /* CU_STREAM_CAPTURE_MODE_RELAXED */
 
 struct cuda_location {
 	int32_t type, id;
@@ -66,7 +67,8 @@ _Static_assert(sizeof(struct cuda_access) == 12, "the driver's layout");
 #define DRIVER_USEFUL(X)                                                                           \
 	X(cuDevicePrimaryCtxGetState, (int, unsigned int *, int *))                                \
 	X(cuDevicePrimaryCtxRetain, (void **, int))                                                \
-	X(cuDevicePrimaryCtxRelease_v2, (int))
+	X(cuDevicePrimaryCtxRelease_v2, (int))                                                     \
+	X(cuThreadExchangeStreamCaptureMode, (int *))
 
 struct driver {
 #define X(name, types) int(*name) types;

@@ -12,6 +12,8 @@ bool backing_serves(const void *caller); /* as backing_wanted, and whose code ha
 bool backing_takes(size_t bytes);
 bool backing_allocate(uint64_t *address, size_t bytes);
 bool backing_free(uint64_t address);
+void backing_forget(void);
+int backing_drop_freed(struct block *block); /* while the job is parked; the driver's answer */
 void backing_drop(bool (*which)(const struct block *block, const void *argument), const void *argument);
 
 /* Calls the real function. It may call driver functions by names that are ours. */

@@ -56,11 +56,22 @@ static int enter(struct worker *worker, int device)
 	return CUDA(worker, cuCtxSetCurrent, stripes.context[device]);
 }
 
+/* In whatever way the job captures a stream, what we call is no part of it, and does not end it. */
+static void stay_out_of_captures(void)
+{
+	int mode = RELAXED;
+
+	if (driver()->cuThreadExchangeStreamCaptureMode)
+		driver()->cuThreadExchangeStreamCaptureMode(&mode);
+}
+
 /* A device's primary context, if it has one; else the one a block was made in. None is made. */
 int enter_devices(struct worker *worker)
 {
 	const struct driver *cuda = stripes.devices ? driver() : NULL;
 
+	if (cuda)
+		stay_out_of_captures();
 	for (int device = 0; device < DEVICES_MAX; device++) {
 		unsigned int flags;
 		int active = 0;
@@ -99,6 +110,8 @@ static int make_slot(struct worker *worker, char **slot)
 
 int prepare(struct worker *worker)
 {
+	if (stripes.devices)
+		stay_out_of_captures();
 	for (int device = 0; device < DEVICES_MAX; device++) {
 		int status;
 
@@ -169,27 +182,28 @@ static int begin_out(struct worker *worker, int slot, const struct chunk *chunk)
 			     worker->stream[chunk->device][slot]);
 }
 
-/* The driver's lock has waited for all that was launched. This costs nothing then, and is right in any case. */
-static int settle_devices(struct worker *worker)
+/* What the program freed during a capture is no content of anything, only an address that has to be given back. */
+int drop_freed(struct worker *worker)
 {
-	int status = 0;
+	for (size_t i = blocks_count(); i-- > 0;)
+		if (block_at(i)->freed) {
+			int status = enter(worker, block_at(i)->device);
+			int answer = status ? 0 : backing_drop_freed(block_at(i));
 
-	for (int device = 0; device < DEVICES_MAX && !status; device++)
-		if (stripes.devices >> device & 1) {
-			status = enter(worker, device);
-			if (!status)
-				status = CUDA(worker, cuCtxSynchronize);
+			if (status || answer)
+				return status ? status : worker_fails(worker, EIO, "cuMemUnmap or cuMemRelease answers", answer);
 		}
-	return status;
+	return 0;
 }
 
+/* The driver's lock has waited for all that was launched; to wait for a context would end what it captures. */
 int copy_out(struct worker *worker)
 {
 	struct cursor cursor = {.skip = worker->number};
 	struct chunk chunk[SLOTS];
 	bool more = next_chunk(&cursor, &chunk[0]);
 	uint64_t done = 0;
-	int status = settle_devices(worker);
+	int status = 0;
 
 	if (more && !status)
 		status = begin_out(worker, 0, &chunk[0]);

@@ -16,6 +16,7 @@ extern struct stripes stripes;
 /* Tasks for workers_run. */
 int enter_devices(struct worker *worker); /* one worker's: finds contexts */
 int prepare(struct worker *worker);	  /* makes slots and streams; what is there already stays */
+int drop_freed(struct worker *worker);	  /* one worker's */
 int copy_out(struct worker *worker);
 int copy_in(struct worker *worker);
 int detach_all(struct worker *worker); /* takes the physical memory away */

@@ -10,6 +10,7 @@
 #include <dlfcn.h>
 #include <stddef.h>
 
+#include "../shim.h"
 #include "loaded.h"
 
 #define EXPORT __attribute__((visibility("default")))
@@ -20,8 +21,9 @@ _Atomic int captures;
 static void *runtime(const char *symbol)
 {
 	void *library = loaded_library("libcudart.so");
+	void *found = library ? dlsym(library, symbol) : NULL;
 
-	return library ? dlsym(library, symbol) : dlsym(RTLD_NEXT, symbol);
+	return found ? found : dlsym(RTLD_NEXT, symbol);
 }
 
 /* Looked up once each. */
@@ -36,6 +38,11 @@ static void *runtime(const char *symbol)
 			atomic_store_explicit(&found, pointer, memory_order_relaxed);      \
 		}                                                                      \
 	} while (0)
+
+bool captures_under_way(void)
+{
+	return capture_under_way();
+}
 
 bool capture_has(uint64_t stream)
 {

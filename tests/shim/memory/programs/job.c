@@ -26,6 +26,10 @@ extern int cudaIpcGetMemHandle(void *, void *);
 extern int cudaGetDriverEntryPointByVersion(const char *, void **, unsigned int, unsigned long long, int *);
 extern int cuMemAlloc_v2(uint64_t *, size_t), cuMemFree_v2(uint64_t);
 
+/* Not of the stand-in's runtime: capture.c, and not everywhere. */
+extern int cudaStreamBeginCapture(void *, int) __attribute__((weak));
+extern int cudaStreamEndCapture(void *, void **) __attribute__((weak));
+
 struct property {
 	int type, handle_types, location[2];
 	void *windows;
@@ -294,6 +298,10 @@ int main(void)
 			grow(number);
 		else if (strcmp(word, "shrink") == 0)
 			shrink();
+		else if (strcmp(word, "capture") == 0)
+			must(cudaStreamBeginCapture(NULL, 0), "cudaStreamBeginCapture");
+		else if (strcmp(word, "captured") == 0)
+			must(cudaStreamEndCapture(NULL, &address), "cudaStreamEndCapture");
 		else if (strcmp(word, "segments") == 0)
 			segments();
 		else if (strcmp(word, "lose") == 0)
@@ -347,6 +355,8 @@ int main(void)
 		}
 		if (strcmp(word, "check") == 0)
 			check();
+		else if (strcmp(word, "free") == 0)
+			printf("%d\n", cudaFree(more ? (void *)strtoul(more, NULL, 10) : NULL));
 		else if (strcmp(word, "list") == 0)
 			list();
 		else if (strcmp(word, "errors") == 0)

@@ -1,0 +1,38 @@
+"""While the job captures a CUDA graph nothing may wait for the device: what is freed meanwhile is given back later."""
+
+from __future__ import annotations
+
+from tests.shim.memory.conftest import Room, Start
+from tests.shim.memory.jobs import MIB
+
+INVALID_VALUE = "1"
+
+
+def test_what_is_freed_in_a_capture_is_given_back_after_it(start_job: Start, room: Room) -> None:
+    job = start_job("fill 16", "fill 4")
+    address = next(address for address, size, _ in job.blocks() if size == 16 * MIB)
+    left = room()
+    assert job.do("capture") == "done"
+    assert job.do(f"free {address}") == "0"
+    assert job.do(f"free {address}") == INVALID_VALUE, "twice is CUDA's error"
+    assert room() == left
+    assert job.state().bytes == 4 * MIB, "it is no content"
+    assert job.do("captured") == "done"
+    assert job.do("fill 2") == "done"
+    assert room() == left + 14 * MIB
+    assert job.state().bytes == 6 * MIB
+
+
+def test_what_was_freed_in_a_capture_is_not_parked(start_job: Start, room: Room) -> None:
+    job = start_job("fill 16", "fill 4")
+    address = next(address for address, size, _ in job.blocks() if size == 16 * MIB)
+    left = room()
+    assert job.do("capture") == "done"
+    assert job.do(f"free {address}") == "0"
+    assert job.park() == 4 * MIB
+    assert room() == left + 20 * MIB
+    assert job.fill() == 4 * MIB
+    job.let_go()
+    assert room() == left + 16 * MIB
+    assert job.do("captured") == "done"
+    assert job.do(f"free {address}") == INVALID_VALUE
