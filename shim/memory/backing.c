@@ -5,9 +5,7 @@
  * asks for it gets any of this: it preloads the library that has these files.
  */
 #define _GNU_SOURCE
-#include <dlfcn.h>
-#include <string.h>
-
+#include "lookup.h"
 #include "memory.h"
 
 #define SMALLEST_BYTES (1 << 20) /* below it the driver packs several into one piece; so little is moved by the driver */
@@ -24,15 +22,7 @@ bool backing_wanted(void)
 /* NCCL gives handles of its buffers to other processes, and has none left when a rank moves. */
 bool backing_serves(const void *caller)
 {
-	const char *file;
-	Dl_info info;
-
-	if (!backing_wanted() || nccl_contains(caller))
-		return false;
-	if (!dladdr(caller, &info) || !info.dli_fname)
-		return true;
-	file = strrchr(info.dli_fname, '/');
-	return strncmp(file ? file + 1 : info.dli_fname, "libnccl", 7) != 0;
+	return backing_wanted() && !nccl_contains(caller) && !lookup_is_nccl(caller);
 }
 
 /* Whether so many bytes are worth it. */

@@ -1,16 +1,14 @@
 /* The allocating calls that a program makes by name: the runtime's, and the driver's. A pointer may be allocated by the one and
  * freed by the other, so all ask the same table. */
 #define _GNU_SOURCE
+#include "lookup.h"
 #include "memory.h"
-
-/* The real function, where the caller would have got it. */
-#define REAL(name, file, types) ((int(*) types)cuda_function(#name, file, __builtin_return_address(0)))
 
 /* Makes the runtime's device current in the driver, as its own first call in this thread would. */
 static bool enter_device(const void *caller)
 {
-	int (*get_device)(int *) = (int (*)(int *))cuda_function("cudaGetDevice", CUDA_RUNTIME, caller);
-	int (*free_nothing)(void *) = (int (*)(void *))cuda_function("cudaFree", CUDA_RUNTIME, caller);
+	int (*get_device)(int *) = REAL_FOR(cudaGetDevice, CUDA_RUNTIME, (int *), caller);
+	int (*free_nothing)(void *) = REAL_FOR(cudaFree, CUDA_RUNTIME, (void *), caller);
 	int wanted = -1, current = -2;
 
 	if (!get_device || !free_nothing || PASS_ON(get_device(&wanted)) != 0)
@@ -23,7 +21,7 @@ static bool enter_device(const void *caller)
 SNAPSHIM_EXPORT int cudaMalloc(void **memory, size_t bytes);
 int cudaMalloc(void **memory, size_t bytes)
 {
-	int (*real)(void **, size_t) = REAL(cudaMalloc, CUDA_RUNTIME, (void **, size_t));
+	int (*real)(void **, size_t) = REAL_FUNCTION(cudaMalloc, CUDA_RUNTIME, (void **, size_t));
 
 	if (!real)
 		return RUNTIME_NOT_FOUND;
@@ -36,7 +34,7 @@ int cudaMalloc(void **memory, size_t bytes)
 SNAPSHIM_EXPORT int cuMemAlloc_v2(uint64_t *address, size_t bytes);
 int cuMemAlloc_v2(uint64_t *address, size_t bytes)
 {
-	int (*real)(uint64_t *, size_t) = REAL(cuMemAlloc_v2, CUDA_DRIVER, (uint64_t *, size_t));
+	int (*real)(uint64_t *, size_t) = REAL_FUNCTION(cuMemAlloc_v2, CUDA_DRIVER, (uint64_t *, size_t));
 
 	if (!real)
 		return CUDA_NOT_FOUND;
@@ -47,7 +45,7 @@ int cuMemAlloc_v2(uint64_t *address, size_t bytes)
 	SNAPSHIM_EXPORT int name parameters;                              \
 	int name parameters                                               \
 	{                                                                 \
-		int(*real) parameters = REAL(name, file, parameters);     \
+		int(*real) parameters = REAL_FUNCTION(name, file, parameters);     \
                                                                           \
 		if (!real)                                                \
 			return not_found;                                 \
@@ -75,8 +73,8 @@ static bool is_in(const struct block *block, const void *context)
 SNAPSHIM_EXPORT int cudaDeviceReset(void);
 int cudaDeviceReset(void)
 {
-	int (*real)(void) = REAL(cudaDeviceReset, CUDA_RUNTIME, (void));
-	int (*get_device)(int *) = REAL(cudaGetDevice, CUDA_RUNTIME, (int *));
+	int (*real)(void) = REAL_FUNCTION(cudaDeviceReset, CUDA_RUNTIME, (void));
+	int (*get_device)(int *) = REAL_FUNCTION(cudaGetDevice, CUDA_RUNTIME, (int *));
 	int device;
 
 	if (!real)
@@ -89,7 +87,7 @@ int cudaDeviceReset(void)
 SNAPSHIM_EXPORT int cuDevicePrimaryCtxReset_v2(int device);
 int cuDevicePrimaryCtxReset_v2(int device)
 {
-	int (*real)(int) = REAL(cuDevicePrimaryCtxReset_v2, CUDA_DRIVER, (int));
+	int (*real)(int) = REAL_FUNCTION(cuDevicePrimaryCtxReset_v2, CUDA_DRIVER, (int));
 
 	if (!real)
 		return CUDA_NOT_FOUND;
@@ -100,7 +98,7 @@ int cuDevicePrimaryCtxReset_v2(int device)
 SNAPSHIM_EXPORT int cuCtxDestroy_v2(void *context);
 int cuCtxDestroy_v2(void *context)
 {
-	int (*real)(void *) = REAL(cuCtxDestroy_v2, CUDA_DRIVER, (void *));
+	int (*real)(void *) = REAL_FUNCTION(cuCtxDestroy_v2, CUDA_DRIVER, (void *));
 
 	if (!real)
 		return CUDA_NOT_FOUND;

@@ -1,5 +1,6 @@
 /* A device that may use another's memory may use what we back there: CUDA lets it by itself only for its own allocations. */
 #define _GNU_SOURCE
+#include "lookup.h"
 #include "memory.h"
 
 static uint64_t allowed[DEVICES_MAX]; /* the devices that may use this one's memory, by bit; under the lock */
@@ -89,8 +90,7 @@ void peers_forget(void)
 	SNAPSHIM_EXPORT int name parameters;                                                              \
 	int name parameters                                                                               \
 	{                                                                                                 \
-		int(*real) parameters =                                                                   \
-			(int(*) parameters)cuda_function(#name, file, __builtin_return_address(0));       \
+		int(*real) parameters = REAL_FUNCTION(name, file, parameters);                            \
 		int status = real ? PASS_ON(real arguments) : not_found;                                  \
                                                                                                           \
 		if (status == 0)                                                                          \

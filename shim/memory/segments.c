@@ -8,6 +8,7 @@
 #define _GNU_SOURCE
 #include <string.h>
 
+#include "lookup.h"
 #include "memory.h"
 
 enum {
@@ -296,8 +297,7 @@ void *segments_stand_in(const char *name, void *function)
 	SNAPSHIM_EXPORT int name parameters;                                                            \
 	int name parameters                                                                             \
 	{                                                                                               \
-		int(*call) parameters =                                                                 \
-			(int(*) parameters)cuda_function(#name, CUDA_RUNTIME, __builtin_return_address(0)); \
+		int(*call) parameters = REAL_FUNCTION(name, CUDA_RUNTIME, parameters);                  \
 		int status = call ? call arguments : RUNTIME_NOT_FOUND;                                 \
                                                                                                         \
 		if (status == 0 && symbol && function && *function && driver() &&                      \

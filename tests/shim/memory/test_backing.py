@@ -70,6 +70,11 @@ def test_errors_are_cudas_own(start_job: Start) -> None:
     assert start_job().do("errors") == start_job(device_memory="driver").do("errors")
 
 
+def test_nothing_is_looked_up_twice(start_job: Start) -> None:
+    """A call that was made before has nothing to do with the loader: neither its lock nor its last error."""
+    assert start_job().do("loader") == "kept"
+
+
 def test_peers_may_use_it(start_job: Start) -> None:
     job = start_job()
     assert job.do("peers") == "3 3 3 3"

@@ -48,7 +48,8 @@ def job(request: pytest.FixtureRequest, node: GpuNode, tmp_path: Path) -> Iterat
     if request.param == "thread":
         _move_device_memory(node, tmp_path / "cuda")
     shim = tmp_path / "libsnapshim-parked.so"
-    sources = [*sorted((SHIM / "memory").glob("*.c")), SHIM / "words.c", SHIM / "sharing.c", PROGRAMS / "control.c"]
+    parts = [SHIM / name for name in ("words.c", "maps.c", "sharing.c")]
+    sources = [*sorted((SHIM / "memory").glob("*.c")), *parts, PROGRAMS / "control.c"]
     _compile(request.param, "-shared", "-fvisibility=hidden", "-o", shim, *sources, "-ldl")
     libraries = (shim, node.folder / "libcudart.so.13", node.folder / "libcuda.so.1")
     _compile(request.param, "-o", tmp_path / "job", PROGRAMS / "job.c", *libraries, f"-Wl,-rpath,{tmp_path}")

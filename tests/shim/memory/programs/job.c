@@ -217,6 +217,23 @@ static void errors(void)
 	printf("%d %d %d\n", status, cudaGetLastError(), cuMemFree_v2((uint64_t)again));
 }
 
+/* Whether the loader's last error outlives calls that were made before. */
+static void loader(void)
+{
+	void *address;
+
+	for (int i = 0; i < 2; i++) {
+		dlerror();
+		if (i && dlopen("/nowhere/at-all.so", RTLD_NOW))
+			printf("there is ");
+		must(cudaMalloc(&address, 4 * MIB), "cudaMalloc");
+		must(cudaFree(address), "cudaFree");
+		must(cuMemAlloc_v2((uint64_t *)&address, 64), "cuMemAlloc");
+		must(cuMemFree_v2((uint64_t)address), "cuMemFree");
+	}
+	printf(dlerror() ? "kept\n" : "lost\n");
+}
+
 static void peers(void)
 {
 	void *before, *after;
@@ -355,6 +372,8 @@ int main(void)
 		}
 		if (strcmp(word, "check") == 0)
 			check();
+		else if (strcmp(word, "loader") == 0)
+			loader();
 		else if (strcmp(word, "free") == 0)
 			printf("%d\n", cudaFree(more ? (void *)strtoul(more, NULL, 10) : NULL));
 		else if (strcmp(word, "list") == 0)
