@@ -16,6 +16,8 @@
 
 /* Until a PARK that caught somebody is asked again: the driver's lock stops a job that allocates all the time always there. */
 #define HOLD_NS 5000000000
+#define TAKE_AWAY_NS 60000000000 /* to take all physical memory away, which cannot be given up half-way */
+#define CLEAN_UP_NS 30000000000	 /* for all that has to be done after a command, whatever came of it */
 #define SLOT_MIN 4096
 #define SLOT_MAX (1 << 30)
 
@@ -55,23 +57,46 @@ static int explain(int status)
 	return status;
 }
 
-static int drop(void)
+/* EBUSY: nothing could be done, and everything is still there. Any other error: something may be left of it. */
+static int drop(int64_t by_ns)
 {
+	int status, left;
+
 	if (!ready) {
 		handover_close();
 		return 0;
 	}
-	if (!workers_are_back() || workers_run(stripes.count, clean_up, FOREVER) == EINPROGRESS ||
-	    workers_run(1, leave_devices, FOREVER) == EINPROGRESS)
+	if (!workers_are_back())
 		return refuse(EBUSY, "a call into CUDA that an earlier command made has not come back");
+	status = workers_finish(stripes.count, clean_up, by_ns);
+	left = status == EINPROGRESS ? status : workers_finish(1, leave_devices, by_ns);
+	if (left == EINPROGRESS)
+		return refuse(EBUSY, "a call into CUDA that gives memory or streams back has not come back");
 	handover_close();
 	ready = false;
-	return 0;
+	status = status ? status : left;
+	return status && !snapshim_mailbox.text[0] ? explain(status) : status;
+}
+
+/* After PARK or FILL, which have failed as well when something is left that a dump would find. */
+static int settled(int status, int64_t by_ns)
+{
+	int left = drop(by_ns);
+
+	return status ? status : left;
+}
+
+/* What is asked for by name gives up what can be given up. */
+static int give_up(void)
+{
+	int status = drop(now_ns() + CLEAN_UP_NS);
+
+	return status == EBUSY ? EBUSY : 0;
 }
 
 static int open_sockets(void)
 {
-	int theirs = -1, status = drop();
+	int theirs = -1, status = give_up();
 
 	if (!status)
 		status = handover_open(&theirs);
@@ -157,7 +182,7 @@ static int make_ready(int64_t until_ns)
 	ready = true;
 	status = prepare_all(until_ns);
 	if (status)
-		drop();
+		give_up();
 	snapshim_mailbox.result[0] = parked ? striped_bytes() : LOAD(&snapshim_mailbox.device_bytes);
 	return status;
 }
@@ -214,18 +239,18 @@ static int park_memory(int64_t until_ns)
 		parked_as.count = stripes.count;
 		parked_as.slot_bytes = stripes.slot_bytes;
 		STORE(&snapshim_mailbox.device_parked, 1);
-		status = explain(workers_run(stripes.count, detach_all, FOREVER));
+		status = explain(workers_finish(stripes.count, detach_all, now_ns() + TAKE_AWAY_NS));
 		if (status != ETIMEDOUT && status && !any_is_away())
 			STORE(&snapshim_mailbox.device_parked, 0);
 	}
 	if (status && !LOAD(&snapshim_mailbox.device_parked))
 		mark_striped(false);
-	drop();
-	return status;
+	return settled(status, now_ns() + CLEAN_UP_NS);
 }
 
 static int fill_memory(int64_t until_ns)
 {
+	int64_t by_ns;
 	int status;
 
 	if (!LOAD(&snapshim_mailbox.device_parked))
@@ -235,14 +260,14 @@ static int fill_memory(int64_t until_ns)
 		status = explain(workers_run(stripes.count, attach_all, until_ns));
 	if (!status)
 		status = copy(copy_in, until_ns);
+	by_ns = now_ns() + CLEAN_UP_NS;
 	if (!status) {
 		mark_striped(false);
 		STORE(&snapshim_mailbox.device_parked, 0);
 	} else if (workers_are_back()) {
-		workers_run(stripes.count, detach_all, FOREVER);
+		workers_finish(stripes.count, detach_all, by_ns);
 	}
-	drop();
-	return status;
+	return settled(status, by_ns);
 }
 
 int memory_obey(uint32_t command, int64_t timeout_ns)
@@ -253,7 +278,7 @@ int memory_obey(uint32_t command, int64_t timeout_ns)
 		return open_sockets();
 	if (command == SNAPSHIM_MEMORY_DROP) {
 		memory_let_in();
-		return drop();
+		return give_up();
 	}
 	if (ready && !workers_are_back())
 		return refuse(EBUSY, "a call into CUDA that an earlier command made has not come back");

@@ -90,12 +90,13 @@ int enter_devices(struct worker *worker)
 
 int leave_devices(struct worker *worker)
 {
-	(void)worker;
+	int status = 0;
+
 	for (int device = 0; device < DEVICES_MAX; device++)
-		if (stripes.entered >> device & 1)
-			driver()->cuDevicePrimaryCtxRelease_v2(device);
+		if (stripes.entered >> device & 1 && CUDA(worker, cuDevicePrimaryCtxRelease_v2, device))
+			status = EIO;
 	stripes.entered = 0;
-	return 0;
+	return status;
 }
 
 /* A child must not have it: the driver's memory is no use there, and would be in the child's dump. */
@@ -132,28 +133,29 @@ int prepare(struct worker *worker)
 	return 0;
 }
 
+/* Goes on whatever the driver says. */
 int clean_up(struct worker *worker)
 {
-	const struct driver *cuda;
+	int failures = 0;
 
 	if (!stripes.devices)
 		return 0; /* and perhaps no driver */
-	cuda = driver();
 	for (int device = 0; device < DEVICES_MAX; device++)
 		for (int slot = 0; slot < SLOTS; slot++)
 			if (worker->stream[device][slot]) {
-				cuda->cuCtxSetCurrent(stripes.context[device]);
-				cuda->cuStreamSynchronize(worker->stream[device][slot]); /* nothing moves in the slot any more */
-				cuda->cuStreamDestroy_v2(worker->stream[device][slot]);
+				failures += enter(worker, device) != 0;
+				/* Nothing moves in the slot any more. */
+				driver()->cuStreamSynchronize(worker->stream[device][slot]);
+				failures += CUDA(worker, cuStreamDestroy_v2, worker->stream[device][slot]) != 0;
 				worker->stream[device][slot] = NULL;
 			}
 	for (int slot = 0; slot < SLOTS; slot++)
 		if (worker->slot[slot]) {
-			cuda->cuMemFreeHost(worker->slot[slot]);
+			failures += CUDA(worker, cuMemFreeHost, worker->slot[slot]) != 0;
 			worker->slot[slot] = NULL;
 		}
-	cuda->cuCtxSetCurrent(NULL);
-	return 0;
+	driver()->cuCtxSetCurrent(NULL);
+	return failures ? EIO : 0;
 }
 
 /* All of it to or from the file. The calls are made without libc: the job is parked. */

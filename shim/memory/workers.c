@@ -13,8 +13,7 @@
 #include "../shim.h"
 
 #define STACK_BYTES (1024 * 1024)
-#define GRACE_NS 1500000000	   /* for a call that is under way when it is to stop */
-#define UNSTOPPABLE_NS 60000000000 /* for what has to be done in any case */
+#define GRACE_NS 1500000000 /* for a call that is under way when it is to stop */
 #define LOOK_NS 20000000
 
 struct worker workers[SNAPSHIM_STRIPES_MAX];
@@ -125,12 +124,11 @@ bool workers_are_back(void)
 	return true;
 }
 
-int workers_run(unsigned int count, int (*task)(struct worker *worker), int64_t until_ns)
+/* Until `stop_ns` the task may go on; what has not come back at `patience_ns` is left alone. */
+static int run(unsigned int count, int (*task)(struct worker *worker), int64_t stop_ns, int64_t patience_ns)
 {
-	int64_t patience_ns = until_ns == FOREVER ? now_ns() + UNSTOPPABLE_NS : FOREVER;
-
 	STORE(&failed, 0);
-	STORE(&deadline_ns, until_ns);
+	STORE(&deadline_ns, stop_ns);
 	for (unsigned int i = 0; i < count; i++)
 		ask(&workers[i], task);
 	for (unsigned int i = 0; i < count; i++)
@@ -146,6 +144,16 @@ int workers_run(unsigned int count, int (*task)(struct worker *worker), int64_t 
 			wait_word(&workers[i].done, workers[i].asked - 1, LOOK_NS);
 		}
 	return LOAD(&failed);
+}
+
+int workers_run(unsigned int count, int (*task)(struct worker *worker), int64_t until_ns)
+{
+	return run(count, task, until_ns, FOREVER);
+}
+
+int workers_finish(unsigned int count, int (*task)(struct worker *worker), int64_t until_ns)
+{
+	return run(count, task, FOREVER, until_ns);
 }
 
 /* In a forked child: they are its parent's. */

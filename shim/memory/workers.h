@@ -30,8 +30,10 @@ extern struct worker workers[SNAPSHIM_STRIPES_MAX];
 
 int workers_start(unsigned int count); /* those that are not there yet; 0 or an errno */
 /* Gives the first `count` a task and waits. 0 or the first error; EINPROGRESS: one has not come back, long after it should
- * have stopped. A task that has FOREVER is not to be stopped. */
+ * have stopped. */
 int workers_run(unsigned int count, int (*task)(struct worker *worker), int64_t until_ns);
+/* A task that nothing stops but its own end; it is not waited for longer. */
+int workers_finish(unsigned int count, int (*task)(struct worker *worker), int64_t until_ns);
 bool workers_are_back(void);
 void workers_forget(void);
 
