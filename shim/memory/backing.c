@@ -12,6 +12,9 @@
 
 _Thread_local unsigned int memory_passes_on;
 
+#define NONE_YET (-1)
+#define SEVERAL (-2)
+static int32_t backed_device = NONE_YET; /* whose memory is backed */
 static uint32_t freed_blocks; /* in the table, to be given back */
 
 bool backing_wanted(void)
@@ -29,6 +32,19 @@ bool backing_serves(const void *caller)
 bool backing_takes(size_t bytes)
 {
 	return bytes >= SMALLEST_BYTES;
+}
+
+/* Copies between devices (cudaMemcpyPeer, and what a library makes of cudaMemcpy) want CUDA's own memory on both sides. */
+bool backing_on(int device)
+{
+	int32_t known = NONE_YET;
+
+	if (device < 0 || device >= DEVICES_MAX)
+		return false;
+	if (SWAP_IF(&backed_device, &known, device) || known == device)
+		return true;
+	STORE(&backed_device, SEVERAL);
+	return false;
 }
 
 static bool record(const struct block *block)
@@ -53,7 +69,7 @@ static bool allocate(const struct driver *cuda, uint64_t *address, size_t bytes)
 	size_t grain = 0;
 
 	if (cuda->cuCtxGetCurrent(&block.context) || !block.context || cuda->cuCtxGetDevice(&block.device) ||
-	    block.device < 0 || block.device >= DEVICES_MAX)
+	    !backing_on(block.device))
 		return false;
 	property = property_on(block.device);
 	if (cuda->cuMemGetAllocationGranularity(&grain, &property, MINIMUM_GRANULARITY) || !grain ||
@@ -174,6 +190,7 @@ int backing_drop_freed(struct block *block)
 void backing_forget(void)
 {
 	freed_blocks = 0;
+	backed_device = NONE_YET;
 }
 
 bool backing_free(uint64_t address)

@@ -10,6 +10,7 @@
 bool backing_wanted(void); /* not inside a call that was passed on, which is nobody's but CUDA's */
 bool backing_serves(const void *caller); /* as backing_wanted, and whose code has asked */
 bool backing_takes(size_t bytes);
+bool backing_on(int device); /* for an allocation there, now: one device's memory is backed, until the program uses another's */
 bool backing_allocate(uint64_t *address, size_t bytes);
 bool backing_free(uint64_t address);
 void backing_forget(void);

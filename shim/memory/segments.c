@@ -27,7 +27,7 @@ static int create(uint64_t *handle, size_t bytes, const struct cuda_property *pr
 	memory_enter();
 	status = REAL(CREATE, (uint64_t *, size_t, const struct cuda_property *, unsigned long long))(handle, bytes, property,
 												      flags);
-	if (status == 0 && property->type == PINNED && property->location.type == ON_DEVICE) {
+	if (status == 0 && property->type == PINNED && property->location.type == ON_DEVICE && backing_on(property->location.id)) {
 		blocks_lock();
 		ours = physical_add(&(struct physical){
 			.handle = *handle, .bytes = bytes, .flags = flags, .property = *property, .held = true});

@@ -85,6 +85,18 @@ def test_peers_may_use_it(start_job: Start) -> None:
     assert job.do("access") == "0 3 0 3"
 
 
+def test_one_devices_memory_is_backed(start_job: Start) -> None:
+    """Copies between devices want CUDA's own memory; what was there before is parked as ever."""
+    job = start_job("fill 4", "device 1", "fill 4")
+    assert job.state().bytes == 4 * MIB
+    assert job.do("device 0") == "done"
+    for line in ("fill 4", "segments"):
+        assert job.do(line) == "done"
+    assert job.state().bytes == 4 * MIB
+    assert job.park() == 4 * MIB
+    job.come_back()
+
+
 def test_a_reset_frees_it(start_job: Start, room: Room) -> None:
     before = room()
     job = start_job("grow 2", "reset")

@@ -337,7 +337,9 @@ int main(void)
 
 			must(take ? take(&address, 4 * MIB) : -1, "take");
 			keep(address, 4 * MIB);
-		} else if (strcmp(word, "later") == 0)
+		} else if (strcmp(word, "device") == 0)
+			must(cudaSetDevice(number), "cudaSetDevice");
+		else if (strcmp(word, "later") == 0)
 			pthread_create(&thread[0], NULL, allocate_later, NULL);
 		else if (strcmp(word, "wait") == 0)
 			pthread_join(thread[0], NULL);
