@@ -151,6 +151,8 @@ int clean_up(struct worker *worker)
 			}
 	for (int slot = 0; slot < SLOTS; slot++)
 		if (worker->slot[slot]) {
+			/* Whoever gets this place next may want it in its children. */
+			madvise(worker->slot[slot], stripes.slot_bytes, MADV_DOFORK);
 			failures += CUDA(worker, cuMemFreeHost, worker->slot[slot]) != 0;
 			worker->slot[slot] = NULL;
 		}
