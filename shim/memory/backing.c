@@ -106,17 +106,18 @@ bool backing_allocate(uint64_t *address, size_t bytes)
 	return done;
 }
 
-/* Everything that was launched on the block's device and may use it has ended. */
+/* Everything that was launched and may use it has ended: in the block's own context, and in the one that frees it where that
+ * is another one of its device. */
 static int settle(const struct driver *cuda, const struct block *block)
 {
 	void *current = NULL;
-	int device = -1, status;
+	int device = -1, status = cuda->cuCtxGetCurrent(&current);
 
-	if (cuda->cuCtxGetDevice(&device) == 0 && device == block->device)
-		return cuda->cuCtxSynchronize();
-	status = cuda->cuCtxGetCurrent(&current);
-	if (!status)
-		status = cuda->cuCtxSetCurrent(block->context);
+	if (!status && current && cuda->cuCtxGetDevice(&device) == 0 && device == block->device)
+		status = cuda->cuCtxSynchronize();
+	if (status || current == block->context)
+		return status;
+	status = cuda->cuCtxSetCurrent(block->context);
 	if (!status)
 		status = cuda->cuCtxSynchronize();
 	cuda->cuCtxSetCurrent(current);
