@@ -70,6 +70,16 @@ static bool is_in(const struct block *block, const void *context)
 }
 
 /* A context that ends takes its memory along; ours is no context's. */
+#define END_CONTEXT(call, device, context)          \
+	({                                          \
+		int ended_;                         \
+                                                    \
+		context_ends(device, context);      \
+		ended_ = PASS_ON(call);             \
+		context_has_ended();                \
+		ended_;                             \
+	})
+
 SNAPSHIM_EXPORT int cudaDeviceReset(void);
 int cudaDeviceReset(void)
 {
@@ -79,9 +89,10 @@ int cudaDeviceReset(void)
 
 	if (!real)
 		return RUNTIME_NOT_FOUND;
-	if (backing_wanted() && get_device && PASS_ON(get_device(&device)) == 0)
-		backing_drop(is_on, &device);
-	return PASS_ON(real());
+	if (!backing_wanted() || !get_device || PASS_ON(get_device(&device)) != 0)
+		return PASS_ON(real());
+	backing_drop(is_on, &device);
+	return END_CONTEXT(real(), device, NULL);
 }
 
 SNAPSHIM_EXPORT int cuDevicePrimaryCtxReset_v2(int device);
@@ -91,8 +102,10 @@ int cuDevicePrimaryCtxReset_v2(int device)
 
 	if (!real)
 		return CUDA_NOT_FOUND;
+	if (!backing_wanted())
+		return PASS_ON(real(device));
 	backing_drop(is_on, &device);
-	return PASS_ON(real(device));
+	return END_CONTEXT(real(device), device, NULL);
 }
 
 SNAPSHIM_EXPORT int cuCtxDestroy_v2(void *context);
@@ -102,6 +115,8 @@ int cuCtxDestroy_v2(void *context)
 
 	if (!real)
 		return CUDA_NOT_FOUND;
+	if (!backing_wanted())
+		return PASS_ON(real(context));
 	backing_drop(is_in, context);
-	return PASS_ON(real(context));
+	return END_CONTEXT(real(context), -1, context);
 }

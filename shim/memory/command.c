@@ -68,8 +68,11 @@ static int drop(int64_t by_ns)
 	}
 	if (!workers_are_back())
 		return refuse(EBUSY, "a call into CUDA that an earlier command made has not come back");
+	if (!contexts_hold(by_ns))
+		return refuse(EBUSY, "a thread of the job is in the middle of ending a context of CUDA's");
 	status = workers_finish(stripes.count, clean_up, by_ns);
 	left = status == EINPROGRESS ? status : workers_finish(1, leave_devices, by_ns);
+	contexts_let_go();
 	if (left == EINPROGRESS)
 		return refuse(EBUSY, "a call into CUDA that gives memory or streams back has not come back");
 	handover_close();
@@ -125,12 +128,17 @@ static int note_devices(int64_t until_ns)
 
 static int prepare_all(int64_t until_ns)
 {
-	int status = note_devices(until_ns);
+	int status;
 
+	if (!contexts_hold(until_ns))
+		return refuse(EAGAIN, "a thread of the job is in the middle of ending a context of CUDA's");
+	status = stripes.void_ ? refuse(EINVAL, "the job has ended a context of CUDA's since MEMORY_READY, which has to be asked again")
+			       : note_devices(until_ns);
 	if (!status)
 		status = explain(workers_run(1, enter_devices, until_ns));
 	if (!status)
 		status = explain(workers_run(stripes.count, prepare, until_ns));
+	contexts_let_go();
 	return status;
 }
 
@@ -160,7 +168,10 @@ static int make_ready(int64_t until_ns)
 		say_number((long)parked_as.slot_bytes);
 		return EINVAL;
 	}
+	if (!contexts_hold(until_ns))
+		return refuse(EAGAIN, "a thread of the job is in the middle of ending a context of CUDA's");
 	memset(&stripes, 0, sizeof(stripes));
+	contexts_let_go();
 	stripes.count = (unsigned int)count;
 	stripes.slot_bytes = slot_bytes;
 	STORE(&snapshim_mailbox.device_cancel, 0);
@@ -297,6 +308,7 @@ void memory_forget(void)
 	workers_forget();
 	peers_forget();
 	backing_forget();
+	contexts_forget();
 	blocks_forget();
 	snapshim_mailbox.device_parked = 0;
 	snapshim_mailbox.device_stripes = 0;

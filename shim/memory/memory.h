@@ -38,6 +38,10 @@ int physical_detach(struct block *block); /* it is away, unless the driver refus
 int peers_admit(struct block *block);
 void peers_forget(void);
 
+/* contexts.c: between both calls a context ends: a device's primary one, or (device -1) this one. No copy is made in it after. */
+void context_ends(int device, const void *context);
+void context_has_ended(void);
+
 /* segments.c: the function of ours that stands for the driver's, or that one. */
 void *segments_stand_in(const char *name, void *real);
 

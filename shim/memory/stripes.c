@@ -138,7 +138,7 @@ int clean_up(struct worker *worker)
 {
 	int failures = 0;
 
-	if (!stripes.devices)
+	if (!stripes.devices || stripes.void_)
 		return 0; /* and perhaps no driver */
 	for (int device = 0; device < DEVICES_MAX; device++)
 		for (int slot = 0; slot < SLOTS; slot++)

@@ -10,8 +10,14 @@ struct stripes {
 	uint64_t devices;	    /* that have blocks in the table, by bit */
 	uint64_t entered;	    /* whose primary context we hold, by bit */
 	void *context[DEVICES_MAX]; /* in which each device's copies are made */
+	bool void_;		    /* one of those has ended, and took streams and slots along */
 };
 extern struct stripes stripes;
+
+/* Who makes or gives back what lives in a context holds this, and so does who ends one. */
+bool contexts_hold(int64_t until_ns); /* false: a thread that is parked ends one, or it takes too long */
+void contexts_let_go(void);
+void contexts_forget(void);
 
 /* Tasks for workers_run. */
 int enter_devices(struct worker *worker); /* one worker's: finds contexts */

@@ -162,3 +162,20 @@ def test_commands_in_a_wrong_order(start_job: Start) -> None:
     with refused(errno.EALREADY):
         job.ask(PARK)
     job.come_back()
+
+
+def test_a_reset_after_it_was_made_ready(start_job: Start, room: Room) -> None:
+    """Streams and pinned memory ended with the context: nobody touches them again."""
+    before = room()
+    job = start_job("grow 1")
+    job.ready()
+    assert job.do("reset") == "done"
+    assert room() == before
+    assert job.do("grow 1") == "done"
+    job.park_threads()
+    with refused(errno.EINVAL, "MEMORY_READY"):
+        job.ask(PARK)
+    job.is_settled(out=False)
+    job.is_unharmed()
+    job.park()
+    job.come_back()
