@@ -1,91 +1,104 @@
 /* Takes the stripe files' descriptors from the daemon. Nothing listens anywhere, and nobody but who may trace this process gets at
- * the other end; no lock of libc's is taken, because the job may be parked. */
+ * the other end; no lock of libc's is taken, because the job may be parked.
+ *
+ * Invariant: a child that is forked at any moment finds every descriptor of ours that it has in `open_`. The kernel writes a
+ * descriptor's number before there is the descriptor, here always into `open_`; and that lies in one page, so that a child has
+ * it as it was at one moment. */
 #define _GNU_SOURCE
 #include "handover.h"
 
 #include <errno.h>
-#include <string.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
 
 #include "../shim.h"
 
 #define LOOK_AGAIN_US 500
+#define NOTHING (-1)
 
-static int sockets[2] = {-1, -1}; /* ours, the daemon's */
-static int files[SNAPSHIM_STRIPES_MAX] = {[0 ... SNAPSHIM_STRIPES_MAX - 1] = -1};
+static struct {
+	int sockets[2]; /* ours, the daemon's */
+	int files[SNAPSHIM_STRIPES_MAX];
+	union { /* of the message that is being received: its descriptors, or NOTHING */
+		struct cmsghdr head;
+		int words[CMSG_SPACE(sizeof(int) * SNAPSHIM_STRIPES_MAX) / sizeof(int)];
+	} control;
+} open_ __attribute__((aligned(256))) = {
+	.sockets = {NOTHING, NOTHING},
+	.files = {[0 ... SNAPSHIM_STRIPES_MAX - 1] = NOTHING},
+	.control.words = {[0 ... CMSG_SPACE(sizeof(int) * SNAPSHIM_STRIPES_MAX) / sizeof(int) - 1] = NOTHING},
+};
+_Static_assert(sizeof(open_) <= 256, "in one page");
+
+/* Behind the head of the message, where the kernel writes one kind of them alone. */
+static int *received(unsigned int index)
+{
+	return &open_.control.words[CMSG_LEN(0) / sizeof(int) + index];
+}
 
 static void close_descriptor(int *descriptor)
 {
 	if (*descriptor >= 0)
 		KERNEL(SYS_close, *descriptor);
-	*descriptor = -1;
+	*descriptor = NOTHING;
 }
 
 static void close_sockets(void)
 {
-	close_descriptor(&sockets[0]);
-	close_descriptor(&sockets[1]);
+	close_descriptor(&open_.sockets[0]);
+	close_descriptor(&open_.sockets[1]);
 }
 
 void handover_close(void)
 {
 	close_sockets();
-	for (unsigned int i = 0; i < SNAPSHIM_STRIPES_MAX; i++)
-		close_descriptor(&files[i]);
+	for (unsigned int i = 0; i < SNAPSHIM_STRIPES_MAX; i++) {
+		close_descriptor(&open_.files[i]);
+		close_descriptor(received(i));
+	}
 }
 
 bool handover_is_open(void)
 {
-	return sockets[0] >= 0;
+	return open_.sockets[0] >= 0;
 }
 
 int handover_file(unsigned int stripe)
 {
-	return files[stripe];
+	return open_.files[stripe];
 }
 
 int handover_open(int *theirs)
 {
-	int status = (int)-KERNEL(SYS_socketpair, AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, sockets);
+	int status = (int)-KERNEL(SYS_socketpair, AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, open_.sockets);
 
 	if (status) {
-		sockets[0] = sockets[1] = -1;
+		open_.sockets[0] = open_.sockets[1] = NOTHING;
 		say("the process can open no more sockets: raise its limit of open files (ulimit -n)");
 		return status;
 	}
-	*theirs = sockets[1];
+	*theirs = open_.sockets[1];
 	return 0;
 }
 
 /* One message's descriptors go behind the `*count` that are there. */
 static int receive_some(unsigned int wanted, unsigned int *count)
 {
-	union {
-		struct cmsghdr align;
-		char bytes[CMSG_SPACE(sizeof(int) * SNAPSHIM_STRIPES_MAX)];
-	} control;
 	char byte[SNAPSHIM_STRIPES_MAX];
 	struct iovec data = {byte, sizeof(byte)};
-	struct msghdr message = {.msg_iov = &data, .msg_iovlen = 1, .msg_control = &control, .msg_controllen = sizeof(control)};
-	long received = KERNEL(SYS_recvmsg, sockets[0], &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
+	struct msghdr message = {
+		.msg_iov = &data, .msg_iovlen = 1, .msg_control = &open_.control, .msg_controllen = sizeof(open_.control)};
+	long bytes = KERNEL(SYS_recvmsg, open_.sockets[0], &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
 
-	if (received <= 0)
-		return received == -EAGAIN || received == -EINTR ? 0 : received ? (int)-received : ECONNRESET;
-	for (struct cmsghdr *head = CMSG_FIRSTHDR(&message); head; head = CMSG_NXTHDR(&message, head)) {
-		size_t bytes = head->cmsg_len - CMSG_LEN(0);
-
-		if (head->cmsg_level != SOL_SOCKET || head->cmsg_type != SCM_RIGHTS)
-			continue;
-		for (size_t i = 0; i < bytes / sizeof(int); i++) {
-			int descriptor;
-
-			memcpy(&descriptor, CMSG_DATA(head) + i * sizeof(int), sizeof(int));
-			if (*count < wanted)
-				files[(*count)++] = descriptor;
-			else
-				close_descriptor(&descriptor);
+	if (bytes <= 0)
+		return bytes == -EAGAIN || bytes == -EINTR ? 0 : bytes ? (int)-bytes : ECONNRESET;
+	for (unsigned int i = 0; i < SNAPSHIM_STRIPES_MAX; i++) {
+		if (*received(i) != NOTHING && *count < wanted) {
+			open_.files[(*count)++] = *received(i);
+			__atomic_signal_fence(__ATOMIC_SEQ_CST);
+			*received(i) = NOTHING;
 		}
+		close_descriptor(received(i));
 	}
 	return 0;
 }
