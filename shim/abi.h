@@ -103,7 +103,7 @@ SNAPSHIM_EXPORT long syscall(long number, ...);
  *   cudaDeviceEnablePeerAccess cudaDeviceDisablePeerAccess
  *   cudaGetDriverEntryPoint cudaGetDriverEntryPoint_ptsz
  *   cudaGetDriverEntryPointByVersion cudaGetDriverEntryPointByVersion_ptsz
- *   cuMemAlloc_v2 cuMemFree_v2 cuMemFreeAsync cuMemFreeAsync_ptsz
+ *   cuMemAlloc_v2 cuMemFree_v2 cuMemFreeAsync cuMemFreeAsync_ptsz cuMemGetHandleForAddressRange
  *   cuDevicePrimaryCtxReset_v2 cuCtxDestroy_v2 cuCtxEnablePeerAccess cuCtxDisablePeerAccess
  */
 

@@ -38,7 +38,13 @@ static int obey(uint32_t command, int64_t timeout_ns)
 		return release(timeout_ns);
 	case SNAPSHIM_EMPTY_CACHE:
 		return empty_cache(timeout_ns);
-	case SNAPSHIM_NCCL_ROOM ... SNAPSHIM_NCCL_ATTACH:
+	case SNAPSHIM_NCCL_ATTACH:
+		if (LOAD(&snapshim_mailbox.device_parked)) {
+			say("the job's device memory is parked: NCCL's communicators come after it");
+			return EBUSY;
+		}
+		return nccl_obey(command, timeout_ns);
+	case SNAPSHIM_NCCL_ROOM ... SNAPSHIM_NCCL_FRESH:
 		return nccl_obey(command, timeout_ns);
 	case SNAPSHIM_MEMORY_OPEN ... SNAPSHIM_MEMORY_DROP:
 		return memory_obey(command, timeout_ns);

@@ -18,6 +18,7 @@ struct block {
 	void *context;	   /* it was made in */
 	uint32_t physical; /* the number of what the program has created and mapped itself; 0: allocated by us */
 	int32_t device;
+	int32_t leaving; /* the thread that unmaps it just now */
 	bool unusual; /* exported, multicast, mapped in part …: stays with the driver's checkpoint */
 	bool counted; /* in the mailbox's numbers: PARK takes it */
 	bool striped; /* its content has a place in the stripes of the PARK under way, or of the last */

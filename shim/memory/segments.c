@@ -12,7 +12,7 @@
 #include "memory.h"
 
 enum {
-	CREATE, RELEASE, MAP, UNMAP, SET_ACCESS, RETAIN, PROPERTIES, EXPORT, BIND_MEMORY, BIND_ADDRESS, ALLOCATE, FREE, FUNCTIONS
+	CREATE, RELEASE, MAP, UNMAP, SET_ACCESS, RETAIN, PROPERTIES, EXPORT, BIND_MEMORY, BIND_ADDRESS, RANGE_HANDLE, ALLOCATE, FREE, FUNCTIONS
 };
 
 static void *real[FUNCTIONS]; /* what the runtime gave for it */
@@ -119,28 +119,45 @@ static int map(uint64_t address, size_t bytes, size_t offset, uint64_t handle, u
 	return status;
 }
 
-static int unmap(uint64_t address, size_t bytes)
+/* Before the call: afterwards another thread may have mapped something there already, which is not to go. Our own blocks are
+ * none of the program's business. */
+static void mark_leaving(uint64_t address, size_t bytes)
 {
-	int status;
+	for (size_t i = blocks_from(address); i < blocks_count() && block_at(i)->address < address + bytes; i++)
+		if (block_at(i)->physical && !block_at(i)->leaving)
+			block_at(i)->leaving = self_tid();
+}
 
-	memory_enter();
-	status = REAL(UNMAP, (uint64_t, size_t))(address, bytes);
-	if (status == 0) {
-		blocks_lock();
-		for (size_t i = blocks_from(address); i < blocks_count() && block_at(i)->address < address + bytes;) {
-			uint32_t number = block_at(i)->physical;
+static void settle_leaving(uint64_t address, size_t bytes, bool gone)
+{
+	for (size_t i = blocks_from(address); i < blocks_count() && block_at(i)->address < address + bytes;) {
+		uint32_t number = block_at(i)->physical;
 
-			if (!number) { /* one of our own: the program has no business there, and we none any more */
-				i++;
-				continue;
-			}
+		if (block_at(i)->leaving != self_tid()) {
+			i++;
+		} else if (!gone) {
+			block_at(i++)->leaving = 0;
+		} else {
 			block_remove(block_at(i));
 			if (--physical_numbered(number)->mappings)
 				physical_changed(number);
 			physical_drop_unused(number);
 		}
-		blocks_unlock();
 	}
+}
+
+static int unmap(uint64_t address, size_t bytes)
+{
+	int status;
+
+	memory_enter();
+	blocks_lock();
+	mark_leaving(address, bytes);
+	blocks_unlock();
+	status = REAL(UNMAP, (uint64_t, size_t))(address, bytes);
+	blocks_lock();
+	settle_leaving(address, bytes, status == 0);
+	blocks_unlock();
 	memory_leave();
 	return status;
 }
@@ -254,6 +271,32 @@ static int bind_address(uint64_t a, uint64_t b, uint64_t c, uint64_t d, uint64_t
 	return REAL(BIND_ADDRESS, (uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t))(a, b, c, d, e, f, g);
 }
 
+/* A network card writes there from now on. */
+static int range_handle(void *handle, uint64_t address, size_t bytes, int kind, unsigned long long flags)
+{
+	int status;
+
+	memory_enter();
+	share_range(address, bytes);
+	status = REAL(RANGE_HANDLE, (void *, uint64_t, size_t, int, unsigned long long))(handle, address, bytes, kind, flags);
+	memory_leave();
+	return status;
+}
+
+SNAPSHIM_EXPORT int cuMemGetHandleForAddressRange(void *handle, uint64_t address, size_t bytes, int kind, unsigned long long flags);
+int cuMemGetHandleForAddressRange(void *handle, uint64_t address, size_t bytes, int kind, unsigned long long flags)
+{
+	int (*call)(void *, uint64_t, size_t, int, unsigned long long) = REAL_FUNCTION(
+		cuMemGetHandleForAddressRange, CUDA_DRIVER, (void *, uint64_t, size_t, int, unsigned long long));
+
+	if (!call)
+		return CUDA_NOT_FOUND;
+	memory_enter();
+	share_range(address, bytes);
+	memory_leave();
+	return PASS_ON(call(handle, address, bytes, kind, flags));
+}
+
 static int allocate(uint64_t *address, size_t bytes)
 {
 	return backing_allocate(address, bytes) ? 0 : PASS_ON(REAL(ALLOCATE, (uint64_t *, size_t))(address, bytes));
@@ -278,6 +321,7 @@ static const struct {
 	[EXPORT] = {"cuMemExportToShareableHandle", export},
 	[BIND_MEMORY] = {"cuMulticastBindMem", bind_memory},
 	[BIND_ADDRESS] = {"cuMulticastBindAddr", bind_address},
+	[RANGE_HANDLE] = {"cuMemGetHandleForAddressRange", range_handle},
 	[ALLOCATE] = {"cuMemAlloc", allocate},
 	[FREE] = {"cuMemFree", free_},
 };

@@ -27,9 +27,9 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("memory")
     built = GpuNode(folder / "node", gpus("build")).folder
     libraries = (str(built / "libcudart.so.13"), str(built / "libcuda.so.1"))
-    capture = compile_c(PROGRAMS / "capture.c", folder / "libcapture.so", "-shared", "-fPIC")
-    captures = ("-Wl,--no-as-needed", str(capture), f"-Wl,-rpath,{folder}")
-    return compile_c(PROGRAMS / "job.c", folder / "job", "-pthread", *captures, *libraries)
+    lacking = compile_c(PROGRAMS / "lacking.c", folder / "liblacking.so", "-shared", "-fPIC")
+    linked = ("-Wl,--no-as-needed", str(lacking), f"-Wl,-rpath,{folder}")
+    return compile_c(PROGRAMS / "job.c", folder / "job", "-pthread", *linked, *libraries)
 
 
 @pytest.fixture

@@ -57,6 +57,13 @@ def test_a_segment_that_others_know_stays_with_the_driver(start_job: Start) -> N
     job.come_back()
 
 
+def test_a_block_that_a_network_card_knows_stays_with_the_driver(start_job: Start) -> None:
+    job = start_job("fill 4", "fill 6", "register")
+    assert job.state().bytes == 6 * MIB
+    assert job.park() == 6 * MIB
+    job.come_back()
+
+
 def test_what_nccl_allocates_is_not_backed(start_job: Start, tmp_path: Path) -> None:
     """It shares its buffers with other processes."""
     job = start_job()

@@ -16,6 +16,7 @@ from tests.shim.memory.conftest import Room, Start
 from tests.shim.memory.jobs import FILL, MIB, PARK, SLOT_BYTES, Block, refused
 
 GRAIN = 2 * MIB
+NCCL_ATTACH = 24
 
 
 def _backed(blocks: Sequence[Block]) -> int:
@@ -89,6 +90,8 @@ def test_no_thread_runs_while_the_memory_is_away(start_job: Start) -> None:
     job.park()
     with pytest.raises(GpuFailed, match="device memory is parked"):
         job.let_go()
+    with refused(errno.EBUSY, "device memory is parked"):
+        job.ask(NCCL_ATTACH)
     job.come_back()
 
 

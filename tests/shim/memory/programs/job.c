@@ -26,7 +26,8 @@ extern int cudaIpcGetMemHandle(void *, void *);
 extern int cudaGetDriverEntryPointByVersion(const char *, void **, unsigned int, unsigned long long, int *);
 extern int cuMemAlloc_v2(uint64_t *, size_t), cuMemFree_v2(uint64_t);
 
-/* Not of the stand-in's runtime: capture.c, and not everywhere. */
+/* Not of the stand-ins: lacking.c, and not everywhere. */
+extern int cuMemGetHandleForAddressRange(int *, uint64_t, size_t, int, unsigned long long) __attribute__((weak));
 extern int cudaStreamBeginCapture(void *, int) __attribute__((weak));
 extern int cudaStreamEndCapture(void *, void **) __attribute__((weak));
 
@@ -317,6 +318,8 @@ int main(void)
 			shrink();
 		else if (strcmp(word, "capture") == 0)
 			must(cudaStreamBeginCapture(NULL, 0), "cudaStreamBeginCapture");
+		else if (strcmp(word, "register") == 0)
+			must(cuMemGetHandleForAddressRange(&number, (uint64_t)blocks[0].address, 4096, 1, 0), "cuMemGetHandleForAddressRange");
 		else if (strcmp(word, "captured") == 0)
 			must(cudaStreamEndCapture(NULL, &address), "cudaStreamEndCapture");
 		else if (strcmp(word, "segments") == 0)
