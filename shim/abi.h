@@ -74,7 +74,7 @@ struct snapshim_mailbox {
 	uint32_t device_parked;  /* 1: its content is in stripes, its physical memory released */
 	uint32_t device_stripes; /* of the last MEMORY_READY */
 	uint64_t device_done[SNAPSHIM_STRIPES_MAX]; /* bytes of each stripe that are in its file (PARK) or back on the device (FILL) */
-	uint32_t device_cancel;  /* the daemon writes 1: PARK or FILL under way gives up with ECANCELED */
+	uint32_t device_cancel;  /* the daemon's alone: while it is 1, READY, PARK and FILL give up with ECANCELED */
 	uint32_t device_unused;
 };
 

@@ -174,7 +174,6 @@ static int make_ready(int64_t until_ns)
 	contexts_let_go();
 	stripes.count = (unsigned int)count;
 	stripes.slot_bytes = slot_bytes;
-	STORE(&snapshim_mailbox.device_cancel, 0);
 	snapshim_mailbox.device_stripes = (uint32_t)count;
 	memset(snapshim_mailbox.device_done, 0, sizeof(snapshim_mailbox.device_done));
 	status = handover_receive(stripes.count, until_ns);

@@ -81,6 +81,7 @@ class DeviceJob(Job):
                 os.close(file)
 
     def hand_over(self, files: Sequence[int]) -> None:
+        self.mailbox().cancel_device(False)
         theirs, _ = self.ask(OPEN)
         with devmem._descriptor(self.process, theirs) as connection:
             connection.sendmsg([b"\0"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))])

@@ -33,6 +33,19 @@ def test_cancelled_before_it_began_and_on_the_way(start_job: Start, node: GpuNod
     job.is_unharmed()
 
 
+def test_cancelled_before_it_was_made_ready(start_job: Start) -> None:
+    """The word is the daemon's: whoever says it does not wait to see how far the others are."""
+    job = start_job("grow 1")
+    with job.files(os.O_RDWR | os.O_CREAT) as files:
+        job.hand_over(files)
+        job.mailbox().cancel_device(True)
+        with refused(errno.ECANCELED):
+            job.ask(READY, STRIPES, SLOT_BYTES)
+    job.is_settled(out=False)
+    job.park()
+    job.come_back()
+
+
 def test_no_room_at_the_fill(start_job: Start, room: Room) -> None:
     job = start_job("grow 2")
     job.park()
