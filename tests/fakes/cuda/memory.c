@@ -19,8 +19,10 @@
 #include "virtual.h"
 
 #define MAX_BLOCKS 4096
+#ifndef FIRST_ADDRESS /* where ThreadSanitizer does not want it, it is said at the build */
 #define FIRST_ADDRESS 0x300000000000ULL
 #define END_ADDRESS 0x400000000000ULL
+#endif
 #define FIRST_MANAGED 0x7e0000000000ULL
 
 static struct block {
