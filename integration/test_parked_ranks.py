@@ -259,7 +259,7 @@ def test_a_target_whose_device_memory_was_taken(lab: GpuCluster, tmp_path: Path)
     with lab.cluster.moving(job, TARGET, SOURCE, Point.PARKED_MEMORY) as asked:
         hog = fill_up(lab, TARGET)
     assert asked.code == UNDONE, f"{asked.answer}{asked.errors}"
-    assert "device memory" in asked.answer["reason"]
+    assert "device memory" in asked.answer["reason"], f"{asked.answer}{lab.cluster.logs()}"
     hog.kill()
     job.await_progress(3)
     ends_well(lab, job, tmp_path, *arguments, steps=15)
