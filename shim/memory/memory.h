@@ -42,7 +42,4 @@ void peers_forget(void);
 void context_ends(int device, const void *context);
 void context_has_ended(void);
 
-/* segments.c: the function of ours that stands for the driver's, or that one. */
-void *segments_stand_in(const char *name, void *real);
-
 #endif

@@ -19,15 +19,18 @@ bool contexts_hold(int64_t until_ns); /* false: a thread that is parked ends one
 void contexts_let_go(void);
 void contexts_forget(void);
 
-/* Tasks for workers_run. */
+/* Tasks of workers. */
+/* slots.c */
 int enter_devices(struct worker *worker); /* one worker's: finds contexts */
 int prepare(struct worker *worker);	  /* makes slots and streams; what is there already stays */
-int drop_freed(struct worker *worker);	  /* one worker's */
+int clean_up(struct worker *worker);
+int leave_devices(struct worker *worker); /* one worker's */
+int enter(struct worker *worker, int device); /* makes its context current */
+/* stripes.c */
+int drop_freed(struct worker *worker); /* one worker's */
 int copy_out(struct worker *worker);
 int copy_in(struct worker *worker);
 int detach_all(struct worker *worker); /* takes the physical memory away */
 int attach_all(struct worker *worker); /* gives it back; when one worker fails, detach_all has to follow */
-int clean_up(struct worker *worker);
-int leave_devices(struct worker *worker);
 
 #endif

@@ -1,0 +1,116 @@
+/* What the copies are made with: contexts, streams, pinned memory. Made by READY, gone when PARK, FILL or DROP has answered. */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <sys/mman.h>
+
+#include "memory.h"
+#include "stripes.h"
+
+int enter(struct worker *worker, int device)
+{
+	return CUDA(worker, cuCtxSetCurrent, stripes.context[device]);
+}
+
+/* In whatever way the job captures a stream, what we call is no part of it, and does not end it. */
+static void stay_out_of_captures(void)
+{
+	int mode = RELAXED;
+
+	if (driver()->cuThreadExchangeStreamCaptureMode)
+		driver()->cuThreadExchangeStreamCaptureMode(&mode);
+}
+
+/* A device's primary context, if it has one; else the one a block was made in. None is made. */
+int enter_devices(struct worker *worker)
+{
+	const struct driver *cuda = stripes.devices ? driver() : NULL;
+
+	if (cuda)
+		stay_out_of_captures();
+	for (int device = 0; device < DEVICES_MAX; device++) {
+		unsigned int flags;
+		int active = 0;
+
+		if (!(stripes.devices >> device & 1) || stripes.entered >> device & 1 || !cuda->cuDevicePrimaryCtxGetState ||
+		    !cuda->cuDevicePrimaryCtxRetain || !cuda->cuDevicePrimaryCtxRelease_v2)
+			continue;
+		if (cuda->cuDevicePrimaryCtxGetState(device, &flags, &active) || !active)
+			continue;
+		if (CUDA(worker, cuDevicePrimaryCtxRetain, &stripes.context[device], device))
+			return EIO;
+		stripes.entered |= (uint64_t)1 << device;
+	}
+	return 0;
+}
+
+int leave_devices(struct worker *worker)
+{
+	int status = 0;
+
+	for (int device = 0; device < DEVICES_MAX; device++)
+		if (stripes.entered >> device & 1 && CUDA(worker, cuDevicePrimaryCtxRelease_v2, device))
+			status = EIO;
+	stripes.entered = 0;
+	return status;
+}
+
+/* A child must not have it: the driver's memory is no use there, and would be in the child's dump. */
+static int make_slot(struct worker *worker, char **slot)
+{
+	int status = CUDA(worker, cuMemHostAlloc, (void **)slot, stripes.slot_bytes, PORTABLE);
+
+	if (!status)
+		madvise(*slot, stripes.slot_bytes, MADV_DONTFORK);
+	return status;
+}
+
+int prepare(struct worker *worker)
+{
+	if (stripes.devices)
+		stay_out_of_captures();
+	for (int device = 0; device < DEVICES_MAX; device++) {
+		int status;
+
+		if (!(stripes.devices >> device & 1))
+			continue;
+		status = enter(worker, device);
+		for (int slot = 0; slot < SLOTS && !status; slot++) {
+			if (!worker->slot[slot])
+				status = make_slot(worker, &worker->slot[slot]);
+			if (!status && !worker->stream[device][slot])
+				status = CUDA(worker, cuStreamCreate, &worker->stream[device][slot], NON_BLOCKING);
+		}
+		if (!status)
+			status = worker_should_stop();
+		if (status)
+			return status;
+	}
+	return 0;
+}
+
+/* Goes on whatever the driver says. */
+int clean_up(struct worker *worker)
+{
+	int failures = 0;
+
+	if (!stripes.devices || stripes.void_)
+		return 0; /* and perhaps no driver */
+	for (int device = 0; device < DEVICES_MAX; device++)
+		for (int slot = 0; slot < SLOTS; slot++)
+			if (worker->stream[device][slot]) {
+				failures += enter(worker, device) != 0;
+				/* Nothing moves in the slot any more. */
+				driver()->cuStreamSynchronize(worker->stream[device][slot]);
+				failures += CUDA(worker, cuStreamDestroy_v2, worker->stream[device][slot]) != 0;
+				worker->stream[device][slot] = NULL;
+			}
+	for (int slot = 0; slot < SLOTS; slot++)
+		if (worker->slot[slot]) {
+			/* Whoever gets this place next may want it in its children. */
+			madvise(worker->slot[slot], stripes.slot_bytes, MADV_DOFORK);
+			failures += CUDA(worker, cuMemFreeHost, worker->slot[slot]) != 0;
+			worker->slot[slot] = NULL;
+		}
+	driver()->cuCtxSetCurrent(NULL);
+	return failures ? EIO : 0;
+}
