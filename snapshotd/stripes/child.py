@@ -38,6 +38,8 @@ class Child:
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(line, self._read)
         self._open = True
+        #: It has said what it cannot get over: all it still does is tell the other end.
+        self.gave_up = False
 
     @classmethod
     async def start(cls, module: str, settings: dict[str, Any], fds: Sequence[int] = ()) -> Child:
@@ -81,6 +83,7 @@ class Child:
         """The next message. What the child cannot get over is raised, as is its end."""
         message = await self._heard.get()
         if "error" in message:
+            self.gave_up = True
             raise trouble(str(message["code"]), str(message["error"]))
         if "ended" in message:
             self._heard.put_nowait(message)  # the same for whoever asks again

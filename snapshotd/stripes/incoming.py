@@ -1,8 +1,8 @@
 """The target's end of the stripes: one port for a move, who connects to it, and a child for each stripe.
 
 Invariant: only announced names are written, only by who holds the lane's key (and with encryption the source's
-certificate). A file's size is what is verified and stored. A connection that breaks may come back for LOST_S; `close` leaves
-no process, no socket and no task, and the files as they are.
+certificate). A file's size is what is verified and stored. A connection that breaks may come back for LOST_S; after the first
+failure no file grows any more; `close` leaves no process, no socket and no task, and the files as they are.
 """
 
 from __future__ import annotations
@@ -140,6 +140,9 @@ class Incoming:
             self.failed = error
         if self._accepting is not None:
             self._accepting.cancel()  # the source learns at once that nothing helps any more
+        for stripe in self._stripes:
+            if not stripe.child.gave_up:  # who did writes no more, and the source may not know yet why
+                stripe.child.kill()
 
     # ------------------------------------------------------------ connections
 

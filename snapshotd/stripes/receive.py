@@ -1,8 +1,8 @@
 """The process that receives one stripe: `python -m snapshotd.stripes.receive`.
 
 Invariant: the file's size is the number of bytes that are verified and stored, so whoever reads it behind us may follow its
-growth. The newest connection counts: the daemon hands one over only to who knows the lane's key, and who connects again
-has given up the one before.
+growth. It only grows: one whose size is not ours has another writer, and is left to it. The newest connection counts: the
+daemon hands one over only to who knows the lane's key, and who connects again has given up the one before.
 """
 
 from __future__ import annotations
@@ -54,8 +54,9 @@ class Receiver:
         self._arrived: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
         self._current: socket.socket | None = None
         try:
-            self._done_path.unlink(missing_ok=True)
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            for left in (self._done_path, self._path):  # not truncated: an earlier try may still be read
+                left.unlink(missing_ok=True)
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise _translated(error, f"making {path}") from error
 
@@ -164,6 +165,7 @@ class Receiver:
             zero = record.kind is Kind.ZERO
             if (digest_of_zeros(record.length) if zero else digest_of(data)) != record.digest:
                 raise Trouble("damaged", f"the record at {record.offset} arrived damaged", again=True)
+            self._check_size()
             if zero:
                 os.ftruncate(self._file, self._have + record.length)
             else:
@@ -174,6 +176,13 @@ class Receiver:
         if self._have - self._told >= _PROGRESS_BYTES:
             self._told = self._have
             self._control.mention(at=self._have)
+
+    def _check_size(self) -> None:
+        found = os.fstat(self._file).st_size
+        if found != self._have:
+            raise Trouble(
+                "internal", f"somebody else writes {self._path}: it has {found} bytes, {self._have} came here"
+            )
 
     def _write(self, data: memoryview) -> None:
         done = 0
@@ -187,6 +196,7 @@ class Receiver:
         try:
             with self._lock:
                 self._done = True  # no more room is taken
+            self._check_size()
             os.ftruncate(self._file, self._have)  # and what is left of it is given back
             fresh = self._path.with_name(self._path.name + ".fresh")
             fresh.write_text(json.dumps({"size": self._have}))
@@ -201,7 +211,7 @@ class Receiver:
         while at < expected_bytes:
             at = max(at, self._have)
             with self._lock:
-                if self._done or _fallocate(self._file, _FALLOC_FL_KEEP_SIZE, at, _ROOM_BYTES):
+                if self._done or self._over or _fallocate(self._file, _FALLOC_FL_KEEP_SIZE, at, _ROOM_BYTES):
                     return
             at += _ROOM_BYTES
 

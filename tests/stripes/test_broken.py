@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import select
@@ -52,8 +53,17 @@ def cut_at(position: int, connections: int) -> Meddle:
     return lambda number, passed, part: None if number < connections and passed + len(part) > position else part
 
 
+def children_named(program: str) -> list[int]:
+    found = []
+    for pid in children():
+        with contextlib.suppress(OSError):
+            if program in Path(f"/proc/{pid}/cmdline").read_text():
+                found.append(pid)
+    return sorted(found)
+
+
 def one_child(program: str) -> int:
-    (found,) = [pid for pid in children() if program in Path(f"/proc/{pid}/cmdline").read_text()]
+    (found,) = children_named(program)
     return found
 
 
@@ -205,6 +215,34 @@ async def test_a_receiver_that_is_killed_is_an_error_at_both_ends(ends: Ends) ->
             await incoming.wait(30)
         with pytest.raises(Unreachable, match="node-2"):
             await outgoing.wait()
+
+
+async def test_the_first_failure_ends_all_receivers_and_is_the_one_that_is_told(plain: Ends) -> None:
+    plain.fill({"b": CONTENT})
+    names = ["a", "b"]
+    async with plain.incoming(names) as incoming, plain.outgoing(incoming.port, incoming.key, names) as outgoing:
+        first = children_named("receive")[1]
+        outgoing.advance("a", 2 * MIB)
+        await until(lambda: (plain.there / "a").stat().st_size == 2 * MIB)
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: not children_named("receive"))
+        with pytest.raises(Internal, match=rf"pid {first}\) ended with SIGKILL"):
+            await incoming.wait(30)
+
+
+async def test_a_file_that_somebody_else_writes_is_left_to_them(plain: Ends) -> None:
+    content = noise(MIB) + bytes(2 * MIB)
+    sizes = plain.fill({"a": content})
+    async with plain.both(["a"]) as (incoming, outgoing, _):
+        outgoing.advance("a", MIB)
+        await until(lambda: (plain.there / "a").stat().st_size == MIB)
+        (plain.there / "a").write_bytes(CONTENT)
+        outgoing.finish(sizes)
+        with pytest.raises(Internal, match=rf"somebody else writes .*/a: it has {len(CONTENT)} bytes, {MIB} came"):
+            await outgoing.wait()
+        with pytest.raises(Internal, match="somebody else writes"):
+            await incoming.wait(30)
+    assert plain.arrived(["a"]) == {"a": CONTENT}
 
 
 async def test_a_child_that_breaks_down_is_quoted(plain: Ends, monkeypatch: pytest.MonkeyPatch) -> None:

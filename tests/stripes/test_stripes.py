@@ -78,11 +78,14 @@ async def test_room_is_taken_ahead_and_what_was_too_much_is_given_back(plain: En
 
 
 async def test_what_an_earlier_try_left_is_wiped(plain: Ends) -> None:
+    left = noise(100)
     for name in ("a", "a.done"):
-        (plain.there / name).write_bytes(noise(100))
-    async with plain.incoming(["a"]):
-        assert (plain.there / "a").read_bytes() == b""
-        assert not (plain.there / "a.done").exists()
+        (plain.there / name).write_bytes(left)
+    with (plain.there / "a").open("rb") as reader:
+        async with plain.incoming(["a"]):
+            assert (plain.there / "a").read_bytes() == b""
+            assert not (plain.there / "a.done").exists()
+        assert reader.read() == left  # whoever still reads it sees no end that is none
 
 
 async def test_close_in_the_middle_leaves_nothing(ends: Ends) -> None:
