@@ -47,7 +47,7 @@ class Receiver:
     def __init__(self, control: Control, path: str, context: ssl.SSLContext | None, peer: str) -> None:
         self._control, self._path, self._context, self._peer = control, Path(path), context, peer
         self._have = self._told = 0
-        self._done = self._over = False
+        self._done = self._told_done = self._over = False
         self._buffer = Buffer()
         self._header = memoryview(bytearray(HEADER_BYTES))
         self._lock = threading.Lock()
@@ -110,7 +110,7 @@ class Receiver:
         elif not trouble.again:
             self._over = True
             self._control.say(error=trouble.message, code=trouble.code)
-        elif not self._done:
+        elif not self._told_done:
             self._control.say(lost=trouble.message, code=trouble.code)
 
     def _take(self, connection: socket.socket) -> None:
@@ -152,6 +152,7 @@ class Receiver:
             if record.kind is Kind.END:
                 self._finish()
                 connection.sendall(reply(Kind.DONE, self._have))
+                self._tell_done()  # only now: the daemon ends who is done
             else:
                 self._store(record)
 
@@ -203,7 +204,12 @@ class Receiver:
             fresh.rename(self._done_path)
         except OSError as error:
             raise _translated(error, f"finishing {self._path}") from error
-        self._control.say(done=True, at=self._have)
+
+    def _tell_done(self) -> None:
+        """To the daemon, which waits for one word. Twice is once."""
+        if not self._told_done:
+            self._told_done = True
+            self._control.say(done=True, at=self._have)
 
     def take_room(self, expected_bytes: int) -> None:
         """Ahead of the bytes, so that writing them finds its pages. In a thread; only a hint, so it never fails."""

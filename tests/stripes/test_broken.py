@@ -7,6 +7,7 @@ import os
 import resource
 import select
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,6 +17,10 @@ from pathlib import Path
 import pytest
 
 from snapshotd.api.errors import Damaged, Full, Internal, SnapshotError, Unreachable
+from snapshotd.blocking import in_thread
+from snapshotd.stripes.child import Child
+from snapshotd.stripes.connection import read_reply
+from snapshotd.stripes.records import Kind, Record, reply
 from tests.stripes.lane import (
     GREETING_BYTES,
     HEADER_BYTES,
@@ -65,6 +70,16 @@ def children_named(program: str) -> list[int]:
 def one_child(program: str) -> int:
     (found,) = children_named(program)
     return found
+
+
+@contextmanager
+def given_to(child: Child) -> Iterator[socket.socket]:
+    """A connection's other end."""
+    ours, theirs = socket.socketpair()
+    with ours:
+        with theirs:
+            child.say({}, [theirs.fileno()])
+        yield ours
 
 
 @contextmanager
@@ -143,6 +158,28 @@ async def test_who_missed_the_last_word_hears_it_again(ends: Ends) -> None:
         meddler.cut()
         assert (await outgoing.wait()).bytes == len(CONTENT)
         assert meddler.connections == 2
+
+
+async def test_a_stripe_is_done_when_the_sender_was_told(tmp_path: Path, nothing_left: None) -> None:
+    settings = {"identity": None, "expected_bytes": 0, "path": str(tmp_path / "a")}
+    child = await Child.start("snapshotd.stripes.receive", settings)
+    end = Record(Kind.END, 0, 0).header()
+    try:
+        assert await child.hear() == {"ready": True}
+        with given_to(child) as sender:
+            assert await in_thread(read_reply, sender) == (Kind.HAVE, 0)
+            sender.shutdown(socket.SHUT_RD)  # of a pair: the answer fails
+            sender.sendall(end)
+            assert await child.hear() == {"connected": 0}
+            assert "lost" in await child.hear()
+        with given_to(child) as sender:
+            assert await in_thread(read_reply, sender) == (Kind.HAVE, 0)
+            sender.sendall(end)
+            assert await child.hear() == {"connected": 0}
+            assert await child.hear() == {"done": True, "at": 0}
+            assert sender.recv(1000, socket.MSG_DONTWAIT) == reply(Kind.DONE, 0)
+    finally:
+        await child.close()
 
 
 async def test_a_new_connection_ends_one_that_hangs(ends: Ends) -> None:
