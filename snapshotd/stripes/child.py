@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 
 _PACKAGES = Path(__file__).resolve().parents[2]
 _LAST_WORDS_BYTES = 2000
+#: A child starts in a fraction of a second; many at a time on a busy machine wait for each other.
+READY_S = 10.0
 #: A killed process is normally gone in a millisecond; one that hangs inside the kernel is left to be reaped later.
 _REAP_S = 5.0
 
@@ -78,6 +80,15 @@ class Child:
             return
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             socket.send_fds(self._line, [json.dumps(message).encode()], fds)
+
+    async def ready(self) -> None:
+        """It has all it needs. Internal if it hangs: whoever asked for it can still choose another way."""
+        try:
+            async with asyncio.timeout(READY_S):
+                await self.hear()
+        except TimeoutError as error:
+            words = self._last_words() or "no word"
+            raise Internal(f"{self._module} (pid {self.pid}) was not ready in {READY_S:.0f} s: {words}") from error
 
     async def hear(self) -> dict[str, Any]:
         """The next message. What the child cannot get over is raised, as is its end."""

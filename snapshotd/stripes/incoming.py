@@ -84,7 +84,7 @@ class Incoming:
                 child = await Child.start(_RECEIVE, {**settings, "path": str(folder / name)})
                 incoming._stripes.append(_Stripe(name, child))
             for stripe in incoming._stripes:
-                await stripe.child.hear()  # it is ready
+                await stripe.child.ready()
         except BaseException:
             await incoming.close()
             raise

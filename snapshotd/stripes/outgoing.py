@@ -167,7 +167,7 @@ class Outgoing:
     async def _carry(self, stripe: _Stripe) -> None:
         """Until the target has it all; a connection that breaks is replaced."""
         assert stripe.child is not None
-        await stripe.child.hear()  # it is ready
+        await stripe.child.ready()
         connection = await self._reach(stripe)
         for left in range(REOPENED, -1, -1):
             with connection:

@@ -289,6 +289,27 @@ async def test_a_child_that_breaks_down_is_quoted(plain: Ends, monkeypatch: pyte
             pass
 
 
+async def test_a_child_that_hangs_is_given_up_and_quoted(plain: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with plain.incoming(["a"]) as incoming:
+        monkeypatch.setattr("snapshotd.stripes.child.READY_S", 0.1)
+        monkeypatch.setattr("snapshotd.stripes.incoming._RECEIVE", "tests.stripes.silent")
+        monkeypatch.setattr("snapshotd.stripes.outgoing._SEND", "tests.stripes.silent")
+        with pytest.raises(Internal, match="was not ready in"):
+            async with plain.incoming(["b"]):
+                pass
+        with pytest.raises(Internal, match="was not ready in"):
+            async with plain.outgoing(incoming.port, incoming.key, ["a"]):
+                pass
+    begun = plain.there / "begun"
+    child = await Child.start("tests.stripes.silent", {"path": str(begun)})
+    try:
+        await until(begun.exists)
+        with pytest.raises(Internal, match="was not ready in 0 s: the disk does not answer"):
+            await child.ready()
+    finally:
+        await child.close()
+
+
 def test_children_end_with_their_daemon(plain: Ends) -> None:
     daemon = subprocess.Popen(
         [sys.executable, str(Path(__file__).with_name("daemon.py")), str(plain.here), str(plain.there)],
