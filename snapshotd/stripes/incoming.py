@@ -29,9 +29,11 @@ log = logging.getLogger(__name__)
 _RECEIVE = "snapshotd.stripes.receive"
 #: How long a connection that broke may take to come back.
 LOST_S = 10.0
-#: Strangers may connect, and have CONNECT_S to show what they know; beyond so many at a time, and one
-#: per stripe, nobody is listened to.
+#: Strangers may connect, and have CONNECT_S to show what they know; of more at a time than so many, and one per stripe, the
+#: oldest is sent away: the source needs a moment only, and who says nothing must not keep it out.
 _MAX_STRANGERS = 32
+#: After an error of accept, most often no descriptor is left: who waits in the queue is still there afterwards.
+_PAUSE_S = 0.2
 
 
 class _Stripe:
@@ -51,7 +53,7 @@ class Incoming:
         self._stripes: list[_Stripe] = []
         self._tasks: set[asyncio.Task[Any]] = set()
         self._accepting: asyncio.Task[Any] | None = None
-        self._strangers = 0
+        self._strangers: list[asyncio.Task[Any]] = []  # the oldest first
         self.port: int = listener.getsockname()[1]
         self.key = secrets.token_bytes(KEY_BYTES)
         #: What went wrong first, as soon as it is known.
@@ -154,11 +156,16 @@ class Incoming:
                     connection, address = await loop.sock_accept(self._listener)
                 except ConnectionError:  # it is gone already
                     continue
-                if self._strangers >= _MAX_STRANGERS + len(self._stripes):
-                    connection.close()
+                except OSError as error:
+                    log.warning("the stripes of %s: nobody can be let in now: %s", self._source_node, error.strerror)
+                    await asyncio.sleep(_PAUSE_S)
                     continue
-                self._strangers += 1
-                self._begin(self._admit(connection, address), "stranger")
+                if len(self._strangers) >= _MAX_STRANGERS + len(self._stripes):
+                    self._strangers.pop(0).cancel()
+                stranger = self._begin(self._admit(connection, address), "stranger")
+                self._strangers.append(stranger)
+                stranger.add_done_callback(self._forget)
+                await asyncio.sleep(0)  # it begins: a task that is cancelled before that closes nothing
 
     async def _admit(self, connection: socket.socket, address: Any) -> None:
         """Hands it to the child of its stripe, if it holds the key."""
@@ -173,8 +180,10 @@ class Incoming:
         except (SnapshotError, OSError) as error:  # TimeoutError is one
             why = str(error) or f"it did not say who it is within {CONNECT_S:.0f} s"
             log.warning("the stripes of %s: %s is not let in: %s", self._source_node, address, why)
-        finally:
-            self._strangers -= 1
+
+    def _forget(self, stranger: asyncio.Task[Any]) -> None:
+        if stranger in self._strangers:
+            self._strangers.remove(stranger)
 
     async def _watch(self, stripe: _Stripe) -> int:
         """The final size of a stripe that arrived."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import resource
 import secrets
 import socket
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 
 import pytest
 from hypothesis import given
@@ -33,7 +35,7 @@ from snapshotd.stripes.records import (
     reply,
     trouble_reply,
 )
-from tests.stripes.lane import Ends, noise
+from tests.stripes.lane import Ends, noise, until
 
 HELLO = b"hello"
 
@@ -44,6 +46,18 @@ async def connected(port: int) -> AsyncIterator[socket.socket]:
         connection.setblocking(False)
         await asyncio.get_running_loop().sock_connect(connection, ("127.0.0.1", port))
         yield connection
+
+
+@contextmanager
+def no_descriptor_left() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest_free = os.dup(0)
+    os.close(lowest_free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 async def admitted(incoming: Incoming, connection: socket.socket) -> None:
@@ -149,6 +163,26 @@ async def test_strangers_who_say_nothing_keep_nobody_out(plain: Ends, monkeypatc
             await left_alone(connection)
             connection.close()
         await arrives(plain, incoming)
+
+
+async def test_the_source_is_let_in_among_strangers_who_hang_on(plain: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("snapshotd.stripes.incoming.CONNECT_S", 600.0)
+    async with plain.incoming(["a"]) as incoming, AsyncExitStack() as silent:
+        for _ in range(40):
+            await silent.enter_async_context(connected(incoming.port))
+        await arrives(plain, incoming)
+
+
+async def test_a_daemon_without_descriptors_lets_in_who_waited(plain: Ends, caplog: pytest.LogCaptureFixture) -> None:
+    loop = asyncio.get_running_loop()
+    async with plain.incoming(["a"]) as incoming:
+        with socket.socket() as connection:
+            connection.setblocking(False)
+            with no_descriptor_left():
+                await loop.sock_connect(connection, ("127.0.0.1", incoming.port))
+                await until(lambda: "nobody can be let in now: Too many open files" in caplog.text)
+            await admitted(incoming, connection)
+        assert incoming.failed is None
 
 
 # ---------------------------------------------------------------- certificates
