@@ -8,13 +8,16 @@ from snapshotd.api.channel import Credentials
 from snapshotd.api.errors import Internal
 from snapshotd.images.frame import IMAGE_NAME
 
-MAX_STRIPES = 255  # the number is a byte of the greeting
+#: The most names that one lane can have: a stripe's number is a byte of the greeting (key.py).
+MAX_STRIPES = 256
 
 
 def checked(names: Sequence[str]) -> Sequence[str]:
     """Internal where they are not names of image files, each once: they become paths."""
+    if not 0 < len(names) <= MAX_STRIPES:
+        raise Internal(f"{len(names)} stripes: a lane can have 1 to {MAX_STRIPES}")
     wrong = [name for name in names if not IMAGE_NAME.fullmatch(name)]
-    if wrong or len(set(names)) != len(names) or not 0 < len(names) <= MAX_STRIPES:
+    if wrong or len(set(names)) != len(names):
         raise Internal(f"stripes cannot be called {list(names)!r}")
     return names
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import socket
 
 import pytest
 
 from snapshotd.api.errors import Damaged, Internal, Timeout
+from snapshotd.stripes.key import prove_source, prove_target
+from snapshotd.stripes.names import MAX_STRIPES, checked
 from snapshotd.stripes.totals import Totals
 from tests.stripes.lane import MIB, Ends, children, noise, until
 
@@ -109,7 +112,25 @@ async def test_close_in_the_middle_leaves_nothing(ends: Ends) -> None:
     assert {task.get_name() for task in asyncio.all_tasks() if task.get_name().startswith("stripe")} == set()
 
 
-@pytest.mark.parametrize("names", [["../a"], ["a", "a"], ["a/b"], [""], []])
+async def test_a_lane_has_as_many_names_as_a_greeting_can_say(plain: Ends) -> None:
+    names = [f"device-1-{number}" for number in range(MAX_STRIPES)]
+    assert checked(names) == names
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        for end in (ours, theirs):
+            end.setblocking(False)
+        last = MAX_STRIPES - 1
+        _, number = await asyncio.gather(
+            prove_source(ours, b"key", last, names[last]), prove_target(theirs, b"key", names)
+        )
+    assert number == last
+    for wrong in ([*names, "one-more"], []):
+        with pytest.raises(Internal, match=f"{len(wrong)} stripes: a lane can have 1 to {MAX_STRIPES}"):
+            async with plain.incoming(wrong):
+                pass
+
+
+@pytest.mark.parametrize("names", [["../a"], ["a", "a"], ["a/b"], [""]])
 async def test_a_name_that_is_no_image_file_is_refused(plain: Ends, names: list[str]) -> None:
     with pytest.raises(Internal, match="cannot be called"):
         async with plain.incoming(names):
