@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 
 from integration.gpu_nodes import STEPS, GpuCluster
-from integration.harness import Job, cluster, until
+from integration.harness import Asked, Job, cluster, until
 from snapshotd.faults import Point
 from tests.fakes.cuda_fake import GpuNode, gpus
 
@@ -167,6 +168,54 @@ def test_without_a_lane_it_follows_the_image(lab: GpuCluster, tmp_path: Path) ->
         told = lab.cluster.move(job, TARGET)
     assert part(told, "park-out")["bytes"] == part(told, "refill")["bytes"] == LARGE_MIB * MIB
     assert "parked device memory follows the image" in told["warnings"][0]
+    ends_well(lab, job, tmp_path, *LARGE)
+
+
+def children(lab: GpuCluster, node: str, module: str) -> list[int]:
+    """The processes of a node's daemon that carry its stripes."""
+    found = []
+    for task in Path(f"/proc/{lab.lab.daemon_pid(node)}/task").iterdir():
+        for pid in (task / "children").read_text().split():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                if module.encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
+                    found.append(int(pid))
+    return found
+
+
+@contextlib.contextmanager
+def stopped_senders(lab: GpuCluster, job: Job, then: Point) -> Iterator[tuple[list[int], Asked]]:
+    """A move that waits at `then` on its source, whose stripes are parked and have not left, since who sends them is stopped."""
+    lab.cluster.fault(SOURCE, Point.LOCKED, "wait")
+    with lab.cluster.begin_move(job, TARGET) as process:
+        try:
+            until("it is locked", lambda: lab.cluster.fired(SOURCE))
+            senders = children(lab, SOURCE, "snapshotd.stripes.send")
+            assert senders
+            for pid in senders:
+                os.kill(pid, signal.SIGSTOP)
+            folder = lab.cluster.run_dir(SOURCE)
+            lab.cluster.fault(SOURCE, then, "wait")
+            (folder / f"{Point.LOCKED}.go").touch()
+            until(f"it is at {then}", lambda: lab.cluster.fired(SOURCE))
+            asked = Asked()
+            yield senders, asked
+            (folder / f"{then}.go").touch()
+            out, asked.errors = process.communicate(timeout=90)
+            asked.code, asked.answer = process.returncode, json.loads(out)
+        finally:
+            process.kill()
+
+
+def test_a_lane_that_breaks_when_all_is_parked(lab: GpuCluster, tmp_path: Path) -> None:
+    """The files follow the image, while the others of the lane's processes would go on."""
+    job = start(lab, *LARGE)
+    job.await_lines(5)
+    with stopped_senders(lab, job, Point.BEFORE_DUMP) as (senders, asked):
+        os.kill(senders[0], signal.SIGKILL)
+        for pid in senders[1:]:
+            os.kill(pid, signal.SIGCONT)
+    assert asked.code == 0, f"{asked.answer}{asked.errors}{lab.cluster.logs()}"
+    assert part(asked.answer, "refill")["bytes"] == LARGE_MIB * MIB
     ends_well(lab, job, tmp_path, *LARGE)
 
 

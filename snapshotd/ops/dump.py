@@ -102,11 +102,11 @@ class Dump:
             raise RankGone(f"rank {begin.rank} ended before the dump", where=Where.UNKNOWN)
         await reach(Point.BEFORE_DUMP)
         self.expected = self.entry.memory_bytes() + int(self.log.note("parked_bytes", 0))
-        follow = [] if self.parking is None or self.parking.has_lane else self._parked_files()
+        device, follow = await self._device()
         fifos = await in_thread(self._make_fifos, pids)
         carried = await in_thread(preflight.list_carried, pids, config.carry_paths)
         self.carried = [fact.path for fact in carried.facts if stat.S_ISREG(fact.mode)]
-        meta = await in_thread(self._meta, pids, carried, beside=not follow)
+        meta = await in_thread(self._meta, pids, carried, device, beside=not follow)
         self.linked = await in_thread(links.linked, carried.other_names.values())
         if self.linked:  # a criu that is killed leaves its links, and this daemon may be killed with it
             await in_thread(self.log.mark, Mark.FROZEN, linked=self.linked)
@@ -126,8 +126,8 @@ class Dump:
                 for index, fact in enumerate(carried.facts):
                     if stat.S_ISREG(fact.mode):
                         await self.sender.put_file(f"carry-{index}", Path(fact.path))
-                for path in follow:
-                    await self.sender.put_file(path.name, path)
+                for name, path in follow.items():
+                    await self.sender.put_file(name, path)
                 async with aiofiles.open(self.images / "meta.json", "wb") as file:
                     await file.write(meta)
                 await self.sender.put_file("meta.json", self.images / "meta.json")
@@ -197,11 +197,20 @@ class Dump:
         names += [f"ghost-file-{number:x}.img" for number in range(1, deleted + SPARE_FIFOS)]
         return {name: make_fifo(self.images, name) for name in names}
 
-    def _parked_files(self) -> list[Path]:
-        folder = parked.folder_of(self.node.config.image_dir, self.log.move)
-        return [folder / name for one in self.log.note("device", []) for name in one["stripes"]]
+    async def _device(self) -> tuple[list[dict[str, Any]], dict[str, Path]]:
+        """The parked device memory, as the target finds it, and those of its files that follow the images, by their names
+        there. A lane that failed is closed before: nothing may come both ways."""
+        device: list[dict[str, Any]] = self.log.note("device", [])
+        if self.parking is None or self.parking.has_lane:
+            return device, {}
+        await self.parking.close()
+        folder, there = parked.folder_of(self.node.config.image_dir, self.log.move), parked.following(device)
+        files = [folder / name for one in device for name in one["stripes"]]
+        return there, dict(zip((name for one in there for name in one["stripes"]), files, strict=True))
 
-    def _meta(self, pids: list[int], carried: preflight.Carried, *, beside: bool) -> bytes:
+    def _meta(
+        self, pids: list[int], carried: preflight.Carried, device: list[dict[str, Any]], *, beside: bool
+    ) -> bytes:
         """What the target needs beside criu's images; criu does not carry CPU affinity. `beside`: stripes of device memory
         have a lane of their own."""
         for check in preflight.refusals(
@@ -239,7 +248,7 @@ class Dump:
             "sockets": self.log.note("sockets", {}),
             "cuda": [tree.inner_pid(process.pid) for process in gpu.from_notes(self.log.note("cuda", []))],
             "device_bytes": max(0, self.log.note("device_bytes", 0) - self.log.note("parked_bytes", 0)),
-            "device": self.log.note("device", []),
+            "device": device,
             "device_beside": beside,
             "nccl": [[tree.inner_pid(pid), instance] for pid, _, instance in self.log.note("nccl", [])],
         }

@@ -12,8 +12,9 @@ import errno
 import os
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from snapshotd.api.errors import Full, Where
 from snapshotd.journal import Journal
@@ -31,6 +32,12 @@ _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c
 
 def names_of(inner_pid: int, stripes: int) -> list[str]:
     return [f"device-{inner_pid}-{number}" for number in range(stripes)]
+
+
+def following(device: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The notes of what is out, with the names that its files have on the target when they follow over the images' lane: other
+    ones than the stripes', because a child there may still write to those."""
+    return [{**one, "stripes": [f"follow-{name}" for name in one["stripes"]]} for one in device]
 
 
 def folder_of(image_dir: Path, move: str) -> Path:

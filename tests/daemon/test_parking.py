@@ -18,9 +18,11 @@ from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import Damaged, Full, GpuFailed, SnapshotError, Unreachable, WrongState
 from snapshotd.cuda.driver import State
 from snapshotd.devmem import Caught
+from snapshotd.images.frame import IMAGE_NAME
 from snapshotd.images.store import ImageStore
 from snapshotd.journal import Begin, Journal
 from snapshotd.ops import freezing, gpu, parked, parking, refill
+from snapshotd.ops.dump import Dump
 from snapshotd.ops.node import Moving
 from snapshotd.rules import Mark, Outcome
 from snapshotd.stripes.outgoing import Outgoing
@@ -312,6 +314,21 @@ async def test_without_a_lane_the_image_carries_the_files(
     assert size == 2 * SIZE
     assert not source.moving.parking.has_lane  # type: ignore[union-attr]
     assert "follows the image" in source.moving.parking.warnings[0]  # type: ignore[union-attr]
+
+
+async def test_what_follows_the_image_is_written_by_nobody_else(source: Source) -> None:
+    """A lane that failed may have written half of a stripe at the target, and go on doing so."""
+    await source.out()
+    assert source.lane is not None
+    source.lane.failed = Unreachable("a child was killed")
+    entry: Any = None
+    device, files = await Dump(source.node, source.log, entry, pb.RankFacts(), source.moving.parking)._device()
+    assert source.lane.closed
+    assert [name for one in device for name in one["stripes"]] == list(files)
+    assert not set(files) & set(source.lane.sizes)
+    assert {path.name for path in files.values()} == set(source.lane.sizes)
+    assert all(IMAGE_NAME.fullmatch(name) for name in files)
+    assert [one["bytes"] for one in device] == [one["bytes"] for one in source.log.note("device")]
 
 
 async def test_no_room_for_the_stripes_leaves_all_to_the_driver(
