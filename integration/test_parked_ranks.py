@@ -184,7 +184,7 @@ def children(lab: GpuCluster, node: str, module: str) -> list[int]:
 
 @contextlib.contextmanager
 def stopped_senders(lab: GpuCluster, job: Job, then: Point) -> Iterator[tuple[list[int], Asked]]:
-    """A move that waits at `then` on its source, whose stripes are parked and have not left, since who sends them is stopped."""
+    """A move that waits at `then` on its source, whose stripes are parked and have not left: who sends them is stopped."""
     lab.cluster.fault(SOURCE, Point.LOCKED, "wait")
     with lab.cluster.begin_move(job, TARGET) as process:
         try:

@@ -35,12 +35,16 @@ from snapshotd.api.errors import (
     from_wire,
 )
 
-__all__ = ["Credentials", "DaemonClient", "open_channel", "translate"]
+__all__ = ["Credentials", "DaemonClient", "NotSpoken", "open_channel", "translate"]
 
 Request = TypeVar("Request")
 Reply = TypeVar("Reply")
 
 _SAME_VERSION = "run the same version of snapshotd and migrator everywhere"
+
+
+class NotSpoken(Internal):
+    """The daemon is of a version that does not know this call, nor what goes with it. Made here, never by a daemon."""
 
 
 def translate(error: grpc.aio.AioRpcError, who: str, method: str) -> SnapshotError:
@@ -64,7 +68,7 @@ def translate(error: grpc.aio.AioRpcError, who: str, method: str) -> SnapshotErr
         case grpc.StatusCode.RESOURCE_EXHAUSTED:
             return Full(f"{who} has no room for {method}: {details}")
         case grpc.StatusCode.UNIMPLEMENTED:
-            return Internal(f"{who} does not know {method}", remedy=_SAME_VERSION)
+            return NotSpoken(f"{who} does not know {method}", remedy=_SAME_VERSION)
         case grpc.StatusCode.INTERNAL if "RST_STREAM" in details:
             return Unreachable(f"{who} broke the connection during {method}: {details}")
         case code:

@@ -35,8 +35,8 @@ def names_of(inner_pid: int, stripes: int) -> list[str]:
 
 
 def following(device: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The notes of what is out, with the names that its files have on the target when they follow over the images' lane: other
-    ones than the stripes', because a child there may still write to those."""
+    """The notes of what is out, with the names that its files have on the target when they follow over the images' lane.
+    Other ones than the stripes', because a child there may still write to those."""
     return [{**one, "stripes": [f"follow-{name}" for name in one["stripes"]]} for one in device]
 
 

@@ -21,6 +21,7 @@ from typing import Any
 
 from snapshotd import devmem, host, tree
 from snapshotd.api import snapshotd_pb2 as pb
+from snapshotd.api.client import NotSpoken
 from snapshotd.api.errors import Full, Internal, RankGone, SnapshotError, Timeout, Unreachable, Where, WrongState
 from snapshotd.blocking import all_at_once, in_thread
 from snapshotd.config import split_address
@@ -110,7 +111,7 @@ class Parking:
         await all_at_once(lambda file: parked.allocate(*file), wanted)
 
     async def _open_lane(self) -> None:
-        """Without it the images' own lane carries the files, after the dump."""
+        """Without it the images' own lane carries the files, after the dump. NotSpoken: the target could not refill."""
         begin, config = self.log.begin, self.node.config
         request = pb.OpenStripesRequest(
             move=begin.move,
@@ -133,6 +134,8 @@ class Parking:
                 self.names,
                 encrypted=not lane.plain,
             )
+        except NotSpoken:
+            raise
         except (Unreachable, Internal, Timeout) as error:
             self._warn(f"parked device memory follows the image, for want of a lane of its own: {error.message}")
 

@@ -241,7 +241,7 @@ async def _read_meta(folder: Path) -> dict[str, Any]:
             meta = json.loads(await file.read())
         if not isinstance(meta, dict):
             raise ValueError("not an object")
-        return meta
+        return {"device": [], "device_beside": False, **meta}  # a source that parks no device memory says nothing of it
     except (OSError, ValueError) as error:
         raise Damaged(f"the image's description cannot be read: {error}", where=Where.SOURCE_FROZEN) from error
 

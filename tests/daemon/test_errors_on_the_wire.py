@@ -16,7 +16,7 @@ import pytest
 from snapshotd.api import errors
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.channel import MAX_MESSAGE_BYTES
-from snapshotd.api.client import DaemonClient, translate
+from snapshotd.api.client import DaemonClient, NotSpoken, translate
 from snapshotd.api.errors import (
     BY_CODE,
     BadConfig,
@@ -107,9 +107,9 @@ async def test_a_long_quotation_of_a_log_arrives_shortened(serve: Serve) -> None
 
 async def test_a_method_that_is_missing_there(serve: Serve) -> None:
     async with serve(failing(WrongState("no"))) as served, served.root() as client:
-        with pytest.raises(Internal, match="does not know Renew") as got:
+        with pytest.raises(NotSpoken, match="does not know Renew") as got:
             await client.source.Renew(MOVE, timeout_s=5)
-        with pytest.raises(Internal, match="does not know GetNode"):
+        with pytest.raises(NotSpoken, match="does not know GetNode"):
             await client.node.GetNode(pb.GetNodeRequest(), timeout_s=5)
     assert "same version" in got.value.advice
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,13 +16,14 @@ import pytest
 
 from snapshotd import devmem, host
 from snapshotd.api import snapshotd_pb2 as pb
+from snapshotd.api.client import NotSpoken
 from snapshotd.api.errors import Damaged, Full, GpuFailed, SnapshotError, Unreachable, WrongState
 from snapshotd.cuda.driver import State
 from snapshotd.devmem import Caught
 from snapshotd.images.frame import IMAGE_NAME
 from snapshotd.images.store import ImageStore
 from snapshotd.journal import Begin, Journal
-from snapshotd.ops import freezing, gpu, parked, parking, refill
+from snapshotd.ops import freezing, gpu, parked, parking, refill, restore
 from snapshotd.ops.dump import Dump
 from snapshotd.ops.node import Moving
 from snapshotd.rules import Mark, Outcome
@@ -331,6 +333,14 @@ async def test_what_follows_the_image_is_written_by_nobody_else(source: Source) 
     assert [one["bytes"] for one in device] == [one["bytes"] for one in source.log.note("device")]
 
 
+async def test_a_target_that_knows_no_stripes_gets_all_from_the_driver(source: Source) -> None:
+    """It would not refill what followed the image, either."""
+    source.refusal = NotSpoken("node b does not know OpenStripes")
+    size, _ = await source.out()
+    assert (size, source.first.said) == (0, ["drop"])
+    assert not parked.folder_of(source.node.config.image_dir, MOVE).exists()
+
+
 async def test_no_room_for_the_stripes_leaves_all_to_the_driver(
     source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -397,6 +407,15 @@ async def test_files_of_moves_that_ended_are_swept(source: Source, tmp_path: Pat
 
 
 # ---------------------------------------------------------------- the target
+
+
+async def test_a_source_that_parks_nothing_says_nothing_of_it(tmp_path: Path) -> None:
+    """As the version before this one describes an image with a GPU."""
+    said = {"root": 7, "cuda": [7], "device_bytes": 1 << 30, "nccl": [], "sockets": {}, "moves": 0}
+    (tmp_path / "meta.json").write_text(json.dumps(said))
+    meta = await restore._read_meta(tmp_path)
+    assert meta == {**said, "device": [], "device_beside": False}
+    await refill.on_target({}, meta["device"], tmp_path, None, gpu.Parts())
 
 
 class Arriving:
