@@ -119,10 +119,15 @@ class ShimMemory:
         return self._mailbox.device_memory().done
 
     def cancel(self) -> None:
-        deadline = time.monotonic() + _QUIET_S
+        began = time.monotonic()
+        wake_s = began
         while self._mailbox.device_memory().busy:
             self._mailbox.cancel_device(True)
-            if time.monotonic() > deadline:
+            now = time.monotonic()
+            if now >= wake_s:  # whoever asked may have been killed before its signal: then nobody else wakes the thread
+                self._mailbox.wake()
+                wake_s = now + shimctl.SIGNAL_AGAIN_S
+            if now > began + _QUIET_S:
                 raise Timeout(
                     f"process {self.process.pid}: what it does with its device memory is not given up in {_QUIET_S:.0f} s",
                     remedy="the GPU or its driver hangs: see `nvidia-smi` and the kernel's log on this node",

@@ -43,7 +43,8 @@ _COMMAND = struct.Struct("<I4Q")
 _COMMAND_AT, _REQUEST_AT, _CANCEL_AT = 36, 72, 1064
 #: How much longer than the process itself we wait for its answer: it has the better words for what went wrong.
 _GRACE_S = 2.0
-_SIGNAL_AGAIN_S = 0.25
+#: How often a control thread that has not answered is signalled.
+SIGNAL_AGAIN_S = 0.25
 #: A thread is called unparkable when it blocks the signal at every look: libc blocks all for moments.
 _LOOKS, _LOOK_EVERY_S = 6, 0.03
 _DRIVER_THREAD = re.compile(r"cuda-EvtHandlr|cuda[0-9]{11}")
@@ -171,6 +172,10 @@ class Mailbox:
         """Whether a MEMORY_PARK or MEMORY_FILL, under way or to come, gives up."""
         self.write(self.address + _CANCEL_AT, struct.pack("<I", wanted))
 
+    def wake(self) -> None:
+        """The control thread looks into the mailbox. Also where there is nothing to see."""
+        self._wake(self._read())
+
     def park(self, timeout_s: float) -> None:
         """No thread of the job runs when this returns. When it raises, all of them run, or will as soon as they can."""
         try:
@@ -248,7 +253,7 @@ class Mailbox:
             now = time.monotonic()
             if now > started + timeout_s + _GRACE_S:
                 raise self._silence(timeout_s)
-            if now > signalled + _SIGNAL_AGAIN_S:
+            if now > signalled + SIGNAL_AGAIN_S:
                 self._wake(box)
                 signalled = now
             time.sleep(pause_s)
