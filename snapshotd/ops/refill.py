@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from snapshotd import devmem, host
-from snapshotd.api.errors import Damaged, GpuFailed, SnapshotError, Where
+from snapshotd.api.errors import Damaged, GpuFailed, RankGone, SnapshotError, Where
 from snapshotd.blocking import all_at_once, in_thread
 from snapshotd.devmem import DeviceMemory
 from snapshotd.faults import Point, reach
@@ -33,19 +33,27 @@ ARRIVE_S, ARRIVE_GIB_S = 60.0, 20.0
 
 
 async def on_source(image_dir: Path, move_log: MoveLog) -> None:
-    """Undo: what is out comes back, what was only made ready is given up. Repeatable; GpuFailed: try again later."""
+    """Undo: what is out comes back, what was only made ready is given up. Repeatable; GpuFailed: try again later.
+
+    What does not touch memory that is out stops nobody: the rank is to go on."""
     folder = parked.folder_of(image_dir, move_log.move)
     limit_s = gpu.copy_s(int(move_log.note("parked_bytes", 0)) or int(move_log.note("device_bytes", 0)))
     noted = [(Process(pid, ticks), list(names)) for pid, ticks, names in move_log.note("parked", [])]
 
     def back(one: tuple[Process, list[str]]) -> None:
         process, names = one
+        try:
+            bring(process, names)
+        except RankGone:
+            log.info("process %d has ended: no device memory has to come back to it", process.pid)
+
+    def bring(process: Process, names: list[str]) -> None:
         memory = devmem.find(process) if process.alive() else None
         if memory is None:
             return
         memory.cancel()  # what an earlier life of this daemon began
         if not memory.out():
-            memory.drop()
+            _drop(memory)
             return
         try:
             with parked.opened(folder, names, os.O_RDONLY) as fds:
@@ -55,6 +63,16 @@ async def on_source(image_dir: Path, move_log: MoveLog) -> None:
         log.info("process %d: %d bytes of device memory are back", process.pid, memory.fill(limit_s))
 
     await all_at_once(back, noted)
+
+
+def _drop(memory: DeviceMemory) -> None:
+    try:
+        memory.drop()
+    except RankGone:
+        raise
+    except SnapshotError as error:
+        pid = memory.process.pid
+        log.warning("process %d keeps what was made ready to park its device memory: %s", pid, error.message)
 
 
 async def on_target(

@@ -17,7 +17,7 @@ import pytest
 from snapshotd import devmem, host
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.client import NotSpoken
-from snapshotd.api.errors import Damaged, Full, GpuFailed, SnapshotError, Unreachable, WrongState
+from snapshotd.api.errors import Damaged, Full, GpuFailed, RankGone, SnapshotError, Timeout, Unreachable, WrongState
 from snapshotd.cuda.driver import State
 from snapshotd.devmem import Caught
 from snapshotd.images.frame import IMAGE_NAME
@@ -384,6 +384,29 @@ async def test_an_undo_that_finds_no_device_memory_can_be_repeated(source: Sourc
     assert source.first.is_out
     await source.back()
     assert source.first.content == before
+
+
+async def test_an_undo_is_not_stopped_by_what_cannot_be_given_up(source: Source, caplog: Any) -> None:
+    """Nothing is out: the rank goes on, whatever it still holds."""
+
+    def hang() -> None:
+        raise Timeout("the driver hangs")
+
+    await source.prepare()
+    source.first.drop = hang  # type: ignore[method-assign]
+    await source.back()
+    assert source.second.said[-1] == "drop"
+    assert "the driver hangs" in caplog.text
+
+
+async def test_an_undo_goes_on_where_one_process_has_ended(source: Source) -> None:
+    def gone(timeout_s: float) -> int:
+        raise RankGone("process 1 has ended")
+
+    await source.out()
+    source.first.fill = gone  # type: ignore[method-assign]
+    await source.back()
+    assert not source.second.is_out
 
 
 async def test_parked_memory_whose_files_are_gone_is_lost(source: Source) -> None:
