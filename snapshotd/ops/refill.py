@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ log = logging.getLogger(__name__)
 
 #: What the network may take for stripes that are on their way: so much for any, and so much for every GiB.
 ARRIVE_S, ARRIVE_GIB_S = 60.0, 20.0
+
+CANCEL_AGAIN_S = 0.05
 
 
 async def on_source(image_dir: Path, move_log: MoveLog) -> None:
@@ -89,11 +92,15 @@ async def on_target(
         wanted_bytes = sum(sum(one["bytes"]) for one in device)
         limit_s = ARRIVE_S + ARRIVE_GIB_S * wanted_bytes / 2**30
         memories = await in_thread(_memories, processes, device)
-        filling = asyncio.ensure_future(_fill_all(memories, device, folder, limit_s))
+        if incoming is not None and incoming.failed is not None:
+            raise incoming.failed
+        given_up = threading.Event()
+        filling = asyncio.ensure_future(_fill_all(memories, device, folder, limit_s, given_up))
         try:
             sizes = await _arrived(incoming, filling, limit_s) if incoming is not None else _sizes(folder, device)
             filled_bytes = await filling
         except BaseException:
+            given_up.set()
             await _cancel(filling, memories)
             raise
         _must_match(device, sizes, filled_bytes)
@@ -120,12 +127,18 @@ def _memories(processes: Mapping[int, Process], device: Sequence[Mapping[str, An
 
 
 async def _fill_all(
-    memories: Sequence[DeviceMemory], device: Sequence[Mapping[str, Any]], folder: Path, limit_s: float
+    memories: Sequence[DeviceMemory],
+    device: Sequence[Mapping[str, Any]],
+    folder: Path,
+    limit_s: float,
+    given_up: threading.Event,
 ) -> int:
     def fill(one: tuple[DeviceMemory, Mapping[str, Any]]) -> int:
         memory, noted = one
         with parked.opened(folder, noted["stripes"], os.O_RDONLY) as fds:
             memory.ready(fds)
+        if given_up.is_set():  # said while nothing was under way that could have been cancelled
+            raise GpuFailed("it is not filled: the move was given up", where=Where.SOURCE_FROZEN)
         return memory.fill(limit_s)
 
     return sum(await all_at_once(fill, list(zip(memories, device, strict=True))))
@@ -146,9 +159,11 @@ async def _arrived(incoming: Incoming, filling: asyncio.Future[int], limit_s: fl
 
 
 async def _cancel(filling: asyncio.Future[int], memories: Sequence[DeviceMemory]) -> None:
-    with contextlib.suppress(SnapshotError):
-        if not filling.done():
+    """Again and again: what begins a moment after one cancellation has not heard of it."""
+    while not filling.done():
+        with contextlib.suppress(SnapshotError):
             await all_at_once(lambda memory: memory.cancel(), memories)
+        await asyncio.wait([filling], timeout=CANCEL_AGAIN_S)
     await asyncio.gather(filling, return_exceptions=True)
 
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import subprocess
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,6 +19,7 @@ from snapshotd import devmem, host
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.client import NotSpoken
 from snapshotd.api.errors import Damaged, Full, GpuFailed, RankGone, SnapshotError, Timeout, Unreachable, WrongState
+from snapshotd.blocking import in_thread
 from snapshotd.cuda.driver import State
 from snapshotd.devmem import Caught
 from snapshotd.images.frame import IMAGE_NAME
@@ -446,6 +448,7 @@ class Arriving:
 
     def __init__(self, sizes: Mapping[str, int], failure: SnapshotError | None = None) -> None:
         self.sizes, self.failure = sizes, failure
+        self.failed: SnapshotError | None = None
 
     async def wait(self, timeout_s: float) -> Mapping[str, int]:
         await asyncio.sleep(0)
@@ -495,6 +498,44 @@ async def test_stripes_that_do_not_arrive_whole_are_the_moves_end(
     processes, device, folder = await parked_there(source)
     with pytest.raises(error):
         await refill.on_target(processes, device, folder, how(sizes_of(device)), gpu.Parts())
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["before the fill", "just as it begins"])
+async def test_a_fill_that_is_given_up_waits_for_no_stripe(source: Source, early: bool) -> None:
+    """Also when nothing was under way yet that could be cancelled."""
+    processes, device, folder = await parked_there(source)
+    asked, cancelled = threading.Event(), threading.Event()
+
+    class Lost(Arriving):
+        async def wait(self, timeout_s: float) -> Mapping[str, int]:
+            await in_thread(asked.wait)
+            raise Unreachable("the connection is lost")
+
+    def ready(stripes: Sequence[int]) -> int:
+        asked.set()
+        assert not early or cancelled.wait(60)
+        return 0
+
+    def fill(timeout_s: float) -> int:
+        assert not early, "nobody waits for it any more"
+        assert cancelled.wait(60)  # of those that came before this one nothing is left
+        cancelled.clear()
+        assert cancelled.wait(60)
+        raise GpuFailed("cancelled")
+
+    for memory in source.memories.values():
+        memory.ready, memory.fill, memory.cancel = ready, fill, cancelled.set  # type: ignore[method-assign]
+    with pytest.raises(Unreachable, match="the connection is lost"):
+        await refill.on_target(processes, device, folder, Lost({}), gpu.Parts())  # type: ignore[arg-type]
+
+
+async def test_nothing_is_filled_from_a_lane_that_has_failed(source: Source) -> None:
+    processes, device, folder = await parked_there(source)
+    incoming: Any = Arriving({})
+    incoming.failed = Unreachable("the connection is lost")
+    with pytest.raises(Unreachable, match="the connection is lost"):
+        await refill.on_target(processes, device, folder, incoming, gpu.Parts())
+    assert "fill" not in source.first.said
 
 
 async def test_a_target_without_device_memory_says_so(source: Source) -> None:
