@@ -19,6 +19,7 @@ import pytest
 
 from integration.gpu_nodes import STEPS, GpuCluster
 from integration.harness import Asked, Job, cluster, until
+from snapshotd import devmem
 from snapshotd.faults import Point
 from tests.fakes.cuda_fake import GpuNode, gpus
 
@@ -172,12 +173,12 @@ def test_without_a_lane_it_follows_the_image(lab: GpuCluster, tmp_path: Path) ->
 
 
 def children(lab: GpuCluster, node: str, module: str) -> list[int]:
-    """The processes of a node's daemon that carry its stripes."""
+    """The processes that a node's daemon has started to run this module, or any."""
     found = []
     for task in Path(f"/proc/{lab.lab.daemon_pid(node)}/task").iterdir():
         for pid in (task / "children").read_text().split():
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-                if module.encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
+                if not module or module.encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
                     found.append(int(pid))
     return found
 
@@ -212,6 +213,7 @@ def test_a_lane_that_breaks_when_all_is_parked(lab: GpuCluster, tmp_path: Path) 
     job.await_lines(5)
     with stopped_senders(lab, job, Point.BEFORE_DUMP) as (senders, asked):
         os.kill(senders[0], signal.SIGKILL)
+        until("the daemon knows", lambda: senders[0] not in children(lab, SOURCE, ""))
         for pid in senders[1:]:
             os.kill(pid, signal.SIGCONT)
     assert asked.code == 0, f"{asked.answer}{asked.errors}{lab.cluster.logs()}"
@@ -292,6 +294,24 @@ def test_a_daemon_is_killed(lab: GpuCluster, tmp_path: Path, node: str, point: P
     assert asked.returncode in expected, f"{out}{errors}{lab.cluster.logs()}"
     job.await_progress(3)
     ends_well(lab, job, tmp_path, *LARGE, "--threads", "1", steps=50)
+
+
+@pytest.mark.parametrize("arrived", [True, False])
+def test_a_target_is_restarted_between_seal_and_restore(lab: GpuCluster, tmp_path: Path, arrived: bool) -> None:
+    """Stripes that are here are used; nobody waits for those that will never come."""
+    job = start(lab, *LARGE)
+    job.await_lines(5)
+    with contextlib.ExitStack() as stack:
+        if arrived:
+            asked = stack.enter_context(lab.cluster.moving(job, TARGET, SOURCE, Point.STREAM))
+            images = lab.cluster.run_dir(TARGET) / "images"
+            until("all is there", lambda: len(list(images.glob("m-*/device-*.done"))) == devmem.STRIPES)
+        else:
+            _, asked = stack.enter_context(stopped_senders(lab, job, Point.STREAM))
+        lab.restart(TARGET)
+    assert asked.code == (0 if arrived else UNDONE), f"{asked.answer}{asked.errors}{lab.cluster.logs()}"
+    assert arrived or "did not arrive whole" in asked.answer["reason"]
+    ends_well(lab, job, tmp_path, *LARGE)
 
 
 def fill_up(lab: GpuCluster, node: str) -> Job:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 import threading
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from snapshotd import devmem, host
-from snapshotd.api.errors import Damaged, GpuFailed, RankGone, SnapshotError, Where
+from snapshotd.api.errors import Damaged, GpuFailed, RankGone, SnapshotError, Unreachable, Where
 from snapshotd.blocking import all_at_once, in_thread
 from snapshotd.devmem import DeviceMemory
 from snapshotd.faults import Point, reach
@@ -115,6 +116,27 @@ async def on_target(
             )
 
 
+def must_be_here(folder: Path, device: Sequence[Mapping[str, Any]]) -> None:
+    """Stripes that had a lane of their own, which ended with an earlier life of this daemon, are here all the same. Blocking.
+    Unreachable where one is not: nobody brings it any more."""
+    missing = [name for name, size in _expected(device).items() if _arrived_bytes(folder / name) != size]
+    if missing:
+        raise Unreachable(
+            f"this daemon was restarted while device memory was on its way: {', '.join(missing)} did not arrive whole",
+            remedy="the job goes on at its source; a plain retry is safe",
+            where=Where.SOURCE_FROZEN,
+        )
+
+
+def _arrived_bytes(stripe: Path) -> int | None:
+    """As its receiver noted when all of it was verified and stored."""
+    try:
+        size = json.loads(stripe.with_name(f"{stripe.name}.done").read_text())["size"]
+        return int(size) if stripe.stat().st_size == size else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
 def _memories(processes: Mapping[int, Process], device: Sequence[Mapping[str, Any]]) -> list[DeviceMemory]:
     found = []
     for one in device:
@@ -171,8 +193,12 @@ def _sizes(folder: Path, device: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     return {name: (folder / name).stat().st_size for one in device for name in one["stripes"]}
 
 
+def _expected(device: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    return {name: size for one in device for name, size in zip(one["stripes"], one["bytes"], strict=True)}
+
+
 def _must_match(device: Sequence[Mapping[str, Any]], sizes: Mapping[str, int], filled_bytes: int) -> None:
-    expected = {name: size for one in device for name, size in zip(one["stripes"], one["bytes"], strict=True)}
+    expected = _expected(device)
     wrong = [name for name, size in expected.items() if sizes.get(name) != size]
     if wrong or filled_bytes != sum(expected.values()):
         raise Damaged(

@@ -54,6 +54,8 @@ class Restore:
         begin = self.log.begin
         folder = self.node.store.path(begin.move)
         meta = await _read_meta(folder)
+        if meta["device_beside"] and incoming is None:
+            await in_thread(refill.must_be_here, folder, meta["device"])
         await in_thread(images.mend, folder, meta["other_names"])
         ghosts = await in_thread(_free_ghosts, folder)
         placed: list[str] = []
