@@ -45,6 +45,16 @@ class _Receiving:
     written_bytes: int = 0
     writers: int = 0
     closed: bool = False  # being sealed or dropped: no writer may begin
+    beside: tuple[str, ...] = ()  # files of the move that somebody else writes
+    beside_bytes: int = 0  # … what they may take
+
+    def taken_beside_bytes(self) -> int:
+        """What they take by now, also ahead of what is written."""
+        taken_bytes = 0
+        for name in self.beside:
+            with suppress(FileNotFoundError):
+                taken_bytes += (self.directory / name).stat(follow_symlinks=False).st_blocks * 512
+        return taken_bytes
 
 
 class ImageStore:
@@ -200,14 +210,15 @@ class ImageStore:
         with self._lock:
             return self._room_bytes()
 
-    def set_aside(self, move: str, size_bytes: int) -> None:
-        """So much of the move's room is taken by files that come another way: it is not promised any more."""
+    def set_aside(self, move: str, names: Sequence[str], size_bytes: int) -> None:
+        """So much of the move's room is for these files, which come another way. As they take it, and as long as they have
+        it, it is not promised any more. Said again, the last word counts."""
         with self._lock:
             receiving = self._receiving.get(move)
         if receiving is None:
             raise _unknown(move)
         with receiving.changed:
-            receiving.capacity_bytes = max(0, receiving.capacity_bytes - size_bytes)
+            receiving.beside, receiving.beside_bytes = tuple(names), size_bytes
 
     def capacity_bytes(self) -> int:
         """What images could take at most as things are: what they take, and what is free."""
@@ -260,12 +271,16 @@ class ImageStore:
             raise Damaged(f"{move} has more than {MAX_CHUNKS} chunks")
         # A rank may have grown since its room was reserved. That is no harm where nobody else's room is taken.
         over_bytes = receiving.written_bytes + frame.payload_bytes - receiving.capacity_bytes
+        if over_bytes + receiving.beside_bytes > 0:
+            over_bytes += receiving.taken_beside_bytes()
         if over_bytes > 0 and self._room_bytes() < frame.payload_bytes:
             raise Full(f"{move} outgrew its {_mib(receiving.capacity_bytes)} MiB and there is no more room")
 
     def _room_bytes(self) -> int:
         """Free and not promised to a move that is still arriving."""
-        promised_bytes = sum(max(0, one.capacity_bytes - one.written_bytes) for one in list(self._receiving.values()))
+        promised_bytes = 0
+        for one in list(self._receiving.values()):
+            promised_bytes += max(0, one.capacity_bytes - one.written_bytes - one.taken_beside_bytes())
         return max(0, self._free_bytes() - promised_bytes)
 
     def _free_bytes(self) -> int:

@@ -166,7 +166,7 @@ class TargetOps:
                 plain=plain,
                 expected_bytes=request.expected_bytes,
             )
-            await in_thread(self.node.store.set_aside, request.move, request.expected_bytes)
+            await in_thread(self.node.store.set_aside, request.move, request.names, request.expected_bytes)
         return pb.OpenStripesReply(port=incoming.port, key=incoming.key, plain=plain)
 
     @to_the_end

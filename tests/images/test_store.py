@@ -253,6 +253,28 @@ def test_room_is_promised_only_once(store: ImageStore) -> None:
     store.create(OTHER, free_bytes * 2 // 3)
 
 
+def test_room_for_files_that_come_another_way_is_promised_until_they_take_it(
+    store: ImageStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free_bytes, blob = 100 << 20, b"x" * (40 << 20)
+    store.create(MOVE, 60 << 20)
+    monkeypatch.setattr(store, "_free_bytes", lambda: free_bytes)
+    for _ in range(2):  # a lane that is opened again is not another one
+        store.set_aside(MOVE, ["device-1-0"], len(blob))
+        assert store.room_bytes() == 40 << 20
+    stripe = store.path(MOVE) / "device-1-0"
+    stripe.write_bytes(blob)
+    free_bytes -= len(blob)
+    assert store.room_bytes() == 40 << 20
+    stripe.unlink()  # it comes with the image after all
+    free_bytes += len(blob)
+    assert store.room_bytes() == 40 << 20
+    free_bytes = 40 << 20
+    for number in range(5):  # its own room, which nobody else has
+        assert store.write(MOVE, data_frame(number, "follow-device-1-0", number << 23, b"x" * (8 << 20)))
+        free_bytes -= 8 << 20
+
+
 @pytest.fixture
 def small_tmpfs(tmp_path: Path) -> Iterator[Path]:
     place = tmp_path / "small"
