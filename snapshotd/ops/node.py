@@ -43,6 +43,8 @@ class Node:
     lost: Callable[[RankEntry], Awaitable[None]]  # a rank whose keeper is dead: ends it, and tells its home
     #: Held by a dump in which criu makes links: it numbers them alike in every dump, and two would want the same names.
     linking: asyncio.Lock = field(default_factory=asyncio.Lock)
+    #: Held by whoever looks whether there is room for parked device memory, until he has taken it.
+    taking_room: asyncio.Lock = field(default_factory=asyncio.Lock)
     caches_left: dict[str, int] = field(default_factory=dict)  # by move: what torch gave back before the gates closed
 
     def client(self, name: str, endpoint: str) -> DaemonClient:

@@ -23,7 +23,7 @@ from snapshotd.rules import Mark
 #: As they are called on the wire, too.
 NAME = re.compile(r"device-[1-9][0-9]{0,9}-[0-9]{1,2}")
 
-_KEEP_SIZE = 1  # FALLOC_FL_KEEP_SIZE
+_KEEP_SIZE, _PUNCH_HOLE = 1, 2  # FALLOC_FL_…
 _TRIES = 5  # to make a folder whose parent somebody else may just have found empty
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -72,6 +72,15 @@ def allocate(path: Path, expected_bytes: int) -> None:
             )
     finally:
         os.close(fd)
+
+
+def empty(path: Path) -> None:
+    """Its memory is free again; its size stays, for who still sends it. Blocking."""
+    with opened(path.parent, [path.name], os.O_RDWR) as (fd,):
+        size = os.fstat(fd).st_size
+        os.ftruncate(fd, size)  # what was taken ahead
+        if size:
+            _libc.fallocate(fd, _PUNCH_HOLE | _KEEP_SIZE, 0, size)
 
 
 @contextlib.contextmanager

@@ -46,6 +46,8 @@ FEED_S = 0.002
 OPEN_S = 30.0
 #: All is at the target when it holds the copy; what is left is a child's exit.
 LAST_WORDS_S = 10.0
+#: What a target may take to hear that no stripes come; the job runs meanwhile.
+GIVE_UP_S = 3.0
 
 
 @dataclass
@@ -104,11 +106,12 @@ class Parking:
             for name in one.names
         ]
         needed = sum(size for _, size in wanted) + RESERVE_BYTES
-        room = await in_thread(self.node.store.room_bytes)
-        if room < needed:
-            raise Full(f"{needed >> 20} MiB are needed to park it here, {room >> 20} MiB are free")
-        await in_thread(parked.make_folder, self.node.config.image_dir, self.log.move)
-        await all_at_once(lambda file: parked.allocate(*file), wanted)
+        async with self.node.taking_room:
+            room = await in_thread(self.node.store.room_bytes)
+            if room < needed:
+                raise Full(f"{needed >> 20} MiB are needed to park it here, {room >> 20} MiB are free")
+            await in_thread(parked.make_folder, self.node.config.image_dir, self.log.move)
+            await all_at_once(lambda file: parked.allocate(*file), wanted)
 
     async def _open_lane(self) -> None:
         """Without it the images' own lane carries the files, after the dump. NotSpoken: the target could not refill."""
@@ -186,8 +189,6 @@ class Parking:
         await in_thread(self.log.mark, Mark.FREEZING, device=notes, parked_bytes=size)
         if self.outgoing is not None:
             self.outgoing.finish(self._advanced)
-        if not self.striped:
-            await self.close()
         await reach(Point.PARKED_MEMORY)
         await in_thread(self.must_fit, unlocked[0].pid, Where.SOURCE_FROZEN)
         await parts.time("relock", each(unlocked, lambda one: gpus.lock(one, LOCK_S)))
@@ -235,8 +236,10 @@ class Parking:
         await self._leave_to_driver(one, error.message)
 
     async def _leave_to_driver(self, one: Striped, why: str) -> None:
+        """Nobody needs its files any more, and the driver's copy needs the room."""
         await all_at_once(_drop, [one])
         self.striped = [other for other in self.striped if other is not one]
+        await all_at_once(parked.empty, [self.folder / name for name in one.names])
         self._warn(f"the driver's checkpoint carries the device memory of process {one.inner_pid}: {why}")
 
     async def _feed(self, wanted: Sequence[Striped]) -> None:
@@ -261,7 +264,7 @@ class Parking:
 
     @property
     def sent_bytes(self) -> int:
-        return self.outgoing.sent_bytes if self.outgoing is not None else 0
+        return self.outgoing.sent_bytes if self.outgoing is not None and self.striped else 0
 
     async def last_words(self) -> int:
         """COMMIT stands, so all has arrived: the bytes that travelled. Nothing of it is sent any more."""
@@ -278,6 +281,11 @@ class Parking:
     async def give_up(self) -> None:
         """Nothing is striped: the files and the lane go, and what was made in the processes."""
         striped, self.striped = self.striped, []
+        if self.outgoing is not None:
+            with contextlib.suppress(SnapshotError, TimeoutError):  # the target's room is free again when it knows
+                self.outgoing.finish(dict.fromkeys(self.names, 0))
+                async with asyncio.timeout(GIVE_UP_S):
+                    await self.outgoing.wait()
         await self.close()
         await asyncio.gather(*(all_at_once(_drop, [one]) for one in striped))
         await in_thread(parked.sweep, self.node.config.image_dir, self.log.move)

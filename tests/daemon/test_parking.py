@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import os
 import subprocess
@@ -154,7 +155,7 @@ class Source:
         self.let_go: list[Process] = []
         store = ImageStore(folder / "images")
         config = SimpleNamespace(image_dir=folder / "images", credentials=None, device_lane="tls")
-        self.node: Any = SimpleNamespace(config=config, store=store, client=self._client)
+        self.node: Any = SimpleNamespace(config=config, store=store, client=self._client, taking_room=asyncio.Lock())
         begin = Begin(
             MOVE, "source", "job-0", "job", 0, "a", "a:1", "b", "b:1", "00" * 32, host.boot_id(), 1.0, lease_s=30.0
         )
@@ -177,7 +178,7 @@ class Source:
     @asynccontextmanager
     async def _client(self, name: str, endpoint: str) -> Any:
         async def open_stripes(request: pb.OpenStripesRequest, timeout_s: float) -> pb.OpenStripesReply:
-            assert request.move == MOVE
+            assert request.names
             if self.refusal is not None:
                 raise self.refusal
             return pb.OpenStripesReply(port=1, key=b"key")
@@ -290,8 +291,56 @@ async def test_a_copy_that_fails_before_anything_is_off_the_gpu_is_left_to_the_d
     size, _ = await source.out()
     assert (size, source.log.note("device")) == (0, [])
     assert source.lane is not None
-    assert source.lane.closed
+    assert source.lane.final == dict.fromkeys(source.lane.sizes, 0)
     assert len(source.moving.parking.warnings) == 2  # type: ignore[union-attr]
+
+
+async def test_what_is_left_to_the_driver_keeps_no_room(source: Source) -> None:
+    """The driver copies into the same memory; who sends what was copied before it failed still finds its bytes."""
+
+    def park(timeout_s: float) -> int:
+        os.pwrite(source.second.fds[0], b"x" * MIB, 0)
+        source.second.written = [MIB, *[0] * (devmem.STRIPES - 1)]
+        raise GpuFailed("CUDA_ERROR_UNKNOWN")
+
+    source.second.park = park  # type: ignore[method-assign]
+    await source.out()
+    folder, names = parked.folder_of(source.node.config.image_dir, MOVE), source.log.note("parked")[1][2]
+    assert [(folder / name).stat().st_blocks for name in names] == [0] * len(names)
+    assert (folder / names[0]).stat().st_size == MIB
+
+
+async def test_the_target_hears_that_no_stripes_come(source: Source) -> None:
+    def fails(stripes: Sequence[int]) -> int:
+        raise GpuFailed("CUDA_ERROR_OUT_OF_MEMORY")
+
+    source.second.ready = fails  # type: ignore[method-assign]
+    await source.out()
+    assert source.lane is not None
+    assert source.lane.final == dict.fromkeys(source.lane.sizes, 0)
+    assert source.lane.closed
+
+
+async def test_two_that_leave_at_once_do_not_take_the_same_room(
+    tmp_path: Path, source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needed = 2 * SIZE + 2 * devmem.STRIPES * devmem.SLOT_BYTES + parking.RESERVE_BYTES
+    folder = source.node.config.image_dir / "parked"
+
+    def room() -> int:
+        return needed + MIB - sum(file.stat().st_blocks * 512 for file in folder.glob("*/*"))
+
+    monkeypatch.setattr(source.node.store, "room_bytes", room)
+    begin = dataclasses.replace(source.log.begin, move="m-00000000000f")
+    other = Moving(Journal(tmp_path / "other").begin(begin))
+    other.log.mark(Mark.BEGUN)
+    processes = list(source.memories)
+    await asyncio.gather(
+        parking.prepare(source.node, source.moving, processes), parking.prepare(source.node, other, processes)
+    )
+    warned = [words for moving in (source.moving, other) for words in moving.parking.warnings]  # type: ignore[union-attr]
+    assert len(warned) == 1
+    assert "MiB are free" in warned[0]
 
 
 async def test_a_failure_with_the_memory_out_is_the_moves(source: Source) -> None:
