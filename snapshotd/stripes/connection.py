@@ -45,7 +45,9 @@ def read_into(connection: socket.socket, view: memoryview) -> None:
     """Fills `view`. An end without a word is a ConnectionError."""
     flags = 0 if isinstance(connection, ssl.SSLSocket) else socket.MSG_WAITALL
     done = 0
-    while done < len(view):  # TLS hands over a record of its own at a time, 16 KiB at most
+    # TLS hands over a record of its own at a time, 16 KiB at most. Large reads into an ssl.MemoryBIO save system calls and
+    # spend as much on copying; at the sending end they cost a quarter more.
+    while done < len(view):
         count = connection.recv_into(view[done:], 0, flags)
         if not count:
             raise ConnectionResetError("the connection ended without a word")
