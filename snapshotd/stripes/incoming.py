@@ -52,7 +52,7 @@ class Incoming:
         self._listener, self._source_node = listener, source_node
         self._stripes: list[_Stripe] = []
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._accepting: asyncio.Task[Any] | None = None
+        self._paused: asyncio.TimerHandle | None = None
         self._strangers: list[asyncio.Task[Any]] = []  # the oldest first
         self.port: int = listener.getsockname()[1]
         self.key = secrets.token_bytes(KEY_BYTES)
@@ -92,7 +92,7 @@ class Incoming:
             raise
         for stripe in incoming._stripes:
             stripe.watch = incoming._begin(incoming._watch(stripe), f"stripe {stripe.name}")
-        incoming._accepting = incoming._begin(incoming._accept(), f"stripes of {source_node}")
+        incoming._listen()
         return incoming
 
     @property
@@ -117,11 +117,11 @@ class Incoming:
         """Twice is once."""
         for stripe in self._stripes:
             stripe.child.kill()  # before anything is waited for
+        self._stop_listening()
         left = list(self._tasks)
         for task in left:
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
-        self._listener.close()
         await asyncio.gather(*(stripe.child.close() for stripe in self._stripes))
 
     def _begin(self, work: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
@@ -140,48 +140,59 @@ class Incoming:
         if self.failed is None:
             log.warning("the stripes of %s: %s: %s", self._source_node, error.code, error.message)
             self.failed = error
-        if self._accepting is not None:
-            self._accepting.cancel()  # the source learns at once that nothing helps any more
+        self._stop_listening()  # the source learns at once that nothing helps any more
         for stripe in self._stripes:
             if not stripe.child.gave_up:  # who did writes no more, and the source may not know yet why
                 stripe.child.kill()
 
     # ------------------------------------------------------------ connections
 
-    async def _accept(self) -> None:
-        loop = asyncio.get_running_loop()
-        with self._listener:
-            while True:
-                try:
-                    connection, address = await loop.sock_accept(self._listener)
-                except ConnectionError:  # it is gone already
-                    continue
-                except OSError as error:
-                    log.warning("the stripes of %s: nobody can be let in now: %s", self._source_node, error.strerror)
-                    await asyncio.sleep(_PAUSE_S)
-                    continue
-                if len(self._strangers) >= _MAX_STRANGERS + len(self._stripes):
-                    self._strangers.pop(0).cancel()
-                stranger = self._begin(self._admit(connection, address), "stranger")
-                self._strangers.append(stranger)
-                stranger.add_done_callback(self._forget)
-                await asyncio.sleep(0)  # it begins: a task that is cancelled before that closes nothing
+    def _listen(self) -> None:
+        # Not loop.sock_accept: cancelled when somebody has just come, it forgets them.
+        self._paused = None
+        asyncio.get_running_loop().add_reader(self._listener, self._accept)
+
+    def _stop_listening(self) -> None:
+        """Twice is once."""
+        if self._paused is not None:
+            self._paused.cancel()
+        if self._listener.fileno() >= 0:
+            asyncio.get_running_loop().remove_reader(self._listener)
+            self._listener.close()
+
+    def _accept(self) -> None:
+        try:
+            connection, address = self._listener.accept()
+        except (BlockingIOError, ConnectionError):  # it is gone already
+            return
+        except OSError as error:
+            log.warning("the stripes of %s: nobody can be let in now: %s", self._source_node, error.strerror)
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(self._listener)
+            self._paused = loop.call_later(_PAUSE_S, self._listen)
+            return
+        if len(self._strangers) >= _MAX_STRANGERS + len(self._stripes):
+            self._strangers.pop(0).cancel()
+        stranger = self._begin(self._admit(connection, address), "stranger")
+        self._strangers.append(stranger)
+        stranger.add_done_callback(lambda _: self._forget(stranger, connection))
 
     async def _admit(self, connection: socket.socket, address: Any) -> None:
         """Hands it to the child of its stripe, if it holds the key."""
         names = [stripe.name for stripe in self._stripes]
         try:
-            with connection:
-                connection.setblocking(False)
-                async with asyncio.timeout(CONNECT_S):
-                    number = await prove_target(connection, self.key, names)
-                connection.setblocking(True)
-                self._stripes[number].child.say({}, [connection.fileno()])
+            connection.setblocking(False)
+            async with asyncio.timeout(CONNECT_S):
+                number = await prove_target(connection, self.key, names)
+            connection.setblocking(True)
+            self._stripes[number].child.say({}, [connection.fileno()])
         except (SnapshotError, OSError) as error:  # TimeoutError is one
             why = str(error) or f"it did not say who it is within {CONNECT_S:.0f} s"
             log.warning("the stripes of %s: %s is not let in: %s", self._source_node, address, why)
 
-    def _forget(self, stranger: asyncio.Task[Any]) -> None:
+    def _forget(self, stranger: asyncio.Task[Any], connection: socket.socket) -> None:
+        """Not in the task: one that is cancelled before it began would leave the connection open."""
+        connection.close()
         if stranger in self._strangers:
             self._strangers.remove(stranger)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import resource
 import secrets
@@ -171,6 +172,19 @@ async def test_the_source_is_let_in_among_strangers_who_hang_on(plain: Ends, mon
         for _ in range(40):
             await silent.enter_async_context(connected(incoming.port))
         await arrives(plain, incoming)
+
+
+async def test_who_comes_while_it_closes_is_not_forgotten(plain: Ends) -> None:
+    """A connection that nobody closes is a warning, and that an error."""
+    for turns in range(5):
+        async with plain.incoming(["a"]) as incoming:
+            with socket.create_connection(("127.0.0.1", incoming.port)) as connection:
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                await incoming.close()
+                connection.setblocking(False)
+                await left_alone(connection)
+    gc.collect()
 
 
 async def test_a_daemon_without_descriptors_lets_in_who_waited(plain: Ends, caplog: pytest.LogCaptureFixture) -> None:
