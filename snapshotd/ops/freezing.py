@@ -67,7 +67,10 @@ async def freeze(
         await in_thread(moving.log.mark, Mark.FREEZING, gpu_uses=uses, device_bytes=gpu.total(uses))
 
     async def park() -> int:
-        return await moving.parking.out(node.gpus, parts) if moving.parking is not None else 0
+        if moving.parking is None:
+            return 0
+        parked = gpu.parked_ones(processes, held.processes(nccl))
+        return await moving.parking.out(node.gpus, parts, lambda: gpu.stop_others(group, parked))
 
     device_bytes = await gpu.take_off(node.gpus, processes, uses, parts, note, park)
     await in_thread(tree.stop_all, group, FREEZE_S)

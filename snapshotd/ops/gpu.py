@@ -142,6 +142,11 @@ async def hold(
     if not parking:
         return
     await still(gpus, processes, parking, parts)
+    await stop_others(group, parking)
+
+
+async def stop_others(group: Cgroup, parking: Iterable[Process]) -> None:
+    """The processes of the rank that are not parked are stopped, also those that were forked a moment ago."""
     await in_thread(tree.stop_all, _Others(group, parking), STOP_S)
 
 

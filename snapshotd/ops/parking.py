@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -166,8 +166,9 @@ class Parking:
 
     # ------------------------------------------------------------------ while it is held
 
-    async def out(self, gpus: Gpus, parts: Parts) -> int:
-        """What is striped goes off the GPU; the bytes. The processes are held (`gpu.hold`), and again afterwards.
+    async def out(self, gpus: Gpus, parts: Parts, stop_others: Callable[[], Awaitable[None]]) -> int:
+        """What is striped goes off the GPU; the bytes. The processes are held (`gpu.hold`), and again afterwards;
+        `stop_others` stops what one of them has forked while it was let go.
 
         If it fails some of it may be out: the driver aborts, and the undo refills.
         """
@@ -178,6 +179,7 @@ class Parking:
         for again in range(TRIES):
             if again:
                 await self._let_go_and_hold(gpus, left, parts)
+                await stop_others()
             await parts.time("unlock", each([one.process for one in left], lambda one: gpus.unlock(one, LOCK_S)))
             left = await self._copy(left, parts)
             if not left:

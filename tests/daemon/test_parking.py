@@ -30,6 +30,7 @@ from snapshotd.journal import Begin, Journal
 from snapshotd.ops import freezing, gpu, parked, parking, refill, restore
 from snapshotd.ops.dump import Dump
 from snapshotd.ops.node import Moving
+from snapshotd.preflight.gpu import RESERVE_BYTES
 from snapshotd.rules import Mark, Outcome
 from snapshotd.stripes.outgoing import Outgoing
 from snapshotd.tree import Process
@@ -153,6 +154,7 @@ class Source:
         self.refusal: SnapshotError | None = None
         self.lane: Lane | None = None
         self.let_go: list[Process] = []
+        self.stopped_others = 0
         store = ImageStore(folder / "images")
         config = SimpleNamespace(image_dir=folder / "images", credentials=None, device_lane="tls")
         self.node: Any = SimpleNamespace(config=config, store=store, client=self._client, taking_room=asyncio.Lock())
@@ -198,6 +200,9 @@ class Source:
         for process in processes:
             await self.driver.lock(process, 1.0)
 
+    async def _stop_others(self) -> None:
+        self.stopped_others += 1
+
     async def prepare(self) -> parking.Parking:
         await parking.prepare(self.node, self.moving, list(self.memories))
         assert self.moving.parking is not None
@@ -206,7 +211,7 @@ class Source:
     async def out(self) -> tuple[int, dict[str, int]]:
         """What was parked, and the parts with their bytes."""
         parts = gpu.Parts()
-        size = await (await self.prepare()).out(self.driver, parts)
+        size = await (await self.prepare()).out(self.driver, parts, self._stop_others)
         assert set(self.driver.states.values()) == {State.LOCKED}
         return size, {part.name: part.bytes for part in parts.all}
 
@@ -271,8 +276,17 @@ async def test_a_thread_caught_in_an_allocation_is_let_go_and_held_again(source:
     size, _ = await source.out()
     assert size == 2 * SIZE
     assert source.let_go == [source.second.process] * 3
+    assert source.stopped_others == 3  # it may have forked meanwhile
     assert source.first.said == ["ready", "park"]
     assert source.second.said == ["ready", *["park"] * 4]
+
+
+async def test_one_that_was_caught_and_then_fails_is_left_to_the_driver(source: Source) -> None:
+    """What was made ready for it may have become void when it was let go."""
+    source.second.failures = [Caught("in cudaMalloc"), GpuFailed("it is not ready any more")]
+    size, _ = await source.out()
+    assert (size, source.second.said[-1]) == (SIZE, "drop")
+    assert not source.second.is_out
 
 
 async def test_one_that_is_always_caught_is_left_to_the_driver(source: Source) -> None:
@@ -324,11 +338,12 @@ async def test_the_target_hears_that_no_stripes_come(source: Source) -> None:
 async def test_two_that_leave_at_once_do_not_take_the_same_room(
     tmp_path: Path, source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    needed = 2 * SIZE + 2 * devmem.STRIPES * devmem.SLOT_BYTES + parking.RESERVE_BYTES
+    needed = 2 * SIZE + 2 * devmem.STRIPES * devmem.SLOT_BYTES + RESERVE_BYTES
     folder = source.node.config.image_dir / "parked"
 
     def room() -> int:
-        return needed + MIB - sum(file.stat().st_blocks * 512 for file in folder.glob("*/*"))
+        taken: list[int] = [file.stat().st_blocks * 512 for file in folder.glob("*/*")]
+        return needed + MIB - sum(taken)
 
     monkeypatch.setattr(source.node.store, "room_bytes", room)
     begin = dataclasses.replace(source.log.begin, move="m-00000000000f")
