@@ -28,6 +28,7 @@ from snapshotd.tree import Process
 
 #: What is smaller goes with the driver's checkpoint: nothing is gained by it.
 LEAST_BYTES = 32 << 20
+#: Of a process that parks now; those of one that is parked are in the journal, and in the image.
 STRIPES = min(8, max(2, (os.cpu_count() or 2) // 2))
 STRIPES_MAX = 16
 SLOT_BYTES = 8 << 20
@@ -59,9 +60,10 @@ class DeviceMemory(Protocol):
     def out(self) -> bool:
         """Whether they are in stripes, and not on the device."""
 
-    def ready(self, stripes: Sequence[int]) -> int:
+    def ready(self, stripes: Sequence[int], slot_bytes: int) -> int:
         """Hands over descriptors of the stripe files, in order, and has all made that copying takes. The job may run. The
-        bytes that `park` or `fill` would copy now."""
+        bytes that `park` or `fill` would copy now. `slot_bytes`: what lies side by side in one stripe; as many stripes and as
+        large slots fill as parked."""
 
     def park(self, timeout_s: float) -> int:
         """Everything into the stripes, and off the device; the bytes. The job's threads are parked, its driver unlocked.
@@ -98,13 +100,13 @@ class ShimMemory:
     def out(self) -> bool:
         return self._mailbox.device_memory().parked
 
-    def ready(self, stripes: Sequence[int]) -> int:
+    def ready(self, stripes: Sequence[int], slot_bytes: int) -> int:
         if not 1 <= len(stripes) <= STRIPES_MAX:
             raise Internal(f"{len(stripes)} stripes: 1 to {STRIPES_MAX} are possible")
         with self._mailbox.turn():
             self._mailbox.cancel_device(False)
             self._hand_over(self._ask("made ready for its descriptors", _OPEN, _OPEN_S), stripes)
-            return self._ask("made ready to be copied", _READY, _READY_S, len(stripes), SLOT_BYTES)
+            return self._ask("made ready to be copied", _READY, _READY_S, len(stripes), slot_bytes)
 
     def park(self, timeout_s: float) -> int:
         answer = self._mailbox.ask(_PARK, timeout_s)

@@ -58,6 +58,7 @@ class Striped:
     inner_pid: int
     names: list[str]
     expected_bytes: int
+    slot_bytes: int = devmem.SLOT_BYTES
     sizes: list[int] = field(default_factory=list)  # of the stripes, once it is out
 
     @property
@@ -93,7 +94,7 @@ class Parking:
             await self.give_up()
 
     async def _prepare(self) -> None:
-        notes = [[*gpu.to_notes([one.process])[0], one.names] for one in self.striped]
+        notes = [[*gpu.to_notes([one.process])[0], one.names, one.slot_bytes] for one in self.striped]
         await in_thread(self.log.mark, self.log.last_mark, parked=notes)
         await self._make_files()
         await self._open_lane()
@@ -101,7 +102,7 @@ class Parking:
 
     async def _make_files(self) -> None:
         wanted = [
-            (self.folder / name, one.expected_bytes // len(one.names) + devmem.SLOT_BYTES)
+            (self.folder / name, one.expected_bytes // len(one.names) + one.slot_bytes)
             for one in self.striped
             for name in one.names
         ]
@@ -144,7 +145,7 @@ class Parking:
 
     def _ready(self, one: Striped) -> None:
         with parked.opened(self.folder, one.names, os.O_RDWR) as fds:
-            one.memory.ready(fds)
+            one.memory.ready(fds, one.slot_bytes)
 
     def must_fit(self, pid: int, where: Where) -> None:
         """What is left to the driver after all becomes the job's own host memory. Blocking. Full where its limits, which
@@ -186,7 +187,10 @@ class Parking:
                 break
         for one in left:
             await self._leave_to_driver(one, "a thread was always in the middle of an allocation")
-        notes = [{"pid": one.inner_pid, "stripes": one.names, "bytes": one.sizes} for one in self.striped]
+        notes = [
+            {"pid": one.inner_pid, "stripes": one.names, "bytes": one.sizes, "slot_bytes": one.slot_bytes}
+            for one in self.striped
+        ]
         size = sum(one.bytes for one in self.striped)
         await in_thread(self.log.mark, Mark.FREEZING, device=notes, parked_bytes=size)
         if self.outgoing is not None:

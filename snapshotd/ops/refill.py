@@ -42,16 +42,16 @@ async def on_source(image_dir: Path, move_log: MoveLog) -> None:
     What does not touch memory that is out stops nobody: the rank is to go on."""
     folder = parked.folder_of(image_dir, move_log.move)
     limit_s = gpu.copy_s(int(move_log.note("parked_bytes", 0)) or int(move_log.note("device_bytes", 0)))
-    noted = [(Process(pid, ticks), list(names)) for pid, ticks, names in move_log.note("parked", [])]
+    noted = [(Process(pid, ticks), names, slot_bytes) for pid, ticks, names, slot_bytes in move_log.note("parked", [])]
 
-    def back(one: tuple[Process, list[str]]) -> None:
-        process, names = one
+    def back(one: tuple[Process, list[str], int]) -> None:
+        process, names, slot_bytes = one
         try:
-            bring(process, names)
+            bring(process, names, slot_bytes)
         except RankGone:
             log.info("process %d has ended: no device memory has to come back to it", process.pid)
 
-    def bring(process: Process, names: list[str]) -> None:
+    def bring(process: Process, names: list[str], slot_bytes: int) -> None:
         memory = devmem.find(process) if process.alive() else None
         if memory is None:
             return
@@ -61,7 +61,7 @@ async def on_source(image_dir: Path, move_log: MoveLog) -> None:
             return
         try:
             with parked.opened(folder, names, os.O_RDONLY) as fds:
-                memory.ready(fds)
+                memory.ready(fds, slot_bytes)
         except FileNotFoundError as error:
             raise gpu.Lost(f"the parked device memory of process {process.pid} is gone: {error}") from error
         log.info("process %d: %d bytes of device memory are back", process.pid, memory.fill(limit_s))
@@ -158,7 +158,7 @@ async def _fill_all(
     def fill(one: tuple[DeviceMemory, Mapping[str, Any]]) -> int:
         memory, noted = one
         with parked.opened(folder, noted["stripes"], os.O_RDONLY) as fds:
-            memory.ready(fds)
+            memory.ready(fds, int(noted["slot_bytes"]))
         if given_up.is_set():  # said while nothing was under way that could have been cancelled
             raise GpuFailed("it is not filled: the move was given up", where=Where.SOURCE_FROZEN)
         return memory.fill(limit_s)

@@ -48,6 +48,7 @@ class Memory:
         self.is_out = self.lost = False
         self.fds: list[int] = []
         self.written: list[int] = []
+        self.slot_bytes = 0
         self.failures: list[Exception] = []  # of park, in turn
         self.fill_failures: list[Exception] = []
         self.said: list[str] = []
@@ -58,8 +59,11 @@ class Memory:
     def out(self) -> bool:
         return self.is_out
 
-    def ready(self, stripes: Sequence[int]) -> int:
+    def ready(self, stripes: Sequence[int], slot_bytes: int) -> int:
         self.said.append("ready")
+        if self.is_out:
+            assert (len(stripes), slot_bytes) == (len(self.written), self.slot_bytes)
+        self.slot_bytes = slot_bytes
         self._close()
         self.fds = [os.dup(fd) for fd in stripes]
         return len(self.content)
@@ -246,14 +250,14 @@ async def test_all_of_it_leaves_and_comes_back(source: Source) -> None:
 async def test_the_journal_knows_of_the_files_before_a_process_does(source: Source) -> None:
     noted = []
 
-    def ready(stripes: Sequence[int]) -> int:
+    def ready(stripes: Sequence[int], slot_bytes: int) -> int:
         noted.append(source.log.note("parked"))
         return 0
 
     source.first.ready = ready  # type: ignore[method-assign]
     await source.prepare()
-    assert all(parked.NAME.fullmatch(name) for _, _, names in noted[0] for name in names)
-    assert [(pid, ticks) for pid, ticks, _ in noted[0]] == [(each.pid, each.start_ticks) for each in source.memories]
+    assert all(parked.NAME.fullmatch(name) for _, _, names, _ in noted[0] for name in names)
+    assert [(pid, ticks) for pid, ticks, *_ in noted[0]] == [(each.pid, each.start_ticks) for each in source.memories]
 
 
 async def test_what_was_prepared_before_the_gates_closed_is_not_prepared_again(source: Source) -> None:
@@ -325,7 +329,7 @@ async def test_what_is_left_to_the_driver_keeps_no_room(source: Source) -> None:
 
 
 async def test_the_target_hears_that_no_stripes_come(source: Source) -> None:
-    def fails(stripes: Sequence[int]) -> int:
+    def fails(stripes: Sequence[int], slot_bytes: int) -> int:
         raise GpuFailed("CUDA_ERROR_OUT_OF_MEMORY")
 
     source.second.ready = fails  # type: ignore[method-assign]
@@ -476,6 +480,22 @@ async def test_an_undo_goes_on_where_one_process_has_ended(source: Source) -> No
     assert not source.second.is_out
 
 
+@pytest.mark.parametrize("at_home", [True, False])
+async def test_it_comes_back_as_it_left_also_to_a_daemon_that_would_cut_it_otherwise(
+    source: Source, monkeypatch: pytest.MonkeyPatch, at_home: bool
+) -> None:
+    """One of another version, or on a node with more cores."""
+    before = source.first.content
+    processes, device, folder = await parked_there(source)
+    monkeypatch.setattr(devmem, "STRIPES", devmem.STRIPES + 1)
+    monkeypatch.setattr(devmem, "SLOT_BYTES", 2 * devmem.SLOT_BYTES)
+    if at_home:
+        await source.back()
+    else:
+        await refill.on_target(processes, device, folder, None, gpu.Parts())
+    assert source.first.content == before
+
+
 async def test_parked_memory_whose_files_are_gone_is_lost(source: Source) -> None:
     await source.out()
     parked.sweep(source.node.config.image_dir, MOVE)
@@ -577,7 +597,7 @@ async def test_a_fill_that_is_given_up_waits_for_no_stripe(source: Source, early
             await in_thread(asked.wait)
             raise Unreachable("the connection is lost")
 
-    def ready(stripes: Sequence[int]) -> int:
+    def ready(stripes: Sequence[int], slot_bytes: int) -> int:
         asked.set()
         if early:
             ended.append("ready" if cancelled.wait(60) else "never cancelled")
