@@ -139,8 +139,8 @@ async def test_one_that_breaks_again_and_again_is_unreachable(ends: Ends) -> Non
 @pytest.mark.usefixtures("impatient")
 async def test_a_target_that_is_gone_is_unreachable(ends: Ends) -> None:
     async with ends.both(["a"]) as (incoming, outgoing, meddler):
+        await meddler.__aexit__()  # first: who came between the two would wait for an answer, and not be refused
         await incoming.close()
-        await meddler.__aexit__()
         outgoing.finish(SIZES)
         with pytest.raises(Unreachable, match="Connection refused"):
             await outgoing.wait()
