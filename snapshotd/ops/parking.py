@@ -80,7 +80,8 @@ class Parking:
         self.folder = parked.folder_of(node.config.image_dir, moving.log.move)
         self.outgoing: Outgoing | None = None
         self.warnings: list[str] = []
-        self._wanted_bytes = sum(one.expected_bytes for one in striped)
+        #: Where nobody can say what each has, what preflight saw.
+        self._wanted_bytes = sum(one.expected_bytes for one in striped) or int(moving.facts.gpu.parked_bytes)
         self._advanced = dict.fromkeys(self.names, 0)
 
     # ------------------------------------------------------------------ while the job runs
@@ -90,8 +91,7 @@ class Parking:
         try:
             await self._prepare()
         except (SnapshotError, OSError) as error:
-            self._warn(f"the driver's checkpoint carries the device memory: {_words(error)}")
-            await self.give_up()
+            await self.give_up(error)
 
     async def _prepare(self) -> None:
         notes = [[*gpu.to_notes([one.process])[0], one.names, one.slot_bytes] for one in self.striped]
@@ -284,8 +284,9 @@ class Parking:
         await self.close()
         return sent
 
-    async def give_up(self) -> None:
+    async def give_up(self, why: SnapshotError | OSError) -> None:
         """Nothing is striped: the files and the lane go, and what was made in the processes."""
+        self._warn(f"the driver's checkpoint carries the device memory: {_words(why)}")
         striped, self.striped = self.striped, []
         if self.outgoing is not None:
             with contextlib.suppress(SnapshotError, TimeoutError):  # the target's room is free again when it knows
@@ -313,8 +314,16 @@ def _drop(one: Striped) -> None:
 
 
 async def prepare(node: Node, moving: Moving, processes: Sequence[Process]) -> None:
-    """Makes device memory of these running processes ready to leave in stripes, where there is enough of it."""
-    striped = await in_thread(_candidates, processes)
+    """Makes device memory of these running processes ready to leave in stripes, where there is enough of it. WrongState: some
+    of it is out, and the processes do not run."""
+    try:
+        striped = await in_thread(_candidates, processes)
+    except WrongState:
+        raise
+    except (SnapshotError, OSError) as error:
+        moving.parking = Parking(node, moving, [])
+        await moving.parking.give_up(error)
+        return
     if striped:
         moving.parking = Parking(node, moving, striped)
         await moving.parking.prepare()

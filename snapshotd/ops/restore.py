@@ -76,16 +76,16 @@ class Restore:
             entry.keeper_pid, entry.keeper_start_ticks = link.keeper.pid, link.keeper.start_ticks
             self.node.ranks.put(entry)
             inherit = [(item.key, item.fd) for item in link.info.inherit]
-            held_bytes = self.node.store.held_bytes()
+            image_bytes = await in_thread(_image_bytes, folder)
             asking = session.ask(
                 ours,
                 session.restore_request(folder, inherit),
                 log_path=folder / "restore.log",
-                timeout_s=RESTORE_S + RESTORE_GIB_S * held_bytes / 2**30,
+                timeout_s=RESTORE_S + RESTORE_GIB_S * image_bytes / 2**30,
                 where=Where.SOURCE_FROZEN,
                 on_notify=_on_notify,
             )
-            answer = await parts.time("criu-restore", asking, held_bytes)
+            answer = await parts.time("criu-restore", asking, image_bytes)
         finally:
             ours.close()
             await process.wait()
@@ -230,6 +230,11 @@ class Restore:
 
 def _free_ghosts(folder: Path) -> list[links.Ghost]:
     return links.free(images.ghosts(folder))
+
+
+def _image_bytes(folder: Path) -> int:
+    """What criu reads: neither files that were carried, nor device memory, nor the images of other moves."""
+    return sum(path.stat().st_blocks * 512 for path in folder.glob("*.img"))
 
 
 async def _on_notify(script: str, _pid: int) -> None:

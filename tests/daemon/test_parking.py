@@ -20,7 +20,17 @@ import pytest
 from snapshotd import devmem, host
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.client import NotSpoken
-from snapshotd.api.errors import Damaged, Full, GpuFailed, RankGone, SnapshotError, Timeout, Unreachable, WrongState
+from snapshotd.api.errors import (
+    Damaged,
+    Full,
+    GpuFailed,
+    RankGone,
+    SnapshotError,
+    Timeout,
+    Unreachable,
+    Where,
+    WrongState,
+)
 from snapshotd.blocking import in_thread
 from snapshotd.cuda.driver import State
 from snapshotd.devmem import Caught
@@ -431,6 +441,22 @@ async def test_what_the_jobs_limits_do_not_leave_is_not_left_to_the_driver(
         await source.out()
 
 
+async def test_a_process_that_does_not_answer_is_left_to_the_driver_if_there_is_room(
+    source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def silent(process: Process) -> Any:
+        raise GpuFailed("another version of the shim")
+
+    monkeypatch.setattr(devmem, "find", silent)
+    source.moving.facts.gpu.parked_bytes = 2 * SIZE
+    size, _ = await source.out()
+    assert size == 0
+    assert "another version of the shim" in source.moving.parking.warnings[0]  # type: ignore[union-attr]
+    monkeypatch.setattr(parking, "memory_room", lambda pid: [("cgroup /job", SIZE)])
+    with pytest.raises(Full, match="needs 128 MiB"):
+        source.moving.parking.must_fit(source.first.process.pid, Where.SOURCE_RUNNING)  # type: ignore[union-attr]
+
+
 async def test_a_process_whose_memory_is_out_is_not_frozen_again(source: Source) -> None:
     source.first.is_out = True
     with pytest.raises(WrongState, match="cut short"):
@@ -517,6 +543,12 @@ async def test_files_of_moves_that_ended_are_swept(source: Source, tmp_path: Pat
 
 
 # ---------------------------------------------------------------- the target
+
+
+def test_the_bytes_that_criu_reads_are_its_own_images(tmp_path: Path) -> None:
+    for name in ("pages-1.img", "core-1.img", "carry-0", "device-1-0", "device-1-0.done", "follow-device-1-0"):
+        (tmp_path / name).write_bytes(os.urandom(MIB))
+    assert 2 * MIB <= restore._image_bytes(tmp_path) < 2 * MIB + (64 << 10)
 
 
 async def test_a_source_that_parks_nothing_says_nothing_of_it(tmp_path: Path) -> None:
