@@ -105,7 +105,13 @@ class ShimMemory:
             raise Internal(f"{len(stripes)} stripes: 1 to {STRIPES_MAX} are possible")
         with self._mailbox.turn():
             self._mailbox.cancel_device(False)
-            self._hand_over(self._ask("made ready for its descriptors", _OPEN, _OPEN_S), stripes)
+            theirs = self._ask("made ready for its descriptors", _OPEN, _OPEN_S)
+            try:
+                self._hand_over(theirs, stripes)
+            except GpuFailed:
+                with contextlib.suppress(SnapshotError):
+                    self.drop()  # what it has opened for them
+                raise
             return self._ask("made ready to be copied", _READY, _READY_S, len(stripes), slot_bytes)
 
     def park(self, timeout_s: float) -> int:
@@ -189,7 +195,13 @@ def _descriptor(process: Process, theirs: int) -> socket.socket:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     finally:
         os.close(pidfd)
-    return socket.socket(fileno=ours)
+    try:
+        connection = socket.socket(fileno=ours)
+    except BaseException:  # it is something else: the process replaced it
+        os.close(ours)
+        raise
+    connection.settimeout(_OPEN_S)
+    return connection
 
 
 def _failure(process: Process, wanted: str, answer: shimctl.Answer) -> SnapshotError:

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import socket
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from snapshotd import devmem
+from snapshotd.api.errors import GpuFailed
 from snapshotd.shimctl import Mailbox
+from snapshotd.tree import Process
 from tests.shim import conftest as shim
 from tests.shim.memory import conftest as memory
 from tests.shim.memory.conftest import Start
@@ -36,3 +45,26 @@ def test_what_was_asked_for_and_never_signalled_is_given_up(
     assert (job.state().busy, found.out()) == (False, command == FILL)
     job.come_back()
     job.let_go()
+
+
+def test_a_descriptor_that_is_no_socket_stays_with_nobody(tmp_path: Path) -> None:
+    file = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(OSError, match="socket"):
+        devmem._descriptor(Process.of(os.getpid()), file)
+    assert os.listdir("/proc/self/fd") == before
+    os.close(file)
+
+
+def test_a_process_that_takes_no_descriptors_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devmem, "_OPEN_S", 0.01)
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    with ours, theirs:
+        with contextlib.suppress(BlockingIOError):
+            while ours.send(bytes(1 << 16)):
+                pass
+        ours.setblocking(True)
+        mailbox: Any = SimpleNamespace(process=Process.of(os.getpid()))
+        with pytest.raises(GpuFailed, match="cannot be given the files"):
+            devmem.ShimMemory(mailbox)._hand_over(ours.fileno(), [0])
