@@ -39,6 +39,7 @@ from snapshotd.images.store import ImageStore
 from snapshotd.journal import Begin, Journal
 from snapshotd.ops import freezing, gpu, parked, parking, refill, restore
 from snapshotd.ops.dump import Dump
+from snapshotd.ops.leaving import Leaving
 from snapshotd.ops.node import Moving
 from snapshotd.preflight.gpu import RESERVE_BYTES
 from snapshotd.rules import Mark, Outcome
@@ -405,8 +406,11 @@ async def test_what_follows_the_image_is_written_by_nobody_else(source: Source) 
     assert source.lane is not None
     source.lane.failed = Unreachable("a child was killed")
     entry: Any = None
-    device, files = await Dump(source.node, source.log, entry, pb.RankFacts(), source.moving.parking)._device()
+    dump = Dump(source.node, source.log, entry, pb.RankFacts(), source.moving.parking)
+    assert dump.progress().bytes_sent == 2 * SIZE
+    device, files = await dump._device()
     assert source.lane.closed
+    assert dump.progress().bytes_sent == 0  # it counts again, with the image
     assert [name for one in device for name in one["stripes"]] == list(files)
     assert not set(files) & set(source.lane.sizes)
     assert {path.name for path in files.values()} == set(source.lane.sizes)
@@ -481,6 +485,30 @@ async def test_an_undo_that_finds_no_device_memory_can_be_repeated(source: Sourc
     assert source.first.is_out
     await source.back()
     assert source.first.content == before
+
+
+async def test_an_abort_before_the_freeze_waits_for_what_is_being_prepared(
+    source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a job behind its gates that begins with the move: it runs, and nothing of it is left."""
+
+    async def nothing(*arguments: Any) -> None:
+        return
+
+    monkeypatch.setattr(Dump, "sweep", nothing)
+    entry = SimpleNamespace(cgroup=str(tmp_path), keeper_alive=lambda: True, link=None, moving=MOVE)
+    source.node.ranks, source.node.caches_left = SimpleNamespace(get=lambda uid, role: entry), {MOVE: 1}
+    source.log.mark(Mark.BEGUN, cgroup=str(tmp_path))
+    source.moving.preparing = asyncio.create_task(parking.prepare(source.node, source.moving, list(source.memories)))
+    await asyncio.sleep(0)  # it has begun, and is not done
+    source.log.decide(Outcome.ABORT, "a person's word", "driver")
+    communicators: Any = SimpleNamespace(put_back=nothing, open_all=nothing)
+    await Leaving(source.node, communicators).thaw(source.moving)
+    assert [memory.said for memory in source.memories.values()] == [["ready", "cancel", "drop"]] * 2
+    assert source.lane is not None
+    assert source.lane.closed
+    assert not (source.node.config.image_dir / "parked").exists()
+    assert (source.log.last_mark, entry.moving) == (Mark.SETTLED, "")
 
 
 async def test_an_undo_is_not_stopped_by_what_cannot_be_given_up(source: Source, caplog: Any) -> None:
