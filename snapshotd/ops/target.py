@@ -216,6 +216,8 @@ class TargetOps:
                         held = await restore.run(parts, self.inlets.find(move))
                     except BaseException as error:
                         moving.failure = str(error)
+                        if isinstance(error, SnapshotError):
+                            error.where = Where.SOURCE_FROZEN  # also where a process of the copy here has ended
                         await self.inlets.close(move)
                         await restore.sweep(self.node, moving.log)
                         raise
