@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,16 @@ import pytest
 
 from integration.gpu_nodes import STEPS, GpuCluster
 from integration.harness import Asked, Job, cluster, until
-from snapshotd import devmem
+from snapshotd import devmem, shimctl
+from snapshotd.api.errors import SnapshotError
 from snapshotd.faults import Point
+from snapshotd.tree import Process
 from tests.fakes.cuda_fake import GpuNode, gpus
 
 pytestmark = pytest.mark.timeout(180)
 
 SOURCE, OTHER, TARGET = "node-1", "node-2", "spare-1"
-UNDONE = 11
+UNDONE, ENDED = 11, 21
 MIB = 1 << 20
 #: Enough on the device that it is worth parking, and not more: every step hashes all of it.
 LARGE_MIB = 40
@@ -74,6 +77,13 @@ def gpu_uses(lab: GpuCluster, node: str) -> list[int]:
     return [gpu["memory_bytes"] - gpu["memory_free_bytes"] for gpu in lab.shown(node)["gpus"]]
 
 
+def left_on_the_gpu(lab: GpuCluster, node: str, used: int) -> int:
+    """Of what its GPU held, once most of it is parked: that is what the stand-in's checkpoint will copy."""
+    until("most of it is off the GPU", lambda: gpu_uses(lab, node)[0] < used - 30 * MIB)
+    (left,) = gpu_uses(lab, node)
+    return left
+
+
 def part(told: dict[str, Any], name: str) -> dict[str, Any]:
     found = [each for each in told["parts"] if each["name"] == name]
     assert len(found) == 1, told["parts"]
@@ -98,13 +108,18 @@ def test_there_and_back_three_times(lab: GpuCluster, tmp_path: Path, arguments: 
     at = SOURCE
     for to in (TARGET, SOURCE) * 3:
         job.await_progress(3)
-        told = lab.cluster.move(job, to)
+        (used,) = gpu_uses(lab, at)
+        with lab.cluster.moving(job, to, at, Point.PARKED_MEMORY) as asked:
+            left = left_on_the_gpu(lab, at, used)
+        assert asked.code == 0, f"{asked.answer} {asked.errors}"
+        told = asked.answer
         assert told["warnings"] == []
         size = part(told, "park-out")["bytes"]
         assert size >= 32 * MIB
+        assert left <= used - size
         assert part(told, "refill")["bytes"] == size
-        assert part(told, "checkpoint")["bytes"] < told["device_bytes"] - size + MIB
-        assert told["device_bytes"] >= size
+        assert abs(part(told, "checkpoint")["bytes"] - left) < MIB
+        assert abs(told["device_bytes"] - used) < MIB
         assert told["longest_part"]["name"] in {each["name"] for each in told["parts"]} - {"prepare", "empty-cache"}
         job.await_progress(2)
         assert gpu_uses(lab, at) == [0]
@@ -224,12 +239,22 @@ def test_a_lane_that_breaks_when_all_is_parked(lab: GpuCluster, tmp_path: Path) 
 def test_a_thread_in_the_middle_of_an_allocation(lab: GpuCluster, tmp_path: Path) -> None:
     """It is let go, and caught somewhere else."""
     arguments = (*LARGE, "--churn", "--threads", "3")
-    job = start(lab, *arguments, pace_s=0.0, steps=100)
-    for to in (TARGET, SOURCE, TARGET):
+    job = start(lab, *arguments, pace_s=0.0, steps=150)
+    again = 0
+    for to in (TARGET, SOURCE) * 3:
         job.await_progress(3)
-        lab.nodes[SOURCE if to == TARGET else TARGET].fault("create", "slow:5", once=False)
-        lab.cluster.move(job, to)
-    ends_well(lab, job, tmp_path, *arguments, steps=100)
+        left = SOURCE if to == TARGET else TARGET
+        lab.nodes[left].fault("create", "slow:1000", once=False)
+        told = lab.cluster.move(job, to)
+        lab.nodes[left].clear_faults()
+        again += sum("let go to try again" in line for line in said_of(lab, left, told["move"]))
+    assert again, lab.cluster.logs()
+    ends_well(lab, job, tmp_path, *arguments, steps=150)
+
+
+def said_of(lab: GpuCluster, node: str, move: str) -> list[str]:
+    """What a node's daemon has logged of this move."""
+    return [line for line in lab.lab.daemon_log(node).read_text(errors="replace").splitlines() if f" {move} " in line]
 
 
 @pytest.mark.parametrize("operation", ["copy", "pin"])
@@ -312,6 +337,75 @@ def test_a_target_is_restarted_between_seal_and_restore(lab: GpuCluster, tmp_pat
     assert asked.code == (0 if arrived else UNDONE), f"{asked.answer}{asked.errors}{lab.cluster.logs()}"
     assert arrived or "did not arrive whole" in asked.answer["reason"]
     ends_well(lab, job, tmp_path, *LARGE)
+
+
+def copying(lab: GpuCluster, node: str) -> int:
+    """The process on this node whose device memory is being copied, and is neither all here nor all away."""
+    for procs in lab.lab.layout.node_cgroup(node).rglob("cgroup.procs"):
+        for pid in map(int, procs.read_text().split()):
+            with contextlib.suppress(SnapshotError, OSError):
+                mailbox = shimctl.find(Process.of(pid))
+                memory = mailbox.device_memory() if mailbox is not None else None
+                if memory is not None and memory.busy and any(memory.done):
+                    return pid
+    return 0
+
+
+class Victim(StrEnum):
+    SENDER = "sender"
+    RECEIVER = "receiver"
+    MIGRATOR = "migrator"
+    SOURCE = "source's daemon"
+    TARGET = "target's daemon"
+    COPY = "process whose memory is copied"
+
+
+@pytest.mark.parametrize(
+    ("node", "victim", "codes"),
+    [
+        (SOURCE, Victim.SENDER, {0}),
+        (SOURCE, Victim.RECEIVER, {0, UNDONE}),
+        (SOURCE, Victim.MIGRATOR, {-signal.SIGKILL}),
+        (SOURCE, Victim.SOURCE, {UNDONE}),
+        (SOURCE, Victim.TARGET, {UNDONE}),
+        (SOURCE, Victim.COPY, {ENDED}),
+        (TARGET, Victim.MIGRATOR, {-signal.SIGKILL}),
+        (TARGET, Victim.SOURCE, {0, UNDONE}),
+        (TARGET, Victim.TARGET, {UNDONE}),
+        (TARGET, Victim.COPY, {UNDONE}),
+    ],
+)
+def test_killed_while_memory_is_copied(
+    lab: GpuCluster, tmp_path: Path, node: str, victim: Victim, codes: set[int]
+) -> None:
+    job = start(lab, *LARGE, "--threads", "1")
+    job.await_lines(5)
+    lab.nodes[node].fault("copy", "slow:500", once=False)
+    with lab.cluster.begin_move(job, TARGET, more=("--lease", "2")) as asked:
+        copied = until("a copy is under way", lambda: copying(lab, node))
+        daemon = {Victim.SOURCE: SOURCE, Victim.TARGET: TARGET}.get(victim)
+        match victim:
+            case Victim.SENDER:
+                os.kill(children(lab, SOURCE, "snapshotd.stripes.send")[0], signal.SIGKILL)
+            case Victim.RECEIVER:
+                os.kill(children(lab, TARGET, "snapshotd.stripes.receive")[0], signal.SIGKILL)
+            case Victim.MIGRATOR:
+                asked.kill()
+            case Victim.COPY:
+                os.kill(copied, signal.SIGKILL)
+        if daemon is not None:
+            lab.restart(daemon)
+        lab.nodes[node].clear_faults()
+        out, errors = asked.communicate(timeout=90)
+    assert asked.returncode in codes, f"{out}{errors}{lab.cluster.logs()}"
+    if asked.returncode == UNDONE:
+        assert json.loads(out)["where"] in {"running on source", "frozen on source"}
+    if (node, victim) == (SOURCE, Victim.COPY):
+        assert job.finish(60) != 0
+        until("nothing of it is left", lambda: not lab.cluster.leftovers(), 20)
+        return
+    job.await_progress(3)
+    ends_well(lab, job, tmp_path, *LARGE, "--threads", "1")
 
 
 def fill_up(lab: GpuCluster, node: str) -> Job:
