@@ -120,6 +120,10 @@ class Gates:
     def reports(self) -> list[dict[str, Any]]:
         return [json.loads(told) for told in self.all(REPORT)]
 
+    def launched(self) -> list[dict[Channel, int]]:
+        """How much each rank has launched."""
+        return [dict(report.launched) for report in self._as_reports(self.reports()).values()]
+
     def to_the_cut(self, patience_s: float = 60.0) -> Cut:
         """Closes all gates and lets the ranks run on until all stand at one cut."""
         self.all(CLOSE)
