@@ -13,10 +13,11 @@ import ctypes
 import importlib
 import sys
 import threading
+import time
 from pathlib import Path
 
 from tests.fakes.nccl_calls import Nccl
-from tests.fakes.nccl_rank import Rank
+from tests.fakes.nccl_rank import Rank, threads
 
 
 class LinkedNccl(Nccl):
@@ -37,6 +38,8 @@ def main() -> None:
     thread = threading.Thread(target=lambda: None)
     thread.start()
     thread.join()
+    while str(thread.native_id) in threads():  # join is done when Python is done with it; the kernel is a moment later
+        time.sleep(0.001)
     library, meeting, scenario, number, nranks = sys.argv[1:]
     module, function = scenario.rsplit(".", 1)
     package = "tests.shim.nccl" if module == "jobs" else "tests.fakes.nccl_scenarios"
