@@ -331,6 +331,9 @@ class GateServicer(rpc.GateServicer):
     async def Attach(self, request: pb.AttachRequest, context: Context) -> pb.AttachReply:
         return await whole(self.members.attach(request, caller(context).name))
 
+    async def GiveUp(self, request: pb.MoveRequest, context: Context) -> pb.GiveUpReply:
+        return await self.members.give_up(request.move, caller(context).name)
+
     async def Open(self, request: pb.TokenRequest, context: Context) -> pb.OpenReply:
         return await whole(self.gates.open(request.move, request.token, caller(context).name))
 

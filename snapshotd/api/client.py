@@ -255,6 +255,7 @@ class GateCalls:
         self.Detach = Unary(link, "Detach", stub.Detach)
         self.NewId = Unary(link, "NewId", stub.NewId)
         self.Attach = Unary(link, "Attach", stub.Attach)
+        self.GiveUp = Unary(link, "GiveUp", stub.GiveUp)
         self.Open = Unary(link, "Open", stub.Open)
 
 

@@ -2206,6 +2206,27 @@ class AttachReply(_message.Message):
 Global___AttachReply: _TypeAlias = AttachReply  # noqa: Y015
 
 @_typing.final
+class GiveUpReply(_message.Message):
+    """From the source daemon as well: a member has failed, and those of an Attach under way here need not wait for it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BUILDING_FIELD_NUMBER: _builtins.int
+    building: _builtins.bool
+    def __init__(
+        self,
+        *,
+        building: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["building", b"building"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GiveUpReply: _TypeAlias = GiveUpReply  # noqa: Y015
+
+@_typing.final
 class OpenReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -21,7 +21,7 @@ from snapshotd import shimctl, tree
 PARK, RELEASE = 1, 2
 ROOM, CLOSE, TARGETS, REPORT, OPEN, DETACH, NEW_ID, FRESH, ATTACH = range(16, 25)
 
-_COMMAND_AT, _REQUEST_AT, _ANSWER_AT = 36, 72, 76
+_COMMAND_AT, _REQUEST_AT, _ANSWER_AT, _CANCEL_AT = 36, 72, 76, 84
 _ANSWER = struct.Struct("<IiI4Q512s")
 
 
@@ -76,6 +76,10 @@ class Gate:
                         raise Refused(status, text.partition(b"\0")[0].decode())
                     return result, os.pread(memory, result[1], result[0]) if result[1] else b""
             time.sleep(0.0005)
+
+    def cancel(self, number: int) -> None:
+        with self._memory() as memory:
+            os.pwrite(memory, struct.pack("<I", number), self.address + _CANCEL_AT)
 
     def send(self, command: int, text: str = "", timeout_s: float = 20.0) -> int:
         """Begins a command; its number is for `finish`."""
