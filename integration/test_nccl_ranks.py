@@ -162,12 +162,15 @@ def test_the_driver_is_killed(nodes: Cluster, node: str, point: Point) -> None:
     nodes.fault(node, point, "wait")
     with nodes.begin_move(job.ranks[0], TARGET, more=("--lease", "2")) as asked:
         until(f"{point}\n{nodes.logs()}", lambda: nodes.fired(node) or asked.poll() is not None, 30)
+        waiting = json.loads(nodes.migrator("status", "--json").stdout)["gates"]
+        assert (node, job.places.index(node)) in {(gate["node"], gate["rank"]) for gate in waiting}, waiting
         asked.kill()
         asked.wait(10)
     with contextlib.suppress(FileNotFoundError):
         (nodes.run_dir(node) / f"{point}.go").touch()
     job.await_progress()
     until("everything is settled", lambda: not unsettled(nodes), 20)
+    assert json.loads(nodes.migrator("status", "--json").stdout)["gates"] == []
     nodes.move(job.ranks[0], TARGET)
     job.ends_well()
 

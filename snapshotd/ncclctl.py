@@ -210,7 +210,9 @@ def load_fresh(process: tree.Process, timeout_s: float) -> None:
     _ask(process, _FRESH, timeout_s, "load a fresh copy of NCCL")
 
 
-def attach(process: tree.Process, lines: Sequence[str], timeout_s: float, given_up: threading.Event) -> None:
+def attach(
+    process: tree.Process, lines: Sequence[str], timeout_s: float, given_up: threading.Event | None = None
+) -> None:
     """Builds communicators again, in this order: lines of `attach_line`. If it fails none of them is up.
 
     It waits for the other members: whoever knows that one of them will not come sets `given_up`.

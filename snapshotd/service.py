@@ -208,8 +208,13 @@ class NodeServicer(rpc.NodeServicer):
 
     async def ListMoves(self, request: pb.ListMovesRequest, context: Context) -> pb.ListMovesReply:
         journal = self.daemon.node.journal
-        logs = [journal.get(request.move)] if request.move else journal.all()
-        return pb.ListMovesReply(moves=[self.daemon.move_record(move_log) for move_log in logs])
+        gates = await in_thread(self.daemon.gates.closed, request.move)
+        if request.move:
+            known = journal.find(request.move) if gates else journal.get(request.move)
+            logs = [known] if known else []
+        else:
+            logs = journal.all()
+        return pb.ListMovesReply(moves=[self.daemon.move_record(move_log) for move_log in logs], gates=gates)
 
 
 class SourceServicer(rpc.SourceServicer):

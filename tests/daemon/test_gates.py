@@ -66,6 +66,21 @@ async def test_what_is_closed_is_journalled_first(cluster: Cluster) -> None:
     assert all('"gate": "closed"' in process.json for process in report.processes)
 
 
+async def test_what_is_closed_is_listed_until_it_opens(cluster: Cluster) -> None:
+    gates = cluster.nodes["b"].gates
+    assert gates.closed() == []
+    await cluster.close_all()
+    (closed,) = gates.closed()
+    assert (closed.move, closed.job, list(closed.ranks)) == (MOVE, "job", [1, 2])
+    assert closed.since_unix_s == gates.moves[MOVE].log.begin.begun_unix_s
+    assert gates.closed("m-ffffffffffff") == []
+    end(cluster.process[2])
+    (closed,) = gates.closed(MOVE)
+    assert list(closed.ranks) == [1]
+    await gates.open(MOVE, cluster.token("COMMIT"), "driver")
+    assert gates.closed() == []
+
+
 async def test_closing_again_closes_what_is_left_and_journals_nothing_new(cluster: Cluster) -> None:
     gates = cluster.nodes["b"].gates
     cluster.shims.failing["close"] = 1
