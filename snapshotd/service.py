@@ -351,5 +351,6 @@ class HomeServicer(rpc.HomeServicer):
         self, request_iterator: AsyncIterator[pb.RelayFrame], context: Context
     ) -> AsyncIterator[pb.RelayFrame]:
         metadata = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
-        async for frame in self.relays.serve(request_iterator, metadata, caller(context).name):
-            yield frame
+        async with contextlib.aclosing(self.relays.serve(request_iterator, metadata, caller(context).name)) as frames:
+            async for frame in frames:
+                yield frame
