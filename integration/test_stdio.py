@@ -233,7 +233,7 @@ def test_a_launcher_that_stops_listening_is_noticed_where_the_rank_is(nodes: Clu
     assert job.process.stdout.readline().startswith(b"step 0 ")
     nodes.move(job, AWAY)
     job.process.stdout.close()
-    assert job.finish(20) == 1
+    assert job.finish(20) in (1, 120)  # 120: Python noticed when it flushed at its end
     assert "BrokenPipeError" in job.text()
 
 
