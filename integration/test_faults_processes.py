@@ -129,7 +129,9 @@ def test_the_guest_keeper_of_a_held_copy_is_killed(drill: Drill, point: Point) -
     with drill.waiting_at(SOURCE, point):
         copy = drill.copy_on(TARGET)
         kill(drill.guest_keeper(TARGET))
-        until("the copy to be gone with it", lambda: ended(copy))  # else it may be let go first, and dies as a rank does
+        until(
+            "the copy to be gone with it", lambda: ended(copy)
+        )  # else it may be let go first, and dies as a rank does
     drill.expect(UNDONE)
     drill.finish(SOURCE)
 
