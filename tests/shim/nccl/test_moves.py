@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import time
 from pathlib import Path
@@ -212,7 +213,8 @@ def test_a_communicator_that_cannot_be_rebuilt_is_an_error_to_the_job_not_a_hang
     gates = job.gates()
     gates.to_the_cut()
     gates.detach(gates.live(gates.reports()))
-    gates.all(OPEN)
+    with contextlib.suppress(ProcessLookupError):  # it may have ended before its answer was read
+        gates.all(OPEN)
     for process in job.processes:
         assert process.wait() != 0
     assert "was taken down for a move and could not be attached again" in job.words()
