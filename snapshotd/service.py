@@ -144,11 +144,12 @@ class Daemon:
         await self.keepers.stop()
         await self.gpus.close()
 
-    async def info(self) -> pb.NodeInfo:
+    async def info(self, *, fresh: bool = False) -> pb.NodeInfo:
+        """This node as others see it; its GPUs as they were up to a second ago, unless `fresh`."""
         config = self.node.config
         held = await in_thread(self.node.store.held_bytes)
         running = [moving for ops in (self.source, self.target) for moving in ops.moves.values()]
-        inventory = await self.gpus.inventory()
+        inventory = await self.gpus.inventory(fresh=fresh)
         return pb.NodeInfo(
             name=config.node,
             endpoint=config.advertise,
@@ -264,7 +265,7 @@ class TargetServicer(rpc.TargetServicer):
         self.daemon, self.ops = daemon, daemon.target
 
     async def Examine(self, request: pb.ExamineRequest, context: Context) -> pb.ExamineReply:
-        checks = await self.ops.examine(request.facts, await self.daemon.info(), request.gpu)
+        checks = await self.ops.examine(request.facts, await self.daemon.info(fresh=True), request.gpu)
         return pb.ExamineReply(
             checks=checks + await in_thread(connections.examine, list(request.rewires), request.facts.rank.uid)
         )
