@@ -27,6 +27,15 @@ def nodes(lab_cluster: Cluster) -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="session")
+def behave() -> Iterator[Cluster]:
+    """A lab of its own for what a launcher sees: its daemons and keepers are killed as well."""
+    folder = Path(__file__).parent / ".work" / "behave"
+    folder.mkdir(parents=True, exist_ok=True)
+    with cluster(folder, "behave") as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
 def fault_cluster() -> Iterator[Cluster]:
     """A lab of its own for what is killed on purpose: nothing of it can disturb the other tests."""
     folder = Path(__file__).parent / ".work" / "faults"

@@ -255,3 +255,11 @@ def node_of(pid: int) -> str:
 
 def kill(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
+
+
+def ended(pid: int) -> bool:
+    """Dead, if perhaps not yet reaped."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from integration.harness import WORKLOADS, Cluster, Job
+from integration.harness import WORKLOADS, Cluster, Job, until
 from tests.fakes.cuda_fake import FakeGpu, GpuNode, gpus
 
 #: A small one, which hashes all it has on the device in every step; a later --mib counts.
@@ -47,6 +47,11 @@ class GpuCluster:
             made.gpus, made.driver_version = gpus(node), "580.159.04"
             made.write()
         self.cluster.tidy()
+        until("nobody is on a GPU any more", lambda: not any(self._on_gpus()))
+
+    def _on_gpus(self) -> list[int]:
+        nodes = json.loads(self.cluster.migrator("nodes", "--json").stdout)["nodes"]
+        return [process["pid"] for node in nodes for gpu in node.get("gpus", ()) for process in gpu["processes"]]
 
     def give(self, node: str, *cards: FakeGpu) -> None:
         """Other GPUs for a node; processes that run keep the ones they saw."""

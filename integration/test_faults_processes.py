@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from integration.drill import GONE, MOVED, SOURCE, TARGET, UNDONE, Drill, kill
+from integration.drill import GONE, MOVED, SOURCE, TARGET, UNDONE, Drill, ended, kill
+from integration.harness import until
 from snapshotd.faults import Point
 
 pytestmark = pytest.mark.timeout(90)
@@ -126,7 +127,11 @@ def test_the_home_keeper_is_killed_while_its_daemon_is_down(drill: Drill) -> Non
 @pytest.mark.parametrize("point", [Point.BEFORE_COMMIT, Point.COMMIT])
 def test_the_guest_keeper_of_a_held_copy_is_killed(drill: Drill, point: Point) -> None:
     with drill.waiting_at(SOURCE, point):
+        copy = drill.copy_on(TARGET)
         kill(drill.guest_keeper(TARGET))
+        until(
+            "the copy to be gone with it", lambda: ended(copy)
+        )  # else it may be let go first, and dies as a rank does
     drill.expect(UNDONE)
     drill.finish(SOURCE)
 

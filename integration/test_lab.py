@@ -1,7 +1,4 @@
-"""The lab, with real namespaces: its nodes are apart where they should be, and nothing of it stays behind.
-
-The daemon here is a stand-in that only answers GetNode over mutual TLS: what is tested is the ground it stands on.
-"""
+"""The lab, with real namespaces: its nodes are apart where they should be. How one comes and goes: test_lab_up_down.py."""
 
 from __future__ import annotations
 
@@ -13,40 +10,19 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from pyroute2 import IPRoute
 
+from integration.stand_in_lab import LAUNCHER, REPOSITORY, make, output, probe
 from migrator.lab import Lab, processes
 from migrator.lab.inside import start_ticks
-from migrator.lab.layout import RUN, STATE, SWITCH
-from snapshotd.api.errors import Busy, Internal, NotFound, Timeout, Unreachable, Usage, WrongState
+from snapshotd.api.errors import NotFound, Timeout, Usage, WrongState
 
 pytestmark = [
     pytest.mark.root,
     pytest.mark.skipif(os.geteuid() != 0, reason="namespaces need root"),
 ]
-
-REPOSITORY = Path(__file__).parents[1]
-
-STAND_IN = """
-import asyncio, grpc, pathlib, sys, tomllib
-config = tomllib.loads(pathlib.Path(sys.argv[2]).read_text())
-ca, cert, key = (pathlib.Path(config["tls"][name]).read_bytes() for name in ("ca", "cert", "key"))
-async def get_node(request, context): return b""
-async def main():
-    server = grpc.aio.server()
-    calls = {"GetNode": grpc.unary_unary_rpc_method_handler(get_node)}
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("snapshotd.v1.Node", calls),))
-    server.add_secure_port(config["listen"], grpc.ssl_server_credentials([(key, cert)], ca, True))
-    await server.start()
-    print("serving", config["node"], flush=True)
-    await server.wait_for_termination()
-asyncio.run(main())
-"""
-DAEMON = (sys.executable, "-c", STAND_IN)
-LAUNCHER = (sys.executable, "-c", "import os, sys; os.execvp(sys.argv[4], sys.argv[4:])")  # --job JOB -- CMD
 
 ECHO_SERVER = """
 import socket
@@ -78,23 +54,12 @@ for line in sys.stdin:
 """
 
 
-def make(name: str, **options: Any) -> Lab:
-    return Lab(f"test-{name}-{os.getpid() % 100000}", **{"daemon": DAEMON, "launcher": LAUNCHER, **options})
-
-
 @pytest.fixture(scope="module")
 def lab() -> Iterator[Lab]:
     lab = make("shared")
     lab.up(["node-1", "node-2", "spare-1"])
     yield lab
     lab.down()
-
-
-def output(lab: Lab, node: str, *argv: str, **options: Any) -> str:
-    with lab.spawn(node, argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options) as child:
-        text, _ = child.communicate(timeout=20)
-    assert child.returncode == 0, text
-    return str(text).strip()
 
 
 class Client:
@@ -257,11 +222,6 @@ def test_bad_partitions(lab: Lab) -> None:
 # ---------------------------------------------------------------- how migrator finds it
 
 
-def probe(lab: Lab, *nodes: str) -> subprocess.CompletedProcess[str]:
-    argv = [sys.executable, "-m", "migrator.lab.probe", str(lab.cluster_path), "2", *nodes]
-    return subprocess.run(argv, cwd=REPOSITORY, capture_output=True, text=True, timeout=30)
-
-
 def test_operator_reaches_every_daemon(lab: Lab) -> None:
     assert probe(lab).returncode == 0
     lab.kill_daemon("node-2")
@@ -388,206 +348,3 @@ def test_run_needs_a_node_and_a_command(lab: Lab) -> None:
         lab.run("job", [])
     with pytest.raises(Usage, match="no command"):
         lab.exec("node-1", [])
-
-
-# ---------------------------------------------------------------- up and down
-
-
-def traces(lab: Lab) -> list[str]:
-    """What is left of a lab."""
-    left = [str(path) for path in (lab.layout.run, lab.layout.state, lab.layout.cgroup) if path.exists()]
-    mounts = Path("/proc/self/mountinfo").read_text().splitlines()
-    return left + [line for line in mounts if lab.name in line]
-
-
-def host_state() -> tuple[list[str], list[str]]:
-    """Mounts and links of the host, which a lab never touches."""
-    with IPRoute() as netlink:
-        links = sorted(link.get_attr("IFLA_IFNAME") for link in netlink.get_links())
-    return Path("/proc/self/mountinfo").read_text().splitlines(), links
-
-
-def in_its_namespaces(namespaces: set[str]) -> list[int]:
-    found = []
-    for entry in Path("/proc").glob("[0-9]*/ns/net"):
-        try:
-            if str(entry.readlink()) in namespaces:
-                found.append(int(entry.parts[2]))
-        except OSError:
-            continue
-    return found
-
-
-def network_namespaces(lab: Lab) -> set[str]:
-    record = lab.layout.load()
-    assert record is not None
-    return {held.namespaces["net"] for held in record.holders.values()}
-
-
-def test_down_leaves_nothing() -> None:
-    lab = make("down")
-    before = host_state()
-    lab.down()  # there is none: nothing happens
-    assert traces(lab) == []
-    lab.up(["node-1", "node-2"])
-    try:
-        with pytest.raises(Busy, match="up already"):
-            lab.up(["node-1"])
-        assert host_state() == before
-        assert lab.name in Lab.names()
-        namespaces = network_namespaces(lab)
-        assert len(namespaces) == 3
-        ranks = lab.layout.cgroup / "node-1/snapshotd-ranks/some-rank"
-        ranks.mkdir(parents=True)
-        join = f"echo $$ > {ranks}/cgroup.procs; echo ready; exec sleep 1000"
-        rank = lab.spawn("node-1", ["sh", "-c", join], stdout=subprocess.PIPE)
-        assert rank.stdout is not None
-        rank.stdout.readline()
-        (ranks / "cgroup.freeze").write_text("1")
-        pids = processes.in_cgroup(lab.layout.cgroup)
-        assert len(pids) == 6, "three holders, two daemons, a frozen rank"
-    finally:
-        lab.down()
-    assert rank.wait(timeout=5) == -signal.SIGKILL
-    rank.stdout.close()
-    assert traces(lab) == []
-    assert host_state() == before
-    assert in_its_namespaces(namespaces) == []
-    assert [pid for pid in pids if start_ticks(pid) is not None] == []
-    assert lab.name not in Lab.names()
-    lab.down()
-
-
-def test_down_finds_who_left_the_cgroup() -> None:
-    lab = make("escape")
-    lab.up(["node-1"])
-    try:
-        leave = f"echo $$ > {lab.layout.cgroup.parent}/cgroup.procs; echo left; exec sleep 1000"
-        pipe = subprocess.PIPE
-        by_file_system = lab.spawn("node-1", ["sh", "-c", f"unshare -n sh -c '{leave}'"], stdout=pipe)
-        by_network = lab.spawn("operator", ["sh", "-c", leave], stdout=pipe)
-        bystander = subprocess.Popen(["sleep", "1000"])
-        for process in (by_file_system, by_network):
-            assert process.stdout is not None
-            assert process.stdout.readline() == b"left\n"
-    finally:
-        lab.down()
-    for process in (by_file_system, by_network):
-        assert process.wait(timeout=5) != 0
-        assert process.stdout is not None
-        process.stdout.close()
-    assert bystander.poll() is None
-    bystander.kill()
-    bystander.wait()
-    assert traces(lab) == []
-
-
-def test_two_labs_do_not_collide() -> None:
-    one, two = make("one"), make("two")
-    try:
-        one.up(["node-1", "node-2"])
-        two.up(["node-1", "node-2"])
-        assert one.address("node-1") == two.address("node-1")
-        output(one, "node-1", "touch", "/tmp/of-one")
-        output(two, "node-1", "test", "!", "-e", "/tmp/of-one")
-        assert probe(one).returncode == 0
-        one.down()
-        assert traces(one) == []
-        assert probe(two).returncode == 0
-        assert output(two, "node-2", "uname", "-n") == "node-2"
-    finally:
-        one.down()
-        two.down()
-
-
-def test_killed_holders_and_daemons() -> None:
-    lab = make("killed")
-    lab.up(["node-1", "node-2"])
-    try:
-        record = lab.layout.load()
-        assert record is not None
-        os.kill(record.holders["node-1"].pid, signal.SIGKILL)
-        assert processes.wait(record.holders["node-1"], 5)
-        assert output(lab, "node-1", "uname", "-n") == "node-1", "its daemon is still inside"
-        for pid in processes.in_cgroup(lab.layout.cgroup):
-            os.kill(pid, signal.SIGKILL)
-        for held in (*record.holders.values(), *record.daemons.values()):
-            assert processes.wait(held, 5)
-        with pytest.raises(WrongState, match="not running"):
-            lab.spawn("node-2", ["true"])
-        lab.up(["node-1"])  # what is left makes way
-        assert lab.nodes == ("node-1",)
-        (lab.layout.run / "record.json").write_text("{")
-    finally:
-        lab.down()
-    assert traces(lab) == []
-
-
-@pytest.mark.parametrize("who", [SWITCH, "up"])
-def test_up_is_killed_half_way(who: str) -> None:
-    """`up` hangs, because its daemons never answer, and is killed; or what holds its switch is."""
-    lab = make("half")
-    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
-        started = Path(folder, "started")
-        os.mkfifo(started)
-        daemon = ("sh", "-c", f"echo started > {started}; exec sleep 1000")
-        program = f"from migrator.lab import Lab; Lab({lab.name!r}, daemon={daemon!r}).up(['node-1'], timeout_s=2)"
-        with subprocess.Popen([sys.executable, "-c", program], cwd=REPOSITORY, stderr=subprocess.PIPE) as up:
-            assert started.read_text() == "started\n"
-            record = lab.layout.load()
-            assert record is not None
-            os.kill(up.pid if who == "up" else record.holders[SWITCH].pid, signal.SIGKILL)
-            up.communicate(timeout=30)
-        assert up.returncode == (-signal.SIGKILL if who == "up" else 1)
-    assert not lab.cluster_path.exists(), "nobody takes it for a lab that is up"
-    assert (traces(lab) != []) == (who == "up"), "only who is killed leaves something behind"
-    lab.down()
-    assert traces(lab) == []
-
-
-def test_up_shows_why_a_daemon_does_not_start() -> None:
-    lab = make("bad", daemon=("sh", "-c", "echo the port is on fire >&2; exit 1"))
-    with pytest.raises(Unreachable, match="the port is on fire"):
-        lab.up(["node-1"], timeout_s=20)
-    assert traces(lab) == []
-
-
-def test_up_shows_a_daemon_that_never_answers() -> None:
-    lab = make("mute", daemon=("sh", "-c", "echo thinking; exec sleep 1000"))
-    with pytest.raises(Unreachable, match=r"(?s)node-1: .*refused.*thinking"):
-        lab.up(["node-1"], timeout_s=0.5)
-    assert traces(lab) == []
-
-
-def test_a_daemon_in_tmp_is_refused(tmp_path: Path) -> None:
-    program = tmp_path / "daemon"
-    program.touch()
-    lab = make("hidden", daemon=(str(program),))
-    with pytest.raises(Internal, match="not visible in a node"):
-        lab.up(["node-1"])
-    assert traces(lab) == []
-
-
-@pytest.mark.parametrize(
-    "nodes", [[], ["../x"], ["a", "a"], ["operator"], ["A"], ["x" * 25], [f"n{i}" for i in range(201)]]
-)
-def test_bad_node_names(nodes: list[str]) -> None:
-    lab = make("names")
-    with pytest.raises(Usage):
-        lab.up(nodes)
-    assert traces(lab) == []
-
-
-@pytest.mark.parametrize("name", ["", "..", "a/b", "_switch", "x" * 25, "a\n"])
-def test_bad_lab_names(name: str) -> None:
-    with pytest.raises(Usage, match="name of a lab"):
-        Lab(name)
-
-
-def test_a_lab_that_is_not_up() -> None:
-    lab = make("absent")
-    for act in (lambda: lab.nodes, lambda: lab.exec("node-1", ["true"]), lambda: lab.partition("a", "b")):
-        with pytest.raises(NotFound, match="not up"):
-            act()
-    assert not (RUN / lab.name).exists()
-    assert not (STATE / lab.name).exists()

@@ -123,6 +123,19 @@ def test_nccl_says_no_while_communicators_are_built(nodes: Cluster, rank: int) -
     job.ends_well()
 
 
+def test_a_member_that_never_comes_is_not_waited_for(nodes: Cluster) -> None:
+    """The peer fails before it builds anything: the copy on the target is told, and does not wait for its deadline."""
+    job = NcclJob(nodes, [SOURCE, PEER])
+    job.await_lines(5)
+    nodes.fault(PEER, Point.ATTACHING, "fail")
+    told = nodes.move(job.ranks[0], TARGET, expect=UNDONE)
+    assert "fault injected at attaching" in told["reason"], told
+    assert f"move {told['move']}: gives up building communicators" in nodes.logs()
+    job.await_progress()
+    nodes.move(job.ranks[0], TARGET)
+    job.ends_well()
+
+
 @pytest.mark.slow
 def test_a_peer_that_hangs_while_communicators_are_built(nodes: Cluster) -> None:
     job = NcclJob(nodes, [SOURCE, PEER], steps=300)
@@ -149,12 +162,15 @@ def test_the_driver_is_killed(nodes: Cluster, node: str, point: Point) -> None:
     nodes.fault(node, point, "wait")
     with nodes.begin_move(job.ranks[0], TARGET, more=("--lease", "2")) as asked:
         until(f"{point}\n{nodes.logs()}", lambda: nodes.fired(node) or asked.poll() is not None, 30)
+        waiting = json.loads(nodes.migrator("status", "--json").stdout)["gates"]
+        assert (node, job.places.index(node)) in {(gate["node"], gate["rank"]) for gate in waiting}, waiting
         asked.kill()
         asked.wait(10)
     with contextlib.suppress(FileNotFoundError):
         (nodes.run_dir(node) / f"{point}.go").touch()
     job.await_progress()
     until("everything is settled", lambda: not unsettled(nodes), 20)
+    assert json.loads(nodes.migrator("status", "--json").stdout)["gates"] == []
     nodes.move(job.ranks[0], TARGET)
     job.ends_well()
 

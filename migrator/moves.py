@@ -1,4 +1,4 @@
-"""What all journals together say about the moves: the source's record and the target's, side by side.
+"""What all journals together say about the moves: the source's record and the target's, side by side; and who waits for them.
 
 Invariant: nothing is concluded from silence. A move counts as ended only when every daemon that has a record of it says
 so; how it ended is the source's word, and the target's only where the source gives none.
@@ -6,7 +6,7 @@ so; how it ended is the source's word, and the target's only where the source gi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from migrator.asking import ASK_TIMEOUT_S, ask_all
@@ -166,18 +166,45 @@ class Move:
         }
 
 
+@dataclass(frozen=True)
+class Gate:
+    """One rank that waits at its closed NCCL gate, on `node`, for a move of a rank of its job: perhaps its own."""
+
+    node: str
+    move: str
+    job: str
+    rank: int
+    since_unix_s: float
+    waiting_for: str
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"since_unix_s": round(self.since_unix_s, 3)}
+
+
 async def all_moves(cluster: Cluster, move: str = "") -> tuple[list[Move], dict[str, SnapshotError]]:
     """Every move any node knows (or the one named), newest first, and the nodes that did not answer."""
+    moves, _, silent = await moves_and_gates(cluster, move)
+    return moves, silent
 
-    async def ask(client: DaemonClient) -> list[pb.MoveRecord]:
+
+async def moves_and_gates(cluster: Cluster, move: str = "") -> tuple[list[Move], list[Gate], dict[str, SnapshotError]]:
+    """The same, and between them every gate that is closed for one of them, by job and rank."""
+
+    async def ask(client: DaemonClient) -> pb.ListMovesReply:
         try:
-            reply = await client.node.ListMoves(pb.ListMovesRequest(move=move), timeout_s=ASK_TIMEOUT_S)
+            return await client.node.ListMoves(pb.ListMovesRequest(move=move), timeout_s=ASK_TIMEOUT_S)
         except NotFound:
-            return []
-        return list(reply.moves)
+            return pb.ListMovesReply()
 
     answers, silent = await ask_all(cluster, ask)
-    return merge(answers), silent
+    gates = [
+        Gate(node, closed.move, closed.job, rank, closed.since_unix_s, closed.waiting_for)
+        for node, answer in answers.items()
+        for closed in answer.gates
+        for rank in closed.ranks
+    ]
+    gates.sort(key=lambda gate: (gate.job, gate.rank, gate.node))
+    return merge({node: list(answer.moves) for node, answer in answers.items()}), gates, silent
 
 
 def merge(answers: dict[str, list[pb.MoveRecord]]) -> list[Move]:

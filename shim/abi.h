@@ -62,7 +62,7 @@ struct snapshim_mailbox {
 	uint32_t request;        /* a number that differs from `answer`: there is something to do */
 	uint32_t answer;         /* the last request that was done */
 	int32_t status;          /* of that: 0 or an errno */
-	uint32_t unused;
+	uint32_t cancel;         /* the daemon's: the request, one of NCCL's, that is to be given up before its time; it is answered as ever */
 	uint64_t result[4];
 	char text[512];          /* of that: words for the error */
 	uint64_t managed_allocations;

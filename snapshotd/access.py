@@ -73,6 +73,7 @@ ALLOWED: dict[str, frozenset[Role]] = {
     "/snapshotd.v1.Gate/Detach": _NODE,
     "/snapshotd.v1.Gate/NewId": _NODE,
     "/snapshotd.v1.Gate/Attach": _NODE,
+    "/snapshotd.v1.Gate/GiveUp": _NODE,
     "/snapshotd.v1.Gate/Open": _BOTH,
     "/snapshotd.v1.Home/Relay": _NODE,
 }

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from shim.frames import RELAY_TYPES, Frame, FrameError, decode, encode
@@ -135,7 +135,7 @@ class KeeperLink:
             raise Damaged(f"{kind[:20]!r} is no relay frame: another node may not say that", where=Where.UNKNOWN)
         await self.send(frame)
 
-    async def relay_frames(self) -> AsyncIterator[bytes]:
+    async def relay_frames(self) -> AsyncGenerator[bytes, None]:
         """The relay frames from this keeper, for the other node. Ends when the link closes. One reader at a time."""
         while (frame := await self._relay.get()) is not None:
             self._relay_bytes -= len(frame)

@@ -14,6 +14,7 @@ import errno
 import json
 import logging
 import re
+import threading
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -209,9 +210,14 @@ def load_fresh(process: tree.Process, timeout_s: float) -> None:
     _ask(process, _FRESH, timeout_s, "load a fresh copy of NCCL")
 
 
-def attach(process: tree.Process, lines: Sequence[str], timeout_s: float) -> None:
-    """Builds communicators again, in this order: lines of `attach_line`. If it fails none of them is up."""
-    _ask(process, _ATTACH, timeout_s, "build its communicators again", lines)
+def attach(
+    process: tree.Process, lines: Sequence[str], timeout_s: float, given_up: threading.Event | None = None
+) -> None:
+    """Builds communicators again, in this order: lines of `attach_line`. If it fails none of them is up.
+
+    It waits for the other members: whoever knows that one of them will not come sets `given_up`.
+    """
+    _ask(process, _ATTACH, timeout_s, "build its communicators again", lines, given_up)
 
 
 def check_comm(comm: str) -> str:
@@ -237,7 +243,14 @@ def check_targets(lines: str) -> list[str]:
     return found
 
 
-def _ask(process: tree.Process, command: int, timeout_s: float, what: str, lines: Sequence[str] = ()) -> str:
+def _ask(
+    process: tree.Process,
+    command: int,
+    timeout_s: float,
+    what: str,
+    lines: Sequence[str] = (),
+    given_up: threading.Event | None = None,
+) -> str:
     mailbox = shimctl.find(process)
     if mailbox is None:
         raise NcclFailed(
@@ -252,7 +265,7 @@ def _ask(process: tree.Process, command: int, timeout_s: float, what: str, lines
             if room.status:
                 raise _failure(process, "make room for a request", room)
             mailbox.write(room.first, request)
-        answer = mailbox.ask(command, timeout_s, len(request))
+        answer = mailbox.ask(command, timeout_s, len(request), given_up=given_up)
         if answer.status:
             raise _failure(process, what, answer)
         if answer.second > _ANSWER_BYTES_MAX:
@@ -264,4 +277,15 @@ def _failure(process: tree.Process, what: str, answer: shimctl.Answer) -> Snapsh
     words = f"process {process.pid} cannot {what}: {answer.words}"
     if answer.status == errno.ETIMEDOUT:
         return Timeout(words, remedy="the job goes on as it was; try again when it is less busy", where=Where.UNKNOWN)
+    if answer.status == errno.ECANCELED:
+        return gave_up(f"process {process.pid}")
     return NcclFailed(words, where=Where.UNKNOWN)
+
+
+def gave_up(who: str) -> Timeout:
+    """Of a member that only waited for the others."""
+    return Timeout(
+        f"{who} has given up building communicators: another member cannot",
+        remedy="the failure of that member says why; a plain retry is safe",
+        where=Where.UNKNOWN,
+    )

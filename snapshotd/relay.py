@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 
 from shim.frames import decode, encode
 from snapshotd.api import snapshotd_pb2 as pb
@@ -73,24 +74,24 @@ class Relays:
             wait_s = min(wait_s * 2, _LONGEST_WAIT_S)
 
     async def _once(self, entry: RankEntry, link: KeeperLink) -> None:
-        """One connection to the home node, until it breaks."""
-        over = asyncio.Event()
+        """One connection to the home node, until it breaks. Then nobody waits for a frame of `link` any more: that one would
+        take the first from the next connection."""
 
-        async def frames() -> AsyncIterator[pb.RelayFrame]:
+        async def frames() -> AsyncGenerator[pb.RelayFrame, None]:
             yield pb.RelayFrame()  # opens the stream; the home side answers it once the keeper there listens
-            async for frame in _until(over, link.relay_frames()):
-                yield pb.RelayFrame(frame=frame)
+            async with aclosing(link.relay_frames()) as found:
+                async for frame in found:
+                    yield pb.RelayFrame(frame=frame)
 
-        try:
-            async with self.node.client(entry.home_node, entry.home_endpoint) as client:
-                replies = client.home.Relay(frames(), metadata=_metadata(entry))
-                async for reply in replies:
-                    if reply.frame:
-                        await link.send_relay(reply.frame)
-                    else:
-                        await link.relay(True)
-        finally:
-            over.set()
+        async with (
+            self.node.client(entry.home_node, entry.home_endpoint) as client,
+            aclosing(client.home.Relay(frames(), metadata=_metadata(entry))) as replies,
+        ):
+            async for reply in replies:
+                if reply.frame:
+                    await link.send_relay(reply.frame)
+                else:
+                    await link.relay(True)
 
     async def report_end(self, entry: RankEntry, status: int) -> None:
         """Tells the home keeper how the rank ended, on behalf of a guest keeper that cannot any more."""
@@ -106,25 +107,24 @@ class Relays:
                 wait_s = min(wait_s * 2, _LONGEST_WAIT_S)
 
     async def _report_once(self, entry: RankEntry, status: int) -> None:
-        told = asyncio.Event()
-
-        async def frames() -> AsyncIterator[pb.RelayFrame]:
+        async def frames() -> AsyncGenerator[pb.RelayFrame, None]:
             yield pb.RelayFrame()
             yield pb.RelayFrame(frame=encode("exit", {"status": status}))
-            await told.wait()
+            await asyncio.Event().wait()  # the stream stays open until the answer has come
 
-        async with self.node.client(entry.home_node, entry.home_endpoint) as client:
-            replies = client.home.Relay(frames(), metadata=_metadata(entry), timeout_s=10)
+        async with (
+            self.node.client(entry.home_node, entry.home_endpoint) as client,
+            aclosing(client.home.Relay(frames(), metadata=_metadata(entry), timeout_s=10)) as replies,
+        ):
             async for reply in replies:
                 if reply.frame and decode(reply.frame).type == "exitack":
-                    told.set()
                     return
 
     # ------------------------------------------------------------------ the home's side
 
     async def serve(
         self, frames: AsyncIterator[pb.RelayFrame], metadata: dict[str, str], caller: str
-    ) -> AsyncIterator[pb.RelayFrame]:
+    ) -> AsyncGenerator[pb.RelayFrame, None]:
         """The home end of one relay. A newer one of the same rank takes its place."""
         entry = self._home_entry(metadata, caller)
         link = entry.link
@@ -143,8 +143,9 @@ class Relays:
                     await link.send_relay(message.frame)
 
         async def from_keeper() -> None:
-            async for frame in link.relay_frames():
-                await queue.put(frame)
+            async with aclosing(link.relay_frames()) as found:
+                async for frame in found:
+                    await queue.put(frame)
 
         async def both() -> None:
             tasks = [asyncio.create_task(towards_keeper()), asyncio.create_task(from_keeper())]
@@ -182,25 +183,6 @@ class Relays:
         if entry.link is None:
             raise Unreachable(f"the keeper of rank {uid} has not reconnected yet", where=Where.TARGET_RUNNING)
         return entry
-
-
-async def _until(over: asyncio.Event, frames: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """The frames, until `over`. gRPC does not end the requests of a call that broke: whoever still waited there would take
-    the first frame from the next connection."""
-    end = asyncio.ensure_future(over.wait())
-    try:
-        while True:
-            frame = asyncio.ensure_future(anext(frames, None))
-            await asyncio.wait({frame, end}, return_when=asyncio.FIRST_COMPLETED)
-            if not frame.done():
-                frame.cancel()
-                await asyncio.gather(frame, return_exceptions=True)
-                return
-            if (found := frame.result()) is None:
-                return
-            yield found
-    finally:
-        end.cancel()
 
 
 def _metadata(entry: RankEntry) -> list[tuple[str, str]]:

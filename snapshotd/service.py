@@ -146,11 +146,12 @@ class Daemon:
         await self.keepers.stop()
         await self.gpus.close()
 
-    async def info(self) -> pb.NodeInfo:
+    async def info(self, *, fresh: bool = False) -> pb.NodeInfo:
+        """This node as others see it; its GPUs as they were up to a second ago, unless `fresh`."""
         config = self.node.config
         held = await in_thread(self.node.store.held_bytes)
         running = [moving for ops in (self.source, self.target) for moving in ops.moves.values()]
-        inventory = await self.gpus.inventory()
+        inventory = await self.gpus.inventory(fresh=fresh)
         return pb.NodeInfo(
             name=config.node,
             endpoint=config.advertise,
@@ -210,8 +211,13 @@ class NodeServicer(rpc.NodeServicer):
 
     async def ListMoves(self, request: pb.ListMovesRequest, context: Context) -> pb.ListMovesReply:
         journal = self.daemon.node.journal
-        logs = [journal.get(request.move)] if request.move else journal.all()
-        return pb.ListMovesReply(moves=[self.daemon.move_record(move_log) for move_log in logs])
+        gates = await in_thread(self.daemon.gates.closed, request.move)
+        if request.move:
+            known = journal.find(request.move) if gates else journal.get(request.move)
+            logs = [known] if known else []
+        else:
+            logs = journal.all()
+        return pb.ListMovesReply(moves=[self.daemon.move_record(move_log) for move_log in logs], gates=gates)
 
 
 class SourceServicer(rpc.SourceServicer):
@@ -261,7 +267,7 @@ class TargetServicer(rpc.TargetServicer):
         self.daemon, self.ops = daemon, daemon.target
 
     async def Examine(self, request: pb.ExamineRequest, context: Context) -> pb.ExamineReply:
-        checks = await self.ops.examine(request.facts, await self.daemon.info(), request.gpu)
+        checks = await self.ops.examine(request.facts, await self.daemon.info(fresh=True), request.gpu)
         return pb.ExamineReply(
             checks=checks + await in_thread(connections.examine, list(request.rewires), request.facts.rank.uid)
         )
@@ -336,6 +342,9 @@ class GateServicer(rpc.GateServicer):
     async def Attach(self, request: pb.AttachRequest, context: Context) -> pb.AttachReply:
         return await whole(self.members.attach(request, caller(context).name))
 
+    async def GiveUp(self, request: pb.MoveRequest, context: Context) -> pb.GiveUpReply:
+        return await self.members.give_up(request.move, caller(context).name)
+
     async def Open(self, request: pb.TokenRequest, context: Context) -> pb.OpenReply:
         return await whole(self.gates.open(request.move, request.token, caller(context).name))
 
@@ -348,5 +357,6 @@ class HomeServicer(rpc.HomeServicer):
         self, request_iterator: AsyncIterator[pb.RelayFrame], context: Context
     ) -> AsyncIterator[pb.RelayFrame]:
         metadata = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
-        async for frame in self.relays.serve(request_iterator, metadata, caller(context).name):
-            yield frame
+        async with contextlib.aclosing(self.relays.serve(request_iterator, metadata, caller(context).name)) as frames:
+            async for frame in frames:
+                yield frame

@@ -41,6 +41,7 @@ _PARK, _RELEASE, _EMPTY_CACHE = 1, 2, 3
 _LAYOUT = struct.Struct("<8sII iii II I4Q II i I 4Q 512s 3Q 64i 2Q II 16Q II")
 _COMMAND = struct.Struct("<I4Q")
 _COMMAND_AT, _REQUEST_AT, _CANCEL_AT = 36, 72, 1064
+_GIVE_UP_AT = 84  # `cancel`
 #: How much longer than the process itself we wait for its answer: it has the better words for what went wrong.
 _GRACE_S = 2.0
 #: How often a control thread that has not answered is signalled.
@@ -120,7 +121,7 @@ class _Box:
     def unpack(cls, raw: bytes) -> _Box:
         field = _LAYOUT.unpack(raw)
         magic, abi, _bytes, owner, thread, probe, parked, parked_threads, command = field[:9]
-        request, answer, status, _unused = field[13:17]
+        request, answer, status, _cancel = field[13:17]
         result = field[17:19]
         text = field[21].partition(b"\0")[0].decode(errors="replace")
         managed, exports, imports = field[22:25]
@@ -215,9 +216,10 @@ class Mailbox:
         with turn:
             yield
 
-    def ask(self, command: int, timeout_s: float, *arguments: int) -> Answer:
-        """Another part's command (snapshotd/ncclctl.py, snapshotd/devmem.py), with its arguments from the second on."""
-        box = self._ask(command, timeout_s, *arguments)
+    def ask(self, command: int, timeout_s: float, *arguments: int, given_up: threading.Event | None = None) -> Answer:
+        """Another part's command (snapshotd/ncclctl.py, snapshotd/devmem.py), with its arguments from the second on. One of
+        NCCL's can be given up before its time: it is told so when `given_up` is set, by any thread, and answers as ever."""
+        box = self._ask(command, timeout_s, *arguments, given_up=given_up)
         return Answer(box.status, box.text or (os.strerror(box.status) if box.status else ""), *box.result)
 
     def read(self, address: int, size: int) -> bytes:
@@ -238,11 +240,11 @@ class Mailbox:
             )
         return GpuFailed(words, where=Where.SOURCE_RUNNING)
 
-    def _ask(self, command: int, timeout_s: float, *arguments: int) -> _Box:
+    def _ask(self, command: int, timeout_s: float, *arguments: int, given_up: threading.Event | None = None) -> _Box:
         with self.turn():
-            return self._converse(command, timeout_s, *arguments)
+            return self._converse(command, timeout_s, *arguments, given_up=given_up)
 
-    def _converse(self, command: int, timeout_s: float, *arguments: int) -> _Box:
+    def _converse(self, command: int, timeout_s: float, *arguments: int, given_up: threading.Event | None) -> _Box:
         number = self._write_request(command, timeout_s, *arguments)
         started = signalled = time.monotonic()
         pause_s = 0.0005
@@ -253,6 +255,8 @@ class Mailbox:
             now = time.monotonic()
             if now > started + timeout_s + _GRACE_S:
                 raise self._silence(timeout_s)
+            if given_up is not None and given_up.is_set():
+                self.write(self.address + _GIVE_UP_AT, struct.pack("<I", number))
             if now > signalled + SIGNAL_AGAIN_S:
                 self._wake(box)
                 signalled = now

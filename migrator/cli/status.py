@@ -1,26 +1,34 @@
-"""`migrator status`: moves that have not ended, what they wait for, where the rank is; or one move in detail."""
+"""`migrator status`: moves that have not ended, what they wait for, where the rank is; or one move in detail.
+
+Whoever waits at a closed NCCL gate is shown as well, also where the move itself has ended or its nodes do not answer.
+"""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import time
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from migrator import words
 from migrator.cli import arguments, output
-from migrator.moves import Move, all_moves
+from migrator.moves import Gate, Move, moves_and_gates
 from migrator.recover import unknown_move
 from snapshotd.api import snapshotd_pb2 as pb
+from snapshotd.api.errors import SnapshotError
 
 HEADS = ("MOVE", "JOB", "RANK", "FROM", "TO", "SINCE", "STEP", "OUTCOME", "THE RANK IS", "WAITS FOR")
+GATE_HEADS = ("GATE CLOSED FOR", "JOB", "RANK", "NODE", "SINCE", "WAITS FOR")
 
 
 def add(verbs: arguments.Verbs) -> None:
     parser = verbs.add(
         "status",
         act,
-        "show moves that have not ended, or one move",
-        more="Source and target are asked alike; STEP is the last thing each of them has done.",
+        "show moves that have not ended and the ranks that wait for them, or one move",
+        more="Source and target are asked alike; STEP is the last thing each of them has done.\n"
+        "A rank whose NCCL gate is closed launches nothing until the move has ended.",
         examples="  migrator status\n  migrator status m-0123456789ab",
     )
     parser.add_argument("move", nargs="?", type=arguments.move, metavar="MOVE", help="one move, ended or not")
@@ -29,26 +37,34 @@ def add(verbs: arguments.Verbs) -> None:
 def act(options: argparse.Namespace) -> int:
     cluster = arguments.the_cluster(options)
     as_json = arguments.wants_json(options)
-    moves, silent = asyncio.run(all_moves(cluster, options.move or ""))
+    moves, gates, silent = asyncio.run(moves_and_gates(cluster, options.move or ""))
     output.warn_silent(silent, len(cluster.nodes), as_json=as_json)
     if options.move is not None:
-        if not moves:
+        if not moves and not gates:
             raise unknown_move(options.move, silent)
         if as_json:
-            output.json_object(moves[0].to_json() | {"unreachable": output.silent_objects(silent)})
-        else:
-            _detail(moves[0])
+            output.json_object((moves[0].to_json() if moves else {"move": options.move}) | _others(gates, silent))
+        elif moves:
+            _detail(moves[0], gates)
+        else:  # neither its source nor its target answers
+            _gates(gates)
         return 0
     unfinished = [move for move in moves if not move.ended]
     if as_json:
-        output.json_object(
-            {"moves": [move.to_json() for move in unfinished], "unreachable": output.silent_objects(silent)}
-        )
-    elif unfinished:
+        output.json_object({"moves": [move.to_json() for move in unfinished]} | _others(gates, silent))
+        return 0
+    if unfinished:
         output.table(HEADS, [_row(move) for move in unfinished], right=("RANK", "SINCE"))
     else:
         print("no unfinished moves; `migrator history` shows those that ended")
+    if gates:
+        print()
+        _gates(gates)
     return 0
+
+
+def _others(gates: Sequence[Gate], silent: Mapping[str, SnapshotError]) -> dict[str, Any]:
+    return {"gates": [gate.to_json() for gate in gates], "unreachable": output.silent_objects(silent)}
 
 
 def _outcome(move: Move) -> str:
@@ -70,7 +86,19 @@ def _row(move: Move) -> tuple[str, ...]:
     )
 
 
-def _detail(move: Move) -> None:
+def _gates(gates: Sequence[Gate]) -> None:
+    output.table(GATE_HEADS, [_gate_row(gate) for gate in gates], right=("RANK", "SINCE"))
+
+
+def _gate_row(gate: Gate) -> tuple[str, ...]:
+    return (gate.move, gate.job, str(gate.rank), gate.node, _since(gate), gate.waiting_for or "-")
+
+
+def _since(gate: Gate) -> str:
+    return words.span(time.time() - gate.since_unix_s)
+
+
+def _detail(move: Move, gates: Sequence[Gate]) -> None:
     state = f"ended: {move.verdict}" if move.ended else f"not ended: {_outcome(move)}"
     facts = {
         "move": f"{move.id}  rank {move.rank} of job {move.job}  {move.source_node} → {move.target_node}",
@@ -88,6 +116,9 @@ def _detail(move: Move) -> None:
         record = view.record
         told = f"{record.mark}, {pb.OutcomeKind.Name(record.outcome).lower()}{', ended' if view.ended else ''}"
         facts[f"{record.role}'s view"] = f"{view.node}: {told}"
+    for gate in gates:
+        why = f": {gate.waiting_for}" if gate.waiting_for else ""
+        facts[f"gate of rank {gate.rank}"] = f"closed on {gate.node} for {_since(gate)}{why}"
     for name, text in facts.items():
         if text:
             print(f"{name + ':':<15} {words.plain(text)}")

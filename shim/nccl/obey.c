@@ -1,5 +1,6 @@
 /* The control thread's side of the NCCL commands: each runs on a thread of its own, made for it and never parked, because
- * NCCL's calls have no deadline; the control thread waits for that long and then says what has not come back.
+ * NCCL's calls have no deadline; the control thread waits for that long, or until it is told to give up, and then says what has
+ * not come back.
  *
  * A command that was given up goes on until NCCL lets it; until then no other that calls NCCL is begun. What the gate is
  * told (close, targets, report, open) is always done. No lock and no memory of the allocator's is taken here.
@@ -14,6 +15,7 @@
 
 #define STACK_BYTES (1024 * 1024) /* NCCL's initialisation runs on it */
 #define GRACE_NS 1000000000	  /* for what a cancelled attach still has to clean up */
+#define LOOK_AGAIN_NS 10000000	  /* whether to give up: the daemon writes a word, which wakes nobody */
 
 static char *room; /* where the daemon writes requests */
 static size_t room_bytes;
@@ -46,6 +48,21 @@ static void wait_for(struct nccl_job *job, int64_t until_ns)
 {
 	while (!LOAD(&job->done) && now_ns() < until_ns)
 		wait_word(&job->done, 0, until_ns - now_ns());
+}
+
+/* The number makes it safe: a word that comes late names a request that is answered, and stops no other. */
+static bool is_cancelled(void)
+{
+	return LOAD(&snapshim_mailbox.cancel) == LOAD(&snapshim_mailbox.request);
+}
+
+static void wait_unless_cancelled(struct nccl_job *job, int64_t until_ns)
+{
+	while (!LOAD(&job->done) && now_ns() < until_ns && !is_cancelled()) {
+		int64_t look_ns = now_ns() + LOOK_AGAIN_NS;
+
+		wait_for(job, look_ns < until_ns ? look_ns : until_ns);
+	}
 }
 
 static struct nccl_job *make(uint32_t command, size_t bytes, int64_t timeout_ns)
@@ -85,7 +102,7 @@ static int make_room(uint64_t bytes)
 int nccl_obey(uint32_t command, int64_t timeout_ns)
 {
 	uint64_t bytes = snapshim_mailbox.argument[1];
-	bool exclusive = command >= SNAPSHIM_NCCL_DETACH;
+	bool exclusive = command >= SNAPSHIM_NCCL_DETACH, cancelled = false;
 	struct nccl_job *job, *nobody = NULL;
 	int status;
 
@@ -107,8 +124,12 @@ int nccl_obey(uint32_t command, int64_t timeout_ns)
 	if (status && exclusive)
 		atomic_store(&busy, NULL);
 	if (!status) {
-		wait_for(job, job->until_ns);
+		if (exclusive)
+			wait_unless_cancelled(job, job->until_ns);
+		else
+			wait_for(job, job->until_ns);
 		if (!LOAD(&job->done) && exclusive) {
+			cancelled = is_cancelled();
 			atomic_store(&job->given_up, true);
 			if (command == SNAPSHIM_NCCL_ATTACH)
 				start(job_cancel, job);
@@ -116,7 +137,12 @@ int nccl_obey(uint32_t command, int64_t timeout_ns)
 		}
 		status = LOAD(&job->done) ? job->status : ETIMEDOUT;
 		if (LOAD(&job->done)) {
-			say(job->words);
+			if (cancelled && status == ETIMEDOUT) {
+				status = ECANCELED;
+				say("it was told to give up");
+			} else {
+				say(job->words);
+			}
 			reply = job->reply;
 			job->reply = NULL;
 			snapshim_mailbox.result[0] = (uintptr_t)reply;

@@ -7,15 +7,18 @@
 #include "strays.h"
 
 #include <dirent.h>
+#include <errno.h>
 #include <fcntl.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 #include <unistd.h>
 
 #include "../shim.h"
 #include "threads.h"
 
 #define DEEPEST_BYTES (1 << 20)
+#define EXITING 0x4 /* PF_EXITING of <linux/sched.h>: no code of the program runs in it any more */
 
 static bool known(int tid)
 {
@@ -46,13 +49,25 @@ static uint64_t stack_pointer(int tid)
 	return before ? strtoull(before, NULL, 16) : 0;
 }
 
-/* A thread that runs, or is not to be looked at, counts; one that has ended does not. */
+/* A thread that runs, or is not to be looked at, counts; one that has ended does not, nor one that the kernel is taking apart:
+ * whoever joined it has come back already. */
 static bool still_there(int tid)
 {
-	char path[64];
+	char path[64], text[512] = "", *name_end;
+	unsigned long flags = 0;
+	bool gone;
+	int file;
 
-	snprintf(path, sizeof(path), "/proc/self/task/%d", tid);
-	return access(path, F_OK) == 0;
+	snprintf(path, sizeof(path), "/proc/self/task/%d/stat", tid);
+	file = open(path, O_RDONLY | O_CLOEXEC);
+	if (file < 0)
+		return errno != ENOENT;
+	gone = read(file, text, sizeof(text) - 1) < 0 && errno == ESRCH;
+	close(file);
+	name_end = strrchr(text, ')'); /* a name may hold one */
+	if (name_end)
+		sscanf(name_end, ") %*c %*d %*d %*d %*d %*d %lu", &flags);
+	return !gone && !(flags & EXITING);
 }
 
 static bool is_inside(int memory, int tid, uint64_t from, uint64_t to)

@@ -12,7 +12,8 @@ its endpoint, and a call is repeated only where the caller says that it is idemp
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterable, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
 from time import monotonic
 from types import TracebackType
 from typing import Generic, Self, TypeVar
@@ -161,42 +162,55 @@ class ServerStream(Generic[Request, Reply]):
 
 
 class BothStream(Generic[Request, Reply]):
-    """Many requests, many replies; the requests come from an iterator that is consumed as the other side reads."""
+    """Many requests, many replies; the requests come from an iterator that is consumed as the other side reads.
+
+    Nobody reads requests once the replies have ended, however they did. gRPC's own reader, which it starts for a call that is
+    given an iterator, goes on waiting for the next one when the call breaks: so there is one of ours. Use `aclosing`.
+    """
 
     def __init__(self, link: _Link, method: str, call: grpc.aio.StreamStreamMultiCallable[Request, Reply]) -> None:
         self._link, self._method, self._call = link, method, call
 
     async def __call__(
         self,
-        requests: AsyncIterable[Request],
+        requests: AsyncGenerator[Request, None],
         *,
         timeout_s: float | None = None,
         metadata: Sequence[tuple[str, str]] = (),
-    ) -> AsyncIterator[Reply]:
-        broken: list[Exception] = []
+    ) -> AsyncGenerator[Reply, None]:
+        call = self._call(timeout=timeout_s, metadata=grpc.aio.Metadata(*metadata))
 
-        async def feed() -> AsyncIterator[Request]:
+        async def feed() -> None:
             try:
-                async for request in requests:
-                    yield request
-            except Exception as error:
-                broken.append(error)
+                async with aclosing(requests):
+                    async for request in requests:
+                        await call.write(request)
+                await call.done_writing()
+            except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                return  # the call is over: who reads the replies hears why
+            except BaseException:
+                call.cancel()
                 raise
 
-        call = self._call(feed(), timeout=timeout_s, metadata=grpc.aio.Metadata(*metadata))
+        feeding = asyncio.create_task(feed(), name=f"requests of {self._method}")
         try:
             async for reply in call:
                 yield _whole(reply, self._link.who, self._method)
         except asyncio.CancelledError:
-            if (
-                broken
-            ):  # gRPC cancels the call when the iterator of requests fails; that is not our task being cancelled
-                raise broken[0] from None
+            if (error := _failure(feeding)) is not None:  # it cancelled the call; that is not our task being cancelled
+                raise error from None
             raise
         except grpc.aio.AioRpcError as error:
             raise translate(error, self._link.who, self._method) from error
         finally:
             call.cancel()
+            feeding.cancel()
+            await asyncio.wait([feeding])
+            _failure(feeding)  # asyncio warns of one that nobody has looked at
+
+
+def _failure(task: asyncio.Task[None]) -> BaseException | None:
+    return task.exception() if task.done() and not task.cancelled() else None
 
 
 class NodeCalls:
@@ -260,6 +274,7 @@ class GateCalls:
         self.Detach = Unary(link, "Detach", stub.Detach)
         self.NewId = Unary(link, "NewId", stub.NewId)
         self.Attach = Unary(link, "Attach", stub.Attach)
+        self.GiveUp = Unary(link, "GiveUp", stub.GiveUp)
         self.Open = Unary(link, "Open", stub.Open)
 
 

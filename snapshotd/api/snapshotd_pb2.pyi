@@ -396,20 +396,61 @@ class ListMovesReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     MOVES_FIELD_NUMBER: _builtins.int
+    GATES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def moves(self) -> _containers.RepeatedCompositeFieldContainer[Global___MoveRecord]: ...
+    @_builtins.property
+    def gates(self) -> _containers.RepeatedCompositeFieldContainer[Global___ClosedGate]: ...
     def __init__(
         self,
         *,
         moves: _abc.Iterable[Global___MoveRecord] | None = ...,
+        gates: _abc.Iterable[Global___ClosedGate] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["moves", b"moves"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gates", b"gates", "moves", b"moves"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ListMovesReply: _TypeAlias = ListMovesReply  # noqa: Y015
+
+@_typing.final
+class ClosedGate(_message.Message):
+    """The NCCL gates of one node's ranks, closed for a move: they launch nothing until it has ended."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MOVE_FIELD_NUMBER: _builtins.int
+    JOB_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
+    SINCE_UNIX_S_FIELD_NUMBER: _builtins.int
+    WAITING_FOR_FIELD_NUMBER: _builtins.int
+    move: _builtins.str
+    job: _builtins.str
+    since_unix_s: _builtins.float
+    waiting_for: _builtins.str
+    """what has to happen before they open, in words; empty: the driver is at work"""
+    @_builtins.property
+    def ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """whose gates are closed here"""
+
+    def __init__(
+        self,
+        *,
+        move: _builtins.str = ...,
+        job: _builtins.str = ...,
+        ranks: _abc.Iterable[_builtins.int] | None = ...,
+        since_unix_s: _builtins.float = ...,
+        waiting_for: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "move", b"move", "ranks", b"ranks", "since_unix_s", b"since_unix_s", "waiting_for", b"waiting_for"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ClosedGate: _TypeAlias = ClosedGate  # noqa: Y015
 
 @_typing.final
 class MoveRecord(_message.Message):
@@ -2281,6 +2322,27 @@ class AttachReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AttachReply: _TypeAlias = AttachReply  # noqa: Y015
+
+@_typing.final
+class GiveUpReply(_message.Message):
+    """From the source daemon as well: a member has failed, and those of an Attach under way here need not wait for it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BUILDING_FIELD_NUMBER: _builtins.int
+    building: _builtins.bool
+    def __init__(
+        self,
+        *,
+        building: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["building", b"building"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GiveUpReply: _TypeAlias = GiveUpReply  # noqa: Y015
 
 @_typing.final
 class OpenReply(_message.Message):

@@ -1511,6 +1511,11 @@ class GateStub:
                 request_serializer=snapshotd_dot_api_dot_snapshotd__pb2.AttachRequest.SerializeToString,
                 response_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.AttachReply.FromString,
                 _registered_method=True)
+        self.GiveUp = channel.unary_unary(
+                '/snapshotd.v1.Gate/GiveUp',
+                request_serializer=snapshotd_dot_api_dot_snapshotd__pb2.MoveRequest.SerializeToString,
+                response_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.GiveUpReply.FromString,
+                _registered_method=True)
         self.Open = channel.unary_unary(
                 '/snapshotd.v1.Gate/Open',
                 request_serializer=snapshotd_dot_api_dot_snapshotd__pb2.TokenRequest.SerializeToString,
@@ -1567,6 +1572,13 @@ class GateServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GiveUp(self, request, context):
+        """node
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Open(self, request, context):
         """operator, node
         """
@@ -1606,6 +1618,11 @@ def add_GateServicer_to_server(servicer, server):
                     servicer.Attach,
                     request_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.AttachRequest.FromString,
                     response_serializer=snapshotd_dot_api_dot_snapshotd__pb2.AttachReply.SerializeToString,
+            ),
+            'GiveUp': grpc.unary_unary_rpc_method_handler(
+                    servicer.GiveUp,
+                    request_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.MoveRequest.FromString,
+                    response_serializer=snapshotd_dot_api_dot_snapshotd__pb2.GiveUpReply.SerializeToString,
             ),
             'Open': grpc.unary_unary_rpc_method_handler(
                     servicer.Open,
@@ -1779,6 +1796,33 @@ class Gate:
             '/snapshotd.v1.Gate/Attach',
             snapshotd_dot_api_dot_snapshotd__pb2.AttachRequest.SerializeToString,
             snapshotd_dot_api_dot_snapshotd__pb2.AttachReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GiveUp(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/snapshotd.v1.Gate/GiveUp',
+            snapshotd_dot_api_dot_snapshotd__pb2.MoveRequest.SerializeToString,
+            snapshotd_dot_api_dot_snapshotd__pb2.GiveUpReply.FromString,
             options,
             channel_credentials,
             insecure,

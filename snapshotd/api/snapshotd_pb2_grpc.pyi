@@ -477,6 +477,8 @@ class GateStub:
     """node"""
     Attach: _grpc.UnaryUnaryMultiCallable[_snapshotd_pb2.AttachRequest, _snapshotd_pb2.AttachReply]
     """node"""
+    GiveUp: _grpc.UnaryUnaryMultiCallable[_snapshotd_pb2.MoveRequest, _snapshotd_pb2.GiveUpReply]
+    """node"""
     Open: _grpc.UnaryUnaryMultiCallable[_snapshotd_pb2.TokenRequest, _snapshotd_pb2.OpenReply]
     """operator, node"""
 
@@ -500,6 +502,8 @@ class GateAsyncStub(GateStub):
     NewId: _aio.UnaryUnaryMultiCallable[_snapshotd_pb2.NewIdRequest, _snapshotd_pb2.NewIdReply]  # type: ignore[assignment]
     """node"""
     Attach: _aio.UnaryUnaryMultiCallable[_snapshotd_pb2.AttachRequest, _snapshotd_pb2.AttachReply]  # type: ignore[assignment]
+    """node"""
+    GiveUp: _aio.UnaryUnaryMultiCallable[_snapshotd_pb2.MoveRequest, _snapshotd_pb2.GiveUpReply]  # type: ignore[assignment]
     """node"""
     Open: _aio.UnaryUnaryMultiCallable[_snapshotd_pb2.TokenRequest, _snapshotd_pb2.OpenReply]  # type: ignore[assignment]
     """operator, node"""
@@ -557,6 +561,14 @@ class GateServicer(metaclass=_abc_1.ABCMeta):
         request: _snapshotd_pb2.AttachRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_snapshotd_pb2.AttachReply, _abc.Awaitable[_snapshotd_pb2.AttachReply]]:
+        """node"""
+
+    @_abc_1.abstractmethod
+    def GiveUp(
+        self,
+        request: _snapshotd_pb2.MoveRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_snapshotd_pb2.GiveUpReply, _abc.Awaitable[_snapshotd_pb2.GiveUpReply]]:
         """node"""
 
     @_abc_1.abstractmethod

@@ -25,7 +25,7 @@ from snapshotd.api.errors import Busy, Damaged, Denied, Internal, SnapshotError
 from snapshotd.images import lane
 from snapshotd.images.frame import MAX_CHUNK_BYTES, Answer, Frame, Kind, parse_header
 from snapshotd.images.store import ImageStore
-from snapshotd.images.wire import CONNECT_S, Inlet, hang_up, send_end, send_message, tls_context, tune
+from snapshotd.images.wire import CONNECT_S, Inlet, drain, hang_up, send_end, send_message, tls_context, tune
 
 LOG = logging.getLogger(__name__)
 
@@ -152,7 +152,7 @@ class _Lane:
 
     def _serve(self, connection: ssl.SSLSocket) -> None:
         try:
-            connection.do_handshake()
+            self._shake_hands(connection)
             self._talk(connection, Inlet(connection))
         except OSError as error:
             if self.open:
@@ -162,6 +162,14 @@ class _Lane:
                 del self._connections[connection]
                 self._admitted.discard(connection)
             connection.close()
+
+    def _shake_hands(self, connection: ssl.SSLSocket) -> None:
+        """A stranger who is not believed is told so by an alert, and hangs up first: as in `_refuse`."""
+        try:
+            connection.do_handshake()
+        except ssl.SSLError:
+            drain(connection, CONNECT_S)
+            raise
 
     def _talk(self, connection: ssl.SSLSocket, inlet: Inlet) -> None:
         try:

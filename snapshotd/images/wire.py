@@ -13,6 +13,7 @@ import contextlib
 import socket
 import ssl
 import struct
+from time import monotonic
 
 from snapshotd.api.channel import Credentials
 from snapshotd.api.errors import BadConfig
@@ -23,6 +24,7 @@ CONNECT_S = 3.0
 _LENGTH = struct.Struct(">I")
 _END = 0xFFFF_FFFF  # instead of a length: no more messages this way
 _BUFFER_BYTES = 4 << 20
+_DRAIN_BYTES = 64 << 10
 _SILENT_MS = 10_000
 _SO_SNDBUFFORCE, _SO_RCVBUFFORCE = 32, 33  # <asm-generic/socket.h>; Python has no name for them
 
@@ -71,6 +73,21 @@ def hang_up(connection: socket.socket) -> None:
     """
     with contextlib.suppress(OSError):
         socket.socket.shutdown(connection, socket.SHUT_RDWR)
+
+
+def drain(connection: socket.socket, patience_s: float) -> None:
+    """Says nothing more, and takes whatever still comes until the other end hangs up, for so long at most.
+
+    A connection that is closed with bytes unread is reset, and the reset overtakes the last words: the other end would hear
+    that the connection broke, and not why. Plain bytes, also where TLS has failed.
+    """
+    ends_s = monotonic() + patience_s
+    with contextlib.suppress(OSError):  # TimeoutError is one
+        socket.socket.shutdown(connection, socket.SHUT_WR)
+        while (left_s := ends_s - monotonic()) > 0:
+            connection.settimeout(left_s)
+            if not socket.socket.recv(connection, _DRAIN_BYTES):
+                break
 
 
 def send_message(connection: socket.socket, message: bytes) -> None:

@@ -10,17 +10,17 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from typing import Any
 
 from snapshotd import host, metrics, rules
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.client import DaemonClient
-from snapshotd.api.errors import NcclFailed, RankGone, Refused, SnapshotError, Where, WrongState
+from snapshotd.api.errors import RankGone, Refused, SnapshotError, Where, WrongState
 from snapshotd.blocking import in_thread
 from snapshotd.faults import Point, reach
 from snapshotd.ops.listing import ranks_of
-from snapshotd.ops.members import ATTACH_S, DETACH_S, NEW_ID_S, Members
+from snapshotd.ops.members import ATTACH_S, DETACH_S, NEW_ID_S, Members, cause
 from snapshotd.ops.node import Moving, Node
 from snapshotd.ops.seats import Seat, Seats, seats_of, untried
 from snapshotd.rules import Mark
@@ -29,13 +29,13 @@ log = logging.getLogger(__name__)
 
 #: What a call takes beyond the work itself.
 GRACE_S = 5.0
-REPORT_S, LIST_S, OPEN_S = 15.0, 10.0, 5.0
+REPORT_S, LIST_S, OPEN_S, GIVE_UP_S = 15.0, 10.0, 5.0, 5.0
+#: Between two words to a node that has not given up yet.
+TELL_AGAIN_S = 0.5
 #: The held copy is continued and loads a fresh copy of NCCL.
 READY_S = 60.0
 #: How long an undo tries to build the communicators again before it lets the job go on without them.
 UNDO_S = 120.0
-
-T = TypeVar("T")
 
 
 class Communicators:
@@ -80,9 +80,9 @@ class Communicators:
         gpus = await self._gpus(moving, _nodes(seats))
         ids = await self._new_ids(moving, seats)
         await self._on_all(
-            moving,
             _nodes(seats),
             lambda name: self._attach_on(moving, name, seats, ids, gpus),
+            lambda name: self._give_up_on(moving, name),
         )
         seconds = host.boottime_s() - began
         metrics.phase("reattach", seconds)
@@ -182,7 +182,7 @@ class Communicators:
             async with self._client(moving, name) as client:
                 await client.gate.Detach(request, timeout_s=DETACH_S + GRACE_S)
 
-        await self._on_all(moving, _nodes(seats), detach)
+        await self._on_all(_nodes(seats), detach)
 
     async def _new_ids(self, moving: Moving, seats: Seats) -> dict[str, str]:
         """An id for each, made by whoever has seat 0 in it."""
@@ -226,17 +226,49 @@ class Communicators:
                     found[rank.uid] = found.get(rank.uid, frozenset()) | frozenset(rank.gpus)
         return found
 
-    async def _on_all(self, moving: Moving, names: list[str], act: Callable[[str], Awaitable[T]]) -> None:
-        """The same on all nodes at once. All are waited for; then the failure that says most is raised: NCCL's own words
-        before those of the others, who only waited for it."""
-        results = await asyncio.gather(*map(act, names), return_exceptions=True)
-        failed = {name: error for name, error in zip(names, results, strict=True) if isinstance(error, BaseException)}
-        for kind in (RankGone, NcclFailed, SnapshotError, BaseException):
-            for name, error in failed.items():
-                if isinstance(error, SnapshotError) and isinstance(error, kind):
-                    raise type(error)(f"on {name}: {error.message}", remedy=error.advice, where=error.where) from error
-                if isinstance(error, kind):
-                    raise error
+    async def _give_up_on(self, moving: Moving, name: str) -> None:
+        """Whoever does not hear of it waits for its own deadline, as nobody would have to."""
+        try:
+            if name == self.node.config.node:
+                await self.members.give_up(moving.log.move, name)
+                return
+            async with self._client(moving, name) as client:
+                await client.gate.GiveUp(pb.MoveRequest(move=moving.log.move), timeout_s=GIVE_UP_S)
+        except SnapshotError as error:
+            log.info("node %s could not be told to give up: %s", name, error.message)
+
+    async def _on_all(
+        self,
+        names: Sequence[str],
+        act: Callable[[str], Coroutine[Any, Any, None]],
+        give_up: Callable[[str], Coroutine[Any, Any, None]] | None = None,
+    ) -> None:
+        """The same on all nodes at once. All are waited for; then what failed first is raised.
+
+        `give_up` is for what waits for each other: once a node has failed the others are told, and told again, because what
+        one was asked before may reach it later.
+        """
+        tasks = {asyncio.create_task(act(name)): name for name in names}
+        failed: dict[str, BaseException] = {}
+        waiting = set(tasks)
+        try:
+            while waiting:
+                done, waiting = await asyncio.wait(
+                    waiting, timeout=TELL_AGAIN_S if failed and give_up else None, return_when=asyncio.FIRST_COMPLETED
+                )
+                failed |= {tasks[task]: error for task in done if (error := task.exception())}
+                if failed and give_up and waiting:
+                    await asyncio.gather(*(give_up(tasks[task]) for task in waiting))
+        finally:
+            for task in waiting:
+                task.cancel()
+        if not failed:
+            return
+        error = cause(failed.values())
+        name = next(name for name, each in failed.items() if each is error)
+        if isinstance(error, SnapshotError):
+            raise type(error)(f"on {name}: {error.message}", remedy=error.advice, where=error.where) from error
+        raise error
 
     def _client(self, moving: Moving, name: str) -> DaemonClient:
         begin = moving.log.begin

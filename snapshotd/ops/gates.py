@@ -233,6 +233,24 @@ class GateOps:
         if outcome is not None:
             raise WrongState(f"move {moving.log.move} has ended: {outcome.outcome} ({outcome.reason})")
 
+    def closed(self, move: str = "") -> list[pb.ClosedGate]:
+        """The gates that are closed here, for one move or for any. It blocks: call it in a thread."""
+        found = []
+        for move_log in self.journal.all():
+            if move_log.last_mark is Mark.SETTLED or move not in {"", move_log.move}:
+                continue
+            moving = self.moves.get(move_log.move)
+            found.append(
+                pb.ClosedGate(
+                    move=move_log.move,
+                    job=move_log.begin.job,
+                    ranks=sorted({each.rank for each in gated.alive(move_log)}),
+                    since_unix_s=move_log.begin.begun_unix_s,
+                    waiting_for=moving.waiting_for if moving else "",
+                )
+            )
+        return found
+
     def closed_for(self, move: str) -> bool:
         """Whether gates here are closed for this move."""
         move_log = self.journal.find(move)

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Iterable, Sequence
+import threading
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 
 from snapshotd import host, ncclctl, tree
 from snapshotd.api import snapshotd_pb2 as pb
@@ -34,6 +36,7 @@ class Members:
     def __init__(self, gates: GateOps, held_copy: Callable[[str], Moving | None]) -> None:
         self.gates = gates
         self._held_copy = held_copy
+        self._building: defaultdict[str, set[threading.Event]] = defaultdict(set)  # by move; set: those give up
 
     async def adopt_copies(self) -> None:
         """At start: a copy that an earlier life had woken to build communicators stands still again."""
@@ -88,19 +91,34 @@ class Members:
         began = host.boottime_s()
         copy = self._copy_of(request.move, request.rank_uids)
         staying = set(request.rank_uids) - ({copy.log.begin.rank_uid} if copy else set())
-        work = [self._attach_copy(copy, lines, caller)] if copy is not None else []
+        given_up = threading.Event()
+        work = [self._attach_copy(copy, lines, caller, given_up)] if copy is not None else []
         if staying:
-            work.append(self._attach_here(self.gates.moving(request.move), staying, lines, caller))
-        results = await asyncio.gather(*work, return_exceptions=True)
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
+            work.append(self._attach_here(self.gates.moving(request.move), staying, lines, caller, given_up))
+        self._building[request.move].add(given_up)
+        try:
+            await _all_or_none(work, given_up)
+        finally:
+            self._building[request.move].discard(given_up)
+            if not self._building[request.move]:
+                del self._building[request.move]
         if lines:
             log.info("move %s: built %d communicators again", request.move, len(lines))
             await reach(Point.ATTACHED)
         return pb.AttachReply(comms=len(lines), seconds=host.boottime_s() - began)
 
-    async def _attach_copy(self, copy: Moving, lines: list[str], caller: str) -> None:
+    async def give_up(self, move: str, caller: str) -> pb.GiveUpReply:
+        """Another member has failed: those that are waiting for it here need not. Their own Attach says what came of it."""
+        copy, building = self._held_copy(check_move_id(move)), self._building.get(move, ())
+        _only_the_source((copy or self.gates.moving(move)).log, caller)
+        fresh = [given_up for given_up in building if not given_up.is_set()]
+        for given_up in fresh:
+            given_up.set()
+        if fresh:
+            log.info("move %s: gives up building communicators: a member elsewhere has failed", move)
+        return pb.GiveUpReply(building=bool(building))
+
+    async def _attach_copy(self, copy: Moving, lines: list[str], caller: str, given_up: threading.Event) -> None:
         _only_the_source(copy.log, caller)
         async with copy.lock:
             self._may_wake(copy)
@@ -109,19 +127,21 @@ class Members:
                 if not lines:
                     return
                 await reach(Point.ATTACHING)
-                await all_at_once(lambda each: ncclctl.attach(each, lines, ATTACH_S), processes)
+                await _build(processes, lines, given_up)
             except BaseException:
                 await held.still(copy.log)
                 raise
             await held.still(copy.log)
 
-    async def _attach_here(self, moving: Moving, rank_uids: Collection[str], lines: list[str], caller: str) -> None:
+    async def _attach_here(
+        self, moving: Moving, rank_uids: Collection[str], lines: list[str], caller: str, given_up: threading.Event
+    ) -> None:
         _only_the_source(moving.log, caller)
         async with moving.lock:
             self.gates.still_open(moving)
             found = await in_thread(gated.members, moving.log, rank_uids)
             await reach(Point.ATTACHING)
-            await all_at_once(lambda each: ncclctl.attach(each.process, lines, ATTACH_S), found)
+            await _build([each.process for each in found], lines, given_up)
 
     def _copy_of(self, move: str, rank_uids: Iterable[str]) -> Moving | None:
         copy = self._held_copy(check_move_id(move))
@@ -130,6 +150,37 @@ class Members:
     def _may_wake(self, copy: Moving) -> None:
         if self._held_copy(copy.log.move) is not copy:  # it was, before the lock was ours
             raise WrongState(f"the copy of move {copy.log.move} is not held here any more", where=Where.UNKNOWN)
+
+
+async def _build(processes: Sequence[Process], lines: Sequence[str], given_up: threading.Event) -> None:
+    """In all of them, or in none: the first that fails lets the others give up."""
+    if given_up.is_set():
+        raise ncclctl.gave_up("this node")
+    running = [all_at_once(lambda each: ncclctl.attach(each, lines, ATTACH_S, given_up), [each]) for each in processes]
+    await _all_or_none(running, given_up)
+
+
+async def _all_or_none(work: Iterable[Awaitable[object]], given_up: threading.Event) -> None:
+    failures: list[BaseException] = []  # in the order in which they came
+
+    async def watched(one: Awaitable[object]) -> None:
+        try:
+            await one
+        except BaseException as error:
+            failures.append(error)
+            given_up.set()
+            raise
+
+    await asyncio.gather(*map(watched, work), return_exceptions=True)
+    if failures:
+        raise cause(failures)
+
+
+def cause(failures: Iterable[BaseException]) -> BaseException:
+    """Of failures in the order in which they came: the first, because those after it may only have waited for that member,
+    or have seen it go. But a member that has ended comes before all: there is no use in trying again."""
+    found = list(failures)
+    return next((error for error in found if isinstance(error, RankGone)), found[0])
 
 
 def _new_id(processes: Sequence[Process], inner_pid: int) -> str:

@@ -31,6 +31,7 @@ class FakeDaemon(stubs.NodeServicer, stubs.SourceServicer, stubs.TargetServicer)
     name: str
     ranks: list[pb.Rank] = field(default_factory=list)
     moves: list[pb.MoveRecord] = field(default_factory=list)
+    gates: list[pb.ClosedGate] = field(default_factory=list)
     checks: list[pb.Check] = field(default_factory=list)
     gpus: list[pb.Gpu] = field(default_factory=list)
     gpu_problem: str = ""
@@ -80,7 +81,10 @@ class FakeDaemon(stubs.NodeServicer, stubs.SourceServicer, stubs.TargetServicer)
 
     def ListMoves(self, request: pb.ListMovesRequest, context: grpc.ServicerContext) -> pb.ListMovesReply:
         self._hear("ListMoves", request, context)
-        return pb.ListMovesReply(moves=[record for record in self.moves if request.move in ("", record.move)])
+        return pb.ListMovesReply(
+            moves=[record for record in self.moves if request.move in ("", record.move)],
+            gates=[gate for gate in self.gates if request.move in ("", gate.move)],
+        )
 
     # ---------------------------------------------------------------- Source
 
@@ -162,6 +166,10 @@ class FakeDaemon(stubs.NodeServicer, stubs.SourceServicer, stubs.TargetServicer)
         self._hear("OpenLane", request, context)
         return pb.OpenLaneReply()
 
+    def OpenStripes(self, request: pb.OpenStripesRequest, context: grpc.ServicerContext) -> pb.OpenStripesReply:
+        self._hear("OpenStripes", request, context)
+        return pb.OpenStripesReply()
+
     def Seal(self, request: pb.SealRequest, context: grpc.ServicerContext) -> pb.SealReply:
         self._hear("Seal", request, context)
         return pb.SealReply()
@@ -233,6 +241,9 @@ class FakeGates(stubs.GateServicer):
         raise NotImplementedError("between daemons")
 
     def Attach(self, request: pb.AttachRequest, context: grpc.ServicerContext) -> pb.AttachReply:
+        raise NotImplementedError("between daemons")
+
+    def GiveUp(self, request: pb.MoveRequest, context: grpc.ServicerContext) -> pb.GiveUpReply:
         raise NotImplementedError("between daemons")
 
 

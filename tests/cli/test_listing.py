@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from migrator.cli import nodes, ps
+from migrator.cli import nodes, ps, status
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import Ambiguous, Busy, Denied, NotFound, Refused, Unreachable
 from tests.cli.conftest import MOVE, FakeCluster, Migrator, a_rank, a_record
@@ -257,6 +257,47 @@ def test_one_move_in_detail(cluster: FakeCluster, migrator: Migrator) -> None:
     assert "frozen on source (node-1)" in ran.out
     assert "silent driver" in ran.out
     assert migrator("status", MOVE, "--json").json["decided_by"] == "source"
+
+
+def a_gate(*ranks: int, **changes: Any) -> pb.ClosedGate:
+    told: dict[str, Any] = {"move": MOVE, "job": "train", "ranks": ranks, "since_unix_s": 1000.0}
+    return pb.ClosedGate(**told | changes)
+
+
+def test_status_shows_who_waits_at_a_closed_gate(cluster: FakeCluster, migrator: Migrator) -> None:
+    """Which rank, for which move, since when: also where no move is left that has not ended."""
+    assert migrator("status", "--json").json["gates"] == []
+    cluster["node-2"].gates = [a_gate(3, 1, waiting_for="the source has not decided yet")]
+    cluster["node-1"].gates = [a_gate(0)]
+    ran = migrator("status")
+    assert ran.out.startswith("no unfinished moves")
+    heads, *rows = ran.out.splitlines()[2:]
+    assert " ".join(heads.split()) == " ".join(status.GATE_HEADS)
+    assert [row.split()[:4] for row in rows] == [
+        [MOVE, "train", "0", "node-1"],
+        [MOVE, "train", "1", "node-2"],
+        [MOVE, "train", "3", "node-2"],
+    ]
+    assert rows[0].endswith("-")
+    assert rows[1].endswith("the source has not decided yet")
+    assert migrator("status", "--json").json["gates"][1] == {
+        "node": "node-2",
+        "move": MOVE,
+        "job": "train",
+        "rank": 1,
+        "since_unix_s": 1000.0,
+        "waiting_for": "the source has not decided yet",
+    }
+
+
+def test_the_gates_of_one_move(cluster: FakeCluster, migrator: Migrator) -> None:
+    cluster["node-2"].gates = [a_gate(1), a_gate(7, move="m-ffffffffffff", job="other")]
+    only = migrator("status", MOVE)  # its source and its target know nothing of it, or are gone
+    assert (only.code, len(only.out.splitlines())) == (0, 2)
+    assert [gate["rank"] for gate in migrator("status", MOVE, "--json").json["gates"]] == [1]
+    cluster["node-1"].moves = [a_record("source")]
+    assert "gate of rank 1: closed on node-2 for" in migrator("status", MOVE).out
+    assert [gate["rank"] for gate in migrator("status", MOVE, "--json").json["gates"]] == [1]
 
 
 @pytest.mark.parametrize("verb", ["status", "recover"])

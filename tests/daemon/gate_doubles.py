@@ -6,6 +6,7 @@ What a shim is told goes into `Shims.said`, in order; clients are the other node
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,6 +36,8 @@ class Shims:
         self.closed: set[Process] = set()
         self.said: list[tuple[str, int, Any]] = []
         self.failing: dict[str, int] = {}  # what fails, and how often
+        self.waiting: set[Process] = set()  # whose attach waits for the others
+        self.failing_process: Process | None = None  # whose attach fails
         self.before: Any = lambda what: None
 
     def _hear(self, what: str, process: Process, more: Any = None) -> None:
@@ -74,8 +77,13 @@ class Shims:
         self._hear("new-id", process)
         return f"{process.pid:0256x}"
 
-    def attach(self, process: Process, lines: Sequence[str], timeout_s: float) -> None:
+    def attach(self, process: Process, lines: Sequence[str], timeout_s: float, given_up: threading.Event) -> None:
         self._hear("attach", process, list(lines))
+        if process == self.failing_process:
+            raise NcclFailed(f"process {process.pid} cannot attach")
+        if process in self.waiting:
+            assert given_up.wait(60), "nobody told it to give up"
+            raise ncclctl.gave_up(f"process {process.pid}")
         self._turn(process, [line.split()[0] for line in lines], "live")
 
     def _turn(self, process: Process, comms: Sequence[str], state: str) -> None:
@@ -160,6 +168,7 @@ class Here:
                 Detach=lambda request, timeout_s: called(members.detach, request, caller),
                 NewId=lambda request, timeout_s: called(members.new_id, request, caller),
                 Attach=lambda request, timeout_s: called(members.attach, request, caller),
+                GiveUp=lambda request, timeout_s: called(members.give_up, request.move, caller),
                 Open=lambda request, timeout_s: called(gates.open, request.move, request.token, caller),
             ),
         )

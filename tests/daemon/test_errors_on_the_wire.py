@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -317,11 +317,11 @@ async def test_relay_both_ways_with_its_metadata(serve: Serve) -> None:
             yield pb.RelayFrame(frame=f"{who}:".encode() + frame.frame)
         raise WrongState("the keeper is gone")
 
-    async def frames() -> AsyncIterator[pb.RelayFrame]:
+    async def frames() -> AsyncGenerator[pb.RelayFrame, None]:
         yield pb.RelayFrame(frame=b"one")
         yield pb.RelayFrame(frame=b"two")
 
-    async def broken() -> AsyncIterator[pb.RelayFrame]:
+    async def broken() -> AsyncGenerator[pb.RelayFrame, None]:
         yield pb.RelayFrame(frame=b"one")
         raise RankGone("the rank ended")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -63,6 +64,21 @@ async def test_what_is_closed_is_journalled_first(cluster: Cluster) -> None:
     assert seen == [("close", Mark.GATED, 2), ("close", Mark.GATED, 2)]
     assert sorted(process.rank for process in report.processes) == [1, 2]
     assert all('"gate": "closed"' in process.json for process in report.processes)
+
+
+async def test_what_is_closed_is_listed_until_it_opens(cluster: Cluster) -> None:
+    gates = cluster.nodes["b"].gates
+    assert gates.closed() == []
+    await cluster.close_all()
+    (closed,) = gates.closed()
+    assert (closed.move, closed.job, list(closed.ranks)) == (MOVE, "job", [1, 2])
+    assert closed.since_unix_s == gates.moves[MOVE].log.begin.begun_unix_s
+    assert gates.closed("m-ffffffffffff") == []
+    end(cluster.process[2])
+    (closed,) = gates.closed(MOVE)
+    assert list(closed.ranks) == [1]
+    await gates.open(MOVE, cluster.token("COMMIT"), "driver")
+    assert gates.closed() == []
 
 
 async def test_closing_again_closes_what_is_left_and_journals_nothing_new(cluster: Cluster) -> None:
@@ -239,6 +255,52 @@ async def test_only_the_source_may_ask_for_it(cluster: Cluster) -> None:
         await members.attach(pb.AttachRequest(move=MOVE, rank_uids=["job-1"]), "c")
     with pytest.raises(Denied):
         await members.new_id(pb.NewIdRequest(move=MOVE, rank_uid="job-1", pid=cluster.pid(1)), "c")
+    with pytest.raises(Denied):
+        await members.give_up(MOVE, "c")
+
+
+@pytest.mark.parametrize("failing", range(3))
+async def test_one_member_that_fails_lets_the_others_give_up(cluster: Cluster, failing: int) -> None:
+    """On its own node (ranks 1 and 2 share one) and on all others; what is told is the cause. The next attempt is new."""
+    await cluster.close_all()
+    moving = cluster.begin()
+    source = cluster.nodes["a"].communicators
+    await source.detach(moving)
+    cluster.shims.waiting = {process for rank, process in cluster.process.items() if rank != failing}
+    cluster.shims.failing_process = cluster.process[failing]
+    with pytest.raises(NcclFailed, match=f"on {'abb'[failing]}: process {cluster.pid(failing)} cannot attach"):
+        await source.attach(moving, "a")
+    cluster.shims.waiting.clear()
+    cluster.shims.failing_process = None
+    await source.attach(moving, "a")
+    assert cluster.shims.states() == {"live"}
+
+
+async def test_a_node_that_was_asked_to_build_after_it_was_told_to_give_up_is_told_again(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Node b hears of the attempt late. It would wait for its whole time for a member that has failed already."""
+    monkeypatch.setattr(communicators, "TELL_AGAIN_S", 0.01)
+    await cluster.close_all()
+    moving = cluster.begin()
+    source, late = cluster.nodes["a"].communicators, cluster.nodes["b"].members
+    await source.detach(moving)
+    cluster.shims.waiting = {cluster.process[1], cluster.process[2]}
+    cluster.shims.failing_process = cluster.process[0]
+    told, attach, give_up = asyncio.Event(), late.attach, late.give_up
+
+    async def attach_late(request: pb.AttachRequest, caller: str) -> pb.AttachReply:
+        await told.wait()
+        return await attach(request, caller)
+
+    async def note(move: str, caller: str) -> pb.GiveUpReply:
+        told.set()
+        return await give_up(move, caller)
+
+    monkeypatch.setattr(late, "attach", attach_late)
+    monkeypatch.setattr(late, "give_up", note)
+    with pytest.raises(NcclFailed, match="on a: process"):
+        await source.attach(moving, "a")
 
 
 async def test_commit_wants_them_built_again(cluster: Cluster) -> None:

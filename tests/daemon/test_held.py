@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -111,7 +112,7 @@ class Gated(SimpleNamespace):
 
 @pytest.fixture
 def members(copy: Copy, monkeypatch: pytest.MonkeyPatch) -> Members:
-    def attach(process: Process, lines: list[str], timeout_s: float) -> None:
+    def attach(process: Process, lines: list[str], timeout_s: float, given_up: threading.Event) -> None:
         copy.said.append("attach")
         if copy.failing:
             raise NcclFailed("ncclCommInitRank answers 6")
@@ -142,6 +143,20 @@ async def test_it_stands_still_when_nccl_says_no(copy: Copy, members: Members) -
         await members.attach(asked("0" * 16), "a")
     assert copy.said[-1] == "freeze"
     assert tree.stopped(copy.speaker.pid)
+
+
+async def test_told_to_give_up_while_it_wakes_it_builds_nothing_and_stands_still(
+    copy: Copy, members: Members, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def told_meanwhile(point: object) -> None:
+        assert (await members.give_up(MOVE, "a")).building
+
+    monkeypatch.setattr("snapshotd.ops.members.reach", told_meanwhile)
+    with pytest.raises(Timeout, match="given up building"):
+        await members.attach(asked("0" * 16), "a")
+    assert copy.said == ["thaw", "fresh", "freeze"]
+    assert tree.stopped(copy.speaker.pid)
+    assert not (await members.give_up(MOVE, "a")).building
 
 
 async def test_only_its_source_wakes_it(copy: Copy, members: Members) -> None:

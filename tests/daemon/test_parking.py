@@ -673,7 +673,7 @@ async def test_a_fill_that_is_given_up_waits_for_no_stripe(source: Source, early
     first.ready, first.fill, first.cancel = ready, fill, cancelled.set
     with pytest.raises(Unreachable, match="the connection is lost"):
         await refill.on_target(processes, device, folder, Lost({}), gpu.Parts())  # type: ignore[arg-type]
-    assert ended == ["ready" if early else "fill"]
+    assert ended in ([["ready"]] if early else [["fill"], []])  # none: it was given up just before
 
 
 @pytest.mark.parametrize(("how", "whole"), [("all", True), ("none", False), ("short", False), ("not said", False)])

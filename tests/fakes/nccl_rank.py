@@ -12,6 +12,7 @@ import ctypes
 import importlib
 import os
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from ctypes import c_void_p
@@ -19,6 +20,8 @@ from pathlib import Path
 
 from tests.fakes.nccl_calls import UNIQUE_ID_BYTES, Config, Nccl, Operator, Result, UniqueId
 from tests.fakes.nccl_numbers import DataType, Number, reduced
+
+_PF_EXITING = 0x4  # <linux/sched.h>; no user code runs in it any more
 
 
 class Buffer:
@@ -122,7 +125,24 @@ class Rank:
 
 
 def threads() -> set[str]:
-    return set(os.listdir("/proc/self/task"))
+    """Every thread that may still run. One that was joined is listed for a moment more, while the kernel takes it apart."""
+    return {tid for tid in os.listdir("/proc/self/task") if not _ends(tid)}
+
+
+def _ends(tid: str) -> bool:
+    try:
+        stat = Path(f"/proc/self/task/{tid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    flags = stat[stat.rindex(")") :].split()[7]
+    return bool(int(flags) & _PF_EXITING)
+
+
+def joined(thread: threading.Thread) -> None:
+    """Waits until it is none of `threads()`; Python's own join comes back while it still runs."""
+    thread.join()
+    while str(thread.native_id) in threads():
+        time.sleep(0.001)
 
 
 def descriptors() -> dict[str, str]:

@@ -97,8 +97,8 @@ class Ranks:
 
     def wait(self, *, though_some_fail: bool = False) -> list[tuple[int, str]]:
         """How each rank ended, and what it said. When one fails, those that may wait for it are killed."""
-        while any(process.poll() is None for process in self.processes):
-            if not though_some_fail and any(process.returncode for process in self.processes):
+        while None in (ends := [process.poll() for process in self.processes]):  # all are asked: any may have failed
+            if not though_some_fail and any(ends):
                 self.kill()
             time.sleep(0.005)
         return [(process.returncode, self.words(rank).read_text()) for rank, process in enumerate(self.processes)]

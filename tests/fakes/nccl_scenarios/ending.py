@@ -13,7 +13,7 @@ from ctypes import c_void_p
 
 from tests.fakes.nccl_calls import Operator, Result, UniqueId, config
 from tests.fakes.nccl_numbers import FLOAT32, INT32
-from tests.fakes.nccl_rank import Buffer, Rank, descriptors, threads
+from tests.fakes.nccl_rank import Buffer, Rank, descriptors, joined, threads
 
 COUNT = 13  # not a multiple of any number of ranks tested
 
@@ -111,7 +111,7 @@ def abort_while_a_peer_hangs(rank: Rank) -> None:
             pass
     nccl.ncclCommAbort(comm)
     if waiting.ident is not None:
-        waiting.join()
+        joined(waiting)
         assert destroyed == [Result.INTERNAL_ERROR]
     assert not rank.busy()
     assert threads() == before_threads

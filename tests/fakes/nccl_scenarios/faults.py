@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tests.fakes.nccl_calls import Operator, Result, UniqueId, config
 from tests.fakes.nccl_numbers import FLOAT16, FLOAT32, INT32, reduced
-from tests.fakes.nccl_rank import Buffer, Rank, descriptors, threads
+from tests.fakes.nccl_rank import Buffer, Rank, descriptors, joined, threads
 
 COUNT = 13  # not a multiple of any number of ranks tested
 
@@ -151,7 +151,7 @@ def hangs_until_aborted(rank: Rank) -> None:
     launching = threading.Thread(target=lambda: results.append(nccl.result_of(*call)))
     launching.start()
     if rank.rank == 0 or point.endswith(".run"):
-        launching.join()
+        joined(launching)
         assert results == [Result.SUCCESS]
         assert rank.busy()
     rank.all_reached("launched")
@@ -162,7 +162,7 @@ def hangs_until_aborted(rank: Rank) -> None:
         rank.hear("aborted")
         assert rank.settle_in_error(comm) is Result.REMOTE_ERROR
         nccl.ncclCommAbort(comm)
-    launching.join()
+    joined(launching)
     if rank.rank == 1 and point == "allreduce":
         assert results[0] in (Result.INTERNAL_ERROR, Result.INVALID_ARGUMENT)
     assert not rank.busy()

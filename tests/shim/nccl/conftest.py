@@ -90,8 +90,8 @@ class Job:
 
     def all_right(self) -> None:
         """Waits for the end. When a rank fails, those that may wait for it are killed."""
-        while any(process.poll() is None for process in self.processes):
-            if any(process.returncode for process in self.processes):
+        while None in (ends := [process.poll() for process in self.processes]):  # all are asked: any may have failed
+            if any(ends):
                 self.kill()
             time.sleep(0.005)
         assert [process.returncode for process in self.processes] == [0] * len(self.processes), self.words()

@@ -21,7 +21,7 @@ from snapshotd import shimctl, tree
 PARK, RELEASE = 1, 2
 ROOM, CLOSE, TARGETS, REPORT, OPEN, DETACH, NEW_ID, FRESH, ATTACH = range(16, 25)
 
-_COMMAND_AT, _REQUEST_AT, _ANSWER_AT = 36, 72, 76
+_COMMAND_AT, _REQUEST_AT, _ANSWER_AT, _CANCEL_AT = 36, 72, 76, 84
 _ANSWER = struct.Struct("<IiI4Q512s")
 
 
@@ -77,6 +77,10 @@ class Gate:
                     return result, os.pread(memory, result[1], result[0]) if result[1] else b""
             time.sleep(0.0005)
 
+    def cancel(self, number: int) -> None:
+        with self._memory() as memory:
+            os.pwrite(memory, struct.pack("<I", number), self.address + _CANCEL_AT)
+
     def send(self, command: int, text: str = "", timeout_s: float = 20.0) -> int:
         """Begins a command; its number is for `finish`."""
         data = text.encode()
@@ -119,6 +123,10 @@ class Gates:
 
     def reports(self) -> list[dict[str, Any]]:
         return [json.loads(told) for told in self.all(REPORT)]
+
+    def launched(self) -> list[dict[Channel, int]]:
+        """How much each rank has launched."""
+        return [dict(report.launched) for report in self._as_reports(self.reports()).values()]
 
     def to_the_cut(self, patience_s: float = 60.0) -> Cut:
         """Closes all gates and lets the ranks run on until all stand at one cut."""

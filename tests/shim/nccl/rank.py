@@ -16,7 +16,7 @@ import threading
 from pathlib import Path
 
 from tests.fakes.nccl_calls import Nccl
-from tests.fakes.nccl_rank import Rank
+from tests.fakes.nccl_rank import Rank, joined
 
 
 class LinkedNccl(Nccl):
@@ -36,7 +36,7 @@ def main() -> None:
     # The shim's control thread comes with a process's second thread: it is there before a scenario counts threads.
     thread = threading.Thread(target=lambda: None)
     thread.start()
-    thread.join()
+    joined(thread)
     library, meeting, scenario, number, nranks = sys.argv[1:]
     module, function = scenario.rsplit(".", 1)
     package = "tests.shim.nccl" if module == "jobs" else "tests.fakes.nccl_scenarios"

@@ -1,0 +1,317 @@
+"""What whoever started a job gives it and gets from it while it moves: every byte once and in order, on pipes, files and
+terminals. Nothing here may depend on how long a move takes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import platform
+import pty
+import re
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import threading
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from integration.behaviour import AWAY, HOME, THIRD, Reader
+from integration.harness import WORKLOADS, Cluster, Job, until
+from snapshotd.api.errors import Undone
+
+pytestmark = pytest.mark.root
+
+BLOCK_NUMBERS = 2047  # of workloads/flood.py
+
+
+@pytest.fixture
+def nodes(behave: Cluster) -> Iterator[Cluster]:
+    yield behave
+    behave.tidy()
+
+
+# ---------------------------------------------------------------- stdin
+
+
+def numbered_lines(count: int) -> Iterator[bytes]:
+    for number in range(count):
+        yield b"%08d" % number * 1000 + b"\n"
+
+
+def answers(lines: list[bytes]) -> list[str]:
+    told = [f"{n} {len(line)} {hashlib.sha256(line).hexdigest()[:16]}" for n, line in enumerate(lines, 1)]
+    return [*told, f"END {len(lines)}"]
+
+
+class Feeder:
+    """Writes numbered lines into a job's stdin, as fast as they are taken, until told to end."""
+
+    def __init__(self, job: Job) -> None:
+        assert job.process.stdin is not None
+        self.fed: list[bytes] = []
+        self._sink, self._stop = job.process.stdin, threading.Event()
+        self._thread = threading.Thread(target=self._feed, daemon=True)
+        self._thread.start()
+
+    def _feed(self) -> None:
+        with contextlib.suppress(BrokenPipeError), self._sink:  # the job's end is for the test to see
+            for line in numbered_lines(1 << 20):
+                self._sink.write(line)
+                self.fed.append(line)
+                if self._stop.is_set() and len(self.fed) > 700:
+                    break
+
+    def end(self) -> list[bytes]:
+        self._stop.set()
+        self._thread.join(60)
+        assert not self._thread.is_alive(), "nobody takes the input"
+        return self.fed
+
+
+def test_every_line_of_stdin_is_answered_once_while_it_moves_twice(nodes: Cluster) -> None:
+    job = nodes.workload(HOME, "echo.py", stdin=subprocess.PIPE)
+    feeder = Feeder(job)
+    job.await_lines(100)
+    for node in (AWAY, THIRD):
+        nodes.move(job, node)
+        job.await_progress(50)
+    fed = feeder.end()
+    assert job.finish() == 0
+    assert job.lines() == answers(fed)
+    assert sum(len(line) for line in fed) > 5 << 20
+
+
+def test_moves_that_are_undone_lose_nothing_either(nodes: Cluster) -> None:
+    """At home and away: the keeper takes back what the rank has not read, and gives it again."""
+    job = nodes.workload(HOME, "echo.py", stdin=subprocess.PIPE)
+    feeder = Feeder(job)
+    job.await_lines(100)
+    nodes.fault(THIRD, "before-restore", "fail")
+    nodes.move(job, THIRD, expect=Undone.exit_code)
+    job.await_progress(50)
+    nodes.move(job, AWAY)
+    job.await_progress(50)
+    nodes.fault(THIRD, "before-restore", "fail")
+    nodes.move(job, THIRD, expect=Undone.exit_code)
+    job.await_progress(50)
+    fed = feeder.end()
+    assert job.finish() == 0
+    assert job.lines() == answers(fed)
+
+
+LATE_READER = f"""
+import signal, runpy
+signal.pthread_sigmask(signal.SIG_BLOCK, {{signal.SIGUSR1}})
+print("READY", flush=True)
+signal.sigwait({{signal.SIGUSR1}})
+runpy.run_path({str(WORKLOADS / "echo.py")!r})
+"""
+
+
+def test_stdin_that_ended_unread_before_a_move_is_read_after_it(nodes: Cluster) -> None:
+    """Eight times what a pipe holds: some of it is in the pipe, some with the keeper, some still in the launcher's."""
+    lines = list(numbered_lines(60))
+    with (nodes.folder / "input").open("wb+") as file:
+        file.writelines(lines)
+        file.seek(0)
+        job = nodes.start(HOME, [sys.executable, "-c", LATE_READER], stdin=file)
+    job.await_lines(1)
+    nodes.move(job, AWAY)
+    nodes.move(job, THIRD)
+    job.process.send_signal(signal.SIGUSR1)
+    assert job.finish(30) == 0
+    assert job.lines() == ["READY", *answers(lines)]
+
+
+@pytest.mark.parametrize("when", ["unread and short", "while it is frozen", "after the move"])
+def test_the_end_of_stdin(nodes: Cluster, when: str) -> None:
+    lines = list(numbered_lines(4))
+    late = when == "unread and short"
+    argv = [sys.executable, "-c", LATE_READER] if late else [sys.executable, str(WORKLOADS / "echo.py")]
+    job = nodes.start(HOME, argv, stdin=subprocess.PIPE)
+    sink = job.process.stdin
+    assert sink is not None
+    sink.writelines(lines)
+    sink.flush()
+    if late:
+        sink.close()
+        job.await_lines(1)
+        nodes.move(job, AWAY)
+        job.process.send_signal(signal.SIGUSR1)
+    elif when == "while it is frozen":
+        job.await_lines(4)
+        with nodes.moving(job, AWAY, HOME, "freeze"):
+            sink.close()
+    else:
+        job.await_lines(4)
+        nodes.move(job, AWAY)
+        sink.close()
+    assert job.finish(30) == 0
+    assert job.lines() == [*(["READY"] if late else []), *answers(lines)]
+
+
+# ---------------------------------------------------------------- stdout and stderr
+
+
+def check_blocks(data: bytes, first: int, stride: int) -> int:
+    """Fails at the first byte that is not as flood.py wrote it; returns how many blocks there were."""
+    size, at, number = BLOCK_NUMBERS * 8 + 1, 0, first
+    while not data.startswith(b"END ", at):
+        assert data[at : at + size] == b"%08d" % number * BLOCK_NUMBERS + b"\n", f"wrong at byte {at}, block {number}"
+        at, number = at + size, number + stride
+    assert re.fullmatch(rb"(END \d+\n)+", data[at:]), data[at : at + 100]
+    return (number - first) // stride
+
+
+def test_separate_pipes_of_a_fast_writer(nodes: Cluster) -> None:
+    job = nodes.workload(HOME, "flood.py", "1", "2", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    out, err = Reader(job.process.stdout), Reader(job.process.stderr)
+    for node in (AWAY, THIRD):
+        out.await_more()
+        nodes.move(job, node)
+    out.await_more()
+    job.process.send_signal(signal.SIGTERM)
+    assert job.finish(60) == 0
+    assert check_blocks(out.whole(), 0, 2) == check_blocks(err.whole(), 1, 2)
+
+
+def test_one_pipe_for_both_keeps_their_order(nodes: Cluster) -> None:
+    job = nodes.workload(HOME, "flood.py", "1", "2", stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    out = Reader(job.process.stdout)
+    for node in (AWAY, HOME):
+        out.await_more()
+        nodes.move(job, node)
+    out.await_more(10 << 20)
+    job.process.send_signal(signal.SIGTERM)
+    assert job.finish(60) == 0
+    assert check_blocks(out.whole(), 0, 1) * BLOCK_NUMBERS * 8 > 10 << 20
+
+
+def test_a_launcher_that_does_not_read_holds_the_writer_up_across_moves(nodes: Cluster) -> None:
+    """The rank is moved in the middle of a write(2) that blocks."""
+    job = nodes.workload(HOME, "flood.py", stdout=subprocess.PIPE)
+    pid = until("the rank", lambda: nodes.ps(job))[0]["pid"]
+    seen: list[str] = []
+    until("the writer to block", lambda: stuck_in_write(pid, seen))
+    for node in (AWAY, THIRD):
+        nodes.move(job, node)
+    out = Reader(job.process.stdout)
+    out.await_more(8 << 20)
+    job.process.send_signal(signal.SIGTERM)
+    assert job.finish(60) == 0
+    check_blocks(out.whole(), 0, 1)
+
+
+def stuck_in_write(pid: int, seen: list[str]) -> bool:
+    """Whether it is in write(2) and has written nothing since the last look."""
+    words = Path(f"/proc/{pid}/syscall").read_text().split()
+    seen.append(re.findall(r"wchar: (\d+)", Path(f"/proc/{pid}/io").read_text())[0])
+    return words[0] == {"x86_64": "1", "aarch64": "64"}[platform.machine()] and seen[-1:] == seen[-2:-1]
+
+
+def test_output_to_a_file_is_whole_and_in_order(nodes: Cluster) -> None:
+    job = nodes.workload(HOME, "flood.py")
+    for number, node in enumerate((AWAY, THIRD), 1):
+        until("more output", partial(larger, job.out, number * 10 << 20))
+        nodes.move(job, node)
+    job.process.send_signal(signal.SIGTERM)
+    assert job.finish(60) == 0
+    check_blocks(job.out.read_bytes(), 0, 1)
+
+
+def test_a_launcher_that_stops_listening_is_noticed_where_the_rank_is(nodes: Cluster) -> None:
+    job = nodes.workload(HOME, "chain.py", stdout=subprocess.PIPE)
+    assert job.process.stdout is not None
+    assert job.process.stdout.readline().startswith(b"step 0 ")
+    nodes.move(job, AWAY)
+    job.process.stdout.close()
+    assert job.finish(20) in (1, 120)  # 120: Python noticed when it flushed at its end
+    assert "BrokenPipeError" in job.text()
+
+
+def larger(path: Path, size_bytes: int) -> bool:
+    return path.stat().st_size > size_bytes
+
+
+# ---------------------------------------------------------------- a terminal
+
+
+class Screen:
+    """A terminal with somebody in front of it."""
+
+    def __init__(self, rows: int, columns: int) -> None:
+        self._master, self.slave = pty.openpty()
+        self.seen = bytearray()
+        self.resize(rows, columns)
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def _watch(self) -> None:
+        try:
+            while data := os.read(self._master, 1 << 16):
+                self.seen += data
+        except OSError:
+            return
+
+    def resize(self, rows: int, columns: int) -> None:
+        fcntl.ioctl(self._master, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+
+    def type(self, text: bytes) -> None:
+        os.write(self._master, text)
+
+    def shows(self, text: str) -> None:
+        until(f"{text!r} on the terminal, which shows {self.seen[-300:]!r}", lambda: text.encode() in self.seen, 20)
+
+    def take(self) -> None:
+        """In the child: this is its controlling terminal."""
+        fcntl.ioctl(self.slave, termios.TIOCSCTTY, 0)
+
+    def steps(self) -> list[int]:
+        return [int(number) for number in re.findall(rb"step (\d+)\r\n", self.seen)]
+
+
+def test_a_terminal_stays_one(nodes: Cluster) -> None:
+    screen = Screen(31, 97)
+    before = termios.tcgetattr(screen.slave)
+    job = nodes.workload(
+        HOME,
+        "sitter.py",
+        stdin=screen.slave,
+        stdout=screen.slave,
+        stderr=screen.slave,
+        start_new_session=True,
+        preexec_fn=screen.take,
+        pass_fds=[screen.slave],
+    )
+    screen.shows("sits True True True 31x97")
+    screen.type(b"hello\n")
+    screen.shows("line hello\r\n")
+    nodes.move(job, AWAY)
+    screen.type(b"\x03")
+    screen.shows("interrupt 1\r\n")
+    screen.resize(40, 120)
+    screen.shows("sits True True True 40x120")
+    screen.type(b"from afar\n")
+    screen.shows("line from afar\r\n")
+    screen.type(b"half a ")
+    with nodes.moving(job, THIRD, AWAY, "freeze"):
+        screen.type(b"line\n")
+    screen.shows("line half a line\r\n")
+    screen.type(b"\x03")
+    screen.shows("interrupt 2\r\n")
+    nodes.move(job, HOME)
+    screen.type(b"\x03")
+    screen.shows("DONE\r\n")
+    assert job.finish(30) == 5
+    # Ctrl-C empties a terminal's queues (termios: no NOFLSH), moved or not: each of the three may cost a line, no more.
+    steps = screen.steps()
+    assert steps == sorted(set(steps))
+    assert len(set(range(steps[-1])) - set(steps)) <= 3
+    assert termios.tcgetattr(screen.slave) == before

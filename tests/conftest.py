@@ -1,0 +1,8 @@
+"""For all tests: hypothesis measures nothing. A machine that is busy is no reason to fail."""
+
+from __future__ import annotations
+
+from hypothesis import HealthCheck, settings
+
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")

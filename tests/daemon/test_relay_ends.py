@@ -1,0 +1,99 @@
+"""However a relay ends, nothing of it goes on: no task waits for frames, and nobody takes those of the next connection."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from shim.frames import encode
+from snapshotd.api import snapshotd_pb2 as pb
+from snapshotd.api.errors import RankGone, Unreachable
+from snapshotd.keepers import KeeperLink
+from snapshotd.relay import Relays
+from tests.daemon.conftest import Register, Serve, Served, servicer
+
+ENTRY: Any = SimpleNamespace(uid="job-0-00000001", home_node="node-1", home_endpoint="", relay_key="key")
+HELLO = encode("sync", {})
+
+
+@pytest.fixture(autouse=True)
+async def nothing_is_abandoned() -> AsyncIterator[None]:
+    """asyncio tells of tasks and generators that were dropped in the middle when they are collected."""
+    heard: list[str] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: heard.append(str(context)))
+    yield
+    gc.collect()
+    for _ in range(3):  # generators that were dropped are closed by the loop
+        await asyncio.sleep(0)
+    assert heard == []
+
+
+def relays(served: Served) -> Relays:
+    node: Any = SimpleNamespace(client=lambda name, endpoint: served.root())
+    return Relays(node)
+
+
+def keeper() -> KeeperLink:
+    nobody: Any = SimpleNamespace(role="guest", pid=1, is_closing=lambda: False)
+    return KeeperLink(nobody, ENTRY.uid, nobody, None, nobody)
+
+
+def home(*answers: pb.RelayFrame, error: Exception | None = None) -> tuple[Register, list[bytes], asyncio.Event]:
+    """A home node that gives these answers and ends the call with an error, or waits for more; and what it was sent."""
+    got, opened = list[bytes](), asyncio.Event()
+
+    async def relay(frames: AsyncIterator[pb.RelayFrame], context: Any) -> AsyncIterator[pb.RelayFrame]:
+        for answer in answers:
+            yield answer
+        opened.set()
+        if error is not None:
+            raise error
+        async for frame in frames:
+            if frame.frame:
+                got.append(frame.frame)
+
+    return servicer("Home", Relay=relay), got, opened
+
+
+@pytest.mark.parametrize("error", [RankGone("the home keeper is dead"), None])
+async def test_the_end_is_told_to_a_home_that_is_gone_or_there(serve: Serve, error: Exception | None) -> None:
+    answers = [] if error else [pb.RelayFrame(), pb.RelayFrame(frame=encode("exitack", {}))]
+    register, _, _ = home(*answers, error=error)
+    async with serve(register) as served:
+        await relays(served).report_end(ENTRY, 0)
+
+
+async def test_a_home_that_does_not_answer_in_time_is_asked_again(serve: Serve) -> None:
+    calls = []
+
+    async def relay(frames: AsyncIterator[pb.RelayFrame], context: Any) -> AsyncIterator[pb.RelayFrame]:
+        calls.append(1)
+        if len(calls) == 1:
+            raise Unreachable("the keeper has not reconnected yet")
+        yield pb.RelayFrame(frame=encode("exitack", {}))
+
+    async with serve(servicer("Home", Relay=relay)) as served:
+        await relays(served).report_end(ENTRY, 0)
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("ending", ["home is dead", "cancelled"])
+async def test_a_connection_that_is_over_takes_no_frame_of_the_next(serve: Serve, ending: str) -> None:
+    link = keeper()
+    register, got, opened = home(error=RankGone("the home keeper is dead") if ending == "home is dead" else None)
+    async with serve(register) as served:
+        first = asyncio.create_task(relays(served)._once(ENTRY, link))
+        await opened.wait()
+        if ending == "cancelled":
+            first.cancel()
+        with pytest.raises((RankGone, asyncio.CancelledError)):
+            await first
+    link._relay.put_nowait(HELLO)
+    link._relay.put_nowait(None)
+    assert [frame async for frame in link.relay_frames()] == [HELLO]
+    assert got == []
