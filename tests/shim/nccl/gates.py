@@ -207,10 +207,13 @@ class Gates:
         self.all(DETACH, "\n".join(sorted(comms)), timeout_s)
 
     def attach(self, told: Sequence[Mapping[str, Any]], comms: Iterable[str], *, how: str = "try") -> None:
-        """Fresh ids from each communicator's first seat, then all ranks at once, in one order."""
+        """All ranks at once, in one order."""
+        self.all(ATTACH, self.attach_lines(told, comms, how))
+
+    def attach_lines(self, told: Sequence[Mapping[str, Any]], comms: Iterable[str], how: str = "try") -> str:
+        """What ATTACH is given: a fresh id from each communicator's first seat."""
         seats = self.seats(told)
-        lines = [f"{comm} {self.gates[seats[comm, 0]].ask(NEW_ID)} {how}" for comm in sorted(comms)]
-        self.all(ATTACH, "\n".join(lines))
+        return "\n".join(f"{comm} {self.gates[seats[comm, 0]].ask(NEW_ID)} {how}" for comm in sorted(comms))
 
     def live(self, told: Sequence[Mapping[str, Any]]) -> set[str]:
         """All communicators that have been made: one whose creation is held at the gate is not."""

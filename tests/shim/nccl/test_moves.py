@@ -162,8 +162,7 @@ def test_a_peer_that_hangs_makes_attach_fail_in_time_and_the_next_attempt_succee
     told = gates.reports()
     comms = gates.live(told)
     gates.detach(comms)
-    unique = {comm: gates.gates[gates.seats(told)[comm, 0]].ask(NEW_ID) for comm in sorted(comms)}
-    lines = "\n".join(f"{comm} {identity} try" for comm, identity in unique.items())
+    lines = gates.attach_lines(told, comms)
     with pytest.raises(Refused) as refused:
         gates.gates[0].ask(ATTACH, lines, timeout_s=1.0)  # rank 1 never comes
     assert refused.value.status == errno.ETIMEDOUT
@@ -187,8 +186,7 @@ def test_an_attach_is_given_up_when_it_is_told_to(job: Job, how: str) -> None:
     told = gates.reports()
     comms = gates.live(told)
     gates.detach(comms)
-    seats = gates.seats(told)
-    lines = "\n".join(f"{comm} {gates.gates[seats[comm, 0]].ask(NEW_ID)} {how}" for comm in sorted(comms))
+    lines = gates.attach_lines(told, comms, how)
     waiting = [(gate, gate.send(ATTACH, lines, timeout_s=3600.0)) for gate in gates.gates[:2]]
     statuses = []
     for gate, number in waiting:
