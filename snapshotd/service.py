@@ -149,6 +149,8 @@ class Daemon:
     async def info(self, *, fresh: bool = False) -> pb.NodeInfo:
         """This node as others see it; its GPUs as they were up to a second ago, unless `fresh`."""
         config = self.node.config
+        if fresh:
+            await in_thread(self.node.store.dropped)
         held = await in_thread(self.node.store.held_bytes)
         running = [moving for ops in (self.source, self.target) for moving in ops.moves.values()]
         inventory = await self.gpus.inventory(fresh=fresh)

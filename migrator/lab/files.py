@@ -15,8 +15,10 @@ from typing import Any
 
 from migrator.lab.layout import DAEMON_PORT, OPERATOR, Held, Layout, Record, address, write
 
+#: Images and device memory are large: huge pages take, map and free them at once.
+_HUGE = ",huge=within_size" if Path("/sys/kernel/mm/transparent_hugepage").exists() else ""
 #: What a node has for itself; the rest of the file system is shared. Options of tmpfs.
-PRIVATE = (("/run", "mode=0755,size=90%"), ("/tmp", "mode=1777,size=50%"), ("/dev/shm", "mode=1777,size=90%"))
+PRIVATE = (("/run", f"mode=0755,size=90%{_HUGE}"), ("/tmp", "mode=1777,size=50%"), ("/dev/shm", "mode=1777,size=90%"))
 BOOT_ID = "/proc/sys/kernel/random/boot_id"
 
 

@@ -191,6 +191,8 @@ static int make_ready(int64_t until_ns)
 	}
 	ready = true;
 	status = prepare_all(until_ns);
+	if (!status && !parked)
+		status = explain(workers_run(stripes.count, map_stripe, until_ns));
 	if (status)
 		give_up();
 	snapshim_mailbox.result[0] = parked ? striped_bytes() : LOAD(&snapshim_mailbox.device_bytes);

@@ -1,10 +1,19 @@
-/* What the copies are made with: contexts, streams, pinned memory. Made by READY, gone when PARK, FILL or DROP has answered. */
+/* What the copies are made with: contexts, streams, pinned memory, mapped files. Made by READY, gone when PARK, FILL or DROP has
+ * answered. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
 
 #include "memory.h"
 #include "stripes.h"
+
+#define MAP_NS 10000000000 /* with huge pages milliseconds; pages of 4 KiB are mapped at some 10 GB/s */
+#define PIECE_BYTES ((uint64_t)64 << 20)
+#ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_WRITE 23 /* Linux 5.14 */
+#endif
 
 int enter(struct worker *worker, int device)
 {
@@ -88,11 +97,46 @@ int prepare(struct worker *worker)
 	return 0;
 }
 
+/* While the job runs: a copy into pages that are mapped goes past the cache, and is half as fast again as a write to the file.
+ * Beyond what can be mapped, the file is written. */
+int map_stripe(struct worker *worker)
+{
+	int64_t until_ns = now_ns() + MAP_NS;
+	struct stat about;
+	long mapped;
+
+	if (fstat(worker->stripe, &about) || !about.st_size)
+		return 0;
+	mapped = KERNEL(SYS_mmap, NULL, about.st_size, PROT_READ | PROT_WRITE, MAP_SHARED, worker->stripe, 0);
+	if (mapped < 0 && mapped > -4096)
+		return 0;
+	worker->mapped = (char *)mapped;
+	worker->reserved_bytes = (uint64_t)about.st_size;
+	KERNEL(SYS_madvise, mapped, about.st_size, MADV_DONTFORK);
+	while (worker->mapped_bytes < worker->reserved_bytes && now_ns() < until_ns && !worker_should_stop()) {
+		uint64_t left = worker->reserved_bytes - worker->mapped_bytes, piece = left < PIECE_BYTES ? left : PIECE_BYTES;
+
+		if (KERNEL(SYS_madvise, mapped + (long)worker->mapped_bytes, piece, MADV_POPULATE_WRITE))
+			break;
+		worker->mapped_bytes += piece;
+	}
+	return 0;
+}
+
+static void unmap_stripe(struct worker *worker)
+{
+	if (worker->reserved_bytes)
+		KERNEL(SYS_munmap, worker->mapped, worker->reserved_bytes);
+	worker->mapped = NULL;
+	worker->mapped_bytes = worker->reserved_bytes = 0;
+}
+
 /* Goes on whatever the driver says. */
 int clean_up(struct worker *worker)
 {
 	int failures = 0;
 
+	unmap_stripe(worker);
 	if (!stripes.devices || stripes.void_)
 		return 0; /* and perhaps no driver */
 	for (int device = 0; device < DEVICES_MAX; device++)

@@ -7,6 +7,7 @@
 #include "stripes.h"
 
 #include <errno.h>
+#include <string.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 
@@ -67,6 +68,22 @@ static int transfer(struct worker *worker, long call, char *memory, uint64_t byt
 	return 0;
 }
 
+static int store(struct worker *worker, char *slot, uint64_t bytes, uint64_t at)
+{
+	if (at + bytes > worker->mapped_bytes)
+		return transfer(worker, SYS_pwrite64, slot, bytes, at);
+	memcpy(worker->mapped + at, slot, bytes);
+	return 0;
+}
+
+/* Whoever reads the file finds what was copied and nothing behind it. */
+static int cut(struct worker *worker, uint64_t bytes)
+{
+	long status = -KERNEL(SYS_ftruncate, worker->stripe, bytes);
+
+	return status ? worker_fails(worker, (int)status, "ftruncate fails with errno", status) : 0;
+}
+
 static int begin_out(struct worker *worker, int slot, const struct chunk *chunk)
 {
 	int status = enter(worker, chunk->device);
@@ -110,13 +127,13 @@ int copy_out(struct worker *worker)
 		if (!status)
 			status = worker_should_stop();
 		if (!status)
-			status = transfer(worker, SYS_pwrite64, worker->slot[slot], chunk[slot].bytes, done);
+			status = store(worker, worker->slot[slot], chunk[slot].bytes, done);
 		if (!status) {
 			done += chunk[slot].bytes;
 			STORE(&snapshim_mailbox.device_done[worker->number], done);
 		}
 	}
-	return status;
+	return status ? status : cut(worker, done);
 }
 
 /* Until the file has so many bytes. */

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import re
 import shutil
@@ -22,10 +23,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from snapshotd.api.errors import Damaged, Full, Internal, NotFound, WrongState
+from snapshotd.api.errors import Damaged, Full, Internal, NotFound, SnapshotError, WrongState
 from snapshotd.api.snapshotd_pb2 import ImageFile
 from snapshotd.images.frame import IMAGE_NAME, MAX_FILE_BYTES, Frame
 from snapshotd.images.ledger import Chunks, is_whole
+
+log = logging.getLogger(__name__)
 
 MOVE_NAME = re.compile(r"m-[0-9a-f]{12}")
 MAX_FILES = 100_000
@@ -65,6 +68,7 @@ class ImageStore:
         self._lock = threading.Lock()
         self._receiving: dict[str, _Receiving] = {}
         self._sealed: dict[str, str] = {}  # move -> what was sealed
+        self._dropping: list[threading.Thread] = []
         image_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         image_dir.chmod(0o700)
         self._leftovers = {entry.name for entry in os.scandir(image_dir) if MOVE_NAME.fullmatch(entry.name)}
@@ -77,6 +81,7 @@ class ImageStore:
     def create(self, move: str, capacity_bytes: int) -> None:
         """Makes room for a move, Full if there is none. Twice is once; what an earlier life left half done is wiped."""
         directory = self._directory(move)
+        self.dropped()
         with self._lock:
             if move in self._sealed:
                 raise WrongState(f"the images of {move} are already here and sealed")
@@ -190,6 +195,28 @@ class ImageStore:
             self._sealed.pop(move, None)
             self._leftovers.discard(move)
 
+    def drop_soon(self, move: str) -> None:
+        """Drops while the caller goes on: to free a large image takes seconds. Who asks for room waits for it."""
+
+        def drop() -> None:
+            try:
+                self.drop(move)
+            except SnapshotError as error:  # the next start of the daemon tries again
+                log.warning("%s", error.message)
+
+        thread = threading.Thread(target=drop, name=f"drop {move}", daemon=True)
+        with self._lock:
+            self._dropping = [other for other in self._dropping if other.is_alive()]
+            thread.start()  # in here: whoever joins it finds it begun
+            self._dropping.append(thread)
+
+    def dropped(self) -> None:
+        """Waits until all that is being dropped is gone."""
+        with self._lock:
+            dropping = list(self._dropping)
+        for thread in dropping:
+            thread.join()
+
     def leftovers(self) -> list[str]:
         """Moves whose images an earlier life of the daemon left here: partial ones, and sealed ones (`sealed`)."""
         with self._lock:
@@ -207,6 +234,7 @@ class ImageStore:
 
     def room_bytes(self) -> int:
         """What is free here and promised to nobody."""
+        self.dropped()
         with self._lock:
             return self._room_bytes()
 

@@ -59,10 +59,10 @@ def make_folder(image_dir: Path, move: str) -> Path:
 
 
 def allocate(path: Path, expected_bytes: int) -> None:
-    """An empty file that has room already: pages that are there need no time when the job waits. Blocking. Full."""
+    """A file whose pages are all there: they need no time when the job waits. Blocking. Full."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        while _libc.fallocate(fd, _KEEP_SIZE, 0, max(1, expected_bytes)) != 0:
+        while _libc.fallocate(fd, 0, 0, max(1, expected_bytes)) != 0:
             number = ctypes.get_errno()
             if number == errno.EINTR:
                 continue
@@ -78,7 +78,6 @@ def empty(path: Path) -> None:
     """Its memory is free again; its size stays, for who still sends it. Blocking."""
     with opened(path.parent, [path.name], os.O_RDWR) as (fd,):
         size = os.fstat(fd).st_size
-        os.ftruncate(fd, size)  # what was taken ahead
         if size:
             _libc.fallocate(fd, _PUNCH_HOLE | _KEEP_SIZE, 0, size)
 

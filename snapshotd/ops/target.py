@@ -434,7 +434,7 @@ class TargetOps:
 
     async def _forget_images(self, move: str) -> None:
         await self.inlets.close(move)  # not before: the source hears from it that all has arrived
-        await in_thread(self.node.store.drop, move)
+        self.node.store.drop_soon(move)  # the rank runs, and its peers wait for this answer
 
     async def _discard(self, moving: Moving) -> None:
         """ABORT stands, or the copy never came to run: leaves nothing of it."""
