@@ -35,6 +35,7 @@ from snapshotd.stripes.records import (
     REPLY_BYTES,
     Kind,
     Trouble,
+    memory,
     parse_reply,
     parse_trouble,
 )
@@ -105,8 +106,8 @@ class SealedConnection(Connection):
         super().__init__(connected)
         self._seals, self._opens = AESGCM(keys.sends), AESGCM(keys.reads)
         self._sent = self._read = 0
-        self._out = memoryview(bytearray(HEADER_BYTES + MAX_RECORD_BYTES + 2 * TAG_BYTES))
-        self._in = memoryview(bytearray(MAX_RECORD_BYTES + TAG_BYTES))
+        self._out = memoryview(memory(HEADER_BYTES + MAX_RECORD_BYTES + 2 * TAG_BYTES))
+        self._in = memoryview(memory(MAX_RECORD_BYTES + TAG_BYTES))
 
     def send(self, *messages: Bytes) -> None:
         end = 0

@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import json
+import mmap
 import struct
 from dataclasses import dataclass
 from enum import IntEnum
@@ -128,16 +129,21 @@ def parse_trouble(value: int, text: bytes) -> Trouble:
         return Trouble("damaged", f"the target's trouble makes no sense: {text[:200]!r}")
 
 
-# ---------------------------------------------------------------- comparing without the interpreter's lock
+# ---------------------------------------------------------------- memory for the largest record
+
+
+def memory(count_bytes: int) -> mmap.mmap:
+    """Its pages come when they are used, and most records are far smaller than the largest. Private: not tmpfs."""
+    return mmap.mmap(-1, count_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 class Buffer:
     """Memory for a record's payload, compared by the C library."""
 
     def __init__(self) -> None:
-        self._array = bytearray(MAX_RECORD_BYTES)
-        self.payload = memoryview(self._array)
-        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._array))
+        self._memory = memory(MAX_RECORD_BYTES)
+        self.payload = memoryview(self._memory)
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
 
     def equals(self, other: Buffer, length: int) -> bool:
         """Looks no further than the first difference."""
