@@ -2,10 +2,10 @@
 into verified files in the target's memory.
 
 Images have two lanes: the bulk lane beside gRPC, which moves use, and the one over gRPC, which they fall back to. Device
-memory has stripes, with and without encryption; their room on the target is taken before, as it is before a freeze.
+memory has stripes, sealed and plain; their room on the target is taken before, as it is before a freeze.
 
 Sender, receiver and the writer that stands in for CRIU are processes of their own, all on this machine's cores, over
-loopback, the lanes with mutual TLS. `python -m integration.bench_transport [--mib N]` prints the table.
+loopback, the images' lanes with mutual TLS. `python -m integration.bench_transport [--mib N]` prints the table.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def widths() -> list[int]:
 
 
 def stripes_key(stripes: int, *, encrypted: bool) -> str:
-    return f"stripes_{stripes}_{'tls' if encrypted else 'plain'}"
+    return f"stripes_{stripes}_{'encrypted' if encrypted else 'plain'}"
 
 
 def _cpu_s() -> float:
@@ -206,10 +206,6 @@ async def _receive(image_dir: str, credentials: Credentials, total_bytes: int, s
 
 async def _stripes(folder: Path, total_bytes: int, stripes: int, *, encrypted: bool) -> tuple[float, float]:
     """(seconds from the first byte that may be sent until the last one is verified and stored, processor seconds)."""
-    authority = folder / "ca"
-    pki.init(authority)
-    issued = (pki.issue_node(authority, name) for name in ("node-1", "node-2"))
-    source, target = (Credentials(identity.ca, identity.cert, identity.key) for identity in issued)
     here, there = folder / "source", folder / "target"
     here.mkdir()
     there.mkdir()
@@ -219,11 +215,9 @@ async def _stripes(folder: Path, total_bytes: int, stripes: int, *, encrypted: b
         _write_stripe(here / name, size)
     before_s = _cpu_s()
     incoming = await Incoming.open(
-        there, names, ["127.0.0.1"], target, "node-1", encrypted=encrypted, expected_bytes=total_bytes
+        there, names, ["127.0.0.1"], "node-1", encrypted=encrypted, expected_bytes=total_bytes
     )
-    outgoing = await Outgoing.open(
-        "127.0.0.1", incoming.port, incoming.key, source, "node-2", here, names, encrypted=encrypted
-    )
+    outgoing = await Outgoing.open("127.0.0.1", incoming.port, incoming.key, "node-2", here, names, encrypted=encrypted)
     while any((there / name).stat().st_blocks * 512 < size for name in names):  # noqa: ASYNC110 - no event tells it
         await asyncio.sleep(0.01)
     begun = time.perf_counter()
@@ -268,7 +262,7 @@ def show(found: dict[str, float]) -> None:
         *((f"{label}, {found['streams']} streams, TLS, from a FIFO", lane) for lane, label in LANES.items()),
     ]
     for encrypted, stripes in itertools.product((False, True), widths()):
-        label = f"device memory, {stripes} stripe{'s' * (stripes > 1)}, {'TLS' if encrypted else 'plain'}"
+        label = f"device memory, {stripes} stripe{'s' * (stripes > 1)}, {'encrypted' if encrypted else 'plain'}"
         rows.append((label, stripes_key(stripes, encrypted=encrypted)))
     print(f"{'':<44} {'GB/s':>6} {'to raw':>7} {'CPU s/GB, all processes':>24}")
     for label, key in rows:

@@ -56,7 +56,7 @@ class Config:
     chunk_bytes: int
     lease_s: float
     gpu_library_dir: str  # empty: where the loader looks
-    device_lane: str  # "tls", or "plain" for device memory on a network that nobody else reads
+    device_lane: str  # "encrypted", or "plain" for device memory on a network that nobody else reads
 
     @property
     def admin_socket(self) -> Path:
@@ -101,7 +101,7 @@ class Config:
             chunk_bytes=top.integer("chunk_bytes", 2 << 20, least=64 << 10, most=8 << 20),
             lease_s=top.seconds("lease_s", 30.0, least=1.0, most=3600.0),
             gpu_library_dir=top.folder("gpu_library_dir"),
-            device_lane=top.choice("device_lane", ("tls", "plain"), "tls"),
+            device_lane=top.choice("device_lane", ("encrypted", "plain"), "encrypted"),
         )
         top.finish()
         found += _contradictions(config, top.wrong)

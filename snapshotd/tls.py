@@ -1,7 +1,7 @@
 """What is wrong with a node's certificate, found at start and said in words.
 
 A certificate that is expired, of another CA, or of another node otherwise shows only as "unreachable" on somebody's
-terminal elsewhere: TLS tells the caller nothing. Only this file of the daemon imports `cryptography`, while checking.
+terminal elsewhere: TLS tells the caller nothing. The daemon's own process imports `cryptography` here alone, while checking.
 """
 
 from __future__ import annotations

@@ -1373,7 +1373,7 @@ class OpenStripesRequest(_message.Message):
     expected_bytes: _builtins.int
     """of all together, about"""
     plain: _builtins.bool
-    """the source's configuration allows it without TLS"""
+    """the source's configuration allows it without encryption"""
     @_builtins.property
     def names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """device-PID-NUMBER, PID as the rank's own pid namespace has it"""
@@ -1404,9 +1404,9 @@ class OpenStripesReply(_message.Message):
     port: _builtins.int
     """of the target's endpoint"""
     key: _builtins.bytes
-    """only who has it is listened to"""
+    """only who has it is listened to; seals what travels, see snapshotd/stripes/key.py"""
     plain: _builtins.bool
-    """without TLS: both configurations allow it"""
+    """without encryption: both configurations allow it"""
     def __init__(
         self,
         *,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from snapshotd.api.channel import Credentials
 from snapshotd.api.errors import Usage
 from snapshotd.ops.parked import NAME
 from snapshotd.stripes.incoming import Incoming
@@ -16,8 +15,8 @@ MAX_NAMES = 256
 class Inlets:
     """All of this node's. On the loop that made it."""
 
-    def __init__(self, credentials: Credentials, hosts: Sequence[str]) -> None:
-        self._credentials, self._hosts = credentials, hosts
+    def __init__(self, hosts: Sequence[str]) -> None:
+        self._hosts = hosts
         self._open: dict[str, Incoming] = {}
 
     async def open(
@@ -36,7 +35,6 @@ class Inlets:
             folder,
             names,
             self._hosts,
-            self._credentials,
             source_node,
             encrypted=not plain,
             expected_bytes=expected_bytes,

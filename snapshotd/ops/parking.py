@@ -127,12 +127,11 @@ class Parking:
             async with self.node.client(begin.target_node, begin.target_endpoint) as client:
                 lane = await client.target.OpenStripes(request, timeout_s=OPEN_S)
             if lane.plain and not request.plain:
-                raise Internal(f"{begin.target_node} wants device memory without TLS", remedy="see device_lane")
+                raise Internal(f"{begin.target_node} wants device memory without encryption", remedy="see device_lane")
             self.outgoing = await Outgoing.open(
                 split_address(begin.target_endpoint)[0],
                 lane.port,
                 lane.key,
-                config.credentials,
                 begin.target_node,
                 self.folder,
                 self.names,

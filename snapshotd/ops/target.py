@@ -52,7 +52,7 @@ class TargetOps:
         self._choosing = asyncio.Lock()
         hosts = [split_address(address)[0] for address in (node.config.advertise, node.config.listen)]
         self.lanes = BulkLanes(node.store, node.credentials, hosts)
-        self.inlets = Inlets(node.credentials, hosts)
+        self.inlets = Inlets(hosts)
 
     # ------------------------------------------------------------------ steps, each idempotent by (move, step)
 

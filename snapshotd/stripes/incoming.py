@@ -1,8 +1,8 @@
 """The target's end of the stripes: one port for a move, who connects to it, and a child for each stripe.
 
-Invariant: only announced names are written, only by who holds the lane's key (and with encryption the source's
-certificate). A file's size is what is verified and stored. A connection that breaks may come back for LOST_S; after the first
-failure no file grows any more; `close` leaves no process, no socket and no task, and the files as they are.
+Invariant: only announced names are written, only by who holds the lane's key, which the source alone was given. A
+file's size is what is verified and stored. A connection that breaks may come back for LOST_S; after the first failure
+no file grows any more; `close` leaves no process, no socket and no task, and the files as they are.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from snapshotd.api.channel import Credentials
 from snapshotd.api.errors import Full, Internal, SnapshotError, Timeout, Unreachable
 from snapshotd.blocking import in_thread
 from snapshotd.images.wire import CONNECT_S, tune
 from snapshotd.stripes.child import Child, trouble
 from snapshotd.stripes.key import KEY_BYTES, prove_target
-from snapshotd.stripes.names import checked, identity
+from snapshotd.stripes.names import checked
 
 log = logging.getLogger(__name__)
 
@@ -48,8 +47,8 @@ class _Stripe:
 class Incoming:
     """The stripes of one move on their way here. On the loop that made it."""
 
-    def __init__(self, listener: socket.socket, source_node: str) -> None:
-        self._listener, self._source_node = listener, source_node
+    def __init__(self, listener: socket.socket, source_node: str, *, encrypted: bool) -> None:
+        self._listener, self._source_node, self._encrypted = listener, source_node, encrypted
         self._stripes: list[_Stripe] = []
         self._tasks: set[asyncio.Task[Any]] = set()
         self._paused: asyncio.TimerHandle | None = None
@@ -65,7 +64,6 @@ class Incoming:
         folder: Path,
         names: Sequence[str],
         hosts: Sequence[str],
-        credentials: Credentials,
         source_node: str,
         *,
         encrypted: bool,
@@ -76,14 +74,11 @@ class Incoming:
         `expected_bytes`: of all stripes together, a hint for the room to take ahead; Full when there is less."""
         checked(names)
         await in_thread(_check_room, folder, expected_bytes)
-        incoming = cls(await in_thread(_listen, hosts), source_node)
-        settings = {
-            "identity": identity(credentials, f"node:{source_node}") if encrypted else None,
-            "expected_bytes": expected_bytes // len(names),
-        }
+        incoming = cls(await in_thread(_listen, hosts), source_node, encrypted=encrypted)
         try:
             for name in names:
-                child = await Child.start(_RECEIVE, {**settings, "path": str(folder / name)})
+                settings = {"path": str(folder / name), "expected_bytes": expected_bytes // len(names)}
+                child = await Child.start(_RECEIVE, settings)
                 incoming._stripes.append(_Stripe(name, child))
             for stripe in incoming._stripes:
                 await stripe.child.ready()
@@ -183,9 +178,9 @@ class Incoming:
         try:
             connection.setblocking(False)
             async with asyncio.timeout(CONNECT_S):
-                number = await prove_target(connection, self.key, names)
+                number, keys = await prove_target(connection, self.key, names)
             connection.setblocking(True)
-            self._stripes[number].child.say({}, [connection.fileno()])
+            self._stripes[number].child.say(keys.message() if self._encrypted else {}, [connection.fileno()])
         except (SnapshotError, OSError) as error:  # TimeoutError is one
             why = str(error) or f"it did not say who it is within {CONNECT_S:.0f} s"
             log.warning("the stripes of %s: %s is not let in: %s", self._source_node, address, why)
@@ -212,8 +207,6 @@ class Incoming:
                 return stripe.at
             if "connected" in message:
                 ends_s = None
-            if "refused" in message:
-                log.warning("%s: a connection is refused: %s", stripe.name, message["refused"])
             if "lost" in message:
                 lost = trouble(message["code"], f"{stripe.name} from node {self._source_node}: {message['lost']}")
                 log.warning("%s; waiting for it to come back", lost.message)

@@ -1,10 +1,9 @@
-"""What both ends tell their children: which files, and who they are."""
+"""What the stripes of a lane may be called."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from snapshotd.api.channel import Credentials
 from snapshotd.api.errors import Internal
 from snapshotd.images.frame import IMAGE_NAME
 
@@ -20,7 +19,3 @@ def checked(names: Sequence[str]) -> Sequence[str]:
     if wrong or len(set(names)) != len(names):
         raise Internal(f"stripes cannot be called {list(names)!r}")
     return names
-
-
-def identity(credentials: Credentials, peer: str) -> dict[str, str]:
-    return {"ca": str(credentials.ca), "cert": str(credentials.cert), "key": str(credentials.key), "peer": peer}

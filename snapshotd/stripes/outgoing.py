@@ -17,12 +17,12 @@ from typing import Any
 
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_random_exponential
 
-from snapshotd.api.channel import Credentials
 from snapshotd.api.errors import Internal, SnapshotError, Unreachable
 from snapshotd.images.wire import CONNECT_S, tune
 from snapshotd.stripes.child import Child, trouble
-from snapshotd.stripes.key import prove_source
-from snapshotd.stripes.names import checked, identity
+from snapshotd.stripes.handover import Keys
+from snapshotd.stripes.key import KEY_BYTES, prove_source
+from snapshotd.stripes.names import checked
 from snapshotd.stripes.totals import Totals
 
 log = logging.getLogger(__name__)
@@ -62,8 +62,8 @@ class _Stripe:
 class Outgoing:
     """The stripes of one move on their way to the target. On the loop that made it."""
 
-    def __init__(self, host: str, port: int, key: bytes, node: str, names: Sequence[str]) -> None:
-        self._host, self._port, self._key, self._node = host, port, key, node
+    def __init__(self, host: str, port: int, key: bytes, node: str, names: Sequence[str], *, encrypted: bool) -> None:
+        self._host, self._port, self._key, self._node, self._encrypted = host, port, key, node, encrypted
         self._stripes = {name: _Stripe(number, name) for number, name in enumerate(checked(names))}
         self._tasks: list[asyncio.Task[None]] = []
         self._began_s: float | None = None
@@ -76,7 +76,6 @@ class Outgoing:
         host: str,
         port: int,
         key: bytes,
-        credentials: Credentials,
         node: str,
         folder: Path,
         names: Sequence[str],
@@ -84,12 +83,12 @@ class Outgoing:
         encrypted: bool,
     ) -> Outgoing:
         """Connected, one child per name. `node`: the target's. The files need not exist yet. Unreachable, Denied."""
-        outgoing = cls(host, port, key, node, names)
-        shown = identity(credentials, node) if encrypted else None
+        if len(key) != KEY_BYTES:  # an empty one would be held by everybody
+            raise Internal(f"node {node} gave a key of {len(key)} bytes for its lane, not {KEY_BYTES}")
+        outgoing = cls(host, port, key, node, names, encrypted=encrypted)
         try:
             for stripe in outgoing._stripes.values():
-                settings = {"path": str(folder / stripe.name), "identity": shown}
-                stripe.child = await Child.start(_SEND, settings, [stripe.grown])
+                stripe.child = await Child.start(_SEND, {"path": str(folder / stripe.name)}, [stripe.grown])
             for stripe in outgoing._stripes.values():
                 task = asyncio.create_task(outgoing._carry(stripe), name=f"stripe {stripe.name}")
                 task.add_done_callback(outgoing._note_failure)
@@ -168,10 +167,10 @@ class Outgoing:
         """Until the target has it all; a connection that breaks is replaced."""
         assert stripe.child is not None
         await stripe.child.ready()
-        connection = await self._reach(stripe)
+        connection, keys = await self._reach(stripe)
         for left in range(REOPENED, -1, -1):
             with connection:
-                stripe.child.say({}, [connection.fileno()])
+                stripe.child.say(keys.message() if self._encrypted else {}, [connection.fileno()])
             message = await self._until_it_breaks(stripe)
             if message is None:
                 return
@@ -179,7 +178,7 @@ class Outgoing:
             if not left or not stripe.connected.done():  # before the first byte the caller may still choose another way
                 raise error
             log.warning("%s; connecting again", error.message)
-            connection = await self._reach_again(stripe)
+            connection, keys = await self._reach_again(stripe)
 
     async def _until_it_breaks(self, stripe: _Stripe) -> dict[str, Any] | None:
         """How; None when all has arrived."""
@@ -195,7 +194,7 @@ class Outgoing:
                 stripe.ended_s = monotonic()
                 return None
 
-    async def _reach_again(self, stripe: _Stripe) -> socket.socket:
+    async def _reach_again(self, stripe: _Stripe) -> tuple[socket.socket, Keys]:
         async for attempt in AsyncRetrying(
             retry=retry_if_exception_type(Unreachable),
             stop=stop_after_delay(REOPEN_S),
@@ -206,8 +205,8 @@ class Outgoing:
                 return await self._reach(stripe)
         raise AssertionError("tenacity ends with a value or an error")
 
-    async def _reach(self, stripe: _Stripe) -> socket.socket:
-        """A connection whose other end holds the key."""
+    async def _reach(self, stripe: _Stripe) -> tuple[socket.socket, Keys]:
+        """A connection whose other end holds the lane's key, and the connection's own."""
         where = f"node {self._node} at {self._host}:{self._port}"
         loop = asyncio.get_running_loop()
         try:
@@ -219,7 +218,7 @@ class Outgoing:
                     tune(connection)
                     connection.setblocking(False)
                     await loop.sock_connect(connection, address)
-                    await prove_source(connection, self._key, stripe.number, stripe.name)
+                    keys = await prove_source(connection, self._key, stripe.number, stripe.name)
                     connection.setblocking(True)
                 except BaseException:
                     connection.close()
@@ -229,4 +228,4 @@ class Outgoing:
         except OSError as error:
             why = os.strerror(error.errno) if error.errno else str(error)  # asyncio's own words name no cause
             raise Unreachable(f"{where}: {why}") from error
-        return connection
+        return connection, keys

@@ -13,14 +13,12 @@ import errno
 import json
 import os
 import queue
-import socket
-import ssl
 import threading
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from snapshotd.stripes.connection import CONNECT_S, Identity, common_name, hang_up, read_into
+from snapshotd.stripes.connection import CONNECT_S, Connection, taken_over
 from snapshotd.stripes.control import Control, Ended, serve
 from snapshotd.stripes.records import (
     HEADER_BYTES,
@@ -44,15 +42,15 @@ _ROOM_BYTES = 64 << 20
 
 
 class Receiver:
-    def __init__(self, control: Control, path: str, context: ssl.SSLContext | None, peer: str) -> None:
-        self._control, self._path, self._context, self._peer = control, Path(path), context, peer
+    def __init__(self, control: Control, path: str) -> None:
+        self._control, self._path = control, Path(path)
         self._have = self._told = 0
         self._done = self._told_done = self._over = False
         self._buffer = Buffer()
         self._header = memoryview(bytearray(HEADER_BYTES))
         self._lock = threading.Lock()
-        self._arrived: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
-        self._current: socket.socket | None = None
+        self._arrived: queue.SimpleQueue[Connection] = queue.SimpleQueue()
+        self._current: Connection | None = None
         try:
             for left in (self._done_path, self._path):  # not truncated: an earlier try may still be read
                 left.unlink(missing_ok=True)
@@ -68,35 +66,32 @@ class Receiver:
         """Until something cannot be got over: a sender that missed the last word connects again to hear it."""
         threading.Thread(target=self._listen, daemon=True).start()
         while not self._over:
-            with self._arrived.get() as plain:
-                self._serve(plain)
+            with self._arrived.get() as connection:
+                self._serve(connection)
 
     def _listen(self) -> None:
         """In a thread: the other one may hang in a connection that is dead and does not know it."""
         with contextlib.suppress(Ended):
             while True:
-                for fd in self._control.hear()[1]:
-                    connection = socket.socket(fileno=fd)
+                message, fds = self._control.hear()
+                for fd in fds:
+                    connection = taken_over(fd, message)
                     with self._lock:
                         self._arrived.put(connection)
                         if self._current is not None:
-                            hang_up(self._current)
+                            self._current.hang_up()
         os._exit(0)
 
     # ------------------------------------------------------------ a connection
 
-    def _serve(self, plain: socket.socket) -> None:
+    def _serve(self, connection: Connection) -> None:
         """Until it ends; what has arrived stays."""
         try:
-            self._take(plain)
-            plain.settimeout(CONNECT_S)
-            with self._secured(plain) as connection:
-                self._take(connection)
-                try:
-                    self._receive(connection)
-                except Trouble as trouble:
-                    self._report(trouble)
-                    self._refuse(connection, trouble)
+            self._take(connection)
+            self._receive(connection)
+        except Trouble as trouble:
+            self._report(trouble)
+            self._refuse(connection, trouble)
         except OSError as error:
             self._report(Trouble("unreachable", str(error), again=True))
         finally:
@@ -105,66 +100,58 @@ class Receiver:
 
     def _report(self, trouble: Trouble) -> None:
         """To the daemon."""
-        if trouble.code == "denied":
-            self._control.say(refused=trouble.message)
-        elif not trouble.again:
+        if not trouble.again:
             self._over = True
             self._control.say(error=trouble.message, code=trouble.code)
         elif not self._told_done:
             self._control.say(lost=trouble.message, code=trouble.code)
 
-    def _take(self, connection: socket.socket) -> None:
+    def _take(self, connection: Connection) -> None:
         """From now on a newer connection ends this one."""
         with self._lock:
             if not self._arrived.empty():
                 raise ConnectionAbortedError("there is a newer connection")
             self._current = connection
 
-    def _secured(self, plain: socket.socket) -> socket.socket:
-        if self._context is None:
-            return plain
-        return self._context.wrap_socket(plain, server_side=True)
-
-    def _refuse(self, connection: socket.socket, trouble: Trouble) -> None:
+    def _refuse(self, connection: Connection, trouble: Trouble) -> None:
         """Says why, and lets the sender hang up first: data that nobody reads would destroy what was said."""
         ends_s = monotonic() + _HANG_UP_S
         with contextlib.suppress(OSError):
             connection.settimeout(_HANG_UP_S)
-            connection.sendall(trouble_reply(trouble))
+            connection.send(*trouble_reply(trouble))
             while (left_s := ends_s - monotonic()) > 0:
                 connection.settimeout(left_s)
-                if not connection.recv_into(self._buffer.whole):
+                if not connection.skip(self._buffer.payload):
                     break
 
-    def _receive(self, connection: socket.socket) -> None:
-        if isinstance(connection, ssl.SSLSocket) and (name := common_name(connection)) != self._peer:
-            raise Trouble("denied", f"{name} is not {self._peer}, the source of this stripe")
-        connection.sendall(reply(Kind.HAVE, self._have))
+    def _receive(self, connection: Connection) -> None:
+        connection.settimeout(CONNECT_S)
+        connection.send(reply(Kind.HAVE, self._have))
         self._control.say(connected=self._have)
         connection.settimeout(None)  # with a time limit every read would cost a poll
         while True:
-            read_into(connection, self._header)
+            connection.read_into(self._header)
             record = parse_header(self._header, self._have)
             if self._done and record.kind is not Kind.END:
                 raise Trouble("damaged", f"a record at {record.offset}, after the end")
             if record.kind is Kind.DATA:
-                read_into(connection, self._buffer.payload[: record.length])
+                connection.read_into(self._buffer.payload[: record.length])
             if record.kind is Kind.END:
                 self._finish()
-                connection.sendall(reply(Kind.DONE, self._have))
+                connection.send(reply(Kind.DONE, self._have))
                 self._tell_done()  # only now: the daemon ends who is done
             else:
-                self._store(record)
+                self._store(record, verified=connection.sealed and record.kind is Kind.DATA)
 
     # ------------------------------------------------------------ the file
 
-    def _store(self, record: Record) -> None:
+    def _store(self, record: Record, *, verified: bool) -> None:
         data = self._buffer.payload[: record.length]
         try:
             if record.kind is Kind.SAME:
                 os.preadv(self._file, [data], record.twin)
             zero = record.kind is Kind.ZERO
-            if (digest_of_zeros(record.length) if zero else digest_of(data)) != record.digest:
+            if not verified and (digest_of_zeros(record.length) if zero else digest_of(data)) != record.digest:
                 raise Trouble("damaged", f"the record at {record.offset} arrived damaged", again=True)
             self._check_size()
             if zero:
@@ -233,9 +220,7 @@ _fallocate.restype = ctypes.c_int
 
 
 def receive(control: Control, settings: dict[str, Any], _fds: list[int]) -> None:
-    identity = Identity(**settings["identity"]) if settings["identity"] else None
-    context = identity.context(server_side=True) if identity else None
-    receiver = Receiver(control, settings["path"], context, identity.peer if identity else "")
+    receiver = Receiver(control, settings["path"])
     control.say(ready=True)
     expected_bytes = int(settings["expected_bytes"])
     threading.Thread(target=receiver.take_room, args=(expected_bytes,), daemon=True).start()

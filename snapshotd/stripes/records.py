@@ -3,8 +3,9 @@
 A record is a header and, with DATA, its payload. The records of a stripe come in order and without gaps: the receiver's
 file is always the beginning of the sender's. Zeros travel as a length, a repetition as the place of its twin.
 
-Invariant: the header has a check of its own, the digest is that of the record's bytes whatever way they travel, and both
-are verified before the file grows. What a stranger sends is `Trouble`, in words, before anything is allocated for it.
+Invariant: the header has a check of its own, the digest is that of the record's bytes whatever way they travel, and
+both are verified before the file grows; where the connection is sealed (connection.py), its tag stands for the digest
+of DATA. What a stranger sends is `Trouble`, in words, before anything is allocated for it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import json
+import mmap
 import struct
 from dataclasses import dataclass
 from enum import IntEnum
@@ -100,13 +102,15 @@ def digest_of_zeros(length: int) -> bytes:
 # ---------------------------------------------------------------- replies
 
 
-def reply(kind: Kind, value: int, text: bytes = b"") -> bytes:
-    return _REPLY.pack(_MAGIC, kind, value, len(text)) + text
+def reply(kind: Kind, value: int, text_bytes: int = 0) -> bytes:
+    return _REPLY.pack(_MAGIC, kind, value, text_bytes)
 
 
-def trouble_reply(trouble: Trouble) -> bytes:
+def trouble_reply(trouble: Trouble) -> tuple[bytes, bytes]:
+    """(reply, the text that follows)."""
     message = trouble.message[: MAX_TEXT_BYTES // 8]  # JSON may take six bytes for one
-    return reply(Kind.TROUBLE, trouble.again, json.dumps({"code": trouble.code, "message": message}).encode())
+    text = json.dumps({"code": trouble.code, "message": message}).encode()
+    return reply(Kind.TROUBLE, trouble.again, len(text)), text
 
 
 def parse_reply(header: bytes) -> tuple[Kind, int, int]:
@@ -125,17 +129,21 @@ def parse_trouble(value: int, text: bytes) -> Trouble:
         return Trouble("damaged", f"the target's trouble makes no sense: {text[:200]!r}")
 
 
-# ---------------------------------------------------------------- comparing without the interpreter's lock
+# ---------------------------------------------------------------- memory for the largest record
+
+
+def memory(count_bytes: int) -> mmap.mmap:
+    """Its pages come when they are used, and most records are far smaller than the largest. Private: not tmpfs."""
+    return mmap.mmap(-1, count_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 class Buffer:
-    """Memory for a header and a record behind it, that goes out in one piece; compared by the C library."""
+    """Memory for a record's payload, compared by the C library."""
 
     def __init__(self) -> None:
-        self._array = bytearray(HEADER_BYTES + MAX_RECORD_BYTES)
-        self.whole = memoryview(self._array)
-        self.payload = self.whole[HEADER_BYTES:]
-        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._array)) + HEADER_BYTES
+        self._memory = memory(MAX_RECORD_BYTES)
+        self.payload = memoryview(self._memory)
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
 
     def equals(self, other: Buffer, length: int) -> bool:
         """Looks no further than the first difference."""

@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import os
 import select
-import socket
-import ssl
 from typing import Any
 
-from snapshotd.stripes.connection import CONNECT_S, Identity, read_reply
+from snapshotd.stripes.connection import CONNECT_S, Connection, read_reply, taken_over
 from snapshotd.stripes.control import Control, serve
 from snapshotd.stripes.records import (
-    HEADER_BYTES,
     MAX_STRIPE_BYTES,
     RECORD_BYTES,
     Buffer,
@@ -31,9 +28,8 @@ _PROGRESS_BYTES = 32 << 20
 
 
 class Sender:
-    def __init__(self, control: Control, path: str, grown: int, context: ssl.SSLContext | None, node: str) -> None:
+    def __init__(self, control: Control, path: str, grown: int) -> None:
         self._control, self._path, self._grown = control, path, grown
-        self._context, self._node = context, node
         self._file = -1
         self._available = 0
         self._final: int | None = None
@@ -42,7 +38,7 @@ class Sender:
         self._ways = {Kind.DATA: 0, Kind.ZERO: 0, Kind.SAME: 0}
         self._twins: dict[bytes, int] = {}  # the digest of a full record -> its offset
         self._buffer, self._other, self._zeros = Buffer(), Buffer(), Buffer()
-        self._connections: list[socket.socket] = []
+        self._connections: list[Connection] = []
         self._poll = select.poll()
         self._poll.register(control.fileno(), select.POLLIN)
         self._poll.register(grown, select.POLLIN)
@@ -53,7 +49,7 @@ class Sender:
             while not self._connections:
                 self._listen(None, wait=True)
             try:
-                with self._secured(self._connections.pop()) as connection:
+                with self._connections.pop() as connection:
                     self._talk(connection)
                 self._control.say(done=self._final, **self._progress())
                 return
@@ -64,17 +60,8 @@ class Sender:
                     raise
                 self._control.say(lost=trouble.message, code=trouble.code)
 
-    def _secured(self, plain: socket.socket) -> socket.socket:
-        plain.settimeout(CONNECT_S)
-        if self._context is None:
-            return plain
-        try:
-            return self._context.wrap_socket(plain, server_hostname=self._node)
-        except BaseException:
-            plain.close()
-            raise
-
-    def _talk(self, connection: socket.socket) -> None:
+    def _talk(self, connection: Connection) -> None:
+        connection.settimeout(CONNECT_S)
         kind, have = read_reply(connection)
         connection.settimeout(None)
         if kind is not Kind.HAVE or have > self._furthest:
@@ -92,7 +79,7 @@ class Sender:
                 if length:
                     self._send_record(connection, length)
                 elif end:
-                    connection.sendall(Record(Kind.END, 0, self._offset).header())
+                    connection.send(Record(Kind.END, 0, self._offset).header())
                     self._end_sent = True
         finally:
             self._poll.unregister(connection)
@@ -104,7 +91,7 @@ class Sender:
 
     # ------------------------------------------------------------ news
 
-    def _listen(self, connection: socket.socket | None, *, wait: bool) -> bool:
+    def _listen(self, connection: Connection | None, *, wait: bool) -> bool:
         """What the daemon and the receiver have to say. True: the receiver has all of it."""
         for fd, _ in self._poll.poll(None if wait else 0):
             if fd == self._control.fileno():
@@ -121,7 +108,7 @@ class Sender:
 
     def _obey(self, message: dict[str, Any], fds: list[int]) -> None:
         for fd in fds:
-            self._connections = [socket.socket(fileno=fd)]
+            self._connections = [taken_over(fd, message)]
         if "final" in message:
             final = int(message["final"])
             if not self._furthest <= final <= MAX_STRIPE_BYTES:
@@ -136,14 +123,15 @@ class Sender:
 
     # ------------------------------------------------------------ records
 
-    def _send_record(self, connection: socket.socket, length: int) -> None:
+    def _send_record(self, connection: Connection, length: int) -> None:
         record = self._record(length)
-        self._buffer.whole[:HEADER_BYTES] = record.header()
-        # From the buffer, without encryption too: sendfile takes the receiver as much as it saves here, and what is sent
-        # is what was digested.
-        payload_bytes = length if record.kind is Kind.DATA else 0
         self._furthest = max(self._furthest, self._offset + length)  # before: it may arrive although sending it fails
-        connection.sendall(self._buffer.whole[: HEADER_BYTES + payload_bytes])
+        if record.kind is Kind.DATA:
+            # From the buffer, without encryption too: sendfile takes the receiver as much as it saves here, and what is
+            # sent is what was digested.
+            connection.send(record.header(), self._buffer.payload[:length])
+        else:
+            connection.send(record.header())
         self._offset += length
         self._ways[record.kind] += length
         if self._offset - self._told >= _PROGRESS_BYTES or self._offset < self._told:
@@ -179,9 +167,7 @@ class Sender:
 
 
 def send(control: Control, settings: dict[str, Any], fds: list[int]) -> None:
-    identity = Identity(**settings["identity"]) if settings["identity"] else None
-    context = identity.context(server_side=False) if identity else None
-    sender = Sender(control, settings["path"], fds[0], context, identity.peer if identity else "")
+    sender = Sender(control, settings["path"], fds[0])
     control.say(ready=True)
     sender.run()
 

@@ -82,7 +82,7 @@ def test_defaults(tmp_path: Path, certificates: Certificates) -> None:
         chunk_bytes=2097152,
         lease_s=30.0,
         gpu_library_dir="",
-        device_lane="tls",
+        device_lane="encrypted",
     )
     assert config.admin_socket == Path("/run/snapshotd/admin.sock")
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -162,6 +162,8 @@ def test_all_errors_at_once(tmp_path: Path, certificates: Certificates) -> None:
     assert got["colour"] == "colour: unknown key"
     assert "3.17.1" in got["criu"]
     assert "'scratch', 7" in got["carry_paths"]
+    assert "encrypted" in got["device_lane"]
+    assert "plain" in got["device_lane"]
     assert "relative.crt" in got["tls.cert"]
 
 

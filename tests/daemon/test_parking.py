@@ -171,7 +171,7 @@ class Source:
         self.let_go: list[Process] = []
         self.stopped_others = 0
         store = ImageStore(folder / "images")
-        config = SimpleNamespace(image_dir=folder / "images", credentials=None, device_lane="tls")
+        config = SimpleNamespace(image_dir=folder / "images", device_lane="encrypted")
         self.node: Any = SimpleNamespace(config=config, store=store, client=self._client, taking_room=asyncio.Lock())
         begin = Begin(
             MOVE, "source", "job-0", "job", 0, "a", "a:1", "b", "b:1", "00" * 32, host.boot_id(), 1.0, lease_s=30.0
@@ -204,7 +204,7 @@ class Source:
 
     async def _outgoing(self, *arguments: Any, encrypted: bool) -> Lane:
         assert encrypted
-        self.lane = Lane(arguments[5], arguments[6])
+        self.lane = Lane(arguments[4], arguments[5])
         return self.lane
 
     async def _let_go(self, processes: Sequence[Process]) -> None:

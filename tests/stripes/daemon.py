@@ -6,15 +6,13 @@ import asyncio
 import sys
 from pathlib import Path
 
-from snapshotd.api.channel import Credentials
 from snapshotd.stripes.incoming import Incoming
 from snapshotd.stripes.outgoing import Outgoing
 
 
 async def main(here: Path, there: Path) -> None:
-    nobody = Credentials(here, here, here)  # not looked at without encryption
-    incoming = await Incoming.open(there, ["a"], ["127.0.0.1"], nobody, "node-1", encrypted=False)
-    await Outgoing.open("127.0.0.1", incoming.port, incoming.key, nobody, "node-2", here, ["a"], encrypted=False)
+    incoming = await Incoming.open(there, ["a"], ["127.0.0.1"], "node-1", encrypted=False)
+    await Outgoing.open("127.0.0.1", incoming.port, incoming.key, "node-2", here, ["a"], encrypted=False)
     print("open", flush=True)
     await asyncio.Event().wait()
 

@@ -9,15 +9,16 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from snapshotd.api.channel import Credentials
+from snapshotd.stripes.connection import TAG_BYTES
 from snapshotd.stripes.incoming import Incoming
 from snapshotd.stripes.outgoing import Outgoing
+from snapshotd.stripes.records import HEADER_BYTES, RECORD_BYTES
 
 SOURCE, TARGET = "node-1", "node-2"
 MIB = 1 << 20
-#: What both ends say before the first record, and a record's header: key.py and records.py.
+#: What the source says before its first record, and the target before its first reply: key.py.
 GREETING_BYTES = 40 + 32
-HEADER_BYTES = 52
+ANSWER_BYTES = 32 + 32
 
 #: (number of the connection, bytes before these, these) -> what goes on, None: cut here
 Meddle = Callable[[int, int, bytes], bytes | None]
@@ -49,13 +50,21 @@ def children_of(parent: int) -> list[int]:
 
 
 class Ends:
-    """A folder each, and the certificates of both nodes."""
+    """A folder each."""
 
-    def __init__(self, folder: Path, source: Credentials, target: Credentials, *, encrypted: bool) -> None:
+    def __init__(self, folder: Path, *, encrypted: bool) -> None:
         self.here, self.there = folder / "source", folder / "target"
         self.here.mkdir()
         self.there.mkdir()
-        self.source, self.target, self.encrypted = source, target, encrypted
+        self.encrypted = encrypted
+
+    def travels(self, *lengths: int) -> int:
+        """The bytes that messages of these lengths take on the way."""
+        return sum(lengths) + (TAG_BYTES * len(lengths) if self.encrypted else 0)
+
+    def record(self, number: int) -> int:
+        """Where in what the source says a record begins, when those before it were whole and had to travel."""
+        return GREETING_BYTES + number * self.travels(HEADER_BYTES, RECORD_BYTES)
 
     def fill(self, contents: Mapping[str, bytes]) -> dict[str, int]:
         for name, content in contents.items():
@@ -71,7 +80,6 @@ class Ends:
             self.there,
             names,
             ["127.0.0.1"],
-            self.target,
             SOURCE,
             encrypted=self.encrypted,
             expected_bytes=expected_bytes,
@@ -82,12 +90,8 @@ class Ends:
             await opened.close()
 
     @asynccontextmanager
-    async def outgoing(
-        self, port: int, key: bytes, names: Sequence[str], node: str = TARGET
-    ) -> AsyncIterator[Outgoing]:
-        opened = await Outgoing.open(
-            "127.0.0.1", port, key, self.source, node, self.here, names, encrypted=self.encrypted
-        )
+    async def outgoing(self, port: int, key: bytes, names: Sequence[str]) -> AsyncIterator[Outgoing]:
+        opened = await Outgoing.open("127.0.0.1", port, key, TARGET, self.here, names, encrypted=self.encrypted)
         try:
             yield opened
         finally:
@@ -95,11 +99,11 @@ class Ends:
 
     @asynccontextmanager
     async def both(
-        self, names: Sequence[str], meddle: Meddle | None = None
+        self, names: Sequence[str], meddle: Meddle | None = None, meddle_back: Meddle | None = None
     ) -> AsyncIterator[tuple[Incoming, Outgoing, Meddler]]:
         async with (
             self.incoming(names) as incoming,
-            Meddler(incoming.port, meddle) as meddler,
+            Meddler(incoming.port, meddle, meddle_back) as meddler,
             self.outgoing(meddler.port, incoming.key, names) as outgoing,
         ):
             yield incoming, outgoing, meddler
@@ -108,8 +112,8 @@ class Ends:
 class Meddler:
     """A proxy in front of a port."""
 
-    def __init__(self, port: int, meddle: Meddle | None = None) -> None:
-        self._to, self._meddle = port, meddle
+    def __init__(self, port: int, meddle: Meddle | None = None, meddle_back: Meddle | None = None) -> None:
+        self._to, self._meddle, self._meddle_back = port, meddle, meddle_back
         self._tasks: set[asyncio.Task[None]] = set()
         self._writers: list[asyncio.StreamWriter] = []
         self.connections = 0
@@ -147,33 +151,31 @@ class Meddler:
         self.connections += 1
         beyond_reader, beyond_writer = await asyncio.open_connection("127.0.0.1", self._to)
         self._writers += [writer, beyond_writer]
-        for work in (self._there(number, reader, beyond_writer), self._back(beyond_reader, writer)):
-            task = asyncio.create_task(work)
+        for way in ((reader, beyond_writer, self._meddle), (beyond_reader, writer, self._meddle_back)):
+            task = asyncio.create_task(self._pass_on(number, *way, back=way[1] is writer))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    async def _there(self, number: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _pass_on(
+        self,
+        number: int,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        meddle: Meddle | None,
+        *,
+        back: bool,
+    ) -> None:
         passed = 0
         with contextlib.suppress(ConnectionError):
             while part := await reader.read(64 << 10):
-                goes_on = self._meddle(number, passed, part) if self._meddle is not None else part
+                goes_on = meddle(number, passed, part) if meddle is not None else part
                 if goes_on is None:
                     self.cut()
                     return
                 passed += len(part)
-                writer.write(goes_on)
-                await writer.drain()
-        self._pass_on_the_end(writer)
-
-    async def _back(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(ConnectionError):
-            while part := await reader.read(64 << 10):
-                if not self.deaf:
-                    writer.write(part)
+                if not (back and self.deaf):
+                    writer.write(goes_on)
                     await writer.drain()
-        self._pass_on_the_end(writer)
-
-    def _pass_on_the_end(self, writer: asyncio.StreamWriter) -> None:
         if not self.silent:
             writer.close()
 

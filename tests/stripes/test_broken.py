@@ -19,14 +19,15 @@ import pytest
 from snapshotd.api.errors import Damaged, Full, Internal, SnapshotError, Unreachable
 from snapshotd.blocking import in_thread
 from snapshotd.stripes.child import Child
-from snapshotd.stripes.connection import read_reply
-from snapshotd.stripes.records import Kind, Record, reply
+from snapshotd.stripes.connection import TAG_BYTES, Connection, read_reply
+from snapshotd.stripes.records import HEADER_BYTES, REPLY_BYTES, Kind, Record, reply
 from tests.stripes.lane import (
+    ANSWER_BYTES,
     GREETING_BYTES,
-    HEADER_BYTES,
     MIB,
     Ends,
     Meddle,
+    Meddler,
     children,
     children_of,
     flip,
@@ -74,7 +75,7 @@ def one_child(program: str) -> int:
 
 @contextmanager
 def given_to(child: Child) -> Iterator[socket.socket]:
-    """A connection's other end."""
+    """A plain connection's other end."""
     ours, theirs = socket.socketpair()
     with ours:
         with theirs:
@@ -161,19 +162,19 @@ async def test_who_missed_the_last_word_hears_it_again(ends: Ends) -> None:
 
 
 async def test_a_stripe_is_done_when_the_sender_was_told(tmp_path: Path, nothing_left: None) -> None:
-    settings = {"identity": None, "expected_bytes": 0, "path": str(tmp_path / "a")}
+    settings = {"expected_bytes": 0, "path": str(tmp_path / "a")}
     child = await Child.start("snapshotd.stripes.receive", settings)
     end = Record(Kind.END, 0, 0).header()
     try:
         assert await child.hear() == {"ready": True}
         with given_to(child) as sender:
-            assert await in_thread(read_reply, sender) == (Kind.HAVE, 0)
+            assert await in_thread(read_reply, Connection(sender)) == (Kind.HAVE, 0)
             sender.shutdown(socket.SHUT_RD)  # of a pair: the answer fails
             sender.sendall(end)
             assert await child.hear() == {"connected": 0}
             assert "lost" in await child.hear()
         with given_to(child) as sender:
-            assert await in_thread(read_reply, sender) == (Kind.HAVE, 0)
+            assert await in_thread(read_reply, Connection(sender)) == (Kind.HAVE, 0)
             sender.sendall(end)
             assert await child.hear() == {"connected": 0}
             assert await child.hear() == {"done": True, "at": 0}
@@ -199,36 +200,138 @@ async def test_a_new_connection_ends_one_that_hangs(ends: Ends) -> None:
 
 
 @pytest.mark.parametrize(
-    "position",
+    ("number", "position"),
     [
-        GREETING_BYTES + 3,  # the first record's header
-        GREETING_BYTES + HEADER_BYTES - 1,  # its check
-        GREETING_BYTES + HEADER_BYTES + 500_000,  # its payload
-        GREETING_BYTES + 3 * (HEADER_BYTES + MIB) + HEADER_BYTES + 7,  # the payload of the fourth
+        (0, 3),  # the header
+        (0, HEADER_BYTES - 1),  # its check
+        (0, HEADER_BYTES + 10),  # its tag, where it has one
+        (0, HEADER_BYTES + 500_000),  # the payload
+        (3, HEADER_BYTES + 20),
+        (3, -1),  # the last byte of the record before: of its tag, where it has one
     ],
 )
-async def test_what_arrives_damaged_is_sent_again(plain: Ends, position: int) -> None:
-    assert await arrives(plain, flip(position)) == 2
-
-
-async def test_encryption_notices_a_changed_byte_by_itself(encrypted: Ends) -> None:
-    encrypted.fill({"a": CONTENT})
-    assert await arrives(encrypted, flip(3 * MIB)) == 2
+async def test_what_arrives_damaged_is_sent_again(ends: Ends, number: int, position: int) -> None:
+    assert await arrives(ends, flip(ends.record(number) + position)) == 2
 
 
 @pytest.mark.usefixtures("impatient")
-async def test_what_is_damaged_every_time_is_never_stored(plain: Ends) -> None:
+async def test_what_is_damaged_every_time_is_never_stored(ends: Ends) -> None:
     def spoil(_number: int, passed: int, part: bytes) -> bytes:
-        return flipped(part, GREETING_BYTES + HEADER_BYTES + 1000 - passed)
+        return flipped(part, ends.record(0) + HEADER_BYTES + 1000 - passed)
 
-    async with plain.both(["a"], spoil) as (incoming, outgoing, _):
+    why = (
+        "message 1 of the connection arrived with a broken seal"
+        if ends.encrypted
+        else "the record at 0 arrived damaged"
+    )
+    async with ends.both(["a"], spoil) as (incoming, outgoing, _):
         outgoing.finish(SIZES)
-        with pytest.raises(Damaged, match="the record at 0 arrived damaged"):
+        with pytest.raises(Damaged, match=why):
             await outgoing.wait()
-        with pytest.raises(Damaged, match="the record at 0 arrived damaged"):
+        with pytest.raises(Damaged, match=why):
             await incoming.wait(30)
-    assert plain.arrived(["a"]) == {"a": b""}
-    assert not (plain.there / "a.done").exists()
+    assert ends.arrived(["a"]) == {"a": b""}
+    assert not (ends.there / "a.done").exists()
+
+
+async def test_a_record_that_is_left_out_is_missed(ends: Ends) -> None:
+    begin, end = ends.record(1), ends.record(2)
+
+    def leave_out(number: int, passed: int, part: bytes) -> bytes:
+        return part[: max(0, begin - passed)] + part[max(0, end - passed) :] if number == 0 else part
+
+    assert await arrives_in_the_end(ends, leave_out)
+
+
+async def test_a_record_that_is_repeated_is_not_stored_twice(ends: Ends) -> None:
+    first = b""
+
+    def repeat(number: int, passed: int, part: bytes) -> bytes:
+        nonlocal first
+        begin, end = ends.record(0) - passed, ends.record(1) - passed
+        if number or end <= 0:
+            return part
+        first += part[max(0, begin) : end]
+        return part[:end] + first + part[end:] if end <= len(part) else part
+
+    assert await arrives_in_the_end(ends, repeat)
+
+
+async def arrives_in_the_end(ends: Ends, meddle: Meddle) -> bool:
+    """Or, as nobody but a stranger sends such records, ends the move where nothing is sealed."""
+    async with ends.both(["a"], meddle) as (incoming, outgoing, meddler):
+        outgoing.finish(SIZES)
+        if ends.encrypted:
+            await outgoing.wait()
+            assert await incoming.wait(30) == SIZES
+            assert ends.arrived(["a"]) == {"a": CONTENT}
+            return meddler.connections == 2
+        with pytest.raises(Damaged, match="DATA record for "):
+            await outgoing.wait()
+    return CONTENT.startswith(ends.arrived(["a"])["a"])
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_a_stripe_without_its_end_is_not_done(ends: Ends) -> None:
+    end = ends.record(6) + ends.travels(HEADER_BYTES, 5)
+
+    def cut_the_end(number: int, passed: int, part: bytes) -> bytes | None:
+        if number:
+            return cut_at(GREETING_BYTES, 99)(number, passed, part)
+        return part[: max(0, end - passed)]
+
+    async with ends.both(["a"], cut_the_end) as (incoming, outgoing, meddler):
+        outgoing.finish(SIZES)
+        await until(lambda: (ends.there / "a").stat().st_size == len(CONTENT))
+        meddler.cut()
+        with pytest.raises(Unreachable):
+            await incoming.wait(30)
+        with pytest.raises(Unreachable):
+            await outgoing.wait()
+    assert ends.arrived(["a"]) == {"a": CONTENT}
+    assert not (ends.there / "a.done").exists()
+
+
+async def test_a_first_word_that_was_changed_is_not_believed(ends: Ends) -> None:
+    async with ends.incoming(["a"]) as incoming, Meddler(incoming.port, None, flip(ANSWER_BYTES)) as meddler:
+        with pytest.raises(Damaged, match="broken seal" if ends.encrypted else "makes no sense"):
+            async with ends.outgoing(meddler.port, incoming.key, ["a"]):
+                pass
+        assert incoming.failed is None
+
+
+@pytest.mark.parametrize("position", [0, REPLY_BYTES - 1])
+async def test_a_last_word_that_was_changed_is_asked_for_again(encrypted: Ends, position: int) -> None:
+    encrypted.fill({"a": CONTENT})
+    done = ANSWER_BYTES + encrypted.travels(REPLY_BYTES)
+    async with encrypted.both(["a"], None, flip(done + position)) as (incoming, outgoing, meddler):
+        outgoing.finish(SIZES)
+        assert (await outgoing.wait()).bytes == len(CONTENT)
+        assert await incoming.wait(30) == SIZES
+        assert meddler.connections == 2
+
+
+@pytest.mark.parametrize("said", [reply(Kind.DONE, len(CONTENT)), bytes(REPLY_BYTES)], ids=["done", "zeros"])
+async def test_a_strangers_last_word_is_not_believed(encrypted: Ends, said: bytes) -> None:
+    """Somebody passes on the proofs and the first word, keeps the records for himself, and says that all is well."""
+    encrypted.fill({"a": CONTENT})
+    first_word = ANSWER_BYTES + encrypted.travels(REPLY_BYTES)
+    async with encrypted.incoming(["a"]) as incoming:
+
+        def keep(_number: int, passed: int, part: bytes) -> bytes:
+            return part[: max(0, GREETING_BYTES - passed)]
+
+        def answer(_number: int, passed: int, part: bytes) -> bytes:
+            return part + said + bytes(TAG_BYTES) if passed + len(part) == first_word else part
+
+        async with (
+            Meddler(incoming.port, keep, answer) as meddler,
+            encrypted.outgoing(meddler.port, incoming.key, ["a"]) as outgoing,
+        ):
+            outgoing.finish(SIZES)
+            with pytest.raises(Damaged, match="message 1 of the connection arrived with a broken seal"):
+                await outgoing.wait()
+    assert encrypted.arrived(["a"]) == {"a": b""}
 
 
 # ---------------------------------------------------------------- processes

@@ -8,19 +8,19 @@ import os
 import resource
 import secrets
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from snapshotd.api.channel import Credentials
-from snapshotd.api.errors import BadConfig, Damaged, Denied, Unreachable
+from snapshotd.api.errors import Damaged, Denied, Internal, Unreachable
 from snapshotd.blocking import in_thread
-from snapshotd.stripes.connection import read_reply
+from snapshotd.stripes.connection import Connection, SealedConnection, read_reply
+from snapshotd.stripes.handover import Keys
 from snapshotd.stripes.incoming import Incoming
-from snapshotd.stripes.key import KEY_BYTES, prove_source
+from snapshotd.stripes.key import KEY_BYTES, prove_source, prove_target
 from snapshotd.stripes.records import (
     HEADER_BYTES,
     MAX_RECORD_BYTES,
@@ -39,6 +39,7 @@ from snapshotd.stripes.records import (
 from tests.stripes.lane import Ends, noise, until
 
 HELLO = b"hello"
+LANE_KEY = secrets.token_bytes(KEY_BYTES)
 
 
 @asynccontextmanager
@@ -61,10 +62,12 @@ def no_descriptor_left() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-async def admitted(incoming: Incoming, connection: socket.socket) -> None:
-    await prove_source(connection, incoming.key, 0, "a")
-    connection.settimeout(30)
+async def admitted(ends: Ends, incoming: Incoming, plain: socket.socket) -> Connection:
+    keys = await prove_source(plain, incoming.key, 0, "a")
+    plain.settimeout(30)
+    connection = SealedConnection(plain, keys) if ends.encrypted else Connection(plain)
     assert await in_thread(read_reply, connection) == (Kind.HAVE, 0)
+    return connection
 
 
 async def arrives(ends: Ends, incoming: Incoming) -> None:
@@ -90,7 +93,7 @@ async def test_a_target_that_has_another_key_gets_nothing(ends: Ends) -> None:
 
 
 def greeting(stripe: int = 0) -> bytes:
-    return b"SNSK" + bytes([1, stripe, 0, 0]) + secrets.token_bytes(32)
+    return b"SNSK" + bytes([2, stripe, 0, 0]) + secrets.token_bytes(32)
 
 
 async def left_alone(connection: socket.socket) -> None:
@@ -195,83 +198,156 @@ async def test_a_daemon_without_descriptors_lets_in_who_waited(plain: Ends, capl
             with no_descriptor_left():
                 await loop.sock_connect(connection, ("127.0.0.1", incoming.port))
                 await until(lambda: "nobody can be let in now: Too many open files" in caplog.text)
-            await admitted(incoming, connection)
+            await admitted(plain, incoming, connection)
         assert incoming.failed is None
 
 
-# ---------------------------------------------------------------- certificates
+# ---------------------------------------------------------------- seals
 
 
-async def test_another_node_is_refused_although_it_has_the_key(
-    encrypted: Ends, stranger: Credentials, source: Credentials, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with encrypted.incoming(["a"]) as incoming:
-        encrypted.source = stranger
-        with pytest.raises(Denied, match="node:node-3 is not node:node-1"):
-            async with encrypted.outgoing(incoming.port, incoming.key, ["a"]):
+async def proven(name: str = "a") -> tuple[Keys, Keys]:
+    """What both ends derive for a connection: the source's, the target's."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        for end in (ours, theirs):
+            end.setblocking(False)
+        sources, (_, targets) = await asyncio.gather(
+            prove_source(ours, LANE_KEY, 0, name), prove_target(theirs, LANE_KEY, [name])
+        )
+    return sources, targets
+
+
+async def test_every_connection_and_direction_has_a_key_of_its_own() -> None:
+    seen: set[bytes] = {LANE_KEY}
+    for _ in range(3):
+        sources, targets = await proven()
+        assert (sources.sends, sources.reads) == (targets.reads, targets.sends)
+        for key in (sources.sends, sources.reads):
+            assert len(key) == 32
+            assert key not in seen
+            seen.add(key)
+        assert sources.sends.hex() not in repr(sources)
+        assert Keys.of(sources.message()) == sources
+
+
+def sealed_by(key: bytes, messages: Sequence[bytes]) -> list[bytes]:
+    """Each as it travels."""
+    ours, theirs = socket.socketpair()
+    with SealedConnection(ours, Keys(key, key)) as sender, theirs:
+        travelled = []
+        for message in messages:
+            sender.send(message)
+            travelled.append(theirs.recv(1 << 16))
+    return travelled
+
+
+def opened_by(key: bytes, stream: bytes, lengths: Sequence[int]) -> tuple[list[bytes], bool]:
+    """(what a reader that expects messages of these lengths takes for true, whether it says why that is not all)."""
+    ours, theirs = socket.socketpair()
+    read = []
+    with SealedConnection(ours, Keys(key, key)) as reader:
+        with theirs:
+            theirs.sendall(stream)
+        try:
+            for length in lengths:
+                blob = bytearray(length)
+                reader.read_into(memoryview(blob))
+                read.append(bytes(blob))
+        except (Trouble, ConnectionResetError) as error:
+            return read, not isinstance(error, Trouble) or (error.code, error.again) == ("damaged", True)
+    return read, False
+
+
+MESSAGES = st.lists(st.binary(min_size=1, max_size=100), min_size=1, max_size=6)
+
+
+@given(MESSAGES, st.data())
+def test_whatever_a_stranger_changes_is_noticed(messages: list[bytes], draw: st.DataObject) -> None:
+    key = secrets.token_bytes(32)
+    lengths = [len(message) for message in messages]
+    travelled = sealed_by(key, messages)
+    assert opened_by(key, b"".join(travelled), lengths) == (messages, False)
+    assert not any(message in sealed for message, sealed in zip(messages, travelled, strict=True) if len(message) > 8)
+
+    number = draw.draw(st.integers(0, len(messages) - 1), "message")
+    at = draw.draw(st.integers(0, len(travelled[number]) - 1), "byte")
+    bit = draw.draw(st.integers(0, 7), "bit")
+    other = draw.draw(st.integers(0, len(messages) - 1), "other message")
+    changed = bytearray(travelled[number])
+    changed[at] ^= 1 << bit
+    before, behind = travelled[:number], travelled[number + 1 :]
+    swapped = list(travelled)
+    swapped[number], swapped[other] = swapped[other], swapped[number]
+    ways = {
+        "changed": [*before, bytes(changed), *behind],
+        "cut": [*before, travelled[number][:at]],
+        "left out": [*before, *behind],
+        "repeated": [*before, travelled[number], travelled[number], *behind],
+        "swapped": swapped,
+        "of another connection": [*before, sealed_by(secrets.token_bytes(32), messages)[number], *behind],
+    }
+    for way, stream in ways.items():
+        if way == "swapped" and other == number:
+            continue
+        # One more is asked for than was sent: what comes behind the last one is not taken for a message either.
+        read, said = opened_by(key, b"".join(stream), [*lengths, lengths[number]])
+        assert said, way
+        untouched = min(number, other) if way == "swapped" else number + (way == "repeated")
+        assert read == messages[:untouched], way
+
+
+async def test_what_an_end_said_itself_is_no_answer() -> None:
+    sources, _ = await proven()
+    (travelled,) = sealed_by(sources.sends, [HELLO])
+    assert opened_by(sources.sends, travelled, [5]) == ([HELLO], False)
+    assert opened_by(sources.reads, travelled, [5]) == ([], True)
+
+
+async def test_ends_of_which_one_does_not_seal_do_not_meet(ends: Ends) -> None:
+    ends.fill({"a": HELLO})
+    async with ends.incoming(["a"]) as incoming:
+        ends.encrypted = not ends.encrypted
+        with pytest.raises((Unreachable, Damaged)):
+            async with ends.outgoing(incoming.port, incoming.key, ["a"]):
                 pass
         assert incoming.failed is None
-        encrypted.source = source
-        await arrives(encrypted, incoming)
+    assert ends.arrived(["a"]) == {"a": b""}
 
 
-async def test_another_target_gets_nothing_although_it_has_the_key(encrypted: Ends) -> None:
-    async with encrypted.incoming(["a"]) as incoming:
-        with pytest.raises(Unreachable, match="not valid for 'node-9'"):
-            async with encrypted.outgoing(incoming.port, incoming.key, ["a"], node="node-9"):
-                pass
-
-
-async def test_without_encryption_nobody_gets_in_where_it_is_wanted(encrypted: Ends) -> None:
-    encrypted.fill({"a": HELLO})
-    async with encrypted.incoming(["a"]) as incoming:
-        encrypted.encrypted = False
-        with pytest.raises(Unreachable):
-            async with encrypted.outgoing(incoming.port, incoming.key, ["a"]):
-                pass
-    assert encrypted.arrived(["a"]) == {"a": b""}
-
-
-async def test_certificates_that_cannot_be_read_are_named(encrypted: Ends) -> None:
-    nowhere = Credentials(*(encrypted.here / name for name in ("ca.pem", "cert.pem", "key.pem")))
-    good, encrypted.target = encrypted.target, nowhere
-    with pytest.raises(BadConfig, match=r"cert\.pem"):
-        async with encrypted.incoming(["a"]):
+@pytest.mark.parametrize("key", [b"", b"short"])
+async def test_a_key_that_is_none_is_not_used(ends: Ends, key: bytes) -> None:
+    with pytest.raises(Internal, match=f"gave a key of {len(key)} bytes"):
+        async with ends.outgoing(1, key, ["a"]):
             pass
-    encrypted.target, encrypted.source = good, nowhere
-    async with encrypted.incoming(["a"]) as incoming:
-        with pytest.raises(BadConfig, match=r"cert\.pem"):
-            async with encrypted.outgoing(incoming.port, incoming.key, ["a"]):
-                pass
 
 
 # ---------------------------------------------------------------- records
 
 
-def data(content: bytes, offset: int = 0) -> bytes:
-    return Record(Kind.DATA, len(content), offset, 0, digest_of(content)).header() + content
+def data(content: bytes, offset: int = 0) -> tuple[bytes, bytes]:
+    return Record(Kind.DATA, len(content), offset, 0, digest_of(content)).header(), content
 
 
 @pytest.mark.parametrize(
     ("said", "why"),
     [
-        (Record(Kind.END, 0, 100).header(), "END record for 100 where 0 bytes have arrived"),
-        (Record(Kind.END, 7, 0).header(), "an END of 7 bytes"),
+        ([Record(Kind.END, 0, 100).header()], "END record for 100 where 0 bytes have arrived"),
+        ([Record(Kind.END, 7, 0).header()], "an END of 7 bytes"),
         (data(HELLO, 1), "DATA record for 1 where 0"),
-        (data(HELLO) + data(HELLO, 4), "DATA record for 4 where 5"),
-        (data(HELLO) + Record(Kind.SAME, 5, 5, 1, digest_of(HELLO)).header(), "repeats 1, where nothing is yet"),
-        (Record(Kind.DATA, MAX_RECORD_BYTES + 1, 0).header(), "at most"),
-        (Record(Kind.ZERO, 0, 0).header(), "a record of 0 bytes"),
-        (Record(Kind.HAVE, 5, 0).header(), "a record of kind 16"),
-        (Record(Kind.END, 0, 0).header() + data(HELLO), "after the end"),
+        ([*data(HELLO), *data(HELLO, 4)], "DATA record for 4 where 5"),
+        ([*data(HELLO), Record(Kind.SAME, 5, 5, 1, digest_of(HELLO)).header()], "repeats 1, where nothing is yet"),
+        ([Record(Kind.DATA, MAX_RECORD_BYTES + 1, 0).header()], "at most"),
+        ([Record(Kind.ZERO, 0, 0).header()], "a record of 0 bytes"),
+        ([Record(Kind.HAVE, 5, 0).header()], "a record of kind 16"),
+        ([Record(Kind.END, 0, 0).header(), *data(HELLO)], "after the end"),
     ],
     ids=["size", "long end", "gap", "overlap", "twin", "large", "empty", "kind", "late"],
 )
-async def test_a_record_that_contradicts_ends_the_move(plain: Ends, said: bytes, why: str) -> None:
-    async with plain.incoming(["a"]) as incoming, connected(incoming.port) as connection:
-        await admitted(incoming, connection)
-        connection.sendall(said)
-        if said.startswith(Record(Kind.END, 0, 0).header()):
+async def test_a_record_that_contradicts_ends_the_move(ends: Ends, said: Sequence[bytes], why: str) -> None:
+    async with ends.incoming(["a"]) as incoming, connected(incoming.port) as plain:
+        connection = await admitted(ends, incoming, plain)
+        connection.send(*said)
+        if said[0] == Record(Kind.END, 0, 0).header():
             assert await in_thread(read_reply, connection) == (Kind.DONE, 0)
         with pytest.raises(Trouble, match=why) as caught:
             await in_thread(read_reply, connection)
@@ -279,37 +355,38 @@ async def test_a_record_that_contradicts_ends_the_move(plain: Ends, said: bytes,
         if "after" not in why:
             with pytest.raises(Damaged, match=why):
                 await incoming.wait(30)
-    assert plain.arrived(["a"])["a"] in (b"", HELLO)
+    assert ends.arrived(["a"])["a"] in (b"", HELLO)
 
 
 @pytest.mark.parametrize(
     "said",
     [
-        bytes(HEADER_BYTES),
-        b"\xff" * HEADER_BYTES,
-        data(HELLO)[:-1] + b"!",
-        Record(Kind.ZERO, 5, 0, 0, digest_of(HELLO)).header(),
+        [bytes(HEADER_BYTES)],
+        [b"\xff" * HEADER_BYTES],
+        [data(HELLO)[0], b"hellO"],
+        [Record(Kind.ZERO, 5, 0, 0, digest_of(HELLO)).header()],
     ],
     ids=["zeros", "ones", "payload", "not zero"],
 )
-async def test_a_record_that_is_damaged_may_be_sent_again(plain: Ends, said: bytes) -> None:
+async def test_a_record_that_is_damaged_may_be_sent_again(plain: Ends, said: Sequence[bytes]) -> None:
     async with plain.incoming(["a"]) as incoming:
-        async with connected(incoming.port) as connection:
-            await admitted(incoming, connection)
-            connection.sendall(said)
+        async with connected(incoming.port) as stranger:
+            connection = await admitted(plain, incoming, stranger)
+            connection.send(*said)
             with pytest.raises(Trouble) as caught:
                 await in_thread(read_reply, connection)
             assert (caught.value.code, caught.value.again) == ("damaged", True)
         await arrives(plain, incoming)
 
 
-async def test_a_repetition_is_checked_like_everything_else(plain: Ends) -> None:
-    async with plain.incoming(["a"]) as incoming, connected(incoming.port) as connection:
-        await admitted(incoming, connection)
-        connection.sendall(data(HELLO) + Record(Kind.SAME, 5, 5, 0, digest_of(b"other")).header())
+async def test_a_repetition_is_checked_whatever_the_way(ends: Ends) -> None:
+    async with ends.incoming(["a"]) as incoming, connected(incoming.port) as plain:
+        connection = await admitted(ends, incoming, plain)
+        connection.send(*data(HELLO))
+        connection.send(Record(Kind.SAME, 5, 5, 0, digest_of(b"other")).header())
         with pytest.raises(Trouble, match="the record at 5 arrived damaged"):
             await in_thread(read_reply, connection)
-    assert plain.arrived(["a"]) == {"a": HELLO}
+    assert ends.arrived(["a"]) == {"a": HELLO}
 
 
 @given(st.binary(min_size=HEADER_BYTES, max_size=HEADER_BYTES), st.integers(0, MAX_STRIPE_BYTES))
@@ -344,9 +421,9 @@ def test_any_reply_is_understood_or_trouble(header: bytes, text: bytes) -> None:
 
 
 def test_trouble_arrives_as_it_was_said() -> None:
-    said = trouble_reply(Trouble("full", "ü" * 10_000, again=True))
-    kind, value, text_bytes = parse_reply(said[:REPLY_BYTES])
-    heard = parse_trouble(value, said[REPLY_BYTES:])
-    assert (kind, text_bytes) == (Kind.TROUBLE, len(said) - REPLY_BYTES)
+    said, text = trouble_reply(Trouble("full", "ü" * 10_000, again=True))
+    kind, value, text_bytes = parse_reply(said)
+    heard = parse_trouble(value, text)
+    assert (kind, text_bytes) == (Kind.TROUBLE, len(text))
     assert (heard.code, heard.again, heard.message) == ("full", True, "ü" * 1024)
     assert parse_reply(reply(Kind.DONE, 7)) == (Kind.DONE, 7, 0)

@@ -10,7 +10,7 @@ import socket
 import pytest
 
 from snapshotd.api.errors import Damaged, Internal, Timeout
-from snapshotd.stripes.key import prove_source, prove_target
+from snapshotd.stripes.key import KEY_BYTES, prove_source, prove_target
 from snapshotd.stripes.names import MAX_STRIPES, checked
 from snapshotd.stripes.totals import Totals
 from tests.stripes.lane import MIB, Ends, children, noise, until
@@ -120,10 +120,10 @@ async def test_a_lane_has_as_many_names_as_a_greeting_can_say(plain: Ends) -> No
         for end in (ours, theirs):
             end.setblocking(False)
         last = MAX_STRIPES - 1
-        _, number = await asyncio.gather(
+        keys, (number, theirs_keys) = await asyncio.gather(
             prove_source(ours, b"key", last, names[last]), prove_target(theirs, b"key", names)
         )
-    assert number == last
+    assert (number, theirs_keys.reads) == (last, keys.sends)
     for wrong in ([*names, "one-more"], []):
         with pytest.raises(Internal, match=f"{len(wrong)} stripes: a lane can have 1 to {MAX_STRIPES}"):
             async with plain.incoming(wrong):
@@ -136,7 +136,7 @@ async def test_a_name_that_is_no_image_file_is_refused(plain: Ends, names: list[
         async with plain.incoming(names):
             pass
     with pytest.raises(Internal, match="cannot be called"):
-        async with plain.outgoing(1, b"", names):
+        async with plain.outgoing(1, bytes(KEY_BYTES), names):
             pass
 
 
