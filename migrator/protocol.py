@@ -46,6 +46,7 @@ TABLE: tuple[Step, ...] = (
     Step("prepare", "Prepare", At.TARGET, "Discard", 30, Where.SOURCE_RUNNING, "reserve memory, give a nonce"),
     Step("prepare", "Begin", At.SOURCE, "Abort", 30, Where.SOURCE_RUNNING, "journal the move, start the lease"),
     Step("prepare", "Brace", At.PEERS, "Settle", 30, Where.SOURCE_RUNNING, "the other ends outlive a silence"),
+    Step("prepare", "Ready", At.SOURCE, "Abort", 300, Where.SOURCE_RUNNING, "device memory: files, lane, rings"),
     Step("quiesce", "Quiesce", At.JOB, "Open", 600, Where.SOURCE_RUNNING, "NCCL: every rank waits at one cut"),
     Step("detach", "Detach", At.SOURCE, "Open", 120, Where.SOURCE_RUNNING, "NCCL: its communicators are taken down"),
     Step("freeze", "Freeze", At.SOURCE, "Abort", 900, Where.SOURCE_FROZEN, "off the GPU, stop the tree, freeze it"),
