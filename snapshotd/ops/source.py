@@ -164,8 +164,8 @@ class SourceOps:
 
     @to_the_end
     async def ready(self, move: str) -> pb.ReadyReply:
-        """What device memory takes to leave is made while the whole job still runs: later it would wait for that, and from the
-        cut on all of it. If it fails the rank runs on, and the driver aborts."""
+        """What device memory takes to leave is made while the whole job still runs: later it would wait for that, all of it
+        where gates are closed. If it fails the rank runs on, and the driver aborts."""
         moving = self._moving(move)
         async with moving.lock:
             self._still_open(moving)
