@@ -1,4 +1,7 @@
-"""Jobs on the stand-in for NCCL in the lab: every rank protected, its output beside that of an undisturbed run."""
+"""Jobs on the stand-in for NCCL in the lab: every rank protected, its output beside that of an undisturbed run.
+
+Where the nodes have stand-in GPUs, the ranks may also have device memory, which the shim backs.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -16,6 +19,7 @@ from integration.harness import WORKLOADS, Cluster, Job, until
 from snapshotd.journal import Journal
 from snapshotd.ops.node import ended_unix_s
 from snapshotd.rules import Mark
+from tests.fakes.cuda_fake import GpuNode, gpus
 
 SOURCES = Path(__file__).parents[1] / "tests" / "fakes" / "nccl"
 WORK = Path(__file__).parent / ".work" / "nccl"
@@ -38,13 +42,14 @@ def _meeting() -> Path:
 
 
 @cache
-def undisturbed(shape: str, ranks: int, steps: int) -> tuple[str, ...]:
+def undisturbed(shape: str, ranks: int, steps: int, device_mib: int = 0) -> tuple[str, ...]:
     """What each rank prints where nothing moves and nothing is preloaded."""
     meeting = _meeting()
-    environment = {**os.environ, "LD_LIBRARY_PATH": str(library_dir())}
+    folders = [str(library_dir()), *([GpuNode(meeting / "gpu", gpus("alone")).library_dir] if device_mib else [])]
+    environment = {**os.environ, "LD_LIBRARY_PATH": ":".join(folders)}
     running = [
         subprocess.Popen(
-            [*PROGRAM, *_arguments(meeting, shape, rank, ranks, steps, 0.0)],
+            [*PROGRAM, *_arguments(meeting, shape, rank, ranks, steps, 0.0, device_mib)],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -58,8 +63,11 @@ def undisturbed(shape: str, ranks: int, steps: int) -> tuple[str, ...]:
     return told
 
 
-def _arguments(meeting: Path, shape: str, rank: int, ranks: int, steps: int, pace_s: float) -> list[str]:
+def _arguments(
+    meeting: Path, shape: str, rank: int, ranks: int, steps: int, pace_s: float, device_mib: int
+) -> list[str]:
     given = {"meeting": meeting, "rank": rank, "ranks": ranks, "shape": shape, "steps": steps, "pace-s": pace_s}
+    given["device-mib"] = device_mib
     return [word for name, value in given.items() for word in (f"--{name}", str(value))]
 
 
@@ -73,19 +81,29 @@ class NcclJob:
     steps: int = 200
     pace_s: float = 0.02
     stuck: tuple[int, int] | None = None  # (rank, step): it waits there for the file `go`
+    gpus: Mapping[str, GpuNode] | None = None  # by node; then every rank has device memory
+    device_mib: int = 0
+    buffer_mib: int = 0  # on the device, of each communicator
+    options: Sequence[str] = ()  # of `migrator run`
     ranks: list[Job] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.meeting = _meeting()
         name = f"nccl{time.monotonic_ns() % 10**9}"
         for rank, node in enumerate(self.places):
-            words = _arguments(self.meeting, self.shape, rank, len(self.places), self.steps, self.pace_s)
-            environment = [f"LD_LIBRARY_PATH={library_dir()}", f"FAKE_NCCL_FAULT_FILE={self._faults(rank)}"]
+            count = len(self.places)
+            words = _arguments(self.meeting, self.shape, rank, count, self.steps, self.pace_s, self.device_mib)
+            folders = [str(library_dir()), *([self.gpus[node].library_dir] if self.gpus else [])]
+            environment = [
+                f"LD_LIBRARY_PATH={':'.join(folders)}",
+                f"FAKE_NCCL_FAULT_FILE={self._faults(rank)}",
+                f"FAKE_NCCL_BUFFER_MIB={self.buffer_mib}",
+            ]
             self._faults(rank).touch()
             if self.stuck is not None:
                 words += ["--stuck-at", str(self.stuck[1]), *(["--stuck"] if rank == self.stuck[0] else [])]
             command = ["env", *environment, *PROGRAM, *words]
-            self.ranks.append(self.nodes.start(node, command, rank=rank, job=name))
+            self.ranks.append(self.nodes.start(node, command, rank=rank, job=name, options=self.options))
 
     def _faults(self, rank: int) -> Path:
         return self.meeting / f"faults-{rank}"
@@ -113,7 +131,8 @@ class NcclJob:
         """Every rank prints what it would have printed, and nothing of the job or its moves is left."""
         for number, rank in enumerate(self.ranks):
             assert rank.finish(120) == 0, f"rank {number}: {rank.text()[-500:]}\n{self.nodes.logs()}"
-        assert tuple(rank.text() for rank in self.ranks) == undisturbed(self.shape, len(self.places), self.steps)
+        alone = undisturbed(self.shape, len(self.places), self.steps, self.device_mib)
+        assert tuple(rank.text() for rank in self.ranks) == alone
         until(f"nothing is left\n{self.nodes.logs()}", lambda: not self.nodes.leftovers() and not unsettled(self.nodes))
         shutil.rmtree(self.meeting, ignore_errors=True)
 

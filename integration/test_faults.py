@@ -14,6 +14,7 @@ pytestmark = pytest.mark.timeout(90)
 BEFORE_COMMIT = [
     Point.BEFORE_BEGIN,
     Point.BEGIN,
+    Point.READY,
     Point.BEFORE_FREEZE,
     Point.STOPPED,
     Point.FREEZE,

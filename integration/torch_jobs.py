@@ -96,10 +96,10 @@ class TorchJob:
 
 
 class TorchLab:
-    """Starts such jobs, each with a name, a port and files of its own."""
+    """Starts such jobs, each with a name, a port and files of its own; `run_options` are those of `migrator run`."""
 
-    def __init__(self, cluster: Cluster) -> None:
-        self.cluster = cluster
+    def __init__(self, cluster: Cluster, run_options: Sequence[str] = ()) -> None:
+        self.cluster, self.run_options = cluster, run_options
         self.jobs: list[TorchJob] = []
 
     def torchrun(
@@ -122,7 +122,7 @@ class TorchLab:
             if launcher != (TORCHRUN,):  # one that makes its own arrangements, or none
                 how, world = list(options), self._world(job, index, len(nodes))
             command = [*launcher, *how, str(WORKLOADS / script), *arguments]
-            self._start(job, node, index, [*MIGRATOR, "run", "--job", job.name, "--", *command], **world)
+            self._start(job, node, index, [*self._run(job), *command], **world)
         return job
 
     def plain(self, script: str, *arguments: str, nodes: Sequence[str] = HOMES, name: str = "plain") -> TorchJob:
@@ -130,7 +130,7 @@ class TorchLab:
         job = self._named(name, nodes[0])
         arguments = tuple(word.replace("{end}", str(job.end)) for word in arguments)
         for rank, node in enumerate(nodes):
-            command = [*MIGRATOR, "run", "--job", job.name, "--", sys.executable, str(WORKLOADS / script), *arguments]
+            command = [*self._run(job), sys.executable, str(WORKLOADS / script), *arguments]
             self._start(job, node, rank, command, **self._world(job, rank, len(nodes)))
         return job
 
@@ -172,6 +172,9 @@ class TorchLab:
         finally:
             for client in clients:
                 client.communicate(timeout=30)
+
+    def _run(self, job: TorchJob) -> list[str]:
+        return [*MIGRATOR, "run", "--job", job.name, *self.run_options, "--"]
 
     def _world(self, job: TorchJob, rank: int, world: int) -> dict[str, str]:
         names = {
@@ -216,9 +219,9 @@ class TorchLab:
 
 
 @contextmanager
-def at_rest(cluster: Cluster) -> Iterator[TorchLab]:
+def at_rest(cluster: Cluster, run_options: Sequence[str] = ()) -> Iterator[TorchLab]:
     """For one test; afterwards nothing of its jobs runs."""
-    lab = TorchLab(cluster)
+    lab = TorchLab(cluster, run_options)
     try:
         yield lab
     finally:

@@ -43,8 +43,6 @@ RELEASE_S = 15.0
 REACH_S = 60.0
 #: How long to go on asking for an outcome that was not answered.
 ASK_AGAIN_S = 20.0
-#: Parts of Freeze during which the rank still runs; a job with gates stands still by then.
-BEFORE_THE_PAUSE = frozenset({"empty-cache", "prepare"})
 
 
 class Driver:
@@ -104,6 +102,7 @@ class _Run:
         self.prepared = pb.PrepareReply()
         self.frozen = pb.FreezeReply()
         self.parts: list[PhaseTime] = []
+        self.parts_running = 0  # so many of them, the first ones, while the job ran
         self.receipt = b""
         self.token = b""
         self.bytes = 0
@@ -200,6 +199,10 @@ class _Run:
                         await self.source.source.Begin(begin, timeout_s=timeout_s)
                     except NotFound as error:
                         raise RankGone(f"rank {self.ask.rank} ended: {error.message}", where=Where.ENDED) from error
+                case "Ready":
+                    ready = await self.source.source.Ready(self.request, timeout_s=timeout_s)
+                    self._take_parts(ready.parts)
+                    self.parts_running = len(self.parts)
                 case "Quiesce":
                     await self.gates.quiesce(self._gate(), min(timeout_s, self.ask.quiesce_timeout_s))
                 case "Detach":
@@ -214,9 +217,6 @@ class _Run:
                     self.frozen = await self.source.source.Freeze(self.request, timeout_s=timeout_s)
                     self.peers.take(self.frozen.rewires)
                     self._take_parts(self.frozen.parts)
-                    if not self.gates.involved:
-                        running = [part.seconds for part in self.frozen.parts if part.name in BEFORE_THE_PAUSE]
-                        self.frozen_at += sum(running)
                     for words in self.frozen.warnings:
                         self._say("note", text=words)
                 case "Stream":
@@ -436,9 +436,7 @@ class _Run:
         )
 
     def _longest_part(self) -> PhaseTime | None:
-        running = frozenset() if self.gates.involved else BEFORE_THE_PAUSE
-        paused = [part for part in self.parts if part.name not in running]
-        return max(paused, key=lambda part: part.seconds, default=None)
+        return max(self.parts[self.parts_running :], key=lambda part: part.seconds, default=None)
 
     # ------------------------------------------------------------------ telling
 

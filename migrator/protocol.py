@@ -45,6 +45,7 @@ TABLE: tuple[Step, ...] = (
     Step("preflight", "Look", At.PEERS, "", 60, Where.SOURCE_RUNNING, "can the other ends of its connections follow?"),
     Step("prepare", "Prepare", At.TARGET, "Discard", 30, Where.SOURCE_RUNNING, "reserve memory, give a nonce"),
     Step("prepare", "Begin", At.SOURCE, "Abort", 30, Where.SOURCE_RUNNING, "journal the move, start the lease"),
+    Step("prepare", "Ready", At.SOURCE, "Abort", 300, Where.SOURCE_RUNNING, "device memory: files, lane, rings"),
     Step("prepare", "Brace", At.PEERS, "Settle", 30, Where.SOURCE_RUNNING, "the other ends outlive a silence"),
     Step("quiesce", "Quiesce", At.JOB, "Open", 600, Where.SOURCE_RUNNING, "NCCL: every rank waits at one cut"),
     Step("detach", "Detach", At.SOURCE, "Open", 120, Where.SOURCE_RUNNING, "NCCL: its communicators are taken down"),

@@ -41,6 +41,7 @@ ALLOWED: dict[str, frozenset[Role]] = {
     "/snapshotd.v1.Node/ListMoves": _BOTH,
     "/snapshotd.v1.Source/Inspect": _OPERATOR,
     "/snapshotd.v1.Source/Begin": _OPERATOR,
+    "/snapshotd.v1.Source/Ready": _OPERATOR,
     "/snapshotd.v1.Source/Detach": _OPERATOR,
     "/snapshotd.v1.Source/Freeze": _OPERATOR,
     "/snapshotd.v1.Source/Stream": _OPERATOR,

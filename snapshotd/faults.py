@@ -23,6 +23,7 @@ class Point(StrEnum):
 
     BEFORE_BEGIN = "before-begin"
     BEGIN = "begin"
+    READY = "ready"  # files, lane and rings for device memory are there, the job runs
     BEFORE_FREEZE = "before-freeze"
     LOCKED = "locked"  # the GPU work of a rank is drained, its threads not yet parked
     PARKED_MEMORY = "memory-parked"  # what the shim moves is in stripes, the rest still on the GPU, unlocked

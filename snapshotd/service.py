@@ -232,6 +232,9 @@ class SourceServicer(rpc.SourceServicer):
     async def Begin(self, request: pb.BeginRequest, context: Context) -> pb.BeginReply:
         return await whole(self.ops.begin(request))
 
+    async def Ready(self, request: pb.MoveRequest, context: Context) -> pb.ReadyReply:
+        return await whole(self.ops.ready(request.move))
+
     async def Detach(self, request: pb.MoveRequest, context: Context) -> pb.DetachReply:
         return await whole(self.ops.detach(request.move))
 

@@ -36,6 +36,7 @@ SKIPPED = 77
 GIB = 1 << 30
 #: How the jobs' device memory travels where a test does not say: the whole suite runs either way.
 DEVICE_MEMORY = os.environ.get("SNAPSHOT_GPU_MEMORY", "driver")
+RUN_OPTIONS = ("--device-memory", DEVICE_MEMORY)
 #: How far a job goes at most, and its undisturbed run always.
 STEPS, PACE_S = (3000, 0.01) if ON_GPU else (1000, 0.05)
 #: For everything that moves gigabytes; nothing here passes or fails by the clock.

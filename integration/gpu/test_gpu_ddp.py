@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from integration.gpu.gpu_jobs import ON_GPU, OTHER, PATIENCE_S, SOURCE, TARGET, measured, needs_gpu, record
+from integration.gpu.gpu_jobs import ON_GPU, OTHER, PATIENCE_S, RUN_OPTIONS, SOURCE, TARGET, measured, needs_gpu, record
 from integration.harness import Cluster
 from integration.torch_jobs import TorchLab, at_rest
 
@@ -21,7 +21,7 @@ PACE = ("--pace-s", "0.02" if ON_GPU else "0.1")
 
 @pytest.fixture
 def torch_lab(nodes: Cluster) -> Iterator[TorchLab]:
-    with at_rest(nodes) as lab:
+    with at_rest(nodes, RUN_OPTIONS) as lab:
         yield lab
 
 

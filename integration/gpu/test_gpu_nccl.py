@@ -17,26 +17,39 @@ from typing import Any
 
 import pytest
 
-from integration.gpu.gpu_jobs import ON_GPU, OTHER, SOURCE, TARGET, measured, needs_gpu, record
+from integration.gpu.gpu_jobs import (
+    DEVICE_MEMORY,
+    ON_GPU,
+    OTHER,
+    RUN_OPTIONS,
+    SOURCE,
+    TARGET,
+    measured,
+    needs_gpu,
+    record,
+)
 from integration.harness import Cluster
 from integration.torch_jobs import BROKEN, TorchJob, TorchLab, at_rest
 
 pytestmark = [pytest.mark.root, pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(240), needs_gpu()]
 
 NCCL_STEPS = {"quiesce", "detach", "reattach", "open"}
+PARKED = {"prepare", "park-out", "refill"}
 #: Nothing passes or fails by the clock: it is for a job that hangs.
 PATIENCE_S = 90.0
 ROUNDS = 10
 
 
 def move(job: TorchJob, rank: int, to: str) -> dict[str, Any]:
-    """Moved, by taking communicators down and building them again where there are any."""
+    """Moved, by taking communicators down and building them again where there are any; parked where that was asked for."""
     try:
         told = job.move(rank, to, timeout_s=PATIENCE_S)
     except AssertionError as error:
         raise AssertionError(f"{error}\n{job.text()}") from None
     steps = {phase["name"] for phase in told["phases"]}
     assert steps & NCCL_STEPS == (NCCL_STEPS if ON_GPU else set()), f"{sorted(steps)}\n{job.text()}"
+    parts = {part["name"] for part in told["parts"]}
+    assert parts & PARKED == (PARKED if ON_GPU and DEVICE_MEMORY == "parked" else set()), f"{told}\n{job.text()}"
     return told
 
 
@@ -98,7 +111,7 @@ def alone(request: pytest.FixtureRequest, lab_cluster: Cluster) -> Iterator[Alon
         for item in request.session.items
         if isinstance(item, pytest.Function) and item.cls is TestOneRankPerGpu
     }
-    made = Alone(TorchLab(lab_cluster), [kind for kind in KINDS if kind in wanted])
+    made = Alone(TorchLab(lab_cluster, RUN_OPTIONS), [kind for kind in KINDS if kind in wanted])
     try:
         yield made
     finally:
@@ -136,7 +149,7 @@ class TestOneRankPerGpu:
 
 @pytest.fixture
 def torch_lab(nodes: Cluster) -> Iterator[TorchLab]:
-    with at_rest(nodes) as lab:
+    with at_rest(nodes, RUN_OPTIONS) as lab:
         yield lab
 
 

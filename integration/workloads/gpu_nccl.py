@@ -44,6 +44,7 @@ os.environ.update(  # before torch loads NCCL and cuBLAS
 
 import torch
 import torch.distributed as dist
+from ballast import Ballast  # type: ignore[import-not-found]
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 DEVICE = os.environ.get("DEVICE", "cuda")
@@ -62,6 +63,7 @@ parser.add_argument(
 )
 parser.add_argument("--turns", default="", help="take turns from the moment on that this file exists")
 parser.add_argument("--until", default="", help="end when this file exists")
+parser.add_argument("--held-mib", type=int, default=64 if ON_GPU else 1, help="so much more on the device")
 options = parser.parse_args()
 
 
@@ -162,6 +164,7 @@ class Training:
         self.model = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(*layers).to(DEVICE))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self.noise = torch.Generator(DEVICE).manual_seed(RANK + 1)
+        self.ballast = Ballast(options.held_mib, DEVICE)
         self.flat = torch.zeros(sum(each.numel() for each in self.model.parameters()), device=DEVICE)
 
     def backward(self) -> torch.Tensor:
@@ -193,7 +196,8 @@ class Training:
         numbers = [torch.get_rng_state(), torch.tensor(bytearray(repr(random.getstate()).encode()))]
         numbers += [self.noise.get_state()] + ([torch.cuda.get_rng_state()] if ON_GPU else [])
         weights, optimizer = digest(self.model.parameters()), digest(states)
-        return f"weights {weights} optimizer {optimizer} random {digest(numbers)} {random.random().hex()}"
+        numbers_said = f"random {digest(numbers)} {random.random().hex()}"
+        return f"weights {weights} optimizer {optimizer} {numbers_said} held {self.ballast.turn()}"
 
 
 def all_reduces(groups: list[dist.ProcessGroup], number: int) -> None:

@@ -41,6 +41,7 @@ os.environ.update(  # before torch loads NCCL, cuBLAS and its compiler
 import torch
 import torch._inductor.config
 import torch.distributed as dist
+from ballast import Ballast  # type: ignore[import-not-found]
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -56,6 +57,7 @@ parser.add_argument("--pace-s", type=float, default=0.03)
 parser.add_argument("--digest-every", type=int, default=20)
 parser.add_argument("--go", default="", help="train on when this file exists")
 parser.add_argument("--until", default="", help="end at the first digest once this file exists")
+parser.add_argument("--held-mib", type=int, default=64 if ON_GPU else 1, help="so much more on the device")
 options = parser.parse_args()
 
 
@@ -93,6 +95,7 @@ class Training:
         self.optimizer = torch.optim.AdamW(self.plain.parameters(), lr=1e-3)
         self.noise = torch.Generator(DEVICE).manual_seed(1)
         self.total = torch.zeros((), device=DEVICE)
+        self.ballast = Ballast(options.held_mib, DEVICE)
 
     def step(self) -> str:
         batch = torch.randn(BATCH, WIDTH, device=DEVICE, generator=self.noise) + 1e-3 * self.total
@@ -106,7 +109,7 @@ class Training:
         dist.reduce_scatter_tensor(scattered, gathered)
         self.total = scattered.abs().mean()
         dist.all_reduce(self.total)
-        return f"loss {loss.item().hex()} total {self.total.item().hex()}"
+        return f"loss {loss.item().hex()} total {self.total.item().hex()} held {self.ballast.turn()}"
 
     def said(self) -> str:
         states = (state[name] for state in self.optimizer.state.values() for name in sorted(state))

@@ -1,6 +1,6 @@
 """A job that does nothing but NCCL calls, on the stand-in for NCCL: collectives, splits, sends and receives in groups.
 
-    nccl_steps.py --meeting FOLDER --rank R --ranks N [--shape world|pairs|grid] [--steps S] [--pace-s P]
+    nccl_steps.py --meeting FOLDER --rank R --ranks N [--shape world|pairs|grid] [--steps S] [--pace-s P] [--device-mib M]
 
 Ranks agree on a unique id through a file in FOLDER, then NCCL is all that is between them. The state of a rank is a vector
 of 64-bit numbers; every operation mixes what it received into it, so the line that a step ends with, a digest of the state,
@@ -10,6 +10,9 @@ Shapes: `world` is one communicator; `pairs` adds a split by parity, a ring in g
 step; `grid` is tensor × pipeline × data parallel for 8 ranks, with the data-parallel sum launched by a second thread, as
 autograd does. The library is the one that the dynamic linker finds, looked up in the global scope as a linked program's
 symbols are, so that a preloaded library comes first.
+
+With --device-mib what NCCL reads and writes is on the device, in a buffer registered with the first communicator, and every
+step changes device memory and looks at all of it.
 """
 
 from __future__ import annotations
@@ -22,14 +25,18 @@ import queue
 import sys
 import threading
 import time
+import zlib
 from array import array
 from collections.abc import Callable
 from ctypes import c_int, c_size_t, c_void_p
 from pathlib import Path
+from typing import Any
 
 UINT64, SUM, MAX = 5, 0, 2
 ID_BYTES = 128
 WORDS = 64
+BLOCKS = 4  # of device memory
+TO_DEVICE, TO_HOST = 1, 2
 MASK = (1 << 64) - 1
 
 
@@ -44,6 +51,7 @@ def load() -> ctypes.CDLL:
     made.ncclCommInitRank.argtypes = (ctypes.POINTER(comm), c_int, UniqueId, c_int)
     made.ncclCommSplit.argtypes = (comm, c_int, c_int, ctypes.POINTER(comm), c_void_p)
     made.ncclCommDestroy.argtypes = (comm,)
+    made.ncclCommRegister.argtypes = (comm, words, c_size_t, ctypes.POINTER(words))
     made.ncclAllReduce.argtypes = (words, words, c_size_t, c_int, c_int, comm, stream)
     made.ncclReduceScatter.argtypes = (words, words, c_size_t, c_int, c_int, comm, stream)
     made.ncclAllGather.argtypes = (words, words, c_size_t, c_int, comm, stream)
@@ -65,8 +73,63 @@ class Words:
     def address(self) -> c_void_p:
         return c_void_p(self.values.buffer_info()[0])
 
-    def __len__(self) -> int:
-        return len(self.values)
+    def read(self) -> array[int]:
+        return self.values
+
+
+class Device:
+    """Blocks of device memory. In the first of them are the vectors that NCCL works on."""
+
+    SLOT_BYTES, SLOTS = 4096, 64
+
+    def __init__(self, mib: int, rank: int) -> None:
+        import device_apis  # type: ignore[import-not-found]  # loads CUDA, which other shapes of this job do without
+
+        self._call = device_apis.call
+        device_apis.load_runtime()
+        memory: Any = device_apis.RuntimeMemory()
+        self.block_bytes = (mib << 20) // BLOCKS
+        self.blocks: list[int] = [memory.allocate(self.block_bytes) for _ in range(BLOCKS)]
+        self._slots = 0
+        for number, block in enumerate(self.blocks):
+            pattern = hashlib.sha256(b"%d %d" % (rank, number)).digest()
+            self.put(block, pattern * (self.block_bytes // len(pattern)))
+
+    def slot(self) -> int:
+        self._slots += 1
+        return self.blocks[0] + self._slots % self.SLOTS * self.SLOT_BYTES
+
+    def put(self, address: int, content: bytes) -> None:
+        self._call("cudaMemcpy", c_void_p(address), content, c_size_t(len(content)), TO_DEVICE)
+
+    def get(self, address: int, count: int) -> bytes:
+        into = ctypes.create_string_buffer(count)
+        self._call("cudaMemcpy", into, c_void_p(address), c_size_t(count), TO_HOST)
+        return into.raw
+
+    def turn(self, step: int, state: bytes) -> bytes:
+        """Changes something in every block; a checksum of all they hold."""
+        for number, block in enumerate(self.blocks):
+            places = self.block_bytes // self.SLOT_BYTES - self.SLOTS
+            self.put(block + (self.SLOTS + (step * 37 + number) % places) * self.SLOT_BYTES, state)
+        held = [zlib.crc32(self.get(block, self.block_bytes)) for block in self.blocks]
+        return b"".join(one.to_bytes(4, "big") for one in held)
+
+
+class DeviceWords(Words):
+    """The same vector, on the device."""
+
+    def __init__(self, device: Device, count: int, values: array[int] | None = None) -> None:
+        super().__init__(count, values)
+        self._device, self._at, self._bytes = device, device.slot(), 8 * len(self.values)
+        device.put(self._at, self.values.tobytes())
+
+    @property
+    def address(self) -> c_void_p:
+        return c_void_p(self._at)
+
+    def read(self) -> array[int]:
+        return array("Q", self._device.get(self._at, self._bytes))
 
 
 class Job:
@@ -76,6 +139,7 @@ class Job:
         self.meeting = Path(options.meeting)
         self.state = array("Q", (self.rank * 1_000_003 + index * 7919 for index in range(WORDS)))
         self.step, self.watched_step = 0, options.stuck_at
+        self.device = Device(options.device_mib, self.rank) if options.device_mib else None
 
     def ask(self, name: str, *arguments: object) -> None:
         result = getattr(self.nccl, name)(*arguments)
@@ -84,9 +148,12 @@ class Job:
             os._exit(1)
 
     def mix(self, received: Words) -> None:
-        for index, value in enumerate(received.values):
+        for index, value in enumerate(received.read()):
             at = index % WORDS
             self.state[at] = (self.state[at] * 6364136223846793005 + value + 1442695040888963407) & MASK
+
+    def words(self, count: int = WORDS, values: array[int] | None = None) -> Words:
+        return DeviceWords(self.device, count, values) if self.device is not None else Words(count, values)
 
     def pause(self) -> None:
         if self.pace_s:
@@ -106,6 +173,9 @@ class Job:
         made = UniqueId.from_buffer_copy(path.read_bytes())
         comm = c_void_p()
         self.ask("ncclCommInitRank", ctypes.byref(comm), self.ranks, made, self.rank)
+        if self.device is not None:
+            block, registered = c_void_p(self.device.blocks[0]), c_void_p()
+            self.ask("ncclCommRegister", comm, block, self.device.block_bytes, ctypes.byref(registered))
         return comm
 
     def split(self, comm: c_void_p, color: int) -> c_void_p:
@@ -116,7 +186,7 @@ class Job:
     # ------------------------------------------------------------ operations; each waits for what it has launched
 
     def all_reduce(self, comm: c_void_p, operator: int = SUM, stream: int = 0) -> Words:
-        sent, received = Words(values=self.state), Words()
+        sent, received = self.words(values=self.state), self.words()
         self.ask("ncclAllReduce", sent.address, received.address, WORDS, UINT64, operator, comm, stream)
         if self.step == self.watched_step:
             (self.meeting / f"launched-{self.rank}").touch()
@@ -124,20 +194,20 @@ class Job:
         return received
 
     def broadcast(self, comm: c_void_p, root: int) -> Words:
-        words = Words(values=self.state)
+        words = self.words(values=self.state)
         self.ask("ncclBroadcast", words.address, words.address, WORDS, UINT64, root, comm, 0)
         self.ask("fakeNcclStreamSynchronize", 0)
         return words
 
     def gather(self, comm: c_void_p, members: int) -> Words:
-        mine, received = Words(values=self.state[:4]), Words(4 * members)
+        mine, received = self.words(values=self.state[:4]), self.words(4 * members)
         self.ask("ncclAllGather", mine.address, received.address, 4, UINT64, comm, 0)
         self.ask("fakeNcclStreamSynchronize", 0)
         return received
 
     def ring(self, comm: c_void_p, me: int, members: int) -> Words:
         """To the next member and from the one before, in one group with a collective."""
-        sent, received, total = Words(values=self.state), Words(), Words()
+        sent, received, total = self.words(values=self.state), self.words(), self.words()
         self.ask("ncclGroupStart")
         self.ask("ncclSend", sent.address, WORDS, UINT64, (me + 1) % members, comm, 0)
         self.ask("ncclRecv", received.address, WORDS, UINT64, (me - 1) % members, comm, 0)
@@ -148,12 +218,12 @@ class Job:
         return received
 
     def send(self, comm: c_void_p, to: int) -> None:
-        words = Words(values=self.state)
+        words = self.words(values=self.state)
         self.ask("ncclSend", words.address, WORDS, UINT64, to, comm, 0)
         self.ask("fakeNcclStreamSynchronize", 0)
 
     def receive(self, comm: c_void_p, of: int) -> Words:
-        words = Words()
+        words = self.words()
         self.ask("ncclRecv", words.address, WORDS, UINT64, of, comm, 0)
         self.ask("fakeNcclStreamSynchronize", 0)
         return words
@@ -242,6 +312,7 @@ def main() -> int:
     parser.add_argument("--pace-s", type=float, default=0.02)
     parser.add_argument("--stuck-at", type=int, default=-1, help="a step in which --stuck waits until FOLDER/go exists")
     parser.add_argument("--stuck", action="store_true", help="the others write FOLDER/launched-R when they wait for it")
+    parser.add_argument("--device-mib", type=int, default=0)
     options = parser.parse_args()
     job = Job(options)
     step = SHAPES[options.shape](job)
@@ -250,7 +321,8 @@ def main() -> int:
             while not (job.meeting / "go").exists():
                 time.sleep(0.01)
         step()
-        print(f"{job.step} {hashlib.sha256(job.state).hexdigest()[:24]}", flush=True)
+        on_device = job.device.turn(job.step, job.state.tobytes()) if job.device is not None else b""
+        print(f"{job.step} {hashlib.sha256(job.state.tobytes() + on_device).hexdigest()[:24]}", flush=True)
     print("DONE", flush=True)
     return 0
 

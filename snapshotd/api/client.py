@@ -226,6 +226,7 @@ class SourceCalls:
         stub = stubs.SourceStub(link.channel)
         self.Inspect = Unary(link, "Inspect", stub.Inspect)
         self.Begin = Unary(link, "Begin", stub.Begin)
+        self.Ready = Unary(link, "Ready", stub.Ready)
         self.Detach = Unary(link, "Detach", stub.Detach)
         self.Freeze = Unary(link, "Freeze", stub.Freeze)
         self.Stream = ServerStream(link, "Stream", stub.Stream)

@@ -1024,6 +1024,28 @@ class BeginReply(_message.Message):
 Global___BeginReply: _TypeAlias = BeginReply  # noqa: Y015
 
 @_typing.final
+class ReadyReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PARTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Part]:
+        """a GPU rank's: empty-cache, prepare; the job ran meanwhile"""
+
+    def __init__(
+        self,
+        *,
+        parts: _abc.Iterable[Global___Part] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["parts", b"parts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadyReply: _TypeAlias = ReadyReply  # noqa: Y015
+
+@_typing.final
 class FreezeReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1046,7 +1068,7 @@ class FreezeReply(_message.Message):
 
     @_builtins.property
     def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Part]:
-        """a GPU rank's: empty-cache, prepare, lock, park, unlock, park-out, relock, checkpoint"""
+        """a GPU rank's: lock, park, unlock, park-out, relock, checkpoint"""
 
     @_builtins.property
     def warnings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:

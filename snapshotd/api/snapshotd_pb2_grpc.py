@@ -211,6 +211,11 @@ class SourceStub:
                 request_serializer=snapshotd_dot_api_dot_snapshotd__pb2.BeginRequest.SerializeToString,
                 response_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.BeginReply.FromString,
                 _registered_method=True)
+        self.Ready = channel.unary_unary(
+                '/snapshotd.v1.Source/Ready',
+                request_serializer=snapshotd_dot_api_dot_snapshotd__pb2.MoveRequest.SerializeToString,
+                response_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.ReadyReply.FromString,
+                _registered_method=True)
         self.Detach = channel.unary_unary(
                 '/snapshotd.v1.Source/Detach',
                 request_serializer=snapshotd_dot_api_dot_snapshotd__pb2.MoveRequest.SerializeToString,
@@ -274,6 +279,13 @@ class SourceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Begin(self, request, context):
+        """operator
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Ready(self, request, context):
         """operator
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -362,6 +374,11 @@ def add_SourceServicer_to_server(servicer, server):
                     servicer.Begin,
                     request_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.BeginRequest.FromString,
                     response_serializer=snapshotd_dot_api_dot_snapshotd__pb2.BeginReply.SerializeToString,
+            ),
+            'Ready': grpc.unary_unary_rpc_method_handler(
+                    servicer.Ready,
+                    request_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.MoveRequest.FromString,
+                    response_serializer=snapshotd_dot_api_dot_snapshotd__pb2.ReadyReply.SerializeToString,
             ),
             'Detach': grpc.unary_unary_rpc_method_handler(
                     servicer.Detach,
@@ -468,6 +485,33 @@ class Source:
             '/snapshotd.v1.Source/Begin',
             snapshotd_dot_api_dot_snapshotd__pb2.BeginRequest.SerializeToString,
             snapshotd_dot_api_dot_snapshotd__pb2.BeginReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Ready(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/snapshotd.v1.Source/Ready',
+            snapshotd_dot_api_dot_snapshotd__pb2.MoveRequest.SerializeToString,
+            snapshotd_dot_api_dot_snapshotd__pb2.ReadyReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -94,6 +94,8 @@ class SourceStub:
     """operator"""
     Begin: _grpc.UnaryUnaryMultiCallable[_snapshotd_pb2.BeginRequest, _snapshotd_pb2.BeginReply]
     """operator"""
+    Ready: _grpc.UnaryUnaryMultiCallable[_snapshotd_pb2.MoveRequest, _snapshotd_pb2.ReadyReply]
+    """operator"""
     Detach: _grpc.UnaryUnaryMultiCallable[_snapshotd_pb2.MoveRequest, _snapshotd_pb2.DetachReply]
     """operator"""
     Freeze: _grpc.UnaryUnaryMultiCallable[_snapshotd_pb2.MoveRequest, _snapshotd_pb2.FreezeReply]
@@ -121,6 +123,8 @@ class SourceAsyncStub(SourceStub):
     Inspect: _aio.UnaryUnaryMultiCallable[_snapshotd_pb2.InspectRequest, _snapshotd_pb2.InspectReply]  # type: ignore[assignment]
     """operator"""
     Begin: _aio.UnaryUnaryMultiCallable[_snapshotd_pb2.BeginRequest, _snapshotd_pb2.BeginReply]  # type: ignore[assignment]
+    """operator"""
+    Ready: _aio.UnaryUnaryMultiCallable[_snapshotd_pb2.MoveRequest, _snapshotd_pb2.ReadyReply]  # type: ignore[assignment]
     """operator"""
     Detach: _aio.UnaryUnaryMultiCallable[_snapshotd_pb2.MoveRequest, _snapshotd_pb2.DetachReply]  # type: ignore[assignment]
     """operator"""
@@ -158,6 +162,14 @@ class SourceServicer(metaclass=_abc_1.ABCMeta):
         request: _snapshotd_pb2.BeginRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_snapshotd_pb2.BeginReply, _abc.Awaitable[_snapshotd_pb2.BeginReply]]:
+        """operator"""
+
+    @_abc_1.abstractmethod
+    def Ready(
+        self,
+        request: _snapshotd_pb2.MoveRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_snapshotd_pb2.ReadyReply, _abc.Awaitable[_snapshotd_pb2.ReadyReply]]:
         """operator"""
 
     @_abc_1.abstractmethod

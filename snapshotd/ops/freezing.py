@@ -6,7 +6,6 @@ still. Whatever fails in between, the rank is somewhere on the way and `leaving.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable, Iterable
 
@@ -28,6 +27,15 @@ log = logging.getLogger(__name__)
 FREEZE_S = 20.0
 
 
+async def make_ready(node: Node, moving: Moving, entry: RankEntry, parts: gpu.Parts) -> None:
+    """What the job need not wait for: free blocks are given back, and what the rest takes to leave in stripes is made.
+
+    Before the gates close: the interpreter comes to no safe point behind one, and every rank of the job waits there."""
+    processes = await _on_gpus(node, entry.group.pids())
+    node.caches_left[moving.log.move] = await gpu.empty_caches(processes, parts)
+    await _prepared(node, moving, processes, parts)
+
+
 async def freeze(
     node: Node, moving: Moving, entry: RankEntry, places: Places, pending: Callable[[Iterable[int]], str]
 ) -> pb.FreezeReply:
@@ -43,8 +51,7 @@ async def freeze(
     parts = gpu.Parts()
     processes = await _on_gpus(node, group.pids())
     nccl = await _in_communicators(moving, entry)
-    # Behind a closed gate the interpreter comes to no safe point any more: then it was done in Begin.
-    left_bytes = node.caches_left.pop(move, 0) if nccl else await gpu.empty_caches(processes, parts)
+    left_bytes = node.caches_left.pop(move, 0)
     uses = _expected(moving, left_bytes) if processes else {}
     await _prepared(node, moving, processes, parts)
     await in_thread(
@@ -99,14 +106,14 @@ async def freeze(
 
 
 async def _prepared(node: Node, moving: Moving, processes: list[tree.Process], parts: gpu.Parts) -> None:
-    """Device memory that leaves in stripes is ready to. The job still runs, unless it waits at its gates: then that was
-    begun in Begin, and has ended long ago."""
-    began = host.boottime_s()
-    if moving.preparing is None:
-        moving.preparing = asyncio.create_task(parking.prepare(node, moving, processes))
-    await moving.preparing
-    if moving.parking is not None:
-        parts.add("prepare", host.boottime_s() - began)
+    """Device memory that leaves in stripes is ready to. Once is enough, unless this daemon was restarted since."""
+    if not moving.prepared:
+        began = host.boottime_s()
+        await parking.prepare(node, moving, processes)
+        moving.prepared = True
+        if moving.parking is not None:
+            parts.add("prepare", host.boottime_s() - began)
+    if moving.parking is not None and processes:
         await in_thread(moving.parking.must_fit, processes[0].pid, Where.SOURCE_RUNNING)
 
 

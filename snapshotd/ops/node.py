@@ -45,7 +45,7 @@ class Node:
     linking: asyncio.Lock = field(default_factory=asyncio.Lock)
     #: Held by whoever looks whether there is room for parked device memory, until he has taken it.
     taking_room: asyncio.Lock = field(default_factory=asyncio.Lock)
-    caches_left: dict[str, int] = field(default_factory=dict)  # by move: what torch gave back before the gates closed
+    caches_left: dict[str, int] = field(default_factory=dict)  # by move: what torch gave back while the job ran
 
     def client(self, name: str, endpoint: str) -> DaemonClient:
         """A client of another daemon, with this node's own certificate. Use it as a context manager."""
@@ -69,7 +69,7 @@ class Moving:
     settling: asyncio.Task[None] | None = None
     streaming: asyncio.Task[None] | None = None
     parking: Parking | None = None  # source: device memory that leaves, or left, in stripes
-    preparing: asyncio.Task[None] | None = None  # … is being made ready for it
+    prepared: bool = False  # … was made ready for it, as far as it could be
     facts: pb.RankFacts = field(default_factory=pb.RankFacts)  # source: what preflight last saw
     nodes: list[pb.NodeAddresses] = field(default_factory=list)  # source: the cluster, from the driver
     failure: str = ""  # why a step of it can never succeed again

@@ -329,9 +329,7 @@ async def prepare(node: Node, moving: Moving, processes: Sequence[Process]) -> N
 
 
 async def stop(moving: Moving) -> None:
-    """ABORT stands: nothing is made ready or sent any more."""
-    if moving.preparing is not None:
-        await asyncio.gather(moving.preparing, return_exceptions=True)
+    """ABORT stands: nothing is sent any more."""
     if moving.parking is not None:
         await moving.parking.close()
 

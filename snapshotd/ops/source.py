@@ -33,7 +33,7 @@ from snapshotd.faults import Point, reach
 from snapshotd.journal import Begin, MoveLog, OutcomeRecord, check_move_id
 from snapshotd.logs import move_context
 from snapshotd.net.plan import Places
-from snapshotd.ops import communicators, connections, freezing, gated, gpu, parked, parking
+from snapshotd.ops import communicators, connections, freezing, gpu, parked
 from snapshotd.ops.communicators import Communicators
 from snapshotd.ops.dump import Dump
 from snapshotd.ops.leaving import Leaving
@@ -159,19 +159,24 @@ class SourceOps:
         moving = self._track(move_log)
         self.settle_all()
         moving.facts = (await self._facts(entry))[0]
-        if communicating := [each.process for each, _ in await gated.find([entry])]:
-            # Its threads will wait at the gate, where the interpreter comes to no safe point: so it is done now.
-            self.node.caches_left[request.move] = await gpu.empty_caches(communicating, gpu.Parts())
-            await self._prepare_early(moving, entry)
         await reach(Point.BEGIN)
         return pb.BeginReply()
 
-    async def _prepare_early(self, moving: Moving, entry: RankEntry) -> None:
-        """Of a job that will stand still from the cut on, the parking of device memory is prepared before."""
-        look, _ = await gpu.look(self.node.gpus, entry.group.pids())
-        if look is not None:
-            processes = [tree.Process.of(pid) for pid in look.cuda_pids]
-            moving.preparing = asyncio.create_task(parking.prepare(self.node, moving, processes))
+    @to_the_end
+    async def ready(self, move: str) -> pb.ReadyReply:
+        """What device memory takes to leave is made while the whole job still runs: later it would wait for that, all of it
+        where gates are closed. If it fails the rank runs on, and the driver aborts."""
+        moving = self._moving(move)
+        async with moving.lock:
+            self._still_open(moving)
+            if moving.log.last_mark is not Mark.BEGUN:
+                raise WrongState(f"move {move} is {moving.log.last_mark}", where=where_on_source(moving.log))
+            entry, parts = self._entry(moving), gpu.Parts()
+            with move_context(move=move, rank=entry.rank, phase="prepare"):
+                await freezing.make_ready(self.node, moving, entry, parts)
+                await reach(Point.READY)
+            moving.renew()
+            return pb.ReadyReply(parts=parts.all)
 
     @to_the_end
     async def detach(self, move: str) -> pb.DetachReply:

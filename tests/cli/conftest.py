@@ -96,6 +96,10 @@ class FakeDaemon(stubs.NodeServicer, stubs.SourceServicer, stubs.TargetServicer)
         self._hear("Begin", request, context)
         return pb.BeginReply()
 
+    def Ready(self, request: pb.MoveRequest, context: grpc.ServicerContext) -> pb.ReadyReply:
+        self._hear("Ready", request, context)
+        return pb.ReadyReply(parts=[pb.Part(name="prepare", seconds=9.0)])
+
     def Detach(self, request: pb.MoveRequest, context: grpc.ServicerContext) -> pb.DetachReply:
         self._hear("Detach", request, context)
         return pb.DetachReply(comms=1)

@@ -105,7 +105,7 @@ def test_json_is_one_object_and_nothing_else(drive: Callable[[MoveResult], list[
     assert ran.json["phases"][1] == {"name": "stream", "seconds": 1.0, "bytes": 2_000_000_000}
 
 
-WHOLE = ["Prepare", "Begin", "Freeze", "Stream", "Restore", "Commit", "Activate", "Release"]
+WHOLE = ["Prepare", "Begin", "Ready", "Freeze", "Stream", "Restore", "Commit", "Activate", "Release"]
 
 
 def test_a_gpu_rank_gets_a_table_of_where_the_pause_went(
@@ -129,8 +129,10 @@ def test_a_whole_move_by_the_real_driver(cluster: FakeCluster, migrator: Migrato
     ran = migrator("move", "--rank", "0", "--to", "spare-1", "--json")
     assert ran.code == 0
     assert (ran.json["outcome"], ran.json["source"], ran.json["bytes"]) == ("moved", "node-1", 2_500_000)
-    assert cluster["node-1"].called(*WHOLE) == ["Begin", "Freeze", "Stream", "Commit", "Release"]
+    assert cluster["node-1"].called(*WHOLE) == ["Begin", "Ready", "Freeze", "Stream", "Commit", "Release"]
     assert cluster["spare-1"].called(*WHOLE) == ["Prepare", "Restore", "Activate"]
+    assert ran.json["parts"][0] == {"name": "prepare", "seconds": 9.0, "bytes": 0}
+    assert ran.json["longest_part"]["name"] != "prepare", "the job ran meanwhile"
 
 
 def test_a_whole_move_that_fails_by_the_real_driver(cluster: FakeCluster, migrator: Migrator) -> None:

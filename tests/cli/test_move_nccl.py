@@ -9,7 +9,7 @@ from snapshotd.api.errors import NcclFailed, Timeout, Undone, Unreachable
 from tests.cli.conftest import FakeCluster, Migrator, a_rank
 from tests.cli.gated_job import Gated, Group, collective, receive, send
 
-NCCL = ("Report", "Close", "Target", "Detach", "Freeze", "Attach", "Commit", "Open")
+NCCL = ("Ready", "Report", "Close", "Target", "Detach", "Freeze", "Attach", "Commit", "Open")
 PLACES = ("node-1", "node-2")
 
 
@@ -39,6 +39,7 @@ def test_a_rank_behind_runs_on_to_the_cut(cluster: FakeCluster, migrator: Migrat
     told = moved(migrator)
     assert (ahead.at, behind.at) == (20, 20)
     assert (ahead.gate, behind.gate) == ("open", "open")
+    assert cluster["node-1"].called("Ready", "Close")[:2] == ["Ready", "Close"], "made ready while the job runs"
     assert cluster["node-1"].called(*NCCL)[-6:] == ["Target", "Detach", "Freeze", "Attach", "Commit", "Open"]
     assert cluster["node-2"].called(*NCCL)[-1] == "Open"
     phases = [phase["name"] for phase in told["phases"]]  # type: ignore[attr-defined]
@@ -61,7 +62,7 @@ def test_a_job_without_communicators_is_asked_for_nothing(cluster: FakeCluster, 
     deal(cluster, Gated(0, {}, []), Gated(1, {"bb": (1, 0)}, [collective("bb")] * 9, at=3))
     told = moved(migrator)
     assert not {"quiesce", "detach", "reattach", "open"} & {phase["name"] for phase in told["phases"]}  # type: ignore[attr-defined]
-    assert set(cluster["node-1"].called(*NCCL)) == {"Report", "Freeze", "Commit"}
+    assert set(cluster["node-1"].called(*NCCL)) == {"Ready", "Report", "Freeze", "Commit"}
     assert cluster["node-2"].called(*NCCL) == []
 
 

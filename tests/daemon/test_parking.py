@@ -271,13 +271,14 @@ async def test_the_journal_knows_of_the_files_before_a_process_does(source: Sour
     assert [(pid, ticks) for pid, ticks, *_ in noted[0]] == [(each.pid, each.start_ticks) for each in source.memories]
 
 
-async def test_what_was_prepared_before_the_gates_closed_is_not_prepared_again(source: Source) -> None:
-    processes = list(source.memories)
-    source.moving.preparing = asyncio.create_task(parking.prepare(source.node, source.moving, processes))
-    parts = gpu.Parts()
+async def test_what_was_prepared_while_the_job_ran_is_not_prepared_again(source: Source) -> None:
+    """Nor is it a part of what comes later."""
+    processes, parts, later = list(source.memories), gpu.Parts(), gpu.Parts()
     await freezing._prepared(source.node, source.moving, processes, parts)
+    await freezing._prepared(source.node, source.moving, processes, later)
     assert source.first.said == ["ready"]
     assert [part.name for part in parts.all] == ["prepare"]
+    assert not later.all
 
 
 async def test_a_small_memory_is_the_drivers(source: Source) -> None:
@@ -487,10 +488,10 @@ async def test_an_undo_that_finds_no_device_memory_can_be_repeated(source: Sourc
     assert source.first.content == before
 
 
-async def test_an_abort_before_the_freeze_waits_for_what_is_being_prepared(
+async def test_an_abort_before_the_freeze_gives_up_what_was_prepared(
     source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a job behind its gates that begins with the move: it runs, and nothing of it is left."""
+    """The rank was never held: it runs, and nothing of it is left."""
 
     async def nothing(*arguments: Any) -> None:
         return
@@ -499,8 +500,7 @@ async def test_an_abort_before_the_freeze_waits_for_what_is_being_prepared(
     entry = SimpleNamespace(cgroup=str(tmp_path), keeper_alive=lambda: True, link=None, moving=MOVE)
     source.node.ranks, source.node.caches_left = SimpleNamespace(get=lambda uid, role: entry), {MOVE: 1}
     source.log.mark(Mark.BEGUN, cgroup=str(tmp_path))
-    source.moving.preparing = asyncio.create_task(parking.prepare(source.node, source.moving, list(source.memories)))
-    await asyncio.sleep(0)  # it has begun, and is not done
+    await source.prepare()
     source.log.decide(Outcome.ABORT, "a person's word", "driver")
     communicators: Any = SimpleNamespace(put_back=nothing, open_all=nothing)
     await Leaving(source.node, communicators).thaw(source.moving)

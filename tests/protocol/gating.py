@@ -111,6 +111,10 @@ class Gating(Peering):
         self.event(node, "build the communicator" if number else "take the communicator down")
         if not copy.gated:
             raise Broken(f"the communicator on {node} is changed behind an open gate")
+        if number and copy.comm:
+            return  # the shim leaves alone what is not down
+        if number and number <= self.attempts:
+            raise Refused("the others build another one by now")
         copy.comm = number
 
     def take_down(self, node: str, move: str, record: Record) -> None:

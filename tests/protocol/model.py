@@ -55,6 +55,11 @@ class Model(Settling):
         self.journal[node, move] = record
         return Answer()
 
+    def on_ready(self, node: str, move: str) -> Answer:
+        record = self.undecided(node, move, Mark.BEGUN)
+        self.mark(node, record, Mark.BEGUN)  # now with the files that device memory leaves for
+        return Answer()
+
     def on_detach(self, node: str, move: str) -> Answer:
         record = self.undecided(node, move, Mark.BEGUN)
         if record.copy is not None and not record.seats:

@@ -22,6 +22,7 @@ def test_the_steps_in_order() -> None:
             "Look",
             "Prepare",
             "Begin",
+            "Ready",
             "Brace",
             "Quiesce",
             "Detach",
@@ -64,7 +65,7 @@ def test_commit_separates() -> None:
 def test_the_target_and_the_peers_are_asked_before_anything_is_paused() -> None:
     paused = [index for index, step in enumerate(TABLE) if step.where is Where.SOURCE_FROZEN]
     assert [step.action for step in TABLE[: paused[0]]] == [
-        *("Inspect", "Examine", "Look", "Prepare", "Begin", "Brace", "Quiesce", "Detach"),
+        *("Inspect", "Examine", "Look", "Prepare", "Begin", "Ready", "Brace", "Quiesce", "Detach"),
     ]
 
 
@@ -91,8 +92,8 @@ def test_the_peers_are_the_last_before_commit_and_settled_once_the_rank_runs() -
 @pytest.mark.parametrize("reached", range(len(TABLE) + 1))
 def test_undo_asks_the_source_first(reached: int) -> None:
     plan = [step.action for step in undo_plan(reached)]
-    early = {0: [], 1: [], 2: [], 3: ["Discard"], 4: ["Abort", "Discard"]}
-    opened = ["Open"] if reached > 5 else []
+    early = {0: [], 1: [], 2: [], 3: ["Discard"], 4: ["Abort", "Discard"], 5: ["Abort", "Discard"]}
+    opened = ["Open"] if reached > 6 else []
     assert plan == early.get(reached, ["Abort", "Settle", *opened, "Discard"] if reached <= COMMIT else [])
     assert all(step.undo == "" for step in undo_plan(reached))
 
@@ -115,7 +116,7 @@ def test_decide(reached: int, outcome: str | None) -> None:
 
 def test_where_after_each_step() -> None:
     assert [where_after(done) for done in range(len(TABLE) + 1)] == [
-        *[Where.SOURCE_RUNNING] * 9,
+        *[Where.SOURCE_RUNNING] * 10,
         *[Where.SOURCE_FROZEN] * 5,
         Where.TARGET_HELD,
         *[Where.TARGET_RUNNING] * 4,

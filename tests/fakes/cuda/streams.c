@@ -1,4 +1,7 @@
-/* Streams and events. What was submitted is done when it is waited for (copies.c); the one kernel keeps every stream busy. */
+/* Streams and events. What was submitted is done when it is waited for (copies.c); the one kernel keeps every stream busy, and
+ * the stand-in for NCCL those that it was given, where the process has it (tests/fakes/nccl). */
+#define _GNU_SOURCE
+#include <dlfcn.h>
 #include <stdatomic.h>
 
 #include "call.h"
@@ -60,16 +63,23 @@ static bool is_event(CUevent event)
 	return event >= events && event < events + MAX_EVENTS && event->used;
 }
 
+static bool collective_under_way(CUstream stream)
+{
+	int (*query)(void *) = (int (*)(void *))dlsym(RTLD_DEFAULT, "fakeNcclStreamQuery");
+
+	return stream != EVERY_STREAM && query && query(stream) != 0;
+}
+
 static CUresult wait_for_work(CUstream stream)
 {
-	while (process_busy())
+	while (process_busy() || collective_under_way(stream))
 		sleep_ms(1);
 	return copies_finish(stream);
 }
 
 static CUresult look_for_work(CUstream stream)
 {
-	return process_busy() ? CUDA_ERROR_NOT_READY : copies_finish(stream);
+	return process_busy() || collective_under_way(stream) ? CUDA_ERROR_NOT_READY : copies_finish(stream);
 }
 
 EXPORT CUresult cuStreamCreate(CUstream *stream, unsigned int flags)

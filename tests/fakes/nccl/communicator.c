@@ -69,6 +69,8 @@ ncclResult_t comm_create(struct ncclComm **made, const ncclConfig_t *config, con
 		result = cancel_open(&comm->stop_fd);
 	if (result == ncclSuccess)
 		result = cancel_open(&comm->abort_fd);
+	if (result == ncclSuccess)
+		result = buffer_get(comm);
 	if (result != ncclSuccess) {
 		comm_free(comm);
 		return result;
@@ -189,6 +191,7 @@ void comm_free(struct ncclComm *comm)
 		close(comm->stop_fd);
 	if (comm->abort_fd >= 0)
 		close(comm->abort_fd);
+	buffer_drop(comm);
 	registrations_free(comm);
 	free(comm->data);
 	free(comm->control);

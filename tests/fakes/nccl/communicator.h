@@ -56,6 +56,7 @@ struct ncclComm {
 	int stop_fd;	      /* readable: operations end */
 	int abort_fd;	      /* readable: jobs end as well */
 	atomic_bool stopped;
+	void *buffer; /* on the device, or NULL */
 
 	/* Under library_lock. */
 	bool ready, finalize_called, finalized, destroy_called, aborted, revoked;
@@ -90,6 +91,10 @@ void comm_fail(struct ncclComm *comm, ncclResult_t result); /* with the lock; th
 void comm_free(struct ncclComm *comm);			   /* unlisted, unused; ends its threads */
 bool comm_copy_reason(ncclComm_t handle, char *reason);
 bool start_thread(pthread_t *thread, void *(*body)(void *), void *argument, const char *name);
+
+/* buffers.c */
+ncclResult_t buffer_get(struct ncclComm *comm);
+void buffer_drop(struct ncclComm *comm);
 
 /* worker.c */
 ncclResult_t worker_start(struct ncclComm *comm);

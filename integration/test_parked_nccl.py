@@ -1,0 +1,194 @@
+"""Ranks that speak NCCL and whose device memory is parked move, and are undone: both at once, on stand-ins of both.
+
+What has to hold between the two: the job still runs while device memory is made ready to leave; no communicator is there
+while memory is away, on either node; and memory is back before the first is built again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from integration.gpu_nodes import GpuCluster
+from integration.harness import cluster, until
+from integration.nccl_nodes import NcclJob, unsettled
+from snapshotd.faults import Point
+
+pytestmark = pytest.mark.timeout(240)
+
+SOURCE, PEER, TARGET = NODES = ("node-1", "node-2", "spare-1")
+UNDONE = 11
+MIB = 1 << 20
+#: Just enough that it is worth parking; every step looks at all of it.
+DEVICE_MIB, BUFFER_MIB = 40, 8
+
+
+@pytest.fixture(scope="module")
+def made() -> Iterator[GpuCluster]:
+    folder = Path(__file__).parent / ".work" / "parked-nccl"
+    folder.mkdir(parents=True, exist_ok=True)
+    with cluster(folder, "parkednccl", NODES) as nodes:
+        yield GpuCluster(nodes, folder / "nodes")
+
+
+@pytest.fixture
+def lab(made: GpuCluster) -> Iterator[GpuCluster]:
+    yield made
+    made.reset()
+
+
+def start(lab: GpuCluster, *places: str, steps: int = 60, shape: str = "world") -> NcclJob:
+    """Every rank with device memory that NCCL reads and writes, and communicators with device memory of their own."""
+    job = NcclJob(
+        lab.cluster,
+        places,
+        shape=shape,
+        steps=steps,
+        pace_s=0.03,
+        gpus=lab.nodes,
+        device_mib=DEVICE_MIB,
+        buffer_mib=BUFFER_MIB,
+        options=("--device-memory", "parked"),
+    )
+    job.await_lines(5)
+    return job
+
+
+def part(told: dict[str, Any], name: str) -> dict[str, Any]:
+    (found,) = [each for each in told["parts"] if each["name"] == name]
+    return dict(found)
+
+
+def used_bytes(lab: GpuCluster, node: str) -> int:
+    (gpu,) = lab.shown(node)["gpus"]
+    return int(gpu["memory_bytes"] - gpu["memory_free_bytes"])
+
+
+def moved_both(told: dict[str, Any]) -> None:
+    """Communicators taken down and built again, and exactly the job's own device memory in stripes."""
+    assert {"quiesce", "detach", "reattach", "open"} <= {phase["name"] for phase in told["phases"]}
+    assert told["warnings"] == []
+    assert part(told, "park-out")["bytes"] == part(told, "refill")["bytes"] == DEVICE_MIB * MIB
+
+
+# ---------------------------------------------------------------- moves
+
+
+@pytest.mark.parametrize("moved", [0, 1], ids=["who-makes-the-ids", "the-other"])
+def test_there_and_back(lab: GpuCluster, moved: int) -> None:
+    job = start(lab, SOURCE, PEER, steps=100)
+    home = job.places[moved]
+    for to in (TARGET, home, TARGET):
+        moved_both(lab.cluster.move(job.ranks[moved], to, rank=moved))
+        job.await_progress()
+    job.ends_well()
+
+
+def test_both_ranks_on_one_node(lab: GpuCluster) -> None:
+    job = start(lab, SOURCE, SOURCE, shape="pairs", steps=80)
+    for rank in (0, 1):
+        moved_both(lab.cluster.move(job.ranks[rank], TARGET, rank=rank))
+        job.await_progress()
+    job.ends_well()
+
+
+def test_what_nccl_allocates_is_gone_before_memory_leaves(lab: GpuCluster) -> None:
+    """It is not parked, and there is none of it for the driver's checkpoint."""
+    job = start(lab, SOURCE, PEER)
+    used = used_bytes(lab, SOURCE)
+    with lab.cluster.moving(job.ranks[0], TARGET, SOURCE, Point.PARKED_MEMORY) as asked:
+        until("all is off the GPU", lambda: used_bytes(lab, SOURCE) <= used - (DEVICE_MIB + BUFFER_MIB) * MIB)
+    assert asked.code == 0, f"{asked.answer}{asked.errors}{lab.cluster.logs()}"
+    moved_both(asked.answer)
+    job.await_progress()
+    assert used_bytes(lab, TARGET) == used
+    job.ends_well()
+
+
+def test_the_job_runs_while_memory_is_made_ready_to_leave(lab: GpuCluster) -> None:
+    """No gate is closed before everything is there: files, lane, rings."""
+    job = start(lab, SOURCE, PEER, steps=100)
+    with lab.cluster.moving(job.ranks[0], TARGET, SOURCE, Point.READY) as asked:
+        folder = lab.cluster.run_dir(SOURCE) / "images" / "parked"
+        assert list(folder.glob("m-*/device-*"))
+        job.await_progress()
+        assert json.loads(lab.cluster.migrator("status", "--json").stdout)["gates"] == []
+    assert asked.code == 0, f"{asked.answer}{asked.errors}{lab.cluster.logs()}"
+    names = [each["name"] for each in asked.answer["parts"]]
+    assert names.index("prepare") < names.index("lock")
+    assert asked.answer["longest_part"]["name"] not in {"prepare", "empty-cache"}
+    job.ends_well()
+
+
+# ---------------------------------------------------------------- undo
+
+
+@pytest.mark.parametrize(
+    ("node", "point"),
+    [
+        (SOURCE, Point.READY),
+        (SOURCE, Point.DETACH),
+        (SOURCE, Point.PARKED_MEMORY),
+        (SOURCE, Point.CHECKPOINTED),
+        (TARGET, Point.REFILLED),
+        (TARGET, Point.ATTACHING),
+        (PEER, Point.ATTACHED),
+    ],
+)
+def test_undone_and_tried_again(lab: GpuCluster, node: str, point: Point) -> None:
+    """The communicators built on the source again find its device memory there."""
+    job = start(lab, SOURCE, PEER, steps=80)
+    used = used_bytes(lab, SOURCE)
+    lab.cluster.fault(node, point, "fail")
+    told = lab.cluster.move(job.ranks[0], TARGET, expect=UNDONE)
+    assert "fault injected" in told["reason"], told
+    assert told["where"] == "running on source", told
+    job.await_progress()
+    assert used_bytes(lab, SOURCE) == used, "nothing was left on the device"
+    moved_both(lab.cluster.move(job.ranks[0], TARGET))
+    job.ends_well()
+
+
+@pytest.mark.parametrize(
+    ("node", "point"),
+    [
+        (SOURCE, Point.READY),
+        (SOURCE, Point.DETACH),
+        (SOURCE, Point.PARKED_MEMORY),
+        (TARGET, Point.REFILLED),
+        (TARGET, Point.ATTACHED),
+    ],
+)
+def test_a_daemon_is_killed(lab: GpuCluster, node: str, point: Point) -> None:
+    job = start(lab, SOURCE, PEER, steps=80)
+    lab.cluster.fault(node, point, "kill")
+    with lab.cluster.begin_move(job.ranks[0], TARGET, more=("--lease", "2")) as asked:
+        until("the fault", lambda: lab.lab.daemon_pid(node) is None)
+        lab.lab.start_daemon(node)
+        out, errors = asked.communicate(timeout=120)
+    assert asked.returncode in {0, UNDONE}, f"{out}{errors}{lab.cluster.logs()}"
+    job.await_progress()
+    until("everything is settled", lambda: not unsettled(lab.cluster), 30)
+    job.ends_well()
+
+
+@pytest.mark.parametrize("point", [Point.READY, Point.PARKED_MEMORY])
+def test_the_driver_is_killed(lab: GpuCluster, point: Point) -> None:
+    """What is ready, or away, is given up or brought back when the lease is over; then the communicators."""
+    job = start(lab, SOURCE, PEER, steps=80)
+    lab.cluster.fault(SOURCE, point, "wait")
+    with lab.cluster.begin_move(job.ranks[0], TARGET, more=("--lease", "2")) as asked:
+        until(f"{point}", lambda: lab.cluster.fired(SOURCE), 30)
+        asked.kill()
+        asked.wait(10)
+    with contextlib.suppress(FileNotFoundError):
+        (lab.cluster.run_dir(SOURCE) / f"{point}.go").touch()
+    job.await_progress()
+    until("everything is settled", lambda: not unsettled(lab.cluster), 20)
+    moved_both(lab.cluster.move(job.ranks[0], TARGET))
+    job.ends_well()
