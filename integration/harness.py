@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import signal
@@ -17,7 +18,9 @@ from typing import Any
 
 from migrator.lab import Lab
 from migrator.lab.layout import Record
+from snapshotd.api.errors import Busy
 
+WORK = Path(__file__).parent / ".work"
 WORKLOADS = Path(__file__).parent / "workloads"
 MIGRATOR = (sys.executable, "-m", "migrator.cli")
 NODES = ("node-1", "node-2", "spare-1")
@@ -250,14 +253,38 @@ def processes_of(marker: str) -> list[int]:
 
 
 @contextlib.contextmanager
+def _alone(lab: Lab) -> Iterator[None]:
+    """Nobody else uses the lab meanwhile. The kernel forgets the lock with its holder, so a run that was killed stops nobody.
+
+    Busy where another run does: to take its lab down would kill its jobs, its daemons and whoever moves something there, and
+    that would read as if the product had."""
+    WORK.mkdir(exist_ok=True)
+    with (WORK / f"{lab.name}.lock").open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise Busy(
+                f"the lab {lab.name} is that of another run from this checkout, process {file.read().strip()}",
+                remedy="wait for its end, or run from another checkout",
+            ) from None
+        file.truncate(0)
+        file.write(f"{os.getpid()}\n")
+        file.flush()
+        yield
+
+
+@contextlib.contextmanager
 def cluster(folder: Path, name: str, nodes: Sequence[str] = NODES) -> Iterator[Cluster]:
+    """A lab of this checkout. What a run that was killed left of it goes first; one that is still going on is left alone."""
     lab = Lab(f"{name}-{zlib.crc32(bytes(Path(__file__).parent)):x}"[:24])  # two checkouts can test at the same time
-    lab.down()
-    lab.up(nodes)
-    made = Cluster(lab, folder)
-    try:
-        yield made
-    finally:
-        for job in made.jobs:
-            job.kill()
+    with _alone(lab):
         lab.down()
+        lab.up(nodes)
+        made = Cluster(lab, folder)
+        try:
+            yield made
+        finally:
+            for job in made.jobs:
+                job.kill()
+            lab.down()

@@ -127,6 +127,25 @@ def test_there_and_back_three_times(lab: GpuCluster, tmp_path: Path, arguments: 
     ends_well(lab, job, tmp_path, *arguments, steps=120)
 
 
+def test_what_is_zero_is_not_sent(lab: GpuCluster, tmp_path: Path) -> None:
+    arguments = ("--mib", "8", "--zero-mib", "96", "--api", "runtime")
+    job = start(lab, *arguments, steps=25)
+    for to in (TARGET, SOURCE):
+        job.await_progress(3)
+        told = lab.cluster.move(job, to)
+        moved = part(told, "park-out")["bytes"]
+        assert moved == part(told, "refill")["bytes"] == 104 * MIB
+        assert told["bytes"] < moved // 2, "the image is in it too"
+        assert told["bytes"] == journalled_bytes(lab, told["move"])
+    ends_well(lab, job, tmp_path, *arguments, steps=25)
+
+
+def journalled_bytes(lab: GpuCluster, move: str) -> int:
+    """What the source says it has sent, which does not count what its target made from nothing."""
+    ended = json.loads(lab.cluster.migrator("history", "--json").stdout)["moves"]
+    return next(int(each["bytes"]) for each in ended if each["move"] == move)
+
+
 def test_nothing_of_the_job_runs_while_its_memory_is_out(lab: GpuCluster, tmp_path: Path) -> None:
     for node, point in ((SOURCE, Point.PARKED_MEMORY), (TARGET, Point.REFILLED)):
         job = start(lab, *LARGE, "--threads", "2", pace_s=0.01)
@@ -223,14 +242,12 @@ def stopped_senders(lab: GpuCluster, job: Job, then: Point) -> Iterator[tuple[li
 
 
 def test_a_lane_that_breaks_when_all_is_parked(lab: GpuCluster, tmp_path: Path) -> None:
-    """The files follow the image, while the others of the lane's processes would go on."""
+    """The files follow the image, and nothing else of the lane is sent beside them."""
     job = start(lab, *LARGE)
     job.await_lines(5)
     with stopped_senders(lab, job, Point.BEFORE_DUMP) as (senders, asked):
         os.kill(senders[0], signal.SIGKILL)
-        until("the daemon knows", lambda: senders[0] not in children(lab, SOURCE, ""))
-        for pid in senders[1:]:
-            os.kill(pid, signal.SIGCONT)
+        until("the others end too", lambda: not set(senders) & set(children(lab, SOURCE, "")))
     assert asked.code == 0, f"{asked.answer}{asked.errors}{lab.cluster.logs()}"
     assert part(asked.answer, "refill")["bytes"] == LARGE_MIB * MIB
     ends_well(lab, job, tmp_path, *LARGE)

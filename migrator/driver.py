@@ -300,7 +300,8 @@ class _Run:
         try:
             request = pb.MoveRequest(move=self.move, pause_s=self.pause_s)
             reply = await self.source.source.Release(request, timeout_s=min(timeout_s, RELEASE_S), retry=True)
-            self.bytes = max(self.bytes, reply.bytes)  # what went beside the image has arrived meanwhile
+            if reply.released:  # what went beside the image has arrived, and what of it was zero and not sent is known
+                self.bytes = reply.bytes or self.bytes
         except SnapshotError as error:
             self._say("note", text=f"the source cleans up later: {error.message}")
 

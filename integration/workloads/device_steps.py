@@ -2,7 +2,8 @@
 kernels but one that keeps the GPU busy where that is asked for.
 
 `step K DIGEST`: the digest depends on every byte the device holds and on all steps before. It is the same however the memory
-was got (`--api`, `--mixed`). Most of the contents look random; some megabytes are zero, and some are equal.
+was got (`--api`, `--mixed`). Most of the contents look random; some megabytes are zero, and some are equal; of
+`--zero-mib` all but the first is zero.
 """
 
 import argparse
@@ -13,7 +14,7 @@ import random
 import threading
 from typing import Any
 
-import device_apis as apis  # type: ignore[import-not-found]
+import device_apis as apis
 from device_apis import allocate, call, place, size
 from steps import say, steps, wrong
 
@@ -31,6 +32,9 @@ parser.add_argument(
 )
 parser.add_argument("--mixed", action="store_true", help="blocks come from every api in turn")
 parser.add_argument("--churn", action="store_true", help="a block more is got and given back, step by step")
+parser.add_argument(
+    "--zero-mib", type=int, default=0, help="a block more, of which every step writes to the first alone"
+)
 parser.add_argument("--busy-ms", type=int, default=0, help="the GPU has so much work to do in each step")
 options, _ = parser.parse_known_args()
 
@@ -39,6 +43,7 @@ PIECE_BYTES = 4096
 MIB = 1 << 20
 UPLOADED_MIB = 64  # so much is made on the host; the rest of a large device is copied from there, at odd offsets
 CHURN_BYTES = 2 * MIB + PIECE_BYTES
+ZERO_BYTES = options.zero_mib * MIB
 SPIN = b"""
 .version 6.3
 .target sm_75
@@ -85,9 +90,9 @@ def fill(block: int, first: int, copied_from: int | None = None) -> None:
             call("cuMemcpyDtoD_v2", there, place(copied_from + start), held)
 
 
-def contents(block: int, into: Any) -> bytes:
-    call("cuMemcpyDtoH_v2", into, place(block), size(BLOCK_BYTES))
-    return ctypes.string_at(into, BLOCK_BYTES)
+def contents(block: int, into: Any, held: int = BLOCK_BYTES) -> bytes:
+    call("cuMemcpyDtoH_v2", into, place(block), size(held))
+    return ctypes.string_at(into, held)
 
 
 def serve(reads: int, writes: int) -> None:
@@ -137,6 +142,20 @@ class Worker(threading.Thread):
             self.done.release()
 
 
+class Empty:
+    """A block that stays zero behind its first megabyte."""
+
+    def __init__(self, memory: apis.Memory) -> None:
+        self.block = memory.allocate(ZERO_BYTES)
+        self.into = ctypes.create_string_buffer(ZERO_BYTES)
+        call("cuMemsetD8_v2", place(self.block), ctypes.c_ubyte(0), size(ZERO_BYTES))
+
+    def turn(self, step: int) -> bytes:
+        there = self.block + step * 37 % (MIB // PIECE_BYTES) * PIECE_BYTES
+        call("cuMemcpyHtoD_v2", place(there), random.Random(step).randbytes(PIECE_BYTES), size(PIECE_BYTES))
+        return contents(self.block, self.into, ZERO_BYTES)
+
+
 class Churn:
     """A block that is there in every second step alone; it must hold what was put into it."""
 
@@ -183,6 +202,7 @@ allocating = threading.Lock()
 blocks = [sources[number % len(sources)].allocate(BLOCK_BYTES) for number in range(options.blocks)]
 for number, block in enumerate(blocks):
     fill(block, number * -(-BLOCK_BYTES // MIB), blocks[0])
+empties = [Empty(sources[0])] if options.zero_mib else []
 churns = [Churn(memory) for memory in sources] if options.churn else []
 into: Any = ctypes.create_string_buffer(BLOCK_BYTES)
 pinned = ctypes.c_void_p()
@@ -221,6 +241,8 @@ for step in steps():
         worker.go.release()
     for block in blocks:
         digest = hashlib.sha256(digest + contents(block, into)).digest()
+    for empty in empties:
+        digest = hashlib.sha256(digest + empty.turn(step)).digest()
     for worker in workers:
         worker.done.acquire()
         digest = hashlib.sha256(digest + worker.digest).digest()

@@ -8,8 +8,7 @@ from pathlib import Path
 from snapshotd.api.errors import Usage
 from snapshotd.ops.parked import NAME
 from snapshotd.stripes.incoming import Incoming
-
-MAX_NAMES = 256
+from snapshotd.stripes.names import MAX_STRIPES
 
 
 class Inlets:
@@ -23,8 +22,8 @@ class Inlets:
         self, move: str, folder: Path, names: Sequence[str], source_node: str, *, plain: bool, expected_bytes: int
     ) -> Incoming:
         """A lane into `folder`, the move's own. One that was opened before and whose answer was lost goes."""
-        if not 1 <= len(names) <= MAX_NAMES or len(set(names)) != len(names):
-            raise Usage(f"{len(names)} stripes: 1 to {MAX_NAMES} are possible, each with its own name")
+        if not 1 <= len(names) <= MAX_STRIPES or len(set(names)) != len(names):
+            raise Usage(f"{len(names)} stripes: 1 to {MAX_STRIPES} are possible, each with its own name")
         for name in names:
             if not NAME.fullmatch(name):
                 raise Usage(f"{name[:100]!r} is not the name of a stripe")

@@ -1,7 +1,8 @@
 """The source's end of the stripes: a child and a connection for each, and another connection when one breaks.
 
 Invariant: `wait` returns only when the target has said of every stripe that all of it is verified and stored; until then,
-and after any failure, the files here are untouched. `close` leaves no process and no task.
+and after any failure, the files here are untouched. After the first failure that no other connection mends nothing is
+sent any more: what has to travel another way needs the network. `close` leaves no process and no task.
 """
 
 from __future__ import annotations
@@ -160,6 +161,11 @@ class Outgoing:
             log.error("sending a stripe failed unexpectedly", exc_info=error)
             error = Internal(f"sending a stripe failed unexpectedly: {error!r}")
         self.failed = self.failed or error
+        for other in self._tasks:
+            other.cancel()
+        for stripe in self._stripes.values():
+            if stripe.child is not None:
+                stripe.child.kill()
 
     # ------------------------------------------------------------ one stripe
 

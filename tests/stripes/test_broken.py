@@ -370,6 +370,22 @@ async def test_the_first_failure_ends_all_receivers_and_is_the_one_that_is_told(
             await incoming.wait(30)
 
 
+async def test_the_first_failure_ends_all_senders_and_is_the_one_that_is_told(plain: Ends) -> None:
+    """Also one that waits for what never comes, which would notice nothing by itself."""
+    plain.fill({"b": CONTENT})
+    names = ["a", "b"]
+    async with plain.incoming(names) as incoming, plain.outgoing(incoming.port, incoming.key, names) as outgoing:
+        other, first = children_named("send")
+        os.kill(other, signal.SIGSTOP)
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: not children_named("send"))
+        with pytest.raises(Internal, match=rf"pid {first}\) ended with SIGKILL"):
+            await outgoing.wait()
+        outgoing.advance("a", MIB)  # as whoever still copies does
+        outgoing.finish({"a": len(CONTENT), "b": len(CONTENT)})
+    assert (plain.here / "b").read_bytes() == CONTENT
+
+
 async def test_a_file_that_somebody_else_writes_is_left_to_them(plain: Ends) -> None:
     content = noise(MIB) + bytes(2 * MIB)
     sizes = plain.fill({"a": content})

@@ -1,0 +1,24 @@
+"""What the suite relies on when its tests fail: that nobody but the product has ended anything."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from integration.harness import Cluster, cluster
+from snapshotd.api.errors import Busy
+
+
+def test_a_second_run_leaves_the_lab_of_the_first_alone(nodes: Cluster, tmp_path: Path) -> None:
+    job = nodes.workload("node-1", "chain.py", "--steps", "1000", "--pace-s", "0.05")
+    job.await_lines(3)
+    daemons = [nodes.lab.daemon_pid(node) for node in nodes.lab.nodes]
+    with (
+        pytest.raises(Busy, match=f"another run from this checkout, process {os.getpid()}"),
+        cluster(tmp_path, "suite"),
+    ):
+        pass
+    assert [nodes.lab.daemon_pid(node) for node in nodes.lab.nodes] == daemons
+    job.await_progress(3)
