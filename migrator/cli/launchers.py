@@ -31,7 +31,7 @@ NCCL_PRESETS = {"NCCL_RAS_ENABLE": "0", "NCCL_NVLS_ENABLE": "0", "NCCL_CUMEM_HOS
 #: shim/child.py preloads the library that does what it says.
 DEVICE_MEMORY_VARIABLE = "SNAPSHIM_DEVICE_MEMORY"
 DEVICE_MEMORY_CHOICES = ("driver", "parked")
-DEVICE_MEMORY_DEFAULT = "driver"
+DEVICE_MEMORY_DEFAULT = "parked"
 
 _PYTHON = re.compile(r"(python|pypy)[0-9.]*")
 #: Interpreter options whose value is the next word.

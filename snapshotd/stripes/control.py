@@ -19,6 +19,8 @@ from snapshotd.stripes.records import Trouble
 
 MESSAGE_BYTES = 16 << 10
 _PR_SET_PDEATHSIG = 1
+#: Memory leaving the GPU, and criu, come first: they are waited for longer.
+_NICE = 5
 
 
 class Ended(Exception):
@@ -32,6 +34,7 @@ class Control:
             signal.SIGINT, signal.SIG_IGN
         )  # a Ctrl-C at the daemon's terminal is for the daemon to decide about
         self._line = socket.socket(fileno=os.dup(0))
+        os.nice(_NICE)
 
     def fileno(self) -> int:
         return self._line.fileno()
