@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--only", choices=WAYS, nargs="+", default=WAYS)
-    parser.add_argument("--by-hand-up-to-gib", type=float, default=1000.0, help="beyond, by hand takes too long")
+    parser.add_argument("--others-at-gib", type=float, nargs="+", help="the slow ways at these sizes alone")
     options = parser.parse_args(arguments)
     if why_not():
         sys.exit(f"bench_gpu: {why_not()}")
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             flags += ["--digest-every", "1000000000", "--pace-s", "0.02"]
             for round_ in range(options.rounds):
                 for way in options.only:
-                    if way != PARKED and gib > options.by_hand_up_to_gib:
+                    if way != PARKED and options.others_at_gib and gib not in options.others_at_gib:
                         continue
                     result: dict[str, Any] = {"gib": gib, "way": way, "round": round_ + 1}
                     try:

@@ -47,20 +47,62 @@ class Variant:
         return (*self.flags, "--steps", str(self.steps))
 
 
+#: Enough to be parked, where that is how it travels.
+_BALLAST = ("--gib", "0.25") if ON_GPU else ()
 VARIANTS = (
-    Variant("plain", ("--conv",)),
-    Variant("amp-fp16", ("--amp", "fp16")),
-    Variant("amp-bf16", ("--amp", "bf16")),
-    Variant("graph", ("--graph",)),
-    Variant("loader-fork", ("--loader", "fork")),
-    Variant("loader-spawn", ("--loader", "spawn")),
-    Variant("streams", ("--streams",)),
-    Variant("threads", ("--threads",)),
-    Variant("compile", ("--compile",), {**_CACHES, "TORCHINDUCTOR_COMPILE_THREADS": "1"}),
+    Variant(
+        "plain",
+        (
+            *_BALLAST,
+            "--conv",
+        ),
+    ),
+    Variant("amp-fp16", (*_BALLAST, "--amp", "fp16")),
+    Variant("amp-bf16", (*_BALLAST, "--amp", "bf16")),
+    Variant(
+        "graph",
+        (
+            *_BALLAST,
+            "--graph",
+        ),
+    ),
+    Variant("loader-fork", (*_BALLAST, "--loader", "fork")),
+    Variant("loader-spawn", (*_BALLAST, "--loader", "spawn")),
+    Variant(
+        "streams",
+        (
+            *_BALLAST,
+            "--streams",
+        ),
+    ),
+    Variant(
+        "threads",
+        (
+            *_BALLAST,
+            "--threads",
+        ),
+    ),
+    Variant(
+        "compile",
+        (
+            *_BALLAST,
+            "--compile",
+        ),
+        {**_CACHES, "TORCHINDUCTOR_COMPILE_THREADS": "1"},
+    ),
     # The same with the pool of processes that torch compiles in: they move with the rank.
-    Variant("compile-pool", ("--compile",), {**_CACHES, "TORCHINDUCTOR_COMPILE_THREADS": "2"}),
+    Variant(
+        "compile-pool",
+        (
+            *_BALLAST,
+            "--compile",
+        ),
+        {**_CACHES, "TORCHINDUCTOR_COMPILE_THREADS": "2"},
+    ),
 )
-EVERYTHING = Variant("everything", ("--amp", "fp16", "--graph", "--streams", "--loader", "fork"), steps=2 * STEPS)
+EVERYTHING = Variant(
+    "everything", (*_BALLAST, "--amp", "fp16", "--graph", "--streams", "--loader", "fork"), steps=2 * STEPS
+)
 ROUND_TRIPS = 5 if ON_GPU else 2
 
 

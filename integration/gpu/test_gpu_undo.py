@@ -19,6 +19,7 @@ import pytest
 
 from integration.drill import kill
 from integration.gpu.gpu_jobs import (
+    DEVICE_MEMORY,
     GIB,
     ON_GPU,
     PATIENCE_S,
@@ -83,8 +84,11 @@ def _dies(nodes: Cluster, node: str) -> None:
 
 
 def _points(*points: Point) -> Sequence[Point]:
-    """A job without a GPU never reaches some of them."""
-    return [point for point in points if ON_GPU or point not in {Point.LOCKED, Point.CHECKPOINTED}]
+    """A job without a GPU, or whose memory the driver carries, never reaches some of them."""
+    never = set() if ON_GPU else {Point.LOCKED, Point.CHECKPOINTED}
+    if not ON_GPU or DEVICE_MEMORY != "parked":
+        never |= {Point.PARKED_MEMORY, Point.REFILLED}
+    return [point for point in points if point not in never]
 
 
 # ---------------------------------------------------------------- the dump fails, the daemons die
@@ -94,7 +98,7 @@ def test_a_dump_that_fails_after_the_checkpoint_is_undone(nodes: Cluster, undist
     training = Training.start(nodes, "gpu-undo-dump", SMALL)
     training.await_moment()
     seen: dict[str, Any] = {}
-    for point in _points(Point.LOCKED, Point.CHECKPOINTED, Point.BEFORE_DUMP, Point.DUMPING):
+    for point in _points(Point.LOCKED, Point.PARKED_MEMORY, Point.CHECKPOINTED, Point.BEFORE_DUMP, Point.DUMPING):
         nodes.fault(SOURCE, point, "fail")
         with _move(nodes, training) as asked:
             seen[point] = measured(_told(asked, nodes, UNDONE))
@@ -110,7 +114,7 @@ def test_the_sources_daemon_is_killed_around_the_checkpoint(nodes: Cluster, undi
     training = Training.start(nodes, "gpu-undo-source", SMALL)
     training.await_moment()
     seen: dict[str, Any] = {}
-    for point in _points(Point.LOCKED, Point.CHECKPOINTED, Point.FREEZE):
+    for point in _points(Point.LOCKED, Point.PARKED_MEMORY, Point.CHECKPOINTED, Point.FREEZE):
         nodes.fault(SOURCE, point, "kill")
         with _move(nodes, training) as asked:
             await_while(asked, f"the fault at {point}", lambda: nodes.fired(SOURCE), nodes)
@@ -127,22 +131,24 @@ def test_the_sources_daemon_is_killed_around_the_checkpoint(nodes: Cluster, undi
 def test_the_targets_daemon_is_killed_after_the_cuda_restore(nodes: Cluster, undisturbed: Undisturbed) -> None:
     training = Training.start(nodes, "gpu-undo-restored", SMALL)
     training.await_moment()
-    nodes.fault(TARGET, Point.CUDA_RESTORED, "kill")
-    with _move(nodes, training) as asked:
-        await_while(asked, "the fault at cuda-restored", lambda: nodes.fired(TARGET), nodes)
-        _dies(nodes, TARGET)
-        told = _told(asked, nodes, NOT_MOVED)
-    training.runs_on(SOURCE)
+    seen: dict[str, Any] = {}
+    for point in _points(Point.CUDA_RESTORED, Point.REFILLED):
+        nodes.fault(TARGET, point, "kill")
+        with _move(nodes, training) as asked:
+            await_while(asked, f"the fault at {point}", lambda: nodes.fired(TARGET), nodes)
+            _dies(nodes, TARGET)
+            seen[point] = measured(_told(asked, nodes, NOT_MOVED))
+        training.runs_on(SOURCE)
     again = training.move(TARGET)
     training.runs_on(TARGET)
     steps = training.ends_as(undisturbed.want(SMALL))
-    record("undo-target-daemon-killed-restored", steps=steps, told=measured(told), retry=measured(again))
+    record("undo-target-daemon-killed-restored", steps=steps, at=seen, retry=measured(again))
 
 
 @needs_cuda()
 def test_the_targets_daemon_is_killed_in_the_cuda_restore(nodes: Cluster, undisturbed: Undisturbed) -> None:
     undisturbed.want(LARGE)
-    training = Training.start(nodes, "gpu-undo-target", LARGE)
+    training = Training.start(nodes, "gpu-undo-target", LARGE, device_memory="driver")
     training.await_moment()
     nodes.fault(TARGET, Point.CUDA_RESTORED, "wait")
     with _move(nodes, training) as asked:
@@ -162,7 +168,7 @@ def test_the_targets_daemon_is_killed_in_the_cuda_restore(nodes: Cluster, undist
 @needs_cuda()
 def test_the_helper_is_killed_in_the_checkpoint(nodes: Cluster, undisturbed: Undisturbed) -> None:
     undisturbed.want(LARGE)
-    training = Training.start(nodes, "gpu-undo-checkpoint", LARGE)
+    training = Training.start(nodes, "gpu-undo-checkpoint", LARGE, device_memory="driver")
     training.await_moment()
     pid = training.pid()
     assert pid is not None
@@ -186,7 +192,7 @@ def test_the_helper_is_killed_in_the_checkpoint(nodes: Cluster, undisturbed: Und
 @needs_cuda()
 def test_the_helper_is_killed_in_the_restore(nodes: Cluster, undisturbed: Undisturbed) -> None:
     undisturbed.want(LARGE)
-    training = Training.start(nodes, "gpu-undo-restore", LARGE)
+    training = Training.start(nodes, "gpu-undo-restore", LARGE, device_memory="driver")
     training.await_moment()
     nodes.fault(TARGET, Point.CUDA_RESTORED, "wait")
     with _move(nodes, training) as asked:
