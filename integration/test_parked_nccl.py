@@ -44,13 +44,13 @@ def lab(made: GpuCluster) -> Iterator[GpuCluster]:
     made.reset()
 
 
-def start(lab: GpuCluster, *places: str, shape: str = "world") -> NcclJob:
+def start(lab: GpuCluster, *places: str, shape: str = "world", steps: int = STEPS) -> NcclJob:
     """Every rank with device memory that NCCL reads and writes, and communicators with device memory of their own."""
     job = NcclJob(
         lab.cluster,
         places,
         shape=shape,
-        steps=STEPS,
+        steps=steps,
         pace_s=0.03,
         gpus=lab.nodes,
         device_mib=DEVICE_MIB,
@@ -92,7 +92,7 @@ def test_there_and_back(lab: GpuCluster, moved: int) -> None:
 
 
 def test_both_ranks_on_one_node(lab: GpuCluster) -> None:
-    job = start(lab, SOURCE, SOURCE, shape="pairs")
+    job = start(lab, SOURCE, SOURCE, shape="pairs", steps=100)
     for rank, to in ((0, TARGET), (1, PEER)):
         moved_both(lab.cluster.move(job.ranks[rank], to, rank=rank))
         job.await_progress()
