@@ -26,6 +26,8 @@ UNDONE = 11
 MIB = 1 << 20
 #: Just enough that it is worth parking; every step looks at all of it.
 DEVICE_MIB, BUFFER_MIB = 40, 8
+#: Enough that it still runs when it is to move again, also on a busy machine.
+STEPS = 200
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +44,7 @@ def lab(made: GpuCluster) -> Iterator[GpuCluster]:
     made.reset()
 
 
-def start(lab: GpuCluster, *places: str, steps: int = 60, shape: str = "world") -> NcclJob:
+def start(lab: GpuCluster, *places: str, shape: str = "world", steps: int = STEPS) -> NcclJob:
     """Every rank with device memory that NCCL reads and writes, and communicators with device memory of their own."""
     job = NcclJob(
         lab.cluster,
@@ -81,7 +83,7 @@ def moved_both(told: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("moved", [0, 1], ids=["who-makes-the-ids", "the-other"])
 def test_there_and_back(lab: GpuCluster, moved: int) -> None:
-    job = start(lab, SOURCE, PEER, steps=100)
+    job = start(lab, SOURCE, PEER)
     home = job.places[moved]
     for to in (TARGET, home, TARGET):
         moved_both(lab.cluster.move(job.ranks[moved], to, rank=moved))
@@ -90,9 +92,9 @@ def test_there_and_back(lab: GpuCluster, moved: int) -> None:
 
 
 def test_both_ranks_on_one_node(lab: GpuCluster) -> None:
-    job = start(lab, SOURCE, SOURCE, shape="pairs", steps=80)
-    for rank in (0, 1):
-        moved_both(lab.cluster.move(job.ranks[rank], TARGET, rank=rank))
+    job = start(lab, SOURCE, SOURCE, shape="pairs", steps=100)
+    for rank, to in ((0, TARGET), (1, PEER)):
+        moved_both(lab.cluster.move(job.ranks[rank], to, rank=rank))
         job.await_progress()
     job.ends_well()
 
@@ -106,13 +108,13 @@ def test_what_nccl_allocates_is_gone_before_memory_leaves(lab: GpuCluster) -> No
     assert asked.code == 0, f"{asked.answer}{asked.errors}{lab.cluster.logs()}"
     moved_both(asked.answer)
     job.await_progress()
-    assert used_bytes(lab, TARGET) == used
+    until("all is on the device again, and nothing more", lambda: used_bytes(lab, TARGET) == used)
     job.ends_well()
 
 
 def test_the_job_runs_while_memory_is_made_ready_to_leave(lab: GpuCluster) -> None:
     """No gate is closed before everything is there: files, lane, rings."""
-    job = start(lab, SOURCE, PEER, steps=100)
+    job = start(lab, SOURCE, PEER)
     with lab.cluster.moving(job.ranks[0], TARGET, SOURCE, Point.READY) as asked:
         folder = lab.cluster.run_dir(SOURCE) / "images" / "parked"
         assert list(folder.glob("m-*/device-*"))
@@ -142,14 +144,14 @@ def test_the_job_runs_while_memory_is_made_ready_to_leave(lab: GpuCluster) -> No
 )
 def test_undone_and_tried_again(lab: GpuCluster, node: str, point: Point) -> None:
     """The communicators built on the source again find its device memory there."""
-    job = start(lab, SOURCE, PEER, steps=80)
+    job = start(lab, SOURCE, PEER)
     used = used_bytes(lab, SOURCE)
     lab.cluster.fault(node, point, "fail")
     told = lab.cluster.move(job.ranks[0], TARGET, expect=UNDONE)
     assert "fault injected" in told["reason"], told
     assert told["where"] == "running on source", told
     job.await_progress()
-    assert used_bytes(lab, SOURCE) == used, "nothing was left on the device"
+    until("all is on the device again, and nothing more", lambda: used_bytes(lab, SOURCE) == used)
     moved_both(lab.cluster.move(job.ranks[0], TARGET))
     job.ends_well()
 
@@ -165,7 +167,7 @@ def test_undone_and_tried_again(lab: GpuCluster, node: str, point: Point) -> Non
     ],
 )
 def test_a_daemon_is_killed(lab: GpuCluster, node: str, point: Point) -> None:
-    job = start(lab, SOURCE, PEER, steps=80)
+    job = start(lab, SOURCE, PEER)
     lab.cluster.fault(node, point, "kill")
     with lab.cluster.begin_move(job.ranks[0], TARGET, more=("--lease", "2")) as asked:
         until("the fault", lambda: lab.lab.daemon_pid(node) is None)
@@ -180,7 +182,7 @@ def test_a_daemon_is_killed(lab: GpuCluster, node: str, point: Point) -> None:
 @pytest.mark.parametrize("point", [Point.READY, Point.PARKED_MEMORY])
 def test_the_driver_is_killed(lab: GpuCluster, point: Point) -> None:
     """What is ready, or away, is given up or brought back when the lease is over; then the communicators."""
-    job = start(lab, SOURCE, PEER, steps=80)
+    job = start(lab, SOURCE, PEER)
     lab.cluster.fault(SOURCE, point, "wait")
     with lab.cluster.begin_move(job.ranks[0], TARGET, more=("--lease", "2")) as asked:
         until(f"{point}", lambda: lab.cluster.fired(SOURCE), 30)
