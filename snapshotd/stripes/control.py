@@ -20,7 +20,7 @@ from snapshotd.stripes.records import Trouble
 MESSAGE_BYTES = 16 << 10
 _PR_SET_PDEATHSIG = 1
 #: Memory leaving the GPU, and criu, come first: they are waited for longer.
-_NICE = 5
+_NICE = 10
 
 
 class Ended(Exception):
