@@ -13,8 +13,8 @@
 _Thread_local unsigned int memory_passes_on;
 
 #define NONE_YET (-1)
-#define SEVERAL (-2)
-static int32_t backed_device = NONE_YET; /* whose memory is backed */
+static int32_t backed_device = NONE_YET; /* whose memory is backed, until there are others */
+static uint64_t other_devices;		 /* by bit */
 static uint32_t freed_blocks; /* in the table, to be given back */
 
 bool backing_wanted(void)
@@ -38,12 +38,15 @@ bool backing_takes(size_t bytes)
 bool backing_on(int device)
 {
 	int32_t known = NONE_YET;
+	uint64_t bit;
 
 	if (device < 0 || device >= DEVICES_MAX)
 		return false;
+	bit = (uint64_t)1 << device;
 	if (SWAP_IF(&backed_device, &known, device) || known == device)
-		return true;
-	STORE(&backed_device, SEVERAL);
+		return LOAD(&other_devices) == 0;
+	if (!(__atomic_fetch_or(&other_devices, bit, __ATOMIC_SEQ_CST) & bit))
+		peers_meet(device, known);
 	return false;
 }
 
@@ -192,6 +195,7 @@ void backing_forget(void)
 {
 	freed_blocks = 0;
 	backed_device = NONE_YET;
+	other_devices = 0;
 }
 
 bool backing_free(uint64_t address)

@@ -65,6 +65,7 @@ _Static_assert(sizeof(struct cuda_access) == 12, "the driver's layout");
 
 /* NULL where the driver lacks them. */
 #define DRIVER_USEFUL(X)                                                                           \
+	X(cuDeviceCanAccessPeer, (int *, int, int))                                                \
 	X(cuDevicePrimaryCtxGetState, (int, unsigned int *, int *))                                \
 	X(cuDevicePrimaryCtxRetain, (void **, int))                                                \
 	X(cuDevicePrimaryCtxRelease_v2, (int))                                                     \

@@ -60,6 +60,15 @@ static void change(void (*how)(int, int), int device, int owner)
 	memory_leave();
 }
 
+/* A library with a runtime of its own, as NCCL is, enables peer access unseen by us. */
+void peers_meet(int device, int owner)
+{
+	int can = 0;
+
+	if (driver() && driver()->cuDeviceCanAccessPeer && driver()->cuDeviceCanAccessPeer(&can, device, owner) == 0 && can)
+		change(allow, device, owner);
+}
+
 static int current_device(void)
 {
 	int device = -1;

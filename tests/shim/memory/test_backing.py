@@ -94,7 +94,11 @@ def test_peers_may_use_it(start_job: Start) -> None:
 
 def test_one_devices_memory_is_backed(start_job: Start) -> None:
     """Copies between devices want CUDA's own memory; what was there before is parked as ever."""
-    job = start_job("fill 4", "device 1", "fill 4")
+    job = start_job("fill 4")
+    assert job.do("access") == "3 0"
+    assert job.do("device 1") == "done"
+    assert job.do("fill 4") == "done"
+    assert job.do("access") == "3 3 - -"  # libraries with a runtime of their own enable peer access unseen
     assert job.state().bytes == 4 * MIB
     assert job.do("device 0") == "done"
     for line in ("fill 4", "segments"):

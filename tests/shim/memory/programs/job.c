@@ -257,12 +257,15 @@ static void peers(void)
 
 static void access_now(void)
 {
+	find("cuMemGetAccess", &get_access);
 	for (int i = 0; i < BLOCKS; i++)
 		for (int device = 0; blocks[i].address && device < 2; device++) {
 			unsigned long long flags;
 
-			must(get_access(&flags, (int[]){1, device}, (uint64_t)blocks[i].address), "cuMemGetAccess");
-			printf("%llu ", flags);
+			if (get_access(&flags, (int[]){1, device}, (uint64_t)blocks[i].address))
+				printf("- "); /* CUDA's own */
+			else
+				printf("%llu ", flags);
 		}
 	printf("\n");
 }
