@@ -16,6 +16,7 @@ import array
 import contextlib
 import ctypes
 import errno
+import logging
 import os
 import socket
 import time
@@ -25,6 +26,8 @@ from typing import Protocol
 from snapshotd import shimctl
 from snapshotd.api.errors import GpuFailed, Internal, RankGone, SnapshotError, Timeout, Where
 from snapshotd.tree import Process
+
+log = logging.getLogger(__name__)
 
 #: What is smaller goes with the driver's checkpoint: nothing is gained by it.
 LEAST_BYTES = 32 << 20
@@ -118,10 +121,10 @@ class ShimMemory:
         answer = self._mailbox.ask(_PARK, timeout_s)
         if answer.status == errno.EAGAIN:
             raise Caught(answer.words)
-        return self._first(answer, "taken off the GPU")
+        return self._copied(answer, "taken off the GPU")
 
     def fill(self, timeout_s: float) -> int:
-        return self._ask("put back onto the GPU", _FILL, timeout_s)
+        return self._copied(self._mailbox.ask(_FILL, timeout_s), "put back onto the GPU")
 
     def done(self) -> Sequence[int]:
         return self._mailbox.device_memory().done
@@ -149,6 +152,14 @@ class ShimMemory:
 
     def _ask(self, wanted: str, command: int, timeout_s: float, *arguments: int) -> int:
         return self._first(self._mailbox.ask(command, timeout_s, *arguments), wanted)
+
+    def _copied(self, answer: shimctl.Answer, wanted: str) -> int:
+        size, seconds = self._first(answer, wanted), answer.second / 1e9
+        log.info(
+            "process %d: %d bytes %s, copied in %.3f s, %.1f GB/s",
+            *(self.process.pid, size, wanted, seconds, size / 1e9 / max(seconds, 1e-6)),
+        )
+        return size
 
     def _first(self, answer: shimctl.Answer, wanted: str) -> int:
         if answer.status:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -81,11 +82,17 @@ def moved(nodes: Cluster, flags: Sequence[str], device_memory: str) -> dict[str,
             told = nodes.move(job, NODES[1], timeout_s=MOVE_S)
         steps = _steps(job.text())
         until("the job to go on", lambda: _steps(job.text()) > steps + 3, 60)
+        copied = re.findall(r"(taken off|put back onto) the GPU, copied in \S+ s, ([\d.]+) GB/s", nodes.logs(400))
     finally:
         job.kill()
         nodes.tidy()
     parts = [Part(part["name"], part["seconds"], part["bytes"]) for part in told.get("parts", [])]
-    return {"parts": [*parts, Part("pause", told["pause_s"])], "told": told, "host_bytes": peaks.bytes}
+    return {
+        "parts": [*parts, Part("pause", told["pause_s"])],
+        "told": told,
+        "host_bytes": peaks.bytes,
+        "copied_gbps": dict(copied),  # the copying alone, as the daemons logged it last
+    }
 
 
 def _steps(text: str) -> int:
@@ -99,7 +106,8 @@ def _line(result: dict[str, Any]) -> str:
     head = f"{result['gib']:g} GiB, {result['way']}:"
     if "failed" in result:
         return f"{head} failed: {result['failed'][:1500]}"
-    return f"{head} " + ", ".join(f"{part.name} {_cell([part])}" for part in _whole(result["parts"]))
+    copied = "".join(f", {name} the GPU at {gbps} GB/s" for name, gbps in result.get("copied_gbps", {}).items())
+    return f"{head} " + ", ".join(f"{part.name} {_cell([part])}" for part in _whole(result["parts"])) + copied
 
 
 def _whole(parts: Sequence[Part]) -> list[Part]:
@@ -136,6 +144,10 @@ def table(results: Sequence[dict[str, Any]]) -> str:
         cells = [f"{told[column] / GIB:.2f} GiB" if told.get(column) else "–" for column in columns]
         if any(told.values()):
             lines.append(f"| {words} | {' | '.join(cells)} |")
+    for name in ("taken off", "put back onto"):
+        rates = {(result["gib"], result["way"]): result.get("copied_gbps", {}).get(name) for result in good}
+        if any(rates.values()):
+            lines.append(f"| {name} the GPU, GB/s | {' | '.join(rates.get(column) or '–' for column in columns)} |")
     lines += [f"\n{result['gib']:g} GiB {result['way']} failed" for result in results if "failed" in result]
     return "\n".join(lines)
 
