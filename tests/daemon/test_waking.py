@@ -45,7 +45,7 @@ class Here:
             config=SimpleNamespace(advertise="b:1", listen="b:1", image_dir=folder / "images"),
             journal=self.journal,
             ranks=ranks,
-            store=SimpleNamespace(drop=lambda move: None),
+            store=SimpleNamespace(drop_soon=lambda move: None),
             credentials=None,
         )
         monkeypatch.setattr(target, "BulkLanes", lambda *arguments: SimpleNamespace())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -179,6 +180,35 @@ def test_drop_removes_everything_and_twice_is_once(store: ImageStore, tmp_path: 
     assert store.held_bytes() == 3 * PAGE_BYTES
     with pytest.raises(NotFound):
         store.write(MOVE, data_frame(2, "a.img", 0, b"x"))
+
+
+def test_who_asks_for_room_waits_for_what_is_being_dropped(
+    store: ImageStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.create(MOVE, 1 << 20)
+    go_on, asked, order = threading.Event(), threading.Event(), []
+    remove = shutil.rmtree
+
+    def slow_remove(path: Path) -> None:
+        assert go_on.wait(10)
+        remove(path)
+        order.append("dropped")
+
+    def ask() -> None:
+        asked.set()
+        store.room_bytes()
+        order.append("asked")
+
+    monkeypatch.setattr(shutil, "rmtree", slow_remove)
+    store.drop_soon(MOVE)
+    assert (tmp_path / "images" / MOVE).exists()
+    asking = threading.Thread(target=ask)
+    asking.start()
+    assert asked.wait(10)
+    go_on.set()
+    asking.join()
+    assert order == ["dropped", "asked"]
+    assert not (tmp_path / "images" / MOVE).exists()
 
 
 def test_drop_waits_for_the_chunk_being_written(store: ImageStore, monkeypatch: pytest.MonkeyPatch) -> None:
