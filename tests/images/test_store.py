@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
 import shutil
+import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
