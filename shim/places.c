@@ -1,4 +1,4 @@
-/* Tells whether a thread was interrupted in the middle of the allocator or the loader, where it may hold their locks.
+/* Tells whether a thread was interrupted in the middle of the allocator, the loader or the driver, where it may hold their locks.
  *
  * To park it there is no use: the driver would wait for that lock. A thread is outside most of the time, so it is let
  * run on for a moment. This is a guess that saves time, by the code the thread was in; the probe has the last word. A thread
@@ -20,7 +20,7 @@ static struct {
 } places[PLACES_MAX];
 static int places_count;
 
-/* The code of libc, of the loader, and of whatever allocator the program has instead of libc's. */
+/* The code of libc, of the loader, of CUDA's driver, and of whatever allocator the program has instead of libc's. */
 void places_find(void)
 {
 	static void *allocator;
@@ -38,7 +38,8 @@ void places_find(void)
 		if (!mapping.executable)
 			continue;
 		if (contains || strncmp(mapping.name, "libc.so", 7) == 0 || strncmp(mapping.name, "libc-2", 6) == 0 ||
-		    strncmp(mapping.name, "ld-linux", 8) == 0 || strncmp(mapping.name, "ld-2", 4) == 0) {
+		    strncmp(mapping.name, "ld-linux", 8) == 0 || strncmp(mapping.name, "ld-2", 4) == 0 ||
+		    strncmp(mapping.name, "libcuda.so", 10) == 0) {
 			places[places_count].from = mapping.from;
 			places[places_count++].to = mapping.to;
 		}

@@ -47,8 +47,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Caught(Exception):
-    """A thread of the job was stopped in the middle of an allocation: nothing has happened, and what `ready` made is still
-    there. Let it go on, and try again."""
+    """A thread of the job was stopped in the middle of an allocation, or of a call into CUDA with a lock that others need:
+    nothing has happened, and what `ready` made is still there. Let it go on, and try again."""
 
 
 class DeviceMemory(Protocol):

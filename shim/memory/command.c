@@ -16,6 +16,8 @@
 
 /* Until a PARK that caught somebody is asked again: the driver's lock stops a job that allocates all the time always there. */
 #define HOLD_NS 5000000000
+#define REHEARSAL_NS 2000000000	 /* takes milliseconds, if nobody holds it up */
+#define COME_BACK_NS 2000000000	 /* for a call that was held up by a parked thread, once that was let go */
 #define TAKE_AWAY_NS 60000000000 /* to take all physical memory away, which cannot be given up half-way */
 #define CLEAN_UP_NS 30000000000	 /* for all that has to be done after a command, whatever came of it */
 #define SLOT_MIN 4096
@@ -225,6 +227,21 @@ static int copy(int (*task)(struct worker *), int64_t until_ns)
 	return status;
 }
 
+/* Before anything is taken away. EAGAIN: let the job go for a moment, and the call that hangs comes back. */
+static int rehearse_all(int64_t until_ns)
+{
+	int64_t soon_ns = now_ns() + REHEARSAL_NS;
+	int status;
+
+	if (!contexts_hold(until_ns))
+		return refuse(EAGAIN, "a thread of the job is in the middle of ending a context of CUDA's");
+	status = stripes.void_ ? 0 : workers_run(1, rehearse, soon_ns < until_ns ? soon_ns : until_ns);
+	contexts_let_go();
+	if (status == EINPROGRESS || status == ETIMEDOUT)
+		return refuse(EAGAIN, "a thread is parked in the middle of a call into CUDA, with a lock that others wait for");
+	return explain(status);
+}
+
 static int park_memory(int64_t until_ns)
 {
 	int status;
@@ -240,7 +257,11 @@ static int park_memory(int64_t until_ns)
 		return EAGAIN;
 	}
 	memory_let_in(); /* whose threads are parked */
-	status = prepare_all(until_ns);
+	status = rehearse_all(until_ns);
+	if (!status)
+		status = prepare_all(until_ns);
+	if (status == EAGAIN)
+		return status;
 	if (!status)
 		status = explain(workers_run(1, drop_freed, until_ns));
 	if (!status) {
@@ -292,7 +313,7 @@ int memory_obey(uint32_t command, int64_t timeout_ns)
 		memory_let_in();
 		return give_up();
 	}
-	if (ready && !workers_are_back())
+	if (ready && !workers_come_back(now_ns() + COME_BACK_NS))
 		return refuse(EBUSY, "a call into CUDA that an earlier command made has not come back");
 	if (command == SNAPSHIM_MEMORY_READY)
 		return make_ready(until_ns);

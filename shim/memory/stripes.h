@@ -27,6 +27,8 @@ int map_stripe(struct worker *worker);	  /* never fails */
 int clean_up(struct worker *worker);
 int leave_devices(struct worker *worker); /* one worker's */
 int enter(struct worker *worker, int device); /* makes its context current */
+/* rehearsal.c */
+int rehearse(struct worker *worker); /* one worker's */
 /* stripes.c */
 int drop_freed(struct worker *worker); /* one worker's */
 int copy_out(struct worker *worker);

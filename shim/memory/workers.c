@@ -124,6 +124,17 @@ bool workers_are_back(void)
 	return true;
 }
 
+bool workers_come_back(int64_t until_ns)
+{
+	for (unsigned int i = 0; i < there; i++)
+		while (!is_back(&workers[i])) {
+			if (now_ns() >= until_ns)
+				return false;
+			wait_word(&workers[i].done, workers[i].asked - 1, LOOK_NS);
+		}
+	return true;
+}
+
 /* Until `stop_ns` the task may go on; what has not come back at `patience_ns` is left alone. */
 static int run(unsigned int count, int (*task)(struct worker *worker), int64_t stop_ns, int64_t patience_ns)
 {

@@ -37,6 +37,7 @@ int workers_run(unsigned int count, int (*task)(struct worker *worker), int64_t 
 /* A task that nothing stops but its own end; it is not waited for longer. */
 int workers_finish(unsigned int count, int (*task)(struct worker *worker), int64_t until_ns);
 bool workers_are_back(void);
+bool workers_come_back(int64_t until_ns);
 void workers_forget(void);
 
 /* What a worker does when the driver refuses. */

@@ -39,7 +39,7 @@ from snapshotd.tree import Process
 
 log = logging.getLogger(__name__)
 
-#: A thread that was caught in an allocation leaves it in microseconds.
+#: A thread that was caught in an allocation, or in a call into CUDA, leaves it in microseconds.
 TRIES, AGAIN_S = 5, 0.01
 #: How often the senders hear how far the copy is.
 FEED_S = 0.002
@@ -60,6 +60,7 @@ class Striped:
     expected_bytes: int
     slot_bytes: int = devmem.SLOT_BYTES
     sizes: list[int] = field(default_factory=list)  # of the stripes, once it is out
+    caught: str = ""  # where a thread was when it was parked
 
     @property
     def process(self) -> Process:
@@ -185,7 +186,7 @@ class Parking:
             if not left:
                 break
         for one in left:
-            await self._leave_to_driver(one, "a thread was always in the middle of an allocation")
+            await self._leave_to_driver(one, f"{TRIES} times in a row {one.caught}")
         notes = [
             {"pid": one.inner_pid, "stripes": one.names, "bytes": one.sizes, "slot_bytes": one.slot_bytes}
             for one in self.striped
@@ -202,7 +203,7 @@ class Parking:
     async def _let_go_and_hold(self, gpus: Gpus, caught: Sequence[Striped], parts: Parts) -> None:
         """Those alone: the others' memory is out. The rest of the tree stays stopped. What was made ready still is."""
         processes = [one.process for one in caught]
-        log.info("caught in an allocation, and let go to try again: %s", ", ".join(str(one.pid) for one in processes))
+        log.info("let go to try again: %s", "; ".join(f"process {one.process.pid}: {one.caught}" for one in caught))
         await gpu.let_go(processes)
         await asyncio.sleep(AGAIN_S)
         await gpu.still(gpus, processes, processes, parts)
@@ -222,6 +223,7 @@ class Parking:
         caught = []
         for one, result in zip(wanted, results, strict=True):
             if isinstance(result, Caught):
+                one.caught = str(result)
                 caught.append(one)
             elif isinstance(result, BaseException):
                 await self._failed(one, result)

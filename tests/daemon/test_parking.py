@@ -311,7 +311,7 @@ async def test_one_that_is_always_caught_is_left_to_the_driver(source: Source) -
     size, _ = await source.out()
     assert (size, source.second.said[-1]) == (SIZE, "drop")
     assert [one["pid"] for one in source.log.note("device")] == [source.moving.parking.striped[0].inner_pid]  # type: ignore[union-attr]
-    assert any("middle of an allocation" in words for words in source.moving.parking.warnings)  # type: ignore[union-attr]
+    assert any("5 times in a row in cudaMalloc" in words for words in source.moving.parking.warnings)  # type: ignore[union-attr]
     assert source.lane is not None
     assert set(source.lane.final) == set(source.lane.sizes)
 

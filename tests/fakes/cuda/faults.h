@@ -3,7 +3,8 @@
  *   OPERATION: ACTION [once] [pid=N]
  *
  * OPERATION  state lock checkpoint restore unlock (pid: of the process asked about), nvml, and a program's own calls (pid:
- *            as it numbers itself): init, create (cuMemCreate), map (cuMemMap), copy (asynchronous copies), pin
+ *            as it numbers itself): init, create (cuMemCreate), map (cuMemMap), copy (asynchronous copies), pin,
+ *            ask (cuMemHostGetFlags, with its lock held)
  * ACTION     hang | hang-after | die | die-after | kill | lose | fail:ERROR | slow:MS
  */
 #ifndef FAKE_CUDA_FAULTS_H

@@ -118,6 +118,20 @@ EXPORT CUresult cuMemFreeHost(void *address)
 	CALL(result = unallocate(address););
 }
 
+/* Only asks: it passes the driver's lock, and takes one that allocating and freeing need. */
+EXPORT CUresult cuMemHostGetFlags(unsigned int *flags, void *address)
+{
+	CUresult result;
+
+	pthread_mutex_lock(&table);
+	result = (CUresult)fault_in_call("ask");
+	*flags = 0;
+	if (result == CUDA_SUCCESS && !overlapping((uintptr_t)address, 1))
+		result = CUDA_ERROR_INVALID_VALUE;
+	pthread_mutex_unlock(&table);
+	return result;
+}
+
 EXPORT CUresult cuMemHostRegister_v2(void *address, size_t bytes, unsigned int flags)
 {
 	(void)flags;

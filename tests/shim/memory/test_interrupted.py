@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 
 import pytest
 
 from tests.fakes.cuda_fake import GpuNode
 from tests.shim.jobs import until
 from tests.shim.memory.conftest import Room, Start
-from tests.shim.memory.jobs import DROP, FILL, MIB, OPEN, PARK, READY, SLOT_BYTES, STRIPES, refused
+from tests.shim.memory.jobs import DROP, FILL, MIB, OPEN, PARK, READY, SLOT_BYTES, STRIPES, Refused, refused
 
 
 def test_cancelled_before_it_began_and_on_the_way(start_job: Start, node: GpuNode) -> None:
@@ -43,6 +44,29 @@ def test_cancelled_before_it_was_made_ready(start_job: Start) -> None:
             job.ask(READY, STRIPES, SLOT_BYTES)
     job.is_settled(out=False)
     job.park()
+    job.come_back()
+
+
+def test_a_thread_is_parked_with_a_lock_of_the_drivers(start_job: Start, node: GpuNode) -> None:
+    """Calls that only ask pass the driver's lock. What waits for such a thread must be known while it can still be let go."""
+    job = start_job("grow 4", "asking")
+    job.ready()
+    node.fault("ask", "slow:2000", once=False)
+    time.sleep(0.1)  # from now on one of those calls is under way
+    job.park_threads()
+    with refused(errno.EAGAIN, "with a lock that others wait for"):
+        job.ask(PARK)
+    assert not job.state().parked
+    node.clear_faults()
+    for _ in range(5):
+        job.let_go()
+        job.park_threads()
+        try:
+            job.ask(PARK)
+            break
+        except Refused as error:
+            assert error.status == errno.EAGAIN, error  # it is still in that call
+    job.is_settled(out=True)
     job.come_back()
 
 
@@ -138,9 +162,11 @@ def test_a_call_that_does_not_come_back(start_job: Start, node: GpuNode) -> None
     job = start_job("grow 1")
     job.ready()
     job.park_threads()
+    for _ in range(2):
+        node.fault("copy", "slow:0")  # the rehearsal's
     node.fault("copy", "hang")
     with refused(errno.ETIMEDOUT, "come back"):
-        job.ask(PARK, timeout_s=0.2)
+        job.ask(PARK, timeout_s=0.5)
     assert not job.state().parked
     for command in (DROP, OPEN, PARK):
         with refused(errno.EBUSY):

@@ -285,6 +285,17 @@ static void *come_and_go(void *nothing)
 	return nothing;
 }
 
+static int (*ask_flags)(unsigned int *, void *);
+
+static void *ask_on(void *nothing)
+{
+	unsigned int flags;
+
+	while (!stopping)
+		ask_flags(&flags, &flags);
+	return nothing;
+}
+
 static void *allocate_later(void *nothing)
 {
 	void *address;
@@ -317,6 +328,10 @@ int main(void)
 
 		if (strcmp(word, "grow") == 0)
 			grow(number);
+		else if (strcmp(word, "asking") == 0) {
+			find("cuMemHostGetFlags", &ask_flags);
+			pthread_create(&thread[0], NULL, ask_on, NULL);
+		}
 		else if (strcmp(word, "shrink") == 0)
 			shrink();
 		else if (strcmp(word, "capture") == 0)
