@@ -291,7 +291,7 @@ static void *ask_on(void *nothing)
 {
 	unsigned int flags;
 
-	while (!stopping)
+	for (; !stopping; usleep(1000))
 		ask_flags(&flags, &flags);
 	return nothing;
 }
