@@ -224,7 +224,9 @@ class _Run:
                     async for progress in self.source.source.Stream(self.request, timeout_s=timeout_s):
                         self.bytes, streamed = progress.bytes_sent, progress
                         self._say("bytes", "stream", bytes_=self.bytes, expected=progress.bytes_expected)
-                    self.parts.append(PhaseTime("criu-dump", streamed.dump_seconds, streamed.bytes_expected))
+                    beside = sum(part.bytes for part in self.frozen.parts if part.name == "park-out")
+                    dumped_bytes = max(0, streamed.bytes_expected - beside)
+                    self.parts.append(PhaseTime("criu-dump", streamed.dump_seconds, dumped_bytes))
                     self.parts.append(PhaseTime("stream", streamed.stream_seconds, streamed.bytes_sent))
                 case "Restore":
                     restored = await self.target.target.Restore(self.request, timeout_s=timeout_s)
