@@ -2,15 +2,14 @@
  *
  * Why: calls that only ask (an event, a pointer) pass the driver's lock, so a thread may have been parked in the middle of one,
  * with a lock of the driver's. What waits for that lock waits until the thread is let go, which cannot be once its memory is
- * away. Nothing of the job runs meanwhile: who is held up by nobody here is held up by nobody later.
+ * away. Nothing of the job runs meanwhile: who is held up by nobody here is held up by nobody later. Sizes are those of the real
+ * calls: small ones take other ways through the driver.
  */
 #define _GNU_SOURCE
 #include <errno.h>
 
 #include "memory.h"
 #include "stripes.h"
-
-#define BYTES 4096
 
 /* For want of device memory nothing can be mapped: then that call is not made later either. */
 static int mapped(struct worker *worker, struct block *block)
@@ -24,10 +23,11 @@ static int mapped(struct worker *worker, struct block *block)
 
 static int copy_there_and_back(struct worker *worker, const struct block *block, void *slot, void *stream)
 {
-	int status = CUDA(worker, cuMemcpyHtoDAsync_v2, block->address, slot, BYTES, stream);
+	size_t bytes = block->bytes < stripes.slot_bytes ? block->bytes : stripes.slot_bytes;
+	int status = CUDA(worker, cuMemcpyHtoDAsync_v2, block->address, slot, bytes, stream);
 
 	if (!status)
-		status = CUDA(worker, cuMemcpyDtoHAsync_v2, slot, block->address, BYTES, stream);
+		status = CUDA(worker, cuMemcpyDtoHAsync_v2, slot, block->address, bytes, stream);
 	return status ? status : CUDA(worker, cuStreamSynchronize, stream);
 }
 
@@ -47,7 +47,7 @@ static int on_device(struct worker *worker, int device)
 	if (!status)
 		status = mapped(worker, &block);
 	if (!status)
-		status = CUDA(worker, cuMemHostAlloc, &slot, BYTES, PORTABLE);
+		status = CUDA(worker, cuMemHostAlloc, &slot, stripes.slot_bytes, PORTABLE);
 	if (!status)
 		status = CUDA(worker, cuStreamCreate, &stream, NON_BLOCKING);
 	if (!status && !block.away)
