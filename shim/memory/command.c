@@ -16,7 +16,7 @@
 
 /* Until a PARK that caught somebody is asked again: the driver's lock stops a job that allocates all the time always there. */
 #define HOLD_NS 5000000000
-#define REHEARSAL_NS 2000000000	 /* takes milliseconds, if nobody holds it up */
+#define REHEARSAL_NS 500000000	 /* takes milliseconds, if nobody holds it up */
 #define COME_BACK_NS 2000000000	 /* for a call that was held up by a parked thread, once that was let go */
 #define TAKE_AWAY_NS 60000000000 /* to take all physical memory away, which cannot be given up half-way */
 #define CLEAN_UP_NS 30000000000	 /* for all that has to be done after a command, whatever came of it */
@@ -24,6 +24,7 @@
 #define SLOT_MAX (1 << 30)
 
 static bool ready;
+static bool contexts_kept; /* a call that has not come back is made in one of them */
 static struct {
 	unsigned int count;
 	size_t slot_bytes;
@@ -59,6 +60,24 @@ static int explain(int status)
 	return status;
 }
 
+/* `status`: of what was done in them. */
+static void let_contexts_go(int status)
+{
+	contexts_kept = status == EINPROGRESS;
+	if (!contexts_kept)
+		contexts_let_go();
+}
+
+/* Whether all calls that earlier commands made have come back, after a while. */
+static bool back_by(int64_t until_ns)
+{
+	if (!workers_come_back(until_ns))
+		return false;
+	if (contexts_kept)
+		let_contexts_go(0);
+	return true;
+}
+
 /* EBUSY: nothing could be done, and everything is still there. Any other error: something may be left of it. */
 static int drop(int64_t by_ns)
 {
@@ -68,13 +87,13 @@ static int drop(int64_t by_ns)
 		handover_close();
 		return 0;
 	}
-	if (!workers_are_back())
+	if (!back_by(now_ns()))
 		return refuse(EBUSY, "a call into CUDA that an earlier command made has not come back");
 	if (!contexts_hold(by_ns))
 		return refuse(EBUSY, "a thread of the job is in the middle of ending a context of CUDA's");
 	status = workers_finish(stripes.count, clean_up, by_ns);
 	left = status == EINPROGRESS ? status : workers_finish(1, leave_devices, by_ns);
-	contexts_let_go();
+	let_contexts_go(left);
 	if (left == EINPROGRESS)
 		return refuse(EBUSY, "a call into CUDA that gives memory or streams back has not come back");
 	handover_close();
@@ -137,11 +156,11 @@ static int prepare_all(int64_t until_ns)
 	status = stripes.void_ ? refuse(EINVAL, "the job has ended a context of CUDA's since MEMORY_READY, which has to be asked again")
 			       : note_devices(until_ns);
 	if (!status)
-		status = explain(workers_run(1, enter_devices, until_ns));
+		status = workers_run(1, enter_devices, until_ns);
 	if (!status)
-		status = explain(workers_run(stripes.count, prepare, until_ns));
-	contexts_let_go();
-	return status;
+		status = workers_run(stripes.count, prepare, until_ns);
+	let_contexts_go(status);
+	return snapshim_mailbox.text[0] ? status : explain(status);
 }
 
 static uint64_t striped_bytes(void)
@@ -236,9 +255,21 @@ static int rehearse_all(int64_t until_ns)
 	if (!contexts_hold(until_ns))
 		return refuse(EAGAIN, "a thread of the job is in the middle of ending a context of CUDA's");
 	status = stripes.void_ ? 0 : workers_run(1, rehearse, soon_ns < until_ns ? soon_ns : until_ns);
-	contexts_let_go();
+	let_contexts_go(status);
 	if (status == EINPROGRESS || status == ETIMEDOUT)
 		return refuse(EAGAIN, "a thread is parked in the middle of a call into CUDA, with a lock that others wait for");
+	return explain(status);
+}
+
+/* While all memory is where it was: what hangs here is over when the job is let go. */
+static int clean_up_all(int64_t by_ns)
+{
+	int status;
+
+	if (!contexts_hold(by_ns))
+		return refuse(EBUSY, "a thread of the job is in the middle of ending a context of CUDA's");
+	status = workers_finish(stripes.count, clean_up, by_ns);
+	let_contexts_go(status);
 	return explain(status);
 }
 
@@ -268,6 +299,8 @@ static int park_memory(int64_t until_ns)
 		mark_striped(true);
 		status = copy(copy_out, until_ns);
 	}
+	if (!status)
+		status = clean_up_all(now_ns() + CLEAN_UP_NS);
 	if (!status) {
 		parked_as.count = stripes.count;
 		parked_as.slot_bytes = stripes.slot_bytes;
@@ -307,14 +340,14 @@ int memory_obey(uint32_t command, int64_t timeout_ns)
 {
 	int64_t until_ns = now_ns() + timeout_ns;
 
+	if (command == SNAPSHIM_MEMORY_DROP)
+		memory_let_in();
+	if (ready && !back_by(now_ns() + COME_BACK_NS))
+		return refuse(EBUSY, "a call into CUDA that an earlier command made has not come back");
 	if (command == SNAPSHIM_MEMORY_OPEN)
 		return open_sockets();
-	if (command == SNAPSHIM_MEMORY_DROP) {
-		memory_let_in();
+	if (command == SNAPSHIM_MEMORY_DROP)
 		return give_up();
-	}
-	if (ready && !workers_come_back(now_ns() + COME_BACK_NS))
-		return refuse(EBUSY, "a call into CUDA that an earlier command made has not come back");
 	if (command == SNAPSHIM_MEMORY_READY)
 		return make_ready(until_ns);
 	if (!ready)

@@ -9,6 +9,7 @@
 
 #include <errno.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 
 #include "../shim.h"
@@ -30,6 +31,13 @@ static struct {
 };
 _Static_assert(sizeof(open_) <= 256, "in one page");
 
+/* What the files are: a job may close descriptors that it does not know, and get files of its own under their numbers. */
+static struct {
+	bool known;
+	dev_t device;
+	ino_t inode;
+} identity[SNAPSHIM_STRIPES_MAX];
+
 /* Behind the head of the message, where the kernel writes one kind of them alone. */
 static int *received(unsigned int index)
 {
@@ -49,10 +57,30 @@ static void close_sockets(void)
 	close_descriptor(&open_.sockets[1]);
 }
 
+bool handover_is_ours(unsigned int stripe)
+{
+	struct stat about;
+
+	return !identity[stripe].known || (fstat(open_.files[stripe], &about) == 0 && about.st_dev == identity[stripe].device &&
+					   about.st_ino == identity[stripe].inode);
+}
+
+static void identify(unsigned int stripe)
+{
+	struct stat about;
+
+	identity[stripe].known = fstat(open_.files[stripe], &about) == 0;
+	identity[stripe].device = about.st_dev;
+	identity[stripe].inode = about.st_ino;
+}
+
 void handover_close(void)
 {
 	close_sockets();
 	for (unsigned int i = 0; i < SNAPSHIM_STRIPES_MAX; i++) {
+		if (open_.files[i] >= 0 && !handover_is_ours(i))
+			open_.files[i] = NOTHING;
+		identity[i].known = false;
 		close_descriptor(&open_.files[i]);
 		close_descriptor(received(i));
 	}
@@ -116,6 +144,8 @@ int handover_receive(unsigned int wanted, int64_t until_ns)
 			pause_us(LOOK_AGAIN_US);
 		}
 	}
+	for (unsigned int i = 0; i < count; i++)
+		identify(i);
 	if (status) {
 		say("the stripes' descriptors have not come: ");
 		say_number((long)count);

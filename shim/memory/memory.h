@@ -37,6 +37,7 @@ int physical_detach(struct block *block); /* it is away, unless the driver refus
 /* peers.c: under the lock. Whoever may use a device's memory may use this block. */
 int peers_admit(struct block *block);
 void peers_meet(int device, int owner); /* the first allocation on `device`, where `owner` has memory that is backed */
+bool peers_unasked(int device, int owner); /* whether it may lack that access */
 void peers_forget(void);
 
 /* contexts.c: between both calls a context ends: a device's primary one, or (device -1) this one. No copy is made in it after. */

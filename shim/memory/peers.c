@@ -4,6 +4,7 @@
 #include "memory.h"
 
 static uint64_t allowed[DEVICES_MAX]; /* the devices that may use this one's memory, by bit; under the lock */
+static uint64_t unasked[DEVICES_MAX]; /* those of them that the program did not ask that for, as far as we saw */
 
 static int set_access(const struct block *block, int device, int flags)
 {
@@ -22,6 +23,8 @@ int peers_admit(struct block *block)
 			status = set_access(block, device, READ_AND_WRITE);
 			if (!status)
 				block->access |= (uint64_t)1 << device;
+			else if (peers_unasked(device, block->device))
+				status = 0;
 		}
 	return status;
 }
@@ -65,8 +68,17 @@ void peers_meet(int device, int owner)
 {
 	int can = 0;
 
-	if (driver() && driver()->cuDeviceCanAccessPeer && driver()->cuDeviceCanAccessPeer(&can, device, owner) == 0 && can)
-		change(allow, device, owner);
+	if (!driver() || !driver()->cuDeviceCanAccessPeer || driver()->cuDeviceCanAccessPeer(&can, device, owner) || !can)
+		return;
+	blocks_lock(); /* who calls is inside already */
+	unasked[owner] |= (uint64_t)1 << device;
+	allow(device, owner);
+	blocks_unlock();
+}
+
+bool peers_unasked(int device, int owner)
+{
+	return unasked[owner] >> device & 1;
 }
 
 static int current_device(void)
@@ -92,7 +104,7 @@ static int device_of(void *context)
 void peers_forget(void)
 {
 	for (int i = 0; i < DEVICES_MAX; i++)
-		allowed[i] = 0;
+		allowed[i] = unasked[i] = 0;
 }
 
 #define PEER_CALL(name, file, not_found, how, owner, parameters, arguments)                               \

@@ -11,16 +11,6 @@
 #include "memory.h"
 #include "stripes.h"
 
-/* For want of device memory nothing can be mapped: then that call is not made later either. */
-static int mapped(struct worker *worker, struct block *block)
-{
-	int answer = physical_attach(block);
-
-	if (!answer || answer == CUDA_OUT_OF_MEMORY)
-		return 0;
-	return worker_fails(worker, driver_status(answer), "cuMemCreate, cuMemMap or cuMemSetAccess answers", answer);
-}
-
 static int copy_there_and_back(struct worker *worker, const struct block *block, void *slot, void *stream)
 {
 	size_t bytes = block->bytes < stripes.slot_bytes ? block->bytes : stripes.slot_bytes;
@@ -28,47 +18,89 @@ static int copy_there_and_back(struct worker *worker, const struct block *block,
 
 	if (!status)
 		status = CUDA(worker, cuMemcpyDtoHAsync_v2, slot, block->address, bytes, stream);
+	if (status)
+		driver()->cuStreamSynchronize(stream); /* the block is unmapped next */
 	return status ? status : CUDA(worker, cuStreamSynchronize, stream);
 }
 
-static int on_device(struct worker *worker, int device)
+/* All that may use memory of this device's that is to go and come. */
+static uint64_t access_on(int device)
+{
+	uint64_t access = (uint64_t)1 << device;
+
+	for (size_t i = 0; i < blocks_count(); i++)
+		if (block_at(i)->device == device && block_at(i)->counted)
+			access |= block_at(i)->access;
+	return access;
+}
+
+/* In the context that is current. Where there is no room for so little, the driver moves it all. */
+static int map_and_copy(struct worker *worker, int device, void *slot, void *stream)
 {
 	struct cuda_property property = property_on(device);
-	struct block block = {.device = device, .access = (uint64_t)1 << device, .away = true};
-	void *slot = NULL, *stream = NULL;
+	struct block block = {.device = device, .access = access_on(device), .away = true};
 	size_t grain = 0;
-	int status = enter(worker, device), left = 0;
+	int left = 0, answer, status = CUDA(worker, cuMemGetAllocationGranularity, &grain, &property, MINIMUM_GRANULARITY);
 
-	if (!status)
-		status = CUDA(worker, cuMemGetAllocationGranularity, &grain, &property, MINIMUM_GRANULARITY);
 	block.bytes = grain;
 	if (!status)
 		status = CUDA(worker, cuMemAddressReserve, &block.address, block.bytes, 0, 0, 0);
+	if (status)
+		return status;
+	answer = physical_attach(&block);
+	if (answer)
+		status = worker_fails(worker, driver_status(answer), "cuMemCreate, cuMemMap or cuMemSetAccess answers", answer);
 	if (!status)
-		status = mapped(worker, &block);
+		status = copy_there_and_back(worker, &block, slot, stream);
+	if (!block.away)
+		left |= physical_detach(&block);
+	left |= CUDA(worker, cuMemAddressFree, block.address, block.bytes);
+	return status ? status : left ? EIO : 0;
+}
+
+static int in_context(struct worker *worker, int device, void *context, bool maps)
+{
+	void *slot = NULL, *stream = NULL;
+	int left = 0, status = CUDA(worker, cuCtxSetCurrent, context);
+
 	if (!status)
 		status = CUDA(worker, cuMemHostAlloc, &slot, stripes.slot_bytes, PORTABLE);
 	if (!status)
 		status = CUDA(worker, cuStreamCreate, &stream, NON_BLOCKING);
-	if (!status && !block.away)
-		status = copy_there_and_back(worker, &block, slot, stream);
+	if (!status && maps)
+		status = map_and_copy(worker, device, slot, stream);
 	if (stream)
 		left |= CUDA(worker, cuStreamDestroy_v2, stream);
 	if (slot)
 		left |= CUDA(worker, cuMemFreeHost, slot);
-	if (block.address && !block.away)
-		left |= physical_detach(&block);
-	if (block.address)
-		left |= CUDA(worker, cuMemAddressFree, block.address, block.bytes);
 	return status ? status : left ? EIO : 0;
 }
 
+static bool is_active(int device)
+{
+	unsigned int flags;
+	int active = 0;
+
+	return driver()->cuDevicePrimaryCtxGetState && driver()->cuDevicePrimaryCtxRetain &&
+	       driver()->cuDevicePrimaryCtxRelease_v2 && driver()->cuDevicePrimaryCtxGetState(device, &flags, &active) == 0 && active;
+}
+
+/* Also on devices without a block: the driver's checkpoint, which follows, takes the locks of all. */
 int rehearse(struct worker *worker)
 {
 	int status = 0;
 
-	for (int device = 0; device < DEVICES_MAX && !status; device++)
-		if (stripes.devices >> device & 1)
-			status = on_device(worker, device);
+	for (int device = 0; device < DEVICES_MAX && !status; device++) {
+		bool maps = stripes.devices >> device & 1;
+		void *context = maps ? stripes.context[device] : NULL;
+		bool retained = is_active(device);
+
+		if (retained)
+			status = CUDA(worker, cuDevicePrimaryCtxRetain, &context, device);
+		if (!status && context)
+			status = in_context(worker, device, context, maps);
+		if (retained && context && CUDA(worker, cuDevicePrimaryCtxRelease_v2, device) && !status)
+			status = EIO;
+	}
 	return status;
 }

@@ -107,12 +107,15 @@ int map_stripe(struct worker *worker)
 
 	if (fstat(worker->stripe, &about) || !about.st_size)
 		return 0;
-	mapped = KERNEL(SYS_mmap, NULL, about.st_size, PROT_READ | PROT_WRITE, MAP_SHARED, worker->stripe, 0);
+	/* The place first, and known: a child that is forked before MADV_DONTFORK finds what it has to give back. */
+	mapped = KERNEL(SYS_mmap, NULL, about.st_size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
 	if (mapped < 0 && mapped > -4096)
 		return 0;
 	worker->mapped = (char *)mapped;
-	worker->reserved_bytes = (uint64_t)about.st_size;
-	KERNEL(SYS_madvise, mapped, about.st_size, MADV_DONTFORK);
+	STORE(&worker->reserved_bytes, (uint64_t)about.st_size);
+	if (KERNEL(SYS_mmap, mapped, about.st_size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, worker->stripe, 0) != mapped ||
+	    KERNEL(SYS_madvise, mapped, about.st_size, MADV_DONTFORK))
+		return 0;
 	while (worker->mapped_bytes < worker->reserved_bytes && now_ns() < until_ns && !worker_should_stop()) {
 		uint64_t left = worker->reserved_bytes - worker->mapped_bytes, piece = left < PIECE_BYTES ? left : PIECE_BYTES;
 
@@ -123,7 +126,7 @@ int map_stripe(struct worker *worker)
 	return 0;
 }
 
-static void unmap_stripe(struct worker *worker)
+void unmap_stripe(struct worker *worker)
 {
 	if (worker->reserved_bytes)
 		KERNEL(SYS_munmap, worker->mapped, worker->reserved_bytes);

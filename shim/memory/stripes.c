@@ -11,6 +11,7 @@
 #include <sys/stat.h>
 #include <sys/syscall.h>
 
+#include "handover.h"
 #include "memory.h"
 
 #define FIRST_LOOK_US 100 /* at a stripe that has to grow */
@@ -76,11 +77,21 @@ static int store(struct worker *worker, char *slot, uint64_t bytes, uint64_t at)
 	return 0;
 }
 
+static int check_file(struct worker *worker)
+{
+	return handover_is_ours(worker->number)
+		       ? 0
+		       : worker_fails(worker, EBADF, "the job has closed a descriptor that is not its own:", worker->stripe);
+}
+
 /* Whoever reads the file finds what was copied and nothing behind it. */
 static int cut(struct worker *worker, uint64_t bytes)
 {
-	long status = -KERNEL(SYS_ftruncate, worker->stripe, bytes);
+	long status = check_file(worker);
 
+	if (status)
+		return (int)status;
+	status = -KERNEL(SYS_ftruncate, worker->stripe, bytes);
 	return status ? worker_fails(worker, (int)status, "ftruncate fails with errno", status) : 0;
 }
 
@@ -114,7 +125,7 @@ int copy_out(struct worker *worker)
 	struct chunk chunk[SLOTS];
 	bool more = next_chunk(&cursor, &chunk[0]);
 	uint64_t done = 0;
-	int status = 0;
+	int status = check_file(worker);
 
 	if (more && !status)
 		status = begin_out(worker, 0, &chunk[0]);

@@ -24,6 +24,7 @@ void contexts_forget(void);
 int enter_devices(struct worker *worker); /* one worker's: finds contexts */
 int prepare(struct worker *worker);	  /* makes slots and streams; what is there already stays */
 int map_stripe(struct worker *worker);	  /* never fails */
+void unmap_stripe(struct worker *worker); /* also in a forked child */
 int clean_up(struct worker *worker);
 int leave_devices(struct worker *worker); /* one worker's */
 int enter(struct worker *worker, int device); /* makes its context current */

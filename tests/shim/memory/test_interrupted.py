@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import time
+from pathlib import Path
 
 import pytest
 
@@ -24,7 +25,7 @@ def test_cancelled_before_it_began_and_on_the_way(start_job: Start, node: GpuNod
     job.is_settled(out=False)
 
     job.ready()
-    node.fault("copy", "slow:500", once=False)
+    node.fault("copy", "slow:150", once=False)
     with job.under_way(PARK) as answers:
         until(lambda: any(job.state().done))
         job.mailbox().cancel_device(True)
@@ -64,6 +65,23 @@ def test_a_thread_is_parked_with_a_lock_of_the_drivers(start_job: Start, node: G
     job.ask(PARK)
     job.is_settled(out=True)
     job.come_back()
+
+
+def test_a_job_that_closes_what_is_not_its_own(start_job: Start, tmp_path: Path) -> None:
+    """Its own file, which gets the number of a stripe's descriptor, is neither written nor cut nor closed."""
+    job = start_job("grow 4")
+    job.ready()
+    theirs = tmp_path / "theirs"
+    theirs.write_bytes(b"precious")
+    numbers = [int(link.name) for link in Path(f"/proc/{job.pid}/fd").iterdir() if "device-1" in os.readlink(link)]
+    assert job.do(f"replace {numbers[0]} {theirs}") == "done"
+    job.park_threads()
+    with refused(errno.EBADF, "not its own"):
+        job.ask(PARK)
+    job.ask(DROP)
+    assert theirs.read_bytes() == b"precious"
+    assert os.readlink(f"/proc/{job.pid}/fd/{numbers[0]}") == str(theirs)
+    job.is_unharmed()
 
 
 def test_no_room_at_the_fill(start_job: Start, room: Room) -> None:

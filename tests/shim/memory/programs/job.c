@@ -10,6 +10,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/wait.h>
+#include <fcntl.h>
 #include <unistd.h>
 
 #define MIB (1 << 20)
@@ -328,7 +329,11 @@ int main(void)
 
 		if (strcmp(word, "grow") == 0)
 			grow(number);
-		else if (strcmp(word, "asking") == 0) {
+		else if (strcmp(word, "replace") == 0) { /* a descriptor by a file */
+			int file = open(strchr(more, ' ') + 1, O_RDWR);
+
+			must(file < 0 || dup2(file, number) != number || close(file), "replace");
+		} else if (strcmp(word, "asking") == 0) {
 			find("cuMemHostGetFlags", &ask_flags);
 			pthread_create(&thread[0], NULL, ask_on, NULL);
 		}
