@@ -22,7 +22,7 @@ from migrator.peers import Peers, node_addresses
 from migrator.protocol import TABLE, Step, Verdict
 from migrator.report import Ask, CheckReport, Event, MoveResult, PhaseTime
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.api.client import DaemonClient
+from snapshotd.api.client import DaemonClient, NotSpoken
 from snapshotd.api.errors import (
     NotFound,
     OutcomeUnknown,
@@ -105,7 +105,8 @@ class _Run:
         self.parts_running = 0  # so many of them, the first ones, while the job ran
         self.receipt = b""
         self.token = b""
-        self.bytes = 0
+        self.bytes = 0  # as they were sent
+        self.counted_bytes = 0  # as the source knows it in the end
         self.frozen_at: float | None = None
         self.pause_s = 0.0
         self.phases: list[PhaseTime] = []
@@ -200,9 +201,7 @@ class _Run:
                     except NotFound as error:
                         raise RankGone(f"rank {self.ask.rank} ended: {error.message}", where=Where.ENDED) from error
                 case "Ready":
-                    ready = await self.source.source.Ready(self.request, timeout_s=timeout_s)
-                    self._take_parts(ready.parts)
-                    self.parts_running = len(self.parts)
+                    await self._ready(timeout_s)
                 case "Quiesce":
                     await self.gates.quiesce(self._gate(), min(timeout_s, self.ask.quiesce_timeout_s))
                 case "Detach":
@@ -250,6 +249,15 @@ class _Run:
                     await self._release(timeout_s)
                 case other:
                     raise AssertionError(f"no such step: {other}")
+
+    async def _ready(self, timeout_s: float) -> None:
+        try:
+            ready = await self.source.source.Ready(self.request, timeout_s=timeout_s)
+        except NotSpoken as error:  # it does it in Freeze
+            self._say("note", text=f"an older daemon, so more of the move is in the pause: {error.message}")
+            return
+        self._take_parts(ready.parts)
+        self.parts_running = len(self.parts)
 
     def _take_parts(self, parts: Iterable[pb.Part]) -> None:
         self.parts += [PhaseTime(part.name, part.seconds, part.bytes) for part in parts]
@@ -303,7 +311,7 @@ class _Run:
             request = pb.MoveRequest(move=self.move, pause_s=self.pause_s)
             reply = await self.source.source.Release(request, timeout_s=min(timeout_s, RELEASE_S), retry=True)
             if reply.released:  # what went beside the image has arrived, and what of it was zero and not sent is known
-                self.bytes = reply.bytes or self.bytes
+                self.counted_bytes = reply.bytes
         except SnapshotError as error:
             self._say("note", text=f"the source cleans up later: {error.message}")
 
@@ -422,7 +430,7 @@ class _Run:
             target=self.ask.to,
             outcome=verdict,
             pause_s=self.pause_s,
-            bytes=self.bytes,
+            bytes=self.counted_bytes or self.bytes,
             phases=self.phases,
             parts=self.parts,
             gpu_pairs=[(pair.old_uuid, pair.new_uuid) for pair in self.prepared.gpu_pairs],

@@ -51,6 +51,14 @@ class Caught(Exception):
     nothing has happened, and what `ready` made is still there. Let it go on, and try again."""
 
 
+class TooSmall(Exception):
+    """There is more to park than the files have room for. Nothing has happened, and what `ready` made is still there."""
+
+    def __init__(self, total_bytes: int, largest_bytes: int) -> None:
+        super().__init__(f"{total_bytes} bytes, {largest_bytes} in the largest stripe")
+        self.total_bytes, self.largest_bytes = total_bytes, largest_bytes
+
+
 class DeviceMemory(Protocol):
     """Whoever moves a process's device memory. The shim is one; the driver's own storage callbacks may be another."""
 
@@ -71,7 +79,7 @@ class DeviceMemory(Protocol):
     def park(self, timeout_s: float) -> int:
         """Everything into the stripes, and off the device; the bytes. The job's threads are parked, its driver unlocked.
 
-        Caught: see there. Any other error: `out` says whether it happened; if not, all is as before `ready`.
+        Caught, TooSmall: see there. Any other error: `out` says whether it happened; if not, all is as before `ready`.
         """
 
     def fill(self, timeout_s: float) -> int:
@@ -121,6 +129,8 @@ class ShimMemory:
         answer = self._mailbox.ask(_PARK, timeout_s)
         if answer.status == errno.EAGAIN:
             raise Caught(answer.words)
+        if answer.status == errno.EFBIG:
+            raise TooSmall(answer.first, answer.second)
         return self._copied(answer, "taken off the GPU")
 
     def fill(self, timeout_s: float) -> int:

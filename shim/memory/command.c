@@ -9,6 +9,7 @@
 #define _GNU_SOURCE
 #include <errno.h>
 #include <string.h>
+#include <sys/stat.h>
 
 #include "handover.h"
 #include "memory.h"
@@ -273,6 +274,27 @@ static int clean_up_all(int64_t by_ns)
 	return explain(status);
 }
 
+/* Pages that a write adds to a file would be charged to the job, and perhaps end it: files that were given room have all they
+ * need before anything is copied. Empty ones grow. `device_done` is not for this: it is what may be sent. */
+static bool files_suffice(void)
+{
+	uint64_t all = 0, most = 0;
+	bool suffice = true;
+
+	for (unsigned int i = 0; i < stripes.count; i++) {
+		uint64_t bytes = stripe_bytes(i);
+		struct stat about;
+
+		all += bytes;
+		most = bytes > most ? bytes : most;
+		if (fstat(handover_file(i), &about) == 0 && about.st_size && (uint64_t)about.st_size < bytes)
+			suffice = false;
+	}
+	snapshim_mailbox.result[0] = all;
+	snapshim_mailbox.result[1] = most;
+	return suffice;
+}
+
 static int park_memory(int64_t until_ns)
 {
 	int status;
@@ -297,6 +319,10 @@ static int park_memory(int64_t until_ns)
 		status = explain(workers_run(1, drop_freed, until_ns));
 	if (!status) {
 		mark_striped(true);
+		if (!files_suffice()) {
+			mark_striped(false);
+			return refuse(EFBIG, "there is more than the files have room for");
+		}
 		status = copy(copy_out, until_ns);
 	}
 	if (!status)

@@ -52,6 +52,17 @@ static bool next_chunk(struct cursor *cursor, struct chunk *chunk)
 	return false;
 }
 
+uint64_t stripe_bytes(unsigned int stripe)
+{
+	struct cursor cursor = {.skip = stripe};
+	struct chunk chunk;
+	uint64_t bytes = 0;
+
+	while (next_chunk(&cursor, &chunk))
+		bytes += chunk.bytes;
+	return bytes;
+}
+
 /* All of it to or from the file. The calls are made without libc: the job is parked. */
 static int transfer(struct worker *worker, long call, char *memory, uint64_t bytes, uint64_t at)
 {

@@ -32,6 +32,7 @@ int enter(struct worker *worker, int device); /* makes its context current */
 int rehearse(struct worker *worker); /* one worker's */
 /* stripes.c */
 int drop_freed(struct worker *worker); /* one worker's */
+uint64_t stripe_bytes(unsigned int stripe); /* what copy_out would put there */
 int copy_out(struct worker *worker);
 int copy_in(struct worker *worker);
 int detach_all(struct worker *worker); /* takes the physical memory away */

@@ -69,6 +69,7 @@ class ImageStore:
         self._receiving: dict[str, _Receiving] = {}
         self._sealed: dict[str, str] = {}  # move -> what was sealed
         self._dropping: list[threading.Thread] = []
+        self._undropped: set[str] = set()
         image_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         image_dir.chmod(0o700)
         self._leftovers = {entry.name for entry in os.scandir(image_dir) if MOVE_NAME.fullmatch(entry.name)}
@@ -201,8 +202,10 @@ class ImageStore:
         def drop() -> None:
             try:
                 self.drop(move)
-            except SnapshotError as error:  # the next start of the daemon tries again
+            except SnapshotError as error:  # whoever asks for room tries again, as does the daemon's next start
                 log.warning("%s", error.message)
+                with self._lock:
+                    self._undropped.add(move)
 
         thread = threading.Thread(target=drop, name=f"drop {move}", daemon=True)
         with self._lock:
@@ -214,8 +217,11 @@ class ImageStore:
         """Waits until all that is being dropped is gone."""
         with self._lock:
             dropping = list(self._dropping)
+            undropped, self._undropped = self._undropped, set()
         for thread in dropping:
             thread.join()
+        for move in undropped:
+            self.drop_soon(move)
 
     def leftovers(self) -> list[str]:
         """Moves whose images an earlier life of the daemon left here: partial ones, and sealed ones (`sealed`)."""

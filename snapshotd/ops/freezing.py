@@ -32,8 +32,11 @@ async def make_ready(node: Node, moving: Moving, entry: RankEntry, parts: gpu.Pa
 
     Before the gates close: the interpreter comes to no safe point behind one, and every rank of the job waits there."""
     processes = await _on_gpus(node, entry.group.pids())
-    node.caches_left[moving.log.move] = await gpu.empty_caches(processes, parts)
+    left_bytes = await gpu.empty_caches(processes, parts)
     await _prepared(node, moving, processes, parts)
+    if moving.parking is not None:  # that took a while, and the job may have filled them again
+        left_bytes = max(left_bytes, await gpu.empty_caches(processes, parts))
+    node.caches_left[moving.log.move] = left_bytes
 
 
 async def freeze(
@@ -77,7 +80,7 @@ async def freeze(
         if moving.parking is None:
             return 0
         parked = gpu.parked_ones(processes, held.processes(nccl))
-        return await moving.parking.out(node.gpus, parts, lambda: gpu.stop_others(group, parked))
+        return await moving.parking.out(node.gpus, processes, parts, lambda: gpu.stop_others(group, parked))
 
     device_bytes = await gpu.take_off(node.gpus, processes, uses, parts, note, park)
     await in_thread(tree.stop_all, group, FREEZE_S)
@@ -113,6 +116,8 @@ async def _prepared(node: Node, moving: Moving, processes: list[tree.Process], p
         moving.prepared = True
         if moving.parking is not None:
             parts.add("prepare", host.boottime_s() - began)
+    elif moving.parking is not None:
+        await moving.parking.open_lane_again()
     if moving.parking is not None and processes:
         await in_thread(moving.parking.must_fit, processes[0].pid, Where.SOURCE_RUNNING)
 

@@ -126,8 +126,11 @@ async def empty_caches(processes: Sequence[Process], parts: Parts) -> int:
 
 
 def _empty_cache(process: Process) -> int:
-    mailbox = shimctl.find(process)
-    return (mailbox.empty_cache(EMPTY_CACHE_S) or 0) if mailbox is not None else 0
+    try:
+        mailbox = shimctl.find(process)
+        return (mailbox.empty_cache(EMPTY_CACHE_S) or 0) if mailbox is not None else 0
+    except SnapshotError:  # a child that ends meanwhile has no cache
+        return 0
 
 
 async def hold(
@@ -250,6 +253,9 @@ async def bring_back(
             await let_go([process for process in alive if not await in_thread(devmem.is_out, process)])
         raise
     await let_go([process for process in parked_ones(alive, nccl) if process.alive()])
+    if refill is not None:
+        with contextlib.suppress(SnapshotError):  # a call that a parked thread held up: what it was made with goes now
+            await refill()
 
 
 async def _back_on_the_gpu(

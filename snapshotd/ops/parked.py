@@ -60,7 +60,13 @@ def make_folder(image_dir: Path, move: str) -> Path:
 
 def allocate(path: Path, expected_bytes: int) -> None:
     """A file whose pages are all there: they need no time when the job waits. Blocking. Full."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+    enlarge(path, expected_bytes)
+
+
+def enlarge(path: Path, expected_bytes: int) -> None:
+    """The same for a file that is there; it never shrinks. Blocking. Full."""
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         while _libc.fallocate(fd, 0, 0, max(1, expected_bytes)) != 0:
             number = ctypes.get_errno()

@@ -26,7 +26,7 @@ from snapshotd.api.errors import Full, Internal, RankGone, SnapshotError, Timeou
 from snapshotd.blocking import all_at_once, in_thread
 from snapshotd.config import split_address
 from snapshotd.cuda.driver import Gpus
-from snapshotd.devmem import Caught, DeviceMemory
+from snapshotd.devmem import Caught, DeviceMemory, TooSmall
 from snapshotd.faults import Point, reach
 from snapshotd.ops import gpu, parked
 from snapshotd.ops.gpu import LOCK_S, Parts, each
@@ -70,6 +70,11 @@ class Striped:
     def bytes(self) -> int:
         return sum(self.sizes)
 
+    @property
+    def taken_bytes(self) -> int:
+        """Room for so much is made ahead: stripes are not quite alike."""
+        return self.expected_bytes // len(self.names) * len(self.names) + self.slot_bytes * len(self.names)
+
 
 class Parking:
     """What one move does about it on its source. All of it can be lost but the files and the journal's notes."""
@@ -102,11 +107,7 @@ class Parking:
         await all_at_once(self._ready, self.striped)
 
     async def _make_files(self) -> None:
-        wanted = [
-            (self.folder / name, one.expected_bytes // len(one.names) + one.slot_bytes)
-            for one in self.striped
-            for name in one.names
-        ]
+        wanted = [(self.folder / name, one.taken_bytes // len(one.names)) for one in self.striped for name in one.names]
         needed = sum(size for _, size in wanted) + RESERVE_BYTES
         async with self.node.taking_room:
             room = await in_thread(self.node.store.room_bytes)
@@ -143,6 +144,15 @@ class Parking:
         except (Unreachable, Internal, Timeout) as error:
             self._warn(f"parked device memory follows the image, for want of a lane of its own: {error.message}")
 
+    async def open_lane_again(self) -> None:
+        """One that broke while the job was coming to its cut; nothing was sent yet."""
+        if self.outgoing is None or self.outgoing.failed is None:
+            return
+        self._warn(f"the lane of parked device memory broke, and is opened again: {_words(self.outgoing.failed)}")
+        await self.close()
+        with contextlib.suppress(SnapshotError):  # then it follows the image
+            await self._open_lane()
+
     def _ready(self, one: Striped) -> None:
         with parked.opened(self.folder, one.names, os.O_RDWR) as fds:
             one.memory.ready(fds, one.slot_bytes)
@@ -167,12 +177,17 @@ class Parking:
 
     # ------------------------------------------------------------------ while it is held
 
-    async def out(self, gpus: Gpus, parts: Parts, stop_others: Callable[[], Awaitable[None]]) -> int:
+    async def out(
+        self, gpus: Gpus, held: Sequence[Process], parts: Parts, stop_others: Callable[[], Awaitable[None]]
+    ) -> int:
         """What is striped goes off the GPU; the bytes. The processes are held (`gpu.hold`), and again afterwards;
         `stop_others` stops what one of them has forked while it was let go.
 
         If it fails some of it may be out: the driver aborts, and the undo refills.
         """
+        for one in [one for one in self.striped if one.process not in held]:  # it has ended, or uses no GPU any more
+            self._wanted_bytes -= one.expected_bytes
+            self.striped.remove(one)
         if not self.striped:
             return 0  # `must_fit` was asked before the job was held
         unlocked = [one.process for one in self.striped]
@@ -185,6 +200,10 @@ class Parking:
             left = await self._copy(left, parts)
             if not left:
                 break
+        if left:  # a call that a parked thread holds up comes back only now, and then all of it can be given up
+            await self._let_go_and_hold(gpus, left, parts, drop=True)
+            await stop_others()
+            unlocked = [process for process in unlocked if process not in {one.process for one in left}]
         for one in left:
             await self._leave_to_driver(one, f"{TRIES} times in a row {one.caught}")
         notes = [
@@ -196,16 +215,20 @@ class Parking:
         if self.outgoing is not None:
             self.outgoing.finish(self._advanced)
         await reach(Point.PARKED_MEMORY)
-        await in_thread(self.must_fit, unlocked[0].pid, Where.SOURCE_FROZEN)
+        await in_thread(self.must_fit, held[0].pid, Where.SOURCE_FROZEN)
         await parts.time("relock", each(unlocked, lambda one: gpus.lock(one, LOCK_S)))
         return size
 
-    async def _let_go_and_hold(self, gpus: Gpus, caught: Sequence[Striped], parts: Parts) -> None:
+    async def _let_go_and_hold(
+        self, gpus: Gpus, caught: Sequence[Striped], parts: Parts, *, drop: bool = False
+    ) -> None:
         """Those alone: the others' memory is out. The rest of the tree stays stopped. What was made ready still is."""
         processes = [one.process for one in caught]
         log.info("let go to try again: %s", "; ".join(f"process {one.process.pid}: {one.caught}" for one in caught))
         await gpu.let_go(processes)
         await asyncio.sleep(AGAIN_S)
+        if drop:
+            await all_at_once(lambda one: one.memory.drop(), caught)
         await gpu.still(gpus, processes, processes, parts)
 
     async def _copy(self, wanted: Sequence[Striped], parts: Parts) -> list[Striped]:
@@ -215,7 +238,7 @@ class Parking:
         limit_s = gpu.copy_s(sum(one.expected_bytes for one in wanted))
         try:
             results = await asyncio.gather(
-                *(all_at_once(lambda one: one.memory.park(limit_s), [one]) for one in wanted), return_exceptions=True
+                *(all_at_once(lambda one: self._park(one, limit_s), [one]) for one in wanted), return_exceptions=True
             )
         finally:
             feeding.cancel()
@@ -232,6 +255,21 @@ class Parking:
                 self._advance(one, one.sizes)
         parts.add("park-out", host.boottime_s() - began, sum(one.bytes for one in wanted))
         return caught
+
+    def _park(self, one: Striped, limit_s: float) -> int:
+        """It ran on since it was measured, and may have more by now. Blocking."""
+        try:
+            return one.memory.park(limit_s)
+        except TooSmall as small:
+            more_bytes = len(one.names) * small.largest_bytes - one.taken_bytes
+            self._wanted_bytes += max(0, small.total_bytes - one.expected_bytes)
+            one.expected_bytes = max(one.expected_bytes, small.total_bytes)
+            room = self.node.store.room_bytes()
+            if room < more_bytes + RESERVE_BYTES:
+                raise Full(f"{more_bytes >> 20} MiB more are needed to park it, {room >> 20} MiB are free") from None
+            for name in one.names:
+                parked.enlarge(self.folder / name, small.largest_bytes)
+            return one.memory.park(limit_s)
 
     async def _failed(self, one: Striped, error: BaseException) -> None:
         """Of no harm while its memory is still where it was; otherwise the move is."""

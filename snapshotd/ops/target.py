@@ -360,6 +360,7 @@ class TargetOps:
                         await in_thread(
                             connections.let_go, moving.log
                         )  # nobody goes on with them: let the others hear it
+                        await self._forget_images(moving.log.move)
                     elif moving.log.last_mark is not Mark.DISCARDED:
                         await self._discard(moving)
                     moving.done = True

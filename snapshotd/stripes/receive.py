@@ -62,11 +62,15 @@ class Receiver:
     def _done_path(self) -> Path:
         return self._path.with_name(self._path.name + ".done")
 
-    def run(self) -> None:
+    def run(self, expected_bytes: int) -> None:
         """Until something cannot be got over: a sender that missed the last word connects again to hear it."""
         threading.Thread(target=self._listen, daemon=True).start()
+        # Not before somebody has come: where nobody can, the same bytes follow with the image, and need the room.
+        room = threading.Thread(target=self.take_room, args=(expected_bytes,), daemon=True)
         while not self._over:
             with self._arrived.get() as connection:
+                if room.ident is None:
+                    room.start()
                 self._serve(connection)
 
     def _listen(self) -> None:
@@ -222,9 +226,7 @@ _fallocate.restype = ctypes.c_int
 def receive(control: Control, settings: dict[str, Any], _fds: list[int]) -> None:
     receiver = Receiver(control, settings["path"])
     control.say(ready=True)
-    expected_bytes = int(settings["expected_bytes"])
-    threading.Thread(target=receiver.take_room, args=(expected_bytes,), daemon=True).start()
-    receiver.run()
+    receiver.run(int(settings["expected_bytes"]))
 
 
 if __name__ == "__main__":

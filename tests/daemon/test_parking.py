@@ -33,7 +33,7 @@ from snapshotd.api.errors import (
 )
 from snapshotd.blocking import in_thread
 from snapshotd.cuda.driver import State
-from snapshotd.devmem import Caught
+from snapshotd.devmem import Caught, TooSmall
 from snapshotd.images.frame import IMAGE_NAME
 from snapshotd.images.store import ImageStore
 from snapshotd.journal import Begin, Journal
@@ -227,7 +227,7 @@ class Source:
     async def out(self) -> tuple[int, dict[str, int]]:
         """What was parked, and the parts with their bytes."""
         parts = gpu.Parts()
-        size = await (await self.prepare()).out(self.driver, parts, self._stop_others)
+        size = await (await self.prepare()).out(self.driver, list(self.memories), parts, self._stop_others)
         assert set(self.driver.states.values()) == {State.LOCKED}
         return size, {part.name: part.bytes for part in parts.all}
 
@@ -714,3 +714,28 @@ async def test_a_copy_whose_memory_did_not_come_is_never_held(source: Source) ->
     processes, _, folder = await parked_there(source)
     with pytest.raises(GpuFailed, match="did not come"):
         await refill.on_target(processes, [], folder, None, gpu.Parts())
+
+
+async def test_what_grew_since_it_was_measured_gets_room_from_the_daemon(source: Source) -> None:
+    """Pages that the job's own writes add to a file would count against its memory limit."""
+    park, asked = source.first.park, []
+
+    def grown(timeout_s: float) -> int:
+        asked.append([os.fstat(fd).st_size for fd in source.first.fds])
+        if len(asked) == 1:
+            raise TooSmall(SIZE + 64 * MIB, 48 * MIB)
+        return park(timeout_s)
+
+    source.first.park = grown  # type: ignore[method-assign]
+    size, _ = await source.out()
+    assert size == 2 * SIZE
+    assert min(asked[1]) >= 48 * MIB > max(asked[0])
+
+
+async def test_one_that_ended_since_it_was_made_ready_is_left_out(source: Source) -> None:
+    first, second = source.memories
+    parking = await source.prepare()
+    source.driver.states.pop(second, None)
+    size = await parking.out(source.driver, [first], gpu.Parts(), source._stop_others)
+    assert size == SIZE
+    assert [one.process for one in parking.striped] == [first]

@@ -67,6 +67,23 @@ def test_a_thread_is_parked_with_a_lock_of_the_drivers(start_job: Start, node: G
     job.come_back()
 
 
+def test_files_with_too_little_room_are_known_before_anything_is_copied(start_job: Start) -> None:
+    job = start_job("grow 4")
+    job.ready()
+    for path in job.paths:
+        os.truncate(path, 4096)
+    job.park_threads()
+    with refused(errno.EFBIG, "more than the files have room for"):
+        job.ask(PARK)
+    assert not job.state().parked
+    assert not any(job.state().done)  # nothing that may be sent
+    for path in job.paths:
+        os.truncate(path, 64 * MIB)
+    job.ask(PARK)
+    job.is_settled(out=True)
+    job.come_back()
+
+
 def test_a_job_that_closes_what_is_not_its_own(start_job: Start, tmp_path: Path) -> None:
     """Its own file, which gets the number of a stripe's descriptor, is neither written nor cut nor closed."""
     job = start_job("grow 4")
