@@ -287,7 +287,7 @@ static bool files_suffice(void)
 
 		all += bytes;
 		most = bytes > most ? bytes : most;
-		if (fstat(handover_file(i), &about) == 0 && about.st_size && (uint64_t)about.st_size < bytes)
+		if (handover_is_ours(i) && fstat(handover_file(i), &about) == 0 && about.st_size && (uint64_t)about.st_size < bytes)
 			suffice = false;
 	}
 	snapshim_mailbox.result[0] = all;
