@@ -149,7 +149,11 @@ class Meddler:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         number = self.connections
         self.connections += 1
-        beyond_reader, beyond_writer = await asyncio.open_connection("127.0.0.1", self._to)
+        try:
+            beyond_reader, beyond_writer = await asyncio.open_connection("127.0.0.1", self._to)
+        except ConnectionError:  # the target has given up
+            writer.transport.abort()
+            return
         self._writers += [writer, beyond_writer]
         for way in ((reader, beyond_writer, self._meddle), (beyond_reader, writer, self._meddle_back)):
             task = asyncio.create_task(self._pass_on(number, *way, back=way[1] is writer))
