@@ -156,7 +156,7 @@ async def test_what_is_in_stripes_is_back_before_a_thread_goes_on(
     driver = Driver(two)
     out.update(two)
 
-    asked: list[tuple[set[State], set[Process]]] = []
+    asked: list[tuple[set[State | None], set[Process]]] = []
 
     async def refill() -> None:
         asked.append((set(driver.states.values()), set(parked)))
