@@ -403,7 +403,7 @@ def test_killed_while_memory_is_copied(
 ) -> None:
     job = start(lab, *LARGE, "--threads", "1")
     job.await_lines(5)
-    lab.nodes[node].fault("copy", "slow:500", once=False)
+    lab.nodes[node].fault("copy", "slow:250", once=False)
     with lab.cluster.begin_move(job, TARGET, more=("--lease", "2")) as asked:
         copied = until("a copy is under way", lambda: copying(lab, node))
         daemon = {Victim.SOURCE: SOURCE, Victim.TARGET: TARGET}.get(victim)
