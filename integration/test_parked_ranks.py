@@ -10,8 +10,8 @@ import json
 import os
 import signal
 import subprocess
-import time
 import sys
+import time
 from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
