@@ -242,9 +242,8 @@ async def bring_back(
         if refill is not None:
             await refill()
         if alive:
-            await gpus.inventory(
-                fresh=True
-            )  # communicators are built next, and which ranks share a GPU is asked for that
+            # Communicators are built next, and which ranks share a GPU is asked for that.
+            await gpus.inventory(fresh=True)
     except Timeout:
         # A driver's thread may wait for a lock that a parked thread holds, for as long as that is parked. ABORT stands, so
         # the copy here is the only one that ever runs: its threads may go on, those that use the GPU wait in the driver,

@@ -71,9 +71,9 @@ class Striped:
         return sum(self.sizes)
 
     @property
-    def taken_bytes(self) -> int:
-        """Room for so much is made ahead: stripes are not quite alike."""
-        return self.expected_bytes // len(self.names) * len(self.names) + self.slot_bytes * len(self.names)
+    def stripe_bytes(self) -> int:
+        """Room for so much is made ahead in each: they are not quite alike."""
+        return self.expected_bytes // len(self.names) + self.slot_bytes
 
 
 class Parking:
@@ -107,7 +107,7 @@ class Parking:
         await all_at_once(self._ready, self.striped)
 
     async def _make_files(self) -> None:
-        wanted = [(self.folder / name, one.taken_bytes // len(one.names)) for one in self.striped for name in one.names]
+        wanted = [(self.folder / name, one.stripe_bytes) for one in self.striped for name in one.names]
         needed = sum(size for _, size in wanted) + RESERVE_BYTES
         async with self.node.taking_room:
             room = await in_thread(self.node.store.room_bytes)
@@ -188,8 +188,10 @@ class Parking:
         for one in [one for one in self.striped if one.process not in held]:  # it has ended, or uses no GPU any more
             self._wanted_bytes -= one.expected_bytes
             self.striped.remove(one)
-        if not self.striped:
-            return 0  # `must_fit` was asked before the job was held
+        if not self.striped:  # `must_fit` was asked before the job was held
+            if self.outgoing is not None:
+                self.outgoing.finish(self._advanced)  # nothing: the target need not wait for it
+            return 0
         unlocked = [one.process for one in self.striped]
         left = list(self.striped)
         for again in range(TRIES):
@@ -261,7 +263,7 @@ class Parking:
         try:
             return one.memory.park(limit_s)
         except TooSmall as small:
-            more_bytes = len(one.names) * small.largest_bytes - one.taken_bytes
+            more_bytes = len(one.names) * max(0, small.largest_bytes - one.stripe_bytes)
             self._wanted_bytes += max(0, small.total_bytes - one.expected_bytes)
             one.expected_bytes = max(one.expected_bytes, small.total_bytes)
             room = self.node.store.room_bytes()

@@ -739,3 +739,25 @@ async def test_one_that_ended_since_it_was_made_ready_is_left_out(source: Source
     size = await parking.out(source.driver, [first], gpu.Parts(), source._stop_others)
     assert size == SIZE
     assert [one.process for one in parking.striped] == [first]
+
+
+async def test_nobody_is_left_to_park(source: Source) -> None:
+    """All of them ended since: the target is told that nothing comes."""
+    parking = await source.prepare()
+    assert await parking.out(source.driver, [], gpu.Parts(), source._stop_others) == 0
+    assert source.lane is not None
+    assert source.lane.final == dict.fromkeys(source.lane.sizes, 0)
+
+
+@pytest.mark.parametrize("refused", [False, True])
+async def test_a_lane_that_broke_before_the_freeze_is_opened_again(source: Source, refused: bool) -> None:
+    parking = await source.prepare()
+    first = source.lane
+    assert first is not None
+    first.failed = Unreachable("the connection ended without a word")
+    source.refusal = Unreachable("node b does not answer") if refused else None
+    await parking.open_lane_again()
+    assert first.closed
+    assert parking.has_lane is not refused
+    assert any("opened again" in words for words in parking.warnings)
+    assert await parking.out(source.driver, list(source.memories), gpu.Parts(), source._stop_others) == 2 * SIZE

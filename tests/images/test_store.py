@@ -211,6 +211,24 @@ def test_who_asks_for_room_waits_for_what_is_being_dropped(
     assert not (tmp_path / "images" / MOVE).exists()
 
 
+def test_what_could_not_be_dropped_is_tried_again(
+    store: ImageStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.create(MOVE, 1 << 20)
+
+    def fails(path: Path) -> None:
+        raise PermissionError(1, "not now")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", fails)
+        store.drop_soon(MOVE)
+        store.dropped()
+    assert (tmp_path / "images" / MOVE).exists()
+    store.room_bytes()
+    store.room_bytes()
+    assert not (tmp_path / "images" / MOVE).exists()
+
+
 def test_drop_waits_for_the_chunk_being_written(store: ImageStore, monkeypatch: pytest.MonkeyPatch) -> None:
     store.create(MOVE, 1 << 20)
     writing, go_on, order = threading.Event(), threading.Event(), []
