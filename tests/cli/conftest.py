@@ -39,6 +39,7 @@ class FakeDaemon(stubs.NodeServicer, stubs.SourceServicer, stubs.TargetServicer)
     gated: list[Gated] = field(default_factory=list)  # the processes here that speak NCCL
     gate_waits_for: str = ""
     failures: dict[str, SnapshotError] = field(default_factory=dict)  # by method
+    unknown: set[str] = field(default_factory=set)  # methods that an older daemon does not know
     asked: list[tuple[str, Any]] = field(default_factory=list)
 
     def called(self, *methods: str) -> list[str]:
@@ -47,6 +48,8 @@ class FakeDaemon(stubs.NodeServicer, stubs.SourceServicer, stubs.TargetServicer)
 
     def _hear(self, method: str, request: Any, context: grpc.ServicerContext) -> None:
         self.asked.append((method, request))
+        if method in self.unknown:
+            context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
         if (error := self.failures.get(method)) is not None:
             context.set_trailing_metadata(((WIRE_KEY, error.to_wire()),))
             context.abort(error.status, error.message)

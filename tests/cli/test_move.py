@@ -135,6 +135,14 @@ def test_a_whole_move_by_the_real_driver(cluster: FakeCluster, migrator: Migrato
     assert ran.json["longest_part"]["name"] != "prepare", "the job ran meanwhile"
 
 
+def test_a_source_that_does_not_know_ready_moves_all_the_same(cluster: FakeCluster, migrator: Migrator) -> None:
+    cluster["node-1"].unknown.add("Ready")
+    cluster["node-1"].ranks = [a_rank("node-1")]
+    ran = migrator("move", "--rank", "0", "--to", "spare-1", "--json")
+    assert (ran.code, ran.json["outcome"]) == (0, "moved")
+    assert "prepare" not in {part["name"] for part in ran.json["parts"]}
+
+
 def test_a_whole_move_that_fails_by_the_real_driver(cluster: FakeCluster, migrator: Migrator) -> None:
     cluster["node-1"].ranks = [a_rank("node-1")]
     cluster["spare-1"].failures["Restore"] = CriuFailed(
