@@ -296,7 +296,9 @@ def test_the_driver_lost_it(lab: GpuCluster) -> None:
     assert job.finish(30) == 128 + signal.SIGKILL or job.process.returncode == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("point", [Point.LOCKED, Point.CHECKPOINTED, Point.FREEZE, Point.DUMPING, Point.STREAM])
+@pytest.mark.parametrize(
+    "point", [Point.PARKED, Point.LOCKED, Point.CHECKPOINTED, Point.FREEZE, Point.DUMPING, Point.STREAM]
+)
 def test_the_sources_daemon_is_killed(lab: GpuCluster, tmp_path: Path, point: Point) -> None:
     job = lab.job(SOURCE, "--threads", "2", steps=200)
     job.await_lines(5)

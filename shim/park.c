@@ -21,7 +21,7 @@
 #define PATIENCE_NS 50000000
 
 static uint32_t gate;                /* 1: whoever gets the signal stays */
-static uint32_t patient;             /* 1: not in the middle of the allocator or the loader */
+static uint32_t patient;             /* 1: not where it is doubtful either */
 static uint32_t inside;              /* threads in the handler that hold a slot, or are about to */
 static int parked[THREADS_MAX];      /* thread ids; a thread writes its own, nobody else's */
 static int signalled[THREADS_MAX];   /* who was sent the signal in this round and has not answered it */
@@ -53,11 +53,13 @@ static int *claim(int *table, int tid)
 void park_here(const void *context)
 {
 	int tid = self_tid();
+	enum place place;
 	int *slot;
 
 	if (!LOAD(&gate))
 		return;
-	if (LOAD(&patient) && may_hold_a_lock(context)) {
+	place = place_in(context);
+	if (place == PLACE_DRIVER || (place == PLACE_DOUBTFUL && LOAD(&patient))) {
 		slot = find(signalled, tid);
 		if (slot)
 			STORE(slot, 0); /* it is sent again, a moment later */

@@ -85,9 +85,14 @@ int release(int64_t timeout_ns);
 void park_here(const void *context);
 void park_forget(void);
 
-/* places.c: where a thread is when it may hold the allocator's or the loader's lock. */
+/* places.c: where a thread is that may hold a lock of the allocator's, the loader's or the driver's. */
+enum place {
+	PLACE_FREE,
+	PLACE_DOUBTFUL, /* it may: better a moment later */
+	PLACE_DRIVER,	/* at work for the driver, which it always leaves again */
+};
 void places_find(void);
-bool may_hold_a_lock(const void *context);
+enum place place_in(const void *context);
 
 /* probe.c */
 int probe_start(void);

@@ -25,7 +25,8 @@ class Point(StrEnum):
     BEGIN = "begin"
     READY = "ready"  # files, lane and rings for device memory are there, the job runs
     BEFORE_FREEZE = "before-freeze"
-    LOCKED = "locked"  # the GPU work of a rank is drained, its threads not yet parked
+    PARKED = "parked"  # the threads of a rank that uses GPUs stand still, its work there may go on
+    LOCKED = "locked"  # that is drained as well
     PARKED_MEMORY = "memory-parked"  # what the shim moves is in stripes, the rest still on the GPU, unlocked
     CHECKPOINTED = "checkpointed"  # its device memory is in host memory, nothing is stopped yet
     STOPPED = "stopped"  # SIGSTOP sent, cgroup not yet frozen

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import logging
 import os
 import random
 import subprocess
@@ -23,11 +24,12 @@ from integration.gpu.gpu_jobs import ROOT, TRAIN
 from integration.harness import until
 from snapshotd import devmem, shimctl
 from snapshotd.cuda.driver import Gpus
-from snapshotd.devmem import Caught, DeviceMemory
-from snapshotd.ops import parked
+from snapshotd.devmem import Caught, DeviceMemory, TooSmall
+from snapshotd.ops import gpu, parked
 from snapshotd.tree import Process
 
-BUSY = ("--gib", "1", "--amp", "fp16", "--graph", "--streams", "--threads", "--loader", "fork", "--pace-s", "0")
+BUSY = ("--amp", "fp16", "--graph", "--streams", "--threads", "--loader", "fork")
+JOB = ("--gib", "0.25", *BUSY, "--pace-s", "0", "--steps", "1000000000")
 LOCK_S, COPY_S = 20.0, 60.0
 FIRST_STEPS = 20
 
@@ -44,6 +46,7 @@ class Rounds:
         self.process, self.gpus, self.folder = process, gpus, folder
         self.names = parked.names_of(process.pid, devmem.STRIPES)
         self.caught: list[str] = []
+        self.parts = gpu.Parts()
 
     async def out_and_back(self, *, checkpoint: bool) -> int:
         """The bytes."""
@@ -69,17 +72,24 @@ class Rounds:
             self.memory.ready(fds, devmem.SLOT_BYTES)
 
     async def _out(self) -> bool:
-        await self.gpus.lock(self.process, LOCK_S)
-        await asyncio.to_thread(self.mailbox.park, LOCK_S)
+        await gpu.still(self.gpus, [self.process], [self.process], self.parts)
         await self.gpus.unlock(self.process, LOCK_S)
         try:
-            await asyncio.to_thread(self.memory.park, COPY_S)
+            await asyncio.to_thread(self._park)
         except Caught as caught:
             self.caught.append(str(caught))
             self.mailbox.release(LOCK_S)
             await asyncio.sleep(0.01)
             return False
         return True
+
+    def _park(self) -> int:
+        try:
+            return self.memory.park(COPY_S)
+        except TooSmall as small:  # it ran on since it was measured
+            for name in self.names:
+                parked.enlarge(self.folder / name, small.largest_bytes)
+            return self.memory.park(COPY_S)
 
 
 @contextlib.contextmanager
@@ -115,6 +125,8 @@ async def stress(process: subprocess.Popen[bytes], folder: Path, options: argpar
                 moved += await rounds.out_and_back(checkpoint=number % options.checkpoint_every == 0)
             except Exception:
                 print(f"round {number}, after {len(rounds.caught)} that were let go: {rounds.caught[-3:]}", flush=True)
+                if options.when_stuck:
+                    subprocess.run([*options.when_stuck.split(), str(process.pid)], check=False)
                 raise
             await asyncio.sleep(random.random() * 0.05)
             if process.poll() is not None:
@@ -124,7 +136,8 @@ async def stress(process: subprocess.Popen[bytes], folder: Path, options: argpar
                 print(f"{number} rounds, {took_s:.2f} s each, {len(rounds.caught)} let go and tried again", flush=True)
         for words in sorted(set(rounds.caught)):
             print(f"{rounds.caught.count(words)} times: {words}")
-        print(f"{options.rounds} rounds, {moved >> 20} MiB out and back", flush=True)
+        spent = ", ".join(f"{part.name} {part.seconds / options.rounds * 1000:.1f} ms" for part in rounds.parts.all)
+        print(f"{options.rounds} rounds, {moved >> 20} MiB out and back; each {spent}", flush=True)
     finally:
         await gpus.close()
 
@@ -134,11 +147,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--checkpoint-every", type=int, default=10, help="with the driver's checkpoint of the rest")
     parser.add_argument("--library-dir", default="", help="of a stand-in for libcuda")
+    parser.add_argument("--when-stuck", metavar="COMMAND", default="", help="run with the job's pid: a debugger")
     parser.add_argument("command", nargs="*")
     options = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
     with tempfile.TemporaryDirectory(prefix="park-stress-", dir="/dev/shm") as name:
         folder = Path(name)
-        command = [*(options.command or [sys.executable, TRAIN, *BUSY]), "--until", str(folder / "end")]
+        command = [*(options.command or [sys.executable, TRAIN, *JOB]), "--until", str(folder / "end")]
         said, wanted = folder / "said", folder / "wanted"
         with job(command, said, str(ROOT / "shim/libsnapshim-parked.so")) as process:
             reach(process, said, FIRST_STEPS)

@@ -85,7 +85,7 @@ def _dies(nodes: Cluster, node: str) -> None:
 
 def _points(*points: Point) -> Sequence[Point]:
     """A job without a GPU, or whose memory the driver carries, never reaches some of them."""
-    never = set() if ON_GPU else {Point.LOCKED, Point.CHECKPOINTED}
+    never = set() if ON_GPU else {Point.PARKED, Point.LOCKED, Point.CHECKPOINTED}
     if not ON_GPU or DEVICE_MEMORY != "parked":
         never |= {Point.PARKED_MEMORY, Point.REFILLED}
     return [point for point in points if point not in never]
@@ -98,7 +98,7 @@ def test_a_dump_that_fails_after_the_checkpoint_is_undone(nodes: Cluster, undist
     training = Training.start(nodes, "gpu-undo-dump", SMALL)
     training.await_moment()
     seen: dict[str, Any] = {}
-    for point in _points(Point.LOCKED, Point.PARKED_MEMORY, Point.CHECKPOINTED, Point.BEFORE_DUMP, Point.DUMPING):
+    for point in _points(Point.PARKED, Point.LOCKED, Point.PARKED_MEMORY, Point.CHECKPOINTED, Point.DUMPING):
         nodes.fault(SOURCE, point, "fail")
         with _move(nodes, training) as asked:
             seen[point] = measured(_told(asked, nodes, UNDONE))
@@ -114,7 +114,7 @@ def test_the_sources_daemon_is_killed_around_the_checkpoint(nodes: Cluster, undi
     training = Training.start(nodes, "gpu-undo-source", SMALL)
     training.await_moment()
     seen: dict[str, Any] = {}
-    for point in _points(Point.LOCKED, Point.PARKED_MEMORY, Point.CHECKPOINTED, Point.FREEZE):
+    for point in _points(Point.PARKED, Point.LOCKED, Point.PARKED_MEMORY, Point.CHECKPOINTED, Point.FREEZE):
         nodes.fault(SOURCE, point, "kill")
         with _move(nodes, training) as asked:
             await_while(asked, f"the fault at {point}", lambda: nodes.fired(SOURCE), nodes)

@@ -17,7 +17,7 @@
 
 /* Until a PARK that caught somebody is asked again: the driver's lock stops a job that allocates all the time always there. */
 #define HOLD_NS 5000000000
-#define REHEARSAL_NS 1000000000	 /* takes milliseconds, if nobody holds it up */
+#define REHEARSAL_NS 300000000	 /* takes milliseconds, if nobody holds it up */
 #define COME_BACK_NS 2000000000	 /* for a call that was held up by a parked thread, once that was let go */
 #define TAKE_AWAY_NS 60000000000 /* to take all physical memory away, which cannot be given up half-way */
 #define CLEAN_UP_NS 30000000000	 /* for all that has to be done after a command, whatever came of it */
@@ -255,7 +255,7 @@ static int rehearse_all(int64_t until_ns)
 
 	if (!contexts_hold(until_ns))
 		return refuse(EAGAIN, "a thread of the job is in the middle of ending a context of CUDA's");
-	status = stripes.void_ ? 0 : workers_run(1, rehearse, soon_ns < until_ns ? soon_ns : until_ns);
+	status = stripes.void_ ? 0 : workers_finish(1, rehearse, soon_ns < until_ns ? soon_ns : until_ns);
 	let_contexts_go(status);
 	if (status == EINPROGRESS || status == ETIMEDOUT)
 		return refuse(EAGAIN, "a thread is parked in the middle of a call into CUDA, with a lock that others wait for");

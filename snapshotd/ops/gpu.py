@@ -1,10 +1,10 @@
 """A rank's device memory: taken off the GPU before the freeze, and given back by whoever may run the rank.
 
-The driver works only inside a running process, so a CUDA process cannot simply be stopped first: its work is drained
-(lock), its own threads are parked by the shim, and only then does the driver, whose threads alone still run, copy device
-memory into the process (checkpoint). On the target the same in reverse, under the parked threads.
+The driver works only inside a running process, so a CUDA process cannot simply be stopped first: its own threads are parked
+by the shim, its work is drained (lock), and only then does the driver, whose threads alone still run, copy device memory
+into the process (checkpoint). On the target the same in reverse, under the parked threads.
 
-Invariant: from the lock until `let_go` no thread of the job runs, on either node. Every act here can be repeated: what is
+Invariant: from `still` until `let_go` no thread of the job runs, on either node. Every act here can be repeated: what is
 left to do is asked of the driver and of the shim, never remembered. A thread whose device memory is in stripes (see
 snapshotd/ops/parking.py) is never let go.
 """
@@ -36,6 +36,8 @@ log = logging.getLogger(__name__)
 EMPTY_CACHE_S = 1.0
 #: How long work already given to the GPU may take to drain.
 LOCK_S = 10.0
+#: The same when nobody gives it more; and what it takes to see that a parked thread is in the driver's way.
+PARKED_LOCK_S = 3.0
 PARK_S = 5.0
 #: What a checkpoint or a restore may take: so much for any, and so much for every GiB of device memory.
 COPY_S, COPY_GIB_S = 30.0, 4.0
@@ -154,11 +156,33 @@ async def stop_others(group: Cgroup, parking: Iterable[Process]) -> None:
 
 
 async def still(gpus: Gpus, processes: Sequence[Process], parking: Sequence[Process], parts: Parts) -> None:
-    """The work of `processes` on the GPU is drained and locked, and the threads of `parking` are parked."""
+    """The work of `processes` on the GPU is drained and locked, and the threads of `parking` are parked.
+
+    Parked first, outside the driver. A thread that waits at the driver's lock has a share of it as soon as that is opened,
+    parked or not, and whoever wants the lock alone then waits for ever. Only where the threads do not leave the driver, or
+    the driver waits for one that was parked in it after all, are they locked out first.
+    """
+    try:
+        await _park(parking, parts)
+        if processes:
+            await reach(Point.PARKED)
+        await _lock(gpus, processes, parts, PARKED_LOCK_S)
+    except Timeout as error:
+        log.info("locked before they are parked: %s", error.message)
+        await let_go(parking)
+        await _lock(gpus, processes, parts, LOCK_S)
+        await _park(parking, parts)
     if processes:
-        await parts.time("lock", each(processes, lambda process: gpus.lock(process, LOCK_S)))
         await reach(Point.LOCKED)
+
+
+async def _park(parking: Sequence[Process], parts: Parts) -> None:
     await parts.time("park", each(parking, lambda process: in_thread(_mailbox(process).park, PARK_S)))
+
+
+async def _lock(gpus: Gpus, processes: Sequence[Process], parts: Parts, limit_s: float) -> None:
+    if processes:
+        await parts.time("lock", each(processes, lambda process: gpus.lock(process, limit_s)))
 
 
 async def take_off(
