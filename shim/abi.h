@@ -22,7 +22,8 @@ extern "C" {
 #endif
 
 enum snapshim_command {
-	SNAPSHIM_PARK = 1,        /* argument[0]: milliseconds */
+	SNAPSHIM_PARK = 1,        /* argument[0]: milliseconds; [1]: 0: the driver is locked, whoever waits for it is parked there;
+				   * 1: nobody is parked inside the driver */
 	SNAPSHIM_RELEASE = 2,     /* argument[0]: milliseconds */
 	SNAPSHIM_EMPTY_CACHE = 3, /* argument[0]: milliseconds; result[0]: bytes given back */
 

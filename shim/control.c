@@ -29,7 +29,7 @@ static int obey(uint32_t command, int64_t timeout_ns)
 {
 	switch (command) {
 	case SNAPSHIM_PARK:
-		return park(timeout_ns);
+		return park(timeout_ns, snapshim_mailbox.argument[1]);
 	case SNAPSHIM_RELEASE:
 		if (LOAD(&snapshim_mailbox.device_parked)) {
 			say("the job's device memory is parked: it must be filled again before a thread may run");

@@ -21,6 +21,7 @@
 #define PATIENCE_NS 50000000
 
 static uint32_t gate;                /* 1: whoever gets the signal stays */
+static uint32_t outside;             /* 1: nor where it sleeps in the driver */
 static uint32_t patient;             /* 1: not where it is doubtful either */
 static uint32_t inside;              /* threads in the handler that hold a slot, or are about to */
 static int parked[THREADS_MAX];      /* thread ids; a thread writes its own, nobody else's */
@@ -59,7 +60,7 @@ void park_here(const void *context)
 	if (!LOAD(&gate))
 		return;
 	place = place_in(context);
-	if (place == PLACE_DRIVER || (place == PLACE_DOUBTFUL && LOAD(&patient))) {
+	if (place == PLACE_DRIVER || (place == PLACE_DRIVER_SLEEPS && LOAD(&outside)) || (place == PLACE_DOUBTFUL && LOAD(&patient))) {
 		slot = find(signalled, tid);
 		if (slot)
 			STORE(slot, 0); /* it is sent again, a moment later */
@@ -265,7 +266,7 @@ int release(int64_t timeout_ns)
 	return status;
 }
 
-int park(int64_t timeout_ns)
+int park(int64_t timeout_ns, bool outside_the_driver)
 {
 	int64_t deadline = now_ns() + timeout_ns;
 	int64_t round_ns = FIRST_ROUND_NS;
@@ -277,6 +278,7 @@ int park(int64_t timeout_ns)
 	status = release(timeout_ns);
 	if (status)
 		return status;
+	STORE(&outside, outside_the_driver);
 	signals_install();
 	places_find();
 	status = probe_start();

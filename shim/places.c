@@ -3,7 +3,7 @@
  * To park it there is no use: whoever calls the driver next would wait for that lock. A thread is outside most of the time, so
  * it is let run on for a moment. By the code the thread was in this is a guess that saves time; the probe, and where device
  * memory is parked its rehearsal, have the last word. A thread that waits in a system call is taken as it is, or all the
- * sleeping ones would be passed over; not so quickly if the driver seems to have made the call.
+ * sleeping ones would be passed over; not if it sleeps in the driver, where it waits for the GPU and may hold what it likes.
  */
 #define _GNU_SOURCE
 #include "shim.h"
@@ -16,10 +16,8 @@
 #include <sys/uio.h>
 #include <ucontext.h>
 
-#define PLACES_MAX 8
-/* Of the stack of a thread that sleeps: what the driver's own frames take, and few of its caller's. */
-#define STACK_BYTES 8192
-#define PIECE_WORDS 64
+#define PLACES_MAX 12
+#define STACK_WORDS 128 /* what libc takes, and few of its callers: a word of theirs may be left from an earlier call */
 
 static struct {
 	uintptr_t from, to;
@@ -27,8 +25,8 @@ static struct {
 } places[PLACES_MAX];
 static int places_count;
 
-/* The code of libc, of the loader, of CUDA's driver, of what it asks for the time while it waits for a GPU, and of whatever
- * allocator the program has instead of libc's. */
+/* The code of CUDA's driver, and all that it sleeps in or asks for the time while it waits for a GPU; of the loader; and of
+ * whatever allocator the program has instead of libc's. */
 void places_find(void)
 {
 	static void *allocator;
@@ -48,7 +46,7 @@ void places_find(void)
 			continue;
 		if (contains || driver || strncmp(mapping.name, "libc.so", 7) == 0 || strncmp(mapping.name, "libc-2", 6) == 0 ||
 		    strncmp(mapping.name, "ld-linux", 8) == 0 || strncmp(mapping.name, "ld-2", 4) == 0 ||
-		    strcmp(mapping.name, "[vdso]") == 0) {
+		    strncmp(mapping.name, "libsnapshim", 11) == 0 || strcmp(mapping.name, "[vdso]") == 0) {
 			places[places_count].from = mapping.from;
 			places[places_count].to = mapping.to;
 			places[places_count++].driver = driver;
@@ -80,24 +78,19 @@ static bool waits_in_the_kernel(const mcontext_t *machine, uintptr_t at)
 	       (result == -EINTR && memcmp((const void *)(at - sizeof(instruction)), instruction, sizeof(instruction)) == 0);
 }
 
-/* Whether an address of the driver's is among the newest words of the stack. One that an earlier call left there counts as
- * well. Through the kernel: the stack may end sooner. */
+/* Whether the driver is among the callers, by an address of its code in the newest words of the stack. Through the kernel: the
+ * stack may end sooner. */
 static bool called_by_the_driver(uintptr_t stack)
 {
-	uintptr_t words[PIECE_WORDS];
+	uintptr_t words[STACK_WORDS];
+	struct iovec here = {words, sizeof(words)}, there = {(void *)stack, sizeof(words)};
+	long bytes = KERNEL(SYS_process_vm_readv, self_pid(), &here, 1, &there, 1, 0);
 
-	for (uintptr_t from = stack; from < stack + STACK_BYTES; from += sizeof(words)) {
-		struct iovec here = {words, sizeof(words)}, there = {(void *)from, sizeof(words)};
-		long bytes = KERNEL(SYS_process_vm_readv, self_pid(), &here, 1, &there, 1, 0);
+	for (long i = 0; i < bytes / (long)sizeof(words[0]); i++) {
+		int place = place_of(words[i]);
 
-		for (size_t i = 0; bytes > 0 && i < (size_t)bytes / sizeof(words[0]); i++) {
-			int place = place_of(words[i]);
-
-			if (place >= 0 && places[place].driver)
-				return true;
-		}
-		if (bytes != (long)sizeof(words))
-			break;
+		if (place >= 0 && places[place].driver)
+			return true;
 	}
 	return false;
 }
@@ -114,7 +107,7 @@ enum place place_in(const void *context)
 
 	if (place < 0)
 		return PLACE_FREE;
-	if (waits_in_the_kernel(machine, at))
-		return called_by_the_driver(stack) ? PLACE_DOUBTFUL : PLACE_FREE;
-	return places[place].driver || called_by_the_driver(stack) ? PLACE_DRIVER : PLACE_DOUBTFUL;
+	if (places[place].driver || called_by_the_driver(stack))
+		return waits_in_the_kernel(machine, at) ? PLACE_DRIVER_SLEEPS : PLACE_DRIVER;
+	return waits_in_the_kernel(machine, at) ? PLACE_FREE : PLACE_DOUBTFUL;
 }

@@ -80,7 +80,7 @@ void signals_guard(void);
 void signals_install(void);
 
 /* park.c */
-int park(int64_t timeout_ns);
+int park(int64_t timeout_ns, bool outside);
 int release(int64_t timeout_ns);
 void park_here(const void *context);
 void park_forget(void);
@@ -88,8 +88,9 @@ void park_forget(void);
 /* places.c: where a thread is that may hold a lock of the allocator's, the loader's or the driver's. */
 enum place {
 	PLACE_FREE,
-	PLACE_DOUBTFUL, /* it may: better a moment later */
-	PLACE_DRIVER,	/* at work for the driver, which it always leaves again */
+	PLACE_DOUBTFUL,	     /* it may: better a moment later */
+	PLACE_DRIVER,	     /* at work for the driver, which it always leaves again */
+	PLACE_DRIVER_SLEEPS, /* it waits there: for the GPU, or until the driver is unlocked */
 };
 void places_find(void);
 enum place place_in(const void *context);

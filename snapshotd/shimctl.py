@@ -177,10 +177,11 @@ class Mailbox:
         """The control thread looks into the mailbox. Also where there is nothing to see."""
         self._wake(self._read())
 
-    def park(self, timeout_s: float) -> None:
-        """No thread of the job runs when this returns. When it raises, all of them run, or will as soon as they can."""
+    def park(self, timeout_s: float, *, outside_driver: bool = False) -> None:
+        """No thread of the job runs when this returns. When it raises, all of them run, or will as soon as they can.
+        `outside_driver`: none is parked inside the CUDA driver, not even asleep; without, it is locked."""
         try:
-            box = self._ask(_PARK, timeout_s)
+            box = self._ask(_PARK, timeout_s, int(outside_driver))
         except Timeout:
             # It may still do it, when it is continued: then it is to let go at once.
             with contextlib.suppress(SnapshotError, OSError):

@@ -163,7 +163,7 @@ async def still(gpus: Gpus, processes: Sequence[Process], parking: Sequence[Proc
     the driver waits for one that was parked in it after all, are they locked out first.
     """
     try:
-        await _park(parking, parts)
+        await _park(parking, parts, outside_driver=True)
         if processes:
             await reach(Point.PARKED)
         await _lock(gpus, processes, parts, PARKED_LOCK_S)
@@ -176,8 +176,11 @@ async def still(gpus: Gpus, processes: Sequence[Process], parking: Sequence[Proc
         await reach(Point.LOCKED)
 
 
-async def _park(parking: Sequence[Process], parts: Parts) -> None:
-    await parts.time("park", each(parking, lambda process: in_thread(_mailbox(process).park, PARK_S)))
+async def _park(parking: Sequence[Process], parts: Parts, *, outside_driver: bool = False) -> None:
+    def park(process: Process) -> None:
+        _mailbox(process).park(PARK_S, outside_driver=outside_driver)
+
+    await parts.time("park", each(parking, lambda process: in_thread(park, process)))
 
 
 async def _lock(gpus: Gpus, processes: Sequence[Process], parts: Parts, limit_s: float) -> None:
