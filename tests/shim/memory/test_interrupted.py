@@ -25,6 +25,8 @@ def test_cancelled_before_it_began_and_on_the_way(start_job: Start, node: GpuNod
     job.is_settled(out=False)
 
     job.ready()
+    for _ in range(2):
+        node.fault("copy", "slow:0")  # the rehearsal's, which is given up soon
     node.fault("copy", "slow:150", once=False)
     with job.under_way(PARK) as answers:
         until(lambda: any(job.state().done))
