@@ -15,7 +15,7 @@
 #include "memory.h"
 #include "stripes.h"
 
-/* Until a PARK that caught somebody is asked again: the driver's lock stops a job that allocates all the time always there. */
+/* Until a PARK that caught somebody is asked again: a job that allocates all the time would be in the middle of it always. */
 #define HOLD_NS 5000000000
 #define REHEARSAL_NS 300000000	 /* takes milliseconds, if nobody holds it up */
 #define COME_BACK_NS 2000000000	 /* for a call that was held up by a parked thread, once that was let go */

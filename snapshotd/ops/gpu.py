@@ -138,7 +138,7 @@ def _empty_cache(process: Process) -> int:
 async def hold(
     gpus: Gpus, processes: Sequence[Process], group: Cgroup, parts: Parts, nccl: Iterable[Process] = ()
 ) -> None:
-    """Nothing of the job runs any more: its work on the GPU drained and locked, parked, its other processes stopped.
+    """Nothing of the job runs any more: it is parked, its work on the GPU drained and locked, its other processes stopped.
 
     `nccl`: processes that build communicators on the target before anything of the job runs there; they are parked as well,
     with CUDA or without. If it fails the rank is somewhere in between, and `bring_back` is the way back from there.

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from snapshotd import shimctl, tree
-from tests.shim.jobs import PROGRAMS, Job, compile_c, python, until
+from tests.shim.jobs import PROGRAMS, REPOSITORY, Job, compile_c, python, until
 
 Start = Callable[..., Job]
 
@@ -139,3 +139,19 @@ def test_a_forked_child_counts_for_itself(job: Job) -> None:
     until(lambda: box.state().managed == 0)
     os.kill(child, 9)
     assert job.mailbox().state().managed == 1
+
+
+def test_where_a_thread_may_hold_a_lock_of_the_drivers(cuda: Path, tmp_path: Path) -> None:
+    """What is free is parked at once, what is doubtful after a moment, what is the driver's never."""
+    shim = REPOSITORY / "shim"
+    sources = [str(shim / name) for name in ("places.c", "maps.c", "words.c")]
+    flags = (f"-I{shim}", "-pthread", *sources, str(cuda / "libcuda.so.1"), f"-Wl,-rpath,{cuda}", "-ldl")
+    program = compile_c(PROGRAMS / "places.c", tmp_path / "places", *flags)
+    done = subprocess.run([program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines() == [
+        "sleeps: free",
+        "runs: free",
+        "sleeps in the driver: doubtful",
+        "runs in the driver: driver",
+        "runs in libc for the driver: driver",
+    ]

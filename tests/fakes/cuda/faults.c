@@ -2,6 +2,7 @@
 #define _GNU_SOURCE
 #include "faults.h"
 
+#include <errno.h>
 #include <fcntl.h>
 #include <signal.h>
 #include <stdbool.h>
@@ -101,7 +102,8 @@ int fault_in_call(const char *operation)
 	if (fault.action == FAULT_DIE)
 		fault_die();
 	if (fault.action == FAULT_SLOW)
-		nanosleep(&delay, NULL);
+		while (nanosleep(&delay, &delay) && errno == EINTR)
+			; /* a signal makes no call of the driver's shorter */
 	return fault.action == FAULT_FAIL ? fault.error : CUDA_SUCCESS;
 }
 

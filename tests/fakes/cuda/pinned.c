@@ -104,8 +104,8 @@ static CUresult unallocate(void *address)
 EXPORT CUresult cuMemHostAlloc(void **address, size_t bytes, unsigned int flags)
 {
 	(void)flags;
-	CALL(result = current_gpu() < 0 ? CUDA_ERROR_INVALID_CONTEXT : (CUresult)fault_in_call("pin");
-	     if (result == CUDA_SUCCESS) result = allocate(address, bytes););
+	CALL_ALONE(result = current_gpu() < 0 ? CUDA_ERROR_INVALID_CONTEXT : (CUresult)fault_in_call("pin");
+		   if (result == CUDA_SUCCESS) result = allocate(address, bytes););
 }
 
 EXPORT CUresult cuMemAllocHost_v2(void **address, size_t bytes)
@@ -115,7 +115,7 @@ EXPORT CUresult cuMemAllocHost_v2(void **address, size_t bytes)
 
 EXPORT CUresult cuMemFreeHost(void *address)
 {
-	CALL(result = unallocate(address););
+	CALL_ALONE(result = unallocate(address););
 }
 
 /* Only asks: it passes the driver's lock, and takes one that allocating and freeing need. */

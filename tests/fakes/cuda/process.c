@@ -1,25 +1,22 @@
 /* The driver inside a process.
  *
  * Two threads, named as the real ones are: cuda-EvtHandlr serves everything but a restore, cuda00000000000 serves that. They
- * block no signal. Like the real ones they may need the allocator's lock; of their own they take none that a thread of the
- * program may hold, because those may be parked in a signal handler anywhere, also at the gate: so the gate is two words
- * and a futex, not a mutex.
+ * block no signal. Like the real ones they may need the allocator's lock; of their own they wait for none that a thread of the
+ * program may hold, because those may be parked in a signal handler anywhere, also at the gate (gate.c).
  */
 #define _GNU_SOURCE
 #include "process.h"
 
 #include <errno.h>
-#include <limits.h>
-#include <linux/futex.h>
 #include <pthread.h>
 #include <string.h>
-#include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
 
 #include "copies.h"
 #include "devices.h"
 #include "faults.h"
+#include "gate.h"
 #include "ledger.h"
 #include "mailbox.h"
 #include "memory.h"
@@ -33,8 +30,6 @@ EXPORT struct mailbox fake_cuda_mailbox __attribute__((aligned(MAILBOX_ALIGNMENT
 };
 
 static _Atomic int state = PROCESS_RUNNING;
-static _Atomic uint32_t gate_closed;
-static _Atomic uint32_t calls_inside;
 static _Atomic uint64_t busy_until_ns;
 static _Atomic bool child_of_cuda_process;
 static struct node node;
@@ -72,34 +67,31 @@ bool process_busy(void)
 	return busy_until_ns > now_ns();
 }
 
-CUresult process_enter(void)
+static CUresult enter(void (*pass)(void))
 {
 	if (fake_cuda_mailbox.owner == 0)
 		return CUDA_ERROR_NOT_INITIALIZED;
-	for (;;) {
-		while (gate_closed)
-			syscall(SYS_futex, &gate_closed, FUTEX_WAIT_PRIVATE, 1, NULL, NULL, 0);
-		calls_inside++;
-		if (!gate_closed)
-			break;
-		calls_inside--;
-	}
+	pass();
 	if (state == PROCESS_FAILED) {
-		calls_inside--;
+		gate_leave();
 		return CUDA_ERROR_UNKNOWN;
 	}
 	return CUDA_SUCCESS;
 }
 
-void process_leave(void)
+CUresult process_enter(void)
 {
-	calls_inside--;
+	return enter(gate_enter);
 }
 
-static void open_gate(void)
+CUresult process_enter_alone(void)
 {
-	gate_closed = 0;
-	syscall(SYS_futex, &gate_closed, FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0);
+	return enter(gate_enter_alone);
+}
+
+void process_leave(void)
+{
+	gate_leave();
 }
 
 static CUresult lock(const struct request *request)
@@ -108,10 +100,10 @@ static CUresult lock(const struct request *request)
 
 	if (state != PROCESS_RUNNING)
 		return CUDA_ERROR_ILLEGAL_STATE;
-	gate_closed = 1;
-	while (calls_inside || process_busy()) {
+	gate_shut();
+	while (!gate_nobody_inside() || process_busy()) {
 		if (request->timeout_ms && now_ns() > end_ns) {
-			open_gate();
+			gate_open();
 			return CUDA_ERROR_NOT_READY;
 		}
 		sleep_ms(1);
@@ -189,7 +181,7 @@ static CUresult unlock(const struct request *request)
 		return CUDA_ERROR_ILLEGAL_STATE;
 	sleep_ms(request->delay_ms);
 	state = PROCESS_RUNNING;
-	open_gate();
+	gate_open();
 	return CUDA_SUCCESS;
 }
 
@@ -210,7 +202,7 @@ static CUresult serve(struct request *request)
 		return unlock(request);
 	case COMMAND_LOSE:
 		state = PROCESS_FAILED;
-		open_gate();
+		gate_open();
 		return CUDA_SUCCESS;
 	default:
 		return CUDA_ERROR_INVALID_VALUE;
@@ -271,6 +263,7 @@ static void forget_after_fork(void)
 	child_of_cuda_process = true;
 	fake_cuda_mailbox.owner = 0;
 	memset((void *)fake_cuda_mailbox.phases, 0, sizeof fake_cuda_mailbox.phases);
+	gate_forget_after_fork();
 	ledger_forget_after_fork();
 	memory_forget_after_fork();
 	copies_forget_after_fork();

@@ -11,6 +11,8 @@
 CUresult process_init(void);
 /* Every call of the program passes here: waits while the process is locked. After CUDA_SUCCESS, process_leave(). */
 CUresult process_enter(void);
+/* The same for a call that wants the driver's lock alone: waits for shares that others were handed, too. */
+CUresult process_enter_alone(void);
 void process_leave(void);
 /* The GPUs the process sees; another node's after a restore there. */
 struct node *process_node(void);

@@ -85,7 +85,7 @@ static CUresult look_for_work(CUstream stream)
 EXPORT CUresult cuStreamCreate(CUstream *stream, unsigned int flags)
 {
 	(void)flags;
-	CALL(result = make_stream(stream););
+	CALL_ALONE(result = make_stream(stream););
 }
 
 EXPORT CUresult cuStreamCreateWithPriority(CUstream *stream, unsigned int flags, int priority)
@@ -96,7 +96,7 @@ EXPORT CUresult cuStreamCreateWithPriority(CUstream *stream, unsigned int flags,
 
 EXPORT CUresult cuStreamDestroy_v2(CUstream stream)
 {
-	CALL(if ((uintptr_t)stream > 2 && is_stream(stream)) {
+	CALL_ALONE(if ((uintptr_t)stream > 2 && is_stream(stream)) {
 		result = copies_finish(stream);
 		stream->used = 0;
 	} else result = CUDA_ERROR_INVALID_HANDLE;);

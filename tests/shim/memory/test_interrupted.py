@@ -25,6 +25,8 @@ def test_cancelled_before_it_began_and_on_the_way(start_job: Start, node: GpuNod
     job.is_settled(out=False)
 
     job.ready()
+    for _ in range(2):
+        node.fault("copy", "slow:0")  # the rehearsal's, which is given up soon
     node.fault("copy", "slow:150", once=False)
     with job.under_way(PARK) as answers:
         until(lambda: any(job.state().done))
@@ -49,7 +51,7 @@ def test_cancelled_before_it_was_made_ready(start_job: Start) -> None:
 
 
 def test_a_thread_is_parked_with_a_lock_of_the_drivers(start_job: Start, node: GpuNode) -> None:
-    """Calls that only ask pass the driver's lock. What waits for such a thread must be known while it can still be let go."""
+    """Who sleeps in the driver for long is parked there. What waits for it must be known while it can still be let go."""
     job = start_job("grow 4", "asking")
     job.ready()
     node.fault("ask", "slow:1000", once=False)

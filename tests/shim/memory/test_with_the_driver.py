@@ -1,18 +1,27 @@
-"""As the daemon goes it: the driver's lock, parked threads, unlock, PARK, the driver's checkpoint of the rest; and back."""
+"""As the daemon goes it: parked threads, the driver's lock, unlock, PARK, the driver's checkpoint of the rest; and back.
+
+Also the other way round, which is left for threads that do not leave the driver: who waits at its lock has a share of it
+once that is opened, though parked.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import errno
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 
+from snapshotd.api.errors import Timeout
 from snapshotd.cuda.driver import Gpus
+from snapshotd.ops import gpu
 from tests.fakes.cuda_fake import GpuNode
-from tests.shim.jobs import STUCK_S
+from tests.shim.jobs import STUCK_S, until
 from tests.shim.memory.conftest import Start
-from tests.shim.memory.jobs import DROP, PARK, DeviceJob, Refused
+from tests.shim.memory.jobs import DROP, PARK, DeviceJob, Refused, refused
+
+ROUNDS = 30
 
 
 @pytest.fixture
@@ -22,10 +31,29 @@ async def gpus(node: GpuNode) -> AsyncIterator[Gpus]:
     await gpus.close()
 
 
+async def _still(job: DeviceJob, gpus: Gpus) -> None:
+    """Parked outside the driver, all its work done, and the driver open for those that copy."""
+    await asyncio.to_thread(job.park_threads)
+    await gpus.lock(job.process, STUCK_S)
+    await gpus.unlock(job.process, STUCK_S)
+
+
+def _all_sleep(job: DeviceJob) -> bool:
+    tasks = Path(f"/proc/{job.pid}/task").iterdir()
+    return all((task / "stat").read_text().rpartition(")")[2].split()[0] == "S" for task in tasks)
+
+
+async def _caught_at_the_lock(job: DeviceJob, gpus: Gpus) -> None:
+    """Its threads wait at the driver's lock, are parked there, and are handed their shares."""
+    await gpus.lock(job.process, STUCK_S)
+    until(lambda: _all_sleep(job))
+    await asyncio.to_thread(job.park_threads)
+    await gpus.unlock(job.process, STUCK_S)
+
+
 async def _park(job: DeviceJob, gpus: Gpus) -> bool:
     """Whether it worked; if not, a thread was caught, and all run again."""
-    await gpus.lock(job.process, STUCK_S)
-    await asyncio.to_thread(job.park_threads)
+    await gpu.still(gpus, [job.process], [job.process], gpu.Parts())
     await gpus.unlock(job.process, STUCK_S)
     try:
         await asyncio.to_thread(job.ask, PARK)
@@ -52,3 +80,44 @@ async def test_out_and_back_while_threads_allocate(start_job: Start, gpus: Gpus)
     await asyncio.to_thread(job.ask, DROP)
     assert job.do("stop") == "done"
     assert job.do("check") == "same"
+
+
+async def test_who_is_parked_outside_the_driver_has_no_share_of_its_lock(start_job: Start, gpus: Gpus) -> None:
+    job = start_job("grow 1", "calling")
+    for _ in range(ROUNDS):
+        await asyncio.to_thread(job.ready)
+        await _still(job, gpus)
+        await asyncio.to_thread(job.ask, PARK)
+        await asyncio.to_thread(job.fill)
+        await asyncio.to_thread(job.let_go)
+    assert job.do("stop") == "done"
+    assert job.do("check") == "same"
+
+
+async def test_who_is_parked_at_the_drivers_lock_has_a_share_of_it_once_that_is_opened(
+    start_job: Start, gpus: Gpus
+) -> None:
+    """What waits for such a thread is known while it can still be let go, and nothing is left of it then."""
+    job = start_job("grow 1", "calling")
+    await asyncio.to_thread(job.ready)
+    await _caught_at_the_lock(job, gpus)
+    with refused(errno.EAGAIN, "with a lock that others wait for"):
+        await asyncio.to_thread(job.ask, PARK)
+    assert not job.state().parked
+    await asyncio.to_thread(job.let_go)
+    await _still(job, gpus)
+    await asyncio.to_thread(job.ask, PARK)
+    job.is_settled(out=True)
+    await asyncio.to_thread(job.come_back)
+
+
+async def test_a_share_keeps_the_driver_from_being_locked_until_its_owner_runs(start_job: Start, gpus: Gpus) -> None:
+    job = start_job("calling")
+    await _caught_at_the_lock(job, gpus)
+    for _ in range(2):  # what was given up has handed out no share a second time
+        with pytest.raises(Timeout):
+            await gpus.lock(job.process, 0.3)
+    await asyncio.to_thread(job.let_go)
+    await gpus.lock(job.process, STUCK_S)
+    await gpus.unlock(job.process, STUCK_S)
+    assert job.do("stop") == "done"

@@ -3,6 +3,7 @@
 #include <pthread.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <string.h>
 #include <sys/prctl.h>
 #include <unistd.h>
 
@@ -39,6 +40,29 @@ int cuEnd(int how)
 {
 	driver_ends = how;
 	return pthread_join(thread, NULL);
+}
+
+/* What comes after the call keeps its own address on the stack. */
+int cuSleep(void)
+{
+	return pause() + 1;
+}
+
+int cuSpin(volatile int *word)
+{
+	for (*word = 1; *word == 1;)
+		;
+	return 0;
+}
+
+int cuFill(volatile int *word)
+{
+	static char bytes[1 << 16];
+	void *(*volatile fill)(void *, int, size_t) = memset;
+
+	for (*word = 1; *word == 1;)
+		fill(bytes, *word, sizeof(bytes));
+	return bytes[0];
 }
 
 int cuMemAllocManaged(uint64_t *memory, size_t bytes, unsigned int flags)

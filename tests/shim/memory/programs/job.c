@@ -286,6 +286,16 @@ static void *come_and_go(void *nothing)
 	return nothing;
 }
 
+static int (*make_event)(void **, unsigned int), (*record)(void *, void *);
+
+/* As a thread that launches: in the driver and out of it all the time, and there it waits for nothing but the driver's lock. */
+static void *call_on(void *event)
+{
+	while (!stopping)
+		must(record(event, NULL), "cuEventRecord");
+	return NULL;
+}
+
 static int (*ask_flags)(unsigned int *, void *);
 
 static void *ask_on(void *nothing)
@@ -372,6 +382,14 @@ int main(void)
 		else if (strcmp(word, "come") == 0)
 			for (int i = 0; i < 4; i++)
 				pthread_create(&thread[i], NULL, come_and_go, NULL);
+		else if (strcmp(word, "calling") == 0) {
+			find("cuEventCreate", &make_event);
+			find("cuEventRecord", &record);
+			for (int i = 0; i < 4; i++) {
+				must(cudaSetDevice(0) || make_event(&address, 0), "cuEventCreate");
+				pthread_create(&thread[i], NULL, call_on, address);
+			}
+		}
 		else if (strcmp(word, "stop") == 0) {
 			stopping = 1;
 			for (int i = 0; i < 4; i++)

@@ -1,0 +1,107 @@
+"""In which order a rank's threads are parked and its driver is locked, and what happens when one of them takes too long."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from snapshotd import shimctl
+from snapshotd.api.errors import GpuFailed, SnapshotError, Timeout
+from snapshotd.ops import gpu
+from snapshotd.tree import Process
+
+FIRST, SECOND = Process(10, 1), Process(20, 1)
+
+
+class Rank:
+    """What is asked of two processes, and what of it goes wrong, each once."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.failures: dict[str, SnapshotError] = {}
+        self.parked: set[Process] = set()
+
+    def _do(self, act: str, process: Process) -> None:
+        self.said.append(f"{act} {process.pid}")
+        if (failure := self.failures.pop(f"{act} {process.pid}", None)) is not None:
+            raise failure
+
+    async def lock(self, process: Process, timeout_s: float) -> None:
+        self._do("lock", process)
+
+    def mailbox(self, process: Process) -> Any:
+        def park(timeout_s: float) -> None:
+            self._do("park", process)
+            self.parked.add(process)
+
+        def release(timeout_s: float) -> None:
+            self._do("release", process)
+            self.parked.discard(process)
+
+        def state() -> Any:
+            return SimpleNamespace(parked=process in self.parked, device_parked=False)
+
+        return SimpleNamespace(park=park, release=release, state=state)
+
+    async def still(self, *processes: Process, only_parked: tuple[Process, ...] = ()) -> list[str]:
+        parts = gpu.Parts()
+        await gpu.still(self, processes, [*processes, *only_parked], parts)  # type: ignore[arg-type]
+        return [part.name for part in parts.all]
+
+
+@pytest.fixture
+def rank(monkeypatch: pytest.MonkeyPatch) -> Rank:
+    rank = Rank()
+    monkeypatch.setattr(shimctl, "find", rank.mailbox)
+    return rank
+
+
+async def test_all_are_parked_before_the_first_is_locked(rank: Rank) -> None:
+    assert await rank.still(FIRST, SECOND) == ["park", "lock"]
+    assert (sorted(rank.said[:2]), sorted(rank.said[2:])) == (["park 10", "park 20"], ["lock 10", "lock 20"])
+
+
+async def test_one_without_cuda_is_parked_alone(rank: Rank) -> None:
+    await rank.still(FIRST, only_parked=(SECOND,))
+    assert sorted(rank.said) == ["lock 10", "park 10", "park 20"]
+    rank.said.clear()
+    assert await rank.still(only_parked=(SECOND,)) == ["park"]
+    assert rank.said == ["park 20"]
+
+
+async def test_threads_that_do_not_leave_the_driver_are_locked_out_first(rank: Rank) -> None:
+    """Those of the other process, which were parked, run meanwhile."""
+    rank.failures["park 20"] = Timeout("these threads do not park")
+    await rank.still(FIRST, SECOND)
+    assert sorted(rank.said[:2]) == ["park 10", "park 20"]
+    assert rank.said[2:3] == ["release 10"]
+    assert (sorted(rank.said[3:5]), sorted(rank.said[5:])) == (["lock 10", "lock 20"], ["park 10", "park 20"])
+    assert rank.parked == {FIRST, SECOND}
+
+
+async def test_a_driver_that_waits_for_who_was_parked_in_it_is_locked_first(rank: Rank) -> None:
+    rank.failures["lock 10"] = Timeout("the GPU work did not finish")
+    assert await rank.still(FIRST) == ["park", "lock"]
+    assert rank.said == ["park 10", "lock 10", "release 10", "lock 10", "park 10"]
+    assert rank.parked == {FIRST}
+
+
+@pytest.mark.parametrize("act", ["park", "lock"])
+async def test_any_other_failure_is_told_at_once(rank: Rank, act: str) -> None:
+    rank.failures[f"{act} 10"] = GpuFailed("it is not well")
+    with pytest.raises(GpuFailed, match="it is not well"):
+        await rank.still(FIRST)
+    assert rank.said[-1] == f"{act} 10"
+
+
+async def test_there_is_no_third_order(rank: Rank) -> None:
+    async def lock(process: Process, timeout_s: float) -> None:
+        raise Timeout(f"not in {timeout_s:g} s")
+
+    rank.lock = lock  # type: ignore[method-assign]
+    with pytest.raises(Timeout, match=f"not in {gpu.LOCK_S:g} s"):
+        await rank.still(FIRST)
+    assert rank.said == ["park 10", "release 10"]
+    assert rank.parked == set()
