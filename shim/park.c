@@ -181,6 +181,7 @@ static int let_go(int64_t until_ns)
 	STORE(&snapshim_mailbox.parked, 0);
 	__atomic_store_n(&gate, 0, __ATOMIC_SEQ_CST);
 	wake_word(&gate);
+	memory_let_in();
 	while (__atomic_load_n(&inside, __ATOMIC_SEQ_CST)) {
 		if (now_ns() >= until_ns)
 			return ETIMEDOUT;
@@ -291,6 +292,9 @@ int park(int64_t timeout_ns, bool outside_the_driver)
 		const char *lock = probe_settle(deadline);
 
 		if (!lock) {
+			/* A job that does little but allocate is in the driver all the time, and before its door outside. */
+			if (outside_the_driver)
+				memory_hold(round_ns);
 			status = gather(until < deadline ? until : deadline, PATIENCE_NS * (round < 8 ? round + 1 : 8));
 			if (status == 0)
 				lock = probe_run(deadline);
@@ -315,6 +319,7 @@ void park_forget(void)
 		STORE(&inside, 0);
 		STORE(&gate, 0);
 	}
+	memory_let_in();
 	snapshim_mailbox.parked_threads = 0;
 	snapshim_mailbox.parked = 0;
 }

@@ -16,17 +16,35 @@
 #include <sys/uio.h>
 #include <ucontext.h>
 
-#define PLACES_MAX 12
-#define STACK_WORDS 128 /* what libc takes, and few of its callers: a word of theirs may be left from an earlier call */
+#define PLACES_MAX 4096
+#define STACK_WORDS 128 /* what libc takes, and few of its callers */
 
+enum owner {
+	OTHERS,
+	ALLOCATOR, /* not libc's */
+	LIBC,	   /* and what else the driver sleeps in, or asks for the time while it waits for a GPU */
+	DRIVER,
+};
+
+/* All code that there is, by address. */
 static struct {
 	uintptr_t from, to;
-	bool driver;
+	enum owner owner;
 } places[PLACES_MAX];
 static int places_count;
 
-/* The code of CUDA's driver, and all that it sleeps in or asks for the time while it waits for a GPU; of the loader; and of
- * whatever allocator the program has instead of libc's. */
+static enum owner owner_of(const struct mapping *mapping, uintptr_t allocator)
+{
+	static const char *const like_libc[] = {"libc.so", "libc-2", "ld-linux", "ld-2", "libpthread", "[vdso]"};
+
+	if (strncmp(mapping->name, "libcuda.so", 10) == 0)
+		return DRIVER;
+	for (size_t i = 0; i < sizeof(like_libc) / sizeof(*like_libc); i++)
+		if (strncmp(mapping->name, like_libc[i], strlen(like_libc[i])) == 0)
+			return LIBC;
+	return allocator >= mapping->from && allocator < mapping->to ? ALLOCATOR : OTHERS;
+}
+
 void places_find(void)
 {
 	static void *allocator;
@@ -38,29 +56,35 @@ void places_find(void)
 	places_count = 0;
 	if (!maps_open(&maps))
 		return;
-	while (places_count < PLACES_MAX && maps_next(&maps, &mapping)) {
-		bool contains = (uintptr_t)allocator >= mapping.from && (uintptr_t)allocator < mapping.to;
-		bool driver = strncmp(mapping.name, "libcuda.so", 10) == 0;
-
-		if (!mapping.executable)
-			continue;
-		if (contains || driver || strncmp(mapping.name, "libc.so", 7) == 0 || strncmp(mapping.name, "libc-2", 6) == 0 ||
-		    strncmp(mapping.name, "ld-linux", 8) == 0 || strncmp(mapping.name, "ld-2", 4) == 0 ||
-		    strncmp(mapping.name, "libsnapshim", 11) == 0 || strcmp(mapping.name, "[vdso]") == 0) {
+	while (places_count < PLACES_MAX && maps_next(&maps, &mapping))
+		if (mapping.executable) {
 			places[places_count].from = mapping.from;
 			places[places_count].to = mapping.to;
-			places[places_count++].driver = driver;
+			places[places_count++].owner = owner_of(&mapping, (uintptr_t)allocator);
 		}
-	}
 	maps_close(&maps);
 }
 
-static int place_of(uintptr_t at)
+/* Our syscall() stands for libc's. */
+extern const char __start_snapshim_syscall[] __attribute__((weak)), __stop_snapshim_syscall[] __attribute__((weak));
+
+/* Whose code an address is in; nobody's: OTHERS, and `code` is false. Not so near to an end that it could not be looked at. */
+static enum owner owner_at(uintptr_t at, bool *code)
 {
-	for (int i = 0; i < places_count; i++)
-		if (at >= places[i].from + sizeof(long) && at < places[i].to - sizeof(long))
-			return i;
-	return -1;
+	int low = 0, high = places_count;
+
+	while (low < high) {
+		int middle = (low + high) / 2;
+
+		if (places[middle].to <= at)
+			low = middle + 1;
+		else
+			high = middle;
+	}
+	*code = low < places_count && at >= places[low].from + sizeof(long) && at < places[low].to - sizeof(long);
+	if (at >= (uintptr_t)__start_snapshim_syscall && at < (uintptr_t)__stop_snapshim_syscall)
+		return LIBC;
+	return *code ? places[low].owner : OTHERS;
 }
 
 /* Interrupted in a system call: the kernel has set it back to the instruction, or lets it return EINTR. */
@@ -78,19 +102,20 @@ static bool waits_in_the_kernel(const mcontext_t *machine, uintptr_t at)
 	       (result == -EINTR && memcmp((const void *)(at - sizeof(instruction)), instruction, sizeof(instruction)) == 0);
 }
 
-/* Whether the driver is among the callers, by an address of its code in the newest words of the stack. Through the kernel: the
- * stack may end sooner. */
-static bool called_by_the_driver(uintptr_t stack)
+/* Whether the driver called what runs in libc: its address is the first that is code of somebody else's, of the one that a call
+ * leaves in a register, on some machines, and those on the stack. Through the kernel: the stack may end sooner. */
+static bool called_by_the_driver(uintptr_t link, uintptr_t stack)
 {
-	uintptr_t words[STACK_WORDS];
-	struct iovec here = {words, sizeof(words)}, there = {(void *)stack, sizeof(words)};
+	uintptr_t words[1 + STACK_WORDS] = {link};
+	struct iovec here = {words + 1, STACK_WORDS * sizeof(words[0])}, there = {(void *)stack, STACK_WORDS * sizeof(words[0])};
 	long bytes = KERNEL(SYS_process_vm_readv, self_pid(), &here, 1, &there, 1, 0);
 
-	for (long i = 0; i < bytes / (long)sizeof(words[0]); i++) {
-		int place = place_of(words[i]);
+	for (long i = 0; i < 1 + (bytes > 0 ? bytes / (long)sizeof(words[0]) : 0); i++) {
+		bool code;
+		enum owner owner = owner_at(words[i], &code);
 
-		if (place >= 0 && places[place].driver)
-			return true;
+		if (code && owner != LIBC)
+			return owner == DRIVER;
 	}
 	return false;
 }
@@ -99,15 +124,17 @@ enum place place_in(const void *context)
 {
 	const mcontext_t *machine = &((const ucontext_t *)context)->uc_mcontext;
 #if defined(__x86_64__)
-	uintptr_t at = (uintptr_t)machine->gregs[REG_RIP], stack = (uintptr_t)machine->gregs[REG_RSP];
+	uintptr_t at = (uintptr_t)machine->gregs[REG_RIP], link = 0, stack = (uintptr_t)machine->gregs[REG_RSP];
 #else
-	uintptr_t at = (uintptr_t)machine->pc, stack = (uintptr_t)machine->sp;
+	uintptr_t at = (uintptr_t)machine->pc, link = (uintptr_t)machine->regs[30], stack = (uintptr_t)machine->sp;
 #endif
-	int place = place_of(at);
+	bool code, waits;
+	enum owner owner = owner_at(at, &code);
 
-	if (place < 0)
+	if (owner == OTHERS)
 		return PLACE_FREE;
-	if (places[place].driver || called_by_the_driver(stack))
-		return waits_in_the_kernel(machine, at) ? PLACE_DRIVER_SLEEPS : PLACE_DRIVER;
-	return waits_in_the_kernel(machine, at) ? PLACE_FREE : PLACE_DOUBTFUL;
+	waits = waits_in_the_kernel(machine, at);
+	if (owner == DRIVER || (owner == LIBC && called_by_the_driver(link, stack)))
+		return waits ? PLACE_DRIVER_SLEEPS : PLACE_DRIVER;
+	return waits ? PLACE_FREE : PLACE_DOUBTFUL;
 }

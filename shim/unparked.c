@@ -18,6 +18,15 @@ void memory_forget(void)
 {
 }
 
+void memory_hold(int64_t ns)
+{
+	(void)ns;
+}
+
+void memory_let_in(void)
+{
+}
+
 bool memory_has_thread(int tid)
 {
 	(void)tid;

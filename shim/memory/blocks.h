@@ -40,9 +40,6 @@ struct physical {
 void memory_enter(void);
 void memory_leave(void);
 uint32_t memory_inside(void);
-/* Whoever comes waits at the door, for so long at most. Those inside go on, and leave. */
-void memory_hold(int64_t ns);
-void memory_let_in(void);
 
 void blocks_lock(void);
 bool blocks_lock_until(int64_t until_ns); /* a thread that is parked may hold it */

@@ -15,9 +15,7 @@
 #include "memory.h"
 #include "stripes.h"
 
-/* Until a PARK that caught somebody is asked again: a job that allocates all the time would be in the middle of it always. */
-#define HOLD_NS 5000000000
-#define REHEARSAL_NS 300000000	 /* takes milliseconds, if nobody holds it up */
+#define REHEARSAL_NS 1000000000	 /* takes milliseconds, if nobody holds it up */
 #define COME_BACK_NS 2000000000	 /* for a call that was held up by a parked thread, once that was let go */
 #define TAKE_AWAY_NS 60000000000 /* to take all physical memory away, which cannot be given up half-way */
 #define CLEAN_UP_NS 30000000000	 /* for all that has to be done after a command, whatever came of it */
@@ -306,10 +304,8 @@ static int park_memory(int64_t until_ns)
 	if (memory_inside()) {
 		say_number((long)memory_inside());
 		say(" threads are parked in the middle of allocating or freeing device memory");
-		memory_hold(HOLD_NS);
 		return EAGAIN;
 	}
-	memory_let_in(); /* whose threads are parked */
 	status = rehearse_all(until_ns);
 	if (!status)
 		status = prepare_all(until_ns);
@@ -366,8 +362,6 @@ int memory_obey(uint32_t command, int64_t timeout_ns)
 {
 	int64_t until_ns = now_ns() + timeout_ns;
 
-	if (command == SNAPSHIM_MEMORY_DROP)
-		memory_let_in();
 	if (ready && !back_by(now_ns() + COME_BACK_NS))
 		return refuse(EBUSY, "a call into CUDA that an earlier command made has not come back");
 	if (command == SNAPSHIM_MEMORY_OPEN)

@@ -32,8 +32,8 @@ class Rank:
         self._do("lock", process)
 
     def mailbox(self, process: Process) -> Any:
-        def park(timeout_s: float) -> None:
-            self._do("park", process)
+        def park(timeout_s: float, *, outside_driver: bool) -> None:
+            self._do("park" if outside_driver else "park-locked", process)
             self.parked.add(process)
 
         def release(timeout_s: float) -> None:
@@ -77,14 +77,17 @@ async def test_threads_that_do_not_leave_the_driver_are_locked_out_first(rank: R
     await rank.still(FIRST, SECOND)
     assert sorted(rank.said[:2]) == ["park 10", "park 20"]
     assert rank.said[2:3] == ["release 10"]
-    assert (sorted(rank.said[3:5]), sorted(rank.said[5:])) == (["lock 10", "lock 20"], ["park 10", "park 20"])
+    assert (sorted(rank.said[3:5]), sorted(rank.said[5:])) == (
+        ["lock 10", "lock 20"],
+        ["park-locked 10", "park-locked 20"],
+    )
     assert rank.parked == {FIRST, SECOND}
 
 
 async def test_a_driver_that_waits_for_who_was_parked_in_it_is_locked_first(rank: Rank) -> None:
     rank.failures["lock 10"] = Timeout("the GPU work did not finish")
     assert await rank.still(FIRST) == ["park", "lock"]
-    assert rank.said == ["park 10", "lock 10", "release 10", "lock 10", "park 10"]
+    assert rank.said == ["park 10", "lock 10", "release 10", "lock 10", "park-locked 10"]
     assert rank.parked == {FIRST}
 
 

@@ -142,7 +142,7 @@ def test_a_forked_child_counts_for_itself(job: Job) -> None:
 
 
 def test_where_a_thread_may_hold_a_lock_of_the_drivers(cuda: Path, tmp_path: Path) -> None:
-    """What is free is parked at once, what is doubtful after a moment, what is the driver's never."""
+    """What is free is parked at once, what is doubtful after a moment, what is at work in the driver never."""
     shim = REPOSITORY / "shim"
     sources = [str(shim / name) for name in ("places.c", "maps.c", "words.c")]
     flags = (f"-I{shim}", "-pthread", *sources, str(cuda / "libcuda.so.1"), f"-Wl,-rpath,{cuda}", "-ldl")
@@ -151,7 +151,7 @@ def test_where_a_thread_may_hold_a_lock_of_the_drivers(cuda: Path, tmp_path: Pat
     assert done.stdout.splitlines() == [
         "sleeps: free",
         "runs: free",
-        "sleeps in the driver: doubtful",
+        "sleeps in the driver: sleeps there",
         "runs in the driver: driver",
         "runs in libc for the driver: driver",
     ]

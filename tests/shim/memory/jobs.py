@@ -91,8 +91,8 @@ class DeviceJob(Job):
             self.hand_over(files)
             return self.ask(READY, len(files), slot_bytes)[0]
 
-    def park_threads(self) -> None:
-        self.mailbox().park(STUCK_S)
+    def park_threads(self, *, outside_driver: bool = False) -> None:
+        self.mailbox().park(STUCK_S, outside_driver=outside_driver)
 
     def let_go(self) -> None:
         self.mailbox().release(STUCK_S)

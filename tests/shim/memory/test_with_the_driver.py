@@ -33,7 +33,7 @@ async def gpus(node: GpuNode) -> AsyncIterator[Gpus]:
 
 async def _still(job: DeviceJob, gpus: Gpus) -> None:
     """Parked outside the driver, all its work done, and the driver open for those that copy."""
-    await asyncio.to_thread(job.park_threads)
+    await asyncio.to_thread(job.park_threads, outside_driver=True)
     await gpus.lock(job.process, STUCK_S)
     await gpus.unlock(job.process, STUCK_S)
 
