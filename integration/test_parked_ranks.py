@@ -270,7 +270,7 @@ def test_a_thread_that_does_not_leave_the_driver(lab: GpuCluster, tmp_path: Path
     job = start(lab, *arguments, pace_s=0.0, steps=150)
     job.await_lines(5)
     with lab.cluster.moving(job, TARGET, SOURCE, Point.BEFORE_FREEZE) as asked:
-        lab.nodes[SOURCE].fault("create", f"slow:{(gpu.PARK_S + 2) * 1000:.0f}")
+        lab.nodes[SOURCE].fault("create", f"slow:{(gpu.LOCK_S + 2) * 1000:.0f}")
         until("it is in the driver", lambda: not lab.nodes[SOURCE].faults())
     assert asked.code == 0, f"{asked.answer} {asked.errors}"
     said = said_of(lab, SOURCE, asked.answer["move"])

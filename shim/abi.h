@@ -9,7 +9,7 @@
 
 #include <stdint.h>
 
-#define SNAPSHIM_ABI_VERSION 3
+#define SNAPSHIM_ABI_VERSION 4
 
 #define SNAPSHIM_SIGNAL 61 /* SIGRTMAX - 3: parks the job's threads, wakes the control thread */
 #define SNAPSHIM_EXEMPT_MAX 64

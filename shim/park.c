@@ -22,6 +22,7 @@
 
 static uint32_t gate;                /* 1: whoever gets the signal stays */
 static uint32_t outside;             /* 1: nor where it sleeps in the driver */
+static uint32_t in_driver;           /* 1: somebody was there in this round */
 static uint32_t patient;             /* 1: not where it is doubtful either */
 static uint32_t inside;              /* threads in the handler that hold a slot, or are about to */
 static int parked[THREADS_MAX];      /* thread ids; a thread writes its own, nobody else's */
@@ -55,12 +56,16 @@ void park_here(const void *context)
 {
 	int tid = self_tid();
 	enum place place;
+	bool busy;
 	int *slot;
 
 	if (!LOAD(&gate))
 		return;
 	place = place_in(context);
-	if (place == PLACE_DRIVER || (place == PLACE_DRIVER_SLEEPS && LOAD(&outside)) || (place == PLACE_DOUBTFUL && LOAD(&patient))) {
+	busy = place == PLACE_DRIVER || (LOAD(&outside) && (place == PLACE_DRIVER_SLEEPS || memory_in_the_middle()));
+	if (busy || (place == PLACE_DOUBTFUL && LOAD(&patient))) {
+		if (busy)
+			STORE(&in_driver, 1);
 		slot = find(signalled, tid);
 		if (slot)
 			STORE(slot, 0); /* it is sent again, a moment later */
@@ -149,6 +154,7 @@ static int gather(int64_t until_ns, int64_t patience_ns)
 	long pause = 50;
 
 	memset(signalled, 0, sizeof(signalled));
+	STORE(&in_driver, 0);
 	STORE(&patient, 1);
 	STORE(&gate, 1);
 	for (;;) {
@@ -245,8 +251,13 @@ static int fail(int status, const char *lock)
 {
 	if (status && status != ETIMEDOUT)
 		name_the_error(status);
-	else if (!lock)
+	else if (!lock) {
 		name_the_missing();
+		if (LOAD(&in_driver)) {
+			say("; they, or some of them, do not leave the CUDA driver");
+			status = EBUSY;
+		}
+	}
 	if (lock) {
 		say("whenever the threads are parked one of them holds ");
 		say(lock);
@@ -279,7 +290,6 @@ int park(int64_t timeout_ns, bool outside_the_driver)
 	status = release(timeout_ns);
 	if (status)
 		return status;
-	STORE(&outside, outside_the_driver);
 	signals_install();
 	places_find();
 	status = probe_start();
@@ -295,10 +305,13 @@ int park(int64_t timeout_ns, bool outside_the_driver)
 			/* A job that does little but allocate is in the driver all the time, and before its door outside. */
 			if (outside_the_driver)
 				memory_hold(round_ns);
+			/* Who sleeps in the driver for so long may only seem to. */
+			STORE(&outside, outside_the_driver && now_ns() < deadline - timeout_ns / 2);
 			status = gather(until < deadline ? until : deadline, PATIENCE_NS * (round < 8 ? round + 1 : 8));
 			if (status == 0)
 				lock = probe_run(deadline);
 			if (status == 0 && !lock) {
+				memory_let_in(); /* whose threads are parked */
 				STORE(&snapshim_mailbox.parked, 1);
 				return 0;
 			}

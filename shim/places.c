@@ -18,11 +18,17 @@
 
 #define PLACES_MAX 4096
 #define STACK_WORDS 128 /* what libc takes, and few of its callers */
+#if defined(__aarch64__)
+#define ADDRESS_BITS (((uintptr_t)1 << 48) - 1) /* a return address may be signed above them */
+#else
+#define ADDRESS_BITS (~(uintptr_t)0)
+#endif
 
 enum owner {
 	OTHERS,
-	ALLOCATOR, /* not libc's */
-	LIBC,	   /* and what else the driver sleeps in, or asks for the time while it waits for a GPU */
+	OURS,
+	ALLOCATOR, /* in a program's own code */
+	LIBC,	   /* and what else the driver sleeps in, allocates with, or asks for the time while it waits for a GPU */
 	DRIVER,
 };
 
@@ -35,13 +41,17 @@ static int places_count;
 
 static enum owner owner_of(const struct mapping *mapping, uintptr_t allocator)
 {
-	static const char *const like_libc[] = {"libc.so", "libc-2", "ld-linux", "ld-2", "libpthread", "[vdso]"};
+	/* The compiler of the driver's is a library of its own. */
+	static const struct {
+		const char *begins;
+		enum owner owner;
+	} known[] = {{"libcuda.so", DRIVER}, {"libnvidia-", DRIVER}, {"libc.so", LIBC},	    {"libc-2", LIBC},
+		     {"ld-linux", LIBC},     {"ld-2", LIBC},	     {"libpthread", LIBC},  {"[vdso]", LIBC},
+		     {"libjemalloc", LIBC},  {"libtcmalloc", LIBC},  {"libmimalloc", LIBC}, {"libsnapshim", OURS}};
 
-	if (strncmp(mapping->name, "libcuda.so", 10) == 0)
-		return DRIVER;
-	for (size_t i = 0; i < sizeof(like_libc) / sizeof(*like_libc); i++)
-		if (strncmp(mapping->name, like_libc[i], strlen(like_libc[i])) == 0)
-			return LIBC;
+	for (size_t i = 0; i < sizeof(known) / sizeof(*known); i++)
+		if (strncmp(mapping->name, known[i].begins, strlen(known[i].begins)) == 0)
+			return known[i].owner;
 	return allocator >= mapping->from && allocator < mapping->to ? ALLOCATOR : OTHERS;
 }
 
@@ -66,7 +76,8 @@ void places_find(void)
 }
 
 /* Our syscall() stands for libc's. */
-extern const char __start_snapshim_syscall[] __attribute__((weak)), __stop_snapshim_syscall[] __attribute__((weak));
+#define SECTION_END __attribute__((visibility("hidden")))
+extern const char __start_snapshim_syscall[] SECTION_END, __stop_snapshim_syscall[] SECTION_END;
 
 /* Whose code an address is in; nobody's: OTHERS, and `code` is false. Not so near to an end that it could not be looked at. */
 static enum owner owner_at(uintptr_t at, bool *code)
@@ -108,13 +119,13 @@ static bool called_by_the_driver(uintptr_t link, uintptr_t stack)
 {
 	uintptr_t words[1 + STACK_WORDS] = {link};
 	struct iovec here = {words + 1, STACK_WORDS * sizeof(words[0])}, there = {(void *)stack, STACK_WORDS * sizeof(words[0])};
-	long bytes = KERNEL(SYS_process_vm_readv, self_pid(), &here, 1, &there, 1, 0);
+	long bytes = KERNEL(SYS_process_vm_readv, self_tid(), &here, 1, &there, 1, 0);
 
 	for (long i = 0; i < 1 + (bytes > 0 ? bytes / (long)sizeof(words[0]) : 0); i++) {
 		bool code;
-		enum owner owner = owner_at(words[i], &code);
+		enum owner owner = owner_at(words[i] & ADDRESS_BITS, &code);
 
-		if (code && owner != LIBC)
+		if (code && owner != LIBC && owner != OURS)
 			return owner == DRIVER;
 	}
 	return false;
@@ -131,7 +142,7 @@ enum place place_in(const void *context)
 	bool code, waits;
 	enum owner owner = owner_at(at, &code);
 
-	if (owner == OTHERS)
+	if (owner == OTHERS || owner == OURS)
 		return PLACE_FREE;
 	waits = waits_in_the_kernel(machine, at);
 	if (owner == DRIVER || (owner == LIBC && called_by_the_driver(link, stack)))

@@ -128,6 +128,7 @@ void memory_forget(void);
 /* Whoever comes to allocate or free waits at the door, for so long at most. Those inside go on, and leave. */
 void memory_hold(int64_t ns);
 void memory_let_in(void);
+bool memory_in_the_middle(void); /* the calling thread, of allocating or freeing */
 bool memory_has_thread(int tid); /* one of ours that copies */
 bool memory_is_ours(uint64_t address);
 uint64_t memory_share(uint64_t handle); /* the driver's own for it, which others will know; it is not parked any more */

@@ -27,6 +27,11 @@ void memory_let_in(void)
 {
 }
 
+bool memory_in_the_middle(void)
+{
+	return false;
+}
+
 bool memory_has_thread(int tid)
 {
 	(void)tid;

@@ -32,7 +32,7 @@ _LOG = logging.getLogger(__name__)
 LIBRARY = "libsnapshim.so"
 #: A process has one of them: `migrator run --device-memory parked` preloads the other.
 LIBRARIES = (LIBRARY, "libsnapshim-parked.so")
-ABI_VERSION = 3
+ABI_VERSION = 4
 RESERVED_SIGNAL = 61
 
 _MAGIC = b"SNAPSHIM"
@@ -132,6 +132,14 @@ class _Box:
         )
 
 
+class InDriver(Timeout):
+    """Threads cannot be parked, because some do not leave the CUDA driver."""
+
+    remedy = (
+        "try again when the work that was given to the GPU is shorter; a debugger in the process says what it waits for"
+    )
+
+
 @dataclass(frozen=True)
 class Mailbox:
     """The mailbox of one process, found by `find`."""
@@ -187,6 +195,8 @@ class Mailbox:
             with contextlib.suppress(SnapshotError, OSError):
                 self._write_request(_RELEASE, timeout_s)
             raise
+        if box.status == errno.EBUSY:
+            raise InDriver(f"process {self.process.pid}: {box.text}", where=Where.SOURCE_RUNNING)
         if box.status:
             raise self._failure("threads cannot be parked", box)
 

@@ -18,6 +18,7 @@ static size_t count;
 static struct physical *physicals; /* the first is not used */
 static uint32_t physicals_used = 1, first_free;
 static uint32_t inside, held;
+static _Thread_local uint32_t depth __attribute__((tls_model("initial-exec"))); /* this thread's share of `inside` */
 static int64_t held_until_ns;
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 
@@ -27,6 +28,7 @@ void memory_enter(void)
 	for (;;) {
 		int64_t left;
 
+		depth++;
 		__atomic_add_fetch(&inside, 1, __ATOMIC_SEQ_CST);
 		if (!__atomic_load_n(&held, __ATOMIC_SEQ_CST))
 			return;
@@ -55,6 +57,12 @@ void memory_let_in(void)
 void memory_leave(void)
 {
 	__atomic_sub_fetch(&inside, 1, __ATOMIC_SEQ_CST);
+	depth--;
+}
+
+bool memory_in_the_middle(void)
+{
+	return depth != 0;
 }
 
 uint32_t memory_inside(void)

@@ -1,9 +1,8 @@
 /* Makes every kind of call once that copying and clearing up will make, while all memory is still where it was.
  *
- * Why: a thread may be parked inside the driver after all. By doubt: it slept there for longer than there was patience for, with
- * a lock of the driver's or waiting for one. Or where the driver was locked first, because somebody never left it: the driver's
- * lock was seen to be one of readers and a writer, and a call that waits for it has its share as soon as it is opened, parked or
- * not. Copies pass such a share; what wants the lock alone (giving pinned memory or a stream back) waits until the thread is let
+ * Why: a thread may be parked inside the driver after all. It was taken for one outside, and has a lock of the driver's or waits
+ * for one. Or the driver was locked first, because somebody did not leave it: its lock was seen to be one of readers and a
+ * writer, and a call that waits for it has its share as soon as it is opened, parked or not. Copies pass such a share; what wants the lock alone (giving pinned memory or a stream back) waits until the thread is let
  * go, which cannot be once its memory is away. Nothing of the job runs meanwhile: who is held up by nobody here is held up by
  * nobody later. Sizes are those of the real calls: small ones take other ways through the driver.
  */

@@ -28,16 +28,15 @@ from snapshotd.cuda.inventory import Inventory
 from snapshotd.faults import Point, reach
 from snapshotd.preflight.gpu import GpuLook, uses_cuda
 from snapshotd.preflight.verdict import refused
+from snapshotd.shimctl import InDriver
 from snapshotd.tree import PidList, Process
 
 log = logging.getLogger(__name__)
 
 #: How long the interpreter may take to reach a point where the caching allocator can be emptied; the job runs meanwhile.
 EMPTY_CACHE_S = 1.0
-#: How long work already given to the GPU may take to drain.
+#: How long work already given to the GPU may take to drain, and so a thread to leave the driver.
 LOCK_S = 10.0
-#: The same when nobody gives it more; and what it takes to see that a parked thread is in the driver's way.
-PARKED_LOCK_S = 3.0
 PARK_S = 5.0
 #: What a checkpoint or a restore may take: so much for any, and so much for every GiB of device memory.
 COPY_S, COPY_GIB_S = 30.0, 4.0
@@ -163,29 +162,33 @@ async def still(gpus: Gpus, processes: Sequence[Process], parking: Sequence[Proc
     the driver waits for one that was parked in it after all, are they locked out first.
     """
     try:
-        await _park(parking, parts, outside_driver=True)
-        if processes:
-            await reach(Point.PARKED)
-        await _lock(gpus, processes, parts, PARKED_LOCK_S)
-    except Timeout as error:
+        await _park(parking, parts, LOCK_S, outside_driver=True)
+        if not processes:
+            return
+        await reach(Point.PARKED)
+        try:
+            await _lock(gpus, processes, parts)
+        except Timeout as error:  # one of them is in its way, or the GPU is busy
+            raise InDriver(error.message, where=error.where) from error
+    except InDriver as error:
+        if not processes:
+            raise
         log.info("locked before they are parked: %s", error.message)
         await let_go(parking)
-        await _lock(gpus, processes, parts, LOCK_S)
-        await _park(parking, parts)
-    if processes:
-        await reach(Point.LOCKED)
+        await _lock(gpus, processes, parts)
+        await _park(parking, parts, PARK_S)
+    await reach(Point.LOCKED)
 
 
-async def _park(parking: Sequence[Process], parts: Parts, *, outside_driver: bool = False) -> None:
+async def _park(parking: Sequence[Process], parts: Parts, limit_s: float, *, outside_driver: bool = False) -> None:
     def park(process: Process) -> None:
-        _mailbox(process).park(PARK_S, outside_driver=outside_driver)
+        _mailbox(process).park(limit_s, outside_driver=outside_driver)
 
     await parts.time("park", each(parking, lambda process: in_thread(park, process)))
 
 
-async def _lock(gpus: Gpus, processes: Sequence[Process], parts: Parts, limit_s: float) -> None:
-    if processes:
-        await parts.time("lock", each(processes, lambda process: gpus.lock(process, limit_s)))
+async def _lock(gpus: Gpus, processes: Sequence[Process], parts: Parts) -> None:
+    await parts.time("lock", each(processes, lambda process: gpus.lock(process, LOCK_S)))
 
 
 async def take_off(

@@ -39,8 +39,8 @@ from snapshotd.tree import Process
 
 log = logging.getLogger(__name__)
 
-#: A thread that was caught in an allocation, or in a call into CUDA, leaves it in microseconds.
-TRIES, AGAIN_S = 5, 0.01
+#: A thread that was caught in an allocation, or in a call into CUDA, leaves it soon; but each try may wait for the GPU.
+TRIES, AGAIN_S = 3, 0.01
 #: How often the senders hear how far the copy is.
 FEED_S = 0.002
 OPEN_S = 30.0

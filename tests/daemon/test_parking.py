@@ -289,13 +289,14 @@ async def test_a_small_memory_is_the_drivers(source: Source) -> None:
 
 
 async def test_a_thread_caught_in_an_allocation_is_let_go_and_held_again(source: Source) -> None:
-    source.second.failures = [Caught("in cudaMalloc")] * 3
+    again = parking.TRIES - 1
+    source.second.failures = [Caught("in cudaMalloc")] * again
     size, _ = await source.out()
     assert size == 2 * SIZE
-    assert source.let_go == [source.second.process] * 3
-    assert source.stopped_others == 3  # it may have forked meanwhile
+    assert source.let_go == [source.second.process] * again
+    assert source.stopped_others == again  # it may have forked meanwhile
     assert source.first.said == ["ready", "park"]
-    assert source.second.said == ["ready", *["park"] * 4]
+    assert source.second.said == ["ready", *["park"] * parking.TRIES]
 
 
 async def test_one_that_was_caught_and_then_fails_is_left_to_the_driver(source: Source) -> None:
@@ -311,7 +312,7 @@ async def test_one_that_is_always_caught_is_left_to_the_driver(source: Source) -
     size, _ = await source.out()
     assert (size, source.second.said[-1]) == (SIZE, "drop")
     assert [one["pid"] for one in source.log.note("device")] == [source.moving.parking.striped[0].inner_pid]  # type: ignore[union-attr]
-    assert any("5 times in a row in cudaMalloc" in words for words in source.moving.parking.warnings)  # type: ignore[union-attr]
+    assert any(f"{parking.TRIES} times in a row in cudaMalloc" in words for words in source.moving.parking.warnings)  # type: ignore[union-attr]
     assert source.lane is not None
     assert set(source.lane.final) == set(source.lane.sizes)
 

@@ -33,6 +33,7 @@ class Rank:
 
     def mailbox(self, process: Process) -> Any:
         def park(timeout_s: float, *, outside_driver: bool) -> None:
+            assert timeout_s == (gpu.LOCK_S if outside_driver else gpu.PARK_S)
             self._do("park" if outside_driver else "park-locked", process)
             self.parked.add(process)
 
@@ -73,7 +74,7 @@ async def test_one_without_cuda_is_parked_alone(rank: Rank) -> None:
 
 async def test_threads_that_do_not_leave_the_driver_are_locked_out_first(rank: Rank) -> None:
     """Those of the other process, which were parked, run meanwhile."""
-    rank.failures["park 20"] = Timeout("these threads do not park")
+    rank.failures["park 20"] = shimctl.InDriver("they do not leave the CUDA driver")
     await rank.still(FIRST, SECOND)
     assert sorted(rank.said[:2]) == ["park 10", "park 20"]
     assert rank.said[2:3] == ["release 10"]
@@ -89,6 +90,20 @@ async def test_a_driver_that_waits_for_who_was_parked_in_it_is_locked_first(rank
     assert await rank.still(FIRST) == ["park", "lock"]
     assert rank.said == ["park 10", "lock 10", "release 10", "lock 10", "park-locked 10"]
     assert rank.parked == {FIRST}
+
+
+async def test_threads_that_cannot_be_parked_are_not_locked_for_it(rank: Rank) -> None:
+    rank.failures["park 10"] = Timeout("a thread blocks signal 61")
+    with pytest.raises(Timeout, match="blocks signal 61"):
+        await rank.still(FIRST)
+    assert rank.said == ["park 10"]
+
+
+async def test_without_cuda_there_is_nothing_to_lock(rank: Rank) -> None:
+    rank.failures["park 20"] = shimctl.InDriver("they do not leave the CUDA driver")
+    with pytest.raises(shimctl.InDriver):
+        await rank.still(only_parked=(SECOND,))
+    assert rank.said == ["park 20"]
 
 
 @pytest.mark.parametrize("act", ["park", "lock"])

@@ -30,7 +30,10 @@ print(libc.syscall(ctypes.c_long({CLOSE}), ctypes.c_long(-1)), errno.errorcode.g
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built here from the sources, so that a stale library elsewhere proves nothing."""
     folder = tmp_path_factory.mktemp("shim")
-    for source in [*(REPOSITORY / "shim").glob("*.[ch]"), REPOSITORY / "shim" / "Makefile"]:
+    for source in [
+        *(REPOSITORY / "shim").glob("*.[ch]"),
+        *(REPOSITORY / "shim" / name for name in ("Makefile", "local.map")),
+    ]:
         shutil.copy(source, folder)
     for part in ("nccl", "memory"):
         shutil.copytree(REPOSITORY / "shim" / part, folder / part)

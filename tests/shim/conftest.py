@@ -14,7 +14,10 @@ from tests.shim.jobs import PROGRAMS, REPOSITORY, Job, Work, compile_c
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built here from the sources, so that a stale library elsewhere proves nothing."""
     folder = tmp_path_factory.mktemp("shim")
-    for source in [*(REPOSITORY / "shim").glob("*.[ch]"), REPOSITORY / "shim" / "Makefile"]:
+    for source in [
+        *(REPOSITORY / "shim").glob("*.[ch]"),
+        *(REPOSITORY / "shim" / name for name in ("Makefile", "local.map")),
+    ]:
         shutil.copy(source, folder)
     for part in ("nccl", "memory"):
         shutil.copytree(REPOSITORY / "shim" / part, folder / part)

@@ -144,7 +144,7 @@ def test_a_forked_child_counts_for_itself(job: Job) -> None:
 def test_where_a_thread_may_hold_a_lock_of_the_drivers(cuda: Path, tmp_path: Path) -> None:
     """What is free is parked at once, what is doubtful after a moment, what is at work in the driver never."""
     shim = REPOSITORY / "shim"
-    sources = [str(shim / name) for name in ("places.c", "maps.c", "words.c")]
+    sources = [str(shim / name) for name in ("places.c", "maps.c", "words.c", "hygiene.c")]
     flags = (f"-I{shim}", "-pthread", *sources, str(cuda / "libcuda.so.1"), f"-Wl,-rpath,{cuda}", "-ldl")
     program = compile_c(PROGRAMS / "places.c", tmp_path / "places", *flags)
     done = subprocess.run([program], capture_output=True, text=True, timeout=60, check=True)
@@ -152,6 +152,7 @@ def test_where_a_thread_may_hold_a_lock_of_the_drivers(cuda: Path, tmp_path: Pat
         "sleeps: free",
         "runs: free",
         "sleeps in the driver: sleeps there",
+        "sleeps in our syscall() for the driver: sleeps there",
         "runs in the driver: driver",
         "runs in libc for the driver: driver",
     ]

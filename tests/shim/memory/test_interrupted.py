@@ -51,7 +51,7 @@ def test_cancelled_before_it_was_made_ready(start_job: Start) -> None:
 
 
 def test_a_thread_is_parked_with_a_lock_of_the_drivers(start_job: Start, node: GpuNode) -> None:
-    """Who sleeps in the driver for long is parked there. What waits for it must be known while it can still be let go."""
+    """As if it were locked, who sleeps in the driver is parked. What waits for it must be known while it can be let go."""
     job = start_job("grow 4", "asking")
     job.ready()
     node.fault("ask", "slow:1000", once=False)

@@ -4,6 +4,7 @@
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
+#include <sys/syscall.h>
 #include <sys/prctl.h>
 #include <unistd.h>
 
@@ -46,6 +47,11 @@ int cuEnd(int how)
 int cuSleep(void)
 {
 	return pause() + 1;
+}
+
+int cuSleepInCall(void)
+{
+	return (int)syscall(SYS_ppoll, NULL, 0, NULL, NULL, 0) + 1;
 }
 
 int cuSpin(volatile int *word)

@@ -8,7 +8,7 @@
 
 #include "shim.h"
 
-extern int cuSleep(void), cuSpin(volatile int *), cuFill(volatile int *);
+extern int cuSleep(void), cuSleepInCall(void), cuSpin(volatile int *), cuFill(volatile int *);
 
 struct snapshim_mailbox snapshim_mailbox;
 static volatile int here; /* 1: the thread is where it shall be interrupted, 2: it ends */
@@ -41,6 +41,7 @@ static const struct {
 } kinds[] = {{"sleeps", sleep_here, NULL},
 	     {"runs", NULL, spin},
 	     {"sleeps in the driver", cuSleep, NULL},
+	     {"sleeps in our syscall() for the driver", cuSleepInCall, NULL},
 	     {"runs in the driver", NULL, cuSpin},
 	     {"runs in libc for the driver", NULL, cuFill}};
 
