@@ -29,7 +29,11 @@ pytestmark = [pytest.mark.root, pytest.mark.gpu, pytest.mark.slow, pytest.mark.t
 
 FOLDER = Path(__file__).parents[1] / ".work" / "gpu"
 #: Not in /tmp, of which every node has its own; and the undisturbed run's compiled kernels serve the moved one too.
-_CACHES = {"TORCHINDUCTOR_CACHE_DIR": str(FOLDER / "inductor"), "TRITON_CACHE_DIR": str(FOLDER / "triton")}
+COMPILES = {
+    "TORCHINDUCTOR_CACHE_DIR": str(FOLDER / "inductor"),
+    "TRITON_CACHE_DIR": str(FOLDER / "triton"),
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",
+}
 
 
 @dataclass(frozen=True)
@@ -50,55 +54,17 @@ class Variant:
 #: Enough to be parked, where that is how it travels.
 _BALLAST = ("--gib", "0.25") if ON_GPU else ()
 VARIANTS = (
-    Variant(
-        "plain",
-        (
-            *_BALLAST,
-            "--conv",
-        ),
-    ),
+    Variant("plain", (*_BALLAST, "--conv")),
     Variant("amp-fp16", (*_BALLAST, "--amp", "fp16")),
     Variant("amp-bf16", (*_BALLAST, "--amp", "bf16")),
-    Variant(
-        "graph",
-        (
-            *_BALLAST,
-            "--graph",
-        ),
-    ),
+    Variant("graph", (*_BALLAST, "--graph")),
     Variant("loader-fork", (*_BALLAST, "--loader", "fork")),
     Variant("loader-spawn", (*_BALLAST, "--loader", "spawn")),
-    Variant(
-        "streams",
-        (
-            *_BALLAST,
-            "--streams",
-        ),
-    ),
-    Variant(
-        "threads",
-        (
-            *_BALLAST,
-            "--threads",
-        ),
-    ),
-    Variant(
-        "compile",
-        (
-            *_BALLAST,
-            "--compile",
-        ),
-        {**_CACHES, "TORCHINDUCTOR_COMPILE_THREADS": "1"},
-    ),
+    Variant("streams", (*_BALLAST, "--streams")),
+    Variant("threads", (*_BALLAST, "--threads")),
+    Variant("compile", (*_BALLAST, "--compile"), COMPILES),
     # The same with the pool of processes that torch compiles in: they move with the rank.
-    Variant(
-        "compile-pool",
-        (
-            *_BALLAST,
-            "--compile",
-        ),
-        {**_CACHES, "TORCHINDUCTOR_COMPILE_THREADS": "2"},
-    ),
+    Variant("compile-pool", (*_BALLAST, "--compile"), {**COMPILES, "TORCHINDUCTOR_COMPILE_THREADS": "2"}),
 )
 EVERYTHING = Variant(
     "everything", (*_BALLAST, "--amp", "fp16", "--graph", "--streams", "--loader", "fork"), steps=2 * STEPS

@@ -25,7 +25,7 @@ from integration.gpu.gpu_jobs import (
     record,
     undisturbed_runs,
 )
-from integration.gpu.test_gpu_moves import Variant
+from integration.gpu.test_gpu_moves import COMPILES, Variant
 from integration.harness import Cluster
 
 pytestmark = [pytest.mark.root, pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(400), needs_cuda()]
@@ -41,6 +41,8 @@ ALLOCATORS = (
     Variant("mixed", (*_BALLAST, "--raw-mib", "256")),
     Variant("cached", (*_BALLAST, "--cached-gib", "1")),
     Variant("busy", (*_BALLAST, *BUSY)),
+    # With cuDNN and Triton; a graph is captured of what is not compiled alone.
+    Variant("compiled", (*_BALLAST, "--conv", "--compile", "--streams", "--threads", "--loader", "fork"), COMPILES),
 )
 #: Memory of the driver's own pools stays with the driver, and the rank moves all the same.
 POOLS = Variant("pools", _BALLAST, {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"})
