@@ -23,7 +23,7 @@ from integration.harness import Cluster, cluster, until
 
 NODES = ("node-1", "spare-1")
 NAMES = (
-    *("empty-cache", "prepare", "lock", "park", "park-out", "checkpoint", "criu-dump", "stream"),
+    *("empty-cache", "prepare", "park", "lock", "park-out", "checkpoint", "criu-dump", "stream"),
     *("criu-restore", "cuda-restore", "unlock", "refill", "pause"),
 )
 PARKED, DRIVER, BY_HAND = WAYS = ("parked", "driver", "by hand")
