@@ -23,7 +23,7 @@ extern "C" {
 
 enum snapshim_command {
 	SNAPSHIM_PARK = 1,        /* argument[0]: milliseconds; [1]: 0: the driver is locked, whoever waits for it is parked there;
-				   * 1: nobody is parked inside the driver */
+				   * 1: nobody is parked inside the driver, or seems to sleep there for half the time. EBUSY: some stay */
 	SNAPSHIM_RELEASE = 2,     /* argument[0]: milliseconds */
 	SNAPSHIM_EMPTY_CACHE = 3, /* argument[0]: milliseconds; result[0]: bytes given back */
 

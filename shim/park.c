@@ -146,8 +146,8 @@ static int scan(int *job_threads)
 	return seen_self ? missing : -ESRCH;
 }
 
-/* Shuts the gate and waits for everybody. 0, ETIMEDOUT or another errno. */
-static int gather(int64_t until_ns, int64_t patience_ns)
+/* Shuts the gate and waits for everybody; for those asleep in the driver until `outside_until_ns`. 0, ETIMEDOUT or another errno. */
+static int gather(int64_t until_ns, int64_t patience_ns, int64_t outside_until_ns)
 {
 	int64_t patient_until = now_ns() + patience_ns;
 	int quiet_scans = 0;
@@ -158,9 +158,11 @@ static int gather(int64_t until_ns, int64_t patience_ns)
 	STORE(&patient, 1);
 	STORE(&gate, 1);
 	for (;;) {
-		int job_threads;
-		int missing = scan(&job_threads);
+		int job_threads, missing;
 
+		/* Who sleeps in the driver for so long may only seem to. */
+		STORE(&outside, now_ns() < outside_until_ns);
+		missing = scan(&job_threads);
 		if (missing < 0)
 			return -missing;
 		quiet_scans = missing ? 0 : quiet_scans + 1;
@@ -305,9 +307,8 @@ int park(int64_t timeout_ns, bool outside_the_driver)
 			/* A job that does little but allocate is in the driver all the time, and before its door outside. */
 			if (outside_the_driver)
 				memory_hold(round_ns);
-			/* Who sleeps in the driver for so long may only seem to. */
-			STORE(&outside, outside_the_driver && now_ns() < deadline - timeout_ns / 2);
-			status = gather(until < deadline ? until : deadline, PATIENCE_NS * (round < 8 ? round + 1 : 8));
+			status = gather(until < deadline ? until : deadline, PATIENCE_NS * (round < 8 ? round + 1 : 8),
+					outside_the_driver ? deadline - timeout_ns / 2 : 0);
 			if (status == 0)
 				lock = probe_run(deadline);
 			if (status == 0 && !lock) {

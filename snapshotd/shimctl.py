@@ -187,7 +187,8 @@ class Mailbox:
 
     def park(self, timeout_s: float, *, outside_driver: bool = False) -> None:
         """No thread of the job runs when this returns. When it raises, all of them run, or will as soon as they can.
-        `outside_driver`: none is parked inside the CUDA driver, not even asleep; without, it is locked."""
+        `outside_driver`: none is parked inside the CUDA driver, and in the first half of the time none that seems to sleep
+        there; without, the driver is locked. InDriver: some do not leave it."""
         try:
             box = self._ask(_PARK, timeout_s, int(outside_driver))
         except Timeout:

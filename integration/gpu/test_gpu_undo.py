@@ -98,7 +98,8 @@ def test_a_dump_that_fails_after_the_checkpoint_is_undone(nodes: Cluster, undist
     training = Training.start(nodes, "gpu-undo-dump", SMALL)
     training.await_moment()
     seen: dict[str, Any] = {}
-    for point in _points(Point.PARKED, Point.LOCKED, Point.PARKED_MEMORY, Point.CHECKPOINTED, Point.DUMPING):
+    points = (Point.PARKED, Point.LOCKED, Point.PARKED_MEMORY, Point.CHECKPOINTED, Point.BEFORE_DUMP, Point.DUMPING)
+    for point in _points(*points):
         nodes.fault(SOURCE, point, "fail")
         with _move(nodes, training) as asked:
             seen[point] = measured(_told(asked, nodes, UNDONE))

@@ -141,6 +141,30 @@ def test_a_forked_child_counts_for_itself(job: Job) -> None:
     assert job.mailbox().state().managed == 1
 
 
+def _in_the_driver(job: Job, call: str) -> None:
+    _do(job, "driver = ctypes.CDLL(folder + '/libcuda.so.1'); word = ctypes.c_int()")
+    _do(job, f"threading.Thread(target=driver.{call}, args=(ctypes.byref(word),), daemon=True).start()")
+
+
+def test_a_thread_that_seems_to_sleep_in_the_driver_for_ever_is_parked_in_the_end(job: Job) -> None:
+    _in_the_driver(job, "cuSleepForEver")
+    box = job.mailbox()
+    box.park(3, outside_driver=True)
+    assert box.state().parked
+    box.release(10)
+
+
+def test_a_thread_that_stays_at_work_in_the_driver_is_not_parked_and_all_run_on(job: Job) -> None:
+    _in_the_driver(job, "cuSpin")
+    box = job.mailbox()
+    with pytest.raises(shimctl.InDriver, match="do not leave the CUDA driver"):
+        box.park(1, outside_driver=True)
+    assert not box.state().parked
+    _do(job, "word.value = 2")
+    box.park(10, outside_driver=True)
+    box.release(10)
+
+
 def test_where_a_thread_may_hold_a_lock_of_the_drivers(cuda: Path, tmp_path: Path) -> None:
     """What is free is parked at once, what is doubtful after a moment, what is at work in the driver never."""
     shim = REPOSITORY / "shim"

@@ -49,6 +49,12 @@ int cuSleep(void)
 	return pause() + 1;
 }
 
+int cuSleepForEver(void)
+{
+	for (;;)
+		pause();
+}
+
 int cuSleepInCall(void)
 {
 	return (int)syscall(SYS_ppoll, NULL, 0, NULL, NULL, 0) + 1;
