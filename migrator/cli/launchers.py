@@ -28,11 +28,10 @@ JOB = "MIGRATOR_JOB"
 NCCL_PRESETS = {"NCCL_RAS_ENABLE": "0", "NCCL_NVLS_ENABLE": "0", "NCCL_CUMEM_HOST_ENABLE": "0"}
 
 #: Who moves a rank's device memory: the driver's checkpoint, or for what it allocates from the start on the shim, faster.
-#: shim/child.py preloads the library that does what it says. The driver's way until the other has been seen to move a busy
-#: job as often, and as safely.
+#: shim/child.py preloads the library that does what it says.
 DEVICE_MEMORY_VARIABLE = "SNAPSHIM_DEVICE_MEMORY"
 DEVICE_MEMORY_CHOICES = ("driver", "parked")
-DEVICE_MEMORY_DEFAULT = "driver"
+DEVICE_MEMORY_DEFAULT = "parked"
 
 _PYTHON = re.compile(r"(python|pypy)[0-9.]*")
 #: Interpreter options whose value is the next word.
