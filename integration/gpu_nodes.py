@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,9 @@ STEPS = (sys.executable, str(WORKLOADS / "device_steps.py"), "--mib", "4")
 class GpuCluster:
     """A cluster whose nodes have stand-in GPUs."""
 
-    def __init__(self, cluster: Cluster, folder: Path) -> None:
-        self.cluster, self.lab = cluster, cluster.lab
+    def __init__(self, cluster: Cluster, folder: Path, options: Sequence[str] = ()) -> None:
+        """`options`: of `migrator run`, for its jobs."""
+        self.cluster, self.lab, self.options = cluster, cluster.lab, options
         shutil.rmtree(folder, ignore_errors=True)
         # The ledger's entries are locked while a process lives, and only locks on files of the node itself can travel.
         more: dict[str, object] = {"ledger_dir": "/dev/shm"}
@@ -66,7 +67,7 @@ class GpuCluster:
     def job(self, node: str, *arguments: str, steps: int = 120, pace_s: float = 0.03, **more: Any) -> Job:
         """`device_steps.py` on a node's GPU."""
         argv = [*STEPS, "--steps", str(steps), "--pace-s", str(pace_s), *arguments]
-        return self.cluster.start(node, ["env", *self._environment(node), *argv], **more)
+        return self.cluster.start(node, ["env", *self._environment(node), *argv], **{"options": self.options, **more})
 
     def _environment(self, node: str) -> list[str]:
         return [f"{key}={value}" for key, value in self.nodes[node].environment.items()]

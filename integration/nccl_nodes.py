@@ -84,7 +84,6 @@ class NcclJob:
     gpus: Mapping[str, GpuNode] | None = None  # by node; then every rank has device memory
     device_mib: int = 0
     buffer_mib: int = 0  # on the device, of each communicator
-    options: Sequence[str] = ()  # of `migrator run`
     ranks: list[Job] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -103,7 +102,7 @@ class NcclJob:
             if self.stuck is not None:
                 words += ["--stuck-at", str(self.stuck[1]), *(["--stuck"] if rank == self.stuck[0] else [])]
             command = ["env", *environment, *PROGRAM, *words]
-            self.ranks.append(self.nodes.start(node, command, rank=rank, job=name, options=self.options))
+            self.ranks.append(self.nodes.start(node, command, rank=rank, job=name))
 
     def _faults(self, rank: int) -> Path:
         return self.meeting / f"faults-{rank}"

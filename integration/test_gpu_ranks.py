@@ -1,4 +1,5 @@
 """GPU ranks move between nodes with stand-in GPUs: the real daemons, CRIU, shim and helper; only the driver is not real.
+Their device memory goes with the driver's checkpoint; parked, which is the default, it is in test_parked_ranks.
 
 The same on a real GPU, with torch, is integration/gpu.
 """
@@ -34,7 +35,7 @@ def made() -> Iterator[GpuCluster]:
     folder = Path(__file__).parent / ".work" / "gpu-ranks"
     folder.mkdir(parents=True, exist_ok=True)
     with cluster(folder, "gpus") as nodes:
-        yield GpuCluster(nodes, folder / "nodes")
+        yield GpuCluster(nodes, folder / "nodes", ["--device-memory", "driver"])
 
 
 @pytest.fixture

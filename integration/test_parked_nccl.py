@@ -55,7 +55,6 @@ def start(lab: GpuCluster, *places: str, shape: str = "world", steps: int = STEP
         gpus=lab.nodes,
         device_mib=DEVICE_MIB,
         buffer_mib=BUFFER_MIB,
-        options=("--device-memory", "parked"),
     )
     job.await_lines(5)
     return job

@@ -36,7 +36,6 @@ MIB = 1 << 20
 #: Enough on the device that it is worth parking, and not more: every step hashes all of it.
 LARGE_MIB = 40
 LARGE = ("--mib", str(LARGE_MIB), "--blocks", "4", "--api", "runtime")
-PARKED = ("--device-memory", "parked")
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +53,7 @@ def lab(made: GpuCluster) -> Iterator[GpuCluster]:
 
 
 def start(lab: GpuCluster, *arguments: str, steps: int = 40, pace_s: float = 0.05) -> Job:
-    return lab.job(SOURCE, *arguments, steps=steps, pace_s=pace_s, options=PARKED)
+    return lab.job(SOURCE, *arguments, steps=steps, pace_s=pace_s)
 
 
 def uninterrupted(folder: Path, *arguments: str, steps: int = 40) -> str:

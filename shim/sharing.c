@@ -1,7 +1,7 @@
 /* Counts what a process shares on the GPU and what the driver's checkpoint refuses: managed memory, handles given to other
  * processes, handles taken from them. Preflight reads the counts.
  *
- * Invariant: every call and its result are CUDA's own. Nothing of CUDA is needed to load this library, and nothing is looked
+ * Invariant: every call and its result are CUDA's own, but for handles of memory that we back (memory/ipc.c). Nothing of CUDA is needed to load this library, and nothing is looked
  * up before the call. What goes through the runtime's private table of driver functions is not seen here; preflight
  * has the process's mappings for that.
  */
@@ -71,53 +71,80 @@ void *cuda_function(const char *name, const char *file, const void *caller)
 	return found;
 }
 
-/* CUDA makes no such handle of memory that we back. The program is told so by CUDA; whoever reads its log needs the way out. */
+/* Memory that we back and that CUDA has to share for us, which it does not: the program is told so by CUDA; whoever reads its log
+ * needs the way out. */
 static void warn_of(uint64_t address)
 {
 	static const char words[] = "snapshim: this job shares device memory between processes (cudaIpcGetMemHandle), which memory "
-				    "that can be parked does not allow; start it with `migrator run --device-memory driver`\n";
+				    "that can be parked does not allow here; start it with `migrator run --device-memory driver`\n";
 	static bool warned;
 	bool before = false;
 
 	if (memory_is_ours(address) && SWAP_IF(&warned, &before, true))
 		KERNEL(SYS_write, 2, words, sizeof(words) - 1);
 }
-#define warned_of(argument, address) (warn_of(address), argument)
 
-/* A call that is passed on and, where it succeeds, counted. */
-#define COUNTED(name, file, not_found, counter, change, parameters, arguments)                     \
+static bool get_ours(struct handle *handle, uint64_t address)
+{
+	if (memory_ipc_get(handle, address))
+		return true;
+	warn_of(address);
+	return false;
+}
+
+/* Makes the runtime's device current in the driver, as its own first call in this thread would. */
+static void enter_device(const void *caller)
+{
+	int (*free_nothing)(void *) = (int (*)(void *))cuda_function("cudaFree", CUDA_RUNTIME, caller);
+
+	if (free_nothing)
+		free_nothing(NULL);
+}
+
+/* A call that is `ours` or passed on and, where it then succeeds, counted. */
+#define COUNTED_UNLESS(ours, name, file, not_found, counter, change, parameters, arguments)        \
 	SNAPSHIM_EXPORT int name parameters;                                                       \
 	int name parameters                                                                        \
 	{                                                                                          \
-		int(*call) parameters = \
-			(int(*) parameters)cuda_function(#name, file, __builtin_return_address(0)); \
-		int status = call ? call arguments : not_found;                                    \
+		int(*call) parameters;                                                             \
+		int status = 0;                                                                    \
                                                                                                    \
+		if (ours)                                                                          \
+			return status;                                                             \
+		call = (int(*) parameters)cuda_function(#name, file, __builtin_return_address(0)); \
+		status = call ? call arguments : not_found;                                        \
 		if (status == 0)                                                                   \
 			__atomic_add_fetch(&snapshim_mailbox.counter, (uint64_t)(change), __ATOMIC_RELAXED); \
 		return status;                                                                     \
 	}
 #define COUNTED_RUNTIME(name, counter, change, parameters, arguments) \
-	COUNTED(name, CUDA_RUNTIME, RUNTIME_NOT_FOUND, counter, change, parameters, arguments)
+	COUNTED_UNLESS(false, name, CUDA_RUNTIME, RUNTIME_NOT_FOUND, counter, change, parameters, arguments)
 #define COUNTED_DRIVER(name, counter, change, parameters, arguments) \
-	COUNTED(name, CUDA_DRIVER, DRIVER_NOT_FOUND, counter, change, parameters, arguments)
+	COUNTED_UNLESS(false, name, CUDA_DRIVER, DRIVER_NOT_FOUND, counter, change, parameters, arguments)
+#define OURS_OR_RUNTIME(ours, name, counter, change, parameters, arguments) \
+	COUNTED_UNLESS(ours, name, CUDA_RUNTIME, RUNTIME_NOT_FOUND, counter, change, parameters, arguments)
+#define OURS_OR_DRIVER(ours, name, counter, change, parameters, arguments) \
+	COUNTED_UNLESS(ours, name, CUDA_DRIVER, DRIVER_NOT_FOUND, counter, change, parameters, arguments)
 
 COUNTED_RUNTIME(cudaMallocManaged, managed_allocations, 1, (void **memory, size_t bytes, unsigned int flags), (memory, bytes, flags))
-COUNTED_RUNTIME(cudaIpcGetMemHandle, ipc_exports, 1, (struct handle *handle, void *memory),
-		(handle, warned_of(memory, (uint64_t)memory)))
 COUNTED_RUNTIME(cudaIpcGetEventHandle, ipc_exports, 1, (struct handle *handle, void *event), (handle, event))
-COUNTED_RUNTIME(cudaIpcOpenMemHandle, ipc_imports, 1, (void **memory, struct handle handle, unsigned int flags), (memory, handle, flags))
-COUNTED_RUNTIME(cudaIpcCloseMemHandle, ipc_imports, -1, (void *memory), (memory))
 COUNTED_RUNTIME(cudaIpcOpenEventHandle, ipc_imports, 1, (void **event, struct handle handle), (event, handle))
+OURS_OR_RUNTIME(get_ours(handle, (uint64_t)memory), cudaIpcGetMemHandle, ipc_exports, 1, (struct handle *handle, void *memory),
+		(handle, memory))
+OURS_OR_RUNTIME((enter_device(__builtin_return_address(0)), memory_ipc_open((uint64_t *)memory, &handle, &status)),
+		cudaIpcOpenMemHandle, ipc_imports, 1, (void **memory, struct handle handle, unsigned int flags),
+		(memory, handle, flags))
+OURS_OR_RUNTIME(memory_ipc_close((uint64_t)memory, &status), cudaIpcCloseMemHandle, ipc_imports, -1, (void *memory), (memory))
 
 COUNTED_DRIVER(cuMemAllocManaged, managed_allocations, 1, (uint64_t *memory, size_t bytes, unsigned int flags), (memory, bytes, flags))
-COUNTED_DRIVER(cuIpcGetMemHandle, ipc_exports, 1, (struct handle *handle, uint64_t memory),
-	       (handle, warned_of(memory, memory)))
 COUNTED_DRIVER(cuIpcGetEventHandle, ipc_exports, 1, (struct handle *handle, void *event), (handle, event))
-COUNTED_DRIVER(cuIpcOpenMemHandle, ipc_imports, 1, (uint64_t *memory, struct handle handle, unsigned int flags), (memory, handle, flags))
-COUNTED_DRIVER(cuIpcOpenMemHandle_v2, ipc_imports, 1, (uint64_t *memory, struct handle handle, unsigned int flags), (memory, handle, flags))
-COUNTED_DRIVER(cuIpcCloseMemHandle, ipc_imports, -1, (uint64_t memory), (memory))
 COUNTED_DRIVER(cuIpcOpenEventHandle, ipc_imports, 1, (void **event, struct handle handle), (event, handle))
+OURS_OR_DRIVER(get_ours(handle, memory), cuIpcGetMemHandle, ipc_exports, 1, (struct handle *handle, uint64_t memory), (handle, memory))
+OURS_OR_DRIVER(memory_ipc_open(memory, &handle, &status), cuIpcOpenMemHandle, ipc_imports, 1,
+	       (uint64_t *memory, struct handle handle, unsigned int flags), (memory, handle, flags))
+OURS_OR_DRIVER(memory_ipc_open(memory, &handle, &status), cuIpcOpenMemHandle_v2, ipc_imports, 1,
+	       (uint64_t *memory, struct handle handle, unsigned int flags), (memory, handle, flags))
+OURS_OR_DRIVER(memory_ipc_close(memory, &status), cuIpcCloseMemHandle, ipc_imports, -1, (uint64_t memory), (memory))
 COUNTED_DRIVER(cuMemExportToShareableHandle, ipc_exports, 1, (void *handle, uint64_t memory, int kind, unsigned long long flags),
 	       (handle, memory_share(memory), kind, flags))
 COUNTED_DRIVER(cuMemImportFromShareableHandle, ipc_imports, 1, (uint64_t *memory, void *handle, int kind), (memory, handle, kind))

@@ -48,3 +48,25 @@ uint64_t memory_share(uint64_t handle)
 {
 	return handle;
 }
+
+bool memory_ipc_get(void *handle, uint64_t address)
+{
+	(void)handle;
+	(void)address;
+	return false;
+}
+
+bool memory_ipc_open(uint64_t *address, const void *handle, int *status)
+{
+	(void)address;
+	(void)handle;
+	(void)status;
+	return false;
+}
+
+bool memory_ipc_close(uint64_t address, int *status)
+{
+	(void)address;
+	(void)status;
+	return false;
+}

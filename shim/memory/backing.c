@@ -133,6 +133,7 @@ static bool give_back(const struct driver *cuda, struct block *block)
 	if (settle(cuda, block) == 0) {
 		physical_detach(block);
 		if (block->away) {
+			ipc_withdraw(block);
 			cuda->cuMemAddressFree(block->address, block->bytes);
 			return true;
 		}
@@ -183,6 +184,7 @@ int backing_drop_freed(struct block *block)
 	int answer = physical_detach(block);
 
 	if (block->away) {
+		ipc_withdraw(block);
 		driver()->cuMemAddressFree(block->address, block->bytes);
 		block_remove(block);
 		__atomic_sub_fetch(&freed_blocks, 1, __ATOMIC_RELAXED);

@@ -16,6 +16,7 @@ struct block {
 	uint64_t handle;   /* of its physical memory, where that is the block's own (physical == 0) */
 	uint64_t access;   /* the devices that may read and write it, by bit */
 	void *context;	   /* it was made in */
+	uint64_t exported; /* the number under which other processes get it, see desk.h; 0: they do not */
 	uint32_t physical; /* the number of what the program has created and mapped itself; 0: allocated by us */
 	int32_t device;
 	int32_t leaving; /* the thread that unmaps it just now */

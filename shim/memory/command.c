@@ -382,6 +382,7 @@ void memory_forget(void)
 	ready = false;
 	workers_forget();
 	peers_forget();
+	ipc_forget();
 	backing_forget();
 	contexts_forget();
 	blocks_forget();

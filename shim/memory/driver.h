@@ -13,6 +13,8 @@
 #define PINNED 1	      /* CU_MEM_ALLOCATION_TYPE_PINNED */
 #define READ_AND_WRITE 3      /* CU_MEM_ACCESS_FLAGS_PROT_READWRITE */
 #define MINIMUM_GRANULARITY 0 /* CU_MEM_ALLOC_GRANULARITY_MINIMUM */
+#define POSIX_DESCRIPTOR 1    /* CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR */
+#define DESCRIPTORS_SUPPORTED 103 /* CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED */
 #define RDMA_SUPPORTED 110    /* CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED */
 #define PORTABLE 1	      /* CU_MEMHOSTALLOC_PORTABLE */
 #define NON_BLOCKING 1	      /* CU_STREAM_NON_BLOCKING */
@@ -65,6 +67,8 @@ _Static_assert(sizeof(struct cuda_access) == 12, "the driver's layout");
 
 /* NULL where the driver lacks them. */
 #define DRIVER_USEFUL(X)                                                                           \
+	X(cuMemExportToShareableHandle, (void *, uint64_t, int, unsigned long long))               \
+	X(cuMemImportFromShareableHandle, (uint64_t *, void *, int))                               \
 	X(cuDeviceCanAccessPeer, (int *, int, int))                                                \
 	X(cuDevicePrimaryCtxGetState, (int, unsigned int *, int *))                                \
 	X(cuDevicePrimaryCtxRetain, (void **, int))                                                \

@@ -40,6 +40,10 @@ void peers_meet(int device, int owner); /* the first allocation on `device`, whe
 bool peers_unasked(int device, int owner); /* whether it may lack that access */
 void peers_forget(void);
 
+/* ipc.c: the block is freed, and nobody gets it any more. */
+void ipc_withdraw(struct block *block);
+void ipc_forget(void);
+
 /* contexts.c: between both calls a context ends: a device's primary one, or (device -1) this one. No copy is made in it after. */
 void context_ends(int device, const void *context);
 void context_has_ended(void);

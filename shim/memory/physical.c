@@ -4,12 +4,18 @@
 
 #include "../shim.h"
 
+static bool descriptors_refused; /* where memory that can be exported cannot be made, other memory can */
+
 struct cuda_property property_on(int device)
 {
 	struct cuda_property property = {.type = PINNED, .location = {ON_DEVICE, device}};
 	int supported = 0;
 
-	/* As cudaMalloc's memory is: registered by network cards, and by NCCL for them. */
+	/* As cudaMalloc's memory is: shared with other processes (ipc.c), registered by network cards, and by NCCL for them. */
+	if (!LOAD(&descriptors_refused) &&
+	    driver()->cuDeviceGetAttribute(&supported, DESCRIPTORS_SUPPORTED, device) == 0 && supported)
+		property.handle_types = POSIX_DESCRIPTOR;
+	supported = 0;
 	if (driver()->cuDeviceGetAttribute(&supported, RDMA_SUPPORTED, device) == 0 && supported)
 		property.rdma = 1;
 	return property;
@@ -30,12 +36,25 @@ static int allow(const struct block *block)
 	return status;
 }
 
+static int create(uint64_t *handle, const struct block *block, struct physical *created)
+{
+	struct cuda_property property = created ? created->property : property_on(block->device);
+	int status = driver()->cuMemCreate(handle, block->bytes, &property, created ? created->flags : 0);
+
+	if (status && status != CUDA_OUT_OF_MEMORY && !created && property.handle_types) {
+		property.handle_types = 0;
+		status = driver()->cuMemCreate(handle, block->bytes, &property, 0);
+		if (!status)
+			STORE(&descriptors_refused, true);
+	}
+	return status;
+}
+
 int physical_attach(struct block *block)
 {
 	struct physical *created = block->physical ? physical_numbered(block->physical) : NULL;
-	struct cuda_property property = created ? created->property : property_on(block->device);
 	uint64_t handle;
-	int status = driver()->cuMemCreate(&handle, block->bytes, &property, created ? created->flags : 0);
+	int status = create(&handle, block, created);
 
 	if (status)
 		return status;

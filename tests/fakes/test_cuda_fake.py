@@ -636,7 +636,8 @@ def test_the_asker_dies(node: GpuNode, start: Callable[..., DeviceJob]) -> None:
 def test_the_process_dies(node: GpuNode, start: Callable[..., DeviceJob]) -> None:
     job = start(node)
     node.fault("lock", "kill")
-    assert error(node, "lock", job.pid) == "OPERATING_SYSTEM"
+    # It dies while it is asked, or is gone when the answer is looked for.
+    assert error(node, "lock", job.pid) in ("OPERATING_SYSTEM", "NOT_INITIALIZED")
     assert job.popen.wait(60) == -signal.SIGKILL
     assert used(node) == [{}, {}]
 

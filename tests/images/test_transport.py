@@ -201,19 +201,21 @@ async def test_a_target_that_is_slow_holds_the_writer_back(
 
 
 class FlipsBits:
-    """Damages every n-th payload, or all of them for ever."""
+    """Damages every n-th payload, none of them twice; or all of them for ever."""
 
     def __init__(self, every: int) -> None:
         self.every = every
-        self.seen = 0
+        self.seen: set[bytes] = set()
         self.damaged = 0
 
     def __call__(self, message: bytes) -> bytes:
         if len(message) < PAGE_BYTES:  # a header
             return message
-        self.seen += 1
-        if self.seen % self.every:
-            return message
+        if self.every > 1:
+            again = message in self.seen
+            self.seen.add(message)
+            if again or len(self.seen) % self.every:
+                return message
         self.damaged += 1
         broken = bytearray(message)
         broken[len(broken) // 2] ^= 0x10

@@ -139,3 +139,9 @@ EXPORT CUresult cuIpcOpenMemHandle_v2(CUdeviceptr *address, CUipcMemHandle handl
 	(void)address, (void)handle, (void)flags;
 	CALL(result = CUDA_ERROR_NOT_SUPPORTED;);
 }
+
+EXPORT CUresult cuIpcCloseMemHandle(CUdeviceptr address)
+{
+	(void)address;
+	CALL(result = CUDA_ERROR_INVALID_VALUE;); /* none was opened */
+}

@@ -98,16 +98,12 @@ EXPORT CUresult cuMemGetAccess(unsigned long long *flags, const CUmemLocation *l
 EXPORT CUresult cuMemExportToShareableHandle(void *into, CUmemGenericAllocationHandle handle, int type,
 					     unsigned long long flags)
 {
-	CUmemAllocationProp prop;
-
-	(void)into, (void)flags;
-	CALL(result = physical_properties(&prop, handle);
+	CALL(result = (CUresult)fault_in_call("export");
 	     if (result == CUDA_SUCCESS)
-		     result = prop.requestedHandleTypes & type ? CUDA_ERROR_NOT_SUPPORTED : CUDA_ERROR_INVALID_VALUE;);
+		     result = into && !flags && type == HANDLE_FILE ? physical_export(into, handle) : CUDA_ERROR_INVALID_VALUE;);
 }
 
 EXPORT CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle *handle, void *from, int type)
 {
-	(void)handle, (void)from, (void)type;
-	CALL(result = CUDA_ERROR_NOT_SUPPORTED;);
+	CALL(result = handle && type == HANDLE_FILE ? physical_import(handle, (int)(intptr_t)from) : CUDA_ERROR_INVALID_VALUE;);
 }

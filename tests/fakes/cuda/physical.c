@@ -6,8 +6,11 @@
 #define _GNU_SOURCE
 #include "physical.h"
 
+#include <fcntl.h>
+#include <stdio.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 
 #include "memory.h"
 #include "table.h"
@@ -30,9 +33,11 @@ CUmemGenericAllocationHandle physical_handle(const struct physical *memory)
 	return (uint64_t)memory->generation << 16 | (uint64_t)(memory - physical + 1);
 }
 
-static bool make_home(struct physical *memory)
+/* `file`: of another process's memory, or -1. */
+static bool make_home(struct physical *memory, int file)
 {
-	void *home = mmap(NULL, memory->bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+	int flags = MAP_SHARED | MAP_NORESERVE | (file < 0 ? MAP_ANONYMOUS : 0);
+	void *home = mmap(NULL, memory->bytes, PROT_READ | PROT_WRITE, flags, file, 0);
 
 	if (home == MAP_FAILED)
 		return false;
@@ -50,20 +55,21 @@ CUresult physical_drop_if_unused(struct physical *memory)
 	return memory_account(0, 0);
 }
 
-CUresult physical_create(CUmemGenericAllocationHandle *handle, uint64_t bytes, const CUmemAllocationProp *prop)
+static CUresult add(CUmemGenericAllocationHandle *handle, struct physical fresh, int file)
 {
 	struct physical *memory;
 	CUresult result;
 
-	if (!handle || !bytes || !whole_grains(bytes))
-		return CUDA_ERROR_INVALID_VALUE;
 	memory_lock();
 	memory = FREE_PLACE(physical, physical_count, bytes, MAX_PHYSICAL);
-	result = memory ? memory_account(prop->location.id, bytes) : CUDA_ERROR_OUT_OF_MEMORY;
+	result = !memory	? CUDA_ERROR_OUT_OF_MEMORY :
+		 fresh.imported ? CUDA_SUCCESS :
+				  memory_account(fresh.prop.location.id, fresh.bytes);
 	if (result == CUDA_SUCCESS) {
-		*memory = (struct physical){
-			.bytes = bytes, .generation = memory->generation + 1, .references = 1, .prop = *prop};
-		if (make_home(memory)) {
+		fresh.generation = memory->generation + 1;
+		fresh.references = 1;
+		*memory = fresh;
+		if (make_home(memory, file)) {
 			*handle = physical_handle(memory);
 		} else {
 			memory->bytes = 0;
@@ -73,6 +79,45 @@ CUresult physical_create(CUmemGenericAllocationHandle *handle, uint64_t bytes, c
 	}
 	memory_unlock();
 	return result;
+}
+
+CUresult physical_create(CUmemGenericAllocationHandle *handle, uint64_t bytes, const CUmemAllocationProp *prop)
+{
+	if (!handle || !bytes || !whole_grains(bytes))
+		return CUDA_ERROR_INVALID_VALUE;
+	return add(handle, (struct physical){.bytes = bytes, .prop = *prop}, -1);
+}
+
+/* The kernel shows the pages of a mapping as a file, to root. */
+CUresult physical_export(int *file, CUmemGenericAllocationHandle handle)
+{
+	CUresult result = CUDA_ERROR_INVALID_VALUE;
+	struct physical *memory;
+	char path[64];
+
+	memory_lock();
+	memory = physical_of(handle);
+	if (memory && memory->prop.requestedHandleTypes & HANDLE_FILE) {
+		snprintf(path, sizeof path, "/proc/self/map_files/%lx-%lx", (long)memory->home, (long)memory->home + (long)memory->bytes);
+		*file = open(path, O_RDWR);
+		result = *file < 0 ? CUDA_ERROR_OPERATING_SYSTEM : CUDA_SUCCESS;
+	}
+	memory_unlock();
+	return result;
+}
+
+/* As if both processes saw one GPU. */
+CUresult physical_import(CUmemGenericAllocationHandle *handle, int file)
+{
+	struct physical fresh = {
+		.imported = true,
+		.prop = {.type = ALLOCATION_PINNED, .requestedHandleTypes = HANDLE_FILE, .location = {LOCATION_DEVICE, 0}}};
+	struct stat about;
+
+	if (fstat(file, &about) || !about.st_size || !whole_grains((uint64_t)about.st_size))
+		return CUDA_ERROR_INVALID_VALUE;
+	fresh.bytes = (uint64_t)about.st_size;
+	return add(handle, fresh, file);
 }
 
 CUresult physical_release(CUmemGenericAllocationHandle handle)
@@ -105,7 +150,7 @@ CUresult physical_properties(CUmemAllocationProp *prop, CUmemGenericAllocationHa
 void physical_add_held(uint64_t bytes[MAX_GPUS])
 {
 	for (int i = 0; i < physical_count; i++)
-		bytes[physical[i].prop.location.id] += physical[i].bytes;
+		bytes[physical[i].prop.location.id] += physical[i].imported ? 0 : physical[i].bytes;
 }
 
 bool physical_copy_to_host(void)
@@ -144,7 +189,7 @@ bool physical_to_devices(void)
 	for (int i = 0; i < physical_count; i++) {
 		if (!physical[i].host)
 			continue;
-		if (!make_home(&physical[i]))
+		if (!make_home(&physical[i], -1))
 			return false;
 		memcpy(physical[i].home, physical[i].host, physical[i].bytes);
 		munmap(physical[i].host, physical[i].bytes);

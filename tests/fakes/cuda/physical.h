@@ -14,6 +14,7 @@ struct physical {
 	uint32_t generation; /* of this place in the table, so that an old handle is no handle */
 	uint32_t references;
 	uint32_t mappings;
+	bool imported; /* another process accounts for it */
 	CUmemAllocationProp prop;
 	void *home; /* where its pages are; NULL while checkpointed */
 	void *host; /* while checkpointed: the contents */
@@ -22,6 +23,8 @@ struct physical {
 /* For a program's threads, between process_enter and process_leave; these take the lock. */
 CUresult physical_create(CUmemGenericAllocationHandle *handle, uint64_t bytes, const CUmemAllocationProp *prop);
 CUresult physical_release(CUmemGenericAllocationHandle handle);
+CUresult physical_export(int *file, CUmemGenericAllocationHandle handle);
+CUresult physical_import(CUmemGenericAllocationHandle *handle, int file);
 CUresult physical_properties(CUmemAllocationProp *prop, CUmemGenericAllocationHandle handle);
 
 /* For whoever holds the lock. */

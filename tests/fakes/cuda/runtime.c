@@ -58,7 +58,9 @@ enum cudaMemcpyKind { HOST_TO_HOST, HOST_TO_DEVICE, DEVICE_TO_HOST, DEVICE_TO_DE
 	X(cuStreamCreate, (CUstream *, unsigned int))                                \
 	X(cuStreamDestroy, (CUstream))                                               \
 	X(cuStreamSynchronize, (CUstream))                                           \
-	X(cuIpcGetMemHandle, (CUipcMemHandle *, CUdeviceptr))
+	X(cuIpcGetMemHandle, (CUipcMemHandle *, CUdeviceptr)) \
+	X(cuIpcOpenMemHandle_v2, (CUdeviceptr *, CUipcMemHandle, unsigned int)) \
+	X(cuIpcCloseMemHandle, (CUdeviceptr))
 
 #define AS_POINTER(name, arguments) CUresult(*name) arguments;
 static struct {
@@ -389,6 +391,16 @@ EXPORT cudaError_t cudaMemsetAsync(void *address, int value, size_t bytes, cudaS
 EXPORT cudaError_t cudaIpcGetMemHandle(CUipcMemHandle *handle, void *address)
 {
 	WITH_CONTEXT(driver.cuIpcGetMemHandle(handle, (CUdeviceptr)address));
+}
+
+EXPORT cudaError_t cudaIpcOpenMemHandle(void **address, CUipcMemHandle handle, unsigned int flags)
+{
+	WITH_CONTEXT(driver.cuIpcOpenMemHandle_v2((CUdeviceptr *)address, handle, flags));
+}
+
+EXPORT cudaError_t cudaIpcCloseMemHandle(void *address)
+{
+	WITH_CONTEXT(driver.cuIpcCloseMemHandle((CUdeviceptr)address));
 }
 
 /* ---------------------------------------------------------------- streams, and the way to the driver */

@@ -117,13 +117,6 @@ def test_a_reset_frees_it(start_job: Start, room: Room) -> None:
     assert job.state().blocks > 0
 
 
-def test_sharing_between_processes_is_explained_once(start_job: Start) -> None:
-    job = start_job("grow 1")
-    assert job.do("share") == job.do("share")
-    _, errors, _ = job.finish()
-    assert errors.count("migrator run --device-memory driver") == 1
-
-
 def test_a_forked_child_has_none(start_job: Start) -> None:
     job = start_job("grow 1")
     job.ready()

@@ -23,7 +23,11 @@ enum { TO_DEVICE = 1, TO_HOST = 2 };
 extern int cudaMalloc(void **, size_t), cudaFree(void *), cudaMemcpy(void *, const void *, size_t, int);
 extern int cudaGetLastError(void), cudaSetDevice(int), cudaDeviceReset(void), cudaMemGetInfo(size_t *, size_t *);
 extern int cudaDeviceEnablePeerAccess(int, unsigned int), cudaDeviceDisablePeerAccess(int);
-extern int cudaIpcGetMemHandle(void *, void *);
+struct shared {
+	unsigned char bytes[64];
+};
+extern int cudaIpcGetMemHandle(struct shared *, void *), cudaIpcOpenMemHandle(void **, struct shared, unsigned int);
+extern int cudaIpcCloseMemHandle(void *);
 extern int cudaGetDriverEntryPointByVersion(const char *, void **, unsigned int, unsigned long long, int *);
 extern int cuMemAlloc_v2(uint64_t *, size_t), cuMemFree_v2(uint64_t);
 
@@ -323,6 +327,49 @@ static void *sleep_on(void *nothing)
 	return nothing;
 }
 
+/* Answers with the handle, or with what went wrong. */
+static void share(int place)
+{
+	struct shared handle;
+	int status = cudaIpcGetMemHandle(&handle, blocks[place].address);
+
+	if (status)
+		printf("error-%d ", status);
+	for (size_t i = 0; !status && i < sizeof(handle.bytes); i++)
+		printf("%02x", handle.bytes[i]);
+	printf(" ");
+}
+
+static void *opened;
+
+static void open_shared(const char *text)
+{
+	struct shared handle;
+	int status;
+
+	for (size_t i = 0; i < sizeof(handle.bytes); i++)
+		must(sscanf(text + 2 * i, "%2hhx", &handle.bytes[i]) != 1, "a handle");
+	status = cudaIpcOpenMemHandle(&opened, handle, 1);
+	if (status)
+		printf("error-%d ", status);
+	else
+		printf("%p ", opened);
+}
+
+/* The first word of what was opened. */
+static void peek(void)
+{
+	uint64_t word;
+
+	must(cudaMemcpy(&word, opened, sizeof(word), TO_HOST), "cudaMemcpy");
+	printf("%llu ", (unsigned long long)word);
+}
+
+static void poke(uint64_t word)
+{
+	must(cudaMemcpy(opened, &word, sizeof(word), TO_DEVICE), "cudaMemcpy");
+}
+
 int main(void)
 {
 	pthread_t idle, thread[4];
@@ -334,7 +381,6 @@ int main(void)
 		char *word = strtok(line, " \n"), *more = strtok(NULL, "\n");
 		int number = more ? atoi(more) : 0;
 		size_t room, total;
-		char handle[64];
 		void *address;
 
 		if (strcmp(word, "grow") == 0)
@@ -400,7 +446,15 @@ int main(void)
 		} else if (strcmp(word, "alone") == 0)
 			must(cudaDeviceDisablePeerAccess(1), "cudaDeviceDisablePeerAccess");
 		else if (strcmp(word, "share") == 0)
-			printf("%d ", cudaIpcGetMemHandle(handle, blocks[0].address));
+			share(number);
+		else if (strcmp(word, "open") == 0)
+			open_shared(more);
+		else if (strcmp(word, "peek") == 0)
+			peek();
+		else if (strcmp(word, "poke") == 0)
+			poke((uint64_t)number);
+		else if (strcmp(word, "shut") == 0)
+			printf("%d ", cudaIpcCloseMemHandle(opened));
 		else if (strcmp(word, "fork") == 0) {
 			pid_t child = fork();
 

@@ -1,0 +1,57 @@
+"""Two processes that share tensors on a GPU, as torch.multiprocessing does it (CUDA IPC).
+
+Says what each has found in the other's memory, then `READY`, and ends when the file --until is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.multiprocessing as multiprocessing
+
+ELEMENTS = 4 << 20
+
+
+def other(inbox: Any, outbox: Any) -> None:
+    given = inbox.get()
+    outbox.put(("the child finds", int(given.sum().item())))
+    given.add_(1)
+    torch.cuda.synchronize()
+    own = torch.full((ELEMENTS,), 5, dtype=torch.int32, device="cuda")
+    outbox.put(own)
+    inbox.get()
+    outbox.put(("the child finds in its own", int(own.sum().item())))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--until", type=Path, required=True)
+    options = parser.parse_args()
+    context = multiprocessing.get_context("spawn")
+    inbox, outbox = context.Queue(), context.Queue()
+    child = context.Process(target=other, args=(inbox, outbox))
+    child.start()
+    mine = torch.arange(ELEMENTS, dtype=torch.int32, device="cuda") % 7
+    inbox.put(mine)
+    print(*outbox.get(), flush=True)
+    theirs = outbox.get()
+    print("the parent finds in its own", int(mine.sum().item()), flush=True)
+    print("the parent finds", int(theirs.sum().item()), flush=True)
+    theirs.mul_(3)
+    torch.cuda.synchronize()
+    print("READY", flush=True)
+    while not options.until.exists():
+        time.sleep(0.05)
+    inbox.put(None)
+    print(*outbox.get(), flush=True)
+    del theirs
+    child.join()
+    print("DONE", child.exitcode, flush=True)
+
+
+if __name__ == "__main__":
+    main()

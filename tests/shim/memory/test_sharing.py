@@ -1,0 +1,183 @@
+"""Memory that is backed, shared between processes with CUDA IPC: CUDA makes no handle of it, so the library does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import struct
+from pathlib import Path
+
+import pytest
+
+from tests.fakes.cuda_fake import GpuNode
+from tests.shim.jobs import until
+from tests.shim.memory.conftest import Room, Start
+from tests.shim.memory.jobs import MIB, DeviceJob
+
+#: A program's first block has the number 1, and its first word is that and its place, 0.
+FIRST_WORD = str(1 << 32)
+OWN_HANDLE, GONE = "error-201", "error-205"
+
+
+def _said(job: DeviceJob, line: str) -> str:
+    """What it says to a line that it answers with a word and `done`."""
+    return job.do(line).removesuffix("done").strip()
+
+
+def _shared(job: DeviceJob) -> tuple[int, int]:
+    state = job.mailbox().state()
+    return state.exports, state.imports
+
+
+def _desks(job: DeviceJob) -> list[str]:
+    tasks = Path(f"/proc/{job.pid}/task")
+    return [task.name for task in tasks.iterdir() if (task / "comm").read_text() == "snapshim-desk\n"]
+
+
+def _is_shut(job: DeviceJob) -> None:
+    until(lambda: not _desks(job), "nobody sits at its desk")
+    assert job.leftovers() == []
+
+
+def test_another_process_sees_the_same_memory(start_job: Start) -> None:
+    owner, guest = start_job("fill 4"), start_job("fill 2")
+    handle = _said(owner, "share 0")
+    assert len(handle) == 128
+    assert _said(owner, "share 0") == handle  # who gets it twice knows it again
+    assert _shared(owner) == (1, 0)
+    assert _said(guest, f"open {handle}").startswith("0x")
+    assert _said(guest, "peek") == FIRST_WORD
+    assert _shared(guest) == (0, 1)
+    assert guest.do("poke 77") == "done"
+    assert owner.do("check") == "1 of 1 differ"
+    assert guest.do("check") == "same"
+
+
+def test_opened_twice_it_is_at_one_address_until_it_was_closed_twice(start_job: Start) -> None:
+    owner, guest = start_job("fill 4"), start_job()
+    handle = _said(owner, "share 0")
+    assert _said(guest, f"open {handle}") == _said(guest, f"open {handle}")
+    assert _shared(guest) == (0, 2)
+    assert _said(guest, "shut") == "0"
+    assert _said(guest, "peek") == FIRST_WORD
+    assert _said(guest, "shut") == "0"
+    assert _shared(guest) == (0, 0)
+    assert _said(guest, "shut") != "0"  # CUDA's own answer: it knows of none
+    assert owner.do("check") == "same"
+
+
+def test_what_is_freed_is_shared_no_more_and_leaves_nothing(start_job: Start, room: Room) -> None:
+    owner, guest = start_job("fill 4"), start_job()
+    before = room()
+    assert owner.do("fill 8") == "done"
+    handles = [_said(owner, f"share {place}") for place in (0, 1)]
+    assert len(set(handles)) == 2
+    assert len(_desks(owner)) == 1
+    assert owner.do("shrink") == "done"
+    assert _shared(owner) == (0, 0)
+    _is_shut(owner)
+    assert room() >= before
+    for handle in handles:
+        assert _said(guest, f"open {handle}") == GONE
+    assert owner.do("fill 4") == "done"  # and it begins again
+    assert _said(guest, f"open {_said(owner, 'share 0')}").startswith("0x")
+
+
+def test_a_process_does_not_open_its_own(start_job: Start) -> None:
+    owner = start_job("fill 4")
+    assert _said(owner, f"open {_said(owner, 'share 0')}") == OWN_HANDLE
+
+
+def test_an_owner_that_is_gone(start_job: Start) -> None:
+    owner, guest = start_job("fill 4"), start_job()
+    handle = _said(owner, "share 0")
+    os.kill(owner.pid, signal.SIGKILL)
+    owner.popen.wait()
+    assert _said(guest, f"open {handle}") == GONE
+    assert _shared(guest) == (0, 0)
+
+
+def test_a_child_has_neither_the_memory_nor_the_desk(start_job: Start) -> None:
+    owner, guest = start_job("fill 4"), start_job()
+    handle = _said(owner, "share 0")
+    child = int(owner.do("fork").split()[0])
+    try:
+        until(lambda: len(os.listdir(f"/proc/{child}/task")) > 1, "it has begun")
+        links = [os.readlink(link) for link in Path(f"/proc/{child}/fd").iterdir()]
+        assert not [link for link in links if "socket" in link or "zero" in link]
+        os.kill(owner.pid, signal.SIGKILL)
+        owner.popen.wait()
+        assert _said(guest, f"open {handle}") == GONE  # at once: no child of its keeps the desk open
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def test_shared_memory_is_not_parked(start_job: Start) -> None:
+    owner, guest = start_job("fill 4", "fill 8"), start_job()
+    handle = _said(owner, "share 0")
+    assert owner.state().bytes == 8 * MIB
+    assert owner.park() == 8 * MIB
+    assert _said(guest, f"open {handle}").startswith("0x")  # its desk is open while its threads are parked
+    assert _said(guest, "peek") == FIRST_WORD
+    owner.come_back()
+
+
+def test_strangers_get_nothing_at_the_desk(start_job: Start) -> None:
+    owner = start_job("fill 4")
+    handle = bytes.fromhex(_said(owner, "share 0"))
+    desk, number = struct.unpack_from("<QQ", handle, 16)
+    name = f"\0snapshim-{desk:016x}"
+
+    def asked(words: bytes) -> int:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+            connection.settimeout(20)
+            connection.connect(name)
+            try:
+                connection.sendall(words)
+                _, files, _, _ = socket.recv_fds(connection, 8, 4)
+            except (ConnectionResetError, BrokenPipeError):  # closed unheard
+                return 0
+            for file in files:
+                os.close(file)
+            return len(files)
+
+    assert asked(struct.pack("<Q", number)) == 1
+    assert asked(struct.pack("<Q", number + 1)) == 0
+    assert asked(struct.pack("<Q", 0)) == 0
+    assert asked(b"x") == 0
+    child = os.fork()
+    if child == 0:
+        os.setresuid(65534, 65534, 65534)
+        try:
+            os._exit(10 + asked(struct.pack("<Q", number)))
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 10
+
+
+def test_handles_that_are_not_ours_are_cudas(start_job: Start) -> None:
+    owner, guest = start_job("fill 4", device_memory="driver"), start_job()
+    assert _said(guest, f"open {_said(owner, 'share 0')}") == "error-801"  # the stand-in's own answer
+
+
+def test_where_nothing_can_be_exported_the_way_out_is_told_once(start_job: Start, node: GpuNode) -> None:
+    job = start_job("fill 4")
+    node.fault("export", "fail:CUDA_ERROR_NOT_SUPPORTED", once=False)
+    assert _said(job, "share 0") == _said(job, "share 0") == "error-1"
+    assert _shared(job) == (0, 0)
+    _is_shut(job)
+    _, errors, _ = job.finish()
+    assert errors.count("migrator run --device-memory driver") == 1
+
+
+@pytest.mark.parametrize("word", ["fill 4", "segments"])
+def test_memory_is_backed_where_none_can_be_made_for_export(start_job: Start, node: GpuNode, word: str) -> None:
+    job = start_job()
+    node.fault("create", "fail:CUDA_ERROR_NOT_SUPPORTED")
+    assert job.do("fill 4") == "done"
+    assert job.do(word) == "done"
+    assert job.state().bytes >= 8 * MIB
+    assert _said(job, "share 0") == "error-1"
+    assert job.park() == job.state().bytes
+    job.come_back()
