@@ -97,7 +97,7 @@ int prepare(struct worker *worker)
 	return 0;
 }
 
-/* While the job runs: a copy into pages that are mapped goes past the cache, and is a third faster than a write to the file.
+/* While the job runs: a copy into pages that are mapped can go past the cache, and is faster than a write to the file.
  * Beyond what can be mapped, the file is written. */
 int map_stripe(struct worker *worker)
 {

@@ -7,7 +7,6 @@
 #include "stripes.h"
 
 #include <errno.h>
-#include <string.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 
@@ -84,7 +83,7 @@ static int store(struct worker *worker, char *slot, uint64_t bytes, uint64_t at)
 {
 	if (at + bytes > worker->mapped_bytes)
 		return transfer(worker, SYS_pwrite64, slot, bytes, at);
-	memcpy(worker->mapped + at, slot, bytes);
+	copy_past_cache(worker->mapped + at, slot, bytes);
 	return 0;
 }
 

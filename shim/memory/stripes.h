@@ -30,6 +30,8 @@ int leave_devices(struct worker *worker); /* one worker's */
 int enter(struct worker *worker, int device); /* makes its context current */
 /* rehearsal.c */
 int rehearse(struct worker *worker); /* one worker's */
+/* past_cache.c */
+void copy_past_cache(char *to, const char *from, uint64_t bytes);
 /* stripes.c */
 int drop_freed(struct worker *worker); /* one worker's */
 uint64_t stripe_bytes(unsigned int stripe); /* what copy_out would put there */

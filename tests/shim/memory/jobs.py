@@ -21,8 +21,8 @@ MIB = 1 << 20
 OPEN, READY, PARK, FILL, DROP = 32, 33, 34, 35, 36
 STRIPES = 3
 Block = tuple[int, int, int]
-#: Not a part of any block's size, so that last chunks are shorter.
-SLOT_BYTES = MIB + 8 * 4096
+#: Not a part of any block's size, so that last chunks are shorter; and not made of groups of four pages, as copies are.
+SLOT_BYTES = MIB + 9 * 4096
 
 
 class Refused(Exception):

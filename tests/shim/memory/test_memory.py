@@ -38,14 +38,20 @@ def _concatenation(stripes: Sequence[bytes], blocks: Sequence[Block]) -> bytes:
     return bytes(whole)
 
 
-def test_content_leaves_and_comes_back(start_job: Start, room: Room) -> None:
+@pytest.mark.parametrize("mapped", [False, True], ids=["written", "mapped"])
+def test_content_leaves_and_comes_back(start_job: Start, room: Room, mapped: bool) -> None:
     before = room()
     job = start_job("grow 4")
     blocks = [block for block in job.blocks() if block[1] >= MIB]
     backed = _backed(blocks)
     assert (job.state().bytes, job.state().blocks) == (backed, len(blocks))
     taken = before - room()
-    assert job.ready() == backed
+    flags = os.O_RDWR | os.O_CREAT
+    if mapped:  # files with room in them are copied to through mappings
+        for path in job.paths:
+            with path.open("wb") as file:
+                file.truncate(backed)
+    assert job.ready(flags) == backed
     job.park_threads()
     assert job.ask(PARK)[0] == backed
     job.is_settled(out=True)
