@@ -1,9 +1,9 @@
 /* Counts what a process shares on the GPU and what the driver's checkpoint refuses: managed memory, handles given to other
  * processes, handles taken from them. Preflight reads the counts.
  *
- * Invariant: every call and its result are CUDA's own, but for handles of memory that we back (memory/ipc.c). Nothing of CUDA is needed to load this library, and nothing is looked
- * up before the call. What goes through the runtime's private table of driver functions is not seen here; preflight
- * has the process's mappings for that.
+ * Invariant: every call and its result are CUDA's own, but for handles of memory that we back (memory/ipc.c). Nothing of CUDA is
+ * needed to load this library, and nothing is looked up before the call. What goes through the runtime's private table of
+ * driver functions is not seen here; preflight has the process's mappings for that.
  */
 #define _GNU_SOURCE
 #include "shim.h"
@@ -92,15 +92,6 @@ static bool get_ours(struct handle *handle, uint64_t address)
 	return false;
 }
 
-/* Makes the runtime's device current in the driver, as its own first call in this thread would. */
-static void enter_device(const void *caller)
-{
-	int (*free_nothing)(void *) = (int (*)(void *))cuda_function("cudaFree", CUDA_RUNTIME, caller);
-
-	if (free_nothing)
-		free_nothing(NULL);
-}
-
 /* A call that is `ours` or passed on and, where it then succeeds, counted. */
 #define COUNTED_UNLESS(ours, name, file, not_found, counter, change, parameters, arguments)        \
 	SNAPSHIM_EXPORT int name parameters;                                                       \
@@ -131,8 +122,7 @@ COUNTED_RUNTIME(cudaIpcGetEventHandle, ipc_exports, 1, (struct handle *handle, v
 COUNTED_RUNTIME(cudaIpcOpenEventHandle, ipc_imports, 1, (void **event, struct handle handle), (event, handle))
 OURS_OR_RUNTIME(get_ours(handle, (uint64_t)memory), cudaIpcGetMemHandle, ipc_exports, 1, (struct handle *handle, void *memory),
 		(handle, memory))
-OURS_OR_RUNTIME((enter_device(__builtin_return_address(0)), memory_ipc_open((uint64_t *)memory, &handle, &status)),
-		cudaIpcOpenMemHandle, ipc_imports, 1, (void **memory, struct handle handle, unsigned int flags),
+OURS_OR_RUNTIME(memory_ipc_open((uint64_t *)memory, &handle, __builtin_return_address(0), &status), cudaIpcOpenMemHandle, ipc_imports, 1, (void **memory, struct handle handle, unsigned int flags),
 		(memory, handle, flags))
 OURS_OR_RUNTIME(memory_ipc_close((uint64_t)memory, &status), cudaIpcCloseMemHandle, ipc_imports, -1, (void *memory), (memory))
 
@@ -140,9 +130,9 @@ COUNTED_DRIVER(cuMemAllocManaged, managed_allocations, 1, (uint64_t *memory, siz
 COUNTED_DRIVER(cuIpcGetEventHandle, ipc_exports, 1, (struct handle *handle, void *event), (handle, event))
 COUNTED_DRIVER(cuIpcOpenEventHandle, ipc_imports, 1, (void **event, struct handle handle), (event, handle))
 OURS_OR_DRIVER(get_ours(handle, memory), cuIpcGetMemHandle, ipc_exports, 1, (struct handle *handle, uint64_t memory), (handle, memory))
-OURS_OR_DRIVER(memory_ipc_open(memory, &handle, &status), cuIpcOpenMemHandle, ipc_imports, 1,
+OURS_OR_DRIVER(memory_ipc_open(memory, &handle, NULL, &status), cuIpcOpenMemHandle, ipc_imports, 1,
 	       (uint64_t *memory, struct handle handle, unsigned int flags), (memory, handle, flags))
-OURS_OR_DRIVER(memory_ipc_open(memory, &handle, &status), cuIpcOpenMemHandle_v2, ipc_imports, 1,
+OURS_OR_DRIVER(memory_ipc_open(memory, &handle, NULL, &status), cuIpcOpenMemHandle_v2, ipc_imports, 1,
 	       (uint64_t *memory, struct handle handle, unsigned int flags), (memory, handle, flags))
 OURS_OR_DRIVER(memory_ipc_close(memory, &status), cuIpcCloseMemHandle, ipc_imports, -1, (uint64_t memory), (memory))
 COUNTED_DRIVER(cuMemExportToShareableHandle, ipc_exports, 1, (void *handle, uint64_t memory, int kind, unsigned long long flags),

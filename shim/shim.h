@@ -133,7 +133,7 @@ bool memory_has_thread(int tid); /* one of ours that copies */
 bool memory_is_ours(uint64_t address);
 /* CUDA IPC of memory that we back, with handles of our own; the mailbox's counts follow. False: CUDA has to answer. */
 bool memory_ipc_get(void *handle, uint64_t address);
-bool memory_ipc_open(uint64_t *address, const void *handle, int *status); /* in the context that is current */
+bool memory_ipc_open(uint64_t *address, const void *handle, const void *caller, int *status); /* of the runtime's call, or NULL */
 bool memory_ipc_close(uint64_t address, int *status);
 uint64_t memory_share(uint64_t handle); /* the driver's own for it, which others will know; it is not parked any more */
 

@@ -1,7 +1,7 @@
 /* In the place of memory/ in the library that backs no device memory: everything is the driver's.
  *
- * That library exports none of the allocating calls, so that a job which did not ask for memory that can be parked runs as if
- * there were no such thing. */
+ * That library exports none of the allocating calls, so that a job which asked for it runs as if there were no memory that can be
+ * parked. */
 #include "shim.h"
 
 #include <errno.h>
@@ -56,10 +56,11 @@ bool memory_ipc_get(void *handle, uint64_t address)
 	return false;
 }
 
-bool memory_ipc_open(uint64_t *address, const void *handle, int *status)
+bool memory_ipc_open(uint64_t *address, const void *handle, const void *caller, int *status)
 {
 	(void)address;
 	(void)handle;
+	(void)caller;
 	(void)status;
 	return false;
 }

@@ -1,8 +1,7 @@
 /* Backs large allocations with memory whose physical part can be taken away and given back at the same address.
  *
  * Invariant: whatever goes wrong here, the real function is called with the same arguments and its answer is the program's,
- * so the runtime's last error is what it would have been. What the real function allocated, it frees. Only a launcher that
- * asks for it gets any of this: it preloads the library that has these files.
+ * so the runtime's last error is what it would have been. What the real function allocated, it frees.
  */
 #define _GNU_SOURCE
 #include "lookup.h"

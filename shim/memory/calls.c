@@ -4,8 +4,7 @@
 #include "lookup.h"
 #include "memory.h"
 
-/* Makes the runtime's device current in the driver, as its own first call in this thread would. */
-static bool enter_device(const void *caller)
+bool enter_runtime_device(const void *caller)
 {
 	int (*get_device)(int *) = REAL_FOR(cudaGetDevice, CUDA_RUNTIME, (int *), caller);
 	int (*free_nothing)(void *) = REAL_FOR(cudaFree, CUDA_RUNTIME, (void *), caller);
@@ -25,7 +24,7 @@ int cudaMalloc(void **memory, size_t bytes)
 
 	if (!real)
 		return RUNTIME_NOT_FOUND;
-	if (backing_takes(bytes) && backing_serves(__builtin_return_address(0)) && enter_device(__builtin_return_address(0)) &&
+	if (backing_takes(bytes) && backing_serves(__builtin_return_address(0)) && enter_runtime_device(__builtin_return_address(0)) &&
 	    backing_allocate((uint64_t *)memory, bytes))
 		return 0;
 	return PASS_ON(real(memory, bytes));

@@ -8,6 +8,7 @@
 #include "desk.h"
 
 #include <errno.h>
+#include <poll.h>
 #include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -22,13 +23,22 @@
 #include "../shim.h"
 
 #define NOTHING (-1)
-#define WAITING 64 /* who may wait at the desk at once; more wait before it */
-#define ANSWER_S 10
+#define WAITING 64  /* who may wait at the desk at once; more wait before it */
+#define QUESTION_MS 1000 /* at the desk, where others wait behind whoever is slow */
+#define ANSWER_S 30
+#define LINGER_MS 500
 #define BREATH_US 10000
+
+/* A job may close descriptors that it does not know, and get others of its own under their numbers. */
+struct identity {
+	dev_t device;
+	ino_t inode; /* 0: it is closed */
+};
 
 struct offer {
 	uint64_t number; /* 0: to be used again */
 	int descriptor;
+	struct identity identity;
 	struct offer *next;
 };
 
@@ -43,6 +53,26 @@ static uint64_t last_number;
 static unsigned int offered;
 static uint64_t open_number; /* 0: closed */
 static int open_socket = NOTHING;
+static struct identity open_identity;
+
+static struct identity identity_of(int descriptor)
+{
+	struct identity identity = {0};
+	struct stat about;
+
+	if (fstat(descriptor, &about) == 0) {
+		identity.device = about.st_dev;
+		identity.inode = about.st_ino;
+	}
+	return identity;
+}
+
+static bool is_still(int descriptor, struct identity identity)
+{
+	struct identity now = identity_of(descriptor);
+
+	return identity.inode && now.inode == identity.inode && now.device == identity.device;
+}
 
 static struct name name_of(uint64_t desk)
 {
@@ -76,7 +106,7 @@ static void send_descriptor(int connection, uint64_t number)
 
 	pthread_mutex_lock(&mutex);
 	for (struct offer *offer = offers; offer; offer = offer->next)
-		if (offer->number == number) {
+		if (offer->number == number && is_still(offer->descriptor, offer->identity)) {
 			memcpy(CMSG_DATA(&control.head), &offer->descriptor, sizeof(int));
 			sendmsg(connection, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
 			break;
@@ -87,53 +117,58 @@ static void send_descriptor(int connection, uint64_t number)
 static void serve(int connection)
 {
 	struct ucred asker;
+	struct pollfd question = {.fd = connection, .events = POLLIN};
 	socklen_t bytes = sizeof(asker);
 	uint64_t number;
 
-	set_limits(connection);
 	if (getsockopt(connection, SOL_SOCKET, SO_PEERCRED, &asker, &bytes) == 0 && (asker.uid == geteuid() || asker.uid == 0) &&
-	    recv(connection, &number, sizeof(number), 0) == sizeof(number) && number)
+	    poll(&question, 1, QUESTION_MS) > 0 && recv(connection, &number, sizeof(number), 0) == sizeof(number) && number)
 		send_descriptor(connection, number);
 }
 
-/* A job may close descriptors that it does not know, and get one of its own under the number. */
-static ino_t inode_of(int descriptor)
+/* Under the lock: whether there is nothing to do here any more. It can also happen that the job has closed the socket. */
+static bool desk_is_done(int desk, struct identity identity)
 {
-	struct stat about;
-
-	return fstat(descriptor, &about) == 0 && S_ISSOCK(about.st_mode) ? about.st_ino : 0;
+	if (offered && is_still(desk, identity))
+		return false;
+	open_number = 0;
+	if (is_still(desk, identity))
+		close(desk);
+	return true;
 }
 
-static void *keep_the_desk(void *given)
+/* Not closed with the last offer: the next often follows at once. */
+static void *keep_the_desk(void *nothing)
 {
-	int desk = (int)(intptr_t)given;
-	ino_t inode = inode_of(desk);
+	struct identity identity;
+	bool done = false;
+	int desk;
 
 	prctl(PR_SET_NAME, "snapshim-desk");
-	while (inode && inode_of(desk) == inode) {
-		int connection = accept4(desk, NULL, NULL, SOCK_CLOEXEC);
+	pthread_mutex_lock(&mutex);
+	identity = open_identity;
+	desk = open_socket;
+	pthread_mutex_unlock(&mutex);
+	while (!done) {
+		struct pollfd wait = {.fd = desk, .events = POLLIN};
+		bool asked = poll(&wait, 1, LINGER_MS) > 0 && wait.revents & POLLIN && is_still(desk, identity);
+		int connection = asked ? accept4(desk, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK) : -1;
 
 		if (connection >= 0) {
 			serve(connection);
 			close(connection);
-		} else if (errno == EINVAL || errno == EBADF || errno == ENOTSOCK) {
-			break; /* closed */
-		} else if (errno != EINTR && errno != ECONNABORTED) {
-			pause_us(BREATH_US); /* no descriptors left: they come back */
+		} else {
+			if (asked || wait.revents)
+				pause_us(BREATH_US); /* no descriptors left, or nothing that can be waited for */
+			pthread_mutex_lock(&mutex);
+			done = desk_is_done(desk, identity);
+			pthread_mutex_unlock(&mutex);
 		}
 	}
-	pthread_mutex_lock(&mutex);
-	if (open_socket == desk) { /* nobody has closed it, but it cannot be reached any more */
-		open_socket = NOTHING;
-		open_number = 0;
-	}
-	if (inode && inode_of(desk) == inode)
-		close(desk);
-	pthread_mutex_unlock(&mutex);
-	return NULL;
+	return nothing;
 }
 
-static bool start_thread(int desk)
+static bool start_thread(void)
 {
 	pthread_attr_t attributes;
 	pthread_t thread;
@@ -141,42 +176,65 @@ static bool start_thread(int desk)
 
 	pthread_attr_init(&attributes);
 	pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
-	started = create_exempt_thread(&thread, &attributes, keep_the_desk, (void *)(intptr_t)desk) == 0;
+	started = create_exempt_thread(&thread, &attributes, keep_the_desk, NULL) == 0;
 	pthread_attr_destroy(&attributes);
 	return started;
 }
 
-uint64_t desk_open(void)
+/* Under the lock. */
+static bool open_desk(void)
 {
 	uint64_t number = 0;
 	struct name name;
 	int desk;
 
+	if (open_number)
+		return true;
+	if (KERNEL(SYS_getrandom, &number, sizeof(number), 0) != sizeof(number) || !number)
+		return false;
+	name = name_of(number);
+	desk = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+	if (desk < 0)
+		return false;
+	open_socket = desk;
+	open_identity = identity_of(desk);
+	if (bind(desk, (struct sockaddr *)&name.address, name.bytes) == 0 && listen(desk, WAITING) == 0 && start_thread())
+		STORE(&open_number, number);
+	else
+		close(desk);
+	return open_number != 0;
+}
+
+uint64_t desk_open(void)
+{
+	uint64_t number;
+
 	pthread_mutex_lock(&mutex);
-	if (!open_number && KERNEL(SYS_getrandom, &number, sizeof(number), 0) == sizeof(number) && number) {
-		name = name_of(number);
-		desk = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
-		if (desk >= 0 && bind(desk, (struct sockaddr *)&name.address, name.bytes) == 0 && listen(desk, WAITING) == 0 &&
-		    start_thread(desk)) {
-			open_socket = desk;
-			open_number = number;
-		} else if (desk >= 0) {
-			close(desk);
-		}
-	}
-	number = open_number;
+	number = open_desk() ? open_number : 0;
 	pthread_mutex_unlock(&mutex);
 	return number;
 }
 
 uint64_t desk_number(void)
 {
-	uint64_t number;
+	return LOAD(&open_number);
+}
 
-	pthread_mutex_lock(&mutex);
-	number = open_number;
-	pthread_mutex_unlock(&mutex);
-	return number;
+/* Under the lock. */
+static struct offer *free_offer(void)
+{
+	struct offer *offer = offers;
+
+	while (offer && offer->number)
+		offer = offer->next;
+	if (offer)
+		return offer;
+	offer = calloc(1, sizeof(*offer));
+	if (offer) {
+		offer->next = offers;
+		STORE(&offers, offer);
+	}
+	return offer;
 }
 
 uint64_t desk_offer(int descriptor)
@@ -185,17 +243,10 @@ uint64_t desk_offer(int descriptor)
 	uint64_t number = 0;
 
 	pthread_mutex_lock(&mutex);
-	for (offer = offers; offer && offer->number;)
-		offer = offer->next;
-	if (!offer) {
-		offer = calloc(1, sizeof(*offer));
-		if (offer) {
-			offer->next = offers;
-			STORE(&offers, offer);
-		}
-	}
+	offer = open_desk() ? free_offer() : NULL;
 	if (offer) {
 		offer->descriptor = descriptor;
+		offer->identity = identity_of(descriptor);
 		offer->number = number = ++last_number;
 		offered++;
 	}
@@ -203,21 +254,17 @@ uint64_t desk_offer(int descriptor)
 	return number;
 }
 
-/* The last one closes the desk: its thread hears of it, and closes the socket. */
 void desk_withdraw(uint64_t number)
 {
 	pthread_mutex_lock(&mutex);
 	for (struct offer *offer = offers; offer; offer = offer->next)
-		if (number && offer->number == number) {
-			KERNEL(SYS_close, offer->descriptor);
+		if (offer->number == number) {
+			if (is_still(offer->descriptor, offer->identity))
+				KERNEL(SYS_close, offer->descriptor);
 			offer->number = 0;
 			offered--;
+			break;
 		}
-	if (!offered && open_number) {
-		KERNEL(SYS_shutdown, open_socket, SHUT_RDWR);
-		open_socket = NOTHING;
-		open_number = 0;
-	}
 	pthread_mutex_unlock(&mutex);
 }
 
@@ -225,12 +272,11 @@ void desk_withdraw(uint64_t number)
 void desk_forget(void)
 {
 	for (struct offer *offer = LOAD(&offers); offer; offer = offer->next)
-		if (offer->number) {
+		if (offer->number && is_still(offer->descriptor, offer->identity))
 			KERNEL(SYS_close, offer->descriptor);
-			offer->number = 0;
-		}
-	if (open_socket != NOTHING)
+	if (open_socket != NOTHING && is_still(open_socket, open_identity))
 		KERNEL(SYS_close, open_socket);
+	offers = NULL;
 	open_socket = NOTHING;
 	open_number = 0;
 	offered = 0;

@@ -5,8 +5,11 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#define CUDA_INVALID_VALUE 1
 #define CUDA_OUT_OF_MEMORY 2
 #define CUDA_NOT_FOUND 500
+#define CUDA_NOT_PERMITTED 800
+#define CUDA_NOT_SUPPORTED 801
 #define RUNTIME_NOT_FOUND 302 /* cudaErrorSharedObjectSymbolNotFound */
 
 #define ON_DEVICE 1	      /* CU_MEM_LOCATION_TYPE_DEVICE */

@@ -25,24 +25,31 @@ struct ticket { /* in the place of cudaIpcMemHandle_t */
 };
 _Static_assert(sizeof(struct ticket) == 64, "CUDA's handles have 64 bytes");
 
-/* Memory of another process that is open here. Records are used again. */
+/* Memory of another process that is mapped here. Records are used again. */
 struct opened {
 	uint64_t desk, number;
-	uint64_t address, bytes;
-	uint32_t times; /* 0: free */
+	uint64_t address, bytes; /* address 0: the record is free */
+	uint64_t access;	 /* the devices that may use it, by bit */
+	void *context;		 /* it was opened in */
+	uint32_t times;		 /* 0: closed while something was captured, to be unmapped later */
 	struct opened *next;
 };
 
 static pthread_mutex_t opening = PTHREAD_MUTEX_INITIALIZER;
 static struct opened *opened;
 
+static void count(uint64_t *counter, int change)
+{
+	__atomic_add_fetch(counter, (uint64_t)change, __ATOMIC_RELAXED);
+}
+
 /* ---------------------------------------------------------------- exporting */
 
-static bool export(const struct driver *cuda, struct block *block, uint64_t desk)
+static bool export(const struct driver *cuda, struct block *block)
 {
 	int descriptor = -1;
 
-	if (block->physical || block->freed || block->away || !desk ||
+	if (block->physical || block->away ||
 	    cuda->cuMemExportToShareableHandle(&descriptor, block->handle, POSIX_DESCRIPTOR, 0))
 		return false;
 	fcntl(descriptor, F_SETFD, FD_CLOEXEC);
@@ -53,34 +60,39 @@ static bool export(const struct driver *cuda, struct block *block, uint64_t desk
 	}
 	block->unusual = true;
 	block_changed(block);
-	__atomic_add_fetch(&snapshim_mailbox.ipc_exports, 1, __ATOMIC_RELAXED);
+	count(&snapshim_mailbox.ipc_exports, 1);
 	return true;
+}
+
+/* Under the lock, so that the block stays, and with it the desk. */
+static bool write_ticket(const struct driver *cuda, struct block *block, void *handle)
+{
+	struct ticket ticket = {.nothing = {0}};
+
+	if (block->freed || (!block->exported && !export(cuda, block)))
+		return false;
+	memcpy(ticket.mark, mark, sizeof(mark));
+	ticket.desk = desk_open();
+	ticket.number = block->exported;
+	ticket.bytes = block->bytes;
+	memcpy(handle, &ticket, sizeof(ticket));
+	return ticket.desk != 0;
 }
 
 bool memory_ipc_get(void *handle, uint64_t address)
 {
-	struct ticket ticket = {.nothing = {0}};
 	const struct driver *cuda = driver();
 	struct block *block;
 	bool done;
 
-	if (!handle || !backing_wanted() || !cuda || !cuda->cuMemExportToShareableHandle || !memory_is_ours(address))
+	if (!handle || !backing_wanted() || !cuda || !cuda->cuMemExportToShareableHandle)
 		return false;
-	ticket.desk = desk_open();
 	memory_enter();
 	blocks_lock();
 	block = block_with(address);
-	done = block && (block->exported || export(cuda, block, ticket.desk));
-	if (done) {
-		memcpy(ticket.mark, mark, sizeof(mark));
-		ticket.number = block->exported;
-		ticket.bytes = block->bytes;
-		memcpy(handle, &ticket, sizeof(ticket));
-	}
+	done = block && write_ticket(cuda, block, handle);
 	blocks_unlock();
 	memory_leave();
-	if (!done)
-		desk_withdraw(0);
 	return done;
 }
 
@@ -90,16 +102,29 @@ void ipc_withdraw(struct block *block)
 		return;
 	desk_withdraw(block->exported);
 	block->exported = 0;
-	__atomic_sub_fetch(&snapshim_mailbox.ipc_exports, 1, __ATOMIC_RELAXED);
+	count(&snapshim_mailbox.ipc_exports, -1);
 }
 
 /* ---------------------------------------------------------------- opening */
 
-static int map(const struct driver *cuda, int descriptor, struct opened *record)
+/* For the device that is current. */
+static int allow(const struct driver *cuda, struct opened *record)
 {
 	struct cuda_access access = {{ON_DEVICE, 0}, READ_AND_WRITE};
-	uint64_t handle;
 	int status = cuda->cuCtxGetDevice(&access.location.id);
+
+	if (status || (access.location.id < DEVICES_MAX && record->access >> access.location.id & 1))
+		return status;
+	status = cuda->cuMemSetAccess(record->address, record->bytes, &access, 1);
+	if (!status && access.location.id < DEVICES_MAX)
+		record->access |= (uint64_t)1 << access.location.id;
+	return status;
+}
+
+static int map(const struct driver *cuda, int descriptor, struct opened *record)
+{
+	uint64_t handle;
+	int status = cuda->cuCtxGetCurrent(&record->context);
 
 	if (!status)
 		status = cuda->cuMemImportFromShareableHandle(&handle, (void *)(intptr_t)descriptor, POSIX_DESCRIPTOR);
@@ -109,7 +134,7 @@ static int map(const struct driver *cuda, int descriptor, struct opened *record)
 	if (!status) {
 		status = cuda->cuMemMap(record->address, record->bytes, 0, handle, 0);
 		if (!status) {
-			status = cuda->cuMemSetAccess(record->address, record->bytes, &access, 1);
+			status = allow(cuda, record);
 			if (status)
 				cuda->cuMemUnmap(record->address, record->bytes);
 		}
@@ -124,7 +149,7 @@ static struct opened *free_record(void)
 {
 	struct opened *record = opened;
 
-	while (record && record->times)
+	while (record && record->address)
 		record = record->next;
 	if (record)
 		return record;
@@ -136,33 +161,72 @@ static struct opened *free_record(void)
 	return record;
 }
 
-static int open_first(const struct driver *cuda, const struct ticket *ticket, struct opened *record)
+static int open_first(const struct driver *cuda, const struct ticket *ticket)
 {
-	int descriptor = desk_ask(ticket->desk, ticket->number), status;
+	struct opened *record = free_record();
+	struct opened fresh = {.desk = ticket->desk, .number = ticket->number, .bytes = ticket->bytes};
+	int descriptor = record ? desk_ask(ticket->desk, ticket->number) : -1, status;
 
 	if (descriptor < 0)
-		return MAP_FAILS;
-	record->desk = ticket->desk;
-	record->number = ticket->number;
-	record->bytes = ticket->bytes;
+		return record ? MAP_FAILS : CUDA_OUT_OF_MEMORY;
 	memory_enter();
-	status = map(cuda, descriptor, record);
+	status = map(cuda, descriptor, &fresh);
 	memory_leave();
 	close(descriptor);
+	if (!status) {
+		fresh.next = record->next;
+		*record = fresh;
+		count(&snapshim_mailbox.ipc_imports, 1);
+	}
 	return status;
 }
 
 static struct opened *find_opened(const struct ticket *ticket)
 {
 	for (struct opened *record = opened; record; record = record->next)
-		if (record->times && record->desk == ticket->desk && record->number == ticket->number)
+		if (record->address && record->desk == ticket->desk && record->number == ticket->number)
 			return record;
 	return NULL;
 }
 
-bool memory_ipc_open(uint64_t *address, const void *handle, int *status)
+/* What was launched in the context where it was opened, and may use it, has ended; unless that context itself has. */
+static int unmap(const struct driver *cuda, struct opened *record)
 {
-	const struct driver *cuda = driver();
+	void *current = NULL;
+	int status = cuda->cuCtxGetCurrent(&current);
+
+	if (!status && cuda->cuCtxSetCurrent(record->context) == 0) {
+		status = cuda->cuCtxSynchronize();
+		cuda->cuCtxSetCurrent(current);
+	}
+	if (!status)
+		status = cuda->cuMemUnmap(record->address, record->bytes);
+	if (status)
+		return status;
+	cuda->cuMemAddressFree(record->address, record->bytes);
+	record->address = 0;
+	count(&snapshim_mailbox.ipc_imports, -1);
+	return 0;
+}
+
+/* To wait for the device would end a capture; so what is closed during one stays until there is none. */
+static int unmap_closed(const struct driver *cuda)
+{
+	int status = 0;
+
+	if (captures_under_way())
+		return 0;
+	memory_enter();
+	for (struct opened *record = opened; record; record = record->next)
+		if (record->address && !record->times && !status)
+			status = unmap(cuda, record);
+	memory_leave();
+	return status;
+}
+
+bool memory_ipc_open(uint64_t *address, const void *handle, const void *caller, int *status)
+{
+	const struct driver *cuda;
 	struct opened *record;
 	struct ticket ticket;
 
@@ -170,38 +234,26 @@ bool memory_ipc_open(uint64_t *address, const void *handle, int *status)
 	if (memcmp(ticket.mark, mark, sizeof(mark)) != 0)
 		return false;
 	*status = INVALID_CONTEXT;
-	if (!address || !cuda || !cuda->cuMemImportFromShareableHandle || ticket.desk == desk_number())
+	if ((caller && !enter_runtime_device(caller)) || !(cuda = driver()) || !cuda->cuMemImportFromShareableHandle ||
+	    !address || ticket.desk == desk_number())
 		return true;
 	pthread_mutex_lock(&opening);
 	record = find_opened(&ticket);
 	if (record) {
-		*status = 0;
+		*status = allow(cuda, record);
+		if (!*status && record->times)
+			count(&snapshim_mailbox.ipc_imports, 1);
 	} else {
-		record = free_record();
-		*status = record ? open_first(cuda, &ticket, record) : CUDA_OUT_OF_MEMORY;
+		unmap_closed(cuda);
+		*status = open_first(cuda, &ticket);
+		record = find_opened(&ticket);
 	}
-	if (*status == 0) {
+	if (!*status) {
 		record->times++;
 		*address = record->address;
-		__atomic_add_fetch(&snapshim_mailbox.ipc_imports, 1, __ATOMIC_RELAXED);
 	}
 	pthread_mutex_unlock(&opening);
 	return true;
-}
-
-/* What was launched and may use it has ended, unless something is captured: to wait would end that, and the memory stays. */
-static int unmap(const struct driver *cuda, struct opened *record)
-{
-	int status;
-
-	if (captures_under_way())
-		return 0;
-	status = cuda->cuCtxSynchronize();
-	if (!status)
-		status = cuda->cuMemUnmap(record->address, record->bytes);
-	if (!status)
-		status = cuda->cuMemAddressFree(record->address, record->bytes);
-	return status;
 }
 
 bool memory_ipc_close(uint64_t address, int *status)
@@ -216,14 +268,11 @@ bool memory_ipc_close(uint64_t address, int *status)
 		if (record->times && record->address == address)
 			break;
 	*status = 0;
-	if (record && record->times == 1) {
-		memory_enter();
-		*status = unmap(cuda, record);
-		memory_leave();
-	}
-	if (record && !*status) {
-		record->times--;
-		__atomic_sub_fetch(&snapshim_mailbox.ipc_imports, 1, __ATOMIC_RELAXED);
+	if (record && --record->times) {
+		count(&snapshim_mailbox.ipc_imports, -1);
+	} else if (record) {
+		*status = unmap_closed(cuda);
+		record->times = *status && record->address; /* it can be closed again */
 	}
 	pthread_mutex_unlock(&opening);
 	return record != NULL;

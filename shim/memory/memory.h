@@ -40,6 +40,9 @@ void peers_meet(int device, int owner); /* the first allocation on `device`, whe
 bool peers_unasked(int device, int owner); /* whether it may lack that access */
 void peers_forget(void);
 
+/* calls.c: makes the device of the runtime that the caller uses current in the driver, as its own first call in this thread would. */
+bool enter_runtime_device(const void *caller);
+
 /* ipc.c: the block is freed, and nobody gets it any more. */
 void ipc_withdraw(struct block *block);
 void ipc_forget(void);

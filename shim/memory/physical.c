@@ -4,7 +4,12 @@
 
 #include "../shim.h"
 
-static bool descriptors_refused; /* where memory that can be exported cannot be made, other memory can */
+static bool descriptors_refused; /* by a driver that makes other memory */
+
+static bool is_refusal(int status)
+{
+	return status == CUDA_INVALID_VALUE || status == CUDA_NOT_PERMITTED || status == CUDA_NOT_SUPPORTED;
+}
 
 struct cuda_property property_on(int device)
 {
@@ -41,7 +46,7 @@ static int create(uint64_t *handle, const struct block *block, struct physical *
 	struct cuda_property property = created ? created->property : property_on(block->device);
 	int status = driver()->cuMemCreate(handle, block->bytes, &property, created ? created->flags : 0);
 
-	if (status && status != CUDA_OUT_OF_MEMORY && !created && property.handle_types) {
+	if (is_refusal(status) && !created && property.handle_types) {
 		property.handle_types = 0;
 		status = driver()->cuMemCreate(handle, block->bytes, &property, 0);
 		if (!status)

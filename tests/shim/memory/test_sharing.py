@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -30,14 +31,17 @@ def _shared(job: DeviceJob) -> tuple[int, int]:
     return state.exports, state.imports
 
 
-def _desks(job: DeviceJob) -> list[str]:
-    tasks = Path(f"/proc/{job.pid}/task")
-    return [task.name for task in tasks.iterdir() if (task / "comm").read_text() == "snapshim-desk\n"]
+def _desks(job: DeviceJob) -> int:
+    """How many threads sit at one."""
+    found = 0
+    for task in Path(f"/proc/{job.pid}/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            found += (task / "comm").read_text() == "snapshim-desk\n"
+    return found
 
 
 def _is_shut(job: DeviceJob) -> None:
-    until(lambda: not _desks(job), "nobody sits at its desk")
-    assert job.leftovers() == []
+    until(lambda: not _desks(job) and not job.leftovers(), "its desk is closed")
 
 
 def test_another_process_sees_the_same_memory(start_job: Start) -> None:
@@ -73,7 +77,7 @@ def test_what_is_freed_is_shared_no_more_and_leaves_nothing(start_job: Start, ro
     assert owner.do("fill 8") == "done"
     handles = [_said(owner, f"share {place}") for place in (0, 1)]
     assert len(set(handles)) == 2
-    assert len(_desks(owner)) == 1
+    until(lambda: _desks(owner) == 1, "its desk is open")
     assert owner.do("shrink") == "done"
     assert _shared(owner) == (0, 0)
     _is_shut(owner)
@@ -82,6 +86,80 @@ def test_what_is_freed_is_shared_no_more_and_leaves_nothing(start_job: Start, ro
         assert _said(guest, f"open {handle}") == GONE
     assert owner.do("fill 4") == "done"  # and it begins again
     assert _said(guest, f"open {_said(owner, 'share 0')}").startswith("0x")
+
+
+def test_closed_by_a_thread_that_has_done_nothing_else(start_job: Start) -> None:
+    owner, guest = start_job("fill 4"), start_job()
+    assert _said(guest, f"open {_said(owner, 'share 0')}").startswith("0x")
+    assert _said(guest, "shut-elsewhere") == "0"
+    assert _shared(guest) == (0, 0)
+
+
+def test_closed_in_a_capture_it_stays_until_the_capture_has_ended(start_job: Start) -> None:
+    owner, guest = start_job("fill 4", "fill 8"), start_job()
+    handles = [_said(owner, f"share {place}") for place in (0, 1)]
+    address = _said(guest, f"open {handles[0]}")
+    assert guest.do("capture") == "done"
+    assert _said(guest, "shut") == "0"
+    assert _shared(guest) == (0, 1)  # it is still mapped, so it still counts
+    assert _said(guest, f"open {handles[0]}") == address
+    assert _shared(guest) == (0, 1)
+    assert _said(guest, "shut") == "0"
+    assert guest.do("captured") == "done"
+    assert _said(guest, f"open {handles[1]}").startswith("0x")
+    assert _shared(guest) == (0, 1)
+    assert _said(guest, "shut") == "0"
+    assert _shared(guest) == (0, 0)
+
+
+def test_each_device_that_opens_it_may_use_it(start_job: Start) -> None:
+    owner, guest = start_job("fill 4"), start_job()
+    handle = _said(owner, "share 0")
+    for device in (0, 1):
+        assert guest.do(f"device {device}") == "done"
+        assert _said(guest, f"open {handle}").startswith("0x")
+        assert _said(guest, "opened") == ("3 0" if device == 0 else "3 3")
+
+
+def test_handles_are_good_while_others_come_and_go(start_job: Start) -> None:
+    """The last block that is freed closes the desk, just when the next is shared."""
+    owner, guest = start_job("trade"), start_job()
+    for _ in range(60):
+        assert owner.do("fill 4") == "done"
+        assert _said(guest, f"open {_said(owner, 'share 0')}").startswith("0x")
+        assert _said(guest, "shut") == "0"
+        assert owner.do("shrink") == "done"
+    assert owner.do("stop") == "done"
+    assert owner.do("shrink") == "done"
+    assert _shared(owner) == (0, 0)
+    _is_shut(owner)
+
+
+def test_who_says_nothing_at_the_desk_holds_nobody_up(start_job: Start) -> None:
+    owner, guest = start_job("fill 4"), start_job()
+    handle = _said(owner, "share 0")
+    (desk,) = struct.unpack_from("<Q", bytes.fromhex(handle), 16)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:
+        silent.connect(f"\0snapshim-{desk:016x}")
+        assert _said(guest, f"open {handle}").startswith("0x")
+        assert owner.do("shrink") == "done"
+        _is_shut(owner)
+
+
+def test_a_job_that_closes_what_it_does_not_know(start_job: Start, tmp_path: Path) -> None:
+    owner = start_job("fill 4")
+    handle = _said(owner, "share 0")
+    files = {int(link.name): os.readlink(link) for link in Path(f"/proc/{owner.pid}/fd").iterdir()}
+    ours = [number for number, target in files.items() if "socket" in target or "zero" in target]
+    assert len(ours) == 2
+    for number in ours:
+        own = tmp_path / f"own-{number}"
+        own.touch()
+        assert owner.do(f"replace {number} {own}") == "done"
+    assert _said(start_job(), f"open {handle}") == GONE
+    assert owner.do("shrink") == "done"
+    for number in ours:  # and they are still its own
+        assert os.readlink(f"/proc/{owner.pid}/fd/{number}") == str(tmp_path / f"own-{number}")
 
 
 def test_a_process_does_not_open_its_own(start_job: Start) -> None:

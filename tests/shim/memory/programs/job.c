@@ -260,18 +260,24 @@ static void peers(void)
 	printf("%llu %llu %llu %llu\n", flags[0], flags[1], flags[2], flags[3]);
 }
 
-static void access_now(void)
+static void access_to(const void *address)
 {
 	find("cuMemGetAccess", &get_access);
-	for (int i = 0; i < BLOCKS; i++)
-		for (int device = 0; blocks[i].address && device < 2; device++) {
-			unsigned long long flags;
+	for (int device = 0; device < 2; device++) {
+		unsigned long long flags;
 
-			if (get_access(&flags, (int[]){1, device}, (uint64_t)blocks[i].address))
-				printf("- "); /* CUDA's own */
-			else
-				printf("%llu ", flags);
-		}
+		if (get_access(&flags, (int[]){1, device}, (uint64_t)address))
+			printf("- "); /* CUDA's own */
+		else
+			printf("%llu ", flags);
+	}
+}
+
+static void access_now(void)
+{
+	for (int i = 0; i < BLOCKS; i++)
+		if (blocks[i].address)
+			access_to(blocks[i].address);
 	printf("\n");
 }
 
@@ -370,6 +376,26 @@ static void poke(uint64_t word)
 	must(cudaMemcpy(opened, &word, sizeof(word), TO_DEVICE), "cudaMemcpy");
 }
 
+static void *shut_elsewhere(void *status)
+{
+	*(int *)status = cudaIpcCloseMemHandle(opened);
+	return NULL;
+}
+
+/* Memory that is shared for a moment, again and again. */
+static void *trade(void *nothing)
+{
+	while (!stopping) {
+		struct shared handle;
+		void *address;
+
+		must(cudaMalloc(&address, 2 * MIB), "cudaMalloc");
+		must(cudaIpcGetMemHandle(&handle, address), "cudaIpcGetMemHandle");
+		must(cudaFree(address), "cudaFree");
+	}
+	return nothing;
+}
+
 int main(void)
 {
 	pthread_t idle, thread[4];
@@ -455,6 +481,15 @@ int main(void)
 			poke((uint64_t)number);
 		else if (strcmp(word, "shut") == 0)
 			printf("%d ", cudaIpcCloseMemHandle(opened));
+		else if (strcmp(word, "opened") == 0)
+			access_to(opened);
+		else if (strcmp(word, "shut-elsewhere") == 0) {
+			pthread_create(&thread[0], NULL, shut_elsewhere, &number);
+			pthread_join(thread[0], NULL);
+			printf("%d ", number);
+		} else if (strcmp(word, "trade") == 0)
+			for (int i = 0; i < 4; i++)
+				pthread_create(&thread[i], NULL, trade, NULL);
 		else if (strcmp(word, "fork") == 0) {
 			pid_t child = fork();
 
