@@ -67,7 +67,7 @@ struct snapshim_mailbox {
 	uint64_t result[4];
 	char text[512];          /* of that: words for the error */
 	uint64_t managed_allocations;
-	uint64_t ipc_exports;    /* handles that were given out; of memory that is backed by us, until it is freed */
+	uint64_t ipc_exports;    /* handles that were given out; of memory that we allocated, until it is freed */
 	uint64_t ipc_imports;    /* memory handles that were opened and not closed, and event handles */
 	int32_t exempt[SNAPSHIM_EXEMPT_MAX]; /* the driver's own threads, and ours: never parked; 0: free */
 	uint64_t device_bytes;   /* of device memory that is backed by us, now */

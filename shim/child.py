@@ -34,9 +34,9 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 def rank_environment(given: Mapping[str, str], preload: bool) -> dict[str, str]:
     """The launcher's environment, plus one of our libraries in front of whatever is preloaded already: the one that parks
-    device memory where that was asked for. There is never more than one, also where a rank starts a rank."""
+    device memory, unless that is left to the driver. There is never more than one, also where a rank starts a rank."""
     environment = dict(given)
-    wanted = _PARKED_LIBRARY if given.get(_DEVICE_MEMORY) == _PARKED else _LIBRARY
+    wanted = _PARKED_LIBRARY if given.get(_DEVICE_MEMORY) == _PARKED and _PARKED_LIBRARY.exists() else _LIBRARY
     if preload and wanted.exists():
         other = _LIBRARY if wanted is _PARKED_LIBRARY else _PARKED_LIBRARY
         already = environment.get("LD_PRELOAD", "")

@@ -30,7 +30,7 @@ from snapshotd.api.errors import GpuFailed, RankGone, SnapshotError, Timeout, Wh
 _LOG = logging.getLogger(__name__)
 
 LIBRARY = "libsnapshim.so"
-#: A process has one of them: `migrator run --device-memory parked` preloads the other.
+#: A process has one of them: the second, unless `migrator run --device-memory driver` has started it.
 LIBRARIES = (LIBRARY, "libsnapshim-parked.so")
 ABI_VERSION = 4
 RESERVED_SIGNAL = 61

@@ -41,7 +41,7 @@ ROUNDS = 10
 
 
 def move(job: TorchJob, rank: int, to: str) -> dict[str, Any]:
-    """Moved, by taking communicators down and building them again where there are any; parked where that was asked for."""
+    """Moved, by taking communicators down and building them again where there are any."""
     try:
         told = job.move(rank, to, timeout_s=PATIENCE_S)
     except AssertionError as error:

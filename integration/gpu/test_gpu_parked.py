@@ -1,7 +1,7 @@
 """Device memory parked by the shim: copied out at the speed of the bus, released, and mapped again at the same addresses.
 
 Every allocator that torch has, memory that is left to the driver beside it, and everything busy at once. Bit for bit what an
-undisturbed run says. The rest of the GPU suite runs either way: `SNAPSHOT_GPU_MEMORY=parked integration/gpu/run`.
+undisturbed run says. The rest of the GPU suite runs either way: `SNAPSHOT_GPU_MEMORY=driver integration/gpu/run`.
 """
 
 from __future__ import annotations

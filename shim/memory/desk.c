@@ -156,6 +156,7 @@ static void *keep_the_desk(void *nothing)
 
 		if (connection >= 0) {
 			serve(connection);
+			shutdown(connection, SHUT_RDWR); /* a child that was forked just now has it too */
 			close(connection);
 		} else {
 			if (asked || wait.revents)

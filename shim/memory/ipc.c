@@ -107,17 +107,30 @@ void ipc_withdraw(struct block *block)
 
 /* ---------------------------------------------------------------- opening */
 
-/* For the device that is current. */
+static int allow_device(const struct driver *cuda, struct opened *record, int device)
+{
+	struct cuda_access access = {{ON_DEVICE, device}, READ_AND_WRITE};
+	int status = cuda->cuMemSetAccess(record->address, record->bytes, &access, 1);
+
+	if (!status && device < DEVICES_MAX)
+		record->access |= (uint64_t)1 << device;
+	return status;
+}
+
+/* For the device that is current, and for those that may be allowed to use its memory, as far as they can. */
 static int allow(const struct driver *cuda, struct opened *record)
 {
-	struct cuda_access access = {{ON_DEVICE, 0}, READ_AND_WRITE};
-	int status = cuda->cuCtxGetDevice(&access.location.id);
+	int current, can, status = cuda->cuCtxGetDevice(&current);
 
-	if (status || (access.location.id < DEVICES_MAX && record->access >> access.location.id & 1))
+	if (status || (current < DEVICES_MAX && record->access >> current & 1))
 		return status;
-	status = cuda->cuMemSetAccess(record->address, record->bytes, &access, 1);
-	if (!status && access.location.id < DEVICES_MAX)
-		record->access |= (uint64_t)1 << access.location.id;
+	status = allow_device(cuda, record, current);
+	for (int device = 0; !status && device < DEVICES_MAX && cuda->cuDeviceCanAccessPeer; device++) {
+		if (cuda->cuDeviceCanAccessPeer(&can, device, current))
+			break; /* there are no more */
+		if (device != current && can)
+			allow_device(cuda, record, device);
+	}
 	return status;
 }
 
@@ -165,18 +178,23 @@ static int open_first(const struct driver *cuda, const struct ticket *ticket)
 {
 	struct opened *record = free_record();
 	struct opened fresh = {.desk = ticket->desk, .number = ticket->number, .bytes = ticket->bytes};
-	int descriptor = record ? desk_ask(ticket->desk, ticket->number) : -1, status;
+	int descriptor, status = MAP_FAILS;
 
-	if (descriptor < 0)
-		return record ? MAP_FAILS : CUDA_OUT_OF_MEMORY;
-	memory_enter();
-	status = map(cuda, descriptor, &fresh);
-	memory_leave();
-	close(descriptor);
+	if (!record)
+		return CUDA_OUT_OF_MEMORY;
+	count(&snapshim_mailbox.ipc_imports, 1); /* before it begins: who is parked in the middle has opened it */
+	descriptor = desk_ask(ticket->desk, ticket->number);
+	if (descriptor >= 0) {
+		memory_enter();
+		status = map(cuda, descriptor, &fresh);
+		memory_leave();
+		close(descriptor);
+	}
 	if (!status) {
 		fresh.next = record->next;
 		*record = fresh;
-		count(&snapshim_mailbox.ipc_imports, 1);
+	} else {
+		count(&snapshim_mailbox.ipc_imports, -1);
 	}
 	return status;
 }

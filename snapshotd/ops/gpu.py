@@ -177,7 +177,20 @@ async def still(gpus: Gpus, processes: Sequence[Process], parking: Sequence[Proc
         await let_go(parking)
         await _lock(gpus, processes, parts)
         await _park(parking, parts, PARK_S)
+    await each(processes, lambda process: in_thread(_must_not_share, process))
     await reach(Point.LOCKED)
+
+
+def _must_not_share(process: Process) -> None:
+    """Preflight has looked, and the job ran on. What two processes share would be two memories afterwards."""
+    state = _mailbox(process).state()
+    if state.exports or state.imports:
+        raise GpuFailed(
+            f"process {process.pid} has begun to share device memory (CUDA IPC) since it was looked at: {state.exports}"
+            f" handles given out, {state.imports} opened",
+            remedy="`migrator check` tells when it can move",
+            where=Where.SOURCE_FROZEN,
+        )
 
 
 async def _park(parking: Sequence[Process], parts: Parts, limit_s: float, *, outside_driver: bool = False) -> None:

@@ -1,7 +1,7 @@
 """Checks of GPU ranks that need a witness inside the process: the shim, which can park its threads and has counted calls.
 
-The counters only grow: they tell that something was made, not that it is still there. Where /proc can tell that, it has
-the last word.
+Most counters only grow: they tell that something was made, not that it is still there (what is opened, and exported memory
+that the shim backs, is counted down again). Where /proc can tell that, it has the last word.
 """
 
 from __future__ import annotations
@@ -103,7 +103,8 @@ def ipc(look: Look, gpu: GpuLook, shim: Shim) -> Check:
         return refused(
             "gpu-ipc",
             f"device memory was shared between processes (CUDA IPC): {listed(found)}",
-            "pass tensors between processes in host memory (`tensor.cpu()` before a multiprocessing queue) and start again",
+            "pass tensors between processes in host memory (`tensor.cpu()` before a multiprocessing queue) and start again; "
+            "a program that shares no events can free and close what it shared instead",
         )
     return passed("gpu-ipc", "no handles given out or opened")
 
@@ -125,7 +126,8 @@ def device_memory(look: Look, gpu: GpuLook, shim: Shim) -> Check:
                 "gpu-device-memory",
                 f"{shown}, and no process has {devmem.LEAST_BYTES >> 20} MiB that the shim backs: the driver's checkpoint"
                 " carries all",
-                "none if it allocates later; memory of pools (cudaMallocAsync) and shared memory the driver carries anyway",
+                "none if it allocates later; memory of pools (cudaMallocAsync), and a process's from its second GPU on, the"
+                " driver always carries",
             )
         return passed("gpu-device-memory", f"{shown}: the driver's checkpoint carries it")
     size, blocks = sum(size for size, _ in found), sum(blocks for _, blocks in found)

@@ -22,6 +22,7 @@ class Rank:
         self.said: list[str] = []
         self.failures: dict[str, SnapshotError] = {}
         self.parked: set[Process] = set()
+        self.shares: dict[Process, tuple[int, int]] = {}
 
     def _do(self, act: str, process: Process) -> None:
         self.said.append(f"{act} {process.pid}")
@@ -42,7 +43,8 @@ class Rank:
             self.parked.discard(process)
 
         def state() -> Any:
-            return SimpleNamespace(parked=process in self.parked, device_parked=False)
+            exports, imports = self.shares.get(process, (0, 0))
+            return SimpleNamespace(parked=process in self.parked, device_parked=False, exports=exports, imports=imports)
 
         return SimpleNamespace(park=park, release=release, state=state)
 
@@ -123,3 +125,12 @@ async def test_there_is_no_third_order(rank: Rank) -> None:
         await rank.still(FIRST)
     assert rank.said == ["park 10", "release 10"]
     assert rank.parked == set()
+
+
+@pytest.mark.parametrize("shares", [(1, 0), (0, 1)])
+async def test_what_has_begun_to_share_since_it_was_looked_at_is_not_moved(rank: Rank, shares: tuple[int, int]) -> None:
+    rank.shares[SECOND] = shares
+    with pytest.raises(
+        GpuFailed, match=f"process 20 has begun to share .*: {shares[0]} handles given out, {shares[1]} op"
+    ):
+        await rank.still(FIRST, SECOND)
