@@ -149,6 +149,21 @@ def test_what_is_zero_is_not_sent(lab: GpuCluster, tmp_path: Path) -> None:
     ends_well(lab, job, tmp_path, *arguments, steps=25)
 
 
+def test_a_rank_that_begins_to_share_before_it_is_frozen_goes_on(lab: GpuCluster, tmp_path: Path) -> None:
+    share = lab.cluster.folder / f"share-{time.monotonic_ns()}"
+    arguments = (*LARGE, "--export-when", str(share))
+    job = start(lab, *arguments)
+    job.await_lines(5)
+    with lab.cluster.moving(job, TARGET, SOURCE, Point.READY) as asked:  # preflight has seen nothing of it
+        share.touch()
+        job.await_lines(len(job.lines()) + 3)
+    assert asked.code == UNDONE
+    assert "has begun to share device memory" in asked.answer["reason"], asked.answer
+    refused = lab.cluster.migrator("check", "--rank", "0", "--job", job.name, "--to", TARGET)
+    assert "gpu-ipc" in refused.stdout
+    ends_well(lab, job, tmp_path, *arguments)
+
+
 def journalled_bytes(lab: GpuCluster, move: str) -> int:
     """What the source says it has sent, which does not count what its target made from nothing."""
     ended = json.loads(lab.cluster.migrator("history", "--json").stdout)["moves"]

@@ -122,8 +122,8 @@ COUNTED_RUNTIME(cudaIpcGetEventHandle, ipc_exports, 1, (struct handle *handle, v
 COUNTED_RUNTIME(cudaIpcOpenEventHandle, ipc_imports, 1, (void **event, struct handle handle), (event, handle))
 OURS_OR_RUNTIME(get_ours(handle, (uint64_t)memory), cudaIpcGetMemHandle, ipc_exports, 1, (struct handle *handle, void *memory),
 		(handle, memory))
-OURS_OR_RUNTIME(memory_ipc_open((uint64_t *)memory, &handle, __builtin_return_address(0), &status), cudaIpcOpenMemHandle, ipc_imports, 1, (void **memory, struct handle handle, unsigned int flags),
-		(memory, handle, flags))
+OURS_OR_RUNTIME(memory_ipc_open((uint64_t *)memory, &handle, __builtin_return_address(0), &status), cudaIpcOpenMemHandle,
+		ipc_imports, 1, (void **memory, struct handle handle, unsigned int flags), (memory, handle, flags))
 OURS_OR_RUNTIME(memory_ipc_close((uint64_t)memory, &status), cudaIpcCloseMemHandle, ipc_imports, -1, (void *memory), (memory))
 
 COUNTED_DRIVER(cuMemAllocManaged, managed_allocations, 1, (uint64_t *memory, size_t bytes, unsigned int flags), (memory, bytes, flags))

@@ -27,6 +27,7 @@ parser.add_argument("--children", type=int, default=0, help="forked after CUDA w
 parser.add_argument("--pinned-mib", type=int, default=0, help="pinned host memory, through which the digests are read")
 parser.add_argument("--managed-mib", type=int, default=0)
 parser.add_argument("--export", action="store_true", help="makes an IPC handle of the first block")
+parser.add_argument("--export-when", default="", metavar="FILE", help="the same, in the step in which it is there")
 parser.add_argument(
     "--api", choices=("driver", "runtime", "segments"), default="driver", help="where memory is got from"
 )
@@ -212,8 +213,14 @@ if options.pinned_mib:
     into = pinned
 if options.managed_mib:
     allocate("cuMemAllocManaged", options.managed_mib << 20, 1)
-if options.export:
+
+
+def export() -> None:
     call("cuIpcGetMemHandle", ctypes.create_string_buffer(64), place(blocks[0]))
+
+
+if options.export:
+    export()
 module, spin = ctypes.c_void_p(), ctypes.c_void_p()
 if options.busy_ms:
     call("cuModuleLoadData", ctypes.byref(module), SPIN)
@@ -251,6 +258,8 @@ for step in steps():
         os.write(ask, digest)
         digest = hashlib.sha256(digest + os.read(answer, 32)).digest()
     say(step, digest.hex()[:16])
+    if options.export_when and os.path.exists(options.export_when):
+        export()
     if options.until and os.path.exists(options.until):
         print("DONE", flush=True)
         break

@@ -1,5 +1,5 @@
 /* cudaIpcGetMemHandle and its kin for memory that we back. CUDA makes no such handle of it, so we do: one that says where a
- * descriptor of the physical memory can be had (desk.c). Whoever opens it maps that memory, in the order CUDA's own calls keep.
+ * descriptor of the physical memory can be had (desk.c). Whoever opens it maps that memory.
  *
  * Invariant: what is exported is not parked; it stays until it is freed, and the counts say that it is there. A handle that
  * is not ours, and any block that cannot be exported, is CUDA's own business.

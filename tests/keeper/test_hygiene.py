@@ -83,6 +83,10 @@ def test_the_environment_is_the_launchers_plus_the_preload(tmp_path: Path, monke
     assert once == {"A": "b", "LD_PRELOAD": f"{tmp_path / 'lib.so'}:x.so y.so"}
     assert rank_environment(once, preload=True) == once
     assert rank_environment({"A": "b"}, preload=False) == {"A": "b"}
+    alone = rank_environment({**once, "SNAPSHIM_DEVICE_MEMORY": "parked"}, preload=True)
+    assert alone["LD_PRELOAD"] == once["LD_PRELOAD"], (
+        "where the one that parks was not built the other is better than none"
+    )
     (tmp_path / "parked.so").touch()
     parked = rank_environment({**once, "SNAPSHIM_DEVICE_MEMORY": "parked"}, preload=True)
     assert parked["LD_PRELOAD"] == f"{tmp_path / 'parked.so'}:x.so:y.so", "the one in the place of the other"

@@ -1,10 +1,10 @@
 /* The driver's lock, as a program's calls meet it.
  *
  * What was seen in a real process (r580, with a debugger): while it is locked a launch waits in pthread_rwlock_rdlock. Which calls
- * want that lock alone was concluded from those that hung. glibc counts a reader before it sleeps: so whoever waits when it is opened has a share from then on, also a
- * thread that stands in a signal handler and cannot know. Copies and launches pass such a share; what wants the lock alone
- * (freeing pinned memory, destroying a stream, the next lock) waits until its owner has run. Here a share counts until its
- * owner runs on: a call that waits for work holds nobody up.
+ * want that lock alone was concluded from those that hung. glibc counts a reader before it sleeps: so whoever waits when it is
+ * opened has a share from then on, also a thread that stands in a signal handler and cannot know. Copies and launches pass such
+ * a share; what wants the lock alone (freeing pinned memory, destroying a stream, the next lock) waits until its owner has run.
+ * Here a share counts until its owner runs on: a call that waits for work holds nobody up.
  *
  * Invariant: every thread that waits is counted once, in `waiting` or in `handed`, from before it sleeps until it is inside. Two
  * words and a futex, no lock of libc's: a thread may be parked in a signal handler anywhere here.

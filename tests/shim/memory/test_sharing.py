@@ -175,6 +175,19 @@ def test_an_owner_that_is_gone(start_job: Start) -> None:
     assert _shared(guest) == (0, 0)
 
 
+def test_memory_that_cannot_be_mapped_leaves_nothing_behind(start_job: Start, node: GpuNode) -> None:
+    owner, guest = start_job("fill 4"), start_job()
+    handle = _said(owner, "share 0")
+    before = guest.do("room")
+    node.fault("map", "fail:CUDA_ERROR_UNKNOWN", pid=guest.pid)
+    assert _said(guest, f"open {handle}") == "error-999"
+    assert _shared(guest) == (0, 0)
+    assert guest.do("room") == before
+    assert not [link for link in Path(f"/proc/{guest.pid}/fd").iterdir() if "zero" in os.readlink(link)]
+    assert _said(guest, f"open {handle}").startswith("0x")  # and it can be tried again
+    assert _said(guest, "peek") == FIRST_WORD
+
+
 def test_a_child_has_neither_the_memory_nor_the_desk(start_job: Start) -> None:
     owner, guest = start_job("fill 4"), start_job()
     handle = _said(owner, "share 0")
