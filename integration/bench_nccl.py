@@ -17,7 +17,7 @@ from integration.harness import Cluster
 from integration.nccl_nodes import SOURCES, WORK, NcclJob, library_dir
 
 PROGRAMS = Path(__file__).parents[1] / "tests" / "shim" / "nccl" / "programs"
-SHIM = Path(__file__).parents[1] / "shim" / "libsnapshim.so"
+SHIM = Path(__file__).parents[1] / "shim" / "lib" / "libsnapshim.so"
 
 SIZES = (2, 4, 8)
 PHASES = ("quiesce", "detach", "reattach", "open")

@@ -29,16 +29,16 @@ import grpc.aio
 
 from migrator import pki
 from snapshotd.api.channel import COMMON_OPTIONS, Credentials
-from snapshotd.images.bulk import BulkLanes
-from snapshotd.images.bulk_stream import open_streams
-from snapshotd.images.fifo import make_fifo
-from snapshotd.images.lane import PushCall, push_channels, push_handler
-from snapshotd.images.sender import Sender
-from snapshotd.images.store import ImageStore
-from snapshotd.images.stream import Stream
-from snapshotd.stripes.incoming import Incoming
-from snapshotd.stripes.outgoing import Outgoing
-from snapshotd.stripes.records import RECORD_BYTES
+from snapshotd.transport.device.incoming import Incoming
+from snapshotd.transport.device.outgoing import Outgoing
+from snapshotd.transport.device.records import RECORD_BYTES
+from snapshotd.transport.image.bulk_receiver import BulkLanes
+from snapshotd.transport.image.bulk_sender import open_streams
+from snapshotd.transport.image.fifo import make_fifo
+from snapshotd.transport.image.grpc_channel import PushCall, push_channels, push_handler
+from snapshotd.transport.image.sender import Sender
+from snapshotd.transport.image.store import ImageStore
+from snapshotd.transport.image.stream import Stream
 
 MOVE = "m-000000000000"
 LANES = {"bulk": "bulk lane", "grpc": "gRPC lane"}

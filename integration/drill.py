@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from integration.harness import WORKLOADS, Cluster, Job, processes_of, until
-from snapshotd.journal import Journal, MoveLog
-from snapshotd.ops.node import ended_unix_s
+from snapshotd.moves.journal import Journal, MoveLog
+from snapshotd.moves.node import ended_unix_s
 
 SOURCE, TARGET, OTHER = "node-1", "spare-1", "node-2"
 #: As `migrator move --json` tells it, with the documented exit code.

@@ -193,7 +193,7 @@ class Cluster:
                 for pid in group.read_text().split():
                     with contextlib.suppress(OSError):
                         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-                        if b"shim.guest" in words or b"swrk" in words:
+                        if b"shim.keeper.guest" in words or b"swrk" in words:
                             found.append(f"{node}: process {pid} {b' '.join(words).decode()}")
         return found
 
@@ -246,7 +246,7 @@ def processes_of(marker: str) -> list[int]:
         with contextlib.suppress(OSError):
             words = (entry / "cmdline").read_bytes().split(b"\0")
             state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
-            keeper = b"migrator.cli" in words or b"shim.guest" in words
+            keeper = b"migrator.cli" in words or b"shim.keeper.guest" in words
             if state not in "ZX" and not keeper and any(marker.encode() in word for word in words):
                 found.append(int(entry.name))
     return found

@@ -16,9 +16,9 @@ from functools import cache
 from pathlib import Path
 
 from integration.harness import WORKLOADS, Cluster, Job, until
-from snapshotd.journal import Journal
-from snapshotd.ops.node import ended_unix_s
-from snapshotd.rules import Mark
+from snapshotd.moves.journal import Journal
+from snapshotd.moves.node import ended_unix_s
+from snapshotd.moves.rules import Mark
 from tests.fakes.cuda_fake import GpuNode, gpus
 
 SOURCES = Path(__file__).parents[1] / "tests" / "fakes" / "nccl"

@@ -28,8 +28,8 @@ from integration.connections import (
 )
 from integration.drill import node_of
 from integration.harness import WORKLOADS, Cluster, Job, cluster, until
-from snapshotd.faults import Point
 from snapshotd.net import sockets
+from snapshotd.runtime.faults import Point
 
 pytestmark = pytest.mark.timeout(90)
 

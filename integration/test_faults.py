@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from integration.drill import MOVED, SOURCE, TARGET, UNDONE, Drill
-from snapshotd.faults import Point
+from snapshotd.runtime.faults import Point
 
 pytestmark = pytest.mark.timeout(90)
 

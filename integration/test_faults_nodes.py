@@ -7,7 +7,7 @@ import json
 import pytest
 
 from integration.drill import MOVED, OTHER, SOURCE, TARGET, UNDONE, Drill
-from snapshotd.faults import Point
+from snapshotd.runtime.faults import Point
 
 pytestmark = pytest.mark.timeout(120)
 OPERATOR = "operator"

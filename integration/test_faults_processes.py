@@ -9,7 +9,7 @@ import pytest
 
 from integration.drill import GONE, MOVED, SOURCE, TARGET, UNDONE, Drill, ended, kill
 from integration.harness import until
-from snapshotd.faults import Point
+from snapshotd.runtime.faults import Point
 
 pytestmark = pytest.mark.timeout(90)
 

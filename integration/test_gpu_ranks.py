@@ -21,7 +21,7 @@ import pytest
 
 from integration.gpu_nodes import STEPS, GpuCluster
 from integration.harness import Job, cluster, until
-from snapshotd.faults import Point
+from snapshotd.runtime.faults import Point
 from tests.fakes.cuda_fake import GpuNode, gpus
 
 pytestmark = pytest.mark.timeout(120)

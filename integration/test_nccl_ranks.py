@@ -15,7 +15,7 @@ import pytest
 
 from integration.harness import Cluster, cluster, until
 from integration.nccl_nodes import NcclJob, unsettled
-from snapshotd.faults import Point
+from snapshotd.runtime.faults import Point
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from integration.drill import kill, node_of
 from integration.harness import Cluster, processes_of
 from integration.test_moves import uninterrupted
-from snapshotd.faults import Point
+from snapshotd.runtime.faults import Point
 
 HOME, AWAY = "node-1", "spare-1"
 PROGRAM, STEPS = "spawn_semaphores.py", ("--steps", "600")

@@ -17,7 +17,7 @@ import pytest
 from integration.gpu_nodes import GpuCluster
 from integration.harness import cluster, until
 from integration.nccl_nodes import NcclJob, unsettled
-from snapshotd.faults import Point
+from snapshotd.runtime.faults import Point
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -21,11 +21,11 @@ import pytest
 
 from integration.gpu_nodes import STEPS, GpuCluster
 from integration.harness import Asked, Job, cluster, until
-from snapshotd import devmem, shimctl
 from snapshotd.api.errors import SnapshotError
-from snapshotd.faults import Point
-from snapshotd.ops import gpu
-from snapshotd.tree import Process
+from snapshotd.inprocess import devmem, shimctl
+from snapshotd.moves.device import gpu
+from snapshotd.proc.tree import Process
+from snapshotd.runtime.faults import Point
 from tests.fakes.cuda_fake import GpuNode, gpus
 
 pytestmark = pytest.mark.timeout(180)
@@ -248,7 +248,7 @@ def stopped_senders(lab: GpuCluster, job: Job, then: Point) -> Iterator[tuple[li
     with lab.cluster.begin_move(job, TARGET) as process:
         try:
             until("it is locked", lambda: lab.cluster.fired(SOURCE))
-            senders = children(lab, SOURCE, "snapshotd.stripes.send")
+            senders = children(lab, SOURCE, "snapshotd.transport.device.send")
             assert senders
             for pid in senders:
                 os.kill(pid, signal.SIGSTOP)
@@ -430,9 +430,9 @@ def test_killed_while_memory_is_copied(
         daemon = {Victim.SOURCE: SOURCE, Victim.TARGET: TARGET}.get(victim)
         match victim:
             case Victim.SENDER:
-                os.kill(children(lab, SOURCE, "snapshotd.stripes.send")[0], signal.SIGKILL)
+                os.kill(children(lab, SOURCE, "snapshotd.transport.device.send")[0], signal.SIGKILL)
             case Victim.RECEIVER:
-                os.kill(children(lab, TARGET, "snapshotd.stripes.receive")[0], signal.SIGKILL)
+                os.kill(children(lab, TARGET, "snapshotd.transport.device.receive")[0], signal.SIGKILL)
             case Victim.MIGRATOR:
                 asked.kill()
             case Victim.COPY:

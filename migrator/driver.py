@@ -1,7 +1,7 @@
 """Executes the table of `migrator/protocol.py` against real daemons: one RPC per step, undo on failure, then a verdict.
 
 Invariant: the driver decides nothing. It asks; the source's outcome record decides. A driver that dies at any point
-leaves a move that the daemons finish or undo alone (`snapshotd/rules.py`). After an error it never guesses: it asks the
+leaves a move that the daemons finish or undo alone (`snapshotd/moves/rules.py`). After an error it never guesses: it asks the
 source for the record, and says "unknown" when there is no answer.
 """
 
@@ -17,9 +17,9 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from migrator import protocol
 from migrator.cluster import Cluster
 from migrator.find import Found, find_node, find_rank
-from migrator.gates import Gates
 from migrator.peers import Peers, node_addresses
 from migrator.protocol import TABLE, Step, Verdict
+from migrator.quiesce.gates import Gates
 from migrator.report import Ask, CheckReport, Event, MoveResult, PhaseTime
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.client import DaemonClient, NotSpoken

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from migrator.asking import ASK_TIMEOUT_S, ask_all
 from migrator.cluster import Cluster
+from migrator.fan_out import ASK_TIMEOUT_S, ask_all
 from migrator.protocol import Verdict
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.client import DaemonClient

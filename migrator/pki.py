@@ -2,7 +2,7 @@
 
 Invariants: an existing CA is never overwritten, and neither is an identity that is still valid; a private key is made
 with mode 0600 and never exists on disk with another. Who somebody is stands in the common name: "node:NAME" or
-"operator:NAME" (`snapshotd/access.py` reads it); a node's name also stands in the SAN, where TLS looks for it.
+"operator:NAME" (`snapshotd/api/access.py` reads it); a node's name also stands in the SAN, where TLS looks for it.
 
 The folder: ca.crt, ca.key, nodes/NAME.{crt,key}, operators/NAME.{crt,key}. Only ca.crt and the pair of one identity
 ever need to leave it.

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol, TextIO
 
-from migrator import words
+from migrator import formatting
 from migrator.report import Event
 
 if TYPE_CHECKING:
@@ -85,22 +85,24 @@ class Lines:
                 self.ended = True
             case "bytes" if self.clock() - self.told_s >= LINE_EVERY_S:
                 self.told_s = self.clock()
-                so_far = words.rate(event.bytes, self.told_s - self.began_s)
-                of = f" of up to {words.size(event.bytes_expected)}" if event.bytes_expected else ""
-                self._write(f"  {event.phase:<10} {words.size(event.bytes)}{of}  {so_far}".rstrip())
+                so_far = formatting.rate(event.bytes, self.told_s - self.began_s)
+                of = f" of up to {formatting.size(event.bytes_expected)}" if event.bytes_expected else ""
+                self._write(f"  {event.phase:<10} {formatting.size(event.bytes)}{of}  {so_far}".rstrip())
             case "note":
                 self.say(event.text)
 
     def say(self, text: str) -> None:
-        self._write(f"  {words.plain(text)}")
+        self._write(f"  {formatting.plain(text)}")
 
     def close(self) -> None:
         self._flush()
 
     def _flush(self) -> None:
         if self.ended:
-            moved = f"  {words.size(self.bytes)}  {words.rate(self.bytes, self.seconds)}" if self.bytes else ""
-            self._write(f"  {self.phase:<10} {words.seconds(self.seconds)}{moved}")
+            moved = (
+                f"  {formatting.size(self.bytes)}  {formatting.rate(self.bytes, self.seconds)}" if self.bytes else ""
+            )
+            self._write(f"  {self.phase:<10} {formatting.seconds(self.seconds)}{moved}")
         self.ended = False
 
     def _write(self, line: str) -> None:
@@ -123,7 +125,11 @@ class Live:
             def render(self, task: Task) -> Text:
                 elapsed = task.fields["seconds"] if task.finished else (task.elapsed or 0.0)
                 count = task.fields["bytes"]
-                parts = [words.seconds(elapsed), words.size(count) if count else "", words.rate(count, elapsed)]
+                parts = [
+                    formatting.seconds(elapsed),
+                    formatting.size(count) if count else "",
+                    formatting.rate(count, elapsed),
+                ]
                 return Text("  ".join(part for part in parts if part))
 
         class BarOfBytes(BarColumn):
@@ -174,7 +180,7 @@ class Live:
 
     def say(self, text: str) -> None:
         with contextlib.suppress(OSError, ValueError):
-            self._display.console.print(words.plain(text), markup=False, highlight=False)
+            self._display.console.print(formatting.plain(text), markup=False, highlight=False)
 
     def close(self) -> None:
         with contextlib.suppress(OSError, ValueError):

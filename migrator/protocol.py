@@ -4,7 +4,7 @@ The invariant: **at most one copy of a rank ever runs.** Before COMMIT only the 
 the target's. COMMIT is a write-once record in the source daemon's journal, so whoever dies, the record decides.
 
 This file is pure: no I/O, no clock. `migrator/driver.py` executes it; the daemons' own rules for what a crash left
-behind are in `snapshotd/rules.py`; `tests/protocol/` walks every prefix of the table with every participant dying.
+behind are in `snapshotd/moves/rules.py`; `tests/protocol/` walks every prefix of the table with every participant dying.
 """
 
 from __future__ import annotations

@@ -19,10 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from snapshotd import logs, tls
+from snapshotd.api import certificates
 from snapshotd.api.channel import Credentials
 from snapshotd.api.errors import BadConfig
-from snapshotd.host import is_ram_backed
+from snapshotd.proc.host import is_ram_backed
+from snapshotd.runtime import logs
 
 DEFAULT_PATH = Path("/etc/snapshotd/snapshotd.toml")
 CRIU_LEAST = (4, 2)
@@ -119,7 +120,7 @@ def _contradictions(config: Config, wrong: set[str]) -> list[str]:
         if host in ("0.0.0.0", "::"):
             found.append(f"advertise: other nodes cannot reach {config.advertise}; name this node's own address")
     if not wrong & {"tls", "node"}:
-        found += tls.problems(config.credentials, config.node)
+        found += certificates.problems(config.credentials, config.node)
     if "run_dir" not in wrong and len(os.fsencode(config.keeper_socket)) > _SOCKET_PATH_BYTES:
         found.append(f"run_dir: {config.run_dir} is too long to hold a socket ({_SOCKET_PATH_BYTES} bytes in all)")
     if "chunk_bytes" not in wrong and config.chunk_bytes % PAGE_BYTES:

@@ -22,11 +22,12 @@ from typing import TYPE_CHECKING
 
 import grpc.aio
 
-from snapshotd import host, logs, metrics, notify
-from snapshotd.access import Access
+from snapshotd.api.access import Access
 from snapshotd.api.channel import COMMON_OPTIONS
 from snapshotd.api.errors import BadConfig, Busy, Denied, SnapshotError
 from snapshotd.config import DEFAULT_PATH, Config, split_address
+from snapshotd.proc import host
+from snapshotd.runtime import logs, metrics, sd_notify
 
 if TYPE_CHECKING:
     from snapshotd.service import Daemon
@@ -66,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         with one_daemon(config.run_dir):
             asyncio.run(serve(config))
     except SnapshotError as error:
-        notify.notify(f"STATUS={error.message}")
+        sd_notify.notify(f"STATUS={error.message}")
         print(f"snapshotd: {error.message}\nremedy: {error.advice}", file=sys.stderr)
         sys.exit(error.exit_code)
 
@@ -119,7 +120,7 @@ async def serve(config: Config) -> None:
         _say_started(config)
         await stop.wait()
     finally:
-        notify.stopping("finishing or handing over what is in progress")
+        sd_notify.stopping("finishing or handing over what is in progress")
         LOG.info("stopping")
         try:
             await _stop(daemon, server)
@@ -202,8 +203,8 @@ def _why_not_bound(address: str) -> str:
 
 
 def _start_watchdog() -> asyncio.Task[None]:
-    interval_s = notify.watchdog_interval_s()
-    return asyncio.create_task(notify.keep_watchdog(interval_s) if interval_s else asyncio.sleep(0), name="watchdog")
+    interval_s = sd_notify.watchdog_interval_s()
+    return asyncio.create_task(sd_notify.keep_watchdog(interval_s) if interval_s else asyncio.sleep(0), name="watchdog")
 
 
 def _say_started(config: Config) -> None:
@@ -213,7 +214,7 @@ def _say_started(config: Config) -> None:
         "snapshotd %s is node %s, listening on %s and %s, with CRIU %s at %s",
         *(host.DAEMON_VERSION, config.node, config.listen, config.admin_socket, config.criu_version, config.criu),
     )
-    notify.ready(f"node {config.node}, listening on {config.listen}")
+    sd_notify.ready(f"node {config.node}, listening on {config.listen}")
 
 
 if __name__ == "__main__":

@@ -11,33 +11,34 @@ from typing import Any, TypeVar
 import grpc
 import grpc.aio
 
-from snapshotd import faults, host, metrics
-from snapshotd.access import caller
-from snapshotd.adoption import Adoption
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api import snapshotd_pb2_grpc as rpc
+from snapshotd.api.access import caller
 from snapshotd.api.errors import SnapshotError
-from snapshotd.blocking import in_thread
-from snapshotd.carry import Carry
 from snapshotd.config import Config
 from snapshotd.cuda.driver import Gpus
-from snapshotd.images.lane import push_handler
-from snapshotd.images.store import ImageStore
-from snapshotd.journal import Journal, MoveLog
-from snapshotd.keepers import KeeperLinks
+from snapshotd.keepers.adoption import Adoption
+from snapshotd.keepers.listener import KeeperLinks
+from snapshotd.keepers.listing import ranks_of
+from snapshotd.keepers.ranks import RankEntry, Ranks
+from snapshotd.keepers.relay import Relays
+from snapshotd.moves.carry import Carry
+from snapshotd.moves.journal import Journal, MoveLog
+from snapshotd.moves.nccl.communicators import Communicators
+from snapshotd.moves.nccl.gates import GateOps
+from snapshotd.moves.nccl.members import Members
+from snapshotd.moves.node import Node, ended_unix_s, where_of
+from snapshotd.moves.peers import connections
+from snapshotd.moves.peers.forwarding import Forwarding
+from snapshotd.moves.peers.steps import PeerOps
+from snapshotd.moves.source.steps import SourceOps
+from snapshotd.moves.target.steps import TargetOps
 from snapshotd.net import addresses
-from snapshotd.ops import connections
-from snapshotd.ops.communicators import Communicators
-from snapshotd.ops.forwarding import Forwarding
-from snapshotd.ops.gates import GateOps
-from snapshotd.ops.listing import ranks_of
-from snapshotd.ops.members import Members
-from snapshotd.ops.node import Node, ended_unix_s, where_of
-from snapshotd.ops.peer import PeerOps
-from snapshotd.ops.source import SourceOps
-from snapshotd.ops.target import TargetOps
-from snapshotd.ranks import RankEntry, Ranks
-from snapshotd.relay import Relays
+from snapshotd.proc import host
+from snapshotd.runtime import faults, metrics
+from snapshotd.runtime.blocking import in_thread
+from snapshotd.transport.image.grpc_channel import push_handler
+from snapshotd.transport.image.store import ImageStore
 
 log = logging.getLogger(__name__)
 

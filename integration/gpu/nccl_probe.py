@@ -23,12 +23,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from snapshotd import ncclctl, tree
 from snapshotd.api.errors import SnapshotError
+from snapshotd.inprocess import ncclctl
+from snapshotd.proc import tree
 
 ROOT = Path(__file__).resolve().parents[2]
-SHIM = ROOT / "shim" / "libsnapshim.so"
-SYMBOLS = ROOT / "shim" / "nccl" / "symbols.h"
+SHIM = ROOT / "shim" / "lib" / "libsnapshim.so"
+SYMBOLS = ROOT / "shim" / "lib" / "nccl" / "symbols.h"
 ON_GPU = os.environ.get("DEVICE", "cuda") != "cpu"
 PRESETS = {"NCCL_RAS_ENABLE": "0", "NCCL_NVLS_ENABLE": "0", "NCCL_CUMEM_HOST_ENABLE": "0", "NCCL_DEBUG": "WARN"}
 #: What torch binds first; if the shim has these it has all.

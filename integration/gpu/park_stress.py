@@ -22,11 +22,11 @@ from pathlib import Path
 
 from integration.gpu.gpu_jobs import ROOT, TRAIN
 from integration.harness import until
-from snapshotd import devmem, shimctl
 from snapshotd.cuda.driver import Gpus
-from snapshotd.devmem import Caught, DeviceMemory, TooSmall
-from snapshotd.ops import gpu, parked
-from snapshotd.tree import Process
+from snapshotd.inprocess import devmem, shimctl
+from snapshotd.inprocess.devmem import Caught, DeviceMemory, TooSmall
+from snapshotd.moves.device import gpu, stripe_files
+from snapshotd.proc.tree import Process
 
 BUSY = ("--amp", "fp16", "--graph", "--streams", "--threads", "--loader", "fork")
 JOB = ("--gib", "0.25", *BUSY, "--pace-s", "0", "--steps", "1000000000")
@@ -44,7 +44,7 @@ class Rounds:
         self.memory: DeviceMemory = memory
         self.mailbox = mailbox
         self.process, self.gpus, self.folder = process, gpus, folder
-        self.names = parked.names_of(process.pid, devmem.STRIPES)
+        self.names = stripe_files.names_of(process.pid, devmem.STRIPES)
         self.caught: list[str] = []
         self.parts = gpu.Parts()
 
@@ -53,7 +53,7 @@ class Rounds:
         share = self.memory.size() // len(self.names) + devmem.SLOT_BYTES
         for name in self.names:
             (self.folder / name).unlink(missing_ok=True)
-            parked.allocate(self.folder / name, share)
+            stripe_files.allocate(self.folder / name, share)
         await asyncio.to_thread(self._ready, os.O_RDWR)
         while not await self._out():
             pass
@@ -68,7 +68,7 @@ class Rounds:
         return size
 
     def _ready(self, flags: int) -> None:
-        with parked.opened(self.folder, self.names, flags) as fds:
+        with stripe_files.opened(self.folder, self.names, flags) as fds:
             self.memory.ready(fds, devmem.SLOT_BYTES)
 
     async def _out(self) -> bool:
@@ -88,7 +88,7 @@ class Rounds:
             return self.memory.park(COPY_S)
         except TooSmall as small:  # it ran on since it was measured
             for name in self.names:
-                parked.enlarge(self.folder / name, small.largest_bytes)
+                stripe_files.enlarge(self.folder / name, small.largest_bytes)
             return self.memory.park(COPY_S)
 
 
@@ -155,7 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder = Path(name)
         command = [*(options.command or [sys.executable, TRAIN, *JOB]), "--until", str(folder / "end")]
         said, wanted = folder / "said", folder / "wanted"
-        with job(command, said, str(ROOT / "shim/libsnapshim-parked.so")) as process:
+        with job(command, said, str(ROOT / "shim/lib/libsnapshim-parked.so")) as process:
             reach(process, said, FIRST_STEPS)
             asyncio.run(stress(process, folder, options))
             reach(process, said, len(lines(said)) + FIRST_STEPS)

@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def step_s(flags: Sequence[str], steps: int, library: str, environment: dict[str, str]) -> float:
     """Seconds of one step, after the warm-up."""
     command = [sys.executable, TRAIN, *flags]
-    preload = {"LD_PRELOAD": str(ROOT / "shim" / library)} if library else {}
+    preload = {"LD_PRELOAD": str(ROOT / "shim" / "lib" / library)} if library else {}
     began = 0.0
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, env={**os.environ, **environment, **preload}

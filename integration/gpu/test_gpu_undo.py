@@ -37,8 +37,8 @@ from integration.gpu.gpu_jobs import (
 from integration.gpu.hog import hog
 from integration.gpu.watch import answer, await_while, cuda_helpers, holds_gpu, resident_bytes
 from integration.harness import Cluster, until
-from snapshotd import tree
-from snapshotd.faults import Point
+from snapshotd.proc import tree
+from snapshotd.runtime.faults import Point
 
 pytestmark = [pytest.mark.root, pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(500), needs_gpu()]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 
-from migrator import words
+from migrator import formatting
 from migrator.cli import arguments, output
 from migrator.report import Ask, CheckReport
 from snapshotd.api import snapshotd_pb2 as pb
@@ -53,16 +53,16 @@ def act(options: argparse.Namespace) -> int:
 
 def _show(report: CheckReport) -> None:
     rank = report.rank
-    print(f"rank {rank.rank} of job {words.plain(rank.job)}: {report.source} → {report.target}")
+    print(f"rank {rank.rank} of job {formatting.plain(rank.job)}: {report.source} → {report.target}")
     width = max((len(check.name) for check in report.checks), default=0)
     for check in report.checks:
         sign, colour = _SIGNS[check.verdict]
-        first, *rest = words.plain_lines(check.reason) or [""]
-        print(f"  {output.styled(sign, colour)} {words.plain(check.name):<{width}}  {first}".rstrip())
+        first, *rest = formatting.plain_lines(check.reason) or [""]
+        print(f"  {output.styled(sign, colour)} {formatting.plain(check.name):<{width}}  {first}".rstrip())
         for line in rest:
             print(f"    {'':<{width}}  {line}")
         if check.remedy and check.verdict != pb.Check.PASS:
-            print(f"    {'':<{width}}  remedy: {words.plain(check.remedy)}")
+            print(f"    {'':<{width}}  remedy: {formatting.plain(check.remedy)}")
     refusals = sum(check.verdict == pb.Check.REFUSE for check in report.checks)
     if refusals:
         print(output.styled(f"it cannot move: {refusals} of {len(report.checks)} checks refuse", "red"))

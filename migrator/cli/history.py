@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 
-from migrator import words
+from migrator import formatting
 from migrator.cli import arguments, output
 from migrator.cli.status import stamp
 from migrator.moves import Move, all_moves
@@ -50,7 +50,7 @@ def _row(move: Move) -> tuple[str, ...]:
         move.source_node,
         move.target_node,
         move.verdict.value,
-        words.seconds(move.pause_s) if move.pause_s else "-",
-        words.size(move.bytes) if move.bytes else "-",
+        formatting.seconds(move.pause_s) if move.pause_s else "-",
+        formatting.size(move.bytes) if move.bytes else "-",
         move.reason,
     )

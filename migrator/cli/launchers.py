@@ -1,9 +1,9 @@
 """Launchers that start the ranks themselves: torchrun and what is built on it. Each of their workers becomes a rank.
 
 torchrun starts its workers with $PYTHON_EXEC where that is set. So the launcher runs as it is, unprotected, with
-PYTHON_EXEC naming `shim/worker-python`, which is `migrator run --worker`; the agent waits for that keeper and never
+PYTHON_EXEC naming `shim/keeper/worker-python`, which is `migrator run --worker`; the agent waits for that keeper and never
 sees its worker leave. The worker itself gets its environment as the launcher would have given it. accelerate does the same,
-or starts a single process by sys.executable, which `shim/launch.py` provides for.
+or starts a single process by sys.executable, which `shim/keeper/launch.py` provides for.
 
 Invariant: nothing here is guessed after the start. A launch whose workers would not pass through PYTHON_EXEC is refused.
 """
@@ -16,8 +16,8 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-_SHIM = Path(__file__).parents[2] / "shim"
-WORKER_PYTHON, LAUNCH = _SHIM / "worker-python", _SHIM / "launch.py"
+_KEEPER = Path(__file__).parents[2] / "shim" / "keeper"
+WORKER_PYTHON, LAUNCH = _KEEPER / "worker-python", _KEEPER / "launch.py"
 
 #: Ours, for `migrator run --worker`; none of them reaches the worker.
 INTERPRETER, FORMER, SHIMLESS = "MIGRATOR_INTERPRETER", "MIGRATOR_PYTHON_EXEC", "MIGRATOR_NO_SHIM"
@@ -28,7 +28,7 @@ JOB = "MIGRATOR_JOB"
 NCCL_PRESETS = {"NCCL_RAS_ENABLE": "0", "NCCL_NVLS_ENABLE": "0", "NCCL_CUMEM_HOST_ENABLE": "0"}
 
 #: Who moves a rank's device memory: the driver's checkpoint, or for what it allocates from the start on the shim, faster.
-#: shim/child.py preloads the library that does what it says.
+#: shim/keeper/child.py preloads the library that does what it says.
 DEVICE_MEMORY_VARIABLE = "SNAPSHIM_DEVICE_MEMORY"
 DEVICE_MEMORY_CHOICES = ("driver", "parked")
 DEVICE_MEMORY_DEFAULT = "parked"
@@ -70,7 +70,7 @@ def is_launcher(command: Sequence[str]) -> bool:
 
 
 def launching(command: Sequence[str], environment: Mapping[str, str]) -> list[str]:
-    """The command that starts this launcher. accelerate's is led through shim/launch.py, where it can be: a Python script."""
+    """The command that starts this launcher. accelerate's runs through shim/keeper/launch.py if it is a Python script."""
     words = list(command)
     program = _program(words)
     if not program or os.path.basename(program[0]) not in _ACCELERATE + _ACCELERATE_VERBS:

@@ -13,7 +13,7 @@ import signal
 import sys
 from typing import NoReturn
 
-from migrator import words
+from migrator import formatting
 from migrator.cli import arguments, output
 from migrator.cli.check import add_ask
 from migrator.cluster import Cluster
@@ -131,8 +131,8 @@ class _Interrupts:
 
 
 def _show_moved(result: MoveResult) -> None:
-    route = f"{words.plain(result.source)} → {words.plain(result.target)}"
-    print(f"moved rank {result.rank}  {route}  pause {words.seconds(result.pause_s)}")
+    route = f"{formatting.plain(result.source)} → {formatting.plain(result.target)}"
+    print(f"moved rank {result.rank}  {route}  pause {formatting.seconds(result.pause_s)}")
     if not result.phases:
         return
     longest = max(result.phases, key=lambda phase: phase.seconds)
@@ -140,18 +140,20 @@ def _show_moved(result: MoveResult) -> None:
     print(output.styled(f"  {each}  (seconds)", "dim"))
     if result.device_bytes:
         left = (
-            f", {words.size(result.device_bytes_left)} of free blocks left behind" if result.device_bytes_left else ""
+            f", {formatting.size(result.device_bytes_left)} of free blocks left behind"
+            if result.device_bytes_left
+            else ""
         )
         for line in _table(result):
             print(output.styled(line, "dim"))
-        print(output.styled(f"  device memory: {words.size(result.device_bytes)}{left}{_onto(result)}", "dim"))
+        print(output.styled(f"  device memory: {formatting.size(result.device_bytes)}{left}{_onto(result)}", "dim"))
     if result.device_bytes and result.longest_part is not None:
         longest = result.longest_part
-    speed = words.rate(longest.bytes, longest.seconds)
+    speed = formatting.rate(longest.bytes, longest.seconds)
     print(
         output.styled(
-            f"  longest: {longest.name} {words.seconds(longest.seconds)}{f' at {speed}' if speed else ''}; "
-            f"{words.size(result.bytes)} sent",
+            f"  longest: {longest.name} {formatting.seconds(longest.seconds)}{f' at {speed}' if speed else ''}; "
+            f"{formatting.size(result.bytes)} sent",
             "dim",
         )
     )
@@ -162,7 +164,7 @@ def _table(result: MoveResult) -> list[str]:
     width = max((len(part.name) for part in result.parts), default=0)
     return [
         f"    {part.name:<{width}}  {part.seconds:>7.2f} s"
-        + (f"  {words.size(part.bytes)}  {words.rate(part.bytes, part.seconds)}" if part.bytes else "")
+        + (f"  {formatting.size(part.bytes)}  {formatting.rate(part.bytes, part.seconds)}" if part.bytes else "")
         for part in result.parts
     ]
 

@@ -7,10 +7,10 @@ import asyncio
 from collections import Counter
 from typing import Any
 
-from migrator import words
-from migrator.asking import ASK_TIMEOUT_S, ask_all
+from migrator import formatting
 from migrator.cli import arguments, output
 from migrator.cluster import Cluster
+from migrator.fan_out import ASK_TIMEOUT_S, ask_all
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.client import DaemonClient
 from snapshotd.api.errors import SnapshotError
@@ -115,8 +115,8 @@ def _row(node: str, cluster: Cluster, info: pb.NodeInfo | None, error: SnapshotE
         info.version,
         info.kernel,
         info.criu_version,
-        words.size(info.memory_available_bytes),
-        f"{words.size(info.image_held_bytes)} of {words.size(info.image_capacity_bytes)}",
+        formatting.size(info.memory_available_bytes),
+        f"{formatting.size(info.image_held_bytes)} of {formatting.size(info.image_capacity_bytes)}",
         str(info.ranks),
         str(info.moves_running),
         gpu_words(info),
@@ -129,7 +129,7 @@ def gpu_words(info: pb.NodeInfo) -> str:
         return f"unknown: {info.gpu_problem}" if info.gpu_problem else "-"
     chips = Counter(gpu.name + (" (MIG)" if gpu.mig else "") for gpu in info.gpus)
     parts = [f"{count} × {chip}" for chip, count in chips.items()]
-    parts.append(f"{words.size(sum(gpu.memory_free_bytes for gpu in info.gpus))} free")
+    parts.append(f"{formatting.size(sum(gpu.memory_free_bytes for gpu in info.gpus))} free")
     if reserved := sum(bool(gpu.reserved_for) for gpu in info.gpus):
         parts.append(f"{reserved} reserved")
     if info.gpu_problem:

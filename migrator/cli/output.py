@@ -13,8 +13,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
-from migrator import words
-from migrator.asking import none_answered
+from migrator import formatting
+from migrator.fan_out import none_answered
 from snapshotd.api.errors import SnapshotError, Where
 
 _COLOURS = {"red": "31", "green": "32", "yellow": "33", "bold": "1", "dim": "2"}
@@ -34,7 +34,7 @@ def styled(text: str, style: str, stream: TextIO | None = None) -> str:
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()) -> None:
     """Aligned columns; on a terminal the last one is cut at its edge."""
-    cells = [[words.plain(cell) for cell in row] for row in rows]
+    cells = [[formatting.plain(cell) for cell in row] for row in rows]
     widths = [max(len(line[index]) for line in [list(heads), *cells]) for index in range(len(heads))]
     edge = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
@@ -58,16 +58,16 @@ def where_words(where: Where, source: str = "", target: str = "") -> str:
         Where.TARGET_HELD: target,
         Where.TARGET_RUNNING: target,
     }.get(where, "")
-    return f"{where} ({words.plain(name)})" if name else str(where)
+    return f"{where} ({formatting.plain(name)})" if name else str(where)
 
 
 def trouble(message: str, remedy: str, where: str) -> None:
     """What went wrong, on stderr: what happened, what to do, where the rank is."""
-    first, *rest = words.plain_lines(message) or [""]
+    first, *rest = formatting.plain_lines(message) or [""]
     print(f"{styled('migrator:', 'red', sys.stderr)} {first}", file=sys.stderr)
     for line in rest:
         print(line, file=sys.stderr)
-    print(f"  remedy: {words.plain(remedy)}", file=sys.stderr)
+    print(f"  remedy: {formatting.plain(remedy)}", file=sys.stderr)
     print(f"  the rank is: {where}", file=sys.stderr, flush=True)
 
 
@@ -89,7 +89,7 @@ def warn_silent(silent: Mapping[str, SnapshotError], total: int, *, as_json: boo
         raise none_answered(dict(silent))
     if not as_json:
         for node, error in silent.items():
-            first = words.plain(error.message.split("\n", maxsplit=1)[0])
+            first = formatting.plain(error.message.split("\n", maxsplit=1)[0])
             print(f"{styled('warning:', 'yellow', sys.stderr)} {node}: {first}", file=sys.stderr)
 
 

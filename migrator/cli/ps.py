@@ -8,11 +8,11 @@ import pwd
 import time
 from typing import Any
 
-from migrator import words
+from migrator import formatting
 from migrator.cli import arguments, output
 from migrator.find import Found, all_ranks
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.gpus import short
+from snapshotd.cuda.pairing import short
 
 HEADS: tuple[str, ...] = ("JOB", "RANK", "NODE", "HOME", "PID", "USER", "MEMORY", "UP", "MOVES", "STATE", "COMMAND")
 GPU_HEAD = "GPU"
@@ -101,8 +101,8 @@ def _row(entry: Found) -> tuple[str, ...]:
         rank.home_node,
         str(rank.process.pid) if here else "-",
         _user(rank.user_id),
-        words.size(rank.memory_bytes) if here else "-",
-        words.span(time.time() - rank.started_unix_s),
+        formatting.size(rank.memory_bytes) if here else "-",
+        formatting.span(time.time() - rank.started_unix_s),
         str(rank.moves),
         state(entry),
         rank.command,
@@ -113,7 +113,7 @@ def gpu_words(rank: pb.Rank) -> str:
     """ "GPU-1a2b3c4d 1.3 GB"; several GPUs with commas, and the memory on all of them."""
     if not rank.gpus:
         return "-"
-    return f"{','.join(short(uuid) for uuid in rank.gpus)} {words.size(rank.device_bytes)}"
+    return f"{','.join(short(uuid) for uuid in rank.gpus)} {formatting.size(rank.device_bytes)}"
 
 
 def _user(user_id: int) -> str:

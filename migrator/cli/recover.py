@@ -8,7 +8,7 @@ import getpass
 import os
 import sys
 
-from migrator import recover, words
+from migrator import formatting, recover
 from migrator.cli import arguments, output
 from migrator.cluster import Cluster
 from migrator.protocol import Verdict
@@ -105,7 +105,7 @@ def _who() -> str:
 
 
 def _note(text: str) -> None:
-    print(f"  {words.plain(text)}", file=sys.stderr, flush=True)
+    print(f"  {formatting.plain(text)}", file=sys.stderr, flush=True)
 
 
 def _show(report: recover.Report) -> None:
@@ -115,10 +115,10 @@ def _show(report: recover.Report) -> None:
         move = one.move
         state = one.verdict.value if one.verdict is not Verdict.UNKNOWN else "still open"
         where = output.where_words(move.where, move.source_node, move.target_node)
-        print(f"{move.id}  rank {move.rank} of job {words.plain(move.job)}: {state}; the rank is {where}")
+        print(f"{move.id}  rank {move.rank} of job {formatting.plain(move.job)}: {state}; the rank is {where}")
         facts = [*one.did, f"waits for {move.waiting_for}" if move.waiting_for else "", move.reason]
         for fact in facts:
             if fact:
-                print(f"  {words.plain(fact)}")
+                print(f"  {formatting.plain(fact)}")
         if one.remedy:
             print(f"  remedy: {one.remedy}")

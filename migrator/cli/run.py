@@ -68,7 +68,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--job", metavar="NAME", help="the name of the job the rank belongs to")
     made.add_argument("--rank", metavar="N", help="the number of the rank in its job")
     made.add_argument("--launcher", action="store_true", help="CMD is no rank: what it starts with $PYTHON_EXEC is")
-    made.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)  # from shim/worker-python
+    made.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)  # from shim/keeper/worker-python
     made.add_argument(
         "--device-memory",
         choices=launchers.DEVICE_MEMORY_CHOICES,
@@ -104,9 +104,9 @@ def main(arguments: Sequence[str], given: int = 0) -> int:
             environment = launchers.worker_environment(environment)
         if preload:
             environment = launchers.rank_environment(environment, options.device_memory)
-        from shim import keeper
+        from shim.keeper import home
 
-        return keeper.run(command, job, rank, socket, environment=environment, preload=preload)
+        return home.run(command, job, rank, socket, environment=environment, preload=preload)
     except (_Wrong, launchers.NotProtectable) as error:
         return _fail(str(error), as_json="--json" in own)
     except OSError as error:

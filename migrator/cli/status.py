@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from migrator import words
+from migrator import formatting
 from migrator.cli import arguments, output
 from migrator.moves import Gate, Move, moves_and_gates
 from migrator.recover import unknown_move
@@ -78,7 +78,7 @@ def _row(move: Move) -> tuple[str, ...]:
         str(move.rank),
         move.source_node,
         move.target_node,
-        words.span(time.time() - move.begun_unix_s),
+        formatting.span(time.time() - move.begun_unix_s),
         move.step,
         _outcome(move),
         str(move.where),
@@ -95,7 +95,7 @@ def _gate_row(gate: Gate) -> tuple[str, ...]:
 
 
 def _since(gate: Gate) -> str:
-    return words.span(time.time() - gate.since_unix_s)
+    return formatting.span(time.time() - gate.since_unix_s)
 
 
 def _detail(move: Move, gates: Sequence[Gate]) -> None:
@@ -109,8 +109,8 @@ def _detail(move: Move, gates: Sequence[Gate]) -> None:
         "decided by": move.decided_by,
         "begun": stamp(move.begun_unix_s),
         "ended": stamp(move.ended_unix_s) if move.ended else "",
-        "pause": words.seconds(move.pause_s) if move.pause_s else "",
-        "bytes": words.size(move.bytes) if move.bytes else "",
+        "pause": formatting.seconds(move.pause_s) if move.pause_s else "",
+        "bytes": formatting.size(move.bytes) if move.bytes else "",
     }
     for view in move.views:
         record = view.record
@@ -121,7 +121,7 @@ def _detail(move: Move, gates: Sequence[Gate]) -> None:
         facts[f"gate of rank {gate.rank}"] = f"closed on {gate.node} for {_since(gate)}{why}"
     for name, text in facts.items():
         if text:
-            print(f"{name + ':':<15} {words.plain(text)}")
+            print(f"{name + ':':<15} {formatting.plain(text)}")
 
 
 def stamp(unix_s: float) -> str:

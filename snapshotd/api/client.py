@@ -240,7 +240,7 @@ class SourceCalls:
 
 
 class TargetCalls:
-    """Without Push, the lane over gRPC: snapshotd/images/lane.py."""
+    """Without Push, the lane over gRPC: snapshotd/transport/image/grpc_channel.py."""
 
     def __init__(self, link: _Link) -> None:
         stub = stubs.TargetStub(link.channel)

@@ -4,7 +4,7 @@ isort:skip_file
 The wire between operators and daemons, and between daemons.
 
 Every request of a move names the move; every step is idempotent by (move, step): asking twice does it once and
-answers the same. Who may call what is decided by the caller's certificate (operator or node), see snapshotd/access.py.
+answers the same. Who may call what is decided by the caller's certificate (operator or node), see snapshotd/api/access.py.
 """
 
 from collections import abc as _abc
@@ -486,7 +486,7 @@ class MoveRecord(_message.Message):
     source_node: _builtins.str
     target_node: _builtins.str
     mark: _builtins.str
-    """the last thing done, see snapshotd/rules.py"""
+    """the last thing done, see snapshotd/moves/rules.py"""
     outcome: Global___OutcomeKind.ValueType
     reason: _builtins.str
     decided_by: _builtins.str
@@ -1338,7 +1338,7 @@ Global___PrepareReply: _TypeAlias = PrepareReply  # noqa: Y015
 
 @_typing.final
 class OpenLaneRequest(_message.Message):
-    """The bulk lane beside gRPC: TLS on a port of its own, for this move alone, see snapshotd/images/bulk.py."""
+    """The bulk lane beside gRPC: TLS on a port of its own, for this move alone, see snapshotd/transport/image/bulk_receiver.py."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1383,7 +1383,7 @@ Global___OpenLaneReply: _TypeAlias = OpenLaneReply  # noqa: Y015
 
 @_typing.final
 class OpenStripesRequest(_message.Message):
-    """The lane of parked device memory: stripe files that grow on the source while they are sent, see snapshotd/stripes/."""
+    """The lane of parked device memory: stripe files that grow on the source while they are sent, see snapshotd/transport/device/."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1426,7 +1426,7 @@ class OpenStripesReply(_message.Message):
     port: _builtins.int
     """of the target's endpoint"""
     key: _builtins.bytes
-    """only who has it is listened to; seals what travels, see snapshotd/stripes/key.py"""
+    """only who has it is listened to; seals what travels, see snapshotd/transport/device/key.py"""
     plain: _builtins.bool
     """without encryption: both configurations allow it"""
     def __init__(

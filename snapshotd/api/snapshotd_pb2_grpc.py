@@ -872,7 +872,7 @@ class TargetServicer:
         raise NotImplementedError('Method not implemented!')
 
     def OpenLane(self, request, context):
-        """rpc Push(stream bytes) returns (stream bytes): the bulk lane, raw frames, see snapshotd/images/frame.py   // node
+        """rpc Push(stream bytes) returns (stream bytes): the bulk lane, raw frames, see snapshotd/transport/image/frame.py   // node
         node
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -1930,7 +1930,7 @@ class HomeServicer:
 
     def Relay(self, request_iterator, context):
         """The node that has the rank opens it to the rank's home node. Metadata: rank-uid, relay-key, node.
-        Both directions carry frames of shim/frames.py, which the daemons pass on without reading the payload.
+        Both directions carry frames of shim/keeper/frames.py, which the daemons pass on without reading the payload.
         node
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -4,7 +4,7 @@ isort:skip_file
 The wire between operators and daemons, and between daemons.
 
 Every request of a move names the move; every step is idempotent by (move, step): asking twice does it once and
-answers the same. Who may call what is decided by the caller's certificate (operator or node), see snapshotd/access.py.
+answers the same. Who may call what is decided by the caller's certificate (operator or node), see snapshotd/api/access.py.
 """
 
 from collections import abc as _abc
@@ -264,7 +264,7 @@ class TargetStub:
     Prepare: _grpc.UnaryUnaryMultiCallable[_snapshotd_pb2.PrepareRequest, _snapshotd_pb2.PrepareReply]
     """operator"""
     OpenLane: _grpc.UnaryUnaryMultiCallable[_snapshotd_pb2.OpenLaneRequest, _snapshotd_pb2.OpenLaneReply]
-    """rpc Push(stream bytes) returns (stream bytes): the bulk lane, raw frames, see snapshotd/images/frame.py   // node
+    """rpc Push(stream bytes) returns (stream bytes): the bulk lane, raw frames, see snapshotd/transport/image/frame.py   // node
     node
     """
     OpenStripes: _grpc.UnaryUnaryMultiCallable[_snapshotd_pb2.OpenStripesRequest, _snapshotd_pb2.OpenStripesReply]
@@ -290,7 +290,7 @@ class TargetAsyncStub(TargetStub):
     Prepare: _aio.UnaryUnaryMultiCallable[_snapshotd_pb2.PrepareRequest, _snapshotd_pb2.PrepareReply]  # type: ignore[assignment]
     """operator"""
     OpenLane: _aio.UnaryUnaryMultiCallable[_snapshotd_pb2.OpenLaneRequest, _snapshotd_pb2.OpenLaneReply]  # type: ignore[assignment]
-    """rpc Push(stream bytes) returns (stream bytes): the bulk lane, raw frames, see snapshotd/images/frame.py   // node
+    """rpc Push(stream bytes) returns (stream bytes): the bulk lane, raw frames, see snapshotd/transport/image/frame.py   // node
     node
     """
     OpenStripes: _aio.UnaryUnaryMultiCallable[_snapshotd_pb2.OpenStripesRequest, _snapshotd_pb2.OpenStripesReply]  # type: ignore[assignment]
@@ -331,7 +331,7 @@ class TargetServicer(metaclass=_abc_1.ABCMeta):
         request: _snapshotd_pb2.OpenLaneRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_snapshotd_pb2.OpenLaneReply, _abc.Awaitable[_snapshotd_pb2.OpenLaneReply]]:
-        """rpc Push(stream bytes) returns (stream bytes): the bulk lane, raw frames, see snapshotd/images/frame.py   // node
+        """rpc Push(stream bytes) returns (stream bytes): the bulk lane, raw frames, see snapshotd/transport/image/frame.py   // node
         node
         """
 
@@ -602,7 +602,7 @@ class HomeStub:
     def __new__(cls, channel: _aio.Channel) -> HomeAsyncStub: ...
     Relay: _grpc.StreamStreamMultiCallable[_snapshotd_pb2.RelayFrame, _snapshotd_pb2.RelayFrame]
     """The node that has the rank opens it to the rank's home node. Metadata: rank-uid, relay-key, node.
-    Both directions carry frames of shim/frames.py, which the daemons pass on without reading the payload.
+    Both directions carry frames of shim/keeper/frames.py, which the daemons pass on without reading the payload.
     node
     """
 
@@ -613,7 +613,7 @@ class HomeAsyncStub(HomeStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Relay: _aio.StreamStreamMultiCallable[_snapshotd_pb2.RelayFrame, _snapshotd_pb2.RelayFrame]  # type: ignore[assignment]
     """The node that has the rank opens it to the rank's home node. Metadata: rank-uid, relay-key, node.
-    Both directions carry frames of shim/frames.py, which the daemons pass on without reading the payload.
+    Both directions carry frames of shim/keeper/frames.py, which the daemons pass on without reading the payload.
     node
     """
 
@@ -627,7 +627,7 @@ class HomeServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_snapshotd_pb2.RelayFrame], _abc.AsyncIterator[_snapshotd_pb2.RelayFrame]]:
         """The node that has the rank opens it to the rank's home node. Metadata: rank-uid, relay-key, node.
-        Both directions carry frames of shim/frames.py, which the daemons pass on without reading the payload.
+        Both directions carry frames of shim/keeper/frames.py, which the daemons pass on without reading the payload.
         node
         """
 

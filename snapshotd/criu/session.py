@@ -25,7 +25,7 @@ from snapshotd.criu.log import excerpt
 _MESSAGE_BYTES = 1 << 20
 
 #: Reads other users' limits where root lacks CAP_SYS_RESOURCE; see the file's own comment.
-_LIMITS = Path(shim.__file__).with_name("libcriulimits.so")
+_LIMITS = Path(shim.__file__).with_name("lib") / "libcriulimits.so"
 
 OnNotify = Callable[[str, int], Awaitable[None]]
 

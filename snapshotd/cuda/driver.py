@@ -23,7 +23,7 @@ from snapshotd.cuda.link import Lost
 from snapshotd.cuda.links import Links
 from snapshotd.cuda.refusals import called
 from snapshotd.cuda.verbs import CHECKPOINT, LOCK, RESTORE, UNLOCK, Pair, State, Verb
-from snapshotd.tree import Process
+from snapshotd.proc.tree import Process
 
 __all__ = ["Gpus", "Pair", "State"]
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from snapshotd import cgroup, tree
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import GpuFailed, Internal, RankGone, SnapshotError, Timeout, Where
-from snapshotd.cgroup import Cgroup
 from snapshotd.cuda.verbs import CHECKPOINT, LOCK, RESTORE, State, Verb
-from snapshotd.tree import Process
+from snapshotd.proc import cgroup, tree
+from snapshotd.proc.cgroup import Cgroup
+from snapshotd.proc.tree import Process
 
 _WAIT_FOR_KERNELS = "it may be inside a long kernel or wait for a collective; try again"
 _NOT_SUPPORTED = (

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from snapshotd.api.errors import Internal
-from snapshotd.journal import MOVE_ID, check_move_id
+from snapshotd.moves.journal import MOVE_ID, check_move_id
 from snapshotd.net import nft
 from snapshotd.net.flows import Address, Pair
 

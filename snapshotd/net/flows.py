@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from snapshotd.tree import Process
+from snapshotd.proc.tree import Process
 
 Family = Literal["inet", "inet6"]
 

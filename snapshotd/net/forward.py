@@ -24,10 +24,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from snapshotd.api.errors import Internal
+from snapshotd.keepers.ranks import check_rank_uid
 from snapshotd.net import nft
 from snapshotd.net.flows import Address
 from snapshotd.net.loopback import close_loopback, interface_towards, loopback_is_open, open_loopback
-from snapshotd.ranks import check_rank_uid
 
 _KIND = "fwd-"
 _FAMILIES = {4: ("v4", "ip", "ipv4_addr"), 6: ("v6", "ip6", "ipv6_addr")}

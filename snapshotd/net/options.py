@@ -15,7 +15,7 @@ from typing import Any
 
 from snapshotd.net.flows import Flow, Holder
 from snapshotd.net.sockets import borrow
-from snapshotd.tree import Process, inner_pid
+from snapshotd.proc.tree import Process, inner_pid
 
 _SOL, _IP, _IPV6, _TCP = socket.SOL_SOCKET, socket.IPPROTO_IP, socket.IPPROTO_IPV6, socket.IPPROTO_TCP
 

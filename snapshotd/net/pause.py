@@ -14,10 +14,10 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from snapshotd import tree
 from snapshotd.api.errors import Timeout, Where
 from snapshotd.net.capture import put_in_place
-from snapshotd.tree import Process
+from snapshotd.proc import tree
+from snapshotd.proc.tree import Process
 
 _LOOK_AGAIN_S = 50e-6
 

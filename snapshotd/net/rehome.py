@@ -28,7 +28,7 @@ from snapshotd.net.capture import SocketState, Stage
 from snapshotd.net.flows import Address, BadAddress, Holder, Pair
 from snapshotd.net.pause import Pause
 from snapshotd.net.rebuild import complete, leave, rebuild
-from snapshotd.tree import Process
+from snapshotd.proc.tree import Process
 
 log = logging.getLogger(__name__)
 

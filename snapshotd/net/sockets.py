@@ -20,7 +20,7 @@ from enum import StrEnum
 from typing import Any
 
 from snapshotd.net.flows import Address, Family, Flow, Holder, Pair
-from snapshotd.tree import Process
+from snapshotd.proc.tree import Process
 
 _STATES = {
     1: "established",

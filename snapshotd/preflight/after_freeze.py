@@ -16,9 +16,9 @@ from snapshotd.api.snapshotd_pb2 import Check, FileFact, RankFacts
 from snapshotd.preflight import connections, processes
 from snapshotd.preflight.look import Look
 from snapshotd.preflight.objects import Kind, is_carried, kind_of
-from snapshotd.preflight.procfs import Process, Tree, read_descriptors, read_mappings, read_process
 from snapshotd.preflight.source import SOURCE_CHECKS
 from snapshotd.preflight.verdict import guarded, listed, passed, plain, refused, warned
+from snapshotd.proc.processes import Process, Tree, read_descriptors, read_mappings, read_process
 
 _SYS_PIDFD_GETFD = 438  # the same number on every architecture
 _libc = ctypes.CDLL(None, use_errno=True)

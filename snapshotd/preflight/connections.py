@@ -1,4 +1,4 @@
-"""Checks of sockets that are not TCP's; connections and listeners are looked at by snapshotd/ops/connections.py."""
+"""Checks of sockets that are not TCP's; connections and listeners are looked at by snapshotd/moves/peers/connections.py."""
 
 from __future__ import annotations
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from snapshotd.api.snapshotd_pb2 import Check
 from snapshotd.preflight.look import Look
 from snapshotd.preflight.objects import Kind, is_carried
-from snapshotd.preflight.procfs import DELETED, read_status
 from snapshotd.preflight.verdict import listed, passed, refused, warned
+from snapshotd.proc.processes import DELETED, read_status
 
 
 def open_files(look: Look) -> Check:

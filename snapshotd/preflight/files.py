@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from snapshotd.api.snapshotd_pb2 import FileFact
 from snapshotd.preflight.digest import content_digest
 from snapshotd.preflight.objects import Kind, Object, is_carried, is_pseudo, is_utf8
-from snapshotd.preflight.procfs import DELETED, Tree
+from snapshotd.proc.processes import DELETED, Tree
 
 
 @dataclass

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.snapshotd_pb2 import Check
-from snapshotd.gpus import describe, driver_major
-from snapshotd.preflight.limits import THIS_NODE, memory_room
+from snapshotd.cuda.pairing import describe, driver_major
 from snapshotd.preflight.look import Look
 from snapshotd.preflight.objects import Kind
-from snapshotd.preflight.procfs import Process, read_identity, read_text
 from snapshotd.preflight.resources import NETWORK_DEVICE
 from snapshotd.preflight.verdict import listed, passed, refused, warned
+from snapshotd.proc.memory import THIS_NODE, memory_room
+from snapshotd.proc.processes import Process, read_identity, read_text
 
 #: The first driver with a checkpoint of processes.
 OLDEST_DRIVER = 570

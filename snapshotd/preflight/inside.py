@@ -10,13 +10,14 @@ import contextlib
 from collections.abc import Sequence
 from typing import Protocol
 
-from snapshotd import devmem, tree
 from snapshotd.api.errors import SnapshotError
 from snapshotd.api.snapshotd_pb2 import Check
+from snapshotd.inprocess import devmem
 from snapshotd.preflight.gpu import RESERVE_BYTES, GpuLook, cuda_processes
 from snapshotd.preflight.look import Look
-from snapshotd.preflight.procfs import Process, read_text
 from snapshotd.preflight.verdict import listed, passed, refused, warned
+from snapshotd.proc import tree
+from snapshotd.proc.processes import Process, read_text
 
 #: The driver keeps one small mapping of its own below; managed memory has the address the kernel gave it, far above.
 _MANAGED_ABOVE = 1 << 40
@@ -47,7 +48,7 @@ class Mailbox(Protocol):
 
 
 class Shim(Protocol):
-    """What is asked of snapshotd/shimctl.py."""
+    """What is asked of snapshotd/inprocess/shimctl.py."""
 
     def problems(self, pid: int) -> list[str]: ...
     def find(self, process: tree.Process) -> Mailbox | None: ...

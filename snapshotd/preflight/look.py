@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from snapshotd.preflight.files import Survey, survey
 from snapshotd.preflight.objects import Kind, Object, gather, give_names
-from snapshotd.preflight.procfs import Tree
 from snapshotd.preflight.sockets import by_family, inode_of, unix_names
+from snapshotd.proc.processes import Tree
 
 if TYPE_CHECKING:
     from snapshotd.preflight.gpu import GpuLook

@@ -12,12 +12,12 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from snapshotd import ncclctl
 from snapshotd.api.errors import SnapshotError
 from snapshotd.api.snapshotd_pb2 import Check
+from snapshotd.inprocess import ncclctl
 from snapshotd.preflight.look import Look
-from snapshotd.preflight.procfs import Process, read_text
 from snapshotd.preflight.verdict import listed, passed, refused, warned
+from snapshotd.proc.processes import Process, read_text
 
 #: What `migrator run` sets where the user has not: each leaves something behind that a destroyed communicator does not take.
 PRESETS = {"NCCL_RAS_ENABLE": "0", "NCCL_NVLS_ENABLE": "0", "NCCL_CUMEM_HOST_ENABLE": "0"}

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from snapshotd.preflight.procfs import DELETED, Mapping, Process
+from snapshotd.proc.processes import DELETED, Mapping, Process
 
 _GPU = re.compile(r"/dev/(nvidia|dri/|kfd|nvmap)")
 _NFS_LEFTOVER = re.compile(r"^\.nfs[0-9a-f]{8,}")

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from snapshotd.preflight.objects import Object
-from snapshotd.preflight.procfs import Process, read_identity, read_links
+from snapshotd.proc.processes import Process, read_identity, read_links
 
 #: device and inode in a line of /proc/PID/maps
 _FILE = re.compile(rb"^\S+ \S{4} \S+ ([0-9a-f]+):([0-9a-f]+) ([1-9]\d*) ", re.MULTILINE)

@@ -8,8 +8,8 @@ from snapshotd.api.snapshotd_pb2 import Check
 from snapshotd.preflight.look import Look
 from snapshotd.preflight.node import kernel_problems, kernel_release, version_pair
 from snapshotd.preflight.objects import is_carried
-from snapshotd.preflight.procfs import read_identity, read_status, read_text
 from snapshotd.preflight.verdict import listed, passed, refused, warned
+from snapshotd.proc.processes import read_identity, read_status, read_text
 
 OLDEST_CRIU = (4, 2)
 RUN = "start it with `migrator run -- CMD`"

@@ -9,8 +9,8 @@ from snapshotd.api.snapshotd_pb2 import Check
 from snapshotd.preflight.look import Look
 from snapshotd.preflight.objects import Kind, Object, is_carried
 from snapshotd.preflight.outsiders import Held, find_outsiders
-from snapshotd.preflight.procfs import read_links, read_status
 from snapshotd.preflight.verdict import listed, passed, refused, warned
+from snapshotd.proc.processes import read_links, read_status
 
 #: Devices with no state of their own, by (major, minor).
 _HARMLESS = {(1, 3), (1, 5), (1, 7), (1, 8), (1, 9), (5, 0), (5, 2)}  # null zero full random urandom tty ptmx

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from snapshotd import shimctl
 from snapshotd.api.snapshotd_pb2 import Check, Rank, RankFacts
+from snapshotd.inprocess import shimctl
 from snapshotd.preflight import connections, contents, inside, processes, resources
 from snapshotd.preflight import gpu as gpus
 from snapshotd.preflight import nccl as nccls

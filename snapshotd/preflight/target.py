@@ -47,7 +47,7 @@ def examine(
 
     `node` is this node as GetNode answers it. `may_replace` says whether this product itself left a file behind.
     `restore_factor` is how much memory a restore takes at its peak for each byte of the rank, the image included.
-    `gpu_wish` is the GPU asked for, as snapshotd/gpus.py takes it. Of a rank without GPU one check of them is made.
+    `gpu_wish` is the GPU asked for, as snapshotd/cuda/pairing.py takes it. Of a rank without GPU one check of them is made.
     """
     offer = Offer(facts, node, carry_paths, may_replace, restore_factor, GpuOffer(facts, node, gpu_wish))
     wanted = TARGET_CHECKS | (GPU_CHECKS if facts.HasField("gpu") else {})

@@ -1,4 +1,4 @@
-"""Can the rank's GPUs be found here? What is said comes from the very choice that Prepare will make (snapshotd/gpus.py).
+"""Can the rank's GPUs be found here? The checks use the same choice that Prepare will make (snapshotd/cuda/pairing.py).
 
 The choice goes through its conditions in order and stops at the first that nothing here meets; the checks are these
 conditions by name. Those behind it were not reached, and say so.
@@ -12,7 +12,7 @@ from functools import cached_property
 
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.snapshotd_pb2 import Check
-from snapshotd.gpus import Unfit, choose
+from snapshotd.cuda.pairing import Unfit, choose
 from snapshotd.preflight.verdict import passed, refused, warned
 
 #: The conditions of the choice, in its order, each with what it means to have met it.

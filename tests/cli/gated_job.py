@@ -62,7 +62,7 @@ class Gated:
         return self.program[self.at] if self.at < len(self.program) else None
 
     def run(self) -> None:
-        """As far as the closed gate lets it: the rule of `migrator.cut.may_launch`."""
+        """As far as the closed gate lets it: the rule of `migrator.quiesce.cut.may_launch`."""
         while (group := self.next_group()) is not None:
             keys = [(comm, kind, seat) for comm, kind, seat, _ in group]
             if self.gate == "closed" and all(self.counts.get(k, 0) >= self.targets.get(k, 0) for k in keys):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from migrator import gates
+from migrator.quiesce import gates
 from snapshotd.api.errors import NcclFailed, Timeout, Undone, Unreachable
 from tests.cli.conftest import FakeCluster, Migrator, a_rank
 from tests.cli.gated_job import Gated, Group, collective, receive, send

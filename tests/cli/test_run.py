@@ -56,7 +56,7 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> Kept:
     ):
         monkeypatch.delenv(name, raising=False)
     stand_in = Kept()
-    monkeypatch.setattr("shim.keeper.run", stand_in.run)
+    monkeypatch.setattr("shim.keeper.home.run", stand_in.run)
     return stand_in
 
 
@@ -157,12 +157,12 @@ def test_nothing_heavy_is_loaded_and_how_long_a_start_takes(
     """The keeper is replaced by a listing of what is loaded by then, keeper included."""
     program = (
         "import json, sys, threading\n"
-        "import shim.keeper\n"
+        "import shim.keeper.home\n"
         "from migrator.cli import main\n"
         "def loaded(*_, **__):\n"
         "    print(json.dumps({'modules': sorted(sys.modules), 'threads': threading.active_count()}))\n"
         "    return 0\n"
-        "shim.keeper.run = loaded\n"
+        "shim.keeper.home.run = loaded\n"
         "sys.exit(main(['run', '--job', 'x', '--', 'true']))\n"
     )
     script = tmp_path / "loaded.py"
@@ -246,11 +246,11 @@ def test_a_worker_comes_back_with_the_environment_it_would_have_had(tmp_path: Pa
     """From `migrator run` through a stand-in for torchrun to what the worker's keeper is asked to start."""
     root = Path(__file__).parents[2]
     shown = (
-        "import json, os, sys; import shim.keeper\n"
+        "import json, os, sys; import shim.keeper.home\n"
         "def asked(argv, job, rank, sock, *, environment, preload):\n"
         "    print(json.dumps([argv, job, rank, preload, environment]))\n"
         "    return 0\n"
-        "shim.keeper.run = asked\n"
+        "shim.keeper.home.run = asked\n"
     )
     (tmp_path / "sitecustomize.py").write_text(shown)
     agent = tmp_path / "torchrun"

@@ -23,7 +23,7 @@ import pytest
 
 from snapshotd.api.errors import GpuFailed, Timeout
 from snapshotd.cuda.driver import Gpus, Pair, State
-from snapshotd.tree import Process, find_child
+from snapshotd.proc.tree import Process, find_child
 from tests.contract.mapped_memory import CudaError, MappedMemory
 from tests.fakes.cuda_fake import GpuNode
 from tests.fakes.cuda_fake import gpus as fake_gpus

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from snapshotd.cuda.driver import Gpus
-from snapshotd.tree import Process
+from snapshotd.proc.tree import Process
 from tests.cuda.processes import CudaProgram, helpers
 from tests.fakes.cuda_fake import GpuNode
 from tests.fakes.cuda_fake import gpus as some_gpus

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from snapshotd.tree import Process, children
+from snapshotd.proc.tree import Process, children
 from tests.fakes.cuda_fake import GpuNode
 
 PROGRAM = Path(__file__).with_name("program.py")

@@ -21,7 +21,7 @@ from snapshotd.api.errors import GpuFailed
 from snapshotd.cuda import inventory, library, nvml
 from snapshotd.cuda.driver import Gpus, State
 from snapshotd.cuda.inventory import Inventory, from_answer
-from snapshotd.tree import Process
+from snapshotd.proc.tree import Process
 from tests.cuda.processes import CudaProgram, helpers, wait_until
 from tests.fakes.cuda_fake import GpuNode
 

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from snapshotd import cgroup
 from snapshotd.api.errors import GpuFailed, Timeout
-from snapshotd.cgroup import Cgroup
 from snapshotd.cuda import links
 from snapshotd.cuda.driver import Gpus, State
+from snapshotd.proc import cgroup
+from snapshotd.proc.cgroup import Cgroup
 from tests.cuda.processes import CudaProgram, helpers, wait_until
 from tests.fakes.cuda_fake import GpuNode
 
@@ -257,7 +257,7 @@ async def test_a_cancelled_caller_waits_no_longer_than_its_limit(
 DAEMON = """
 import asyncio, sys
 from snapshotd.cuda.driver import Gpus
-from snapshotd.tree import Process
+from snapshotd.proc.tree import Process
 
 async def main():
     gpus = Gpus(sys.argv[1])

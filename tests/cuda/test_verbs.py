@@ -9,7 +9,7 @@ import pytest
 
 from snapshotd.api.errors import GpuFailed, RankGone, Timeout
 from snapshotd.cuda.driver import Gpus, Pair, State
-from snapshotd.tree import Process
+from snapshotd.proc.tree import Process
 from tests.cuda.processes import CudaProgram, helpers
 from tests.fakes.cuda_fake import GpuNode
 from tests.fakes.cuda_fake import gpus as some_gpus

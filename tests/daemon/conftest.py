@@ -16,8 +16,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from migrator import pki
-from snapshotd.access import Access
 from snapshotd.api import snapshotd_pb2_grpc as rpc
+from snapshotd.api.access import Access
 from snapshotd.api.client import Credentials, DaemonClient
 from snapshotd.main import SERVER_OPTIONS
 

@@ -13,16 +13,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from snapshotd import ncclctl, rules
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import NcclFailed, NotFound, Unreachable
-from snapshotd.journal import Begin, Journal
-from snapshotd.ops.communicators import Communicators
-from snapshotd.ops.gates import GateOps
-from snapshotd.ops.members import Members
-from snapshotd.ops.node import Moving
-from snapshotd.rules import Mark
-from snapshotd.tree import Process
+from snapshotd.inprocess import ncclctl
+from snapshotd.moves import rules
+from snapshotd.moves.journal import Begin, Journal
+from snapshotd.moves.nccl.communicators import Communicators
+from snapshotd.moves.nccl.gates import GateOps
+from snapshotd.moves.nccl.members import Members
+from snapshotd.moves.node import Moving
+from snapshotd.moves.rules import Mark
+from snapshotd.proc.tree import Process
 
 MOVE, NONCE = "m-0123456789ab", bytes(range(32))
 WORLD, PAIR = "0" * 15 + "a", "0" * 15 + "b"

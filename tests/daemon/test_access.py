@@ -11,8 +11,8 @@ import grpc
 import grpc.aio
 import pytest
 
-from snapshotd.access import ALLOWED, Caller, caller
 from snapshotd.api import snapshotd_pb2 as pb
+from snapshotd.api.access import ALLOWED, Caller, caller
 from snapshotd.api.client import BothStream, DaemonClient, ServerStream, Unary, open_channel, translate
 from snapshotd.api.errors import Denied, SnapshotError, Unreachable
 from tests.daemon.conftest import Serve, Served, servicer

@@ -14,10 +14,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from migrator import pki
-from snapshotd import host
 from snapshotd.api.client import Credentials
 from snapshotd.api.errors import BadConfig
 from snapshotd.config import Config, find_criu, split_address
+from snapshotd.proc import host
 from tests.daemon.conftest import Certificates
 
 RAM = Path("/dev/shm")
@@ -230,9 +230,9 @@ def test_images_on_a_disk_are_refused(tmp_path: Path, certificates: Certificates
 
 class TestCertificates:
     def found(self, tmp_path: Path, who: Credentials, node: str = "node-1") -> list[str]:
-        from snapshotd import tls
+        from snapshotd.api import certificates
 
-        return tls.problems(who, node)
+        return certificates.problems(who, node)
 
     def test_good(self, tmp_path: Path, certificates: Certificates) -> None:
         assert self.found(tmp_path, certificates.node) == []

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
-from snapshotd import shimctl, tree
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import GpuFailed, Timeout
 from snapshotd.cuda.driver import State
 from snapshotd.cuda.inventory import Inventory
-from snapshotd.ops import gpu
-from snapshotd.tree import Process
+from snapshotd.inprocess import shimctl
+from snapshotd.moves.device import gpu
+from snapshotd.proc import tree
+from snapshotd.proc.tree import Process
 
 MIB = 1 << 20
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from snapshotd import devmem
 from snapshotd.api.errors import GpuFailed
-from snapshotd.shimctl import Mailbox
-from snapshotd.tree import Process
+from snapshotd.inprocess import devmem
+from snapshotd.inprocess.shimctl import Mailbox
+from snapshotd.proc.tree import Process
 from tests.shim import conftest as shim
 from tests.shim.memory import conftest as memory
 from tests.shim.memory.conftest import Start

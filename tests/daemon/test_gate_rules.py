@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import pytest
 
-from snapshotd import ncclctl
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import Damaged
-from snapshotd.ops.seats import Seat, seats_of, untried
-from snapshotd.rules import CopyState, GateDecision, GateFacts, Mark, Outcome, gate_next
+from snapshotd.inprocess import ncclctl
+from snapshotd.moves.nccl.membership import Seat, seats_of, untried
+from snapshotd.moves.rules import CopyState, GateDecision, GateFacts, Mark, Outcome, gate_next
 
 
 def every_fact() -> list[GateFacts]:

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from snapshotd import ncclctl
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import Busy, Denied, NcclFailed, RankGone, Refused, Unreachable, WrongState
-from snapshotd.ops import communicators
-from snapshotd.rules import Mark, Outcome
-from snapshotd.tree import Process
+from snapshotd.inprocess import ncclctl
+from snapshotd.moves.nccl import communicators
+from snapshotd.moves.rules import Mark, Outcome
+from snapshotd.proc.tree import Process
 from tests.daemon.gate_doubles import MOVE, PAIR, WORLD, Cluster, Shims
 
 

@@ -14,13 +14,14 @@ from typing import Any
 
 import pytest
 
-from snapshotd import ncclctl, shimctl, tree
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import Denied, NcclFailed, Timeout
-from snapshotd.ops import held
-from snapshotd.ops.members import Members
-from snapshotd.ops.node import Moving
-from snapshotd.tree import Process
+from snapshotd.inprocess import ncclctl, shimctl
+from snapshotd.moves.nccl import held_copy
+from snapshotd.moves.nccl.members import Members
+from snapshotd.moves.node import Moving
+from snapshotd.proc import tree
+from snapshotd.proc.tree import Process
 
 MOVE = "m-0123456789ab"
 BEFORE, FRESH = 1, 2
@@ -68,7 +69,7 @@ def copy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Copy]:
     monkeypatch.setattr(shimctl, "find", made.find)
     monkeypatch.setattr(ncclctl, "read", made.read)
     monkeypatch.setattr(ncclctl, "load_fresh", made.load_fresh)
-    monkeypatch.setattr(held, "Cgroup", made.cgroup)
+    monkeypatch.setattr(held_copy, "Cgroup", made.cgroup)
     yield made
     for process in made.running:
         process.kill()
@@ -76,25 +77,25 @@ def copy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Copy]:
 
 
 async def test_only_those_that_had_communicators_are_continued(copy: Copy) -> None:
-    assert await held.wake_shim(copy.log) == [copy.speaker]
+    assert await held_copy.wake_shim(copy.log) == [copy.speaker]
     assert not tree.stopped(copy.speaker.pid)
     assert tree.stopped(copy.other.pid)
-    await held.still(copy.log)
+    await held_copy.still(copy.log)
     assert tree.stopped(copy.speaker.pid)
     assert copy.said == ["thaw", "fresh", "freeze"]
 
 
 async def test_a_fresh_library_is_loaded_once(copy: Copy) -> None:
     """An id that was made lives in the copy of the library that made it."""
-    await held.wake_shim(copy.log)
-    await held.wake_shim(copy.log)
+    await held_copy.wake_shim(copy.log)
+    await held_copy.wake_shim(copy.log)
     assert copy.said.count("fresh") == 1
 
 
 async def test_a_process_whose_threads_are_not_parked_stays_stopped(copy: Copy) -> None:
     copy.parked = False
     with pytest.raises(NcclFailed):
-        await held.wake_shim(copy.log)
+        await held_copy.wake_shim(copy.log)
     assert tree.stopped(copy.speaker.pid)
 
 
@@ -151,7 +152,7 @@ async def test_told_to_give_up_while_it_wakes_it_builds_nothing_and_stands_still
     async def told_meanwhile(point: object) -> None:
         assert (await members.give_up(MOVE, "a")).building
 
-    monkeypatch.setattr("snapshotd.ops.members.reach", told_meanwhile)
+    monkeypatch.setattr("snapshotd.moves.nccl.members.reach", told_meanwhile)
     with pytest.raises(Timeout, match="given up building"):
         await members.attach(asked("0" * 16), "a")
     assert copy.said == ["thaw", "fresh", "freeze"]
@@ -170,10 +171,10 @@ async def test_a_copy_that_an_earlier_life_had_woken_stands_still_again(
 ) -> None:
     members.gates.node = SimpleNamespace(journal=SimpleNamespace(all=lambda: [copy.log]))  # type: ignore[assignment]
     monkeypatch.setattr(Moving, "same_boot", True)
-    await held.wake_shim(copy.log)
+    await held_copy.wake_shim(copy.log)
     await members.adopt_copies()
     assert tree.stopped(copy.speaker.pid)
-    monkeypatch.setattr(held, "still", _never)
+    monkeypatch.setattr(held_copy, "still", _never)
     await members.adopt_copies()  # what does not stop is no reason not to start
 
 

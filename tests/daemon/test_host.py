@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import snapshotd
-from snapshotd import host
+from snapshotd.proc import host
 
 
 def test_facts() -> None:

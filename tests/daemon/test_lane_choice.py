@@ -17,12 +17,12 @@ from migrator import pki
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.channel import Credentials
 from snapshotd.api.errors import Denied, Internal, SnapshotError, Unreachable, Where
-from snapshotd.images.bulk import BulkLanes
-from snapshotd.images.bulk_stream import BulkStream
-from snapshotd.images.lane import PushCall
-from snapshotd.images.store import ImageStore
-from snapshotd.journal import Begin
-from snapshotd.ops.lane import streams_to_target
+from snapshotd.moves.journal import Begin
+from snapshotd.moves.source.channel import streams_to_target
+from snapshotd.transport.image.bulk_receiver import BulkLanes
+from snapshotd.transport.image.bulk_sender import BulkStream
+from snapshotd.transport.image.grpc_channel import PushCall
+from snapshotd.transport.image.store import ImageStore
 
 MOVE = "m-0123456789ab"
 BEGIN: Any = SimpleNamespace(move=MOVE, target_node="node-2", target_endpoint="127.0.0.1:7070")
@@ -75,7 +75,7 @@ async def test_a_port_that_is_shut_leaves_grpc_and_one_line_in_the_log(
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    with caplog.at_level(logging.INFO, logger="snapshotd.ops.lane"):
+    with caplog.at_level(logging.INFO, logger="snapshotd.moves.source.channel"):
         assert await kinds(SourceNode(config, pb.OpenLaneReply(port=port, key=b"k"))) == [PushCall] * 3
     (line,) = caplog.messages
     assert "gRPC carries the images: the bulk lane cannot be reached" in line
@@ -83,7 +83,7 @@ async def test_a_port_that_is_shut_leaves_grpc_and_one_line_in_the_log(
 
 
 async def test_a_target_that_has_no_such_lane_leaves_grpc(config: Any, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="snapshotd.ops.lane"):
+    with caplog.at_level(logging.INFO, logger="snapshotd.moves.source.channel"):
         assert await kinds(SourceNode(config, Internal("it does not know OpenLane"))) == [PushCall] * 3
     assert len(caplog.messages) == 1
 

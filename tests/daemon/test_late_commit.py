@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from snapshotd.ops import communicators
-from snapshotd.ops.source import SourceOps
-from snapshotd.rules import CopyState, Mark, Outcome, SourceFacts
+from snapshotd.moves.nccl import communicators
+from snapshotd.moves.rules import CopyState, Mark, Outcome, SourceFacts
+from snapshotd.moves.source.steps import SourceOps
 
 
 class Followed(SourceOps):

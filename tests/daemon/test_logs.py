@@ -10,10 +10,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from snapshotd import logs
-from snapshotd.logs import move_context
+from snapshotd.runtime import logs
+from snapshotd.runtime.logs import move_context
 
-LOG = logging.getLogger("snapshotd.ops")
+LOG = logging.getLogger("snapshotd.moves")
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def test_text(stream: io.StringIO) -> None:
     stamp, rest = first.split(" ", 1)
     assert stamp.endswith("Z")
     assert stamp.count(":") == 2
-    assert rest.split() == ["INFO", "ops", "m-0123456789ab", "rank", "3", "freeze:", "stopped", "4", "processes"]
+    assert rest.split() == ["INFO", "moves", "m-0123456789ab", "rank", "3", "freeze:", "stopped", "4", "processes"]
     assert second.endswith("m-0123456789ab rank 3: between phases")
     assert third.split()[1:] == ["INFO", "ops", "outside"]
 

@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from snapshotd import metrics
 from snapshotd.api.errors import BadConfig
+from snapshotd.runtime import metrics
 
 
 @pytest.fixture

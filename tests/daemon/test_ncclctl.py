@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from snapshotd import ncclctl, shimctl
 from snapshotd.api.errors import GpuFailed, NcclFailed, RankGone
-from snapshotd.tree import Process
+from snapshotd.inprocess import ncclctl, shimctl
+from snapshotd.proc.tree import Process
 
 ME = Process.of(os.getpid())
 

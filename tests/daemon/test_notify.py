@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from snapshotd import notify
+from snapshotd.runtime import sd_notify
 
 
 @pytest.fixture
@@ -25,9 +25,9 @@ def systemd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.
 
 
 def test_ready_and_stopping(systemd: socket.socket) -> None:
-    notify.ready("node node-1")
+    sd_notify.ready("node node-1")
     assert systemd.recv(4096) == b"READY=1\nSTATUS=node node-1"
-    notify.stopping("two\nlines")
+    sd_notify.stopping("two\nlines")
     assert systemd.recv(4096) == b"STOPPING=1\nSTATUS=two lines"
 
 
@@ -37,15 +37,15 @@ def test_abstract_socket(monkeypatch: pytest.MonkeyPatch) -> None:
         listener.bind("\0" + name)
         listener.settimeout(5)
         monkeypatch.setenv("NOTIFY_SOCKET", "@" + name)
-        assert notify.notify("WATCHDOG=1")
+        assert sd_notify.notify("WATCHDOG=1")
         assert listener.recv(64) == b"WATCHDOG=1"
 
 
 def test_nobody_listens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NOTIFY_SOCKET", raising=False)
-    assert not notify.notify("READY=1")
+    assert not sd_notify.notify("READY=1")
     monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "gone"))
-    assert not notify.notify("READY=1")
+    assert not sd_notify.notify("READY=1")
 
 
 @pytest.mark.parametrize(
@@ -62,13 +62,13 @@ def test_nobody_listens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 def test_interval(monkeypatch: pytest.MonkeyPatch, asked_us: str, pid: str, expected_s: float | None) -> None:
     monkeypatch.setenv("WATCHDOG_USEC", asked_us)
     monkeypatch.setenv("WATCHDOG_PID", pid)
-    assert notify.watchdog_interval_s() == expected_s
+    assert sd_notify.watchdog_interval_s() == expected_s
 
 
 async def test_the_watchdog_pings_only_while_the_loop_turns(systemd: socket.socket) -> None:
     systemd.setblocking(False)
     loop = asyncio.get_running_loop()
-    task = asyncio.create_task(notify.keep_watchdog(0.02))
+    task = asyncio.create_task(sd_notify.keep_watchdog(0.02))
     for _ in range(3):
         assert await asyncio.wait_for(loop.sock_recv(systemd, 64), 5) == b"WATCHDOG=1"
     with contextlib.suppress(BlockingIOError):

@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 
-from snapshotd import devmem, host
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.client import NotSpoken
 from snapshotd.api.errors import (
@@ -31,20 +30,24 @@ from snapshotd.api.errors import (
     Where,
     WrongState,
 )
-from snapshotd.blocking import in_thread
 from snapshotd.cuda.driver import State
-from snapshotd.devmem import Caught, TooSmall
-from snapshotd.images.frame import IMAGE_NAME
-from snapshotd.images.store import ImageStore
-from snapshotd.journal import Begin, Journal
-from snapshotd.ops import freezing, gpu, parked, parking, refill, restore
-from snapshotd.ops.dump import Dump
-from snapshotd.ops.leaving import Leaving
-from snapshotd.ops.node import Moving
+from snapshotd.inprocess import devmem
+from snapshotd.inprocess.devmem import Caught, TooSmall
+from snapshotd.moves.device import gpu, offload, refill, stripe_files
+from snapshotd.moves.journal import Begin, Journal
+from snapshotd.moves.node import Moving
+from snapshotd.moves.rules import Mark, Outcome
+from snapshotd.moves.source import freeze
+from snapshotd.moves.source.departure import Leaving
+from snapshotd.moves.source.dump import Dump
+from snapshotd.moves.target import restore
 from snapshotd.preflight.gpu import RESERVE_BYTES
-from snapshotd.rules import Mark, Outcome
-from snapshotd.stripes.outgoing import Outgoing
-from snapshotd.tree import Process
+from snapshotd.proc import host
+from snapshotd.proc.tree import Process
+from snapshotd.runtime.blocking import in_thread
+from snapshotd.transport.device.outgoing import Outgoing
+from snapshotd.transport.image.frame import IMAGE_NAME
+from snapshotd.transport.image.store import ImageStore
 
 MOVE = "m-0123456789ab"
 MIB = 1 << 20
@@ -219,8 +222,8 @@ class Source:
     async def _stop_others(self) -> None:
         self.stopped_others += 1
 
-    async def prepare(self) -> parking.Parking:
-        await parking.prepare(self.node, self.moving, list(self.memories))
+    async def prepare(self) -> offload.Parking:
+        await offload.prepare(self.node, self.moving, list(self.memories))
         assert self.moving.parking is not None
         return self.moving.parking
 
@@ -268,15 +271,15 @@ async def test_the_journal_knows_of_the_files_before_a_process_does(source: Sour
 
     source.first.ready = ready  # type: ignore[method-assign]
     await source.prepare()
-    assert all(parked.NAME.fullmatch(name) for _, _, names, _ in noted[0] for name in names)
+    assert all(stripe_files.NAME.fullmatch(name) for _, _, names, _ in noted[0] for name in names)
     assert [(pid, ticks) for pid, ticks, *_ in noted[0]] == [(each.pid, each.start_ticks) for each in source.memories]
 
 
 async def test_what_was_prepared_while_the_job_ran_is_not_prepared_again(source: Source) -> None:
     """Nor is it a part of what comes later."""
     processes, parts, later = list(source.memories), gpu.Parts(), gpu.Parts()
-    await freezing._prepared(source.node, source.moving, processes, parts)
-    await freezing._prepared(source.node, source.moving, processes, later)
+    await freeze._prepared(source.node, source.moving, processes, parts)
+    await freeze._prepared(source.node, source.moving, processes, later)
     assert source.first.said == ["ready"]
     assert [part.name for part in parts.all] == ["prepare"]
     assert not later.all
@@ -289,14 +292,14 @@ async def test_a_small_memory_is_the_drivers(source: Source) -> None:
 
 
 async def test_a_thread_caught_in_an_allocation_is_let_go_and_held_again(source: Source) -> None:
-    again = parking.TRIES - 1
+    again = offload.TRIES - 1
     source.second.failures = [Caught("in cudaMalloc")] * again
     size, _ = await source.out()
     assert size == 2 * SIZE
     assert source.let_go == [source.second.process] * again
     assert source.stopped_others == again  # it may have forked meanwhile
     assert source.first.said == ["ready", "park"]
-    assert source.second.said == ["ready", *["park"] * parking.TRIES]
+    assert source.second.said == ["ready", *["park"] * offload.TRIES]
 
 
 async def test_one_that_was_caught_and_then_fails_is_left_to_the_driver(source: Source) -> None:
@@ -308,11 +311,11 @@ async def test_one_that_was_caught_and_then_fails_is_left_to_the_driver(source: 
 
 
 async def test_one_that_is_always_caught_is_left_to_the_driver(source: Source) -> None:
-    source.second.failures = [Caught("in cudaMalloc")] * parking.TRIES
+    source.second.failures = [Caught("in cudaMalloc")] * offload.TRIES
     size, _ = await source.out()
     assert (size, source.second.said[-1]) == (SIZE, "drop")
     assert [one["pid"] for one in source.log.note("device")] == [source.moving.parking.striped[0].inner_pid]  # type: ignore[union-attr]
-    assert any(f"{parking.TRIES} times in a row in cudaMalloc" in words for words in source.moving.parking.warnings)  # type: ignore[union-attr]
+    assert any(f"{offload.TRIES} times in a row in cudaMalloc" in words for words in source.moving.parking.warnings)  # type: ignore[union-attr]
     assert source.lane is not None
     assert set(source.lane.final) == set(source.lane.sizes)
 
@@ -337,7 +340,7 @@ async def test_what_is_left_to_the_driver_keeps_no_room(source: Source) -> None:
 
     source.second.park = park  # type: ignore[method-assign]
     await source.out()
-    folder, names = parked.folder_of(source.node.config.image_dir, MOVE), source.log.note("parked")[1][2]
+    folder, names = stripe_files.folder_of(source.node.config.image_dir, MOVE), source.log.note("parked")[1][2]
     assert [(folder / name).stat().st_blocks for name in names] == [0] * len(names)
     assert (folder / names[0]).stat().st_size >= MIB
 
@@ -369,7 +372,7 @@ async def test_two_that_leave_at_once_do_not_take_the_same_room(
     other.log.mark(Mark.BEGUN)
     processes = list(source.memories)
     await asyncio.gather(
-        parking.prepare(source.node, source.moving, processes), parking.prepare(source.node, other, processes)
+        offload.prepare(source.node, source.moving, processes), offload.prepare(source.node, other, processes)
     )
     warned = [words for moving in (source.moving, other) for words in moving.parking.warnings]  # type: ignore[union-attr]
     assert len(warned) == 1
@@ -426,7 +429,7 @@ async def test_a_target_that_knows_no_stripes_gets_all_from_the_driver(source: S
     source.refusal = NotSpoken("node b does not know OpenStripes")
     size, _ = await source.out()
     assert (size, source.first.said) == (0, ["drop"])
-    assert not parked.folder_of(source.node.config.image_dir, MOVE).exists()
+    assert not stripe_files.folder_of(source.node.config.image_dir, MOVE).exists()
 
 
 async def test_no_room_for_the_stripes_leaves_all_to_the_driver(
@@ -436,14 +439,14 @@ async def test_no_room_for_the_stripes_leaves_all_to_the_driver(
     size, _ = await source.out()
     assert (size, source.first.said) == (0, ["drop"])
     assert "MiB are free" in source.moving.parking.warnings[0]  # type: ignore[union-attr]
-    assert not parked.folder_of(source.node.config.image_dir, MOVE).exists()
+    assert not stripe_files.folder_of(source.node.config.image_dir, MOVE).exists()
 
 
 async def test_what_the_jobs_limits_do_not_leave_is_not_left_to_the_driver(
     source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source.second.failures = [GpuFailed("CUDA_ERROR_UNKNOWN")]
-    monkeypatch.setattr(parking, "memory_room", lambda pid: [("cgroup /job", SIZE)])
+    monkeypatch.setattr(offload, "memory_room", lambda pid: [("cgroup /job", SIZE)])
     with pytest.raises(Full, match="cgroup /job leaves 64 MiB"):
         await source.out()
 
@@ -459,7 +462,7 @@ async def test_a_process_that_does_not_answer_is_left_to_the_driver_if_there_is_
     size, _ = await source.out()
     assert size == 0
     assert "another version of the shim" in source.moving.parking.warnings[0]  # type: ignore[union-attr]
-    monkeypatch.setattr(parking, "memory_room", lambda pid: [("cgroup /job", SIZE)])
+    monkeypatch.setattr(offload, "memory_room", lambda pid: [("cgroup /job", SIZE)])
     with pytest.raises(Full, match="needs 128 MiB"):
         source.moving.parking.must_fit(source.first.process.pid, Where.SOURCE_RUNNING)  # type: ignore[union-attr]
 
@@ -554,7 +557,7 @@ async def test_it_comes_back_as_it_left_also_to_a_daemon_that_would_cut_it_other
 
 async def test_parked_memory_whose_files_are_gone_is_lost(source: Source) -> None:
     await source.out()
-    parked.sweep(source.node.config.image_dir, MOVE)
+    stripe_files.sweep(source.node.config.image_dir, MOVE)
     with pytest.raises(gpu.Lost):
         await source.back()
 
@@ -562,13 +565,13 @@ async def test_parked_memory_whose_files_are_gone_is_lost(source: Source) -> Non
 async def test_files_of_moves_that_ended_are_swept(source: Source, tmp_path: Path) -> None:
     images = source.node.config.image_dir
     await source.out()
-    parked.make_folder(images, "m-00000000000f")
+    stripe_files.make_folder(images, "m-00000000000f")
     journal = Journal(tmp_path / "state")
-    parked.sweep_ended(images, journal)
+    stripe_files.sweep_ended(images, journal)
     assert sorted(os.listdir(images / "parked")) == [MOVE]
     source.log.decide(Outcome.ABORT, "", "test")
     source.log.mark(Mark.SETTLED)
-    parked.sweep_ended(images, journal)
+    stripe_files.sweep_ended(images, journal)
     assert not (images / "parked").exists()
 
 
@@ -611,7 +614,7 @@ async def parked_there(source: Source) -> tuple[dict[int, Process], list[dict[st
     return (
         {one["pid"]: process for one, process in zip(device, source.memories, strict=True)},
         device,
-        parked.folder_of(source.node.config.image_dir, MOVE),
+        stripe_files.folder_of(source.node.config.image_dir, MOVE),
     )
 
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from snapshotd import shimctl
 from snapshotd.api.errors import GpuFailed, SnapshotError, Timeout
-from snapshotd.ops import gpu
-from snapshotd.tree import Process
+from snapshotd.inprocess import shimctl
+from snapshotd.moves.device import gpu
+from snapshotd.proc.tree import Process
 
 FIRST, SECOND = Process(10, 1), Process(20, 1)
 

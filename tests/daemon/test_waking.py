@@ -11,16 +11,20 @@ from typing import Any
 
 import pytest
 
-from snapshotd import adoption, host, rules, shimctl
-from snapshotd.adoption import Adoption
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import RankGone, Timeout, Where
-from snapshotd.journal import Begin, Journal, MoveLog
-from snapshotd.ops import gpu, target
-from snapshotd.ops.source import SourceOps
-from snapshotd.ops.target import TargetOps
-from snapshotd.rules import Mark, Outcome
-from snapshotd.tree import Process
+from snapshotd.inprocess import shimctl
+from snapshotd.keepers import adoption
+from snapshotd.keepers.adoption import Adoption
+from snapshotd.moves import rules
+from snapshotd.moves.device import gpu
+from snapshotd.moves.journal import Begin, Journal, MoveLog
+from snapshotd.moves.rules import Mark, Outcome
+from snapshotd.moves.source.steps import SourceOps
+from snapshotd.moves.target import steps
+from snapshotd.moves.target.steps import TargetOps
+from snapshotd.proc import host
+from snapshotd.proc.tree import Process
 
 MOVE, LATER, NONCE, GROUP = "m-0123456789ab", "m-ba9876543210", "ab" * 32, "/none/copy"
 
@@ -48,8 +52,8 @@ class Here:
             store=SimpleNamespace(drop_soon=lambda move: None),
             credentials=None,
         )
-        monkeypatch.setattr(target, "BulkLanes", lambda *arguments: SimpleNamespace())
-        monkeypatch.setattr(target, "wake", self.wake)
+        monkeypatch.setattr(steps, "BulkLanes", lambda *arguments: SimpleNamespace())
+        monkeypatch.setattr(steps, "wake", self.wake)
         monkeypatch.setattr(adoption, "wake", self.wake)
         monkeypatch.setattr(adoption, "_asleep", lambda entry, move_log: True)
         anything: Any = SimpleNamespace(publish=lambda entry, left: None)

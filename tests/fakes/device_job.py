@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from snapshotd.tree import Process
+from snapshotd.proc.tree import Process
 
 PROGRAM = Path(__file__).resolve().parents[2] / "integration" / "workloads" / "device_steps.py"
 WAIT_S = 60.0

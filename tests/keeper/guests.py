@@ -10,9 +10,9 @@ from asyncio.subprocess import PIPE
 from pathlib import Path
 from typing import Any
 
-from snapshotd import tree
 from snapshotd.api.errors import RankGone
-from snapshotd.keepers import KeeperLink
+from snapshotd.keepers.listener import KeeperLink
+from snapshotd.proc import tree
 from tests.keeper.nodes import REPOSITORY, Node
 
 
@@ -54,7 +54,7 @@ class Guest:
         starter = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
-            "shim.guest",
+            "shim.keeper.guest",
             stdin=PIPE,
             cwd=REPOSITORY,
             pass_fds=[theirs.fileno()],

@@ -11,15 +11,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from snapshotd import tree
-from snapshotd.keepers import Hello, KeeperEvents, KeeperLink, KeeperLinks, Welcome
+from snapshotd.keepers.listener import Hello, KeeperEvents, KeeperLink, KeeperLinks, Welcome
+from snapshotd.proc import tree
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 LAUNCH = """
 import sys
-import shim.keeper
-shim.keeper.DAEMON_WAIT_S = float(sys.argv[3])
-sys.exit(shim.keeper.run(sys.argv[4:], sys.argv[1], 0, sys.argv[2]))
+import shim.keeper.home
+shim.keeper.home.DAEMON_WAIT_S = float(sys.argv[3])
+sys.exit(shim.keeper.home.run(sys.argv[4:], sys.argv[1], 0, sys.argv[2]))
 """
 
 

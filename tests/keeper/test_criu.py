@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from snapshotd.keepers import KeeperLink
-from snapshotd.tree import find_child
+from snapshotd.keepers.listener import KeeperLink
+from snapshotd.proc.tree import find_child
 from tests.keeper.guests import Guest, Way, alive
 from tests.keeper.nodes import REPOSITORY, Node, python, until
 from tests.keeper.screens import Screen

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shim.frames import MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES, Decoder, Frame, FrameError, decode, encode
+from shim.keeper.frames import MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES, Decoder, Frame, FrameError, decode, encode
 from snapshotd.api.errors import Damaged, Denied
-from snapshotd.hello import parse_hello
+from snapshotd.keepers.hello import parse_hello
 from tests.keeper.nodes import Node
 
 json_values = st.recursive(

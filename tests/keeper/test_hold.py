@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from snapshotd.api.errors import RankGone, Timeout
-from snapshotd.keepers import KeeperLink
+from snapshotd.keepers.listener import KeeperLink
 from tests.keeper.nodes import Node, python, until
 
 MOVE = "m-0123456789ab"
@@ -149,7 +149,7 @@ async def test_an_end_while_held_waits_for_the_verdict(node: Node, verdict: str)
 
 
 async def _end_from_afar(link: KeeperLink) -> None:
-    from shim.frames import encode
+    from shim.keeper.frames import encode
 
     await link.send_relay(encode("sync", {"in": 0, "sig": 0}))
     await link.send_relay(encode("exit", {"status": 5 << 8}))
@@ -196,7 +196,7 @@ async def test_a_question_to_a_keeper_that_goes_is_answered_with_rank_gone(node:
 
 
 async def test_a_silent_keeper_is_a_timeout(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("snapshotd.keeper_link.CONTROL_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("snapshotd.keepers.link.CONTROL_TIMEOUT_S", 0.2)
     keeper = await node.launch("sleep", "1000")
     link = await node.told("connected")
     keeper.send_signal(signal.SIGSTOP)
@@ -212,8 +212,8 @@ async def test_kill_ends_rank_and_keeper(node: Node) -> None:
 
 
 def test_layout_of_the_state_is_json() -> None:
-    from shim.loop import Loop
-    from shim.stdio import Stdio
+    from shim.keeper.loop import Loop
+    from shim.keeper.stdio import Stdio
 
     state: dict[str, Any] = Stdio(Loop(), []).hand_over(tails_too=True)
     assert state == {"channels": [], "in": {"o": 0, "unread": "", "eof": False}}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from snapshotd.tree import Process
+from snapshotd.proc.tree import Process
 from tests.keeper.nodes import Node, python, until
 
 
@@ -234,7 +234,7 @@ async def test_another_user_may_start_ranks(node: Node, tmp_path: Path) -> None:
 
 async def test_somebody_elses_process_cannot_be_registered(node: Node) -> None:
     reader, writer = await asyncio.open_unix_connection(node.socket)
-    from shim.frames import decode, encode
+    from shim.keeper.frames import decode, encode
 
     hello = {"role": "home", "job": "job", "rank": 0, "pid": os.getppid(), "relay_key": "0" * 32}
     writer.write(encode("hello", hello))

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from shim.child import rank_environment
+from shim.keeper.child import rank_environment
 from tests.keeper.nodes import REPOSITORY, Node, python
+from tests.shim.build import LIB, make_shim
 
 GETPID, CLOSE = (39, 3) if os.uname().machine == "x86_64" else (172, 57)
 PROGRAM = f"""
@@ -27,18 +27,9 @@ print(libc.syscall(ctypes.c_long({CLOSE}), ctypes.c_long(-1)), errno.errorcode.g
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built here from the sources, so that a stale library elsewhere proves nothing."""
-    folder = tmp_path_factory.mktemp("shim")
-    for source in [
-        *(REPOSITORY / "shim").glob("*.[ch]"),
-        *(REPOSITORY / "shim" / name for name in ("Makefile", "local.map")),
-    ]:
-        shutil.copy(source, folder)
-    for part in ("nccl", "memory"):
-        shutil.copytree(REPOSITORY / "shim" / part, folder / part)
-    subprocess.run(["make", "-s", "-C", folder, "all", "check"], check=True)
-    return folder
+def built() -> Path:
+    make_shim("all", "check")
+    return LIB
 
 
 @pytest.fixture(params=["libsnapshim.so", "libsnapshim-parked.so"])
@@ -63,20 +54,20 @@ def test_programs_do_not_notice(library: Path, argv: tuple[str, ...]) -> None:
 
 def test_only_what_the_abi_names_is_exported(library: Path) -> None:
     symbols = subprocess.run(["nm", "-D", "--defined-only", library], capture_output=True, text=True, check=True).stdout
-    header = (REPOSITORY / "shim" / "abi.h").read_text()
+    header = (REPOSITORY / "shim" / "lib" / "abi.h").read_text()
     lists = ["Interposed as well", *(["And by libsnapshim-parked.so"] if "parked" in library.name else [])]
     texts = [header.partition(words)[2].partition(":")[2].partition("*/")[0] for words in lists]
     interposed = " ".join(texts).replace("*", " ").split()
     named = ["snapshim_abi_version", "snapshim_mailbox", "syscall", *interposed]
     exported = [line.split()[2] for line in symbols.splitlines()]
-    nccl = set(re.findall(r"\bnccl[A-Z]\w+", (REPOSITORY / "shim" / "nccl" / "symbols.h").read_text()))
+    nccl = set(re.findall(r"\bnccl[A-Z]\w+", (REPOSITORY / "shim" / "lib" / "nccl" / "symbols.h").read_text()))
     assert sorted(name for name in exported if "nccl" not in name) == sorted(named)
     assert {name.removeprefix("p") for name in exported if "nccl" in name} == nccl
 
 
 def test_the_environment_is_the_launchers_plus_the_preload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shim.child._LIBRARY", tmp_path / "lib.so")
-    monkeypatch.setattr("shim.child._PARKED_LIBRARY", tmp_path / "parked.so")
+    monkeypatch.setattr("shim.keeper.child._LIBRARY", tmp_path / "lib.so")
+    monkeypatch.setattr("shim.keeper.child._PARKED_LIBRARY", tmp_path / "parked.so")
     assert rank_environment({"A": "b"}, preload=True) == {"A": "b"}, "no library, no preload"
     (tmp_path / "lib.so").touch()
     once = rank_environment({"A": "b", "LD_PRELOAD": "x.so y.so"}, preload=True)
@@ -96,7 +87,7 @@ def test_the_environment_is_the_launchers_plus_the_preload(tmp_path: Path, monke
 
 
 async def test_a_rank_has_it(node: Node) -> None:
-    if not (REPOSITORY / "shim" / "libsnapshim.so").exists():
+    if not (REPOSITORY / "shim" / "lib" / "libsnapshim.so").exists():
         pytest.skip("the shim is not built: run `make setup`")
     keeper = await node.launch(*python(PROGRAM))
     output, errors = await keeper.communicate()

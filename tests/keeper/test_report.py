@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shim import report
+from shim.keeper import report
 
 NOBODY = 65534
 

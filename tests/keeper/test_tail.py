@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shim.tail import Tail
+from shim.keeper.tail import Tail
 
 steps = st.lists(st.tuples(st.sampled_from(["append", "release", "read"]), st.integers(0, 60)), max_size=60)
 

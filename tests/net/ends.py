@@ -14,7 +14,7 @@ from typing import Any
 from snapshotd.net import rehome, repair
 from snapshotd.net.flows import Holder, Pair
 from snapshotd.net.rehome import Change
-from snapshotd.tree import Process
+from snapshotd.proc.tree import Process
 from tests.net.hosts import Host, Hosts
 from tests.net.moving import hold, put_on, release, take_off
 

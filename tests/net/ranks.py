@@ -21,7 +21,7 @@ from pyroute2 import IPRoute
 from snapshotd.api.errors import Where
 from snapshotd.criu.session import _LIMITS, ask, dump_request, restore_request, swrk_pair
 from snapshotd.net.flows import Address, Holder
-from snapshotd.tree import Process, stopped
+from snapshotd.proc.tree import Process, stopped
 from tests.net.hosts import REPOSITORY, Host
 
 CRIU = REPOSITORY / ".criu" / "criu"

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from snapshotd.net.flows import Address, BadAddress, Flow, Holder
-from snapshotd.tree import Process
+from snapshotd.proc.tree import Process
 
 ADDRESSES = st.builds(Address, st.ip_addresses().map(str), st.integers(0, 0xFFFF))
 

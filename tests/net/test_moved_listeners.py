@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from snapshotd.api import snapshotd_pb2 as pb
+from snapshotd.moves.peers.forwarding import moved_listeners
+from snapshotd.moves.peers.new_connections import reached_at
 from snapshotd.net.flows import Address
-from snapshotd.ops.forwarding import moved_listeners
-from snapshotd.ops.newcomers import reached_at
 
 A, B, C = ["10.0.0.1/24", "fd00::1/64"], ["10.0.0.2/24"], ["10.0.0.3/24", "fd00::3/64"]
 

@@ -14,7 +14,7 @@ from snapshotd.criu.inet import Ends, rewrite
 from snapshotd.net.options import _OPTIONS, Kept, put_back
 from snapshotd.net.options import keep as keep_options
 from snapshotd.net.sockets import borrow, tree_flows
-from snapshotd.tree import Process
+from snapshotd.proc.tree import Process
 from tests.net.hosts import Hosts
 from tests.net.ranks import Rank, address, connect, listen, needs_criu, silence
 

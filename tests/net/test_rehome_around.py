@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from snapshotd import tree
 from snapshotd.api.errors import Damaged
 from snapshotd.net import capture, rehome, repair, timers
 from snapshotd.net.flows import Address
+from snapshotd.proc import tree
 from tests.net.ends import connected, move_rank
 from tests.net.hosts import Hosts
 from tests.net.moving import hold, put_on, release, take_off

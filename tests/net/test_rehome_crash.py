@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from snapshotd import tree
 from snapshotd.net.rehome import Change
+from snapshotd.proc import tree
 from tests.net import crasher
 from tests.net.hosts import REPOSITORY, Hosts
 from tests.net.moving import change, hold, peer_flow, put_on, release, take_off, talk

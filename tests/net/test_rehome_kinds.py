@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from snapshotd import tree
 from snapshotd.api.errors import Refused
 from snapshotd.net import rehome, repair
 from snapshotd.net.flows import Address
+from snapshotd.proc import tree
 from tests.net.ends import connected, move_rank
 from tests.net.hosts import Hosts
 from tests.net.moving import hold, put_on, release, take_off

@@ -21,7 +21,7 @@ from snapshotd.net.sockets import (
     own_addresses,
     tree_flows,
 )
-from snapshotd.tree import Process
+from snapshotd.proc.tree import Process
 from tests.net.hosts import Host, Hosts
 
 pytestmark = pytest.mark.root

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from snapshotd import tree
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import GpuFailed
 from snapshotd.api.snapshotd_pb2 import Check
 from snapshotd.preflight import GpuLook, recheck, refusals, source, uses_cuda
-from snapshotd.preflight.limits import cgroup_rooms, memory_room
 from snapshotd.preflight.source import GPU_CHECKS, SOURCE_CHECKS
+from snapshotd.proc import tree
+from snapshotd.proc.memory import cgroup_rooms, memory_room
 from tests.preflight.conftest import Starter
 from tests.preflight.ranks import CARRY_PATHS, Child
 

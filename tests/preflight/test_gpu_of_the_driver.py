@@ -10,9 +10,9 @@ import pytest
 
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.cuda.driver import Gpus
-from snapshotd.gpus import choose
+from snapshotd.cuda.pairing import choose
 from snapshotd.preflight import GpuLook, inspect_rank, uses_cuda
-from snapshotd.tree import Process
+from snapshotd.proc.tree import Process
 from tests.cuda.processes import CudaProgram
 from tests.fakes.cuda_fake import GpuNode
 from tests.fakes.cuda_fake import gpus as some_gpus

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from snapshotd import ncclctl
 from snapshotd.api.snapshotd_pb2 import Check
+from snapshotd.inprocess import ncclctl
 from snapshotd.preflight import NcclLook
 from snapshotd.preflight.look import Look
 from snapshotd.preflight.nccl import communicators, environment, needed, static

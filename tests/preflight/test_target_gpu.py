@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.snapshotd_pb2 import Check
-from snapshotd.gpus import Unfit, choose
+from snapshotd.cuda.pairing import Unfit, choose
 from snapshotd.preflight import examine, refusals
 from snapshotd.preflight.target import GPU_CHECKS, TARGET_CHECKS
 from snapshotd.preflight.target_gpu import CONDITIONS

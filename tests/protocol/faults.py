@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from migrator.protocol import Verdict
-from snapshotd.rules import Mark, Outcome
+from snapshotd.moves.rules import Mark, Outcome
 from tests.protocol.model import Model
 from tests.protocol.mover import Move, leftovers, other, running
 from tests.protocol.network import AWAY, HOME, PEER

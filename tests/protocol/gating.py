@@ -1,6 +1,6 @@
 """The gates of the job's processes in the model, and the communicator between them: closed, taken down, built again, opened.
 
-As in `snapshotd/ops/gates.py` and `communicators.py`. The rank and every peer's process are the members of one communicator,
+As in `moves/nccl/gates.py` and `communicators.py`. The rank and every peer's process are the members of one communicator,
 which is told by a number: 0 where it is down, else that of the attempt that built it. What opens a gate must find it whole
 on every member; nobody waits for ever behind one.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from snapshotd.rules import CopyState, GateDecision, GateFacts, Mark, Outcome, gate_next, proof, proves
+from snapshotd.moves.rules import CopyState, GateDecision, GateFacts, Mark, Outcome, gate_next, proof, proves
 from tests.protocol.network import Broken, Copy
 from tests.protocol.peering import Peering
 from tests.protocol.world import LEASE_S, Answer, Lost, Record, Refused

@@ -1,4 +1,4 @@
-"""The model: source and target, whose daemons serve the requests of a move, as `snapshotd/ops/` does for real.
+"""The model: source and target, whose daemons serve the requests of a move, as `snapshotd/moves/` does for real.
 
 A handler checks only whether its step is allowed in the state it finds (asking twice does it once); each mark is
 journalled as `Mark` says, the outcome once. `migrator/protocol.py` is executed on it by `mover.py`.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from snapshotd.rules import CopyState, Mark, Outcome, TargetFacts, proof, proves, target_answer
+from snapshotd.moves.rules import CopyState, Mark, Outcome, TargetFacts, proof, proves, target_answer
 from tests.protocol.gating import gate_of
 from tests.protocol.network import Copy, Socket
 from tests.protocol.settling import Settling

@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from migrator.protocol import ACTIVATE, COMMIT, TABLE, At, Step, Verdict, decide, next_step, undo_plan
-from snapshotd.rules import CopyState, Mark, Outcome
+from snapshotd.moves.rules import CopyState, Mark, Outcome
 from tests.protocol.model import Model
 from tests.protocol.network import Copy
 from tests.protocol.world import DRIVER, NODES, Answer, Died, Lost, Record, Refused

@@ -1,6 +1,6 @@
-"""The peers' daemons in the model: facts to `snapshotd.rules.peer_next`, and what it says carried out.
+"""The peers' daemons in the model: facts to `snapshotd.moves.rules.peer_next`, and what it says carried out.
 
-As in `snapshotd/ops/peer.py`: an end is changed only under a filter for its old and its new name, while its process is
+As in `moves/peers/steps.py`: an end is changed only under a filter for its old and its new name, while its process is
 stopped; each line of that is an event of its own.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from snapshotd.rules import CopyState, Mark, Outcome, PeerDecision, PeerFacts, peer_next, proves
+from snapshotd.moves.rules import CopyState, Mark, Outcome, PeerDecision, PeerFacts, peer_next, proves
 from tests.protocol.network import Broken
 from tests.protocol.world import Answer, Lost, Record, Refused, World
 

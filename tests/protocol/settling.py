@@ -1,11 +1,11 @@
-"""How the model's daemons settle unfinished moves: gather facts, ask `snapshotd.rules`, carry out what it says.
+"""How the model's daemons settle unfinished moves: gather facts, ask `snapshotd.moves.rules`, carry out what it says.
 
 Nothing here decides. `model.py` adds the requests.
 """
 
 from __future__ import annotations
 
-from snapshotd.rules import (
+from snapshotd.moves.rules import (
     CopyState,
     Mark,
     Outcome,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from migrator.cut import Decision, Why
+from migrator.quiesce.cut import Decision, Why
 from tests.protocol.test_cut_job import Hints, Job, held_there, judge, starts
 from tests.protocol.test_cut_programs import QUICK, SEEDS, Kind, pipeline
 

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from migrator.cut import Channel, Counts, Cut, Decision, Report, may_launch, next_targets
+from migrator.quiesce.cut import Channel, Counts, Cut, Decision, Report, may_launch, next_targets
 from tests.protocol.test_cut_programs import (
     QUICK,
     SEEDS,

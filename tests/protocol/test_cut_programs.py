@@ -2,7 +2,7 @@
 
 A random program is one global order of operations, projected on ranks and threads; whatever a thread does depends only on
 what comes earlier in that order. So it ends however the threads interleave, and whoever makes it stand still for ever has
-broken it. Who knows the program knows the least cut, which `migrator/cut.py` has to find without.
+broken it. Who knows the program knows the least cut, which `migrator/quiesce/cut.py` has to find without.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from migrator.cut import Channel
+from migrator.quiesce.cut import Channel
 
 SEEDS = st.integers(0, 2**32 - 1)
 QUICK = settings(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))

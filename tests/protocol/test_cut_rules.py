@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from migrator.cut import Channel, Counts, Cut, Decision, Report, may_launch, next_targets
+from migrator.quiesce.cut import Channel, Counts, Cut, Decision, Report, may_launch, next_targets
 
 TP, DP, PP = Channel("tp0"), Channel("dp0"), Channel("pp0")
 SEND = Channel("pp0", (0, 1))

@@ -8,8 +8,8 @@ from random import Random
 
 import pytest
 
-from migrator import cut as rules
-from migrator.cut import Behind, Certainty, Channel, Counts, Cut, Decision, Report, next_targets
+from migrator.quiesce import cut as rules
+from migrator.quiesce.cut import Behind, Certainty, Channel, Counts, Cut, Decision, Report, next_targets
 from tests.protocol.test_cut_job import Hints, held_there, starts
 from tests.protocol.test_cut_programs import Kind
 

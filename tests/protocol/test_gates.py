@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from snapshotd.rules import GateDecision, GateFacts, Mark, Outcome, gate_next
+from snapshotd.moves.rules import GateDecision, GateFacts, Mark, Outcome, gate_next
 from tests.protocol import gating
 from tests.protocol.faults import Scene, labels
 from tests.protocol.gating import LOST_S, SILENT_S, UNDO_S, gate_of

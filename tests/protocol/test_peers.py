@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from migrator.protocol import Verdict
-from snapshotd.rules import Mark
+from snapshotd.moves.rules import Mark
 from tests.protocol.faults import Scene, labels
 from tests.protocol.mover import leftovers, person_says, running
 from tests.protocol.network import AWAY, HOME, PEER, Broken, Copy

@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from snapshotd.rules import (
+from snapshotd.moves.rules import (
     CopyState,
     Mark,
     Outcome,

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from migrator.protocol import Verdict
-from snapshotd.rules import (
+from snapshotd.moves.rules import (
     CopyState,
     GateDecision,
     GateFacts,

@@ -9,7 +9,7 @@ from itertools import combinations, product
 import pytest
 
 from migrator.protocol import TABLE, Verdict
-from snapshotd.rules import CopyState, Mark, Outcome, proof
+from snapshotd.moves.rules import CopyState, Mark, Outcome, proof
 from tests.protocol.faults import STRIKES, Scene, labels, single_faults
 from tests.protocol.mover import leftovers, running
 from tests.protocol.network import AWAY, HOME, PEER

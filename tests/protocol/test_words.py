@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from migrator.protocol import Verdict
-from snapshotd.rules import Mark, Outcome
+from snapshotd.moves.rules import Mark, Outcome
 from tests.protocol.faults import Scene, labels
 from tests.protocol.mover import Move, leftovers, person_says, running
 from tests.protocol.network import AWAY, HOME

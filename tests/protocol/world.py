@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-from snapshotd.rules import CopyState, Mark, Outcome
+from snapshotd.moves.rules import CopyState, Mark, Outcome
 from tests.protocol.network import AWAY, HOME, PEER, Broken, Copy, Network
 
 DRIVER = "driver"

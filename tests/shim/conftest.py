@@ -1,28 +1,18 @@
 from __future__ import annotations
 
-import shutil
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.shim.jobs import PROGRAMS, REPOSITORY, Job, Work, compile_c
+from tests.shim.build import LIB, make_shim
+from tests.shim.jobs import PROGRAMS, Job, Work, compile_c
 
 
 @pytest.fixture(scope="session")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built here from the sources, so that a stale library elsewhere proves nothing."""
-    folder = tmp_path_factory.mktemp("shim")
-    for source in [
-        *(REPOSITORY / "shim").glob("*.[ch]"),
-        *(REPOSITORY / "shim" / name for name in ("Makefile", "local.map")),
-    ]:
-        shutil.copy(source, folder)
-    for part in ("nccl", "memory"):
-        shutil.copytree(REPOSITORY / "shim" / part, folder / part)
-    subprocess.run(["make", "-s", "-C", folder, "libsnapshim.so", "libsnapshim-parked.so"], check=True)
-    return folder / "libsnapshim.so"
+def library() -> Path:
+    make_shim("all")
+    return LIB / "libsnapshim.so"
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from snapshotd import shimctl, tree
+from snapshotd.inprocess import shimctl
+from snapshotd.proc import tree
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PROGRAMS = Path(__file__).parent / "programs"

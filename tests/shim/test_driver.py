@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from snapshotd import shimctl, tree
+from snapshotd.inprocess import shimctl
+from snapshotd.proc import tree
 from tests.shim.jobs import PROGRAMS, REPOSITORY, Job, compile_c, python, until
 
 Start = Callable[..., Job]
@@ -167,8 +168,8 @@ def test_a_thread_that_stays_at_work_in_the_driver_is_not_parked_and_all_run_on(
 
 def test_where_a_thread_may_hold_a_lock_of_the_drivers(cuda: Path, tmp_path: Path) -> None:
     """What is free is parked at once, what is doubtful after a moment, what is at work in the driver never."""
-    shim = REPOSITORY / "shim"
-    sources = [str(shim / name) for name in ("places.c", "maps.c", "words.c", "hygiene.c")]
+    shim = REPOSITORY / "shim" / "lib"
+    sources = [str(shim / "core" / name) for name in ("thread_location.c", "maps.c", "lockless.c", "hygiene.c")]
     flags = (f"-I{shim}", "-pthread", *sources, str(cuda / "libcuda.so.1"), f"-Wl,-rpath,{cuda}", "-ldl")
     program = compile_c(PROGRAMS / "places.c", tmp_path / "places", *flags)
     done = subprocess.run([program], capture_output=True, text=True, timeout=60, check=True)

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from snapshotd import shimctl, tree
 from snapshotd.api.errors import GpuFailed, RankGone, Timeout
+from snapshotd.inprocess import shimctl
+from snapshotd.proc import tree
 from tests.shim.jobs import Job, Work, compile_c, python, stop, until
 
 Start = Callable[..., Job]

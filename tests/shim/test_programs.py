@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from snapshotd import shimctl
+from snapshotd.inprocess import shimctl
 from tests.shim.jobs import Job, compile_c, until
 
 Start = Callable[..., Job]

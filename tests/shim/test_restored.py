@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from snapshotd import shimctl, tree
+from snapshotd.inprocess import shimctl
+from snapshotd.proc import tree
 from tests.shim.jobs import REPOSITORY, STUCK_S, Work, until
 
 CRIU = REPOSITORY / ".criu" / "criu"

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from snapshotd import tree
+from snapshotd.proc import tree
 from tests.shim.jobs import PROGRAMS, Job, until
 
 Start = Callable[..., Job]
@@ -17,7 +17,7 @@ Start = Callable[..., Job]
 
 @pytest.fixture
 def job(start: Start, caplog: pytest.LogCaptureFixture) -> Job:
-    caplog.set_level(logging.INFO, "snapshotd.shimctl")
+    caplog.set_level(logging.INFO, "snapshotd.inprocess.shimctl")
     job = start(sys.executable, PROGRAMS / "fake_torch.py")
     assert job.hear() == "ready"
     return job
@@ -128,7 +128,7 @@ def test_no_reference_is_left(job: Job, failure: str) -> None:
 
 
 def test_no_interpreter(start: Start, work_program: object, tmp_path: object, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "snapshotd.shimctl")
+    caplog.set_level(logging.INFO, "snapshotd.inprocess.shimctl")
     job = start(str(work_program), f"{tmp_path}/counters", "doze")
     until(lambda: len(os.listdir(f"/proc/{job.pid}/task")) == 4)
     assert job.mailbox().empty_cache(5) is None

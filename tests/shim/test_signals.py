@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from snapshotd import shimctl
+from snapshotd.inprocess import shimctl
 from tests.shim.jobs import PROGRAMS, Job, compile_c, python, until
 
 Start = Callable[..., Job]

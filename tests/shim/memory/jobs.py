@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from snapshotd import devmem, shimctl
+from snapshotd.inprocess import devmem, shimctl
 from tests.shim.jobs import STUCK_S, Job
 
 PROGRAMS = Path(__file__).parent / "programs"

@@ -15,7 +15,7 @@ import pytest
 
 from snapshotd.api.errors import Timeout
 from snapshotd.cuda.driver import Gpus
-from snapshotd.ops import gpu
+from snapshotd.moves.device import gpu
 from tests.fakes.cuda_fake import GpuNode
 from tests.shim.jobs import STUCK_S, until
 from tests.shim.memory.conftest import Start

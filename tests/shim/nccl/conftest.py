@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.shim.build import LIB, make_shim
 from tests.shim.nccl.gates import Gates
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -25,8 +26,8 @@ def make(folder: Path, *arguments: str | Path) -> None:
 def build(folder: Path, version: int = 22809) -> Path:
     """A folder with libsnapshim.so and the stand-in's libnccl.so.2."""
     folder.mkdir(parents=True, exist_ok=True)
-    library = folder / "libsnapshim.so"
-    make(REPOSITORY / "shim", library, f"LIBRARY={library}")
+    make_shim("all")
+    (folder / "libsnapshim.so").symlink_to(LIB / "libsnapshim.so")
     make(STAND_IN, "-j2", folder / "libnccl.so.2", f"BUILD={folder}", f"VERSION={version}")
     return folder
 

@@ -15,8 +15,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from migrator.cut import Channel, Cut, Decision, Report, next_targets
-from snapshotd import shimctl, tree
+from migrator.quiesce.cut import Channel, Cut, Decision, Report, next_targets
+from snapshotd.inprocess import shimctl
+from snapshotd.proc import tree
 
 PARK, RELEASE = 1, 2
 ROOM, CLOSE, TARGETS, REPORT, OPEN, DETACH, NEW_ID, FRESH, ATTACH = range(16, 25)

@@ -17,7 +17,7 @@ from tests.shim.nccl.conftest import REPOSITORY, STAND_IN, Job, make
 from tests.shim.nccl.gates import OPEN
 from tests.shim.nccl.test_moves import rebuild
 
-SHIM = REPOSITORY / "shim"
+SHIM = REPOSITORY / "shim" / "lib"
 PROGRAMS = REPOSITORY / "tests" / "shim" / "nccl" / "programs"
 
 
@@ -48,7 +48,7 @@ def sanitized(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Saniti
     folder = tmp_path / "built"
     folder.mkdir()
     make(STAND_IN, "-j2", folder / "libnccl.so.2", f"BUILD={folder}", f"SANITIZE={request.param}")
-    sources = [*sorted((SHIM / "nccl").glob("*.c")), SHIM / "words.c", PROGRAMS / "control.c"]
+    sources = [*sorted((SHIM / "nccl").glob("*.c")), SHIM / "core" / "lockless.c", PROGRAMS / "control.c"]
     shim = folder / "libsnapshim.so"
     compile_(request.param, "-shared", "-fvisibility=hidden", "-o", shim, *sources, "-ldl")
     libraries = (shim, folder / "libnccl.so.2", folder / "libfakestreams.so.1")

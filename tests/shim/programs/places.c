@@ -6,7 +6,7 @@
 #include <stdio.h>
 #include <unistd.h>
 
-#include "shim.h"
+#include "core/shim.h"
 
 extern int cuSleep(void), cuSleepInCall(void), cuSpin(volatile int *), cuFill(volatile int *);
 

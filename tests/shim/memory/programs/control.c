@@ -1,9 +1,9 @@
-/* In place of shim/control.c, shim/threads.c and shim/park.c where a sanitizer must know every thread: a mailbox, and a thread
+/* In place of shim/lib/core/control.c, shim/lib/core/threads.c and shim/lib/core/park.c where a sanitizer must know every thread: a mailbox, and a thread
  * that serves it, made the ordinary way. The job's threads are "parked" when it is told so, and does nothing meanwhile. */
 #define _GNU_SOURCE
 #include <string.h>
 
-#include "shim.h"
+#include "core/shim.h"
 
 struct snapshim_mailbox snapshim_mailbox = {
 	.magic = {'S', 'N', 'A', 'P', 'S', 'H', 'I', 'M'},

@@ -1,10 +1,10 @@
-/* In place of shim/control.c and shim/threads.c where a sanitizer must know every thread: a mailbox, and a thread that serves
+/* In place of shim/lib/core/control.c and shim/lib/core/threads.c where a sanitizer must know every thread: a mailbox, and a thread that serves
  * it, made the ordinary way. */
 #define _GNU_SOURCE
 #include <pthread.h>
 #include <string.h>
 
-#include "shim.h"
+#include "core/shim.h"
 
 struct snapshim_mailbox snapshim_mailbox = {
 	.magic = {'S', 'N', 'A', 'P', 'S', 'H', 'I', 'M'},

@@ -1,0 +1,1 @@
+"""Brings all ranks of an NCCL job to a consistent point."""

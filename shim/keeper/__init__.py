@@ -1,0 +1,1 @@
+"""The keeper: the process that the launcher knows as the rank."""

@@ -1,0 +1,74 @@
+"""What the launcher gave the keeper, as one thing: its output, its keyboard and its terminal.
+
+Invariant: a byte that the rank wrote leaves its `Tail` when it has been written to the launcher's own file, or when
+that file can take no more for ever; then the rank's channel is shut, as the rank's own file would have been.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterable
+from functools import partial
+
+from shim.keeper import terminal
+from shim.keeper.channels import PTY
+from shim.keeper.ends import Keyboard, Sink, channels_for, own_ends
+from shim.keeper.loop import Wish
+from shim.keeper.tail import Tail
+
+
+class Front:
+    """`channels` are the rank's, made to match. `shut` is called with a channel's name when nobody reads it any more."""
+
+    def __init__(self, shut: Callable[[str], None]) -> None:
+        ends = own_ends()
+        self.channels = channels_for(ends)
+        self.keyboard = Keyboard(ends[0])
+        self._shut = shut
+        self._sinks = {channel.name: Sink(channel, ends) for channel in self.channels if channel.has_output}
+        self._terminal_fd = next((channel.fds[0] for channel in self.channels if channel.kind == PTY), -1)
+
+    # ---- output
+
+    def wishes(self, tails: dict[str, Tail]) -> Iterable[Wish]:
+        for name, tail in tails.items():
+            if len(tail):
+                yield Wish(self._sinks[name].fd, on_writable=partial(self._deliver, name, tail))
+
+    def discard_unwanted(self, tails: dict[str, Tail]) -> None:
+        for name, tail in tails.items():
+            if self._sinks[name].is_broken:
+                tail.release(tail.end)
+
+    def _deliver(self, name: str, tail: Tail) -> None:
+        sink = self._sinks[name]
+        tail.release(tail.base + sink.write(tail.read(tail.base, 1 << 16)))
+        if sink.is_broken:
+            self._shut(name)
+
+    # ---- the terminal
+
+    @property
+    def has_terminal(self) -> bool:
+        return self._terminal_fd >= 0
+
+    def window_size(self) -> tuple[int, int]:
+        return terminal.window_size(self._terminal_fd)
+
+    def enter_terminal(self) -> None:
+        if self.keyboard.terminal is not None and self.keyboard.is_open:
+            self.keyboard.terminal.make_raw()
+
+    def leave_terminal(self) -> None:
+        if self.keyboard.terminal is not None:
+            self.keyboard.terminal.restore()
+
+    def stop_with_shell(self) -> None:
+        """Ctrl-Z: the shell that waits for us has to see us stop. Without a terminal there is no such shell."""
+        try:
+            os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC))
+        except OSError:
+            return
+        self.leave_terminal()
+        os.kill(os.getpid(), signal.SIGSTOP)

@@ -1,0 +1,260 @@
+"""The guest keeper: pid 1 of the namespace into which a rank is restored, for as long as the rank lives on this node.
+
+Started by the daemon as `python -m shim.keeper.guest`, with its orders as JSON on stdin. It makes stdio channels, starts
+`criu swrk` with the rank's ends of them, and leaves the talking with criu to the daemon. Invariants: the rank gets no
+input and no signal before `activated`; its output and its end stay here until the home keeper has acknowledged them,
+however long no daemon and no home can be reached; when the keeper ends, so does every process of the rank on this node.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+from shim.keeper import frames, namespaces, report, signals
+from shim.keeper.link import BYE_S, Link
+from shim.keeper.loop import Loop
+from shim.keeper.relay import GuestEnd
+from shim.keeper.stdio import Stdio, TooMuchToHandOver
+
+FIRST_INHERITED_FD = 10
+_REMEMBERED_ENDS = 1024
+
+
+def main() -> int:
+    orders = json.load(sys.stdin)
+    if os.fork() != 0:  # the daemon's child ends at once; the keeper belongs to nobody
+        return 0
+    os.setsid()
+    os.chdir("/")
+    if not namespaces.fork_into_fresh_namespaces():
+        return 0
+    _forget_daemons_stdio()
+    GuestKeeper(orders).loop.run()
+    return 0
+
+
+def _forget_daemons_stdio() -> None:
+    """Descriptors from outside this mount namespace would end up in a dump; stderr stays, for the daemon's log."""
+    null = os.open("/dev/null", os.O_RDWR)
+    for fd in (0, 1):
+        os.dup2(null, fd)
+    os.close(null)
+
+
+class GuestKeeper:
+    def __init__(self, orders: dict[str, Any]) -> None:
+        self._orders = orders
+        self._move = str(orders["move"])
+        self._held_move = self._move  # until `activated`
+        self._is_activated = False
+        self._is_gone = False  # the rank lives elsewhere: only the local copy's end is awaited
+        self._pid = 0
+        self._ends: dict[int, int] = {}
+        self._status: int | None = None
+        self._is_telling = False
+        self._queued: list[int] = []
+        self.loop = Loop()
+        self.loop.catch([signal.SIGCHLD], self._on_child)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+            signal.signal(number, signal.SIG_IGN)
+        state = orders["stdio"]
+        self._stdio = Stdio.of_state(self.loop, state, str(orders["spool_dir"]))
+        self._relay = GuestEnd(self.loop, self._stdio, self._send_relay, self._deliver)
+        self._stdio.may_spool = self._relay.is_cut_off
+        handed = state.get("signals", {})
+        self._relay.last_signal_id = int(handed.get("last", 0))
+        self._queued += [int(number) for number in handed.get("queued", [])]
+        self._inherit = [
+            {"key": str(described["key"]), "fd": FIRST_INHERITED_FD + index}
+            for index, described in enumerate(state["channels"])
+        ]
+        self._report_path = str(state.get("report_path", ""))
+        self._user = int(state.get("user_id", 0)), int(state.get("group_id", 0))
+        report.make_room(self._report_path, *self._user)
+        self._criu_pid = self._start_criu(str(orders["criu"]), int(orders["criu_fd"]), str(orders["cgroup_procs"]))
+        self._link = Link(self.loop, str(orders["keeper_sock"]), self._hello, self._on_frame, self._relay.lost)
+        self.loop.before(self._work)
+        self._link.connect()
+
+    def _start_criu(self, criu: str, criu_fd: int, cgroup_procs: str) -> int:
+        namespaces.number_next_process_high()
+        pid = os.fork()
+        if pid != 0:
+            os.close(criu_fd)
+            return pid
+        try:
+            if cgroup_procs:
+                Path(cgroup_procs).write_text("0")
+            _exec_criu(criu, criu_fd, [channel.rank_fd for channel in self._stdio.channels])
+        except OSError as error:
+            print(f"guest keeper: cannot start criu: {error}", file=sys.stderr, flush=True)
+        finally:
+            os._exit(127)
+
+    # ---- the daemon
+
+    def _hello(self) -> dict[str, Any]:
+        orders = self._orders
+        return {
+            "role": "guest",
+            **{key: orders[key] for key in ("uid", "job", "rank", "relay_key", "home_node", "home_endpoint")},
+            **{key: orders.get(key) for key in ("command", "cwd")},
+            "moves": orders.get("moves", 0),
+            "started_unix_s": orders.get("started_unix_s", 0.0),
+            "move": self._move,
+            "pid": self._pid,
+            "activated": self._is_activated,
+            "held_move": self._held_move,
+            "inherit": self._inherit,
+            "stdio": self._stdio.describe(),
+            "exited": self._status,
+            "finished": self._status is not None and self._is_activated and not self._held_move,
+        }
+
+    def _on_frame(self, frame: frames.Frame) -> None:
+        fields = frame.header
+        move = str(fields.get("move", ""))
+        match frame.type:
+            case "welcome":
+                self._link.welcomed()
+                self._relay.sync()
+            case "refused":
+                self._link.close_and_retry()
+            case "restored":
+                self._restored(int(fields["pid"]))
+            case "activated":
+                if not self._is_activated:
+                    self._is_activated = True
+                    self._let_go()
+                self._link.send("active", {"move": move})
+            case "hold" if self._is_activated and self._status is None:
+                self._held_move, self._stdio.is_held = move, True
+                self._link.send("held", {"move": move})
+            case "drain" if self._held_move == move and self._is_activated:
+                self._hand_over(move)
+            case "resume":
+                if self._is_activated and not self._is_gone and self._held_move == move:
+                    self._let_go()
+                self._link.send("resumed", {"move": move})
+            case "away":
+                self._is_gone = True
+                self._link.send("gone", {"move": move})
+            case "relay":
+                self._relay.sync() if fields.get("up") is True else self._relay.lost()
+            case "kill":
+                self.loop.leave()  # pid 1's end is everybody's end in this namespace
+            case "bye" if self._is_telling:
+                self.loop.leave()
+            case kind if kind in frames.RELAY_TYPES and not self._is_gone:
+                self._on_relay(frame)
+
+    def _restored(self, pid: int) -> None:
+        self._pid = pid
+        self._stdio.give_rank_ends()
+        self._link.send("ready", {"pid": pid})
+        if pid in self._ends:
+            self._rank_ended(self._ends[pid])
+
+    def _hand_over(self, move: str) -> None:
+        try:
+            state = self._stdio.hand_over(tails_too=True)
+        except (TooMuchToHandOver, OSError) as error:
+            self._link.send("stdio", {"move": move, "error": str(error)})
+            return
+        state |= {key: self._orders["stdio"].get(key, 0) for key in ("user_id", "group_id")}
+        state["report_path"] = self._report_path
+        state["signals"] = {"last": self._relay.last_signal_id, "queued": self._queued}
+        self._link.send_state(move, state)
+
+    def _let_go(self) -> None:
+        self._held_move = ""
+        self._stdio.let_go()
+        queued, self._queued = self._queued, []
+        for number in queued:
+            self._deliver(number)
+        self._relay.open()
+
+    # ---- the home keeper
+
+    def _send_relay(self, *frame: Any) -> bool:
+        return not self._is_gone and self._link.relay(*frame)
+
+    def _on_relay(self, frame: frames.Frame) -> None:
+        try:
+            self._relay.receive(frame)
+        except (KeyError, TypeError, ValueError, AttributeError):
+            self._relay.sync()  # from a home keeper of another version, or damaged: agree on the offsets again
+        if self._relay.exit_acked and not self._is_telling:
+            self._is_telling = True
+            self._link.send("exited", {"status": self._status})
+            self.loop.after(BYE_S, self.loop.leave)
+
+    def _deliver(self, number: int) -> None:
+        if self._held_move:
+            self._queued.append(number)
+        elif self._status is None and self._pid:
+            signals.deliver(self._pid, number)
+
+    # ---- processes
+
+    def _on_child(self, _number: int) -> None:
+        """Reaps everything: the rank, criu, and orphans of the rank's tree, whose parent we have become."""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            if pid == self._pid:
+                self._rank_ended(status)
+            elif self._pid == 0 and pid != self._criu_pid and len(self._ends) < _REMEMBERED_ENDS:
+                self._ends[pid] = status  # it may turn out to have been the rank
+
+    def _rank_ended(self, status: int) -> None:
+        self._status = status
+        self._stdio.rank_ended()
+        if not self._is_gone:
+            self._relay.report = report.collect(self._report_path, *self._user)
+        if self._held_move and not self._is_gone:
+            self._link.send("died", {"move": self._held_move, "status": status})
+        self.loop.after(0.1, self._look_at_end)
+
+    def _look_at_end(self) -> None:
+        """The exit status follows the last output."""
+        if not self._stdio.is_all_read or self._held_move:
+            self.loop.after(0.1, self._look_at_end)
+        else:
+            self._relay.exit_status = self._status
+
+    def _work(self) -> None:
+        if self._is_gone and self._status is not None and self._link.is_flushed:
+            self.loop.leave()  # the local copy has ended, which is all that was awaited here
+        if self._status is not None and not self._held_move and self._stdio.output_ended:
+            self._relay.exit_status = self._status
+        self._relay.pump()
+
+
+def _exec_criu(criu: str, criu_fd: int, ends: list[int]) -> NoReturn:
+    """criu with exactly: stdin, stdout, stderr; its socket; the rank's ends from FIRST_INHERITED_FD on."""
+    import fcntl
+
+    talk_fd = fcntl.fcntl(criu_fd, fcntl.F_DUPFD, 200)
+    for index, end in enumerate(ends):
+        os.dup2(end, FIRST_INHERITED_FD + index, inheritable=True)
+    os.closerange(3, FIRST_INHERITED_FD)
+    os.closerange(FIRST_INHERITED_FD + len(ends), talk_fd)
+    os.closerange(talk_fd + 1, (1 << 31) - 1)
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        if signal.getsignal(number) not in (signal.SIG_DFL, None):
+            signal.signal(number, signal.SIG_DFL)
+    os.execv(criu, [criu, "swrk", str(talk_fd)])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

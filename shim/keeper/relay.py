@@ -1,0 +1,297 @@
+"""Output, input, signals and the exit status between the guest keeper, where the rank is, and the home keeper.
+
+Both daemons pass these frames on and may lose any of them, at any time, by dying. Invariant: each byte and each signal
+is applied exactly once, in order, because everything carries an absolute offset (or id), stays with its sender until
+it is acknowledged, and both sides agree on the offsets (`sync`) after every interruption and whenever progress stops.
+
+    guest -> home   sync {in, sig}               where I am: input taken, last signal taken
+    home -> guest   sync {out, shut, win}        where I am: output received per channel; what the guest lacks follows
+    home -> guest   resync {}                    say sync again: something is missing
+    guest -> home   out {c, o} + bytes           home -> guest   ack {c, o}     written to the real stdout
+    home -> guest   in {o, eof} + bytes          guest -> home   inack {o}      written to the rank's stdin
+    home -> guest   sig {n, id}                  guest -> home   sigack {id}
+    home -> guest   win {rows, cols}, shut {c}   the terminal's new size; nobody reads this channel any more
+    guest -> home   exit {status} + report       home -> guest   exitack {}     after all output was acknowledged
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from shim.keeper.frames import Frame
+from shim.keeper.loop import Loop
+from shim.keeper.stdio import Stdio
+from shim.keeper.tail import Tail
+
+OUT_WINDOW_BYTES = 1 << 20
+IN_WINDOW_BYTES = 1 << 18
+CHUNK_BYTES = 1 << 16
+STALL_S = 2.0
+#: An interruption that lasts longer is no restart of a daemon: the rank goes on without its readers.
+CUT_OFF_S = 2.0
+
+Send = Callable[
+    ..., bool
+]  # (type, fields, payload) -> whether it was taken; False: no way there, or too much under way
+
+
+class GuestEnd:
+    """The rank's side: gives output, takes input and signals."""
+
+    def __init__(self, loop: Loop, stdio: Stdio, send: Send, deliver: Callable[[int], None]) -> None:
+        self._loop = loop
+        self._stdio = stdio
+        self._send = send
+        self._deliver = deliver
+        self._sent = {name: tail.base for name, tail in stdio.tails.items()}
+        self._acked_in = stdio.in_offset
+        self._is_synced = False
+        self._synced_s = time.monotonic()  # when it last was
+        self._exit_sent = False
+        self._progress = 0
+        self.is_open = False  # after activation
+        self.last_signal_id = 0
+        self.exit_status: int | None = None
+        self.report = b""  # what the rank left for its launcher to read
+        self.exit_acked = False
+
+    def open(self) -> None:
+        if not self.is_open:
+            self.is_open = True
+            self._synced_s = time.monotonic()
+            self._loop.after(STALL_S, lambda: self._check_progress(-1))
+        self.sync()
+
+    def sync(self) -> None:
+        self.lost()
+        if self.is_open:
+            self._send("sync", {"in": self._stdio.in_offset, "sig": self.last_signal_id})
+
+    def lost(self) -> None:
+        """The way to the home keeper is down; `sync` follows when it is up again."""
+        if self._is_synced:
+            self._synced_s = time.monotonic()
+        self._is_synced = False
+
+    def is_cut_off(self) -> bool:
+        """Whether the home keeper has not been heard for so long that nobody should wait for it."""
+        return not self._is_synced and time.monotonic() - self._synced_s > CUT_OFF_S
+
+    @property
+    def is_settled(self) -> bool:
+        return all(len(tail) == 0 for tail in self._stdio.tails.values())
+
+    def pump(self) -> None:
+        """Sends what may be sent now."""
+        if not self._is_synced:
+            return
+        for name, tail in self._stdio.tails.items():
+            offset = max(self._sent[name], tail.base)
+            while offset - tail.base < OUT_WINDOW_BYTES and (data := tail.read(offset, CHUNK_BYTES)):
+                if not self._send("out", {"c": name, "o": offset}, data):
+                    break
+                offset += len(data)
+            self._sent[name] = offset
+        written = self._stdio.in_written
+        if written != self._acked_in and not self._stdio.is_handed_over and self._send("inack", {"o": written}):
+            self._acked_in = written
+        if self.exit_status is not None and self.is_settled and not self._exit_sent:
+            self._exit_sent = self._send("exit", {"status": self.exit_status}, self.report)
+
+    def receive(self, frame: Frame) -> None:
+        """A frame from the home keeper. Raises KeyError, TypeError or ValueError for one that makes no sense."""
+        fields = frame.header
+        self._progress += 1
+        match frame.type:
+            case "sync":
+                for name, offset in dict(fields["out"]).items():
+                    if name in self._sent:
+                        self._sent[name] = max(int(offset), self._stdio.tails[name].base)
+                for name in fields["shut"]:
+                    self._stdio.shut(str(name))
+                self._resize(fields.get("win"))
+                self._is_synced, self._exit_sent = True, False
+                self._acked_in = -1  # said again: the last one may be lost
+            case "resync":
+                self.sync()
+            case "ack":
+                self._stdio.tails[str(fields["c"])].release(int(fields["o"]))
+            case "shut":
+                self._stdio.shut(str(fields["c"]))
+            case "in":
+                self._take_input(int(fields["o"]), bool(fields["eof"]), frame.payload)
+            case "sig":
+                self._take_signal(int(fields["n"]), int(fields["id"]))
+            case "win":
+                self._resize([fields["rows"], fields["cols"]])
+            case "exitack":
+                self.exit_acked = self.exit_status is not None
+
+    def _take_input(self, offset: int, ended: bool, data: bytes) -> None:
+        if self._stdio.is_handed_over:
+            return  # it belongs to the next keeper; the home keeper still has it
+        if offset > self._stdio.in_offset:
+            self.sync()
+            return
+        fresh = data[self._stdio.in_offset - offset :]
+        if fresh:
+            self._stdio.feed(fresh)
+        if ended and offset + len(data) >= self._stdio.in_offset:
+            self._stdio.end_input()
+
+    def _take_signal(self, number: int, signal_id: int) -> None:
+        if self._stdio.is_handed_over:
+            return
+        if signal_id == self.last_signal_id + 1:
+            self.last_signal_id = signal_id
+            self._deliver(number)
+        elif signal_id > self.last_signal_id:
+            self.sync()
+            return
+        self._send("sigack", {"id": self.last_signal_id})
+
+    def _resize(self, size: Any) -> None:
+        if size and not self._stdio.is_handed_over:
+            self._stdio.resize(int(size[0]), int(size[1]))
+
+    def _check_progress(self, before: int) -> None:
+        waits = not self._is_synced or not self.is_settled or (self.exit_status is not None and not self.exit_acked)
+        if waits and self._progress == before:
+            self.sync()
+        progress = self._progress
+        self._loop.after(STALL_S, lambda: self._check_progress(progress))
+
+
+class HomeEnd:
+    """The launcher's side: takes output, gives input and signals. `keyboard`: the real stdin, not yet acknowledged."""
+
+    def __init__(self, loop: Loop, tails: dict[str, Tail], keyboard: Tail, send: Send) -> None:
+        self._loop = loop
+        self._tails = tails
+        self._send = send
+        self._acked = {name: tail.base for name, tail in tails.items()}
+        self._signals: list[tuple[int, int]] = []  # (id, number), not acknowledged
+        self._last_signal_id = 0
+        self._in_sent = keyboard.base
+        self._end_sent = False
+        self._waiting_sync: Frame | None = None
+        self._is_synced = False
+        self._progress = 0
+        self._shut: set[str] = set()
+        self.keyboard = keyboard
+        self.keyboard_ended = False
+        self.is_open = False  # the rank is away
+        self.size: tuple[int, int] | None = None
+        self.exit_status: int | None = None
+        self.report = b""
+
+    def open(self) -> None:
+        """The rank is elsewhere, as of now. The guest may have called before the outcome had reached us."""
+        if not self.is_open:
+            self.is_open = True
+            self._in_sent = self.keyboard.base
+            self._loop.after(STALL_S, lambda: self._check_progress(-1))
+        waiting, self._waiting_sync = self._waiting_sync, None
+        if waiting is not None:
+            self.receive(waiting)
+        else:
+            self._send("resync")
+
+    def lost(self) -> None:
+        self._is_synced = False
+
+    def again(self) -> None:
+        """The link to our daemon is back: what was under way may be lost."""
+        self._is_synced = False
+        if self.is_open:
+            self._send("resync")
+
+    def signal(self, number: int) -> None:
+        self._last_signal_id += 1
+        self._signals.append((self._last_signal_id, number))
+        if self._is_synced:
+            self._send("sig", {"n": number, "id": self._last_signal_id})
+
+    def resize(self, rows: int, columns: int) -> None:
+        self.size = (rows, columns)
+        if self._is_synced:
+            self._send("win", {"rows": rows, "cols": columns})
+
+    def shut(self, name: str) -> None:
+        self._shut.add(name)
+        if self._is_synced:
+            self._send("shut", {"c": name})
+
+    def pump(self) -> None:
+        if not self._is_synced:
+            return
+        for name, tail in self._tails.items():
+            if tail.base > self._acked[name] and self._send("ack", {"c": name, "o": tail.base}):
+                self._acked[name] = tail.base
+        self._in_sent = max(self._in_sent, self.keyboard.base)
+        while self._in_sent - self.keyboard.base < IN_WINDOW_BYTES and (
+            data := self.keyboard.read(self._in_sent, CHUNK_BYTES)
+        ):
+            if not self._send("in", {"o": self._in_sent, "eof": False}, data):
+                return
+            self._in_sent += len(data)
+        if self.keyboard_ended and not self._end_sent and self._in_sent == self.keyboard.end:
+            self._end_sent = self._send("in", {"o": self._in_sent, "eof": True})
+
+    def receive(self, frame: Frame) -> None:
+        """A frame from the guest keeper. Raises KeyError, TypeError or ValueError for one that makes no sense."""
+        fields = frame.header
+        if not self.is_open:
+            if frame.type == "sync":
+                self._waiting_sync = frame
+            return
+        self._progress += 1
+        match frame.type:
+            case "sync":
+                self._answer_sync(int(fields["in"]), int(fields["sig"]))
+            case "out":
+                self._take_output(str(fields["c"]), int(fields["o"]), frame.payload)
+            case "inack":
+                self.keyboard.release(int(fields["o"]))
+            case "sigack":
+                self._forget_signals(int(fields["id"]))
+            case "exit":
+                status = int(fields["status"])
+                if not 0 <= status <= 0xFFFF:
+                    raise ValueError(f"impossible wait status {status}")
+                self.exit_status, self.report = status, frame.payload
+                self._send("exitack")
+
+    def _answer_sync(self, in_offset: int, signal_id: int) -> None:
+        if not self.keyboard.base <= in_offset <= self.keyboard.end:
+            raise ValueError(f"the guest has input up to {in_offset}, which cannot be")
+        # Not released: what the guest has taken counts against its window until the rank's stdin has it.
+        self._in_sent, self._end_sent = in_offset, False
+        self._forget_signals(signal_id)
+        received = {name: tail.end for name, tail in self._tails.items()}
+        self._send("sync", {"out": received, "shut": sorted(self._shut), "win": list(self.size) if self.size else None})
+        for name, tail in self._tails.items():
+            self._send("ack", {"c": name, "o": tail.base})
+            self._acked[name] = tail.base
+        for known, number in self._signals:
+            self._send("sig", {"n": number, "id": known})
+        self._is_synced = True
+
+    def _take_output(self, name: str, offset: int, data: bytes) -> None:
+        tail = self._tails[name]
+        if offset > tail.end:
+            self._send("resync")
+            return
+        tail.append(data[tail.end - offset :])
+
+    def _forget_signals(self, last_id: int) -> None:
+        self._signals = [(known, number) for known, number in self._signals if known > last_id]
+
+    def _check_progress(self, before: int) -> None:
+        owes = bool(self._signals or len(self.keyboard)) or not self._is_synced
+        if owes and self._progress == before:
+            self._send("resync")
+        progress = self._progress
+        self._loop.after(STALL_S, lambda: self._check_progress(progress))

@@ -1,0 +1,51 @@
+/* Finds the driver's own functions. Invariant: nothing of CUDA is loaded that the job did not load, and what is called here
+ * is the driver, never our own symbol of that name. */
+#define _GNU_SOURCE
+#include "driver.h"
+
+#include <dlfcn.h>
+#include <stdlib.h>
+
+#include "core/shim.h"
+
+static struct driver *found;
+
+static struct driver *look(void *library)
+{
+	struct driver *fresh = calloc(1, sizeof(*fresh));
+	bool whole = fresh != NULL;
+
+	if (!fresh)
+		return NULL;
+#define X(name, types) fresh->name = (int(*) types)dlsym(library, #name);
+	DRIVER_NEEDED(X)
+	DRIVER_USEFUL(X)
+#undef X
+#define X(name, types) whole = whole && fresh->name;
+	DRIVER_NEEDED(X)
+#undef X
+	if (whole)
+		return fresh;
+	free(fresh);
+	return NULL;
+}
+
+const struct driver *driver(void)
+{
+	struct driver *known = LOAD(&found), *nobody = NULL;
+	void *library;
+
+	if (known)
+		return known;
+	library = cuda_library(CUDA_DRIVER);
+	known = library ? look(library) : NULL;
+	if (known && !SWAP_IF(&found, &nobody, known)) { /* another thread was faster */
+		free(known);
+		known = nobody;
+	} else if (known) {
+		return known; /* the library stays open, so it stays */
+	}
+	if (library)
+		dlclose(library);
+	return known;
+}

@@ -1,0 +1,158 @@
+/* Takes the stripe files' descriptors from the daemon. Nothing listens anywhere, and nobody but who may trace this process gets at
+ * the other end; no lock of libc's is taken, because the job may be parked.
+ *
+ * Invariant: a child that is forked at any moment finds every descriptor of ours that it has in `open_`. The kernel writes a
+ * descriptor's number before there is the descriptor, here always into `open_`; and that lies in one page, so that a child has
+ * it as it was at one moment. */
+#define _GNU_SOURCE
+#include "handover.h"
+
+#include <errno.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+
+#include "core/shim.h"
+
+#define LOOK_AGAIN_US 500
+#define NOTHING (-1)
+
+static struct {
+	int sockets[2]; /* ours, the daemon's */
+	int files[SNAPSHIM_STRIPES_MAX];
+	union { /* of the message that is being received: its descriptors, or NOTHING */
+		struct cmsghdr head;
+		int words[CMSG_SPACE(sizeof(int) * SNAPSHIM_STRIPES_MAX) / sizeof(int)];
+	} control;
+} open_ __attribute__((aligned(256))) = {
+	.sockets = {NOTHING, NOTHING},
+	.files = {[0 ... SNAPSHIM_STRIPES_MAX - 1] = NOTHING},
+	.control.words = {[0 ... CMSG_SPACE(sizeof(int) * SNAPSHIM_STRIPES_MAX) / sizeof(int) - 1] = NOTHING},
+};
+_Static_assert(sizeof(open_) <= 256, "in one page");
+
+/* What the files are: a job may close descriptors that it does not know, and get files of its own under their numbers. */
+static struct {
+	bool known;
+	dev_t device;
+	ino_t inode;
+} identity[SNAPSHIM_STRIPES_MAX];
+
+/* Behind the head of the message, where the kernel writes one kind of them alone. */
+static int *received(unsigned int index)
+{
+	return &open_.control.words[CMSG_LEN(0) / sizeof(int) + index];
+}
+
+static void close_descriptor(int *descriptor)
+{
+	if (*descriptor >= 0)
+		KERNEL(SYS_close, *descriptor);
+	*descriptor = NOTHING;
+}
+
+static void close_sockets(void)
+{
+	close_descriptor(&open_.sockets[0]);
+	close_descriptor(&open_.sockets[1]);
+}
+
+bool handover_is_ours(unsigned int stripe)
+{
+	struct stat about;
+
+	return !identity[stripe].known || (fstat(open_.files[stripe], &about) == 0 && about.st_dev == identity[stripe].device &&
+					   about.st_ino == identity[stripe].inode);
+}
+
+static void identify(unsigned int stripe)
+{
+	struct stat about;
+
+	identity[stripe].known = fstat(open_.files[stripe], &about) == 0;
+	identity[stripe].device = about.st_dev;
+	identity[stripe].inode = about.st_ino;
+}
+
+void handover_close(void)
+{
+	close_sockets();
+	for (unsigned int i = 0; i < SNAPSHIM_STRIPES_MAX; i++) {
+		if (open_.files[i] >= 0 && !handover_is_ours(i))
+			open_.files[i] = NOTHING;
+		identity[i].known = false;
+		close_descriptor(&open_.files[i]);
+		close_descriptor(received(i));
+	}
+}
+
+bool handover_is_open(void)
+{
+	return open_.sockets[0] >= 0;
+}
+
+int handover_file(unsigned int stripe)
+{
+	return open_.files[stripe];
+}
+
+int handover_open(int *theirs)
+{
+	int status = (int)-KERNEL(SYS_socketpair, AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, open_.sockets);
+
+	if (status) {
+		open_.sockets[0] = open_.sockets[1] = NOTHING;
+		say("the process can open no more sockets: raise its limit of open files (ulimit -n)");
+		return status;
+	}
+	*theirs = open_.sockets[1];
+	return 0;
+}
+
+/* One message's descriptors go behind the `*count` that are there. */
+static int receive_some(unsigned int wanted, unsigned int *count)
+{
+	char byte[SNAPSHIM_STRIPES_MAX];
+	struct iovec data = {byte, sizeof(byte)};
+	struct msghdr message = {
+		.msg_iov = &data, .msg_iovlen = 1, .msg_control = &open_.control, .msg_controllen = sizeof(open_.control)};
+	long bytes = KERNEL(SYS_recvmsg, open_.sockets[0], &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
+
+	if (bytes <= 0)
+		return bytes == -EAGAIN || bytes == -EINTR ? 0 : bytes ? (int)-bytes : ECONNRESET;
+	for (unsigned int i = 0; i < SNAPSHIM_STRIPES_MAX; i++) {
+		if (*received(i) != NOTHING && *count < wanted) {
+			open_.files[(*count)++] = *received(i);
+			__atomic_signal_fence(__ATOMIC_SEQ_CST);
+			*received(i) = NOTHING;
+		}
+		close_descriptor(received(i));
+	}
+	return 0;
+}
+
+int handover_receive(unsigned int wanted, int64_t until_ns)
+{
+	unsigned int count = 0;
+	int status = 0;
+
+	while (!status && count < wanted) {
+		status = receive_some(wanted, &count);
+		if (!status && count < wanted) {
+			if (now_ns() >= until_ns)
+				status = ETIMEDOUT;
+			pause_us(LOOK_AGAIN_US);
+		}
+	}
+	for (unsigned int i = 0; i < count; i++)
+		identify(i);
+	if (status) {
+		say("the stripes' descriptors have not come: ");
+		say_number((long)count);
+		say(" of ");
+		say_number((long)wanted);
+		handover_close();
+	}
+	close_sockets();
+	return status;
+}

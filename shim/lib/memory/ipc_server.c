@@ -1,0 +1,328 @@
+/* Hands out descriptors of exported memory to other processes of the same user, over a socket whose name is in the handle.
+ *
+ * It is there while something is exported: a thread of ours, which is never parked, and a socket without a place in the file
+ * system. (The kernel could fetch a descriptor out of a process without its help, pidfd_getfd, but not in most containers.)
+ * Records are used again and never freed: libc's allocator is out of reach while the job is parked.
+ */
+#define _GNU_SOURCE
+#include "ipc_server.h"
+
+#include <errno.h>
+#include <poll.h>
+#include <stddef.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/prctl.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include "core/shim.h"
+
+#define NOTHING (-1)
+#define WAITING 64  /* who may wait at the desk at once; more wait before it */
+#define QUESTION_MS 1000 /* at the desk, where others wait behind whoever is slow */
+#define ANSWER_S 30
+#define LINGER_MS 500
+#define BREATH_US 10000
+
+/* A job may close descriptors that it does not know, and get others of its own under their numbers. */
+struct identity {
+	dev_t device;
+	ino_t inode; /* 0: it is closed */
+};
+
+struct offer {
+	uint64_t number; /* 0: to be used again */
+	int descriptor;
+	struct identity identity;
+	struct offer *next;
+};
+
+struct name {
+	struct sockaddr_un address;
+	socklen_t bytes;
+};
+
+static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
+static struct offer *offers;
+static uint64_t last_number;
+static unsigned int offered;
+static uint64_t open_number; /* 0: closed */
+static int open_socket = NOTHING;
+static struct identity open_identity;
+
+static struct identity identity_of(int descriptor)
+{
+	struct identity identity = {0};
+	struct stat about;
+
+	if (fstat(descriptor, &about) == 0) {
+		identity.device = about.st_dev;
+		identity.inode = about.st_ino;
+	}
+	return identity;
+}
+
+static bool is_still(int descriptor, struct identity identity)
+{
+	struct identity now = identity_of(descriptor);
+
+	return identity.inode && now.inode == identity.inode && now.device == identity.device;
+}
+
+static struct name name_of(uint64_t desk)
+{
+	struct name name = {.address.sun_family = AF_UNIX};
+	int letters = snprintf(name.address.sun_path + 1, sizeof(name.address.sun_path) - 1, "snapshim-%016llx",
+			       (unsigned long long)desk);
+
+	name.bytes = (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + (size_t)letters);
+	return name;
+}
+
+static void set_limits(int connection)
+{
+	struct timeval limit = {.tv_sec = ANSWER_S};
+
+	setsockopt(connection, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof(limit));
+	setsockopt(connection, SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof(limit));
+}
+
+/* ---------------------------------------------------------------- behind the desk */
+
+static void send_descriptor(int connection, uint64_t number)
+{
+	union {
+		struct cmsghdr head;
+		char bytes[CMSG_SPACE(sizeof(int))];
+	} control = {.head = {.cmsg_len = CMSG_LEN(sizeof(int)), .cmsg_level = SOL_SOCKET, .cmsg_type = SCM_RIGHTS}};
+	struct iovec text = {.iov_base = &number, .iov_len = sizeof(number)};
+	struct msghdr message = {
+		.msg_iov = &text, .msg_iovlen = 1, .msg_control = &control, .msg_controllen = sizeof(control)};
+
+	pthread_mutex_lock(&mutex);
+	for (struct offer *offer = offers; offer; offer = offer->next)
+		if (offer->number == number && is_still(offer->descriptor, offer->identity)) {
+			memcpy(CMSG_DATA(&control.head), &offer->descriptor, sizeof(int));
+			sendmsg(connection, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+			break;
+		}
+	pthread_mutex_unlock(&mutex);
+}
+
+static void serve(int connection)
+{
+	struct ucred asker;
+	struct pollfd question = {.fd = connection, .events = POLLIN};
+	socklen_t bytes = sizeof(asker);
+	uint64_t number;
+
+	if (getsockopt(connection, SOL_SOCKET, SO_PEERCRED, &asker, &bytes) == 0 && (asker.uid == geteuid() || asker.uid == 0) &&
+	    poll(&question, 1, QUESTION_MS) > 0 && recv(connection, &number, sizeof(number), 0) == sizeof(number) && number)
+		send_descriptor(connection, number);
+}
+
+/* Under the lock: whether there is nothing to do here any more. It can also happen that the job has closed the socket. */
+static bool desk_is_done(int desk, struct identity identity)
+{
+	if (offered && is_still(desk, identity))
+		return false;
+	open_number = 0;
+	if (is_still(desk, identity))
+		close(desk);
+	return true;
+}
+
+/* Not closed with the last offer: the next often follows at once. */
+static void *keep_the_desk(void *nothing)
+{
+	struct identity identity;
+	bool done = false;
+	int desk;
+
+	prctl(PR_SET_NAME, "snapshim-desk");
+	pthread_mutex_lock(&mutex);
+	identity = open_identity;
+	desk = open_socket;
+	pthread_mutex_unlock(&mutex);
+	while (!done) {
+		struct pollfd wait = {.fd = desk, .events = POLLIN};
+		bool asked = poll(&wait, 1, LINGER_MS) > 0 && wait.revents & POLLIN && is_still(desk, identity);
+		int connection = asked ? accept4(desk, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK) : -1;
+
+		if (connection >= 0) {
+			serve(connection);
+			shutdown(connection, SHUT_RDWR); /* a child that was forked just now has it too */
+			close(connection);
+		} else {
+			if (asked || wait.revents)
+				pause_us(BREATH_US); /* no descriptors left, or nothing that can be waited for */
+			pthread_mutex_lock(&mutex);
+			done = desk_is_done(desk, identity);
+			pthread_mutex_unlock(&mutex);
+		}
+	}
+	return nothing;
+}
+
+static bool start_thread(void)
+{
+	pthread_attr_t attributes;
+	pthread_t thread;
+	bool started;
+
+	pthread_attr_init(&attributes);
+	pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+	started = create_exempt_thread(&thread, &attributes, keep_the_desk, NULL) == 0;
+	pthread_attr_destroy(&attributes);
+	return started;
+}
+
+/* Under the lock. */
+static bool open_desk(void)
+{
+	uint64_t number = 0;
+	struct name name;
+	int desk;
+
+	if (open_number)
+		return true;
+	if (KERNEL(SYS_getrandom, &number, sizeof(number), 0) != sizeof(number) || !number)
+		return false;
+	name = name_of(number);
+	desk = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+	if (desk < 0)
+		return false;
+	open_socket = desk;
+	open_identity = identity_of(desk);
+	if (bind(desk, (struct sockaddr *)&name.address, name.bytes) == 0 && listen(desk, WAITING) == 0 && start_thread())
+		STORE(&open_number, number);
+	else
+		close(desk);
+	return open_number != 0;
+}
+
+uint64_t desk_open(void)
+{
+	uint64_t number;
+
+	pthread_mutex_lock(&mutex);
+	number = open_desk() ? open_number : 0;
+	pthread_mutex_unlock(&mutex);
+	return number;
+}
+
+uint64_t desk_number(void)
+{
+	return LOAD(&open_number);
+}
+
+/* Under the lock. */
+static struct offer *free_offer(void)
+{
+	struct offer *offer = offers;
+
+	while (offer && offer->number)
+		offer = offer->next;
+	if (offer)
+		return offer;
+	offer = calloc(1, sizeof(*offer));
+	if (offer) {
+		offer->next = offers;
+		STORE(&offers, offer);
+	}
+	return offer;
+}
+
+uint64_t desk_offer(int descriptor)
+{
+	struct offer *offer;
+	uint64_t number = 0;
+
+	pthread_mutex_lock(&mutex);
+	offer = open_desk() ? free_offer() : NULL;
+	if (offer) {
+		offer->descriptor = descriptor;
+		offer->identity = identity_of(descriptor);
+		offer->number = number = ++last_number;
+		offered++;
+	}
+	pthread_mutex_unlock(&mutex);
+	return number;
+}
+
+void desk_withdraw(uint64_t number)
+{
+	pthread_mutex_lock(&mutex);
+	for (struct offer *offer = offers; offer; offer = offer->next)
+		if (offer->number == number) {
+			if (is_still(offer->descriptor, offer->identity))
+				KERNEL(SYS_close, offer->descriptor);
+			offer->number = 0;
+			offered--;
+			break;
+		}
+	pthread_mutex_unlock(&mutex);
+}
+
+/* In a forked child, which has the descriptors and not the thread. */
+void desk_forget(void)
+{
+	for (struct offer *offer = LOAD(&offers); offer; offer = offer->next)
+		if (offer->number && is_still(offer->descriptor, offer->identity))
+			KERNEL(SYS_close, offer->descriptor);
+	if (open_socket != NOTHING && is_still(open_socket, open_identity))
+		KERNEL(SYS_close, open_socket);
+	offers = NULL;
+	open_socket = NOTHING;
+	open_number = 0;
+	offered = 0;
+	mutex = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
+}
+
+/* ---------------------------------------------------------------- before it */
+
+static int receive_descriptor(int connection)
+{
+	union {
+		struct cmsghdr head;
+		char bytes[CMSG_SPACE(sizeof(int))];
+	} control = {0};
+	uint64_t number;
+	struct iovec text = {.iov_base = &number, .iov_len = sizeof(number)};
+	struct msghdr message = {
+		.msg_iov = &text, .msg_iovlen = 1, .msg_control = &control, .msg_controllen = sizeof(control)};
+	struct cmsghdr *head;
+	int descriptor = NOTHING;
+	ssize_t bytes;
+
+	do
+		bytes = recvmsg(connection, &message, MSG_CMSG_CLOEXEC);
+	while (bytes < 0 && errno == EINTR);
+	head = bytes > 0 ? CMSG_FIRSTHDR(&message) : NULL;
+	if (head && head->cmsg_type == SCM_RIGHTS && head->cmsg_len == CMSG_LEN(sizeof(int)))
+		memcpy(&descriptor, CMSG_DATA(head), sizeof(int));
+	return descriptor;
+}
+
+int desk_ask(uint64_t desk, uint64_t number)
+{
+	struct name name = name_of(desk);
+	int connection = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
+	int descriptor = NOTHING, status;
+
+	if (connection < 0)
+		return NOTHING;
+	set_limits(connection);
+	do
+		status = connect(connection, (struct sockaddr *)&name.address, name.bytes);
+	while (status && errno == EINTR);
+	if (!status && send(connection, &number, sizeof(number), MSG_NOSIGNAL) == sizeof(number))
+		descriptor = receive_descriptor(connection);
+	close(connection);
+	return descriptor;
+}

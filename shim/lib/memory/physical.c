@@ -1,0 +1,97 @@
+/* Gives a block physical memory at its address, and takes it away again. */
+#define _GNU_SOURCE
+#include "memory.h"
+
+#include "core/shim.h"
+
+static bool descriptors_refused; /* by a driver that makes other memory */
+
+static bool is_refusal(int status)
+{
+	return status == CUDA_INVALID_VALUE || status == CUDA_NOT_PERMITTED || status == CUDA_NOT_SUPPORTED;
+}
+
+struct cuda_property property_on(int device)
+{
+	struct cuda_property property = {.type = PINNED, .location = {ON_DEVICE, device}};
+	int supported = 0;
+
+	/* As cudaMalloc's memory is: shared with other processes (ipc.c), registered by network cards, and by NCCL for them. */
+	if (!LOAD(&descriptors_refused) &&
+	    driver()->cuDeviceGetAttribute(&supported, DESCRIPTORS_SUPPORTED, device) == 0 && supported)
+		property.handle_types = POSIX_DESCRIPTOR;
+	supported = 0;
+	if (driver()->cuDeviceGetAttribute(&supported, RDMA_SUPPORTED, device) == 0 && supported)
+		property.rdma = 1;
+	return property;
+}
+
+static int allow(const struct block *block)
+{
+	int status = 0;
+
+	for (int device = 0; device < DEVICES_MAX && !status; device++)
+		if (block->access >> device & 1) {
+			struct cuda_access access = {{ON_DEVICE, device}, READ_AND_WRITE};
+
+			status = driver()->cuMemSetAccess(block->address, block->bytes, &access, 1);
+			if (status && peers_unasked(device, block->device))
+				status = 0; /* the GPUs of another node may not reach each other */
+		}
+	return status;
+}
+
+static int create(uint64_t *handle, const struct block *block, struct physical *created)
+{
+	struct cuda_property property = created ? created->property : property_on(block->device);
+	int status = driver()->cuMemCreate(handle, block->bytes, &property, created ? created->flags : 0);
+
+	if (is_refusal(status) && !created && property.handle_types) {
+		property.handle_types = 0;
+		status = driver()->cuMemCreate(handle, block->bytes, &property, 0);
+		if (!status)
+			STORE(&descriptors_refused, true);
+	}
+	return status;
+}
+
+int physical_attach(struct block *block)
+{
+	struct physical *created = block->physical ? physical_numbered(block->physical) : NULL;
+	uint64_t handle;
+	int status = create(&handle, block, created);
+
+	if (status)
+		return status;
+	status = driver()->cuMemMap(block->address, block->bytes, 0, handle, 0);
+	if (!status) {
+		status = allow(block);
+		if (status)
+			driver()->cuMemUnmap(block->address, block->bytes);
+	}
+	if (status) {
+		driver()->cuMemRelease(handle);
+		return status;
+	}
+	block->away = false;
+	if (!created)
+		block->handle = handle;
+	else if (created->held)
+		created->handle = handle;
+	else
+		driver()->cuMemRelease(handle); /* the mapping alone keeps it, as before */
+	return 0;
+}
+
+int physical_detach(struct block *block)
+{
+	struct physical *created = block->physical ? physical_numbered(block->physical) : NULL;
+	int status = driver()->cuMemUnmap(block->address, block->bytes);
+
+	if (status)
+		return status;
+	block->away = true;
+	if (!created || created->held)
+		status = driver()->cuMemRelease(created ? created->handle : block->handle);
+	return status;
+}

@@ -1,0 +1,176 @@
+/* The threads that do what the daemon asks of the NCCL part, one for each command. obey.c starts them and waits. */
+#define _GNU_SOURCE
+#include "command.h"
+
+#include <errno.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/prctl.h>
+
+#include "core/shim.h"
+#include "gate.h"
+
+bool job_in_time(const struct nccl_job *job)
+{
+	return !atomic_load(&job->given_up) && now_ns() < job->until_ns;
+}
+
+int job_fails(struct nccl_job *job, int status, const char *format, ...)
+{
+	va_list list;
+
+	if (job->status)
+		return job->status;
+	va_start(list, format);
+	vsnprintf(job->words, sizeof(job->words), format, list);
+	va_end(list);
+	return job->status = status;
+}
+
+char *job_line(char **rest)
+{
+	char *line = *rest, *end = line + strcspn(line, "\n");
+
+	if (!*line)
+		return NULL;
+	*rest = *end ? end + 1 : end;
+	*end = 0;
+	return line;
+}
+
+static int set_targets(struct nccl_job *job)
+{
+	size_t lines = 1, count = 0;
+	struct gate_target *targets;
+	char *rest = job->request, *line;
+
+	for (const char *at = job->request; *at; at++)
+		lines += *at == '\n';
+	targets = calloc(lines, sizeof(*targets));
+	if (!targets)
+		return job_fails(job, ENOMEM, "no memory for %zu targets", lines);
+	while ((line = job_line(&rest))) {
+		unsigned long id, launched;
+		char channel;
+		int peer;
+
+		if (sscanf(line, "%lx %c %d %lu", &id, &channel, &peer, &launched) != 4 || !strchr("csr", channel)) {
+			free(targets);
+			return job_fails(job, EINVAL, "not a target (ID c|s|r PEER COUNT): %.60s", line);
+		}
+		targets[count++] = (struct gate_target){id, (enum gate_channel)channel, peer, launched};
+	}
+	gate_set_targets(targets, count);
+	return 0;
+}
+
+static int new_id(struct nccl_job *job)
+{
+	struct nccl_instance *instance = real_instance();
+	ncclUniqueId id;
+	ncclResult_t result;
+
+	if (!instance)
+		return job_fails(job, ENOENT, "the process has loaded no NCCL");
+	result = REAL(instance, ncclGetUniqueId, ncclResult_t(*)(ncclUniqueId *))(&id);
+	if (result != ncclSuccess)
+		return job_fails(job, EIO, "ncclGetUniqueId answers %d", (int)result);
+	job->reply = malloc(2 * sizeof(id) + 1);
+	if (!job->reply)
+		return job_fails(job, ENOMEM, "no memory");
+	for (size_t i = 0; i < sizeof(id); i++)
+		snprintf(job->reply + 2 * i, 3, "%02x", (unsigned char)id.internal[i]);
+	job->reply_bytes = 2 * sizeof(id);
+	return 0;
+}
+
+static int load_fresh(struct nccl_job *job)
+{
+	char words[WORDS_BYTES];
+	struct nccl_comm *comm;
+	int failed;
+
+	for (size_t i = 0; (comm = comm_at(i)); i++) {
+		int state = atomic_load(&comm->state);
+
+		/* One whose creation waits at the gate is made by the fresh copy. */
+		if (state != UNUSED && state != DETACHED && state != LOST && (state != PENDING || atomic_load(&comm->real)))
+			return job_fails(job, EBUSY, "communicator %016lx is not detached", (unsigned long)comm->id);
+	}
+	while (!gate_is_drained(words, sizeof(words))) {
+		if (!job_in_time(job))
+			return job_fails(job, ETIMEDOUT, "%s", words);
+		pause_us(500);
+	}
+	failed = real_load_fresh(words, sizeof(words));
+	return failed ? job_fails(job, failed, "%s", words) : 0;
+}
+
+static int act(struct nccl_job *job)
+{
+	switch (job->command) {
+	case SNAPSHIM_NCCL_CLOSE:
+		gate_close();
+		return 0;
+	case SNAPSHIM_NCCL_TARGETS:
+		return set_targets(job);
+	case SNAPSHIM_NCCL_REPORT:
+		return report(job);
+	case SNAPSHIM_NCCL_OPEN:
+		gate_open();
+		return 0;
+	case SNAPSHIM_NCCL_DETACH:
+		return detach(job);
+	case SNAPSHIM_NCCL_NEW_ID:
+		return new_id(job);
+	case SNAPSHIM_NCCL_FRESH:
+		return load_fresh(job);
+	default:
+		return attach(job);
+	}
+}
+
+void job_let_go(struct nccl_job *job)
+{
+	if (atomic_fetch_sub(&job->holders, 1) == 1) {
+		free(job->reply);
+		munmap(job, job->bytes);
+	}
+}
+
+void *job_run(void *given)
+{
+	struct nccl_job *job = given;
+	int32_t *slot = NULL;
+	uint64_t reserved = (uint64_t)1 << (SNAPSHIM_SIGNAL - 1);
+
+	/* Never parked. NCCL's threads inherit the mask, and those can be. */
+	for (int i = 0; i < SNAPSHIM_EXEMPT_MAX && !slot; i++) {
+		int32_t nobody = 0;
+
+		if (SWAP_IF(&snapshim_mailbox.exempt[i], &nobody, self_tid()))
+			slot = &snapshim_mailbox.exempt[i];
+	}
+	free(job->stale);
+	set_signal_mask(~reserved);
+	prctl(PR_SET_NAME, "snapshim-nccl");
+	act(job);
+	job_over(job);
+	if (slot)
+		STORE(slot, 0);
+	STORE(&job->done, 1);
+	wake_word(&job->done);
+	job_let_go(job);
+	return NULL;
+}
+
+void *job_cancel(void *given)
+{
+	set_signal_mask(~((uint64_t)1 << (SNAPSHIM_SIGNAL - 1)));
+	attach_cancel();
+	job_let_go(given);
+	return NULL;
+}

@@ -1,0 +1,162 @@
+/* The control thread's side of the NCCL commands: each runs on a thread of its own, made for it and never parked, because
+ * NCCL's calls have no deadline; the control thread waits for that long, or until it is told to give up, and then says what has
+ * not come back.
+ *
+ * A command that was given up goes on until NCCL lets it; until then no other that calls NCCL is begun. What the gate is
+ * told (close, targets, report, open) is always done. No lock and no memory of the allocator's is taken here.
+ */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <string.h>
+#include <sys/mman.h>
+
+#include "core/shim.h"
+#include "command.h"
+
+#define STACK_BYTES (1024 * 1024) /* NCCL's initialisation runs on it */
+#define GRACE_NS 1000000000	  /* for what a cancelled attach still has to clean up */
+#define LOOK_AGAIN_NS 10000000	  /* whether to give up: the daemon writes a word, which wakes nobody */
+
+static char *room; /* where the daemon writes requests */
+static size_t room_bytes;
+static char *reply; /* what the last command answered; the daemon reads it */
+static struct nccl_job *_Atomic busy;
+
+void job_over(struct nccl_job *job)
+{
+	atomic_compare_exchange_strong(&busy, &job, NULL);
+}
+
+static int start(void *(*routine)(void *), struct nccl_job *job)
+{
+	pthread_attr_t attributes;
+	pthread_t thread;
+	int status;
+
+	pthread_attr_init(&attributes);
+	pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+	pthread_attr_setstacksize(&attributes, STACK_BYTES);
+	atomic_fetch_add(&job->holders, 1);
+	status = libc_create_thread()(&thread, &attributes, routine, job);
+	pthread_attr_destroy(&attributes);
+	if (status)
+		job_let_go(job);
+	return status;
+}
+
+static void wait_for(struct nccl_job *job, int64_t until_ns)
+{
+	while (!LOAD(&job->done) && now_ns() < until_ns)
+		wait_word(&job->done, 0, until_ns - now_ns());
+}
+
+/* The number makes it safe: a word that comes late names a request that is answered, and stops no other. */
+static bool is_cancelled(void)
+{
+	return LOAD(&snapshim_mailbox.cancel) == LOAD(&snapshim_mailbox.request);
+}
+
+static void wait_unless_cancelled(struct nccl_job *job, int64_t until_ns)
+{
+	while (!LOAD(&job->done) && now_ns() < until_ns && !is_cancelled()) {
+		int64_t look_ns = now_ns() + LOOK_AGAIN_NS;
+
+		wait_for(job, look_ns < until_ns ? look_ns : until_ns);
+	}
+}
+
+static struct nccl_job *make(uint32_t command, size_t bytes, int64_t timeout_ns)
+{
+	size_t whole = sizeof(struct nccl_job) + bytes + 1;
+	struct nccl_job *job = mmap(NULL, whole, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+
+	if (job == MAP_FAILED)
+		return NULL;
+	job->command = command;
+	job->until_ns = now_ns() + timeout_ns;
+	job->request = (char *)(job + 1);
+	if (bytes)
+		memcpy(job->request, room, bytes);
+	job->bytes = whole;
+	atomic_store(&job->holders, 1);
+	return job;
+}
+
+static int make_room(uint64_t bytes)
+{
+	if (bytes > room_bytes) {
+		if (room)
+			munmap(room, room_bytes);
+		room_bytes = 0;
+		room = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+		if (room == MAP_FAILED) {
+			room = NULL;
+			return ENOMEM;
+		}
+		room_bytes = bytes;
+	}
+	snapshim_mailbox.result[0] = (uintptr_t)room;
+	return 0;
+}
+
+int nccl_obey(uint32_t command, int64_t timeout_ns)
+{
+	uint64_t bytes = snapshim_mailbox.argument[1];
+	bool exclusive = command >= SNAPSHIM_NCCL_DETACH, cancelled = false;
+	struct nccl_job *job, *nobody = NULL;
+	int status;
+
+	if (command == SNAPSHIM_NCCL_ROOM)
+		return make_room(bytes);
+	if (bytes > room_bytes)
+		return EINVAL;
+	job = make(command, bytes, timeout_ns);
+	if (!job)
+		return ENOMEM;
+	if (exclusive && !atomic_compare_exchange_strong(&busy, &nobody, job)) {
+		say("an earlier command still waits for NCCL to come back");
+		job_let_go(job);
+		return EBUSY;
+	}
+	job->stale = reply;
+	reply = NULL;
+	status = start(job_run, job);
+	if (status && exclusive)
+		atomic_store(&busy, NULL);
+	if (!status) {
+		if (exclusive)
+			wait_unless_cancelled(job, job->until_ns);
+		else
+			wait_for(job, job->until_ns);
+		if (!LOAD(&job->done) && exclusive) {
+			cancelled = is_cancelled();
+			atomic_store(&job->given_up, true);
+			if (command == SNAPSHIM_NCCL_ATTACH)
+				start(job_cancel, job);
+			wait_for(job, now_ns() + GRACE_NS);
+		}
+		status = LOAD(&job->done) ? job->status : ETIMEDOUT;
+		if (LOAD(&job->done)) {
+			if (cancelled && status == ETIMEDOUT) {
+				status = ECANCELED;
+				say("it was told to give up");
+			} else {
+				say(job->words);
+			}
+			reply = job->reply;
+			job->reply = NULL;
+			snapshim_mailbox.result[0] = (uintptr_t)reply;
+			snapshim_mailbox.result[1] = job->reply_bytes;
+		} else {
+			say("NCCL does not come back");
+		}
+	}
+	job_let_go(job);
+	return status;
+}
+
+/* In a forked child: no thread of ours is there. */
+void nccl_forget(void)
+{
+	atomic_store(&busy, NULL);
+}

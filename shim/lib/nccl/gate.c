@@ -1,0 +1,230 @@
+/* The gate.
+ *
+ * Open: one look at a word and one relaxed addition. Closed: a thread shows what it wants to launch and sleeps until one of
+ * its channels is below its target: then another member is already committed to that operation, and this group is inside
+ * the cut with all its channels (migrator/quiesce/cut.py says why, and has the same rule). A thread sleeps at group depth 0 of the
+ * real library, holding nothing. Counting and the closed gate meet in `calling` (threads.h): after gate_close no operation
+ * is launched that was not counted.
+ */
+#define _GNU_SOURCE
+#include "gate.h"
+
+#include <sched.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "core/shim.h"
+
+_Atomic int gate_word = GATE_OPEN;
+static uint32_t turn; /* raised whenever a held thread should look again */
+static struct gate_target *targets; /* sorted; under the lock */
+static size_t targets_count;
+
+static void count_peer(struct nccl_comm *comm, bool sent, int peer, uint64_t count)
+{
+	struct nccl_peers *peers = comm_peers(comm);
+
+	/* A peer that does not exist: NCCL says so. What a rank sends to itself counts as sent, and only once. */
+	if (!peers || peer < 0 || peer >= peers->ranks || (!sent && peer == atomic_load(&comm->rank)))
+		return;
+	atomic_fetch_add_explicit(sent ? &peers->with[peer].sent : &peers->with[peer].received, count,
+				  memory_order_relaxed);
+}
+
+void gate_count(struct nccl_thread *thread, struct nccl_comm *comm, const struct nccl_shape *shape,
+		const uint64_t *word)
+{
+	pid_t tid = atomic_load_explicit(&thread->tid, memory_order_relaxed);
+
+	if (__builtin_expect(atomic_load_explicit(&comm->users[0], memory_order_relaxed) != tid, 0))
+		comm_note_user(comm, tid);
+	if (shape->counts == COLLECTIVE)
+		atomic_fetch_add_explicit(&comm->collectives, 1, memory_order_relaxed);
+	else
+		count_peer(comm, shape->counts == SEND, (int)word[(int)shape->peer], 1);
+}
+
+void gate_channels(const struct nccl_call *call,
+		   void (*visit)(void *context, struct nccl_comm *comm, enum gate_channel channel, int peer,
+				 uint64_t count),
+		   void *context)
+{
+	int place = nccl_shapes[call->symbol].peer, peer = place >= 0 ? (int)call->word[place] : -1;
+	const ncclWaitSignalDesc_t *waits = (const void *)(uintptr_t)call->word[1];
+
+	if (call->comm && (call->counts == COLLECTIVE || call->counts == CREATION_OF_PARENT))
+		visit(context, call->comm, CHANNEL_COLLECTIVES, -1, 1);
+	if (call->comm && (call->counts == SEND || call->counts == SIGNAL))
+		visit(context, call->comm, CHANNEL_SENT, peer, 1);
+	if (call->comm && call->counts == RECEIVE && peer != atomic_load(&call->comm->rank))
+		visit(context, call->comm, CHANNEL_RECEIVED, peer, 1);
+	if (call->comm && call->counts == WAIT_SIGNAL)
+		for (int i = 0; i < (int)call->word[0]; i++)
+			visit(context, call->comm, CHANNEL_RECEIVED, waits[i].peer, (uint64_t)waits[i].operations);
+	for (int i = 0; i < call->children; i++)
+		visit(context, call->child[i], CHANNEL_COLLECTIVES, -1, 1);
+}
+
+static void count_channel(void *context, struct nccl_comm *comm, enum gate_channel channel, int peer, uint64_t count)
+{
+	comm_note_user(comm, *(pid_t *)context);
+	if (channel == CHANNEL_COLLECTIVES)
+		atomic_fetch_add_explicit(&comm->collectives, count, memory_order_relaxed);
+	else
+		count_peer(comm, channel == CHANNEL_SENT, peer, count);
+}
+
+static void count_all(struct nccl_thread *thread, const struct nccl_call *calls, size_t count)
+{
+	pid_t tid = atomic_load(&thread->tid);
+
+	for (size_t i = 0; i < count; i++)
+		gate_channels(&calls[i], count_channel, &tid);
+	atomic_store_explicit(&thread->calling, CALLING, memory_order_release);
+}
+
+static int compare(const void *a, const void *b)
+{
+	const struct gate_target *left = a, *right = b;
+
+	if (left->id != right->id)
+		return left->id < right->id ? -1 : 1;
+	if (left->channel != right->channel)
+		return left->channel < right->channel ? -1 : 1;
+	return left->peer < right->peer ? -1 : left->peer > right->peer;
+}
+
+struct look {
+	bool any, below;
+};
+
+static void look_at_channel(void *context, struct nccl_comm *comm, enum gate_channel channel, int peer, uint64_t count)
+{
+	struct gate_target wanted = {.id = comm->id, .channel = channel, .peer = peer}, *target;
+	struct nccl_peers *peers = channel == CHANNEL_COLLECTIVES ? NULL : atomic_load(&comm->peers);
+	struct look *look = context;
+	uint64_t launched = atomic_load(&comm->collectives);
+
+	(void)count;
+	look->any = true;
+	if (channel != CHANNEL_COLLECTIVES)
+		launched = !peers || peer < 0 || peer >= peers->ranks ? 0
+			   : channel == CHANNEL_SENT		      ? atomic_load(&peers->with[peer].sent)
+								      : atomic_load(&peers->with[peer].received);
+	target = targets_count ? bsearch(&wanted, targets, targets_count, sizeof(*targets), compare) : NULL;
+	look->below = look->below || (target && launched < target->count);
+}
+
+/* 1: may pass; 0: waits; -1: one of its communicators is gone, or, on an open gate, nobody's to wait for. With the lock. */
+static int decide(const struct nccl_call *calls, size_t count)
+{
+	bool open = atomic_load(&gate_word) == GATE_OPEN;
+	struct look look = {false, open};
+
+	for (size_t i = 0; i < count; i++) {
+		int state = calls[i].comm ? atomic_load(&calls[i].comm->state) : LIVE;
+
+		if (state == UNUSED || state == ENDING || state == LOST)
+			return calls[i].counts == NOTHING ? 1 : -1;
+		gate_channels(&calls[i], look_at_channel, &look);
+		if (state != LIVE && state != PENDING && calls[i].counts != NOTHING)
+			return open ? -1 : 0;
+	}
+	return !look.any || look.below;
+}
+
+static ncclResult_t wait_for_turn(struct nccl_thread *thread, const struct nccl_call *calls, size_t count)
+{
+	uint32_t seen;
+	uint64_t before;
+	int decision;
+
+	nccl_lock(&before);
+	while ((decision = decide(calls, count)) == 0) {
+		thread->held = calls;
+		thread->held_count = count;
+		seen = LOAD(&turn);
+		nccl_unlock(&before);
+		wait_word(&turn, seen, FOREVER);
+		nccl_lock(&before);
+	}
+	thread->held = NULL;
+	if (decision > 0)
+		count_all(thread, calls, count);
+	nccl_unlock(&before);
+	for (size_t i = 0; decision < 0 && i < count; i++)
+		if (calls[i].comm && atomic_load(&calls[i].comm->state) != LIVE)
+			return say_gone(thread, calls[i].comm, calls[i].symbol);
+	return decision > 0 ? ncclSuccess : ncclSystemError;
+}
+
+ncclResult_t gate_pass(struct nccl_thread *thread, const struct nccl_call *calls, size_t count)
+{
+	atomic_store_explicit(&thread->function, nccl_symbol_names[calls[0].symbol], memory_order_relaxed);
+	atomic_store(&thread->calling, DECIDING);
+	if (atomic_load(&gate_word) == GATE_OPEN) {
+		count_all(thread, calls, count);
+		return ncclSuccess;
+	}
+	atomic_store_explicit(&thread->calling, OUTSIDE, memory_order_release);
+	return wait_for_turn(thread, calls, count);
+}
+
+void gate_look_again(void)
+{
+	__atomic_add_fetch(&turn, 1, __ATOMIC_ACQ_REL);
+	wake_word(&turn);
+}
+
+void gate_close(void)
+{
+	struct nccl_thread *thread;
+
+	atomic_store(&gate_word, GATE_CLOSED);
+	for (thread = thread_first(); thread; thread = thread->next)
+		while (atomic_load(&thread->calling) == DECIDING)
+			sched_yield(); /* some instructions, at most a real ncclCommCount */
+}
+
+void gate_set_targets(struct gate_target *fresh, size_t count)
+{
+	uint64_t before;
+
+	qsort(fresh, count, sizeof(*fresh), compare);
+	nccl_lock(&before);
+	free(targets);
+	targets = fresh;
+	targets_count = count;
+	gate_look_again();
+	nccl_unlock(&before);
+}
+
+void gate_open(void)
+{
+	struct nccl_comm *comm;
+	uint64_t before;
+
+	nccl_lock(&before);
+	for (size_t i = 0; (comm = comm_at(i)); i++) {
+		int detached = DETACHED;
+
+		atomic_compare_exchange_strong(&comm->state, &detached, LOST);
+	}
+	free(targets);
+	targets = NULL;
+	targets_count = 0;
+	atomic_store(&gate_word, GATE_OPEN);
+	gate_look_again();
+	nccl_unlock(&before);
+}
+
+bool gate_is_drained(char *words, size_t room)
+{
+	for (struct nccl_thread *thread = thread_first(); thread; thread = thread->next)
+		if (atomic_load(&thread->calling) != OUTSIDE) {
+			snprintf(words, room, "thread %d is still inside %s", atomic_load(&thread->tid),
+				 atomic_load(&thread->function));
+			return false;
+		}
+	return true;
+}

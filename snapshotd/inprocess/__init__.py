@@ -1,0 +1,1 @@
+"""Talks to the library inside a rank's processes."""

@@ -1,0 +1,292 @@
+"""Speaks to the NCCL part of libsnapshim.so: closes and opens a process's gate, asks where it is, takes communicators down.
+
+Requests and answers are text in the process's own memory, through the mailbox (snapshotd/inprocess/shimctl.py);
+shim/README.md has their formats. Every command has a deadline, which the shim enforces, because NCCL has none.
+Commands are idempotent.
+
+Everything here blocks: call it in a thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import logging
+import re
+import threading
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from snapshotd.api.errors import Damaged, GpuFailed, NcclFailed, RankGone, SnapshotError, Timeout, Where
+from snapshotd.inprocess import shimctl
+from snapshotd.proc import tree
+
+log = logging.getLogger(__name__)
+
+_ROOM, _CLOSE, _TARGETS, _REPORT, _OPEN, _DETACH, _NEW_ID, _FRESH, _ATTACH = range(16, 25)
+
+#: What the gate itself is told takes moments; a process that is stopped takes for ever.
+GATE_S = 5.0
+_ANSWER_BYTES_MAX = 64 << 20
+_LIBRARY = re.compile(rb"/libnccl[^/\n]*$", re.MULTILINE)
+_COMM = re.compile(r"[0-9a-f]{16}")
+_TARGET = re.compile(r"[0-9a-f]{16} [csr] -?[0-9]{1,9} [0-9]{1,19}")
+_UNIQUE_ID = re.compile(r"[0-9a-f]{256}")
+
+#: Why a communicator in this state will never move.
+_BROKEN = {
+    "detached": "an earlier move has taken it down and not built it again",
+    "lost": "it could not be built again after an earlier move",
+}
+#: What a communicator in this state waits for; at a cut, where no thread is inside NCCL, none is in it.
+_PASSING = {
+    "pending": "it is being made",
+    "detaching": "it is being taken down",
+    "attaching": "it is being built again",
+    "ending": "the application is destroying it",
+}
+
+
+@dataclass(frozen=True)
+class Communicator:
+    """One seat of a process in a communicator. The id is the same for all members."""
+
+    id: str
+    nranks: int
+    rank: int
+    state: str
+    refusals: tuple[str, ...]
+    held: bool  # its making waits at the gate: nothing of it is there yet
+
+    @property
+    def real(self) -> bool:
+        """Whether there is, or may be, something of NCCL's to take down."""
+        return self.state not in {"detached", "lost"} and not self.held
+
+    @property
+    def unfinished(self) -> str:
+        """What is going on with it, in words; "" where nothing is."""
+        return "" if self.held else _PASSING.get(self.state, "")
+
+
+@dataclass(frozen=True)
+class Report:
+    """Where a process is. `text` is the shim's JSON as it came."""
+
+    text: str
+    gate_closed: bool
+    instance: int  # which copy of the library: it grows when a fresh one is loaded
+    comms: tuple[Communicator, ...]
+    threads: int  # of NCCL itself
+
+    def refusals(self) -> list[str]:
+        """ "COMM: why", for every communicator that cannot be taken down."""
+        return [f"{comm.id}: {why}" for comm in self.comms for why in comm.refusals]
+
+
+def uses_nccl(pids: Iterable[int]) -> list[int]:
+    """The processes that have libnccl loaded: the only ones worth a question. About a millisecond each."""
+    found = []
+    for pid in pids:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            if _LIBRARY.search(Path(f"/proc/{pid}/maps").read_bytes()):
+                found.append(pid)
+    return found
+
+
+def reports(pids: Iterable[int]) -> list[tuple[tree.Process, Report]]:
+    """The processes that have communicators, or a closed gate, and where they are. One without a control thread has none.
+
+    One that has destroyed its last communicator behind the gate counts: the next that it makes waits there until it opens.
+    """
+    found = []
+    for pid in uses_nccl(pids):
+        with contextlib.suppress(RankGone, ProcessLookupError):
+            process = tree.Process.of(pid)
+            mailbox = shimctl.find(process)
+            if mailbox is None or not mailbox.serves():
+                continue
+            if tree.stopped(pid) and _has_threads(pid):
+                raise Timeout(
+                    f"process {pid} is stopped by a signal and cannot say which communicators it has",
+                    remedy=f"continue it (kill -CONT {pid})",
+                    where=Where.SOURCE_RUNNING,
+                )
+            if tree.stopped(pid):
+                continue
+            report = read(process)
+            if report.comms or report.gate_closed:
+                found.append((process, report))
+    return found
+
+
+def _has_threads(pid: int) -> bool:
+    """Whether NCCL is at work in a process that cannot be asked."""
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            if "nccl" in (task / "comm").read_text(errors="replace").lower():
+                return True
+    return False
+
+
+def read(process: tree.Process) -> Report:
+    return parse(_ask(process, _REPORT, GATE_S, "tell where it is"))
+
+
+def parse(text: str) -> Report:
+    """Raises Damaged where the text is no report: the process's memory is the job's, and can hold anything."""
+    try:
+        told = json.loads(text)
+        held = {channel[0] for waiting in told.get("held", ()) for channel in waiting["group"]}
+        comms = tuple(_communicator(comm, held) for comm in told["comms"])
+        return Report(text, told["gate"] == "closed", int(told["instance"]), comms, int(told["nccl_threads"]))
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise Damaged(f"a process's NCCL report makes no sense ({error!r}): {text[:80]!r}") from error
+
+
+def _communicator(told: dict[str, object], held: Collection[str]) -> Communicator:
+    state = str(told["state"])
+    why = [str(words) for words in told["refused"]] if isinstance(told["refused"], list) else []
+    if state in _BROKEN:
+        why.append(_BROKEN[state])
+    elif state == "live" and told.get("in_progress"):
+        why.append("one of its calls is still in progress (a non-blocking communicator)")
+    if not _COMM.fullmatch(str(told["id"])):
+        raise ValueError(f"no id of a communicator: {told['id']!r}")
+    waits = state == "pending" and told["id"] in held
+    return Communicator(str(told["id"]), int(str(told["nranks"])), int(str(told["rank"])), state, tuple(why), waits)
+
+
+def close(process: tree.Process) -> None:
+    """Nothing is launched after this that is not counted in the next report."""
+    _ask(process, _CLOSE, GATE_S, "close its gate")
+
+
+def set_targets(process: tree.Process, lines: Sequence[str]) -> None:
+    """How far each channel may go on behind the closed gate: "COMM c|s|r PEER COUNT"."""
+    _ask(process, _TARGETS, GATE_S, "take its targets", lines)
+
+
+def open_gate(process: tree.Process) -> None:
+    """The job goes on. A communicator that is still detached is lost to it.
+
+    A process that has ended, or replaced its program, has no closed gate any more: nothing is left to be opened.
+    """
+    try:
+        _ask(process, _OPEN, GATE_S, "open its gate")
+    except RankGone:
+        log.info("process %d has ended behind its gate", process.pid)
+    except (GpuFailed, NcclFailed):
+        if _has_gate(process):
+            raise
+        log.info("process %d has replaced its program behind its gate", process.pid)
+
+
+def _has_gate(process: tree.Process) -> bool:
+    """A gate was closed by a control thread, which stays as long as the program does."""
+    try:
+        mailbox = shimctl.find(process)
+        return mailbox is not None and mailbox.serves()
+    except RankGone:
+        return False
+
+
+def detach(process: tree.Process, comms: Sequence[str], timeout_s: float) -> None:
+    """Takes these down, drained first; those that the process does not have, or that are down, are no matter."""
+    _ask(process, _DETACH, timeout_s, "take its communicators down", comms)
+
+
+def new_id(process: tree.Process, timeout_s: float) -> str:
+    """A fresh unique id, in hex. Whoever made it must run until all members have met there."""
+    found = _ask(process, _NEW_ID, timeout_s, "make an id")
+    if not _UNIQUE_ID.fullmatch(found):
+        raise Damaged(f"process {process.pid} answers with something that is no id: {found[:80]!r}")
+    return found
+
+
+def load_fresh(process: tree.Process, timeout_s: float) -> None:
+    """A fresh copy of the library, which has not seen another host. No communicator may be up."""
+    _ask(process, _FRESH, timeout_s, "load a fresh copy of NCCL")
+
+
+def attach(
+    process: tree.Process, lines: Sequence[str], timeout_s: float, given_up: threading.Event | None = None
+) -> None:
+    """Builds communicators again, in this order: lines of `attach_line`. If it fails none of them is up.
+
+    It waits for the other members: whoever knows that one of them will not come sets `given_up`.
+    """
+    _ask(process, _ATTACH, timeout_s, "build its communicators again", lines, given_up)
+
+
+def check_comm(comm: str) -> str:
+    """An id from the wire, before it goes into a process."""
+    if not _COMM.fullmatch(comm):
+        raise Damaged(f"{comm[:40]!r} is not the id of a communicator")
+    return comm
+
+
+def attach_line(comm: str, unique_id: str, *, untried: bool) -> str:
+    """A line for `attach`, from the wire. Untried: two members share a GPU, where an all-reduce may never end."""
+    if not _UNIQUE_ID.fullmatch(unique_id):
+        raise Damaged(f"{unique_id[:40]!r} is not an NCCL id in hex")
+    return f"{check_comm(comm)} {unique_id} {'untried' if untried else 'try'}"
+
+
+def check_targets(lines: str) -> list[str]:
+    """Targets from the wire, line by line."""
+    found = lines.splitlines()
+    for line in found:
+        if not _TARGET.fullmatch(line):
+            raise Damaged(f"{line[:60]!r} is not a target (COMM c|s|r PEER COUNT)")
+    return found
+
+
+def _ask(
+    process: tree.Process,
+    command: int,
+    timeout_s: float,
+    what: str,
+    lines: Sequence[str] = (),
+    given_up: threading.Event | None = None,
+) -> str:
+    mailbox = shimctl.find(process)
+    if mailbox is None:
+        raise NcclFailed(
+            f"{shimctl.LIBRARY} is not in process {process.pid}",
+            remedy="start the job with `migrator run`",
+            where=Where.SOURCE_RUNNING,
+        )
+    request = "\n".join(lines).encode()
+    with mailbox.turn():
+        if request:
+            room = mailbox.ask(_ROOM, GATE_S, len(request))
+            if room.status:
+                raise _failure(process, "make room for a request", room)
+            mailbox.write(room.first, request)
+        answer = mailbox.ask(command, timeout_s, len(request), given_up=given_up)
+        if answer.status:
+            raise _failure(process, what, answer)
+        if answer.second > _ANSWER_BYTES_MAX:
+            raise Damaged(f"process {process.pid} claims an answer of {answer.second >> 20} MiB")
+        return mailbox.read(answer.first, answer.second).decode(errors="replace") if answer.second else ""
+
+
+def _failure(process: tree.Process, what: str, answer: shimctl.Answer) -> SnapshotError:
+    words = f"process {process.pid} cannot {what}: {answer.words}"
+    if answer.status == errno.ETIMEDOUT:
+        return Timeout(words, remedy="the job goes on as it was; try again when it is less busy", where=Where.UNKNOWN)
+    if answer.status == errno.ECANCELED:
+        return gave_up(f"process {process.pid}")
+    return NcclFailed(words, where=Where.UNKNOWN)
+
+
+def gave_up(who: str) -> Timeout:
+    """Of a member that only waited for the others."""
+    return Timeout(
+        f"{who} has given up building communicators: another member cannot",
+        remedy="the failure of that member says why; a plain retry is safe",
+        where=Where.UNKNOWN,
+    )

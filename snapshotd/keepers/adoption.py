@@ -1,0 +1,257 @@
+"""What happens when a keeper comes, comes back, or goes: the registry is made from these events.
+
+Invariant: a rank never outlives its home keeper, wherever it runs; a keeper that merely lost its link (daemon restart)
+changes nothing. A keeper killed in the middle of a move ends the move first, so that no other node runs what nobody
+keeps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable
+
+from snapshotd.api.errors import Denied, NotFound, SnapshotError, Usage
+from snapshotd.keepers.listener import Hello, KeeperEvents, KeeperLink, Welcome
+from snapshotd.keepers.ranks import RankEntry, cgroup_for_home, new_uid
+from snapshotd.keepers.relay import Relays
+from snapshotd.moves.device import gpu
+from snapshotd.moves.journal import MoveLog
+from snapshotd.moves.nccl import held_copy
+from snapshotd.moves.node import Node
+from snapshotd.moves.peers.forwarding import Forwarding
+from snapshotd.moves.rules import Mark, Outcome
+from snapshotd.moves.source.steps import SourceOps
+from snapshotd.moves.target.steps import TargetOps, wake
+from snapshotd.proc import host
+from snapshotd.proc.tree import Process
+from snapshotd.runtime.blocking import in_thread
+
+log = logging.getLogger(__name__)
+
+KILL_S = 10.0
+#: How often keepers that have not connected again are looked at.
+LOOK_AGAIN_S = 1.0
+SIGKILL_STATUS = 9
+
+
+class Adoption:
+    """Keeps the registry true to the keepers."""
+
+    def __init__(
+        self, node: Node, source: SourceOps, target: TargetOps, relays: Relays, forwarding: Forwarding
+    ) -> None:
+        self.node, self.source, self.target, self.relays = node, source, target, relays
+        self.forwarding = forwarding
+        self._reports: set[asyncio.Task[None]] = set()
+        self._waiting: asyncio.Task[None] | None = None
+
+    def events(self) -> KeeperEvents:
+        return KeeperEvents(self.connected, self.closed, self.exited, self.died)
+
+    async def adopt(self, hello: Hello, keeper: Process, rank: Process | None) -> Welcome:
+        """A keeper introduces itself: a new rank gets its uid and cgroup, a known one is recognised."""
+        if hello.role == "home":
+            entry = self._new_home(hello, keeper, rank) if not hello.uid else self._known_home(hello, keeper)
+        else:
+            entry = self._known_guest(hello, keeper)
+        if rank is not None:
+            entry.pid, entry.start_ticks = rank.pid, rank.start_ticks
+        await in_thread(self.node.ranks.put, entry)
+        return Welcome(entry.uid, self.node.config.node, self.node.config.advertise)
+
+    def _new_home(self, hello: Hello, keeper: Process, rank: Process | None) -> RankEntry:
+        if rank is None:
+            raise Usage("a new rank needs its process")
+        uid = new_uid(hello.job, hello.rank)
+        group = cgroup_for_home(keeper.pid, uid)
+        group.add(rank.pid)
+        return self._home_entry(hello, keeper, uid, str(group.path))
+
+    def _known_home(self, hello: Hello, keeper: Process) -> RankEntry:
+        entry = self.node.ranks.get(hello.uid, "home")
+        if entry is None:
+            raise NotFound(f"rank {hello.uid} was never registered on this node")
+        if entry.keeper != keeper or entry.relay_key != hello.relay_key:
+            raise Denied(f"rank {hello.uid} is kept by another process")
+        return entry
+
+    def _known_guest(self, hello: Hello, keeper: Process) -> RankEntry:
+        entry = self.node.ranks.get(hello.uid, "guest")
+        if entry is None or entry.relay_key != hello.relay_key:
+            raise NotFound(f"no rank {hello.uid} is being restored here")
+        if entry.keeper_pid and entry.keeper != keeper:
+            raise Denied(f"rank {hello.uid} is kept by another process")
+        entry.keeper_pid, entry.keeper_start_ticks = keeper.pid, keeper.start_ticks
+        return entry
+
+    def _home_entry(self, hello: Hello, keeper: Process, uid: str, cgroup: str) -> RankEntry:
+        return RankEntry(
+            uid=uid,
+            job=hello.job,
+            rank=hello.rank,
+            role="home",
+            keeper_pid=keeper.pid,
+            keeper_start_ticks=keeper.start_ticks,
+            cgroup=cgroup,
+            home_node=self.node.config.node,
+            home_endpoint=self.node.config.advertise,
+            relay_key=hello.relay_key,
+            boot_id=host.boot_id(),
+            user_id=hello.user_id,
+            command=hello.command,
+            started_unix_s=hello.started_unix_s,
+        )
+
+    # ------------------------------------------------------------------ events
+
+    async def connected(self, link: KeeperLink) -> None:
+        """Welcomed: catches the keeper up with what was decided while it was not connected."""
+        entry = self.node.ranks.get(link.uid, link.role)
+        if entry is None:
+            return
+        entry.link = link
+        if link.role == "guest":
+            await self._guest_connected(entry, link)
+        elif move := link.info.held_move:
+            move_log = self.node.journal.find(move)
+            outcome = move_log.outcome if move_log is not None else None
+            if move_log is None or (outcome is not None and outcome.outcome is Outcome.ABORT):
+                await link.resume(move)
+            elif outcome is not None and move_log.last_mark is Mark.SETTLED:
+                await link.away(move, move_log.begin.target_node)
+
+    async def _guest_connected(self, entry: RankEntry, link: KeeperLink) -> None:
+        restore = self.target.restores.get(link.info.move)
+        if restore is not None and not restore.link.done():
+            restore.link.set_result(link)
+            return
+        move_log = self.node.journal.find(link.info.move) if link.info.move else None
+        if move_log is not None and move_log.last_mark is Mark.ACTIVATED:
+            if not link.info.activated:
+                await link.activated(move_log.move)
+            self.relays.start(entry, link)
+        if (held := link.info.held_move) and (move_log := self.node.journal.find(held)) is not None:
+            outcome = move_log.outcome
+            if outcome is not None and outcome.outcome is Outcome.ABORT:
+                await link.resume(held)
+
+    async def closed(self, link: KeeperLink, keeper_alive: bool) -> None:
+        entry = self.node.ranks.get(link.uid, link.role)
+        if entry is None or entry.keeper != link.keeper:
+            return
+        if entry.link is link:
+            entry.link = None
+        if not keeper_alive:
+            await self._keeper_died(entry)
+
+    async def _keeper_died(self, entry: RankEntry) -> None:
+        """The keeper was killed: its rank goes with it."""
+        log.warning("the %s keeper of rank %s is dead", entry.role, entry.uid)
+        if entry.away_node:
+            await in_thread(self.node.ranks.bury, entry)
+            self.forwarding.withdraw(entry)
+            return
+        if (moving := self.source.moves.get(entry.moving)) is not None:
+            why = f"the rank's {entry.role} keeper was killed"
+            if entry.role == "home":
+                await self.source.abandon(entry.moving, why)
+            else:  # its home keeper lives: where the target holds a whole copy, that one goes on
+                await self.source.abort(entry.moving, why, "source")
+            outcome = moving.log.outcome
+            if outcome is not None and outcome.outcome is Outcome.COMMIT and entry.role == "home":
+                await in_thread(self.node.ranks.bury, entry)
+            return  # the outcome, now or when the target has answered, ends the copy here
+        if entry.moving in self.target.moves:
+            return  # a held copy died: the source decides what becomes of the move
+        await self.lost(entry)
+
+    async def lost(self, entry: RankEntry) -> None:
+        """A rank here that nobody keeps any more is ended; if its home is elsewhere, it is told."""
+        await in_thread(entry.group.kill, KILL_S)
+        self.node.ranks.remove(entry)
+        self.forwarding.withdraw(entry)
+        if entry.role == "guest":
+            self._report(entry, SIGKILL_STATUS)
+
+    def _report(self, entry: RankEntry, status: int) -> None:
+        task = asyncio.create_task(self.relays.report_end(entry, status))
+        self._reports.add(task)
+        task.add_done_callback(self._reports.discard)
+
+    async def exited(self, link: KeeperLink, status: int) -> None:
+        """The rank ended by itself, and whoever started it knows, or will."""
+        entry = self.node.ranks.get(link.uid, link.role)
+        if entry is None:
+            return
+        log.info("rank %s ended with wait status %d", entry.uid, status)
+        self.forwarding.withdraw(entry)
+        await in_thread(entry.group.kill, KILL_S)
+        self.node.ranks.remove(entry)
+        if entry.moving in self.source.moves:
+            self.source.moves[entry.moving].kick.set()
+
+    async def died(self, link: KeeperLink, move: str, status: int) -> None:
+        """The local process ended while it was held: the rules decide, the keeper waits for the word."""
+        log.warning("rank %s ended during move %s with wait status %d", link.uid, move, status)
+        if (moving := self.source.moves.get(move)) is not None:
+            moving.kick.set()
+
+    # ------------------------------------------------------------------ at start
+
+    async def sweep(self) -> None:
+        """After a restart: ranks whose keeper died meanwhile go, activated copies that were not woken are woken.
+
+        What fails for one rank is logged: the daemon must come up for all others."""
+        for moving in [*self.source.moves.values(), *self.target.moves.values()]:
+            role = moving.log.note("role", "home" if moving.log.begin.role == "source" else "guest")
+            if (entry := self.node.ranks.get(moving.log.begin.rank_uid, role)) is not None:
+                entry.moving = moving.log.move
+        for move_log in self.node.journal.all():
+            if move_log.begin.role == "target" and move_log.last_mark is Mark.ACTIVATED:
+                entry = self.node.ranks.get(move_log.begin.rank_uid, "guest")
+                own = entry is not None and entry.cgroup == move_log.note("cgroup")
+                if own and entry is not None and not entry.moving:
+                    await self._wake(entry, move_log)
+        entries = self.node.ranks.all()
+        await self._end_unkept(entries)
+        self._waiting = asyncio.create_task(self._await_keepers(entries), name="keepers of an earlier life")
+
+    async def stop(self) -> None:
+        """Nobody is waited for any more."""
+        if self._waiting is not None:
+            self._waiting.cancel()
+            await asyncio.gather(self._waiting, return_exceptions=True)
+
+    async def _end_unkept(self, entries: Iterable[RankEntry]) -> None:
+        for entry in entries:
+            if not entry.keeper_alive():
+                try:
+                    await self._keeper_died(entry)
+                except (SnapshotError, OSError) as error:  # this daemon has other ranks to serve
+                    log.error("rank %s, which nobody keeps, is not ended yet: %s", entry.uid, error)
+
+    async def _await_keepers(self, entries: Iterable[RankEntry]) -> None:
+        """A keeper that is killed before it has connected again closes no link by which anybody would hear of it."""
+        left = [one for one in entries if one.keeper_alive()]
+        while left:
+            await asyncio.sleep(LOOK_AGAIN_S)
+            left = [one for one in left if one.link is None and self.node.ranks.get(one.uid, one.role) is one]
+            await self._end_unkept(left)
+            left = [one for one in left if one.keeper_alive()]
+
+    async def _wake(self, entry: RankEntry, move_log: MoveLog) -> None:
+        try:
+            if await in_thread(_asleep, entry, move_log):
+                await wake(move_log)
+        except (SnapshotError, OSError) as error:
+            log.error("rank %s may run here and cannot be woken yet: %s", entry.uid, error)
+            if entry.keeper_alive():
+                entry.moving = move_log.move  # no other move begins with it half awake
+                self.target.follow(move_log)
+
+
+def _asleep(entry: RankEntry, move_log: MoveLog) -> bool:
+    nccl = move_log.note("nccl", [])
+    parked = gpu.parked_ones(gpu.from_notes(move_log.note("cuda", [])), held_copy.processes(nccl))
+    return entry.group.frozen() or gpu.parked(parked) or bool(nccl and not move_log.note("gates_opened", False))

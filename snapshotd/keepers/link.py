@@ -1,0 +1,186 @@
+"""One connected keeper: the questions a daemon asks it, and the relay frames that pass through.
+
+Invariants: every question has one answer or raises, Timeout when the keeper is silent, RankGone when it is gone. Relay
+frames wait in a bounded queue; beyond it they are dropped, which the keepers' offsets mend. What another node sends
+towards a keeper is checked to be a relay frame: no remote daemon can speak this daemon's control words.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from shim.keeper.frames import RELAY_TYPES, Frame, FrameError, decode, encode
+from snapshotd.api.errors import Damaged, RankGone, Timeout, Where, WrongState
+from snapshotd.keepers.hello import Hello
+from snapshotd.proc.tree import Process
+
+log = logging.getLogger(__name__)
+
+CONTROL_TIMEOUT_S = 10.0
+MAX_RELAY_QUEUE_BYTES = 8 << 20
+MAX_STDIO_STATE_BYTES = 128 << 20
+
+
+class KeeperLink:
+    """One connected keeper. Its calls raise Timeout when the keeper is silent and RankGone when it is gone."""
+
+    def __init__(
+        self, hello: Hello, uid: str, keeper: Process, rank: Process | None, writer: asyncio.StreamWriter
+    ) -> None:
+        self.role = hello.role
+        self.uid = uid
+        self.info = hello
+        self.keeper = keeper
+        self.rank = rank
+        self.closed = asyncio.Event()
+        self._writer = writer
+        self._answers: dict[tuple[str, str], asyncio.Future[dict[str, Any]]] = {}
+        self._stdio = bytearray()
+        self._relay: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self._relay_bytes = 0
+        self._overflowed = False
+
+    def __repr__(self) -> str:
+        return f"<{self.role} keeper {self.keeper.pid} of {self.uid or 'a new rank'}>"
+
+    # ---- control: one question, one answer
+
+    async def hold(self, move: str) -> None:
+        """Signals and stdin wait in the keeper from now on."""
+        await self._ask("hold", {"move": move}, "held", move)
+
+    async def drain(self, move: str) -> dict[str, Any]:
+        """The complete stdio state, for the next keeper. The rank must be frozen."""
+        self._stdio.clear()
+        answer = await self._ask("drain", {"move": move}, "stdio", move)
+        if "error" in answer:
+            raise WrongState(
+                f"the keeper cannot hand over the rank's stdio: {str(answer['error'])[:300]}",
+                remedy="let the output that waits for the rank's home node get there, then try again",
+                where=Where.SOURCE_FROZEN,
+            )
+        try:
+            state = json.loads(bytes(self._stdio))
+        except ValueError as error:
+            raise Damaged("the keeper's stdio state is not JSON", where=Where.SOURCE_FROZEN) from error
+        finally:
+            self._stdio.clear()
+        if not isinstance(state, dict):
+            raise Damaged("the keeper's stdio state is not an object", where=Where.SOURCE_FROZEN)
+        return state
+
+    async def resume(self, move: str) -> None:
+        """Undo of hold and drain: unread stdin goes back, queued signals are delivered."""
+        await self._ask("resume", {"move": move}, "resumed", move)
+
+    async def away(self, move: str, node: str) -> None:
+        """COMMIT: the rank is on `node` now. The end of the local copy is not the rank's end."""
+        await self._ask("away", {"move": move, "node": node}, "gone", move)
+
+    async def restored(self, pid: int) -> None:
+        """Guest: criu is done; `pid` is the rank's in the keeper's pid namespace."""
+        await self._ask("restored", {"pid": pid}, "ready", "")
+
+    async def activated(self, move: str) -> None:
+        """Guest: the rank may run; stdin, signals and relaying start."""
+        await self._ask("activated", {"move": move}, "active", move)
+
+    async def relay(self, up: bool) -> None:
+        """Guest: the way to the home keeper has just come up (it synchronises at once) or gone down (it spools)."""
+        await self.send(encode("relay", {"up": up}))
+
+    async def kill(self) -> None:
+        """SIGKILL the rank and go. Returns once the keeper has closed the link; already closed is fine."""
+        if self.closed.is_set():
+            return
+        with contextlib.suppress(RankGone):
+            await self.send(encode("kill"))
+        try:
+            async with asyncio.timeout(CONTROL_TIMEOUT_S):
+                await self.closed.wait()
+        except TimeoutError:
+            raise Timeout(f"{self!r} did not go when told to", where=Where.UNKNOWN) from None
+
+    async def _ask(self, question: str, fields: dict[str, Any], answer: str, key: str) -> dict[str, Any]:
+        slot = (answer, key)
+        if slot in self._answers:
+            raise WrongState(f"{self!r} is already being asked to {question}", where=Where.UNKNOWN)
+        future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self._answers[slot] = future
+        try:
+            async with asyncio.timeout(CONTROL_TIMEOUT_S):
+                await self.send(encode(question, fields))
+                return await future
+        except TimeoutError:
+            raise Timeout(
+                f"{self!r} did not answer {question!r} in {CONTROL_TIMEOUT_S:.0f} s", where=Where.UNKNOWN
+            ) from None
+        finally:
+            del self._answers[slot]
+
+    # ---- relay: frames between this keeper and the one on the other node
+
+    async def send_relay(self, frame: bytes) -> None:
+        """Passes a frame from the other node on to this keeper. Raises Damaged for what is no relay frame."""
+        try:
+            kind = decode(frame).type
+        except FrameError as error:
+            raise Damaged(f"a relay frame from another node makes no sense: {error}", where=Where.UNKNOWN) from error
+        if kind not in RELAY_TYPES:
+            raise Damaged(f"{kind[:20]!r} is no relay frame: another node may not say that", where=Where.UNKNOWN)
+        await self.send(frame)
+
+    async def relay_frames(self) -> AsyncGenerator[bytes, None]:
+        """The relay frames from this keeper, for the other node. Ends when the link closes. One reader at a time."""
+        while (frame := await self._relay.get()) is not None:
+            self._relay_bytes -= len(frame)
+            self._overflowed = False
+            yield frame
+        self._relay.put_nowait(None)
+
+    # ---- the lower half, for KeeperLinks
+
+    async def send(self, frame: bytes) -> None:
+        if self.closed.is_set():
+            raise RankGone(f"{self!r} is not connected", where=Where.UNKNOWN)
+        try:
+            self._writer.write(frame)
+            await self._writer.drain()
+        except OSError as error:
+            raise RankGone(f"{self!r} is gone: {error}", where=Where.UNKNOWN) from error
+
+    def take_relay(self, frame: Frame) -> None:
+        encoded = frame.encoded()
+        if self._relay_bytes + len(encoded) > MAX_RELAY_QUEUE_BYTES:
+            if not self._overflowed:
+                log.warning("%r sends more than the other node takes; frames are dropped and will be sent again", self)
+            self._overflowed = True
+            return
+        self._relay_bytes += len(encoded)
+        self._relay.put_nowait(encoded)
+
+    def take_answer(self, frame: Frame) -> None:
+        """An answer nobody waits for (any more) is nothing to worry about: the question had timed out."""
+        move = frame.header.get("move", "")
+        future = self._answers.get((frame.type, move if isinstance(move, str) else ""))
+        if frame.type == "stdio" and future is not None:
+            if len(self._stdio) + len(frame.payload) > MAX_STDIO_STATE_BYTES:
+                raise FrameError("the stdio state is over the limit")
+            self._stdio += frame.payload
+            if frame.header.get("more") is True:
+                return
+        if future is not None and not future.done():
+            future.set_result(frame.header)
+
+    def close(self) -> None:
+        self.closed.set()
+        self._relay.put_nowait(None)
+        self._writer.close()
+        for future in self._answers.values():
+            if not future.done():
+                future.set_exception(RankGone(f"{self!r} has gone", where=Where.UNKNOWN))

@@ -1,0 +1,52 @@
+"""The ranks on this node, with the GPUs that they are on."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Sequence
+
+from snapshotd.api import snapshotd_pb2 as pb
+from snapshotd.moves.node import Node
+from snapshotd.runtime.blocking import in_thread
+
+_CARD = re.compile(r"/dev/nvidia(\d+)")
+
+
+async def ranks_of(node: Node) -> list[pb.Rank]:
+    """Every rank that this node knows. The driver says who is on a GPU; where it tells nobody's processes (in a container),
+    whoever has the GPU open counts."""
+    found = [(entry, entry.to_proto(node.config.node)) for entry in node.ranks.all()]
+    gpus = (await node.gpus.inventory()).gpus if found else ()
+    told = any(gpu.processes for gpu in gpus)
+    for entry, rank in found:
+        pids = set(entry.group.pids()) if gpus and not entry.away_node else set()
+        cards = set() if told or not pids else await in_thread(_open_cards, pids)
+        for gpu in gpus:
+            mine = [process for process in gpu.processes if process.pid in pids]
+            if mine or gpu.index in cards:
+                rank.gpus.append(gpu.uuid)
+                rank.device_bytes += sum(process.memory_bytes for process in mine)
+    return [rank for _, rank in found]
+
+
+def _open_cards(pids: Iterable[int]) -> set[int]:
+    found = set()
+    for pid in pids:
+        for link in _links(pid):
+            if card := _CARD.fullmatch(link):
+                found.add(int(card[1]))
+    return found
+
+
+def _links(pid: int) -> Sequence[str]:
+    folder, links = f"/proc/{pid}/fd", []
+    try:
+        for name in os.listdir(folder):
+            try:
+                links.append(os.readlink(f"{folder}/{name}"))
+            except OSError:
+                continue
+    except OSError:
+        pass
+    return links

@@ -1,0 +1,189 @@
+"""The ranks on this node: which processes they are, whose they are, and who keeps them.
+
+Invariants: a rank is a (pid, start time) inside its own cgroup, made for it here. The registry in memory is rebuilt after a
+restart from keepers that reconnect; what must be known even if a keeper died meanwhile (its identity, the cgroup, whether
+the rank is away) is a small file per rank under STATE_DIR/ranks, so that no rank outlives its keeper unnoticed.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import secrets
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from snapshotd.api import snapshotd_pb2 as pb
+from snapshotd.api.errors import NotFound, Usage
+from snapshotd.proc import cgroup, host
+from snapshotd.proc.cgroup import Cgroup
+from snapshotd.proc.tree import Process
+
+if TYPE_CHECKING:
+    from snapshotd.keepers.listener import KeeperLink
+
+log = logging.getLogger(__name__)
+
+RANK_UID = re.compile(r"[A-Za-z0-9_.-]{1,80}")
+JOB_NAME = re.compile(r"[A-Za-z0-9_.-]{1,60}")
+
+
+def check_rank_uid(uid: str) -> str:
+    """A rank uid from the wire, before it touches a path."""
+    if not RANK_UID.fullmatch(uid) or uid.startswith("."):
+        raise Usage(f"{uid[:40]!r} is not a rank's uid")
+    return uid
+
+
+@dataclass
+class RankEntry:
+    """One rank this node knows: its process is here, or only its home keeper is."""
+
+    uid: str
+    job: str
+    rank: int
+    role: str  # "home": kept by the process the launcher started; "guest": restored here
+    keeper_pid: int
+    keeper_start_ticks: int
+    cgroup: str
+    home_node: str
+    home_endpoint: str
+    relay_key: str
+    boot_id: str
+    user_id: int = 0
+    command: str = ""
+    started_unix_s: float = 0.0
+    moves: int = 0
+    away_node: str = ""  # home only: the rank is there now
+    former: list[list[str]] = field(default_factory=list)  # [old address, present address] of its listeners
+    nodes: list[list[Any]] = field(default_factory=list)  # [name, endpoint, addresses] where these are forwarded
+    pid: int = 0
+    start_ticks: int = 0
+    link: KeeperLink | None = field(default=None, compare=False)
+    moving: str = field(default="", compare=False)
+
+    @property
+    def keeper(self) -> Process:
+        return Process(self.keeper_pid, self.keeper_start_ticks)
+
+    @property
+    def process(self) -> Process:
+        return Process(self.pid, self.start_ticks)
+
+    @property
+    def group(self) -> Cgroup:
+        return Cgroup(Path(self.cgroup))
+
+    def keeper_alive(self) -> bool:
+        return self.boot_id == host.boot_id() and self.keeper.alive()
+
+    def memory_bytes(self) -> int:
+        total = 0
+        for pid in self.group.pids():
+            try:
+                total += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+            except (OSError, ValueError, IndexError):
+                continue
+        return total
+
+    def to_proto(self, node: str) -> pb.Rank:
+        here = not self.away_node
+        return pb.Rank(
+            uid=self.uid,
+            job=self.job,
+            rank=self.rank,
+            place=pb.Rank.HERE if here else pb.Rank.AWAY,
+            at_node=self.away_node or node,
+            home_node=self.home_node,
+            home_endpoint=self.home_endpoint,
+            process=pb.ProcessId(pid=self.pid, start_ticks=self.start_ticks) if here else None,
+            keeper=pb.ProcessId(pid=self.keeper_pid, start_ticks=self.keeper_start_ticks),
+            user_id=self.user_id,
+            command=self.command,
+            started_unix_s=self.started_unix_s,
+            moves=self.moves,
+            moving=self.moving,
+            memory_bytes=self.memory_bytes() if here else 0,
+        )
+
+
+class Ranks:
+    """The registry. A rank may have two entries here when it came back to its home node: its home keeper, and itself."""
+
+    def __init__(self, state_dir: Path) -> None:
+        self.folder = state_dir / "ranks"
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._entries: dict[tuple[str, str], RankEntry] = {}
+        known = {item.name for item in fields(RankEntry)} - {"link", "moving"}
+        for path in sorted(self.folder.glob("*.json")):
+            stored = json.loads(path.read_text())
+            entry = RankEntry(**{key: value for key, value in stored.items() if key in known})
+            if entry.boot_id == host.boot_id() or entry.role == "guest":
+                self._entries[entry.uid, entry.role] = entry  # a guest of an earlier boot is gone: its home is told
+            elif not entry.away_node:
+                path.unlink()  # the node was rebooted: keeper, rank and launcher are gone
+
+    def all(self) -> list[RankEntry]:
+        return sorted(self._entries.values(), key=lambda entry: (entry.job, entry.rank, entry.role))
+
+    def put(self, entry: RankEntry) -> None:
+        """Adds or updates an entry, on disk too."""
+        self._entries[entry.uid, entry.role] = entry
+        stored = {key: value for key, value in _plain(entry).items() if key not in {"link", "moving"}}
+        path = self.folder / f"{entry.uid}.{entry.role}.json"
+        path.with_suffix(".new").write_text(json.dumps(stored))
+        os.rename(path.with_suffix(".new"), path)
+
+    def remove(self, entry: RankEntry) -> None:
+        if self._entries.get((entry.uid, entry.role)) is entry:
+            del self._entries[entry.uid, entry.role]
+            (self.folder / f"{entry.uid}.{entry.role}.json").unlink(missing_ok=True)
+        entry.group.remove()
+
+    def here(self, uid: str) -> RankEntry:
+        """The entry whose process is on this node. Raises NotFound."""
+        check_rank_uid(uid)
+        for role in ("guest", "home"):
+            entry = self._entries.get((uid, role))
+            if entry is not None and not entry.away_node:
+                return entry
+        raise NotFound(f"rank {uid} is not on this node")
+
+    def get(self, uid: str, role: str) -> RankEntry | None:
+        return self._entries.get((check_rank_uid(uid), role))
+
+    def bury(self, entry: RankEntry) -> None:
+        """The home keeper of a rank that is away died: says so for ever, to whichever node has the rank and asks."""
+        (self.folder / f"{entry.uid}.gone").touch()
+        self.remove(entry)
+
+    def is_buried(self, uid: str) -> bool:
+        """Whether the rank's home keeper is known to be dead. A reboot of the home node does not count: leaving a
+        failing node is what moves are for, so the rank goes on without its keeper then."""
+        return (self.folder / f"{check_rank_uid(uid)}.gone").exists()
+
+
+def _plain(entry: RankEntry) -> dict[str, object]:
+    link, entry.link = entry.link, None
+    try:
+        return asdict(entry)
+    finally:
+        entry.link = link
+
+
+def new_uid(job: str, rank: int) -> str:
+    if not JOB_NAME.fullmatch(job) or job.startswith("."):
+        raise Usage(f"{job[:60]!r} cannot be a job's name", remedy="use letters, digits, '_', '.', '-', at most 60")
+    return f"{job}-{rank}-{secrets.token_hex(4)}"
+
+
+def cgroup_for_home(keeper_pid: int, uid: str) -> Cgroup:
+    """Below the launcher's own cgroup, so that its limits (a scheduler's, a container's) go on applying."""
+    return Cgroup(cgroup.of_process(keeper_pid) / f"snapshotd-{uid}").create()
+
+
+def cgroup_for_guest(uid: str, move: str) -> Cgroup:
+    return Cgroup(cgroup.for_guests() / f"{uid}-{move}").create()

@@ -1,0 +1,1 @@
+"""The device memory of a moving rank."""

@@ -1,0 +1,399 @@
+"""Device memory leaves the GPU before the driver's checkpoint: into stripe files here, which are sent while they grow.
+
+While the job still runs: the files, the target's lane, and the ring in each process are made ready. Then, with every thread
+of the job parked and all its work done, the driver is unlocked once more, so that the shim's own threads can copy; it is
+locked again for the checkpoint of the small rest.
+
+Invariant: as long as nothing is off the GPU, whatever goes wrong here only means that the driver's checkpoint carries it,
+more slowly. What is off the GPU is in the files of `parked`, and `refill` brings it back. Which processes have files is
+journalled before the first of them is told of one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from snapshotd.api import snapshotd_pb2 as pb
+from snapshotd.api.client import NotSpoken
+from snapshotd.api.errors import Full, Internal, RankGone, SnapshotError, Timeout, Unreachable, Where, WrongState
+from snapshotd.config import split_address
+from snapshotd.cuda.driver import Gpus
+from snapshotd.inprocess import devmem
+from snapshotd.inprocess.devmem import Caught, DeviceMemory, TooSmall
+from snapshotd.moves.device import gpu, stripe_files
+from snapshotd.moves.device.gpu import LOCK_S, Parts, each
+from snapshotd.moves.node import Moving, Node
+from snapshotd.moves.rules import Mark
+from snapshotd.preflight.gpu import RESERVE_BYTES
+from snapshotd.proc import host, tree
+from snapshotd.proc.memory import memory_room
+from snapshotd.proc.tree import Process
+from snapshotd.runtime.blocking import all_at_once, in_thread
+from snapshotd.runtime.faults import Point, reach
+from snapshotd.transport.device.outgoing import Outgoing
+
+log = logging.getLogger(__name__)
+
+#: A thread that was caught in an allocation, or in a call into CUDA, leaves it soon; but each try may wait for the GPU.
+TRIES, AGAIN_S = 3, 0.01
+#: How often the senders hear how far the copy is.
+FEED_S = 0.002
+OPEN_S = 30.0
+#: All is at the target when it holds the copy; what is left is a child's exit.
+LAST_WORDS_S = 10.0
+#: What a target may take to hear that no stripes come; the job runs meanwhile.
+GIVE_UP_S = 3.0
+
+
+@dataclass
+class Striped:
+    """One process whose device memory leaves in stripes."""
+
+    memory: DeviceMemory
+    inner_pid: int
+    names: list[str]
+    expected_bytes: int
+    slot_bytes: int = devmem.SLOT_BYTES
+    sizes: list[int] = field(default_factory=list)  # of the stripes, once it is out
+    caught: str = ""  # where a thread was when it was parked
+
+    @property
+    def process(self) -> Process:
+        return self.memory.process
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.sizes)
+
+    @property
+    def stripe_bytes(self) -> int:
+        """Room for so much is made ahead in each: they are not quite alike."""
+        return self.expected_bytes // len(self.names) + self.slot_bytes
+
+
+class Parking:
+    """What one move does about it on its source. All of it can be lost but the files and the journal's notes."""
+
+    def __init__(self, node: Node, moving: Moving, striped: list[Striped]) -> None:
+        self.node, self.log = node, moving.log
+        self.striped = striped
+        self.names = [name for one in striped for name in one.names]
+        self.folder = stripe_files.folder_of(node.config.image_dir, moving.log.move)
+        self.outgoing: Outgoing | None = None
+        self.warnings: list[str] = []
+        #: Where nobody can say what each has, what preflight saw.
+        self._wanted_bytes = sum(one.expected_bytes for one in striped) or int(moving.facts.gpu.parked_bytes)
+        self._advanced = dict.fromkeys(self.names, 0)
+
+    # ------------------------------------------------------------------ while the job runs
+
+    async def prepare(self) -> None:
+        """Never fails: where it cannot be done nothing is striped, and the driver carries all."""
+        try:
+            await self._prepare()
+        except (SnapshotError, OSError) as error:
+            await self.give_up(error)
+
+    async def _prepare(self) -> None:
+        notes = [[*gpu.to_notes([one.process])[0], one.names, one.slot_bytes] for one in self.striped]
+        await in_thread(self.log.mark, self.log.last_mark, parked=notes)
+        await self._make_files()
+        await self._open_lane()
+        await all_at_once(self._ready, self.striped)
+
+    async def _make_files(self) -> None:
+        wanted = [(self.folder / name, one.stripe_bytes) for one in self.striped for name in one.names]
+        needed = sum(size for _, size in wanted) + RESERVE_BYTES
+        async with self.node.taking_room:
+            room = await in_thread(self.node.store.room_bytes)
+            if room < needed:
+                raise Full(f"{needed >> 20} MiB are needed to park it here, {room >> 20} MiB are free")
+            await in_thread(stripe_files.make_folder, self.node.config.image_dir, self.log.move)
+            await all_at_once(lambda file: stripe_files.allocate(*file), wanted)
+
+    async def _open_lane(self) -> None:
+        """Without it the images' own lane carries the files, after the dump. NotSpoken: the target could not refill."""
+        begin, config = self.log.begin, self.node.config
+        request = pb.OpenStripesRequest(
+            move=begin.move,
+            names=self.names,
+            expected_bytes=sum(one.expected_bytes for one in self.striped),
+            plain=config.device_lane == "plain",
+        )
+        try:
+            async with self.node.client(begin.target_node, begin.target_endpoint) as client:
+                lane = await client.target.OpenStripes(request, timeout_s=OPEN_S)
+            if lane.plain and not request.plain:
+                raise Internal(f"{begin.target_node} wants device memory without encryption", remedy="see device_lane")
+            self.outgoing = await Outgoing.open(
+                split_address(begin.target_endpoint)[0],
+                lane.port,
+                lane.key,
+                begin.target_node,
+                self.folder,
+                self.names,
+                encrypted=not lane.plain,
+            )
+        except NotSpoken:
+            raise
+        except (Unreachable, Internal, Timeout) as error:
+            self._warn(f"parked device memory follows the image, for want of a lane of its own: {error.message}")
+
+    async def open_lane_again(self) -> None:
+        """One that broke while the job was coming to its cut; nothing was sent yet."""
+        if self.outgoing is None or self.outgoing.failed is None:
+            return
+        self._warn(f"the lane of parked device memory broke, and is opened again: {_words(self.outgoing.failed)}")
+        await self.close()
+        with contextlib.suppress(SnapshotError):  # then it follows the image
+            await self._open_lane()
+
+    def _ready(self, one: Striped) -> None:
+        with stripe_files.opened(self.folder, one.names, os.O_RDWR) as fds:
+            one.memory.ready(fds, one.slot_bytes)
+
+    def must_fit(self, pid: int, where: Where) -> None:
+        """What is left to the driver after all becomes the job's own host memory. Blocking. Full where its limits, which
+        were checked for less, do not leave it that: better no move than a job that is killed."""
+        left_bytes = self._wanted_bytes - sum(one.expected_bytes for one in self.striped)
+        if not left_bytes:
+            return
+        try:
+            whose, room = memory_room(pid)[0]
+        except (FileNotFoundError, ProcessLookupError) as error:
+            raise RankGone(f"process {pid} has ended", where=Where.UNKNOWN) from error
+        if room < left_bytes + RESERVE_BYTES:
+            raise Full(
+                f"device memory cannot be parked ({'; '.join(self.warnings)}), and the driver's checkpoint needs"
+                f" {left_bytes >> 20} MiB of host memory where {whose} leaves {room >> 20} MiB",
+                remedy="free memory, raise the job's memory limit, or let the job keep less on the GPU",
+                where=where,
+            )
+
+    # ------------------------------------------------------------------ while it is held
+
+    async def out(
+        self, gpus: Gpus, held: Sequence[Process], parts: Parts, stop_others: Callable[[], Awaitable[None]]
+    ) -> int:
+        """What is striped goes off the GPU; the bytes. The processes are held (`gpu.hold`), and again afterwards;
+        `stop_others` stops what one of them has forked while it was let go.
+
+        If it fails some of it may be out: the driver aborts, and the undo refills.
+        """
+        for one in [one for one in self.striped if one.process not in held]:  # it has ended, or uses no GPU any more
+            self._wanted_bytes -= one.expected_bytes
+            self.striped.remove(one)
+        if not self.striped:  # `must_fit` was asked before the job was held
+            if self.outgoing is not None:
+                self.outgoing.finish(self._advanced)  # nothing: the target need not wait for it
+            return 0
+        unlocked = [one.process for one in self.striped]
+        left = list(self.striped)
+        for again in range(TRIES):
+            if again:
+                await self._let_go_and_hold(gpus, left, parts)
+                await stop_others()
+            await parts.time("unlock", each([one.process for one in left], lambda one: gpus.unlock(one, LOCK_S)))
+            left = await self._copy(left, parts)
+            if not left:
+                break
+        if left:  # a call that a parked thread holds up comes back only now, and then all of it can be given up
+            await self._let_go_and_hold(gpus, left, parts, drop=True)
+            await stop_others()
+            unlocked = [process for process in unlocked if process not in {one.process for one in left}]
+        for one in left:
+            await self._leave_to_driver(one, f"{TRIES} times in a row {one.caught}")
+        notes = [
+            {"pid": one.inner_pid, "stripes": one.names, "bytes": one.sizes, "slot_bytes": one.slot_bytes}
+            for one in self.striped
+        ]
+        size = sum(one.bytes for one in self.striped)
+        await in_thread(self.log.mark, Mark.FREEZING, device=notes, parked_bytes=size)
+        if self.outgoing is not None:
+            self.outgoing.finish(self._advanced)
+        await reach(Point.PARKED_MEMORY)
+        await in_thread(self.must_fit, held[0].pid, Where.SOURCE_FROZEN)
+        await parts.time("relock", each(unlocked, lambda one: gpus.lock(one, LOCK_S)))
+        return size
+
+    async def _let_go_and_hold(
+        self, gpus: Gpus, caught: Sequence[Striped], parts: Parts, *, drop: bool = False
+    ) -> None:
+        """Those alone: the others' memory is out. The rest of the tree stays stopped. What was made ready still is."""
+        processes = [one.process for one in caught]
+        log.info("let go to try again: %s", "; ".join(f"process {one.process.pid}: {one.caught}" for one in caught))
+        await gpu.let_go(processes)
+        await asyncio.sleep(AGAIN_S)
+        if drop:
+            await all_at_once(lambda one: one.memory.drop(), caught)
+        await gpu.still(gpus, processes, processes, parts)
+
+    async def _copy(self, wanted: Sequence[Striped], parts: Parts) -> list[Striped]:
+        """Those of which a thread was caught in an allocation. The others are out, or left to the driver."""
+        began = host.boottime_s()
+        feeding = asyncio.create_task(self._feed(wanted))
+        limit_s = gpu.copy_s(sum(one.expected_bytes for one in wanted))
+        try:
+            results = await asyncio.gather(
+                *(all_at_once(lambda one: self._park(one, limit_s), [one]) for one in wanted), return_exceptions=True
+            )
+        finally:
+            feeding.cancel()
+            await asyncio.gather(feeding, return_exceptions=True)
+        caught = []
+        for one, result in zip(wanted, results, strict=True):
+            if isinstance(result, Caught):
+                one.caught = str(result)
+                caught.append(one)
+            elif isinstance(result, BaseException):
+                await self._failed(one, result)
+            else:
+                one.sizes = list(await in_thread(one.memory.done))
+                self._advance(one, one.sizes)
+        parts.add("park-out", host.boottime_s() - began, sum(one.bytes for one in wanted))
+        return caught
+
+    def _park(self, one: Striped, limit_s: float) -> int:
+        """It ran on since it was measured, and may have more by now. Blocking."""
+        try:
+            return one.memory.park(limit_s)
+        except TooSmall as small:
+            more_bytes = len(one.names) * max(0, small.largest_bytes - one.stripe_bytes)
+            self._wanted_bytes += max(0, small.total_bytes - one.expected_bytes)
+            one.expected_bytes = max(one.expected_bytes, small.total_bytes)
+            room = self.node.store.room_bytes()
+            if room < more_bytes + RESERVE_BYTES:
+                raise Full(f"{more_bytes >> 20} MiB more are needed to park it, {room >> 20} MiB are free") from None
+            for name in one.names:
+                stripe_files.enlarge(self.folder / name, small.largest_bytes)
+            return one.memory.park(limit_s)
+
+    async def _failed(self, one: Striped, error: BaseException) -> None:
+        """Of no harm while its memory is still where it was; otherwise the move is."""
+        if not isinstance(error, SnapshotError) or isinstance(error, RankGone):
+            raise error
+        await all_at_once(lambda memory: memory.cancel(), [one.memory])
+        if await in_thread(one.memory.out):
+            raise error
+        await self._leave_to_driver(one, error.message)
+
+    async def _leave_to_driver(self, one: Striped, why: str) -> None:
+        """Nobody needs its files any more, and the driver's copy needs the room."""
+        await all_at_once(_drop, [one])
+        self.striped = [other for other in self.striped if other is not one]
+        await all_at_once(stripe_files.empty, [self.folder / name for name in one.names])
+        self._warn(f"the driver's checkpoint carries the device memory of process {one.inner_pid}: {why}")
+
+    async def _feed(self, wanted: Sequence[Striped]) -> None:
+        """The senders follow the copy."""
+        while True:
+            await asyncio.sleep(FEED_S)
+            for one in wanted:
+                with contextlib.suppress(SnapshotError):  # whoever waits for the copy hears of it
+                    self._advance(one, await in_thread(one.memory.done))
+
+    def _advance(self, one: Striped, done: Sequence[int]) -> None:
+        for name, size in zip(one.names, done, strict=False):
+            self._advanced[name] = max(self._advanced[name], size)
+            if self.outgoing is not None:
+                self.outgoing.advance(name, size)
+
+    # ------------------------------------------------------------------ on its way, and afterwards
+
+    @property
+    def has_lane(self) -> bool:
+        return self.outgoing is not None and self.outgoing.failed is None
+
+    @property
+    def sent_bytes(self) -> int:
+        return self.outgoing.sent_bytes if self.outgoing is not None and self.striped else 0
+
+    async def last_words(self) -> int:
+        """COMMIT stands, so all has arrived: the bytes that travelled. Nothing of it is sent any more."""
+        sent = 0
+        if self.outgoing is not None:
+            try:
+                async with asyncio.timeout(LAST_WORDS_S):
+                    sent = (await self.outgoing.wait()).sent
+            except (SnapshotError, TimeoutError) as error:
+                log.warning("the stripes of %s, which the target has, ended badly: %s", self.log.move, _words(error))
+        await self.close()
+        return sent
+
+    async def give_up(self, why: SnapshotError | OSError) -> None:
+        """Nothing is striped: the files and the lane go, and what was made in the processes."""
+        self._warn(f"the driver's checkpoint carries the device memory: {_words(why)}")
+        striped, self.striped = self.striped, []
+        if self.outgoing is not None:
+            with contextlib.suppress(SnapshotError, TimeoutError):  # the target's room is free again when it knows
+                self.outgoing.finish(dict.fromkeys(self.names, 0))
+                async with asyncio.timeout(GIVE_UP_S):
+                    await self.outgoing.wait()
+        await self.close()
+        await asyncio.gather(*(all_at_once(_drop, [one]) for one in striped))
+        await in_thread(stripe_files.sweep, self.node.config.image_dir, self.log.move)
+
+    async def close(self) -> None:
+        """Nothing is sent any more; the files stay. Twice is once."""
+        if self.outgoing is not None:
+            outgoing, self.outgoing = self.outgoing, None
+            await outgoing.close()
+
+    def _warn(self, words: str) -> None:
+        log.warning("%s", words)
+        self.warnings.append(words)
+
+
+def _drop(one: Striped) -> None:
+    with contextlib.suppress(SnapshotError):
+        one.memory.drop()
+
+
+async def prepare(node: Node, moving: Moving, processes: Sequence[Process]) -> None:
+    """Makes device memory of these running processes ready to leave in stripes, where there is enough of it. WrongState: some
+    of it is out, and the processes do not run."""
+    try:
+        striped = await in_thread(_candidates, processes)
+    except WrongState:
+        raise
+    except (SnapshotError, OSError) as error:
+        moving.parking = Parking(node, moving, [])
+        await moving.parking.give_up(error)
+        return
+    if striped:
+        moving.parking = Parking(node, moving, striped)
+        await moving.parking.prepare()
+
+
+async def stop(moving: Moving) -> None:
+    """ABORT stands: nothing is sent any more."""
+    if moving.parking is not None:
+        await moving.parking.close()
+
+
+def _candidates(processes: Sequence[Process]) -> list[Striped]:
+    found = []
+    for process in processes:
+        with contextlib.suppress(RankGone, FileNotFoundError, ProcessLookupError):
+            memory = devmem.find(process)
+            if memory is None:
+                continue
+            if memory.out():
+                raise WrongState(
+                    f"the device memory of process {process.pid} left its GPU in a freeze that was cut short",
+                    where=Where.SOURCE_FROZEN,
+                )
+            if (size := memory.size()) >= devmem.LEAST_BYTES:
+                inner_pid = tree.inner_pid(process.pid)
+                found.append(Striped(memory, inner_pid, stripe_files.names_of(inner_pid, devmem.STRIPES), size))
+    return found
+
+
+def _words(error: BaseException) -> Any:
+    return error.message if isinstance(error, SnapshotError) else error

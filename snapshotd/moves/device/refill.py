@@ -1,0 +1,208 @@
+"""Device memory comes back from stripes onto a GPU: on the target while they arrive, on the source when a move is undone.
+
+The driver is unlocked, the job's threads are parked: the shim's own threads map fresh memory at the old addresses and copy.
+Invariant: a process whose memory is not back stays parked. On the target nothing counts as back before every stripe was
+verified to be what the source sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from snapshotd.api.errors import Damaged, GpuFailed, RankGone, SnapshotError, Unreachable, Where
+from snapshotd.inprocess import devmem
+from snapshotd.inprocess.devmem import DeviceMemory
+from snapshotd.moves.device import gpu, stripe_files
+from snapshotd.moves.device.gpu import Parts
+from snapshotd.moves.journal import MoveLog
+from snapshotd.proc import host
+from snapshotd.proc.tree import Process
+from snapshotd.runtime.blocking import all_at_once, in_thread
+from snapshotd.runtime.faults import Point, reach
+from snapshotd.transport.device.incoming import Incoming
+
+log = logging.getLogger(__name__)
+
+#: What the network may take for stripes that are on their way: so much for any, and so much for every GiB.
+ARRIVE_S, ARRIVE_GIB_S = 60.0, 20.0
+
+CANCEL_AGAIN_S = 0.05
+
+
+async def on_source(image_dir: Path, move_log: MoveLog) -> None:
+    """Undo: what is out comes back, what was only made ready is given up. Repeatable; GpuFailed: try again later.
+
+    What does not touch memory that is out stops nobody: the rank is to go on."""
+    folder = stripe_files.folder_of(image_dir, move_log.move)
+    limit_s = gpu.copy_s(int(move_log.note("parked_bytes", 0)) or int(move_log.note("device_bytes", 0)))
+    noted = [(Process(pid, ticks), names, slot_bytes) for pid, ticks, names, slot_bytes in move_log.note("parked", [])]
+
+    def back(one: tuple[Process, list[str], int]) -> None:
+        process, names, slot_bytes = one
+        try:
+            bring(process, names, slot_bytes)
+        except RankGone:
+            log.info("process %d has ended: no device memory has to come back to it", process.pid)
+
+    def bring(process: Process, names: list[str], slot_bytes: int) -> None:
+        memory = devmem.find(process) if process.alive() else None
+        if memory is None:
+            return
+        memory.cancel()  # what an earlier life of this daemon began
+        if not memory.out():
+            _drop(memory)
+            return
+        try:
+            with stripe_files.opened(folder, names, os.O_RDONLY) as fds:
+                memory.ready(fds, slot_bytes)
+        except FileNotFoundError as error:
+            raise gpu.Lost(f"the parked device memory of process {process.pid} is gone: {error}") from error
+        log.info("process %d: %d bytes of device memory are back", process.pid, memory.fill(limit_s))
+
+    await all_at_once(back, noted)
+
+
+def _drop(memory: DeviceMemory) -> None:
+    try:
+        memory.drop()
+    except RankGone:
+        raise
+    except SnapshotError as error:
+        pid = memory.process.pid
+        log.warning("process %d keeps what was made ready to park its device memory: %s", pid, error.message)
+
+
+async def on_target(
+    processes: Mapping[int, Process],
+    device: Sequence[Mapping[str, Any]],
+    folder: Path,
+    incoming: Incoming | None,
+    parts: Parts,
+) -> None:
+    """Refills the restored processes, by their inner pid, from the stripes in `folder`; `incoming` brings those, unless they
+    came with the image. `device`: as the source noted it."""
+    if device:
+        began = host.boottime_s()
+        wanted_bytes = sum(sum(one["bytes"]) for one in device)
+        limit_s = ARRIVE_S + ARRIVE_GIB_S * wanted_bytes / 2**30
+        memories = await in_thread(_memories, processes, device)
+        if incoming is not None and incoming.failed is not None:
+            raise incoming.failed
+        given_up = threading.Event()
+        filling = asyncio.ensure_future(_fill_all(memories, device, folder, limit_s, given_up))
+        try:
+            sizes = await _arrived(incoming, filling, limit_s) if incoming is not None else _sizes(folder, device)
+            filled_bytes = await filling
+        except BaseException:
+            given_up.set()
+            await _cancel(filling, memories)
+            raise
+        _must_match(device, sizes, filled_bytes)
+        parts.add("refill", host.boottime_s() - began, filled_bytes)
+        await reach(Point.REFILLED)
+    for process in processes.values():
+        if await in_thread(devmem.is_out, process):
+            raise GpuFailed(
+                f"the device memory of the restored process {process.pid} did not come with it",
+                remedy="the job goes on at its source",
+                where=Where.SOURCE_FROZEN,
+            )
+
+
+def must_be_here(folder: Path, device: Sequence[Mapping[str, Any]]) -> None:
+    """Stripes that had a lane of their own, which ended with an earlier life of this daemon, are here all the same. Blocking.
+    Unreachable where one is not: nobody brings it any more."""
+    missing = [name for name, size in _expected(device).items() if _arrived_bytes(folder / name) != size]
+    if missing:
+        raise Unreachable(
+            f"this daemon was restarted while device memory was on its way: {', '.join(missing)} did not arrive whole",
+            remedy="the job goes on at its source; a plain retry is safe",
+            where=Where.SOURCE_FROZEN,
+        )
+
+
+def _arrived_bytes(stripe: Path) -> int | None:
+    """As its receiver noted when all of it was verified and stored."""
+    try:
+        size = json.loads(stripe.with_name(f"{stripe.name}.done").read_text())["size"]
+        return int(size) if stripe.stat().st_size == size else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _memories(processes: Mapping[int, Process], device: Sequence[Mapping[str, Any]]) -> list[DeviceMemory]:
+    found = []
+    for one in device:
+        process = processes.get(int(one["pid"]))
+        memory = devmem.find(process) if process is not None else None
+        if memory is None or not memory.out():
+            raise Damaged(f"process {one['pid']} was not restored as it was parked", where=Where.SOURCE_FROZEN)
+        found.append(memory)
+    return found
+
+
+async def _fill_all(
+    memories: Sequence[DeviceMemory],
+    device: Sequence[Mapping[str, Any]],
+    folder: Path,
+    limit_s: float,
+    given_up: threading.Event,
+) -> int:
+    def fill(one: tuple[DeviceMemory, Mapping[str, Any]]) -> int:
+        memory, noted = one
+        with stripe_files.opened(folder, noted["stripes"], os.O_RDONLY) as fds:
+            memory.ready(fds, int(noted["slot_bytes"]))
+        if given_up.is_set():  # said while nothing was under way that could have been cancelled
+            raise GpuFailed("it is not filled: the move was given up", where=Where.SOURCE_FROZEN)
+        return memory.fill(limit_s)
+
+    return sum(await all_at_once(fill, list(zip(memories, device, strict=True))))
+
+
+async def _arrived(incoming: Incoming, filling: asyncio.Future[int], limit_s: float) -> Mapping[str, int]:
+    """The stripes' sizes once all is here. Gives up with either side: where the network failed, that is the reason."""
+    arriving = asyncio.ensure_future(incoming.wait(limit_s))
+    try:
+        both: list[asyncio.Future[Any]] = [arriving, filling]
+        await asyncio.wait(both, return_when=asyncio.FIRST_EXCEPTION)
+        if not arriving.done():
+            filling.result()
+        return await arriving
+    finally:
+        arriving.cancel()
+        await asyncio.gather(arriving, return_exceptions=True)
+
+
+async def _cancel(filling: asyncio.Future[int], memories: Sequence[DeviceMemory]) -> None:
+    """Again and again: what begins a moment after one cancellation has not heard of it."""
+    while not filling.done():
+        with contextlib.suppress(SnapshotError):
+            await all_at_once(lambda memory: memory.cancel(), memories)
+        await asyncio.wait([filling], timeout=CANCEL_AGAIN_S)
+    await asyncio.gather(filling, return_exceptions=True)
+
+
+def _sizes(folder: Path, device: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    return {name: (folder / name).stat().st_size for one in device for name in one["stripes"]}
+
+
+def _expected(device: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    return {name: size for one in device for name, size in zip(one["stripes"], one["bytes"], strict=True)}
+
+
+def _must_match(device: Sequence[Mapping[str, Any]], sizes: Mapping[str, int], filled_bytes: int) -> None:
+    expected = _expected(device)
+    wrong = [name for name, size in expected.items() if sizes.get(name) != size]
+    if wrong or filled_bytes != sum(expected.values()):
+        raise Damaged(
+            f"device memory did not arrive whole: {', '.join(wrong) or f'{filled_bytes} bytes were filled'}",
+            where=Where.SOURCE_FROZEN,
+        )

@@ -1,0 +1,115 @@
+"""The stripe files of a source: device memory of its ranks that is on no GPU, until the move has ended.
+
+They are image_dir/parked/MOVE/device-PID-NUMBER. Invariant: while a process says that its device memory is out, its files
+are there, whole; they go only with the move's end, so that also the daemon's next life can undo it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from snapshotd.api.errors import Full, Where
+from snapshotd.moves.journal import Journal
+from snapshotd.moves.rules import Mark
+
+#: As they are called on the wire, too.
+NAME = re.compile(r"device-[1-9][0-9]{0,9}-[0-9]{1,2}")
+
+_KEEP_SIZE, _PUNCH_HOLE = 1, 2  # FALLOC_FL_…
+_TRIES = 5  # to make a folder whose parent somebody else may just have found empty
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+
+
+def names_of(inner_pid: int, stripes: int) -> list[str]:
+    return [f"device-{inner_pid}-{number}" for number in range(stripes)]
+
+
+def following(device: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The notes of what is out, with the names that its files have on the target when they follow over the images' lane.
+    Other ones than the stripes', because a child there may still write to those."""
+    return [{**one, "stripes": [f"follow-{name}" for name in one["stripes"]]} for one in device]
+
+
+def folder_of(image_dir: Path, move: str) -> Path:
+    return image_dir / "parked" / move
+
+
+def make_folder(image_dir: Path, move: str) -> Path:
+    folder = folder_of(image_dir, move)
+    shutil.rmtree(folder, ignore_errors=True)
+    for left in reversed(range(_TRIES)):
+        try:
+            folder.parent.mkdir(mode=0o700, exist_ok=True)
+            folder.mkdir(mode=0o700)
+            break
+        except FileNotFoundError:
+            if not left:
+                raise
+    return folder
+
+
+def allocate(path: Path, expected_bytes: int) -> None:
+    """A file whose pages are all there: they need no time when the job waits. Blocking. Full."""
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+    enlarge(path, expected_bytes)
+
+
+def enlarge(path: Path, expected_bytes: int) -> None:
+    """The same for a file that is there; it never shrinks. Blocking. Full."""
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        while _libc.fallocate(fd, 0, 0, max(1, expected_bytes)) != 0:
+            number = ctypes.get_errno()
+            if number == errno.EINTR:
+                continue
+            raise Full(
+                f"{path} cannot be made {expected_bytes >> 20} MiB large: {os.strerror(number)}",
+                where=Where.SOURCE_RUNNING,
+            )
+    finally:
+        os.close(fd)
+
+
+def empty(path: Path) -> None:
+    """Its memory is free again; its size stays, for who still sends it. Blocking."""
+    with opened(path.parent, [path.name], os.O_RDWR) as (fd,):
+        size = os.fstat(fd).st_size
+        if size:
+            _libc.fallocate(fd, _PUNCH_HOLE | _KEEP_SIZE, 0, size)
+
+
+@contextlib.contextmanager
+def opened(folder: Path, names: Sequence[str], flags: int) -> Iterator[list[int]]:
+    """Descriptors of the files, in order."""
+    with contextlib.ExitStack() as stack:
+        fds = []
+        for name in names:
+            fds.append(os.open(folder / name, flags | os.O_CLOEXEC | os.O_NOFOLLOW))
+            stack.callback(os.close, fds[-1])
+        yield fds
+
+
+def sweep(image_dir: Path, move: str) -> None:
+    """The move has ended: so have its files. Twice is once."""
+    shutil.rmtree(folder_of(image_dir, move), ignore_errors=True)
+    with contextlib.suppress(OSError):  # there are others
+        (image_dir / "parked").rmdir()
+
+
+def sweep_ended(image_dir: Path, journal: Journal) -> None:
+    """At start: the files of moves that have ended, or that nobody knows."""
+    with contextlib.suppress(FileNotFoundError):
+        for name in os.listdir(image_dir / "parked"):
+            known = next((log for log in journal.all() if log.move == name and log.begin.role == "source"), None)
+            if known is None or known.last_mark is Mark.SETTLED:
+                sweep(image_dir, name)

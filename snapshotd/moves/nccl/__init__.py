@@ -1,0 +1,1 @@
+"""The NCCL communicators of a moving rank, on every node that has a member."""

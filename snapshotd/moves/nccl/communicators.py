@@ -1,0 +1,320 @@
+"""The source coordinates what happens to the communicators of the rank that leaves, over all members on all nodes.
+
+It is the source's task and not the driver's, because it has to be done without a driver as well: after ABORT the rank's
+communicators are built again here, whoever is still there to ask for it. Invariant: which communicators are taken down, and
+all their members, are in the journal before the first is; all members of each are known, or nothing is touched.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from typing import Any
+
+from snapshotd.api import snapshotd_pb2 as pb
+from snapshotd.api.client import DaemonClient
+from snapshotd.api.errors import RankGone, Refused, SnapshotError, Where, WrongState
+from snapshotd.keepers.listing import ranks_of
+from snapshotd.moves import rules
+from snapshotd.moves.nccl.members import ATTACH_S, DETACH_S, NEW_ID_S, Members, cause
+from snapshotd.moves.nccl.membership import Seat, Seats, seats_of, untried
+from snapshotd.moves.node import Moving, Node
+from snapshotd.moves.rules import Mark
+from snapshotd.proc import host
+from snapshotd.runtime import metrics
+from snapshotd.runtime.blocking import in_thread
+from snapshotd.runtime.faults import Point, reach
+
+log = logging.getLogger(__name__)
+
+#: What a call takes beyond the work itself.
+GRACE_S = 5.0
+REPORT_S, LIST_S, OPEN_S, GIVE_UP_S = 15.0, 10.0, 5.0, 5.0
+#: Between two words to a node that has not given up yet.
+TELL_AGAIN_S = 0.5
+#: The held copy is continued and loads a fresh copy of NCCL.
+READY_S = 60.0
+#: How long an undo tries to build the communicators again before it lets the job go on without them.
+UNDO_S = 120.0
+
+
+class Communicators:
+    """One instance per daemon."""
+
+    def __init__(self, node: Node, members: Members) -> None:
+        self.node, self.members = node, members
+
+    # ------------------------------------------------------------------ the steps, for the driver
+
+    async def detach(self, moving: Moving) -> pb.DetachReply:
+        """Takes down every communicator that the rank is in, on all members. The caller holds the move's lock."""
+        began, uid = host.boottime_s(), moving.log.begin.rank_uid
+        seats = _noted(moving)
+        if seats is None:
+            own = await self.members.gates.report(self._request(moving))
+            if not any(process.rank_uid == uid for process in own.processes):
+                return pb.DetachReply()
+            if not self.members.gates.closed_for(moving.log.move):
+                raise WrongState("the gates of the job are not closed", where=Where.SOURCE_RUNNING)
+            seats = await self._learn(moving)
+        await reach(Point.BEFORE_DETACH)
+        await self._detach_all(moving, seats)
+        await reach(Point.DETACH)
+        seconds = host.boottime_s() - began
+        metrics.phase("detach", seconds)
+        log.info("took %d communicators down on %d nodes in %.1f s", len(seats), len(_nodes(seats)), seconds)
+        return pb.DetachReply(comms=len(seats), seconds=seconds)
+
+    async def attach(self, moving: Moving, node: str) -> pb.AttachReply:
+        """Builds them again, with the rank's copy on `node`. The caller holds the move's lock."""
+        began = host.boottime_s()
+        seats = _noted(moving)
+        if seats is None:
+            return pb.AttachReply()
+        seats = _placed(seats, moving.log.begin.rank_uid, node)
+        await reach(Point.BEFORE_ATTACH)
+        if node != self.node.config.node:
+            ready = pb.AttachRequest(move=moving.log.move, rank_uids=[moving.log.begin.rank_uid])
+            async with self._client(moving, node) as client:
+                await client.gate.Attach(ready, timeout_s=READY_S + GRACE_S)
+        gpus = await self._gpus(moving, _nodes(seats))
+        ids = await self._new_ids(moving, seats)
+        await self._on_all(
+            _nodes(seats),
+            lambda name: self._attach_on(moving, name, seats, ids, gpus),
+            lambda name: self._give_up_on(moving, name),
+        )
+        seconds = host.boottime_s() - began
+        metrics.phase("reattach", seconds)
+        log.info("built %d communicators on %d nodes in %.1f s", len(seats), len(_nodes(seats)), seconds)
+        return pb.AttachReply(comms=len(seats), seconds=seconds)
+
+    # ------------------------------------------------------------------ undo, with or without a driver
+
+    async def put_back(self, moving: Moving) -> None:
+        """ABORT stands and the rank runs here again, behind its gate: it and its peers get their communicators back.
+
+        An error: try again. After UNDO_S, or when a member has ended, the job is let go on without them: it hears of it by
+        NCCL's own errors, which is better than waiting for ever.
+        """
+        seats = _noted(moving)
+        if seats is None:
+            return
+        moving.undoing_since_s = moving.undoing_since_s or host.boottime_s()
+        for again in (True, False):  # what failed once, in a moment, is tried once more before anybody hears of it
+            try:
+                # Those that were built with the target's copy already are taken down first; the others are down.
+                await self._detach_all(moving, seats)
+                await self.attach(moving, self.node.config.node)
+                return
+            except SnapshotError as error:
+                tried_s = host.boottime_s() - moving.undoing_since_s
+                if isinstance(error, RankGone) or tried_s > UNDO_S:
+                    moving.failure = f"its communicators could not be built again: {error.message}"
+                    log.error("rank %s: %s; the job is let go on without them", moving.log.begin.rank, moving.failure)
+                    return
+                if not again:
+                    raise
+                log.warning("building the communicators again: %s", error.message)
+
+    async def open_all(self, moving: Moving) -> None:
+        """Tells every node that the rank is back. One that does not hear of it asks: nobody is waited for."""
+        outcome = moving.log.outcome
+        if outcome is None or not self.members.gates.closed_for(moving.log.move):
+            return
+        token = rules.proof(moving.log.nonce, outcome.outcome.value, moving.log.move)
+        request = pb.TokenRequest(move=moving.log.move, token=token)
+        here = self.node.config.node
+
+        async def tell(name: str) -> None:
+            if name == here:
+                await self.members.gates.open(request.move, request.token, here)
+                return
+            async with self._client(moving, name) as client:
+                await client.gate.Open(request, timeout_s=OPEN_S)
+
+        names = [here, *(node.name for node in moving.nodes if node.name != here)]
+        for name, result in zip(names, await asyncio.gather(*map(tell, names), return_exceptions=True), strict=True):
+            if isinstance(result, BaseException):
+                log.info("node %s opens its gates when it has asked: %s", name, result)
+
+    # ------------------------------------------------------------------ parts
+
+    async def _learn(self, moving: Moving) -> Seats:
+        """Every member of every communicator of the rank, from all nodes' reports; journalled."""
+        begin, request = moving.log.begin, self._request(moving)
+        names = [node.name for node in moving.nodes] or [self.node.config.node]
+
+        async def ask(name: str) -> pb.GateReport:
+            if name == self.node.config.node:
+                return await self.members.gates.report(request)
+            async with self._client(moving, name) as client:
+                return await client.gate.Report(request, timeout_s=REPORT_S)
+
+        answers = await asyncio.gather(*map(ask, names), return_exceptions=True)
+        reports = {
+            name: answer for name, answer in zip(names, answers, strict=True) if isinstance(answer, pb.GateReport)
+        }
+        silent = [f"{name}: {answer}" for name, answer in zip(names, answers, strict=True) if name not in reports]
+        seats, problems = seats_of(reports, begin.rank_uid)
+        if problems:
+            raise Refused("; ".join([*problems[:5], *silent]), where=Where.SOURCE_RUNNING)
+        instances = {
+            process.pid: int(json.loads(process.json)["instance"])
+            for process in reports[self.node.config.node].processes
+            if process.rank_uid == begin.rank_uid
+        }
+        await in_thread(
+            moving.log.mark,
+            Mark.BEGUN,
+            communicators={comm: [seat.to_note() for seat in found] for comm, found in seats.items()},
+            nccl_instances=[[pid, number] for pid, number in instances.items()],
+        )
+        return seats
+
+    async def _detach_all(self, moving: Moving, seats: Seats) -> None:
+        async def detach(name: str) -> None:
+            comms, uids = _on(seats, name)
+            request = pb.DetachRequest(move=moving.log.move, comms=comms, rank_uids=uids)
+            if name == self.node.config.node:
+                await self.members.detach(request, name)
+                return
+            async with self._client(moving, name) as client:
+                await client.gate.Detach(request, timeout_s=DETACH_S + GRACE_S)
+
+        await self._on_all(_nodes(seats), detach)
+
+    async def _new_ids(self, moving: Moving, seats: Seats) -> dict[str, str]:
+        """An id for each, made by whoever has seat 0 in it."""
+
+        async def make(comm: str) -> str:
+            first = min(seats[comm], key=lambda seat: seat.rank)
+            request = pb.NewIdRequest(move=moving.log.move, rank_uid=first.rank_uid, pid=first.pid, comm=comm)
+            if first.node == self.node.config.node:
+                return (await self.members.new_id(request, first.node)).unique_id
+            async with self._client(moving, first.node) as client:
+                return (await client.gate.NewId(request, timeout_s=NEW_ID_S + GRACE_S)).unique_id
+
+        return {comm: await make(comm) for comm in sorted(seats)}
+
+    async def _attach_on(
+        self, moving: Moving, name: str, seats: Seats, ids: Mapping[str, str], gpus: Mapping[str, frozenset[str]]
+    ) -> None:
+        comms, uids = _on(seats, name)
+        request = pb.AttachRequest(move=moving.log.move, rank_uids=uids)
+        for comm in comms:
+            request.comms.add(comm=comm, unique_id=ids[comm], untried=untried(seats[comm], gpus))
+        if name == self.node.config.node:
+            await self.members.attach(request, name)
+            return
+        async with self._client(moving, name) as client:
+            await client.gate.Attach(request, timeout_s=ATTACH_S + 2 * GRACE_S)
+
+    async def _gpus(self, moving: Moving, names: Iterable[str]) -> dict[str, frozenset[str]]:
+        """The GPUs of every rank on these nodes, by its uid."""
+
+        async def ask(name: str) -> list[pb.Rank]:
+            if name == self.node.config.node:
+                return await ranks_of(self.node)
+            async with self._client(moving, name) as client:
+                return list((await client.node.ListRanks(pb.ListRanksRequest(), timeout_s=LIST_S)).ranks)
+
+        found: dict[str, frozenset[str]] = {}
+        for ranks in await asyncio.gather(*map(ask, names)):
+            for rank in ranks:
+                if rank.place == pb.Rank.HERE:
+                    found[rank.uid] = found.get(rank.uid, frozenset()) | frozenset(rank.gpus)
+        return found
+
+    async def _give_up_on(self, moving: Moving, name: str) -> None:
+        """Whoever does not hear of it waits for its own deadline, as nobody would have to."""
+        try:
+            if name == self.node.config.node:
+                await self.members.give_up(moving.log.move, name)
+                return
+            async with self._client(moving, name) as client:
+                await client.gate.GiveUp(pb.MoveRequest(move=moving.log.move), timeout_s=GIVE_UP_S)
+        except SnapshotError as error:
+            log.info("node %s could not be told to give up: %s", name, error.message)
+
+    async def _on_all(
+        self,
+        names: Sequence[str],
+        act: Callable[[str], Coroutine[Any, Any, None]],
+        give_up: Callable[[str], Coroutine[Any, Any, None]] | None = None,
+    ) -> None:
+        """The same on all nodes at once. All are waited for; then what failed first is raised.
+
+        `give_up` is for what waits for each other: once a node has failed the others are told, and told again, because what
+        one was asked before may reach it later.
+        """
+        tasks = {asyncio.create_task(act(name)): name for name in names}
+        failed: dict[str, BaseException] = {}
+        waiting = set(tasks)
+        try:
+            while waiting:
+                done, waiting = await asyncio.wait(
+                    waiting, timeout=TELL_AGAIN_S if failed and give_up else None, return_when=asyncio.FIRST_COMPLETED
+                )
+                failed |= {tasks[task]: error for task in done if (error := task.exception())}
+                if failed and give_up and waiting:
+                    await asyncio.gather(*(give_up(tasks[task]) for task in waiting))
+        finally:
+            for task in waiting:
+                task.cancel()
+        if not failed:
+            return
+        error = cause(failed.values())
+        name = next(name for name, each in failed.items() if each is error)
+        if isinstance(error, SnapshotError):
+            raise type(error)(f"on {name}: {error.message}", remedy=error.advice, where=error.where) from error
+        raise error
+
+    def _client(self, moving: Moving, name: str) -> DaemonClient:
+        begin = moving.log.begin
+        endpoints = {node.name: node.endpoint for node in moving.nodes}
+        endpoints.setdefault(begin.target_node, begin.target_endpoint)
+        if name not in endpoints:
+            raise WrongState(f"node {name} is not among those that the driver named", where=Where.UNKNOWN)
+        return self.node.client(name, endpoints[name])
+
+    def _request(self, moving: Moving) -> pb.GateRequest:
+        begin = moving.log.begin
+        return pb.GateRequest(move=begin.move, rank_uid=begin.rank_uid, job=begin.job, rank=begin.rank)
+
+
+def down(moving: Moving) -> bool:
+    """Whether communicators of the rank were taken down and not built again with the target's copy."""
+    return _noted(moving) is not None and not moving.log.note("attached", False)
+
+
+def must_be_attached(moving: Moving) -> None:
+    """Before COMMIT: a rank whose communicators are down must not be all there is of it."""
+    if down(moving):
+        raise WrongState("its communicators are not built again yet", where=Where.SOURCE_FROZEN)
+
+
+def _noted(moving: Moving) -> Seats | None:
+    noted: dict[str, list[list[Any]]] | None = moving.log.note("communicators")
+    if noted is None:
+        return None
+    return {comm: [Seat.from_note(note) for note in found] for comm, found in noted.items()}
+
+
+def _placed(seats: Seats, rank_uid: str, node: str) -> Seats:
+    """The same with the moving rank on another node."""
+    return {
+        comm: [seat.at(node) if seat.rank_uid == rank_uid else seat for seat in found] for comm, found in seats.items()
+    }
+
+
+def _nodes(seats: Seats) -> list[str]:
+    return sorted({seat.node for found in seats.values() for seat in found})
+
+
+def _on(seats: Seats, node: str) -> tuple[list[str], list[str]]:
+    """The communicators that have a member on a node, in the order that all members build them, and these ranks."""
+    comms = sorted(comm for comm, found in seats.items() if any(seat.node == node for seat in found))
+    return comms, sorted({seat.rank_uid for comm in comms for seat in seats[comm] if seat.node == node})

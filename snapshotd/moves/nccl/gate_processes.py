@@ -1,0 +1,81 @@
+"""The processes whose gates a node closes: found by their communicators, journalled, and looked at again.
+
+Invariant: a process counts only together with its start time; one that has ended since is missed, never mistaken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+from snapshotd.api import snapshotd_pb2 as pb
+from snapshotd.api.errors import RankGone, Where
+from snapshotd.inprocess import ncclctl
+from snapshotd.keepers.ranks import RankEntry
+from snapshotd.moves.journal import MoveLog
+from snapshotd.proc import tree
+from snapshotd.proc.tree import Process
+from snapshotd.runtime.blocking import all_at_once
+
+
+@dataclass(frozen=True)
+class Gated:
+    """A process whose gate is closed, as it is journalled."""
+
+    rank_uid: str
+    rank: int
+    inner_pid: int
+    process: Process
+
+    def to_note(self) -> list[str | int]:
+        return [self.rank_uid, self.rank, self.inner_pid, self.process.pid, self.process.start_ticks]
+
+    @classmethod
+    def from_note(cls, note: Sequence[str | int]) -> Gated:
+        uid, rank, inner, pid, start_ticks = note
+        return cls(str(uid), int(rank), int(inner), Process(int(pid), int(start_ticks)))
+
+
+async def find(entries: Iterable[RankEntry]) -> list[tuple[Gated, ncclctl.Report]]:
+    """The processes of these ranks that have communicators, and where they are. Nothing is changed."""
+    found = await all_at_once(_look, [entry for entry in entries if not entry.away_node])
+    return [each for of_rank in found for each in of_rank]
+
+
+def _look(entry: RankEntry) -> list[tuple[Gated, ncclctl.Report]]:
+    found = []
+    for process, report in ncclctl.reports(entry.group.pids()):
+        found.append((Gated(entry.uid, entry.rank, tree.inner_pid(process.pid), process), report))
+    return found
+
+
+def to_proto(gated: Gated, report: ncclctl.Report) -> pb.ProcessGate:
+    return pb.ProcessGate(
+        rank_uid=gated.rank_uid,
+        rank=gated.rank,
+        pid=gated.inner_pid,
+        json=report.text,
+        refusals=report.refusals(),
+    )
+
+
+async def report(gated: Sequence[Gated]) -> pb.GateReport:
+    found = await all_at_once(lambda each: ncclctl.read(each.process), gated)
+    return pb.GateReport(processes=[to_proto(*pair) for pair in zip(gated, found, strict=True)])
+
+
+def alive(move_log: MoveLog) -> list[Gated]:
+    return [each for each in _noted(move_log) if each.process.alive()]
+
+
+def members(move_log: MoveLog, rank_uids: Collection[str]) -> list[Gated]:
+    """The processes of these ranks, all of them: a communicator without one of its members is never built again."""
+    found = [each for each in _noted(move_log) if each.rank_uid in rank_uids]
+    for each in found:
+        if not each.process.alive():
+            raise RankGone(f"process {each.process.pid} of rank {each.rank} has ended", where=Where.UNKNOWN)
+    return found
+
+
+def _noted(move_log: MoveLog) -> list[Gated]:
+    return [Gated.from_note(note) for note in move_log.note("processes", [])]

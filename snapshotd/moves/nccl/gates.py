@@ -1,0 +1,259 @@
+"""The gates of a job's ranks on this node: closed for a move, and opened once the job's communicators are whole again.
+
+The driver closes them and moves them on to a common cut; the source daemon has communicators taken down and built again
+(members.py); a token of the move's outcome opens them. Invariant: what is closed is in the journal before it
+is closed, so no gate stays closed because somebody died: a node that does not know the outcome asks the source and the
+target (`gate_next` of snapshotd/moves/rules.py), also in its next life. A job without communicators leaves no trace here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+from snapshotd.api import snapshotd_pb2 as pb
+from snapshotd.api.errors import Busy, Denied, NotFound, RankGone, SnapshotError, Where, WrongState
+from snapshotd.inprocess import ncclctl
+from snapshotd.keepers.ranks import RankEntry, check_rank_uid
+from snapshotd.moves import rules
+from snapshotd.moves.journal import Begin, Journal, MoveLog, check_move_id
+from snapshotd.moves.nccl import gate_processes
+from snapshotd.moves.nccl.gate_processes import Gated
+from snapshotd.moves.node import Moving, Node, follow, now_unix_s
+from snapshotd.moves.rules import CopyState, GateDecision, GateFacts, Mark, Outcome
+from snapshotd.proc import host
+from snapshotd.runtime.blocking import all_at_once, in_thread
+from snapshotd.runtime.faults import Point, reach
+from snapshotd.runtime.logs import move_context
+
+log = logging.getLogger(__name__)
+
+ASK_AGAIN_S = 2.0
+DRIVER_FIRST_S = 3.0
+#: An undo gives up earlier (snapshotd/moves/nccl/communicators.py): a source that is silent for so long has given up as well.
+SILENT_S = 240.0
+#: A node that for so long hears neither source nor target lets its ranks go on: they learn by NCCL's errors what is lost.
+LOST_S = 900.0
+
+
+class GateOps:
+    """One instance per daemon."""
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        self.journal = Journal(node.config.state_dir / "gate")  # its own: this node may be source or target too
+        self.moves: dict[str, Moving] = {}
+        self._beginning = asyncio.Lock()
+
+    # ------------------------------------------------------------------ the driver's steps
+
+    async def close(self, request: pb.GateRequest) -> pb.GateReport:
+        """Every process here that has communicators launches nothing more that is not in its report."""
+        check_move_id(request.move), check_rank_uid(request.rank_uid)
+        async with self._beginning:  # a repeated request waits for the first, and one job is closed for one move
+            known = self.journal.find(request.move)
+            if known is None:
+                having = [each for each, _ in await gate_processes.find(self._ranks(request.job))]
+                if not having:
+                    return pb.GateReport()
+                moving = await self._begin(request, having)
+            else:
+                moving = self.moving(request.move)
+        async with moving.lock:
+            self.still_open(moving)
+            with move_context(move=request.move, rank=request.rank, phase="quiesce"):
+                found = await in_thread(gate_processes.alive, moving.log)
+                await all_at_once(lambda each: ncclctl.close(each.process), found)
+                if known is None:
+                    log.info("closed the gates of %d processes of job %s", len(found), request.job)
+                await reach(Point.QUIESCED)
+                return await gate_processes.report(found)
+
+    async def report(self, request: pb.GateRequest) -> pb.GateReport:
+        """Where the job's processes here are; nothing is changed."""
+        moving = self.moves.get(check_move_id(request.move)) if request.move else None
+        if moving is not None and moving.log.last_mark is not Mark.SETTLED:
+            return await gate_processes.report(await in_thread(gate_processes.alive, moving.log))
+        found = await gate_processes.find(self._ranks(request.job))
+        return pb.GateReport(processes=[gate_processes.to_proto(*each) for each in found])
+
+    async def set_targets(self, request: pb.GateTargetRequest) -> pb.GateReport:
+        """How far each process may go on behind its closed gate."""
+        moving = self.moving(request.gate.move)
+        targets = {
+            (check_rank_uid(each.rank_uid), each.pid): ncclctl.check_targets(each.lines) for each in request.processes
+        }
+        async with moving.lock:
+            self.still_open(moving)
+            found = await in_thread(gate_processes.alive, moving.log)
+            named = [each for each in found if (each.rank_uid, each.inner_pid) in targets]
+            if len(named) < len(targets):
+                raise RankGone("a process that is to be moved on to the cut has ended", where=Where.SOURCE_RUNNING)
+            await all_at_once(
+                lambda each: ncclctl.set_targets(each.process, targets[each.rank_uid, each.inner_pid]), named
+            )
+            return await gate_processes.report(found)
+
+    async def open(self, move: str, token: bytes, caller: str) -> pb.OpenReply:
+        """With the source's token: COMMIT opens. ABORT opens where the source itself says so, which has built its
+        communicators again before; anybody else's word makes this node ask the source."""
+        if self.journal.find(check_move_id(move)) is None:
+            return pb.OpenReply(opened=True)
+        moving = self.moving(move)
+        outcome = next((item for item in Outcome if rules.proves(token, moving.log.nonce, item.value, move)), None)
+        if outcome is None:
+            raise Denied(f"that is not the source's token for move {move}")
+        async with moving.lock:
+            if outcome is Outcome.COMMIT or caller == moving.log.begin.source_node:
+                await in_thread(moving.log.decide, outcome, "the source's token", "source")
+            await self._settle_once(moving)
+        opened = moving.log.last_mark is Mark.SETTLED
+        return pb.OpenReply(opened=opened, waiting_for="" if opened else moving.waiting_for)
+
+    # ------------------------------------------------------------------ settling
+
+    def adopt_journal(self) -> None:
+        """At start: takes up every gate that an earlier life left closed."""
+        for move_log in self.journal.all():
+            if move_log.last_mark is not Mark.SETTLED:
+                self._track(move_log, 0.0)
+
+    def _track(self, move_log: MoveLog, driver_first_s: float) -> Moving:
+        moving = self.moves[move_log.move] = Moving(move_log)
+        moving.settling = asyncio.create_task(
+            follow(moving, self._settle_once, driver_first_s, ASK_AGAIN_S, "gates"), name=f"gate of {move_log.move}"
+        )
+        return moving
+
+    async def _settle_once(self, moving: Moving) -> None:
+        """The decisions of the rules, carried out until there is only waiting left. The caller holds the move's lock."""
+        move_log, asked = moving.log, False
+        outcome = move_log.outcome
+        facts = GateFacts(move_log.last_mark, outcome.outcome if outcome else None)
+        while True:
+            decision, moving.waiting_for = rules.gate_next(facts)
+            match decision:
+                case GateDecision.ASK:
+                    if asked:
+                        return
+                    asked, facts = True, await self._ask(moving)
+                    continue
+                case GateDecision.LEARN_COMMIT:
+                    await in_thread(move_log.decide, Outcome.COMMIT, moving.waiting_for, "target")
+                case GateDecision.LEARN_ABORT:
+                    await in_thread(move_log.decide, Outcome.ABORT, moving.waiting_for, "source")
+                case GateDecision.OPEN:
+                    await self._open(move_log)
+                case GateDecision.CLOSE:
+                    moving.waiting_for = ""
+                    moving.kick.set()
+                    return
+            outcome = move_log.outcome
+            facts = GateFacts(move_log.last_mark, outcome.outcome if outcome else None)
+
+    async def _open(self, move_log: MoveLog) -> None:
+        """The rank that has moved is opened by its target, as it wakes it; the copy that stayed here never runs again."""
+        await reach(Point.BEFORE_OPEN)
+        outcome = move_log.outcome
+        left = outcome is not None and outcome.outcome is Outcome.COMMIT
+        found = await in_thread(gate_processes.alive, move_log)
+        here = [each.process for each in found if not left or each.rank_uid != move_log.begin.rank_uid]
+        if move_log.begin.boot_id == host.boot_id():
+            await all_at_once(ncclctl.open_gate, here)
+        await in_thread(move_log.mark, Mark.SETTLED)
+        log.info("opened the gates of %d processes of job %s", len(here), move_log.begin.job)
+
+    async def _ask(self, moving: Moving) -> GateFacts:
+        """How the move ends, by the source, and whether the target runs the rank; silence is no answer."""
+        begin, request = moving.log.begin, pb.MoveRequest(move=moving.log.move)
+        outcome: Outcome | None = None
+        undone = unknowing = False
+        silent_s = 0.0
+        try:
+            async with self.node.client(begin.source_node, begin.source_endpoint) as source:
+                answer = await source.source.GetOutcome(request, timeout_s=5)
+            moving.answered_s = host.boottime_s()
+            if answer.kind == pb.UNDECIDED:
+                return GateFacts(moving.log.last_mark, None)
+            outcome = Outcome(pb.OutcomeKind.Name(answer.kind))
+            undone = outcome is Outcome.ABORT and answer.settled
+            if outcome is Outcome.COMMIT and answer.where == Where.TARGET_RUNNING.value:
+                return GateFacts(moving.log.last_mark, None, outcome, target=CopyState.RUNNING)
+        except NotFound:
+            unknowing = True
+        except SnapshotError:
+            silent_s = host.boottime_s() - moving.answered_s
+        target = CopyState.UNREACHABLE
+        if outcome is not Outcome.ABORT:
+            try:
+                async with self.node.client(begin.target_node, begin.target_endpoint) as client:
+                    target = CopyState[pb.Copy.State.Name((await client.target.GetCopy(request, timeout_s=5)).state)]
+            except SnapshotError as error:
+                log.debug("move %s: the target does not answer: %s", moving.log.move, error.message)
+        silent, lost = silent_s > SILENT_S, silent_s > LOST_S
+        return GateFacts(moving.log.last_mark, None, outcome, undone, unknowing, silent, target, lost)
+
+    # ------------------------------------------------------------------ small questions
+
+    def _ranks(self, job: str) -> list[RankEntry]:
+        return [entry for entry in self.node.ranks.all() if entry.job == job]
+
+    async def _begin(self, request: pb.GateRequest, having: Sequence[Gated]) -> Moving:
+        for other in self.moves.values():
+            if other.log.begin.job == request.job and other.log.last_mark is not Mark.SETTLED:
+                raise Busy(f"the gates of job {request.job} are closed for move {other.log.move}")
+        begin = Begin(
+            move=request.move,
+            role="gate",
+            rank_uid=request.rank_uid,
+            job=request.job,
+            rank=request.rank,
+            source_node=request.source_node,
+            source_endpoint=request.source_endpoint,
+            target_node=request.target_node,
+            target_endpoint=request.target_endpoint,
+            nonce=request.nonce.hex(),
+            boot_id=host.boot_id(),
+            begun_unix_s=now_unix_s(),
+        )
+        move_log = await in_thread(self.journal.begin, begin)
+        await in_thread(move_log.mark, Mark.GATED, processes=[each.to_note() for each in having])
+        return self._track(move_log, DRIVER_FIRST_S)
+
+    def moving(self, move: str) -> Moving:
+        found = self.moves.get(check_move_id(move))
+        if found is None:
+            move_log = self.journal.find(move)
+            if move_log is None:
+                raise NotFound(f"no gate is closed here for move {move}")
+            found = self.moves[move] = Moving(move_log)
+        return found
+
+    def still_open(self, moving: Moving) -> None:
+        outcome = moving.log.outcome
+        if outcome is not None:
+            raise WrongState(f"move {moving.log.move} has ended: {outcome.outcome} ({outcome.reason})")
+
+    def closed(self, move: str = "") -> list[pb.ClosedGate]:
+        """The gates that are closed here, for one move or for any. It blocks: call it in a thread."""
+        found = []
+        for move_log in self.journal.all():
+            if move_log.last_mark is Mark.SETTLED or move not in {"", move_log.move}:
+                continue
+            moving = self.moves.get(move_log.move)
+            found.append(
+                pb.ClosedGate(
+                    move=move_log.move,
+                    job=move_log.begin.job,
+                    ranks=sorted({each.rank for each in gate_processes.alive(move_log)}),
+                    since_unix_s=move_log.begin.begun_unix_s,
+                    waiting_for=moving.waiting_for if moving else "",
+                )
+            )
+        return found
+
+    def closed_for(self, move: str) -> bool:
+        """Whether gates here are closed for this move."""
+        move_log = self.journal.find(move)
+        return move_log is not None and move_log.last_mark is not Mark.SETTLED

@@ -1,0 +1,196 @@
+"""This node's members of the communicators of a rank that moves: taken down, and built again with all others at once.
+
+The source daemon asks for it, which alone knows all members; here are those of one node, among them, on the target, the copy
+that is held. Invariant: communicators change only behind a closed gate. Whatever fails here leaves them down, and the
+gates closed: what becomes of the job is the source's to say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+
+from snapshotd.api import snapshotd_pb2 as pb
+from snapshotd.api.errors import Denied, RankGone, SnapshotError, Where, WrongState
+from snapshotd.inprocess import ncclctl
+from snapshotd.moves.journal import MoveLog, check_move_id
+from snapshotd.moves.nccl import gate_processes, held_copy
+from snapshotd.moves.nccl.gates import GateOps
+from snapshotd.moves.node import Moving
+from snapshotd.proc import host, tree
+from snapshotd.proc.tree import Process
+from snapshotd.runtime.blocking import all_at_once, in_thread
+from snapshotd.runtime.faults import Point, reach
+
+log = logging.getLogger(__name__)
+
+#: NCCL has no deadlines: these are ours, for all processes of a node together.
+DETACH_S, NEW_ID_S, ATTACH_S = 30.0, 10.0, 60.0
+
+
+class Members:
+    """One instance per daemon. `held_copy`: the move's copy here, if this node is its target and may not let it run yet."""
+
+    def __init__(self, gates: GateOps, held_copy: Callable[[str], Moving | None]) -> None:
+        self.gates = gates
+        self._held_copy = held_copy
+        self._building: defaultdict[str, set[threading.Event]] = defaultdict(set)  # by move; set: those give up
+
+    async def adopt_copies(self) -> None:
+        """At start: a copy that an earlier life had woken to build communicators stands still again."""
+        for move_log in self.gates.node.journal.all():
+            copy = self._held_copy(move_log.move)
+            if copy is None or not copy.same_boot or not move_log.note("nccl"):
+                continue
+            async with copy.lock:
+                if self._held_copy(move_log.move) is not copy:  # let go, or dropped, before the lock was ours
+                    continue
+                try:
+                    await held_copy.still(move_log)
+                except (SnapshotError, OSError) as error:  # its threads are parked: nothing of the job runs
+                    log.warning("move %s: its copy does not stand still yet: %s", move_log.move, error)
+
+    async def detach(self, request: pb.DetachRequest, caller: str) -> pb.DetachReply:
+        """Takes these communicators down in all processes of these ranks here."""
+        moving = self.gates.moving(request.move)
+        _only_the_source(moving.log, caller)
+        comms = [ncclctl.check_comm(comm) for comm in request.comms]
+        began = host.boottime_s()
+        async with moving.lock:
+            self.gates.still_open(moving)
+            found = await in_thread(gate_processes.members, moving.log, request.rank_uids)
+            await all_at_once(lambda each: ncclctl.detach(each.process, comms, DETACH_S), found)
+            log.info("move %s: took %d communicators down in %d processes", request.move, len(comms), len(found))
+            await reach(Point.DETACHED)
+        return pb.DetachReply(comms=len(comms), seconds=host.boottime_s() - began)
+
+    async def new_id(self, request: pb.NewIdRequest, caller: str) -> pb.NewIdReply:
+        """An id for a communicator, made by the member that has seat 0 in it. It runs until the Attach that follows."""
+        copy = self._copy_of(request.move, [request.rank_uid])
+        if copy is not None:
+            _only_the_source(copy.log, caller)
+            async with copy.lock:
+                self._may_wake(copy)
+                processes = await held_copy.wake_shim(copy.log)
+                return pb.NewIdReply(unique_id=await in_thread(_new_id, processes, request.pid))
+        moving = self.gates.moving(request.move)
+        _only_the_source(moving.log, caller)
+        async with moving.lock:
+            self.gates.still_open(moving)
+            found = await in_thread(gate_processes.members, moving.log, [request.rank_uid])
+            return pb.NewIdReply(unique_id=await in_thread(_new_id, [each.process for each in found], request.pid))
+
+    async def attach(self, request: pb.AttachRequest, caller: str) -> pb.AttachReply:
+        """Builds these communicators in all processes of these ranks here; they meet those of the other nodes.
+
+        None named: the held copy gets ready for it, so that nobody waits for one that cannot.
+        """
+        lines = [ncclctl.attach_line(each.comm, each.unique_id, untried=each.untried) for each in request.comms]
+        began = host.boottime_s()
+        copy = self._copy_of(request.move, request.rank_uids)
+        staying = set(request.rank_uids) - ({copy.log.begin.rank_uid} if copy else set())
+        given_up = threading.Event()
+        work = [self._attach_copy(copy, lines, caller, given_up)] if copy is not None else []
+        if staying:
+            work.append(self._attach_here(self.gates.moving(request.move), staying, lines, caller, given_up))
+        self._building[request.move].add(given_up)
+        try:
+            await _all_or_none(work, given_up)
+        finally:
+            self._building[request.move].discard(given_up)
+            if not self._building[request.move]:
+                del self._building[request.move]
+        if lines:
+            log.info("move %s: built %d communicators again", request.move, len(lines))
+            await reach(Point.ATTACHED)
+        return pb.AttachReply(comms=len(lines), seconds=host.boottime_s() - began)
+
+    async def give_up(self, move: str, caller: str) -> pb.GiveUpReply:
+        """Another member has failed: those that are waiting for it here need not. Their own Attach says what came of it."""
+        copy, building = self._held_copy(check_move_id(move)), self._building.get(move, ())
+        _only_the_source((copy or self.gates.moving(move)).log, caller)
+        fresh = [given_up for given_up in building if not given_up.is_set()]
+        for given_up in fresh:
+            given_up.set()
+        if fresh:
+            log.info("move %s: gives up building communicators: a member elsewhere has failed", move)
+        return pb.GiveUpReply(building=bool(building))
+
+    async def _attach_copy(self, copy: Moving, lines: list[str], caller: str, given_up: threading.Event) -> None:
+        _only_the_source(copy.log, caller)
+        async with copy.lock:
+            self._may_wake(copy)
+            try:
+                processes = await held_copy.wake_shim(copy.log)
+                if not lines:
+                    return
+                await reach(Point.ATTACHING)
+                await _build(processes, lines, given_up)
+            except BaseException:
+                await held_copy.still(copy.log)
+                raise
+            await held_copy.still(copy.log)
+
+    async def _attach_here(
+        self, moving: Moving, rank_uids: Collection[str], lines: list[str], caller: str, given_up: threading.Event
+    ) -> None:
+        _only_the_source(moving.log, caller)
+        async with moving.lock:
+            self.gates.still_open(moving)
+            found = await in_thread(gate_processes.members, moving.log, rank_uids)
+            await reach(Point.ATTACHING)
+            await _build([each.process for each in found], lines, given_up)
+
+    def _copy_of(self, move: str, rank_uids: Iterable[str]) -> Moving | None:
+        copy = self._held_copy(check_move_id(move))
+        return copy if copy is not None and copy.log.begin.rank_uid in set(rank_uids) else None
+
+    def _may_wake(self, copy: Moving) -> None:
+        if self._held_copy(copy.log.move) is not copy:  # it was, before the lock was ours
+            raise WrongState(f"the copy of move {copy.log.move} is not held here any more", where=Where.UNKNOWN)
+
+
+async def _build(processes: Sequence[Process], lines: Sequence[str], given_up: threading.Event) -> None:
+    """In all of them, or in none: the first that fails lets the others give up."""
+    if given_up.is_set():
+        raise ncclctl.gave_up("this node")
+    running = [all_at_once(lambda each: ncclctl.attach(each, lines, ATTACH_S, given_up), [each]) for each in processes]
+    await _all_or_none(running, given_up)
+
+
+async def _all_or_none(work: Iterable[Awaitable[object]], given_up: threading.Event) -> None:
+    failures: list[BaseException] = []  # in the order in which they came
+
+    async def watched(one: Awaitable[object]) -> None:
+        try:
+            await one
+        except BaseException as error:
+            failures.append(error)
+            given_up.set()
+            raise
+
+    await asyncio.gather(*map(watched, work), return_exceptions=True)
+    if failures:
+        raise cause(failures)
+
+
+def cause(failures: Iterable[BaseException]) -> BaseException:
+    """Of failures in the order in which they came: the first, because those after it may only have waited for that member,
+    or have seen it go. But a member that has ended comes before all: there is no use in trying again."""
+    found = list(failures)
+    return next((error for error in found if isinstance(error, RankGone)), found[0])
+
+
+def _new_id(processes: Sequence[Process], inner_pid: int) -> str:
+    for process in processes:
+        if process.alive() and tree.inner_pid(process.pid) == inner_pid:
+            return ncclctl.new_id(process, NEW_ID_S)
+    raise RankGone(f"the rank's process {inner_pid} is not here", where=Where.UNKNOWN)
+
+
+def _only_the_source(move_log: MoveLog, caller: str) -> None:
+    if caller != move_log.begin.source_node:
+        raise Denied(f"{caller} is not the source of move {move_log.move}")

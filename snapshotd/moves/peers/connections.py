@@ -1,0 +1,254 @@
+"""The rank's own sockets during a move: found on the source, silent while the move lasts, rewritten on the target.
+
+Invariant: from the freeze until the outcome no packet of the rank's connections enters or leaves the node that has a copy.
+A copy that is dropped is silenced first, so that its end is not told to anybody: the connections live on elsewhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from google.protobuf.json_format import MessageToDict, ParseDict
+
+from snapshotd.api import snapshotd_pb2 as pb
+from snapshotd.api.errors import Refused, Where
+from snapshotd.criu import inet
+from snapshotd.criu.inet import Ends
+from snapshotd.moves.journal import MoveLog
+from snapshotd.moves.peers import new_connections
+from snapshotd.net import filter as packets
+from snapshotd.net import forward, refusals, rehome, repair, sockets, timers
+from snapshotd.net import reset as sockets_reset
+from snapshotd.net.flows import Address, Flow, Holder, Pair
+from snapshotd.net.plan import Places, plan
+from snapshotd.proc import tree
+
+log = logging.getLogger(__name__)
+
+
+#: How long a connection that is just opening or closing may take to settle.
+SETTLE_S = 1.0
+
+
+def look(pids: Sequence[int], places: Places) -> tuple[list[pb.Rewire], list[pb.Check]]:
+    """What becomes of the rank's sockets, and the checks that say so. Never raises; blocking."""
+    rewires, checks, _ = _look(pids, places)
+    return rewires, checks
+
+
+def _look(pids: Sequence[int], places: Places) -> tuple[list[pb.Rewire], list[pb.Check], list[Flow]]:
+    try:
+        flows, found = _settled(pids)
+        rewires, more = plan(flows, places)
+    except (OSError, ValueError) as error:
+        return [], [_check("connections", f"the sockets could not be looked at: {error}", "try again")], []
+    wrong = [str(problem) for problem in found] + more
+    checks = [
+        _check(
+            "connections", "; ".join(wrong[:5]), "close it, or try again in a moment: one that opens or closes settles"
+        )
+        if wrong
+        else pb.Check(name="connections", reason=_count(rewires))
+    ]
+    outside = [
+        f"{rewire.old_remote.ip}:{rewire.old_remote.port}" for rewire in rewires if rewire.kind == pb.Rewire.OUTSIDE
+    ]
+    if outside:
+        checks.append(
+            pb.Check(
+                name="outside-world",
+                verdict=pb.Check.WARN,
+                reason=f"these hosts run no daemon: {', '.join(sorted(set(outside))[:10])}",
+                remedy="the job sees a reset there and has to connect again",
+            )
+        )
+    inner = sorted(
+        f"{rewire.old_local.ip}:{rewire.old_local.port}"
+        for rewire in rewires
+        if rewire.kind == pb.Rewire.LISTENER and _address(rewire.old_local).loopback
+    )
+    if inner:
+        checks.append(
+            pb.Check(
+                name="loopback-listeners",
+                verdict=pb.Check.WARN,
+                reason=f"these are reached from the rank's own node alone: {', '.join(inner[:10])}",
+                remedy="new connections to them work inside the rank and on its new node, not from the node it leaves",
+            )
+        )
+    return rewires, checks, flows
+
+
+def _settled(pids: Sequence[int]) -> tuple[list[Flow], list[refusals.Problem]]:
+    """The rank's sockets and what is wrong with them, once nothing is wrong that passes by itself, if that is soon."""
+    deadline = time.monotonic() + SETTLE_S
+    while True:
+        flows = sockets.tree_flows(pids)
+        found = refusals.problems(flows)
+        if not found or not all(problem.passing for problem in found) or time.monotonic() > deadline:
+            return flows, found
+        time.sleep(0.01)
+
+
+def examine(rewires: Iterable[pb.Rewire], rank_uid: str) -> list[pb.Check]:
+    """On the target: are the ports of the rank's listeners free here? Blocking."""
+    wanted = {rewire.new_local.port for rewire in rewires if rewire.kind == pb.Rewire.LISTENER}
+    if not wanted:
+        return []
+    taken = {flow.local.port for flow in sockets.listeners(wanted)}
+    # Where another rank used to listen here, newcomers are sent on to it: this one would never hear of them.
+    own = sockets.own_addresses()
+    for uid, addresses in forward.listed().items():
+        taken |= {old.port for old in addresses if uid != rank_uid and old.ip in own and old.port in wanted}
+    if taken:
+        ports = ", ".join(map(str, sorted(taken)))
+        return [_check("target-ports", f"these ports are taken here: {ports}", "choose another target, or free them")]
+    return [pb.Check(name="target-ports", reason=f"{len(wanted)} listening ports are free here")]
+
+
+def frozen(pids: Sequence[int], places: Places) -> tuple[list[pb.Rewire], list[Flow]]:
+    """The rewirings of a frozen rank, and its sockets. Raises Refused when one of them cannot be moved after all."""
+    rewires, checks, flows = _look(pids, places)
+    for check in checks:
+        if check.verdict == pb.Check.REFUSE:
+            raise Refused(f"{check.name}: {check.reason}", remedy=check.remedy, where=Where.SOURCE_FROZEN)
+    return rewires, flows
+
+
+def hold(move: str, rewires: Sequence[pb.Rewire], *, on_target: bool) -> None:
+    """Silences the rank's connections on this node: as they were on the source, or as they will be on the target, where
+    newcomers are not let in either while nobody knows whether the copy will run."""
+    pairs = [new_pair(rewire) if on_target else old_pair(rewire) for rewire in rewires if leaves_the_tree(rewire)]
+    if pairs:
+        packets.hold(move, pairs)
+    if on_target:
+        locals_ = [_address(rewire.new_local) for rewire in rewires if rewire.kind == pb.Rewire.LISTENER]
+        own = sorted(sockets.own_addresses()) if locals_ else []
+        addresses = {address for local in locals_ for address in new_connections.reached_at(local, own)}
+        if addresses:
+            packets.hold_listeners(move, addresses)
+
+
+def let_go(move_log: MoveLog) -> None:
+    """The packets flow again; costs nothing where the rank has no connections."""
+    if move_log.note("rewires") or move_log.note("filtered"):
+        packets.drop_table(move_log.move)
+
+
+def tables_of(move_log: MoveLog) -> set[str]:
+    """The names of the filters that an unfinished move may have on this node."""
+    return {move_log.move, new_connections.table(move_log.move), peer_table(move_log.move)}
+
+
+def peer_table(move: str) -> str:
+    """The filter of a node as a peer has a name of its own: as the source or target it may hold the same flows."""
+    return f"m-{hashlib.sha256(f'peer of {move}'.encode()).hexdigest()[:12]}"
+
+
+def sweep(moves: Iterable[str]) -> None:
+    """At start: of all filters here, those of these moves alone stay; the others are what a crash left. Blocking."""
+    keep = set(moves)
+    for move in packets.tables():
+        if move not in keep:
+            log.info("dropping the filter of move %s, which has ended", move)
+            packets.drop_table(move)
+
+
+def silence(pids: Sequence[int]) -> None:
+    """Before a copy is killed: none of its connections says goodbye."""
+    rehome.silence(pids)
+
+
+def part(move_log: MoveLog, pids: Sequence[int]) -> None:
+    """Before a copy is killed that runs elsewhere now: hosts without a daemon hear that their connections to it are over."""
+    pairs = {
+        old_pair(rewire) for rewire in from_notes(move_log.note("rewires", [])) if rewire.kind == pb.Rewire.OUTSIDE
+    }
+    if not pairs:
+        return
+    packets.release(move_log.move, pairs)
+    for flow in sockets.tree_flows(pids):
+        if flow.protocol == "tcp" and flow.connected and flow.ends in pairs:
+            with contextlib.suppress(OSError), sockets.borrow(flow.holders[0], flow.inode) as sock:
+                repair.disconnect(sock)  # not in repair mode: it sends a reset
+
+
+def wake(pids: Sequence[int]) -> None:
+    """Undo of what a killed criu leaves: no socket of a process that may run is in repair mode."""
+    rehome.end_repair(pids)
+
+
+def rewrite(folder: Path, rewires: Iterable[pb.Rewire]) -> tuple[tuple[int, int], ...]:
+    """Gives the sockets in the image their new ends; answers (inner pid, descriptor) of those to the outside world, which
+    the restored rank has closed and must see as reset."""
+    changes: dict[Ends, Ends] = {}
+    closed: list[Pair] = []
+    for rewire in rewires:
+        if rewire.kind == pb.Rewire.OUTSIDE:
+            closed.append(old_pair(rewire))
+        elif not rewire.HasField("old_remote"):
+            changes[_address(rewire.old_local), None] = _address(rewire.new_local), None
+        else:
+            changes[old_pair(rewire)] = new_pair(rewire)
+    # Also where nothing changes: a socket of the image that nobody accounted for is an error, not a surprise.
+    return inet.rewrite(folder, changes, closed, own=sockets.own_addresses()).closed
+
+
+def meet(rewires: Iterable[pb.Rewire], nodes: Iterable[Sequence[Any]]) -> None:
+    """Lets this kernel learn how far the peers are: a connection that knows no round trip waits 3 s before it sends again
+    what it lost in the silence. Best effort; blocking."""
+    endpoints = {name: endpoint for name, endpoint, _ in nodes}
+    known = {(rewire.new_local.ip, rewire.peer_node) for rewire in rewires if rewire.kind == pb.Rewire.PEER}
+    for ip, node in known:
+        timers.meet(ip, endpoints.get(node, ""))
+
+
+def reset(pids: Iterable[int], closed: Iterable[tuple[int, int]]) -> None:
+    """The connections to the outside world, in the stopped copy: its next use of one is told that it was reset."""
+    wanted = list(closed)
+    by_inner = {tree.inner_pid(pid): pid for pid in pids} if wanted else {}
+    for inner, fd in wanted:
+        process = tree.Process.of(by_inner[inner])
+        sockets_reset.reset(Holder(process.pid, process.start_ticks, fd))
+
+
+def leaves_the_tree(rewire: pb.Rewire) -> bool:
+    return rewire.kind in {pb.Rewire.PEER, pb.Rewire.OUTSIDE}
+
+
+def old_pair(rewire: pb.Rewire) -> Pair:
+    return _address(rewire.old_local), _address(rewire.old_remote)
+
+
+def new_pair(rewire: pb.Rewire) -> Pair:
+    return _address(rewire.new_local), _address(rewire.new_remote)
+
+
+def _address(endpoint: pb.Endpoint) -> Address:
+    return Address(endpoint.ip, endpoint.port)
+
+
+def to_notes(rewires: Iterable[pb.Rewire]) -> list[dict[str, Any]]:
+    return [MessageToDict(rewire, preserving_proto_field_name=True) for rewire in rewires]
+
+
+def from_notes(notes: Iterable[dict[str, Any]]) -> list[pb.Rewire]:
+    return [ParseDict(note, pb.Rewire()) for note in notes]
+
+
+def _check(name: str, reason: str, remedy: str) -> pb.Check:
+    return pb.Check(name=name, verdict=pb.Check.REFUSE, reason=reason, remedy=remedy)
+
+
+def _count(rewires: Sequence[pb.Rewire]) -> str:
+    if not rewires:
+        return "none"
+    peers = sum(1 for rewire in rewires if rewire.kind == pb.Rewire.PEER)
+    listeners = sum(1 for rewire in rewires if rewire.kind == pb.Rewire.LISTENER)
+    return f"{peers} to other nodes or processes that stay, {listeners} listening, {len(rewires)} in all"

@@ -1,0 +1,82 @@
+"""New connections to a rank's listeners during a move: their first packets vanish until it is clear where the rank is.
+
+The kernel goes on completing handshakes for a frozen listener, and whoever was let in would be lost with the copy. So from
+just before the freeze a SYN to any address under which the rank is called is dropped; TCP sends it again after a second.
+Undone, the source lets them in again. Moved, it does so once every node it can ask forwards them to the target: the node
+that has the rank tells the one it left last (snapshotd/moves/peers/forwarding.py). Existing connections are not concerned.
+
+Invariant: while newcomers are held, none waits at a listener of the rank: the freeze waits for that, or is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterable, Sequence
+
+from snapshotd.api.errors import Refused, Where
+from snapshotd.moves.journal import MoveLog
+from snapshotd.net import filter as packets
+from snapshotd.net import sockets
+from snapshotd.net.flows import Address, Flow
+
+DRAIN_S = 2.0
+_LOOK_AGAIN_S = 0.01
+#: Debian gives a host's own name the second one.
+LOOPBACKS = ("127.0.0.1", "127.0.1.1", "::1")
+
+
+def hold(move: str, flows: Iterable[Flow]) -> bool:
+    """No new connection to the rank's listeners begins from now on; False where it has none. Blocking, repeatable."""
+    addresses = called(flow for flow in flows if flow.listens)
+    if addresses:
+        packets.hold_listeners(table(move), addresses)
+    return bool(addresses)
+
+
+def drain(pids: Sequence[int]) -> None:
+    """Waits until the running rank has accepted everybody who was let in. Raises Refused when it does not. Blocking."""
+    deadline = time.monotonic() + DRAIN_S
+    while True:
+        listeners = [flow for flow in sockets.tree_flows(pids) if flow.listens]
+        late = [flow for flow in listeners if flow.waiting] or sockets.arriving({flow.local.port for flow in listeners})
+        if not late:
+            return
+        if time.monotonic() > deadline:
+            raise Refused(
+                f"connections wait at {late[0].local} to be accepted, and the rank does not",
+                remedy="try again in a moment",
+                where=Where.SOURCE_RUNNING,
+            )
+        time.sleep(_LOOK_AGAIN_S)
+
+
+def admit(move_log: MoveLog) -> None:
+    """New connections begin again. Idempotent; costs nothing where none were held."""
+    if move_log.note("newcomers"):
+        packets.drop_table(table(move_log.move))
+
+
+def called(listeners: Iterable[Flow]) -> set[Address]:
+    """The addresses of this node under which somebody can call these listeners."""
+    found = list(listeners)
+    own = sorted({*sockets.own_addresses(), *LOOPBACKS}) if found else []
+    return {
+        address
+        for flow in found
+        for address in reached_at(flow.local, own, v6only=flow.v6only)
+        if not address.link_local
+    }
+
+
+def reached_at(local: Address, own: Iterable[str], *, v6only: bool = False) -> list[Address]:
+    """A socket bound to all addresses is reached at each of its family's, and one of IPv6 usually at IPv4's too."""
+    if not local.wildcard:
+        return [local]
+    found = [local.at(ip) for ip in own]
+    return [item for item in found if item.version == local.version or (local.version == 6 and not v6only)]
+
+
+def table(move: str) -> str:
+    """A filter of its own: it lasts longer than that of the rank's connections."""
+    return f"m-{hashlib.sha256(f'newcomers of {move}'.encode()).hexdigest()[:12]}"

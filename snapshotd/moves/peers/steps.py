@@ -1,0 +1,347 @@
+"""A peer's side of a move: the other ends of the rank's connections are here, in processes that stay.
+
+Each is re-pointed in place at the target, under a packet filter, just before COMMIT; with the outcome the filter goes, or the
+socket is pointed back first. The processes are stopped only while their sockets are being changed.
+
+Invariant: while this node does not know the outcome, no packet of these connections leaves or enters it, with the old or
+the new address; so whatever the other ends do meanwhile, nothing here can be answered with a reset. What a socket was is
+on RAM-backed storage before it is touched. A peer that does not know the outcome asks the source and the target, and waits;
+what it does is `peer_next` of snapshotd/moves/rules.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from snapshotd.api import snapshotd_pb2 as pb
+from snapshotd.api.errors import Busy, Denied, NotFound, Refused, SnapshotError, Usage, Where, WrongState
+from snapshotd.keepers.ranks import check_rank_uid
+from snapshotd.moves import rules
+from snapshotd.moves.journal import Begin, Journal, MoveLog, check_move_id
+from snapshotd.moves.node import Moving, Node, follow, now_unix_s
+from snapshotd.moves.peers import socket_options
+from snapshotd.moves.peers.connections import new_pair, old_pair, peer_table
+from snapshotd.moves.rules import CopyState, Mark, Outcome, PeerDecision, PeerFacts
+from snapshotd.net import filter as packets
+from snapshotd.net import forward, refusals, rehome, sockets, timers, tracking
+from snapshotd.net.flows import Address, BadAddress, Flow, Holder, Pair
+from snapshotd.proc import host
+from snapshotd.runtime import metrics
+from snapshotd.runtime.blocking import in_thread
+from snapshotd.runtime.faults import Point, reach
+from snapshotd.runtime.logs import move_context
+
+log = logging.getLogger(__name__)
+
+ASK_AGAIN_S = 2.0
+DRIVER_FIRST_S = 3.0
+
+
+class PeerOps:
+    """One instance per daemon."""
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        self.journal = Journal(
+            node.config.state_dir / "peer"
+        )  # its own: this node may be the move's source or target too
+        self.moves: dict[str, Moving] = {}
+
+    # ------------------------------------------------------------------ steps
+
+    async def look(self, rewires: list[pb.Rewire]) -> list[pb.Check]:
+        """Preflight: are the other ends here, and can they be re-pointed? Nothing is touched."""
+        try:
+            _, problems = await in_thread(self._ends, rewires)
+        except (SnapshotError, OSError, ValueError) as error:
+            problems = [str(error)]
+        name = "connection-ends"
+        if problems:
+            return [
+                pb.Check(
+                    name=name,
+                    verdict=pb.Check.REFUSE,
+                    reason=f"on {self.node.config.node}: {'; '.join(problems[:5])}",
+                    remedy="try again in a moment; a connection that is closing or opening settles by itself",
+                )
+            ]
+        return [pb.Check(name=name, reason=f"{len(rewires)} connections end on {self.node.config.node}")]
+
+    async def brace(self, request: pb.RepointRequest) -> pb.BraceReply:
+        """Before the freeze: the ends here outlive a long silence, and this kernel learns how far the target is."""
+        _check(request)
+        known = self.journal.find(request.move) is not None
+        moving = self._moving(request.move) if known else await self._begin(request)
+        async with moving.lock:
+            if (outcome := moving.log.outcome) is not None:
+                raise WrongState(f"move {request.move} has ended: {outcome.outcome} ({outcome.reason})")
+            ends, _ = await in_thread(self._ends, list(request.rewires))  # what is wrong is the later steps' to say
+            await reach(Point.BEFORE_BRACE)
+            await self._brace(moving, [flow for _, flow in ends], Mark.BRACED)
+            await reach(Point.BRACE)
+            for ip in {rewire.new_remote.ip for rewire, _ in ends}:
+                await in_thread(timers.meet, ip, request.target_endpoint)
+        return pb.BraceReply(sockets=len(ends))
+
+    async def _brace(self, moving: Moving, flows: list[Flow], mark: Mark, **notes: Any) -> None:
+        """Time-outs of these connections are journalled, then switched off; those that are off already stay noted."""
+        noted = moving.log.note("timers", [])
+        fresh = [socket_options.note_of(flow) for flow in flows if flow.inode not in {note["inode"] for note in noted}]
+        noted = noted + [note for note in fresh if note is not None]
+        await in_thread(moving.log.mark, mark, timers=noted, **notes)
+        await in_thread(socket_options.suspend, noted)
+
+    async def repoint(self, request: pb.RepointRequest) -> pb.RepointReply:
+        """Points the ends here at the target, under a filter. The last thing before COMMIT."""
+        _check(request)
+        known = self.journal.find(request.move) is not None
+        moving = self._moving(request.move) if known else await self._begin(request)
+        async with moving.lock:
+            if (outcome := moving.log.outcome) is not None:
+                raise WrongState(f"move {request.move} has ended: {outcome.outcome} ({outcome.reason})")
+            if moving.log.last_mark is Mark.REPOINTED:
+                return pb.RepointReply(sockets=len(moving.log.note("ends", [])))
+            began = host.boottime_s()
+            with move_context(move=request.move, rank=request.rank, phase="re-point"):
+                await reach(Point.BEFORE_REPOINT)
+                ends, problems = await in_thread(self._ends, list(request.rewires))
+                if problems:
+                    raise Refused("; ".join(problems[:5]), where=Where.SOURCE_FROZEN)
+                notes = [_note(rewire, flow) for rewire, flow in ends]
+                await self._brace(moving, [flow for _, flow in ends], Mark.REPOINTING, ends=notes)
+                try:
+                    stopped_s = await in_thread(self._repoint_all, request.move, notes, True)
+                    await reach(Point.REPOINTING)
+                except BaseException:
+                    moving.interrupted = True  # mended at once, not with the outcome: a process may be stopped
+                    moving.kick.set()
+                    raise
+                await in_thread(moving.log.mark, Mark.REPOINTED)
+                metrics.phase("re-point", host.boottime_s() - began)
+                log.info("re-pointed %d connections at %s", len(notes), request.target_node)
+                await reach(Point.REPOINT)
+            return pb.RepointReply(sockets=len(notes), stopped_s=stopped_s)
+
+    async def settle(self, move: str, token: bytes) -> pb.SettleReply:
+        """With the source's token, COMMIT or ABORT: the filter goes, or the sockets are pointed back first."""
+        check_move_id(move)
+        if self.journal.find(move) is None:
+            return pb.SettleReply(settled=True)
+        moving = self._moving(move)
+        outcome = next((item for item in Outcome if rules.proves(token, moving.log.nonce, item.value, move)), None)
+        if outcome is None:
+            raise Denied(f"that is not the source's token for move {move}")
+        async with moving.lock:
+            await in_thread(moving.log.decide, outcome, "the source's token", "source")
+            await self._settle_once(moving)
+        return pb.SettleReply(settled=moving.log.last_mark is Mark.SETTLED)
+
+    # ------------------------------------------------------------------ settling
+
+    def adopt_journal(self) -> None:
+        """At start: takes up every unsettled move of an earlier life."""
+        for move_log in self.journal.all():
+            if move_log.last_mark is not Mark.SETTLED:
+                self._track(move_log, 0.0)
+
+    def _track(self, move_log: MoveLog, driver_first_s: float) -> Moving:
+        moving = self.moves[move_log.begin.move] = Moving(move_log)
+        moving.interrupted = move_log.last_mark is Mark.REPOINTING
+        moving.settling = asyncio.create_task(
+            follow(moving, self._settle_once, driver_first_s, ASK_AGAIN_S, "connections"),
+            name=f"peer of {move_log.move}",
+        )
+        return moving
+
+    async def _settle_once(self, moving: Moving) -> None:
+        """The decisions of the rules, carried out until there is only waiting left. The caller holds the move's lock."""
+        move_log, asked = moving.log, False
+        said: tuple[Outcome | None, CopyState] = None, CopyState.UNREACHABLE
+        while True:
+            known = move_log.outcome
+            facts = PeerFacts(move_log.last_mark, known.outcome if known else None, moving.interrupted, *said)
+            decision, moving.waiting_for = rules.peer_next(facts)
+            if known is not None and facts.mark is not Mark.SETTLED:
+                await reach(Point.BEFORE_SETTLE)
+            match decision:
+                case PeerDecision.ASK:
+                    if asked:
+                        return
+                    asked, said = True, await self._ask(move_log)
+                case PeerDecision.LEARN_COMMIT:
+                    await in_thread(move_log.decide, Outcome.COMMIT, moving.waiting_for, "target")
+                case PeerDecision.LEARN_ABORT:
+                    await in_thread(move_log.decide, Outcome.ABORT, moving.waiting_for, "source")
+                case PeerDecision.MEND:
+                    await self._bring(move_log, towards_target=False)
+                    moving.interrupted = False
+                case PeerDecision.FINISH:
+                    await self._bring(move_log, towards_target=True)
+                    await in_thread(move_log.mark, Mark.REPOINTED)
+                case PeerDecision.POINT_BACK:
+                    await self._bring(move_log, towards_target=False)
+                    await in_thread(move_log.mark, Mark.POINTED_BACK)
+                case PeerDecision.UNFILTER:
+                    await in_thread(packets.drop_table, peer_table(move_log.move))
+                    await in_thread(socket_options.resume, move_log.note("timers", []))
+                    await in_thread(shutil.rmtree, self._states(move_log.move), ignore_errors=True)
+                    await in_thread(move_log.mark, Mark.SETTLED)
+                case PeerDecision.CLOSE:
+                    if move_log.last_mark is not Mark.SETTLED:
+                        await in_thread(socket_options.resume, move_log.note("timers", []))
+                        await in_thread(move_log.mark, Mark.SETTLED)
+                    moving.waiting_for = ""
+                    moving.kick.set()
+                    return
+
+    async def _ask(self, move_log: MoveLog) -> tuple[Outcome | None, CopyState]:
+        """How the move ends, by the source, and whether the target runs the rank; silence is no answer."""
+        begin, request, outcome = move_log.begin, pb.MoveRequest(move=move_log.move), None
+        with contextlib.suppress(SnapshotError):
+            async with self.node.client(begin.source_node, begin.source_endpoint) as source:
+                answer = await source.source.GetOutcome(request, timeout_s=5)
+            if answer.kind == pb.UNDECIDED:
+                return None, CopyState.UNREACHABLE
+            outcome = Outcome(pb.OutcomeKind.Name(answer.kind))
+            if outcome is Outcome.ABORT:
+                return outcome, CopyState.UNREACHABLE
+            if answer.where == Where.TARGET_RUNNING:
+                return outcome, CopyState.RUNNING
+        with contextlib.suppress(SnapshotError):
+            async with self.node.client(begin.target_node, begin.target_endpoint) as target:
+                copy = await target.target.GetCopy(request, timeout_s=5)
+            return outcome, CopyState[pb.Copy.State.Name(copy.state)]
+        return outcome, CopyState.UNREACHABLE
+
+    async def _bring(self, move_log: MoveLog, *, towards_target: bool) -> None:
+        await in_thread(self._repoint_all, move_log.move, move_log.note("ends", []), towards_target)
+
+    # ------------------------------------------------------------------ sockets
+
+    def _ends(self, rewires: list[pb.Rewire]) -> tuple[list[tuple[pb.Rewire, Flow]], list[str]]:
+        """The sockets here that the rewirings are about, and what is wrong with them. Blocking."""
+        pairs = {old_pair(rewire): rewire for rewire in rewires}
+        found = self._find(pairs)
+        missing = [
+            f"the other end of {pair[0]} - {pair[1]} is in no process here" for pair in pairs if pair not in found
+        ]
+        unheld = [f"{flow} belongs to no process" for flow in found.values() if not flow.holders]
+        wrong = [str(problem) for problem in refusals.problems(found.values())]
+        leaving = {pid: entry for entry in self.node.ranks.all() if entry.moving for pid in entry.group.pids()}
+        holders = {holder.pid for flow in found.values() for holder in flow.holders}
+        wrong += [
+            f"rank {entry.rank} of job {entry.job}, which has the other end, is being moved itself"
+            for entry in {leaving[pid].uid: leaving[pid] for pid in holders & leaving.keys()}.values()
+        ]
+        return [(pairs[pair], flow) for pair, flow in found.items()], missing + unheld + wrong
+
+    def _find(self, pairs: Iterable[Pair]) -> dict[Pair, Flow]:
+        """The other ends, by the pair as the rank has it. One that came through a forwarding has another name for it."""
+        forwarded = {old: new for known in forward.listed().values() for old, new in known.items()}
+        if not forwarded:
+            return sockets.find_ends(pairs)
+        by_wire = {known.wire: known.socket for known in tracking.translations()}
+        names: dict[Pair, Pair] = {}
+        for rank, peer in pairs:
+            own, far = by_wire.get((peer, rank), (peer, rank))
+            names[far, own] = rank, peer
+        return {names[name]: flow for name, flow in sockets.find_ends(names, forwarded).items()}
+
+    def pending(self, pids: Iterable[int]) -> str:
+        """The unfinished move of another rank that has changed a socket of these processes here; "" if there is none."""
+        wanted = set(pids)
+        for moving in self.moves.values():
+            if moving.log.last_mark is not Mark.SETTLED:
+                ends = moving.log.note("ends", [])
+                if any(holder[0] in wanted for end in ends for holder in end["holders"]):
+                    return moving.log.move
+        return ""
+
+    def _repoint_all(self, move: str, notes: list[dict[str, Any]], towards_target: bool) -> float:
+        """Every socket to its new, or back to its old, ends, silently; repeatable after a crash anywhere in it. Blocking."""
+        if notes:
+            packets.hold(peer_table(move), [pair for note in notes for pair in _names(note)])
+        states = self._states(move)
+        states.mkdir(mode=0o700, parents=True, exist_ok=True)
+        stopped_s = rehome.repoint_all([_change(note, towards_target, states) for note in notes])
+        # A connection that had come through a forwarding has its real address now: the kernel must not translate it too.
+        tracking.untrack([_pair(note["own"]) for note in notes if note["own"] != note["old"]])
+        return stopped_s
+
+    def _states(self, move: str) -> Path:
+        return self.node.config.image_dir / "sockets" / move
+
+    # ------------------------------------------------------------------ small questions
+
+    async def _begin(self, request: pb.RepointRequest) -> Moving:
+        for other in self.moves.values():
+            if other.log.begin.rank_uid == request.rank_uid and other.log.last_mark is not Mark.SETTLED:
+                raise Busy(f"move {other.log.move} of this rank is not settled here yet", where=Where.SOURCE_FROZEN)
+        begin = Begin(
+            move=request.move,
+            role="peer",
+            rank_uid=request.rank_uid,
+            job=request.job,
+            rank=request.rank,
+            source_node=request.source_node,
+            source_endpoint=request.source_endpoint,
+            target_node=request.target_node,
+            target_endpoint=request.target_endpoint,
+            nonce=request.nonce.hex(),
+            boot_id=host.boot_id(),
+            begun_unix_s=now_unix_s(),
+        )
+        return self._track(await in_thread(self.journal.begin, begin), DRIVER_FIRST_S)
+
+    def _moving(self, move: str) -> Moving:
+        found = self.moves.get(move)
+        if found is None:
+            move_log = self.journal.find(move)
+            if move_log is None:
+                raise NotFound(f"no connection of move {move} ends here")
+            found = self.moves[move] = Moving(move_log)
+        return found
+
+
+def _check(request: pb.RepointRequest) -> None:
+    """What comes from the wire, before anything of it is journalled."""
+    check_move_id(request.move)
+    check_rank_uid(request.rank_uid)
+    try:
+        for rewire in request.rewires:
+            old_pair(rewire), new_pair(rewire)
+    except BadAddress as error:
+        raise Usage(f"an address to be re-pointed makes no sense: {error}") from error
+
+
+def _note(rewire: pb.Rewire, flow: Flow) -> dict[str, Any]:
+    """What is journalled of one end: the pairs as *this* end has them, and who holds it."""
+    rank_old, far_old = old_pair(rewire)
+    rank_new, far_new = new_pair(rewire)
+    return {
+        "inode": flow.inode,
+        "holders": [[holder.pid, holder.start_ticks, holder.fd] for holder in flow.holders],
+        "own": [str(address) for address in flow.ends],  # as the socket names it; a forwarded one by a former address
+        "old": [str(far_old), str(rank_old)],
+        "new": [str(far_new), str(rank_new)],
+    }
+
+
+def _names(note: dict[str, Any]) -> list[Pair]:
+    return [_pair(note[name]) for name in ("own", "old", "new")]
+
+
+def _pair(texts: list[str]) -> Pair:
+    return Address.parse(texts[0]), Address.parse(texts[1])
+
+
+def _change(note: dict[str, Any], towards_target: bool, states: Path) -> rehome.Change:
+    local, remote = _pair(note["new" if towards_target else "old"])
+    holders = tuple(Holder(*numbers) for numbers in note["holders"])
+    return rehome.Change(holders, note["inode"], local, remote, states / str(note["inode"]))

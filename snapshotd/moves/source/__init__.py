@@ -1,0 +1,1 @@
+"""The source node's side of a move."""

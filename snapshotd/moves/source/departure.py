@@ -1,0 +1,180 @@
+"""How a rank leaves a move on its source: thawed where it was, or let go of because it runs elsewhere now.
+
+Invariant: nothing here decides. The outcome is in the journal before any of it is called, and every act can be repeated, by
+the next round of settling or by the next life of the daemon.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from pathlib import Path
+
+from snapshotd.api.errors import SnapshotError
+from snapshotd.keepers.ranks import RankEntry
+from snapshotd.moves.device import gpu, offload, refill, stripe_files
+from snapshotd.moves.journal import MoveLog
+from snapshotd.moves.nccl import held_copy
+from snapshotd.moves.nccl.communicators import Communicators
+from snapshotd.moves.node import Moving, Node
+from snapshotd.moves.peers import connections, new_connections, socket_options
+from snapshotd.moves.rules import Mark
+from snapshotd.moves.source.dump import Dump
+from snapshotd.proc import host, tree
+from snapshotd.proc.cgroup import Cgroup
+from snapshotd.runtime import metrics
+from snapshotd.runtime.blocking import in_thread
+from snapshotd.runtime.faults import Point, reach
+
+log = logging.getLogger(__name__)
+
+KILL_S = 20.0
+#: How long new connections are held after a move that nobody forwards to its target.
+FORWARD_S = 30.0
+
+
+class Leaving:
+    """The acts that end a move on its source. One instance per daemon."""
+
+    def __init__(self, node: Node, communicators: Communicators) -> None:
+        self.node, self.communicators = node, communicators
+        self._later: set[asyncio.Task[None]] = set()
+        self._forwarded: set[str] = set()  # ranks that left, and where they are now was told here
+
+    def begins(self, rank_uid: str) -> None:
+        """The rank is about to move: that it was forwarded after an earlier move does not count any more."""
+        self._forwarded.discard(rank_uid)
+
+    def own_entry(self, move_log: MoveLog) -> RankEntry | None:
+        """The entry of the copy this move is about; not that of a copy that came back meanwhile."""
+        entry = self.node.ranks.get(move_log.begin.rank_uid, move_log.note("role", "home"))
+        return entry if entry is not None and entry.cgroup == move_log.note("cgroup") else None
+
+    async def thaw(self, moving: Moving) -> None:
+        """ABORT stands: lets the copy here go on, if somebody keeps it. A rank that is gone stays gone."""
+        move_log = moving.log
+        await offload.stop(moving)
+        await Dump.sweep(self.node, move_log)
+        entry = self.own_entry(move_log)
+        group = Cgroup(Path(move_log.note("cgroup")))
+        here = move_log.begin.boot_id == host.boot_id() and group.exists()
+        if entry is None or not entry.keeper_alive():
+            await in_thread(connections.let_go, move_log)  # nobody goes on with them: the others hear of its end
+            await in_thread(new_connections.admit, move_log)
+            await in_thread(group.kill, KILL_S)
+            if entry is not None:
+                await self.node.lost(entry)
+        elif move_log.last_mark is not Mark.BEGUN:
+            if entry.link is not None:
+                with contextlib.suppress(SnapshotError):  # a keeper that is not connected is told when it is
+                    await entry.link.resume(move_log.move)
+            if here:
+                await in_thread(connections.wake, group.pids())
+            await in_thread(connections.let_go, move_log)
+            await in_thread(new_connections.admit, move_log)
+            if here:
+                before = move_log.note("stopped_before", [])
+                await in_thread(tree.continue_all, group.pids(), before)
+                await in_thread(group.thaw, KILL_S)
+                await self._bring_back(moving, group)
+                await in_thread(socket_options.resume, move_log.note("sockets", {}).get("timers", []))
+        elif here:
+            await self._refill(moving)  # nothing is out: what was made ready is given up
+        if here and entry is not None and entry.keeper_alive():
+            await self.communicators.put_back(moving)
+        await self._close(moving)
+        await self.communicators.open_all(moving)
+
+    async def _bring_back(self, moving: Moving, group: Cgroup) -> None:
+        """A GPU rank's device memory, then its threads. A rank whose device memory the driver lost is ended: its launcher
+        hears of it now, not after a time-out of hours."""
+        note = moving.log.note
+        processes, nccl = gpu.from_notes(note("cuda", [])), held_copy.processes(note("nccl", []))
+        try:
+            await gpu.bring_back(
+                self.node.gpus,
+                processes,
+                note("gpu_uses", {}),
+                note("device_bytes", 0),
+                nccl,
+                lambda: self._refill(moving),
+            )
+        except gpu.Lost as lost:
+            moving.failure = f"the rank was ended: {lost}"
+            log.error("rank %s: %s", moving.log.begin.rank, moving.failure)
+            await in_thread(group.kill, KILL_S)
+
+    async def _refill(self, moving: Moving) -> None:
+        await refill.on_source(self.node.config.image_dir, moving.log)
+
+    async def release(self, moving: Moving) -> None:
+        """COMMIT stands and the target runs the rank: drops the copy here."""
+        move_log = moving.log
+        await reach(Point.BEFORE_RELEASE)
+        role = move_log.note("role", "home")
+        entry = self.own_entry(move_log)
+        await in_thread(connections.part, move_log, Cgroup(Path(move_log.note("cgroup"))).pids())
+        if entry is not None:
+            if role == "home":
+                if entry.link is None and entry.keeper_alive():
+                    moving.waiting_for = "the keeper here has not reconnected yet"
+                    return
+                if entry.link is not None:
+                    await entry.link.away(move_log.move, move_log.begin.target_node)
+                entry.away_node = move_log.begin.target_node
+                entry.nodes = move_log.note("nodes", [])  # where its listeners are forwarded until it ends
+                await in_thread(self.node.ranks.put, entry)
+            else:
+                await in_thread(connections.silence, Cgroup(Path(move_log.note("cgroup"))).pids())
+                entry.keeper.signal(9)  # PID 1 of the rank's pid namespace: everything in it goes with it
+        group = Cgroup(Path(move_log.note("cgroup")))
+        await in_thread(connections.silence, group.pids())
+        await in_thread(group.kill, KILL_S)
+        await in_thread(connections.let_go, move_log)
+        if entry is not None and role == "guest":
+            self.node.ranks.remove(entry)
+        await in_thread(self.node.carry.remember, move_log.note("carried", []))
+        await Dump.sweep(self.node, move_log)
+        await self._close(moving, await self._sent_bytes(moving))
+        await self._admit_newcomers(move_log)
+        await reach(Point.RELEASE)
+
+    async def _admit_newcomers(self, move_log: MoveLog) -> None:
+        """Those who call the rank here are let go on once they are forwarded; whoever says so last does it, or the clock."""
+        if move_log.note("newcomers"):
+            if move_log.begin.rank_uid in self._forwarded:
+                await in_thread(new_connections.admit, move_log)
+            else:
+                task = asyncio.create_task(self._admit_later(move_log), name=f"newcomers of {move_log.move}")
+                self._later.add(task)
+                task.add_done_callback(self._later.discard)
+
+    async def _admit_later(self, move_log: MoveLog) -> None:
+        await asyncio.sleep(FORWARD_S)
+        await in_thread(new_connections.admit, move_log)
+
+    async def forwarded(self, rank_uid: str) -> None:
+        """New connections to a rank are sent on from here now: the moves that took it away need not hold them any more."""
+        self._forwarded.add(rank_uid)
+        for move_log in self.node.journal.all():
+            begin = move_log.begin
+            if (begin.role, begin.rank_uid) == ("source", rank_uid) and move_log.last_mark is Mark.SETTLED:
+                await in_thread(new_connections.admit, move_log)
+
+    async def _sent_bytes(self, moving: Moving) -> int:
+        """Of the image, and of what went beside it."""
+        beside = await moving.parking.last_words() if moving.parking is not None else 0
+        return int(moving.log.note("bytes", 0)) + beside
+
+    async def _close(self, moving: Moving, sent_bytes: int | None = None) -> None:
+        await in_thread(stripe_files.sweep, self.node.config.image_dir, moving.log.move)
+        notes = {} if sent_bytes is None else {"bytes": sent_bytes}
+        await in_thread(moving.log.mark, Mark.SETTLED, pause_s=moving.pause_s, **notes)
+        outcome = moving.log.outcome
+        self.node.caches_left.pop(moving.log.move, None)
+        metrics.move_ended(outcome.outcome if outcome else "ABORT")
+        entry = self.own_entry(moving.log)
+        if entry is not None and entry.moving == moving.log.move:
+            entry.moving = ""
+        moving.kick.set()

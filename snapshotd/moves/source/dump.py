@@ -1,0 +1,314 @@
+"""Dump and stream: criu writes the image, the target has it a moment later, and nothing big is stored here.
+
+The big images (pages, ghost files) are FIFOs that criu splices into and the sender reads: the pipe is the back-pressure, so
+the source never holds a second copy of the rank's memory. Small images and carried files follow when criu is done.
+
+Invariant: however this ends, the tree is stopped and its cgroup frozen when `run` returns or raises; criu is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import shutil
+import stat
+from pathlib import Path
+from typing import Any
+
+import aiofiles
+from google.protobuf.json_format import MessageToDict
+
+from snapshotd import preflight
+from snapshotd.api import snapshotd_pb2 as pb
+from snapshotd.api.errors import CriuFailed, Damaged, RankGone, Refused, Where
+from snapshotd.criu import links, session
+from snapshotd.keepers.ranks import RankEntry
+from snapshotd.moves.device import gpu, stripe_files
+from snapshotd.moves.device.offload import Parking
+from snapshotd.moves.journal import MoveLog
+from snapshotd.moves.node import Node
+from snapshotd.moves.rules import Mark
+from snapshotd.moves.source.channel import streams_to_target
+from snapshotd.proc import cgroup, host, tree
+from snapshotd.proc.cgroup import Cgroup
+from snapshotd.runtime import metrics
+from snapshotd.runtime.blocking import in_thread
+from snapshotd.runtime.faults import Point, reach
+from snapshotd.runtime.logs import move_context
+from snapshotd.transport.image.fifo import make_fifo
+from snapshotd.transport.image.sender import Sender
+
+log = logging.getLogger(__name__)
+
+DUMP_S = 3600.0
+#: FIFOs beyond the ones we can foresee; criu makes a plain file where one is missing, which works but takes memory.
+SPARE_FIFOS = 8
+#: Files criu writes for people, not for the restore.
+_NOT_SENT = {"dump.log", "stats-dump"}
+
+
+class Dump:
+    """The dump of one frozen rank, and its way to the target."""
+
+    def __init__(
+        self, node: Node, move_log: MoveLog, entry: RankEntry, facts: pb.RankFacts, parking: Parking | None = None
+    ) -> None:
+        self.node, self.log, self.entry, self.facts, self.parking = node, move_log, entry, facts, parking
+        self.images = images_folder(node, move_log.move)
+        self.began_s = host.boottime_s()
+        self.dump_seconds = 0.0
+        self.expected = 0
+        self.sender: Sender | None = None
+        self.done = False
+        self.carried: list[str] = []
+        self.linked: list[links.Linked] = []  # what criu will make links to
+
+    def progress(self) -> pb.Progress:
+        sender = self.sender
+        return pb.Progress(
+            bytes_sent=(sender.bytes_sent if sender else 0) + (self.parking.sent_bytes if self.parking else 0),
+            bytes_zero=sender.bytes_zero if sender else 0,
+            chunks_resent=sender.chunks_resent if sender else 0,
+            bytes_expected=self.expected,
+            done=self.done,
+            dump_seconds=self.dump_seconds,
+            stream_seconds=host.boottime_s() - self.began_s,
+        )
+
+    async def run(self) -> None:
+        """Dumps, streams, has the target verify every byte, and marks the move STREAMED."""
+        begin = self.log.begin
+        with move_context(move=begin.move, rank=begin.rank, phase="stream"):
+            try:
+                await self._run()
+            except BaseException:
+                await self.sweep(self.node, self.log)
+                with contextlib.suppress(OSError):  # criu unfroze it while it worked; SIGSTOP held it meanwhile
+                    await in_thread(self.entry.group.freeze, 10)
+                raise
+            await self.sweep(self.node, self.log)
+            assert self.sender is not None
+            await in_thread(self.log.mark, Mark.STREAMED, bytes=self.sender.bytes_sent, carried=self.carried)
+            self.done = True
+            metrics.phase("stream", host.boottime_s() - self.began_s, self.sender.bytes_sent)
+            log.info("streamed %d bytes to %s", self.sender.bytes_sent, begin.target_node)
+            await reach(Point.STREAM)
+
+    async def _run(self) -> None:
+        begin, config = self.log.begin, self.node.config
+        pids = self.entry.group.pids()
+        if not self.entry.process.alive():
+            raise RankGone(f"rank {begin.rank} ended before the dump", where=Where.UNKNOWN)
+        await reach(Point.BEFORE_DUMP)
+        self.expected = self.entry.memory_bytes() + int(self.log.note("parked_bytes", 0))
+        device, follow = await self._device()
+        fifos = await in_thread(self._make_fifos, pids)
+        carried = await in_thread(preflight.list_carried, pids, config.carry_paths)
+        self.carried = [fact.path for fact in carried.facts if stat.S_ISREG(fact.mode)]
+        meta = await in_thread(self._meta, pids, carried, device, beside=not follow)
+        self.linked = await in_thread(links.linked, carried.other_names.values())
+        if self.linked:  # a criu that is killed leaves its links, and this daemon may be killed with it
+            await in_thread(self.log.mark, Mark.FROZEN, linked=self.linked)
+        try:
+            async with (
+                streams_to_target(self.node, begin) as streams,
+                Sender(streams, config.chunk_bytes) as self.sender,
+            ):
+                written = asyncio.Event()
+                async with asyncio.TaskGroup() as group:
+                    for name, fd in fifos.items():
+                        group.create_task(self.sender.put_fd(name, fd, eof=written))
+                    group.create_task(self._criu_in_turn(written))
+                for name in sorted(path.name for path in self.images.iterdir() if path.is_file()):
+                    if name not in _NOT_SENT:
+                        await self.sender.put_file(name, self.images / name)
+                for index, fact in enumerate(carried.facts):
+                    if stat.S_ISREG(fact.mode):
+                        await self.sender.put_file(f"carry-{index}", Path(fact.path))
+                for name, path in follow.items():
+                    await self.sender.put_file(name, path)
+                async with aiofiles.open(self.images / "meta.json", "wb") as file:
+                    await file.write(meta)
+                await self.sender.put_file("meta.json", self.images / "meta.json")
+                files = await self.sender.finish()
+            async with self.node.client(begin.target_node, begin.target_endpoint) as client:
+                sealed = await client.target.Seal(pb.SealRequest(move=begin.move, files=files), timeout_s=60)
+            if sealed.damaged:
+                raise Damaged(f"these images arrived damaged: {', '.join(sealed.damaged)}", where=Where.SOURCE_FROZEN)
+        except ExceptionGroup as failures:
+            raise _cause(failures) from failures
+        finally:
+            for fd in fifos.values():
+                os.close(fd)
+
+    async def _criu_in_turn(self, written: asyncio.Event) -> None:
+        if not self.linked:
+            return await self._criu(written)
+        async with self.node.linking:
+            try:
+                await self._criu(written)
+            finally:
+                await in_thread(links.sweep, self.linked)
+
+    async def _criu(self, written: asyncio.Event) -> None:
+        """The dump itself, in the rank's namespaces, in a cgroup of its own."""
+        began = host.boottime_s()
+        group = criu_group(self.log.move).create()
+        ours, theirs = session.swrk_pair()
+        process = await session.spawn_in(self.node.config.criu, self.entry.pid, group.path, theirs)
+        theirs.close()
+
+        async def on_notify(script: str, _pid: int) -> None:
+            if script == "query-ext-files":  # the tree is seized
+                await reach(Point.DUMPING)
+
+        try:
+            request = session.dump_request(
+                self.images,
+                tree.inner_pid(self.entry.pid),
+                Path(self.entry.cgroup),
+                external_ttys(self.log.note("stdio")),
+            )
+            await session.ask(
+                ours,
+                request,
+                log_path=self.images / "dump.log",
+                timeout_s=DUMP_S,
+                where=Where.SOURCE_FROZEN,
+                on_notify=on_notify,
+            )
+        finally:
+            ours.close()
+            await in_thread(group.kill, 10)
+            await process.wait()
+            group.remove()
+        if not self.entry.group.frozen():
+            raise CriuFailed("criu left the rank unfrozen", where=Where.SOURCE_FROZEN)
+        self.dump_seconds = host.boottime_s() - began
+        written.set()
+
+    def _make_fifos(self, pids: list[int]) -> dict[str, int]:
+        """One FIFO for every image that can be big. criu numbers pages by process, then shared memory; ghosts by file."""
+        shutil.rmtree(self.images, ignore_errors=True)
+        self.images.mkdir(mode=0o700, parents=True)
+        deleted = _deleted_files(pids)
+        names = [f"pages-{number}.img" for number in range(1, len(pids) + deleted + SPARE_FIFOS)]
+        names += [f"ghost-file-{number:x}.img" for number in range(1, deleted + SPARE_FIFOS)]
+        return {name: make_fifo(self.images, name) for name in names}
+
+    async def _device(self) -> tuple[list[dict[str, Any]], dict[str, Path]]:
+        """The parked device memory, as the target finds it, and those of its files that follow the images, by their names
+        there. A lane that failed is closed before: nothing may come both ways."""
+        device: list[dict[str, Any]] = self.log.note("device", [])
+        if self.parking is None or self.parking.has_lane:
+            return device, {}
+        await self.parking.close()
+        folder, there = (
+            stripe_files.folder_of(self.node.config.image_dir, self.log.move),
+            stripe_files.following(device),
+        )
+        files = [folder / name for one in device for name in one["stripes"]]
+        return there, dict(zip((name for one in there for name in one["stripes"]), files, strict=True))
+
+    def _meta(
+        self, pids: list[int], carried: preflight.Carried, device: list[dict[str, Any]], *, beside: bool
+    ) -> bytes:
+        """What the target needs beside criu's images; criu does not carry CPU affinity. `beside`: stripes of device memory
+        have a lane of their own."""
+        for check in preflight.refusals(
+            preflight.recheck(
+                pids,
+                self.facts,
+                carry_paths=self.node.config.carry_paths,
+                keeper_pid=self.entry.keeper_pid,
+            )
+        ):
+            raise Refused(f"{check.name}: {check.reason}", remedy=check.remedy, where=Where.SOURCE_FROZEN)
+        affinity: dict[str, list[int]] = {}
+        for pid in pids:
+            for thread in os.listdir(f"/proc/{pid}/task"):
+                inner = _inner_thread(pid, int(thread))
+                affinity[str(inner)] = sorted(os.sched_getaffinity(int(thread)))
+        meta: dict[str, Any] = {
+            "root": tree.inner_pid(self.entry.pid),
+            "affinity": affinity,
+            "cpus": sorted(os.sched_getaffinity(0)),
+            "stopped_before": self.log.note("stopped_before", []),
+            "stdio": self.log.note("stdio"),
+            "carried": [MessageToDict(fact, preserving_proto_field_name=True) for fact in carried.facts],
+            "other_names": carried.other_names,
+            "command": self.entry.command,
+            "started_unix_s": self.entry.started_unix_s,
+            "moves": self.entry.moves,
+            "relay_key": self.entry.relay_key,
+            "home_node": self.entry.home_node,
+            "home_endpoint": self.entry.home_endpoint,
+            "user_id": self.entry.user_id,
+            "rewires": self.log.note("rewires", []),
+            "nodes": self.log.note("nodes", []),
+            "former": self.entry.former,
+            "sockets": self.log.note("sockets", {}),
+            "cuda": [tree.inner_pid(process.pid) for process in gpu.from_notes(self.log.note("cuda", []))],
+            "device_bytes": max(0, self.log.note("device_bytes", 0) - self.log.note("parked_bytes", 0)),
+            "device": device,
+            "device_beside": beside,
+            "nccl": [[tree.inner_pid(pid), instance] for pid, _, instance in self.log.note("nccl", [])],
+        }
+        return json.dumps(meta).encode()
+
+    @staticmethod
+    async def sweep(node: Node, move_log: MoveLog) -> None:
+        """Removes what a dump leaves here: criu, its cgroup, its links, the images. Also after a crash."""
+        group = criu_group(move_log.move)
+        await in_thread(group.kill, 10)
+        group.remove()
+        await in_thread(links.sweep, move_log.note("linked", []))
+        await in_thread(shutil.rmtree, images_folder(node, move_log.move), ignore_errors=True)
+
+
+def images_folder(node: Node, move: str) -> Path:
+    return node.config.image_dir / "out" / move
+
+
+def criu_group(move: str) -> Cgroup:
+    return Cgroup(cgroup.for_guests() / f"criu-{move}")
+
+
+def external_ttys(stdio: dict[str, Any]) -> list[str]:
+    """The pseudo-terminals whose other end the keeper has: criu must not look for it in the tree."""
+    keys = [channel.get("key", "") for channel in stdio.get("channels", [])]
+    return sorted({key for key in keys if key.startswith("tty[")})
+
+
+def _deleted_files(pids: list[int]) -> int:
+    """How many distinct unlinked or anonymous shared files the tree has open or mapped, at most."""
+    found: set[str] = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+                if line.endswith("(deleted)"):
+                    words = line.split()
+                    found.add(f"{words[3]}:{words[4]}")
+        with contextlib.suppress(OSError):
+            for fd in os.listdir(f"/proc/{pid}/fd"):
+                with contextlib.suppress(OSError):
+                    if os.readlink(f"/proc/{pid}/fd/{fd}").endswith("(deleted)"):
+                        stat = os.stat(f"/proc/{pid}/fd/{fd}")
+                        found.add(f"{stat.st_dev}:{stat.st_ino}")
+    return len(found)
+
+
+def _inner_thread(pid: int, thread: int) -> int:
+    for line in Path(f"/proc/{pid}/task/{thread}/status").read_text().splitlines():
+        if line.startswith("NSpid:"):
+            return int(line.split()[-1])
+    return thread
+
+
+def _cause(failures: ExceptionGroup[Exception]) -> Exception:
+    """The failure to tell: criu's own words say more than the broken stream it leaves behind."""
+    flat = [_cause(error) if isinstance(error, ExceptionGroup) else error for error in failures.exceptions]
+    return next((error for error in flat if isinstance(error, CriuFailed)), flat[0])

@@ -1,0 +1,179 @@
+"""The freeze of a rank: from running to stopped and frozen, silent on the network, its device memory in host memory.
+
+Invariant: FREEZING is journalled before the first thing is held, with what an undo has to look at; FROZEN when all stands
+still. Whatever fails in between, the rank is somewhere on the way and `leaving.thaw` brings it back.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+
+from snapshotd import preflight
+from snapshotd.api import snapshotd_pb2 as pb
+from snapshotd.api.errors import Busy, RankGone, Refused, Where, WrongState
+from snapshotd.keepers.listener import KeeperLink
+from snapshotd.keepers.ranks import RankEntry
+from snapshotd.moves.device import gpu, offload
+from snapshotd.moves.nccl import gate_processes, held_copy
+from snapshotd.moves.node import Moving, Node
+from snapshotd.moves.peers import connections, new_connections, socket_options
+from snapshotd.moves.rules import Mark
+from snapshotd.net.plan import Places
+from snapshotd.net.sockets import tree_flows
+from snapshotd.proc import host, tree
+from snapshotd.runtime import metrics
+from snapshotd.runtime.blocking import in_thread
+from snapshotd.runtime.faults import Point, reach
+
+log = logging.getLogger(__name__)
+
+FREEZE_S = 20.0
+
+
+async def make_ready(node: Node, moving: Moving, entry: RankEntry, parts: gpu.Parts) -> None:
+    """What the job need not wait for: free blocks are given back, and what the rest takes to leave in stripes is made.
+
+    Before the gates close: the interpreter comes to no safe point behind one, and every rank of the job waits there."""
+    processes = await _on_gpus(node, entry.group.pids())
+    left_bytes = await gpu.empty_caches(processes, parts)
+    await _prepared(node, moving, processes, parts)
+    if moving.parking is not None:  # that took a while, and the job may have filled them again
+        left_bytes = max(left_bytes, await gpu.empty_caches(processes, parts))
+    node.caches_left[moving.log.move] = left_bytes
+
+
+async def freeze(
+    node: Node, moving: Moving, entry: RankEntry, places: Places, pending: Callable[[Iterable[int]], str]
+) -> pb.FreezeReply:
+    """Stops the tree and freezes its cgroup. The caller holds the move's lock."""
+    began, move, group = host.boottime_s(), moving.log.move, entry.group
+    await reach(Point.BEFORE_FREEZE)
+    before = moving.log.note("stopped_before")  # a repeated freeze finds its own stops, not a user's
+    if before is None:
+        before = [tree.inner_pid(pid) for pid in group.pids() if tree.state(pid) == "T"]
+    if (link := entry.link) is None:
+        raise WrongState("the rank's keeper is not connected", where=Where.SOURCE_RUNNING)
+
+    parts = gpu.Parts()
+    processes = await _on_gpus(node, group.pids())
+    nccl = await _in_communicators(moving, entry)
+    left_bytes = node.caches_left.pop(move, 0)
+    uses = _expected(moving, left_bytes) if processes else {}
+    await _prepared(node, moving, processes, parts)
+    await in_thread(
+        moving.log.mark,
+        Mark.FREEZING,
+        stopped_before=before,
+        filtered=True,
+        newcomers=True,
+        cuda=gpu.to_notes(processes),
+        nccl=nccl,
+        gpu_uses=uses,
+        device_bytes=gpu.total(uses) if processes else 0,
+    )
+    if await in_thread(new_connections.hold, move, await in_thread(tree_flows, group.pids())):
+        await in_thread(new_connections.drain, group.pids())
+    await link.hold(move)
+    await gpu.hold(node.gpus, processes, group, parts, held_copy.processes(nccl))
+
+    async def note(uses: dict[str, int]) -> None:
+        await in_thread(moving.log.mark, Mark.FREEZING, gpu_uses=uses, device_bytes=gpu.total(uses))
+
+    async def park() -> int:
+        if moving.parking is None:
+            return 0
+        parked = gpu.parked_ones(processes, held_copy.processes(nccl))
+        return await moving.parking.out(node.gpus, processes, parts, lambda: gpu.stop_others(group, parked))
+
+    device_bytes = await gpu.take_off(node.gpus, processes, uses, parts, note, park)
+    await in_thread(tree.stop_all, group, FREEZE_S)
+    await reach(Point.STOPPED)
+    await in_thread(group.freeze, FREEZE_S)
+    if not entry.process.alive():
+        raise RankGone(f"rank {entry.rank} ended during the freeze", where=Where.UNKNOWN)
+    if other := pending(group.pids()):
+        raise Busy(f"move {other} of a rank it talks to is not finished", where=Where.SOURCE_FROZEN)
+    rewires = await _silence(moving, entry, link, places)
+    await reach(Point.FREEZE)
+    count = len(group.pids())
+    log.info("froze rank %s: %d processes, %d MiB of device memory", entry.rank, count, device_bytes >> 20)
+    moving.renew()
+    seconds = host.boottime_s() - began
+    metrics.phase("freeze", seconds)
+    return pb.FreezeReply(
+        seconds=seconds,
+        processes=count,
+        rewires=rewires,
+        parts=parts.all,
+        device_bytes=device_bytes,
+        device_bytes_left=left_bytes,
+        warnings=moving.parking.warnings if moving.parking is not None else (),
+    )
+
+
+async def _prepared(node: Node, moving: Moving, processes: list[tree.Process], parts: gpu.Parts) -> None:
+    """Device memory that leaves in stripes is ready to. Once is enough, unless this daemon was restarted since."""
+    if not moving.prepared:
+        began = host.boottime_s()
+        await offload.prepare(node, moving, processes)
+        moving.prepared = True
+        if moving.parking is not None:
+            parts.add("prepare", host.boottime_s() - began)
+    elif moving.parking is not None:
+        await moving.parking.open_lane_again()
+    if moving.parking is not None and processes:
+        await in_thread(moving.parking.must_fit, processes[0].pid, Where.SOURCE_RUNNING)
+
+
+def _expected(moving: Moving, left_bytes: int) -> dict[str, int]:
+    """Bytes on each GPU, by UUID, before anybody has looked again: as preflight saw it, or an earlier try of this freeze."""
+    if known := moving.log.note("gpu_uses"):
+        return dict(known)
+    uses = {use.uuid: use.memory_bytes for use in moving.facts.gpu.uses}
+    if len(uses) == 1:
+        uses = {uuid: max(min(size, gpu.CONTEXT_BYTES), size - left_bytes) for uuid, size in uses.items()}
+    return uses
+
+
+async def _on_gpus(node: Node, pids: list[int]) -> list[tree.Process]:
+    """The processes that hold CUDA now."""
+    look, refusals = await gpu.look(node.gpus, pids)
+    for check in refusals:
+        raise Refused(f"{check.name}: {check.reason}", remedy=check.remedy, where=Where.SOURCE_RUNNING)
+    return [tree.Process.of(pid) for pid in look.cuda_pids] if look is not None else []
+
+
+async def _in_communicators(moving: Moving, entry: RankEntry) -> list[list[int]]:
+    """The processes whose communicators were taken down for this move, as `held.Notes`. None may still be up: no socket or
+    thread of NCCL's survives a move, and the job would never learn why."""
+    instances = {int(pid): int(number) for pid, number in moving.log.note("nccl_instances", [])}
+    found = []
+    for gated_, report in await gate_processes.find([entry]):
+        up = [comm.id for comm in report.comms if comm.real]
+        if up:
+            raise Refused(
+                f"process {gated_.process.pid} has communicators that were not taken down: {', '.join(up[:5])}",
+                remedy="the job was making them; a plain retry is safe",
+                where=Where.SOURCE_RUNNING,
+            )
+        found.append([*gpu.to_notes([gated_.process])[0], instances.get(gated_.inner_pid, report.instance)])
+    return found
+
+
+async def _silence(moving: Moving, entry: RankEntry, link: KeeperLink, places: Places) -> list[pb.Rewire]:
+    """The frozen rank's connections are noted and held, its unread input and output taken over; then it is FROZEN."""
+    move, group = moving.log.move, entry.group
+    rewires, flows = await in_thread(connections.frozen, group.pids(), places)
+    await in_thread(connections.hold, move, rewires, on_target=False)
+    held = await in_thread(new_connections.hold, move, flows)  # also at what began to listen meanwhile
+    sockets = await in_thread(socket_options.of, flows)
+    stdio = await link.drain(move)
+    for problem in await in_thread(preflight.sync_files, group.pids()):
+        log.warning("not synced: %s", problem)
+    nodes = [[node.name, node.endpoint, list(node.addresses)] for node in moving.nodes]
+    notes = connections.to_notes(rewires)
+    known = {"stdio": stdio, "rewires": notes, "nodes": nodes, "sockets": sockets}
+    await in_thread(moving.log.mark, Mark.FROZEN, **known, filtered=bool(rewires), newcomers=held)
+    await in_thread(socket_options.suspend, sockets["timers"])
+    return rewires

@@ -1,0 +1,1 @@
+"""The target node's side of a move."""

@@ -1,0 +1,54 @@
+"""The target's lanes for parked device memory, one per move, from the source's asking until the move has ended here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from snapshotd.api.errors import Usage
+from snapshotd.moves.device.stripe_files import NAME
+from snapshotd.transport.device.incoming import Incoming
+from snapshotd.transport.device.names import MAX_STRIPES
+
+
+class Inlets:
+    """All of this node's. On the loop that made it."""
+
+    def __init__(self, hosts: Sequence[str]) -> None:
+        self._hosts = hosts
+        self._open: dict[str, Incoming] = {}
+
+    async def open(
+        self, move: str, folder: Path, names: Sequence[str], source_node: str, *, plain: bool, expected_bytes: int
+    ) -> Incoming:
+        """A lane into `folder`, the move's own. One that was opened before and whose answer was lost goes."""
+        if not 1 <= len(names) <= MAX_STRIPES or len(set(names)) != len(names):
+            raise Usage(f"{len(names)} stripes: 1 to {MAX_STRIPES} are possible, each with its own name")
+        for name in names:
+            if not NAME.fullmatch(name):
+                raise Usage(f"{name[:100]!r} is not the name of a stripe")
+        await self.close(move)
+        for name in names:
+            (folder / name).unlink(missing_ok=True)
+        incoming = self._open[move] = await Incoming.open(
+            folder,
+            names,
+            self._hosts,
+            source_node,
+            encrypted=not plain,
+            expected_bytes=expected_bytes,
+        )
+        return incoming
+
+    def find(self, move: str) -> Incoming | None:
+        return self._open.get(move)
+
+    async def close(self, move: str) -> None:
+        """Nothing is received any more; the files stay. Twice is once."""
+        incoming = self._open.pop(move, None)
+        if incoming is not None:
+            await incoming.close()
+
+    async def close_all(self) -> None:
+        for move in list(self._open):
+            await self.close(move)

@@ -1,0 +1,288 @@
+"""Restore: a guest keeper in a fresh pid namespace, criu as its child, and the rank as the keeper's child, stopped.
+
+Invariant: when `run` returns, every process of the copy is stopped and its cgroup frozen; when it raises, `sweep` leaves
+nothing of it: no process, no cgroup, no image.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import aiofiles
+
+from snapshotd.api.errors import CriuFailed, Damaged, Timeout, Where
+from snapshotd.criu import images, links, session
+from snapshotd.cuda.driver import Pair
+from snapshotd.keepers.listener import KeeperLink
+from snapshotd.keepers.ranks import RankEntry, cgroup_for_guest
+from snapshotd.moves.device import gpu, refill
+from snapshotd.moves.journal import MoveLog
+from snapshotd.moves.node import Node
+from snapshotd.moves.peers import connections, socket_options
+from snapshotd.moves.peers.forwarding import moved_listeners
+from snapshotd.moves.rules import Mark
+from snapshotd.proc import host, tree
+from snapshotd.proc.cgroup import Cgroup
+from snapshotd.runtime.blocking import in_thread
+from snapshotd.runtime.faults import Point, reach
+from snapshotd.transport.device.incoming import Incoming
+
+log = logging.getLogger(__name__)
+
+KEEPER_S = 15.0
+#: A restore that hangs keeps the job paused: so much for any, and so much for every GiB of image.
+RESTORE_S, RESTORE_GIB_S = 60.0, 10.0
+STOP_S = 10.0
+
+
+class Restore:
+    """The restore of one sealed image."""
+
+    def __init__(self, node: Node, move_log: MoveLog) -> None:
+        self.node, self.log = node, move_log
+        self.link: asyncio.Future[KeeperLink] = asyncio.get_running_loop().create_future()
+
+    async def run(self, parts: gpu.Parts, incoming: Incoming | None = None) -> dict[str, Any]:
+        """Restores; returns what the journal notes about the held copy. `parts` gets where the time went, `incoming` brings
+        parked device memory."""
+        begin = self.log.begin
+        folder = self.node.store.path(begin.move)
+        meta = await _read_meta(folder)
+        if meta["device_beside"] and incoming is None:
+            await in_thread(refill.must_be_here, folder, meta["device"])
+        await in_thread(images.mend, folder, meta["other_names"])
+        ghosts = await in_thread(_free_ghosts, folder)
+        placed: list[str] = []
+        try:
+            await in_thread(self.node.carry.place, folder, meta["carried"], placed)
+        finally:
+            await in_thread(self.log.mark, Mark.RESTORING, placed=placed, ghosts=ghosts)
+        rewires = connections.from_notes(meta["rewires"])
+        await in_thread(self.log.mark, Mark.RESTORING, rewires=len(rewires))
+        await in_thread(connections.hold, begin.move, rewires, on_target=True)
+        meeting = asyncio.create_task(in_thread(connections.meet, rewires, meta["nodes"]))
+        closed = await in_thread(connections.rewrite, folder, rewires)
+        group = cgroup_for_guest(begin.rank_uid, begin.move)
+        entry = self._entry(meta, group)
+        self.node.ranks.put(entry)
+        link, ours, process = await self._start_keeper(meta, group)
+        try:
+            entry.keeper_pid, entry.keeper_start_ticks = link.keeper.pid, link.keeper.start_ticks
+            self.node.ranks.put(entry)
+            inherit = [(item.key, item.fd) for item in link.info.inherit]
+            image_bytes = await in_thread(_image_bytes, folder)
+            asking = session.ask(
+                ours,
+                session.restore_request(folder, inherit),
+                log_path=folder / "restore.log",
+                timeout_s=RESTORE_S + RESTORE_GIB_S * image_bytes / 2**30,
+                where=Where.SOURCE_FROZEN,
+                on_notify=_on_notify,
+            )
+            answer = await parts.time("criu-restore", asking, image_bytes)
+        finally:
+            ours.close()
+            await process.wait()
+        root = await in_thread(tree.find_child, link.keeper.pid, answer.restore.pid, STOP_S)
+        await in_thread(_hold, group)
+        await in_thread(connections.reset, group.pids(), closed)
+        await in_thread(socket_options.use_full_segments, group.pids())
+        await meeting
+        processes = _processes(group.pids(), meta["cuda"])
+        pairs = [Pair(old, new) for old, new in self.log.note("gpu_pairs", [])]
+        beside = incoming if meta["device_beside"] else None
+        inner = dict(zip(meta["cuda"], processes, strict=True))
+        await gpu.revive(
+            self.node.gpus,
+            processes,
+            group,
+            pairs,
+            meta["device_bytes"],
+            parts,
+            lambda: refill.on_target(inner, meta["device"], folder, beside, parts),
+        )
+        in_nccl = _processes(group.pids(), [pid for pid, _ in meta["nccl"]])
+        nccl = [[*note, number] for note, (_, number) in zip(gpu.to_notes(in_nccl), meta["nccl"], strict=True)]
+        await link.restored(answer.restore.pid)
+        await in_thread(_set_affinity, group.pids(), meta)
+        entry.pid, entry.start_ticks, entry.link = root.pid, root.start_ticks, link
+        self.node.ranks.put(entry)
+        return {
+            "pid": root.pid,
+            "start_ticks": root.start_ticks,
+            "cgroup": entry.cgroup,
+            "stopped_before": meta["stopped_before"],
+            "sockets": meta["sockets"],
+            "cuda": gpu.to_notes(processes),
+            "nccl": nccl,
+            "role": "guest",
+        }
+
+    def _entry(self, meta: dict[str, Any], group: Cgroup) -> RankEntry:
+        begin = self.log.begin
+        entry = RankEntry(
+            uid=begin.rank_uid,
+            job=begin.job,
+            rank=begin.rank,
+            role="guest",
+            keeper_pid=0,
+            keeper_start_ticks=0,
+            cgroup=str(group.path),
+            home_node=meta["home_node"],
+            home_endpoint=meta["home_endpoint"],
+            relay_key=meta["relay_key"],
+            boot_id=host.boot_id(),
+            user_id=meta["user_id"],
+            command=meta["command"],
+            started_unix_s=meta["started_unix_s"],
+            moves=meta["moves"] + 1,
+        )
+        addresses = {name: where for name, _, where in meta["nodes"]}
+        entry.nodes = meta["nodes"]
+        entry.former = moved_listeners(
+            meta["former"],
+            connections.from_notes(meta["rewires"]),
+            addresses.get(begin.source_node, []),
+            addresses.get(begin.target_node, []),
+            leaves_home=begin.source_node == entry.home_node,
+            comes_home=begin.target_node == entry.home_node,
+        )
+        entry.moving = begin.move
+        return entry
+
+    async def _start_keeper(
+        self, meta: dict[str, Any], group: Cgroup
+    ) -> tuple[KeeperLink, Any, asyncio.subprocess.Process]:
+        """The guest keeper, connected, with criu waiting for its request."""
+        begin, config = self.log.begin, self.node.config
+        ours, theirs = session.swrk_pair()
+        spool = config.state_dir / "spool"
+        spool.mkdir(mode=0o700, exist_ok=True)
+        spec = {
+            "uid": begin.rank_uid,
+            "job": begin.job,
+            "rank": begin.rank,
+            "relay_key": meta["relay_key"],
+            "move": begin.move,
+            "home_node": meta["home_node"],
+            "home_endpoint": meta["home_endpoint"],
+            "node": config.node,
+            "keeper_sock": str(config.keeper_socket),
+            "criu": config.criu,
+            "criu_fd": theirs.fileno(),
+            "cgroup_procs": str(group.path / "cgroup.procs"),
+            "stdio": meta["stdio"],
+            "spool_dir": str(spool),
+            "command": meta["command"],
+            "moves": meta["moves"] + 1,
+            "started_unix_s": meta["started_unix_s"],
+        }
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-P", "-m", "shim.keeper.guest"),
+            pass_fds=(theirs.fileno(),),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.DEVNULL,
+            # stderr is this daemon's: a pipe would stay open in the keeper, and asyncio's wait() waits for its end too.
+            start_new_session=True,
+            cwd="/",
+        )
+        theirs.close()
+        assert process.stdin is not None
+        process.stdin.write(json.dumps(spec).encode())
+        process.stdin.close()
+        try:
+            link = await asyncio.wait_for(self.link, KEEPER_S)
+        except TimeoutError as error:
+            ended = f" (it ended with {process.returncode})" if process.returncode else ""
+            raise Timeout(
+                f"the guest keeper did not come up in {KEEPER_S:.0f} s{ended}",
+                remedy="the daemon's log on the target has its words",
+                where=Where.SOURCE_FROZEN,
+            ) from error
+        return link, ours, process
+
+    @staticmethod
+    async def sweep(node: Node, move_log: MoveLog) -> None:
+        """Leaves nothing of a copy here: the keeper and its pid namespace, the cgroup, the images, the entry."""
+        if move_log.last_mark is Mark.ACTIVATED:
+            raise AssertionError("an activated copy is the rank")
+        begin = move_log.begin
+        entry = node.ranks.get(begin.rank_uid, "guest")
+        group = cgroup_for_guest(begin.rank_uid, begin.move)
+        await in_thread(connections.silence, group.pids())
+        if entry is not None and entry.cgroup == str(group.path):
+            if entry.keeper_pid:
+                entry.keeper.signal(9)
+            node.ranks.remove(entry)
+        await in_thread(group.kill, STOP_S)
+        group.remove()
+        await in_thread(connections.let_go, move_log)
+        await in_thread(links.sweep_ghosts, move_log.note("ghosts", []))
+        await in_thread(node.carry.take_away, move_log.note("placed", []))
+        await in_thread(node.store.drop, begin.move)
+
+
+def _free_ghosts(folder: Path) -> list[links.Ghost]:
+    return links.free(images.ghosts(folder))
+
+
+def _image_bytes(folder: Path) -> int:
+    """What criu reads: neither files that were carried, nor device memory, nor the images of other moves."""
+    return sum(path.stat().st_blocks * 512 for path in folder.glob("*.img"))
+
+
+async def _on_notify(script: str, _pid: int) -> None:
+    if script == "post-restore":
+        await reach(Point.RESTORING)
+
+
+async def _read_meta(folder: Path) -> dict[str, Any]:
+    try:
+        async with aiofiles.open(folder / "meta.json") as file:
+            meta = json.loads(await file.read())
+        if not isinstance(meta, dict):
+            raise ValueError("not an object")
+        return {"device": [], "device_beside": False, **meta}  # a source that parks no device memory says nothing of it
+    except (OSError, ValueError) as error:
+        raise Damaged(f"the image's description cannot be read: {error}", where=Where.SOURCE_FROZEN) from error
+
+
+def _processes(pids: list[int], inner: list[int]) -> list[tree.Process]:
+    """The restored processes that their own pid namespace calls so."""
+    found = {tree.inner_pid(pid): pid for pid in pids}
+    missing = [str(number) for number in inner if number not in found]
+    if missing:
+        raise CriuFailed(f"the restored tree lacks process {', '.join(missing)}", where=Where.SOURCE_FROZEN)
+    return [tree.Process.of(found[number]) for number in inner]
+
+
+def _hold(group: Cgroup) -> None:
+    """Waits until criu's stop has reached every process, then freezes as well."""
+    deadline = time.monotonic() + STOP_S
+    while not all(tree.stopped(pid) for pid in group.pids()):
+        if time.monotonic() > deadline:
+            raise CriuFailed("the restored processes are not stopped", where=Where.SOURCE_FROZEN)
+        time.sleep(0.001)
+    group.freeze(STOP_S)
+
+
+def _set_affinity(pids: list[int], meta: dict[str, Any]) -> None:
+    """CPU affinity as it was, where it was narrower than the source's CPUs and those CPUs exist here."""
+    here, everywhere = os.sched_getaffinity(0), set(meta["cpus"])
+    for pid in pids:
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            wanted = set(meta["affinity"].get(str(_inner(pid, thread)), ()))
+            if wanted and wanted != everywhere and wanted & here:
+                os.sched_setaffinity(int(thread), wanted & here)
+
+
+def _inner(pid: int, thread: str) -> int:
+    status = Path(f"/proc/{pid}/task/{thread}/status").read_text()
+    return int(status.partition("NSpid:")[2].partition("\n")[0].split()[-1])

@@ -1,0 +1,1 @@
+"""What the kernel says: processes, cgroups, memory and this machine."""

@@ -1,0 +1,237 @@
+"""The source's end of the stripes: a child and a connection for each, and another connection when one breaks.
+
+Invariant: `wait` returns only when the target has said of every stripe that all of it is verified and stored; until then,
+and after any failure, the files here are untouched. After the first failure that no other connection mends nothing is
+sent any more: what has to travel another way needs the network. `close` leaves no process and no task.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_random_exponential
+
+from snapshotd.api.errors import Internal, SnapshotError, Unreachable
+from snapshotd.transport.device.child import Child, trouble
+from snapshotd.transport.device.handover import Keys
+from snapshotd.transport.device.key import KEY_BYTES, prove_source
+from snapshotd.transport.device.names import checked
+from snapshotd.transport.device.totals import Totals
+from snapshotd.transport.image.tls_connection import CONNECT_S, tune
+
+log = logging.getLogger(__name__)
+
+_SEND = "snapshotd.transport.device.send"
+#: How often a stripe's connection may break.
+REOPENED = 3
+#: How long a broken one is tried to be opened again. The target waits a little longer.
+REOPEN_S = 6.0
+
+
+class _Stripe:
+    """One file on its way."""
+
+    def __init__(self, number: int, name: str) -> None:
+        self.number, self.name = number, name
+        self.grown = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self.size = 0
+        self.finished = False
+        self.child: Child | None = None
+        self.at = self.sent = self.zero = self.same = 0
+        self.ended_s = 0.0
+        self.connected: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def note(self, message: dict[str, Any]) -> None:
+        if "at" in message:
+            self.at, self.sent, self.zero, self.same = (int(message[way]) for way in ("at", "sent", "zero", "same"))
+
+    async def close(self) -> None:
+        if self.child is not None:
+            await self.child.close()
+        if self.grown >= 0:
+            os.close(self.grown)
+            self.grown = -1
+
+
+class Outgoing:
+    """The stripes of one move on their way to the target. On the loop that made it."""
+
+    def __init__(self, host: str, port: int, key: bytes, node: str, names: Sequence[str], *, encrypted: bool) -> None:
+        self._host, self._port, self._key, self._node, self._encrypted = host, port, key, node, encrypted
+        self._stripes = {name: _Stripe(number, name) for number, name in enumerate(checked(names))}
+        self._tasks: list[asyncio.Task[None]] = []
+        self._began_s: float | None = None
+        #: What went wrong first, as soon as it is known.
+        self.failed: SnapshotError | None = None
+
+    @classmethod
+    async def open(
+        cls,
+        host: str,
+        port: int,
+        key: bytes,
+        node: str,
+        folder: Path,
+        names: Sequence[str],
+        *,
+        encrypted: bool,
+    ) -> Outgoing:
+        """Connected, one child per name. `node`: the target's. The files need not exist yet. Unreachable, Denied."""
+        if len(key) != KEY_BYTES:  # an empty one would be held by everybody
+            raise Internal(f"node {node} gave a key of {len(key)} bytes for its lane, not {KEY_BYTES}")
+        outgoing = cls(host, port, key, node, names, encrypted=encrypted)
+        try:
+            for stripe in outgoing._stripes.values():
+                stripe.child = await Child.start(_SEND, {"path": str(folder / stripe.name)}, [stripe.grown])
+            for stripe in outgoing._stripes.values():
+                task = asyncio.create_task(outgoing._carry(stripe), name=f"stripe {stripe.name}")
+                task.add_done_callback(outgoing._note_failure)
+                outgoing._tasks.append(task)
+            for stripe, task in zip(outgoing._stripes.values(), outgoing._tasks, strict=True):
+                await asyncio.wait([stripe.connected, task], return_when=asyncio.FIRST_COMPLETED)
+            if outgoing.failed is not None:
+                raise outgoing.failed
+        except BaseException:
+            await outgoing.close()
+            raise
+        return outgoing
+
+    @property
+    def sent_bytes(self) -> int:
+        """Of the stripes, that are on their way (also those that were zero): for a progress bar."""
+        return sum(stripe.at for stripe in self._stripes.values())
+
+    def advance(self, name: str, size: int) -> None:
+        """So many bytes of the file may be sent now. Cheap; a smaller number than before changes nothing."""
+        stripe = self._stripes[name]
+        if size <= stripe.size or stripe.finished or stripe.grown < 0:
+            return
+        self._began_s = self._began_s or monotonic()
+        os.eventfd_write(stripe.grown, size - stripe.size)
+        stripe.size = size
+
+    def finish(self, sizes: Mapping[str, int]) -> None:
+        """The final sizes, of all names. Twice is once."""
+        if set(sizes) != set(self._stripes):
+            raise Internal(f"final sizes of {sorted(sizes)}, but the stripes are {sorted(self._stripes)}")
+        self._began_s = self._began_s or monotonic()
+        for name, size in sizes.items():
+            stripe = self._stripes[name]
+            if stripe.child is not None and not stripe.finished:
+                stripe.finished = True
+                stripe.child.say({"final": size})
+
+    async def wait(self) -> Totals:
+        """All is stored and verified at the target. Raises what went wrong (Unreachable, Damaged, Full, Internal)."""
+        await asyncio.wait(self._tasks, return_when=asyncio.FIRST_EXCEPTION)
+        if self.failed is not None:
+            raise self.failed
+        if any(task.cancelled() for task in self._tasks):
+            raise Internal("the stripes were closed before they had arrived")
+        stripes = self._stripes.values()
+        return Totals(
+            bytes=sum(stripe.at for stripe in stripes),
+            sent=sum(stripe.sent for stripe in stripes),
+            zero=sum(stripe.zero for stripe in stripes),
+            same=sum(stripe.same for stripe in stripes),
+            seconds=max(stripe.ended_s for stripe in stripes) - (self._began_s or 0.0),
+        )
+
+    async def close(self) -> None:
+        """Kills what is left; twice is once."""
+        for stripe in self._stripes.values():
+            if stripe.child is not None:
+                stripe.child.kill()  # before anything is waited for
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*(stripe.close() for stripe in self._stripes.values()))
+
+    def _note_failure(self, task: asyncio.Task[None]) -> None:
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        if not isinstance(error, SnapshotError):
+            log.error("sending a stripe failed unexpectedly", exc_info=error)
+            error = Internal(f"sending a stripe failed unexpectedly: {error!r}")
+        self.failed = self.failed or error
+        for other in self._tasks:
+            other.cancel()
+        for stripe in self._stripes.values():
+            if stripe.child is not None:
+                stripe.child.kill()
+
+    # ------------------------------------------------------------ one stripe
+
+    async def _carry(self, stripe: _Stripe) -> None:
+        """Until the target has it all; a connection that breaks is replaced."""
+        assert stripe.child is not None
+        await stripe.child.ready()
+        connection, keys = await self._reach(stripe)
+        for left in range(REOPENED, -1, -1):
+            with connection:
+                stripe.child.say(keys.message() if self._encrypted else {}, [connection.fileno()])
+            message = await self._until_it_breaks(stripe)
+            if message is None:
+                return
+            error = trouble(message["code"], f"{stripe.name} to node {self._node}: {message['lost']}")
+            if not left or not stripe.connected.done():  # before the first byte the caller may still choose another way
+                raise error
+            log.warning("%s; connecting again", error.message)
+            connection, keys = await self._reach_again(stripe)
+
+    async def _until_it_breaks(self, stripe: _Stripe) -> dict[str, Any] | None:
+        """How; None when all has arrived."""
+        assert stripe.child is not None
+        while True:
+            message = await stripe.child.hear()
+            stripe.note(message)
+            if "connected" in message and not stripe.connected.done():
+                stripe.connected.set_result(None)
+            if "lost" in message:
+                return message
+            if "done" in message:
+                stripe.ended_s = monotonic()
+                return None
+
+    async def _reach_again(self, stripe: _Stripe) -> tuple[socket.socket, Keys]:
+        async for attempt in AsyncRetrying(
+            retry=retry_if_exception_type(Unreachable),
+            stop=stop_after_delay(REOPEN_S),
+            wait=wait_random_exponential(multiplier=0.05, max=1.0),
+            reraise=True,
+        ):
+            with attempt:
+                return await self._reach(stripe)
+        raise AssertionError("tenacity ends with a value or an error")
+
+    async def _reach(self, stripe: _Stripe) -> tuple[socket.socket, Keys]:
+        """A connection whose other end holds the lane's key, and the connection's own."""
+        where = f"node {self._node} at {self._host}:{self._port}"
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                found = await loop.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
+                family, *_, address = found[0]
+                connection = socket.socket(family, socket.SOCK_STREAM)
+                try:
+                    tune(connection)
+                    connection.setblocking(False)
+                    await loop.sock_connect(connection, address)
+                    keys = await prove_source(connection, self._key, stripe.number, stripe.name)
+                    connection.setblocking(True)
+                except BaseException:
+                    connection.close()
+                    raise
+        except TimeoutError as error:
+            raise Unreachable(f"{where}: no answer within {CONNECT_S:.0f} s") from error
+        except OSError as error:
+            why = os.strerror(error.errno) if error.errno else str(error)  # asyncio's own words name no cause
+            raise Unreachable(f"{where}: {why}") from error
+        return connection, keys

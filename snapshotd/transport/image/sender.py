@@ -1,0 +1,286 @@
+"""The source's end of the lane: image files in, chunks out over parallel streams, while CRIU is still writing them.
+
+Invariant: a chunk is held until the target has stored it, and sent again when it arrived damaged. At most WINDOW chunks
+per stream are held at a time, however many files are being read, so the source never holds a second copy of the rank.
+Nobody reads a pipe without a free place for the chunk: that is how the target's pace reaches CRIU.
+
+The first failure of any stream ends all of it: every `put_*` and `finish` raises it, and no task is left behind. The
+rank is then frozen on the source, whole; whoever asked decides what becomes of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from snapshotd.api.errors import Damaged, Internal, SnapshotError, Unreachable, Where, from_wire
+from snapshotd.api.snapshotd_pb2 import ImageFile
+from snapshotd.runtime.blocking import in_thread
+from snapshotd.transport.image.fifo import Stop, read_chunk, readable
+from snapshotd.transport.image.frame import (
+    IMAGE_NAME,
+    MAX_CHUNK_BYTES,
+    PAGE_BYTES,
+    Answer,
+    Frame,
+    Kind,
+    data_frame,
+    hole_frame,
+)
+from snapshotd.transport.image.grpc_channel import WINDOW
+from snapshotd.transport.image.ledger import Chunks, summary
+from snapshotd.transport.image.malloc_tuning import freed_blocks_kept
+from snapshotd.transport.image.sparse import file_chunk
+from snapshotd.transport.image.stream import Stream
+
+MAX_SENDS = 4  # a chunk that arrived damaged is sent again three times
+_PATIENCE_MS = 50  # how long a thread waits for a writer that has paused before its part of a chunk goes alone
+
+
+@dataclass(slots=True)
+class _Held:
+    """A chunk on its way."""
+
+    frame: Frame
+    sends: int = 0
+
+
+class Sender:
+    """Sends the images of one move; use it as an async context manager, `finish` before leaving it.
+
+    Leaving it early, or by an exception, cancels the streams: the target then has a partial image, for `drop`.
+    """
+
+    def __init__(
+        self,
+        streams: Sequence[Stream],
+        chunk_bytes: int = 2 << 20,
+        on_bytes: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """The streams are its own from now on: it ends them.
+
+        `on_bytes(bytes_sent, bytes_zero)` gets the totals, on the loop, after every chunk the target has stored.
+        """
+        if not PAGE_BYTES <= chunk_bytes <= MAX_CHUNK_BYTES:
+            raise Internal(f"chunks of {chunk_bytes} bytes: {PAGE_BYTES} to {MAX_CHUNK_BYTES} are possible")
+        self.bytes_sent = 0
+        self.bytes_zero = 0
+        self.chunks_resent = 0
+        self.peak_chunks_held = 0
+        self._streams = streams
+        self._chunk_bytes = chunk_bytes
+        self._on_bytes = on_bytes
+        self._places = asyncio.Semaphore(WINDOW * len(streams))
+        self._ready: asyncio.Queue[_Held] = asyncio.Queue()
+        self._held: dict[int, _Held] = {}
+        self._all_stored = asyncio.Event()
+        self._all_stored.set()
+        self._files: dict[str, Chunks] = {}
+        self._sequence = 0
+        self._senders: list[asyncio.Task[None]] = []
+        self._takers: list[asyncio.Task[None]] = []
+        self._work: set[asyncio.Task[None]] = set()
+        self._heap = contextlib.ExitStack()
+        self._ending = False
+        self._failure: SnapshotError | None = None
+
+    async def __aenter__(self) -> Self:
+        loop = asyncio.get_running_loop()
+        self._heap.enter_context(freed_blocks_kept())
+        for stream in self._streams:
+            window = asyncio.Semaphore(WINDOW)
+            self._senders.append(loop.create_task(self._send_chunks(stream, window)))
+            self._takers.append(loop.create_task(self._take_answers(stream, window)))
+        for task in (*self._senders, *self._takers):
+            task.add_done_callback(self._fail_if_broken)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for stream in self._streams:
+            stream.cancel()
+        tasks = [*self._senders, *self._takers, *self._work]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, *(stream.ended() for stream in self._streams), return_exceptions=True)
+        self._held.clear()
+        self._heap.close()
+
+    # ------------------------------------------------------------ what goes in
+
+    async def put_fd(self, name: str, fd: int, *, eof: asyncio.Event | None = None) -> None:
+        """Sends what comes out of a FIFO or pipe (O_NONBLOCK) until its end, as the file `name`.
+
+        No writer means the end once bytes have come, or once `eof` is set: the dump is over. With `eof` None, a writer
+        that came and went is the end. The descriptor stays the caller's.
+        """
+        self._begin(name)
+        await self._or_failure(self._read_pipe(name, fd, eof))
+
+    async def put_file(self, name: str, path: Path) -> None:
+        """Sends a regular file, its holes as holes. It must not change meanwhile: Damaged if it shrinks."""
+        self._begin(name)
+        await self._or_failure(self._read_file(name, path))
+
+    async def finish(self) -> list[ImageFile]:
+        """Waits until the target has stored everything, ends the streams, and says what `seal` has to find."""
+        await self._or_failure(self._end())
+        return [summary(name, chunks) for name, chunks in self._files.items()]
+
+    def _begin(self, name: str) -> None:
+        if not IMAGE_NAME.fullmatch(name):
+            raise Internal(f"{name[:100]!r} cannot be the name of an image file", where=Where.SOURCE_FROZEN)
+        if name in self._files:
+            raise Internal(f"the image file {name} is sent twice", where=Where.SOURCE_FROZEN)
+        self._files[name] = {}
+
+    # ------------------------------------------------------------ reading
+
+    async def _read_pipe(self, name: str, fd: int, eof: asyncio.Event | None) -> None:
+        offset = 0
+        while True:
+            await readable(fd, eof)
+            over = eof is not None and eof.is_set()  # asked before the read: what was written by then is in the pipe
+            frame, stop = await self._read_in_place(partial(self._pipe_chunk, name, fd, offset))
+            if frame is not None:
+                offset += frame.length
+            if stop is Stop.FULL:
+                continue
+            if over or (stop is Stop.NO_WRITER and (offset or eof is None)):
+                break
+            if stop is Stop.NO_WRITER and eof is not None:
+                # A writer that came and wrote nothing: the pipe reports it for ever, so look again only now and then.
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(eof.wait(), _PATIENCE_MS / 1000)
+        if not offset:
+            await self._read_in_place(lambda sequence: (hole_frame(sequence, name, 0, 0), Stop.NO_WRITER))
+
+    def _pipe_chunk(self, name: str, fd: int, offset: int, sequence: int) -> tuple[Frame | None, Stop]:
+        data, stop = read_chunk(fd, self._chunk_bytes, _PATIENCE_MS)
+        return (data_frame(sequence, name, offset, data) if data else None), stop
+
+    async def _read_file(self, name: str, path: Path) -> None:
+        try:
+            fd = await in_thread(os.open, path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                size = os.fstat(fd).st_size
+                offset, begun = 0, False
+                while offset < size or not begun:
+                    begun = True
+                    chunk = partial(file_chunk, name, fd, offset, size, self._chunk_bytes)
+                    frame, _ = await self._read_in_place(chunk)
+                    offset += frame.length if frame is not None else 0
+            finally:
+                os.close(fd)
+        except OSError as error:
+            raise Internal(f"{path} cannot be sent: {error}", where=Where.SOURCE_FROZEN) from error
+
+    async def _read_in_place(self, read: Callable[[int], tuple[Frame | None, Stop]]) -> tuple[Frame | None, Stop]:
+        """Runs `read(sequence)` in a thread once there is a place for what it brings, and hands that to the streams."""
+        await self._places.acquire()
+        self._sequence += 1
+        frame = None
+        try:
+            frame, stop = await in_thread(read, self._sequence)
+        finally:
+            if frame is None:
+                self._places.release()
+        if frame is not None:
+            self._files[frame.name][frame.offset] = (frame.length, frame.digest)
+            self._held[frame.sequence] = _Held(frame)
+            self.peak_chunks_held = max(self.peak_chunks_held, len(self._held))
+            self._all_stored.clear()
+            self._ready.put_nowait(self._held[frame.sequence])
+        return frame, stop
+
+    # ------------------------------------------------------------ streams
+
+    async def _send_chunks(self, stream: Stream, window: asyncio.Semaphore) -> None:
+        while True:
+            await window.acquire()
+            held = await self._ready.get()
+            held.sends += 1
+            if not await stream.send(held.frame):
+                return  # over: the task that takes the answers learns why
+
+    async def _take_answers(self, stream: Stream, window: asyncio.Semaphore) -> None:
+        try:
+            while (answer := await stream.receive()) is not None:
+                if answer.kind is Kind.ERROR:
+                    raise from_wire(answer.text)
+                self._take(answer)
+                window.release()
+            if not self._ending:
+                raise Unreachable("the target ended the stream of images before it was complete")
+        except SnapshotError as error:
+            self._fail(error)
+
+    def _take(self, answer: Answer) -> None:
+        held = self._held.get(answer.sequence)
+        if held is None:
+            raise Damaged(f"the target answered for a chunk {answer.sequence} that is not on its way")
+        frame = held.frame
+        if answer.kind is Kind.BAD:
+            if held.sends >= MAX_SENDS:
+                raise Damaged(f"{frame.name}: the chunk at {frame.offset} arrived damaged {held.sends} times")
+            self.chunks_resent += 1
+            self._ready.put_nowait(held)
+            return
+        del self._held[answer.sequence]
+        self._places.release()
+        self.bytes_sent += frame.payload_bytes
+        self.bytes_zero += frame.length - frame.payload_bytes
+        if not self._held:
+            self._all_stored.set()
+        if self._on_bytes is not None:
+            self._on_bytes(self.bytes_sent, self.bytes_zero)
+
+    async def _end(self) -> None:
+        await self._all_stored.wait()
+        self._ending = True
+        for stream in self._streams:
+            await stream.done()
+        await asyncio.wait(self._takers)
+
+    # ------------------------------------------------------------ failing
+
+    def _fail(self, error: SnapshotError) -> None:
+        if self._failure is None:
+            error.where = Where.SOURCE_FROZEN
+            self._failure = error
+            for task in (*self._work, *self._senders):
+                task.cancel()
+
+    def _fail_if_broken(self, task: asyncio.Task[None]) -> None:
+        """A stream's task that died of anything unforeseen must not leave `put_*` waiting for ever."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._fail(Internal(f"the stream of images broke: {error!r}"))
+
+    async def _or_failure(self, work: Coroutine[None, None, None]) -> None:
+        """Runs `work` until it is done or a stream fails, and raises the failure."""
+        if self._failure is not None:
+            work.close()
+            raise self._failure
+        task = asyncio.get_running_loop().create_task(work)
+        self._work.add(task)
+        try:
+            await task
+        except asyncio.CancelledError:
+            outer = asyncio.current_task()
+            if not self._failed() or (outer is not None and outer.cancelling()):
+                raise
+        finally:
+            self._work.discard(task)
+        if self._failure is not None:
+            raise self._failure
+
+    def _failed(self) -> bool:
+        return self._failure is not None

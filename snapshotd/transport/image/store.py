@@ -1,0 +1,364 @@
+"""The target's room for images: one directory per move on RAM-backed storage, mode 0700, gone when the move ends.
+
+Invariant: a byte is in an image file only if the digest of its chunk was right, and a move is sealed only if every file
+is whole: its chunks lie side by side from 0 to its size, and their digests are those the source counted. Only sealed
+images are restored. A damaged, late, strange or oversized chunk changes nothing.
+
+Every method may be called from any thread; what takes long happens outside the locks. The seal is on the storage
+itself, so a daemon that restarts knows its sealed images again; of a partial one it knows only that it is there.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import re
+import shutil
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from snapshotd.api.errors import Damaged, Full, Internal, NotFound, SnapshotError, WrongState
+from snapshotd.api.snapshotd_pb2 import ImageFile
+from snapshotd.transport.image.frame import IMAGE_NAME, MAX_FILE_BYTES, Frame
+from snapshotd.transport.image.ledger import Chunks, is_whole
+
+log = logging.getLogger(__name__)
+
+MOVE_NAME = re.compile(r"m-[0-9a-f]{12}")
+MAX_FILES = 100_000
+MAX_CHUNKS = 1 << 20
+_SEAL_NAME = ".sealed"  # no image file can be called so
+
+
+@dataclass
+class _Receiving:
+    """What is known of a move whose chunks are arriving. Guarded by its condition."""
+
+    directory: Path
+    capacity_bytes: int
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    chunks: dict[str, Chunks] = field(default_factory=dict)
+    chunk_count: int = 0
+    written_bytes: int = 0
+    writers: int = 0
+    closed: bool = False  # being sealed or dropped: no writer may begin
+    beside: tuple[str, ...] = ()  # files of the move that somebody else writes
+    beside_bytes: int = 0  # … what they may take
+
+    def taken_beside_bytes(self) -> int:
+        """What they take by now, also ahead of what is written."""
+        taken_bytes = 0
+        for name in self.beside:
+            with suppress(FileNotFoundError):
+                taken_bytes += (self.directory / name).stat(follow_symlinks=False).st_blocks * 512
+        return taken_bytes
+
+
+class ImageStore:
+    """All images held on this node, by move."""
+
+    def __init__(self, image_dir: Path) -> None:
+        self._root = image_dir
+        self._lock = threading.Lock()
+        self._receiving: dict[str, _Receiving] = {}
+        self._sealed: dict[str, str] = {}  # move -> what was sealed
+        self._dropping: list[threading.Thread] = []
+        self._undropped: set[str] = set()
+        image_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        image_dir.chmod(0o700)
+        self._leftovers = {entry.name for entry in os.scandir(image_dir) if MOVE_NAME.fullmatch(entry.name)}
+        for move in self._leftovers:
+            try:
+                self._sealed[move] = (image_dir / move / _SEAL_NAME).read_text()
+            except FileNotFoundError:
+                continue
+
+    def create(self, move: str, capacity_bytes: int) -> None:
+        """Makes room for a move, Full if there is none. Twice is once; what an earlier life left half done is wiped."""
+        directory = self._directory(move)
+        self.dropped()
+        with self._lock:
+            if move in self._sealed:
+                raise WrongState(f"the images of {move} are already here and sealed")
+            if move in self._receiving:
+                return
+            if move in self._leftovers:
+                shutil.rmtree(directory, ignore_errors=True)
+                self._leftovers.discard(move)
+            room_bytes = self._room_bytes()
+            if capacity_bytes > room_bytes:
+                raise Full(f"{move} needs {_mib(capacity_bytes)} MiB for its images, {_mib(room_bytes)} MiB are free")
+            try:
+                directory.mkdir(mode=0o700)
+            except OSError as error:
+                raise _translated(error, f"making {directory}") from error
+            self._receiving[move] = _Receiving(directory, capacity_bytes)
+
+    def write(self, move: str, frame: Frame) -> bool:
+        """Puts one chunk in its place; False, with nothing written, if it arrived damaged and should be sent again.
+
+        The same chunk twice is once. Another chunk at the same place is Damaged: the source contradicts itself.
+        """
+        if not frame.intact():
+            return False
+        _check_sane(frame)
+        with self._writing(move) as receiving:
+            with receiving.changed:
+                known = receiving.chunks.get(frame.name, {}).get(frame.offset)
+                self._check_admissible(move, receiving, frame, known)
+                if known is not None:
+                    return True
+                receiving.written_bytes += frame.payload_bytes
+            try:
+                _put(receiving.directory / frame.name, frame)
+            except OSError as error:
+                raise _translated(error, f"writing {frame.name} of {move}") from error
+            with receiving.changed:
+                chunk = (frame.length, frame.digest)
+                if receiving.chunks.setdefault(frame.name, {}).setdefault(frame.offset, chunk) != chunk:
+                    raise Damaged(f"{frame.name} of {move}: two different chunks at {frame.offset}")
+                receiving.chunk_count += 1
+        return True
+
+    def seal(self, move: str, files: Sequence[ImageFile]) -> list[str]:
+        """The names of files that are not whole, missing, or not in the list; none: the move is sealed from now on."""
+        directory = self._directory(move)
+        wanted = Counter(file.name for file in files)
+        summary = json.dumps(sorted((file.name, file.size, file.chunks, file.digest.hex()) for file in files))
+        with self._lock:
+            if (sealed := self._sealed.get(move)) is not None:
+                if sealed != summary:
+                    raise WrongState(f"the images of {move} were sealed with other files")
+                return []
+            receiving = self._receiving.get(move)
+        if receiving is None:
+            raise _unknown(move)
+        with receiving.changed:
+            self._close(move, receiving)
+            damaged = {file.name for file in files if not is_whole(file, receiving.chunks.get(file.name, {}))}
+            damaged |= set(receiving.chunks) - set(wanted)
+            damaged |= {name for name, times in wanted.items() if times > 1}
+            if damaged:
+                receiving.closed = False
+                return sorted(damaged)
+        try:
+            for file in files:
+                os.truncate(directory / file.name, file.size)  # a hole at the end was never written
+            fresh = directory / (_SEAL_NAME + "-fresh")
+            fresh.touch(mode=0o600)
+            fresh.write_text(summary)
+            fresh.rename(directory / _SEAL_NAME)
+        except OSError as error:
+            with receiving.changed:
+                receiving.closed = False
+            raise _translated(error, f"sealing {move}") from error
+        with self._lock:
+            self._sealed[move] = summary
+            self._receiving.pop(move, None)
+        return []
+
+    def sealed(self, move: str) -> bool:
+        """Whether the move's images are whole and verified; known after a restart of the daemon too."""
+        with self._lock:
+            return move in self._sealed
+
+    def path(self, move: str) -> Path:
+        """The directory with the move's images, for CRIU."""
+        directory = self._directory(move)
+        with self._lock:
+            if move not in self._receiving and move not in self._sealed and move not in self._leftovers:
+                raise _unknown(move)
+        return directory
+
+    def drop(self, move: str) -> None:
+        """The move's images are gone when this returns; chunks on their way are refused. Twice is once."""
+        directory = self._directory(move)
+        with self._lock:
+            receiving = self._receiving.get(move)
+        if receiving is not None:
+            with receiving.changed:
+                receiving.closed = True
+                receiving.changed.wait_for(lambda: not receiving.writers)
+        try:
+            shutil.rmtree(directory)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            raise _translated(error, f"removing the images of {move}") from error
+        with self._lock:
+            self._receiving.pop(move, None)
+            self._sealed.pop(move, None)
+            self._leftovers.discard(move)
+
+    def drop_soon(self, move: str) -> None:
+        """Drops while the caller goes on: to free a large image takes seconds. Who asks for room waits for it."""
+
+        def drop() -> None:
+            try:
+                self.drop(move)
+            except SnapshotError as error:  # whoever asks for room tries again, as does the daemon's next start
+                log.warning("%s", error.message)
+                with self._lock:
+                    self._undropped.add(move)
+
+        thread = threading.Thread(target=drop, name=f"drop {move}", daemon=True)
+        with self._lock:
+            self._dropping = [other for other in self._dropping if other.is_alive()]
+            thread.start()  # in here: whoever joins it finds it begun
+            self._dropping.append(thread)
+
+    def dropped(self) -> None:
+        """Waits until all that is being dropped is gone."""
+        with self._lock:
+            dropping = list(self._dropping)
+            undropped, self._undropped = self._undropped, set()
+        for thread in dropping:
+            thread.join()
+        for move in undropped:
+            self.drop_soon(move)
+
+    def leftovers(self) -> list[str]:
+        """Moves whose images an earlier life of the daemon left here: partial ones, and sealed ones (`sealed`)."""
+        with self._lock:
+            return sorted(self._leftovers)
+
+    def held_bytes(self) -> int:
+        """Memory that images take on this node."""
+        held_bytes = 0
+        for directory in self._root.iterdir():
+            if not MOVE_NAME.fullmatch(directory.name):
+                continue
+            with suppress(FileNotFoundError):  # dropped while we look
+                held_bytes += sum(entry.stat(follow_symlinks=False).st_blocks * 512 for entry in os.scandir(directory))
+        return held_bytes
+
+    def room_bytes(self) -> int:
+        """What is free here and promised to nobody."""
+        self.dropped()
+        with self._lock:
+            return self._room_bytes()
+
+    def set_aside(self, move: str, names: Sequence[str], size_bytes: int) -> None:
+        """So much of the move's room is for these files, which come another way. As they take it, and as long as they have
+        it, it is not promised any more. Said again, the last word counts."""
+        with self._lock:
+            receiving = self._receiving.get(move)
+        if receiving is None:
+            raise _unknown(move)
+        with receiving.changed:
+            receiving.beside, receiving.beside_bytes = tuple(names), size_bytes
+
+    def capacity_bytes(self) -> int:
+        """What images could take at most as things are: what they take, and what is free."""
+        return self.held_bytes() + self._free_bytes()
+
+    def _directory(self, move: str) -> Path:
+        if not MOVE_NAME.fullmatch(move):
+            raise NotFound(f"{move[:100]!r} is not the name of a move")
+        return self._root / move
+
+    @contextmanager
+    def _writing(self, move: str) -> Iterator[_Receiving]:
+        """While a chunk is written, nobody seals or drops the move."""
+        self._directory(move)
+        with self._lock:
+            receiving = self._receiving.get(move)
+            sealed = move in self._sealed
+        if sealed:
+            raise WrongState(f"the images of {move} are sealed: nothing may change them")
+        if receiving is None:
+            raise _unknown(move)
+        with receiving.changed:
+            if receiving.closed:
+                raise WrongState(f"the images of {move} are being sealed or dropped")
+            receiving.writers += 1
+        try:
+            yield receiving
+        finally:
+            with receiving.changed:
+                receiving.writers -= 1
+                receiving.changed.notify_all()
+
+    def _close(self, move: str, receiving: _Receiving) -> None:
+        """No writer from here on; those at work finish. The caller holds the condition."""
+        if receiving.closed:
+            raise WrongState(f"the images of {move} are already being sealed or dropped")
+        receiving.closed = True
+        receiving.changed.wait_for(lambda: not receiving.writers)
+
+    def _check_admissible(
+        self, move: str, receiving: _Receiving, frame: Frame, known: tuple[int, bytes] | None
+    ) -> None:
+        if known is not None:
+            if known != (frame.length, frame.digest):
+                raise Damaged(f"{frame.name} of {move}: two different chunks at {frame.offset}")
+            return
+        if frame.name not in receiving.chunks and len(receiving.chunks) >= MAX_FILES:
+            raise Damaged(f"{move} has more than {MAX_FILES} files")
+        if receiving.chunk_count >= MAX_CHUNKS:
+            raise Damaged(f"{move} has more than {MAX_CHUNKS} chunks")
+        # A rank may have grown since its room was reserved. That is no harm where nobody else's room is taken.
+        over_bytes = receiving.written_bytes + frame.payload_bytes - receiving.capacity_bytes
+        if over_bytes + receiving.beside_bytes > 0:
+            over_bytes += receiving.taken_beside_bytes()
+        if over_bytes > 0 and self._room_bytes() < frame.payload_bytes:
+            raise Full(f"{move} outgrew its {_mib(receiving.capacity_bytes)} MiB and there is no more room")
+
+    def _room_bytes(self) -> int:
+        """Free and not promised to a move that is still arriving."""
+        promised_bytes = 0
+        for one in list(self._receiving.values()):
+            promised_bytes += max(0, one.capacity_bytes - one.written_bytes - one.taken_beside_bytes())
+        return max(0, self._free_bytes() - promised_bytes)
+
+    def _free_bytes(self) -> int:
+        """Tmpfs promises more than the machine has: the smaller of its own limit and the available memory counts."""
+        storage = os.statvfs(self._root)
+        available_bytes = 0
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                available_bytes = int(line.split()[1]) * 1024
+        return min(storage.f_bavail * storage.f_frsize, available_bytes)
+
+
+def _check_sane(frame: Frame) -> None:
+    """What the lane's parser has checked already; the store does not rely on who calls it."""
+    if not IMAGE_NAME.fullmatch(frame.name):
+        raise Damaged(f"{frame.name[:100]!r} is not the name of an image file")
+    if frame.offset < 0 or frame.length < 0 or frame.offset + frame.length > MAX_FILE_BYTES:
+        raise Damaged(f"{frame.name}: a chunk at {frame.offset} of {frame.length} bytes is beyond {MAX_FILE_BYTES}")
+
+
+def _put(path: Path, frame: Frame) -> None:
+    """The chunk's pages at their places. What is zero is left out: the file is fresh, so a hole reads as zero."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        payload = memoryview(frame.payload)
+        for start, end in frame.runs():
+            run, payload = payload[: end - start], payload[end - start :]
+            position = frame.offset + start
+            while run:
+                written = os.pwrite(fd, run, position)
+                run, position = run[written:], position + written
+    finally:
+        os.close(fd)
+
+
+def _translated(error: OSError, doing: str) -> Full | Internal:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG):
+        return Full(f"no room left while {doing}: {error.strerror}")
+    return Internal(f"{doing}: {error}")
+
+
+def _unknown(move: str) -> NotFound:
+    return NotFound(f"this node receives no images for {move}")
+
+
+def _mib(count_bytes: int) -> int:
+    return count_bytes + (1 << 20) - 1 >> 20

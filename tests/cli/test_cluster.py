@@ -1,0 +1,301 @@
+"""cluster.toml: found in the right place, read as a whole, and every problem of it named at once."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from migrator import pki
+from migrator.cluster import Cluster, Netns, Places
+from snapshotd.api.errors import Ambiguous, BadConfig, Internal, NotFound, Unreachable
+
+REPOSITORY = Path(__file__).parents[2]
+OWN_NETNS = Path("/proc/self/ns/net")
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> Places:
+    return Places(
+        environment={},
+        user=tmp_path / "home/cluster.toml",
+        system=tmp_path / "etc/cluster.toml",
+        labs=tmp_path / "labs",
+        local_socket=tmp_path / "admin.sock",
+    )
+
+
+def write_cluster(path: Path, extra: str = "", node: str = "node-1", tls: bool = True) -> Path:
+    """A good file, with real certificates beside it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if tls and not (path.parent / "pki").exists():
+        pki.init(path.parent / "pki")
+        pki.issue_operator(path.parent / "pki", "alice")
+    files = '[tls]\nca = "pki/ca.crt"\ncert = "pki/operators/alice.crt"\nkey = "pki/operators/alice.key"\n'
+    path.write_text(f'{extra}\n{files if tls else ""}[nodes.{node}]\nendpoint = "10.0.0.1:7070"\n')
+    return path
+
+
+@contextlib.contextmanager
+def as_nobody() -> Iterator[None]:
+    """Root reads everything; this test must not be root."""
+    if os.geteuid() != 0:
+        yield
+        return
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+def test_a_good_file(tmp_path: Path) -> None:
+    cluster = Cluster.load(write_cluster(tmp_path / "c/cluster.toml"))
+    assert cluster.nodes == {"node-1": "10.0.0.1:7070"}
+    assert cluster.tls is not None
+    assert cluster.tls.ca == tmp_path / "c/pki/ca.crt", "relative to the file, not to where the caller stands"
+    assert cluster.netns is None
+
+
+# ---------------------------------------------------------------- where it is found
+
+
+def test_search_order(places: Places, tmp_path: Path) -> None:
+    lab = write_cluster(places.labs / "lab/cluster.toml", node="in-lab")
+    assert list(Cluster.load(places=places).nodes) == ["in-lab"]
+    write_cluster(places.system, node="of-system")
+    assert list(Cluster.load(places=places).nodes) == ["of-system"]
+    write_cluster(places.user, node="of-user")
+    assert list(Cluster.load(places=places).nodes) == ["of-user"]
+    named = Places(**{**vars(places), "environment": {"MIGRATOR_CLUSTER": str(lab)}})
+    assert list(Cluster.load(places=named).nodes) == ["in-lab"]
+    given = write_cluster(tmp_path / "given/cluster.toml", node="given")
+    assert list(Cluster.load(given, places=named).nodes) == ["given"]
+
+
+def test_two_labs_need_a_name(places: Places) -> None:
+    for lab in ("one", "two"):
+        write_cluster(places.labs / lab / "cluster.toml")
+    with pytest.raises(Ambiguous, match="2 labs are up: one, two") as caught:
+        Cluster.load(places=places)
+    assert "--cluster" in caught.value.advice
+
+
+def test_a_dead_lab_does_not_count(places: Places) -> None:
+    write_cluster(places.labs / "dead/cluster.toml", 'netns = "/proc/0/ns/net"', node="dead")
+    write_cluster(places.labs / "living/cluster.toml", f'netns = "{OWN_NETNS}"', node="living")
+    assert list(Cluster.load(places=places).nodes) == ["living"]
+
+
+def test_local_daemon(places: Places) -> None:
+    with socket.socket(socket.AF_UNIX) as daemon:
+        daemon.bind(str(places.local_socket))
+        cluster = Cluster.load(places=places)
+    assert cluster.nodes == {os.uname().nodename: f"unix:{places.local_socket}"}
+
+
+def test_nothing_anywhere(places: Places) -> None:
+    places.local_socket.write_text("a file is no socket")
+    with pytest.raises(NotFound, match="no cluster") as caught:
+        Cluster.load(places=places)
+    assert "migrator lab up" in caught.value.advice
+
+
+def test_named_file_is_missing(places: Places, tmp_path: Path) -> None:
+    write_cluster(places.user)
+    with pytest.raises(NotFound, match=r"nowhere\.toml"):
+        Cluster.load(tmp_path / "nowhere.toml", places=places)
+
+
+def test_forbidden_file_is_not_skipped(places: Places) -> None:
+    write_cluster(places.labs / "lab/cluster.toml")
+    write_cluster(places.user).chmod(0)
+    with as_nobody(), pytest.raises(BadConfig, match="cannot be read"):
+        Cluster.load(places=places)
+
+
+# ---------------------------------------------------------------- what can be wrong with it
+
+
+def test_all_problems_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text("""
+        netns = "relative"
+        color = "red"
+        [tls]
+        ca = "nowhere.crt"
+        cert = 7
+        password = "x"
+        [nodes]
+        loose = "10.0.0.9:7070"
+        [nodes.node-1]
+        endpoint = "10.0.0.1"
+        [nodes."a/b"]
+        endpoint = "10.0.0.2:7070"
+        weight = 3
+        [nodes.node-3]
+        """)
+    with pytest.raises(BadConfig) as caught:
+        Cluster.load(path)
+    text = caught.value.message
+    assert text.startswith(str(path))
+    for problem in (
+        "netns: not an absolute path",
+        "color: nobody knows",
+        f"tls.ca: {tmp_path}/nowhere.crt cannot be read",
+        "tls.cert: missing",
+        "tls.key: missing",
+        "tls.password: nobody knows",
+        "nodes.loose: not a table",
+        "nodes.node-1.endpoint: '10.0.0.1' is neither",
+        "nodes.a/b: not a host name",
+        "nodes.a/b.weight: nobody knows",
+        "nodes.node-3.endpoint: missing",
+    ):
+        assert problem in text
+    assert text.count("\n") == 11
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "good"),
+    [
+        ("10.0.0.1:7070", True),
+        ("node-1.cluster.local:1", True),
+        ("[fd00::1]:7070", True),
+        ("unix:/run/x.sock", True),
+        ("fd00::1:7070", False),
+        ("10.0.0.1:0", False),
+        ("10.0.0.1:65536", False),
+        ("10.0.0.1:７0", False),
+        ("host:", False),
+        (":7070", False),
+        ("unix:relative", False),
+        ("a b:7070", False),
+    ],
+)
+def test_endpoints(tmp_path: Path, endpoint: str, good: bool) -> None:
+    path = write_cluster(tmp_path / "cluster.toml")
+    path.write_text(path.read_text().replace("10.0.0.1:7070", endpoint))
+    if good:
+        assert Cluster.load(path).nodes == {"node-1": endpoint}
+    else:
+        with pytest.raises(BadConfig, match="is neither"):
+            Cluster.load(path)
+
+
+def test_one_endpoint_for_two_nodes(tmp_path: Path) -> None:
+    path = write_cluster(tmp_path / "cluster.toml")
+    path.write_text(path.read_text() + '[nodes.node-2]\nendpoint = "10.0.0.1:7070"\n')
+    with pytest.raises(BadConfig, match=r"10\.0\.0\.1:7070 is the endpoint of two nodes"):
+        Cluster.load(path)
+
+
+def test_no_tls(tmp_path: Path) -> None:
+    with pytest.raises(BadConfig, match="tls: missing"):
+        Cluster.load(write_cluster(tmp_path / "cluster.toml", tls=False))
+
+
+@pytest.mark.parametrize("text", ["", "nodes = 3", "[nodes]"])
+def test_no_nodes(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text(text)
+    with pytest.raises(BadConfig, match="no node is named"):
+        Cluster.load(path)
+
+
+@pytest.mark.parametrize("content", [b"nodes = [", b"\xff\xfe"])
+def test_no_toml(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_bytes(content)
+    with pytest.raises(BadConfig, match="no TOML"):
+        Cluster.load(path)
+
+
+def test_unreadable_key(tmp_path: Path) -> None:
+    path = write_cluster(tmp_path / "cluster.toml")
+    for folder in (tmp_path, *tmp_path.parents[:2], tmp_path / "pki", tmp_path / "pki/operators"):
+        folder.chmod(0o755)
+    with as_nobody(), pytest.raises(BadConfig, match=r"tls\.key: .*alice\.key cannot be read: Permission denied"):
+        Cluster.load(path)
+
+
+def test_key_is_no_pem(tmp_path: Path) -> None:
+    path = write_cluster(tmp_path / "cluster.toml")
+    (tmp_path / "pki/operators/alice.key").write_bytes(b"\x30\x82")
+    with pytest.raises(BadConfig, match=r"tls\.key: .* is no PEM file"):
+        Cluster.load(path)
+
+
+# ---------------------------------------------------------------- clients
+
+
+async def test_client(tmp_path: Path) -> None:
+    cluster = Cluster.load(write_cluster(tmp_path / "cluster.toml"))
+    async with cluster.client("node-1") as client:
+        assert (client.endpoint, client.name) == ("10.0.0.1:7070", "node-1")
+
+
+async def test_client_of_the_local_daemon(tmp_path: Path) -> None:
+    cluster = Cluster("test", {"here": f"unix:{tmp_path}/admin.sock"})
+    async with cluster.client("here") as client:
+        assert (client.endpoint, client.name) == (f"unix:{tmp_path}/admin.sock", None)
+
+
+def test_client_of_an_unknown_node(tmp_path: Path) -> None:
+    cluster = Cluster.load(write_cluster(tmp_path / "cluster.toml"))
+    with pytest.raises(NotFound, match="'node-9'") as caught:
+        cluster.client("node-9")
+    assert "node-1" in caught.value.advice
+
+
+# ---------------------------------------------------------------- the lab's network
+
+
+def test_enter_without_a_lab() -> None:
+    before = OWN_NETNS.stat().st_ino
+    Cluster("test", {}).enter()
+    assert OWN_NETNS.stat().st_ino == before
+
+
+def test_enter_where_we_are_already() -> None:
+    Cluster("test", {}, netns=Netns(OWN_NETNS, OWN_NETNS.stat().st_ino)).enter()
+
+
+@pytest.mark.parametrize("netns", [Netns(Path("/proc/0/ns/net"), 1), Netns(OWN_NETNS, 1)])
+def test_enter_a_lab_that_vanished(netns: Netns) -> None:
+    """Its process is gone, or its number is now somebody else's."""
+    with pytest.raises(Unreachable, match="no longer up") as caught:
+        Cluster("lab/cluster.toml", {}, netns=netns).enter()
+    assert "lab down" in caught.value.advice
+
+
+def test_enter_is_too_late_with_threads() -> None:
+    done = threading.Event()
+    thread = threading.Thread(target=done.wait)
+    thread.start()
+    try:
+        with pytest.raises(Internal, match="before any thread"):
+            Cluster("test", {}, netns=Netns(Path("/proc/self/ns/uts"))).enter()
+    finally:
+        done.set()
+        thread.join()
+
+
+def test_enter_what_is_no_network() -> None:
+    """In a process without threads, which pytest's need not be."""
+    program = (
+        "from pathlib import Path\n"
+        "from migrator.cluster import Cluster, Netns\n"
+        "from snapshotd.api.errors import BadConfig, Denied\n"
+        "try: Cluster('here', {}, netns=Netns(Path('/proc/self/ns/uts'))).enter()\n"
+        "except (BadConfig, Denied) as error: print(error.message)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    assert "netns /proc/self/ns/uts cannot be entered" in done.stdout or "only root" in done.stdout

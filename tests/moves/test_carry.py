@@ -1,0 +1,85 @@
+"""Carried files: what is somebody else's is never overwritten, what is undone is taken away."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from snapshotd.api.errors import Damaged, Refused
+from snapshotd.moves.carry import Carry
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> tuple[Carry, Path, Path]:
+    local, images = tmp_path / "local", tmp_path / "images"
+    local.mkdir()
+    images.mkdir()
+    return Carry(tmp_path, [str(local)]), local, images
+
+
+def fact(path: Path, mode: int = stat.S_IFREG | 0o640) -> dict[str, Any]:
+    return {"path": str(path), "mode": mode, "user_id": 0, "group_id": 0, "mtime_ns": 10**18}
+
+
+def test_files_folders_and_fifos_are_placed_and_taken_away(place: tuple[Carry, Path, Path]) -> None:
+    carry, local, images = place
+    (images / "carry-1").write_text("content")
+    placed: list[str] = []
+    facts = [
+        fact(local / "d", stat.S_IFDIR | 0o700),
+        fact(local / "d" / "file"),
+        fact(local / "d" / "fifo", stat.S_IFIFO | 0o600),
+    ]
+    carry.place(images, facts, placed)
+    found = (local / "d" / "file").stat()
+    assert (local / "d" / "file").read_text() == "content"
+    assert stat.S_IMODE(found.st_mode) == 0o640
+    assert found.st_mtime_ns == 10**18
+    assert stat.S_ISFIFO((local / "d" / "fifo").stat().st_mode)
+    carry.take_away(placed)
+    assert not (local / "d").exists()
+
+
+def test_a_file_of_somebody_else_is_refused(place: tuple[Carry, Path, Path]) -> None:
+    carry, local, images = place
+    (local / "file").write_text("mine")
+    (images / "carry-0").write_text("another")
+    with pytest.raises(Refused, match="another file"):
+        carry.place(images, [fact(local / "file")], [])
+    assert (local / "file").read_text() == "mine"
+
+
+def test_the_same_bytes_are_no_obstacle(place: tuple[Carry, Path, Path]) -> None:
+    carry, local, images = place
+    (local / "file").write_text("same")
+    (images / "carry-0").write_text("same")
+    placed: list[str] = []
+    carry.place(images, [fact(local / "file")], placed)
+    assert placed == []
+
+
+def test_what_a_rank_left_may_be_replaced_until_it_is_changed(place: tuple[Carry, Path, Path]) -> None:
+    carry, local, images = place
+    left = local / "file"
+    left.write_text("old")
+    carry.remember([str(left)])
+    assert carry.may_replace(str(left))
+    (images / "carry-0").write_text("new")
+    carry.place(images, [fact(left)], [])
+    assert left.read_text() == "new"
+    carry.remember([str(left)])
+    os.utime(left, ns=(1, 1))
+    assert not carry.may_replace(str(left))
+
+
+@pytest.mark.parametrize("path", ["/etc/passwd", "{local}/../x", "{local}/link/x", "relative"])
+def test_a_path_outside_the_carry_paths_is_never_touched(place: tuple[Carry, Path, Path], path: str) -> None:
+    carry, local, images = place
+    (local / "link").symlink_to("/etc")
+    (images / "carry-0").write_text("x")
+    with pytest.raises(Damaged):
+        carry.place(images, [{"path": path.format(local=local), "mode": stat.S_IFREG | 0o600}], [])

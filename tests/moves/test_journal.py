@@ -1,0 +1,122 @@
+"""The journal: an outcome is written once, whatever is asked afterwards and whoever asks."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from snapshotd.api.errors import Busy, NotFound, Usage
+from snapshotd.moves.journal import Begin, Journal, OutcomeRecord, check_move_id
+from snapshotd.moves.rules import Mark, Outcome
+
+MOVE = "m-0123456789ab"
+
+
+def begin(move: str = MOVE, target: str = "spare-1") -> Begin:
+    return Begin(move, "source", "job-0-x", "job", 0, "node-1", "a:1", target, "b:1", "ab" * 32, "boot", 1.0, 30.0)
+
+
+def test_marks_survive_a_restart_and_notes_are_found(tmp_path: Path) -> None:
+    log = Journal(tmp_path).begin(begin())
+    log.mark(Mark.BEGUN, pid=7)
+    log.mark(Mark.FROZEN, stdio={"channels": []})
+    again = Journal(tmp_path).get(MOVE)
+    assert again.last_mark is Mark.FROZEN
+    assert again.note("pid") == 7
+    assert again.note("nothing", "default") == "default"
+    assert again.begin == begin()
+
+
+def test_the_first_outcome_stands_for_ever(tmp_path: Path) -> None:
+    log = Journal(tmp_path).begin(begin())
+    first = log.decide(Outcome.ABORT, "the lease ran out", "source")
+    assert log.decide(Outcome.COMMIT, "held", "driver") == first
+    assert Journal(tmp_path).get(MOVE).decide(Outcome.COMMIT, "held", "driver") == first
+
+
+def test_of_many_deciders_at_once_one_wins(tmp_path: Path) -> None:
+    logs = [Journal(tmp_path).begin(begin()) for _ in range(8)]
+    start = threading.Barrier(8)
+    seen: list[OutcomeRecord] = []
+
+    def decide(index: int) -> None:
+        start.wait()
+        seen.append(logs[index].decide(Outcome.COMMIT if index % 2 else Outcome.ABORT, f"by {index}", "test"))
+
+    threads = [threading.Thread(target=decide, args=(index,)) for index in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(seen)) == 1
+    assert seen[0] == Journal(tmp_path).get(MOVE).outcome
+
+
+def test_a_missing_outcome_is_not_an_abort(tmp_path: Path) -> None:
+    assert Journal(tmp_path).begin(begin()).outcome is None
+
+
+def test_a_persons_word_replaces_an_outcome_and_the_old_one_is_kept(tmp_path: Path) -> None:
+    log = Journal(tmp_path).begin(begin())
+    log.decide(Outcome.COMMIT, "held", "driver")
+    log.overrule(Outcome.ABORT, "it burns", "alice")
+    again = Journal(tmp_path).get(MOVE)
+    assert again.outcome is not None
+    assert (again.outcome.outcome, again.outcome.decided_by) == (Outcome.ABORT, "alice")
+    assert json.loads((log.folder / "outcome.json").read_text())["outcome"] == "COMMIT"
+
+
+def test_a_mark_that_a_crash_cut_short_does_not_count(tmp_path: Path) -> None:
+    log = Journal(tmp_path).begin(begin())
+    log.mark(Mark.BEGUN)
+    with (log.folder / "marks").open("a") as file:
+        file.write('{"mark": "fro')
+    again = Journal(tmp_path).get(MOVE)
+    assert again.last_mark is Mark.BEGUN
+    again.mark(Mark.FREEZING)
+    assert Journal(tmp_path).get(MOVE).last_mark is Mark.FREEZING
+
+
+def test_begin_again_is_the_same_move_and_another_one_is_refused(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    assert journal.begin(begin()) is journal.begin(begin())
+    with pytest.raises(Busy):
+        journal.begin(begin(target="elsewhere"))
+
+
+def test_a_begin_that_a_crash_cut_short_is_no_move(tmp_path: Path) -> None:
+    (tmp_path / "moves" / MOVE).mkdir(parents=True)
+    (tmp_path / "moves" / MOVE / "begin.new").write_text("{")
+    with pytest.raises(NotFound):
+        Journal(tmp_path).get(MOVE)
+
+
+@pytest.mark.parametrize(
+    "name", ["../../etc/passwd", "", "m-xyz", "m-0123456789AB", "m-0123456789ab/..", "m-0123456789ab\n"]
+)
+def test_a_path_in_a_name_is_refused(name: str) -> None:
+    with pytest.raises(Usage):
+        check_move_id(name)
+
+
+def test_a_disk_that_does_not_take_a_record_ends_the_daemon(tmp_path: Path) -> None:
+    """A failed fsync means: crash and read again. Seen from outside, in a process of its own."""
+    program = (
+        "import os; from pathlib import Path\n"
+        "from snapshotd.moves.journal import Journal, Begin; from snapshotd.moves.rules import Outcome\n"
+        f"begin = Begin({MOVE!r}, 'source', 'u', 'j', 0, 'a', 'a', 'b', 'b', 'ab', 'boot', 1.0)\n"
+        f"log = Journal(Path({str(tmp_path)!r})).begin(begin)\n"
+        "def broken(fd): raise OSError(5, 'Input/output error')\n"
+        "os.fsync = broken\n"
+        "log.decide(Outcome.COMMIT, 'x', 'x')\n"
+        "print('went on')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30)
+    assert done.returncode == 74
+    assert "went on" not in done.stdout
+    assert Journal(tmp_path).get(MOVE).outcome is None

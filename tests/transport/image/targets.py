@@ -1,0 +1,123 @@
+"""A running target as tests speak to it: by streams, or message by message. One class per lane."""
+
+from __future__ import annotations
+
+import ssl
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from migrator import pki
+from snapshotd.api.channel import Credentials
+from snapshotd.runtime.blocking import in_thread
+from snapshotd.transport.image import bulk_sender
+from snapshotd.transport.image.bulk_receiver import BulkLanes
+from snapshotd.transport.image.frame import Answer, parse_answer
+from snapshotd.transport.image.grpc_channel import METHOD, MOVE_KEY, SERVICE, PushCall
+from snapshotd.transport.image.store import ImageStore
+from snapshotd.transport.image.stream import Stream
+from snapshotd.transport.image.tls_connection import Inlet, send_end, send_message, tls_context
+
+MOVE = "m-0123456789ab"
+NODE = "node-2"
+Meddle = Callable[[bytes], bytes]
+
+
+def issue(folder: Path, node: str) -> Credentials:
+    identity = pki.issue_node(folder, node)
+    return Credentials(identity.ca, identity.cert, identity.key)
+
+
+class Target(ABC):
+    """A running target; `authorised` says who was let in, once per stream."""
+
+    def __init__(self, store: ImageStore, credentials: Credentials, stream_count: int) -> None:
+        self.store, self.credentials, self.stream_count = store, credentials, stream_count
+        self.authorised: list[str] = []
+
+    @abstractmethod
+    async def streams(self) -> Sequence[Stream]:
+        """Fresh streams, as many as the target was asked for."""
+
+    @abstractmethod
+    async def answers(self, *messages: bytes) -> list[Answer]:
+        """Sends the messages as they are and takes every answer until the target ends the stream in good order."""
+
+    async def stream(self) -> Stream:
+        first, *others = await self.streams()
+        for other in others:
+            await hang_up(other)
+        return first
+
+
+async def hang_up(stream: Stream) -> None:
+    stream.cancel()
+    await stream.ended()
+
+
+Serve = Callable[..., AbstractAsyncContextManager[Target]]
+
+
+# ---------------------------------------------------------------- over gRPC
+
+
+class GrpcTarget(Target):
+    channels: list[grpc.aio.Channel]
+
+    async def streams(self) -> Sequence[Stream]:
+        return [PushCall(channel, MOVE) for channel in self.channels]
+
+    async def answers(self, *messages: bytes) -> list[Answer]:
+        return await self.answers_for(((MOVE_KEY, MOVE),), *messages)
+
+    async def answers_for(self, metadata: Sequence[tuple[str, str]], *messages: bytes) -> list[Answer]:
+        call: Any = self.channels[0].stream_stream(f"/{SERVICE}/{METHOD}")(metadata=tuple(metadata))
+        for message in messages:
+            await call.write(message)
+        await call.done_writing()
+        taken = []
+        while (message := await call.read()) is not grpc.aio.EOF:
+            taken.append(parse_answer(message))
+        assert await call.code() is grpc.StatusCode.OK
+        return taken
+
+
+# ---------------------------------------------------------------- beside gRPC
+
+
+class BulkTarget(Target):
+    lanes: BulkLanes
+    port: int
+    key: bytes
+
+    async def streams(self) -> Sequence[Stream]:
+        return await bulk_sender.open_streams(
+            "127.0.0.1", self.port, self.key, self.credentials, NODE, self.stream_count
+        )
+
+    async def answers(self, *messages: bytes) -> list[Answer]:
+        return await in_thread(self._answers, messages)
+
+    def connect(self, key: bytes | None = None, credentials: Credentials | None = None) -> ssl.SSLSocket:
+        context = tls_context(credentials or self.credentials, server_side=False)
+        return bulk_sender._connect("127.0.0.1", self.port, self.key if key is None else key, context, NODE)
+
+    def _answers(self, messages: Sequence[bytes]) -> list[Answer]:
+        with self.connect() as connection:
+            for message in messages:
+                send_message(connection, message)
+            send_end(connection)
+            return taken_from(connection)
+
+
+def taken_from(connection: ssl.SSLSocket) -> list[Answer]:
+    inlet = Inlet(connection)
+    taken = []
+    while (length := inlet.next_bytes()) is not None:
+        taken.append(parse_answer(inlet.read(length)))
+    return taken

@@ -1,0 +1,173 @@
+"""The lanes against a sender that does not keep to the rules: one clear error each, and the next stream works."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import grpc.aio
+import pytest
+
+from snapshotd.api.errors import Busy, Damaged, Denied, SnapshotError, from_wire
+from snapshotd.transport.image import grpc_channel
+from snapshotd.transport.image.frame import MAX_CHUNK_BYTES, Answer, Frame, Kind, data_frame, hole_frame
+from snapshotd.transport.image.grpc_channel import METHOD, MOVE_KEY, SERVICE, PushCall
+from tests.transport.image.targets import MOVE, GrpcTarget, Serve, hang_up
+
+
+def error_of(answer: Answer) -> SnapshotError:
+    assert answer.kind is Kind.ERROR
+    return from_wire(answer.text)
+
+
+def unsafe(frame: Frame) -> bytes:
+    frame.digest = bytes(16)
+    return frame.header()
+
+
+GOOD = data_frame(1, "a.img", 0, b"good")
+CASES = {
+    "truncated header": ([b"SNPI"], "truncated frame"),
+    "empty message": ([b""], "truncated frame"),
+    "rubbish": ([random.Random(1).randbytes(500)], "not a frame"),
+    "payload cut short": ([GOOD.header(), b"goo"], "has 3 bytes instead of 4"),
+    "payload too long": ([GOOD.header(), b"good!"], "has 5 bytes instead of 4"),
+    "no payload": ([GOOD.header()], "ended before the payload"),
+    "path in a name": ([hole_frame(1, "../../etc/passwd", 0, 1).header()], "not the name of an image file"),
+    "absurd chunk": ([unsafe(Frame(Kind.DATA, 1, "a", 0, 1 << 39, payload_bytes=1 << 31))], "at most"),
+    "absurd offset": ([unsafe(Frame(Kind.HOLE, 1, "a", 1 << 63, 1))], "beyond"),
+    "an answer for a question": ([Answer(Kind.OK, 1).message()], "truncated frame"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+async def test_a_malformed_frame_is_damaged_and_what_came_before_is_answered(serve: Serve, case: str) -> None:
+    messages, words = CASES[case]
+    first = data_frame(7, "first.img", 0, b"1")
+    async with serve(streams=1) as target:
+        target.store.create(MOVE, 1 << 20)
+        taken = await target.answers(first.header(), b"1", *messages)
+        assert taken[0] == Answer(Kind.OK, 7)
+        error = error_of(taken[1])
+        assert isinstance(error, Damaged)
+        assert words in error.message
+        assert len(taken) == 2
+        assert [path.name for path in target.store.path(MOVE).iterdir()] == ["first.img"]
+        assert await target.answers(GOOD.header(), b"good") == [Answer(Kind.OK, 1)]
+
+
+async def test_random_messages_never_get_more_than_one_clear_error(serve: Serve) -> None:
+    dice = random.Random(2)
+    async with serve(streams=1) as target:
+        target.store.create(MOVE, 1 << 20)
+        for _ in range(60):
+            message = bytearray(GOOD.header() + bytes(dice.choice((0, 0, 3))))
+            for _ in range(dice.randint(1, 4)):
+                message[dice.randrange(len(message))] = dice.randrange(256)
+            for answer in await target.answers(bytes(message), b"good"):
+                assert answer.kind in (Kind.OK, Kind.BAD) or isinstance(error_of(answer), Damaged)
+
+
+async def test_a_chunk_with_a_wrong_digest_is_asked_for_again(serve: Serve) -> None:
+    async with serve(streams=1) as target:
+        target.store.create(MOVE, 1 << 20)
+        taken = await target.answers(GOOD.header(), b"goad", GOOD.header(), b"good")
+        assert taken == [Answer(Kind.BAD, 1), Answer(Kind.OK, 1)]
+
+
+async def test_a_message_beyond_all_limits_ends_the_stream_alone(serve: Serve) -> None:
+    huge = data_frame(1, "a.img", 0, b"x" * MAX_CHUNK_BYTES)
+    async with serve(streams=1) as target:
+        target.store.create(MOVE, 1 << 20)
+        stream = await target.stream()
+        assert await stream.send(huge)
+        assert await stream.receive() == Answer(Kind.OK, 1)
+        huge.payload = bytes(15 << 20)  # gRPC takes it, the lane does not
+        await stream.send(huge)
+        answer = await stream.receive()
+        assert answer is not None
+        assert "instead of" in error_of(answer).message
+        await stream.done()
+        assert await stream.receive() is None
+        await hang_up(stream)
+        assert await target.answers(GOOD.header(), b"good") == [Answer(Kind.ERROR, 0, taken_twice())]
+
+
+def taken_twice() -> bytes:
+    return Damaged(f"a.img of {MOVE}: two different chunks at 0").to_wire()
+
+
+@pytest.mark.parametrize(
+    "metadata", [(), ((MOVE_KEY, "../x"),), ((MOVE_KEY, MOVE), (MOVE_KEY, MOVE)), ((MOVE_KEY, "m-1"),)]
+)
+async def test_a_stream_must_name_its_move(serve_grpc: Serve, metadata: Sequence[tuple[str, str]]) -> None:
+    async with serve_grpc(streams=1) as target:
+        assert isinstance(target, GrpcTarget)
+        (answer,) = await target.answers_for(metadata)
+        assert isinstance(error_of(answer), Denied)
+        assert target.authorised == []
+
+
+async def test_nobody_writes_who_is_not_authorised(serve: Serve) -> None:
+    async with serve(streams=1, deny=Denied("this node is not the source of the move")) as target:
+        target.store.create(MOVE, 1 << 20)
+        (answer,) = await target.answers(GOOD.header(), b"good")
+        assert error_of(answer).message == "this node is not the source of the move"
+        assert list(target.store.path(MOVE).iterdir()) == []
+
+
+async def test_a_move_has_only_so_many_streams(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grpc_channel, "MAX_STREAMS_PER_MOVE", 1)
+    async with serve(streams=1) as target:
+        target.store.create(MOVE, 1 << 20)
+        first = await target.stream()
+        assert await first.send(GOOD)
+        assert await first.receive() == Answer(Kind.OK, 1)
+        (answer,) = await target.answers()
+        assert isinstance(error_of(answer), Busy)
+        await first.done()
+        assert await first.receive() is None
+        await hang_up(first)
+        assert await target.answers() == []
+
+
+async def test_answers_that_make_no_sense_are_damaged(serve_grpc: Serve) -> None:
+    """A target that is no target: whatever it says, the sender has an error of the taxonomy."""
+
+    async def nonsense(_requests: Any, context: Any) -> None:
+        await context.write(b"hello")
+
+    async with serve_grpc(streams=1) as target:
+        behaviour: Any = nonsense
+        handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
+            METHOD: grpc.stream_stream_rpc_method_handler(behaviour)
+        }
+        server = grpc.aio.server()
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            call = PushCall(channel, MOVE)
+            with pytest.raises(Damaged, match="an answer of 5 bytes"):
+                await call.receive()
+        await server.stop(None)
+        assert target.authorised == []
+
+
+async def test_the_error_arrives_although_the_sender_is_writing(serve: Serve) -> None:
+    """gRPC fails a write to a stream that the server has ended, and then forgets what the server had said."""
+    async with serve(streams=1, deny=Denied("no")) as target:
+        for _ in range(100):
+            assert isinstance(error_of((await target.answers(*[GOOD.header(), b"good"] * 5))[0]), Denied)
+
+
+async def test_a_sender_that_never_hangs_up_is_hung_up_on(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grpc_channel, "HANG_UP_S", 0.05)
+    async with serve(streams=1, deny=Denied("no")) as target:
+        stream = await target.stream()
+        answer = await stream.receive()
+        assert answer is not None
+        assert isinstance(error_of(answer), Denied)
+        assert await stream.receive() is None
+        await hang_up(stream)

@@ -1,0 +1,357 @@
+"""The store: only verified bytes, only for moves it knows, and nothing left afterwards."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from snapshotd.api.errors import Damaged, Full, NotFound, WrongState
+from snapshotd.api.snapshotd_pb2 import ImageFile
+from snapshotd.transport.image import store as store_module
+from snapshotd.transport.image.frame import MAX_FILE_BYTES, PAGE_BYTES, Frame, Kind, data_frame, hole_frame
+from snapshotd.transport.image.ledger import Chunks, summary
+from snapshotd.transport.image.store import ImageStore
+
+MOVE = "m-0123456789ab"
+OTHER = "m-ba9876543210"
+
+
+def listed(*frames: Frame) -> list[ImageFile]:
+    files: dict[str, Chunks] = {}
+    for frame in frames:
+        files.setdefault(frame.name, {})[frame.offset] = (frame.length, frame.digest)
+    return [summary(name, chunks) for name, chunks in files.items()]
+
+
+def test_chunks_in_any_order_make_a_whole_file_with_holes(store: ImageStore) -> None:
+    store.create(MOVE, 1 << 20)
+    data = b"a" * PAGE_BYTES + bytes(3 * PAGE_BYTES) + b"b" * 100
+    frames = [
+        hole_frame(3, "pages-1.img", len(data), 1 << 24),
+        data_frame(2, "pages-1.img", 0, data),
+        hole_frame(1, "empty.img", 0, 0),
+    ]
+    for frame in frames:
+        assert store.write(MOVE, frame)
+    assert store.seal(MOVE, listed(*frames)) == []
+    path = store.path(MOVE) / "pages-1.img"
+    assert path.read_bytes() == data + bytes(1 << 24)
+    assert path.stat().st_blocks * 512 <= 4 * PAGE_BYTES
+    assert (store.path(MOVE) / "empty.img").read_bytes() == b""
+
+
+def test_nobody_else_can_look(store: ImageStore, tmp_path: Path) -> None:
+    store.create(MOVE, 1)
+    store.write(MOVE, data_frame(1, "a.img", 0, b"secret"))
+    modes = [
+        path.stat().st_mode & 0o777 for path in (tmp_path / "images", store.path(MOVE), store.path(MOVE) / "a.img")
+    ]
+    assert modes == [0o700, 0o700, 0o600]
+
+
+def test_an_image_dir_that_was_open_is_closed(tmp_path: Path) -> None:
+    (tmp_path / "images").mkdir(mode=0o755)
+    ImageStore(tmp_path / "images")
+    assert (tmp_path / "images").stat().st_mode & 0o777 == 0o700
+
+
+def test_a_damaged_chunk_is_not_written(store: ImageStore) -> None:
+    store.create(MOVE, 1 << 20)
+    frame = data_frame(1, "a.img", 0, b"whole")
+    frame.payload = b"w\x00ole"
+    assert not store.write(MOVE, frame)
+    assert list(store.path(MOVE).iterdir()) == []
+
+
+@pytest.mark.parametrize("move", ["m-000000000000", "../etc", "m-0123456789ab/..", "", "m-0123456789AB"])
+def test_unknown_moves_are_refused_everywhere(store: ImageStore, move: str) -> None:
+    frame = data_frame(1, "a.img", 0, b"x")
+    with pytest.raises(NotFound):
+        store.write(move, frame)
+    with pytest.raises(NotFound):
+        store.seal(move, [])
+    with pytest.raises(NotFound):
+        store.path(move)
+    assert not store.sealed(move)
+
+
+def test_a_path_is_never_the_name_of_a_move(store: ImageStore, tmp_path: Path) -> None:
+    (tmp_path / "precious").mkdir()
+    for act in (store.drop, lambda move: store.create(move, 1)):
+        with pytest.raises(NotFound):
+            act("../precious")
+    assert (tmp_path / "precious").is_dir()
+
+
+def test_the_store_itself_refuses_names_and_places(store: ImageStore) -> None:
+    store.create(MOVE, 1 << 20)
+    for frame in (
+        data_frame(1, "../x", 0, b"x"),
+        data_frame(1, ".sealed", 0, b"x"),
+        data_frame(1, "a.img", MAX_FILE_BYTES, b"x"),
+        hole_frame(1, "a.img", 0, MAX_FILE_BYTES + 1),
+    ):
+        with pytest.raises(Damaged):
+            store.write(MOVE, frame)
+    assert list(store.path(MOVE).iterdir()) == []
+
+
+def test_too_many_files_and_chunks(store: ImageStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "MAX_FILES", 2)
+    monkeypatch.setattr(store_module, "MAX_CHUNKS", 3)
+    store.create(MOVE, 1 << 20)
+    store.write(MOVE, hole_frame(1, "a", 0, 1))
+    store.write(MOVE, hole_frame(2, "b", 0, 1))
+    with pytest.raises(Damaged, match="more than 2 files"):
+        store.write(MOVE, hole_frame(3, "c", 0, 1))
+    store.write(MOVE, hole_frame(4, "b", 1, 1))
+    with pytest.raises(Damaged, match="more than 3 chunks"):
+        store.write(MOVE, hole_frame(5, "b", 2, 1))
+
+
+def test_the_same_chunk_twice_is_once_and_another_one_is_damaged(store: ImageStore) -> None:
+    store.create(MOVE, 1 << 20)
+    frame = data_frame(1, "a.img", 0, b"one")
+    assert store.write(MOVE, frame)
+    assert store.write(MOVE, frame)
+    with pytest.raises(Damaged, match="two different chunks at 0"):
+        store.write(MOVE, data_frame(1, "a.img", 0, b"two"))
+    assert store.seal(MOVE, listed(frame)) == []
+    assert (store.path(MOVE) / "a.img").read_bytes() == b"one"
+
+
+def test_seal_names_what_is_not_whole_and_can_be_repeated(store: ImageStore) -> None:
+    store.create(MOVE, 1 << 20)
+    first, second = data_frame(1, "a.img", 0, b"x" * 10), data_frame(2, "a.img", 10, b"y" * 10)
+    other, stray = data_frame(3, "b.img", 0, b"z"), data_frame(4, "stray.img", 0, b"z")
+    store.write(MOVE, first)
+    wanted = listed(first, second, other)
+    assert store.seal(MOVE, wanted) == ["a.img", "b.img"]
+    assert not store.sealed(MOVE)
+    store.write(MOVE, other)
+    store.write(MOVE, second)
+    assert store.seal(MOVE, [*wanted, *listed(other)]) == ["b.img"]  # named twice
+    store.write(MOVE, stray)
+    assert store.seal(MOVE, wanted) == ["stray.img"]
+    assert store.seal(MOVE, [*wanted, *listed(stray)]) == []
+    assert store.seal(MOVE, [*wanted, *listed(stray)]) == []
+    assert store.sealed(MOVE)
+    with pytest.raises(WrongState, match="sealed with other files"):
+        store.seal(MOVE, wanted)
+
+
+def test_chunks_that_overlap_or_leave_a_gap_are_not_whole(store: ImageStore) -> None:
+    store.create(MOVE, 1 << 20)
+    frames = [
+        data_frame(1, "gap", 0, b"x" * 10),
+        data_frame(2, "gap", 11, b"y"),
+        data_frame(3, "lap", 0, b"x" * 10),
+        data_frame(4, "lap", 9, b"y"),
+    ]
+    for frame in frames:
+        store.write(MOVE, frame)
+    assert store.seal(MOVE, listed(*frames)) == ["gap", "lap"]
+
+
+def test_nothing_is_written_after_the_seal(store: ImageStore) -> None:
+    store.create(MOVE, 1 << 20)
+    store.write(MOVE, data_frame(1, "a.img", 0, b"x"))
+    assert store.seal(MOVE, listed(data_frame(1, "a.img", 0, b"x"))) == []
+    with pytest.raises(WrongState, match="sealed"):
+        store.write(MOVE, data_frame(2, "a.img", 1, b"y"))
+    with pytest.raises(WrongState, match="sealed"):
+        store.create(MOVE, 1)
+
+
+def test_drop_removes_everything_and_twice_is_once(store: ImageStore, tmp_path: Path) -> None:
+    store.create(MOVE, 1 << 20)
+    store.create(OTHER, 1 << 20)
+    store.write(MOVE, data_frame(1, "a.img", 0, b"x" * 10_000))
+    store.write(OTHER, data_frame(1, "a.img", 0, b"x" * 10_000))
+    assert store.held_bytes() == 2 * 3 * PAGE_BYTES
+    store.drop(MOVE)
+    store.drop(MOVE)
+    assert [path.name for path in (tmp_path / "images").iterdir()] == [OTHER]
+    assert store.held_bytes() == 3 * PAGE_BYTES
+    with pytest.raises(NotFound):
+        store.write(MOVE, data_frame(2, "a.img", 0, b"x"))
+
+
+def test_who_asks_for_room_waits_for_what_is_being_dropped(
+    store: ImageStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.create(MOVE, 1 << 20)
+    go_on, asked, order = threading.Event(), threading.Event(), []
+    remove = shutil.rmtree
+
+    def slow_remove(path: Path) -> None:
+        assert go_on.wait(10)
+        remove(path)
+        order.append("dropped")
+
+    def ask() -> None:
+        asked.set()
+        store.room_bytes()
+        order.append("asked")
+
+    monkeypatch.setattr(shutil, "rmtree", slow_remove)
+    store.drop_soon(MOVE)
+    assert (tmp_path / "images" / MOVE).exists()
+    asking = threading.Thread(target=ask)
+    asking.start()
+    assert asked.wait(10)
+    go_on.set()
+    asking.join()
+    assert order == ["dropped", "asked"]
+    assert not (tmp_path / "images" / MOVE).exists()
+
+
+def test_what_could_not_be_dropped_is_tried_again(
+    store: ImageStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.create(MOVE, 1 << 20)
+
+    def fails(path: Path) -> None:
+        raise PermissionError(1, "not now")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", fails)
+        store.drop_soon(MOVE)
+        store.dropped()
+    assert (tmp_path / "images" / MOVE).exists()
+    store.room_bytes()
+    store.room_bytes()
+    assert not (tmp_path / "images" / MOVE).exists()
+
+
+def test_drop_waits_for_the_chunk_being_written(store: ImageStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.create(MOVE, 1 << 20)
+    writing, go_on, order = threading.Event(), threading.Event(), []
+    put = store_module._put
+
+    def slow_put(path: Path, frame: Frame) -> None:
+        writing.set()
+        assert go_on.wait(10)
+        put(path, frame)
+        order.append("written")
+
+    def drop() -> None:
+        store.drop(MOVE)
+        order.append("dropped")
+
+    monkeypatch.setattr(store_module, "_put", slow_put)
+    writer = threading.Thread(target=store.write, args=(MOVE, data_frame(1, "a.img", 0, b"x")))
+    dropper = threading.Thread(target=drop)
+    writer.start()
+    assert writing.wait(10)
+    dropper.start()
+    while not store._receiving[MOVE].closed:
+        pass
+    with pytest.raises(WrongState):
+        store.write(MOVE, data_frame(2, "b.img", 0, b"x"))
+    go_on.set()
+    writer.join(10)
+    dropper.join(10)
+    assert order == ["written", "dropped"]
+    assert not store.leftovers()
+    with pytest.raises(NotFound):
+        store.path(MOVE)
+
+
+def test_a_restarted_daemon_knows_its_sealed_images_and_drops_its_partial_ones(
+    store: ImageStore, tmp_path: Path
+) -> None:
+    frame = data_frame(1, "a.img", 0, b"x")
+    for move in (MOVE, OTHER):
+        store.create(move, 1 << 20)
+        store.write(move, frame)
+    store.seal(MOVE, listed(frame))
+    (tmp_path / "images" / "lost+found").mkdir()
+
+    again = ImageStore(tmp_path / "images")
+    assert again.leftovers() == [MOVE, OTHER]
+    assert again.sealed(MOVE)
+    assert again.seal(MOVE, listed(frame)) == []
+    assert (again.path(MOVE) / "a.img").read_bytes() == b"x"
+    assert not again.sealed(OTHER)
+    with pytest.raises(NotFound):
+        again.write(OTHER, frame)
+    again.create(OTHER, 1 << 20)  # asked for again: begins from nothing
+    assert list(again.path(OTHER).iterdir()) == []
+    assert again.leftovers() == [MOVE]
+    again.drop(MOVE)
+    assert again.leftovers() == []
+    assert not (tmp_path / "images" / MOVE).exists()
+
+
+def test_room_is_promised_only_once(store: ImageStore) -> None:
+    free_bytes = store.capacity_bytes()
+    with pytest.raises(Full, match="MiB are free"):
+        store.create(MOVE, 2 * free_bytes)
+    store.create(MOVE, free_bytes * 2 // 3)
+    store.create(MOVE, free_bytes * 2 // 3)  # the same move: promised already
+    with pytest.raises(Full):
+        store.create(OTHER, free_bytes * 2 // 3)
+    store.drop(MOVE)
+    store.create(OTHER, free_bytes * 2 // 3)
+
+
+def test_room_for_files_that_come_another_way_is_promised_until_they_take_it(
+    store: ImageStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free_bytes, blob = 100 << 20, b"x" * (40 << 20)
+    store.create(MOVE, 60 << 20)
+    monkeypatch.setattr(store, "_free_bytes", lambda: free_bytes)
+    for _ in range(2):  # a lane that is opened again is not another one
+        store.set_aside(MOVE, ["device-1-0"], len(blob))
+        assert store.room_bytes() == 40 << 20
+    stripe = store.path(MOVE) / "device-1-0"
+    stripe.write_bytes(blob)
+    free_bytes -= len(blob)
+    assert store.room_bytes() == 40 << 20
+    stripe.unlink()  # it comes with the image after all
+    free_bytes += len(blob)
+    assert store.room_bytes() == 40 << 20
+    free_bytes = 40 << 20
+    for number in range(5):  # its own room, which nobody else has
+        assert store.write(MOVE, data_frame(number, "follow-device-1-0", number << 23, b"x" * (8 << 20)))
+        free_bytes -= 8 << 20
+
+
+@pytest.fixture
+def small_tmpfs(tmp_path: Path) -> Iterator[Path]:
+    place = tmp_path / "small"
+    place.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", place], check=True)
+    yield place
+    subprocess.run(["umount", place], check=True)
+
+
+@pytest.mark.root
+def test_a_full_store_says_so(small_tmpfs: Path) -> None:
+    store = ImageStore(small_tmpfs)
+    with pytest.raises(Full):
+        store.create(OTHER, 2 << 20)
+    store.create(MOVE, 1 << 19)
+    assert store.write(MOVE, data_frame(1, "a.img", 0, b"x" * (1 << 19)))
+    assert store.write(MOVE, data_frame(2, "a.img", 1 << 19, b"x" * (1 << 17)))  # outgrown, but there is room
+    with pytest.raises(Full, match="outgrew"):
+        store.write(MOVE, data_frame(3, "a.img", 1 << 20, b"x" * (1 << 20)))
+    (small_tmpfs / "somebody-else").write_bytes(b"x" * (1 << 18))
+    store.create(OTHER, 1 << 16)
+    (small_tmpfs / "somebody-else-too").write_bytes(b"x" * 100_000)
+    with pytest.raises(Full, match="No space left on device"):
+        store.write(OTHER, data_frame(1, "a.img", 0, b"x" * (1 << 16)))
+    store.drop(OTHER)
+    store.drop(MOVE)
+    assert store.held_bytes() == 0
+
+
+def test_kinds_of_frames_that_hold_nothing_write_nothing() -> None:
+    assert list(hole_frame(1, "a", 0, 10).runs()) == []
+    assert list(Frame(Kind.DATA, 1, "a", 0, 10, payload_bytes=10).runs()) == [(0, 10)]
