@@ -55,7 +55,7 @@ def _time(record: logging.LogRecord) -> str:
 
 
 class TextFormatter(logging.Formatter):
-    """`2026-11-15T03:12:09.481Z INFO    ops     m-0123456789ab rank 3 freeze: stopped 4 processes`"""
+    """`2026-11-15T03:12:09.481Z INFO    moves    m-0123456789ab rank 3 freeze: stopped 4 processes`"""
 
     def format(self, record: logging.LogRecord) -> str:
         fields = _record_fields(record)

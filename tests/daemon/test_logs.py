@@ -41,7 +41,7 @@ def test_text(stream: io.StringIO) -> None:
     assert stamp.count(":") == 2
     assert rest.split() == ["INFO", "moves", "m-0123456789ab", "rank", "3", "freeze:", "stopped", "4", "processes"]
     assert second.endswith("m-0123456789ab rank 3: between phases")
-    assert third.split()[1:] == ["INFO", "ops", "outside"]
+    assert third.split()[1:] == ["INFO", "moves", "outside"]
 
 
 def test_json(stream: io.StringIO) -> None:
@@ -85,7 +85,7 @@ async def test_tasks_and_threads_of_a_move_carry_its_fields(stream: io.StringIO)
 
 def test_text_from_outside_cannot_pass_for_a_record(stream: io.StringIO) -> None:
     logs.set_up("text", "info", stream)
-    LOG.info("rank %s", "x\n2026-01-01T00:00:00.000Z ERROR   ops forged\r\x1b[2J")
+    LOG.info("rank %s", "x\n2026-01-01T00:00:00.000Z ERROR   moves forged\r\x1b[2J")
     first, second = stream.getvalue().splitlines()
     assert second.startswith("    2026-01-01")
     assert second.endswith("forged\\r\\x1b[2J")
