@@ -196,7 +196,7 @@ def test_check_says_who_moves_it(lab: GpuCluster) -> None:
     job.await_lines(3)
     done = lab.cluster.migrator("check", "--rank", "0", "--job", job.name, "--to", TARGET, "--json")
     checks = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
-    assert f"SNAPSHIM_DEVICE_MEMORY=parked: {LARGE_MIB} MiB in 4 blocks" in checks["gpu-device-memory"]["reason"]
+    assert f"SNAPSHIM_DEVICE_MEMORY=offload: {LARGE_MIB} MiB in 4 blocks" in checks["gpu-device-memory"]["reason"]
     assert checks["gpu-parked-room"]["verdict"] == "pass"
 
 

@@ -26,7 +26,7 @@ NAMES = (
     *("empty-cache", "prepare", "park", "lock", "park-out", "checkpoint", "criu-dump", "stream"),
     *("criu-restore", "cuda-restore", "unlock", "refill", "pause"),
 )
-PARKED, DRIVER, BY_HAND = WAYS = ("parked", "driver", "by hand")
+OFFLOAD, DRIVER, BY_HAND = WAYS = ("offload", "driver", "by hand")
 #: Nothing of what follows comes to this.
 MOVE_S = 1800.0
 
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     with cluster(folder, "gpubench", NODES) as nodes:
         ways: dict[str, Callable[[Sequence[str]], dict[str, Any]]] = {
-            PARKED: lambda flags: moved(nodes, flags, PARKED),
+            OFFLOAD: lambda flags: moved(nodes, flags, OFFLOAD),
             DRIVER: lambda flags: moved(nodes, flags, DRIVER),
             BY_HAND: lambda flags: {"parts": by_hand.run(flags)},
         }
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             flags += ["--digest-every", "1000000000", "--pace-s", "0.02"]
             for round_ in range(options.rounds):
                 for way in options.only:
-                    if way != PARKED and options.others_at_gib and gib not in options.others_at_gib:
+                    if way != OFFLOAD and options.others_at_gib and gib not in options.others_at_gib:
                         continue
                     result: dict[str, Any] = {"gib": gib, "way": way, "round": round_ + 1}
                     try:
@@ -164,7 +164,7 @@ def ratios(results: Sequence[dict[str, Any]]) -> str:
     lines = ["| parked | driver ÷ parked | by hand ÷ parked | host memory, source | host memory, target |"]
     lines.append("| --- | --- | --- | --- | --- |")
     for gib in dict.fromkeys(result["gib"] for result in results):
-        parked = _pause(results, gib, PARKED)
+        parked = _pause(results, gib, OFFLOAD)
         if parked is None:
             continue
         times = [_pause(results, gib, way) for way in (DRIVER, BY_HAND)]
@@ -172,7 +172,7 @@ def ratios(results: Sequence[dict[str, Any]]) -> str:
         taken = [
             [result["host_bytes"][node] / result["told"]["device_bytes"] for node in NODES]
             for result in results
-            if (result["gib"], result["way"]) == (gib, PARKED) and "failed" not in result
+            if (result["gib"], result["way"]) == (gib, OFFLOAD) and "failed" not in result
         ]
         cells += [f"{max(ratio):.2f}" for ratio in zip(*taken, strict=True)]
         lines.append(f"| {gib:g} GiB | {' | '.join(cells)} |")

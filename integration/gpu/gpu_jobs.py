@@ -35,7 +35,7 @@ TRAIN = str(WORKLOADS / "gpu_train.py")
 SKIPPED = 77
 GIB = 1 << 30
 #: How the jobs' device memory travels where a test does not say: the whole suite runs either way.
-DEVICE_MEMORY = os.environ.get("SNAPSHOT_GPU_MEMORY", "parked")
+DEVICE_MEMORY = os.environ.get("SNAPSHOT_GPU_MEMORY", "offload")
 RUN_OPTIONS = ("--device-memory", DEVICE_MEMORY)
 #: How far a job goes at most, and its undisturbed run always.
 STEPS, PACE_S = (3000, 0.01) if ON_GPU else (1000, 0.05)

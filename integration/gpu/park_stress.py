@@ -155,7 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder = Path(name)
         command = [*(options.command or [sys.executable, TRAIN, *JOB]), "--until", str(folder / "end")]
         said, wanted = folder / "said", folder / "wanted"
-        with job(command, said, str(ROOT / "shim/lib/libsnapshim-parked.so")) as process:
+        with job(command, said, str(ROOT / "shim/lib/libsnapshim-offload.so")) as process:
             reach(process, said, FIRST_STEPS)
             asyncio.run(stress(process, folder, options))
             reach(process, said, len(lines(said)) + FIRST_STEPS)

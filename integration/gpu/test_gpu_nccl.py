@@ -49,7 +49,7 @@ def move(job: TorchJob, rank: int, to: str) -> dict[str, Any]:
     steps = {phase["name"] for phase in told["phases"]}
     assert steps & NCCL_STEPS == (NCCL_STEPS if ON_GPU else set()), f"{sorted(steps)}\n{job.text()}"
     parts = {part["name"] for part in told["parts"]}
-    assert parts & PARKED == (PARKED if ON_GPU and DEVICE_MEMORY == "parked" else set()), f"{told}\n{job.text()}"
+    assert parts & PARKED == (PARKED if ON_GPU and DEVICE_MEMORY == "offload" else set()), f"{told}\n{job.text()}"
     return told
 
 

@@ -58,7 +58,7 @@ def undisturbed() -> Iterator[Undisturbed]:
 
 def _start(nodes: Cluster, variant: Variant) -> Training:
     name = f"parked-{variant}"
-    return Training.start(nodes, name, variant.arguments, variant.environment, device_memory="parked")
+    return Training.start(nodes, name, variant.arguments, variant.environment, device_memory="offload")
 
 
 def _part_bytes(told: dict[str, Any], name: str) -> int:

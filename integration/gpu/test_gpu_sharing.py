@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.root, pytest.mark.gpu, pytest.mark.slow, pytest.mark.t
 SHARING = str(Path(__file__).parents[1] / "workloads" / "gpu_sharing.py")
 
 
-@pytest.mark.parametrize("device_memory", ["parked", "driver"])
+@pytest.mark.parametrize("device_memory", ["offload", "driver"])
 def test_processes_of_a_rank_share_device_memory(nodes: Cluster, tmp_path: Path, device_memory: str) -> None:
     end = nodes.folder / f"sharing-{device_memory}.end"
     command = [sys.executable, SHARING, "--until"]

@@ -86,7 +86,7 @@ def _dies(nodes: Cluster, node: str) -> None:
 def _points(*points: Point) -> Sequence[Point]:
     """A job without a GPU, or whose memory the driver carries, never reaches some of them."""
     never = set() if ON_GPU else {Point.PARKED, Point.LOCKED, Point.CHECKPOINTED}
-    if not ON_GPU or DEVICE_MEMORY != "parked":
+    if not ON_GPU or DEVICE_MEMORY != "offload":
         never |= {Point.PARKED_MEMORY, Point.REFILLED}
     return [point for point in points if point not in never]
 

@@ -30,8 +30,8 @@ NCCL_PRESETS = {"NCCL_RAS_ENABLE": "0", "NCCL_NVLS_ENABLE": "0", "NCCL_CUMEM_HOS
 #: Who moves a rank's device memory: the driver's checkpoint, or for what it allocates from the start on the shim, faster.
 #: shim/keeper/child.py preloads the library that does what it says.
 DEVICE_MEMORY_VARIABLE = "SNAPSHIM_DEVICE_MEMORY"
-DEVICE_MEMORY_CHOICES = ("driver", "parked")
-DEVICE_MEMORY_DEFAULT = "parked"
+DEVICE_MEMORY_CHOICES = ("driver", "offload")
+DEVICE_MEMORY_DEFAULT = "offload"
 
 _PYTHON = re.compile(r"(python|pypy)[0-9.]*")
 #: Interpreter options whose value is the next word.

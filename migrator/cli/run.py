@@ -58,7 +58,7 @@ class _Parser(argparse.ArgumentParser):
 def parser() -> argparse.ArgumentParser:
     made = _Parser(
         prog="migrator run",
-        usage="migrator run [--job NAME] [--rank N | --launcher] [--device-memory driver|parked] [--no-shim] [--json]"
+        usage="migrator run [--job NAME] [--rank N | --launcher] [--device-memory driver|offload] [--no-shim] [--json]"
         " -- CMD …",
         description=SUMMARY,
         epilog=EXAMPLES,

@@ -27,9 +27,9 @@ NOT_EXECUTABLE = 126
 
 _PR_SET_PDEATHSIG = 1
 _NO_FD_ABOVE = (1 << 31) - 1
-_DEVICE_MEMORY, _PARKED = "SNAPSHIM_DEVICE_MEMORY", "parked"  # as `migrator run` sets it
-_LIBRARY, _PARKED_LIBRARY = (
-    Path(__file__).parents[1] / "lib" / name for name in ("libsnapshim.so", "libsnapshim-parked.so")
+_DEVICE_MEMORY, _OFFLOAD = "SNAPSHIM_DEVICE_MEMORY", "offload"  # as `migrator run` sets it
+_LIBRARY, _OFFLOAD_LIBRARY = (
+    Path(__file__).parents[1] / "lib" / name for name in ("libsnapshim.so", "libsnapshim-offload.so")
 )
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -38,9 +38,9 @@ def rank_environment(given: Mapping[str, str], preload: bool) -> dict[str, str]:
     """The launcher's environment, plus one of our libraries in front of whatever is preloaded already: the one that parks
     device memory, unless that is left to the driver. There is never more than one, also where a rank starts a rank."""
     environment = dict(given)
-    wanted = _PARKED_LIBRARY if given.get(_DEVICE_MEMORY) == _PARKED and _PARKED_LIBRARY.exists() else _LIBRARY
+    wanted = _OFFLOAD_LIBRARY if given.get(_DEVICE_MEMORY) == _OFFLOAD and _OFFLOAD_LIBRARY.exists() else _LIBRARY
     if preload and wanted.exists():
-        other = _LIBRARY if wanted is _PARKED_LIBRARY else _PARKED_LIBRARY
+        other = _LIBRARY if wanted is _OFFLOAD_LIBRARY else _OFFLOAD_LIBRARY
         already = environment.get("LD_PRELOAD", "")
         words = already.replace(" ", ":").split(":")
         if str(other) in words:

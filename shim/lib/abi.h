@@ -1,4 +1,4 @@
-/* What libsnapshim.so promises to the rest of the product, and libsnapshim-parked.so, which is the same with memory/. Raise the
+/* What libsnapshim.so promises to the rest of the product, and libsnapshim-offload.so, which is the same with memory/. Raise the
  * version when a promise changes.
  *
  * The daemon speaks to a process through `snapshim_mailbox`, in the process's own memory, and wakes its control thread with
@@ -39,7 +39,7 @@ enum snapshim_command {
 	SNAPSHIM_NCCL_FRESH = 23,
 	SNAPSHIM_NCCL_ATTACH = 24,
 
-	/* Device memory that we back, in libsnapshim-parked.so (shim/README.md, "Device memory"); ENOSYS in the other.
+	/* Device memory that we back, in libsnapshim-offload.so (shim/README.md, "Device memory"); ENOSYS in the other.
 	 * argument[0]: milliseconds. */
 	SNAPSHIM_MEMORY_OPEN = 32,  /* result[0]: a descriptor, the daemon's end of a fresh pair of sockets */
 	SNAPSHIM_MEMORY_READY = 33, /* argument[1]: stripes, [2]: bytes of a slot; result[0]: bytes that PARK or FILL will copy */
@@ -99,7 +99,7 @@ SNAPSHIM_EXPORT long syscall(long number, ...);
  *   cudaStreamEndCapture cudaStreamEndCapture_ptsz
  */
 
-/* And by libsnapshim-parked.so alone:
+/* And by libsnapshim-offload.so alone:
  *   cudaMalloc cudaFree cudaFreeAsync cudaFreeAsync_ptsz cudaDeviceReset
  *   cudaDeviceEnablePeerAccess cudaDeviceDisablePeerAccess
  *   cudaGetDriverEntryPoint cudaGetDriverEntryPoint_ptsz

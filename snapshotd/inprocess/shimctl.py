@@ -32,7 +32,7 @@ _LOG = logging.getLogger(__name__)
 
 LIBRARY = "libsnapshim.so"
 #: A process has one of them: the second, unless `migrator run --device-memory driver` has started it.
-LIBRARIES = (LIBRARY, "libsnapshim-parked.so")
+LIBRARIES = (LIBRARY, "libsnapshim-offload.so")
 ABI_VERSION = 4
 RESERVED_SIGNAL = 61
 

@@ -23,7 +23,7 @@ from snapshotd.proc.processes import Process, read_text
 _MANAGED_ABOVE = 1 << 40
 _MANAGED_DEVICE = "/dev/nvidia-uvm"
 #: What `migrator run` sets for the shim.
-_DEVICE_MEMORY, _PARKED = "SNAPSHIM_DEVICE_MEMORY", "parked"
+_DEVICE_MEMORY, _OFFLOAD = "SNAPSHIM_DEVICE_MEMORY", "offload"
 
 
 class Counters(Protocol):
@@ -122,7 +122,7 @@ def device_memory(look: Look, gpu: GpuLook, shim: Shim) -> Check:
     shown = f"{_DEVICE_MEMORY}={'|'.join(sorted(settings))}"
     found = _parked(holders, shim)
     if not found:
-        if _PARKED in settings:
+        if _OFFLOAD in settings:
             return warned(
                 "gpu-device-memory",
                 f"{shown}, and no process has {devmem.LEAST_BYTES >> 20} MiB that the shim backs: the driver's checkpoint"

@@ -309,9 +309,9 @@ def test_the_presets_reach_the_rank_with_the_shim(
     ("options", "given", "expected"),
     [
         ((), None, launchers.DEVICE_MEMORY_DEFAULT),
-        ((), "parked", "parked"),
-        (("--device-memory", "parked"), None, "parked"),
-        (("--device-memory", "driver"), "parked", "driver"),
+        ((), "offload", "offload"),
+        (("--device-memory", "offload"), None, "offload"),
+        (("--device-memory", "driver"), "offload", "driver"),
         (("--no-shim",), None, None),
     ],
 )
@@ -337,6 +337,6 @@ def test_nobody_else_moves_it(migrator: Migrator) -> None:
 
 
 def test_a_launchers_workers_get_what_was_asked_for() -> None:
-    made = launchers.launcher_environment({"HOME": "/root"}, "/usr/bin/python", None, True, "parked")
+    made = launchers.launcher_environment({"HOME": "/root"}, "/usr/bin/python", None, True, "offload")
     worker = launchers.rank_environment(launchers.worker_environment(made))
-    assert worker["SNAPSHIM_DEVICE_MEMORY"] == "parked"
+    assert worker["SNAPSHIM_DEVICE_MEMORY"] == "offload"

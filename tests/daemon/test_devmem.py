@@ -20,7 +20,7 @@ from tests.shim.memory import conftest as memory
 from tests.shim.memory.conftest import Start
 from tests.shim.memory.jobs import DROP, FILL, PARK
 
-library, parked_library = shim.library, shim.parked_library
+library, offload_library = shim.library, shim.offload_library
 node, program, start_job = memory.node, memory.program, memory.start_job
 
 

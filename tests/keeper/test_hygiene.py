@@ -32,7 +32,7 @@ def built() -> Path:
     return LIB
 
 
-@pytest.fixture(params=["libsnapshim.so", "libsnapshim-parked.so"])
+@pytest.fixture(params=["libsnapshim.so", "libsnapshim-offload.so"])
 def library(built: Path, request: pytest.FixtureRequest) -> Path:
     return built / str(request.param)
 
@@ -55,7 +55,7 @@ def test_programs_do_not_notice(library: Path, argv: tuple[str, ...]) -> None:
 def test_only_what_the_abi_names_is_exported(library: Path) -> None:
     symbols = subprocess.run(["nm", "-D", "--defined-only", library], capture_output=True, text=True, check=True).stdout
     header = (REPOSITORY / "shim" / "lib" / "abi.h").read_text()
-    lists = ["Interposed as well", *(["And by libsnapshim-parked.so"] if "parked" in library.name else [])]
+    lists = ["Interposed as well", *(["And by libsnapshim-offload.so"] if "offload" in library.name else [])]
     texts = [header.partition(words)[2].partition(":")[2].partition("*/")[0] for words in lists]
     interposed = " ".join(texts).replace("*", " ").split()
     named = ["snapshim_abi_version", "snapshim_mailbox", "syscall", *interposed]
@@ -67,22 +67,22 @@ def test_only_what_the_abi_names_is_exported(library: Path) -> None:
 
 def test_the_environment_is_the_launchers_plus_the_preload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shim.keeper.child._LIBRARY", tmp_path / "lib.so")
-    monkeypatch.setattr("shim.keeper.child._PARKED_LIBRARY", tmp_path / "parked.so")
+    monkeypatch.setattr("shim.keeper.child._OFFLOAD_LIBRARY", tmp_path / "offload.so")
     assert rank_environment({"A": "b"}, preload=True) == {"A": "b"}, "no library, no preload"
     (tmp_path / "lib.so").touch()
     once = rank_environment({"A": "b", "LD_PRELOAD": "x.so y.so"}, preload=True)
     assert once == {"A": "b", "LD_PRELOAD": f"{tmp_path / 'lib.so'}:x.so y.so"}
     assert rank_environment(once, preload=True) == once
     assert rank_environment({"A": "b"}, preload=False) == {"A": "b"}
-    alone = rank_environment({**once, "SNAPSHIM_DEVICE_MEMORY": "parked"}, preload=True)
+    alone = rank_environment({**once, "SNAPSHIM_DEVICE_MEMORY": "offload"}, preload=True)
     assert alone["LD_PRELOAD"] == once["LD_PRELOAD"], (
         "where the one that parks was not built the other is better than none"
     )
-    (tmp_path / "parked.so").touch()
-    parked = rank_environment({**once, "SNAPSHIM_DEVICE_MEMORY": "parked"}, preload=True)
-    assert parked["LD_PRELOAD"] == f"{tmp_path / 'parked.so'}:x.so:y.so", "the one in the place of the other"
-    assert rank_environment(parked, preload=True) == parked
-    back = rank_environment({**parked, "SNAPSHIM_DEVICE_MEMORY": "driver"}, preload=True)
+    (tmp_path / "offload.so").touch()
+    offload = rank_environment({**once, "SNAPSHIM_DEVICE_MEMORY": "offload"}, preload=True)
+    assert offload["LD_PRELOAD"] == f"{tmp_path / 'offload.so'}:x.so:y.so", "the one in the place of the other"
+    assert rank_environment(offload, preload=True) == offload
+    back = rank_environment({**offload, "SNAPSHIM_DEVICE_MEMORY": "driver"}, preload=True)
     assert back["LD_PRELOAD"] == f"{tmp_path / 'lib.so'}:x.so:y.so"
 
 

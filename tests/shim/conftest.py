@@ -16,9 +16,9 @@ def library() -> Path:
 
 
 @pytest.fixture(scope="session")
-def parked_library(library: Path) -> Path:
+def offload_library(library: Path) -> Path:
     """The one that backs device memory."""
-    return library.with_name("libsnapshim-parked.so")
+    return library.with_name("libsnapshim-offload.so")
 
 
 @pytest.fixture(scope="session")

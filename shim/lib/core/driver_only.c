@@ -10,7 +10,7 @@ int memory_obey(uint32_t command, int64_t timeout_ns)
 {
 	(void)command;
 	(void)timeout_ns;
-	say("this library backs no device memory: start the rank with `migrator run --device-memory parked`");
+	say("this library backs no device memory: start the rank with `migrator run --device-memory offload`");
 	return ENOSYS;
 }
 

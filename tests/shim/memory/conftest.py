@@ -33,13 +33,13 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def start_job(library: Path, parked_library: Path, program: Path, node: GpuNode, tmp_path: Path) -> Iterator[Start]:
+def start_job(library: Path, offload_library: Path, program: Path, node: GpuNode, tmp_path: Path) -> Iterator[Start]:
     """Starts jobs; those that are left at the end are killed."""
     started: list[DeviceJob] = []
 
-    def start(*words: str, device_memory: str = "parked") -> DeviceJob:
+    def start(*words: str, device_memory: str = "offload") -> DeviceJob:
         environment = {**os.environ, **node.environment}
-        preload = parked_library if device_memory == "parked" else library
+        preload = offload_library if device_memory == "offload" else library
         job = DeviceJob(preload, program, env=environment, folder=tmp_path / f"stripes-{len(started)}")
         started.append(job)
         for line in ("begin", *words):

@@ -42,7 +42,7 @@ def _move_device_memory(node: GpuNode, folder: Path) -> None:
 def job(request: pytest.FixtureRequest, node: GpuNode, tmp_path: Path) -> Iterator[DeviceJob]:
     if request.param == "thread":
         _move_device_memory(node, tmp_path / "cuda")
-    shim = tmp_path / "libsnapshim-parked.so"
+    shim = tmp_path / "libsnapshim-offload.so"
     parts = [SHIM / "core" / name for name in ("lockless.c", "maps.c", "sharing.c")]
     sources = [*sorted((SHIM / "memory").glob("*.c")), *parts, PROGRAMS / "control.c"]
     _compile(request.param, "-shared", "-fvisibility=hidden", "-o", shim, *sources, "-ldl")
