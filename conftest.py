@@ -1,4 +1,4 @@
-"""A skipped test fails in a lane that has what it needs (tests/lanes.py)."""
+"""For all tests: the sample of the exhaustive ones (tests/sampling.py), and skips that are failures (tests/lanes.py)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Generator
 import pytest
 
 from tests.lanes import must_run
+
+pytest_plugins = ["tests.sampling"]
 
 
 @pytest.hookimpl(wrapper=True)

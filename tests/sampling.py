@@ -1,0 +1,120 @@
+"""A pytest plugin: exhaustive tests run a seeded sample of their cases, unless the whole is asked for.
+
+A walk over every fault at every step takes hours, and one day's change rarely breaks a single step only. A default run
+therefore takes a sample. The seed is the date (UTC), so that all cases are met within some weeks, and everybody has the
+same sample on the same day. The header and the summary print the seed.
+
+    --seed N    run the sample of another day, or of a failed run
+    --whole     run every case (`make test-all`)
+
+There are three ways to sample:
+
+    @pytest.mark.sampled(5)               # at most 5 of the cases that the `parametrize` marks of this test make
+    @pytest.mark.sampled(2, per="node")   # at most 2 for each value of the parameter `node`
+
+    def test_walk(sampled: Sampler) -> None:
+        for event in sampled(events, 20): # at most 20 of these events, in their order
+
+    @settings(max_examples=examples(200)) # hypothesis: a quarter of them
+
+A run that names its tests (with `::`, `-k` or `--last-failed`) runs all cases of a marked test, so a failed case can be
+repeated by its name. The sample of a test depends on the seed and on the name of the test, not on the tests that run
+beside it.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from random import Random
+from typing import Protocol, TypeVar
+
+import pytest
+
+T = TypeVar("T")
+
+
+class Sampler(Protocol):
+    def __call__(self, cases: Iterable[T], keep: int, /) -> list[T]: ...
+
+
+class _Run:
+    """How this run samples. Set once, before the tests are collected."""
+
+    seed = 0
+    whole = False
+
+
+def sample(cases: Sequence[T], keep: int, seed: int, name: str) -> list[T]:
+    """At most `keep` of the cases, in their order; another choice for each seed and each name."""
+    if keep < 1:
+        raise ValueError("a sample has at least one case")
+    if len(cases) <= keep:
+        return list(cases)
+    kept = Random(f"{seed}/{name}").sample(range(len(cases)), keep)
+    return [cases[index] for index in sorted(kept)]
+
+
+def examples(whole: int) -> int:
+    """How many examples hypothesis tries, where `whole` are tried in a whole run."""
+    return whole if _Run.whole else max(1, whole // 4)
+
+
+@pytest.fixture
+def sampled(request: pytest.FixtureRequest) -> Sampler:
+    def take(cases: Iterable[T], keep: int, /) -> list[T]:
+        listed = list(cases)
+        return listed if _Run.whole else sample(listed, keep, _Run.seed, request.node.nodeid)
+
+    return take
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("sampling", "sample of the exhaustive tests")
+    group.addoption("--seed", type=int, metavar="N", help="seed of the sample (default: the date as YYYYMMDD)")
+    group.addoption("--whole", action="store_true", help="run every case of the exhaustive tests")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "sampled(keep, per=None): run at most `keep` cases (for each value of `per`)")
+    if config.option.seed is None:
+        # Stored in the options, which pytest-xdist hands to its workers: all of them have the seed of one day.
+        config.option.seed = int(datetime.datetime.now(datetime.UTC).strftime("%Y%m%d"))
+    _Run.seed, _Run.whole = config.option.seed, config.option.whole
+
+
+def describe() -> str:
+    if _Run.whole:
+        return "sample: none, every case runs"
+    return f"sample: --seed {_Run.seed} (--whole runs every case)"
+
+
+def pytest_report_header() -> str:
+    return describe()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    terminalreporter.write_line(describe())
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    named = any("::" in argument for argument in config.args) or config.option.keyword or config.getoption("lf", False)
+    if _Run.whole or named:
+        return
+    cases: defaultdict[str, list[pytest.Item]] = defaultdict(list)
+    keep: dict[str, int] = {}
+    for item in items:
+        if (mark := item.get_closest_marker("sampled")) is not None and isinstance(item, pytest.Function):
+            name = item.nodeid.partition("[")[0]
+            if (per := mark.kwargs.get("per")) is not None:
+                name += f"[{per}={item.callspec.params[per]}]"
+            cases[name].append(item)
+            keep[name] = mark.args[0]
+    kept = {item for name, group in cases.items() for item in sample(group, keep[name], _Run.seed, name)}
+    left_out = [item for group in cases.values() for item in group if item not in kept]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        gone = set(left_out)
+        items[:] = [item for item in items if item not in gone]
