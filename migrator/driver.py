@@ -162,8 +162,8 @@ class _Run:
             examined = await self.target.target.Examine(request, timeout_s=TABLE[1].timeout_s)
             self.checks += examined.checks
             self.reached = 2
-            self.checks += await self.peers.look(inspected.rewires, TABLE[2].timeout_s)
-            self.checks += await self.gates.look(self._gate())
+            self.checks += await self.peers.check(inspected.rewires, TABLE[2].timeout_s)
+            self.checks += await self.gates.check(self._description())
 
     def _refuse_if_checked_so(self) -> None:
         refused = [check for check in self.checks if check.verdict == pb.Check.REFUSE]
@@ -172,7 +172,7 @@ class _Run:
             raise Refused(f"rank {self.ask.rank} cannot move to {self.ask.to}:\n{told}", where=Where.SOURCE_RUNNING)
 
     async def _do(self, step: Step, timeout_s: float) -> None:
-        if step.action == "Quiesce" and not await self.gates.find(self._gate()):
+        if step.action == "Quiesce" and not await self.gates.find(self._description()):
             return
         if step.action in protocol.NCCL_ALONE and not self.gates.involved:
             return
@@ -200,10 +200,10 @@ class _Run:
                         await self.source.source.Begin(begin, timeout_s=timeout_s)
                     except NotFound as error:
                         raise RankGone(f"rank {self.ask.rank} ended: {error.message}", where=Where.ENDED) from error
-                case "Ready":
+                case "PrepareDevice":
                     await self._ready(timeout_s)
                 case "Quiesce":
-                    await self.gates.quiesce(self._gate(), min(timeout_s, self.ask.quiesce_timeout_s))
+                    await self.gates.quiesce(self._description(), min(timeout_s, self.ask.quiesce_timeout_s))
                 case "Detach":
                     self.frozen_at = time.monotonic()  # from the cut on the whole job stands still
                     await self.source.source.Detach(self.request, timeout_s=timeout_s)
@@ -231,10 +231,10 @@ class _Run:
                     restored = await self.target.target.Restore(self.request, timeout_s=timeout_s)
                     self.receipt = restored.held_receipt
                     self._take_parts(restored.parts)
-                case "Brace":
-                    await self.peers.brace(self._repoint(), timeout_s)
+                case "SuspendTimeouts":
+                    await self.peers.suspend_timeouts(self._description(), timeout_s)
                 case "Repoint":
-                    await self.peers.repoint(self._repoint(), timeout_s)
+                    await self.peers.repoint(self._description(), timeout_s)
                 case "Settle":
                     await self.peers.settle(self.move, self.token, timeout_s)
                 case "Commit":
@@ -252,7 +252,7 @@ class _Run:
 
     async def _ready(self, timeout_s: float) -> None:
         try:
-            ready = await self.source.source.Ready(self.request, timeout_s=timeout_s)
+            ready = await self.source.source.PrepareDevice(self.request, timeout_s=timeout_s)
         except NotSpoken as error:  # it does it in Freeze
             self._say("note", text=f"an older daemon, so more of the move is in the pause: {error.message}")
             return
@@ -262,8 +262,8 @@ class _Run:
     def _take_parts(self, parts: Iterable[pb.Part]) -> None:
         self.parts += [PhaseTime(part.name, part.seconds, part.bytes) for part in parts]
 
-    def _repoint(self) -> pb.RepointRequest:
-        return pb.RepointRequest(
+    def _description(self) -> pb.MoveDescription:
+        return pb.MoveDescription(
             move=self.move,
             rank_uid=self.found.rank.uid,
             job=self.found.rank.job,
@@ -273,20 +273,6 @@ class _Run:
             target_node=self.ask.to,
             target_endpoint=self.driver.cluster.nodes[self.ask.to],
             nonce=self.prepared.nonce,
-        )
-
-    def _gate(self) -> pb.GateRequest:
-        known = self._repoint()
-        return pb.GateRequest(
-            move=self.move,
-            rank_uid=known.rank_uid,
-            job=known.job,
-            rank=known.rank,
-            source_node=known.source_node,
-            source_endpoint=known.source_endpoint,
-            target_node=known.target_node,
-            target_endpoint=known.target_endpoint,
-            nonce=known.nonce,
         )
 
     async def _activate(self, timeout_s: float) -> None:

@@ -57,14 +57,16 @@ class Peers:
                 by_node[rewire.peer_node].append(rewire)
         self.rewires = dict(by_node)
 
-    async def look(self, rewires: Iterable[pb.Rewire], timeout_s: float) -> list[pb.Check]:
+    async def check(self, rewires: Iterable[pb.Rewire], timeout_s: float) -> list[pb.Check]:
         """Preflight on every peer; one that does not answer is a refusal by name."""
         self.take(rewires)
 
         async def ask(node: str) -> list[pb.Check]:
             try:
                 async with self.cluster.client(node) as client:
-                    reply = await client.peer.Look(pb.LookRequest(rewires=self.rewires[node]), timeout_s=timeout_s)
+                    reply = await client.peer.InspectConnections(
+                        pb.InspectConnectionsRequest(rewires=self.rewires[node]), timeout_s=timeout_s
+                    )
                 return list(reply.checks)
             except SnapshotError as error:
                 return [
@@ -79,30 +81,28 @@ class Peers:
         answers = await asyncio.gather(*(ask(node) for node in self.rewires))
         return [check for checks in answers for check in checks]
 
-    async def brace(self, request: pb.RepointRequest, timeout_s: float) -> None:
+    async def suspend_timeouts(self, description: pb.MoveDescription, timeout_s: float) -> None:
         """Every peer keeps its ends from timing out; connections as preflight saw them. Raises the first failure: undo."""
 
         async def ask(client: DaemonClient, mine: pb.RepointRequest) -> None:
-            await client.peer.Brace(mine, timeout_s=timeout_s)
+            await client.peer.SuspendTimeouts(mine, timeout_s=timeout_s)
 
-        await self._ask_all(request, ask)
+        await self._ask_all(description, ask)
 
-    async def repoint(self, request: pb.RepointRequest, timeout_s: float) -> None:
+    async def repoint(self, description: pb.MoveDescription, timeout_s: float) -> None:
         """Every peer points its ends at the target. Raises the first failure; the others may have done it: undo."""
 
         async def ask(client: DaemonClient, mine: pb.RepointRequest) -> None:
             reply = await client.peer.Repoint(mine, timeout_s=timeout_s)
             self.stopped_s = max(self.stopped_s, reply.stopped_s)
 
-        await self._ask_all(request, ask)
+        await self._ask_all(description, ask)
 
     async def _ask_all(
-        self, request: pb.RepointRequest, ask: Callable[[DaemonClient, pb.RepointRequest], Awaitable[None]]
+        self, description: pb.MoveDescription, ask: Callable[[DaemonClient, pb.RepointRequest], Awaitable[None]]
     ) -> None:
         async def ask_one(node: str) -> None:
-            mine = pb.RepointRequest()
-            mine.CopyFrom(request)
-            mine.rewires.extend(self.rewires[node])
+            mine = pb.RepointRequest(description=description, rewires=self.rewires[node])
             self.touched.add(node)
             async with self.cluster.client(node) as client:
                 await ask(client, mine)

@@ -42,11 +42,23 @@ class Step:
 TABLE: tuple[Step, ...] = (
     Step("preflight", "Inspect", At.SOURCE, "", 60, Where.SOURCE_RUNNING, "what does the rank use?"),
     Step("preflight", "Examine", At.TARGET, "", 60, Where.SOURCE_RUNNING, "can the target take it?"),
-    Step("preflight", "Look", At.PEERS, "", 60, Where.SOURCE_RUNNING, "can the other ends of its connections follow?"),
+    Step(
+        "preflight",
+        "InspectConnections",
+        At.PEERS,
+        "",
+        60,
+        Where.SOURCE_RUNNING,
+        "can its peers' sockets follow?",
+    ),
     Step("prepare", "Prepare", At.TARGET, "Discard", 30, Where.SOURCE_RUNNING, "reserve memory, give a nonce"),
     Step("prepare", "Begin", At.SOURCE, "Abort", 30, Where.SOURCE_RUNNING, "journal the move, start the lease"),
-    Step("prepare", "Ready", At.SOURCE, "Abort", 300, Where.SOURCE_RUNNING, "device memory: files, lane, rings"),
-    Step("prepare", "Brace", At.PEERS, "Settle", 30, Where.SOURCE_RUNNING, "the other ends outlive a silence"),
+    Step(
+        "prepare", "PrepareDevice", At.SOURCE, "Abort", 300, Where.SOURCE_RUNNING, "device memory: files, lane, rings"
+    ),
+    Step(
+        "prepare", "SuspendTimeouts", At.PEERS, "Settle", 30, Where.SOURCE_RUNNING, "the other ends outlive a silence"
+    ),
     Step("quiesce", "Quiesce", At.JOB, "Open", 600, Where.SOURCE_RUNNING, "NCCL: every rank waits at one cut"),
     Step("detach", "Detach", At.SOURCE, "Open", 120, Where.SOURCE_RUNNING, "NCCL: its communicators are taken down"),
     Step("freeze", "Freeze", At.SOURCE, "Abort", 900, Where.SOURCE_FROZEN, "off the GPU, stop the tree, freeze it"),
@@ -145,7 +157,7 @@ def diagram(table: Sequence[Step] = TABLE) -> str:
         if step.action == "Commit":
             lines.append("─" * 12 + " COMMIT: from here on only the target may run " + "─" * 12)
         undo = f"undo: {step.undo}" if step.undo else ""
-        lines.append(f"{step.phase:<10} {step.action:<9} {step.at:<8} {step.says:<47} {undo}".rstrip())
+        lines.append(f"{step.phase:<10} {step.action:<18} {step.at:<6} {step.says:<47} {undo}".rstrip())
     return "\n".join(lines)
 
 

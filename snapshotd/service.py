@@ -233,8 +233,8 @@ class SourceServicer(rpc.SourceServicer):
     async def Begin(self, request: pb.BeginRequest, context: Context) -> pb.BeginReply:
         return await whole(self.ops.begin(request))
 
-    async def Ready(self, request: pb.MoveRequest, context: Context) -> pb.ReadyReply:
-        return await whole(self.ops.ready(request.move))
+    async def PrepareDevice(self, request: pb.MoveRequest, context: Context) -> pb.PrepareDeviceReply:
+        return await whole(self.ops.prepare_device(request.move))
 
     async def Detach(self, request: pb.MoveRequest, context: Context) -> pb.DetachReply:
         return await whole(self.ops.detach(request.move))
@@ -281,11 +281,13 @@ class TargetServicer(rpc.TargetServicer):
     async def Prepare(self, request: pb.PrepareRequest, context: Context) -> pb.PrepareReply:
         return await whole(self.ops.prepare(request))
 
-    async def OpenLane(self, request: pb.OpenLaneRequest, context: Context) -> pb.OpenLaneReply:
-        return await whole(self.ops.open_lane(request.move, caller(context).name))
+    async def OpenImageChannel(self, request: pb.OpenImageChannelRequest, context: Context) -> pb.OpenImageChannelReply:
+        return await whole(self.ops.open_image_channel(request.move, caller(context).name))
 
-    async def OpenStripes(self, request: pb.OpenStripesRequest, context: Context) -> pb.OpenStripesReply:
-        return await whole(self.ops.open_stripes(request, caller(context).name))
+    async def OpenDeviceChannel(
+        self, request: pb.OpenDeviceChannelRequest, context: Context
+    ) -> pb.OpenDeviceChannelReply:
+        return await whole(self.ops.open_device_channel(request, caller(context).name))
 
     async def Seal(self, request: pb.SealRequest, context: Context) -> pb.SealReply:
         return await whole(self.ops.seal(request, caller(context).name))
@@ -310,11 +312,13 @@ class PeerServicer(rpc.PeerServicer):
     def __init__(self, ops: PeerOps, forwarding: Forwarding) -> None:
         self.ops, self.forwarding = ops, forwarding
 
-    async def Look(self, request: pb.LookRequest, context: Context) -> pb.LookReply:
-        return pb.LookReply(checks=await self.ops.look(list(request.rewires)))
+    async def InspectConnections(
+        self, request: pb.InspectConnectionsRequest, context: Context
+    ) -> pb.InspectConnectionsReply:
+        return pb.InspectConnectionsReply(checks=await self.ops.inspect_connections(list(request.rewires)))
 
-    async def Brace(self, request: pb.RepointRequest, context: Context) -> pb.BraceReply:
-        return await whole(self.ops.brace(request))
+    async def SuspendTimeouts(self, request: pb.RepointRequest, context: Context) -> pb.SuspendTimeoutsReply:
+        return await whole(self.ops.suspend_timeouts(request))
 
     async def Repoint(self, request: pb.RepointRequest, context: Context) -> pb.RepointReply:
         return await whole(self.ops.repoint(request))
@@ -330,13 +334,13 @@ class GateServicer(rpc.GateServicer):
     def __init__(self, gates: GateOps, members: Members) -> None:
         self.gates, self.members = gates, members
 
-    async def Close(self, request: pb.GateRequest, context: Context) -> pb.GateReport:
+    async def Close(self, request: pb.MoveDescription, context: Context) -> pb.GateReport:
         return await whole(self.gates.close(request))
 
-    async def Report(self, request: pb.GateRequest, context: Context) -> pb.GateReport:
+    async def Report(self, request: pb.GateReportRequest, context: Context) -> pb.GateReport:
         return await self.gates.report(request)
 
-    async def Target(self, request: pb.GateTargetRequest, context: Context) -> pb.GateReport:
+    async def SetTargets(self, request: pb.SetTargetsRequest, context: Context) -> pb.GateReport:
         return await whole(self.gates.set_targets(request))
 
     async def Detach(self, request: pb.DetachRequest, context: Context) -> pb.DetachReply:

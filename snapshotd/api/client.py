@@ -226,7 +226,7 @@ class SourceCalls:
         stub = stubs.SourceStub(link.channel)
         self.Inspect = Unary(link, "Inspect", stub.Inspect)
         self.Begin = Unary(link, "Begin", stub.Begin)
-        self.Ready = Unary(link, "Ready", stub.Ready)
+        self.PrepareDevice = Unary(link, "PrepareDevice", stub.PrepareDevice)
         self.Detach = Unary(link, "Detach", stub.Detach)
         self.Freeze = Unary(link, "Freeze", stub.Freeze)
         self.Stream = ServerStream(link, "Stream", stub.Stream)
@@ -240,14 +240,14 @@ class SourceCalls:
 
 
 class TargetCalls:
-    """Without Push, the lane over gRPC: snapshotd/transport/image/grpc_channel.py."""
+    """Without Push, the image channel over gRPC: snapshotd/transport/image/grpc_channel.py."""
 
     def __init__(self, link: _Link) -> None:
         stub = stubs.TargetStub(link.channel)
         self.Examine = Unary(link, "Examine", stub.Examine)
         self.Prepare = Unary(link, "Prepare", stub.Prepare)
-        self.OpenLane = Unary(link, "OpenLane", stub.OpenLane)
-        self.OpenStripes = Unary(link, "OpenStripes", stub.OpenStripes)
+        self.OpenImageChannel = Unary(link, "OpenImageChannel", stub.OpenImageChannel)
+        self.OpenDeviceChannel = Unary(link, "OpenDeviceChannel", stub.OpenDeviceChannel)
         self.Seal = Unary(link, "Seal", stub.Seal)
         self.Restore = Unary(link, "Restore", stub.Restore)
         self.Activate = Unary(link, "Activate", stub.Activate)
@@ -259,8 +259,8 @@ class TargetCalls:
 class PeerCalls:
     def __init__(self, link: _Link) -> None:
         stub = stubs.PeerStub(link.channel)
-        self.Look = Unary(link, "Look", stub.Look)
-        self.Brace = Unary(link, "Brace", stub.Brace)
+        self.InspectConnections = Unary(link, "InspectConnections", stub.InspectConnections)
+        self.SuspendTimeouts = Unary(link, "SuspendTimeouts", stub.SuspendTimeouts)
         self.Repoint = Unary(link, "Repoint", stub.Repoint)
         self.Settle = Unary(link, "Settle", stub.Settle)
         self.Forward = Unary(link, "Forward", stub.Forward)
@@ -271,7 +271,7 @@ class GateCalls:
         stub = stubs.GateStub(link.channel)
         self.Close = Unary(link, "Close", stub.Close)
         self.Report = Unary(link, "Report", stub.Report)
-        self.Target = Unary(link, "Target", stub.Target)
+        self.SetTargets = Unary(link, "SetTargets", stub.SetTargets)
         self.Detach = Unary(link, "Detach", stub.Detach)
         self.NewId = Unary(link, "NewId", stub.NewId)
         self.Attach = Unary(link, "Attach", stub.Attach)

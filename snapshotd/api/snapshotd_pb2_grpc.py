@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class NodeStub:
-    """---------------------------------------------------------------- the node, its ranks, its moves
+    """---------------------------------------------------------------- a node, its ranks, its moves
 
     """
 
@@ -54,7 +54,7 @@ class NodeStub:
 
 
 class NodeServicer:
-    """---------------------------------------------------------------- the node, its ranks, its moves
+    """---------------------------------------------------------------- a node, its ranks, its moves
 
     """
 
@@ -106,7 +106,7 @@ def add_NodeServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Node:
-    """---------------------------------------------------------------- the node, its ranks, its moves
+    """---------------------------------------------------------------- a node, its ranks, its moves
 
     """
 
@@ -211,10 +211,10 @@ class SourceStub:
                 request_serializer=snapshotd_dot_api_dot_snapshotd__pb2.BeginRequest.SerializeToString,
                 response_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.BeginReply.FromString,
                 _registered_method=True)
-        self.Ready = channel.unary_unary(
-                '/snapshotd.v1.Source/Ready',
+        self.PrepareDevice = channel.unary_unary(
+                '/snapshotd.v1.Source/PrepareDevice',
                 request_serializer=snapshotd_dot_api_dot_snapshotd__pb2.MoveRequest.SerializeToString,
-                response_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.ReadyReply.FromString,
+                response_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.PrepareDeviceReply.FromString,
                 _registered_method=True)
         self.Detach = channel.unary_unary(
                 '/snapshotd.v1.Source/Detach',
@@ -285,7 +285,7 @@ class SourceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Ready(self, request, context):
+    def PrepareDevice(self, request, context):
         """operator
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -375,10 +375,10 @@ def add_SourceServicer_to_server(servicer, server):
                     request_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.BeginRequest.FromString,
                     response_serializer=snapshotd_dot_api_dot_snapshotd__pb2.BeginReply.SerializeToString,
             ),
-            'Ready': grpc.unary_unary_rpc_method_handler(
-                    servicer.Ready,
+            'PrepareDevice': grpc.unary_unary_rpc_method_handler(
+                    servicer.PrepareDevice,
                     request_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.MoveRequest.FromString,
-                    response_serializer=snapshotd_dot_api_dot_snapshotd__pb2.ReadyReply.SerializeToString,
+                    response_serializer=snapshotd_dot_api_dot_snapshotd__pb2.PrepareDeviceReply.SerializeToString,
             ),
             'Detach': grpc.unary_unary_rpc_method_handler(
                     servicer.Detach,
@@ -496,7 +496,7 @@ class Source:
             _registered_method=True)
 
     @staticmethod
-    def Ready(request,
+    def PrepareDevice(request,
             target,
             options=(),
             channel_credentials=None,
@@ -509,9 +509,9 @@ class Source:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/snapshotd.v1.Source/Ready',
+            '/snapshotd.v1.Source/PrepareDevice',
             snapshotd_dot_api_dot_snapshotd__pb2.MoveRequest.SerializeToString,
-            snapshotd_dot_api_dot_snapshotd__pb2.ReadyReply.FromString,
+            snapshotd_dot_api_dot_snapshotd__pb2.PrepareDeviceReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -812,15 +812,15 @@ class TargetStub:
                 request_serializer=snapshotd_dot_api_dot_snapshotd__pb2.PrepareRequest.SerializeToString,
                 response_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.PrepareReply.FromString,
                 _registered_method=True)
-        self.OpenLane = channel.unary_unary(
-                '/snapshotd.v1.Target/OpenLane',
-                request_serializer=snapshotd_dot_api_dot_snapshotd__pb2.OpenLaneRequest.SerializeToString,
-                response_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.OpenLaneReply.FromString,
+        self.OpenImageChannel = channel.unary_unary(
+                '/snapshotd.v1.Target/OpenImageChannel',
+                request_serializer=snapshotd_dot_api_dot_snapshotd__pb2.OpenImageChannelRequest.SerializeToString,
+                response_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.OpenImageChannelReply.FromString,
                 _registered_method=True)
-        self.OpenStripes = channel.unary_unary(
-                '/snapshotd.v1.Target/OpenStripes',
-                request_serializer=snapshotd_dot_api_dot_snapshotd__pb2.OpenStripesRequest.SerializeToString,
-                response_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.OpenStripesReply.FromString,
+        self.OpenDeviceChannel = channel.unary_unary(
+                '/snapshotd.v1.Target/OpenDeviceChannel',
+                request_serializer=snapshotd_dot_api_dot_snapshotd__pb2.OpenDeviceChannelRequest.SerializeToString,
+                response_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.OpenDeviceChannelReply.FromString,
                 _registered_method=True)
         self.Seal = channel.unary_unary(
                 '/snapshotd.v1.Target/Seal',
@@ -871,15 +871,15 @@ class TargetServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def OpenLane(self, request, context):
-        """rpc Push(stream bytes) returns (stream bytes): the bulk lane, raw frames, see snapshotd/transport/image/frame.py   // node
+    def OpenImageChannel(self, request, context):
+        """rpc Push(stream bytes) returns (stream bytes): the image channel over gRPC, raw frames (snapshotd/transport/image/frame.py)   // node
         node
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def OpenStripes(self, request, context):
+    def OpenDeviceChannel(self, request, context):
         """node
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -941,15 +941,15 @@ def add_TargetServicer_to_server(servicer, server):
                     request_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.PrepareRequest.FromString,
                     response_serializer=snapshotd_dot_api_dot_snapshotd__pb2.PrepareReply.SerializeToString,
             ),
-            'OpenLane': grpc.unary_unary_rpc_method_handler(
-                    servicer.OpenLane,
-                    request_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.OpenLaneRequest.FromString,
-                    response_serializer=snapshotd_dot_api_dot_snapshotd__pb2.OpenLaneReply.SerializeToString,
+            'OpenImageChannel': grpc.unary_unary_rpc_method_handler(
+                    servicer.OpenImageChannel,
+                    request_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.OpenImageChannelRequest.FromString,
+                    response_serializer=snapshotd_dot_api_dot_snapshotd__pb2.OpenImageChannelReply.SerializeToString,
             ),
-            'OpenStripes': grpc.unary_unary_rpc_method_handler(
-                    servicer.OpenStripes,
-                    request_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.OpenStripesRequest.FromString,
-                    response_serializer=snapshotd_dot_api_dot_snapshotd__pb2.OpenStripesReply.SerializeToString,
+            'OpenDeviceChannel': grpc.unary_unary_rpc_method_handler(
+                    servicer.OpenDeviceChannel,
+                    request_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.OpenDeviceChannelRequest.FromString,
+                    response_serializer=snapshotd_dot_api_dot_snapshotd__pb2.OpenDeviceChannelReply.SerializeToString,
             ),
             'Seal': grpc.unary_unary_rpc_method_handler(
                     servicer.Seal,
@@ -1047,7 +1047,7 @@ class Target:
             _registered_method=True)
 
     @staticmethod
-    def OpenLane(request,
+    def OpenImageChannel(request,
             target,
             options=(),
             channel_credentials=None,
@@ -1060,9 +1060,9 @@ class Target:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/snapshotd.v1.Target/OpenLane',
-            snapshotd_dot_api_dot_snapshotd__pb2.OpenLaneRequest.SerializeToString,
-            snapshotd_dot_api_dot_snapshotd__pb2.OpenLaneReply.FromString,
+            '/snapshotd.v1.Target/OpenImageChannel',
+            snapshotd_dot_api_dot_snapshotd__pb2.OpenImageChannelRequest.SerializeToString,
+            snapshotd_dot_api_dot_snapshotd__pb2.OpenImageChannelReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -1074,7 +1074,7 @@ class Target:
             _registered_method=True)
 
     @staticmethod
-    def OpenStripes(request,
+    def OpenDeviceChannel(request,
             target,
             options=(),
             channel_credentials=None,
@@ -1087,9 +1087,9 @@ class Target:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/snapshotd.v1.Target/OpenStripes',
-            snapshotd_dot_api_dot_snapshotd__pb2.OpenStripesRequest.SerializeToString,
-            snapshotd_dot_api_dot_snapshotd__pb2.OpenStripesReply.FromString,
+            '/snapshotd.v1.Target/OpenDeviceChannel',
+            snapshotd_dot_api_dot_snapshotd__pb2.OpenDeviceChannelRequest.SerializeToString,
+            snapshotd_dot_api_dot_snapshotd__pb2.OpenDeviceChannelReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -1272,15 +1272,15 @@ class PeerStub:
         Args:
             channel: A grpc.Channel.
         """
-        self.Look = channel.unary_unary(
-                '/snapshotd.v1.Peer/Look',
-                request_serializer=snapshotd_dot_api_dot_snapshotd__pb2.LookRequest.SerializeToString,
-                response_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.LookReply.FromString,
+        self.InspectConnections = channel.unary_unary(
+                '/snapshotd.v1.Peer/InspectConnections',
+                request_serializer=snapshotd_dot_api_dot_snapshotd__pb2.InspectConnectionsRequest.SerializeToString,
+                response_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.InspectConnectionsReply.FromString,
                 _registered_method=True)
-        self.Brace = channel.unary_unary(
-                '/snapshotd.v1.Peer/Brace',
+        self.SuspendTimeouts = channel.unary_unary(
+                '/snapshotd.v1.Peer/SuspendTimeouts',
                 request_serializer=snapshotd_dot_api_dot_snapshotd__pb2.RepointRequest.SerializeToString,
-                response_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.BraceReply.FromString,
+                response_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.SuspendTimeoutsReply.FromString,
                 _registered_method=True)
         self.Repoint = channel.unary_unary(
                 '/snapshotd.v1.Peer/Repoint',
@@ -1302,14 +1302,14 @@ class PeerStub:
 class PeerServicer:
     """Missing associated documentation comment in .proto file."""
 
-    def Look(self, request, context):
+    def InspectConnections(self, request, context):
         """operator
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Brace(self, request, context):
+    def SuspendTimeouts(self, request, context):
         """operator
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -1340,15 +1340,15 @@ class PeerServicer:
 
 def add_PeerServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Look': grpc.unary_unary_rpc_method_handler(
-                    servicer.Look,
-                    request_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.LookRequest.FromString,
-                    response_serializer=snapshotd_dot_api_dot_snapshotd__pb2.LookReply.SerializeToString,
+            'InspectConnections': grpc.unary_unary_rpc_method_handler(
+                    servicer.InspectConnections,
+                    request_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.InspectConnectionsRequest.FromString,
+                    response_serializer=snapshotd_dot_api_dot_snapshotd__pb2.InspectConnectionsReply.SerializeToString,
             ),
-            'Brace': grpc.unary_unary_rpc_method_handler(
-                    servicer.Brace,
+            'SuspendTimeouts': grpc.unary_unary_rpc_method_handler(
+                    servicer.SuspendTimeouts,
                     request_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.RepointRequest.FromString,
-                    response_serializer=snapshotd_dot_api_dot_snapshotd__pb2.BraceReply.SerializeToString,
+                    response_serializer=snapshotd_dot_api_dot_snapshotd__pb2.SuspendTimeoutsReply.SerializeToString,
             ),
             'Repoint': grpc.unary_unary_rpc_method_handler(
                     servicer.Repoint,
@@ -1377,7 +1377,7 @@ class Peer:
     """Missing associated documentation comment in .proto file."""
 
     @staticmethod
-    def Look(request,
+    def InspectConnections(request,
             target,
             options=(),
             channel_credentials=None,
@@ -1390,9 +1390,9 @@ class Peer:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/snapshotd.v1.Peer/Look',
-            snapshotd_dot_api_dot_snapshotd__pb2.LookRequest.SerializeToString,
-            snapshotd_dot_api_dot_snapshotd__pb2.LookReply.FromString,
+            '/snapshotd.v1.Peer/InspectConnections',
+            snapshotd_dot_api_dot_snapshotd__pb2.InspectConnectionsRequest.SerializeToString,
+            snapshotd_dot_api_dot_snapshotd__pb2.InspectConnectionsReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -1404,7 +1404,7 @@ class Peer:
             _registered_method=True)
 
     @staticmethod
-    def Brace(request,
+    def SuspendTimeouts(request,
             target,
             options=(),
             channel_credentials=None,
@@ -1417,9 +1417,9 @@ class Peer:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/snapshotd.v1.Peer/Brace',
+            '/snapshotd.v1.Peer/SuspendTimeouts',
             snapshotd_dot_api_dot_snapshotd__pb2.RepointRequest.SerializeToString,
-            snapshotd_dot_api_dot_snapshotd__pb2.BraceReply.FromString,
+            snapshotd_dot_api_dot_snapshotd__pb2.SuspendTimeoutsReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -1515,8 +1515,8 @@ class Peer:
 class GateStub:
     """---------------------------------------------------------------- NCCL: the gates of a job's ranks
 
-    Every node that has ranks of the job. A process without NCCL communicators has no gate; a node without any such process
-    answers with empty lists and journals nothing.
+    Asked of every node that has ranks of the job. A process without NCCL communicators has no gate. A node without any process
+    that has a gate answers with empty lists and journals nothing.
     """
 
     def __init__(self, channel):
@@ -1527,17 +1527,17 @@ class GateStub:
         """
         self.Close = channel.unary_unary(
                 '/snapshotd.v1.Gate/Close',
-                request_serializer=snapshotd_dot_api_dot_snapshotd__pb2.GateRequest.SerializeToString,
+                request_serializer=snapshotd_dot_api_dot_snapshotd__pb2.MoveDescription.SerializeToString,
                 response_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.GateReport.FromString,
                 _registered_method=True)
         self.Report = channel.unary_unary(
                 '/snapshotd.v1.Gate/Report',
-                request_serializer=snapshotd_dot_api_dot_snapshotd__pb2.GateRequest.SerializeToString,
+                request_serializer=snapshotd_dot_api_dot_snapshotd__pb2.GateReportRequest.SerializeToString,
                 response_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.GateReport.FromString,
                 _registered_method=True)
-        self.Target = channel.unary_unary(
-                '/snapshotd.v1.Gate/Target',
-                request_serializer=snapshotd_dot_api_dot_snapshotd__pb2.GateTargetRequest.SerializeToString,
+        self.SetTargets = channel.unary_unary(
+                '/snapshotd.v1.Gate/SetTargets',
+                request_serializer=snapshotd_dot_api_dot_snapshotd__pb2.SetTargetsRequest.SerializeToString,
                 response_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.GateReport.FromString,
                 _registered_method=True)
         self.Detach = channel.unary_unary(
@@ -1570,8 +1570,8 @@ class GateStub:
 class GateServicer:
     """---------------------------------------------------------------- NCCL: the gates of a job's ranks
 
-    Every node that has ranks of the job. A process without NCCL communicators has no gate; a node without any such process
-    answers with empty lists and journals nothing.
+    Asked of every node that has ranks of the job. A process without NCCL communicators has no gate. A node without any process
+    that has a gate answers with empty lists and journals nothing.
     """
 
     def Close(self, request, context):
@@ -1588,7 +1588,7 @@ class GateServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Target(self, request, context):
+    def SetTargets(self, request, context):
         """operator
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -1635,17 +1635,17 @@ def add_GateServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Close': grpc.unary_unary_rpc_method_handler(
                     servicer.Close,
-                    request_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.GateRequest.FromString,
+                    request_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.MoveDescription.FromString,
                     response_serializer=snapshotd_dot_api_dot_snapshotd__pb2.GateReport.SerializeToString,
             ),
             'Report': grpc.unary_unary_rpc_method_handler(
                     servicer.Report,
-                    request_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.GateRequest.FromString,
+                    request_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.GateReportRequest.FromString,
                     response_serializer=snapshotd_dot_api_dot_snapshotd__pb2.GateReport.SerializeToString,
             ),
-            'Target': grpc.unary_unary_rpc_method_handler(
-                    servicer.Target,
-                    request_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.GateTargetRequest.FromString,
+            'SetTargets': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetTargets,
+                    request_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.SetTargetsRequest.FromString,
                     response_serializer=snapshotd_dot_api_dot_snapshotd__pb2.GateReport.SerializeToString,
             ),
             'Detach': grpc.unary_unary_rpc_method_handler(
@@ -1684,8 +1684,8 @@ def add_GateServicer_to_server(servicer, server):
 class Gate:
     """---------------------------------------------------------------- NCCL: the gates of a job's ranks
 
-    Every node that has ranks of the job. A process without NCCL communicators has no gate; a node without any such process
-    answers with empty lists and journals nothing.
+    Asked of every node that has ranks of the job. A process without NCCL communicators has no gate. A node without any process
+    that has a gate answers with empty lists and journals nothing.
     """
 
     @staticmethod
@@ -1703,7 +1703,7 @@ class Gate:
             request,
             target,
             '/snapshotd.v1.Gate/Close',
-            snapshotd_dot_api_dot_snapshotd__pb2.GateRequest.SerializeToString,
+            snapshotd_dot_api_dot_snapshotd__pb2.MoveDescription.SerializeToString,
             snapshotd_dot_api_dot_snapshotd__pb2.GateReport.FromString,
             options,
             channel_credentials,
@@ -1730,7 +1730,7 @@ class Gate:
             request,
             target,
             '/snapshotd.v1.Gate/Report',
-            snapshotd_dot_api_dot_snapshotd__pb2.GateRequest.SerializeToString,
+            snapshotd_dot_api_dot_snapshotd__pb2.GateReportRequest.SerializeToString,
             snapshotd_dot_api_dot_snapshotd__pb2.GateReport.FromString,
             options,
             channel_credentials,
@@ -1743,7 +1743,7 @@ class Gate:
             _registered_method=True)
 
     @staticmethod
-    def Target(request,
+    def SetTargets(request,
             target,
             options=(),
             channel_credentials=None,
@@ -1756,8 +1756,8 @@ class Gate:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/snapshotd.v1.Gate/Target',
-            snapshotd_dot_api_dot_snapshotd__pb2.GateTargetRequest.SerializeToString,
+            '/snapshotd.v1.Gate/SetTargets',
+            snapshotd_dot_api_dot_snapshotd__pb2.SetTargetsRequest.SerializeToString,
             snapshotd_dot_api_dot_snapshotd__pb2.GateReport.FromString,
             options,
             channel_credentials,
@@ -1929,8 +1929,8 @@ class HomeServicer:
     """
 
     def Relay(self, request_iterator, context):
-        """The node that has the rank opens it to the rank's home node. Metadata: rank-uid, relay-key, node.
-        Both directions carry frames of shim/keeper/frames.py, which the daemons pass on without reading the payload.
+        """Called by the node that has the rank, on the rank's home node. Metadata: rank-uid, relay-key, node.
+        Both directions carry frames of shim/keeper/frames.py; the daemons do not interpret the payload.
         node
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -15,9 +15,10 @@ import json
 import logging
 import re
 import threading
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from snapshotd.api.errors import Damaged, GpuFailed, NcclFailed, RankGone, SnapshotError, Timeout, Where
 from snapshotd.inprocess import shimctl
@@ -50,15 +51,29 @@ _PASSING = {
 
 
 @dataclass(frozen=True)
+class ChannelCount:
+    """Operations of one channel: a communicator's collectives, or sends to or receives from one of its members."""
+
+    comm: str
+    kind: str  # "c", "s" or "r"
+    peer: int  # the member's rank in the communicator, -1 for collectives
+    count: int
+
+
+@dataclass(frozen=True)
 class Communicator:
-    """One seat of a process in a communicator. The id is the same for all members."""
+    """One membership of a process in a communicator. The id is the same for all members."""
 
     id: str
     nranks: int
     rank: int
     state: str
-    refusals: tuple[str, ...]
-    held: bool  # its making waits at the gate: nothing of it is there yet
+    refusals: tuple[str, ...] = ()
+    held: bool = False  # its creation waits at the gate: NCCL has nothing of it yet
+    collectives: int = 0
+    sent: Mapping[int, int] = field(default_factory=dict)  # by the member's rank in the communicator
+    received: Mapping[int, int] = field(default_factory=dict)
+    users: tuple[int, ...] = ()  # threads that have used it
 
     @property
     def real(self) -> bool:
@@ -73,13 +88,16 @@ class Communicator:
 
 @dataclass(frozen=True)
 class Report:
-    """Where a process is. `text` is the shim's JSON as it came."""
+    """The state of a process's gate and communicators. `text` is the shim's JSON, unparsed."""
 
     text: str
     gate_closed: bool
     instance: int  # which copy of the library: it grows when a fresh one is loaded
     comms: tuple[Communicator, ...]
     threads: int  # of NCCL itself
+    ended: tuple[Communicator, ...] = ()  # destroyed or aborted; what was launched on them still counts
+    waiting: Mapping[int, tuple[ChannelCount, ...]] = field(default_factory=dict)  # by thread: the group at the gate
+    calling: tuple[int, ...] = ()  # threads inside an NCCL call
 
     def refusals(self) -> list[str]:
         """ "COMM: why", for every communicator that cannot be taken down."""
@@ -139,24 +157,53 @@ def parse(text: str) -> Report:
     """Raises Damaged where the text is no report: the process's memory is the job's, and can hold anything."""
     try:
         told = json.loads(text)
-        held = {channel[0] for waiting in told.get("held", ()) for channel in waiting["group"]}
-        comms = tuple(_communicator(comm, held) for comm in told["comms"])
-        return Report(text, told["gate"] == "closed", int(told["instance"]), comms, int(told["nccl_threads"]))
-    except (ValueError, KeyError, TypeError, IndexError) as error:
+        waiting = {int(each["thread"]): tuple(map(_channel, each["group"])) for each in told.get("held", ())}
+        held = {channel.comm for group in waiting.values() for channel in group}
+        return Report(
+            text=text,
+            gate_closed=told["gate"] == "closed",
+            instance=int(told["instance"]),
+            comms=tuple(_communicator(comm, held) for comm in told["comms"]),
+            threads=int(told["nccl_threads"]),
+            ended=tuple(_counts(comm) for comm in told.get("ended", ())),
+            waiting=waiting,
+            calling=tuple(int(each["thread"]) for each in told.get("calling", ())),
+        )
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise Damaged(f"a process's NCCL report makes no sense ({error!r}): {text[:80]!r}") from error
 
 
-def _communicator(told: dict[str, object], held: Collection[str]) -> Communicator:
-    state = str(told["state"])
-    why = [str(words) for words in told["refused"]] if isinstance(told["refused"], list) else []
-    if state in _BROKEN:
-        why.append(_BROKEN[state])
-    elif state == "live" and told.get("in_progress"):
+def _communicator(told: dict[str, Any], held: Collection[str]) -> Communicator:
+    found = _counts(told)
+    why = [str(reason) for reason in told["refused"]] if isinstance(told["refused"], list) else []
+    if found.state in _BROKEN:
+        why.append(_BROKEN[found.state])
+    elif found.state == "live" and told.get("in_progress"):
         why.append("one of its calls is still in progress (a non-blocking communicator)")
+    return replace(found, refusals=tuple(why), held=found.state == "pending" and found.id in held)
+
+
+def _counts(told: dict[str, Any]) -> Communicator:
+    """What the report of a communicator and that of an ended one have in common."""
     if not _COMM.fullmatch(str(told["id"])):
         raise ValueError(f"no id of a communicator: {told['id']!r}")
-    waits = state == "pending" and told["id"] in held
-    return Communicator(str(told["id"]), int(str(told["nranks"])), int(str(told["rank"])), state, tuple(why), waits)
+    return Communicator(
+        id=str(told["id"]),
+        nranks=int(told["nranks"]),
+        rank=int(told["rank"]),
+        state=str(told["state"]),
+        collectives=int(told.get("collectives", 0)),
+        sent={int(peer): int(count) for peer, count in told.get("sent", {}).items()},
+        received={int(peer): int(count) for peer, count in told.get("received", {}).items()},
+        users=tuple(int(thread) for thread in told.get("users", ())),
+    )
+
+
+def _channel(row: Sequence[Any]) -> ChannelCount:
+    comm, kind, peer, count = row
+    if kind not in {"c", "s", "r"}:
+        raise ValueError(f"no kind of a channel: {kind!r}")
+    return ChannelCount(check_comm(str(comm)), str(kind), int(peer), int(count))
 
 
 def close(process: tree.Process) -> None:
@@ -235,13 +282,12 @@ def attach_line(comm: str, unique_id: str, *, untried: bool) -> str:
     return f"{check_comm(comm)} {unique_id} {'untried' if untried else 'try'}"
 
 
-def check_targets(lines: str) -> list[str]:
-    """Targets from the wire, line by line."""
-    found = lines.splitlines()
-    for line in found:
-        if not _TARGET.fullmatch(line):
-            raise Damaged(f"{line[:60]!r} is not a target (COMM c|s|r PEER COUNT)")
-    return found
+def target_line(target: ChannelCount) -> str:
+    """A line for `set_targets`, from the wire."""
+    line = f"{target.comm} {target.kind} {target.peer} {target.count}"
+    if not _TARGET.fullmatch(line):
+        raise Damaged(f"{line[:60]!r} is not a target (COMM c|s|r PEER COUNT)")
+    return line
 
 
 def _ask(

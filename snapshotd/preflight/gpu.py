@@ -65,7 +65,7 @@ def uses_cuda(pids: Iterable[int]) -> list[int]:
 def facts_of(look: Look, gpu: GpuLook, parked_bytes: int = 0) -> pb.GpuFacts:
     facts = pb.GpuFacts(driver_version=gpu.driver_version, processes=len(gpu.cuda_pids), uses=uses(look, gpu))
     facts.device_bytes = sum(use.memory_bytes for use in facts.uses)
-    facts.parked_bytes = min(parked_bytes, facts.device_bytes)
+    facts.offloaded_bytes = min(parked_bytes, facts.device_bytes)
     for card in gpu.gpus:
         facts.node_gpus.add().CopyFrom(card)
         facts.node_gpus[-1].ClearField("processes")  # of this node's others: nobody's business elsewhere

@@ -146,7 +146,7 @@ def directories(offer: Offer) -> Check:
 
 
 def memory(offer: Offer) -> Check:
-    parked = min(offer.facts.gpu.parked_bytes, offer.facts.memory_bytes)  # in stripes, of which nothing is restored
+    parked = min(offer.facts.gpu.offloaded_bytes, offer.facts.memory_bytes)  # in stripes, of which nothing is restored
     restored = int((offer.facts.memory_bytes - parked) * offer.restore_factor)
     wanted = restored + parked + offer.facts.carried_bytes + RESERVE_BYTES
     free = offer.node.memory_available_bytes

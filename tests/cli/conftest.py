@@ -99,9 +99,9 @@ class FakeDaemon(stubs.NodeServicer, stubs.SourceServicer, stubs.TargetServicer)
         self._hear("Begin", request, context)
         return pb.BeginReply()
 
-    def Ready(self, request: pb.MoveRequest, context: grpc.ServicerContext) -> pb.ReadyReply:
-        self._hear("Ready", request, context)
-        return pb.ReadyReply(parts=[pb.Part(name="prepare", seconds=9.0)])
+    def PrepareDevice(self, request: pb.MoveRequest, context: grpc.ServicerContext) -> pb.PrepareDeviceReply:
+        self._hear("PrepareDevice", request, context)
+        return pb.PrepareDeviceReply(parts=[pb.Part(name="prepare", seconds=9.0)])
 
     def Detach(self, request: pb.MoveRequest, context: grpc.ServicerContext) -> pb.DetachReply:
         self._hear("Detach", request, context)
@@ -169,13 +169,17 @@ class FakeDaemon(stubs.NodeServicer, stubs.SourceServicer, stubs.TargetServicer)
         self._hear("Prepare", request, context)
         return pb.PrepareReply(nonce=b"n" * 32)
 
-    def OpenLane(self, request: pb.OpenLaneRequest, context: grpc.ServicerContext) -> pb.OpenLaneReply:
-        self._hear("OpenLane", request, context)
-        return pb.OpenLaneReply()
+    def OpenImageChannel(
+        self, request: pb.OpenImageChannelRequest, context: grpc.ServicerContext
+    ) -> pb.OpenImageChannelReply:
+        self._hear("OpenImageChannel", request, context)
+        return pb.OpenImageChannelReply()
 
-    def OpenStripes(self, request: pb.OpenStripesRequest, context: grpc.ServicerContext) -> pb.OpenStripesReply:
-        self._hear("OpenStripes", request, context)
-        return pb.OpenStripesReply()
+    def OpenDeviceChannel(
+        self, request: pb.OpenDeviceChannelRequest, context: grpc.ServicerContext
+    ) -> pb.OpenDeviceChannelReply:
+        self._hear("OpenDeviceChannel", request, context)
+        return pb.OpenDeviceChannelReply()
 
     def Seal(self, request: pb.SealRequest, context: grpc.ServicerContext) -> pb.SealReply:
         self._hear("Seal", request, context)
@@ -218,19 +222,19 @@ class FakeGates(stubs.GateServicer):
     def _shown(self) -> pb.GateReport:
         return pb.GateReport(processes=[process.shown() for process in self.daemon.gated])
 
-    def Report(self, request: pb.GateRequest, context: grpc.ServicerContext) -> pb.GateReport:
+    def Report(self, request: pb.GateReportRequest, context: grpc.ServicerContext) -> pb.GateReport:
         self.daemon._hear("Report", request, context)
         return self._shown()
 
-    def Close(self, request: pb.GateRequest, context: grpc.ServicerContext) -> pb.GateReport:
+    def Close(self, request: pb.MoveDescription, context: grpc.ServicerContext) -> pb.GateReport:
         self.daemon._hear("Close", request, context)
         for process in self.daemon.gated:
             process.gate = "closed"
         return self._shown()
 
-    def Target(self, request: pb.GateTargetRequest, context: grpc.ServicerContext) -> pb.GateReport:
-        self.daemon._hear("Target", request, context)
-        handed = {(targets.rank_uid, targets.pid): targets.lines for targets in request.processes}
+    def SetTargets(self, request: pb.SetTargetsRequest, context: grpc.ServicerContext) -> pb.GateReport:
+        self.daemon._hear("SetTargets", request, context)
+        handed = {(targets.rank_uid, targets.pid): targets.targets for targets in request.processes}
         for process in self.daemon.gated:
             process.take(handed[process.rank_uid, process.pid])
         return self._shown()

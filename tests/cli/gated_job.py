@@ -6,16 +6,17 @@ A group is a list of rows as the shim reports them, ["communicator", "c" | "s" |
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from snapshotd.api import snapshotd_pb2 as pb
 
 Row = tuple[str, str, int, int]
 Group = list[Row]
 Key = tuple[str, str, int]
+
+LETTERS = {pb.ChannelCount.COLLECTIVE: "c", pb.ChannelCount.SEND: "s", pb.ChannelCount.RECEIVE: "r"}
+KINDS = {letter: kind for kind, letter in LETTERS.items()}
 
 
 def collective(comm: str) -> Group:
@@ -41,7 +42,7 @@ class Gated:
     pid: int = 100
     gate: str = "open"
     users: tuple[int, ...] = (7,)  # its threads; the first one is at the gate
-    refusals: list[str] = field(default_factory=list)
+    refusals: dict[str, list[str]] = field(default_factory=dict)  # by communicator
     counts: dict[Key, int] = field(default_factory=dict)
     targets: dict[Key, int] = field(default_factory=dict)
 
@@ -72,39 +73,37 @@ class Gated:
             self._count(group)
             self.at += 1
 
-    def take(self, lines: str) -> None:
-        self.targets = {}
-        for line in lines.splitlines():
-            comm, kind, seat, count = line.split()
-            self.targets[comm, kind, int(seat)] = int(count)
+    def take(self, targets: Iterable[pb.ChannelCount]) -> None:
+        self.targets = {(each.communicator, LETTERS[each.kind], each.peer): each.count for each in targets}
 
     def shown(self) -> pb.ProcessGate:
         self.run()
         held = self.next_group() if self.gate == "closed" else None
-        said: dict[str, Any] = {
-            "gate": self.gate,
-            "comms": [self._comm(comm, nranks, seat) for comm, (nranks, seat) in self.seats.items()],
-            "ended": [],
-            "held": [{"thread": self.users[0], "group": held}] if held is not None else [],
-            "calling": [],
-        }
         return pb.ProcessGate(
-            rank_uid=self.rank_uid, rank=self.rank, pid=self.pid, json=json.dumps(said), refusals=self.refusals
+            rank_uid=self.rank_uid,
+            rank=self.rank,
+            pid=self.pid,
+            communicators=[self._comm(comm, nranks, seat) for comm, (nranks, seat) in self.seats.items()],
+            waiting=[pb.WaitingThread(thread=self.users[0], group=map(_row, held))] if held is not None else [],
         )
 
-    def _comm(self, comm: str, nranks: int, seat: int) -> dict[str, Any]:
+    def _comm(self, comm: str, nranks: int, seat: int) -> pb.Communicator:
         counted = {
-            kind: {str(seat): n for (c, k, seat), n in self.counts.items() if (c, k) == (comm, kind)} for kind in "sr"
+            kind: {seat: n for (c, k, seat), n in self.counts.items() if (c, k) == (comm, kind)} for kind in "sr"
         }
-        return {
-            "id": comm,
-            "kind": "init",
-            "nranks": nranks,
-            "rank": seat,
-            "state": "live",
-            "collectives": self.counts.get((comm, "c", -1), 0),
-            "sent": counted["s"],
-            "received": counted["r"],
-            "users": self.users,
-            "refused": [],
-        }
+        return pb.Communicator(
+            id=comm,
+            nranks=nranks,
+            rank=seat,
+            state="live",
+            collectives=self.counts.get((comm, "c", -1), 0),
+            sent=counted["s"],
+            received=counted["r"],
+            users=self.users,
+            refusals=self.refusals.get(comm, ()),
+        )
+
+
+def _row(row: Row) -> pb.ChannelCount:
+    comm, kind, peer, count = row
+    return pb.ChannelCount(communicator=comm, kind=KINDS[kind], peer=peer, count=count)

@@ -105,7 +105,7 @@ def test_json_is_one_object_and_nothing_else(drive: Callable[[MoveResult], list[
     assert ran.json["phases"][1] == {"name": "stream", "seconds": 1.0, "bytes": 2_000_000_000}
 
 
-WHOLE = ["Prepare", "Begin", "Ready", "Freeze", "Stream", "Restore", "Commit", "Activate", "Release"]
+WHOLE = ["Prepare", "Begin", "PrepareDevice", "Freeze", "Stream", "Restore", "Commit", "Activate", "Release"]
 
 
 def test_a_gpu_rank_gets_a_table_of_where_the_pause_went(
@@ -129,14 +129,14 @@ def test_a_whole_move_by_the_real_driver(cluster: FakeCluster, migrator: Migrato
     ran = migrator("move", "--rank", "0", "--to", "spare-1", "--json")
     assert ran.code == 0
     assert (ran.json["outcome"], ran.json["source"], ran.json["bytes"]) == ("moved", "node-1", 2_500_000)
-    assert cluster["node-1"].called(*WHOLE) == ["Begin", "Ready", "Freeze", "Stream", "Commit", "Release"]
+    assert cluster["node-1"].called(*WHOLE) == ["Begin", "PrepareDevice", "Freeze", "Stream", "Commit", "Release"]
     assert cluster["spare-1"].called(*WHOLE) == ["Prepare", "Restore", "Activate"]
     assert ran.json["parts"][0] == {"name": "prepare", "seconds": 9.0, "bytes": 0}
     assert ran.json["longest_part"]["name"] != "prepare", "the job ran meanwhile"
 
 
 def test_a_source_that_does_not_know_ready_moves_all_the_same(cluster: FakeCluster, migrator: Migrator) -> None:
-    cluster["node-1"].unknown.add("Ready")
+    cluster["node-1"].unknown.add("PrepareDevice")
     cluster["node-1"].ranks = [a_rank("node-1")]
     ran = migrator("move", "--rank", "0", "--to", "spare-1", "--json")
     assert (ran.code, ran.json["outcome"]) == (0, "moved")

@@ -9,7 +9,7 @@ from snapshotd.api.errors import NcclFailed, Timeout, Undone, Unreachable
 from tests.cli.conftest import FakeCluster, Migrator, a_rank
 from tests.cli.gated_job import Gated, Group, collective, receive, send
 
-NCCL = ("Ready", "Report", "Close", "Target", "Detach", "Freeze", "Attach", "Commit", "Open")
+NCCL = ("PrepareDevice", "Report", "Close", "SetTargets", "Detach", "Freeze", "Attach", "Commit", "Open")
 PLACES = ("node-1", "node-2")
 
 
@@ -39,8 +39,10 @@ def test_a_rank_behind_runs_on_to_the_cut(cluster: FakeCluster, migrator: Migrat
     told = moved(migrator)
     assert (ahead.at, behind.at) == (20, 20)
     assert (ahead.gate, behind.gate) == ("open", "open")
-    assert cluster["node-1"].called("Ready", "Close")[:2] == ["Ready", "Close"], "made ready while the job runs"
-    assert cluster["node-1"].called(*NCCL)[-6:] == ["Target", "Detach", "Freeze", "Attach", "Commit", "Open"]
+    assert cluster["node-1"].called("PrepareDevice", "Close")[:2] == ["PrepareDevice", "Close"], (
+        "made ready while the job runs"
+    )
+    assert cluster["node-1"].called(*NCCL)[-6:] == ["SetTargets", "Detach", "Freeze", "Attach", "Commit", "Open"]
     assert cluster["node-2"].called(*NCCL)[-1] == "Open"
     phases = [phase["name"] for phase in told["phases"]]  # type: ignore[attr-defined]
     assert phases == [
@@ -62,7 +64,7 @@ def test_a_job_without_communicators_is_asked_for_nothing(cluster: FakeCluster, 
     deal(cluster, Gated(0, {}, []), Gated(1, {"bb": (1, 0)}, [collective("bb")] * 9, at=3))
     told = moved(migrator)
     assert not {"quiesce", "detach", "reattach", "open"} & {phase["name"] for phase in told["phases"]}  # type: ignore[attr-defined]
-    assert set(cluster["node-1"].called(*NCCL)) == {"Ready", "Report", "Freeze", "Commit"}
+    assert set(cluster["node-1"].called(*NCCL)) == {"PrepareDevice", "Report", "Freeze", "Commit"}
     assert cluster["node-2"].called(*NCCL) == []
 
 
@@ -161,7 +163,7 @@ def test_members_that_no_daemon_knows_are_refused(cluster: FakeCluster, migrator
     ran = migrator("check", "--rank", "0", "--to", "spare-1", "--json")
     refused = {check["name"]: check["reason"] for check in ran.json["checks"] if check["verdict"] == "refuse"}
     assert refused == {
-        "nccl-members": "1 members of 1 of its NCCL communicators are no ranks that a daemon knows",
+        "nccl-members": "1 members of 1 of its NCCL communicators are not ranks that a daemon knows",
     }
     assert not cluster["node-1"].called("Close")
 
@@ -180,7 +182,7 @@ def test_what_a_peers_gate_refuses_counts_for_shared_communicators_alone(
     cluster: FakeCluster, migrator: Migrator
 ) -> None:
     deal(cluster, Gated(0, world(2)[0], []), Gated(1, {"aa": (2, 1), "bb": (1, 0)}, []))
-    cluster["node-2"].gated[0].refusals = ["aa: it has a symmetric-memory window", "bb: it has been revoked"]
+    cluster["node-2"].gated[0].refusals = {"aa": ["it has a symmetric-memory window"], "bb": ["it has been revoked"]}
     ran = migrator("check", "--rank", "0", "--to", "spare-1", "--json")
     assert [check["reason"] for check in ran.json["checks"] if check["name"] == "nccl"] == [
         "rank 1, process 100: communicator aa: it has a symmetric-memory window"

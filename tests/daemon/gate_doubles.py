@@ -208,8 +208,8 @@ class Cluster:
             )
 
     @property
-    def request(self) -> pb.GateRequest:
-        return pb.GateRequest(
+    def request(self) -> pb.MoveDescription:
+        return pb.MoveDescription(
             move=MOVE,
             rank_uid="job-0",
             job="job",

@@ -5,14 +5,18 @@ from __future__ import annotations
 import itertools
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import Damaged
 from snapshotd.inprocess import ncclctl
+from snapshotd.moves.nccl import gate_processes
+from snapshotd.moves.nccl.gate_processes import Gated
 from snapshotd.moves.nccl.membership import Seat, seats_of, untried
 from snapshotd.moves.rules import CopyState, GateDecision, GateFacts, Mark, Outcome, gate_next
+from snapshotd.proc.tree import Process
 
 
 def every_fact() -> list[GateFacts]:
@@ -76,13 +80,19 @@ def test_nobody_waits_for_ever_for_two_nodes_that_are_both_gone() -> None:
 WORLD, PAIR, OTHERS = "0" * 16, "1" * 16, "2" * 16
 
 
-def process(uid: str, seats: dict[str, tuple[int, int]], pid: int = 7, refused: str = "") -> pb.ProcessGate:
+def process(uid: str, seats: dict[str, tuple[int, int]], refused: str = "", **more: object) -> pb.ProcessGate:
+    """A process's report as a node sends it on; `more` are further keys of the shim's report."""
+    return gate_processes.to_proto(Gated(uid, int(uid[-1]), 7, Process(7, 1)), shim_report(seats, refused, **more))
+
+
+def shim_report(seats: dict[str, tuple[int, int]], refused: str = "", **more: Any) -> ncclctl.Report:
     comms = [
         {"id": comm, "nranks": size, "rank": rank, "state": "live", "refused": [refused] if refused else []}
         for comm, (rank, size) in seats.items()
     ]
-    told = {"gate": "closed", "instance": 1, "comms": comms, "nccl_threads": 0}
-    return pb.ProcessGate(rank_uid=uid, rank=int(uid[-1]), pid=pid, json=json.dumps(told))
+    comms += more.pop("comms", [])
+    told = {"gate": "closed", "instance": 1, "comms": comms, "nccl_threads": 0, **more}
+    return ncclctl.parse(json.dumps(told))
 
 
 def reports(**nodes: list[pb.ProcessGate]) -> dict[str, pb.GateReport]:
@@ -123,31 +133,70 @@ def test_a_refusal_counts_only_where_the_rank_is_in() -> None:
     assert problems == [f"communicator {PAIR} rank 1 on b: it is grown"]
 
 
+def creating(*, held: bool) -> dict[str, Any]:
+    """A communicator that is being created, whose size is not known yet."""
+    comm = {"id": PAIR, "nranks": -1, "rank": -1, "state": "pending", "refused": []}
+    waiting = [{"thread": 8, "group": [[WORLD, "c", -1, 1], [PAIR, "c", -1, 1]]}]
+    return {"comms": [comm], "held": waiting if held else []}
+
+
 def pending(uid: str, *, held: bool) -> pb.ProcessGate:
-    """In the world, and just making a communicator whose size it does not know yet."""
-    made = process(uid, {WORLD: (int(uid[-1]), 2)})
-    told = json.loads(made.json)
-    told["comms"].append({"id": PAIR, "nranks": -1, "rank": -1, "state": "pending", "refused": []})
-    told["held"] = [{"thread": 8, "group": [[WORLD, "c", -1, 1], [PAIR, "c", -1, 1]]}] if held else []
-    made.json = json.dumps(told)
-    return made
+    return process(uid, {WORLD: (int(uid[-1]), 2)}, **creating(held=held))
 
 
-def test_a_communicator_whose_making_waits_at_the_gate_is_nothing_to_take_down() -> None:
+def test_communicator_whose_creation_waits_at_the_gate_is_not_taken_down() -> None:
     seats, problems = seats_of(reports(a=[pending("job-0", held=True), pending("job-1", held=True)]), "job-0")
     assert (list(seats), problems) == ([WORLD], [])
-    assert [comm.real for comm in ncclctl.parse(pending("job-0", held=True).json).comms] == [True, False]
+    report = shim_report({WORLD: (0, 2)}, **creating(held=True))
+    assert [comm.real for comm in report.comms] == [True, False]
 
 
-def test_one_that_is_being_made_inside_nccl_is_a_problem() -> None:
+def test_communicator_being_created_inside_nccl_is_a_problem() -> None:
     _, problems = seats_of(reports(a=[pending("job-0", held=False), pending("job-1", held=False)]), "job-0")
     assert any("it is being made" in problem for problem in problems)
-    assert ncclctl.parse(pending("job-0", held=False).json).refusals() == []  # in a moment it is made
+    assert shim_report({WORLD: (0, 2)}, **creating(held=False)).refusals() == [], "it will be ready in a moment"
 
 
-def test_a_report_that_makes_no_sense_is_a_problem() -> None:
-    nonsense = pb.ProcessGate(rank_uid="job-0", json='{"comms": [{"id": "x"}]}')
-    assert seats_of(reports(a=[nonsense]), "job-0")[1]
+@pytest.mark.parametrize(
+    "text", ['{"comms": [{"id": "x"}]}', "[]", '{"held": [{"thread": 1, "group": [["x", "c", 1, 1]]}]}', "nonsense"]
+)
+def test_report_that_is_malformed_is_damaged(text: str) -> None:
+    with pytest.raises(Damaged):
+        ncclctl.parse(text)
+
+
+def test_report_with_numbers_out_of_range_is_damaged() -> None:
+    comm = {"id": PAIR, "nranks": 2, "rank": 0, "state": "live", "refused": [], "collectives": -1}
+    with pytest.raises(Damaged):
+        process("job-0", {}, comms=[comm])
+
+
+def test_a_report_is_sent_on_whole() -> None:
+    comm = {"id": PAIR, "nranks": 2, "rank": 0, "state": "live", "refused": ["it is grown"], "users": [7, 8]}
+    counts = {"collectives": 3, "sent": {"1": 4}, "received": {"1": 5}}
+    ended = {"id": OTHERS, "nranks": 1, "rank": 0, "state": "aborted", "collectives": 2}
+    sent = process(
+        "job-0",
+        {},
+        comms=[comm | counts],
+        ended=[ended],
+        held=[{"thread": 7, "group": [[PAIR, "s", 1, 1]]}],
+        calling=[{"thread": 8, "function": "ncclAllReduce"}],
+    )
+    assert sent.communicators[0] == pb.Communicator(
+        id=PAIR,
+        nranks=2,
+        state="live",
+        refusals=["it is grown"],
+        users=[7, 8],
+        collectives=3,
+        sent={1: 4},
+        received={1: 5},
+    )
+    assert (sent.ended[0].state, sent.ended[0].collectives) == ("aborted", 2)
+    group = [pb.ChannelCount(communicator=PAIR, kind=pb.ChannelCount.SEND, peer=1, count=1)]
+    assert list(sent.waiting) == [pb.WaitingThread(thread=7, group=group)]
+    assert (list(sent.calling), sent.instance) == ([8], 1)
 
 
 def test_a_communicator_on_a_shared_gpu_is_not_tried() -> None:
@@ -160,12 +209,15 @@ def test_a_communicator_on_a_shared_gpu_is_not_tried() -> None:
     assert not untried([pair[0], Seat("a", "job-0", 8, 1)], {})
 
 
-def test_what_comes_from_the_wire_is_looked_at_before_it_goes_into_a_process() -> None:
-    assert ncclctl.check_targets(f"{WORLD} c -1 12\n{PAIR} s 3 4") == [f"{WORLD} c -1 12", f"{PAIR} s 3 4"]
+def test_values_from_the_wire_are_checked_before_they_go_into_a_process() -> None:
+    collective = pb.ChannelCount(communicator=WORLD, kind=pb.ChannelCount.COLLECTIVE, peer=-1, count=12)
+    assert gate_processes.target_line(collective) == f"{WORLD} c -1 12"
+    send = pb.ChannelCount(communicator=PAIR, kind=pb.ChannelCount.SEND, peer=3, count=4)
+    assert gate_processes.target_line(send) == f"{PAIR} s 3 4"
     assert ncclctl.attach_line(WORLD, "ab" * 128, untried=False) == f"{WORLD} {'ab' * 128} try"
-    for bad in (f"{WORLD} x 1 2", "zz c -1 1", f"{WORLD} c -1 1 1"):
+    for bad in (ncclctl.ChannelCount(WORLD, "x", 1, 2), ncclctl.ChannelCount("zz", "c", -1, 1)):
         with pytest.raises(Damaged):
-            ncclctl.check_targets(bad)
+            ncclctl.target_line(bad)
     with pytest.raises(Damaged):
         ncclctl.attach_line(WORLD, "ab\nff", untried=True)
     with pytest.raises(Damaged):

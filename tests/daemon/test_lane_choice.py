@@ -30,22 +30,22 @@ BEGIN: Any = SimpleNamespace(move=MOVE, target_node="node-2", target_endpoint="1
 
 @dataclass
 class SourceNode:
-    """A node whose target answers OpenLane with `answer`, or fails so."""
+    """A node whose target answers OpenImageChannel with `answer`, or fails so."""
 
     config: Any
-    answer: pb.OpenLaneReply | SnapshotError
+    answer: pb.OpenImageChannelReply | SnapshotError
 
     @asynccontextmanager
     async def client(self, name: str, endpoint: str) -> AsyncIterator[Any]:
         assert (name, endpoint) == (BEGIN.target_node, BEGIN.target_endpoint)
 
-        async def open_lane(request: pb.OpenLaneRequest, timeout_s: float) -> pb.OpenLaneReply:
+        async def open_image_channel(request: pb.OpenImageChannelRequest, timeout_s: float) -> pb.OpenImageChannelReply:
             assert request.move == MOVE
             if isinstance(self.answer, SnapshotError):
                 raise self.answer
             return self.answer
 
-        yield SimpleNamespace(target=SimpleNamespace(OpenLane=open_lane))
+        yield SimpleNamespace(target=SimpleNamespace(OpenImageChannel=open_image_channel))
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ async def kinds(node: Any, begin: Begin = BEGIN) -> list[type]:
 async def test_the_lane_beside_grpc_is_the_first_choice(config: Any, tmp_path: Path) -> None:
     lanes = BulkLanes(ImageStore(tmp_path / "images"), config.credentials, ["127.0.0.1"])
     port, key = lanes.open(MOVE, "node-2")
-    assert await kinds(SourceNode(config, pb.OpenLaneReply(port=port, key=key))) == [BulkStream] * 3
+    assert await kinds(SourceNode(config, pb.OpenImageChannelReply(port=port, key=key))) == [BulkStream] * 3
     lanes.close_all()
 
 
@@ -76,7 +76,7 @@ async def test_a_port_that_is_shut_leaves_grpc_and_one_line_in_the_log(
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     with caplog.at_level(logging.INFO, logger="snapshotd.moves.source.channel"):
-        assert await kinds(SourceNode(config, pb.OpenLaneReply(port=port, key=b"k"))) == [PushCall] * 3
+        assert await kinds(SourceNode(config, pb.OpenImageChannelReply(port=port, key=b"k"))) == [PushCall] * 3
     (line,) = caplog.messages
     assert "gRPC carries the images: the bulk lane cannot be reached" in line
     assert "refused" in line
@@ -84,7 +84,7 @@ async def test_a_port_that_is_shut_leaves_grpc_and_one_line_in_the_log(
 
 async def test_a_target_that_has_no_such_lane_leaves_grpc(config: Any, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="snapshotd.moves.source.channel"):
-        assert await kinds(SourceNode(config, Internal("it does not know OpenLane"))) == [PushCall] * 3
+        assert await kinds(SourceNode(config, Internal("it does not know OpenImageChannel"))) == [PushCall] * 3
     assert len(caplog.messages) == 1
 
 

@@ -198,13 +198,15 @@ class Source:
 
     @asynccontextmanager
     async def _client(self, name: str, endpoint: str) -> Any:
-        async def open_stripes(request: pb.OpenStripesRequest, timeout_s: float) -> pb.OpenStripesReply:
+        async def open_device_channel(
+            request: pb.OpenDeviceChannelRequest, timeout_s: float
+        ) -> pb.OpenDeviceChannelReply:
             assert request.names
             if self.refusal is not None:
                 raise self.refusal
-            return pb.OpenStripesReply(port=1, key=b"key")
+            return pb.OpenDeviceChannelReply(port=1, key=b"key")
 
-        yield SimpleNamespace(target=SimpleNamespace(OpenStripes=open_stripes))
+        yield SimpleNamespace(target=SimpleNamespace(OpenDeviceChannel=open_device_channel))
 
     async def _outgoing(self, *arguments: Any, encrypted: bool) -> Lane:
         assert encrypted
@@ -426,7 +428,7 @@ async def test_what_follows_the_image_is_written_by_nobody_else(source: Source) 
 
 async def test_a_target_that_knows_no_stripes_gets_all_from_the_driver(source: Source) -> None:
     """It would not refill what followed the image, either."""
-    source.refusal = NotSpoken("node b does not know OpenStripes")
+    source.refusal = NotSpoken("node b does not know OpenDeviceChannel")
     size, _ = await source.out()
     assert (size, source.first.said) == (0, ["drop"])
     assert not stripe_files.folder_of(source.node.config.image_dir, MOVE).exists()
@@ -458,7 +460,7 @@ async def test_a_process_that_does_not_answer_is_left_to_the_driver_if_there_is_
         raise GpuFailed("another version of the shim")
 
     monkeypatch.setattr(devmem, "find", silent)
-    source.moving.facts.gpu.parked_bytes = 2 * SIZE
+    source.moving.facts.gpu.offloaded_bytes = 2 * SIZE
     size, _ = await source.out()
     assert size == 0
     assert "another version of the shim" in source.moving.parking.warnings[0]  # type: ignore[union-attr]

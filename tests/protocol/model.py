@@ -55,7 +55,7 @@ class Model(Settling):
         self.journal[node, move] = record
         return Answer()
 
-    def on_ready(self, node: str, move: str) -> Answer:
+    def on_preparedevice(self, node: str, move: str) -> Answer:
         record = self.undecided(node, move, Mark.BEGUN)
         self.mark(node, record, Mark.BEGUN)  # now with the files that device memory leaves for
         return Answer()

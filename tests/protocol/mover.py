@@ -125,20 +125,20 @@ class Move:
     def _ask_peers(self, step: Step) -> Answer:
         """All of them, whatever the others say; then the first failure, if it is one to stop for."""
         arguments: dict[str, tuple[object, ...]] = {
-            "Look": (self.source,),
-            "Brace": (self.source, self.target, self.nonce),
+            "InspectConnections": (self.source,),
+            "SuspendTimeouts": (self.source, self.target, self.nonce),
             "Repoint": (self.source, self.target, self.nonce),
             "Settle": (self.token,),
         }
         failures: list[Lost | Refused] = []
         for peer in sorted(self.touched) if step.action == "Settle" else self.peers:
-            self.touched |= {peer} if step.action in ("Brace", "Repoint") else set()
+            self.touched |= {peer} if step.action in ("SuspendTimeouts", "Repoint") else set()
             try:
                 self.model.call(DRIVER, peer, step.action, self.name, *arguments[step.action])
             except (Lost, Refused) as failed:
                 failures.append(failed)
         if failures and step.action != "Settle":
-            raise Refused(str(failures[0])) if step.action == "Look" else failures[0]
+            raise Refused(str(failures[0])) if step.action == "InspectConnections" else failures[0]
         return Answer()
 
     def _ask_job(self, step: Step) -> Answer:

@@ -23,7 +23,7 @@ class Peering(World):
 
     # ------------------------------------------------------------ requests
 
-    def on_look(self, node: str, move: str, source: str) -> Answer:
+    def on_inspectconnections(self, node: str, move: str, source: str) -> Answer:
         if not self.has_end(node, source):
             raise Refused("the other end is in no process here")
         return Answer()
@@ -39,7 +39,7 @@ class Peering(World):
             raise Refused("it has ended")
         return record
 
-    def on_brace(self, node: str, move: str, source: str, target: str, nonce: bytes) -> Answer:
+    def on_suspendtimeouts(self, node: str, move: str, source: str, target: str, nonce: bytes) -> Answer:
         record = self.begun(node, move, source, target, nonce)
         if record.mark is Mark.PREPARED:
             self.mark(node, record, Mark.BRACED)
@@ -50,7 +50,7 @@ class Peering(World):
     def on_repoint(self, node: str, move: str, source: str, target: str, nonce: bytes) -> Answer:
         record = self.begun(node, move, source, target, nonce)
         if record.mark is not Mark.REPOINTED:
-            self.on_look(node, move, source)
+            self.on_inspectconnections(node, move, source)
             with self.at_work(node, move):
                 self.mark(node, record, Mark.REPOINTING)
                 self.programs[node].sockets[node].braced = True

@@ -110,7 +110,7 @@ def test_a_frozen_rank_that_dies_keeps_its_connections_at_the_target() -> None:
             scene.judge()
 
 
-@pytest.mark.parametrize("late", ["Brace", "Repoint"])
+@pytest.mark.parametrize("late", ["SuspendTimeouts", "Repoint"])
 def test_what_comes_late_changes_nothing(late: str) -> None:
     """After the driver has aborted and said so; a peer that is told of a move only then asks, and undoes it alone."""
     scene = Scene({WALKED.index(f"driver: {late} asked"): "request late"}, ticking=False)

@@ -19,11 +19,11 @@ def test_the_steps_in_order() -> None:
         *(
             "Inspect",
             "Examine",
-            "Look",
+            "InspectConnections",
             "Prepare",
             "Begin",
-            "Ready",
-            "Brace",
+            "PrepareDevice",
+            "SuspendTimeouts",
             "Quiesce",
             "Detach",
             "Freeze",
@@ -47,7 +47,7 @@ def test_every_step_and_its_undo_is_a_request_of_the_service_it_is_asked_of(step
         At.PEERS: ("Peer", "Settle"),
         At.JOB: ("Gate", "Open"),
     }[step.at]
-    requests = ("Close", "Report", "Target") if step.action == "Quiesce" else (step.action,)
+    requests = ("Close", "Report", "SetTargets") if step.action == "Quiesce" else (step.action,)
     assert set(requests) <= set(services[service].methods_by_name)
     assert step.undo in ("", undo)
     assert step.timeout_s > 0
@@ -65,7 +65,17 @@ def test_commit_separates() -> None:
 def test_the_target_and_the_peers_are_asked_before_anything_is_paused() -> None:
     paused = [index for index, step in enumerate(TABLE) if step.where is Where.SOURCE_FROZEN]
     assert [step.action for step in TABLE[: paused[0]]] == [
-        *("Inspect", "Examine", "Look", "Prepare", "Begin", "Ready", "Brace", "Quiesce", "Detach"),
+        *(
+            "Inspect",
+            "Examine",
+            "InspectConnections",
+            "Prepare",
+            "Begin",
+            "PrepareDevice",
+            "SuspendTimeouts",
+            "Quiesce",
+            "Detach",
+        ),
     ]
 
 

@@ -88,7 +88,7 @@ class Parking:
         self.outgoing: Outgoing | None = None
         self.warnings: list[str] = []
         #: Where nobody can say what each has, what preflight saw.
-        self._wanted_bytes = sum(one.expected_bytes for one in striped) or int(moving.facts.gpu.parked_bytes)
+        self._wanted_bytes = sum(one.expected_bytes for one in striped) or int(moving.facts.gpu.offloaded_bytes)
         self._advanced = dict.fromkeys(self.names, 0)
 
     # ------------------------------------------------------------------ while the job runs
@@ -120,7 +120,7 @@ class Parking:
     async def _open_lane(self) -> None:
         """Without it the images' own lane carries the files, after the dump. NotSpoken: the target could not refill."""
         begin, config = self.log.begin, self.node.config
-        request = pb.OpenStripesRequest(
+        request = pb.OpenDeviceChannelRequest(
             move=begin.move,
             names=self.names,
             expected_bytes=sum(one.expected_bytes for one in self.striped),
@@ -128,7 +128,7 @@ class Parking:
         )
         try:
             async with self.node.client(begin.target_node, begin.target_endpoint) as client:
-                lane = await client.target.OpenStripes(request, timeout_s=OPEN_S)
+                lane = await client.target.OpenDeviceChannel(request, timeout_s=OPEN_S)
             if lane.plain and not request.plain:
                 raise Internal(f"{begin.target_node} wants device memory without encryption", remedy="see device_lane")
             self.outgoing = await Outgoing.open(

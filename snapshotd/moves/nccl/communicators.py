@@ -8,7 +8,6 @@ all their members, are in the journal before the first is; all members of each a
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any
@@ -162,7 +161,7 @@ class Communicators:
         if problems:
             raise Refused("; ".join([*problems[:5], *silent]), where=Where.SOURCE_RUNNING)
         instances = {
-            process.pid: int(json.loads(process.json)["instance"])
+            process.pid: process.instance
             for process in reports[self.node.config.node].processes
             if process.rank_uid == begin.rank_uid
         }
@@ -280,9 +279,8 @@ class Communicators:
             raise WrongState(f"node {name} is not among those that the driver named", where=Where.UNKNOWN)
         return self.node.client(name, endpoints[name])
 
-    def _request(self, moving: Moving) -> pb.GateRequest:
-        begin = moving.log.begin
-        return pb.GateRequest(move=begin.move, rank_uid=begin.rank_uid, job=begin.job, rank=begin.rank)
+    def _request(self, moving: Moving) -> pb.GateReportRequest:
+        return pb.GateReportRequest(move=moving.log.move, job=moving.log.begin.job)
 
 
 def down(moving: Moving) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.api.errors import RankGone, Where
+from snapshotd.api.errors import Damaged, RankGone, Where
 from snapshotd.inprocess import ncclctl
 from snapshotd.keepers.ranks import RankEntry
 from snapshotd.moves.journal import MoveLog
@@ -50,13 +50,56 @@ def _look(entry: RankEntry) -> list[tuple[Gated, ncclctl.Report]]:
 
 
 def to_proto(gated: Gated, report: ncclctl.Report) -> pb.ProcessGate:
+    try:
+        return _to_proto(gated, report)
+    except ValueError as error:  # a number that is out of range: the report comes from the job's own memory
+        raise Damaged(f"the NCCL report of process {gated.process.pid} makes no sense: {error}") from error
+
+
+def _to_proto(gated: Gated, report: ncclctl.Report) -> pb.ProcessGate:
     return pb.ProcessGate(
         rank_uid=gated.rank_uid,
         rank=gated.rank,
         pid=gated.inner_pid,
-        json=report.text,
-        refusals=report.refusals(),
+        communicators=map(_communicator, report.comms),
+        ended=map(_communicator, report.ended),
+        waiting=[
+            pb.WaitingThread(thread=thread, group=map(_channel, group)) for thread, group in report.waiting.items()
+        ],
+        calling=report.calling,
+        instance=report.instance,
     )
+
+
+def _communicator(comm: ncclctl.Communicator) -> pb.Communicator:
+    return pb.Communicator(
+        id=comm.id,
+        nranks=comm.nranks,
+        rank=comm.rank,
+        state=comm.state,
+        collectives=comm.collectives,
+        sent=comm.sent,
+        received=comm.received,
+        users=comm.users,
+        refusals=comm.refusals,
+        unfinished=comm.unfinished,
+        creation_waits=comm.held,
+    )
+
+
+#: The shim's letters for the kinds of a channel.
+_KINDS = {"c": pb.ChannelCount.COLLECTIVE, "s": pb.ChannelCount.SEND, "r": pb.ChannelCount.RECEIVE}
+_LETTERS = {kind: letter for letter, kind in _KINDS.items()}
+
+
+def _channel(channel: ncclctl.ChannelCount) -> pb.ChannelCount:
+    return pb.ChannelCount(communicator=channel.comm, kind=_KINDS[channel.kind], peer=channel.peer, count=channel.count)
+
+
+def target_line(target: pb.ChannelCount) -> str:
+    """A target from the wire, as the shim reads it. Raises Damaged for one that makes no sense."""
+    kind = _LETTERS.get(target.kind, "?")
+    return ncclctl.target_line(ncclctl.ChannelCount(target.communicator, kind, target.peer, target.count))
 
 
 async def report(gated: Sequence[Gated]) -> pb.GateReport:

@@ -48,7 +48,7 @@ class GateOps:
 
     # ------------------------------------------------------------------ the driver's steps
 
-    async def close(self, request: pb.GateRequest) -> pb.GateReport:
+    async def close(self, request: pb.MoveDescription) -> pb.GateReport:
         """Every process here that has communicators launches nothing more that is not in its report."""
         check_move_id(request.move), check_rank_uid(request.rank_uid)
         async with self._beginning:  # a repeated request waits for the first, and one job is closed for one move
@@ -70,7 +70,7 @@ class GateOps:
                 await reach(Point.QUIESCED)
                 return await gate_processes.report(found)
 
-    async def report(self, request: pb.GateRequest) -> pb.GateReport:
+    async def report(self, request: pb.GateReportRequest) -> pb.GateReport:
         """Where the job's processes here are; nothing is changed."""
         moving = self.moves.get(check_move_id(request.move)) if request.move else None
         if moving is not None and moving.log.last_mark is not Mark.SETTLED:
@@ -78,11 +78,12 @@ class GateOps:
         found = await gate_processes.find(self._ranks(request.job))
         return pb.GateReport(processes=[gate_processes.to_proto(*each) for each in found])
 
-    async def set_targets(self, request: pb.GateTargetRequest) -> pb.GateReport:
+    async def set_targets(self, request: pb.SetTargetsRequest) -> pb.GateReport:
         """How far each process may go on behind its closed gate."""
-        moving = self.moving(request.gate.move)
+        moving = self.moving(request.move)
         targets = {
-            (check_rank_uid(each.rank_uid), each.pid): ncclctl.check_targets(each.lines) for each in request.processes
+            (check_rank_uid(each.rank_uid), each.pid): [gate_processes.target_line(one) for one in each.targets]
+            for each in request.processes
         }
         async with moving.lock:
             self.still_open(moving)
@@ -199,7 +200,7 @@ class GateOps:
     def _ranks(self, job: str) -> list[RankEntry]:
         return [entry for entry in self.node.ranks.all() if entry.job == job]
 
-    async def _begin(self, request: pb.GateRequest, having: Sequence[Gated]) -> Moving:
+    async def _begin(self, request: pb.MoveDescription, having: Sequence[Gated]) -> Moving:
         for other in self.moves.values():
             if other.log.begin.job == request.job and other.log.last_mark is not Mark.SETTLED:
                 raise Busy(f"the gates of job {request.job} are closed for move {other.log.move}")

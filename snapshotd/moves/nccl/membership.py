@@ -12,8 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.api.errors import Damaged
-from snapshotd.inprocess import ncclctl
 
 
 @dataclass(frozen=True)
@@ -48,12 +46,8 @@ def seats_of(reports: Mapping[str, pb.GateReport], rank_uid: str) -> tuple[Seats
     why: list[str] = []
     for node, report in reports.items():
         for process in report.processes:
-            try:
-                comms = ncclctl.parse(process.json).comms
-            except Damaged as error:
-                return {}, [f"rank {process.rank} on {node}: {error.message}"]
-            for comm in comms:
-                if comm.held:
+            for comm in process.communicators:
+                if comm.creation_waits:
                     continue  # made after the cut, by all of its members
                 found.setdefault(comm.id, []).append(Seat(node, process.rank_uid, process.pid, comm.rank))
                 sizes.setdefault(comm.id, comm.nranks)

@@ -55,7 +55,7 @@ class PeerOps:
 
     # ------------------------------------------------------------------ steps
 
-    async def look(self, rewires: list[pb.Rewire]) -> list[pb.Check]:
+    async def inspect_connections(self, rewires: list[pb.Rewire]) -> list[pb.Check]:
         """Preflight: are the other ends here, and can they be re-pointed? Nothing is touched."""
         try:
             _, problems = await in_thread(self._ends, rewires)
@@ -73,21 +73,21 @@ class PeerOps:
             ]
         return [pb.Check(name=name, reason=f"{len(rewires)} connections end on {self.node.config.node}")]
 
-    async def brace(self, request: pb.RepointRequest) -> pb.BraceReply:
+    async def suspend_timeouts(self, request: pb.RepointRequest) -> pb.SuspendTimeoutsReply:
         """Before the freeze: the ends here outlive a long silence, and this kernel learns how far the target is."""
-        _check(request)
-        known = self.journal.find(request.move) is not None
-        moving = self._moving(request.move) if known else await self._begin(request)
+        description = _check(request)
+        known = self.journal.find(description.move) is not None
+        moving = self._moving(description.move) if known else await self._begin(description)
         async with moving.lock:
             if (outcome := moving.log.outcome) is not None:
-                raise WrongState(f"move {request.move} has ended: {outcome.outcome} ({outcome.reason})")
+                raise WrongState(f"move {description.move} has ended: {outcome.outcome} ({outcome.reason})")
             ends, _ = await in_thread(self._ends, list(request.rewires))  # what is wrong is the later steps' to say
             await reach(Point.BEFORE_BRACE)
             await self._brace(moving, [flow for _, flow in ends], Mark.BRACED)
             await reach(Point.BRACE)
             for ip in {rewire.new_remote.ip for rewire, _ in ends}:
-                await in_thread(timers.meet, ip, request.target_endpoint)
-        return pb.BraceReply(sockets=len(ends))
+                await in_thread(timers.meet, ip, description.target_endpoint)
+        return pb.SuspendTimeoutsReply(sockets=len(ends))
 
     async def _brace(self, moving: Moving, flows: list[Flow], mark: Mark, **notes: Any) -> None:
         """Time-outs of these connections are journalled, then switched off; those that are off already stay noted."""
@@ -99,16 +99,16 @@ class PeerOps:
 
     async def repoint(self, request: pb.RepointRequest) -> pb.RepointReply:
         """Points the ends here at the target, under a filter. The last thing before COMMIT."""
-        _check(request)
-        known = self.journal.find(request.move) is not None
-        moving = self._moving(request.move) if known else await self._begin(request)
+        description = _check(request)
+        known = self.journal.find(description.move) is not None
+        moving = self._moving(description.move) if known else await self._begin(description)
         async with moving.lock:
             if (outcome := moving.log.outcome) is not None:
-                raise WrongState(f"move {request.move} has ended: {outcome.outcome} ({outcome.reason})")
+                raise WrongState(f"move {description.move} has ended: {outcome.outcome} ({outcome.reason})")
             if moving.log.last_mark is Mark.REPOINTED:
                 return pb.RepointReply(sockets=len(moving.log.note("ends", [])))
             began = host.boottime_s()
-            with move_context(move=request.move, rank=request.rank, phase="re-point"):
+            with move_context(move=description.move, rank=description.rank, phase="re-point"):
                 await reach(Point.BEFORE_REPOINT)
                 ends, problems = await in_thread(self._ends, list(request.rewires))
                 if problems:
@@ -116,7 +116,7 @@ class PeerOps:
                 notes = [_note(rewire, flow) for rewire, flow in ends]
                 await self._brace(moving, [flow for _, flow in ends], Mark.REPOINTING, ends=notes)
                 try:
-                    stopped_s = await in_thread(self._repoint_all, request.move, notes, True)
+                    stopped_s = await in_thread(self._repoint_all, description.move, notes, True)
                     await reach(Point.REPOINTING)
                 except BaseException:
                     moving.interrupted = True  # mended at once, not with the outcome: a process may be stopped
@@ -124,7 +124,7 @@ class PeerOps:
                     raise
                 await in_thread(moving.log.mark, Mark.REPOINTED)
                 metrics.phase("re-point", host.boottime_s() - began)
-                log.info("re-pointed %d connections at %s", len(notes), request.target_node)
+                log.info("re-pointed %d connections at %s", len(notes), description.target_node)
                 await reach(Point.REPOINT)
             return pb.RepointReply(sockets=len(notes), stopped_s=stopped_s)
 
@@ -279,21 +279,21 @@ class PeerOps:
 
     # ------------------------------------------------------------------ small questions
 
-    async def _begin(self, request: pb.RepointRequest) -> Moving:
+    async def _begin(self, description: pb.MoveDescription) -> Moving:
         for other in self.moves.values():
-            if other.log.begin.rank_uid == request.rank_uid and other.log.last_mark is not Mark.SETTLED:
+            if other.log.begin.rank_uid == description.rank_uid and other.log.last_mark is not Mark.SETTLED:
                 raise Busy(f"move {other.log.move} of this rank is not settled here yet", where=Where.SOURCE_FROZEN)
         begin = Begin(
-            move=request.move,
+            move=description.move,
             role="peer",
-            rank_uid=request.rank_uid,
-            job=request.job,
-            rank=request.rank,
-            source_node=request.source_node,
-            source_endpoint=request.source_endpoint,
-            target_node=request.target_node,
-            target_endpoint=request.target_endpoint,
-            nonce=request.nonce.hex(),
+            rank_uid=description.rank_uid,
+            job=description.job,
+            rank=description.rank,
+            source_node=description.source_node,
+            source_endpoint=description.source_endpoint,
+            target_node=description.target_node,
+            target_endpoint=description.target_endpoint,
+            nonce=description.nonce.hex(),
             boot_id=host.boot_id(),
             begun_unix_s=now_unix_s(),
         )
@@ -309,15 +309,17 @@ class PeerOps:
         return found
 
 
-def _check(request: pb.RepointRequest) -> None:
-    """What comes from the wire, before anything of it is journalled."""
-    check_move_id(request.move)
-    check_rank_uid(request.rank_uid)
+def _check(request: pb.RepointRequest) -> pb.MoveDescription:
+    """Validates a request before any of it is journalled, and returns its description of the move."""
+    description = request.description
+    check_move_id(description.move)
+    check_rank_uid(description.rank_uid)
     try:
         for rewire in request.rewires:
             old_pair(rewire), new_pair(rewire)
     except BadAddress as error:
         raise Usage(f"an address to be re-pointed makes no sense: {error}") from error
+    return description
 
 
 def _note(rewire: pb.Rewire, flow: Flow) -> dict[str, Any]:

@@ -41,7 +41,7 @@ async def _beside_grpc(node: Node, begin: Begin) -> Sequence[Stream]:
     config = node.config
     try:
         async with node.client(begin.target_node, begin.target_endpoint) as client:
-            lane = await client.target.OpenLane(pb.OpenLaneRequest(move=begin.move), timeout_s=_OPEN_S)
+            lane = await client.target.OpenImageChannel(pb.OpenImageChannelRequest(move=begin.move), timeout_s=_OPEN_S)
     except Internal as error:  # it has no port for it, or is of a version that knows no such lane
         log.warning("gRPC carries the images: %s has no bulk lane: %s", begin.target_node, error.message)
         return []

@@ -110,8 +110,8 @@ class SourceOps:
             gpu=look,
             nccl=nccl,
         )
-        if parked_bytes := facts.gpu.parked_bytes:
-            more.append(preflight.parked_room(parked_bytes, await in_thread(self.node.store.room_bytes)))
+        if offloaded_bytes := facts.gpu.offloaded_bytes:
+            more.append(preflight.parked_room(offloaded_bytes, await in_thread(self.node.store.room_bytes)))
         return facts, [*checks, *more]
 
     @to_the_end
@@ -168,7 +168,7 @@ class SourceOps:
         return pb.BeginReply()
 
     @to_the_end
-    async def ready(self, move: str) -> pb.ReadyReply:
+    async def prepare_device(self, move: str) -> pb.PrepareDeviceReply:
         """What device memory takes to leave is made while the whole job still runs: later it would wait for that, all of it
         where gates are closed. If it fails the rank runs on, and the driver aborts."""
         moving = self._moving(move)
@@ -181,7 +181,7 @@ class SourceOps:
                 await freeze.make_ready(self.node, moving, entry, parts)
                 await reach(Point.READY)
             moving.renew()
-            return pb.ReadyReply(parts=parts.all)
+            return pb.PrepareDeviceReply(parts=parts.all)
 
     @to_the_end
     async def detach(self, move: str) -> pb.DetachReply:

@@ -144,7 +144,7 @@ class TargetOps:
         return _prepared(move_log)
 
     @to_the_end
-    async def open_lane(self, move: str, caller: str) -> pb.OpenLaneReply:
+    async def open_image_channel(self, move: str, caller: str) -> pb.OpenImageChannelReply:
         """A port and a key for the images of this move alone, until they are sealed or dropped."""
         self.authorise_source(move, caller)
         moving = self._moving(move)
@@ -152,10 +152,10 @@ class TargetOps:
         async with moving.lock:
             self._undecided(moving)
             port, key = await in_thread(self.lanes.open, move, moving.log.begin.source_node)
-        return pb.OpenLaneReply(port=port, key=key)
+        return pb.OpenImageChannelReply(port=port, key=key)
 
     @to_the_end
-    async def open_stripes(self, request: pb.OpenStripesRequest, caller: str) -> pb.OpenStripesReply:
+    async def open_device_channel(self, request: pb.OpenDeviceChannelRequest, caller: str) -> pb.OpenDeviceChannelReply:
         """A port and a key for the parked device memory of this move; open until the rank runs here or is dropped."""
         self.authorise_source(request.move, caller)
         moving = self._moving(request.move)
@@ -173,7 +173,7 @@ class TargetOps:
                 expected_bytes=request.expected_bytes,
             )
             await in_thread(self.node.store.set_aside, request.move, request.names, request.expected_bytes)
-        return pb.OpenStripesReply(port=incoming.port, key=incoming.key, plain=plain)
+        return pb.OpenDeviceChannelReply(port=incoming.port, key=incoming.key, plain=plain)
 
     @to_the_end
     async def seal(self, request: pb.SealRequest, caller: str) -> pb.SealReply:

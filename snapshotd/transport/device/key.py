@@ -1,6 +1,6 @@
 """Both daemons prove that they hold the lane's key, before either gives a connection to its child; and the connection's keys.
 
-The lane's key is made by the target for one move, and goes to the source in the reply of OpenStripes, inside the mutual
+The lane's key is made by the target for one move, and goes to the source in the reply of OpenDeviceChannel, inside the mutual
 TLS 1.3 of gRPC, where each daemon has shown its certificate and the target has checked that the caller is this move's
 source. Neither writes it anywhere. So who holds it is who TLS said, and no certificate is asked for again.
 

@@ -1,6 +1,6 @@
 """The target's end of the bulk lane beside gRPC: a port for one move, TLS, a thread per connection, frames of frame.py.
 
-A lane is opened and authorised over gRPC (`Target.OpenLane`). Who connects shows the certificate of the move's source
+A lane is opened and authorised over gRPC (`Target.OpenImageChannel`). Who connects shows the certificate of the move's source
 node and sends the lane's key, which only that node was told; then come chunks, as on the gRPC lane (lane.py).
 
 Invariant: as there, every chunk is answered once, in order, and what ends a stream early is one ERROR answer. A lane
