@@ -1,0 +1,280 @@
+"""The documentation says what the code does: every link, command, path, table and name in it is compared with the code."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from prometheus_client import generate_latest
+
+import snapshotd.preflight
+from migrator.cli import program, run
+from migrator.cluster import Cluster
+from migrator.protocol import TABLE, diagram
+from snapshotd.api.errors import BY_CODE, BadConfig
+from snapshotd.config import Config
+from snapshotd.preflight import source, target
+from snapshotd.runtime import metrics
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+FRONT = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")]
+ALL = [*FRONT, *PAGES]
+
+#: What stands in the documentation for a value that the reader fills in.
+PLACEHOLDERS = {"R": "1", "NODE": "node-1", "MOVE": "m-0123456789ab", "IP": "10.0.0.1", "NAME": "name"}
+
+_FENCE = re.compile(r"^```[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+_SPAN = re.compile(r"`([^`\n]+(?:\n[^`\n]+)?)`")
+
+
+def text_of(page: Path, name: str) -> str:
+    """What is between <!-- name --> and <!-- /name -->."""
+    return page.read_text().split(f"<!-- {name} -->")[1].split(f"<!-- /{name} -->")[0]
+
+
+def block_after(page: Path, name: str) -> str:
+    """The fenced block that follows <!-- name -->."""
+    found = _FENCE.search(page.read_text().split(f"<!-- {name} -->")[1])
+    assert found
+    return found[1]
+
+
+def rows(table: str) -> list[list[str]]:
+    """The cells of a table, without its head."""
+    lines = [line for line in table.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+def names(cell: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", cell)
+
+
+def spans(page: Path) -> list[str]:
+    """The code spans of a page, as one line each; blocks are not searched."""
+    return [" ".join(span.split()) for span in _SPAN.findall(_FENCE.sub("", page.read_text()))]
+
+
+def page_id(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+# ---------------------------------------------------------------------- the site
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def test_every_page_is_built_without_a_warning(site: Path) -> None:
+    assert {page.stem for page in PAGES} <= {page.stem for page in site.glob("*.html")}
+
+
+def test_built_pages_load_nothing_from_another_host(site: Path) -> None:
+    for page in site.glob("*.html"):
+        loaded = re.findall(r"<(?:script|link|img)[^>]+(?:src|href)=[\"']((?:https?:)?//[^\"']+)", page.read_text())
+        assert not loaded, f"{page.name} loads {loaded}"
+
+
+@pytest.mark.parametrize("page", FRONT, ids=page_id)
+def test_links_of_front_pages_lead_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text()):
+        if "://" not in link:
+            assert (page.parent / link).exists(), f"{page.name} links to {link}"
+
+
+@pytest.mark.parametrize("page", ALL, ids=page_id)
+def test_named_files_exist(page: Path) -> None:
+    top = "|".join(sorted(path.name for path in ROOT.iterdir() if path.is_dir() and path.name.isidentifier()))
+    for span in spans(page):
+        if re.fullmatch(rf"(?:{top})/[\w./-]*", span) and not span.startswith("build/"):
+            assert (ROOT / span).exists(), f"{page_id(page)} names {span}"
+
+
+# ---------------------------------------------------------------------- commands
+
+
+def subparsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            return dict(action.choices)
+    return {}
+
+
+def block_commands() -> Iterator[tuple[Path, list[str]]]:
+    """Every `migrator …` or `snapshotd …` that is a line of a block."""
+    for page in ALL:
+        for block in _FENCE.findall(page.read_text()):
+            for line in block.splitlines():
+                words = shlex.split(line.strip().removeprefix("$ "), comments=True) if "'" not in line else []
+                if words and Path(words[0]).name in ("migrator", "snapshotd"):
+                    yield page, [PLACEHOLDERS.get(word, word) for word in words]
+
+
+def test_commands_in_blocks_are_accepted_by_the_real_parser() -> None:
+    seen = 0
+    for page, (name, *words) in block_commands():
+        own = words[: words.index("--")] if "--" in words else words
+        try:
+            if Path(name).name == "snapshotd":
+                assert set(own) <= {"--check-config", "--version"}, f"{page_id(page)}: {own}"
+            elif own[0] == "run":
+                run.parser().parse_args(own[1:])
+            else:
+                program.parser().parse_args(own)
+        except Exception as error:
+            raise AssertionError(f"{page_id(page)}: migrator {shlex.join(words)}: {error}") from error
+        seen += 1
+    assert seen > 20
+
+
+@pytest.mark.parametrize("page", ALL, ids=page_id)
+def test_commands_in_sentences_have_a_verb_and_options_that_exist(page: Path) -> None:
+    for span in spans(page):
+        name, *words = span.split()
+        if name != "migrator":
+            continue
+        own = words[: words.index("--")] if "--" in words else words
+        parser = program.parser()
+        verbs = [word for word in own if not word.startswith("-")]
+        if verbs[:1] == ["run"]:
+            parser = run.parser()
+        else:
+            for verb in verbs:
+                if verb not in subparsers(parser):
+                    break
+                parser = subparsers(parser)[verb]
+            assert not verbs or verbs[0] in subparsers(program.parser()), f"{page_id(page)}: {span}"
+        for option in (word for word in own if word.startswith("--")):
+            assert option in parser._option_string_actions, f"{page_id(page)}: {span}"
+
+
+# ---------------------------------------------------------------------- tables
+
+
+def test_diagram_is_printed_from_the_table() -> None:
+    shown = text_of(ROOT / "docs/how-a-move-works.md", "diagram").strip()
+    assert shown == f"```\n{diagram()}\n```", "print it again: python -m migrator.protocol"
+
+
+def test_steps_named_in_sentences_exist() -> None:
+    actions = {step.action for step in TABLE} | {step.undo for step in TABLE}
+    for page in PAGES:
+        for name in re.findall(r"(?<!\*)\*([A-Z][A-Za-z]+)\*(?!\*)", page.read_text()):
+            assert name in actions, f"{page.name} names the step {name}"
+
+
+def test_transcript_has_the_phases_of_the_protocol() -> None:
+    shown = re.findall(r"^  ([a-z-]+) +[\d.]+ s\b", text_of(ROOT / "README.md", "demo"), re.MULTILINE)
+    phases = [step.phase for step in TABLE]
+    assert shown == [name for name in dict.fromkeys(phases) if name in shown]
+    assert {"preflight", "freeze", "stream", "restore", "commit", "activate", "clean"} <= set(shown)
+
+
+def test_exit_codes_are_those_of_the_error_classes() -> None:
+    table = rows(text_of(ROOT / "docs/troubleshooting.md", "exit codes"))
+    assert [(int(exit_code), code) for exit_code, code, *_ in table] == [
+        (0, ""),
+        *sorted((error.exit_code, error.code) for error in BY_CODE.values()),
+    ]
+
+
+def checks_in_code() -> set[str]:
+    listed = re.findall(r"^([a-z][a-z-]+)  +\S", snapshotd.preflight.__doc__ or "", re.MULTILINE)
+    found = (source.SOURCE_CHECKS, source.GPU_CHECKS, source.NCCL_CHECKS, target.TARGET_CHECKS, target.GPU_CHECKS)
+    return {*listed, *(name for checks in found for name in checks)}
+
+
+def test_every_check_is_explained() -> None:
+    table = rows(text_of(ROOT / "docs/troubleshooting.md", "checks"))
+    explained = [name for row in table for name in names(row[0])]
+    assert len(explained) == len(set(explained))
+    assert not checks_in_code() - set(explained)
+    code = "\n".join(path.read_text() for folder in ("snapshotd", "migrator") for path in (ROOT / folder).rglob("*.py"))
+    unknown = [name for name in explained if f'"{name}"' not in code]
+    assert not unknown, f"no check has this name: {unknown}"
+
+
+def test_check_names_elsewhere_exist() -> None:
+    table = rows(text_of(ROOT / "docs/troubleshooting.md", "checks"))
+    explained = {name for row in table for name in names(row[0])}
+    for page in (ROOT / "docs/limits.md", ROOT / "docs/operations.md"):
+        for span in spans(page):
+            if re.fullmatch(r"(gpu|nccl|target)-[a-z-]+", span):
+                assert span in explained, f"{page.name} names {span}"
+
+
+def test_every_configuration_key_is_explained() -> None:
+    table = rows(text_of(ROOT / "docs/operations.md", "config"))
+    keys = {name for row in table for name in names(row[0])}
+    with pytest.raises(BadConfig) as caught:
+        Config.from_values({**dict.fromkeys(keys, -1), "no_such_key": 1}, "test")
+    unknown = [line for line in caught.value.message.splitlines() if "unknown" in line]
+    assert len(unknown) == 1, f"the code does not know {unknown}"
+    assert "no_such_key" in unknown[0]
+    example = (ROOT / "systemd/snapshotd.toml.example").read_text()
+    assert set(re.findall(r"^(?:# )?([a-z_]+) = ", example, re.MULTILINE)) <= {*keys, "ca", "cert", "key"}
+    assert set(Config.__annotations__) - {"credentials", "criu_version", "lease_s"} <= keys
+
+
+def test_metrics_are_those_that_are_served() -> None:
+    served = set(re.findall(r"^# TYPE (\S+)", generate_latest(metrics.REGISTRY).decode(), re.MULTILINE))
+    served = {name for name in served if not name.startswith("process_") and not name.endswith("_created")}
+    named = set(re.findall(r"\bsnapshotd_[a-z_]+", (ROOT / "docs/operations.md").read_text()))
+    assert {re.sub(r"_(sum|count|bucket)$", "", name) for name in named} == served
+
+
+def test_ports_are_the_defaults() -> None:
+    example = (ROOT / "systemd/snapshotd.toml.example").read_text()
+    for page in ALL:
+        for port in re.findall(r"\b(\d{4,5})/tcp", page.read_text()):
+            assert f':{port}"' in example, f"{page.name} names port {port}"
+
+
+# ---------------------------------------------------------------------- the quick start
+
+
+@pytest.fixture(scope="module")
+def pki(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The certificates that the quick start's own commands make."""
+    folder = tmp_path_factory.mktemp("pki") / "pki"
+    for line in block_after(ROOT / "docs/quickstart.md", "pki").splitlines():
+        words = line.replace("/root/pki", str(folder)).split()
+        assert words[0] == "migrator"
+        subprocess.run([sys.executable, "-m", "migrator.cli", *words[1:]], check=True, capture_output=True, cwd=ROOT)
+    return folder
+
+
+def test_configuration_of_the_quick_start_is_accepted(pki: Path, tmp_path: Path) -> None:
+    text = block_after(ROOT / "docs/quickstart.md", "snapshotd.toml")
+    for place, file in (("ca.crt", "ca.crt"), ("node.crt", "nodes/node-1.crt"), ("node.key", "nodes/node-1.key")):
+        assert f"/etc/snapshotd/tls/{place}" in text
+        text = text.replace(f"/etc/snapshotd/tls/{place}", str(pki / file))
+    path = tmp_path / "snapshotd.toml"
+    path.write_text(f'run_dir = "/dev/shm/snapshotd-quickstart"\n{text}')  # /run is not everywhere in memory
+    config = Config.load(path)
+    assert (config.node, config.listen) == ("node-1", "10.0.0.1:7070")
+
+
+def test_cluster_file_of_the_quick_start_is_accepted(pki: Path, tmp_path: Path) -> None:
+    (tmp_path / "tls").mkdir()
+    for name, file in (
+        ("ca.crt", "ca.crt"),
+        ("admin.crt", "operators/admin.crt"),
+        ("admin.key", "operators/admin.key"),
+    ):
+        (tmp_path / "tls" / name).write_bytes((pki / file).read_bytes())
+    path = tmp_path / "cluster.toml"
+    path.write_text(block_after(ROOT / "docs/quickstart.md", "cluster.toml"))
+    assert list(Cluster.read(path).nodes) == ["node-1", "node-2", "spare-1"]
