@@ -21,7 +21,6 @@ from typing import Any
 
 from integration.harness import WORKLOADS, Cluster, Job, processes_of, until
 from snapshotd.moves.journal import Journal, MoveLog
-from snapshotd.moves.node import ended_unix_s
 
 SOURCE, TARGET, OTHER = "node-1", "spare-1", "node-2"
 #: As `migrator move --json` tells it, with the documented exit code.
@@ -152,7 +151,7 @@ class Drill:
         def unfinished() -> list[str]:
             found = []
             for node, logs in self.moves().items():
-                found += [f"{node} {log.move} {log.last_mark}" for log in logs if not ended_unix_s(log)]
+                found += [f"{node} {log.move} {log.last_mark}" for log in logs if not log.ended_unix_s]
             return found
 
         _until_none("unfinished moves", unfinished, self.nodes.logs, timeout_s)

@@ -17,7 +17,6 @@ from pathlib import Path
 
 from integration.harness import WORKLOADS, Cluster, Job, until
 from snapshotd.moves.journal import Journal
-from snapshotd.moves.node import ended_unix_s
 from snapshotd.moves.rules import Mark
 from tests.fakes.cuda_fake import GpuNode, gpus
 
@@ -141,7 +140,7 @@ def unsettled(nodes: Cluster) -> list[str]:
     found = []
     for node in nodes.lab.nodes:
         folder = nodes.lab.layout.state / node
-        found += [f"{node} {log.move} {log.last_mark}" for log in Journal(folder).all() if not ended_unix_s(log)]
+        found += [f"{node} {log.move} {log.last_mark}" for log in Journal(folder).all() if not log.ended_unix_s]
         gates = Journal(folder / "gate").all() if (folder / "gate").exists() else []
         found += [f"{node} gate of {log.move}" for log in gates if log.last_mark is not Mark.SETTLED]
     return found

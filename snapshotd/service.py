@@ -27,7 +27,7 @@ from snapshotd.moves.journal import Journal, MoveLog
 from snapshotd.moves.nccl.communicators import Communicators
 from snapshotd.moves.nccl.gates import GateOps
 from snapshotd.moves.nccl.members import Members
-from snapshotd.moves.node import Node, ended_unix_s, where_of
+from snapshotd.moves.node import Node, where_of
 from snapshotd.moves.peers import connections
 from snapshotd.moves.peers.forwarding import Forwarding
 from snapshotd.moves.peers.steps import PeerOps
@@ -167,7 +167,7 @@ class Daemon:
             image_capacity_bytes=await in_thread(self.node.store.capacity_bytes),
             image_held_bytes=held,
             ranks=sum(1 for entry in self.node.ranks.all() if not entry.away_node),
-            moves_running=sum(1 for moving in running if not ended_unix_s(moving.log)),
+            moves_running=sum(1 for moving in running if not moving.log.ended_unix_s),
             cpu_features=host.cpu_features(),
             addresses=await in_thread(addresses.of_this_node),
             gpus=self.target.with_reservations(inventory.gpus),
@@ -178,7 +178,7 @@ class Daemon:
     def move_record(self, move_log: MoveLog) -> pb.MoveRecord:
         begin, outcome = move_log.begin, move_log.outcome
         moving = (self.source if begin.role == "source" else self.target).moves.get(begin.move)
-        ended = ended_unix_s(move_log)
+        ended = move_log.ended_unix_s
         return pb.MoveRecord(
             move=begin.move,
             role=begin.role,
@@ -196,8 +196,8 @@ class Daemon:
             begun_unix_s=begin.begun_unix_s,
             ended_unix_s=ended,
             where=where_of(move_log).value,
-            bytes=int(move_log.note("bytes", 0)),
-            pause_s=float(move_log.note("pause_s", 0.0)),
+            bytes=move_log.record.sent_bytes,
+            pause_s=move_log.record.pause_s,
             waiting_for="" if ended or moving is None else moving.waiting_for,
         )
 

@@ -15,14 +15,14 @@ import contextlib
 import logging
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 log = logging.getLogger(__name__)
 
 _LINK = re.compile(r"link_remap\.\d+")
 
-#: Directory, device and inode of a file that criu may link to; plain, for the journal.
-Linked = Sequence[str | int]
+#: Directory, device and inode of a file that criu may link to.
+Linked = tuple[str, int, int]
 
 
 def linked(names: Iterable[str]) -> list[Linked]:
@@ -38,7 +38,7 @@ def sweep(files: Iterable[Linked]) -> None:
     """Removes what a killed dump left beside these files. Criu is gone when this is called. Blocking."""
     inodes: dict[str, set[tuple[int, int]]] = {}
     for folder, device, inode in files:
-        inodes.setdefault(str(folder), set()).add((int(device), int(inode)))
+        inodes.setdefault(folder, set()).add((device, inode))
     for folder, wanted in inodes.items():
         with contextlib.suppress(FileNotFoundError):  # the whole directory is gone
             for name in filter(_LINK.fullmatch, os.listdir(folder)):
@@ -50,8 +50,8 @@ def sweep(files: Iterable[Linked]) -> None:
                         log.warning("removed %s, a link that criu left", path)
 
 
-#: The name an unlinked file had, and the one criu makes it under; plain, for the journal.
-Ghost = Sequence[str]
+#: The name an unlinked file had, and the one criu makes it under.
+Ghost = tuple[str, str]
 
 
 def free(ghosts: Iterable[Ghost]) -> list[Ghost]:
@@ -61,7 +61,7 @@ def free(ghosts: Iterable[Ghost]) -> list[Ghost]:
 
 def sweep_ghosts(ghosts: Iterable[Ghost]) -> None:
     """Removes what a killed restore left of these. Criu is gone when this is called. Blocking."""
-    for name, made in dict.fromkeys(map(tuple, ghosts)):
+    for name, made in dict.fromkeys(ghosts):
         with contextlib.suppress(FileNotFoundError):
             stat = os.lstat(made)
             for path in (name, f"{name}.cr_link"):  # it is opened by one of these, which is then removed again

@@ -204,13 +204,13 @@ class Adoption:
 
         What fails for one rank is logged: the daemon must come up for all others."""
         for moving in [*self.source.moves.values(), *self.target.moves.values()]:
-            role = moving.log.note("role", "home" if moving.log.begin.role == "source" else "guest")
+            role = moving.log.record.keeper_role or ("home" if moving.log.begin.role == "source" else "guest")
             if (entry := self.node.ranks.get(moving.log.begin.rank_uid, role)) is not None:
                 entry.moving = moving.log.move
         for move_log in self.node.journal.all():
             if move_log.begin.role == "target" and move_log.last_mark is Mark.ACTIVATED:
                 entry = self.node.ranks.get(move_log.begin.rank_uid, "guest")
-                own = entry is not None and entry.cgroup == move_log.note("cgroup")
+                own = entry is not None and entry.cgroup == move_log.record.cgroup
                 if own and entry is not None and not entry.moving:
                     await self._wake(entry, move_log)
         entries = self.node.ranks.all()
@@ -252,6 +252,6 @@ class Adoption:
 
 
 def _asleep(entry: RankEntry, move_log: MoveLog) -> bool:
-    nccl = move_log.note("nccl", [])
-    parked = gpu.parked_ones(gpu.from_notes(move_log.note("cuda", [])), held_copy.processes(nccl))
-    return entry.group.frozen() or gpu.parked(parked) or bool(nccl and not move_log.note("gates_opened", False))
+    known = move_log.record
+    parked = gpu.parked_ones(known.cuda, held_copy.processes(known.nccl_processes))
+    return entry.group.frozen() or gpu.parked(parked) or bool(known.nccl_processes and not known.gates_opened)

@@ -13,10 +13,10 @@ import logging
 import os
 import shutil
 import stat
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
+from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import Damaged, Refused, Where
 
 log = logging.getLogger(__name__)
@@ -41,13 +41,13 @@ class Carry:
         self.ledger.with_suffix(".new").write_text(json.dumps(ledger))
         os.rename(self.ledger.with_suffix(".new"), self.ledger)
 
-    def place(self, folder: Path, facts: Sequence[Mapping[str, Any]], placed: list[str]) -> None:
+    def place(self, folder: Path, facts: Sequence[pb.FileFact], placed: list[str]) -> None:
         """Puts carried files where the rank expects them; what was new is added to `placed`. Blocking.
 
         Directories come before what is in them. Raises Refused when a path is taken.
         """
         for index, fact in enumerate(facts):
-            path, mode = str(fact["path"]), int(fact["mode"])
+            path, mode = fact.path, fact.mode
             self._check(path)
             if stat.S_ISDIR(mode):
                 if not os.path.isdir(path):
@@ -62,7 +62,7 @@ class Carry:
             elif stat.S_ISREG(mode):
                 self._place_file(folder / f"carry-{index}", path, fact, placed)
 
-    def _place_file(self, image: Path, path: str, fact: Mapping[str, Any], placed: list[str]) -> None:
+    def _place_file(self, image: Path, path: str, fact: pb.FileFact, placed: list[str]) -> None:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         if os.path.lexists(path) and not self.may_replace(path):
             if os.path.isfile(path) and not os.path.islink(path) and filecmp.cmp(image, path, shallow=False):
@@ -111,8 +111,7 @@ def _looks(path: str) -> list[int] | None:
     return [found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size]
 
 
-def _dress(path: str, fact: Mapping[str, Any]) -> None:
-    os.chown(path, int(fact.get("user_id", 0)), int(fact.get("group_id", 0)))
-    os.chmod(path, stat.S_IMODE(int(fact["mode"])))
-    when = int(fact.get("mtime_ns", 0))
-    os.utime(path, ns=(when, when))
+def _dress(path: str, fact: pb.FileFact) -> None:
+    os.chown(path, fact.user_id, fact.group_id)
+    os.chmod(path, stat.S_IMODE(fact.mode))
+    os.utime(path, ns=(fact.mtime_ns, fact.mtime_ns))

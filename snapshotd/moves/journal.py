@@ -1,12 +1,15 @@
 """The journal of moves: on disk, per daemon, what was begun, how far it came, and how it ended.
 
 Invariant: an outcome is written once. It is written to a side file, fsync'd, and *linked* to its final name, so the first
-writer wins, for ever, also against a crash in between. A missing record means "not decided", never abort. If the
-disk does not take a record (fsync fails) the daemon ends at once: what it would say from memory could be a lie, and the
-next start reads again what is really there.
+writer wins for good, also when a crash intervenes. A missing record means "not decided", never abort. If the disk does not
+take a record (fsync fails), the daemon exits at once: its memory might not match the disk, and the next start reads what is
+really there.
 
-Layout: STATE_DIR/moves/MOVE/{begin.json, marks, outcome.json, word.json}; the last is a word that
-stands above the outcome, see `overrule`.
+The journal is read once, when it is opened, and answers from memory after that. Every change is durable on disk before the
+memory changes, so an answer never says more than the disk.
+
+Layout: STATE_DIR/moves/MOVE/{begin.json, marks, outcome.json, word.json}. `marks` has one JSON object per line. word.json
+overrules outcome.json, see `overrule`.
 """
 
 from __future__ import annotations
@@ -19,21 +22,24 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, Unpack
 
-from snapshotd.api.errors import Busy, NotFound, Usage
+import msgspec
+
+from snapshotd.api.errors import Busy, Damaged, NotFound, Usage
+from snapshotd.moves import record as records
+from snapshotd.moves.record import Begin, Fields, MoveRecord, OutcomeRecord
 from snapshotd.moves.rules import Mark, Outcome
 
 log = logging.getLogger(__name__)
 
 MOVE_ID = re.compile(r"m-[0-9a-f]{12}")
+T = TypeVar("T")
 
 
 def check_move_id(move: str) -> str:
-    """A move id from the wire, before it touches a path."""
+    """Checks a move id from the wire before it is used in a path."""
     if not MOVE_ID.fullmatch(move):
         raise Usage(
             f"{move[:40]!r} is not a move id", remedy="move ids look like m-0123456789ab; see `migrator history`"
@@ -41,40 +47,24 @@ def check_move_id(move: str) -> str:
     return move
 
 
-@dataclass(frozen=True)
-class Begin:
-    """What a daemon must know about a move for as long as it may have to be settled."""
-
-    move: str
-    role: str  # "source" | "target"
-    rank_uid: str
-    job: str
-    rank: int
-    source_node: str
-    source_endpoint: str
-    target_node: str
-    target_endpoint: str
-    nonce: str  # hex
-    boot_id: str
-    begun_unix_s: float
-    lease_s: float = 0.0
-
-
-@dataclass(frozen=True)
-class OutcomeRecord:
-    outcome: Outcome
-    reason: str
-    decided_by: str
-    unix_s: float
-
-
 class MoveLog:
-    """One move in the journal. The lock orders decisions inside one daemon; the link orders them on disk."""
+    """One move in the journal. The lock orders changes inside one daemon; the link orders outcomes on disk."""
 
-    def __init__(self, folder: Path, begin: Begin) -> None:
+    def __init__(
+        self, folder: Path, begin: Begin, record: MoveRecord | None = None, outcome: OutcomeRecord | None = None
+    ) -> None:
         self.folder = folder
         self.begin = begin
+        self.record = record or MoveRecord()
+        self.outcome = outcome
         self.lock = threading.Lock()
+
+    @classmethod
+    def read(cls, folder: Path) -> MoveLog:
+        """Raises Damaged when a file cannot be decoded."""
+        begin = _decode(folder / "begin.json", Begin)
+        outcome = _read_outcome(folder)
+        return cls(folder, begin, _read_marks(folder / "marks"), outcome)
 
     @property
     def move(self) -> str:
@@ -84,73 +74,67 @@ class MoveLog:
     def nonce(self) -> bytes:
         return bytes.fromhex(self.begin.nonce)
 
-    def mark(self, mark: Mark, **notes: Any) -> None:
-        """Appends a mark, durably. `notes` is what a restart needs to carry on from here."""
-        line = json.dumps({"mark": mark, "unix_s": time.time(), **notes}) + "\n"
-        with self.lock:
-            _append_durably(self.folder / "marks", line.encode())
-
-    def marks(self) -> list[dict[str, Any]]:
-        """All marks in order; a last line that a crash cut short does not count."""
-        try:
-            text = (self.folder / "marks").read_text()
-        except FileNotFoundError:
-            return []
-        return [json.loads(line) for line in text.split("\n")[:-1] if line]
-
     @property
     def last_mark(self) -> Mark:
-        marks = self.marks()
-        return Mark(marks[-1]["mark"]) if marks else (Mark.BEGUN if self.begin.role == "source" else Mark.PREPARED)
-
-    def note(self, key: str, default: Any = None) -> Any:
-        """The newest note of that name in any mark."""
-        for entry in reversed(self.marks()):
-            if key in entry:
-                return entry[key]
-        return default
+        return self.record.mark or (Mark.BEGUN if self.begin.role == "source" else Mark.PREPARED)
 
     @property
-    def outcome(self) -> OutcomeRecord | None:
-        for name in ("word.json", "outcome.json"):
-            try:
-                fields = json.loads((self.folder / name).read_text())
-            except FileNotFoundError:
-                continue
-            return OutcomeRecord(Outcome(fields["outcome"]), fields["reason"], fields["decided_by"], fields["unix_s"])
-        return None
+    def committed(self) -> bool:
+        return self.outcome is not None and self.outcome.outcome is Outcome.COMMIT
+
+    @property
+    def aborted(self) -> bool:
+        return self.outcome is not None and self.outcome.outcome is Outcome.ABORT
+
+    @property
+    def ended_unix_s(self) -> float:
+        """When this daemon finished its part; 0 while it has not."""
+        ended = self.record.mark in {Mark.SETTLED, Mark.DISCARDED, Mark.ACTIVATED}
+        return self.record.marked_unix_s if ended else 0.0
+
+    def mark(self, mark: Mark, **fields: Unpack[Fields]) -> None:
+        """Appends a mark, durably. `fields` are what a restarted daemon needs to continue from here. Blocking."""
+        now = time.time()
+        line = records.encode_fields({"mark": mark, "marked_unix_s": now, **fields}) + b"\n"
+        with self.lock:
+            _append_durably(self.folder / "marks", line)
+            self.record = msgspec.structs.replace(self.record, mark=mark, marked_unix_s=now, **fields)
 
     def decide(self, outcome: Outcome, reason: str, decided_by: str) -> OutcomeRecord:
-        """Writes the outcome unless there is one; returns the one that stands."""
+        """Writes the outcome unless there is one; returns the one that stands. Blocking."""
         with self.lock:
-            if (standing := self.outcome) is not None:
-                return standing
-            record = OutcomeRecord(outcome, reason, decided_by, time.time())
+            if self.outcome is not None:
+                return self.outcome
+            decided = OutcomeRecord(outcome, reason, decided_by, time.time())
             side = self.folder / f"outcome.{secrets.token_hex(4)}.new"
-            _write_durably(side, json.dumps(asdict(record)).encode())
+            _write_durably(side, records.encode(decided))
             with contextlib.suppress(FileExistsError):
                 os.link(side, self.folder / "outcome.json")
             os.unlink(side)
             _sync_folder(self.folder)
-            standing = self.outcome
+            standing = self.outcome = _read_outcome(self.folder)  # another writer may have been first
             assert standing is not None
             log.info("outcome of %s: %s (%s, by %s)", self.move, standing.outcome, standing.reason, standing.decided_by)
             return standing
 
     def overrule(self, outcome: Outcome, reason: str, decided_by: str) -> OutcomeRecord:
-        """The only words that ever stand above an outcome: a person's (`recover --target-is-dead`), or the target's that
-        its copy died before it ever ran. Both records are kept."""
-        record = OutcomeRecord(outcome, reason, decided_by, time.time())
+        """Replaces the outcome; both records are kept. Blocking.
+
+        Only two things may: an operator's declaration (`recover --target-is-dead`), and the target's report that its copy
+        died before it ever ran.
+        """
+        decided = OutcomeRecord(outcome, reason, decided_by, time.time())
         with self.lock:
-            _write_durably(self.folder / "word.new", json.dumps(asdict(record)).encode())
+            _write_durably(self.folder / "word.new", records.encode(decided))
             os.rename(self.folder / "word.new", self.folder / "word.json")
             _sync_folder(self.folder)
+            self.outcome = decided
         log.warning("outcome of %s overruled: %s, by %s", self.move, outcome, decided_by)
-        return record
+        return decided
 
 
 class Journal:
-    """All moves this daemon ever took part in."""
+    """All moves this daemon took part in."""
 
     def __init__(self, state_dir: Path) -> None:
         self.folder = state_dir / "moves"
@@ -158,19 +142,18 @@ class Journal:
         self._open: dict[str, MoveLog] = {}
         for entry in sorted(self.folder.iterdir()):
             if (entry / "begin.json").exists():
-                begin = Begin(**json.loads((entry / "begin.json").read_text()))
-                self._open[begin.move] = MoveLog(entry, begin)
+                move_log = MoveLog.read(entry)
+                self._open[move_log.move] = move_log
 
     def begin(self, begin: Begin) -> MoveLog:
-        """Journals a move. Again with the same content: the same log. With other content: Busy."""
+        """Journals a move. Repeated with the same content: the same log. With other content: Busy. Blocking."""
         if (known := self._open.get(check_move_id(begin.move))) is not None:
-            same = _identity(asdict(known.begin)) == _identity(asdict(begin))
-            if not same:
+            if not known.begin.same_request(begin):
                 raise Busy(f"move {begin.move} is already journalled here for something else")
             return known
         folder = self.folder / begin.move
         folder.mkdir(mode=0o700, exist_ok=True)
-        _write_durably(folder / "begin.new", json.dumps(asdict(begin)).encode())
+        _write_durably(folder / "begin.new", records.encode(begin))
         os.rename(folder / "begin.new", folder / "begin.json")
         _sync_folder(folder)
         _sync_folder(self.folder)
@@ -190,15 +173,44 @@ class Journal:
         return sorted(self._open.values(), key=lambda entry: entry.begin.begun_unix_s)
 
 
-def _identity(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """What makes two Begins the same request: not when, and not the nonce a target makes anew."""
-    return {key: value for key, value in fields.items() if key not in {"begun_unix_s", "nonce", "boot_id", "lease_s"}}
+def _read_marks(path: Path) -> MoveRecord:
+    """All marks, merged in order; a last line that a crash cut short does not count."""
+    try:
+        lines = path.read_bytes().split(b"\n")[:-1]
+    except FileNotFoundError:
+        return MoveRecord()
+    merged: dict[str, Any] = {}
+    try:
+        for line in filter(None, lines):
+            merged = {**merged, **json.loads(line)}
+        return records.decode_record(merged)
+    except (ValueError, TypeError) as error:
+        raise _unreadable(path, error) from error
+
+
+def _read_outcome(folder: Path) -> OutcomeRecord | None:
+    for name in ("word.json", "outcome.json"):
+        with contextlib.suppress(FileNotFoundError):
+            return _decode(folder / name, OutcomeRecord)
+    return None
+
+
+def _decode(path: Path, wanted: type[T]) -> T:
+    try:
+        return records.decode(path.read_bytes(), wanted)
+    except (ValueError, TypeError) as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: Exception) -> Damaged:
+    return Damaged(
+        f"the journal cannot be read: {path}: {error}. The rank of this move may be frozen on this node.",
+        remedy=f"repair the file; move {path.parent} away only if `migrator ps` shows the rank running",
+    )
 
 
 def _crash(what: str, error: OSError) -> None:
-    log.critical(
-        "the journal does not take %s (%s): ending now, the next start reads what is really there", what, error
-    )
+    log.critical("the journal cannot write %s (%s): exiting; the next start reads what is on the disk", what, error)
     logging.shutdown()
     os._exit(74)
 
@@ -216,8 +228,8 @@ def _write_durably(path: Path, content: bytes) -> None:
 def _append_durably(path: Path, content: bytes) -> None:
     try:
         with open(path, "r+b" if path.exists() else "w+b") as file:
-            whole = file.read().rfind(b"\n") + 1  # a line cut short by a crash is overwritten, not continued
-            file.seek(whole)
+            complete = file.read().rfind(b"\n") + 1  # a line that a crash cut short is overwritten, not continued
+            file.seek(complete)
             file.truncate()
             file.write(content)
             file.flush()

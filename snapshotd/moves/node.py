@@ -146,10 +146,9 @@ def _done(task: asyncio.Task[Any]) -> None:
 
 def where_on_source(log: MoveLog) -> Where:
     """Where the rank is, as far as a source's journal tells."""
-    outcome = log.outcome
-    if outcome is not None and outcome.outcome == "COMMIT":
+    if log.committed:
         return Where.TARGET_RUNNING if log.last_mark is Mark.SETTLED else Where.TARGET_HELD
-    if outcome is not None or log.last_mark is Mark.BEGUN:
+    if log.outcome is not None or log.last_mark is Mark.BEGUN:
         return Where.SOURCE_RUNNING
     return Where.SOURCE_FROZEN
 
@@ -167,12 +166,6 @@ def where_of(log: MoveLog) -> Where:
             return Where.SOURCE_RUNNING
         case _:
             return Where.SOURCE_FROZEN
-
-
-def ended_unix_s(log: MoveLog) -> float:
-    marks = log.marks()
-    ends = {Mark.SETTLED, Mark.DISCARDED, Mark.ACTIVATED}
-    return float(marks[-1]["unix_s"]) if marks and marks[-1]["mark"] in ends else 0.0
 
 
 def now_unix_s() -> float:

@@ -17,11 +17,12 @@ from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import NcclFailed, NotFound, Unreachable
 from snapshotd.inprocess import ncclctl
 from snapshotd.moves import rules
-from snapshotd.moves.journal import Begin, Journal
+from snapshotd.moves.journal import Journal
 from snapshotd.moves.nccl.communicators import Communicators
 from snapshotd.moves.nccl.gates import GateOps
 from snapshotd.moves.nccl.members import Members
 from snapshotd.moves.node import Moving
+from snapshotd.moves.record import Begin
 from snapshotd.moves.rules import Mark
 from snapshotd.proc.tree import Process
 

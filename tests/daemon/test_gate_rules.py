@@ -13,10 +13,9 @@ from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import Damaged
 from snapshotd.inprocess import ncclctl
 from snapshotd.moves.nccl import gate_processes
-from snapshotd.moves.nccl.gate_processes import Gated
-from snapshotd.moves.nccl.membership import Seat, seats_of, untried
+from snapshotd.moves.nccl.membership import membership_of, untried
+from snapshotd.moves.record import GateProcess, Member
 from snapshotd.moves.rules import CopyState, GateDecision, GateFacts, Mark, Outcome, gate_next
-from snapshotd.proc.tree import Process
 
 
 def every_fact() -> list[GateFacts]:
@@ -80,15 +79,15 @@ def test_nobody_waits_for_ever_for_two_nodes_that_are_both_gone() -> None:
 WORLD, PAIR, OTHERS = "0" * 16, "1" * 16, "2" * 16
 
 
-def process(uid: str, seats: dict[str, tuple[int, int]], refused: str = "", **more: object) -> pb.ProcessGate:
+def process(uid: str, membership: dict[str, tuple[int, int]], refused: str = "", **more: object) -> pb.ProcessGate:
     """A process's report as a node sends it on; `more` are further keys of the shim's report."""
-    return gate_processes.to_proto(Gated(uid, int(uid[-1]), 7, Process(7, 1)), shim_report(seats, refused, **more))
+    return gate_processes.to_proto(GateProcess(uid, int(uid[-1]), 7, 7, 1), shim_report(membership, refused, **more))
 
 
-def shim_report(seats: dict[str, tuple[int, int]], refused: str = "", **more: Any) -> ncclctl.Report:
+def shim_report(membership: dict[str, tuple[int, int]], refused: str = "", **more: Any) -> ncclctl.Report:
     comms = [
         {"id": comm, "nranks": size, "rank": rank, "state": "live", "refused": [refused] if refused else []}
-        for comm, (rank, size) in seats.items()
+        for comm, (rank, size) in membership.items()
     ]
     comms += more.pop("comms", [])
     told = {"gate": "closed", "instance": 1, "comms": comms, "nccl_threads": 0, **more}
@@ -100,7 +99,7 @@ def reports(**nodes: list[pb.ProcessGate]) -> dict[str, pb.GateReport]:
 
 
 def test_the_members_of_all_communicators_of_the_rank_and_of_no_other() -> None:
-    seats, problems = seats_of(
+    membership, problems = membership_of(
         reports(
             a=[process("job-0", {WORLD: (0, 3), PAIR: (0, 2)})],
             b=[process("job-1", {WORLD: (1, 3), PAIR: (1, 2)}), process("job-2", {WORLD: (2, 3), OTHERS: (0, 1)})],
@@ -108,25 +107,25 @@ def test_the_members_of_all_communicators_of_the_rank_and_of_no_other() -> None:
         "job-0",
     )
     assert problems == []
-    assert seats == {
-        WORLD: [Seat("a", "job-0", 7, 0), Seat("b", "job-1", 7, 1), Seat("b", "job-2", 7, 2)],
-        PAIR: [Seat("a", "job-0", 7, 0), Seat("b", "job-1", 7, 1)],
+    assert membership == {
+        WORLD: [Member("a", "job-0", 7, 0), Member("b", "job-1", 7, 1), Member("b", "job-2", 7, 2)],
+        PAIR: [Member("a", "job-0", 7, 0), Member("b", "job-1", 7, 1)],
     }
 
 
 def test_a_member_that_nobody_knows_is_a_problem() -> None:
-    _, problems = seats_of(reports(a=[process("job-0", {WORLD: (0, 2)})]), "job-0")
+    _, problems = membership_of(reports(a=[process("job-0", {WORLD: (0, 2)})]), "job-0")
     assert len(problems) == 1
     assert "has 2 members, and only [0] of them are known" in problems[0]
 
 
 def test_a_refusal_counts_only_where_the_rank_is_in() -> None:
-    _, problems = seats_of(
+    _, problems = membership_of(
         reports(a=[process("job-0", {PAIR: (0, 1)})], b=[process("job-1", {OTHERS: (0, 1)}, refused="it is grown")]),
         "job-0",
     )
     assert problems == []
-    _, problems = seats_of(
+    _, problems = membership_of(
         reports(a=[process("job-0", {PAIR: (0, 2)})], b=[process("job-1", {PAIR: (1, 2)}, refused="it is grown")]),
         "job-0",
     )
@@ -145,14 +144,14 @@ def pending(uid: str, *, held: bool) -> pb.ProcessGate:
 
 
 def test_communicator_whose_creation_waits_at_the_gate_is_not_taken_down() -> None:
-    seats, problems = seats_of(reports(a=[pending("job-0", held=True), pending("job-1", held=True)]), "job-0")
-    assert (list(seats), problems) == ([WORLD], [])
+    membership, problems = membership_of(reports(a=[pending("job-0", held=True), pending("job-1", held=True)]), "job-0")
+    assert (list(membership), problems) == ([WORLD], [])
     report = shim_report({WORLD: (0, 2)}, **creating(held=True))
     assert [comm.real for comm in report.comms] == [True, False]
 
 
 def test_communicator_being_created_inside_nccl_is_a_problem() -> None:
-    _, problems = seats_of(reports(a=[pending("job-0", held=False), pending("job-1", held=False)]), "job-0")
+    _, problems = membership_of(reports(a=[pending("job-0", held=False), pending("job-1", held=False)]), "job-0")
     assert any("it is being made" in problem for problem in problems)
     assert shim_report({WORLD: (0, 2)}, **creating(held=False)).refusals() == [], "it will be ready in a moment"
 
@@ -200,13 +199,13 @@ def test_a_report_is_sent_on_whole() -> None:
 
 
 def test_a_communicator_on_a_shared_gpu_is_not_tried() -> None:
-    pair = [Seat("a", "job-0", 7, 0), Seat("b", "job-1", 7, 1)]
+    pair = [Member("a", "job-0", 7, 0), Member("b", "job-1", 7, 1)]
     one, two = frozenset({"GPU-1"}), frozenset({"GPU-2"})
     assert not untried(pair, {"job-0": one, "job-1": two})
     assert not untried(pair, {})
     assert untried(pair, {"job-0": one, "job-1": one | two})
-    assert untried([pair[0], Seat("a", "job-0", 7, 1)], {})
-    assert not untried([pair[0], Seat("a", "job-0", 8, 1)], {})
+    assert untried([pair[0], Member("a", "job-0", 7, 1)], {})
+    assert not untried([pair[0], Member("a", "job-0", 8, 1)], {})
 
 
 def test_values_from_the_wire_are_checked_before_they_go_into_a_process() -> None:

@@ -57,7 +57,7 @@ async def test_what_is_closed_is_journalled_first(cluster: Cluster) -> None:
 
     def look(what: str) -> None:
         found = gates.journal.find(MOVE)
-        seen.append((what, found.last_mark if found else None, len(found.note("processes", [])) if found else 0))
+        seen.append((what, found.last_mark if found else None, len(found.record.gate_processes) if found else 0))
 
     cluster.shims.before = look
     report = await gates.close(cluster.request)
@@ -88,7 +88,7 @@ async def test_closing_again_closes_what_is_left_and_journals_nothing_new(cluste
         await gates.close(cluster.request)
     await gates.close(cluster.request)
     assert cluster.shims.closed == {cluster.process[1], cluster.process[2]}
-    assert len(gates.journal.get(MOVE).marks()) == 1
+    assert (gates.journal.get(MOVE).folder / "marks").read_text().count("\n") == 1
 
 
 async def test_a_job_without_communicators_leaves_no_trace(cluster: Cluster) -> None:
@@ -198,7 +198,7 @@ async def test_members_are_journalled_before_anything_is_taken_down(cluster: Clu
     await cluster.close_all()
     moving = cluster.begin()
     noted = []
-    cluster.shims.before = lambda what: noted.append(set(moving.log.note("communicators", {})))
+    cluster.shims.before = lambda what: noted.append(set(moving.log.record.communicators or {}))
     reply = await cluster.nodes["a"].communicators.detach(moving)
     assert reply.comms == 2
     assert noted == [{WORLD, PAIR}] * 3
@@ -217,7 +217,7 @@ async def test_a_rank_without_communicators_is_let_alone(cluster: Cluster) -> No
     del cluster.shims.comms[cluster.process[0]]
     moving = cluster.begin()
     assert (await cluster.nodes["a"].communicators.detach(moving)).comms == 0
-    assert moving.log.note("communicators") is None
+    assert moving.log.record.communicators is None
     assert cluster.shims.said == []
 
 
@@ -233,7 +233,7 @@ async def test_a_member_that_cannot_be_asked_stops_it_before_anything_is_touched
     with pytest.raises(Refused, match="3 members, and only"):
         await cluster.nodes["a"].communicators.detach(moving)
     assert cluster.shims.of("detach") == []
-    assert moving.log.note("communicators") is None
+    assert moving.log.record.communicators is None
 
 
 async def test_all_members_build_in_one_order_with_ids_of_those_in_seat_0(cluster: Cluster) -> None:
@@ -242,7 +242,7 @@ async def test_all_members_build_in_one_order_with_ids_of_those_in_seat_0(cluste
     source = cluster.nodes["a"].communicators
     await source.detach(moving)
     await source.attach(moving, "a")
-    world, pair = f"{cluster.pid(0):0256x}", f"{cluster.pid(1):0256x}"  # rank 1 has seat 0 of the pair
+    world, pair = f"{cluster.pid(0):0256x}", f"{cluster.pid(1):0256x}"  # rank 1 has member 0 of the pair
     lines = [f"{WORLD} {world} try", f"{PAIR} {pair} try"]
     assert dict(cluster.shims.of("attach")) == {cluster.pid(rank): lines for rank in range(3)}
     assert cluster.shims.states() == {"live"}
@@ -325,8 +325,8 @@ async def test_undo_takes_down_what_the_targets_copy_had_and_builds_it_here(clus
     source = cluster.nodes["a"].communicators
     await source.detach(moving)
     for comms in [cluster.shims.comms[cluster.process[rank]] for rank in (1, 2)]:
-        for seat in comms.values():
-            seat[2] = "live"  # built with the target's copy, before the move failed
+        for member in comms.values():
+            member[2] = "live"  # built with the target's copy, before the move failed
     cluster.shims.said.clear()
     await source.put_back(moving)
     order = [what for what, _, _ in cluster.shims.said]

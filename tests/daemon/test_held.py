@@ -20,6 +20,7 @@ from snapshotd.inprocess import ncclctl, shimctl
 from snapshotd.moves.nccl import held_copy
 from snapshotd.moves.nccl.members import Members
 from snapshotd.moves.node import Moving
+from snapshotd.moves.record import MoveRecord, NcclProcess
 from snapshotd.proc import tree
 from snapshotd.proc.tree import Process
 
@@ -38,8 +39,8 @@ class Copy:
             until_stopped(process)
         self.said: list[str] = []
         self.instance, self.parked, self.failing = BEFORE, True, False
-        notes: dict[str, Any] = {"nccl": [[self.speaker.pid, self.speaker.start_ticks, BEFORE]], "cgroup": "/none"}
-        self.log: Any = SimpleNamespace(note=lambda key, default=None: notes.get(key, default))
+        member = NcclProcess(self.speaker.pid, self.speaker.start_ticks, BEFORE)
+        self.log: Any = SimpleNamespace(record=MoveRecord(nccl_processes=[member], cgroup="/none"))
 
     def find(self, process: Process) -> Any:
         return SimpleNamespace(state=lambda: SimpleNamespace(parked=self.parked))

@@ -17,7 +17,7 @@ from migrator import pki
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.channel import Credentials
 from snapshotd.api.errors import Denied, Internal, SnapshotError, Unreachable, Where
-from snapshotd.moves.journal import Begin
+from snapshotd.moves.record import Begin
 from snapshotd.moves.source.channel import streams_to_target
 from snapshotd.transport.image.bulk_receiver import BulkLanes
 from snapshotd.transport.image.bulk_sender import BulkStream

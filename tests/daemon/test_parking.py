@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import json
 import os
 import subprocess
@@ -15,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from snapshotd.api import snapshotd_pb2 as pb
@@ -34,8 +34,9 @@ from snapshotd.cuda.driver import State
 from snapshotd.inprocess import devmem
 from snapshotd.inprocess.devmem import Caught, TooSmall
 from snapshotd.moves.device import gpu, offload, refill, stripe_files
-from snapshotd.moves.journal import Begin, Journal
+from snapshotd.moves.journal import Journal
 from snapshotd.moves.node import Moving
+from snapshotd.moves.record import Begin, OffloadedMemory
 from snapshotd.moves.rules import Mark, Outcome
 from snapshotd.moves.source import freeze
 from snapshotd.moves.source.departure import Leaving
@@ -257,9 +258,9 @@ async def test_all_of_it_leaves_and_comes_back(source: Source) -> None:
     assert source.lane is not None
     assert source.lane.final == source.lane.sizes
     assert sum(source.lane.final.values()) == 2 * SIZE
-    device = source.log.note("device")
-    assert [sum(one["bytes"]) for one in device] == [SIZE, SIZE]
-    assert source.log.note("parked_bytes") == 2 * SIZE
+    device = source.log.record.offloaded
+    assert [one.total_bytes for one in device] == [SIZE, SIZE]
+    assert source.log.record.offloaded_bytes == 2 * SIZE
     await source.back()
     assert [memory.content for memory in source.memories.values()] == before
 
@@ -268,13 +269,13 @@ async def test_the_journal_knows_of_the_files_before_a_process_does(source: Sour
     noted = []
 
     def ready(stripes: Sequence[int], slot_bytes: int) -> int:
-        noted.append(source.log.note("parked"))
+        noted.append(source.log.record.striped_processes)
         return 0
 
     source.first.ready = ready  # type: ignore[method-assign]
     await source.prepare()
-    assert all(stripe_files.NAME.fullmatch(name) for _, _, names, _ in noted[0] for name in names)
-    assert [(pid, ticks) for pid, ticks, *_ in noted[0]] == [(each.pid, each.start_ticks) for each in source.memories]
+    assert all(stripe_files.NAME.fullmatch(name) for one in noted[0] for name in one.stripes)
+    assert [one.process for one in noted[0]] == [Process(each.pid, each.start_ticks) for each in source.memories]
 
 
 async def test_what_was_prepared_while_the_job_ran_is_not_prepared_again(source: Source) -> None:
@@ -316,7 +317,7 @@ async def test_one_that_is_always_caught_is_left_to_the_driver(source: Source) -
     source.second.failures = [Caught("in cudaMalloc")] * offload.TRIES
     size, _ = await source.out()
     assert (size, source.second.said[-1]) == (SIZE, "drop")
-    assert [one["pid"] for one in source.log.note("device")] == [source.moving.parking.striped[0].inner_pid]  # type: ignore[union-attr]
+    assert [one.pid for one in source.log.record.offloaded] == [source.moving.parking.striped[0].inner_pid]  # type: ignore[union-attr]
     assert any(f"{offload.TRIES} times in a row in cudaMalloc" in words for words in source.moving.parking.warnings)  # type: ignore[union-attr]
     assert source.lane is not None
     assert set(source.lane.final) == set(source.lane.sizes)
@@ -326,7 +327,7 @@ async def test_a_copy_that_fails_before_anything_is_off_the_gpu_is_left_to_the_d
     for memory in source.memories.values():
         memory.failures = [GpuFailed("CUDA_ERROR_UNKNOWN")]
     size, _ = await source.out()
-    assert (size, source.log.note("device")) == (0, [])
+    assert (size, source.log.record.offloaded) == (0, [])
     assert source.lane is not None
     assert source.lane.final == dict.fromkeys(source.lane.sizes, 0)
     assert len(source.moving.parking.warnings) == 2  # type: ignore[union-attr]
@@ -342,7 +343,10 @@ async def test_what_is_left_to_the_driver_keeps_no_room(source: Source) -> None:
 
     source.second.park = park  # type: ignore[method-assign]
     await source.out()
-    folder, names = stripe_files.folder_of(source.node.config.image_dir, MOVE), source.log.note("parked")[1][2]
+    folder, names = (
+        stripe_files.folder_of(source.node.config.image_dir, MOVE),
+        source.log.record.striped_processes[1].stripes,
+    )
     assert [(folder / name).stat().st_blocks for name in names] == [0] * len(names)
     assert (folder / names[0]).stat().st_size >= MIB
 
@@ -369,7 +373,7 @@ async def test_two_that_leave_at_once_do_not_take_the_same_room(
         return needed + MIB - sum(taken)
 
     monkeypatch.setattr(source.node.store, "room_bytes", room)
-    begin = dataclasses.replace(source.log.begin, move="m-00000000000f")
+    begin = msgspec.structs.replace(source.log.begin, move="m-00000000000f")
     other = Moving(Journal(tmp_path / "other").begin(begin))
     other.log.mark(Mark.BEGUN)
     processes = list(source.memories)
@@ -419,11 +423,11 @@ async def test_what_follows_the_image_is_written_by_nobody_else(source: Source) 
     device, files = await dump._device()
     assert source.lane.closed
     assert dump.progress().bytes_sent == 0  # it counts again, with the image
-    assert [name for one in device for name in one["stripes"]] == list(files)
+    assert [name for one in device for name in one.stripes] == list(files)
     assert not set(files) & set(source.lane.sizes)
     assert {path.name for path in files.values()} == set(source.lane.sizes)
     assert all(IMAGE_NAME.fullmatch(name) for name in files)
-    assert [one["bytes"] for one in device] == [one["bytes"] for one in source.log.note("device")]
+    assert [one.bytes for one in device] == [one.bytes for one in source.log.record.offloaded]
 
 
 async def test_a_target_that_knows_no_stripes_gets_all_from_the_driver(source: Source) -> None:
@@ -568,12 +572,11 @@ async def test_files_of_moves_that_ended_are_swept(source: Source, tmp_path: Pat
     images = source.node.config.image_dir
     await source.out()
     stripe_files.make_folder(images, "m-00000000000f")
-    journal = Journal(tmp_path / "state")
-    stripe_files.sweep_ended(images, journal)
+    stripe_files.sweep_ended(images, Journal(tmp_path / "state"))
     assert sorted(os.listdir(images / "parked")) == [MOVE]
     source.log.decide(Outcome.ABORT, "", "test")
     source.log.mark(Mark.SETTLED)
-    stripe_files.sweep_ended(images, journal)
+    stripe_files.sweep_ended(images, Journal(tmp_path / "state"))
     assert not (images / "parked").exists()
 
 
@@ -584,15 +587,6 @@ def test_the_bytes_that_criu_reads_are_its_own_images(tmp_path: Path) -> None:
     for name in ("pages-1.img", "core-1.img", "carry-0", "device-1-0", "device-1-0.done", "follow-device-1-0"):
         (tmp_path / name).write_bytes(os.urandom(MIB))
     assert 2 * MIB <= restore._image_bytes(tmp_path) < 2 * MIB + (64 << 10)
-
-
-async def test_a_source_that_parks_nothing_says_nothing_of_it(tmp_path: Path) -> None:
-    """As the version before this one describes an image with a GPU."""
-    said = {"root": 7, "cuda": [7], "device_bytes": 1 << 30, "nccl": [], "sockets": {}, "moves": 0}
-    (tmp_path / "meta.json").write_text(json.dumps(said))
-    meta = await restore._read_meta(tmp_path)
-    assert meta == {**said, "device": [], "device_beside": False}
-    await refill.on_target({}, meta["device"], tmp_path, None, gpu.Parts())
 
 
 class Arriving:
@@ -609,19 +603,19 @@ class Arriving:
         return self.sizes
 
 
-async def parked_there(source: Source) -> tuple[dict[int, Process], list[dict[str, Any]], Path]:
+async def parked_there(source: Source) -> tuple[dict[int, Process], list[OffloadedMemory], Path]:
     """The source's files, as if they were the target's, where its processes were restored."""
     await source.out()
-    device = source.log.note("device")
+    device = source.log.record.offloaded
     return (
-        {one["pid"]: process for one, process in zip(device, source.memories, strict=True)},
+        {one.pid: process for one, process in zip(device, source.memories, strict=True)},
         device,
         stripe_files.folder_of(source.node.config.image_dir, MOVE),
     )
 
 
-def sizes_of(device: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    return {name: size for one in device for name, size in zip(one["stripes"], one["bytes"], strict=True)}
+def sizes_of(device: Sequence[OffloadedMemory]) -> dict[str, int]:
+    return {name: size for one in device for name, size in zip(one.stripes, one.bytes, strict=True)}
 
 
 @pytest.mark.parametrize("beside", [True, False])
@@ -688,7 +682,7 @@ async def test_stripes_whose_lane_ended_with_the_daemon(source: Source, how: str
     _, device, folder = await parked_there(source)
     for name, size in sizes_of(device).items():
         (folder / f"{name}.done").write_text(json.dumps({"size": size}))
-    first = folder / device[0]["stripes"][0]
+    first = folder / device[0].stripes[0]
     match how:
         case "none":
             first.unlink()

@@ -18,7 +18,8 @@ from snapshotd.keepers import adoption
 from snapshotd.keepers.adoption import Adoption
 from snapshotd.moves import rules
 from snapshotd.moves.device import gpu
-from snapshotd.moves.journal import Begin, Journal, MoveLog
+from snapshotd.moves.journal import Journal, MoveLog
+from snapshotd.moves.record import Begin
 from snapshotd.moves.rules import Mark, Outcome
 from snapshotd.moves.source.steps import SourceOps
 from snapshotd.moves.target import steps
@@ -137,7 +138,7 @@ def test_a_move_that_was_cut_short_before_its_first_mark_is_aborted(here: Here) 
     here.source.adopt_journal()
     assert move_log.outcome is not None
     assert (move_log.outcome.outcome, move_log.last_mark) == (Outcome.ABORT, Mark.SETTLED)
-    assert [entry["mark"] for entry in move_log.marks()] == [Mark.SETTLED]
+    assert (move_log.folder / "marks").read_text().count("\n") == 1
     assert here.source.moves == {}
 
 

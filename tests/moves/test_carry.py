@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import stat
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import Damaged, Refused
 from snapshotd.moves.carry import Carry
 
@@ -21,8 +21,8 @@ def place(tmp_path: Path) -> tuple[Carry, Path, Path]:
     return Carry(tmp_path, [str(local)]), local, images
 
 
-def fact(path: Path, mode: int = stat.S_IFREG | 0o640) -> dict[str, Any]:
-    return {"path": str(path), "mode": mode, "user_id": 0, "group_id": 0, "mtime_ns": 10**18}
+def fact(path: Path, mode: int = stat.S_IFREG | 0o640) -> pb.FileFact:
+    return pb.FileFact(path=str(path), mode=mode, mtime_ns=10**18)
 
 
 def test_files_folders_and_fifos_are_placed_and_taken_away(place: tuple[Carry, Path, Path]) -> None:
@@ -82,4 +82,4 @@ def test_a_path_outside_the_carry_paths_is_never_touched(place: tuple[Carry, Pat
     (local / "link").symlink_to("/etc")
     (images / "carry-0").write_text("x")
     with pytest.raises(Damaged):
-        carry.place(images, [{"path": path.format(local=local), "mode": stat.S_IFREG | 0o600}], [])
+        carry.place(images, [fact(Path(path.format(local=local)))], [])

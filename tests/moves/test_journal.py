@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from snapshotd.api.errors import Busy, NotFound, Usage
-from snapshotd.moves.journal import Begin, Journal, OutcomeRecord, check_move_id
+from snapshotd.moves.journal import Journal, check_move_id
+from snapshotd.moves.record import Begin, OutcomeRecord
 from snapshotd.moves.rules import Mark, Outcome
 
 MOVE = "m-0123456789ab"
@@ -27,8 +28,8 @@ def test_marks_survive_a_restart_and_notes_are_found(tmp_path: Path) -> None:
     log.mark(Mark.FROZEN, stdio={"channels": []})
     again = Journal(tmp_path).get(MOVE)
     assert again.last_mark is Mark.FROZEN
-    assert again.note("pid") == 7
-    assert again.note("nothing", "default") == "default"
+    assert again.record.pid == 7
+    assert again.record.stdio == {"channels": []}
     assert again.begin == begin()
 
 
@@ -108,7 +109,8 @@ def test_a_disk_that_does_not_take_a_record_ends_the_daemon(tmp_path: Path) -> N
     """A failed fsync means: crash and read again. Seen from outside, in a process of its own."""
     program = (
         "import os; from pathlib import Path\n"
-        "from snapshotd.moves.journal import Journal, Begin; from snapshotd.moves.rules import Outcome\n"
+        "from snapshotd.moves.journal import Journal\n"
+        "from snapshotd.moves.record import Begin; from snapshotd.moves.rules import Outcome\n"
         f"begin = Begin({MOVE!r}, 'source', 'u', 'j', 0, 'a', 'a', 'b', 'b', 'ab', 'boot', 1.0)\n"
         f"log = Journal(Path({str(tmp_path)!r})).begin(begin)\n"
         "def broken(fd): raise OSError(5, 'Input/output error')\n"

@@ -109,14 +109,6 @@ class Parts:
             known.bytes += bytes_
 
 
-def to_notes(processes: Iterable[Process]) -> list[list[int]]:
-    return [[process.pid, process.start_ticks] for process in processes]
-
-
-def from_notes(notes: Iterable[Sequence[int]]) -> list[Process]:
-    return [Process(*numbers) for numbers in notes]
-
-
 async def empty_caches(processes: Sequence[Process], parts: Parts) -> int:
     """The caching allocators' free blocks go back to the driver; the rank runs on. Returns the bytes; never raises."""
     if not processes:

@@ -29,6 +29,7 @@ from snapshotd.inprocess.devmem import Caught, DeviceMemory, TooSmall
 from snapshotd.moves.device import gpu, stripe_files
 from snapshotd.moves.device.gpu import LOCK_S, Parts, each
 from snapshotd.moves.node import Moving, Node
+from snapshotd.moves.record import OffloadedMemory, StripedProcess
 from snapshotd.moves.rules import Mark
 from snapshotd.preflight.gpu import RESERVE_BYTES
 from snapshotd.proc import host, tree
@@ -101,8 +102,10 @@ class Parking:
             await self.give_up(error)
 
     async def _prepare(self) -> None:
-        notes = [[*gpu.to_notes([one.process])[0], one.names, one.slot_bytes] for one in self.striped]
-        await in_thread(self.log.mark, self.log.last_mark, parked=notes)
+        striped = [
+            StripedProcess(one.process.pid, one.process.start_ticks, one.names, one.slot_bytes) for one in self.striped
+        ]
+        await in_thread(self.log.mark, self.log.last_mark, striped_processes=striped)
         await self._make_files()
         await self._open_lane()
         await all_at_once(self._ready, self.striped)
@@ -209,12 +212,9 @@ class Parking:
             unlocked = [process for process in unlocked if process not in {one.process for one in left}]
         for one in left:
             await self._leave_to_driver(one, f"{TRIES} times in a row {one.caught}")
-        notes = [
-            {"pid": one.inner_pid, "stripes": one.names, "bytes": one.sizes, "slot_bytes": one.slot_bytes}
-            for one in self.striped
-        ]
+        offloaded = [OffloadedMemory(one.inner_pid, one.names, one.sizes, one.slot_bytes) for one in self.striped]
         size = sum(one.bytes for one in self.striped)
-        await in_thread(self.log.mark, Mark.FREEZING, device=notes, parked_bytes=size)
+        await in_thread(self.log.mark, Mark.FREEZING, offloaded=offloaded, offloaded_bytes=size)
         if self.outgoing is not None:
             self.outgoing.finish(self._advanced)
         await reach(Point.PARKED_MEMORY)

@@ -23,6 +23,7 @@ from snapshotd.inprocess.devmem import DeviceMemory
 from snapshotd.moves.device import gpu, stripe_files
 from snapshotd.moves.device.gpu import Parts
 from snapshotd.moves.journal import MoveLog
+from snapshotd.moves.record import OffloadedMemory, StripedProcess
 from snapshotd.proc import host
 from snapshotd.proc.tree import Process
 from snapshotd.runtime.blocking import all_at_once, in_thread
@@ -42,17 +43,17 @@ async def on_source(image_dir: Path, move_log: MoveLog) -> None:
 
     What does not touch memory that is out stops nobody: the rank is to go on."""
     folder = stripe_files.folder_of(image_dir, move_log.move)
-    limit_s = gpu.copy_s(int(move_log.note("parked_bytes", 0)) or int(move_log.note("device_bytes", 0)))
-    noted = [(Process(pid, ticks), names, slot_bytes) for pid, ticks, names, slot_bytes in move_log.note("parked", [])]
+    known = move_log.record
+    limit_s = gpu.copy_s(known.offloaded_bytes or known.device_bytes)
 
-    def back(one: tuple[Process, list[str], int]) -> None:
-        process, names, slot_bytes = one
+    def back(one: StripedProcess) -> None:
         try:
-            bring(process, names, slot_bytes)
+            bring(one)
         except RankGone:
-            log.info("process %d has ended: no device memory has to come back to it", process.pid)
+            log.info("process %d has ended: no device memory has to come back to it", one.pid)
 
-    def bring(process: Process, names: list[str], slot_bytes: int) -> None:
+    def bring(one: StripedProcess) -> None:
+        process = one.process
         memory = devmem.find(process) if process.alive() else None
         if memory is None:
             return
@@ -61,13 +62,13 @@ async def on_source(image_dir: Path, move_log: MoveLog) -> None:
             _drop(memory)
             return
         try:
-            with stripe_files.opened(folder, names, os.O_RDONLY) as fds:
-                memory.ready(fds, slot_bytes)
+            with stripe_files.opened(folder, one.stripes, os.O_RDONLY) as fds:
+                memory.ready(fds, one.slot_bytes)
         except FileNotFoundError as error:
             raise gpu.Lost(f"the parked device memory of process {process.pid} is gone: {error}") from error
         log.info("process %d: %d bytes of device memory are back", process.pid, memory.fill(limit_s))
 
-    await all_at_once(back, noted)
+    await all_at_once(back, known.striped_processes)
 
 
 def _drop(memory: DeviceMemory) -> None:
@@ -82,7 +83,7 @@ def _drop(memory: DeviceMemory) -> None:
 
 async def on_target(
     processes: Mapping[int, Process],
-    device: Sequence[Mapping[str, Any]],
+    device: Sequence[OffloadedMemory],
     folder: Path,
     incoming: Incoming | None,
     parts: Parts,
@@ -91,7 +92,7 @@ async def on_target(
     came with the image. `device`: as the source noted it."""
     if device:
         began = host.boottime_s()
-        wanted_bytes = sum(sum(one["bytes"]) for one in device)
+        wanted_bytes = sum(one.total_bytes for one in device)
         limit_s = ARRIVE_S + ARRIVE_GIB_S * wanted_bytes / 2**30
         memories = await in_thread(_memories, processes, device)
         if incoming is not None and incoming.failed is not None:
@@ -117,7 +118,7 @@ async def on_target(
             )
 
 
-def must_be_here(folder: Path, device: Sequence[Mapping[str, Any]]) -> None:
+def must_be_here(folder: Path, device: Sequence[OffloadedMemory]) -> None:
     """Stripes that had a lane of their own, which ended with an earlier life of this daemon, are here all the same. Blocking.
     Unreachable where one is not: nobody brings it any more."""
     missing = [name for name, size in _expected(device).items() if _arrived_bytes(folder / name) != size]
@@ -138,28 +139,28 @@ def _arrived_bytes(stripe: Path) -> int | None:
         return None
 
 
-def _memories(processes: Mapping[int, Process], device: Sequence[Mapping[str, Any]]) -> list[DeviceMemory]:
+def _memories(processes: Mapping[int, Process], device: Sequence[OffloadedMemory]) -> list[DeviceMemory]:
     found = []
     for one in device:
-        process = processes.get(int(one["pid"]))
+        process = processes.get(one.pid)
         memory = devmem.find(process) if process is not None else None
         if memory is None or not memory.out():
-            raise Damaged(f"process {one['pid']} was not restored as it was parked", where=Where.SOURCE_FROZEN)
+            raise Damaged(f"process {one.pid} was not restored as it was parked", where=Where.SOURCE_FROZEN)
         found.append(memory)
     return found
 
 
 async def _fill_all(
     memories: Sequence[DeviceMemory],
-    device: Sequence[Mapping[str, Any]],
+    device: Sequence[OffloadedMemory],
     folder: Path,
     limit_s: float,
     given_up: threading.Event,
 ) -> int:
-    def fill(one: tuple[DeviceMemory, Mapping[str, Any]]) -> int:
-        memory, noted = one
-        with stripe_files.opened(folder, noted["stripes"], os.O_RDONLY) as fds:
-            memory.ready(fds, int(noted["slot_bytes"]))
+    def fill(one: tuple[DeviceMemory, OffloadedMemory]) -> int:
+        memory, offloaded = one
+        with stripe_files.opened(folder, offloaded.stripes, os.O_RDONLY) as fds:
+            memory.ready(fds, offloaded.slot_bytes)
         if given_up.is_set():  # said while nothing was under way that could have been cancelled
             raise GpuFailed("it is not filled: the move was given up", where=Where.SOURCE_FROZEN)
         return memory.fill(limit_s)
@@ -190,15 +191,15 @@ async def _cancel(filling: asyncio.Future[int], memories: Sequence[DeviceMemory]
     await asyncio.gather(filling, return_exceptions=True)
 
 
-def _sizes(folder: Path, device: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    return {name: (folder / name).stat().st_size for one in device for name in one["stripes"]}
+def _sizes(folder: Path, device: Sequence[OffloadedMemory]) -> dict[str, int]:
+    return {name: (folder / name).stat().st_size for one in device for name in one.stripes}
 
 
-def _expected(device: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    return {name: size for one in device for name, size in zip(one["stripes"], one["bytes"], strict=True)}
+def _expected(device: Sequence[OffloadedMemory]) -> dict[str, int]:
+    return {name: size for one in device for name, size in zip(one.stripes, one.bytes, strict=True)}
 
 
-def _must_match(device: Sequence[Mapping[str, Any]], sizes: Mapping[str, int], filled_bytes: int) -> None:
+def _must_match(device: Sequence[OffloadedMemory], sizes: Mapping[str, int], filled_bytes: int) -> None:
     expected = _expected(device)
     wrong = [name for name, size in expected.items() if sizes.get(name) != size]
     if wrong or filled_bytes != sum(expected.values()):

@@ -12,12 +12,14 @@ import errno
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+
+import msgspec
 
 from snapshotd.api.errors import Full, Where
 from snapshotd.moves.journal import Journal
+from snapshotd.moves.record import OffloadedMemory
 from snapshotd.moves.rules import Mark
 
 #: As they are called on the wire, too.
@@ -34,10 +36,10 @@ def names_of(inner_pid: int, stripes: int) -> list[str]:
     return [f"device-{inner_pid}-{number}" for number in range(stripes)]
 
 
-def following(device: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def following(device: Sequence[OffloadedMemory]) -> list[OffloadedMemory]:
     """The notes of what is out, with the names that its files have on the target when they follow over the images' lane.
     Other ones than the stripes', because a child there may still write to those."""
-    return [{**one, "stripes": [f"follow-{name}" for name in one["stripes"]]} for one in device]
+    return [msgspec.structs.replace(one, stripes=[f"follow-{name}" for name in one.stripes]) for one in device]
 
 
 def folder_of(image_dir: Path, move: str) -> Path:

@@ -18,7 +18,7 @@ from snapshotd.api.errors import RankGone, Refused, SnapshotError, Where, WrongS
 from snapshotd.keepers.listing import ranks_of
 from snapshotd.moves import rules
 from snapshotd.moves.nccl.members import ATTACH_S, DETACH_S, NEW_ID_S, Members, cause
-from snapshotd.moves.nccl.membership import Seat, Seats, seats_of, untried
+from snapshotd.moves.nccl.membership import Membership, membership_of, untried
 from snapshotd.moves.node import Moving, Node
 from snapshotd.moves.rules import Mark
 from snapshotd.proc import host
@@ -50,45 +50,45 @@ class Communicators:
     async def detach(self, moving: Moving) -> pb.DetachReply:
         """Takes down every communicator that the rank is in, on all members. The caller holds the move's lock."""
         began, uid = host.boottime_s(), moving.log.begin.rank_uid
-        seats = _noted(moving)
-        if seats is None:
+        membership = moving.log.record.communicators
+        if membership is None:
             own = await self.members.gates.report(self._request(moving))
             if not any(process.rank_uid == uid for process in own.processes):
                 return pb.DetachReply()
             if not self.members.gates.closed_for(moving.log.move):
                 raise WrongState("the gates of the job are not closed", where=Where.SOURCE_RUNNING)
-            seats = await self._learn(moving)
+            membership = await self._learn(moving)
         await reach(Point.BEFORE_DETACH)
-        await self._detach_all(moving, seats)
+        await self._detach_all(moving, membership)
         await reach(Point.DETACH)
         seconds = host.boottime_s() - began
         metrics.phase("detach", seconds)
-        log.info("took %d communicators down on %d nodes in %.1f s", len(seats), len(_nodes(seats)), seconds)
-        return pb.DetachReply(comms=len(seats), seconds=seconds)
+        log.info("took %d communicators down on %d nodes in %.1f s", len(membership), len(_nodes(membership)), seconds)
+        return pb.DetachReply(comms=len(membership), seconds=seconds)
 
     async def attach(self, moving: Moving, node: str) -> pb.AttachReply:
         """Builds them again, with the rank's copy on `node`. The caller holds the move's lock."""
         began = host.boottime_s()
-        seats = _noted(moving)
-        if seats is None:
+        membership = moving.log.record.communicators
+        if membership is None:
             return pb.AttachReply()
-        seats = _placed(seats, moving.log.begin.rank_uid, node)
+        membership = _placed(membership, moving.log.begin.rank_uid, node)
         await reach(Point.BEFORE_ATTACH)
         if node != self.node.config.node:
             ready = pb.AttachRequest(move=moving.log.move, rank_uids=[moving.log.begin.rank_uid])
             async with self._client(moving, node) as client:
                 await client.gate.Attach(ready, timeout_s=READY_S + GRACE_S)
-        gpus = await self._gpus(moving, _nodes(seats))
-        ids = await self._new_ids(moving, seats)
+        gpus = await self._gpus(moving, _nodes(membership))
+        ids = await self._new_ids(moving, membership)
         await self._on_all(
-            _nodes(seats),
-            lambda name: self._attach_on(moving, name, seats, ids, gpus),
+            _nodes(membership),
+            lambda name: self._attach_on(moving, name, membership, ids, gpus),
             lambda name: self._give_up_on(moving, name),
         )
         seconds = host.boottime_s() - began
         metrics.phase("reattach", seconds)
-        log.info("built %d communicators on %d nodes in %.1f s", len(seats), len(_nodes(seats)), seconds)
-        return pb.AttachReply(comms=len(seats), seconds=seconds)
+        log.info("built %d communicators on %d nodes in %.1f s", len(membership), len(_nodes(membership)), seconds)
+        return pb.AttachReply(comms=len(membership), seconds=seconds)
 
     # ------------------------------------------------------------------ undo, with or without a driver
 
@@ -98,14 +98,14 @@ class Communicators:
         An error: try again. After UNDO_S, or when a member has ended, the job is let go on without them: it hears of it by
         NCCL's own errors, which is better than waiting for ever.
         """
-        seats = _noted(moving)
-        if seats is None:
+        membership = moving.log.record.communicators
+        if membership is None:
             return
         moving.undoing_since_s = moving.undoing_since_s or host.boottime_s()
         for again in (True, False):  # what failed once, in a moment, is tried once more before anybody hears of it
             try:
                 # Those that were built with the target's copy already are taken down first; the others are down.
-                await self._detach_all(moving, seats)
+                await self._detach_all(moving, membership)
                 await self.attach(moving, self.node.config.node)
                 return
             except SnapshotError as error:
@@ -141,7 +141,7 @@ class Communicators:
 
     # ------------------------------------------------------------------ parts
 
-    async def _learn(self, moving: Moving) -> Seats:
+    async def _learn(self, moving: Moving) -> Membership:
         """Every member of every communicator of the rank, from all nodes' reports; journalled."""
         begin, request = moving.log.begin, self._request(moving)
         names = [node.name for node in moving.nodes] or [self.node.config.node]
@@ -157,7 +157,7 @@ class Communicators:
             name: answer for name, answer in zip(names, answers, strict=True) if isinstance(answer, pb.GateReport)
         }
         silent = [f"{name}: {answer}" for name, answer in zip(names, answers, strict=True) if name not in reports]
-        seats, problems = seats_of(reports, begin.rank_uid)
+        membership, problems = membership_of(reports, begin.rank_uid)
         if problems:
             raise Refused("; ".join([*problems[:5], *silent]), where=Where.SOURCE_RUNNING)
         instances = {
@@ -168,14 +168,14 @@ class Communicators:
         await in_thread(
             moving.log.mark,
             Mark.BEGUN,
-            communicators={comm: [seat.to_note() for seat in found] for comm, found in seats.items()},
-            nccl_instances=[[pid, number] for pid, number in instances.items()],
+            communicators=membership,
+            nccl_instances=list(instances.items()),
         )
-        return seats
+        return membership
 
-    async def _detach_all(self, moving: Moving, seats: Seats) -> None:
+    async def _detach_all(self, moving: Moving, membership: Membership) -> None:
         async def detach(name: str) -> None:
-            comms, uids = _on(seats, name)
+            comms, uids = _on(membership, name)
             request = pb.DetachRequest(move=moving.log.move, comms=comms, rank_uids=uids)
             if name == self.node.config.node:
                 await self.members.detach(request, name)
@@ -183,28 +183,33 @@ class Communicators:
             async with self._client(moving, name) as client:
                 await client.gate.Detach(request, timeout_s=DETACH_S + GRACE_S)
 
-        await self._on_all(_nodes(seats), detach)
+        await self._on_all(_nodes(membership), detach)
 
-    async def _new_ids(self, moving: Moving, seats: Seats) -> dict[str, str]:
-        """An id for each, made by whoever has seat 0 in it."""
+    async def _new_ids(self, moving: Moving, membership: Membership) -> dict[str, str]:
+        """An id for each, made by whoever has member 0 in it."""
 
         async def make(comm: str) -> str:
-            first = min(seats[comm], key=lambda seat: seat.rank)
+            first = min(membership[comm], key=lambda member: member.rank)
             request = pb.NewIdRequest(move=moving.log.move, rank_uid=first.rank_uid, pid=first.pid, comm=comm)
             if first.node == self.node.config.node:
                 return (await self.members.new_id(request, first.node)).unique_id
             async with self._client(moving, first.node) as client:
                 return (await client.gate.NewId(request, timeout_s=NEW_ID_S + GRACE_S)).unique_id
 
-        return {comm: await make(comm) for comm in sorted(seats)}
+        return {comm: await make(comm) for comm in sorted(membership)}
 
     async def _attach_on(
-        self, moving: Moving, name: str, seats: Seats, ids: Mapping[str, str], gpus: Mapping[str, frozenset[str]]
+        self,
+        moving: Moving,
+        name: str,
+        membership: Membership,
+        ids: Mapping[str, str],
+        gpus: Mapping[str, frozenset[str]],
     ) -> None:
-        comms, uids = _on(seats, name)
+        comms, uids = _on(membership, name)
         request = pb.AttachRequest(move=moving.log.move, rank_uids=uids)
         for comm in comms:
-            request.comms.add(comm=comm, unique_id=ids[comm], untried=untried(seats[comm], gpus))
+            request.comms.add(comm=comm, unique_id=ids[comm], untried=untried(membership[comm], gpus))
         if name == self.node.config.node:
             await self.members.attach(request, name)
             return
@@ -285,7 +290,7 @@ class Communicators:
 
 def down(moving: Moving) -> bool:
     """Whether communicators of the rank were taken down and not built again with the target's copy."""
-    return _noted(moving) is not None and not moving.log.note("attached", False)
+    return moving.log.record.communicators is not None and not moving.log.record.attached
 
 
 def must_be_attached(moving: Moving) -> None:
@@ -294,25 +299,19 @@ def must_be_attached(moving: Moving) -> None:
         raise WrongState("its communicators are not built again yet", where=Where.SOURCE_FROZEN)
 
 
-def _noted(moving: Moving) -> Seats | None:
-    noted: dict[str, list[list[Any]]] | None = moving.log.note("communicators")
-    if noted is None:
-        return None
-    return {comm: [Seat.from_note(note) for note in found] for comm, found in noted.items()}
-
-
-def _placed(seats: Seats, rank_uid: str, node: str) -> Seats:
+def _placed(membership: Membership, rank_uid: str, node: str) -> Membership:
     """The same with the moving rank on another node."""
     return {
-        comm: [seat.at(node) if seat.rank_uid == rank_uid else seat for seat in found] for comm, found in seats.items()
+        comm: [member.at(node) if member.rank_uid == rank_uid else member for member in found]
+        for comm, found in membership.items()
     }
 
 
-def _nodes(seats: Seats) -> list[str]:
-    return sorted({seat.node for found in seats.values() for seat in found})
+def _nodes(membership: Membership) -> list[str]:
+    return sorted({member.node for found in membership.values() for member in found})
 
 
-def _on(seats: Seats, node: str) -> tuple[list[str], list[str]]:
+def _on(membership: Membership, node: str) -> tuple[list[str], list[str]]:
     """The communicators that have a member on a node, in the order that all members build them, and these ranks."""
-    comms = sorted(comm for comm, found in seats.items() if any(seat.node == node for seat in found))
-    return comms, sorted({seat.rank_uid for comm in comms for seat in seats[comm] if seat.node == node})
+    comms = sorted(comm for comm, found in membership.items() if any(member.node == node for member in found))
+    return comms, sorted({member.rank_uid for comm in comms for member in membership[comm] if member.node == node})

@@ -6,57 +6,40 @@ Invariant: a process counts only together with its start time; one that has ende
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
 
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import Damaged, RankGone, Where
 from snapshotd.inprocess import ncclctl
 from snapshotd.keepers.ranks import RankEntry
 from snapshotd.moves.journal import MoveLog
+from snapshotd.moves.record import GateProcess
 from snapshotd.proc import tree
-from snapshotd.proc.tree import Process
 from snapshotd.runtime.blocking import all_at_once
 
 
-@dataclass(frozen=True)
-class Gated:
-    """A process whose gate is closed, as it is journalled."""
-
-    rank_uid: str
-    rank: int
-    inner_pid: int
-    process: Process
-
-    def to_note(self) -> list[str | int]:
-        return [self.rank_uid, self.rank, self.inner_pid, self.process.pid, self.process.start_ticks]
-
-    @classmethod
-    def from_note(cls, note: Sequence[str | int]) -> Gated:
-        uid, rank, inner, pid, start_ticks = note
-        return cls(str(uid), int(rank), int(inner), Process(int(pid), int(start_ticks)))
-
-
-async def find(entries: Iterable[RankEntry]) -> list[tuple[Gated, ncclctl.Report]]:
+async def find(entries: Iterable[RankEntry]) -> list[tuple[GateProcess, ncclctl.Report]]:
     """The processes of these ranks that have communicators, and where they are. Nothing is changed."""
     found = await all_at_once(_look, [entry for entry in entries if not entry.away_node])
     return [each for of_rank in found for each in of_rank]
 
 
-def _look(entry: RankEntry) -> list[tuple[Gated, ncclctl.Report]]:
+def _look(entry: RankEntry) -> list[tuple[GateProcess, ncclctl.Report]]:
     found = []
     for process, report in ncclctl.reports(entry.group.pids()):
-        found.append((Gated(entry.uid, entry.rank, tree.inner_pid(process.pid), process), report))
+        inner_pid = tree.inner_pid(process.pid)
+        gate = GateProcess(entry.uid, entry.rank, inner_pid, process.pid, process.start_ticks)
+        found.append((gate, report))
     return found
 
 
-def to_proto(gated: Gated, report: ncclctl.Report) -> pb.ProcessGate:
+def to_proto(gated: GateProcess, report: ncclctl.Report) -> pb.ProcessGate:
     try:
         return _to_proto(gated, report)
     except ValueError as error:  # a number that is out of range: the report comes from the job's own memory
         raise Damaged(f"the NCCL report of process {gated.process.pid} makes no sense: {error}") from error
 
 
-def _to_proto(gated: Gated, report: ncclctl.Report) -> pb.ProcessGate:
+def _to_proto(gated: GateProcess, report: ncclctl.Report) -> pb.ProcessGate:
     return pb.ProcessGate(
         rank_uid=gated.rank_uid,
         rank=gated.rank,
@@ -102,23 +85,19 @@ def target_line(target: pb.ChannelCount) -> str:
     return ncclctl.target_line(ncclctl.ChannelCount(target.communicator, kind, target.peer, target.count))
 
 
-async def report(gated: Sequence[Gated]) -> pb.GateReport:
+async def report(gated: Sequence[GateProcess]) -> pb.GateReport:
     found = await all_at_once(lambda each: ncclctl.read(each.process), gated)
     return pb.GateReport(processes=[to_proto(*pair) for pair in zip(gated, found, strict=True)])
 
 
-def alive(move_log: MoveLog) -> list[Gated]:
-    return [each for each in _noted(move_log) if each.process.alive()]
+def alive(move_log: MoveLog) -> list[GateProcess]:
+    return [each for each in move_log.record.gate_processes if each.process.alive()]
 
 
-def members(move_log: MoveLog, rank_uids: Collection[str]) -> list[Gated]:
+def members(move_log: MoveLog, rank_uids: Collection[str]) -> list[GateProcess]:
     """The processes of these ranks, all of them: a communicator without one of its members is never built again."""
-    found = [each for each in _noted(move_log) if each.rank_uid in rank_uids]
+    found = [each for each in move_log.record.gate_processes if each.rank_uid in rank_uids]
     for each in found:
         if not each.process.alive():
             raise RankGone(f"process {each.process.pid} of rank {each.rank} has ended", where=Where.UNKNOWN)
     return found
-
-
-def _noted(move_log: MoveLog) -> list[Gated]:
-    return [Gated.from_note(note) for note in move_log.note("processes", [])]

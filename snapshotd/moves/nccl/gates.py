@@ -17,10 +17,10 @@ from snapshotd.api.errors import Busy, Denied, NotFound, RankGone, SnapshotError
 from snapshotd.inprocess import ncclctl
 from snapshotd.keepers.ranks import RankEntry, check_rank_uid
 from snapshotd.moves import rules
-from snapshotd.moves.journal import Begin, Journal, MoveLog, check_move_id
+from snapshotd.moves.journal import Journal, MoveLog, check_move_id
 from snapshotd.moves.nccl import gate_processes
-from snapshotd.moves.nccl.gate_processes import Gated
 from snapshotd.moves.node import Moving, Node, follow, now_unix_s
+from snapshotd.moves.record import Begin, GateProcess
 from snapshotd.moves.rules import CopyState, GateDecision, GateFacts, Mark, Outcome
 from snapshotd.proc import host
 from snapshotd.runtime.blocking import all_at_once, in_thread
@@ -200,7 +200,7 @@ class GateOps:
     def _ranks(self, job: str) -> list[RankEntry]:
         return [entry for entry in self.node.ranks.all() if entry.job == job]
 
-    async def _begin(self, request: pb.MoveDescription, having: Sequence[Gated]) -> Moving:
+    async def _begin(self, request: pb.MoveDescription, having: Sequence[GateProcess]) -> Moving:
         for other in self.moves.values():
             if other.log.begin.job == request.job and other.log.last_mark is not Mark.SETTLED:
                 raise Busy(f"the gates of job {request.job} are closed for move {other.log.move}")
@@ -219,7 +219,7 @@ class GateOps:
             begun_unix_s=now_unix_s(),
         )
         move_log = await in_thread(self.journal.begin, begin)
-        await in_thread(move_log.mark, Mark.GATED, processes=[each.to_note() for each in having])
+        await in_thread(move_log.mark, Mark.GATED, gate_processes=list(having))
         return self._track(move_log, DRIVER_FIRST_S)
 
     def moving(self, move: str) -> Moving:

@@ -8,12 +8,13 @@ and frozen again. Invariant: nothing here releases a parked thread.
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 from snapshotd.api.errors import NcclFailed, Where
 from snapshotd.inprocess import ncclctl, shimctl
 from snapshotd.moves.journal import MoveLog
+from snapshotd.moves.record import NcclProcess
 from snapshotd.proc import tree
 from snapshotd.proc.cgroup import Cgroup
 from snapshotd.proc.tree import Process
@@ -22,24 +23,21 @@ from snapshotd.runtime.blocking import all_at_once, in_thread
 STOP_S = 10.0
 FRESH_S = 30.0
 
-#: [pid here, start ticks, number of the copy of NCCL it was dumped with], as journalled under "nccl".
-Notes = Sequence[Sequence[int]]
 
-
-def processes(notes: Notes) -> list[Process]:
-    return [Process(pid, start_ticks) for pid, start_ticks, _ in notes]
+def processes(members: Iterable[NcclProcess]) -> list[Process]:
+    return [one.process for one in members]
 
 
 async def wake_shim(move_log: MoveLog) -> list[Process]:
     """The shim's threads of the held copy run, with a copy of NCCL that knows this host. Repeatable."""
-    notes = move_log.note("nccl", [])
-    await in_thread(Cgroup(Path(move_log.note("cgroup"))).thaw, STOP_S)  # everything is stopped by signal as well
-    await all_at_once(_wake_one, notes)
-    return processes(notes)
+    members = move_log.record.nccl_processes
+    await in_thread(Cgroup(Path(move_log.record.cgroup)).thaw, STOP_S)  # everything is stopped by signal as well
+    await all_at_once(_wake_one, members)
+    return processes(members)
 
 
-def _wake_one(note: Sequence[int]) -> None:
-    process = Process(note[0], note[1])
+def _wake_one(member: NcclProcess) -> None:
+    process = member.process
     mailbox = shimctl.find(process)
     if mailbox is None or not mailbox.state().parked:
         raise NcclFailed(
@@ -47,19 +45,19 @@ def _wake_one(note: Sequence[int]) -> None:
             where=Where.SOURCE_FROZEN,
         )
     process.signal(signal.SIGCONT)
-    if ncclctl.read(process).instance == note[2]:
+    if ncclctl.read(process).instance == member.instance:
         ncclctl.load_fresh(process, FRESH_S)
 
 
 async def still(move_log: MoveLog) -> None:
     """The held copy stands still again, all of it. Repeatable."""
     try:
-        await in_thread(tree.stop_again, processes(move_log.note("nccl", [])), STOP_S)
+        await in_thread(tree.stop_again, processes(move_log.record.nccl_processes), STOP_S)
     finally:
-        await in_thread(Cgroup(Path(move_log.note("cgroup"))).freeze, STOP_S)
+        await in_thread(Cgroup(Path(move_log.record.cgroup)).freeze, STOP_S)
 
 
-async def open_gates(notes: Notes) -> None:
+async def open_gates(members: Iterable[NcclProcess]) -> None:
     """COMMIT stands and the copy runs: so do its communicators."""
-    alive = [process for process in processes(notes) if process.alive()]
+    alive = [process for process in processes(members) if process.alive()]
     await all_at_once(ncclctl.open_gate, alive)

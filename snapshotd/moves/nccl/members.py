@@ -43,7 +43,7 @@ class Members:
         """At start: a copy that an earlier life had woken to build communicators stands still again."""
         for move_log in self.gates.node.journal.all():
             copy = self._held_copy(move_log.move)
-            if copy is None or not copy.same_boot or not move_log.note("nccl"):
+            if copy is None or not copy.same_boot or not move_log.record.nccl_processes:
                 continue
             async with copy.lock:
                 if self._held_copy(move_log.move) is not copy:  # let go, or dropped, before the lock was ours

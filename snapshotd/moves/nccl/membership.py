@@ -1,46 +1,25 @@
-"""Who is a member of which communicator: pure functions over the reports of all nodes.
+"""Which process is a member of which communicator: pure functions over the reports of all nodes.
 
-Invariant: a communicator is known whole or not at all: as many seats as it has ranks, each taken once. What is not whole, or
-what a member's shim refuses, is a problem in words, and nothing is touched.
+Invariant: a communicator is known completely or not at all: as many members as it has ranks, each rank taken once. One that
+is incomplete, or that a member's shim refuses, is reported as a problem, and nothing is changed.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from snapshotd.api import snapshotd_pb2 as pb
-
-
-@dataclass(frozen=True)
-class Seat:
-    """One member: the process that has `rank` in the communicator."""
-
-    node: str
-    rank_uid: str
-    pid: int  # in the rank's own pid namespace
-    rank: int
-
-    def to_note(self) -> list[Any]:
-        return [self.node, self.rank_uid, self.pid, self.rank]
-
-    @classmethod
-    def from_note(cls, note: Sequence[Any]) -> Seat:
-        return cls(*note)
-
-    def at(self, node: str) -> Seat:
-        return replace(self, node=node)
-
+from snapshotd.moves.record import Member
 
 #: Every communicator's members, by its id.
-Seats: TypeAlias = dict[str, list[Seat]]
+Membership: TypeAlias = dict[str, list[Member]]
 
 
-def seats_of(reports: Mapping[str, pb.GateReport], rank_uid: str) -> tuple[Seats, list[str]]:
+def membership_of(reports: Mapping[str, pb.GateReport], rank_uid: str) -> tuple[Membership, list[str]]:
     """The members of every communicator that the rank is in, and what speaks against taking these down."""
-    found: Seats = {}
+    found: Membership = {}
     sizes: dict[str, int] = {}
     mine: set[str] = set()
     why: list[str] = []
@@ -49,7 +28,7 @@ def seats_of(reports: Mapping[str, pb.GateReport], rank_uid: str) -> tuple[Seats
             for comm in process.communicators:
                 if comm.creation_waits:
                     continue  # made after the cut, by all of its members
-                found.setdefault(comm.id, []).append(Seat(node, process.rank_uid, process.pid, comm.rank))
+                found.setdefault(comm.id, []).append(Member(node, process.rank_uid, process.pid, comm.rank))
                 sizes.setdefault(comm.id, comm.nranks)
                 if process.rank_uid == rank_uid:
                     mine.add(comm.id)
@@ -57,7 +36,7 @@ def seats_of(reports: Mapping[str, pb.GateReport], rank_uid: str) -> tuple[Seats
                 why += [f"{comm.id} rank {process.rank} on {node}: {each}" for each in words]
     problems = [f"communicator {words}" for words in why if words.split()[0] in mine]
     for comm_id in sorted(mine):
-        taken = sorted(seat.rank for seat in found[comm_id])
+        taken = sorted(member.rank for member in found[comm_id])
         if taken != list(range(sizes[comm_id])):
             problems.append(
                 f"communicator {comm_id} has {sizes[comm_id]} members, and only {taken} of them are known: every rank of it"
@@ -66,9 +45,9 @@ def seats_of(reports: Mapping[str, pb.GateReport], rank_uid: str) -> tuple[Seats
     return {comm: found[comm] for comm in mine}, problems
 
 
-def untried(seats: Sequence[Seat], gpus: Mapping[str, frozenset[str]]) -> bool:
+def untried(members: Sequence[Member], gpus: Mapping[str, frozenset[str]]) -> bool:
     """Whether a communicator is built without a first all-reduce: two members share a GPU, where one kernel may never let the
-    other run, or one process has several seats, which would have to be tried at once."""
-    by_gpu = Counter(gpu for seat in seats for gpu in gpus.get(seat.rank_uid, ()))
-    by_process = Counter((seat.rank_uid, seat.pid) for seat in seats)
+    other run, or one process has several ranks in it, which would have to be tried at once."""
+    by_gpu = Counter(gpu for member in members for gpu in gpus.get(member.rank_uid, ()))
+    by_process = Counter((member.rank_uid, member.pid) for member in members)
     return any(count > 1 for count in [*by_gpu.values(), *by_process.values()])

@@ -12,9 +12,6 @@ import logging
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
-
-from google.protobuf.json_format import MessageToDict, ParseDict
 
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import Refused, Where
@@ -22,6 +19,7 @@ from snapshotd.criu import inet
 from snapshotd.criu.inet import Ends
 from snapshotd.moves.journal import MoveLog
 from snapshotd.moves.peers import new_connections
+from snapshotd.moves.record import ClusterNode
 from snapshotd.net import filter as packets
 from snapshotd.net import forward, refusals, rehome, repair, sockets, timers
 from snapshotd.net import reset as sockets_reset
@@ -137,7 +135,7 @@ def hold(move: str, rewires: Sequence[pb.Rewire], *, on_target: bool) -> None:
 
 def let_go(move_log: MoveLog) -> None:
     """The packets flow again; costs nothing where the rank has no connections."""
-    if move_log.note("rewires") or move_log.note("filtered"):
+    if move_log.record.rewires or move_log.record.filtered:
         packets.drop_table(move_log.move)
 
 
@@ -167,9 +165,7 @@ def silence(pids: Sequence[int]) -> None:
 
 def part(move_log: MoveLog, pids: Sequence[int]) -> None:
     """Before a copy is killed that runs elsewhere now: hosts without a daemon hear that their connections to it are over."""
-    pairs = {
-        old_pair(rewire) for rewire in from_notes(move_log.note("rewires", [])) if rewire.kind == pb.Rewire.OUTSIDE
-    }
+    pairs = {old_pair(rewire) for rewire in move_log.record.rewires if rewire.kind == pb.Rewire.OUTSIDE}
     if not pairs:
         return
     packets.release(move_log.move, pairs)
@@ -200,13 +196,13 @@ def rewrite(folder: Path, rewires: Iterable[pb.Rewire]) -> tuple[tuple[int, int]
     return inet.rewrite(folder, changes, closed, own=sockets.own_addresses()).closed
 
 
-def meet(rewires: Iterable[pb.Rewire], nodes: Iterable[Sequence[Any]]) -> None:
+def meet(rewires: Iterable[pb.Rewire], nodes: Iterable[ClusterNode]) -> None:
     """Lets this kernel learn how far the peers are: a connection that knows no round trip waits 3 s before it sends again
     what it lost in the silence. Best effort; blocking."""
-    endpoints = {name: endpoint for name, endpoint, _ in nodes}
+    endpoints = {node.name: node.endpoint for node in nodes}
     known = {(rewire.new_local.ip, rewire.peer_node) for rewire in rewires if rewire.kind == pb.Rewire.PEER}
-    for ip, node in known:
-        timers.meet(ip, endpoints.get(node, ""))
+    for ip, peer in known:
+        timers.meet(ip, endpoints.get(peer, ""))
 
 
 def reset(pids: Iterable[int], closed: Iterable[tuple[int, int]]) -> None:
@@ -232,14 +228,6 @@ def new_pair(rewire: pb.Rewire) -> Pair:
 
 def _address(endpoint: pb.Endpoint) -> Address:
     return Address(endpoint.ip, endpoint.port)
-
-
-def to_notes(rewires: Iterable[pb.Rewire]) -> list[dict[str, Any]]:
-    return [MessageToDict(rewire, preserving_proto_field_name=True) for rewire in rewires]
-
-
-def from_notes(notes: Iterable[dict[str, Any]]) -> list[pb.Rewire]:
-    return [ParseDict(note, pb.Rewire()) for note in notes]
 
 
 def _check(name: str, reason: str, remedy: str) -> pb.Check:

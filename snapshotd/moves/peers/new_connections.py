@@ -53,7 +53,7 @@ def drain(pids: Sequence[int]) -> None:
 
 def admit(move_log: MoveLog) -> None:
     """New connections begin again. Idempotent; costs nothing where none were held."""
-    if move_log.note("newcomers"):
+    if move_log.record.new_connections_held:
         packets.drop_table(table(move_log.move))
 
 

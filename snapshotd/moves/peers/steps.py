@@ -17,20 +17,20 @@ import logging
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import Busy, Denied, NotFound, Refused, SnapshotError, Usage, Where, WrongState
 from snapshotd.keepers.ranks import check_rank_uid
 from snapshotd.moves import rules
-from snapshotd.moves.journal import Begin, Journal, MoveLog, check_move_id
+from snapshotd.moves.journal import Journal, MoveLog, check_move_id
 from snapshotd.moves.node import Moving, Node, follow, now_unix_s
 from snapshotd.moves.peers import socket_options
 from snapshotd.moves.peers.connections import new_pair, old_pair, peer_table
+from snapshotd.moves.record import Begin, PeerSocket, SocketTimers, parse_pair
 from snapshotd.moves.rules import CopyState, Mark, Outcome, PeerDecision, PeerFacts
 from snapshotd.net import filter as packets
 from snapshotd.net import forward, refusals, rehome, sockets, timers, tracking
-from snapshotd.net.flows import Address, BadAddress, Flow, Holder, Pair
+from snapshotd.net.flows import BadAddress, Flow, Pair
 from snapshotd.proc import host
 from snapshotd.runtime import metrics
 from snapshotd.runtime.blocking import in_thread
@@ -83,19 +83,13 @@ class PeerOps:
                 raise WrongState(f"move {description.move} has ended: {outcome.outcome} ({outcome.reason})")
             ends, _ = await in_thread(self._ends, list(request.rewires))  # what is wrong is the later steps' to say
             await reach(Point.BEFORE_BRACE)
-            await self._brace(moving, [flow for _, flow in ends], Mark.BRACED)
+            found = await in_thread(_all_timers, moving.log, [flow for _, flow in ends])
+            await in_thread(moving.log.mark, Mark.BRACED, socket_timers=found)
+            await in_thread(socket_options.suspend, found)
             await reach(Point.BRACE)
             for ip in {rewire.new_remote.ip for rewire, _ in ends}:
                 await in_thread(timers.meet, ip, description.target_endpoint)
         return pb.SuspendTimeoutsReply(sockets=len(ends))
-
-    async def _brace(self, moving: Moving, flows: list[Flow], mark: Mark, **notes: Any) -> None:
-        """Time-outs of these connections are journalled, then switched off; those that are off already stay noted."""
-        noted = moving.log.note("timers", [])
-        fresh = [socket_options.note_of(flow) for flow in flows if flow.inode not in {note["inode"] for note in noted}]
-        noted = noted + [note for note in fresh if note is not None]
-        await in_thread(moving.log.mark, mark, timers=noted, **notes)
-        await in_thread(socket_options.suspend, noted)
 
     async def repoint(self, request: pb.RepointRequest) -> pb.RepointReply:
         """Points the ends here at the target, under a filter. The last thing before COMMIT."""
@@ -106,17 +100,19 @@ class PeerOps:
             if (outcome := moving.log.outcome) is not None:
                 raise WrongState(f"move {description.move} has ended: {outcome.outcome} ({outcome.reason})")
             if moving.log.last_mark is Mark.REPOINTED:
-                return pb.RepointReply(sockets=len(moving.log.note("ends", [])))
+                return pb.RepointReply(sockets=len(moving.log.record.peer_sockets))
             began = host.boottime_s()
             with move_context(move=description.move, rank=description.rank, phase="re-point"):
                 await reach(Point.BEFORE_REPOINT)
                 ends, problems = await in_thread(self._ends, list(request.rewires))
                 if problems:
                     raise Refused("; ".join(problems[:5]), where=Where.SOURCE_FROZEN)
-                notes = [_note(rewire, flow) for rewire, flow in ends]
-                await self._brace(moving, [flow for _, flow in ends], Mark.REPOINTING, ends=notes)
+                found = [_peer_socket(rewire, flow) for rewire, flow in ends]
+                off = await in_thread(_all_timers, moving.log, [flow for _, flow in ends])
+                await in_thread(moving.log.mark, Mark.REPOINTING, socket_timers=off, peer_sockets=found)
+                await in_thread(socket_options.suspend, off)
                 try:
-                    stopped_s = await in_thread(self._repoint_all, description.move, notes, True)
+                    stopped_s = await in_thread(self._repoint_all, description.move, found, True)
                     await reach(Point.REPOINTING)
                 except BaseException:
                     moving.interrupted = True  # mended at once, not with the outcome: a process may be stopped
@@ -124,9 +120,9 @@ class PeerOps:
                     raise
                 await in_thread(moving.log.mark, Mark.REPOINTED)
                 metrics.phase("re-point", host.boottime_s() - began)
-                log.info("re-pointed %d connections at %s", len(notes), description.target_node)
+                log.info("re-pointed %d connections at %s", len(found), description.target_node)
                 await reach(Point.REPOINT)
-            return pb.RepointReply(sockets=len(notes), stopped_s=stopped_s)
+            return pb.RepointReply(sockets=len(found), stopped_s=stopped_s)
 
     async def settle(self, move: str, token: bytes) -> pb.SettleReply:
         """With the source's token, COMMIT or ABORT: the filter goes, or the sockets are pointed back first."""
@@ -189,12 +185,12 @@ class PeerOps:
                     await in_thread(move_log.mark, Mark.POINTED_BACK)
                 case PeerDecision.UNFILTER:
                     await in_thread(packets.drop_table, peer_table(move_log.move))
-                    await in_thread(socket_options.resume, move_log.note("timers", []))
+                    await in_thread(socket_options.resume, move_log.record.socket_timers)
                     await in_thread(shutil.rmtree, self._states(move_log.move), ignore_errors=True)
                     await in_thread(move_log.mark, Mark.SETTLED)
                 case PeerDecision.CLOSE:
                     if move_log.last_mark is not Mark.SETTLED:
-                        await in_thread(socket_options.resume, move_log.note("timers", []))
+                        await in_thread(socket_options.resume, move_log.record.socket_timers)
                         await in_thread(move_log.mark, Mark.SETTLED)
                     moving.waiting_for = ""
                     moving.kick.set()
@@ -220,7 +216,7 @@ class PeerOps:
         return outcome, CopyState.UNREACHABLE
 
     async def _bring(self, move_log: MoveLog, *, towards_target: bool) -> None:
-        await in_thread(self._repoint_all, move_log.move, move_log.note("ends", []), towards_target)
+        await in_thread(self._repoint_all, move_log.move, move_log.record.peer_sockets, towards_target)
 
     # ------------------------------------------------------------------ sockets
 
@@ -258,20 +254,20 @@ class PeerOps:
         wanted = set(pids)
         for moving in self.moves.values():
             if moving.log.last_mark is not Mark.SETTLED:
-                ends = moving.log.note("ends", [])
-                if any(holder[0] in wanted for end in ends for holder in end["holders"]):
+                known = moving.log.record.peer_sockets
+                if any(pid in wanted for one in known for pid, _, _ in one.holders):
                     return moving.log.move
         return ""
 
-    def _repoint_all(self, move: str, notes: list[dict[str, Any]], towards_target: bool) -> float:
+    def _repoint_all(self, move: str, found: list[PeerSocket], towards_target: bool) -> float:
         """Every socket to its new, or back to its old, ends, silently; repeatable after a crash anywhere in it. Blocking."""
-        if notes:
-            packets.hold(peer_table(move), [pair for note in notes for pair in _names(note)])
+        if found:
+            packets.hold(peer_table(move), [pair for one in found for pair in one.pairs])
         states = self._states(move)
         states.mkdir(mode=0o700, parents=True, exist_ok=True)
-        stopped_s = rehome.repoint_all([_change(note, towards_target, states) for note in notes])
+        stopped_s = rehome.repoint_all([_change(one, towards_target, states) for one in found])
         # A connection that had come through a forwarding has its real address now: the kernel must not translate it too.
-        tracking.untrack([_pair(note["own"]) for note in notes if note["own"] != note["old"]])
+        tracking.untrack([parse_pair(one.own) for one in found if one.own != one.old])
         return stopped_s
 
     def _states(self, move: str) -> Path:
@@ -322,28 +318,27 @@ def _check(request: pb.RepointRequest) -> pb.MoveDescription:
     return description
 
 
-def _note(rewire: pb.Rewire, flow: Flow) -> dict[str, Any]:
-    """What is journalled of one end: the pairs as *this* end has them, and who holds it."""
+def _all_timers(move_log: MoveLog, flows: Iterable[Flow]) -> list[SocketTimers]:
+    """The time-outs of these connections; of those that are switched off already, as journalled. Blocking."""
+    known = move_log.record.socket_timers
+    inodes = {one.inode for one in known}
+    fresh = [socket_options.timers_of(flow) for flow in flows if flow.inode not in inodes]
+    return known + [one for one in fresh if one is not None]
+
+
+def _peer_socket(rewire: pb.Rewire, flow: Flow) -> PeerSocket:
     rank_old, far_old = old_pair(rewire)
     rank_new, far_new = new_pair(rewire)
-    return {
-        "inode": flow.inode,
-        "holders": [[holder.pid, holder.start_ticks, holder.fd] for holder in flow.holders],
-        "own": [str(address) for address in flow.ends],  # as the socket names it; a forwarded one by a former address
-        "old": [str(far_old), str(rank_old)],
-        "new": [str(far_new), str(rank_new)],
-    }
+    local, remote = flow.ends
+    return PeerSocket(
+        inode=flow.inode,
+        holders=[(holder.pid, holder.start_ticks, holder.fd) for holder in flow.holders],
+        own=(str(local), str(remote)),
+        old=(str(far_old), str(rank_old)),
+        new=(str(far_new), str(rank_new)),
+    )
 
 
-def _names(note: dict[str, Any]) -> list[Pair]:
-    return [_pair(note[name]) for name in ("own", "old", "new")]
-
-
-def _pair(texts: list[str]) -> Pair:
-    return Address.parse(texts[0]), Address.parse(texts[1])
-
-
-def _change(note: dict[str, Any], towards_target: bool, states: Path) -> rehome.Change:
-    local, remote = _pair(note["new" if towards_target else "old"])
-    holders = tuple(Holder(*numbers) for numbers in note["holders"])
-    return rehome.Change(holders, note["inode"], local, remote, states / str(note["inode"]))
+def _change(one: PeerSocket, towards_target: bool, states: Path) -> rehome.Change:
+    local, remote = parse_pair(one.new if towards_target else one.old)
+    return rehome.Change(one.descriptors, one.inode, local, remote, states / str(one.inode))

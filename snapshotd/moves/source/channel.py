@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import Internal, SnapshotError, Unreachable, Where
 from snapshotd.config import split_address
-from snapshotd.moves.journal import Begin
 from snapshotd.moves.node import Node
+from snapshotd.moves.record import Begin
 from snapshotd.transport.image.bulk_sender import open_streams
 from snapshotd.transport.image.grpc_channel import PushCall, push_channels
 from snapshotd.transport.image.stream import Stream

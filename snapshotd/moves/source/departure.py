@@ -48,8 +48,8 @@ class Leaving:
 
     def own_entry(self, move_log: MoveLog) -> RankEntry | None:
         """The entry of the copy this move is about; not that of a copy that came back meanwhile."""
-        entry = self.node.ranks.get(move_log.begin.rank_uid, move_log.note("role", "home"))
-        return entry if entry is not None and entry.cgroup == move_log.note("cgroup") else None
+        entry = self.node.ranks.get(move_log.begin.rank_uid, move_log.record.keeper_role or "home")
+        return entry if entry is not None and entry.cgroup == move_log.record.cgroup else None
 
     async def thaw(self, moving: Moving) -> None:
         """ABORT stands: lets the copy here go on, if somebody keeps it. A rank that is gone stays gone."""
@@ -57,7 +57,7 @@ class Leaving:
         await offload.stop(moving)
         await Dump.sweep(self.node, move_log)
         entry = self.own_entry(move_log)
-        group = Cgroup(Path(move_log.note("cgroup")))
+        group = Cgroup(Path(move_log.record.cgroup))
         here = move_log.begin.boot_id == host.boot_id() and group.exists()
         if entry is None or not entry.keeper_alive():
             await in_thread(connections.let_go, move_log)  # nobody goes on with them: the others hear of its end
@@ -74,11 +74,11 @@ class Leaving:
             await in_thread(connections.let_go, move_log)
             await in_thread(new_connections.admit, move_log)
             if here:
-                before = move_log.note("stopped_before", [])
+                before = move_log.record.stopped_before or []
                 await in_thread(tree.continue_all, group.pids(), before)
                 await in_thread(group.thaw, KILL_S)
                 await self._bring_back(moving, group)
-                await in_thread(socket_options.resume, move_log.note("sockets", {}).get("timers", []))
+                await in_thread(socket_options.resume, move_log.record.socket_options.timers)
         elif here:
             await self._refill(moving)  # nothing is out: what was made ready is given up
         if here and entry is not None and entry.keeper_alive():
@@ -89,15 +89,14 @@ class Leaving:
     async def _bring_back(self, moving: Moving, group: Cgroup) -> None:
         """A GPU rank's device memory, then its threads. A rank whose device memory the driver lost is ended: its launcher
         hears of it now, not after a time-out of hours."""
-        note = moving.log.note
-        processes, nccl = gpu.from_notes(note("cuda", [])), held_copy.processes(note("nccl", []))
+        known = moving.log.record
         try:
             await gpu.bring_back(
                 self.node.gpus,
-                processes,
-                note("gpu_uses", {}),
-                note("device_bytes", 0),
-                nccl,
+                known.cuda,
+                known.gpu_uses,
+                known.device_bytes,
+                held_copy.processes(known.nccl_processes),
                 lambda: self._refill(moving),
             )
         except gpu.Lost as lost:
@@ -112,9 +111,9 @@ class Leaving:
         """COMMIT stands and the target runs the rank: drops the copy here."""
         move_log = moving.log
         await reach(Point.BEFORE_RELEASE)
-        role = move_log.note("role", "home")
+        role = move_log.record.keeper_role or "home"
         entry = self.own_entry(move_log)
-        await in_thread(connections.part, move_log, Cgroup(Path(move_log.note("cgroup"))).pids())
+        await in_thread(connections.part, move_log, Cgroup(Path(move_log.record.cgroup)).pids())
         if entry is not None:
             if role == "home":
                 if entry.link is None and entry.keeper_alive():
@@ -123,18 +122,20 @@ class Leaving:
                 if entry.link is not None:
                     await entry.link.away(move_log.move, move_log.begin.target_node)
                 entry.away_node = move_log.begin.target_node
-                entry.nodes = move_log.note("nodes", [])  # where its listeners are forwarded until it ends
+                entry.nodes = [
+                    node.to_list() for node in move_log.record.nodes
+                ]  # where its listeners are forwarded until it ends
                 await in_thread(self.node.ranks.put, entry)
             else:
-                await in_thread(connections.silence, Cgroup(Path(move_log.note("cgroup"))).pids())
+                await in_thread(connections.silence, Cgroup(Path(move_log.record.cgroup)).pids())
                 entry.keeper.signal(9)  # PID 1 of the rank's pid namespace: everything in it goes with it
-        group = Cgroup(Path(move_log.note("cgroup")))
+        group = Cgroup(Path(move_log.record.cgroup))
         await in_thread(connections.silence, group.pids())
         await in_thread(group.kill, KILL_S)
         await in_thread(connections.let_go, move_log)
         if entry is not None and role == "guest":
             self.node.ranks.remove(entry)
-        await in_thread(self.node.carry.remember, move_log.note("carried", []))
+        await in_thread(self.node.carry.remember, move_log.record.carried)
         await Dump.sweep(self.node, move_log)
         await self._close(moving, await self._sent_bytes(moving))
         await self._admit_newcomers(move_log)
@@ -142,7 +143,7 @@ class Leaving:
 
     async def _admit_newcomers(self, move_log: MoveLog) -> None:
         """Those who call the rank here are let go on once they are forwarded; whoever says so last does it, or the clock."""
-        if move_log.note("newcomers"):
+        if move_log.record.new_connections_held:
             if move_log.begin.rank_uid in self._forwarded:
                 await in_thread(new_connections.admit, move_log)
             else:
@@ -165,12 +166,12 @@ class Leaving:
     async def _sent_bytes(self, moving: Moving) -> int:
         """Of the image, and of what went beside it."""
         beside = await moving.parking.last_words() if moving.parking is not None else 0
-        return int(moving.log.note("bytes", 0)) + beside
+        return moving.log.record.sent_bytes + beside
 
     async def _close(self, moving: Moving, sent_bytes: int | None = None) -> None:
         await in_thread(stripe_files.sweep, self.node.config.image_dir, moving.log.move)
-        notes = {} if sent_bytes is None else {"bytes": sent_bytes}
-        await in_thread(moving.log.mark, Mark.SETTLED, pause_s=moving.pause_s, **notes)
+        sent_bytes = moving.log.record.sent_bytes if sent_bytes is None else sent_bytes
+        await in_thread(moving.log.mark, Mark.SETTLED, pause_s=moving.pause_s, sent_bytes=sent_bytes)
         outcome = moving.log.outcome
         self.node.caches_left.pop(moving.log.move, None)
         metrics.move_ended(outcome.outcome if outcome else "ABORT")

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import os
 import shutil
@@ -19,17 +18,18 @@ from pathlib import Path
 from typing import Any
 
 import aiofiles
-from google.protobuf.json_format import MessageToDict
 
 from snapshotd import preflight
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import CriuFailed, Damaged, RankGone, Refused, Where
 from snapshotd.criu import links, session
 from snapshotd.keepers.ranks import RankEntry
-from snapshotd.moves.device import gpu, stripe_files
+from snapshotd.moves.description import FILE, ImageDescription
+from snapshotd.moves.device import stripe_files
 from snapshotd.moves.device.offload import Parking
 from snapshotd.moves.journal import MoveLog
 from snapshotd.moves.node import Node
+from snapshotd.moves.record import OffloadedMemory
 from snapshotd.moves.rules import Mark
 from snapshotd.moves.source.channel import streams_to_target
 from snapshotd.proc import cgroup, host, tree
@@ -91,7 +91,7 @@ class Dump:
                 raise
             await self.sweep(self.node, self.log)
             assert self.sender is not None
-            await in_thread(self.log.mark, Mark.STREAMED, bytes=self.sender.bytes_sent, carried=self.carried)
+            await in_thread(self.log.mark, Mark.STREAMED, sent_bytes=self.sender.bytes_sent, carried=self.carried)
             self.done = True
             metrics.phase("stream", host.boottime_s() - self.began_s, self.sender.bytes_sent)
             log.info("streamed %d bytes to %s", self.sender.bytes_sent, begin.target_node)
@@ -103,12 +103,12 @@ class Dump:
         if not self.entry.process.alive():
             raise RankGone(f"rank {begin.rank} ended before the dump", where=Where.UNKNOWN)
         await reach(Point.BEFORE_DUMP)
-        self.expected = self.entry.memory_bytes() + int(self.log.note("parked_bytes", 0))
+        self.expected = self.entry.memory_bytes() + self.log.record.offloaded_bytes
         device, follow = await self._device()
         fifos = await in_thread(self._make_fifos, pids)
         carried = await in_thread(preflight.list_carried, pids, config.carry_paths)
         self.carried = [fact.path for fact in carried.facts if stat.S_ISREG(fact.mode)]
-        meta = await in_thread(self._meta, pids, carried, device, beside=not follow)
+        description = await in_thread(self._describe, pids, carried, device, by_device_channel=not follow)
         self.linked = await in_thread(links.linked, carried.other_names.values())
         if self.linked:  # a criu that is killed leaves its links, and this daemon may be killed with it
             await in_thread(self.log.mark, Mark.FROZEN, linked=self.linked)
@@ -130,9 +130,9 @@ class Dump:
                         await self.sender.put_file(f"carry-{index}", Path(fact.path))
                 for name, path in follow.items():
                     await self.sender.put_file(name, path)
-                async with aiofiles.open(self.images / "meta.json", "wb") as file:
-                    await file.write(meta)
-                await self.sender.put_file("meta.json", self.images / "meta.json")
+                async with aiofiles.open(self.images / FILE, "wb") as file:
+                    await file.write(description.encode())
+                await self.sender.put_file(FILE, self.images / FILE)
                 files = await self.sender.finish()
             async with self.node.client(begin.target_node, begin.target_endpoint) as client:
                 sealed = await client.target.Seal(pb.SealRequest(move=begin.move, files=files), timeout_s=60)
@@ -170,7 +170,7 @@ class Dump:
                 self.images,
                 tree.inner_pid(self.entry.pid),
                 Path(self.entry.cgroup),
-                external_ttys(self.log.note("stdio")),
+                external_ttys(self.log.record.stdio or {}),
             )
             await session.ask(
                 ours,
@@ -199,10 +199,10 @@ class Dump:
         names += [f"ghost-file-{number:x}.img" for number in range(1, deleted + SPARE_FIFOS)]
         return {name: make_fifo(self.images, name) for name in names}
 
-    async def _device(self) -> tuple[list[dict[str, Any]], dict[str, Path]]:
+    async def _device(self) -> tuple[list[OffloadedMemory], dict[str, Path]]:
         """The parked device memory, as the target finds it, and those of its files that follow the images, by their names
         there. A lane that failed is closed before: nothing may come both ways."""
-        device: list[dict[str, Any]] = self.log.note("device", [])
+        device = self.log.record.offloaded
         if self.parking is None or self.parking.has_lane:
             return device, {}
         await self.parking.close()
@@ -210,14 +210,17 @@ class Dump:
             stripe_files.folder_of(self.node.config.image_dir, self.log.move),
             stripe_files.following(device),
         )
-        files = [folder / name for one in device for name in one["stripes"]]
-        return there, dict(zip((name for one in there for name in one["stripes"]), files, strict=True))
+        files = [folder / name for one in device for name in one.stripes]
+        return there, dict(zip((name for one in there for name in one.stripes), files, strict=True))
 
-    def _meta(
-        self, pids: list[int], carried: preflight.Carried, device: list[dict[str, Any]], *, beside: bool
-    ) -> bytes:
-        """What the target needs beside criu's images; criu does not carry CPU affinity. `beside`: stripes of device memory
-        have a lane of their own."""
+    def _describe(
+        self,
+        pids: list[int],
+        carried: preflight.Carried,
+        device: list[OffloadedMemory],
+        *,
+        by_device_channel: bool,
+    ) -> ImageDescription:
         for check in preflight.refusals(
             preflight.recheck(
                 pids,
@@ -227,37 +230,36 @@ class Dump:
             )
         ):
             raise Refused(f"{check.name}: {check.reason}", remedy=check.remedy, where=Where.SOURCE_FROZEN)
-        affinity: dict[str, list[int]] = {}
+        affinity: dict[int, list[int]] = {}
         for pid in pids:
             for thread in os.listdir(f"/proc/{pid}/task"):
-                inner = _inner_thread(pid, int(thread))
-                affinity[str(inner)] = sorted(os.sched_getaffinity(int(thread)))
-        meta: dict[str, Any] = {
-            "root": tree.inner_pid(self.entry.pid),
-            "affinity": affinity,
-            "cpus": sorted(os.sched_getaffinity(0)),
-            "stopped_before": self.log.note("stopped_before", []),
-            "stdio": self.log.note("stdio"),
-            "carried": [MessageToDict(fact, preserving_proto_field_name=True) for fact in carried.facts],
-            "other_names": carried.other_names,
-            "command": self.entry.command,
-            "started_unix_s": self.entry.started_unix_s,
-            "moves": self.entry.moves,
-            "relay_key": self.entry.relay_key,
-            "home_node": self.entry.home_node,
-            "home_endpoint": self.entry.home_endpoint,
-            "user_id": self.entry.user_id,
-            "rewires": self.log.note("rewires", []),
-            "nodes": self.log.note("nodes", []),
-            "former": self.entry.former,
-            "sockets": self.log.note("sockets", {}),
-            "cuda": [tree.inner_pid(process.pid) for process in gpu.from_notes(self.log.note("cuda", []))],
-            "device_bytes": max(0, self.log.note("device_bytes", 0) - self.log.note("parked_bytes", 0)),
-            "device": device,
-            "device_beside": beside,
-            "nccl": [[tree.inner_pid(pid), instance] for pid, _, instance in self.log.note("nccl", [])],
-        }
-        return json.dumps(meta).encode()
+                affinity[_inner_thread(pid, int(thread))] = sorted(os.sched_getaffinity(int(thread)))
+        known, entry = self.log.record, self.entry
+        return ImageDescription(
+            root=tree.inner_pid(entry.pid),
+            command=entry.command,
+            started_unix_s=entry.started_unix_s,
+            moves=entry.moves,
+            user_id=entry.user_id,
+            stopped_before=known.stopped_before or [],
+            affinity=affinity,
+            cpus=sorted(os.sched_getaffinity(0)),
+            carried=carried.facts,
+            other_names=carried.other_names,
+            stdio=known.stdio or {},
+            relay_key=entry.relay_key,
+            home_node=entry.home_node,
+            home_endpoint=entry.home_endpoint,
+            rewires=known.rewires,
+            nodes=known.nodes,
+            former=[(old, new) for old, new in entry.former],
+            socket_options=known.socket_options,
+            cuda_pids=[tree.inner_pid(process.pid) for process in known.cuda],
+            checkpoint_bytes=max(0, known.device_bytes - known.offloaded_bytes),
+            nccl_instances=[(tree.inner_pid(one.pid), one.instance) for one in known.nccl_processes],
+            offloaded=device,
+            by_device_channel=by_device_channel,
+        )
 
     @staticmethod
     async def sweep(node: Node, move_log: MoveLog) -> None:
@@ -265,7 +267,7 @@ class Dump:
         group = criu_group(move_log.move)
         await in_thread(group.kill, 10)
         group.remove()
-        await in_thread(links.sweep, move_log.note("linked", []))
+        await in_thread(links.sweep, move_log.record.linked)
         await in_thread(shutil.rmtree, images_folder(node, move_log.move), ignore_errors=True)
 
 

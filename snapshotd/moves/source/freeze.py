@@ -18,6 +18,7 @@ from snapshotd.moves.device import gpu, offload
 from snapshotd.moves.nccl import gate_processes, held_copy
 from snapshotd.moves.node import Moving, Node
 from snapshotd.moves.peers import connections, new_connections, socket_options
+from snapshotd.moves.record import ClusterNode, JournalledProcess, NcclProcess
 from snapshotd.moves.rules import Mark
 from snapshotd.net.plan import Places
 from snapshotd.net.sockets import tree_flows
@@ -49,7 +50,7 @@ async def freeze(
     """Stops the tree and freezes its cgroup. The caller holds the move's lock."""
     began, move, group = host.boottime_s(), moving.log.move, entry.group
     await reach(Point.BEFORE_FREEZE)
-    before = moving.log.note("stopped_before")  # a repeated freeze finds its own stops, not a user's
+    before = moving.log.record.stopped_before  # a repeated freeze finds its own stops, not a user's
     if before is None:
         before = [tree.inner_pid(pid) for pid in group.pids() if tree.state(pid) == "T"]
     if (link := entry.link) is None:
@@ -66,9 +67,9 @@ async def freeze(
         Mark.FREEZING,
         stopped_before=before,
         filtered=True,
-        newcomers=True,
-        cuda=gpu.to_notes(processes),
-        nccl=nccl,
+        new_connections_held=True,
+        cuda_processes=[JournalledProcess.of(process) for process in processes],
+        nccl_processes=nccl,
         gpu_uses=uses,
         device_bytes=gpu.total(uses) if processes else 0,
     )
@@ -128,7 +129,7 @@ async def _prepared(node: Node, moving: Moving, processes: list[tree.Process], p
 
 def _expected(moving: Moving, left_bytes: int) -> dict[str, int]:
     """Bytes on each GPU, by UUID, before anybody has looked again: as preflight saw it, or an earlier try of this freeze."""
-    if known := moving.log.note("gpu_uses"):
+    if known := moving.log.record.gpu_uses:
         return dict(known)
     uses = {use.uuid: use.memory_bytes for use in moving.facts.gpu.uses}
     if len(uses) == 1:
@@ -144,20 +145,21 @@ async def _on_gpus(node: Node, pids: list[int]) -> list[tree.Process]:
     return [tree.Process.of(pid) for pid in look.cuda_pids] if look is not None else []
 
 
-async def _in_communicators(moving: Moving, entry: RankEntry) -> list[list[int]]:
-    """The processes whose communicators were taken down for this move, as `held.Notes`. None may still be up: no socket or
+async def _in_communicators(moving: Moving, entry: RankEntry) -> list[NcclProcess]:
+    """The processes whose communicators were taken down for this move. None may still be up: no socket or
     thread of NCCL's survives a move, and the job would never learn why."""
-    instances = {int(pid): int(number) for pid, number in moving.log.note("nccl_instances", [])}
+    instances = dict(moving.log.record.nccl_instances)
     found = []
-    for gated_, report in await gate_processes.find([entry]):
+    for gated, report in await gate_processes.find([entry]):
         up = [comm.id for comm in report.comms if comm.real]
         if up:
             raise Refused(
-                f"process {gated_.process.pid} has communicators that were not taken down: {', '.join(up[:5])}",
+                f"process {gated.pid} has communicators that were not taken down: {', '.join(up[:5])}",
                 remedy="the job was making them; a plain retry is safe",
                 where=Where.SOURCE_RUNNING,
             )
-        found.append([*gpu.to_notes([gated_.process])[0], instances.get(gated_.inner_pid, report.instance)])
+        instance = instances.get(gated.inner_pid, report.instance)
+        found.append(NcclProcess(gated.pid, gated.start_ticks, instance))
     return found
 
 
@@ -171,9 +173,15 @@ async def _silence(moving: Moving, entry: RankEntry, link: KeeperLink, places: P
     stdio = await link.drain(move)
     for problem in await in_thread(preflight.sync_files, group.pids()):
         log.warning("not synced: %s", problem)
-    nodes = [[node.name, node.endpoint, list(node.addresses)] for node in moving.nodes]
-    notes = connections.to_notes(rewires)
-    known = {"stdio": stdio, "rewires": notes, "nodes": nodes, "sockets": sockets}
-    await in_thread(moving.log.mark, Mark.FROZEN, **known, filtered=bool(rewires), newcomers=held)
-    await in_thread(socket_options.suspend, sockets["timers"])
+    await in_thread(
+        moving.log.mark,
+        Mark.FROZEN,
+        stdio=stdio,
+        rewires=rewires,
+        nodes=[ClusterNode.of(node) for node in moving.nodes],
+        socket_options=sockets,
+        filtered=bool(rewires),
+        new_connections_held=held,
+    )
+    await in_thread(socket_options.suspend, sockets.timers)
     return rewires

@@ -31,17 +31,18 @@ from snapshotd.api.errors import (
 from snapshotd.keepers.ranks import RankEntry
 from snapshotd.moves import rules
 from snapshotd.moves.device import gpu, stripe_files
-from snapshotd.moves.journal import Begin, MoveLog, OutcomeRecord, check_move_id
+from snapshotd.moves.journal import MoveLog, check_move_id
 from snapshotd.moves.nccl import communicators
 from snapshotd.moves.nccl.communicators import Communicators
 from snapshotd.moves.node import Moving, Node, now_unix_s, to_the_end, where_on_source
 from snapshotd.moves.peers import connections
+from snapshotd.moves.record import Begin, ClusterNode, OutcomeRecord
 from snapshotd.moves.rules import CopyState, Mark, Outcome, SourceDecision, SourceFacts
 from snapshotd.moves.source import freeze
 from snapshotd.moves.source.departure import Leaving
 from snapshotd.moves.source.dump import Dump
 from snapshotd.net.plan import Places
-from snapshotd.proc import host, tree
+from snapshotd.proc import host
 from snapshotd.runtime.blocking import in_thread
 from snapshotd.runtime.faults import Point, reach
 from snapshotd.runtime.logs import move_context
@@ -158,8 +159,8 @@ class SourceOps:
             pid=entry.pid,
             start_ticks=entry.start_ticks,
             cgroup=entry.cgroup,
-            role=entry.role,
-            nodes=[[node.name, node.endpoint, list(node.addresses)] for node in request.nodes],
+            keeper_role=entry.role,
+            nodes=[ClusterNode.of(node) for node in request.nodes],
         )
         moving = self._track(move_log)
         self.settle_all()
@@ -220,7 +221,7 @@ class SourceOps:
         async with moving.lock:
             self._still_open(moving)
             if moving.log.last_mark in {Mark.FROZEN, Mark.STREAMED}:
-                return pb.FreezeReply(rewires=connections.from_notes(moving.log.note("rewires", [])))
+                return pb.FreezeReply(rewires=moving.log.record.rewires)
             entry = self._entry(moving)
             places = self._places(moving.nodes, moving.log.begin.target_node)
             with move_context(move=move, rank=entry.rank, phase="freeze"):
@@ -330,12 +331,12 @@ class SourceOps:
         moving.pause_s = pause_s
         async with moving.lock:
             await self._settle_once(moving)
-            if moving.log.last_mark is Mark.SETTLED and pause_s and not moving.log.note("pause_s"):
+            if moving.log.last_mark is Mark.SETTLED and pause_s and not moving.log.record.pause_s:
                 await in_thread(
                     moving.log.mark, Mark.SETTLED, pause_s=pause_s
                 )  # settled before the driver could say so
         settled = moving.log.last_mark is Mark.SETTLED
-        sent_bytes = int(moving.log.note("bytes", 0))
+        sent_bytes = moving.log.record.sent_bytes
         return pb.ReleaseReply(released=settled, waiting_for=moving.waiting_for, bytes=sent_bytes)
 
     async def outcome(self, move: str) -> pb.Outcome:
@@ -365,7 +366,7 @@ class SourceOps:
         stripe_files.sweep_ended(self.node.config.image_dir, self.node.journal)
         for move_log in self.node.journal.all():
             if move_log.begin.role == "source" and move_log.last_mark is not Mark.SETTLED:
-                if not move_log.marks():  # a crash inside `_refuse_for_ever`, or before anything was done
+                if move_log.record.mark is None:  # a crash inside `_refuse_for_ever`, or before anything was done
                     move_log.decide(Outcome.ABORT, "it never began here", "source")
                     move_log.mark(Mark.SETTLED)
                     continue
@@ -391,8 +392,7 @@ class SourceOps:
         with move_context(move=moving.log.move, rank=moving.log.begin.rank, phase="settle"):
             said, waited = "", moving.adopted
             while moving.log.last_mark is not Mark.SETTLED:
-                committed = moving.log.outcome is not None and moving.log.outcome.outcome is Outcome.COMMIT
-                if committed and not waited:
+                if moving.log.committed and not waited:
                     waited = True
                     await asyncio.sleep(DRIVER_FIRST_S)  # not a nap: COMMIT itself would end that at once
                 else:
@@ -514,7 +514,7 @@ class SourceOps:
             raise WrongState(f"move {moving.log.move} was cut short by a restart", where=where_on_source(moving.log))
 
     def _entry(self, moving: Moving) -> RankEntry:
-        entry = self.node.ranks.get(moving.log.begin.rank_uid, moving.log.note("role", "home"))
+        entry = self.node.ranks.get(moving.log.begin.rank_uid, moving.log.record.keeper_role or "home")
         if entry is None:
             raise RankGone(f"rank {moving.log.begin.rank} has ended", where=Where.UNKNOWN)
         return entry
@@ -522,12 +522,12 @@ class SourceOps:
     def _copy_exists(self, move_log: MoveLog) -> bool:
         if move_log.begin.boot_id != host.boot_id():
             return False
-        return tree.Process(move_log.note("pid", 0), move_log.note("start_ticks", 0)).alive()
+        return move_log.record.root.alive()
 
     def _outcome(self, moving: Moving) -> pb.Outcome:
         move_log, record = moving.log, moving.log.outcome
         where, reason = where_on_source(move_log), record.reason if record is not None else ""
-        if record is not None and record.outcome is Outcome.ABORT and move_log.note("pid"):
+        if record is not None and record.outcome is Outcome.ABORT and move_log.record.pid:
             reason = "; ".join(filter(None, (reason, moving.failure)))
             if not self._copy_exists(move_log):
                 where = Where.ENDED
@@ -547,8 +547,7 @@ class SourceOps:
 
 def _recalled(move_log: MoveLog) -> Moving:
     """A move, with the nodes that the driver named when it began."""
-    nodes = [pb.NodeAddresses(name=n, endpoint=e, addresses=a) for n, e, a in move_log.note("nodes", [])]
-    return Moving(move_log, nodes=nodes)
+    return Moving(move_log, nodes=[node.to_proto() for node in move_log.record.nodes])
 
 
 async def _keeper_back(entry: RankEntry) -> None:

@@ -22,11 +22,14 @@ from snapshotd.criu import images, links, session
 from snapshotd.cuda.driver import Pair
 from snapshotd.keepers.listener import KeeperLink
 from snapshotd.keepers.ranks import RankEntry, cgroup_for_guest
+from snapshotd.moves import description
+from snapshotd.moves.description import ImageDescription
 from snapshotd.moves.device import gpu, refill
 from snapshotd.moves.journal import MoveLog
 from snapshotd.moves.node import Node
 from snapshotd.moves.peers import connections, socket_options
 from snapshotd.moves.peers.forwarding import moved_listeners
+from snapshotd.moves.record import Fields, JournalledProcess, NcclProcess
 from snapshotd.moves.rules import Mark
 from snapshotd.proc import host, tree
 from snapshotd.proc.cgroup import Cgroup
@@ -49,30 +52,30 @@ class Restore:
         self.node, self.log = node, move_log
         self.link: asyncio.Future[KeeperLink] = asyncio.get_running_loop().create_future()
 
-    async def run(self, parts: gpu.Parts, incoming: Incoming | None = None) -> dict[str, Any]:
-        """Restores; returns what the journal notes about the held copy. `parts` gets where the time went, `incoming` brings
+    async def run(self, parts: gpu.Parts, incoming: Incoming | None = None) -> Fields:
+        """Restores; returns what is journalled about the held copy. `parts` gets where the time went, `incoming` brings
         parked device memory."""
         begin = self.log.begin
         folder = self.node.store.path(begin.move)
-        meta = await _read_meta(folder)
-        if meta["device_beside"] and incoming is None:
-            await in_thread(refill.must_be_here, folder, meta["device"])
-        await in_thread(images.mend, folder, meta["other_names"])
+        image = await _read_description(folder)
+        if image.by_device_channel and incoming is None:
+            await in_thread(refill.must_be_here, folder, image.offloaded)
+        await in_thread(images.mend, folder, image.other_names)
         ghosts = await in_thread(_free_ghosts, folder)
         placed: list[str] = []
         try:
-            await in_thread(self.node.carry.place, folder, meta["carried"], placed)
+            await in_thread(self.node.carry.place, folder, image.carried, placed)
         finally:
             await in_thread(self.log.mark, Mark.RESTORING, placed=placed, ghosts=ghosts)
-        rewires = connections.from_notes(meta["rewires"])
-        await in_thread(self.log.mark, Mark.RESTORING, rewires=len(rewires))
+        rewires = image.rewires
+        await in_thread(self.log.mark, Mark.RESTORING, filtered=bool(rewires))
         await in_thread(connections.hold, begin.move, rewires, on_target=True)
-        meeting = asyncio.create_task(in_thread(connections.meet, rewires, meta["nodes"]))
+        meeting = asyncio.create_task(in_thread(connections.meet, rewires, image.nodes))
         closed = await in_thread(connections.rewrite, folder, rewires)
         group = cgroup_for_guest(begin.rank_uid, begin.move)
-        entry = self._entry(meta, group)
+        entry = self._entry(image, group)
         self.node.ranks.put(entry)
-        link, ours, process = await self._start_keeper(meta, group)
+        link, ours, process = await self._start_keeper(image, group)
         try:
             entry.keeper_pid, entry.keeper_start_ticks = link.keeper.pid, link.keeper.start_ticks
             self.node.ranks.put(entry)
@@ -95,37 +98,40 @@ class Restore:
         await in_thread(connections.reset, group.pids(), closed)
         await in_thread(socket_options.use_full_segments, group.pids())
         await meeting
-        processes = _processes(group.pids(), meta["cuda"])
-        pairs = [Pair(old, new) for old, new in self.log.note("gpu_pairs", [])]
-        beside = incoming if meta["device_beside"] else None
-        inner = dict(zip(meta["cuda"], processes, strict=True))
+        processes = _processes(group.pids(), image.cuda_pids)
+        pairs = [Pair(old, new) for old, new in self.log.record.gpu_pairs]
+        beside = incoming if image.by_device_channel else None
+        inner = dict(zip(image.cuda_pids, processes, strict=True))
         await gpu.revive(
             self.node.gpus,
             processes,
             group,
             pairs,
-            meta["device_bytes"],
+            image.checkpoint_bytes,
             parts,
-            lambda: refill.on_target(inner, meta["device"], folder, beside, parts),
+            lambda: refill.on_target(inner, image.offloaded, folder, beside, parts),
         )
-        in_nccl = _processes(group.pids(), [pid for pid, _ in meta["nccl"]])
-        nccl = [[*note, number] for note, (_, number) in zip(gpu.to_notes(in_nccl), meta["nccl"], strict=True)]
+        in_nccl = _processes(group.pids(), [pid for pid, _ in image.nccl_instances])
+        nccl = [
+            NcclProcess(process.pid, process.start_ticks, number)
+            for process, (_, number) in zip(in_nccl, image.nccl_instances, strict=True)
+        ]
         await link.restored(answer.restore.pid)
-        await in_thread(_set_affinity, group.pids(), meta)
+        await in_thread(_set_affinity, group.pids(), image)
         entry.pid, entry.start_ticks, entry.link = root.pid, root.start_ticks, link
         self.node.ranks.put(entry)
-        return {
-            "pid": root.pid,
-            "start_ticks": root.start_ticks,
-            "cgroup": entry.cgroup,
-            "stopped_before": meta["stopped_before"],
-            "sockets": meta["sockets"],
-            "cuda": gpu.to_notes(processes),
-            "nccl": nccl,
-            "role": "guest",
-        }
+        return Fields(
+            pid=root.pid,
+            start_ticks=root.start_ticks,
+            cgroup=entry.cgroup,
+            stopped_before=image.stopped_before,
+            socket_options=image.socket_options,
+            cuda_processes=[JournalledProcess.of(process) for process in processes],
+            nccl_processes=nccl,
+            keeper_role="guest",
+        )
 
-    def _entry(self, meta: dict[str, Any], group: Cgroup) -> RankEntry:
+    def _entry(self, image: ImageDescription, group: Cgroup) -> RankEntry:
         begin = self.log.begin
         entry = RankEntry(
             uid=begin.rank_uid,
@@ -135,20 +141,20 @@ class Restore:
             keeper_pid=0,
             keeper_start_ticks=0,
             cgroup=str(group.path),
-            home_node=meta["home_node"],
-            home_endpoint=meta["home_endpoint"],
-            relay_key=meta["relay_key"],
+            home_node=image.home_node,
+            home_endpoint=image.home_endpoint,
+            relay_key=image.relay_key,
             boot_id=host.boot_id(),
-            user_id=meta["user_id"],
-            command=meta["command"],
-            started_unix_s=meta["started_unix_s"],
-            moves=meta["moves"] + 1,
+            user_id=image.user_id,
+            command=image.command,
+            started_unix_s=image.started_unix_s,
+            moves=image.moves + 1,
         )
-        addresses = {name: where for name, _, where in meta["nodes"]}
-        entry.nodes = meta["nodes"]
+        addresses = {node.name: node.addresses for node in image.nodes}
+        entry.nodes = [node.to_list() for node in image.nodes]
         entry.former = moved_listeners(
-            meta["former"],
-            connections.from_notes(meta["rewires"]),
+            image.former,
+            image.rewires,
             addresses.get(begin.source_node, []),
             addresses.get(begin.target_node, []),
             leaves_home=begin.source_node == entry.home_node,
@@ -158,7 +164,7 @@ class Restore:
         return entry
 
     async def _start_keeper(
-        self, meta: dict[str, Any], group: Cgroup
+        self, image: ImageDescription, group: Cgroup
     ) -> tuple[KeeperLink, Any, asyncio.subprocess.Process]:
         """The guest keeper, connected, with criu waiting for its request."""
         begin, config = self.log.begin, self.node.config
@@ -169,20 +175,20 @@ class Restore:
             "uid": begin.rank_uid,
             "job": begin.job,
             "rank": begin.rank,
-            "relay_key": meta["relay_key"],
+            "relay_key": image.relay_key,
             "move": begin.move,
-            "home_node": meta["home_node"],
-            "home_endpoint": meta["home_endpoint"],
+            "home_node": image.home_node,
+            "home_endpoint": image.home_endpoint,
             "node": config.node,
             "keeper_sock": str(config.keeper_socket),
             "criu": config.criu,
             "criu_fd": theirs.fileno(),
             "cgroup_procs": str(group.path / "cgroup.procs"),
-            "stdio": meta["stdio"],
+            "stdio": image.stdio,
             "spool_dir": str(spool),
-            "command": meta["command"],
-            "moves": meta["moves"] + 1,
-            "started_unix_s": meta["started_unix_s"],
+            "command": image.command,
+            "moves": image.moves + 1,
+            "started_unix_s": image.started_unix_s,
         }
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-P", "-m", "shim.keeper.guest"),
@@ -224,8 +230,8 @@ class Restore:
         await in_thread(group.kill, STOP_S)
         group.remove()
         await in_thread(connections.let_go, move_log)
-        await in_thread(links.sweep_ghosts, move_log.note("ghosts", []))
-        await in_thread(node.carry.take_away, move_log.note("placed", []))
+        await in_thread(links.sweep_ghosts, move_log.record.ghosts)
+        await in_thread(node.carry.take_away, move_log.record.placed)
         await in_thread(node.store.drop, begin.move)
 
 
@@ -243,15 +249,12 @@ async def _on_notify(script: str, _pid: int) -> None:
         await reach(Point.RESTORING)
 
 
-async def _read_meta(folder: Path) -> dict[str, Any]:
+async def _read_description(folder: Path) -> ImageDescription:
     try:
-        async with aiofiles.open(folder / "meta.json") as file:
-            meta = json.loads(await file.read())
-        if not isinstance(meta, dict):
-            raise ValueError("not an object")
-        return {"device": [], "device_beside": False, **meta}  # a source that parks no device memory says nothing of it
-    except (OSError, ValueError) as error:
-        raise Damaged(f"the image's description cannot be read: {error}", where=Where.SOURCE_FROZEN) from error
+        async with aiofiles.open(folder / description.FILE, "rb") as file:
+            return description.decode(await file.read())
+    except OSError as error:
+        raise Damaged(f"the description of the image cannot be read: {error}", where=Where.SOURCE_FROZEN) from error
 
 
 def _processes(pids: list[int], inner: list[int]) -> list[tree.Process]:
@@ -273,12 +276,12 @@ def _hold(group: Cgroup) -> None:
     group.freeze(STOP_S)
 
 
-def _set_affinity(pids: list[int], meta: dict[str, Any]) -> None:
+def _set_affinity(pids: list[int], image: ImageDescription) -> None:
     """CPU affinity as it was, where it was narrower than the source's CPUs and those CPUs exist here."""
-    here, everywhere = os.sched_getaffinity(0), set(meta["cpus"])
+    here, everywhere = os.sched_getaffinity(0), set(image.cpus)
     for pid in pids:
         for thread in os.listdir(f"/proc/{pid}/task"):
-            wanted = set(meta["affinity"].get(str(_inner(pid, thread)), ()))
+            wanted = set(image.affinity.get(_inner(pid, thread), ()))
             if wanted and wanted != everywhere and wanted & here:
                 os.sched_setaffinity(int(thread), wanted & here)
 

@@ -22,11 +22,12 @@ from snapshotd.keepers.ranks import check_rank_uid
 from snapshotd.keepers.relay import Relays
 from snapshotd.moves import rules
 from snapshotd.moves.device import gpu
-from snapshotd.moves.journal import Begin, MoveLog, check_move_id
+from snapshotd.moves.journal import MoveLog, check_move_id
 from snapshotd.moves.nccl import held_copy
 from snapshotd.moves.node import Moving, Node, now_unix_s, to_the_end
 from snapshotd.moves.peers import connections, socket_options
 from snapshotd.moves.peers.forwarding import Forwarding
+from snapshotd.moves.record import Begin
 from snapshotd.moves.rules import CopyState, Mark, Outcome, TargetDecision, TargetFacts
 from snapshotd.moves.target.device_channels import Inlets
 from snapshotd.moves.target.restore import Restore
@@ -82,9 +83,9 @@ class TargetOps:
         for move_log in self.node.journal.all():
             role, last = move_log.begin.role, move_log.last_mark
             if role == "target" and last not in {Mark.DISCARDED, Mark.ACTIVATED}:
-                reserved |= dict.fromkeys(move_log.note("gpus_reserved", []), move_log.move)
+                reserved |= dict.fromkeys(move_log.record.gpus_reserved, move_log.move)
             elif role == "source" and last is not Mark.SETTLED and move_log.begin.boot_id == host.boot_id():
-                reserved |= dict.fromkeys(move_log.note("gpu_uses", {}), move_log.move)
+                reserved |= dict.fromkeys(move_log.record.gpu_uses, move_log.move)
         answer = []
         for each in found:
             copy = pb.Gpu(reserved_for=reserved.get(each.uuid, ""))
@@ -92,14 +93,14 @@ class TargetOps:
             answer.append(copy)
         return answer
 
-    async def _choose(self, request: pb.PrepareRequest) -> list[list[str]]:
-        """[GPU of the source, GPU here that takes its place], for each; nothing for a rank without CUDA."""
+    async def _choose(self, request: pb.PrepareRequest) -> list[tuple[str, str]]:
+        """(GPU of the source, GPU here that takes its place), for each; nothing for a rank without CUDA."""
         if not request.facts.HasField("gpu"):
             return []
         inventory = await self.node.gpus.inventory(fresh=True)
         pairs, where = pairing.choose(request.facts.gpu, self.with_reservations(inventory.gpus), request.gpu)
         log.info("move %s: %s", request.move, where)
-        return [[pair.old_uuid, pair.new_uuid] for pair in pairs]
+        return [(pair.old_uuid, pair.new_uuid) for pair in pairs]
 
     @to_the_end
     async def prepare(self, request: pb.PrepareRequest) -> pb.PrepareReply:
@@ -419,7 +420,7 @@ class TargetOps:
         if moving.done:
             return  # driver and source hand over the token alike; the first was enough
         entry = self.node.ranks.get(move_log.begin.rank_uid, "guest")
-        if entry is None or entry.cgroup != move_log.note("cgroup") or entry.moving not in {"", move_log.move}:
+        if entry is None or entry.cgroup != move_log.record.cgroup or entry.moving not in {"", move_log.move}:
             # It ran and has ended, or is the frozen source of a later move: that one alone may wake it.
             log.warning("rank %s is not this move's to wake any more", move_log.begin.rank)
             await self._forget_images(move_log.move)
@@ -488,11 +489,11 @@ def copy_exists(move_log: MoveLog) -> bool:
     """Whether the restored root process is still there."""
     if move_log.begin.boot_id != host.boot_id():
         return False
-    return tree.Process(move_log.note("pid", 0), move_log.note("start_ticks", 0)).alive()
+    return move_log.record.root.alive()
 
 
 def _prepared(move_log: MoveLog) -> pb.PrepareReply:
-    pairs = [pb.GpuPair(old_uuid=old, new_uuid=new) for old, new in move_log.note("gpu_pairs", [])]
+    pairs = [pb.GpuPair(old_uuid=old, new_uuid=new) for old, new in move_log.record.gpu_pairs]
     return pb.PrepareReply(nonce=move_log.nonce, gpu_pairs=pairs)
 
 
@@ -502,20 +503,20 @@ _resuming: set[asyncio.Task[None]] = set()
 async def wake(move_log: MoveLog) -> None:
     """Lets an activated copy run: its packets, SIGCONT, then the freezer, so that all of it goes at once, and the
     threads that were parked for the GPU, and its gates. Repeatable."""
-    group = Cgroup(Path(move_log.note("cgroup")))
-    sockets = move_log.note("sockets", {})
+    group = Cgroup(Path(move_log.record.cgroup))
+    sockets = move_log.record.socket_options
     for refused in await in_thread(socket_options.put_back, group.pids(), sockets):
         log.warning("a socket of rank %s is not quite as it was: %s", move_log.begin.rank, refused)
     await in_thread(connections.let_go, move_log)
-    await in_thread(tree.continue_all, group.pids(), move_log.note("stopped_before", []))
+    await in_thread(tree.continue_all, group.pids(), move_log.record.stopped_before or [])
     await in_thread(group.thaw, WAKE_S)
-    nccl = move_log.note("nccl", [])
-    parked = gpu.parked_ones(gpu.from_notes(move_log.note("cuda", [])), held_copy.processes(nccl))
+    nccl = move_log.record.nccl_processes
+    parked = gpu.parked_ones(move_log.record.cuda, held_copy.processes(nccl))
     await gpu.let_go([process for process in parked if process.alive()])
-    if nccl and not move_log.note("gates_opened", False):
+    if nccl and not move_log.record.gates_opened:
         await held_copy.open_gates(nccl)
         await in_thread(move_log.mark, Mark.ACTIVATED, gates_opened=True)
-    if timers := sockets.get("timers"):
+    if timers := sockets.timers:
         task = asyncio.create_task(in_thread(socket_options.resume_there, group.pids(), timers))
         _resuming.add(task)
         task.add_done_callback(_resuming.discard)

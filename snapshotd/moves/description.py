@@ -1,0 +1,62 @@
+"""The description of an image: what the target needs beside criu's own files to restore a rank.
+
+The source sends it as meta.json, last of all files. Its keys are read by daemons of other versions: a field that is renamed
+here keeps its name there, and a new one has a default.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from snapshotd.api import snapshotd_pb2 as pb
+from snapshotd.api.errors import Damaged, Where
+from snapshotd.moves import record
+from snapshotd.moves.record import ClusterNode, OffloadedMemory, SocketOptions
+
+FILE = "meta.json"
+
+
+class ImageDescription(msgspec.Struct, frozen=True, kw_only=True):
+    # the tree; pids are those of the rank's own pid namespace
+    root: int
+    command: str
+    started_unix_s: float
+    moves: int
+    user_id: int
+    stopped_before: list[int]
+    affinity: dict[int, list[int]]  # CPUs of each thread, which criu does not carry
+    cpus: list[int]  # all CPUs of the source
+    carried: list[pb.FileFact]
+    other_names: dict[str, str]  # of files whose own name was removed
+
+    # its keeper
+    stdio: dict[str, Any]
+    relay_key: str
+    home_node: str
+    home_endpoint: str
+
+    # its connections
+    rewires: list[pb.Rewire]
+    nodes: list[ClusterNode]
+    former: list[tuple[str, str]]  # former and present address of each listener
+    socket_options: SocketOptions = msgspec.field(name="sockets")
+
+    # its device memory and communicators
+    cuda_pids: list[int] = msgspec.field(name="cuda")
+    checkpoint_bytes: int = msgspec.field(name="device_bytes")  # device memory that the CUDA driver carries
+    nccl_instances: list[tuple[int, int]] = msgspec.field(name="nccl")  # pid, number of its NCCL library copy
+    offloaded: list[OffloadedMemory] = msgspec.field(default_factory=list, name="device")
+    by_device_channel: bool = msgspec.field(default=False, name="device_beside")  # stripes do not come with the image
+
+    def encode(self) -> bytes:
+        return record.encode(self)
+
+
+def decode(content: bytes) -> ImageDescription:
+    """Raises Damaged."""
+    try:
+        return record.decode(content, ImageDescription)
+    except ValueError as error:
+        raise Damaged(f"the description of the image cannot be read: {error}", where=Where.SOURCE_FROZEN) from error

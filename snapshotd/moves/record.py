@@ -1,0 +1,354 @@
+"""What a daemon knows about one move, typed: how it began, what was marked since, and how it ended.
+
+The journal (snapshotd/moves/journal.py) reads a record once, when the daemon starts, and keeps it in memory; each mark adds
+fields to it. Field names on disk are part of the format: a daemon must be able to read the journal of an older one, so a
+field that is renamed here keeps its old name on disk (`msgspec.field(name=…)`), and the types accept what was written then.
+
+No I/O here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, TypedDict, TypeVar
+
+import msgspec
+from google.protobuf.json_format import MessageToDict, ParseDict, ParseError
+from google.protobuf.message import Message
+
+from snapshotd.api import snapshotd_pb2 as pb
+from snapshotd.moves.rules import Mark, Outcome
+from snapshotd.net.flows import Address, Holder, Pair
+from snapshotd.net.options import Kept
+from snapshotd.net.timers import Timers
+from snapshotd.proc.tree import Process
+
+T = TypeVar("T")
+
+
+class Begin(msgspec.Struct, frozen=True):
+    """What a daemon must know about a move for as long as it may have to be settled."""
+
+    move: str
+    role: str  # "source" | "target" | "peer" | "gate"
+    rank_uid: str
+    job: str
+    rank: int
+    source_node: str
+    source_endpoint: str
+    target_node: str
+    target_endpoint: str
+    nonce: str  # hex
+    boot_id: str
+    begun_unix_s: float
+    lease_s: float = 0.0
+
+    def same_request(self, other: Begin) -> bool:
+        """Whether two Begins ask for the same move. The time, the boot and the nonce, which a target makes anew, differ."""
+        return _without_circumstances(self) == _without_circumstances(other)
+
+
+def _without_circumstances(begin: Begin) -> Begin:
+    return msgspec.structs.replace(begin, begun_unix_s=0.0, nonce="", boot_id="", lease_s=0.0)
+
+
+class OutcomeRecord(msgspec.Struct, frozen=True):
+    outcome: Outcome
+    reason: str
+    decided_by: str
+    unix_s: float
+
+
+# ---------------------------------------------------------------------- parts of a record
+
+
+class JournalledProcess(msgspec.Struct, frozen=True, array_like=True):
+    """A process on this node; the start time tells it from a later one with the same pid."""
+
+    pid: int
+    start_ticks: int
+
+    @classmethod
+    def of(cls, process: Process) -> JournalledProcess:
+        return cls(process.pid, process.start_ticks)
+
+    @property
+    def process(self) -> Process:
+        return Process(self.pid, self.start_ticks)
+
+
+class NcclProcess(msgspec.Struct, frozen=True, array_like=True):
+    """A process whose communicators were taken down."""
+
+    pid: int
+    start_ticks: int
+    instance: int  # number of the NCCL library copy it was dumped with
+
+    @property
+    def process(self) -> Process:
+        return Process(self.pid, self.start_ticks)
+
+
+class StripedProcess(msgspec.Struct, frozen=True, array_like=True):
+    """A process whose device memory is to be offloaded into these stripe files."""
+
+    pid: int
+    start_ticks: int
+    stripes: list[str]
+    slot_bytes: int
+
+    @property
+    def process(self) -> Process:
+        return Process(self.pid, self.start_ticks)
+
+
+class OffloadedMemory(msgspec.Struct, frozen=True):
+    """Device memory of one process that is in stripe files, not on a GPU."""
+
+    pid: int  # in the rank's own pid namespace
+    stripes: list[str]
+    bytes: list[int]  # of each stripe
+    slot_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.bytes)
+
+
+class ClusterNode(msgspec.Struct, frozen=True, array_like=True):
+    """A node of the cluster, as the driver named it."""
+
+    name: str
+    endpoint: str
+    addresses: list[str]
+
+    @classmethod
+    def of(cls, node: pb.NodeAddresses) -> ClusterNode:
+        return cls(node.name, node.endpoint, list(node.addresses))
+
+    def to_proto(self) -> pb.NodeAddresses:
+        return pb.NodeAddresses(name=self.name, endpoint=self.endpoint, addresses=self.addresses)
+
+    def to_list(self) -> list[Any]:
+        """As the registry of ranks stores it."""
+        return [self.name, self.endpoint, self.addresses]
+
+
+class Member(msgspec.Struct, frozen=True, array_like=True):
+    """One member of a communicator: the process that has `rank` in it."""
+
+    node: str
+    rank_uid: str
+    pid: int  # in the rank's own pid namespace
+    rank: int
+
+    def at(self, node: str) -> Member:
+        return msgspec.structs.replace(self, node=node)
+
+
+class GateProcess(msgspec.Struct, frozen=True, array_like=True):
+    """A process behind a closed gate."""
+
+    rank_uid: str
+    rank: int
+    inner_pid: int
+    pid: int
+    start_ticks: int
+
+    @property
+    def process(self) -> Process:
+        return Process(self.pid, self.start_ticks)
+
+
+class SocketTimers(msgspec.Struct, frozen=True):
+    """The time-outs of one connection, before they were switched off."""
+
+    inode: int
+    holders: list[tuple[int, int, int]]  # pid, start ticks, descriptor
+    pid_inside: int
+    fd: int
+    user_timeout_ms: int
+    keepalive: bool
+
+    @property
+    def descriptors(self) -> list[Holder]:
+        return [Holder(*numbers) for numbers in self.holders]
+
+    @property
+    def timers(self) -> Timers:
+        return Timers(self.user_timeout_ms, self.keepalive)
+
+
+class SocketOptions(msgspec.Struct, frozen=True):
+    """What the rank's sockets lose on their way."""
+
+    options: list[Kept] = []
+    timers: list[SocketTimers] = []
+
+
+class PeerSocket(msgspec.Struct, frozen=True):
+    """The peer's socket of one connection of the rank. Pairs are (local, remote) as this socket has them."""
+
+    inode: int
+    holders: list[tuple[int, int, int]]  # pid, start ticks, descriptor
+    own: tuple[str, str]  # as the socket names it; a forwarded one by a former address
+    old: tuple[str, str]
+    new: tuple[str, str]
+
+    @property
+    def descriptors(self) -> tuple[Holder, ...]:
+        return tuple(Holder(*numbers) for numbers in self.holders)
+
+    @property
+    def pairs(self) -> list[Pair]:
+        """Every name under which packets of this connection may pass here."""
+        return [parse_pair(texts) for texts in (self.own, self.old, self.new)]
+
+
+def parse_pair(texts: tuple[str, str]) -> Pair:
+    return Address.parse(texts[0]), Address.parse(texts[1])
+
+
+# ---------------------------------------------------------------------- the record itself
+
+
+class MoveRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that the marks of a move say. The newest value of a field counts."""
+
+    mark: Mark | None = None  # the last one; None: only begun
+    marked_unix_s: float = msgspec.field(default=0.0, name="unix_s")
+
+    # source, and target once it holds a copy
+    pid: int = 0  # the rank's root process on this node
+    start_ticks: int = 0
+    cgroup: str = ""
+    keeper_role: str = msgspec.field(default="", name="role")  # "home" | "guest"
+    stopped_before: list[int] | None = None  # inner pids that a user had stopped before the freeze
+    socket_options: SocketOptions = msgspec.field(default_factory=SocketOptions, name="sockets")
+    cuda_processes: list[JournalledProcess] = msgspec.field(default_factory=list, name="cuda")
+    nccl_processes: list[NcclProcess] = msgspec.field(default_factory=list, name="nccl")
+    filtered: bool = False  # a packet filter silences the rank's connections here
+
+    # source
+    nodes: list[ClusterNode] = []
+    communicators: dict[str, list[Member]] | None = None  # None: none was taken down
+    nccl_instances: list[tuple[int, int]] = []  # inner pid, number of its NCCL library copy
+    attached: bool = False  # communicators were built again with the target's copy
+    new_connections_held: bool = msgspec.field(default=False, name="newcomers")
+    gpu_uses: dict[str, int] = {}  # bytes on each GPU, by UUID
+    device_bytes: int = 0
+    striped_processes: list[StripedProcess] = msgspec.field(default_factory=list, name="parked")
+    offloaded: list[OffloadedMemory] = msgspec.field(default_factory=list, name="device")
+    offloaded_bytes: int = msgspec.field(default=0, name="parked_bytes")
+    stdio: dict[str, Any] | None = None  # the keeper's own description of the rank's stdio, passed on as it is
+    rewires: list[pb.Rewire] = []
+    linked: list[tuple[str, int, int]] = []  # files that criu may make links to: directory, device, inode
+    sent_bytes: int = msgspec.field(default=0, name="bytes")
+    carried: list[str] = []
+    pause_s: float = 0.0
+
+    # target
+    gpu_pairs: list[tuple[str, str]] = []  # UUID on the source, UUID here
+    gpus_reserved: list[str] = []
+    placed: list[str] = []  # carried files that were made here
+    ghosts: list[tuple[str, str]] = []  # unlinked files that criu makes: former name, name while it restores
+    gates_opened: bool = False
+
+    # peer
+    socket_timers: list[SocketTimers] = msgspec.field(default_factory=list, name="timers")
+    peer_sockets: list[PeerSocket] = msgspec.field(default_factory=list, name="ends")
+
+    # gate
+    gate_processes: list[GateProcess] = msgspec.field(default_factory=list, name="processes")
+
+    @property
+    def root(self) -> Process:
+        return Process(self.pid, self.start_ticks)
+
+    @property
+    def cuda(self) -> list[Process]:
+        return [one.process for one in self.cuda_processes]
+
+
+class Fields(TypedDict, total=False):
+    """What a mark may add: the fields of MoveRecord other than the mark itself. `tests/moves` compares the two."""
+
+    pid: int
+    start_ticks: int
+    cgroup: str
+    keeper_role: str
+    stopped_before: list[int] | None
+    socket_options: SocketOptions
+    cuda_processes: list[JournalledProcess]
+    nccl_processes: list[NcclProcess]
+    filtered: bool
+    nodes: list[ClusterNode]
+    communicators: dict[str, list[Member]] | None
+    nccl_instances: list[tuple[int, int]]
+    attached: bool
+    new_connections_held: bool
+    gpu_uses: dict[str, int]
+    device_bytes: int
+    striped_processes: list[StripedProcess]
+    offloaded: list[OffloadedMemory]
+    offloaded_bytes: int
+    stdio: dict[str, Any] | None
+    rewires: list[pb.Rewire]
+    linked: list[tuple[str, int, int]]
+    sent_bytes: int
+    carried: list[str]
+    pause_s: float
+    gpu_pairs: list[tuple[str, str]]
+    gpus_reserved: list[str]
+    placed: list[str]
+    ghosts: list[tuple[str, str]]
+    gates_opened: bool
+    socket_timers: list[SocketTimers]
+    peer_sockets: list[PeerSocket]
+    gate_processes: list[GateProcess]
+
+
+_NAMES_ON_DISK = {field.name: field.encode_name for field in msgspec.structs.fields(MoveRecord)}
+
+
+def encode_fields(fields: Mapping[str, Any]) -> bytes:
+    """One line of the journal, without its end."""
+    return encode({_NAMES_ON_DISK[name]: value for name, value in fields.items()})
+
+
+def decode_record(merged: dict[str, Any]) -> MoveRecord:
+    """The record that these fields, by their names on disk, make. Raises ValueError."""
+    if isinstance(count := merged.get("rewires"), int):  # a target used to journal how many there are
+        merged = {**merged, "rewires": [], "filtered": bool(merged.get("filtered") or count)}
+    return _convert(merged, MoveRecord)
+
+
+def encode(value: Any) -> bytes:
+    """As JSON. Not by msgspec's own encoder: it refuses file names that are not UTF-8 (surrogate escapes)."""
+    return json.dumps(msgspec.to_builtins(value, enc_hook=_encode_message)).encode()
+
+
+def decode(content: bytes, wanted: type[T]) -> T:
+    """Raises ValueError."""
+    return _convert(json.loads(content), wanted)
+
+
+def _convert(value: Any, wanted: type[T]) -> T:
+    return msgspec.convert(value, wanted, str_keys=True, dec_hook=_decode_message)
+
+
+def _encode_message(message: Any) -> Any:
+    """Messages of the wire are journalled in protobuf's own JSON form."""
+    if not isinstance(message, Message):
+        raise NotImplementedError(type(message))
+    return MessageToDict(message, preserving_proto_field_name=True)
+
+
+def _decode_message(wanted: type, value: Any) -> Any:
+    if not issubclass(wanted, Message):
+        raise NotImplementedError(wanted)
+    try:
+        return ParseDict(value, wanted(), ignore_unknown_fields=True)
+    except ParseError as error:
+        raise ValueError(str(error)) from error
