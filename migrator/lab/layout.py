@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from snapshotd.api.errors import Internal, Refused, Usage
+from snapshotd.proc import mountinfo
 
 RUN = Path("/run/migrator-lab")
 STATE = Path("/var/lib/migrator-lab")
@@ -69,11 +70,10 @@ def pair_of(a: str, b: str) -> tuple[str, str]:
 
 def cgroup2_root() -> Path:
     """Where cgroup2 is mounted: /sys/fs/cgroup, or …/unified under a hybrid hierarchy."""
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
-        mount, _, kind = line.partition(" - ")
-        if kind.split()[0] == "cgroup2":
-            return Path(mount.split()[4])
-    raise Refused("no cgroup2 is mounted here", remedy="mount it: mount -t cgroup2 none /sys/fs/cgroup")
+    root = mountinfo.cgroup2_root()
+    if root is None:
+        raise Refused("cgroup v2 is not mounted", remedy="run `mount -t cgroup2 none /sys/fs/cgroup`")
+    return root
 
 
 @dataclass(frozen=True)

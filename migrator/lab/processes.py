@@ -17,6 +17,7 @@ from pathlib import Path
 from migrator.lab.inside import start_ticks
 from migrator.lab.layout import Held
 from snapshotd.api.errors import Timeout
+from snapshotd.proc import stat
 
 
 def alive(held: Held) -> bool:
@@ -60,11 +61,7 @@ def wait_stopped(held: Held, timeout_s: float) -> bool:
     """Whether SIGSTOP has taken effect on every thread within the time: sending it only announces it."""
     deadline = time.monotonic() + timeout_s
     while alive(held):
-        states = set()
-        for stat in Path(f"/proc/{held.pid}/task").glob("*/stat"):
-            with contextlib.suppress(OSError):  # a thread that has ended meanwhile
-                states.add(stat.read_bytes().rpartition(b")")[2].split()[0])
-        if states == {b"T"}:
+        if {thread.state for thread in stat.read_threads(held.pid)} == {"T"}:
             return True
         if time.monotonic() > deadline:
             return False
@@ -122,8 +119,8 @@ def own_line() -> set[int]:
     while pid > 0 and pid not in line:
         line.add(pid)
         try:
-            pid = int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[1])
-        except OSError:
+            pid = stat.read(pid).parent
+        except ProcessLookupError:
             break
     return line
 

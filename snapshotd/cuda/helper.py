@@ -21,10 +21,10 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from snapshotd.cuda.bindings import Driver, DriverError, Unusable
+from snapshotd.proc import stat
 
 _PR_SET_PDEATHSIG = 1
 Answer = dict[str, Any]
@@ -86,15 +86,12 @@ class Calls:
 
 
 def _verified(request: Answer) -> int:
-    """The pid, looked at as late as can be. ProcessLookupError when it is not that process (any more).
+    """The pid, verified as late as possible. Raises ProcessLookupError if it is not, or no longer, that process.
 
-    As tree.Process.alive() does it; that module would bring gRPC along, which is most of what this process weighs."""
+    Not tree.Process.alive(): that module imports gRPC, which would be most of this process's memory."""
     pid = int(request["pid"])
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError as error:
-        raise ProcessLookupError(pid) from error
-    if int(fields[19]) != request["start_ticks"] or fields[0] in "ZXx":
+    now = stat.read(pid)
+    if now.start_ticks != request["start_ticks"] or now.dead:
         raise ProcessLookupError(pid)
     return pid
 

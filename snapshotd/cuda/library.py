@@ -6,6 +6,8 @@ import os
 import re
 from pathlib import Path
 
+from snapshotd.proc.comm import thread_names
+
 CUDA = "libcuda.so.1"
 NVML = "libnvidia-ml.so.1"
 
@@ -36,13 +38,6 @@ def holds_cuda(pid: int) -> bool:
     """Whether the driver's threads are in the process. They stay there while it is checkpointed, and a program that only
     tried to initialise CUDA has none."""
     try:
-        tasks = os.listdir(f"/proc/{pid}/task")
+        return any(_DRIVER_THREAD.fullmatch(name) for name in thread_names(pid).values())
     except OSError:
         return False
-    for task in tasks:
-        try:
-            if _DRIVER_THREAD.fullmatch(Path(f"/proc/{pid}/task/{task}/comm").read_text().strip()):
-                return True
-        except OSError:
-            continue
-    return False

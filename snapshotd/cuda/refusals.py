@@ -6,12 +6,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
 
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import GpuFailed, Internal, RankGone, SnapshotError, Timeout, Where
 from snapshotd.cuda.verbs import CHECKPOINT, LOCK, RESTORE, State, Verb
-from snapshotd.proc import cgroup, tree
+from snapshotd.proc import cgroup, comm, tree
 from snapshotd.proc.cgroup import Cgroup
 from snapshotd.proc.tree import Process
 
@@ -28,10 +27,8 @@ _UNKNOWN_GPU = (
 
 def called(process: Process) -> str:
     """process 4711 (python3)"""
-    try:
-        return f"process {process.pid} ({Path(f'/proc/{process.pid}/comm').read_text().strip()})"
-    except OSError:
-        return f"process {process.pid}"
+    name = comm.name_or(process.pid, "")
+    return f"process {process.pid} ({name})" if name else f"process {process.pid}"
 
 
 def gone(process: Process) -> RankGone:

@@ -17,12 +17,12 @@ import re
 import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from snapshotd.api.errors import Damaged, GpuFailed, NcclFailed, RankGone, SnapshotError, Timeout, Where
 from snapshotd.inprocess import shimctl
-from snapshotd.proc import tree
+from snapshotd.proc import maps, tree
+from snapshotd.proc.comm import thread_names
 
 log = logging.getLogger(__name__)
 
@@ -109,7 +109,7 @@ def uses_nccl(pids: Iterable[int]) -> list[int]:
     found = []
     for pid in pids:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            if _LIBRARY.search(Path(f"/proc/{pid}/maps").read_bytes()):
+            if _LIBRARY.search(maps.read_raw(pid)):
                 found.append(pid)
     return found
 
@@ -142,11 +142,7 @@ def reports(pids: Iterable[int]) -> list[tuple[tree.Process, Report]]:
 
 def _has_threads(pid: int) -> bool:
     """Whether NCCL is at work in a process that cannot be asked."""
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            if "nccl" in (task / "comm").read_text(errors="replace").lower():
-                return True
-    return False
+    return any("nccl" in name.lower() for name in thread_names(pid).values())
 
 
 def read(process: tree.Process) -> Report:

@@ -11,11 +11,12 @@ import re
 import socket
 import struct
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from shim.keeper.frames import Frame, FrameError
-from snapshotd.api.errors import Denied, RankGone, Usage
+from snapshotd.api.errors import Denied, RankGone
+from snapshotd.proc import status
+from snapshotd.proc.files import GONE
 from snapshotd.proc.tree import Process, find_child
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,79}")
@@ -165,9 +166,6 @@ def rank_process(hello: Hello, keeper: Process) -> Process | None:
 
 def _real_user(pid: int) -> int:
     try:
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            if line.startswith("Uid:"):
-                return int(line.split()[1])
-    except (FileNotFoundError, ProcessLookupError) as error:
-        raise RankGone(f"process {pid} is gone") from error
-    raise Usage(f"/proc/{pid}/status has no Uid line")
+        return status.read(pid).user_id
+    except GONE as error:
+        raise RankGone(f"process {pid} has ended") from error

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.moves.node import Node
+from snapshotd.proc.fd import read_links
 from snapshotd.runtime.blocking import in_thread
 
 _CARD = re.compile(r"/dev/nvidia(\d+)")
@@ -33,20 +34,6 @@ async def ranks_of(node: Node) -> list[pb.Rank]:
 def _open_cards(pids: Iterable[int]) -> set[int]:
     found = set()
     for pid in pids:
-        for link in _links(pid):
-            if card := _CARD.fullmatch(link):
-                found.add(int(card[1]))
+        with contextlib.suppress(OSError):  # it has ended
+            found |= {int(card[1]) for _, link, _ in read_links(pid) if (card := _CARD.fullmatch(link))}
     return found
-
-
-def _links(pid: int) -> Sequence[str]:
-    folder, links = f"/proc/{pid}/fd", []
-    try:
-        for name in os.listdir(folder):
-            try:
-                links.append(os.readlink(f"{folder}/{name}"))
-            except OSError:
-                continue
-    except OSError:
-        pass
-    return links

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import NotFound, Usage
-from snapshotd.proc import cgroup, host
+from snapshotd.proc import cgroup, host, sizes
 from snapshotd.proc.cgroup import Cgroup
+from snapshotd.proc.files import GONE
 from snapshotd.proc.tree import Process
 
 if TYPE_CHECKING:
@@ -84,8 +85,8 @@ class RankEntry:
         total = 0
         for pid in self.group.pids():
             try:
-                total += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-            except (OSError, ValueError, IndexError):
+                total += sizes.resident_bytes(pid)
+            except GONE:
                 continue
         return total
 

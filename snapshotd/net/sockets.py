@@ -20,6 +20,7 @@ from enum import StrEnum
 from typing import Any
 
 from snapshotd.net.flows import Address, Family, Flow, Holder, Pair
+from snapshotd.proc.fd import read_links
 from snapshotd.proc.tree import Process
 
 _STATES = {
@@ -200,13 +201,11 @@ def _descriptors(pids: Iterable[int], inodes: Collection[int] | None = None) -> 
     for pid in pids:
         with contextlib.suppress(*passed_over):
             start_ticks = Process.of(pid).start_ticks
-            for name in os.listdir(f"/proc/{pid}/fd"):
-                with contextlib.suppress(*_GONE):
-                    link = os.readlink(f"/proc/{pid}/fd/{name}")
-                    if link.startswith("socket:["):
-                        inode = int(link[8:-1])
-                        if inodes is None or inode in inodes:
-                            found[inode].append(Holder(pid, start_ticks, int(name)))
+            for number, link, _ in read_links(pid):
+                if link.startswith("socket:["):
+                    inode = int(link[8:-1])
+                    if inodes is None or inode in inodes:
+                        found[inode].append(Holder(pid, start_ticks, number))
     return found
 
 

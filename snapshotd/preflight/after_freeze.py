@@ -1,6 +1,6 @@
-"""What is looked at again once the tree is frozen: inside the pause, so it takes milliseconds.
+"""The checks that are repeated once the tree is frozen. This is part of the pause, so it takes milliseconds.
 
-The rank ran on after preflight and may have opened anything. Nothing here reads the content of files.
+The rank kept running after preflight and may have opened anything. Nothing here reads the content of files.
 """
 
 from __future__ import annotations
@@ -13,12 +13,15 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from snapshotd.api.snapshotd_pb2 import Check, FileFact, RankFacts
-from snapshotd.preflight import connections, processes
-from snapshotd.preflight.look import Look
+from snapshotd.preflight import process_checks, socket_checks
+from snapshotd.preflight.inspection import Inspection
 from snapshotd.preflight.objects import Kind, is_carried, kind_of
+from snapshotd.preflight.process_info import ProcessInfo, ProcessTree, read_process
 from snapshotd.preflight.source import SOURCE_CHECKS
 from snapshotd.preflight.verdict import guarded, listed, passed, plain, refused, warned
-from snapshotd.proc.processes import Process, Tree, read_descriptors, read_mappings, read_process
+from snapshotd.proc import maps
+from snapshotd.proc.fd import read_descriptors
+from snapshotd.proc.files import GONE
 
 _SYS_PIDFD_GETFD = 438  # the same number on every architecture
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -26,60 +29,60 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclass
 class Carried:
-    """The node-local files a tree has: directories first, parents before children, then files and FIFOs."""
+    """The node-local files that a tree has: directories first, parents before children, then files and FIFOs."""
 
     facts: list[FileFact] = field(default_factory=list)
-    #: Of files whose name was removed: that name -> the one they travel under, which is among `facts`.
+    #: Of files whose name was removed: that name -> the name under which they are moved, which is among `facts`.
     other_names: dict[str, str] = field(default_factory=dict)
 
 
 def list_carried(pids: Sequence[int], carry_paths: Sequence[str]) -> Carried:
-    """The node-local files a frozen tree has now.
+    """The node-local files that a frozen tree has now.
 
-    `pids` as for inspect_rank. Raises OSError where /proc does: whoever asks has the tree frozen and must know.
+    `pids` as for inspect_rank. OSError from /proc is passed on: the caller has frozen the tree and must know.
     """
-    under = (*(folder.rstrip("/") + "/" for folder in carry_paths), "socket:[")
-    found = {process.pid: process for process in (_read(pid, under) for pid in pids) if process is not None}
+    prefixes = (*(folder.rstrip("/") + "/" for folder in carry_paths), "socket:[")
+    found = {process.pid: process for process in (_read(pid, prefixes) for pid in pids) if process is not None}
     if not found:
         return Carried()
-    look = Look(pids, next(iter(found)), carry_paths)
-    look.tree = Tree(look.root_pid, found)
+    rank = Inspection(pids, next(iter(found)), carry_paths)
+    rank.tree = ProcessTree(rank.root_pid, found)
     return Carried(
-        [fact for fact in look.survey.facts if fact.carried],
-        {thing.removed_name: thing.other_name for thing in look.objects if thing.other_name},
+        [fact for fact in rank.survey.facts if fact.carried],
+        {thing.removed_name: thing.other_name for thing in rank.objects if thing.other_name},
     )
 
 
-def _read(pid: int, under: tuple[str, ...]) -> Process | None:
+def _read(pid: int, prefixes: tuple[str, ...]) -> ProcessInfo | None:
     try:
-        process = read_process(pid, under)
-    except (FileNotFoundError, ProcessLookupError):
+        process = read_process(pid, prefixes)
+    except GONE:
         return None
     return None if process.zombie else process
 
 
 def recheck(pids: Sequence[int], facts: RankFacts, *, carry_paths: Sequence[str], keeper_pid: int) -> list[Check]:
-    """What may have changed since `facts` were gathered; never raises. A refusal means: undo, the rank goes on."""
-    look = Look(pids, facts.rank.process.pid, carry_paths, keeper_pid)
-    alive = guarded("rank-alive", processes.rank_alive, look)
+    """Checks what may have changed since `facts` were gathered; never raises. After a refusal the move must be undone."""
+    rank = Inspection(pids, facts.rank.process.pid, carry_paths, keeper_pid)
+    alive = guarded("rank-alive", process_checks.rank_alive, rank)
     if alive.verdict == Check.REFUSE:
         return [alive]
     return [
         alive,
-        *(guarded(name, check, look) for name, check in RECHECKS.items()),
-        guarded("unix-sockets", connections.unix_sockets, look, thorough=False),
-        guarded("new-files", new_files, look, facts),
+        *(guarded(name, check, rank) for name, check in RECHECKS.items()),
+        guarded("unix-sockets", socket_checks.unix_sockets, rank, thorough=False),
+        guarded("new-files", new_files, rank, facts),
     ]
 
 
-#: The source's checks that a moment of running can turn, and that cost no pass over the whole node.
-RECHECKS: dict[str, Callable[[Look], Check]] = {
+#: The source's checks whose result may have changed, and that need no pass over all processes of the node.
+RECHECKS: dict[str, Callable[[Inspection], Check]] = {
     name: SOURCE_CHECKS[name]
     for name in (
         "process-tree",
         "open-files",
         "deleted-files",
-        "gpu-descriptors",  # the driver's checkpoint has closed what was a CUDA process's
+        "gpu-descriptors",  # the driver's checkpoint has closed those of CUDA processes
         "devices",
         "terminals",
         "io-uring",
@@ -91,44 +94,47 @@ RECHECKS: dict[str, Callable[[Look], Check]] = {
 }
 
 
-def new_files(look: Look, facts: RankFacts) -> Check:
-    """Files the target was not asked about. A mapped one could silently differ there; an open one CRIU checks."""
+def new_files(rank: Inspection, facts: RankFacts) -> Check:
+    """Files that the target has not compared. A mapped one could differ there unnoticed; CRIU itself checks an open one."""
     known = {fact.path for fact in facts.files}
-    new = [fact for fact in look.survey.facts if not fact.carried and fact.path not in known]
+    new = [fact for fact in rank.survey.facts if not fact.carried and fact.path not in known]
     if mapped := [fact.path for fact in new if fact.mapped]:
         return refused(
-            "new-files", f"mapped since preflight, not compared with the target: {listed(mapped)}", "try again"
+            "new-files",
+            f"the rank has mapped files since preflight, which the target has not compared: {listed(mapped)}",
+            "retry: preflight will then include them",
         )
     if new:
         return warned(
             "new-files",
-            f"opened since preflight, not looked for on the target: {listed([fact.path for fact in new])}",
-            "if the restore fails for one of them, try again: it will then be checked before the freeze",
+            "the rank has opened files since preflight, which the target has not looked for:"
+            f" {listed([fact.path for fact in new])}",
+            "if the restore fails because of one of them, retry: preflight will then include it",
         )
     return passed("new-files", "none")
 
 
 def sync_files(pids: Sequence[int], *, carry_paths: Sequence[str] = ()) -> list[str]:
-    """Flush every regular file the tree can write to, so that the target reads what the rank wrote.
+    """Flushes every regular file that the tree can write to, so that the target reads what the rank wrote.
 
-    Files under `carry_paths` are left out: they are read on this node, and a disk would only lengthen the pause.
-    Answers the problems in words. The rank's own descriptor is borrowed (pidfd_getfd) rather than the file opened
-    again: on NFS root may not open what the rank could.
+    Returns a description of each failure. Files under `carry_paths` are left out: they are read on this node, and writing
+    them to disk would only lengthen the pause. The rank's own descriptor is duplicated (pidfd_getfd) instead of opening
+    the file again, because on NFS root may not be allowed to open it.
     """
     problems = []
     synced: set[tuple[int, int]] = set()
     for pid in pids:
         try:
-            for what, inode, reopen in _writable_files(pid):
-                if inode in synced or is_carried(what, carry_paths):
+            for path, inode, reopen in _writable_files(pid):
+                if inode in synced or is_carried(path, carry_paths):
                     continue
                 synced.add(inode)
                 try:
                     _sync(reopen())
                 except OSError as error:
-                    problems.append(plain(f"{what}: {error.strerror}"))
-        except (FileNotFoundError, ProcessLookupError):
-            continue  # ended, and the kernel closed what it had
+                    problems.append(plain(f"{path}: {error.strerror}"))
+        except GONE:
+            continue  # it has ended, and the kernel has closed its files
         except OSError as error:
             problems.append(plain(f"pid {pid}: {error}"))
     return problems
@@ -142,25 +148,25 @@ def _sync(handle: int) -> None:
 
 
 def _writable_files(pid: int) -> Iterator[tuple[str, tuple[int, int], Callable[[], int]]]:
-    """Name, inode and a way to get a handle of each writable regular file: by descriptors, then by mappings."""
+    """Path, inode and a function that opens each writable regular file: first descriptors, then mappings."""
     for descriptor in read_descriptors(pid):
         stat = descriptor.stat
         if stat is not None and descriptor.writable and _needs_sync(descriptor.link, stat):
-            yield descriptor.link, (stat.st_dev, stat.st_ino), partial(_borrow, pid, descriptor.number)
-    for mapping in read_mappings(pid):
+            yield descriptor.link, (stat.st_dev, stat.st_ino), partial(_duplicate, pid, descriptor.number)
+    for mapping in maps.read(pid):
         if mapping.shared and mapping.writable and mapping.path.startswith("/"):
-            path = f"/proc/{pid}/map_files/{mapping.span}"
+            path = maps.map_file(pid, mapping)
             stat = os.stat(path)
             if _needs_sync(mapping.path, stat):
                 yield mapping.path, (stat.st_dev, stat.st_ino), partial(os.open, path, os.O_RDONLY | os.O_CLOEXEC)
 
 
 def _needs_sync(link: str, stat: os.stat_result) -> bool:
-    """Named regular files; shared memory and unlinked files have no place to be written to."""
+    """Whether this is a regular file with a name. Shared memory and unlinked files are not on a disk."""
     return kind_of(link, stat) is Kind.FILE and mode_of.S_ISREG(stat.st_mode) and not link.startswith("/dev/shm/")
 
 
-def _borrow(pid: int, number: int) -> int:
+def _duplicate(pid: int, number: int) -> int:
     pidfd = os.pidfd_open(pid)
     try:
         handle: int = _libc.syscall(_SYS_PIDFD_GETFD, pidfd, number, 0)

@@ -1,8 +1,8 @@
-"""The content of a file in 16 bytes, so that equal files with different times are known to be equal.
+"""A 16-byte digest of a file's content, to recognise equal files whose times differ.
 
-Files up to WHOLE_BYTES are read whole; larger ones at evenly spaced places, which tells two builds of one library apart
-at a bounded cost. Both nodes use this same rule, so digests of one size can be compared. Kept in memory by
-(device, inode, mtime, size): a library is read once in the daemon's life.
+Files up to WHOLE_BYTES are read completely. Larger ones are sampled at evenly spaced places, which distinguishes two
+builds of one library at a bounded cost. Both nodes use the same rule, so digests of the same size can be compared.
+Digests are cached by (device, inode, mtime, size): a daemon reads each library once.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ import xxhash
 
 WHOLE_BYTES = 256 * 1024 * 1024
 BLOCK_BYTES = 1024 * 1024
-REMEMBERED = 8192
+CACHED = 8192
 
 _known: OrderedDict[tuple[int, int, int, int], bytes] = OrderedDict()
 
 
 def content_digest(path: str, size: int, deadline: float = float("inf")) -> bytes:
-    """xxh3-128 of the first `size` bytes, empty where the file is shorter or `deadline` (monotonic) passed.
+    """xxh3-128 of the first `size` bytes; empty if the file is shorter or `deadline` (monotonic) has passed.
 
-    A prefix, because a log that others append to is still the same file up to where the rank has seen it.
+    Only a prefix is compared, because a log that other processes append to is still the same file up to `size`.
     """
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         stat = os.fstat(handle)
         key = (stat.st_dev, stat.st_ino, stat.st_mtime_ns, size)
-        if (kept := _known.get(key)) is not None:
-            return kept
+        if (cached := _known.get(key)) is not None:
+            return cached
         state = xxhash.xxh3_128(size.to_bytes(8, "little"))
         for offset in _offsets(size):
             if time.monotonic() > deadline:
@@ -42,7 +42,7 @@ def content_digest(path: str, size: int, deadline: float = float("inf")) -> byte
     finally:
         os.close(handle)
     _known[key] = state.digest()
-    while len(_known) > REMEMBERED:
+    while len(_known) > CACHED:
         _known.popitem(last=False)
     return state.digest()
 

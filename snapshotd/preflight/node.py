@@ -1,6 +1,6 @@
-"""What this node is: kernel, architecture, CPU features, free memory; and whether the kernel has what a move needs.
+"""Which CPU features a program can depend on, and whether this node's kernel has what a move needs.
 
-Features are tried, not deduced from version numbers: distributions backport, and sandboxes take away.
+Kernel features are tried rather than derived from the version number: distributions backport, and sandboxes restrict.
 """
 
 from __future__ import annotations
@@ -8,11 +8,12 @@ from __future__ import annotations
 import ctypes
 import errno
 import functools
-import platform
 import re
 from pathlib import Path
 
-#: CPU flags that userland cannot use or that only tell how the kernel or a hypervisor works: they may differ.
+from snapshotd.proc import host, mountinfo
+
+#: CPU flags that programs cannot use, or that only describe the kernel or a hypervisor: they may differ between nodes.
 KERNEL_ONLY_FLAGS = frozenset(
     """
     acpi amd_ibpb_ret amd_lbr_v2 amd_ppin aperfmperf apic arat arch_capabilities arch_lbr arch_perfmon art avic
@@ -31,70 +32,41 @@ KERNEL_ONLY_FLAGS = frozenset(
 )
 
 _SYS_PIDFD_GETFD = 438  # the same number on every architecture
-_CPU_LINE = re.compile(r"^(?:flags|Features)\s*:\s*(.*)$", re.MULTILINE)
 
 
-def architecture() -> str:
-    return platform.machine()
-
-
-def kernel_release() -> str:
-    return platform.release()
-
-
-@functools.cache
-def cpu_features() -> list[str]:
-    """The features that every CPU of this node has and that a program can see, sorted."""
-    found = [frozenset(line.split()) for line in _CPU_LINE.findall(Path("/proc/cpuinfo").read_text(errors="replace"))]
-    return sorted(frozenset.intersection(*found) - KERNEL_ONLY_FLAGS) if found else []
-
-
-def memory_available_bytes() -> int:
-    """What the kernel believes can be had without swapping."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        name, _, rest = line.partition(":")
-        if name == "MemAvailable":
-            return int(rest.split()[0]) * 1024
-    return 0
+def program_cpu_features() -> list[str]:
+    """The features that every CPU of this node has and that a program can use, sorted."""
+    return [name for name in host.cpu_features() if name not in KERNEL_ONLY_FLAGS]
 
 
 def version_pair(text: str) -> tuple[int, int] | None:
-    """Major and minor of a version as programs print it, or None where there is none in it."""
+    """Major and minor of a version as programs print it, or None if the text contains none."""
     found = re.search(r"(\d{1,6})\.(\d{1,6})", text)
     return (int(found[1]), int(found[2])) if found else None
 
 
-def unified_cgroup_root(mountinfo: str = "/proc/self/mountinfo") -> Path | None:
-    """Where cgroup v2 is mounted, alone or beside v1 (hybrid)."""
-    for line in Path(mountinfo).read_text(errors="replace").splitlines():
-        fields, _, kind = line.partition(" - ")
-        if kind.split(" ", 1)[0] == "cgroup2":
-            return Path(fields.split()[4].replace("\\040", " "))
-    return None
-
-
 def kernel_problems(cgroup: str = "") -> list[str]:
-    """What this kernel lacks, in words; `cgroup` is a v2 path to look at (the root group has neither file)."""
+    """What this kernel lacks; `cgroup` is the v2 path to examine (the root group has neither file)."""
     problems = []
-    root = unified_cgroup_root()
+    root = mountinfo.cgroup2_root()
     if root is None:
-        problems.append("cgroup v2 is not mounted")
+        problems.append("a mounted cgroup v2")
     else:
         group = root / cgroup.lstrip("/") if cgroup.strip("/") else _any_group(root)
         if group is not None:
             problems += [
-                f"cgroup v2 has no {name} (Linux {since})"
+                f"{name} in cgroup v2 (Linux {since})"
                 for name, since in (("cgroup.freeze", "5.2"), ("cgroup.kill", "5.14"))
                 if not (group / name).exists()
             ]
-        elif (version_pair(kernel_release()) or (0, 0)) < (5, 14):
-            problems.append("cgroup v2 has no cgroup.kill (Linux 5.14)")
+        elif (version_pair(host.kernel()) or (0, 0)) < (5, 14):
+            problems.append("cgroup.kill in cgroup v2 (Linux 5.14)")
     if not _has_pidfd_getfd():
-        problems.append("no pidfd_getfd (Linux 5.6)")
+        problems.append("pidfd_getfd (Linux 5.6)")
     if not Path("/proc/self/ns/time").exists():
-        problems.append("no time namespaces (CONFIG_TIME_NS)")
+        problems.append("time namespaces (CONFIG_TIME_NS)")
     if not Path("/proc/self/map_files").exists():
-        problems.append("no /proc/PID/map_files (CONFIG_CHECKPOINT_RESTORE)")
+        problems.append("/proc/PID/map_files (CONFIG_CHECKPOINT_RESTORE)")
     return problems
 
 

@@ -1,7 +1,7 @@
-"""The distinct things behind a tree's descriptors and mappings: each file once, however many processes have it.
+"""The distinct objects behind a tree's descriptors and mappings: each file once, however many processes have it.
 
-A torch process maps one library six times and its forked workers map it again; everything that costs a system call is
-done once per object. What an object *is* is decided here and nowhere else.
+A torch process maps one library six times, and its forked workers map it again. Everything that costs a system call is
+done once for each object. What kind of object it is, is decided here and nowhere else.
 """
 
 from __future__ import annotations
@@ -13,9 +13,12 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from snapshotd.proc.processes import DELETED, Mapping, Process
+from snapshotd.preflight.process_info import ProcessInfo
+from snapshotd.proc.maps import DELETED, Mapping, map_file
 
 _GPU = re.compile(r"/dev/(nvidia|dri/|kfd|nvmap)")
+#: RDMA and other network devices that programs use past the kernel's sockets.
+NETWORK_DEVICE = re.compile(r"^/dev/(infiniband/|gdrdrv|hfi1|cxi)")
 _NFS_LEFTOVER = re.compile(r"^\.nfs[0-9a-f]{8,}")
 
 
@@ -23,16 +26,16 @@ class Kind(Enum):
     """What an object is, as far as moving it is concerned."""
 
     FILE = auto()  # a regular file with a name
-    GHOST = auto()  # a regular file whose last name was removed: lives in the image
-    NAMELESS = auto()  # its name was removed while it has other names, none of which can travel for it
-    MEMORY = auto()  # memfd or anonymous shared memory: lives in the image
+    GHOST = auto()  # a regular file whose last name was removed: stored in the image
+    NAMELESS = auto()  # its name was removed; it has other names, but it cannot be moved under any of them
+    MEMORY = auto()  # memfd or anonymous shared memory: stored in the image
     SYSV = auto()
     HUGE = auto()
     AIO = auto()
-    PSEUDO = auto()  # /proc and /sys: made by the target's kernel
+    PSEUDO = auto()  # /proc and /sys: provided by the target's kernel
     DIRECTORY = auto()
     FIFO = auto()
-    GPU = auto()  # a device of a GPU, by its name
+    GPU = auto()  # the device of a GPU, recognised by its path
     DEVICE = auto()
     ANON = auto()  # anon_inode, pidfd, namespace…: named by its link
     PIPE = auto()
@@ -48,9 +51,9 @@ class Object:
     mapped: bool = False
     executable: bool = False
     shared: bool = False  # mapped shared and writable
-    handle: str = ""  # a path under /proc that reaches it whatever happened to its name
-    other_name: str = ""  # of a file whose own name was removed: the one it travels under
-    holders: dict[Process, int] = field(default_factory=dict)  # process -> one of its descriptors, -1: mapped only
+    handle: str = ""  # a path under /proc that opens it even if its name was removed
+    other_name: str = ""  # of a file whose name was removed: the name under which it is moved
+    holders: dict[ProcessInfo, int] = field(default_factory=dict)  # process -> one of its descriptors, -1: mapped only
 
     @property
     def path(self) -> str:
@@ -73,15 +76,15 @@ class Object:
         return f"{process} {'maps' if number < 0 else f'fd {number}:'} {self.link}"
 
 
-def gather(processes: Iterable[Process]) -> list[Object]:
-    """All distinct objects of these processes, in the order they were met."""
+def gather(processes: Iterable[ProcessInfo]) -> list[Object]:
+    """All distinct objects of these processes, in the order in which they were found."""
     found: dict[object, Object] = {}
     mapped: dict[tuple[str, int, str], Object] = {}
     for process in processes:
         for descriptor in process.descriptors:
             stat = descriptor.stat
             key: object = (stat.st_dev, stat.st_ino, descriptor.link) if stat else descriptor.link
-            if _is_countless(descriptor.link):  # all of one name, yet each an object of its own
+            if _is_unnamed(descriptor.link):  # they share one link text, but each is a separate object
                 key = (process.pid, descriptor.number)
             thing = found.get(key)
             if thing is None:
@@ -93,7 +96,7 @@ def gather(processes: Iterable[Process]) -> list[Object]:
             thing = mapped.get((mapping.device, mapping.inode, mapping.path))
             if thing is None:
                 thing = _mapped_object(process, mapping, found)
-                if thing is None:  # unmapped while it was looked at
+                if thing is None:  # unmapped in the meantime
                     continue
                 mapped[mapping.device, mapping.inode, mapping.path] = thing
             thing.mapped = True
@@ -104,8 +107,8 @@ def gather(processes: Iterable[Process]) -> list[Object]:
     return list(found.values())
 
 
-def _mapped_object(process: Process, mapping: Mapping, found: dict[object, Object]) -> Object | None:
-    handle = f"/proc/{process.pid}/map_files/{mapping.span}"
+def _mapped_object(process: ProcessInfo, mapping: Mapping, found: dict[object, Object]) -> Object | None:
+    handle = map_file(process.pid, mapping)
     stat = None
     if mapping.path.startswith("/") and not mapping.path.startswith("/SYSV"):
         try:
@@ -116,12 +119,12 @@ def _mapped_object(process: Process, mapping: Mapping, found: dict[object, Objec
     return found.setdefault(key, Object(kind_of(mapping.path, stat), mapping.path, stat, handle=handle))
 
 
-def _is_countless(link: str) -> bool:
+def _is_unnamed(link: str) -> bool:
     return link.startswith("anon_inode:")
 
 
 def kind_of(link: str, stat: os.stat_result | None) -> Kind:
-    """What is behind a link of /proc/PID/fd or the path of a mapping."""
+    """The kind of object that a link of /proc/PID/fd, or the path of a mapping, refers to."""
     for start, kind in (
         ("/memfd:", Kind.MEMORY),
         ("/dev/zero" + DELETED, Kind.MEMORY),
@@ -155,11 +158,11 @@ def kind_of(link: str, stat: os.stat_result | None) -> Kind:
 
 
 def give_names(things: Iterable[Object], carry_paths: Sequence[str], prefix: str) -> None:
-    """A node-local file that lost the name it was opened by, but has another in the same directory, travels under that.
+    """Gives node-local files whose name was removed another name of theirs in the same directory, to be moved under it.
 
-    So does every named semaphore: sem_open makes it under a temporary name, and those that spawned workers open keep only
-    their real one. `prefix` leads to the rank's root directory. Where two files had the same name, which is which
-    cannot be told on the target: they stay nameless.
+    Every named semaphore needs this: sem_open creates it under a temporary name, and only its real name remains.
+    `prefix` leads to the rank's root directory. If two files had the same name, the target could not distinguish them:
+    they stay nameless.
     """
     things = list(things)
     lost = [thing for thing in things if _can_be_named(thing, carry_paths)]
@@ -180,7 +183,7 @@ def give_names(things: Iterable[Object], carry_paths: Sequence[str], prefix: str
 def _can_be_named(thing: Object, carry_paths: Sequence[str]) -> bool:
     return (
         thing.kind is Kind.NAMELESS
-        and thing.link.endswith(DELETED)  # not what NFS keeps: its other names are on the server
+        and thing.link.endswith(DELETED)  # not a file that NFS keeps: its other names are on the server
         and thing.stat is not None
         and mode_of.S_ISREG(thing.stat.st_mode)
         and is_carried(thing.path, carry_paths)
@@ -189,7 +192,7 @@ def _can_be_named(thing: Object, carry_paths: Sequence[str]) -> bool:
 
 
 def _names_in(prefix: str, folder: str, inodes: Collection[tuple[int, int]]) -> dict[tuple[int, int], list[str]]:
-    """The names in one directory of these files."""
+    """The names that these files have in one directory."""
     found: dict[tuple[int, int], list[str]] = {}
     numbers = {number for _, number in inodes}
     try:
@@ -199,7 +202,7 @@ def _names_in(prefix: str, folder: str, inodes: Collection[tuple[int, int]]) -> 
                     stat = entry.stat(follow_symlinks=False)
                     found.setdefault((stat.st_dev, stat.st_ino), []).append(f"{folder}/{entry.name}")
     except (FileNotFoundError, NotADirectoryError):
-        pass  # removed with the directory, or while it was read: the files there are nameless
+        pass  # the directory was removed: the files in it are nameless
     return found
 
 
@@ -208,7 +211,7 @@ def is_pseudo(path: str) -> bool:
 
 
 def is_carried(path: str, carry_paths: Sequence[str]) -> bool:
-    """Whether a path lies inside a node-local directory; the directory itself is there on every node."""
+    """Whether a path is inside a node-local directory. The directory itself exists on every node."""
     return any(path.startswith(folder.rstrip("/") + "/") for folder in carry_paths)
 
 

@@ -1,40 +1,39 @@
-"""Who else, outside the rank's tree, holds what the rank holds.
+"""Which processes outside the rank's tree have the same objects open or mapped as the rank.
 
-One pass over /proc, only for what was asked. Whatever is shared with a process that stays behind would be torn in two
-by a move, silently: that is why every finding is a refusal and not a note.
+One pass over /proc, for the given objects only. A move would silently separate the rank from a process that shares an
+object with it and stays behind.
 """
 
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from snapshotd.preflight.objects import Object
-from snapshotd.proc.processes import Process, read_identity, read_links
-
-#: device and inode in a line of /proc/PID/maps
-_FILE = re.compile(rb"^\S+ \S{4} \S+ ([0-9a-f]+):([0-9a-f]+) ([1-9]\d*) ", re.MULTILINE)
+from snapshotd.preflight.process_info import ProcessInfo, read_identity
+from snapshotd.proc import maps
+from snapshotd.proc.fd import read_links
+from snapshotd.proc.files import GONE
 
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    process: Process
+    process: ProcessInfo
     how: str  # "has it open" or "maps it"
 
     def __str__(self) -> str:
         return f"{self.process} {self.how}"
 
 
-#: What is held: a link such as pipe:[7], or the device and inode of a file.
+#: An object: a link such as pipe:[7], or the device and inode of a file.
 Held = str | tuple[int, int]
 
 
 def find_outsiders(
     inside: Collection[int], links: Collection[str], files: Iterable[Object]
 ) -> dict[Held, list[Holder]]:
-    """Who outside holds what. `links` match by name (pipe:[…], socket:[…]), `files` by device and inode."""
+    """The outside holders of each object. `links` match by text (pipe:[…], socket:[…]), `files` by device and inode."""
     things = list(files)
     wanted = {thing.inode for thing in things}
     names = {name for thing in things for name in (thing.link, thing.path)}
@@ -46,14 +45,14 @@ def find_outsiders(
         try:
             hits = _open_hits(pid, links, names, wanted)
             hits |= _mapped_hits(pid, wanted)
-            who = read_identity(pid) if hits else None
-        except (FileNotFoundError, ProcessLookupError):
-            continue  # gone: it holds nothing
+            holder = read_identity(pid) if hits else None
+        except GONE:
+            continue
         except PermissionError:
-            continue  # a sandbox that not even root may look into shares nothing with a user's job
-        if who is not None:
+            continue  # a sandbox that not even root may inspect shares nothing with a user's job
+        if holder is not None:
             for held, how in hits.items():
-                found.setdefault(held, []).append(Holder(who, how))
+                found.setdefault(held, []).append(Holder(holder, how))
     return found
 
 
@@ -74,9 +73,4 @@ def _open_hits(
 def _mapped_hits(pid: int, wanted: Collection[tuple[int, int]]) -> dict[Held, str]:
     if not wanted:
         return {}
-    with open(f"/proc/{pid}/maps", "rb") as file:
-        text = file.read()
-    # Other processes' maps are the bulk of the work: device and inode alone, each pair once.
-    pairs = {(int(major, 16), int(minor, 16), int(inode)) for major, minor, inode in set(_FILE.findall(text))}
-    inodes = {(os.makedev(major, minor), inode) for major, minor, inode in pairs}
-    return {inode: "maps it" for inode in inodes if inode in wanted}
+    return {inode: "maps it" for inode in maps.parse_inodes(maps.read_raw(pid)) if inode in wanted}

@@ -1,8 +1,8 @@
-"""Whom the rank talks to: the protocol, ends and peers of every socket in the tree.
+"""The protocol of every socket in the tree, and the peers of unix sockets.
 
-The protocol comes from the socket itself (an extended attribute of /proc/PID/fd/N), because tables leave out sockets
-that are not bound. Peers of unix sockets are known to sock_diag alone, asked from a thread of its own that enters the
-process's network namespace and ends.
+The protocol comes from the socket itself (an extended attribute of /proc/PID/fd/N), because the kernel's tables omit
+sockets that are not bound. Only sock_diag knows the peers of unix sockets. It is queried from a new thread, which enters
+the process's network namespace and then ends.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import threading
 from collections.abc import Sequence
 
 from snapshotd.preflight.objects import Kind, Object
+from snapshotd.proc import namespaces
 
 _INET = ("TCP", "UDP", "RAW", "PING", "MPTCP", "SCTP", "DCCP", "SMC")
 _CLONE_NEWNET = 0x40000000
@@ -26,7 +27,7 @@ def inode_of(thing: Object) -> int:
 
 
 def protocol_of(thing: Object) -> str:
-    """The kernel's name of the protocol: TCP, UDPv6, UNIX-STREAM, NETLINK, AF_VSOCK…"""
+    """The kernel's name for the protocol: TCP, UDPv6, UNIX-STREAM, NETLINK, AF_VSOCK…"""
     return os.getxattr(thing.handle, "system.sockprotoname").rstrip(b"\0").decode(errors="replace")
 
 
@@ -38,7 +39,7 @@ def by_family(objects: Sequence[Object]) -> dict[str, list[tuple[Object, str]]]:
             continue
         try:
             protocol = protocol_of(thing)
-        except OSError:  # closed since, and the descriptor may be another file's by now
+        except OSError:  # closed in the meantime; the descriptor may refer to another file by now
             continue
         if protocol.startswith("UNIX"):
             family = "unix"
@@ -50,15 +51,8 @@ def by_family(objects: Sequence[Object]) -> dict[str, list[tuple[Object, str]]]:
     return families
 
 
-def unix_names(pid: int) -> dict[int, str]:
-    """inode -> name of the bound unix sockets in this process's network namespace, abstract ones with their @."""
-    with open(f"/proc/{pid}/net/unix", "rb") as file:
-        rows = (line.split(None, 7) for line in file.read().splitlines()[1:])
-        return {int(row[6]): os.fsdecode(row[7]) for row in rows if len(row) == 8}
-
-
 def unix_peers(pid: int) -> dict[int, int]:
-    """inode -> inode of the other end, in this process's network namespace. Raises OSError where it cannot ask."""
+    """inode -> inode of the peer, in this process's network namespace. Raises OSError if the query fails."""
     answer: list[dict[int, int]] = []
     failure: list[Exception] = []
 
@@ -69,7 +63,7 @@ def unix_peers(pid: int) -> dict[int, int]:
         except Exception as error:  # noqa: BLE001  (handed to the caller's thread)
             failure.append(error)
 
-    # setns changes one thread only; this one ends with it, so no other work can land in the wrong namespace.
+    # setns changes one thread only. This thread then ends, so no other work can run in the wrong namespace.
     thread = threading.Thread(target=ask, name="unix-diag")
     thread.start()
     thread.join()
@@ -79,7 +73,7 @@ def unix_peers(pid: int) -> dict[int, int]:
 
 
 def _enter_network(pid: int) -> None:
-    if os.readlink(f"/proc/{pid}/ns/net") == os.readlink("/proc/thread-self/ns/net"):
+    if namespaces.read(pid, "net") == namespaces.read("thread-self", "net"):
         return
     libc = ctypes.CDLL(None, use_errno=True)
     handle = os.open(f"/proc/{pid}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
@@ -91,11 +85,11 @@ def _enter_network(pid: int) -> None:
 
 
 def _ask_unix_diag() -> dict[int, int]:
-    """inode -> inode of the other end, of every connected unix socket here.
+    """inode -> inode of the peer, for every connected unix socket in this network namespace.
 
-    The other end of a connection that nobody has accepted yet is its listener, which knows who waits.
+    The peer of a connection that has not been accepted yet is the listener, which lists pending connections.
     """
-    from pyroute2 import DiagSocket  # half a second and 13 MiB that a rank without unix sockets need not cost
+    from pyroute2 import DiagSocket  # takes half a second and 13 MiB, only needed for ranks with unix sockets
 
     peers: dict[int, int] = {}
     waiting: dict[int, int] = {}

@@ -1,7 +1,7 @@
-"""The target's half of preflight: can this node take the rank those facts describe?
+"""The target's part of preflight: whether this node can run the rank that the facts describe.
 
-Nothing is changed here, nothing is reserved (Prepare does that). The facts come over the wire: every path in them is
-only ever looked at, never opened for writing, and what makes no sense is refused.
+Nothing is changed and nothing is reserved (Prepare does that). The facts come from another node: paths in them are
+examined but never opened for writing, and invalid ones are refused.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from functools import partial
 from snapshotd.api.snapshotd_pb2 import Check, NodeInfo, RankFacts
 from snapshotd.preflight import target_files
 from snapshotd.preflight.node import KERNEL_ONLY_FLAGS, version_pair
-from snapshotd.preflight.processes import criu_check, kernel_check
+from snapshotd.preflight.process_checks import criu_check, kernel_check
 from snapshotd.preflight.target_gpu import CONDITIONS, GpuOffer
 from snapshotd.preflight.verdict import guarded, listed, passed, refused, warned
 
-#: Kept free beside the rank, for the node's own life.
+#: Kept free in addition to what the rank needs, for the node itself.
 RESERVE_BYTES = 256 * 1024 * 1024
 
 
 @dataclass(frozen=True)
 class Offer:
-    """The facts of a rank held against this node."""
+    """The facts about a rank, and this node."""
 
     facts: RankFacts
     node: NodeInfo
@@ -43,11 +43,11 @@ def examine(
     restore_factor: float = 1.1,
     gpu_wish: str = "",
 ) -> list[Check]:
-    """Verdicts about taking this rank here; never raises. Blocking (files are looked at): for a thread.
+    """Verdicts about moving this rank here; never raises. Blocking (it examines files): run it in a thread.
 
-    `node` is this node as GetNode answers it. `may_replace` says whether this product itself left a file behind.
-    `restore_factor` is how much memory a restore takes at its peak for each byte of the rank, the image included.
-    `gpu_wish` is the GPU asked for, as snapshotd/cuda/pairing.py takes it. Of a rank without GPU one check of them is made.
+    `node` is this node as GetNode returns it. `may_replace` tells whether a file was left behind by an earlier move.
+    `restore_factor` is the peak memory of a restore for each byte of the rank, including the image. `gpu_wish` is the
+    requested GPU, in the form that snapshotd/cuda/pairing.py accepts. A rank without a GPU gets only one GPU check.
     """
     offer = Offer(facts, node, carry_paths, may_replace, restore_factor, GpuOffer(facts, node, gpu_wish))
     wanted = TARGET_CHECKS | (GPU_CHECKS if facts.HasField("gpu") else {})
@@ -57,7 +57,9 @@ def examine(
 def target_node(offer: Offer) -> Check:
     if offer.facts.source_node == offer.node.name:
         return refused(
-            "target-node", f"the rank is on {offer.node.name} already", "name another node (`migrator nodes`)"
+            "target-node",
+            f"the rank is already on {offer.node.name}",
+            "choose another node (`migrator nodes` lists them)",
         )
     return passed("target-node", f"{offer.facts.source_node} → {offer.node.name}")
 
@@ -68,7 +70,7 @@ def daemon_version(offer: Offer) -> Check:
     if there != here and (pair is None or pair != version_pair(here)):
         return refused(
             "daemon-version",
-            f"snapshotd {there} on the source, {here} here",
+            f"snapshotd is {there} on the source and {here} on {offer.node.name}",
             "install the same version on both nodes (ranks keep running while a daemon restarts)",
         )
     return passed("daemon-version", f"snapshotd {here}")
@@ -78,19 +80,19 @@ def architecture(offer: Offer) -> Check:
     if offer.facts.architecture != offer.node.architecture:
         return refused(
             "architecture",
-            f"{offer.facts.architecture} on the source, {offer.node.architecture} here",
-            "choose a node of the same architecture",
+            f"the source is {offer.facts.architecture}, {offer.node.name} is {offer.node.architecture}",
+            "choose a node with the same architecture",
         )
     return passed("architecture", offer.node.architecture)
 
 
 def cpu_features(offer: Offer) -> Check:
-    """A program asks once what the CPU can do and never again: the target must be able to do all of it."""
+    """A program detects the CPU's features once, at start: the target must have all of them."""
     missing = sorted(set(offer.facts.cpu_features) - set(offer.node.cpu_features) - KERNEL_ONLY_FLAGS)
     if missing:
         return refused(
             "cpu-features",
-            f"the source's CPU has, and this one lacks: {listed(missing, 12)}",
+            f"the CPU of {offer.node.name} lacks features that the source's has: {listed(missing, 12)}",
             "choose a node with the same or a newer CPU",
         )
     return passed("cpu-features", f"all {len(offer.facts.cpu_features)} of the source's")
@@ -101,8 +103,8 @@ def target_kernel(offer: Offer) -> Check:
     if check.verdict == Check.PASS and offer.facts.kernel != offer.node.kernel:
         return warned(
             "target-kernel",
-            f"Linux {offer.facts.kernel} on the source, {offer.node.kernel} here",
-            "usually fine; run the same kernel on all nodes to be sure",
+            f"the kernel is Linux {offer.facts.kernel} on the source and {offer.node.kernel} on {offer.node.name}",
+            "this usually works; to be sure, run the same kernel on all nodes",
         )
     return check
 
@@ -112,7 +114,9 @@ def target_criu(offer: Offer) -> Check:
     check = criu_check("target-criu", here)
     if check.verdict == Check.PASS and version_pair(there) != version_pair(here):
         return refused(
-            "target-criu", f"CRIU {there} on the source, {here} here", "install the same CRIU version on both nodes"
+            "target-criu",
+            f"CRIU is {there} on the source and {here} on {offer.node.name}",
+            "install the same CRIU version on both nodes",
         )
     return check
 
@@ -127,8 +131,8 @@ def users(offer: Offer) -> Check:
     if unknown:
         return warned(
             "users",
-            f"no user here has the id {listed(unknown)}",
-            "the rank keeps its numeric id; add the user if it looks itself up",
+            f"{offer.node.name} has no user with the id {listed(unknown)}",
+            "the rank keeps its numeric id; add the user if the program looks up its own name",
         )
     return passed("users", f"{len(offer.facts.user_ids)} known")
 
@@ -146,15 +150,15 @@ def directories(offer: Offer) -> Check:
 
 
 def memory(offer: Offer) -> Check:
-    parked = min(offer.facts.gpu.offloaded_bytes, offer.facts.memory_bytes)  # in stripes, of which nothing is restored
-    restored = int((offer.facts.memory_bytes - parked) * offer.restore_factor)
-    wanted = restored + parked + offer.facts.carried_bytes + RESERVE_BYTES
+    offloaded = min(offer.facts.gpu.offloaded_bytes, offer.facts.memory_bytes)  # arrives in stripes, not through CRIU
+    restored = int((offer.facts.memory_bytes - offloaded) * offer.restore_factor)
+    wanted = restored + offloaded + offer.facts.carried_bytes + RESERVE_BYTES
     free = offer.node.memory_available_bytes
     if free < wanted:
         return refused(
             "memory",
-            f"{_mib(wanted)} are needed to restore, {_mib(free)} are free",
-            "free memory here, or choose another node",
+            f"the restore needs {_mib(wanted)} of memory, {offer.node.name} has {_mib(free)} free",
+            f"free memory on {offer.node.name}, or choose another node",
         )
     return passed("memory", f"{_mib(free)} free, {_mib(wanted)} needed")
 
@@ -165,8 +169,8 @@ def image_room(offer: Offer) -> Check:
     if free < wanted:
         return refused(
             "image-room",
-            f"the image takes up to {_mib(wanted)}, the image store has room for {_mib(free)}",
-            "wait for other moves to end, or enlarge the tmpfs that holds image_dir",
+            f"the image needs up to {_mib(wanted)}, the image store of {offer.node.name} has {_mib(free)} free",
+            f"wait for other moves to end, or enlarge the tmpfs that holds image_dir on {offer.node.name}",
         )
     return passed("image-room", f"{_mib(free)} free, {_mib(wanted)} needed")
 
@@ -179,7 +183,7 @@ def _mib(size_bytes: int) -> str:
     return f"{-(-size_bytes >> 20)} MiB"
 
 
-#: name -> check, in the order a person reads them. Every name is described in the package's docstring.
+#: name -> check, in the order of the output. Every name is described in the package's docstring.
 TARGET_CHECKS: dict[str, Callable[[Offer], Check]] = {
     "target-node": target_node,
     "daemon-version": daemon_version,
@@ -196,7 +200,7 @@ TARGET_CHECKS: dict[str, Callable[[Offer], Check]] = {
     "gpu-present": partial(gpu_check, "gpu-present"),
 }
 
-#: More, for ranks that use a GPU.
+#: Additional checks for ranks that use a GPU.
 GPU_CHECKS: dict[str, Callable[[Offer], Check]] = {
     name: partial(gpu_check, name) for name in CONDITIONS if name not in TARGET_CHECKS
 }

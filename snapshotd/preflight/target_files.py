@@ -1,8 +1,9 @@
-"""Are the rank's files here, and are they the same? Looked at on the target, path by path.
+"""Whether the target has the rank's files, and whether they are identical. Checked on the target, path by path.
 
-Identical means: same kind and permissions (CRIU insists on both), and same size and time or the same digest. A file
-the rank writes to is only looked for: others may write to it as well. If it is not there, its directory is: the rank runs
-on and may have renamed it. A read-only file may have grown, if what the rank could have seen of it is the same.
+Identical means: the same type and permissions (CRIU requires both), and either the same size and time or the same digest.
+A file that the rank writes to only has to exist, because other processes may write to it as well. If it does not exist,
+its directory must: the rank keeps running and may have renamed the file. A read-only file may have grown, if the part that
+the rank could have seen is the same.
 """
 
 from __future__ import annotations
@@ -37,49 +38,51 @@ def files(name: str, facts: RankFacts) -> Check:
     if problems:
         return refused(
             name,
-            f"not the same here: {listed(problems)}",
+            f"files that the rank uses differ on the target: {listed(problems)}",
             "install the same software and mount the same file systems on both nodes; add node-local directories to"
             " carry_paths",
         )
     if sampled:
         return warned(
             name,
-            f"same size and equal at 256 places, other times, too large to compare whole: {listed(sampled)}",
-            "copy them with their times (cp -p, rsync -t) to have them compared by time",
+            f"large files were compared at 256 places only, because their times differ: {listed(sampled)}",
+            "copy them with their times (cp -p, rsync -t), so that they can be compared by time",
         )
     return passed(name, f"{len(wanted)} present and identical")
 
 
 def difference(fact: FileFact) -> str:
-    """What distinguishes the file here from the one the rank has, in words; empty where nothing does."""
+    """How the file on this node differs from the one that the rank has; empty if it does not."""
     if not is_clean(fact.path):
         return "not an absolute path"
     try:
         here = os.stat(fact.path)
     except (FileNotFoundError, NotADirectoryError):
-        return "" if _comes_and_goes(fact) else "not here"
+        return "" if _may_be_renamed(fact) else "does not exist"
     except OSError as error:
-        return f"cannot be looked at: {error.strerror}"
+        return f"cannot be examined: {error.strerror}"
     if mode_of.S_IFMT(here.st_mode) != mode_of.S_IFMT(fact.mode):
-        return f"is {_KINDS.get(mode_of.S_IFMT(here.st_mode), 'something else')} here"
+        return f"is {_KINDS.get(mode_of.S_IFMT(here.st_mode), 'of another type')}"
     if here.st_mode != fact.mode:
-        return f"has the mode {mode_of.S_IMODE(here.st_mode):o} here, {mode_of.S_IMODE(fact.mode):o} on the source"
+        return f"has mode {mode_of.S_IMODE(here.st_mode):o}, on the source {mode_of.S_IMODE(fact.mode):o}"
     if not fact.mtime_ns or fact.writable or (here.st_size, here.st_mtime_ns) == (fact.size, fact.mtime_ns):
         return ""
     if here.st_size < fact.size or (fact.mapped and here.st_size != fact.size):
-        return f"has {here.st_size} bytes here, {fact.size} on the source"
+        return f"has {here.st_size} bytes, on the source {fact.size}"
     if not fact.digest:
-        return "changed at another time, and its content was not compared"
+        return "has another modification time, and its content was not compared"
     try:
         same = content_digest(fact.path, fact.size) == fact.digest
     except OSError as error:
         return f"cannot be read: {error.strerror}"
-    return "" if same else "has other content here"
+    return "" if same else "has other content"
 
 
-def _comes_and_goes(fact: FileFact) -> bool:
-    """A checkpoint that is written under another name and renamed: the rank ran on since it was seen on the source. Its
-    directory being the very same here (a shared file system numbers it alike) is what matters."""
+def _may_be_renamed(fact: FileFact) -> bool:
+    """Whether the rank may have renamed the file since it was seen on the source, as when a checkpoint is finished.
+
+    Its directory must then be the same one: a shared file system gives it the same inode number on both nodes.
+    """
     if not fact.folder_inode:
         return False
     try:
@@ -96,7 +99,7 @@ def _same_times(fact: FileFact) -> bool:
 
 
 def carried_files(name: str, facts: RankFacts, carry_paths: Sequence[str], may_replace: Callable[[str], bool]) -> Check:
-    """A carried file needs a free path: what lies there already and is not ours may belong to somebody."""
+    """A carried file needs a free path: a file that is already there, and that no move left behind, may belong to a user."""
     wanted = [fact for fact in facts.files if fact.carried]
     problems = []
     for fact in wanted:
@@ -106,28 +109,28 @@ def carried_files(name: str, facts: RankFacts, carry_paths: Sequence[str], may_r
     if problems:
         return refused(
             name,
-            f"cannot be laid down here: {listed(problems)}",
+            f"files that are moved with the rank cannot be created on the target: {listed(problems)}",
             "remove what is in the way, or configure the same carry_paths on both nodes",
         )
-    return passed(name, f"{len(wanted)} to be laid down, {facts.carried_bytes >> 20} MiB" if wanted else "none")
+    return passed(name, f"{len(wanted)} to be created, {facts.carried_bytes >> 20} MiB" if wanted else "none")
 
 
 def _obstacle(fact: FileFact, carry_paths: Sequence[str], may_replace: Callable[[str], bool]) -> str:
     if not is_clean(fact.path) or not is_carried(fact.path, carry_paths):
-        return f"lies outside this node's carry_paths ({', '.join(carry_paths)})"
+        return f"is outside this node's carry_paths ({', '.join(carry_paths)})"
     try:
         here = os.lstat(fact.path)
     except FileNotFoundError:
         return _cannot_make(os.path.dirname(fact.path))
     except NotADirectoryError:
-        return "a directory above it is a file here"
+        return "a directory above it is a file"
     except OSError as error:
-        return f"cannot be looked at: {error.strerror}"
+        return f"cannot be examined: {error.strerror}"
     if mode_of.S_ISDIR(fact.mode):
-        return "" if mode_of.S_ISDIR(here.st_mode) else "is not a directory here"
+        return "" if mode_of.S_ISDIR(here.st_mode) else "is not a directory"
     if may_replace(fact.path) or _is_same(fact, here):
         return ""
-    return f"{_KINDS.get(mode_of.S_IFMT(here.st_mode), 'something')} of that name is here already"
+    return f"{_KINDS.get(mode_of.S_IFMT(here.st_mode), 'something')} of that name already exists"
 
 
 def _is_same(fact: FileFact, here: os.stat_result) -> bool:
@@ -146,26 +149,30 @@ def directories(name: str, facts: RankFacts, carry_paths: Sequence[str]) -> Chec
         if not is_clean(path):
             missing.append(f"{path!r}: not an absolute path")
         elif not os.path.isdir(path):
-            reason = _cannot_make(path) if is_carried(path, carry_paths) else "not here"
+            reason = _cannot_make(path) if is_carried(path, carry_paths) else "does not exist"
             made += not reason
             if reason:
                 missing.append(f"{path}: {reason}")
     if missing:
-        return refused(name, f"directories: {listed(missing)}", "mount the same file systems on both nodes")
-    return passed(name, f"{len(facts.directories)} there" + (f", {made} of them to be made" if made else ""))
+        return refused(
+            name,
+            f"directories that the rank uses are missing on the target: {listed(missing)}",
+            "mount the same file systems on both nodes",
+        )
+    return passed(name, f"{len(facts.directories)} directories" + (f", {made} of them to be created" if made else ""))
 
 
 def _cannot_make(path: str) -> str:
-    """Why a directory can neither be used nor made here; empty where it can."""
+    """Why a directory neither exists nor can be created; empty if it does or can."""
     while not os.path.lexists(path):
         path = os.path.dirname(path)
     if not os.path.isdir(path):
-        return f"{path} is not a directory here"
+        return f"{path} is not a directory"
     if os.statvfs(path).f_flag & os.ST_RDONLY:
-        return f"{path} is read-only here"
+        return f"{path} is on a read-only file system"
     return ""
 
 
 def is_clean(path: str) -> bool:
-    """Absolute and without anything that leads elsewhere: the kernel never prints other paths."""
+    """Whether the path is absolute and has no `..`: the kernel never prints other paths."""
     return path.startswith("/") and "\0" not in path and ".." not in path.split("/") and len(path) < 4096

@@ -1,7 +1,7 @@
-"""Can the rank's GPUs be found here? The checks use the same choice that Prepare will make (snapshotd/cuda/pairing.py).
+"""Whether this node has suitable GPUs. The checks use the same choice that Prepare will make (snapshotd/cuda/pairing.py).
 
-The choice goes through its conditions in order and stops at the first that nothing here meets; the checks are these
-conditions by name. Those behind it were not reached, and say so.
+The choice applies its conditions in order and stops at the first that no GPU of this node meets. Each check is one of
+these conditions. The checks after the failed one report that they were not reached.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from snapshotd.api.snapshotd_pb2 import Check
 from snapshotd.cuda.pairing import Unfit, choose
 from snapshotd.preflight.verdict import passed, refused, warned
 
-#: The conditions of the choice, in its order, each with what it means to have met it.
+#: The conditions in order, each with the text to show if it is met.
 CONDITIONS = {
-    "gpu-present": "enough GPUs here",
+    "gpu-present": "enough GPUs",
     "gpu-driver": "",
     "gpu-mig": "whole GPUs",
     "gpu-chip": "the same chip",
-    "gpu-free": "not taken by others",
+    "gpu-free": "not in use",
     "gpu-memory": "enough free memory",
 }
 
 
 @dataclass(frozen=True)
 class GpuOffer:
-    """The GPUs of a rank held against those of this node."""
+    """The GPUs that a rank needs, compared with those of this node."""
 
     facts: pb.RankFacts
     node: pb.NodeInfo
@@ -48,14 +48,14 @@ class GpuOffer:
         if name == "gpu-present" and self.node.gpu_problem and not self.node.gpus:
             return refused(
                 name,
-                f"this node's GPUs cannot be told: {self.node.gpu_problem}",
-                "see that `nvidia-smi` works for root on this node",
+                f"the GPUs of {self.node.name} cannot be listed: {self.node.gpu_problem}",
+                f"make sure that `nvidia-smi` works for root on {self.node.name}",
             )
         if isinstance(choice, Unfit):
             if choice.check == name:
                 return refused(name, choice.reason, choice.advice)
             if list(CONDITIONS).index(choice.check) < list(CONDITIONS).index(name) and name != "gpu-driver":
-                return passed(name, f"not looked at: see {choice.check}")
+                return passed(name, f"not checked, because {choice.check} failed")
         if name == "gpu-driver":
             return self._driver()
         if name == "gpu-present" and not isinstance(choice, Unfit):
@@ -64,16 +64,16 @@ class GpuOffer:
 
     def _without(self) -> Check:
         if self.wish:
-            return warned("gpu-present", f"the rank uses no GPU, asked for {self.wish}", "leave --gpu out")
+            return warned("gpu-present", f"--gpu {self.wish} has no effect: the rank uses no GPU", "omit --gpu")
         return passed("gpu-present", "no GPU in use")
 
     def _driver(self) -> Check:
-        """The driver's own part of a process's memory goes with it: it must find the same driver again."""
+        """The process's memory contains state of the driver library, which must find the same driver version again."""
         there, here = self.facts.gpu.driver_version, self.node.driver_version
         if there != here:
             return refused(
                 "gpu-driver",
-                f"driver {there or 'unknown'} on the source, {here or 'none'} here",
+                f"the NVIDIA driver is {there or 'unknown'} on the source and {here or 'missing'} on {self.node.name}",
                 "install the same NVIDIA driver on both nodes, or choose another node",
             )
         return passed("gpu-driver", f"driver {here}")

@@ -1,7 +1,7 @@
-"""How a check speaks: a stable name, a verdict, the reason in words, and what a person can do about it.
+"""The result of a check: a stable name, a verdict, the reason, and what the operator can do about it.
 
-Invariant: making a verdict never raises. A check whose own code fails refuses and says so: what could not be looked at
-must not be moved.
+Invariant: making a verdict never raises. A check whose own code fails refuses with that reason: what could not be
+examined must not be moved.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ P = ParamSpec("P")
 
 log = logging.getLogger(__name__)
 
-RETRY = "try again; if it stays, report it with the daemon's log"
+RETRY = "retry; if it happens again, report it together with the daemon's log"
 
 
 def plain(text: str) -> str:
-    """Text that a protobuf string can hold: names of files and processes are bytes of any kind."""
+    """Text that a protobuf string can hold: names of files and processes can contain any bytes."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8").replace("\x00", "\\x00")
 
 
@@ -37,18 +37,18 @@ def refused(name: str, reason: str, remedy: str) -> Check:
 
 
 def listed(items: Sequence[str], limit: int = 5) -> str:
-    """The first few of many, and how many more there are: a reason is read by a person."""
+    """The first few items, and how many more there are."""
     shown = "; ".join(items[:limit])
     return shown if len(items) <= limit else f"{shown}; and {len(items) - limit} more"
 
 
 def guarded(name: str, check: Callable[P, Check], *args: P.args, **kwargs: P.kwargs) -> Check:
-    """The check's verdict, or a refusal that says why it could not be reached."""
+    """The check's verdict, or a refusal if the check itself failed."""
     try:
         return check(*args, **kwargs)
     except (FileNotFoundError, ProcessLookupError) as error:
-        return refused(name, f"a process or file vanished while it was looked at ({error})", RETRY)
-    except Exception as error:  # a defect in a check must not cost more than that check
+        return refused(name, f"a process ended, or a file was removed, during the check ({error})", RETRY)
+    except Exception as error:  # a defect in one check must not stop the others
         log.exception("preflight check %s failed", name)
         return refused(name, f"the check itself failed: {type(error).__name__}: {error}", RETRY)
 

@@ -1,6 +1,6 @@
-"""Facts of this machine, read from the kernel. The cgroup2 mount point is in snapshotd/proc/cgroup.py.
+"""Facts about this machine, read from the kernel.
 
-Invariant: nothing here changes anything, and what cannot change while the machine is up is read once.
+Invariant: nothing here has side effects. What cannot change while the machine is up is read once.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 from snapshotd import __version__
+from snapshotd.proc import cpuinfo, meminfo
 
 DAEMON_VERSION = __version__
 
@@ -22,7 +23,7 @@ _RAMFS_MAGIC = 0x858458F6
 
 @functools.cache
 def boot_id() -> str:
-    """Another one after every boot: a process recorded under another boot id no longer exists."""
+    """Changes with every boot: a process that was recorded under another boot id no longer exists."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
@@ -38,29 +39,22 @@ def architecture() -> str:
 
 @functools.cache
 def cpu_features() -> tuple[str, ...]:
-    """What the first CPU can do, sorted: `flags` on x86, `Features` on arm."""
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name.strip() in ("flags", "Features"):
-            return tuple(sorted(value.split()))
-    return ()
+    """The features that every CPU of this node has, sorted."""
+    return cpuinfo.features()
 
 
 def memory_available_bytes() -> int:
-    """MemAvailable: what can be taken without swapping."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return 0
+    """What can be allocated without swapping."""
+    return meminfo.available_bytes()
 
 
 def boottime_s() -> float:
-    """Seconds since boot, suspended ones included. Leases are differences of this clock; it never goes back."""
+    """Seconds since boot, including time spent suspended. This clock never goes back; leases are measured with it."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def is_ram_backed(path: Path) -> bool:
-    """Whether files made at `path` live in memory alone. Where it does not exist yet, its nearest parent answers."""
+    """Whether files at `path` are stored in memory only. If it does not exist yet, its nearest existing parent counts."""
     place = path
     while not place.exists() and place != place.parent:
         place = place.parent

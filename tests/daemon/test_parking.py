@@ -42,7 +42,7 @@ from snapshotd.moves.source import freeze
 from snapshotd.moves.source.departure import Leaving
 from snapshotd.moves.source.dump import Dump
 from snapshotd.moves.target import restore
-from snapshotd.preflight.gpu import RESERVE_BYTES
+from snapshotd.preflight.gpu_checks import RESERVE_BYTES
 from snapshotd.proc import host
 from snapshotd.proc.tree import Process
 from snapshotd.runtime.blocking import in_thread

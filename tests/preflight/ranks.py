@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from snapshotd.api.snapshotd_pb2 import Check, ProcessId, Rank, RankFacts
-from snapshotd.preflight import GpuLook, inspect_rank
+from snapshotd.preflight import DriverReport, inspect_rank
 
 CARRY_PATHS = ("/tmp", "/var/tmp", "/dev/shm")
 
@@ -57,7 +57,7 @@ class Child:
         keeper_pid: int | None = None,
         criu_version: str = "4.2.1",
         keeper_is_guest: bool = False,
-        gpu: GpuLook | None = None,
+        gpu: DriverReport | None = None,
     ) -> tuple[RankFacts, dict[str, Check]]:
         facts, checks = inspect_rank(
             self.pids,

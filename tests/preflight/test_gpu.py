@@ -14,7 +14,7 @@ import pytest
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import GpuFailed
 from snapshotd.api.snapshotd_pb2 import Check
-from snapshotd.preflight import GpuLook, recheck, refusals, source, uses_cuda
+from snapshotd.preflight import DriverReport, recheck, refusals, source, uses_cuda
 from snapshotd.preflight.source import GPU_CHECKS, SOURCE_CHECKS
 from snapshotd.proc import tree
 from snapshotd.proc.memory import cgroup_rooms, memory_room
@@ -101,7 +101,7 @@ def gpu_rank(rank: Starter, feature: str = "gpu()") -> Child:
     return rank(KEEPER.replace("FEATURE", feature.replace("\n", "\n    ")))
 
 
-def inspect(child: Child, gpu: GpuLook | None) -> tuple[pb.RankFacts, dict[str, Check]]:
+def inspect(child: Child, gpu: DriverReport | None) -> tuple[pb.RankFacts, dict[str, Check]]:
     return child.inspect(keeper_pid=child.pid, keeper_is_guest=True, gpu=gpu)
 
 
@@ -118,9 +118,11 @@ def card(index: int = 0, *processes: pb.GpuProcess, used: int = 3 * MIB, mig: bo
     )
 
 
-def seen(child: Child, *cards: pb.Gpu, driver: str = "580.159.04", cuda_pids: tuple[int, ...] | None = None) -> GpuLook:
+def seen(
+    child: Child, *cards: pb.Gpu, driver: str = "580.159.04", cuda_pids: tuple[int, ...] | None = None
+) -> DriverReport:
     pids = tuple(child.pids) if cuda_pids is None else cuda_pids
-    return GpuLook(driver, cards or (card(0, pb.GpuProcess(pid=child.pids[0], memory_bytes=30 * MIB)),), pids)
+    return DriverReport(driver, cards or (card(0, pb.GpuProcess(pid=child.pids[0], memory_bytes=30 * MIB)),), pids)
 
 
 def test_a_rank_that_uses_cuda_moves(rank: Starter) -> None:
@@ -150,8 +152,8 @@ def test_a_rank_without_gpu_has_one_line_of_it(rank: Starter) -> None:
 STRANGERS = {
     "watcher": ("a = os.open('/dev/nvidiactl', os.O_RDWR)", "/dev/nvidiactl", "migrator run"),
     "mapped": ("at(0x300000000, '/dev/nvidia0', 4096)", "maps /dev/nvidia0", "migrator run"),
-    "amd": ("os.open('/dev/kfd', os.O_RDWR)", "/dev/kfd", "only NVIDIA GPUs move"),
-    "display": ("os.open('/dev/dri/card0', os.O_RDWR)", "/dev/dri/card0", "only NVIDIA GPUs move"),
+    "amd": ("os.open('/dev/kfd', os.O_RDWR)", "/dev/kfd", "only NVIDIA GPUs can be moved"),
+    "display": ("os.open('/dev/dri/card0', os.O_RDWR)", "/dev/dri/card0", "only NVIDIA GPUs can be moved"),
 }
 
 
@@ -159,8 +161,8 @@ STRANGERS = {
 def test_a_gpu_that_the_checkpoint_does_not_close(rank: Starter, case: str) -> None:
     feature, where, remedy = STRANGERS[case]
     child = gpu_rank(rank, feature)
-    for look in (None, seen(child, cuda_pids=())):
-        checks = inspect(child, look)[1]
+    for report in (None, seen(child, cuda_pids=())):
+        checks = inspect(child, report)[1]
         assert [check.name for check in refusals(checks.values())] == ["gpu-descriptors"]
         assert f"(pid {child.pids[0]})" in checks["gpu-descriptors"].reason
         assert where in checks["gpu-descriptors"].reason
@@ -195,32 +197,39 @@ def test_after_the_freeze_no_gpu_may_be_left(rank: Starter) -> None:
     assert "/dev/nvidia0" in left.reason
 
 
-ALTERED: dict[str, tuple[str, Callable[[GpuLook], GpuLook], str, str]] = {
-    "old driver": ("gpu()", lambda look: replace(look, driver_version="565.57.01"), "gpu-driver", "565.57.01"),
-    "no driver": ("gpu()", lambda look: replace(look, driver_version="", problem="NVML: no"), "gpu-driver", "NVML: no"),
-    "no gpus": ("gpu()", lambda look: replace(look, gpus=()), "gpu-driver", "names none"),
+ALTERED: dict[str, tuple[str, Callable[[DriverReport], DriverReport], str, str]] = {
+    "old driver": ("gpu()", lambda report: replace(report, driver_version="565.57.01"), "gpu-driver", "565.57.01"),
+    "no driver": (
+        "gpu()",
+        lambda report: replace(report, driver_version="", problem="NVML: no"),
+        "gpu-driver",
+        "NVML: no",
+    ),
+    "no gpus": ("gpu()", lambda report: replace(report, gpus=()), "gpu-driver", "reports none"),
     "managed memory": (
         "gpu()\nat(0x7e0000000000, '/dev/nvidia-uvm', 8 << 20)",
-        lambda look: look,
+        lambda report: report,
         "gpu-managed-memory",
         r": 8 MiB",
     ),
-    "rdma": ("gpu()\nos.open('/dev/infiniband/uverbs0', os.O_RDONLY)", lambda look: look, "gpu-rdma", "uverbs0"),
+    "rdma": ("gpu()\nos.open('/dev/infiniband/uverbs0', os.O_RDONLY)", lambda report: report, "gpu-rdma", "uverbs0"),
     "mig": (
         "gpu()",
-        lambda look: replace(look, gpus=(card(0, *look.gpus[0].processes, mig=True),)),
+        lambda report: replace(report, gpus=(card(0, *report.gpus[0].processes, mig=True),)),
         "gpu-mig",
         "0 (NVIDIA H200",
     ),
     "mps": (
         "gpu()",
-        lambda look: replace(look, gpus=(card(0, pb.GpuProcess(pid=look.cuda_pids[0], memory_bytes=1, mps=True)),)),
+        lambda report: replace(
+            report, gpus=(card(0, pb.GpuProcess(pid=report.cuda_pids[0], memory_bytes=1, mps=True)),)
+        ),
         "gpu-mps",
         "pid",
     ),
     "large": (
         "gpu()",
-        lambda look: replace(look, gpus=(card(0, pb.GpuProcess(pid=look.cuda_pids[0], memory_bytes=1 << 50)),)),
+        lambda report: replace(report, gpus=(card(0, pb.GpuProcess(pid=report.cuda_pids[0], memory_bytes=1 << 50)),)),
         "gpu-host-memory",
         "leaves",
     ),
@@ -260,7 +269,7 @@ def test_device_memory_shared_with_others(rank: Starter, shim: FakeShim, exports
     shim.exports, shim.imports = exports, imports
     checks = inspect(child, seen(child))[1]
     assert [check.name for check in refusals(checks.values())] == ["gpu-ipc"]
-    assert f"{exports} handles given out, {imports} opened" in checks["gpu-ipc"].reason
+    assert f"{exports} handles exported, {imports} opened" in checks["gpu-ipc"].reason
     assert set(shim.asked) == {tree.Process.of(child.pids[0])}
     shim.missing = True
     assert inspect(child, seen(child))[1]["gpu-ipc"].verdict == Check.PASS

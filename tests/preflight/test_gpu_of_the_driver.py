@@ -11,7 +11,7 @@ import pytest
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.cuda.driver import Gpus
 from snapshotd.cuda.pairing import choose
-from snapshotd.preflight import GpuLook, inspect_rank, uses_cuda
+from snapshotd.preflight import DriverReport, inspect_rank, uses_cuda
 from snapshotd.proc.tree import Process
 from tests.cuda.processes import CudaProgram
 from tests.fakes.cuda_fake import GpuNode
@@ -41,13 +41,13 @@ async def gpus(node: GpuNode) -> AsyncIterator[Gpus]:
     await gpus.close()
 
 
-async def look(gpus: Gpus, pids: list[int]) -> GpuLook | None:
+async def driver_report(gpus: Gpus, pids: list[int]) -> DriverReport | None:
     held = [pid for pid in uses_cuda(pids) if await gpus.state(Process.of(pid)) is not None]
     told = await gpus.inventory()
-    return GpuLook(told.driver_version, tuple(told.gpus), tuple(held), told.problem) if held else None
+    return DriverReport(told.driver_version, tuple(told.gpus), tuple(held), told.problem) if held else None
 
 
-def facts_of(pid: int, gpu: GpuLook) -> pb.GpuFacts:
+def facts_of(pid: int, gpu: DriverReport) -> pb.GpuFacts:
     facts, checks = inspect_rank(
         [pid],
         pid,
@@ -69,7 +69,7 @@ async def test_from_the_driver_to_the_pairs(gpus: Gpus, program: CudaProgram, tm
     pid = program.process.pid
     program.tell("init")
     program.tell("allocate", 100)
-    seen = await look(gpus, [os.getpid(), pid])
+    seen = await driver_report(gpus, [os.getpid(), pid])
     assert seen is not None
     assert seen.cuda_pids == (pid,)
     told = facts_of(pid, seen)
@@ -85,4 +85,4 @@ async def test_from_the_driver_to_the_pairs(gpus: Gpus, program: CudaProgram, tm
 
 
 async def test_a_process_without_cuda_costs_nothing(gpus: Gpus) -> None:
-    assert await look(gpus, [os.getpid()]) is None
+    assert await driver_report(gpus, [os.getpid()]) is None

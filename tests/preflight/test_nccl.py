@@ -12,10 +12,11 @@ import pytest
 
 from snapshotd.api.snapshotd_pb2 import Check
 from snapshotd.inprocess import ncclctl
-from snapshotd.preflight import NcclLook
-from snapshotd.preflight.look import Look
-from snapshotd.preflight.nccl import communicators, environment, needed, static
-from snapshotd.preflight.resources import shared_memory
+from snapshotd.preflight import NcclReports
+from snapshotd.preflight.elf import needed_libraries
+from snapshotd.preflight.inspection import Inspection
+from snapshotd.preflight.nccl_checks import communicators, environment, static
+from snapshotd.preflight.resource_checks import shared_memory
 from tests.preflight.conftest import Starter
 
 NAMED = """
@@ -36,13 +37,13 @@ def report(**changes: object) -> ncclctl.Report:
     return ncclctl.parse(json.dumps(told))
 
 
-def look(pids: list[int]) -> Look:
-    return Look(pids, pids[0], ())
+def inspected(pids: list[int]) -> Inspection:
+    return Inspection(pids, pids[0], ())
 
 
 def test_a_communicator_that_is_whole_moves(rank: Starter) -> None:
     child = rank()
-    check = communicators(look(child.pids), NcclLook(((child.pid, report()),)))
+    check = communicators(inspected(child.pids), NcclReports(((child.pid, report()),)))
     assert (check.verdict, check.reason) == (Check.PASS, "1 communicators, in 1 processes")
 
 
@@ -59,20 +60,20 @@ def test_one_that_cannot_be_taken_down_is_refused_by_name(
     rank: Starter, changes: dict[str, object], words: str
 ) -> None:
     child = rank()
-    check = communicators(look(child.pids), NcclLook(((child.pid, report(**changes)),)))
+    check = communicators(inspected(child.pids), NcclReports(((child.pid, report(**changes)),)))
     assert check.verdict == Check.REFUSE
     assert f"process {child.pid}, communicator 00000000000000aa: " in check.reason
     assert words in check.reason
 
 
 def test_a_process_that_cannot_be_asked_is_refused(rank: Starter) -> None:
-    check = communicators(look(rank().pids), NcclLook(problem="it is stopped", remedy="continue it"))
+    check = communicators(inspected(rank().pids), NcclReports(problem="it is stopped", remedy="continue it"))
     assert (check.verdict, check.reason, check.remedy) == (Check.REFUSE, "it is stopped", "continue it")
 
 
 def test_nccl_that_no_library_brought_is_static(rank: Starter) -> None:
-    assert static(look(rank(NAMED + "start(b'pt_data_worker')").pids)).verdict == Check.PASS
-    check = static(look(rank(NAMED + "start(b'NCCL Progress 1')").pids))
+    assert static(inspected(rank(NAMED + "start(b'pt_data_worker')").pids)).verdict == Check.PASS
+    check = static(inspected(rank(NAMED + "start(b'NCCL Progress 1')").pids))
     assert check.verdict == Check.REFUSE
     assert "NCCL Progress 1" in check.reason
 
@@ -89,7 +90,7 @@ def library(compiler: str, path: Path, *options: str) -> Path:
 
 def test_torch_with_nccl_inside_is_warned_of(rank: Starter, tmp_path: Path, compiler: str) -> None:
     torch = library(compiler, tmp_path / "libtorch_cuda.so")
-    check = static(look(rank(f"ctypes.CDLL('{torch}')").pids))
+    check = static(inspected(rank(f"ctypes.CDLL('{torch}')").pids))
     assert check.verdict == Check.WARN
     assert str(torch) in check.reason
 
@@ -97,9 +98,9 @@ def test_torch_with_nccl_inside_is_warned_of(rank: Starter, tmp_path: Path, comp
 def test_torch_that_links_nccl_passes(rank: Starter, tmp_path: Path, compiler: str) -> None:
     nccl = library(compiler, tmp_path / "libnccl.so.2", "-Wl,-soname,libnccl.so.2")
     torch = library(compiler, tmp_path / "libtorch_cuda.so", "-Wl,--no-as-needed", str(nccl), f"-Wl,-rpath,{tmp_path}")
-    assert "libnccl.so.2" in needed(str(torch))
+    assert "libnccl.so.2" in needed_libraries(str(torch))
     child = rank(f"ctypes.CDLL('{torch}')")
-    assert static(look(child.pids)).verdict == Check.PASS
+    assert static(inspected(child.pids)).verdict == Check.PASS
     assert ncclctl.uses_nccl(child.pids) == child.pids
     assert ncclctl.uses_nccl([os.getpid()]) == []
     assert ncclctl.reports(child.pids) == []  # no shim in it
@@ -108,7 +109,7 @@ def test_torch_that_links_nccl_passes(rank: Starter, tmp_path: Path, compiler: s
 def test_nccl_past_the_shim_is_refused(rank: Starter, tmp_path: Path, compiler: str) -> None:
     nccl = library(compiler, tmp_path / "libnccl.so.2")
     child = rank(NAMED + f"ctypes.CDLL('{nccl}'); start(b'NCCL Service 0')")
-    check = communicators(look(child.pids), NcclLook())
+    check = communicators(inspected(child.pids), NcclReports())
     assert check.verdict == Check.REFUSE
     assert "NCCL Service 0" in check.reason
 
@@ -117,11 +118,11 @@ def test_presets_are_listed(rank: Starter, monkeypatch: pytest.MonkeyPatch) -> N
     for name in ("NCCL_RAS_ENABLE", "NCCL_NVLS_ENABLE", "NCCL_CUMEM_HOST_ENABLE"):
         monkeypatch.setenv(name, "0")
     child = rank()
-    check = environment(look(child.pids), NcclLook(((child.pid, report()),)))
+    check = environment(inspected(child.pids), NcclReports(((child.pid, report()),)))
     assert (check.verdict, check.reason.split(", ")[0]) == (Check.PASS, "NCCL_RAS_ENABLE=0")
     monkeypatch.setenv("NCCL_RAS_ENABLE", "1")
     child = rank()
-    check = environment(look(child.pids), NcclLook(((child.pid, report()),)))
+    check = environment(inspected(child.pids), NcclReports(((child.pid, report()),)))
     assert check.verdict == Check.WARN
     assert "NCCL_RAS_ENABLE=1" in check.reason
     assert "NCCL_NVLS" not in check.remedy
@@ -132,9 +133,9 @@ def test_memory_that_goes_with_the_communicators_is_no_obstacle(rank: Starter) -
     share = f"import mmap; f = open('{path}', 'a+b'); f.truncate(4096); m = mmap.mmap(f.fileno(), 4096)"
     child, other = rank(share), rank(share)
     try:
-        seen = Look(child.pids, child.pid, ("/dev/shm",))
+        seen = Inspection(child.pids, child.pid, ("/dev/shm",))
         assert shared_memory(seen).verdict == Check.REFUSE
-        seen = Look(child.pids, child.pid, ("/dev/shm",), nccl=NcclLook(((child.pid, report()),)))
+        seen = Inspection(child.pids, child.pid, ("/dev/shm",), nccl=NcclReports(((child.pid, report()),)))
         assert shared_memory(seen).verdict == Check.PASS
         assert other.process.poll() is None
     finally:

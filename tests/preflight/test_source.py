@@ -156,7 +156,7 @@ def test_inherited_unix_socket_is_held_outside(rank: Starter) -> None:
     child.pids.pop()  # the forked child counts as a stranger now
     _, checks = child.inspect()
     assert checks["unix-sockets"].verdict == Check.REFUSE
-    assert "also held by" in checks["unix-sockets"].reason
+    assert "also open in" in checks["unix-sockets"].reason
 
 
 def test_shared_memory_with_an_outsider(rank: Starter) -> None:

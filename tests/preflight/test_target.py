@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from snapshotd.api.snapshotd_pb2 import Check, FileFact, NodeInfo, ProcessId, Rank, RankFacts
-from snapshotd.preflight import architecture, cpu_features, examine, kernel_release, recheck, refusals
+from snapshotd.preflight import examine, recheck, refusals
 from snapshotd.preflight.digest import content_digest
 from snapshotd.preflight.target import TARGET_CHECKS
+from snapshotd.proc import host
 
 GIB = 1 << 30
 
@@ -23,12 +24,12 @@ def node() -> NodeInfo:
     return NodeInfo(
         name="node-2",
         version="0.1.7",
-        kernel=kernel_release(),
-        architecture=architecture(),
+        kernel=host.kernel(),
+        architecture=host.architecture(),
         criu_version="4.2.1",
         memory_available_bytes=16 * GIB,
         image_capacity_bytes=16 * GIB,
-        cpu_features=cpu_features(),
+        cpu_features=host.cpu_features(),
     )
 
 
@@ -36,10 +37,10 @@ def facts() -> RankFacts:
     return RankFacts(
         source_node="node-1",
         daemon_version="0.1.0",
-        architecture=architecture(),
-        cpu_features=cpu_features(),
+        architecture=host.architecture(),
+        cpu_features=host.cpu_features(),
         criu_version="4.2",
-        kernel=kernel_release(),
+        kernel=host.kernel(),
         memory_bytes=4 * GIB,
         directories=["/"],
         user_ids=[0],
@@ -133,7 +134,7 @@ def test_absent_file(tmp_path: Path) -> None:
     path.unlink()
     check = files_check(told, fact)
     assert check.verdict == Check.REFUSE
-    assert f"{path}: not here" in check.reason
+    assert f"{path}: does not exist" in check.reason
 
 
 def test_absent_file_that_is_being_written(tmp_path: Path) -> None:
@@ -144,7 +145,7 @@ def test_absent_file_that_is_being_written(tmp_path: Path) -> None:
     assert files_check(told, fact).verdict == Check.PASS
     fact.folder_inode += 1
     del told.files[:]
-    assert f"{path}: not here" in files_check(told, fact).reason
+    assert f"{path}: does not exist" in files_check(told, fact).reason
 
 
 def test_other_time_same_content(tmp_path: Path) -> None:
@@ -165,7 +166,7 @@ def test_other_content_of_the_same_size(tmp_path: Path) -> None:
 def test_shorter_file(tmp_path: Path) -> None:
     path, told, fact = the_file(tmp_path)
     path.write_bytes(b"cont")
-    assert "has 4 bytes here, 7 on the source" in files_check(told, fact).reason
+    assert "has 4 bytes, on the source 7" in files_check(told, fact).reason
 
 
 @pytest.mark.parametrize(("mapped", "verdict"), [(False, Check.PASS), (True, Check.REFUSE)])
@@ -187,10 +188,10 @@ def test_writable_file_is_only_looked_for(tmp_path: Path) -> None:
 def test_other_mode_and_other_kind(tmp_path: Path) -> None:
     path, told, fact = the_file(tmp_path)
     path.chmod(0o600)
-    assert "has the mode 600 here" in files_check(told, fact).reason
+    assert "has mode 600" in files_check(told, fact).reason
     path.unlink()
     path.mkdir()
-    assert "is a directory here" in files_check(told, fact).reason
+    assert "is a directory" in files_check(told, fact).reason
 
 
 def carried_check(tmp_path: Path, fact: FileFact, **options: object) -> Check:
@@ -204,7 +205,7 @@ def test_carried_file(tmp_path: Path) -> None:
     path, _, fact = the_file(tmp_path)
     assert carried_check(tmp_path, fact).verdict == Check.PASS  # identical
     path.write_bytes(b"of somebody else")
-    assert "a file of that name is here already" in carried_check(tmp_path, fact).reason
+    assert "a file of that name already exists" in carried_check(tmp_path, fact).reason
     assert carried_check(tmp_path, fact, may_replace=lambda name: name == str(path)).verdict == Check.PASS
     path.unlink()
     assert carried_check(tmp_path, fact).verdict == Check.PASS  # free
@@ -223,9 +224,9 @@ def test_carried_directory(tmp_path: Path) -> None:
     assert carried_check(tmp_path, folder).verdict == Check.PASS
     (tmp_path / "a" / "b").rmdir()
     (tmp_path / "a" / "b").write_text("")
-    assert "is not a directory here" in carried_check(tmp_path, folder).reason
+    assert "is not a directory" in carried_check(tmp_path, folder).reason
     below = FileFact(path=f"{tmp_path}/a/b/c", mode=stat.S_IFREG | 0o600)
-    assert "a directory above it is a file here" in carried_check(tmp_path, below).reason
+    assert "a directory above it is a file" in carried_check(tmp_path, below).reason
 
 
 def test_a_callback_that_fails_refuses(tmp_path: Path) -> None:

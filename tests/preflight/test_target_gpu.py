@@ -60,7 +60,7 @@ def test_a_rank_without_gpu_has_one_line_of_it() -> None:
     assert (check.name, check.verdict, check.reason) == ("gpu-present", Check.PASS, "no GPU in use")
     (check,) = verdicts(pb.RankFacts(source_node="node-1"), node(), "1").values()
     assert check.verdict == Check.WARN
-    assert "asked for 1" in check.reason
+    assert "--gpu 1 has no effect" in check.reason
 
 
 def every(here: pb.NodeInfo, **fields: object) -> None:
@@ -103,14 +103,14 @@ def test_refused_by_name(case: str) -> None:
     for name in list(CONDITIONS)[last + 1 :]:
         if name == "gpu-driver" or names == ["gpu-driver"]:  # which the choice does not depend on
             continue
-        assert checks[name].reason == f"not looked at: see {names[-1]}"
+        assert checks[name].reason == f"not checked, because {names[-1]} failed"
 
 
 def test_gpus_that_cannot_be_told() -> None:
     here = pb.NodeInfo(name="node-2", gpu_problem="NVML: version mismatch")
     check = verdicts(facts(), here)["gpu-present"]
     assert check.verdict == Check.REFUSE
-    assert check.reason == "this node's GPUs cannot be told: NVML: version mismatch"
+    assert check.reason == "the GPUs of node-2 cannot be listed: NVML: version mismatch"
 
 
 UUIDS = st.sampled_from(["a", "b", "c"])

@@ -24,7 +24,7 @@ from snapshotd.cuda.driver import Gpus, Pair, State
 from snapshotd.cuda.inventory import Inventory
 from snapshotd.inprocess import devmem, shimctl
 from snapshotd.inprocess.shimctl import InDriver
-from snapshotd.preflight.gpu import GpuLook, uses_cuda
+from snapshotd.preflight.reports import DriverReport, uses_cuda
 from snapshotd.preflight.verdict import refused
 from snapshotd.proc import host, tree
 from snapshotd.proc.cgroup import Cgroup
@@ -50,7 +50,7 @@ class Lost(Exception):
     """The driver has lost a process's device memory: it can never run again."""
 
 
-async def look(gpus: Gpus, pids: Sequence[int]) -> tuple[GpuLook | None, list[pb.Check]]:
+async def look(gpus: Gpus, pids: Sequence[int]) -> tuple[DriverReport | None, list[pb.Check]]:
     """The CUDA side of preflight: which of these processes hold CUDA, and this node's GPUs. None: no process does."""
     candidates = await in_thread(uses_cuda, pids)
     if not candidates:
@@ -74,7 +74,7 @@ async def look(gpus: Gpus, pids: Sequence[int]) -> tuple[GpuLook | None, list[pb
     if not holders:
         return None, []
     inventory = await gpus.inventory(fresh=True)  # a rank that has just begun is not in what was seen a second ago
-    return GpuLook(inventory.driver_version, tuple(inventory.gpus), tuple(holders), inventory.problem), []
+    return DriverReport(inventory.driver_version, tuple(inventory.gpus), tuple(holders), inventory.problem), []
 
 
 class _Others(PidList):

@@ -31,7 +31,7 @@ from snapshotd.moves.device.gpu import LOCK_S, Parts, each
 from snapshotd.moves.node import Moving, Node
 from snapshotd.moves.record import OffloadedMemory, StripedProcess
 from snapshotd.moves.rules import Mark
-from snapshotd.preflight.gpu import RESERVE_BYTES
+from snapshotd.preflight.gpu_checks import RESERVE_BYTES
 from snapshotd.proc import host, tree
 from snapshotd.proc.memory import memory_room
 from snapshotd.proc.tree import Process

@@ -32,8 +32,9 @@ from snapshotd.moves.node import Node
 from snapshotd.moves.record import OffloadedMemory
 from snapshotd.moves.rules import Mark
 from snapshotd.moves.source.channel import streams_to_target
-from snapshotd.proc import cgroup, host, tree
+from snapshotd.proc import cgroup, host, maps, status, tree
 from snapshotd.proc.cgroup import Cgroup
+from snapshotd.proc.fd import read_links
 from snapshotd.runtime import metrics
 from snapshotd.runtime.blocking import in_thread
 from snapshotd.runtime.faults import Point, reach
@@ -233,7 +234,8 @@ class Dump:
         affinity: dict[int, list[int]] = {}
         for pid in pids:
             for thread in os.listdir(f"/proc/{pid}/task"):
-                affinity[_inner_thread(pid, int(thread))] = sorted(os.sched_getaffinity(int(thread)))
+                inner = status.read(pid, int(thread)).inner_pid
+                affinity[inner] = sorted(os.sched_getaffinity(int(thread)))
         known, entry = self.log.record, self.entry
         return ImageDescription(
             root=tree.inner_pid(entry.pid),
@@ -290,24 +292,16 @@ def _deleted_files(pids: list[int]) -> int:
     found: set[str] = set()
     for pid in pids:
         with contextlib.suppress(OSError):
-            for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
-                if line.endswith("(deleted)"):
-                    words = line.split()
-                    found.add(f"{words[3]}:{words[4]}")
+            for mapping in maps.read(pid):
+                if mapping.path.endswith(maps.DELETED):
+                    found.add(f"{mapping.device}:{mapping.inode}")
         with contextlib.suppress(OSError):
-            for fd in os.listdir(f"/proc/{pid}/fd"):
+            for number, link, folder in read_links(pid):
                 with contextlib.suppress(OSError):
-                    if os.readlink(f"/proc/{pid}/fd/{fd}").endswith("(deleted)"):
-                        stat = os.stat(f"/proc/{pid}/fd/{fd}")
-                        found.add(f"{stat.st_dev}:{stat.st_ino}")
+                    if link.endswith(maps.DELETED):
+                        file = os.stat(str(number), dir_fd=folder)
+                        found.add(f"{file.st_dev}:{file.st_ino}")
     return len(found)
-
-
-def _inner_thread(pid: int, thread: int) -> int:
-    for line in Path(f"/proc/{pid}/task/{thread}/status").read_text().splitlines():
-        if line.startswith("NSpid:"):
-            return int(line.split()[-1])
-    return thread
 
 
 def _cause(failures: ExceptionGroup[Exception]) -> Exception:

@@ -96,7 +96,7 @@ class SourceOps:
     async def _facts(self, entry: RankEntry) -> tuple[pb.RankFacts, list[pb.Check]]:
         config, pids = self.node.config, entry.group.pids()
         look, more = await gpu.look(self.node.gpus, pids)
-        nccl = await in_thread(preflight.look_at, pids)
+        nccl = await in_thread(preflight.read_nccl_reports, pids)
         facts, checks = await in_thread(
             preflight.inspect_rank,
             pids,
@@ -112,7 +112,7 @@ class SourceOps:
             nccl=nccl,
         )
         if offloaded_bytes := facts.gpu.offloaded_bytes:
-            more.append(preflight.parked_room(offloaded_bytes, await in_thread(self.node.store.room_bytes)))
+            more.append(preflight.offload_room(offloaded_bytes, await in_thread(self.node.store.room_bytes)))
         return facts, [*checks, *more]
 
     @to_the_end

@@ -31,7 +31,7 @@ from snapshotd.moves.peers import connections, socket_options
 from snapshotd.moves.peers.forwarding import moved_listeners
 from snapshotd.moves.record import Fields, JournalledProcess, NcclProcess
 from snapshotd.moves.rules import Mark
-from snapshotd.proc import host, tree
+from snapshotd.proc import host, status, tree
 from snapshotd.proc.cgroup import Cgroup
 from snapshotd.runtime.blocking import in_thread
 from snapshotd.runtime.faults import Point, reach
@@ -281,11 +281,6 @@ def _set_affinity(pids: list[int], image: ImageDescription) -> None:
     here, everywhere = os.sched_getaffinity(0), set(image.cpus)
     for pid in pids:
         for thread in os.listdir(f"/proc/{pid}/task"):
-            wanted = set(image.affinity.get(_inner(pid, thread), ()))
+            wanted = set(image.affinity.get(status.read(pid, int(thread)).inner_pid, ()))
             if wanted and wanted != everywhere and wanted & here:
                 os.sched_setaffinity(int(thread), wanted & here)
-
-
-def _inner(pid: int, thread: str) -> int:
-    status = Path(f"/proc/{pid}/task/{thread}/status").read_text()
-    return int(status.partition("NSpid:")[2].partition("\n")[0].split()[-1])

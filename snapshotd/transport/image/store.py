@@ -25,6 +25,7 @@ from pathlib import Path
 
 from snapshotd.api.errors import Damaged, Full, Internal, NotFound, SnapshotError, WrongState
 from snapshotd.api.snapshotd_pb2 import ImageFile
+from snapshotd.proc import meminfo
 from snapshotd.transport.image.frame import IMAGE_NAME, MAX_FILE_BYTES, Frame
 from snapshotd.transport.image.ledger import Chunks, is_whole
 
@@ -320,11 +321,7 @@ class ImageStore:
     def _free_bytes(self) -> int:
         """Tmpfs promises more than the machine has: the smaller of its own limit and the available memory counts."""
         storage = os.statvfs(self._root)
-        available_bytes = 0
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                available_bytes = int(line.split()[1]) * 1024
-        return min(storage.f_bavail * storage.f_frsize, available_bytes)
+        return min(storage.f_bavail * storage.f_frsize, meminfo.available_bytes())
 
 
 def _check_sane(frame: Frame) -> None:

@@ -1,7 +1,7 @@
-"""From the objects of a tree to the FileFacts the target needs: what must be there, and what travels along.
+"""The FileFacts that the target needs, made from the objects of a tree: which files must exist there, and which are moved.
 
-A fact with `mtime_ns` 0 asks only that the path exists (with that mode). Carried directories come first, parents before
-children, as facts whose mode is a directory's: whoever lays the files down makes those first.
+A fact with `mtime_ns` 0 requires only that the path exists with that mode. Carried directories come first, parents before
+children, as facts whose mode is a directory's: the target creates them before the files.
 """
 
 from __future__ import annotations
@@ -15,25 +15,28 @@ from dataclasses import dataclass, field
 from snapshotd.api.snapshotd_pb2 import FileFact
 from snapshotd.preflight.digest import content_digest
 from snapshotd.preflight.objects import Kind, Object, is_carried, is_pseudo, is_utf8
-from snapshotd.proc.processes import DELETED, Tree
+from snapshotd.preflight.process_info import ProcessTree
+from snapshotd.proc.maps import DELETED
 
 
 @dataclass
 class Survey:
-    """The files of a tree, and what is wrong with some of them."""
+    """The files of a tree, and those that cannot be moved."""
 
     facts: list[FileFact] = field(default_factory=list)
     directories: list[str] = field(default_factory=list)
-    image_bytes: int = 0  # of unlinked files and shared memory, which CRIU puts into the image
+    image_bytes: int = 0  # of unlinked files and shared memory, which CRIU stores in the image
     carried_bytes: int = 0
     unnameable: list[str] = field(default_factory=list)  # the name is not UTF-8
-    nameless: list[str] = field(default_factory=list)  # removed name, other names left that cannot travel for it
-    hidden: list[str] = field(default_factory=list)  # the name leads to something else
-    foreign_proc: list[str] = field(default_factory=list)  # /proc/PID of somebody who stays
+    nameless: list[str] = field(
+        default_factory=list
+    )  # the name was removed; other names remain, but it cannot be moved under one of them
+    hidden: list[str] = field(default_factory=list)  # the path leads to another file
+    foreign_proc: list[str] = field(default_factory=list)  # /proc/PID of a process outside the rank
 
 
-def survey(tree: Tree, objects: Sequence[Object], carry_paths: Sequence[str], bound: Iterable[str]) -> Survey:
-    """Sort the objects. `bound` are the names of the tree's unix sockets, which CRIU binds again."""
+def survey(tree: ProcessTree, objects: Sequence[Object], carry_paths: Sequence[str], bound: Iterable[str]) -> Survey:
+    """Classifies the objects. `bound` are the names of the tree's unix sockets, which CRIU binds again."""
     found = Survey()
     prefix = f"/proc/{tree.root_pid}/root"
     inside = {str(process.pid_inside) for process in tree.processes.values()}
@@ -64,7 +67,7 @@ def survey(tree: Tree, objects: Sequence[Object], carry_paths: Sequence[str], bo
                 if not thing.link.endswith(DELETED):
                     folders.add(thing.path)
             case Kind.FILE | Kind.FIFO:
-                if _is_hidden(thing, prefix) and _is_still_called_so(thing):
+                if _is_hidden(thing, prefix) and _still_has_this_name(thing):
                     found.hidden.append(str(thing))
                 plain.append(thing)
     found.image_bytes = sum(in_image.values())
@@ -83,8 +86,8 @@ def survey(tree: Tree, objects: Sequence[Object], carry_paths: Sequence[str], bo
 def carried_facts(
     objects: Iterable[Object], directories: Iterable[str], carry_paths: Sequence[str], prefix: str
 ) -> list[FileFact]:
-    """What travels along: directories first, then files and FIFOs. `prefix` leads to the rank's root directory."""
-    things: dict[str, list[Object]] = {}  # a file with a removed name and the same one by its name are one
+    """What is moved with the rank: directories first, then files and FIFOs. `prefix` leads to the rank's root directory."""
+    things: dict[str, list[Object]] = {}  # the same file can be found by its name and by a removed name
     for thing in objects:
         if thing.kind in (Kind.FILE, Kind.FIFO) and is_carried(thing.path, carry_paths) and is_utf8(thing.path):
             things.setdefault(thing.path, []).append(thing)
@@ -127,10 +130,10 @@ def fact_of(thing: Object, carried: bool = False) -> FileFact:
 
 
 def add_digests(facts: Iterable[FileFact], prefix: str, seconds: float) -> None:
-    """Digest what may be node-local copies: mapped files first, small ones first, until the time is up.
+    """Adds digests of files that may be node-local copies: mapped files first, small ones first, until the time is up.
 
-    What is left without one can still be shown to be identical by size and time, as on a shared file system; and what
-    was read is remembered, so that the next preflight gets further.
+    A file without a digest can still be recognised as identical by size and time, as on a shared file system. Digests are
+    cached, so the next preflight gets further.
     """
     deadline = time.monotonic() + seconds
     wanted = [
@@ -159,7 +162,7 @@ def _moved_bytes(thing: Object) -> int:
 
 
 def _is_hidden(thing: Object, prefix: str) -> bool:
-    """Whether the name leads elsewhere: covered by a mount, or (without a deleted mark) replaced."""
+    """Whether the path leads to another file: it is covered by a mount, or was replaced without a deleted mark."""
     try:
         named = os.stat(prefix + thing.path)
     except (FileNotFoundError, NotADirectoryError):
@@ -167,12 +170,12 @@ def _is_hidden(thing: Object, prefix: str) -> bool:
     stat = thing.stat
     if stat is None or (named.st_dev, named.st_ino) == thing.inode:
         return False
-    # overlayfs may number one file twice; the same size and time under the same name is the same file
+    # overlayfs may give one file two inode numbers; the same size and time under the same name is the same file
     return (named.st_size, named.st_mtime_ns) != (stat.st_size, stat.st_mtime_ns)
 
 
-def _is_still_called_so(thing: Object) -> bool:
-    """A file that was renamed or closed while it was looked at (a checkpoint put in place) is looked at after the freeze."""
+def _still_has_this_name(thing: Object) -> bool:
+    """False for a file that was renamed or closed meanwhile (a finished checkpoint): it is checked after the freeze."""
     try:
         return os.readlink(thing.handle) == thing.link
     except OSError:

@@ -1,36 +1,33 @@
-"""One look at a rank: the tree as it was read, and what is derived from it once for all checks."""
+"""One inspection of a rank: its process tree as it was read, and what is derived from it once for all checks."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from snapshotd.preflight.files import Survey, survey
 from snapshotd.preflight.objects import Kind, Object, gather, give_names
-from snapshotd.preflight.sockets import by_family, inode_of, unix_names
-from snapshotd.proc.processes import Tree
-
-if TYPE_CHECKING:
-    from snapshotd.preflight.gpu import GpuLook
-    from snapshotd.preflight.nccl import NcclLook
+from snapshotd.preflight.process_info import ProcessTree
+from snapshotd.preflight.reports import DriverReport, NcclReports
+from snapshotd.preflight.sockets import by_family, inode_of
+from snapshotd.preflight.survey import Survey, survey
+from snapshotd.proc import net_unix
 
 
 @dataclass
-class Look:
+class Inspection:
     pids: Sequence[int]
     root_pid: int
     carry_paths: Sequence[str]
     keeper_pid: int = 0
     keeper_is_guest: bool = False
     criu_version: str = ""
-    gpu: GpuLook | None = None  # None: no process of the tree holds CUDA
-    nccl: NcclLook | None = None  # None: no process of the tree was asked
+    gpu: DriverReport | None = None  # None: no process of the tree holds CUDA
+    nccl: NcclReports | None = None  # None: no process of the tree was asked
 
     @functools.cached_property
-    def tree(self) -> Tree:
-        return Tree.read(self.pids, self.root_pid)
+    def tree(self) -> ProcessTree:
+        return ProcessTree.read(self.pids, self.root_pid)
 
     @functools.cached_property
     def objects(self) -> list[Object]:
@@ -48,15 +45,16 @@ class Look:
 
     @functools.cached_property
     def bound_names(self) -> list[str]:
-        """The names this tree's unix sockets are bound to."""
+        """The names that this tree's unix sockets are bound to."""
         ours = [inode_of(thing) for thing in self.objects if thing.kind is Kind.SOCKET]
         if not ours:
             return []
-        names = unix_names(self.tree.root_pid)
+        names = net_unix.read(self.tree.root_pid)
         return [names[inode] for inode in ours if inode in names]
 
     @property
     def inside(self) -> set[int]:
+        """The pids of the tree."""
         return set(self.tree.processes)
 
     def of_kind(self, *kinds: Kind) -> list[Object]:

@@ -1,0 +1,102 @@
+"""Checks of a rank that uses NCCL: whether all its communicators can be torn down and built again.
+
+What only the process knows was read from its shim before and is passed in as NcclReports. Invariant: a rank whose NCCL
+calls bypass the shim is refused, because nothing would close its sockets and end its threads.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+
+from snapshotd.api.snapshotd_pb2 import Check
+from snapshotd.preflight.elf import needed_libraries
+from snapshotd.preflight.inspection import Inspection
+from snapshotd.preflight.process_info import ProcessInfo
+from snapshotd.preflight.reports import NcclReports
+from snapshotd.preflight.verdict import listed, passed, refused, warned
+from snapshotd.proc import comm, environ, maps
+
+#: What `migrator run` sets unless the user has: each creates something that outlives a destroyed communicator.
+PRESETS = {"NCCL_RAS_ENABLE": "0", "NCCL_NVLS_ENABLE": "0", "NCCL_CUMEM_HOST_ENABLE": "0"}
+
+_LIBRARY = "libnccl"
+_TORCH = "libtorch_cuda.so"
+#: NCCL's own threads for a communicator, and the ones torch adds.
+_THREAD = re.compile(r"NCCL (Progress|Service|UDS)|pt_nccl_")
+
+
+def communicators(rank: Inspection, nccl: NcclReports) -> Check:
+    if nccl.problem:
+        return refused("nccl", nccl.problem, nccl.remedy)
+    found = [f"process {pid}, communicator {reason}" for pid, report in nccl.reports for reason in report.refusals()]
+    if found:
+        return refused(
+            "nccl",
+            f"some communicators cannot be torn down: {listed(found)}",
+            "stop using what is named here, or retry when it has ended; shim/README.md lists what can be moved",
+        )
+    unseen = [
+        f"{process}: {name}"
+        for process in rank.tree.alive
+        if process.pid not in nccl.pids and _maps(process, _LIBRARY)
+        for name in sorted({name for name in _threads(process) if _THREAD.match(name)})
+    ]
+    if unseen:
+        return refused(
+            "nccl",
+            f"NCCL threads run in processes for which the shim knows no communicator: {listed(unseen)}",
+            "start the job with `migrator run`, and load NCCL through the dynamic linker (no dlmopen, no RTLD_DEEPBIND)",
+        )
+    count = len({one.id for _, report in nccl.reports for one in report.comms})
+    return passed("nccl", f"{count} communicators, in {len(nccl.reports)} processes" if count else "not in use")
+
+
+def static(rank: Inspection) -> Check:
+    """The shim cannot interpose NCCL that is linked statically into another library."""
+    without = [process for process in rank.tree.alive if not _maps(process, _LIBRARY)]
+    running = [f"{process}: {name}" for process in without for name in _threads(process) if _THREAD.match(name)]
+    remedy = "use a build of torch that links libnccl.so.2 dynamically (the wheels on PyPI do)"
+    if running:
+        return refused(
+            "nccl-static",
+            f"NCCL threads run in processes that have no libnccl.so loaded: {listed(sorted(set(running)))}",
+            remedy,
+        )
+    for process in without:
+        for mapping in process.mappings:
+            if os.path.basename(mapping.path) == _TORCH:
+                needed = needed_libraries(maps.map_file(process.pid, mapping))
+                if not any(name.startswith(_LIBRARY) for name in needed):
+                    return warned(
+                        "nccl-static",
+                        f"{mapping.path} contains NCCL: as soon as the rank uses it, the rank cannot be moved",
+                        remedy,
+                    )
+                break
+    return passed("nccl-static", "NCCL is not linked statically")
+
+
+def environment(rank: Inspection, nccl: NcclReports) -> Check:
+    """The variables that `migrator run` presets, as the processes have them."""
+    if not nccl.reports:
+        return passed("nccl-environment", "not in use")
+    variables = [environ.read(pid) for pid in nccl.pids]
+    values = {name: {one.get(name, "") for one in variables} for name in PRESETS}
+    shown = ", ".join(f"{name}={'|'.join(sorted(found)) or '-'}" for name, found in values.items())
+    wrong = [name for name, found in values.items() if found - {PRESETS[name]}]
+    if wrong:
+        return warned(
+            "nccl-environment",
+            f"{shown}: NCCL may keep resources after its communicators are destroyed, in which case the move is undone",
+            f"start the job without setting {', '.join(wrong)}: `migrator run` sets values that work",
+        )
+    return passed("nccl-environment", shown)
+
+
+def _maps(process: ProcessInfo, beginning: str) -> bool:
+    return any(os.path.basename(mapping.path).startswith(beginning) for mapping in process.mappings)
+
+
+def _threads(process: ProcessInfo) -> list[str]:
+    return list(comm.thread_names(process.pid).values())

@@ -1,0 +1,226 @@
+"""Checks of the processes themselves: their tree, session, tracers, namespaces and locks."""
+
+from __future__ import annotations
+
+import os
+
+from snapshotd.api.snapshotd_pb2 import Check
+from snapshotd.preflight.inspection import Inspection
+from snapshotd.preflight.node import kernel_problems, version_pair
+from snapshotd.preflight.objects import is_carried
+from snapshotd.preflight.process_info import read_identity
+from snapshotd.preflight.verdict import listed, passed, refused, warned
+from snapshotd.proc import cgroup_paths, host, locks, status
+from snapshotd.proc import namespaces as namespace_links
+from snapshotd.proc.files import GONE, read_text
+
+OLDEST_CRIU = (4, 2)
+RUN = "start the rank with `migrator run -- COMMAND`"
+
+
+def rank_alive(rank: Inspection) -> Check:
+    root = rank.tree.processes.get(rank.tree.root_pid)
+    if root is None or root.zombie:
+        return refused(
+            "rank-alive",
+            f"the rank's process {rank.tree.root_pid} has ended",
+            "there is nothing to move; its exit status went to its launcher",
+        )
+    return passed("rank-alive", f"{root}, {len(rank.tree.alive)} processes")
+
+
+def keeper(rank: Inspection) -> Check:
+    if not rank.keeper_pid:
+        return refused("keeper", "the rank has no keeper, because it was not started by `migrator run`", RUN)
+    found = read_identity(rank.keeper_pid)
+    if found.zombie:
+        return refused("keeper", f"the rank's keeper {found} has ended", RUN)
+    root = rank.tree.processes[rank.tree.root_pid]
+    if root.parent != rank.keeper_pid:
+        return refused("keeper", f"{root} is not a child of its keeper {found}", RUN)
+    return passed("keeper", f"{'guest ' if rank.keeper_is_guest else ''}keeper {found}")
+
+
+def kernel(rank: Inspection) -> Check:
+    return kernel_check("kernel", cgroup_paths.unified_path(rank.tree.root_pid) or "")
+
+
+def kernel_check(name: str, group: str = "") -> Check:
+    """The same check on both nodes."""
+    problems = kernel_problems(group)
+    if problems:
+        return refused(
+            name,
+            f"this node's kernel (Linux {host.kernel()}) lacks: {listed(problems)}",
+            "run Linux 5.14 or newer with cgroup v2 mounted",
+        )
+    return passed(name, f"Linux {host.kernel()}")
+
+
+def criu(rank: Inspection) -> Check:
+    return criu_check("criu", rank.criu_version)
+
+
+def criu_check(name: str, version: str) -> Check:
+    pair = version_pair(version)
+    remedy = (
+        "install CRIU 4.2 or newer (`tools/get-criu /opt/snapshotd/criu` builds one) and set `criu` in snapshotd.toml"
+    )
+    if pair is None:
+        return refused(name, f"this node has no usable CRIU (version {version!r})", remedy)
+    if pair < OLDEST_CRIU:
+        return refused(name, f"this node's CRIU {version} is too old", remedy)
+    return passed(name, f"CRIU {version}")
+
+
+def process_tree(rank: Inspection) -> Check:
+    strays = [process for process in rank.tree.alive if not rank.tree.descends(process)]
+    if strays:
+        return refused(
+            "process-tree",
+            "these processes are in the rank's cgroup but no longer in its process tree (they became daemons, or their parent"
+            f" ended): {listed([str(stray) for stray in strays])}",
+            "end these processes, or start them outside the job",
+        )
+    headless = [process for process in rank.tree.processes.values() if process.zombie and process.threads > 1]
+    if headless:
+        return refused(
+            "process-tree",
+            f"the main thread has ended while other threads run, which CRIU cannot dump: {listed([*map(str, headless)])}",
+            "end these processes, or change the program so that its main thread waits for the others",
+        )
+    zombies = len(rank.tree.processes) - len(rank.tree.alive)
+    return passed("process-tree", f"{len(rank.tree.alive)} processes, {zombies} zombies")
+
+
+def session(rank: Inspection) -> Check:
+    root = rank.tree.processes[rank.tree.root_pid]
+    if root.session != root.pid:
+        return refused("session", f"{root} does not lead its session (the leader is pid {root.session})", RUN)
+    outside = [
+        str(process)
+        for process in rank.tree.alive
+        if process.session not in rank.tree.processes and _exists(process.session)
+    ]
+    if outside:
+        return refused("session", f"these processes are in a session outside the rank: {listed(outside)}", RUN)
+    return passed("session", f"{root} leads its session")
+
+
+def _exists(pid: int) -> bool:
+    return pid == 0 or os.path.exists(f"/proc/{pid}")
+
+
+def tracing(rank: Inspection) -> Check:
+    found = []
+    for process in rank.tree.alive:
+        for thread in os.listdir(f"/proc/{process.pid}/task"):
+            try:
+                tracer = status.read(process.pid, int(thread)).tracer_pid
+            except GONE:
+                continue
+            if tracer:
+                found.append(f"{process} by {_name_of(tracer)}")
+                break
+    if found:
+        return refused(
+            "tracing",
+            f"a debugger or profiler is attached, so CRIU cannot attach: {listed(found)}",
+            "detach it (gdb, strace, py-spy …)",
+        )
+    return passed("tracing", "no debugger attached")
+
+
+def _name_of(pid: int) -> str:
+    try:
+        return str(read_identity(pid))
+    except GONE:
+        return f"pid {pid}"
+
+
+def stopped(rank: Inspection) -> Check:
+    found = [str(process) for process in rank.tree.alive if process.state in "Tt"]
+    if found:
+        return warned(
+            "stopped",
+            f"these processes are stopped by a signal: {listed(found)}",
+            "they may run after the move; continue or end them first",
+        )
+    return passed("stopped", "no process is stopped")
+
+
+def namespaces(rank: Inspection) -> Check:
+    """The rank must be in the daemon's namespaces, except for the pid and mount namespaces that a guest keeper made."""
+    ours = {name: namespace_links.read("self", name) for name in ("mnt", "pid", "user", "net", "uts", "ipc", "cgroup")}
+    if rank.keeper_is_guest and rank.keeper_pid:
+        ours |= {name: namespace_links.read(rank.keeper_pid, name) for name in ("mnt", "pid")}
+    # CRIU puts a restored rank into a time namespace; the whole tree must share it.
+    ours["time"] = namespace_links.read(rank.tree.root_pid, "time")
+    found = []
+    for process in rank.tree.alive:
+        other = [name for name, here in ours.items() if namespace_links.read(process.pid, name) != here]
+        if other:
+            found.append(f"{process}: {', '.join(other)}")
+    if found:
+        return refused(
+            "namespaces",
+            f"these processes are in other namespaces than the node: {listed(found)}",
+            "start the job outside containers and `unshare`, with `migrator run` as the outermost command",
+        )
+    return passed("namespaces", "the node's own")
+
+
+def root_directory(rank: Inspection) -> Check:
+    here = os.stat("/")
+    found = []
+    for process in rank.tree.alive:
+        there = os.stat(f"/proc/{process.pid}/root/.")
+        if process.root != "/" or (there.st_dev, there.st_ino) != (here.st_dev, here.st_ino):
+            found.append(f"{process}: {process.root}")
+    if found:
+        return refused(
+            "root-directory",
+            f"these processes have changed their root directory: {listed(found)}",
+            "start the job without chroot",
+        )
+    return passed("root-directory", "/")
+
+
+def security_label(rank: Inspection) -> Check:
+    labels = sorted({_label(process.pid) for process in rank.tree.alive} - {"", "unconfined"})
+    if labels:
+        return warned(
+            "security-label",
+            f"the rank is confined by {', '.join(labels)}",
+            "load the same profile on the target, and make sure that it allows CRIU to restore it",
+        )
+    return passed("security-label", "unconfined")
+
+
+def _label(pid: int) -> str:
+    try:
+        return read_text(f"/proc/{pid}/attr/current").strip("\0\n ")
+    except OSError:  # EINVAL: this kernel has no security module
+        return ""
+
+
+def file_locks(rank: Inspection) -> Check:
+    """CRIU moves locks. But the frozen copy still has its own, which conflicts where both nodes share the file."""
+    carried = {thing.inode for thing in rank.objects if is_carried(thing.path, rank.carry_paths)}
+    ghosts = {thing.inode for thing in rank.objects if thing.stat is not None and thing.stat.st_nlink == 0}
+    names = {thing.inode: str(thing) for thing in rank.objects}
+    mine, shared = 0, []
+    for lock in locks.read():
+        if lock.pid not in rank.inside and not (lock.kind == "OFDLCK" and lock.file in names):
+            continue
+        mine += 1
+        if lock.file not in carried | ghosts:
+            shared.append(f"{lock.kind} on {names.get(lock.file, f'inode {lock.file[1]}')}")
+    if shared:
+        return refused(
+            "file-locks",
+            f"the rank has locked files that are not moved with it: {listed(shared)}",
+            "retry once the locks are released, or let the job lock a file below carry_paths: the frozen copy would keep its"
+            " lock until the move has ended, so the restored one could not take it",
+        )
+    return passed("file-locks", f"{mine} locks" if mine else "none")

@@ -1,0 +1,62 @@
+"""/proc/PID/fd and /proc/PID/fdinfo: the open descriptors of a process.
+
+Nothing is opened that the process has open: links are read, or followed by stat.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from snapshotd.proc.files import parse_fields, read_text
+
+
+@dataclass(frozen=True, slots=True)
+class Descriptor:
+    number: int
+    link: str  # as readlink returns it: a path, pipe:[…], socket:[…], anon_inode:…
+    writable: bool
+    stat: os.stat_result | None  # of what has a path
+
+
+@dataclass(frozen=True, slots=True)
+class FdInfo:
+    tty_index: str  # of a pseudo-terminal's master: the N of its /dev/pts/N; else empty
+    watched_pid: int | None  # of a pidfd: the process it refers to, -1 if that has ended
+
+
+def read_links(pid: int) -> Iterator[tuple[int, str, int]]:
+    """Number, link and directory descriptor of every open descriptor. One that is closed meanwhile is left out."""
+    folder = os.open(f"/proc/{pid}/fd", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for number in os.listdir(folder):
+            try:
+                yield int(number), os.readlink(number, dir_fd=folder), folder
+            except FileNotFoundError:
+                continue
+    finally:
+        os.close(folder)
+
+
+def read_descriptors(pid: int, prefixes: tuple[str, ...] = ("",)) -> Iterator[Descriptor]:
+    """The open descriptors whose link begins with one of `prefixes`."""
+    for number, link, folder in read_links(pid):
+        if not link.startswith(prefixes):
+            continue
+        try:
+            # The link's own permission bits are how /proc shows the mode a descriptor was opened with.
+            writable = bool(os.lstat(str(number), dir_fd=folder).st_mode & 0o200)
+            stat = os.stat(str(number), dir_fd=folder) if link.startswith("/") else None
+        except FileNotFoundError:
+            continue
+        yield Descriptor(number, link, writable, stat)
+
+
+def parse_info(text: str) -> FdInfo:
+    fields = parse_fields(text)
+    return FdInfo(tty_index=fields.get("tty-index", ""), watched_pid=int(fields["Pid"]) if "Pid" in fields else None)
+
+
+def read_info(pid: int, number: int) -> FdInfo:
+    return parse_info(read_text(f"/proc/{pid}/fdinfo/{number}"))

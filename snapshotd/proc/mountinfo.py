@@ -1,0 +1,37 @@
+"""/proc/self/mountinfo: what is mounted where."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from snapshotd.proc.files import read_text
+
+_ESCAPE = re.compile(r"\\([0-7]{3})")  # of space, tab, newline and backslash
+
+
+@dataclass(frozen=True, slots=True)
+class Mount:
+    point: Path
+    kind: str  # of file system
+    options: tuple[str, ...]  # of the file system, not of this mount
+
+
+def parse(text: str) -> list[Mount]:
+    found = []
+    for line in text.splitlines():
+        left, _, right = line.partition(" - ")
+        point = _ESCAPE.sub(lambda match: chr(int(match[1], 8)), left.split()[4])
+        kind, _source, options = right.split(" ", 2)
+        found.append(Mount(Path(point), kind, tuple(options.strip().split(","))))
+    return found
+
+
+def read() -> list[Mount]:
+    return parse(read_text("/proc/self/mountinfo"))
+
+
+def cgroup2_root(mounts: list[Mount] | None = None) -> Path | None:
+    """Where cgroup v2 is mounted: /sys/fs/cgroup, or …/unified under a hybrid hierarchy. None if it is not."""
+    return next((mount.point for mount in (read() if mounts is None else mounts) if mount.kind == "cgroup2"), None)
