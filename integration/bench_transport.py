@@ -1,11 +1,11 @@
 """The transport alone, against a raw socket: images from a FIFO on the source, and device memory from stripes in its tmpfs,
 into verified files in the target's memory.
 
-Images have two lanes: the bulk lane beside gRPC, which moves use, and the one over gRPC, which they fall back to. Device
-memory has stripes, sealed and plain; their room on the target is taken before, as it is before a freeze.
+Images travel in two ways: over bulk connections beside gRPC, which moves use, and over gRPC, the fallback. Device memory
+travels in stripes, encrypted and plain. Its memory on the target is reserved before, as it is before a freeze.
 
 Sender, receiver and the writer that stands in for CRIU are processes of their own, all on this machine's cores, over
-loopback, the images' lanes with mutual TLS. `python -m integration.bench_transport [--mib N]` prints the table.
+loopback, the image channel with mutual TLS. `python -m integration.bench_transport [--mib N]` prints the table.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from snapshotd.api.channel import COMMON_OPTIONS, Credentials
 from snapshotd.transport.device.incoming import Incoming
 from snapshotd.transport.device.outgoing import Outgoing
 from snapshotd.transport.device.records import RECORD_BYTES
-from snapshotd.transport.image.bulk_receiver import BulkLanes
+from snapshotd.transport.image.bulk_receiver import BulkReceivers
 from snapshotd.transport.image.bulk_sender import open_streams
 from snapshotd.transport.image.fifo import make_fifo
 from snapshotd.transport.image.grpc_channel import PushCall, push_channels, push_handler
@@ -41,7 +41,7 @@ from snapshotd.transport.image.store import ImageStore
 from snapshotd.transport.image.stream import Stream
 
 MOVE = "m-000000000000"
-LANES = {"bulk": "bulk lane", "grpc": "gRPC lane"}
+IMAGE_WAYS = {"bulk": "bulk connections", "grpc": "gRPC"}
 #: What device memory should reach of a raw socket, on a machine with cores for all stripes.
 STRIPES_GOAL = 0.8
 _BLOCK_BYTES = 8 << 20
@@ -49,7 +49,7 @@ _REPOSITORY = Path(__file__).parents[1]
 
 
 def run(total_bytes: int = 2 << 30, streams: int = 4, chunk_bytes: int = 2 << 20) -> dict[str, float]:
-    """GB/s of a raw socket (memory to memory, and into tmpfs) and of the lanes, and each lane's share of them."""
+    """GB/s of a raw socket (memory to memory, and into tmpfs) and of the channels, and each one's share of them."""
     with tempfile.TemporaryDirectory(prefix="bench-transport-", dir="/dev/shm") as folder:
         raw_gbps = _raw_socket(total_bytes, None)
         raw_tmpfs_gbps = _raw_socket(total_bytes, Path(folder, "raw"))
@@ -61,17 +61,17 @@ def run(total_bytes: int = 2 << 30, streams: int = 4, chunk_bytes: int = 2 << 20
             "raw_socket_gbps": raw_gbps,
             "raw_socket_tmpfs_gbps": raw_tmpfs_gbps,
         }
-        for lane in LANES:
+        for way in IMAGE_WAYS:
             before_s = _cpu_s()
-            place = Path(folder, lane)
+            place = Path(folder, way)
             place.mkdir()
-            seconds, resent = asyncio.run(_lane(lane, place, total_bytes, streams, chunk_bytes))
-            lane_gbps = total_bytes / seconds / 1e9
-            found[f"{lane}_gbps"] = lane_gbps
-            found[f"{lane}_to_raw"] = lane_gbps / raw_gbps
-            found[f"{lane}_to_raw_tmpfs"] = lane_gbps / raw_tmpfs_gbps
-            found[f"{lane}_cpu_s_per_gb"] = (_cpu_s() - before_s) / (total_bytes / 1e9)
-            found[f"{lane}_chunks_resent"] = resent
+            seconds, resent = asyncio.run(_image_channel(way, place, total_bytes, streams, chunk_bytes))
+            gbps = total_bytes / seconds / 1e9
+            found[f"{way}_gbps"] = gbps
+            found[f"{way}_to_raw"] = gbps / raw_gbps
+            found[f"{way}_to_raw_tmpfs"] = gbps / raw_tmpfs_gbps
+            found[f"{way}_cpu_s_per_gb"] = (_cpu_s() - before_s) / (total_bytes / 1e9)
+            found[f"{way}_chunks_resent"] = resent
         for encrypted, stripes in itertools.product((False, True), widths()):
             with tempfile.TemporaryDirectory(dir=folder) as own:
                 seconds, cpu_s = asyncio.run(_stripes(Path(own), total_bytes, stripes, encrypted=encrypted))
@@ -140,10 +140,10 @@ def _sink(into: str) -> None:
             connection.sendall(b"k")
 
 
-# ---------------------------------------------------------------- the lanes
+# ---------------------------------------------------------------- the channels
 
 
-async def _lane(lane: str, folder: Path, total_bytes: int, streams: int, chunk_bytes: int) -> tuple[float, int]:
+async def _image_channel(way: str, folder: Path, total_bytes: int, streams: int, chunk_bytes: int) -> tuple[float, int]:
     authority = folder / "ca"
     pki.init(authority)
     source, target = (pki.issue_node(authority, name) for name in ("node-1", "node-2"))
@@ -151,11 +151,11 @@ async def _lane(lane: str, folder: Path, total_bytes: int, streams: int, chunk_b
     fifo = make_fifo(folder, "pages-1.img", chunk_bytes)
     arguments = [str(folder / "images"), str(target.ca), str(target.cert), str(target.key), str(total_bytes), "node-1"]
     with _child("receive", *arguments) as output, _child("write", str(folder / "pages-1.img"), str(total_bytes)):
-        port, lane_port, key = output.readline().split()
+        port, bulk_port, key = output.readline().split()
         channels = push_channels(f"127.0.0.1:{port}", credentials, "node-2", streams)
         opened: Sequence[Stream]
-        if lane == "bulk":
-            opened = await open_streams("127.0.0.1", int(lane_port), bytes.fromhex(key), credentials, "node-2", streams)
+        if way == "bulk":
+            opened = await open_streams("127.0.0.1", int(bulk_port), bytes.fromhex(key), credentials, "node-2", streams)
         else:
             for channel in channels:
                 await channel.channel_ready()
@@ -192,12 +192,12 @@ async def _receive(image_dir: str, credentials: Credentials, total_bytes: int, s
     server.add_generic_rpc_handlers((push_handler(store, authorise),))
     port = server.add_secure_port("127.0.0.1:0", credentials.for_server())
     await server.start()
-    lanes = BulkLanes(store, credentials, ["127.0.0.1"])
-    lane_port, lane_key = lanes.open(MOVE, source_node)
-    print(port, lane_port, lane_key.hex(), flush=True)
+    receivers = BulkReceivers(store, credentials, ["127.0.0.1"])
+    bulk_port, bulk_key = receivers.open(MOVE, source_node)
+    print(port, bulk_port, bulk_key.hex(), flush=True)
     await asyncio.to_thread(sys.stdin.read)
     await server.stop(None)
-    lanes.close_all()
+    receivers.close_all()
     store.drop(MOVE)
 
 
@@ -259,7 +259,7 @@ def show(found: dict[str, float]) -> None:
     rows = [
         ("raw socket, memory to memory", "raw_socket"),
         ("raw socket, into tmpfs", "raw_socket_tmpfs"),
-        *((f"{label}, {found['streams']} streams, TLS, from a FIFO", lane) for lane, label in LANES.items()),
+        *((f"{label}, {found['streams']} streams, TLS, from a FIFO", way) for way, label in IMAGE_WAYS.items()),
     ]
     for encrypted, stripes in itertools.product((False, True), widths()):
         label = f"device memory, {stripes} stripe{'s' * (stripes > 1)}, {'encrypted' if encrypted else 'plain'}"

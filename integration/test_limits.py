@@ -183,7 +183,7 @@ def test_a_target_that_fills_up_in_the_middle_undoes_the_move(nodes: Cluster) ->
         assert asked.code == 11
         assert asked.answer["outcome"] == "undone"
         assert asked.answer["error"] == "full"
-        assert "no room left" in asked.answer["reason"]
+        assert "no space left" in asked.answer["reason"]
         assert asked.answer["where"] == "running on source"
         job.await_progress()
         assert not images_left(nodes)

@@ -140,7 +140,7 @@ class Daemon:
                     moving.settling.cancel()
         self._recalling.cancel()
         await self.adoption.stop()
-        await in_thread(self.target.lanes.close_all)
+        await in_thread(self.target.bulk_receivers.close_all)
         await self.target.inlets.close_all()
         self.forwarding.stop()
         await self.relays.stop()

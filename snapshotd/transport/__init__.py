@@ -1,1 +1,1 @@
-"""The data connections of a move: one for the image, one for device memory."""
+"""The two data channels of a move, image and device memory, and what both share: sockets.py and listener.py."""

@@ -1,4 +1,4 @@
-"""Which lane carries the images: the one beside gRPC, or gRPC itself where that one cannot be had."""
+"""How images travel: over bulk connections, or over gRPC where those cannot be made."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from snapshotd.api.channel import Credentials
 from snapshotd.api.errors import Denied, Internal, SnapshotError, Unreachable, Where
 from snapshotd.moves.record import Begin
 from snapshotd.moves.source.channel import streams_to_target
-from snapshotd.transport.image.bulk_receiver import BulkLanes
+from snapshotd.transport.image.bulk_receiver import BulkReceivers
 from snapshotd.transport.image.bulk_sender import BulkStream
 from snapshotd.transport.image.grpc_channel import PushCall
 from snapshotd.transport.image.store import ImageStore
@@ -63,11 +63,11 @@ async def kinds(node: Any, begin: Begin = BEGIN) -> list[type]:
         return [type(stream) for stream in streams]
 
 
-async def test_the_lane_beside_grpc_is_the_first_choice(config: Any, tmp_path: Path) -> None:
-    lanes = BulkLanes(ImageStore(tmp_path / "images"), config.credentials, ["127.0.0.1"])
-    port, key = lanes.open(MOVE, "node-2")
+async def test_bulk_connections_are_preferred(config: Any, tmp_path: Path) -> None:
+    receivers = BulkReceivers(ImageStore(tmp_path / "images"), config.credentials, ["127.0.0.1"])
+    port, key = receivers.open(MOVE, "node-2")
     assert await kinds(SourceNode(config, pb.OpenImageChannelReply(port=port, key=key))) == [BulkStream] * 3
-    lanes.close_all()
+    receivers.close_all()
 
 
 async def test_a_port_that_is_shut_leaves_grpc_and_one_line_in_the_log(
@@ -82,7 +82,7 @@ async def test_a_port_that_is_shut_leaves_grpc_and_one_line_in_the_log(
     assert "refused" in line
 
 
-async def test_a_target_that_has_no_such_lane_leaves_grpc(config: Any, caplog: pytest.LogCaptureFixture) -> None:
+async def test_target_without_bulk_connections_uses_grpc(config: Any, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="snapshotd.moves.source.channel"):
         assert await kinds(SourceNode(config, Internal("it does not know OpenImageChannel"))) == [PushCall] * 3
     assert len(caplog.messages) == 1

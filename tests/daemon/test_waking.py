@@ -53,7 +53,7 @@ class Here:
             store=SimpleNamespace(drop_soon=lambda move: None),
             credentials=None,
         )
-        monkeypatch.setattr(steps, "BulkLanes", lambda *arguments: SimpleNamespace())
+        monkeypatch.setattr(steps, "BulkReceivers", lambda *arguments: SimpleNamespace())
         monkeypatch.setattr(steps, "wake", self.wake)
         monkeypatch.setattr(adoption, "wake", self.wake)
         monkeypatch.setattr(adoption, "_asleep", lambda entry, move_log: True)

@@ -8,7 +8,7 @@ from pathlib import Path
 from snapshotd.api.errors import Usage
 from snapshotd.moves.device.stripe_files import NAME
 from snapshotd.transport.device.incoming import Incoming
-from snapshotd.transport.device.names import MAX_STRIPES
+from snapshotd.transport.device.stripe_names import MAX_STRIPES
 
 
 class Inlets:

@@ -37,7 +37,7 @@ from snapshotd.runtime import metrics
 from snapshotd.runtime.blocking import in_thread
 from snapshotd.runtime.faults import Point, reach
 from snapshotd.runtime.logs import move_context
-from snapshotd.transport.image.bulk_receiver import BulkLanes
+from snapshotd.transport.image.bulk_receiver import BulkReceivers
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class TargetOps:
         self.restores: dict[str, Restore] = {}
         self._choosing = asyncio.Lock()
         hosts = [split_address(address)[0] for address in (node.config.advertise, node.config.listen)]
-        self.lanes = BulkLanes(node.store, node.credentials, hosts)
+        self.bulk_receivers = BulkReceivers(node.store, node.credentials, hosts)
         self.inlets = Inlets(hosts)
 
     # ------------------------------------------------------------------ steps, each idempotent by (move, step)
@@ -152,7 +152,7 @@ class TargetOps:
         await reach(Point.RECEIVING)
         async with moving.lock:
             self._undecided(moving)
-            port, key = await in_thread(self.lanes.open, move, moving.log.begin.source_node)
+            port, key = await in_thread(self.bulk_receivers.open, move, moving.log.begin.source_node)
         return pb.OpenImageChannelReply(port=port, key=key)
 
     @to_the_end
@@ -185,7 +185,7 @@ class TargetOps:
             self._undecided(moving)
             damaged = await in_thread(self.node.store.seal, request.move, request.files)
             if not damaged:
-                await in_thread(self.lanes.close, request.move)
+                await in_thread(self.bulk_receivers.close, request.move)
             if not damaged and moving.log.last_mark is Mark.PREPARED:
                 await in_thread(moving.log.mark, Mark.SEALED)
                 await reach(Point.SEAL)
@@ -447,7 +447,7 @@ class TargetOps:
     async def _discard(self, moving: Moving) -> None:
         """ABORT stands, or the copy never came to run: leaves nothing of it."""
         await reach(Point.BEFORE_DISCARD)
-        await in_thread(self.lanes.close, moving.log.move)
+        await in_thread(self.bulk_receivers.close, moving.log.move)
         await self.inlets.close(moving.log.move)
         await Restore.sweep(self.node, moving.log)
         await in_thread(moving.log.mark, Mark.DISCARDED)

@@ -1,6 +1,6 @@
-"""The daemon's end of one child: starts it, hears it, hands it descriptors, ends it.
+"""One child process as its daemon sees it: starts it, exchanges messages with it, passes descriptors, kills it.
 
-Invariant: `close` returns only when the process is gone. A child that ends by itself is an error with its last words.
+Invariant: `close` returns only when the process is gone. A child that exits by itself is an error that quotes its output.
 """
 
 from __future__ import annotations
@@ -18,55 +18,55 @@ from pathlib import Path
 from typing import Any
 
 from snapshotd.api.errors import BY_CODE, Internal, SnapshotError
-from snapshotd.transport.device.control import MESSAGE_BYTES
+from snapshotd.transport.device.control_socket import MESSAGE_BYTES
 
 log = logging.getLogger(__name__)
 
 _PACKAGES = Path(__file__).resolve().parents[3]
-_LAST_WORDS_BYTES = 2000
-#: A child starts in a fraction of a second; many at a time on a busy machine wait for each other.
+_OUTPUT_BYTES = 2000
+#: A child starts in a fraction of a second. Many at a time on a busy machine take longer.
 READY_S = 10.0
-#: A killed process is normally gone in a millisecond; one that hangs inside the kernel is left to be reaped later.
+#: A killed process is normally gone in a millisecond. One that hangs in the kernel is reaped later.
 _REAP_S = 5.0
 
 
 class Child:
-    """One process. On the loop that started it."""
+    """One process. Used on the loop that started it."""
 
-    def __init__(self, module: str, process: asyncio.subprocess.Process, line: socket.socket, words: int) -> None:
-        self._module, self._process, self._line, self._words = module, process, line, words
+    def __init__(self, module: str, process: asyncio.subprocess.Process, line: socket.socket, output: int) -> None:
+        self._module, self._process, self._line, self._output = module, process, line, output
         self._pidfd = os.pidfd_open(process.pid)
         self._heard: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(line, self._read)
         self._open = True
-        #: It has said what it cannot get over: all it still does is tell the other end.
+        #: It has reported a final error: all it still does is send the reason to the peer.
         self.gave_up = False
 
     @classmethod
     async def start(cls, module: str, settings: dict[str, Any], fds: Sequence[int] = ()) -> Child:
-        """It runs, and has its settings. Internal if no process can be started."""
+        """Starts it and sends its settings. Internal if no process can be started."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        words = os.memfd_create("last words", os.MFD_CLOEXEC)
+        output = os.memfd_create("child output", os.MFD_CLOEXEC)
         try:
             with theirs:
                 process = await asyncio.create_subprocess_exec(
                     *(sys.executable, "-P", "-m", module),
                     stdin=theirs.fileno(),
-                    stdout=words,
-                    stderr=words,
+                    stdout=output,
+                    stderr=output,
                     start_new_session=True,
                     cwd="/",
                     env=_environment(),
                 )
         except BaseException as error:
             ours.close()
-            os.close(words)
+            os.close(output)
             if isinstance(error, OSError):
-                raise Internal(f"no process for {module} can be started: {error.strerror}") from error
+                raise Internal(f"{module} cannot be started: {error.strerror}") from error
             raise
         ours.setblocking(False)
-        child = cls(module, process, ours, words)
+        child = cls(module, process, ours, output)
         child.say(settings, fds)
         return child
 
@@ -75,42 +75,42 @@ class Child:
         return self._process.pid
 
     def say(self, message: dict[str, Any], fds: Sequence[int] = ()) -> None:
-        """Few enough that they always fit; to a child that is gone nothing needs to be said."""
+        """Does not block: the messages are so few that they always fit. Does nothing if the child is gone."""
         if not self._open:
             return
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             socket.send_fds(self._line, [json.dumps(message).encode()], fds)
 
     async def ready(self) -> None:
-        """It has all it needs. Internal if it hangs: whoever asked for it can still choose another way."""
+        """Waits until the child has started. Internal if it hangs: the caller can still use the image channel."""
         try:
             async with asyncio.timeout(READY_S):
                 await self.hear()
         except TimeoutError as error:
-            words = self._last_words() or "no word"
-            raise Internal(f"{self._module} (pid {self.pid}) was not ready in {READY_S:.0f} s: {words}") from error
+            output = self._last_output() or "no output"
+            raise Internal(f"{self._module} (pid {self.pid}) was not ready in {READY_S:.0f} s: {output}") from error
 
     async def hear(self) -> dict[str, Any]:
-        """The next message. What the child cannot get over is raised, as is its end."""
+        """The next message. Raises the child's final error, or Internal when it has exited."""
         message = await self._heard.get()
         if "error" in message:
             self.gave_up = True
-            raise trouble(str(message["code"]), str(message["error"]))
+            raise child_error(str(message["code"]), str(message["error"]))
         if "ended" in message:
-            self._heard.put_nowait(message)  # the same for whoever asks again
+            self._heard.put_nowait(message)  # the same for every further call
             status = await self._process.wait()
             how = signal.Signals(-status).name if status < 0 else f"status {status}"
-            raise Internal(f"{self._module} (pid {self.pid}) ended with {how}: {self._last_words() or 'no word'}")
+            raise Internal(f"{self._module} (pid {self.pid}) exited with {how}: {self._last_output() or 'no output'}")
         return message
 
     def kill(self) -> None:
-        # Not process.kill(): that looks whether it has ended, and so takes its status from who waits for it.
+        # Not process.kill(): that polls the child first, and so takes its exit status from asyncio's waiter.
         if self._open:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     async def close(self) -> None:
-        """Twice is once."""
+        """Idempotent."""
         if not self._open:
             return
         self.kill()
@@ -122,16 +122,16 @@ class Child:
             async with asyncio.timeout(_REAP_S):
                 await self._process.wait()
         except TimeoutError:
-            log.warning("%s (pid %d) was killed and is not gone after %.0f s", self._module, self.pid, _REAP_S)
+            log.warning("%s (pid %d) was killed and still exists after %.0f s", self._module, self.pid, _REAP_S)
         finally:
-            os.close(self._words)
+            os.close(self._output)
 
     def _read(self) -> None:
         try:
             blob = self._line.recv(MESSAGE_BYTES)
         except BlockingIOError:
             return
-        except ConnectionResetError:  # it ended before it had read everything
+        except ConnectionResetError:  # it exited before it had read everything
             blob = b""
         if blob:
             self._heard.put_nowait(json.loads(blob))
@@ -139,14 +139,14 @@ class Child:
             self._loop.remove_reader(self._line)
             self._heard.put_nowait({"ended": True})
 
-    def _last_words(self) -> str:
-        size = os.fstat(self._words).st_size
-        tail = os.pread(self._words, _LAST_WORDS_BYTES, max(0, size - _LAST_WORDS_BYTES))
+    def _last_output(self) -> str:
+        size = os.fstat(self._output).st_size
+        tail = os.pread(self._output, _OUTPUT_BYTES, max(0, size - _OUTPUT_BYTES))
         return tail.decode(errors="replace").strip()
 
 
-def trouble(code: str, message: str) -> SnapshotError:
-    """The error that a child names by its code."""
+def child_error(code: str, message: str) -> SnapshotError:
+    """The error of the taxonomy that a child reported by its code."""
     return BY_CODE.get(code, Internal)(message)
 
 

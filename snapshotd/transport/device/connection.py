@@ -1,47 +1,44 @@
-"""A child's connection: taken over from its daemon, sealed where that is wanted, read to the last byte asked for.
+"""A child's connection: received from its daemon, encrypted where wanted, read to the last byte asked for.
 
-The daemon has opened it, tuned it (images/wire.py), seen that the other end holds the lane's key, and derived the keys
-of this one connection (key.py), which come with the descriptor. Not wire.py's own functions, because that file brings
-gRPC along, most of what a child would weigh.
+The daemon has opened it, set its socket options (sockets.py), authenticated the peer, and derived the keys of this one
+connection (authentication.py), which come with the descriptor.
 
-What travels is a row of messages whose lengths both ends know before they read: a record's header, its payload, a
-reply, its text. Sealed, each is AES-256-GCM with a tag behind it. Both directions have a key of their own, and the
-nonce is the number of the message.
+A connection carries messages whose lengths both sides know before they read: a record's header, its payload, a reply, its
+text. Encrypted, each is AES-256-GCM followed by its tag. Each direction has its own key, and the nonce is the number of
+the message.
 
-Invariant: no nonce is used twice with a key, because no other connection ever has that key and a number is spent before
-it is used. So a message that passes is the one that was sent in this place of this connection: changed, left out,
-repeated, moved, sent back or taken from another connection it fails, and everything behind it. An end is not a message:
-one that a stranger made is a broken connection and never the end of a stripe, which END and DONE alone are. Headers are
-sealed as well: they are believed before the payload is here, and their digests would tell of the content.
+Invariant: no nonce is used twice with a key, because no other connection ever has that key and each number is used once. So a
+message that passes is the one that was sent at this position of this connection. One that was changed, left out, repeated,
+moved, reflected or taken from another connection fails, and so does everything after it. End of file is not a message: an
+attacker can cause it, so it is a broken connection and never the end of a stripe, which only END and DONE are. Headers are
+encrypted as well: they are used before the payload has arrived, and their digests would reveal the content.
 
-It hides neither lengths nor times, so who watches may count zeros and repetitions; nor does TLS. Instead of TLS because
-Python's hands over 16 KiB per call; a record of a megabyte costs one. A stripe of 2**40 bytes stays far below what one
-key of AES-GCM may seal.
+Lengths and times are visible, so an observer may count zeros and repetitions; TLS does not hide them either. TLS was rejected
+because Python returns 16 KiB per call, whereas a record of a megabyte costs one call here. A stripe of 2**40 bytes stays
+far below what one AES-GCM key may encrypt.
 """
 
 from __future__ import annotations
 
-import contextlib
 import socket
 from typing import Any
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from snapshotd.transport.device.handover import Keys
+from snapshotd.transport.device.keys import Keys
 from snapshotd.transport.device.records import (
     HEADER_BYTES,
     MAX_RECORD_BYTES,
     REPLY_BYTES,
     Kind,
-    Trouble,
+    StripeError,
     memory,
+    parse_error,
     parse_reply,
-    parse_trouble,
 )
+from snapshotd.transport.sockets import drain, fill, hang_up
 
-#: How long the other end may take for its first word.
-CONNECT_S = 3.0
 TAG_BYTES = 16
 _NONCE_BYTES = 12
 
@@ -49,9 +46,9 @@ Bytes = bytes | bytearray | memoryview
 
 
 class Connection:
-    """As it is: the records' own digests are all that verifies what arrives."""
+    """Not encrypted: only the records' digests verify what arrives."""
 
-    #: What arrives is what was sent, whoever is on the way.
+    #: Whether messages are authenticated: what arrives is then what was sent.
     sealed = False
 
     def __init__(self, connected: socket.socket) -> None:
@@ -70,7 +67,7 @@ class Connection:
         self._socket.settimeout(timeout_s)
 
     def send(self, *messages: Bytes) -> None:
-        """In one call, where the kernel takes them all."""
+        """In one system call, if the kernel takes all of them."""
         sent = self._socket.sendmsg(messages)
         for message in messages:
             if sent < len(message):
@@ -78,25 +75,16 @@ class Connection:
             sent = max(0, sent - len(message))
 
     def read_into(self, view: memoryview) -> None:
-        """The next message, which fills `view`. An end without a word is a ConnectionError."""
-        self._fill(view)
+        """Fills `view` with the next message. ConnectionError if the connection ends before."""
+        fill(self._socket, view, socket.MSG_WAITALL)
 
-    def skip(self, scratch: memoryview) -> bool:
-        """Whatever comes next is forgotten; False: the other end has hung up."""
-        return bool(self._socket.recv_into(scratch))
+    def drain(self, limit_s: float) -> None:
+        """Lets the peer read the last message and close first."""
+        drain(self._socket, limit_s)
 
     def hang_up(self) -> None:
-        """Under the hands of the thread that reads it."""
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-
-    def _fill(self, view: memoryview) -> None:
-        done = 0
-        while done < len(view):
-            count = self._socket.recv_into(view[done:], 0, socket.MSG_WAITALL)
-            if not count:
-                raise ConnectionResetError("the connection ended without a word")
-            done += count
+        """Ends it while another thread is reading it."""
+        hang_up(self._socket)
 
 
 class SealedConnection(Connection):
@@ -118,15 +106,15 @@ class SealedConnection(Connection):
         self._socket.sendall(self._out[:end])
 
     def read_into(self, view: memoryview) -> None:
-        """Trouble where the seal is broken; what `view` has then is nothing."""
+        """StripeError if authentication fails; the content of `view` is then meaningless."""
         arrived = self._in[: len(view) + TAG_BYTES]
-        self._fill(arrived)
+        fill(self._socket, arrived, socket.MSG_WAITALL)
         number, self._read = self._read, self._read + 1
         try:
             self._opens.decrypt_into(_nonce(number), arrived, None, view)
         except InvalidTag as error:
-            raise Trouble(
-                "damaged", f"message {number} of the connection arrived with a broken seal", again=True
+            raise StripeError(
+                "damaged", f"message {number} of the connection failed authentication", retry=True
             ) from error
 
 
@@ -135,18 +123,18 @@ def _nonce(number: int) -> bytes:
 
 
 def taken_over(fd: int, message: dict[str, Any]) -> Connection:
-    """The connection that the daemon hands over with `message`."""
+    """The connection that the daemon passes with `message`."""
     connected = socket.socket(fileno=fd)
     keys = Keys.of(message)
     return Connection(connected) if keys is None else SealedConnection(connected, keys)
 
 
 def read_reply(connection: Connection) -> tuple[Kind, int]:
-    """HAVE or DONE and its value; TROUBLE is raised."""
+    """HAVE or DONE and its value. ERROR is raised."""
     kind, value, text_bytes = parse_reply(_read(connection, REPLY_BYTES))
     text = _read(connection, text_bytes) if text_bytes else b""
-    if kind is Kind.TROUBLE:
-        raise parse_trouble(value, text)
+    if kind is Kind.ERROR:
+        raise parse_error(value, text)
     return kind, value
 
 

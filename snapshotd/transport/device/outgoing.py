@@ -1,8 +1,8 @@
-"""The source's end of the stripes: a child and a connection for each, and another connection when one breaks.
+"""The source's side of the device-memory channel: one child and one connection per stripe, and a new one when that breaks.
 
-Invariant: `wait` returns only when the target has said of every stripe that all of it is verified and stored; until then,
-and after any failure, the files here are untouched. After the first failure that no other connection mends nothing is
-sent any more: what has to travel another way needs the network. `close` leaves no process and no task.
+Invariant: `wait` returns only when the target has confirmed that every stripe is verified and stored completely. Until then,
+and after any failure, the files here are untouched. After the first failure that a new connection cannot cure, nothing is
+sent any more: the fallback, the image channel, needs the network. `close` leaves no process and no task.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import logging
 import os
 import socket
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -19,24 +20,35 @@ from typing import Any
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_random_exponential
 
 from snapshotd.api.errors import Internal, SnapshotError, Unreachable
-from snapshotd.transport.device.child import Child, trouble
-from snapshotd.transport.device.handover import Keys
-from snapshotd.transport.device.key import KEY_BYTES, prove_source
-from snapshotd.transport.device.names import checked
-from snapshotd.transport.device.totals import Totals
-from snapshotd.transport.image.tls_connection import CONNECT_S, tune
+from snapshotd.transport.device.authentication import prove_source
+from snapshotd.transport.device.child import Child, child_error
+from snapshotd.transport.device.keys import Keys
+from snapshotd.transport.device.stripe_names import checked
+from snapshotd.transport.listener import KEY_BYTES
+from snapshotd.transport.sockets import CONNECT_S, tune
 
 log = logging.getLogger(__name__)
 
 _SEND = "snapshotd.transport.device.send"
 #: How often a stripe's connection may break.
 REOPENED = 3
-#: How long a broken one is tried to be opened again. The target waits a little longer.
+#: How long to try to replace a broken connection. The target waits a little longer.
 REOPEN_S = 6.0
 
 
+@dataclass(frozen=True)
+class Totals:
+    """Bytes of the stripes by the way they travelled; what was sent again over a new connection counts again there."""
+
+    bytes: int
+    sent: int
+    zero: int
+    same: int
+    seconds: float  # from the first byte that could be sent to the target's confirmation
+
+
 class _Stripe:
-    """One file on its way."""
+    """One file that is being sent."""
 
     def __init__(self, number: int, name: str) -> None:
         self.number, self.name = number, name
@@ -61,14 +73,14 @@ class _Stripe:
 
 
 class Outgoing:
-    """The stripes of one move on their way to the target. On the loop that made it."""
+    """The stripes of one move that are being sent. Used on the loop that created it."""
 
     def __init__(self, host: str, port: int, key: bytes, node: str, names: Sequence[str], *, encrypted: bool) -> None:
         self._host, self._port, self._key, self._node, self._encrypted = host, port, key, node, encrypted
         self._stripes = {name: _Stripe(number, name) for number, name in enumerate(checked(names))}
         self._tasks: list[asyncio.Task[None]] = []
         self._began_s: float | None = None
-        #: What went wrong first, as soon as it is known.
+        #: The first failure, as soon as it is known.
         self.failed: SnapshotError | None = None
 
     @classmethod
@@ -83,9 +95,9 @@ class Outgoing:
         *,
         encrypted: bool,
     ) -> Outgoing:
-        """Connected, one child per name. `node`: the target's. The files need not exist yet. Unreachable, Denied."""
-        if len(key) != KEY_BYTES:  # an empty one would be held by everybody
-            raise Internal(f"node {node} gave a key of {len(key)} bytes for its lane, not {KEY_BYTES}")
+        """Starts a child per name and connects it to the target `node`. The files need not exist yet. Unreachable, Denied."""
+        if len(key) != KEY_BYTES:  # anybody holds an empty key
+            raise Internal(f"node {node} sent a key of {len(key)} bytes for its device-memory channel, not {KEY_BYTES}")
         outgoing = cls(host, port, key, node, names, encrypted=encrypted)
         try:
             for stripe in outgoing._stripes.values():
@@ -105,11 +117,11 @@ class Outgoing:
 
     @property
     def sent_bytes(self) -> int:
-        """Of the stripes, that are on their way (also those that were zero): for a progress bar."""
+        """Bytes of the stripes that were sent, zeros included: for a progress bar."""
         return sum(stripe.at for stripe in self._stripes.values())
 
     def advance(self, name: str, size: int) -> None:
-        """So many bytes of the file may be sent now. Cheap; a smaller number than before changes nothing."""
+        """The first `size` bytes of the file may be sent now. Cheap; a smaller number than before changes nothing."""
         stripe = self._stripes[name]
         if size <= stripe.size or stripe.finished or stripe.grown < 0:
             return
@@ -118,7 +130,7 @@ class Outgoing:
         stripe.size = size
 
     def finish(self, sizes: Mapping[str, int]) -> None:
-        """The final sizes, of all names. Twice is once."""
+        """Sets the final sizes of all stripes. Idempotent."""
         if set(sizes) != set(self._stripes):
             raise Internal(f"final sizes of {sorted(sizes)}, but the stripes are {sorted(self._stripes)}")
         self._began_s = self._began_s or monotonic()
@@ -129,12 +141,12 @@ class Outgoing:
                 stripe.child.say({"final": size})
 
     async def wait(self) -> Totals:
-        """All is stored and verified at the target. Raises what went wrong (Unreachable, Damaged, Full, Internal)."""
+        """Waits until the target has verified and stored everything. Raises Unreachable, Damaged, Full or Internal."""
         await asyncio.wait(self._tasks, return_when=asyncio.FIRST_EXCEPTION)
         if self.failed is not None:
             raise self.failed
         if any(task.cancelled() for task in self._tasks):
-            raise Internal("the stripes were closed before they had arrived")
+            raise Internal("the device-memory channel was closed before all stripes had arrived")
         stripes = self._stripes.values()
         return Totals(
             bytes=sum(stripe.at for stripe in stripes),
@@ -145,7 +157,7 @@ class Outgoing:
         )
 
     async def close(self) -> None:
-        """Kills what is left; twice is once."""
+        """Kills the children. Idempotent."""
         for stripe in self._stripes.values():
             if stripe.child is not None:
                 stripe.child.kill()  # before anything is waited for
@@ -170,7 +182,7 @@ class Outgoing:
     # ------------------------------------------------------------ one stripe
 
     async def _carry(self, stripe: _Stripe) -> None:
-        """Until the target has it all; a connection that breaks is replaced."""
+        """Until the target has the whole stripe; a connection that breaks is replaced."""
         assert stripe.child is not None
         await stripe.child.ready()
         connection, keys = await self._reach(stripe)
@@ -180,14 +192,16 @@ class Outgoing:
             message = await self._until_it_breaks(stripe)
             if message is None:
                 return
-            error = trouble(message["code"], f"{stripe.name} to node {self._node}: {message['lost']}")
-            if not left or not stripe.connected.done():  # before the first byte the caller may still choose another way
+            error = child_error(message["code"], f"{stripe.name} to node {self._node}: {message['lost']}")
+            if (
+                not left or not stripe.connected.done()
+            ):  # before the first byte: the caller can still use the image channel
                 raise error
-            log.warning("%s; connecting again", error.message)
+            log.warning("%s; opening a new connection", error.message)
             connection, keys = await self._reach_again(stripe)
 
     async def _until_it_breaks(self, stripe: _Stripe) -> dict[str, Any] | None:
-        """How; None when all has arrived."""
+        """The child's message about it; None when the whole stripe has arrived."""
         assert stripe.child is not None
         while True:
             message = await stripe.child.hear()
@@ -212,7 +226,7 @@ class Outgoing:
         raise AssertionError("tenacity ends with a value or an error")
 
     async def _reach(self, stripe: _Stripe) -> tuple[socket.socket, Keys]:
-        """A connection whose other end holds the lane's key, and the connection's own."""
+        """A connection whose peer holds the channel's key, and the connection's own keys."""
         where = f"node {self._node} at {self._host}:{self._port}"
         loop = asyncio.get_running_loop()
         try:
@@ -232,6 +246,6 @@ class Outgoing:
         except TimeoutError as error:
             raise Unreachable(f"{where}: no answer within {CONNECT_S:.0f} s") from error
         except OSError as error:
-            why = os.strerror(error.errno) if error.errno else str(error)  # asyncio's own words name no cause
+            why = os.strerror(error.errno) if error.errno else str(error)  # asyncio's own text names no cause
             raise Unreachable(f"{where}: {why}") from error
         return connection, keys

@@ -1,6 +1,6 @@
-"""The source's end of the bulk lane beside gRPC: connections with TLS, and for each one thread that owns it.
+"""The source's side of bulk connections: TLS beside gRPC, and for each connection one thread that owns it.
 
-OpenSSL lets no two threads at one connection: the same thread sends chunks and takes answers, and sleeps in poll.
+OpenSSL does not allow two threads on one connection: the same thread sends chunks and receives answers, and sleeps in poll.
 """
 
 from __future__ import annotations
@@ -17,16 +17,8 @@ from snapshotd.api.channel import Credentials
 from snapshotd.api.errors import Damaged, Internal, SnapshotError, Unreachable
 from snapshotd.runtime.blocking import in_thread
 from snapshotd.transport.image.frame import Answer, Frame, parse_answer
-from snapshotd.transport.image.tls_connection import (
-    CONNECT_S,
-    Inlet,
-    hang_up,
-    send_end,
-    send_frame,
-    send_message,
-    tls_context,
-    tune,
-)
+from snapshotd.transport.image.tls_connection import MessageReader, send_end, send_frame, send_message, tls_context
+from snapshotd.transport.sockets import CONNECT_S, hang_up, tune
 
 _MAX_ANSWER_BYTES = 64 << 10
 
@@ -34,7 +26,7 @@ _MAX_ANSWER_BYTES = 64 << 10
 async def open_streams(
     host: str, port: int, key: bytes, credentials: Credentials, node: str, streams: int
 ) -> list[BulkStream]:
-    """Connections to a lane that the target has opened, or Unreachable: then the lane over gRPC is the way."""
+    """Connections to the port that the target has opened. Unreachable if any fails: the caller then uses gRPC."""
     context = await in_thread(tls_context, credentials, server_side=False)
     connecting = [in_thread(_connect, host, port, key, context, node) for _ in range(streams)]
     found = await asyncio.gather(*connecting, return_exceptions=True)
@@ -73,14 +65,14 @@ class BulkStream:
         self._connection = connection
         self._loop = asyncio.get_running_loop()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._outbox: deque[Frame | None] = deque()  # None: no more
+        self._outbox: deque[Frame | None] = deque()  # None: no more chunks
         self._answers: asyncio.Queue[Answer | SnapshotError | None] = asyncio.Queue()
         self._over = False
         self._thread = threading.Thread(target=self._run, name="bulk stream", daemon=True)
         self._thread.start()
 
     async def send(self, frame: Frame) -> bool:
-        """Does not wait until it is sent: who sends keeps to a window of answers."""
+        """Returns before it is sent: the caller keeps to a window of answers."""
         if self._over:
             return False
         self._outbox.append(frame)
@@ -90,7 +82,7 @@ class BulkStream:
     async def receive(self) -> Answer | None:
         answer = await self._answers.get()
         if answer is None or isinstance(answer, SnapshotError):
-            self._answers.put_nowait(answer)  # the last word is the same for whoever asks again
+            self._answers.put_nowait(answer)  # the same for every further call
         if isinstance(answer, SnapshotError):
             raise answer
         return answer
@@ -113,19 +105,19 @@ class BulkStream:
     # ------------------------------------------------------------ the thread
 
     def _run(self) -> None:
-        last: SnapshotError | None = Internal("the stream of images broke")
+        last: SnapshotError | None = Internal("the connection for images broke")
         try:
-            self._talk(Inlet(self._connection))
+            self._talk(MessageReader(self._connection))
             last = None
         except SnapshotError as error:
             last = error
         except OSError as error:
-            last = Unreachable(f"the target broke the stream of images: {error}")
+            last = Unreachable(f"the connection for images to the target broke: {error}")
         finally:
             self._over = True
-            self._say(last)
+            self._deliver(last)
 
-    def _talk(self, inlet: Inlet) -> None:
+    def _talk(self, reader: MessageReader) -> None:
         poll = select.poll()
         poll.register(self._connection, select.POLLIN)
         poll.register(self._wake, select.POLLIN)
@@ -140,12 +132,14 @@ class BulkStream:
             if self._wake in ready:
                 os.eventfd_read(self._wake)
             if self._connection.fileno() in ready:
-                length = inlet.next_bytes()
+                length = reader.next_bytes()
                 if length is None:
                     return
                 if length > _MAX_ANSWER_BYTES:
-                    raise Damaged(f"an answer of {length} bytes makes no sense")
-                self._say(parse_answer(inlet.read(length)))
+                    raise Damaged(
+                        f"the target sent an answer of {length} bytes, at most {_MAX_ANSWER_BYTES} are allowed"
+                    )
+                self._deliver(parse_answer(reader.read(length)))
 
-    def _say(self, answer: Answer | SnapshotError | None) -> None:
+    def _deliver(self, answer: Answer | SnapshotError | None) -> None:
         self._loop.call_soon_threadsafe(self._answers.put_nowait, answer)

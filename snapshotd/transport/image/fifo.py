@@ -1,7 +1,7 @@
-"""FIFOs in CRIU's images directory: CRIU writes what it takes for a file, and the source never holds the pages twice.
+"""FIFOs in CRIU's image directory: CRIU writes to them as to files, so the source never holds the pages twice.
 
-The reading end is opened before there is a writer, without blocking. Then `read() == b""` means "no writer", which is
-"not yet" before the first byte and "finished" after it; `BlockingIOError` means that a writer is there and slow.
+The reading end is opened without blocking, before there is a writer. `read() == b""` then means "no writer": "not yet" before
+the first byte, "finished" after it. `BlockingIOError` means that a writer exists and is slow.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import select
 from enum import Enum, auto
 from pathlib import Path
 
-#: CRIU fills the pipe while the lane is busy: as large as a chunk, so that one read takes a whole one.
+#: CRIU fills the pipe while the channel is busy: as large as a chunk, so that one read returns a whole one.
 PIPE_BYTES = 4 << 20
 
 
@@ -23,13 +23,13 @@ class Stop(Enum):
 
     FULL = auto()  # the limit was reached
     STALLED = auto()  # the writer has nothing at the moment
-    NO_WRITER = auto()  # nobody holds the writing end
+    NO_WRITER = auto()  # the writing end is not open
 
 
 def make_fifo(directory: Path, name: str, pipe_bytes: int = PIPE_BYTES) -> int:
-    """A FIFO of mode 0600 at directory/name and the descriptor of its reading end, not blocking.
+    """Creates a FIFO of mode 0600 at directory/name; returns the non-blocking descriptor of its reading end.
 
-    The pipe is made as large as the kernel allows, up to `pipe_bytes`: root may exceed fs.pipe-max-size, others not.
+    The pipe is made as large as the kernel allows, up to `pipe_bytes`: only root may exceed fs.pipe-max-size.
     """
     path = directory / name
     os.mkfifo(path, 0o600)
@@ -43,9 +43,9 @@ def make_fifo(directory: Path, name: str, pipe_bytes: int = PIPE_BYTES) -> int:
 
 
 def read_chunk(fd: int, limit_bytes: int, patience_ms: int) -> tuple[bytes, Stop]:
-    """Up to `limit_bytes` from a pipe that does not block; waits `patience_ms` for a slow writer. In a thread.
+    """Up to `limit_bytes` from a non-blocking pipe; waits `patience_ms` for a slow writer. Blocks.
 
-    One read that fills the chunk is handed on as it is; only a chunk that came in pieces is copied together.
+    One read that fills the chunk is returned as it is; only a chunk that arrived in pieces is copied.
     """
     pieces: list[bytes] = []
     missing_bytes = limit_bytes

@@ -1,15 +1,14 @@
-"""What travels on the bulk lane: chunks of image files one way, answers the other.
+"""What the image channel carries: chunks of image files one way, answers the other.
 
-A chunk is one header message and, where it has payload, one payload message right behind it on the same stream. They
-are two messages so that the payload goes out exactly as it was read: joining the header to it would copy every byte
-once more. The frames are the same on both lanes, over gRPC (lane.py) and beside it (bulk.py).
+A chunk is one header message and, if it has payload, one payload message after it on the same stream. They are two messages
+so that the payload is sent exactly as it was read: joining the header to it would copy every byte once more. The frames are
+the same over gRPC (grpc_channel.py) and over bulk connections (bulk_sender.py, bulk_receiver.py).
 
-Invariant: a frame means the same alone as in company. It names its file and its place in it, so chunks may come over
-any stream, in any order and twice. The digest covers every header field and the payload. Zero pages do not travel: a
-bitmap says which pages are in the payload, the others are holes.
+Invariant: a frame does not depend on others. It names its file and its offset, so chunks may arrive over any stream, in any
+order and twice. The digest covers every header field and the payload. Zero pages are not sent: a bitmap tells which
+pages are in the payload, the others are holes.
 
-Everything here that parses, parses bytes of a stranger: what is wrong with them is `Damaged`, in words, before any
-memory is allocated or any path is touched.
+All parsers here handle untrusted bytes: malformed input raises `Damaged` before memory is allocated or a path is touched.
 """
 
 from __future__ import annotations
@@ -46,8 +45,8 @@ class Kind(IntEnum):
     DATA = 1  # `length` bytes of a file at `offset`, some of whose pages may be zero
     HOLE = 2  # `length` zero bytes at `offset`; an empty file is a hole of no length
     OK = 16  # the chunk with this sequence is verified and stored
-    BAD = 17  # it arrived damaged: send it again
-    ERROR = 18  # the stream is over; the text is a SnapshotError's wire form
+    BAD = 17  # it arrived damaged and must be sent again
+    ERROR = 18  # the stream has ended; the text is an encoded SnapshotError
 
 
 @dataclass(slots=True)
@@ -55,7 +54,7 @@ class Frame:
     """A chunk of an image file. `payload` holds the pages whose bit is set, or everything where there is no bitmap."""
 
     kind: Kind
-    sequence: int  # the sender's number for this chunk; the answer carries it
+    sequence: int  # the sender's number for this chunk, repeated in the answer
     name: str
     offset: int
     length: int
@@ -81,7 +80,7 @@ class Frame:
         return len(self.payload) == self.payload_bytes and self.computed_digest() == self.digest
 
     def runs(self) -> Iterator[tuple[int, int]]:
-        """The (start, end) ranges of the chunk that the payload holds, in order; the rest of the chunk is zero."""
+        """The (start, end) ranges of the chunk that are in the payload, in order; the rest of the chunk is zero."""
         if self.payload_bytes:
             yield from _runs(self.bitmap, self.length) if self.bitmap else [(0, self.length)]
 
@@ -92,7 +91,7 @@ class Frame:
 
 
 def data_frame(sequence: int, name: str, offset: int, data: bytes) -> Frame:
-    """The frame for `data`, digested; a hole where all of it is zero. Copies only when some pages are zero."""
+    """The frame for `data` with its digest; a hole if all of it is zero. Copies only if some pages are zero."""
     frame = Frame(Kind.DATA, sequence, name, offset, len(data), zero_bitmap(data), len(data), payload=data)
     if frame.bitmap:
         view = memoryview(data)
@@ -111,7 +110,7 @@ def hole_frame(sequence: int, name: str, offset: int, length: int) -> Frame:
 
 
 def parse_header(message: bytes) -> Frame:
-    """The frame a header announces, its payload still to come. Damaged if it is anything but a sane header."""
+    """The frame that a header announces, without its payload. Damaged unless the header is valid."""
     blob = message
     if len(blob) < _HEADER_BYTES:
         raise Damaged(f"truncated frame: {len(blob)} bytes where a header has at least {_HEADER_BYTES}")
@@ -157,7 +156,7 @@ def _payload_expected(frame: Frame) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the target says about a chunk, or with ERROR about the whole stream."""
+    """The target's answer to a chunk; with ERROR, about the whole stream."""
 
     kind: Kind
     sequence: int = 0
@@ -170,18 +169,18 @@ class Answer:
 def parse_answer(message: bytes) -> Answer:
     blob = message
     if not _ANSWER.size <= len(blob) <= _ANSWER.size + _MAX_TEXT_BYTES:
-        raise Damaged(f"an answer of {len(blob)} bytes makes no sense")
+        raise Damaged(f"the target sent an answer of {len(blob)} bytes, which is invalid")
     magic, version, kind, sequence = _ANSWER.unpack_from(blob)
     if magic != _MAGIC or version != VERSION or kind not in (Kind.OK, Kind.BAD, Kind.ERROR):
-        raise Damaged(f"an answer that makes no sense: {blob[:16]!r}")
+        raise Damaged(f"the target sent an invalid answer: {blob[:16]!r}")
     return Answer(Kind(kind), sequence, blob[_ANSWER.size :])
 
 
 def zero_bitmap(data: bytes) -> bytes:
-    """One bit per page, lowest first, set where the page is not all zero; empty where no page is all zero.
+    """One bit per page, lowest first, set if the page is not all zero; empty if no page is all zero.
 
-    A strided slice takes the first byte of every page at C speed; only where that is zero is the page compared, in
-    place and no further than its first byte that is not.
+    A strided slice takes the first byte of every page at C speed. Only a page whose first byte is zero is compared, in place
+    and up to its first other byte.
     """
     whole, tail = divmod(len(data), PAGE_BYTES)
     first_bytes = data[: whole * PAGE_BYTES : PAGE_BYTES]
@@ -199,8 +198,8 @@ def zero_bitmap(data: bytes) -> bytes:
 
 
 def _runs(bitmap: bytes, length: int) -> list[tuple[int, int]]:
-    """The byte ranges of the set bits, neighbours joined, the last one cut at `length`."""
-    # Digits searched by find: shifting a number of a thousand bits once per run took longer than copying the pages.
+    """The byte ranges of the set bits, adjacent ones joined, the last one cut at `length`."""
+    # `find` on digits: shifting a number of a thousand bits once per run took longer than copying the pages.
     digits = f"{int.from_bytes(bitmap, 'little'):b}"[::-1] + "0"
     runs = []
     start = digits.find("1")

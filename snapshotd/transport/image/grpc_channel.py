@@ -1,9 +1,9 @@
-"""The lane over gRPC, `/snapshotd.v1.Target/Push`: raw bytes both ways, no protobuf around them. It goes wherever gRPC
-goes; bulk.py is the faster one beside it, where the network lets a second port through.
+"""The image channel over gRPC, `/snapshotd.v1.Target/Push`: raw bytes both ways, without protobuf. It works wherever gRPC
+does. Bulk connections (bulk_sender.py) are faster, where the network allows a second port.
 
-Invariant: every chunk that comes in is answered once, in order: OK after it is verified and stored, BAD if it should be
-sent again. What ends a stream early is one ERROR answer with an error of the taxonomy, never a traceback. At most
-WINDOW + 1 chunks of a stream are in this daemon's memory: a sender that goes on is held back by HTTP/2 flow control.
+Invariant: every chunk is answered once, in order: OK after it is verified and stored, BAD if it must be sent again. A stream
+that ends early ends with one ERROR answer that carries an error of the taxonomy, never a traceback. At most WINDOW + 1
+chunks of a stream are in this daemon's memory: HTTP/2 flow control holds the sender back.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from snapshotd.transport.image.frame import Answer, Frame, Kind, parse_answer, p
 from snapshotd.transport.image.malloc_tuning import freed_blocks_kept
 from snapshotd.transport.image.store import MOVE_NAME, ImageStore
 
-LOG = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 SERVICE = "snapshotd.v1.Target"
 METHOD = "Push"
-MOVE_KEY = "move"  # the metadata that says whose images these are
+MOVE_KEY = "move"  # the metadata that names the move
 
-#: Chunks of one stream on their way at a time: one being written while the next one arrives.
+#: Chunks of one stream in transit at a time: one is written while the next one arrives.
 WINDOW = 2
 MAX_STREAMS_PER_MOVE = 16
-HANG_UP_S = 10.0  # how long a sender may take to notice that its stream is over
+HANG_UP_S = 10.0  # how long a sender may take to close a stream that has failed
 
 Context = grpc.aio.ServicerContext[Any, Any]
-#: Raises Denied, or whatever else is wrong with this caller pushing images of this move.
+#: Raises Denied or another error if this caller may not send images of this move.
 Authorise = Callable[[Context, str], Awaitable[None]]
 
 
-# ---------------------------------------------------------------- the target's end
+# ---------------------------------------------------------------- the target's side
 
 
 def push_handler(store: ImageStore, authorise: Authorise) -> grpc.GenericRpcHandler:
-    """What the target's gRPC server needs to receive images into `store`."""
+    """The handler with which a gRPC server receives images into `store`."""
     streams: Counter[str] = Counter()
 
     async def push(_requests: object, context: Context) -> None:
@@ -65,11 +65,11 @@ def push_handler(store: ImageStore, authorise: Authorise) -> grpc.GenericRpcHand
                 if not streams[move]:
                     del streams[move]
         except SnapshotError as error:
-            LOG.warning("the images of %s: %s: %s", move or "an unnamed move", error.code, error.message)
+            log.warning("images of %s: %s: %s", move or "an unnamed move", error.code, error.message)
             await context.write(Answer(Kind.ERROR, text=error.to_wire()).message())
-            await _let_the_sender_hang_up(context)
+            await _wait_until_sender_closes(context)
 
-    behaviour: Any = push  # the stubs know the blocking form of a servicer alone
+    behaviour: Any = push  # the type stubs know only blocking servicers
     handler: grpc.RpcMethodHandler[Any, Any] = grpc.stream_stream_rpc_method_handler(behaviour)
     return grpc.method_handlers_generic_handler(SERVICE, {METHOD: handler})
 
@@ -81,8 +81,8 @@ def _move_of(context: Context) -> str:
     return named[0]
 
 
-async def _let_the_sender_hang_up(context: Context) -> None:
-    """A sender that is writing when its stream ends gets gRPC's own failure and never sees the ERROR: it ends first."""
+async def _wait_until_sender_closes(context: Context) -> None:
+    """A sender that is writing when the stream ends gets gRPC's own failure and never the ERROR: it must end first."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(HANG_UP_S):
             while await context.read() is not grpc.aio.EOF:
@@ -90,7 +90,7 @@ async def _let_the_sender_hang_up(context: Context) -> None:
 
 
 async def _receive(store: ImageStore, move: str, context: Context) -> None:
-    """Reads chunks while earlier ones are stored and answered; whatever goes wrong on either side ends both."""
+    """Reads chunks while earlier ones are stored and answered. A failure of either ends both."""
     arrived: asyncio.Queue[Frame | SnapshotError | None] = asyncio.Queue(WINDOW - 1)
     try:
         async with asyncio.TaskGroup() as tasks:
@@ -101,7 +101,7 @@ async def _receive(store: ImageStore, move: str, context: Context) -> None:
 
 
 async def _read_chunks(context: Context, arrived: asyncio.Queue[Frame | SnapshotError | None]) -> None:
-    """What is wrong with a chunk is queued behind the good ones, so that these are answered first."""
+    """An invalid chunk is queued as its error, so that earlier chunks are answered first."""
     try:
         while (header := await context.read()) is not grpc.aio.EOF:
             frame = parse_header(header)
@@ -132,7 +132,7 @@ async def _store_chunks(
             raise frame
         stored = await in_thread(store.write, move, frame)
         if not stored:
-            LOG.warning("the images of %s: %s at %d arrived damaged", move, frame.name, frame.offset)
+            log.warning("images of %s: %s at %d arrived damaged", move, frame.name, frame.offset)
         await context.write(Answer(Kind.OK if stored else Kind.BAD, frame.sequence).message())
 
 
@@ -141,11 +141,11 @@ def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
     return _first(first) if isinstance(first, BaseExceptionGroup) else first
 
 
-# ---------------------------------------------------------------- the source's end
+# ---------------------------------------------------------------- the source's side
 
 
 def push_channels(endpoint: str, credentials: Credentials | None, node: str, streams: int) -> list[grpc.aio.Channel]:
-    """As many connections to a target as streams are wanted. The caller closes them."""
+    """One connection to the target per stream. The caller closes them."""
     return [open_channel(endpoint, credentials, node) for _ in range(streams)]
 
 
@@ -156,7 +156,7 @@ class PushCall:
         self._call: Any = channel.stream_stream(f"/{SERVICE}/{METHOD}")(metadata=((MOVE_KEY, move),))
 
     async def send(self, frame: Frame) -> bool:
-        """False where the stream is already over: `receive` then says why."""
+        """False if the stream has ended: `receive` then raises the reason."""
         try:
             await self._call.write(frame.header())
             if frame.payload_bytes:
@@ -166,7 +166,7 @@ class PushCall:
         return True
 
     async def receive(self) -> Answer | None:
-        """The next answer, None when the target has ended the stream in good order."""
+        """The next answer, None when the target has ended the stream normally."""
         try:
             message = await self._call.read()
             if message is not grpc.aio.EOF:
@@ -175,7 +175,7 @@ class PushCall:
         except grpc.aio.AioRpcError as error:
             raise translate(error, "the target", METHOD) from error
         except asyncio.CancelledError:
-            # gRPC cancels the reader of a call that it ended itself; only a cancellation of our own task is ours.
+            # gRPC cancels the reader of a call that it ended itself; only a cancellation of this task is passed on.
             task = asyncio.current_task()
             if not self._call.cancelled() or (task is not None and task.cancelling()):
                 raise
@@ -185,14 +185,14 @@ class PushCall:
         return None
 
     async def done(self) -> None:
-        """No more chunks; the target ends the stream when it has answered all of them."""
+        """Announces that no more chunks follow; the target ends the stream when it has answered all of them."""
         try:
             await self._call.done_writing()
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            return  # over already: `receive` says why
+            return  # ended already: `receive` raises the reason
 
     def cancel(self) -> None:
         self._call.cancel()
 
     async def ended(self) -> None:
-        """Nothing is left of a cancelled call."""
+        """A cancelled call leaves nothing behind."""

@@ -1,7 +1,7 @@
-"""What the C library does with freed chunks. It decides a tenth of the lane's speed.
+"""Tunes malloc while images are transferred. That gains a tenth of the image channel's speed.
 
-By default glibc gives every block of some megabytes back to the kernel when it is freed, and the next chunk pays for
-fresh zeroed pages again. While images travel, freed blocks stay with the process; afterwards they all go back.
+By default glibc returns every freed block of some megabytes to the kernel, and the next chunk pays for zeroed pages again.
+During a transfer freed blocks stay in the process; afterwards all are returned.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _users = 0
 
 @contextmanager
 def freed_blocks_kept() -> Iterator[None]:
-    """While any caller is inside, blocks are reused; the last one out gives back what is free. On the loop's thread."""
+    """Freed blocks are reused while any caller is inside; the last one returns them. On the loop's thread."""
     global _users
     libc = ctypes.CDLL(None)
-    if not hasattr(libc, "mallopt"):  # another C library, with another way
+    if not hasattr(libc, "mallopt"):  # a C library other than glibc
         yield
         return
     _users += 1

@@ -1,11 +1,11 @@
-"""The source's end of the lane: image files in, chunks out over parallel streams, while CRIU is still writing them.
+"""The source's side of the image channel: sends image files in chunks over parallel streams while CRIU still writes them.
 
-Invariant: a chunk is held until the target has stored it, and sent again when it arrived damaged. At most WINDOW chunks
-per stream are held at a time, however many files are being read, so the source never holds a second copy of the rank.
-Nobody reads a pipe without a free place for the chunk: that is how the target's pace reaches CRIU.
+Invariant: a chunk is kept until the target has stored it, and sent again if it arrived damaged. At most WINDOW chunks per
+stream are kept at a time, however many files are being read, so the source never holds a second copy of the rank. A pipe
+is read only when there is a free slot for the chunk: that is how the target's pace reaches CRIU.
 
-The first failure of any stream ends all of it: every `put_*` and `finish` raises it, and no task is left behind. The
-rank is then frozen on the source, whole; whoever asked decides what becomes of it.
+The first failure of any stream ends all of them: every `put_*` and `finish` raises it, and no task is left behind. The rank
+is then complete and frozen on the source; the caller decides what becomes of it.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Self
 from snapshotd.api.errors import Damaged, Internal, SnapshotError, Unreachable, Where, from_wire
 from snapshotd.api.snapshotd_pb2 import ImageFile
 from snapshotd.runtime.blocking import in_thread
+from snapshotd.transport.image.chunk_list import Chunks, summary
 from snapshotd.transport.image.fifo import Stop, read_chunk, readable
 from snapshotd.transport.image.frame import (
     IMAGE_NAME,
@@ -35,27 +36,26 @@ from snapshotd.transport.image.frame import (
     hole_frame,
 )
 from snapshotd.transport.image.grpc_channel import WINDOW
-from snapshotd.transport.image.ledger import Chunks, summary
 from snapshotd.transport.image.malloc_tuning import freed_blocks_kept
-from snapshotd.transport.image.sparse import file_chunk
+from snapshotd.transport.image.sparse_file import file_chunk
 from snapshotd.transport.image.stream import Stream
 
 MAX_SENDS = 4  # a chunk that arrived damaged is sent again three times
-_PATIENCE_MS = 50  # how long a thread waits for a writer that has paused before its part of a chunk goes alone
+_PATIENCE_MS = 50  # how long to wait for a writer that pauses before a partial chunk is sent
 
 
 @dataclass(slots=True)
 class _Held:
-    """A chunk on its way."""
+    """A chunk that the target has not stored yet."""
 
     frame: Frame
     sends: int = 0
 
 
 class Sender:
-    """Sends the images of one move; use it as an async context manager, `finish` before leaving it.
+    """Sends the images of one move. Use it as an async context manager; call `finish` before leaving it.
 
-    Leaving it early, or by an exception, cancels the streams: the target then has a partial image, for `drop`.
+    Leaving it early, or by an exception, cancels the streams: the target then has a partial image, which it must drop.
     """
 
     def __init__(
@@ -64,9 +64,9 @@ class Sender:
         chunk_bytes: int = 2 << 20,
         on_bytes: Callable[[int, int], None] | None = None,
     ) -> None:
-        """The streams are its own from now on: it ends them.
+        """Takes over the streams, and ends them.
 
-        `on_bytes(bytes_sent, bytes_zero)` gets the totals, on the loop, after every chunk the target has stored.
+        `on_bytes(bytes_sent, bytes_zero)` is called on the loop with the totals after every chunk the target has stored.
         """
         if not PAGE_BYTES <= chunk_bytes <= MAX_CHUNK_BYTES:
             raise Internal(f"chunks of {chunk_bytes} bytes: {PAGE_BYTES} to {MAX_CHUNK_BYTES} are possible")
@@ -77,7 +77,7 @@ class Sender:
         self._streams = streams
         self._chunk_bytes = chunk_bytes
         self._on_bytes = on_bytes
-        self._places = asyncio.Semaphore(WINDOW * len(streams))
+        self._slots = asyncio.Semaphore(WINDOW * len(streams))
         self._ready: asyncio.Queue[_Held] = asyncio.Queue()
         self._held: dict[int, _Held] = {}
         self._all_stored = asyncio.Event()
@@ -114,24 +114,24 @@ class Sender:
         self._held.clear()
         self._heap.close()
 
-    # ------------------------------------------------------------ what goes in
+    # ------------------------------------------------------------ input
 
     async def put_fd(self, name: str, fd: int, *, eof: asyncio.Event | None = None) -> None:
-        """Sends what comes out of a FIFO or pipe (O_NONBLOCK) until its end, as the file `name`.
+        """Sends the content of a FIFO or pipe (O_NONBLOCK) as the file `name`.
 
-        No writer means the end once bytes have come, or once `eof` is set: the dump is over. With `eof` None, a writer
-        that came and went is the end. The descriptor stays the caller's.
+        The file ends when the pipe has no writer after its first byte, or after `eof` is set because the dump is over. With
+        `eof` None, it also ends when a writer has closed the pipe without a byte. The caller closes the descriptor.
         """
         self._begin(name)
         await self._or_failure(self._read_pipe(name, fd, eof))
 
     async def put_file(self, name: str, path: Path) -> None:
-        """Sends a regular file, its holes as holes. It must not change meanwhile: Damaged if it shrinks."""
+        """Sends a regular file, its holes as holes. It must not change meanwhile: Damaged if it becomes shorter."""
         self._begin(name)
         await self._or_failure(self._read_file(name, path))
 
     async def finish(self) -> list[ImageFile]:
-        """Waits until the target has stored everything, ends the streams, and says what `seal` has to find."""
+        """Waits until the target has stored everything and ends the streams. Returns what `seal` has to find."""
         await self._or_failure(self._end())
         return [summary(name, chunks) for name, chunks in self._files.items()]
 
@@ -148,8 +148,8 @@ class Sender:
         offset = 0
         while True:
             await readable(fd, eof)
-            over = eof is not None and eof.is_set()  # asked before the read: what was written by then is in the pipe
-            frame, stop = await self._read_in_place(partial(self._pipe_chunk, name, fd, offset))
+            over = eof is not None and eof.is_set()  # checked before the read: what was written by then is in the pipe
+            frame, stop = await self._read_into_slot(partial(self._pipe_chunk, name, fd, offset))
             if frame is not None:
                 offset += frame.length
             if stop is Stop.FULL:
@@ -157,11 +157,11 @@ class Sender:
             if over or (stop is Stop.NO_WRITER and (offset or eof is None)):
                 break
             if stop is Stop.NO_WRITER and eof is not None:
-                # A writer that came and wrote nothing: the pipe reports it for ever, so look again only now and then.
+                # A writer closed the pipe without a byte: poll reports that for ever, so check only now and then.
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(eof.wait(), _PATIENCE_MS / 1000)
         if not offset:
-            await self._read_in_place(lambda sequence: (hole_frame(sequence, name, 0, 0), Stop.NO_WRITER))
+            await self._read_into_slot(lambda sequence: (hole_frame(sequence, name, 0, 0), Stop.NO_WRITER))
 
     def _pipe_chunk(self, name: str, fd: int, offset: int, sequence: int) -> tuple[Frame | None, Stop]:
         data, stop = read_chunk(fd, self._chunk_bytes, _PATIENCE_MS)
@@ -176,23 +176,23 @@ class Sender:
                 while offset < size or not begun:
                     begun = True
                     chunk = partial(file_chunk, name, fd, offset, size, self._chunk_bytes)
-                    frame, _ = await self._read_in_place(chunk)
+                    frame, _ = await self._read_into_slot(chunk)
                     offset += frame.length if frame is not None else 0
             finally:
                 os.close(fd)
         except OSError as error:
             raise Internal(f"{path} cannot be sent: {error}", where=Where.SOURCE_FROZEN) from error
 
-    async def _read_in_place(self, read: Callable[[int], tuple[Frame | None, Stop]]) -> tuple[Frame | None, Stop]:
-        """Runs `read(sequence)` in a thread once there is a place for what it brings, and hands that to the streams."""
-        await self._places.acquire()
+    async def _read_into_slot(self, read: Callable[[int], tuple[Frame | None, Stop]]) -> tuple[Frame | None, Stop]:
+        """Runs `read(sequence)` in a thread when there is a free slot, and queues the chunk for the streams."""
+        await self._slots.acquire()
         self._sequence += 1
         frame = None
         try:
             frame, stop = await in_thread(read, self._sequence)
         finally:
             if frame is None:
-                self._places.release()
+                self._slots.release()
         if frame is not None:
             self._files[frame.name][frame.offset] = (frame.length, frame.digest)
             self._held[frame.sequence] = _Held(frame)
@@ -209,7 +209,7 @@ class Sender:
             held = await self._ready.get()
             held.sends += 1
             if not await stream.send(held.frame):
-                return  # over: the task that takes the answers learns why
+                return  # ended: the task that receives the answers learns the reason
 
     async def _take_answers(self, stream: Stream, window: asyncio.Semaphore) -> None:
         try:
@@ -219,14 +219,14 @@ class Sender:
                 self._take(answer)
                 window.release()
             if not self._ending:
-                raise Unreachable("the target ended the stream of images before it was complete")
+                raise Unreachable("the target ended the image channel before all images were sent")
         except SnapshotError as error:
             self._fail(error)
 
     def _take(self, answer: Answer) -> None:
         held = self._held.get(answer.sequence)
         if held is None:
-            raise Damaged(f"the target answered for a chunk {answer.sequence} that is not on its way")
+            raise Damaged(f"the target answered for chunk {answer.sequence}, which is not in transit")
         frame = held.frame
         if answer.kind is Kind.BAD:
             if held.sends >= MAX_SENDS:
@@ -235,7 +235,7 @@ class Sender:
             self._ready.put_nowait(held)
             return
         del self._held[answer.sequence]
-        self._places.release()
+        self._slots.release()
         self.bytes_sent += frame.payload_bytes
         self.bytes_zero += frame.length - frame.payload_bytes
         if not self._held:
@@ -260,12 +260,12 @@ class Sender:
                 task.cancel()
 
     def _fail_if_broken(self, task: asyncio.Task[None]) -> None:
-        """A stream's task that died of anything unforeseen must not leave `put_*` waiting for ever."""
+        """An unexpected exception in a stream's task must not leave `put_*` waiting for ever."""
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._fail(Internal(f"the stream of images broke: {error!r}"))
+            self._fail(Internal(f"the image channel failed unexpectedly: {error!r}"))
 
     async def _or_failure(self, work: Coroutine[None, None, None]) -> None:
-        """Runs `work` until it is done or a stream fails, and raises the failure."""
+        """Runs `work` until it is done or a stream fails; raises that failure."""
         if self._failure is not None:
             work.close()
             raise self._failure

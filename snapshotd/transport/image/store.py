@@ -1,11 +1,11 @@
-"""The target's room for images: one directory per move on RAM-backed storage, mode 0700, gone when the move ends.
+"""The target's storage for images: one directory per move on a tmpfs, mode 0700, removed when the move ends.
 
-Invariant: a byte is in an image file only if the digest of its chunk was right, and a move is sealed only if every file
-is whole: its chunks lie side by side from 0 to its size, and their digests are those the source counted. Only sealed
-images are restored. A damaged, late, strange or oversized chunk changes nothing.
+Invariant: a byte is in an image file only if the digest of its chunk was right, and a move is sealed only if every file is
+complete: its chunks cover it from 0 to its size, and their digests are those of the source. Only sealed images are
+restored. A damaged, late, unexpected or oversized chunk changes nothing.
 
-Every method may be called from any thread; what takes long happens outside the locks. The seal is on the storage
-itself, so a daemon that restarts knows its sealed images again; of a partial one it knows only that it is there.
+Every method may be called from any thread; slow work happens outside the locks. The seal is stored with the images, so a
+restarted daemon recognises sealed images; of a partial one it knows only that it exists.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from pathlib import Path
 from snapshotd.api.errors import Damaged, Full, Internal, NotFound, SnapshotError, WrongState
 from snapshotd.api.snapshotd_pb2 import ImageFile
 from snapshotd.proc import meminfo
+from snapshotd.transport.image.chunk_list import Chunks, is_complete
 from snapshotd.transport.image.frame import IMAGE_NAME, MAX_FILE_BYTES, Frame
-from snapshotd.transport.image.ledger import Chunks, is_whole
 
 log = logging.getLogger(__name__)
 
 MOVE_NAME = re.compile(r"m-[0-9a-f]{12}")
 MAX_FILES = 100_000
 MAX_CHUNKS = 1 << 20
-_SEAL_NAME = ".sealed"  # no image file can be called so
+_SEAL_NAME = ".sealed"  # not a valid name of an image file
 
 
 @dataclass
 class _Receiving:
-    """What is known of a move whose chunks are arriving. Guarded by its condition."""
+    """A move whose chunks are arriving. Guarded by its condition."""
 
     directory: Path
     capacity_bytes: int
@@ -49,11 +49,11 @@ class _Receiving:
     written_bytes: int = 0
     writers: int = 0
     closed: bool = False  # being sealed or dropped: no writer may begin
-    beside: tuple[str, ...] = ()  # files of the move that somebody else writes
-    beside_bytes: int = 0  # … what they may take
+    beside: tuple[str, ...] = ()  # files of the move that the device-memory channel writes
+    beside_bytes: int = 0  # … and the memory reserved for them
 
     def taken_beside_bytes(self) -> int:
-        """What they take by now, also ahead of what is written."""
+        """The memory that those files take, including what is reserved ahead."""
         taken_bytes = 0
         for name in self.beside:
             with suppress(FileNotFoundError):
@@ -62,13 +62,13 @@ class _Receiving:
 
 
 class ImageStore:
-    """All images held on this node, by move."""
+    """All images on this node, by move."""
 
     def __init__(self, image_dir: Path) -> None:
         self._root = image_dir
         self._lock = threading.Lock()
         self._receiving: dict[str, _Receiving] = {}
-        self._sealed: dict[str, str] = {}  # move -> what was sealed
+        self._sealed: dict[str, str] = {}  # move -> the sealed list of files
         self._dropping: list[threading.Thread] = []
         self._undropped: set[str] = set()
         image_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -81,7 +81,7 @@ class ImageStore:
                 continue
 
     def create(self, move: str, capacity_bytes: int) -> None:
-        """Makes room for a move, Full if there is none. Twice is once; what an earlier life left half done is wiped."""
+        """Reserves memory for a move, Full if none is free. Idempotent. Removes partial images of before a restart."""
         directory = self._directory(move)
         self.dropped()
         with self._lock:
@@ -98,13 +98,13 @@ class ImageStore:
             try:
                 directory.mkdir(mode=0o700)
             except OSError as error:
-                raise _translated(error, f"making {directory}") from error
+                raise _translated(error, f"creating {directory}") from error
             self._receiving[move] = _Receiving(directory, capacity_bytes)
 
     def write(self, move: str, frame: Frame) -> bool:
-        """Puts one chunk in its place; False, with nothing written, if it arrived damaged and should be sent again.
+        """Writes one chunk; False, with nothing written, if it arrived damaged and must be sent again.
 
-        The same chunk twice is once. Another chunk at the same place is Damaged: the source contradicts itself.
+        Idempotent. A different chunk at the same offset is Damaged: the source contradicts itself.
         """
         if not frame.intact():
             return False
@@ -128,21 +128,21 @@ class ImageStore:
         return True
 
     def seal(self, move: str, files: Sequence[ImageFile]) -> list[str]:
-        """The names of files that are not whole, missing, or not in the list; none: the move is sealed from now on."""
+        """The names of files that are incomplete, missing or unexpected. If there are none, the move is sealed."""
         directory = self._directory(move)
         wanted = Counter(file.name for file in files)
         summary = json.dumps(sorted((file.name, file.size, file.chunks, file.digest.hex()) for file in files))
         with self._lock:
             if (sealed := self._sealed.get(move)) is not None:
                 if sealed != summary:
-                    raise WrongState(f"the images of {move} were sealed with other files")
+                    raise WrongState(f"the images of {move} are already sealed, with a different list of files")
                 return []
             receiving = self._receiving.get(move)
         if receiving is None:
             raise _unknown(move)
         with receiving.changed:
             self._close(move, receiving)
-            damaged = {file.name for file in files if not is_whole(file, receiving.chunks.get(file.name, {}))}
+            damaged = {file.name for file in files if not is_complete(file, receiving.chunks.get(file.name, {}))}
             damaged |= set(receiving.chunks) - set(wanted)
             damaged |= {name for name, times in wanted.items() if times > 1}
             if damaged:
@@ -165,7 +165,7 @@ class ImageStore:
         return []
 
     def sealed(self, move: str) -> bool:
-        """Whether the move's images are whole and verified; known after a restart of the daemon too."""
+        """Whether the move's images are complete and verified; known after a restart of the daemon too."""
         with self._lock:
             return move in self._sealed
 
@@ -178,7 +178,7 @@ class ImageStore:
         return directory
 
     def drop(self, move: str) -> None:
-        """The move's images are gone when this returns; chunks on their way are refused. Twice is once."""
+        """Removes the move's images; later chunks are refused. Idempotent."""
         directory = self._directory(move)
         with self._lock:
             receiving = self._receiving.get(move)
@@ -198,12 +198,12 @@ class ImageStore:
             self._leftovers.discard(move)
 
     def drop_soon(self, move: str) -> None:
-        """Drops while the caller goes on: to free a large image takes seconds. Who asks for room waits for it."""
+        """Drops in the background: freeing a large image takes seconds. A request for memory waits for it."""
 
         def drop() -> None:
             try:
                 self.drop(move)
-            except SnapshotError as error:  # whoever asks for room tries again, as does the daemon's next start
+            except SnapshotError as error:  # tried again by the next request for memory, and when the daemon starts
                 log.warning("%s", error.message)
                 with self._lock:
                     self._undropped.add(move)
@@ -211,11 +211,11 @@ class ImageStore:
         thread = threading.Thread(target=drop, name=f"drop {move}", daemon=True)
         with self._lock:
             self._dropping = [other for other in self._dropping if other.is_alive()]
-            thread.start()  # in here: whoever joins it finds it begun
+            thread.start()  # under the lock: a thread that has not started cannot be joined
             self._dropping.append(thread)
 
     def dropped(self) -> None:
-        """Waits until all that is being dropped is gone."""
+        """Waits until all background drops have finished."""
         with self._lock:
             dropping = list(self._dropping)
             undropped, self._undropped = self._undropped, set()
@@ -224,30 +224,25 @@ class ImageStore:
         for move in undropped:
             self.drop_soon(move)
 
-    def leftovers(self) -> list[str]:
-        """Moves whose images an earlier life of the daemon left here: partial ones, and sealed ones (`sealed`)."""
-        with self._lock:
-            return sorted(self._leftovers)
-
     def held_bytes(self) -> int:
-        """Memory that images take on this node."""
+        """Memory that images use on this node."""
         held_bytes = 0
         for directory in self._root.iterdir():
             if not MOVE_NAME.fullmatch(directory.name):
                 continue
-            with suppress(FileNotFoundError):  # dropped while we look
+            with suppress(FileNotFoundError):  # dropped in the meantime
                 held_bytes += sum(entry.stat(follow_symlinks=False).st_blocks * 512 for entry in os.scandir(directory))
         return held_bytes
 
     def room_bytes(self) -> int:
-        """What is free here and promised to nobody."""
+        """Memory that is free and not reserved for a move."""
         self.dropped()
         with self._lock:
             return self._room_bytes()
 
     def set_aside(self, move: str, names: Sequence[str], size_bytes: int) -> None:
-        """So much of the move's room is for these files, which come another way. As they take it, and as long as they have
-        it, it is not promised any more. Said again, the last word counts."""
+        """Sets aside part of the move's memory for these files, which the device-memory channel writes. What they use does
+        not count as reserved any more. The last call wins."""
         with self._lock:
             receiving = self._receiving.get(move)
         if receiving is None:
@@ -256,7 +251,7 @@ class ImageStore:
             receiving.beside, receiving.beside_bytes = tuple(names), size_bytes
 
     def capacity_bytes(self) -> int:
-        """What images could take at most as things are: what they take, and what is free."""
+        """The most memory that images could use now: what they use, and what is free."""
         return self.held_bytes() + self._free_bytes()
 
     def _directory(self, move: str) -> Path:
@@ -266,13 +261,13 @@ class ImageStore:
 
     @contextmanager
     def _writing(self, move: str) -> Iterator[_Receiving]:
-        """While a chunk is written, nobody seals or drops the move."""
+        """While a chunk is being written, the move cannot be sealed or dropped."""
         self._directory(move)
         with self._lock:
             receiving = self._receiving.get(move)
             sealed = move in self._sealed
         if sealed:
-            raise WrongState(f"the images of {move} are sealed: nothing may change them")
+            raise WrongState(f"the images of {move} are sealed and cannot be changed")
         if receiving is None:
             raise _unknown(move)
         with receiving.changed:
@@ -287,7 +282,7 @@ class ImageStore:
                 receiving.changed.notify_all()
 
     def _close(self, move: str, receiving: _Receiving) -> None:
-        """No writer from here on; those at work finish. The caller holds the condition."""
+        """Admits no more writers and waits for the active ones. The caller holds the condition."""
         if receiving.closed:
             raise WrongState(f"the images of {move} are already being sealed or dropped")
         receiving.closed = True
@@ -304,28 +299,28 @@ class ImageStore:
             raise Damaged(f"{move} has more than {MAX_FILES} files")
         if receiving.chunk_count >= MAX_CHUNKS:
             raise Damaged(f"{move} has more than {MAX_CHUNKS} chunks")
-        # A rank may have grown since its room was reserved. That is no harm where nobody else's room is taken.
+        # A rank may have grown since its memory was reserved. That is harmless if no other move's memory is taken.
         over_bytes = receiving.written_bytes + frame.payload_bytes - receiving.capacity_bytes
         if over_bytes + receiving.beside_bytes > 0:
             over_bytes += receiving.taken_beside_bytes()
         if over_bytes > 0 and self._room_bytes() < frame.payload_bytes:
-            raise Full(f"{move} outgrew its {_mib(receiving.capacity_bytes)} MiB and there is no more room")
+            raise Full(f"{move} needs more than its {_mib(receiving.capacity_bytes)} MiB, and no more memory is free")
 
     def _room_bytes(self) -> int:
-        """Free and not promised to a move that is still arriving."""
-        promised_bytes = 0
+        """Free memory that is not reserved for a move that is still arriving."""
+        reserved_bytes = 0
         for one in list(self._receiving.values()):
-            promised_bytes += max(0, one.capacity_bytes - one.written_bytes - one.taken_beside_bytes())
-        return max(0, self._free_bytes() - promised_bytes)
+            reserved_bytes += max(0, one.capacity_bytes - one.written_bytes - one.taken_beside_bytes())
+        return max(0, self._free_bytes() - reserved_bytes)
 
     def _free_bytes(self) -> int:
-        """Tmpfs promises more than the machine has: the smaller of its own limit and the available memory counts."""
+        """The smaller of the tmpfs limit and the available memory: a tmpfs may be larger than the machine's memory."""
         storage = os.statvfs(self._root)
         return min(storage.f_bavail * storage.f_frsize, meminfo.available_bytes())
 
 
 def _check_sane(frame: Frame) -> None:
-    """What the lane's parser has checked already; the store does not rely on who calls it."""
+    """Checked by the parser as well; the store does not rely on its caller."""
     if not IMAGE_NAME.fullmatch(frame.name):
         raise Damaged(f"{frame.name[:100]!r} is not the name of an image file")
     if frame.offset < 0 or frame.length < 0 or frame.offset + frame.length > MAX_FILE_BYTES:
@@ -333,7 +328,7 @@ def _check_sane(frame: Frame) -> None:
 
 
 def _put(path: Path, frame: Frame) -> None:
-    """The chunk's pages at their places. What is zero is left out: the file is fresh, so a hole reads as zero."""
+    """Writes the chunk's pages. Zero pages are left out: the file is new, so a hole reads as zero."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         payload = memoryview(frame.payload)
@@ -349,12 +344,12 @@ def _put(path: Path, frame: Frame) -> None:
 
 def _translated(error: OSError, doing: str) -> Full | Internal:
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG):
-        return Full(f"no room left while {doing}: {error.strerror}")
+        return Full(f"no space left while {doing}: {error.strerror}")
     return Internal(f"{doing}: {error}")
 
 
 def _unknown(move: str) -> NotFound:
-    return NotFound(f"this node receives no images for {move}")
+    return NotFound(f"this node has no images of {move}")
 
 
 def _mib(count_bytes: int) -> int:

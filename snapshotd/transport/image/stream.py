@@ -1,4 +1,4 @@
-"""What a sender needs of a transport: streams that take chunks and give answers. There are two: gRPC and plain TLS."""
+"""The interface of a stream of chunks. There are two implementations: a gRPC call and a bulk connection."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from snapshotd.transport.image.frame import Answer, Frame
 
 
 class Stream(Protocol):
-    """One stream of chunks to the target. Out of it come answers, or errors of the taxonomy.
+    """One stream of chunks to the target, which returns answers or raises errors of the taxonomy.
 
-    Every chunk sent is answered once, unless an ERROR or an exception ends the stream. Who uses it ends it: `cancel`
+    Every chunk is answered once, unless an ERROR or an exception ends the stream. The user must end it with `cancel`
     and `ended`, also after the last answer.
     """
 
     async def send(self, frame: Frame) -> bool:
-        """Hands a chunk over. False where the stream is already over: `receive` then says why."""
+        """Sends a chunk. False if the stream has ended: `receive` then raises the reason."""
 
     async def receive(self) -> Answer | None:
-        """The next answer, None when the target has ended the stream in good order."""
+        """The next answer, None when the target has ended the stream normally."""
 
     async def done(self) -> None:
-        """No more chunks; the target ends the stream when it has answered all of them."""
+        """Announces that no more chunks follow; the target ends the stream when it has answered all of them."""
 
     def cancel(self) -> None:
-        """Ends it as it is; what is on its way is lost."""
+        """Ends it at once; chunks in transit are lost."""
 
     async def ended(self) -> None:
-        """Returns when nothing of it is left here: no task, no thread, no descriptor. After `cancel`."""
+        """Returns when no task, thread or descriptor of it is left. After `cancel`."""

@@ -1,4 +1,4 @@
-"""Both ends, with and without encryption; and nothing is left of either."""
+"""Both nodes of a device-memory channel, encrypted and plain. No process may be left afterwards."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.transport.device.lane import Ends, children
+from tests.transport.device.channel import Nodes, children
 
 
 @pytest.fixture
@@ -16,21 +16,21 @@ def nothing_left() -> Iterator[None]:
     yield
     assert children() == []
     for thread in threading.enumerate():
-        if "waitpid" in thread.name:  # asyncio's, one per child: it ends a moment after it has told
+        if "waitpid" in thread.name:  # asyncio has one per child, which ends a moment after it has reported
             thread.join(10)
             assert not thread.is_alive()
 
 
 @pytest.fixture(params=["encrypted", "plain"])
-def ends(request: pytest.FixtureRequest, tmp_path: Path, nothing_left: None) -> Ends:
-    return Ends(tmp_path, encrypted=request.param == "encrypted")
+def nodes(request: pytest.FixtureRequest, tmp_path: Path, nothing_left: None) -> Nodes:
+    return Nodes(tmp_path, encrypted=request.param == "encrypted")
 
 
 @pytest.fixture
-def plain(tmp_path: Path, nothing_left: None) -> Ends:
-    return Ends(tmp_path, encrypted=False)
+def plain(tmp_path: Path, nothing_left: None) -> Nodes:
+    return Nodes(tmp_path, encrypted=False)
 
 
 @pytest.fixture
-def encrypted(tmp_path: Path, nothing_left: None) -> Ends:
-    return Ends(tmp_path, encrypted=True)
+def encrypted(tmp_path: Path, nothing_left: None) -> Nodes:
+    return Nodes(tmp_path, encrypted=True)

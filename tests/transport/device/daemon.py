@@ -1,4 +1,4 @@
-"""A process that opens both ends and then does nothing: its children must not outlive it."""
+"""A process that opens both sides of a channel and then waits: its children must not outlive it."""
 
 from __future__ import annotations
 

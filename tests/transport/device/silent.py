@@ -1,4 +1,4 @@
-"""A child that starts, says a word that nobody asked for, and is never ready."""
+"""A child that starts, writes to stderr, and never becomes ready."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from snapshotd.transport.device.control import Control, serve
+from snapshotd.transport.device.control_socket import Control, serve
 
 
 def hang(_control: Control, settings: dict[str, Any], _fds: list[int]) -> None:

@@ -1,4 +1,4 @@
-"""Connections that break, bytes that change, processes that die, disks that are full."""
+"""Broken connections, damaged bytes, dead processes and full disks."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from snapshotd.runtime.blocking import in_thread
 from snapshotd.transport.device.child import Child
 from snapshotd.transport.device.connection import TAG_BYTES, Connection, read_reply
 from snapshotd.transport.device.records import HEADER_BYTES, REPLY_BYTES, Kind, Record, reply
-from tests.transport.device.lane import (
+from tests.transport.device.channel import (
     ANSWER_BYTES,
     GREETING_BYTES,
     MIB,
-    Ends,
-    Meddle,
-    Meddler,
+    Alter,
+    Nodes,
+    Proxy,
     children,
     children_of,
     flip,
@@ -42,20 +42,20 @@ SIZES = {"a": len(CONTENT)}
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is lost is given up soon."""
+    """Lost connections are given up soon."""
     monkeypatch.setattr("snapshotd.transport.device.incoming.LOST_S", 0.3)
     monkeypatch.setattr("snapshotd.transport.device.outgoing.REOPEN_S", 0.3)
 
 
 @pytest.fixture(autouse=True)
 def filled(request: pytest.FixtureRequest) -> None:
-    for name in ("ends", "plain"):
+    for name in ("nodes", "plain"):
         if name in request.fixturenames:
             request.getfixturevalue(name).fill({"a": CONTENT})
 
 
-def cut_at(position: int, connections: int) -> Meddle:
-    """The first `connections` connections, each so far from its own beginning."""
+def cut_at(position: int, connections: int) -> Alter:
+    """Cuts each of the first `connections` connections after `position` bytes."""
     return lambda number, passed, part: None if number < connections and passed + len(part) > position else part
 
 
@@ -75,7 +75,7 @@ def one_child(program: str) -> int:
 
 @contextmanager
 def given_to(child: Child) -> Iterator[socket.socket]:
-    """A plain connection's other end."""
+    """The peer of a plain connection that the child receives."""
     ours, theirs = socket.socketpair()
     with ours:
         with theirs:
@@ -85,7 +85,7 @@ def given_to(child: Child) -> Iterator[socket.socket]:
 
 @contextmanager
 def files_end_at(size: int) -> Iterator[None]:
-    """For processes that are started meanwhile."""
+    """Limits the file size for processes that are started inside."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
@@ -94,21 +94,21 @@ def files_end_at(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-async def arrives(ends: Ends, meddle: Meddle) -> int:
-    """How many connections that took."""
-    async with ends.both(["a"], meddle) as (incoming, outgoing, meddler):
+async def arrives(nodes: Nodes, alter: Alter) -> int:
+    """Sends CONTENT. Returns the number of connections that this took."""
+    async with nodes.both(["a"], alter) as (incoming, outgoing, proxy):
         outgoing.finish(SIZES)
         assert (await outgoing.wait()).bytes == len(CONTENT)
         assert await incoming.wait(30) == SIZES
-    assert ends.arrived(["a"]) == {"a": CONTENT}
-    return meddler.connections
+    assert nodes.arrived(["a"]) == {"a": CONTENT}
+    return proxy.connections
 
 
 # ---------------------------------------------------------------- connections
 
 
 @pytest.mark.parametrize("position", [2 * MIB + 1000, 5 * MIB])
-async def test_a_connection_that_is_cut_is_opened_again_and_goes_on(ends: Ends, position: int) -> None:
+async def test_cut_connection_is_replaced_and_transfer_continues(nodes: Nodes, position: int) -> None:
     passed_again = 0
 
     def cut(number: int, passed: int, part: bytes) -> bytes | None:
@@ -116,17 +116,17 @@ async def test_a_connection_that_is_cut_is_opened_again_and_goes_on(ends: Ends, 
         passed_again += len(part) if number else 0
         return cut_at(position, 1)(number, passed, part)
 
-    assert await arrives(ends, cut) == 2
-    assert passed_again < len(CONTENT) - position + 2 * MIB  # it did not begin from the beginning
+    assert await arrives(nodes, cut) == 2
+    assert passed_again < len(CONTENT) - position + 2 * MIB  # it did not start over
 
 
-async def test_a_connection_may_break_three_times(ends: Ends) -> None:
-    assert await arrives(ends, cut_at(MIB + 200_000, 3)) == 4
+async def test_connection_may_break_three_times(nodes: Nodes) -> None:
+    assert await arrives(nodes, cut_at(MIB + 200_000, 3)) == 4
 
 
 @pytest.mark.usefixtures("impatient")
-async def test_one_that_breaks_again_and_again_is_unreachable(ends: Ends) -> None:
-    async with ends.both(["a"], cut_at(GREETING_BYTES + 20_000, 99)) as (incoming, outgoing, meddler):
+async def test_connection_that_breaks_every_time_is_unreachable(nodes: Nodes) -> None:
+    async with nodes.both(["a"], cut_at(GREETING_BYTES + 20_000, 99)) as (incoming, outgoing, proxy):
         outgoing.finish(SIZES)
         with pytest.raises(Unreachable, match="a to node node-2: "):
             await outgoing.wait()
@@ -134,34 +134,36 @@ async def test_one_that_breaks_again_and_again_is_unreachable(ends: Ends) -> Non
             await incoming.wait(30)
         assert outgoing.failed is not None
         assert incoming.failed is not None
-        assert meddler.connections == 4
+        assert proxy.connections == 4
 
 
 @pytest.mark.usefixtures("impatient")
-async def test_a_target_that_is_gone_is_unreachable(ends: Ends) -> None:
-    async with ends.both(["a"]) as (incoming, outgoing, meddler):
-        await meddler.__aexit__()  # first: who came between the two would wait for an answer, and not be refused
+async def test_target_that_is_gone_is_unreachable(nodes: Nodes) -> None:
+    async with nodes.both(["a"]) as (incoming, outgoing, proxy):
+        await (
+            proxy.__aexit__()
+        )  # first: a connection made between the two would wait for an answer instead of being refused
         await incoming.close()
         outgoing.finish(SIZES)
         with pytest.raises(Unreachable, match="Connection refused"):
             await outgoing.wait()
     with pytest.raises(Unreachable, match="node node-2 at 127"):
-        async with ends.outgoing(meddler.port, incoming.key, ["a"]):
+        async with nodes.outgoing(proxy.port, incoming.key, ["a"]):
             pass
 
 
-async def test_who_missed_the_last_word_hears_it_again(ends: Ends) -> None:
-    async with ends.both(["a"]) as (incoming, outgoing, meddler):
-        meddler.deaf = True
+async def test_sender_that_missed_the_confirmation_gets_it_again(nodes: Nodes) -> None:
+    async with nodes.both(["a"]) as (incoming, outgoing, proxy):
+        proxy.muted = True
         outgoing.finish(SIZES)
         assert await incoming.wait(30) == SIZES
-        meddler.deaf = False
-        meddler.cut()
+        proxy.muted = False
+        proxy.cut()
         assert (await outgoing.wait()).bytes == len(CONTENT)
-        assert meddler.connections == 2
+        assert proxy.connections == 2
 
 
-async def test_a_stripe_is_done_when_the_sender_was_told(tmp_path: Path, nothing_left: None) -> None:
+async def test_stripe_is_done_only_after_the_sender_was_told(tmp_path: Path, nothing_left: None) -> None:
     settings = {"expected_bytes": 0, "path": str(tmp_path / "a")}
     child = await Child.start("snapshotd.transport.device.receive", settings)
     end = Record(Kind.END, 0, 0).header()
@@ -169,7 +171,7 @@ async def test_a_stripe_is_done_when_the_sender_was_told(tmp_path: Path, nothing
         assert await child.hear() == {"ready": True}
         with given_to(child) as sender:
             assert await in_thread(read_reply, Connection(sender)) == (Kind.HAVE, 0)
-            sender.shutdown(socket.SHUT_RD)  # of a pair: the answer fails
+            sender.shutdown(socket.SHUT_RD)  # a socket pair: sending the answer fails
             sender.sendall(end)
             assert await child.hear() == {"connected": 0}
             assert "lost" in await child.hear()
@@ -183,17 +185,17 @@ async def test_a_stripe_is_done_when_the_sender_was_told(tmp_path: Path, nothing
         await child.close()
 
 
-async def test_a_new_connection_ends_one_that_hangs(ends: Ends) -> None:
-    """The network swallowed the first one: neither end was told."""
-    async with ends.both(["a"]) as (incoming, outgoing, meddler):
+async def test_new_connection_replaces_one_that_hangs(nodes: Nodes) -> None:
+    """The network lost the first one without telling either side."""
+    async with nodes.both(["a"]) as (incoming, outgoing, proxy):
         outgoing.advance("a", 2 * MIB)
-        await until(lambda: (ends.there / "a").stat().st_size >= 2 * MIB)
-        meddler.cut_source()
+        await until(lambda: (nodes.there / "a").stat().st_size >= 2 * MIB)
+        proxy.cut_source()
         outgoing.finish(SIZES)
         await outgoing.wait()
         assert await incoming.wait(30) == SIZES
-        assert meddler.connections == 2
-    assert ends.arrived(["a"]) == {"a": CONTENT}
+        assert proxy.connections == 2
+    assert nodes.arrived(["a"]) == {"a": CONTENT}
 
 
 # ---------------------------------------------------------------- bytes
@@ -203,133 +205,129 @@ async def test_a_new_connection_ends_one_that_hangs(ends: Ends) -> None:
     ("number", "position"),
     [
         (0, 3),  # the header
-        (0, HEADER_BYTES - 1),  # its check
-        (0, HEADER_BYTES + 10),  # its tag, where it has one
+        (0, HEADER_BYTES - 1),  # its checksum
+        (0, HEADER_BYTES + 10),  # its tag, if encrypted
         (0, HEADER_BYTES + 500_000),  # the payload
         (3, HEADER_BYTES + 20),
-        (3, -1),  # the last byte of the record before: of its tag, where it has one
+        (3, -1),  # the last byte of the record before: of its tag, if encrypted
     ],
 )
-async def test_what_arrives_damaged_is_sent_again(ends: Ends, number: int, position: int) -> None:
-    assert await arrives(ends, flip(ends.record(number) + position)) == 2
+async def test_damaged_record_is_sent_again(nodes: Nodes, number: int, position: int) -> None:
+    assert await arrives(nodes, flip(nodes.record(number) + position)) == 2
 
 
 @pytest.mark.usefixtures("impatient")
-async def test_what_is_damaged_every_time_is_never_stored(ends: Ends) -> None:
+async def test_record_damaged_every_time_is_never_stored(nodes: Nodes) -> None:
     def spoil(_number: int, passed: int, part: bytes) -> bytes:
-        return flipped(part, ends.record(0) + HEADER_BYTES + 1000 - passed)
+        return flipped(part, nodes.record(0) + HEADER_BYTES + 1000 - passed)
 
-    why = (
-        "message 1 of the connection arrived with a broken seal"
-        if ends.encrypted
-        else "the record at 0 arrived damaged"
-    )
-    async with ends.both(["a"], spoil) as (incoming, outgoing, _):
+    why = "message 1 of the connection failed authentication" if nodes.encrypted else "the record at 0 arrived damaged"
+    async with nodes.both(["a"], spoil) as (incoming, outgoing, _):
         outgoing.finish(SIZES)
         with pytest.raises(Damaged, match=why):
             await outgoing.wait()
         with pytest.raises(Damaged, match=why):
             await incoming.wait(30)
-    assert ends.arrived(["a"]) == {"a": b""}
-    assert not (ends.there / "a.done").exists()
+    assert nodes.arrived(["a"]) == {"a": b""}
+    assert not (nodes.there / "a.done").exists()
 
 
-async def test_a_record_that_is_left_out_is_missed(ends: Ends) -> None:
-    begin, end = ends.record(1), ends.record(2)
+async def test_missing_record_is_detected(nodes: Nodes) -> None:
+    begin, end = nodes.record(1), nodes.record(2)
 
     def leave_out(number: int, passed: int, part: bytes) -> bytes:
         return part[: max(0, begin - passed)] + part[max(0, end - passed) :] if number == 0 else part
 
-    assert await arrives_in_the_end(ends, leave_out)
+    assert await arrives_in_the_end(nodes, leave_out)
 
 
-async def test_a_record_that_is_repeated_is_not_stored_twice(ends: Ends) -> None:
+async def test_repeated_record_is_not_stored_twice(nodes: Nodes) -> None:
     first = b""
 
     def repeat(number: int, passed: int, part: bytes) -> bytes:
         nonlocal first
-        begin, end = ends.record(0) - passed, ends.record(1) - passed
+        begin, end = nodes.record(0) - passed, nodes.record(1) - passed
         if number or end <= 0:
             return part
         first += part[max(0, begin) : end]
         return part[:end] + first + part[end:] if end <= len(part) else part
 
-    assert await arrives_in_the_end(ends, repeat)
+    assert await arrives_in_the_end(nodes, repeat)
 
 
-async def arrives_in_the_end(ends: Ends, meddle: Meddle) -> bool:
-    """Or, as nobody but a stranger sends such records, ends the move where nothing is sealed."""
-    async with ends.both(["a"], meddle) as (incoming, outgoing, meddler):
+async def arrives_in_the_end(nodes: Nodes, alter: Alter) -> bool:
+    """Encrypted. On a plain connection the transfer fails instead, because no honest peer sends such records."""
+    async with nodes.both(["a"], alter) as (incoming, outgoing, proxy):
         outgoing.finish(SIZES)
-        if ends.encrypted:
+        if nodes.encrypted:
             await outgoing.wait()
             assert await incoming.wait(30) == SIZES
-            assert ends.arrived(["a"]) == {"a": CONTENT}
-            return meddler.connections == 2
+            assert nodes.arrived(["a"]) == {"a": CONTENT}
+            return proxy.connections == 2
         with pytest.raises(Damaged, match="DATA record for "):
             await outgoing.wait()
-    return CONTENT.startswith(ends.arrived(["a"])["a"])
+    return CONTENT.startswith(nodes.arrived(["a"])["a"])
 
 
 @pytest.mark.usefixtures("impatient")
-async def test_a_stripe_without_its_end_is_not_done(ends: Ends) -> None:
-    end = ends.record(6) + ends.travels(HEADER_BYTES, 5)
+async def test_stripe_without_end_record_is_not_done(nodes: Nodes) -> None:
+    end = nodes.record(6) + nodes.travels(HEADER_BYTES, 5)
 
     def cut_the_end(number: int, passed: int, part: bytes) -> bytes | None:
         if number:
             return cut_at(GREETING_BYTES, 99)(number, passed, part)
         return part[: max(0, end - passed)]
 
-    async with ends.both(["a"], cut_the_end) as (incoming, outgoing, meddler):
+    async with nodes.both(["a"], cut_the_end) as (incoming, outgoing, proxy):
         outgoing.finish(SIZES)
-        await until(lambda: (ends.there / "a").stat().st_size == len(CONTENT))
-        meddler.cut()
+        await until(lambda: (nodes.there / "a").stat().st_size == len(CONTENT))
+        proxy.cut()
         with pytest.raises(Unreachable):
             await incoming.wait(30)
         with pytest.raises(Unreachable):
             await outgoing.wait()
-    assert ends.arrived(["a"]) == {"a": CONTENT}
-    assert not (ends.there / "a.done").exists()
+    assert nodes.arrived(["a"]) == {"a": CONTENT}
+    assert not (nodes.there / "a.done").exists()
 
 
-async def test_a_first_word_that_was_changed_is_not_believed(ends: Ends) -> None:
-    async with ends.incoming(["a"]) as incoming, Meddler(incoming.port, None, flip(ANSWER_BYTES)) as meddler:
-        with pytest.raises(Damaged, match="broken seal" if ends.encrypted else "makes no sense"):
-            async with ends.outgoing(meddler.port, incoming.key, ["a"]):
+async def test_altered_first_reply_is_rejected(nodes: Nodes) -> None:
+    async with nodes.incoming(["a"]) as incoming, Proxy(incoming.port, None, flip(ANSWER_BYTES)) as proxy:
+        with pytest.raises(Damaged, match="failed authentication" if nodes.encrypted else "invalid reply"):
+            async with nodes.outgoing(proxy.port, incoming.key, ["a"]):
                 pass
         assert incoming.failed is None
 
 
 @pytest.mark.parametrize("position", [0, REPLY_BYTES - 1])
-async def test_a_last_word_that_was_changed_is_asked_for_again(encrypted: Ends, position: int) -> None:
+async def test_altered_confirmation_is_requested_again(encrypted: Nodes, position: int) -> None:
     encrypted.fill({"a": CONTENT})
     done = ANSWER_BYTES + encrypted.travels(REPLY_BYTES)
-    async with encrypted.both(["a"], None, flip(done + position)) as (incoming, outgoing, meddler):
+    async with encrypted.both(["a"], None, flip(done + position)) as (incoming, outgoing, proxy):
         outgoing.finish(SIZES)
         assert (await outgoing.wait()).bytes == len(CONTENT)
         assert await incoming.wait(30) == SIZES
-        assert meddler.connections == 2
+        assert proxy.connections == 2
 
 
 @pytest.mark.parametrize("said", [reply(Kind.DONE, len(CONTENT)), bytes(REPLY_BYTES)], ids=["done", "zeros"])
-async def test_a_strangers_last_word_is_not_believed(encrypted: Ends, said: bytes) -> None:
-    """Somebody passes on the proofs and the first word, keeps the records for himself, and says that all is well."""
+async def test_forged_confirmation_is_rejected(encrypted: Nodes, said: bytes) -> None:
+    """An attacker passes on the proofs and the first reply, keeps the records, and forges DONE."""
     encrypted.fill({"a": CONTENT})
-    first_word = ANSWER_BYTES + encrypted.travels(REPLY_BYTES)
+    first_reply = ANSWER_BYTES + encrypted.travels(REPLY_BYTES)
     async with encrypted.incoming(["a"]) as incoming:
 
         def keep(_number: int, passed: int, part: bytes) -> bytes:
             return part[: max(0, GREETING_BYTES - passed)]
 
         def answer(_number: int, passed: int, part: bytes) -> bytes:
-            return part + said + bytes(TAG_BYTES) if passed + len(part) == first_word else part
+            return part + said + bytes(TAG_BYTES) if passed + len(part) == first_reply else part
 
         async with (
-            Meddler(incoming.port, keep, answer) as meddler,
-            encrypted.outgoing(meddler.port, incoming.key, ["a"]) as outgoing,
+            Proxy(incoming.port, keep, answer) as proxy,
+            encrypted.outgoing(proxy.port, incoming.key, ["a"]) as outgoing,
         ):
             outgoing.finish(SIZES)
-            with pytest.raises(Damaged, match="message 1 of the connection arrived with a broken seal"):
+            with pytest.raises(Damaged, match="message 1 of the connection failed authentication"):
                 await outgoing.wait()
     assert encrypted.arrived(["a"]) == {"a": b""}
 
@@ -338,26 +336,26 @@ async def test_a_strangers_last_word_is_not_believed(encrypted: Ends, said: byte
 
 
 @pytest.mark.usefixtures("impatient")
-async def test_a_sender_that_is_killed_is_an_error_at_both_ends(ends: Ends) -> None:
-    async with ends.both(["a"]) as (incoming, outgoing, _):
+async def test_killed_sender_is_an_error_on_both_nodes(nodes: Nodes) -> None:
+    async with nodes.both(["a"]) as (incoming, outgoing, _):
         os.kill(one_child("send"), signal.SIGKILL)
-        with pytest.raises(Internal, match="ended with SIGKILL"):
+        with pytest.raises(Internal, match="exited with SIGKILL"):
             await outgoing.wait()
         with pytest.raises(Unreachable, match="a from node node-1"):
             await incoming.wait(30)
 
 
 @pytest.mark.usefixtures("impatient")
-async def test_a_receiver_that_is_killed_is_an_error_at_both_ends(ends: Ends) -> None:
-    async with ends.both(["a"]) as (incoming, outgoing, _):
+async def test_killed_receiver_is_an_error_on_both_nodes(nodes: Nodes) -> None:
+    async with nodes.both(["a"]) as (incoming, outgoing, _):
         os.kill(one_child("receive"), signal.SIGKILL)
-        with pytest.raises(Internal, match="ended with SIGKILL"):
+        with pytest.raises(Internal, match="exited with SIGKILL"):
             await incoming.wait(30)
         with pytest.raises(Unreachable, match="node-2"):
             await outgoing.wait()
 
 
-async def test_the_first_failure_ends_all_receivers_and_is_the_one_that_is_told(plain: Ends) -> None:
+async def test_first_failure_ends_all_receivers_and_is_reported(plain: Nodes) -> None:
     plain.fill({"b": CONTENT})
     names = ["a", "b"]
     async with plain.incoming(names) as incoming, plain.outgoing(incoming.port, incoming.key, names) as outgoing:
@@ -366,12 +364,12 @@ async def test_the_first_failure_ends_all_receivers_and_is_the_one_that_is_told(
         await until(lambda: (plain.there / "a").stat().st_size == 2 * MIB)
         os.kill(first, signal.SIGKILL)
         await until(lambda: not children_named("receive"))
-        with pytest.raises(Internal, match=rf"pid {first}\) ended with SIGKILL"):
+        with pytest.raises(Internal, match=rf"pid {first}\) exited with SIGKILL"):
             await incoming.wait(30)
 
 
-async def test_the_first_failure_ends_all_senders_and_is_the_one_that_is_told(plain: Ends) -> None:
-    """Also one that waits for what never comes, which would notice nothing by itself."""
+async def test_first_failure_ends_all_senders_and_is_reported(plain: Nodes) -> None:
+    """Including a stopped one, which would notice nothing by itself."""
     plain.fill({"b": CONTENT})
     names = ["a", "b"]
     async with plain.incoming(names) as incoming, plain.outgoing(incoming.port, incoming.key, names) as outgoing:
@@ -379,14 +377,14 @@ async def test_the_first_failure_ends_all_senders_and_is_the_one_that_is_told(pl
         os.kill(other, signal.SIGSTOP)
         os.kill(first, signal.SIGKILL)
         await until(lambda: not children_named("send"))
-        with pytest.raises(Internal, match=rf"pid {first}\) ended with SIGKILL"):
+        with pytest.raises(Internal, match=rf"pid {first}\) exited with SIGKILL"):
             await outgoing.wait()
-        outgoing.advance("a", MIB)  # as whoever still copies does
+        outgoing.advance("a", MIB)  # as the copy that is still running does
         outgoing.finish({"a": len(CONTENT), "b": len(CONTENT)})
     assert (plain.here / "b").read_bytes() == CONTENT
 
 
-async def test_a_file_that_somebody_else_writes_is_left_to_them(plain: Ends) -> None:
+async def test_file_with_another_writer_is_left_alone(plain: Nodes) -> None:
     content = noise(MIB) + bytes(2 * MIB)
     sizes = plain.fill({"a": content})
     async with plain.both(["a"]) as (incoming, outgoing, _):
@@ -394,23 +392,23 @@ async def test_a_file_that_somebody_else_writes_is_left_to_them(plain: Ends) -> 
         await until(lambda: (plain.there / "a").stat().st_size == MIB)
         (plain.there / "a").write_bytes(CONTENT)
         outgoing.finish(sizes)
-        with pytest.raises(Internal, match=rf"somebody else writes .*/a: it has {len(CONTENT)} bytes, {MIB} came"):
+        with pytest.raises(Internal, match=rf"another process writes .*/a: it has {len(CONTENT)} bytes, {MIB} were"):
             await outgoing.wait()
-        with pytest.raises(Internal, match="somebody else writes"):
+        with pytest.raises(Internal, match="another process writes"):
             await incoming.wait(30)
     assert plain.arrived(["a"]) == {"a": CONTENT}
 
 
-async def test_a_child_that_breaks_down_is_quoted(plain: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_output_of_a_failed_child_is_quoted(plain: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("snapshotd.transport.device.incoming._RECEIVE", "snapshotd.transport.device.no_such_thing")
     with pytest.raises(
-        Internal, match=r"(?s)ended with status 1: .*No module named snapshotd.transport.device.no_such_thing"
+        Internal, match=r"(?s)exited with status 1: .*No module named snapshotd.transport.device.no_such_thing"
     ):
         async with plain.incoming(["a"]):
             pass
 
 
-async def test_a_child_that_hangs_is_given_up_and_quoted(plain: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_output_of_a_hanging_child_is_quoted(plain: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
     async with plain.incoming(["a"]) as incoming:
         monkeypatch.setattr("snapshotd.transport.device.child.READY_S", 0.1)
         monkeypatch.setattr("snapshotd.transport.device.incoming._RECEIVE", "tests.transport.device.silent")
@@ -431,7 +429,7 @@ async def test_a_child_that_hangs_is_given_up_and_quoted(plain: Ends, monkeypatc
         await child.close()
 
 
-def test_children_end_with_their_daemon(plain: Ends) -> None:
+def test_children_die_with_their_daemon(plain: Nodes) -> None:
     daemon = subprocess.Popen(
         [sys.executable, str(Path(__file__).with_name("daemon.py")), str(plain.here), str(plain.there)],
         stdout=subprocess.PIPE,
@@ -446,19 +444,19 @@ def test_children_end_with_their_daemon(plain: Ends) -> None:
         assert len(pidfds) == 2
         daemon.kill()
     for pidfd in pidfds:
-        assert select.select([pidfd], [], [], 30)[0] == [pidfd]  # it has ended
+        assert select.select([pidfd], [], [], 30)[0] == [pidfd]  # it has exited
         os.close(pidfd)
 
 
-# ---------------------------------------------------------------- room
+# ---------------------------------------------------------------- full disks
 
 
-async def test_a_full_disk_is_said_at_both_ends(ends: Ends) -> None:
+async def test_full_disk_is_reported_on_both_nodes(nodes: Nodes) -> None:
     with files_end_at(2 * MIB):
-        opened = ends.incoming(["a"])
+        opened = nodes.incoming(["a"])
         incoming = await opened.__aenter__()
     try:
-        async with ends.outgoing(incoming.port, incoming.key, ["a"]) as outgoing:
+        async with nodes.outgoing(incoming.port, incoming.key, ["a"]) as outgoing:
             outgoing.finish(SIZES)
             with pytest.raises(Full, match=r"writing .*/a: "):
                 await outgoing.wait()
@@ -466,14 +464,14 @@ async def test_a_full_disk_is_said_at_both_ends(ends: Ends) -> None:
             await incoming.wait(30)
     finally:
         await opened.__aexit__(None, None, None)
-    assert CONTENT.startswith((ends.there / "a").read_bytes())
+    assert CONTENT.startswith((nodes.there / "a").read_bytes())
 
 
 @pytest.mark.root
-async def test_a_full_tmpfs_is_full(plain: Ends) -> None:
+async def test_full_tmpfs_is_reported(plain: Nodes) -> None:
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(plain.there)], check=True)
     try:
-        with pytest.raises(Full, match="100 MiB is to come"):
+        with pytest.raises(Full, match="100 MiB of device memory are expected"):
             async with plain.incoming(["a"], expected_bytes=100 * MIB):
                 pass
         failed: list[SnapshotError | None] = []

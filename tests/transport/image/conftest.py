@@ -1,6 +1,6 @@
-"""A target as the lanes see it: real sockets on loopback with mutual TLS, a store, a meddler between.
+"""A target of the image channel: real sockets on loopback with mutual TLS, a store, and a way to alter messages in between.
 
-Every test that takes `serve` runs twice: over gRPC and over the bulk lane beside it. They keep the same contract.
+Every test that takes `serve` runs twice, over gRPC and over bulk connections, which have the same contract.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from migrator import pki
 from snapshotd.api.channel import COMMON_OPTIONS, Credentials
 from snapshotd.runtime.blocking import in_thread
 from snapshotd.transport.image import bulk_receiver
-from snapshotd.transport.image.bulk_receiver import BulkLanes
+from snapshotd.transport.image.bulk_receiver import BulkReceivers
 from snapshotd.transport.image.grpc_channel import push_channels, push_handler
 from snapshotd.transport.image.store import ImageStore
-from snapshotd.transport.image.tls_connection import Inlet
-from tests.transport.image.targets import MOVE, NODE, BulkTarget, GrpcTarget, Meddle, Serve, issue
+from snapshotd.transport.image.tls_connection import MessageReader
+from tests.transport.image.targets import MOVE, NODE, Alter, BulkTarget, GrpcTarget, Serve, issue
 
 
 @pytest.fixture(scope="session")
@@ -36,7 +36,7 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def certificates(authority: Path) -> Credentials:
-    """One identity for both ends, as node-2."""
+    """One identity for both nodes, as node-2."""
     return issue(authority, NODE)
 
 
@@ -45,24 +45,24 @@ def store(tmp_path: Path) -> ImageStore:
     return ImageStore(tmp_path / "images")
 
 
-class _Meddled:
-    """A servicer's context whose messages somebody changed on the way."""
+class _Altered:
+    """A servicer's context whose messages were altered in transit."""
 
-    def __init__(self, context: Any, meddle: Meddle) -> None:
+    def __init__(self, context: Any, alter: Alter) -> None:
         self._context = context
-        self._meddle = meddle
+        self._alter = alter
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._context, name)
 
     async def read(self) -> Any:
         message = await self._context.read()
-        return self._meddle(message) if isinstance(message, bytes) else message
+        return self._alter(message) if isinstance(message, bytes) else message
 
 
-class _Meddler(grpc.aio.ServerInterceptor):
-    def __init__(self, meddle: Meddle) -> None:
-        self._meddle = meddle
+class _Alterer(grpc.aio.ServerInterceptor):
+    def __init__(self, alter: Alter) -> None:
+        self._alter = alter
 
     async def intercept_service(
         self,
@@ -72,17 +72,17 @@ class _Meddler(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
 
         async def behaviour(requests: Any, context: Any) -> None:
-            await handler.stream_stream(requests, _Meddled(context, self._meddle))
+            await handler.stream_stream(requests, _Altered(context, self._alter))
 
-        meddled: Any = behaviour
-        return grpc.stream_stream_rpc_method_handler(meddled)
+        altered: Any = behaviour
+        return grpc.stream_stream_rpc_method_handler(altered)
 
 
 @pytest.fixture
 def serve_grpc(certificates: Credentials, store: ImageStore) -> Serve:
     @asynccontextmanager
     async def serve(
-        streams: int = 2, meddle: Meddle | None = None, deny: Exception | None = None
+        streams: int = 2, alter: Alter | None = None, deny: Exception | None = None
     ) -> AsyncIterator[GrpcTarget]:
         target = GrpcTarget(store, certificates, streams)
 
@@ -91,7 +91,7 @@ def serve_grpc(certificates: Credentials, store: ImageStore) -> Serve:
             if deny is not None:
                 raise deny
 
-        interceptors = [_Meddler(meddle)] if meddle is not None else []
+        interceptors = [_Alterer(alter)] if alter is not None else []
         server = grpc.aio.server(options=list(COMMON_OPTIONS), interceptors=interceptors)
         server.add_generic_rpc_handlers((push_handler(store, authorise),))
         port = server.add_secure_port("127.0.0.1:0", certificates.for_server())
@@ -111,31 +111,31 @@ def serve_grpc(certificates: Credentials, store: ImageStore) -> Serve:
 def serve_bulk(certificates: Credentials, store: ImageStore, monkeypatch: pytest.MonkeyPatch) -> Serve:
     @asynccontextmanager
     async def serve(
-        streams: int = 2, meddle: Meddle | None = None, deny: Exception | None = None
+        streams: int = 2, alter: Alter | None = None, deny: Exception | None = None
     ) -> AsyncIterator[BulkTarget]:
         target = BulkTarget(store, certificates, streams)
-        target.lanes = BulkLanes(store, certificates, ["127.0.0.1"])
-        admit = bulk_receiver._Lane._admit
+        target.receivers = BulkReceivers(store, certificates, ["127.0.0.1"])
+        admit = bulk_receiver._BulkReceiver._admit
 
-        def watched(lane: Any, connection: ssl.SSLSocket, inlet: Inlet) -> None:
-            admit(lane, connection, inlet)
+        def watched(receiver: Any, connection: ssl.SSLSocket, reader: MessageReader) -> None:
+            admit(receiver, connection, reader)
             target.authorised.append(MOVE)
             if deny is not None:
                 raise deny
 
-        class Meddled(Inlet):
+        class Altered(MessageReader):
             def read_into(self, view: memoryview) -> None:
                 super().read_into(view)
-                if meddle is not None:
-                    view[:] = meddle(bytes(view))
+                if alter is not None:
+                    view[:] = alter(bytes(view))
 
-        monkeypatch.setattr(bulk_receiver._Lane, "_admit", watched)
-        monkeypatch.setattr(bulk_receiver, "Inlet", Meddled)
-        target.port, target.key = target.lanes.open(MOVE, NODE)
+        monkeypatch.setattr(bulk_receiver._BulkReceiver, "_admit", watched)
+        monkeypatch.setattr(bulk_receiver, "MessageReader", Altered)
+        target.port, target.key = target.receivers.open(MOVE, NODE)
         try:
             yield target
         finally:
-            await asyncio.wait_for(in_thread(target.lanes.close_all), 10)
+            await asyncio.wait_for(in_thread(target.receivers.close_all), 10)
 
     return serve
 

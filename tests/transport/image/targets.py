@@ -1,4 +1,4 @@
-"""A running target as tests speak to it: by streams, or message by message. One class per lane."""
+"""A running target that tests use by streams or message by message. One class for gRPC and one for bulk connections."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from migrator import pki
 from snapshotd.api.channel import Credentials
 from snapshotd.runtime.blocking import in_thread
 from snapshotd.transport.image import bulk_sender
-from snapshotd.transport.image.bulk_receiver import BulkLanes
+from snapshotd.transport.image.bulk_receiver import BulkReceivers
 from snapshotd.transport.image.frame import Answer, parse_answer
 from snapshotd.transport.image.grpc_channel import METHOD, MOVE_KEY, SERVICE, PushCall
 from snapshotd.transport.image.store import ImageStore
 from snapshotd.transport.image.stream import Stream
-from snapshotd.transport.image.tls_connection import Inlet, send_end, send_message, tls_context
+from snapshotd.transport.image.tls_connection import MessageReader, send_end, send_message, tls_context
 
 MOVE = "m-0123456789ab"
 NODE = "node-2"
-Meddle = Callable[[bytes], bytes]
+Alter = Callable[[bytes], bytes]
 
 
 def issue(folder: Path, node: str) -> Credentials:
@@ -34,7 +34,7 @@ def issue(folder: Path, node: str) -> Credentials:
 
 
 class Target(ABC):
-    """A running target; `authorised` says who was let in, once per stream."""
+    """A running target; `authorised` lists the moves that were admitted, once per stream."""
 
     def __init__(self, store: ImageStore, credentials: Credentials, stream_count: int) -> None:
         self.store, self.credentials, self.stream_count = store, credentials, stream_count
@@ -42,11 +42,11 @@ class Target(ABC):
 
     @abstractmethod
     async def streams(self) -> Sequence[Stream]:
-        """Fresh streams, as many as the target was asked for."""
+        """New streams, as many as the target was created for."""
 
     @abstractmethod
     async def answers(self, *messages: bytes) -> list[Answer]:
-        """Sends the messages as they are and takes every answer until the target ends the stream in good order."""
+        """Sends the messages unchanged and returns every answer until the target ends the stream."""
 
     async def stream(self) -> Stream:
         first, *others = await self.streams()
@@ -87,11 +87,11 @@ class GrpcTarget(Target):
         return taken
 
 
-# ---------------------------------------------------------------- beside gRPC
+# ---------------------------------------------------------------- bulk connections
 
 
 class BulkTarget(Target):
-    lanes: BulkLanes
+    receivers: BulkReceivers
     port: int
     key: bytes
 
@@ -116,8 +116,8 @@ class BulkTarget(Target):
 
 
 def taken_from(connection: ssl.SSLSocket) -> list[Answer]:
-    inlet = Inlet(connection)
+    reader = MessageReader(connection)
     taken = []
-    while (length := inlet.next_bytes()) is not None:
-        taken.append(parse_answer(inlet.read(length)))
+    while (length := reader.next_bytes()) is not None:
+        taken.append(parse_answer(reader.read(length)))
     return taken

@@ -1,4 +1,4 @@
-"""FIFOs: the end is where the last writer left, not where none has come yet."""
+"""FIFOs: the file ends when the last writer has closed it, not before the first one has opened it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def open_writer(tmp_path: Path) -> int:
     return os.open(tmp_path / "pages-1.img", os.O_WRONLY | os.O_NONBLOCK)
 
 
-def test_a_fifo_is_private_large_and_does_not_block(tmp_path: Path) -> None:
+def test_fifo_is_private_large_and_non_blocking(tmp_path: Path) -> None:
     fd = make_fifo(tmp_path, "pages-1.img", 1 << 20)
     assert (tmp_path / "pages-1.img").stat().st_mode & 0o777 == 0o600
     assert fcntl.fcntl(fd, fcntl.F_GETPIPE_SZ) == 1 << 20
@@ -25,8 +25,8 @@ def test_a_fifo_is_private_large_and_does_not_block(tmp_path: Path) -> None:
     os.close(fd)
 
 
-def test_a_fifo_is_as_large_as_the_kernel_allows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel's answer to a user without privileges, who may not exceed fs.pipe-max-size."""
+def test_fifo_is_as_large_as_the_kernel_allows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel refuses more than fs.pipe-max-size to an unprivileged user."""
     real = fcntl.fcntl
 
     def limited(fd: int, command: int, argument: int = 0) -> int:
@@ -40,7 +40,7 @@ def test_a_fifo_is_as_large_as_the_kernel_allows(tmp_path: Path, monkeypatch: py
     os.close(fd)
 
 
-def test_a_chunk_is_filled_from_pieces(tmp_path: Path) -> None:
+def test_chunk_is_filled_from_pieces(tmp_path: Path) -> None:
     fd = make_fifo(tmp_path, "pages-1.img")
     writer = open_writer(tmp_path)
     os.write(writer, b"a" * 10)
@@ -52,7 +52,7 @@ def test_a_chunk_is_filled_from_pieces(tmp_path: Path) -> None:
     os.close(fd)
 
 
-async def test_waiting_does_not_wake_before_a_writer_comes(tmp_path: Path) -> None:
+async def test_wait_does_not_return_before_there_is_a_writer(tmp_path: Path) -> None:
     fd = make_fifo(tmp_path, "pages-1.img")
     waiting = asyncio.create_task(readable(fd, None))
     with pytest.raises(TimeoutError):
@@ -68,7 +68,7 @@ async def test_waiting_does_not_wake_before_a_writer_comes(tmp_path: Path) -> No
     os.close(fd)
 
 
-async def test_waiting_ends_with_the_dump(tmp_path: Path) -> None:
+async def test_wait_ends_with_the_dump(tmp_path: Path) -> None:
     fd = make_fifo(tmp_path, "pages-1.img")
     eof = asyncio.Event()
     waiting = asyncio.create_task(readable(fd, eof))

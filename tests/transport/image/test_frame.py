@@ -1,4 +1,4 @@
-"""Frames: what goes in comes out, and nothing else is believed."""
+"""Frames survive encoding, and everything malformed is refused."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def over_the_wire(frame: Frame) -> Frame:
 
 
 @given(DATA, st.integers(0, MAX_FILE_BYTES // 2), st.integers(0, 2**64 - 1))
-def test_a_chunk_comes_out_as_it_went_in_and_without_its_zero_pages(data: bytes, offset: int, sequence: int) -> None:
+def test_chunk_survives_encoding_without_its_zero_pages(data: bytes, offset: int, sequence: int) -> None:
     frame = data_frame(sequence, "pages-1.img", offset, data)
     arrived = over_the_wire(frame)
     assert arrived == frame
@@ -59,13 +59,13 @@ def test_a_chunk_comes_out_as_it_went_in_and_without_its_zero_pages(data: bytes,
     assert arrived.payload_bytes == sum(len(page) for page in pages if any(page))
 
 
-def test_no_bitmap_where_no_page_is_zero() -> None:
+def test_chunk_without_zero_pages_has_no_bitmap() -> None:
     assert zero_bitmap(b"\x01" * (5 * PAGE_BYTES + 3)) == b""
     assert zero_bitmap(b"") == b""
 
 
 @given(DATA.filter(any), st.data())
-def test_any_flipped_bit_is_noticed(data: bytes, choice: st.DataObject) -> None:
+def test_every_flipped_bit_is_detected(data: bytes, choice: st.DataObject) -> None:
     frame = data_frame(7, "pages-1.img", 0, data)
     header, payload = bytearray(frame.header()), bytearray(frame.payload)
     bit = choice.draw(st.integers(0, (len(header) + len(payload)) * 8 - 1))
@@ -76,12 +76,12 @@ def test_any_flipped_bit_is_noticed(data: bytes, choice: st.DataObject) -> None:
     except Damaged:
         return
     arrived.payload = bytes(payload)
-    # A reserved byte of the header is the only one that means nothing: it comes out as if it had not been touched.
+    # The reserved byte of the header has no meaning: it is ignored.
     assert not arrived.intact() or arrived == frame
 
 
 @given(st.binary(max_size=300))
-def test_rubbish_is_damaged_and_nothing_else(message: bytes) -> None:
+def test_random_bytes_are_damaged(message: bytes) -> None:
     with pytest.raises(Damaged):
         parse_header(message)
     with pytest.raises(Damaged):
@@ -96,7 +96,7 @@ def test_rubbish_is_damaged_and_nothing_else(message: bytes) -> None:
     st.integers(0, 2**32 - 1),
     st.binary(max_size=300),
 )
-def test_a_plausible_header_is_sane_or_damaged(
+def test_plausible_header_is_valid_or_damaged(
     kind: int, name_bytes: int, offset: int, length: int, payload_bytes: int, rest: bytes
 ) -> None:
     fixed = struct.pack(">4sBBBxQQQI", b"SNPI", 1, kind, name_bytes, 1, offset, length, payload_bytes)
@@ -112,13 +112,13 @@ def test_a_plausible_header_is_sane_or_damaged(
 @pytest.mark.parametrize(
     "name", ["", "../x", "/etc/passwd", "a/b", ".sealed", "..", "A.img", "a" * 65, "a\x00b", "x\n", "é.img", "-x"]
 )
-def test_a_name_that_is_not_an_image_file(name: str) -> None:
+def test_invalid_file_name_is_damaged(name: str) -> None:
     with pytest.raises(Damaged, match="is not the name of an image file"):
         parse_header(hole_frame(1, name, 0, 1).header())
 
 
 @pytest.mark.parametrize(
-    ("frame", "words"),
+    ("frame", "reason"),
     [
         (Frame(Kind.DATA, 1, "a", 0, MAX_CHUNK_BYTES + 1, payload_bytes=MAX_CHUNK_BYTES + 1), "at most"),
         (Frame(Kind.DATA, 1, "a", 0, 2**63, payload_bytes=2**32 - 1), "beyond"),
@@ -133,13 +133,13 @@ def test_a_name_that_is_not_an_image_file(name: str) -> None:
         (Frame(Kind.OK, 1, "a", 0, 10), "where a chunk was expected"),
     ],
 )
-def test_absurd_headers_are_refused_in_words(frame: Frame, words: str) -> None:
+def test_absurd_header_is_refused_with_a_reason(frame: Frame, reason: str) -> None:
     frame.digest = bytes(16)
-    with pytest.raises(Damaged, match=words):
+    with pytest.raises(Damaged, match=reason):
         parse_header(frame.header())
 
 
-def test_every_truncation_of_a_header_is_damaged() -> None:
+def test_truncated_header_is_damaged() -> None:
     header = data_frame(1, "pages-1.img", 0, bytes(PAGE_BYTES) + b"x" * PAGE_BYTES).header()
     for cut in range(len(header)):
         with pytest.raises(Damaged):
@@ -147,10 +147,10 @@ def test_every_truncation_of_a_header_is_damaged() -> None:
 
 
 @given(st.sampled_from([Kind.OK, Kind.BAD, Kind.ERROR]), st.integers(0, 2**64 - 1), st.binary(max_size=200))
-def test_an_answer_comes_out_as_it_went_in(kind: Kind, sequence: int, text: bytes) -> None:
+def test_answer_survives_encoding(kind: Kind, sequence: int, text: bytes) -> None:
     answer = Answer(kind, sequence, text)
     assert parse_answer(answer.message()) == answer
 
 
-def test_an_answer_is_cut_to_what_may_be_parsed() -> None:
+def test_long_answer_is_cut_to_what_can_be_parsed() -> None:
     assert len(parse_answer(Answer(Kind.ERROR, text=b"x" * 100_000).message()).text) == 16 << 10

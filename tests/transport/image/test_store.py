@@ -1,4 +1,4 @@
-"""The store: only verified bytes, only for moves it knows, and nothing left afterwards."""
+"""The store keeps only verified bytes of known moves, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import pytest
 from snapshotd.api.errors import Damaged, Full, NotFound, WrongState
 from snapshotd.api.snapshotd_pb2 import ImageFile
 from snapshotd.transport.image import store as store_module
+from snapshotd.transport.image.chunk_list import Chunks, summary
 from snapshotd.transport.image.frame import MAX_FILE_BYTES, PAGE_BYTES, Frame, Kind, data_frame, hole_frame
-from snapshotd.transport.image.ledger import Chunks, summary
 from snapshotd.transport.image.store import ImageStore
 
 MOVE = "m-0123456789ab"
@@ -28,7 +28,7 @@ def listed(*frames: Frame) -> list[ImageFile]:
     return [summary(name, chunks) for name, chunks in files.items()]
 
 
-def test_chunks_in_any_order_make_a_whole_file_with_holes(store: ImageStore) -> None:
+def test_chunks_in_any_order_make_a_complete_file_with_holes(store: ImageStore) -> None:
     store.create(MOVE, 1 << 20)
     data = b"a" * PAGE_BYTES + bytes(3 * PAGE_BYTES) + b"b" * 100
     frames = [
@@ -45,7 +45,7 @@ def test_chunks_in_any_order_make_a_whole_file_with_holes(store: ImageStore) -> 
     assert (store.path(MOVE) / "empty.img").read_bytes() == b""
 
 
-def test_nobody_else_can_look(store: ImageStore, tmp_path: Path) -> None:
+def test_images_are_private(store: ImageStore, tmp_path: Path) -> None:
     store.create(MOVE, 1)
     store.write(MOVE, data_frame(1, "a.img", 0, b"secret"))
     modes = [
@@ -54,13 +54,13 @@ def test_nobody_else_can_look(store: ImageStore, tmp_path: Path) -> None:
     assert modes == [0o700, 0o700, 0o600]
 
 
-def test_an_image_dir_that_was_open_is_closed(tmp_path: Path) -> None:
+def test_permissions_of_an_existing_directory_are_restricted(tmp_path: Path) -> None:
     (tmp_path / "images").mkdir(mode=0o755)
     ImageStore(tmp_path / "images")
     assert (tmp_path / "images").stat().st_mode & 0o777 == 0o700
 
 
-def test_a_damaged_chunk_is_not_written(store: ImageStore) -> None:
+def test_damaged_chunk_is_not_written(store: ImageStore) -> None:
     store.create(MOVE, 1 << 20)
     frame = data_frame(1, "a.img", 0, b"whole")
     frame.payload = b"w\x00ole"
@@ -69,7 +69,7 @@ def test_a_damaged_chunk_is_not_written(store: ImageStore) -> None:
 
 
 @pytest.mark.parametrize("move", ["m-000000000000", "../etc", "m-0123456789ab/..", "", "m-0123456789AB"])
-def test_unknown_moves_are_refused_everywhere(store: ImageStore, move: str) -> None:
+def test_unknown_move_is_refused_by_every_method(store: ImageStore, move: str) -> None:
     frame = data_frame(1, "a.img", 0, b"x")
     with pytest.raises(NotFound):
         store.write(move, frame)
@@ -80,7 +80,7 @@ def test_unknown_moves_are_refused_everywhere(store: ImageStore, move: str) -> N
     assert not store.sealed(move)
 
 
-def test_a_path_is_never_the_name_of_a_move(store: ImageStore, tmp_path: Path) -> None:
+def test_path_is_not_a_valid_move_name(store: ImageStore, tmp_path: Path) -> None:
     (tmp_path / "precious").mkdir()
     for act in (store.drop, lambda move: store.create(move, 1)):
         with pytest.raises(NotFound):
@@ -88,7 +88,7 @@ def test_a_path_is_never_the_name_of_a_move(store: ImageStore, tmp_path: Path) -
     assert (tmp_path / "precious").is_dir()
 
 
-def test_the_store_itself_refuses_names_and_places(store: ImageStore) -> None:
+def test_invalid_names_and_offsets_are_refused(store: ImageStore) -> None:
     store.create(MOVE, 1 << 20)
     for frame in (
         data_frame(1, "../x", 0, b"x"),
@@ -101,7 +101,7 @@ def test_the_store_itself_refuses_names_and_places(store: ImageStore) -> None:
     assert list(store.path(MOVE).iterdir()) == []
 
 
-def test_too_many_files_and_chunks(store: ImageStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_files_and_chunks_is_limited(store: ImageStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_module, "MAX_FILES", 2)
     monkeypatch.setattr(store_module, "MAX_CHUNKS", 3)
     store.create(MOVE, 1 << 20)
@@ -114,7 +114,7 @@ def test_too_many_files_and_chunks(store: ImageStore, monkeypatch: pytest.Monkey
         store.write(MOVE, hole_frame(5, "b", 2, 1))
 
 
-def test_the_same_chunk_twice_is_once_and_another_one_is_damaged(store: ImageStore) -> None:
+def test_write_is_idempotent_and_a_different_chunk_is_damaged(store: ImageStore) -> None:
     store.create(MOVE, 1 << 20)
     frame = data_frame(1, "a.img", 0, b"one")
     assert store.write(MOVE, frame)
@@ -125,7 +125,7 @@ def test_the_same_chunk_twice_is_once_and_another_one_is_damaged(store: ImageSto
     assert (store.path(MOVE) / "a.img").read_bytes() == b"one"
 
 
-def test_seal_names_what_is_not_whole_and_can_be_repeated(store: ImageStore) -> None:
+def test_seal_names_incomplete_files_and_is_idempotent(store: ImageStore) -> None:
     store.create(MOVE, 1 << 20)
     first, second = data_frame(1, "a.img", 0, b"x" * 10), data_frame(2, "a.img", 10, b"y" * 10)
     other, stray = data_frame(3, "b.img", 0, b"z"), data_frame(4, "stray.img", 0, b"z")
@@ -141,11 +141,11 @@ def test_seal_names_what_is_not_whole_and_can_be_repeated(store: ImageStore) -> 
     assert store.seal(MOVE, [*wanted, *listed(stray)]) == []
     assert store.seal(MOVE, [*wanted, *listed(stray)]) == []
     assert store.sealed(MOVE)
-    with pytest.raises(WrongState, match="sealed with other files"):
+    with pytest.raises(WrongState, match="already sealed, with a different list"):
         store.seal(MOVE, wanted)
 
 
-def test_chunks_that_overlap_or_leave_a_gap_are_not_whole(store: ImageStore) -> None:
+def test_overlapping_chunks_and_gaps_are_not_complete(store: ImageStore) -> None:
     store.create(MOVE, 1 << 20)
     frames = [
         data_frame(1, "gap", 0, b"x" * 10),
@@ -168,7 +168,7 @@ def test_nothing_is_written_after_the_seal(store: ImageStore) -> None:
         store.create(MOVE, 1)
 
 
-def test_drop_removes_everything_and_twice_is_once(store: ImageStore, tmp_path: Path) -> None:
+def test_drop_removes_everything_and_is_idempotent(store: ImageStore, tmp_path: Path) -> None:
     store.create(MOVE, 1 << 20)
     store.create(OTHER, 1 << 20)
     store.write(MOVE, data_frame(1, "a.img", 0, b"x" * 10_000))
@@ -182,7 +182,7 @@ def test_drop_removes_everything_and_twice_is_once(store: ImageStore, tmp_path: 
         store.write(MOVE, data_frame(2, "a.img", 0, b"x"))
 
 
-def test_who_asks_for_room_waits_for_what_is_being_dropped(
+def test_request_for_memory_waits_for_a_drop(
     store: ImageStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store.create(MOVE, 1 << 20)
@@ -211,9 +211,7 @@ def test_who_asks_for_room_waits_for_what_is_being_dropped(
     assert not (tmp_path / "images" / MOVE).exists()
 
 
-def test_what_could_not_be_dropped_is_tried_again(
-    store: ImageStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_drop_is_tried_again(store: ImageStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store.create(MOVE, 1 << 20)
 
     def fails(path: Path) -> None:
@@ -258,14 +256,11 @@ def test_drop_waits_for_the_chunk_being_written(store: ImageStore, monkeypatch: 
     writer.join(10)
     dropper.join(10)
     assert order == ["written", "dropped"]
-    assert not store.leftovers()
     with pytest.raises(NotFound):
         store.path(MOVE)
 
 
-def test_a_restarted_daemon_knows_its_sealed_images_and_drops_its_partial_ones(
-    store: ImageStore, tmp_path: Path
-) -> None:
+def test_restarted_daemon_recognises_sealed_images_and_replaces_partial_ones(store: ImageStore, tmp_path: Path) -> None:
     frame = data_frame(1, "a.img", 0, b"x")
     for move in (MOVE, OTHER):
         store.create(move, 1 << 20)
@@ -274,51 +269,53 @@ def test_a_restarted_daemon_knows_its_sealed_images_and_drops_its_partial_ones(
     (tmp_path / "images" / "lost+found").mkdir()
 
     again = ImageStore(tmp_path / "images")
-    assert again.leftovers() == [MOVE, OTHER]
+    assert again.path(MOVE).is_dir()
+    assert again.path(OTHER).is_dir()
     assert again.sealed(MOVE)
     assert again.seal(MOVE, listed(frame)) == []
     assert (again.path(MOVE) / "a.img").read_bytes() == b"x"
     assert not again.sealed(OTHER)
     with pytest.raises(NotFound):
         again.write(OTHER, frame)
-    again.create(OTHER, 1 << 20)  # asked for again: begins from nothing
+    again.create(OTHER, 1 << 20)  # starts from nothing
     assert list(again.path(OTHER).iterdir()) == []
-    assert again.leftovers() == [MOVE]
+    assert again.path(MOVE).is_dir()
     again.drop(MOVE)
-    assert again.leftovers() == []
+    with pytest.raises(NotFound):
+        again.path(MOVE)
     assert not (tmp_path / "images" / MOVE).exists()
 
 
-def test_room_is_promised_only_once(store: ImageStore) -> None:
+def test_memory_is_reserved_only_once(store: ImageStore) -> None:
     free_bytes = store.capacity_bytes()
     with pytest.raises(Full, match="MiB are free"):
         store.create(MOVE, 2 * free_bytes)
     store.create(MOVE, free_bytes * 2 // 3)
-    store.create(MOVE, free_bytes * 2 // 3)  # the same move: promised already
+    store.create(MOVE, free_bytes * 2 // 3)  # the same move: reserved already
     with pytest.raises(Full):
         store.create(OTHER, free_bytes * 2 // 3)
     store.drop(MOVE)
     store.create(OTHER, free_bytes * 2 // 3)
 
 
-def test_room_for_files_that_come_another_way_is_promised_until_they_take_it(
+def test_memory_for_device_files_is_reserved_until_they_use_it(
     store: ImageStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free_bytes, blob = 100 << 20, b"x" * (40 << 20)
     store.create(MOVE, 60 << 20)
     monkeypatch.setattr(store, "_free_bytes", lambda: free_bytes)
-    for _ in range(2):  # a lane that is opened again is not another one
+    for _ in range(2):  # opening a channel again reserves nothing more
         store.set_aside(MOVE, ["device-1-0"], len(blob))
         assert store.room_bytes() == 40 << 20
     stripe = store.path(MOVE) / "device-1-0"
     stripe.write_bytes(blob)
     free_bytes -= len(blob)
     assert store.room_bytes() == 40 << 20
-    stripe.unlink()  # it comes with the image after all
+    stripe.unlink()  # it arrives with the image instead
     free_bytes += len(blob)
     assert store.room_bytes() == 40 << 20
     free_bytes = 40 << 20
-    for number in range(5):  # its own room, which nobody else has
+    for number in range(5):  # its own memory
         assert store.write(MOVE, data_frame(number, "follow-device-1-0", number << 23, b"x" * (8 << 20)))
         free_bytes -= 8 << 20
 
@@ -333,14 +330,16 @@ def small_tmpfs(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.root
-def test_a_full_store_says_so(small_tmpfs: Path) -> None:
+def test_full_store_is_reported(small_tmpfs: Path) -> None:
     store = ImageStore(small_tmpfs)
     with pytest.raises(Full):
         store.create(OTHER, 2 << 20)
     store.create(MOVE, 1 << 19)
     assert store.write(MOVE, data_frame(1, "a.img", 0, b"x" * (1 << 19)))
-    assert store.write(MOVE, data_frame(2, "a.img", 1 << 19, b"x" * (1 << 17)))  # outgrown, but there is room
-    with pytest.raises(Full, match="outgrew"):
+    assert store.write(
+        MOVE, data_frame(2, "a.img", 1 << 19, b"x" * (1 << 17))
+    )  # more than reserved, but there is memory
+    with pytest.raises(Full, match="needs more than its"):
         store.write(MOVE, data_frame(3, "a.img", 1 << 20, b"x" * (1 << 20)))
     (small_tmpfs / "somebody-else").write_bytes(b"x" * (1 << 18))
     store.create(OTHER, 1 << 16)
@@ -352,6 +351,6 @@ def test_a_full_store_says_so(small_tmpfs: Path) -> None:
     assert store.held_bytes() == 0
 
 
-def test_kinds_of_frames_that_hold_nothing_write_nothing() -> None:
+def test_hole_writes_nothing() -> None:
     assert list(hole_frame(1, "a", 0, 10).runs()) == []
     assert list(Frame(Kind.DATA, 1, "a", 0, 10, payload_bytes=10).runs()) == [(0, 10)]

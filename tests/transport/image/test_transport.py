@@ -1,4 +1,4 @@
-"""From pipes and files on the source to sealed images on the target, over either lane with TLS, whatever goes wrong."""
+"""From pipes and files on the source to sealed images on the target, over gRPC and bulk connections, with all failures."""
 
 from __future__ import annotations
 
@@ -47,17 +47,17 @@ def write_all(path: Path, data: bytes) -> None:
 
 @pytest.fixture(autouse=True)
 async def nothing_left_running() -> AsyncIterator[None]:
-    """No test leaves a task or a lane's thread behind, whatever it breaks."""
+    """No test leaves a task or a thread of a channel behind."""
     before = asyncio.all_tasks()
     yield
     left = asyncio.all_tasks() - before - {asyncio.current_task()}
-    if left:  # gRPC's own tasks end a few turns after their channel
+    if left:  # gRPC's own tasks end a few turns of the loop after their channel
         _, left = await asyncio.wait(left, timeout=1)
     assert not left
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith(("lane ", "bulk "))]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith(("image channel ", "bulk "))]
 
 
-async def test_pipes_and_files_arrive_whole_while_they_are_written(serve: Serve, tmp_path: Path) -> None:
+async def test_pipes_and_files_arrive_complete_while_they_are_written(serve: Serve, tmp_path: Path) -> None:
     pipes = {"pages-1.img": sparse(1, 500, 77), "pages-2.img": sparse(2, 333), "ghost-file-1.img": b""}
     small = {"inventory.img": b"tiny", "empty.img": b"", "zeros.img": bytes(3 * CHUNK_BYTES + 1)}
     for name, data in small.items():
@@ -73,7 +73,10 @@ async def test_pipes_and_files_arrive_whole_while_they_are_written(serve: Serve,
         ended = asyncio.Event()
         async with Sender(await target.streams(), CHUNK_BYTES, lambda *total: totals.append(total)) as sender:
             readers = [asyncio.create_task(sender.put_fd(name, fd, eof=ended)) for name, fd in fifos.items()]
-            for name in ("pages-1.img", "pages-2.img"):  # one after the other, as a dump does; nobody opens the third
+            for name in (
+                "pages-1.img",
+                "pages-2.img",
+            ):  # one after the other, as a dump does; the third is never opened
                 await in_thread(write_all, tmp_path / name, pipes[name])
             ended.set()
             await asyncio.gather(*readers)
@@ -96,7 +99,7 @@ async def test_pipes_and_files_arrive_whole_while_they_are_written(serve: Serve,
         os.close(fd)
 
 
-async def test_a_writer_that_pauses_or_comes_and_goes_before_its_first_byte(serve: Serve, tmp_path: Path) -> None:
+async def test_writer_may_pause_or_reopen_before_its_first_byte(serve: Serve, tmp_path: Path) -> None:
     async with serve() as target:
         target.store.create(MOVE, 1 << 20)
         fd = make_fifo(tmp_path, "pages-1.img")
@@ -106,7 +109,7 @@ async def test_a_writer_that_pauses_or_comes_and_goes_before_its_first_byte(serv
             os.close(os.open(tmp_path / "pages-1.img", os.O_WRONLY))
             writer = os.open(tmp_path / "pages-1.img", os.O_WRONLY)
             os.write(writer, b"a" * 100)
-            await asyncio.wait_for(stored.wait(), 10)  # half a chunk goes alone when the writer pauses
+            await asyncio.wait_for(stored.wait(), 10)  # half a chunk is sent when the writer pauses
             os.write(writer, b"b" * 100)
             os.close(writer)
             await asyncio.wait_for(reading, 10)
@@ -116,7 +119,7 @@ async def test_a_writer_that_pauses_or_comes_and_goes_before_its_first_byte(serv
     os.close(fd)
 
 
-async def test_a_dump_that_ends_while_somebody_still_holds_the_pipe(serve: Serve, tmp_path: Path) -> None:
+async def test_dump_may_end_while_the_pipe_is_still_open(serve: Serve, tmp_path: Path) -> None:
     async with serve() as target:
         target.store.create(MOVE, 1 << 20)
         fd = make_fifo(tmp_path, "pages-1.img")
@@ -131,7 +134,7 @@ async def test_a_dump_that_ends_while_somebody_still_holds_the_pipe(serve: Serve
     os.close(fd)
 
 
-async def test_at_most_a_window_of_chunks_is_held_however_many_pipes_there_are(serve: Serve, tmp_path: Path) -> None:
+async def test_chunks_held_are_limited_however_many_pipes_there_are(serve: Serve, tmp_path: Path) -> None:
     async with serve() as target:
         target.store.create(MOVE, 1 << 20)
         names = [f"pages-{number}.img" for number in range(12)]
@@ -161,10 +164,8 @@ def _write_rest(writer: int, data: bytes) -> None:
     os.close(writer)
 
 
-async def test_a_target_that_is_slow_holds_the_writer_back(
-    serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The source takes no more out of the pipe than it may hold: back-pressure reaches the writer, CRIU."""
+async def test_slow_target_holds_the_writer_back(serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The source reads no more from the pipe than it may hold: back-pressure reaches the writer, CRIU."""
     go_on = asyncio.Event()
     loop = asyncio.get_running_loop()
     write = ImageStore.write
@@ -201,7 +202,7 @@ async def test_a_target_that_is_slow_holds_the_writer_back(
 
 
 class FlipsBits:
-    """Damages every n-th payload, none of them twice; or all of them for ever."""
+    """Damages every n-th payload, none of them twice; or every payload every time."""
 
     def __init__(self, every: int) -> None:
         self.every = every
@@ -226,7 +227,7 @@ async def test_damaged_chunks_are_sent_again(serve: Serve, tmp_path: Path) -> No
     data = sparse(5, 300)
     (tmp_path / "pages-1.img").write_bytes(data)
     flips = FlipsBits(every=3)
-    async with serve(meddle=flips) as target:
+    async with serve(alter=flips) as target:
         target.store.create(MOVE, 1 << 20)
         async with Sender(await target.streams(), CHUNK_BYTES) as sender:
             await sender.put_file("pages-1.img", tmp_path / "pages-1.img")
@@ -236,10 +237,10 @@ async def test_damaged_chunks_are_sent_again(serve: Serve, tmp_path: Path) -> No
         assert (target.store.path(MOVE) / "pages-1.img").read_bytes() == data
 
 
-async def test_a_chunk_damaged_for_ever_is_given_up(serve: Serve, tmp_path: Path) -> None:
+async def test_chunk_damaged_every_time_is_given_up(serve: Serve, tmp_path: Path) -> None:
     (tmp_path / "pages-1.img").write_bytes(b"x" * CHUNK_BYTES)
     flips = FlipsBits(every=1)
-    async with serve(streams=1, meddle=flips) as target:
+    async with serve(streams=1, alter=flips) as target:
         target.store.create(MOVE, 1 << 20)
         async with Sender(await target.streams(), CHUNK_BYTES) as sender:
             await sender.put_file("pages-1.img", tmp_path / "pages-1.img")
@@ -252,8 +253,8 @@ async def test_a_chunk_damaged_for_ever_is_given_up(serve: Serve, tmp_path: Path
         assert list(target.store.path(MOVE).iterdir()) == []
 
 
-async def test_what_the_target_refuses_reaches_every_put(serve: Serve, tmp_path: Path) -> None:
-    """A pipe nobody writes to waits for ever; the refusal must reach it too."""
+async def test_refusal_of_the_target_reaches_every_put(serve: Serve, tmp_path: Path) -> None:
+    """Reading a pipe without a writer waits for ever; the refusal must end that too."""
     async with serve(deny=Denied("not this one")) as target:
         fd = make_fifo(tmp_path, "pages-1.img")
         async with Sender(await target.streams(), CHUNK_BYTES) as sender:
@@ -266,7 +267,7 @@ async def test_what_the_target_refuses_reaches_every_put(serve: Serve, tmp_path:
     os.close(fd)
 
 
-async def test_an_unknown_move_and_a_sealed_one(serve: Serve, tmp_path: Path) -> None:
+async def test_unknown_and_sealed_moves_are_refused(serve: Serve, tmp_path: Path) -> None:
     (tmp_path / "a.img").write_bytes(b"x")
     async with serve() as target:
         async with Sender(await target.streams()) as sender:
@@ -281,18 +282,18 @@ async def test_an_unknown_move_and_a_sealed_one(serve: Serve, tmp_path: Path) ->
                 await sender.finish()
 
 
-async def test_a_full_target(serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_full_target_is_reported(serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.img").write_bytes(b"x" * CHUNK_BYTES)
     async with serve() as target:
         target.store.create(MOVE, 1)
         monkeypatch.setattr(ImageStore, "_free_bytes", lambda _store: 100)
         async with Sender(await target.streams()) as sender:
             await sender.put_file("a.img", tmp_path / "a.img")
-            with pytest.raises(Full, match="no more room"):
+            with pytest.raises(Full, match="no more memory"):
                 await sender.finish()
 
 
-async def test_leaving_early_leaves_nothing(serve: Serve, tmp_path: Path) -> None:
+async def test_leaving_early_leaves_nothing_behind(serve: Serve, tmp_path: Path) -> None:
     async with serve() as target:
         target.store.create(MOVE, 1)
         fd = make_fifo(tmp_path, "pages-1.img")
@@ -304,7 +305,7 @@ async def test_leaving_early_leaves_nothing(serve: Serve, tmp_path: Path) -> Non
     os.close(fd)
 
 
-async def test_no_target_at_all(certificates: Credentials, tmp_path: Path) -> None:
+async def test_target_that_does_not_answer_is_unreachable(certificates: Credentials, tmp_path: Path) -> None:
     channels = push_channels("127.0.0.1:1", certificates, "node-2", 2)
     fd = make_fifo(tmp_path, "pages-1.img")
     async with Sender([PushCall(channel, MOVE) for channel in channels]) as sender:
@@ -315,8 +316,10 @@ async def test_no_target_at_all(certificates: Credentials, tmp_path: Path) -> No
     os.close(fd)
 
 
-@pytest.mark.parametrize("lane", ["grpc", "bulk"])
-async def test_a_target_killed_in_the_middle(certificates: Credentials, tmp_path: Path, lane: str) -> None:
+@pytest.mark.parametrize("way", ["grpc", "bulk"])
+async def test_target_killed_during_transfer_is_unreachable(
+    certificates: Credentials, tmp_path: Path, way: str
+) -> None:
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         *("-m", "integration.bench_transport", "receive", str(tmp_path / "images")),
@@ -326,11 +329,11 @@ async def test_a_target_killed_in_the_middle(certificates: Credentials, tmp_path
         stdout=asyncio.subprocess.PIPE,
     )
     assert process.stdout is not None
-    port, lane_port, key = (await process.stdout.readline()).decode().split()
+    port, bulk_port, key = (await process.stdout.readline()).decode().split()
     channels = push_channels(f"127.0.0.1:{port}", certificates, "node-2", 2)
     streams: Sequence[Stream] = [PushCall(channel, "m-000000000000") for channel in channels]
-    if lane == "bulk":
-        streams = await open_streams("127.0.0.1", int(lane_port), bytes.fromhex(key), certificates, "node-2", 2)
+    if way == "bulk":
+        streams = await open_streams("127.0.0.1", int(bulk_port), bytes.fromhex(key), certificates, "node-2", 2)
     fd = make_fifo(tmp_path, "pages-1.img")
     stored = asyncio.Event()
     async with Sender(streams, CHUNK_BYTES, lambda *_totals: stored.set()) as sender:
@@ -348,12 +351,12 @@ async def test_a_target_killed_in_the_middle(certificates: Credentials, tmp_path
     for channel in channels:
         await channel.close()
     leftover = ImageStore(tmp_path / "images")
-    assert leftover.leftovers() == ["m-000000000000"]
+    assert leftover.path("m-000000000000").is_dir()
     leftover.drop("m-000000000000")
     assert list((tmp_path / "images").iterdir()) == []
 
 
-async def test_names_and_files_that_cannot_be_sent(serve: Serve, tmp_path: Path) -> None:
+async def test_invalid_names_and_missing_files_are_refused(serve: Serve, tmp_path: Path) -> None:
     async with serve() as target:
         target.store.create(MOVE, 1)
         (tmp_path / "a.img").write_bytes(b"x")

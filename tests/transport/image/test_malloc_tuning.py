@@ -1,4 +1,4 @@
-"""The C library keeps freed blocks while images travel, and gives them back afterwards."""
+"""The C library keeps freed blocks while images are transferred, and returns them afterwards."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-def test_freed_blocks_stay_until_the_last_one_leaves() -> None:
+def test_freed_blocks_are_kept_until_the_last_user_leaves() -> None:
     with freed_blocks_kept():
         with freed_blocks_kept():
             blocks = [b"x" * (4 << 20) for _ in range(12)]

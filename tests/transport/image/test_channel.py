@@ -1,4 +1,4 @@
-"""The lanes against a sender that does not keep to the rules: one clear error each, and the next stream works."""
+"""The image channel against a sender that violates the protocol: one clear error each, and the next stream works."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ CASES = {
     "path in a name": ([hole_frame(1, "../../etc/passwd", 0, 1).header()], "not the name of an image file"),
     "absurd chunk": ([unsafe(Frame(Kind.DATA, 1, "a", 0, 1 << 39, payload_bytes=1 << 31))], "at most"),
     "absurd offset": ([unsafe(Frame(Kind.HOLE, 1, "a", 1 << 63, 1))], "beyond"),
-    "an answer for a question": ([Answer(Kind.OK, 1).message()], "truncated frame"),
+    "an answer instead of a chunk": ([Answer(Kind.OK, 1).message()], "truncated frame"),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
-async def test_a_malformed_frame_is_damaged_and_what_came_before_is_answered(serve: Serve, case: str) -> None:
-    messages, words = CASES[case]
+async def test_malformed_frame_is_damaged_and_earlier_chunks_are_answered(serve: Serve, case: str) -> None:
+    messages, text = CASES[case]
     first = data_frame(7, "first.img", 0, b"1")
     async with serve(streams=1) as target:
         target.store.create(MOVE, 1 << 20)
@@ -51,13 +51,13 @@ async def test_a_malformed_frame_is_damaged_and_what_came_before_is_answered(ser
         assert taken[0] == Answer(Kind.OK, 7)
         error = error_of(taken[1])
         assert isinstance(error, Damaged)
-        assert words in error.message
+        assert text in error.message
         assert len(taken) == 2
         assert [path.name for path in target.store.path(MOVE).iterdir()] == ["first.img"]
         assert await target.answers(GOOD.header(), b"good") == [Answer(Kind.OK, 1)]
 
 
-async def test_random_messages_never_get_more_than_one_clear_error(serve: Serve) -> None:
+async def test_random_message_gets_at_most_one_error(serve: Serve) -> None:
     dice = random.Random(2)
     async with serve(streams=1) as target:
         target.store.create(MOVE, 1 << 20)
@@ -69,21 +69,21 @@ async def test_random_messages_never_get_more_than_one_clear_error(serve: Serve)
                 assert answer.kind in (Kind.OK, Kind.BAD) or isinstance(error_of(answer), Damaged)
 
 
-async def test_a_chunk_with_a_wrong_digest_is_asked_for_again(serve: Serve) -> None:
+async def test_chunk_with_wrong_digest_is_requested_again(serve: Serve) -> None:
     async with serve(streams=1) as target:
         target.store.create(MOVE, 1 << 20)
         taken = await target.answers(GOOD.header(), b"goad", GOOD.header(), b"good")
         assert taken == [Answer(Kind.BAD, 1), Answer(Kind.OK, 1)]
 
 
-async def test_a_message_beyond_all_limits_ends_the_stream_alone(serve: Serve) -> None:
+async def test_oversized_message_ends_only_its_stream(serve: Serve) -> None:
     huge = data_frame(1, "a.img", 0, b"x" * MAX_CHUNK_BYTES)
     async with serve(streams=1) as target:
         target.store.create(MOVE, 1 << 20)
         stream = await target.stream()
         assert await stream.send(huge)
         assert await stream.receive() == Answer(Kind.OK, 1)
-        huge.payload = bytes(15 << 20)  # gRPC takes it, the lane does not
+        huge.payload = bytes(15 << 20)  # gRPC accepts it, the channel does not
         await stream.send(huge)
         answer = await stream.receive()
         assert answer is not None
@@ -101,7 +101,7 @@ def taken_twice() -> bytes:
 @pytest.mark.parametrize(
     "metadata", [(), ((MOVE_KEY, "../x"),), ((MOVE_KEY, MOVE), (MOVE_KEY, MOVE)), ((MOVE_KEY, "m-1"),)]
 )
-async def test_a_stream_must_name_its_move(serve_grpc: Serve, metadata: Sequence[tuple[str, str]]) -> None:
+async def test_stream_must_name_its_move(serve_grpc: Serve, metadata: Sequence[tuple[str, str]]) -> None:
     async with serve_grpc(streams=1) as target:
         assert isinstance(target, GrpcTarget)
         (answer,) = await target.answers_for(metadata)
@@ -109,7 +109,7 @@ async def test_a_stream_must_name_its_move(serve_grpc: Serve, metadata: Sequence
         assert target.authorised == []
 
 
-async def test_nobody_writes_who_is_not_authorised(serve: Serve) -> None:
+async def test_unauthorised_peer_writes_nothing(serve: Serve) -> None:
     async with serve(streams=1, deny=Denied("this node is not the source of the move")) as target:
         target.store.create(MOVE, 1 << 20)
         (answer,) = await target.answers(GOOD.header(), b"good")
@@ -117,7 +117,7 @@ async def test_nobody_writes_who_is_not_authorised(serve: Serve) -> None:
         assert list(target.store.path(MOVE).iterdir()) == []
 
 
-async def test_a_move_has_only_so_many_streams(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_streams_of_a_move_are_limited(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grpc_channel, "MAX_STREAMS_PER_MOVE", 1)
     async with serve(streams=1) as target:
         target.store.create(MOVE, 1 << 20)
@@ -132,14 +132,14 @@ async def test_a_move_has_only_so_many_streams(serve: Serve, monkeypatch: pytest
         assert await target.answers() == []
 
 
-async def test_answers_that_make_no_sense_are_damaged(serve_grpc: Serve) -> None:
-    """A target that is no target: whatever it says, the sender has an error of the taxonomy."""
+async def test_invalid_answer_is_damaged(serve_grpc: Serve) -> None:
+    """Whatever a target sends, the sender raises an error of the taxonomy."""
 
-    async def nonsense(_requests: Any, context: Any) -> None:
+    async def invalid(_requests: Any, context: Any) -> None:
         await context.write(b"hello")
 
     async with serve_grpc(streams=1) as target:
-        behaviour: Any = nonsense
+        behaviour: Any = invalid
         handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
             METHOD: grpc.stream_stream_rpc_method_handler(behaviour)
         }
@@ -155,14 +155,14 @@ async def test_answers_that_make_no_sense_are_damaged(serve_grpc: Serve) -> None
         assert target.authorised == []
 
 
-async def test_the_error_arrives_although_the_sender_is_writing(serve: Serve) -> None:
-    """gRPC fails a write to a stream that the server has ended, and then forgets what the server had said."""
+async def test_error_arrives_while_the_sender_is_writing(serve: Serve) -> None:
+    """gRPC fails a write to a stream that the server has ended, and then drops what the server had sent."""
     async with serve(streams=1, deny=Denied("no")) as target:
         for _ in range(100):
             assert isinstance(error_of((await target.answers(*[GOOD.header(), b"good"] * 5))[0]), Denied)
 
 
-async def test_a_sender_that_never_hangs_up_is_hung_up_on(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_sender_that_never_closes_is_disconnected(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grpc_channel, "HANG_UP_S", 0.05)
     async with serve(streams=1, deny=Denied("no")) as target:
         stream = await target.stream()

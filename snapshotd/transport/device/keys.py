@@ -1,7 +1,7 @@
-"""What a daemon hands to a child with a connection: the keys that seal what travels over it, or nothing.
+"""The keys of one connection, which a daemon passes to a child together with it.
 
-On the line to the child alone: others can read command lines and environments. Apart from connection.py, which uses the keys,
-because that brings `cryptography` along, which the daemon can do without.
+They travel over the control socket alone, because other processes can read command lines and environments. Separate from
+connection.py, which uses the keys, because that imports `cryptography`, which the daemon does not need.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Keys:
-    """Of one connection, as one of its ends uses them."""
+    """The keys of one connection, as one side uses them."""
 
     sends: bytes = field(repr=False)
     reads: bytes = field(repr=False)
@@ -23,7 +23,7 @@ class Keys:
 
     @classmethod
     def of(cls, message: Mapping[str, Any]) -> Keys | None:
-        """None: what travels is not sealed."""
+        """None if the connection is not encrypted."""
         if "sends" not in message:
             return None
         return cls(bytes.fromhex(message["sends"]), bytes.fromhex(message["reads"]))

@@ -1,6 +1,6 @@
-"""Which chunks a file consists of: the source's count of what it sent, and the target's of what it stored.
+"""The chunks of an image file, as the source sent them and as the target stored them.
 
-Both ends come to the same `ImageFile` by the same function, or the file is not whole.
+Both nodes compute the file's `ImageFile` with the same function. If the results differ, the file is not complete.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ Chunks = dict[int, tuple[int, bytes]]
 
 
 def summary(name: str, chunks: Chunks) -> ImageFile:
-    """The file in four facts; its digest is that of its chunks' digests in order of offset."""
+    """Name, size, number of chunks and digest, which is that of the chunks' digests in order of offset."""
     ordered = [chunks[offset] for offset in sorted(chunks)]
     return ImageFile(
         name=name,
@@ -24,8 +24,8 @@ def summary(name: str, chunks: Chunks) -> ImageFile:
     )
 
 
-def is_whole(file: ImageFile, chunks: Chunks) -> bool:
-    """Whether `chunks` lie side by side from 0 to the file's size and are those that the source sent."""
+def is_complete(file: ImageFile, chunks: Chunks) -> bool:
+    """Whether `chunks` cover the file from 0 to its size without gaps, and are those that the source sent."""
     end = 0
     for offset in sorted(chunks):
         if offset != end:

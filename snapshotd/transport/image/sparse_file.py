@@ -1,4 +1,4 @@
-"""Regular files on their way: read by what is in them, so that a file of holes costs nothing."""
+"""Reads regular files in chunks of data and holes, so that a hole costs nothing."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from snapshotd.transport.image.frame import Frame, data_frame, hole_frame
 def file_chunk(
     name: str, fd: int, offset: int, size: int, chunk_bytes: int, sequence: int
 ) -> tuple[Frame | None, Stop]:
-    """The hole or the piece of data at `offset`. In a thread."""
+    """The hole or the chunk of data at `offset`. Blocks."""
     data_at = _seek(fd, offset, os.SEEK_DATA, size)
     if data_at > offset or offset == size:
         return hole_frame(sequence, name, offset, data_at - offset), Stop.FULL
     end = min(_seek(fd, offset, os.SEEK_HOLE, size), offset + chunk_bytes, size)
     data = os.pread(fd, end - offset, offset)
     if len(data) != end - offset:
-        raise Damaged(f"{name} shrank while it was sent", where=Where.SOURCE_FROZEN)
+        raise Damaged(f"{name} became shorter while it was being sent", where=Where.SOURCE_FROZEN)
     return data_frame(sequence, name, offset, data), Stop.FULL
 
 
 def _seek(fd: int, offset: int, whence: int, size: int) -> int:
-    """Where data or a hole begins at or after `offset`, the size where there is none any more."""
+    """The offset at or after `offset` where data or a hole begins, the size if there is none."""
     try:
         return min(os.lseek(fd, offset, whence), size)
     except OSError as error:

@@ -1,7 +1,7 @@
-"""A child's end of the line to its daemon: a socket in the place of stdin, a JSON object per message, descriptors beside it.
+"""A child's control socket to its daemon: it replaces stdin and carries one JSON object per message, with descriptors.
 
-Invariant: a child ends with its daemon, whatever it is doing: it is killed by the kernel, and where the daemon died before
-that was arranged, the line has ended.
+Invariant: a child dies with its daemon, whatever it is doing. The kernel kills it; if the daemon died before that was
+arranged, the socket is at end of file.
 """
 
 from __future__ import annotations
@@ -15,24 +15,22 @@ import socket
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from snapshotd.transport.device.records import Trouble
+from snapshotd.transport.device.records import StripeError
 
 MESSAGE_BYTES = 16 << 10
 _PR_SET_PDEATHSIG = 1
-#: Memory leaving the GPU, and criu, come first: they are waited for longer.
+#: Copies off the GPU and criu take longer, and so have priority.
 _NICE = 10
 
 
 class Ended(Exception):
-    """The daemon has hung up."""
+    """The daemon has closed the socket."""
 
 
 class Control:
     def __init__(self) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        signal.signal(
-            signal.SIGINT, signal.SIG_IGN
-        )  # a Ctrl-C at the daemon's terminal is for the daemon to decide about
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the daemon decides what Ctrl-C at its terminal means
         self._line = socket.socket(fileno=os.dup(0))
         os.nice(_NICE)
 
@@ -40,7 +38,7 @@ class Control:
         return self._line.fileno()
 
     def hear(self) -> tuple[dict[str, Any], list[int]]:
-        """The next message and its descriptors, now ours. Ended."""
+        """The next message and its descriptors, which this process now owns. Ended."""
         blob, fds, _, _ = socket.recv_fds(self._line, MESSAGE_BYTES, 4)
         if not blob:
             raise Ended
@@ -50,7 +48,7 @@ class Control:
         self._line.send(json.dumps(message).encode())
 
     def mention(self, **message: Any) -> None:
-        """For what will be said again anyway: not now if the daemon is too busy to listen."""
+        """For progress, which is sent again anyway: dropped if the daemon is too busy to read."""
         try:
             self._line.send(json.dumps(message).encode(), socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -58,15 +56,15 @@ class Control:
 
 
 def serve(work: Callable[[Control, dict[str, Any], list[int]], None]) -> NoReturn:
-    """A child's whole life: `work` with the daemon's first message; what it raises is said, or is its last words."""
+    """Runs `work` with the daemon's first message. A StripeError is reported; any other exception ends up in the output."""
     control = Control()
     try:
         work(control, *control.hear())
     except Ended:
         os._exit(0)
-    except Trouble as trouble:
-        control.say(error=trouble.message, code=trouble.code)
+    except StripeError as error:
+        control.say(error=error.message, code=error.code)
     with contextlib.suppress(Ended):
-        while True:  # the daemon ends it
+        while True:  # until the daemon kills this process
             control.hear()
     os._exit(0)

@@ -1,4 +1,4 @@
-"""Both ends of stripes on loopback, real processes, and somebody on the way who cuts and changes."""
+"""Both sides of a device-memory channel on loopback, with real processes, and a proxy that cuts and changes what passes."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from snapshotd.transport.device.records import HEADER_BYTES, RECORD_BYTES
 
 SOURCE, TARGET = "node-1", "node-2"
 MIB = 1 << 20
-#: What the source says before its first record, and the target before its first reply: key.py.
+#: What the source sends before its first record, and the target before its first reply: authentication.py.
 GREETING_BYTES = 40 + 32
 ANSWER_BYTES = 32 + 32
 
-#: (number of the connection, bytes before these, these) -> what goes on, None: cut here
-Meddle = Callable[[int, int, bytes], bytes | None]
+#: (number of the connection, bytes passed before, these bytes) -> bytes to pass on; None: cut the connection here
+Alter = Callable[[int, int, bytes], bytes | None]
 
 
 def noise(length: int) -> bytes:
@@ -30,12 +30,12 @@ def noise(length: int) -> bytes:
 
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(60):
-        while not condition():  # noqa: ASYNC110 - a file's growth is no event
+        while not condition():  # noqa: ASYNC110 - the growth of a file is not an event
             await asyncio.sleep(0.01)
 
 
 def children() -> list[int]:
-    """Processes of stripes that this one has started."""
+    """Child processes of stripes that this process has started."""
     return children_of(os.getpid())
 
 
@@ -49,8 +49,8 @@ def children_of(parent: int) -> list[int]:
     return found
 
 
-class Ends:
-    """A folder each."""
+class Nodes:
+    """Source and target, with a folder each."""
 
     def __init__(self, folder: Path, *, encrypted: bool) -> None:
         self.here, self.there = folder / "source", folder / "target"
@@ -59,11 +59,11 @@ class Ends:
         self.encrypted = encrypted
 
     def travels(self, *lengths: int) -> int:
-        """The bytes that messages of these lengths take on the way."""
+        """The bytes that messages of these lengths take on the connection."""
         return sum(lengths) + (TAG_BYTES * len(lengths) if self.encrypted else 0)
 
     def record(self, number: int) -> int:
-        """Where in what the source says a record begins, when those before it were whole and had to travel."""
+        """The offset of a record in what the source sends, if all records before it were full ones with payload."""
         return GREETING_BYTES + number * self.travels(HEADER_BYTES, RECORD_BYTES)
 
     def fill(self, contents: Mapping[str, bytes]) -> dict[str, int]:
@@ -99,30 +99,30 @@ class Ends:
 
     @asynccontextmanager
     async def both(
-        self, names: Sequence[str], meddle: Meddle | None = None, meddle_back: Meddle | None = None
-    ) -> AsyncIterator[tuple[Incoming, Outgoing, Meddler]]:
+        self, names: Sequence[str], alter: Alter | None = None, alter_back: Alter | None = None
+    ) -> AsyncIterator[tuple[Incoming, Outgoing, Proxy]]:
         async with (
             self.incoming(names) as incoming,
-            Meddler(incoming.port, meddle, meddle_back) as meddler,
-            self.outgoing(meddler.port, incoming.key, names) as outgoing,
+            Proxy(incoming.port, alter, alter_back) as proxy,
+            self.outgoing(proxy.port, incoming.key, names) as outgoing,
         ):
-            yield incoming, outgoing, meddler
+            yield incoming, outgoing, proxy
 
 
-class Meddler:
-    """A proxy in front of a port."""
+class Proxy:
+    """A TCP proxy in front of a port."""
 
-    def __init__(self, port: int, meddle: Meddle | None = None, meddle_back: Meddle | None = None) -> None:
-        self._to, self._meddle, self._meddle_back = port, meddle, meddle_back
+    def __init__(self, port: int, alter: Alter | None = None, alter_back: Alter | None = None) -> None:
+        self._to, self._alter, self._alter_back = port, alter, alter_back
         self._tasks: set[asyncio.Task[None]] = set()
         self._writers: list[asyncio.StreamWriter] = []
         self.connections = 0
-        #: Nothing of what the target says comes through while this is set.
-        self.deaf = False
-        #: Neither end is told that the other one has gone.
+        #: While set, nothing that the target sends is passed on.
+        self.muted = False
+        #: While set, neither side learns that the other has closed its connection.
         self.silent = False
 
-    async def __aenter__(self) -> Meddler:
+    async def __aenter__(self) -> Proxy:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
         self.port: int = self._server.sockets[0].getsockname()[1]
         return self
@@ -135,13 +135,13 @@ class Meddler:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def cut(self) -> None:
-        """All connections, at once."""
+        """Cuts all connections at once."""
         for writer in self._writers:
             writer.transport.abort()
         self._writers.clear()
 
     def cut_source(self) -> None:
-        """The source's side of every connection; the target hears nothing of it."""
+        """Cuts the source's side of every connection. The target does not notice."""
         self.silent = True
         for writer in self._writers[::2]:
             writer.transport.abort()
@@ -151,11 +151,11 @@ class Meddler:
         self.connections += 1
         try:
             beyond_reader, beyond_writer = await asyncio.open_connection("127.0.0.1", self._to)
-        except ConnectionError:  # the target has given up
+        except ConnectionError:  # the target has stopped listening
             writer.transport.abort()
             return
         self._writers += [writer, beyond_writer]
-        for way in ((reader, beyond_writer, self._meddle), (beyond_reader, writer, self._meddle_back)):
+        for way in ((reader, beyond_writer, self._alter), (beyond_reader, writer, self._alter_back)):
             task = asyncio.create_task(self._pass_on(number, *way, back=way[1] is writer))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
@@ -165,26 +165,26 @@ class Meddler:
         number: int,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
-        meddle: Meddle | None,
+        alter: Alter | None,
         *,
         back: bool,
     ) -> None:
         passed = 0
         with contextlib.suppress(ConnectionError):
             while part := await reader.read(64 << 10):
-                goes_on = meddle(number, passed, part) if meddle is not None else part
+                goes_on = alter(number, passed, part) if alter is not None else part
                 if goes_on is None:
                     self.cut()
                     return
                 passed += len(part)
-                if not (back and self.deaf):
+                if not (back and self.muted):
                     writer.write(goes_on)
                     await writer.drain()
         if not self.silent:
             writer.close()
 
 
-def flip(at: int) -> Meddle:
+def flip(at: int) -> Alter:
     """Changes the byte at `at` of the first connection."""
     return lambda number, passed, part: flipped(part, at - passed) if number == 0 else part
 

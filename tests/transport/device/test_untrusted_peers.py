@@ -1,4 +1,4 @@
-"""Who is let in, and what becomes of records that nobody honest would send."""
+"""Which peers are admitted, and what happens to input that no honest peer sends."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 from snapshotd.api.errors import Damaged, Denied, Internal, Unreachable
 from snapshotd.runtime.blocking import in_thread
+from snapshotd.transport.device.authentication import prove_source, prove_target
 from snapshotd.transport.device.connection import Connection, SealedConnection, read_reply
-from snapshotd.transport.device.handover import Keys
 from snapshotd.transport.device.incoming import Incoming
-from snapshotd.transport.device.key import KEY_BYTES, prove_source, prove_target
+from snapshotd.transport.device.keys import Keys
 from snapshotd.transport.device.records import (
     HEADER_BYTES,
     MAX_RECORD_BYTES,
@@ -28,18 +28,19 @@ from snapshotd.transport.device.records import (
     REPLY_BYTES,
     Kind,
     Record,
-    Trouble,
+    StripeError,
     digest_of,
+    error_reply,
+    parse_error,
     parse_header,
     parse_reply,
-    parse_trouble,
     reply,
-    trouble_reply,
 )
-from tests.transport.device.lane import Ends, noise, until
+from snapshotd.transport.listener import KEY_BYTES
+from tests.transport.device.channel import Nodes, noise, until
 
 HELLO = b"hello"
-LANE_KEY = secrets.token_bytes(KEY_BYTES)
+CHANNEL_KEY = secrets.token_bytes(KEY_BYTES)
 
 
 @asynccontextmanager
@@ -62,42 +63,42 @@ def no_descriptor_left() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-async def admitted(ends: Ends, incoming: Incoming, plain: socket.socket) -> Connection:
+async def admitted(nodes: Nodes, incoming: Incoming, plain: socket.socket) -> Connection:
     keys = await prove_source(plain, incoming.key, 0, "a")
     plain.settimeout(30)
-    connection = SealedConnection(plain, keys) if ends.encrypted else Connection(plain)
+    connection = SealedConnection(plain, keys) if nodes.encrypted else Connection(plain)
     assert await in_thread(read_reply, connection) == (Kind.HAVE, 0)
     return connection
 
 
-async def arrives(ends: Ends, incoming: Incoming) -> None:
-    """An honest source still gets through."""
+async def arrives(nodes: Nodes, incoming: Incoming) -> None:
+    """An honest source is still admitted."""
     content = noise(1000)
-    ends.fill({"a": content})
-    async with ends.outgoing(incoming.port, incoming.key, ["a"]) as outgoing:
+    nodes.fill({"a": content})
+    async with nodes.outgoing(incoming.port, incoming.key, ["a"]) as outgoing:
         outgoing.finish({"a": 1000})
         await outgoing.wait()
         assert await incoming.wait(30) == {"a": 1000}
-    assert ends.arrived(["a"]) == {"a": content}
+    assert nodes.arrived(["a"]) == {"a": content}
 
 
 # ---------------------------------------------------------------- the key
 
 
-async def test_a_target_that_has_another_key_gets_nothing(ends: Ends) -> None:
-    async with ends.incoming(["a"]) as incoming:
+async def test_target_with_another_key_is_denied(nodes: Nodes) -> None:
+    async with nodes.incoming(["a"]) as incoming:
         with pytest.raises(Denied, match="does not hold the key"):
-            async with ends.outgoing(incoming.port, secrets.token_bytes(KEY_BYTES), ["a"]):
+            async with nodes.outgoing(incoming.port, secrets.token_bytes(KEY_BYTES), ["a"]):
                 pass
-        await arrives(ends, incoming)
+        await arrives(nodes, incoming)
 
 
 def greeting(stripe: int = 0) -> bytes:
     return b"SNSK" + bytes([2, stripe, 0, 0]) + secrets.token_bytes(32)
 
 
-async def left_alone(connection: socket.socket) -> None:
-    """The target has hung up without another word."""
+async def closed_by_target(connection: socket.socket) -> None:
+    """The target has closed the connection and sent nothing."""
     async with asyncio.timeout(30):
         try:
             assert await asyncio.get_running_loop().sock_recv(connection, 1) == b""
@@ -105,80 +106,80 @@ async def left_alone(connection: socket.socket) -> None:
             return
 
 
-async def test_ends_that_call_a_stripe_differently_do_not_meet(plain: Ends) -> None:
+async def test_nodes_with_different_stripe_names_are_denied(plain: Nodes) -> None:
     async with plain.incoming(["a", "b"]) as incoming:
         with pytest.raises(Denied, match=r"does not hold the key of [ab]"):
             async with plain.outgoing(incoming.port, incoming.key, ["b", "a"]):
                 pass
 
 
-async def test_who_does_not_hold_the_key_is_not_let_in(ends: Ends, caplog: pytest.LogCaptureFixture) -> None:
+async def test_source_without_the_key_is_rejected(nodes: Nodes, caplog: pytest.LogCaptureFixture) -> None:
     loop = asyncio.get_running_loop()
-    async with ends.incoming(["a"]) as incoming:
+    async with nodes.incoming(["a"]) as incoming:
         async with connected(incoming.port) as connection:
             await loop.sock_sendall(connection, greeting())
             assert len(await loop.sock_recv(connection, 1000)) == 64
             await loop.sock_sendall(connection, secrets.token_bytes(32))
-            await left_alone(connection)
-        assert "who connects does not hold the key" in caplog.text
-        await arrives(ends, incoming)
+            await closed_by_target(connection)
+        assert "the peer does not hold the key" in caplog.text
+        await arrives(nodes, incoming)
 
 
-async def test_an_answer_serves_for_no_other_part_and_no_other_stripe(
-    plain: Ends, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Somebody who only repeats what the target says."""
+async def test_reflected_proof_is_rejected(plain: Nodes, caplog: pytest.LogCaptureFixture) -> None:
+    """A peer that only sends back what the target sent."""
     loop = asyncio.get_running_loop()
     async with plain.incoming(["a"]) as incoming, connected(incoming.port) as connection:
         await loop.sock_sendall(connection, greeting())
         answer = await loop.sock_recv(connection, 1000)
         await loop.sock_sendall(connection, answer[32:])
-        await left_alone(connection)
+        await closed_by_target(connection)
         assert "does not hold the key" in caplog.text
 
 
 @pytest.mark.parametrize(
-    ("words", "why"),
+    ("sent", "why"),
     [
-        (b"GET / HTTP/1.1\r\nHost: example.org\r\nAccept: */*\r\n\r\n", "is no greeting"),
-        (b"\x16\x03\x01" + bytes(100), "is no greeting"),
+        (b"GET / HTTP/1.1\r\nHost: example.org\r\nAccept: */*\r\n\r\n", "is not a greeting"),
+        (b"\x16\x03\x01" + bytes(100), "is not a greeting"),
         (greeting(1), "there is no stripe 1"),
         (greeting(255), "there is no stripe 255"),
     ],
     ids=["http", "tls", "one too many", "many too many"],
 )
-async def test_strange_words_are_logged_and_forgotten(
-    plain: Ends, caplog: pytest.LogCaptureFixture, words: bytes, why: str
+async def test_malformed_greeting_is_logged_and_rejected(
+    plain: Nodes, caplog: pytest.LogCaptureFixture, sent: bytes, why: str
 ) -> None:
     async with plain.incoming(["a"]) as incoming:
         async with connected(incoming.port) as connection:
-            await asyncio.get_running_loop().sock_sendall(connection, words)
-            await left_alone(connection)
+            await asyncio.get_running_loop().sock_sendall(connection, sent)
+            await closed_by_target(connection)
         assert why in caplog.text
         await arrives(plain, incoming)
 
 
-async def test_strangers_who_say_nothing_keep_nobody_out(plain: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("snapshotd.transport.device.incoming.CONNECT_S", 0.2)
+async def test_silent_connections_are_closed_after_the_time_limit(
+    plain: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("snapshotd.transport.sockets.CONNECT_S", 0.2)
     async with plain.incoming(["a"]) as incoming:
         silent = [socket.create_connection(("127.0.0.1", incoming.port)) for _ in range(40)]
         for connection in silent:
             connection.setblocking(False)
-            await left_alone(connection)
+            await closed_by_target(connection)
             connection.close()
         await arrives(plain, incoming)
 
 
-async def test_the_source_is_let_in_among_strangers_who_hang_on(plain: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("snapshotd.transport.device.incoming.CONNECT_S", 600.0)
+async def test_source_is_admitted_among_silent_connections(plain: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("snapshotd.transport.sockets.CONNECT_S", 600.0)
     async with plain.incoming(["a"]) as incoming, AsyncExitStack() as silent:
         for _ in range(40):
             await silent.enter_async_context(connected(incoming.port))
         await arrives(plain, incoming)
 
 
-async def test_who_comes_while_it_closes_is_not_forgotten(plain: Ends) -> None:
-    """A connection that nobody closes is a warning, and that an error."""
+async def test_connection_made_during_close_is_closed(plain: Nodes) -> None:
+    """A socket that is never closed is a ResourceWarning, which fails the test."""
     for turns in range(5):
         async with plain.incoming(["a"]) as incoming:
             with socket.create_connection(("127.0.0.1", incoming.port)) as connection:
@@ -186,39 +187,40 @@ async def test_who_comes_while_it_closes_is_not_forgotten(plain: Ends) -> None:
                     await asyncio.sleep(0)
                 await incoming.close()
                 connection.setblocking(False)
-                await left_alone(connection)
+                await closed_by_target(connection)
     gc.collect()
 
 
-async def test_a_daemon_without_descriptors_lets_in_who_waited(plain: Ends, caplog: pytest.LogCaptureFixture) -> None:
+async def test_connection_that_waited_for_a_descriptor_is_admitted(
+    plain: Nodes, caplog: pytest.LogCaptureFixture
+) -> None:
     loop = asyncio.get_running_loop()
     async with plain.incoming(["a"]) as incoming:
         with socket.socket() as connection:
             connection.setblocking(False)
             with no_descriptor_left():
                 await loop.sock_connect(connection, ("127.0.0.1", incoming.port))
-                await until(lambda: "nobody can be let in now: Too many open files" in caplog.text)
+                await until(lambda: "no connection can be accepted now: Too many open files" in caplog.text)
             await admitted(plain, incoming, connection)
         assert incoming.failed is None
 
 
-# ---------------------------------------------------------------- seals
+# ---------------------------------------------------------------- encryption
 
 
 async def proven(name: str = "a") -> tuple[Keys, Keys]:
-    """What both ends derive for a connection: the source's, the target's."""
+    """The keys that both sides derive for a connection: the source's, the target's."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        for end in (ours, theirs):
-            end.setblocking(False)
+        ours.setblocking(False)
         sources, (_, targets) = await asyncio.gather(
-            prove_source(ours, LANE_KEY, 0, name), prove_target(theirs, LANE_KEY, [name])
+            prove_source(ours, CHANNEL_KEY, 0, name), in_thread(prove_target, theirs, CHANNEL_KEY, [name], 30.0)
         )
     return sources, targets
 
 
-async def test_every_connection_and_direction_has_a_key_of_its_own() -> None:
-    seen: set[bytes] = {LANE_KEY}
+async def test_every_connection_and_direction_has_its_own_key() -> None:
+    seen: set[bytes] = {CHANNEL_KEY}
     for _ in range(3):
         sources, targets = await proven()
         assert (sources.sends, sources.reads) == (targets.reads, targets.sends)
@@ -231,7 +233,7 @@ async def test_every_connection_and_direction_has_a_key_of_its_own() -> None:
 
 
 def sealed_by(key: bytes, messages: Sequence[bytes]) -> list[bytes]:
-    """Each as it travels."""
+    """Each message as it is sent, encrypted."""
     ours, theirs = socket.socketpair()
     with SealedConnection(ours, Keys(key, key)) as sender, theirs:
         travelled = []
@@ -242,7 +244,7 @@ def sealed_by(key: bytes, messages: Sequence[bytes]) -> list[bytes]:
 
 
 def opened_by(key: bytes, stream: bytes, lengths: Sequence[int]) -> tuple[list[bytes], bool]:
-    """(what a reader that expects messages of these lengths takes for true, whether it says why that is not all)."""
+    """(the messages that a reader expecting these lengths accepts, whether it then raises the right error)."""
     ours, theirs = socket.socketpair()
     read = []
     with SealedConnection(ours, Keys(key, key)) as reader:
@@ -253,8 +255,8 @@ def opened_by(key: bytes, stream: bytes, lengths: Sequence[int]) -> tuple[list[b
                 blob = bytearray(length)
                 reader.read_into(memoryview(blob))
                 read.append(bytes(blob))
-        except (Trouble, ConnectionResetError) as error:
-            return read, not isinstance(error, Trouble) or (error.code, error.again) == ("damaged", True)
+        except (StripeError, ConnectionResetError) as error:
+            return read, not isinstance(error, StripeError) or (error.code, error.retry) == ("damaged", True)
     return read, False
 
 
@@ -262,7 +264,7 @@ MESSAGES = st.lists(st.binary(min_size=1, max_size=100), min_size=1, max_size=6)
 
 
 @given(MESSAGES, st.data())
-def test_whatever_a_stranger_changes_is_noticed(messages: list[bytes], draw: st.DataObject) -> None:
+def test_every_alteration_is_detected(messages: list[bytes], draw: st.DataObject) -> None:
     key = secrets.token_bytes(32)
     lengths = [len(message) for message in messages]
     travelled = sealed_by(key, messages)
@@ -289,35 +291,35 @@ def test_whatever_a_stranger_changes_is_noticed(messages: list[bytes], draw: st.
     for way, stream in ways.items():
         if way == "swapped" and other == number:
             continue
-        # One more is asked for than was sent: what comes behind the last one is not taken for a message either.
-        read, said = opened_by(key, b"".join(stream), [*lengths, lengths[number]])
-        assert said, way
+        # One message more than was sent is read: what follows the last one must not pass either.
+        read, raised = opened_by(key, b"".join(stream), [*lengths, lengths[number]])
+        assert raised, way
         untouched = min(number, other) if way == "swapped" else number + (way == "repeated")
         assert read == messages[:untouched], way
 
 
-async def test_what_an_end_said_itself_is_no_answer() -> None:
+async def test_reflected_message_is_rejected() -> None:
     sources, _ = await proven()
     (travelled,) = sealed_by(sources.sends, [HELLO])
     assert opened_by(sources.sends, travelled, [5]) == ([HELLO], False)
     assert opened_by(sources.reads, travelled, [5]) == ([], True)
 
 
-async def test_ends_of_which_one_does_not_seal_do_not_meet(ends: Ends) -> None:
-    ends.fill({"a": HELLO})
-    async with ends.incoming(["a"]) as incoming:
-        ends.encrypted = not ends.encrypted
+async def test_encrypted_and_plain_nodes_do_not_connect(nodes: Nodes) -> None:
+    nodes.fill({"a": HELLO})
+    async with nodes.incoming(["a"]) as incoming:
+        nodes.encrypted = not nodes.encrypted
         with pytest.raises((Unreachable, Damaged)):
-            async with ends.outgoing(incoming.port, incoming.key, ["a"]):
+            async with nodes.outgoing(incoming.port, incoming.key, ["a"]):
                 pass
         assert incoming.failed is None
-    assert ends.arrived(["a"]) == {"a": b""}
+    assert nodes.arrived(["a"]) == {"a": b""}
 
 
 @pytest.mark.parametrize("key", [b"", b"short"])
-async def test_a_key_that_is_none_is_not_used(ends: Ends, key: bytes) -> None:
-    with pytest.raises(Internal, match=f"gave a key of {len(key)} bytes"):
-        async with ends.outgoing(1, key, ["a"]):
+async def test_key_of_wrong_length_is_refused(nodes: Nodes, key: bytes) -> None:
+    with pytest.raises(Internal, match=f"sent a key of {len(key)} bytes"):
+        async with nodes.outgoing(1, key, ["a"]):
             pass
 
 
@@ -329,13 +331,13 @@ def data(content: bytes, offset: int = 0) -> tuple[bytes, bytes]:
 
 
 @pytest.mark.parametrize(
-    ("said", "why"),
+    ("sent", "why"),
     [
         ([Record(Kind.END, 0, 100).header()], "END record for 100 where 0 bytes have arrived"),
         ([Record(Kind.END, 7, 0).header()], "an END of 7 bytes"),
         (data(HELLO, 1), "DATA record for 1 where 0"),
         ([*data(HELLO), *data(HELLO, 4)], "DATA record for 4 where 5"),
-        ([*data(HELLO), Record(Kind.SAME, 5, 5, 1, digest_of(HELLO)).header()], "repeats 1, where nothing is yet"),
+        ([*data(HELLO), Record(Kind.SAME, 5, 5, 1, digest_of(HELLO)).header()], "repeats 1, which has not arrived yet"),
         ([Record(Kind.DATA, MAX_RECORD_BYTES + 1, 0).header()], "at most"),
         ([Record(Kind.ZERO, 0, 0).header()], "a record of 0 bytes"),
         ([Record(Kind.HAVE, 5, 0).header()], "a record of kind 16"),
@@ -343,23 +345,23 @@ def data(content: bytes, offset: int = 0) -> tuple[bytes, bytes]:
     ],
     ids=["size", "long end", "gap", "overlap", "twin", "large", "empty", "kind", "late"],
 )
-async def test_a_record_that_contradicts_ends_the_move(ends: Ends, said: Sequence[bytes], why: str) -> None:
-    async with ends.incoming(["a"]) as incoming, connected(incoming.port) as plain:
-        connection = await admitted(ends, incoming, plain)
-        connection.send(*said)
-        if said[0] == Record(Kind.END, 0, 0).header():
+async def test_contradictory_record_fails_the_transfer(nodes: Nodes, sent: Sequence[bytes], why: str) -> None:
+    async with nodes.incoming(["a"]) as incoming, connected(incoming.port) as plain:
+        connection = await admitted(nodes, incoming, plain)
+        connection.send(*sent)
+        if sent[0] == Record(Kind.END, 0, 0).header():
             assert await in_thread(read_reply, connection) == (Kind.DONE, 0)
-        with pytest.raises(Trouble, match=why) as caught:
+        with pytest.raises(StripeError, match=why) as caught:
             await in_thread(read_reply, connection)
-        assert (caught.value.code, caught.value.again) == ("damaged", False)
+        assert (caught.value.code, caught.value.retry) == ("damaged", False)
         if "after" not in why:
             with pytest.raises(Damaged, match=why):
                 await incoming.wait(30)
-    assert ends.arrived(["a"])["a"] in (b"", HELLO)
+    assert nodes.arrived(["a"])["a"] in (b"", HELLO)
 
 
 @pytest.mark.parametrize(
-    "said",
+    "sent",
     [
         [bytes(HEADER_BYTES)],
         [b"\xff" * HEADER_BYTES],
@@ -368,30 +370,30 @@ async def test_a_record_that_contradicts_ends_the_move(ends: Ends, said: Sequenc
     ],
     ids=["zeros", "ones", "payload", "not zero"],
 )
-async def test_a_record_that_is_damaged_may_be_sent_again(plain: Ends, said: Sequence[bytes]) -> None:
+async def test_damaged_record_may_be_sent_again(plain: Nodes, sent: Sequence[bytes]) -> None:
     async with plain.incoming(["a"]) as incoming:
-        async with connected(incoming.port) as stranger:
-            connection = await admitted(plain, incoming, stranger)
-            connection.send(*said)
-            with pytest.raises(Trouble) as caught:
+        async with connected(incoming.port) as peer:
+            connection = await admitted(plain, incoming, peer)
+            connection.send(*sent)
+            with pytest.raises(StripeError) as caught:
                 await in_thread(read_reply, connection)
-            assert (caught.value.code, caught.value.again) == ("damaged", True)
+            assert (caught.value.code, caught.value.retry) == ("damaged", True)
         await arrives(plain, incoming)
 
 
-async def test_a_repetition_is_checked_whatever_the_way(ends: Ends) -> None:
-    async with ends.incoming(["a"]) as incoming, connected(incoming.port) as plain:
-        connection = await admitted(ends, incoming, plain)
+async def test_repetition_is_checked_against_its_digest(nodes: Nodes) -> None:
+    async with nodes.incoming(["a"]) as incoming, connected(incoming.port) as plain:
+        connection = await admitted(nodes, incoming, plain)
         connection.send(*data(HELLO))
         connection.send(Record(Kind.SAME, 5, 5, 0, digest_of(b"other")).header())
-        with pytest.raises(Trouble, match="the record at 5 arrived damaged"):
+        with pytest.raises(StripeError, match="the record at 5 arrived damaged"):
             await in_thread(read_reply, connection)
-    assert ends.arrived(["a"]) == {"a": HELLO}
+    assert nodes.arrived(["a"]) == {"a": HELLO}
 
 
 @given(st.binary(min_size=HEADER_BYTES, max_size=HEADER_BYTES), st.integers(0, MAX_STRIPE_BYTES))
-def test_any_bytes_are_trouble_and_nothing_else(header: bytes, have: int) -> None:
-    with pytest.raises(Trouble):
+def test_random_header_is_a_stripe_error(header: bytes, have: int) -> None:
+    with pytest.raises(StripeError):
         parse_header(header, have)
 
 
@@ -401,11 +403,11 @@ def test_any_bytes_are_trouble_and_nothing_else(header: bytes, have: int) -> Non
     st.integers(0, 2**64 - 1),
     st.integers(0, 2**64 - 1),
 )
-def test_a_record_that_passes_fits_its_place(kind: Kind, length: int, offset: int, twin: int) -> None:
+def test_accepted_record_fits_its_position(kind: Kind, length: int, offset: int, twin: int) -> None:
     record = Record(kind, length, offset, twin)
     try:
         found = parse_header(record.header(), offset)
-    except Trouble:
+    except StripeError:
         return
     assert found == record
     assert length <= MAX_RECORD_BYTES
@@ -414,16 +416,16 @@ def test_a_record_that_passes_fits_its_place(kind: Kind, length: int, offset: in
 
 
 @given(st.binary(min_size=REPLY_BYTES, max_size=REPLY_BYTES), st.binary())
-def test_any_reply_is_understood_or_trouble(header: bytes, text: bytes) -> None:
-    with pytest.raises(Trouble):
+def test_random_reply_is_a_stripe_error(header: bytes, text: bytes) -> None:
+    with pytest.raises(StripeError):
         parse_reply(header)
-    assert isinstance(parse_trouble(0, text), Trouble)
+    assert isinstance(parse_error(0, text), StripeError)
 
 
-def test_trouble_arrives_as_it_was_said() -> None:
-    said, text = trouble_reply(Trouble("full", "ü" * 10_000, again=True))
-    kind, value, text_bytes = parse_reply(said)
-    heard = parse_trouble(value, text)
-    assert (kind, text_bytes) == (Kind.TROUBLE, len(text))
-    assert (heard.code, heard.again, heard.message) == ("full", True, "ü" * 1024)
+def test_error_survives_encoding() -> None:
+    encoded, text = error_reply(StripeError("full", "ü" * 10_000, retry=True))
+    kind, value, text_bytes = parse_reply(encoded)
+    decoded = parse_error(value, text)
+    assert (kind, text_bytes) == (Kind.ERROR, len(text))
+    assert (decoded.code, decoded.retry, decoded.message) == ("full", True, "ü" * 1024)
     assert parse_reply(reply(Kind.DONE, 7)) == (Kind.DONE, 7, 0)

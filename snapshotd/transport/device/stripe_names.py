@@ -1,4 +1,4 @@
-"""What the stripes of a lane may be called."""
+"""The names that stripes may have."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from snapshotd.api.errors import Internal
 from snapshotd.transport.image.frame import IMAGE_NAME
 
-#: The most names that one lane can have: a stripe's number is a byte of the greeting (key.py).
+#: The number of a stripe is one byte of the greeting (authentication.py).
 MAX_STRIPES = 256
 
 
 def checked(names: Sequence[str]) -> Sequence[str]:
-    """Internal where they are not names of image files, each once: they become paths."""
+    """Internal unless all are distinct names of image files: they become paths."""
     if not 0 < len(names) <= MAX_STRIPES:
-        raise Internal(f"{len(names)} stripes: a lane can have 1 to {MAX_STRIPES}")
+        raise Internal(f"{len(names)} stripes: a device-memory channel can have 1 to {MAX_STRIPES}")
     wrong = [name for name in names if not IMAGE_NAME.fullmatch(name)]
     if wrong or len(set(names)) != len(names):
-        raise Internal(f"stripes cannot be called {list(names)!r}")
+        raise Internal(f"stripes cannot have the names {list(names)!r}")
     return names

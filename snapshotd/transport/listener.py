@@ -1,0 +1,195 @@
+"""The listening port of one move. Both data channels accept their connections here.
+
+A channel is opened and authorised over gRPC, whose reply carries the port and a key that only the move's source receives. Any
+host that reaches the port may connect, so each connection first has to authenticate: TLS where the channel uses it, then
+whatever `serve` demands. It does so in a thread of its own, because a TLS handshake may block, and has CONNECT_S for it.
+
+Invariant: connections that have not authenticated cannot keep the source out. At most `max_pending` are served at a time; one
+more replaces the oldest. `close` returns when no thread and no socket of the listener is left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import ssl
+import threading
+from collections.abc import Callable, Sequence
+from time import monotonic
+from typing import Any
+
+from snapshotd.api.errors import Busy, Internal, SnapshotError
+from snapshotd.transport import sockets
+from snapshotd.transport.sockets import drain, hang_up, tune
+
+log = logging.getLogger(__name__)
+
+KEY_BYTES = 32
+MAX_PENDING = 32
+#: Pause after an error of accept, most often a lack of descriptors. Connections wait in the kernel's queue meanwhile.
+_RETRY_S = 0.2
+
+
+class MoveListener:
+    """Accepts connections until `stop`, or until `open_s` have passed. Every method may be called from any thread."""
+
+    def __init__(
+        self,
+        what: str,
+        hosts: Sequence[str],
+        serve: Callable[[socket.socket], None],
+        *,
+        tls: ssl.SSLContext | None = None,
+        max_pending: int = MAX_PENDING,
+        max_admitted: int | None = None,
+        open_s: float | None = None,
+    ) -> None:
+        """Binds a free port of the first of `hosts` that is an address of this machine; Internal if none is.
+
+        `what` names the channel in logs. `serve` runs in the connection's thread, and calls `admit` once the peer has
+        authenticated; the connection is closed when it returns.
+        """
+        self._what, self._serve, self._tls = what, serve, tls
+        self._max_pending, self._max_admitted, self._open_s = max_pending, max_admitted, open_s
+        self._socket = _bind(hosts, what)
+        self.port: int = self._socket.getsockname()[1]
+        self._lock = threading.Lock()
+        self._stopped = threading.Event()
+        self._closing = False
+        self._pending: dict[socket.socket, None] = {}  # not yet authenticated; the oldest first
+        self._admitted: set[socket.socket] = set()
+        # A thread stays in here until it has ended: `close` must also wait for one that is done with its connection.
+        self._threads: list[threading.Thread] = []
+
+    def start(self) -> None:
+        self._begin(threading.Thread(target=self._accept_all, name=f"{self._what} listener", daemon=True))
+
+    @property
+    def accepting(self) -> bool:
+        return not self._stopped.is_set()
+
+    def admit(self, connection: socket.socket) -> None:
+        """The peer has authenticated: from now on the connection counts as the move's own. Busy if there are too many."""
+        with self._lock:
+            if self._max_admitted is not None and len(self._admitted) >= self._max_admitted:
+                raise Busy(f"{self._what}: {len(self._admitted)} connections are open already, no more are allowed")
+            self._pending.pop(connection, None)
+            self._admitted.add(connection)
+
+    def stop(self) -> None:
+        """No new connection is accepted: the kernel refuses it at once. Idempotent, does not block."""
+        self._stopped.set()
+        hang_up(self._socket)
+
+    def close(self) -> None:
+        """Ends every connection and waits for the threads. Idempotent."""
+        self._closing = True
+        self.stop()
+        while True:
+            with self._lock:
+                threads, self._threads = self._threads, []
+                for connection in (*self._pending, *self._admitted):
+                    hang_up(connection)
+            if not threads:
+                break
+            for thread in threads:
+                thread.join()
+        self._socket.close()
+
+    def _begin(self, thread: threading.Thread) -> None:
+        with self._lock:
+            self._threads = [other for other in self._threads if other.is_alive()]
+            thread.start()  # under the lock: a thread that has not started cannot be joined
+            self._threads.append(thread)
+
+    def _accept_all(self) -> None:
+        ends_s = None if self._open_s is None else monotonic() + self._open_s
+        with self._socket:
+            while not self._stopped.is_set():
+                if ends_s is not None:
+                    left_s = ends_s - monotonic()
+                    if left_s <= 0:
+                        break
+                    self._socket.settimeout(left_s)
+                try:
+                    connection, address = self._socket.accept()
+                except TimeoutError:
+                    break
+                except ConnectionError:  # the peer has hung up already
+                    continue
+                except OSError as error:
+                    if not self._stopped.is_set():
+                        log.warning("%s: no connection can be accepted now: %s", self._what, error.strerror)
+                        self._stopped.wait(_RETRY_S)
+                    continue
+                with contextlib.suppress(OSError):  # the peer has hung up already
+                    self._accept(connection, address)
+            self._stopped.set()
+
+    def _accept(self, connection: socket.socket, address: Any) -> None:
+        try:
+            connection.settimeout(sockets.CONNECT_S)
+            if self._tls is not None:
+                connection = self._tls.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
+        except BaseException:
+            connection.close()
+            raise
+        with self._lock:
+            if len(self._pending) >= self._max_pending:
+                oldest = next(iter(self._pending))
+                del self._pending[oldest]
+                hang_up(oldest)
+            self._pending[connection] = None
+        self._begin(threading.Thread(target=self._run, args=(connection, address), name=self._what, daemon=True))
+
+    def _run(self, connection: socket.socket, address: Any) -> None:
+        try:
+            if isinstance(connection, ssl.SSLSocket):
+                _shake_hands(connection)
+            self._serve(connection)
+        except (SnapshotError, OSError) as error:
+            if self._closing:
+                return
+            if connection in self._admitted:
+                log.info("%s: the connection from %s ended: %s", self._what, address, error)
+            else:
+                silent = isinstance(error, TimeoutError)
+                why = f"it did not authenticate within {sockets.CONNECT_S:.0f} s" if silent else str(error)
+                log.warning("%s: the connection from %s is rejected: %s", self._what, address, why)
+        finally:
+            with self._lock:
+                self._pending.pop(connection, None)
+                self._admitted.discard(connection)
+            connection.close()
+
+
+def _shake_hands(connection: ssl.SSLSocket) -> None:
+    """A peer that is rejected gets a TLS alert, and has time to read it: see `drain`."""
+    try:
+        connection.do_handshake()
+    except ssl.SSLError:
+        with contextlib.suppress(OSError):
+            socket.socket.shutdown(connection, socket.SHUT_WR)
+        drain(connection, sockets.CONNECT_S)
+        raise
+
+
+def _bind(hosts: Sequence[str], what: str) -> socket.socket:
+    failures = []
+    for host in hosts:
+        try:
+            family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+            listener = socket.socket(family, socket.SOCK_STREAM)
+            try:
+                tune(listener)
+                listener.bind(address)
+                listener.listen()
+            except BaseException:
+                listener.close()
+                raise
+        except OSError as error:  # advertised but translated on the way (NAT): not an address of this machine
+            failures.append(f"{host}: {error.strerror or error}")
+            continue
+        return listener
+    raise Internal(f"{what}: no port can be opened: {'; '.join(failures)}")
