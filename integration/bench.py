@@ -21,7 +21,7 @@ from pathlib import Path
 
 from integration import bench_connections, bench_nccl, bench_transport
 from integration.harness import MIGRATOR, WORKLOADS, Cluster, cluster, until
-from snapshotd.config import find_criu
+from snapshotd.criu.find import find_criu
 
 MEMORY = str(WORKLOADS / "memory.py")
 

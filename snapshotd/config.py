@@ -1,8 +1,8 @@
 """The daemon's configuration: one TOML file, checked as a whole before anything starts.
 
-Invariant: a `Config` that exists can be used as it is: every value has its type and range, every file it names
-was there, images go to memory and nowhere else. Whatever is wrong with the file is said at once, in one BadConfig,
-since a daemon that is restarted for each mistake in turn is a bad way to read a file.
+Invariant: a `Config` that exists can be used as it is. Every value has its type and range, the files it names existed, and
+images are stored in memory only. All problems of a file are reported in one BadConfig, so that an operator need not
+restart the daemon once for each mistake.
 """
 
 from __future__ import annotations
@@ -11,53 +11,98 @@ import difflib
 import ipaddress
 import os
 import re
-import shutil
-import subprocess
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, get_args
+
+import msgspec
+from msgspec import Meta
 
 from snapshotd.api import certificates
 from snapshotd.api.channel import Credentials
 from snapshotd.api.errors import BadConfig
+from snapshotd.criu.find import find_criu
 from snapshotd.proc.host import is_ram_backed
-from snapshotd.runtime import logs
 
 DEFAULT_PATH = Path("/etc/snapshotd/snapshotd.toml")
-CRIU_LEAST = (4, 2)
-#: Where tools/get-criu and `make setup` put one: on a node, and in a checkout.
-PRIVATE_CRIU = (Path("/opt/snapshotd/criu/criu"), Path(__file__).resolve().parents[1] / ".criu" / "criu")
 PAGE_BYTES = 4096
 _SOCKET_PATH_BYTES = 107  # sun_path, without its final zero
 
-_NODE_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,61}[A-Za-z0-9])?")
-_GET_CRIU = "tools/get-criu /opt/snapshotd/criu installs one that is"
+_NODE_NAME = r"[A-Za-z0-9]([A-Za-z0-9.-]{0,61}[A-Za-z0-9])?"
+#: Keys by their former names, which are still accepted.
+_RENAMED = {"device_lane": "device_channel"}
 
 
-@dataclass(frozen=True)
-class Config:
-    """One field for each key of the file, and what was found out while checking it."""
+class Address(str):
+    """HOST:PORT"""
 
-    node: str
-    listen: str
-    advertise: str
-    credentials: Credentials  # [tls] ca, cert, key
-    state_dir: Path  # the journal: on disk, it has to outlive a reboot
-    run_dir: Path
-    image_dir: Path  # in memory
-    criu: str
-    criu_version: str
-    log_format: str
-    log_level: str
-    metrics_listen: str  # empty: off
-    carry_paths: tuple[str, ...]
-    streams: int
-    chunk_bytes: int
-    lease_s: float
-    gpu_library_dir: str  # empty: where the loader looks
-    device_lane: str  # "encrypted", or "plain" for device memory on a network that nobody else reads
+    __slots__ = ()
+
+
+class OptionalAddress(str):
+    """HOST:PORT, or empty"""
+
+    __slots__ = ()
+
+
+class AbsolutePath(str):
+    """A path as text, normalised"""
+
+    __slots__ = ()
+
+
+class OptionalDirectory(str):
+    """The path of an existing directory as text, or empty"""
+
+    __slots__ = ()
+
+
+_AN_ADDRESS = Meta(description='an address like "10.0.0.1:7070"')
+_A_PATH = Meta(description="an absolute path")
+_PATHS = "a list of absolute paths"
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True):
+    """One field for each key of the file. A description completes the sentence "KEY must be …"."""
+
+    node: Annotated[
+        str,
+        Meta(
+            pattern=rf"^{_NODE_NAME}\Z",
+            description="the name of this node: at most 63 letters, digits, '.' and '-'",
+        ),
+    ]
+    listen: Annotated[Address, _AN_ADDRESS]
+    advertise: Annotated[Address, _AN_ADDRESS] = Address("")  # empty in the file: the same as `listen`
+    credentials: Annotated[Credentials, Meta(description="a table with ca, cert and key")] = msgspec.field(name="tls")
+    state_dir: Annotated[Path, _A_PATH] = Path("/var/lib/snapshotd")  # the journal: on a disk, to survive a reboot
+    run_dir: Annotated[Path, _A_PATH] = Path("/run/snapshotd")
+    image_dir: Annotated[Path, _A_PATH] = Path()  # in memory; empty in the file: run_dir/images
+    criu: Annotated[AbsolutePath, _A_PATH] = AbsolutePath("")  # empty in the file: see find_criu
+    criu_version: str = ""  # not a key: the version of `criu`
+    log_format: Annotated[Literal["text", "json"], Meta(description="text or json")] = "text"
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], Meta(description="debug, info, warning or error")
+    ] = "info"
+    metrics_listen: Annotated[OptionalAddress, _AN_ADDRESS] = OptionalAddress("127.0.0.1:9470")  # empty: off
+    carry_paths: Annotated[tuple[AbsolutePath, ...], Meta(description=_PATHS)] = (
+        AbsolutePath("/tmp"),
+        AbsolutePath("/var/tmp"),
+        AbsolutePath("/dev/shm"),
+    )
+    streams: Annotated[int, Meta(ge=1, le=64, description="a whole number from 1 to 64")] = 4
+    chunk_bytes: Annotated[
+        int,
+        Meta(
+            ge=64 << 10,
+            le=8 << 20,
+            multiple_of=PAGE_BYTES,
+            description=f"a multiple of {PAGE_BYTES} (the page size) from {64 << 10} to {8 << 20}",
+        ),
+    ] = 2 << 20
+    gpu_library_dir: Annotated[OptionalDirectory, _A_PATH] = OptionalDirectory("")  # empty: where the loader looks
+    device_channel: Annotated[Literal["encrypted", "plain"], Meta(description="encrypted or plain")] = "encrypted"
 
     @property
     def admin_socket(self) -> Path:
@@ -69,7 +114,7 @@ class Config:
 
     @classmethod
     def load(cls, path: Path | str) -> Config:
-        """The configuration in `path`, or BadConfig with every problem of it."""
+        """The configuration in `path`. Raises BadConfig with all its problems."""
         path = Path(path)
         try:
             with path.open("rb") as file:
@@ -77,189 +122,136 @@ class Config:
         except OSError as error:
             raise BadConfig(f"{path} cannot be read: {error.strerror}") from error
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise BadConfig(f"{path} is not TOML: {error}") from error
+            raise BadConfig(f"{path} is not valid TOML: {error}") from error
         return cls.from_values(values, str(path))
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any], origin: str) -> Config:
-        found: list[str] = []
-        top = _Table(values, "", found)
-        config = cls(
-            node=top.node("node"),
-            listen=(listen := top.address("listen")),
-            advertise=top.address("advertise", default=listen),
-            credentials=top.credentials("tls"),
-            state_dir=top.path("state_dir", "/var/lib/snapshotd"),
-            run_dir=(run_dir := top.path("run_dir", "/run/snapshotd")),
-            image_dir=top.path("image_dir", str(run_dir / "images")),
-            criu=(criu := top.criu("criu"))[0],
-            criu_version=criu[1],
-            log_format=top.choice("log_format", logs.FORMATS, "text"),
-            log_level=top.choice("log_level", logs.LEVELS, "info"),
-            metrics_listen=top.address("metrics_listen", default="127.0.0.1:9470", may_be_empty=True),
-            carry_paths=top.paths("carry_paths", ("/tmp", "/var/tmp", "/dev/shm")),
-            streams=top.integer("streams", 4, least=1, most=64),
-            chunk_bytes=top.integer("chunk_bytes", 2 << 20, least=64 << 10, most=8 << 20),
-            lease_s=top.seconds("lease_s", 30.0, least=1.0, most=3600.0),
-            gpu_library_dir=top.folder("gpu_library_dir"),
-            device_lane=top.choice("device_lane", ("encrypted", "plain"), "encrypted"),
-        )
-        top.finish()
-        found += _contradictions(config, top.wrong)
-        if found:
-            count = "1 problem" if len(found) == 1 else f"{len(found)} problems"
-            raise BadConfig("\n  - ".join([f"{origin} has {count}:", *found]))
-        return config
+        problems: list[str] = []
+        found = _read(cls, {_RENAMED.get(key, key): value for key, value in values.items()}, "", problems)
+        _fill_in(found, problems)
+        problems += _contradictions(found)
+        if problems:
+            count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+            raise BadConfig("\n  - ".join([f"{origin} has {count}:", *problems]))
+        return cls(**found)
 
 
-def _contradictions(config: Config, wrong: set[str]) -> list[str]:
-    """What is wrong with values that are right by themselves; keys already found `wrong` are left alone."""
-    found = []
-    if not wrong & {"listen", "advertise"}:
-        host = split_address(config.advertise)[0]
-        if host in ("0.0.0.0", "::"):
-            found.append(f"advertise: other nodes cannot reach {config.advertise}; name this node's own address")
-    if not wrong & {"tls", "node"}:
-        found += certificates.problems(config.credentials, config.node)
-    if "run_dir" not in wrong and len(os.fsencode(config.keeper_socket)) > _SOCKET_PATH_BYTES:
-        found.append(f"run_dir: {config.run_dir} is too long to hold a socket ({_SOCKET_PATH_BYTES} bytes in all)")
-    if "chunk_bytes" not in wrong and config.chunk_bytes % PAGE_BYTES:
-        found.append(f"chunk_bytes: {config.chunk_bytes} is no multiple of {PAGE_BYTES}, the size of a page")
-    if not wrong & {"image_dir", "run_dir"}:
-        try:
-            in_memory = is_ram_backed(config.image_dir)
-        except OSError as error:
-            found.append(f"image_dir: {config.image_dir}: {error.strerror}")
+class _Tls(msgspec.Struct):
+    ca: Annotated[Path, _A_PATH]
+    cert: Annotated[Path, _A_PATH]
+    key: Annotated[Path, _A_PATH]
+
+
+def _read(struct: type[msgspec.Struct], values: Mapping[str, Any], prefix: str, problems: list[str]) -> dict[str, Any]:
+    """The valid values of a table by field, defaults included. What is wrong with the others is added to `problems`.
+
+    msgspec.convert of the whole table would stop at the first problem.
+    """
+    fields = {field.encode_name: field for field in msgspec.structs.fields(struct) if field.name != "criu_version"}
+    found: dict[str, Any] = {}
+    for key, field in fields.items():
+        kind, meta = get_args(field.type)
+        if key not in values:
+            if field.required:
+                problems.append(f"{prefix}{key}: is missing; it must be {meta.description}")
+            else:
+                found[field.name] = field.default
+        elif kind is Credentials and isinstance(values[key], dict):
+            files = _read(_Tls, values[key], f"{prefix}{key}.", problems)
+            if len(files) == len(_Tls.__struct_fields__):
+                found[field.name] = Credentials(**files)
         else:
-            if not in_memory:
-                found.append(
-                    f"image_dir: {config.image_dir} is not on tmpfs or ramfs: images hold the job's memory and must "
-                    "never reach a disk; mount a tmpfs there"
-                )
-    for name in ("state_dir", "run_dir", "image_dir"):
-        place: Path = getattr(config, name)
-        try:
-            blocked = name not in wrong and place.exists() and not place.is_dir()
-        except OSError as error:
-            found.append(f"{name}: {place}: {error.strerror}")
-        else:
-            found += [f"{name}: {place} is not a directory"] if blocked else []
+            try:
+                found[field.name] = msgspec.convert(values[key], field.type, dec_hook=_decode)
+            except msgspec.ValidationError as error:
+                problems.append(f"{prefix}{key}: {_problem(error, meta, values[key])}")
+    for key in sorted(set(values) - set(fields)):  # a misspelt key must not silently become a default
+        near = difflib.get_close_matches(key, sorted(set(fields) - set(values)) or fields, n=1)
+        problems.append(f"{prefix}{key}: unknown key" + (f"; did you mean {prefix}{near[0]}?" if near else ""))
     return found
 
 
-class _Table:
-    """One table of the file: hands values out by type, writes down what is wrong, and never raises."""
+def _problem(error: msgspec.ValidationError, meta: Meta, value: object) -> str:
+    if isinstance(value, list) and meta.description == _PATHS:
+        wrong = [repr(item) for item in value if not isinstance(item, str) or not _is_absolute(item)]
+        return f"must be {meta.description}; these are not: {', '.join(wrong)}"
+    if isinstance(error.__cause__, _Invalid):
+        return str(error.__cause__)
+    return f"must be {meta.description}, not {value!r}"
 
-    def __init__(self, values: Mapping[str, Any], prefix: str, found: list[str]) -> None:
-        self._values, self._prefix, self._found = values, prefix, found
-        self._known: list[str] = []
-        self.wrong: set[str] = set()
 
-    def _complain(self, name: str, problem: str) -> None:
-        self.wrong.add(name)
-        self._found.append(f"{self._prefix}{name}: {problem}")
+class _Invalid(ValueError):
+    """A value of the right type that is wrong; the text explains why."""
 
-    def _take(self, name: str, kind: type | tuple[type, ...], words: str, default: Any) -> Any:
-        """The value, `default` where there is none or it has another type (which is written down), None: required."""
-        self._known.append(name)
-        if name not in self._values:
-            if default is None:
-                self._complain(name, f"is missing ({words})")
-            return default
-        value = self._values[name]
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            self._complain(name, f"should be {words}, not {value!r}")
-            return default
-        return value
 
-    def text(self, name: str, words: str, default: str | None = None) -> str:
-        value = self._take(name, str, words, default)
-        return value if isinstance(value, str) else ""
-
-    def node(self, name: str) -> str:
-        value = self.text(name, "the name of this node")
-        if name not in self.wrong and not _NODE_NAME.fullmatch(value):
-            self._complain(name, f"{value!r} is no name: letters, digits, '.' and '-', at most 63 of them")
-        return value
-
-    def address(self, name: str, default: str | None = None, *, may_be_empty: bool = False) -> str:
-        value = self.text(name, 'an address like "10.0.0.1:7070"', default)
-        given = name in self._values and name not in self.wrong
-        if given and not (may_be_empty and not value):
+def _decode(kind: type, value: object) -> object:
+    """Values of the types that msgspec does not know. Raises ValueError."""
+    if not isinstance(value, str):
+        raise TypeError(f"not text: {value!r}")
+    if issubclass(kind, Address | OptionalAddress):
+        if value or kind is Address:
             try:
                 split_address(value)
             except ValueError as error:
-                self._complain(name, str(error))
-        return value
+                raise _Invalid(str(error)) from None
+    elif value or not issubclass(kind, OptionalDirectory):
+        if not _is_absolute(value):
+            raise _Invalid(f"{value!r} is not an absolute path without '..'")
+        value = str(Path(value))
+        if issubclass(kind, OptionalDirectory) and not os.path.isdir(value):
+            raise _Invalid(f"{value} is not a directory")
+    return kind(value)
 
-    def path(self, name: str, default: str | None = None) -> Path:
-        value = self.text(name, "an absolute path", default)
-        if name not in self.wrong and not _is_absolute(value):
-            self._complain(name, f"{value!r} is not an absolute path without '..'")
-        return Path(value or "/")
 
-    def folder(self, name: str) -> str:
-        """A folder that has to be there, or "" where none is named."""
-        if not self.text(name, "an absolute path", ""):
-            return ""
-        path = self.path(name)
-        if name not in self.wrong and not os.path.isdir(path):
-            self._complain(name, f"{path} is not a directory")
-        return str(path)
-
-    def paths(self, name: str, default: tuple[str, ...]) -> tuple[str, ...]:
-        values = self._take(name, list, "a list of absolute paths", list(default))
-        bad = [value for value in values if not isinstance(value, str) or not _is_absolute(value)]
-        if bad:
-            self._complain(name, f"these are not absolute paths: {', '.join(map(repr, bad))}")
-            return ()
-        return tuple(str(Path(value)) for value in values)
-
-    def credentials(self, name: str) -> Credentials:
-        values = self._take(name, dict, "a table [tls] with ca, cert and key", None)
-        if name in self.wrong:
-            return Credentials(Path("/"), Path("/"), Path("/"))
-        table = _Table(values, f"{name}.", self._found)
-        credentials = Credentials(table.path("ca"), table.path("cert"), table.path("key"))
-        table.finish()
-        if table.wrong:
-            self.wrong.add(name)
-        return credentials
-
-    def criu(self, name: str) -> tuple[str, str]:
-        explicit = str(self.path(name, "/")) if name in self._values else None
-        self._known.append(name)
-        if name in self.wrong:
-            return "", ""
+def _fill_in(found: dict[str, Any], problems: list[str]) -> None:
+    """The defaults that depend on other values."""
+    if "listen" in found and not found.get("advertise", "?"):
+        found["advertise"] = found["listen"]
+    if found.get("image_dir") == Path():
+        del found["image_dir"]
+        if "run_dir" in found:
+            found["image_dir"] = found["run_dir"] / "images"
+    if "criu" in found:
         try:
-            return find_criu(explicit)
+            path, found["criu_version"] = find_criu(found["criu"] or None)
+            found["criu"] = AbsolutePath(path)
         except BadConfig as error:
-            self._complain(name, error.message)
-            return "", ""
+            problems.append(f"criu: {error.message}")
 
-    def choice(self, name: str, choices: tuple[str, ...], default: str) -> str:
-        value = self.text(name, f"one of {', '.join(choices)}", default)
-        if name not in self.wrong and value not in choices:
-            self._complain(name, f"{value!r} is none of {', '.join(choices)}")
-        return value
 
-    def integer(self, name: str, default: int, *, least: int, most: int) -> int:
-        value: int = self._take(name, int, "a whole number", default)
-        if not least <= value <= most:
-            self._complain(name, f"{value} is not between {least} and {most}")
-        return value
-
-    def seconds(self, name: str, default: float, *, least: float, most: float) -> float:
-        value = float(self._take(name, (int, float), "a number of seconds", default))
-        if not least <= value <= most:
-            self._complain(name, f"{value:g} is not between {least:g} and {most:g} seconds")
-        return value
-
-    def finish(self) -> None:
-        """Whatever nobody asked for is a mistake: a misspelt key must not be a silent default."""
-        for name in sorted(set(self._values) - set(self._known)):
-            near = difflib.get_close_matches(name, sorted(set(self._known) - set(self._values)) or self._known, n=1)
-            self._complain(name, "unknown key" + (f"; did you mean {self._prefix}{near[0]}?" if near else ""))
+def _contradictions(found: dict[str, Any]) -> list[str]:
+    """The problems of values that are valid by themselves. Keys with a problem are not in `found`."""
+    problems = []
+    if found.get("advertise") and split_address(found["advertise"])[0] in ("0.0.0.0", "::"):
+        problems.append(f"advertise: other nodes cannot reach {found['advertise']}; set it to an address of this node")
+    if "credentials" in found and "node" in found:
+        problems += certificates.problems(found["credentials"], found["node"])
+    if "run_dir" in found and len(os.fsencode(found["run_dir"] / "keeper.sock")) > _SOCKET_PATH_BYTES:
+        problems.append(
+            f"run_dir: {found['run_dir']} is too long; the path of a socket in it may have {_SOCKET_PATH_BYTES} bytes"
+        )
+    if "image_dir" in found:
+        try:
+            in_memory = is_ram_backed(found["image_dir"])
+        except OSError as error:
+            problems.append(f"image_dir: {found['image_dir']}: {error.strerror}")
+        else:
+            if not in_memory:
+                problems.append(
+                    f"image_dir: {found['image_dir']} is not on tmpfs or ramfs; mount a tmpfs there, because images contain"
+                    " the job's memory and must never reach a disk"
+                )
+    for name in ("state_dir", "run_dir", "image_dir"):
+        if name not in found:
+            continue
+        try:
+            blocked = found[name].exists() and not found[name].is_dir()
+        except OSError as error:
+            problems.append(f"{name}: {found[name]}: {error.strerror}")
+        else:
+            problems += [f"{name}: {found[name]} is not a directory"] if blocked else []
+    return problems
 
 
 def _is_absolute(path: str) -> bool:
@@ -267,66 +259,22 @@ def _is_absolute(path: str) -> bool:
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """("10.0.0.1", 7070) from "10.0.0.1:7070"; IPv6 in brackets. ValueError says what is wrong with it."""
+    """("10.0.0.1", 7070) from "10.0.0.1:7070"; IPv6 in brackets. Raises ValueError with the reason."""
     host, colon, port = address.rpartition(":")
     if not colon or not port.isascii() or not port.isdigit() or not 1 <= int(port) <= 65535:
-        raise ValueError(f'{address!r} is no address with a port, like "10.0.0.1:7070"')
+        raise ValueError(f'{address!r} is not an address with a port, like "10.0.0.1:7070"')
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
         try:
             ipaddress.IPv6Address(host)
         except ValueError:
-            raise ValueError(f"{address!r}: {host!r} is no IPv6 address") from None
+            raise ValueError(f"{address!r}: {host!r} is not an IPv6 address") from None
         return host, int(port)
     if re.fullmatch(r"[0-9.]+", host):
         try:
             ipaddress.IPv4Address(host)
         except ValueError:
-            raise ValueError(f"{address!r}: {host!r} is no IPv4 address") from None
-    elif not _NODE_NAME.fullmatch(host):
-        raise ValueError(f"{address!r}: {host!r} is neither an address nor a name (IPv6 goes into brackets)")
+            raise ValueError(f"{address!r}: {host!r} is not an IPv4 address") from None
+    elif not re.fullmatch(_NODE_NAME, host):
+        raise ValueError(f"{address!r}: {host!r} is neither an IP address nor a host name (write IPv6 in brackets)")
     return host, int(port)
-
-
-def find_criu(explicit: str | None) -> tuple[str, str]:
-    """(path, version) of the CRIU to use, at least 4.2; BadConfig says what was found instead.
-
-    One that is named, in the file or by $SNAPSHOT_CRIU, is the only one looked at; otherwise the first that is new
-    enough: on PATH, in /opt/snapshotd/criu, in the checkout's .criu.
-    """
-    least = ".".join(map(str, CRIU_LEAST))
-    named = explicit or os.environ.get("SNAPSHOT_CRIU")
-    if named:
-        version = _criu_version(named)
-        if _numbers(version) < CRIU_LEAST:
-            raise BadConfig(f"{named} is CRIU {version}; at least {least} is needed ({_GET_CRIU})")
-        return named, version
-    seen = []
-    for candidate in [shutil.which("criu"), *(str(path) for path in PRIVATE_CRIU if path.exists())]:
-        if candidate is None:
-            continue
-        try:
-            version = _criu_version(candidate)
-        except BadConfig as error:
-            seen.append(error.message)
-            continue
-        if _numbers(version) >= CRIU_LEAST:
-            return candidate, version
-        seen.append(f"{candidate} is CRIU {version}")
-    raise BadConfig(f"no CRIU {least} or newer ({_GET_CRIU}); found: {'; '.join(seen) or 'none at all'}")
-
-
-def _criu_version(path: str) -> str:
-    try:
-        asked = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it does not answer --version"
-        raise BadConfig(f"{path} cannot be run: {reason}") from error
-    match = re.search(r"^Version: (\d+(?:\.\d+)*)", asked.stdout, re.MULTILINE)
-    if asked.returncode != 0 or match is None:
-        raise BadConfig(f"{path} is no CRIU: `--version` said {(asked.stdout + asked.stderr).strip()[:200]!r}")
-    return match[1]
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split("."))

@@ -21,7 +21,7 @@ from pathlib import Path
 from integration.gpu.gpu_jobs import ON_GPU, ROOT, TRAIN
 from integration.gpu.watch import resident_bytes
 from integration.harness import until
-from snapshotd.config import find_criu
+from snapshotd.criu.find import find_criu
 
 
 @dataclass(frozen=True)

@@ -239,7 +239,7 @@ def test_check_config(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
         daemon_main.main(["--config", str(place.config), "--check-config"])
     assert end.value.code == BadConfig.exit_code
     err = capsys.readouterr().err
-    assert "node: should be the name of this node, not 7" in err
+    assert "node: must be the name of this node: at most 63 letters" in err
     assert "remedy: correct the file" in err
 
 

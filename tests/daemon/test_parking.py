@@ -176,7 +176,7 @@ class Source:
         self.let_go: list[Process] = []
         self.stopped_others = 0
         store = ImageStore(folder / "images")
-        config = SimpleNamespace(image_dir=folder / "images", device_lane="encrypted")
+        config = SimpleNamespace(image_dir=folder / "images", device_channel="encrypted")
         self.node: Any = SimpleNamespace(config=config, store=store, client=self._client, taking_room=asyncio.Lock())
         begin = Begin(
             MOVE, "source", "job-0", "job", 0, "a", "a:1", "b", "b:1", "00" * 32, host.boot_id(), 1.0, lease_s=30.0

@@ -225,7 +225,7 @@ def test_every_configuration_key_is_explained() -> None:
     assert "no_such_key" in unknown[0]
     example = (ROOT / "systemd/snapshotd.toml.example").read_text()
     assert set(re.findall(r"^(?:# )?([a-z_]+) = ", example, re.MULTILINE)) <= {*keys, "ca", "cert", "key"}
-    assert set(Config.__annotations__) - {"credentials", "criu_version", "lease_s"} <= keys
+    assert set(Config.__annotations__) - {"credentials", "criu_version"} <= keys
 
 
 def test_metrics_are_those_that_are_served() -> None:

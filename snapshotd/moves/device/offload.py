@@ -127,13 +127,16 @@ class Parking:
             move=begin.move,
             names=self.names,
             expected_bytes=sum(one.expected_bytes for one in self.striped),
-            plain=config.device_lane == "plain",
+            plain=config.device_channel == "plain",
         )
         try:
             async with self.node.client(begin.target_node, begin.target_endpoint) as client:
                 lane = await client.target.OpenDeviceChannel(request, timeout_s=OPEN_S)
             if lane.plain and not request.plain:
-                raise Internal(f"{begin.target_node} wants device memory without encryption", remedy="see device_lane")
+                raise Internal(
+                    f"{begin.target_node} wants device memory without encryption",
+                    remedy="see device_channel",
+                )
             self.outgoing = await Outgoing.open(
                 split_address(begin.target_endpoint)[0],
                 lane.port,

@@ -164,7 +164,7 @@ class TargetOps:
             self._undecided(moving)
             if moving.log.last_mark is not Mark.PREPARED:
                 raise WrongState(f"move {request.move} is {moving.log.last_mark}", where=Where.SOURCE_RUNNING)
-            plain = request.plain and self.node.config.device_lane == "plain"
+            plain = request.plain and self.node.config.device_channel == "plain"
             incoming = await self.inlets.open(
                 request.move,
                 self.node.store.path(request.move),
