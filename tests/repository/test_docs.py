@@ -160,6 +160,15 @@ def test_commands_in_sentences_have_a_verb_and_options_that_exist(page: Path) ->
             assert option in parser._option_string_actions, f"{page_id(page)}: {span}"
 
 
+def test_make_targets_exist() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for page in ALL:
+        blocks = [line.split("#")[0] for block in _FENCE.findall(page.read_text()) for line in block.splitlines()]
+        for command in (*spans(page), *(line.strip().removeprefix("$ ") for line in blocks)):
+            if found := re.fullmatch(r"make ([a-z-]+)\s*", command):
+                assert found[1] in targets, f"{page_id(page)} names make {found[1]}"
+
+
 # ---------------------------------------------------------------------- tables
 
 
