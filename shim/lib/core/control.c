@@ -16,23 +16,17 @@
 #define CONTROL_STACK_BYTES (256 * 1024)
 #define LEADER_LEFT_POLL_NS 20000000
 
-struct snapshim_mailbox snapshim_mailbox = {
-	.magic = {'S', 'N', 'A', 'P', 'S', 'H', 'I', 'M'},
-	.abi = SNAPSHIM_ABI_VERSION,
-	.bytes = sizeof(struct snapshim_mailbox),
-};
-
 static int claimed;     /* the process whose control thread is being started or runs */
 static bool leader_left; /* the main thread has called pthread_exit */
 
-static int obey(uint32_t command, int64_t timeout_ns)
+static int dispatch(uint32_t command, int64_t timeout_ns)
 {
 	switch (command) {
 	case SNAPSHIM_PARK:
 		return park(timeout_ns, snapshim_mailbox.argument[1]);
 	case SNAPSHIM_RELEASE:
 		if (LOAD(&snapshim_mailbox.device_parked)) {
-			say("the job's device memory is parked: it must be filled again before a thread may run");
+			add_text("the job's device memory is parked: it must be filled again before a thread may run");
 			return EBUSY;
 		}
 		return release(timeout_ns);
@@ -40,17 +34,17 @@ static int obey(uint32_t command, int64_t timeout_ns)
 		return empty_cache(timeout_ns);
 	case SNAPSHIM_NCCL_ATTACH:
 		if (LOAD(&snapshim_mailbox.device_parked)) {
-			say("the job's device memory is parked: NCCL's communicators come after it");
+			add_text("the job's device memory is parked: NCCL's communicators come after it");
 			return EBUSY;
 		}
-		return nccl_obey(command, timeout_ns);
+		return nccl_dispatch(command, timeout_ns);
 	case SNAPSHIM_NCCL_ROOM ... SNAPSHIM_NCCL_FRESH:
-		return nccl_obey(command, timeout_ns);
+		return nccl_dispatch(command, timeout_ns);
 	case SNAPSHIM_MEMORY_OPEN ... SNAPSHIM_MEMORY_DROP:
-		return memory_obey(command, timeout_ns);
+		return memory_dispatch(command, timeout_ns);
 	default:
-		say("this library does not know command ");
-		say_number((long)command);
+		add_text("this library does not know command ");
+		add_number((long)command);
 		return EINVAL;
 	}
 }
@@ -65,7 +59,7 @@ static void serve(void)
 
 		box->text[0] = 0;
 		memset(box->result, 0, sizeof(box->result));
-		box->status = obey(box->command, (int64_t)timeout_ms * 1000000);
+		box->status = dispatch(box->command, (int64_t)timeout_ms * 1000000);
 		STORE(&box->answer, request);
 	}
 }

@@ -6,30 +6,16 @@
 
 #include <errno.h>
 
-int memory_obey(uint32_t command, int64_t timeout_ns)
+int memory_dispatch(uint32_t command, int64_t timeout_ns)
 {
 	(void)command;
 	(void)timeout_ns;
-	say("this library backs no device memory: start the rank with `migrator run --device-memory offload`");
+	add_text("this library backs no device memory: start the rank with `migrator run --device-memory offload`");
 	return ENOSYS;
 }
 
 void memory_forget(void)
 {
-}
-
-void memory_hold(int64_t ns)
-{
-	(void)ns;
-}
-
-void memory_let_in(void)
-{
-}
-
-bool memory_in_the_middle(void)
-{
-	return false;
 }
 
 bool memory_has_thread(int tid)

@@ -43,33 +43,6 @@ void wake_word(uint32_t *word)
 	KERNEL(SYS_futex, word, FUTEX_WAKE_PRIVATE, 0x7fffffff);
 }
 
-void say(const char *words)
-{
-	char *text = snapshim_mailbox.text;
-	size_t at = 0;
-
-	while (at < sizeof(snapshim_mailbox.text) - 1 && text[at])
-		at++;
-	while (at < sizeof(snapshim_mailbox.text) - 1 && *words)
-		text[at++] = *words++;
-	text[at] = 0;
-}
-
-void say_number(long number)
-{
-	char digits[24];
-	int at = sizeof(digits);
-	unsigned long rest = number < 0 ? -(unsigned long)number : (unsigned long)number;
-
-	digits[--at] = 0;
-	do
-		digits[--at] = (char)('0' + rest % 10);
-	while (rest /= 10);
-	if (number < 0)
-		digits[--at] = '-';
-	say(digits + at);
-}
-
 /* All but the two that libc keeps for itself (32: cancellation, 33: setuid in all threads): blocking those would hang it. */
 uint64_t block_all_signals(void)
 {

@@ -8,81 +8,16 @@
  * Everything here runs while other threads may hold any lock: no allocation, no libc call that locks.
  */
 #define _GNU_SOURCE
-#include "shim.h"
+#include "parking.h"
 
 #include <errno.h>
 #include <stddef.h>
 #include <string.h>
 #include <sys/syscall.h>
 
-#define THREADS_MAX 4096
 #define FIRST_ROUND_NS 200000000
 #define LONGEST_ROUND_NS 10000000000
 #define PATIENCE_NS 50000000
-
-static uint32_t gate;                /* 1: whoever gets the signal stays */
-static uint32_t outside;             /* 1: nor where it sleeps in the driver */
-static uint32_t in_driver;           /* 1: somebody was there in this round */
-static uint32_t patient;             /* 1: not where it is doubtful either */
-static uint32_t inside;              /* threads in the handler that hold a slot, or are about to */
-static int parked[THREADS_MAX];      /* thread ids; a thread writes its own, nobody else's */
-static int signalled[THREADS_MAX];   /* who was sent the signal in this round and has not answered it */
-
-static int *find(int *table, int tid)
-{
-	for (unsigned int i = 0; i < THREADS_MAX; i++) {
-		int *slot = &table[((unsigned int)tid + i) % THREADS_MAX];
-
-		if (LOAD(slot) == tid)
-			return slot;
-	}
-	return NULL;
-}
-
-static int *claim(int *table, int tid)
-{
-	for (unsigned int i = 0; i < THREADS_MAX; i++) {
-		int *slot = &table[((unsigned int)tid + i) % THREADS_MAX];
-		int nobody = 0;
-
-		if (SWAP_IF(slot, &nobody, tid))
-			return slot;
-	}
-	return NULL;
-}
-
-/* In the handler, on a thread of the job, perhaps on a small stack. A signal that comes late finds the gate open. */
-void park_here(const void *context)
-{
-	int tid = self_tid();
-	enum place place;
-	bool busy;
-	int *slot;
-
-	if (!LOAD(&gate))
-		return;
-	place = place_in(context);
-	busy = place == PLACE_DRIVER || (LOAD(&outside) && (place == PLACE_DRIVER_SLEEPS || memory_in_the_middle()));
-	if (busy || (place == PLACE_DOUBTFUL && LOAD(&patient))) {
-		if (busy)
-			STORE(&in_driver, 1);
-		slot = find(signalled, tid);
-		if (slot)
-			STORE(slot, 0); /* it is sent again, a moment later */
-		return;
-	}
-	/* Counted before it looks again: whoever opens the gate either is seen here, or sees us and waits until we have gone. A
-	 * thread that came in late and uncounted would leave its slot, parked for whoever looks, and run. */
-	__atomic_add_fetch(&inside, 1, __ATOMIC_SEQ_CST);
-	/* No slot cannot be: the control thread counts before it signals; unparked is what it then sees. */
-	slot = __atomic_load_n(&gate, __ATOMIC_SEQ_CST) ? claim(parked, tid) : NULL;
-	if (slot) {
-		while (LOAD(&gate))
-			wait_word(&gate, 1, FOREVER);
-		STORE(slot, 0);
-	}
-	__atomic_sub_fetch(&inside, 1, __ATOMIC_SEQ_CST);
-}
 
 /* The value tells our handler that the signal is ours and not the job's own. */
 static long send_signal(int tid)
@@ -103,7 +38,7 @@ static bool exempt(int tid, struct task *task)
 	if (tid == snapshim_mailbox.thread || tid == snapshim_mailbox.probe)
 		return true;
 	task_look(tid, task);
-	return task->state == 0 || task->state == 'Z' || task->state == 'X' || driver_thread(tid, task);
+	return task->state == 0 || task->state == 'Z' || task->state == 'X' || is_exempt_thread(tid, task);
 }
 
 /* One look at all threads. How many of the job's are not parked, or a negative errno. */
@@ -112,17 +47,17 @@ static int scan(int *job_threads)
 	struct listing tasks;
 	struct task task;
 	int missing = 0, listed = 0, threads, tid;
-	bool seen_self = false, coming = exempt_thread_coming();
+	bool seen_self = false, coming = exempt_thread_starting();
 	int status = listing_open(&tasks, TASKS);
 
 	*job_threads = 0;
 	if (status)
 		return -status;
 	threads = listing_threads(&tasks);
-	while (threads <= THREADS_MAX && (tid = listing_next(&tasks)) > 0) {
+	while (threads <= PARKED_THREADS_MAX && (tid = listing_next(&tasks)) > 0) {
 		listed++;
 		seen_self |= tid == snapshim_mailbox.thread;
-		if (find(parked, tid)) {
+		if (parking_find(parking.parked, tid)) {
 			++*job_threads;
 			continue;
 		}
@@ -130,8 +65,8 @@ static int scan(int *job_threads)
 			continue;
 		++*job_threads;
 		missing++;
-		if (!coming && !find(signalled, tid)) {
-			int *slot = claim(signalled, tid); /* before it can be answered */
+		if (!coming && !parking_find(parking.signalled, tid)) {
+			int *slot = parking_claim(parking.signalled, tid); /* before it can be answered */
 
 			if (send_signal(tid) != 0 && slot)
 				STORE(slot, 0);
@@ -141,7 +76,7 @@ static int scan(int *job_threads)
 	if (listed != threads || listing_threads(&tasks) != threads)
 		missing++;
 	listing_close(&tasks);
-	if (threads > THREADS_MAX)
+	if (threads > PARKED_THREADS_MAX)
 		return -E2BIG;
 	return seen_self ? missing : -ESRCH;
 }
@@ -153,15 +88,15 @@ static int gather(int64_t until_ns, int64_t patience_ns, int64_t outside_until_n
 	int quiet_scans = 0;
 	long pause = 50;
 
-	memset(signalled, 0, sizeof(signalled));
-	STORE(&in_driver, 0);
-	STORE(&patient, 1);
-	STORE(&gate, 1);
+	memset(parking.signalled, 0, sizeof(parking.signalled));
+	STORE(&parking.in_driver, 0);
+	STORE(&parking.patient, 1);
+	STORE(&parking.closed, 1);
 	for (;;) {
 		int job_threads, missing;
 
 		/* Who sleeps in the driver for so long may only seem to. */
-		STORE(&outside, now_ns() < outside_until_ns);
+		STORE(&parking.outside_driver, now_ns() < outside_until_ns);
 		missing = scan(&job_threads);
 		if (missing < 0)
 			return -missing;
@@ -174,7 +109,7 @@ static int gather(int64_t until_ns, int64_t patience_ns, int64_t outside_until_n
 			if (now_ns() >= until_ns)
 				return ETIMEDOUT;
 			if (now_ns() >= patient_until) {
-				STORE(&patient, 0);
+				STORE(&parking.patient, 0);
 				pause = pause < 1000 ? pause * 2 : 2000;
 			}
 			pause_us(pause);
@@ -187,14 +122,14 @@ static int let_go(int64_t until_ns)
 {
 	snapshim_mailbox.parked_threads = 0;
 	STORE(&snapshim_mailbox.parked, 0);
-	__atomic_store_n(&gate, 0, __ATOMIC_SEQ_CST);
-	wake_word(&gate);
-	memory_let_in();
-	while (__atomic_load_n(&inside, __ATOMIC_SEQ_CST)) {
+	__atomic_store_n(&parking.closed, 0, __ATOMIC_SEQ_CST);
+	wake_word(&parking.closed);
+	memory_calls_resume();
+	while (__atomic_load_n(&parking.waiting, __ATOMIC_SEQ_CST)) {
 		if (now_ns() >= until_ns)
 			return ETIMEDOUT;
 		pause_us(50);
-		wake_word(&gate);
+		wake_word(&parking.closed);
 	}
 	return 0;
 }
@@ -212,35 +147,35 @@ static void name_the_missing(void)
 	while ((tid = listing_next(&tasks)) > 0) {
 		char state[2] = {0, 0};
 
-		if (find(parked, tid) || exempt(tid, &task))
+		if (parking_find(parking.parked, tid) || exempt(tid, &task))
 			continue;
 		state[0] = task.state;
-		say(before);
-		say_number(tid);
-		say(" (");
-		say(task.name);
-		say(", state ");
-		say(state);
-		say(task_blocks_signal(tid) ? ", blocks signal 61)" : ")");
+		add_text(before);
+		add_number(tid);
+		add_text(" (");
+		add_text(task.name);
+		add_text(", state ");
+		add_text(state);
+		add_text(task_blocks_signal(tid) ? ", blocks signal 61)" : ")");
 		before = ", ";
 	}
 	listing_close(&tasks);
 	if (*before != ',')
-		say("threads come and go so fast that the process is never still");
+		add_text("threads come and go so fast that the process is never still");
 }
 
 static void name_the_error(int status)
 {
 	if (status == E2BIG) {
-		say("the process has more threads than can be parked (");
-		say_number(THREADS_MAX);
-		say(")");
+		add_text("the process has more threads than can be parked (");
+		add_number(PARKED_THREADS_MAX);
+		add_text(")");
 	} else if (status == ESRCH) {
-		say("/proc in this process's mount namespace belongs to another pid namespace: its threads are not found there");
+		add_text("/proc in this process's mount namespace belongs to another pid namespace: its threads are not found there");
 	} else {
-		say("/proc/self/task cannot be read in this process (errno ");
-		say_number(status);
-		say("): is /proc mounted there?");
+		add_text("/proc/self/task cannot be read in this process (errno ");
+		add_number(status);
+		add_text("): is /proc mounted there?");
 	}
 }
 
@@ -255,15 +190,15 @@ static int fail(int status, const char *lock)
 		name_the_error(status);
 	else if (!lock) {
 		name_the_missing();
-		if (LOAD(&in_driver)) {
-			say("; they, or some of them, do not leave the CUDA driver");
+		if (LOAD(&parking.in_driver)) {
+			add_text("; they, or some of them, do not leave the CUDA driver");
 			status = EBUSY;
 		}
 	}
 	if (lock) {
-		say("whenever the threads are parked one of them holds ");
-		say(lock);
-		say(", which the driver needs");
+		add_text("whenever the threads are parked one of them holds ");
+		add_text(lock);
+		add_text(", which the driver needs");
 	}
 	let_go(FOREVER);
 	return status ? status : ETIMEDOUT;
@@ -274,8 +209,8 @@ int release(int64_t timeout_ns)
 	int status = let_go(now_ns() + timeout_ns);
 
 	if (status) {
-		say_number((long)LOAD(&inside));
-		say(" threads were let go and have not gone on yet: the machine or the process's CPU limit gives them no time");
+		add_number((long)LOAD(&parking.waiting));
+		add_text(" threads were let go and have not gone on yet: the machine or the process's CPU limit gives them no time");
 	}
 	return status;
 }
@@ -286,7 +221,7 @@ int park(int64_t timeout_ns, bool outside_the_driver)
 	int64_t round_ns = FIRST_ROUND_NS;
 	int status;
 
-	if (LOAD(&snapshim_mailbox.parked) && LOAD(&gate))
+	if (LOAD(&snapshim_mailbox.parked) && LOAD(&parking.closed))
 		return 0;
 	/* Those that an earlier release did not wait for are on their way out, with a slot that says they are parked. */
 	status = release(timeout_ns);
@@ -296,7 +231,7 @@ int park(int64_t timeout_ns, bool outside_the_driver)
 	places_find();
 	status = probe_start();
 	if (status) {
-		say("no thread can be started in this process: a limit of processes (ulimit -u, pids.max) is reached");
+		add_text("no thread can be started in this process: a limit of processes (ulimit -u, pids.max) is reached");
 		return status;
 	}
 	for (int round = 0;; round++) {
@@ -306,13 +241,13 @@ int park(int64_t timeout_ns, bool outside_the_driver)
 		if (!lock) {
 			/* A job that does little but allocate is in the driver all the time, and before its door outside. */
 			if (outside_the_driver)
-				memory_hold(round_ns);
+				memory_calls_delay(round_ns);
 			status = gather(until < deadline ? until : deadline, PATIENCE_NS * (round < 8 ? round + 1 : 8),
 					outside_the_driver ? deadline - timeout_ns / 2 : 0);
 			if (status == 0)
 				lock = probe_run(deadline);
 			if (status == 0 && !lock) {
-				memory_let_in(); /* whose threads are parked */
+				memory_calls_resume(); /* whose threads are parked */
 				STORE(&snapshim_mailbox.parked, 1);
 				return 0;
 			}
@@ -328,12 +263,12 @@ int park(int64_t timeout_ns, bool outside_the_driver)
 
 void park_forget(void)
 {
-	if (LOAD(&gate) || LOAD(&inside)) {
-		memset(parked, 0, sizeof(parked));
-		STORE(&inside, 0);
-		STORE(&gate, 0);
+	if (LOAD(&parking.closed) || LOAD(&parking.waiting)) {
+		memset(parking.parked, 0, sizeof(parking.parked));
+		STORE(&parking.waiting, 0);
+		STORE(&parking.closed, 0);
 	}
-	memory_let_in();
+	memory_calls_resume();
 	snapshim_mailbox.parked_threads = 0;
 	snapshim_mailbox.parked = 0;
 }

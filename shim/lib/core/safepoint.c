@@ -255,7 +255,7 @@ static void knock(void)
 
 static int report(void)
 {
-	say(words);
+	add_text(words);
 	snapshim_mailbox.result[0] = outcome == 0 ? (uint64_t)given_back_bytes : 0;
 	return outcome;
 }
@@ -267,15 +267,15 @@ int empty_cache(int64_t timeout_ns)
 	uint32_t seen = WANTED;
 
 	if (LOAD(&snapshim_mailbox.parked)) {
-		say("the job is parked");
+		add_text("the job is parked");
 		return EBUSY;
 	}
 	if (LOAD(&state) == RUNNING) {
-		say("torch is still giving memory back since the last time");
+		add_text("torch is still giving memory back since the last time");
 		return EBUSY;
 	}
 	if (!look_up()) {
-		say("there is no Python interpreter in this process");
+		add_text("there is no Python interpreter in this process");
 		return ENOSYS;
 	}
 	STORE(&state, WANTED);
@@ -284,7 +284,7 @@ int empty_cache(int64_t timeout_ns)
 		if (python.Py_AddPendingCall(at_the_safe_point, NULL) != 0) {
 			STORE(&handed_over, 0);
 			STORE(&state, IDLE);
-			say("the interpreter's list of pending calls is full");
+			add_text("the interpreter's list of pending calls is full");
 			return EAGAIN;
 		}
 	}
@@ -303,12 +303,12 @@ int empty_cache(int64_t timeout_ns)
 	}
 	seen = WANTED;
 	if (SWAP_IF(&state, &seen, IDLE)) {
-		say("the interpreter's main thread stayed in C code and reached no safe point in time");
+		add_text("the interpreter's main thread stayed in C code and reached no safe point in time");
 		return ETIMEDOUT;
 	}
 	if (seen == DONE)
 		return report();
-	say("torch has begun to give memory back and is not done yet");
+	add_text("torch has begun to give memory back and is not done yet");
 	return ETIMEDOUT;
 }
 

@@ -8,8 +8,6 @@
 #define _GNU_SOURCE
 #include "shim.h"
 
-#include <dlfcn.h>
-#include <link.h>
 #include <stddef.h>
 #include <string.h>
 #include <sys/syscall.h>
@@ -20,56 +18,6 @@
 struct handle { /* cudaIpcMemHandle_t, CUipcEventHandle …: 64 bytes, by value */
 	char bytes[64];
 };
-
-struct wanted {
-	const char *file;
-	char path[4096];
-};
-
-static int is_wanted(struct dl_phdr_info *info, size_t bytes, void *argument)
-{
-	struct wanted *wanted = argument;
-	const char *name = strrchr(info->dlpi_name, '/');
-
-	(void)bytes;
-	name = name ? name + 1 : info->dlpi_name;
-	if (strncmp(name, wanted->file, strlen(wanted->file)) != 0 || strlen(info->dlpi_name) >= sizeof(wanted->path))
-		return 0;
-	strcpy(wanted->path, info->dlpi_name);
-	return 1;
-}
-
-static void *in_library(const char *path, const char *name)
-{
-	void *library = dlopen(path, RTLD_LAZY | RTLD_NOLOAD);
-	void *found = library ? dlsym(library, name) : NULL;
-
-	if (library)
-		dlclose(library); /* it was loaded before us, and stays */
-	return found;
-}
-
-void *cuda_library(const char *file)
-{
-	struct wanted wanted = {.file = file};
-
-	return dl_iterate_phdr(is_wanted, &wanted) ? dlopen(wanted.path, RTLD_LAZY | RTLD_NOLOAD) : NULL;
-}
-
-/* Where the caller would have got it: the global scope behind us; what the caller itself was linked with (torch's libraries
- * are in no global scope); or what brought the caller. */
-void *cuda_function(const char *name, const char *file, const void *caller)
-{
-	struct wanted wanted = {.file = file};
-	void *found = dlsym(RTLD_NEXT, name);
-	Dl_info info;
-
-	if (!found && dladdr(caller, &info) && info.dli_fname)
-		found = in_library(info.dli_fname, name);
-	if (!found && dl_iterate_phdr(is_wanted, &wanted))
-		found = in_library(wanted.path, name);
-	return found;
-}
 
 /* Memory that we back and that CUDA has to share for us, which it does not: the program is told so by CUDA; whoever reads its log
  * needs the way out. */

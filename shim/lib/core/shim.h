@@ -16,7 +16,11 @@
 #define SWAP_IF(place, expected, value) \
 	__atomic_compare_exchange_n(place, expected, value, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)
 
-/* words.c: times, waits and text without libc's locks or memory. */
+/* mailbox.c: appends to the mailbox's text; what does not fit is left out. */
+void add_text(const char *text);
+void add_number(long number);
+
+/* lockless.c: time and waiting without libc's locks or memory. */
 int64_t now_ns(void);
 void pause_us(long us);
 int self_tid(void);
@@ -25,9 +29,6 @@ int self_pid(void);
 #define FOREVER INT64_MAX
 void wait_word(uint32_t *word, uint32_t value, int64_t ns);
 void wake_word(uint32_t *word);
-/* Adds to the mailbox's text; what does not fit is left out. */
-void say(const char *words);
-void say_number(long number);
 uint64_t block_all_signals(void);
 void set_signal_mask(uint64_t mask);
 
@@ -64,14 +65,17 @@ bool maps_open(struct maps *maps);
 bool maps_next(struct maps *maps, struct mapping *mapping);
 void maps_close(struct maps *maps);
 
-/* threads.c: the driver's own threads, which are never parked. */
-bool driver_thread(int tid, const struct task *task);
-extern bool driver_seen;
+/* exempt_threads.c: threads that are never parked, and libc's functions to create and end threads. */
 typedef int create_thread_fn(pthread_t *, const pthread_attr_t *, void *(*)(void *), void *);
 void threads_resolve(void);
 create_thread_fn *libc_create_thread(void);
-create_thread_fn create_exempt_thread; /* one of ours that is never parked, and blocks all signals; EAGAIN: too many are there */
-bool exempt_thread_coming(void);
+void libc_exit_thread(void *value) __attribute__((noreturn));
+create_thread_fn create_exempt_thread; /* one of ours; it blocks all signals. EAGAIN: there are too many */
+create_thread_fn create_driver_thread; /* one of the CUDA driver's */
+extern bool driver_seen;               /* the CUDA driver has started a thread */
+bool is_exempt_thread(int tid, const struct task *task);
+/* While this is true, an unknown thread may be an exempt one that has just started. Its creator cannot be parked meanwhile. */
+bool exempt_thread_starting(void);
 void threads_forget(void);
 
 /* signals.c: the reserved signal stays ours. */
@@ -79,13 +83,24 @@ void signals_resolve(void);
 void signals_guard(void);
 void signals_install(void);
 
-/* park.c */
-int park(int64_t timeout_ns, bool outside);
-int release(int64_t timeout_ns);
+/* handler.c: called by the signal handler, on a thread of the job. */
 void park_here(const void *context);
+
+/* park.c */
+int park(int64_t timeout_ns, bool outside_driver);
+int release(int64_t timeout_ns);
 void park_forget(void);
 
-/* places.c: where a thread is that may hold a lock of the allocator's, the loader's or the driver's. */
+/* memory_calls.c: threads inside a call that changes the device memory which we back. */
+void memory_enter(void);
+void memory_leave(void);
+bool memory_call_open(void);      /* in the calling thread */
+uint32_t memory_calls_open(void); /* how many threads are inside one */
+void memory_calls_delay(int64_t ns); /* new ones wait, at most for so long; those inside go on, and leave */
+void memory_calls_resume(void);
+void memory_calls_forget(void);
+
+/* thread_location.c: whether a thread may hold a lock of the allocator's, the loader's or the driver's. */
 enum place {
 	PLACE_FREE,
 	PLACE_DOUBTFUL,	     /* it may: better a moment later */
@@ -112,23 +127,19 @@ bool nccl_contains(const void *address);
 /* nccl/capture.c: whether any stream is being captured into a CUDA graph. */
 bool captures_under_way(void);
 
-/* nccl/command.c: what the mailbox asks about NCCL, SNAPSHIM_NCCL_… */
-int nccl_obey(uint32_t command, int64_t timeout_ns);
+/* nccl/dispatch.c: the commands about NCCL, SNAPSHIM_NCCL_… */
+int nccl_dispatch(uint32_t command, int64_t timeout_ns);
 void nccl_forget(void);
 
-/* sharing.c: CUDA's own functions, in libraries that the job has loaded. */
+/* loaded.c: libraries that the job has loaded, and CUDA's own functions in them. A library is known by how its file name begins. */
 #define CUDA_RUNTIME "libcudart.so"
 #define CUDA_DRIVER "libcuda.so"
-void *cuda_function(const char *name, const char *file, const void *caller); /* where the caller would have got it; or NULL */
-void *cuda_library(const char *file);					      /* for dlsym; NULL: not loaded */
+void *loaded_library(const char *begins); /* for dlsym; NULL: not loaded */
+void *cuda_function(const char *name, const char *library_begins, const void *caller); /* as the caller would have found it; or NULL */
 
 /* memory/: device memory that we back, and what the mailbox asks about it, SNAPSHIM_MEMORY_… */
-int memory_obey(uint32_t command, int64_t timeout_ns);
+int memory_dispatch(uint32_t command, int64_t timeout_ns);
 void memory_forget(void);
-/* Whoever comes to allocate or free waits at the door, for so long at most. Those inside go on, and leave. */
-void memory_hold(int64_t ns);
-void memory_let_in(void);
-bool memory_in_the_middle(void); /* the calling thread, of allocating or freeing */
 bool memory_has_thread(int tid); /* one of ours that copies */
 bool memory_is_ours(uint64_t address);
 /* CUDA IPC of memory that we back, with handles of our own; the mailbox's counts follow. False: CUDA has to answer. */

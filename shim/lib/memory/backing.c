@@ -9,22 +9,15 @@
 
 #define SMALLEST_BYTES (1 << 20) /* below it the driver packs several into one piece; so little is moved by the driver */
 
-_Thread_local unsigned int memory_passes_on;
-
 #define NONE_YET (-1)
 static int32_t backed_device = NONE_YET; /* whose memory is backed, until there are others */
 static uint64_t other_devices;		 /* by bit */
 static uint32_t freed_blocks; /* in the table, to be given back */
 
-bool backing_wanted(void)
-{
-	return !memory_passes_on;
-}
-
 /* NCCL gives handles of its buffers to other processes, and has none left when a rank moves. */
 bool backing_serves(const void *caller)
 {
-	return backing_wanted() && !nccl_contains(caller) && !lookup_is_nccl(caller);
+	return called_by_program() && !nccl_contains(caller) && !lookup_is_nccl(caller);
 }
 
 /* Whether so many bytes are worth it. */
@@ -99,7 +92,7 @@ bool backing_allocate(uint64_t *address, size_t bytes)
 	const struct driver *cuda;
 	bool done;
 
-	if (!address || !backing_takes(bytes) || !backing_wanted() || !(cuda = driver()))
+	if (!address || !backing_takes(bytes) || !called_by_program() || !(cuda = driver()))
 		return false;
 	drop_freed();
 	memory_enter();
@@ -204,7 +197,7 @@ bool backing_free(uint64_t address)
 	struct block block, *found;
 	bool done, later = false;
 
-	if (!address || !backing_wanted() || !driver())
+	if (!address || !called_by_program() || !driver())
 		return false;
 	drop_freed();
 	memory_enter();
@@ -229,7 +222,7 @@ void backing_drop(bool (*which)(const struct block *block, const void *argument)
 {
 	struct block block;
 
-	if (!backing_wanted() || !driver())
+	if (!called_by_program() || !driver())
 		return;
 	memory_enter();
 	blocks_lock();

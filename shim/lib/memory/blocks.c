@@ -1,6 +1,6 @@
 /* Keeps the blocks sorted by address in one reserved range of memory, so that no allocator is needed while the job is parked.
  *
- * Invariant: while memory_inside() is 0 the lock is free and every block is mapped, accessible and as recorded, or `away`.
+ * Invariant: while memory_calls_open() is 0 the lock is free and every block is mapped, accessible and as recorded, or `away`.
  */
 #define _GNU_SOURCE
 #include "blocks.h"
@@ -17,58 +17,7 @@ static struct block *blocks;
 static size_t count;
 static struct physical *physicals; /* the first is not used */
 static uint32_t physicals_used = 1, first_free;
-static uint32_t inside, held;
-static _Thread_local uint32_t depth __attribute__((tls_model("initial-exec"))); /* this thread's share of `inside` */
-static int64_t held_until_ns;
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
-
-/* Counted before it looks: whoever holds the door and counts later sees it, or it sees the door. */
-void memory_enter(void)
-{
-	for (;;) {
-		int64_t left;
-
-		depth++;
-		__atomic_add_fetch(&inside, 1, __ATOMIC_SEQ_CST);
-		if (!__atomic_load_n(&held, __ATOMIC_SEQ_CST))
-			return;
-		left = LOAD(&held_until_ns) - now_ns();
-		if (left <= 0) {
-			memory_let_in();
-			return;
-		}
-		memory_leave();
-		wait_word(&held, 1, left);
-	}
-}
-
-void memory_hold(int64_t ns)
-{
-	STORE(&held_until_ns, now_ns() + ns);
-	__atomic_store_n(&held, 1, __ATOMIC_SEQ_CST);
-}
-
-void memory_let_in(void)
-{
-	if (__atomic_exchange_n(&held, 0, __ATOMIC_SEQ_CST))
-		wake_word(&held);
-}
-
-void memory_leave(void)
-{
-	__atomic_sub_fetch(&inside, 1, __ATOMIC_SEQ_CST);
-	depth--;
-}
-
-bool memory_in_the_middle(void)
-{
-	return depth != 0;
-}
-
-uint32_t memory_inside(void)
-{
-	return __atomic_load_n(&inside, __ATOMIC_SEQ_CST);
-}
 
 void blocks_lock(void)
 {
@@ -233,8 +182,6 @@ void blocks_forget(void)
 	count = 0;
 	physicals_used = 1;
 	first_free = 0;
-	inside = 0;
-	held = 0;
 	snapshim_mailbox.device_bytes = 0;
 	snapshim_mailbox.device_blocks = 0;
 }

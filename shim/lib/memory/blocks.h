@@ -37,11 +37,6 @@ struct physical {
 	bool shared; /* somebody knows the driver's own handle */
 };
 
-/* Threads in our wrappers. While there are none, nobody holds the lock, and the table is what the driver has. */
-void memory_enter(void);
-void memory_leave(void);
-uint32_t memory_inside(void);
-
 void blocks_lock(void);
 bool blocks_lock_until(int64_t until_ns); /* a thread that is parked may hold it */
 void blocks_unlock(void);

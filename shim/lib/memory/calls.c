@@ -4,19 +4,6 @@
 #include "lookup.h"
 #include "memory.h"
 
-bool enter_runtime_device(const void *caller)
-{
-	int (*get_device)(int *) = REAL_FOR(cudaGetDevice, CUDA_RUNTIME, (int *), caller);
-	int (*free_nothing)(void *) = REAL_FOR(cudaFree, CUDA_RUNTIME, (void *), caller);
-	int wanted = -1, current = -2;
-
-	if (!get_device || !free_nothing || PASS_ON(get_device(&wanted)) != 0)
-		return false;
-	if (driver() && driver()->cuCtxGetDevice(&current) == 0 && current == wanted)
-		return true;
-	return PASS_ON(free_nothing(NULL)) == 0;
-}
-
 SNAPSHIM_EXPORT int cudaMalloc(void **memory, size_t bytes);
 int cudaMalloc(void **memory, size_t bytes)
 {
@@ -88,7 +75,7 @@ int cudaDeviceReset(void)
 
 	if (!real)
 		return RUNTIME_NOT_FOUND;
-	if (!backing_wanted() || !get_device || PASS_ON(get_device(&device)) != 0)
+	if (!called_by_program() || !get_device || PASS_ON(get_device(&device)) != 0)
 		return PASS_ON(real());
 	backing_drop(is_on, &device);
 	return END_CONTEXT(real(), device, NULL);
@@ -101,7 +88,7 @@ int cuDevicePrimaryCtxReset_v2(int device)
 
 	if (!real)
 		return CUDA_NOT_FOUND;
-	if (!backing_wanted())
+	if (!called_by_program())
 		return PASS_ON(real(device));
 	backing_drop(is_on, &device);
 	return END_CONTEXT(real(device), device, NULL);
@@ -114,7 +101,7 @@ int cuCtxDestroy_v2(void *context)
 
 	if (!real)
 		return CUDA_NOT_FOUND;
-	if (!backing_wanted())
+	if (!called_by_program())
 		return PASS_ON(real(context));
 	backing_drop(is_in, context);
 	return END_CONTEXT(real(context), -1, context);

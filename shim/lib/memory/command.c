@@ -33,7 +33,7 @@ static struct {
 static int refuse(int status, const char *words)
 {
 	if (!snapshim_mailbox.text[0])
-		say(words);
+		add_text(words);
 	return status;
 }
 
@@ -41,21 +41,21 @@ static int refuse(int status, const char *words)
 static int explain(int status)
 {
 	if (status == EINPROGRESS) {
-		say("a call into CUDA does not come back");
+		add_text("a call into CUDA does not come back");
 		return ETIMEDOUT;
 	}
 	for (unsigned int i = 0; i < stripes.count && status; i++)
 		if (workers[i].status == status && workers[i].call) {
-			say("stripe ");
-			say_number((long)i);
-			say(": ");
-			say(workers[i].call);
-			say(" ");
-			say_number(workers[i].answer);
+			add_text("stripe ");
+			add_number((long)i);
+			add_text(": ");
+			add_text(workers[i].call);
+			add_text(" ");
+			add_number(workers[i].answer);
 			break;
 		}
 	if (status == ECANCELED && !snapshim_mailbox.text[0])
-		say("cancelled");
+		add_text("cancelled");
 	return status;
 }
 
@@ -182,10 +182,10 @@ static int make_ready(int64_t until_ns)
 	if (count < 1 || count > SNAPSHIM_STRIPES_MAX || slot_bytes < SLOT_MIN || slot_bytes > SLOT_MAX || slot_bytes % SLOT_MIN)
 		return refuse(EINVAL, "1 to 16 stripes, slots of 4 KiB to 1 GiB");
 	if (parked && (count != parked_as.count || slot_bytes != parked_as.slot_bytes)) {
-		say("the memory was parked in stripes and slots of other numbers: ");
-		say_number((long)parked_as.count);
-		say(" and ");
-		say_number((long)parked_as.slot_bytes);
+		add_text("the memory was parked in stripes and slots of other numbers: ");
+		add_number((long)parked_as.count);
+		add_text(" and ");
+		add_number((long)parked_as.slot_bytes);
 		return EINVAL;
 	}
 	if (!contexts_hold(until_ns))
@@ -301,9 +301,9 @@ static int park_memory(int64_t until_ns)
 		return refuse(EALREADY, "the memory is parked already");
 	if (!LOAD(&snapshim_mailbox.parked))
 		return refuse(EBUSY, "the job's threads are not parked");
-	if (memory_inside()) {
-		say_number((long)memory_inside());
-		say(" threads are parked in the middle of allocating or freeing device memory");
+	if (memory_calls_open()) {
+		add_number((long)memory_calls_open());
+		add_text(" threads are parked in the middle of allocating or freeing device memory");
 		return EAGAIN;
 	}
 	status = rehearse_all(until_ns);
@@ -358,7 +358,7 @@ static int fill_memory(int64_t until_ns)
 	return settled(status, by_ns);
 }
 
-int memory_obey(uint32_t command, int64_t timeout_ns)
+int memory_dispatch(uint32_t command, int64_t timeout_ns)
 {
 	int64_t until_ns = now_ns() + timeout_ns;
 
@@ -380,11 +380,13 @@ void memory_forget(void)
 {
 	handover_close();
 	ready = false;
+	resources_forget();
 	workers_forget();
 	peers_forget();
 	ipc_forget();
 	backing_forget();
 	contexts_forget();
+	memory_calls_forget();
 	blocks_forget();
 	snapshim_mailbox.device_parked = 0;
 	snapshim_mailbox.device_stripes = 0;

@@ -126,7 +126,7 @@ int map_stripe(struct worker *worker)
 	return 0;
 }
 
-void unmap_stripe(struct worker *worker)
+static void unmap_stripe(struct worker *worker)
 {
 	if (worker->reserved_bytes)
 		KERNEL(SYS_munmap, worker->mapped, worker->reserved_bytes);
@@ -160,4 +160,11 @@ int clean_up(struct worker *worker)
 		}
 	driver()->cuCtxSetCurrent(NULL);
 	return failures ? EIO : 0;
+}
+
+/* In a forked child, which has what was mapped before MADV_DONTFORK. */
+void resources_forget(void)
+{
+	for (unsigned int i = 0; i < SNAPSHIM_STRIPES_MAX; i++)
+		unmap_stripe(&workers[i]);
 }

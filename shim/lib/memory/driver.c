@@ -37,7 +37,7 @@ const struct driver *driver(void)
 
 	if (known)
 		return known;
-	library = cuda_library(CUDA_DRIVER);
+	library = loaded_library(CUDA_DRIVER);
 	known = library ? look(library) : NULL;
 	if (known && !SWAP_IF(&found, &nobody, known)) { /* another thread was faster */
 		free(known);

@@ -5,8 +5,6 @@
 #include "lookup.h"
 #include "segments.h"
 
-void *segments_real[FUNCTIONS];
-
 static int allocate(uint64_t *address, size_t bytes)
 {
 	return backing_allocate(address, bytes) ? 0 : PASS_ON(REAL(ALLOCATE, (uint64_t *, size_t))(address, bytes));

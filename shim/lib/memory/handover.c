@@ -102,7 +102,7 @@ int handover_open(int *theirs)
 
 	if (status) {
 		open_.sockets[0] = open_.sockets[1] = NOTHING;
-		say("the process can open no more sockets: raise its limit of open files (ulimit -n)");
+		add_text("the process can open no more sockets: raise its limit of open files (ulimit -n)");
 		return status;
 	}
 	*theirs = open_.sockets[1];
@@ -147,10 +147,10 @@ int handover_receive(unsigned int wanted, int64_t until_ns)
 	for (unsigned int i = 0; i < count; i++)
 		identify(i);
 	if (status) {
-		say("the stripes' descriptors have not come: ");
-		say_number((long)count);
-		say(" of ");
-		say_number((long)wanted);
+		add_text("the stripes' descriptors have not come: ");
+		add_number((long)count);
+		add_text(" of ");
+		add_number((long)wanted);
 		handover_close();
 	}
 	close_sockets();

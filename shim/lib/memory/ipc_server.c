@@ -24,7 +24,7 @@
 
 #define NOTHING (-1)
 #define WAITING 64  /* who may wait at the desk at once; more wait before it */
-#define QUESTION_MS 1000 /* at the desk, where others wait behind whoever is slow */
+#define QUESTION_MS 1000 /* at the server, where others wait behind whoever is slow */
 #define ANSWER_S 30
 #define LINGER_MS 500
 #define BREATH_US 10000
@@ -74,11 +74,11 @@ static bool is_still(int descriptor, struct identity identity)
 	return identity.inode && now.inode == identity.inode && now.device == identity.device;
 }
 
-static struct name name_of(uint64_t desk)
+static struct name name_of(uint64_t server)
 {
 	struct name name = {.address.sun_family = AF_UNIX};
 	int letters = snprintf(name.address.sun_path + 1, sizeof(name.address.sun_path) - 1, "snapshim-%016llx",
-			       (unsigned long long)desk);
+			       (unsigned long long)server);
 
 	name.bytes = (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + (size_t)letters);
 	return name;
@@ -127,32 +127,32 @@ static void serve(int connection)
 }
 
 /* Under the lock: whether there is nothing to do here any more. It can also happen that the job has closed the socket. */
-static bool desk_is_done(int desk, struct identity identity)
+static bool server_is_done(int server, struct identity identity)
 {
-	if (offered && is_still(desk, identity))
+	if (offered && is_still(server, identity))
 		return false;
 	open_number = 0;
-	if (is_still(desk, identity))
-		close(desk);
+	if (is_still(server, identity))
+		close(server);
 	return true;
 }
 
 /* Not closed with the last offer: the next often follows at once. */
-static void *keep_the_desk(void *nothing)
+static void *serve_requests(void *nothing)
 {
 	struct identity identity;
 	bool done = false;
-	int desk;
+	int server;
 
-	prctl(PR_SET_NAME, "snapshim-desk");
+	prctl(PR_SET_NAME, "snapshim-ipc");
 	pthread_mutex_lock(&mutex);
 	identity = open_identity;
-	desk = open_socket;
+	server = open_socket;
 	pthread_mutex_unlock(&mutex);
 	while (!done) {
-		struct pollfd wait = {.fd = desk, .events = POLLIN};
-		bool asked = poll(&wait, 1, LINGER_MS) > 0 && wait.revents & POLLIN && is_still(desk, identity);
-		int connection = asked ? accept4(desk, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK) : -1;
+		struct pollfd wait = {.fd = server, .events = POLLIN};
+		bool asked = poll(&wait, 1, LINGER_MS) > 0 && wait.revents & POLLIN && is_still(server, identity);
+		int connection = asked ? accept4(server, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK) : -1;
 
 		if (connection >= 0) {
 			serve(connection);
@@ -162,7 +162,7 @@ static void *keep_the_desk(void *nothing)
 			if (asked || wait.revents)
 				pause_us(BREATH_US); /* no descriptors left, or nothing that can be waited for */
 			pthread_mutex_lock(&mutex);
-			done = desk_is_done(desk, identity);
+			done = server_is_done(server, identity);
 			pthread_mutex_unlock(&mutex);
 		}
 	}
@@ -177,46 +177,46 @@ static bool start_thread(void)
 
 	pthread_attr_init(&attributes);
 	pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
-	started = create_exempt_thread(&thread, &attributes, keep_the_desk, NULL) == 0;
+	started = create_exempt_thread(&thread, &attributes, serve_requests, NULL) == 0;
 	pthread_attr_destroy(&attributes);
 	return started;
 }
 
 /* Under the lock. */
-static bool open_desk(void)
+static bool open_server(void)
 {
 	uint64_t number = 0;
 	struct name name;
-	int desk;
+	int server;
 
 	if (open_number)
 		return true;
 	if (KERNEL(SYS_getrandom, &number, sizeof(number), 0) != sizeof(number) || !number)
 		return false;
 	name = name_of(number);
-	desk = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
-	if (desk < 0)
+	server = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+	if (server < 0)
 		return false;
-	open_socket = desk;
-	open_identity = identity_of(desk);
-	if (bind(desk, (struct sockaddr *)&name.address, name.bytes) == 0 && listen(desk, WAITING) == 0 && start_thread())
+	open_socket = server;
+	open_identity = identity_of(server);
+	if (bind(server, (struct sockaddr *)&name.address, name.bytes) == 0 && listen(server, WAITING) == 0 && start_thread())
 		STORE(&open_number, number);
 	else
-		close(desk);
+		close(server);
 	return open_number != 0;
 }
 
-uint64_t desk_open(void)
+uint64_t ipc_server_open(void)
 {
 	uint64_t number;
 
 	pthread_mutex_lock(&mutex);
-	number = open_desk() ? open_number : 0;
+	number = open_server() ? open_number : 0;
 	pthread_mutex_unlock(&mutex);
 	return number;
 }
 
-uint64_t desk_number(void)
+uint64_t ipc_server_number(void)
 {
 	return LOAD(&open_number);
 }
@@ -238,13 +238,13 @@ static struct offer *free_offer(void)
 	return offer;
 }
 
-uint64_t desk_offer(int descriptor)
+uint64_t ipc_server_offer(int descriptor)
 {
 	struct offer *offer;
 	uint64_t number = 0;
 
 	pthread_mutex_lock(&mutex);
-	offer = open_desk() ? free_offer() : NULL;
+	offer = open_server() ? free_offer() : NULL;
 	if (offer) {
 		offer->descriptor = descriptor;
 		offer->identity = identity_of(descriptor);
@@ -255,7 +255,7 @@ uint64_t desk_offer(int descriptor)
 	return number;
 }
 
-void desk_withdraw(uint64_t number)
+void ipc_server_withdraw(uint64_t number)
 {
 	pthread_mutex_lock(&mutex);
 	for (struct offer *offer = offers; offer; offer = offer->next)
@@ -270,7 +270,7 @@ void desk_withdraw(uint64_t number)
 }
 
 /* In a forked child, which has the descriptors and not the thread. */
-void desk_forget(void)
+void ipc_server_forget(void)
 {
 	for (struct offer *offer = LOAD(&offers); offer; offer = offer->next)
 		if (offer->number && is_still(offer->descriptor, offer->identity))
@@ -309,9 +309,9 @@ static int receive_descriptor(int connection)
 	return descriptor;
 }
 
-int desk_ask(uint64_t desk, uint64_t number)
+int ipc_server_ask(uint64_t server, uint64_t number)
 {
-	struct name name = name_of(desk);
+	struct name name = name_of(server);
 	int connection = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
 	int descriptor = NOTHING, status;
 

@@ -53,7 +53,7 @@ static void disallow(int device, int owner)
 
 static void change(void (*how)(int, int), int device, int owner)
 {
-	if (!backing_wanted() || !driver() || device == owner || device < 0 || device >= DEVICES_MAX || owner < 0 ||
+	if (!called_by_program() || !driver() || device == owner || device < 0 || device >= DEVICES_MAX || owner < 0 ||
 	    owner >= DEVICES_MAX)
 		return;
 	memory_enter();

@@ -7,6 +7,8 @@
 #define _GNU_SOURCE
 #include "segments.h"
 
+void *segments_real[FUNCTIONS];
+
 int segments_create(uint64_t *handle, size_t bytes, const struct cuda_property *property, unsigned long long flags)
 {
 	uint64_t ours = 0;

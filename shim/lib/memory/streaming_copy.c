@@ -35,7 +35,7 @@ static void copy_pages(char *to, const char *from)
 			copy_line(to + page + line, from + page + line);
 }
 
-void copy_past_cache(char *to, const char *from, uint64_t bytes)
+void streaming_copy(char *to, const char *from, uint64_t bytes)
 {
 	uint64_t done = 0;
 
@@ -48,7 +48,7 @@ void copy_past_cache(char *to, const char *from, uint64_t bytes)
 
 #else
 
-void copy_past_cache(char *to, const char *from, uint64_t bytes)
+void streaming_copy(char *to, const char *from, uint64_t bytes)
 {
 	memcpy(to, from, bytes);
 }

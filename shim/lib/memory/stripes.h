@@ -1,4 +1,4 @@
-/* Where each byte of the parked memory is in the stripe files, and the tasks that copy it. */
+/* The stripes of one MEMORY_READY: where each byte of the offloaded memory is, what it is copied with, and the tasks that copy it. */
 #ifndef SNAPSHIM_MEMORY_STRIPES_H
 #define SNAPSHIM_MEMORY_STRIPES_H
 
@@ -14,27 +14,39 @@ struct stripes {
 };
 extern struct stripes stripes;
 
-/* Who makes or gives back what lives in a context holds this, and so does who ends one. */
+/* layout.c: walks through the chunks of one stripe, beginning with a cursor whose `skip` is the stripe's number. */
+struct chunk {
+	uint64_t address, bytes;
+	int device;
+};
+struct cursor {
+	size_t block;
+	uint64_t chunk; /* of the block */
+	uint64_t skip;	/* chunks before the next one of this stripe */
+};
+bool next_chunk(struct cursor *cursor, struct chunk *chunk);
+uint64_t stripe_bytes(unsigned int stripe); /* what copy_out would put there */
+
+/* contexts.c: held by a thread that makes or releases something in a context, and by one that ends a context. */
 bool contexts_hold(int64_t until_ns); /* false: a thread that is parked ends one, or it takes too long */
 void contexts_let_go(void);
 void contexts_forget(void);
 
 /* Tasks of workers. */
-/* slots.c */
+/* copy_resources.c */
 int enter_devices(struct worker *worker); /* one worker's: finds contexts */
 int prepare(struct worker *worker);	  /* makes slots and streams; what is there already stays */
 int map_stripe(struct worker *worker);	  /* never fails */
-void unmap_stripe(struct worker *worker); /* also in a forked child */
 int clean_up(struct worker *worker);
 int leave_devices(struct worker *worker); /* one worker's */
 int enter(struct worker *worker, int device); /* makes its context current */
+void resources_forget(void);
 /* rehearsal.c */
 int rehearse(struct worker *worker); /* one worker's */
-/* past_cache.c */
-void copy_past_cache(char *to, const char *from, uint64_t bytes);
-/* stripes.c */
+/* streaming_copy.c */
+void streaming_copy(char *to, const char *from, uint64_t bytes);
+/* copying.c */
 int drop_freed(struct worker *worker); /* one worker's */
-uint64_t stripe_bytes(unsigned int stripe); /* what copy_out would put there */
 int copy_out(struct worker *worker);
 int copy_in(struct worker *worker);
 int detach_all(struct worker *worker); /* takes the physical memory away */

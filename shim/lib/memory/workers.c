@@ -4,7 +4,7 @@
  * back must not take the process's only ear along. Invariant: a worker touches its own record, the table and its slots.
  */
 #define _GNU_SOURCE
-#include "stripes.h"
+#include "workers.h"
 
 #include <errno.h>
 #include <string.h>
@@ -171,7 +171,5 @@ int workers_finish(unsigned int count, int (*task)(struct worker *worker), int64
 void workers_forget(void)
 {
 	there = 0;
-	for (unsigned int i = 0; i < SNAPSHIM_STRIPES_MAX; i++)
-		unmap_stripe(&workers[i]);
 	memset(workers, 0, sizeof(workers));
 }

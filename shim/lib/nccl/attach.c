@@ -220,7 +220,7 @@ static void publish(struct attempt *attempt, struct nccl_instance *instance)
 			registrations_attach(comm, real, instance);
 			atomic_store(&comm->real, real);
 			atomic_store(&comm->state, LIVE);
-			gate_look_again();
+			held_look_again();
 		}
 		nccl_unlock(&before);
 		if (doomed) {
@@ -246,7 +246,7 @@ static void undo(struct attempt *attempt, struct nccl_instance *instance)
 		for (registration = seat->comm->registrations; registration; registration = registration->next)
 			registration->real = NULL; /* gone with it */
 		atomic_store(&seat->comm->state, DETACHED);
-		gate_look_again();
+		held_look_again();
 		doomed = atomic_load(&seat->comm->doomed);
 		nccl_unlock(&before);
 		if (doomed) {

@@ -81,7 +81,7 @@ struct attempt *attempt_begin(struct nccl_job *job)
 	nccl_lock(&before);
 	for (size_t i = 0; i < attempt->count; i++)
 		atomic_store(&attempt->seats[i].comm->state, DETACHED);
-	gate_look_again();
+	held_look_again();
 	nccl_unlock(&before);
 	free(attempt);
 	return NULL;

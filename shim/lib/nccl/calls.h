@@ -29,16 +29,16 @@ struct nccl_call {
 	uint64_t word[MOST_WORDS];
 };
 
-/* Launches the call, or keeps it (a copy) where the thread is inside a group. Takes what the call owns. */
+/* groups.c: launches the call, or keeps it (a copy) where the thread is inside a group. Takes what the call owns. */
 ncclResult_t call_submit(struct nccl_thread *thread, struct nccl_call *call);
-/* Waits for the gate, then makes all calls, in a real group where `group`. Frees what they own. `simulation`: the
+/* launch.c: waits for the gate, then makes all calls, in a real group where `group`. Frees what they own. `simulation`: the
  * argument of ncclGroupSimulateEnd, or NULL. */
 ncclResult_t calls_launch(struct nccl_thread *thread, struct nccl_call *calls, size_t count, bool group,
 			  void *simulation);
-/* create.c: what follows from its outcome: a communicator is there, or is not. Frees what the call owns. */
+/* calls.c: what follows from its outcome: a communicator is there, or is not. Frees what the call owns. */
 void call_done(struct nccl_call *call, ncclResult_t result);
 
-/* group.c: keeps a call until the group ends. */
+/* keep.c: keeps a call until the group ends. */
 ncclResult_t group_keep(struct nccl_thread *thread, const struct nccl_call *call);
 
 /* Answered where the real library cannot be asked. */

@@ -11,7 +11,6 @@
 #include <stddef.h>
 
 #include "core/shim.h"
-#include "loaded.h"
 
 #define EXPORT __attribute__((visibility("default")))
 #define SYMBOL_NOT_FOUND 302 /* cudaErrorSharedObjectSymbolNotFound */

@@ -13,34 +13,6 @@
 #include "core/shim.h"
 #include "gate.h"
 
-bool job_in_time(const struct nccl_job *job)
-{
-	return !atomic_load(&job->given_up) && now_ns() < job->until_ns;
-}
-
-int job_fails(struct nccl_job *job, int status, const char *format, ...)
-{
-	va_list list;
-
-	if (job->status)
-		return job->status;
-	va_start(list, format);
-	vsnprintf(job->words, sizeof(job->words), format, list);
-	va_end(list);
-	return job->status = status;
-}
-
-char *job_line(char **rest)
-{
-	char *line = *rest, *end = line + strcspn(line, "\n");
-
-	if (!*line)
-		return NULL;
-	*rest = *end ? end + 1 : end;
-	*end = 0;
-	return line;
-}
-
 static int set_targets(struct nccl_job *job)
 {
 	size_t lines = 1, count = 0;
@@ -130,14 +102,6 @@ static int act(struct nccl_job *job)
 		return load_fresh(job);
 	default:
 		return attach(job);
-	}
-}
-
-void job_let_go(struct nccl_job *job)
-{
-	if (atomic_fetch_sub(&job->holders, 1) == 1) {
-		free(job->reply);
-		munmap(job, job->bytes);
 	}
 }
 

@@ -29,9 +29,12 @@ struct nccl_job {
 /* Threads: do what the job says; abort what an attach hangs in. */
 void *job_run(void *job);
 void *job_cancel(void *job);
+
+/* job.c */
 void job_let_go(struct nccl_job *job);
-/* obey.c: the next command that calls NCCL may begin. */
-void job_over(struct nccl_job *job);
+bool job_claim(struct nccl_job *job); /* false: another command still calls NCCL */
+void job_over(struct nccl_job *job);  /* the next command that calls NCCL may begin */
+void jobs_forget(void);
 
 /* Whether to go on: time is left and somebody waits. */
 bool job_in_time(const struct nccl_job *job);

@@ -14,8 +14,6 @@
 #include <string.h>
 #include <sys/mman.h>
 
-#include "gate.h"
-
 #define RECORDS 65536
 #define ENDED 4096
 #define RESTING 1024 /* records that rest before the first of them is used again */
@@ -168,7 +166,7 @@ void comm_end(struct nccl_comm *comm, bool aborted)
 	comm->config = NULL;
 	atomic_store(&comm->real, NULL);
 	atomic_store(&comm->state, UNUSED);
-	gate_look_again(); /* whoever is held on it gets an error */
+	held_look_again(); /* whoever is held on it gets an error */
 	if (unused_last)
 		unused_last->next_unused = comm;
 	else

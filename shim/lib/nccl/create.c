@@ -11,38 +11,6 @@
 #include "ids.h"
 #include "redops.h"
 
-void call_done(struct nccl_call *call, ncclResult_t result)
-{
-	struct nccl_instance *instance = real_instance();
-
-	for (int i = 0; i < call->children; i++) {
-		struct nccl_comm *child = call->child[i];
-
-		if (call->made && call->made[i])
-			atomic_store(&child->real, call->made[i]);
-		if (result == ncclSuccess || result == ncclInProgress) {
-			ncclComm_t real = atomic_load(&child->real);
-
-			atomic_store(&child->initialising, result == ncclInProgress || !real || !comm_blocks(child));
-			atomic_store(&child->state, LIVE);
-			if (real && result == ncclSuccess && comm_blocks(child))
-				comm_learn(child, real, instance);
-		} else {
-			*call->out[i] = NULL;
-			comm_end(child, true);
-		}
-	}
-	if (call->children > 0 && call->child != &call->only_child)
-		free(call->child);
-	if (call->children > 0)
-		free(call->out);
-	free(call->made);
-	free(call->copies);
-	call->children = 0;
-	call->made = NULL;
-	call->copies = NULL;
-}
-
 /* Gives out the handle and launches or keeps the call that makes it. */
 static ncclResult_t submit(struct nccl_thread *thread, struct nccl_call *call, struct nccl_comm *child, ncclComm_t *out)
 {

@@ -135,7 +135,7 @@ static int wait_for_questions(struct nccl_job *job, struct nccl_comm *comm, nccl
 		if (!doomed) {
 			atomic_store(&comm->real, real);
 			atomic_store(&comm->state, LIVE);
-			gate_look_again();
+			held_look_again();
 		}
 		nccl_unlock(&before);
 		return doomed ? 0
@@ -157,7 +157,7 @@ static int take_down(struct nccl_job *job, struct nccl_comm *comm, struct nccl_i
 		real = atomic_exchange(&comm->real, NULL);
 		if (!real) {
 			atomic_store(&comm->state, LIVE); /* has none: non-blocking, not ready */
-			gate_look_again();
+			held_look_again();
 		}
 	}
 	nccl_unlock(&before);
@@ -176,7 +176,7 @@ static int take_down(struct nccl_job *job, struct nccl_comm *comm, struct nccl_i
 				   (int)result);
 	nccl_lock(&before);
 	atomic_store(&comm->state, DETACHED);
-	gate_look_again();
+	held_look_again();
 	doomed = atomic_load(&comm->doomed);
 	nccl_unlock(&before);
 	if (doomed) {

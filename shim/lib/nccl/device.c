@@ -5,7 +5,8 @@
 #include <dlfcn.h>
 #include <string.h>
 
-#include "loaded.h"
+#include "core/shim.h"
+
 
 #define NOT_READY 600 /* CUDA_ERROR_NOT_READY */
 #define NON_BLOCKING 1

@@ -20,12 +20,6 @@
 static char *room; /* where the daemon writes requests */
 static size_t room_bytes;
 static char *reply; /* what the last command answered; the daemon reads it */
-static struct nccl_job *_Atomic busy;
-
-void job_over(struct nccl_job *job)
-{
-	atomic_compare_exchange_strong(&busy, &job, NULL);
-}
 
 static int start(void *(*routine)(void *), struct nccl_job *job)
 {
@@ -99,11 +93,11 @@ static int make_room(uint64_t bytes)
 	return 0;
 }
 
-int nccl_obey(uint32_t command, int64_t timeout_ns)
+int nccl_dispatch(uint32_t command, int64_t timeout_ns)
 {
 	uint64_t bytes = snapshim_mailbox.argument[1];
 	bool exclusive = command >= SNAPSHIM_NCCL_DETACH, cancelled = false;
-	struct nccl_job *job, *nobody = NULL;
+	struct nccl_job *job;
 	int status;
 
 	if (command == SNAPSHIM_NCCL_ROOM)
@@ -113,8 +107,8 @@ int nccl_obey(uint32_t command, int64_t timeout_ns)
 	job = make(command, bytes, timeout_ns);
 	if (!job)
 		return ENOMEM;
-	if (exclusive && !atomic_compare_exchange_strong(&busy, &nobody, job)) {
-		say("an earlier command still waits for NCCL to come back");
+	if (exclusive && !job_claim(job)) {
+		add_text("an earlier command still waits for NCCL to come back");
 		job_let_go(job);
 		return EBUSY;
 	}
@@ -122,7 +116,7 @@ int nccl_obey(uint32_t command, int64_t timeout_ns)
 	reply = NULL;
 	status = start(job_run, job);
 	if (status && exclusive)
-		atomic_store(&busy, NULL);
+		job_over(job);
 	if (!status) {
 		if (exclusive)
 			wait_unless_cancelled(job, job->until_ns);
@@ -139,24 +133,24 @@ int nccl_obey(uint32_t command, int64_t timeout_ns)
 		if (LOAD(&job->done)) {
 			if (cancelled && status == ETIMEDOUT) {
 				status = ECANCELED;
-				say("it was told to give up");
+				add_text("it was told to give up");
 			} else {
-				say(job->words);
+				add_text(job->words);
 			}
 			reply = job->reply;
 			job->reply = NULL;
 			snapshim_mailbox.result[0] = (uintptr_t)reply;
 			snapshim_mailbox.result[1] = job->reply_bytes;
 		} else {
-			say("NCCL does not come back");
+			add_text("NCCL does not come back");
 		}
 	}
 	job_let_go(job);
 	return status;
 }
 
-/* In a forked child: no thread of ours is there. */
+/* In a forked child: it has none of our threads. */
 void nccl_forget(void)
 {
-	atomic_store(&busy, NULL);
+	jobs_forget();
 }

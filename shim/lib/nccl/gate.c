@@ -16,7 +16,6 @@
 #include "core/shim.h"
 
 _Atomic int gate_word = GATE_OPEN;
-static uint32_t turn; /* raised whenever a held thread should look again */
 static struct gate_target *targets; /* sorted; under the lock */
 static size_t targets_count;
 
@@ -143,9 +142,9 @@ static ncclResult_t wait_for_turn(struct nccl_thread *thread, const struct nccl_
 	while ((decision = decide(calls, count)) == 0) {
 		thread->held = calls;
 		thread->held_count = count;
-		seen = LOAD(&turn);
+		seen = held_turn();
 		nccl_unlock(&before);
-		wait_word(&turn, seen, FOREVER);
+		held_wait(seen);
 		nccl_lock(&before);
 	}
 	thread->held = NULL;
@@ -170,12 +169,6 @@ ncclResult_t gate_pass(struct nccl_thread *thread, const struct nccl_call *calls
 	return wait_for_turn(thread, calls, count);
 }
 
-void gate_look_again(void)
-{
-	__atomic_add_fetch(&turn, 1, __ATOMIC_ACQ_REL);
-	wake_word(&turn);
-}
-
 void gate_close(void)
 {
 	struct nccl_thread *thread;
@@ -195,7 +188,7 @@ void gate_set_targets(struct gate_target *fresh, size_t count)
 	free(targets);
 	targets = fresh;
 	targets_count = count;
-	gate_look_again();
+	held_look_again();
 	nccl_unlock(&before);
 }
 
@@ -214,7 +207,7 @@ void gate_open(void)
 	targets = NULL;
 	targets_count = 0;
 	atomic_store(&gate_word, GATE_OPEN);
-	gate_look_again();
+	held_look_again();
 	nccl_unlock(&before);
 }
 

@@ -34,8 +34,6 @@ void gate_close(void);
 /* How far each channel may go; one that is not named stays where it is. Takes the array. */
 void gate_set_targets(struct gate_target *targets, size_t count);
 void gate_open(void);
-/* The held threads look again. With the lock. */
-void gate_look_again(void);
 /* Whether no thread is inside the real library; one that is, in words. */
 bool gate_is_drained(char *words, size_t room);
 

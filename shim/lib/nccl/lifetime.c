@@ -38,7 +38,7 @@ static ncclResult_t make_end(struct nccl_thread *thread, struct nccl_instance *i
 	}
 	atomic_store(&comm->state, ENDING);
 	real = atomic_exchange(&comm->real, NULL);
-	gate_look_again(); /* whoever is held on it gets an error */
+	held_look_again(); /* whoever is held on it gets an error */
 	nccl_unlock(&before);
 	if (real)
 		result = ((on_comm)instance->function[call->symbol])(real);

@@ -21,7 +21,6 @@
 #include <unistd.h>
 
 #include "core/shim.h"
-#include "loaded.h"
 #include "own_threads.h"
 
 #define X(name, ...) [SYMBOL_##name] = #name,

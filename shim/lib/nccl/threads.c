@@ -16,6 +16,7 @@ static struct nccl_thread *_Atomic first;
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static pthread_key_t key;
+static uint32_t turn; /* raised whenever a thread that is held at the gate should look again */
 
 static void leave(void *record)
 {
@@ -88,6 +89,22 @@ ncclResult_t thread_says(struct nccl_thread *thread, ncclResult_t result, const 
 	vsnprintf(thread->words, sizeof(thread->words), format, list);
 	va_end(list);
 	return result;
+}
+
+uint32_t held_turn(void)
+{
+	return LOAD(&turn);
+}
+
+void held_wait(uint32_t seen)
+{
+	wait_word(&turn, seen, FOREVER);
+}
+
+void held_look_again(void)
+{
+	__atomic_add_fetch(&turn, 1, __ATOMIC_ACQ_REL);
+	wake_word(&turn);
 }
 
 void nccl_lock(uint64_t *before)

@@ -53,6 +53,11 @@ struct nccl_thread *thread_first(void);
 ncclResult_t thread_says(struct nccl_thread *thread, ncclResult_t result, const char *format, ...)
 	__attribute__((format(printf, 3, 4)));
 
+/* Threads that are held at the gate: what to wait for, read with the lock; the wait, without it; and, with it, the end of the wait. */
+uint32_t held_turn(void);
+void held_wait(uint32_t seen);
+void held_look_again(void);
+
 /* The one lock. All signals are blocked while it is held, so no thread that is parked in a handler ever holds it. */
 void nccl_lock(uint64_t *before);
 void nccl_unlock(const uint64_t *before);

@@ -43,7 +43,7 @@ def job(request: pytest.FixtureRequest, node: GpuNode, tmp_path: Path) -> Iterat
     if request.param == "thread":
         _move_device_memory(node, tmp_path / "cuda")
     shim = tmp_path / "libsnapshim-offload.so"
-    parts = [SHIM / "core" / name for name in ("lockless.c", "maps.c", "sharing.c")]
+    parts = [SHIM / "core" / name for name in ("lockless.c", "loaded.c", "mailbox.c", "maps.c", "memory_calls.c", "sharing.c")]
     sources = [*sorted((SHIM / "memory").glob("*.c")), *parts, PROGRAMS / "control.c"]
     _compile(request.param, "-shared", "-fvisibility=hidden", "-o", shim, *sources, "-ldl")
     libraries = (shim, node.folder / "libcudart.so.13", node.folder / "libcuda.so.1")

@@ -36,7 +36,7 @@ def _desks(job: DeviceJob) -> int:
     found = 0
     for task in Path(f"/proc/{job.pid}/task").iterdir():
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            found += (task / "comm").read_text() == "snapshim-desk\n"
+            found += (task / "comm").read_text() == "snapshim-ipc\n"
     return found
 
 

@@ -48,7 +48,8 @@ def sanitized(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Saniti
     folder = tmp_path / "built"
     folder.mkdir()
     make(STAND_IN, "-j2", folder / "libnccl.so.2", f"BUILD={folder}", f"SANITIZE={request.param}")
-    sources = [*sorted((SHIM / "nccl").glob("*.c")), SHIM / "core" / "lockless.c", PROGRAMS / "control.c"]
+    core = [SHIM / "core" / name for name in ("lockless.c", "loaded.c", "mailbox.c")]
+    sources = [*sorted((SHIM / "nccl").glob("*.c")), *core, PROGRAMS / "control.c"]
     shim = folder / "libsnapshim.so"
     compile_(request.param, "-shared", "-fvisibility=hidden", "-o", shim, *sources, "-ldl")
     libraries = (shim, folder / "libnccl.so.2", folder / "libfakestreams.so.1")

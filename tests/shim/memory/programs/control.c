@@ -1,15 +1,9 @@
-/* In place of shim/lib/core/control.c, shim/lib/core/threads.c and shim/lib/core/park.c where a sanitizer must know every thread: a mailbox, and a thread
- * that serves it, made the ordinary way. The job's threads are "parked" when it is told so, and does nothing meanwhile. */
+/* In the place of core/control.c, core/exempt_threads.c and core/park.c where a sanitizer must know every thread: a thread that serves
+ * the mailbox and is created in the ordinary way. PARK only sets the flag; the test sees to it that the job does nothing meanwhile. */
 #define _GNU_SOURCE
 #include <string.h>
 
 #include "core/shim.h"
-
-struct snapshim_mailbox snapshim_mailbox = {
-	.magic = {'S', 'N', 'A', 'P', 'S', 'H', 'I', 'M'},
-	.abi = SNAPSHIM_ABI_VERSION,
-	.bytes = sizeof(struct snapshim_mailbox),
-};
 
 int create_exempt_thread(pthread_t *thread, const pthread_attr_t *attributes, void *(*routine)(void *), void *argument)
 {
@@ -26,10 +20,10 @@ bool captures_under_way(void)
 	return false;
 }
 
-static int obey(uint32_t command, int64_t timeout_ns)
+static int dispatch(uint32_t command, int64_t timeout_ns)
 {
 	if (command >= SNAPSHIM_MEMORY_OPEN)
-		return memory_obey(command, timeout_ns);
+		return memory_dispatch(command, timeout_ns);
 	STORE(&snapshim_mailbox.parked, command == SNAPSHIM_PARK);
 	return 0;
 }
@@ -48,7 +42,7 @@ static void *control(void *nothing)
 			continue;
 		box->text[0] = 0;
 		memset(box->result, 0, sizeof(box->result));
-		box->status = obey(box->command, (int64_t)box->argument[0] * 1000000);
+		box->status = dispatch(box->command, (int64_t)box->argument[0] * 1000000);
 		STORE(&box->answer, request);
 	}
 	return nothing;

@@ -1,16 +1,10 @@
-/* In place of shim/lib/core/control.c and shim/lib/core/threads.c where a sanitizer must know every thread: a mailbox, and a thread that serves
- * it, made the ordinary way. */
+/* In the place of core/control.c and core/exempt_threads.c where a sanitizer must know every thread: a thread that serves the mailbox
+ * and is created in the ordinary way. */
 #define _GNU_SOURCE
 #include <pthread.h>
 #include <string.h>
 
 #include "core/shim.h"
-
-struct snapshim_mailbox snapshim_mailbox = {
-	.magic = {'S', 'N', 'A', 'P', 'S', 'H', 'I', 'M'},
-	.abi = SNAPSHIM_ABI_VERSION,
-	.bytes = sizeof(struct snapshim_mailbox),
-};
 
 create_thread_fn *libc_create_thread(void)
 {
@@ -31,7 +25,7 @@ static void *control(void *nothing)
 			continue;
 		box->text[0] = 0;
 		memset(box->result, 0, sizeof(box->result));
-		box->status = nccl_obey(box->command, (int64_t)box->argument[0] * 1000000);
+		box->status = nccl_dispatch(box->command, (int64_t)box->argument[0] * 1000000);
 		STORE(&box->answer, request);
 	}
 	return nothing;

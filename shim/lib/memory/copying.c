@@ -1,8 +1,4 @@
-/* Copies the blocks to the stripe files and back.
- *
- * The striped blocks, in the order of their addresses, are cut into chunks of at most a slot; chunk c is in stripe c % count,
- * behind those before it. So every worker finds its chunks by itself, and who reads the files needs to know nothing.
- */
+/* Copies the blocks to the stripe files and back (layout.c says what is where), and takes their physical memory away. */
 #define _GNU_SOURCE
 #include "stripes.h"
 
@@ -15,52 +11,6 @@
 
 #define FIRST_LOOK_US 100 /* at a stripe that has to grow */
 #define LAST_LOOK_US 2000
-
-struct stripes stripes;
-
-struct chunk {
-	uint64_t address, bytes;
-	int device;
-};
-
-struct cursor {
-	size_t block;
-	uint64_t chunk; /* of the block */
-	uint64_t skip;	/* chunks before the next one of this worker */
-};
-
-static bool next_chunk(struct cursor *cursor, struct chunk *chunk)
-{
-	for (; cursor->block < blocks_count(); cursor->block++, cursor->chunk = 0) {
-		const struct block *block = block_at(cursor->block);
-		uint64_t chunks = block->striped ? (block->bytes + stripes.slot_bytes - 1) / stripes.slot_bytes : 0;
-		uint64_t from, left;
-
-		if (chunks - cursor->chunk <= cursor->skip) {
-			cursor->skip -= chunks - cursor->chunk;
-			continue;
-		}
-		cursor->chunk += cursor->skip;
-		from = cursor->chunk * stripes.slot_bytes;
-		left = block->bytes - from;
-		*chunk = (struct chunk){block->address + from, left < stripes.slot_bytes ? left : stripes.slot_bytes, block->device};
-		cursor->chunk++;
-		cursor->skip = stripes.count - 1;
-		return true;
-	}
-	return false;
-}
-
-uint64_t stripe_bytes(unsigned int stripe)
-{
-	struct cursor cursor = {.skip = stripe};
-	struct chunk chunk;
-	uint64_t bytes = 0;
-
-	while (next_chunk(&cursor, &chunk))
-		bytes += chunk.bytes;
-	return bytes;
-}
 
 /* All of it to or from the file. The calls are made without libc: the job is parked. */
 static int transfer(struct worker *worker, long call, char *memory, uint64_t bytes, uint64_t at)
@@ -83,7 +33,7 @@ static int store(struct worker *worker, char *slot, uint64_t bytes, uint64_t at)
 {
 	if (at + bytes > worker->mapped_bytes)
 		return transfer(worker, SYS_pwrite64, slot, bytes, at);
-	copy_past_cache(worker->mapped + at, slot, bytes);
+	streaming_copy(worker->mapped + at, slot, bytes);
 	return 0;
 }
 

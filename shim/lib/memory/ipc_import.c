@@ -1,11 +1,10 @@
-/* cudaIpcGetMemHandle and its kin for memory that we back. CUDA makes no such handle of it, so we do: one that says where a
- * descriptor of the physical memory can be had (desk.c). Whoever opens it maps that memory.
+/* cudaIpcOpenMemHandle and cudaIpcCloseMemHandle for handles of ours (ipc_export.c): the memory is mapped in this process.
  *
- * Invariant: what is exported is not parked; it stays until it is freed, and the counts say that it is there. A handle that
- * is not ours, and any block that cannot be exported, is CUDA's own business.
+ * Invariant: the mailbox's counts say that something is open. A handle that is not ours is left to CUDA.
  */
 #define _GNU_SOURCE
-#include <fcntl.h>
+#include "ipc.h"
+
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
@@ -13,99 +12,21 @@
 #include "ipc_server.h"
 #include "memory.h"
 
-#define INVALID_CONTEXT 201 /* also cudaErrorDeviceUninitialized: what opening one's own handle gets */
-#define MAP_FAILS 205	    /* also cudaErrorMapBufferObjectFailed: the exporter is gone, or has freed it */
-
-static const char mark[16] = "snapshim-memory";
-
-struct ticket { /* in the place of cudaIpcMemHandle_t */
-	char mark[16];
-	uint64_t desk, number, bytes;
-	uint64_t nothing[3];
-};
-_Static_assert(sizeof(struct ticket) == 64, "CUDA's handles have 64 bytes");
+#define INVALID_CONTEXT 201 /* also cudaErrorDeviceUninitialized: the answer to a process that opens its own handle */
+#define MAP_FAILS 205	    /* also cudaErrorMapBufferObjectFailed: the exporter has ended, or has freed the memory */
 
 /* Memory of another process that is mapped here. Records are used again. */
 struct opened {
-	uint64_t desk, number;
+	uint64_t server, number;
 	uint64_t address, bytes; /* address 0: the record is free */
 	uint64_t access;	 /* the devices that may use it, by bit */
-	void *context;		 /* it was opened in */
+	void *context;		 /* in which it was opened */
 	uint32_t times;		 /* 0: closed while something was captured, to be unmapped later */
 	struct opened *next;
 };
 
 static pthread_mutex_t opening = PTHREAD_MUTEX_INITIALIZER;
 static struct opened *opened;
-
-static void count(uint64_t *counter, int change)
-{
-	__atomic_add_fetch(counter, (uint64_t)change, __ATOMIC_RELAXED);
-}
-
-/* ---------------------------------------------------------------- exporting */
-
-static bool export(const struct driver *cuda, struct block *block)
-{
-	int descriptor = -1;
-
-	if (block->physical || block->away ||
-	    cuda->cuMemExportToShareableHandle(&descriptor, block->handle, POSIX_DESCRIPTOR, 0))
-		return false;
-	fcntl(descriptor, F_SETFD, FD_CLOEXEC);
-	block->exported = desk_offer(descriptor);
-	if (!block->exported) {
-		close(descriptor);
-		return false;
-	}
-	block->unusual = true;
-	block_changed(block);
-	count(&snapshim_mailbox.ipc_exports, 1);
-	return true;
-}
-
-/* Under the lock, so that the block stays, and with it the desk. */
-static bool write_ticket(const struct driver *cuda, struct block *block, void *handle)
-{
-	struct ticket ticket = {.nothing = {0}};
-
-	if (block->freed || (!block->exported && !export(cuda, block)))
-		return false;
-	memcpy(ticket.mark, mark, sizeof(mark));
-	ticket.desk = desk_open();
-	ticket.number = block->exported;
-	ticket.bytes = block->bytes;
-	memcpy(handle, &ticket, sizeof(ticket));
-	return ticket.desk != 0;
-}
-
-bool memory_ipc_get(void *handle, uint64_t address)
-{
-	const struct driver *cuda = driver();
-	struct block *block;
-	bool done;
-
-	if (!handle || !backing_wanted() || !cuda || !cuda->cuMemExportToShareableHandle)
-		return false;
-	memory_enter();
-	blocks_lock();
-	block = block_with(address);
-	done = block && write_ticket(cuda, block, handle);
-	blocks_unlock();
-	memory_leave();
-	return done;
-}
-
-void ipc_withdraw(struct block *block)
-{
-	if (!block->exported)
-		return;
-	desk_withdraw(block->exported);
-	block->exported = 0;
-	count(&snapshim_mailbox.ipc_exports, -1);
-}
-
-/* ---------------------------------------------------------------- opening */
 
 static int allow_device(const struct driver *cuda, struct opened *record, int device)
 {
@@ -174,16 +95,16 @@ static struct opened *free_record(void)
 	return record;
 }
 
-static int open_first(const struct driver *cuda, const struct ticket *ticket)
+static int open_first(const struct driver *cuda, const struct ipc_handle *handle)
 {
 	struct opened *record = free_record();
-	struct opened fresh = {.desk = ticket->desk, .number = ticket->number, .bytes = ticket->bytes};
+	struct opened fresh = {.server = handle->server, .number = handle->number, .bytes = handle->bytes};
 	int descriptor, status = MAP_FAILS;
 
 	if (!record)
 		return CUDA_OUT_OF_MEMORY;
-	count(&snapshim_mailbox.ipc_imports, 1); /* before it begins: who is parked in the middle has opened it */
-	descriptor = desk_ask(ticket->desk, ticket->number);
+	ipc_count(&snapshim_mailbox.ipc_imports, 1); /* before it begins: who is parked in the middle has opened it */
+	descriptor = ipc_server_ask(handle->server, handle->number);
 	if (descriptor >= 0) {
 		memory_enter();
 		status = map(cuda, descriptor, &fresh);
@@ -194,15 +115,15 @@ static int open_first(const struct driver *cuda, const struct ticket *ticket)
 		fresh.next = record->next;
 		*record = fresh;
 	} else {
-		count(&snapshim_mailbox.ipc_imports, -1);
+		ipc_count(&snapshim_mailbox.ipc_imports, -1);
 	}
 	return status;
 }
 
-static struct opened *find_opened(const struct ticket *ticket)
+static struct opened *find_opened(const struct ipc_handle *handle)
 {
 	for (struct opened *record = opened; record; record = record->next)
-		if (record->address && record->desk == ticket->desk && record->number == ticket->number)
+		if (record->address && record->server == handle->server && record->number == handle->number)
 			return record;
 	return NULL;
 }
@@ -223,7 +144,7 @@ static int unmap(const struct driver *cuda, struct opened *record)
 		return status;
 	cuda->cuMemAddressFree(record->address, record->bytes);
 	record->address = 0;
-	count(&snapshim_mailbox.ipc_imports, -1);
+	ipc_count(&snapshim_mailbox.ipc_imports, -1);
 	return 0;
 }
 
@@ -246,25 +167,25 @@ bool memory_ipc_open(uint64_t *address, const void *handle, const void *caller, 
 {
 	const struct driver *cuda;
 	struct opened *record;
-	struct ticket ticket;
+	struct ipc_handle given;
 
-	memcpy(&ticket, handle, sizeof(ticket));
-	if (memcmp(ticket.mark, mark, sizeof(mark)) != 0)
+	memcpy(&given, handle, sizeof(given));
+	if (memcmp(given.mark, IPC_MARK, sizeof(given.mark)) != 0)
 		return false;
 	*status = INVALID_CONTEXT;
 	if ((caller && !enter_runtime_device(caller)) || !(cuda = driver()) || !cuda->cuMemImportFromShareableHandle ||
-	    !address || ticket.desk == desk_number())
+	    !address || given.server == ipc_server_number())
 		return true;
 	pthread_mutex_lock(&opening);
-	record = find_opened(&ticket);
+	record = find_opened(&given);
 	if (record) {
 		*status = allow(cuda, record);
 		if (!*status && record->times)
-			count(&snapshim_mailbox.ipc_imports, 1);
+			ipc_count(&snapshim_mailbox.ipc_imports, 1);
 	} else {
 		unmap_closed(cuda);
-		*status = open_first(cuda, &ticket);
-		record = find_opened(&ticket);
+		*status = open_first(cuda, &given);
+		record = find_opened(&given);
 	}
 	if (!*status) {
 		record->times++;
@@ -287,7 +208,7 @@ bool memory_ipc_close(uint64_t address, int *status)
 			break;
 	*status = 0;
 	if (record && --record->times) {
-		count(&snapshim_mailbox.ipc_imports, -1);
+		ipc_count(&snapshim_mailbox.ipc_imports, -1);
 	} else if (record) {
 		*status = unmap_closed(cuda);
 		record->times = *status && record->address; /* it can be closed again */
@@ -299,7 +220,7 @@ bool memory_ipc_close(uint64_t address, int *status)
 /* In a forked child. */
 void ipc_forget(void)
 {
-	desk_forget();
+	ipc_server_forget();
 	opened = NULL;
 	opening = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
 }

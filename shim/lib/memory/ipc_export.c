@@ -1,0 +1,75 @@
+/* cudaIpcGetMemHandle for memory that we back. CUDA makes no such handle of it, so we do: one that says from which server
+ * (ipc_server.c) a descriptor of the physical memory can be had.
+ *
+ * Invariant: exported memory is not offloaded. It stays until it is freed, and the mailbox's counts say so. A block that cannot be
+ * exported is left to CUDA.
+ */
+#define _GNU_SOURCE
+#include "ipc.h"
+
+#include <fcntl.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "ipc_server.h"
+#include "memory.h"
+
+static bool export(const struct driver *cuda, struct block *block)
+{
+	int descriptor = -1;
+
+	if (block->physical || block->away ||
+	    cuda->cuMemExportToShareableHandle(&descriptor, block->handle, POSIX_DESCRIPTOR, 0))
+		return false;
+	fcntl(descriptor, F_SETFD, FD_CLOEXEC);
+	block->exported = ipc_server_offer(descriptor);
+	if (!block->exported) {
+		close(descriptor);
+		return false;
+	}
+	block->unusual = true;
+	block_changed(block);
+	ipc_count(&snapshim_mailbox.ipc_exports, 1);
+	return true;
+}
+
+/* Under the lock, so that the block stays, and with it the server. */
+static bool write_handle(const struct driver *cuda, struct block *block, void *handle)
+{
+	struct ipc_handle made = {.unused = {0}};
+
+	if (block->freed || (!block->exported && !export(cuda, block)))
+		return false;
+	memcpy(made.mark, IPC_MARK, sizeof(made.mark));
+	made.server = ipc_server_open();
+	made.number = block->exported;
+	made.bytes = block->bytes;
+	memcpy(handle, &made, sizeof(made));
+	return made.server != 0;
+}
+
+bool memory_ipc_get(void *handle, uint64_t address)
+{
+	const struct driver *cuda = driver();
+	struct block *block;
+	bool done;
+
+	if (!handle || !called_by_program() || !cuda || !cuda->cuMemExportToShareableHandle)
+		return false;
+	memory_enter();
+	blocks_lock();
+	block = block_with(address);
+	done = block && write_handle(cuda, block, handle);
+	blocks_unlock();
+	memory_leave();
+	return done;
+}
+
+void ipc_withdraw(struct block *block)
+{
+	if (!block->exported)
+		return;
+	ipc_server_withdraw(block->exported);
+	block->exported = 0;
+	ipc_count(&snapshim_mailbox.ipc_exports, -1);
+}

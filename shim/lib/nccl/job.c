@@ -1,0 +1,66 @@
+/* One command about NCCL, while it runs: its time, its request, why it failed, and who still needs it. */
+#define _GNU_SOURCE
+#include "command.h"
+
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+
+#include "core/shim.h"
+
+static struct nccl_job *_Atomic busy; /* the command that calls NCCL now */
+
+bool job_claim(struct nccl_job *job)
+{
+	struct nccl_job *none = NULL;
+
+	return atomic_compare_exchange_strong(&busy, &none, job);
+}
+
+void job_over(struct nccl_job *job)
+{
+	atomic_compare_exchange_strong(&busy, &job, NULL);
+}
+
+void jobs_forget(void)
+{
+	atomic_store(&busy, NULL);
+}
+
+bool job_in_time(const struct nccl_job *job)
+{
+	return !atomic_load(&job->given_up) && now_ns() < job->until_ns;
+}
+
+int job_fails(struct nccl_job *job, int status, const char *format, ...)
+{
+	va_list list;
+
+	if (job->status)
+		return job->status;
+	va_start(list, format);
+	vsnprintf(job->words, sizeof(job->words), format, list);
+	va_end(list);
+	return job->status = status;
+}
+
+char *job_line(char **rest)
+{
+	char *line = *rest, *end = line + strcspn(line, "\n");
+
+	if (!*line)
+		return NULL;
+	*rest = *end ? end + 1 : end;
+	*end = 0;
+	return line;
+}
+
+void job_let_go(struct nccl_job *job)
+{
+	if (atomic_fetch_sub(&job->holders, 1) == 1) {
+		free(job->reply);
+		munmap(job, job->bytes);
+	}
+}
