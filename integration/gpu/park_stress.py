@@ -85,11 +85,11 @@ class Rounds:
 
     def _park(self) -> int:
         try:
-            return self.memory.park(COPY_S)
+            return self.memory.offload(COPY_S)
         except TooSmall as small:  # it ran on since it was measured
             for name in self.names:
                 stripe_files.enlarge(self.folder / name, small.largest_bytes)
-            return self.memory.park(COPY_S)
+            return self.memory.offload(COPY_S)
 
 
 @contextlib.contextmanager

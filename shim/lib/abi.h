@@ -43,7 +43,7 @@ enum snapshim_command {
 	 * argument[0]: milliseconds. */
 	SNAPSHIM_MEMORY_OPEN = 32,  /* result[0]: a descriptor, the daemon's end of a fresh pair of sockets */
 	SNAPSHIM_MEMORY_READY = 33, /* argument[1]: stripes, [2]: bytes of a slot; result[0]: bytes that PARK or FILL will copy */
-	SNAPSHIM_MEMORY_PARK = 34,  /* only while the job is parked; result[0]: bytes, [1]: nanoseconds of copying */
+	SNAPSHIM_MEMORY_OFFLOAD = 34,  /* only while the job is parked; result[0]: bytes, [1]: nanoseconds of copying */
 	SNAPSHIM_MEMORY_FILL = 35,  /* result as of PARK */
 	SNAPSHIM_MEMORY_DROP = 36,  /* gives up what OPEN and READY made */
 };
@@ -52,7 +52,7 @@ enum snapshim_command {
 struct snapshim_mailbox {
 	char magic[8];           /* SNAPSHIM */
 	uint32_t abi;
-	uint32_t bytes;          /* of this struct */
+	uint32_t size;           /* of this struct, in bytes */
 	int32_t owner;           /* the process that the control thread belongs to; a forked child's copy names its parent, or 0 */
 	int32_t thread;          /* the control thread */
 	int32_t probe;           /* the thread that tries the allocator's and the loader's locks, 0 before the first PARK */
@@ -72,7 +72,7 @@ struct snapshim_mailbox {
 	int32_t exempt[SNAPSHIM_EXEMPT_MAX]; /* the driver's own threads, and ours: never parked; 0: free */
 	uint64_t device_bytes;   /* of device memory that is backed by us, now */
 	uint64_t device_blocks;
-	uint32_t device_parked;  /* 1: its content is in stripes, its physical memory released */
+	uint32_t device_offloaded;  /* 1: its content is in stripes, its physical memory released */
 	uint32_t device_stripes; /* of the last MEMORY_READY */
 	uint64_t device_done[SNAPSHIM_STRIPES_MAX]; /* bytes of each stripe that are in its file (PARK) or back on the device (FILL) */
 	uint32_t device_cancel;  /* the daemon's alone: while it is 1, READY, PARK and FILL give up with ECANCELED */

@@ -21,12 +21,12 @@ from typing import Any
 
 from snapshotd.api.errors import Damaged, GpuFailed, NcclFailed, RankGone, SnapshotError, Timeout, Where
 from snapshotd.inprocess import shimctl
+from snapshotd.inprocess.abi import Command
+from snapshotd.inprocess.mailbox import LIBRARY, Answer
 from snapshotd.proc import maps, tree
 from snapshotd.proc.comm import thread_names
 
 log = logging.getLogger(__name__)
-
-_ROOM, _CLOSE, _TARGETS, _REPORT, _OPEN, _DETACH, _NEW_ID, _FRESH, _ATTACH = range(16, 25)
 
 #: What the gate itself is told takes moments; a process that is stopped takes for ever.
 GATE_S = 5.0
@@ -146,7 +146,7 @@ def _has_threads(pid: int) -> bool:
 
 
 def read(process: tree.Process) -> Report:
-    return parse(_ask(process, _REPORT, GATE_S, "tell where it is"))
+    return parse(_ask(process, Command.NCCL_REPORT, GATE_S, "tell where it is"))
 
 
 def parse(text: str) -> Report:
@@ -204,12 +204,12 @@ def _channel(row: Sequence[Any]) -> ChannelCount:
 
 def close(process: tree.Process) -> None:
     """Nothing is launched after this that is not counted in the next report."""
-    _ask(process, _CLOSE, GATE_S, "close its gate")
+    _ask(process, Command.NCCL_CLOSE, GATE_S, "close its gate")
 
 
 def set_targets(process: tree.Process, lines: Sequence[str]) -> None:
     """How far each channel may go on behind the closed gate: "COMM c|s|r PEER COUNT"."""
-    _ask(process, _TARGETS, GATE_S, "take its targets", lines)
+    _ask(process, Command.NCCL_TARGETS, GATE_S, "take its targets", lines)
 
 
 def open_gate(process: tree.Process) -> None:
@@ -218,7 +218,7 @@ def open_gate(process: tree.Process) -> None:
     A process that has ended, or replaced its program, has no closed gate any more: nothing is left to be opened.
     """
     try:
-        _ask(process, _OPEN, GATE_S, "open its gate")
+        _ask(process, Command.NCCL_OPEN, GATE_S, "open its gate")
     except RankGone:
         log.info("process %d has ended behind its gate", process.pid)
     except (GpuFailed, NcclFailed):
@@ -238,12 +238,12 @@ def _has_gate(process: tree.Process) -> bool:
 
 def detach(process: tree.Process, comms: Sequence[str], timeout_s: float) -> None:
     """Takes these down, drained first; those that the process does not have, or that are down, are no matter."""
-    _ask(process, _DETACH, timeout_s, "take its communicators down", comms)
+    _ask(process, Command.NCCL_DETACH, timeout_s, "take its communicators down", comms)
 
 
 def new_id(process: tree.Process, timeout_s: float) -> str:
     """A fresh unique id, in hex. Whoever made it must run until all members have met there."""
-    found = _ask(process, _NEW_ID, timeout_s, "make an id")
+    found = _ask(process, Command.NCCL_NEW_ID, timeout_s, "make an id")
     if not _UNIQUE_ID.fullmatch(found):
         raise Damaged(f"process {process.pid} answers with something that is no id: {found[:80]!r}")
     return found
@@ -251,7 +251,7 @@ def new_id(process: tree.Process, timeout_s: float) -> str:
 
 def load_fresh(process: tree.Process, timeout_s: float) -> None:
     """A fresh copy of the library, which has not seen another host. No communicator may be up."""
-    _ask(process, _FRESH, timeout_s, "load a fresh copy of NCCL")
+    _ask(process, Command.NCCL_FRESH, timeout_s, "load a fresh copy of NCCL")
 
 
 def attach(
@@ -261,7 +261,7 @@ def attach(
 
     It waits for the other members: whoever knows that one of them will not come sets `given_up`.
     """
-    _ask(process, _ATTACH, timeout_s, "build its communicators again", lines, given_up)
+    _ask(process, Command.NCCL_ATTACH, timeout_s, "build its communicators again", lines, given_up)
 
 
 def check_comm(comm: str) -> str:
@@ -288,7 +288,7 @@ def target_line(target: ChannelCount) -> str:
 
 def _ask(
     process: tree.Process,
-    command: int,
+    command: Command,
     timeout_s: float,
     what: str,
     lines: Sequence[str] = (),
@@ -297,14 +297,14 @@ def _ask(
     mailbox = shimctl.find(process)
     if mailbox is None:
         raise NcclFailed(
-            f"{shimctl.LIBRARY} is not in process {process.pid}",
+            f"{LIBRARY} is not in process {process.pid}",
             remedy="start the job with `migrator run`",
             where=Where.SOURCE_RUNNING,
         )
     request = "\n".join(lines).encode()
     with mailbox.turn():
         if request:
-            room = mailbox.ask(_ROOM, GATE_S, len(request))
+            room = mailbox.ask(Command.NCCL_ROOM, GATE_S, len(request))
             if room.status:
                 raise _failure(process, "make room for a request", room)
             mailbox.write(room.first, request)
@@ -316,8 +316,8 @@ def _ask(
         return mailbox.read(answer.first, answer.second).decode(errors="replace") if answer.second else ""
 
 
-def _failure(process: tree.Process, what: str, answer: shimctl.Answer) -> SnapshotError:
-    words = f"process {process.pid} cannot {what}: {answer.words}"
+def _failure(process: tree.Process, what: str, answer: Answer) -> SnapshotError:
+    words = f"process {process.pid} cannot {what}: {answer.text}"
     if answer.status == errno.ETIMEDOUT:
         return Timeout(words, remedy="the job goes on as it was; try again when it is less busy", where=Where.UNKNOWN)
     if answer.status == errno.ECANCELED:

@@ -1,54 +1,66 @@
-"""Where a library's symbols are in the memory of another process.
+"""Finds the address of a library's symbol in the memory of another process.
 
-Read from the process's mappings and from the very file that is mapped, which may be deleted since, or be in a mount
-namespace where its path is another file's. What is read was written by others: it is never trusted to make sense.
+Both the process's mappings and the mapped file are read. The file is reached through the mapping, because it may have been
+deleted, or another file may have its path in this mount namespace. Its content is untrusted: it may be no library at all.
 """
 
 from __future__ import annotations
 
+import io
 import os
-import struct
 from pathlib import Path
 
+from elftools.elf.elffile import ELFFile
 
-def address(pid: int, library: str, name: bytes) -> int | None:
-    """Where a dynamic symbol of a library is in the memory of a process; None where that library is not loaded.
+from snapshotd.proc import maps
 
-    Raises LookupError when the library has no such symbol; LookupError, ValueError, OverflowError or struct.error when it is
-    no library at all; FileNotFoundError or ProcessLookupError when the process has ended.
+_FILE_BYTES_MAX = 16 << 20
+_ADDRESS_MAX = 1 << 47
+_KNOWN_MAX = 16
+#: What was found, by symbol and identity of the file: all processes of all ranks on a node usually map the same one.
+_known: dict[tuple[str, int, int, int, int, int], int] = {}
+
+
+def address(pid: int, libraries: tuple[str, ...], name: str) -> int | None:
+    """Where a dynamic symbol of the first of `libraries` that is loaded is in a process; None where none of them is.
+
+    Raises ValueError when the mapped file is no 64-bit library or has no such symbol; FileNotFoundError or ProcessLookupError
+    when the process has ended.
     """
-    place = _loaded_at(pid, library)
-    return place[1] + _symbol(place[0], name) if place else None
+    loaded = _loaded(pid, libraries)
+    return loaded[1] + _symbol_in(loaded[0], name) if loaded else None
 
 
-def _loaded_at(pid: int, library: str) -> tuple[Path, int] | None:
-    """The file that is mapped into a process, and where its first byte is."""
-    for line in Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines():
-        fields = line.split(maxsplit=5)
-        if len(fields) < 6 or int(fields[2], 16) != 0:
-            continue
-        if os.path.basename(fields[5].removesuffix(" (deleted)")) == library:
-            # By its mapping: it may be deleted since, or be in a mount namespace where that path is another file.
-            return Path(f"/proc/{pid}/map_files/{fields[0]}"), int(fields[0].partition("-")[0], 16)
+def _loaded(pid: int, libraries: tuple[str, ...]) -> tuple[Path, int] | None:
+    """The mapped file, and the address of its first byte."""
+    names = tuple(map(os.fsencode, libraries))
+    lines = [line for line in maps.read_raw(pid).splitlines() if any(name in line for name in names)]
+    for mapping in maps.parse(b"\n".join(lines)):
+        if mapping.offset == 0 and os.path.basename(mapping.path.removesuffix(maps.DELETED)) in libraries:
+            return Path(maps.map_file(pid, mapping)), mapping.start
     return None
 
 
-def _symbol(file: Path, name: bytes) -> int:
-    """The address of a dynamic symbol of a 64-bit little-endian ELF file, relative to where it is loaded."""
+def _symbol_in(file: Path, name: str) -> int:
+    """The address of a dynamic symbol, relative to where the file is loaded."""
     with file.open("rb") as opened:
-        data = opened.read(16 << 20)
-    if data[:6] != b"\x7fELF\x02\x01":
-        raise ValueError("not a 64-bit ELF file")
-    table_at, entry_bytes, entries = (*struct.unpack_from("<Q", data, 40), *struct.unpack_from("<HH", data, 58))
-    sections = [struct.unpack_from("<IIQQQQII", data, table_at + index * entry_bytes) for index in range(entries)]
-    for _name_at, kind, _flags, _address, at, size, link, _info in sections:
-        if kind != 11:  # SHT_DYNSYM
-            continue
-        strings = sections[link][4]
-        for entry in range(at, at + size, 24):
-            text_at, _kind, _other, section, value = struct.unpack_from("<IBBHQ", data, entry)
-            if section and data[strings + text_at : strings + text_at + len(name) + 1] == name + b"\0":
-                if value >= 1 << 47:
-                    raise ValueError("a symbol beyond any address space")
-                return int(value)
-    raise KeyError(name)
+        about = os.fstat(opened.fileno())
+        key = (name, about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns)
+        if key not in _known:
+            if len(_known) >= _KNOWN_MAX:
+                _known.clear()
+            _known[key] = _symbol(opened.read(_FILE_BYTES_MAX), name)
+        return _known[key]
+
+
+def _symbol(content: bytes, name: str) -> int:
+    try:
+        elf = ELFFile(io.BytesIO(content))
+        table = elf.get_section_by_name(".dynsym")
+        found = table.get_symbol_by_name(name) if table is not None and elf.elfclass == 64 else None
+        value = next((int(symbol["st_value"]) for symbol in found or () if symbol["st_shndx"] != "SHN_UNDEF"), None)
+    except Exception as error:  # pyelftools raises whatever it trips over in a file that is no library
+        raise ValueError(f"not a 64-bit ELF library: {error!r}") from error
+    if value is None or value >= _ADDRESS_MAX:
+        raise ValueError(f"no symbol {name} that could be in memory")
+    return value

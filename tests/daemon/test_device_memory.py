@@ -80,8 +80,8 @@ def parked(two: list[Process], out: set[Process], monkeypatch: pytest.MonkeyPatc
 
     def find(process: Process) -> Any:
         return SimpleNamespace(
-            state=lambda: SimpleNamespace(parked=process in held, device_parked=process in out),
-            device_memory=lambda: SimpleNamespace(parked=process in out),
+            state=lambda: SimpleNamespace(parked=process in held, device_offloaded=process in out),
+            device_memory=lambda: SimpleNamespace(offloaded=process in out),
             release=lambda timeout_s: held.discard(process),
         )
 

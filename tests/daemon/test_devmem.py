@@ -1,4 +1,4 @@
-"""Device memory spoken of with a real process: what an earlier life of the daemon began, and what goes wrong on the way."""
+"""The daemon's side of device memory with a real process: requests from before a restart, and failures on the way."""
 
 from __future__ import annotations
 
@@ -13,41 +13,42 @@ import pytest
 
 from snapshotd.api.errors import GpuFailed
 from snapshotd.inprocess import devmem
+from snapshotd.inprocess.abi import Command
 from snapshotd.inprocess.shimctl import Mailbox
 from snapshotd.proc.tree import Process
 from tests.shim import conftest as shim
 from tests.shim.memory import conftest as memory
 from tests.shim.memory.conftest import Start
-from tests.shim.memory.jobs import DROP, FILL, PARK
+from tests.shim.memory.jobs import DROP, FILL, OFFLOAD
 
 library, offload_library = shim.library, shim.offload_library
 node, program, start_job = memory.node, memory.program, memory.start_job
 
 
-@pytest.mark.parametrize("command", [PARK, FILL, DROP])
-def test_what_was_asked_for_and_never_signalled_is_given_up(
-    start_job: Start, monkeypatch: pytest.MonkeyPatch, command: int
+@pytest.mark.parametrize("command", [OFFLOAD, FILL, DROP])
+def test_a_request_that_was_written_and_never_signalled_is_cancelled(
+    start_job: Start, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
-    """The daemon was killed in between."""
+    """The daemon was killed between the two."""
     job = start_job("grow 4")
     if command == FILL:
-        job.park()
+        job.offload()
     else:
         job.ready()
         job.park_threads()
     with monkeypatch.context() as killed:
-        killed.setattr(Mailbox, "_wake", lambda mailbox, box: None)
-        job.mailbox()._write_request(command, 60.0)
+        killed.setattr(Mailbox, "_wake", lambda mailbox, thread: None)
+        job.mailbox().post(command, 60.0)
     found = devmem.find(job.process)
     assert found is not None
     assert job.state().busy
     found.cancel()
-    assert (job.state().busy, found.out()) == (False, command == FILL)
+    assert (job.state().busy, found.offloaded()) == (False, command == FILL)
     job.come_back()
-    job.let_go()
+    job.release()
 
 
-def test_a_descriptor_that_is_no_socket_stays_with_nobody(tmp_path: Path) -> None:
+def test_a_descriptor_that_is_no_socket_is_closed(tmp_path: Path) -> None:
     file = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
     before = os.listdir("/proc/self/fd")
     with pytest.raises(OSError, match="socket"):
@@ -56,7 +57,7 @@ def test_a_descriptor_that_is_no_socket_stays_with_nobody(tmp_path: Path) -> Non
     os.close(file)
 
 
-def test_a_process_that_takes_no_descriptors_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_takes_no_descriptors_delays_no_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devmem, "_OPEN_S", 0.01)
     ours, theirs = socket.socketpair()
     ours.setblocking(False)

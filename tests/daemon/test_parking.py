@@ -64,14 +64,14 @@ class Memory:
         self.fds: list[int] = []
         self.written: list[int] = []
         self.slot_bytes = 0
-        self.failures: list[Exception] = []  # of park, in turn
+        self.failures: list[Exception] = []  # of offload, in turn
         self.fill_failures: list[Exception] = []
         self.said: list[str] = []
 
     def size(self) -> int:
         return len(self.content)
 
-    def out(self) -> bool:
+    def offloaded(self) -> bool:
         return self.is_out
 
     def ready(self, stripes: Sequence[int], slot_bytes: int) -> int:
@@ -83,8 +83,8 @@ class Memory:
         self.fds = [os.dup(fd) for fd in stripes]
         return len(self.content)
 
-    def park(self, timeout_s: float) -> int:
-        self.said.append("park")
+    def offload(self, timeout_s: float) -> int:
+        self.said.append("offload")
         if self.failures:
             if not isinstance(self.failures[0], Caught):
                 self._close()
@@ -301,8 +301,8 @@ async def test_a_thread_caught_in_an_allocation_is_let_go_and_held_again(source:
     assert size == 2 * SIZE
     assert source.let_go == [source.second.process] * again
     assert source.stopped_others == again  # it may have forked meanwhile
-    assert source.first.said == ["ready", "park"]
-    assert source.second.said == ["ready", *["park"] * offload.TRIES]
+    assert source.first.said == ["ready", "offload"]
+    assert source.second.said == ["ready", *["offload"] * offload.TRIES]
 
 
 async def test_one_that_was_caught_and_then_fails_is_left_to_the_driver(source: Source) -> None:
@@ -336,12 +336,12 @@ async def test_a_copy_that_fails_before_anything_is_off_the_gpu_is_left_to_the_d
 async def test_what_is_left_to_the_driver_keeps_no_room(source: Source) -> None:
     """The driver copies into the same memory; who sends what was copied before it failed still finds its bytes."""
 
-    def park(timeout_s: float) -> int:
+    def failing(timeout_s: float) -> int:
         os.pwrite(source.second.fds[0], b"x" * MIB, 0)
         source.second.written = [MIB, *[0] * (devmem.STRIPES - 1)]
         raise GpuFailed("CUDA_ERROR_UNKNOWN")
 
-    source.second.park = park  # type: ignore[method-assign]
+    source.second.offload = failing  # type: ignore[method-assign]
     await source.out()
     folder, names = (
         stripe_files.folder_of(source.node.config.image_dir, MOVE),
@@ -386,11 +386,11 @@ async def test_two_that_leave_at_once_do_not_take_the_same_room(
 
 
 async def test_a_failure_with_the_memory_out_is_the_moves(source: Source) -> None:
-    def park(timeout_s: float) -> int:
-        Memory.park(source.first, timeout_s)
+    def failing(timeout_s: float) -> int:
+        Memory.offload(source.first, timeout_s)
         raise GpuFailed("the ring was not freed")
 
-    source.first.park = park  # type: ignore[method-assign]
+    source.first.offload = failing  # type: ignore[method-assign]
     with pytest.raises(GpuFailed, match="the ring"):
         await source.out()
     await source.back()
@@ -718,15 +718,16 @@ async def test_a_copy_whose_memory_did_not_come_is_never_held(source: Source) ->
 
 async def test_what_grew_since_it_was_measured_gets_room_from_the_daemon(source: Source) -> None:
     """Pages that the job's own writes add to a file would count against its memory limit."""
-    park, asked = source.first.park, []
+    real = source.first.offload
+    asked: list[list[int]] = []
 
     def grown(timeout_s: float) -> int:
         asked.append([os.fstat(fd).st_size for fd in source.first.fds])
         if len(asked) == 1:
             raise TooSmall(SIZE + 64 * MIB, 48 * MIB)
-        return park(timeout_s)
+        return real(timeout_s)
 
-    source.first.park = grown  # type: ignore[method-assign]
+    source.first.offload = grown  # type: ignore[method-assign]
     size, _ = await source.out()
     assert size == 2 * SIZE
     assert min(asked[1]) >= 48 * MIB > max(asked[0])

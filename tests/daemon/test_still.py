@@ -44,7 +44,9 @@ class Rank:
 
         def state() -> Any:
             exports, imports = self.shares.get(process, (0, 0))
-            return SimpleNamespace(parked=process in self.parked, device_parked=False, exports=exports, imports=imports)
+            return SimpleNamespace(
+                parked=process in self.parked, device_offloaded=False, exports=exports, imports=imports
+            )
 
         return SimpleNamespace(park=park, release=release, state=state)
 

@@ -157,7 +157,7 @@ async def test_a_child_that_ended_keeps_nobody_parked(monkeypatch: pytest.Monkey
         if process == dead:
             raise RankGone("process 11 has ended")
         return SimpleNamespace(
-            state=lambda: SimpleNamespace(parked=True, device_parked=False),
+            state=lambda: SimpleNamespace(parked=True, device_offloaded=False),
             release=lambda timeout_s: released.append(process),
         )
 

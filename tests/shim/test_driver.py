@@ -76,9 +76,9 @@ def test_the_drivers_threads_run_on_with_all_signals_blocked(job: Job, how: int)
     until(lambda: Path(f"/proc/{tid}/status").read_text().partition(switches)[2] != before, "the driver works on")
     box.release(10)
     # A thread id that is used again would not be parked if it stayed exempt.
-    assert tree.inner_pid(tid) in box._read().exempt
+    assert tree.inner_pid(tid) in box.fields().exempt
     _do(job, f"driver.cuEnd({how})")
-    assert box._read().exempt == frozenset()
+    assert set(box.fields().exempt) == {0}
 
 
 def test_threads_with_the_drivers_names_are_known_too(job: Job) -> None:
@@ -98,7 +98,7 @@ def test_what_is_shared_is_counted(job: Job) -> None:
         job,
         "runtime = ctypes.CDLL(folder + '/named.so', os.RTLD_LOCAL | os.RTLD_NOW); assert runtime.use_runtime() == 0",
     )
-    assert job.mailbox().state() == shimctl.Parking(parked=False, threads=0, managed=1, exports=1, imports=1)
+    assert job.mailbox().state() == shimctl.ShimState(parked=False, threads=0, managed=1, exports=1, imports=1)
     _do(job, "assert [runtime.use_runtime() for _ in range(3)] == [0, 0, 0]")
     assert job.mailbox().state().managed == 4
 
@@ -119,7 +119,7 @@ def test_the_driver_in_the_global_scope(job: Job) -> None:
     _do(job, "class Handle(ctypes.Structure): _fields_ = [('b', ctypes.c_char * 64)]")
     _do(job, "handle = Handle(); assert ours.cuIpcGetMemHandle(ctypes.byref(handle), ctypes.c_uint64(6)) == 0")
     _do(job, "assert ours.cuIpcOpenMemHandle_v2(ctypes.byref(memory), handle, 1) == 0 and memory.value == 7")
-    assert job.mailbox().state() == shimctl.Parking(parked=False, threads=0, managed=1, exports=1, imports=1)
+    assert job.mailbox().state() == shimctl.ShimState(parked=False, threads=0, managed=1, exports=1, imports=1)
     _do(job, "assert ours.cuIpcCloseMemHandle(ctypes.c_uint64(8)) == 1 and ours.cuIpcCloseMemHandle(memory) == 0")
     assert job.mailbox().state().imports == 0
 

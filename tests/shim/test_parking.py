@@ -13,6 +13,7 @@ import pytest
 
 from snapshotd.api.errors import GpuFailed, RankGone, Timeout
 from snapshotd.inprocess import shimctl
+from snapshotd.inprocess.abi import Command
 from snapshotd.proc import tree
 from tests.shim.jobs import Job, Work, compile_c, python, stop, until
 
@@ -88,7 +89,7 @@ def test_asking_twice_is_as_asking_once(work: StartWork) -> None:
     first = box.state()
     box.park(5)
     assert box.state() == first
-    assert first == shimctl.Parking(parked=True, threads=3, managed=0, exports=0, imports=0)
+    assert first == shimctl.ShimState(parked=True, threads=3, managed=0, exports=0, imports=0)
     job.stands_still()
     box.release(5)
     box.release(5)
@@ -129,9 +130,10 @@ for thread in threads: thread.join()
 def test_python_sleeps_as_long_as_it_was_told(start: Start) -> None:
     job = start(*python(SLEEPERS))
     assert job.hear() == "ready"
-    for _ in range(20):
-        job.mailbox().park(10)
-        job.mailbox().release(10)
+    with contextlib.suppress(RankGone):  # on a busy machine the program ends before the last round
+        for _ in range(20):
+            job.mailbox().park(10)
+            job.mailbox().release(10)
     output, errors, status = job.finish()
     assert sorted(output.splitlines()) == ["recv True", "select True", "sleep True", "wait True"]
     assert (errors, status) == ("", 0)
@@ -225,7 +227,7 @@ def test_a_daemon_that_dies_while_it_waits_leaves_a_process_that_says_so(work: S
     job.moves()
     box = job.mailbox()
     stop(job.pid)
-    box._write_request(shimctl._PARK, 30)
+    box.post(Command.PARK, 30)
     assert box.state().parked
     assert box.state().threads == 0
     os.kill(job.pid, signal.SIGCONT)

@@ -93,7 +93,7 @@ def test_a_parked_process_is_restored_parked(library: Path, work_program: Path, 
             restored = shimctl.find(process)
             assert restored is not None
             assert process.pid != job.pid
-            assert restored.state() == shimctl.Parking(parked=True, threads=threads, managed=0, exports=0, imports=0)
+            assert restored.state() == shimctl.ShimState(parked=True, threads=threads, managed=0, exports=0, imports=0)
             assert shimctl.problems(process.pid) == []
             restored.park(10)
             restored.release(10)

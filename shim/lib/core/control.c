@@ -25,16 +25,16 @@ static int dispatch(uint32_t command, int64_t timeout_ns)
 	case SNAPSHIM_PARK:
 		return park(timeout_ns, snapshim_mailbox.argument[1]);
 	case SNAPSHIM_RELEASE:
-		if (LOAD(&snapshim_mailbox.device_parked)) {
-			add_text("the job's device memory is parked: it must be filled again before a thread may run");
+		if (LOAD(&snapshim_mailbox.device_offloaded)) {
+			add_text("the job's device memory is offloaded: it must be back on the GPU before a thread may run");
 			return EBUSY;
 		}
 		return release(timeout_ns);
 	case SNAPSHIM_EMPTY_CACHE:
 		return empty_cache(timeout_ns);
 	case SNAPSHIM_NCCL_ATTACH:
-		if (LOAD(&snapshim_mailbox.device_parked)) {
-			add_text("the job's device memory is parked: NCCL's communicators come after it");
+		if (LOAD(&snapshim_mailbox.device_offloaded)) {
+			add_text("the job's device memory is offloaded: it must be back on the GPU before NCCL's communicators are built");
 			return EBUSY;
 		}
 		return nccl_dispatch(command, timeout_ns);

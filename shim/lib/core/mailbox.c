@@ -6,7 +6,7 @@
 struct snapshim_mailbox snapshim_mailbox = {
 	.magic = {'S', 'N', 'A', 'P', 'S', 'H', 'I', 'M'},
 	.abi = SNAPSHIM_ABI_VERSION,
-	.bytes = sizeof(struct snapshim_mailbox),
+	.size = sizeof(struct snapshim_mailbox),
 };
 
 void add_text(const char *text)

@@ -1,6 +1,6 @@
 /* What the mailbox asks about device memory: the control thread's side.
  *
- * Invariant: `device_parked` is 1 from before the first physical memory is taken away until all of it is back with its
+ * Invariant: `device_offloaded` is 1 from before the first physical memory is taken away until all of it is back with its
  * content; whatever fails in between leaves a state in which FILL can be asked again. Everything that READY made is gone
  * when PARK or FILL has answered, so that a dump finds none of it but threads that sleep; only EAGAIN and EBUSY leave it for
  * another try.
@@ -174,7 +174,7 @@ static uint64_t striped_bytes(void)
 static int make_ready(int64_t until_ns)
 {
 	uint64_t count = snapshim_mailbox.argument[1], slot_bytes = snapshim_mailbox.argument[2];
-	bool parked = LOAD(&snapshim_mailbox.device_parked);
+	bool parked = LOAD(&snapshim_mailbox.device_offloaded);
 	int status;
 
 	if (!handover_is_open())
@@ -297,7 +297,7 @@ static int park_memory(int64_t until_ns)
 {
 	int status;
 
-	if (LOAD(&snapshim_mailbox.device_parked))
+	if (LOAD(&snapshim_mailbox.device_offloaded))
 		return refuse(EALREADY, "the memory is parked already");
 	if (!LOAD(&snapshim_mailbox.parked))
 		return refuse(EBUSY, "the job's threads are not parked");
@@ -326,12 +326,12 @@ static int park_memory(int64_t until_ns)
 	if (!status) {
 		parked_as.count = stripes.count;
 		parked_as.slot_bytes = stripes.slot_bytes;
-		STORE(&snapshim_mailbox.device_parked, 1);
+		STORE(&snapshim_mailbox.device_offloaded, 1);
 		status = explain(workers_finish(stripes.count, detach_all, now_ns() + TAKE_AWAY_NS));
 		if (status != ETIMEDOUT && status && !any_is_away())
-			STORE(&snapshim_mailbox.device_parked, 0);
+			STORE(&snapshim_mailbox.device_offloaded, 0);
 	}
-	if (status && !LOAD(&snapshim_mailbox.device_parked))
+	if (status && !LOAD(&snapshim_mailbox.device_offloaded))
 		mark_striped(false);
 	return settled(status, now_ns() + CLEAN_UP_NS);
 }
@@ -341,7 +341,7 @@ static int fill_memory(int64_t until_ns)
 	int64_t by_ns;
 	int status;
 
-	if (!LOAD(&snapshim_mailbox.device_parked))
+	if (!LOAD(&snapshim_mailbox.device_offloaded))
 		return refuse(EALREADY, "no memory is parked");
 	status = prepare_all(until_ns);
 	if (!status)
@@ -351,7 +351,7 @@ static int fill_memory(int64_t until_ns)
 	by_ns = now_ns() + CLEAN_UP_NS;
 	if (!status) {
 		mark_striped(false);
-		STORE(&snapshim_mailbox.device_parked, 0);
+		STORE(&snapshim_mailbox.device_offloaded, 0);
 	} else if (workers_are_back()) {
 		workers_finish(stripes.count, detach_all, by_ns);
 	}
@@ -372,7 +372,7 @@ int memory_dispatch(uint32_t command, int64_t timeout_ns)
 		return make_ready(until_ns);
 	if (!ready)
 		return refuse(EINVAL, "MEMORY_READY comes first");
-	return command == SNAPSHIM_MEMORY_PARK ? park_memory(until_ns) : fill_memory(until_ns);
+	return command == SNAPSHIM_MEMORY_OFFLOAD ? park_memory(until_ns) : fill_memory(until_ns);
 }
 
 /* In a forked child: the memory, the threads and what they copy to are its parent's. */
@@ -388,7 +388,7 @@ void memory_forget(void)
 	contexts_forget();
 	memory_calls_forget();
 	blocks_forget();
-	snapshim_mailbox.device_parked = 0;
+	snapshim_mailbox.device_offloaded = 0;
 	snapshim_mailbox.device_stripes = 0;
 	snapshim_mailbox.device_cancel = 0;
 	memset(snapshim_mailbox.device_done, 0, sizeof(snapshim_mailbox.device_done));

@@ -398,7 +398,7 @@ def _release(process: Process) -> None:
         if mailbox is None:
             return
         state = mailbox.state()
-        if state.device_parked:
+        if state.device_offloaded:
             raise GpuFailed(
                 f"the device memory of process {process.pid} is not back on its GPU: its threads stay parked",
                 where=Where.SOURCE_FROZEN,

@@ -265,7 +265,7 @@ class Parking:
     def _park(self, one: Striped, limit_s: float) -> int:
         """It ran on since it was measured, and may have more by now. Blocking."""
         try:
-            return one.memory.park(limit_s)
+            return one.memory.offload(limit_s)
         except TooSmall as small:
             more_bytes = len(one.names) * max(0, small.largest_bytes - one.stripe_bytes)
             self._wanted_bytes += max(0, small.total_bytes - one.expected_bytes)
@@ -275,14 +275,14 @@ class Parking:
                 raise Full(f"{more_bytes >> 20} MiB more are needed to park it, {room >> 20} MiB are free") from None
             for name in one.names:
                 stripe_files.enlarge(self.folder / name, small.largest_bytes)
-            return one.memory.park(limit_s)
+            return one.memory.offload(limit_s)
 
     async def _failed(self, one: Striped, error: BaseException) -> None:
         """Of no harm while its memory is still where it was; otherwise the move is."""
         if not isinstance(error, SnapshotError) or isinstance(error, RankGone):
             raise error
         await all_at_once(lambda memory: memory.cancel(), [one.memory])
-        if await in_thread(one.memory.out):
+        if await in_thread(one.memory.offloaded):
             raise error
         await self._leave_to_driver(one, error.message)
 
@@ -387,7 +387,7 @@ def _candidates(processes: Sequence[Process]) -> list[Striped]:
             memory = devmem.find(process)
             if memory is None:
                 continue
-            if memory.out():
+            if memory.offloaded():
                 raise WrongState(
                     f"the device memory of process {process.pid} left its GPU in a freeze that was cut short",
                     where=Where.SOURCE_FROZEN,

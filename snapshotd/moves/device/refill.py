@@ -58,7 +58,7 @@ async def on_source(image_dir: Path, move_log: MoveLog) -> None:
         if memory is None:
             return
         memory.cancel()  # what an earlier life of this daemon began
-        if not memory.out():
+        if not memory.offloaded():
             _drop(memory)
             return
         try:
@@ -144,7 +144,7 @@ def _memories(processes: Mapping[int, Process], device: Sequence[OffloadedMemory
     for one in device:
         process = processes.get(one.pid)
         memory = devmem.find(process) if process is not None else None
-        if memory is None or not memory.out():
+        if memory is None or not memory.offloaded():
             raise Damaged(f"process {one.pid} was not restored as it was parked", where=Where.SOURCE_FROZEN)
         found.append(memory)
     return found

@@ -1,4 +1,4 @@
-"""One job with device memory, and the daemon's commands to it: stripes are files of the test's own."""
+"""One job with device memory, and the daemon's commands to it. The stripes are files of the test's own."""
 
 from __future__ import annotations
 
@@ -14,27 +14,30 @@ from pathlib import Path
 import pytest
 
 from snapshotd.inprocess import devmem, shimctl
+from snapshotd.inprocess.abi import Command
+from snapshotd.inprocess.mailbox import Answer
 from tests.shim.jobs import STUCK_S, Job
 
 PROGRAMS = Path(__file__).parent / "programs"
 MIB = 1 << 20
-OPEN, READY, PARK, FILL, DROP = 32, 33, 34, 35, 36
+OPEN, READY, OFFLOAD = Command.MEMORY_OPEN, Command.MEMORY_READY, Command.MEMORY_OFFLOAD
+FILL, DROP = Command.MEMORY_FILL, Command.MEMORY_DROP
 STRIPES = 3
 Block = tuple[int, int, int]
-#: Not a part of any block's size, so that last chunks are shorter; and not made of groups of four pages, as copies are.
+#: No divisor of any block's size, so that last chunks are shorter; no multiple of four pages, which are copied as a group.
 SLOT_BYTES = MIB + 9 * 4096
 
 
 class Refused(Exception):
-    def __init__(self, answer: shimctl.Answer) -> None:
-        super().__init__(f"{errno.errorcode.get(answer.status, answer.status)}: {answer.words}")
+    def __init__(self, answer: Answer) -> None:
+        super().__init__(f"{errno.errorcode.get(answer.status, answer.status)}: {answer.text}")
         self.status = answer.status
-        self.words = answer.words
+        self.text = answer.text
 
 
 @contextmanager
-def refused(status: int, words: str | None = None) -> Iterator[None]:
-    with pytest.raises(Refused, match=words) as caught:
+def refused(status: int, text: str | None = None) -> Iterator[None]:
+    with pytest.raises(Refused, match=text) as caught:
         yield
     assert caught.value.status == status, caught.value
 
@@ -65,7 +68,7 @@ class DeviceJob(Job):
     def state(self) -> shimctl.DeviceMemory:
         return self.mailbox().device_memory()
 
-    def ask(self, command: int, *arguments: int, timeout_s: float = STUCK_S) -> tuple[int, int]:
+    def ask(self, command: Command, *arguments: int, timeout_s: float = STUCK_S) -> tuple[int, int]:
         answer = self.mailbox().ask(command, timeout_s, *arguments)
         if answer.status:
             raise Refused(answer)
@@ -94,29 +97,29 @@ class DeviceJob(Job):
     def park_threads(self, *, outside_driver: bool = False) -> None:
         self.mailbox().park(STUCK_S, outside_driver=outside_driver)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         self.mailbox().release(STUCK_S)
 
-    def park(self, *, timeout_s: float = STUCK_S) -> int:
-        """The whole way out, from a job that runs."""
+    def offload(self, *, timeout_s: float = STUCK_S) -> int:
+        """All steps, from a job that runs."""
         self.ready()
         self.park_threads()
-        return self.ask(PARK, timeout_s=timeout_s)[0]
+        return self.ask(OFFLOAD, timeout_s=timeout_s)[0]
 
     def fill(self, *, timeout_s: float = STUCK_S) -> int:
         self.ready(os.O_RDONLY)
         return self.ask(FILL, timeout_s=timeout_s)[0]
 
     def come_back(self) -> None:
-        """From any state in which its threads are parked; its content is what it was."""
-        if self.state().parked:
+        """From any state in which its threads are parked; its content must be what it was."""
+        if self.state().offloaded:
             self.fill()
         self.ask(DROP)
         self.is_unharmed()
 
     @contextmanager
-    def under_way(self, command: int) -> Iterator[list[int]]:
-        """Asks in the background; the errno that it answers is in the list in the end."""
+    def under_way(self, command: Command) -> Iterator[list[int]]:
+        """Sends a command in the background; its errno is in the list in the end."""
         answers: list[int] = []
 
         def ask() -> None:
@@ -133,17 +136,17 @@ class DeviceJob(Job):
         finally:
             thread.join()
 
-    def is_settled(self, *, out: bool) -> None:
-        """The memory is where it is said to be, and nothing is left of the command before."""
-        assert self.state().parked is out
+    def is_settled(self, *, offloaded: bool) -> None:
+        """The memory is where it should be, and nothing is left of the last command."""
+        assert self.state().offloaded is offloaded
         assert self.leftovers() == []
 
     def is_unharmed(self) -> None:
-        self.let_go()
+        self.release()
         assert self.do("check") == "same"
 
     def leftovers(self) -> list[str]:
-        """Of OPEN and READY: descriptors."""
+        """Descriptors that OPEN and READY have left."""
         links = [os.readlink(link) for link in Path(f"/proc/{self.pid}/fd").iterdir()]
         return [link for link in links if str(self.folder) in link or "socket" in link]
 

@@ -8,14 +8,14 @@ from pathlib import Path
 
 from tests.shim.jobs import compile_c, until
 from tests.shim.memory.conftest import Room, Start
-from tests.shim.memory.jobs import DROP, FILL, MIB, OPEN, PARK, PROGRAMS, READY, refused
+from tests.shim.memory.jobs import DROP, FILL, MIB, OFFLOAD, OPEN, PROGRAMS, READY, refused
 
 
 def test_who_does_not_ask_gets_the_drivers_memory(start_job: Start) -> None:
     job = start_job("grow 1", "segments", device_memory="driver")
     assert (job.state().bytes, job.state().blocks) == (0, 0)
     assert job.do("check") == "same"
-    for command in (OPEN, READY, PARK, FILL, DROP):
+    for command in (OPEN, READY, OFFLOAD, FILL, DROP):
         with refused(errno.ENOSYS, "--device-memory offload"):
             job.ask(command)
 
@@ -26,13 +26,13 @@ def test_segments_are_parked(start_job: Start, room: Room) -> None:
     taken = before - room()
     assert (job.state().bytes, job.state().blocks) == (32 * MIB, 8)
     for _ in range(2):
-        job.park()
+        job.offload()
         assert before - room() == taken - 32 * MIB
         job.come_back()
         assert before - room() == taken
     assert job.do("lose 0") == "done"
     assert (job.state().bytes, job.state().blocks) == (16 * MIB, 4)
-    job.park()
+    job.offload()
     job.come_back()
     assert job.do("lose 4") == "done"
     assert job.state().blocks == 0
@@ -44,7 +44,7 @@ def test_segments_whose_handles_were_released(start_job: Start, room: Room) -> N
     before = room()
     job = start_job("segments", "release 8")
     taken = before - room()
-    job.park()
+    job.offload()
     assert before - room() == taken - 32 * MIB
     job.come_back()
     assert before - room() == taken
@@ -53,14 +53,14 @@ def test_segments_whose_handles_were_released(start_job: Start, room: Room) -> N
 def test_a_segment_that_others_know_stays_with_the_driver(start_job: Start) -> None:
     job = start_job("segments", "retain")
     assert job.state().blocks == 7
-    assert job.park() == 28 * MIB
+    assert job.offload() == 28 * MIB
     job.come_back()
 
 
 def test_a_block_that_a_network_card_knows_stays_with_the_driver(start_job: Start) -> None:
     job = start_job("fill 4", "fill 6", "register")
     assert job.state().bytes == 6 * MIB
-    assert job.park() == 6 * MIB
+    assert job.offload() == 6 * MIB
     job.come_back()
 
 
@@ -85,7 +85,7 @@ def test_nothing_is_looked_up_twice(start_job: Start) -> None:
 def test_peers_may_use_it(start_job: Start) -> None:
     job = start_job()
     assert job.do("peers") == "3 3 3 3"
-    job.park()
+    job.offload()
     job.come_back()
     assert job.do("access") == "3 3 3 3"
     assert job.do("alone") == "done"
@@ -104,7 +104,7 @@ def test_one_devices_memory_is_backed(start_job: Start) -> None:
     for line in ("fill 4", "segments"):
         assert job.do(line) == "done"
     assert job.state().bytes == 4 * MIB
-    assert job.park() == 4 * MIB
+    assert job.offload() == 4 * MIB
     job.come_back()
 
 
@@ -131,5 +131,5 @@ def test_a_forked_child_has_none(start_job: Start) -> None:
     finally:
         os.kill(child, 9)
     job.park_threads()
-    job.ask(PARK)
+    job.ask(OFFLOAD)
     job.come_back()

@@ -29,10 +29,10 @@ def test_what_was_freed_in_a_capture_is_not_parked(start_job: Start, room: Room)
     left = room()
     assert job.do("capture") == "done"
     assert job.do(f"free {address}") == "0"
-    assert job.park() == 4 * MIB
+    assert job.offload() == 4 * MIB
     assert room() == left + 20 * MIB
     assert job.fill() == 4 * MIB
-    job.let_go()
+    job.release()
     assert room() == left + 16 * MIB
     assert job.do("captured") == "done"
     assert job.do(f"free {address}") == INVALID_VALUE

@@ -12,7 +12,7 @@ import pytest
 from tests.fakes.cuda_fake import GpuNode
 from tests.shim.jobs import until
 from tests.shim.memory.conftest import Room, Start
-from tests.shim.memory.jobs import DROP, FILL, MIB, OPEN, PARK, READY, SLOT_BYTES, STRIPES, refused
+from tests.shim.memory.jobs import DROP, FILL, MIB, OFFLOAD, OPEN, READY, SLOT_BYTES, STRIPES, refused
 
 
 def test_cancelled_before_it_began_and_on_the_way(start_job: Start, node: GpuNode) -> None:
@@ -21,19 +21,19 @@ def test_cancelled_before_it_began_and_on_the_way(start_job: Start, node: GpuNod
     job.park_threads()
     job.mailbox().cancel_device(True)
     with refused(errno.ECANCELED):
-        job.ask(PARK)
-    job.is_settled(out=False)
+        job.ask(OFFLOAD)
+    job.is_settled(offloaded=False)
 
     job.ready()
     for _ in range(2):
         node.fault("copy", "slow:0")  # the rehearsal's, which is given up soon
     node.fault("copy", "slow:150", once=False)
-    with job.under_way(PARK) as answers:
+    with job.under_way(OFFLOAD) as answers:
         until(lambda: any(job.state().done))
         job.mailbox().cancel_device(True)
     assert answers == [errno.ECANCELED]
     node.clear_faults()
-    job.is_settled(out=False)
+    job.is_settled(offloaded=False)
     job.is_unharmed()
 
 
@@ -45,8 +45,8 @@ def test_cancelled_before_it_was_made_ready(start_job: Start) -> None:
         job.mailbox().cancel_device(True)
         with refused(errno.ECANCELED):
             job.ask(READY, STRIPES, SLOT_BYTES)
-    job.is_settled(out=False)
-    job.park()
+    job.is_settled(offloaded=False)
+    job.offload()
     job.come_back()
 
 
@@ -58,14 +58,14 @@ def test_a_thread_is_parked_with_a_lock_of_the_drivers(start_job: Start, node: G
     time.sleep(0.1)  # from now on one of those calls is under way
     job.park_threads()
     with refused(errno.EAGAIN, "with a lock that others wait for"):
-        job.ask(PARK)
-    assert not job.state().parked
+        job.ask(OFFLOAD)
+    assert not job.state().offloaded
     node.clear_faults()
-    job.let_go()
+    job.release()
     time.sleep(1.5)  # that call has ended
     job.park_threads()
-    job.ask(PARK)
-    job.is_settled(out=True)
+    job.ask(OFFLOAD)
+    job.is_settled(offloaded=True)
     job.come_back()
 
 
@@ -76,13 +76,13 @@ def test_files_with_too_little_room_are_known_before_anything_is_copied(start_jo
         os.truncate(path, 4096)
     job.park_threads()
     with refused(errno.EFBIG, "more than the files have room for"):
-        job.ask(PARK)
-    assert not job.state().parked
+        job.ask(OFFLOAD)
+    assert not job.state().offloaded
     assert not any(job.state().done)  # nothing that may be sent
     for path in job.paths:
         os.truncate(path, 64 * MIB)
-    job.ask(PARK)
-    job.is_settled(out=True)
+    job.ask(OFFLOAD)
+    job.is_settled(offloaded=True)
     job.come_back()
 
 
@@ -96,7 +96,7 @@ def test_a_job_that_closes_what_is_not_its_own(start_job: Start, tmp_path: Path)
     assert job.do(f"replace {numbers[0]} {theirs}") == "done"
     job.park_threads()
     with refused(errno.EBADF, "not its own"):
-        job.ask(PARK)
+        job.ask(OFFLOAD)
     job.ask(DROP)
     assert theirs.read_bytes() == b"precious"
     assert os.readlink(f"/proc/{job.pid}/fd/{numbers[0]}") == str(theirs)
@@ -105,13 +105,13 @@ def test_a_job_that_closes_what_is_not_its_own(start_job: Start, tmp_path: Path)
 
 def test_no_room_at_the_fill(start_job: Start, room: Room) -> None:
     job = start_job("grow 2")
-    job.park()
+    job.offload()
     other = start_job(f"fill {room() // MIB - 12}")
     left = room()
     for _ in range(2):
         with refused(errno.ENOMEM):
             job.fill()
-        job.is_settled(out=True)
+        job.is_settled(offloaded=True)
         assert room() == left
     other.end()
     job.come_back()
@@ -130,12 +130,12 @@ def test_interrupted_on_the_way_out(start_job: Start, node: GpuNode, room: Room,
     for line in _lines(operation, number):
         node.fault(*line)
     with refused(errno.EIO, "999"):
-        job.park()
+        job.offload()
     assert node.faults() == []
-    job.is_settled(out=False)
+    job.is_settled(offloaded=False)
     assert room() == left
     job.is_unharmed()
-    job.park()
+    job.offload()
     job.come_back()
 
 
@@ -146,7 +146,7 @@ def test_interrupted_on_the_way_back(
     start_job: Start, node: GpuNode, room: Room, operation: str, numbers: tuple[int, ...]
 ) -> None:
     job = start_job("grow 2", "segments")
-    job.park()
+    job.offload()
     left = room()
     for number in numbers:
         for line in _lines(operation, number):
@@ -154,7 +154,7 @@ def test_interrupted_on_the_way_back(
         with refused(errno.EIO, "999"):
             job.fill()
         assert node.faults() == []
-        job.is_settled(out=True)
+        job.is_settled(offloaded=True)
         assert room() == left
     job.come_back()
 
@@ -166,25 +166,25 @@ def test_stripes_that_cannot_be_written(start_job: Start) -> None:
     job.ready(os.O_RDONLY)
     job.park_threads()
     with refused(errno.EBADF, "pwrite"):
-        job.ask(PARK)
-    job.is_settled(out=False)
+        job.ask(OFFLOAD)
+    job.is_settled(offloaded=False)
     job.is_unharmed()
 
 
 def test_a_stripe_that_does_not_come(start_job: Start) -> None:
     job = start_job("grow 2")
-    job.park()
+    job.offload()
     last = job.paths[-1].read_bytes()
     os.truncate(job.paths[-1], len(last) - 1)
     with refused(errno.ETIMEDOUT, "stripe 2"):
         job.fill(timeout_s=0.3)
-    job.is_settled(out=True)
+    job.is_settled(offloaded=True)
 
     job.ready(os.O_RDONLY)
     with job.under_way(FILL) as answers:
         job.mailbox().cancel_device(True)
     assert answers == [errno.ECANCELED]
-    job.is_settled(out=True)
+    job.is_settled(offloaded=True)
 
     job.paths[-1].write_bytes(last)
     job.come_back()
@@ -199,18 +199,18 @@ def test_a_call_that_does_not_come_back(start_job: Start, node: GpuNode) -> None
         node.fault("copy", "slow:0")  # the rehearsal's
     node.fault("copy", "hang")
     with refused(errno.ETIMEDOUT, "come back"):
-        job.ask(PARK, timeout_s=0.5)
-    assert not job.state().parked
-    for command in (DROP, OPEN, PARK):
+        job.ask(OFFLOAD, timeout_s=0.5)
+    assert not job.state().offloaded
+    for command in (DROP, OPEN, OFFLOAD):
         with refused(errno.EBUSY):
             job.ask(command)
-    job.let_go()
+    job.release()
     assert job.do("list") != "", "the job's own threads go on"
 
 
 def test_commands_in_a_wrong_order(start_job: Start) -> None:
     job = start_job("grow 1")
-    for command, arguments in ((PARK, ()), (FILL, ()), (READY, (STRIPES, SLOT_BYTES))):
+    for command, arguments in ((OFFLOAD, ()), (FILL, ()), (READY, (STRIPES, SLOT_BYTES))):
         with refused(errno.EINVAL):
             job.ask(command, *arguments)
     job.ask(DROP)
@@ -227,12 +227,12 @@ def test_commands_in_a_wrong_order(start_job: Start) -> None:
     assert len(job.leftovers()) > 0
     job.ask(DROP)
     assert job.leftovers() == []
-    job.park()
+    job.offload()
     with refused(errno.EINVAL, str(SLOT_BYTES)):
         job.ready(os.O_RDONLY, slot_bytes=2 * SLOT_BYTES)
     job.ready(os.O_RDONLY)
     with refused(errno.EALREADY):
-        job.ask(PARK)
+        job.ask(OFFLOAD)
     job.come_back()
 
 
@@ -246,8 +246,8 @@ def test_a_reset_after_it_was_made_ready(start_job: Start, room: Room) -> None:
     assert job.do("grow 1") == "done"
     job.park_threads()
     with refused(errno.EINVAL, "MEMORY_READY"):
-        job.ask(PARK)
-    job.is_settled(out=False)
+        job.ask(OFFLOAD)
+    job.is_settled(offloaded=False)
     job.is_unharmed()
-    job.park()
+    job.offload()
     job.come_back()

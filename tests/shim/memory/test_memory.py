@@ -10,13 +10,14 @@ from collections.abc import Sequence
 import pytest
 
 from snapshotd.api.errors import GpuFailed
+from snapshotd.inprocess.abi import Command
 from tests.fakes.cuda_fake import GpuNode
 from tests.shim.jobs import until
 from tests.shim.memory.conftest import Room, Start
-from tests.shim.memory.jobs import FILL, MIB, PARK, SLOT_BYTES, Block, refused
+from tests.shim.memory.jobs import FILL, MIB, OFFLOAD, SLOT_BYTES, Block, refused
 
 GRAIN = 2 * MIB
-NCCL_ATTACH = 24
+NCCL_ATTACH = Command.NCCL_ATTACH
 
 
 def _backed(blocks: Sequence[Block]) -> int:
@@ -53,8 +54,8 @@ def test_content_leaves_and_comes_back(start_job: Start, room: Room, mapped: boo
                 file.truncate(backed)
     assert job.ready(flags) == backed
     job.park_threads()
-    assert job.ask(PARK)[0] == backed
-    job.is_settled(out=True)
+    assert job.ask(OFFLOAD)[0] == backed
+    job.is_settled(offloaded=True)
     assert sum(job.state().done) == backed
     assert before - room() == taken - backed
     whole, at = _concatenation([path.read_bytes() for path in job.paths], blocks), 0
@@ -63,12 +64,12 @@ def test_content_leaves_and_comes_back(start_job: Start, room: Room, mapped: boo
         assert whole[at : at + len(words) * 8] == words.tobytes()
         at += _backed([(0, size, number)])
     assert job.fill() == backed
-    job.is_settled(out=False)
+    job.is_settled(offloaded=False)
     assert sum(job.state().done) == backed
     assert before - room() == taken
     job.is_unharmed()
     assert job.do("grow 2") == "done"
-    assert job.park() > backed
+    assert job.offload() > backed
     job.come_back()
     assert job.do("shrink") == "done"
     assert (job.state().bytes, job.state().blocks) == (0, 0)
@@ -76,10 +77,10 @@ def test_content_leaves_and_comes_back(start_job: Start, room: Room, mapped: boo
 
 def test_nothing_to_park(start_job: Start) -> None:
     job = start_job()
-    assert job.park() == 0
-    assert job.state().parked
+    assert job.offload() == 0
+    assert job.state().offloaded
     assert job.fill() == 0
-    job.let_go()
+    job.release()
 
 
 def test_blocks_that_come_after_ready_are_parked_too(start_job: Start) -> None:
@@ -87,16 +88,16 @@ def test_blocks_that_come_after_ready_are_parked_too(start_job: Start) -> None:
     assert job.ready() == 0
     assert job.do("grow 1") == "done"
     job.park_threads()
-    assert job.ask(PARK)[0] == job.state().bytes > 0
+    assert job.ask(OFFLOAD)[0] == job.state().bytes > 0
     job.come_back()
 
 
 def test_no_thread_runs_while_the_memory_is_away(start_job: Start) -> None:
     job = start_job("grow 1")
-    job.park()
-    with pytest.raises(GpuFailed, match="device memory is parked"):
-        job.let_go()
-    with refused(errno.EBUSY, "device memory is parked"):
+    job.offload()
+    with pytest.raises(GpuFailed, match="device memory is offloaded"):
+        job.release()
+    with refused(errno.EBUSY, "device memory is offloaded"):
         job.ask(NCCL_ATTACH)
     job.come_back()
 
@@ -105,9 +106,9 @@ def test_threads_must_be_parked(start_job: Start) -> None:
     job = start_job("grow 1")
     job.ready()
     with refused(errno.EBUSY):
-        job.ask(PARK)
+        job.ask(OFFLOAD)
     job.park_threads()
-    job.ask(PARK)
+    job.ask(OFFLOAD)
     job.come_back()
 
 
@@ -119,11 +120,11 @@ def test_a_thread_that_is_caught_allocating(start_job: Start, node: GpuNode) -> 
     until(lambda: not node.faults())
     job.park_threads()
     with refused(errno.EAGAIN):
-        job.ask(PARK)
-    job.let_go()
+        job.ask(OFFLOAD)
+    job.release()
     assert job.do("wait") == "done"
     job.park_threads()
-    assert job.ask(PARK)[0] == job.state().bytes
+    assert job.ask(OFFLOAD)[0] == job.state().bytes
     job.come_back()
 
 
@@ -132,18 +133,18 @@ def test_threads_that_come_and_go(start_job: Start) -> None:
     for _ in range(20):
         job.ready()
         job.park_threads()
-        with job.under_way(PARK) as answers:
+        with job.under_way(OFFLOAD) as answers:
             pass
         assert answers[0] in {0, errno.EAGAIN}
         job.come_back()
     assert job.do("stop") == "done"
-    job.park()
+    job.offload()
     job.come_back()
 
 
 def test_fill_follows_stripes_that_grow(start_job: Start) -> None:
     job = start_job("grow 3")
-    job.park()
+    job.offload()
     contents = [path.read_bytes() for path in job.paths]
     for path in job.paths:
         path.write_bytes(b"")

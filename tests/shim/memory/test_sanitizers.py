@@ -43,7 +43,10 @@ def job(request: pytest.FixtureRequest, node: GpuNode, tmp_path: Path) -> Iterat
     if request.param == "thread":
         _move_device_memory(node, tmp_path / "cuda")
     shim = tmp_path / "libsnapshim-offload.so"
-    parts = [SHIM / "core" / name for name in ("lockless.c", "loaded.c", "mailbox.c", "maps.c", "memory_calls.c", "sharing.c")]
+    parts = [
+        SHIM / "core" / name
+        for name in ("lockless.c", "loaded.c", "mailbox.c", "maps.c", "memory_calls.c", "sharing.c")
+    ]
     sources = [*sorted((SHIM / "memory").glob("*.c")), *parts, PROGRAMS / "control.c"]
     _compile(request.param, "-shared", "-fvisibility=hidden", "-o", shim, *sources, "-ldl")
     libraries = (shim, node.folder / "libcudart.so.13", node.folder / "libcuda.so.1")
@@ -62,7 +65,7 @@ def test_moves_are_clean(job: DeviceJob, node: GpuNode) -> None:
     for line in ("grow 4", "segments"):
         assert job.do(line) == "done"
     for _ in range(2):
-        job.park()
+        job.offload()
         job.come_back()
     assert job.do("come") == "done"
     for _ in range(5):
@@ -70,9 +73,9 @@ def test_moves_are_clean(job: DeviceJob, node: GpuNode) -> None:
     assert job.do("stop") == "done"
     node.fault("copy", "fail:CUDA_ERROR_UNKNOWN")
     with refused(errno.EIO):
-        job.park()
+        job.offload()
     job.come_back()
-    job.park()
+    job.offload()
     node.fault("create", "fail:CUDA_ERROR_OUT_OF_MEMORY")
     with refused(errno.ENOMEM):
         job.fill()

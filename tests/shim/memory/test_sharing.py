@@ -207,7 +207,7 @@ def test_shared_memory_is_not_parked(start_job: Start) -> None:
     owner, guest = start_job("fill 4", "fill 8"), start_job()
     handle = _said(owner, "share 0")
     assert owner.state().bytes == 8 * MIB
-    assert owner.park() == 8 * MIB
+    assert owner.offload() == 8 * MIB
     assert _said(guest, f"open {handle}").startswith("0x")  # its desk is open while its threads are parked
     assert _said(guest, "peek") == FIRST_WORD
     owner.come_back()
@@ -269,5 +269,5 @@ def test_memory_is_backed_where_none_can_be_made_for_export(start_job: Start, no
     assert job.do(word) == "done"
     assert job.state().bytes >= 8 * MIB
     assert _said(job, "share 0") == "error-1"
-    assert job.park() == job.state().bytes
+    assert job.offload() == job.state().bytes
     job.come_back()

@@ -1,4 +1,4 @@
-"""As the daemon goes it: parked threads, the driver's lock, unlock, PARK, the driver's checkpoint of the rest; and back.
+"""As the daemon goes it: parked threads, the driver's lock, unlock, OFFLOAD, the driver's checkpoint of the rest; and back.
 
 Also the other way round, which is left for threads that do not leave the driver: who waits at its lock has a share of it
 once that is opened, though parked.
@@ -19,7 +19,7 @@ from snapshotd.moves.device import gpu
 from tests.fakes.cuda_fake import GpuNode
 from tests.shim.jobs import STUCK_S, until
 from tests.shim.memory.conftest import Start
-from tests.shim.memory.jobs import DROP, PARK, DeviceJob, Refused, refused
+from tests.shim.memory.jobs import DROP, OFFLOAD, DeviceJob, Refused, refused
 
 ROUNDS = 30
 
@@ -56,11 +56,11 @@ async def _park(job: DeviceJob, gpus: Gpus) -> bool:
     await gpu.still(gpus, [job.process], [job.process], gpu.Parts())
     await gpus.unlock(job.process, STUCK_S)
     try:
-        await asyncio.to_thread(job.ask, PARK)
+        await asyncio.to_thread(job.ask, OFFLOAD)
     except Refused as error:
         if error.status != errno.EAGAIN:
             raise
-        await asyncio.to_thread(job.let_go)
+        await asyncio.to_thread(job.release)
         return False
     return True
 
@@ -87,9 +87,9 @@ async def test_who_is_parked_outside_the_driver_has_no_share_of_its_lock(start_j
     for _ in range(ROUNDS):
         await asyncio.to_thread(job.ready)
         await _still(job, gpus)
-        await asyncio.to_thread(job.ask, PARK)
+        await asyncio.to_thread(job.ask, OFFLOAD)
         await asyncio.to_thread(job.fill)
-        await asyncio.to_thread(job.let_go)
+        await asyncio.to_thread(job.release)
     assert job.do("stop") == "done"
     assert job.do("check") == "same"
 
@@ -102,12 +102,12 @@ async def test_who_is_parked_at_the_drivers_lock_has_a_share_of_it_once_that_is_
     await asyncio.to_thread(job.ready)
     await _caught_at_the_lock(job, gpus)
     with refused(errno.EAGAIN, "with a lock that others wait for"):
-        await asyncio.to_thread(job.ask, PARK)
-    assert not job.state().parked
-    await asyncio.to_thread(job.let_go)
+        await asyncio.to_thread(job.ask, OFFLOAD)
+    assert not job.state().offloaded
+    await asyncio.to_thread(job.release)
     await _still(job, gpus)
-    await asyncio.to_thread(job.ask, PARK)
-    job.is_settled(out=True)
+    await asyncio.to_thread(job.ask, OFFLOAD)
+    job.is_settled(offloaded=True)
     await asyncio.to_thread(job.come_back)
 
 
@@ -117,7 +117,7 @@ async def test_a_share_keeps_the_driver_from_being_locked_until_its_owner_runs(s
     for _ in range(2):  # what was given up has handed out no share a second time
         with pytest.raises(Timeout):
             await gpus.lock(job.process, 0.3)
-    await asyncio.to_thread(job.let_go)
+    await asyncio.to_thread(job.release)
     await gpus.lock(job.process, STUCK_S)
     await gpus.unlock(job.process, STUCK_S)
     assert job.do("stop") == "done"

@@ -8,7 +8,7 @@ import struct
 
 from tests.shim.jobs import STUCK_S
 from tests.shim.memory.conftest import Start
-from tests.shim.memory.jobs import PARK, STRIPES, refused
+from tests.shim.memory.jobs import OFFLOAD, STRIPES, refused
 
 EXEMPT_AT, EXEMPT_COUNT = 656, 64
 
@@ -20,7 +20,7 @@ def test_they_are_made_once(start_job: Start) -> None:
     workers = job.workers()
     assert len(workers) == STRIPES
     for _ in range(3):
-        job.park()
+        job.offload()
         assert job.workers() == workers
         job.come_back()
     assert job.workers() == workers
@@ -51,5 +51,5 @@ def test_one_that_could_be_taken_for_the_jobs_is_not_made(start_job: Start) -> N
         os.close(memory)
     job.ready()
     job.park_threads()
-    job.ask(PARK)
+    job.ask(OFFLOAD)
     job.come_back()

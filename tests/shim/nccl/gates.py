@@ -16,14 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from migrator.quiesce.cut import Channel, Cut, Decision, Report, next_targets
-from snapshotd.inprocess import shimctl
+from snapshotd.inprocess import abi, mailbox, shimctl
 from snapshotd.proc import tree
 
-PARK, RELEASE = 1, 2
-ROOM, CLOSE, TARGETS, REPORT, OPEN, DETACH, NEW_ID, FRESH, ATTACH = range(16, 25)
-
-_COMMAND_AT, _REQUEST_AT, _ANSWER_AT, _CANCEL_AT = 36, 72, 76, 84
-_ANSWER = struct.Struct("<IiI4Q512s")
+PARK, RELEASE = abi.Command.PARK, abi.Command.RELEASE
+ROOM, CLOSE, TARGETS = abi.Command.NCCL_ROOM, abi.Command.NCCL_CLOSE, abi.Command.NCCL_TARGETS
+REPORT, OPEN, DETACH = abi.Command.NCCL_REPORT, abi.Command.NCCL_OPEN, abi.Command.NCCL_DETACH
+NEW_ID, FRESH, ATTACH = abi.Command.NCCL_NEW_ID, abi.Command.NCCL_FRESH, abi.Command.NCCL_ATTACH
 
 
 class Refused(Exception):
@@ -44,7 +43,7 @@ class Gate:
 
     def _owner(self, address: int) -> int:
         with self._memory() as memory:
-            (owner,) = struct.unpack("<i", os.pread(memory, 4, address + 16))
+            (owner,) = struct.unpack("<i", os.pread(memory, 4, address + abi.Offset.OWNER))
         return int(owner)
 
     @contextmanager
@@ -57,30 +56,29 @@ class Gate:
 
     def begin(self, command: int, timeout_s: float, length: int) -> int:
         with self._memory() as memory:
-            (number,) = struct.unpack("<I", os.pread(memory, 4, self.address + _REQUEST_AT))
+            (number,) = struct.unpack("<I", os.pread(memory, 4, self.address + abi.Offset.REQUEST))
             number = number % 0xFFFFFFFE + 1
             arguments = struct.pack("<I4Q", command, round(timeout_s * 1000), length, 0, 0)
-            os.pwrite(memory, arguments, self.address + _COMMAND_AT)
-            os.pwrite(memory, struct.pack("<I", number), self.address + _REQUEST_AT)
-            (thread,) = struct.unpack("<i", os.pread(memory, 4, self.address + 20))
-        shimctl._libc.tgkill(self.pid, thread, shimctl.RESERVED_SIGNAL)
+            os.pwrite(memory, arguments, self.address + abi.Offset.COMMAND)
+            os.pwrite(memory, struct.pack("<I", number), self.address + abi.Offset.REQUEST)
+            (thread,) = struct.unpack("<i", os.pread(memory, 4, self.address + abi.Offset.THREAD))
+        mailbox.libc.tgkill(self.pid, thread, abi.SIGNAL)
         return int(number)
 
     def finish(self, number: int) -> tuple[list[int], bytes]:
         while True:
             with self._memory() as memory:
-                answer, status, _, *result, text = _ANSWER.unpack(
-                    os.pread(memory, _ANSWER.size, self.address + _ANSWER_AT)
-                )
-                if answer == number:
-                    if status:
-                        raise Refused(status, text.partition(b"\0")[0].decode())
+                box = abi.unpack(os.pread(memory, abi.MAILBOX_BYTES, self.address))
+                if box.answer == number:
+                    if box.status:
+                        raise Refused(box.status, box.text.partition(b"\0")[0].decode())
+                    result = list(box.result)
                     return result, os.pread(memory, result[1], result[0]) if result[1] else b""
             time.sleep(0.0005)
 
     def cancel(self, number: int) -> None:
         with self._memory() as memory:
-            os.pwrite(memory, struct.pack("<I", number), self.address + _CANCEL_AT)
+            os.pwrite(memory, struct.pack("<I", number), self.address + abi.Offset.CANCEL)
 
     def send(self, command: int, text: str = "", timeout_s: float = 20.0) -> int:
         """Begins a command; its number is for `finish`."""

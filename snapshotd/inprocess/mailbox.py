@@ -1,0 +1,258 @@
+"""Exchanges requests and answers with libsnapshim.so inside a process, through its mailbox (shim/lib/abi.h).
+
+There is no connection. The request is written into the process's own memory, and its control thread is woken with the
+reserved signal. So nothing has to be closed before a dump, and everything works on a restored process as before. Invariant:
+nothing is written and no thread is signalled before the mailbox was seen to be of our version and owned by that very process.
+Pids are the daemon's; those inside the mailbox belong to the process's pid namespace.
+
+Everything here blocks: call it in a thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import logging
+import os
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from snapshotd.api.errors import GpuFailed, RankGone, SnapshotError, Timeout, Where
+from snapshotd.inprocess import abi, symbols
+from snapshotd.proc import comm, tree
+
+log = logging.getLogger(__name__)
+
+LIBRARY = "libsnapshim.so"
+#: A process has one of them: the second, unless `migrator run --device-memory driver` has started it.
+LIBRARIES = (LIBRARY, "libsnapshim-offload.so")
+RESERVED_SIGNAL = abi.SIGNAL
+
+_MAGIC = b"SNAPSHIM"
+_REQUEST = struct.Struct("<I4Q")  # `command` and `argument`, which follow each other
+_WORD = struct.Struct("<I")
+#: How much longer the daemon waits than the process itself, whose own message says better what went wrong.
+_GRACE_S = 2.0
+#: How often a control thread that has not answered is signalled.
+SIGNAL_AGAIN_S = 0.25
+#: libc blocks all signals for moments, and a control thread starts a moment after the second thread: one look is not enough.
+LOOKS, LOOK_EVERY_S = 6, 0.03
+
+libc = ctypes.CDLL(None, use_errno=True)
+_turns: weakref.WeakValueDictionary[tree.Process, threading.RLock] = weakref.WeakValueDictionary()
+_turns_lock = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The outcome of a command: 0 or an errno, its message, and two numbers that the command defines."""
+
+    status: int
+    text: str
+    first: int
+    second: int
+
+
+@dataclass(frozen=True)
+class Connection:
+    """The mailbox of one process, at an address that `locate` has found."""
+
+    process: tree.Process
+    address: int
+
+    def speaks_our_version(self) -> bool:
+        with self._memory(os.O_RDONLY) as memory:
+            return os.pread(memory, 12, self.address) == struct.pack("<8sI", _MAGIC, abi.ABI_VERSION)
+
+    def serves(self) -> bool:
+        """Whether the process has a control thread: a program with one thread has none."""
+        return self.fields().owner == self.inner_pid()
+
+    def fields(self) -> abi.MailboxFields:
+        with self._memory(os.O_RDONLY) as memory:
+            raw = os.pread(memory, abi.MAILBOX_BYTES, self.address)
+        if len(raw) < abi.MAILBOX_BYTES:
+            raise self._lost()
+        fields = abi.unpack(raw)
+        if fields.magic != _MAGIC or fields.abi != abi.ABI_VERSION:
+            raise self._lost()
+        return fields
+
+    def controlled(self) -> abi.MailboxFields:
+        """The mailbox, once its control thread is there: it starts a moment after the process's second thread."""
+        for look in range(LOOKS):
+            if look:
+                time.sleep(LOOK_EVERY_S)
+            fields = self.fields()
+            if fields.owner == self.inner_pid() and any(
+                inner == fields.thread for _, inner in threads(self.process.pid)
+            ):
+                return fields
+        raise GpuFailed(
+            f"process {self.process.pid} ({name(self.process.pid)}) has no control thread of {LIBRARY}",
+            remedy="it has a single thread, or was forked from one that has more; neither holds a GPU: try again",
+        )
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
+        """One conversation at a time: a mailbox has room for one request and one answer."""
+        with _turns_lock:
+            turn = _turns.setdefault(self.process, threading.RLock())
+        with turn:
+            yield
+
+    def ask(
+        self, command: abi.Command, timeout_s: float, *arguments: int, given_up: threading.Event | None = None
+    ) -> Answer:
+        """Sends a command, with its arguments from the second on, and waits for the answer.
+
+        A command of NCCL can be cancelled before its time: it is when `given_up` is set, by any thread. It still answers.
+        """
+        with self.turn():
+            fields = self._converse(command, timeout_s, *arguments, given_up=given_up)
+        text = fields.text.partition(b"\0")[0].decode(errors="replace")
+        return Answer(fields.status, text or (os.strerror(fields.status) if fields.status else ""), *fields.result[:2])
+
+    def wake(self) -> None:
+        """Makes the control thread look into the mailbox, which does no harm where there is nothing to do."""
+        self._wake(self.fields().thread)
+
+    def read(self, address: int, size: int) -> bytes:
+        with self._memory(os.O_RDONLY) as memory:
+            return os.pread(memory, size, address)
+
+    def write(self, address: int, data: bytes) -> None:
+        with self._memory(os.O_RDWR) as memory:
+            os.pwrite(memory, data, address)
+
+    def write_word(self, offset: abi.Offset, value: int) -> None:
+        self.write(self.address + offset, _WORD.pack(value))
+
+    def post(self, command: abi.Command, timeout_s: float, *arguments: int) -> int:
+        """Sends a command without waiting. Returns the number that `answer` will have."""
+        fields = self.controlled()
+        number = fields.request % 0xFFFFFFFE + 1
+        if number == fields.answer:
+            number = number % 0xFFFFFFFE + 1
+        with self._memory(os.O_RDWR) as memory:
+            request = _REQUEST.pack(command, max(1, round(timeout_s * 1000)), *(*arguments, 0, 0, 0)[:3])
+            os.pwrite(memory, request, self.address + abi.Offset.COMMAND)
+            os.pwrite(memory, _WORD.pack(number), self.address + abi.Offset.REQUEST)
+        self._wake(fields.thread)
+        return number
+
+    def _converse(
+        self, command: abi.Command, timeout_s: float, *arguments: int, given_up: threading.Event | None
+    ) -> abi.MailboxFields:
+        number = self.post(command, timeout_s, *arguments)
+        started = signalled = time.monotonic()
+        pause_s = 0.0005
+        while True:
+            fields = self.fields()
+            if fields.answer == number:
+                return fields
+            now = time.monotonic()
+            if now > started + timeout_s + _GRACE_S:
+                raise self._silence(timeout_s)
+            if given_up is not None and given_up.is_set():
+                self.write_word(abi.Offset.CANCEL, number)
+            if now > signalled + SIGNAL_AGAIN_S:
+                self._wake(fields.thread)
+                signalled = now
+            time.sleep(pause_s)
+            pause_s = min(pause_s * 1.5, 0.01)
+
+    def _wake(self, inner_tid: int) -> None:
+        """Signals that one thread: after an exec it is gone, and no other thread gets the signal."""
+        pid = self.process.pid
+        tid = next((tid for tid, inner in threads(pid) if inner == inner_tid and tid != pid), 0)
+        if not tid or not self.process.alive():
+            raise self._lost()
+        if libc.tgkill(pid, tid, RESERVED_SIGNAL) == -1 and ctypes.get_errno() == errno.ESRCH:
+            raise self._lost()
+
+    def inner_pid(self) -> int:
+        try:
+            return tree.inner_pid(self.process.pid)
+        except (FileNotFoundError, ProcessLookupError) as error:
+            raise ended(self.process.pid) from error
+
+    @contextlib.contextmanager
+    def _memory(self, flags: int) -> Iterator[int]:
+        try:
+            memory = os.open(f"/proc/{self.process.pid}/mem", flags | os.O_CLOEXEC)
+        except (FileNotFoundError, ProcessLookupError) as error:
+            raise self._lost() from error
+        try:
+            if not self.process.alive():
+                raise self._lost()
+            yield memory
+        except OSError as error:
+            raise self._lost() from error
+        finally:
+            os.close(memory)
+
+    def _lost(self) -> SnapshotError:
+        pid = self.process.pid
+        if self.process.alive():
+            return GpuFailed(
+                f"process {pid} ({name(pid)}) has replaced its program or lost {LIBRARY} during a conversation with it",
+                remedy="a plain retry is safe",
+            )
+        return ended(pid)
+
+    def _silence(self, timeout_s: float) -> Timeout:
+        pid = self.process.pid
+        letter = tree.state(pid)
+        why = "it is stopped" if letter in "Tt" else f"its state is {letter or 'gone'}"
+        return Timeout(
+            f"the control thread of process {pid} ({name(pid)}) did not answer in {timeout_s + _GRACE_S:.0f} s: {why}",
+            remedy="continue the process if it was stopped by hand; otherwise the node gives it no time to run",
+            where=Where.SOURCE_RUNNING,
+        )
+
+
+def locate(process: tree.Process) -> int | None:
+    """The address of a process's mailbox; None where the library is not loaded.
+
+    Raises GpuFailed when it has another version of the library, RankGone when it has ended.
+    """
+    try:
+        address = symbols.address(process.pid, LIBRARIES, "snapshim_mailbox")
+        if address is None and process.alive():
+            return None
+        if address and Connection(process, address).speaks_our_version():
+            return address
+    except ValueError as error:
+        log.debug("%s in process %d: %s", LIBRARY, process.pid, error)
+    except (FileNotFoundError, ProcessLookupError) as error:
+        raise ended(process.pid) from error
+    if not process.alive():
+        raise ended(process.pid)
+    raise GpuFailed(
+        f"process {process.pid} ({name(process.pid)}) has another version of {LIBRARY} than this daemon speaks to",
+        remedy="restart the job after an upgrade; until then it stays where it is",
+    )
+
+
+def ended(pid: int) -> RankGone:
+    return RankGone(f"process {pid} has ended", where=Where.ENDED)
+
+
+def threads(pid: int) -> list[tuple[int, int]]:
+    """The threads of a process: their ids here, and in its own pid namespace."""
+    found = []
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                found.append((int(task), tree.inner_pid(int(task))))
+    return found
+
+
+def name(pid: int) -> str:
+    return comm.name_or(pid, "gone")
