@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -249,6 +250,12 @@ def test_ports_are_the_defaults() -> None:
     for page in ALL:
         for port in re.findall(r"\b(\d{4,5})/tcp", page.read_text()):
             assert f':{port}"' in example, f"{page.name} names port {port}"
+
+
+def test_changelog_has_the_current_version() -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert version == snapshotd.__version__
+    assert f"## [{version}]" in (ROOT / "CHANGELOG.md").read_text()
 
 
 # ---------------------------------------------------------------------- the quick start
