@@ -1,11 +1,11 @@
-"""The per-node daemon: it freezes ranks, streams them away, receives and restores them."""
+"""The per-node daemon: it freezes ranks and sends them to other nodes, and receives and restores them."""
 
 import os
 
 __version__ = "0.1.0"
 
-# Read by gRPC's core when it is first loaded, so they belong where every import of ours passes. Its log lines (a failed
-# handshake, say) repeat in C++ what our errors say in words, and land in the middle of a terminal's progress bar.
+# gRPC's core reads these variables when it is loaded, so they are set in the package that every module imports. Its log
+# lines (about a failed handshake, for example) repeat our errors and would appear inside a terminal's progress bar.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-# Children are spawned, never forked (snapshotd/runtime/blocking.py): the fork handlers would only wait for its threads.
+# Children are spawned, never forked (snapshotd/runtime/blocking.py), so the fork handlers would only cost time.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")

@@ -1,7 +1,7 @@
-"""The daemon as a process: start, serve until told to stop, stop. What it does meanwhile is snapshotd/service.py.
+"""The daemon as a process: it starts, serves until a signal stops it, and stops. snapshotd/service.py is what it serves.
 
-Invariant: at most one daemon serves a run_dir (a lock that ends with the process, however it ends), READY is said when
-everything listens, and stopping never touches a rank: that is for the next daemon, which reads the journal.
+Invariant: at most one daemon serves a run_dir (the kernel releases its lock with the process). READY is reported once
+everything listens. Stopping never touches a rank: the next daemon reads the journal and continues.
 """
 
 from __future__ import annotations
@@ -34,34 +34,34 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger(__name__)
 
-#: How long steps in progress may take to end or to be handed over, and then the calls that are still open.
+#: Time limits at stop: first for steps in progress to end or to be handed over, then for calls that are still open.
 STOP_GRACE_S = 20.0
 CALLS_GRACE_S = 1.0
 
 SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     *COMMON_OPTIONS,
-    ("grpc.so_reuseport", 0),  # otherwise a second daemon on the same port would silently get half of the calls
+    ("grpc.so_reuseport", 0),  # otherwise a second daemon on the same port would silently receive half of the calls
     ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
     ("grpc.http2.max_ping_strikes", 0),
 )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """`snapshotd --config FILE`; exits 0 after SIGTERM, else with the exit code of the error's class."""
-    parser = argparse.ArgumentParser(prog="snapshotd", description="The per-node daemon that moves ranks.")
-    parser.add_argument("--config", type=Path, default=DEFAULT_PATH, metavar="FILE", help="default: %(default)s")
+    """`snapshotd --config FILE`. Exits with 0 after SIGTERM, else with the exit code of the error's class."""
+    parser = argparse.ArgumentParser(prog="snapshotd", description="Run the per-node daemon that moves ranks.")
     parser.add_argument(
-        "--check-config", action="store_true", help="say what is wrong with the configuration, and exit"
+        "--config", type=Path, default=DEFAULT_PATH, metavar="FILE", help="configuration file (default: %(default)s)"
     )
+    parser.add_argument("--check-config", action="store_true", help="list the problems of the configuration and exit")
     parser.add_argument("--version", action="version", version=f"snapshotd {host.DAEMON_VERSION}")
     options = parser.parse_args(argv)
     try:
         config = Config.load(options.config)
         if options.check_config:
-            print(f"{options.config} is good: node {config.node}, CRIU {config.criu_version} at {config.criu}")
+            print(f"{options.config} is valid: node {config.node}, CRIU {config.criu_version} at {config.criu}")
             return
         if os.geteuid() != 0:
-            raise Denied("snapshotd has to run as root", remedy="start it with systemd, or with sudo")
+            raise Denied("snapshotd must run as root", remedy="start it with systemd or sudo")
         logs.set_up(config.log_format, config.log_level)
         make_directories(config)
         with one_daemon(config.run_dir):
@@ -73,18 +73,18 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def make_directories(config: Config) -> None:
-    """run_dir is open to users, who reach keeper.sock in it; the journal and the images are root's alone."""
+    """Users can enter run_dir, to reach keeper.sock. Only root can read the journal and the images."""
     for place, mode in ((config.run_dir, 0o755), (config.state_dir, 0o700), (config.image_dir, 0o700)):
         try:
             place.mkdir(parents=True, exist_ok=True)
             place.chmod(mode)
         except OSError as error:
-            raise BadConfig(f"{place} cannot be made: {error.strerror}") from error
+            raise BadConfig(f"{place} cannot be created: {error.strerror}") from error
 
 
 @contextlib.contextmanager
 def one_daemon(run_dir: Path) -> Iterator[None]:
-    """Holds run_dir's lock; Busy where another daemon has it. The kernel drops it with the process, killed or not."""
+    """Holds the lock of run_dir. Raises Busy if another daemon has it. The kernel releases it when the process ends."""
     descriptor = os.open(run_dir / "snapshotd.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         try:
@@ -93,7 +93,7 @@ def one_daemon(run_dir: Path) -> Iterator[None]:
             holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
             raise Busy(
                 f"another snapshotd (pid {holder}) already serves {run_dir}",
-                remedy="stop that one first (systemctl stop snapshotd), or give this one a run_dir of its own",
+                remedy="stop it first (`systemctl stop snapshotd`), or set another run_dir",
             ) from None
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
@@ -103,7 +103,7 @@ def one_daemon(run_dir: Path) -> Iterator[None]:
 
 
 async def serve(config: Config) -> None:
-    """Everything between the lock and the end."""
+    """Serves until a signal arrives. The caller holds the lock."""
     from snapshotd.service import Daemon
 
     stop = asyncio.Event()
@@ -117,10 +117,10 @@ async def serve(config: Config) -> None:
             await metrics.serve(*split_address(config.metrics_listen))
         await daemon.start(server)
         await server.start()
-        _say_started(config)
+        _report_started(config)
         await stop.wait()
     finally:
-        sd_notify.stopping("finishing or handing over what is in progress")
+        sd_notify.stopping("finishing or handing over moves in progress")
         LOG.info("stopping")
         try:
             await _stop(daemon, server)
@@ -131,7 +131,7 @@ async def serve(config: Config) -> None:
 
 
 async def _stop(daemon: Daemon, server: grpc.aio.Server) -> None:
-    """The daemon's own work first: it may still need calls to be answered in order to end well."""
+    """Stops the daemon's own work first, because it may still need to answer calls."""
     try:
         await daemon.stop(STOP_GRACE_S)
     finally:
@@ -140,22 +140,22 @@ async def _stop(daemon: Daemon, server: grpc.aio.Server) -> None:
 
 
 def _stop_on_signals(stop: asyncio.Event) -> None:
-    """The first SIGTERM or SIGINT asks, the second ends at once: nothing is lost, the journal is on disk."""
+    """The first SIGTERM or SIGINT stops the daemon, the second ends it at once. Nothing is lost: the journal is on disk."""
 
-    def asked(number: signal.Signals) -> None:
+    def on_signal(number: signal.Signals) -> None:
         if stop.is_set():
-            LOG.warning("%s again: ending at once", number.name)
+            LOG.warning("second %s: exiting at once", number.name)
             os._exit(128 + number)
-        LOG.info("%s", number.name)
+        LOG.info("received %s", number.name)
         stop.set()
 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, asked, number)
+        loop.add_signal_handler(number, on_signal, number)
 
 
 def _listen(server: grpc.aio.Server, config: Config) -> None:
-    """Binds both doors. admin.sock is never, not for a moment, open to others than root."""
+    """Binds admin.sock and the TLS port. At no time can users other than root connect to admin.sock."""
     _remove_stale_socket(config.admin_socket)
     umask = os.umask(0o177)
     try:
@@ -172,24 +172,26 @@ def _listen(server: grpc.aio.Server, config: Config) -> None:
 
 
 def _remove_stale_socket(path: Path) -> None:
-    """What a killed daemon left behind. gRPC would unlink any socket, also one that somebody listens on."""
+    """Removes the socket of a killed daemon. gRPC would also remove one that a process still listens on."""
     try:
         kind = path.lstat().st_mode
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(kind):
-        raise BadConfig(f"{path} is in the way: it is not a socket", remedy="remove it, or choose another run_dir")
+        raise BadConfig(f"{path} exists and is not a socket", remedy="remove it, or set another run_dir")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:
             probe.connect(str(path))
         except OSError:
             path.unlink()
             return
-    raise Busy(f"somebody listens on {path}", remedy="find out who (ss -xlp) and stop it, or choose another run_dir")
+    raise Busy(
+        f"another process listens on {path}", remedy="find it with `ss -xlp` and stop it, or set another run_dir"
+    )
 
 
 def _why_not_bound(address: str) -> str:
-    """gRPC does not say why; the same bind by hand does."""
+    """Why the address cannot be bound: gRPC does not report it, so the bind is repeated here."""
     name, port = split_address(address)
     try:
         family, kind, protocol, _, where = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)[0]
@@ -207,11 +209,11 @@ def _start_watchdog() -> asyncio.Task[None]:
     return asyncio.create_task(sd_notify.keep_watchdog(interval_s) if interval_s else asyncio.sleep(0), name="watchdog")
 
 
-def _say_started(config: Config) -> None:
+def _report_started(config: Config) -> None:
     if host.is_ram_backed(config.state_dir):
-        LOG.warning("state_dir %s is in memory: a reboot in the middle of a move loses its outcome", config.state_dir)
+        LOG.warning("state_dir %s is in memory: a reboot during a move would lose its outcome", config.state_dir)
     LOG.info(
-        "snapshotd %s is node %s, listening on %s and %s, with CRIU %s at %s",
+        "snapshotd %s started as node %s, listening on %s and %s, CRIU %s at %s",
         *(host.DAEMON_VERSION, config.node, config.listen, config.admin_socket, config.criu_version, config.criu),
     )
     sd_notify.ready(f"node {config.node}, listening on {config.listen}")

@@ -1,11 +1,11 @@
-"""Who may call what, and what a failed call looks like to the caller.
+"""Which caller may call which method, and how errors are returned to the caller.
 
-Invariant: no servicer runs for a caller whose role the table below does not name, and a method that is not in the table
-is for nobody. Out of every servicer comes an answer or one error of the taxonomy: its status, its message, and its wire
-form in the trailing metadata. Tracebacks stay in our log.
+Invariant: no servicer runs for a caller whose role the table below does not list, and a method that is not in the table
+cannot be called at all. Every servicer returns an answer or one error of the taxonomy: its status, its message, and its
+wire form in the trailing metadata. Tracebacks are only logged.
 
-A caller is a certificate of the cluster's CA (CN `operator:NAME` or `node:NAME`), or whoever opened admin.sock, whose
-mode lets only root do so.
+A caller is identified by a certificate of the cluster's CA (CN `operator:NAME` or `node:NAME`). A caller on admin.sock is
+root, because its mode lets only root connect.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _OPERATOR: frozenset[Role] = frozenset({"operator", "root"})
 _NODE: frozenset[Role] = frozenset({"node", "root"})
 _BOTH: frozenset[Role] = _OPERATOR | _NODE
 
-#: As the comments of proto/snapshotd.proto have it; tests/daemon/test_access.py compares the two.
+#: The same as in the comments of proto/snapshotd.proto; tests/api/test_access.py compares the two.
 ALLOWED: dict[str, frozenset[Role]] = {
     "/snapshotd.v1.Node/GetNode": _BOTH,
     "/snapshotd.v1.Node/ListRanks": _BOTH,
@@ -79,14 +79,14 @@ ALLOWED: dict[str, frozenset[Role]] = {
     "/snapshotd.v1.Home/Relay": _NODE,
 }
 
-#: A longer message keeps its beginning and its end: both ends' metadata limits (api/channel.py) must hold it twice.
+#: Of a longer message only the beginning and the end are sent: it must fit twice into the limits of api/channel.py.
 _MAX_MESSAGE_CHARS = 8_000
 _MAX_DETAILS_CHARS = 500
 
 
 @dataclass(frozen=True)
 class Caller:
-    """Who is at the other end of a call."""
+    """The peer of a call."""
 
     role: Role
     name: str
@@ -96,7 +96,7 @@ class Caller:
 
 
 def caller(context: Context) -> Caller:
-    """Who calls, by certificate or by socket; Denied where neither says so."""
+    """The caller, identified by certificate or socket. Raises Denied if neither identifies it."""
     if context.peer().startswith("unix:"):
         return Caller("root", "root")
     names = [bytes(name).decode(errors="replace") for name in context.auth_context().get("x509_common_name", ())]
@@ -105,21 +105,22 @@ def caller(context: Context) -> Caller:
         return Caller("operator", name)
     if name and role == "node":
         return Caller("node", name)
-    raise Denied(f"the certificate of {names or 'nobody'} is neither an operator's nor a node's")
+    raise Denied(f"the certificate of {names or 'the caller'} belongs neither to an operator nor to a node")
 
 
 def check(method: str, context: Context) -> Caller:
-    """The caller, if the table lets it call `method`."""
-    who = caller(context)
+    """The caller. Raises Denied if the table does not allow it to call `method`."""
+    found = caller(context)
     roles = ALLOWED.get(method, frozenset())
-    if who.role not in roles:
-        wanted = " or ".join(sorted(roles - {"root"})) or "nobody"
-        raise Denied(f"{who} may not call {method.rpartition('/')[2]}: it is for {wanted}")
-    return who
+    if found.role not in roles:
+        allowed = " or ".join(f"an {role}" if role == "operator" else f"a {role}" for role in sorted(roles - {"root"}))
+        reason = f"only {allowed} may" if allowed else "it is not in the access table"
+        raise Denied(f"{found} may not call {method.rpartition('/')[2]}: {reason}")
+    return found
 
 
 class Access(grpc.aio.ServerInterceptor):
-    """Wraps every handler: first the table, then the servicer, then the translation of what it raised."""
+    """Wraps every handler: checks the table, runs the servicer, and translates the errors that it raises."""
 
     async def intercept_service(
         self,
@@ -131,8 +132,8 @@ class Access(grpc.aio.ServerInterceptor):
 
 
 def _guard(method: str, handler: Handler) -> Handler:
-    """The same handler with the same serializers, guarded. Its servicer may be a coroutine or an async generator."""
-    # The stubs know the blocking form of a servicer alone, hence Any.
+    """The same handler with the same serializers, wrapped. Its servicer may be a coroutine or an async generator."""
+    # The type stubs only know the blocking form of a servicer, hence Any.
     behaviours: list[Any] = [handler.unary_unary, handler.unary_stream, handler.stream_unary, handler.stream_stream]
     servicer = next(behaviour for behaviour in behaviours if behaviour is not None)
 
@@ -142,7 +143,7 @@ def _guard(method: str, handler: Handler) -> Handler:
         try:
             return handler.request_deserializer(blob)
         except DecodeError as error:
-            raise Damaged(f"a request for {method} cannot be read: {error}") from error
+            raise Damaged(f"a request for {method} is malformed: {error}") from error
 
     async def one_reply(request: Any, context: Context) -> Any:
         async def work() -> Any:
@@ -168,7 +169,7 @@ def _guard(method: str, handler: Handler) -> Handler:
         (True, False): grpc.stream_unary_rpc_method_handler,
         (True, True): grpc.stream_stream_rpc_method_handler,
     }[handler.request_streaming, handler.response_streaming]
-    # A single request is decoded only once its sender has passed the table; a stream's while the servicer reads it.
+    # A single request is decoded after its sender was checked; the requests of a stream while the servicer reads them.
     return make(
         many_replies if handler.response_streaming else one_reply,
         decode if handler.request_streaming else None,
@@ -178,8 +179,8 @@ def _guard(method: str, handler: Handler) -> Handler:
 
 async def _guarded(method: str, context: Context, work: Callable[[], Awaitable[Any]]) -> Any:
     try:
-        who = check(method, context)
-        LOG.debug("%s by %s", method, who)
+        found = check(method, context)
+        LOG.debug("%s by %s", method, found)
         return await work()
     except (asyncio.CancelledError, grpc.aio.AbortError):
         raise
@@ -190,8 +191,8 @@ async def _guarded(method: str, context: Context, work: Callable[[], Awaitable[A
         LOG.log(level, "%s: %s: %s", method, error.code, error.message)
         await _abort(context, error)
     except grpc.aio.BaseError as error:
-        # The caller went away in the middle of a reply; there is nobody to tell.
-        LOG.info("%s: the caller is gone: %s", method, error)
+        # The caller disconnected during the reply, so the error cannot be returned.
+        LOG.info("%s: the caller has disconnected: %s", method, error)
         raise
     except Exception as error:
         LOG.exception("%s failed unexpectedly", method)

@@ -1,7 +1,7 @@
-"""A connection to a daemon: certificates, and the options both ends agree on.
+"""A gRPC connection to a daemon: certificates, and the options of client and server.
 
-Invariant: one channel is one TCP connection of its own, never through a proxy, and a peer that went silent is noticed
-within about ten seconds.
+Invariant: each channel is one separate TCP connection, never through a proxy, and a peer that stops responding is
+detected within about ten seconds.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import grpc.aio
 
 from snapshotd.api.errors import BadConfig
 
-#: No message is larger, either way; the bulk lane's chunks stay below it too.
+#: The largest message in either direction.
 MAX_MESSAGE_BYTES = 16 << 20
-#: Errors quote CRIU's log; gRPC's own limit of 8 KiB would turn a long quotation into a lost connection.
+#: Errors quote CRIU's log; with gRPC's default limit of 8 KiB a long quotation would break the connection.
 MAX_METADATA_BYTES = 128 << 10
 
-#: Both ends: a dead peer is noticed within about ten seconds, and an HTTP proxy in the environment is not for us.
+#: For client and server: a dead peer is detected within about ten seconds.
 COMMON_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -28,19 +28,19 @@ COMMON_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
     ("grpc.keepalive_time_ms", 5_000),
     ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.http2.ping_timeout_ms", 5_000),  # the one that counts: it is 60 s otherwise, whatever keepalive_timeout says
+    ("grpc.http2.ping_timeout_ms", 5_000),  # the effective one: its default is 60 s, regardless of keepalive_timeout
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
 )
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     *COMMON_OPTIONS,
     ("grpc.enable_http_proxy", 0),
-    ("grpc.use_local_subchannel_pool", 1),  # one channel is one connection: parallel streams count on it
+    ("grpc.use_local_subchannel_pool", 1),  # one channel is one connection: parallel streams depend on it
     ("grpc.initial_reconnect_backoff_ms", 200),
-    ("grpc.min_reconnect_backoff_ms", 5_000),  # which is how long one attempt to connect may take
+    ("grpc.min_reconnect_backoff_ms", 5_000),  # the time limit of one attempt to connect
     ("grpc.max_reconnect_backoff_ms", 2_000),
     ("grpc.service_config_disable_resolution", 1),
-    ("grpc.enable_retries", 0),  # whether a call may be repeated is decided here, not below
+    ("grpc.enable_retries", 0),  # this program decides whether a call may be repeated
 )
 
 
@@ -53,7 +53,7 @@ class Credentials:
     key: Path
 
     def read(self) -> tuple[bytes, bytes, bytes]:
-        """(ca, cert, key), or BadConfig naming the file that cannot be read."""
+        """(ca, cert, key). Raises BadConfig with the name of a file that cannot be read."""
         contents = []
         for path in (self.ca, self.cert, self.key):
             try:
@@ -67,7 +67,7 @@ class Credentials:
         return grpc.ssl_channel_credentials(root_certificates=ca, private_key=key, certificate_chain=cert)
 
     def for_server(self) -> grpc.ServerCredentials:
-        """Demands a certificate of the same CA from whoever connects."""
+        """Requires a certificate of the same CA from every client."""
         ca, cert, key = self.read()
         return grpc.ssl_server_credentials([(key, cert)], root_certificates=ca, require_client_auth=True)
 
@@ -78,17 +78,17 @@ def open_channel(
     node: str | None = None,
     options: Sequence[tuple[str, int | str]] = (),
 ) -> grpc.aio.Channel:
-    """A channel of its own connection to "host:port" (TLS; the certificate must name `node`) or "unix:/path".
+    """A new connection to "host:port" (TLS; the certificate must name `node`) or "unix:/path".
 
-    It connects with the first call, so this never fails because of the other side.
+    It connects with the first call, so this does not fail if the daemon is unreachable.
     """
     merged: list[tuple[str, int | str]] = [*CHANNEL_OPTIONS, *options]
     if endpoint.startswith("unix:"):
         return grpc.aio.insecure_channel(endpoint, options=merged)
     if credentials is None:
         raise BadConfig(
-            f"no certificate to speak to {node or 'the daemon'} at {endpoint} with",
-            remedy="name ca, cert and key in the [tls] table of cluster.toml; `migrator pki` makes them",
+            f"connecting to {node or 'the daemon'} at {endpoint} requires a certificate",
+            remedy="set ca, cert and key in the [tls] table of cluster.toml; `migrator pki` creates them",
         )
     if node is not None:
         merged.append(("grpc.ssl_target_name_override", node))

@@ -1,8 +1,8 @@
-"""Every error a person can meet: what it is called, what it exits with, and whether asking again is safe.
+"""The error taxonomy: each class has a code, a gRPC status, an exit code, a remedy, and tells whether a retry is safe.
 
-Invariant: an error that crosses a boundary (wire, command line) is one of these classes, carries a sentence for the
-person who reads it at 3 a.m., a remedy, and where the rank is now. Foreign errors (OSError, grpc, criu) are translated
-once, where they enter, with ``raise … from``.
+Invariant: an error that crosses a boundary (wire, command line) is an instance of one of these classes. It tells what
+happened, where the rank is, and what to do. Foreign errors (OSError, grpc, criu) are translated once, where they enter,
+with ``raise … from``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import grpc
 
 
 class Where(StrEnum):
-    """Where the rank is after an error: the first thing an operator needs to know."""
+    """Where the rank is after an error, which an operator needs to know first. The values are part of the wire format."""
 
     SOURCE_RUNNING = "running on source"
     SOURCE_FROZEN = "frozen on source"
@@ -27,13 +27,13 @@ class Where(StrEnum):
 
 
 class SnapshotError(Exception):
-    """Base of the taxonomy: a message, a remedy, and where the rank is."""
+    """Base class: a message, a remedy (`advice`), and where the rank is."""
 
     code: ClassVar[str] = "internal"
     exit_code: ClassVar[int] = 1
     status: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
     retry_safe: ClassVar[bool] = False
-    remedy: ClassVar[str] = "this is a defect: keep the daemon's log of this move and report it"
+    remedy: ClassVar[str] = "this is a defect in snapshotd: save the daemon's log of this move and report it"
 
     def __init__(self, message: str, *, remedy: str = "", where: Where = Where.UNTOUCHED) -> None:
         super().__init__(message)
@@ -48,121 +48,124 @@ class SnapshotError(Exception):
 
 
 class Internal(SnapshotError):
-    """Something that should not happen did."""
+    """An invariant of this program does not hold."""
 
 
 class Usage(SnapshotError):
     code, exit_code, status = "usage", 2, grpc.StatusCode.INVALID_ARGUMENT
-    remedy = "see --help"
+    remedy = "see `migrator --help`"
 
 
 class BadConfig(SnapshotError):
     code, exit_code, status = "bad-config", 3, grpc.StatusCode.FAILED_PRECONDITION
-    remedy = "correct the file named above; all its errors are listed"
+    remedy = "correct the file; all its problems are listed"
 
 
 class Refused(SnapshotError):
-    """Preflight said no. Nothing was paused."""
+    """Preflight refused the move. Nothing was paused."""
 
     code, exit_code, status = "refused", 10, grpc.StatusCode.FAILED_PRECONDITION
-    remedy = "follow the remedy beside each refused check, then try again"
+    remedy = "follow the remedy of each refused check, then retry"
 
 
 class Undone(SnapshotError):
-    """The move failed before COMMIT and was undone: the rank goes on at the source."""
+    """The move failed before COMMIT and was undone: the rank runs on the source."""
 
     code, exit_code, status, retry_safe = "undone", 11, grpc.StatusCode.ABORTED, True
-    remedy = "the job goes on at the source; a plain retry is safe"
+    remedy = "the rank runs on the source again; a retry is safe"
 
 
 class Unreachable(SnapshotError):
     code, exit_code, status, retry_safe = "unreachable", 12, grpc.StatusCode.UNAVAILABLE, True
-    remedy = "check that snapshotd runs on that node (systemctl status snapshotd) and that its port is open"
+    remedy = (
+        "check on that node that snapshotd runs (`systemctl status snapshotd`) and that its port is open, then retry"
+    )
 
 
 class OutcomeUnknown(SnapshotError):
-    """The outcome could not be learned. The daemons settle it alone; at most one copy runs meanwhile."""
+    """The outcome could not be determined. At most one copy runs, and the daemons settle the move by themselves."""
 
     code, exit_code, status = "unknown", 13, grpc.StatusCode.UNKNOWN
     remedy = (
-        "the daemons settle it alone when they reach each other; `migrator status` shows it, `migrator recover` helps"
+        "do not start the rank by hand: the daemons settle the move once they reach each other; `migrator status` shows the"
+        " outcome, `migrator recover` helps if a node is down"
     )
 
 
 class NotFound(SnapshotError):
     code, exit_code, status = "not-found", 14, grpc.StatusCode.NOT_FOUND
-    remedy = "`migrator ps` lists the ranks, `migrator nodes` the nodes, `migrator history` the moves"
+    remedy = "`migrator ps` lists ranks, `migrator nodes` lists nodes, `migrator history` lists moves"
 
 
 class Ambiguous(SnapshotError):
     code, exit_code, status = "ambiguous", 15, grpc.StatusCode.FAILED_PRECONDITION
-    remedy = "name the job with --job"
+    remedy = "select the job with --job"
 
 
 class Busy(SnapshotError):
-    """The rank, or what the move needs, is taken by another move."""
+    """The rank, or a resource that the move needs, is in use by another move."""
 
     code, exit_code, status, retry_safe = "busy", 16, grpc.StatusCode.FAILED_PRECONDITION, True
-    remedy = "wait for the other move (`migrator status`) or finish it with `migrator recover`"
+    remedy = "wait until the other move has ended (`migrator status`), or end it with `migrator recover`; then retry"
 
 
 class Denied(SnapshotError):
-    """The certificate is good, but not for this."""
+    """The certificate is valid, but does not allow this call."""
 
     code, exit_code, status = "denied", 17, grpc.StatusCode.PERMISSION_DENIED
-    remedy = "use an operator's certificate (`migrator pki operator NAME`)"
+    remedy = "use the certificate of an operator (`migrator pki operator NAME` creates one)"
 
 
 class Full(SnapshotError):
     code, exit_code, status, retry_safe = "full", 18, grpc.StatusCode.RESOURCE_EXHAUSTED, True
-    remedy = "free memory on that node or choose another one"
+    remedy = "free memory on that node, or choose another node"
 
 
 class Damaged(SnapshotError):
-    """Bytes of an image did not arrive as they were sent, or a message is not what it should be."""
+    """Data did not arrive as it was sent, or a message is malformed."""
 
     code, exit_code, status, retry_safe = "damaged", 19, grpc.StatusCode.DATA_LOSS, True
-    remedy = "a plain retry is safe; if it happens again, check the nodes' memory and network"
+    remedy = "a retry is safe; if it happens again, check the memory and the network of both nodes"
 
 
 class CriuFailed(SnapshotError):
-    """CRIU said no; the message holds the lines of its log that say why."""
+    """CRIU failed. The message quotes the lines of its log that give the reason."""
 
     code, exit_code, status = "criu-failed", 20, grpc.StatusCode.ABORTED
-    remedy = "the quoted lines of CRIU's log name the resource; the README's table of what moves says what to do"
+    remedy = "the quoted lines of CRIU's log name the resource; docs/limits.md lists what can be moved, and what to do"
 
 
 class RankGone(SnapshotError):
     """The rank ended while it was being moved."""
 
     code, exit_code, status = "rank-gone", 21, grpc.StatusCode.ABORTED
-    remedy = "its exit status went to whoever started it; there is nothing left to move"
+    remedy = "there is nothing left to move; the launcher has received its exit status"
 
 
 class Timeout(SnapshotError):
     code, exit_code, status, retry_safe = "timeout", 22, grpc.StatusCode.DEADLINE_EXCEEDED, True
-    remedy = "try again, with a larger --timeout if the rank is large"
+    remedy = "retry; use a larger --timeout if the rank is large"
 
 
 class WrongState(SnapshotError):
-    """A step was asked for that the move's state does not allow."""
+    """The state of the move does not allow the requested step."""
 
     code, exit_code, status = "wrong-state", 23, grpc.StatusCode.FAILED_PRECONDITION
-    remedy = "`migrator status MOVE` says where the move stands"
+    remedy = "`migrator status MOVE` shows the state of the move"
 
 
 class GpuFailed(SnapshotError):
-    """The CUDA driver said no, or did not answer; the message holds its own name for the error."""
+    """The CUDA driver failed or did not respond. The message contains the driver's name for the error."""
 
     code, exit_code, status = "gpu-failed", 24, grpc.StatusCode.ABORTED
-    remedy = "the driver's error name and `nvidia-smi` on that node say more; a plain retry is safe while the job runs"
+    remedy = "look up the driver's error, and check `nvidia-smi` on that node; a retry is safe while the job runs"
 
 
 class NcclFailed(SnapshotError):
-    """NCCL, or the shim in front of it, said no; the message names the process and the communicator."""
+    """NCCL, or the shim in front of it, failed. The message names the process and the communicator."""
 
     code, exit_code, status = "nccl-failed", 25, grpc.StatusCode.ABORTED
-    remedy = "the job goes on with its communicators as they were; a plain retry is safe"
+    remedy = "the job runs with its communicators as before; a retry is safe"
 
 
 def _subclasses(cls: type[SnapshotError]) -> list[type[SnapshotError]]:
@@ -171,15 +174,15 @@ def _subclasses(cls: type[SnapshotError]) -> list[type[SnapshotError]]:
 
 BY_CODE: dict[str, type[SnapshotError]] = {cls.code: cls for cls in _subclasses(SnapshotError)}
 
-#: The trailing metadata that carries an error's wire form next to gRPC's own status.
+#: The key of the trailing metadata that contains the wire form of an error, next to gRPC's own status.
 WIRE_KEY = "snapshotd-error-bin"
 
 
 def from_wire(blob: bytes) -> SnapshotError:
-    """The error another daemon raised, as the same class. A blob that makes no sense is an Internal error."""
+    """The error that another daemon raised, as an instance of the same class. A malformed blob becomes an Internal error."""
     try:
         fields = json.loads(blob)
         cls = BY_CODE.get(str(fields["code"]), Internal)
         return cls(str(fields["message"]), remedy=str(fields["remedy"]), where=Where(fields["where"]))
     except (ValueError, KeyError, TypeError):
-        return Internal(f"a daemon answered with an error that makes no sense: {blob[:200]!r}")
+        return Internal(f"a daemon returned a malformed error: {blob[:200]!r}")

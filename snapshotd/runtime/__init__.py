@@ -1,1 +1,1 @@
-"""What every part of the daemon uses as a process: threads, logs, metrics, fault points, systemd."""
+"""Services that all parts of the daemon use: threads, logs, metrics, fault points, systemd notification."""

@@ -1,7 +1,7 @@
-"""The one door from the event loop to threads. Nothing else in the daemon may block the loop.
+"""The only way from the event loop to threads. Nothing else in the daemon may block the loop.
 
-Cancelling a caller waits for its thread: an abandoned thread would go on changing a rank behind everybody's back.
-Work that can hang for ever (criu, the CUDA driver) does not belong in a thread but in a child that can be killed.
+Cancelling a caller waits for its thread, because an abandoned thread would keep changing the rank unnoticed. Work that can
+hang for ever (criu, the CUDA driver) belongs in a child process, which can be killed, not in a thread.
 """
 
 from __future__ import annotations
@@ -16,18 +16,21 @@ P = ParamSpec("P")
 T = TypeVar("T")
 Item = TypeVar("Item")
 
-#: For `all_at_once`: more threads than a node has ranks. They are made when they are needed.
+#: For `all_at_once`: more threads than a node has ranks. They are started on demand.
 _side_by_side = ThreadPoolExecutor(max_workers=512, thread_name_prefix="side-by-side")
 
 
 async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """`function(*args, **kwargs)` in a worker thread; a cancellation is delivered only after it has returned."""
+    """Runs `function(*args, **kwargs)` in a worker thread. A cancellation is delivered only after it has returned."""
     return await _in(None, functools.partial(function, *args, **kwargs))
 
 
 async def all_at_once(function: Callable[[Item], T], items: Sequence[Item]) -> list[T]:
-    """The same for every item, each in a thread of its own, because they wait for each other: the workers of `in_thread` are
-    so few that the last would wait for the first. All are waited for, then the first failure is raised."""
+    """Runs `function` for every item at the same time, each in a separate thread, for calls that wait for each other.
+
+    With the few workers of `in_thread` the last call would wait for the first, which waits for the last. Waits for all,
+    then raises the first failure.
+    """
     running = [_in(_side_by_side, functools.partial(function, item)) for item in items]
     results = await asyncio.gather(*running, return_exceptions=True)
     for result in results:

@@ -1,10 +1,9 @@
 """Declared fault points: places where a test, or a drill on a real cluster, makes this process fail on purpose.
 
-A file `fault` in the daemon's run directory (or the path in $MIGRATOR_FAULT for the driver) holds `POINT ACTION`; the
-first time POINT is reached the file is removed and ACTION happens. Actions: `kill` (SIGKILL to this process),
-`stop` (SIGSTOP to this process: it hangs), `fail` (an Internal error), `wait` (until the file `POINT.go`
-is made there; it is removed).
-Without the file every point costs one failed open(2).
+A file `fault` in the daemon's run directory (or the path in $MIGRATOR_FAULT for the driver) contains `POINT ACTION`. The
+first time that POINT is reached, the file is removed and ACTION is performed. Actions: `kill` (SIGKILL to this process),
+`stop` (SIGSTOP to this process: it hangs), `fail` (an Internal error), `wait` (until the file `POINT.go` is created in the
+same directory, which is then removed). Without the file every point costs one failed open(2).
 """
 
 from __future__ import annotations
@@ -19,16 +18,16 @@ from snapshotd.api.errors import Internal
 
 
 class Point(StrEnum):
-    """Every place where a fault can be injected; `X` is after the step X was journalled, `before-X` before it began."""
+    """Every place where a fault can be injected. `X` is after step X was journalled, `before-X` before it began."""
 
     BEFORE_BEGIN = "before-begin"
     BEGIN = "begin"
-    READY = "ready"  # files, lane and rings for device memory are there, the job runs
+    READY = "ready"  # stripe files, device-memory channel and pinned staging buffers are ready; the job runs
     BEFORE_FREEZE = "before-freeze"
-    PARKED = "parked"  # the threads of a rank that uses GPUs stand still, its work there may go on
-    LOCKED = "locked"  # that is drained as well
-    PARKED_MEMORY = "memory-parked"  # what the shim moves is in stripes, the rest still on the GPU, unlocked
-    CHECKPOINTED = "checkpointed"  # its device memory is in host memory, nothing is stopped yet
+    PARKED = "parked"  # the threads of a GPU rank are parked; the GPU may still be working
+    LOCKED = "locked"  # the GPU's work is drained as well
+    PARKED_MEMORY = "memory-parked"  # the shim has offloaded its part into stripes; the rest is on the GPU, unlocked
+    CHECKPOINTED = "checkpointed"  # all device memory is in host memory; no process is stopped yet
     STOPPED = "stopped"  # SIGSTOP sent, cgroup not yet frozen
     FREEZE = "freeze"
     BEFORE_DUMP = "before-dump"
@@ -45,10 +44,10 @@ class Point(StrEnum):
     RECEIVING = "receiving"
     SEAL = "seal"
     BEFORE_RESTORE = "before-restore"
-    RESTORING = "restoring"  # criu restore under way
-    CUDA_RESTORED = "cuda-restored"  # its device memory is on the target's GPU, still locked
-    REFILLED = "memory-refilled"  # what was in stripes is as well, unlocked
-    RESTORED = "restored"  # criu is done, not yet journalled as held
+    RESTORING = "restoring"  # criu restore is running
+    CUDA_RESTORED = "cuda-restored"  # the driver has restored device memory on the target's GPU, still locked
+    REFILLED = "memory-refilled"  # the stripes are on the GPU too, unlocked
+    RESTORED = "restored"  # criu has finished; not yet journalled as held
     RESTORE = "restore"
     BEFORE_ACTIVATE = "before-activate"
     ACTIVATED = "activated"  # journalled, not yet continued
@@ -61,14 +60,14 @@ class Point(StrEnum):
     REPOINTING = "repointing"  # sockets changed, not yet journalled
     REPOINT = "repoint"
     BEFORE_SETTLE = "before-settle"
-    QUIESCED = "quiesced"  # the gates here are closed
+    QUIESCED = "quiesced"  # the gates on this node are closed
     BEFORE_DETACH = "before-detach"
-    DETACHED = "detached"  # the communicators of the processes here are down
-    DETACH = "detach"  # those of all members are
+    DETACHED = "detached"  # the communicators on this node are torn down
+    DETACH = "detach"  # those of all members are torn down
     BEFORE_ATTACH = "before-attach"
-    ATTACHING = "attaching"  # the ids are known, nothing is built yet
-    ATTACHED = "attached"  # the communicators of the processes here are up again
-    ATTACH = "attach"  # those of all members are
+    ATTACHING = "attaching"  # the ids are known, no communicator is built yet
+    ATTACHED = "attached"  # the communicators on this node are built again
+    ATTACH = "attach"  # those of all members are built again
     BEFORE_OPEN = "before-open"
 
 
@@ -76,13 +75,13 @@ _folder: Path | None = None
 
 
 def arm(folder: Path) -> None:
-    """Look for fault files in `folder` from now on."""
+    """Looks for fault files in `folder` from now on."""
     global _folder
     _folder = folder
 
 
 async def reach(point: Point | str) -> None:
-    """Does what a fault file for this point asks for; otherwise nothing."""
+    """Performs the action of a fault file for this point; does nothing without one."""
     if _folder is None:
         return
     try:
@@ -99,7 +98,9 @@ async def reach(point: Point | str) -> None:
         case "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
         case "fail":
-            raise Internal(f"fault injected at {point}", remedy="remove the fault file; this was asked for")
+            raise Internal(
+                f"fault injected at {point}", remedy="this failure was requested by a fault file; retry without it"
+            )
         case "wait":
             go = _folder / f"{point}.go"
             while not go.exists():  # noqa: ASYNC110 - a file, made by another process

@@ -1,8 +1,8 @@
-"""Logs on stderr, as text for a person or JSON for a machine; every record of a move says which one.
+"""Logs on stderr, as text or JSON. Every record of a move carries the id of the move, its rank and its phase.
 
-Invariant: whatever is logged inside `move_context` carries the move's id, its rank and its phase, in tasks and threads
-started there too. One record is one line that begins with its time: continuation lines are indented, and control
-characters are escaped, so nothing that came over the wire can pass for a record of its own.
+Invariant: records that are logged inside `move_context` carry these fields, also from tasks and threads that are started
+there. A record begins with its time. Continuation lines are indented and control characters are escaped, so that text
+from another node cannot imitate a record.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _fields: ContextVar[dict[str, str | int]] = ContextVar("move_fields")
 
 @contextmanager
 def move_context(*, move: str | None = None, rank: str | int | None = None, phase: str | None = None) -> Iterator[None]:
-    """Records made inside carry these fields, on top of those of the contexts around it."""
+    """Adds these fields to records that are logged inside, in addition to those of the enclosing contexts."""
     given: dict[str, str | int | None] = {"move": move, "rank": rank, "phase": phase}
     token = _fields.set(move_fields() | {name: value for name, value in given.items() if value is not None})
     try:
@@ -34,12 +34,12 @@ def move_context(*, move: str | None = None, rank: str | int | None = None, phas
 
 
 def move_fields() -> dict[str, str | int]:
-    """The fields of the contexts that surround the caller."""
+    """The fields of the contexts that enclose the caller."""
     return _fields.get({})
 
 
 def set_up(log_format: str = "text", log_level: str = "info", stream: TextIO | None = None) -> None:
-    """The one set-up of the process: replaces whatever handlers there were."""
+    """Configures the logging of this process and replaces all existing handlers."""
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
     root = logging.getLogger()
@@ -68,12 +68,12 @@ class TextFormatter(logging.Formatter):
         if record.exc_info:
             text += "\n" + self.formatException(record.exc_info)
         name = record.name.removeprefix("snapshotd.")
-        said = (" ".join(about) + ": " if about else "") + text
-        return f"{_time(record)} {record.levelname:<7} {name:<8} {_one_record(said)}"
+        message = (" ".join(about) + ": " if about else "") + text
+        return f"{_time(record)} {record.levelname:<7} {name:<8} {_one_record(message)}"
 
 
 class JsonFormatter(logging.Formatter):
-    """One object a line: time, level, logger, message, and move, rank, phase, traceback where there are any."""
+    """One JSON object for each line: time, level, logger, message; move, rank, phase and traceback if there are any."""
 
     def format(self, record: logging.LogRecord) -> str:
         entry: dict[str, str | int] = {
@@ -89,7 +89,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def _record_fields(record: logging.LogRecord) -> dict[str, str | int]:
-    """The handler runs in the context of whoever logs, so the surrounding fields are still those of the record."""
+    """The handler runs in the context of the caller that logs, so the enclosing fields are those of the record."""
     own = {name: vars(record)[name] for name in ("move", "rank", "phase") if name in vars(record)}
     return move_fields() | own
 

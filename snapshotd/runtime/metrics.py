@@ -1,8 +1,8 @@
-"""What a dashboard wants to know, in Prometheus' own format over plain HTTP.
+"""Metrics in the Prometheus text format over plain HTTP.
 
-Served from the event loop, so gauges are read between two steps of the daemon and never in the middle of one. It shows
-numbers only, no names of jobs, commands or users; still, bind it to an address that only the monitoring reaches.
-One daemon is one process, so the registry is the module's.
+They are served from the event loop, so gauges are read between two steps of the daemon and never during one. They contain
+numbers only, no names of jobs, commands or users; nevertheless the address should be reachable by the monitoring only.
+One daemon is one process, so the registry is a module variable.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _RANKS = Gauge("snapshotd_ranks", "Ranks whose process is on this node", registr
 _IMAGE_BYTES = Gauge("snapshotd_image_held_bytes", "Bytes of images held in memory", registry=REGISTRY)
 _BUILD = Info("snapshotd", "This daemon", registry=REGISTRY)
 _BUILD.info({"version": DAEMON_VERSION})
-# A counter with labels shows nothing until it is first used, and a rate over nothing is no zero.
+# A counter with labels is absent until it is first used, and then rate() has no result instead of zero.
 for _outcome in ("COMMIT", "ABORT"):
     _MOVES.labels(outcome=_outcome)
 ProcessCollector(registry=REGISTRY)
@@ -45,20 +45,20 @@ def move_ended(outcome: str) -> None:
 
 
 def phase(name: str, seconds: float, moved_bytes: int = 0) -> None:
-    """A phase of a move is over."""
+    """Records that a phase of a move has ended."""
     _PHASE_SECONDS.labels(phase=name).observe(seconds)
     if moved_bytes:
         _PHASE_BYTES.labels(phase=name).inc(moved_bytes)
 
 
 def watch(*, ranks: Callable[[], float], image_bytes: Callable[[], float]) -> None:
-    """Gauges that are read when somebody asks, on the event loop: quick functions, please."""
+    """Sets the functions that are called at each scrape. They run on the event loop and must return quickly."""
     _RANKS.set_function(ranks)
     _IMAGE_BYTES.set_function(image_bytes)
 
 
 async def serve(host: str, port: int) -> int:
-    """Answer GET /metrics there; returns the port (useful with 0). A taken address is BadConfig."""
+    """Serves GET /metrics and returns the port (useful with 0). Raises BadConfig if the address cannot be bound."""
     try:
         server = await asyncio.start_server(_answer, host, port, limit=_REQUEST_LIMIT_BYTES)
     except OSError as error:
@@ -76,7 +76,7 @@ async def close() -> None:
 
 
 async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """One request a connection: scrapers come every few seconds, keep-alive would buy nothing."""
+    """One request for each connection: with a scrape every few seconds, keep-alive would save nothing."""
     with contextlib.suppress(OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
         async with asyncio.timeout(_REQUEST_TIMEOUT_S):
             request = (await reader.readuntil(b"\r\n\r\n")).split(b"\r\n", 1)[0].split()

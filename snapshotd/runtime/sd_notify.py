@@ -1,6 +1,6 @@
-"""What systemd is told (sd_notify): ready, stopping, how things are, and that the event loop still turns.
+"""Notifications to systemd (sd_notify): ready, stopping, status, and the watchdog of the event loop.
 
-Without $NOTIFY_SOCKET (no systemd, or a plain unit) every call does nothing. A lost notification never hurts.
+Without $NOTIFY_SOCKET (no systemd, or a unit of another type) every call does nothing. A lost notification is harmless.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ LOG = logging.getLogger(__name__)
 
 
 def notify(*lines: str) -> bool:
-    """Send "READY=1", "STATUS=…" and the like; whether there was somebody to tell."""
+    """Sends "READY=1", "STATUS=…" and the like. Returns whether systemd received them."""
     address = os.environ.get("NOTIFY_SOCKET", "")
     if not address:
         return False
@@ -26,7 +26,7 @@ def notify(*lines: str) -> bool:
             sender.connect(address)
             sender.send("\n".join(line.replace("\n", " ") for line in lines).encode())
     except OSError as error:
-        LOG.warning("systemd could not be told %s: %s", lines[0], error)
+        LOG.warning("systemd could not be notified of %s: %s", lines[0], error)
         return False
     return True
 
@@ -40,7 +40,7 @@ def stopping(status: str) -> None:
 
 
 def watchdog_interval_s() -> float | None:
-    """How often to ping: half of what the unit's WatchdogSec asks of *this* process, None where it asks nothing."""
+    """The interval between pings: half of the unit's WatchdogSec. None if there is no watchdog for *this* process."""
     asked_us = os.environ.get("WATCHDOG_USEC", "")
     owner = os.environ.get("WATCHDOG_PID", "")
     if not asked_us.isdigit() or int(asked_us) == 0 or (owner and owner != str(os.getpid())):
@@ -49,7 +49,7 @@ def watchdog_interval_s() -> float | None:
 
 
 async def keep_watchdog(interval_s: float) -> None:
-    """Ping for ever. A task of the event loop, so a loop that hangs stops pinging and systemd restarts the daemon."""
+    """Pings for ever. If the event loop hangs, this task does not run, and systemd restarts the daemon."""
     while True:
         notify("WATCHDOG=1")
         await asyncio.sleep(interval_s)

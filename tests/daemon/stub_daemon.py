@@ -16,7 +16,7 @@ import grpc.aio
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import Full
 from snapshotd.config import Config
-from tests.daemon.conftest import servicer
+from tests.served import servicer
 
 BEHAVIOUR = os.environ.get("STUB", "")
 

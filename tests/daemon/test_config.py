@@ -19,7 +19,7 @@ from snapshotd.api.errors import BadConfig
 from snapshotd.config import AbsolutePath, Address, Config, OptionalAddress, OptionalDirectory, split_address
 from snapshotd.criu.find import find_criu
 from snapshotd.proc import host
-from tests.daemon.conftest import Certificates
+from tests.served import Certificates
 
 RAM = Path("/dev/shm")
 pytestmark = pytest.mark.skipif(not host.is_ram_backed(RAM), reason="/dev/shm is no tmpfs here")
@@ -236,7 +236,7 @@ class TestCertificates:
 
     def test_of_another_node_or_role(self, tmp_path: Path, certificates: Certificates) -> None:
         assert (
-            "is the certificate of ['node:node-2'], this is node:node-1"
+            "is the certificate of node:node-2, but this node is node:node-1"
             in self.found(tmp_path, certificates.other_node)[0]
         )
         assert "operator:alice" in self.found(tmp_path, certificates.operator)[0]
@@ -262,7 +262,7 @@ class TestCertificates:
         junk.chmod(0o600)
         for name in ("ca", "cert", "key"):
             (found,) = self.found(tmp_path, dataclasses.replace(certificates.node, **{name: junk}))
-            assert found.startswith(f"tls.{name}: {junk} holds no PEM")
+            assert found.startswith(f"tls.{name}: {junk} does not contain a PEM")
 
     def test_missing_files_are_all_named(self, tmp_path: Path) -> None:
         found = self.found(tmp_path, Credentials(tmp_path / "a", tmp_path / "b", tmp_path / "c"))

@@ -20,8 +20,8 @@ from snapshotd import main as daemon_main
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.client import DaemonClient
 from snapshotd.api.errors import BadConfig, Busy, Denied, Full, Unreachable
-from tests.daemon.conftest import Certificates
 from tests.daemon.test_config import fake_criu, toml
+from tests.served import Certificates
 
 REPO = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="snapshotd runs as root only")
@@ -130,7 +130,7 @@ async def test_a_whole_life(place: Place, certificates: Certificates) -> None:
     assert status == 0, err
     assert out == "handed over within 20 s\n"
     assert "Traceback" not in err
-    assert "is node node-1, listening on" in err
+    assert "started as node node-1, listening on" in err
     assert not place.admin.exists()
 
 
@@ -165,7 +165,7 @@ def test_a_second_sigterm_ends_at_once(place: Place) -> None:
     process.send_signal(signal.SIGTERM)
     status, _, err = ended(process)
     assert status == 128 + signal.SIGTERM
-    assert "ending at once" in err
+    assert "exiting at once" in err
 
 
 def test_sigint_is_a_clean_end_too(place: Place) -> None:
@@ -216,7 +216,7 @@ def test_a_socket_that_somebody_listens_on_is_not_taken_away(place: Place) -> No
         other.listen()
         status, _, err = ended(place.start())
         assert status == Busy.exit_code
-        assert f"somebody listens on {place.admin}" in err
+        assert f"another process listens on {place.admin}" in err
         with socket.socket(socket.AF_UNIX) as client:
             client.connect(str(place.admin))
 
@@ -226,13 +226,13 @@ def test_a_file_in_the_way_is_not_removed(place: Place) -> None:
     place.admin.write_text("precious")
     status, _, err = ended(place.start())
     assert status == BadConfig.exit_code
-    assert "it is not a socket" in err
+    assert "is not a socket" in err
     assert place.admin.read_text() == "precious"
 
 
 def test_check_config(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
     daemon_main.main(["--config", str(place.config), "--check-config"])
-    assert "is good: node node-1, CRIU 4.2.1" in capsys.readouterr().out
+    assert "is valid: node node-1, CRIU 4.2.1" in capsys.readouterr().out
     assert not (place.folder / "run").exists()
     place.config.write_text("node = 7\n")
     with pytest.raises(SystemExit) as end:
@@ -248,7 +248,7 @@ def test_only_root(place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     with pytest.raises(SystemExit) as end:
         daemon_main.main(["--config", str(place.config)])
     assert end.value.code == Denied.exit_code
-    assert "has to run as root" in capsys.readouterr().err
+    assert "must run as root" in capsys.readouterr().err
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import RankGone, Unreachable
 from snapshotd.keepers.listener import KeeperLink
 from snapshotd.keepers.relay import Relays
-from tests.daemon.conftest import Register, Serve, Served, servicer
+from tests.served import Register, Serve, Served, servicer
 
 ENTRY: Any = SimpleNamespace(uid="job-0-00000001", home_node="node-1", home_endpoint="", relay_key="key")
 HELLO = encode("sync", {})

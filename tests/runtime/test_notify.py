@@ -41,7 +41,7 @@ def test_abstract_socket(monkeypatch: pytest.MonkeyPatch) -> None:
         assert listener.recv(64) == b"WATCHDOG=1"
 
 
-def test_nobody_listens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_listener_nothing_is_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NOTIFY_SOCKET", raising=False)
     assert not sd_notify.notify("READY=1")
     monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "gone"))
@@ -52,16 +52,16 @@ def test_nobody_listens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     ("asked_us", "pid", "expected_s"),
     [
         ("30000000", "", 15.0),
-        ("30000000", str(os.getpid()), 15.0),
+        ("30000000", "own", 15.0),
         ("30000000", "1", None),
         ("", "", None),
         ("0", "", None),
         ("soon", "", None),
     ],
 )
-def test_interval(monkeypatch: pytest.MonkeyPatch, asked_us: str, pid: str, expected_s: float | None) -> None:
+def test_watchdog_interval(monkeypatch: pytest.MonkeyPatch, asked_us: str, pid: str, expected_s: float | None) -> None:
     monkeypatch.setenv("WATCHDOG_USEC", asked_us)
-    monkeypatch.setenv("WATCHDOG_PID", pid)
+    monkeypatch.setenv("WATCHDOG_PID", str(os.getpid()) if pid == "own" else pid)
     assert sd_notify.watchdog_interval_s() == expected_s
 
 

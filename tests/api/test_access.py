@@ -15,7 +15,7 @@ from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.access import ALLOWED, Caller, caller
 from snapshotd.api.client import BothStream, DaemonClient, ServerStream, Unary, open_channel, translate
 from snapshotd.api.errors import Denied, SnapshotError, Unreachable
-from tests.daemon.conftest import Serve, Served, servicer
+from tests.served import Serve, Served, servicer
 
 PUSH = "/snapshotd.v1.Target/Push"
 
@@ -132,7 +132,7 @@ async def test_a_method_that_is_not_in_the_table_is_for_nobody(serve: Serve) -> 
     async with serve(everything.register) as served:
         for role in ("operator", "node", "root"):
             channel = _channel(served, role)
-            with pytest.raises(Denied, match="it is for nobody"):
+            with pytest.raises(Denied, match="it is not in the access table"):
                 await call(channel, "/snapshotd.v1.Node/Secret")
             await channel.close()
     assert not everything.callers
@@ -143,7 +143,7 @@ async def test_a_node_acting_as_an_operator_is_denied_in_words(serve: Serve) -> 
     async with serve(everything.register) as served, served.by(served.certificates.other_node) as client:
         with pytest.raises(Denied) as got:
             await client.source.Commit(pb.CommitRequest(move="m-000000000000"), timeout_s=5)
-    assert got.value.message == "node node-2 may not call Commit: it is for operator"
+    assert got.value.message == "node node-2 may not call Commit: only an operator may"
     assert got.value.exit_code == 17
     assert "migrator pki operator" in got.value.advice
 
@@ -153,7 +153,7 @@ async def test_a_certificate_of_another_role_is_denied(serve: Serve) -> None:
         with pytest.raises(SnapshotError) as got:
             await client.node.GetNode(pb.GetNodeRequest(), timeout_s=5)
     assert type(got.value) is Denied, got.value
-    assert "neither an operator's nor a node's" in got.value.message
+    assert "belongs neither to an operator nor to a node" in got.value.message
 
 
 async def test_a_certificate_of_another_authority_is_refused_in_words(serve: Serve) -> None:

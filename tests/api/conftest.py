@@ -1,0 +1,5 @@
+from __future__ import annotations
+
+from tests.served import certificates, free_port, serve
+
+__all__ = ["certificates", "free_port", "serve"]
