@@ -1,8 +1,8 @@
-"""What happens when a keeper comes, comes back, or goes: the registry is made from these events.
+"""Updates the registry when keepers connect, reconnect or end.
 
-Invariant: a rank never outlives its home keeper, wherever it runs; a keeper that merely lost its link (daemon restart)
-changes nothing. A keeper killed in the middle of a move ends the move first, so that no other node runs what nobody
-keeps.
+Invariant: a rank never outlives its home keeper, on whichever node it runs. A keeper that only lost its link (daemon
+restart) changes nothing. If a keeper is killed during a move, the move is ended first, so that no other node runs a rank
+without a keeper.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ import logging
 from collections.abc import Iterable
 
 from snapshotd.api.errors import Denied, NotFound, SnapshotError, Usage
-from snapshotd.keepers.listener import Hello, KeeperEvents, KeeperLink, Welcome
+from snapshotd.keepers.hello import Hello
+from snapshotd.keepers.link import KeeperLink
+from snapshotd.keepers.listener import KeeperEvents, Welcome
 from snapshotd.keepers.ranks import RankEntry, cgroup_for_home, new_uid
 from snapshotd.keepers.relay import Relays
 from snapshotd.moves.device import gpu
@@ -30,13 +32,13 @@ from snapshotd.runtime.blocking import in_thread
 log = logging.getLogger(__name__)
 
 KILL_S = 10.0
-#: How often keepers that have not connected again are looked at.
-LOOK_AGAIN_S = 1.0
+#: How often keepers that have not reconnected are checked.
+CHECK_AGAIN_S = 1.0
 SIGKILL_STATUS = 9
 
 
 class Adoption:
-    """Keeps the registry true to the keepers."""
+    """Keeps the registry consistent with the keepers."""
 
     def __init__(
         self, node: Node, source: SourceOps, target: TargetOps, relays: Relays, forwarding: Forwarding
@@ -50,7 +52,7 @@ class Adoption:
         return KeeperEvents(self.connected, self.closed, self.exited, self.died)
 
     async def adopt(self, hello: Hello, keeper: Process, rank: Process | None) -> Welcome:
-        """A keeper introduces itself: a new rank gets its uid and cgroup, a known one is recognised."""
+        """Registers the rank of a keeper: a new rank gets a uid and a cgroup, a known one is looked up."""
         if hello.role == "home":
             entry = self._new_home(hello, keeper, rank) if not hello.uid else self._known_home(hello, keeper)
         else:
@@ -62,7 +64,9 @@ class Adoption:
 
     def _new_home(self, hello: Hello, keeper: Process, rank: Process | None) -> RankEntry:
         if rank is None:
-            raise Usage("a new rank needs its process")
+            raise Usage(
+                "a keeper registered a new rank without its process", remedy="start the rank with `migrator run`"
+            )
         uid = new_uid(hello.job, hello.rank)
         group = cgroup_for_home(keeper.pid, uid)
         group.add(rank.pid)
@@ -71,17 +75,17 @@ class Adoption:
     def _known_home(self, hello: Hello, keeper: Process) -> RankEntry:
         entry = self.node.ranks.get(hello.uid, "home")
         if entry is None:
-            raise NotFound(f"rank {hello.uid} was never registered on this node")
+            raise NotFound(f"rank {hello.uid} is not registered on this node")
         if entry.keeper != keeper or entry.relay_key != hello.relay_key:
-            raise Denied(f"rank {hello.uid} is kept by another process")
+            raise Denied(f"rank {hello.uid} has another keeper", remedy="start the rank with `migrator run`")
         return entry
 
     def _known_guest(self, hello: Hello, keeper: Process) -> RankEntry:
         entry = self.node.ranks.get(hello.uid, "guest")
         if entry is None or entry.relay_key != hello.relay_key:
-            raise NotFound(f"no rank {hello.uid} is being restored here")
+            raise NotFound(f"rank {hello.uid} is not being restored on this node")
         if entry.keeper_pid and entry.keeper != keeper:
-            raise Denied(f"rank {hello.uid} is kept by another process")
+            raise Denied(f"rank {hello.uid} has another keeper", remedy="start the rank with `migrator run`")
         entry.keeper_pid, entry.keeper_start_ticks = keeper.pid, keeper.start_ticks
         return entry
 
@@ -106,7 +110,7 @@ class Adoption:
     # ------------------------------------------------------------------ events
 
     async def connected(self, link: KeeperLink) -> None:
-        """Welcomed: catches the keeper up with what was decided while it was not connected."""
+        """Informs a keeper that has just been welcomed of decisions that were made while it was not connected."""
         entry = self.node.ranks.get(link.uid, link.role)
         if entry is None:
             return
@@ -146,28 +150,28 @@ class Adoption:
             await self._keeper_died(entry)
 
     async def _keeper_died(self, entry: RankEntry) -> None:
-        """The keeper was killed: its rank goes with it."""
-        log.warning("the %s keeper of rank %s is dead", entry.role, entry.uid)
+        """The keeper has died, so its rank is ended."""
+        log.warning("the %s keeper of rank %s has died", entry.role, entry.uid)
         if entry.away_node:
             await in_thread(self.node.ranks.bury, entry)
             self.forwarding.withdraw(entry)
             return
         if (moving := self.source.moves.get(entry.moving)) is not None:
-            why = f"the rank's {entry.role} keeper was killed"
+            reason = f"the rank's {entry.role} keeper was killed"
             if entry.role == "home":
-                await self.source.abandon(entry.moving, why)
-            else:  # its home keeper lives: where the target holds a whole copy, that one goes on
-                await self.source.abort(entry.moving, why, "source")
+                await self.source.abandon(entry.moving, reason)
+            else:  # its home keeper lives: if the target holds a complete copy, that copy continues
+                await self.source.abort(entry.moving, reason, "source")
             outcome = moving.log.outcome
             if outcome is not None and outcome.outcome is Outcome.COMMIT and entry.role == "home":
                 await in_thread(self.node.ranks.bury, entry)
-            return  # the outcome, now or when the target has answered, ends the copy here
+            return  # the copy here ends with the outcome, now or when the target has answered
         if entry.moving in self.target.moves:
-            return  # a held copy died: the source decides what becomes of the move
+            return  # a held copy has died: the source decides the outcome of the move
         await self.lost(entry)
 
     async def lost(self, entry: RankEntry) -> None:
-        """A rank here that nobody keeps any more is ended; if its home is elsewhere, it is told."""
+        """Ends a rank on this node that has no keeper any more, and informs its home keeper if that is on another node."""
         await in_thread(entry.group.kill, KILL_S)
         self.node.ranks.remove(entry)
         self.forwarding.withdraw(entry)
@@ -180,7 +184,7 @@ class Adoption:
         task.add_done_callback(self._reports.discard)
 
     async def exited(self, link: KeeperLink, status: int) -> None:
-        """The rank ended by itself, and whoever started it knows, or will."""
+        """The rank has ended by itself. Its keeper passes the exit status to the launcher."""
         entry = self.node.ranks.get(link.uid, link.role)
         if entry is None:
             return
@@ -192,7 +196,7 @@ class Adoption:
             self.source.moves[entry.moving].kick.set()
 
     async def died(self, link: KeeperLink, move: str, status: int) -> None:
-        """The local process ended while it was held: the rules decide, the keeper waits for the word."""
+        """The local process ended during a move. The keeper waits until the rules have decided the outcome."""
         log.warning("rank %s ended during move %s with wait status %d", link.uid, move, status)
         if (moving := self.source.moves.get(move)) is not None:
             moving.kick.set()
@@ -200,9 +204,9 @@ class Adoption:
     # ------------------------------------------------------------------ at start
 
     async def sweep(self) -> None:
-        """After a restart: ranks whose keeper died meanwhile go, activated copies that were not woken are woken.
+        """After a restart: ends ranks whose keeper has died meanwhile, and wakes activated copies that were not woken.
 
-        What fails for one rank is logged: the daemon must come up for all others."""
+        A failure of one rank is only logged: the daemon must start for all others."""
         for moving in [*self.source.moves.values(), *self.target.moves.values()]:
             role = moving.log.record.keeper_role or ("home" if moving.log.begin.role == "source" else "guest")
             if (entry := self.node.ranks.get(moving.log.begin.rank_uid, role)) is not None:
@@ -215,10 +219,10 @@ class Adoption:
                     await self._wake(entry, move_log)
         entries = self.node.ranks.all()
         await self._end_unkept(entries)
-        self._waiting = asyncio.create_task(self._await_keepers(entries), name="keepers of an earlier life")
+        self._waiting = asyncio.create_task(self._await_keepers(entries), name="keepers from before a restart")
 
     async def stop(self) -> None:
-        """Nobody is waited for any more."""
+        """Stops waiting for keepers from before a restart."""
         if self._waiting is not None:
             self._waiting.cancel()
             await asyncio.gather(self._waiting, return_exceptions=True)
@@ -228,14 +232,14 @@ class Adoption:
             if not entry.keeper_alive():
                 try:
                     await self._keeper_died(entry)
-                except (SnapshotError, OSError) as error:  # this daemon has other ranks to serve
-                    log.error("rank %s, which nobody keeps, is not ended yet: %s", entry.uid, error)
+                except (SnapshotError, OSError) as error:  # the daemon must serve the other ranks
+                    log.error("rank %s has no keeper and could not be ended yet: %s", entry.uid, error)
 
     async def _await_keepers(self, entries: Iterable[RankEntry]) -> None:
-        """A keeper that is killed before it has connected again closes no link by which anybody would hear of it."""
+        """Watches keepers that have not reconnected yet: if one of them is killed, no closed link reports it."""
         left = [one for one in entries if one.keeper_alive()]
         while left:
-            await asyncio.sleep(LOOK_AGAIN_S)
+            await asyncio.sleep(CHECK_AGAIN_S)
             left = [one for one in left if one.link is None and self.node.ranks.get(one.uid, one.role) is one]
             await self._end_unkept(left)
             left = [one for one in left if one.keeper_alive()]
@@ -245,9 +249,9 @@ class Adoption:
             if await in_thread(_asleep, entry, move_log):
                 await wake(move_log)
         except (SnapshotError, OSError) as error:
-            log.error("rank %s may run here and cannot be woken yet: %s", entry.uid, error)
+            log.error("rank %s may run here but could not be woken yet: %s", entry.uid, error)
             if entry.keeper_alive():
-                entry.moving = move_log.move  # no other move begins with it half awake
+                entry.moving = move_log.move  # no other move may begin until it is woken
                 self.target.follow(move_log)
 
 

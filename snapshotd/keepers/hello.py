@@ -1,8 +1,8 @@
-"""What a keeper says of itself and its rank when it connects, read with suspicion.
+"""The first frame of a keeper, which describes the keeper and its rank. It is not trusted.
 
-Invariant: who the keeper is comes from the kernel (SO_PEERCRED), never from the frame. A home keeper can only register
-a child of its own that runs under its own user; a guest keeper is root's. Every name is validated before anyone
-makes a path of it. Whether this keeper may claim this rank's uid is the registry's question, asked in `adopt`.
+Invariant: the identity of the keeper comes from the kernel (SO_PEERCRED), never from the frame. A home keeper can only
+register its own child, which must run as the same user; a guest keeper must be root. Every name is validated before it
+becomes part of a path. Whether this keeper may claim the uid of a rank is decided by the registry (adoption.py).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MAX_RANK = 1 << 24
 
 @dataclass(frozen=True)
 class Inherit:
-    """One end of the rank's stdio: CRIU's name for it in the image, and its number in the criu process of the guest."""
+    """A descriptor of the rank's stdio: CRIU's name for it in the image, and its number in the guest keeper's criu."""
 
     key: str
     fd: int
@@ -35,21 +35,21 @@ class Inherit:
 
 @dataclass(frozen=True)
 class Hello:
-    """A keeper's own words, checked for shape. `user_id` alone is the kernel's."""
+    """The keeper's description of itself, validated in form. Only `user_id` comes from the kernel."""
 
     role: str  # "home" or "guest"
-    uid: str  # empty: a new rank, to be given one
+    uid: str  # empty: a new rank, which gets one now
     job: str
     rank: int
-    pid: int  # the rank's, in the keeper's pid namespace; 0 while not known
+    pid: int  # the rank's, in the keeper's pid namespace; 0 if not known yet
     user_id: int
     relay_key: str
     home_node: str
     home_endpoint: str
-    away_node: str  # home: where the rank is now, if not here
-    held_move: str  # a move this keeper still holds signals and stdin for
-    move: str  # guest: the move it was made for
-    activated: bool  # guest: the rank has been allowed to run
+    away_node: str  # home: the node that the rank is on now, if not this one
+    held_move: str  # the move for which this keeper still holds back signals and stdin
+    move: str  # guest: the move that started it
+    activated: bool  # guest: the rank may run
     command: str
     cwd: str
     moves: int
@@ -57,21 +57,24 @@ class Hello:
     stdio: dict[str, Any]  # the layout: channels with their kinds and CRIU keys, see shim/keeper/stdio.py
     inherit: tuple[Inherit, ...]  # guest
     exited: int | None  # wait status of the local rank process, if it has ended
-    finished: bool  # the rank has ended for good: all that is left is telling whoever started it
+    finished: bool  # the rank has ended; only its launcher does not know yet
 
 
 def parse_hello(frame: Frame, user_id: int) -> Hello:
-    """The hello in `frame`. Raises FrameError for anything that is not one, Denied for a role its user cannot have."""
+    """The hello in `frame`. Raises FrameError if it is malformed, Denied if its user may not have its role."""
     if frame.type != "hello":
-        raise FrameError(f"the first frame is {frame.type[:20]!r}, not a hello")
+        raise FrameError(f"the first frame of a keeper must be a hello, not {frame.type[:20]!r}")
     fields = _Fields(frame.header)
     role = fields.text("role", r"home|guest")
     if role == "guest" and user_id != 0:
-        raise Denied(f"user {user_id} cannot run a guest keeper", remedy="only the daemon starts guest keepers")
+        raise Denied(
+            f"user {user_id} may not run a guest keeper",
+            remedy="use `migrator run`; only the daemon starts guest keepers",
+        )
     stdio = fields.header.get("stdio", {})
     inherit = fields.header.get("inherit", [])
     if not isinstance(stdio, dict) or not isinstance(inherit, list) or len(inherit) > 64:
-        raise FrameError("the hello's stdio or inherit is not what it should be")
+        raise FrameError("stdio or inherit of the hello is malformed")
     return Hello(
         role=role,
         uid=fields.name("uid"),
@@ -101,11 +104,11 @@ def _inherit(item: object) -> Inherit:
     match item:
         case {"key": str(key), "fd": int(fd)} if len(key) <= 64 and 3 <= fd < 1024:
             return Inherit(key, fd)
-    raise FrameError("an inherited descriptor of the hello is not what it should be")
+    raise FrameError("an inherited descriptor of the hello is malformed")
 
 
 class _Fields:
-    """Typed reading of a header whose every value may be anything."""
+    """Validates the values of a header, each of which may be anything."""
 
     def __init__(self, header: dict[str, Any]) -> None:
         self.header = header
@@ -114,14 +117,14 @@ class _Fields:
         value = self.header.get(key)
         value = "" if value is None else value
         if not isinstance(value, str) or not re.fullmatch(pattern, value):
-            raise FrameError(f"the hello's {key} is {str(value)[:40]!r}")
+            raise FrameError(f"{key} of the hello is invalid: {str(value)[:40]!r}")
         return value
 
     def name(self, key: str) -> str:
         return self.text(key, f"({_NAME.pattern})?")
 
     def prose(self, key: str) -> str:
-        """Text for people: what cannot be shown is replaced, what is too long is cut."""
+        """Text to display: unprintable characters are replaced, and long text is truncated."""
         value = self.header.get(key)
         text = value if isinstance(value, str) else ""
         return "".join(sign if sign.isprintable() else "?" for sign in text[:4096])
@@ -129,38 +132,38 @@ class _Fields:
     def number(self, key: str, low: int, high: int) -> int:
         value = self.header.get(key, 0)
         if type(value) is not int or not low <= value <= high:
-            raise FrameError(f"the hello's {key} is {str(value)[:40]!r}")
+            raise FrameError(f"{key} of the hello is invalid: {str(value)[:40]!r}")
         return value
 
     def seconds(self, key: str) -> float:
         value = self.header.get(key, 0.0)
         if type(value) not in (int, float) or not 0 <= value < 1e12:
-            raise FrameError(f"the hello's {key} is {str(value)[:40]!r}")
+            raise FrameError(f"{key} of the hello is invalid: {str(value)[:40]!r}")
         return float(value)
 
 
 def peer_of(connection: socket.socket) -> tuple[Process, int]:
-    """The process and the user at the other end of a unix socket. Raises RankGone when it is already gone."""
+    """The peer process of a unix socket, and its user. Raises RankGone if it has already ended."""
     # struct ucred { pid_t pid; uid_t uid; gid_t gid; }
     pid, user_id, _ = struct.unpack("iII", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     try:
         return Process.of(pid), user_id
     except ProcessLookupError as error:
-        raise RankGone(f"the keeper (pid {pid}) is already gone") from error
+        raise RankGone(f"the keeper (pid {pid}) has already ended") from error
 
 
 def rank_process(hello: Hello, keeper: Process) -> Process | None:
-    """The rank's process as this daemon numbers it; None while there is none here. Raises Denied, RankGone, Usage.
+    """The rank's process in this daemon's pid namespace; None if it has none on this node. Raises Denied or RankGone.
 
-    It must be the keeper's own child: for a home keeper also of the keeper's user, since a user registers only what is
-    theirs. (A child that has changed its user since, which needs privilege, was checked when it was registered.)
+    It must be a child of the keeper. The child of a home keeper must also run as the keeper's user, so that users can only
+    register their own processes. (A registered child may change its user later, which needs privileges.)
     """
     if hello.pid == 0 or hello.away_node or hello.exited is not None:
         return None
-    # By NSpid among the keeper's own children: the keeper may number them in another pid namespace than ours.
+    # Searched by NSpid among the keeper's children, because the keeper may be in another pid namespace.
     process = find_child(keeper.pid, hello.pid)
     if hello.role == "home" and not hello.uid and _real_user(process.pid) != hello.user_id:
-        raise Denied(f"process {hello.pid} belongs to another user", remedy="use `migrator run`")
+        raise Denied(f"process {hello.pid} belongs to another user", remedy="start the rank with `migrator run`")
     return process
 
 

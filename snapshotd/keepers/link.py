@@ -1,8 +1,8 @@
-"""One connected keeper: the questions a daemon asks it, and the relay frames that pass through.
+"""One connected keeper: the daemon's control requests, and relay frames in both directions.
 
-Invariants: every question has one answer or raises, Timeout when the keeper is silent, RankGone when it is gone. Relay
-frames wait in a bounded queue; beyond it they are dropped, which the keepers' offsets mend. What another node sends
-towards a keeper is checked to be a relay frame: no remote daemon can speak this daemon's control words.
+Invariants: every request returns one answer, or raises Timeout if the keeper does not respond and RankGone if it has
+disconnected. Relay frames wait in a bounded queue; further frames are dropped, and the keepers send them again by offset.
+Frames from another node are passed on only if they are relay frames: a remote daemon cannot send control requests.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MAX_STDIO_STATE_BYTES = 128 << 20
 
 
 class KeeperLink:
-    """One connected keeper. Its calls raise Timeout when the keeper is silent and RankGone when it is gone."""
+    """One connected keeper. Its calls raise Timeout if it does not respond and RankGone if it has disconnected."""
 
     def __init__(
         self, hello: Hello, uid: str, keeper: Process, rank: Process | None, writer: asyncio.StreamWriter
@@ -48,20 +48,20 @@ class KeeperLink:
     def __repr__(self) -> str:
         return f"<{self.role} keeper {self.keeper.pid} of {self.uid or 'a new rank'}>"
 
-    # ---- control: one question, one answer
+    # ---- control requests
 
     async def hold(self, move: str) -> None:
-        """Signals and stdin wait in the keeper from now on."""
+        """Makes the keeper hold back signals and stdin."""
         await self._ask("hold", {"move": move}, "held", move)
 
     async def drain(self, move: str) -> dict[str, Any]:
-        """The complete stdio state, for the next keeper. The rank must be frozen."""
+        """Returns the complete stdio state, for the next keeper. The rank must be frozen."""
         self._stdio.clear()
         answer = await self._ask("drain", {"move": move}, "stdio", move)
         if "error" in answer:
             raise WrongState(
-                f"the keeper cannot hand over the rank's stdio: {str(answer['error'])[:300]}",
-                remedy="let the output that waits for the rank's home node get there, then try again",
+                f"the keeper could not hand over the rank's stdio: {str(answer['error'])[:300]}",
+                remedy="wait until the buffered output has reached the rank's home node, then retry",
                 where=Where.SOURCE_FROZEN,
             )
         try:
@@ -75,27 +75,27 @@ class KeeperLink:
         return state
 
     async def resume(self, move: str) -> None:
-        """Undo of hold and drain: unread stdin goes back, queued signals are delivered."""
+        """Reverts hold and drain: returns unread stdin and delivers queued signals."""
         await self._ask("resume", {"move": move}, "resumed", move)
 
     async def away(self, move: str, node: str) -> None:
-        """COMMIT: the rank is on `node` now. The end of the local copy is not the rank's end."""
+        """After COMMIT: the rank is on `node` now, so the end of the local copy is not the end of the rank."""
         await self._ask("away", {"move": move, "node": node}, "gone", move)
 
     async def restored(self, pid: int) -> None:
-        """Guest: criu is done; `pid` is the rank's in the keeper's pid namespace."""
+        """Guest: criu has finished; `pid` is the rank's in the keeper's pid namespace."""
         await self._ask("restored", {"pid": pid}, "ready", "")
 
     async def activated(self, move: str) -> None:
-        """Guest: the rank may run; stdin, signals and relaying start."""
+        """Guest: the rank may run. Starts stdin, signals and relaying."""
         await self._ask("activated", {"move": move}, "active", move)
 
     async def relay(self, up: bool) -> None:
-        """Guest: the way to the home keeper has just come up (it synchronises at once) or gone down (it spools)."""
+        """Guest: the connection to the home keeper is up (it synchronises at once) or down (it spools)."""
         await self.send(encode("relay", {"up": up}))
 
     async def kill(self) -> None:
-        """SIGKILL the rank and go. Returns once the keeper has closed the link; already closed is fine."""
+        """Makes the keeper kill the rank and exit. Returns once the link is closed. Idempotent."""
         if self.closed.is_set():
             return
         with contextlib.suppress(RankGone):
@@ -104,46 +104,46 @@ class KeeperLink:
             async with asyncio.timeout(CONTROL_TIMEOUT_S):
                 await self.closed.wait()
         except TimeoutError:
-            raise Timeout(f"{self!r} did not go when told to", where=Where.UNKNOWN) from None
+            raise Timeout(f"{self!r} did not exit within {CONTROL_TIMEOUT_S:.0f} s", where=Where.UNKNOWN) from None
 
-    async def _ask(self, question: str, fields: dict[str, Any], answer: str, key: str) -> dict[str, Any]:
+    async def _ask(self, request: str, fields: dict[str, Any], answer: str, key: str) -> dict[str, Any]:
         slot = (answer, key)
         if slot in self._answers:
-            raise WrongState(f"{self!r} is already being asked to {question}", where=Where.UNKNOWN)
+            raise WrongState(f"{self!r} has not answered an earlier {request!r} yet", where=Where.UNKNOWN)
         future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._answers[slot] = future
         try:
             async with asyncio.timeout(CONTROL_TIMEOUT_S):
-                await self.send(encode(question, fields))
+                await self.send(encode(request, fields))
                 return await future
         except TimeoutError:
             raise Timeout(
-                f"{self!r} did not answer {question!r} in {CONTROL_TIMEOUT_S:.0f} s", where=Where.UNKNOWN
+                f"{self!r} did not answer {request!r} within {CONTROL_TIMEOUT_S:.0f} s", where=Where.UNKNOWN
             ) from None
         finally:
             del self._answers[slot]
 
-    # ---- relay: frames between this keeper and the one on the other node
+    # ---- relay frames between this keeper and the one on the other node
 
     async def send_relay(self, frame: bytes) -> None:
-        """Passes a frame from the other node on to this keeper. Raises Damaged for what is no relay frame."""
+        """Passes a frame from the other node on to this keeper. Raises Damaged if it is not a relay frame."""
         try:
             kind = decode(frame).type
         except FrameError as error:
-            raise Damaged(f"a relay frame from another node makes no sense: {error}", where=Where.UNKNOWN) from error
+            raise Damaged(f"a relay frame from another node is malformed: {error}", where=Where.UNKNOWN) from error
         if kind not in RELAY_TYPES:
-            raise Damaged(f"{kind[:20]!r} is no relay frame: another node may not say that", where=Where.UNKNOWN)
+            raise Damaged(f"another node sent {kind[:20]!r}, which is not a relay frame", where=Where.UNKNOWN)
         await self.send(frame)
 
     async def relay_frames(self) -> AsyncGenerator[bytes, None]:
-        """The relay frames from this keeper, for the other node. Ends when the link closes. One reader at a time."""
+        """The relay frames from this keeper to the other node, until the link closes. One reader at a time."""
         while (frame := await self._relay.get()) is not None:
             self._relay_bytes -= len(frame)
             self._overflowed = False
             yield frame
         self._relay.put_nowait(None)
 
-    # ---- the lower half, for KeeperLinks
+    # ---- for KeeperLinks
 
     async def send(self, frame: bytes) -> None:
         if self.closed.is_set():
@@ -152,25 +152,27 @@ class KeeperLink:
             self._writer.write(frame)
             await self._writer.drain()
         except OSError as error:
-            raise RankGone(f"{self!r} is gone: {error}", where=Where.UNKNOWN) from error
+            raise RankGone(f"{self!r} has disconnected: {error}", where=Where.UNKNOWN) from error
 
     def take_relay(self, frame: Frame) -> None:
         encoded = frame.encoded()
         if self._relay_bytes + len(encoded) > MAX_RELAY_QUEUE_BYTES:
             if not self._overflowed:
-                log.warning("%r sends more than the other node takes; frames are dropped and will be sent again", self)
+                log.warning(
+                    "%r sends faster than the other node receives; frames are dropped and will be sent again", self
+                )
             self._overflowed = True
             return
         self._relay_bytes += len(encoded)
         self._relay.put_nowait(encoded)
 
     def take_answer(self, frame: Frame) -> None:
-        """An answer nobody waits for (any more) is nothing to worry about: the question had timed out."""
+        """Delivers an answer. One without a waiting request is ignored: the request has timed out."""
         move = frame.header.get("move", "")
         future = self._answers.get((frame.type, move if isinstance(move, str) else ""))
         if frame.type == "stdio" and future is not None:
             if len(self._stdio) + len(frame.payload) > MAX_STDIO_STATE_BYTES:
-                raise FrameError("the stdio state is over the limit")
+                raise FrameError(f"the stdio state exceeds {MAX_STDIO_STATE_BYTES >> 20} MiB")
             self._stdio += frame.payload
             if frame.header.get("more") is True:
                 return
@@ -183,4 +185,4 @@ class KeeperLink:
         self._writer.close()
         for future in self._answers.values():
             if not future.done():
-                future.set_exception(RankGone(f"{self!r} has gone", where=Where.UNKNOWN))
+                future.set_exception(RankGone(f"{self!r} has disconnected", where=Where.UNKNOWN))

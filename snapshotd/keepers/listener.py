@@ -1,10 +1,11 @@
-"""The keepers on this node: a unix socket that anyone may connect to, one link per connected keeper.
+"""The keepers on this node: a unix socket that every user may connect to, and one link for each connected keeper.
 
-Invariants: a frame that makes no sense closes the link it came on and nothing else. A keeper's link may come and go
-(either side may restart) without the rank noticing; `closed(link, False)` comes exactly once per keeper, when its
-process has really ended. Events of one link are told in order, beside its reading: a listener may ask the keeper things.
+Invariants: a malformed frame closes the link it came on and nothing else. A link may be closed and opened again (keeper
+and daemon may reconnect) without effect on the rank. `closed(link, False)` is called exactly once for each keeper, after
+its process has ended. The events of a link are delivered in order by a separate task, so a callback may send requests to
+the keeper.
 
-What is said over a link is listed in shim/README.md.
+shim/README.md lists the frames.
 """
 
 from __future__ import annotations
@@ -19,11 +20,9 @@ from pathlib import Path
 
 from shim.keeper.frames import RELAY_TYPES, Decoder, Frame, FrameError, encode
 from snapshotd.api.errors import RankGone, SnapshotError, Usage
-from snapshotd.keepers.hello import Hello, Inherit, parse_hello, peer_of, rank_process
+from snapshotd.keepers.hello import Hello, parse_hello, peer_of, rank_process
 from snapshotd.keepers.link import KeeperLink
 from snapshotd.proc.tree import Process
-
-__all__ = ["Adopt", "Hello", "Inherit", "KeeperEvents", "KeeperLink", "KeeperLinks", "Welcome"]
 
 log = logging.getLogger(__name__)
 
@@ -33,26 +32,26 @@ MAX_LINKS = 4096
 
 @dataclass(frozen=True)
 class Welcome:
-    """The answer to a hello: the rank's uid, and this node as others name and reach it."""
+    """The answer to a hello: the rank's uid, and the name and endpoint of this node."""
 
     uid: str
     node: str
     endpoint: str
 
 
-#: Makes the cgroup, puts the rank in it, enters it in the registry. A SnapshotError refuses the keeper.
+#: Creates the cgroup, puts the rank into it and registers it. A SnapshotError refuses the keeper.
 Adopt = Callable[[Hello, Process, Process | None], Awaitable[Welcome]]
 
 
 @dataclass(frozen=True)
 class KeeperEvents:
-    """What the registry wants to hear.
+    """The callbacks of the registry.
 
-    connected: welcomed (again); told before anything else of this link.
-    closed:    (link, keeper_alive). True: it will be back by itself (not told if it is back at once). False: the keeper's
-               process has ended; comes alone or after a True, exactly once.
-    exited:    (link, wait status): the rank's end. The keeper is then answered `bye` and goes.
-    died:      (link, move, wait status): the local process ended while held; the keeper waits for resume or away.
+    connected: the keeper was welcomed, possibly again. The first event of a link.
+    closed:    (link, keeper_alive). True: the keeper lives and will reconnect (not called if it reconnects at once). False:
+               its process has ended; called exactly once, possibly after a True.
+    exited:    (link, wait status): the rank has ended. Afterwards the keeper is sent `bye` and exits.
+    died:      (link, move, wait status): the local process ended during a move; the keeper waits for resume or away.
     """
 
     connected: Callable[[KeeperLink], Awaitable[None]]
@@ -65,7 +64,7 @@ _Event = Callable[[], Awaitable[None]]
 
 
 class KeeperLinks:
-    """The server on keeper.sock, and every keeper that is connected to it."""
+    """The server on keeper.sock, and the keepers that are connected to it."""
 
     def __init__(self, path: Path, adopt: Adopt, events: KeeperEvents) -> None:
         self.path = path
@@ -77,7 +76,7 @@ class KeeperLinks:
         self._stopping = False
 
     async def start(self) -> None:
-        """Listens; the socket file appears complete (bound, mode 0666) under its name."""
+        """Starts to listen. The socket appears under its name only when it is bound and has mode 0666."""
         fresh = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         fresh.unlink(missing_ok=True)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
@@ -88,7 +87,7 @@ class KeeperLinks:
         self._server = await asyncio.start_unix_server(self._connected, sock=listener)
 
     async def stop(self) -> None:
-        """Closes all links. The keepers go on and look for the next daemon; nothing is told about them any more."""
+        """Closes all links without further events. The keepers keep running and connect to the next daemon."""
         self._stopping = True
         if self._server is not None:
             self._server.close()
@@ -101,11 +100,11 @@ class KeeperLinks:
         return list(self._links.values())
 
     def find(self, uid: str, role: str) -> KeeperLink | None:
-        """The connected keeper of a rank. A rank that came back to its home node has a home and a guest keeper here."""
+        """The connected keeper of a rank. A rank that returned to its home node has a home and a guest keeper here."""
         return next((link for link in self._links.values() if (link.uid, link.role) == (uid, role)), None)
 
     def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        # A task of our own: one made by asyncio's server is logged as an error when stop() cancels it.
+        # A separate task: asyncio's server logs an error if stop() cancels a task that the server created.
         task = asyncio.create_task(self._accept(reader, writer))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -113,19 +112,19 @@ class KeeperLinks:
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             if len(self._tasks) > MAX_LINKS:
-                raise Usage(f"more than {MAX_LINKS} keepers on one node")
+                raise Usage(f"more than {MAX_LINKS} keepers are connected", remedy="run fewer ranks on this node")
             await self._serve(reader, writer)
         except (FrameError, SnapshotError) as error:
-            log.warning("a keeper's link is closed: %s", error)
+            log.warning("closed the connection of a keeper: %s", error)
         except OSError as error:  # TimeoutError too
-            log.info("a keeper's link is lost: %s", str(error) or type(error).__name__)
+            log.info("lost the connection of a keeper: %s", str(error) or type(error).__name__)
         finally:
             writer.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         incoming = _frames(reader)
         keeper, user_id = peer_of(writer.get_extra_info("socket"))
-        pidfd = os.pidfd_open(keeper.pid)  # from before the check below: it cannot be of another process
+        pidfd = os.pidfd_open(keeper.pid)  # opened before alive() below, so it cannot refer to another process
         try:
             async with asyncio.timeout(HELLO_TIMEOUT_S):
                 first = await anext(incoming, None)
@@ -133,7 +132,7 @@ class KeeperLinks:
                 return
             link = await self._welcome(first, keeper, user_id, writer)
             if link is not None:
-                await self._follow(link, incoming, pidfd)
+                await self._read(link, incoming, pidfd)
         finally:
             os.close(pidfd)
 
@@ -145,7 +144,7 @@ class KeeperLinks:
             rank = rank_process(hello, keeper)
             welcome = await self._adopt(hello, keeper, rank)
         except SnapshotError as error:
-            log.warning("a keeper (pid %d, user %d) is refused: %s", keeper.pid, user_id, error)
+            log.warning("refused a keeper (pid %d, user %d): %s", keeper.pid, user_id, error)
             writer.write(encode("refused", {"message": f"{error.message} ({error.advice})"[:4000]}))
             await writer.drain()
             return None
@@ -158,16 +157,16 @@ class KeeperLinks:
         try:
             await link.send(encode("welcome", {"uid": link.uid, "node": welcome.node, "endpoint": welcome.endpoint}))
         except RankGone as error:
-            log.info("%s", error)  # _follow reads the end of the link and tells of it
+            log.info("%s", error)  # _read then reads the end of the link and reports it
         return link
 
-    async def _follow(self, link: KeeperLink, incoming: AsyncIterator[Frame], pidfd: int) -> None:
-        """One link's life after the welcome. Whatever ends it is told; a frame that makes no sense is raised."""
+    async def _read(self, link: KeeperLink, incoming: AsyncIterator[Frame], pidfd: int) -> None:
+        """Reads a link after the welcome. Its end becomes an event. Raises FrameError for a malformed frame."""
         events: asyncio.Queue[_Event | None] = asyncio.Queue()
         events.put_nowait(lambda: self._events.connected(link))
-        teller = asyncio.create_task(_tell(link, events))
-        self._tasks.add(teller)
-        teller.add_done_callback(self._tasks.discard)
+        events_task = asyncio.create_task(_deliver(link, events))
+        self._tasks.add(events_task)
+        events_task.add_done_callback(self._tasks.discard)
         try:
             async for frame in incoming:
                 self._take(link, frame, events)
@@ -179,7 +178,7 @@ class KeeperLinks:
             if not self._stopping:
                 if not superseded:
                     watched = os.dup(pidfd)
-                    events.put_nowait(lambda: self._part(link, watched))
+                    events.put_nowait(lambda: self._after_close(link, watched))
                 events.put_nowait(None)
 
     def _take(self, link: KeeperLink, frame: Frame, events: asyncio.Queue[_Event | None]) -> None:
@@ -201,16 +200,16 @@ class KeeperLinks:
         await self._events.exited(link, status)
         await link.send(encode("bye"))
 
-    async def _part(self, link: KeeperLink, pidfd: int) -> None:
-        """After the link: tells whether its keeper lives on, and if so goes on watching until it is back or ends."""
+    async def _after_close(self, link: KeeperLink, pidfd: int) -> None:
+        """Reports whether the keeper is alive. If it is, watches it until it reconnects or ends."""
         try:
             ended = await _ended(pidfd, timeout_s=0.5)
             if not ended and link.keeper not in self._links:
-                log.info("%r has closed its link and lives on", link, extra={"rank": link.uid})
+                log.info("%r has disconnected; its process is alive", link, extra={"rank": link.uid})
                 await self._events.closed(link, True)
             while not ended:
                 if link.keeper in self._links:
-                    return  # it is back; its new link is watched instead
+                    return  # it has reconnected; its new link is watched instead
                 ended = await _ended(pidfd, timeout_s=1.0)
             log.info("%r has ended", link, extra={"rank": link.uid})
             await self._events.closed(link, False)
@@ -218,20 +217,20 @@ class KeeperLinks:
             os.close(pidfd)
 
 
-async def _tell(link: KeeperLink, events: asyncio.Queue[_Event | None]) -> None:
+async def _deliver(link: KeeperLink, events: asyncio.Queue[_Event | None]) -> None:
     while (event := await events.get()) is not None:
         try:
             await event()
         except SnapshotError as error:
-            log.warning("about %r: %s", link, error, extra={"rank": link.uid})
-        except Exception:  # one listener's defect must not silence the rest, `closed` above all
-            log.exception("a listener failed on an event of %r", link, extra={"rank": link.uid})
+            log.warning("%r: %s", link, error, extra={"rank": link.uid})
+        except Exception:  # a defect in one callback must not suppress the others, above all `closed`
+            log.exception("a callback failed for an event of %r", link, extra={"rank": link.uid})
 
 
 def _status(frame: Frame) -> int:
     status = frame.header.get("status")
     if type(status) is not int or not 0 <= status <= 0xFFFF:
-        raise FrameError(f"a wait status of {str(status)[:40]!r} is impossible")
+        raise FrameError(f"{str(status)[:40]!r} is not a wait status")
     return status
 
 

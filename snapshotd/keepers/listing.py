@@ -1,4 +1,4 @@
-"""The ranks on this node, with the GPUs that they are on."""
+"""The list of the ranks on this node, with the GPUs that they use."""
 
 from __future__ import annotations
 
@@ -15,14 +15,17 @@ _CARD = re.compile(r"/dev/nvidia(\d+)")
 
 
 async def ranks_of(node: Node) -> list[pb.Rank]:
-    """Every rank that this node knows. The driver says who is on a GPU; where it tells nobody's processes (in a container),
-    whoever has the GPU open counts."""
+    """Every rank that this node knows.
+
+    The driver reports which processes use a GPU. Where it reports none (in a container), a process that has the GPU open
+    counts.
+    """
     found = [(entry, entry.to_proto(node.config.node)) for entry in node.ranks.all()]
     gpus = (await node.gpus.inventory()).gpus if found else ()
-    told = any(gpu.processes for gpu in gpus)
+    reported = any(gpu.processes for gpu in gpus)
     for entry, rank in found:
         pids = set(entry.group.pids()) if gpus and not entry.away_node else set()
-        cards = set() if told or not pids else await in_thread(_open_cards, pids)
+        cards = set() if reported or not pids else await in_thread(_open_cards, pids)
         for gpu in gpus:
             mine = [process for process in gpu.processes if process.pid in pids]
             if mine or gpu.index in cards:

@@ -1,8 +1,9 @@
-"""The ranks on this node: which processes they are, whose they are, and who keeps them.
+"""The registry of the ranks on this node: their processes, users, cgroups and keepers.
 
-Invariants: a rank is a (pid, start time) inside its own cgroup, made for it here. The registry in memory is rebuilt after a
-restart from keepers that reconnect; what must be known even if a keeper died meanwhile (its identity, the cgroup, whether
-the rank is away) is a small file per rank under STATE_DIR/ranks, so that no rank outlives its keeper unnoticed.
+Invariants: a rank is a (pid, start time) inside a cgroup that was created for it. After a restart, the registry in memory
+is rebuilt from keepers that reconnect. What must be known even if a keeper has died meanwhile (its identity, the cgroup,
+whether the rank is on another node) is in a small file for each rank under STATE_DIR/ranks, so that no rank outlives its
+keeper unnoticed.
 """
 
 from __future__ import annotations
@@ -14,17 +15,15 @@ import re
 import secrets
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import NotFound, Usage
+from snapshotd.keepers.link import KeeperLink
 from snapshotd.proc import cgroup, host, sizes
 from snapshotd.proc.cgroup import Cgroup
 from snapshotd.proc.files import GONE
 from snapshotd.proc.tree import Process
-
-if TYPE_CHECKING:
-    from snapshotd.keepers.listener import KeeperLink
 
 log = logging.getLogger(__name__)
 
@@ -33,20 +32,20 @@ JOB_NAME = re.compile(r"[A-Za-z0-9_.-]{1,60}")
 
 
 def check_rank_uid(uid: str) -> str:
-    """A rank uid from the wire, before it touches a path."""
+    """Validates a rank's uid from the wire, before it becomes part of a path."""
     if not RANK_UID.fullmatch(uid) or uid.startswith("."):
-        raise Usage(f"{uid[:40]!r} is not a rank's uid")
+        raise Usage(f"{uid[:40]!r} is not a valid rank uid")
     return uid
 
 
 @dataclass
 class RankEntry:
-    """One rank this node knows: its process is here, or only its home keeper is."""
+    """A rank that this node knows: its process, or only its home keeper, is on this node."""
 
     uid: str
     job: str
     rank: int
-    role: str  # "home": kept by the process the launcher started; "guest": restored here
+    role: str  # "home": its keeper was started by the launcher; "guest": it was restored here
     keeper_pid: int
     keeper_start_ticks: int
     cgroup: str
@@ -58,9 +57,11 @@ class RankEntry:
     command: str = ""
     started_unix_s: float = 0.0
     moves: int = 0
-    away_node: str = ""  # home only: the rank is there now
-    former: list[list[str]] = field(default_factory=list)  # [old address, present address] of its listeners
-    nodes: list[list[Any]] = field(default_factory=list)  # [name, endpoint, addresses] where these are forwarded
+    away_node: str = ""  # home only: the node that the rank is on now, if not this one
+    former: list[list[str]] = field(default_factory=list)  # [old address, current address] of its listeners
+    nodes: list[list[Any]] = field(
+        default_factory=list
+    )  # [name, endpoint, addresses] of the nodes that forward the old addresses
     pid: int = 0
     start_ticks: int = 0
     link: KeeperLink | None = field(default=None, compare=False)
@@ -112,7 +113,7 @@ class RankEntry:
 
 
 class Ranks:
-    """The registry. A rank may have two entries here when it came back to its home node: its home keeper, and itself."""
+    """The registry. A rank that has returned to its home node has two entries: one for each of its keepers."""
 
     def __init__(self, state_dir: Path) -> None:
         self.folder = state_dir / "ranks"
@@ -123,15 +124,17 @@ class Ranks:
             stored = json.loads(path.read_text())
             entry = RankEntry(**{key: value for key, value in stored.items() if key in known})
             if entry.boot_id == host.boot_id() or entry.role == "guest":
-                self._entries[entry.uid, entry.role] = entry  # a guest of an earlier boot is gone: its home is told
+                self._entries[entry.uid, entry.role] = (
+                    entry  # a guest of an earlier boot has ended: its home node must be informed
+                )
             elif not entry.away_node:
-                path.unlink()  # the node was rebooted: keeper, rank and launcher are gone
+                path.unlink()  # the node was rebooted: keeper, rank and launcher have ended
 
     def all(self) -> list[RankEntry]:
         return sorted(self._entries.values(), key=lambda entry: (entry.job, entry.rank, entry.role))
 
     def put(self, entry: RankEntry) -> None:
-        """Adds or updates an entry, on disk too."""
+        """Adds or updates an entry, in memory and on disk."""
         self._entries[entry.uid, entry.role] = entry
         stored = {key: value for key, value in _plain(entry).items() if key not in {"link", "moving"}}
         path = self.folder / f"{entry.uid}.{entry.role}.json"
@@ -157,13 +160,15 @@ class Ranks:
         return self._entries.get((check_rank_uid(uid), role))
 
     def bury(self, entry: RankEntry) -> None:
-        """The home keeper of a rank that is away died: says so for ever, to whichever node has the rank and asks."""
+        """Records permanently that the home keeper of a rank on another node has died; that node asks and ends the rank."""
         (self.folder / f"{entry.uid}.gone").touch()
         self.remove(entry)
 
     def is_buried(self, uid: str) -> bool:
-        """Whether the rank's home keeper is known to be dead. A reboot of the home node does not count: leaving a
-        failing node is what moves are for, so the rank goes on without its keeper then."""
+        """Whether the rank's home keeper is known to have died.
+
+        A reboot of the home node does not count: moves exist to leave failing nodes, so the rank then runs without it.
+        """
         return (self.folder / f"{check_rank_uid(uid)}.gone").exists()
 
 
@@ -177,12 +182,12 @@ def _plain(entry: RankEntry) -> dict[str, object]:
 
 def new_uid(job: str, rank: int) -> str:
     if not JOB_NAME.fullmatch(job) or job.startswith("."):
-        raise Usage(f"{job[:60]!r} cannot be a job's name", remedy="use letters, digits, '_', '.', '-', at most 60")
+        raise Usage(f"{job[:60]!r} is not a valid job name", remedy="use at most 60 letters, digits, '_', '.' and '-'")
     return f"{job}-{rank}-{secrets.token_hex(4)}"
 
 
 def cgroup_for_home(keeper_pid: int, uid: str) -> Cgroup:
-    """Below the launcher's own cgroup, so that its limits (a scheduler's, a container's) go on applying."""
+    """Below the launcher's own cgroup, so that its limits (of a scheduler or a container) still apply."""
     return Cgroup(cgroup.of_process(keeper_pid) / f"snapshotd-{uid}").create()
 
 

@@ -1,8 +1,8 @@
-"""Stdio, signals and exit status between a rank's guest keeper and its home keeper, over both nodes' daemons.
+"""Relays stdio, signals and exit status between a rank's guest keeper and its home keeper, through both nodes' daemons.
 
-The daemons pass frames on unread; what was lost when a connection broke, the keepers send again by their byte offsets. If
-the home keeper is dead, the rank is killed here: no orphan runs beside a restarted job. If the home node cannot be
-reached, or was rebooted, the rank goes on and its keeper spools.
+The daemons do not interpret the frames. What is lost when a connection breaks, the keepers send again by byte offset. If
+the home keeper has died, the rank is killed, so that no orphan runs beside a restarted job. If the home node is
+unreachable or was rebooted, the rank keeps running and its keeper spools.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from contextlib import aclosing
 from shim.keeper.frames import decode, encode
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import Denied, NotFound, RankGone, SnapshotError, Unreachable, Where
-from snapshotd.keepers.listener import KeeperLink
+from snapshotd.keepers.link import KeeperLink
 from snapshotd.keepers.ranks import RankEntry, check_rank_uid
 from snapshotd.moves.node import Node
 
@@ -26,17 +26,17 @@ _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 2.0
 
 
 class Relays:
-    """All relays of this daemon: towards home for guests here, and from elsewhere for home keepers here."""
+    """All relays of this daemon: of guests on this node to their home nodes, and from other nodes to home keepers here."""
 
     def __init__(self, node: Node) -> None:
         self.node = node
         self._out: dict[str, asyncio.Task[None]] = {}
         self._in: dict[str, asyncio.Task[None]] = {}
 
-    # ------------------------------------------------------------------ the guest's side
+    # ------------------------------------------------------------------ on the guest's node
 
     def start(self, entry: RankEntry, link: KeeperLink) -> None:
-        """Relays for a guest that may run, for as long as its link is open."""
+        """Starts to relay for an activated guest, until its link closes."""
         if (old := self._out.get(entry.uid)) is not None:
             old.cancel()
         self._out[entry.uid] = asyncio.create_task(self._keep_up(entry, link), name=f"relay {entry.uid}")
@@ -48,7 +48,7 @@ class Relays:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _keep_up(self, entry: RankEntry, link: KeeperLink) -> None:
-        wait_s, said = _FIRST_WAIT_S, ""
+        wait_s, logged = _FIRST_WAIT_S, ""
         while not link.closed.is_set():
             try:
                 await self._once(entry, link)
@@ -59,13 +59,12 @@ class Relays:
                     await link.kill()
                 return
             except SnapshotError as error:
-                if error.message != said:
-                    said = error.message
-                    log.info("no way to %s for rank %s: %s", entry.home_node, entry.uid, said)
+                if error.message != logged:
+                    logged = error.message
+                    log.info("the relay of rank %s to %s is down: %s", entry.uid, entry.home_node, logged)
                 if isinstance(error, NotFound) and not entry.process.alive():
-                    with contextlib.suppress(
-                        SnapshotError
-                    ):  # the home node was rebooted: nobody is left to hear the end
+                    # The home node was rebooted, so its keeper cannot receive the exit status any more.
+                    with contextlib.suppress(SnapshotError):
                         await link.kill()
                     return
             with contextlib.suppress(SnapshotError):
@@ -74,11 +73,13 @@ class Relays:
             wait_s = min(wait_s * 2, _LONGEST_WAIT_S)
 
     async def _once(self, entry: RankEntry, link: KeeperLink) -> None:
-        """One connection to the home node, until it breaks. Then nobody waits for a frame of `link` any more: that one would
-        take the first from the next connection."""
+        """Relays over one connection to the home node until it breaks.
+
+        Afterwards nothing waits for a frame of `link`: that would take the first frame from the next connection.
+        """
 
         async def frames() -> AsyncGenerator[pb.RelayFrame, None]:
-            yield pb.RelayFrame()  # opens the stream; the home side answers it once the keeper there listens
+            yield pb.RelayFrame()  # opens the stream; the home node answers it once its keeper is connected
             async with aclosing(link.relay_frames()) as found:
                 async for frame in found:
                     yield pb.RelayFrame(frame=frame)
@@ -94,7 +95,7 @@ class Relays:
                     await link.relay(True)
 
     async def report_end(self, entry: RankEntry, status: int) -> None:
-        """Tells the home keeper how the rank ended, on behalf of a guest keeper that cannot any more."""
+        """Reports the exit status of a rank to its home keeper in place of a guest keeper that has died. Retries for ever."""
         wait_s = _FIRST_WAIT_S
         while True:
             try:
@@ -110,7 +111,7 @@ class Relays:
         async def frames() -> AsyncGenerator[pb.RelayFrame, None]:
             yield pb.RelayFrame()
             yield pb.RelayFrame(frame=encode("exit", {"status": status}))
-            await asyncio.Event().wait()  # the stream stays open until the answer has come
+            await asyncio.Event().wait()  # keeps the stream open until the answer arrives
 
         async with (
             self.node.client(entry.home_node, entry.home_endpoint) as client,
@@ -120,12 +121,12 @@ class Relays:
                 if reply.frame and decode(reply.frame).type == "exitack":
                     return
 
-    # ------------------------------------------------------------------ the home's side
+    # ------------------------------------------------------------------ on the home node
 
     async def serve(
         self, frames: AsyncIterator[pb.RelayFrame], metadata: dict[str, str], caller: str
     ) -> AsyncGenerator[pb.RelayFrame, None]:
-        """The home end of one relay. A newer one of the same rank takes its place."""
+        """Serves one relay on the home node. A newer one of the same rank replaces it."""
         entry = self._home_entry(metadata, caller)
         link = entry.link
         assert link is not None
@@ -155,7 +156,7 @@ class Relays:
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
-                if queue.full():  # nobody reads it any more; what is lost the keepers send again
+                if queue.full():  # it has no reader any more; the keepers send again what is lost
                     queue.get_nowait()
                 queue.put_nowait(None)
 
@@ -172,16 +173,16 @@ class Relays:
     def _home_entry(self, metadata: dict[str, str], caller: str) -> RankEntry:
         uid = check_rank_uid(metadata.get("rank-uid", ""))
         if self.node.ranks.is_buried(uid):
-            raise RankGone(f"the home keeper of rank {uid} is dead", where=Where.TARGET_RUNNING)
+            raise RankGone(f"the home keeper of rank {uid} has died", where=Where.TARGET_RUNNING)
         entry = self.node.ranks.get(uid, "home")
         if entry is None:
-            raise NotFound(f"no keeper of rank {uid} is at home here", where=Where.TARGET_RUNNING)
+            raise NotFound(f"this node has no home keeper of rank {uid}", where=Where.TARGET_RUNNING)
         if metadata.get("relay-key") != entry.relay_key:
-            raise Denied(f"{caller} does not have the key of rank {uid}", where=Where.TARGET_RUNNING)
+            raise Denied(f"{caller} presented a wrong relay key for rank {uid}", where=Where.TARGET_RUNNING)
         if not entry.away_node:
-            raise Unreachable(f"rank {uid} has not been released here yet", where=Where.TARGET_RUNNING)
+            raise Unreachable(f"rank {uid} has not been released on its home node yet", where=Where.TARGET_RUNNING)
         if entry.link is None:
-            raise Unreachable(f"the keeper of rank {uid} has not reconnected yet", where=Where.TARGET_RUNNING)
+            raise Unreachable(f"the home keeper of rank {uid} has not reconnected yet", where=Where.TARGET_RUNNING)
         return entry
 
 

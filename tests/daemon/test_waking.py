@@ -182,7 +182,7 @@ async def test_a_keeper_that_is_killed_before_it_has_come_back(here: Here, monke
     async def note(entry: Any) -> None:
         lost.set()
 
-    monkeypatch.setattr(adoption, "LOOK_AGAIN_S", 0.001)
+    monkeypatch.setattr(adoption, "CHECK_AGAIN_S", 0.001)
     monkeypatch.setattr(here.adoption, "lost", note)
     here.entry.role, here.entry.away_node = "home", ""
     await here.adoption.sweep()

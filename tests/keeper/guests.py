@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from snapshotd.api.errors import RankGone
-from snapshotd.keepers.listener import KeeperLink
+from snapshotd.keepers.link import KeeperLink
 from snapshotd.proc import tree
 from tests.keeper.nodes import REPOSITORY, Node
 

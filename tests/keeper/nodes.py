@@ -11,7 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from snapshotd.keepers.listener import Hello, KeeperEvents, KeeperLink, KeeperLinks, Welcome
+from snapshotd.keepers.hello import Hello
+from snapshotd.keepers.link import KeeperLink
+from snapshotd.keepers.listener import KeeperEvents, KeeperLinks, Welcome
 from snapshotd.proc import tree
 
 REPOSITORY = Path(__file__).resolve().parents[2]

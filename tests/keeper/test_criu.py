@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from snapshotd.keepers.listener import KeeperLink
+from snapshotd.keepers.link import KeeperLink
 from snapshotd.proc.tree import find_child
 from tests.keeper.guests import Guest, Way, alive
 from tests.keeper.nodes import REPOSITORY, Node, python, until

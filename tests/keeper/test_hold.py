@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from snapshotd.api.errors import RankGone, Timeout
-from snapshotd.keepers.listener import KeeperLink
+from snapshotd.keepers.link import KeeperLink
 from tests.keeper.nodes import Node, python, until
 
 MOVE = "m-0123456789ab"

@@ -13,7 +13,7 @@ import pytest
 from shim.keeper.frames import encode
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import RankGone, Unreachable
-from snapshotd.keepers.listener import KeeperLink
+from snapshotd.keepers.link import KeeperLink
 from snapshotd.keepers.relay import Relays
 from tests.served import Register, Serve, Served, servicer
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from snapshotd import preflight
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import Busy, RankGone, Refused, Where, WrongState
-from snapshotd.keepers.listener import KeeperLink
+from snapshotd.keepers.link import KeeperLink
 from snapshotd.keepers.ranks import RankEntry
 from snapshotd.moves.device import gpu, offload
 from snapshotd.moves.nccl import gate_processes, held_copy

@@ -20,7 +20,7 @@ import aiofiles
 from snapshotd.api.errors import CriuFailed, Damaged, Timeout, Where
 from snapshotd.criu import images, links, session
 from snapshotd.cuda.driver import Pair
-from snapshotd.keepers.listener import KeeperLink
+from snapshotd.keepers.link import KeeperLink
 from snapshotd.keepers.ranks import RankEntry, cgroup_for_guest
 from snapshotd.moves import description
 from snapshotd.moves.description import ImageDescription
