@@ -15,7 +15,7 @@ There are three ways to sample:
     def test_walk(sampled: Sampler) -> None:
         for event in sampled(events, 20): # at most 20 of these events, in their order
 
-    @settings(max_examples=examples(200)) # hypothesis: a quarter of them
+    @settings(DRAWN, max_examples=examples(200)) # hypothesis: a quarter of them, drawn by the seed
 
 A run that names its tests (with `::`, `-k` or `--last-failed`) runs all cases of a marked test, so a failed case can be
 repeated by its name. The sample of a test depends on the seed and on the name of the test, not on the tests that run
@@ -30,7 +30,9 @@ from collections.abc import Iterable, Sequence
 from random import Random
 from typing import Protocol, TypeVar
 
+import hypothesis.core
 import pytest
+from hypothesis import HealthCheck, settings
 
 T = TypeVar("T")
 
@@ -61,6 +63,10 @@ def examples(whole: int) -> int:
     return whole if _Run.whole else max(1, whole // 4)
 
 
+#: Hypothesis without a clock and without a memory of earlier runs: the seed alone decides what is drawn.
+DRAWN = settings(deadline=None, database=None, suppress_health_check=list(HealthCheck))
+
+
 @pytest.fixture
 def sampled(request: pytest.FixtureRequest) -> Sampler:
     def take(cases: Iterable[T], keep: int, /) -> list[T]:
@@ -82,6 +88,7 @@ def pytest_configure(config: pytest.Config) -> None:
         # Stored in the options, which pytest-xdist hands to its workers: all of them have the seed of one day.
         config.option.seed = int(datetime.datetime.now(datetime.UTC).strftime("%Y%m%d"))
     _Run.seed, _Run.whole = config.option.seed, config.option.whole
+    hypothesis.core.global_force_seed = _Run.seed
 
 
 def describe() -> str:

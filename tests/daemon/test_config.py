@@ -10,7 +10,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from migrator import pki
@@ -19,6 +19,7 @@ from snapshotd.api.errors import BadConfig
 from snapshotd.config import AbsolutePath, Address, Config, OptionalAddress, OptionalDirectory, split_address
 from snapshotd.criu.find import find_criu
 from snapshotd.proc import host
+from tests.sampling import DRAWN, examples
 from tests.served import Certificates
 
 RAM = Path("/dev/shm")
@@ -361,7 +362,7 @@ keys = st.sampled_from([*Config.__struct_fields__, "tls", "device_lane"]) | st.t
 
 
 @given(values=st.dictionaries(keys, toml_values, max_size=6))
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(DRAWN, max_examples=examples(150))
 def test_whatever_is_in_the_file_the_error_is_ours(values: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("snapshotd.config.find_criu", lambda explicit: ("/criu", "4.2.1"))
     with pytest.raises(BadConfig):

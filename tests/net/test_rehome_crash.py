@@ -16,8 +16,12 @@ from snapshotd.proc import tree
 from tests.net import crasher
 from tests.net.hosts import REPOSITORY, Hosts
 from tests.net.moving import change, hold, peer_flow, put_on, release, take_off, talk
+from tests.sampling import Sampler
 
 pytestmark = [pytest.mark.root, pytest.mark.slow]
+
+#: A sample takes every eighth point, a whole run all of them.
+EVERY = 8
 
 Order = Callable[[list[Change], int | None], dict[str, Any]]
 
@@ -42,7 +46,9 @@ def order_to(process: subprocess.Popen[str]) -> Order:
         ("inet6", "::", "fd09:1::1", "fd09:1::3"),
     ],
 )
-def test_a_kill_at_every_point(family: str, ip: str, to: str, new_ip: str, hosts: Hosts, tmp_path: Path) -> None:
+def test_a_kill_at_every_point(
+    family: str, ip: str, to: str, new_ip: str, hosts: Hosts, tmp_path: Path, sampled: Sampler
+) -> None:
     """Killed on the way there, killed again on the way back, and then finished, in either direction."""
     with (
         talk("patience", family, hosts.h1, hosts.h2, peer_listens=True, ip=ip, to=to) as conversation,
@@ -61,20 +67,21 @@ def test_a_kill_at_every_point(family: str, ip: str, to: str, new_ip: str, hosts
         assert before["queues"][1] > 0
         assert before["queues"][3] > 0
 
-        point, killed = 0, True
-        while killed:
-            order([back], None)
-            killed = order([there], point)["killed"]
-            order([back], point * 7 % 97)
-            goal = there if point % 2 else back
-            after = order([goal], None)
-            assert after["error"] == "", point
-            assert after["state"][0]["same"] == before, point
-            assert after["state"][0]["ends"] == [str(goal.local), str(goal.remote)], point
-            assert not tree.stopped(conversation.peer.pid), point
-            assert not (tmp_path / "stopped.json").exists(), point
-            point += 1
-        assert point > 100
+        for first in sampled(range(EVERY), 1):
+            point, killed = first, True
+            while killed:
+                order([back], None)
+                killed = order([there], point)["killed"]
+                order([back], point * 7 % 97)
+                goal = there if point // EVERY % 2 else back
+                after = order([goal], None)
+                assert after["error"] == "", point
+                assert after["state"][0]["same"] == before, point
+                assert after["state"][0]["ends"] == [str(goal.local), str(goal.remote)], point
+                assert not tree.stopped(conversation.peer.pid), point
+                assert not (tmp_path / "stopped.json").exists(), point
+                point += EVERY
+            assert point > 100
 
         order([there], None)
         conversation.rank = hosts.h3.call(put_on, rank_state, rank_family, (new[1], new[0]))

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from migrator.quiesce.cut import Decision, Why
 from tests.protocol.test_cut_job import Hints, Job, held_there, judge, starts
-from tests.protocol.test_cut_programs import QUICK, SEEDS, Kind, pipeline
+from tests.protocol.test_cut_programs import SEEDS, Kind, pipeline
+from tests.sampling import DRAWN, examples
 
 KINDS = pytest.mark.parametrize("kind", Kind)
 BLOCKING = pytest.mark.parametrize("blocking", [False, True], ids=["launches return", "launches block"])
@@ -18,7 +19,7 @@ BLOCKING = pytest.mark.parametrize("blocking", [False, True], ids=["launches ret
 
 @KINDS
 @BLOCKING
-@settings(QUICK, max_examples=60)
+@settings(DRAWN, max_examples=examples(60))
 @given(program=SEEDS, seed=SEEDS, hints=st.sampled_from(Hints), seats_known=st.booleans())
 def test_every_job_is_held_at_a_consistent_cut_and_goes_on_from_it(
     kind: Kind, blocking: bool, program: int, seed: int, hints: Hints, seats_known: bool
@@ -31,7 +32,7 @@ def test_every_job_is_held_at_a_consistent_cut_and_goes_on_from_it(
 
 @BLOCKING
 @pytest.mark.parametrize(("kind", "hints"), [(Kind.ALONE, Hints.PAST), (Kind.OWN, Hints.FULL)])
-@settings(QUICK, max_examples=100)
+@settings(DRAWN, max_examples=examples(100))
 @given(program=SEEDS, seed=SEEDS)
 def test_where_each_communicator_has_one_thread_the_cut_is_the_least_and_certain(
     kind: Kind, hints: Hints, blocking: bool, program: int, seed: int
@@ -45,7 +46,7 @@ def test_where_each_communicator_has_one_thread_the_cut_is_the_least_and_certain
 
 
 @BLOCKING
-@settings(QUICK, max_examples=100)
+@settings(DRAWN, max_examples=examples(100))
 @given(program=SEEDS, seed=SEEDS)
 def test_where_threads_take_turns_the_cut_is_the_least(blocking: bool, program: int, seed: int) -> None:
     job = starts(Kind.HANDOVER, Random(program), seed, blocking=blocking, hints=Hints.PAST)
@@ -54,7 +55,7 @@ def test_where_threads_take_turns_the_cut_is_the_least(blocking: bool, program: 
 
 
 @BLOCKING
-@settings(QUICK, max_examples=100)
+@settings(DRAWN, max_examples=examples(100))
 @given(program=SEEDS, seed=SEEDS)
 def test_whatever_the_threads_do_a_cut_without_a_guess_is_the_least(blocking: bool, program: int, seed: int) -> None:
     job = starts(Kind.WILD, Random(program), seed, blocking=blocking)
@@ -68,7 +69,7 @@ def test_whatever_the_threads_do_a_cut_without_a_guess_is_the_least(blocking: bo
 
 @KINDS
 @BLOCKING
-@settings(QUICK, max_examples=60)
+@settings(DRAWN, max_examples=examples(60))
 @given(program=SEEDS, seed=SEEDS, futures=st.lists(SEEDS, min_size=3, max_size=3))
 def test_the_same_start_ends_at_the_same_cut(
     kind: Kind, blocking: bool, program: int, seed: int, futures: list[int]
@@ -79,7 +80,7 @@ def test_the_same_start_ends_at_the_same_cut(
 
 
 @KINDS
-@settings(QUICK, max_examples=40)
+@settings(DRAWN, max_examples=examples(40))
 @given(program=SEEDS, seed=SEEDS, blocking=st.booleans())
 def test_a_job_is_held_again_and_again(kind: Kind, program: int, seed: int, blocking: bool) -> None:
     job = starts(kind, Random(program), seed, blocking=blocking)
@@ -92,7 +93,7 @@ def test_a_job_is_held_again_and_again(kind: Kind, program: int, seed: int, bloc
 
 
 @KINDS
-@settings(QUICK, max_examples=60)
+@settings(DRAWN, max_examples=examples(60))
 @given(program=SEEDS, seed=SEEDS, blocking=st.booleans())
 def test_a_rank_stuck_in_user_code_is_named_and_the_job_goes_on_when_the_driver_gives_up(
     kind: Kind, program: int, seed: int, blocking: bool
@@ -110,7 +111,7 @@ def test_a_rank_stuck_in_user_code_is_named_and_the_job_goes_on_when_the_driver_
 
 
 @BLOCKING
-@settings(QUICK, max_examples=60)
+@settings(DRAWN, max_examples=examples(60))
 @given(seed=SEEDS, most=st.integers(0, 600))
 def test_a_pipeline_stops_at_the_least_cut(blocking: bool, seed: int, most: int) -> None:
     job = Job(pipeline(), Random(seed), blocking, Hints.PAST)

@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 
 from migrator.quiesce.cut import Channel, Counts, Cut, Decision, Report, may_launch, next_targets
 from tests.protocol.test_cut_programs import (
-    QUICK,
     SEEDS,
     Group,
     Kind,
@@ -29,6 +28,7 @@ from tests.protocol.test_cut_programs import (
     make_program,
     pipeline,
 )
+from tests.sampling import DRAWN, examples
 
 TOIL = 3  # the most a thread has to do in user code before it comes to the gate
 
@@ -226,13 +226,13 @@ def judge(job: Job, cut: Cut) -> None:
 
 
 @pytest.mark.parametrize("kind", Kind)
-@settings(QUICK, max_examples=60)
+@settings(DRAWN, max_examples=examples(60))
 @given(program=SEEDS, seed=SEEDS, blocking=st.booleans())
 def test_a_program_that_nobody_holds_comes_to_its_end(kind: Kind, program: int, seed: int, blocking: bool) -> None:
     Job(make_program(Random(program), kind), Random(seed), blocking).finish()
 
 
-@settings(QUICK, max_examples=20)
+@settings(DRAWN, max_examples=examples(20))
 @given(seed=SEEDS, blocking=st.booleans())
 def test_a_pipeline_that_nobody_holds_comes_to_its_end(seed: int, blocking: bool) -> None:
     Job(pipeline(), Random(seed), blocking).finish()

@@ -14,13 +14,13 @@ from itertools import product
 from random import Random
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from migrator.quiesce.cut import Channel
+from tests.sampling import DRAWN, examples
 
 SEEDS = st.integers(0, 2**32 - 1)
-QUICK = settings(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 Thread = tuple[int, int]  # rank, thread
 Positions = dict[Thread, int]  # groups launched by each thread
 
@@ -202,7 +202,7 @@ def train(program: Program, rank: int, stages: int, batches: int) -> None:
 
 
 @pytest.mark.parametrize("kind", Kind)
-@settings(QUICK, max_examples=100)
+@settings(DRAWN, max_examples=examples(100))
 @given(rng=SEEDS.map(Random))
 def test_the_least_cut_is_the_least_of_all_cuts(kind: Kind, rng: Random) -> None:
     program = make_program(rng, kind, ranks=3, comms=3, operations=5)

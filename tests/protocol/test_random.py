@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import combinations
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from migrator.protocol import Verdict
@@ -13,6 +13,7 @@ from tests.protocol.model import Model
 from tests.protocol.mover import Move, leftovers, other, person_says, running
 from tests.protocol.network import AWAY, HOME, PEER
 from tests.protocol.world import DRIVER, LEASE_S, World
+from tests.sampling import DRAWN, examples
 
 STARTS = st.sampled_from((HOME, AWAY))
 NAMES = st.sampled_from((HOME, AWAY, PEER))
@@ -127,10 +128,7 @@ def judge(model: Model) -> None:
         assert leftovers(model) == []
 
 
-QUICK = settings(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-
-
-@settings(QUICK, max_examples=200)
+@settings(DRAWN, max_examples=examples(200))
 @given(episodes(ACTS))
 def test_at_most_one_copy_whatever_happens(story: list[Episode]) -> None:
     """The invariants are checked at every event inside `play`."""
@@ -138,7 +136,7 @@ def test_at_most_one_copy_whatever_happens(story: list[Episode]) -> None:
     judge(model)
 
 
-@settings(QUICK, max_examples=200)
+@settings(DRAWN, max_examples=examples(200))
 @given(episodes(GENTLE))
 def test_where_nothing_kills_the_rank_it_always_runs_in_the_end(story: list[Episode]) -> None:
     model, _ = play(story)

@@ -15,6 +15,7 @@ from snapshotd.api.errors import GpuFailed, RankGone, Timeout
 from snapshotd.inprocess import shimctl
 from snapshotd.inprocess.abi import Command
 from snapshotd.proc import tree
+from tests.sampling import Sampler
 from tests.shim.jobs import Job, Work, compile_c, python, stop, until
 
 Start = Callable[..., Job]
@@ -67,11 +68,11 @@ def test_all_kinds_of_threads_in_one_process(work: StartWork) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_two_hundred_rounds_under_a_malloc_storm(work: StartWork) -> None:
+def test_two_hundred_rounds_under_a_malloc_storm(work: StartWork, sampled: Sampler) -> None:
     job = work("allocate", "allocate", "allocate")
     job.moves()
     box = job.mailbox()
-    for _ in range(200):
+    for _ in sampled(range(200), 30):
         box.park(30)
         before = job.counters()
         assert job.counters() == before

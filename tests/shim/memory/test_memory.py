@@ -115,7 +115,7 @@ def test_threads_must_be_parked(start_job: Start) -> None:
 def test_a_thread_that_is_caught_allocating(start_job: Start, node: GpuNode) -> None:
     job = start_job("grow 1")
     job.ready()
-    node.fault("create", "slow:60000")
+    node.fault("create", "slow:15000")
     assert job.do("later") == "done"
     until(lambda: not node.faults())
     job.park_threads()

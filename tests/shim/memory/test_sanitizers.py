@@ -61,6 +61,7 @@ def job(request: pytest.FixtureRequest, node: GpuNode, tmp_path: Path) -> Iterat
     job.end()
 
 
+@pytest.mark.sampled(1)
 def test_moves_are_clean(job: DeviceJob, node: GpuNode) -> None:
     for line in ("grow 4", "segments"):
         assert job.do(line) == "done"

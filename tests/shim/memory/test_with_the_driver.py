@@ -17,6 +17,7 @@ from snapshotd.api.errors import Timeout
 from snapshotd.cuda.driver import Gpus
 from snapshotd.moves.device import gpu
 from tests.fakes.cuda_fake import GpuNode
+from tests.sampling import Sampler
 from tests.shim.jobs import STUCK_S, until
 from tests.shim.memory.conftest import Start
 from tests.shim.memory.jobs import DROP, OFFLOAD, DeviceJob, Refused, refused
@@ -82,9 +83,11 @@ async def test_out_and_back_while_threads_allocate(start_job: Start, gpus: Gpus)
     assert job.do("check") == "same"
 
 
-async def test_who_is_parked_outside_the_driver_has_no_share_of_its_lock(start_job: Start, gpus: Gpus) -> None:
+async def test_who_is_parked_outside_the_driver_has_no_share_of_its_lock(
+    start_job: Start, gpus: Gpus, sampled: Sampler
+) -> None:
     job = start_job("grow 1", "calling")
-    for _ in range(ROUNDS):
+    for _ in sampled(range(ROUNDS), 8):
         await asyncio.to_thread(job.ready)
         await _still(job, gpus)
         await asyncio.to_thread(job.ask, OFFLOAD)

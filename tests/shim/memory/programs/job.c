@@ -145,7 +145,8 @@ static void check(void)
 static void shrink(void)
 {
 	for (int i = 0; i < BLOCKS; i++)
-		if (blocks[i].address && ((uint64_t)blocks[i].address < range || (uint64_t)blocks[i].address >= range + SEGMENTS * SEGMENT_BYTES)) {
+		if (blocks[i].address && ((uint64_t)blocks[i].address < range ||
+					  (uint64_t)blocks[i].address >= range + SEGMENTS * SEGMENT_BYTES)) {
 			must(i % 3 ? cudaFree(blocks[i].address) : cuMemFree_v2((uint64_t)blocks[i].address), "cudaFree");
 			blocks[i].address = NULL;
 		}
@@ -418,13 +419,13 @@ int main(void)
 		} else if (strcmp(word, "asking") == 0) {
 			find("cuMemHostGetFlags", &ask_flags);
 			pthread_create(&thread[0], NULL, ask_on, NULL);
-		}
-		else if (strcmp(word, "shrink") == 0)
+		} else if (strcmp(word, "shrink") == 0)
 			shrink();
 		else if (strcmp(word, "capture") == 0)
 			must(cudaStreamBeginCapture(NULL, 0), "cudaStreamBeginCapture");
 		else if (strcmp(word, "register") == 0)
-			must(cuMemGetHandleForAddressRange(&number, (uint64_t)blocks[0].address, 4096, 1, 0), "cuMemGetHandleForAddressRange");
+			must(cuMemGetHandleForAddressRange(&number, (uint64_t)blocks[0].address, 4096, 1, 0),
+			     "cuMemGetHandleForAddressRange");
 		else if (strcmp(word, "captured") == 0)
 			must(cudaStreamEndCapture(NULL, &address), "cudaStreamEndCapture");
 		else if (strcmp(word, "segments") == 0)
@@ -461,8 +462,7 @@ int main(void)
 				must(cudaSetDevice(0) || make_event(&address, 0), "cuEventCreate");
 				pthread_create(&thread[i], NULL, call_on, address);
 			}
-		}
-		else if (strcmp(word, "stop") == 0) {
+		} else if (strcmp(word, "stop") == 0) {
 			stopping = 1;
 			for (int i = 0; i < 4; i++)
 				pthread_join(thread[i], NULL);
