@@ -27,7 +27,9 @@ def build() -> Path:
     """Builds the stand-ins, unless they are as new as their sources; the folder they are in."""
     with (SOURCES / "Makefile").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        done = subprocess.run(["make", "-s", "-C", SOURCES], capture_output=True, text=True, timeout=110, check=False)
+        done = subprocess.run(
+            ["make", "-s", "-j2", "-C", SOURCES], capture_output=True, text=True, timeout=110, check=False
+        )
     if done.returncode:
         raise RuntimeError(f"the stand-ins of the CUDA libraries cannot be built:\n{done.stdout}{done.stderr}")
     return BUILT

@@ -17,9 +17,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.fakes.nccl_build import OLD, build
+
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parents[1]
-SOURCES = HERE / "nccl"
 
 # What torch 2.11 imports.
 IMPORTED_BY_TORCH = {
@@ -48,27 +49,14 @@ NEWER_THAN_2_18 = {
 Environment = Mapping[str, str]
 
 
-def build(folder: Path, *options: str) -> Path:
-    """Builds into `folder` alone, so that the checkout stays as it is and two tests do not meet."""
-    made = subprocess.run(
-        ["make", "-C", SOURCES, "-j2", f"BUILD={folder}", *options],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert made.returncode == 0, made.stdout + made.stderr
-    return folder / "libnccl.so.2"
+@pytest.fixture(scope="module")
+def library() -> Path:
+    return build() / "libnccl.so.2"
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("nccl")
-    return build(folder, "all", str(folder / "libnote_calls.so"))
-
-
-@pytest.fixture(scope="module")
-def old_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build(tmp_path_factory.mktemp("nccl-2.18"), "VERSION=21805")
+def old_library() -> Path:
+    return build(OLD) / "libnccl.so.2"
 
 
 class Ranks:
@@ -281,10 +269,10 @@ def unrandomised() -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("sanitizer", ["address", "thread"])
-def test_ranks_are_clean_under(sanitizer: str, tmp_path: Path) -> None:
-    folder = tmp_path / sanitizer
-    build(folder, f"SANITIZE={sanitizer}", str(folder / "check_ranks"))
+def test_ranks_are_clean_under(sanitizer: str) -> None:
+    folder = build(sanitizer=sanitizer)
     for nranks in (2, 5, 8):
         command = [*unrandomised(), str(folder / "check_ranks"), str(nranks)]
         ran = subprocess.run(command, capture_output=True, text=True, check=False)

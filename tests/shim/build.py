@@ -17,5 +17,5 @@ def make_shim(*targets: str) -> None:
     """`make -C shim`. Test processes that run at the same time wait for each other."""
     with (SHIM / "Makefile").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        made = subprocess.run(["make", "-s", "-C", SHIM, *targets], capture_output=True, text=True, check=False)
+        made = subprocess.run(["make", "-s", "-j2", "-C", SHIM, *targets], capture_output=True, text=True, check=False)
     assert made.returncode == 0, made.stdout + made.stderr

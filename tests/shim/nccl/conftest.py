@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.fakes import nccl_build
 from tests.shim.build import LIB, make_shim
 from tests.shim.nccl.gates import Gates
 
@@ -18,17 +19,12 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 STAND_IN = REPOSITORY / "tests" / "fakes" / "nccl"
 
 
-def make(folder: Path, *arguments: str | Path) -> None:
-    made = subprocess.run(["make", "-C", folder, *arguments], capture_output=True, text=True, check=False)
-    assert made.returncode == 0, made.stdout + made.stderr
-
-
-def build(folder: Path, version: int = 22809) -> Path:
+def build(folder: Path, version: int = nccl_build.CURRENT) -> Path:
     """A folder with libsnapshim.so and the stand-in's libnccl.so.2."""
-    folder.mkdir(parents=True, exist_ok=True)
     make_shim("all")
-    (folder / "libsnapshim.so").symlink_to(LIB / "libsnapshim.so")
-    make(STAND_IN, "-j2", folder / "libnccl.so.2", f"BUILD={folder}", f"VERSION={version}")
+    made = nccl_build.build(version)
+    for library in (LIB / "libsnapshim.so", made / "libnccl.so.2", made / "libfakestreams.so.1"):
+        (folder / library.name).symlink_to(library)
     return folder
 
 
@@ -39,7 +35,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def built_2_18(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build(tmp_path_factory.mktemp("shim-nccl-2.18"), version=21805)
+    return build(tmp_path_factory.mktemp("shim-nccl-2.18"), version=nccl_build.OLD)
 
 
 class Job:
