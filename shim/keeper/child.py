@@ -40,6 +40,8 @@ def rank_environment(given: Mapping[str, str], preload: bool) -> dict[str, str]:
     environment = dict(given)
     wanted = _OFFLOAD_LIBRARY if given.get(_DEVICE_MEMORY) == _OFFLOAD and _OFFLOAD_LIBRARY.exists() else _LIBRARY
     if preload and wanted.exists():
+        if not os.access(wanted, os.R_OK):  # the loader would ignore it, and the rank could not be moved
+            raise PermissionError(errno.EACCES, "the installation is not readable for this user", str(wanted))
         other = _LIBRARY if wanted is _OFFLOAD_LIBRARY else _OFFLOAD_LIBRARY
         already = environment.get("LD_PRELOAD", "")
         words = already.replace(" ", ":").split(":")

@@ -95,13 +95,14 @@ class Node:
         wait_s: float = 10.0,
         wrap: tuple[str, ...] = (),
         job: str = "job",
+        interpreter: str = sys.executable,
         **options: Any,
     ) -> Process:
         """`migrator run`, without the command line around it."""
         environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), **options.pop("env", {})}
         keeper = await asyncio.create_subprocess_exec(
             *wrap,
-            sys.executable,
+            interpreter,
             "-c",
             LAUNCH,
             job,

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from snapshotd.proc.tree import Process
+from tests.installation import NOBODY, readable_copy, readable_python
 from tests.keeper.nodes import Node, python, until
 
 
@@ -223,8 +224,15 @@ async def test_another_user_may_start_ranks(node: Node, tmp_path: Path) -> None:
     for folder in tmp_path.parents:
         if folder.stat().st_uid == os.getuid() and folder != Path(folder.anchor) and folder.name.startswith("pytest"):
             folder.chmod(0o755)
-    nobody = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups")
-    keeper = await node.launch("sh", "-c", "id -u; cat; echo again > /dev/stdout", wrap=nobody)
+    # The checkout may lie where other users cannot read it, below /root for example.
+    installed = readable_copy(tmp_path / "installed")
+    keeper = await node.launch(
+        *("sh", "-c", "id -u; cat; echo again > /dev/stdout"),
+        wrap=NOBODY,
+        interpreter=readable_python(),
+        env={"PYTHONPATH": str(installed)},
+        cwd=tmp_path,
+    )
     output, errors = await keeper.communicate(b"text\n")
     assert (output, errors) == (b"65534\ntext\nagain\n", b"")
     hello, _, rank = node.hellos[0]
