@@ -134,7 +134,8 @@ static CUresult submit(struct waiting copy)
 	if (pinned_contains(copy.host, copy.bytes) && waiting_count < MAX_WAITING)
 		waiting[waiting_count++] = copy;
 	else if (result == CUDA_SUCCESS)
-		result = copy.in ? to_device(copy.device, copy.host, copy.bytes) : to_host(copy.host, copy.device, copy.bytes);
+		result =
+			copy.in ? to_device(copy.device, copy.host, copy.bytes) : to_host(copy.host, copy.device, copy.bytes);
 	pthread_mutex_unlock(&queue);
 	return result;
 }

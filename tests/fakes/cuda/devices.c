@@ -33,8 +33,8 @@ static void *map_at(int file, uint64_t address, uint64_t bytes, uint64_t offset)
 	if (fstat(file, &status) || (S_ISREG(status.st_mode) && (uint64_t)status.st_size < offset + bytes &&
 				     ftruncate(file, (off_t)(offset + bytes))))
 		return NULL;
-	place = mmap((void *)address, bytes, PROT_READ | PROT_WRITE,
-		     MAP_SHARED | (address ? MAP_FIXED_NOREPLACE : 0), file, (off_t)offset);
+	place = mmap((void *)address, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | (address ? MAP_FIXED_NOREPLACE : 0), file,
+		     (off_t)offset);
 	return place == MAP_FAILED ? NULL : place;
 }
 

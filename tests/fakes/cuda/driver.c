@@ -147,19 +147,17 @@ static int attribute(const struct gpu *gpu, int index, int number, CUresult *res
 
 EXPORT CUresult cuDeviceGetAttribute(int *value, int number, CUdevice device)
 {
-	CALL(if (!is_gpu(device)) result = CUDA_ERROR_INVALID_DEVICE;
-	     else if (!value) result = CUDA_ERROR_INVALID_VALUE;
+	CALL(if (!is_gpu(device)) result = CUDA_ERROR_INVALID_DEVICE; else if (!value) result = CUDA_ERROR_INVALID_VALUE;
 	     else *value = attribute(&process_node()->gpus[device], device, number, &result););
 }
 
 static CUresult retain(CUcontext *context, CUdevice device)
 {
-	CALL(result = is_gpu(device) ? memory_add_context(device) : CUDA_ERROR_INVALID_DEVICE;
-	     if (result == CUDA_SUCCESS) {
-		     contexts[device].gpu = device;
-		     contexts[device].references++;
-		     *context = &contexts[device];
-	     });
+	CALL(result = is_gpu(device) ? memory_add_context(device) : CUDA_ERROR_INVALID_DEVICE; if (result == CUDA_SUCCESS) {
+		contexts[device].gpu = device;
+		contexts[device].references++;
+		*context = &contexts[device];
+	});
 }
 
 EXPORT CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device)
@@ -222,8 +220,7 @@ EXPORT CUresult cuCtxGetDevice(CUdevice *device)
 EXPORT CUresult cuCtxPushCurrent_v2(CUcontext context)
 {
 	CALL(if (!context) result = CUDA_ERROR_INVALID_CONTEXT;
-	     else if (depth == MAX_DEPTH) result = CUDA_ERROR_OUT_OF_MEMORY;
-	     else {
+	     else if (depth == MAX_DEPTH) result = CUDA_ERROR_OUT_OF_MEMORY; else {
 		     below[depth++] = current;
 		     current = context;
 	     });

@@ -10,8 +10,7 @@ static const struct {
 	const char *words;
 } errors[] = {
 #define AS_ROW(number, name, words) {number, #name, words},
-	CUDA_ERRORS(AS_ROW)
-};
+	CUDA_ERRORS(AS_ROW)};
 
 #define COUNT (sizeof errors / sizeof *errors)
 

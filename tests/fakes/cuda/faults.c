@@ -22,8 +22,10 @@ static bool understand(char *action, struct fault *fault)
 	static const struct {
 		const char *word;
 		enum fault_action action;
-	} words[] = {{"hang", FAULT_HANG}, {"hang-after", FAULT_HANG_AFTER}, {"die", FAULT_DIE}, {"die-after", FAULT_DIE_AFTER},
-		     {"kill", FAULT_KILL}, {"lose", FAULT_LOSE},	     {"fail", FAULT_FAIL}, {"slow", FAULT_SLOW}};
+	} words[] = {{"hang", FAULT_HANG}, {"hang-after", FAULT_HANG_AFTER},
+		     {"die", FAULT_DIE},   {"die-after", FAULT_DIE_AFTER},
+		     {"kill", FAULT_KILL}, {"lose", FAULT_LOSE},
+		     {"fail", FAULT_FAIL}, {"slow", FAULT_SLOW}};
 	char *detail = strchr(action, ':');
 
 	if (detail)

@@ -12,14 +12,14 @@
 
 enum fault_action {
 	FAULT_NONE,
-	FAULT_HANG,	  /* nothing is done, the call does not return */
+	FAULT_HANG,   /* nothing is done, the call does not return */
 	FAULT_HANG_AFTER, /* it is done, the call does not return */
-	FAULT_DIE,	  /* nothing is done, the calling process is killed */
+	FAULT_DIE,   /* nothing is done, the calling process is killed */
 	FAULT_DIE_AFTER,  /* asked for, and the calling process is killed at once: the other one finishes it alone */
-	FAULT_KILL,	  /* the process asked about is killed, then the call goes its way */
-	FAULT_LOSE,	  /* the process's state becomes FAILED */
-	FAULT_FAIL,	  /* nothing is done, the call returns `error` */
-	FAULT_SLOW	  /* it takes `delay_ms` longer, in the middle */
+	FAULT_KILL,   /* the process asked about is killed, then the call goes its way */
+	FAULT_LOSE,   /* the process's state becomes FAILED */
+	FAULT_FAIL,   /* nothing is done, the call returns `error` */
+	FAULT_SLOW   /* it takes `delay_ms` longer, in the middle */
 };
 
 struct fault {

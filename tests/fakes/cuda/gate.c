@@ -22,7 +22,7 @@
 #include "process.h"
 
 struct gate {
-	uint32_t turns;	  /* how often it was shut or opened, odd: it is shut. Who waits sleeps on it */
+	uint32_t turns;   /* how often it was shut or opened, odd: it is shut. Who waits sleeps on it */
 	uint16_t waiting; /* for the next opening */
 	uint16_t handed;  /* shares of those that waited at an opening and have not run since */
 };

@@ -25,8 +25,8 @@ struct request {
 	uint32_t command;
 	uint32_t timeout_ms; /* of a lock, 0: none */
 	uint32_t delay_ms;   /* of a fault */
-	int32_t result;	     /* a CUresult */
-	int32_t value;	     /* state */
+	int32_t result;      /* a CUresult */
+	int32_t value;      /* state */
 	uint32_t pair_count;
 	CUcheckpointGpuPair pairs[MAX_GPUS];
 	struct node node; /* of a restore: the GPUs of the asker's node, which is where the process is now */

@@ -66,8 +66,8 @@ EXPORT CUresult cuMemMap(CUdeviceptr address, size_t bytes, size_t offset, CUmem
 			 unsigned long long flags)
 {
 	CALL(result = (CUresult)fault_in_call("map");
-	     if (result == CUDA_SUCCESS)
-		     result = flags ? CUDA_ERROR_INVALID_VALUE : virtual_map(address, bytes, offset, handle););
+	     if (result == CUDA_SUCCESS) result =
+		     flags ? CUDA_ERROR_INVALID_VALUE : virtual_map(address, bytes, offset, handle););
 }
 
 EXPORT CUresult cuMemUnmap(CUdeviceptr address, size_t bytes)
@@ -84,9 +84,8 @@ EXPORT CUresult cuMemSetAccess(CUdeviceptr address, size_t bytes, const CUmemAcc
 		     else if (wanted[i].flags != ACCESS_NONE && wanted[i].flags != ACCESS_READ &&
 			      wanted[i].flags != ACCESS_READ_WRITE)
 			     result = CUDA_ERROR_INVALID_VALUE;
-	     }
-	     for (size_t i = 0; result == CUDA_SUCCESS && i < count; i++)
-		     result = virtual_set_access(address, bytes, wanted[i].location.id, wanted[i].flags););
+	     } for (size_t i = 0; result == CUDA_SUCCESS && i < count; i++) result =
+		     virtual_set_access(address, bytes, wanted[i].location.id, wanted[i].flags););
 }
 
 EXPORT CUresult cuMemGetAccess(unsigned long long *flags, const CUmemLocation *location, CUdeviceptr address)
@@ -99,11 +98,12 @@ EXPORT CUresult cuMemExportToShareableHandle(void *into, CUmemGenericAllocationH
 					     unsigned long long flags)
 {
 	CALL(result = (CUresult)fault_in_call("export");
-	     if (result == CUDA_SUCCESS)
-		     result = into && !flags && type == HANDLE_FILE ? physical_export(into, handle) : CUDA_ERROR_INVALID_VALUE;);
+	     if (result == CUDA_SUCCESS) result =
+		     into && !flags && type == HANDLE_FILE ? physical_export(into, handle) : CUDA_ERROR_INVALID_VALUE;);
 }
 
 EXPORT CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle *handle, void *from, int type)
 {
-	CALL(result = handle && type == HANDLE_FILE ? physical_import(handle, (int)(intptr_t)from) : CUDA_ERROR_INVALID_VALUE;);
+	CALL(result = handle && type == HANDLE_FILE ? physical_import(handle, (int)(intptr_t)from) :
+						      CUDA_ERROR_INVALID_VALUE;);
 }

@@ -27,9 +27,9 @@
 
 static struct block {
 	CUdeviceptr address; /* 0: unused */
-	uint64_t bytes;	     /* as asked for */
-	int gpu;	     /* -1: managed */
-	void *host;	     /* while checkpointed: the contents */
+	uint64_t bytes;      /* as asked for */
+	int gpu;      /* -1: managed */
+	void *host;      /* while checkpointed: the contents */
 } blocks[MAX_BLOCKS];
 
 static pthread_mutex_t table = PTHREAD_MUTEX_INITIALIZER;
@@ -98,7 +98,8 @@ CUdeviceptr memory_place(uint64_t bytes, uint64_t alignment, CUdeviceptr wanted)
 		alignment = GRAIN_BYTES;
 	if (bytes > END_ADDRESS - FIRST_ADDRESS)
 		return 0;
-	if (wanted >= FIRST_ADDRESS && wanted <= END_ADDRESS - bytes && wanted % alignment == 0 && !taken_until(wanted, bytes))
+	if (wanted >= FIRST_ADDRESS && wanted <= END_ADDRESS - bytes && wanted % alignment == 0 &&
+	    !taken_until(wanted, bytes))
 		return wanted;
 	while ((taken = taken_until(address, bytes)))
 		address = (taken + alignment - 1) / alignment * alignment;

@@ -32,7 +32,7 @@ struct node {
 /* Reads FAKE_GPU_FILE, or gpus.json beside this library. False: there is none, or it is not understood. */
 bool node_read(struct node *node);
 int node_find(const struct node *node, const uint8_t uuid[16]); /* its index, -1: not of this node */
-int node_driver_branch(const struct node *node);		/* 580 of "580.159.04" */
+int node_driver_branch(const struct node *node);  /* 580 of "580.159.04" */
 void node_beside(const char *variable, const char *name, char path[PATH_BYTES]);
 bool uuid_parse(const char *text, uint8_t uuid[16]); /* with or without "GPU-" */
 void uuid_print(const uint8_t uuid[16], char text[48]);

@@ -62,7 +62,7 @@ static CUresult add(CUmemGenericAllocationHandle *handle, struct physical fresh,
 
 	memory_lock();
 	memory = FREE_PLACE(physical, physical_count, bytes, MAX_PHYSICAL);
-	result = !memory	? CUDA_ERROR_OUT_OF_MEMORY :
+	result = !memory        ? CUDA_ERROR_OUT_OF_MEMORY :
 		 fresh.imported ? CUDA_SUCCESS :
 				  memory_account(fresh.prop.location.id, fresh.bytes);
 	if (result == CUDA_SUCCESS) {
@@ -98,7 +98,8 @@ CUresult physical_export(int *file, CUmemGenericAllocationHandle handle)
 	memory_lock();
 	memory = physical_of(handle);
 	if (memory && memory->prop.requestedHandleTypes & HANDLE_FILE) {
-		snprintf(path, sizeof path, "/proc/self/map_files/%lx-%lx", (long)memory->home, (long)memory->home + (long)memory->bytes);
+		snprintf(path, sizeof path, "/proc/self/map_files/%lx-%lx", (long)memory->home,
+			 (long)memory->home + (long)memory->bytes);
 		*file = open(path, O_RDWR);
 		result = *file < 0 ? CUDA_ERROR_OPERATING_SYSTEM : CUDA_SUCCESS;
 	}

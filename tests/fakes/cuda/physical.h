@@ -10,7 +10,7 @@
 #include "node.h"
 
 struct physical {
-	uint64_t bytes;	     /* 0: unused */
+	uint64_t bytes; /* 0: unused */
 	uint32_t generation; /* of this place in the table, so that an old handle is no handle */
 	uint32_t references;
 	uint32_t mappings;

@@ -136,8 +136,8 @@ EXPORT CUresult cuMemHostRegister_v2(void *address, size_t bytes, unsigned int f
 {
 	(void)flags;
 	CALL(result = current_gpu() < 0 ? CUDA_ERROR_INVALID_CONTEXT : (CUresult)fault_in_call("pin");
-	     if (result == CUDA_SUCCESS)
-		     result = address && bytes ? add((uintptr_t)address, bytes, false) : CUDA_ERROR_INVALID_VALUE;);
+	     if (result == CUDA_SUCCESS) result =
+		     address && bytes ? add((uintptr_t)address, bytes, false) : CUDA_ERROR_INVALID_VALUE;);
 }
 
 EXPORT CUresult cuMemHostUnregister(void *address)

@@ -284,9 +284,9 @@ CUresult process_init(void)
 	if (fake_cuda_mailbox.owner == 0) {
 		if (!node_read(&node) || node.gpu_count == 0) {
 			result = CUDA_ERROR_NO_DEVICE;
-		} else if (pthread_atfork(NULL, NULL, forget_after_fork) ||
-			   pthread_create(&thread, NULL, run_events, NULL) || pthread_detach(thread) ||
-			   pthread_create(&thread, NULL, run_restores, NULL) || pthread_detach(thread)) {
+		} else if (pthread_atfork(NULL, NULL, forget_after_fork) || pthread_create(&thread, NULL, run_events, NULL) ||
+			   pthread_detach(thread) || pthread_create(&thread, NULL, run_restores, NULL) ||
+			   pthread_detach(thread)) {
 			result = CUDA_ERROR_OPERATING_SYSTEM;
 		} else {
 			devices_open();

@@ -166,8 +166,9 @@ EXPORT const char *cudaGetErrorName(cudaError_t error)
 {
 	const char *text = NULL;
 
-	return need_driver() == cudaSuccess && driver.cuGetErrorName(error, &text) == CUDA_SUCCESS ? text :
-												     "unrecognized error code";
+	return need_driver() == cudaSuccess && driver.cuGetErrorName(error, &text) == CUDA_SUCCESS ?
+		       text :
+		       "unrecognized error code";
 }
 
 EXPORT const char *cudaGetErrorString(cudaError_t error)

@@ -39,7 +39,8 @@ static bool overlap(CUdeviceptr first, uint64_t first_bytes, CUdeviceptr second,
 static struct mapping *mapping_at(CUdeviceptr address)
 {
 	for (int i = 0; i < mapping_count; i++)
-		if (mappings[i].address && address >= mappings[i].address && address - mappings[i].address < mappings[i].bytes)
+		if (mappings[i].address && address >= mappings[i].address &&
+		    address - mappings[i].address < mappings[i].bytes)
 			return &mappings[i];
 	return NULL;
 }
@@ -67,7 +68,7 @@ static bool protect(const struct mapping *mapping)
 
 	for (int i = 0; i < MAX_GPUS; i++)
 		protection |= mapping->access[i] == ACCESS_READ_WRITE ? PROT_READ | PROT_WRITE :
-			      mapping->access[i] == ACCESS_READ	      ? PROT_READ :
+			      mapping->access[i] == ACCESS_READ       ? PROT_READ :
 									PROT_NONE;
 	return mprotect((void *)mapping->address, mapping->bytes, protection) == 0;
 }

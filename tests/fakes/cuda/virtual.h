@@ -21,7 +21,7 @@ bool virtual_range(CUdeviceptr address, CUdeviceptr *base, uint64_t *bytes, CUme
 /* For memory.c, which holds the table's lock, or is a driver thread while nobody is past the gate. */
 CUdeviceptr virtual_taken_until(CUdeviceptr address, uint64_t bytes); /* a reservation's end, 0: nothing is reserved there */
 bool virtual_accessible(CUdeviceptr address, uint64_t bytes, int flags);
-bool virtual_to_host(void);    /* false: there was no room, nothing has changed */
+bool virtual_to_host(void); /* false: there was no room, nothing has changed */
 bool virtual_to_devices(void); /* false: not all is back; may be repeated */
 void virtual_forget_after_fork(void);
 

@@ -111,7 +111,7 @@ static bool read_id(const ncclUniqueId *id, struct unique_id *read, struct socka
 }
 
 static ncclResult_t join_by_id(const ncclUniqueId *id, int rank, int nranks, const struct member *self,
-			     struct member *members, const struct cancel *cancel)
+			       struct member *members, const struct cancel *cancel)
 {
 	struct join message = {.magic = RENDEZVOUS_MAGIC, .rank = rank, .nranks = nranks, .self = *self};
 	struct sockaddr_storage address;

@@ -46,10 +46,8 @@ static ncclResult_t exchange(struct run *run)
 						       .signature = run->signature,
 						       .data = run->out[peer].data,
 						       .bytes = run->out[peer].bytes};
-		transfers[count++] = (struct transfer){.peer = peer,
-						       .signature = run->signature,
-						       .data = run->in[peer].data,
-						       .bytes = run->in[peer].bytes};
+		transfers[count++] = (struct transfer){
+			.peer = peer, .signature = run->signature, .data = run->in[peer].data, .bytes = run->in[peer].bytes};
 	}
 	result = links_run(comm->data, comm->nranks, transfers, count, false, run->cancel);
 	free(transfers);
@@ -179,11 +177,10 @@ static ncclResult_t run_moves(struct run *run)
 	return exchange(run);
 }
 
-static ncclResult_t run_collective(struct ncclComm *comm, const struct operation *operation,
-				   const struct cancel *cancel)
+static ncclResult_t run_collective(struct ncclComm *comm, const struct operation *operation, const struct cancel *cancel)
 {
-	bool reduces = operation->opcode == OP_ALLREDUCE || operation->opcode == OP_REDUCE ||
-		       operation->opcode == OP_REDUCESCATTER;
+	bool reduces =
+		operation->opcode == OP_ALLREDUCE || operation->opcode == OP_REDUCE || operation->opcode == OP_REDUCESCATTER;
 	struct run run = {
 		.comm = comm,
 		.operation = operation,

@@ -171,8 +171,7 @@ void comm_fail(struct ncclComm *comm, ncclResult_t result)
 {
 	if (comm->async_result == ncclSuccess && !comm->revoked) {
 		comm->async_result = result;
-		snprintf(comm->reason, sizeof(comm->reason), "%s%s%s", comm->name, *comm->name ? ": " : "",
-			 last_reason());
+		snprintf(comm->reason, sizeof(comm->reason), "%s%s%s", comm->name, *comm->name ? ": " : "", last_reason());
 	}
 	pthread_cond_broadcast(&library_changed);
 }
@@ -224,8 +223,8 @@ ncclResult_t ncclCommGetAsyncError(ncclComm_t handle, ncclResult_t *state)
 	pthread_mutex_lock(&library_lock);
 	if (comm->async_result != ncclSuccess)
 		*state = comm->async_result;
-	else if (!comm->ready || (!comm->blocking && (comm->jobs || comm->launch_unseen ||
-						      (comm->finalize_called && !comm->finalized))))
+	else if (!comm->ready ||
+		 (!comm->blocking && (comm->jobs || comm->launch_unseen || (comm->finalize_called && !comm->finalized))))
 		*state = ncclInProgress;
 	else
 		*state = ncclSuccess;

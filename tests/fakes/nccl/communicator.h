@@ -37,7 +37,7 @@ struct operation {
 struct batch {
 	struct batch *next;
 	struct operation *operations;
-	bool finalize;	/* the last one: tell the others, then close everything */
+	bool finalize; /* the last one: tell the others, then close everything */
 	bool same_host; /* … only those on this host */
 };
 
@@ -46,23 +46,23 @@ struct registration;
 
 struct ncclComm {
 	struct ncclComm *next; /* in the list of all */
-	uint64_t id;	       /* the same on all members, and different from every other communicator's */
+	uint64_t id;        /* the same on all members, and different from every other communicator's */
 	int rank, nranks, device;
 	bool blocking;
 	char name[NAME_BYTES];
 	struct member *members;
 	struct link *data;    /* operations; used by the worker alone */
 	struct link *control; /* splitting; used by jobs alone */
-	int stop_fd;	      /* readable: operations end */
-	int abort_fd;	      /* readable: jobs end as well */
+	int stop_fd;       /* readable: operations end */
+	int abort_fd;       /* readable: jobs end as well */
 	atomic_bool stopped;
 	void *buffer; /* on the device, or NULL */
 
 	/* Under library_lock. */
 	bool ready, finalize_called, finalized, destroy_called, aborted, revoked;
 	bool launch_unseen; /* non-blocking: the next ncclCommGetAsyncError says "in progress" once */
-	int users;	    /* calls and jobs inside; only at 0 may it be freed */
-	int jobs;	    /* splits under way on it */
+	int users;     /* calls and jobs inside; only at 0 may it be freed */
+	int jobs;     /* splits under way on it */
 	ncclResult_t async_result;
 	char reason[WHY_BYTES];
 	struct batch *batches;
@@ -84,11 +84,11 @@ struct ncclComm *comm_enter(ncclComm_t handle); /* NULL (and a reason): no such 
 struct ncclComm *comm_enter_ready(ncclComm_t handle, ncclResult_t *result);
 void comm_leave(struct ncclComm *comm);
 void comm_stop(struct ncclComm *comm, bool jobs_too);
-void comm_unlist(struct ncclComm *comm);		   /* with the lock */
-struct ncclComm *comm_listed(ncclComm_t handle);	   /* with the lock */
-struct ncclComm *comm_first(void);			   /* with the lock */
+void comm_unlist(struct ncclComm *comm);     /* with the lock */
+struct ncclComm *comm_listed(ncclComm_t handle);    /* with the lock */
+struct ncclComm *comm_first(void);      /* with the lock */
 void comm_fail(struct ncclComm *comm, ncclResult_t result); /* with the lock; the reason is the calling thread's */
-void comm_free(struct ncclComm *comm);			   /* unlisted, unused; ends its threads */
+void comm_free(struct ncclComm *comm);      /* unlisted, unused; ends its threads */
 bool comm_copy_reason(ncclComm_t handle, char *reason);
 bool start_thread(pthread_t *thread, void *(*body)(void *), void *argument, const char *name);
 
@@ -104,8 +104,7 @@ void worker_give(struct ncclComm *comm, struct batch *batch); /* with the lock *
 ncclResult_t operations_run(struct ncclComm *comm, const struct batch *batch, const struct cancel *cancel);
 
 /* registration.c */
-ncclResult_t operator_resolve(struct ncclComm *comm, ncclRedOp_t op, ncclDataType_t datatype,
-			      struct reduction *reduction);
+ncclResult_t operator_resolve(struct ncclComm *comm, ncclRedOp_t op, ncclDataType_t datatype, struct reduction *reduction);
 void registrations_free(struct ncclComm *comm);
 
 /* bootstrap.c: `listener` is this rank's, whose address the members know. Both fill comm->members, data and control. */
@@ -130,8 +129,7 @@ struct job {
 	int nexcluded;
 };
 
-struct job *job_create(ncclResult_t (*run)(struct job *), struct ncclComm *comm, struct ncclComm *parent,
-		       ncclComm_t *handle);
+struct job *job_create(ncclResult_t (*run)(struct job *), struct ncclComm *comm, struct ncclComm *parent, ncclComm_t *handle);
 ncclResult_t jobs_run(struct job *jobs, bool blocking); /* takes them */
 void jobs_drop(struct job *jobs);
 struct cancel job_cancel(const struct job *job);

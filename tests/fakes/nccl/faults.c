@@ -52,8 +52,11 @@ static const struct {
 	const char *action;
 	ncclResult_t result;
 } failures[] = {
-	{"fail", ncclSystemError},	       {"fail-remote", ncclRemoteError}, {"fail-internal", ncclInternalError},
-	{"fail-cuda", ncclUnhandledCudaError}, {"fail-usage", ncclInvalidUsage},
+	{"fail", ncclSystemError},
+	{"fail-remote", ncclRemoteError},
+	{"fail-internal", ncclInternalError},
+	{"fail-cuda", ncclUnhandledCudaError},
+	{"fail-usage", ncclInvalidUsage},
 };
 
 static void parse(const char *entry, struct fault *fault)

@@ -38,8 +38,8 @@ static ncclResult_t admit(const struct ncclComm *comm)
 	enum blocking blocking = comm->blocking ? BLOCKING : NONBLOCKING;
 
 	if (current.blocking != UNKNOWN && current.blocking != blocking)
-		return group_note(failed(ncclInvalidArgument,
-					 "blocking and non-blocking communicators cannot be used in one group"));
+		return group_note(
+			failed(ncclInvalidArgument, "blocking and non-blocking communicators cannot be used in one group"));
 	current.blocking = blocking;
 	return ncclSuccess;
 }

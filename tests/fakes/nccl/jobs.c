@@ -8,8 +8,7 @@
 
 #include "communicator.h"
 
-struct job *job_create(ncclResult_t (*run)(struct job *), struct ncclComm *comm, struct ncclComm *parent,
-		       ncclComm_t *handle)
+struct job *job_create(ncclResult_t (*run)(struct job *), struct ncclComm *comm, struct ncclComm *parent, ncclComm_t *handle)
 {
 	struct job *job = calloc(1, sizeof(*job));
 

@@ -20,8 +20,8 @@
 
 static bool agree(const struct signature *a, const struct signature *b)
 {
-	return a->opcode == b->opcode && a->datatype == b->datatype && a->reduction == b->reduction &&
-	       a->root == b->root && a->count == b->count;
+	return a->opcode == b->opcode && a->datatype == b->datatype && a->reduction == b->reduction && a->root == b->root &&
+	       a->count == b->count;
 }
 
 static ncclResult_t disagree(int peer, const struct signature *theirs, const struct signature *ours)
@@ -235,8 +235,8 @@ static ncclResult_t begin(struct link *links, int nlinks, struct transfer *trans
 
 static ncclResult_t serve(struct link *link, int peer, bool leaving)
 {
-	ncclResult_t result = link->fd < 0 ? failed(ncclRemoteError, "no connection to rank %d", peer)
-					   : write_link(link, peer);
+	ncclResult_t result =
+		link->fd < 0 ? failed(ncclRemoteError, "no connection to rank %d", peer) : write_link(link, peer);
 
 	if (result == ncclSuccess)
 		result = read_link(link, peer);
@@ -261,8 +261,7 @@ static void refuse_all(struct link *links, int nlinks, const struct transfer *tr
 			(void)!send(links[peer].fd, &frame, sizeof(frame), MSG_NOSIGNAL);
 }
 
-static ncclResult_t run(struct link *links, int nlinks, bool leaving, const struct cancel *cancel,
-			struct pollfd *watched)
+static ncclResult_t run(struct link *links, int nlinks, bool leaving, const struct cancel *cancel, struct pollfd *watched)
 {
 	ncclResult_t result;
 	nfds_t nwatched;

@@ -127,17 +127,16 @@ FAKE_EXPORT ncclResult_t ncclReduce(const void *sendbuff, void *recvbuff, size_t
 				    ncclRedOp_t op, int root, ncclComm_t comm, cudaStream_t stream);
 FAKE_EXPORT ncclResult_t ncclBcast(void *buff, size_t count, ncclDataType_t datatype, int root, ncclComm_t comm,
 				   cudaStream_t stream);
-FAKE_EXPORT ncclResult_t ncclBroadcast(const void *sendbuff, void *recvbuff, size_t count, ncclDataType_t datatype,
-				       int root, ncclComm_t comm, cudaStream_t stream);
+FAKE_EXPORT ncclResult_t ncclBroadcast(const void *sendbuff, void *recvbuff, size_t count, ncclDataType_t datatype, int root,
+				       ncclComm_t comm, cudaStream_t stream);
 FAKE_EXPORT ncclResult_t ncclAllReduce(const void *sendbuff, void *recvbuff, size_t count, ncclDataType_t datatype,
 				       ncclRedOp_t op, ncclComm_t comm, cudaStream_t stream);
-FAKE_EXPORT ncclResult_t ncclReduceScatter(const void *sendbuff, void *recvbuff, size_t recvcount,
-					   ncclDataType_t datatype, ncclRedOp_t op, ncclComm_t comm,
-					   cudaStream_t stream);
-FAKE_EXPORT ncclResult_t ncclAllGather(const void *sendbuff, void *recvbuff, size_t sendcount,
-				       ncclDataType_t datatype, ncclComm_t comm, cudaStream_t stream);
-FAKE_EXPORT ncclResult_t ncclSend(const void *sendbuff, size_t count, ncclDataType_t datatype, int peer,
-				  ncclComm_t comm, cudaStream_t stream);
+FAKE_EXPORT ncclResult_t ncclReduceScatter(const void *sendbuff, void *recvbuff, size_t recvcount, ncclDataType_t datatype,
+					   ncclRedOp_t op, ncclComm_t comm, cudaStream_t stream);
+FAKE_EXPORT ncclResult_t ncclAllGather(const void *sendbuff, void *recvbuff, size_t sendcount, ncclDataType_t datatype,
+				       ncclComm_t comm, cudaStream_t stream);
+FAKE_EXPORT ncclResult_t ncclSend(const void *sendbuff, size_t count, ncclDataType_t datatype, int peer, ncclComm_t comm,
+				  cudaStream_t stream);
 FAKE_EXPORT ncclResult_t ncclRecv(void *recvbuff, size_t count, ncclDataType_t datatype, int peer, ncclComm_t comm,
 				  cudaStream_t stream);
 
@@ -154,23 +153,22 @@ FAKE_EXPORT ncclResult_t ncclCommDeregister(const ncclComm_t comm, void *handle)
 FAKE_EXPORT ncclResult_t ncclGroupSimulateEnd(ncclSimInfo_t *info);
 #endif
 #if FAKE_NCCL_VERSION >= 22300
-FAKE_EXPORT ncclResult_t ncclCommInitRankScalable(ncclComm_t *comm, int nranks, int rank, int nids,
-						  ncclUniqueId *ids, ncclConfig_t *config);
+FAKE_EXPORT ncclResult_t ncclCommInitRankScalable(ncclComm_t *comm, int nranks, int rank, int nids, ncclUniqueId *ids,
+						  ncclConfig_t *config);
 #endif
 #if FAKE_NCCL_VERSION >= 22700
 FAKE_EXPORT ncclResult_t ncclCommShrink(ncclComm_t comm, int *excluded, int nexcluded, ncclComm_t *child,
 					ncclConfig_t *config, int flags);
-FAKE_EXPORT ncclResult_t ncclCommWindowRegister(ncclComm_t comm, void *buffer, size_t bytes, ncclWindow_t *window,
-						int flags);
+FAKE_EXPORT ncclResult_t ncclCommWindowRegister(ncclComm_t comm, void *buffer, size_t bytes, ncclWindow_t *window, int flags);
 FAKE_EXPORT ncclResult_t ncclCommWindowDeregister(ncclComm_t comm, ncclWindow_t window);
 #endif
 #if FAKE_NCCL_VERSION >= 22800
 FAKE_EXPORT ncclResult_t ncclAlltoAll(const void *sendbuff, void *recvbuff, size_t count, ncclDataType_t datatype,
 				      ncclComm_t comm, cudaStream_t stream);
-FAKE_EXPORT ncclResult_t ncclGather(const void *sendbuff, void *recvbuff, size_t count, ncclDataType_t datatype,
-				    int root, ncclComm_t comm, cudaStream_t stream);
-FAKE_EXPORT ncclResult_t ncclScatter(const void *sendbuff, void *recvbuff, size_t count, ncclDataType_t datatype,
-				     int root, ncclComm_t comm, cudaStream_t stream);
+FAKE_EXPORT ncclResult_t ncclGather(const void *sendbuff, void *recvbuff, size_t count, ncclDataType_t datatype, int root,
+				    ncclComm_t comm, cudaStream_t stream);
+FAKE_EXPORT ncclResult_t ncclScatter(const void *sendbuff, void *recvbuff, size_t count, ncclDataType_t datatype, int root,
+				     ncclComm_t comm, cudaStream_t stream);
 FAKE_EXPORT ncclResult_t ncclDevCommCreate(ncclComm_t comm, const void *requirements, void *device_comm);
 FAKE_EXPORT ncclResult_t ncclDevCommDestroy(ncclComm_t comm, const void *device_comm);
 #endif

@@ -95,8 +95,8 @@ ncclResult_t network_listen(int *listener, struct sockaddr_storage *address)
 	*listener = socket(address->ss_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
 	if (*listener < 0)
 		return failed(ncclSystemError, "socket: %s", strerror(errno));
-	if (bind(*listener, (struct sockaddr *)address, address_bytes(address)) != 0 ||
-	    listen(*listener, BACKLOG) != 0 || getsockname(*listener, (struct sockaddr *)address, &bytes) != 0) {
+	if (bind(*listener, (struct sockaddr *)address, address_bytes(address)) != 0 || listen(*listener, BACKLOG) != 0 ||
+	    getsockname(*listener, (struct sockaddr *)address, &bytes) != 0) {
 		result = failed(ncclSystemError,
 				"cannot listen on %s: %s. The library keeps the address that the host had when it was "
 				"first used; on another host a fresh copy must be loaded",

@@ -34,25 +34,25 @@ static void *real(const char *name)
 ncclResult_t ncclGetUniqueId(ncclUniqueId *id)
 {
 	note("ncclGetUniqueId", NULL);
-	return ((ncclResult_t(*)(ncclUniqueId *))real("ncclGetUniqueId"))(id);
+	return ((ncclResult_t (*)(ncclUniqueId *))real("ncclGetUniqueId"))(id);
 }
 
 ncclResult_t ncclCommInitRank(ncclComm_t *comm, int nranks, ncclUniqueId id, int rank)
 {
 	note("ncclCommInitRank", NULL);
-	return ((ncclResult_t(*)(ncclComm_t *, int, ncclUniqueId, int))real("ncclCommInitRank"))(comm, nranks, id, rank);
+	return ((ncclResult_t (*)(ncclComm_t *, int, ncclUniqueId, int))real("ncclCommInitRank"))(comm, nranks, id, rank);
 }
 
 ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t *state)
 {
 	note("ncclCommGetAsyncError", comm);
-	return ((ncclResult_t(*)(ncclComm_t, ncclResult_t *))real("ncclCommGetAsyncError"))(comm, state);
+	return ((ncclResult_t (*)(ncclComm_t, ncclResult_t *))real("ncclCommGetAsyncError"))(comm, state);
 }
 
 ncclResult_t ncclBroadcast(const void *sendbuff, void *recvbuff, size_t count, ncclDataType_t datatype, int root,
 			   ncclComm_t comm, cudaStream_t stream)
 {
 	note("ncclBroadcast", comm);
-	return ((ncclResult_t(*)(const void *, void *, size_t, ncclDataType_t, int, ncclComm_t, cudaStream_t))real(
+	return ((ncclResult_t (*)(const void *, void *, size_t, ncclDataType_t, int, ncclComm_t, cudaStream_t))real(
 		"ncclBroadcast"))(sendbuff, recvbuff, count, datatype, root, comm, stream);
 }

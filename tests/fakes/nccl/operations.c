@@ -11,11 +11,19 @@
 const char *opcode_name(enum opcode opcode)
 {
 	static const char *const names[OPCODES] = {
-		[OP_ALLREDUCE] = "allreduce",	  [OP_BROADCAST] = "broadcast", [OP_REDUCE] = "reduce",
-		[OP_ALLGATHER] = "allgather",	  [OP_REDUCESCATTER] = "reducescatter",
-		[OP_ALLTOALL] = "alltoall",	  [OP_GATHER] = "gather",	[OP_SCATTER] = "scatter",
-		[OP_SEND] = "send",		  [OP_RECV] = "recv",		[OP_FINALIZE] = "finalize",
-		[OP_SPLIT] = "split",		  [OP_SHRINK] = "shrink",
+		[OP_ALLREDUCE] = "allreduce",
+		[OP_BROADCAST] = "broadcast",
+		[OP_REDUCE] = "reduce",
+		[OP_ALLGATHER] = "allgather",
+		[OP_REDUCESCATTER] = "reducescatter",
+		[OP_ALLTOALL] = "alltoall",
+		[OP_GATHER] = "gather",
+		[OP_SCATTER] = "scatter",
+		[OP_SEND] = "send",
+		[OP_RECV] = "recv",
+		[OP_FINALIZE] = "finalize",
+		[OP_SPLIT] = "split",
+		[OP_SHRINK] = "shrink",
 	};
 
 	return opcode < OPCODES ? names[opcode] : "an unknown operation";
@@ -40,8 +48,8 @@ static ncclResult_t check(const struct ncclComm *comm, const struct operation *o
 	if (operation->count && ((sends && !operation->sendbuff) || (receives && !operation->recvbuff)))
 		return failed(ncclInvalidArgument, "%s: a buffer is NULL", opcode_name(opcode));
 	if (reduces && !reducible(operation->datatype))
-		return failed(ncclInvalidArgument, "%s: data type %d can be moved but not reduced here",
-			      opcode_name(opcode), operation->datatype);
+		return failed(ncclInvalidArgument, "%s: data type %d can be moved but not reduced here", opcode_name(opcode),
+			      operation->datatype);
 	if (closing)
 		return failed(ncclInvalidUsage, "%s: the communicator was finalised or revoked", opcode_name(opcode));
 	return ncclSuccess;
@@ -79,8 +87,8 @@ ncclResult_t ncclAllReduce(const void *sendbuff, void *recvbuff, size_t count, n
 		     op, comm);
 }
 
-ncclResult_t ncclReduce(const void *sendbuff, void *recvbuff, size_t count, ncclDataType_t datatype, ncclRedOp_t op,
-			int root, ncclComm_t comm, cudaStream_t stream)
+ncclResult_t ncclReduce(const void *sendbuff, void *recvbuff, size_t count, ncclDataType_t datatype, ncclRedOp_t op, int root,
+			ncclComm_t comm, cudaStream_t stream)
 {
 	return start((struct operation){.opcode = OP_REDUCE,
 					.sendbuff = sendbuff,
@@ -117,14 +125,13 @@ ncclResult_t ncclBroadcast(const void *sendbuff, void *recvbuff, size_t count, n
 		     ncclSum, comm);
 }
 
-ncclResult_t ncclBcast(void *buff, size_t count, ncclDataType_t datatype, int root, ncclComm_t comm,
-		       cudaStream_t stream)
+ncclResult_t ncclBcast(void *buff, size_t count, ncclDataType_t datatype, int root, ncclComm_t comm, cudaStream_t stream)
 {
 	return ncclBroadcast(buff, buff, count, datatype, root, comm, stream);
 }
 
-ncclResult_t ncclAllGather(const void *sendbuff, void *recvbuff, size_t sendcount, ncclDataType_t datatype,
-			   ncclComm_t comm, cudaStream_t stream)
+ncclResult_t ncclAllGather(const void *sendbuff, void *recvbuff, size_t sendcount, ncclDataType_t datatype, ncclComm_t comm,
+			   cudaStream_t stream)
 {
 	return start((struct operation){.opcode = OP_ALLGATHER,
 					.sendbuff = sendbuff,
@@ -147,8 +154,7 @@ ncclResult_t ncclSend(const void *sendbuff, size_t count, ncclDataType_t datatyp
 		     ncclSum, comm);
 }
 
-ncclResult_t ncclRecv(void *recvbuff, size_t count, ncclDataType_t datatype, int peer, ncclComm_t comm,
-		      cudaStream_t stream)
+ncclResult_t ncclRecv(void *recvbuff, size_t count, ncclDataType_t datatype, int peer, ncclComm_t comm, cudaStream_t stream)
 {
 	return start((struct operation){.opcode = OP_RECV,
 					.recvbuff = recvbuff,

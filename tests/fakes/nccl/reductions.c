@@ -148,11 +148,11 @@ static const struct {
 	void (*combine)(void *, const void *const *, int, size_t, ncclRedOp_t);
 	void (*scale)(void *, const void *, size_t, const void *);
 } arithmetic[ncclNumTypes] = {
-	[ncclInt8] = {combine_i8, scale_i8},	     [ncclUint8] = {combine_u8, scale_u8},
-	[ncclInt32] = {combine_i32, scale_i32},	     [ncclUint32] = {combine_u32, scale_u32},
-	[ncclInt64] = {combine_i64, scale_i64},	     [ncclUint64] = {combine_u64, scale_u64},
-	[ncclFloat16] = {combine_f16, scale_f16},    [ncclBfloat16] = {combine_bf16, scale_bf16},
-	[ncclFloat32] = {combine_f32, scale_f32},    [ncclFloat64] = {combine_f64, scale_f64},
+	[ncclInt8] = {combine_i8, scale_i8},      [ncclUint8] = {combine_u8, scale_u8},
+	[ncclInt32] = {combine_i32, scale_i32},   [ncclUint32] = {combine_u32, scale_u32},
+	[ncclInt64] = {combine_i64, scale_i64},   [ncclUint64] = {combine_u64, scale_u64},
+	[ncclFloat16] = {combine_f16, scale_f16}, [ncclBfloat16] = {combine_bf16, scale_bf16},
+	[ncclFloat32] = {combine_f32, scale_f32}, [ncclFloat64] = {combine_f64, scale_f64},
 };
 
 void reduce_blocks(void *destination, const void *const *blocks, int nblocks, size_t count, ncclDataType_t datatype,
@@ -161,8 +161,7 @@ void reduce_blocks(void *destination, const void *const *blocks, int nblocks, si
 	arithmetic[datatype].combine(destination, blocks, nblocks, count, kind);
 }
 
-void scale(void *destination, const void *source, size_t count, ncclDataType_t datatype,
-	   const struct reduction *reduction)
+void scale(void *destination, const void *source, size_t count, ncclDataType_t datatype, const struct reduction *reduction)
 {
 	unsigned char aligned[SCALAR_BYTES] __attribute__((aligned(SCALAR_BYTES)));
 

@@ -22,7 +22,6 @@ bool reducible(ncclDataType_t datatype);
 void reduce_blocks(void *destination, const void *const *blocks, int nblocks, size_t count, ncclDataType_t datatype,
 		   ncclRedOp_t kind);
 /* destination[i] = source[i] × scalar, rounded to the type. */
-void scale(void *destination, const void *source, size_t count, ncclDataType_t datatype,
-	   const struct reduction *reduction);
+void scale(void *destination, const void *source, size_t count, ncclDataType_t datatype, const struct reduction *reduction);
 
 #endif

@@ -35,8 +35,8 @@ static ncclRedOp_t next_number(void)
 	return (ncclRedOp_t)++last_number;
 }
 
-ncclResult_t ncclRedOpCreatePreMulSum(ncclRedOp_t *op, void *scalar, ncclDataType_t datatype,
-				      ncclScalarResidence_t residence, ncclComm_t handle)
+ncclResult_t ncclRedOpCreatePreMulSum(ncclRedOp_t *op, void *scalar, ncclDataType_t datatype, ncclScalarResidence_t residence,
+				      ncclComm_t handle)
 {
 	struct operator_handle *made;
 	ncclResult_t result;
@@ -90,8 +90,7 @@ ncclResult_t ncclRedOpDestroy(ncclRedOp_t op, ncclComm_t handle)
 	return ncclSuccess;
 }
 
-ncclResult_t operator_resolve(struct ncclComm *comm, ncclRedOp_t op, ncclDataType_t datatype,
-			      struct reduction *reduction)
+ncclResult_t operator_resolve(struct ncclComm *comm, ncclRedOp_t op, ncclDataType_t datatype, struct reduction *reduction)
 {
 	const struct operator_handle *one;
 	ncclResult_t result = ncclInvalidArgument;
@@ -107,9 +106,9 @@ ncclResult_t operator_resolve(struct ncclComm *comm, ncclRedOp_t op, ncclDataTyp
 		}
 	}
 	pthread_mutex_unlock(&library_lock);
-	return result == ncclSuccess
-		       ? result
-		       : failed(result, "%d is no operator of this communicator for data type %d", (int)op, datatype);
+	return result == ncclSuccess ?
+		       result :
+		       failed(result, "%d is no operator of this communicator for data type %d", (int)op, datatype);
 }
 
 void registrations_free(struct ncclComm *comm)
@@ -117,7 +116,7 @@ void registrations_free(struct ncclComm *comm)
 	struct operator_handle *operator;
 	struct registration *registration;
 
-	while ((operator= comm->operators)) {
+	while ((operator = comm->operators)) {
 		comm->operators = operator->next;
 		free(operator);
 	}

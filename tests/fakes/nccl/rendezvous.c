@@ -152,7 +152,7 @@ static void *host(void *argument)
 		watched[1] = (struct pollfd){.fd = meeting->give_up_fd, .events = POLLIN};
 		for (i = 0; i < meeting->nguests; i++)
 			watched[2 + i] = (struct pollfd){.fd = meeting->guests[i].fd, .events = POLLIN};
-		if (poll(watched, (nfds_t)(2 + meeting->nguests), -1) < 0)
+		if (poll(watched, (nfds_t)2 + (nfds_t)meeting->nguests, -1) < 0)
 			continue;
 		if (watched[1].revents)
 			break;

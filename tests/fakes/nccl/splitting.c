@@ -36,10 +36,8 @@ static ncclResult_t gather_candidates(struct job *job, enum opcode opcode, struc
 						       .signature = signature,
 						       .data = &candidates[parent->rank],
 						       .bytes = sizeof(*candidates)};
-		transfers[count++] = (struct transfer){.peer = peer,
-						       .signature = signature,
-						       .data = &candidates[peer],
-						       .bytes = sizeof(*candidates)};
+		transfers[count++] = (struct transfer){
+			.peer = peer, .signature = signature, .data = &candidates[peer], .bytes = sizeof(*candidates)};
 	}
 	result = links_run(parent->control, parent->nranks, transfers, count, false, cancel);
 	free(transfers);
@@ -127,8 +125,8 @@ static ncclResult_t run_split(struct job *job)
 }
 
 /* Makes the child (none without a color) and the job, which takes over that the caller is inside the parent. */
-static ncclResult_t prepare(struct job **job, ncclResult_t (*run)(struct job *), struct ncclComm *parent, int color,
-			    int key, ncclComm_t *child, const ncclConfig_t *config)
+static ncclResult_t prepare(struct job **job, ncclResult_t (*run)(struct job *), struct ncclComm *parent, int color, int key,
+			    ncclComm_t *child, const ncclConfig_t *config)
 {
 	struct ncclComm *comm = NULL;
 	ncclResult_t result = ncclSuccess;
@@ -194,8 +192,7 @@ static ncclResult_t exclude(struct job *job, const int *excluded, int nexcluded)
 	return ncclSuccess;
 }
 
-ncclResult_t ncclCommShrink(ncclComm_t comm, int *excluded, int nexcluded, ncclComm_t *child, ncclConfig_t *config,
-			    int flags)
+ncclResult_t ncclCommShrink(ncclComm_t comm, int *excluded, int nexcluded, ncclComm_t *child, ncclConfig_t *config, int flags)
 {
 	struct job *job = NULL;
 	struct ncclComm *parent;

@@ -74,8 +74,10 @@ static bool sleeps(void)
 
 int main(void)
 {
-	static const char *const words[] = {[PLACE_FREE] = "free", [PLACE_DOUBTFUL] = "doubtful", [PLACE_DRIVER] = "driver",
-					     [PLACE_DRIVER_SLEEPS] = "sleeps there"};
+	static const char *const words[] = {[PLACE_FREE] = "free",
+					    [PLACE_DOUBTFUL] = "doubtful",
+					    [PLACE_DRIVER] = "driver",
+					    [PLACE_DRIVER_SLEEPS] = "sleeps there"};
 	struct sigaction action = {.sa_sigaction = look, .sa_flags = SA_SIGINFO};
 
 	sem_init(&seen, 0, 0);

@@ -30,7 +30,11 @@ static void informed(int number, siginfo_t *info, void *context)
 
 static const char *name_of(void (*handler)(int))
 {
-	return handler == SIG_DFL ? "default" : handler == SIG_IGN ? "ignored" : handler == plain ? "plain" : handler == SIG_ERR ? "error" : "other";
+	return handler == SIG_DFL ? "default" :
+	       handler == SIG_IGN ? "ignored" :
+	       handler == plain   ? "plain" :
+	       handler == SIG_ERR ? "error" :
+				    "other";
 }
 
 static void print_action(const char *what, int number)
@@ -42,8 +46,8 @@ static void print_action(const char *what, int number)
 		return;
 	}
 	printf("%s: %d: %s flags %x masks 61: %d masks 10: %d\n", what, number,
-	       action.sa_flags & SA_SIGINFO ? "informed" : name_of(action.sa_handler), (unsigned)action.sa_flags & ~0x04000000u,
-	       sigismember(&action.sa_mask, 61), sigismember(&action.sa_mask, 10));
+	       action.sa_flags & SA_SIGINFO ? "informed" : name_of(action.sa_handler),
+	       (unsigned)action.sa_flags & ~0x04000000u, sigismember(&action.sa_mask, 61), sigismember(&action.sa_mask, 10));
 }
 
 static void print_mask(const char *what)
@@ -52,8 +56,8 @@ static void print_mask(const char *what)
 
 	if (pthread_sigmask(SIG_SETMASK, NULL, &mask) != 0)
 		abort();
-	printf("%s: blocked 61: %d 60: %d 10: %d 32: %d\n", what, sigismember(&mask, 61), sigismember(&mask, 60), sigismember(&mask, 10),
-	       sigismember(&mask, 32));
+	printf("%s: blocked 61: %d 60: %d 10: %d 32: %d\n", what, sigismember(&mask, 61), sigismember(&mask, 60),
+	       sigismember(&mask, 10), sigismember(&mask, 32));
 }
 
 static void ask_about_actions(void)
