@@ -1,4 +1,4 @@
-"""For all tests: hypothesis measures nothing. A machine that is busy is no reason to fail."""
+"""For all tests: hypothesis does not measure time. A busy machine is no reason to fail."""
 
 from __future__ import annotations
 

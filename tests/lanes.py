@@ -1,7 +1,7 @@
 """Where a skip is a failure: a lane that has what a test needs must run it.
 
 $SNAPSHOT_LANE names the lane: `ci` (`make test`: root, CRIU, a compiler, no GPU) or `gpu` (`integration/gpu/run`: all of
-these and a GPU). Without it, on anybody's machine, a skip is a skip. What a lane may lack is listed here and nowhere else.
+these and a GPU). Without it a skip is a skip. What a lane may lack is listed here and nowhere else.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ MAY_LACK: dict[str, tuple[str, ...]] = {
 
 
 def must_run(reason: str) -> str:
-    """Why this skip is a failure here, "" where it is none."""
+    """Why this skip is a failure, or "" if it is none."""
     lane = os.environ.get("SNAPSHOT_LANE", "")
     if not lane or any(lack in reason for lack in MAY_LACK[lane]):
         return ""
-    return f"skipped ({reason}), but the lane {lane} has what it needs: see tests/lanes.py"
+    return f"skipped ({reason}), but the lane {lane} has what this test needs: see tests/lanes.py"
