@@ -88,7 +88,7 @@ def pytest_configure(config: pytest.Config) -> None:
         # Stored in the options, which pytest-xdist hands to its workers: all of them have the seed of one day.
         config.option.seed = int(datetime.datetime.now(datetime.UTC).strftime("%Y%m%d"))
     _Run.seed, _Run.whole = config.option.seed, config.option.whole
-    hypothesis.core.global_force_seed = _Run.seed
+    hypothesis.core.global_force_seed = _Run.seed  # type: ignore[assignment]
 
 
 def describe() -> str:

@@ -16,7 +16,16 @@ def build(version: int = CURRENT, sanitizer: str = "") -> Path:
     """The folder with libnccl.so.2, libfakestreams.so.1, libnote_calls.so and check_ranks, as new as their sources."""
     folder = SOURCES / "build" / "-".join(filter(None, (str(version), sanitizer)))
     targets = [folder / name for name in ("libnccl.so.2", "libnote_calls.so", "check_ranks")]
-    command = ["make", "-s", "-j2", "-C", SOURCES, f"BUILD={folder}", f"VERSION={version}", f"SANITIZE={sanitizer}"]
+    command: list[str | Path] = [
+        "make",
+        "-s",
+        "-j2",
+        "-C",
+        SOURCES,
+        f"BUILD={folder}",
+        f"VERSION={version}",
+        f"SANITIZE={sanitizer}",
+    ]
     with (SOURCES / "Makefile").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         made = subprocess.run([*command, *targets], capture_output=True, text=True, check=False)
