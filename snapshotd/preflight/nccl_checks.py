@@ -63,18 +63,26 @@ def static(rank: Inspection) -> Check:
             f"NCCL threads run in processes that have no libnccl.so loaded: {listed(sorted(set(running)))}",
             remedy,
         )
-    for process in without:
-        for mapping in process.mappings:
-            if os.path.basename(mapping.path) == _TORCH:
-                needed = needed_libraries(maps.map_file(process.pid, mapping))
-                if not any(name.startswith(_LIBRARY) for name in needed):
-                    return warned(
-                        "nccl-static",
-                        f"{mapping.path} contains NCCL: as soon as the rank uses it, the rank cannot be moved",
-                        remedy,
-                    )
-                break
+    for process, mapping in _mapped_torch(without):
+        needed = needed_libraries(maps.map_file(process.pid, mapping))
+        if not any(name.startswith(_LIBRARY) for name in needed):
+            return warned(
+                "nccl-static",
+                f"{mapping.path} contains NCCL: as soon as the rank uses it, the rank cannot be moved",
+                remedy,
+            )
     return passed("nccl-static", "NCCL is not linked statically")
+
+
+def _mapped_torch(processes: list[ProcessInfo]) -> list[tuple[ProcessInfo, maps.Mapping]]:
+    """Each distinct file of torch's CUDA library that they map, once: forked workers map the same one."""
+    found = {
+        (mapping.device, mapping.inode): (process, mapping)
+        for process in processes
+        for mapping in process.mappings
+        if os.path.basename(mapping.path) == _TORCH
+    }
+    return list(found.values())
 
 
 def environment(rank: Inspection, nccl: NcclReports) -> Check:
