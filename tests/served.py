@@ -1,4 +1,4 @@
-"""A certificate authority, a second one, and a real grpc.aio server behind the daemon's own interceptor and options."""
+"""Two certificate authorities, and a real grpc.aio server with the daemon's own interceptor and options."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def credentials(identity: pki.Identity) -> Credentials:
 
 @dataclass(frozen=True)
 class Certificates:
-    """Of the cluster's CA, all but `stranger`, which an authority of the same name issued elsewhere."""
+    """Certificates of the cluster's CA, except `stranger`, which another CA of the same name has issued."""
 
     node: Credentials  # node-1, the server
     other_node: Credentials  # node-2

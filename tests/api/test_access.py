@@ -1,4 +1,4 @@
-"""Who may call what: by certificate, by socket, for every method there is."""
+"""Which caller may call which method: by certificate and by socket, for every method."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def test_the_table_covers_every_method_and_no_other() -> None:
     assert set(ALLOWED) == set(methods()) | {PUSH}
 
 
-def test_the_table_says_what_the_proto_says() -> None:
-    """The comment behind each rpc line names its callers; root is one more everywhere."""
+def test_the_table_agrees_with_the_proto() -> None:
+    """The comment behind each rpc line names its callers; root may call every method."""
     source = (Path(__file__).parents[2] / "proto" / "snapshotd.proto").read_text()
     said, service = {}, ""
     for line in source.splitlines():
@@ -42,7 +42,7 @@ def test_the_table_says_what_the_proto_says() -> None:
     assert said == {method: set(roles) for method, roles in ALLOWED.items()}
 
 
-async def test_the_client_has_every_method() -> None:
+async def test_client_has_every_method() -> None:
     client = DaemonClient("unix:/nowhere")
     for path in methods():
         service, method = path.removeprefix("/snapshotd.v1.").split("/")
@@ -51,7 +51,7 @@ async def test_the_client_has_every_method() -> None:
 
 
 class Everything:
-    """Answers every method of every service with its caller, through nothing but gRPC's generic door."""
+    """Answers every method of every service with its caller, through a generic handler."""
 
     def __init__(self) -> None:
         self.callers: list[Caller] = []
@@ -88,7 +88,7 @@ def raw(channel: grpc.aio.Channel) -> grpc.aio.UnaryUnaryMultiCallable[bytes, by
 
 
 async def call(channel: grpc.aio.Channel, path: str) -> None:
-    """Calls any method with no request at all; the error in our own classes."""
+    """Calls a method with an empty request. Errors are translated into the taxonomy."""
     try:
         streaming: Any = channel.stream_stream(path)
         replies = [reply async for reply in streaming(iter([b""]))]
@@ -98,7 +98,7 @@ async def call(channel: grpc.aio.Channel, path: str) -> None:
 
 
 @pytest.mark.parametrize("role", ["operator", "node", "root"])
-async def test_every_method_is_for_whom_the_table_says(serve: Serve, role: str) -> None:
+async def test_every_method_allows_exactly_the_roles_of_the_table(serve: Serve, role: str) -> None:
     everything = Everything()
     async with serve(everything.register) as served:
         channel = _channel(served, role)
@@ -127,7 +127,7 @@ def _channel(served: Served, role: str) -> grpc.aio.Channel:
     return open_channel(served.endpoint, who, "node-1")
 
 
-async def test_a_method_that_is_not_in_the_table_is_for_nobody(serve: Serve) -> None:
+async def test_method_that_is_not_in_the_table_is_denied(serve: Serve) -> None:
     everything = Everything()
     async with serve(everything.register) as served:
         for role in ("operator", "node", "root"):
@@ -138,7 +138,7 @@ async def test_a_method_that_is_not_in_the_table_is_for_nobody(serve: Serve) -> 
     assert not everything.callers
 
 
-async def test_a_node_acting_as_an_operator_is_denied_in_words(serve: Serve) -> None:
+async def test_node_that_calls_an_operator_method_is_denied(serve: Serve) -> None:
     everything = Everything()
     async with serve(everything.register) as served, served.by(served.certificates.other_node) as client:
         with pytest.raises(Denied) as got:
@@ -148,7 +148,7 @@ async def test_a_node_acting_as_an_operator_is_denied_in_words(serve: Serve) -> 
     assert "migrator pki operator" in got.value.advice
 
 
-async def test_a_certificate_of_another_role_is_denied(serve: Serve) -> None:
+async def test_certificate_of_another_role_is_denied(serve: Serve) -> None:
     async with serve(Everything().register) as served, served.by(served.certificates.wrong_role) as client:
         with pytest.raises(SnapshotError) as got:
             await client.node.GetNode(pb.GetNodeRequest(), timeout_s=5)
@@ -156,8 +156,8 @@ async def test_a_certificate_of_another_role_is_denied(serve: Serve) -> None:
     assert "belongs neither to an operator nor to a node" in got.value.message
 
 
-async def test_a_certificate_of_another_authority_is_refused_in_words(serve: Serve) -> None:
-    """Neither side trusts the other here: the caller's CA does not know the daemon either."""
+async def test_certificate_of_another_authority_is_refused(serve: Serve) -> None:
+    """Neither side trusts the other: the caller's CA has not issued the daemon's certificate either."""
     everything = Everything()
     async with serve(everything.register) as served, served.by(served.certificates.stranger) as client:
         with pytest.raises(Unreachable, match=r"node node-1 at 127\.0\.0\.1:\d+ .*does not accept our certificate"):
@@ -165,8 +165,8 @@ async def test_a_certificate_of_another_authority_is_refused_in_words(serve: Ser
     assert not everything.callers
 
 
-async def test_a_stranger_who_trusts_the_daemon_is_refused_by_it(serve: Serve) -> None:
-    """The half that matters: the daemon's own check, with a caller that would accept any daemon of our CA."""
+async def test_client_of_another_authority_that_trusts_the_daemon_is_refused(serve: Serve) -> None:
+    """The daemon's own check, with a caller that would accept any daemon of our CA."""
     everything = Everything()
     async with serve(everything.register) as served:
         stranger, ours = served.certificates.stranger, served.certificates.operator
@@ -177,7 +177,7 @@ async def test_a_stranger_who_trusts_the_daemon_is_refused_by_it(serve: Serve) -
     assert not everything.callers
 
 
-async def test_a_caller_without_a_certificate_is_refused(serve: Serve) -> None:
+async def test_caller_without_a_certificate_is_refused(serve: Serve) -> None:
     everything = Everything()
     async with serve(everything.register) as served:
         anonymous = grpc.ssl_channel_credentials(served.certificates.node.ca.read_bytes())
@@ -192,7 +192,7 @@ async def test_a_caller_without_a_certificate_is_refused(serve: Serve) -> None:
     assert not everything.callers
 
 
-async def test_another_node_of_our_own_ca_is_not_taken_for_the_one_we_asked_for(serve: Serve) -> None:
+async def test_certificate_of_another_node_is_not_accepted(serve: Serve) -> None:
     everything = Everything()
     async with serve(everything.register) as served:
         operator = served.certificates.operator
@@ -202,7 +202,7 @@ async def test_another_node_of_our_own_ca_is_not_taken_for_the_one_we_asked_for(
     assert not everything.callers
 
 
-async def test_a_servicer_that_is_not_written_yet(serve: Serve) -> None:
+async def test_missing_servicer_is_reported_as_unimplemented(serve: Serve) -> None:
     """The generated base class is not a coroutine and raises NotImplementedError."""
     async with serve(servicer("Node")) as served, served.root() as client:
         with pytest.raises(SnapshotError, match="does not know GetNode"):

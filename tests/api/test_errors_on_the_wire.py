@@ -1,4 +1,4 @@
-"""Every error class crosses a real connection and comes out as itself; gRPC's own errors come out as ours."""
+"""Every error class arrives over a real connection as the same class, and gRPC's errors are translated."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MOVE = pb.MoveRequest(move="m-000000000000")
 
 
 def failing(error: BaseException) -> Register:
-    """Every kind of method, each raising `error`."""
+    """Methods of every kind, each of which raises `error`."""
 
     async def freeze(request: pb.MoveRequest, context: Any) -> pb.FreezeReply:
         raise error
@@ -55,7 +55,7 @@ async def every(replies: AsyncIterator[T], into: list[T]) -> None:
 
 
 @pytest.mark.parametrize("code", sorted(BY_CODE))
-async def test_every_class_arrives_as_itself(serve: Serve, code: str) -> None:
+async def test_every_error_class_arrives_as_the_same_class(serve: Serve, code: str) -> None:
     sent = BY_CODE[code]("what happened – naïve text", remedy="what to do", where=Where.SOURCE_FROZEN)
     async with serve(failing(sent)) as served, served.root() as client:
         with pytest.raises(SnapshotError) as unary:
@@ -67,14 +67,14 @@ async def test_every_class_arrives_as_itself(serve: Serve, code: str) -> None:
         assert (got.message, got.advice, got.where) == (sent.message, sent.advice, sent.where)
 
 
-async def test_the_own_remedy_of_a_class_arrives(serve: Serve) -> None:
+async def test_default_remedy_of_a_class_arrives(serve: Serve) -> None:
     async with serve(failing(RankGone("it ended"))) as served, served.root() as client:
         with pytest.raises(RankGone) as got:
             await client.source.Freeze(MOVE, timeout_s=5)
     assert got.value.advice == RankGone.remedy
 
 
-async def test_a_stream_delivers_what_came_before_the_error(serve: Serve) -> None:
+async def test_stream_delivers_messages_that_precede_an_error(serve: Serve) -> None:
     async with serve(failing(WrongState("no"))) as served, served.root() as client:
         seen: list[pb.Progress] = []
         with pytest.raises(WrongState):
@@ -82,7 +82,7 @@ async def test_a_stream_delivers_what_came_before_the_error(serve: Serve) -> Non
     assert [progress.bytes_sent for progress in seen] == [7]
 
 
-async def test_an_unexpected_exception_is_internal_and_its_traceback_stays_here(
+async def test_unexpected_exception_is_internal_and_its_traceback_is_only_logged(
     serve: Serve, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with serve(failing(ZeroDivisionError("secret place"))) as served, served.root() as client:
@@ -93,8 +93,8 @@ async def test_an_unexpected_exception_is_internal_and_its_traceback_stays_here(
     assert "test_errors_on_the_wire.py" in caplog.text
 
 
-async def test_a_long_quotation_of_a_log_arrives_shortened(serve: Serve) -> None:
-    """gRPC's own limit on metadata would otherwise turn this error into a broken connection."""
+async def test_long_message_arrives_shortened(serve: Serve) -> None:
+    """gRPC's default limit on metadata would otherwise break the connection."""
     sent = errors.CriuFailed("begin " + "ä€𝄞\n" * 100_000 + " end", where=Where.SOURCE_RUNNING)
     async with serve(failing(sent)) as served, served.operator() as client:
         with pytest.raises(errors.CriuFailed) as got:
@@ -105,7 +105,7 @@ async def test_a_long_quotation_of_a_log_arrives_shortened(serve: Serve) -> None
     assert got.value.where is Where.SOURCE_RUNNING
 
 
-async def test_a_method_that_is_missing_there(serve: Serve) -> None:
+async def test_method_that_the_server_lacks_is_reported(serve: Serve) -> None:
     async with serve(failing(WrongState("no"))) as served, served.root() as client:
         with pytest.raises(NotSpoken, match="does not know Renew") as got:
             await client.source.Renew(MOVE, timeout_s=5)
@@ -115,7 +115,7 @@ async def test_a_method_that_is_missing_there(serve: Serve) -> None:
 
 
 class Slow:
-    """A servicer that never ends by itself."""
+    """A servicer that never returns."""
 
     def __init__(self) -> None:
         self.cancelled = asyncio.Event()
@@ -140,7 +140,7 @@ class Slow:
             self.cancelled.set()
 
 
-async def test_a_deadline_is_a_timeout_and_cancels_the_servicer(serve: Serve) -> None:
+async def test_deadline_raises_timeout_and_cancels_the_servicer(serve: Serve) -> None:
     slow = Slow()
     async with serve(slow.register) as served, served.root() as client:
         with pytest.raises(Timeout, match="did not answer Freeze in time"):
@@ -148,7 +148,7 @@ async def test_a_deadline_is_a_timeout_and_cancels_the_servicer(serve: Serve) ->
         await asyncio.wait_for(slow.cancelled.wait(), 5)
 
 
-async def test_cancelling_a_caller_is_no_error_of_ours(serve: Serve) -> None:
+async def test_cancelled_call_is_not_logged_as_an_error(serve: Serve) -> None:
     slow = Slow()
     async with serve(slow.register) as served, served.root() as client:
         task = asyncio.create_task(client.source.Freeze(MOVE, timeout_s=30))
@@ -169,7 +169,7 @@ async def test_leaving_a_stream_early_ends_it_on_the_server(serve: Serve) -> Non
         await asyncio.wait_for(slow.cancelled.wait(), 5)
 
 
-async def test_a_server_that_stops_in_the_middle_is_unreachable(serve: Serve) -> None:
+async def test_server_that_stops_during_a_call_is_unreachable(serve: Serve) -> None:
     slow = Slow()
     async with serve(slow.register) as served:
         client = served.root()
@@ -180,13 +180,13 @@ async def test_a_server_that_stops_in_the_middle_is_unreachable(serve: Serve) ->
     await client.close()
 
 
-async def test_nobody_there(tmp_path: Path, free_port: int) -> None:
+async def test_unreachable_daemon_is_reported_for_every_kind_of_call(tmp_path: Path, free_port: int) -> None:
     async with DaemonClient(f"unix:{tmp_path}/none.sock") as client:
         with pytest.raises(Unreachable, match=f"daemon at unix:{tmp_path}/none.sock could not be reached"):
             await client.node.GetNode(pb.GetNodeRequest(), timeout_s=5)
 
 
-async def test_a_refused_connection_names_node_and_endpoint(serve: Serve, free_port: int, certificates: Any) -> None:
+async def test_refused_connection_names_node_and_endpoint(serve: Serve, free_port: int, certificates: Any) -> None:
     client = DaemonClient(f"127.0.0.1:{free_port}", credentials=certificates.operator, node="node-7")
     async with client:
         with pytest.raises(Unreachable) as got:
@@ -194,12 +194,12 @@ async def test_a_refused_connection_names_node_and_endpoint(serve: Serve, free_p
     assert got.value.message == f"node node-7 at 127.0.0.1:{free_port} could not be reached: connection refused"
 
 
-async def test_no_certificate_at_all() -> None:
+async def test_channel_without_a_certificate_is_bad_config() -> None:
     with pytest.raises(BadConfig, match=r"connecting to node-2 at .* requires a certificate"):
         DaemonClient("10.0.0.2:7070", node="node-2")
 
 
-async def test_retry_waits_for_a_daemon_that_comes_up(serve: Serve, tmp_path: Path) -> None:
+async def test_retry_waits_for_a_daemon_that_starts(serve: Serve, tmp_path: Path) -> None:
     async def get_node(request: pb.GetNodeRequest, context: Any) -> pb.NodeInfo:
         return pb.NodeInfo(name="node-1")
 
@@ -233,7 +233,7 @@ async def test_retry_does_not_repeat_an_answer(serve: Serve) -> None:
     assert asked == [MOVE.move]
 
 
-async def test_a_message_of_absurd_size_is_refused_in_words(serve: Serve) -> None:
+async def test_oversized_message_is_refused_with_a_reason(serve: Serve) -> None:
     async def examine(request: pb.ExamineRequest, context: Any) -> pb.ExamineReply:
         return pb.ExamineReply(checks=[pb.Check(reason="x" * (MAX_MESSAGE_BYTES + 1))])
 
@@ -251,7 +251,7 @@ async def test_a_message_of_absurd_size_is_refused_in_words(serve: Serve) -> Non
                 await call(huge.SerializeToString())
 
 
-async def test_bytes_that_are_no_message_are_refused_in_words(serve: Serve) -> None:
+async def test_malformed_request_is_damaged(serve: Serve) -> None:
     async with serve(failing(WrongState("no"))) as served, served.root() as client:
         for method in ("Freeze", "Stream"):
             call: grpc.aio.UnaryStreamMultiCallable[bytes, bytes]
@@ -261,7 +261,7 @@ async def test_bytes_that_are_no_message_are_refused_in_words(serve: Serve) -> N
             assert type(translate(raw.value, "node-1", method)) is Damaged
 
 
-async def test_a_stream_of_bytes_that_are_no_messages(serve: Serve) -> None:
+async def test_malformed_message_in_a_stream_is_damaged(serve: Serve) -> None:
     async def relay(frames: AsyncIterator[pb.RelayFrame], context: Any) -> AsyncIterator[pb.RelayFrame]:
         async for frame in frames:
             yield frame
@@ -274,8 +274,8 @@ async def test_a_stream_of_bytes_that_are_no_messages(serve: Serve) -> None:
     assert type(translate(raw.value, "node-1", "Relay")) is Damaged
 
 
-async def test_an_answer_that_is_no_message(serve: Serve) -> None:
-    """Another version's, or another program's."""
+async def test_malformed_answer_is_damaged(serve: Serve) -> None:
+    """From another version, or another program."""
 
     async def garbage(request: bytes, context: Any) -> bytes:
         return b"\xff\xff\xff"
@@ -300,7 +300,9 @@ async def test_an_answer_that_is_no_message(serve: Serve) -> None:
         (grpc.StatusCode.CANCELLED, Unreachable),
     ],
 )
-async def test_a_status_without_our_words(serve: Serve, status: grpc.StatusCode, expected: type[SnapshotError]) -> None:
+async def test_grpc_status_without_wire_form_is_translated(
+    serve: Serve, status: grpc.StatusCode, expected: type[SnapshotError]
+) -> None:
     async def freeze(request: pb.MoveRequest, context: Any) -> pb.FreezeReply:
         await context.abort(status, "bare")
         raise AssertionError
@@ -310,7 +312,7 @@ async def test_a_status_without_our_words(serve: Serve, status: grpc.StatusCode,
             await client.source.Freeze(MOVE, timeout_s=5)
 
 
-async def test_relay_both_ways_with_its_metadata(serve: Serve) -> None:
+async def test_relay_works_in_both_directions_with_metadata(serve: Serve) -> None:
     async def relay(frames: AsyncIterator[pb.RelayFrame], context: Any) -> AsyncIterator[pb.RelayFrame]:
         who = dict(context.invocation_metadata())["rank-uid"]
         async for frame in frames:
@@ -335,7 +337,7 @@ async def test_relay_both_ways_with_its_metadata(serve: Serve) -> None:
 
 
 def test_exit_codes_are_unique_and_each_is_explained() -> None:
-    """The README's table is made from the same classes; here: no two codes share a number, and none is a shell's."""
+    """No two codes share a number, and none is used by shells."""
     codes = [cls.exit_code for cls in BY_CODE.values()]
     assert len(set(codes)) == len(codes)
     assert all(0 < code < 64 for code in codes), "64–78 are sysexits', 125 and above the shell's and the keeper's"
@@ -352,6 +354,6 @@ def test_every_exit_code_is_documented() -> None:
     assert not missing, f"not in {page.name}: {missing}"
 
 
-def test_a_wire_form_that_makes_no_sense() -> None:
+def test_malformed_wire_form_is_internal() -> None:
     for blob in (b"", b"[]", b"\xff", b'{"code": "refused"}', b'{"code":"x","message":"m","remedy":"","where":"moon"}'):
         assert type(errors.from_wire(blob)) is Internal

@@ -1,4 +1,4 @@
-"""The configuration: defaults, and every mistake of a file in one error."""
+"""The configuration: defaults, and all problems of a file in one error."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def fake_criu(folder: Path, version: str = "4.2.1", *, exit_status: int = 0) -> 
 
 
 def toml(certificates: Certificates, criu: Path, **changes: str) -> str:
-    """A good file; `changes` replace lines of it by key, an empty one removes the line."""
+    """A valid file. `changes` replace lines of it by key; an empty one removes the line."""
     lines = {
         "node": 'node = "node-1"',
         "listen": 'listen = "10.0.0.1:7070"',
@@ -124,7 +124,7 @@ def test_image_dir_follows_run_dir(tmp_path: Path, certificates: Certificates) -
     assert load(tmp_path, text).image_dir == RAM / "snapshotd-test-run" / "images"
 
 
-def test_all_errors_at_once(tmp_path: Path, certificates: Certificates) -> None:
+def test_all_problems_are_reported_at_once(tmp_path: Path, certificates: Certificates) -> None:
     text = "\n".join(
         [
             'node = "no de/../x"',
@@ -172,7 +172,7 @@ def test_an_empty_file_lists_what_is_needed(tmp_path: Path, monkeypatch: pytest.
     assert keys == {"node", "listen", "tls"}
 
 
-def test_a_file_that_is_not_there_or_no_toml(tmp_path: Path) -> None:
+def test_missing_or_invalid_file(tmp_path: Path) -> None:
     with pytest.raises(BadConfig, match=r"none\.toml cannot be read: No such file"):
         Config.load(tmp_path / "none.toml")
     with pytest.raises(BadConfig, match=r"is not valid TOML: .*line 1"):
@@ -202,8 +202,8 @@ def test_one_wrong_value(tmp_path: Path, certificates: Certificates, line: str, 
     assert says in found[0]
 
 
-def test_the_example_has_only_right_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it may lack on this machine are the files it names, and the mount."""
+def test_example_has_only_valid_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the files that it names, and the mount, may be missing on this machine."""
     monkeypatch.setenv("SNAPSHOT_CRIU", str(fake_criu(tmp_path)))
     example = (Path(__file__).parents[2] / "systemd" / "snapshotd.toml.example").read_text(encoding="utf-8")
     # Its [tls] files are not here, so there is always something to complain about, but never a key or a value.
@@ -246,18 +246,18 @@ class TestCertificates:
         mixed = dataclasses.replace(certificates.node, ca=certificates.stranger.ca)
         assert "was not issued by" in self.found(tmp_path, mixed)[0]
 
-    def test_key_of_somebody_else(self, tmp_path: Path, certificates: Certificates) -> None:
+    def test_key_of_another_certificate(self, tmp_path: Path, certificates: Certificates) -> None:
         mixed = dataclasses.replace(certificates.node, key=certificates.operator.key)
         assert "is not the key of" in self.found(tmp_path, mixed)[0]
 
-    def test_key_that_others_can_read(self, tmp_path: Path, certificates: Certificates) -> None:
+    def test_key_that_other_users_can_read(self, tmp_path: Path, certificates: Certificates) -> None:
         key = tmp_path / "open.key"
         key.write_bytes(certificates.node.key.read_bytes())
         key.chmod(0o644)
         (found,) = self.found(tmp_path, dataclasses.replace(certificates.node, key=key))
         assert "chmod 600" in found
 
-    def test_no_pem_at_all(self, tmp_path: Path, certificates: Certificates) -> None:
+    def test_file_without_pem(self, tmp_path: Path, certificates: Certificates) -> None:
         junk = tmp_path / "junk"
         junk.write_bytes(b"\xff\x00junk")
         junk.chmod(0o600)
@@ -295,7 +295,7 @@ class TestFindCriu:
         monkeypatch.setenv("PATH", "/nowhere")
         assert find_criu(None) == (str(program), "4.2.1")
 
-    def test_an_old_one_on_the_path_is_passed_over(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_criu_on_the_path_that_is_too_old_is_skipped(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         old, new = tmp_path / "old", tmp_path / "checkout"
         (new / ".criu").mkdir(parents=True)
         old.mkdir()
@@ -309,7 +309,7 @@ class TestFindCriu:
         with pytest.raises(BadConfig, match=rf"no CRIU 4\.2 or newer was found .*found: {old}/criu is CRIU 3\.17\.1"):
             find_criu(None)
 
-    def test_not_there_not_runnable_not_criu(self, tmp_path: Path) -> None:
+    def test_missing_not_executable_or_not_criu(self, tmp_path: Path) -> None:
         with pytest.raises(BadConfig, match="cannot be run: No such file"):
             find_criu(str(tmp_path / "none"))
         program = fake_criu(tmp_path)
@@ -363,7 +363,7 @@ keys = st.sampled_from([*Config.__struct_fields__, "tls", "device_lane"]) | st.t
 
 @given(values=st.dictionaries(keys, toml_values, max_size=6))
 @settings(DRAWN, max_examples=examples(150))
-def test_whatever_is_in_the_file_the_error_is_ours(values: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_values_raise_bad_config(values: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("snapshotd.config.find_criu", lambda explicit: ("/criu", "4.2.1"))
     with pytest.raises(BadConfig):
         Config.from_values(values, "a file")

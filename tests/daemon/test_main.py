@@ -1,4 +1,4 @@
-"""The daemon as a process: its doors, its lock, its signals, its exit codes."""
+"""The daemon as a process: its sockets, lock, signals and exit codes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="snapshotd runs as roo
 
 @dataclass
 class Place:
-    """A node's folders, its configuration, and a systemd to talk to."""
+    """A node's directories, its configuration, and the socket of a fake systemd."""
 
     folder: Path  # in memory, and short: sockets live here
     port: int
@@ -59,7 +59,7 @@ class Place:
         return process
 
     def hear(self, wanted: str) -> str:
-        """The next notification that begins with `wanted`; others are passed over."""
+        """The next notification that begins with `wanted`; others are skipped."""
         while True:
             message = self.systemd.recv(4096).decode()
             if message.startswith(wanted):
@@ -104,7 +104,7 @@ def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-async def test_a_whole_life(place: Place, certificates: Certificates) -> None:
+async def test_daemon_starts_serves_and_stops(place: Place, certificates: Certificates) -> None:
     process = place.start(WATCHDOG_USEC="200000")
     assert place.hear("READY=1") == f"READY=1\nSTATUS=node node-1, listening on 127.0.0.1:{place.port}"
     assert mode(place.admin) == 0o600
@@ -134,7 +134,7 @@ async def test_a_whole_life(place: Place, certificates: Certificates) -> None:
     assert not place.admin.exists()
 
 
-async def test_a_second_daemon_is_refused_and_the_first_goes_on(place: Place) -> None:
+async def test_second_daemon_is_refused_and_the_first_keeps_running(place: Place) -> None:
     first = place.start()
     place.hear("READY=1")
     status, _, err = ended(place.start())
@@ -144,7 +144,7 @@ async def test_a_second_daemon_is_refused_and_the_first_goes_on(place: Place) ->
         assert (await root.node.GetNode(pb.GetNodeRequest(), timeout_s=5)).name == "node-1"
 
 
-async def test_what_a_killed_daemon_left_does_not_stop_the_next(place: Place) -> None:
+async def test_leftovers_of_a_killed_daemon_do_not_prevent_the_next_start(place: Place) -> None:
     first = place.start()
     place.hear("READY=1")
     first.kill()
@@ -156,7 +156,7 @@ async def test_what_a_killed_daemon_left_does_not_stop_the_next(place: Place) ->
         assert (await root.node.GetNode(pb.GetNodeRequest(), timeout_s=5)).name == "node-1"
 
 
-def test_a_second_sigterm_ends_at_once(place: Place) -> None:
+def test_second_sigterm_exits_at_once(place: Place) -> None:
     process = place.start("hang")
     place.hear("READY=1")
     process.send_signal(signal.SIGTERM)
@@ -168,21 +168,21 @@ def test_a_second_sigterm_ends_at_once(place: Place) -> None:
     assert "exiting at once" in err
 
 
-def test_sigint_is_a_clean_end_too(place: Place) -> None:
+def test_sigint_is_a_clean_exit(place: Place) -> None:
     process = place.start()
     place.hear("READY=1")
     process.send_signal(signal.SIGINT)
     assert ended(process)[0] == 0
 
 
-def test_a_start_that_fails_exits_with_the_errors_own_code(place: Place) -> None:
+def test_failed_start_exits_with_the_code_of_the_error(place: Place) -> None:
     status, _, err = ended(place.start("refuse"))
     assert status == Full.exit_code
     assert "snapshotd: no room for the journal\nremedy: free memory" in err
     assert not place.admin.exists()
 
 
-def test_a_stop_that_fails_is_not_a_clean_end(place: Place) -> None:
+def test_failed_stop_is_not_a_clean_exit(place: Place) -> None:
     process = place.start("fail")
     place.hear("READY=1")
     process.send_signal(signal.SIGTERM)
@@ -191,7 +191,7 @@ def test_a_stop_that_fails_is_not_a_clean_end(place: Place) -> None:
     assert "RuntimeError: stop failed" in err
 
 
-def test_a_taken_port_is_said_in_words(place: Place) -> None:
+def test_port_in_use_is_reported(place: Place) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", place.port))
         other.listen()
@@ -200,7 +200,7 @@ def test_a_taken_port_is_said_in_words(place: Place) -> None:
     assert f"listen: cannot listen on 127.0.0.1:{place.port}: Address already in use" in err
 
 
-def test_a_taken_metrics_port_is_said_in_words(place: Place) -> None:
+def test_metrics_port_in_use_is_reported(place: Place) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", place.metrics_port))
         other.listen()
@@ -209,7 +209,7 @@ def test_a_taken_metrics_port_is_said_in_words(place: Place) -> None:
     assert f"metrics_listen: cannot listen on 127.0.0.1:{place.metrics_port}" in err
 
 
-def test_a_socket_that_somebody_listens_on_is_not_taken_away(place: Place) -> None:
+def test_socket_of_another_listener_is_not_removed(place: Place) -> None:
     place.admin.parent.mkdir()
     with socket.socket(socket.AF_UNIX) as other:
         other.bind(str(place.admin))
@@ -221,7 +221,7 @@ def test_a_socket_that_somebody_listens_on_is_not_taken_away(place: Place) -> No
             client.connect(str(place.admin))
 
 
-def test_a_file_in_the_way_is_not_removed(place: Place) -> None:
+def test_file_in_place_of_the_socket_is_not_removed(place: Place) -> None:
     place.admin.parent.mkdir()
     place.admin.write_text("precious")
     status, _, err = ended(place.start())
@@ -259,7 +259,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_an_idle_daemon_is_small(place: Place) -> None:
-    """The budget of the whole daemon is 100 MiB; this shell of it may take most, but not all."""
+    """The budget of the whole daemon is 100 MiB; the program without its services must stay well below."""
     process = place.start()
     place.hear("READY=1")
     fields = Path(f"/proc/{process.pid}/status").read_text().splitlines()
@@ -268,10 +268,8 @@ def test_an_idle_daemon_is_small(place: Place) -> None:
 
 
 @pytest.mark.slow
-async def test_a_daemon_that_went_silent_is_noticed_long_before_the_deadline(
-    place: Place, certificates: Certificates
-) -> None:
-    """Stopped, not dead: its kernel still answers, so only the keepalive of the connection can tell."""
+async def test_unresponsive_daemon_is_detected_before_the_deadline(place: Place, certificates: Certificates) -> None:
+    """The daemon is stopped, not dead: its kernel still acknowledges, so only the keepalive detects it."""
     process = place.start()
     place.hear("READY=1")
     async with DaemonClient(f"127.0.0.1:{place.port}", credentials=certificates.operator, node="node-1") as operator:

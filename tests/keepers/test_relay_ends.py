@@ -1,4 +1,4 @@
-"""However a relay ends, nothing of it goes on: no task waits for frames, and nobody takes those of the next connection."""
+"""However a relay ends, it leaves no task that waits for frames and would take those of the next connection."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HELLO = encode("sync", {})
 
 @pytest.fixture(autouse=True)
 async def nothing_is_abandoned() -> AsyncIterator[None]:
-    """asyncio tells of tasks and generators that were dropped in the middle when they are collected."""
+    """asyncio reports tasks and generators that were abandoned when they are collected."""
     heard: list[str] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: heard.append(str(context)))
     yield
@@ -44,7 +44,7 @@ def keeper() -> KeeperLink:
 
 
 def home(*answers: pb.RelayFrame, error: Exception | None = None) -> tuple[Register, list[bytes], asyncio.Event]:
-    """A home node that gives these answers and ends the call with an error, or waits for more; and what it was sent."""
+    """A home node that returns these answers, then ends the call with an error or waits; and the frames that it received."""
     got, opened = list[bytes](), asyncio.Event()
 
     async def relay(frames: AsyncIterator[pb.RelayFrame], context: Any) -> AsyncIterator[pb.RelayFrame]:
@@ -61,14 +61,14 @@ def home(*answers: pb.RelayFrame, error: Exception | None = None) -> tuple[Regis
 
 
 @pytest.mark.parametrize("error", [RankGone("the home keeper is dead"), None])
-async def test_the_end_is_told_to_a_home_that_is_gone_or_there(serve: Serve, error: Exception | None) -> None:
+async def test_exit_status_is_reported_unless_the_home_keeper_has_ended(serve: Serve, error: Exception | None) -> None:
     answers = [] if error else [pb.RelayFrame(), pb.RelayFrame(frame=encode("exitack", {}))]
     register, _, _ = home(*answers, error=error)
     async with serve(register) as served:
         await relays(served).report_end(ENTRY, 0)
 
 
-async def test_a_home_that_does_not_answer_in_time_is_asked_again(serve: Serve) -> None:
+async def test_home_node_that_times_out_is_retried(serve: Serve) -> None:
     calls = []
 
     async def relay(frames: AsyncIterator[pb.RelayFrame], context: Any) -> AsyncIterator[pb.RelayFrame]:
@@ -83,7 +83,7 @@ async def test_a_home_that_does_not_answer_in_time_is_asked_again(serve: Serve) 
 
 
 @pytest.mark.parametrize("ending", ["home is dead", "cancelled"])
-async def test_a_connection_that_is_over_takes_no_frame_of_the_next(serve: Serve, ending: str) -> None:
+async def test_ended_connection_takes_no_frame_from_the_next(serve: Serve, ending: str) -> None:
     link = keeper()
     register, got, opened = home(error=RankGone("the home keeper is dead") if ending == "home is dead" else None)
     async with serve(register) as served:

@@ -1,4 +1,4 @@
-"""Real processes that play the rank: each has one feature, says so, and then waits until it is let go."""
+"""Real processes in the role of a rank: each has one feature, reports that it is ready, and waits."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ for line in sys.stdin:
 
 @dataclass
 class Child:
-    """A process started by a test, which is its keeper: stdin and stdout are pipes to it."""
+    """A process whose keeper is the test: its stdin and stdout are pipes to it."""
 
     process: subprocess.Popen[bytes]
     pids: list[int] = field(default_factory=list)
@@ -43,7 +43,7 @@ class Child:
         return self.process.pid
 
     def then(self, statement: str) -> None:
-        """Let it do one thing more, and wait until that is done."""
+        """Runs one more statement in it, and waits until that is done."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write(statement.encode() + b"\n")
@@ -76,7 +76,7 @@ class Child:
         return facts, named
 
     def end(self) -> None:
-        """Kill the root; what it forked waits for just that."""
+        """Kills the root process. The children that it forked wait for that and end too."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         assert self.process.stderr is not None
@@ -87,7 +87,7 @@ class Child:
 
 
 def start(code: str, *, session: bool = True, pass_fds: Sequence[int] = ()) -> Child:
-    """Start `code`; it may add to `pids`, and skips the test by exiting with a message that begins with `skip`."""
+    """Starts `code`, which may add to `pids`. It skips the test by exiting with a message that begins with `skip`."""
     process = subprocess.Popen(
         [sys.executable, "-I", "-c", _BEFORE + code + _AFTER],
         stdin=subprocess.PIPE,

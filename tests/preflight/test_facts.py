@@ -1,4 +1,4 @@
-"""What the source tells the target, and what it looks at again after the freeze."""
+"""The facts that the source gathers for the target, and the checks after the freeze."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_facts_of_files(rank: Starter, tmp_path: Path) -> None:
     assert (facts.processes, facts.threads) == (1, 1)
 
 
-def test_memory_counts_each_thing_once(rank: Starter, tmp_path: Path) -> None:
+def test_memory_counts_each_object_once(rank: Starter, tmp_path: Path) -> None:
     plain, _ = rank().inspect()
     heavy, _ = rank(
         f"""
@@ -79,7 +79,7 @@ shared = mmap.mmap(-1, {16 * MIB}); shared.write(own[:{16 * MIB}])
     assert 112 * MIB <= added <= 120 * MIB + 48 * MIB  # slices above may leave their heap behind
 
 
-def test_growth_is_fast_enough(rank: Starter) -> None:
+def test_many_mappings_and_descriptors_are_fast_enough(rank: Starter) -> None:
     """1500 mappings and 300 descriptors take less than a second, and milliseconds after the freeze.
 
     CPU time is measured, so that other load on the machine does not matter."""
@@ -100,7 +100,7 @@ def test_growth_is_fast_enough(rank: Starter) -> None:
     assert len(carried.facts) >= 300
 
 
-def test_carried_files_are_listed_anew(rank: Starter, tmp_path: Path) -> None:
+def test_carried_files_are_listed_again_after_the_freeze(rank: Starter, tmp_path: Path) -> None:
     child = rank("if (child := os.fork()) == 0: wait(); os._exit(0)\npids.append(child)")
     assert list_carried(child.pids, CARRY_PATHS).facts == []
     child.then(f"f = open('{tmp_path}/new', 'w')")
@@ -111,8 +111,8 @@ def test_carried_files_are_listed_anew(rank: Starter, tmp_path: Path) -> None:
 SEMAPHORE = "libc.sem_open.restype = ctypes.c_void_p\nsem = libc.sem_open(b'/{name}', os.O_CREAT | os.O_EXCL, 0o600, 1)"
 
 
-def test_semaphore_travels_under_its_name(rank: Starter) -> None:
-    """sem_open makes it under another name, which is the one the kernel shows; a worker opens it by its own."""
+def test_semaphore_is_moved_under_its_real_name(rank: Starter) -> None:
+    """The kernel shows the temporary name under which sem_open creates it; a worker opens it by its real name."""
     name = f"preflight-test-{os.getpid()}"
     path = Path(f"/dev/shm/sem.{name}")
     worker = f"if (child := os.fork()) == 0: f = open('{path}', 'r+b'); wait()\npids.append(child)"
@@ -132,7 +132,7 @@ def test_semaphore_travels_under_its_name(rank: Starter) -> None:
         path.unlink(missing_ok=True)
 
 
-def test_other_name_that_is_in_use_is_taken(rank: Starter, tmp_path: Path) -> None:
+def test_other_name_that_is_in_use_is_preferred(rank: Starter, tmp_path: Path) -> None:
     child = rank(
         f"a = open('{tmp_path}/a', 'w'); os.link('{tmp_path}/a', '{tmp_path}/b'); os.link('{tmp_path}/a', '{tmp_path}/c')\n"
         f"c = open('{tmp_path}/c'); os.unlink('{tmp_path}/a')"
@@ -160,7 +160,7 @@ RECHECKED = {
 
 
 @pytest.mark.parametrize("statement", RECHECKED)
-def test_recheck_sees_what_is_new(rank: Starter, statement: str) -> None:
+def test_recheck_finds_what_is_new(rank: Starter, statement: str) -> None:
     child = rank()
     facts, _ = child.inspect()
     again = recheck(child.pids, facts, carry_paths=CARRY_PATHS, keeper_pid=os.getpid())
@@ -232,7 +232,7 @@ def test_unix_peers_in_another_network_namespace(rank: Starter) -> None:
     assert os.readlink("/proc/thread-self/ns/net") == here
 
 
-def test_digest_is_of_the_prefix_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_digest_covers_the_prefix_and_is_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"a" * 3 * MIB)
     whole, part = content_digest(str(path), 3 * MIB), content_digest(str(path), 2 * MIB)

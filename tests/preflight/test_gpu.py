@@ -1,4 +1,4 @@
-"""Ranks that use a GPU: processes that have open and mapped what a CUDA process has, under a /dev of their own."""
+"""Ranks that use a GPU: processes with the same open and mapped files as a CUDA process, in a private /dev."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ pids = [beside(rank)]
 
 @dataclass
 class FakeShim:
-    """Says of every process what it was told to say."""
+    """Reports the configured values for every process."""
 
     managed: int = 0
     exports: int = 0
@@ -125,8 +125,8 @@ def seen(
     return DriverReport(driver, cards or (card(0, pb.GpuProcess(pid=child.pids[0], memory_bytes=30 * MIB)),), pids)
 
 
-def test_a_rank_that_uses_cuda_moves(rank: Starter) -> None:
-    """What the driver has open in the process is no obstacle anywhere: it is gone before CRIU looks."""
+def test_rank_that_uses_cuda_passes(rank: Starter) -> None:
+    """What the driver has open in the process passes every check, because the checkpoint closes it before CRIU runs."""
     child = gpu_rank(rank)
     plain = inspect(gpu_rank(rank, "pass"), None)[0].memory_bytes
     facts, checks = inspect(child, seen(child))
@@ -141,7 +141,7 @@ def test_a_rank_that_uses_cuda_moves(rank: Starter) -> None:
     assert 25 * MIB < facts.memory_bytes - plain < 45 * MIB  # device memory once, and the mapped device not at all
 
 
-def test_a_rank_without_gpu_has_one_line_of_it(rank: Starter) -> None:
+def test_rank_without_gpu_gets_one_gpu_check(rank: Starter) -> None:
     facts, checks = rank().inspect()
     assert not facts.HasField("gpu")
     assert [(check.name, check.reason) for check in checks.values() if "gpu" in check.name] == [
@@ -158,7 +158,7 @@ STRANGERS = {
 
 
 @pytest.mark.parametrize("case", STRANGERS)
-def test_a_gpu_that_the_checkpoint_does_not_close(rank: Starter, case: str) -> None:
+def test_gpu_that_the_checkpoint_does_not_close_is_refused(rank: Starter, case: str) -> None:
     feature, where, remedy = STRANGERS[case]
     child = gpu_rank(rank, feature)
     for report in (None, seen(child, cuda_pids=())):
@@ -170,7 +170,7 @@ def test_a_gpu_that_the_checkpoint_does_not_close(rank: Starter, case: str) -> N
 
 
 @pytest.mark.parametrize("name", ["nvidia-modeset", "dri/card0"])
-def test_devices_that_are_not_cudas_are_no_part_of_its_checkpoint(rank: Starter, name: str) -> None:
+def test_devices_that_the_checkpoint_does_not_cover_are_refused(rank: Starter, name: str) -> None:
     child = gpu_rank(rank, f"gpu()\nos.open('/dev/{name}', os.O_RDWR)")
     checks = inspect(child, seen(child))[1]
     assert [check.name for check in refusals(checks.values())] == ["gpu-descriptors"]
@@ -178,7 +178,7 @@ def test_devices_that_are_not_cudas_are_no_part_of_its_checkpoint(rank: Starter,
     assert "/dev/nvidia0" not in checks["gpu-descriptors"].reason
 
 
-def test_a_forked_child_that_kept_its_parents_gpu(rank: Starter) -> None:
+def test_forked_child_with_its_parents_gpu_is_refused(rank: Starter) -> None:
     child = gpu_rank(rank, "gpu()\nbeside(lambda: None)")
     (worker,) = map(int, Path(f"/proc/{child.pids[0]}/task/{child.pids[0]}/children").read_text().split())
     child.pids.append(worker)
@@ -246,14 +246,14 @@ def test_refused_by_name(rank: Starter, case: str) -> None:
     assert checks[name].remedy
 
 
-def test_a_gpu_that_is_lost(rank: Starter) -> None:
+def test_lost_gpu_is_warned_about(rank: Starter) -> None:
     child = gpu_rank(rank)
     check = inspect(child, replace(seen(child), problem="GPU 1 is lost"))[1]["gpu-driver"]
     assert check.verdict == Check.WARN
     assert "GPU 1 is lost" in check.reason
 
 
-def test_threads_that_cannot_be_parked(rank: Starter, shim: FakeShim) -> None:
+def test_threads_that_cannot_be_parked_are_refused(rank: Starter, shim: FakeShim) -> None:
     child = gpu_rank(rank)
     shim.obstacles = [f"process {child.pids[0]}: thread 7 (loader) blocks the signal"]
     checks = inspect(child, seen(child))[1]
@@ -275,8 +275,8 @@ def test_device_memory_shared_with_others(rank: Starter, shim: FakeShim, exports
     assert inspect(child, seen(child))[1]["gpu-ipc"].verdict == Check.PASS
 
 
-def test_a_process_without_the_shim(rank: Starter, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the real one: nobody preloaded it here."""
+def test_process_without_the_shim_is_refused(rank: Starter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the real shimctl: the shim is not preloaded here."""
     monkeypatch.undo()
     child = gpu_rank(rank)
     checks = inspect(child, seen(child))[1]
@@ -284,7 +284,7 @@ def test_a_process_without_the_shim(rank: Starter, monkeypatch: pytest.MonkeyPat
     assert "runs without libsnapshim.so" in checks["gpu-parking"].reason
 
 
-def test_a_shim_of_another_version_is_named_once(
+def test_shim_of_another_version_is_reported_once(
     rank: Starter, shim: FakeShim, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def find(process: tree.Process) -> FakeShim:
@@ -296,7 +296,7 @@ def test_a_shim_of_another_version_is_named_once(
     assert [check.name for check in refusals(inspect(child, seen(child))[1].values())] == ["gpu-parking"]
 
 
-def test_managed_memory_that_was_freed_again(rank: Starter, shim: FakeShim) -> None:
+def test_managed_memory_that_was_freed_is_warned_about(rank: Starter, shim: FakeShim) -> None:
     child = gpu_rank(rank)
     shim.managed = 3
     check = inspect(child, seen(child))[1]["gpu-managed-memory"]
@@ -309,8 +309,8 @@ def test_rdma_of_a_rank_without_gpu_is_a_device(rank: Starter) -> None:
     assert [check.name for check in refusals(checks.values())] == ["devices"]
 
 
-def test_a_gpu_of_others_does_not_count(rank: Starter) -> None:
-    """Partitions, services and memory on GPUs that the rank is not on."""
+def test_gpu_of_other_processes_does_not_count(rank: Starter) -> None:
+    """MIG, MPS and memory on GPUs that the rank does not use."""
     child = gpu_rank(rank)
     other = card(1, pb.GpuProcess(pid=os.getpid(), memory_bytes=1 << 50, mps=True), mig=True)
     facts, checks = inspect(child, seen(child, *seen(child).gpus, other))
@@ -341,7 +341,7 @@ def test_environment(rank: Starter, monkeypatch: pytest.MonkeyPatch, variable: s
     ("library", "refused"),
     [("libToolsInjection64.so", True), ("libsanitizer-collection.so", True), ("libcupti.so.13", False)],
 )
-def test_tools_in_the_process(rank: Starter, tmp_path: Path, library: str, refused: bool) -> None:
+def test_profiler_library_in_the_process_is_refused(rank: Starter, tmp_path: Path, library: str, refused: bool) -> None:
     shutil.copy(_ctypes.__file__, tmp_path / library)
     child = gpu_rank(rank, f"ctypes.CDLL('{tmp_path}/{library}')")
     checks = inspect(child, seen(child))[1]
@@ -356,7 +356,7 @@ def uses(child: Child, *cards: pb.Gpu, cuda_pids: tuple[int, ...] | None = None)
     return {index[use.uuid]: use.memory_bytes // MIB for use in facts.gpu.uses}
 
 
-def test_what_the_driver_tells_of_processes(rank: Starter) -> None:
+def test_uses_follow_the_processes_that_the_driver_reports(rank: Starter) -> None:
     child = gpu_rank(rank)
     mine, other = child.pids[0], pb.GpuProcess(pid=os.getpid(), memory_bytes=7 * MIB)
     assert uses(child, card(0, pb.GpuProcess(pid=mine, memory_bytes=5 * MIB), other), card(1, other)) == {0: 5}
@@ -368,12 +368,12 @@ def test_what_the_driver_tells_of_processes(rank: Starter) -> None:
 
 
 @pytest.mark.parametrize("told", [(), (2**22 + 5,)], ids=["no processes", "pids of another namespace"])
-def test_where_the_driver_tells_no_processes_devices_do(rank: Starter, told: tuple[int, ...]) -> None:
+def test_without_reported_processes_open_devices_count(rank: Starter, told: tuple[int, ...]) -> None:
     processes = [pb.GpuProcess(pid=pid, memory_bytes=MIB) for pid in told]
     assert uses(gpu_rank(rank), card(0, used=40 * MIB), card(1, *processes, used=50 * MIB)) == {0: 40}
 
 
-def test_who_is_asked_about_cuda(rank: Starter, tmp_path: Path) -> None:
+def test_processes_with_libcuda_are_found(rank: Starter, tmp_path: Path) -> None:
     shutil.copy(_ctypes.__file__, tmp_path / "libcuda.so.1")
     shutil.copy(_ctypes.__file__, tmp_path / "libcudart.so.13")
     with_it = rank(f"ctypes.CDLL('{tmp_path}/libcuda.so.1')")
@@ -381,7 +381,7 @@ def test_who_is_asked_about_cuda(rank: Starter, tmp_path: Path) -> None:
     assert uses_cuda([without.pid, with_it.pid, 2**22 + 1]) == [with_it.pid]
 
 
-def test_memory_that_cgroups_leave(tmp_path: Path) -> None:
+def test_memory_limits_of_cgroups(tmp_path: Path) -> None:
     unified, memory = tmp_path / "unified", tmp_path / "memory"
     for folder, limit, use, limits in (
         (unified, "memory.max", "memory.current", {"": None, "job": "1000", "job/rank": "max"}),
@@ -411,7 +411,7 @@ def test_the_tightest_limit_comes_first() -> None:
     assert [room for _, room in rooms] == sorted(room for _, room in rooms)
 
 
-def test_an_mps_server_on_the_ranks_gpu(rank: Starter) -> None:
+def test_mps_server_on_the_ranks_gpu_is_refused(rank: Starter) -> None:
     child = gpu_rank(rank)
     server = rank("libc.prctl(15, b'nvidia-cuda-mps-server', 0, 0, 0)")
     mine = pb.GpuProcess(pid=child.pids[0], memory_bytes=MIB)

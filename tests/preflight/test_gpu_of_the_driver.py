@@ -1,4 +1,4 @@
-"""What the daemon's own look at the driver makes of preflight: a process on the stand-in, asked about as a rank is."""
+"""Preflight with a report of the fake driver, for a process that uses it."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def facts_of(pid: int, gpu: DriverReport) -> pb.GpuFacts:
     return facts.gpu
 
 
-async def test_from_the_driver_to_the_pairs(gpus: Gpus, program: CudaProgram, tmp_path: Path) -> None:
+async def test_driver_report_leads_to_gpu_pairs(gpus: Gpus, program: CudaProgram, tmp_path: Path) -> None:
     pid = program.process.pid
     program.tell("init")
     program.tell("allocate", 100)
@@ -84,5 +84,5 @@ async def test_from_the_driver_to_the_pairs(gpus: Gpus, program: CudaProgram, tm
     assert [pair.new_uuid for pair in choose(told, there, "1")[0]] == [there[1].uuid, there[0].uuid]
 
 
-async def test_a_process_without_cuda_costs_nothing(gpus: Gpus) -> None:
+async def test_process_without_cuda_needs_no_report(gpus: Gpus) -> None:
     assert await driver_report(gpus, [os.getpid()]) is None

@@ -1,4 +1,4 @@
-"""Ranks that use NCCL: what their shims say, what the linker says, and what the environment says."""
+"""Ranks that use NCCL: checks of the shims' reports, of linked libraries and of the environment."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def inspected(pids: list[int]) -> Inspection:
     return Inspection(pids, pids[0], ())
 
 
-def test_a_communicator_that_is_whole_moves(rank: Starter) -> None:
+def test_complete_communicator_passes(rank: Starter) -> None:
     child = rank()
     check = communicators(inspected(child.pids), NcclReports(((child.pid, report()),)))
     assert (check.verdict, check.reason) == (Check.PASS, "1 communicators, in 1 processes")
@@ -56,7 +56,7 @@ def test_a_communicator_that_is_whole_moves(rank: Starter) -> None:
         ({"in_progress": True}, "still in progress"),
     ],
 )
-def test_one_that_cannot_be_taken_down_is_refused_by_name(
+def test_communicator_that_cannot_be_torn_down_is_refused_by_name(
     rank: Starter, changes: dict[str, object], words: str
 ) -> None:
     child = rank()
@@ -66,12 +66,12 @@ def test_one_that_cannot_be_taken_down_is_refused_by_name(
     assert words in check.reason
 
 
-def test_a_process_that_cannot_be_asked_is_refused(rank: Starter) -> None:
+def test_process_without_a_report_is_refused(rank: Starter) -> None:
     check = communicators(inspected(rank().pids), NcclReports(problem="it is stopped", remedy="continue it"))
     assert (check.verdict, check.reason, check.remedy) == (Check.REFUSE, "it is stopped", "continue it")
 
 
-def test_nccl_that_no_library_brought_is_static(rank: Starter) -> None:
+def test_nccl_threads_without_the_library_are_refused(rank: Starter) -> None:
     assert static(inspected(rank(NAMED + "start(b'pt_data_worker')").pids)).verdict == Check.PASS
     check = static(inspected(rank(NAMED + "start(b'NCCL Progress 1')").pids))
     assert check.verdict == Check.REFUSE
@@ -88,7 +88,7 @@ def library(compiler: str, path: Path, *options: str) -> Path:
     return path
 
 
-def test_torch_with_nccl_inside_is_warned_of(rank: Starter, tmp_path: Path, compiler: str) -> None:
+def test_torch_with_static_nccl_is_warned_about(rank: Starter, tmp_path: Path, compiler: str) -> None:
     torch = library(compiler, tmp_path / "libtorch_cuda.so")
     check = static(inspected(rank(f"ctypes.CDLL('{torch}')").pids))
     assert check.verdict == Check.WARN
@@ -106,7 +106,7 @@ def test_torch_that_links_nccl_passes(rank: Starter, tmp_path: Path, compiler: s
     assert ncclctl.reports(child.pids) == []  # no shim in it
 
 
-def test_nccl_past_the_shim_is_refused(rank: Starter, tmp_path: Path, compiler: str) -> None:
+def test_nccl_that_bypasses_the_shim_is_refused(rank: Starter, tmp_path: Path, compiler: str) -> None:
     nccl = library(compiler, tmp_path / "libnccl.so.2")
     child = rank(NAMED + f"ctypes.CDLL('{nccl}'); start(b'NCCL Service 0')")
     check = communicators(inspected(child.pids), NcclReports())
@@ -128,7 +128,7 @@ def test_presets_are_listed(rank: Starter, monkeypatch: pytest.MonkeyPatch) -> N
     assert "NCCL_NVLS" not in check.remedy
 
 
-def test_memory_that_goes_with_the_communicators_is_no_obstacle(rank: Starter) -> None:
+def test_shared_memory_of_communicators_passes(rank: Starter) -> None:
     path = f"/dev/shm/nccl-test-{os.getpid()}"
     share = f"import mmap; f = open('{path}', 'a+b'); f.truncate(4096); m = mmap.mmap(f.fileno(), 4096)"
     child, other = rank(share), rank(share)

@@ -113,14 +113,14 @@ MOVES = {
 
 
 @pytest.mark.parametrize("case", MOVES)
-def test_moves(rank: Starter, case: str) -> None:
+def test_movable_features_pass(rank: Starter, case: str) -> None:
     facts, checks = rank(MOVES[case]).inspect()
     assert [check for check in checks.values() if check.verdict != Check.PASS] == []
     assert facts.memory_bytes > 0
     assert facts.files
 
 
-def test_all_checks_answer_and_are_described(rank: Starter) -> None:
+def test_all_checks_run_and_are_described(rank: Starter) -> None:
     _, checks = rank().inspect()
     assert list(checks) == [*SOURCE_CHECKS, "facts"]
     described = set(re.findall(r"^([a-z][a-z-]+)  +\S", preflight.__doc__ or "", re.MULTILINE))
@@ -128,7 +128,7 @@ def test_all_checks_answer_and_are_described(rank: Starter) -> None:
     assert described == {*SOURCE_CHECKS, *TARGET_CHECKS, *more}
 
 
-def test_unix_socket_to_an_outsider(rank: Starter, tmp_path: Path) -> None:
+def test_unix_socket_to_an_outsider_is_refused(rank: Starter, tmp_path: Path) -> None:
     server = rank(f"a = socket.socket(socket.AF_UNIX); a.bind('{tmp_path}/s'); a.listen()")
     client = rank(f"a = socket.socket(socket.AF_UNIX); a.connect('{tmp_path}/s')")
     _, checks = client.inspect()
@@ -141,7 +141,7 @@ def test_unix_socket_to_an_outsider(rank: Starter, tmp_path: Path) -> None:
         assert f"(pid {server.pid})" in checks["unix-sockets"].reason
 
 
-def test_listening_unix_socket(rank: Starter, tmp_path: Path) -> None:
+def test_listening_unix_socket_passes_under_carry_paths(rank: Starter, tmp_path: Path) -> None:
     server = rank(f"a = socket.socket(socket.AF_UNIX); a.bind('{tmp_path}/s'); a.listen()")
     facts, checks = server.inspect()
     assert checks["unix-sockets"].verdict == Check.PASS
@@ -151,7 +151,7 @@ def test_listening_unix_socket(rank: Starter, tmp_path: Path) -> None:
     assert checks["unix-sockets"].verdict == Check.WARN
 
 
-def test_inherited_unix_socket_is_held_outside(rank: Starter) -> None:
+def test_unix_socket_inherited_by_an_outsider_is_refused(rank: Starter) -> None:
     child = rank("a, b = socket.socketpair()\n" + FORK)
     child.pids.pop()  # the forked child counts as a stranger now
     _, checks = child.inspect()
@@ -159,7 +159,7 @@ def test_inherited_unix_socket_is_held_outside(rank: Starter) -> None:
     assert "also open in" in checks["unix-sockets"].reason
 
 
-def test_shared_memory_with_an_outsider(rank: Starter) -> None:
+def test_memory_shared_with_an_outsider_is_refused(rank: Starter) -> None:
     name = f"/dev/shm/preflight-test-{os.getpid()}"
     code = f"import mmap; f = open('{name}', 'r+b'); m = mmap.mmap(f.fileno(), 4096); f.close()"
     Path(name).write_bytes(bytes(4096))
@@ -176,8 +176,8 @@ def test_shared_memory_with_an_outsider(rank: Starter) -> None:
         Path(name).unlink()
 
 
-def test_file_of_another_name_with_an_outsider(rank: Starter, tmp_path: Path) -> None:
-    """The outsider has it open by the name it travels under."""
+def test_renamed_file_shared_with_an_outsider_is_warned_about(rank: Starter, tmp_path: Path) -> None:
+    """The outsider has it open by the name under which it is moved."""
     child = rank(f"f = open('{tmp_path}/a', 'w'); os.link('{tmp_path}/a', '{tmp_path}/b'); os.unlink('{tmp_path}/a')")
     assert child.inspect()[1]["shared-memory"].verdict == Check.PASS
     outsider = rank(f"f = open('{tmp_path}/b')")
@@ -187,7 +187,7 @@ def test_file_of_another_name_with_an_outsider(rank: Starter, tmp_path: Path) ->
     assert child.inspect(carry_paths=[])[1]["deleted-files"].verdict == Check.REFUSE
 
 
-def test_node_local_log_of_two(rank: Starter, tmp_path: Path) -> None:
+def test_node_local_log_shared_with_an_outsider_is_warned_about(rank: Starter, tmp_path: Path) -> None:
     code = f"f = open('{tmp_path}/log', 'a')"
     child = rank(code)
     rank(code)
@@ -199,7 +199,7 @@ def test_node_local_log_of_two(rank: Starter, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["pipe", "fifo"])
-def test_pipe_to_an_outsider(rank: Starter, tmp_path: Path, kind: str) -> None:
+def test_pipe_to_an_outsider_is_refused(rank: Starter, tmp_path: Path, kind: str) -> None:
     if kind == "pipe":
         read, write = os.pipe()
         child, outsider = rank(pass_fds=[read]), rank(pass_fds=[write])
@@ -214,7 +214,7 @@ def test_pipe_to_an_outsider(rank: Starter, tmp_path: Path, kind: str) -> None:
     assert f"(pid {outsider.pid})" in checks["pipes"].reason
 
 
-def test_terminal_of_the_keeper_and_of_a_stranger(rank: Starter) -> None:
+def test_terminal_of_an_outsider_is_refused(rank: Starter) -> None:
     master, slave = os.openpty()
     try:
         child = rank(pass_fds=[slave])
@@ -228,7 +228,7 @@ def test_terminal_of_the_keeper_and_of_a_stranger(rank: Starter) -> None:
         os.close(slave)
 
 
-def test_debugger(rank: Starter) -> None:
+def test_attached_debugger_is_refused(rank: Starter) -> None:
     child = rank()
     tracer = rank(f"assert libc.ptrace(0x4206, {child.pid}, 0, 0) == 0")  # PTRACE_SEIZE
     _, checks = child.inspect()
@@ -236,20 +236,20 @@ def test_debugger(rank: Starter) -> None:
     assert f"(pid {tracer.pid})" in checks["tracing"].reason
 
 
-def test_stopped(rank: Starter) -> None:
+def test_stopped_process_is_warned_about(rank: Starter) -> None:
     child = rank()
     os.kill(child.pid, signal.SIGSTOP)
     os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOWAIT)
     assert child.inspect()[1]["stopped"].verdict == Check.WARN
 
 
-def test_session_of_somebody_else(rank: Starter) -> None:
+def test_rank_that_does_not_lead_its_session_is_refused(rank: Starter) -> None:
     _, checks = rank(session=False).inspect()
     assert checks["session"].verdict == Check.REFUSE
     assert "does not lead its session" in checks["session"].reason
 
 
-def test_not_a_keepers_rank(rank: Starter) -> None:
+def test_rank_without_a_keeper_is_refused(rank: Starter) -> None:
     child = rank()
     assert "migrator run" in child.inspect(keeper_pid=0)[1]["keeper"].remedy
     for keeper_pid in (0, 1):
@@ -257,7 +257,7 @@ def test_not_a_keepers_rank(rank: Starter) -> None:
 
 
 def test_namespaces_of_a_guest_keeper(rank: Starter) -> None:
-    """A rank that was moved here lives in its keeper's namespaces; the same of a user's own making is refused."""
+    """A rank that was moved here is in its keeper's namespaces. Namespaces that a user created are refused."""
     keeper = rank(
         "assert libc.unshare(0x20000) == 0\n"
         "ready = os.pipe()\n"
@@ -276,7 +276,7 @@ def test_criu_version(rank: Starter, version: str, verdict: Check.Verdict.ValueT
     assert rank().inspect(criu_version=version)[1]["criu"].verdict == verdict
 
 
-def test_rank_that_ended(rank: Starter) -> None:
+def test_rank_that_has_ended_is_refused(rank: Starter) -> None:
     child = rank()
     child.process.kill()
     child.process.wait()
@@ -285,7 +285,7 @@ def test_rank_that_ended(rank: Starter) -> None:
     assert checks["rank-alive"].verdict == Check.REFUSE
 
 
-def test_process_that_vanished_meanwhile(rank: Starter) -> None:
+def test_process_that_ends_during_the_inspection_is_ignored(rank: Starter) -> None:
     child, gone = rank(), rank()
     gone.process.kill()
     gone.process.wait()
@@ -294,13 +294,13 @@ def test_process_that_vanished_meanwhile(rank: Starter) -> None:
     assert [check for check in checks.values() if check.verdict == Check.REFUSE] == []
 
 
-def test_lock_on_a_file_that_stays(rank: Starter, tmp_path: Path) -> None:
+def test_lock_on_a_file_that_is_not_moved_is_refused(rank: Starter, tmp_path: Path) -> None:
     child = rank(f"import fcntl; f = open('{tmp_path}/lock', 'w'); fcntl.flock(f, fcntl.LOCK_EX)")
     assert child.inspect(carry_paths=[])[1]["file-locks"].verdict == Check.REFUSE
     assert child.inspect(carry_paths=[str(tmp_path)])[1]["file-locks"].reason == "1 locks"
 
 
-def test_a_check_that_fails_refuses() -> None:
+def test_failing_check_refuses() -> None:
     def broken() -> Check:
         raise KeyError("\udcff")
 

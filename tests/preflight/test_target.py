@@ -1,4 +1,4 @@
-"""The target's checks: facts of a rank, altered one at a time, held against this node."""
+"""The target's checks: facts about a rank, altered one at a time, compared with this node."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def verdicts(
     return {check.name: check for check in checks}
 
 
-def test_a_fitting_node_takes_it() -> None:
+def test_suitable_node_passes_every_check() -> None:
     assert {check.verdict for check in verdicts(facts()).values()} == {Check.PASS}
 
 
@@ -97,7 +97,7 @@ ALTERED: dict[str, tuple[Callable[[RankFacts, NodeInfo], None], str, Check.Verdi
 
 
 @pytest.mark.parametrize("case", ALTERED)
-def test_altered(case: str) -> None:
+def test_altered_facts_are_refused_by_name(case: str) -> None:
     alter, name, verdict = ALTERED[case]
     told, here = facts(), node()
     alter(told, here)
@@ -124,12 +124,12 @@ def files_check(told: RankFacts, fact: FileFact) -> Check:
     return verdicts(told, carry=())["files"]
 
 
-def test_same_file(tmp_path: Path) -> None:
+def test_same_file_passes(tmp_path: Path) -> None:
     _, told, fact = the_file(tmp_path)
     assert files_check(told, fact).verdict == Check.PASS
 
 
-def test_absent_file(tmp_path: Path) -> None:
+def test_missing_file_is_refused(tmp_path: Path) -> None:
     path, told, fact = the_file(tmp_path)
     path.unlink()
     check = files_check(told, fact)
@@ -137,8 +137,8 @@ def test_absent_file(tmp_path: Path) -> None:
     assert f"{path}: does not exist" in check.reason
 
 
-def test_absent_file_that_is_being_written(tmp_path: Path) -> None:
-    """A checkpoint is renamed between the two looks; on a shared file system its directory is the same one here."""
+def test_missing_file_that_the_rank_writes_passes_in_a_shared_directory(tmp_path: Path) -> None:
+    """A checkpoint was renamed since the source saw it; on a shared file system its directory is the same."""
     path, told, fact = the_file(tmp_path)
     fact.writable, fact.folder_inode = True, tmp_path.stat().st_ino
     path.unlink()
@@ -148,7 +148,7 @@ def test_absent_file_that_is_being_written(tmp_path: Path) -> None:
     assert f"{path}: does not exist" in files_check(told, fact).reason
 
 
-def test_other_time_same_content(tmp_path: Path) -> None:
+def test_same_content_with_another_time_passes(tmp_path: Path) -> None:
     path, told, fact = the_file(tmp_path)
     os.utime(path, ns=(0, 1))
     assert files_check(told, fact).verdict == Check.PASS
@@ -156,21 +156,21 @@ def test_other_time_same_content(tmp_path: Path) -> None:
     assert "was not compared" in files_check(told, fact).reason
 
 
-def test_other_content_of_the_same_size(tmp_path: Path) -> None:
+def test_other_content_of_the_same_size_is_refused(tmp_path: Path) -> None:
     path, told, fact = the_file(tmp_path)
     path.write_bytes(b"CONTENT")
     os.utime(path, ns=(0, 1))
     assert "other content" in files_check(told, fact).reason
 
 
-def test_shorter_file(tmp_path: Path) -> None:
+def test_shorter_file_is_refused(tmp_path: Path) -> None:
     path, told, fact = the_file(tmp_path)
     path.write_bytes(b"cont")
     assert "has 4 bytes, on the source 7" in files_check(told, fact).reason
 
 
 @pytest.mark.parametrize(("mapped", "verdict"), [(False, Check.PASS), (True, Check.REFUSE)])
-def test_file_that_others_append_to(tmp_path: Path, mapped: bool, verdict: Check.Verdict.ValueType) -> None:
+def test_file_that_has_grown_passes(tmp_path: Path, mapped: bool, verdict: Check.Verdict.ValueType) -> None:
     path, told, fact = the_file(tmp_path)
     with path.open("ab") as file:
         file.write(b" and more")
@@ -178,14 +178,14 @@ def test_file_that_others_append_to(tmp_path: Path, mapped: bool, verdict: Check
     assert files_check(told, fact).verdict == verdict
 
 
-def test_writable_file_is_only_looked_for(tmp_path: Path) -> None:
+def test_writable_file_only_has_to_exist(tmp_path: Path) -> None:
     path, told, fact = the_file(tmp_path)
     fact.writable, fact.digest = True, b""
     path.write_bytes(b"")
     assert files_check(told, fact).verdict == Check.PASS
 
 
-def test_other_mode_and_other_kind(tmp_path: Path) -> None:
+def test_other_mode_or_type_is_refused(tmp_path: Path) -> None:
     path, told, fact = the_file(tmp_path)
     path.chmod(0o600)
     assert "has mode 600" in files_check(told, fact).reason
@@ -229,7 +229,7 @@ def test_carried_directory(tmp_path: Path) -> None:
     assert "a directory above it is a file" in carried_check(tmp_path, below).reason
 
 
-def test_a_callback_that_fails_refuses(tmp_path: Path) -> None:
+def test_failing_callback_refuses(tmp_path: Path) -> None:
     path, _, fact = the_file(tmp_path)
     path.write_bytes(b"other")
 

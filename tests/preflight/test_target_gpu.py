@@ -1,4 +1,4 @@
-"""The target's checks of GPUs: each says what the choice says, and together they refuse exactly when it fails."""
+"""The target's checks of GPUs: each agrees with the choice, and together they refuse exactly when it fails."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def node() -> pb.NodeInfo:
 
 
 def verdicts(told: pb.RankFacts, here: pb.NodeInfo, wish: str = "") -> dict[str, Check]:
-    """The checks of GPUs alone."""
+    """Only the checks of GPUs."""
     checks = examine(told, here, carry_paths=(), gpu_wish=wish)
     assert all(check.remedy for check in checks if check.verdict != Check.PASS)
     return {check.name: check for check in checks if check.name in CONDITIONS}
 
 
-def test_a_node_that_fits() -> None:
+def test_suitable_node_passes() -> None:
     checks = verdicts(facts(), node())
     assert list(checks) == list(CONDITIONS)
     assert {check.verdict for check in checks.values()} == {Check.PASS}
@@ -55,7 +55,7 @@ def test_a_node_that_fits() -> None:
     assert verdicts(facts(), node(), "1")["gpu-present"].reason == "0 → 1 (NVIDIA H200, GPU-c)"
 
 
-def test_a_rank_without_gpu_has_one_line_of_it() -> None:
+def test_rank_without_gpu_gets_one_gpu_check() -> None:
     (check,) = verdicts(pb.RankFacts(source_node="node-1"), node()).values()
     assert (check.name, check.verdict, check.reason) == ("gpu-present", Check.PASS, "no GPU in use")
     (check,) = verdicts(pb.RankFacts(source_node="node-1"), node(), "1").values()
@@ -106,7 +106,7 @@ def test_refused_by_name(case: str) -> None:
         assert checks[name].reason == f"not checked, because {names[-1]} failed"
 
 
-def test_gpus_that_cannot_be_told() -> None:
+def test_node_whose_gpus_cannot_be_listed_is_refused() -> None:
     here = pb.NodeInfo(name="node-2", gpu_problem="NVML: version mismatch")
     check = verdicts(facts(), here)["gpu-present"]
     assert check.verdict == Check.REFUSE

@@ -1,4 +1,4 @@
-"""Facts of this machine, compared with what else tells them."""
+"""Facts about this machine, compared with other sources."""
 
 from __future__ import annotations
 

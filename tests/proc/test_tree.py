@@ -44,7 +44,7 @@ def family() -> Iterator[tuple[Cgroup, subprocess.Popen[bytes]]]:
     assert not group.exists()
 
 
-def test_a_tree_is_stopped_and_frozen_and_goes_on(family: tuple[Cgroup, subprocess.Popen[bytes]]) -> None:
+def test_tree_is_stopped_frozen_and_continued(family: tuple[Cgroup, subprocess.Popen[bytes]]) -> None:
     group, _ = family
     pids = group.pids()
     assert len(pids) == 4
@@ -58,7 +58,7 @@ def test_a_tree_is_stopped_and_frozen_and_goes_on(family: tuple[Cgroup, subproce
     assert all(tree.state(pid) in "RS" for pid in pids)
 
 
-def test_what_was_stopped_before_stays_stopped(family: tuple[Cgroup, subprocess.Popen[bytes]]) -> None:
+def test_process_that_was_stopped_before_stays_stopped(family: tuple[Cgroup, subprocess.Popen[bytes]]) -> None:
     group, process = family
     pids = group.pids()
     tree.stop_all(group, 10)
@@ -67,7 +67,7 @@ def test_what_was_stopped_before_stays_stopped(family: tuple[Cgroup, subprocess.
     assert all(tree.state(pid) in "RS" for pid in pids if pid != process.pid)
 
 
-def test_a_frozen_tree_can_be_killed(family: tuple[Cgroup, subprocess.Popen[bytes]]) -> None:
+def test_frozen_tree_can_be_killed(family: tuple[Cgroup, subprocess.Popen[bytes]]) -> None:
     group, process = family
     tree.stop_all(group, 10)
     group.freeze(10)
@@ -76,7 +76,7 @@ def test_a_frozen_tree_can_be_killed(family: tuple[Cgroup, subprocess.Popen[byte
     assert group.pids() == []
 
 
-def test_a_reused_pid_is_never_signalled() -> None:
+def test_reused_pid_is_never_signalled() -> None:
     process = subprocess.Popen(["sleep", "600"])
     try:
         imposter = Process(process.pid, Process.of(process.pid).start_ticks + 1)

@@ -1,4 +1,4 @@
-"""Every record of a move says which move, which rank and which phase, in both formats."""
+"""Every record of a move carries its id, rank and phase, in both formats."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LOG = logging.getLogger("snapshotd.moves")
 
 @pytest.fixture
 def stream() -> Iterator[io.StringIO]:
-    """The root logger as it was, afterwards."""
+    """Restores the root logger afterwards."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     yield io.StringIO()
@@ -27,7 +27,7 @@ def stream() -> Iterator[io.StringIO]:
     logging.captureWarnings(False)
 
 
-def test_text(stream: io.StringIO) -> None:
+def test_text_format(stream: io.StringIO) -> None:
     logs.set_up("text", "info", stream)
     with move_context(move="m-0123456789ab", rank=3):
         with move_context(phase="freeze"):
@@ -44,7 +44,7 @@ def test_text(stream: io.StringIO) -> None:
     assert third.split()[1:] == ["INFO", "moves", "outside"]
 
 
-def test_json(stream: io.StringIO) -> None:
+def test_json_format(stream: io.StringIO) -> None:
     logs.set_up("json", "debug", stream)
     with move_context(move="m-0123456789ab", rank="job-3-00c0ffee", phase="stream"):
         try:
@@ -83,7 +83,7 @@ async def test_tasks_and_threads_of_a_move_carry_its_fields(stream: io.StringIO)
     assert logs.move_fields() == {}
 
 
-def test_text_from_outside_cannot_pass_for_a_record(stream: io.StringIO) -> None:
+def test_logged_text_cannot_imitate_a_record(stream: io.StringIO) -> None:
     logs.set_up("text", "info", stream)
     LOG.info("rank %s", "x\n2026-01-01T00:00:00.000Z ERROR   moves forged\r\x1b[2J")
     first, second = stream.getvalue().splitlines()

@@ -1,4 +1,4 @@
-"""The numbers, asked for over HTTP as a scraper does."""
+"""The metrics, read over HTTP as a scraper does."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ async def scrape(port: int) -> dict[str, float]:
     return {name: float(value) for name, value in rows}
 
 
-async def test_what_a_dashboard_sees(port: int) -> None:
+async def test_metrics_are_served(port: int) -> None:
     before = await scrape(port)
     assert before['snapshotd_moves_total{outcome="ABORT"}'] >= 0, "shown before the first one happens"
     metrics.move_ended("COMMIT")
@@ -73,6 +73,6 @@ async def test_bad_requests(port: int, request_bytes: bytes, status: bytes) -> N
     assert await scrape(port)
 
 
-async def test_a_taken_address_is_said_in_words(port: int) -> None:
+async def test_address_in_use_is_bad_config(port: int) -> None:
     with pytest.raises(BadConfig, match=f"metrics_listen: cannot listen on 127.0.0.1:{port}"):
         await metrics.serve("127.0.0.1", port)

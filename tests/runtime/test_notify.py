@@ -1,4 +1,4 @@
-"""What systemd hears, on a real datagram socket."""
+"""Notifications to systemd, received on a real datagram socket."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_watchdog_interval(monkeypatch: pytest.MonkeyPatch, asked_us: str, pid: 
     assert sd_notify.watchdog_interval_s() == expected_s
 
 
-async def test_the_watchdog_pings_only_while_the_loop_turns(systemd: socket.socket) -> None:
+async def test_watchdog_pings_only_while_the_event_loop_runs(systemd: socket.socket) -> None:
     systemd.setblocking(False)
     loop = asyncio.get_running_loop()
     task = asyncio.create_task(sd_notify.keep_watchdog(0.02))
