@@ -12,7 +12,7 @@ import ipaddress
 import os
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -34,37 +34,41 @@ _NODE_NAME = r"[A-Za-z0-9]([A-Za-z0-9.-]{0,61}[A-Za-z0-9])?"
 _RENAMED = {"device_lane": "device_channel"}
 
 
-class Address(str):
-    """HOST:PORT"""
-
-    __slots__ = ()
-
-
-class OptionalAddress(str):
-    """HOST:PORT, or empty"""
-
-    __slots__ = ()
+def _address(text: str) -> str:
+    split_address(text)
+    return text
 
 
-class AbsolutePath(str):
-    """A path as text, normalised"""
-
-    __slots__ = ()
+def _address_or_empty(text: str) -> str:
+    return _address(text) if text else ""
 
 
-class OptionalDirectory(str):
-    """The path of an existing directory as text, or empty"""
+def _absolute(text: str) -> str:
+    if not text.startswith("/") or "\0" in text or ".." in Path(text).parts:
+        raise ValueError(f"{text!r} is not an absolute path without '..'")
+    return str(Path(text))
 
-    __slots__ = ()
+
+def _directory_or_empty(text: str) -> str:
+    if text and not os.path.isdir(_absolute(text)):
+        raise ValueError(f"{_absolute(text)} is not a directory")
+    return _absolute(text) if text else ""
 
 
-_AN_ADDRESS = Meta(description='an address like "10.0.0.1:7070"')
-_A_PATH = Meta(description="an absolute path")
-_PATHS = "a list of absolute paths"
+def _text(description: str, parse: Callable[[str], str]) -> Meta:
+    """Describes a text that `parse` checks and normalises; it raises ValueError."""
+    return Meta(description=description, extra={"parse": parse})
+
+
+_ADDRESS = _text('an address like "10.0.0.1:7070"', _address)
+_PATH = _text("an absolute path", _absolute)
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True):
-    """One field for each key of the file. A description completes the sentence "KEY must be …"."""
+    """One field for each key of the file. A description completes the sentence "KEY must be …".
+
+    Text is plain str, no subclass: it goes into the journal, whose encoder accepts no other types.
+    """
 
     node: Annotated[
         str,
@@ -73,23 +77,25 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
             description="the name of this node: at most 63 letters, digits, '.' and '-'",
         ),
     ]
-    listen: Annotated[Address, _AN_ADDRESS]
-    advertise: Annotated[Address, _AN_ADDRESS] = Address("")  # empty in the file: the same as `listen`
+    listen: Annotated[str, _ADDRESS]
+    advertise: Annotated[str, _ADDRESS] = ""  # empty in the file: the same as `listen`
     credentials: Annotated[Credentials, Meta(description="a table with ca, cert and key")] = msgspec.field(name="tls")
-    state_dir: Annotated[Path, _A_PATH] = Path("/var/lib/snapshotd")  # the journal: on a disk, to survive a reboot
-    run_dir: Annotated[Path, _A_PATH] = Path("/run/snapshotd")
-    image_dir: Annotated[Path, _A_PATH] = Path()  # in memory; empty in the file: run_dir/images
-    criu: Annotated[AbsolutePath, _A_PATH] = AbsolutePath("")  # empty in the file: see find_criu
+    state_dir: Annotated[Path, _PATH] = Path("/var/lib/snapshotd")  # the journal: on a disk, to survive a reboot
+    run_dir: Annotated[Path, _PATH] = Path("/run/snapshotd")
+    image_dir: Annotated[Path, _PATH] = Path()  # in memory; empty in the file: run_dir/images
+    criu: Annotated[str, _PATH] = ""  # empty in the file: see find_criu
     criu_version: str = ""  # not a key: the version of `criu`
     log_format: Annotated[Literal["text", "json"], Meta(description="text or json")] = "text"
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="debug, info, warning or error")
     ] = "info"
-    metrics_listen: Annotated[OptionalAddress, _AN_ADDRESS] = OptionalAddress("127.0.0.1:9470")  # empty: off
-    carry_paths: Annotated[tuple[AbsolutePath, ...], Meta(description=_PATHS)] = (
-        AbsolutePath("/tmp"),
-        AbsolutePath("/var/tmp"),
-        AbsolutePath("/dev/shm"),
+    metrics_listen: Annotated[str, _text(_ADDRESS.description or "", _address_or_empty)] = (
+        "127.0.0.1:9470"  # empty: off
+    )
+    carry_paths: Annotated[tuple[str, ...], _text("a list of absolute paths", _absolute)] = (
+        "/tmp",
+        "/var/tmp",
+        "/dev/shm",
     )
     streams: Annotated[int, Meta(ge=1, le=64, description="a whole number from 1 to 64")] = 4
     chunk_bytes: Annotated[
@@ -101,7 +107,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
             description=f"a multiple of {PAGE_BYTES} (the page size) from {64 << 10} to {8 << 20}",
         ),
     ] = 2 << 20
-    gpu_library_dir: Annotated[OptionalDirectory, _A_PATH] = OptionalDirectory("")  # empty: where the loader looks
+    gpu_library_dir: Annotated[str, _text("an absolute path", _directory_or_empty)] = (
+        ""  # empty: where the loader looks
+    )
     device_channel: Annotated[Literal["encrypted", "plain"], Meta(description="encrypted or plain")] = "encrypted"
 
     @property
@@ -138,9 +146,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Tls(msgspec.Struct):
-    ca: Annotated[Path, _A_PATH]
-    cert: Annotated[Path, _A_PATH]
-    key: Annotated[Path, _A_PATH]
+    ca: Annotated[Path, _PATH]
+    cert: Annotated[Path, _PATH]
+    key: Annotated[Path, _PATH]
 
 
 def _read(struct: type[msgspec.Struct], values: Mapping[str, Any], prefix: str, problems: list[str]) -> dict[str, Any]:
@@ -163,45 +171,33 @@ def _read(struct: type[msgspec.Struct], values: Mapping[str, Any], prefix: str, 
                 found[field.name] = Credentials(**files)
         else:
             try:
-                found[field.name] = msgspec.convert(values[key], field.type, dec_hook=_decode)
-            except msgspec.ValidationError as error:
-                problems.append(f"{prefix}{key}: {_problem(error, meta, values[key])}")
+                found[field.name] = _converted(values[key], field.type, meta)
+            except ValueError as error:  # msgspec's ValidationError is one
+                reason = f"must be {meta.description}, not {values[key]!r}"
+                problems.append(f"{prefix}{key}: {reason if isinstance(error, msgspec.ValidationError) else error}")
     for key in sorted(set(values) - set(fields)):  # a misspelt key must not silently become a default
         near = difflib.get_close_matches(key, sorted(set(fields) - set(values)) or fields, n=1)
         problems.append(f"{prefix}{key}: unknown key" + (f"; did you mean {prefix}{near[0]}?" if near else ""))
     return found
 
 
-def _problem(error: msgspec.ValidationError, meta: Meta, value: object) -> str:
-    if isinstance(value, list) and meta.description == _PATHS:
-        wrong = [repr(item) for item in value if not isinstance(item, str) or not _is_absolute(item)]
-        return f"must be {meta.description}; these are not: {', '.join(wrong)}"
-    if isinstance(error.__cause__, _Invalid):
-        return str(error.__cause__)
-    return f"must be {meta.description}, not {value!r}"
-
-
-class _Invalid(ValueError):
-    """A value of the right type that is wrong; the text explains why."""
-
-
-def _decode(kind: type, value: object) -> object:
-    """Values of the types that msgspec does not know. Raises ValueError."""
-    if not isinstance(value, str):
-        raise TypeError(f"not text: {value!r}")
-    if issubclass(kind, Address | OptionalAddress):
-        if value or kind is Address:
-            try:
-                split_address(value)
-            except ValueError as error:
-                raise _Invalid(str(error)) from None
-    elif value or not issubclass(kind, OptionalDirectory):
-        if not _is_absolute(value):
-            raise _Invalid(f"{value!r} is not an absolute path without '..'")
-        value = str(Path(value))
-        if issubclass(kind, OptionalDirectory) and not os.path.isdir(value):
-            raise _Invalid(f"{value} is not a directory")
-    return kind(value)
+def _converted(value: Any, kind: Any, meta: Meta) -> Any:
+    """Raises msgspec.ValidationError for another type or range, ValueError for a text that cannot be parsed."""
+    parse = (meta.extra or {}).get("parse")
+    if parse is None:
+        return msgspec.convert(value, kind)
+    if get_args(kind)[0] in (str, Path):
+        text = parse(msgspec.convert(value, str))
+        return Path(text) if get_args(kind)[0] is Path else text
+    found, wrong = [], []
+    for item in msgspec.convert(value, list[Any]):
+        try:
+            found.append(parse(msgspec.convert(item, str)))
+        except ValueError:
+            wrong.append(repr(item))
+    if wrong:
+        raise ValueError(f"must be {meta.description}; these are not: {', '.join(wrong)}")
+    return tuple(found)
 
 
 def _fill_in(found: dict[str, Any], problems: list[str]) -> None:
@@ -214,8 +210,7 @@ def _fill_in(found: dict[str, Any], problems: list[str]) -> None:
             found["image_dir"] = found["run_dir"] / "images"
     if "criu" in found:
         try:
-            path, found["criu_version"] = find_criu(found["criu"] or None)
-            found["criu"] = AbsolutePath(path)
+            found["criu"], found["criu_version"] = find_criu(found["criu"] or None)
         except BadConfig as error:
             problems.append(f"criu: {error.message}")
 
@@ -252,10 +247,6 @@ def _contradictions(found: dict[str, Any]) -> list[str]:
         else:
             problems += [f"{name}: {found[name]} is not a directory"] if blocked else []
     return problems
-
-
-def _is_absolute(path: str) -> bool:
-    return path.startswith("/") and "\0" not in path and ".." not in Path(path).parts
 
 
 def split_address(address: str) -> tuple[str, int]:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from migrator import pki
 from snapshotd.api.client import Credentials
 from snapshotd.api.errors import BadConfig
-from snapshotd.config import AbsolutePath, Address, Config, OptionalAddress, OptionalDirectory, split_address
+from snapshotd.config import Config, split_address
 from snapshotd.criu.find import find_criu
 from snapshotd.proc import host
 from tests.sampling import DRAWN, examples
@@ -68,23 +68,24 @@ def test_defaults(tmp_path: Path, certificates: Certificates) -> None:
     config = load(tmp_path, toml(certificates, criu))
     assert config == Config(
         node="node-1",
-        listen=Address("10.0.0.1:7070"),
-        advertise=Address("10.0.0.1:7070"),
+        listen="10.0.0.1:7070",
+        advertise="10.0.0.1:7070",
         credentials=certificates.node,
         state_dir=Path("/var/lib/snapshotd"),
         run_dir=Path("/run/snapshotd"),
         image_dir=RAM / "snapshotd-test-images",
-        criu=AbsolutePath(criu),
+        criu=str(criu),
         criu_version="4.2.1",
         log_format="text",
         log_level="info",
-        metrics_listen=OptionalAddress("127.0.0.1:9470"),
-        carry_paths=(AbsolutePath("/tmp"), AbsolutePath("/var/tmp"), AbsolutePath("/dev/shm")),
+        metrics_listen="127.0.0.1:9470",
+        carry_paths=("/tmp", "/var/tmp", "/dev/shm"),
         streams=4,
         chunk_bytes=2097152,
-        gpu_library_dir=OptionalDirectory(""),
+        gpu_library_dir="",
         device_channel="encrypted",
     )
+    assert all(type(value) is str for value in (config.listen, config.advertise, config.criu, *config.carry_paths))
     assert config.admin_socket == Path("/run/snapshotd/admin.sock")
     with pytest.raises(AttributeError):
         config.node = "other"  # type: ignore[misc]
