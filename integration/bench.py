@@ -33,8 +33,6 @@ def main() -> int:
     parser.add_argument("--large", action="store_true", help="also the source's memory for an 8 GiB rank")
     parser.add_argument("--only", choices=["pause", "idle", "run", "transport", "memory", "connections", "nccl"])
     options = parser.parse_args()
-    folder = Path(__file__).parent / ".work"
-    folder.mkdir(exist_ok=True)
     wanted = [options.only] if options.only else ["idle", "run", "pause", "transport", "connections", "nccl"]
     if options.large and "memory" not in wanted:
         wanted.append("memory")
@@ -42,7 +40,7 @@ def main() -> int:
         wanted.remove("transport")
         bench_transport.main([])
     if wanted:
-        with cluster(folder, "bench") as nodes:
+        with cluster("bench") as nodes:
             for name in wanted:
                 _BENCHES[name](nodes, options)
     return 0

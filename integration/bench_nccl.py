@@ -13,8 +13,8 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from integration.harness import Cluster
-from integration.nccl_nodes import SOURCES, WORK, NcclJob, library_dir
+from integration.harness import WORK, Cluster
+from integration.nccl_nodes import SOURCES, NcclJob, library_dir
 
 PROGRAMS = Path(__file__).parents[1] / "tests" / "shim" / "nccl" / "programs"
 SHIM = Path(__file__).parents[1] / "shim" / "lib" / "libsnapshim.so"
@@ -49,7 +49,7 @@ class Calls:
 
 def calls(count: int = 10_000_000, steps: int = 20_000) -> Calls:
     """What the shim adds to a call, beside a call without it and a small step, in one run."""
-    folder = WORK / "bench"
+    folder = WORK / "nccl" / "bench"
     folder.mkdir(parents=True, exist_ok=True)
     library = library_dir()
     flags = ("-std=c11", "-O2", "-Wall", "-Wextra", "-Werror", f"-I{SOURCES}", "-Wl,--no-as-needed")
@@ -90,7 +90,7 @@ def run(nodes: Cluster, moves: int = 4) -> list[Row]:
 def _row(nodes: Cluster, size: int, shape: str, moves: int) -> Row:
     *homes, spare = nodes.lab.nodes
     places = [homes[rank % len(homes)] for rank in range(size)]
-    job = NcclJob(nodes, places, shape=shape, steps=100_000, pace_s=0.005)
+    job = NcclJob(nodes, places, shape=shape, pace_s=0.005)
     job.await_lines(5)
     told = []
     try:

@@ -1,52 +1,62 @@
-"""One lab for the whole suite; each test leaves it tidy."""
+"""The labs of the suite. Each test process (pytest-xdist worker) has its own, brought up when a test first asks for one.
+
+Three labs serve all files, because bringing one up takes seconds. Every fixture for one test leaves its lab tidy: jobs
+ended, daemons running, links healed, no fault armed.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from integration.drill import Drill
+from integration.gpu_nodes import GpuCluster
 from integration.harness import Cluster, cluster
+from integration.torch_jobs import HOMES
 
 
 @pytest.fixture(scope="session")
-def lab_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    # Not in /tmp: every node has its own.
-    folder = Path(__file__).parent / ".work"
-    folder.mkdir(exist_ok=True)
-    with cluster(folder, "suite") as made:
+def plain_lab() -> Iterator[Cluster]:
+    """Two nodes and a spare."""
+    with cluster("plain") as made:
         yield made
+
+
+@pytest.fixture(scope="session")
+def wide_lab() -> Iterator[Cluster]:
+    """Four nodes and a spare."""
+    with cluster("wide", (*HOMES, "spare-1")) as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def fake_gpu_lab() -> Iterator[GpuCluster]:
+    """Two nodes and a spare, each with a fake GPU."""
+    with cluster("gpus") as made:
+        yield GpuCluster(made, made.folder / "nodes")
 
 
 @pytest.fixture
-def nodes(lab_cluster: Cluster) -> Iterator[Cluster]:
-    yield lab_cluster
-    lab_cluster.tidy()
-
-
-@pytest.fixture(scope="session")
-def behave() -> Iterator[Cluster]:
-    """A lab of its own for what a launcher sees: its daemons and keepers are killed as well."""
-    folder = Path(__file__).parent / ".work" / "behave"
-    folder.mkdir(parents=True, exist_ok=True)
-    with cluster(folder, "behave") as made:
-        yield made
-
-
-@pytest.fixture(scope="session")
-def fault_cluster() -> Iterator[Cluster]:
-    """A lab of its own for what is killed on purpose: nothing of it can disturb the other tests."""
-    folder = Path(__file__).parent / ".work" / "faults"
-    folder.mkdir(parents=True, exist_ok=True)
-    with cluster(folder, "faults") as made:
-        yield made
+def nodes(plain_lab: Cluster) -> Iterator[Cluster]:
+    yield plain_lab
+    plain_lab.tidy()
 
 
 @pytest.fixture
-def drill(fault_cluster: Cluster) -> Iterator[Drill]:
-    made = Drill(fault_cluster)
+def wide(wide_lab: Cluster) -> Iterator[Cluster]:
+    yield wide_lab
+    wide_lab.tidy()
+
+
+@pytest.fixture
+def lab(fake_gpu_lab: GpuCluster) -> Iterator[GpuCluster]:
+    yield fake_gpu_lab
+    fake_gpu_lab.reset()
+
+
+@pytest.fixture
+def drill(nodes: Cluster) -> Iterator[Drill]:
+    made = Drill(nodes)
     yield made
     made.close()
-    fault_cluster.tidy()

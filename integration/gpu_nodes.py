@@ -1,9 +1,12 @@
-"""Lab nodes with GPUs that are not there: each node's daemon gets the stand-ins of libcuda and NVML, with GPUs of its own."""
+"""Lab nodes with fake GPUs: each daemon and each job gets the fake libcuda and NVML, with GPUs of its node."""
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,25 +15,29 @@ from typing import Any
 from integration.harness import WORKLOADS, Cluster, Job, until
 from tests.fakes.cuda_fake import FakeGpu, GpuNode, gpus
 
-#: A small one, which hashes all it has on the device in every step; a later --mib counts.
-STEPS = (sys.executable, str(WORKLOADS / "device_steps.py"), "--mib", "4")
+#: Has 4 MiB on the device and hashes all of it in each step. A later --mib overrides this one.
+PROGRAM = (sys.executable, str(WORKLOADS / "device_steps.py"), "--mib", "4")
+_numbers = itertools.count(1)
 
 
 class GpuCluster:
-    """A cluster whose nodes have stand-in GPUs."""
+    """A cluster whose nodes have fake GPUs."""
 
-    def __init__(self, cluster: Cluster, folder: Path, options: Sequence[str] = ()) -> None:
-        """`options`: of `migrator run`, for its jobs."""
-        self.cluster, self.lab, self.options = cluster, cluster.lab, options
+    def __init__(self, cluster: Cluster, folder: Path) -> None:
+        self.cluster, self.lab = cluster, cluster.lab
+        #: Options of `migrator run` for the jobs of one test.
+        self.options: Sequence[str] = ()
+        self._arguments: dict[str, tuple[str, ...]] = {}
         shutil.rmtree(folder, ignore_errors=True)
-        # The ledger's entries are locked while a process lives, and only locks on files of the node itself can travel.
+        # A live process holds a lock on its entry in the ledger. CRIU can move only locks on files of the node itself.
         more: dict[str, object] = {"ledger_dir": "/dev/shm"}
         self.nodes = {node: GpuNode(folder / node, gpus(node), more=more) for node in self.lab.nodes}
+        self._alone = GpuNode(folder / "alone", gpus("alone"))
         for node, made in self.nodes.items():
             self.configure(node, {"gpu_library_dir": made.library_dir})
 
     def configure(self, node: str, keys: Mapping[str, Any]) -> None:
-        """The node's daemon, started again with these keys in its configuration."""
+        """Adds keys to the configuration of a node's daemon and restarts it."""
         path = self.lab.layout.node(node) / "snapshotd.toml"
         lines = [line for line in path.read_text().splitlines() if line.partition(" ")[0] not in keys]
         added = [f"{key} = {json.dumps(value)}" for key, value in keys.items()]
@@ -42,32 +49,64 @@ class GpuCluster:
         self.lab.start_daemon(node)
 
     def reset(self) -> None:
-        """As at the start, for the next test."""
+        """Restores the initial state for the next test."""
         for node, made in self.nodes.items():
             made.clear_faults()
             made.gpus, made.driver_version = gpus(node), "580.159.04"
             made.write()
+        self.options = ()
+        self._arguments.clear()
         self.cluster.tidy()
-        until("nobody is on a GPU any more", lambda: not any(self._on_gpus()))
+        until("all GPUs to be idle", lambda: not any(self._on_gpus()))
 
     def _on_gpus(self) -> list[int]:
         nodes = json.loads(self.cluster.migrator("nodes", "--json").stdout)["nodes"]
         return [process["pid"] for node in nodes for gpu in node.get("gpus", ()) for process in gpu["processes"]]
 
     def give(self, node: str, *cards: FakeGpu) -> None:
-        """Other GPUs for a node; processes that run keep the ones they saw."""
+        """Replaces the GPUs of a node. Running processes keep the ones they saw."""
         self.nodes[node].gpus = list(cards)
         self.nodes[node].write()
 
     def shown(self, node: str) -> dict[str, Any]:
-        """The node as `migrator nodes` shows it."""
+        """The node as `migrator nodes` shows it, which may be a second old."""
         answer = json.loads(self.cluster.migrator("nodes", "--json").stdout)
         return next(found for found in answer["nodes"] if found["name"] == node)
 
-    def job(self, node: str, *arguments: str, steps: int = 120, pace_s: float = 0.03, **more: Any) -> Job:
-        """`device_steps.py` on a node's GPU."""
-        argv = [*STEPS, "--steps", str(steps), "--pace-s", str(pace_s), *arguments]
-        return self.cluster.start(node, ["env", *self._environment(node), *argv], **{"options": self.options, **more})
+    def used_bytes(self, node: str) -> int:
+        """The device memory in use on a node's only GPU, as `shown`."""
+        (gpu,) = self.shown(node)["gpus"]
+        return int(gpu["memory_bytes"] - gpu["memory_free_bytes"])
 
-    def _environment(self, node: str) -> list[str]:
-        return [f"{key}={value}" for key, value in self.nodes[node].environment.items()]
+    # ------------------------------------------------------------------ jobs
+
+    def job(self, node: str, *arguments: str, pace_s: float = 0.03, **more: Any) -> Job:
+        """Starts `device_steps.py` on a node's GPU. It runs until `ends_well` tells it to end."""
+        name = f"device{next(_numbers)}"
+        self._end(name).unlink(missing_ok=True)
+        self._arguments[name] = arguments
+        argv = [*PROGRAM, "--steps", "1000000", "--pace-s", str(pace_s), "--until", str(self._end(name)), *arguments]
+        environment = [f"{key}={value}" for key, value in self.nodes[node].environment.items()]
+        return self.cluster.start(node, ["env", *environment, *argv], job=name, **{"options": self.options, **more})
+
+    def _end(self, name: str) -> Path:
+        return self.cluster.folder / f"{name}.end"
+
+    def ends_well(self, job: Job) -> None:
+        """Tells a job to end. It has printed what it prints on a GPU of its own, without moves and without the shim."""
+        job.await_progress(2)
+        self._end(job.name).touch()
+        assert job.finish() == 0, f"{job.text()[-500:]}\n{self.cluster.logs()}"
+        steps = sum(line.startswith("step ") for line in job.lines())
+        command = [*PROGRAM, "--steps", str(steps), "--pace-s", "0", *self._arguments[job.name]]
+        alone = subprocess.run(
+            command, env={**os.environ, **self._alone.environment}, capture_output=True, text=True, check=True
+        )
+        assert job.text() == alone.stdout
+        self.nothing_left()
+
+    def nothing_left(self) -> None:
+        try:
+            until("leftovers to be removed", lambda: not self.cluster.leftovers())
+        except AssertionError as error:
+            raise AssertionError(f"{error}: {self.cluster.leftovers()}\n{self.cluster.logs()}") from None

@@ -20,7 +20,10 @@ from migrator.lab import Lab
 from migrator.lab.layout import Record
 from snapshotd.api.errors import Busy
 
-WORK = Path(__file__).parent / ".work"
+#: Empty unless pytest-xdist runs the suite in several processes.
+WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")
+#: Files of this test process. Not in /tmp, because each node of a lab has its own.
+WORK = Path(__file__).parent / ".work" / WORKER
 WORKLOADS = Path(__file__).parent / "workloads"
 MIGRATOR = (sys.executable, "-m", "migrator.cli")
 NODES = ("node-1", "node-2", "spare-1")
@@ -197,6 +200,11 @@ class Cluster:
                             found.append(f"{node}: process {pid} {b' '.join(words).decode()}")
         return found
 
+    def processes_of(self, marker: str) -> list[int]:
+        """As the function of that name, of this lab alone: other labs on this machine may run the same programs."""
+        group = f"/{self.lab.layout.cgroup.name}/"
+        return [pid for pid in processes_of(marker) if group in _cgroup_of(pid)]
+
     def run_dir(self, node: str) -> Path:
         """A node's /run/snapshotd, from outside."""
         pid = until(f"the holder of {node}", lambda: self.lab.daemon_pid(node) or self._holder(node), 10)
@@ -252,13 +260,19 @@ def processes_of(marker: str) -> list[int]:
     return found
 
 
+def _cgroup_of(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cgroup").read_text()
+    return ""
+
+
 @contextlib.contextmanager
 def _alone(lab: Lab) -> Iterator[None]:
     """Nobody else uses the lab meanwhile. The kernel forgets the lock with its holder, so a run that was killed stops nobody.
 
     Busy where another run does: to take its lab down would kill its jobs, its daemons and whoever moves something there, and
     that would read as if the product had."""
-    WORK.mkdir(exist_ok=True)
+    WORK.mkdir(parents=True, exist_ok=True)
     with (WORK / f"{lab.name}.lock").open("a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -275,9 +289,14 @@ def _alone(lab: Lab) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def cluster(folder: Path, name: str, nodes: Sequence[str] = NODES) -> Iterator[Cluster]:
-    """A lab of this checkout. What a run that was killed left of it goes first; one that is still going on is left alone."""
-    lab = Lab(f"{name}-{zlib.crc32(bytes(Path(__file__).parent)):x}"[:24])  # two checkouts can test at the same time
+def cluster(name: str, nodes: Sequence[str] = NODES) -> Iterator[Cluster]:
+    """Brings up a lab for this checkout and this test process, after removing what a killed run left of it.
+
+    Raises Busy if another run uses it."""
+    # Two checkouts, and two workers of one run, can test at the same time.
+    lab = Lab(f"{name}-{WORKER}{'-' if WORKER else ''}{zlib.crc32(bytes(Path(__file__).parent)):x}"[:24])
+    folder = WORK / name
+    folder.mkdir(parents=True, exist_ok=True)
     with _alone(lab):
         lab.down()
         lab.up(nodes)

@@ -9,40 +9,39 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-from integration.harness import WORKLOADS, Cluster, Job, until
+from integration.harness import WORK, WORKLOADS, Cluster, Job, until
 from snapshotd.moves.journal import Journal
 from snapshotd.moves.rules import Mark
 from tests.fakes.cuda_fake import GpuNode, gpus
 
 SOURCES = Path(__file__).parents[1] / "tests" / "fakes" / "nccl"
-WORK = Path(__file__).parent / ".work" / "nccl"
 PROGRAM = (sys.executable, str(WORKLOADS / "nccl_steps.py"))
 
 
 @cache
 def library_dir() -> Path:
     """Where the stand-in is, built once. On storage that all nodes of the lab see under the same name."""
-    folder = WORK / "library"
+    folder = WORK / "nccl" / "library"
     made = subprocess.run(["make", "-C", SOURCES, "-j2", f"BUILD={folder}"], capture_output=True, text=True)
     assert made.returncode == 0, made.stdout + made.stderr
     return folder
 
 
 def _meeting() -> Path:
-    folder = WORK / f"meeting-{time.monotonic_ns()}"
-    folder.mkdir(parents=True)
-    return folder
+    (WORK / "nccl").mkdir(parents=True, exist_ok=True)
+    return Path(tempfile.mkdtemp(prefix="meeting-", dir=WORK / "nccl"))
 
 
 @cache
-def undisturbed(shape: str, ranks: int, steps: int, device_mib: int = 0) -> tuple[str, ...]:
-    """What each rank prints where nothing moves and nothing is preloaded."""
+def undisturbed(shape: str, ranks: int, steps: int, device_mib: int = 0) -> tuple[list[str], ...]:
+    """The lines that each rank prints in `steps` steps where nothing moves and nothing is preloaded."""
     meeting = _meeting()
     folders = [str(library_dir()), *([GpuNode(meeting / "gpu", gpus("alone")).library_dir] if device_mib else [])]
     environment = {**os.environ, "LD_LIBRARY_PATH": ":".join(folders)}
@@ -56,10 +55,10 @@ def undisturbed(shape: str, ranks: int, steps: int, device_mib: int = 0) -> tupl
         )
         for rank in range(ranks)
     ]
-    told = tuple(process.communicate(timeout=60)[0] for process in running)
+    outputs = tuple(process.communicate()[0] for process in running)
     shutil.rmtree(meeting)
-    assert all(text.endswith("DONE\n") for text in told), told
-    return told
+    assert all(text.endswith("DONE\n") for text in outputs), outputs
+    return tuple(text.splitlines()[:-1] for text in outputs)
 
 
 def _arguments(
@@ -77,7 +76,6 @@ class NcclJob:
     nodes: Cluster
     places: Sequence[str]
     shape: str = "world"
-    steps: int = 200
     pace_s: float = 0.02
     stuck: tuple[int, int] | None = None  # (rank, step): it waits there for the file `go`
     gpus: Mapping[str, GpuNode] | None = None  # by node; then every rank has device memory
@@ -90,7 +88,7 @@ class NcclJob:
         name = f"nccl{time.monotonic_ns() % 10**9}"
         for rank, node in enumerate(self.places):
             count = len(self.places)
-            words = _arguments(self.meeting, self.shape, rank, count, self.steps, self.pace_s, self.device_mib)
+            words = _arguments(self.meeting, self.shape, rank, count, 1_000_000, self.pace_s, self.device_mib)
             folders = [str(library_dir()), *([self.gpus[node].library_dir] if self.gpus else [])]
             environment = [
                 f"LD_LIBRARY_PATH={':'.join(folders)}",
@@ -121,18 +119,25 @@ class NcclJob:
         before = [len(rank.lines()) for rank in self.ranks]
         for rank, had in zip(self.ranks, before, strict=True):
             try:
-                rank.await_lines(min(had + lines, self.steps), 30)
+                rank.await_lines(had + lines)
             except AssertionError as error:
                 raise AssertionError(f"{error}\n{self.nodes.logs()}") from None
 
     def ends_well(self) -> None:
-        """Every rank prints what it would have printed, and nothing of the job or its moves is left."""
+        """Tells the job to end. Every rank has printed what it prints undisturbed, and nothing of the job is left."""
+        self.await_progress()
+        (self.meeting / "end").touch()
         for number, rank in enumerate(self.ranks):
-            assert rank.finish(120) == 0, f"rank {number}: {rank.text()[-500:]}\n{self.nodes.logs()}"
-        alone = undisturbed(self.shape, len(self.places), self.steps, self.device_mib)
-        assert tuple(rank.text() for rank in self.ranks) == alone
-        until(f"nothing is left\n{self.nodes.logs()}", lambda: not self.nodes.leftovers() and not unsettled(self.nodes))
+            assert rank.finish() == 0, f"rank {number}: {rank.text()[-500:]}\n{self.nodes.logs()}"
+        (count,) = {len(rank.lines()) - 1 for rank in self.ranks}
+        rounded = -(-count // 64) * 64  # so that one undisturbed run serves several jobs
+        alone = undisturbed(self.shape, len(self.places), rounded, self.device_mib)
+        assert [rank.lines() for rank in self.ranks] == [[*lines[:count], "DONE"] for lines in alone]
+        until(f"nothing to be left\n{self.nodes.logs()}", lambda: not self._left())
         shutil.rmtree(self.meeting, ignore_errors=True)
+
+    def _left(self) -> list[str]:
+        return [*self.nodes.leftovers(), *unsettled(self.nodes)]
 
 
 def unsettled(nodes: Cluster) -> list[str]:

@@ -11,7 +11,6 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,12 +19,6 @@ from integration.behaviour import AWAY, HOME, THIRD, Reader, end_chain
 from integration.harness import WORKLOADS, Cluster, Job, processes_of, until
 
 pytestmark = pytest.mark.root
-
-
-@pytest.fixture
-def nodes(behave: Cluster) -> Iterator[Cluster]:
-    yield behave
-    behave.tidy()
 
 
 # ---------------------------------------------------------------- signals and the end
@@ -174,8 +167,8 @@ def test_daemons_restart_under_an_away_rank(nodes: Cluster) -> None:
 
 @pytest.mark.parametrize("place", ["home", "away", "away, its daemon down", "away, home daemon down"])
 def test_a_killed_keeper_takes_its_rank_along(nodes: Cluster, place: str) -> None:
-    marker = f"killed-{place.replace(' ', '-')}"
-    job = nodes.workload(HOME, "chain.py", "--witness", str(nodes.folder / marker))
+    marker = str(nodes.folder / f"killed-{place.replace(' ', '-')}")
+    job = nodes.workload(HOME, "chain.py", "--witness", marker)
     job.await_lines(5)
     down = {"away, its daemon down": AWAY, "away, home daemon down": HOME}.get(place)
     if place != "home":

@@ -27,28 +27,13 @@ from integration.connections import (
     visible,
 )
 from integration.drill import node_of
-from integration.harness import WORKLOADS, Cluster, Job, cluster, until
+from integration.harness import WORKLOADS, Cluster, Job, until
 from snapshotd.net import sockets
 from snapshotd.runtime.faults import Point
 
 pytestmark = pytest.mark.timeout(90)
 
 SOURCE, PEER, TARGET = "node-1", "node-2", "spare-1"
-
-
-@pytest.fixture(scope="module")
-def wired() -> Iterator[Cluster]:
-    folder = Path(__file__).parent / ".work" / "connections"
-    folder.mkdir(parents=True, exist_ok=True)
-    with cluster(folder, "connections") as made:
-        give_ipv6(made)
-        yield made
-
-
-@pytest.fixture
-def nodes(wired: Cluster) -> Iterator[Cluster]:
-    yield wired
-    wired.tidy()
 
 
 @pytest.fixture
@@ -69,6 +54,7 @@ def test_streams_follow_a_rank_from_node_to_node(
     nodes: Cluster, ends: Ends, engine: str, listen: str, caller: str
 ) -> None:
     """Peers elsewhere and on the source's loopback; to a spare, to the very node of a peer, and home again."""
+    give_ipv6(nodes)
     rank = ends.rank(SOURCE, "--serve", f"{listen}:7000", "--engine", engine)
     there = f"[{ipv6(nodes, SOURCE)}]" if caller == "v6" else nodes.lab.address(SOURCE)
     loopback = "[::1]" if caller == "v6" else "127.0.0.1"
@@ -189,7 +175,6 @@ def test_forwardings_outlive_daemons_and_go_with_the_job(nodes: Cluster, ends: E
     assert len(forwardings(nodes)) == 3
     nodes.lab.crash(TARGET)  # the rank goes with its node
     nodes.lab.boot(TARGET)
-    give_ipv6(nodes)
     assert rank.finish(30) != 0
     until(f"forwardings to be gone {forwardings(nodes)}\n{nodes.logs()}", lambda: not forwardings(nodes), 20)
 

@@ -9,20 +9,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import os
 import signal
 import subprocess
-import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from integration.gpu_nodes import STEPS, GpuCluster
-from integration.harness import Job, cluster, until
+from integration.gpu_nodes import GpuCluster
+from integration.harness import until
 from snapshotd.runtime.faults import Point
-from tests.fakes.cuda_fake import GpuNode, gpus
+from tests.fakes.cuda_fake import gpus
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -30,38 +26,9 @@ SOURCE, OTHER, TARGET = "node-1", "node-2", "spare-1"
 REFUSED, UNDONE, GONE = 10, 11, 21
 
 
-@pytest.fixture(scope="module")
-def made() -> Iterator[GpuCluster]:
-    folder = Path(__file__).parent / ".work" / "gpu-ranks"
-    folder.mkdir(parents=True, exist_ok=True)
-    with cluster(folder, "gpus") as nodes:
-        yield GpuCluster(nodes, folder / "nodes", ["--device-memory", "driver"])
-
-
-@pytest.fixture
-def lab(made: GpuCluster) -> Iterator[GpuCluster]:
-    yield made
-    made.reset()
-
-
-def uninterrupted(lab: GpuCluster, folder: Path, *arguments: str, steps: int = 120) -> str:
-    """What the job prints on a GPU of its own, without a move."""
-    alone = GpuNode(folder / "alone", gpus("alone"))
-    command = [*STEPS, "--steps", str(steps), "--pace-s", "0", *arguments]
-    done = subprocess.run(command, env={**os.environ, **alone.environment}, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def ends_well(lab: GpuCluster, job: Job, folder: Path, *arguments: str, steps: int = 120) -> None:
-    assert job.finish(60) == 0, f"{job.text()[-500:]}\n{lab.cluster.logs()}"
-    assert job.text() == uninterrupted(lab, folder, *arguments, steps=steps)
-    until("nothing of it is left", lambda: not lab.cluster.leftovers(), 20)
-
-
-def gpu_uses(lab: GpuCluster, node: str) -> list[int]:
-    """How much memory is in use on a node's GPUs, as its daemon says."""
-    return [gpu["memory_bytes"] - gpu["memory_free_bytes"] for gpu in lab.shown(node)["gpus"]]
+@pytest.fixture(autouse=True)
+def device_memory_with_the_driver(lab: GpuCluster) -> None:
+    lab.options = ("--device-memory", "driver")
 
 
 # ---------------------------------------------------------------- moves
@@ -72,7 +39,7 @@ def gpu_uses(lab: GpuCluster, node: str) -> list[int]:
     [(), ("--threads", "3", "--pinned-mib", "2"), ("--children", "2"), ("--mib", "64", "--busy-ms", "20")],
     ids=["plain", "threads", "children", "large"],
 )
-def test_it_moves_and_computes_what_it_would_have(lab: GpuCluster, tmp_path: Path, arguments: tuple[str, ...]) -> None:
+def test_it_moves_and_computes_what_it_would_have(lab: GpuCluster, arguments: tuple[str, ...]) -> None:
     job = lab.job(SOURCE, *arguments)
     job.await_lines(10)
     told = lab.cluster.move(job, TARGET)
@@ -92,21 +59,21 @@ def test_it_moves_and_computes_what_it_would_have(lab: GpuCluster, tmp_path: Pat
     ]
     assert names == expected
     job.await_progress()
-    assert gpu_uses(lab, SOURCE) == [0]
-    assert gpu_uses(lab, TARGET)[0] > 16 << 20
-    ends_well(lab, job, tmp_path, *arguments)
-    assert gpu_uses(lab, TARGET) == [0]
+    until("the source's GPU to be empty", lambda: lab.used_bytes(SOURCE) == 0)
+    until("the job on the target's GPU", lambda: lab.used_bytes(TARGET) > 16 << 20)
+    lab.ends_well(job)
+    until("the target's GPU to be empty", lambda: lab.used_bytes(TARGET) == 0)
 
 
-def test_round_three_nodes_and_back(lab: GpuCluster, tmp_path: Path) -> None:
-    job = lab.job(SOURCE, "--threads", "2", "--children", "1", steps=300)
+def test_round_three_nodes_and_back(lab: GpuCluster) -> None:
+    job = lab.job(SOURCE, "--threads", "2", "--children", "1")
     for to in (OTHER, TARGET, SOURCE, TARGET, OTHER, SOURCE):
         job.await_progress()
         lab.cluster.move(job, to)
-    ends_well(lab, job, tmp_path, "--threads", "2", "--children", "1", steps=300)
+    lab.ends_well(job)
 
 
-def test_nothing_of_the_job_runs_between_lock_and_commit(lab: GpuCluster, tmp_path: Path) -> None:
+def test_nothing_of_the_job_runs_between_lock_and_commit(lab: GpuCluster) -> None:
     """Held at every point from the checkpoint to the outcome, on both sides, it makes no step."""
     for node, point in (
         (SOURCE, Point.CHECKPOINTED),
@@ -114,7 +81,7 @@ def test_nothing_of_the_job_runs_between_lock_and_commit(lab: GpuCluster, tmp_pa
         (TARGET, Point.RESTORED),
         (SOURCE, Point.BEFORE_COMMIT),
     ):
-        job = lab.job(SOURCE, "--threads", "2", steps=120, pace_s=0.01)
+        job = lab.job(SOURCE, "--threads", "2", pace_s=0.01)
         job.await_lines(10)
         with lab.cluster.moving(job, TARGET, node, point) as asked:
             before = job.lines()
@@ -122,7 +89,7 @@ def test_nothing_of_the_job_runs_between_lock_and_commit(lab: GpuCluster, tmp_pa
                 job.process.wait(1.0)
             assert job.lines() == before, f"it ran at {point}"
         assert asked.code == 0, f"{asked.answer} {asked.errors}"
-        ends_well(lab, job, tmp_path, "--threads", "2", steps=120)
+        lab.ends_well(job)
 
 
 def test_a_cpu_rank_costs_no_gpu_question(lab: GpuCluster) -> None:
@@ -139,7 +106,7 @@ def test_a_cpu_rank_costs_no_gpu_question(lab: GpuCluster) -> None:
 # ---------------------------------------------------------------- the choice of a GPU
 
 
-def test_the_gpu_asked_for(lab: GpuCluster, tmp_path: Path) -> None:
+def test_the_gpu_asked_for(lab: GpuCluster) -> None:
     lab.give(TARGET, *gpus("two", count=3))
     lab.give(SOURCE, *gpus("one", count=1))
     job = lab.job(SOURCE)
@@ -149,13 +116,13 @@ def test_the_gpu_asked_for(lab: GpuCluster, tmp_path: Path) -> None:
     assert json.loads(done.stdout)["gpus"][0]["to"] == gpus("two", count=3)[2].uuid
     shown = lab.cluster.ps(job)[0]
     assert shown["gpus"] == [gpus("two", count=3)[2].uuid]
-    ends_well(lab, job, tmp_path)
+    lab.ends_well(job)
 
 
 def test_two_moves_to_a_node_get_different_gpus(lab: GpuCluster) -> None:
     lab.give(TARGET, *gpus("pair", count=2))
     until("its daemon sees them", lambda: len(lab.shown(TARGET)["gpus"]) == 2)  # what it saw is kept for a second
-    jobs = [lab.job(node, steps=2000) for node in (SOURCE, OTHER)]
+    jobs = [lab.job(node) for node in (SOURCE, OTHER)]
     for job in jobs:
         job.await_lines(5)
     with lab.cluster.moving(jobs[0], TARGET, SOURCE, Point.CHECKPOINTED) as first:
@@ -188,12 +155,13 @@ def test_refused_by_name(
         change = dict(change)
         lab.nodes[node].driver_version = change.pop("driver_version", lab.nodes[node].driver_version)
         lab.give(node, *(dataclasses.replace(card, **change) for card in lab.nodes[node].gpus))
-        until("its daemon sees it", lambda: lab.shown(node)["driver_version"] == lab.nodes[node].driver_version)
-        time.sleep(1.1)  # what was seen of the GPUs is kept for a second
     lab.nodes[SOURCE].fault("lock", "lose", once=False)  # whoever locks ruins it
-    job = lab.job(SOURCE, *arguments, steps=2000)
+    job = lab.job(SOURCE, *arguments)
     job.await_lines(5)
-    done = lab.cluster.migrator("move", "--rank", "0", "--job", job.name, "--to", TARGET, "--json")
+    rank = ("--rank", "0", "--job", job.name, "--to", TARGET)
+    # A daemon keeps for a second what it has seen of its GPUs.
+    until("preflight to see it", lambda: name in lab.cluster.migrator("check", *rank).stdout)
+    done = lab.cluster.migrator("move", *rank, "--json")
     assert done.returncode == REFUSED, f"{done.stdout}{done.stderr}{lab.cluster.logs()}"
     assert name in json.loads(done.stdout)["reason"]
     assert "remedy" in json.loads(done.stdout)["reason"]
@@ -201,16 +169,16 @@ def test_refused_by_name(
 
 
 def test_a_gpu_without_room_is_refused(lab: GpuCluster) -> None:
-    job, hog = lab.job(SOURCE, steps=2000), lab.job(TARGET, "--mib", "4000", "--blocks", "1", steps=1, pace_s=60)
+    job, hog = lab.job(SOURCE), lab.job(TARGET, "--idle-mib", "4000")
     job.await_lines(5)
-    until("the GPU is full", lambda: gpu_uses(lab, TARGET)[0] > 4000 << 20)
+    until("the GPU is full", lambda: lab.used_bytes(TARGET) > 4000 << 20)
     move = ("move", "--rank", "0", "--job", job.name, "--to", TARGET, "--json")
     done = lab.cluster.migrator(*move, "--gpu", "0")  # asked for by name it may be shared, if there is room
     assert done.returncode == REFUSED, f"{done.stdout}{done.stderr}"
     assert "gpu-memory" in json.loads(done.stdout)["reason"]
     assert "gpu-free" in json.loads(lab.cluster.migrator(*move).stdout)["reason"]
     hog.kill()
-    until("the GPU is empty", lambda: gpu_uses(lab, TARGET)[0] == 0)
+    until("the GPU is empty", lambda: lab.used_bytes(TARGET) == 0)
     lab.cluster.move(job, TARGET)
     job.await_progress()
 
@@ -228,7 +196,7 @@ def test_a_gpu_without_room_is_refused(lab: GpuCluster) -> None:
         (TARGET, "unlock", "fail:CUDA_ERROR_UNKNOWN"),
     ],
 )
-def test_the_driver_says_no(lab: GpuCluster, tmp_path: Path, node: str, operation: str, action: str) -> None:
+def test_the_driver_says_no(lab: GpuCluster, node: str, operation: str, action: str) -> None:
     job = lab.job(SOURCE, "--threads", "2")
     job.await_lines(5)
     lab.nodes[node].fault(operation, action, once=operation != "lock")  # which is tried in another order
@@ -239,10 +207,10 @@ def test_the_driver_says_no(lab: GpuCluster, tmp_path: Path, node: str, operatio
     assert told["where"] == "running on source"
     job.await_progress()
     lab.cluster.move(job, TARGET)  # a plain retry succeeds
-    ends_well(lab, job, tmp_path, "--threads", "2")
+    lab.ends_well(job)
 
 
-def test_managed_memory_that_nobody_saw_before(lab: GpuCluster, tmp_path: Path) -> None:
+def test_managed_memory_that_nobody_saw_before(lab: GpuCluster) -> None:
     """The stand-in's has no mapping by which preflight could know it: it warns, the driver says no, and it is undone."""
     job = lab.job(SOURCE, "--managed-mib", "4")
     job.await_lines(5)
@@ -253,30 +221,28 @@ def test_managed_memory_that_nobody_saw_before(lab: GpuCluster, tmp_path: Path) 
     told = lab.cluster.move(job, TARGET, expect=UNDONE)
     assert "CUDA_ERROR_NOT_SUPPORTED" in told["reason"]
     assert "managed memory" in told["remedy"]
-    ends_well(lab, job, tmp_path, "--managed-mib", "4")
+    lab.ends_well(job)
 
 
 @pytest.mark.parametrize(("node", "operation"), [(SOURCE, "checkpoint"), (TARGET, "restore")])
 @pytest.mark.parametrize("action", ["die", "die-after"])
-def test_the_helper_is_killed_in_the_middle(
-    lab: GpuCluster, tmp_path: Path, node: str, operation: str, action: str
-) -> None:
+def test_the_helper_is_killed_in_the_middle(lab: GpuCluster, node: str, operation: str, action: str) -> None:
     """The driver finishes alone, or is asked again: the move goes on."""
     job = lab.job(SOURCE, "--threads", "2")
     job.await_lines(5)
     lab.nodes[node].fault(operation, action)
     lab.cluster.move(job, TARGET)
-    ends_well(lab, job, tmp_path, "--threads", "2")
+    lab.ends_well(job)
 
 
-def test_device_memory_that_cannot_come_back_yet(lab: GpuCluster, tmp_path: Path) -> None:
+def test_device_memory_that_cannot_come_back_yet(lab: GpuCluster) -> None:
     """The undo finds the GPU full: it says so, goes on trying, and the job goes on in the end."""
-    job = lab.job(SOURCE, "--mib", "256", "--blocks", "1", steps=25)
+    job = lab.job(SOURCE, "--mib", "256", "--blocks", "1")
     job.await_lines(5)
     lab.nodes[TARGET].fault("restore", "fail:CUDA_ERROR_UNKNOWN")
     with lab.cluster.moving(job, TARGET, SOURCE, Point.CHECKPOINTED) as asked:
-        hog = lab.job(SOURCE, "--mib", "3900", "--blocks", "1", steps=1, pace_s=60)
-        until("the GPU is full", lambda: gpu_uses(lab, SOURCE)[0] > 3900 << 20)
+        hog = lab.job(SOURCE, "--idle-mib", "3900")
+        until("the GPU is full", lambda: lab.used_bytes(SOURCE) > 3900 << 20)
     assert asked.code == UNDONE, f"{asked.answer}{asked.errors}"
     assert asked.answer["where"] == "frozen on source"
     assert "device memory" in asked.answer["reason"]
@@ -285,7 +251,7 @@ def test_device_memory_that_cannot_come_back_yet(lab: GpuCluster, tmp_path: Path
     before = job.lines()
     hog.kill()
     until("it goes on", lambda: len(job.lines()) > len(before) + 3)
-    ends_well(lab, job, tmp_path, "--mib", "256", "--blocks", "1", steps=25)
+    lab.ends_well(job)
 
 
 def test_the_driver_lost_it(lab: GpuCluster) -> None:
@@ -301,8 +267,8 @@ def test_the_driver_lost_it(lab: GpuCluster) -> None:
 @pytest.mark.parametrize(
     "point", [Point.PARKED, Point.LOCKED, Point.CHECKPOINTED, Point.FREEZE, Point.DUMPING, Point.STREAM]
 )
-def test_the_sources_daemon_is_killed(lab: GpuCluster, tmp_path: Path, point: Point) -> None:
-    job = lab.job(SOURCE, "--threads", "2", steps=200)
+def test_the_sources_daemon_is_killed(lab: GpuCluster, point: Point) -> None:
+    job = lab.job(SOURCE, "--threads", "2")
     job.await_lines(5)
     lab.cluster.fault(SOURCE, point, "kill")
     with lab.cluster.begin_move(job, TARGET, more=("--lease", "2")) as asked:
@@ -311,12 +277,12 @@ def test_the_sources_daemon_is_killed(lab: GpuCluster, tmp_path: Path, point: Po
         out, errors = asked.communicate(timeout=60)
     assert asked.returncode == UNDONE, f"{out}{errors}{lab.cluster.logs()}"
     job.await_progress()
-    ends_well(lab, job, tmp_path, "--threads", "2", steps=200)
+    lab.ends_well(job)
 
 
 @pytest.mark.parametrize("point", [Point.CUDA_RESTORED, Point.RESTORED, Point.ACTIVATED])
-def test_the_targets_daemon_is_killed(lab: GpuCluster, tmp_path: Path, point: Point) -> None:
-    job = lab.job(SOURCE, "--threads", "2", steps=200)
+def test_the_targets_daemon_is_killed(lab: GpuCluster, point: Point) -> None:
+    job = lab.job(SOURCE, "--threads", "2")
     job.await_lines(5)
     lab.cluster.fault(TARGET, point, "kill")
     with lab.cluster.begin_move(job, TARGET, more=("--lease", "2")) as asked:
@@ -325,4 +291,4 @@ def test_the_targets_daemon_is_killed(lab: GpuCluster, tmp_path: Path, point: Po
         out, errors = asked.communicate(timeout=60)
     assert asked.returncode in {0, UNDONE}, f"{out}{errors}{lab.cluster.logs()}"
     job.await_progress()
-    ends_well(lab, job, tmp_path, "--threads", "2", steps=200)
+    lab.ends_well(job)

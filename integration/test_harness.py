@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import pytest
 
@@ -11,13 +10,13 @@ from integration.harness import Cluster, cluster
 from snapshotd.api.errors import Busy
 
 
-def test_a_second_run_leaves_the_lab_of_the_first_alone(nodes: Cluster, tmp_path: Path) -> None:
+def test_a_second_run_leaves_the_lab_of_the_first_alone(nodes: Cluster) -> None:
     job = nodes.workload("node-1", "chain.py", "--steps", "1000", "--pace-s", "0.05")
     job.await_lines(3)
     daemons = [nodes.lab.daemon_pid(node) for node in nodes.lab.nodes]
     with (
         pytest.raises(Busy, match=f"another run from this checkout, process {os.getpid()}"),
-        cluster(tmp_path, "suite"),
+        cluster("plain"),
     ):
         pass
     assert [nodes.lab.daemon_pid(node) for node in nodes.lab.nodes] == daemons

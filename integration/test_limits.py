@@ -13,26 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from integration.harness import Cluster, Job, cluster, until
+from integration.harness import Cluster, Job, until
 
 pytestmark = pytest.mark.root
 
 SOURCE, TARGET = "node-1", "spare-1"
 MIB = 1 << 20
-
-
-@pytest.fixture(scope="module")
-def limits() -> Iterator[Cluster]:
-    folder = Path(__file__).parent / ".work" / "limits"
-    folder.mkdir(parents=True, exist_ok=True)
-    with cluster(folder, "limits") as made:
-        yield made
-
-
-@pytest.fixture
-def nodes(limits: Cluster) -> Iterator[Cluster]:
-    yield limits
-    limits.tidy()
 
 
 def ready(job: Job) -> Job:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from integration.harness import WORKLOADS, Cluster, processes_of
+from integration.harness import WORKLOADS, Cluster
 
 
 def uninterrupted(program: str, *arguments: str) -> str:
@@ -62,7 +62,7 @@ def test_exactly_one_copy_runs_and_it_is_on_the_target(nodes: Cluster) -> None:
     job.await_lines(5)
     nodes.move(job, "spare-1")
     job.await_progress()
-    assert len(processes_of("4321")) == 1
+    assert len(nodes.processes_of("4321")) == 1
     places = {rank["node"]: rank for rank in nodes.ps(job)}
     assert list(places) == ["spare-1"]
     assert places["spare-1"]["home"] == "node-1"

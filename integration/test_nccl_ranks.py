@@ -7,34 +7,18 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from integration.harness import Cluster, cluster, until
+from integration.harness import Cluster, until
 from integration.nccl_nodes import NcclJob, unsettled
 from snapshotd.runtime.faults import Point
 
 pytestmark = pytest.mark.timeout(180)
 
-SOURCE, PEER, THIRD, TARGET = NODES = ("node-1", "node-2", "node-3", "spare-1")
+SOURCE, PEER, THIRD, TARGET = ("node-1", "node-2", "node-3", "spare-1")
 UNDONE = 11
-
-
-@pytest.fixture(scope="module")
-def made() -> Iterator[Cluster]:
-    folder = Path(__file__).parent / ".work" / "nccl-ranks"
-    folder.mkdir(parents=True, exist_ok=True)
-    with cluster(folder, "nccl", NODES) as nodes:
-        yield nodes
-
-
-@pytest.fixture
-def nodes(made: Cluster) -> Iterator[Cluster]:
-    yield made
-    made.tidy()
 
 
 def names(told: dict[str, Any]) -> list[str]:
@@ -58,7 +42,7 @@ def test_two_ranks_there_and_back(nodes: Cluster, moved: int) -> None:
 
 
 def test_four_ranks_with_splits_and_sends(nodes: Cluster) -> None:
-    job = NcclJob(nodes, [SOURCE, SOURCE, PEER, PEER], shape="pairs", steps=250, pace_s=0.01)
+    job = NcclJob(nodes, [SOURCE, SOURCE, PEER, PEER], shape="pairs", pace_s=0.01)
     job.await_lines(5)
     for rank, to in ((1, TARGET), (2, SOURCE), (1, PEER)):
         nodes.move(job.ranks[rank], to, rank=rank)
@@ -66,13 +50,13 @@ def test_four_ranks_with_splits_and_sends(nodes: Cluster) -> None:
     job.ends_well()
 
 
-def test_tensor_pipeline_and_data_parallel(nodes: Cluster) -> None:
+def test_tensor_pipeline_and_data_parallel(wide: Cluster) -> None:
     """Eight processes on three nodes; ranks of both pipeline stages move in the middle of a step."""
     places = [SOURCE, SOURCE, SOURCE, PEER, PEER, PEER, THIRD, THIRD]
-    job = NcclJob(nodes, places, shape="grid", steps=120, pace_s=0.01)
+    job = NcclJob(wide, places, shape="grid", pace_s=0.01)
     job.await_lines(5)
     for rank, to in ((5, TARGET), (2, TARGET), (5, PEER)):
-        nodes.move(job.ranks[rank], to, rank=rank)
+        wide.move(job.ranks[rank], to, rank=rank)
         job.await_progress()
     job.ends_well()
 
@@ -82,7 +66,7 @@ def test_a_rank_without_communicators_leaves_the_gates_alone(nodes: Cluster) -> 
     job.await_lines(5)
     told = nodes.move(job, TARGET)
     assert not {"quiesce", "detach", "reattach", "open"} & set(names(told))
-    journals = [path for node in NODES for path in (nodes.lab.layout.state / node / "gate").glob("**/*")]
+    journals = [path for node in nodes.lab.nodes for path in (nodes.lab.layout.state / node / "gate").glob("**/*")]
     assert not [path for path in journals if told["move"] in path.name]
     job.await_progress()
 
@@ -91,7 +75,7 @@ def test_a_rank_without_communicators_leaves_the_gates_alone(nodes: Cluster) -> 
 
 
 def test_a_rank_stuck_in_its_own_code_is_given_up_and_the_job_goes_on(nodes: Cluster) -> None:
-    job = NcclJob(nodes, [SOURCE, PEER], steps=250, stuck=(1, 20))
+    job = NcclJob(nodes, [SOURCE, PEER], stuck=(1, 20))
     until("rank 0 waits for rank 1", (job.meeting / "launched-0").exists)
     done = nodes.migrator(
         *("move", "--rank", "0", "--job", job.ranks[0].name, "--to", TARGET, "--quiesce-timeout", "1", "--json")
@@ -138,7 +122,7 @@ def test_a_member_that_never_comes_is_not_waited_for(nodes: Cluster) -> None:
 
 @pytest.mark.slow
 def test_a_peer_that_hangs_while_communicators_are_built(nodes: Cluster) -> None:
-    job = NcclJob(nodes, [SOURCE, PEER], steps=300)
+    job = NcclJob(nodes, [SOURCE, PEER])
     job.await_lines(5)
     job.fault(1, "init:1:1:hang")
     told = nodes.move(job.ranks[0], TARGET, expect=UNDONE, timeout_s=150)
@@ -157,7 +141,7 @@ def test_a_peer_that_hangs_while_communicators_are_built(nodes: Cluster) -> None
 )
 def test_the_driver_is_killed(nodes: Cluster, node: str, point: Point) -> None:
     """The daemons undo it when the lease is over: communicators whole, gates open."""
-    job = NcclJob(nodes, [SOURCE, PEER], steps=250)
+    job = NcclJob(nodes, [SOURCE, PEER])
     job.await_lines(5)
     nodes.fault(node, point, "wait")
     with nodes.begin_move(job.ranks[0], TARGET, more=("--lease", "2")) as asked:
@@ -185,7 +169,7 @@ KILLS = [
 @pytest.mark.parametrize(("node", "point"), KILLS)
 def test_a_daemon_is_killed(nodes: Cluster, node: str, point: Point) -> None:
     """Moved or undone, the job goes on with exact results, and no gate stays closed."""
-    job = NcclJob(nodes, [SOURCE, PEER], steps=250)
+    job = NcclJob(nodes, [SOURCE, PEER])
     job.await_lines(5)
     nodes.fault(node, point, "kill")
     with nodes.begin_move(job.ranks[0], TARGET, more=("--lease", "2")) as asked:

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from integration.drill import kill, node_of
-from integration.harness import Cluster, processes_of
+from integration.harness import Cluster
 from integration.test_moves import uninterrupted
 from snapshotd.runtime.faults import Point
 
@@ -34,7 +34,7 @@ def test_semaphores_of_spawned_workers_go_there_and_back_and_survive_undone_move
     before = names_on(nodes, AWAY)
     with nodes.moving(job, AWAY, AWAY, Point.RESTORING) as asked:
         assert any(name.endswith(".ghost") for name in names_on(nodes, AWAY) - before)  # the workers' array
-        (criu,) = [pid for pid in processes_of("criu: restore") if node_of(pid) == AWAY]
+        (criu,) = [pid for pid in nodes.processes_of("criu: restore") if node_of(pid) == AWAY]
         kill(criu)
     assert asked.code == 11, asked
     assert names_on(nodes, AWAY) == before

@@ -7,32 +7,17 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from integration.harness import Cluster, Job, cluster, until
+from integration.harness import Cluster, Job, until
 from migrator import pki
 from snapshotd.api.errors import Ambiguous, Busy, Denied, NotFound, RankGone, Refused, Unreachable
 
 pytestmark = pytest.mark.root
 
 SOURCE, TARGET, OTHER = "node-1", "spare-1", "node-2"
-
-
-@pytest.fixture(scope="module")
-def refuse() -> Iterator[Cluster]:
-    folder = Path(__file__).parent / ".work" / "refusals"
-    folder.mkdir(parents=True, exist_ok=True)
-    with cluster(folder, "refuse") as made:
-        yield made
-
-
-@pytest.fixture
-def nodes(refuse: Cluster) -> Iterator[Cluster]:
-    yield refuse
-    refuse.tidy()
 
 
 @pytest.fixture

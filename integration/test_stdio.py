@@ -32,12 +32,6 @@ pytestmark = pytest.mark.root
 BLOCK_NUMBERS = 2047  # of workloads/flood.py
 
 
-@pytest.fixture
-def nodes(behave: Cluster) -> Iterator[Cluster]:
-    yield behave
-    behave.tidy()
-
-
 # ---------------------------------------------------------------- stdin
 
 

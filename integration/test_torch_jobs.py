@@ -8,23 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from integration.harness import Cluster, cluster, until
+from integration.harness import Cluster, until
 from integration.torch_jobs import HOMES, TORCHRUN, TorchJob, TorchLab, at_rest
 
 pytestmark = [pytest.mark.root, pytest.mark.slow, pytest.mark.timeout(180)]
 
 
-@pytest.fixture(scope="module")
-def torch_cluster() -> Iterator[Cluster]:
-    folder = Path(__file__).parent / ".work" / "torch"
-    folder.mkdir(parents=True, exist_ok=True)
-    with cluster(folder, "torch", (*HOMES, "spare-1")) as made:
-        yield made
-
-
 @pytest.fixture
-def torch_lab(torch_cluster: Cluster) -> Iterator[TorchLab]:
-    with at_rest(torch_cluster) as lab:
+def torch_lab(wide_lab: Cluster) -> Iterator[TorchLab]:
+    with at_rest(wide_lab) as lab:
         yield lab
 
 

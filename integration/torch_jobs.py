@@ -173,6 +173,10 @@ class TorchLab:
             for client in clients:
                 client.communicate(timeout=30)
 
+    def _mark(self, job: TorchJob) -> str:
+        """Found in the environment of all processes of a job, and of no other job on this machine."""
+        return f"{self.cluster.lab.name}/{job.name}"
+
     def _run(self, job: TorchJob) -> list[str]:
         return [*MIGRATOR, "run", "--job", job.name, *self.run_options, "--"]
 
@@ -203,7 +207,7 @@ class TorchLab:
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,
-                env={**os.environ, **_SMALL, **environment, _MARK: job.name},
+                env={**os.environ, **_SMALL, **environment, _MARK: self._mark(job)},
             )
         job.agents.append(Job(self.cluster.lab, process, out, job.name))
         self.cluster.jobs.append(job.agents[-1])
@@ -211,7 +215,7 @@ class TorchLab:
     def end(self) -> None:
         """Ends what is left of the jobs: the workers of a torchrun that was killed live on, with us as without us."""
         self.cluster.tidy()
-        marks = {f"{_MARK}={job.name}".encode() for job in self.jobs}
+        marks = {f"{_MARK}={self._mark(job)}".encode() for job in self.jobs}
         for folder in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
                 if marks & set((folder / "environ").read_bytes().split(b"\0")):

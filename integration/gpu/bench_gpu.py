@@ -13,7 +13,6 @@ import re
 import statistics
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from integration.gpu import by_hand, chart, host_memory
@@ -44,9 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if why_not():
         sys.exit(f"bench_gpu: {why_not()}")
     results: list[dict[str, Any]] = []
-    folder = Path(__file__).parents[1] / ".work" / "gpu-bench"
-    folder.mkdir(parents=True, exist_ok=True)
-    with cluster(folder, "gpubench", NODES) as nodes:
+    with cluster("gpubench", NODES) as nodes:
         ways: dict[str, Callable[[Sequence[str]], dict[str, Any]]] = {
             OFFLOAD: lambda flags: moved(nodes, flags, OFFLOAD),
             DRIVER: lambda flags: moved(nodes, flags, DRIVER),

@@ -105,13 +105,13 @@ class Alone:
 
 
 @pytest.fixture(scope="class")  # so that nothing of them is left on the GPU when the two ranks have it
-def alone(request: pytest.FixtureRequest, lab_cluster: Cluster) -> Iterator[Alone]:
+def alone(request: pytest.FixtureRequest, plain_lab: Cluster) -> Iterator[Alone]:
     wanted = {
         item.callspec.params["kind"]
         for item in request.session.items
         if isinstance(item, pytest.Function) and item.cls is TestOneRankPerGpu
     }
-    made = Alone(TorchLab(lab_cluster, RUN_OPTIONS), [kind for kind in KINDS if kind in wanted])
+    made = Alone(TorchLab(plain_lab, RUN_OPTIONS), [kind for kind in KINDS if kind in wanted])
     try:
         yield made
     finally:

@@ -25,12 +25,13 @@ import queue
 import sys
 import threading
 import time
-import zlib
 from array import array
 from collections.abc import Callable
 from ctypes import c_int, c_size_t, c_void_p
 from pathlib import Path
 from typing import Any
+
+import xxhash
 
 UINT64, SUM, MAX = 5, 0, 2
 ID_BYTES = 128
@@ -90,7 +91,7 @@ class Device:
         memory: Any = device_apis.RuntimeMemory()
         self.block_bytes = (mib << 20) // BLOCKS
         self.blocks: list[int] = [memory.allocate(self.block_bytes) for _ in range(BLOCKS)]
-        self._slots = 0
+        self._slots, self._read = 0, ctypes.create_string_buffer(self.block_bytes)
         for number, block in enumerate(self.blocks):
             pattern = hashlib.sha256(b"%d %d" % (rank, number)).digest()
             self.put(block, pattern * (self.block_bytes // len(pattern)))
@@ -102,18 +103,21 @@ class Device:
     def put(self, address: int, content: bytes) -> None:
         self._call("cudaMemcpy", c_void_p(address), content, c_size_t(len(content)), TO_DEVICE)
 
-    def get(self, address: int, count: int) -> bytes:
-        into = ctypes.create_string_buffer(count)
+    def get(self, address: int, count: int, into: Any = None) -> Any:
+        """The bytes at an address, in `into` or a new buffer."""
+        into = into or ctypes.create_string_buffer(count)
         self._call("cudaMemcpy", into, c_void_p(address), c_size_t(count), TO_HOST)
-        return into.raw
+        return into
 
     def turn(self, step: int, state: bytes) -> bytes:
         """Changes something in every block; a checksum of all they hold."""
         for number, block in enumerate(self.blocks):
             places = self.block_bytes // self.SLOT_BYTES - self.SLOTS
             self.put(block + (self.SLOTS + (step * 37 + number) % places) * self.SLOT_BYTES, state)
-        held = [zlib.crc32(self.get(block, self.block_bytes)) for block in self.blocks]
-        return b"".join(one.to_bytes(4, "big") for one in held)
+        made = xxhash.xxh3_128()
+        for block in self.blocks:
+            made.update(self.get(block, self.block_bytes, self._read))
+        return made.digest()
 
 
 class DeviceWords(Words):
@@ -129,7 +133,7 @@ class DeviceWords(Words):
         return c_void_p(self._at)
 
     def read(self) -> array[int]:
-        return array("Q", self._device.get(self._at, self._bytes))
+        return array("Q", self._device.get(self._at, self._bytes).raw)
 
 
 class Job:
@@ -140,6 +144,7 @@ class Job:
         self.state = array("Q", (self.rank * 1_000_003 + index * 7919 for index in range(WORDS)))
         self.step, self.watched_step = 0, options.stuck_at
         self.device = Device(options.device_mib, self.rank) if options.device_mib else None
+        self.everybody = c_void_p()
 
     def ask(self, name: str, *arguments: object) -> None:
         result = getattr(self.nccl, name)(*arguments)
@@ -176,7 +181,15 @@ class Job:
         if self.device is not None:
             block, registered = c_void_p(self.device.blocks[0]), c_void_p()
             self.ask("ncclCommRegister", comm, block, self.device.block_bytes, ctypes.byref(registered))
+        self.everybody = comm
         return comm
+
+    def agree_to_end(self) -> bool:
+        """Whether any rank has seen FOLDER/end. All ranks get the same answer, so all end after the same step."""
+        seen = self.words(1, array("Q", [(self.meeting / "end").exists()]))
+        self.ask("ncclAllReduce", seen.address, seen.address, 1, UINT64, MAX, self.everybody, 0)
+        self.ask("fakeNcclStreamSynchronize", 0)
+        return bool(seen.read()[0])
 
     def split(self, comm: c_void_p, color: int) -> c_void_p:
         child = c_void_p()
@@ -323,6 +336,8 @@ def main() -> int:
         step()
         on_device = job.device.turn(job.step, job.state.tobytes()) if job.device is not None else b""
         print(f"{job.step} {hashlib.sha256(job.state.tobytes() + on_device).hexdigest()[:24]}", flush=True)
+        if job.agree_to_end():
+            break
     print("DONE", flush=True)
     return 0
 

@@ -159,6 +159,9 @@ def enter(spec: dict[str, Any], argv: list[str]) -> NoReturn:
         os.chdir(spec["cwd"])
     except OSError:
         os.chdir("/")
+    # A shell ignores these in background jobs, and exec keeps an ignored signal ignored. A node has its own terminals.
+    for number in (signal.SIGINT, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
     os.execvp(argv[0], argv)
 
 

@@ -8,49 +8,30 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from integration.gpu_nodes import GpuCluster
-from integration.harness import cluster, until
+from integration.harness import until
 from integration.nccl_nodes import NcclJob, unsettled
 from snapshotd.runtime.faults import Point
 
 pytestmark = pytest.mark.timeout(240)
 
-SOURCE, PEER, TARGET = NODES = ("node-1", "node-2", "spare-1")
+SOURCE, PEER, TARGET = ("node-1", "node-2", "spare-1")
 UNDONE = 11
 MIB = 1 << 20
 #: Just enough that it is worth parking; every step looks at all of it.
 DEVICE_MIB, BUFFER_MIB = 40, 8
-#: Enough that it still runs when it is to move again, also on a busy machine.
-STEPS = 200
 
 
-@pytest.fixture(scope="module")
-def made() -> Iterator[GpuCluster]:
-    folder = Path(__file__).parent / ".work" / "parked-nccl"
-    folder.mkdir(parents=True, exist_ok=True)
-    with cluster(folder, "parkednccl", NODES) as nodes:
-        yield GpuCluster(nodes, folder / "nodes")
-
-
-@pytest.fixture
-def lab(made: GpuCluster) -> Iterator[GpuCluster]:
-    yield made
-    made.reset()
-
-
-def start(lab: GpuCluster, *places: str, shape: str = "world", steps: int = STEPS) -> NcclJob:
+def start(lab: GpuCluster, *places: str, shape: str = "world") -> NcclJob:
     """Every rank with device memory that NCCL reads and writes, and communicators with device memory of their own."""
     job = NcclJob(
         lab.cluster,
         places,
         shape=shape,
-        steps=steps,
         pace_s=0.03,
         gpus=lab.nodes,
         device_mib=DEVICE_MIB,
@@ -91,7 +72,7 @@ def test_there_and_back(lab: GpuCluster, moved: int) -> None:
 
 
 def test_both_ranks_on_one_node(lab: GpuCluster) -> None:
-    job = start(lab, SOURCE, SOURCE, shape="pairs", steps=100)
+    job = start(lab, SOURCE, SOURCE, shape="pairs")
     for rank, to in ((0, TARGET), (1, PEER)):
         moved_both(lab.cluster.move(job.ranks[rank], to, rank=rank))
         job.await_progress()

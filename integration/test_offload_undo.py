@@ -1,0 +1,209 @@
+"""Moves of ranks with offloaded device memory that fail, or during which a process is killed: undone, and memory intact."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+from enum import StrEnum
+from typing import Any
+
+import pytest
+
+from integration.gpu_nodes import GpuCluster
+from integration.harness import Job, until
+from integration.offloads import LARGE, MIB, SOURCE, TARGET, UNDONE, children, start, stopped_senders
+from snapshotd.api.errors import SnapshotError
+from snapshotd.inprocess import devmem, shimctl
+from snapshotd.proc.tree import Process
+from snapshotd.runtime.faults import Point
+
+pytestmark = pytest.mark.timeout(300)
+
+ENDED = 21
+THREADED = (*LARGE, "--threads", "1")
+#: For tests that fill up the rest of a GPU.
+HALF_MIB = ("--mib", "240", "--blocks", "2", "--api", "runtime")
+
+
+@pytest.mark.parametrize(
+    ("node", "point"),
+    [
+        (SOURCE, Point.PARKED_MEMORY),
+        (SOURCE, Point.CHECKPOINTED),
+        (SOURCE, Point.FREEZE),
+        (SOURCE, Point.STREAM),
+        (TARGET, Point.CUDA_RESTORED),
+        (TARGET, Point.REFILLED),
+    ],
+)
+def test_move_that_fails_is_undone_and_a_retry_succeeds(lab: GpuCluster, node: str, point: Point) -> None:
+    job = start(lab, *THREADED)
+    job.await_lines(5)
+    lab.cluster.fault(node, point, "fail")
+    told = lab.cluster.move(job, TARGET, expect=UNDONE)
+    assert "fault injected" in told["reason"]
+    job.await_progress(3)
+    lab.cluster.move(job, TARGET)
+    lab.ends_well(job)
+
+
+@pytest.mark.parametrize(
+    ("node", "point"),
+    [
+        (SOURCE, Point.PARKED_MEMORY),
+        (SOURCE, Point.CHECKPOINTED),
+        (SOURCE, Point.DUMPING),
+        (SOURCE, Point.STREAM),
+        (TARGET, Point.CUDA_RESTORED),
+        (TARGET, Point.REFILLED),
+        (TARGET, Point.ACTIVATED),
+    ],
+)
+def test_daemon_killed_during_a_move(lab: GpuCluster, node: str, point: Point) -> None:
+    job = start(lab, *THREADED)
+    job.await_lines(5)
+    lab.cluster.fault(node, point, "kill")
+    with lab.cluster.begin_move(job, TARGET, more=("--lease", "2")) as asked:
+        until("the fault", lambda: lab.lab.daemon_pid(node) is None)
+        lab.lab.start_daemon(node)
+        out, errors = asked.communicate(timeout=120)
+    expected = {0, UNDONE} if point == Point.ACTIVATED else {UNDONE}
+    assert asked.returncode in expected, f"{out}{errors}{lab.cluster.logs()}"
+    job.await_progress(3)
+    lab.ends_well(job)
+
+
+@pytest.mark.parametrize("arrived", [True, False])
+def test_target_daemon_restarted_between_seal_and_restore(lab: GpuCluster, arrived: bool) -> None:
+    """Stripes that have arrived are used. The target does not wait for stripes that will never arrive."""
+    job = start(lab, *LARGE)
+    job.await_lines(5)
+    with contextlib.ExitStack() as stack:
+        if arrived:
+            asked = stack.enter_context(lab.cluster.moving(job, TARGET, SOURCE, Point.STREAM))
+            images = lab.cluster.run_dir(TARGET) / "images"
+            until("all stripes to arrive", lambda: len(list(images.glob("m-*/device-*.done"))) == devmem.STRIPES)
+        else:
+            _, asked = stack.enter_context(stopped_senders(lab, job, Point.STREAM))
+        lab.restart(TARGET)
+    assert asked.code == (0 if arrived else UNDONE), f"{asked.answer}{asked.errors}{lab.cluster.logs()}"
+    assert arrived or "did not arrive whole" in asked.answer["reason"]
+    lab.ends_well(job)
+
+
+# ---------------------------------------------------------------- killed during the copy
+
+
+def copying(lab: GpuCluster, node: str) -> int:
+    """The process on this node whose device memory is partly copied; 0 if there is none."""
+    for procs in lab.lab.layout.node_cgroup(node).rglob("cgroup.procs"):
+        for pid in map(int, procs.read_text().split()):
+            with contextlib.suppress(SnapshotError, OSError):
+                mailbox = shimctl.find(Process.of(pid))
+                memory = mailbox.device_memory() if mailbox is not None else None
+                if memory is not None and memory.busy and any(memory.done):
+                    return pid
+    return 0
+
+
+class Victim(StrEnum):
+    SENDER = "sender"
+    RECEIVER = "receiver"
+    MIGRATOR = "migrator"
+    SOURCE = "source's daemon"
+    TARGET = "target's daemon"
+    RANK = "rank whose memory is copied"
+
+
+@pytest.mark.parametrize(
+    ("node", "victim", "codes"),
+    [
+        (SOURCE, Victim.SENDER, {0}),
+        (SOURCE, Victim.RECEIVER, {0, UNDONE}),
+        (SOURCE, Victim.MIGRATOR, {-signal.SIGKILL}),
+        (SOURCE, Victim.SOURCE, {UNDONE}),
+        (SOURCE, Victim.TARGET, {UNDONE}),
+        (SOURCE, Victim.RANK, {ENDED}),
+        (TARGET, Victim.MIGRATOR, {-signal.SIGKILL}),
+        (TARGET, Victim.SOURCE, {0, UNDONE}),
+        (TARGET, Victim.TARGET, {UNDONE}),
+        (TARGET, Victim.RANK, {UNDONE}),
+    ],
+)
+def test_process_killed_while_memory_is_copied(lab: GpuCluster, node: str, victim: Victim, codes: set[int]) -> None:
+    job = start(lab, *THREADED)
+    job.await_lines(5)
+    lab.nodes[node].fault("copy", "slow:250", once=False)
+    with lab.cluster.begin_move(job, TARGET, more=("--lease", "2")) as asked:
+        copied = until("a copy to be in progress", lambda: copying(lab, node))
+        daemon = {Victim.SOURCE: SOURCE, Victim.TARGET: TARGET}.get(victim)
+        match victim:
+            case Victim.SENDER:
+                os.kill(children(lab, SOURCE, "snapshotd.transport.device.send")[0], signal.SIGKILL)
+            case Victim.RECEIVER:
+                os.kill(children(lab, TARGET, "snapshotd.transport.device.receive")[0], signal.SIGKILL)
+            case Victim.MIGRATOR:
+                asked.kill()
+            case Victim.RANK:
+                os.kill(copied, signal.SIGKILL)
+        if daemon is not None:
+            lab.restart(daemon)
+        lab.nodes[node].clear_faults()
+        out, errors = asked.communicate(timeout=120)
+    assert asked.returncode in codes, f"{out}{errors}{lab.cluster.logs()}"
+    if asked.returncode == UNDONE:
+        assert json.loads(out)["where"] in {"running on source", "frozen on source"}
+    if (node, victim) == (SOURCE, Victim.RANK):
+        assert job.finish(60) != 0
+        lab.nothing_left()
+        return
+    job.await_progress(3)
+    lab.ends_well(job)
+
+
+# ---------------------------------------------------------------- a full GPU
+
+
+def fill_up(lab: GpuCluster, node: str) -> Job:
+    """Another job takes almost all memory of a node's GPU."""
+    hog = lab.job(node, "--idle-mib", "3900")
+    until("the GPU to be full", lambda: lab.used_bytes(node) > 3900 * MIB)
+    return hog
+
+
+def test_move_is_undone_if_the_targets_gpu_is_full(lab: GpuCluster) -> None:
+    job = start(lab, *HALF_MIB)
+    job.await_lines(5)
+    with lab.cluster.moving(job, TARGET, SOURCE, Point.PARKED_MEMORY) as asked:
+        hog = fill_up(lab, TARGET)
+    assert asked.code == UNDONE, f"{asked.answer}{asked.errors}"
+    assert "device memory" in asked.answer["reason"], f"{asked.answer}{lab.cluster.logs()}"
+    hog.kill()
+    job.await_progress(3)
+    lab.ends_well(job)
+
+
+@pytest.mark.parametrize("point", [Point.PARKED_MEMORY, Point.STREAM])
+def test_rank_stays_frozen_until_the_sources_gpu_has_room(lab: GpuCluster, point: Point) -> None:
+    """The undo finds the GPU full. The rank continues once there is room, also after a restart of the daemon."""
+    job = start(lab, *HALF_MIB)
+    job.await_lines(5)
+    with lab.cluster.moving(job, TARGET, SOURCE, point) as asked:
+        hog = fill_up(lab, SOURCE)
+        lab.cluster.fault(TARGET, Point.BEFORE_RESTORE, "fail")
+    assert asked.code == UNDONE, f"{asked.answer}{asked.errors}"
+    assert asked.answer["where"] == "frozen on source"
+    before = job.lines()
+    lab.restart(SOURCE)
+    until("`migrator status` to say so", lambda: any("device memory" in move["waiting_for"] for move in moves(lab)))
+    assert job.lines() == before
+    hog.kill()
+    until("the rank to continue", lambda: len(job.lines()) > len(before) + 3)
+    lab.ends_well(job)
+
+
+def moves(lab: GpuCluster) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(lab.cluster.migrator("status", "--json").stdout)["moves"]
+    return found
