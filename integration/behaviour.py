@@ -51,5 +51,5 @@ def chain(steps: int) -> str:
 def end_chain(job: Job) -> None:
     """SIGTERM, and the output is that of an uninterrupted run."""
     job.process.send_signal(signal.SIGTERM)
-    assert job.finish(30) == 0
+    assert job.finish() == 0
     assert job.text() == chain(len(job.lines()) - 1)

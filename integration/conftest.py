@@ -7,6 +7,7 @@ ended, daemons running, links healed, no fault armed.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +15,15 @@ from integration.drill import Drill
 from integration.gpu_nodes import GpuCluster
 from integration.harness import Cluster, cluster
 from integration.torch_jobs import HOMES
+
+#: Ends a test that hangs. Tests under the real GPU set their own.
+HANGS_S = 600
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.is_relative_to(Path(__file__).parent) and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(HANGS_S))
 
 
 @pytest.fixture(scope="session")

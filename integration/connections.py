@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from pyroute2 import IPRoute
 
-from integration.harness import WORKLOADS, Cluster, Job, processes_of, until
+from integration.harness import PATIENCE_S, WORKLOADS, Cluster, Job, processes_of, until
 from migrator.lab.inside import CLONE_NEWNET, setns
 from snapshotd.net import nft
 
@@ -121,11 +121,11 @@ class Ends:
 
     def _ready(self, job: Job) -> Job:
         self.jobs.append(job)
-        until(f"{job.name} to be ready", lambda: "READY" in job.text() or job.process.poll() is not None, 30)
+        until(f"{job.name} to be ready", lambda: "READY" in job.text() or job.process.poll() is not None)
         assert job.process.poll() is None, job.text()
         return job
 
-    def await_ready(self, timeout_s: float = 30.0) -> None:
+    def await_ready(self, timeout_s: float = PATIENCE_S) -> None:
         """Whoever called has been let in."""
         for job in self.jobs:
             until(f"{job.name} to be let in", partial(self._is_ready, job), timeout_s)
@@ -134,7 +134,7 @@ class Ends:
         self.well()
         return "READY" in job.text()
 
-    def flow(self, timeout_s: float = 30.0) -> None:
+    def flow(self, timeout_s: float = PATIENCE_S) -> None:
         """Every end goes on reading, and none has lost anything."""
         for job in self.jobs:
             try:
@@ -152,7 +152,7 @@ class Ends:
         self.until.touch()
         for job in self.jobs:
             try:
-                assert job.finish(60) == 0, f"{self.told()}\n{self.nodes.logs()}"
+                assert job.finish() == 0, f"{self.told()}\n{self.nodes.logs()}"
             except subprocess.TimeoutExpired:
                 raise AssertionError(f"{job.name} does not end\n{self.told()}\n{self.nodes.logs()}") from None
             assert job.lines()[-1] == "DONE", self.told()
@@ -170,7 +170,7 @@ def pid_of(job: Job) -> int:
     return job.process.pid
 
 
-def no_filters(nodes: Cluster, timeout_s: float = 20.0) -> None:
+def no_filters(nodes: Cluster, timeout_s: float = PATIENCE_S) -> None:
     until(f"all filters to be gone, {filters(nodes)}", lambda: not filters(nodes), timeout_s)
 
 

@@ -19,13 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from integration.harness import WORKLOADS, Cluster, Job, processes_of, until
+from integration.harness import PATIENCE_S, SHORT_LEASE, WORKLOADS, Cluster, Job, processes_of, until
 from snapshotd.moves.journal import Journal, MoveLog
 
 SOURCE, TARGET, OTHER = "node-1", "spare-1", "node-2"
 #: As `migrator move --json` tells it, with the documented exit code.
 MOVED, UNDONE, UNKNOWN, GONE = ("moved", 0), ("undone", 11), ("unknown", 13), ("undone", 21)
-LEASE_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -57,12 +56,12 @@ class Drill:
 
     def ask(self, *more: str, to: str = TARGET) -> subprocess.Popen[str]:
         """`migrator move`, in the background."""
-        self.asked = self.nodes.begin_move(self.job, to, more=("--lease", str(LEASE_S), *more))
+        self.asked = self.nodes.begin_move(self.job, to, more=(*SHORT_LEASE, *more))
         return self.asked
 
     def reached(self, node: str) -> None:
         """Waits until the armed fault of a node has happened."""
-        until(f"the fault of {node}\n{self.nodes.logs()}", lambda: self.nodes.fired(node) or self._ended_early(), 30)
+        until(f"the fault of {node}\n{self.nodes.logs()}", lambda: self.nodes.fired(node) or self._ended_early())
 
     def _ended_early(self) -> bool:
         if self.asked is None or self.asked.poll() is None:
@@ -92,7 +91,7 @@ class Drill:
             if pipe is not None:
                 pipe.close()
 
-    def told(self, timeout_s: float = 60.0) -> Told:
+    def told(self, timeout_s: float = PATIENCE_S) -> Told:
         assert self.asked is not None
         try:
             out, errors = self.asked.communicate(timeout=timeout_s)
@@ -100,14 +99,14 @@ class Drill:
             raise AssertionError(f"the move takes over {timeout_s} s\n{self.nodes.logs()}") from None
         return Told(self.asked.returncode, json.loads(out) if out else {}, errors)
 
-    def expect(self, *verdicts: tuple[str, int], timeout_s: float = 60.0) -> Told:
+    def expect(self, *verdicts: tuple[str, int], timeout_s: float = PATIENCE_S) -> Told:
         told = self.told(timeout_s)
         assert told.verdict in verdicts, f"{told}\n{self.nodes.logs()}"
         return told
 
     def bring_back(self, node: str) -> None:
         """A new daemon where the old one was killed."""
-        until(f"the end of the daemon of {node}", lambda: self.lab.daemon_pid(node) is None, 10)
+        until(f"the end of the daemon of {node}", lambda: self.lab.daemon_pid(node) is None)
         self.lab.start_daemon(node)
 
     def close(self) -> None:
@@ -145,7 +144,7 @@ class Drill:
 
     # ------------------------------------------------------------------ afterwards
 
-    def settled(self, timeout_s: float = 20.0) -> None:
+    def settled(self, timeout_s: float = PATIENCE_S) -> None:
         """No daemon has an unfinished move."""
 
         def unfinished() -> list[str]:
@@ -158,7 +157,7 @@ class Drill:
 
     def goes_on(self) -> None:
         steps = self._steps()
-        until(f"new steps of the job\n{self.nodes.logs()}", lambda: self._steps() > steps + 3, 20)
+        until(f"new steps of the job\n{self.nodes.logs()}", lambda: self._steps() > steps + 3)
 
     def runs_on(self, node: str) -> None:
         """The job goes on, on this node, and nowhere else is a copy of it."""
@@ -183,7 +182,7 @@ class Drill:
 
     def ended(self) -> None:
         """The job was told to end: it does, with every line it ever wrote, and nothing is left."""
-        assert self.job.finish(20) == 0, f"{self.job.text()[-200:]}\n{self.nodes.logs()}"
+        assert self.job.finish() == 0, f"{self.job.text()[-200:]}\n{self.nodes.logs()}"
         lines = self.job.lines()
         command = [sys.executable, str(WORKLOADS / "chain.py"), "--steps", str(len(lines) - 1), "--pace-s", "0"]
         assert self.job.text() == subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -193,7 +192,7 @@ class Drill:
     def end_orphan(self) -> None:
         """The end of a rank whose home keeper went with its node: there is nobody to tell, and nothing stays."""
         os.kill(self.copy_on(self.place()), signal.SIGTERM)
-        until(f"the end of the rank\n{self.nodes.logs()}", lambda: not self.copies(), 20)
+        until(f"the end of the rank\n{self.nodes.logs()}", lambda: not self.copies())
         self._no_step_twice()
         self.nothing_left()
 
@@ -204,7 +203,7 @@ class Drill:
     def killed(self, status: int = -signal.SIGKILL) -> None:
         """The rank was killed: whoever started it hears of it, no copy runs on, and nothing is left."""
         try:
-            assert self.job.finish(20) == status, self.nodes.logs()
+            assert self.job.finish() == status, self.nodes.logs()
         except subprocess.TimeoutExpired:
             raise AssertionError(f"the keeper still waits\n{self.nodes.logs()}") from None
         self.settled()
@@ -213,7 +212,7 @@ class Drill:
 
     def nothing_left(self) -> None:
         self.settled()
-        _until_none("what is left", self._leftovers, self.nodes.logs, 10)
+        _until_none("what is left", self._leftovers, self.nodes.logs)
         status = self.nodes.migrator("status", "--json")
         assert json.loads(status.stdout)["moves"] == [], status.stdout
 
@@ -236,7 +235,9 @@ def _is_of_a_move(group: Path) -> bool:
     return "frozen 1" in (group / "cgroup.events").read_text()
 
 
-def _until_none(what: str, find: Callable[[], list[str]], logs: Callable[[], str], timeout_s: float) -> None:
+def _until_none(
+    what: str, find: Callable[[], list[str]], logs: Callable[[], str], timeout_s: float = PATIENCE_S
+) -> None:
     deadline = time.monotonic() + timeout_s
     while found := find():
         assert time.monotonic() < deadline, f"{what}: {found}\n{logs()}"

@@ -26,19 +26,27 @@ WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")
 WORK = Path(__file__).parent / ".work" / WORKER
 WORKLOADS = Path(__file__).parent / "workloads"
 MIGRATOR = (sys.executable, "-m", "migrator.cli")
+#: How long the suite waits for anything. No test passes or fails by the clock: this only ends tests that hang.
+PATIENCE_S = 120.0
+#: Of `migrator move`: short, because tests wait for the end of a lease whose driver was killed; long enough that a driver
+#: on a busy machine renews its lease in time.
+SHORT_LEASE = ("--lease", "5")
 NODES = ("node-1", "node-2", "spare-1")
 
 
-def until(what: str, condition: Callable[[], Any], timeout_s: float = 60.0) -> Any:
-    """Waits until `condition` gives something true, and returns it. A failure says what was waited for."""
+def until(what: str, condition: Callable[[], Any], timeout_s: float = PATIENCE_S) -> Any:
+    """Waits until `condition` returns something true, and returns that. Fails after `timeout_s`, naming `what`.
+
+    The wait is as long as the condition takes, but at least 10 ms: a condition that starts programs leaves them the CPU."""
     deadline = time.monotonic() + timeout_s
     while True:
+        began = time.monotonic()
         value = condition()
         if value:
             return value
         if time.monotonic() > deadline:
             raise AssertionError(f"waited {timeout_s:.0f} s for {what}")
-        time.sleep(0.01)
+        time.sleep(min(1.0, max(0.01, time.monotonic() - began)))
 
 
 @dataclass
@@ -56,7 +64,7 @@ class Job:
     def lines(self) -> list[str]:
         return self.text().splitlines()
 
-    def await_lines(self, count: int, timeout_s: float = 60.0) -> None:
+    def await_lines(self, count: int, timeout_s: float = PATIENCE_S) -> None:
         until(f"{count} lines of {self.name}, has {len(self.lines())}", lambda: self._enough(count), timeout_s)
 
     def _enough(self, count: int) -> bool:
@@ -64,11 +72,11 @@ class Job:
             raise AssertionError(f"{self.name} ended with {self.process.returncode}:\n{self.text()[-2000:]}")
         return len(self.lines()) >= count
 
-    def await_progress(self, lines: int = 5, timeout_s: float = 60.0) -> None:
+    def await_progress(self, lines: int = 5, timeout_s: float = PATIENCE_S) -> None:
         """The job goes on: so many more lines."""
         self.await_lines(len(self.lines()) + lines, timeout_s)
 
-    def finish(self, timeout_s: float = 120.0) -> int:
+    def finish(self, timeout_s: float = PATIENCE_S) -> int:
         return self.process.wait(timeout_s)
 
     def kill(self) -> None:
@@ -122,7 +130,7 @@ class Cluster:
     def workload(self, node: str, name: str, *arguments: str, **more: Any) -> Job:
         return self.start(node, [sys.executable, str(WORKLOADS / name), *arguments], **more)
 
-    def migrator(self, *arguments: str, timeout_s: float = 120.0) -> subprocess.CompletedProcess[str]:
+    def migrator(self, *arguments: str, timeout_s: float = PATIENCE_S) -> subprocess.CompletedProcess[str]:
         """The command line, as an operator types it."""
         return subprocess.run(
             [*MIGRATOR, *arguments], env=self.environment(), capture_output=True, text=True, timeout=timeout_s
@@ -131,7 +139,9 @@ class Cluster:
     def environment(self, **more: str) -> dict[str, str]:
         return {**os.environ, "MIGRATOR_CLUSTER": str(self.lab.cluster_path), **more}
 
-    def move(self, job: Job, to: str, *, rank: int = 0, expect: int = 0, timeout_s: float = 120.0) -> dict[str, Any]:
+    def move(
+        self, job: Job, to: str, *, rank: int = 0, expect: int = 0, timeout_s: float = PATIENCE_S
+    ) -> dict[str, Any]:
         """`migrator move --json`; fails unless it exits with `expect`."""
         done = self.migrator("move", "--rank", str(rank), "--job", job.name, "--to", to, "--json", timeout_s=timeout_s)
         assert done.returncode == expect, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}\n{self.logs()}"
@@ -177,8 +187,8 @@ class Cluster:
                 finally:  # also after a failure: a daemon that waits would keep the move, and fail the tests after it
                     go = self.run_dir(node) / f"{point}.go"
                     go.touch()
-                    until(f"{node} goes on", lambda: not go.exists() or self.lab.daemon_pid(node) is None, 10)
-                out, asked.errors = process.communicate(timeout=60)
+                    until(f"{node} goes on", lambda: not go.exists() or self.lab.daemon_pid(node) is None)
+                out, asked.errors = process.communicate(timeout=PATIENCE_S)
                 asked.code, asked.answer = process.returncode, json.loads(out)
             finally:
                 process.kill()
@@ -207,7 +217,7 @@ class Cluster:
 
     def run_dir(self, node: str) -> Path:
         """A node's /run/snapshotd, from outside."""
-        pid = until(f"the holder of {node}", lambda: self.lab.daemon_pid(node) or self._holder(node), 10)
+        pid = until(f"the holder of {node}", lambda: self.lab.daemon_pid(node) or self._holder(node))
         return Path(f"/proc/{pid}/root/run/snapshotd")
 
     def _holder(self, node: str) -> int | None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from integration.gpu_nodes import GpuCluster
-from integration.harness import Asked, Job, until
+from integration.harness import PATIENCE_S, Asked, Job, until
 from snapshotd.runtime.faults import Point
 
 SOURCE, TARGET = "node-1", "spare-1"
@@ -63,7 +63,7 @@ def stopped_senders(lab: GpuCluster, job: Job, then: Point) -> Iterator[tuple[li
             asked = Asked()
             yield senders, asked
             (folder / f"{then}.go").touch()
-            out, asked.errors = process.communicate(timeout=120)
+            out, asked.errors = process.communicate(timeout=PATIENCE_S)
             asked.code, asked.answer = process.returncode, json.loads(out)
         finally:
             process.kill()

@@ -40,7 +40,7 @@ def test_each_signal_arrives_once_before_during_and_after_a_move(nodes: Cluster)
         until("the keeper to take it", lambda: not pending(job.process.pid, signal.SIGUSR2))
     job.await_lines(5)
     job.process.send_signal(signal.SIGTERM)
-    assert job.finish(30) == 7
+    assert job.finish() == 7
     assert job.lines() == ["READY", "SIGUSR1 1", "SIGUSR1 2", "SIGUSR1 3", "SIGUSR2 1", "SIGTERM 1", "END 3 1 1"]
 
 
@@ -97,7 +97,7 @@ def test_a_job_that_is_ended_while_it_is_frozen_ends_after_the_move(nodes: Clust
     with nodes.moving(job, AWAY, HOME, "freeze") as asked:
         job.process.send_signal(signal.SIGTERM)
     assert asked.code == 0
-    assert job.finish(30) == 7
+    assert job.finish() == 7
     assert job.lines() == ["READY", "SIGTERM 1", "END 0 0 1"]
 
 
@@ -110,7 +110,7 @@ def test_the_end_of_a_moved_rank_is_the_keepers(nodes: Cluster, end: str, status
     job.await_lines(1)
     nodes.move(job, AWAY)
     job.process.send_signal(signal.SIGTERM)
-    assert job.finish(30) == status
+    assert job.finish() == status
     assert "END 0 0 1" in job.lines() or end == "default"
 
 
@@ -127,9 +127,9 @@ def test_a_rank_that_ends_while_a_daemon_is_down(nodes: Cluster, down: str) -> N
     until("the rank's end", lambda: not alive(pid))
     assert job.process.poll() is None, "nobody can have told it"
     nodes.lab.start_daemon(node)
-    assert job.finish(30) == 7
+    assert job.finish() == 7
     assert job.lines() == ["READY", "SIGTERM 1", "END 0 0 1"]
-    until("nothing left", lambda: not nodes.leftovers(), 20)
+    until("nothing left", lambda: not nodes.leftovers())
 
 
 def test_a_rank_at_home_needs_no_daemon_to_end(nodes: Cluster) -> None:
@@ -137,10 +137,10 @@ def test_a_rank_at_home_needs_no_daemon_to_end(nodes: Cluster) -> None:
     job.await_lines(1)
     nodes.lab.kill_daemon(HOME)
     job.process.send_signal(signal.SIGTERM)
-    assert job.finish(10) == 7
+    assert job.finish() == 7
     nodes.lab.start_daemon(HOME)
-    until("the registry to forget it", lambda: not nodes.ps(job), 20)
-    until("nothing left", lambda: not nodes.leftovers(), 20)
+    until("the registry to forget it", lambda: not nodes.ps(job))
+    until("nothing left", lambda: not nodes.leftovers())
 
 
 def alive(pid: int) -> bool:
@@ -178,12 +178,12 @@ def test_a_killed_keeper_takes_its_rank_along(nodes: Cluster, place: str) -> Non
     if down:
         nodes.lab.kill_daemon(down)
     job.process.kill()
-    assert job.finish(10) == -signal.SIGKILL
+    assert job.finish() == -signal.SIGKILL
     if down:
         nodes.lab.start_daemon(down)
-    until("the rank's end", lambda: not processes_of(marker), 15)
-    until("the registry to forget it", lambda: not nodes.ps(job), 15)
-    until("nothing left", lambda: not nodes.leftovers(), 15)
+    until("the rank's end", lambda: not processes_of(marker))
+    until("the registry to forget it", lambda: not nodes.ps(job))
+    until("nothing left", lambda: not nodes.leftovers())
 
 
 # ---------------------------------------------------------------- many moves
@@ -200,7 +200,7 @@ def test_twenty_moves_round_three_nodes(nodes: Cluster) -> None:
         (AWAY, HOME, 20)
     ]
     end_chain(job)
-    until("nothing left", lambda: not nodes.leftovers(), 10)
+    until("nothing left", lambda: not nodes.leftovers())
     assert not processes_of(str(nodes.folder / "twenty"))
 
 
@@ -210,7 +210,7 @@ def test_a_training_job_goes_there_and_back_and_elsewhere(nodes: Cluster) -> Non
     for node in (AWAY, HOME, THIRD):
         nodes.move(job, node)
         job.await_progress(10)
-    assert job.finish(60) == 0
+    assert job.finish() == 0
     alone = [sys.executable, str(WORKLOADS / "train.py"), "--steps", "300", "--pace-s", "0"]
     assert job.text() == subprocess.run(alone, capture_output=True, text=True, check=True).stdout
 

@@ -27,11 +27,9 @@ from integration.connections import (
     visible,
 )
 from integration.drill import node_of
-from integration.harness import WORKLOADS, Cluster, Job, until
+from integration.harness import PATIENCE_S, SHORT_LEASE, WORKLOADS, Cluster, Job, until
 from snapshotd.net import sockets
 from snapshotd.runtime.faults import Point
-
-pytestmark = pytest.mark.timeout(90)
 
 SOURCE, PEER, TARGET = "node-1", "node-2", "spare-1"
 
@@ -70,7 +68,7 @@ def test_streams_follow_a_rank_from_node_to_node(
         assert [visible(pid_of(peer)) for peer in peers] == before
     no_filters(nodes)
     ends.end()
-    until("forwardings to be gone", lambda: not forwardings(nodes), 10)
+    until("forwardings to be gone", lambda: not forwardings(nodes))
 
 
 def test_full_queues_of_a_rank_that_called(nodes: Cluster, ends: Ends) -> None:
@@ -83,7 +81,7 @@ def test_full_queues_of_a_rank_that_called(nodes: Cluster, ends: Ends) -> None:
     )
     ends.flow()
     ends.stall.touch()
-    until("both queues to fill", lambda: queued(nodes, PEER, 7001), 20)
+    until("both queues to fill", lambda: queued(nodes, PEER, 7001))
     for to in (TARGET, SOURCE):
         nodes.move(rank, to)
         assert queued(nodes, PEER, 7001)
@@ -133,7 +131,7 @@ def test_late_callers_reach_the_rank_wherever_it_is(nodes: Cluster, ends: Ends) 
         with nodes.moving(rank, to, source, Point.BEFORE_COMMIT) as asked:
             for node, where in ((PEER, address), (SOURCE, address), (SOURCE, "127.0.0.1:7003")):
                 ends.peer(node, "--connect", where, ready=False)
-            until("the calls", lambda: all(calling(nodes, node, 7003) for node in (PEER, SOURCE)), 10)
+            until("the calls", lambda: all(calling(nodes, node, 7003) for node in (PEER, SOURCE)))
         assert asked.code == 0, asked
         ends.await_ready()
         ends.flow()
@@ -141,7 +139,7 @@ def test_late_callers_reach_the_rank_wherever_it_is(nodes: Cluster, ends: Ends) 
         ends.flow()
     no_filters(nodes)
     ends.end()
-    until("forwardings to be gone", lambda: not forwardings(nodes), 10)
+    until("forwardings to be gone", lambda: not forwardings(nodes))
 
 
 def calling(nodes: Cluster, node: str, port: int) -> bool:
@@ -153,10 +151,10 @@ def test_a_caller_during_an_undone_move_gets_in(nodes: Cluster, ends: Ends) -> N
     rank = ends.rank(SOURCE, "--serve", "0.0.0.0:7004")
     with nodes.moving(rank, TARGET, TARGET, Point.BEFORE_RESTORE) as asked:
         late = ends.peer(PEER, "--connect", f"{nodes.lab.address(SOURCE)}:7004", ready=False)
-        until("the call", lambda: calling(nodes, PEER, 7004), 10)
+        until("the call", lambda: calling(nodes, PEER, 7004))
         nodes.lab.kill_daemon(TARGET)
     assert asked.code == 11, asked
-    until("the late caller", lambda: "READY" in late.text(), 30)
+    until("the late caller", lambda: "READY" in late.text())
     ends.flow()
     ends.end()
 
@@ -165,7 +163,7 @@ def test_forwardings_outlive_daemons_and_go_with_the_job(nodes: Cluster, ends: E
     rank = ends.rank(SOURCE, "--serve", "0.0.0.0:7005", "--engine", "epoll")
     address = f"{nodes.lab.address(SOURCE)}:7005"
     nodes.move(rank, TARGET)
-    until("forwardings everywhere", lambda: len(forwardings(nodes)) == 3, 10)
+    until("forwardings everywhere", lambda: len(forwardings(nodes)) == 3)
     nodes.lab.kill_daemon(SOURCE, signal.SIGTERM)
     peers = [ends.peer(PEER, "--connect", address), ends.peer(SOURCE, "--connect", "127.0.0.1:7005")]
     for peer in peers:  # the rank's own words wait for the daemon of its home
@@ -175,8 +173,8 @@ def test_forwardings_outlive_daemons_and_go_with_the_job(nodes: Cluster, ends: E
     assert len(forwardings(nodes)) == 3
     nodes.lab.crash(TARGET)  # the rank goes with its node
     nodes.lab.boot(TARGET)
-    assert rank.finish(30) != 0
-    until(f"forwardings to be gone {forwardings(nodes)}\n{nodes.logs()}", lambda: not forwardings(nodes), 20)
+    assert rank.finish() != 0
+    until(f"forwardings to be gone {forwardings(nodes)}\n{nodes.logs()}", lambda: not forwardings(nodes))
 
 
 # ---------------------------------------------------------------- what does not follow
@@ -187,12 +185,12 @@ def test_the_outside_world_is_listed_and_seen_as_reset(nodes: Cluster) -> None:
     server = nodes.lab.spawn("operator", [*command, "--serve"], stdout=subprocess.PIPE, text=True)
     try:
         rank = nodes.start(SOURCE, command, job="outside")
-        until("answers", lambda: "answer 1" in rank.text(), 20)
+        until("answers", lambda: "answer 1" in rank.text())
         said = checks(nodes, rank, TARGET)["outside-world"]
         assert said["verdict"] == "warn"
         assert "10.213.0.1:7006" in said["reason"]
         nodes.move(rank, TARGET)
-        until("another connection", lambda: "answer 2" in rank.text(), 20)
+        until("another connection", lambda: "answer 2" in rank.text())
         assert [line for line in rank.lines() if not line.startswith("answer")] == [
             *("CONNECTED 1", "RESET 1", "CONNECTED 2")
         ]
@@ -208,7 +206,7 @@ def test_a_half_closed_connection_is_refused_by_name(nodes: Cluster) -> None:
     server = nodes.lab.spawn(PEER, [*command, "--serve", "0.0.0.0:7007"])
     try:
         rank = nodes.start(SOURCE, [*command, f"{nodes.lab.address(PEER)}:7007"], job="half")
-        until("the connection", lambda: "CONNECTED 1" in rank.text(), 20)
+        until("the connection", lambda: "CONNECTED 1" in rank.text())
         refused = nodes.move(rank, TARGET, expect=10)
         assert "half-closed" in refused["reason"], refused
     finally:
@@ -239,18 +237,18 @@ def test_options_and_odd_sockets_stay(nodes: Cluster, ends: Ends) -> None:
     command += ["--until", str(ends.until), "--here", here]
     server = nodes.lab.spawn(PEER, [*command, "--serve"])
     try:
-        until("the echo", lambda: in_node(nodes, PEER, lambda: sockets.listeners({7009})), 10)
+        until("the echo", lambda: in_node(nodes, PEER, lambda: sockets.listeners({7009})))
         rank = nodes.start(SOURCE, command, job="odd")
         rank.await_lines(3)
         for to in (TARGET, SOURCE, TARGET):
             nodes.move(rank, to)
             rank.await_progress(2)
-            until("time-outs", lambda: "user-timeout=54321 keepalive=1" in rank.lines()[-1], 10)
+            until("time-outs", lambda: "user-timeout=54321 keepalive=1" in rank.lines()[-1])
         whole = rank.text().split("\n")[:-1]  # the last line may be on its way
         told = {line for line in whole if line.startswith("options user-timeout=54321 keepalive=1")}
         assert len(told) == 1, told
         ends.until.touch()
-        assert rank.finish(20) == 0
+        assert rank.finish() == 0
         assert rank.lines()[-1] == f"bound {nodes.lab.address(TARGET)} True b'kept'"
     finally:
         server.kill()
@@ -298,13 +296,13 @@ class Crash:
         self.before = [visible(pid_of(peer)) for peer in self.peers]
 
     def bring_back(self, node: str) -> None:
-        until(f"the end of the daemon of {node}", lambda: self.nodes.lab.daemon_pid(node) is None, 20)
+        until(f"the end of the daemon of {node}", lambda: self.nodes.lab.daemon_pid(node) is None)
         self.nodes.lab.start_daemon(node)
 
     def ends_well(self, *places: str) -> None:
         """One copy, in one of these places; every connection goes on; a retry succeeds; nothing is left."""
         self.ends.flow()
-        until("the move to settle", lambda: not self.unfinished() and not filters(self.nodes), 20)
+        until("the move to settle", lambda: not self.unfinished() and not filters(self.nodes))
         assert self.place() in places, self.nodes.logs()
         assert [visible(pid_of(peer)) for peer in self.peers] == self.before
         self.nodes.move(self.rank, TARGET if self.place() != TARGET else SOURCE)
@@ -328,16 +326,17 @@ def parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "point", [Point.BRACE, Point.BEFORE_REPOINT, Point.REPOINTING, Point.REPOINT, Point.BEFORE_SETTLE]
 )
 def test_a_peers_daemon_is_killed(nodes: Cluster, ends: Ends, point: Point) -> None:
     crash = Crash(nodes, ends)
     nodes.fault(PEER, point, "kill")
-    with nodes.begin_move(crash.rank, TARGET, more=("--lease", "3")) as asked:
-        until(f"{point}", lambda: nodes.fired(PEER), 30)
+    with nodes.begin_move(crash.rank, TARGET, more=SHORT_LEASE) as asked:
+        until(f"{point}", lambda: nodes.fired(PEER))
         crash.bring_back(PEER)
-        asked.communicate(timeout=60)
+        asked.communicate(timeout=PATIENCE_S)
     assert asked.returncode == (0 if point is Point.BEFORE_SETTLE else 11), nodes.logs()
     crash.ends_well(TARGET if point is Point.BEFORE_SETTLE else SOURCE)
 
@@ -345,8 +344,8 @@ def test_a_peers_daemon_is_killed(nodes: Cluster, ends: Ends, point: Point) -> N
 def test_the_driver_is_killed_between_the_re_pointing_and_the_outcome(nodes: Cluster, ends: Ends) -> None:
     crash = Crash(nodes, ends)
     nodes.fault(PEER, Point.REPOINT, "wait")
-    with nodes.begin_move(crash.rank, TARGET, more=("--lease", "2")) as asked:
-        until("the re-pointing", lambda: nodes.fired(PEER), 30)
+    with nodes.begin_move(crash.rank, TARGET, more=SHORT_LEASE) as asked:
+        until("the re-pointing", lambda: nodes.fired(PEER))
         asked.kill()
     (nodes.run_dir(PEER) / f"{Point.REPOINT}.go").touch()
     crash.ends_well(SOURCE)
@@ -358,8 +357,8 @@ def test_a_peer_is_cut_off_around_the_outcome(nodes: Cluster, ends: Ends, point:
     crash = Crash(nodes, ends)
     others = ("operator", SOURCE, TARGET)
     nodes.fault(PEER, point, "wait")
-    with nodes.begin_move(crash.rank, TARGET, more=("--lease", "3")) as asked:
-        until(f"{point}", lambda: nodes.fired(PEER), 30)
+    with nodes.begin_move(crash.rank, TARGET, more=SHORT_LEASE) as asked:
+        until(f"{point}", lambda: nodes.fired(PEER))
         for other in others:
             nodes.lab.partition(PEER, other)
         (nodes.run_dir(PEER) / f"{point}.go").touch()
@@ -367,7 +366,7 @@ def test_a_peer_is_cut_off_around_the_outcome(nodes: Cluster, ends: Ends, point:
         for other in others:
             nodes.lab.heal(PEER, other)
         with contextlib.suppress(Exception):
-            asked.communicate(timeout=80)
+            asked.communicate(timeout=PATIENCE_S)
     crash.ends_well(SOURCE, TARGET)
 
 

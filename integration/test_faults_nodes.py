@@ -9,7 +9,6 @@ import pytest
 from integration.drill import MOVED, OTHER, SOURCE, TARGET, UNDONE, Drill
 from snapshotd.runtime.faults import Point
 
-pytestmark = pytest.mark.timeout(120)
 OPERATOR = "operator"
 
 
@@ -37,26 +36,28 @@ def test_the_source_crashes_after_commit(drill: Drill) -> None:
     drill.end_orphan()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("point", [Point.BEFORE_COMMIT, Point.COMMIT])
 def test_the_target_crashes_while_it_holds_the_rank(drill: Drill, point: Point) -> None:
     """The source keeps its frozen copy until the target runs: after COMMIT too the rank is taken back."""
     with drill.waiting_at(SOURCE, point):
         drill.lab.crash(TARGET)
     drill.lab.boot(TARGET)
-    drill.expect(UNDONE, timeout_s=80)
+    drill.expect(UNDONE)
     drill.finish(SOURCE)
 
 
 # ---------------------------------------------------------------- networks
 
 
+@pytest.mark.sampled(1, per="point")
 @pytest.mark.parametrize("end", [SOURCE, TARGET])
 @pytest.mark.parametrize(("point", "node"), [(Point.DUMPING, SOURCE), (Point.COMMIT, SOURCE)])
 def test_the_operator_is_cut_off(drill: Drill, end: str, point: Point, node: str) -> None:
     with drill.waiting_at(node, point):
         drill.lab.partition(OPERATOR, end)
         drill.kill_driver()
-    drill.settled(40)
+    drill.settled()
     at = drill.place()
     assert at == (TARGET if point is Point.COMMIT else SOURCE)
     drill.runs_on(at)
@@ -64,6 +65,7 @@ def test_the_operator_is_cut_off(drill: Drill, end: str, point: Point, node: str
     drill.finish(at)
 
 
+@pytest.mark.sampled(1, per="at")
 @pytest.mark.parametrize(
     ("point", "at"), [(Point.DUMPING, SOURCE), (Point.BEFORE_COMMIT, TARGET), (Point.COMMIT, TARGET)]
 )
@@ -71,7 +73,7 @@ def test_source_and_target_are_cut_off_each_other(drill: Drill, point: Point, at
     """Before COMMIT the move fails; at COMMIT the driver carries the token, which is all the target needs."""
     with drill.waiting_at(SOURCE, point):
         drill.lab.partition(SOURCE, TARGET)
-    drill.expect(MOVED if at == TARGET else UNDONE, timeout_s=80)
+    drill.expect(MOVED if at == TARGET else UNDONE)
     drill.lab.heal(SOURCE, TARGET)
     drill.finish(at)
 

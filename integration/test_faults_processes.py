@@ -11,9 +11,6 @@ from integration.drill import GONE, MOVED, SOURCE, TARGET, UNDONE, Drill, ended,
 from integration.harness import until
 from snapshotd.runtime.faults import Point
 
-pytestmark = pytest.mark.timeout(90)
-
-
 # ---------------------------------------------------------------- criu
 
 
@@ -38,6 +35,7 @@ def test_criu_is_killed_in_the_restore(drill: Drill) -> None:
 # ---------------------------------------------------------------- the rank
 
 
+@pytest.mark.sampled(1, per="node")
 @pytest.mark.parametrize(
     ("node", "point"),
     [
@@ -63,6 +61,7 @@ def test_the_frozen_copy_is_killed_while_the_target_holds_one(drill: Drill) -> N
     drill.finish(TARGET)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("point", [Point.BEFORE_COMMIT, Point.COMMIT])
 def test_the_held_copy_is_killed(drill: Drill, point: Point) -> None:
     """It never ran, so the source's copy is the rank, also after COMMIT."""
@@ -90,6 +89,7 @@ def test_the_rank_is_killed_when_it_has_just_begun_to_run_on_the_target(drill: D
 # ---------------------------------------------------------------- the keepers
 
 
+@pytest.mark.sampled(2, per="node")
 @pytest.mark.parametrize(
     ("node", "point"),
     [
@@ -124,6 +124,7 @@ def test_the_home_keeper_is_killed_while_its_daemon_is_down(drill: Drill) -> Non
     drill.killed()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("point", [Point.BEFORE_COMMIT, Point.COMMIT])
 def test_the_guest_keeper_of_a_held_copy_is_killed(drill: Drill, point: Point) -> None:
     with drill.waiting_at(SOURCE, point):

@@ -22,7 +22,7 @@ MIB = 1 << 20
 
 
 def ready(job: Job) -> Job:
-    until("the rank to have its memory", lambda: "READY" in job.lines(), 60)
+    until("the rank to have its memory", lambda: "READY" in job.lines())
     return job
 
 
@@ -116,7 +116,7 @@ def test_images_are_for_root_alone_and_gone_afterwards(nodes: Cluster) -> None:
         assert modes(files) == {0o600}
         assert {path.stat().st_uid for path in [store, folder, *files]} == {0}
     assert asked.code == 0
-    until("the images to go", lambda: not images_left(nodes), 5)
+    until("the images to go", lambda: not images_left(nodes))
     job.kill()
 
 

@@ -11,11 +11,9 @@ from typing import Any
 
 import pytest
 
-from integration.harness import Cluster, until
+from integration.harness import PATIENCE_S, SHORT_LEASE, Cluster, until
 from integration.nccl_nodes import NcclJob, unsettled
 from snapshotd.runtime.faults import Point
-
-pytestmark = pytest.mark.timeout(180)
 
 SOURCE, PEER, THIRD, TARGET = ("node-1", "node-2", "node-3", "spare-1")
 UNDONE = 11
@@ -87,7 +85,7 @@ def test_a_rank_stuck_in_its_own_code_is_given_up_and_the_job_goes_on(nodes: Clu
     assert "detach" not in names(told)
     (job.meeting / "go").touch()
     job.await_progress()
-    until("everything is settled", lambda: not unsettled(nodes), 20)
+    until("everything is settled", lambda: not unsettled(nodes))
     nodes.move(job.ranks[0], TARGET)
     job.ends_well()
 
@@ -135,6 +133,7 @@ def test_a_peer_that_hangs_while_communicators_are_built(nodes: Cluster) -> None
 # ---------------------------------------------------------------- whoever is killed
 
 
+@pytest.mark.sampled(1, per="node")
 @pytest.mark.parametrize(
     ("node", "point"),
     [(SOURCE, Point.QUIESCED), (SOURCE, Point.DETACH), (SOURCE, Point.ATTACH), (PEER, Point.DETACHED)],
@@ -144,8 +143,8 @@ def test_the_driver_is_killed(nodes: Cluster, node: str, point: Point) -> None:
     job = NcclJob(nodes, [SOURCE, PEER])
     job.await_lines(5)
     nodes.fault(node, point, "wait")
-    with nodes.begin_move(job.ranks[0], TARGET, more=("--lease", "2")) as asked:
-        until(f"{point}\n{nodes.logs()}", lambda: nodes.fired(node) or asked.poll() is not None, 30)
+    with nodes.begin_move(job.ranks[0], TARGET, more=SHORT_LEASE) as asked:
+        until(f"{point}\n{nodes.logs()}", lambda: nodes.fired(node) or asked.poll() is not None)
         waiting = json.loads(nodes.migrator("status", "--json").stdout)["gates"]
         assert (node, job.places.index(node)) in {(gate["node"], gate["rank"]) for gate in waiting}, waiting
         asked.kill()
@@ -153,7 +152,7 @@ def test_the_driver_is_killed(nodes: Cluster, node: str, point: Point) -> None:
     with contextlib.suppress(FileNotFoundError):
         (nodes.run_dir(node) / f"{point}.go").touch()
     job.await_progress()
-    until("everything is settled", lambda: not unsettled(nodes), 20)
+    until("everything is settled", lambda: not unsettled(nodes))
     assert json.loads(nodes.migrator("status", "--json").stdout)["gates"] == []
     nodes.move(job.ranks[0], TARGET)
     job.ends_well()
@@ -166,18 +165,19 @@ KILLS = [
 ]
 
 
+@pytest.mark.sampled(2, per="node")
 @pytest.mark.parametrize(("node", "point"), KILLS)
 def test_a_daemon_is_killed(nodes: Cluster, node: str, point: Point) -> None:
     """Moved or undone, the job goes on with exact results, and no gate stays closed."""
     job = NcclJob(nodes, [SOURCE, PEER])
     job.await_lines(5)
     nodes.fault(node, point, "kill")
-    with nodes.begin_move(job.ranks[0], TARGET, more=("--lease", "2")) as asked:
-        until(f"{point}\n{nodes.logs()}", lambda: nodes.lab.daemon_pid(node) is None or asked.poll() is not None, 60)
+    with nodes.begin_move(job.ranks[0], TARGET, more=SHORT_LEASE) as asked:
+        until(f"{point}\n{nodes.logs()}", lambda: nodes.lab.daemon_pid(node) is None or asked.poll() is not None)
         assert nodes.lab.daemon_pid(node) is None, f"{asked.communicate()}\n{nodes.logs()}"
         nodes.lab.start_daemon(node)
-        out, errors = asked.communicate(timeout=120)
+        out, errors = asked.communicate(timeout=PATIENCE_S)
     assert asked.returncode in {0, UNDONE}, f"{out}{errors}{nodes.logs()}"
     job.await_progress()
-    until("everything is settled", lambda: not unsettled(nodes), 30)
+    until("everything is settled", lambda: not unsettled(nodes))
     job.ends_well()

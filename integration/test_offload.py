@@ -23,8 +23,6 @@ from integration.offloads import LARGE, LARGE_MIB, MIB, SOURCE, TARGET, UNDONE, 
 from snapshotd.moves.device import gpu
 from snapshotd.runtime.faults import Point
 
-pytestmark = pytest.mark.timeout(300)
-
 
 @pytest.mark.parametrize(
     "arguments",

@@ -13,11 +13,9 @@ from typing import Any
 import pytest
 
 from integration.gpu_nodes import GpuCluster
-from integration.harness import until
+from integration.harness import PATIENCE_S, SHORT_LEASE, until
 from integration.nccl_nodes import NcclJob, unsettled
 from snapshotd.runtime.faults import Point
-
-pytestmark = pytest.mark.timeout(240)
 
 SOURCE, PEER, TARGET = ("node-1", "node-2", "spare-1")
 UNDONE = 11
@@ -110,6 +108,7 @@ def test_the_job_runs_while_memory_is_made_ready_to_leave(lab: GpuCluster) -> No
 # ---------------------------------------------------------------- undo
 
 
+@pytest.mark.sampled(1, per="node")
 @pytest.mark.parametrize(
     ("node", "point"),
     [
@@ -136,6 +135,7 @@ def test_undone_and_tried_again(lab: GpuCluster, node: str, point: Point) -> Non
     job.ends_well()
 
 
+@pytest.mark.sampled(1, per="node")
 @pytest.mark.parametrize(
     ("node", "point"),
     [
@@ -149,28 +149,29 @@ def test_undone_and_tried_again(lab: GpuCluster, node: str, point: Point) -> Non
 def test_a_daemon_is_killed(lab: GpuCluster, node: str, point: Point) -> None:
     job = start(lab, SOURCE, PEER)
     lab.cluster.fault(node, point, "kill")
-    with lab.cluster.begin_move(job.ranks[0], TARGET, more=("--lease", "2")) as asked:
+    with lab.cluster.begin_move(job.ranks[0], TARGET, more=SHORT_LEASE) as asked:
         until("the fault", lambda: lab.lab.daemon_pid(node) is None)
         lab.lab.start_daemon(node)
-        out, errors = asked.communicate(timeout=120)
+        out, errors = asked.communicate(timeout=PATIENCE_S)
     assert asked.returncode in {0, UNDONE}, f"{out}{errors}{lab.cluster.logs()}"
     job.await_progress()
-    until("everything is settled", lambda: not unsettled(lab.cluster), 30)
+    until("everything is settled", lambda: not unsettled(lab.cluster))
     job.ends_well()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("point", [Point.READY, Point.PARKED_MEMORY])
 def test_the_driver_is_killed(lab: GpuCluster, point: Point) -> None:
     """What is ready, or away, is given up or brought back when the lease is over; then the communicators."""
     job = start(lab, SOURCE, PEER)
     lab.cluster.fault(SOURCE, point, "wait")
-    with lab.cluster.begin_move(job.ranks[0], TARGET, more=("--lease", "2")) as asked:
-        until(f"{point}", lambda: lab.cluster.fired(SOURCE), 30)
+    with lab.cluster.begin_move(job.ranks[0], TARGET, more=SHORT_LEASE) as asked:
+        until(f"{point}", lambda: lab.cluster.fired(SOURCE))
         asked.kill()
         asked.wait(10)
     with contextlib.suppress(FileNotFoundError):
         (lab.cluster.run_dir(SOURCE) / f"{point}.go").touch()
     job.await_progress()
-    until("everything is settled", lambda: not unsettled(lab.cluster), 20)
+    until("everything is settled", lambda: not unsettled(lab.cluster))
     moved_both(lab.cluster.move(job.ranks[0], TARGET))
     job.ends_well()

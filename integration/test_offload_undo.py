@@ -12,14 +12,12 @@ from typing import Any
 import pytest
 
 from integration.gpu_nodes import GpuCluster
-from integration.harness import Job, until
+from integration.harness import PATIENCE_S, SHORT_LEASE, Job, until
 from integration.offloads import LARGE, MIB, SOURCE, TARGET, UNDONE, children, start, stopped_senders
 from snapshotd.api.errors import SnapshotError
 from snapshotd.inprocess import devmem, shimctl
 from snapshotd.proc.tree import Process
 from snapshotd.runtime.faults import Point
-
-pytestmark = pytest.mark.timeout(300)
 
 ENDED = 21
 THREADED = (*LARGE, "--threads", "1")
@@ -27,6 +25,7 @@ THREADED = (*LARGE, "--threads", "1")
 HALF_MIB = ("--mib", "240", "--blocks", "2", "--api", "runtime")
 
 
+@pytest.mark.sampled(1, per="node")
 @pytest.mark.parametrize(
     ("node", "point"),
     [
@@ -49,6 +48,7 @@ def test_move_that_fails_is_undone_and_a_retry_succeeds(lab: GpuCluster, node: s
     lab.ends_well(job)
 
 
+@pytest.mark.sampled(1, per="node")
 @pytest.mark.parametrize(
     ("node", "point"),
     [
@@ -65,10 +65,10 @@ def test_daemon_killed_during_a_move(lab: GpuCluster, node: str, point: Point) -
     job = start(lab, *THREADED)
     job.await_lines(5)
     lab.cluster.fault(node, point, "kill")
-    with lab.cluster.begin_move(job, TARGET, more=("--lease", "2")) as asked:
+    with lab.cluster.begin_move(job, TARGET, more=SHORT_LEASE) as asked:
         until("the fault", lambda: lab.lab.daemon_pid(node) is None)
         lab.lab.start_daemon(node)
-        out, errors = asked.communicate(timeout=120)
+        out, errors = asked.communicate(timeout=PATIENCE_S)
     expected = {0, UNDONE} if point == Point.ACTIVATED else {UNDONE}
     assert asked.returncode in expected, f"{out}{errors}{lab.cluster.logs()}"
     job.await_progress(3)
@@ -117,6 +117,7 @@ class Victim(StrEnum):
     RANK = "rank whose memory is copied"
 
 
+@pytest.mark.sampled(1, per="victim")
 @pytest.mark.parametrize(
     ("node", "victim", "codes"),
     [
@@ -136,7 +137,7 @@ def test_process_killed_while_memory_is_copied(lab: GpuCluster, node: str, victi
     job = start(lab, *THREADED)
     job.await_lines(5)
     lab.nodes[node].fault("copy", "slow:250", once=False)
-    with lab.cluster.begin_move(job, TARGET, more=("--lease", "2")) as asked:
+    with lab.cluster.begin_move(job, TARGET, more=SHORT_LEASE) as asked:
         copied = until("a copy to be in progress", lambda: copying(lab, node))
         daemon = {Victim.SOURCE: SOURCE, Victim.TARGET: TARGET}.get(victim)
         match victim:
@@ -151,12 +152,12 @@ def test_process_killed_while_memory_is_copied(lab: GpuCluster, node: str, victi
         if daemon is not None:
             lab.restart(daemon)
         lab.nodes[node].clear_faults()
-        out, errors = asked.communicate(timeout=120)
+        out, errors = asked.communicate(timeout=PATIENCE_S)
     assert asked.returncode in codes, f"{out}{errors}{lab.cluster.logs()}"
     if asked.returncode == UNDONE:
         assert json.loads(out)["where"] in {"running on source", "frozen on source"}
     if (node, victim) == (SOURCE, Victim.RANK):
-        assert job.finish(60) != 0
+        assert job.finish() != 0
         lab.nothing_left()
         return
     job.await_progress(3)
@@ -185,6 +186,7 @@ def test_move_is_undone_if_the_targets_gpu_is_full(lab: GpuCluster) -> None:
     lab.ends_well(job)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("point", [Point.PARKED_MEMORY, Point.STREAM])
 def test_rank_stays_frozen_until_the_sources_gpu_has_room(lab: GpuCluster, point: Point) -> None:
     """The undo finds the GPU full. The rank continues once there is room, also after a restart of the daemon."""

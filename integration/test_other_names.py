@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from integration.drill import kill, node_of
-from integration.harness import Cluster
+from integration.harness import PATIENCE_S, Cluster
 from integration.test_moves import uninterrupted
 from snapshotd.runtime.faults import Point
 
@@ -77,7 +77,7 @@ def test_two_ranks_with_such_semaphores_leave_at_the_same_time(nodes: Cluster) -
     for job in jobs:
         job.await_lines(5)
     moves = [nodes.begin_move(job, AWAY) for job in jobs]
-    told = [move.communicate(timeout=90) for move in moves]
+    told = [move.communicate(timeout=PATIENCE_S) for move in moves]
     assert [move.returncode for move in moves] == [0, 0], f"{told}\n{nodes.logs()}"
     for job in jobs:
         assert job.finish() == 0, job.text()[-500:]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from integration.harness import Cluster, Job, until
+from integration.harness import PATIENCE_S, Cluster, Job, until
 from migrator import pki
 from snapshotd.api.errors import Ambiguous, Busy, Denied, NotFound, RankGone, Refused, Unreachable
 
@@ -213,11 +213,11 @@ def test_a_rank_that_ends_during_a_move(nodes: Cluster, node: str, point: str, n
     with nodes.moving(job, TARGET, node, point) as asked:
         os.kill(pid, number)
         if number == signal.SIGTERM:
-            assert job.finish(20) == 7
+            assert job.finish() == 7
     assert asked.code == RankGone.exit_code, f"{asked}\n{nodes.logs()}"
     assert "ended" in asked.answer["reason"]
-    assert job.finish(20) == (7 if number == signal.SIGTERM else -number)
-    until("nothing left", lambda: not nodes.leftovers(), 20)
+    assert job.finish() == (7 if number == signal.SIGTERM else -number)
+    until("nothing left", lambda: not nodes.leftovers())
 
 
 # ---------------------------------------------------------------- nonsense on the wire
@@ -231,7 +231,7 @@ def test_nonsense_on_the_wire_disturbs_nobody(nodes: Cluster, job: Job, caller: 
     before = log.stat().st_size
     command = [sys.executable, "-m", "integration.wirefuzz", *arguments]
     with nodes.lab.spawn("operator", command, stdout=subprocess.PIPE, text=True) as fuzz:
-        out, _ = fuzz.communicate(timeout=100)
+        out, _ = fuzz.communicate(timeout=PATIENCE_S)
     assert fuzz.returncode == 0, out
     told = json.loads(out)
     assert told["wrong"] == []

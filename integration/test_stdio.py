@@ -121,7 +121,7 @@ def test_stdin_that_ended_unread_before_a_move_is_read_after_it(nodes: Cluster) 
     nodes.move(job, AWAY)
     nodes.move(job, THIRD)
     job.process.send_signal(signal.SIGUSR1)
-    assert job.finish(30) == 0
+    assert job.finish() == 0
     assert job.lines() == ["READY", *answers(lines)]
 
 
@@ -148,7 +148,7 @@ def test_the_end_of_stdin(nodes: Cluster, when: str) -> None:
         job.await_lines(4)
         nodes.move(job, AWAY)
         sink.close()
-    assert job.finish(30) == 0
+    assert job.finish() == 0
     assert job.lines() == [*(["READY"] if late else []), *answers(lines)]
 
 
@@ -173,7 +173,7 @@ def test_separate_pipes_of_a_fast_writer(nodes: Cluster) -> None:
         nodes.move(job, node)
     out.await_more()
     job.process.send_signal(signal.SIGTERM)
-    assert job.finish(60) == 0
+    assert job.finish() == 0
     assert check_blocks(out.whole(), 0, 2) == check_blocks(err.whole(), 1, 2)
 
 
@@ -185,7 +185,7 @@ def test_one_pipe_for_both_keeps_their_order(nodes: Cluster) -> None:
         nodes.move(job, node)
     out.await_more(10 << 20)
     job.process.send_signal(signal.SIGTERM)
-    assert job.finish(60) == 0
+    assert job.finish() == 0
     assert check_blocks(out.whole(), 0, 1) * BLOCK_NUMBERS * 8 > 10 << 20
 
 
@@ -200,7 +200,7 @@ def test_a_launcher_that_does_not_read_holds_the_writer_up_across_moves(nodes: C
     out = Reader(job.process.stdout)
     out.await_more(8 << 20)
     job.process.send_signal(signal.SIGTERM)
-    assert job.finish(60) == 0
+    assert job.finish() == 0
     check_blocks(out.whole(), 0, 1)
 
 
@@ -217,7 +217,7 @@ def test_output_to_a_file_is_whole_and_in_order(nodes: Cluster) -> None:
         until("more output", partial(larger, job.out, number * 10 << 20))
         nodes.move(job, node)
     job.process.send_signal(signal.SIGTERM)
-    assert job.finish(60) == 0
+    assert job.finish() == 0
     check_blocks(job.out.read_bytes(), 0, 1)
 
 
@@ -227,7 +227,7 @@ def test_a_launcher_that_stops_listening_is_noticed_where_the_rank_is(nodes: Clu
     assert job.process.stdout.readline().startswith(b"step 0 ")
     nodes.move(job, AWAY)
     job.process.stdout.close()
-    assert job.finish(20) in (1, 120)  # 120: Python noticed when it flushed at its end
+    assert job.finish() in (1, 120)  # 120: Python noticed when it flushed at its end
     assert "BrokenPipeError" in job.text()
 
 
@@ -261,7 +261,7 @@ class Screen:
         os.write(self._master, text)
 
     def shows(self, text: str) -> None:
-        until(f"{text!r} on the terminal, which shows {self.seen[-300:]!r}", lambda: text.encode() in self.seen, 20)
+        until(f"{text!r} on the terminal, which shows {self.seen[-300:]!r}", lambda: text.encode() in self.seen)
 
     def take(self) -> None:
         """In the child: this is its controlling terminal."""
@@ -303,7 +303,7 @@ def test_a_terminal_stays_one(nodes: Cluster) -> None:
     nodes.move(job, HOME)
     screen.type(b"\x03")
     screen.shows("DONE\r\n")
-    assert job.finish(30) == 5
+    assert job.finish() == 5
     # Ctrl-C empties a terminal's queues (termios: no NOFLSH), moved or not: each of the three may cost a line, no more.
     steps = screen.steps()
     assert steps == sorted(set(steps))

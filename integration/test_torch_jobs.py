@@ -11,7 +11,7 @@ import pytest
 from integration.harness import Cluster, until
 from integration.torch_jobs import HOMES, TORCHRUN, TorchJob, TorchLab, at_rest
 
-pytestmark = [pytest.mark.root, pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.root, pytest.mark.slow]
 
 
 @pytest.fixture
@@ -125,7 +125,7 @@ def test_a_sigterm_to_the_agent_ends_its_workers(torch_lab: TorchLab, after_a_mo
         job.move(1, "spare-1")
         job.await_progress(4)
     job.agents[0].process.terminate()
-    assert job.finish(60) == [1], job.text()
+    assert job.finish() == [1], job.text()
     assert "SignalException: Process" in job.text(), job.text()
     assert "got signal: 15" in job.text()
     until("both ranks to be gone", lambda: not job.where())

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from integration.harness import MIGRATOR, WORKLOADS, Cluster, Job, until
+from integration.harness import MIGRATOR, PATIENCE_S, WORKLOADS, Cluster, Job, until
 
 TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
 HOMES = ("node-1", "node-2", "node-3", "node-4")
@@ -56,7 +56,7 @@ class TorchJob:
         """What the ranks of each launcher said of their steps, in the order in which they said it."""
         return [[line for line in agent.lines() if line.startswith(starting)] for agent in self.agents]
 
-    def await_steps(self, count: int, timeout_s: float = 90.0) -> None:
+    def await_steps(self, count: int, timeout_s: float = PATIENCE_S) -> None:
         """Every node has seen so many lines about steps."""
 
         def enough() -> bool:
@@ -70,7 +70,7 @@ class TorchJob:
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.text()}\n{self.cluster.logs(15)}") from None
 
-    def await_progress(self, steps: int = 3, timeout_s: float = 60.0) -> None:
+    def await_progress(self, steps: int = 3, timeout_s: float = PATIENCE_S) -> None:
         self.await_steps(max(len(lines) for lines in self.lines()) + steps, timeout_s)
 
     def move(self, rank: int, to: str, **more: Any) -> dict[str, Any]:
@@ -80,7 +80,7 @@ class TorchJob:
         """Rank -> node that it runs on."""
         return {row["rank"]: row["node"] for row in self.cluster.ps(self.agents[0])}
 
-    def finish(self, timeout_s: float = 90.0) -> list[int]:
+    def finish(self, timeout_s: float = PATIENCE_S) -> list[int]:
         ends = time.monotonic() + timeout_s
         return [agent.finish(max(1.0, ends - time.monotonic())) for agent in self.agents]
 
