@@ -1,4 +1,4 @@
-"""What a launcher has in its hands, and jobs whose whole output is known: for the tests of what it sees while they move."""
+"""For the tests of what a launcher sees: its pipes, and a job whose complete output is known."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Reader:
 
 
 def chain(steps: int) -> str:
-    """What workloads/chain.py prints, from its own definition."""
+    """What workloads/chain.py prints."""
     lines, state = [], b""
     for step in range(steps):
         state = hashlib.sha256(state).digest()
@@ -49,7 +49,7 @@ def chain(steps: int) -> str:
 
 
 def end_chain(job: Job) -> None:
-    """SIGTERM, and the output is that of an uninterrupted run."""
+    """Ends the job with SIGTERM; its output is that of an uninterrupted run."""
     job.process.send_signal(signal.SIGTERM)
     assert job.finish() == 0
     assert job.text() == chain(len(job.lines()) - 1)

@@ -1,4 +1,4 @@
-"""What the tests of connections ask the lab: functions inside a node's network, and what a process can see of its sockets."""
+"""For the tests of connections: functions inside a node's network namespace, and the sockets that a process sees."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NODAD = 0x02
 
 
 def in_node(nodes: Cluster, node: str, act: Callable[[], Result]) -> Result:
-    """act() in the network namespace of a node, in a thread that ends with it."""
+    """Runs act() in the network namespace of a node, in a thread of its own."""
 
     def work() -> Result:
         record = nodes.lab.layout.load()
@@ -44,13 +44,13 @@ def in_node(nodes: Cluster, node: str, act: Callable[[], Result]) -> Result:
 
 
 def tables(nodes: Cluster) -> dict[str, list[str]]:
-    """The packet filters and forwardings of ours on every node that has any."""
+    """The nftables tables of snapshotd by node: packet filters and forwardings."""
     found = {node: in_node(nodes, node, nft.tables) for node in nodes.lab.nodes}
     return {node: names for node, names in found.items() if names}
 
 
 def filters(nodes: Cluster) -> list[str]:
-    """The filters of moves alone; forwardings stay for as long as a job lives."""
+    """The filters of moves only: forwardings stay as long as the job runs."""
     return [f"{node}: {name}" for node, names in tables(nodes).items() for name in names if name.startswith("m-")]
 
 
@@ -59,7 +59,7 @@ def forwardings(nodes: Cluster) -> list[str]:
 
 
 def give_ipv6(nodes: Cluster) -> None:
-    """Every node also gets fd13::N, N as in its IPv4 address."""
+    """Gives every node the address fd13::N, where N is the last number of its IPv4 address."""
     for node in nodes.lab.nodes:
 
         def act(node: str = node) -> None:
@@ -75,7 +75,7 @@ def ipv6(nodes: Cluster, node: str) -> str:
 
 
 def visible(pid: int) -> dict[str, str]:
-    """What a process has open: every descriptor with its inode, every epoll set with what is registered in it."""
+    """The open descriptors of a process with their inodes, and the registrations of its epoll sets."""
     found: dict[str, str] = {}
     for fd in os.listdir(f"/proc/{pid}/fd"):
         with contextlib.suppress(FileNotFoundError):
@@ -86,8 +86,8 @@ def visible(pid: int) -> dict[str, str]:
     return found
 
 
-class Ends:
-    """The programs of one test, which all stop when told to: a rank under `migrator run`, and peers that are nobody's."""
+class Endpoints:
+    """The programs of one test, which all stop on request: ranks under `migrator run`, and unprotected peers."""
 
     def __init__(self, nodes: Cluster, name: str) -> None:
         self.nodes, self.name = nodes, name
@@ -98,12 +98,12 @@ class Ends:
         self.jobs: list[Job] = []
 
     def rank(self, node: str, *arguments: str, rank: int = 0) -> Job:
-        """A protected end, ready."""
+        """Starts a protected program and waits until it is ready."""
         job = self.nodes.start(node, self._command(arguments), job=self.name, rank=rank)
         return self._ready(job)
 
     def peer(self, node: str, *arguments: str, ready: bool = True) -> Job:
-        """An end that nobody protects."""
+        """Starts an unprotected program."""
         out = self.nodes.folder / f"{self.name}-peer{len(self.jobs)}.out"
         with out.open("wb") as file:
             process = self.nodes.lab.spawn(
@@ -126,47 +126,47 @@ class Ends:
         return job
 
     def await_ready(self, timeout_s: float = PATIENCE_S) -> None:
-        """Whoever called has been let in."""
+        """Waits until all programs are connected."""
         for job in self.jobs:
-            until(f"{job.name} to be let in", partial(self._is_ready, job), timeout_s)
+            until(f"{job.name} to be connected", partial(self._is_ready, job), timeout_s)
 
     def _is_ready(self, job: Job) -> bool:
         self.well()
         return "READY" in job.text()
 
     def flow(self, timeout_s: float = PATIENCE_S) -> None:
-        """Every end goes on reading, and none has lost anything."""
+        """Waits until every program has received more records, none of them lost or wrong."""
         for job in self.jobs:
             try:
                 job.await_progress(3, timeout_s)
             except AssertionError as error:
-                raise AssertionError(f"{error}\n{self.told()}\n{self.nodes.logs()}") from None
+                raise AssertionError(f"{error}\n{self.output()}\n{self.nodes.logs()}") from None
         self.well()
 
     def well(self) -> None:
-        told = self.told()
-        assert not any(word in told for word in ("LOST", "WRONG", "Traceback")), f"{told}\n{self.nodes.logs()}"
+        text = self.output()
+        assert not any(word in text for word in ("LOST", "WRONG", "Traceback")), f"{text}\n{self.nodes.logs()}"
 
     def end(self) -> None:
-        """All streams come to their ends, every record having arrived once."""
+        """Ends all streams. Every record has arrived once."""
         self.until.touch()
         for job in self.jobs:
             try:
-                assert job.finish() == 0, f"{self.told()}\n{self.nodes.logs()}"
+                assert job.finish() == 0, f"{self.output()}\n{self.nodes.logs()}"
             except subprocess.TimeoutExpired:
-                raise AssertionError(f"{job.name} does not end\n{self.told()}\n{self.nodes.logs()}") from None
-            assert job.lines()[-1] == "DONE", self.told()
+                raise AssertionError(f"{job.name} does not end\n{self.output()}\n{self.nodes.logs()}") from None
+            assert job.lines()[-1] == "DONE", self.output()
 
-    def told(self) -> str:
+    def output(self) -> str:
         return "\n".join(f"--- {job.name}\n{job.text()[-300:]}" for job in self.jobs)
 
     def copies(self) -> list[int]:
-        """The processes of the rank, wherever they are; `migrator run` does not count."""
+        """The processes of all programs on all nodes, without `migrator run`."""
         return processes_of(str(self.until))
 
 
 def pid_of(job: Job) -> int:
-    """Of a peer: what was spawned has become the program itself."""
+    """The pid of a peer: the spawned process has become the program itself."""
     return job.process.pid
 
 
@@ -175,6 +175,6 @@ def no_filters(nodes: Cluster, timeout_s: float = PATIENCE_S) -> None:
 
 
 def checks(nodes: Cluster, job: Job, to: str) -> dict[str, dict[str, Any]]:
-    """What `migrator check` says, by name."""
+    """The checks of `migrator check` by name."""
     done = nodes.migrator("check", "--rank", "0", "--job", job.name, "--to", to, "--json")
     return {check["name"]: check for check in json.loads(done.stdout)["checks"]}

@@ -1,8 +1,8 @@
-"""A drill: one small job, one move with a fault in it, and the truth about both afterwards.
+"""A drill: one small job and one move during which something fails.
 
-What every drill ends with, whatever was killed: no step of the job ran twice or was left out (the witness file), its
-output is that of an uninterrupted run, a plain retry succeeds, and no node keeps anything of it: no image, no cgroup of
-criu or of a rank, no frozen cgroup, no process, no unfinished move.
+Every drill ends with the same checks, whatever was killed: no step of the job ran twice or was skipped (the witness file),
+its output is that of an uninterrupted run, a plain retry succeeds, and nothing is left on any node: no image, no cgroup
+of criu or of a rank, no frozen cgroup, no process, no unfinished move.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from integration.harness import PATIENCE_S, SHORT_LEASE, WORKLOADS, Cluster, Job
 from snapshotd.moves.journal import Journal, MoveLog
 
 SOURCE, TARGET, OTHER = "node-1", "spare-1", "node-2"
-#: As `migrator move --json` tells it, with the documented exit code.
+#: Outcome in the answer of `migrator move --json`, and exit code.
 MOVED, UNDONE, UNKNOWN, GONE = ("moved", 0), ("undone", 11), ("unknown", 13), ("undone", 21)
 
 
 @dataclass(frozen=True)
-class Told:
-    """What `migrator move` said in the end."""
+class Result:
+    """The result of `migrator move`."""
 
     code: int
     answer: dict[str, Any]
@@ -49,18 +49,18 @@ class Drill:
         self.asked: subprocess.Popen[str] | None = None
         self.job.await_lines(3)
 
-    # ------------------------------------------------------------------ a move with a fault in it
+    # ------------------------------------------------------------------ a move during which something fails
 
     def arm(self, node: str, point: str, action: str) -> None:
         self.nodes.fault(node, point, action)
 
     def ask(self, *more: str, to: str = TARGET) -> subprocess.Popen[str]:
-        """`migrator move`, in the background."""
+        """Starts `migrator move` in the background."""
         self.asked = self.nodes.begin_move(self.job, to, more=(*SHORT_LEASE, *more))
         return self.asked
 
     def reached(self, node: str) -> None:
-        """Waits until the armed fault of a node has happened."""
+        """Waits until the armed fault of a node has occurred."""
         until(f"the fault of {node}\n{self.nodes.logs()}", lambda: self.nodes.fired(node) or self._ended_early())
 
     def _ended_early(self) -> bool:
@@ -70,12 +70,12 @@ class Drill:
         raise AssertionError(f"the move ended before the fault\n{out}{errors}\n{self.nodes.logs()}")
 
     def go_on(self, node: str, point: str) -> None:
-        """Lets a daemon that waits at a point go on."""
+        """Lets a daemon that waits at a point continue."""
         (self.nodes.run_dir(node) / f"{point}.go").touch()
 
     @contextlib.contextmanager
     def waiting_at(self, node: str, point: str, *more: str) -> Iterator[None]:
-        """A move that waits at a point while the block runs, and then goes on (if that daemon still exists)."""
+        """A move that waits at a point while the block runs, and then continues (if that daemon still exists)."""
         self.arm(node, point, "wait")
         self.ask(*more)
         self.reached(node)
@@ -91,21 +91,21 @@ class Drill:
             if pipe is not None:
                 pipe.close()
 
-    def told(self, timeout_s: float = PATIENCE_S) -> Told:
+    def result(self, timeout_s: float = PATIENCE_S) -> Result:
         assert self.asked is not None
         try:
             out, errors = self.asked.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"the move takes over {timeout_s} s\n{self.nodes.logs()}") from None
-        return Told(self.asked.returncode, json.loads(out) if out else {}, errors)
+            raise AssertionError(f"the move has not ended after {timeout_s} s\n{self.nodes.logs()}") from None
+        return Result(self.asked.returncode, json.loads(out) if out else {}, errors)
 
-    def expect(self, *verdicts: tuple[str, int], timeout_s: float = PATIENCE_S) -> Told:
-        told = self.told(timeout_s)
-        assert told.verdict in verdicts, f"{told}\n{self.nodes.logs()}"
-        return told
+    def expect(self, *verdicts: tuple[str, int], timeout_s: float = PATIENCE_S) -> Result:
+        result = self.result(timeout_s)
+        assert result.verdict in verdicts, f"{result}\n{self.nodes.logs()}"
+        return result
 
     def bring_back(self, node: str) -> None:
-        """A new daemon where the old one was killed."""
+        """Starts a daemon again that was killed."""
         until(f"the end of the daemon of {node}", lambda: self.lab.daemon_pid(node) is None)
         self.lab.start_daemon(node)
 
@@ -124,7 +124,7 @@ class Drill:
         return next(pid for pid in self.copies() if node_of(pid) == node)
 
     def place(self) -> str:
-        """The one node that has a copy."""
+        """The only node that has a copy."""
         places = [node_of(pid) for pid in self.copies()]
         assert len(places) == 1, f"copies on {places}\n{self.nodes.logs()}"
         return places[0]
@@ -135,7 +135,7 @@ class Drill:
         return int(stat[1])
 
     def moves(self) -> dict[str, list[MoveLog]]:
-        """The journals of all nodes, as they are on disk."""
+        """The journals of all nodes, read from disk."""
         state = self.lab.layout.state
         return {node: Journal(state / node).all() for node in self.lab.nodes}
 
@@ -145,7 +145,7 @@ class Drill:
     # ------------------------------------------------------------------ afterwards
 
     def settled(self, timeout_s: float = PATIENCE_S) -> None:
-        """No daemon has an unfinished move."""
+        """Waits until no daemon has an unfinished move."""
 
         def unfinished() -> list[str]:
             found = []
@@ -160,7 +160,7 @@ class Drill:
         until(f"new steps of the job\n{self.nodes.logs()}", lambda: self._steps() > steps + 3)
 
     def runs_on(self, node: str) -> None:
-        """The job goes on, on this node, and nowhere else is a copy of it."""
+        """The job makes progress on this node, and no other node has a copy."""
         self.goes_on()
         assert [node_of(pid) for pid in self.copies()] == [node], self.nodes.logs()
 
@@ -168,7 +168,7 @@ class Drill:
         return self.witness.read_text().count("\n")
 
     def finish(self, at: str) -> None:
-        """The job runs at `at`: a plain retry moves it elsewhere, it ends by SIGTERM, and nothing was lost or is left."""
+        """The job runs on `at`; a retry moves it elsewhere; it ends on SIGTERM; nothing was lost and nothing is left."""
         self.settled()
         self.runs_on(at)
         self.job.await_progress(2)
@@ -181,7 +181,7 @@ class Drill:
         self.ended()
 
     def ended(self) -> None:
-        """The job was told to end: it does, with every line it ever wrote, and nothing is left."""
+        """The job, which was told to end, has printed every line, and nothing is left."""
         assert self.job.finish() == 0, f"{self.job.text()[-200:]}\n{self.nodes.logs()}"
         lines = self.job.lines()
         command = [sys.executable, str(WORKLOADS / "chain.py"), "--steps", str(len(lines) - 1), "--pace-s", "0"]
@@ -190,7 +190,7 @@ class Drill:
         self.nothing_left()
 
     def end_orphan(self) -> None:
-        """The end of a rank whose home keeper went with its node: there is nobody to tell, and nothing stays."""
+        """Ends a rank whose home keeper died with its node: no process gets its status, and nothing is left."""
         os.kill(self.copy_on(self.place()), signal.SIGTERM)
         until(f"the end of the rank\n{self.nodes.logs()}", lambda: not self.copies())
         self._no_step_twice()
@@ -201,11 +201,11 @@ class Drill:
         assert seen == list(range(len(seen))), f"a step ran twice or never\n{self.nodes.logs()}"
 
     def killed(self, status: int = -signal.SIGKILL) -> None:
-        """The rank was killed: whoever started it hears of it, no copy runs on, and nothing is left."""
+        """The rank was killed: its launcher sees that, no copy runs on, and nothing is left."""
         try:
             assert self.job.finish() == status, self.nodes.logs()
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"the keeper still waits\n{self.nodes.logs()}") from None
+            raise AssertionError(f"the keeper has not ended\n{self.nodes.logs()}") from None
         self.settled()
         self._no_step_twice()
         self.nothing_left()
@@ -227,7 +227,7 @@ class Drill:
 
 
 def _is_of_a_move(group: Path) -> bool:
-    """criu's cgroups, ranks' (`snapshotd-UID` at home, `UID-MOVE` as guests), and anything frozen."""
+    """Whether it is a cgroup of criu or of a rank (`snapshotd-UID` at home, `UID-MOVE` as a guest), or frozen."""
     if group.name.startswith("criu-") or group.parent.name == "snapshotd-ranks":
         return True
     if group.name.startswith("snapshotd-") and group.name != "snapshotd-ranks":
@@ -245,7 +245,7 @@ def _until_none(
 
 
 def node_of(pid: int) -> str:
-    """The lab's node that a process is on: the host name of its UTS namespace is not readable, its cgroup is."""
+    """The lab node of a process, from its cgroup: the host name of another UTS namespace cannot be read."""
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
             if line.startswith("0::"):
@@ -258,7 +258,7 @@ def kill(pid: int) -> None:
 
 
 def ended(pid: int) -> bool:
-    """Dead, if perhaps not yet reaped."""
+    """Whether a process has ended, reaped or not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
     except OSError:

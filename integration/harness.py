@@ -1,4 +1,4 @@
-"""What the integration suite drives: a lab, protected jobs in it, and the real command line moving them."""
+"""The harness of the integration suite: a lab, protected jobs in it, and the command line that moves them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def until(what: str, condition: Callable[[], Any], timeout_s: float = PATIENCE_S
 
 @dataclass
 class Job:
-    """One protected process in the lab, and what it has written."""
+    """A protected process in the lab, and its output."""
 
     lab: Lab
     process: subprocess.Popen[bytes]
@@ -73,7 +73,7 @@ class Job:
         return len(self.lines()) >= count
 
     def await_progress(self, lines: int = 5, timeout_s: float = PATIENCE_S) -> None:
-        """The job goes on: so many more lines."""
+        """Waits until the job has printed so many more lines."""
         self.await_lines(len(self.lines()) + lines, timeout_s)
 
     def finish(self, timeout_s: float = PATIENCE_S) -> int:
@@ -87,7 +87,7 @@ class Job:
 
 @dataclass
 class Asked:
-    """What `migrator move` said in the end; nothing while it goes on."""
+    """The result of `migrator move`; empty while it runs."""
 
     code: int | None = None
     answer: dict[str, Any] = field(default_factory=dict)
@@ -114,7 +114,7 @@ class Cluster:
         options: Sequence[str] = (),
         **popen: Any,
     ) -> Job:
-        """`migrator run` of a command on a node, with `options` of `migrator run`."""
+        """Starts a command with `migrator run` on a node; `options` are those of `migrator run`."""
         self._count += 1
         name = job or f"job{self._count}"
         out = self.folder / f"{name}-{rank}.out"
@@ -131,7 +131,7 @@ class Cluster:
         return self.start(node, [sys.executable, str(WORKLOADS / name), *arguments], **more)
 
     def migrator(self, *arguments: str, timeout_s: float = PATIENCE_S) -> subprocess.CompletedProcess[str]:
-        """The command line, as an operator types it."""
+        """Runs the command line as an operator would."""
         return subprocess.run(
             [*MIGRATOR, *arguments], env=self.environment(), capture_output=True, text=True, timeout=timeout_s
         )
@@ -142,14 +142,14 @@ class Cluster:
     def move(
         self, job: Job, to: str, *, rank: int = 0, expect: int = 0, timeout_s: float = PATIENCE_S
     ) -> dict[str, Any]:
-        """`migrator move --json`; fails unless it exits with `expect`."""
+        """Runs `migrator move --json`; fails unless it exits with `expect`."""
         done = self.migrator("move", "--rank", str(rank), "--job", job.name, "--to", to, "--json", timeout_s=timeout_s)
         assert done.returncode == expect, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}\n{self.logs()}"
         result: dict[str, Any] = json.loads(done.stdout)
         return result
 
     def begin_move(self, job: Job, to: str, *, rank: int = 0, more: Sequence[str] = ()) -> subprocess.Popen[str]:
-        """A move in the background."""
+        """Starts a move in the background."""
         return subprocess.Popen(
             [*MIGRATOR, "move", "--rank", str(rank), "--job", job.name, "--to", to, "--json", *more],
             env=self.environment(),
@@ -164,7 +164,7 @@ class Cluster:
         return [rank for rank in json.loads(done.stdout)["ranks"] if rank["job"] == job.name]
 
     def fault(self, node: str, point: str, action: str) -> None:
-        """Arms a fault point of a node's daemon."""
+        """Arms a fault point of a node's daemon, and disarms the previous one."""
         folder = self.run_dir(node)
         for old in [*folder.glob("fault*"), *folder.glob("*.go")]:
             old.unlink()
@@ -175,26 +175,26 @@ class Cluster:
 
     @contextlib.contextmanager
     def moving(self, job: Job, to: str, node: str, point: str, *, rank: int = 0) -> Iterator[Asked]:
-        """A move that waits at a fault point of a node while the block runs; afterwards it goes on, to its end."""
+        """A move that waits at a fault point of a node while the block runs, and afterwards continues to its end."""
         self.fault(node, point, "wait")
         asked = Asked()
         with self.begin_move(job, to, rank=rank) as process:
             try:
                 until(f"{point} on {node}", lambda: self.fired(node) or process.poll() is not None)
-                assert process.poll() is None, f"it ended before {point}: {process.communicate()}\n{self.logs()}"
+                assert process.poll() is None, f"the move ended before {point}: {process.communicate()}\n{self.logs()}"
                 try:
                     yield asked
-                finally:  # also after a failure: a daemon that waits would keep the move, and fail the tests after it
+                finally:  # also after a failure: a daemon that waits would fail the following tests
                     go = self.run_dir(node) / f"{point}.go"
                     go.touch()
-                    until(f"{node} goes on", lambda: not go.exists() or self.lab.daemon_pid(node) is None)
+                    until(f"{node} to continue", lambda: not go.exists() or self.lab.daemon_pid(node) is None)
                 out, asked.errors = process.communicate(timeout=PATIENCE_S)
                 asked.code, asked.answer = process.returncode, json.loads(out)
             finally:
                 process.kill()
 
     def leftovers(self) -> list[str]:
-        """What moves and ranks have left on the nodes: images, cgroups, keepers of guests, criu."""
+        """What moves and ranks have left on the nodes: images, cgroups, guest keepers, criu."""
         found = []
         for node in self.lab.nodes:
             images = self.run_dir(node) / "images"
@@ -211,12 +211,12 @@ class Cluster:
         return found
 
     def processes_of(self, marker: str) -> list[int]:
-        """As the function of that name, of this lab alone: other labs on this machine may run the same programs."""
+        """As the function of that name, but only in this lab: other labs on this machine may run the same programs."""
         group = f"/{self.lab.layout.cgroup.name}/"
         return [pid for pid in processes_of(marker) if group in _cgroup_of(pid)]
 
     def run_dir(self, node: str) -> Path:
-        """A node's /run/snapshotd, from outside."""
+        """A node's /run/snapshotd, as seen from the host."""
         pid = until(f"the holder of {node}", lambda: self.lab.daemon_pid(node) or self._holder(node))
         return Path(f"/proc/{pid}/root/run/snapshotd")
 
@@ -230,15 +230,15 @@ class Cluster:
         return record
 
     def logs(self, lines: int = 40) -> str:
-        told = []
+        found = []
         for node in self.lab.nodes:
             with contextlib.suppress(OSError):
                 tail = self.lab.daemon_log(node).read_text(errors="replace").splitlines()[-lines:]
-                told.append("\n".join([f"--- {node}", *tail]))
-        return "\n".join(told)
+                found.append("\n".join([f"--- {node}", *tail]))
+        return "\n".join(found)
 
     def tidy(self) -> None:
-        """Ends the jobs of one test and brings dead daemons back, for the next."""
+        """Ends the jobs of one test, and restores nodes, links and daemons for the next."""
         for job in self.jobs:
             job.kill()
         self.jobs.clear()
@@ -256,7 +256,7 @@ class Cluster:
 
 
 def processes_of(marker: str) -> list[int]:
-    """The pids, on this machine, of processes whose command line holds `marker`, keepers not counted."""
+    """The pids of processes on this machine whose command line contains `marker`, without keepers."""
     found = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
@@ -278,10 +278,9 @@ def _cgroup_of(pid: int) -> str:
 
 @contextlib.contextmanager
 def _alone(lab: Lab) -> Iterator[None]:
-    """Nobody else uses the lab meanwhile. The kernel forgets the lock with its holder, so a run that was killed stops nobody.
+    """Holds the lock of a lab. The kernel drops the lock with its holder, so a killed run blocks no later one.
 
-    Busy where another run does: to take its lab down would kill its jobs, its daemons and whoever moves something there, and
-    that would read as if the product had."""
+    Raises Busy if another run holds it: taking that run's lab down would look like a failure of the product."""
     WORK.mkdir(parents=True, exist_ok=True)
     with (WORK / f"{lab.name}.lock").open("a+") as file:
         try:
@@ -289,8 +288,8 @@ def _alone(lab: Lab) -> Iterator[None]:
         except BlockingIOError:
             file.seek(0)
             raise Busy(
-                f"the lab {lab.name} is that of another run from this checkout, process {file.read().strip()}",
-                remedy="wait for its end, or run from another checkout",
+                f"the lab {lab.name} is in use by another run from this checkout, process {file.read().strip()}",
+                remedy="wait until it has ended, or run from another checkout",
             ) from None
         file.truncate(0)
         file.write(f"{os.getpid()}\n")

@@ -1,6 +1,6 @@
-"""Jobs on the stand-in for NCCL in the lab: every rank protected, its output beside that of an undisturbed run.
+"""Jobs on the fake NCCL in the lab: every rank is protected, and its output is compared with that of an undisturbed run.
 
-Where the nodes have stand-in GPUs, the ranks may also have device memory, which the shim backs.
+On nodes with fake GPUs the ranks can also have device memory, which the shim offloads.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PROGRAM = (sys.executable, str(WORKLOADS / "nccl_steps.py"))
 
 @cache
 def library_dir() -> Path:
-    """Where the stand-in is, built once. On storage that all nodes of the lab see under the same name."""
+    """Builds the fake once, in a folder that all nodes of the lab see under the same path."""
     folder = WORK / "nccl" / "library"
     made = subprocess.run(["make", "-C", SOURCES, "-j2", f"BUILD={folder}"], capture_output=True, text=True)
     assert made.returncode == 0, made.stdout + made.stderr
@@ -71,16 +71,16 @@ def _arguments(
 
 @dataclass
 class NcclJob:
-    """One job, rank r on `places[r]` at first."""
+    """One job whose rank r starts on `places[r]`."""
 
     nodes: Cluster
     places: Sequence[str]
     shape: str = "world"
     pace_s: float = 0.02
-    stuck: tuple[int, int] | None = None  # (rank, step): it waits there for the file `go`
-    gpus: Mapping[str, GpuNode] | None = None  # by node; then every rank has device memory
+    stuck: tuple[int, int] | None = None  # (rank, step): that rank waits before that step for the file `go`
+    gpus: Mapping[str, GpuNode] | None = None  # by node; every rank then has device memory
     device_mib: int = 0
-    buffer_mib: int = 0  # on the device, of each communicator
+    buffer_mib: int = 0  # of each communicator, on the device
     ranks: list[Job] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -105,7 +105,7 @@ class NcclJob:
         return self.meeting / f"faults-{rank}"
 
     def fault(self, rank: int, entry: str) -> None:
-        """What the stand-in does wrong in this rank's process from now on: see tests/fakes/nccl/faults.c. "": nothing."""
+        """Sets the fault of the fake in this rank's process (see tests/fakes/nccl/faults.c), or none if empty."""
         fresh = self.meeting / f"faults-{rank}.new"
         fresh.write_text(entry)
         fresh.rename(self._faults(rank))
@@ -115,7 +115,7 @@ class NcclJob:
             rank.await_lines(count)
 
     def await_progress(self, lines: int = 3) -> None:
-        """Every rank goes on."""
+        """Waits until every rank has printed so many more lines."""
         before = [len(rank.lines()) for rank in self.ranks]
         for rank, had in zip(self.ranks, before, strict=True):
             try:
@@ -141,7 +141,7 @@ class NcclJob:
 
 
 def unsettled(nodes: Cluster) -> list[str]:
-    """What some node's journal has not finished with: moves, and gates that are closed."""
+    """Unfinished moves and closed gates in the journals of all nodes."""
     found = []
     for node in nodes.lab.nodes:
         folder = nodes.lab.layout.state / node

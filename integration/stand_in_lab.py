@@ -1,4 +1,4 @@
-"""Labs whose daemon is a stand-in that only answers GetNode over mutual TLS: what is tested is the ground it stands on."""
+"""Labs whose daemon is a fake that only answers GetNode over mutual TLS, for the tests of the lab itself."""
 
 from __future__ import annotations
 

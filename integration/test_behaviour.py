@@ -1,7 +1,6 @@
-"""What whoever started a job sees of it while it moves: every signal once, its own end, itself wherever it runs.
+"""What a launcher sees of a job that moves: each signal arrives once, the exit status is the rank's, the identity stays.
 
-The launcher's side of the keeper across real moves; what goes through its pipes is in test_stdio.py. Nothing here may depend
-on how long a move takes.
+Standard input and output are in test_stdio.py. Nothing here may depend on how long a move takes.
 """
 
 from __future__ import annotations
@@ -21,34 +20,36 @@ from integration.harness import WORKLOADS, Cluster, Job, processes_of, until
 pytestmark = pytest.mark.root
 
 
-# ---------------------------------------------------------------- signals and the end
+# ---------------------------------------------------------------- signals and exit status
 
 
-def test_each_signal_arrives_once_before_during_and_after_a_move(nodes: Cluster) -> None:
+def test_signals_arrive_once_before_during_and_after_a_move(nodes: Cluster) -> None:
     job = nodes.workload(HOME, "listener.py")
     job.await_lines(1)
     job.process.send_signal(signal.SIGUSR1)
     job.await_lines(2)
     with nodes.moving(job, AWAY, HOME, "freeze"):
         job.process.send_signal(signal.SIGUSR1)
-        until("the keeper to take it", lambda: not pending(job.process.pid, signal.SIGUSR1))
+        until("the keeper to receive it", lambda: not pending(job.process.pid, signal.SIGUSR1))
     job.await_lines(3)
     job.process.send_signal(signal.SIGUSR1)
     job.await_lines(4)
-    with nodes.moving(job, THIRD, AWAY, "freeze"):  # away: it travels to a guest keeper that holds
+    with nodes.moving(
+        job, THIRD, AWAY, "freeze"
+    ):  # away from home: it is relayed to a guest keeper that holds signals back
         job.process.send_signal(signal.SIGUSR2)
-        until("the keeper to take it", lambda: not pending(job.process.pid, signal.SIGUSR2))
+        until("the keeper to receive it", lambda: not pending(job.process.pid, signal.SIGUSR2))
     job.await_lines(5)
     job.process.send_signal(signal.SIGTERM)
     assert job.finish() == 7
     assert job.lines() == ["READY", "SIGUSR1 1", "SIGUSR1 2", "SIGUSR1 3", "SIGUSR2 1", "SIGTERM 1", "END 3 1 1"]
 
 
-def test_a_stopped_job_stays_stopped_across_a_move(nodes: Cluster) -> None:
+def test_stopped_job_stays_stopped_across_a_move(nodes: Cluster) -> None:
     job = nodes.workload(HOME, "chain.py")
     job.await_lines(5)
     job.process.send_signal(signal.SIGTSTP)
-    until("it to stop", lambda: state(nodes.ps(job)[0]["pid"]) == "T")
+    until("the rank to stop", lambda: state(nodes.ps(job)[0]["pid"]) == "T")
     nodes.move(job, AWAY)
     pid = nodes.ps(job)[0]["pid"]
     assert state(pid) == "T"
@@ -60,8 +61,8 @@ def test_a_stopped_job_stays_stopped_across_a_move(nodes: Cluster) -> None:
     end_chain(job)
 
 
-def test_sigcont_never_wakes_a_frozen_rank(nodes: Cluster) -> None:
-    """Neither its launcher's nor root's (a scheduler that ends a job sends one): no copy of it runs a step twice."""
+def test_sigcont_does_not_wake_a_frozen_rank(nodes: Cluster) -> None:
+    """Neither from its launcher nor from root (schedulers send one when they end a job). No step runs twice."""
     witness = nodes.folder / "sigcont"
     witness.unlink(missing_ok=True)
     job = nodes.workload(HOME, "chain.py", "--witness", str(witness))
@@ -70,9 +71,9 @@ def test_sigcont_never_wakes_a_frozen_rank(nodes: Cluster) -> None:
     with nodes.moving(job, AWAY, HOME, "freeze") as asked:
         lines = len(job.lines())
         job.process.send_signal(signal.SIGCONT)
-        until("the keeper to take it", lambda: not pending(job.process.pid, signal.SIGCONT))
+        until("the keeper to receive it", lambda: not pending(job.process.pid, signal.SIGCONT))
         os.kill(pid, signal.SIGCONT)
-        assert nodes.ps(job)[0]["moving"]  # a whole question and answer later
+        assert nodes.ps(job)[0]["moving"]  # a complete RPC later
         assert len(job.lines()) == lines
     assert asked.code == 0, asked.answer["reason"]
     job.await_progress()
@@ -91,7 +92,7 @@ def pending(pid: int, number: int) -> bool:
     return any(int(mask, 16) >> (number - 1) & 1 for mask in masks)
 
 
-def test_a_job_that_is_ended_while_it_is_frozen_ends_after_the_move(nodes: Cluster) -> None:
+def test_sigterm_to_a_frozen_job_takes_effect_after_the_move(nodes: Cluster) -> None:
     job = nodes.workload(HOME, "listener.py")
     job.await_lines(1)
     with nodes.moving(job, AWAY, HOME, "freeze") as asked:
@@ -105,7 +106,7 @@ def test_a_job_that_is_ended_while_it_is_frozen_ends_after_the_move(nodes: Clust
     ("end", "status"),
     [("abort", -signal.SIGABRT), ("segv", -signal.SIGSEGV), ("default", -signal.SIGTERM)],
 )
-def test_the_end_of_a_moved_rank_is_the_keepers(nodes: Cluster, end: str, status: int) -> None:
+def test_keeper_exits_as_the_moved_rank_does(nodes: Cluster, end: str, status: int) -> None:
     job = nodes.workload(HOME, "listener.py", "--end", end)
     job.await_lines(1)
     nodes.move(job, AWAY)
@@ -115,8 +116,8 @@ def test_the_end_of_a_moved_rank_is_the_keepers(nodes: Cluster, end: str, status
 
 
 @pytest.mark.parametrize("down", ["home", "target"])
-def test_a_rank_that_ends_while_a_daemon_is_down(nodes: Cluster, down: str) -> None:
-    """Its status and last words arrive when the daemon is back; the rank is not kept waiting."""
+def test_rank_ends_while_a_daemon_is_down(nodes: Cluster, down: str) -> None:
+    """Its status and last output arrive when the daemon is back. The rank itself does not wait."""
     job = nodes.workload(HOME, "listener.py")
     job.await_lines(1)
     nodes.move(job, AWAY)
@@ -125,22 +126,22 @@ def test_a_rank_that_ends_while_a_daemon_is_down(nodes: Cluster, down: str) -> N
     nodes.lab.kill_daemon(node)
     os.kill(pid, signal.SIGTERM)
     until("the rank's end", lambda: not alive(pid))
-    assert job.process.poll() is None, "nobody can have told it"
+    assert job.process.poll() is None, "the keeper cannot know yet"
     nodes.lab.start_daemon(node)
     assert job.finish() == 7
     assert job.lines() == ["READY", "SIGTERM 1", "END 0 0 1"]
-    until("nothing left", lambda: not nodes.leftovers())
+    until("leftovers to be removed", lambda: not nodes.leftovers())
 
 
-def test_a_rank_at_home_needs_no_daemon_to_end(nodes: Cluster) -> None:
+def test_rank_at_home_ends_without_its_daemon(nodes: Cluster) -> None:
     job = nodes.workload(HOME, "listener.py")
     job.await_lines(1)
     nodes.lab.kill_daemon(HOME)
     job.process.send_signal(signal.SIGTERM)
     assert job.finish() == 7
     nodes.lab.start_daemon(HOME)
-    until("the registry to forget it", lambda: not nodes.ps(job))
-    until("nothing left", lambda: not nodes.leftovers())
+    until("the rank to leave the registry", lambda: not nodes.ps(job))
+    until("leftovers to be removed", lambda: not nodes.leftovers())
 
 
 def alive(pid: int) -> bool:
@@ -150,10 +151,10 @@ def alive(pid: int) -> bool:
         return False
 
 
-# ---------------------------------------------------------------- who may die
+# ---------------------------------------------------------------- daemons and keepers that are killed
 
 
-def test_daemons_restart_under_an_away_rank(nodes: Cluster) -> None:
+def test_daemons_restart_while_the_rank_is_away(nodes: Cluster) -> None:
     job = nodes.workload(HOME, "chain.py")
     job.await_lines(5)
     nodes.move(job, AWAY)
@@ -166,7 +167,7 @@ def test_daemons_restart_under_an_away_rank(nodes: Cluster) -> None:
 
 
 @pytest.mark.parametrize("place", ["home", "away", "away, its daemon down", "away, home daemon down"])
-def test_a_killed_keeper_takes_its_rank_along(nodes: Cluster, place: str) -> None:
+def test_rank_ends_when_its_keeper_is_killed(nodes: Cluster, place: str) -> None:
     marker = str(nodes.folder / f"killed-{place.replace(' ', '-')}")
     job = nodes.workload(HOME, "chain.py", "--witness", marker)
     job.await_lines(5)
@@ -182,14 +183,14 @@ def test_a_killed_keeper_takes_its_rank_along(nodes: Cluster, place: str) -> Non
     if down:
         nodes.lab.start_daemon(down)
     until("the rank's end", lambda: not processes_of(marker))
-    until("the registry to forget it", lambda: not nodes.ps(job))
-    until("nothing left", lambda: not nodes.leftovers())
+    until("the rank to leave the registry", lambda: not nodes.ps(job))
+    until("leftovers to be removed", lambda: not nodes.leftovers())
 
 
 # ---------------------------------------------------------------- many moves
 
 
-def test_twenty_moves_round_three_nodes(nodes: Cluster) -> None:
+def test_twenty_moves_around_three_nodes(nodes: Cluster) -> None:
     job = nodes.workload(HOME, "chain.py", "--witness", str(nodes.folder / "twenty"))
     job.await_lines(5)
     for number in range(20):
@@ -200,11 +201,11 @@ def test_twenty_moves_round_three_nodes(nodes: Cluster) -> None:
         (AWAY, HOME, 20)
     ]
     end_chain(job)
-    until("nothing left", lambda: not nodes.leftovers())
+    until("leftovers to be removed", lambda: not nodes.leftovers())
     assert not processes_of(str(nodes.folder / "twenty"))
 
 
-def test_a_training_job_goes_there_and_back_and_elsewhere(nodes: Cluster) -> None:
+def test_training_job_moves_three_times(nodes: Cluster) -> None:
     job = nodes.workload(HOME, "train.py", "--steps", "300")
     job.await_lines(20)
     for node in (AWAY, HOME, THIRD):
@@ -218,8 +219,8 @@ def test_a_training_job_goes_there_and_back_and_elsewhere(nodes: Cluster) -> Non
 # ---------------------------------------------------------------- any user
 
 
-def test_a_users_rank_keeps_its_identity_there_and_back(nodes: Cluster) -> None:
-    """Not root, and not our interpreter: the user may not even be able to read our virtual environment."""
+def test_rank_of_another_user_keeps_its_identity(nodes: Cluster) -> None:
+    """Neither root nor this interpreter: the user may not be able to read this virtual environment."""
     python = "/usr/bin/python3"
     version = subprocess.run([python, "-c", "import sys; print(sys.version_info >= (3, 11))"], capture_output=True)
     assert version.stdout.strip() == b"True", f"{python} is older than 3.11; this test needs one that any user can run"

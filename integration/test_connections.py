@@ -1,4 +1,4 @@
-"""Connections follow the rank: real TCP between nodes, moved under load; nothing is lost, doubled or reset."""
+"""TCP connections follow a rank that moves under load: no byte is lost or duplicated, and no connection is reset."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from integration.connections import (
-    Ends,
+    Endpoints,
     checks,
     filters,
     forwardings,
@@ -35,8 +35,8 @@ SOURCE, PEER, TARGET = "node-1", "node-2", "spare-1"
 
 
 @pytest.fixture
-def ends(nodes: Cluster, request: pytest.FixtureRequest) -> Iterator[Ends]:
-    made = Ends(nodes, "c" + request.node.name.translate(str.maketrans("[]-_", "....")).replace(".", "")[5:40])
+def ends(nodes: Cluster, request: pytest.FixtureRequest) -> Iterator[Endpoints]:
+    made = Endpoints(nodes, "c" + request.node.name.translate(str.maketrans("[]-_", "....")).replace(".", "")[5:40])
     yield made
     made.until.touch()
 
@@ -49,9 +49,9 @@ def ends(nodes: Cluster, request: pytest.FixtureRequest) -> Iterator[Ends]:
     [("blocking", "0.0.0.0", "v4"), ("epoll", "[::]", "v6"), ("epoll", "[::]", "mapped"), ("forked", "0.0.0.0", "v4")],
 )
 def test_streams_follow_a_rank_from_node_to_node(
-    nodes: Cluster, ends: Ends, engine: str, listen: str, caller: str
+    nodes: Cluster, ends: Endpoints, engine: str, listen: str, caller: str
 ) -> None:
-    """Peers elsewhere and on the source's loopback; to a spare, to the very node of a peer, and home again."""
+    """Peers on another node and on the source's loopback; moves to a spare, to the node of a peer, and home again."""
     give_ipv6(nodes)
     rank = ends.rank(SOURCE, "--serve", f"{listen}:7000", "--engine", engine)
     there = f"[{ipv6(nodes, SOURCE)}]" if caller == "v6" else nodes.lab.address(SOURCE)
@@ -71,8 +71,8 @@ def test_streams_follow_a_rank_from_node_to_node(
     until("forwardings to be gone", lambda: not forwardings(nodes))
 
 
-def test_full_queues_of_a_rank_that_called(nodes: Cluster, ends: Ends) -> None:
-    """Nobody reads for a while: both queues of both ends are full when the rank is frozen."""
+def test_full_queues_of_outgoing_connections_follow(nodes: Cluster, ends: Endpoints) -> None:
+    """No process reads for a while: both queues of both sockets are full when the rank is frozen."""
     ends.peer(PEER, "--serve", "0.0.0.0:7001", "--engine", "epoll", "--stall", str(ends.stall), "--pace-s", "0")
     address = nodes.lab.address(PEER)
     rank = ends.rank(
@@ -98,7 +98,7 @@ def queued(nodes: Cluster, node: str, port: int) -> bool:
     return bool(mine) and all(row.unread_bytes > 50_000 and row.unacked_bytes > 50_000 for row in mine)
 
 
-def test_an_undone_move_leaves_every_connection_as_it_was(nodes: Cluster, ends: Ends) -> None:
+def test_undone_move_leaves_connections_unchanged(nodes: Cluster, ends: Endpoints) -> None:
     rank = ends.rank(SOURCE, "--serve", "0.0.0.0:7002", "--engine", "epoll")
     address = nodes.lab.address(SOURCE)
     peers = [
@@ -110,7 +110,7 @@ def test_an_undone_move_leaves_every_connection_as_it_was(nodes: Cluster, ends: 
     nodes.fault(TARGET, Point.RESTORING, "fail")
     nodes.move(rank, TARGET, expect=11)
     ends.flow()
-    nodes.fault(SOURCE, Point.BEFORE_COMMIT, "fail")  # after everybody was re-pointed
+    nodes.fault(SOURCE, Point.BEFORE_COMMIT, "fail")  # after all peers were re-pointed
     nodes.move(rank, TARGET, expect=11)
     ends.flow()
     assert [visible(pid_of(peer)) for peer in peers] == before
@@ -120,22 +120,22 @@ def test_an_undone_move_leaves_every_connection_as_it_was(nodes: Cluster, ends: 
     ends.end()
 
 
-# ---------------------------------------------------------------- newcomers
+# ---------------------------------------------------------------- new connections
 
 
-def test_late_callers_reach_the_rank_wherever_it_is(nodes: Cluster, ends: Ends) -> None:
-    """They call during a move, after it, and again; what came in through a forwarding follows the next moves too."""
+def test_new_connections_reach_the_rank_on_every_node(nodes: Cluster, ends: Endpoints) -> None:
+    """They are made during and after each move. Connections made through a forwarding follow the next moves too."""
     rank = ends.rank(SOURCE, "--serve", "0.0.0.0:7003", "--engine", "epoll")
     address = f"{nodes.lab.address(SOURCE)}:7003"
     for to, source in ((TARGET, SOURCE), (PEER, TARGET), (SOURCE, PEER)):
         with nodes.moving(rank, to, source, Point.BEFORE_COMMIT) as asked:
             for node, where in ((PEER, address), (SOURCE, address), (SOURCE, "127.0.0.1:7003")):
                 ends.peer(node, "--connect", where, ready=False)
-            until("the calls", lambda: all(calling(nodes, node, 7003) for node in (PEER, SOURCE)))
+            until("the connection attempts", lambda: all(calling(nodes, node, 7003) for node in (PEER, SOURCE)))
         assert asked.code == 0, asked
         ends.await_ready()
         ends.flow()
-        ends.peer(PEER, "--connect", address)  # after it
+        ends.peer(PEER, "--connect", address)
         ends.flow()
     no_filters(nodes)
     ends.end()
@@ -147,40 +147,40 @@ def calling(nodes: Cluster, node: str, port: int) -> bool:
     return any(row.state == "syn-sent" and row.remote and row.remote.port == port for row in rows)
 
 
-def test_a_caller_during_an_undone_move_gets_in(nodes: Cluster, ends: Ends) -> None:
+def test_connection_made_during_an_undone_move_is_accepted(nodes: Cluster, ends: Endpoints) -> None:
     rank = ends.rank(SOURCE, "--serve", "0.0.0.0:7004")
     with nodes.moving(rank, TARGET, TARGET, Point.BEFORE_RESTORE) as asked:
         late = ends.peer(PEER, "--connect", f"{nodes.lab.address(SOURCE)}:7004", ready=False)
-        until("the call", lambda: calling(nodes, PEER, 7004))
+        until("the connection attempt", lambda: calling(nodes, PEER, 7004))
         nodes.lab.kill_daemon(TARGET)
     assert asked.code == 11, asked
-    until("the late caller", lambda: "READY" in late.text())
+    until("the late connection", lambda: "READY" in late.text())
     ends.flow()
     ends.end()
 
 
-def test_forwardings_outlive_daemons_and_go_with_the_job(nodes: Cluster, ends: Ends) -> None:
+def test_forwardings_survive_daemons_and_end_with_the_job(nodes: Cluster, ends: Endpoints) -> None:
     rank = ends.rank(SOURCE, "--serve", "0.0.0.0:7005", "--engine", "epoll")
     address = f"{nodes.lab.address(SOURCE)}:7005"
     nodes.move(rank, TARGET)
     until("forwardings everywhere", lambda: len(forwardings(nodes)) == 3)
     nodes.lab.kill_daemon(SOURCE, signal.SIGTERM)
     peers = [ends.peer(PEER, "--connect", address), ends.peer(SOURCE, "--connect", "127.0.0.1:7005")]
-    for peer in peers:  # the rank's own words wait for the daemon of its home
+    for peer in peers:  # the rank's own output waits for its home daemon
         peer.await_progress(5)
     nodes.lab.start_daemon(SOURCE)
     ends.flow()
     assert len(forwardings(nodes)) == 3
-    nodes.lab.crash(TARGET)  # the rank goes with its node
+    nodes.lab.crash(TARGET)  # the rank dies with its node
     nodes.lab.boot(TARGET)
     assert rank.finish() != 0
     until(f"forwardings to be gone {forwardings(nodes)}\n{nodes.logs()}", lambda: not forwardings(nodes))
 
 
-# ---------------------------------------------------------------- what does not follow
+# ---------------------------------------------------------------- connections that do not follow
 
 
-def test_the_outside_world_is_listed_and_seen_as_reset(nodes: Cluster) -> None:
+def test_connection_outside_the_cluster_is_listed_and_reset(nodes: Cluster) -> None:
     command = [sys.executable, str(WORKLOADS / "outside.py"), "10.213.0.1:7006"]
     server = nodes.lab.spawn("operator", [*command, "--serve"], stdout=subprocess.PIPE, text=True)
     try:
@@ -195,13 +195,16 @@ def test_the_outside_world_is_listed_and_seen_as_reset(nodes: Cluster) -> None:
             *("CONNECTED 1", "RESET 1", "CONNECTED 2")
         ]
         assert server.stdout is not None
-        assert [server.stdout.readline() for _ in range(2)] == ["READY\n", "PARTED\n"]  # it can tell, too
+        assert [server.stdout.readline() for _ in range(2)] == [
+            "READY\n",
+            "PARTED\n",
+        ]  # the other side sees the reset too
     finally:
         server.kill()
         server.communicate()
 
 
-def test_a_half_closed_connection_is_refused_by_name(nodes: Cluster) -> None:
+def test_half_closed_connection_is_refused(nodes: Cluster) -> None:
     command = [sys.executable, str(WORKLOADS / "outside.py"), "--half-close"]
     server = nodes.lab.spawn(PEER, [*command, "--serve", "0.0.0.0:7007"])
     try:
@@ -214,24 +217,24 @@ def test_a_half_closed_connection_is_refused_by_name(nodes: Cluster) -> None:
         server.wait()
 
 
-def test_a_listener_on_loopback_is_named_and_works_inside(nodes: Cluster, ends: Ends) -> None:
+def test_listener_on_loopback_is_named_and_works_on_the_target(nodes: Cluster, ends: Endpoints) -> None:
     rank = ends.rank(SOURCE, "--serve", "127.0.0.1:7008")
     ends.peer(SOURCE, "--connect", "127.0.0.1:7008")
     said = checks(nodes, rank, TARGET)["loopback-listeners"]
     assert said["verdict"] == "warn"
     assert "127.0.0.1:7008" in said["reason"]
     nodes.move(rank, TARGET)
-    ends.flow()  # the connection that was there goes on
+    ends.flow()  # the existing connection continues
     ends.peer(TARGET, "--connect", "127.0.0.1:7008")
     ends.flow()
     no_filters(nodes)
     ends.end()
 
 
-# ---------------------------------------------------------------- options, time-outs, other sockets
+# ---------------------------------------------------------------- socket options, time-outs, other sockets
 
 
-def test_options_and_odd_sockets_stay(nodes: Cluster, ends: Ends) -> None:
+def test_socket_options_and_unusual_sockets_are_kept(nodes: Cluster, ends: Endpoints) -> None:
     here, there = nodes.lab.address(SOURCE), nodes.lab.address(PEER)
     command = [sys.executable, str(WORKLOADS / "sockets.py"), "--echo", f"{there}:7009", "--stream", f"{there}:7009"]
     command += ["--until", str(ends.until), "--here", here]
@@ -244,7 +247,7 @@ def test_options_and_odd_sockets_stay(nodes: Cluster, ends: Ends) -> None:
             nodes.move(rank, to)
             rank.await_progress(2)
             until("time-outs", lambda: "user-timeout=54321 keepalive=1" in rank.lines()[-1])
-        whole = rank.text().split("\n")[:-1]  # the last line may be on its way
+        whole = rank.text().split("\n")[:-1]  # the last line may be incomplete
         told = {line for line in whole if line.startswith("options user-timeout=54321 keepalive=1")}
         assert len(told) == 1, told
         ends.until.touch()
@@ -255,8 +258,8 @@ def test_options_and_odd_sockets_stay(nodes: Cluster, ends: Ends) -> None:
         server.wait()
 
 
-def test_short_time_outs_do_not_end_a_connection_that_waits_for_a_move(nodes: Cluster, ends: Ends) -> None:
-    """TCP_USER_TIMEOUT and keepalive of a second or two, on both ends, and a pause of over three."""
+def test_short_tcp_time_outs_do_not_end_a_connection_during_a_move(nodes: Cluster, ends: Endpoints) -> None:
+    """TCP_USER_TIMEOUT and keepalive of one or two seconds on both sockets, and a pause of more than three."""
     short = ("--user-timeout-ms", "1500", "--keepalive-s", "1")
     rank = ends.rank(SOURCE, "--serve", "0.0.0.0:7010", *short)
     ends.peer(PEER, "--connect", f"{nodes.lab.address(SOURCE)}:7010", *short)
@@ -264,7 +267,7 @@ def test_short_time_outs_do_not_end_a_connection_that_waits_for_a_move(nodes: Cl
     ends.flow()
     for to, source in ((TARGET, SOURCE), (SOURCE, TARGET)):
         with nodes.moving(rank, to, source, Point.BEFORE_COMMIT) as asked:
-            time.sleep(3.5)  # the pause itself is what is tested
+            time.sleep(3.5)  # the pause itself is the test
         assert asked.code == 0, asked
         ends.flow()
     nodes.fault(TARGET, Point.BEFORE_RESTORE, "wait")
@@ -276,13 +279,13 @@ def test_short_time_outs_do_not_end_a_connection_that_waits_for_a_move(nodes: Cl
     ends.end()
 
 
-# ---------------------------------------------------------------- peers that die
+# ---------------------------------------------------------------- peers that fail
 
 
 class Crash:
-    """One rank with peers on another node and on the source, in a move during which something happens to a peer."""
+    """A rank with peers on another node and on the source, for moves during which a peer fails."""
 
-    def __init__(self, nodes: Cluster, ends: Ends) -> None:
+    def __init__(self, nodes: Cluster, ends: Endpoints) -> None:
         self.nodes, self.ends = nodes, ends
         self.rank = ends.rank(SOURCE, "--serve", "0.0.0.0:7011", "--engine", "epoll")
         self.peers = [
@@ -300,7 +303,7 @@ class Crash:
         self.nodes.lab.start_daemon(node)
 
     def ends_well(self, *places: str) -> None:
-        """One copy, in one of these places; every connection goes on; a retry succeeds; nothing is left."""
+        """One copy runs, on one of these nodes; every connection continues; a retry succeeds; nothing is left."""
         self.ends.flow()
         until("the move to settle", lambda: not self.unfinished() and not filters(self.nodes))
         assert self.place() in places, self.nodes.logs()
@@ -330,7 +333,7 @@ def parent(pid: int) -> int:
 @pytest.mark.parametrize(
     "point", [Point.BRACE, Point.BEFORE_REPOINT, Point.REPOINTING, Point.REPOINT, Point.BEFORE_SETTLE]
 )
-def test_a_peers_daemon_is_killed(nodes: Cluster, ends: Ends, point: Point) -> None:
+def test_peer_daemon_killed(nodes: Cluster, ends: Endpoints, point: Point) -> None:
     crash = Crash(nodes, ends)
     nodes.fault(PEER, point, "kill")
     with nodes.begin_move(crash.rank, TARGET, more=SHORT_LEASE) as asked:
@@ -341,7 +344,7 @@ def test_a_peers_daemon_is_killed(nodes: Cluster, ends: Ends, point: Point) -> N
     crash.ends_well(TARGET if point is Point.BEFORE_SETTLE else SOURCE)
 
 
-def test_the_driver_is_killed_between_the_re_pointing_and_the_outcome(nodes: Cluster, ends: Ends) -> None:
+def test_driver_killed_between_re_pointing_and_outcome(nodes: Cluster, ends: Endpoints) -> None:
     crash = Crash(nodes, ends)
     nodes.fault(PEER, Point.REPOINT, "wait")
     with nodes.begin_move(crash.rank, TARGET, more=SHORT_LEASE) as asked:
@@ -352,8 +355,8 @@ def test_the_driver_is_killed_between_the_re_pointing_and_the_outcome(nodes: Clu
 
 
 @pytest.mark.parametrize("point", [Point.REPOINT, Point.BEFORE_SETTLE])
-def test_a_peer_is_cut_off_around_the_outcome(nodes: Cluster, ends: Ends, point: Point) -> None:
-    """For five seconds nobody reaches it: undone before COMMIT, finished after it; the others do not wait for it."""
+def test_peer_cut_off_around_the_outcome(nodes: Cluster, ends: Endpoints, point: Point) -> None:
+    """The peer is unreachable for five seconds. Before COMMIT the move is undone, after it finished. No node waits."""
     crash = Crash(nodes, ends)
     others = ("operator", SOURCE, TARGET)
     nodes.fault(PEER, point, "wait")
@@ -362,7 +365,7 @@ def test_a_peer_is_cut_off_around_the_outcome(nodes: Cluster, ends: Ends, point:
         for other in others:
             nodes.lab.partition(PEER, other)
         (nodes.run_dir(PEER) / f"{point}.go").touch()
-        time.sleep(5)  # that long it is cut off
+        time.sleep(5)  # the time that it is cut off
         for other in others:
             nodes.lab.heal(PEER, other)
         with contextlib.suppress(Exception):
@@ -370,7 +373,7 @@ def test_a_peer_is_cut_off_around_the_outcome(nodes: Cluster, ends: Ends, point:
     crash.ends_well(SOURCE, TARGET)
 
 
-def test_two_ranks_that_talk_do_not_move_at_once(nodes: Cluster, ends: Ends) -> None:
+def test_two_connected_ranks_do_not_move_at_the_same_time(nodes: Cluster, ends: Endpoints) -> None:
     first = ends.rank(SOURCE, "--serve", "0.0.0.0:7012", rank=0)
     second: Job = ends.rank(PEER, "--connect", f"{nodes.lab.address(SOURCE)}:7012", rank=1)
     ends.flow()

@@ -1,4 +1,4 @@
-"""Daemons and drivers killed at every declared point of a move: one copy runs, nothing is lost, a plain retry succeeds."""
+"""Daemons and drivers are killed at each fault point of a move: one copy runs, nothing is lost, and a retry succeeds."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_source_daemon_killed_after_commit(drill: Drill, point: Point) -> None:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("point", [Point.BEFORE_ABORT, Point.ABORT])
-def test_source_daemon_killed_in_the_undo(drill: Drill, point: Point) -> None:
+def test_source_daemon_killed_during_the_undo(drill: Drill, point: Point) -> None:
     drill.arm(SOURCE, point, "kill")
     drill.arm(TARGET, Point.BEFORE_RESTORE, "fail")
     drill.ask()
@@ -99,7 +99,7 @@ def test_target_daemon_killed_after_commit(drill: Drill, point: Point) -> None:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("point", [Point.BEFORE_DISCARD, Point.DISCARD])
-def test_target_daemon_killed_in_the_undo(drill: Drill, point: Point) -> None:
+def test_target_daemon_killed_during_the_undo(drill: Drill, point: Point) -> None:
     drill.arm(SOURCE, Point.BEFORE_COMMIT, "fail")
     drill.arm(TARGET, point, "kill")
     drill.ask()
@@ -109,7 +109,7 @@ def test_target_daemon_killed_in_the_undo(drill: Drill, point: Point) -> None:
     drill.finish(SOURCE)
 
 
-# ---------------------------------------------------------------- both, and daemons that are stopped or hang
+# ---------------------------------------------------------------- both daemons, restarts, and a daemon that hangs
 
 
 @pytest.mark.sampled(1)
@@ -146,7 +146,7 @@ def test_both_daemons_killed_after_commit(drill: Drill) -> None:
         (TARGET, Point.ACTIVATED, MOVED, TARGET),
     ],
 )
-def test_a_daemon_is_restarted_in_good_order(
+def test_daemon_restarted_with_sigterm(
     drill: Drill, node: str, point: Point, verdict: tuple[str, int], at: str
 ) -> None:
     with drill.waiting_at(node, point):
@@ -156,7 +156,7 @@ def test_a_daemon_is_restarted_in_good_order(
     drill.finish(at)
 
 
-def test_a_target_that_hangs_is_given_up_after_the_timeout(drill: Drill) -> None:
+def test_target_daemon_that_hangs_is_abandoned_after_the_timeout(drill: Drill) -> None:
     drill.arm(TARGET, Point.BEFORE_RESTORE, "stop")
     drill.ask("--timeout", "3")
     drill.reached(TARGET)
@@ -187,8 +187,8 @@ def test_a_target_that_hangs_is_given_up_after_the_timeout(drill: Drill) -> None
         (SOURCE, Point.BEFORE_RELEASE, TARGET),
     ],
 )
-def test_the_driver_is_killed(drill: Drill, node: str, point: Point, at: str | None) -> None:
-    """Daemons finish or undo alone. A Commit that was asked for may still be carried out by the time its driver dies."""
+def test_driver_killed(drill: Drill, node: str, point: Point, at: str | None) -> None:
+    """The daemons finish or undo the move alone. A Commit that was already requested may still be carried out."""
     with drill.waiting_at(node, point):
         drill.kill_driver()
     drill.settled()
@@ -205,8 +205,8 @@ def test_the_driver_is_killed(drill: Drill, node: str, point: Point, at: str | N
         (TARGET, Point.ACTIVATED, TARGET),
     ],
 )
-def test_the_driver_and_a_daemon_are_killed(drill: Drill, node: str, point: Point, at: str) -> None:
-    """Nobody asks again: what is on disk is all that the daemon's next life and the other daemon have."""
+def test_driver_and_a_daemon_killed(drill: Drill, node: str, point: Point, at: str) -> None:
+    """No request is repeated: the restarted daemon has only its journal, and the other daemon."""
     drill.arm(node, point, "kill")
     drill.ask()
     drill.reached(node)
@@ -216,8 +216,8 @@ def test_the_driver_and_a_daemon_are_killed(drill: Drill, node: str, point: Poin
     drill.finish(at)
 
 
-def test_the_driver_is_killed_in_the_activation_and_the_source_cannot_help(drill: Drill) -> None:
-    """The target alone has the token, half used: ACTIVATED is written, nobody is woken yet."""
+def test_driver_killed_during_activation_while_the_source_is_cut_off(drill: Drill) -> None:
+    """Only the target has the token, and has used half of it: ACTIVATED is written, and no process is running yet."""
     with drill.waiting_at(SOURCE, Point.COMMIT):
         drill.lab.partition(SOURCE, TARGET)
         drill.arm(TARGET, Point.ACTIVATED, "wait")

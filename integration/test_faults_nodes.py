@@ -1,4 +1,4 @@
-"""Nodes that crash, networks that are cut, and a person's word: what is settled alone, and what waits for it."""
+"""Nodes crash, links are cut, and an operator asserts that a node is dead: what the daemons settle alone, and what not."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ OPERATOR = "operator"
 # ---------------------------------------------------------------- nodes
 
 
-def test_the_source_crashes_while_the_target_holds_the_rank(drill: Drill) -> None:
-    """Rebooted, it has no copy; the target has a whole one: COMMIT, though nobody is left to keep its output."""
+def test_source_node_crashes_while_the_target_holds_the_rank(drill: Drill) -> None:
+    """After its reboot the source has no copy and the target a complete one: COMMIT, although the home keeper is gone."""
     with drill.waiting_at(TARGET, Point.RESTORE):
         drill.lab.crash(SOURCE)
     drill.kill_driver()
@@ -26,7 +26,7 @@ def test_the_source_crashes_while_the_target_holds_the_rank(drill: Drill) -> Non
     drill.end_orphan()
 
 
-def test_the_source_crashes_after_commit(drill: Drill) -> None:
+def test_source_node_crashes_after_commit(drill: Drill) -> None:
     with drill.waiting_at(TARGET, Point.BEFORE_ACTIVATE):
         drill.lab.crash(SOURCE)
     drill.expect(MOVED)
@@ -38,8 +38,8 @@ def test_the_source_crashes_after_commit(drill: Drill) -> None:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("point", [Point.BEFORE_COMMIT, Point.COMMIT])
-def test_the_target_crashes_while_it_holds_the_rank(drill: Drill, point: Point) -> None:
-    """The source keeps its frozen copy until the target runs: after COMMIT too the rank is taken back."""
+def test_target_node_crashes_while_it_holds_the_rank(drill: Drill, point: Point) -> None:
+    """The source keeps its frozen copy until the target's runs, so the rank returns to the source even after COMMIT."""
     with drill.waiting_at(SOURCE, point):
         drill.lab.crash(TARGET)
     drill.lab.boot(TARGET)
@@ -53,7 +53,7 @@ def test_the_target_crashes_while_it_holds_the_rank(drill: Drill, point: Point) 
 @pytest.mark.sampled(1, per="point")
 @pytest.mark.parametrize("end", [SOURCE, TARGET])
 @pytest.mark.parametrize(("point", "node"), [(Point.DUMPING, SOURCE), (Point.COMMIT, SOURCE)])
-def test_the_operator_is_cut_off(drill: Drill, end: str, point: Point, node: str) -> None:
+def test_operator_cut_off_from_a_node(drill: Drill, end: str, point: Point, node: str) -> None:
     with drill.waiting_at(node, point):
         drill.lab.partition(OPERATOR, end)
         drill.kill_driver()
@@ -69,8 +69,8 @@ def test_the_operator_is_cut_off(drill: Drill, end: str, point: Point, node: str
 @pytest.mark.parametrize(
     ("point", "at"), [(Point.DUMPING, SOURCE), (Point.BEFORE_COMMIT, TARGET), (Point.COMMIT, TARGET)]
 )
-def test_source_and_target_are_cut_off_each_other(drill: Drill, point: Point, at: str) -> None:
-    """Before COMMIT the move fails; at COMMIT the driver carries the token, which is all the target needs."""
+def test_source_and_target_cut_off_from_each_other(drill: Drill, point: Point, at: str) -> None:
+    """Before COMMIT the move fails. At COMMIT the driver carries the token, which is all that the target needs."""
     with drill.waiting_at(SOURCE, point):
         drill.lab.partition(SOURCE, TARGET)
     drill.expect(MOVED if at == TARGET else UNDONE)
@@ -78,10 +78,10 @@ def test_source_and_target_are_cut_off_each_other(drill: Drill, point: Point, at
     drill.finish(at)
 
 
-# ---------------------------------------------------------------- a person's word
+# ---------------------------------------------------------------- assertions by an operator
 
 
-def test_a_person_says_that_the_source_is_dead(drill: Drill) -> None:
+def test_recover_with_source_is_dead_runs_the_rank_on_the_target(drill: Drill) -> None:
     with drill.waiting_at(TARGET, Point.RESTORE):
         drill.lab.crash(SOURCE)
     drill.kill_driver()
@@ -97,8 +97,8 @@ def test_a_person_says_that_the_source_is_dead(drill: Drill) -> None:
     drill.end_orphan()
 
 
-def test_a_person_says_that_the_target_is_dead(drill: Drill) -> None:
-    """After COMMIT the source would wait for ever for a target that is gone for good."""
+def test_recover_with_target_is_dead_runs_the_rank_on_the_source(drill: Drill) -> None:
+    """After COMMIT the source would wait forever for a target that never returns."""
     with drill.waiting_at(SOURCE, Point.COMMIT):
         drill.lab.crash(TARGET)
         drill.kill_driver()
@@ -110,7 +110,7 @@ def test_a_person_says_that_the_target_is_dead(drill: Drill) -> None:
     drill.end()
 
 
-def test_recover_undoes_what_a_dead_driver_left(drill: Drill) -> None:
+def test_recover_undoes_the_move_of_a_dead_driver(drill: Drill) -> None:
     with drill.waiting_at(SOURCE, Point.STREAM, "--lease", "600"):
         drill.kill_driver()
     done = drill.nodes.migrator("recover", drill.move_id(), "--json")

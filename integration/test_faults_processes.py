@@ -1,4 +1,4 @@
-"""Processes of a move killed in the middle of it: criu, the rank, its keepers. No copy is ever left without its keeper."""
+"""criu, the rank or its keepers are killed during a move. No copy is ever left without its keeper."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from snapshotd.runtime.faults import Point
 # ---------------------------------------------------------------- criu
 
 
-def test_criu_is_killed_in_the_dump(drill: Drill) -> None:
+def test_criu_killed_during_the_dump(drill: Drill) -> None:
     with drill.waiting_at(SOURCE, Point.DUMPING):
         group = drill.lab.layout.node_cgroup(SOURCE) / "snapshotd-ranks" / f"criu-{drill.move_id()}"
         (group / "cgroup.kill").write_text("1")
@@ -22,7 +22,7 @@ def test_criu_is_killed_in_the_dump(drill: Drill) -> None:
     drill.finish(SOURCE)
 
 
-def test_criu_is_killed_in_the_restore(drill: Drill) -> None:
+def test_criu_killed_during_the_restore(drill: Drill) -> None:
     with drill.waiting_at(TARGET, Point.RESTORING):
         keeper = drill.guest_keeper(TARGET)
         children = set(map(int, Path(f"/proc/{keeper}/task/{keeper}/children").read_text().split()))
@@ -46,15 +46,15 @@ def test_criu_is_killed_in_the_restore(drill: Drill) -> None:
         (SOURCE, Point.DUMPING),
     ],
 )
-def test_the_rank_is_killed_before_the_target_has_it(drill: Drill, node: str, point: Point) -> None:
+def test_rank_killed_before_the_target_has_a_copy(drill: Drill, node: str, point: Point) -> None:
     with drill.waiting_at(node, point):
         kill(drill.copy_on(SOURCE))
     drill.expect(GONE)
     drill.killed()
 
 
-def test_the_frozen_copy_is_killed_while_the_target_holds_one(drill: Drill) -> None:
-    """The target's is whole: the move commits, and nothing was lost."""
+def test_frozen_copy_killed_while_the_target_holds_the_rank(drill: Drill) -> None:
+    """The target's copy is complete: the move commits, and nothing is lost."""
     with drill.waiting_at(SOURCE, Point.BEFORE_COMMIT):
         kill(drill.copy_on(SOURCE))
     drill.expect(MOVED)
@@ -63,15 +63,15 @@ def test_the_frozen_copy_is_killed_while_the_target_holds_one(drill: Drill) -> N
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("point", [Point.BEFORE_COMMIT, Point.COMMIT])
-def test_the_held_copy_is_killed(drill: Drill, point: Point) -> None:
-    """It never ran, so the source's copy is the rank, also after COMMIT."""
+def test_held_copy_killed(drill: Drill, point: Point) -> None:
+    """It never ran, so the rank continues from the source's copy, even after COMMIT."""
     with drill.waiting_at(SOURCE, point):
         kill(drill.copy_on(TARGET))
     drill.expect(UNDONE)
     drill.finish(SOURCE)
 
 
-def test_both_copies_are_killed(drill: Drill) -> None:
+def test_both_copies_killed(drill: Drill) -> None:
     with drill.waiting_at(SOURCE, Point.BEFORE_COMMIT):
         kill(drill.copy_on(TARGET))
         kill(drill.copy_on(SOURCE))
@@ -79,7 +79,7 @@ def test_both_copies_are_killed(drill: Drill) -> None:
     drill.killed()
 
 
-def test_the_rank_is_killed_when_it_has_just_begun_to_run_on_the_target(drill: Drill) -> None:
+def test_rank_killed_just_after_activation_on_the_target(drill: Drill) -> None:
     with drill.waiting_at(SOURCE, Point.BEFORE_RELEASE):
         kill(drill.copy_on(TARGET))
     drill.expect(MOVED)
@@ -105,53 +105,52 @@ def test_the_rank_is_killed_when_it_has_just_begun_to_run_on_the_target(drill: D
         (SOURCE, Point.BEFORE_RELEASE),
     ],
 )
-def test_the_home_keeper_is_killed(drill: Drill, node: str, point: Point) -> None:
-    """Nobody may go on running what nobody keeps, on whichever node it is by then."""
+def test_home_keeper_killed(drill: Drill, node: str, point: Point) -> None:
+    """A rank without its home keeper must not run on, on whichever node it is by then."""
     with drill.waiting_at(node, point):
         drill.keeper.kill()
         drill.keeper.wait(10)
-    drill.told()
+    drill.result()
     drill.killed()
 
 
-def test_the_home_keeper_is_killed_while_its_daemon_is_down(drill: Drill) -> None:
+def test_home_keeper_killed_while_its_daemon_is_down(drill: Drill) -> None:
     with drill.waiting_at(SOURCE, Point.BEFORE_COMMIT):
         drill.lab.kill_daemon(SOURCE)
         drill.keeper.kill()
         drill.keeper.wait(10)
         drill.lab.start_daemon(SOURCE)
-    drill.told()
+    drill.result()
     drill.killed()
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("point", [Point.BEFORE_COMMIT, Point.COMMIT])
-def test_the_guest_keeper_of_a_held_copy_is_killed(drill: Drill, point: Point) -> None:
+def test_guest_keeper_of_a_held_copy_killed(drill: Drill, point: Point) -> None:
     with drill.waiting_at(SOURCE, point):
         copy = drill.copy_on(TARGET)
         kill(drill.guest_keeper(TARGET))
-        until(
-            "the copy to be gone with it", lambda: ended(copy)
-        )  # else it may be let go first, and dies as a rank does
+        # Otherwise the copy may be activated first, and then its death is the rank's.
+        until("the copy to end with its keeper", lambda: ended(copy))
     drill.expect(UNDONE)
     drill.finish(SOURCE)
 
 
-def test_the_guest_keeper_of_a_running_rank_is_killed(drill: Drill) -> None:
+def test_guest_keeper_of_a_running_rank_killed(drill: Drill) -> None:
     drill.nodes.move(drill.job, TARGET)
     drill.runs_on(TARGET)
     kill(drill.guest_keeper(TARGET))
     drill.killed()
 
 
-def test_the_home_keeper_of_a_rank_that_is_away_is_killed(drill: Drill) -> None:
+def test_home_keeper_of_a_rank_that_is_away_killed(drill: Drill) -> None:
     drill.nodes.move(drill.job, TARGET)
     drill.runs_on(TARGET)
     drill.keeper.kill()
     drill.killed()
 
 
-def test_signals_that_come_during_a_move_arrive_after_it(drill: Drill) -> None:
+def test_signal_sent_during_a_move_arrives_after_it(drill: Drill) -> None:
     with drill.waiting_at(SOURCE, Point.DUMPING):
         drill.keeper.send_signal(signal.SIGTERM)
     drill.expect(MOVED)

@@ -1,7 +1,7 @@
-"""GPU ranks move between nodes with stand-in GPUs: the real daemons, CRIU, shim and helper; only the driver is not real.
-Their device memory goes with the driver's checkpoint; parked, which is the default, it is in test_parked_ranks.
+"""GPU ranks move between nodes with fake GPUs. Daemons, CRIU, shim and helper are real; only the driver is fake.
 
-The same on a real GPU, with torch, is integration/gpu.
+Here the driver's checkpoint carries the device memory. Offloaded memory, the default, is in test_offload.py. The same on
+a real GPU, with torch, is in integration/gpu.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ REFUSED, UNDONE, GONE = 10, 11, 21
 
 
 @pytest.fixture(autouse=True)
-def device_memory_with_the_driver(lab: GpuCluster) -> None:
+def leave_device_memory_to_the_driver(lab: GpuCluster) -> None:
     lab.options = ("--device-memory", "driver")
 
 
@@ -37,7 +37,7 @@ def device_memory_with_the_driver(lab: GpuCluster) -> None:
     [(), ("--threads", "3", "--pinned-mib", "2"), ("--children", "2"), ("--mib", "64", "--busy-ms", "20")],
     ids=["plain", "threads", "children", "large"],
 )
-def test_it_moves_and_computes_what_it_would_have(lab: GpuCluster, arguments: tuple[str, ...]) -> None:
+def test_moved_job_computes_what_an_unmoved_one_does(lab: GpuCluster, arguments: tuple[str, ...]) -> None:
     job = lab.job(SOURCE, *arguments)
     job.await_lines(10)
     told = lab.cluster.move(job, TARGET)
@@ -63,7 +63,7 @@ def test_it_moves_and_computes_what_it_would_have(lab: GpuCluster, arguments: tu
     until("the target's GPU to be empty", lambda: lab.used_bytes(TARGET) == 0)
 
 
-def test_round_three_nodes_and_back(lab: GpuCluster) -> None:
+def test_job_moves_around_three_nodes_twice(lab: GpuCluster) -> None:
     job = lab.job(SOURCE, "--threads", "2", "--children", "1")
     for to in (OTHER, TARGET, SOURCE, TARGET, OTHER, SOURCE):
         job.await_progress()
@@ -71,8 +71,8 @@ def test_round_three_nodes_and_back(lab: GpuCluster) -> None:
     lab.ends_well(job)
 
 
-def test_nothing_of_the_job_runs_between_lock_and_commit(lab: GpuCluster) -> None:
-    """Held at every point from the checkpoint to the outcome, on both sides, it makes no step."""
+def test_job_does_not_run_between_lock_and_commit(lab: GpuCluster) -> None:
+    """At each point from the checkpoint to the outcome, on both nodes, the job makes no step."""
     for node, point in (
         (SOURCE, Point.CHECKPOINTED),
         (TARGET, Point.CUDA_RESTORED),
@@ -85,13 +85,13 @@ def test_nothing_of_the_job_runs_between_lock_and_commit(lab: GpuCluster) -> Non
             before = job.lines()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 job.process.wait(1.0)
-            assert job.lines() == before, f"it ran at {point}"
+            assert job.lines() == before, f"the job ran at {point}"
         assert asked.code == 0, f"{asked.answer} {asked.errors}"
         lab.ends_well(job)
 
 
-def test_a_cpu_rank_costs_no_gpu_question(lab: GpuCluster) -> None:
-    for node in (SOURCE, TARGET):  # whoever asks would hang
+def test_gpu_driver_is_not_called_for_a_cpu_rank(lab: GpuCluster) -> None:
+    for node in (SOURCE, TARGET):  # a call would hang
         for operation in ("state", "lock", "checkpoint"):
             lab.nodes[node].fault(operation, "hang", once=False)
     job = lab.cluster.workload(SOURCE, "chain.py")
@@ -101,10 +101,10 @@ def test_a_cpu_rank_costs_no_gpu_question(lab: GpuCluster) -> None:
     job.await_progress()
 
 
-# ---------------------------------------------------------------- the choice of a GPU
+# ---------------------------------------------------------------- choice of a GPU
 
 
-def test_the_gpu_asked_for(lab: GpuCluster) -> None:
+def test_rank_gets_the_requested_gpu(lab: GpuCluster) -> None:
     lab.give(TARGET, *gpus("two", count=3))
     lab.give(SOURCE, *gpus("one", count=1))
     job = lab.job(SOURCE)
@@ -117,9 +117,9 @@ def test_the_gpu_asked_for(lab: GpuCluster) -> None:
     lab.ends_well(job)
 
 
-def test_two_moves_to_a_node_get_different_gpus(lab: GpuCluster) -> None:
+def test_concurrent_moves_to_a_node_get_different_gpus(lab: GpuCluster) -> None:
     lab.give(TARGET, *gpus("pair", count=2))
-    until("its daemon sees them", lambda: len(lab.shown(TARGET)["gpus"]) == 2)  # what it saw is kept for a second
+    until("the daemon to see them", lambda: len(lab.shown(TARGET)["gpus"]) == 2)
     jobs = [lab.job(node) for node in (SOURCE, OTHER)]
     for job in jobs:
         job.await_lines(5)
@@ -132,7 +132,7 @@ def test_two_moves_to_a_node_get_different_gpus(lab: GpuCluster) -> None:
     assert first.answer["gpus"][0]["to"] != second["gpus"][0]["to"]
 
 
-# ---------------------------------------------------------------- refusals, before anything is locked
+# ---------------------------------------------------------------- refusals before the driver is locked
 
 
 @pytest.mark.parametrize(
@@ -146,14 +146,14 @@ def test_two_moves_to_a_node_get_different_gpus(lab: GpuCluster) -> None:
         ((), SOURCE, {"mps": True}, "gpu-mps"),
     ],
 )
-def test_refused_by_name(
+def test_preflight_refuses(
     lab: GpuCluster, arguments: tuple[str, ...], node: str, change: dict[str, Any], name: str
 ) -> None:
     if node:
         change = dict(change)
         lab.nodes[node].driver_version = change.pop("driver_version", lab.nodes[node].driver_version)
         lab.give(node, *(dataclasses.replace(card, **change) for card in lab.nodes[node].gpus))
-    lab.nodes[SOURCE].fault("lock", "lose", once=False)  # whoever locks ruins it
+    lab.nodes[SOURCE].fault("lock", "lose", once=False)  # locking would destroy the process
     job = lab.job(SOURCE, *arguments)
     job.await_lines(5)
     rank = ("--rank", "0", "--job", job.name, "--to", TARGET)
@@ -166,17 +166,17 @@ def test_refused_by_name(
     job.await_progress()
 
 
-def test_a_gpu_without_room_is_refused(lab: GpuCluster) -> None:
+def test_gpu_without_free_memory_is_refused(lab: GpuCluster) -> None:
     job, hog = lab.job(SOURCE), lab.job(TARGET, "--idle-mib", "4000")
     job.await_lines(5)
-    until("the GPU is full", lambda: lab.used_bytes(TARGET) > 4000 << 20)
+    until("the GPU to be full", lambda: lab.used_bytes(TARGET) > 4000 << 20)
     move = ("move", "--rank", "0", "--job", job.name, "--to", TARGET, "--json")
-    done = lab.cluster.migrator(*move, "--gpu", "0")  # asked for by name it may be shared, if there is room
+    done = lab.cluster.migrator(*move, "--gpu", "0")  # a GPU requested by name may be shared, if it has room
     assert done.returncode == REFUSED, f"{done.stdout}{done.stderr}"
     assert "gpu-memory" in json.loads(done.stdout)["reason"]
     assert "gpu-free" in json.loads(lab.cluster.migrator(*move).stdout)["reason"]
     hog.kill()
-    until("the GPU is empty", lambda: lab.used_bytes(TARGET) == 0)
+    until("the GPU to be empty", lambda: lab.used_bytes(TARGET) == 0)
     lab.cluster.move(job, TARGET)
     job.await_progress()
 
@@ -195,22 +195,22 @@ def test_a_gpu_without_room_is_refused(lab: GpuCluster) -> None:
         (TARGET, "unlock", "fail:CUDA_ERROR_UNKNOWN"),
     ],
 )
-def test_the_driver_says_no(lab: GpuCluster, node: str, operation: str, action: str) -> None:
+def test_driver_error_is_undone_and_a_retry_succeeds(lab: GpuCluster, node: str, operation: str, action: str) -> None:
     job = lab.job(SOURCE, "--threads", "2")
     job.await_lines(5)
-    lab.nodes[node].fault(operation, action, once=operation != "lock")  # which is tried in another order
+    lab.nodes[node].fault(operation, action, once=operation != "lock")  # lock is tried twice
     told = lab.cluster.move(job, TARGET, expect=UNDONE)
     lab.nodes[node].clear_faults()
     words = {"lock": "did not finish", "checkpoint": "NOT_SUPPORTED", "restore": "memory", "unlock": "UNKNOWN"}
     assert words[operation] in told["reason"] or "lost" in told["reason"], told
     assert told["where"] == "running on source"
     job.await_progress()
-    lab.cluster.move(job, TARGET)  # a plain retry succeeds
+    lab.cluster.move(job, TARGET)
     lab.ends_well(job)
 
 
-def test_managed_memory_that_nobody_saw_before(lab: GpuCluster) -> None:
-    """The stand-in's has no mapping by which preflight could know it: it warns, the driver says no, and it is undone."""
+def test_managed_memory_that_preflight_cannot_see_is_undone(lab: GpuCluster) -> None:
+    """The fake's managed memory has no mapping that preflight could find. Preflight warns, and the driver fails."""
     job = lab.job(SOURCE, "--managed-mib", "4")
     job.await_lines(5)
     checks = json.loads(
@@ -226,8 +226,8 @@ def test_managed_memory_that_nobody_saw_before(lab: GpuCluster) -> None:
 @pytest.mark.sampled(1, per="action")
 @pytest.mark.parametrize(("node", "operation"), [(SOURCE, "checkpoint"), (TARGET, "restore")])
 @pytest.mark.parametrize("action", ["die", "die-after"])
-def test_the_helper_is_killed_in_the_middle(lab: GpuCluster, node: str, operation: str, action: str) -> None:
-    """The driver finishes alone, or is asked again: the move goes on."""
+def test_killed_helper_does_not_stop_the_move(lab: GpuCluster, node: str, operation: str, action: str) -> None:
+    """The driver finishes alone or is called again, and the move continues."""
     job = lab.job(SOURCE, "--threads", "2")
     job.await_lines(5)
     lab.nodes[node].fault(operation, action)
@@ -235,14 +235,14 @@ def test_the_helper_is_killed_in_the_middle(lab: GpuCluster, node: str, operatio
     lab.ends_well(job)
 
 
-def test_device_memory_that_cannot_come_back_yet(lab: GpuCluster) -> None:
-    """The undo finds the GPU full: it says so, goes on trying, and the job goes on in the end."""
+def test_rank_waits_frozen_until_its_gpu_has_room(lab: GpuCluster) -> None:
+    """The undo finds the GPU full. It reports that and retries, and the job continues once there is room."""
     job = lab.job(SOURCE, "--mib", "256", "--blocks", "1")
     job.await_lines(5)
     lab.nodes[TARGET].fault("restore", "fail:CUDA_ERROR_UNKNOWN")
     with lab.cluster.moving(job, TARGET, SOURCE, Point.CHECKPOINTED) as asked:
         hog = lab.job(SOURCE, "--idle-mib", "3900")
-        until("the GPU is full", lambda: lab.used_bytes(SOURCE) > 3900 << 20)
+        until("the GPU to be full", lambda: lab.used_bytes(SOURCE) > 3900 << 20)
     assert asked.code == UNDONE, f"{asked.answer}{asked.errors}"
     assert asked.answer["where"] == "frozen on source"
     assert "device memory" in asked.answer["reason"]
@@ -250,12 +250,12 @@ def test_device_memory_that_cannot_come_back_yet(lab: GpuCluster) -> None:
     assert any("device memory" in move["waiting_for"] for move in waiting), waiting
     before = job.lines()
     hog.kill()
-    until("it goes on", lambda: len(job.lines()) > len(before) + 3)
+    until("the rank to continue", lambda: len(job.lines()) > len(before) + 3)
     lab.ends_well(job)
 
 
-def test_the_driver_lost_it(lab: GpuCluster) -> None:
-    """The rank can never go on: it is ended, whoever started it hears of it, and the error says why."""
+def test_rank_is_ended_if_the_driver_loses_its_memory(lab: GpuCluster) -> None:
+    """The rank cannot continue: it is ended, its launcher sees that, and the error gives the reason."""
     job = lab.job(SOURCE)
     job.await_lines(5)
     lab.nodes[SOURCE].fault("checkpoint", "lose")
@@ -268,7 +268,7 @@ def test_the_driver_lost_it(lab: GpuCluster) -> None:
 @pytest.mark.parametrize(
     "point", [Point.PARKED, Point.LOCKED, Point.CHECKPOINTED, Point.FREEZE, Point.DUMPING, Point.STREAM]
 )
-def test_the_sources_daemon_is_killed(lab: GpuCluster, point: Point) -> None:
+def test_source_daemon_killed(lab: GpuCluster, point: Point) -> None:
     job = lab.job(SOURCE, "--threads", "2")
     job.await_lines(5)
     lab.cluster.fault(SOURCE, point, "kill")
@@ -283,7 +283,7 @@ def test_the_sources_daemon_is_killed(lab: GpuCluster, point: Point) -> None:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("point", [Point.CUDA_RESTORED, Point.RESTORED, Point.ACTIVATED])
-def test_the_targets_daemon_is_killed(lab: GpuCluster, point: Point) -> None:
+def test_target_daemon_killed(lab: GpuCluster, point: Point) -> None:
     job = lab.job(SOURCE, "--threads", "2")
     job.await_lines(5)
     lab.cluster.fault(TARGET, point, "kill")

@@ -1,4 +1,4 @@
-"""What the suite relies on when its tests fail: that nobody but the product has ended anything."""
+"""The suite itself: one run does not disturb the lab of another, so a failure is always the product's."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from integration.harness import Cluster, cluster
 from snapshotd.api.errors import Busy
 
 
-def test_a_second_run_leaves_the_lab_of_the_first_alone(nodes: Cluster) -> None:
+def test_second_run_leaves_the_lab_of_the_first_alone(nodes: Cluster) -> None:
     job = nodes.workload("node-1", "chain.py", "--steps", "1000", "--pace-s", "0.05")
     job.await_lines(3)
     daemons = [nodes.lab.daemon_pid(node) for node in nodes.lab.nodes]

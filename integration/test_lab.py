@@ -1,4 +1,4 @@
-"""The lab, with real namespaces: its nodes are apart where they should be. How one comes and goes: test_lab_up_down.py."""
+"""The nodes of a lab are isolated from each other where real nodes are. Bringing labs up and down: test_lab_up_down.py."""
 
 from __future__ import annotations
 
@@ -98,10 +98,10 @@ def echo(lab: Lab) -> Iterator[None]:
         server.communicate()
 
 
-# ---------------------------------------------------------------- nodes are apart
+# ---------------------------------------------------------------- isolation of nodes
 
 
-def test_nodes_have_their_own_identity(lab: Lab) -> None:
+def test_nodes_have_separate_identities(lab: Lab) -> None:
     assert [output(lab, node, "uname", "-n") for node in lab.nodes] == ["node-1", "node-2", "spare-1"]
     boot_ids = {output(lab, node, "cat", "/proc/sys/kernel/random/boot_id") for node in lab.nodes}
     assert len(boot_ids) == 3
@@ -116,7 +116,7 @@ def test_nodes_resolve_each_other(lab: Lab) -> None:
 
 
 @pytest.mark.parametrize("folder", ["/run", "/tmp", "/dev/shm"])
-def test_private_folders(lab: Lab, folder: str) -> None:
+def test_run_tmp_and_shm_are_private_to_a_node(lab: Lab, folder: str) -> None:
     name = f"{folder}/{lab.name}"
     output(lab, "node-1", "sh", "-c", f"test $(stat -f -c %T {folder}) = tmpfs && touch {name}")
     assert output(lab, "node-1", "ls", name) == name
@@ -124,7 +124,7 @@ def test_private_folders(lab: Lab, folder: str) -> None:
     assert not Path(name).exists()
 
 
-def test_the_rest_is_shared(lab: Lab) -> None:
+def test_other_folders_are_shared(lab: Lab) -> None:
     with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
         output(lab, "node-1", "touch", f"{folder}/seen")
         assert output(lab, "node-2", "ls", folder) == "seen"
@@ -195,19 +195,19 @@ def test_partition_is_silent_and_heals(lab: Lab, end: str) -> None:
     with Client(lab, end) as open_before, Client(lab, end) as late:
         assert open_before.ask(f"connect {target}") == "connected"
         lab.partition(end, "node-2")
-        lab.partition("node-2", end)  # again, and the other way round, is the same
+        lab.partition("node-2", end)  # idempotent and symmetric
         try:
             assert open_before.ask("send x") == "sent"
-            assert open_before.ask("receive 0.5") == "TimeoutError", "no answer, and no error either"
+            assert open_before.ask("receive 0.5") == "TimeoutError", "neither an answer nor an error"
             assert late.ask(f"connect {target}") == "TimeoutError"
-            assert late.ask(f"connect {other}") == "connected", "only the two are cut off"
+            assert late.ask(f"connect {other}") == "connected", "only these two are cut off from each other"
             with Client(lab, "node-2") as back:
                 assert back.ask(f"connect {lab.address('node-1') if end == 'node-1' else other}") == (
                     "TimeoutError" if end == "node-1" else "connected"
                 )
         finally:
             lab.heal(end, "node-2")
-        assert open_before.ask("receive 10") == "x", "TCP repeats what was lost"
+        assert open_before.ask("receive 10") == "x", "TCP retransmits what was lost"
         assert late.ask(f"connect {target}") == "connected"
         lab.heal(end, "node-2")
 
@@ -219,7 +219,7 @@ def test_bad_partitions(lab: Lab) -> None:
         lab.partition("node-1", "node-1")
 
 
-# ---------------------------------------------------------------- how migrator finds it
+# ---------------------------------------------------------------- how migrator reaches the daemons
 
 
 def test_operator_reaches_every_daemon(lab: Lab) -> None:
@@ -231,7 +231,7 @@ def test_operator_reaches_every_daemon(lab: Lab) -> None:
     assert probe(lab, "node-2").returncode == 0
 
 
-def test_migrator_inside_a_node_goes_over_its_own_cable(lab: Lab) -> None:
+def test_migrator_inside_a_node_uses_the_link_of_that_node(lab: Lab) -> None:
     argv = [sys.executable, "-m", "migrator.lab.probe", str(lab.cluster_path), "2", "node-2"]
     assert output(lab, "node-1", *argv, cwd=REPOSITORY) == "{}"
     lab.partition("node-1", "node-2")
@@ -246,11 +246,11 @@ def test_migrator_inside_a_node_goes_over_its_own_cable(lab: Lab) -> None:
 # ---------------------------------------------------------------- daemons
 
 
-def test_daemon_is_killed_started_restarted(lab: Lab) -> None:
+def test_daemon_can_be_killed_started_and_restarted(lab: Lab) -> None:
     first = lab.daemon_pid("node-1")
     lab.kill_daemon("node-1")
     assert lab.daemon_pid("node-1") is None
-    lab.kill_daemon("node-1")  # there is none: nothing happens
+    lab.kill_daemon("node-1")  # no daemon runs: no effect
     lab.start_daemon("node-1")
     second = lab.daemon_pid("node-1")
     with pytest.raises(WrongState, match="runs already"):
@@ -262,7 +262,7 @@ def test_daemon_is_killed_started_restarted(lab: Lab) -> None:
         lab.restart_daemon("node-9")
 
 
-def test_stopped_daemon_does_not_end(lab: Lab) -> None:
+def test_stopped_daemon_does_not_exit_on_sigterm(lab: Lab) -> None:
     lab.kill_daemon("node-1", signal.SIGSTOP)
     with pytest.raises(Timeout, match="SIGTERM"):
         lab.kill_daemon("node-1", signal.SIGTERM, timeout_s=0.1)
@@ -271,7 +271,7 @@ def test_stopped_daemon_does_not_end(lab: Lab) -> None:
     lab.start_daemon("node-1")
 
 
-def test_daemon_is_started_where_the_operator_cannot_see_it(lab: Lab) -> None:
+def test_daemon_can_be_started_while_cut_off_from_the_operator(lab: Lab) -> None:
     lab.kill_daemon("node-2")
     lab.partition("operator", "node-2")
     lab.start_daemon("node-2", timeout_s=1)
@@ -280,7 +280,7 @@ def test_daemon_is_started_where_the_operator_cannot_see_it(lab: Lab) -> None:
 
 
 @pytest.mark.usefixtures("echo")
-def test_crash_is_silent_and_boot_is_fresh(lab: Lab) -> None:
+def test_crash_sends_no_packet_and_boot_keeps_only_the_disk(lab: Lab) -> None:
     state = lab.layout.state / "node-2/journal"
     state.write_text("on disk")
     boot_id = output(lab, "node-2", "cat", "/proc/sys/kernel/random/boot_id")
@@ -312,7 +312,7 @@ def test_crash_is_silent_and_boot_is_fresh(lab: Lab) -> None:
 # ---------------------------------------------------------------- ranks
 
 
-def test_run_gives_each_rank_its_place(lab: Lab, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+def test_run_sets_the_environment_of_each_rank(lab: Lab, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     program = (
         'echo $(uname -n) $RANK/$WORLD_SIZE $LOCAL_RANK $MASTER_ADDR $MASTER_PORT; printf "no end" >&2; exit $RANK'
     )
@@ -326,7 +326,7 @@ def test_run_gives_each_rank_its_place(lab: Lab, capfdbinary: pytest.CaptureFixt
     assert lab.run("job", ["true"]) == 0
 
 
-def test_interrupt_goes_to_the_ranks(lab: Lab) -> None:
+def test_interrupt_is_forwarded_to_the_ranks(lab: Lab) -> None:
     rank = 'trap "echo caught; exit 3" INT; echo ready; while :; do sleep 0.05; done'
     program = (
         f"import sys; from migrator.lab import Lab\n"

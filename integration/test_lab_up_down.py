@@ -1,4 +1,4 @@
-"""A lab comes up whole or says why not, and nothing of it stays behind, whoever is killed on the way."""
+"""A lab comes up completely or reports why not, and leaves nothing behind, whichever process is killed meanwhile."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ pytestmark = [
 
 
 def traces(lab: Lab) -> list[str]:
-    """What is left of a lab."""
+    """Everything that is left of a lab."""
     left = [str(path) for path in (lab.layout.run, lab.layout.state, lab.layout.cgroup) if path.exists()]
     mounts = Path("/proc/self/mountinfo").read_text().splitlines()
     return left + [line for line in mounts if lab.name in line]
 
 
 def host_state() -> tuple[list[str], list[str]]:
-    """Mounts and links of the host, which a lab never touches."""
+    """Mounts and network links of the host, which a lab never changes."""
     with IPRoute() as netlink:
         links = sorted(link.get_attr("IFLA_IFNAME") for link in netlink.get_links())
     return Path("/proc/self/mountinfo").read_text().splitlines(), links
 
 
-def in_its_namespaces(namespaces: set[str]) -> list[int]:
+def processes_in(namespaces: set[str]) -> list[int]:
     found = []
     for entry in Path("/proc").glob("[0-9]*/ns/net"):
         try:
@@ -58,7 +58,7 @@ def network_namespaces(lab: Lab) -> set[str]:
 def test_down_leaves_nothing() -> None:
     lab = make("down")
     before = host_state()
-    lab.down()  # there is none: nothing happens
+    lab.down()  # there is no lab: no effect
     assert traces(lab) == []
     lab.up(["node-1", "node-2"])
     try:
@@ -83,13 +83,13 @@ def test_down_leaves_nothing() -> None:
     rank.stdout.close()
     assert traces(lab) == []
     assert host_state() == before
-    assert in_its_namespaces(namespaces) == []
+    assert processes_in(namespaces) == []
     assert [pid for pid in pids if start_ticks(pid) is not None] == []
     assert lab.name not in Lab.names()
     lab.down()
 
 
-def test_down_finds_who_left_the_cgroup() -> None:
+def test_down_ends_processes_that_left_the_cgroup() -> None:
     lab = make("escape")
     lab.up(["node-1"])
     try:
@@ -131,7 +131,7 @@ def test_two_labs_do_not_collide() -> None:
         two.down()
 
 
-def test_killed_holders_and_daemons() -> None:
+def test_lab_survives_killed_holders_and_daemons() -> None:
     lab = make("killed")
     lab.up(["node-1", "node-2"])
     try:
@@ -146,7 +146,7 @@ def test_killed_holders_and_daemons() -> None:
             assert processes.wait(held, 5)
         with pytest.raises(WrongState, match="not running"):
             lab.spawn("node-2", ["true"])
-        lab.up(["node-1"])  # what is left makes way
+        lab.up(["node-1"])  # removes the remains first
         assert lab.nodes == ("node-1",)
         (lab.layout.run / "record.json").write_text("{")
     finally:
@@ -155,8 +155,8 @@ def test_killed_holders_and_daemons() -> None:
 
 
 @pytest.mark.parametrize("who", [SWITCH, "up"])
-def test_up_is_killed_half_way(who: str) -> None:
-    """`up` hangs, because its daemons never answer, and is killed; or what holds its switch is."""
+def test_up_killed_half_way_can_be_cleaned_up(who: str) -> None:
+    """Killed is either `up` itself, which hangs because its daemons never answer, or the process that holds the switch."""
     lab = make("half")
     with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
         started = Path(folder, "started")
@@ -170,27 +170,27 @@ def test_up_is_killed_half_way(who: str) -> None:
             os.kill(up.pid if who == "up" else record.holders[SWITCH].pid, signal.SIGKILL)
             up.communicate(timeout=30)
         assert up.returncode == (-signal.SIGKILL if who == "up" else 1)
-    assert not lab.cluster_path.exists(), "nobody takes it for a lab that is up"
-    assert (traces(lab) != []) == (who == "up"), "only who is killed leaves something behind"
+    assert not lab.cluster_path.exists(), "the lab must not look as if it were up"
+    assert (traces(lab) != []) == (who == "up"), "only a killed `up` leaves something behind"
     lab.down()
     assert traces(lab) == []
 
 
-def test_up_shows_why_a_daemon_does_not_start() -> None:
+def test_up_reports_why_a_daemon_does_not_start() -> None:
     lab = make("bad", daemon=("sh", "-c", "echo the port is on fire >&2; exit 1"))
     with pytest.raises(Unreachable, match="the port is on fire"):
         lab.up(["node-1"], timeout_s=20)
     assert traces(lab) == []
 
 
-def test_up_shows_a_daemon_that_never_answers() -> None:
+def test_up_reports_a_daemon_that_never_answers() -> None:
     lab = make("mute", daemon=("sh", "-c", "echo thinking; exec sleep 1000"))
     with pytest.raises(Unreachable, match=r"(?s)node-1: .*refused.*thinking"):
         lab.up(["node-1"], timeout_s=0.5)
     assert traces(lab) == []
 
 
-def test_a_daemon_in_tmp_is_refused(tmp_path: Path) -> None:
+def test_daemon_below_tmp_is_refused(tmp_path: Path) -> None:
     program = tmp_path / "daemon"
     program.touch()
     lab = make("hidden", daemon=(str(program),))
@@ -202,7 +202,7 @@ def test_a_daemon_in_tmp_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "nodes", [[], ["../x"], ["a", "a"], ["operator"], ["A"], ["x" * 25], [f"n{i}" for i in range(201)]]
 )
-def test_bad_node_names(nodes: list[str]) -> None:
+def test_invalid_node_names_are_refused(nodes: list[str]) -> None:
     lab = make("names")
     with pytest.raises(Usage):
         lab.up(nodes)
@@ -210,12 +210,12 @@ def test_bad_node_names(nodes: list[str]) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "..", "a/b", "_switch", "x" * 25, "a\n"])
-def test_bad_lab_names(name: str) -> None:
+def test_invalid_lab_names_are_refused(name: str) -> None:
     with pytest.raises(Usage, match="name of a lab"):
         Lab(name)
 
 
-def test_a_lab_that_is_not_up() -> None:
+def test_lab_that_is_not_up_is_reported() -> None:
     lab = make("absent")
     for act in (lambda: lab.nodes, lambda: lab.exec("node-1", ["true"]), lambda: lab.partition("a", "b")):
         with pytest.raises(NotFound, match="not up"):

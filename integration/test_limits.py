@@ -1,4 +1,4 @@
-"""What a move may take: memory on the source, room on the target. The full-size figures are the benchmark's."""
+"""Memory that a move uses on the source, and space that it needs on the target. The benchmark has the full-size numbers."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ MIB = 1 << 20
 
 
 def ready(job: Job) -> Job:
-    until("the rank to have its memory", lambda: "READY" in job.lines())
+    until("the rank to allocate its memory", lambda: "READY" in job.lines())
     return job
 
 
 @dataclass
-class Taken:
-    """Bytes of one node, beside its ranks."""
+class Used:
+    """Memory of one node in bytes, without its ranks."""
 
     daemon: int = 0
     criu: int = 0
     tmpfs: int = 0
 
-    def whole(self) -> int:
+    def total(self) -> int:
         return self.daemon + self.criu + self.tmpfs
 
 
-def taken(nodes: Cluster, node: str) -> Taken:
+def used(nodes: Cluster, node: str) -> Used:
     pid = nodes.lab.daemon_pid(node)
     assert pid is not None
-    found = Taken(daemon=rss_bytes(pid))
+    found = Used(daemon=rss_bytes(pid))
     for group in nodes.lab.layout.node_cgroup(node).rglob("criu-*/cgroup.procs"):
         with contextlib.suppress(OSError):
             found.criu += sum(rss_bytes(int(word)) for word in group.read_text().split())
@@ -59,18 +59,18 @@ def rss_bytes(pid: int) -> int:
 
 
 @contextlib.contextmanager
-def watched(nodes: Cluster, node: str) -> Iterator[Taken]:
-    """The most that a node took at any time during the block, more than at its beginning."""
-    before, peak, over = taken(nodes, node), Taken(), threading.Event()
-    looks = [0]
+def watched(nodes: Cluster, node: str) -> Iterator[Used]:
+    """The peak of a node's memory during the block, above that at its beginning."""
+    before, peak, over = used(nodes, node), Used(), threading.Event()
+    samples = [0]
 
     def watch() -> None:
         while not over.wait(0.01):
-            now = taken(nodes, node)
+            now = used(nodes, node)
             peak.daemon = max(peak.daemon, now.daemon - before.daemon)
             peak.criu = max(peak.criu, now.criu)
             peak.tmpfs = max(peak.tmpfs, now.tmpfs - before.tmpfs)
-            looks[0] += 1
+            samples[0] += 1
 
     thread = threading.Thread(target=watch)
     thread.start()
@@ -79,17 +79,17 @@ def watched(nodes: Cluster, node: str) -> Iterator[Taken]:
     finally:
         over.set()
         thread.join()
-    assert looks[0] > 20, "too few looks to know the peak"
+    assert samples[0] > 20, "too few samples to know the peak"
 
 
-def test_the_source_never_holds_a_second_copy(nodes: Cluster) -> None:
+def test_source_never_holds_a_second_copy(nodes: Cluster) -> None:
     size = ("--mib", "768", "--ghost-mib", "256")
     job = ready(nodes.workload(SOURCE, "memory.py", *size, "--steps", "120"))
     with watched(nodes, SOURCE) as source, watched(nodes, TARGET) as target:
         result = nodes.move(job, TARGET)
     assert result["bytes"] > 1024 * MIB, "the rank was not that large"
-    # The peaks of its parts, though they may not have come together: an upper bound.
-    assert source.whole() < 256 * MIB, source
+    # The sum of the peaks of its parts is an upper bound: they need not coincide.
+    assert source.total() < 256 * MIB, source
     assert source.criu > 0, "criu was never seen"
     assert target.daemon < 128 * MIB, target
     assert job.finish() == 0
@@ -105,7 +105,7 @@ def test_zero_pages_are_not_sent(nodes: Cluster) -> None:
     assert job.lines()[-1] == "SAME"
 
 
-def test_images_are_for_root_alone_and_gone_afterwards(nodes: Cluster) -> None:
+def test_images_are_private_to_root_and_removed_afterwards(nodes: Cluster) -> None:
     job = ready(nodes.workload(SOURCE, "memory.py", "--mib", "32", "--steps", "100000"))
     store = nodes.run_dir(TARGET) / "images"
     with nodes.moving(job, TARGET, TARGET, "seal") as asked:
@@ -116,7 +116,7 @@ def test_images_are_for_root_alone_and_gone_afterwards(nodes: Cluster) -> None:
         assert modes(files) == {0o600}
         assert {path.stat().st_uid for path in [store, folder, *files]} == {0}
     assert asked.code == 0
-    until("the images to go", lambda: not images_left(nodes))
+    until("the images to be removed", lambda: not images_left(nodes))
     job.kill()
 
 
@@ -133,7 +133,7 @@ def images_left(nodes: Cluster) -> list[str]:
 
 @contextlib.contextmanager
 def little_room(nodes: Cluster, size_mib: int) -> Iterator[None]:
-    """The target's /run is this small while the block runs."""
+    """While the block runs, the target's /run has this size."""
     resize(nodes, f"{size_mib}m")
     try:
         yield
@@ -145,7 +145,7 @@ def resize(nodes: Cluster, size: str) -> None:
     assert nodes.lab.spawn(TARGET, ["mount", "-o", f"remount,size={size}", "/run"]).wait(10) == 0
 
 
-def test_a_target_without_room_refuses_before_anything_is_frozen(nodes: Cluster) -> None:
+def test_target_without_room_refuses_before_the_freeze(nodes: Cluster) -> None:
     job = ready(nodes.workload(SOURCE, "memory.py", "--mib", "64", "--steps", "100000"))
     with little_room(nodes, 32):
         result = nodes.move(job, TARGET, expect=10)
@@ -161,7 +161,7 @@ def test_a_target_without_room_refuses_before_anything_is_frozen(nodes: Cluster)
     job.await_progress()
 
 
-def test_a_target_that_fills_up_in_the_middle_undoes_the_move(nodes: Cluster) -> None:
+def test_target_that_fills_up_during_a_move_undoes_it(nodes: Cluster) -> None:
     job = ready(nodes.workload(SOURCE, "memory.py", "--mib", "128", "--steps", "100000"))
     with contextlib.ExitStack() as stack:
         with nodes.moving(job, TARGET, TARGET, "prepare") as asked:

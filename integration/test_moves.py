@@ -1,4 +1,4 @@
-"""Real moves of real programs between real daemons, with real CRIU: the output is that of an uninterrupted run."""
+"""Programs move between daemons with CRIU, and their output is that of an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from integration.harness import WORKLOADS, Cluster
 
 
 def uninterrupted(program: str, *arguments: str) -> str:
-    """The same workload without us."""
+    """The output of the same workload without `migrator run`."""
     command = [sys.executable, str(WORKLOADS / program), *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
 
 
-def test_a_training_job_moves_and_its_losses_are_bit_identical(nodes: Cluster) -> None:
+def test_losses_of_a_moved_training_job_are_bit_identical(nodes: Cluster) -> None:
     job = nodes.workload("node-1", "train.py", "--steps", "80")
     job.await_lines(20)
     result = nodes.move(job, "spare-1")
@@ -42,18 +42,18 @@ def test_a_training_job_moves_and_its_losses_are_bit_identical(nodes: Cluster) -
         "spawn_semaphores.py",
     ],
 )
-def test_everything_a_workload_uses_survives(nodes: Cluster, program: str, tmp_path: Path) -> None:
+def test_process_state_survives_moves(nodes: Cluster, program: str, tmp_path: Path) -> None:
     arguments = ("--folder", str(nodes.folder)) if program in {"files.py", "events.py"} else ()
-    (nodes.folder / "everybodys.log").unlink(missing_ok=True)
+    (nodes.folder / "shared.log").unlink(missing_ok=True)
     job = nodes.workload("node-1", program, "--steps", "150", *arguments)
     job.await_lines(10)
     nodes.move(job, "spare-1")
-    with (nodes.folder / "everybodys.log").open("a") as log:
-        log.write("somebody else\n")
+    with (nodes.folder / "shared.log").open("a") as log:
+        log.write("another process\n")
     job.await_progress()
     nodes.move(job, "node-2")
     assert job.finish() == 0, job.text()[-500:]
-    (nodes.folder / "everybodys.log").unlink(missing_ok=True)
+    (nodes.folder / "shared.log").unlink(missing_ok=True)
     assert job.text() == uninterrupted(program, "--steps", "150", "--pace-s", "0.001", *arguments)
 
 

@@ -1,6 +1,6 @@
-"""Ranks that speak NCCL move: real daemons, CRIU and shim, with the stand-in for NCCL under it; results exact.
+"""Ranks that use NCCL move, and their results are exact. Daemons, CRIU and shim are real; the NCCL library is a fake.
 
-The same with the real library, on a GPU, is integration/gpu.
+The same with the real library, on a GPU, is in integration/gpu.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def names(told: dict[str, Any]) -> list[str]:
 
 @pytest.mark.parametrize("moved", [0, 1])
 def test_two_ranks_there_and_back(nodes: Cluster, moved: int) -> None:
-    """The one that makes the ids, and the other."""
+    """Rank 0, which creates the unique ids, or rank 1."""
     job = NcclJob(nodes, [SOURCE, SOURCE] if moved else [SOURCE, PEER])
     job.await_lines(5)
     home = job.places[moved]
@@ -49,7 +49,7 @@ def test_four_ranks_with_splits_and_sends(nodes: Cluster) -> None:
 
 
 def test_tensor_pipeline_and_data_parallel(wide: Cluster) -> None:
-    """Eight processes on three nodes; ranks of both pipeline stages move in the middle of a step."""
+    """Eight processes on three nodes. Ranks of both pipeline stages move in the middle of a step."""
     places = [SOURCE, SOURCE, SOURCE, PEER, PEER, PEER, THIRD, THIRD]
     job = NcclJob(wide, places, shape="grid", pace_s=0.01)
     job.await_lines(5)
@@ -59,7 +59,7 @@ def test_tensor_pipeline_and_data_parallel(wide: Cluster) -> None:
     job.ends_well()
 
 
-def test_a_rank_without_communicators_leaves_the_gates_alone(nodes: Cluster) -> None:
+def test_rank_without_communicators_moves_without_gates(nodes: Cluster) -> None:
     job = nodes.workload(SOURCE, "chain.py")
     job.await_lines(5)
     told = nodes.move(job, TARGET)
@@ -69,12 +69,12 @@ def test_a_rank_without_communicators_leaves_the_gates_alone(nodes: Cluster) -> 
     job.await_progress()
 
 
-# ---------------------------------------------------------------- moves that do not work
+# ---------------------------------------------------------------- moves that fail
 
 
-def test_a_rank_stuck_in_its_own_code_is_given_up_and_the_job_goes_on(nodes: Cluster) -> None:
+def test_move_is_undone_if_a_rank_does_not_reach_the_cut(nodes: Cluster) -> None:
     job = NcclJob(nodes, [SOURCE, PEER], stuck=(1, 20))
-    until("rank 0 waits for rank 1", (job.meeting / "launched-0").exists)
+    until("rank 0 to wait for rank 1", (job.meeting / "launched-0").exists)
     done = nodes.migrator(
         *("move", "--rank", "0", "--job", job.ranks[0].name, "--to", TARGET, "--quiesce-timeout", "1", "--json")
     )
@@ -85,19 +85,19 @@ def test_a_rank_stuck_in_its_own_code_is_given_up_and_the_job_goes_on(nodes: Clu
     assert "detach" not in names(told)
     (job.meeting / "go").touch()
     job.await_progress()
-    until("everything is settled", lambda: not unsettled(nodes))
+    until("all moves to be settled", lambda: not unsettled(nodes))
     nodes.move(job.ranks[0], TARGET)
     job.ends_well()
 
 
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_nccl_says_no_while_communicators_are_built(nodes: Cluster, rank: int) -> None:
-    """On the member that moves, or on the one that stays: undone, with communicators built anew, and the job goes on."""
+def test_nccl_error_while_communicators_are_rebuilt_is_undone(nodes: Cluster, rank: int) -> None:
+    """On the rank that moves or on the one that stays. New communicators are built, and the job continues."""
     job = NcclJob(nodes, [SOURCE, PEER])
     job.await_lines(5)
     job.fault(rank, f"init:{rank}:1:fail-remote")
     told = nodes.move(job.ranks[0], TARGET, expect=UNDONE)
-    # The copy that stayed counts for itself: NCCL says no to its first attempt as well, and it tries again.
+    # The copy on the source has its own fault counter: its first attempt fails as well, and it retries.
     assert told["where"] == "running on source", told
     job.fault(rank, "")
     job.await_progress()
@@ -105,8 +105,8 @@ def test_nccl_says_no_while_communicators_are_built(nodes: Cluster, rank: int) -
     job.ends_well()
 
 
-def test_a_member_that_never_comes_is_not_waited_for(nodes: Cluster) -> None:
-    """The peer fails before it builds anything: the copy on the target is told, and does not wait for its deadline."""
+def test_target_does_not_wait_for_a_peer_that_failed(nodes: Cluster) -> None:
+    """The peer fails before it builds anything. The copy on the target is notified, and does not wait for its deadline."""
     job = NcclJob(nodes, [SOURCE, PEER])
     job.await_lines(5)
     nodes.fault(PEER, Point.ATTACHING, "fail")
@@ -119,7 +119,7 @@ def test_a_member_that_never_comes_is_not_waited_for(nodes: Cluster) -> None:
 
 
 @pytest.mark.slow
-def test_a_peer_that_hangs_while_communicators_are_built(nodes: Cluster) -> None:
+def test_peer_that_hangs_while_communicators_are_rebuilt(nodes: Cluster) -> None:
     job = NcclJob(nodes, [SOURCE, PEER])
     job.await_lines(5)
     job.fault(1, "init:1:1:hang")
@@ -130,7 +130,7 @@ def test_a_peer_that_hangs_while_communicators_are_built(nodes: Cluster) -> None
     job.ends_well()
 
 
-# ---------------------------------------------------------------- whoever is killed
+# ---------------------------------------------------------------- killed processes
 
 
 @pytest.mark.sampled(1, per="node")
@@ -138,8 +138,8 @@ def test_a_peer_that_hangs_while_communicators_are_built(nodes: Cluster) -> None
     ("node", "point"),
     [(SOURCE, Point.QUIESCED), (SOURCE, Point.DETACH), (SOURCE, Point.ATTACH), (PEER, Point.DETACHED)],
 )
-def test_the_driver_is_killed(nodes: Cluster, node: str, point: Point) -> None:
-    """The daemons undo it when the lease is over: communicators whole, gates open."""
+def test_driver_killed(nodes: Cluster, node: str, point: Point) -> None:
+    """The daemons undo the move when the lease ends: communicators rebuilt, gates open."""
     job = NcclJob(nodes, [SOURCE, PEER])
     job.await_lines(5)
     nodes.fault(node, point, "wait")
@@ -152,7 +152,7 @@ def test_the_driver_is_killed(nodes: Cluster, node: str, point: Point) -> None:
     with contextlib.suppress(FileNotFoundError):
         (nodes.run_dir(node) / f"{point}.go").touch()
     job.await_progress()
-    until("everything is settled", lambda: not unsettled(nodes))
+    until("all moves to be settled", lambda: not unsettled(nodes))
     assert json.loads(nodes.migrator("status", "--json").stdout)["gates"] == []
     nodes.move(job.ranks[0], TARGET)
     job.ends_well()
@@ -167,8 +167,8 @@ KILLS = [
 
 @pytest.mark.sampled(2, per="node")
 @pytest.mark.parametrize(("node", "point"), KILLS)
-def test_a_daemon_is_killed(nodes: Cluster, node: str, point: Point) -> None:
-    """Moved or undone, the job goes on with exact results, and no gate stays closed."""
+def test_daemon_killed(nodes: Cluster, node: str, point: Point) -> None:
+    """Moved or undone, the job continues with exact results, and no gate stays closed."""
     job = NcclJob(nodes, [SOURCE, PEER])
     job.await_lines(5)
     nodes.fault(node, point, "kill")
@@ -179,5 +179,5 @@ def test_a_daemon_is_killed(nodes: Cluster, node: str, point: Point) -> None:
         out, errors = asked.communicate(timeout=PATIENCE_S)
     assert asked.returncode in {0, UNDONE}, f"{out}{errors}{nodes.logs()}"
     job.await_progress()
-    until("everything is settled", lambda: not unsettled(nodes))
+    until("all moves to be settled", lambda: not unsettled(nodes))
     job.ends_well()

@@ -1,7 +1,7 @@
-"""Ranks that speak NCCL and whose device memory is parked move, and are undone: both at once, on stand-ins of both.
+"""Ranks that use NCCL and whose device memory is offloaded move, and are undone, on fakes of both libraries.
 
-What has to hold between the two: the job still runs while device memory is made ready to leave; no communicator is there
-while memory is away, on either node; and memory is back before the first is built again.
+What must hold between the two: the job still runs while the offload is prepared; no communicator exists while memory is
+offloaded, on either node; and memory is back before the first communicator is rebuilt.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from snapshotd.runtime.faults import Point
 SOURCE, PEER, TARGET = ("node-1", "node-2", "spare-1")
 UNDONE = 11
 MIB = 1 << 20
-#: Just enough that it is worth parking; every step looks at all of it.
+#: Just enough on the device to be offloaded: every step hashes all of it.
 DEVICE_MIB, BUFFER_MIB = 40, 8
 
 
 def start(lab: GpuCluster, *places: str, shape: str = "world") -> NcclJob:
-    """Every rank with device memory that NCCL reads and writes, and communicators with device memory of their own."""
+    """Every rank has device memory that NCCL reads and writes, and communicators that have device memory too."""
     job = NcclJob(
         lab.cluster,
         places,
@@ -50,7 +50,7 @@ def used_bytes(lab: GpuCluster, node: str) -> int:
 
 
 def moved_both(told: dict[str, Any]) -> None:
-    """Communicators taken down and built again, and exactly the job's own device memory in stripes."""
+    """Communicators were destroyed and rebuilt, and exactly the job's own device memory was offloaded."""
     assert {"quiesce", "detach", "reattach", "open"} <= {phase["name"] for phase in told["phases"]}
     assert told["warnings"] == []
     assert part(told, "park-out")["bytes"] == part(told, "refill")["bytes"] == DEVICE_MIB * MIB
@@ -59,8 +59,8 @@ def moved_both(told: dict[str, Any]) -> None:
 # ---------------------------------------------------------------- moves
 
 
-@pytest.mark.parametrize("moved", [0, 1], ids=["who-makes-the-ids", "the-other"])
-def test_there_and_back(lab: GpuCluster, moved: int) -> None:
+@pytest.mark.parametrize("moved", [0, 1], ids=["rank-0", "rank-1"])
+def test_rank_moves_there_and_back(lab: GpuCluster, moved: int) -> None:
     job = start(lab, SOURCE, PEER)
     home = job.places[moved]
     for to in (TARGET, home, TARGET):
@@ -69,7 +69,7 @@ def test_there_and_back(lab: GpuCluster, moved: int) -> None:
     job.ends_well()
 
 
-def test_both_ranks_on_one_node(lab: GpuCluster) -> None:
+def test_both_ranks_of_one_node_move(lab: GpuCluster) -> None:
     job = start(lab, SOURCE, SOURCE, shape="pairs")
     for rank, to in ((0, TARGET), (1, PEER)):
         moved_both(lab.cluster.move(job.ranks[rank], to, rank=rank))
@@ -77,21 +77,21 @@ def test_both_ranks_on_one_node(lab: GpuCluster) -> None:
     job.ends_well()
 
 
-def test_what_nccl_allocates_is_gone_before_memory_leaves(lab: GpuCluster) -> None:
-    """It is not parked, and there is none of it for the driver's checkpoint."""
+def test_memory_of_nccl_is_freed_before_the_offload(lab: GpuCluster) -> None:
+    """It is neither offloaded nor part of the driver's checkpoint."""
     job = start(lab, SOURCE, PEER)
     used = used_bytes(lab, SOURCE)
     with lab.cluster.moving(job.ranks[0], TARGET, SOURCE, Point.PARKED_MEMORY) as asked:
-        until("all is off the GPU", lambda: used_bytes(lab, SOURCE) <= used - (DEVICE_MIB + BUFFER_MIB) * MIB)
+        until("the memory to leave the GPU", lambda: used_bytes(lab, SOURCE) <= used - (DEVICE_MIB + BUFFER_MIB) * MIB)
     assert asked.code == 0, f"{asked.answer}{asked.errors}{lab.cluster.logs()}"
     moved_both(asked.answer)
     job.await_progress()
-    until("all is on the device again, and nothing more", lambda: used_bytes(lab, TARGET) == used)
+    until("exactly the same memory on the GPU", lambda: used_bytes(lab, TARGET) == used)
     job.ends_well()
 
 
-def test_the_job_runs_while_memory_is_made_ready_to_leave(lab: GpuCluster) -> None:
-    """No gate is closed before everything is there: files, lane, rings."""
+def test_job_runs_while_the_offload_is_prepared(lab: GpuCluster) -> None:
+    """No gate is closed before files, channel and pinned staging buffers are ready."""
     job = start(lab, SOURCE, PEER)
     with lab.cluster.moving(job.ranks[0], TARGET, SOURCE, Point.READY) as asked:
         folder = lab.cluster.run_dir(SOURCE) / "images" / "parked"
@@ -121,8 +121,8 @@ def test_the_job_runs_while_memory_is_made_ready_to_leave(lab: GpuCluster) -> No
         (PEER, Point.ATTACHED),
     ],
 )
-def test_undone_and_tried_again(lab: GpuCluster, node: str, point: Point) -> None:
-    """The communicators built on the source again find its device memory there."""
+def test_move_that_fails_is_undone_and_a_retry_succeeds(lab: GpuCluster, node: str, point: Point) -> None:
+    """The device memory is back on the source before its communicators are rebuilt."""
     job = start(lab, SOURCE, PEER)
     used = used_bytes(lab, SOURCE)
     lab.cluster.fault(node, point, "fail")
@@ -130,7 +130,7 @@ def test_undone_and_tried_again(lab: GpuCluster, node: str, point: Point) -> Non
     assert "fault injected" in told["reason"], told
     assert told["where"] == "running on source", told
     job.await_progress()
-    until("all is on the device again, and nothing more", lambda: used_bytes(lab, SOURCE) == used)
+    until("exactly the same memory on the GPU", lambda: used_bytes(lab, SOURCE) == used)
     moved_both(lab.cluster.move(job.ranks[0], TARGET))
     job.ends_well()
 
@@ -146,7 +146,7 @@ def test_undone_and_tried_again(lab: GpuCluster, node: str, point: Point) -> Non
         (TARGET, Point.ATTACHED),
     ],
 )
-def test_a_daemon_is_killed(lab: GpuCluster, node: str, point: Point) -> None:
+def test_daemon_killed(lab: GpuCluster, node: str, point: Point) -> None:
     job = start(lab, SOURCE, PEER)
     lab.cluster.fault(node, point, "kill")
     with lab.cluster.begin_move(job.ranks[0], TARGET, more=SHORT_LEASE) as asked:
@@ -155,14 +155,14 @@ def test_a_daemon_is_killed(lab: GpuCluster, node: str, point: Point) -> None:
         out, errors = asked.communicate(timeout=PATIENCE_S)
     assert asked.returncode in {0, UNDONE}, f"{out}{errors}{lab.cluster.logs()}"
     job.await_progress()
-    until("everything is settled", lambda: not unsettled(lab.cluster))
+    until("all moves to be settled", lambda: not unsettled(lab.cluster))
     job.ends_well()
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("point", [Point.READY, Point.PARKED_MEMORY])
-def test_the_driver_is_killed(lab: GpuCluster, point: Point) -> None:
-    """What is ready, or away, is given up or brought back when the lease is over; then the communicators."""
+def test_driver_killed(lab: GpuCluster, point: Point) -> None:
+    """When the lease ends, memory that was offloaded is brought back; then the communicators are rebuilt."""
     job = start(lab, SOURCE, PEER)
     lab.cluster.fault(SOURCE, point, "wait")
     with lab.cluster.begin_move(job.ranks[0], TARGET, more=SHORT_LEASE) as asked:
@@ -172,6 +172,6 @@ def test_the_driver_is_killed(lab: GpuCluster, point: Point) -> None:
     with contextlib.suppress(FileNotFoundError):
         (lab.cluster.run_dir(SOURCE) / f"{point}.go").touch()
     job.await_progress()
-    until("everything is settled", lambda: not unsettled(lab.cluster))
+    until("all moves to be settled", lambda: not unsettled(lab.cluster))
     moved_both(lab.cluster.move(job.ranks[0], TARGET))
     job.ends_well()

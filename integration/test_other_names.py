@@ -1,4 +1,4 @@
-"""Named semaphores of spawned workers, which the kernel shows by a name that is gone: there, back, and not at all."""
+"""Named semaphores of spawned workers, whose names are already unlinked, move with the rank."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def names_on(nodes: Cluster, node: str) -> set[str]:
     return {path.name for path in memory_of(nodes, node).iterdir()}
 
 
-def test_semaphores_of_spawned_workers_go_there_and_back_and_survive_undone_moves(nodes: Cluster) -> None:
-    strangers = names_on(nodes, HOME)
+def test_semaphores_of_spawned_workers_survive_moves_and_undone_moves(nodes: Cluster) -> None:
+    others = names_on(nodes, HOME)
     job = nodes.workload(HOME, PROGRAM, *STEPS)
     job.await_lines(5)
-    names = names_on(nodes, HOME) - strangers
+    names = names_on(nodes, HOME) - others
     assert all(name.startswith("sem.mp-") for name in names)
     assert len(names) > 5
 
@@ -38,7 +38,7 @@ def test_semaphores_of_spawned_workers_go_there_and_back_and_survive_undone_move
         kill(criu)
     assert asked.code == 11, asked
     assert names_on(nodes, AWAY) == before
-    assert names_on(nodes, HOME) == strangers | names
+    assert names_on(nodes, HOME) == others | names
     job.await_progress()
 
     for to in (AWAY, HOME, AWAY, HOME):
@@ -49,15 +49,15 @@ def test_semaphores_of_spawned_workers_go_there_and_back_and_survive_undone_move
 
     assert job.finish() == 0, job.text()[-500:]
     assert job.text() == uninterrupted(PROGRAM, *STEPS, "--pace-s", "0.001")
-    assert names_on(nodes, HOME) == strangers
+    assert names_on(nodes, HOME) == others
 
 
-def test_links_of_a_criu_that_was_killed_are_removed(nodes: Cluster) -> None:
-    """What it would have made a moment later is made here: to catch it at that would be a race."""
-    strangers = names_on(nodes, HOME)
+def test_links_of_a_killed_criu_are_removed(nodes: Cluster) -> None:
+    """The test makes the links that criu would make a moment later, because catching criu in the act would be a race."""
+    others = names_on(nodes, HOME)
     job = nodes.workload(HOME, PROGRAM, *STEPS)
     job.await_lines(5)
-    names = names_on(nodes, HOME) - strangers
+    names = names_on(nodes, HOME) - others
     memory = memory_of(nodes, HOME)
     with nodes.moving(job, AWAY, HOME, Point.DUMPING) as asked:
         for number, name in enumerate(names):
@@ -65,14 +65,14 @@ def test_links_of_a_criu_that_was_killed_are_removed(nodes: Cluster) -> None:
         (group,) = nodes.lab.layout.node_cgroup(HOME).rglob("criu-*")
         (group / "cgroup.kill").write_text("1")
     assert asked.code == 11, asked
-    assert names_on(nodes, HOME) == strangers | names
+    assert names_on(nodes, HOME) == others | names
     nodes.move(job, AWAY)
     assert job.finish() == 0, job.text()[-500:]
     assert job.text() == uninterrupted(PROGRAM, *STEPS, "--pace-s", "0.001")
 
 
-def test_two_ranks_with_such_semaphores_leave_at_the_same_time(nodes: Cluster) -> None:
-    """Criu numbers its links alike for both: in one /dev/shm they would want the same names."""
+def test_two_ranks_with_unlinked_semaphores_move_at_the_same_time(nodes: Cluster) -> None:
+    """criu numbers the links of both ranks alike, so in one /dev/shm their names would collide."""
     jobs = [nodes.workload(HOME, PROGRAM, *STEPS) for _ in range(2)]
     for job in jobs:
         job.await_lines(5)

@@ -1,4 +1,4 @@
-"""What cannot be done is said clearly, with the documented exit code, and the job is as it was."""
+"""Requests that cannot be met fail with the documented exit code and a clear message, and the job is unharmed."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ SOURCE, TARGET, OTHER = "node-1", "spare-1", "node-2"
 
 @pytest.fixture
 def job(nodes: Cluster) -> Job:
-    """A rank that could move."""
+    """A rank that can move."""
     started = nodes.workload(SOURCE, "chain.py")
     started.await_lines(3)
     return started
 
 
 def refused(nodes: Cluster, *arguments: str, code: int, says: str, environment: dict[str, str] | None = None) -> str:
-    """The command fails with this exit code and these words; returns all it says."""
+    """Fails unless the command exits with `code` and prints `says`. Returns all it prints."""
     asked = subprocess.run(
         [sys.executable, "-m", "migrator.cli", *arguments],
         env=environment or nodes.environment(),
@@ -45,17 +45,17 @@ def refused(nodes: Cluster, *arguments: str, code: int, says: str, environment: 
 
 
 def unharmed(nodes: Cluster, job: Job, at: str = SOURCE) -> None:
-    """The job goes on where it was, nothing is left of the attempt, and it can be moved now."""
+    """The job continues where it was, and can be moved."""
     job.await_progress()
     assert [rank["node"] for rank in nodes.ps(job) if rank["place"] == "here"] == [at]
     nodes.move(job, OTHER)
     job.await_progress()
 
 
-# ---------------------------------------------------------------- who and where
+# ---------------------------------------------------------------- names of ranks and nodes
 
 
-def test_names_that_nobody_has(nodes: Cluster, job: Job) -> None:
+def test_unknown_ranks_jobs_and_nodes_are_reported(nodes: Cluster, job: Job) -> None:
     rank = ("--rank", "0", "--job", job.name)
     for verb in ("move", "check"):
         refused(
@@ -69,7 +69,7 @@ def test_names_that_nobody_has(nodes: Cluster, job: Job) -> None:
     unharmed(nodes, job)
 
 
-def test_two_jobs_with_the_same_rank(nodes: Cluster, job: Job) -> None:
+def test_rank_of_two_jobs_is_ambiguous(nodes: Cluster, job: Job) -> None:
     other = nodes.workload(OTHER, "chain.py")
     other.await_lines(1)
     told = refused(nodes, "move", "--rank", "0", "--to", TARGET, code=Ambiguous.exit_code, says="--job")
@@ -77,14 +77,14 @@ def test_two_jobs_with_the_same_rank(nodes: Cluster, job: Job) -> None:
     assert other.name in told
 
 
-def test_a_rank_that_is_moving(nodes: Cluster, job: Job) -> None:
+def test_rank_that_is_moving_is_busy(nodes: Cluster, job: Job) -> None:
     with nodes.moving(job, TARGET, SOURCE, "freeze") as first:
         refused(nodes, "move", "--rank", "0", "--to", OTHER, code=Busy.exit_code, says="being moved already")
     assert first.code == 0
     unharmed(nodes, job, at=TARGET)
 
 
-def test_a_target_that_does_not_answer(nodes: Cluster, job: Job) -> None:
+def test_target_daemon_that_does_not_answer_is_unreachable(nodes: Cluster, job: Job) -> None:
     nodes.lab.kill_daemon(TARGET)
     for verb in ("move", "check"):
         refused(nodes, verb, "--rank", "0", "--to", TARGET, code=Unreachable.exit_code, says=TARGET)
@@ -92,11 +92,11 @@ def test_a_target_that_does_not_answer(nodes: Cluster, job: Job) -> None:
     unharmed(nodes, job)
 
 
-# ---------------------------------------------------------------- whom the daemons trust
+# ---------------------------------------------------------------- certificates
 
 
 def cluster_with(nodes: Cluster, identity: pki.Identity) -> dict[str, str]:
-    """The environment of somebody who uses these certificates against this cluster."""
+    """The environment of an operator who uses these certificates with this cluster."""
     text = nodes.lab.cluster_path.read_text()
     for key, path in (("ca", identity.ca), ("cert", identity.cert), ("key", identity.key)):
         lines = [f'{key} = "{path}"' if line.startswith(f"{key} =") else line for line in text.splitlines()]
@@ -106,14 +106,14 @@ def cluster_with(nodes: Cluster, identity: pki.Identity) -> dict[str, str]:
     return nodes.environment(MIGRATOR_CLUSTER=str(file))
 
 
-def test_certificates_of_another_authority(nodes: Cluster, job: Job, tmp_path: Path) -> None:
+def test_certificates_of_another_authority_are_rejected(nodes: Cluster, job: Job, tmp_path: Path) -> None:
     pki.init(tmp_path / "pki")
     theirs = cluster_with(nodes, pki.issue_operator(tmp_path / "pki", "mallory"))
     told = refused(
         nodes, "move", "--rank", "0", "--to", TARGET, code=Unreachable.exit_code, says="certificate", environment=theirs
     )
     assert len(told.splitlines()) < 12, told
-    # Not even when they know our authority, and so trust our daemons: the daemons do not trust them.
+    # Also where the caller trusts the cluster's authority: the daemons do not trust the caller's.
     mixed = pki.issue_operator(tmp_path / "pki", "trudy")
     ours = pki.Identity(nodes.lab.layout.run / "pki" / "ca.crt", mixed.cert, mixed.key)
     refused(
@@ -130,7 +130,7 @@ def test_certificates_of_another_authority(nodes: Cluster, job: Job, tmp_path: P
     unharmed(nodes, job)
 
 
-def test_a_node_is_no_operator(nodes: Cluster, job: Job) -> None:
+def test_certificate_of_a_node_cannot_move_ranks(nodes: Cluster, job: Job) -> None:
     folder = nodes.lab.layout.node(TARGET)
     as_node = cluster_with(nodes, pki.Identity(folder / "ca.crt", folder / "tls.crt", folder / "tls.key"))
     told = refused(
@@ -140,18 +140,18 @@ def test_a_node_is_no_operator(nodes: Cluster, job: Job) -> None:
     unharmed(nodes, job)
 
 
-# ---------------------------------------------------------------- what a rank may not have
+# ---------------------------------------------------------------- resources that cannot be moved
 
 HAS_IT_ALL = """
 import ctypes, socket, time
 libc = ctypes.CDLL("libc.so.6")
 device = open("/dev/kmsg")
 packets = socket.socket(socket.AF_PACKET, socket.SOCK_RAW)
-ring = libc.syscall(425, 4, (ctypes.c_char * 120)())  # not the shim's syscall: that refuses
+ring = libc.syscall(425, 4, (ctypes.c_char * 120)())  # not through the shim's syscall(), which denies it
 memory = libc.shmget(0, 4096, 0o1600)
 libc.shmat.restype = ctypes.c_void_p
 attached = libc.shmat(memory, None, 0)
-libc.shmctl(memory, 0, None)  # gone when the last one detaches
+libc.shmctl(memory, 0, None)  # removed when the last process detaches
 print("ring", ring >= 0, flush=True)
 step = 0
 while True:
@@ -167,7 +167,7 @@ REMEDIES = {
 }
 
 
-def test_what_cannot_be_moved_is_named_with_a_remedy(nodes: Cluster) -> None:
+def test_resources_that_cannot_move_are_named_with_a_remedy(nodes: Cluster) -> None:
     job = nodes.start(SOURCE, [sys.executable, "-c", HAS_IT_ALL])
     job.await_lines(3)
     assert job.lines()[0] == "ring True", "this kernel has no io_uring to refuse"
@@ -185,14 +185,14 @@ def test_what_cannot_be_moved_is_named_with_a_remedy(nodes: Cluster) -> None:
     assert job.name not in {move["job"] for move in moves}
 
 
-def test_a_rank_that_can_move_passes_the_check(nodes: Cluster, job: Job) -> None:
+def test_rank_that_can_move_passes_the_check(nodes: Cluster, job: Job) -> None:
     checked = nodes.migrator("check", "--rank", "0", "--job", job.name, "--to", TARGET, "--json")
     assert checked.returncode == 0, checked.stdout
     assert {check["verdict"] for check in json.loads(checked.stdout)["checks"]} <= {"pass", "warn"}
     job.await_progress()
 
 
-# ---------------------------------------------------------------- a rank that ends meanwhile
+# ---------------------------------------------------------------- a rank that ends during a move
 
 
 @pytest.mark.parametrize(
@@ -205,8 +205,8 @@ def test_a_rank_that_can_move_passes_the_check(nodes: Cluster, job: Job) -> None
         (TARGET, "seal", signal.SIGKILL),
     ],
 )
-def test_a_rank_that_ends_during_a_move(nodes: Cluster, node: str, point: str, number: int) -> None:
-    """The one who moves it hears that it ended, the one who started it how."""
+def test_rank_that_ends_during_a_move_is_reported(nodes: Cluster, node: str, point: str, number: int) -> None:
+    """`migrator move` reports that the rank ended; the launcher gets its exit status."""
     job = nodes.workload(SOURCE, "listener.py")
     job.await_lines(1)
     pid = nodes.ps(job)[0]["pid"]
@@ -217,14 +217,14 @@ def test_a_rank_that_ends_during_a_move(nodes: Cluster, node: str, point: str, n
     assert asked.code == RankGone.exit_code, f"{asked}\n{nodes.logs()}"
     assert "ended" in asked.answer["reason"]
     assert job.finish() == (7 if number == signal.SIGTERM else -number)
-    until("nothing left", lambda: not nodes.leftovers())
+    until("leftovers to be removed", lambda: not nodes.leftovers())
 
 
-# ---------------------------------------------------------------- nonsense on the wire
+# ---------------------------------------------------------------- malformed requests
 
 
 @pytest.mark.parametrize("caller", ["operator", "node"])
-def test_nonsense_on_the_wire_disturbs_nobody(nodes: Cluster, job: Job, caller: str) -> None:
+def test_malformed_requests_do_no_harm(nodes: Cluster, job: Job, caller: str) -> None:
     identity = nodes.lab.layout.operator if caller == "operator" else nodes.lab.layout.node(OTHER)
     arguments = [str(nodes.lab.cluster_path), SOURCE, str(identity)]
     daemon, log = nodes.lab.daemon_pid(SOURCE), nodes.lab.daemon_log(SOURCE)

@@ -1,5 +1,6 @@
-"""What whoever started a job gives it and gets from it while it moves: every byte once and in order, on pipes, files and
-terminals. Nothing here may depend on how long a move takes.
+"""Standard input and output of a job that moves: every byte arrives once and in order, on pipes, files and terminals.
+
+Nothing here may depend on how long a move takes.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def answers(lines: list[bytes]) -> list[str]:
 
 
 class Feeder:
-    """Writes numbered lines into a job's stdin, as fast as they are taken, until told to end."""
+    """Writes numbered lines into a job's stdin, as fast as the job reads them, until `end`."""
 
     def __init__(self, job: Job) -> None:
         assert job.process.stdin is not None
@@ -56,7 +57,7 @@ class Feeder:
         self._thread.start()
 
     def _feed(self) -> None:
-        with contextlib.suppress(BrokenPipeError), self._sink:  # the job's end is for the test to see
+        with contextlib.suppress(BrokenPipeError), self._sink:  # the test itself checks how the job ended
             for line in numbered_lines(1 << 20):
                 self._sink.write(line)
                 self.fed.append(line)
@@ -66,11 +67,11 @@ class Feeder:
     def end(self) -> list[bytes]:
         self._stop.set()
         self._thread.join(60)
-        assert not self._thread.is_alive(), "nobody takes the input"
+        assert not self._thread.is_alive(), "no process reads the input"
         return self.fed
 
 
-def test_every_line_of_stdin_is_answered_once_while_it_moves_twice(nodes: Cluster) -> None:
+def test_every_line_of_stdin_is_answered_once_across_two_moves(nodes: Cluster) -> None:
     job = nodes.workload(HOME, "echo.py", stdin=subprocess.PIPE)
     feeder = Feeder(job)
     job.await_lines(100)
@@ -83,8 +84,8 @@ def test_every_line_of_stdin_is_answered_once_while_it_moves_twice(nodes: Cluste
     assert sum(len(line) for line in fed) > 5 << 20
 
 
-def test_moves_that_are_undone_lose_nothing_either(nodes: Cluster) -> None:
-    """At home and away: the keeper takes back what the rank has not read, and gives it again."""
+def test_undone_moves_lose_no_input(nodes: Cluster) -> None:
+    """At home and away: the keeper takes back input that the rank has not read, and delivers it again."""
     job = nodes.workload(HOME, "echo.py", stdin=subprocess.PIPE)
     feeder = Feeder(job)
     job.await_lines(100)
@@ -111,7 +112,7 @@ runpy.run_path({str(WORKLOADS / "echo.py")!r})
 
 
 def test_stdin_that_ended_unread_before_a_move_is_read_after_it(nodes: Cluster) -> None:
-    """Eight times what a pipe holds: some of it is in the pipe, some with the keeper, some still in the launcher's."""
+    """Eight times the capacity of a pipe: some is in the rank's pipe, some in the keeper, some in the launcher's file."""
     lines = list(numbered_lines(60))
     with (nodes.folder / "input").open("wb+") as file:
         file.writelines(lines)
@@ -126,7 +127,7 @@ def test_stdin_that_ended_unread_before_a_move_is_read_after_it(nodes: Cluster) 
 
 
 @pytest.mark.parametrize("when", ["unread and short", "while it is frozen", "after the move"])
-def test_the_end_of_stdin(nodes: Cluster, when: str) -> None:
+def test_end_of_stdin_reaches_the_rank(nodes: Cluster, when: str) -> None:
     lines = list(numbered_lines(4))
     late = when == "unread and short"
     argv = [sys.executable, "-c", LATE_READER] if late else [sys.executable, str(WORKLOADS / "echo.py")]
@@ -156,7 +157,7 @@ def test_the_end_of_stdin(nodes: Cluster, when: str) -> None:
 
 
 def check_blocks(data: bytes, first: int, stride: int) -> int:
-    """Fails at the first byte that is not as flood.py wrote it; returns how many blocks there were."""
+    """Fails at the first byte that flood.py did not write; returns the number of blocks."""
     size, at, number = BLOCK_NUMBERS * 8 + 1, 0, first
     while not data.startswith(b"END ", at):
         assert data[at : at + size] == b"%08d" % number * BLOCK_NUMBERS + b"\n", f"wrong at byte {at}, block {number}"
@@ -165,7 +166,7 @@ def check_blocks(data: bytes, first: int, stride: int) -> int:
     return (number - first) // stride
 
 
-def test_separate_pipes_of_a_fast_writer(nodes: Cluster) -> None:
+def test_separate_pipes_of_a_fast_writer_are_complete(nodes: Cluster) -> None:
     job = nodes.workload(HOME, "flood.py", "1", "2", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     out, err = Reader(job.process.stdout), Reader(job.process.stderr)
     for node in (AWAY, THIRD):
@@ -177,7 +178,7 @@ def test_separate_pipes_of_a_fast_writer(nodes: Cluster) -> None:
     assert check_blocks(out.whole(), 0, 2) == check_blocks(err.whole(), 1, 2)
 
 
-def test_one_pipe_for_both_keeps_their_order(nodes: Cluster) -> None:
+def test_shared_pipe_keeps_the_order_of_stdout_and_stderr(nodes: Cluster) -> None:
     job = nodes.workload(HOME, "flood.py", "1", "2", stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     out = Reader(job.process.stdout)
     for node in (AWAY, HOME):
@@ -189,8 +190,8 @@ def test_one_pipe_for_both_keeps_their_order(nodes: Cluster) -> None:
     assert check_blocks(out.whole(), 0, 1) * BLOCK_NUMBERS * 8 > 10 << 20
 
 
-def test_a_launcher_that_does_not_read_holds_the_writer_up_across_moves(nodes: Cluster) -> None:
-    """The rank is moved in the middle of a write(2) that blocks."""
+def test_writer_that_blocks_stays_blocked_across_moves(nodes: Cluster) -> None:
+    """The rank moves during a write(2) that blocks because its launcher does not read."""
     job = nodes.workload(HOME, "flood.py", stdout=subprocess.PIPE)
     pid = until("the rank", lambda: nodes.ps(job))[0]["pid"]
     seen: list[str] = []
@@ -205,13 +206,13 @@ def test_a_launcher_that_does_not_read_holds_the_writer_up_across_moves(nodes: C
 
 
 def stuck_in_write(pid: int, seen: list[str]) -> bool:
-    """Whether it is in write(2) and has written nothing since the last look."""
+    """Whether the process is in write(2) and has written nothing since the previous call."""
     words = Path(f"/proc/{pid}/syscall").read_text().split()
     seen.append(re.findall(r"wchar: (\d+)", Path(f"/proc/{pid}/io").read_text())[0])
     return words[0] == {"x86_64": "1", "aarch64": "64"}[platform.machine()] and seen[-1:] == seen[-2:-1]
 
 
-def test_output_to_a_file_is_whole_and_in_order(nodes: Cluster) -> None:
+def test_output_to_a_file_is_complete_and_in_order(nodes: Cluster) -> None:
     job = nodes.workload(HOME, "flood.py")
     for number, node in enumerate((AWAY, THIRD), 1):
         until("more output", partial(larger, job.out, number * 10 << 20))
@@ -221,7 +222,7 @@ def test_output_to_a_file_is_whole_and_in_order(nodes: Cluster) -> None:
     check_blocks(job.out.read_bytes(), 0, 1)
 
 
-def test_a_launcher_that_stops_listening_is_noticed_where_the_rank_is(nodes: Cluster) -> None:
+def test_moved_rank_gets_sigpipe_when_its_launcher_stops_reading(nodes: Cluster) -> None:
     job = nodes.workload(HOME, "chain.py", stdout=subprocess.PIPE)
     assert job.process.stdout is not None
     assert job.process.stdout.readline().startswith(b"step 0 ")
@@ -239,7 +240,7 @@ def larger(path: Path, size_bytes: int) -> bool:
 
 
 class Screen:
-    """A terminal with somebody in front of it."""
+    """A terminal, as its user sees it."""
 
     def __init__(self, rows: int, columns: int) -> None:
         self._master, self.slave = pty.openpty()
@@ -271,7 +272,7 @@ class Screen:
         return [int(number) for number in re.findall(rb"step (\d+)\r\n", self.seen)]
 
 
-def test_a_terminal_stays_one(nodes: Cluster) -> None:
+def test_terminal_stays_a_terminal(nodes: Cluster) -> None:
     screen = Screen(31, 97)
     before = termios.tcgetattr(screen.slave)
     job = nodes.workload(
@@ -304,7 +305,7 @@ def test_a_terminal_stays_one(nodes: Cluster) -> None:
     screen.type(b"\x03")
     screen.shows("DONE\r\n")
     assert job.finish() == 5
-    # Ctrl-C empties a terminal's queues (termios: no NOFLSH), moved or not: each of the three may cost a line, no more.
+    # Ctrl-C flushes a terminal's queues (termios without NOFLSH), moved or not: each of the three may cost one line.
     steps = screen.steps()
     assert steps == sorted(set(steps))
     assert len(set(range(steps[-1])) - set(steps)) <= 3

@@ -1,4 +1,4 @@
-"""Real torch.distributed jobs: every connection follows the rank, and no process of the job can tell."""
+"""torch.distributed jobs move: every connection follows the rank, and no process of the job notices."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def torch_lab(wide_lab: Cluster) -> Iterator[TorchLab]:
 
 
 def _travel(job: TorchJob, ranks: Sequence[int]) -> None:
-    """Moves these ranks one after the other, each to the node that was left last; then the job is told to end."""
+    """Moves these ranks one by one, each to the node that the previous one left; then tells the job to end."""
     free = "spare-1"
     for rank in ranks:
         free = job.move(rank, free)["source"]
@@ -30,8 +30,8 @@ def _travel(job: TorchJob, ranks: Sequence[int]) -> None:
     job.assert_whole()
 
 
-def _as_undisturbed(lab: TorchLab, job: TorchJob, script: str, *arguments: str, world: int) -> None:
-    """Every line about a step, of every rank, is what an undisturbed run of as many steps says."""
+def _assert_as_undisturbed(lab: TorchLab, job: TorchJob, script: str, *arguments: str, world: int) -> None:
+    """Every rank printed for each step what it prints in an undisturbed run of as many steps."""
     said = sorted(line for lines in job.lines() for line in lines)
     steps = len(said) // world
     if script == "ddp.py":
@@ -46,10 +46,10 @@ def test_every_rank_of_a_torchrun_job_moves_and_rank_0_twice(torch_lab: TorchLab
     job = torch_lab.torchrun("ddp.py", "--pace-s", "0.1", "--until", "{end}")
     job.await_steps(5)
     _travel(job, (0, 1, 2, 3, 0))
-    _as_undisturbed(torch_lab, job, "ddp.py", world=4)
+    _assert_as_undisturbed(torch_lab, job, "ddp.py", world=4)
 
 
-def test_rank_0_moves_with_the_store_and_who_comes_late_finds_it(torch_lab: TorchLab) -> None:
+def test_late_clients_reach_the_store_after_rank_0_moved(torch_lab: TorchLab) -> None:
     job = torch_lab.plain("ddp.py", "--pace-s", "0.1", "--until", "{end}", nodes=HOMES[:2])
     job.await_steps(5)
     with torch_lab.store_clients(job, ("node-1", "node-4")) as ask:
@@ -57,25 +57,25 @@ def test_rank_0_moves_with_the_store_and_who_comes_late_finds_it(torch_lab: Torc
             job.move(0, to)
             job.await_progress(2)
             assert ask() == ["there", "there"], f"while the store is on {to}"
-    job.make_group()  # its connections are made to addresses where the rank no longer is, and then move in their turn
+    job.make_group()  # connections to addresses that the rank has left; they move later
     job.move(1, "spare-1")
     job.await_progress(2)
     job.move(0, "node-4")
     job.await_progress(2)
     job.end.touch()
     job.assert_whole()
-    _as_undisturbed(torch_lab, job, "ddp.py", world=2)
+    _assert_as_undisturbed(torch_lab, job, "ddp.py", world=2)
 
 
-def test_a_stream_of_all_reduces_moves_with_its_queues_full(torch_lab: TorchLab) -> None:
+def test_stream_of_all_reduces_moves_with_full_queues(torch_lab: TorchLab) -> None:
     job = torch_lab.torchrun("allreduce.py", "--until", "{end}", nodes=HOMES[:3])
     job.await_steps(5)
     _travel(job, (0, 2))
     assert len({tuple(lines) for lines in job.lines()}) == 1
 
 
-def test_one_of_two_workers_on_a_node_moves(torch_lab: TorchLab) -> None:
-    """--standalone: the agent's store, and the workers' connections to it and to each other, are all on one node."""
+def test_one_of_two_workers_of_a_node_moves(torch_lab: TorchLab) -> None:
+    """With --standalone the agent's store and all connections of the workers are on one node."""
     options = ("--standalone", "--nproc-per-node=2")
     job = torch_lab.torchrun(
         "ddp.py", "--pace-s", "0.1", "--until", "{end}", nodes=HOMES[:1], launcher=(TORCHRUN, *options)
@@ -88,20 +88,20 @@ def test_one_of_two_workers_on_a_node_moves(torch_lab: TorchLab) -> None:
     job.move(1, "node-1")
     job.end.touch()
     job.assert_whole()
-    _as_undisturbed(torch_lab, job, "ddp.py", world=2)
+    _assert_as_undisturbed(torch_lab, job, "ddp.py", world=2)
 
 
-def test_loaders_and_a_checkpoint_being_written_move(torch_lab: TorchLab) -> None:
+def test_data_loaders_and_a_checkpoint_being_written_move(torch_lab: TorchLab) -> None:
     folder = torch_lab.cluster.folder / "checkpoints"
     folder.mkdir(exist_ok=True)
     job = torch_lab.torchrun("ddp_loader.py", "--checkpoints", str(folder), "--until", "{end}", nodes=HOMES[:2])
     job.await_steps(5)
     _travel(job, (0, 1))
-    _as_undisturbed(torch_lab, job, "ddp_loader.py", "--checkpoints", str(folder), world=2)
+    _assert_as_undisturbed(torch_lab, job, "ddp_loader.py", "--checkpoints", str(folder), world=2)
 
 
 @pytest.mark.parametrize("after_a_move", [False, True])
-def test_a_rank_that_raises_is_reported_as_ever(torch_lab: TorchLab, after_a_move: bool) -> None:
+def test_torchrun_reports_a_rank_that_raises(torch_lab: TorchLab, after_a_move: bool) -> None:
     job = torch_lab.torchrun("ddp.py", "--pace-s", "0.1", "--until", "{end}", "--fail", "1", nodes=HOMES[:1], workers=2)
     job.await_steps(10)
     if after_a_move:
@@ -118,7 +118,7 @@ def test_a_rank_that_raises_is_reported_as_ever(torch_lab: TorchLab, after_a_mov
 
 
 @pytest.mark.parametrize("after_a_move", [False, True])
-def test_a_sigterm_to_the_agent_ends_its_workers(torch_lab: TorchLab, after_a_move: bool) -> None:
+def test_sigterm_to_the_agent_ends_its_workers(torch_lab: TorchLab, after_a_move: bool) -> None:
     job = torch_lab.torchrun("ddp.py", "--pace-s", "0.1", "--until", "{end}", nodes=HOMES[:1], workers=2)
     job.await_steps(10)
     if after_a_move:
@@ -132,7 +132,7 @@ def test_a_sigterm_to_the_agent_ends_its_workers(torch_lab: TorchLab, after_a_mo
 
 
 @pytest.mark.parametrize("script", ["hf_trainer.py", "lightning_fit.py"])
-def test_training_code_that_nobody_here_wrote_moves(torch_lab: TorchLab, script: str) -> None:
+def test_third_party_training_code_moves(torch_lab: TorchLab, script: str) -> None:
     out = ("--out", str(torch_lab.cluster.folder / "models"), "--steps", "150")
     job = torch_lab.torchrun(script, *out, "--pace-s", "0.3", "--until", "{end}", nodes=HOMES[:2])
     job.await_steps(5)
@@ -145,7 +145,7 @@ def test_training_code_that_nobody_here_wrote_moves(torch_lab: TorchLab, script:
     assert job.lines() == torch_lab.undisturbed(script, *out, world=2)
 
 
-def test_ranks_of_mp_spawn_move_as_one(torch_lab: TorchLab) -> None:
+def test_ranks_of_mp_spawn_move_together(torch_lab: TorchLab) -> None:
     job = torch_lab.plain("spawned.py", "--steps", "400", "--pace-s", "0.1", "--until", "{end}", nodes=HOMES[:1])
     job.await_steps(5)
     job.move(0, "spare-1")
@@ -156,7 +156,7 @@ def test_ranks_of_mp_spawn_move_as_one(torch_lab: TorchLab) -> None:
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_workers_of_accelerate_move(torch_lab: TorchLab, processes: int) -> None:
-    """It starts one process by itself, and several through torchrun."""
+    """accelerate starts one process itself, and several through torchrun."""
     options = [
         "launch",
         "--num_machines=1",

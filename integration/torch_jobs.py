@@ -1,4 +1,4 @@
-"""Jobs of torch.distributed in a lab: an agent of torchrun per node, their ranks moved, and the same job undisturbed."""
+"""torch.distributed jobs in a lab, with one torchrun agent per node, and the same jobs undisturbed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from integration.harness import MIGRATOR, PATIENCE_S, WORKLOADS, Cluster, Job, u
 
 TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
 HOMES = ("node-1", "node-2", "node-3", "node-4")
-#: Words of a process that has seen a connection break, of this job's or of torch's own wording.
+#: Matches the messages of torch and of this suite's workloads about a broken connection.
 BROKEN = re.compile(r"connection (was )?(reset|closed|refused)|broken pipe|econnreset|timed out", re.IGNORECASE)
 _SMALL = {
     "OMP_NUM_THREADS": "1",
@@ -27,14 +27,14 @@ _SMALL = {
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
-#: A job's number, for its name, its port and the environment of all its processes.
+#: Numbers for the names and ports of jobs.
 _numbers = itertools.count(1)
 _MARK = "INTEGRATION_JOB"
 
 
 @dataclass
 class TorchJob:
-    """A job with one launcher per node; `agents` are the launchers, in the order of the nodes."""
+    """A job with one launcher per node: `agents`, in the order of the nodes."""
 
     cluster: Cluster
     name: str
@@ -44,20 +44,20 @@ class TorchJob:
 
     @property
     def end(self) -> Path:
-        """The file whose coming a workload with --until waits for."""
+        """The file that ends a workload with --until."""
         return self.cluster.folder / f"{self.name}.end"
 
     def make_group(self) -> None:
-        """Asks ddp.py for a new group, and waits until all ranks use it."""
+        """Makes ddp.py create a new group, and waits until all ranks use it."""
         self.end.with_suffix(".end.group").touch()
         until("the new group", lambda: all(any(" sum " in line for line in lines) for lines in self.lines()))
 
     def lines(self, starting: str = "step ") -> list[list[str]]:
-        """What the ranks of each launcher said of their steps, in the order in which they said it."""
+        """The lines about steps that the ranks of each launcher have printed, in order."""
         return [[line for line in agent.lines() if line.startswith(starting)] for agent in self.agents]
 
     def await_steps(self, count: int, timeout_s: float = PATIENCE_S) -> None:
-        """Every node has seen so many lines about steps."""
+        """Waits until every launcher has printed so many lines about steps."""
 
         def enough() -> bool:
             for agent in self.agents:
@@ -77,7 +77,7 @@ class TorchJob:
         return self.cluster.move(self.agents[0], to, rank=rank, **more)
 
     def where(self) -> dict[int, str]:
-        """Rank -> node that it runs on."""
+        """The node of each rank."""
         return {row["rank"]: row["node"] for row in self.cluster.ps(self.agents[0])}
 
     def finish(self, timeout_s: float = PATIENCE_S) -> list[int]:
@@ -88,7 +88,7 @@ class TorchJob:
         return "\n".join(f"--- {agent.out.name}\n{agent.text()[-3000:]}" for agent in self.agents)
 
     def assert_whole(self) -> None:
-        """It ended well, and no process of it has seen a connection break."""
+        """The job ends with status 0, and none of its processes has seen a connection break."""
         codes = self.finish()
         assert set(codes) == {0}, f"{codes}\n{self.text()}\n{self.cluster.logs()}"
         broken = [line for agent in self.agents for line in agent.lines() if BROKEN.search(line)]
@@ -96,7 +96,7 @@ class TorchJob:
 
 
 class TorchLab:
-    """Starts such jobs, each with a name, a port and files of its own; `run_options` are those of `migrator run`."""
+    """Starts jobs, each with its own name, port and files; `run_options` are options of `migrator run`."""
 
     def __init__(self, cluster: Cluster, run_options: Sequence[str] = ()) -> None:
         self.cluster, self.run_options = cluster, run_options
@@ -112,21 +112,21 @@ class TorchLab:
         options: Sequence[str] = (),
         name: str = "torch",
     ) -> TorchJob:
-        """`migrator run -- torchrun … SCRIPT` on every node; `{end}` in an argument is the job's file of that name."""
+        """Runs `migrator run -- torchrun … SCRIPT` on every node; `{end}` in an argument becomes the path `job.end`."""
         job = self._named(name, nodes[0])
         arguments = tuple(word.replace("{end}", str(job.end)) for word in arguments)
         for index, node in enumerate(nodes):
             how = [f"--nnodes={len(nodes)}", f"--nproc-per-node={workers}", f"--node-rank={index}"]
             how += [f"--master-addr={job.address}", f"--master-port={job.port}", *options]
             world: dict[str, str] = {}
-            if launcher != (TORCHRUN,):  # one that makes its own arrangements, or none
+            if launcher != (TORCHRUN,):  # another launcher, which needs no options of torchrun
                 how, world = list(options), self._world(job, index, len(nodes))
             command = [*launcher, *how, str(WORKLOADS / script), *arguments]
             self._start(job, node, index, [*self._run(job), *command], **world)
         return job
 
     def plain(self, script: str, *arguments: str, nodes: Sequence[str] = HOMES, name: str = "plain") -> TorchJob:
-        """`migrator run -- python SCRIPT` on every node, with the variables that a scheduler sets."""
+        """Runs `migrator run -- python SCRIPT` on every node, with the variables that a scheduler sets."""
         job = self._named(name, nodes[0])
         arguments = tuple(word.replace("{end}", str(job.end)) for word in arguments)
         for rank, node in enumerate(nodes):
@@ -135,7 +135,7 @@ class TorchLab:
         return job
 
     def undisturbed(self, script: str, *arguments: str, world: int) -> list[list[str]]:
-        """What each rank of the same job says of its steps on one node, without any of us."""
+        """The lines about steps of each rank of the same job on one node, without `migrator run`."""
         job = self._named("alone", "node-1")
         whole = self.cluster.folder / job.name
         command = [sys.executable, "-u", str(WORKLOADS / "alone.py"), str(world), str(whole), str(WORKLOADS / script)]
@@ -147,7 +147,9 @@ class TorchLab:
 
     @contextmanager
     def store_clients(self, job: TorchJob, nodes: Sequence[str]) -> Iterator[Callable[[], list[str]]]:
-        """Asked, a process on each of the nodes connects to the job's store where it has always been; what they say."""
+        """Yields a function that makes a process on each of the nodes connect to the job's original store address.
+
+        It returns what they read."""
         program = (
             "import datetime, sys, torch.distributed as d\n"
             "for line in sys.stdin:\n"
@@ -213,7 +215,7 @@ class TorchLab:
         self.cluster.jobs.append(job.agents[-1])
 
     def end(self) -> None:
-        """Ends what is left of the jobs: the workers of a torchrun that was killed live on, with us as without us."""
+        """Ends what is left of the jobs: the workers of a killed torchrun live on, protected or not."""
         self.cluster.tidy()
         marks = {f"{_MARK}={self._mark(job)}".encode() for job in self.jobs}
         for folder in Path("/proc").glob("[0-9]*"):
@@ -224,7 +226,7 @@ class TorchLab:
 
 @contextmanager
 def at_rest(cluster: Cluster, run_options: Sequence[str] = ()) -> Iterator[TorchLab]:
-    """For one test; afterwards nothing of its jobs runs."""
+    """A TorchLab for one test, which ends all its jobs afterwards."""
     lab = TorchLab(cluster, run_options)
     try:
         yield lab
