@@ -13,7 +13,7 @@ parser.add_argument("--folder", default=tempfile.gettempdir(), help="a folder th
 options, _ = parser.parse_known_args()
 own = tempfile.NamedTemporaryFile("w+", dir="/tmp")
 shared = open(os.path.join(options.folder, f"shared-{os.getpid()}.txt"), "w+")
-log = open(os.path.join(options.folder, "everybodys.log"), "a")
+log = open(os.path.join(options.folder, "shared.log"), "a")
 locked = open(f"/tmp/lock-{os.getpid()}", "w")
 fcntl.flock(locked, fcntl.LOCK_EX)
 for step in steps():
