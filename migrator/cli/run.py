@@ -88,6 +88,7 @@ def main(arguments: Sequence[str], given: int = 0) -> int:
     try:
         options = parser().parse_args(own)
         command = [*options.command, *command]
+        _check_installation()
         if not command:
             raise _Wrong("no command was given; write it after --: migrator run -- CMD …")
         environment = dict(os.environ)
@@ -111,6 +112,16 @@ def main(arguments: Sequence[str], given: int = 0) -> int:
         return _fail(str(error), as_json="--json" in own)
     except OSError as error:
         return _fail(f"cannot start the rank: {error}", as_json="--json" in own)
+
+
+def _check_installation() -> None:
+    """A user who cannot read it would get a traceback of Python, or a rank without the library."""
+    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    if not os.access(os.path.join(root, "shim", "keeper", "home.py"), os.R_OK):
+        raise _Wrong(
+            f"user {os.geteuid()} cannot read the installation in {root}; no rank was started. Install it where every user"
+            " can read it (a directory below /root is closed to others), or open the path to it with `chmod o+rx`"
+        )
 
 
 def _launch(command: Sequence[str], options: argparse.Namespace) -> int:

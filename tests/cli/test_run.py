@@ -340,3 +340,13 @@ def test_a_launchers_workers_get_what_was_asked_for() -> None:
     made = launchers.launcher_environment({"HOME": "/root"}, "/usr/bin/python", None, True, "offload")
     worker = launchers.rank_environment(launchers.worker_environment(made))
     assert worker["SNAPSHIM_DEVICE_MEMORY"] == "offload"
+
+
+def test_a_user_who_cannot_read_the_installation_gets_a_message(
+    kept: Kept, migrator: Migrator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    failed = migrator("run", "--", "true")
+    assert failed.code == run.FAILED
+    assert "cannot read the installation in" in failed.err
+    assert "no rank was started" in failed.err

@@ -1,21 +1,61 @@
-"""The shim's libraries as its own Makefile builds them: a stale one is built anew before any test uses it."""
+"""Builds what the tests of the shim need, once for all test processes.
+
+The libraries are built by the shim's own Makefile. What else takes seconds to compile (sanitizers, the stand-in of NCCL) is
+kept between runs in tests/.build, in a folder that is named after the content of its sources. A lock makes processes that
+run at the same time wait for each other.
+"""
 
 from __future__ import annotations
 
 import fcntl
 import functools
+import hashlib
+import shutil
 import subprocess
+from collections.abc import Callable, Iterable
+from pathlib import Path
 
 from tests.shim.jobs import REPOSITORY
 
 SHIM = REPOSITORY / "shim"
 LIB = SHIM / "lib"
+BUILT = REPOSITORY / "tests" / ".build"
 
 
 @functools.cache
 def make_shim(*targets: str) -> None:
-    """`make -C shim`. Test processes that run at the same time wait for each other."""
+    """`make -C shim`."""
     with (SHIM / "Makefile").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         made = subprocess.run(["make", "-s", "-j2", "-C", SHIM, *targets], capture_output=True, text=True, check=False)
     assert made.returncode == 0, made.stdout + made.stderr
+
+
+def sources(*folders: Path) -> list[Path]:
+    """C files, headers and Makefiles."""
+    found = (
+        path
+        for folder in folders
+        for path in folder.rglob("*")
+        if path.suffix in {".c", ".h"} or path.name == "Makefile"
+    )
+    return sorted(found)
+
+
+def build_once(name: str, from_: Iterable[Path], build: Callable[[Path], None]) -> Path:
+    """A folder that `build` has filled. It is kept as long as the files that it is built from stay the same."""
+    digest = hashlib.sha256(subprocess.run(["cc", "--version"], capture_output=True, check=True).stdout)
+    for path in from_:
+        digest.update(f"{path}\0".encode() + path.read_bytes())
+    folder = BUILT / f"{name}-{digest.hexdigest()[:16]}"
+    done = folder / "done"
+    BUILT.mkdir(exist_ok=True)
+    with (BUILT / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not done.exists():
+            for old in BUILT.glob(f"{name}-*"):
+                shutil.rmtree(old)
+            folder.mkdir()
+            build(folder)
+            done.touch()
+    return folder

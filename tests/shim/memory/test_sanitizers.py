@@ -14,7 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.fakes import cuda_fake
 from tests.fakes.cuda_fake import SOURCES, GpuNode
+from tests.shim.build import build_once, sources
 from tests.shim.jobs import REPOSITORY
 from tests.shim.memory.jobs import PROGRAMS, DeviceJob, refused
 
@@ -28,35 +30,43 @@ def _compile(sanitizer: str, *arguments: str | Path) -> None:
     assert compiled.returncode == 0, compiled.stderr
 
 
-def _move_device_memory(node: GpuNode, folder: Path) -> None:
-    """ThreadSanitizer wants that part of the address space for itself: a stand-in whose GPUs have theirs elsewhere."""
-    sources = shutil.copytree(SOURCES, folder, ignore=shutil.ignore_patterns("build"))
-    library = Path("build", "libcuda.so.1")
-    places = "-DFIRST_ADDRESS=0x7f0000000000ULL -DEND_ADDRESS=0x7f8000000000ULL"
-    subprocess.run(["make", "-s", "-C", sources, library, f"CFLAGS=-O2 -g {places}"], check=True)
-    (node.folder / library.name).unlink()
-    (node.folder / library.name).symlink_to(sources / library)
+def _build(sanitizer: str) -> Path:
+    """The library and the job. ThreadSanitizer needs the part of the address space where the GPUs of the stand-in have their
+    memory, so a stand-in with other addresses is built for it."""
+
+    def build(folder: Path) -> None:
+        libraries = standard = cuda_fake.build()
+        if sanitizer == "thread":
+            libraries = shutil.copytree(SOURCES, folder / "cuda", ignore=shutil.ignore_patterns("build")) / "build"
+            addresses = "-DFIRST_ADDRESS=0x7f0000000000ULL -DEND_ADDRESS=0x7f8000000000ULL"
+            make = ["make", "-s", "-C", str(folder / "cuda"), "build/libcuda.so.1", f"CFLAGS=-O2 -g {addresses}"]
+            subprocess.run(make, check=True)
+        shim = folder / "libsnapshim-offload.so"
+        names = ("lockless.c", "loaded.c", "mailbox.c", "maps.c", "memory_calls.c", "sharing.c")
+        files = [
+            *sorted((SHIM / "memory").glob("*.c")),
+            *(SHIM / "core" / name for name in names),
+            PROGRAMS / "control.c",
+        ]
+        _compile(sanitizer, "-shared", "-fvisibility=hidden", "-o", shim, *files, "-ldl")
+        linked = (shim, standard / "libcudart.so.13", libraries / "libcuda.so.1", f"-Wl,-rpath,{folder}")
+        _compile(sanitizer, "-o", folder / "job", PROGRAMS / "job.c", *linked)
+
+    return build_once(f"memory.{sanitizer.partition(',')[0]}", sources(SHIM, SOURCES, PROGRAMS), build)
 
 
 @pytest.fixture(params=["address,undefined", "thread"])
 def job(request: pytest.FixtureRequest, node: GpuNode, tmp_path: Path) -> Iterator[DeviceJob]:
+    built = _build(request.param)
     if request.param == "thread":
-        _move_device_memory(node, tmp_path / "cuda")
-    shim = tmp_path / "libsnapshim-offload.so"
-    parts = [
-        SHIM / "core" / name
-        for name in ("lockless.c", "loaded.c", "mailbox.c", "maps.c", "memory_calls.c", "sharing.c")
-    ]
-    sources = [*sorted((SHIM / "memory").glob("*.c")), *parts, PROGRAMS / "control.c"]
-    _compile(request.param, "-shared", "-fvisibility=hidden", "-o", shim, *sources, "-ldl")
-    libraries = (shim, node.folder / "libcudart.so.13", node.folder / "libcuda.so.1")
-    _compile(request.param, "-o", tmp_path / "job", PROGRAMS / "job.c", *libraries, f"-Wl,-rpath,{tmp_path}")
+        (node.folder / "libcuda.so.1").unlink()
+        (node.folder / "libcuda.so.1").symlink_to(built / "cuda" / "build" / "libcuda.so.1")
     # Some kernels place the program where ThreadSanitizer wants its shadow, unless places are not random.
     setarch = shutil.which("setarch") or "setarch"
     # What is on the device is written by threads of the job that are parked later, which ThreadSanitizer does not see.
     options = {"TSAN_OPTIONS": "ignore_noninstrumented_modules=1"}
     environment = {**os.environ, **node.environment, **options}
-    job = DeviceJob(None, setarch, "-R", tmp_path / "job", env=environment, folder=tmp_path / "stripes")
+    job = DeviceJob(None, setarch, "-R", built / "job", env=environment, folder=tmp_path / "stripes")
     yield job
     job.end()
 
