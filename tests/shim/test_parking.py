@@ -171,7 +171,7 @@ def test_a_thread_that_cannot_be_parked_is_named(work: StartWork) -> None:
     ]
     assert len(problems) == 2
     with pytest.raises(
-        Timeout, match=r"these threads do not park: .*\d+ \(stubborn, state ., blocks signal 61\)"
+        Timeout, match=r"these threads could not be parked: .*\d+ \(stubborn, state ., blocks signal 61\)"
     ) as failure:
         job.mailbox().park(0.5)
     assert "spin" not in failure.value.message

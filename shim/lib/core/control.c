@@ -64,7 +64,7 @@ static void serve(void)
 	}
 }
 
-/* What libc does when the last thread of a program ends whose main thread has left. */
+/* Does what libc does when the main thread has left and the last other thread ends. */
 static void end_with_the_last_thread(void)
 {
 	struct listing tasks;
@@ -135,7 +135,7 @@ void control_start(void)
 
 	if (before == pid || !SWAP_IF(&claimed, &before, pid))
 		return;
-	if (before) { /* a child that did not come by fork(): nobody has told us */
+	if (before) { /* a child that was not made by fork(), so that no handler of ours has run */
 		control_forget();
 		STORE(&claimed, pid);
 	}
@@ -145,7 +145,7 @@ void control_start(void)
 	set_signal_mask(mask);
 }
 
-/* The control thread may be about to start: either it sees the word that is left here, or we see its thread id. */
+/* The control thread may be about to start: either it sees the flag that is set here, or its thread id is seen here. */
 void control_leader_left(void)
 {
 	int tid;
@@ -156,7 +156,7 @@ void control_leader_left(void)
 		KERNEL(SYS_tgkill, self_pid(), tid, SNAPSHIM_SIGNAL);
 }
 
-/* In a forked child: no thread but this one, nothing parked, nothing counted. */
+/* In a forked child: it has no thread but this one, nothing is parked, nothing counted. */
 void control_forget(void)
 {
 	snapshim_mailbox.owner = 0;

@@ -1,7 +1,6 @@
-/* In the place of memory/ in the library that backs no device memory: everything is the driver's.
+/* Stands in the place of memory/ in libsnapshim.so, which backs no device memory: all of it is the driver's.
  *
- * That library exports none of the allocating calls, so that a job which asked for it runs as if there were no memory that can be
- * parked. */
+ * That library interposes none of the calls that allocate, so a job that asked for it is not affected by lib/memory at all. */
 #include "shim.h"
 
 #include <errno.h>
@@ -10,7 +9,7 @@ int memory_dispatch(uint32_t command, int64_t timeout_ns)
 {
 	(void)command;
 	(void)timeout_ns;
-	add_text("this library backs no device memory: start the rank with `migrator run --device-memory offload`");
+	add_text("this rank's library backs no device memory: start the rank with `migrator run --device-memory offload`");
 	return ENOSYS;
 }
 

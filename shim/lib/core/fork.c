@@ -24,7 +24,7 @@ static bool starts_with(const char *text, const char *head)
 	return strncmp(text, head, strlen(head)) == 0;
 }
 
-/* Calls `visit` with each descriptor and where it leads, until that says true. */
+/* Calls `visit` with each descriptor and its target, until it returns true. */
 static bool each_descriptor(bool (*visit)(int fd, const char *target, const void *argument), const void *argument)
 {
 	struct listing listing;
@@ -74,7 +74,7 @@ static void drop_mappings(void)
 	maps_close(&maps);
 }
 
-/* The control thread of the parent may have been looking at its threads just then. */
+/* The parent's control thread may have been listing its threads at that moment. */
 static void close_listings_of(int parent)
 {
 	char head[32] = "/proc/";

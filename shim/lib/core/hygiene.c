@@ -1,7 +1,7 @@
 /* Keeps a process dumpable: no io_uring, which CRIU cannot dump; no AMX tiles, which it does not carry.
  *
- * libuv (torch's TCPStore) and others call io_uring_setup through libc's syscall(); told ENOSYS they use epoll, as they do on
- * any older kernel. Invariant: every other call, its result and errno are exactly libc's. Nothing is printed, ever,
+ * libuv (torch's TCPStore) and others call io_uring_setup through libc's syscall(). On ENOSYS they use epoll, as they do on any
+ * older kernel. Invariant: every other call, its result and errno are exactly libc's. Nothing is printed, ever,
  * nothing is allocated, and nothing is looked up before the first call, so any program can run with this preloaded.
  *
  * The call is made here and not by libc's syscall (through dlsym): dlsym takes locks and may itself call syscall(), and
@@ -16,15 +16,15 @@
 
 #define NR_IO_URING_SETUP 425 /* the same number on every architecture */
 
-/* A restored process has lost the permission to use AMX, and dies of its next tile instruction (SIGILL). Told that there is
- * none, oneDNN uses AVX-512. */
+/* A restored process has lost the permission to use AMX, and dies of its next tile instruction (SIGILL). Without
+ * the permission oneDNN uses AVX-512. */
 #define NR_ARCH_PRCTL 158
 #define ARCH_REQ_XCOMP_PERM 0x1023
 #define XFEATURE_XTILEDATA 18
 
 const unsigned int snapshim_abi_version = SNAPSHIM_ABI_VERSION;
 
-/* In a section of its own: places.c has to tell it from the rest of us. */
+/* In a separate section: thread_location.c has to distinguish it from the rest of the shim. */
 __attribute__((section("snapshim_syscall"))) long syscall(long number, ...)
 {
 	va_list list;

@@ -1,7 +1,7 @@
-/* Parks every thread of the job in the reserved signal's handler, and lets all go again.
+/* The control thread's side of parking: parks every thread of the job in the reserved signal's handler, and releases them.
  *
- * Why: the CUDA driver checkpoints and restores only inside a process that runs, and the job must not. Invariant: `parked`
- * is 1 only when two lists of the process's threads in a row held nobody but the parked, the driver's own threads and ours.
+ * Why: the CUDA driver checkpoints and restores only inside a process that runs, and the job must not. Invariant: `parked` is 1
+ * only when two lists of the process's threads in a row had no threads but the parked ones, the driver's own and ours.
  * A parked thread has every signal blocked, so no handler of the job runs either. All of it is plain memory and one futex,
  * so it is the same before a dump and after a restore, where thread ids are the same in the new pid namespace.
  *
@@ -19,7 +19,7 @@
 #define LONGEST_ROUND_NS 10000000000
 #define PATIENCE_NS 50000000
 
-/* The value tells our handler that the signal is ours and not the job's own. */
+/* By the value the handler knows that the signal is the shim's and not the job's own. */
 static long send_signal(int tid)
 {
 	siginfo_t info;
@@ -32,7 +32,7 @@ static long send_signal(int tid)
 	return KERNEL(SYS_rt_tgsigqueueinfo, info.si_pid, tid, SNAPSHIM_SIGNAL, &info);
 }
 
-/* Whether a thread is not the job's to run: ours, the driver's, or dead (a main thread that left stays listed). */
+/* Whether a thread need not be parked: it is ours, the driver's, or dead (a main thread that has left stays listed). */
 static bool exempt(int tid, struct task *task)
 {
 	if (tid == snapshim_mailbox.thread || tid == snapshim_mailbox.probe)
@@ -72,7 +72,7 @@ static int scan(int *job_threads)
 				STORE(slot, 0);
 		}
 	}
-	/* A list that threads came and went under may lack one that was there all along. */
+	/* A list that was read while threads came and went may lack one that was there all along. */
 	if (listed != threads || listing_threads(&tasks) != threads)
 		missing++;
 	listing_close(&tasks);
@@ -81,7 +81,8 @@ static int scan(int *job_threads)
 	return seen_self ? missing : -ESRCH;
 }
 
-/* Shuts the gate and waits for everybody; for those asleep in the driver until `outside_until_ns`. 0, ETIMEDOUT or another errno. */
+/* Makes threads wait and waits for all of them; threads that sleep in the driver are not parked before `outside_until_ns`. 0,
+ * ETIMEDOUT or another errno. */
 static int gather(int64_t until_ns, int64_t patience_ns, int64_t outside_until_ns)
 {
 	int64_t patient_until = now_ns() + patience_ns;
@@ -95,7 +96,7 @@ static int gather(int64_t until_ns, int64_t patience_ns, int64_t outside_until_n
 	for (;;) {
 		int job_threads, missing;
 
-		/* Who sleeps in the driver for so long may only seem to. */
+		/* A thread that sleeps in the driver for so long may only seem to. */
 		STORE(&parking.outside_driver, now_ns() < outside_until_ns);
 		missing = scan(&job_threads);
 		if (missing < 0)
@@ -117,8 +118,8 @@ static int gather(int64_t until_ns, int64_t patience_ns, int64_t outside_until_n
 	}
 }
 
-/* From here on nobody is held any more, also when some take longer than we wait. */
-static int let_go(int64_t until_ns)
+/* From here on no thread is kept, also when some take longer to leave than this waits. */
+static int resume(int64_t until_ns)
 {
 	snapshim_mailbox.parked_threads = 0;
 	STORE(&snapshim_mailbox.parked, 0);
@@ -134,12 +135,12 @@ static int let_go(int64_t until_ns)
 	return 0;
 }
 
-/* Before they are let go: who is missing. */
-static void name_the_missing(void)
+/* Names the threads that are not parked, before the others are released. */
+static void describe_missing(void)
 {
 	struct listing tasks;
 	struct task task;
-	const char *before = "these threads do not park: ";
+	const char *before = "these threads could not be parked: ";
 	int tid;
 
 	if (listing_open(&tasks, TASKS))
@@ -161,10 +162,10 @@ static void name_the_missing(void)
 	}
 	listing_close(&tasks);
 	if (*before != ',')
-		add_text("threads come and go so fast that the process is never still");
+		add_text("threads start and end so fast that the process never stands still");
 }
 
-static void name_the_error(int status)
+static void describe_error(int status)
 {
 	if (status == E2BIG) {
 		add_text("the process has more threads than can be parked (");
@@ -187,30 +188,30 @@ static void back_off(int round)
 static int fail(int status, const char *lock)
 {
 	if (status && status != ETIMEDOUT)
-		name_the_error(status);
+		describe_error(status);
 	else if (!lock) {
-		name_the_missing();
+		describe_missing();
 		if (LOAD(&parking.in_driver)) {
-			add_text("; they, or some of them, do not leave the CUDA driver");
+			add_text("; some of them do not leave the CUDA driver");
 			status = EBUSY;
 		}
 	}
 	if (lock) {
-		add_text("whenever the threads are parked one of them holds ");
+		add_text("whenever the threads are parked, one of them holds ");
 		add_text(lock);
 		add_text(", which the driver needs");
 	}
-	let_go(FOREVER);
+	resume(FOREVER);
 	return status ? status : ETIMEDOUT;
 }
 
 int release(int64_t timeout_ns)
 {
-	int status = let_go(now_ns() + timeout_ns);
+	int status = resume(now_ns() + timeout_ns);
 
 	if (status) {
 		add_number((long)LOAD(&parking.waiting));
-		add_text(" threads were let go and have not gone on yet: the machine or the process's CPU limit gives them no time");
+		add_text(" threads were released and have not run yet: the node is overloaded, or the CPU limit of the process gives them no time");
 	}
 	return status;
 }
@@ -223,7 +224,7 @@ int park(int64_t timeout_ns, bool outside_the_driver)
 
 	if (LOAD(&snapshim_mailbox.parked) && LOAD(&parking.closed))
 		return 0;
-	/* Those that an earlier release did not wait for are on their way out, with a slot that says they are parked. */
+	/* Threads that an earlier release did not wait for are on their way out, and still have an entry among the parked. */
 	status = release(timeout_ns);
 	if (status)
 		return status;
@@ -239,7 +240,7 @@ int park(int64_t timeout_ns, bool outside_the_driver)
 		const char *lock = probe_settle(deadline);
 
 		if (!lock) {
-			/* A job that does little but allocate is in the driver all the time, and before its door outside. */
+			/* A job that does little but allocate would otherwise be inside the driver at every look. */
 			if (outside_the_driver)
 				memory_calls_delay(round_ns);
 			status = gather(until < deadline ? until : deadline, PATIENCE_NS * (round < 8 ? round + 1 : 8),
@@ -247,15 +248,15 @@ int park(int64_t timeout_ns, bool outside_the_driver)
 			if (status == 0)
 				lock = probe_run(deadline);
 			if (status == 0 && !lock) {
-				memory_calls_resume(); /* whose threads are parked */
+				memory_calls_resume(); /* their threads are parked */
 				STORE(&snapshim_mailbox.parked, 1);
 				return 0;
 			}
 		}
 		if ((status && status != ETIMEDOUT) || now_ns() >= deadline)
 			return fail(status, lock);
-		/* Also when they could not all be gathered: one parked in pthread_create keeps its new thread from starting. */
-		let_go(FOREVER);
+		/* Also when not all could be parked: one that is parked in pthread_create keeps its new thread from starting. */
+		resume(FOREVER);
 		back_off(round);
 		round_ns = round_ns < LONGEST_ROUND_NS ? round_ns * 2 : LONGEST_ROUND_NS;
 	}

@@ -1,9 +1,9 @@
 /* Finds out whether a parked thread holds a lock that the driver's threads will need: the allocator's, the loader's, the
  * thread library's.
  *
- * A thread of ours, never parked, takes each of them once. Nothing of the job runs meanwhile, so when it sleeps for a
- * while it will sleep until the job is let go. It is told by its state and not by the time alone: walking the free lists
- * of a large heap takes long, and is work.
+ * A thread of ours, which is never parked, takes each of them once. Nothing of the job runs meanwhile, so a probe that sleeps for a
+ * while will sleep until the job is released. Its state decides, and not the time alone: walking the free lists of a large heap takes
+ * long, and is work.
  */
 #define _GNU_SOURCE
 #include "shim.h"
@@ -96,7 +96,7 @@ static void *probe(void *argument)
 	return NULL;
 }
 
-/* Nothing is parked yet: what is looked up and allocated here is so once. The new thread inherits that it blocks signals. */
+/* Nothing is parked yet, so this may look up and allocate, once. The new thread inherits the mask that blocks all signals. */
 int probe_start(void)
 {
 	pthread_attr_t attributes;

@@ -235,16 +235,16 @@ static void *take_the_lock_once(void *argument)
 	return argument;
 }
 
-/* Before 3.13 the interpreter notices a call that another thread has handed over only when it looks up for some other reason,
- * like its lock being wanted by another thread: torch sees to that all the time, but a loop of pure Python never does. In a
- * thread of its own, because the lock may not come for long; the control thread must answer meanwhile. */
+/* Before 3.13 the interpreter notices a pending call of another thread only when it is interrupted for another reason, such as
+ * another thread that wants its lock: torch causes that all the time, a loop of pure Python never does. A separate thread asks for
+ * the lock, because that may take long, and the control thread must answer meanwhile. */
 static void knock(void)
 {
-	uint32_t nobody = 0;
+	uint32_t none = 0;
 	pthread_attr_t attributes;
 	pthread_t thread;
 
-	if (!SWAP_IF(&knocking, &nobody, 1))
+	if (!SWAP_IF(&knocking, &none, 1))
 		return;
 	pthread_attr_init(&attributes);
 	pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);

@@ -1,7 +1,7 @@
 /* Counts what a process shares on the GPU and what the driver's checkpoint refuses: managed memory, handles given to other
  * processes, handles taken from them. Preflight reads the counts.
  *
- * Invariant: every call and its result are CUDA's own, but for handles of memory that we back (memory/ipc.c). Nothing of CUDA is
+ * Invariant: every call and its result are CUDA's own, but for handles of memory that we back (memory/ipc_export.c). Nothing of CUDA is
  * needed to load this library, and nothing is looked up before the call. What goes through the runtime's private table of
  * driver functions is not seen here; preflight has the process's mappings for that.
  */
@@ -19,12 +19,11 @@ struct handle { /* cudaIpcMemHandle_t, CUipcEventHandle …: 64 bytes, by value 
 	char bytes[64];
 };
 
-/* Memory that we back and that CUDA has to share for us, which it does not: the program is told so by CUDA; whoever reads its log
- * needs the way out. */
+/* CUDA does not share memory that the shim backs. Its error does not say why; the reader of the job's log needs the remedy. */
 static void warn_of(uint64_t address)
 {
-	static const char words[] = "snapshim: this job shares device memory between processes (cudaIpcGetMemHandle), which memory "
-				    "that can be parked does not allow here; start it with `migrator run --device-memory driver`\n";
+	static const char words[] = "snapshim: this job shares device memory between processes (cudaIpcGetMemHandle), which is not possible "
+				    "here with memory that can be offloaded; start it with `migrator run --device-memory driver`\n";
 	static bool warned;
 	bool before = false;
 

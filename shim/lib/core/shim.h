@@ -1,4 +1,4 @@
-/* What the files of libsnapshim.so know of one another. Nothing here leaves the library. */
+/* What the files of libsnapshim.so use from each other. Nothing here is exported. */
 #ifndef SNAPSHIM_SHIM_H
 #define SNAPSHIM_SHIM_H
 
@@ -25,7 +25,7 @@ int64_t now_ns(void);
 void pause_us(long us);
 int self_tid(void);
 int self_pid(void);
-/* Waits while *word is `value`, at most `ns`; comes back early when it likes. */
+/* Waits while *word is `value`, at most `ns`; may return earlier. */
 #define FOREVER INT64_MAX
 void wait_word(uint32_t *word, uint32_t value, int64_t ns);
 void wake_word(uint32_t *word);
@@ -146,7 +146,7 @@ bool memory_is_ours(uint64_t address);
 bool memory_ipc_get(void *handle, uint64_t address);
 bool memory_ipc_open(uint64_t *address, const void *handle, const void *caller, int *status); /* of the runtime's call, or NULL */
 bool memory_ipc_close(uint64_t address, int *status);
-uint64_t memory_share(uint64_t handle); /* the driver's own for it, which others will know; it is not parked any more */
+uint64_t memory_share(uint64_t handle); /* the driver's own handle, which other processes will know; the memory is not offloaded any more */
 
 /* safepoint.c */
 int empty_cache(int64_t timeout_ns);

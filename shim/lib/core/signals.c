@@ -1,9 +1,9 @@
-/* Keeps the reserved signal ours: its handler stays, and no thread of the job blocks it.
+/* Keeps the reserved signal for the shim: its handler stays, and no thread of the job blocks it.
  *
- * From the process's first pthread_create on, whoever asks for another handler or for a mask with that signal in it is told
- * what libc would have told, and the signal alone is left as it is. Before that, and for all other signals, every call is
- * libc's own. The next functions are looked up in the constructor and not at the call: these must work in signal handlers
- * and vfork children, where dlsym does not; who calls before our constructor is early enough to look it up then.
+ * From the process's first pthread_create on, a call that sets another handler, or a mask with that signal in it, gets the answer that
+ * libc would have given, and the signal itself is left alone. Before that, and for all other signals, every call is libc's own.
+ * libc's functions are looked up in the constructor and not at the call: the calls must work in signal handlers and vfork children,
+ * where dlsym does not. A call before the constructor is early enough to look them up then.
  */
 #define _GNU_SOURCE
 #include "shim.h"
@@ -103,7 +103,7 @@ static const sigset_t *without_ours(const sigset_t *set, sigset_t *copy)
 	return copy;
 }
 
-/* The signal was sent by somebody else: the job's own, as far as it has a handler for it. */
+/* The signal was not sent by the shim: it is the job's own, if the job has a handler for it. */
 static void hand_to_the_job(int number, siginfo_t *info, void *context)
 {
 	struct sigaction action = believed_action;
@@ -248,7 +248,7 @@ SNAPSHIM_EXPORT int pthread_attr_setsigmask_np(pthread_attr_t *attributes, const
 	return next_pthread_attr_setsigmask_np(attributes, without_ours(set, &copy));
 }
 
-/* Those that wait with a mask, or for signals: without ours in it, or parking would have to wait for them. */
+/* Calls that wait with a mask, or for signals: the reserved signal is taken out, or parking would have to wait for them. */
 
 SNAPSHIM_EXPORT int sigsuspend(const sigset_t *set)
 {

@@ -1,9 +1,9 @@
-/* Tells whether a thread was interrupted in the middle of the allocator, the loader or the driver, where it may hold their locks.
+/* Decides whether a thread was interrupted inside the allocator, the loader or the driver, where it may hold their locks.
  *
- * To park it there is no use: whoever calls the driver next would wait for that lock. A thread is outside most of the time, so
- * it is let run on for a moment. By the code the thread was in this is a guess that saves time; the probe, and where device
- * memory is parked its rehearsal, have the last word. A thread that waits in a system call is taken as it is, or all the
- * sleeping ones would be passed over; not if it sleeps in the driver, where it waits for the GPU and may hold what it likes.
+ * Parking it there is useless: the next call into the driver would wait for that lock. A thread is outside most of the time, so it may
+ * run on for a moment. Judging by the code that the thread was in is a guess that saves time; the probe decides, and, where device
+ * memory is offloaded, its rehearsal. A thread that waits in a system call is parked as it is, or no sleeping thread could be; but not
+ * one that sleeps inside the driver, where it waits for the GPU and may hold any lock.
  */
 #define _GNU_SOURCE
 #include "shim.h"
@@ -41,7 +41,7 @@ static int places_count;
 
 static enum owner owner_of(const struct mapping *mapping, uintptr_t allocator)
 {
-	/* The compiler of the driver's is a library of its own. */
+	/* The driver's compiler is a separate library. */
 	static const struct {
 		const char *begins;
 		enum owner owner;
@@ -75,11 +75,12 @@ void places_find(void)
 	maps_close(&maps);
 }
 
-/* Our syscall() stands for libc's. */
+/* Our syscall() counts as libc's. */
 #define SECTION_END __attribute__((visibility("hidden")))
 extern const char __start_snapshim_syscall[] SECTION_END, __stop_snapshim_syscall[] SECTION_END;
 
-/* Whose code an address is in; nobody's: OTHERS, and `code` is false. Not so near to an end that it could not be looked at. */
+/* The owner of the code at an address; where there is no code, OTHERS, and `code` is false. An address next to the end of a mapping
+ * does not count: the bytes around it are read. */
 static enum owner owner_at(uintptr_t at, bool *code)
 {
 	int low = 0, high = places_count;
@@ -113,8 +114,8 @@ static bool waits_in_the_kernel(const mcontext_t *machine, uintptr_t at)
 	       (result == -EINTR && memcmp((const void *)(at - sizeof(instruction)), instruction, sizeof(instruction)) == 0);
 }
 
-/* Whether the driver called what runs in libc: its address is the first that is code of somebody else's, of the one that a call
- * leaves in a register, on some machines, and those on the stack. Through the kernel: the stack may end sooner. */
+/* Whether the driver called the code that runs in libc: the first return address outside libc decides, from the link register (on
+ * machines that have one) and the stack. The stack is read through the kernel, because it may end sooner. */
 static bool called_by_the_driver(uintptr_t link, uintptr_t stack)
 {
 	uintptr_t words[1 + STACK_WORDS] = {link};

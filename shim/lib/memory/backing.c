@@ -10,7 +10,7 @@
 #define SMALLEST_BYTES (1 << 20) /* below it the driver packs several into one piece; so little is moved by the driver */
 
 #define NONE_YET (-1)
-static int32_t backed_device = NONE_YET; /* whose memory is backed, until there are others */
+static int32_t backed_device = NONE_YET; /* the device whose memory is backed, until the program uses others */
 static uint64_t other_devices;		 /* by bit */
 static uint32_t freed_blocks; /* in the table, to be given back */
 
@@ -119,7 +119,7 @@ static int settle(const struct driver *cuda, const struct block *block)
 	return status;
 }
 
-/* It is out of the table, so that nobody else frees it, and inside the wrappers, so that nobody parks without it. */
+/* The block is out of the table, so that no other thread frees it, and this call is counted, so that no OFFLOAD misses it. */
 static bool give_back(const struct driver *cuda, struct block *block)
 {
 	if (settle(cuda, block) == 0) {
@@ -137,7 +137,7 @@ static bool give_back(const struct driver *cuda, struct block *block)
 	return false;
 }
 
-/* While the job's memory is parked none of it can be freed: the stripes have a place for all of it. */
+/* While the memory is offloaded none of it can be freed: the stripes have a place for all of it. */
 static bool take(struct block *found, struct block *block)
 {
 	if (!found || found->physical || found->away)
@@ -162,7 +162,7 @@ static void drop_freed(void)
 }
 
 /* To wait for the device would end the capture. What is captured may not use the block any more, but what was launched may; so
- * it keeps its memory until somebody can wait. */
+ * it keeps its memory until a later call can wait. */
 static void free_later(struct block *block)
 {
 	block->freed = true;

@@ -78,8 +78,8 @@ struct block *block_with(uint64_t address)
 	return at < count && blocks[at].address <= address ? &blocks[at] : NULL;
 }
 
-/* What PARK can bring back as it was. Physical memory that is mapped in pieces or twice has content that no block shows. */
-static bool can_be_parked(const struct block *block)
+/* What OFFLOAD and FILL can bring back as it was. Physical memory that is mapped in pieces or twice has content that no block shows. */
+static bool can_be_offloaded(const struct block *block)
 {
 	const struct physical *physical = &physicals[block->physical];
 
@@ -99,7 +99,7 @@ static void count_in(struct block *block, bool wanted)
 
 void block_changed(struct block *block)
 {
-	count_in(block, can_be_parked(block));
+	count_in(block, can_be_offloaded(block));
 }
 
 bool block_add(const struct block *block)

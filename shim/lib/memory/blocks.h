@@ -1,4 +1,4 @@
-/* The table of the device memory that we back, and who is in the middle of changing it. */
+/* The table of the device memory that the shim backs. */
 #ifndef SNAPSHIM_MEMORY_BLOCKS_H
 #define SNAPSHIM_MEMORY_BLOCKS_H
 
@@ -16,13 +16,13 @@ struct block {
 	uint64_t handle;   /* of its physical memory, where that is the block's own (physical == 0) */
 	uint64_t access;   /* the devices that may read and write it, by bit */
 	void *context;	   /* it was made in */
-	uint64_t exported; /* the number under which other processes get it, see desk.h; 0: they do not */
+	uint64_t exported; /* the number under which other processes get it (ipc_server.h); 0: it is not exported */
 	uint32_t physical; /* the number of what the program has created and mapped itself; 0: allocated by us */
 	int32_t device;
 	int32_t leaving; /* the thread that unmaps it just now */
 	bool unusual; /* exported, multicast, mapped in part …: stays with the driver's checkpoint */
-	bool counted; /* in the mailbox's numbers: PARK takes it */
-	bool striped; /* its content has a place in the stripes of the PARK under way, or of the last */
+	bool counted; /* in the mailbox's numbers: OFFLOAD takes it */
+	bool striped; /* its content has a place in the stripes of the OFFLOAD under way, or of the last */
 	bool away;    /* it has no physical memory */
 	bool freed;   /* by the program, during a capture: to be given back when there is none */
 };
@@ -34,7 +34,7 @@ struct physical {
 	struct cuda_property property;
 	uint32_t mappings, next_free;
 	bool held;   /* the program has not released it */
-	bool shared; /* somebody knows the driver's own handle */
+	bool shared; /* other code knows the driver's own handle */
 };
 
 void blocks_lock(void);

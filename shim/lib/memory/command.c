@@ -2,7 +2,7 @@
  *
  * Invariant: `device_offloaded` is 1 from before the first physical memory is taken away until all of it is back with its
  * content; whatever fails in between leaves a state in which FILL can be asked again. Everything that READY made is gone
- * when PARK or FILL has answered, so that a dump finds none of it but threads that sleep; only EAGAIN and EBUSY leave it for
+ * when OFFLOAD or FILL has answered, so that a dump finds none of it but threads that sleep; only EAGAIN and EBUSY leave it for
  * another try.
  * Nothing here takes a lock of libc's: the job may be parked.
  */
@@ -15,8 +15,8 @@
 #include "memory.h"
 #include "stripes.h"
 
-#define REHEARSAL_NS 1000000000	 /* takes milliseconds, if nobody holds it up */
-#define COME_BACK_NS 2000000000	 /* for a call that was held up by a parked thread, once that was let go */
+#define REHEARSAL_NS 1000000000	 /* takes milliseconds, unless a parked thread holds a lock */
+#define COME_BACK_NS 2000000000	 /* for a call that waited for a parked thread, once that was released */
 #define TAKE_AWAY_NS 60000000000 /* to take all physical memory away, which cannot be given up half-way */
 #define CLEAN_UP_NS 30000000000	 /* for all that has to be done after a command, whatever came of it */
 #define SLOT_MIN 4096
@@ -27,9 +27,9 @@ static bool contexts_kept; /* a call that has not come back is made in one of th
 static struct {
 	unsigned int count;
 	size_t slot_bytes;
-} parked_as; /* the stripes that hold the content */
+} offloaded_as; /* the stripes that hold the content */
 
-/* What was said before is nearer to the cause. */
+/* An earlier text is nearer to the cause. */
 static int refuse(int status, const char *words)
 {
 	if (!snapshim_mailbox.text[0])
@@ -41,7 +41,7 @@ static int refuse(int status, const char *words)
 static int explain(int status)
 {
 	if (status == EINPROGRESS) {
-		add_text("a call into CUDA does not come back");
+		add_text("a call into CUDA did not return in time");
 		return ETIMEDOUT;
 	}
 	for (unsigned int i = 0; i < stripes.count && status; i++)
@@ -56,6 +56,8 @@ static int explain(int status)
 		}
 	if (status == ECANCELED && !snapshim_mailbox.text[0])
 		add_text("cancelled");
+	if (status == ETIMEDOUT && !snapshim_mailbox.text[0])
+		add_text("the deadline passed before the copy was done");
 	return status;
 }
 
@@ -87,21 +89,21 @@ static int drop(int64_t by_ns)
 		return 0;
 	}
 	if (!back_by(now_ns()))
-		return refuse(EBUSY, "a call into CUDA that an earlier command made has not come back");
+		return refuse(EBUSY, "a call into CUDA of an earlier command has not returned");
 	if (!contexts_hold(by_ns))
-		return refuse(EBUSY, "a thread of the job is in the middle of ending a context of CUDA's");
+		return refuse(EBUSY, "a thread of the job is ending a CUDA context");
 	status = workers_finish(stripes.count, clean_up, by_ns);
 	left = status == EINPROGRESS ? status : workers_finish(1, leave_devices, by_ns);
 	let_contexts_go(left);
 	if (left == EINPROGRESS)
-		return refuse(EBUSY, "a call into CUDA that gives memory or streams back has not come back");
+		return refuse(EBUSY, "a call into CUDA that releases memory or streams has not returned");
 	handover_close();
 	ready = false;
 	status = status ? status : left;
 	return status && !snapshim_mailbox.text[0] ? explain(status) : status;
 }
 
-/* After PARK or FILL, which have failed as well when something is left that a dump would find. */
+/* After OFFLOAD or FILL, which fail as well when something is left that a dump would find. */
 static int settled(int status, int64_t by_ns)
 {
 	int left = drop(by_ns);
@@ -151,8 +153,8 @@ static int prepare_all(int64_t until_ns)
 	int status;
 
 	if (!contexts_hold(until_ns))
-		return refuse(EAGAIN, "a thread of the job is in the middle of ending a context of CUDA's");
-	status = stripes.void_ ? refuse(EINVAL, "the job has ended a context of CUDA's since MEMORY_READY, which has to be asked again")
+		return refuse(EAGAIN, "a thread of the job is ending a CUDA context");
+	status = stripes.invalid ? refuse(EINVAL, "the job has ended a context of CUDA's since MEMORY_READY, which has to be asked again")
 			       : note_devices(until_ns);
 	if (!status)
 		status = workers_run(1, enter_devices, until_ns);
@@ -174,22 +176,22 @@ static uint64_t striped_bytes(void)
 static int make_ready(int64_t until_ns)
 {
 	uint64_t count = snapshim_mailbox.argument[1], slot_bytes = snapshim_mailbox.argument[2];
-	bool parked = LOAD(&snapshim_mailbox.device_offloaded);
+	bool offloaded = LOAD(&snapshim_mailbox.device_offloaded);
 	int status;
 
 	if (!handover_is_open())
 		return refuse(EINVAL, "MEMORY_OPEN comes before MEMORY_READY");
 	if (count < 1 || count > SNAPSHIM_STRIPES_MAX || slot_bytes < SLOT_MIN || slot_bytes > SLOT_MAX || slot_bytes % SLOT_MIN)
 		return refuse(EINVAL, "1 to 16 stripes, slots of 4 KiB to 1 GiB");
-	if (parked && (count != parked_as.count || slot_bytes != parked_as.slot_bytes)) {
-		add_text("the memory was parked in stripes and slots of other numbers: ");
-		add_number((long)parked_as.count);
+	if (offloaded && (count != offloaded_as.count || slot_bytes != offloaded_as.slot_bytes)) {
+		add_text("the memory was offloaded with other numbers of stripes and bytes of a slot: ");
+		add_number((long)offloaded_as.count);
 		add_text(" and ");
-		add_number((long)parked_as.slot_bytes);
+		add_number((long)offloaded_as.slot_bytes);
 		return EINVAL;
 	}
 	if (!contexts_hold(until_ns))
-		return refuse(EAGAIN, "a thread of the job is in the middle of ending a context of CUDA's");
+		return refuse(EAGAIN, "a thread of the job is ending a CUDA context");
 	memset(&stripes, 0, sizeof(stripes));
 	contexts_let_go();
 	stripes.count = (unsigned int)count;
@@ -211,18 +213,18 @@ static int make_ready(int64_t until_ns)
 	}
 	ready = true;
 	status = prepare_all(until_ns);
-	if (!status && !parked)
+	if (!status && !offloaded)
 		status = explain(workers_run(stripes.count, map_stripe, until_ns));
 	if (status)
 		give_up();
-	snapshim_mailbox.result[0] = parked ? striped_bytes() : LOAD(&snapshim_mailbox.device_bytes);
+	snapshim_mailbox.result[0] = offloaded ? striped_bytes() : LOAD(&snapshim_mailbox.device_bytes);
 	return status;
 }
 
-static void mark_striped(bool parks)
+static void mark_striped(bool offloads)
 {
 	for (size_t i = 0; i < blocks_count(); i++)
-		block_at(i)->striped = parks && block_at(i)->counted;
+		block_at(i)->striped = offloads && block_at(i)->counted;
 }
 
 static bool any_is_away(void)
@@ -252,21 +254,21 @@ static int rehearse_all(int64_t until_ns)
 	int status;
 
 	if (!contexts_hold(until_ns))
-		return refuse(EAGAIN, "a thread of the job is in the middle of ending a context of CUDA's");
-	status = stripes.void_ ? 0 : workers_finish(1, rehearse, soon_ns < until_ns ? soon_ns : until_ns);
+		return refuse(EAGAIN, "a thread of the job is ending a CUDA context");
+	status = stripes.invalid ? 0 : workers_finish(1, rehearse, soon_ns < until_ns ? soon_ns : until_ns);
 	let_contexts_go(status);
 	if (status == EINPROGRESS || status == ETIMEDOUT)
 		return refuse(EAGAIN, "a thread is parked in the middle of a call into CUDA, with a lock that others wait for");
 	return explain(status);
 }
 
-/* While all memory is where it was: what hangs here is over when the job is let go. */
+/* While all memory is where it was: a call that hangs here returns when the job is released. */
 static int clean_up_all(int64_t by_ns)
 {
 	int status;
 
 	if (!contexts_hold(by_ns))
-		return refuse(EBUSY, "a thread of the job is in the middle of ending a context of CUDA's");
+		return refuse(EBUSY, "a thread of the job is ending a CUDA context");
 	status = workers_finish(stripes.count, clean_up, by_ns);
 	let_contexts_go(status);
 	return explain(status);
@@ -293,12 +295,12 @@ static bool files_suffice(void)
 	return suffice;
 }
 
-static int park_memory(int64_t until_ns)
+static int offload_memory(int64_t until_ns)
 {
 	int status;
 
 	if (LOAD(&snapshim_mailbox.device_offloaded))
-		return refuse(EALREADY, "the memory is parked already");
+		return refuse(EALREADY, "the memory is offloaded already");
 	if (!LOAD(&snapshim_mailbox.parked))
 		return refuse(EBUSY, "the job's threads are not parked");
 	if (memory_calls_open()) {
@@ -317,15 +319,15 @@ static int park_memory(int64_t until_ns)
 		mark_striped(true);
 		if (!files_suffice()) {
 			mark_striped(false);
-			return refuse(EFBIG, "there is more than the files have room for");
+			return refuse(EFBIG, "there is more device memory than the stripe files have room for");
 		}
 		status = copy(copy_out, until_ns);
 	}
 	if (!status)
 		status = clean_up_all(now_ns() + CLEAN_UP_NS);
 	if (!status) {
-		parked_as.count = stripes.count;
-		parked_as.slot_bytes = stripes.slot_bytes;
+		offloaded_as.count = stripes.count;
+		offloaded_as.slot_bytes = stripes.slot_bytes;
 		STORE(&snapshim_mailbox.device_offloaded, 1);
 		status = explain(workers_finish(stripes.count, detach_all, now_ns() + TAKE_AWAY_NS));
 		if (status != ETIMEDOUT && status && !any_is_away())
@@ -342,7 +344,7 @@ static int fill_memory(int64_t until_ns)
 	int status;
 
 	if (!LOAD(&snapshim_mailbox.device_offloaded))
-		return refuse(EALREADY, "no memory is parked");
+		return refuse(EALREADY, "no memory is offloaded");
 	status = prepare_all(until_ns);
 	if (!status)
 		status = explain(workers_run(stripes.count, attach_all, until_ns));
@@ -363,7 +365,7 @@ int memory_dispatch(uint32_t command, int64_t timeout_ns)
 	int64_t until_ns = now_ns() + timeout_ns;
 
 	if (ready && !back_by(now_ns() + COME_BACK_NS))
-		return refuse(EBUSY, "a call into CUDA that an earlier command made has not come back");
+		return refuse(EBUSY, "a call into CUDA of an earlier command has not returned");
 	if (command == SNAPSHIM_MEMORY_OPEN)
 		return open_sockets();
 	if (command == SNAPSHIM_MEMORY_DROP)
@@ -372,7 +374,7 @@ int memory_dispatch(uint32_t command, int64_t timeout_ns)
 		return make_ready(until_ns);
 	if (!ready)
 		return refuse(EINVAL, "MEMORY_READY comes first");
-	return command == SNAPSHIM_MEMORY_OFFLOAD ? park_memory(until_ns) : fill_memory(until_ns);
+	return command == SNAPSHIM_MEMORY_OFFLOAD ? offload_memory(until_ns) : fill_memory(until_ns);
 }
 
 /* In a forked child: the memory, the threads and what they copy to are its parent's. */

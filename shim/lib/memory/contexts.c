@@ -31,8 +31,8 @@ void context_ends(int device, const void *context)
 	pthread_mutex_lock(&mutex);
 	for (int i = 0; i < DEVICES_MAX; i++)
 		if (stripes.devices >> i & 1 && (i == device || (context && stripes.context[i] == context)))
-			stripes.void_ = true;
-	if (!stripes.void_)
+			stripes.invalid = true;
+	if (!stripes.invalid)
 		return;
 	stripes.entered = 0;
 	for (unsigned int i = 0; i < SNAPSHIM_STRIPES_MAX; i++) {

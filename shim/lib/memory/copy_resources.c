@@ -1,5 +1,5 @@
-/* What the copies are made with: contexts, streams, pinned memory, mapped files. Made by READY, gone when PARK, FILL or DROP has
- * answered. */
+/* What the copies are made with: contexts, streams, pinned memory, mapped files. Made by READY, gone when OFFLOAD, FILL or DROP
+ * has answered. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <sys/mman.h>
@@ -134,13 +134,13 @@ static void unmap_stripe(struct worker *worker)
 	worker->mapped_bytes = worker->reserved_bytes = 0;
 }
 
-/* Goes on whatever the driver says. */
+/* Goes on whatever the driver answers. */
 int clean_up(struct worker *worker)
 {
 	int failures = 0;
 
 	unmap_stripe(worker);
-	if (!stripes.devices || stripes.void_)
+	if (!stripes.devices || stripes.invalid)
 		return 0; /* and perhaps no driver */
 	for (int device = 0; device < DEVICES_MAX; device++)
 		for (int slot = 0; slot < SLOTS; slot++)

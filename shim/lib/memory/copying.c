@@ -166,7 +166,7 @@ int copy_in(struct worker *worker)
 	return status;
 }
 
-/* Once the first is gone there is no way back but to fill; so it goes on whatever the driver says. */
+/* Once the first block is away only FILL can bring it back; so this goes on whatever the driver answers. */
 int detach_all(struct worker *worker)
 {
 	int status = 0;

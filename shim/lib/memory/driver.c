@@ -32,16 +32,16 @@ static struct driver *look(void *library)
 
 const struct driver *driver(void)
 {
-	struct driver *known = LOAD(&found), *nobody = NULL;
+	struct driver *known = LOAD(&found), *none = NULL;
 	void *library;
 
 	if (known)
 		return known;
 	library = loaded_library(CUDA_DRIVER);
 	known = library ? look(library) : NULL;
-	if (known && !SWAP_IF(&found, &nobody, known)) { /* another thread was faster */
+	if (known && !SWAP_IF(&found, &none, known)) { /* another thread was faster */
 		free(known);
-		known = nobody;
+		known = none;
 	} else if (known) {
 		return known; /* the library stays open, so it stays */
 	}

@@ -5,8 +5,8 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-/* 0 or an errno, with words in the mailbox. */
-int handover_open(int *theirs); /* the daemon's end, of which it takes a copy */
+/* 0 or an errno, and the reason in the mailbox. */
+int handover_open(int *theirs); /* the daemon's socket, of which it takes a copy */
 int handover_receive(unsigned int wanted, int64_t until_ns);
 
 bool handover_is_open(void);

@@ -103,7 +103,7 @@ static int open_first(const struct driver *cuda, const struct ipc_handle *handle
 
 	if (!record)
 		return CUDA_OUT_OF_MEMORY;
-	ipc_count(&snapshim_mailbox.ipc_imports, 1); /* before it begins: who is parked in the middle has opened it */
+	ipc_count(&snapshim_mailbox.ipc_imports, 1); /* before it begins: for a thread that is parked in the middle it counts as open */
 	descriptor = ipc_server_ask(handle->server, handle->number);
 	if (descriptor >= 0) {
 		memory_enter();

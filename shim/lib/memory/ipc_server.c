@@ -23,8 +23,8 @@
 #include "core/shim.h"
 
 #define NOTHING (-1)
-#define WAITING 64  /* who may wait at the desk at once; more wait before it */
-#define QUESTION_MS 1000 /* at the server, where others wait behind whoever is slow */
+#define WAITING 64  /* connections that may wait to be accepted */
+#define QUESTION_MS 1000 /* for the request of one client, while others wait */
 #define ANSWER_S 30
 #define LINGER_MS 500
 #define BREATH_US 10000
@@ -92,7 +92,7 @@ static void set_limits(int connection)
 	setsockopt(connection, SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof(limit));
 }
 
-/* ---------------------------------------------------------------- behind the desk */
+/* ---------------------------------------------------------------- the server */
 
 static void send_descriptor(int connection, uint64_t number)
 {
@@ -284,7 +284,7 @@ void ipc_server_forget(void)
 	mutex = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
 }
 
-/* ---------------------------------------------------------------- before it */
+/* ---------------------------------------------------------------- the client */
 
 static int receive_descriptor(int connection)
 {

@@ -1,4 +1,4 @@
-/* Finds CUDA's own functions and says whose code has asked, once for each caller's library.
+/* Finds CUDA's own functions, and the library of the caller, once for each caller's library.
  *
  * A program may have several runtimes, each in its own scope, so what is found belongs to the mapping that the caller's code is
  * in. Invariant: what was found before is found again without a lock, so a call costs a few comparisons, does not wait for a
@@ -27,7 +27,7 @@ static bool is_in(const struct code *code, const void *address)
 	return (uintptr_t)address >= code->from && (uintptr_t)address < code->to;
 }
 
-/* The mapping that holds the address: /proc says it without the loader. */
+/* The mapping that holds the address, from /proc, without the loader. */
 static bool find_code(const void *address, struct code *code, bool *nccl)
 {
 	struct mapping mapping;

@@ -11,7 +11,7 @@ struct code { /* one mapping */
 	uintptr_t from, to;
 };
 
-/* What was found for one function, by whose code had asked. Entries are only added. */
+/* What was found for one function, by the caller's mapping. Entries are only added. */
 struct lookup {
 	struct found {
 		struct code code;

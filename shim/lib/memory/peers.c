@@ -63,14 +63,14 @@ static void change(void (*how)(int, int), int device, int owner)
 	memory_leave();
 }
 
-/* A library with a runtime of its own, as NCCL is, enables peer access unseen by us. */
+/* A library that contains a CUDA runtime, such as NCCL, enables peer access without a call that the shim sees. */
 void peers_meet(int device, int owner)
 {
 	int can = 0;
 
 	if (!driver() || !driver()->cuDeviceCanAccessPeer || driver()->cuDeviceCanAccessPeer(&can, device, owner) || !can)
 		return;
-	blocks_lock(); /* who calls is inside already */
+	blocks_lock(); /* the caller is between memory_enter and memory_leave */
 	unasked[owner] |= (uint64_t)1 << device;
 	allow(device, owner);
 	blocks_unlock();

@@ -1,4 +1,4 @@
-/* Physical memory that a program creates and maps itself, as torch's expandable segments do, can be parked as well.
+/* Physical memory that a program creates and maps itself, as torch's expandable segments do, can be offloaded as well.
  *
  * Such programs get the driver's functions from cudaGetDriverEntryPoint; in their place stand those below (entry.c). A program
  * holds our number for physical memory, so that other memory can take its place. Invariant: any other handle, and any address
@@ -29,7 +29,7 @@ int segments_create(uint64_t *handle, size_t bytes, const struct cuda_property *
 	return status;
 }
 
-/* How many mappings it has, or who knows it, is not what it was: that decides for each of its blocks. */
+/* The number of its mappings, or whether other code knows it, has changed: that decides for each of its blocks. */
 static void physical_changed(uint32_t number)
 {
 	for (size_t i = 0; i < blocks_count(); i++)
@@ -87,7 +87,7 @@ static void note_mapping(uint64_t address, size_t bytes, size_t offset, uint64_t
 		block.device = physical->property.location.id;
 		block.unusual = offset != 0 || block.device < 0 || block.device >= DEVICES_MAX;
 		driver()->cuCtxGetCurrent(&block.context);
-		if (!block_add(&block)) /* never to be parked then: nobody will see it unmapped */
+		if (!block_add(&block)) /* never offloaded then: its end could not be noticed */
 			physical->shared = true;
 		if (physical->mappings > 1)
 			physical_changed(block.physical);

@@ -30,7 +30,7 @@ int segments_release(uint64_t handle);
 int segments_map(uint64_t address, size_t bytes, size_t offset, uint64_t handle, unsigned long long flags);
 int segments_unmap(uint64_t address, size_t bytes);
 int segments_set_access(uint64_t address, size_t bytes, const struct cuda_access *access, size_t count);
-/* The driver's handle for one of ours, and all others as they are. Whoever `shares` it keeps it from being parked. */
+/* The driver's handle for one of ours; any other handle as it is. With `shares` the memory is not offloaded any more. */
 uint64_t segments_translate(uint64_t ours, bool shares);
 
 /* shared.c */

@@ -1,10 +1,10 @@
-/* Memory that somebody else may see (exported, multicast, retained by address, known to a network card) is shared from then on,
- * and stays with the driver's checkpoint: other memory in its place would be seen by us alone. */
+/* Memory that others may see (exported, multicast, retained by address, known to a network card) is shared from then on, and stays
+ * with the driver's checkpoint: only this process would see other memory in its place. */
 #define _GNU_SOURCE
 #include "lookup.h"
 #include "segments.h"
 
-/* Its content is somebody else's as well from now on. */
+/* Other code may see its content from now on. */
 static void share_range(uint64_t address, size_t bytes)
 {
 	blocks_lock();

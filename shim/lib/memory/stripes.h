@@ -8,9 +8,9 @@ struct stripes {
 	unsigned int count;
 	size_t slot_bytes;
 	uint64_t devices;	    /* that have blocks in the table, by bit */
-	uint64_t entered;	    /* whose primary context we hold, by bit */
+	uint64_t entered;	    /* devices whose primary context is retained, by bit */
 	void *context[DEVICES_MAX]; /* in which each device's copies are made */
-	bool void_;		    /* one of those has ended, and took streams and slots along */
+	bool invalid;		    /* one of those has ended, and took streams and slots along */
 };
 extern struct stripes stripes;
 

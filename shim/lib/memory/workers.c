@@ -1,7 +1,7 @@
 /* Starts the threads that copy, gives them tasks and waits for them.
  *
  * All calls into CUDA are made there and none by the control thread, because they have no deadline: one that does not come
- * back must not take the process's only ear along. Invariant: a worker touches its own record, the table and its slots.
+ * back must not block the only thread that reads the mailbox. Invariant: a worker touches its own record, the table and its slots.
  */
 #define _GNU_SOURCE
 #include "workers.h"
@@ -53,14 +53,14 @@ static void *work(void *given)
 	prctl(PR_SET_NAME, "snapshim-memory");
 	STORE(&worker->tid, self_tid());
 	for (;;) {
-		int nobody = 0;
+		int none = 0;
 
 		while (LOAD(&worker->asked) == request)
 			wait_word(&worker->asked, request, FOREVER);
 		request = LOAD(&worker->asked);
 		worker->status = worker->task(worker);
 		if (worker->status)
-			(void)SWAP_IF(&failed, &nobody, worker->status);
+			(void)SWAP_IF(&failed, &none, worker->status);
 		STORE(&worker->done, request);
 		wake_word(&worker->done);
 	}
@@ -144,11 +144,11 @@ static int run(unsigned int count, int (*task)(struct worker *worker), int64_t s
 		ask(&workers[i], task);
 	for (unsigned int i = 0; i < count; i++)
 		while (!is_back(&workers[i])) {
-			int stop = worker_should_stop(), nobody = 0;
+			int stop = worker_should_stop(), none = 0;
 
 			if (stop && patience_ns == FOREVER) {
 				patience_ns = now_ns() + GRACE_NS;
-				SWAP_IF(&failed, &nobody, stop); /* for whoever comes back late */
+				SWAP_IF(&failed, &none, stop); /* for a task that returns late */
 			}
 			if (now_ns() >= patience_ns)
 				return EINPROGRESS;

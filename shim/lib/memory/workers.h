@@ -18,7 +18,7 @@ struct worker {
 	char *slot[SLOTS];   /* pinned */
 	void *stream[DEVICES_MAX][SLOTS];
 
-	/* Why it failed, in words, and the number that belongs behind them. */
+	/* Why it failed: a text, and the number that belongs behind it. */
 	const char *call;
 	long answer;
 

@@ -30,53 +30,53 @@ static void wait_a_little(void)
 	nanosleep(&(struct timespec){0, LOOK_AGAIN_US * 1000}, NULL);
 }
 
-static int wait_ready(struct nccl_job *job, struct seat *seat, struct nccl_instance *instance, const char *what)
+static int wait_ready(struct nccl_job *job, struct member *member, struct nccl_instance *instance, const char *what)
 {
 	ncclResult_t state = ncclInProgress, result = ncclSuccess;
 
 	while (result == ncclSuccess && state == ncclInProgress) {
-		result = REAL(instance, ncclCommGetAsyncError, ask_state)(atomic_load(&seat->fresh), &state);
+		result = REAL(instance, ncclCommGetAsyncError, ask_state)(atomic_load(&member->fresh), &state);
 		if (result != ncclSuccess || state != ncclInProgress)
 			break;
 		if (!job_in_time(job))
 			return job_fails(job, ETIMEDOUT, "communicator %016lx: %s is not done in time",
-					 (unsigned long)seat->comm->id, what);
+					 (unsigned long)member->comm->id, what);
 		wait_a_little();
 	}
 	if (result == ncclSuccess && state == ncclSuccess)
 		return 0;
-	return job_fails(job, EIO, "communicator %016lx: %s fails with NCCL's %d", (unsigned long)seat->comm->id, what,
+	return job_fails(job, EIO, "communicator %016lx: %s failed with NCCL error %d", (unsigned long)member->comm->id, what,
 			 result ? (int)result : (int)state);
 }
 
 /* Before a call that may never come back: from here on it can be cancelled. False: it has been given up already. */
-static bool enter_call(const struct nccl_job *job, struct seat *seat)
+static bool enter_call(const struct nccl_job *job, struct member *member)
 {
-	atomic_store(&seat->holder, INSIDE_A_CALL);
-	return job_in_time(job); /* looked at after the store: whoever gives up later finds the seat inside */
+	atomic_store(&member->holder, INSIDE_A_CALL);
+	return job_in_time(job); /* read after the store: a thread that gives up later sees that this one is inside */
 }
 
 /* After it. False: it was cancelled, and the new communicator is gone. */
-static bool leave_call(struct seat *seat)
+static bool leave_call(struct member *member)
 {
 	int inside = INSIDE_A_CALL;
 
-	return atomic_compare_exchange_strong(&seat->holder, &inside, WORKER);
+	return atomic_compare_exchange_strong(&member->holder, &inside, WORKER);
 }
 
-static int fail_cancelled(struct nccl_job *job, const struct seat *seat, const char *what)
+static int fail_cancelled(struct nccl_job *job, const struct member *member, const char *what)
 {
 	return job_fails(job, ETIMEDOUT, "communicator %016lx: %s did not end in time and was aborted",
-			 (unsigned long)seat->comm->id, what);
+			 (unsigned long)member->comm->id, what);
 }
 
-static ncclResult_t init_seat(struct seat *seat, struct nccl_instance *instance, const ncclUniqueId *id)
+static ncclResult_t init_member(struct member *member, struct nccl_instance *instance, const ncclUniqueId *id)
 {
-	struct nccl_comm *comm = seat->comm;
-	ncclComm_t *into = (ncclComm_t *)&seat->fresh;
+	struct nccl_comm *comm = member->comm;
+	ncclComm_t *into = (ncclComm_t *)&member->fresh;
 	int nranks = atomic_load(&comm->nranks), rank = atomic_load(&comm->rank);
 
-	seat->entered = device_enter(atomic_load(&comm->device));
+	member->entered = device_enter(atomic_load(&comm->device));
 	if (comm->config)
 		return REAL(instance, ncclCommInitRankConfig, ncclResult_t(*)(ncclComm_t *, int, ncclUniqueId, int, void *))(
 			into, nranks, *id, rank, comm->config);
@@ -84,52 +84,52 @@ static ncclResult_t init_seat(struct seat *seat, struct nccl_instance *instance,
 												     rank);
 }
 
-/* All seats of one communicator that this process has: more than one only where it drives several devices. */
+/* All members of one communicator that this process has: more than one only where it drives several devices. */
 static int init(struct nccl_job *job, struct attempt *attempt, size_t from, size_t to, struct nccl_instance *instance)
 {
 	ncclResult_t result = ncclSuccess;
 	bool in_time = true, cancelled = false;
 
 	for (size_t i = from; i < to; i++)
-		in_time = enter_call(job, &attempt->seats[i]) && in_time;
+		in_time = enter_call(job, &attempt->members[i]) && in_time;
 	if (!in_time) {
 		for (size_t i = from; i < to; i++)
-			leave_call(&attempt->seats[i]);
+			leave_call(&attempt->members[i]);
 		return job_fails(job, ETIMEDOUT, "no time left for communicator %016lx",
-				 (unsigned long)attempt->seats[from].comm->id);
+				 (unsigned long)attempt->members[from].comm->id);
 	}
 	if (to - from > 1)
 		REAL(instance, ncclGroupStart, ncclResult_t(*)(void))();
 	for (size_t i = from; i < to && (result == ncclSuccess || result == ncclInProgress); i++)
-		result = init_seat(&attempt->seats[i], instance, &attempt->seats[i].id);
+		result = init_member(&attempt->members[i], instance, &attempt->members[i].id);
 	if (to - from > 1) {
 		ncclResult_t ended = REAL(instance, ncclGroupEnd, ncclResult_t(*)(void))();
 
 		result = ended != ncclSuccess ? ended : result;
 	}
 	for (size_t i = from; i < to; i++) {
-		cancelled = !leave_call(&attempt->seats[i]) || cancelled;
-		if (attempt->seats[i].entered)
-			device_leave(atomic_load(&attempt->seats[i].comm->device));
+		cancelled = !leave_call(&attempt->members[i]) || cancelled;
+		if (attempt->members[i].entered)
+			device_leave(atomic_load(&attempt->members[i].comm->device));
 	}
 	if (cancelled)
-		return fail_cancelled(job, &attempt->seats[from], "initialisation");
+		return fail_cancelled(job, &attempt->members[from], "initialisation");
 	if (result != ncclSuccess && result != ncclInProgress)
 		return job_fails(job, job_in_time(job) ? EIO : ETIMEDOUT,
-				 "communicator %016lx: ncclCommInitRank answers %d%s",
-				 (unsigned long)attempt->seats[from].comm->id, (int)result,
+				 "communicator %016lx: ncclCommInitRank failed with NCCL error %d%s",
+				 (unsigned long)attempt->members[from].comm->id, (int)result,
 				 job_in_time(job) ? "" : " after the time was up");
 	for (size_t i = from; i < to; i++)
-		if (wait_ready(job, &attempt->seats[i], instance, "initialisation"))
+		if (wait_ready(job, &attempt->members[i], instance, "initialisation"))
 			return job->status;
 	return 0;
 }
 
 /* One tiny all-reduce: the sum of 1 … n. */
-static int try_seat(struct nccl_job *job, struct seat *seat, struct nccl_instance *instance)
+static int try_member(struct nccl_job *job, struct member *member, struct nccl_instance *instance)
 {
 	typedef ncclResult_t (*all_reduce)(uint64_t, uint64_t, size_t, int, int, ncclComm_t, void *);
-	int device = atomic_load(&seat->comm->device), nranks = atomic_load(&seat->comm->nranks), look = 0;
+	int device = atomic_load(&member->comm->device), nranks = atomic_load(&member->comm->nranks), look = 0;
 	int32_t expected = nranks * (nranks + 1) / 2;
 	bool entered = device_enter(device);
 	struct device_pair pair;
@@ -137,34 +137,34 @@ static int try_seat(struct nccl_job *job, struct seat *seat, struct nccl_instanc
 	ncclResult_t result = ncclSuccess;
 	bool in_time;
 
-	if (device_pair_make(&pair, entered, atomic_load(&seat->comm->rank) + 1, seat->comm->trial) != 0)
+	if (device_pair_make(&pair, entered, atomic_load(&member->comm->rank) + 1, member->comm->trial) != 0)
 		return job_fails(job, ENOMEM, "no device memory to try communicator %016lx with",
-				 (unsigned long)seat->comm->id);
-	in_time = enter_call(job, seat);
+				 (unsigned long)member->comm->id);
+	in_time = enter_call(job, member);
 	if (in_time)
 		result = REAL(instance, ncclAllReduce, all_reduce)(pair.memory, pair.memory + 4, 1, ncclInt32, ncclSum,
-								   atomic_load(&seat->fresh), pair.stream);
-	if (!leave_call(seat) || !in_time)
-		fail_cancelled(job, seat, "trying it");
+								   atomic_load(&member->fresh), pair.stream);
+	if (!leave_call(member) || !in_time)
+		fail_cancelled(job, member, "trying it");
 	else if (result != ncclSuccess && result != ncclInProgress)
-		job_fails(job, EIO, "communicator %016lx: trying it fails: ncclAllReduce answers %d",
-			  (unsigned long)seat->comm->id, (int)result);
-	else if (wait_ready(job, seat, instance, "trying it") == 0)
+		job_fails(job, EIO, "communicator %016lx: its test failed: ncclAllReduce returned NCCL error %d",
+			  (unsigned long)member->comm->id, (int)result);
+	else if (wait_ready(job, member, instance, "trying it") == 0)
 		while ((look = device_pair_look(&pair, expected, &value)) == 0) {
 			ncclResult_t state = ncclSuccess;
 
-			REAL(instance, ncclCommGetAsyncError, ask_state)(atomic_load(&seat->fresh), &state);
+			REAL(instance, ncclCommGetAsyncError, ask_state)(atomic_load(&member->fresh), &state);
 			if (!job_in_time(job) || (state != ncclSuccess && state != ncclInProgress)) {
 				job_fails(job, state ? EIO : ETIMEDOUT,
-					  "communicator %016lx was built, and its first all-reduce %s", (unsigned long)seat->comm->id,
-					  state ? "fails" : "does not end in time, or is wrong");
+					  "communicator %016lx was built, but its first all-reduce %s", (unsigned long)member->comm->id,
+					  state ? "failed" : "did not end in time, or is wrong");
 				break;
 			}
 			wait_a_little();
 		}
 	if (look < 0 || (look > 0 && value != expected))
-		job_fails(job, EIO, "communicator %016lx was built, and its first all-reduce gives %d instead of %d",
-			  (unsigned long)seat->comm->id, value, expected);
+		job_fails(job, EIO, "communicator %016lx was built, but its first all-reduce gave %d instead of %d",
+			  (unsigned long)member->comm->id, value, expected);
 	if (look > 0) /* otherwise NCCL may still write there */
 		device_pair_free(&pair);
 	if (entered)
@@ -175,39 +175,39 @@ static int try_seat(struct nccl_job *job, struct seat *seat, struct nccl_instanc
 static int build(struct nccl_job *job, struct attempt *attempt, struct nccl_instance *instance)
 {
 	for (size_t i = 0, end; i < attempt->count; i = end) {
-		for (end = i + 1; end < attempt->count && attempt->seats[end].comm->id == attempt->seats[i].comm->id; end++)
+		for (end = i + 1; end < attempt->count && attempt->members[end].comm->id == attempt->members[i].comm->id; end++)
 			;
 		if (!job_in_time(job))
 			return job_fails(job, ETIMEDOUT, "no time left for communicator %016lx",
-					 (unsigned long)attempt->seats[i].comm->id);
+					 (unsigned long)attempt->members[i].comm->id);
 		if (init(job, attempt, i, end, instance))
 			return job->status;
 	}
 	for (size_t i = 0; i < attempt->count; i++) {
-		struct seat *seat = &attempt->seats[i];
+		struct member *member = &attempt->members[i];
 		ncclResult_t result;
 		uint64_t before;
 
 		nccl_lock(&before);
-		result = registrations_attach(seat->comm, atomic_load(&seat->fresh), instance);
+		result = registrations_attach(member->comm, atomic_load(&member->fresh), instance);
 		nccl_unlock(&before);
 		if (result != ncclSuccess)
-			return job_fails(job, EIO, "communicator %016lx: a buffer cannot be registered again, NCCL answers %d",
-					 (unsigned long)seat->comm->id, (int)result);
+			return job_fails(job, EIO, "communicator %016lx: a buffer cannot be registered again, NCCL error %d",
+					 (unsigned long)member->comm->id, (int)result);
 	}
 	for (size_t i = 0; i < attempt->count; i++)
-		/* Several seats of one process would have to be tried at once: not done. */
-		if (attempt->seats[i].to_be_tried && try_seat(job, &attempt->seats[i], instance))
+		/* Several members of one process would have to be tried at once: not done. */
+		if (attempt->members[i].to_be_tried && try_member(job, &attempt->members[i], instance))
 			return job->status;
-	/* Whoever has given up has said that none of them is up. */
+	/* A command that was given up has reported that none of them is up. */
 	return job_in_time(job) ? 0 : job_fails(job, ETIMEDOUT, "they were built after the time was up");
 }
 
 static void publish(struct attempt *attempt, struct nccl_instance *instance)
 {
 	for (size_t i = 0; i < attempt->count; i++) {
-		struct nccl_comm *comm = attempt->seats[i].comm;
-		ncclComm_t real = atomic_load(&attempt->seats[i].fresh);
+		struct nccl_comm *comm = attempt->members[i].comm;
+		ncclComm_t real = atomic_load(&attempt->members[i].fresh);
 		uint64_t before;
 		int doomed;
 
@@ -234,24 +234,24 @@ static void publish(struct attempt *attempt, struct nccl_instance *instance)
 static void undo(struct attempt *attempt, struct nccl_instance *instance)
 {
 	for (size_t i = 0; i < attempt->count; i++) {
-		struct seat *seat = &attempt->seats[i];
-		ncclComm_t real = atomic_exchange(&seat->fresh, NULL);
+		struct member *member = &attempt->members[i];
+		ncclComm_t real = atomic_exchange(&member->fresh, NULL);
 		struct nccl_registration *registration;
 		uint64_t before;
 		int doomed;
 
-		if (real && atomic_load(&seat->holder) != CANCELLED)
+		if (real && atomic_load(&member->holder) != CANCELLED)
 			REAL(instance, ncclCommAbort, on_comm)(real);
 		nccl_lock(&before);
-		for (registration = seat->comm->registrations; registration; registration = registration->next)
+		for (registration = member->comm->registrations; registration; registration = registration->next)
 			registration->real = NULL; /* gone with it */
-		atomic_store(&seat->comm->state, DETACHED);
+		atomic_store(&member->comm->state, DETACHED);
 		held_look_again();
-		doomed = atomic_load(&seat->comm->doomed);
+		doomed = atomic_load(&member->comm->doomed);
 		nccl_unlock(&before);
 		if (doomed) {
-			redops_forget(seat->comm);
-			comm_end(seat->comm, doomed == 2);
+			redops_forget(member->comm);
+			comm_end(member->comm, doomed == 2);
 		}
 	}
 }
@@ -279,16 +279,16 @@ void attach_cancel(void)
 	if (!attempt)
 		return;
 	for (size_t i = 0; i < attempt->count; i++) {
-		struct seat *seat = &attempt->seats[i];
+		struct member *member = &attempt->members[i];
 
 		/* Outside such a call the worker sees for itself that it was given up, and aborts what it has. */
-		while (atomic_load(&seat->holder) == INSIDE_A_CALL) {
-			ncclComm_t real = atomic_load(&seat->fresh); /* NCCL writes it early in the call */
+		while (atomic_load(&member->holder) == INSIDE_A_CALL) {
+			ncclComm_t real = atomic_load(&member->fresh); /* NCCL writes it early in the call */
 			int inside = INSIDE_A_CALL;
 
 			if (!real)
 				wait_a_little();
-			else if (atomic_compare_exchange_strong(&seat->holder, &inside, CANCELLED))
+			else if (atomic_compare_exchange_strong(&member->holder, &inside, CANCELLED))
 				REAL(instance, ncclCommAbort, on_comm)(real);
 		}
 	}

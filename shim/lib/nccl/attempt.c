@@ -22,7 +22,7 @@ static bool unhex(const char *text, ncclUniqueId *id)
 	return true;
 }
 
-/* The seats of one communicator. A communicator that is not detached here is left as it is. */
+/* The members of one communicator. A communicator that is not detached here is left as it is. */
 static int take(struct nccl_job *job, struct attempt *attempt, size_t room, uint64_t id, const ncclUniqueId *unique, bool try)
 {
 	size_t first = attempt->count;
@@ -39,9 +39,9 @@ static int take(struct nccl_job *job, struct attempt *attempt, size_t room, uint
 			continue; /* never was ready */
 		if (!atomic_compare_exchange_strong(&comm->state, &detached, ATTACHING))
 			continue;
-		attempt->seats[attempt->count].comm = comm;
-		attempt->seats[attempt->count].id = *unique;
-		attempt->seats[attempt->count++].to_be_tried = try;
+		attempt->members[attempt->count].comm = comm;
+		attempt->members[attempt->count].id = *unique;
+		attempt->members[attempt->count++].to_be_tried = try;
 	}
 	if (try && attempt->count > first + 1)
 		return job_fails(job, EINVAL, "this process has several ranks of communicator %016lx: attach it untried",
@@ -59,7 +59,7 @@ struct attempt *attempt_begin(struct nccl_job *job)
 
 	while (comm_at(room))
 		room++;
-	attempt = calloc(1, sizeof(*attempt) + room * sizeof(attempt->seats[0]));
+	attempt = calloc(1, sizeof(*attempt) + room * sizeof(attempt->members[0]));
 	if (!attempt) {
 		job_fails(job, ENOMEM, "no memory");
 		return NULL;
@@ -80,7 +80,7 @@ struct attempt *attempt_begin(struct nccl_job *job)
 		return attempt;
 	nccl_lock(&before);
 	for (size_t i = 0; i < attempt->count; i++)
-		atomic_store(&attempt->seats[i].comm->state, DETACHED);
+		atomic_store(&attempt->members[i].comm->state, DETACHED);
 	held_look_again();
 	nccl_unlock(&before);
 	free(attempt);

@@ -5,13 +5,13 @@
 #include "command.h"
 #include "communicators.h"
 
-struct seat {
+struct member {
 	struct nccl_comm *comm;
 	ncclUniqueId id;
 	bool to_be_tried, entered;
 	_Atomic(ncclComm_t) fresh; /* where NCCL writes the new one; the record gets it when all is well */
-	/* Whoever may abort the new one: the worker, or, while that is inside a call that may never come back, whoever
-	 * cancels it. CANCELLED: it is aborted, and the worker must not touch it any more. */
+	/* The thread that may abort the new one: the worker or, while the worker is inside a call that may never return, the
+	 * thread that cancels. CANCELLED: it is aborted, and the worker must not touch it any more. */
 	_Atomic int holder;
 };
 
@@ -20,7 +20,7 @@ enum { WORKER = 0, INSIDE_A_CALL = 1, CANCELLED = 2 };
 struct attempt {
 	_Atomic int holders;
 	size_t count;
-	struct seat seats[];
+	struct member members[];
 };
 
 /* From lines "ID UNIQUE-ID-IN-HEX try" or "… untried". All of them are ATTACHING then. NULL: the job has failed. */

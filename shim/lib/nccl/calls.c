@@ -13,28 +13,28 @@ const struct nccl_shape nccl_shapes[SYMBOLS] = {
 	NCCL_LAUNCHED(X) NCCL_REFUSED(X_REFUSED) NCCL_ASKED(X_ASKED) NCCL_WRITTEN(X_WRITTEN)};
 #undef X
 
-ncclResult_t say_missing(struct nccl_thread *thread, int symbol)
+ncclResult_t answer_missing(struct nccl_thread *thread, int symbol)
 {
 	struct nccl_instance *instance = real_instance();
 
 	if (!instance)
-		return thread_says(thread, ncclSystemError, "%s: no libnccl is loaded in this process",
+		return thread_error(thread, ncclSystemError, "%s: no libnccl is loaded in this process",
 				   nccl_symbol_names[symbol]);
-	return thread_says(thread, ncclInvalidUsage, "this NCCL (%d.%d.%d) has no %s", instance->version / 10000,
+	return thread_error(thread, ncclInvalidUsage, "this NCCL (%d.%d.%d) has no %s", instance->version / 10000,
 			   instance->version / 100 % 100, instance->version % 100, nccl_symbol_names[symbol]);
 }
 
-ncclResult_t say_gone(struct nccl_thread *thread, const struct nccl_comm *comm, int symbol)
+ncclResult_t answer_gone(struct nccl_thread *thread, const struct nccl_comm *comm, int symbol)
 {
 	int state = atomic_load(&comm->state);
 
 	if (state == UNUSED || state == ENDING)
-		return thread_says(thread, ncclInvalidArgument, "%s: the communicator has been destroyed",
+		return thread_error(thread, ncclInvalidArgument, "%s: the communicator has been destroyed",
 				   nccl_symbol_names[symbol]);
 	if (state == PENDING || state == LIVE)
-		return thread_says(thread, ncclInvalidArgument, "%s: the communicator is not ready yet",
+		return thread_error(thread, ncclInvalidArgument, "%s: the communicator is not ready yet",
 				   nccl_symbol_names[symbol]);
-	return thread_says(thread, ncclSystemError,
+	return thread_error(thread, ncclSystemError,
 			   "%s: communicator %016lx was taken down for a move and could not be attached again",
 			   nccl_symbol_names[symbol], (unsigned long)comm->id);
 }

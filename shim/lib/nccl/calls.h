@@ -42,9 +42,9 @@ void call_done(struct nccl_call *call, ncclResult_t result);
 ncclResult_t group_keep(struct nccl_thread *thread, const struct nccl_call *call);
 
 /* Answered where the real library cannot be asked. */
-ncclResult_t say_missing(struct nccl_thread *thread, int symbol);
+ncclResult_t answer_missing(struct nccl_thread *thread, int symbol);
 /* The communicator has no real one; why. */
-ncclResult_t say_gone(struct nccl_thread *thread, const struct nccl_comm *comm, int symbol);
+ncclResult_t answer_gone(struct nccl_thread *thread, const struct nccl_comm *comm, int symbol);
 
 /* Where a question about a communicator begins and ends: between them the worker does not take the real one away, nor
  * loads a fresh copy of the library, so real_instance() is asked after the beginning. NULL: there is none now. */

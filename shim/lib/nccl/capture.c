@@ -2,7 +2,7 @@
  *
  * A graph launches its collectives behind the gate's back, and destroying a communicator that a graph holds never returns:
  * such a communicator is refused. Invariant: the calls and their results are the CUDA runtime's own; a process without
- * one is told that the symbol was not found.
+ * a runtime gets its error for a symbol that was not found.
  */
 #define _GNU_SOURCE
 #include "capture.h"

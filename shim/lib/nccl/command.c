@@ -1,4 +1,4 @@
-/* The threads that do what the daemon asks of the NCCL part, one for each command. obey.c starts them and waits. */
+/* The threads that carry out the daemon's commands about NCCL, one for each command. dispatch.c starts them and waits. */
 #define _GNU_SOURCE
 #include "command.h"
 
@@ -23,7 +23,7 @@ static int set_targets(struct nccl_job *job)
 		lines += *at == '\n';
 	targets = calloc(lines, sizeof(*targets));
 	if (!targets)
-		return job_fails(job, ENOMEM, "no memory for %zu targets", lines);
+		return job_fails(job, ENOMEM, "out of memory for %zu targets", lines);
 	while ((line = job_line(&rest))) {
 		unsigned long id, launched;
 		char channel;
@@ -49,7 +49,7 @@ static int new_id(struct nccl_job *job)
 		return job_fails(job, ENOENT, "the process has loaded no NCCL");
 	result = REAL(instance, ncclGetUniqueId, ncclResult_t(*)(ncclUniqueId *))(&id);
 	if (result != ncclSuccess)
-		return job_fails(job, EIO, "ncclGetUniqueId answers %d", (int)result);
+		return job_fails(job, EIO, "ncclGetUniqueId failed with NCCL error %d", (int)result);
 	job->reply = malloc(2 * sizeof(id) + 1);
 	if (!job->reply)
 		return job_fails(job, ENOMEM, "no memory");
@@ -111,11 +111,11 @@ void *job_run(void *given)
 	int32_t *slot = NULL;
 	uint64_t reserved = (uint64_t)1 << (SNAPSHIM_SIGNAL - 1);
 
-	/* Never parked. NCCL's threads inherit the mask, and those can be. */
+	/* This thread is never parked. NCCL's threads inherit its mask; those can be parked. */
 	for (int i = 0; i < SNAPSHIM_EXEMPT_MAX && !slot; i++) {
-		int32_t nobody = 0;
+		int32_t none = 0;
 
-		if (SWAP_IF(&snapshim_mailbox.exempt[i], &nobody, self_tid()))
+		if (SWAP_IF(&snapshim_mailbox.exempt[i], &none, self_tid()))
 			slot = &snapshim_mailbox.exempt[i];
 	}
 	free(job->stale);

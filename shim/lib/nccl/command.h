@@ -1,4 +1,4 @@
-/* What the daemon asks of the NCCL part, each on a thread of its own, so that nothing that hangs holds the mailbox. */
+/* The daemon's commands about NCCL. Each runs on a separate thread, so that one that hangs does not block the mailbox. */
 #ifndef SNAPSHIM_NCCL_COMMAND_H
 #define SNAPSHIM_NCCL_COMMAND_H
 
@@ -17,16 +17,16 @@ struct nccl_job {
 	char words[WORDS_BYTES];
 	char *reply; /* text, malloc'ed; NULL: none */
 	size_t reply_bytes;
-	_Atomic bool given_up; /* nobody waits any more */
+	_Atomic bool given_up; /* the control thread does not wait any more */
 
-	/* command.c's and obey.c's own. */
+	/* Used only by command.c, job.c and dispatch.c. */
 	uint32_t done;
-	char *stale; /* the answer before, nobody's any more */
+	char *stale; /* the previous answer, to be freed */
 	_Atomic int holders;
 	size_t bytes;
 };
 
-/* Threads: do what the job says; abort what an attach hangs in. */
+/* Start routines of threads: carry the job out; abort the call that an attach hangs in. */
 void *job_run(void *job);
 void *job_cancel(void *job);
 
@@ -36,9 +36,9 @@ bool job_claim(struct nccl_job *job); /* false: another command still calls NCCL
 void job_over(struct nccl_job *job);  /* the next command that calls NCCL may begin */
 void jobs_forget(void);
 
-/* Whether to go on: time is left and somebody waits. */
+/* Whether to go on: time is left, and the control thread still waits. */
 bool job_in_time(const struct nccl_job *job);
-/* Notes why it failed; the first reason stays. Returns `status`. */
+/* Records why it failed; the first reason stays. Returns `status`. */
 int job_fails(struct nccl_job *job, int status, const char *format, ...) __attribute__((format(printf, 3, 4)));
 
 /* detach.c, attach.c, report.c: 0 or an errno. Each may be asked again. */

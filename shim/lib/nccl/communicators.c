@@ -4,7 +4,7 @@
  * late as possible: a watchdog may still ask about a handle that has just been destroyed.
  *
  * Ids: members must agree on a communicator's name without talking. A root's is a hash of its unique id; a split's of its
- * parent's id, the how-manyeth split of the parent it is, and the color; a shrink's of its parent's id and the excluded
+ * parent's id, the number of the split among its parent's, and the color; a shrink's of its parent's id and the excluded
  * ranks. Should the same come twice, the second is hashed on, which all its members do alike.
  */
 #define _GNU_SOURCE
@@ -166,7 +166,7 @@ void comm_end(struct nccl_comm *comm, bool aborted)
 	comm->config = NULL;
 	atomic_store(&comm->real, NULL);
 	atomic_store(&comm->state, UNUSED);
-	held_look_again(); /* whoever is held on it gets an error */
+	held_look_again(); /* a thread that is held on it gets an error */
 	if (unused_last)
 		unused_last->next_unused = comm;
 	else
@@ -210,7 +210,7 @@ const struct nccl_ended *ended_at(size_t number)
 
 struct nccl_peers *comm_peers(struct nccl_comm *comm)
 {
-	struct nccl_peers *peers = atomic_load_explicit(&comm->peers, memory_order_acquire), *nobody = NULL;
+	struct nccl_peers *peers = atomic_load_explicit(&comm->peers, memory_order_acquire), *none = NULL;
 	struct nccl_instance *instance = real_instance();
 	ncclComm_t real = atomic_load(&comm->real);
 	int nranks;
@@ -224,10 +224,10 @@ struct nccl_peers *comm_peers(struct nccl_comm *comm)
 	if (!peers)
 		return NULL;
 	peers->ranks = nranks;
-	if (atomic_compare_exchange_strong(&comm->peers, &nobody, peers))
+	if (atomic_compare_exchange_strong(&comm->peers, &none, peers))
 		return peers;
 	free(peers);
-	return nobody;
+	return none;
 }
 
 void comm_note_user(struct nccl_comm *comm, pid_t tid)

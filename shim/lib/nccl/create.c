@@ -19,7 +19,7 @@ static ncclResult_t submit(struct nccl_thread *thread, struct nccl_call *call, s
 		free(call->copies);
 		if (child)
 			comm_end(child, true);
-		return thread_says(thread, ncclSystemError, "no memory for another communicator");
+		return thread_error(thread, ncclSystemError, "no memory for another communicator");
 	}
 	call->out[0] = out;
 	call->only_child = child;
@@ -38,7 +38,7 @@ static ncclResult_t make_root(struct nccl_thread *thread, struct nccl_instance *
 	void *config = (void *)(uintptr_t)call->word[3];
 
 	if (!function)
-		return say_missing(thread, call->symbol);
+		return answer_missing(thread, call->symbol);
 	if (call->symbol == SYMBOL_ncclCommInitRank)
 		return ((ncclResult_t(*)(ncclComm_t *, int, ncclUniqueId, int))function)(into, nranks, *ids, rank);
 	if (call->symbol == SYMBOL_ncclCommInitRankConfig)
@@ -59,12 +59,12 @@ static ncclResult_t init(int symbol, ncclComm_t *out, int nranks, const ncclUniq
 	thread->words[0] = 0;
 	if (!out || !ids || count < 1) {
 		free(copy);
-		return thread_says(thread, ncclInvalidArgument, "%s: no place for the handle, or no unique id",
+		return thread_error(thread, ncclInvalidArgument, "%s: no place for the handle, or no unique id",
 				   nccl_symbol_names[symbol]);
 	}
 	if (!real_instance()) {
 		free(copy);
-		return say_missing(thread, symbol);
+		return answer_missing(thread, symbol);
 	}
 	id = hash_bytes(0, ids, (size_t)count * sizeof(*ids));
 	id_used(ids, (size_t)count);
@@ -75,7 +75,7 @@ static ncclResult_t init(int symbol, ncclComm_t *out, int nranks, const ncclUniq
 	call.copies = malloc((size_t)count * sizeof(*ids));
 	if (!call.copies) {
 		free(copy);
-		return thread_says(thread, ncclSystemError, "no memory for another communicator");
+		return thread_error(thread, ncclSystemError, "no memory for another communicator");
 	}
 	memcpy(call.copies, ids, (size_t)count * sizeof(*ids));
 	return submit(thread, &call, comm_make(id, BY_INIT, nranks, rank, copy), out);
@@ -108,7 +108,7 @@ PROFILED(ncclResult_t, ncclCommInitRankScalable, ncclComm_t *out, int nranks, in
 	struct nccl_instance *instance = real_instance();
 
 	if (!instance || !instance->function[SYMBOL_ncclCommInitRankScalable])
-		return say_missing(thread_self(), SYMBOL_ncclCommInitRankScalable);
+		return answer_missing(thread_self(), SYMBOL_ncclCommInitRankScalable);
 	if (thread_inside(thread_self()))
 		return REAL(instance, ncclCommInitRankScalable,
 			    ncclResult_t(*)(ncclComm_t *, int, int, int, ncclUniqueId *, void *))(out, nranks, rank, count,
@@ -133,7 +133,7 @@ PROFILED(ncclResult_t, ncclCommInitAll, ncclComm_t *out, int count, const int *d
 	uint64_t id = hash_bytes((uint64_t)atomic_load(&thread->tid), name, sizeof(name));
 
 	if (!instance)
-		return say_missing(thread, SYMBOL_ncclCommInitAll);
+		return answer_missing(thread, SYMBOL_ncclCommInitAll);
 	if (thread_inside(thread) || !out || count < 1)
 		return REAL(instance, ncclCommInitAll, ncclResult_t(*)(ncclComm_t *, int, const int *))(out, count, devices);
 	thread->words[0] = 0;
@@ -157,7 +157,7 @@ PROFILED(ncclResult_t, ncclCommInitAll, ncclComm_t *out, int count, const int *d
 	if (call.children == count && (call.copies || !devices))
 		return call_submit(thread, &call);
 	call_done(&call, ncclSystemError);
-	return thread_says(thread, ncclSystemError, "no memory for another communicator");
+	return thread_error(thread, ncclSystemError, "no memory for another communicator");
 }
 
 /* Split, shrink and grow: the words are passed on, with the real parent and the child's record as the place to write. */
@@ -172,7 +172,7 @@ static ncclResult_t make_child(struct nccl_thread *thread, struct nccl_instance 
 	while (shapes[i].symbol != call->symbol)
 		i++;
 	if (call->comm && !real)
-		return say_gone(thread, call->comm, call->symbol);
+		return answer_gone(thread, call->comm, call->symbol);
 	if (call->comm)
 		call->word[0] = (uintptr_t)real;
 	call->word[shapes[i].out] = call->children ? (uintptr_t)&call->child[0]->real : (uintptr_t)&nowhere;
@@ -192,7 +192,7 @@ static ncclResult_t pass(struct nccl_thread *thread, int symbol, int words, cons
 	struct nccl_instance *instance = real_instance();
 
 	if (!instance || !instance->function[symbol])
-		return say_missing(thread, symbol);
+		return answer_missing(thread, symbol);
 	return real_call(instance->function[symbol], words, word);
 }
 
@@ -251,7 +251,7 @@ PROFILED(ncclResult_t, ncclCommShrink, ncclComm_t handle, int *excluded, int cou
 	thread->words[0] = 0;
 	call.copies = malloc((size_t)count * sizeof(int));
 	if (!call.copies)
-		return thread_says(thread, ncclSystemError, "no memory for another communicator");
+		return thread_error(thread, ncclSystemError, "no memory for another communicator");
 	memcpy(call.copies, excluded, (size_t)count * sizeof(int));
 	qsort(call.copies, (size_t)count, sizeof(int), compare);
 	call.word[1] = (uintptr_t)call.copies;

@@ -92,9 +92,9 @@ static int look(struct nccl_job *job, struct nccl_comm *comm, struct nccl_instan
 	nccl_unlock(&before);
 	/* One whose creation is held at the gate has nothing real yet. */
 	if (state == ncclInProgress)
-		return job_fails(job, EBUSY, "communicator %016lx is in the middle of a call", (unsigned long)comm->id);
+		return job_fails(job, EBUSY, "a call on communicator %016lx is still in progress", (unsigned long)comm->id);
 	if (refused && real)
-		return job_fails(job, EPERM, "communicator %016lx cannot be taken down: the report says why",
+		return job_fails(job, EPERM, "communicator %016lx cannot be taken down; the report gives the reason",
 				 (unsigned long)comm->id);
 	return real ? wait_for_device(job, atomic_load(&comm->device)) : 0;
 }
@@ -131,7 +131,7 @@ static int wait_for_questions(struct nccl_job *job, struct nccl_comm *comm, nccl
 			continue;
 		}
 		nccl_lock(&before);
-		doomed = atomic_load(&comm->doomed); /* the application is done with it, whoever is inside */
+		doomed = atomic_load(&comm->doomed); /* the application is done with it, even if a thread is inside */
 		if (!doomed) {
 			atomic_store(&comm->real, real);
 			atomic_store(&comm->state, LIVE);
@@ -172,7 +172,7 @@ static int take_down(struct nccl_job *job, struct nccl_comm *comm, struct nccl_i
 	nccl_unlock(&before);
 	result = destroy(job, comm, real, instance);
 	if (result != ncclSuccess)
-		failed = job_fails(job, EIO, "communicator %016lx: ncclCommDestroy answers %d", (unsigned long)comm->id,
+		failed = job_fails(job, EIO, "communicator %016lx: ncclCommDestroy failed with NCCL error %d", (unsigned long)comm->id,
 				   (int)result);
 	nccl_lock(&before);
 	atomic_store(&comm->state, DETACHED);

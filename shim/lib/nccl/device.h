@@ -19,7 +19,7 @@ struct device_pair {
 	void *stream;
 };
 int device_pair_make(struct device_pair *pair, bool on_device, int32_t sent, int32_t host[2]);
-/* 1: received, in *value; 0: not yet; -1: the driver reports an error. Host memory has nobody to ask whether it is complete:
+/* 1: received, in *value; 0: not yet; -1: the driver reports an error. In host memory nothing shows whether it is complete:
  * there it is received when it is what is expected, and *value is what is there now. */
 int device_pair_look(struct device_pair *pair, int32_t expected, int32_t *value);
 void device_pair_free(struct device_pair *pair);

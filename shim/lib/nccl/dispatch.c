@@ -1,9 +1,9 @@
-/* The control thread's side of the NCCL commands: each runs on a thread of its own, made for it and never parked, because
- * NCCL's calls have no deadline; the control thread waits for that long, or until it is told to give up, and then says what has
- * not come back.
+/* The control thread's side of the NCCL commands. Each runs on a new thread that is never parked, because NCCL's calls have no
+ * deadline. The control thread waits until the deadline, or until the daemon cancels the command, and then reports what has not
+ * returned.
  *
- * A command that was given up goes on until NCCL lets it; until then no other that calls NCCL is begun. What the gate is
- * told (close, targets, report, open) is always done. No lock and no memory of the allocator's is taken here.
+ * A command that was given up goes on until NCCL returns; until then no other command that calls NCCL is begun. Commands about
+ * the gate (close, targets, report, open) are always carried out. No lock and no memory of the allocator is taken here.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -15,7 +15,7 @@
 
 #define STACK_BYTES (1024 * 1024) /* NCCL's initialisation runs on it */
 #define GRACE_NS 1000000000	  /* for what a cancelled attach still has to clean up */
-#define LOOK_AGAIN_NS 10000000	  /* whether to give up: the daemon writes a word, which wakes nobody */
+#define LOOK_AGAIN_NS 10000000	  /* between looks at `cancel`: writing it wakes no thread */
 
 static char *room; /* where the daemon writes requests */
 static size_t room_bytes;
@@ -44,7 +44,7 @@ static void wait_for(struct nccl_job *job, int64_t until_ns)
 		wait_word(&job->done, 0, until_ns - now_ns());
 }
 
-/* The number makes it safe: a word that comes late names a request that is answered, and stops no other. */
+/* The number makes it safe: one that is written late is of a request that is answered already, and cancels no other. */
 static bool is_cancelled(void)
 {
 	return LOAD(&snapshim_mailbox.cancel) == LOAD(&snapshim_mailbox.request);
@@ -108,7 +108,7 @@ int nccl_dispatch(uint32_t command, int64_t timeout_ns)
 	if (!job)
 		return ENOMEM;
 	if (exclusive && !job_claim(job)) {
-		add_text("an earlier command still waits for NCCL to come back");
+		add_text("an earlier command still waits for a call into NCCL to return");
 		job_let_go(job);
 		return EBUSY;
 	}
@@ -133,7 +133,7 @@ int nccl_dispatch(uint32_t command, int64_t timeout_ns)
 		if (LOAD(&job->done)) {
 			if (cancelled && status == ETIMEDOUT) {
 				status = ECANCELED;
-				add_text("it was told to give up");
+				add_text("cancelled by the daemon");
 			} else {
 				add_text(job->words);
 			}
@@ -142,7 +142,7 @@ int nccl_dispatch(uint32_t command, int64_t timeout_ns)
 			snapshim_mailbox.result[0] = (uintptr_t)reply;
 			snapshim_mailbox.result[1] = job->reply_bytes;
 		} else {
-			add_text("NCCL does not come back");
+			add_text("a call into NCCL did not return in time");
 		}
 	}
 	job_let_go(job);

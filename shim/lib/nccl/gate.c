@@ -23,7 +23,7 @@ static void count_peer(struct nccl_comm *comm, bool sent, int peer, uint64_t cou
 {
 	struct nccl_peers *peers = comm_peers(comm);
 
-	/* A peer that does not exist: NCCL says so. What a rank sends to itself counts as sent, and only once. */
+	/* A peer that does not exist is left to NCCL's own error. What a rank sends to itself counts as sent, and only once. */
 	if (!peers || peer < 0 || peer >= peers->ranks || (!sent && peer == atomic_load(&comm->rank)))
 		return;
 	atomic_fetch_add_explicit(sent ? &peers->with[peer].sent : &peers->with[peer].received, count,
@@ -114,7 +114,7 @@ static void look_at_channel(void *context, struct nccl_comm *comm, enum gate_cha
 	look->below = look->below || (target && launched < target->count);
 }
 
-/* 1: may pass; 0: waits; -1: one of its communicators is gone, or, on an open gate, nobody's to wait for. With the lock. */
+/* 1: may pass; 0: waits; -1: one of its communicators is gone, or, on an open gate, has no operation to wait for. With the lock. */
 static int decide(const struct nccl_call *calls, size_t count)
 {
 	bool open = atomic_load(&gate_word) == GATE_OPEN;
@@ -153,7 +153,7 @@ static ncclResult_t wait_for_turn(struct nccl_thread *thread, const struct nccl_
 	nccl_unlock(&before);
 	for (size_t i = 0; decision < 0 && i < count; i++)
 		if (calls[i].comm && atomic_load(&calls[i].comm->state) != LIVE)
-			return say_gone(thread, calls[i].comm, calls[i].symbol);
+			return answer_gone(thread, calls[i].comm, calls[i].symbol);
 	return decision > 0 ? ncclSuccess : ncclSystemError;
 }
 

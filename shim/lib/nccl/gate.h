@@ -34,7 +34,7 @@ void gate_close(void);
 /* How far each channel may go; one that is not named stays where it is. Takes the array. */
 void gate_set_targets(struct gate_target *targets, size_t count);
 void gate_open(void);
-/* Whether no thread is inside the real library; one that is, in words. */
+/* Whether no thread is inside the real library; `words` describes one that is. */
 bool gate_is_drained(char *words, size_t room);
 
 #endif

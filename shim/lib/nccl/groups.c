@@ -1,8 +1,6 @@
-/* Groups: what is called between ncclGroupStart and the outermost ncclGroupEnd is kept and then launched at once.
+/* Groups: calls between ncclGroupStart and the outermost ncclGroupEnd are kept (keep.c) and then launched at once.
  *
- * So the gate sees a group as a whole, and a thread that waits there has no group open in the real library. Invariant: what
- * the arguments point to is copied where NCCL reads it during the call; buffers and out-parameters are the application's
- * until the group ends, as NCCL has it.
+ * So the gate sees a group as a whole, and a thread that waits there has no group open in the real library.
  */
 #define _GNU_SOURCE
 #include "calls.h"
@@ -20,7 +18,7 @@ PROFILED(ncclResult_t, ncclGroupStart, void)
 	struct nccl_instance *instance = real_instance();
 
 	if (!instance)
-		return say_missing(thread, SYMBOL_ncclGroupStart);
+		return answer_missing(thread, SYMBOL_ncclGroupStart);
 	if (thread_inside(thread))
 		return REAL(instance, ncclGroupStart, ncclResult_t(*)(void))();
 	if (thread->depth++ == 0) {
@@ -40,8 +38,8 @@ static ncclResult_t end(int symbol, void *simulation)
 	ncclResult_t result;
 
 	if (!instance || !instance->function[symbol])
-		return say_missing(thread, symbol);
-	if (thread_inside(thread) || thread->depth == 0) /* without a beginning: NCCL says what it thinks of it */
+		return answer_missing(thread, symbol);
+	if (thread_inside(thread) || thread->depth == 0) /* without a beginning: NCCL answers with its own error */
 		return simulation ? REAL(instance, ncclGroupSimulateEnd, ncclResult_t(*)(void *))(simulation)
 				  : REAL(instance, ncclGroupEnd, ncclResult_t(*)(void))();
 	if (--thread->depth > 0)

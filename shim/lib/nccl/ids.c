@@ -44,7 +44,7 @@ PROFILED(ncclResult_t, ncclGetUniqueId, ncclUniqueId *id)
 	if (instance)
 		result = REAL(instance, ncclGetUniqueId, ncclResult_t(*)(ncclUniqueId *))(id);
 	else
-		result = say_missing(thread, SYMBOL_ncclGetUniqueId);
+		result = answer_missing(thread, SYMBOL_ncclGetUniqueId);
 	if (!inside)
 		ask_end(thread);
 	if (!inside && result == ncclSuccess)

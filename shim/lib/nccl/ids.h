@@ -1,4 +1,4 @@
-/* Unique ids that this process has made: one that nobody has used yet has a thread and a socket behind it. */
+/* Unique ids that this process has made: NCCL has a thread and a socket for one that is not used yet. */
 #ifndef SNAPSHIM_NCCL_IDS_H
 #define SNAPSHIM_NCCL_IDS_H
 

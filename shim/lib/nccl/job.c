@@ -1,4 +1,4 @@
-/* One command about NCCL, while it runs: its time, its request, why it failed, and who still needs it. */
+/* One command about NCCL while it runs: its deadline, its request, the reason of its failure, and its reference count. */
 #define _GNU_SOURCE
 #include "command.h"
 

@@ -13,12 +13,12 @@ static ncclResult_t make(struct nccl_thread *thread, struct nccl_instance *insta
 	if (call->make)
 		return call->make(thread, instance, call);
 	if (!function)
-		return say_missing(thread, call->symbol);
+		return answer_missing(thread, call->symbol);
 	if (shape->comm >= 0 && call->comm) {
 		ncclComm_t real = atomic_load(&call->comm->real);
 
 		if (!real)
-			return say_gone(thread, call->comm, call->symbol);
+			return answer_gone(thread, call->comm, call->symbol);
 		call->word[(int)shape->comm] = (uintptr_t)real;
 	}
 	if (shape->redop >= 0)
@@ -40,7 +40,7 @@ ncclResult_t calls_launch(struct nccl_thread *thread, struct nccl_call *calls, s
 	}
 	instance = real_instance();
 	if (!instance) {
-		first = result = say_missing(thread, calls[0].symbol);
+		first = result = answer_missing(thread, calls[0].symbol);
 	} else {
 		if (group)
 			REAL(instance, ncclGroupStart, ncclResult_t(*)(void))();

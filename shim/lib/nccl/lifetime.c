@@ -1,7 +1,7 @@
-/* A communicator's questions and its end, which work in every state.
+/* Questions about a communicator, and its end, which work in every state.
  *
- * Watchdogs ask all the time, and must neither wait nor be told of an error that is none: while the shim has a communicator
- * taken down it answers success. While there is a real one, the real one answers: a non-blocking operation that is still
+ * Watchdogs ask all the time, and must neither wait nor get an error where there is none: while a communicator is taken down the shim
+ * answers success. While there is a real one, the real one answers: a non-blocking operation that is still
  * in progress must not be called done.
  */
 #define _GNU_SOURCE
@@ -15,7 +15,7 @@ typedef ncclResult_t (*ask_number)(ncclComm_t, int *);
 
 static ncclResult_t refuse_or_end(struct nccl_thread *thread, struct nccl_instance *instance, struct nccl_call *call);
 
-/* Ends it, or says so to the worker that has it now. */
+/* Ends the communicator, or leaves that to the worker that has it now. */
 static ncclResult_t make_end(struct nccl_thread *thread, struct nccl_instance *instance, struct nccl_call *call)
 {
 	struct nccl_comm *comm = call->comm;
@@ -34,11 +34,11 @@ static ncclResult_t make_end(struct nccl_thread *thread, struct nccl_instance *i
 	}
 	if (state == UNUSED || state == ENDING) {
 		nccl_unlock(&before);
-		return say_gone(thread, comm, call->symbol);
+		return answer_gone(thread, comm, call->symbol);
 	}
 	atomic_store(&comm->state, ENDING);
 	real = atomic_exchange(&comm->real, NULL);
-	held_look_again(); /* whoever is held on it gets an error */
+	held_look_again(); /* a thread that is held on it gets an error */
 	nccl_unlock(&before);
 	if (real)
 		result = ((on_comm)instance->function[call->symbol])(real);
@@ -58,7 +58,7 @@ static ncclResult_t make_finalize(struct nccl_thread *thread, struct nccl_instan
 	ncclResult_t result = ncclSuccess;
 
 	if (atomic_load(&call->comm->state) == UNUSED)
-		return say_gone(thread, call->comm, call->symbol);
+		return answer_gone(thread, call->comm, call->symbol);
 	atomic_store(&call->comm->finalized, true); /* taken down: done when there is a real one again */
 	if (real)
 		result = REAL(instance, ncclCommFinalize, on_comm)(real);
@@ -75,7 +75,7 @@ static ncclResult_t end(int symbol, ncclComm_t handle)
 	ncclResult_t result;
 
 	if (!instance)
-		return say_missing(thread, symbol);
+		return answer_missing(thread, symbol);
 	if (thread_inside(thread) || !call.comm)
 		return ((on_comm)instance->function[symbol])(handle);
 	thread->words[0] = 0;
@@ -120,14 +120,14 @@ PROFILED(ncclResult_t, ncclCommGetAsyncError, ncclComm_t handle, ncclResult_t *a
 	int state;
 
 	if (!instance)
-		return say_missing(thread, SYMBOL_ncclCommGetAsyncError);
+		return answer_missing(thread, SYMBOL_ncclCommGetAsyncError);
 	if (thread_inside(thread) || !comm || !answer)
 		return REAL(instance, ncclCommGetAsyncError, ncclResult_t(*)(ncclComm_t, ncclResult_t *))(handle, answer);
 	real = ask_begin(thread, comm, SYMBOL_ncclCommGetAsyncError);
 	instance = real_instance();
 	state = atomic_load(&comm->state);
 	if (state == UNUSED || state == ENDING)
-		result = say_gone(thread, comm, SYMBOL_ncclCommGetAsyncError);
+		result = answer_gone(thread, comm, SYMBOL_ncclCommGetAsyncError);
 	else if (real)
 		result = REAL(instance, ncclCommGetAsyncError, ncclResult_t(*)(ncclComm_t, ncclResult_t *))(real, answer);
 	else if (state == PENDING || state == LIVE)
@@ -152,11 +152,11 @@ static ncclResult_t number(int symbol, ncclComm_t handle, _Atomic int *(*field)(
 	ncclComm_t real;
 
 	if (!instance)
-		return say_missing(thread, symbol);
+		return answer_missing(thread, symbol);
 	if (thread_inside(thread) || !comm || !answer)
 		return ((ask_number)instance->function[symbol])(handle, answer);
 	if (atomic_load(&comm->state) == UNUSED)
-		return say_gone(thread, comm, symbol);
+		return answer_gone(thread, comm, symbol);
 	real = ask_begin(thread, comm, symbol);
 	instance = real_instance();
 	if (real && (atomic_load(&comm->initialising) || atomic_load(field(comm)) < 0)) {
@@ -167,7 +167,7 @@ static ncclResult_t number(int symbol, ncclComm_t handle, _Atomic int *(*field)(
 		*answer = atomic_load(field(comm));
 		result = ncclSuccess;
 	} else {
-		result = say_gone(thread, comm, symbol);
+		result = answer_gone(thread, comm, symbol);
 	}
 	ask_end(thread);
 	return result;
@@ -229,6 +229,6 @@ PROFILED(ncclResult_t, ncclGetVersion, int *version)
 	struct nccl_instance *instance = real_instance();
 
 	if (!instance)
-		return say_missing(thread_self(), SYMBOL_ncclGetVersion);
+		return answer_missing(thread_self(), SYMBOL_ncclGetVersion);
 	return REAL(instance, ncclGetVersion, ncclResult_t(*)(int *))(version);
 }

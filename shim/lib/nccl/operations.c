@@ -12,7 +12,7 @@ static ncclResult_t pass_on(struct nccl_thread *thread, int symbol, const uint64
 	struct nccl_instance *instance = real_instance();
 
 	if (!instance || !instance->function[symbol])
-		return say_missing(thread, symbol);
+		return answer_missing(thread, symbol);
 	return real_call(instance->function[symbol], nccl_shapes[symbol].words, word);
 }
 
@@ -39,7 +39,7 @@ static ncclResult_t launch(int symbol, uint64_t *word, unsigned int why)
 		if (__builtin_expect(!why && capture_under_way(), 0) && capture_has(word[shape->comm + 1]))
 			mark(comm, REFUSED_CAPTURED);
 		if (atomic_load_explicit(&comm->state, memory_order_relaxed) == UNUSED)
-			return say_gone(thread, comm, symbol);
+			return answer_gone(thread, comm, symbol);
 	}
 	if (__builtin_expect(thread->depth == 0 && shape->counts < SIGNAL, 1)) {
 		atomic_store(&thread->calling, DECIDING);
@@ -90,7 +90,7 @@ static ncclResult_t ask(int symbol, uint64_t *word, unsigned int why)
 		word[(int)nccl_shapes[symbol].comm] = (uintptr_t)real;
 		result = real_call(instance->function[symbol], nccl_shapes[symbol].words, word);
 	} else {
-		result = thread_says(thread, ncclInvalidUsage, "%s: the communicator is not attached now, for a move",
+		result = thread_error(thread, ncclInvalidUsage, "%s: the communicator is not attached now, for a move",
 				     nccl_symbol_names[symbol]);
 	}
 	ask_end(thread);

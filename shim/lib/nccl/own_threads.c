@@ -50,7 +50,7 @@ static uint64_t stack_pointer(int tid)
 }
 
 /* A thread that runs, or is not to be looked at, counts; one that has ended does not, nor one that the kernel is taking apart:
- * whoever joined it has come back already. */
+ * pthread_join has returned for it already. */
 static bool still_there(int tid)
 {
 	char path[64], text[512] = "", *name_end;

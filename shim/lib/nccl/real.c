@@ -77,7 +77,7 @@ static void *find(void)
 
 struct nccl_instance *real_instance(void)
 {
-	struct nccl_instance *instance = atomic_load_explicit(&current, memory_order_acquire), *nobody = NULL;
+	struct nccl_instance *instance = atomic_load_explicit(&current, memory_order_acquire), *none = NULL;
 	struct link_map *map;
 	void *library;
 
@@ -87,9 +87,9 @@ struct nccl_instance *real_instance(void)
 	instance = library ? instance_of(library, 0) : NULL;
 	if (!instance)
 		return NULL;
-	if (!atomic_compare_exchange_strong(&current, &nobody, instance)) { /* another thread was faster */
+	if (!atomic_compare_exchange_strong(&current, &none, instance)) { /* another thread was faster */
 		free(instance);
-		return nobody;
+		return none;
 	}
 	if (dlinfo(library, RTLD_DI_LINKMAP, &map) == 0)
 		snprintf(path, sizeof(path), "%s", map->l_name);
@@ -197,7 +197,7 @@ int real_load_fresh(char *words, size_t room)
 	}
 	fresh->before = old;
 	atomic_store_explicit(&current, fresh, memory_order_release);
-	/* Where a thread of NCCL's is left (a unique id that nobody used has one), its code may still run. */
+	/* Where a thread of NCCL is left (an unused unique id has one), its code may still run. */
 	if (old->number > 0 && threads_inside(old->text_from, old->text_to) == 0) {
 		dlclose(old->library);
 		old->text_from = old->text_to = 0;

@@ -101,12 +101,12 @@ PROFILED(ncclResult_t, ncclRedOpCreatePreMulSum, int *op, void *scalar, int data
 	uint64_t before;
 
 	if (!instance || !instance->function[SYMBOL_ncclRedOpCreatePreMulSum])
-		return say_missing(thread, SYMBOL_ncclRedOpCreatePreMulSum);
+		return answer_missing(thread, SYMBOL_ncclRedOpCreatePreMulSum);
 	if (!comm || thread_inside(thread) || !op || !scalar)
 		return REAL(instance, ncclRedOpCreatePreMulSum, create)(op, scalar, datatype, residence, handle);
 	thread->words[0] = 0;
 	if (atomic_load(&comm->state) == UNUSED)
-		return say_gone(thread, comm, SYMBOL_ncclRedOpCreatePreMulSum);
+		return answer_gone(thread, comm, SYMBOL_ncclRedOpCreatePreMulSum);
 	nccl_lock(&before);
 	for (int i = 0; i < REDOPS && !redop; i++) {
 		redop = &redops[next++ % REDOPS];
@@ -124,7 +124,7 @@ PROFILED(ncclResult_t, ncclRedOpCreatePreMulSum, int *op, void *scalar, int data
 	}
 	nccl_unlock(&before);
 	if (!redop)
-		return thread_says(thread, ncclSystemError, "more than %d user reductions at a time", REDOPS);
+		return thread_error(thread, ncclSystemError, "more than %d user reductions at a time", REDOPS);
 	/* At once where it can be, so that a wrong argument is found here. */
 	real = ask_begin(thread, comm, SYMBOL_ncclRedOpCreatePreMulSum);
 	instance = real_instance();
@@ -163,7 +163,7 @@ PROFILED(ncclResult_t, ncclRedOpDestroy, int op, ncclComm_t handle)
 	ncclResult_t result;
 
 	if (!instance || !instance->function[SYMBOL_ncclRedOpDestroy])
-		return say_missing(thread, SYMBOL_ncclRedOpDestroy);
+		return answer_missing(thread, SYMBOL_ncclRedOpDestroy);
 	if (!comm || thread_inside(thread) || !redop_of(op, comm))
 		return REAL(instance, ncclRedOpDestroy, destroy)(op, handle);
 	thread->words[0] = 0;

@@ -50,15 +50,15 @@ PROFILED(ncclResult_t, ncclCommRegister, ncclComm_t handle, void *buffer, size_t
 	uint64_t before;
 
 	if (!instance || !instance->function[SYMBOL_ncclCommRegister])
-		return say_missing(thread, SYMBOL_ncclCommRegister);
+		return answer_missing(thread, SYMBOL_ncclCommRegister);
 	if (thread_inside(thread) || !comm || !out)
 		return REAL(instance, ncclCommRegister, take)(handle, buffer, bytes, out);
 	thread->words[0] = 0;
 	if (atomic_load(&comm->state) == UNUSED)
-		return say_gone(thread, comm, SYMBOL_ncclCommRegister);
+		return answer_gone(thread, comm, SYMBOL_ncclCommRegister);
 	registration = calloc(1, sizeof(*registration));
 	if (!registration)
-		return thread_says(thread, ncclSystemError, "no memory for another registration");
+		return thread_error(thread, ncclSystemError, "no memory for another registration");
 	registration->buffer = buffer;
 	registration->bytes = bytes;
 	/* Taken down: registered when there is a real one again. */
@@ -96,7 +96,7 @@ PROFILED(ncclResult_t, ncclCommDeregister, ncclComm_t handle, void *given)
 	uint64_t before;
 
 	if (!instance || !instance->function[SYMBOL_ncclCommDeregister])
-		return say_missing(thread, SYMBOL_ncclCommDeregister);
+		return answer_missing(thread, SYMBOL_ncclCommDeregister);
 	if (thread_inside(thread) || !comm)
 		return REAL(instance, ncclCommDeregister, give)(handle, given);
 	thread->words[0] = 0;
@@ -110,7 +110,7 @@ PROFILED(ncclResult_t, ncclCommDeregister, ncclComm_t handle, void *given)
 		*at = registration->next;
 	nccl_unlock(&before);
 	if (!registration)
-		result = thread_says(thread, ncclInvalidUsage, "ncclCommDeregister: no such registration");
+		result = thread_error(thread, ncclInvalidUsage, "ncclCommDeregister: no such registration");
 	else if (real && registration->real)
 		result = REAL(instance, ncclCommDeregister, give)(real, registration->real);
 	ask_end(thread);
@@ -124,7 +124,7 @@ PROFILED(ncclResult_t, ncclMemAlloc, void **memory, size_t bytes)
 	ncclResult_t result;
 
 	if (!instance || !instance->function[SYMBOL_ncclMemAlloc])
-		return say_missing(thread_self(), SYMBOL_ncclMemAlloc);
+		return answer_missing(thread_self(), SYMBOL_ncclMemAlloc);
 	result = REAL(instance, ncclMemAlloc, ncclResult_t(*)(void **, size_t))(memory, bytes);
 	if (result == ncclSuccess && memory && *memory)
 		atomic_fetch_add(&allocated, 1);
@@ -137,7 +137,7 @@ PROFILED(ncclResult_t, ncclMemFree, void *memory)
 	ncclResult_t result;
 
 	if (!instance || !instance->function[SYMBOL_ncclMemFree])
-		return say_missing(thread_self(), SYMBOL_ncclMemFree);
+		return answer_missing(thread_self(), SYMBOL_ncclMemFree);
 	result = REAL(instance, ncclMemFree, ncclResult_t(*)(void *))(memory);
 	if (result == ncclSuccess && memory)
 		atomic_fetch_sub(&allocated, 1);

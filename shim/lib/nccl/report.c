@@ -178,10 +178,10 @@ int report(struct nccl_job *job)
 	struct nccl_comm *comm;
 	struct text text = {0};
 	uint64_t before;
-	int strays = 0;
+	int own_threads = 0;
 
 	for (const struct nccl_instance *one = instance; one; one = one->before)
-		strays += threads_inside(one->text_from, one->text_to);
+		own_threads += threads_inside(one->text_from, one->text_to);
 	nccl_lock(&before);
 	put(&text, "{\"version\":%d,\"instance\":%d,\"gate\":\"%s\",\"library\":", instance ? instance->version : 0,
 	    instance ? instance->number : 0, atomic_load(&gate_word) == GATE_OPEN ? "open" : "closed");
@@ -202,7 +202,7 @@ int report(struct nccl_job *job)
 	put(&text, "]");
 	put_threads(&text);
 	nccl_unlock(&before);
-	put(&text, ",\"nccl_threads\":%d,\"ids_unused\":%d,\"allocations\":%d}", strays, ids_unused(), allocations());
+	put(&text, ",\"nccl_threads\":%d,\"ids_unused\":%d,\"allocations\":%d}", own_threads, ids_unused(), allocations());
 	if (text.failed) {
 		free(text.bytes);
 		return job_fails(job, ENOMEM, "no memory for the report");

@@ -12,7 +12,7 @@
 	__typeof__(nothing) answer = nothing;                                             \
                                                                                       \
 	if (!instance || !instance->function[SYMBOL_##name]) {                            \
-		say_missing(thread, SYMBOL_##name);                                           \
+		answer_missing(thread, SYMBOL_##name);                                           \
 		return answer;                                                                \
 	}                                                                                 \
 	if (mine) {                                                                       \

@@ -50,13 +50,13 @@ static void prepare(void)
 
 struct nccl_thread *thread_make(void)
 {
-	pid_t tid = self_tid(), nobody;
+	pid_t tid = self_tid(), none;
 	struct nccl_thread *thread;
 
 	pthread_once(&once, prepare);
 	for (thread = atomic_load(&first); thread; thread = thread->next) {
-		nobody = 0;
-		if (atomic_compare_exchange_strong(&thread->tid, &nobody, tid))
+		none = 0;
+		if (atomic_compare_exchange_strong(&thread->tid, &none, tid))
 			break;
 	}
 	if (!thread) {
@@ -81,7 +81,7 @@ struct nccl_thread *thread_first(void)
 	return atomic_load_explicit(&first, memory_order_acquire);
 }
 
-ncclResult_t thread_says(struct nccl_thread *thread, ncclResult_t result, const char *format, ...)
+ncclResult_t thread_error(struct nccl_thread *thread, ncclResult_t result, const char *format, ...)
 {
 	va_list list;
 

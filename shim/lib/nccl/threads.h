@@ -1,4 +1,4 @@
-/* What the shim knows of each thread that calls NCCL, and the one lock of the slow paths. */
+/* A record of each thread that calls NCCL, and the one lock of the slow paths. */
 #ifndef SNAPSHIM_NCCL_THREADS_H
 #define SNAPSHIM_NCCL_THREADS_H
 
@@ -16,8 +16,8 @@ enum { OUTSIDE = 0, DECIDING = 1, CALLING = 2 };
 struct nccl_thread {
 	/* DECIDING: has begun to look at the gate and may still count. CALLING: what it launches is counted, the real
 	 * library may be inside. The store of DECIDING or CALLING comes before the look at the gate or at a real handle,
-	 * both sequentially consistent: whoever closes the gate or takes a handle away, and looks here afterwards, sees
-	 * the thread, or the thread sees the closed gate or the missing handle. */
+	 * both sequentially consistent: a thread that closes the gate or takes a handle away, and looks here afterwards, sees
+	 * this thread, or the thread sees the closed gate or the missing handle. */
 	_Atomic int calling;
 	const char *_Atomic function; /* while CALLING */
 	struct nccl_thread *next;
@@ -49,8 +49,8 @@ static inline struct nccl_thread *thread_self(void)
 /* The first of all; `next` leads on. Records of ended threads stay, with tid 0, and are used again. */
 struct nccl_thread *thread_first(void);
 
-/* Says why the shim answers `result`, for ncclGetLastError, and returns it. */
-ncclResult_t thread_says(struct nccl_thread *thread, ncclResult_t result, const char *format, ...)
+/* Records why the shim answers `result`, for ncclGetLastError, and returns it. */
+ncclResult_t thread_error(struct nccl_thread *thread, ncclResult_t result, const char *format, ...)
 	__attribute__((format(printf, 3, 4)));
 
 /* Threads that are held at the gate: what to wait for, read with the lock; the wait, without it; and, with it, the end of the wait. */

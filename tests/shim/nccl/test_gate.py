@@ -31,7 +31,7 @@ def test_what_cannot_be_moved_is_named(job: Job) -> None:
     assert [report["ids_unused"] for report in reports] == [1, 0]
     for comm in reports[0]["comms"]:
         if comm["refused"]:
-            with pytest.raises(Refused, match="the report says why") as refusal:
+            with pytest.raises(Refused, match="the report gives the reason") as refusal:
                 gates.gates[0].ask(DETACH, comm["id"])
             assert refusal.value.status == errno.EPERM
     gates.all(OPEN)
