@@ -34,7 +34,7 @@ class Channel:
         self.read_fd = -1
         self.write_fd = -1
         self.unread_fd = -1
-        self.was_shut = False  # nobody wants the output any more
+        self.was_shut = False  # the output has no reader any more
         self.size = (0, 0)
 
     @classmethod
@@ -84,7 +84,7 @@ class Channel:
             return None
 
     def write(self, data: bytes) -> int:
-        """Gives the rank input, as much as fits. A terminal that nobody has open swallows it."""
+        """Gives the rank input, as much as fits. A terminal that no process has open swallows it."""
         try:
             if self.write_fd < 0:  # after its end, stdin was taken back and is given again
                 self.write_fd = os.open(f"/proc/self/fd/{self.unread_fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -110,7 +110,7 @@ class Channel:
         return bytes(found)
 
     def shut(self) -> None:
-        """Nobody wants the output any more: the rank gets EPIPE, as it would have got from whoever went away."""
+        """The output has no reader any more: the rank gets EPIPE, as it would have without a keeper."""
         self.was_shut = True
         if self.kind == PIPE:
             self._close("read_fd")

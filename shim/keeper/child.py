@@ -1,7 +1,7 @@
 """The rank's first moments: from fork to exec, held back until the daemon has put it in its cgroup.
 
 Invariants: the rank leads its session; its descriptors are exactly 0, 1 and 2, opened by the keeper; directory, umask,
-environment, limits, priority, user and groups are the launcher's, because nobody touches them. If the keeper ends, by
+environment, limits, priority, user and groups are the launcher's, because nothing changes them. If the keeper ends, by
 whatever means, the kernel kills the rank.
 """
 
@@ -35,7 +35,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def rank_environment(given: Mapping[str, str], preload: bool) -> dict[str, str]:
-    """The launcher's environment, plus one of our libraries in front of whatever is preloaded already: the one that parks
+    """The launcher's environment, plus one of our libraries in front of whatever is preloaded already: the one that offloads
     device memory, unless that is left to the driver. There is never more than one, also where a rank starts a rank."""
     environment = dict(given)
     wanted = _OFFLOAD_LIBRARY if given.get(_DEVICE_MEMORY) == _OFFLOAD and _OFFLOAD_LIBRARY.exists() else _LIBRARY

@@ -34,7 +34,7 @@ class End(NamedTuple):
         try:
             facts = os.fstat(fd)
         except OSError:
-            return cls(fd, NULL, (0, 0, 0))  # closed: the rank gets /dev/null, which surprises nobody
+            return cls(fd, NULL, (0, 0, 0))  # closed: the rank gets /dev/null, which every program expects
         identity = (facts.st_dev, facts.st_ino, facts.st_rdev)
         if os.isatty(fd):
             return cls(fd, TERMINAL, identity)
@@ -85,7 +85,7 @@ def channels_for(ends: list[End]) -> list[Channel]:
 
 
 def _opened_again(fd: int, flags: int) -> int:
-    """A description of our own on the same pipe or terminal; -1 where it cannot be had (somebody else's, a socket)."""
+    """A description of our own on the same pipe or terminal; -1 where it cannot be had (another user's, or a socket)."""
     try:
         return os.open(f"/proc/self/fd/{fd}", flags | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     except OSError:
@@ -104,7 +104,7 @@ class Sink:
         self.is_broken = False
 
     def write(self, data: bytes) -> int:
-        """How much was taken; to be called when writable. `is_broken` afterwards: nobody listens any more."""
+        """How much was taken; to be called when writable. `is_broken` afterwards: it has no reader any more."""
         try:
             return os.write(self.fd, data[: self._most_bytes])
         except BlockingIOError:

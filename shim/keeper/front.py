@@ -19,7 +19,7 @@ from shim.keeper.tail import Tail
 
 
 class Front:
-    """`channels` are the rank's, made to match. `shut` is called with a channel's name when nobody reads it any more."""
+    """`channels` are the rank's, made to match. `shut` is called with a channel's name when it has no reader any more."""
 
     def __init__(self, shut: Callable[[str], None]) -> None:
         ends = own_ends()

@@ -27,7 +27,7 @@ _REMEMBERED_ENDS = 1024
 
 def main() -> int:
     orders = json.load(sys.stdin)
-    if os.fork() != 0:  # the daemon's child ends at once; the keeper belongs to nobody
+    if os.fork() != 0:  # the daemon's child ends at once, so that the keeper is no child of the daemon
         return 0
     os.setsid()
     os.chdir("/")

@@ -155,7 +155,7 @@ class HomeKeeper:
     def _on_link_lost(self) -> None:
         self._relay.lost()
         if self._is_telling:
-            self.loop.leave()  # nobody is there to be told, and the launcher waits
+            self.loop.leave()  # there is no daemon to report to, and the launcher waits
 
     def _give_up_waiting(self) -> None:
         if not self._uid:

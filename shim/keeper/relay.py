@@ -10,7 +10,7 @@ it is acknowledged, and both sides agree on the offsets (`sync`) after every int
     guest -> home   out {c, o} + bytes           home -> guest   ack {c, o}     written to the real stdout
     home -> guest   in {o, eof} + bytes          guest -> home   inack {o}      written to the rank's stdin
     home -> guest   sig {n, id}                  guest -> home   sigack {id}
-    home -> guest   win {rows, cols}, shut {c}   the terminal's new size; nobody reads this channel any more
+    home -> guest   win {rows, cols}, shut {c}   the terminal's new size; this channel has no reader any more
     guest -> home   exit {status} + report       home -> guest   exitack {}     after all output was acknowledged
 """
 
@@ -76,7 +76,7 @@ class GuestEnd:
         self._is_synced = False
 
     def is_cut_off(self) -> bool:
-        """Whether the home keeper has not been heard for so long that nobody should wait for it."""
+        """Whether the home keeper has been silent for so long that it should not be waited for."""
         return not self._is_synced and time.monotonic() - self._synced_s > CUT_OFF_S
 
     @property

@@ -2,7 +2,7 @@
 
 It lies in a temporary folder of the node that the agent is on. A worker that has moved writes it where it runs now: its
 guest keeper makes the folder there, and hands the file over with the exit status; the home keeper puts it where the
-agent looks. Invariant: whatever path a rank names, the guest keeper, who is root, touches it only as the rank's user.
+agent looks. Invariant: whatever path a rank names, the guest keeper, which runs as root, touches it only as the rank's user.
 A report that cannot be had is no error: the exit status says enough.
 """
 
@@ -18,7 +18,7 @@ _VARIABLE = "TORCHELASTIC_ERROR_FILE"
 
 
 def path_in(environment: Mapping[str, str]) -> str:
-    """Where this rank would report; empty where nobody asked for it."""
+    """Where this rank would report; empty where no report was asked for."""
     path = environment.get(_VARIABLE, "")
     return path if path.startswith("/") and "\0" not in path else ""
 

@@ -27,7 +27,7 @@ _KEPT = {
     signal.SIGILL,
 }
 _TO_GROUP = {signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGTSTP}
-#: Python ignores these for itself at its start; whether the launcher had done so cannot be told any more.
+#: Python ignores these for itself at its start; whether the launcher had done so is not known any more.
 _PYTHONS_OWN = {signal.SIGPIPE, signal.SIGXFSZ}
 
 

@@ -1,7 +1,7 @@
 """The rank's standard streams on this node: what home and guest keepers do alike.
 
 Invariants: output is numbered by its offset from the rank's first byte ever, whichever nodes it ran on; a byte stays in
-its `Tail` until somebody says that it has arrived. Input is numbered the same way. `hand_over` describes everything the
+its `Tail` until it is acknowledged. Input is numbered the same way. `hand_over` describes everything the
 next keeper needs, and after it nothing is taken from anybody until `let_go`: no byte exists twice or not at all.
 """
 
@@ -21,7 +21,7 @@ from shim.keeper.tail import Tail
 #: Unacknowledged output and unread input that may travel inside a move's messages.
 MAX_HANDED_OVER_BYTES = 32 << 20
 MAX_PENDING_INPUT_BYTES = 1 << 18
-#: Output that nobody has acknowledged, beyond which the rank waits for its readers; a little more than a relay's window.
+#: Unacknowledged output, beyond which the rank waits for its readers; a little more than a relay's window.
 MAX_UNACKNOWLEDGED_BYTES = 2 << 20
 QUIET_S = 2.0
 LINGER_S = 10.0
@@ -137,7 +137,7 @@ class Stdio:
 
     @property
     def output_ended(self) -> bool:
-        """Whether nobody can write any more: the rank's own end, and every end its children inherited, are closed."""
+        """Whether no process can write any more: the rank's own end, and every end its children inherited, are closed."""
         return all(
             channel.name in self._ended or channel.read_fd < 0 for channel in self.channels if channel.has_output
         )
@@ -169,7 +169,7 @@ class Stdio:
 
     def hand_over(self, *, tails_too: bool) -> dict[str, Any]:
         """The state for the next keeper. The rank must be frozen. `tails_too`: output leaves with the rank (a guest);
-        else whoever delivers it stays behind (the home keeper). Asking twice gives the same answer."""
+        otherwise it stays with the home keeper, which delivers it. Idempotent."""
         self.pull_all()
         waiting_bytes = sum(len(tail) for tail in self.tails.values()) if tails_too else 0
         if waiting_bytes > MAX_HANDED_OVER_BYTES:

@@ -1,4 +1,4 @@
-"""Bytes of a stream that somebody has not acknowledged yet, addressed by their offset from the stream's beginning.
+"""Bytes of a stream that are not acknowledged yet, addressed by their offset from the stream's beginning.
 
 Invariant: `base` <= every readable offset < `end`; bytes leave at the front when they are acknowledged and never
 otherwise. With a spool folder, what does not fit in memory goes to an unlinked file, so that a rank whose home node

@@ -1,8 +1,8 @@
-/* The binary interface of libsnapshim.so, and of libsnapshim-offload.so, which is the same with memory/. Raise the version when the
- * interface changes. tools/gen-abi makes snapshotd/inprocess/abi.py from this file.
+/* The binary interface of libsnapshim.so, and of libsnapshim-offload.so, which is the same with memory/. Raise the version
+ * when the interface changes. tools/gen-abi makes snapshotd/inprocess/abi.py from this file.
  *
- * The daemon writes its commands into `snapshim_mailbox`, in the process's own memory, and wakes its control thread with the
- * reserved signal. So there is no descriptor that a dump would have to carry.
+ * The daemon writes its commands into `snapshim_mailbox`, in the process's own memory, and wakes its control thread with
+ * the reserved signal. So there is no descriptor that a dump would have to carry.
  */
 #ifndef SNAPSHIM_ABI_H
 #define SNAPSHIM_ABI_H
@@ -28,8 +28,8 @@ enum snapshim_command {
 	SNAPSHIM_RELEASE = 2,     /* argument[0]: milliseconds */
 	SNAPSHIM_EMPTY_CACHE = 3, /* argument[0]: milliseconds; result[0]: bytes that torch has released */
 
-	/* NCCL: argument[0]: milliseconds; argument[1]: bytes of the request's text, in the buffer that NCCL_ROOM has given; result[0]
-	 * and [1]: address and bytes of the answer's text. shim/README.md has the formats. */
+	/* NCCL: argument[0]: milliseconds; argument[1]: bytes of the request's text, in the buffer that NCCL_ROOM has
+	 * given; result[0] and [1]: address and bytes of the answer's text. shim/README.md has the formats. */
 	SNAPSHIM_NCCL_ROOM = 16, /* argument[1]: bytes wanted; result[0]: the buffer's address */
 	SNAPSHIM_NCCL_CLOSE = 17,
 	SNAPSHIM_NCCL_TARGETS = 18,
@@ -40,8 +40,8 @@ enum snapshim_command {
 	SNAPSHIM_NCCL_FRESH = 23,
 	SNAPSHIM_NCCL_ATTACH = 24,
 
-	/* Device memory that the shim backs, in libsnapshim-offload.so (shim/README.md, "Device memory"); ENOSYS in the other.
-	 * argument[0]: milliseconds. */
+	/* Device memory that the shim backs, in libsnapshim-offload.so (shim/README.md, "Device memory"); ENOSYS in the
+	 * other. argument[0]: milliseconds. */
 	SNAPSHIM_MEMORY_OPEN = 32,  /* result[0]: a descriptor: the daemon's socket of a fresh pair */
 	SNAPSHIM_MEMORY_READY = 33, /* argument[1]: stripes, [2]: bytes of a slot; result[0]: bytes that OFFLOAD or FILL will copy */
 	SNAPSHIM_MEMORY_OFFLOAD = 34,  /* only while the job is parked; result[0]: bytes, [1]: nanoseconds of copying */
@@ -49,7 +49,8 @@ enum snapshim_command {
 	SNAPSHIM_MEMORY_DROP = 36,  /* releases what OPEN and READY made */
 };
 
-/* Pids and thread ids are those of the process's own pid namespace. The daemon writes command, argument and, last, request. */
+/* Pids and thread ids are those of the process's own pid namespace. The daemon writes command, argument and, last,
+ * request. */
 struct snapshim_mailbox {
 	char magic[8];           /* SNAPSHIM */
 	uint32_t abi;
@@ -85,7 +86,8 @@ SNAPSHIM_EXPORT extern struct snapshim_mailbox snapshim_mailbox;
 /* The version the library was built with. It shows other code that the library is in a process, and which one. */
 SNAPSHIM_EXPORT extern const unsigned int snapshim_abi_version;
 
-/* libc's syscall(2) wrapper, interposed: io_uring_setup answers ENOSYS, a request for AMX tiles EOPNOTSUPP; every other call passes. */
+/* libc's syscall(2) wrapper, interposed: io_uring_setup answers ENOSYS, a request for AMX tiles EOPNOTSUPP; every other
+ * call passes. */
 SNAPSHIM_EXPORT long syscall(long number, ...);
 
 /* Interposed as well, each with its own library's prototype:

@@ -172,7 +172,7 @@ def test_noise_on_one_link_disturbs_no_other(pieces: list[bytes], greets_first: 
     asyncio.run(scenario())
 
 
-async def test_another_node_cannot_speak_control_words(node: Node) -> None:
+async def test_another_node_cannot_send_control_frames(node: Node) -> None:
     keeper = await node.launch("sleep", "1000")
     link = await node.told("connected")
     for frame in (encode("kill"), encode("hold", {"move": "m-1"}), b"", b"noise", json.dumps({"t": "out"}).encode()):

@@ -172,7 +172,7 @@ async def test_a_restarted_daemon_learns_what_is_held_and_what_has_ended(node: N
     assert await keeper.wait() == -signal.SIGKILL
 
 
-async def test_a_late_word_about_an_older_move_changes_nothing(node: Node) -> None:
+async def test_a_late_frame_of_an_older_move_changes_nothing(node: Node) -> None:
     keeper = await node.launch("sleep", "1000")
     link = await node.told("connected")
     await link.hold("m-000000000001")

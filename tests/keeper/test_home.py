@@ -240,7 +240,7 @@ async def test_another_user_may_start_ranks(node: Node, tmp_path: Path) -> None:
     assert rank is not None
 
 
-async def test_somebody_elses_process_cannot_be_registered(node: Node) -> None:
+async def test_a_process_of_another_user_cannot_be_registered(node: Node) -> None:
     reader, writer = await asyncio.open_unix_connection(node.socket)
     from shim.keeper.frames import decode, encode
 

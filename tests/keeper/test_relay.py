@@ -257,7 +257,7 @@ async def test_kill_ends_the_guest_and_everything_under_it(node: Node, other: No
     await way.cut()
 
 
-async def test_an_end_before_activation_is_told_and_waits(node: Node, other: Node) -> None:
+async def test_an_end_before_activation_is_reported_and_waits(node: Node, other: Node) -> None:
     keeper = await node.launch("sleep", "1000")
     link = await node.told("connected")
     guest = await Guest.start(other, link, MOVE, await freeze(link))

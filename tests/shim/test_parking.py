@@ -81,7 +81,7 @@ def test_two_hundred_rounds_under_a_malloc_storm(work: StartWork, sampled: Sampl
     assert job.finish() == ("", "", 0)
 
 
-def test_asking_twice_is_as_asking_once(work: StartWork) -> None:
+def test_park_and_release_are_idempotent(work: StartWork) -> None:
     job = work("spin")
     job.moves()
     box = job.mailbox()
@@ -128,7 +128,7 @@ for thread in threads: thread.join()
 """
 
 
-def test_python_sleeps_as_long_as_it_was_told(start: Start) -> None:
+def test_python_sleeps_take_as_long_as_requested(start: Start) -> None:
     job = start(*python(SLEEPERS))
     assert job.hear() == "ready"
     with contextlib.suppress(RankGone):  # on a busy machine the program ends before the last round
@@ -286,7 +286,7 @@ def test_in_a_pid_namespace_of_its_own(work: StartWork) -> None:
     wrapper.moves()
 
 
-def test_a_foreign_proc_is_said(work: StartWork) -> None:
+def test_a_proc_of_another_pid_namespace_is_reported(work: StartWork) -> None:
     wrapper = work("spin", wrap=("unshare", "--pid", "--fork", "--kill-child"))
     inner = tree.Process.of(until_children(wrapper, 1)[0])
     wrapper.moves()
@@ -399,7 +399,7 @@ def test_without_the_library() -> None:
         shimctl.find(tree.Process(plain.pid, 1))
 
 
-def test_another_version_is_said(tmp_path: Path, jobs: list[Job]) -> None:
+def test_another_version_of_the_library_is_reported(tmp_path: Path, jobs: list[Job]) -> None:
     source = tmp_path / "other.c"
     source.write_text(
         'struct { char magic[8]; unsigned abi; char rest[1000]; } snapshim_mailbox = {"SNAPSHIM", 1, {0}};\n'

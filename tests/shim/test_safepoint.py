@@ -145,7 +145,7 @@ def test_a_forked_child_does_not_run_its_parents_call(job: Job) -> None:
     assert job.hear() == "0"
 
 
-def test_not_while_the_job_is_parked(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_cache_is_not_emptied_while_the_job_is_parked(job: Job, caplog: pytest.LogCaptureFixture) -> None:
     job.say("make()")
     job.mailbox().park(10)
     assert job.mailbox().empty_cache(1) is None

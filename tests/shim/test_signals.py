@@ -36,7 +36,7 @@ def test_every_answer_is_the_same(library: Path, program: Path) -> None:
     assert _output(program, preload=library) == plain
 
 
-def test_and_yet_the_kernel_has_our_handler_and_our_mask(library: Path, program: Path) -> None:
+def test_the_kernel_has_our_handler_and_our_mask(library: Path, program: Path) -> None:
     assert _output(program, "kernel", preload=None) == [
         *("alone SigBlk 0", "alone SigCgt 0", "blocked alone SigBlk 1", "blocked alone SigCgt 1"),
         *("thread SigBlk 1", "thread SigCgt 1"),

@@ -1,6 +1,7 @@
 /* Stands in the place of memory/ in libsnapshim.so, which backs no device memory: all of it is the driver's.
  *
- * That library interposes none of the calls that allocate, so a job that asked for it is not affected by lib/memory at all. */
+ * That library interposes none of the calls that allocate, so a job that asked for it is not affected by lib/memory at
+ * all. */
 #include "shim.h"
 
 #include <errno.h>

@@ -1,7 +1,8 @@
-/* Threads that are never parked: the CUDA driver's own, which do its checkpoint, and ours. They are listed in the mailbox's `exempt`.
+/* Threads that are never parked: the CUDA driver's own, which do its checkpoint, and ours. They are listed in the
+ * mailbox's `exempt`.
  *
- * All of them are created with every signal blocked: a signal to the process must wait while the job is parked, and not run a
- * handler of the job in one of these threads.
+ * All of them are created with every signal blocked: a signal to the process must wait while the job is parked, and not
+ * run a handler of the job in one of these threads.
  */
 #define _GNU_SOURCE
 #include "shim.h"

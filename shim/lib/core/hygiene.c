@@ -1,7 +1,7 @@
 /* Keeps a process dumpable: no io_uring, which CRIU cannot dump; no AMX tiles, which it does not carry.
  *
- * libuv (torch's TCPStore) and others call io_uring_setup through libc's syscall(). On ENOSYS they use epoll, as they do on any
- * older kernel. Invariant: every other call, its result and errno are exactly libc's. Nothing is printed, ever,
+ * libuv (torch's TCPStore) and others call io_uring_setup through libc's syscall(). On ENOSYS they use epoll, as they do
+ * on any older kernel. Invariant: every other call, its result and errno are exactly libc's. Nothing is printed, ever,
  * nothing is allocated, and nothing is looked up before the first call, so any program can run with this preloaded.
  *
  * The call is made here and not by libc's syscall (through dlsym): dlsym takes locks and may itself call syscall(), and

@@ -47,8 +47,8 @@ static void *in_library(const char *path, const char *name)
 	return found;
 }
 
-/* Where the caller would have got it: the global scope behind this library; what the caller was linked with (torch's libraries
- * are in no global scope); or any loaded library of that name. */
+/* Where the caller would have got it: the global scope behind this library; what the caller was linked with (torch's
+ * libraries are in no global scope); or any loaded library of that name. */
 void *cuda_function(const char *name, const char *library_begins, const void *caller)
 {
 	struct search search = {.begins = library_begins};

@@ -1,4 +1,5 @@
-/* The mailbox: the memory through which the daemon and this library exchange commands and answers (abi.h), and its error text. */
+/* The mailbox: the memory through which the daemon and this library exchange commands and answers (abi.h), and its error
+ * text. */
 #include "shim.h"
 
 #include <stddef.h>

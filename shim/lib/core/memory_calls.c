@@ -1,8 +1,9 @@
 /* Counts the threads that are inside a call that changes the device memory which this library backs, and delays new ones.
  *
- * PARK needs both: a thread must not be parked in the middle of such a call, where it may hold the lock of the table of blocks,
- * and a job that does little but allocate would otherwise be inside one at every look. Invariant: while memory_calls_open() is 0
- * that lock is free, and the table is what the driver has. Without lib/memory there are no such calls.
+ * PARK needs both: a thread must not be parked in the middle of such a call, where it may hold the lock of the table of
+ * blocks, and a job that does little but allocate would otherwise be inside one at every look. Invariant: while
+ * memory_calls_open() is 0 that lock is free, and the table is what the driver has. Without lib/memory there are no such
+ * calls.
  */
 #define _GNU_SOURCE
 #include "shim.h"

@@ -1,9 +1,9 @@
 /* The control thread's side of parking: parks every thread of the job in the reserved signal's handler, and releases them.
  *
- * Why: the CUDA driver checkpoints and restores only inside a process that runs, and the job must not. Invariant: `parked` is 1
- * only when two lists of the process's threads in a row had no threads but the parked ones, the driver's own and ours.
- * A parked thread has every signal blocked, so no handler of the job runs either. All of it is plain memory and one futex,
- * so it is the same before a dump and after a restore, where thread ids are the same in the new pid namespace.
+ * Why: the CUDA driver checkpoints and restores only inside a process that runs, and the job must not. Invariant: `parked`
+ * is 1 only when two lists of the process's threads in a row had no threads but the parked ones, the driver's own and
+ * ours. A parked thread has every signal blocked, so no handler of the job runs either. All of it is plain memory and one
+ * futex, so it is the same before a dump and after a restore, where thread ids are the same in the new pid namespace.
  *
  * Everything here runs while other threads may hold any lock: no allocation, no libc call that locks.
  */
@@ -255,7 +255,8 @@ int park(int64_t timeout_ns, bool outside_the_driver)
 		}
 		if ((status && status != ETIMEDOUT) || now_ns() >= deadline)
 			return fail(status, lock);
-		/* Also when not all could be parked: one that is parked in pthread_create keeps its new thread from starting. */
+		/* Also when not all could be parked: one that is parked in pthread_create keeps its new thread from
+		 * starting. */
 		resume(FOREVER);
 		back_off(round);
 		round_ns = round_ns < LONGEST_ROUND_NS ? round_ns * 2 : LONGEST_ROUND_NS;

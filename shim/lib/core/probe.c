@@ -1,9 +1,9 @@
 /* Finds out whether a parked thread holds a lock that the driver's threads will need: the allocator's, the loader's, the
  * thread library's.
  *
- * A thread of ours, which is never parked, takes each of them once. Nothing of the job runs meanwhile, so a probe that sleeps for a
- * while will sleep until the job is released. Its state decides, and not the time alone: walking the free lists of a large heap takes
- * long, and is work.
+ * A thread of ours, which is never parked, takes each of them once. Nothing of the job runs meanwhile, so a probe that
+ * sleeps for a while will sleep until the job is released. Its state decides, and not the time alone: walking the free
+ * lists of a large heap takes long, and is work.
  */
 #define _GNU_SOURCE
 #include "shim.h"
@@ -25,7 +25,8 @@ static const char *stage;
 static void (*walk_arenas)(void);
 static void *volatile kept; /* so that the compiler cannot leave an allocation out */
 
-/* mallinfo2 returns a struct of ten size_t; what is in it does not matter here. Older than glibc 2.33: the small ones only. */
+/* mallinfo2 returns a struct of ten size_t; what is in it does not matter here. Older than glibc 2.33: the small ones
+ * only. */
 struct ten_sizes {
 	size_t sizes[10];
 };

@@ -235,9 +235,9 @@ static void *take_the_lock_once(void *argument)
 	return argument;
 }
 
-/* Before 3.13 the interpreter notices a pending call of another thread only when it is interrupted for another reason, such as
- * another thread that wants its lock: torch causes that all the time, a loop of pure Python never does. A separate thread asks for
- * the lock, because that may take long, and the control thread must answer meanwhile. */
+/* Before 3.13 the interpreter notices a pending call of another thread only when it is interrupted for another reason,
+ * such as another thread that wants its lock: torch causes that all the time, a loop of pure Python never does. A separate
+ * thread asks for the lock, because that may take long, and the control thread must answer meanwhile. */
 static void knock(void)
 {
 	uint32_t none = 0;

@@ -1,9 +1,9 @@
 /* Counts what a process shares on the GPU and what the driver's checkpoint refuses: managed memory, handles given to other
  * processes, handles taken from them. Preflight reads the counts.
  *
- * Invariant: every call and its result are CUDA's own, but for handles of memory that we back (memory/ipc_export.c). Nothing of CUDA is
- * needed to load this library, and nothing is looked up before the call. What goes through the runtime's private table of
- * driver functions is not seen here; preflight has the process's mappings for that.
+ * Invariant: every call and its result are CUDA's own, but for handles of memory that we back (memory/ipc_export.c).
+ * Nothing of CUDA is needed to load this library, and nothing is looked up before the call. What goes through the
+ * runtime's private table of driver functions is not seen here; preflight has the process's mappings for that.
  */
 #define _GNU_SOURCE
 #include "shim.h"
@@ -19,7 +19,8 @@ struct handle { /* cudaIpcMemHandle_t, CUipcEventHandle …: 64 bytes, by value 
 	char bytes[64];
 };
 
-/* CUDA does not share memory that the shim backs. Its error does not say why; the reader of the job's log needs the remedy. */
+/* CUDA does not share memory that the shim backs. Its error does not say why; the reader of the job's log needs the
+ * remedy. */
 static void warn_of(uint64_t address)
 {
 	static const char words[] = "snapshim: this job shares device memory between processes (cudaIpcGetMemHandle), which is not possible "

@@ -74,7 +74,8 @@ create_thread_fn create_exempt_thread; /* one of ours; it blocks all signals. EA
 create_thread_fn create_driver_thread; /* one of the CUDA driver's */
 extern bool driver_seen;               /* the CUDA driver has started a thread */
 bool is_exempt_thread(int tid, const struct task *task);
-/* While this is true, an unknown thread may be an exempt one that has just started. Its creator cannot be parked meanwhile. */
+/* While this is true, an unknown thread may be an exempt one that has just started. Its creator cannot be parked
+ * meanwhile. */
 bool exempt_thread_starting(void);
 void threads_forget(void);
 
@@ -131,7 +132,8 @@ bool captures_under_way(void);
 int nccl_dispatch(uint32_t command, int64_t timeout_ns);
 void nccl_forget(void);
 
-/* loaded.c: libraries that the job has loaded, and CUDA's own functions in them. A library is known by how its file name begins. */
+/* loaded.c: libraries that the job has loaded, and CUDA's own functions in them. A library is known by how its file name
+ * begins. */
 #define CUDA_RUNTIME "libcudart.so"
 #define CUDA_DRIVER "libcuda.so"
 void *loaded_library(const char *begins); /* for dlsym; NULL: not loaded */

@@ -1,9 +1,9 @@
 /* Keeps the reserved signal for the shim: its handler stays, and no thread of the job blocks it.
  *
- * From the process's first pthread_create on, a call that sets another handler, or a mask with that signal in it, gets the answer that
- * libc would have given, and the signal itself is left alone. Before that, and for all other signals, every call is libc's own.
- * libc's functions are looked up in the constructor and not at the call: the calls must work in signal handlers and vfork children,
- * where dlsym does not. A call before the constructor is early enough to look them up then.
+ * From the process's first pthread_create on, a call that sets another handler, or a mask with that signal in it, gets the
+ * answer that libc would have given, and the signal itself is left alone. Before that, and for all other signals, every
+ * call is libc's own. libc's functions are looked up in the constructor and not at the call: the calls must work in signal
+ * handlers and vfork children, where dlsym does not. A call before the constructor is early enough to look them up then.
  */
 #define _GNU_SOURCE
 #include "shim.h"

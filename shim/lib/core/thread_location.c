@@ -1,9 +1,10 @@
 /* Decides whether a thread was interrupted inside the allocator, the loader or the driver, where it may hold their locks.
  *
- * Parking it there is useless: the next call into the driver would wait for that lock. A thread is outside most of the time, so it may
- * run on for a moment. Judging by the code that the thread was in is a guess that saves time; the probe decides, and, where device
- * memory is offloaded, its rehearsal. A thread that waits in a system call is parked as it is, or no sleeping thread could be; but not
- * one that sleeps inside the driver, where it waits for the GPU and may hold any lock.
+ * Parking it there is useless: the next call into the driver would wait for that lock. A thread is outside most of the
+ * time, so it may run on for a moment. Judging by the code that the thread was in is a guess that saves time; the probe
+ * decides, and, where device memory is offloaded, its rehearsal. A thread that waits in a system call is parked as it is,
+ * or no sleeping thread could be; but not one that sleeps inside the driver, where it waits for the GPU and may hold any
+ * lock.
  */
 #define _GNU_SOURCE
 #include "shim.h"
@@ -79,8 +80,8 @@ void places_find(void)
 #define SECTION_END __attribute__((visibility("hidden")))
 extern const char __start_snapshim_syscall[] SECTION_END, __stop_snapshim_syscall[] SECTION_END;
 
-/* The owner of the code at an address; where there is no code, OTHERS, and `code` is false. An address next to the end of a mapping
- * does not count: the bytes around it are read. */
+/* The owner of the code at an address; where there is no code, OTHERS, and `code` is false. An address next to the end of
+ * a mapping does not count: the bytes around it are read. */
 static enum owner owner_at(uintptr_t at, bool *code)
 {
 	int low = 0, high = places_count;
@@ -114,8 +115,8 @@ static bool waits_in_the_kernel(const mcontext_t *machine, uintptr_t at)
 	       (result == -EINTR && memcmp((const void *)(at - sizeof(instruction)), instruction, sizeof(instruction)) == 0);
 }
 
-/* Whether the driver called the code that runs in libc: the first return address outside libc decides, from the link register (on
- * machines that have one) and the stack. The stack is read through the kernel, because it may end sooner. */
+/* Whether the driver called the code that runs in libc: the first return address outside libc decides, from the link
+ * register (on machines that have one) and the stack. The stack is read through the kernel, because it may end sooner. */
 static bool called_by_the_driver(uintptr_t link, uintptr_t stack)
 {
 	uintptr_t words[1 + STACK_WORDS] = {link};

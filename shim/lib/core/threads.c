@@ -1,10 +1,10 @@
 /* pthread_create, interposed: the first call starts our control thread, and the CUDA driver's own threads are recognised.
  *
- * Invariant: libc creates a job's thread exactly as asked, with its own start routine on its own stack. A thread of the driver is
- * exempt from parking (exempt_threads.c).
+ * Invariant: libc creates a job's thread exactly as asked, with its own start routine on its own stack. A thread of the
+ * driver is exempt from parking (exempt_threads.c).
  *
- * Which library a start routine is in is read from /proc/self/maps. dladdr would wait for the loader's lock, which a thread inside
- * dlopen may hold while it waits for the very thread that creates this one.
+ * Which library a start routine is in is read from /proc/self/maps. dladdr would wait for the loader's lock, which a
+ * thread inside dlopen may hold while it waits for the very thread that creates this one.
  */
 #define _GNU_SOURCE
 #include "shim.h"

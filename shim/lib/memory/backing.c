@@ -161,8 +161,8 @@ static void drop_freed(void)
 		backing_drop(is_freed, NULL);
 }
 
-/* To wait for the device would end the capture. What is captured may not use the block any more, but what was launched may; so
- * it keeps its memory until a later call can wait. */
+/* To wait for the device would end the capture. What is captured may not use the block any more, but what was launched
+ * may; so it keeps its memory until a later call can wait. */
 static void free_later(struct block *block)
 {
 	block->freed = true;

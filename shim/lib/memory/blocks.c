@@ -1,6 +1,8 @@
-/* Keeps the blocks sorted by address in one reserved range of memory, so that no allocator is needed while the job is parked.
+/* Keeps the blocks sorted by address in one reserved range of memory, so that no allocator is needed while the job is
+ * parked.
  *
- * Invariant: while memory_calls_open() is 0 the lock is free and every block is mapped, accessible and as recorded, or `away`.
+ * Invariant: while memory_calls_open() is 0 the lock is free and every block is mapped, accessible and as recorded, or
+ * `away`.
  */
 #define _GNU_SOURCE
 #include "blocks.h"
@@ -78,7 +80,8 @@ struct block *block_with(uint64_t address)
 	return at < count && blocks[at].address <= address ? &blocks[at] : NULL;
 }
 
-/* What OFFLOAD and FILL can bring back as it was. Physical memory that is mapped in pieces or twice has content that no block shows. */
+/* What OFFLOAD and FILL can bring back as it was. Physical memory that is mapped in pieces or twice has content that no
+ * block shows. */
 static bool can_be_offloaded(const struct block *block)
 {
 	const struct physical *physical = &physicals[block->physical];

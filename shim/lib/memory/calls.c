@@ -1,5 +1,5 @@
-/* The allocating calls that a program makes by name: the runtime's, and the driver's. A pointer may be allocated by the one and
- * freed by the other, so all ask the same table. */
+/* The allocating calls that a program makes by name: the runtime's, and the driver's. A pointer may be allocated by the
+ * one and freed by the other, so all ask the same table. */
 #define _GNU_SOURCE
 #include "lookup.h"
 #include "memory.h"

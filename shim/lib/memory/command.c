@@ -2,9 +2,8 @@
  *
  * Invariant: `device_offloaded` is 1 from before the first physical memory is taken away until all of it is back with its
  * content; whatever fails in between leaves a state in which FILL can be asked again. Everything that READY made is gone
- * when OFFLOAD or FILL has answered, so that a dump finds none of it but threads that sleep; only EAGAIN and EBUSY leave it for
- * another try.
- * Nothing here takes a lock of libc's: the job may be parked.
+ * when OFFLOAD or FILL has answered, so that a dump finds none of it but threads that sleep; only EAGAIN and EBUSY leave
+ * it for another try. Nothing here takes a lock of libc's: the job may be parked.
  */
 #define _GNU_SOURCE
 #include <errno.h>

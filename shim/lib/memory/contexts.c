@@ -1,4 +1,5 @@
-/* A job may end a context while we have streams and pinned memory in it. They end with it, and their handles are nothing then.
+/* A job may end a context while we have streams and pinned memory in it. They end with it, and their handles are nothing
+ * then.
  *
  * Invariant: no worker makes or gives back anything of a context while one ends; what READY made there is void afterwards.
  */

@@ -1,5 +1,5 @@
-/* What the copies are made with: contexts, streams, pinned memory, mapped files. Made by READY, gone when OFFLOAD, FILL or DROP
- * has answered. */
+/* What the copies are made with: contexts, streams, pinned memory, mapped files. Made by READY, gone when OFFLOAD, FILL or
+ * DROP has answered. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <sys/mman.h>

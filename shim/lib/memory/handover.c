@@ -1,9 +1,9 @@
-/* Takes the stripe files' descriptors from the daemon. Nothing listens, and only a process that may trace this one gets
- * at the other socket. No lock of libc's is taken, because the job may be parked.
+/* Takes the stripe files' descriptors from the daemon. Nothing listens, and only a process that may trace this one gets at
+ * the other socket. No lock of libc's is taken, because the job may be parked.
  *
- * Invariant: a child that is forked at any moment finds every descriptor of ours that it has in `open_`. The kernel writes a
- * descriptor's number before there is the descriptor, here always into `open_`; and that lies in one page, so that a child has
- * it as it was at one moment. */
+ * Invariant: a child that is forked at any moment finds every descriptor of ours that it has in `open_`. The kernel writes
+ * a descriptor's number before there is the descriptor, here always into `open_`; and that lies in one page, so that a
+ * child has it as it was at one moment. */
 #define _GNU_SOURCE
 #include "handover.h"
 

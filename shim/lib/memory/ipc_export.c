@@ -1,8 +1,8 @@
 /* cudaIpcGetMemHandle for memory that we back. CUDA makes no such handle of it, so we do: one that says from which server
  * (ipc_server.c) a descriptor of the physical memory can be had.
  *
- * Invariant: exported memory is not offloaded. It stays until it is freed, and the mailbox's counts say so. A block that cannot be
- * exported is left to CUDA.
+ * Invariant: exported memory is not offloaded. It stays until it is freed, and the mailbox's counts say so. A block that
+ * cannot be exported is left to CUDA.
  */
 #define _GNU_SOURCE
 #include "ipc.h"

@@ -1,12 +1,12 @@
-/* The server from which other processes get descriptors of memory that this process has exported. All but ipc_server_ask are called
- * between memory_enter and memory_leave: a thread that is parked must not hold the server's lock. */
+/* The server from which other processes get descriptors of memory that this process has exported. All but ipc_server_ask
+ * are called between memory_enter and memory_leave: a thread that is parked must not hold the server's lock. */
 #ifndef SNAPSHIM_MEMORY_IPC_SERVER_H
 #define SNAPSHIM_MEMORY_IPC_SERVER_H
 
 #include <stdint.h>
 
-/* Other processes can get the descriptor under the number that is returned, until it is withdrawn, which closes it. 0: there can be
- * no server. */
+/* Other processes can get the descriptor under the number that is returned, until it is withdrawn, which closes it. 0:
+ * there can be no server. */
 uint64_t ipc_server_offer(int descriptor);
 void ipc_server_withdraw(uint64_t number);
 /* The number by which the server is found. It is started where there is none; 0: it cannot be. */

@@ -1,8 +1,8 @@
 /* Finds CUDA's own functions, and the library of the caller, once for each caller's library.
  *
- * A program may have several runtimes, each in its own scope, so what is found belongs to the mapping that the caller's code is
- * in. Invariant: what was found before is found again without a lock, so a call costs a few comparisons, does not wait for a
- * thread inside dlopen, and leaves dlerror() alone. What a found function is in stays loaded.
+ * A program may have several runtimes, each in its own scope, so what is found belongs to the mapping that the caller's
+ * code is in. Invariant: what was found before is found again without a lock, so a call costs a few comparisons, does not
+ * wait for a thread inside dlopen, and leaves dlerror() alone. What a found function is in stays loaded.
  */
 #define _GNU_SOURCE
 #include "lookup.h"

@@ -47,7 +47,8 @@ void ipc_withdraw(struct block *block);
 /* ipc_import.c */
 void ipc_forget(void);
 
-/* contexts.c: between both calls a context ends: a device's primary one, or (device -1) this one. No copy is made in it after. */
+/* contexts.c: between both calls a context ends: a device's primary one, or (device -1) this one. No copy is made in it
+ * after. */
 void context_ends(int device, const void *context);
 void context_has_ended(void);
 

@@ -16,7 +16,8 @@ struct cuda_property property_on(int device)
 	struct cuda_property property = {.type = PINNED, .location = {ON_DEVICE, device}};
 	int supported = 0;
 
-	/* As cudaMalloc's memory is: shared with other processes (ipc.c), registered by network cards, and by NCCL for them. */
+	/* As cudaMalloc's memory is: shared with other processes (ipc.c), registered by network cards, and by NCCL for
+	 * them. */
 	if (!LOAD(&descriptors_refused) &&
 	    driver()->cuDeviceGetAttribute(&supported, DESCRIPTORS_SUPPORTED, device) == 0 && supported)
 		property.handle_types = POSIX_DESCRIPTOR;

@@ -1,11 +1,12 @@
 /* Makes each kind of call that copying and cleaning up will make, once, while all memory is still where it was.
  *
- * Why: a thread may be parked inside the driver after all. It was taken for one outside, and holds a lock of the driver or waits for
- * one. Or the driver was locked first, because a thread did not leave it. The driver's lock was seen to be a readers-writer lock: a
- * call that waits for it gets its share as soon as it is unlocked, parked or not. Copies are not delayed by such a share; calls that
- * need the lock exclusively (to release pinned memory or a stream) wait until the thread is released, which is not possible once
- * its memory is away. Nothing of the job runs meanwhile, so a call that is not delayed here is not delayed later. Sizes are those
- * of the real calls: small ones take other paths through the driver.
+ * Why: a thread may be parked inside the driver after all. It was taken for one outside, and holds a lock of the driver or
+ * waits for one. Or the driver was locked first, because a thread did not leave it. The driver's lock was seen to be a
+ * readers-writer lock: a call that waits for it gets its share as soon as it is unlocked, parked or not. Copies are not
+ * delayed by such a share; calls that need the lock exclusively (to release pinned memory or a stream) wait until the
+ * thread is released, which is not possible once its memory is away. Nothing of the job runs meanwhile, so a call that is
+ * not delayed here is not delayed later. Sizes are those of the real calls: small ones take other paths through the
+ * driver.
  */
 #define _GNU_SOURCE
 #include <errno.h>

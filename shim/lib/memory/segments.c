@@ -1,8 +1,8 @@
 /* Physical memory that a program creates and maps itself, as torch's expandable segments do, can be offloaded as well.
  *
- * Such programs get the driver's functions from cudaGetDriverEntryPoint; in their place stand those below (entry.c). A program
- * holds our number for physical memory, so that other memory can take its place. Invariant: any other handle, and any address
- * that was not mapped here, is the driver's.
+ * Such programs get the driver's functions from cudaGetDriverEntryPoint; in their place stand those below (entry.c). A
+ * program holds our number for physical memory, so that other memory can take its place. Invariant: any other handle, and
+ * any address that was not mapped here, is the driver's.
  */
 #define _GNU_SOURCE
 #include "segments.h"

@@ -1,4 +1,5 @@
-/* What stands for the driver's functions where a program got them from the runtime; arguments and answers are the driver's. */
+/* What stands for the driver's functions where a program got them from the runtime; arguments and answers are the
+ * driver's. */
 #ifndef SNAPSHIM_MEMORY_SEGMENTS_H
 #define SNAPSHIM_MEMORY_SEGMENTS_H
 

@@ -1,5 +1,5 @@
-/* Memory that others may see (exported, multicast, retained by address, known to a network card) is shared from then on, and stays
- * with the driver's checkpoint: only this process would see other memory in its place. */
+/* Memory that others may see (exported, multicast, retained by address, known to a network card) is shared from then on,
+ * and stays with the driver's checkpoint: only this process would see other memory in its place. */
 #define _GNU_SOURCE
 #include "lookup.h"
 #include "segments.h"

@@ -1,5 +1,6 @@
-/* Copies data that this process will not read again with non-temporal stores, which bypass the cache: the target need not be read
- * from memory first, and nothing else is evicted for it. A C library does so for copies of tens of megabytes alone.
+/* Copies data that this process will not read again with non-temporal stores, which bypass the cache: the target need not
+ * be read from memory first, and nothing else is evicted for it. A C library does so for copies of tens of megabytes
+ * alone.
  *
  * Four pages at a time, a line of each in turn: as fast again as line after line, on the machine where it was measured.
  */

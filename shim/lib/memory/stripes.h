@@ -1,4 +1,5 @@
-/* The stripes of one MEMORY_READY: where each byte of the offloaded memory is, what it is copied with, and the tasks that copy it. */
+/* The stripes of one MEMORY_READY: where each byte of the offloaded memory is, what it is copied with, and the tasks that
+ * copy it. */
 #ifndef SNAPSHIM_MEMORY_STRIPES_H
 #define SNAPSHIM_MEMORY_STRIPES_H
 

@@ -1,7 +1,8 @@
 /* Starts the threads that copy, gives them tasks and waits for them.
  *
  * All calls into CUDA are made there and none by the control thread, because they have no deadline: one that does not come
- * back must not block the only thread that reads the mailbox. Invariant: a worker touches its own record, the table and its slots.
+ * back must not block the only thread that reads the mailbox. Invariant: a worker touches its own record, the table and
+ * its slots.
  */
 #define _GNU_SOURCE
 #include "workers.h"

@@ -1,5 +1,5 @@
-/* The shim's own threads that copy: never parked. They come with the first MEMORY_READY, sleep between commands, and stay: also
- * through a dump and a restore, so that none has to be made while the job is parked. */
+/* The shim's own threads that copy: never parked. They come with the first MEMORY_READY, sleep between commands, and stay:
+ * also through a dump and a restore, so that none has to be made while the job is parked. */
 #ifndef SNAPSHIM_MEMORY_WORKERS_H
 #define SNAPSHIM_MEMORY_WORKERS_H
 

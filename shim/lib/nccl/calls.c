@@ -1,5 +1,5 @@
-/* How the arguments of each call are read, what follows from its outcome, and what is answered where the real library cannot be
- * asked. */
+/* How the arguments of each call are read, what follows from its outcome, and what is answered where the real library
+ * cannot be asked. */
 #define _GNU_SOURCE
 #include "calls.h"
 

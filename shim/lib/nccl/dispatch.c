@@ -1,9 +1,10 @@
-/* The control thread's side of the NCCL commands. Each runs on a new thread that is never parked, because NCCL's calls have no
- * deadline. The control thread waits until the deadline, or until the daemon cancels the command, and then reports what has not
- * returned.
+/* The control thread's side of the NCCL commands. Each runs on a new thread that is never parked, because NCCL's calls
+ * have no deadline. The control thread waits until the deadline, or until the daemon cancels the command, and then reports
+ * what has not returned.
  *
- * A command that was given up goes on until NCCL returns; until then no other command that calls NCCL is begun. Commands about
- * the gate (close, targets, report, open) are always carried out. No lock and no memory of the allocator is taken here.
+ * A command that was given up goes on until NCCL returns; until then no other command that calls NCCL is begun. Commands
+ * about the gate (close, targets, report, open) are always carried out. No lock and no memory of the allocator is taken
+ * here.
  */
 #define _GNU_SOURCE
 #include <errno.h>

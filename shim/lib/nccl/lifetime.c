@@ -1,7 +1,7 @@
 /* Questions about a communicator, and its end, which work in every state.
  *
- * Watchdogs ask all the time, and must neither wait nor get an error where there is none: while a communicator is taken down the shim
- * answers success. While there is a real one, the real one answers: a non-blocking operation that is still
+ * Watchdogs ask all the time, and must neither wait nor get an error where there is none: while a communicator is taken
+ * down the shim answers success. While there is a real one, the real one answers: a non-blocking operation that is still
  * in progress must not be called done.
  */
 #define _GNU_SOURCE

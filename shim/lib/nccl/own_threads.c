@@ -1,7 +1,7 @@
 /* Finds NCCL's own threads by their stacks: their names say so only where NCCL_SET_THREAD_NAME is set.
  *
- * Used to say that nothing of NCCL is left, and before a library is unloaded, so a thread too many does no harm and one too few
- * would. A stack is read through /proc/self/mem, where memory that has just gone is an error and not a fault.
+ * Used to say that nothing of NCCL is left, and before a library is unloaded, so a thread too many does no harm and one
+ * too few would. A stack is read through /proc/self/mem, where memory that has just gone is an error and not a fault.
  */
 #define _GNU_SOURCE
 #include "own_threads.h"
@@ -49,8 +49,8 @@ static uint64_t stack_pointer(int tid)
 	return before ? strtoull(before, NULL, 16) : 0;
 }
 
-/* A thread that runs, or is not to be looked at, counts; one that has ended does not, nor one that the kernel is taking apart:
- * pthread_join has returned for it already. */
+/* A thread that runs, or is not to be looked at, counts; one that has ended does not, nor one that the kernel is taking
+ * apart: pthread_join has returned for it already. */
 static bool still_there(int tid)
 {
 	char path[64], text[512] = "", *name_end;

@@ -22,7 +22,8 @@ extern const char *const nccl_symbol_names[SYMBOLS];
 struct nccl_instance *real_instance(void);
 /* The path of the job's own library; "" before it was found. */
 const char *real_path(void);
-/* Loads a fresh copy, which is the instance from then on. No communicator may be alive. 0 or an errno, and the reason in `words`. */
+/* Loads a fresh copy, which is the instance from then on. No communicator may be alive. 0 or an errno, and the reason in
+ * `words`. */
 int real_load_fresh(char *words, size_t room);
 
 /* Calls `function` with that many words; `word` has MOST_WORDS of them. */

@@ -1,4 +1,5 @@
-/* A registration's handle is the address of our record of it; the record knows the real one, which changes with every attach. */
+/* A registration's handle is the address of our record of it; the record knows the real one, which changes with every
+ * attach. */
 #define _GNU_SOURCE
 #include "registrations.h"
 

@@ -53,7 +53,8 @@ struct nccl_thread *thread_first(void);
 ncclResult_t thread_error(struct nccl_thread *thread, ncclResult_t result, const char *format, ...)
 	__attribute__((format(printf, 3, 4)));
 
-/* Threads that are held at the gate: what to wait for, read with the lock; the wait, without it; and, with it, the end of the wait. */
+/* Threads that are held at the gate: what to wait for, read with the lock; the wait, without it; and, with it, the end of
+ * the wait. */
 uint32_t held_turn(void);
 void held_wait(uint32_t seen);
 void held_look_again(void);

@@ -11,7 +11,7 @@ from tests.shim.memory.conftest import Room, Start
 from tests.shim.memory.jobs import DROP, FILL, MIB, OFFLOAD, OPEN, PROGRAMS, READY, refused
 
 
-def test_who_does_not_ask_gets_the_drivers_memory(start_job: Start) -> None:
+def test_the_library_without_offload_leaves_memory_to_the_driver(start_job: Start) -> None:
     job = start_job("grow 1", "segments", device_memory="driver")
     assert (job.state().bytes, job.state().blocks) == (0, 0)
     assert job.do("check") == "same"
@@ -20,7 +20,7 @@ def test_who_does_not_ask_gets_the_drivers_memory(start_job: Start) -> None:
             job.ask(command)
 
 
-def test_segments_are_parked(start_job: Start, room: Room) -> None:
+def test_expandable_segments_are_offloaded(start_job: Start, room: Room) -> None:
     before = room()
     job = start_job("segments")
     taken = before - room()

@@ -23,7 +23,7 @@ def test_what_is_freed_in_a_capture_is_given_back_after_it(start_job: Start, roo
     assert job.state().bytes == 6 * MIB
 
 
-def test_what_was_freed_in_a_capture_is_not_parked(start_job: Start, room: Room) -> None:
+def test_memory_freed_in_a_capture_is_not_offloaded(start_job: Start, room: Room) -> None:
     job = start_job("fill 16", "fill 4")
     address = next(address for address, size, _ in job.blocks() if size == 16 * MIB)
     left = room()

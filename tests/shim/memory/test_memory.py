@@ -75,7 +75,7 @@ def test_content_leaves_and_comes_back(start_job: Start, room: Room, mapped: boo
     assert (job.state().bytes, job.state().blocks) == (0, 0)
 
 
-def test_nothing_to_park(start_job: Start) -> None:
+def test_a_job_without_device_memory_is_offloaded(start_job: Start) -> None:
     job = start_job()
     assert job.offload() == 0
     assert job.state().offloaded
@@ -83,7 +83,7 @@ def test_nothing_to_park(start_job: Start) -> None:
     job.release()
 
 
-def test_blocks_that_come_after_ready_are_parked_too(start_job: Start) -> None:
+def test_blocks_allocated_after_ready_are_offloaded_too(start_job: Start) -> None:
     job = start_job()
     assert job.ready() == 0
     assert job.do("grow 1") == "done"
@@ -102,7 +102,7 @@ def test_no_thread_runs_while_the_memory_is_away(start_job: Start) -> None:
     job.come_back()
 
 
-def test_threads_must_be_parked(start_job: Start) -> None:
+def test_offload_needs_parked_threads(start_job: Start) -> None:
     job = start_job("grow 1")
     job.ready()
     with refused(errno.EBUSY):

@@ -31,7 +31,7 @@ def _shared(job: DeviceJob) -> tuple[int, int]:
     return state.exports, state.imports
 
 
-def _desks(job: DeviceJob) -> int:
+def _servers(job: DeviceJob) -> int:
     """How many threads sit at one."""
     found = 0
     for task in Path(f"/proc/{job.pid}/task").iterdir():
@@ -41,7 +41,7 @@ def _desks(job: DeviceJob) -> int:
 
 
 def _is_shut(job: DeviceJob) -> None:
-    until(lambda: not _desks(job) and not job.leftovers(), "its desk is closed")
+    until(lambda: not _servers(job) and not job.leftovers(), "its IPC server has ended")
 
 
 def test_another_process_sees_the_same_memory(start_job: Start) -> None:
@@ -77,7 +77,7 @@ def test_what_is_freed_is_shared_no_more_and_leaves_nothing(start_job: Start, ro
     assert owner.do("fill 8") == "done"
     handles = [_said(owner, f"share {place}") for place in (0, 1)]
     assert len(set(handles)) == 2
-    until(lambda: _desks(owner) == 1, "its desk is open")
+    until(lambda: _servers(owner) == 1, "its IPC server runs")
     assert owner.do("shrink") == "done"
     assert _shared(owner) == (0, 0)
     _is_shut(owner)
@@ -121,7 +121,7 @@ def test_every_device_that_can_reach_it_may_use_it(start_job: Start, device: int
 
 
 def test_handles_are_good_while_others_come_and_go(start_job: Start) -> None:
-    """The last block that is freed closes the desk, just when the next is shared."""
+    """The last block that is freed ends the IPC server, just when the next is shared."""
     owner, guest = start_job("trade"), start_job()
     for _ in range(60):
         assert owner.do("fill 4") == "done"
@@ -134,12 +134,12 @@ def test_handles_are_good_while_others_come_and_go(start_job: Start) -> None:
     _is_shut(owner)
 
 
-def test_who_says_nothing_at_the_desk_holds_nobody_up(start_job: Start) -> None:
+def test_a_silent_client_of_the_ipc_server_delays_no_other(start_job: Start) -> None:
     owner, guest = start_job("fill 4"), start_job()
     handle = _said(owner, "share 0")
-    (desk,) = struct.unpack_from("<Q", bytes.fromhex(handle), 16)
+    (server,) = struct.unpack_from("<Q", bytes.fromhex(handle), 16)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:
-        silent.connect(f"\0snapshim-{desk:016x}")
+        silent.connect(f"\0snapshim-{server:016x}")
         assert _said(guest, f"open {handle}").startswith("0x")
         assert owner.do("shrink") == "done"
         _is_shut(owner)
@@ -188,7 +188,7 @@ def test_memory_that_cannot_be_mapped_leaves_nothing_behind(start_job: Start, no
     assert _said(guest, "peek") == FIRST_WORD
 
 
-def test_a_child_has_neither_the_memory_nor_the_desk(start_job: Start) -> None:
+def test_a_child_has_neither_the_memory_nor_the_ipc_server(start_job: Start) -> None:
     owner, guest = start_job("fill 4"), start_job()
     handle = _said(owner, "share 0")
     child = int(owner.do("fork").split()[0])
@@ -198,26 +198,26 @@ def test_a_child_has_neither_the_memory_nor_the_desk(start_job: Start) -> None:
         assert not [link for link in links if "socket" in link or "zero" in link]
         os.kill(owner.pid, signal.SIGKILL)
         owner.popen.wait()
-        assert _said(guest, f"open {handle}") == GONE  # at once: no child of its keeps the desk open
+        assert _said(guest, f"open {handle}") == GONE  # at once: no child of its keeps the server open
     finally:
         os.kill(child, signal.SIGKILL)
 
 
-def test_shared_memory_is_not_parked(start_job: Start) -> None:
+def test_shared_memory_is_not_offloaded(start_job: Start) -> None:
     owner, guest = start_job("fill 4", "fill 8"), start_job()
     handle = _said(owner, "share 0")
     assert owner.state().bytes == 8 * MIB
     assert owner.offload() == 8 * MIB
-    assert _said(guest, f"open {handle}").startswith("0x")  # its desk is open while its threads are parked
+    assert _said(guest, f"open {handle}").startswith("0x")  # its server answers while its threads are parked
     assert _said(guest, "peek") == FIRST_WORD
     owner.come_back()
 
 
-def test_strangers_get_nothing_at_the_desk(start_job: Start) -> None:
+def test_other_users_get_nothing_from_the_ipc_server(start_job: Start) -> None:
     owner = start_job("fill 4")
     handle = bytes.fromhex(_said(owner, "share 0"))
-    desk, number = struct.unpack_from("<QQ", handle, 16)
-    name = f"\0snapshim-{desk:016x}"
+    server, number = struct.unpack_from("<QQ", handle, 16)
+    name = f"\0snapshim-{server:016x}"
 
     def asked(words: bytes) -> int:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
@@ -251,7 +251,7 @@ def test_handles_that_are_not_ours_are_cudas(start_job: Start) -> None:
     assert _said(guest, f"open {_said(owner, 'share 0')}") == "error-801"  # the stand-in's own answer
 
 
-def test_where_nothing_can_be_exported_the_way_out_is_told_once(start_job: Start, node: GpuNode) -> None:
+def test_where_nothing_can_be_exported_the_remedy_is_printed_once(start_job: Start, node: GpuNode) -> None:
     job = start_job("fill 4")
     node.fault("export", "fail:CUDA_ERROR_NOT_SUPPORTED", once=False)
     assert _said(job, "share 0") == _said(job, "share 0") == "error-1"

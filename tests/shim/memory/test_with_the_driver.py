@@ -83,7 +83,7 @@ async def test_out_and_back_while_threads_allocate(start_job: Start, gpus: Gpus)
     assert job.do("check") == "same"
 
 
-async def test_who_is_parked_outside_the_driver_has_no_share_of_its_lock(
+async def test_a_thread_parked_outside_the_driver_has_no_share_of_its_lock(
     start_job: Start, gpus: Gpus, sampled: Sampler
 ) -> None:
     job = start_job("grow 1", "calling")
@@ -97,7 +97,7 @@ async def test_who_is_parked_outside_the_driver_has_no_share_of_its_lock(
     assert job.do("check") == "same"
 
 
-async def test_who_is_parked_at_the_drivers_lock_has_a_share_of_it_once_that_is_opened(
+async def test_a_thread_parked_at_the_drivers_lock_gets_a_share_once_it_is_unlocked(
     start_job: Start, gpus: Gpus
 ) -> None:
     """What waits for such a thread is known while it can still be let go, and nothing is left of it then."""

@@ -178,7 +178,7 @@ def test_a_peer_that_hangs_makes_attach_fail_in_time_and_the_next_attempt_succee
 
 
 @pytest.mark.parametrize("how", ["try", "untried"])
-def test_an_attach_is_given_up_when_it_is_told_to(job: Job, how: str) -> None:
+def test_an_attach_is_given_up_when_it_is_cancelled(job: Job, how: str) -> None:
     """Rank 2 never comes: the others would wait for the whole of their time. What is told too late, or of another request,
     stops nothing."""
     job.start("jobs.grid", 3)
@@ -289,7 +289,7 @@ def test_rebuilt_while_every_thread_of_the_job_is_parked(job: Job) -> None:
     job.stop()
 
 
-def test_a_destroy_that_hangs_is_told_in_time_and_ends_well_when_it_comes_back(job: Job, tmp_path: Path) -> None:
+def test_a_destroy_that_hangs_is_reported_in_time_and_ends_well_when_it_returns(job: Job, tmp_path: Path) -> None:
     faults = tmp_path / "faults"
     faults.touch()
     job.start("jobs.plain", 2, FAKE_NCCL_FAULT_FILE=str(faults))

@@ -299,7 +299,8 @@ static void *come_and_go(void *nothing)
 
 static int (*make_event)(void **, unsigned int), (*record)(void *, void *);
 
-/* As a thread that launches: in the driver and out of it all the time, and there it waits for nothing but the driver's lock. */
+/* As a thread that launches: in the driver and out of it all the time, and there it waits for nothing but the driver's
+ * lock. */
 static void *call_on(void *event)
 {
 	while (!stopping)

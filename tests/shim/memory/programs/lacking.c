@@ -1,5 +1,5 @@
-/* Calls that the stand-ins of the runtime and of the driver lack. Nothing is captured or shared: the library has only to see that
- * a program asks for it. */
+/* Calls that the stand-ins of the runtime and of the driver lack. Nothing is captured or shared: the library has only to
+ * see that a program asks for it. */
 #include <stddef.h>
 #include <stdint.h>
 
