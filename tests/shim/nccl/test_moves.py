@@ -303,7 +303,7 @@ def test_a_destroy_that_hangs_is_reported_in_time_and_ends_well_when_it_returns(
     with pytest.raises(Refused, match="a call into NCCL did not return in time") as refused:
         gates.gates[0].ask(DETACH, comm, timeout_s=0.5)
     assert refused.value.status == errno.ETIMEDOUT
-    with pytest.raises(Refused, match="an earlier command still waits for NCCL"):
+    with pytest.raises(Refused, match="an earlier command still waits for a call into NCCL"):
         gates.gates[0].ask(NEW_ID)
     assert gates.gates[0].report()["comms"][0]["state"] == "detaching"
     faults.write_text("")
