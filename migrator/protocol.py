@@ -1,10 +1,63 @@
-"""The whole protocol of a move, on one page: what happens where, in which order, and how each step is undone.
+"""The protocol of a move: what is asked of which daemon, in which order, and how each step is undone.
 
-The invariant: **at most one copy of a rank ever runs.** Before COMMIT only the source's copy can run, after COMMIT only
-the target's. COMMIT is a write-once record in the source daemon's journal, so whoever dies, the record decides.
+**Invariant: at most one copy of a rank ever runs.** The source's copy runs until Freeze stops it. From then on it may run
+again only if the outcome of the move is ABORT. The target's copy is restored stopped ("held") and may run only if the outcome
+is COMMIT. The outcome is one write-once record in the source daemon's journal. It is on disk before either copy may run.
 
-This file is pure: no I/O, no clock. `migrator/driver.py` executes it; the daemons' own rules for what a crash left
-behind are in `snapshotd/moves/rules.py`; `tests/protocol/` walks every prefix of the table with every participant dying.
+**Participants.** The *driver* (`migrator/driver/`, part of `migrator move`) asks for the steps of TABLE in order and decides
+nothing. The *source* daemon has the rank and writes the outcome. The *target* daemon receives the rank. *Peers* are the
+daemons of nodes with a process that the rank has a TCP connection to; the source can be one of them. The nodes of the *job*
+are those that have ranks of the same job; they take part only if the rank is in an NCCL communicator. Every daemon journals
+its part before it acts. Every step is idempotent by (move, step), so it can be asked for again if an answer was lost.
+
+**Data.** Host memory leaves in Stream and becomes a process in Restore. Device memory leaves the GPU in Freeze, either into
+host memory by the CUDA driver's checkpoint, which Stream then sends, or by the shim into stripe files, which are sent to the
+target while they are written. It arrives on the target's GPU in Restore.
+
+**Pause.** The rank stands still from Freeze to Activate. In an NCCL job every rank waits at its gate from Quiesce to Open.
+Processes on peers are stopped for about a millisecond in Repoint, and again if an undo points their sockets back. Packets
+between the rank and its peers are filtered from Freeze to Settle, so that no kernel answers a stale connection with RST.
+
+**Lease.** Begin starts a lease, counted by the source alone on its own clock (CLOCK_BOOTTIME). The driver renews it with
+Source.Renew throughout the move. If it expires before an outcome is recorded, the source records ABORT, also in answer to a
+late Commit. No other participant decides by a time-out: target, peers and job nodes ask the source, and wait as long as it
+takes. (One exception: a gate opens after 4 minutes without the source if the target has no copy, and after 15 minutes without
+source and target, so that the job fails with an NCCL error instead of hanging.)
+
+**Nonce, receipt, token.** In Prepare the target makes up a random nonce for the move. The driver passes it to the source, the
+peers and the job's nodes, inside mutual TLS. The *receipt* that Restore returns is an HMAC with that nonce: it proves to the
+source that the target holds a whole copy, and Commit is refused without it. A *token* is the HMAC over the outcome: it proves
+that the source has recorded COMMIT or ABORT. Any holder can pass a token on. Activate requires the token of COMMIT, Discard
+that of ABORT, Settle and Open either.
+
+**What overrules a recorded COMMIT.** Two things, both recorded beside it:
+- The target's journal says that its copy died, or was dropped, before it ever ran. Then the source takes the rank back and
+  thaws its own copy, which it keeps until the target reports the rank running. This is safe because the target journals
+  "activated" before the copy's first instruction, and from then on never gives that answer.
+- An operator declares the target permanently down (`migrator recover --target-is-dead`): the source's copy goes on. Likewise
+  `--source-is-dead` lets a target with a held copy run it without any record of the source. Both are refused while the node
+  that is declared dead answers. A false declaration is the one way to get two copies.
+
+**If a participant dies**
+- *Driver*, before COMMIT: the lease expires, the source records ABORT and thaws the rank. After COMMIT: the source hands the
+  token to the target itself. In both cases target, peers and gates learn the outcome by asking, and nothing is left to do.
+- *Source daemon*: the rank stays as it is, running or frozen in its cgroup. The restarted daemon reads its journal. A freeze
+  or dump that was interrupted is aborted; anything later continues. Until then target, peers and gates wait.
+- *Source node*, or the frozen copy itself: that copy can never run again. If the target holds a whole copy, the outcome
+  becomes COMMIT; if it has none, ABORT, and the rank has ended.
+- *Target daemon*: a held copy stays stopped. The restarted daemon asks the source, and neither runs nor drops the copy until
+  it has an answer.
+- *Target node*, or the held copy: before COMMIT the move is aborted, after COMMIT the rank is taken back (above). A copy that
+  was activated is the rank: if it dies, the rank has ended.
+- *Peer daemon*: a failed SuspendTimeouts or Repoint aborts the move. Later, the restarted daemon asks the source how the move
+  ended. It delays nothing but its own connections. A peer believes COMMIT only once the target runs the rank.
+- *A node of the job*: a failed Quiesce, Detach or Attach aborts the move, and the source has the communicators built again as
+  part of ABORT. A gate opens after COMMIT once the target runs the rank, after ABORT once that rebuilding is done.
+- *Home keeper* (the process that the launcher knows as the rank), before the rank runs on the target: ABORT, and all copies
+  are killed, because a launcher that lost the rank may start it anew.
+
+This file is pure: no I/O, no clock. `snapshotd/moves/rules.py` has the daemons' rules for unfinished moves. `tests/protocol/`
+walks every prefix of the table with every participant dying.
 """
 
 from __future__ import annotations
@@ -16,106 +69,144 @@ from enum import StrEnum
 from snapshotd.api.errors import Where
 
 
-class At(StrEnum):
-    """Who carries a step out."""
+class Asked(StrEnum):
+    """The daemons that the driver asks for a step."""
 
-    BOTH = "source + target"
     SOURCE = "source"
     TARGET = "target"
-    PEERS = "peers"
-    JOB = "job"  # every node that has ranks of the job
+    PEERS = "peers"  # all at once
+    JOB = "job"  # every node that has ranks of the job, all at once
+
+
+#: The gRPC service that serves each of them.
+SERVICE = {Asked.SOURCE: "Source", Asked.TARGET: "Target", Asked.PEERS: "Peer", Asked.JOB: "Gate"}
 
 
 @dataclass(frozen=True)
 class Step:
-    """One row: the driver asks for `action` at `at`; it is idempotent by (move, step)."""
+    """One row of the table."""
 
-    phase: str  # what a person sees
-    action: str  # the RPC
-    at: At
-    undo: str  # what ABORT later does about it, "" where nothing is needed
+    phase: str  # as progress and results name it; several steps can share one
+    action: str  # name of the step, and of its RPC unless `rounds_of` is set
+    asked: Asked
+    where: Where  # where the rank is when the step is done
     timeout_s: float
-    where: Where  # where the rank is once this step is done
-    says: str
+    does: str
+    undone_by: tuple[str, ...] = ()  # actions of UNDO; empty: there is nothing to undo
+    only_with_nccl: bool = False  # skipped if the rank is in no NCCL communicator
+    rounds_of: tuple[str, ...] = ()  # the step is rounds of these RPCs, until every rank is where it has to be
+    fans_out: tuple[str, ...] = ()  # the asked daemon itself calls these RPCs on every node with a member
 
+    @property
+    def calls(self) -> tuple[str, ...]:
+        """The RPCs that the driver calls."""
+        return tuple(f"{SERVICE[self.asked]}.{call}" for call in self.rounds_of or (self.action,))
+
+    @property
+    def asked_text(self) -> str:
+        """For the diagram."""
+        return f"{self.asked} → members" if self.fans_out else f"{self.asked}, rounds" if self.rounds_of else self.asked
+
+
+_RUNNING, _FROZEN = Where.SOURCE_RUNNING, Where.SOURCE_FROZEN
+_HELD, _MOVED = Where.TARGET_HELD, Where.TARGET_RUNNING
 
 TABLE: tuple[Step, ...] = (
-    Step("preflight", "Inspect", At.SOURCE, "", 60, Where.SOURCE_RUNNING, "what does the rank use?"),
-    Step("preflight", "Examine", At.TARGET, "", 60, Where.SOURCE_RUNNING, "can the target take it?"),
+    # Preflight: questions only. A refusal here is exit code 10, and nothing has been changed or paused.
+    Step("preflight", "Inspect", Asked.SOURCE, _RUNNING, 60, "list what the rank uses; refuse what cannot move"),
+    Step("preflight", "Examine", Asked.TARGET, _RUNNING, 60, "check that the target can take it"),
+    Step("preflight", "InspectConnections", Asked.PEERS, _RUNNING, 60, "check the peers' sockets"),
+    # Prepare: everything slow that can be done while the job runs.
+    Step("prepare", "Prepare", Asked.TARGET, _RUNNING, 30, "reserve memory and GPUs, make the nonce", ("Discard",)),
+    Step("prepare", "Begin", Asked.SOURCE, _RUNNING, 30, "journal the move, start the lease", ("Abort",)),
     Step(
-        "preflight",
-        "InspectConnections",
-        At.PEERS,
-        "",
-        60,
-        Where.SOURCE_RUNNING,
-        "can its peers' sockets follow?",
-    ),
-    Step("prepare", "Prepare", At.TARGET, "Discard", 30, Where.SOURCE_RUNNING, "reserve memory, give a nonce"),
-    Step("prepare", "Begin", At.SOURCE, "Abort", 30, Where.SOURCE_RUNNING, "journal the move, start the lease"),
-    Step(
-        "prepare", "PrepareDevice", At.SOURCE, "Abort", 300, Where.SOURCE_RUNNING, "device memory: files, lane, rings"
+        *("prepare", "PrepareDevice", Asked.SOURCE, _RUNNING, 300),
+        does="create stripe files, pinned buffers, device channel",
+        undone_by=("Abort",),
     ),
     Step(
-        "prepare", "SuspendTimeouts", At.PEERS, "Settle", 30, Where.SOURCE_RUNNING, "the other ends outlive a silence"
+        *("prepare", "SuspendTimeouts", Asked.PEERS, _RUNNING, 30),
+        does="switch off TCP time-outs towards the rank",
+        undone_by=("Settle",),
     ),
-    Step("quiesce", "Quiesce", At.JOB, "Open", 600, Where.SOURCE_RUNNING, "NCCL: every rank waits at one cut"),
-    Step("detach", "Detach", At.SOURCE, "Open", 120, Where.SOURCE_RUNNING, "NCCL: its communicators are taken down"),
-    Step("freeze", "Freeze", At.SOURCE, "Abort", 900, Where.SOURCE_FROZEN, "off the GPU, stop the tree, freeze it"),
-    Step("stream", "Stream", At.SOURCE, "Abort", 3600, Where.SOURCE_FROZEN, "criu dump, sent while it is written"),
+    # The pause begins.
     Step(
-        "restore", "Restore", At.TARGET, "Discard", 1800, Where.SOURCE_FROZEN, "criu restore, stopped, under a keeper"
+        *("quiesce", "Quiesce", Asked.JOB, _RUNNING, 600),
+        does="close the gates, let ranks run up to one cut",
+        undone_by=("Open",),
+        only_with_nccl=True,
+        rounds_of=("Close", "SetTargets"),
     ),
-    Step("reattach", "Attach", At.SOURCE, "Open", 180, Where.SOURCE_FROZEN, "NCCL: fresh communicators on all members"),
     Step(
-        "re-point", "Repoint", At.PEERS, "Settle", 60, Where.SOURCE_FROZEN, "the other ends name the target, silently"
+        *("detach", "Detach", Asked.SOURCE, _RUNNING, 120),
+        does="destroy the rank's communicators",
+        undone_by=("Abort", "Open"),
+        only_with_nccl=True,
+        fans_out=("Report", "Detach"),
     ),
-    Step("commit", "Commit", At.SOURCE, "", 30, Where.TARGET_HELD, "write the outcome: only the target may run"),
-    Step("activate", "Activate", At.TARGET, "", 60, Where.TARGET_RUNNING, "the token lets the target's copy go"),
-    Step("open", "Open", At.JOB, "", 60, Where.TARGET_RUNNING, "NCCL: every rank goes on"),
-    Step("settle", "Settle", At.PEERS, "", 60, Where.TARGET_RUNNING, "the connections flow again, peer by peer"),
-    Step("clean", "Release", At.SOURCE, "", 60, Where.TARGET_RUNNING, "drop the frozen copy"),
+    Step(
+        *("freeze", "Freeze", Asked.SOURCE, _FROZEN, 900),
+        does="copy device memory off the GPU; stop, freeze, filter",
+        undone_by=("Abort",),
+    ),
+    Step("stream", "Stream", Asked.SOURCE, _FROZEN, 3600, "dump with CRIU, send while it is written", ("Abort",)),
+    Step(
+        *("restore", "Restore", Asked.TARGET, _FROZEN, 1800),
+        does="restore, held; refill device memory; give the receipt",
+        undone_by=("Discard",),
+    ),
+    Step(
+        *("reattach", "Attach", Asked.SOURCE, _FROZEN, 180),
+        does="build communicators anew with the held copy",
+        undone_by=("Abort", "Open"),
+        only_with_nccl=True,
+        fans_out=("NewId", "Attach", "GiveUp"),
+    ),
+    Step(
+        *("re-point", "Repoint", Asked.PEERS, _FROZEN, 60),
+        does="point the peers' sockets at the target, filtered",
+        undone_by=("Settle",),
+    ),
+    # The outcome. Everything above can be undone, everything below is only finished.
+    Step("commit", "Commit", Asked.SOURCE, _HELD, 30, "take the receipt, record COMMIT, give the token"),
+    Step("activate", "Activate", Asked.TARGET, _MOVED, 60, "take the token, journal it, let the copy run"),
+    Step("open", "Open", Asked.JOB, _MOVED, 60, "open the gates", only_with_nccl=True),
+    Step("settle", "Settle", Asked.PEERS, _MOVED, 60, "drop the filters, restore the time-outs"),
+    Step("clean", "Release", Asked.SOURCE, _MOVED, 60, "ask the target, then drop the frozen copy"),
 )
 
-#: The step that writes the outcome. Everything before it can be undone, everything after it only finished.
-COMMIT = next(index for index, step in enumerate(TABLE) if step.action == "Commit")
+#: How a move is undone, in this order. ABORT comes first: the target may drop its copy, and peers and gates may go back, only
+#: once the record says that the source's copy goes on. As part of Abort the source has detached communicators built again,
+#: which takes longest. Only after that do gates open.
+UNDO: tuple[Step, ...] = (
+    Step("undo", "Abort", Asked.SOURCE, _RUNNING, 240, "record ABORT, thaw the rank, rebuild its communicators"),
+    Step(
+        "undo", "Settle", Asked.PEERS, _RUNNING, 60, "point the sockets back, drop the filters, restore the time-outs"
+    ),
+    Step("undo", "Open", Asked.JOB, _RUNNING, 60, "open the gates", only_with_nccl=True),
+    Step("undo", "Discard", Asked.TARGET, _RUNNING, 60, "drop the copy, the images and the reservations"),
+)
 
-#: Steps that are left out where the moving rank is in no NCCL communicator.
-NCCL_ALONE = frozenset(step.action for step in TABLE if step.says.startswith("NCCL:"))
 
-#: An undo builds communicators again, for which the source has its own limit; its answer is worth waiting for.
-ABORT_S = 240
-
-#: What only looks; the first step after it changes something.
-PREFLIGHT = sum(step.phase == "preflight" for step in TABLE)
-ACTIVATE = next(index for index, step in enumerate(TABLE) if step.action == "Activate")
+def index_of(action: str) -> int:
+    return next(index for index, step in enumerate(TABLE) if step.action == action)
 
 
-def next_step(done: int) -> Step | None:
-    """The step after `done` steps, None when the move is complete."""
-    return TABLE[done] if done < len(TABLE) else None
+#: Index of the first step that changes anything. A refusal up to and including it is "refused", a later one is "undone".
+PREPARE = index_of("Prepare")
+COMMIT = index_of("Commit")
+ACTIVATE = index_of("Activate")
 
 
 def undo_plan(reached: int) -> tuple[Step, ...]:
-    """What to ask for when the step with index `reached` failed or its answer was lost, before COMMIT.
+    """The steps of UNDO to ask for if the step with index `reached` failed, at COMMIT or before.
 
-    Abort first, always: the source's record is what makes it safe for the target to forget its copy. The step that
-    failed is undone too, since it may have happened although the answer was lost. Of NCCL's communicators the source takes
-    care as it carries ABORT out: it attaches again what was detached, and only then does a gate open.
+    The failed step is undone as well, because it may have happened although its answer was lost.
     """
     if reached > COMMIT:
         return ()
-    touched = {step.undo for step in TABLE[: reached + 1]}
-    plan = []
-    if "Abort" in touched:
-        plan.append(Step("undo", "Abort", At.SOURCE, "", ABORT_S, Where.SOURCE_RUNNING, "record ABORT, thaw"))
-    if "Settle" in touched:
-        plan.append(Step("undo", "Settle", At.PEERS, "", 60, Where.SOURCE_RUNNING, "point the other ends back"))
-    if "Open" in touched:
-        plan.append(Step("undo", "Open", At.JOB, "", 60, Where.SOURCE_RUNNING, "as the source has attached them again"))
-    if "Discard" in touched:
-        plan.append(Step("undo", "Discard", At.TARGET, "", 60, Where.SOURCE_RUNNING, "drop the images and the copy"))
-    return tuple(plan)
+    needed = {action for step in TABLE[: reached + 1] for action in step.undone_by}
+    return tuple(step for step in UNDO if step.action in needed)
 
 
 class Verdict(StrEnum):
@@ -128,37 +219,40 @@ class Verdict(StrEnum):
 
 
 def decide(reached: int, outcome: str | None) -> tuple[Verdict, str]:
-    """The verdict when the driver stops at step `reached`, given the source's outcome record.
+    """The verdict, and the reason, if the driver stops at step `reached`; `outcome` is what the source answered last.
 
-    `outcome` is "COMMIT", "ABORT", "UNDECIDED" (the source answered and has not decided) or None (no answer).
+    `outcome` is "COMMIT", "ABORT", "UNDECIDED" (the source has recorded nothing yet) or None (no answer).
     """
     if outcome == "COMMIT" and reached > ACTIVATE:
-        return Verdict.MOVED, "the target runs it; the daemons clean up alone"
+        return Verdict.MOVED, "the rank runs on the target; the daemons finish cleaning up"
     if outcome == "COMMIT":
-        return Verdict.UNKNOWN, "committed, but the target has not confirmed that it runs; the daemons go on trying"
+        return (
+            Verdict.UNKNOWN,
+            "committed, but the target has not confirmed that the rank runs; the daemons keep trying",
+        )
     if outcome == "ABORT":
-        return Verdict.UNDONE, "aborted: the rank goes on at the source"
-    if not any(step.undo == "Abort" for step in TABLE[: reached + 1]):
-        return Verdict.UNDONE, "nothing had been asked of the source yet"
+        return Verdict.UNDONE, "aborted: the rank continues on the source"
+    if reached < index_of("Begin"):
+        return Verdict.UNDONE, "the source had not begun the move"
     if outcome == "UNDECIDED":
-        return Verdict.UNKNOWN, "the source has not decided; it aborts when the lease runs out"
-    return Verdict.UNKNOWN, "the source does not answer; its journal holds the outcome"
-
-
-def where_after(done: int) -> Where:
-    """Where the rank is once `done` steps are done."""
-    return TABLE[done - 1].where if done else Where.SOURCE_RUNNING
+        return Verdict.UNKNOWN, "the source has not decided; it aborts when the lease expires"
+    return Verdict.UNKNOWN, "the source does not answer; its journal has the outcome"
 
 
 def diagram(table: Sequence[Step] = TABLE) -> str:
-    """The table as text; the README's diagram is this function's output."""
-    lines = []
+    """The table as text. The README shows this function's output."""
+    lines = [_row("PHASE", "STEP", "ASKED OF", "WHAT IT DOES", "UNDONE BY")]
     for step in table:
         if step.action == "Commit":
-            lines.append("─" * 12 + " COMMIT: from here on only the target may run " + "─" * 12)
-        undo = f"undo: {step.undo}" if step.undo else ""
-        lines.append(f"{step.phase:<10} {step.action:<18} {step.at:<6} {step.says:<47} {undo}".rstrip())
+            lines.append("─" * 30 + " COMMIT: from here on only the target may run " + "─" * 30)
+        does = f"[NCCL] {step.does}" if step.only_with_nccl else step.does
+        lines.append(_row(step.phase, step.action, step.asked_text, does, ", ".join(step.undone_by)))
+    lines.append("[NCCL] only if the rank is in an NCCL communicator; members: all nodes with a rank in one of them")
     return "\n".join(lines)
+
+
+def _row(phase: str, action: str, asked: str, does: str, undo: str) -> str:
+    return f"{phase:<9} {action:<18} {asked:<16} {does:<53} {undo}".rstrip()
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from migrator.cluster import Cluster
-from migrator.moves import Move, all_moves
+from migrator.journals import Move, all_moves
 from migrator.protocol import Verdict
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import NotFound, OutcomeUnknown, SnapshotError, Unreachable, Where, WrongState

@@ -7,7 +7,7 @@ import asyncio
 
 from migrator import formatting
 from migrator.cli import arguments, output
-from migrator.report import Ask, CheckReport
+from migrator.results import CheckReport, MoveOptions
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import Refused
 
@@ -42,7 +42,7 @@ def act(options: argparse.Namespace) -> int:
     cluster = arguments.the_cluster(options)
     from migrator import driver  # after `enter`: it loads gRPC
 
-    asked = Ask(options.rank, options.to, options.job, gpu=options.gpu or "")
+    asked = MoveOptions(options.rank, options.to, options.job, gpu=options.gpu or "")
     report = asyncio.run(driver.Driver(cluster, lambda _: None).check(asked))
     if arguments.wants_json(options):
         output.json_object(report.to_json())

@@ -8,7 +8,7 @@ import asyncio
 from migrator import formatting
 from migrator.cli import arguments, output
 from migrator.cli.status import stamp
-from migrator.moves import Move, all_moves
+from migrator.journals import Move, all_moves
 
 HEADS = ("MOVE", "ENDED", "JOB", "RANK", "FROM", "TO", "OUTCOME", "PAUSE", "BYTES", "REASON")
 

@@ -17,9 +17,9 @@ from migrator import formatting
 from migrator.cli import arguments, output
 from migrator.cli.check import add_ask
 from migrator.cluster import Cluster
-from migrator.progress import Progress, show_on
+from migrator.progress_display import Progress, show_on
 from migrator.protocol import Verdict
-from migrator.report import Ask, MoveResult
+from migrator.results import MoveOptions, MoveResult
 from snapshotd.api.errors import OutcomeUnknown, Undone, Where
 
 
@@ -47,21 +47,21 @@ def add(verbs: arguments.Verbs) -> None:
         "--lease",
         type=arguments.positive_seconds,
         metavar="S",
-        default=Ask.lease_s,
+        default=MoveOptions.lease_s,
         help="before COMMIT the source undoes the move if this command is silent for S seconds (default: %(default)s)",
     )
     parser.add_argument(
         "--quiesce-timeout",
         type=arguments.positive_seconds,
         metavar="S",
-        default=Ask.quiesce_timeout_s,
+        default=MoveOptions.quiesce_timeout_s,
         help="undo if the ranks of an NCCL job are not at a common point after S seconds (default: %(default)s)",
     )
 
 
 def act(options: argparse.Namespace) -> int:
     cluster = arguments.the_cluster(options)
-    asked = Ask(
+    asked = MoveOptions(
         options.rank,
         options.to,
         options.job,
@@ -83,7 +83,7 @@ def act(options: argparse.Namespace) -> int:
     return result.exit_code
 
 
-async def _move(cluster: Cluster, asked: Ask, *, as_json: bool) -> MoveResult:
+async def _move(cluster: Cluster, asked: MoveOptions, *, as_json: bool) -> MoveResult:
     from migrator import driver  # after `enter`: it loads gRPC
 
     progress = show_on(sys.stderr, only_live=as_json)

@@ -10,7 +10,7 @@ from typing import Any
 
 from migrator import formatting
 from migrator.cli import arguments, output
-from migrator.find import Found, all_ranks
+from migrator.find_rank import Found, all_ranks
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.cuda.pairing import short
 

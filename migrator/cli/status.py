@@ -13,7 +13,7 @@ from typing import Any
 
 from migrator import formatting
 from migrator.cli import arguments, output
-from migrator.moves import Gate, Move, moves_and_gates
+from migrator.journals import Gate, Move, moves_and_gates
 from migrator.recover import unknown_move
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import SnapshotError

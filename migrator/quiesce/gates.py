@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iter
 from dataclasses import replace
 
 from migrator.cluster import Cluster
-from migrator.find import all_ranks
+from migrator.find_rank import all_ranks
 from migrator.quiesce.cut import Cut, Decision, Report, next_targets
 from migrator.quiesce.process_reports import (
     Membership,

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from migrator.progress import Lines, Live, Silent, show_on
+from migrator.progress_display import Lines, Live, Silent, show_on
 from migrator.protocol import Verdict
-from migrator.report import Ask, Event, MoveResult, PhaseTime
+from migrator.results import Event, MoveOptions, MoveResult, PhaseTime
 from snapshotd.api.errors import CriuFailed, OutcomeUnknown, Refused, Undone, Where
 from tests.cli.conftest import MOVE, FakeCluster, Migrator, a_rank
 
@@ -55,17 +55,17 @@ def failed(error: Undone | Refused | OutcomeUnknown, outcome: Verdict, where: Wh
 
 
 @pytest.fixture
-def drive(cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> Callable[[MoveResult], list[Ask]]:
+def drive(cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> Callable[[MoveResult], list[MoveOptions]]:
     """A driver whose moves end as told, after some events."""
 
-    def ends_with(result: MoveResult) -> list[Ask]:
-        asked: list[Ask] = []
+    def ends_with(result: MoveResult) -> list[MoveOptions]:
+        asked: list[MoveOptions] = []
 
         class Driver:
             def __init__(self, _: object, on_event: Callable[[Event], None]) -> None:
                 self.on_event = on_event
 
-            async def move(self, ask: Ask) -> MoveResult:
+            async def move(self, ask: MoveOptions) -> MoveResult:
                 asked.append(ask)
                 for phase in result.phases:
                     self.on_event(Event("phase-start", phase.name, 0, 0, 0, ""))
@@ -78,11 +78,11 @@ def drive(cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> Callable[[Mo
     return ends_with
 
 
-def test_a_move_that_worked(drive: Callable[[MoveResult], list[Ask]], migrator: Migrator) -> None:
+def test_a_move_that_worked(drive: Callable[[MoveResult], list[MoveOptions]], migrator: Migrator) -> None:
     asked = drive(moved())
     ran = migrator("move", "--rank", "1", "--to", "spare-1", "--job", "train", "--timeout", "60")
     assert ran.code == 0
-    assert asked == [Ask(1, "spare-1", "train", 60.0)]
+    assert asked == [MoveOptions(1, "spare-1", "train", 60.0)]
     assert ran.out.splitlines() == [
         "moved rank 1  node-2 → spare-1  pause 0.9 s",
         "  preflight 0.10  stream 1.00  clean 0.05  (seconds)",
@@ -95,7 +95,9 @@ def test_a_move_that_worked(drive: Callable[[MoveResult], list[Ask]], migrator: 
     ]
 
 
-def test_json_is_one_object_and_nothing_else(drive: Callable[[MoveResult], list[Ask]], migrator: Migrator) -> None:
+def test_json_is_one_object_and_nothing_else(
+    drive: Callable[[MoveResult], list[MoveOptions]], migrator: Migrator
+) -> None:
     drive(moved())
     ran = migrator("move", "--rank", "1", "--to", "spare-1", "--json")
     assert (ran.code, ran.err) == (0, "")
@@ -109,7 +111,7 @@ WHOLE = ["Prepare", "Begin", "PrepareDevice", "Freeze", "Stream", "Restore", "Co
 
 
 def test_a_gpu_rank_gets_a_table_of_where_the_pause_went(
-    drive: Callable[[MoveResult], list[Ask]], migrator: Migrator
+    drive: Callable[[MoveResult], list[MoveOptions]], migrator: Migrator
 ) -> None:
     parts = [PhaseTime("prepare", 9.0, 0), PhaseTime("park-out", 0.5, 25_000_000_000), PhaseTime("refill", 0.8, 25)]
     result = moved(device_bytes=25_000_000_000, parts=parts, longest_part=parts[2])
@@ -157,6 +159,31 @@ def test_a_whole_move_that_fails_by_the_real_driver(cluster: FakeCluster, migrat
     assert not cluster["spare-1"].called("Activate")
 
 
+LATE = Refused("nccl: communicator 01 has a symmetric-memory window", remedy="destroy the window")
+
+
+@pytest.mark.parametrize("step", ["Begin", "Freeze"])
+def test_refusal_after_the_first_preparing_step_is_undone(cluster: FakeCluster, migrator: Migrator, step: str) -> None:
+    """Exit code 10 promises that nothing was paused; a late refusal names its check, and says how long the job waited."""
+    cluster["node-1"].ranks = [a_rank("node-1")]
+    cluster["node-1"].failures[step] = LATE
+    ran = migrator("move", "--rank", "0", "--to", "spare-1", "--json")
+    assert (ran.code, ran.json["outcome"], ran.json["error"]) == (Undone.exit_code, "undone", "refused")
+    assert ran.json["reason"].startswith(LATE.message)
+    assert (ran.json["remedy"], ran.json["where"]) == (LATE.advice, Where.SOURCE_RUNNING)
+    assert ("; the job was paused for 0." in ran.json["reason"]) == (step == "Freeze") == (ran.json["pause_s"] > 0)
+    assert cluster["node-1"].called("Abort")
+    assert cluster["spare-1"].called("Discard")
+
+
+def test_refusal_by_the_first_preparing_step_is_refused(cluster: FakeCluster, migrator: Migrator) -> None:
+    cluster["node-1"].ranks = [a_rank("node-1")]
+    cluster["spare-1"].failures["Prepare"] = Refused("gpu: no free GPU of this kind")
+    ran = migrator("move", "--rank", "0", "--to", "spare-1", "--json")
+    assert (ran.code, ran.json["outcome"], ran.json["pause_s"]) == (Refused.exit_code, "refused", 0)
+    assert not cluster["node-1"].called("Begin")
+
+
 ENDS = [
     (Refused("2 checks refuse"), Verdict.REFUSED, Where.SOURCE_RUNNING, "running on source (node-2)"),
     (Undone("the target is full"), Verdict.UNDONE, Where.SOURCE_RUNNING, "running on source (node-2)"),
@@ -166,7 +193,7 @@ ENDS = [
 
 @pytest.mark.parametrize(("error", "outcome", "where", "shown"), ENDS, ids=[str(end[1]) for end in ENDS])
 def test_a_move_that_did_not(
-    drive: Callable[[MoveResult], list[Ask]],
+    drive: Callable[[MoveResult], list[MoveOptions]],
     migrator: Migrator,
     error: Undone | Refused | OutcomeUnknown,
     outcome: Verdict,
@@ -267,7 +294,7 @@ INTERRUPTIBLE = """
 import asyncio, sys
 import migrator.driver
 from migrator.protocol import Verdict
-from migrator.report import Event, MoveResult
+from migrator.results import Event, MoveResult
 from snapshotd.api.errors import Undone, Where
 from migrator.cli import main
 

@@ -152,7 +152,7 @@ def test_a_gate_that_opens_later_is_told_and_does_not_fail_the_move(cluster: Fak
     cluster["node-2"].gate_waits_for = "the source"
     ran = migrator("move", "--rank", "0", "--to", "spare-1")
     assert ran.code == 0
-    assert "the gates there open later: node-2: the source" in ran.err
+    assert "gates open later on node-2: the source" in ran.err
 
 
 # ---------------------------------------------------------------- preflight

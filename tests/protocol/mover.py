@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from migrator.protocol import ACTIVATE, COMMIT, TABLE, At, Step, Verdict, decide, next_step, undo_plan
+from migrator.protocol import ACTIVATE, COMMIT, PREPARE, TABLE, Asked, Step, Verdict, decide, undo_plan
 from snapshotd.moves.rules import CopyState, Mark, Outcome
 from tests.protocol.model import Model
 from tests.protocol.network import Copy
@@ -48,11 +48,11 @@ class Move:
     def _run(self) -> Verdict:
         done = 0
         try:
-            while (step := next_step(done)) is not None:
+            for step in TABLE:
                 self._ask(step)
                 done += 1
         except (Refused, Lost) as failed:
-            refused = isinstance(failed, Refused) and TABLE[done].phase == "preflight"
+            refused = isinstance(failed, Refused) and done < PREPARE
             return Verdict.REFUSED if refused else self._stop(done)
         return Verdict.MOVED
 
@@ -67,8 +67,8 @@ class Move:
         if outcome == "COMMIT":
             reached = max(reached, COMMIT + 1)
             with suppress(Lost, Refused):
-                while (next_one := next_step(reached)) is not None:
-                    self._ask(next_one)
+                for step in TABLE[reached:]:
+                    self._ask(step)
                     reached += 1
         if outcome == "COMMIT" and reached <= ACTIVATE:
             reached, outcome = self._ask_the_source(reached)
@@ -91,11 +91,11 @@ class Move:
 
     def _ask(self, step: Step) -> Answer:
         """One request; a step that answers with another outcome than it asks for has failed."""
-        if step.at is At.PEERS:
+        if step.asked is Asked.PEERS:
             return self._ask_peers(step)
-        if step.at is At.JOB:
+        if step.asked is Asked.JOB:
             return self._ask_job(step)
-        node = self.target if step.at is At.TARGET else self.source
+        node = self.target if step.asked is Asked.TARGET else self.source
         arguments: dict[str, tuple[object, ...]] = {
             "Prepare": (self.source,),
             "Begin": (self.target, self.nonce),

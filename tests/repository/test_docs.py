@@ -17,7 +17,7 @@ from prometheus_client import generate_latest
 import snapshotd.preflight
 from migrator.cli import program, run
 from migrator.cluster import Cluster
-from migrator.protocol import TABLE, diagram
+from migrator.protocol import TABLE, UNDO, diagram
 from snapshotd.api.errors import BY_CODE, BadConfig
 from snapshotd.config import Config
 from snapshotd.preflight import source, target
@@ -180,7 +180,7 @@ def test_diagram_is_printed_from_the_table() -> None:
 
 
 def test_steps_named_in_sentences_exist() -> None:
-    actions = {step.action for step in TABLE} | {step.undo for step in TABLE}
+    actions = {step.action for step in (*TABLE, *UNDO)}
     for page in PAGES:
         for name in re.findall(r"(?<!\*)\*([A-Z][A-Za-z]+)\*(?!\*)", page.read_text()):
             assert name in actions, f"{page.name} names the step {name}"

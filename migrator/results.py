@@ -11,7 +11,7 @@ from snapshotd.api.errors import Where
 
 
 @dataclass(frozen=True)
-class Ask:
+class MoveOptions:
     """One request of an operator."""
 
     rank: int

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol, TextIO
 
 from migrator import formatting
-from migrator.report import Event
+from migrator.results import Event
 
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress

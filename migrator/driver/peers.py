@@ -49,7 +49,7 @@ class Peers:
         self.touched: set[str] = set()
         self.stopped_s = 0.0
 
-    def take(self, rewires: Iterable[pb.Rewire]) -> None:
+    def set_connections(self, rewires: Iterable[pb.Rewire]) -> None:
         """The connections of the frozen rank."""
         by_node: dict[str, list[pb.Rewire]] = defaultdict(list)
         for rewire in rewires:
@@ -59,7 +59,7 @@ class Peers:
 
     async def check(self, rewires: Iterable[pb.Rewire], timeout_s: float) -> list[pb.Check]:
         """Preflight on every peer; one that does not answer is a refusal by name."""
-        self.take(rewires)
+        self.set_connections(rewires)
 
         async def ask(node: str) -> list[pb.Check]:
             try:

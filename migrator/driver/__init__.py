@@ -1,0 +1,63 @@
+"""Executes the table of `migrator/protocol.py` against real daemons.
+
+Invariant: the driver decides nothing. It asks, and the source's outcome record decides. If the driver dies at any point, the
+daemons finish or undo the move without it (`snapshotd/moves/rules.py`). After an error the driver never guesses: it asks the
+source for the record, and reports "unknown" if there is no answer.
+
+`walk.py` goes through the table, `steps.py` has one function per step, `undo.py` ends a move that failed, `run.py` has what a
+move in progress knows, `reporter.py` times its phases, `result.py` builds the result.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+
+from migrator.cluster import Cluster
+from migrator.driver import steps
+from migrator.driver.run import Run
+from migrator.driver.walk import Walk
+from migrator.find_rank import find_node, find_rank
+from migrator.results import CheckReport, Event, MoveOptions, MoveResult
+from snapshotd.api.errors import Refused
+
+
+class Driver:
+    """Moves ranks of one cluster."""
+
+    def __init__(self, cluster: Cluster, on_event: Callable[[Event], None]) -> None:
+        self.cluster = cluster
+        self.on_event = on_event
+
+    async def check(self, options: MoveOptions) -> CheckReport:
+        """Preflight only: nothing is paused, nothing is changed."""
+        async with self._run(options) as run:
+            await steps.preflight(run)
+            return CheckReport(run.found.node, options.to, run.found.rank, run.checks)
+
+    async def move(self, options: MoveOptions) -> MoveResult:
+        """One move, from start to end. If it is cancelled before COMMIT it is undone, after COMMIT it is finished.
+
+        Raises only for what is wrong before a daemon was asked to change anything (unknown rank, unreachable node). Every
+        later failure is in the result.
+        """
+        async with self._run(options) as run:
+            walk = Walk(run)
+            work = asyncio.create_task(walk.drive())
+            while True:
+                try:
+                    return await asyncio.shield(work)
+                except asyncio.CancelledError:
+                    if work.done():
+                        raise
+                    walk.interrupt(work)
+
+    @contextlib.asynccontextmanager
+    async def _run(self, options: MoveOptions) -> AsyncIterator[Run]:
+        find_node(self.cluster, options.to)
+        found = await find_rank(self.cluster, options.rank, options.job)
+        if found.node == options.to:
+            raise Refused(f"rank {options.rank} is already on {options.to}", remedy="choose another node with --to")
+        async with self.cluster.client(found.node) as source, self.cluster.client(options.to) as target:
+            yield Run(self.cluster, options, found, source, target, self.on_event)

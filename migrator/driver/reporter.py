@@ -1,0 +1,45 @@
+"""Reports a move while it runs: events for the command line, and the time of each phase."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+
+from migrator.results import Event, PhaseTime
+
+
+class Reporter:
+    """Times the phases of a move, and tells `on_event` about them."""
+
+    def __init__(self, on_event: Callable[[Event], None]) -> None:
+        self.on_event = on_event
+        self.phases: list[PhaseTime] = []
+        self.bytes_sent = 0
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        began, before = time.monotonic(), self.bytes_sent
+        self._emit("phase-start", name)
+        try:
+            yield
+        finally:
+            seconds, moved = time.monotonic() - began, self.bytes_sent - before
+            if self.phases and self.phases[-1].name == name:
+                self.phases[-1].seconds += seconds
+                self.phases[-1].bytes += moved
+            else:
+                self.phases.append(PhaseTime(name, seconds, moved))
+            self._emit("phase-end", name, seconds=seconds, bytes_=moved)
+
+    def sent(self, phase: str, bytes_: int, expected: int) -> None:
+        self.bytes_sent = bytes_
+        self._emit("bytes", phase, bytes_=bytes_, expected=expected)
+
+    def note(self, text: str) -> None:
+        self._emit("note", text=text)
+
+    def _emit(
+        self, kind: str, phase: str = "", *, seconds: float = 0, bytes_: int = 0, expected: int = 0, text: str = ""
+    ) -> None:
+        self.on_event(Event(kind, phase, seconds, bytes_, expected, text))

@@ -1,0 +1,42 @@
+"""The result of a move, from what the driver knows at its end."""
+
+from __future__ import annotations
+
+from migrator import formatting
+from migrator.driver.run import Run
+from migrator.protocol import Verdict
+from migrator.results import MoveResult
+from snapshotd.api.errors import SnapshotError, Undone, Where
+
+
+def result(run: Run, verdict: Verdict, reason: str, where: Where, error: SnapshotError | None) -> MoveResult:
+    """How the move ended. An undone move exits with 11, whatever the error, unless the rank itself has ended."""
+    keeps_code = verdict in {Verdict.REFUSED, Verdict.UNKNOWN} or where is Where.ENDED
+    exit_code = 0 if error is None else (error.exit_code if keeps_code else Undone.exit_code)
+    if verdict is Verdict.UNDONE and run.pause_s and where is not Where.ENDED:
+        still = " so far" if where is Where.SOURCE_FROZEN else ""
+        between = "\n  " if "\n" in reason else "; "
+        reason = f"{reason}{between}the job was paused for {formatting.seconds(run.pause_s)}{still}"
+    return MoveResult(
+        move=run.move,
+        job=run.found.rank.job,
+        rank=run.found.rank.rank,
+        source=run.found.node,
+        target=run.options.to,
+        outcome=verdict,
+        pause_s=run.pause_s,
+        bytes=run.total_bytes or run.reporter.bytes_sent,
+        phases=run.reporter.phases,
+        parts=run.parts,
+        gpu_pairs=[(pair.old_uuid, pair.new_uuid) for pair in run.prepared.gpu_pairs],
+        device_bytes=run.frozen.device_bytes,
+        device_bytes_left=run.frozen.device_bytes_left,
+        reason=reason,
+        where=where,
+        error_code=error.code if error is not None else "",
+        remedy=error.advice if error is not None else "",
+        exit_code=exit_code,
+        longest_part=max(run.parts[run.parts_before_pause :], key=lambda part: part.seconds, default=None),
+        warnings=list(run.frozen.warnings),
+        peers_stopped_s=run.peers.stopped_s,
+    )

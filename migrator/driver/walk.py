@@ -1,0 +1,71 @@
+"""Goes through the table, step by step, and keeps the lease alive meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+
+from migrator.driver import steps, undo
+from migrator.driver.result import result
+from migrator.driver.run import Run
+from migrator.protocol import COMMIT, PREPARE, TABLE, Step, Verdict
+from migrator.results import MoveResult
+from snapshotd.api.errors import Refused, SnapshotError, Timeout, Undone, Where
+
+
+class Walk:
+    """One walk through the table."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.began = time.monotonic()
+        self.renewing: asyncio.Task[None] | None = None
+
+    def interrupt(self, work: asyncio.Task[MoveResult]) -> None:
+        """Ctrl-C: before COMMIT the current step is cancelled and the move undone; after COMMIT it is finished."""
+        if self.run.reached < COMMIT:
+            work.cancel()
+        else:
+            self.run.reporter.note("the move is committed: finishing it")
+
+    async def drive(self) -> MoveResult:
+        run = self.run
+        try:
+            await steps.preflight(run)
+            steps.refuse_if_checks_do(run)
+            for run.reached in range(PREPARE, len(TABLE)):
+                step = TABLE[run.reached]
+                await steps.perform(run, step, self._time_left(step))
+                if step.action == "Begin":
+                    self.renewing = asyncio.create_task(self._renew())
+            return result(run, Verdict.MOVED, "", Where.TARGET_RUNNING, None)
+        except Refused as error:
+            if run.reached < PREPARE:
+                return result(run, Verdict.REFUSED, error.message, Where.SOURCE_RUNNING, error)
+            return await undo.end(run, error)
+        except (SnapshotError, asyncio.CancelledError) as error:
+            if run.reached < PREPARE and isinstance(error, SnapshotError):
+                raise  # only questions were asked: there is nothing to undo, and the error has its own exit code
+            return await undo.end(run, error if isinstance(error, SnapshotError) else Undone("interrupted"))
+        finally:
+            if self.renewing is not None:
+                self.renewing.cancel()
+                await asyncio.gather(self.renewing, return_exceptions=True)
+
+    def _time_left(self, step: Step) -> float:
+        """The step's own time-out, or what is left of --timeout, which counts up to COMMIT."""
+        limit_s = self.run.options.timeout_s
+        if limit_s is None or self.run.reached >= COMMIT:
+            return step.timeout_s
+        left_s = min(step.timeout_s, limit_s - (time.monotonic() - self.began))
+        if left_s <= 0:
+            raise Timeout(f"--timeout {limit_s:.0f} s expired before {step.phase}")
+        return left_s
+
+    async def _renew(self) -> None:
+        every_s = self.run.options.lease_s / 4
+        while True:
+            await asyncio.sleep(every_s)
+            with contextlib.suppress(SnapshotError):
+                await self.run.source.source.Renew(self.run.request, timeout_s=every_s)
