@@ -1,8 +1,8 @@
-"""Changes to criu's image files on the target, before the restore, with pycriu's own codec.
+"""Changes criu's image files on the target before the restore, with pycriu's own codec.
 
-A file that lost the name it was opened by while it has others is dumped by criu through a hard link of its own making,
-`link_remap.N`, that is gone when the dump is over. The restored rank is given the file by the name it travels under
-instead: then no process of it, and no name on the target, ever depends on a link that only criu and we know of.
+A file that lost the name it was opened by, but has others, is dumped by criu through a hard link that criu makes,
+`link_remap.N`, and removes after the dump. The restored rank opens the file by the name under which it is transferred
+instead, so that neither the rank nor a name on the target ever depends on criu's link.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from snapshotd.api.errors import Damaged, Where
 
 
 def mend(folder: Path, other_names: Mapping[str, str]) -> None:
-    """Mends what criu records but would not restore as it was.
+    """Corrects what criu records but would not restore unchanged.
 
-    `other_names`: of files whose name was removed, that name and the one they travel under. Raises Damaged where a file
-    criu made a link for is not among them.
+    `other_names` maps the removed name of a file to the name under which it is transferred. Raises Damaged if a file for
+    which criu made a link is not in it.
     """
     path = folder / "files.img"
     table = _load(path)
@@ -35,7 +35,7 @@ def mend(folder: Path, other_names: Mapping[str, str]) -> None:
 
 
 def ghosts(folder: Path) -> list[tuple[str, str]]:
-    """Of each unlinked file in the images: the name it had, and the one that the restore makes it under for a moment."""
+    """Of each unlinked file in the images: its former name, and the name that the restore gives it for a moment."""
     path = folder / "remap-fpath.img"
     if not path.exists():
         return []
@@ -51,7 +51,7 @@ def ghosts(folder: Path) -> list[tuple[str, str]]:
 
 
 def _without_links(folder: Path, files: list[dict[str, Any]], other_names: Mapping[str, str]) -> list[dict[str, Any]]:
-    """The files without criu's links, each file that had one under the name it travels by."""
+    """The files without criu's links; each file that had one gets the name under which it is transferred."""
     path = folder / "remap-fpath.img"
     if not path.exists():
         return files
@@ -63,7 +63,9 @@ def _without_links(folder: Path, files: list[dict[str, Any]], other_names: Mappi
         if entry["type"] == "REG" and entry["id"] in links:
             removed = entry["reg"]["name"]
             if removed not in other_names:
-                raise Damaged(f"{removed} was removed, and no other name of it travels", where=Where.SOURCE_FROZEN)
+                raise Damaged(
+                    f"{removed} was removed, and no other name of it is transferred", where=Where.SOURCE_FROZEN
+                )
             entry["reg"]["name"] = other_names[removed]
     remaps["entries"] = [entry for entry in remaps["entries"] if entry["orig_id"] not in links]
     _store(path, remaps)
@@ -83,13 +85,13 @@ def _store(path: Path, table: dict[str, Any]) -> None:
 
 
 def _forget_size(file: dict[str, Any]) -> None:
-    """A log that others go on appending to is no obstacle. That files are the same on both nodes is preflight's question."""
+    """A log to which others append must not fail the restore. Preflight checks that files are equal on both nodes."""
     file.pop("size", None)
 
 
 def _rearm(timer: dict[str, Any]) -> None:
-    """A periodic timerfd that has expired and was not read yet: the kernel shows no time left, and criu would restore that
-    as a timer that is off. One nanosecond left is the same timer, expired, and still periodic."""
+    """A periodic timerfd that has expired and was not read: the kernel shows no time left, and criu would restore it
+    disarmed. With one nanosecond left it is the same timer: expired, and still periodic."""
     periodic = int(timer["isec"]) or int(timer["insec"])
     if periodic and not int(timer["vsec"]) and not int(timer["vnsec"]):
         timer["vnsec"] = 1

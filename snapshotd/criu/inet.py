@@ -1,13 +1,13 @@
-"""Inet sockets in criu's images, on the target before the restore: new addresses, and connections that end here.
+"""Rewrites inet sockets in criu's images on the target, before the restore: new addresses, and connections to be ended.
 
-criu restores what the image says: a connection from an address that the target does not have would be restored and then
-hang for ever. So every address in the image is accounted for, or the restore is not tried.
+criu restores what the image contains: a connection from an address that the target does not have would be restored and then
+hang for ever. So every address in the image must be accounted for, or the restore is not tried.
 
-criu's own `tcp_close` shuts down every connection of the image, never some. What it does is done here to single ones:
-without a remote port criu makes a plain socket, and with both directions shut down it is a closed one. That reads as a
-clean end of the stream; `snapshotd.net.reset` makes a reset of it once it exists.
+criu's own `tcp_close` shuts down every connection of the image. The same is done here to single ones: without a remote port
+criu makes a plain socket, and with both directions shut down it is closed. That reads as a normal end of the stream;
+`snapshotd.net.reset` turns it into a reset once it exists.
 
-The image as it was dumped is kept beside the changed one, so that the same or another rewriting may follow.
+The dumped image is kept beside the changed one, so that the rewriting can be repeated or replaced.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from pycriu import images
 from snapshotd.api.errors import Internal, Where
 from snapshotd.net.flows import Address, Pair
 
-#: (local, remote) of an end; remote is None for what is not connected: listeners, and sockets that are only bound.
-Ends = tuple[Address, Address | None]
+#: (local, remote) of a socket; remote is None if it is not connected: listeners, and sockets that are only bound.
+Endpoints = tuple[Address, Address | None]
 
 _CLOSE = 7
 _MAPPED = b"\0" * 10 + b"\xff\xff"
@@ -34,38 +34,41 @@ _MAPPED = b"\0" * 10 + b"\xff\xff"
 
 @dataclass(frozen=True)
 class Rewritten:
-    """What was done. `closed` is where the ended connections will be: (pid in the rank's own pid namespace, descriptor)."""
+    """The result. `closed` locates the ended connections: (pid in the rank's own pid namespace, descriptor)."""
 
     changed: int
     closed: tuple[tuple[int, int], ...]
 
 
 def rewrite(
-    folder: Path, changes: Mapping[Ends, Ends], closed: Iterable[Pair] = (), own: Collection[str] | None = None
+    folder: Path,
+    changes: Mapping[Endpoints, Endpoints],
+    closed: Iterable[Pair] = (),
+    own: Collection[str] | None = None,
 ) -> Rewritten:
-    """Gives the image's sockets their new ends and ends the connections in `closed`, and those that were dead already.
+    """Gives the image's sockets their new endpoints. Ends the connections in `closed`, and those that were dead already.
 
-    `own` is the target's IP addresses: a socket that would be left with another local one, loopback and wildcard aside, is
-    an error. So is a change without a socket in the image. The image is then as it was.
+    `own` is the target's IP addresses: a socket that would keep another local address, except loopback and wildcard, is an
+    error. So is a change without a socket in the image. The image is unchanged after an error.
     """
     path, dumped = folder / "files.img", folder / "files.img.dumped"
     with (dumped if dumped.exists() else path).open("rb") as file:
         table = images.load(file)
     ending = set(closed)
-    unmet: set[Ends] = {*changes, *ending}
+    unmet: set[Endpoints] = {*changes, *ending}
     ended: set[int] = set()
     changed = 0
     for entry in (entry["isk"] for entry in table["entries"] if entry["type"] == "INETSK"):
-        ends = _ends(entry)
-        unmet.discard(ends)
+        endpoints = _ends(entry)
+        unmet.discard(endpoints)
         if _is_dead(entry):
-            unmet.discard((ends[0], None))  # to the kernel it is bound and no longer connected
+            unmet.discard((endpoints[0], None))  # for the kernel it is bound and no longer connected
             _end(entry)
-        elif ends in ending:
+        elif endpoints in ending:
             _end(entry)
             ended.add(entry["id"])
-        elif ends in changes:
-            _change(entry, *changes[ends])
+        elif endpoints in changes:
+            _change(entry, *changes[endpoints])
             changed += 1
         local = _ends(entry)[0]
         if own is not None and local.port and not (local.loopback or local.wildcard or local.ip in own):
@@ -76,8 +79,8 @@ def rewrite(
     return Rewritten(changed, tuple(_descriptors(folder, ended)) if ended else ())
 
 
-def listed(folder: Path) -> list[Ends]:
-    """The ends of every inet socket in the image."""
+def listed(folder: Path) -> list[Endpoints]:
+    """The endpoints of every inet socket in the image."""
     with (folder / "files.img").open("rb") as file:
         table = images.load(file)
     return [_ends(entry["isk"]) for entry in table["entries"] if entry["type"] == "INETSK"]
@@ -99,21 +102,23 @@ def _wrong(message: str) -> Internal:
 # ---------------------------------------------------------------- one socket
 
 
-def _ends(entry: Mapping[str, Any]) -> Ends:
+def _ends(entry: Mapping[str, Any]) -> Endpoints:
     local = _address(entry["family"], entry["src_addr"], entry["src_port"])
     remote = _address(entry["family"], entry["dst_addr"], entry["dst_port"])
     return local, remote if remote.port else None
 
 
 def _address(family: int, words: list[int], port: int) -> Address:
-    """criu copies an address from memory into words, so they are in this machine's byte order."""
+    """criu copies an address from memory into 32-bit words, so they are in this machine's byte order."""
     count = 4 if family == socket.AF_INET6 else 1
     return Address(socket.inet_ntop(family, struct.pack(f"={count}I", *words[:count])), port)
 
 
 def _change(entry: dict[str, Any], local: Address, remote: Address | None) -> None:
     if (remote is None) != (entry["dst_port"] == 0):
-        raise _wrong(f"{_ends(entry)[0]} cannot become {local} → {remote}: it would be connected before or after alone")
+        raise _wrong(
+            f"{_ends(entry)[0]} cannot become {local} → {remote}: it must be connected both before and after, or neither"
+        )
     for name, address in (("src", local), ("dst", remote)):
         if address is not None:
             entry[f"{name}_addr"] = _words(entry, address)
@@ -133,13 +138,13 @@ def _words(entry: Mapping[str, Any], address: Address) -> list[int]:
 
 
 def _is_dead(entry: Mapping[str, Any]) -> bool:
-    """A connection that was reset or timed out before the move, which the application has not closed yet: criu still
-    has both addresses, although the kernel lists it nowhere."""
+    """A connection that was reset or timed out before the move and was not closed yet: criu still has both addresses,
+    although it is in no table of the kernel."""
     return bool(entry["proto"] == socket.IPPROTO_TCP and entry["state"] == _CLOSE and entry["dst_port"])
 
 
 def _end(entry: dict[str, Any]) -> None:
-    """Unconnected and unbound: its address may not exist here, and its port may be another's by now."""
+    """Unconnected and unbound: its address may not exist here, and its port may be in use."""
     for name in ("src", "dst"):
         entry[f"{name}_port"] = 0
         entry[f"{name}_addr"] = [0] * len(entry[f"{name}_addr"])
@@ -148,11 +153,11 @@ def _end(entry: dict[str, Any]) -> None:
     entry["shutdown"] = "BOTH"
 
 
-# ---------------------------------------------------------------- who has it
+# ---------------------------------------------------------------- descriptors
 
 
 def _descriptors(folder: Path, files: Collection[int]) -> list[tuple[int, int]]:
-    """(pid, descriptor) of these open files, each file once: by any of the processes that have it."""
+    """(pid, descriptor) of these open files, each file once, for any of the processes that hold it."""
     left = set(files)
     found = []
     for process in _entries(folder / "pstree.img"):

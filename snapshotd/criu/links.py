@@ -1,12 +1,11 @@
-"""The names that criu makes in the rank's directories: in a dump, hard links to files whose own name was removed, so that
-it has a name for them; in a restore, unlinked files, which are first made under a name.
+"""Removes temporary names that a killed criu left in the rank's directories: in a dump, hard links to files whose own name
+was removed; in a restore, unlinked files, which are first created under a name.
 
-Criu removes both itself, whether it succeeded or not. One that is killed cannot: they would stay in /dev/shm for ever, with
-all their memory, and a later dump or restore that numbers its files alike would fail on them. So what criu may make is
-written down before it begins, and looked for afterwards.
+Criu removes both itself, also after a failure, but not if it is killed. They would stay in /dev/shm for ever, with all their
+memory, and a later dump or restore with the same numbers would fail because of them. So the names that criu may create are
+recorded before it starts, and searched for afterwards.
 
-Invariant: a name is removed only if criu would give it and it leads to a file that was written down, or was free when it
-was.
+Invariant: a name is removed only if it has criu's form and belongs to a recorded file, or was free when it was recorded.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ Linked = tuple[str, int, int]
 
 
 def linked(names: Iterable[str]) -> list[Linked]:
-    """Where criu may make links, given a remaining name of each file. Blocking."""
+    """Where criu may make links, given a remaining name of each file. Blocks."""
     found: list[Linked] = []
     for name in sorted(set(names)):
         stat = os.stat(name)
@@ -35,7 +34,7 @@ def linked(names: Iterable[str]) -> list[Linked]:
 
 
 def sweep(files: Iterable[Linked]) -> None:
-    """Removes what a killed dump left beside these files. Criu is gone when this is called. Blocking."""
+    """Removes what a killed dump left beside these files. Criu must have exited. Blocks."""
     inodes: dict[str, set[tuple[int, int]]] = {}
     for folder, device, inode in files:
         inodes.setdefault(folder, set()).add((device, inode))
@@ -50,21 +49,21 @@ def sweep(files: Iterable[Linked]) -> None:
                         log.warning("removed %s, a link that criu left", path)
 
 
-#: The name an unlinked file had, and the one criu makes it under.
+#: The former name of an unlinked file, and the one under which criu creates it.
 Ghost = tuple[str, str]
 
 
 def free(ghosts: Iterable[Ghost]) -> list[Ghost]:
-    """Those whose name in the restore is nobody's yet. Blocking."""
+    """Those whose name in the restore does not exist yet. Blocks."""
     return [ghost for ghost in ghosts if not os.path.lexists(ghost[1])]
 
 
 def sweep_ghosts(ghosts: Iterable[Ghost]) -> None:
-    """Removes what a killed restore left of these. Criu is gone when this is called. Blocking."""
+    """Removes what a killed restore left of these. Criu must have exited. Blocks."""
     for name, made in dict.fromkeys(ghosts):
         with contextlib.suppress(FileNotFoundError):
             stat = os.lstat(made)
-            for path in (name, f"{name}.cr_link"):  # it is opened by one of these, which is then removed again
+            for path in (name, f"{name}.cr_link"):  # it is opened by one of these names, which is then removed
                 with contextlib.suppress(FileNotFoundError):
                     if os.path.samestat(stat, os.lstat(path)):
                         os.unlink(path)

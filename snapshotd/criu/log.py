@@ -1,4 +1,4 @@
-"""What criu's log says about a failure: its `Error` lines with the lines before them."""
+"""Excerpts from criu's log for error messages: its `Error` lines with the lines before them."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import re
 from pathlib import Path
 
 _ERROR = re.compile(r"\bError\b")
-#: In every log, of good runs too: never the cause.
+#: In every log, also of successful runs: never the cause.
 _HARMLESS = re.compile(r"RLIMIT_NOFILE|Unable to load .*apparmor|Could not initialize kernel features detection")
 
 
 def excerpt(log_path: Path, *, before: int = 2, most_lines: int = 24) -> str:
-    """The error lines of a log, each with `before` lines of context; "" when there is no log or no error in it."""
+    """The error lines of a log, each with `before` lines of context; "" if there is no log, or no error in it."""
     try:
         lines = log_path.read_text(errors="replace").splitlines()
     except OSError:

@@ -1,10 +1,10 @@
-"""One `criu swrk` process, spoken to over a SEQPACKET pair with pycriu's messages.
+"""One `criu swrk` process, controlled over a SEQPACKET socket pair with pycriu's messages.
 
 pycriu's own `criu.py` forks in-process and ignores notifications, so only its message types are used. A session takes one
-request; criu then ends. Criu runs outside the daemon's cgroup, in the namespaces of the rank: in the daemon's mount
+request; then criu exits. Criu runs outside the daemon's cgroup, in the namespaces of the rank: in the daemon's mount
 namespace it would see other mounts than the rank ("unreachable sharing"), in another pid namespace other pids.
 
-If this session dies (criu killed, daemon killed) the rank stays as SIGSTOP and its cgroup hold it.
+If criu or the daemon is killed, the rank stays stopped (SIGSTOP) and frozen.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ import shim
 from snapshotd.api.errors import CriuFailed, Timeout, Where
 from snapshotd.criu.log import excerpt
 
-#: A request or an answer is far smaller than this.
+#: Requests and responses are far smaller than this.
 _MESSAGE_BYTES = 1 << 20
 
-#: Reads other users' limits where root lacks CAP_SYS_RESOURCE; see the file's own comment.
+#: Reads other users' limits where root lacks CAP_SYS_RESOURCE; see the comment in its source.
 _LIMITS = Path(shim.__file__).with_name("lib") / "libcriulimits.so"
 
 OnNotify = Callable[[str, int], Awaitable[None]]
 
 
 def swrk_pair() -> tuple[socket.socket, socket.socket]:
-    """(ours, criu's): the socket pair of a session; ours does not block."""
+    """(ours, criu's): the socket pair of a session; ours is non-blocking."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setblocking(False)
     return ours, theirs
@@ -57,9 +57,9 @@ async def spawn_in(criu: str, member_pid: int, cgroup: Path, theirs: socket.sock
 async def ask(
     ours: socket.socket, request: rpc.criu_req, *, log_path: Path, timeout_s: float, where: Where, on_notify: OnNotify
 ) -> rpc.criu_resp:
-    """Sends the one request and answers notifications until the answer comes.
+    """Sends the request and answers notifications until the response arrives.
 
-    `where` is where the rank is if this fails. Raises CriuFailed with the lines of criu's log that say why.
+    `where` is the state of the rank if this fails. Raises CriuFailed with the relevant lines of criu's log.
     """
     loop = asyncio.get_running_loop()
 
@@ -68,7 +68,7 @@ async def ask(
         while True:
             data = await loop.sock_recv(ours, _MESSAGE_BYTES)
             if not data:
-                raise CriuFailed(f"criu ended without an answer\n{excerpt(log_path)}".rstrip(), where=where)
+                raise CriuFailed(f"criu exited without a response\n{excerpt(log_path)}".rstrip(), where=where)
             answer = rpc.criu_resp.FromString(data)
             if answer.type != rpc.NOTIFY:
                 return answer
@@ -82,13 +82,13 @@ async def ask(
     try:
         answer = await asyncio.wait_for(talk(), timeout_s)
     except TimeoutError as error:
-        raise Timeout(f"criu did not answer within {timeout_s:.0f} s\n{excerpt(log_path)}", where=where) from error
+        raise Timeout(f"criu did not finish within {timeout_s:.0f} s\n{excerpt(log_path)}", where=where) from error
     except (BrokenPipeError, ConnectionResetError) as error:
         raise CriuFailed(f"criu was killed\n{excerpt(log_path)}".rstrip(), where=where) from error
     if not answer.success:
         code = f" ({os.strerror(answer.cr_errno)})" if answer.cr_errno else ""
-        # cr_errmsg is not quoted: it is the log's first error line, which is the harmless one
-        raise CriuFailed(f"criu could not do it{code}\n{excerpt(log_path)}".rstrip(), where=where)
+        # cr_errmsg is not quoted: it is the first error line of the log, which is the harmless one
+        raise CriuFailed(f"criu failed{code}\n{excerpt(log_path)}".rstrip(), where=where)
     return answer
 
 
@@ -97,8 +97,8 @@ def _notified(*, ok: bool) -> bytes:
 
 
 def _options(images: Path, log_file: str) -> rpc.criu_opts:
-    """What dump and restore share. The path, not a descriptor: criu would look a descriptor up under our pid, which it
-    cannot see from another pid namespace."""
+    """The options that dump and restore share. A path instead of a descriptor: criu would look that up by our pid, which is
+    not visible from another pid namespace."""
     return rpc.criu_opts(
         images_dir_fd=-1,
         images_dir=str(images),
@@ -116,10 +116,10 @@ def _options(images: Path, log_file: str) -> rpc.criu_opts:
 
 
 def dump_request(images: Path, inner_pid: int, cgroup: Path, external: Sequence[str]) -> rpc.criu_req:
-    """Dump the tree of `inner_pid` (as its own pid namespace numbers it); it stays stopped, its cgroup frozen.
+    """Dumps the tree of `inner_pid` (a pid of its own pid namespace); it stays stopped, its cgroup frozen.
 
-    leave_running on a cgroup that was frozen before puts it back as it was: frozen (measured; leave_stopped would
-    leave sockets in repair mode)."""
+    leave_running on a cgroup that was frozen before leaves it frozen (measured). leave_stopped would leave sockets in repair
+    mode."""
     options = _options(images, "dump.log")
     options.pid = inner_pid
     options.leave_running = True
@@ -131,13 +131,13 @@ def dump_request(images: Path, inner_pid: int, cgroup: Path, external: Sequence[
 
 
 def restore_request(images: Path, inherit: Sequence[tuple[str, int]]) -> rpc.criu_req:
-    """Restore the tree, stopped as it was dumped, as a child of criu's parent, the keeper.
+    """Restores the tree, stopped as it was dumped, as a child of criu's parent, the keeper.
 
-    auto_dedup punches each page out of the image as it is put in place: the target never holds the rank twice."""
+    auto_dedup removes each page from the image as it is restored: the target never holds the rank twice."""
     options = _options(images, "restore.log")
     options.rst_sibling = True
     options.auto_dedup = True
-    options.leave_stopped = True  # even if somebody's SIGCONT came between the freeze and the dump
+    options.leave_stopped = True  # even if a SIGCONT arrived between the freeze and the dump
     for key, fd in inherit:
         options.inherit_fd.append(rpc.inherit_fd(key=key, fd=fd))
     return rpc.criu_req(type=rpc.RESTORE, opts=options)

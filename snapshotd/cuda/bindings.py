@@ -1,7 +1,7 @@
-"""The CUDA driver's process checkpoint, through ctypes: what of libcuda.so.1 is used, and its errors by the driver's names.
+"""The CUDA driver's process checkpoint, through ctypes: the functions of libcuda.so.1, and errors by the driver's names.
 
-Loaded in the helper process alone: any of these calls can hang for ever (a stopped process answers nothing). Calls block
-without the interpreter's lock, so each may run in a thread of its own.
+Loaded in the helper process alone: any of these calls can hang for ever (a stopped process does not answer). Calls release
+the interpreter's lock, so each may run in its own thread.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from uuid import UUID
 
 LIBRARY = "libcuda.so.1"
 
-#: cuDriverGetVersion() of the first driver (r580) whose restore takes pairs of GPUs; before, the field was reserved.
+#: cuDriverGetVersion() of the first driver (r580) whose restore takes pairs of GPUs; the field was reserved before.
 PAIRS_SINCE = 13000
 
 SUCCESS = "CUDA_SUCCESS"
 
 
 class DriverError(Exception):
-    """The driver said no. `name` is what it calls that: CUDA_ERROR_ILLEGAL_STATE."""
+    """The driver returned an error. `name` is the driver's name for it, such as CUDA_ERROR_ILLEGAL_STATE."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -29,15 +29,15 @@ class DriverError(Exception):
 
 
 class Unusable(Exception):
-    """There is no driver to ask. `no_gpu`: because the node has no GPU, which is nobody's mistake."""
+    """There is no usable driver. `no_gpu`: because the node has no GPU, which is not an error."""
 
-    def __init__(self, words: str, *, no_gpu: bool) -> None:
-        super().__init__(words)
+    def __init__(self, reason: str, *, no_gpu: bool) -> None:
+        super().__init__(reason)
         self.no_gpu = no_gpu
 
 
 class LockArgs(ctypes.Structure):
-    """CUcheckpointLockArgs. All argument structures are 64 bytes; what is reserved has to be zero."""
+    """CUcheckpointLockArgs. All argument structures are 64 bytes; reserved fields must be zero."""
 
     _fields_: ClassVar = [
         ("timeoutMs", ctypes.c_uint),  # 0: no limit
@@ -74,7 +74,7 @@ class Function:
     arguments: tuple[Any, ...]
 
 
-#: Every function used. All return a CUresult; a driver that lacks one is too old for the calls that need it.
+#: All functions used. All return a CUresult. A driver that lacks one is too old for the calls that need it.
 FUNCTIONS = (
     # CUresult cuInit(unsigned int Flags)
     Function("cuInit", (ctypes.c_uint,)),
@@ -96,18 +96,18 @@ FUNCTIONS = (
     Function("cuCheckpointProcessGetRestoreThreadId", (ctypes.c_int, ctypes.POINTER(ctypes.c_int))),
 )
 
-#: cuInit's answers that mean: no GPU here.
+#: Errors of cuInit that mean that the node has no GPU.
 _NO_GPU = ("CUDA_ERROR_NO_DEVICE", "CUDA_ERROR_STUB_LIBRARY")
 
 
 class Driver:
-    """libcuda.so.1, loaded and initialised. Unusable where that cannot be."""
+    """libcuda.so.1, loaded and initialised. Unusable if that fails."""
 
     def __init__(self) -> None:
         try:
             self._library = ctypes.CDLL(LIBRARY)
         except OSError as error:
-            absent = "No such file" in str(error)  # else it is there, for another architecture say
+            absent = "No such file" in str(error)  # otherwise it exists, for another architecture for example
             raise Unusable(f"{LIBRARY} cannot be loaded: {error}", no_gpu=absent) from error
         for function in FUNCTIONS:
             entry = getattr(self._library, function.name, None)
@@ -142,7 +142,7 @@ class Driver:
         return state.value
 
     def lock(self, pid: int, timeout_ms: int) -> None:
-        """Waits until the work of the process is done and lets it start no more."""
+        """Waits until the process's GPU work is done and lets it start no more."""
         self._call("cuCheckpointProcessLock", pid, ctypes.byref(LockArgs(timeoutMs=max(1, timeout_ms))))
 
     def checkpoint(self, pid: int) -> None:
@@ -163,12 +163,12 @@ class Driver:
         self._call("cuCheckpointProcessUnlock", pid, None)
 
     def restore_thread(self, pid: int) -> int:
-        """The thread of the process that does the driver's work, numbered as in the process's own pid namespace."""
+        """The thread in which the driver works, numbered as in the process's own pid namespace."""
         thread = ctypes.c_int()
         self._call("cuCheckpointProcessGetRestoreThreadId", pid, ctypes.byref(thread))
         return thread.value
 
 
 def _uuid(text: str) -> Uuid:
-    """ "GPU-0d5ac1e4-…" as the driver wants it."""
+    """ "GPU-0d5ac1e4-…" in the driver's format."""
     return Uuid((ctypes.c_ubyte * 16)(*UUID(text.removeprefix("GPU-")).bytes))

@@ -1,15 +1,15 @@
-"""The process that talks to the CUDA driver and to NVML, so that the daemon does not: `python -m snapshotd.cuda.helper`.
+"""The process that uses the CUDA driver and NVML, so that the daemon does not: `python -m snapshotd.cuda.helper`.
 
-Requests come on stdin, one JSON object per line, and are answered on stdout in the order they finish:
+Reads requests from stdin, one JSON object per line, and answers on stdout in the order they finish:
 
     {"id": 7, "call": "lock", "pid": 4711, "start_ticks": 99, "timeout_ms": 5000}
     {"id": 7, "error": "CUDA_ERROR_NOT_READY"}
 
-An answer has "error" (the driver's name, "" when it went well), or "gone" (it is not that process any more), or
-"unusable" (no driver to ask, in words; "no_gpu" beside it says whether that is a mistake), and what was asked for.
+An answer has "error" (the driver's name for it, "" on success), or "gone" (the pid is not that process any more), or
+"unusable" (why there is no driver, with "no_gpu": whether because there is no GPU), and the result.
 
-Every call has a thread of its own: one that hangs holds up nobody but itself. This process knows no time limit; the
-daemon kills it. It ends with its stdin, and with the daemon. It must never outlive it: it would go on changing ranks.
+Every call has its own thread, so one that hangs delays no other. This process has no time limits; the daemon kills it.
+It ends with its stdin and with the daemon. It must never outlive the daemon: it would go on changing ranks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Answer = dict[str, Any]
 
 
 class Calls:
-    """Everything that can be asked. The libraries are loaded by the first call that needs them."""
+    """All calls. The libraries are loaded by the first call that needs them."""
 
     def __init__(self) -> None:
         self._once = threading.Lock()
@@ -56,7 +56,7 @@ class Calls:
     def _inventory(self, request: Answer) -> Answer:
         from snapshotd.cuda import nvml
 
-        return nvml.look()
+        return nvml.inventory()
 
     def _init(self, request: Answer) -> Answer:
         return {"version": self._cuda().version}
@@ -86,7 +86,7 @@ class Calls:
 
 
 def _verified(request: Answer) -> int:
-    """The pid, verified as late as possible. Raises ProcessLookupError if it is not, or no longer, that process.
+    """The pid, verified as late as possible. Raises ProcessLookupError if it is not that process (any more).
 
     Not tree.Process.alive(): that module imports gRPC, which would be most of this process's memory."""
     pid = int(request["pid"])
@@ -97,7 +97,7 @@ def _verified(request: Answer) -> int:
 
 
 def answer(calls: Calls, request: Answer) -> Answer:
-    """What came of one request. Whatever goes wrong is an answer: a request without one would only time out."""
+    """The answer to one request. Every failure is an answer too: a request without one would only time out."""
     call = calls.by_name.get(str(request.get("call")))
     if call is None:
         return {"error": f"unknown call {request.get('call')!r}"}
@@ -114,10 +114,12 @@ def answer(calls: Calls, request: Answer) -> Answer:
 
 
 def main() -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a daemon that died before this: stdin has ended
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C at the daemon's terminal is for the daemon to decide about
+    ctypes.CDLL(None).prctl(
+        _PR_SET_PDEATHSIG, signal.SIGKILL
+    )  # if the daemon died before this, stdin is at end of file
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the daemon decides what Ctrl-C at its terminal means
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what a library prints must not look like an answer
+    os.dup2(2, 1)  # output of a library must not be taken for an answer
     calls, writing = Calls(), threading.Lock()
 
     def serve(request: Answer) -> None:

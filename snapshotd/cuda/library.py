@@ -1,4 +1,4 @@
-"""What can be told of the driver without loading its libraries, which the daemon must never do."""
+"""Finds the driver without loading its libraries, which the daemon must never do."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _DEFAULT_DIRS = ("/lib64", "/usr/lib64", "/lib", "/usr/lib")
 
 
 def found(name: str, library_dir: str) -> bool:
-    """Whether `name` is in `library_dir` or where the loader looks."""
+    """Whether `name` is in `library_dir` or in the loader's search path."""
     dirs = [library_dir, *os.environ.get("LD_LIBRARY_PATH", "").split(":"), *_DEFAULT_DIRS]
     if any(folder and os.path.exists(os.path.join(folder, name)) for folder in dirs):
         return True
@@ -25,18 +25,18 @@ def found(name: str, library_dir: str) -> bool:
         cache = _CACHE.read_bytes()
     except OSError:
         return False
-    # Zero-terminated strings; a name is mostly stored as the end of its path alone.
+    # Zero-terminated strings; a name is usually stored only as the end of its path.
     return any(before + name.encode() + b"\0" in cache for before in (b"/", b"\0"))
 
 
 def driver_loaded() -> bool:
-    """Whether the kernel has NVIDIA's driver, so that GPUs are to be expected."""
+    """Whether the kernel has loaded NVIDIA's driver, so that GPUs are expected."""
     return os.path.exists("/dev/nvidiactl")
 
 
 def holds_cuda(pid: int) -> bool:
-    """Whether the driver's threads are in the process. They stay there while it is checkpointed, and a program that only
-    tried to initialise CUDA has none."""
+    """Whether the process has threads of the driver. They stay during a checkpoint, and a program that only tried to
+    initialise CUDA has none."""
     try:
         return any(_DRIVER_THREAD.fullmatch(name) for name in thread_names(pid).values())
     except OSError:

@@ -1,6 +1,6 @@
-"""What NVML tells about the node's GPUs, as plain values. Runs in the helper process alone: NVML can hang too.
+"""The inventory of the node's GPUs from NVML, as plain values. Runs in the helper process alone: NVML can hang too.
 
-One GPU that does not answer must not hide the others: its error is told beside what is known.
+One GPU that does not answer must not hide the others: its error is reported beside them.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from snapshotd.cuda.bindings import Unusable
 _once = threading.Lock()
 _initialised = False
 
-#: nvmlInit's answers that mean: no GPU here.
+#: Errors of nvmlInit that mean that the node has no GPU.
 _NO_GPU = (pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
 
 
-def look() -> dict[str, Any]:
-    """{"driver_version", "gpus": […], "problem"}, as inventory.from_answer reads it. Unusable where there is no NVML."""
+def inventory() -> dict[str, Any]:
+    """{"driver_version", "gpus": […], "problem"}, as inventory.from_answer expects it. Unusable if there is no NVML."""
     global _initialised
     with _once:
         if not _initialised:
@@ -62,19 +62,19 @@ def _gpu(index: int) -> dict[str, Any]:
 
 
 def _processes(handle: Any) -> list[dict[str, Any]]:
-    """Who computes on it, each once: a client of the multi-process service may be in both of NVML's lists."""
+    """The processes that use it, each once: a client of the multi-process service may be in both of NVML's lists."""
     lists = (pynvml.nvmlDeviceGetComputeRunningProcesses, False), (pynvml.nvmlDeviceGetMPSComputeRunningProcesses, True)
     by_pid = {}
-    for ask, mps in lists:
-        for each in _where_supported(ask, handle) or ():
+    for query, mps in lists:
+        for each in _where_supported(query, handle) or ():
             by_pid[each.pid] = {"pid": each.pid, "memory_bytes": each.usedGpuMemory or 0, "mps": mps}
     return [by_pid[pid] for pid in sorted(by_pid)]
 
 
-def _where_supported(ask: Callable[[Any], Any], handle: Any) -> Any:
-    """The answer, None from a GPU or driver that does not know the question."""
+def _where_supported(query: Callable[[Any], Any], handle: Any) -> Any:
+    """The result, None if the GPU or driver does not support the call."""
     try:
-        return ask(handle)
+        return query(handle)
     except (pynvml.NVMLError_NotSupported, pynvml.NVMLError_FunctionNotFound):
         return None
 

@@ -1,8 +1,8 @@
-"""Which GPU of the target takes the place of which GPU of the source. Pure: facts in, pairs and a reason in words out.
+"""Chooses the GPUs of the target that replace those of the source. Pure: facts in, pairs and a description out.
 
-Invariant: the pairs name every GPU of the source node exactly once and no GPU of the target twice, because the driver's
-restore wants just that. Preflight's refusals come from this same code, so that a passed check and a failed choice cannot
-be had of the same facts. Nothing is reserved here: whoever calls does that.
+Invariant: the pairs name every GPU of the source node exactly once and no GPU of the target twice, as the driver's restore
+requires. Preflight's refusals come from the same code, so that a passed check and a failed choice are impossible with the
+same facts. Nothing is reserved here: the caller does that.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from snapshotd.api.errors import Refused, Where
 #: The first driver whose restore can put a process on another GPU (CUcheckpointRestoreArgs.gpuPairs).
 PAIRING_DRIVER = 580
 
-#: Chips of one kind differ a little in the memory they report (ECC, what the driver keeps for itself).
+#: GPUs of one model differ slightly in the memory they report (ECC, memory reserved by the driver).
 _SIZE_TOLERANCE = 0.05
 
-_EACH_ONE = "the driver wants a place for each of the source's, also those the rank does not use"
+_EACH_ONE = "the driver needs a counterpart for each GPU of the source, including those the rank does not use"
 _ANOTHER_NODE = "choose another node (`migrator nodes` shows their GPUs)"
 
 
 class Unfit(Refused):
-    """No GPU of this node can take the rank. `check` is the name of the preflight check that says so."""
+    """No GPU of this node can take the rank. `check` is the name of the preflight check that reports it."""
 
     def __init__(self, check: str, reason: str, remedy: str) -> None:
         super().__init__(f"{check}: {reason}", remedy=remedy, where=Where.SOURCE_RUNNING)
@@ -32,13 +32,13 @@ class Unfit(Refused):
 
 
 def driver_major(version: str) -> int:
-    """580 of 580.159.04; 0 where that is no version."""
+    """580 of 580.159.04; 0 if that is not a version."""
     found = re.match(r"(\d{1,6})\b", version)
     return int(found[1]) if found else 0
 
 
 def short(uuid: str) -> str:
-    """As much of a UUID as tells GPUs apart, for people; `--gpu` takes it as well."""
+    """The part of a UUID that distinguishes GPUs, for people; `--gpu` accepts it too."""
     return uuid[:12]
 
 
@@ -47,17 +47,17 @@ def describe(gpu: pb.Gpu) -> str:
 
 
 def choose(facts: pb.GpuFacts, node: Sequence[pb.Gpu], wish: str) -> tuple[list[pb.GpuPair], str]:
-    """A pair for every GPU of the source, in its order, and in words where the rank goes.
+    """A pair for every GPU of the source, in its order, and a description of the rank's new place.
 
-    A GPU that both nodes have (two nodes of a lab on one machine) stays what it is. Otherwise the rank gets a GPU of the
-    same chip that nobody uses, and with a `wish` (an index of the target, a UUID or the beginning of one; for a rank on
-    several GPUs a list with commas, in the order of the source's indices) just that one, others on it or not, if it fits.
+    A GPU that both nodes have (two nodes of a lab on one machine) stays. Otherwise the rank gets an unused GPU of the same
+    model. With a `wish` (an index of the target, a UUID or its beginning; for several GPUs a list with commas, in the order
+    of the source's indices) it gets that GPU, even if others use it, provided that it fits.
 
     Raises Unfit.
     """
     sources = {gpu.uuid: gpu for gpu in facts.node_gpus}
     if not sources:
-        raise Unfit("gpu-present", "the source could not tell which GPUs it has", "see its own checks")
+        raise Unfit("gpu-present", "the source could not list its GPUs", "see its own checks")
     if not node:
         raise Unfit("gpu-present", "no GPU here", _ANOTHER_NODE)
     if len(node) < len(sources):
@@ -69,47 +69,47 @@ def choose(facts: pb.GpuFacts, node: Sequence[pb.Gpu], wish: str) -> tuple[list[
     needs = {use.uuid: use.memory_bytes for use in facts.uses}
     if strange := sorted(needs.keys() - sources.keys()):
         raise Unfit(
-            "gpu-present", f"the source does not have the GPU its rank is on: {', '.join(strange)}", "try again"
+            "gpu-present", f"the source does not have the GPU that its rank uses: {', '.join(strange)}", "retry"
         )
     used = sorted((sources[uuid] for uuid in needs), key=lambda gpu: gpu.index)
     chosen = _wished(used, node, wish) if wish else {gpu.uuid: gpu for gpu in node if gpu.uuid in needs}
     if driver_major(facts.driver_version) < PAIRING_DRIVER:
         _only_itself(facts, node, chosen)
-    for gpu in sorted(used, key=lambda gpu: (-needs[gpu.uuid], gpu.index)):  # what is hardest to place comes first
+    for gpu in sorted(used, key=lambda gpu: (-needs[gpu.uuid], gpu.index)):  # the hardest to place first
         settled = gpu.uuid in chosen
         taken = {mate.uuid for mate in chosen.values()}
         candidates = [chosen[gpu.uuid]] if settled else [mate for mate in node if mate.uuid not in taken]
         chosen[gpu.uuid] = _place(gpu, needs[gpu.uuid], candidates, may_share=settled)
     everything = _complete(sources, node, chosen)
     pairs = [pb.GpuPair(old_uuid=uuid, new_uuid=everything[uuid].uuid) for uuid in sources]
-    return pairs, _in_words(used, chosen)
+    return pairs, _description(used, chosen)
 
 
 def _wished(used: Sequence[pb.Gpu], node: Sequence[pb.Gpu], wish: str) -> dict[str, pb.Gpu]:
-    """source's UUID -> the GPU asked for."""
-    words = [word.strip() for word in wish.split(",")]
-    if len(words) != len(used):
+    """UUID on the source -> the requested GPU."""
+    names = [name.strip() for name in wish.split(",")]
+    if len(names) != len(used):
         raise Unfit(
             "gpu-present",
-            f"the rank is on {_count(len(used))}, asked for {len(words)} ({wish})",
-            "name as many with --gpu, with commas, or leave it out",
+            f"the rank uses {_count(len(used))}, but --gpu names {len(names)} ({wish})",
+            "name as many with --gpu, separated by commas, or leave it out",
         )
-    found = [_named(word, node) for word in words]
+    found = [_named(name, node) for name in names]
     if len({gpu.uuid for gpu in found}) < len(found):
-        raise Unfit("gpu-present", f"one GPU was asked for twice ({wish})", "name different GPUs with --gpu")
+        raise Unfit("gpu-present", f"--gpu names one GPU twice ({wish})", "name different GPUs with --gpu")
     return {gpu.uuid: mate for gpu, mate in zip(used, found, strict=True)}
 
 
-def _named(word: str, node: Sequence[pb.Gpu]) -> pb.Gpu:
+def _named(name: str, node: Sequence[pb.Gpu]) -> pb.Gpu:
     """By index, else by UUID or its beginning, with or without `GPU-`."""
-    found = [gpu for gpu in node if word.isascii() and word.isdigit() and gpu.index == int(word)]
-    if not found and word:
-        start = word.lower().removeprefix("gpu-")
+    found = [gpu for gpu in node if name.isascii() and name.isdigit() and gpu.index == int(name)]
+    if not found and name:
+        start = name.lower().removeprefix("gpu-")
         found = [gpu for gpu in node if gpu.uuid.lower().removeprefix("gpu-").startswith(start)]
     if len(found) != 1:
         raise Unfit(
             "gpu-present",
-            f"{'more than one GPU' if found else 'no GPU'} here is called {word!r}; there is {_listed(node, describe)}",
+            f"{'more than one GPU' if found else 'no GPU'} here is named {name!r}; there is {_listed(node, describe)}",
             "name an index or the beginning of a UUID (`migrator nodes --json`)",
         )
     return found[0]
@@ -121,7 +121,7 @@ def _only_itself(facts: pb.GpuFacts, node: Sequence[pb.Gpu], chosen: dict[str, p
         return
     raise Unfit(
         "gpu-driver",
-        f"driver {facts.driver_version} cannot put a rank on another GPU, only back on the same",
+        f"driver {facts.driver_version} can restore a rank only onto the same GPU",
         f"install driver {PAIRING_DRIVER} or newer on both nodes",
     )
 
@@ -129,8 +129,8 @@ def _only_itself(facts: pb.GpuFacts, node: Sequence[pb.Gpu], chosen: dict[str, p
 def _place(gpu: pb.Gpu, need_bytes: int, candidates: Sequence[pb.Gpu], *, may_share: bool) -> pb.Gpu:
     """The candidate with the most free memory, of those that can take what the rank has on `gpu`.
 
-    A GPU reserved for another move is left alone, except by a rank that is on it already: that one needs no more memory
-    than it has, so neither can take the other's.
+    A GPU reserved for another move is not used, except by a rank that is on it already: that one needs no more memory than
+    it has, so neither can take the other's.
     """
     whole = [mate for mate in candidates if not mate.mig]
     if not whole:
@@ -145,21 +145,21 @@ def _place(gpu: pb.Gpu, need_bytes: int, candidates: Sequence[pb.Gpu], *, may_sh
         raise Unfit(
             "gpu-free",
             f"taken: {_listed(same, _occupant)}",
-            "wait until it is free, name one that others use with --gpu if it is to be shared, or " + _ANOTHER_NODE,
+            "wait until it is free, name it with --gpu to share it, or " + _ANOTHER_NODE,
         )
-    # What the rank itself has on the very same GPU is free once it has left it.
+    # What the rank itself has on the same GPU is free once it has left it.
     room = {mate.uuid: mate.memory_free_bytes + need_bytes * (mate.uuid == gpu.uuid) for mate in free}
     fitting = [mate for mate in free if room[mate.uuid] >= need_bytes]
     if not fitting:
-        told = _listed(free, lambda mate: f"{_gib(room[mate.uuid])} free on {describe(mate)}")
+        found = _listed(free, lambda mate: f"{_gib(room[mate.uuid])} free on {describe(mate)}")
         raise Unfit(
-            "gpu-memory", f"the rank takes {_gib(need_bytes)}; {told}", f"free memory there, or {_ANOTHER_NODE}"
+            "gpu-memory", f"the rank needs {_gib(need_bytes)}; {found}", f"free memory there, or {_ANOTHER_NODE}"
         )
     return max(fitting, key=lambda mate: (room[mate.uuid] >> 30, -mate.index))
 
 
 def _complete(sources: dict[str, pb.Gpu], node: Sequence[pb.Gpu], chosen: dict[str, pb.Gpu]) -> dict[str, pb.Gpu]:
-    """The choice, and a partner for every GPU the rank does not use: itself where that is possible."""
+    """The choice, and a counterpart for every GPU that the rank does not use: itself if possible."""
     everything = dict(chosen)
     left = {gpu.uuid: gpu for gpu in node if gpu.uuid not in {mate.uuid for mate in chosen.values()}}
     for uuid in sources:
@@ -172,7 +172,7 @@ def _complete(sources: dict[str, pb.Gpu], node: Sequence[pb.Gpu], chosen: dict[s
         if mate is None:
             raise Unfit(
                 "gpu-chip",
-                f"no GPU here can stand for the source's {describe(gpu)}: {_EACH_ONE}",
+                f"no GPU here can replace the source's {describe(gpu)}: {_EACH_ONE}",
                 _ANOTHER_NODE,
             )
         everything[uuid] = left.pop(mate.uuid)
@@ -180,7 +180,7 @@ def _complete(sources: dict[str, pb.Gpu], node: Sequence[pb.Gpu], chosen: dict[s
 
 
 def alike(one: pb.Gpu, other: pb.Gpu) -> bool:
-    """Whether these are the same chip with the same memory: what the driver can restore from one to the other."""
+    """Whether these are the same model with the same memory, so that the driver can restore from one to the other."""
     return (
         one.name == other.name
         and one.compute_capability == other.compute_capability
@@ -193,8 +193,8 @@ def _occupied(gpu: pb.Gpu, may_share: bool) -> bool:
 
 
 def _occupant(gpu: pb.Gpu) -> str:
-    who = f"reserved for move {gpu.reserved_for}" if gpu.reserved_for else _pids(gpu)
-    return f"{describe(gpu)}: {who}"
+    occupant = f"reserved for move {gpu.reserved_for}" if gpu.reserved_for else _pids(gpu)
+    return f"{describe(gpu)}: {occupant}"
 
 
 def _pids(gpu: pb.Gpu) -> str:
@@ -205,9 +205,9 @@ def _chip(gpu: pb.Gpu) -> str:
     return f"{gpu.name} with {_gib(gpu.memory_bytes)} (compute capability {gpu.compute_capability})"
 
 
-def _listed(gpus: Iterable[pb.Gpu], tell: Callable[[pb.Gpu], str]) -> str:
-    """Each thing once: eight equal chips are one fact."""
-    return "; ".join(dict.fromkeys(tell(gpu) for gpu in gpus))
+def _listed(gpus: Iterable[pb.Gpu], text_of: Callable[[pb.Gpu], str]) -> str:
+    """Each text once, for eight equal GPUs too."""
+    return "; ".join(dict.fromkeys(text_of(gpu) for gpu in gpus))
 
 
 def _count(number: int) -> str:
@@ -218,7 +218,7 @@ def _gib(size_bytes: int) -> str:
     return f"{size_bytes / (1 << 30):.1f} GiB"
 
 
-def _in_words(used: Sequence[pb.Gpu], chosen: dict[str, pb.Gpu]) -> str:
+def _description(used: Sequence[pb.Gpu], chosen: dict[str, pb.Gpu]) -> str:
     parts = []
     for gpu in used:
         mate = chosen[gpu.uuid]

@@ -1,13 +1,18 @@
-"""Connections follow the rank: finding both ends, silencing them, re-pointing them, forwarding newcomers.
+"""Keeps the TCP connections of a rank alive across a move: finds them, filters their packets, re-points them.
 
-    flows     what a connection is: addresses, ends, holders; the words of everything else here
-    sockets   finds the sockets of a rank, and the other ends of its connections on this node
-    refusals  what cannot be moved, by name
-    reset     a socket whose connection cannot follow: its application sees a reset, as if the far host had gone
-    options   socket options that criu does not carry
-    rehome    re-points a live connection of another process, in place
-    filter    silences connections packet by packet while their ends disagree
-    forward   new connections to a rank's former addresses reach the present one
+    flows         addresses, connections and the descriptors that hold them; the vocabulary of this package
+    sockets       finds the sockets of a rank, and on this node the peers' sockets
+    refusals      names what cannot be moved
+    address_plan  the addresses that each socket gets on the target
+    filter        drops the packets of connections while the two sockets disagree
+    repoint       gives a live connection of another process new addresses, in place
+    forward       redirects new connections from a rank's former addresses to its present one
+    reset         resets a socket whose connection cannot be kept
+    options       socket options that CRIU does not restore
+    timers        time-outs and retransmission during a move
 
-All of it blocks and works in the network namespace of the calling thread: the node's own, in the daemon.
+    repoint uses socket_state (a connection on storage), rebuild (a connection from its state), repair (the kernel's repair
+    mode), binding (local addresses) and stop_holders. filter and forward use nft, loopback and tracking.
+
+Everything here blocks, and works in the network namespace of the calling thread: in the daemon, the node's own.
 """

@@ -1,4 +1,4 @@
-"""The addresses under which others reach this node."""
+"""The addresses at which other nodes reach this one."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import ipaddress
 
 
 def of_this_node() -> list[str]:
-    """Every address with its prefix length, "10.0.0.1/24"; no loopback, nothing of a single link. IPv4 first. Blocking."""
-    from pyroute2 import IPRoute  # half a second the first time
+    """Every address with its prefix length, "10.0.0.1/24", except loopback and link-local ones. IPv4 first. Blocks."""
+    from pyroute2 import IPRoute  # takes half a second the first time
 
     with IPRoute() as netlink:
         rows = [(row.get("IFA_LOCAL") or row.get("IFA_ADDRESS"), row["prefixlen"]) for row in netlink.get_addr()]

@@ -1,17 +1,17 @@
-"""Keeps flows silent while a move lasts: their packets vanish, on every node that can see them.
+"""Drops all packets of a rank's connections during a move, on every node that can see them.
 
-A flow is held from before its rank is frozen until both of its ends point at each other again. Nobody has to live for
-that: the table is the kernel's, named by the move, and `tables` finds it after any crash. A flow whose packets vanish is
-to TCP a bad network, nothing more: what was sent is sent again, and the flow goes on by itself soon after its release.
+A flow is held from before its rank is frozen until both of its sockets have each other's addresses again. That does not
+depend on any process: the table is in the kernel, named after the move, and `tables` finds it after a crash. To TCP
+dropped packets are a bad network: they are retransmitted, and the flow continues by itself soon after its release.
 
-New connections to a listener of the rank are held too (`hold_listeners`): a frozen copy's kernel would go on completing
-handshakes for it, and whoever was let in would be lost with the copy. A SYN that vanishes is sent again after a second,
-and then finds `forward` in force.
+New connections to a listener of the rank are held too (`hold_listeners`): the kernel would complete handshakes for a frozen
+copy, and those connections would be lost with it. A dropped SYN is sent again after a second, and is then redirected by
+`forward`.
 
-Invariant: a packet of a held flow neither leaves this node nor reaches a socket here, whatever its flags (a RST least of
-all), and no error is reported to anyone. Connection tracking is not needed and sees nothing of a held flow: the drops are
-at raw priority, before it. The price is that addresses are those of the wire: an end that is reached through `forward`
-is held by two pairs, the one its socket has and the one on the wire (see snapshotd/net/tracking.py).
+Invariant: a packet of a held flow neither leaves this node nor reaches a socket here, whatever its flags (RST above all), and
+no error is reported to either side. Connection tracking is not needed and does not see a held flow: packets are dropped at
+raw priority, before it. The price is that addresses are those on the wire: a socket that is reached through `forward` is held
+by two pairs, the one the socket has and the one on the wire (see snapshotd/net/tracking.py).
 
 All functions are idempotent and take a pair in either direction.
 """
@@ -25,7 +25,7 @@ from snapshotd.moves.journal import MOVE_ID, check_move_id
 from snapshotd.net import nft
 from snapshotd.net.flows import Address, Pair
 
-# One rule for a thousand flows: a look-up in a hash table of (source, port, destination, port) for either family.
+# One rule for any number of flows: a hash table of (source, port, destination, port) for each family.
 _TABLE = """
 add table inet {table}
 add set inet {table} v4 {{ type ipv4_addr . inet_service . ipv4_addr . inet_service ; }}
@@ -47,42 +47,38 @@ _FAMILIES = {4: "v4", 6: "v6"}
 
 
 def hold(move: str, pairs: Iterable[Pair]) -> None:
-    """From the return on, no packet of these flows passes. More calls add to what the move already holds."""
+    """When this returns, no packet of these flows passes. Further calls add to what the move already holds."""
     table = _table(move)
     nft.apply(_made(table) + _change("add", table, _flows(pairs)))
 
 
 def release(move: str, pairs: Iterable[Pair]) -> None:
-    """Lets these flows go on, both directions at one instant; those that are not held are passed over."""
-    _take_away(_table(move), _flows(pairs))
+    """Releases these flows, both directions in one transaction; those that are not held are ignored."""
+    _remove(_table(move), _flows(pairs))
 
 
 def hold_listeners(move: str, addresses: Iterable[Address]) -> None:
-    """From the return on, no new connection to these addresses begins; flows that exist are not concerned.
+    """When this returns, no new connection to these addresses can begin; existing flows are not affected.
 
-    On the node that has them and on those that call, with the addresses that callers use: a wildcard is none of these.
+    To be called on the node of the listener and on those of its clients, with the addresses that clients use, so never with
+    a wildcard. The move's `drop_table` ends it. `forward` comes first, or the next SYN finds no listener and is refused.
     """
     table = _table(move)
     nft.apply(_made(table) + _change("add", table, _listeners(addresses)))
 
 
-def release_listeners(move: str, addresses: Iterable[Address]) -> None:
-    """Undoes `hold_listeners`; `forward` comes first, or the next SYN finds nobody and is refused."""
-    _take_away(_table(move), _listeners(addresses))
-
-
 def drop_table(move: str) -> None:
-    """Lets go everything the move holds; nothing is left of it."""
+    """Releases everything that the move holds, and removes its table."""
     nft.drop_table(_table(move).removeprefix(nft.PREFIX))
 
 
 def tables() -> list[str]:
-    """The moves that hold flows on this node: what a daemon looks at when it starts."""
+    """The moves that hold flows on this node: read when a daemon starts."""
     return [name for name in nft.tables() if MOVE_ID.fullmatch(name)]
 
 
 def held(move: str) -> set[Pair]:
-    """What a move holds on this node; every flow is there twice, once in each direction."""
+    """What a move holds on this node; every flow is listed twice, once in each direction."""
     name = _table(move).removeprefix(nft.PREFIX)
     found: set[Pair] = set()
     for family in _FAMILIES.values():
@@ -93,7 +89,7 @@ def held(move: str) -> set[Pair]:
 
 
 def check_support() -> None:
-    """Raises NotSupported unless flows can be held here; leaves nothing behind. For preflight."""
+    """Raises NotSupported unless flows can be held on this node; leaves nothing behind. For preflight."""
     table = nft.PREFIX + "probe"
     nft.probe(_made(table) + f"delete table inet {table}\n")
 
@@ -103,13 +99,13 @@ def _table(move: str) -> str:
 
 
 def _made(table: str) -> str:
-    """The commands that make the table, or leave it as it is; its rules are written anew either way."""
+    """The commands that create the table if it does not exist, and rewrite its rules."""
     rules = "".join(_RULES.format(table=table, chain=chain) for chain in ("arriving", "leaving"))
     return _TABLE.format(table=table) + rules
 
 
-def _take_away(table: str, elements: dict[str, list[str]]) -> None:
-    # Added first, because the kernel refuses to remove what is not there, and asking before would be a race.
+def _remove(table: str, elements: dict[str, list[str]]) -> None:
+    # Added first, because the kernel refuses to remove a missing element, and checking before would be a race.
     commands = _change("add", table, elements) + _change("delete", table, elements)
     if commands:
         nft.apply_where_there(commands)
@@ -120,7 +116,7 @@ def _change(verb: str, table: str, elements: dict[str, list[str]]) -> str:
 
 
 def _flows(pairs: Iterable[Pair]) -> dict[str, list[str]]:
-    """Both directions of each pair, by the set they belong in."""
+    """Both directions of each pair, by the set they belong to."""
     found: dict[str, set[str]] = {}
     for here, there in pairs:
         if here.version != there.version:
@@ -134,6 +130,6 @@ def _listeners(addresses: Iterable[Address]) -> dict[str, list[str]]:
     found: dict[str, set[str]] = {}
     for address in addresses:
         if address.wildcard:
-            raise Internal(f"{address} is where a socket listens, not what anybody calls")
+            raise Internal(f"{address} is an address to listen on, not one that clients connect to")
         found.setdefault(f"listeners{address.version}", set()).add(f"{address.ip} . {address.port}")
     return {name: sorted(kept) for name, kept in found.items()}

@@ -1,8 +1,8 @@
-"""What a connection is, in one vocabulary for the journal, the wire and the kernel.
+"""Addresses and connections, in one vocabulary for the journal, the wire and the kernel.
 
-Invariant: one address has one spelling. `::ffff:10.0.0.1`, which a v4-mapped IPv6 socket shows, is 10.0.0.1 here, because
-it is the same packet on the wire and the same end to a peer; that the *socket* is an IPv6 one is in `Flow.family`.
-Addresses with a scope (`fe80::1%eth0`) mean something on one node alone and are refused.
+Invariant: one address has one spelling. `::ffff:10.0.0.1`, which a v4-mapped IPv6 socket shows, is 10.0.0.1 here,
+because it is the same packet on the wire and the same endpoint to a peer. `Flow.family` tells that the *socket* is an
+IPv6 one. Addresses with a scope (`fe80::1%eth0`) are valid on one node alone and are refused.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from snapshotd.proc.tree import Process
 
 Family = Literal["inet", "inet6"]
 
-#: (local, remote) of one end; the other end's is the mirrored one.
+#: (local, remote) of one socket; its peer has the mirrored pair.
 Pair = tuple["Address", "Address"]
 
 
 class BadAddress(ValueError):
-    """The text is no address that can be moved to another node."""
+    """The text is not an address that can be used on another node."""
 
 
 @dataclass(frozen=True, order=True, slots=True)
 class Address:
-    """An IP address and a port. Port 0: none yet."""
+    """An IP address and a port; port 0 means none yet."""
 
     ip: str
     port: int
@@ -34,7 +34,7 @@ class Address:
     def __post_init__(self) -> None:
         object.__setattr__(self, "ip", _normal(self.ip))
         if not 0 <= self.port <= 0xFFFF:
-            raise BadAddress(f"{self.port} is no port")
+            raise BadAddress(f"{self.port} is not a port")
 
     @classmethod
     def parse(cls, text: str) -> Address:
@@ -74,10 +74,10 @@ def _normal(ip: str) -> str:
     try:
         parsed = ipaddress.ip_address(ip)
     except ValueError as error:
-        raise BadAddress(f"{ip!r} is no IP address") from error
+        raise BadAddress(f"{ip!r} is not an IP address") from error
     if isinstance(parsed, ipaddress.IPv6Address):
         if parsed.scope_id is not None:
-            raise BadAddress(f"{ip} has a scope: it means something on one node alone")
+            raise BadAddress(f"{ip} has a scope: it is valid on one node alone")
         if parsed.ipv4_mapped is not None:
             return str(parsed.ipv4_mapped)
     return str(parsed)
@@ -85,7 +85,7 @@ def _normal(ip: str) -> str:
 
 @dataclass(frozen=True, order=True, slots=True)
 class Holder:
-    """A descriptor of a process, which no later process with the same pid can be mistaken for."""
+    """A descriptor of a process, identified by pid and start time."""
 
     pid: int
     start_ticks: int
@@ -98,9 +98,9 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """One socket: an end of a connection, a listener, or one that is neither yet.
+    """One socket: connected, a listener, or neither yet.
 
-    `holders` is empty for a socket that no process has: an end that nobody accepted yet, or one that is closing alone.
+    `holders` is empty for a socket that no process holds: one that was not accepted yet, or that the kernel is closing.
     """
 
     protocol: str  # tcp, udp, mptcp, raw, sctp, packet…
@@ -112,11 +112,11 @@ class Flow:
     holders: tuple[Holder, ...] = ()
     v6only: bool = False
     device: str = ""  # SO_BINDTODEVICE
-    shutdown: str = ""  # read, write, both: what this end has closed while it stays open
+    shutdown: str = ""  # read, write, both: the directions that this side has shut down
     signed: bool = False  # TCP-MD5
     unread_bytes: int = 0
     unacked_bytes: int = 0
-    waiting: int = 0  # connections at a listener that nobody accepted yet
+    waiting: int = 0  # connections at a listener that were not accepted yet
 
     @property
     def connected(self) -> bool:
@@ -127,19 +127,19 @@ class Flow:
         return self.state == "listen"
 
     @property
-    def ends(self) -> Pair:
-        """(local, remote) of a connected socket. Raises ValueError for another."""
+    def endpoints(self) -> Pair:
+        """(local, remote) of a connected socket; ValueError if it is not connected."""
         if self.remote is None:
             raise ValueError(f"{self} is not connected")
         return self.local, self.remote
 
     def mirrored(self) -> Pair:
-        """(local, remote) as the other end has it."""
-        local, remote = self.ends
+        """(local, remote) as the peer's socket has it."""
+        local, remote = self.endpoints
         return remote, local
 
     def to_json(self) -> dict[str, Any]:
-        """What the journal and the wire carry; `from_json` gives an equal Flow."""
+        """For the journal and the wire; `from_json` returns an equal Flow."""
         return {
             "protocol": self.protocol,
             "family": self.family,
@@ -159,11 +159,11 @@ class Flow:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Flow:
-        """Raises ValueError for what is no Flow: it may come from another daemon."""
+        """Raises ValueError for invalid fields: they may come from another daemon."""
         try:
             family: Family = "inet6" if fields["family"] == "inet6" else "inet"
             if fields["family"] != family:
-                raise ValueError(f"{fields['family']!r} is no family")
+                raise ValueError(f"{fields['family']!r} is not an address family")
             return cls(
                 protocol=str(fields["protocol"]),
                 family=family,
@@ -181,8 +181,8 @@ class Flow:
                 waiting=int(fields["waiting"]),
             )
         except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"this is no connection: {error!r}") from error
+            raise ValueError(f"not a connection: {error!r}") from error
 
     def __str__(self) -> str:
-        ends = f"{self.local} → {self.remote}" if self.remote else str(self.local)
-        return f"{self.protocol} {ends} ({self.state})"
+        endpoints = f"{self.local} → {self.remote}" if self.remote else str(self.local)
+        return f"{self.protocol} {endpoints} ({self.state})"

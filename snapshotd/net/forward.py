@@ -1,20 +1,20 @@
-"""New connections to where a rank used to listen reach it where it listens now.
+"""Redirects new connections from a rank's former addresses to its present one.
 
-Every node of a job has, for each rank of it that has moved, a table `inet snapshotd-fwd-UID` with a map from each address
-the rank ever listened on to the present one. A SYN that a process here sends there is sent on (DNAT, output hook), and so
-is one that arrives here for it, from a host without a daemon, if this node forwards packets at all. The table is the
-kernel's: it outlives the daemon, and goes with `forget`, or with the node.
+For each rank that has moved, every node of its job has a table `inet snapshotd-fwd-UID` with a map from each address the rank
+ever listened on to the present one. A SYN that a process of this node sends to such an address is redirected (DNAT, output
+hook). So is one that arrives from a host without a daemon, if this node forwards packets at all. The table is in the kernel:
+it outlives the daemon, and is removed by `forget` or with the node.
 
-Invariants: only a SYN is ever translated, so a flow that exists, and one that was re-pointed, is never touched. A rank's
-map is replaced in one transaction: at no instant does a SYN find half of it.
+Invariants: only SYNs are translated, so existing and re-pointed flows are never affected. A rank's map is replaced in one
+transaction: a SYN never meets a partial map.
 
-Loopback (127.0.0.1, ::1) takes more, because the kernel keeps such addresses off the cable. The source becomes this
-node's own address (masquerade), and answers, once translated back, must be let in: `route_localnet` of the interface for
-IPv4, a second local route to ::1 through it for IPv6. What `route_localnet` would open to the neighbours is closed
-again by a rule that drops loopback addresses which come by cable. Both are undone with the last rank that needs them.
+Loopback (127.0.0.1, ::1) needs more, because the kernel keeps such addresses off the wire. The source becomes this node's own
+address (masquerade), and the answers, once translated back, must be accepted: by `route_localnet` of the interface for IPv4,
+by a second local route to ::1 through it for IPv6. What `route_localnet` would open to the neighbours is closed by a rule
+that drops loopback addresses which arrive from the wire. Both are undone with the last rank that needs them.
 
-A translated connection has two names: the socket's, with the old address, and the one on the cable. Whoever holds or
-re-points it needs both, and must have it forgotten: see snapshotd/net/tracking.py.
+A translated connection has two pairs of addresses: the socket's, with the old address, and the one on the wire. Holding or
+re-pointing it needs both, and its tracking entry must be removed: see snapshotd/net/tracking.py.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ _FAMILIES = {4: ("v4", "ip", "ipv4_addr"), 6: ("v6", "ip6", "ipv6_addr")}
 _LOOPBACK = {4: "127.0.0.0/8", 6: "::1"}
 _SYN = "tcp flags & (fin | syn | rst | ack) == syn"
 
-# Read and changed together: which interfaces the tables say we opened, and whether they are open.
+# Protects the list of opened interfaces in the tables together with the state of the interfaces.
 _changing = threading.Lock()
 
 
 def forward(rank_uid: str, addresses: Mapping[Address, Address]) -> None:
-    """From the return on, new connections to each key go to its value; replaces what was said before about this rank.
+    """When this returns, new connections to each key go to its value. Replaces the previous map of this rank.
 
-    Loopback keys belong in the map of one node alone, the one whose processes meant this rank by them. An empty map is
-    `forget`. Raises NotSupported where the kernel cannot translate; nothing has changed then.
+    Loopback keys belong in the map of one node alone, the one whose processes used them for this rank. An empty map is
+    `forget`. Raises NotSupported, with nothing changed, if the kernel cannot translate.
     """
     wanted = {old: new for old, new in addresses.items() if old != new}
     for old, new in wanted.items():
@@ -55,9 +55,9 @@ def forward(rank_uid: str, addresses: Mapping[Address, Address]) -> None:
     with _changing:
         interfaces = {interface_towards(new.ip) for old, new in wanted.items() if old.loopback} - {"lo"}
         before = _opened()
-        # Open already, and not by us: then it is somebody else's to close.
+        # Already open, but not by this product: it must not be closed here.
         ours = {found for found in interfaces if found in before or not loopback_is_open(found)}
-        # The rule that guards an interface is there before it is opened, and goes after it is closed, also in a crash.
+        # The rule that guards an interface exists before it is opened and until it is closed, also across a crash.
         closing = before - ours - _opened(but=rank_uid)
         for interface in sorted(closing):
             close_loopback(interface)
@@ -66,14 +66,14 @@ def forward(rank_uid: str, addresses: Mapping[Address, Address]) -> None:
         except nft.NftFailed:
             for interface in sorted(closing):
                 open_loopback(interface)
-            check_support()  # which says so, if that is why
+            check_support()  # raises NotSupported if that is the reason
             raise
         for interface in sorted(interfaces):
             open_loopback(interface)
 
 
 def forget(rank_uid: str) -> None:
-    """New connections to the rank's former addresses are again what they would be without us. Idempotent."""
+    """Stops forwarding for this rank. Idempotent."""
     with _changing:
         for interface in sorted(_opened() - _opened(but=rank_uid)):
             close_loopback(interface)
@@ -81,12 +81,12 @@ def forget(rank_uid: str) -> None:
 
 
 def listed() -> dict[str, dict[Address, Address]]:
-    """What is forwarded on this node: rank uid to its map."""
+    """All forwardings of this node: rank uid -> map."""
     return {uid: forwarded(uid) for uid in _listed()}
 
 
 def forwarded(rank_uid: str) -> dict[Address, Address]:
-    """What `forward` was last told about this rank; empty when nothing is forwarded."""
+    """The map that `forward` last set for this rank; empty if nothing is forwarded."""
     found: dict[Address, Address] = {}
     for name, _, _ in _FAMILIES.values():
         for old, new in nft.elements(_name(rank_uid), name, "map"):
@@ -95,8 +95,8 @@ def forwarded(rank_uid: str) -> dict[Address, Address]:
 
 
 def collapse(addresses: Mapping[Address, Address], moved: Mapping[Address, Address]) -> dict[Address, Address]:
-    """The map after one more move (`moved`: present listening address to the next one): every former address leads
-    straight to the newest, and an address that the rank has come back to leads nowhere."""
+    """The map after one more move (`moved`: present listening address -> next one): every former address maps directly to the
+    newest, and an address to which the rank has returned is not mapped."""
     latest = {old: moved.get(new, new) for old, new in addresses.items()} | dict(moved)
     return {old: new for old, new in latest.items() if old != new}
 
@@ -112,7 +112,7 @@ def check_support() -> None:
 
 
 def _rules(table: str, addresses: Mapping[Address, Address], opened: set[str]) -> str:
-    """One transaction: the table as it should be, whatever it was."""
+    """One transaction that creates the table, or replaces it."""
     lines = [
         f"add table inet {table}",
         f"delete table inet {table}",
@@ -140,10 +140,10 @@ def _rules(table: str, addresses: Mapping[Address, Address], opened: set[str]) -
         ]
         translate = f"{_SYN} dnat {prefix} to {prefix} daddr . tcp dport map @{name}"
         lines.append(f"add rule inet {table} leaving {translate}")
-        # Where the kernel forwards nothing, a refused connection is a better answer than none.
-        if _passes_packets_on(version):
+        # If the kernel forwards nothing, a refused connection is better than no answer.
+        if _forwards_packets(version):
             lines.append(f"add rule inet {table} arriving {translate}")
-        # A source that is a loopback's or another host's becomes ours: the answer must come back here to be translated.
+        # A loopback or foreign source address becomes this node's own: the answer must return here to be translated.
         ours = f'{prefix} daddr . tcp dport @{name}-reached ct status dnat oifname != "lo"'
         lines += [
             f"add rule inet {table} sources {ours} {prefix} saddr {_LOOPBACK[version]} masquerade",
@@ -152,7 +152,7 @@ def _rules(table: str, addresses: Mapping[Address, Address], opened: set[str]) -
     return "\n".join(lines) + "\n"
 
 
-def _passes_packets_on(version: int) -> bool:
+def _forwards_packets(version: int) -> bool:
     setting = {4: "ipv4/ip_forward", 6: "ipv6/conf/all/forwarding"}[version]
     try:
         return Path("/proc/sys/net", setting).read_text().strip() != "0"
@@ -172,6 +172,6 @@ def _listed() -> list[str]:
 
 
 def _opened(but: str = "") -> set[str]:
-    """The interfaces that we opened to loopback addresses, as the tables of all ranks `but` one say."""
+    """The interfaces opened to loopback addresses, according to the tables of all ranks `but` one."""
     tables = (_name(uid) for uid in _listed() if uid != but)
     return {str(found) for table in tables for found in nft.elements(table, "opened")}

@@ -1,10 +1,10 @@
-"""Lets answers to a loopback address come in by an interface, for connections that `forward` sends out from 127.0.0.1 or ::1.
+"""Accepts answers to a loopback address from an interface, for connections that `forward` sends out from 127.0.0.1 or ::1.
 
-IPv4 has a switch for it, `route_localnet`. IPv6 has none, but the kernel looks for a route to ::1 through the very
-interface that a packet came by, and takes a second one, of a metric so bad that nothing else ever uses it. A packet that
-has ::1 on the cable is dropped by the kernel before it looks; for 127.0.0.1 `forward` has a rule that does the same.
+IPv4 has a switch for it, `route_localnet`. IPv6 has none, but the kernel looks for a route to ::1 through the interface
+that a packet came from, and accepts a second one, with a metric so bad that nothing else ever uses it. The kernel drops
+a packet with ::1 from the wire before that look-up; for 127.0.0.1 `forward` has a rule that does the same.
 
-Invariant: what `close_loopback` removes is ours alone: the route is marked by its protocol number and metric.
+Invariant: `close_loopback` removes only what `open_loopback` made: the route is marked by its protocol number and metric.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ _OUR_PROTOCOL, _OUR_METRIC = 217, 1 << 30
 
 
 def interface_towards(ip: str) -> str:
-    """The interface by which packets to `ip` leave this node ("lo" for its own addresses)."""
+    """The interface through which packets to `ip` leave this node ("lo" for its own addresses)."""
     try:
         with IPRoute() as netlink:
             (route,) = netlink.route("get", dst=ip)
             (link,) = netlink.get_links(route.get_attr("RTA_OIF"))
             return str(link.get_attr("IFLA_IFNAME"))
     except NetlinkError as error:
-        raise Internal(f"no route leads to {ip}: {error}") from error
+        raise Internal(f"there is no route to {ip}: {error}") from error
 
 
 def loopback_is_open(interface: str) -> bool:
-    """Whether answers to 127.0.0.1 may come in by it."""
+    """Whether it accepts answers to 127.0.0.1."""
     return _switch(interface).read_text().strip() != "0"
 
 
 def open_loopback(interface: str) -> None:
-    """Idempotent. The caller has made sure that what has a loopback address on the cable is dropped."""
+    """Idempotent. The caller ensures that packets with a loopback address from the wire are dropped."""
     _switch(interface).write_text("1")
     with IPRoute() as netlink:
         if Path("/proc/sys/net/ipv6").exists():
@@ -48,7 +48,7 @@ def open_loopback(interface: str) -> None:
 
 
 def close_loopback(interface: str) -> None:
-    """Idempotent, and satisfied when the interface itself is gone."""
+    """Idempotent; also if the interface itself is gone."""
     if not _switch(interface).exists():
         return
     _switch(interface).write_text("0")
@@ -57,7 +57,7 @@ def close_loopback(interface: str) -> None:
             netlink.route("del", **_route(netlink, interface))
         except NetlinkError as error:
             if error.code not in (errno.ESRCH, errno.ENOENT):
-                raise Internal(f"the route to ::1 by {interface} could not be removed: {error}") from error
+                raise Internal(f"the route to ::1 through {interface} cannot be removed: {error}") from error
 
 
 def _switch(interface: str) -> Path:

@@ -1,12 +1,12 @@
 """The kernel's packet rules (nftables), through libnftables: the `nft` program need not be installed.
 
-Invariant: a call is one transaction of the kernel, which takes all of its commands or none. The rules are those of the
-network namespace the calling thread is in. Only tables whose name begins with PREFIX are ever touched, and these belong
-to the kernel alone: no process has to live for them, and none loses them by dying.
+Invariant: a call is one transaction of the kernel, which applies all of its commands or none. The rules are those of the
+calling thread's network namespace. Only tables whose name begins with PREFIX are ever changed. They are in the kernel and
+depend on no process.
 
-CRIU's private folder has a copy of the library too, but that one wants its own, newer C library: a process that was
-started with the system's cannot load it (tried). So the system's is used, or one that $SNAPSHOT_NFTABLES names: made
-for the system's C library, with what it needs itself beside it (integration/gpu/bundle has such a folder).
+CRIU's private folder has a copy of the library too, but that one needs its own, newer C library: a process that was started
+with the system's cannot load it (tried). So the system's library is used, or the one that $SNAPSHOT_NFTABLES names, built
+for the system's C library, with its dependencies beside it (integration/gpu/bundle has such a folder).
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ PREFIX = "snapshotd-"
 _OUTPUT_JSON = 1 << 4
 _OUTPUT_NUMERIC_ALL = 0b1111 << 6  # protocols, priorities, symbols, times as numbers
 
-# What the kernel answers, as text alone, to an expression or chain type it was built without.
+# The kernel's answers, known only as text, to an expression or chain type that it was built without.
 _UNKNOWN_TO_KERNEL = ("Operation not supported", "Protocol not supported", "Protocol wrong type", "Protocol driver")
 _NO_SUCH = "No such file or directory"
 
-# The library keeps some tables of names in globals; a call takes a millisecond, so one at a time is no loss.
+# The library keeps tables of names in globals. A call takes a millisecond, so one at a time costs nothing.
 _one_at_a_time = threading.Lock()
 
 
 class NotSupported(Refused):
-    """This machine lacks something that connections need to follow a rank. On the wire it is a plain `Refused`."""
+    """This machine lacks something that keeping connections needs. On the wire it is a plain `Refused`."""
 
     remedy = (
         "boot a kernel with nf_tables, and nf_nat where listeners are to move (CONFIG_NF_TABLES_INET, CONFIG_NFT_NAT)"
@@ -46,7 +46,7 @@ class NotSupported(Refused):
 
 
 class NftFailed(Internal):
-    """The kernel refused a transaction; nothing of it is in force. The message quotes libnftables."""
+    """The kernel refused a transaction and applied nothing of it. The message quotes libnftables."""
 
 
 _PROTOTYPES: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
@@ -78,19 +78,19 @@ def _library() -> ctypes.CDLL:
             function.restype, function.argtypes = result, arguments
     except (OSError, AttributeError) as error:
         raise NotSupported(
-            f"packets cannot be filtered here: {error}",
-            remedy=f"install {LIBRARY} (Debian: libnftables1), on every node",
+            f"packets cannot be filtered on this node: {error}",
+            remedy=f"install {LIBRARY} (Debian: libnftables1) on every node",
         ) from error
     return library
 
 
 def apply(commands: str) -> None:
-    """Carries out `commands` (the language of `nft -f`) as one transaction, or raises and changes nothing."""
+    """Applies `commands` (the language of `nft -f`) as one transaction, or raises and changes nothing."""
     _call(commands, 0)
 
 
 def apply_where_there(commands: str) -> bool:
-    """`apply`; False, and nothing has changed, when the table that the commands are about does not exist."""
+    """`apply`; False, with nothing changed, if the table that the commands name does not exist."""
     try:
         apply(commands)
     except NftFailed as error:
@@ -101,11 +101,13 @@ def apply_where_there(commands: str) -> bool:
 
 
 def probe(commands: str) -> None:
-    """`apply` for commands that only a kernel which lacks something refuses: NotSupported then, whatever it answers."""
+    """`apply` for commands that fail only on a kernel that lacks something: NotSupported then, whatever its answer."""
     try:
         apply(commands)
-    except NftFailed as error:  # an unknown expression or kind of chain is "no such file" to the kernel
-        raise NotSupported(f"this kernel cannot do what connections need to follow a rank: {error.message}") from error
+    except NftFailed as error:  # for an unknown expression or chain type the kernel answers "no such file"
+        raise NotSupported(
+            f"this kernel lacks what is needed to keep the connections of a rank: {error.message}"
+        ) from error
 
 
 def ask(command: str) -> list[dict[str, Any]]:
@@ -136,10 +138,10 @@ def _call(commands: str, flags: int) -> str:
 
 
 def _translated(complaint: str) -> NftFailed | NotSupported:
-    """libnftables says what went wrong in words alone: a line for the error, then the command with marks below it."""
+    """libnftables reports errors as text only: a line for the error, then the command with marks below it."""
     first = complaint.strip().partition("\n")[0] or "no reason given"
     if any(answer in first for answer in _UNKNOWN_TO_KERNEL):
-        return NotSupported(f"this kernel cannot do what connections need to follow a rank: {first}")
+        return NotSupported(f"this kernel lacks what is needed to keep the connections of a rank: {first}")
     return NftFailed(f"the kernel refused packet rules: {complaint.strip()[:600] or first}")
 
 
@@ -153,12 +155,12 @@ def tables() -> list[str]:
 
 
 def drop_table(name: str) -> bool:
-    """Removes a table with all in it; False when there is none."""
+    """Removes a table with its content; False if there is none."""
     return apply_where_there(f"delete table inet {PREFIX}{name}")
 
 
 def elements(table: str, name: str, kind: str = "set") -> list[Any]:
-    """What a set or map of a table holds, each as JSON gives it; nothing when there is no such table."""
+    """The elements of a set or map, each as in JSON; none if there is no such table."""
     try:
         found = ask(f"list {kind} inet {PREFIX}{table} {name}")
     except NftFailed as error:

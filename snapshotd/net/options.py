@@ -1,8 +1,8 @@
-"""Socket options that criu does not carry: read on the source from the frozen rank, put back on the target.
+"""Socket options that criu does not restore: read from the frozen rank on the source, set on the target.
 
-Found by comparing every option before a dump and after the restore (criu 4.2.1). What criu does carry, and what the
-kernel computes by itself (TCP_QUICKACK, TCP_MAXSEG and TCP_WINDOW_CLAMP of a connection), is not here. An option is kept
-only where it differs from that of a fresh socket: what nobody set follows the defaults of the node.
+Found by comparing every option before a dump and after the restore (criu 4.2.1). Options that criu restores, and those that
+the kernel computes (TCP_QUICKACK, TCP_MAXSEG and TCP_WINDOW_CLAMP of a connection), are not here. An option is kept only if
+it differs from that of a new socket: what was never set follows the defaults of the node.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from snapshotd.proc.tree import Process, inner_pid
 
 _SOL, _IP, _IPV6, _TCP = socket.SOL_SOCKET, socket.IPPROTO_IP, socket.IPPROTO_IPV6, socket.IPPROTO_TCP
 
-#: In the order in which they are put back. Numbers where Python has no name for them.
+#: In the order in which they are set. Numbers where Python has no name.
 _OPTIONS: dict[str, tuple[int, int]] = {
     "SO_MAX_PACING_RATE": (_SOL, 47),
     "SO_BUSY_POLL": (_SOL, 46),
@@ -34,7 +34,7 @@ _OPTIONS: dict[str, tuple[int, int]] = {
     "TCP_FASTOPEN": (_TCP, socket.TCP_FASTOPEN),
     "TCP_THIN_LINEAR_TIMEOUTS": (_TCP, 16),
     "TCP_INQ": (_TCP, 36),
-    "IP_TOS": (_IP, socket.IP_TOS),  # of IPv6 sockets that speak IPv4; criu carries the others'
+    "IP_TOS": (_IP, socket.IP_TOS),  # of IPv6 sockets that use IPv4; criu restores the others
     "IP_TTL": (_IP, socket.IP_TTL),
     "IP_MTU_DISCOVER": (_IP, 10),
     "IP_RECVERR": (_IP, 11),
@@ -59,7 +59,7 @@ Options = dict[str, str]
 
 @dataclass(frozen=True)
 class Kept:
-    """The options of one socket, found again by a process's pid in the rank's own pid namespace and its descriptor."""
+    """The options of one socket, which is identified by a descriptor and a pid of the rank's own pid namespace."""
 
     pid_inside: int
     fd: int
@@ -75,7 +75,7 @@ class Kept:
 
 
 def keep(flows: Iterable[Flow]) -> list[Kept]:
-    """Of the sockets that have any; the rank is stopped."""
+    """The options of all sockets that have any. The rank is stopped."""
     fresh: dict[tuple[int, int], Options] = {}
     kept = []
     for flow in flows:
@@ -93,9 +93,9 @@ def keep(flows: Iterable[Flow]) -> list[Kept]:
 
 
 def put_back(kept: Iterable[Kept], processes: Mapping[int, Process]) -> list[str]:
-    """On the target, before the rank runs; `processes` by their pid in the rank's pid namespace.
+    """Sets them on the target, before the rank runs; `processes` by their pid in the rank's pid namespace.
 
-    Answers with what this node does not take, in words: a congestion control that it lacks is no reason against a move.
+    Returns what this node does not accept, as text: a missing congestion control is no reason to fail a move.
     """
     refused = []
     for item in kept:

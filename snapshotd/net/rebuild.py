@@ -1,7 +1,7 @@
-"""Makes a socket a connection again, from its captured state alone: the recipe.
+"""Rebuilds a connection on a socket from its saved state alone.
 
-Invariant: until `rebuild` has filled both queues the socket is in repair mode; once it is not, all that is missing is what
-the application had written but the kernel never sent, and some options. `complete` adds those, as often as asked.
+Invariant: the socket is in repair mode until `rebuild` has filled both queues. Afterwards only the bytes that the application
+had written but the kernel never sent, and some options, are missing. `complete` adds those, and is idempotent.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import socket
 import struct
 from dataclasses import replace
 
-from snapshotd.net import binding, capture, repair
-from snapshotd.net.capture import SocketState
+from snapshotd.net import binding, repair, socket_state
 from snapshotd.net.flows import Pair
 from snapshotd.net.repair import RECV_QUEUE, SEND_QUEUE, SOL, TCP
+from snapshotd.net.socket_state import SocketState
 
-#: The first retransmission after a re-point. The kernel's own choice, 200 ms at least, would be most of a short pause.
-#: It applies where the kernel knows the round trip (snapshotd/net/timers.py), and until it has measured it anew.
+#: Minimum delay of the first retransmission after a re-point. The kernel's default, 200 ms, would be most of a short pause.
+#: It applies if the kernel knows the round trip (snapshotd/net/timers.py), until it has measured that again.
 FIRST_RTO_MIN_US = 10_000
 _ROOM_BYTES = 1 << 20
 _SET_LAST = (
@@ -33,9 +33,9 @@ _SET_LAST = (
 SO_SNDBUFFORCE, SO_RCVBUFFORCE = 32, 33
 
 
-def rebuild(sock: socket.socket, state: SocketState, ends: Pair) -> None:
-    """Whatever the socket is now: the connection of `state` with these ends, out of repair mode."""
-    local, remote = ends
+def rebuild(sock: socket.socket, state: SocketState, endpoints: Pair) -> None:
+    """Whatever the socket is now, makes it the connection of `state` with these endpoints, out of repair mode."""
+    local, remote = endpoints
     assert state.window is not None
     repair.enter(sock)
     repair.disconnect(sock)
@@ -48,9 +48,9 @@ def rebuild(sock: socket.socket, state: SocketState, ends: Pair) -> None:
     binding.bind(sock, local, remote)
     repair.set_sequence(sock, RECV_QUEUE, state.receive_start)
     repair.set_sequence(sock, SEND_QUEUE, state.send_start)
-    sock.connect(repair.name_of(sock, remote))  # in repair mode no packet leaves
-    if repair.pair(sock) != ends:
-        raise OSError(errno.EADDRNOTAVAIL, f"routing gives it another address than {local.ip}")
+    sock.connect(repair.name_of(sock, remote))  # in repair mode no packet is sent
+    if repair.pair(sock) != endpoints:
+        raise OSError(errno.EADDRNOTAVAIL, f"routing selects another local address than {local.ip}")
     repair.set_negotiated(sock, state.info, state.mss)
     if remote.version == 4:
         repair.use_full_mss(sock)
@@ -59,11 +59,11 @@ def rebuild(sock: socket.socket, state: SocketState, ends: Pair) -> None:
     repair.fill(sock, RECV_QUEUE, state.receive)
     repair.fill(sock, SEND_QUEUE, state.sent)
     (state.window if remote.version == 4 else state.window.eager()).put(sock)
-    if not capture.agrees(sock, replace(state, send=state.sent, send_end=state.sent_end)):
+    if not socket_state.agrees(sock, replace(state, send=state.sent, send_end=state.sent_end)):
         raise OSError(
             errno.EIO,
-            f"the queues were not filled as they should be: {repair.waiting(sock, repair.SIOCINQ)} of {len(state.receive)} "
-            f"bytes to read, {repair.waiting(sock, repair.SIOCOUTQ)} of {len(state.sent)} to send, ends at "
+            f"the queues were not filled correctly: {repair.waiting(sock, repair.SIOCINQ)} of {len(state.receive)} "
+            f"bytes to read, {repair.waiting(sock, repair.SIOCOUTQ)} of {len(state.sent)} to send, ending at "
             f"{repair.sequence(sock, RECV_QUEUE)} for {state.receive_end} and {repair.sequence(sock, SEND_QUEUE)} for "
             f"{state.sent_end}",
         )
@@ -72,7 +72,7 @@ def rebuild(sock: socket.socket, state: SocketState, ends: Pair) -> None:
 
 
 def _make_room(sock: socket.socket, state: SocketState) -> None:
-    """Queues that the application filled by and by take more memory when they are filled at once."""
+    """Queues that are filled at once take more memory than those that the application filled gradually."""
     if state.receive:
         sock.setsockopt(SOL, SO_RCVBUFFORCE, len(state.receive) * 2 + _ROOM_BYTES)
     if state.send:
@@ -84,7 +84,7 @@ def leave(sock: socket.socket, state: SocketState | None) -> None:
 
 
 def complete(sock: socket.socket, state: SocketState) -> None:
-    """Out of repair mode: what was never sent goes into the queue as the application would put it; then the options."""
+    """Out of repair mode: writes what was never sent, as the application would; then sets the options."""
     if state.unsent_bytes:
         repair.push(sock, state.unsent_after(state.send_start + repair.written_bytes(sock)))
     for name, force, filled in (
@@ -94,4 +94,4 @@ def complete(sock: socket.socket, state: SocketState) -> None:
         if filled:
             sock.setsockopt(SOL, force, state.options[name] // 2)
     for name in _SET_LAST:
-        capture.put_option(sock, state, name)
+        socket_state.put_option(sock, state, name)

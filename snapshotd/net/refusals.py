@@ -1,6 +1,6 @@
-"""What of a rank's connections cannot be moved, each by its name and with the reason.
+"""Names the sockets of a rank that cannot be moved, each with the reason.
 
-A question to the sockets that changes nothing: pending errors are seen by poll, because SO_ERROR would take them away.
+Changes nothing: pending errors are detected by poll, because reading SO_ERROR would clear them.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _TCP_FASTOPEN_CONNECT, _TCP_ULP, _TCP_AO_INFO = 30, 31, 40
 _libc = ctypes.CDLL(None)
 
 _STATE_REASONS = {
-    "fin-wait-1": "half-closed: the rank has ended its side of it",
-    "fin-wait-2": "half-closed: the rank has ended its side of it",
-    "close-wait": "half-closed: the other side has ended it",
+    "fin-wait-1": "half-closed: the rank has closed its side",
+    "fin-wait-2": "half-closed: the rank has closed its side",
+    "close-wait": "half-closed: the peer has closed its side",
     "closing": "closing on both sides",
     "last-ack": "closing on both sides",
     "time-wait": "closed a moment ago",
@@ -44,7 +44,7 @@ _PROTOCOL_REASONS = {
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Why a socket cannot be moved. `passing`: a moment later it probably can."""
+    """Why a socket cannot be moved. `passing`: it probably can a moment later."""
 
     flow: Flow
     reason: str
@@ -55,62 +55,62 @@ class Problem:
 
 
 def problems(flows: Iterable[Flow]) -> list[Problem]:
-    """All reasons against moving these sockets; of a rank, or the other ends that `find_ends` gave."""
+    """All reasons against moving these sockets: those of a rank, or the peers' sockets that `find_peers` returned."""
     return [problem for flow in flows for problem in _of(flow)]
 
 
 def _of(flow: Flow) -> list[Problem]:
     if flow.protocol == "tcp":
-        return _listed(flow) or _asked(flow)
+        return _from_tables(flow) or _from_socket(flow)
     if flow.protocol == "udp":
-        # A connected one only needs its address changed; what comes for an unconnected one would be lost unnoticed.
+        # A connected one only needs a new address. Datagrams to an unconnected one would be lost unnoticed.
         if flow.local.port and not flow.connected:
             return [Problem(flow, "a UDP port: datagrams to the former address would be lost")]
         return []
     return [Problem(flow, _PROTOCOL_REASONS.get(flow.protocol, f"a socket of the protocol {flow.protocol}"))]
 
 
-def _listed(flow: Flow) -> list[Problem]:
-    """What the kernel's tables say."""
+def _from_tables(flow: Flow) -> list[Problem]:
+    """What the kernel's tables show."""
     found = []
     if flow.state in _STATE_REASONS:
         found.append(Problem(flow, _STATE_REASONS[flow.state], passing=flow.state in _PASSING))
     elif flow.connected and not flow.holders:
-        reason = "no process that may be looked into has it" if flow.inode else "nobody has accepted it yet"
+        reason = "no process that can be inspected holds it" if flow.inode else "it was not accepted yet"
         found.append(Problem(flow, reason, passing=True))
     elif flow.connected and flow.shutdown:
         found.append(Problem(flow, f"half-closed: shut down for {flow.shutdown}"))
     if flow.waiting:
-        found.append(Problem(flow, f"{flow.waiting} connections wait there to be accepted", passing=True))
+        found.append(Problem(flow, f"{flow.waiting} connections wait to be accepted", passing=True))
     if flow.signed:
         found.append(Problem(flow, "signed segments (TCP-MD5)"))
     if flow.local.link_local or (flow.remote is not None and flow.remote.link_local):
-        found.append(Problem(flow, "a link-local address, which no other node has"))
+        found.append(Problem(flow, "a link-local address, which is valid on one node alone"))
     return found
 
 
-def _asked(flow: Flow) -> list[Problem]:
-    """What only the socket itself knows."""
+def _from_socket(flow: Flow) -> list[Problem]:
+    """What only the socket itself can tell."""
     for holder in flow.holders:
         with contextlib.suppress(ProcessLookupError), borrow(holder, flow.inode) as sock:
-            return [Problem(flow, reason, passing) for reason, passing in _questions(flow, sock)]
+            return [Problem(flow, reason, passing) for reason, passing in _inspect(flow, sock)]
     return []
 
 
-def _questions(flow: Flow, sock: socket.socket) -> list[tuple[str, bool]]:
+def _inspect(flow: Flow, sock: socket.socket) -> list[tuple[str, bool]]:
     found: list[tuple[str, bool]] = []
     poll = select.poll()
     poll.register(sock, select.POLLPRI)
     events = dict(poll.poll(0)).get(sock.fileno(), 0)
     if flow.connected and events & select.POLLPRI:
-        found.append(("urgent data that was not read yet", True))
+        found.append(("unread urgent data", True))
     if events & select.POLLERR:
-        found.append(("an error, or a message in its error queue, that was not read yet", True))
+        found.append(("an unread error, or an unread message in its error queue", True))
     protocol = _option(sock, _TCP_ULP, 16).rstrip(b"\0").decode(errors="replace")
     if protocol:
         found.append((f"TLS in the kernel ({protocol})" if protocol == "tls" else f"handled by {protocol}", False))
     if not flow.connected and not flow.listens and any(_option(sock, _TCP_FASTOPEN_CONNECT, 4)):
-        found.append(("a TCP Fast Open that has not begun", True))
+        found.append(("a TCP Fast Open connection that has not begun", True))
     if _has_authentication(sock):
         found.append(("signed segments (TCP-AO)", False))
     return found
@@ -124,6 +124,6 @@ def _option(sock: socket.socket, name: int, size: int) -> bytes:
 
 
 def _has_authentication(sock: socket.socket) -> bool:
-    # struct tcp_ao_info_opt, which must come in zeroed; Python's getsockopt hands in whatever was in memory.
+    # struct tcp_ao_info_opt must be zeroed; Python's getsockopt passes uninitialised memory.
     buffer, size = ctypes.create_string_buffer(48), ctypes.c_uint(48)
     return not _libc.getsockopt(sock.fileno(), socket.IPPROTO_TCP, _TCP_AO_INFO, buffer, ctypes.byref(size))

@@ -1,10 +1,10 @@
-"""The kernel's repair mode, verb by verb: a TCP socket whose insides can be read and set, and that says nothing meanwhile.
+"""The kernel's repair mode: the internal state of a TCP socket can be read and set, and the socket sends nothing.
 
-Everything here acts on one borrowed socket and is meant for a socket whose every holder is stopped: in repair mode an
-application's own calls fail or land in the wrong queue. Packets still arrive in repair mode; a filter has to hold them.
+Every function acts on one borrowed socket, all of whose holders are stopped: in repair mode an application's own calls
+fail or use the wrong queue. Packets still arrive in repair mode, so a filter has to drop them.
 
-Leaving repair mode is silent here (TCP_REPAIR_OFF_NO_WP): the probe that the kernel sends otherwise could only be lost to
-the filter, or reach a host that does not have the other end yet and be answered with a reset.
+Repair mode is left silently (TCP_REPAIR_OFF_NO_WP): the probe that the kernel sends otherwise would be lost in the filter, or
+reach a host that does not have the peer's socket yet and be answered with a reset.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True)
 class Info:
-    """The part of `struct tcp_info` that a connection cannot be rebuilt without."""
+    """The part of `struct tcp_info` that is needed to rebuild a connection."""
 
     state: int
     options: int
@@ -60,19 +60,19 @@ def in_repair(sock: socket.socket) -> bool:
 
 
 def enter(sock: socket.socket) -> None:
-    """Also makes bind share any port (SK_FORCE_REUSE), until repair mode ends."""
+    """Also lets bind share any port (SK_FORCE_REUSE) until repair mode ends."""
     sock.setsockopt(TCP, TCP_REPAIR, REPAIR_ON)
 
 
 def leave(sock: socket.socket, reuse_address: int) -> None:
-    """Silently; and puts SO_REUSEADDR back, which the kernel resets with repair mode."""
+    """Silently. Restores SO_REUSEADDR, which the kernel resets with repair mode."""
     sock.setsockopt(TCP, TCP_REPAIR, REPAIR_OFF_SILENTLY)
     if reuse_address:
         sock.setsockopt(SOL, socket.SO_REUSEADDR, 1)
 
 
 def pair(sock: socket.socket) -> Pair | None:
-    """(local, remote), None when the socket is not connected. Raises BadAddress for an address with a scope."""
+    """(local, remote), None if the socket is not connected. Raises BadAddress for an address with a scope."""
     try:
         remote = sock.getpeername()
     except OSError as error:
@@ -88,7 +88,7 @@ def _address(name: tuple[str, int] | tuple[str, int, int, int]) -> Address:
 
 
 def name_of(sock: socket.socket, address: Address) -> tuple[str, int]:
-    """The address as this socket's family spells it: an IPv4 address is v4-mapped for an IPv6 socket."""
+    """The address in this socket's family: an IPv4 address is v4-mapped for an IPv6 socket."""
     mapped = sock.family == socket.AF_INET6 and address.version == 4
     return ("::ffff:" + address.ip if mapped else address.ip), address.port
 
@@ -97,20 +97,20 @@ def name_of(sock: socket.socket, address: Address) -> tuple[str, int]:
 
 
 def waiting(sock: socket.socket, request: int) -> int:
-    """How many bytes wait: SIOCINQ unread, SIOCOUTQ not acknowledged, SIOCOUTQNSD of those never sent."""
+    """Number of queued bytes: SIOCINQ unread, SIOCOUTQ not acknowledged, SIOCOUTQNSD of those never sent."""
     count = array.array("i", [0])
     fcntl.ioctl(sock, request, count)
     return count[0]
 
 
 def sequence(sock: socket.socket, queue: int) -> int:
-    """The number after the last byte of the queue. Selects the queue; repair mode only."""
+    """The sequence number after the last byte of the queue. Selects the queue; repair mode only."""
     sock.setsockopt(TCP, TCP_REPAIR_QUEUE, queue)
     return int(struct.unpack("I", sock.getsockopt(TCP, TCP_QUEUE_SEQ, 4))[0])
 
 
 def written_bytes(sock: socket.socket) -> int:
-    """How many bytes went into the send queue since the last connect; out of repair mode too."""
+    """Number of bytes put into the send queue since the last connect; also out of repair mode."""
     # struct tcp_info { … u64 tcpi_bytes_acked at 120; … }
     return int(struct.unpack_from("Q", sock.getsockopt(TCP, socket.TCP_INFO, 128), 120)[0]) + waiting(sock, SIOCOUTQ)
 
@@ -127,14 +127,14 @@ def peek(sock: socket.socket, queue: int, size: int) -> bytes:
 
 
 def fill(sock: socket.socket, queue: int, data: bytes) -> None:
-    """In repair mode what goes into the send queue counts as sent, and no packet leaves."""
+    """In repair mode bytes put into the send queue count as sent, and no packet is sent."""
     if data:
         sock.setsockopt(TCP, TCP_REPAIR_QUEUE, queue)
         push(sock, data)
 
 
 def push(sock: socket.socket, data: bytes) -> None:
-    """All of it, without waiting for room. Raises OSError when there is not enough."""
+    """Writes all of it without waiting for space. Raises OSError if there is not enough."""
     rest = memoryview(data)
     while rest:
         rest = rest[sock.send(rest, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL) :]
@@ -144,21 +144,23 @@ def push(sock: socket.socket, data: bytes) -> None:
 
 
 def disconnect(sock: socket.socket) -> None:
-    """Takes the 4-tuple, the queues and all that was negotiated off the socket; in repair mode nobody is told."""
+    """Removes the 4-tuple, the queues and all negotiated options from the socket; in repair mode no packet is sent."""
     # int connect(int fd, const struct sockaddr *addr, socklen_t len), with AF_UNSPEC
     if _libc.connect(sock.fileno(), struct.pack("H14x", socket.AF_UNSPEC), 16) != 0:
-        raise OSError(ctypes.get_errno(), "a connection could not be taken off its socket")
-    sock.getsockopt(SOL, socket.SO_ERROR)  # takes the ECONNABORTED that the kernel leaves, before anybody sees it
+        raise OSError(ctypes.get_errno(), "the socket cannot be disconnected")
+    sock.getsockopt(
+        SOL, socket.SO_ERROR
+    )  # clears the ECONNABORTED that the kernel leaves, before the application sees it
 
 
 def forget_mapped(sock: socket.socket) -> None:
-    """Lets an IPv6 socket that spoke IPv4 speak IPv6 again: the kernel switches back only when a v4-mapped connect fails."""
+    """Lets an IPv6 socket that used IPv4 use IPv6 again: the kernel switches back only when a v4-mapped connect fails."""
     with contextlib.suppress(OSError):
         sock.connect(("::ffff:255.255.255.255", 9))
 
 
 def set_negotiated(sock: socket.socket, known: Info, mss: int) -> None:
-    """What the SYN packets agreed on. Right after connect: the kernel refuses once something has been sent."""
+    """Sets what the SYN packets negotiated. Right after connect: the kernel refuses once something has been sent."""
     options = [(OPT_MSS, mss)]
     if known.options & HAS_WINDOW_SCALE:
         options.append((OPT_WINDOW_SCALE, known.send_scale | known.receive_scale << 16))
@@ -172,8 +174,8 @@ def set_negotiated(sock: socket.socket, known: Info, mss: int) -> None:
 def use_full_mss(sock: socket.socket) -> None:
     """Makes the kernel compute the segment size again: a connect in repair mode leaves it at 536 bytes.
 
-    Setting the IP options, to what they are, is the one call that does so. It does nothing for an IPv6 connection
-    (see `Window.eager`). Harmless on a live socket, and worth calling on those that CRIU restored.
+    Setting the IP options to their present value is the only call that does so. It has no effect on an IPv6 connection (see
+    `Window.eager`). Harmless on a live socket, and useful for those that CRIU restored.
     """
     sock.setsockopt(IP, IP_OPTIONS, sock.getsockopt(IP, IP_OPTIONS, 44))
 
@@ -193,9 +195,9 @@ class Window:
         return cls(*struct.unpack("5I", sock.getsockopt(TCP, TCP_REPAIR_WINDOW, 20)))
 
     def eager(self) -> Window:
-        """One byte less than the peer offered, so that its next packet, which offers as much as before, is news.
+        """One byte less than the peer offered, so that its next packet, which offers as much as before, is a change.
 
-        At such news the kernel computes the segment size again: the way to `use_full_mss` for an IPv6 connection.
+        At such a change the kernel computes the segment size again: the equivalent of `use_full_mss` for IPv6.
         """
         offered = max(self.snd_wnd - 1, 0)
         return Window(self.snd_wl1, offered, offered, self.rcv_wnd, self.rcv_wup)

@@ -1,27 +1,29 @@
-"""Finds sockets: all of a rank's, and on the nodes of its peers the other ends of its connections.
+"""Finds the sockets of a rank, and on the nodes of its peers the sockets it is connected to.
 
-Descriptors come from /proc/PID/fd, whose links name a socket's inode; addresses and states from sock_diag, by inode. A
-socket that is neither bound nor connected is in no table of the kernel, so it is asked itself through a borrowed
-descriptor, as is one whose connection was reset: it keeps its address, and CRIU would bind it again.
+Descriptors come from /proc/PID/fd, whose links name a socket's inode; addresses and states come from sock_diag, by inode. A
+socket that is neither bound nor connected is in no table of the kernel, so it is queried through a borrowed descriptor. So is
+one whose connection was reset: it keeps its address, and CRIU would bind it again.
 
-Nothing here changes a socket. A process or descriptor that vanishes while it is looked at is left out.
+Nothing here changes a socket. A process or descriptor that disappears during the search is left out.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import os
 import socket
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
-from enum import StrEnum
+from dataclasses import replace
 from typing import Any
 
 from snapshotd.net.flows import Address, Family, Flow, Holder, Pair
 from snapshotd.proc.fd import read_links
 from snapshotd.proc.tree import Process
+
+log = logging.getLogger(__name__)
 
 _STATES = {
     1: "established",
@@ -39,11 +41,11 @@ _STATES = {
 }
 _CLOSE = 7
 _EVERY_STATE = (1 << 13) - 1
-_INFO = 1 << 1  # INET_DIAG_INFO: with it the kernel also says whether segments are signed
+_INFO = 1 << 1  # INET_DIAG_INFO: with it the kernel also reports signed segments
 _SHUTDOWN = ("", "read", "write", "both")
 _FAMILIES: dict[Family, int] = {"inet": socket.AF_INET, "inet6": socket.AF_INET6}
 _DIAG_PROTOCOLS = {"tcp": socket.IPPROTO_TCP, "udp": socket.IPPROTO_UDP}
-#: What /proc calls the protocols of sockets that have an IP address, and packet sockets, which have all of them.
+#: Names in /proc of the protocols of sockets with an IP address, and of packet sockets, which see all addresses.
 _INET = ("TCP", "UDP", "MPTCP", "SCTP", "DCCP", "SMC", "RAW", "PING", "PACKET")
 
 _GONE = (FileNotFoundError, ProcessLookupError)
@@ -67,27 +69,27 @@ def tree_flows(pids: Iterable[int]) -> list[Flow]:
     return flows
 
 
-def find_ends(
+def find_peers(
     pairs: Iterable[Pair], forwarded: Mapping[Address, Address] | None = None, among: Iterable[int] | None = None
 ) -> dict[Pair, Flow]:
-    """The sockets of this node that are the other ends of a rank's connections, by the pair as the *rank* has it.
+    """The sockets of this node that are connected to a rank, by the pair as the *rank* has it.
 
-    `forwarded` is former -> present address of the rank: an end that connected through a forwarding still names the former
-    one, and one that did so over loopback also has a loopback address itself where the rank sees this node's. A pair
-    whose other end is not here is not in the answer. `among` limits the search for holders to these processes.
+    `forwarded` maps former to present addresses of the rank: a socket that connected through a forwarding still names
+    the former one, and if it did so over loopback it has a loopback address itself where the rank sees this node's. A
+    pair without a socket on this node is not in the result. `among` limits the search for holders to these processes.
     """
     wanted = list(pairs)
     former: dict[Address, list[Address]] = defaultdict(list)
     for old, new in (forwarded or {}).items():
         former[new].append(old)
-    ends = {flow.ends: flow for flow in _all_rows({"tcp"}) if flow.connected}
-    over_loopback = {(local.port, remote): flow for (local, remote), flow in ends.items() if local.loopback}
+    endpoints = {flow.endpoints: flow for flow in _all_rows({"tcp"}) if flow.connected}
+    over_loopback = {(local.port, remote): flow for (local, remote), flow in endpoints.items() if local.loopback}
     own = own_addresses() if over_loopback and former else frozenset()
     found: dict[Pair, Flow] = {}
     for pair in wanted:
         rank, peer = pair
         names = [rank, *former[rank]]
-        matches = [ends[peer, name] for name in names if (peer, name) in ends]
+        matches = [endpoints[peer, name] for name in names if (peer, name) in endpoints]
         if not matches and peer.ip in own:
             keys = [(peer.port, name) for name in names if name.loopback]
             matches = [over_loopback[key] for key in keys if key in over_loopback]
@@ -98,17 +100,17 @@ def find_ends(
 
 
 def listeners(ports: Collection[int] | None = None) -> list[Flow]:
-    """What listens on this node, without holders: a port of these is taken for a rank that would come here."""
+    """The listeners of this node, without holders: their ports are not free for a rank that moves here."""
     return [flow for flow in _all_rows({"tcp"}) if flow.listens and (ports is None or flow.local.port in ports)]
 
 
 def arriving(ports: Collection[int]) -> list[Flow]:
-    """Connections to these ports that are only being made: the caller's SYN was answered, its last word is under way."""
+    """Connections to these ports whose handshake is not complete: the SYN was answered, the final ACK has not arrived."""
     return [flow for flow in _all_rows({"tcp"}) if flow.state == "syn-recv" and flow.local.port in ports]
 
 
 def own_addresses() -> frozenset[str]:
-    """The IP addresses of this node, its loopback ones and those of a single link included."""
+    """The IP addresses of this node, including loopback and link-local ones."""
     from pyroute2 import IPRoute
 
     with IPRoute() as netlink:
@@ -116,60 +118,19 @@ def own_addresses() -> frozenset[str]:
     return frozenset(Address(str(ip), 0).ip for ip in rows if ip)
 
 
-# ---------------------------------------------------------------- where the other end is
-
-
-class Whereabouts(StrEnum):
-    INSIDE = "inside the rank"  # it moves along
-    NODE = "on this node"  # a process that stays here
-    PEER = "on another node"  # a daemon there re-points it
-    OUTSIDE = "outside the cluster"  # nobody there can re-point it
-
-
-@dataclass(frozen=True, slots=True)
-class OtherEnd:
-    whereabouts: Whereabouts
-    node: str = ""  # of a PEER
-
-
-def classify(
-    flow: Flow,
-    tree: Iterable[Flow],
-    own: Collection[str],
-    nodes: Mapping[str, Collection[str]],
-    forwarded: Mapping[Address, Address] | None = None,
-) -> OtherEnd:
-    """Where the other end of a connected flow of the rank is.
-
-    `tree` is all flows of the rank, `own` this node's addresses, `nodes` the addresses of the other nodes by name, and
-    `forwarded` former -> present addresses of all ranks that moved: the flow may name a former one.
-    """
-    local, named = flow.ends
-    remote = (forwarded or {}).get(named, named)
-    mirrored = {(remote, local), (named, local)}
-    if any(other.connected and other.inode != flow.inode and other.ends in mirrored for other in tree):
-        return OtherEnd(Whereabouts.INSIDE)
-    if remote.loopback or remote.ip in own:
-        return OtherEnd(Whereabouts.NODE)
-    for node, addresses in nodes.items():
-        if remote.ip in addresses:
-            return OtherEnd(Whereabouts.PEER, node)
-    return OtherEnd(Whereabouts.OUTSIDE)
-
-
 # ---------------------------------------------------------------- descriptors
 
 
 def borrow(holder: Holder, inode: int | None = None) -> socket.socket:
-    """The very socket that another process has, as a descriptor of ours; to close it changes nothing for the other.
+    """The socket of another process, as a descriptor of this one; closing it does not affect the other process.
 
-    `inode`: it must be this socket and no later one with the same number. Raises ProcessLookupError when that process, or
-    its descriptor of that socket, no longer exists.
+    `inode`: it must be this socket and not a later one with the same descriptor number. Raises ProcessLookupError if that
+    process, or its descriptor of that socket, no longer exists.
     """
     pidfd = os.pidfd_open(holder.pid)
     try:
         if Process.of(holder.pid).start_ticks != holder.start_ticks:
-            raise ProcessLookupError(f"process {holder.pid} is another one by now")
+            raise ProcessLookupError(f"pid {holder.pid} belongs to another process now")
         # int pidfd_getfd(int pidfd, int targetfd, unsigned int flags);
         descriptor = int(_libc.syscall(438, pidfd, holder.fd, 0))
         if descriptor < 0:
@@ -179,8 +140,18 @@ def borrow(holder: Holder, inode: int | None = None) -> socket.socket:
         os.close(pidfd)
     if inode is not None and os.fstat(descriptor).st_ino != inode:
         os.close(descriptor)
-        raise ProcessLookupError(f"process {holder.pid} has something else at descriptor {holder.fd} by now")
+        raise ProcessLookupError(f"descriptor {holder.fd} of process {holder.pid} is another file now")
     return socket.socket(fileno=descriptor)
+
+
+def borrow_from(holders: Iterable[Holder], inode: int) -> socket.socket | None:
+    """`borrow` from the first of its holders that still has it; None if each has exited or closed it."""
+    for holder in holders:
+        try:
+            return borrow(holder, inode)
+        except ProcessLookupError as error:
+            log.info("socket %d: %s", inode, error)
+    return None
 
 
 def inode_of(sock: socket.socket) -> int:
@@ -192,11 +163,11 @@ def _every_pid() -> list[int]:
 
 
 def _descriptors(pids: Iterable[int], inodes: Collection[int] | None = None) -> dict[int, list[Holder]]:
-    """inode -> holders, of all sockets (or of these) that the processes have."""
+    """inode -> holders, of all sockets (or of these) that the processes hold."""
     found: dict[int, list[Holder]] = defaultdict(list)
     if inodes is not None and not inodes:
         return found
-    # In a search through the whole node, what a container's root may not look into (its pid 1) has none of ours.
+    # In a search of the whole node, processes that root of a container may not inspect (its pid 1) hold none of these.
     passed_over = _GONE if inodes is None else (*_GONE, PermissionError)
     for pid in pids:
         with contextlib.suppress(*passed_over):
@@ -210,9 +181,9 @@ def _descriptors(pids: Iterable[int], inodes: Collection[int] | None = None) -> 
 
 
 def _protocol(holders: Iterable[Holder]) -> tuple[str, Family] | None:
-    """The protocol and family of a socket by any of its holders; None where it has no IP address, or nobody any more."""
+    """The protocol and family of a socket, from any of its holders; None if it has no IP address, or no holder any more."""
     for holder in holders:
-        with contextlib.suppress(OSError):  # closed since, and the descriptor may be another file's by now
+        with contextlib.suppress(OSError):  # closed since; the descriptor may be another file now
             raw = os.getxattr(f"/proc/{holder.pid}/fd/{holder.fd}", "system.sockprotoname")
             name = raw.rstrip(b"\0").decode(errors="replace")
             if not name.startswith(_INET):
@@ -226,7 +197,7 @@ def _protocol(holders: Iterable[Holder]) -> tuple[str, Family] | None:
 
 def _all_rows(protocols: Collection[str], extensions: int = 0) -> list[Flow]:
     """All sockets of these protocols in this network namespace, without holders."""
-    from pyroute2 import DiagSocket  # half a second and 13 MiB that a rank without connections need not cost
+    from pyroute2 import DiagSocket  # half a second and 13 MiB, not needed for a rank without connections
 
     flows: list[Flow] = []
     with DiagSocket() as diag:
@@ -235,7 +206,7 @@ def _all_rows(protocols: Collection[str], extensions: int = 0) -> list[Flow]:
             for family, number in _FAMILIES.items():
                 question = {"family": number, "protocol": _DIAG_PROTOCOLS[protocol], "states": _EVERY_STATE}
                 rows = diag.get_sock_stats(**question, extensions=extensions)
-                # The family is asked again: the library does not tell errors from answers here.
+                # The family is checked again: the library does not distinguish errors from answers here.
                 flows += [_flow(protocol, family, row) for row in rows if row.get("idiag_family") == number]
     return flows
 
@@ -268,7 +239,7 @@ def _device(index: int) -> str:
 
 
 def _unlisted(protocol: str, family: Family, inode: int, holders: Iterable[Holder]) -> Flow:
-    """A socket that no table shows: what it says of itself."""
+    """A socket that is in no table: described by querying it."""
     nowhere = Address("0.0.0.0" if family == "inet" else "::", 0)
     flow = Flow(protocol, family, "close", nowhere, None, inode)
     for holder in holders:
@@ -276,7 +247,7 @@ def _unlisted(protocol: str, family: Family, inode: int, holders: Iterable[Holde
             if sock.family not in _FAMILIES.values():
                 return flow
             if protocol == "tcp" and sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] != _CLOSE:
-                flow = replace(flow, state="elsewhere")  # in a table, but of another network namespace
+                flow = replace(flow, state="elsewhere")  # in a table of another network namespace
             with contextlib.suppress(OSError):  # a protocol without ports
                 return replace(flow, local=Address(*sock.getsockname()[:2]))
     return flow

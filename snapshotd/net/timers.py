@@ -1,9 +1,9 @@
-"""What the clock does to a connection during a move: its time-outs must not end it, nor silence outlast the move.
+"""Time-outs of connections during a move: none may expire, and retransmission must be prompt afterwards.
 
-A held connection retransmits into a filter. TCP_USER_TIMEOUT or keepalive could give it up: both are off for the pause. And
-a connection that was rebuilt (re-pointed here, or restored by CRIU) knows no round-trip time: what is lost in the filter
-is sent again only after 3 s, unless the kernel remembers a round trip between the two addresses from a connection that was
-closed in the last hour (tcp_metrics). `learn_round_trip` makes and closes one, before anything is frozen.
+A filtered connection retransmits in vain. TCP_USER_TIMEOUT or keepalive could end it: both are off for the pause. A rebuilt
+connection (re-pointed here, or restored by CRIU) has no round-trip time: it retransmits only after 3 s, unless the kernel
+knows the round trip between the two addresses from a connection that was closed in the last hour (tcp_metrics).
+`learn_round_trip` makes and closes one, before anything is frozen.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from snapshotd.net.borrow import borrow_from
 from snapshotd.net.flows import Address, Holder
 from snapshotd.net.repair import SOL, TCP
+from snapshotd.net.sockets import borrow_from
 
 TCP_USER_TIMEOUT = 18
 
@@ -29,7 +29,7 @@ class Timers:
 
 
 def hold_timers(holders: Sequence[Holder], inode: int) -> Timers | None:
-    """The connection outlives any silence from now on. Its processes may run. None when there is no such socket any more."""
+    """The connection survives any silence from now on. Its processes may run. None if the socket is gone."""
     sock = borrow_from(holders, inode)
     if sock is None:
         return None
@@ -41,7 +41,7 @@ def hold_timers(holders: Sequence[Holder], inode: int) -> Timers | None:
 
 
 def restore_timers(holders: Sequence[Holder], inode: int, timers: Timers) -> None:
-    """Idempotent; leaves alone what the application has set itself in the meantime."""
+    """Idempotent. Keeps what the application has set in the meantime."""
     sock = borrow_from(holders, inode)
     if sock is None:
         return
@@ -53,14 +53,15 @@ def restore_timers(holders: Sequence[Holder], inode: int, timers: Timers) -> Non
 
 
 def learn_round_trip(local_ip: str, listener: Address, timeout_s: float = 1.0) -> bool:
-    """Makes this node's kernel remember the round trip from `local_ip` to the host of `listener` (a daemon's endpoint, say).
+    """Makes this node's kernel learn the round trip from `local_ip` to the host of `listener`, for example a daemon's
+    endpoint.
 
-    One connection, closed in good order without a byte. Each of the two nodes does it. Best effort: False when it fails.
+    Makes one connection and closes it normally without a byte. Each of the two nodes does it. Best effort: False if it fails.
     """
     try:
         with socket.create_connection((listener.ip, listener.port), timeout_s, (local_ip, 0)) as sock:
             sock.shutdown(socket.SHUT_WR)
-            while sock.recv(4096):  # until the other side has closed too: the kernel learns at the end
+            while sock.recv(4096):  # until the peer has closed too: the kernel learns at the end
                 pass
     except OSError:
         return False
@@ -68,7 +69,7 @@ def learn_round_trip(local_ip: str, listener: Address, timeout_s: float = 1.0) -
 
 
 def read_timers(holders: Sequence[Holder], inode: int) -> Timers | None:
-    """What `hold_timers` would switch off, without doing so: for the journal, first. None where there is nothing to do."""
+    """What `hold_timers` would switch off; recorded in the journal before. None if there is nothing to switch off."""
     sock = borrow_from(holders, inode)
     if sock is None:
         return None
@@ -78,8 +79,8 @@ def read_timers(holders: Sequence[Holder], inode: int) -> Timers | None:
 
 
 def await_answers(sockets: Iterable[tuple[Sequence[Holder], int]], timeout_s: float) -> None:
-    """Waits until what these connections sent into the silence is acknowledged: the kernel counts TCP_USER_TIMEOUT from the
-    first packet that was lost, so it is put back only then. A connection that is gone, or takes longer, is passed over."""
+    """Waits until what these connections sent while filtered is acknowledged: the kernel counts TCP_USER_TIMEOUT from
+    the first lost packet, so it is restored only afterwards. A connection that is gone, or takes longer, is skipped."""
     deadline = time.monotonic() + timeout_s
     for holders, inode in sockets:
         sock = borrow_from(holders, inode)
@@ -91,7 +92,7 @@ def await_answers(sockets: Iterable[tuple[Sequence[Holder], int]], timeout_s: fl
 
 
 def meet(local_ip: str, endpoint: str) -> bool:
-    """`learn_round_trip` with a daemon's endpoint, host:port, which may be a name."""
+    """`learn_round_trip` with a daemon's endpoint host:port, where host may be a name."""
     name, _, port = endpoint.rpartition(":")
     try:
         found = socket.getaddrinfo(name.strip("[]"), int(port), type=socket.SOCK_STREAM)

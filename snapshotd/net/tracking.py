@@ -1,10 +1,10 @@
-"""The connections that `forward` has translated: their two names, and how the kernel is made to forget one.
+"""The connections that `forward` has translated: their two pairs of addresses, and how to make the kernel forget one.
 
-A translated connection is (here, old address) to the socket that made it and (here, new address) on the cable and to the
-rank; one that was made from a loopback address differs in both ends. The kernel remembers that (conntrack) by the 4-tuple
-alone. So once the socket has been re-pointed, or the rank has moved on, the memory is wrong and harmful: it would
-translate the re-pointed flow again, or give it another port. Therefore: whoever re-points such a socket points it at the
-real address, and calls `untrack` before its flow is released; undo points it at the real address too, never at the old.
+A translated connection is (here, old address) for the socket that made it, and (here, new address) on the wire and for the
+rank. One made from a loopback address differs in both addresses. Connection tracking remembers it by the 4-tuple alone.
+Once the socket has been re-pointed, or the rank has moved on, that entry is wrong and harmful: it would translate the
+re-pointed flow again, or give it another port. Therefore such a socket is re-pointed to the real address, and `untrack` is
+called before its flow is released. Undo points it to the real address too, never to the old one.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from snapshotd.net.nft import NotSupported
 
 @dataclass(frozen=True)
 class Translation:
-    """A connection that was made through `forward`: (local, remote) of its client, to its socket and on the cable."""
+    """A connection that was made through `forward`: (local, remote) of its client, as its socket has them and on the wire."""
 
     socket: Pair
     wire: Pair
 
 
 def translations() -> list[Translation]:
-    """Every translated TCP connection of this node; none where nothing tracks connections."""
+    """Every translated TCP connection of this node; none without connection tracking."""
     found: list[Translation] = []
     for family in (socket.AF_INET, socket.AF_INET6):
         with _tracker(family) as tracker:
@@ -46,11 +46,11 @@ def translations() -> list[Translation]:
 
 
 def untrack(pairs: Iterable[Pair]) -> None:
-    """Makes the kernel forget the translation of these flows, named as the socket or as the cable has them. Idempotent.
+    """Makes the kernel forget the translation of these flows, named as the socket or as the wire has them. Idempotent.
 
-    A flow that is still in use under its old name is cut off by this: only for sockets that were re-pointed, or closed.
+    This cuts off a flow that is still in use under its old addresses: only for sockets that were re-pointed or closed.
     """
-    wanted = {ends for local, remote in pairs for ends in ((local, remote), (remote, local))}
+    wanted = {pair for local, remote in pairs for pair in ((local, remote), (remote, local))}
     for known in translations():
         if known.socket not in wanted and known.wire not in wanted:
             continue
@@ -60,8 +60,8 @@ def untrack(pairs: Iterable[Pair]) -> None:
 
 
 def untrack_calls(addresses: Collection[Address]) -> None:
-    """Makes the kernel forget every call to these addresses that nobody has answered: the caller's next SYN is then
-    translated by what `forward` says now, not sent where its first one went. Connections that exist are not concerned."""
+    """Makes the kernel forget every unanswered SYN to these addresses: the next one of the same client is then translated by
+    the present rules of `forward`, not sent where the first one went. Existing connections are not affected."""
     for family in (socket.AF_INET, socket.AF_INET6):
         with _tracker(family) as tracker:
             try:
@@ -75,12 +75,12 @@ def untrack_calls(addresses: Collection[Address]) -> None:
 
 def _delete(tracker: Any, family: int, made: Pair) -> None:
     local, remote = made
-    ends = {"saddr": local.ip, "sport": local.port, "daddr": remote.ip, "dport": remote.port}
+    endpoints = {"saddr": local.ip, "sport": local.port, "daddr": remote.ip, "dport": remote.port}
     try:
-        tracker.entry("del", tuple_orig=NFCTAttrTuple(family=family, proto=socket.IPPROTO_TCP, **ends))
+        tracker.entry("del", tuple_orig=NFCTAttrTuple(family=family, proto=socket.IPPROTO_TCP, **endpoints))
     except NetlinkError as error:
-        if error.code != errno.ENOENT:  # it ended meanwhile
-            raise NotSupported(f"the kernel does not forget a tracked connection: {error}") from error
+        if error.code != errno.ENOENT:  # it ended in the meantime
+            raise NotSupported(f"an entry of connection tracking cannot be removed: {error}") from error
 
 
 def _tracker(family: int) -> Any:
@@ -103,7 +103,7 @@ def _translated(tracker: Any) -> Iterator[Translation]:
 
 
 def _ends(packet: Any) -> Pair | None:
-    """(source, destination) of a tracked direction; None for what is not TCP."""
+    """(source, destination) of a tracked direction; None if it is not TCP."""
     protocol, ip = packet.get_attr("CTA_TUPLE_PROTO"), packet.get_attr("CTA_TUPLE_IP")
     if protocol.get_attr("CTA_PROTO_NUM") != socket.IPPROTO_TCP:
         return None

@@ -1,4 +1,4 @@
-"""A node with GPUs that are not there, processes that use them, and the daemon's Gpus over it."""
+"""A node with simulated GPUs, processes that use them, and the daemon's Gpus."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def program(start: Callable[[], CudaProgram]) -> CudaProgram:
 
 @pytest.fixture
 def sleeper() -> Iterator[Process]:
-    """A process that has never heard of CUDA."""
+    """A process that does not use CUDA."""
     child = subprocess.Popen(["sleep", "600"])
     yield Process.of(child.pid)
     child.kill()

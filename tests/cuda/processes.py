@@ -1,4 +1,4 @@
-"""Processes that use CUDA as a test tells them, and the daemon's helper processes."""
+"""Processes that use CUDA on command, and the daemon's helper processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PROGRAM = Path(__file__).with_name("program.py")
 
 
 class CudaProgram:
-    """A process of its own that does what `tell` says."""
+    """A process that executes the commands of `tell`."""
 
     def __init__(self, node: GpuNode) -> None:
         self.child = subprocess.Popen(
@@ -42,7 +42,7 @@ class CudaProgram:
 
 
 def helpers(parent_pid: int | None = None) -> list[int]:
-    """The helper processes of this process (or of another) that live."""
+    """The live helper processes of this process (or of another)."""
     found = []
     for pid in children(parent_pid or os.getpid()):
         try:

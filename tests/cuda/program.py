@@ -1,4 +1,4 @@
-"""A process that uses CUDA as it is told on stdin, one word per line, "ok" or the driver's number on stdout."""
+"""A process that uses CUDA on command: one command per line on stdin, "ok" or the driver's error number on stdout."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Program:
         return int(self.cuda.cuMemAllocManaged(ctypes.byref(address), ctypes.c_size_t(int(mib) * MIB), 1))
 
     def spin(self, seconds: str) -> int:
-        """A kernel that runs so long: the GPU is busy meanwhile."""
+        """A kernel that keeps the GPU busy for so long."""
         module, function, image = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_char_p(b"spin")
         result = self.cuda.cuModuleLoadData(ctypes.byref(module), image)
         result = result or self.cuda.cuModuleGetFunction(ctypes.byref(function), module, b"spin")

@@ -1,4 +1,4 @@
-"""The helper process by itself: its protocol, and that it ends when it should."""
+"""The helper process alone: its protocol, and when it exits."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def about(program: CudaProgram) -> dict[str, int]:
     return {"pid": program.process.pid, "start_ticks": program.process.start_ticks}
 
 
-def test_answers(helper: Helper, program: CudaProgram) -> None:
+def test_every_call_is_answered(helper: Helper, program: CudaProgram) -> None:
     helper.send(id=1, call="state", **about(program))
     assert helper.receive() == {"id": 1, "error": "", "state": 0}
     helper.send(id=2, call="unlock", **about(program))
@@ -66,7 +66,7 @@ def test_answers(helper: Helper, program: CudaProgram) -> None:
     assert helper.receive()["error"].startswith("ValueError")
 
 
-def test_the_restore_thread(helper: Helper, program: CudaProgram) -> None:
+def test_restore_thread_is_reported(helper: Helper, program: CudaProgram) -> None:
     helper.send(id=1, call="restore_thread", **about(program))
     answer = helper.receive()
     tasks = os.listdir(f"/proc/{program.process.pid}/task")
@@ -74,7 +74,7 @@ def test_the_restore_thread(helper: Helper, program: CudaProgram) -> None:
     assert answer["thread"] != program.process.pid
 
 
-def test_an_answer_does_not_wait_for_one_that_hangs(helper: Helper, node: GpuNode, program: CudaProgram) -> None:
+def test_hanging_call_delays_no_other(helper: Helper, node: GpuNode, program: CudaProgram) -> None:
     node.fault("lock", "hang")
     helper.send(id=1, call="lock", timeout_ms=1000, **about(program))
     wait_until(lambda: not node.faults())
@@ -82,7 +82,7 @@ def test_an_answer_does_not_wait_for_one_that_hangs(helper: Helper, node: GpuNod
     assert helper.receive()["id"] == 2
 
 
-def test_ends_with_its_stdin_even_if_a_call_hangs(helper: Helper, node: GpuNode, program: CudaProgram) -> None:
+def test_helper_exits_with_its_stdin_even_if_a_call_hangs(helper: Helper, node: GpuNode, program: CudaProgram) -> None:
     node.fault("lock", "hang")
     helper.send(id=1, call="lock", timeout_ms=1000, **about(program))
     wait_until(lambda: not node.faults())
@@ -105,21 +105,21 @@ helper.main()
 """
 
 
-def test_what_a_library_prints_is_no_answer(node: GpuNode, program: CudaProgram) -> None:
+def test_output_of_a_library_is_not_an_answer(node: GpuNode, program: CudaProgram) -> None:
     helper = Helper(node, "-c", PRINTING)
     helper.send(id=1, call="state", **about(program))
     assert helper.receive() == {"id": 1, "error": "", "state": 0}
     assert helper.child.communicate() == ("", "hello")
 
 
-def test_weighs_little() -> None:
-    """What the daemon is made of (gRPC above all) has no business in a process of which there may be many copies."""
+def test_helper_imports_no_grpc() -> None:
+    """Memory: there may be several helpers, and gRPC would be most of each."""
     code = "import sys, snapshotd.cuda.helper; print([m for m in ('grpc', 'google.protobuf', 'asyncio') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
-def test_layouts() -> None:
-    """Of the driver's header: every argument structure is 64 bytes."""
+def test_structure_sizes() -> None:
+    """In the driver's header every argument structure is 64 bytes."""
     assert {ctypes.sizeof(each) for each in (bindings.LockArgs, bindings.RestoreArgs)} == {64}
     assert ctypes.sizeof(bindings.GpuPair) == 32
     assert (bindings.RestoreArgs.gpuPairs.offset, bindings.RestoreArgs.gpuPairsCount.offset) == (0, 8)

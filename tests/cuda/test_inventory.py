@@ -1,4 +1,4 @@
-"""The node's GPUs: what NVML tells, and that a node without any, or with broken ones, is no obstacle."""
+"""The inventory of GPUs from NVML, also on a node without GPUs or with broken ones."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ MIB = 1 << 20
 @pytest.fixture
 def always_fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inventory, "KEPT_S", 0.0)
-    monkeypatch.setattr(inventory, "TROUBLE_KEPT_S", 0.0)
+    monkeypatch.setattr(inventory, "FAILURE_KEPT_S", 0.0)
 
 
-async def test_what_is_there(gpus: Gpus, node: GpuNode, start: Callable[[], CudaProgram]) -> None:
+async def test_gpus_are_listed(gpus: Gpus, node: GpuNode, start: Callable[[], CudaProgram]) -> None:
     one, other = start().tell("allocate", 100), start()
     found = await gpus.inventory()
     assert (found.driver_version, found.problem) == ("580.159.04", "")
@@ -61,7 +61,7 @@ async def test_what_is_there(gpus: Gpus, node: GpuNode, start: Callable[[], Cuda
 
 
 @pytest.mark.usefixtures("always_fresh")
-async def test_mig_and_mps(gpus: Gpus, node: GpuNode, program: CudaProgram) -> None:
+async def test_mig_and_mps_are_reported(gpus: Gpus, node: GpuNode, program: CudaProgram) -> None:
     first, second = node.gpus
     node.gpus = [dataclasses.replace(first, mps=True), dataclasses.replace(second, mig=True)]
     node.write()
@@ -73,7 +73,7 @@ async def test_mig_and_mps(gpus: Gpus, node: GpuNode, program: CudaProgram) -> N
     assert [gpu.mig for gpu in (await gpus.inventory()).gpus] == [False, False]
 
 
-async def test_is_kept_for_a_moment_and_the_callers_to_change(
+async def test_inventory_is_kept_for_a_moment_and_copied(
     gpus: Gpus, node: GpuNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(inventory, "KEPT_S", 3600.0)
@@ -84,18 +84,18 @@ async def test_is_kept_for_a_moment_and_the_callers_to_change(
     node.write()
     second = await gpus.inventory()
     assert [gpu.reserved_for for gpu in second.gpus] == ["", ""]
-    monkeypatch.setattr(gpus._lookout, "_seen_until", 0.0)
+    monkeypatch.setattr(gpus._inventory, "_seen_until", 0.0)
     assert len((await gpus.inventory()).gpus) == 1
 
 
 @pytest.mark.usefixtures("always_fresh")
-class TestTrouble:
-    async def test_nvml_hangs(
+class TestFailures:
+    async def test_hanging_nvml_is_reported(
         self, gpus: Gpus, node: GpuNode, program: CudaProgram, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         await gpus.inventory()
         monkeypatch.setattr(inventory, "WAIT_S", 0.5)
-        monkeypatch.setattr(inventory, "LOOK_S", 1.5)
+        monkeypatch.setattr(inventory, "QUERY_S", 1.5)
         node.fault("nvml", "hang")
         found = await gpus.inventory()
         assert found.problem.startswith("NVML did not answer within 0.5 s")
@@ -108,7 +108,7 @@ class TestTrouble:
         wait_until(lambda: helper not in helpers())
         assert len((await gpus.inventory()).gpus) == 2
 
-    async def test_a_look_that_takes_long_is_not_begun_again(
+    async def test_long_query_is_not_restarted(
         self, gpus: Gpus, node: GpuNode, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(inventory, "WAIT_S", 0.0)
@@ -118,36 +118,34 @@ class TestTrouble:
             await asyncio.sleep(0.001)  # not asked anew each time, or it would never be done
         assert len(found.gpus) == 2
 
-    async def test_closed_in_the_middle(self, gpus: Gpus, node: GpuNode, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test_close_during_a_query(self, gpus: Gpus, node: GpuNode, monkeypatch: pytest.MonkeyPatch) -> None:
         node.fault("nvml", "hang")
         asked = asyncio.create_task(gpus.inventory())
         await asyncio.to_thread(wait_until, lambda: not node.faults())
         await gpus.close()
         assert (await asked).problem == "the daemon is ending"
 
-    async def test_nvml_dies(self, gpus: Gpus, node: GpuNode) -> None:
+    async def test_crashing_nvml_is_reported(self, gpus: Gpus, node: GpuNode) -> None:
         node.fault("nvml", "die")
         assert len((await gpus.inventory()).gpus) == 2  # asked again
         node.fault("nvml", "die", once=False)
-        assert (await gpus.inventory()).problem == "the GPU helper ended with SIGKILL"
+        assert (await gpus.inventory()).problem == "the GPU helper exited with SIGKILL"
 
-    async def test_nvml_fails(self, gpus: Gpus, node: GpuNode) -> None:
+    async def test_failing_nvml_is_reported(self, gpus: Gpus, node: GpuNode) -> None:
         node.fault("nvml", "fail:999", once=False)
         assert (await gpus.inventory()) == Inventory(problem="NVML: Unknown Error")
         node.clear_faults()
         assert len((await gpus.inventory()).gpus) == 2
 
-    async def test_trouble_is_not_looked_for_all_the_time(
-        self, gpus: Gpus, node: GpuNode, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(inventory, "TROUBLE_KEPT_S", 3600.0)
+    async def test_failure_is_remembered(self, gpus: Gpus, node: GpuNode, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(inventory, "FAILURE_KEPT_S", 3600.0)
         node.fault("nvml", "fail:999")
         for _ in range(2):
             assert (await gpus.inventory()).problem == "NVML: Unknown Error"
 
 
 class TestNoGpu:
-    async def test_no_libraries(
+    async def test_node_without_libraries_has_no_gpu(
         self, tmp_path: Path, sleeper: Process, program: CudaProgram, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(library, "found", lambda name, library_dir: False)
@@ -157,13 +155,13 @@ class TestNoGpu:
         assert await gpus.inventory() == Inventory()
         assert await gpus.state(sleeper) is None
         wait_until(lambda: library.holds_cuda(program.process.pid))  # its threads name themselves
-        with pytest.raises(GpuFailed, match=r"uses CUDA, but .*: libcuda\.so\.1 is not there"):
+        with pytest.raises(GpuFailed, match=r"uses CUDA, but .*: libcuda\.so\.1 does not exist"):
             await gpus.state(program.process)
         assert helpers() == []
         monkeypatch.setattr(library, "driver_loaded", lambda: True)
         assert "gpu_library_dir" in (await gpus.inventory()).problem
 
-    async def test_libraries_but_no_gpu(
+    async def test_node_with_libraries_but_no_gpu(
         self, gpus: Gpus, node: GpuNode, sleeper: Process, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         node.gpus = []
@@ -175,8 +173,8 @@ class TestNoGpu:
         monkeypatch.setattr(sys, "executable", "/nowhere")  # what was learned is kept: nobody is asked now
         assert (gpus.available, await gpus.state(sleeper)) == (False, None)
 
-    async def test_the_gpu_went_away_under_a_process(self, gpus: Gpus, node: GpuNode, program: CudaProgram) -> None:
-        """ "It does not use CUDA" would have a locked process let go as if nothing were."""
+    async def test_gpu_lost_by_a_running_process(self, gpus: Gpus, node: GpuNode, program: CudaProgram) -> None:
+        """ "It does not use CUDA" would let a locked process continue as if nothing had happened."""
         wait_until(lambda: library.holds_cuda(program.process.pid))  # its threads name themselves
         await gpus.lock(program.process, 5)
         (helper,) = helpers()
@@ -184,15 +182,15 @@ class TestNoGpu:
         node.gpus = []
         node.write()
         for _ in range(2):
-            with pytest.raises(GpuFailed, match=r"uses CUDA, but the driver cannot be asked: .*CUDA_ERROR_NO_DEVICE"):
+            with pytest.raises(GpuFailed, match=r"uses CUDA, but the driver cannot be used: .*CUDA_ERROR_NO_DEVICE"):
                 await gpus.state(program.process)
 
-    async def test_libraries_but_no_driver(self, gpus: Gpus, node: GpuNode) -> None:
+    async def test_node_with_libraries_but_no_driver(self, gpus: Gpus, node: GpuNode) -> None:
         node.fault("nvml", "fail:9")
         assert await gpus.inventory() == Inventory()
 
 
-def test_where_the_loader_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loader_search_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
     name = "libsnapshot-test.so.1"
     assert not library.found(name, str(tmp_path))
@@ -206,7 +204,7 @@ def test_where_the_loader_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 class Nvml:
-    """Two GPUs, one of which can be made to fail: the stand-in's GPUs are all well."""
+    """Two GPUs, one of which can fail; those of the fake driver cannot."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.failing: dict[str, Exception] = {}
@@ -237,18 +235,18 @@ class Nvml:
 
 
 class TestOneGpuOfTwo:
-    def test_lost_does_not_hide_the_other(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_lost_gpu_does_not_hide_the_other(self, monkeypatch: pytest.MonkeyPatch) -> None:
         fake = Nvml(monkeypatch)
         fake.failing["nvmlDeviceGetMemoryInfo"] = pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
-        found = from_answer(json.loads(json.dumps(nvml.look())))
+        found = from_answer(json.loads(json.dumps(nvml.inventory())))
         assert [gpu.index for gpu in found.gpus] == [0]
         assert found.problem == "GPU 1: GPU is lost"
 
-    def test_an_old_one_lacks_some_answers(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_old_gpu_lacks_some_answers(self, monkeypatch: pytest.MonkeyPatch) -> None:
         fake = Nvml(monkeypatch)
         for name in ("nvmlDeviceGetMigMode", "nvmlDeviceGetMPSComputeRunningProcesses"):
             fake.failing[name] = pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
-        first, second = from_answer(nvml.look()).gpus
+        first, second = from_answer(nvml.inventory()).gpus
         assert list(first.processes) == [pb.GpuProcess(pid=7, memory_bytes=5, mps=True)]  # once, though in both lists
         assert list(second.processes) == [pb.GpuProcess(pid=7)]
         assert not second.mig

@@ -1,15 +1,16 @@
-"""Which GPU takes whose place: every rule of the choice, and over arbitrary nodes what must hold of any choice."""
+"""The choice of GPUs: every rule, and the invariants of any choice over arbitrary nodes."""
 
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import Refused
 from snapshotd.cuda.pairing import Unfit, alike, choose, driver_major
 from snapshotd.preflight.target_gpu import CONDITIONS
+from tests.sampling import examples
 
 GIB = 1 << 30
 H200 = ("NVIDIA H200", "9.0", 141 * GIB)
@@ -41,7 +42,7 @@ def gpu(
 
 
 def facts(*gpus: pb.Gpu, driver: str = "580.159.04", **uses: int) -> pb.GpuFacts:
-    """A rank that has so many GiB on the GPUs of that name."""
+    """A rank with so many GiB on the named GPUs."""
     told = [pb.GpuUse(uuid=f"GPU-{uuid}", memory_bytes=size * GIB) for uuid, size in uses.items()]
     return pb.GpuFacts(driver_version=driver, node_gpus=gpus, uses=told)
 
@@ -59,20 +60,20 @@ def refusal(told: pb.GpuFacts, *node: pb.Gpu, wish: str = "") -> tuple[str, str]
     return caught.value.check, caught.value.reason
 
 
-def test_a_gpu_that_both_have_stays_what_it_is() -> None:
-    """Two nodes of a lab on one machine; the other process on it is another rank of the job."""
+def test_gpu_that_both_nodes_have_stays() -> None:
+    """Two nodes of a lab on one machine; the other process on the GPU is another rank of the job."""
     shared = gpu("a", used=60 * GIB, pids=(7, 8), reserved_for="m-other")
-    pairs, words = choose(facts(shared, a=60), [shared], "")
+    pairs, text = choose(facts(shared, a=60), [shared], "")
     assert [(pair.old_uuid, pair.new_uuid) for pair in pairs] == [("GPU-a", "GPU-a")]
-    assert words == "stays on 0 (NVIDIA H200, GPU-a)"
+    assert text == "stays on 0 (NVIDIA H200, GPU-a)"
 
 
-def test_what_the_rank_itself_holds_counts_as_free() -> None:
+def test_memory_of_the_rank_itself_counts_as_free() -> None:
     full = gpu("a", used=141 * GIB, pids=(7,))
     assert chosen(facts(full, a=140), full, wish="0") == {"a": "a"}
 
 
-def test_a_free_gpu_of_the_same_chip() -> None:
+def test_free_gpu_of_the_same_model_is_chosen() -> None:
     told = facts(gpu("a"), a=20)
     node = (
         gpu("b", 0, pids=(7,)),
@@ -89,7 +90,7 @@ def test_a_free_gpu_of_the_same_chip() -> None:
 
 
 @pytest.mark.parametrize(
-    ("check", "node", "words"),
+    ("check", "node", "text"),
     [
         ("gpu-present", (), "no GPU here"),
         ("gpu-mig", (gpu("b", mig=True),), "partitioned (MIG): 0 (NVIDIA H200, GPU-b)"),
@@ -101,18 +102,18 @@ def test_a_free_gpu_of_the_same_chip() -> None:
         ("gpu-chip", (gpu("b", 0, ("NVIDIA H200", "9.0", 96 * GIB)),), "with 96.0 GiB"),
         ("gpu-free", (gpu("b", pids=(7, 8)),), "taken: 0 (NVIDIA H200, GPU-b): in use by pid 7, 8"),
         ("gpu-free", (gpu("b", reserved_for="m-other"),), "reserved for move m-other"),
-        ("gpu-memory", (gpu("b", used=130 * GIB),), "takes 20.0 GiB; 11.0 GiB free on 0 (NVIDIA H200, GPU-b)"),
+        ("gpu-memory", (gpu("b", used=130 * GIB),), "needs 20.0 GiB; 11.0 GiB free on 0 (NVIDIA H200, GPU-b)"),
     ],
 )
-def test_refusals(check: str, node: tuple[pb.Gpu, ...], words: str) -> None:
+def test_reason_is_named(check: str, node: tuple[pb.Gpu, ...], text: str) -> None:
     found, reason = refusal(facts(gpu("a"), a=20), *node)
     assert found == check
-    assert words in reason
+    assert text in reason
     if check == "gpu-chip":
-        assert reason.count("NVIDIA A100") <= 1, "equal chips are told once"
+        assert reason.count("NVIDIA A100") <= 1, "equal GPUs are listed once"
 
 
-def test_a_wish_may_be_a_gpu_that_others_use() -> None:
+def test_requested_gpu_may_be_shared() -> None:
     told = facts(gpu("a"), a=20)
     node = (gpu("abcd", 0), gpu("bcde", 1, used=30 * GIB, pids=(7,)), gpu("abff", 2))
     for wish in ("1", "GPU-bcde", "gpu-BC", "bcd", "GPU-b"):
@@ -120,20 +121,20 @@ def test_a_wish_may_be_a_gpu_that_others_use() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wish", "check", "words"),
+    ("wish", "check", "text"),
     [
-        ("9", "gpu-present", "no GPU here is called '9'; there is 0 (NVIDIA H200, GPU-ab1)"),
-        ("GPU-ab", "gpu-present", "more than one GPU here is called"),
-        ("0,1", "gpu-present", "the rank is on 1 GPU, asked for 2 (0,1)"),
+        ("9", "gpu-present", "no GPU here is named '9'; there is 0 (NVIDIA H200, GPU-ab1)"),
+        ("GPU-ab", "gpu-present", "more than one GPU here is named"),
+        ("0,1", "gpu-present", "the rank uses 1 GPU, but --gpu names 2 (0,1)"),
         ("-1", "gpu-present", "no GPU here"),
-        (",", "gpu-present", "asked for 2"),
+        (",", "gpu-present", "names 2"),
         ("1", "gpu-chip", "NVIDIA A100"),
         ("2", "gpu-memory", "10.0 GiB free"),
         ("3", "gpu-mig", "partitioned"),
         ("4", "gpu-free", "reserved for move m-other"),
     ],
 )
-def test_wishes_that_cannot_be_met(wish: str, check: str, words: str) -> None:
+def test_impossible_request_is_refused(wish: str, check: str, text: str) -> None:
     node = (
         gpu("ab1", 0),
         gpu("ab2", 1, A100),
@@ -143,18 +144,18 @@ def test_wishes_that_cannot_be_met(wish: str, check: str, words: str) -> None:
     )
     found, reason = refusal(facts(gpu("a"), a=20), *node, wish=wish)
     assert found == check
-    assert words in reason
+    assert text in reason
 
 
-def test_an_index_goes_before_a_uuid_that_begins_with_it() -> None:
+def test_index_has_precedence_over_a_uuid() -> None:
     told = facts(gpu("a"), a=1)
     node = (gpu("2abc", 0), gpu("77ab", 1), gpu("3abc", 2))
     assert chosen(told, *node, wish="2") == {"a": "3abc"}
     assert chosen(told, *node, wish="77") == {"a": "77ab"}
 
 
-def test_every_gpu_of_the_source_gets_a_partner() -> None:
-    """The driver wants them all, used or not; those the rank is not on may be busy, and stay themselves where they can."""
+def test_every_gpu_of_the_source_gets_a_counterpart() -> None:
+    """The driver needs all of them. Those that the rank does not use may be busy, and stay themselves if possible."""
     told = facts(gpu("a", 0), gpu("b", 1), gpu("c", 2, A100), b=20)
     node = (gpu("x", 0, pids=(7,)), gpu("y", 1), gpu("z", 2, A100, pids=(8,)), gpu("v", 3, A100))
     assert chosen(told, *node) == {"a": "x", "b": "y", "c": "z"}
@@ -164,27 +165,27 @@ def test_every_gpu_of_the_source_gets_a_partner() -> None:
     assert "the source's 2 (NVIDIA A100-SXM4-80GB, GPU-c)" in reason
 
 
-def test_a_wish_on_the_same_machine_swaps_two() -> None:
+def test_request_on_the_same_machine_swaps_two() -> None:
     here = (gpu("a", 0, used=20 * GIB, pids=(7,)), gpu("b", 1), gpu("c", 2))
     assert chosen(facts(*here, a=20), *here, wish="2") == {"a": "c", "b": "b", "c": "a"}
 
 
-def test_a_rank_on_several_gpus() -> None:
+def test_rank_on_several_gpus() -> None:
     told = facts(gpu("a", 0), gpu("b", 1), a=20, b=100)
     node = (gpu("x", 0, used=41 * GIB), gpu("y", 1), gpu("z", 2, used=50 * GIB))
     assert chosen(told, *node) == {"a": "x", "b": "y"}  # the one that needs more was placed first
     assert chosen(told, *node, wish="2,0") == {"a": "z", "b": "x"}
-    assert "one GPU was asked for twice" in refusal(told, *node, wish="1,1")[1]
+    assert "--gpu names one GPU twice" in refusal(told, *node, wish="1,1")[1]
     assert refusal(told, *node, wish="1,2")[0] == "gpu-memory"
 
 
-def test_a_rank_that_has_only_begun_with_cuda_is_on_no_gpu() -> None:
+def test_rank_without_device_memory_is_on_no_gpu() -> None:
     told = facts(gpu("a"))
     assert chosen(told, gpu("b", pids=(7,))) == {"a": "b"}
     assert choose(told, [gpu("a")], "")[1] == "on no GPU yet"
 
 
-def test_an_old_driver_puts_a_rank_back_where_it_was_and_nowhere_else() -> None:
+def test_old_driver_restores_only_onto_the_same_gpu() -> None:
     here = (gpu("a", 0, used=20 * GIB), gpu("b", 1))
     told = facts(*here, driver="570.86.15", a=20)
     assert chosen(told, *here) == {"a": "a", "b": "b"}
@@ -193,7 +194,7 @@ def test_an_old_driver_puts_a_rank_back_where_it_was_and_nowhere_else() -> None:
     assert refusal(told, here[0], gpu("y", 1))[0] == "gpu-driver"
 
 
-def test_facts_that_make_no_sense() -> None:
+def test_contradictory_facts_are_refused() -> None:
     assert refusal(facts(), gpu("b"))[0] == "gpu-present"
     assert "GPU-zz" in refusal(facts(gpu("a"), zz=1), gpu("b"))[1]
 
@@ -203,7 +204,7 @@ def test_driver_major(version: str, major: int) -> None:
     assert driver_major(version) == major
 
 
-def test_the_same_chip() -> None:
+def test_models_are_compared() -> None:
     assert alike(gpu("a"), gpu("b", chip=(H200[0], H200[1], 139 * GIB)))  # what ECC and the driver keep differs
     assert not alike(gpu("a"), gpu("b", chip=(H200[0], H200[1], 80 * GIB)))
     assert not alike(gpu("a"), gpu("b", chip=(H200[0], "10.0", H200[2])))
@@ -224,6 +225,7 @@ GPUS = st.builds(
 WISHES = st.one_of(st.just(""), st.sampled_from(["0", "1", "GPU-a", "b", "0,1"]), st.text(max_size=5))
 
 
+@settings(max_examples=examples(100))
 @given(
     st.lists(GPUS, max_size=4),
     st.dictionaries(NAMES, st.integers(0, 90), max_size=2),
@@ -231,7 +233,7 @@ WISHES = st.one_of(st.just(""), st.sampled_from(["0", "1", "GPU-a", "b", "0,1"])
     WISHES,
     st.sampled_from(["580.1", "570.1", ""]),
 )
-def test_any_choice_is_one_the_driver_takes(
+def test_any_choice_is_valid_for_the_driver(
     source: list[pb.Gpu], uses: dict[str, int], node: list[pb.Gpu], wish: str, driver: str
 ) -> None:
     told = facts(*source, driver=driver, **uses)

@@ -1,4 +1,4 @@
-"""Lock, checkpoint, restore, unlock: what they do, that doing them twice is no mistake, and what their errors say."""
+"""Lock, checkpoint, restore, unlock: their effect, idempotence and errors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def same(node: GpuNode) -> list[Pair]:
     return [Pair(gpu.uuid, gpu.uuid) for gpu in node.gpus]
 
 
-async def test_there_and_back(gpus: Gpus, node: GpuNode, program: CudaProgram) -> None:
+async def test_checkpoint_and_restore(gpus: Gpus, node: GpuNode, program: CudaProgram) -> None:
     process = program.tell("allocate", 16).process
     assert await gpus.state(process) is State.RUNNING
     await gpus.lock(process, 5)
@@ -34,7 +34,7 @@ async def test_there_and_back(gpus: Gpus, node: GpuNode, program: CudaProgram) -
     assert len(helpers()) == 1
 
 
-async def test_every_verb_may_be_repeated(gpus: Gpus, program: CudaProgram) -> None:
+async def test_every_verb_is_idempotent(gpus: Gpus, program: CudaProgram) -> None:
     process = program.process
     for _ in range(2):
         await gpus.unlock(process, 5)  # runs already
@@ -50,7 +50,7 @@ async def test_every_verb_may_be_repeated(gpus: Gpus, program: CudaProgram) -> N
         assert await gpus.state(process) is State.LOCKED
 
 
-async def test_onto_another_gpu(gpus: Gpus, node: GpuNode, program: CudaProgram) -> None:
+async def test_restore_onto_another_gpu(gpus: Gpus, node: GpuNode, program: CudaProgram) -> None:
     process = program.tell("allocate", 100).process
     await gpus.lock(process, 5)
     await gpus.checkpoint(process, 10)
@@ -61,7 +61,7 @@ async def test_onto_another_gpu(gpus: Gpus, node: GpuNode, program: CudaProgram)
     assert found == {first: [], second: [process.pid]}
 
 
-async def test_wrong_state_says_which(gpus: Gpus, program: CudaProgram) -> None:
+async def test_wrong_state_is_named(gpus: Gpus, program: CudaProgram) -> None:
     process = program.process
     with pytest.raises(GpuFailed, match=r"checkpoint of process \d+ \(.*\) failed: CUDA_ERROR_ILLEGAL_STATE") as got:
         await gpus.checkpoint(process, 10)
@@ -72,13 +72,13 @@ async def test_wrong_state_says_which(gpus: Gpus, program: CudaProgram) -> None:
         await gpus.unlock(process, 5)
 
 
-async def test_without_cuda(gpus: Gpus, sleeper: Process) -> None:
+async def test_process_without_cuda(gpus: Gpus, sleeper: Process) -> None:
     assert await gpus.state(sleeper) is None
     with pytest.raises(GpuFailed, match=r"process \d+ \(sleep\) does not use CUDA: there is nothing to lock"):
         await gpus.lock(sleeper, 5)
 
 
-async def test_gone_or_another(gpus: Gpus, program: CudaProgram) -> None:
+async def test_process_gone_or_replaced(gpus: Gpus, program: CudaProgram) -> None:
     process = program.process
     another = Process(process.pid, process.start_ticks + 1)  # a pid that was used again
     assert await gpus.state(another) is None
@@ -91,14 +91,14 @@ async def test_gone_or_another(gpus: Gpus, program: CudaProgram) -> None:
         await gpus.unlock(process, 5)
 
 
-async def test_killed_in_the_middle(gpus: Gpus, node: GpuNode, program: CudaProgram) -> None:
+async def test_process_killed_during_a_call(gpus: Gpus, node: GpuNode, program: CudaProgram) -> None:
     await gpus.lock(program.process, 5)
     node.fault("checkpoint", "kill")
     with pytest.raises(RankGone):
         await gpus.checkpoint(program.process, 10)
 
 
-async def test_busy(gpus: Gpus, program: CudaProgram) -> None:
+async def test_busy_gpu_times_out(gpus: Gpus, program: CudaProgram) -> None:
     process = program.tell("spin", 600).process
     with pytest.raises(Timeout, match=r"the GPU work of process \d+ \(.*\) did not finish in 0\.2 s") as got:
         await gpus.lock(process, 0.2)
@@ -107,7 +107,7 @@ async def test_busy(gpus: Gpus, program: CudaProgram) -> None:
     assert len(helpers()) == 1  # the driver answered: nobody was killed
 
 
-async def test_managed_memory(gpus: Gpus, program: CudaProgram) -> None:
+async def test_managed_memory_is_refused(gpus: Gpus, program: CudaProgram) -> None:
     process = program.tell("allocate_managed", 1).process
     await gpus.lock(process, 5)
     with pytest.raises(GpuFailed, match="CUDA_ERROR_NOT_SUPPORTED") as got:
@@ -119,7 +119,7 @@ async def test_managed_memory(gpus: Gpus, program: CudaProgram) -> None:
     program.tell("allocate", 1)
 
 
-async def test_no_room_at_restore(gpus: Gpus, start: Callable[[], CudaProgram]) -> None:
+async def test_restore_without_free_memory_is_refused(gpus: Gpus, start: Callable[[], CudaProgram]) -> None:
     moved, hog = start().tell("allocate", 256), start()
     await gpus.lock(moved.process, 5)
     await gpus.checkpoint(moved.process, 10)
@@ -136,21 +136,21 @@ async def test_no_room_at_restore(gpus: Gpus, start: Callable[[], CudaProgram]) 
     await gpus.unlock(moved.process, 5)
 
 
-async def test_a_gpu_that_is_not_there(gpus: Gpus, node: GpuNode, program: CudaProgram) -> None:
+async def test_restore_onto_a_missing_gpu_is_refused(gpus: Gpus, node: GpuNode, program: CudaProgram) -> None:
     process = program.process
     await gpus.lock(process, 5)
     await gpus.checkpoint(process, 10)
     other = some_gpus("node-7")[0].uuid
     with pytest.raises(GpuFailed, match="CUDA_ERROR_INVALID_VALUE") as got:
         await gpus.restore(process, [Pair(node.gpus[0].uuid, other), Pair(node.gpus[1].uuid, node.gpus[0].uuid)], 10)
-    assert "does not know one of the GPUs" in got.value.advice
+    assert "does not know one of the given GPUs" in got.value.advice
     assert await gpus.state(process) is State.CHECKPOINTED
     with pytest.raises(GpuFailed, match="ValueError: badly formed"):
         await gpus.restore(process, [Pair("GPU-0", "GPU-1")], 10)
 
 
 @pytest.mark.parametrize("verb", ["lock", "checkpoint", "restore", "unlock"])
-async def test_a_lost_state(gpus: Gpus, node: GpuNode, program: CudaProgram, verb: str) -> None:
+async def test_lost_state_is_reported(gpus: Gpus, node: GpuNode, program: CudaProgram, verb: str) -> None:
     process = program.process
     verbs: dict[str, Callable[[], Awaitable[None]]] = {
         "lock": lambda: gpus.lock(process, 5),
@@ -166,13 +166,13 @@ async def test_a_lost_state(gpus: Gpus, node: GpuNode, program: CudaProgram, ver
     for _ in range(2):  # and it stays lost
         with pytest.raises(GpuFailed, match=f"the driver lost the process's device state: {verb} of process") as got:
             await verbs[verb]()
-        assert "start the job again" in got.value.advice
+        assert "restart the job" in got.value.advice
     assert await gpus.state(process) is State.FAILED
 
 
-async def test_a_driver_that_cannot_tell_the_state(gpus: Gpus, node: GpuNode, program: CudaProgram) -> None:
+async def test_unreadable_state_is_reported(gpus: Gpus, node: GpuNode, program: CudaProgram) -> None:
     node.fault("state", "fail:CUDA_ERROR_OPERATING_SYSTEM", once=False)
-    with pytest.raises(GpuFailed, match=r"does not tell the CUDA state of .*: CUDA_ERROR_OPERATING_SYSTEM"):
+    with pytest.raises(GpuFailed, match=r"the CUDA state of .* cannot be read: CUDA_ERROR_OPERATING_SYSTEM"):
         await gpus.state(program.process)
     node.fault("lock", "fail:CUDA_ERROR_ILLEGAL_STATE")
     with pytest.raises(GpuFailed, match=r"lock of process \d+ \(.*\) failed: CUDA_ERROR_ILLEGAL_STATE$"):
@@ -180,7 +180,7 @@ async def test_a_driver_that_cannot_tell_the_state(gpus: Gpus, node: GpuNode, pr
 
 
 class TestDrivers:
-    """Capabilities by what the driver has, not by what we hope."""
+    """Capabilities are detected by symbol."""
 
     @pytest.fixture
     def node(self, tmp_path: Path, request: pytest.FixtureRequest) -> GpuNode:

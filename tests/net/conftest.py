@@ -1,4 +1,4 @@
-"""What the network tests share: three hosts on one switch (tests/net/hosts.py), a rank to move (tests/net/ranks.py)."""
+"""Fixtures of the network tests: three hosts on one switch (hosts.py), and a rank to move (ranks.py)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.net.ranks import Rank
 
 @pytest.fixture
 def hosts() -> Iterator[Hosts]:
-    """Fresh for every test; the modules that use it are marked `root`."""
+    """New for every test; the modules that use it are marked `root`."""
     if os.getuid() != 0:
         pytest.skip("network namespaces need root")
     with three_hosts() as three:

@@ -1,8 +1,8 @@
-"""Re-points sockets on command, in a child that is killed in the middle when asked; to be run inside a host.
+"""Re-points sockets on command, in a child that can be killed at a given point. Runs inside a host.
 
 One JSON object per line on stdin: {"changes": [[holders, inode, local, remote, path], …], "die_at": n or null}. The child
-dies by SIGKILL just before the n-th call that the code under test makes into the interpreter's own functions, which every
-system call is. Answers {"killed": bool, "error": text, "state": what each socket is now}.
+is killed with SIGKILL just before the n-th call of the code under test to a built-in function, which every system call is.
+Prints {"killed": bool, "error": text, "state": state of each socket}.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from types import FrameType
 from typing import Any
 
 from snapshotd.api.errors import SnapshotError
-from snapshotd.net import capture, repair
-from snapshotd.net.borrow import borrow_from
+from snapshotd.net import repair, socket_state
 from snapshotd.net.flows import Address, Holder
-from snapshotd.net.rehome import Change, repoint_all
+from snapshotd.net.repoint import Change, repoint_all
+from snapshotd.net.sockets import borrow_from
 
 
 def to_json(change: Change) -> list[Any]:
@@ -31,8 +31,8 @@ def to_json(change: Change) -> list[Any]:
 
 def _change(fields: list[Any]) -> Change:
     holders, inode, local, remote, path = fields
-    ends = Address.parse(local), Address.parse(remote)
-    return Change(tuple(Holder(*holder) for holder in holders), inode, *ends, Path(path))
+    endpoints = Address.parse(local), Address.parse(remote)
+    return Change(tuple(Holder(*holder) for holder in holders), inode, *endpoints, Path(path))
 
 
 def _die_at(count: int) -> None:
@@ -47,19 +47,19 @@ def _die_at(count: int) -> None:
 
 
 def state(change: Change) -> dict[str, Any]:
-    """What must be the same before and after, and where it points. Its process does not use it meanwhile."""
+    """What must be the same before and after, and the endpoints. Its process does not use it meanwhile."""
     sock = borrow_from(change.holders, change.inode)
     assert sock is not None
     with sock:
         assert not repair.in_repair(sock)
-        begun = capture.begin(sock)
+        begun = socket_state.begin(sock)
         repair.enter(sock)
-        found = capture.capture(sock, begun)
+        found = socket_state.capture(sock, begun)
         repair.leave(sock, begun.options["reuse_address"])
         queues = [found.receive_end, len(found.receive), found.send_end, len(found.send)]
         digest = hashlib.sha256(found.receive + b"|" + found.send).hexdigest()
         same = {"queues": queues, "digest": digest, "options": begun.options, "info": vars(found.info)}
-        return {"ends": [str(found.local), str(found.remote)], "same": same}
+        return {"endpoints": [str(found.local), str(found.remote)], "same": same}
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
-"""Three hosts on one switch, as network namespaces of this machine, and ways to do something inside one.
+"""Three hosts on one switch, as network namespaces of this machine, and functions to run something inside one.
 
-A namespace is held by a process that reads its standard input: when the test process ends, however it ends, the input
-ends, the holder ends, and namespace, cables and addresses are gone. Nothing is added to the machine's own network.
+A namespace is kept by a process that reads its standard input. When the test process exits, for whatever reason, the input
+ends, that process exits, and namespace, links and addresses are gone. Nothing is added to the machine's own network.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Host:
     def call(
         self, function: Callable[Parameters, Result], *args: Parameters.args, **kwargs: Parameters.kwargs
     ) -> Result:
-        """function(…) in a thread of its own inside this host; a socket it returns stays a socket of this host."""
+        """Calls function(…) in a thread inside this host; a socket it returns stays a socket of this host."""
 
         def work() -> Result:
             descriptor = os.open(f"/proc/{self.pid}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
@@ -53,7 +53,7 @@ class Host:
             return thread.submit(work).result()
 
     def argv(self, *argv: str) -> list[str]:
-        """What to exec, from anywhere, to run `argv` inside this host; the pid does not change on the way."""
+        """The command that runs `argv` inside this host, with the same pid."""
         return ["nsenter", f"--net=/proc/{self.pid}/ns/net", "--", *argv]
 
     @contextlib.contextmanager
@@ -107,8 +107,8 @@ def _namespace() -> Iterator[int]:
     try:
         holder.stdin.write(b"\n")
         holder.stdin.flush()
-        if holder.stdout.readline() != b"\n":  # an answer: it is `cat` by now, inside the namespace
-            raise RuntimeError("no network namespace could be made; are you root?")
+        if holder.stdout.readline() != b"\n":  # an answer: it is `cat` now, inside the namespace
+            raise RuntimeError("no network namespace can be made; are you root?")
         yield holder.pid
     finally:
         holder.kill()

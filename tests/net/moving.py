@@ -1,4 +1,4 @@
-"""Moves one end of a connection between hosts by hand, as the daemons and CRIU would, so that the other can be re-pointed."""
+"""Moves one socket of a connection between hosts, as the daemons and CRIU do, so that its peer can be re-pointed."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from snapshotd.net import capture, repair, sockets
 from snapshotd.net import filter as packets
+from snapshotd.net import repair, socket_state, sockets
 from snapshotd.net.flows import Flow, Pair
 from snapshotd.net.rebuild import rebuild
-from snapshotd.net.rehome import Change
+from snapshotd.net.repoint import Change
 from tests.net.hosts import REPOSITORY, Host
 from tests.net.talker import TOTAL_BYTES, half
 
@@ -30,7 +30,7 @@ def digest(seed: int) -> str:
 
 @dataclass
 class Talk:
-    """A connection between the test, which plays the rank, and a talker, which plays a peer."""
+    """A connection between the test, which acts as the rank, and a talker, which acts as a peer."""
 
     peer: subprocess.Popen[str]
     rank: socket.socket
@@ -46,22 +46,22 @@ class Talk:
         self.peer.stdin.flush()
 
     def fill(self) -> None:
-        """Sends until nothing more is taken: the queues of this direction are full then."""
+        """Sends until the queues of this direction are full."""
         rest = memoryview(half(2))[self.sent_bytes :]
-        self.rank.settimeout(0.3)
+        self.rank.settimeout(0.15)
         with contextlib.suppress(TimeoutError):
             while rest:
                 count = self.rank.send(rest)
                 rest, self.sent_bytes = rest[count:], self.sent_bytes + count
 
     def finish(self) -> None:
-        """The rest of both halves; both ends have read exactly what the other wrote."""
+        """Exchanges the rest; both sides have then read exactly what the other wrote."""
         self.tell()
         self.rank.settimeout(30)
         read, left, rest = hashlib.sha256(), TOTAL_BYTES, memoryview(half(2))[self.sent_bytes :]
         while left or rest:
             readable, writable, _ = select.select([self.rank] if left else [], [self.rank] if rest else [], [], 30)
-            assert readable or writable, f"nothing moves: {left} to read, {len(rest)} to write"
+            assert readable or writable, f"no progress: {left} to read, {len(rest)} to write"
             if readable:
                 data = self.rank.recv(min(left, 1 << 16))
                 assert data, "end of file"
@@ -75,7 +75,7 @@ class Talk:
 
 @contextlib.contextmanager
 def talk(style: str, family: str, peer: Host, rank: Host, *, peer_listens: bool, ip: str, to: str) -> Iterator[Talk]:
-    """`ip`: where the one that listens binds; `to`: where the other connects."""
+    """`ip`: where the listener binds; `to`: where the other connects."""
     kind = socket.AF_INET6 if ":" in (to if peer_listens else ip) else socket.AF_INET
     argv = [sys.executable, "-m", "tests.net.talker", style, family]
     with contextlib.ExitStack() as stack:
@@ -96,29 +96,29 @@ def talk(style: str, family: str, peer: Host, rank: Host, *, peer_listens: bool,
 
 
 def peer_flow(host: Host, rank: socket.socket) -> Flow:
-    """The talker's end of the rank's connection."""
-    ends = repair.pair(rank)
-    assert ends is not None
-    return host.call(sockets.find_ends, [ends])[ends]
+    """The talker's socket of the rank's connection."""
+    endpoints = repair.pair(rank)
+    assert endpoints is not None
+    return host.call(sockets.find_peers, [endpoints])[endpoints]
 
 
-def change(flow: Flow, ends: Pair, folder: Path) -> Change:
-    return Change(flow.holders, flow.inode, *ends, folder / str(flow.inode))
+def change(flow: Flow, endpoints: Pair, folder: Path) -> Change:
+    return Change(flow.holders, flow.inode, *endpoints, folder / str(flow.inode))
 
 
-def take_off(rank: socket.socket) -> capture.SocketState:
-    """What CRIU does at the source: the state out, the socket gone, nobody told."""
-    begun = capture.begin(rank)
+def take_off(rank: socket.socket) -> socket_state.SocketState:
+    """What CRIU does on the source: reads the state and closes the socket without a packet."""
+    begun = socket_state.begin(rank)
     repair.enter(rank)
-    state = capture.capture(rank, begun)
+    state = socket_state.capture(rank, begun)
     rank.close()
     return state
 
 
-def put_on(state: capture.SocketState, family: int, ends: Pair) -> socket.socket:
-    """What CRIU does at the target. In the target's network namespace."""
+def put_on(state: socket_state.SocketState, family: int, endpoints: Pair) -> socket.socket:
+    """What CRIU does on the target. In the target's network namespace."""
     sock = socket.socket(family)
-    rebuild(sock, state, ends)
+    rebuild(sock, state, endpoints)
     return sock
 
 
@@ -133,7 +133,7 @@ def release(hosts: list[Host]) -> None:
 
 
 def visible(pid: int) -> dict[str, str]:
-    """What a process can see of its descriptors: each one's file, and the registrations of each epoll instance."""
+    """What a process can see of its descriptors: their files, and the registrations of each epoll instance."""
     seen = {}
     for name in os.listdir(f"/proc/{pid}/fd"):
         link = os.readlink(f"/proc/{pid}/fd/{name}")

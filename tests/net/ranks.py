@@ -27,7 +27,7 @@ from tests.net.hosts import REPOSITORY, Host
 CRIU = REPOSITORY / ".criu" / "criu"
 needs_criu = pytest.mark.skipif(not CRIU.exists(), reason="no CRIU of our own: run `make setup`")
 
-#: Writes down what it meets at its first descriptor, and is there.
+#: Prints what it sees on its first descriptor, then waits.
 RANK = """
 import os, select, signal, socket, sys
 def meet(what):
@@ -53,7 +53,7 @@ def address(name: Any) -> Address:
 
 
 async def _criu(host: Host, request: rpc.criu_req, images: Path, log: str) -> int:
-    """One request to a criu inside `host`; the pid in its answer to a restore."""
+    """Sends one request to a criu inside `host`; returns the pid of a restore."""
     ours, theirs = swrk_pair()
     preload = str(_LIMITS) if _LIMITS.exists() else ""
     criu = subprocess.Popen(
@@ -80,7 +80,7 @@ async def _criu(host: Host, request: rpc.criu_req, images: Path, log: str) -> in
 
 
 class Rank:
-    """A stopped process with sockets of h1, its image, and what it became on another host."""
+    """A stopped process with sockets of h1, its image, and its copy on another host."""
 
     def __init__(self, folder: Path) -> None:
         self.images, self.output = folder / "images", folder / "output"
@@ -89,7 +89,7 @@ class Rank:
         self.pid = 0
 
     async def dump(self, host: Host, watched: socket.socket, *others: socket.socket) -> None:
-        """Starts it with these sockets, which are then its alone, and dumps it without a word on the network."""
+        """Starts it with these sockets, which only it then holds, and dumps it without a packet."""
         numbers = [sock.fileno() for sock in (watched, *others)]
         with self.output.open("wb") as output:
             process = subprocess.Popen(
@@ -149,7 +149,7 @@ def connect(
 
 
 def silence(other: Host) -> None:
-    """What this host sends to the other goes to a card that nobody has: the other's end would answer with a reset."""
+    """Sends packets to the other host to an unused hardware address: the other host would answer with a reset."""
     with IPRoute() as netlink:
         cable = netlink.link_lookup(ifname="eth0")[0]
         for family, ip in ((socket.AF_INET, other.ip4), (socket.AF_INET6, other.ip6)):

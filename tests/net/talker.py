@@ -1,10 +1,10 @@
-"""A peer for the re-pointing tests: sends its half of a known stream at once, and reads the other half when it is told.
+"""A peer for the re-pointing tests: sends its half of a known stream at once, and reads the other half on command.
 
     python -m tests.net.talker STYLE inet|inet6 ADDRESS PORT      PORT 0: listen there, and print the port
 
 STYLE: `threads` (blocking calls), `epoll` (one edge-triggered loop), `fork` (parent reads, child writes, one socket),
-`patience` (fills the queues, and then does not touch the socket until it is told).
-Prints "ready", then waits for a line; then "done DIGEST" of what it read, or the error it saw.
+`patience` (fills the queues, and then does not use the socket until the command).
+Prints "ready", then waits for a line; then prints "done DIGEST" of what it read, or its error.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def with_threads(sock: socket.socket) -> str:
 
 def with_patience(sock: socket.socket) -> str:
     rest = memoryview(half(1))
-    sock.settimeout(0.3)
+    sock.settimeout(0.15)
     with contextlib.suppress(TimeoutError):
         while rest:
             rest = rest[sock.send(rest[: 1 << 16]) :]

@@ -1,4 +1,4 @@
-"""The vocabulary: one spelling per address, and flows that survive the journal and the wire."""
+"""One spelling per address, and flows that survive the journal and the wire."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ADDRESSES = st.builds(Address, st.ip_addresses().map(str), st.integers(0, 0xFFFF
         ("::ffff:0.0.0.0", "0.0.0.0"),
     ],
 )
-def test_an_address_has_one_spelling(written: str, ip: str) -> None:
+def test_address_has_one_spelling(written: str, ip: str) -> None:
     assert Address(written, 80) == Address(ip, 80)
     assert Address(written, 80).ip == ip
 
@@ -35,17 +35,17 @@ def test_an_address_has_one_spelling(written: str, ip: str) -> None:
     ["", ":", "10.0.0.1", "10.0.0.1:", "10.0.0.1:x", "10.0.0.1:65536", "10.0.0.1:-1", "fd00::1:80", "[fd00::1:80",
      "[10.0.0.1]:80", "[fe80::1%eth0]:80", "host:80", "10.0.0.1:²"],
 )  # fmt: skip
-def test_what_is_no_address_is_refused(text: str) -> None:
+def test_invalid_address_is_refused(text: str) -> None:
     with pytest.raises(BadAddress):
         Address.parse(text)
 
 
 @given(ADDRESSES)
-def test_an_address_is_read_back_as_written(address: Address) -> None:
+def test_address_survives_encoding(address: Address) -> None:
     assert Address.parse(str(address)) == address
 
 
-def test_what_an_address_means() -> None:
+def test_properties_of_addresses() -> None:
     assert Address("127.9.9.9", 1).loopback
     assert Address("::1", 1).loopback
     assert Address("::ffff:127.0.0.1", 1).loopback
@@ -78,15 +78,15 @@ def _flow(remote: Address | None) -> Flow:
 
 
 @pytest.mark.parametrize("remote", [None, Address("fd00::2", 40000)])
-def test_a_flow_is_read_back_as_written(remote: Address | None) -> None:
+def test_flow_survives_encoding(remote: Address | None) -> None:
     flow = _flow(remote)
     assert Flow.from_json(json.loads(json.dumps(flow.to_json()))) == flow
     assert flow.holders[0].process == Process(12, 3456)
 
 
-def test_the_other_end_has_the_addresses_the_other_way_round() -> None:
+def test_mirrored_pair_is_that_of_the_peer() -> None:
     flow = _flow(Address("10.0.0.2", 40000))
-    assert flow.ends == (Address("10.0.0.1", 29500), Address("10.0.0.2", 40000))
+    assert flow.endpoints == (Address("10.0.0.1", 29500), Address("10.0.0.2", 40000))
     assert flow.mirrored() == (Address("10.0.0.2", 40000), Address("10.0.0.1", 29500))
     with pytest.raises(ValueError, match="not connected"):
         _flow(None).mirrored()
@@ -96,7 +96,7 @@ def test_the_other_end_has_the_addresses_the_other_way_round() -> None:
     "change",
     [{"family": "unix"}, {"local": "nowhere"}, {"local": None}, {"holders": [[1, 2]]}, {"holders": 3}, {"inode": "x"}],
 )
-def test_what_is_no_flow_is_refused_with_one_error(change: dict[str, object]) -> None:
+def test_invalid_flow_is_refused(change: dict[str, object]) -> None:
     fields = _flow(None).to_json()
     with pytest.raises(ValueError, match=r"."):
         Flow.from_json(fields | change)

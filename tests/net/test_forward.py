@@ -1,4 +1,4 @@
-"""Late connections find a rank that has moved: real TCP, translated by the kernel, between and inside network namespaces."""
+"""New connections reach a rank that has moved: real TCP, translated by the kernel, between and within network namespaces."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def expect_both_ways(near: socket.socket, far: socket.socket) -> None:
 
 
 def expect_reaches(host: Host, ip: str, server: socket.socket, port: int = PORT) -> str:
-    """A connection from `host` arrives at `server` and carries data; who the server thinks it is."""
+    """A connection from `host` reaches `server` and carries data; returns the client's address as the server sees it."""
     with dial(host, ip, port) as near:
         far, caller = server.accept()
         with far:
             expect_both_ways(near, far)
-            assert near.getpeername()[:2] == (ip, port)  # the caller sees the address it asked for
+            assert near.getpeername()[:2] == (ip, port)  # the client sees the address it connected to
     return str(caller[0])
 
 
@@ -77,7 +77,7 @@ def local_routes_to_loopback(host: Host) -> list[int]:
 def test_new_connections_reach_the_new_address_from_every_node(hosts: Hosts, family: str) -> None:
     old, new = (getattr(host, family) for host in (hosts.h1, hosts.h2))
     with hosts.h2.call(_listen, new) as server:
-        for host in hosts:  # the node that was left, the one that was reached, and one that was neither
+        for host in hosts:  # the source, the target, and a third node
             with pytest.raises((ConnectionRefusedError, TimeoutError)):
                 dial(host, old)
             host.call(forward.forward, UID, {Address(old, PORT): Address(new, PORT)})
@@ -93,7 +93,9 @@ def test_loopback_reaches_the_new_address_and_nothing_stays_open(hosts: Hosts, l
         hosts.h1.call(forward.forward, UID, {Address(loopback, PORT): Address(new, PORT)})
         hosts.h1.call(forward.forward, OTHER, {Address(loopback, PORT + 9): Address(new, PORT)})
         assert expect_reaches(hosts.h1, loopback, server) == getattr(hosts.h1, family)
-        assert expect_reaches(hosts.h1, loopback, neighbour, PORT + 1) == loopback  # other local services as before
+        assert (
+            expect_reaches(hosts.h1, loopback, neighbour, PORT + 1) == loopback
+        )  # other local services are not affected
         hosts.h1.call(forward.forget, UID)
         expect_refused(hosts.h1, loopback)
         assert expect_reaches(hosts.h1, loopback, server, PORT + 9)  # what another rank needs stays open
@@ -102,8 +104,8 @@ def test_loopback_reaches_the_new_address_and_nothing_stays_open(hosts: Hosts, l
     assert local_routes_to_loopback(hosts.h1) == routes
 
 
-def test_a_neighbour_gets_no_further_into_loopback_than_before(hosts: Hosts) -> None:
-    """What `route_localnet` opens: a neighbour that sends packets for 127.0.0.1 to this node's hardware address."""
+def test_neighbour_cannot_reach_loopback(hosts: Hosts) -> None:
+    """`route_localnet` alone would accept packets for 127.0.0.1 that a neighbour sends to this node's hardware address."""
 
     def misuse(through: str) -> None:
         with IPRoute() as netlink:
@@ -126,7 +128,7 @@ def test_a_neighbour_gets_no_further_into_loopback_than_before(hosts: Hosts) -> 
             return door.recv(100)
 
         set_switch(hosts.h1, setting, "1")
-        assert knock() == b"knock"  # without our rule the door is open, so this test can fail
+        assert knock() == b"knock"  # without the rule it gets through, so this test can fail
         set_switch(hosts.h1, setting, "0")
         hosts.h1.call(forward.forward, UID, {Address("127.0.0.1", 1): Address(hosts.h2.ip4, 1)})
         assert switch(hosts.h1, setting) == "1"
@@ -134,7 +136,7 @@ def test_a_neighbour_gets_no_further_into_loopback_than_before(hosts: Hosts) -> 
             knock()
 
 
-def test_an_interface_is_closed_when_the_map_no_longer_needs_it(hosts: Hosts) -> None:
+def test_interface_is_closed_when_no_map_needs_it(hosts: Hosts) -> None:
     routes, new = local_routes_to_loopback(hosts.h1), Address(hosts.h2.ip4, PORT)
     hosts.h1.call(forward.forward, UID, {Address("127.0.0.1", PORT): new})
     assert local_routes_to_loopback(hosts.h1) != routes
@@ -143,7 +145,7 @@ def test_an_interface_is_closed_when_the_map_no_longer_needs_it(hosts: Hosts) ->
     assert local_routes_to_loopback(hosts.h1) == routes
 
 
-def test_what_somebody_else_opened_is_not_closed(hosts: Hosts) -> None:
+def test_interface_opened_by_the_administrator_is_not_closed(hosts: Hosts) -> None:
     set_switch(hosts.h1, "ipv4/conf/eth0/route_localnet", "1")
     hosts.h1.call(forward.forward, UID, {Address("127.0.0.1", PORT): Address(hosts.h2.ip4, PORT)})
     hosts.h1.call(forward.forget, UID)
@@ -153,21 +155,21 @@ def test_what_somebody_else_opened_is_not_closed(hosts: Hosts) -> None:
 @pytest.mark.parametrize(
     ("family", "setting"), [("ip4", "ipv4/ip_forward"), ("ip6", "ipv6/conf/all/forwarding")], ids=["ipv4", "ipv6"]
 )
-def test_a_host_without_a_daemon_is_sent_on_where_the_old_node_forwards_packets(
+def test_host_without_daemon_is_redirected_if_the_old_node_forwards_packets(
     hosts: Hosts, family: str, setting: str
 ) -> None:
     old, new = (getattr(host, family) for host in (hosts.h1, hosts.h2))
     addresses = {Address(old, PORT): Address(new, PORT)}
     with hosts.h2.call(_listen, new) as server:
         hosts.h1.call(forward.forward, UID, addresses)
-        expect_refused(hosts.h3, old)  # said clearly, not left to time out
+        expect_refused(hosts.h3, old)  # refused at once instead of a time-out
         set_switch(hosts.h1, setting, "1")
         hosts.h1.call(forward.forward, UID, addresses)
         assert expect_reaches(hosts.h3, old, server) == old
 
 
-def test_connections_that_exist_are_not_touched(hosts: Hosts) -> None:
-    """Neither one that began before, nor a translated one when the map is replaced, nor one to the new address."""
+def test_existing_connections_are_not_affected(hosts: Hosts) -> None:
+    """Neither an earlier one, nor a translated one when the map is replaced, nor one to the new address."""
     old, middle, new = (Address(host.ip4, PORT) for host in hosts)
     caller = hosts.h3
     first, second, third = (host.call(_listen, host.ip4) for host in hosts)
@@ -186,26 +188,26 @@ def test_connections_that_exist_are_not_touched(hosts: Hosts) -> None:
                 assert expect_reaches(caller, middle.ip, third)
 
 
-def test_a_call_that_was_held_arrives_at_the_new_address(hosts: Hosts) -> None:
-    """A SYN sent while the rank was on its way finds it by itself, without the caller asking again."""
+def test_held_syn_reaches_the_new_address(hosts: Hosts) -> None:
+    """A SYN sent during the move reaches the rank by retransmission, without a new connect."""
     move, old, new = "m-0123456789ab", Address(hosts.h1.ip4, PORT), Address(hosts.h2.ip4, PORT)
-    hosts.h3.call(forward.forward, OTHER, {Address(old.ip, 1): Address(new.ip, 1)})  # connections are tracked already
+    hosts.h3.call(forward.forward, OTHER, {Address(old.ip, 1): Address(new.ip, 1)})  # connection tracking is active
     hosts.h3.call(packet_filter.hold_listeners, move, [old])
     with hosts.h3.call(socket.socket) as caller, hosts.h2.call(_listen, new.ip) as server:
         caller.setblocking(False)
         caller.connect_ex((old.ip, old.port))
         hosts.h3.call(forward.forward, UID, {old: new})
-        hosts.h3.call(packet_filter.release_listeners, move, [old])
+        hosts.h3.call(packet_filter.drop_table, move)
         server.settimeout(5.0)
         far, _ = server.accept()
         with far:
             expect_both_ways(caller, far)
 
 
-def test_a_call_that_was_held_where_it_led_arrives_at_the_new_address(hosts: Hosts) -> None:
-    """The caller's own kernel has tracked its SYN, which vanished at the old address: it has to forget that one."""
+def test_syn_held_at_the_old_address_reaches_the_new_one(hosts: Hosts) -> None:
+    """The client's kernel has tracked the SYN that was dropped at the old address; that entry must be removed."""
     move, old, new = "m-0123456789ab", Address(hosts.h1.ip4, PORT), Address(hosts.h2.ip4, PORT)
-    hosts.h3.call(forward.forward, OTHER, {Address(old.ip, 1): Address(new.ip, 1)})  # connections are tracked already
+    hosts.h3.call(forward.forward, OTHER, {Address(old.ip, 1): Address(new.ip, 1)})  # connection tracking is active
     hosts.h1.call(packet_filter.hold_listeners, move, [old])
     with (
         hosts.h3.call(socket.socket) as caller,
@@ -226,7 +228,7 @@ def test_a_call_that_was_held_where_it_led_arrives_at_the_new_address(hosts: Hos
 
 @contextlib.contextmanager
 def dial_held(caller: Host, callee: Host, server: socket.socket) -> Iterator[tuple[socket.socket, socket.socket]]:
-    """A connection that exists already: to forget calls must not concern it."""
+    """An existing connection, which must not be affected when unanswered SYNs are forgotten."""
     with dial(caller, callee.ip4) as near:
         far, _ = server.accept()
         with far:
@@ -234,9 +236,7 @@ def dial_held(caller: Host, callee: Host, server: socket.socket) -> Iterator[tup
 
 
 @pytest.mark.parametrize(("called", "family"), [("", "ip4"), ("", "ip6"), ("127.0.0.1", "ip4"), ("::1", "ip6")])
-def test_a_translated_connection_is_known_by_both_names_until_it_is_forgotten(
-    hosts: Hosts, called: str, family: str
-) -> None:
+def test_translated_connection_is_listed_until_it_is_untracked(hosts: Hosts, called: str, family: str) -> None:
     old, new = Address(called or getattr(hosts.h1, family), PORT), Address(getattr(hosts.h2, family), PORT)
     hosts.h1.call(forward.forward, UID, {old: new})
     with hosts.h2.call(_listen, new.ip) as server, dial(hosts.h1, old.ip) as near:
@@ -253,7 +253,7 @@ def test_a_translated_connection_is_known_by_both_names_until_it_is_forgotten(
             assert hosts.h1.call(tracking.translations) == []
 
 
-def test_an_address_the_rank_came_back_to_leads_nowhere() -> None:
+def test_address_to_which_the_rank_returned_is_not_forwarded() -> None:
     a, b, c = (Address(f"10.0.0.{n}", PORT) for n in (1, 2, 3))
     after_one = forward.collapse({}, {a: b})
     after_two = forward.collapse(after_one, {b: c})
@@ -264,7 +264,7 @@ def test_an_address_the_rank_came_back_to_leads_nowhere() -> None:
     assert forward.collapse({loopback: b}, {b: c}) == {loopback: c, b: c}
 
 
-def test_listed_is_what_was_last_said_and_forget_may_be_repeated(hosts: Hosts) -> None:
+def test_last_map_is_listed_and_forget_is_idempotent(hosts: Hosts) -> None:
     old, new = Address(hosts.h1.ip4, PORT), Address(hosts.h2.ip4, PORT)
     old6, new6 = Address(hosts.h1.ip6, PORT), Address(hosts.h2.ip6, PORT)
     host = hosts.h3
@@ -280,7 +280,7 @@ def test_listed_is_what_was_last_said_and_forget_may_be_repeated(hosts: Hosts) -
     assert host.call(nft.tables) == []
 
 
-def test_the_probes_find_support_and_leave_nothing(hosts: Hosts) -> None:
+def test_probes_find_support_and_leave_nothing(hosts: Hosts) -> None:
     hosts.h1.call(forward.check_support)
     hosts.h1.call(packet_filter.check_support)
     assert hosts.h1.call(nft.tables) == []
@@ -291,17 +291,15 @@ def test_the_probes_find_support_and_leave_nothing(hosts: Hosts) -> None:
     ["add rule inet snapshotd-probe nowhere drop", "add chain inet t c { type route hook prerouting priority 0 ; }"],
     ids=["ENOENT", "EOPNOTSUPP"],
 )
-def test_a_kernel_that_cannot_translate_is_named_as_such(
-    hosts: Hosts, monkeypatch: pytest.MonkeyPatch, refused: str
-) -> None:
-    """Such a kernel gives one of these two answers to a chain or an expression that it does not have."""
+def test_kernel_without_nat_is_reported(hosts: Hosts, monkeypatch: pytest.MonkeyPatch, refused: str) -> None:
+    """Such a kernel gives one of these two answers to an unknown chain type or expression."""
     monkeypatch.setattr(forward, "_rules", lambda *_: f"add table inet t\n{refused}\n")
     with pytest.raises(nft.NotSupported, match="this kernel cannot"):
         hosts.h1.call(forward.forward, UID, {Address("10.0.0.1", 1): Address("10.0.0.2", 1)})
     assert hosts.h1.call(nft.ask, "list tables") == []
 
 
-def test_what_makes_no_sense_changes_nothing(hosts: Hosts) -> None:
+def test_invalid_arguments_change_nothing(hosts: Hosts) -> None:
     four, six = Address("10.0.0.1", 1), Address("fd00::1", 1)
     for old, new in [(four, six), (Address("0.0.0.0", 1), four), (four, Address("127.0.0.1", 1))]:
         with pytest.raises(Internal, match="cannot be forwarded"):

@@ -1,4 +1,4 @@
-"""The hosts the network tests stand on: they reach each other, at once, over both families, and have a loopback."""
+"""The hosts of the network tests reach each other over both families at once, and have a loopback."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def test_every_host_reaches_every_other(hosts: Hosts, family: str) -> None:
                     assert client.getpeername()[0] == address
 
 
-def test_a_program_runs_inside_a_host(hosts: Hosts) -> None:
+def test_program_runs_inside_a_host(hosts: Hosts) -> None:
     source = "import socket; s = socket.create_server(('127.0.0.1', 7)); print(s.getsockname()[1], flush=True); input()"
-    with hosts.h1.python(source) as first, hosts.h2.python(source) as second:  # the same port: two loopbacks
+    with hosts.h1.python(source) as first, hosts.h2.python(source) as second:  # the same port on two loopbacks
         assert first.stdout.readline() == second.stdout.readline() == "7\n"
         hosts.h1.call(socket.create_connection, ("127.0.0.1", 7), 2.0).close()
         with pytest.raises(ConnectionRefusedError):

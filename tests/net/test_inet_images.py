@@ -1,4 +1,4 @@
-"""Addresses in real images: a process is dumped on one host and restored, by the real CRIU, on another."""
+"""Rewrites addresses in real images: the real CRIU dumps a process on one host and restores it on another."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import struct
 import pytest
 
 from snapshotd.api.errors import Internal
-from snapshotd.criu.inet import Ends, listed, rewrite
+from snapshotd.criu.inet import Endpoints, listed, rewrite
 from snapshotd.net.flows import Address
 from snapshotd.net.reset import reset
 from snapshotd.net.sockets import borrow, own_addresses, tree_flows
@@ -22,10 +22,10 @@ from tests.net.ranks import Rank, address, connect, listen, needs_criu, silence
 pytestmark = [pytest.mark.root, needs_criu]
 
 
-async def test_listeners_and_connections_of_all_families_have_their_new_ends(
+async def test_listeners_and_connections_get_their_new_addresses(
     hosts: Hosts, rank: Rank, keep: contextlib.ExitStack
 ) -> None:
-    """Connections that stay within the rank, that come from and go to h3, and one that ends; from h1 to h2."""
+    """Connections within the rank, from and to h3, and one that is ended; moved from h1 to h2."""
     h1, h2, h3 = hosts
     mapped = listen(keep, h1, "::", dualstack_ipv6=True)
     plain, plain6 = listen(keep, h1, h1.ip4), listen(keep, h1, h1.ip6)
@@ -47,8 +47,8 @@ async def test_listeners_and_connections_of_all_families_have_their_new_ends(
     def moved(name: Address) -> Address:
         return name.at({h1.ip4: h2.ip4, h1.ip6: h2.ip6}.get(name.ip, name.ip))
 
-    changes: dict[Ends, Ends] = {}
-    expected: dict[int, Ends] = {}
+    changes: dict[Endpoints, Endpoints] = {}
+    expected: dict[int, Endpoints] = {}
     for sock in connected:
         local, remote = address(sock.getsockname()), address(sock.getpeername())
         expected[sock.fileno()] = moved(local), moved(remote)
@@ -81,7 +81,7 @@ async def test_listeners_and_connections_of_all_families_have_their_new_ends(
     h2.call(silence, h3)
     await rank.restore(h2)
     assert [pid for pid, _ in done.closed] == [rank.pid]
-    found: dict[int, Ends] = {}
+    found: dict[int, Endpoints] = {}
     for flow in h2.call(tree_flows, [rank.pid]):
         for holder in flow.holders:
             found[holder.fd] = flow.local, flow.remote
@@ -94,7 +94,7 @@ async def test_listeners_and_connections_of_all_families_have_their_new_ends(
         assert sock.recv(100, socket.MSG_PEEK) == queued
 
 
-async def test_a_connection_that_was_dead_already_stays_so_beside_its_listener(
+async def test_dead_connection_stays_dead_beside_its_listener(
     hosts: Hosts, rank: Rank, keep: contextlib.ExitStack
 ) -> None:
     server = listen(keep, hosts.h1, hosts.h1.ip4)
@@ -119,10 +119,10 @@ async def test_a_connection_that_was_dead_already_stays_so_beside_its_listener(
 
 @pytest.mark.parametrize("kind", ["v4", "v6", "v4-mapped"])
 @pytest.mark.parametrize("with_reset", [True, False])
-async def test_what_the_application_meets_at_an_ended_connection(
+async def test_ended_connection_reports_a_reset(
     hosts: Hosts, rank: Rank, keep: contextlib.ExitStack, kind: str, with_reset: bool
 ) -> None:
-    """A reset, as its epoll and its calls report one; the image alone would make it a clean end."""
+    """By epoll and by its calls. The image alone would make it a normal end of the stream."""
     ip = hosts.h3.ip6 if kind == "v6" else hosts.h3.ip4
     server = listen(keep, hosts.h3, ip)
     if kind == "v4-mapped":
@@ -151,5 +151,5 @@ async def test_what_the_application_meets_at_an_ended_connection(
     else:
         assert met == f"{events} b'' b'' BrokenPipeError"
     far.setblocking(False)
-    with pytest.raises(BlockingIOError):  # the far end heard nothing
+    with pytest.raises(BlockingIOError):  # the peer received nothing
         far.recv(1)

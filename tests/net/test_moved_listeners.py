@@ -1,4 +1,4 @@
-"""Where the calls for a rank's listeners go after each of its moves: a pure function of the plan."""
+"""The forwardings of a rank's listeners after each of its moves: a pure function of the plan."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ A, B, C = ["10.0.0.1/24", "fd00::1/64"], ["10.0.0.2/24"], ["10.0.0.3/24", "fd00:
 
 
 def listener(old: str, new: str) -> pb.Rewire:
-    ends = [pb.Endpoint(ip=address.ip, port=address.port) for address in (Address.parse(old), Address.parse(new))]
-    return pb.Rewire(kind=pb.Rewire.LISTENER, old_local=ends[0], new_local=ends[1])
+    endpoints = [pb.Endpoint(ip=address.ip, port=address.port) for address in (Address.parse(old), Address.parse(new))]
+    return pb.Rewire(kind=pb.Rewire.LISTENER, old_local=endpoints[0], new_local=endpoints[1])
 
 
-def test_a_listener_on_one_address_leads_from_each_it_ever_had() -> None:
+def test_every_former_address_of_a_listener_is_forwarded() -> None:
     first = moved_listeners([], [listener("10.0.0.1:80", "10.0.0.2:80")], A, B, leaves_home=True)
     second = moved_listeners(first, [listener("10.0.0.2:80", "10.0.0.3:80")], B, C)
     back = moved_listeners(second, [listener("10.0.0.3:80", "10.0.0.1:80")], C, A, comes_home=True)
@@ -24,7 +24,7 @@ def test_a_listener_on_one_address_leads_from_each_it_ever_had() -> None:
     assert back == [["10.0.0.2:80", "10.0.0.1:80"], ["10.0.0.3:80", "10.0.0.1:80"]]
 
 
-def test_a_listener_on_all_addresses_is_also_meant_by_loopback_at_home_until_it_comes_back() -> None:
+def test_wildcard_listener_is_forwarded_from_loopback_until_it_returns() -> None:
     first = moved_listeners([], [listener("0.0.0.0:80", "0.0.0.0:80")], A, B, leaves_home=True)
     assert ["127.0.0.1:80", "10.0.0.2:80"] in first
     second = moved_listeners(first, [listener("0.0.0.0:80", "0.0.0.0:80")], B, C)
@@ -33,18 +33,18 @@ def test_a_listener_on_all_addresses_is_also_meant_by_loopback_at_home_until_it_
     assert not [old for old, _ in back if old.startswith("127.")]
 
 
-def test_an_ipv6_address_leads_nowhere_on_a_target_without_one() -> None:
+def test_ipv6_address_is_not_forwarded_to_a_target_without_ipv6() -> None:
     to_b = moved_listeners([], [listener("[::]:80", "[::]:80")], A, B)
     assert to_b == [["10.0.0.1:80", "10.0.0.2:80"]]
     to_c = moved_listeners([], [listener("[::]:80", "[::]:80")], A, C)
     assert ["[fd00::1]:80", "[fd00::3]:80"] in to_c
 
 
-def test_a_listener_on_loopback_is_nobody_elses() -> None:
+def test_loopback_listener_is_not_forwarded() -> None:
     assert moved_listeners([], [listener("127.0.0.1:80", "127.0.0.1:80")], A, B, leaves_home=True) == []
 
 
-def test_an_ipv6_socket_is_called_by_ipv4_too_unless_it_says_otherwise() -> None:
+def test_ipv6_listener_is_forwarded_for_ipv4_too_unless_v6only() -> None:
     everywhere = Address("::", 80)
     assert reached_at(everywhere, ["10.0.0.1", "fd00::1"]) == [Address("10.0.0.1", 80), Address("fd00::1", 80)]
     assert reached_at(everywhere, ["10.0.0.1", "fd00::1"], v6only=True) == [Address("fd00::1", 80)]

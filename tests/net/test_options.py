@@ -1,4 +1,4 @@
-"""Options that criu loses are there again after a real dump and restore, on connections and listeners of both families."""
+"""Options that criu loses are restored after a real dump and restore, on connections and listeners of both families."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import struct
 
 import pytest
 
-from snapshotd.criu.inet import Ends, rewrite
+from snapshotd.criu.inet import Endpoints, rewrite
 from snapshotd.net.options import _OPTIONS, Kept, put_back
 from snapshotd.net.options import keep as keep_options
 from snapshotd.net.sockets import borrow, tree_flows
@@ -57,7 +57,7 @@ async def test_options_survive(hosts: Hosts, rank: Rank, keep: contextlib.ExitSt
     assert mine.keys() == {client.fileno(), server.fileno()}
     assert {"TCP_USER_TIMEOUT", "IP_MTU_DISCOVER"} <= mine[client.fileno()].options.keys()
     assert "TCP_DEFER_ACCEPT" in mine[server.fileno()].options
-    changes: dict[Ends, Ends] = {
+    changes: dict[Endpoints, Endpoints] = {
         (address(client.getsockname()), address(client.getpeername())): (
             address(client.getsockname()).at(h2.ip4),
             address(client.getpeername()),
@@ -79,7 +79,7 @@ async def test_options_survive(hosts: Hosts, rank: Rank, keep: contextlib.ExitSt
             assert values(sock) == expected
 
 
-def test_what_a_node_does_not_take_is_told() -> None:
+def test_options_that_a_node_rejects_are_reported() -> None:
     with socket.socket() as sock:
         unknown = Kept(
             7, sock.fileno(), {"TCP_CONGESTION": b"nosuch".hex(), "TCP_USER_TIMEOUT": struct.pack("i", 5).hex()}

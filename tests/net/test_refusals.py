@@ -1,4 +1,4 @@
-"""What cannot be moved is named; what can be is not; and asking changes nothing."""
+"""Sockets that cannot be moved are named, others are not, and the check changes nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 from snapshotd.net.flows import Address, Flow
 from snapshotd.net.refusals import problems
-from snapshotd.net.sockets import find_ends, tree_flows
+from snapshotd.net.sockets import find_peers, tree_flows
 from tests.net.hosts import Hosts
 
 pytestmark = pytest.mark.root
@@ -23,7 +23,7 @@ TCP_MD5SIG, TCP_FASTOPEN_CONNECT = 14, 30
 
 
 class Subject:
-    """One socket on h1, at first a client connected to h2; `peer` is the other end, `server` where it was accepted."""
+    """One socket on h1, first a client connected to h2; `peer` is the accepted socket, `server` its listener."""
 
     def __init__(self, hosts: Hosts, keep: contextlib.ExitStack) -> None:
         self.hosts, self.keep = hosts, keep
@@ -35,7 +35,7 @@ class Subject:
         return self.keep.enter_context(self.hosts.h1.call(socket.create_connection, self.server.getsockname(), 2.0))
 
     def replace(self, family: int = socket.AF_INET, kind: int = socket.SOCK_STREAM, protocol: int = 0) -> socket.socket:
-        """A fresh socket on h1 is the subject from now on."""
+        """Replaces the subject by a new socket on h1."""
         self.sock = self.keep.enter_context(self.hosts.h1.call(socket.socket, family, kind, protocol))
         return self.sock
 
@@ -64,7 +64,7 @@ def subject(hosts: Hosts) -> Iterator[Subject]:
         yield Subject(hosts, keep)
 
 
-def test_plain_sockets_are_fine(subject: Subject) -> None:
+def test_plain_sockets_are_accepted(subject: Subject) -> None:
     subject.peer.sendall(b"unread")
     subject.sock.sendall(b"unread too")
     assert subject.reasons() == []
@@ -104,7 +104,7 @@ def reset(subject: Subject) -> None:
 def connecting(subject: Subject) -> None:
     subject.replace().setblocking(False)
     with contextlib.suppress(BlockingIOError):
-        subject.sock.connect(("10.9.1.99", 80))  # nobody is there
+        subject.sock.connect(("10.9.1.99", 80))  # an unused address
 
 
 def fast_open(subject: Subject) -> None:
@@ -140,11 +140,11 @@ def of_another_host(subject: Subject) -> None:
 @pytest.mark.parametrize(
     ("arrange", "reason", "passing"),
     [
-        (half_closed_by_us, "half-closed: the rank has ended", False),
-        (half_closed_by_them, "half-closed: the other side", False),
+        (half_closed_by_us, "half-closed: the rank has closed", False),
+        (half_closed_by_them, "half-closed: the peer has closed", False),
         (shut_for_reading, "half-closed: shut down for read", False),
         (urgent, "urgent data", True),
-        (reset, "an error", True),
+        (reset, "an unread error", True),
         (connecting, "still connecting", True),
         (fast_open, "Fast Open", True),
         (signed, "TCP-MD5", False),
@@ -156,7 +156,7 @@ def of_another_host(subject: Subject) -> None:
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_named(subject: Subject, arrange: Callable[[Subject], None], reason: str, passing: bool) -> None:
+def test_reason_is_named(subject: Subject, arrange: Callable[[Subject], None], reason: str, passing: bool) -> None:
     arrange(subject)
     (found,) = subject.reasons()
     assert reason in found[0]
@@ -164,27 +164,29 @@ def test_named(subject: Subject, arrange: Callable[[Subject], None], reason: str
     assert subject.reasons() == [found]
 
 
-def test_a_pending_error_is_still_there_for_the_application(subject: Subject) -> None:
+def test_pending_error_stays_for_the_application(subject: Subject) -> None:
     reset(subject)
     assert subject.reasons()
     with pytest.raises(ConnectionResetError):
         subject.sock.recv(1)
 
 
-def test_an_end_that_nobody_accepted(subject: Subject) -> None:
+def test_connection_that_was_not_accepted_is_refused(subject: Subject) -> None:
     late = subject.connect()
     pair = Address(*late.getsockname()), Address(*late.getpeername())
-    (problem,) = problems(subject.hosts.h2.call(find_ends, [pair]).values())
-    assert problem.reason == "nobody has accepted it yet"
+    (problem,) = problems(subject.hosts.h2.call(find_peers, [pair]).values())
+    assert problem.reason == "it was not accepted yet"
 
 
-def test_an_unbound_or_connected_datagram_socket_is_fine(subject: Subject) -> None:
+def test_unbound_or_connected_datagram_socket_is_accepted(subject: Subject) -> None:
     subject.replace(kind=socket.SOCK_DGRAM)
     assert subject.reasons() == []
     subject.sock.connect((subject.hosts.h2.ip4, 53))
     assert subject.reasons() == []
 
 
-def test_a_link_local_address() -> None:
+def test_link_local_address_is_refused() -> None:
     listener = Flow("tcp", "inet6", "listen", Address("fe80::1", 80), None, 1)
-    assert [problem.reason for problem in problems([listener])] == ["a link-local address, which no other node has"]
+    assert [problem.reason for problem in problems([listener])] == [
+        "a link-local address, which is valid on one node alone"
+    ]

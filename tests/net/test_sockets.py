@@ -1,4 +1,4 @@
-"""Finding: every socket of a process tree with what it is, and the other end of each connection with who holds it."""
+"""Finds every socket of a process tree, and the peer's socket of each connection with its holders."""
 
 from __future__ import annotations
 
@@ -11,16 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from snapshotd.net.flows import Address, Flow
-from snapshotd.net.sockets import (
-    OtherEnd,
-    Whereabouts,
-    borrow,
-    classify,
-    find_ends,
-    listeners,
-    own_addresses,
-    tree_flows,
-)
+from snapshotd.net.sockets import borrow, find_peers, listeners, own_addresses, tree_flows
 from snapshotd.proc.tree import Process
 from tests.net.hosts import Host, Hosts
 
@@ -45,7 +36,7 @@ def connect(host: Host, server: socket.socket, ip: str) -> tuple[socket.socket, 
 
 @contextlib.contextmanager
 def held(host: Host, *sockets: socket.socket) -> Iterator[subprocess.Popen[str]]:
-    """A process that has these sockets, and the test no longer."""
+    """A process that holds these sockets, which the test has closed."""
     with host.program(["cat"], pass_fds=[sock.fileno() for sock in sockets]) as process:
         for sock in sockets:
             sock.close()
@@ -56,7 +47,7 @@ def flows_of(host: Host, *processes: subprocess.Popen[str]) -> list[Flow]:
     return host.call(tree_flows, [process.pid for process in processes])
 
 
-def test_a_listener_and_both_kinds_of_ends(hosts: Hosts) -> None:
+def test_listener_and_connections_are_found(hosts: Hosts) -> None:
     server = listen(hosts.h1, hosts.h1.ip4)
     client, accepted = connect(hosts.h2, server, hosts.h1.ip4)
     at, came_from, descriptor = address(server.getsockname()), address(client.getsockname()), accepted.fileno()
@@ -67,7 +58,7 @@ def test_a_listener_and_both_kinds_of_ends(hosts: Hosts) -> None:
         assert found.keys() == {"listen", "established"}
         assert (found["listen"].local, found["listen"].remote) == (at, None)
         assert found["listen"].listens
-        assert found["established"].ends == (at, came_from)
+        assert found["established"].endpoints == (at, came_from)
         assert found["established"].unread_bytes == 6
         assert [(holder.process, holder.fd) for holder in found["established"].holders] == [
             (Process.of(process.pid), descriptor)
@@ -75,7 +66,7 @@ def test_a_listener_and_both_kinds_of_ends(hosts: Hosts) -> None:
         assert {(flow.protocol, flow.family) for flow in found.values()} == {("tcp", "inet")}
 
 
-def test_a_socket_that_two_processes_have_is_one_flow(hosts: Hosts) -> None:
+def test_socket_shared_by_two_processes_is_one_flow(hosts: Hosts) -> None:
     server = listen(hosts.h1, hosts.h1.ip4)
     descriptor = server.fileno()
     with held(hosts.h1, server.dup()) as first, held(hosts.h1, server) as second:
@@ -84,7 +75,7 @@ def test_a_socket_that_two_processes_have_is_one_flow(hosts: Hosts) -> None:
         assert (second.pid, descriptor) in {(holder.pid, holder.fd) for holder in flow.holders}
 
 
-def test_ipv6_dual_stack_and_v4_mapped(hosts: Hosts) -> None:
+def test_dual_stack_and_v4_mapped_sockets_are_found(hosts: Hosts) -> None:
     dual = listen(hosts.h1, "::", dualstack_ipv6=True)
     alone = listen(hosts.h1, "::")
     client, accepted = connect(hosts.h2, dual, hosts.h1.ip4)
@@ -97,14 +88,14 @@ def test_ipv6_dual_stack_and_v4_mapped(hosts: Hosts) -> None:
             (Address("::", at), False),
             (Address("::", at6), True),
         }
-        assert {flow.ends for flow in flows if flow.connected} == {
+        assert {flow.endpoints for flow in flows if flow.connected} == {
             (Address(hosts.h1.ip4, at), address(client.getsockname())),
             (Address(hosts.h1.ip6, at6), address(client6.getsockname())),
         }
 
 
-def test_sockets_that_no_table_shows(hosts: Hosts) -> None:
-    """Neither bound nor connected; bound alone; and one whose connection was reset, which keeps its address."""
+def test_sockets_in_no_table_are_found(hosts: Hosts) -> None:
+    """One neither bound nor connected, one only bound, and one whose connection was reset, which keeps its address."""
     server = listen(hosts.h1, hosts.h1.ip4)
     client, accepted = connect(hosts.h2, server, hosts.h1.ip4)
     client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
@@ -145,37 +136,37 @@ def test_other_protocols_are_named(hosts: Hosts) -> None:
         assert udp == {("close", names[0], None), ("established", names[1], Address(hosts.h2.ip4, 9))}
 
 
-def test_a_connection_of_another_namespace_is_not_taken_for_a_closed_one(hosts: Hosts) -> None:
+def test_socket_of_another_namespace_is_not_taken_for_a_closed_one(hosts: Hosts) -> None:
     server = listen(hosts.h1, hosts.h1.ip4)
     with held(hosts.h2, server) as process:
         assert [flow.state for flow in flows_of(hosts.h2, process)] == ["elsewhere"]
 
 
 @pytest.mark.parametrize("kind", ["v4", "v6", "v4-mapped"])
-def test_the_other_ends_are_found_with_their_holders(hosts: Hosts, kind: str) -> None:
-    """Three connections between the same two hosts, one of them the other way round, and one end that is elsewhere."""
+def test_peers_sockets_are_found_with_their_holders(hosts: Hosts, kind: str) -> None:
+    """Three connections between the same two hosts, one of them in the other direction, and one to a third host."""
     where: Callable[[Host], str] = lambda host: host.ip6 if kind == "v6" else host.ip4  # noqa: E731
     options = {"dualstack_ipv6": True} if kind == "v4-mapped" else {}
     server = listen(hosts.h1, "::" if options else where(hosts.h1), **options)
     back = listen(hosts.h2, "::" if options else where(hosts.h2), **options)
-    ends = [connect(hosts.h2, server, where(hosts.h1)) for _ in range(2)]
+    endpoints = [connect(hosts.h2, server, where(hosts.h1)) for _ in range(2)]
     mine, theirs = connect(hosts.h1, back, where(hosts.h2))
     third, elsewhere = connect(hosts.h3, server, where(hosts.h1))
-    rank = [accepted for _, accepted in ends] + [mine, elsewhere]
-    peer = [client for client, _ in ends] + [theirs]
+    rank = [accepted for _, accepted in endpoints] + [mine, elsewhere]
+    peer = [client for client, _ in endpoints] + [theirs]
     numbers = [sock.fileno() for sock in peer]
     inodes = [os.fstat(number).st_ino for number in numbers]
     with server, back, third, held(hosts.h1, *rank) as ours, held(hosts.h2, *peer) as process:
-        pairs = [flow.ends for flow in flows_of(hosts.h1, ours)]
+        pairs = [flow.endpoints for flow in flows_of(hosts.h1, ours)]
         assert len(pairs) == 4
-        found = hosts.h2.call(find_ends, pairs)
-        assert {(pair[1], pair[0]) for pair in found} == {flow.ends for flow in found.values()}
+        found = hosts.h2.call(find_peers, pairs)
+        assert {(pair[1], pair[0]) for pair in found} == {flow.endpoints for flow in found.values()}
         assert len(found) == 3
         assert {(flow.inode, *flow.holders) for flow in found.values()} == {
             (inode, _holder(process, number)) for inode, number in zip(inodes, numbers, strict=True)
         }
-        assert [flow.holders for flow in hosts.h2.call(find_ends, pairs, None, [ours.pid]).values()] == [()] * 3
-        assert hosts.h3.call(find_ends, pairs).keys() == set(pairs) - found.keys()
+        assert [flow.holders for flow in hosts.h2.call(find_peers, pairs, None, [ours.pid]).values()] == [()] * 3
+        assert hosts.h3.call(find_peers, pairs).keys() == set(pairs) - found.keys()
 
 
 def _holder(process: subprocess.Popen[str], number: int) -> object:
@@ -184,32 +175,32 @@ def _holder(process: subprocess.Popen[str], number: int) -> object:
     return Holder(process.pid, Process.of(process.pid).start_ticks, number)
 
 
-def test_an_end_that_nobody_accepted_has_no_holder(hosts: Hosts) -> None:
+def test_socket_that_was_not_accepted_has_no_holder(hosts: Hosts) -> None:
     with (
         listen(hosts.h2, hosts.h2.ip4) as server,
         hosts.h1.call(socket.create_connection, (hosts.h2.ip4, server.getsockname()[1]), 2.0) as client,
     ):
         pair = address(client.getsockname()), address(client.getpeername())
-        (flow,) = hosts.h2.call(find_ends, [pair]).values()
+        (flow,) = hosts.h2.call(find_peers, [pair]).values()
         assert (flow.state, flow.holders) == ("established", ())
 
 
-def test_an_end_that_names_a_former_address_is_found(hosts: Hosts) -> None:
-    """As a forwarding leaves it: the peer's socket names where the rank was, the rank's where it is."""
+def test_socket_connected_to_a_former_address_is_found(hosts: Hosts) -> None:
+    """As a forwarding leaves it: the peer's socket has the rank's former address, the rank's socket the present one."""
     with listen(hosts.h2, hosts.h2.ip4) as server:
         client, accepted = connect(hosts.h1, server, hosts.h2.ip4)
         with client, accepted:
             former, peer = address(client.getpeername()), address(client.getsockname())
             pair = former.at(hosts.h3.ip4), peer
-            assert hosts.h1.call(find_ends, [pair]) == {}
-            assert hosts.h1.call(find_ends, [pair], {former: former.at("10.9.1.77")}) == {}
-            found = hosts.h1.call(find_ends, [pair], {former: pair[0]})
-            assert [flow.ends for flow in found.values()] == [(peer, former)]
+            assert hosts.h1.call(find_peers, [pair]) == {}
+            assert hosts.h1.call(find_peers, [pair], {former: former.at("10.9.1.77")}) == {}
+            found = hosts.h1.call(find_peers, [pair], {former: pair[0]})
+            assert [flow.endpoints for flow in found.values()] == [(peer, former)]
             assert found.keys() == {pair}
 
 
 @pytest.mark.parametrize("loopback", ["127.0.0.1", "::1"])
-def test_an_end_that_came_over_loopback_is_found_by_its_port(hosts: Hosts, loopback: str) -> None:
+def test_socket_connected_over_loopback_is_found_by_its_port(hosts: Hosts, loopback: str) -> None:
     """The rank sees the node's real address where the peer's socket has a loopback one."""
     with listen(hosts.h1, loopback) as server:
         client, accepted = connect(hosts.h1, server, loopback)
@@ -217,26 +208,26 @@ def test_an_end_that_came_over_loopback_is_found_by_its_port(hosts: Hosts, loopb
             former, peer = address(client.getpeername()), address(client.getsockname())
             here, there = (hosts.h1.ip6, hosts.h3.ip6) if ":" in loopback else (hosts.h1.ip4, hosts.h3.ip4)
             pair = former.at(there), peer.at(here)
-            assert hosts.h1.call(find_ends, [pair]) == {}
-            found = hosts.h1.call(find_ends, [pair], {former: pair[0]})
-            assert {key: flow.ends for key, flow in found.items()} == {pair: (peer, former)}
+            assert hosts.h1.call(find_peers, [pair]) == {}
+            found = hosts.h1.call(find_peers, [pair], {former: pair[0]})
+            assert {key: flow.endpoints for key, flow in found.items()} == {pair: (peer, former)}
             not_ours = former.at(there), peer.at(there)
-            assert hosts.h1.call(find_ends, [not_ours], {former: pair[0]}) == {}
+            assert hosts.h1.call(find_peers, [not_ours], {former: pair[0]}) == {}
 
 
-def test_borrowing_refuses_a_descriptor_that_became_another_socket(hosts: Hosts) -> None:
+def test_borrow_refuses_a_reused_descriptor(hosts: Hosts) -> None:
     server = listen(hosts.h1, hosts.h1.ip4)
     with held(hosts.h1, server) as process:
         (flow,) = flows_of(hosts.h1, process)
         with borrow(flow.holders[0], flow.inode) as sock:
             assert address(sock.getsockname()) == flow.local
-        with pytest.raises(ProcessLookupError, match="something else"):
+        with pytest.raises(ProcessLookupError, match="is another file now"):
             borrow(flow.holders[0], flow.inode + 1)
     with pytest.raises(ProcessLookupError):
         borrow(flow.holders[0], flow.inode)
 
 
-def test_taken_ports_and_own_addresses(hosts: Hosts) -> None:
+def test_listeners_and_own_addresses_are_listed(hosts: Hosts) -> None:
     with listen(hosts.h1, hosts.h1.ip4) as server, listen(hosts.h1, "::") as other:
         port = server.getsockname()[1]
         assert [flow.local for flow in hosts.h1.call(listeners, {port})] == [Address(hosts.h1.ip4, port)]
@@ -245,35 +236,3 @@ def test_taken_ports_and_own_addresses(hosts: Hosts) -> None:
     own = hosts.h1.call(own_addresses)
     assert own >= {"127.0.0.1", "::1", hosts.h1.ip4, hosts.h1.ip6}
     assert hosts.h2.ip4 not in own
-
-
-def _connected(local: str, remote: str, inode: int = 1) -> Flow:
-    return Flow("tcp", "inet", "established", Address.parse(local), Address.parse(remote), inode)
-
-
-@pytest.mark.parametrize(
-    ("remote", "expected"),
-    [
-        ("127.0.0.1:5", OtherEnd(Whereabouts.NODE)),
-        ("10.0.0.1:5", OtherEnd(Whereabouts.NODE)),
-        ("10.0.0.1:7", OtherEnd(Whereabouts.INSIDE)),
-        ("10.0.0.9:7", OtherEnd(Whereabouts.INSIDE)),  # its own former address
-        ("10.0.0.2:5", OtherEnd(Whereabouts.PEER, "b")),
-        ("[fd00::3]:5", OtherEnd(Whereabouts.PEER, "c")),
-        ("192.0.2.1:5", OtherEnd(Whereabouts.PEER, "b")),  # the former address of another rank
-        ("192.0.2.1:443", OtherEnd(Whereabouts.OUTSIDE)),
-    ],
-)
-def test_where_the_other_end_is(remote: str, expected: OtherEnd) -> None:
-    flow = _connected("10.0.0.1:99", remote)
-    tree = [
-        flow,
-        _connected("10.0.0.1:7", "10.0.0.1:99", inode=2),
-        Flow("tcp", "inet", "listen", Address("0.0.0.0", 5), None, 3),
-    ]
-    nodes = {"b": ["10.0.0.2"], "c": ["10.0.0.3", "fd00::3"]}
-    forwarded = {
-        Address("10.0.0.9", 7): Address("10.0.0.1", 7),
-        Address("192.0.2.1", 5): Address("10.0.0.2", 5),
-    }
-    assert classify(flow, tree, {"10.0.0.1", "127.0.0.1"}, nodes, forwarded) == expected

@@ -16,15 +16,15 @@ from pathlib import Path
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import Refused, Where
 from snapshotd.criu import inet
-from snapshotd.criu.inet import Ends
+from snapshotd.criu.inet import Endpoints
 from snapshotd.moves.journal import MoveLog
 from snapshotd.moves.peers import new_connections
 from snapshotd.moves.record import ClusterNode
 from snapshotd.net import filter as packets
-from snapshotd.net import forward, refusals, rehome, repair, sockets, timers
+from snapshotd.net import forward, refusals, repair, repoint, sockets, timers
 from snapshotd.net import reset as sockets_reset
+from snapshotd.net.address_plan import Places, plan
 from snapshotd.net.flows import Address, Flow, Holder, Pair
-from snapshotd.net.plan import Places, plan
 from snapshotd.proc import tree
 
 log = logging.getLogger(__name__)
@@ -160,7 +160,7 @@ def sweep(moves: Iterable[str]) -> None:
 
 def silence(pids: Sequence[int]) -> None:
     """Before a copy is killed: none of its connections says goodbye."""
-    rehome.silence(pids)
+    repoint.silence(pids)
 
 
 def part(move_log: MoveLog, pids: Sequence[int]) -> None:
@@ -170,20 +170,20 @@ def part(move_log: MoveLog, pids: Sequence[int]) -> None:
         return
     packets.release(move_log.move, pairs)
     for flow in sockets.tree_flows(pids):
-        if flow.protocol == "tcp" and flow.connected and flow.ends in pairs:
+        if flow.protocol == "tcp" and flow.connected and flow.endpoints in pairs:
             with contextlib.suppress(OSError), sockets.borrow(flow.holders[0], flow.inode) as sock:
                 repair.disconnect(sock)  # not in repair mode: it sends a reset
 
 
 def wake(pids: Sequence[int]) -> None:
     """Undo of what a killed criu leaves: no socket of a process that may run is in repair mode."""
-    rehome.end_repair(pids)
+    repoint.end_repair(pids)
 
 
 def rewrite(folder: Path, rewires: Iterable[pb.Rewire]) -> tuple[tuple[int, int], ...]:
     """Gives the sockets in the image their new ends; answers (inner pid, descriptor) of those to the outside world, which
     the restored rank has closed and must see as reset."""
-    changes: dict[Ends, Ends] = {}
+    changes: dict[Endpoints, Endpoints] = {}
     closed: list[Pair] = []
     for rewire in rewires:
         if rewire.kind == pb.Rewire.OUTSIDE:

@@ -29,7 +29,7 @@ from snapshotd.moves.peers.connections import new_pair, old_pair, peer_table
 from snapshotd.moves.record import Begin, PeerSocket, SocketTimers, parse_pair
 from snapshotd.moves.rules import CopyState, Mark, Outcome, PeerDecision, PeerFacts
 from snapshotd.net import filter as packets
-from snapshotd.net import forward, refusals, rehome, sockets, timers, tracking
+from snapshotd.net import forward, refusals, repoint, sockets, timers, tracking
 from snapshotd.net.flows import BadAddress, Flow, Pair
 from snapshotd.proc import host
 from snapshotd.runtime import metrics
@@ -241,13 +241,13 @@ class PeerOps:
         """The other ends, by the pair as the rank has it. One that came through a forwarding has another name for it."""
         forwarded = {old: new for known in forward.listed().values() for old, new in known.items()}
         if not forwarded:
-            return sockets.find_ends(pairs)
+            return sockets.find_peers(pairs)
         by_wire = {known.wire: known.socket for known in tracking.translations()}
         names: dict[Pair, Pair] = {}
         for rank, peer in pairs:
             own, far = by_wire.get((peer, rank), (peer, rank))
             names[far, own] = rank, peer
-        return {names[name]: flow for name, flow in sockets.find_ends(names, forwarded).items()}
+        return {names[name]: flow for name, flow in sockets.find_peers(names, forwarded).items()}
 
     def pending(self, pids: Iterable[int]) -> str:
         """The unfinished move of another rank that has changed a socket of these processes here; "" if there is none."""
@@ -265,7 +265,7 @@ class PeerOps:
             packets.hold(peer_table(move), [pair for one in found for pair in one.pairs])
         states = self._states(move)
         states.mkdir(mode=0o700, parents=True, exist_ok=True)
-        stopped_s = rehome.repoint_all([_change(one, towards_target, states) for one in found])
+        stopped_s = repoint.repoint_all([_change(one, towards_target, states) for one in found])
         # A connection that had come through a forwarding has its real address now: the kernel must not translate it too.
         tracking.untrack([parse_pair(one.own) for one in found if one.own != one.old])
         return stopped_s
@@ -329,7 +329,7 @@ def _all_timers(move_log: MoveLog, flows: Iterable[Flow]) -> list[SocketTimers]:
 def _peer_socket(rewire: pb.Rewire, flow: Flow) -> PeerSocket:
     rank_old, far_old = old_pair(rewire)
     rank_new, far_new = new_pair(rewire)
-    local, remote = flow.ends
+    local, remote = flow.endpoints
     return PeerSocket(
         inode=flow.inode,
         holders=[(holder.pid, holder.start_ticks, holder.fd) for holder in flow.holders],
@@ -339,6 +339,6 @@ def _peer_socket(rewire: pb.Rewire, flow: Flow) -> PeerSocket:
     )
 
 
-def _change(one: PeerSocket, towards_target: bool, states: Path) -> rehome.Change:
+def _change(one: PeerSocket, towards_target: bool, states: Path) -> repoint.Change:
     local, remote = parse_pair(one.new if towards_target else one.old)
-    return rehome.Change(one.descriptors, one.inode, local, remote, states / str(one.inode))
+    return repoint.Change(one.descriptors, one.inode, local, remote, states / str(one.inode))

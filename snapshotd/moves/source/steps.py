@@ -41,7 +41,7 @@ from snapshotd.moves.rules import CopyState, Mark, Outcome, SourceDecision, Sour
 from snapshotd.moves.source import freeze
 from snapshotd.moves.source.departure import Leaving
 from snapshotd.moves.source.dump import Dump
-from snapshotd.net.plan import Places
+from snapshotd.net.address_plan import Places
 from snapshotd.proc import host
 from snapshotd.runtime.blocking import in_thread
 from snapshotd.runtime.faults import Point, reach

@@ -1,13 +1,14 @@
-"""Re-points a live TCP connection of another process at other addresses, in place.
+"""Re-points a live TCP connection of another process to other addresses, in place.
 
-The process keeps its descriptor, its inode and its epoll registrations; queued bytes of both directions, sequence numbers and
-what was negotiated stay; it can tell only by asking for the addresses. It is stopped meanwhile, a fraction of a millisecond
-per connection, and a packet filter (snapshotd/net/filter.py) holds the old and the new 4-tuple from before until the other
-end is there too.
+The process keeps its descriptor, its inode and its epoll registrations. Queued bytes of both directions, sequence numbers and
+negotiated options stay. The process can notice only by asking for the addresses. It is stopped for a fraction of a
+millisecond per connection, and a packet filter (snapshotd/net/filter.py) holds the old and the new 4-tuple from before the
+re-point until the peer's socket has been changed too.
 
-Invariant: a process that can run has no socket in repair mode or half filled. A socket is brought to the wished ends from
-whatever a crash left, as often as asked, and no byte is lost: what was taken off a socket is on storage first
-(snapshotd/net/capture.py). When it cannot be brought there, it is put back; where even that fails its process stays stopped.
+Invariant: a process that can run has no socket that is in repair mode or partly filled. Whatever a crash left, a
+repeated call brings a socket to the wanted endpoints, and no byte is lost: what is taken off a socket is saved first
+(snapshotd/net/socket_state.py). A socket that cannot be re-pointed is put back. If even that fails, its process stays
+stopped.
 
 Undo is the same call with the old addresses.
 """
@@ -22,12 +23,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from snapshotd.api.errors import Internal, Refused, SnapshotError, Where
-from snapshotd.net import binding, capture, repair, sockets
-from snapshotd.net.borrow import borrow_from
-from snapshotd.net.capture import SocketState, Stage
+from snapshotd.net import binding, repair, socket_state, sockets
 from snapshotd.net.flows import Address, BadAddress, Holder, Pair
-from snapshotd.net.pause import Pause
 from snapshotd.net.rebuild import complete, leave, rebuild
+from snapshotd.net.socket_state import SocketState, Stage
+from snapshotd.net.sockets import borrow_from
+from snapshotd.net.stop_holders import Pause
 from snapshotd.proc.tree import Process
 
 log = logging.getLogger(__name__)
@@ -37,7 +38,7 @@ STOP_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True)
 class Change:
-    """One socket, and the two ends it shall have. The same `state_path` for the same socket, until the move is settled."""
+    """One socket and the endpoints it is to have. `state_path` stays the same for a socket until the move is settled."""
 
     holders: tuple[Holder, ...]
     inode: int
@@ -46,7 +47,7 @@ class Change:
     state_path: Path
 
     @property
-    def ends(self) -> Pair:
+    def endpoints(self) -> Pair:
         return self.local, self.remote
 
     def __str__(self) -> str:
@@ -54,11 +55,11 @@ class Change:
 
 
 def repoint_all(changes: Iterable[Change]) -> float:
-    """Every socket to its wished ends; answers for how many seconds its processes were stopped. Blocking, repeatable.
+    """Re-points every socket; returns for how many seconds its processes were stopped. Blocks. Idempotent.
 
-    A socket that its processes have closed, or that died, is passed over: there is nothing left to re-point. Raises Refused
-    when one cannot be re-pointed: it has its former ends then, the others may have the new ones: undo. Any other error means
-    that one could be brought to neither: its process stays stopped, and the next call tries again.
+    A socket that its processes have closed, or whose connection is dead, is skipped. Raises Refused if one cannot be
+    re-pointed: it then has its former endpoints, while others may have the new ones, so undo. Any other error means that
+    one could be given neither: its process stays stopped, and the next call tries again.
     """
     todo = list(changes)
     if not todo:
@@ -74,7 +75,7 @@ def repoint_all(changes: Iterable[Change]) -> float:
                     works[-1].prepare()
         pause = Pause(todo[0].state_path.with_name("stopped.json"), _processes(work for work in works if work.pending))
         with pause.stopped(STOP_TIMEOUT_S):
-            pause.keep_stopped(_processes(works))  # should something happen that nobody thought of
+            pause.keep_stopped(_processes(works))  # in case of an unexpected exception
             for work in works:
                 if work.pending:
                     with _collecting(failures, work.change):
@@ -93,7 +94,7 @@ def _processes(works: Iterable[_Work]) -> set[Process]:
 
 @contextlib.contextmanager
 def _collecting(failures: list[SnapshotError], change: Change) -> Iterator[None]:
-    """One socket's failure is kept for the end: the others have to be brought where they belong all the same."""
+    """Keeps a socket's failure for the end: the other sockets must be re-pointed nevertheless."""
     try:
         yield
     except SnapshotError as error:
@@ -105,39 +106,39 @@ def _collecting(failures: list[SnapshotError], change: Change) -> Iterator[None]
 
 
 class _Work:
-    """One socket on its way. Everything that can be done while its processes run is outside `do`."""
+    """One socket. Everything that can be done while its processes run is outside `do`."""
 
     def __init__(self, change: Change, sock: socket.socket) -> None:
         self.change = change
         self.sock = sock
-        self.pending = False  # has it to be changed, and its processes to be stopped for that?
+        self.pending = False  # must it be changed, and its processes be stopped for that?
         self.whole = False  # may its processes run?
         self._known: SocketState | None = None
         self._taken: SocketState | None = None
 
     def prepare(self) -> None:
-        """Finds out what there is to do. Raises Refused, nothing touched; another error when the socket may not be whole."""
-        self._known = capture.load(self.change.state_path)
+        """Determines what to do. Raises Refused with nothing changed; another error if the socket may not be working."""
+        self._known = socket_state.load(self.change.state_path)
         if self._interrupted():
             self.pending = True
             return
         self.whole = True
         if self._wanted():
-            capture.save(self.change.state_path, capture.begin(self.sock))
+            socket_state.save(self.change.state_path, socket_state.begin(self.sock))
             self.pending = True
 
     def do(self) -> None:
-        """Its processes are stopped. Raises Refused with the socket as it was, another error with the socket not whole."""
+        """Its processes are stopped. Raises Refused with the socket unchanged, another error with the socket not working."""
         if self._interrupted():
             self._recover()
         self.whole = True
         if not self._wanted():
             return
-        begun = capture.begin(self.sock)
+        begun = socket_state.begin(self.sock)
         repair.enter(self.sock)
         try:
-            taken = capture.capture(self.sock, begun)
-            capture.save(self.change.state_path, taken)
+            taken = socket_state.capture(self.sock, begun)
+            socket_state.save(self.change.state_path, taken)
         except BaseException:
             leave(self.sock, begun)
             raise
@@ -145,10 +146,10 @@ class _Work:
         self._rebuild_or_put_back(taken)
 
     def note_whole(self) -> None:
-        """The bytes in the file are history; its processes may run already. Where it fails, they are found to be history."""
+        """Marks the saved bytes as obsolete; the processes may run already. If this fails, the next call detects it."""
         if self.whole and self._taken is not None:
             try:
-                capture.save(self.change.state_path, self._taken.options_alone())
+                socket_state.save(self.change.state_path, self._taken.options_alone())
             except OSError as error:
                 log.warning("%s: %s", self.change, error)
 
@@ -156,27 +157,27 @@ class _Work:
         return (self._known is not None and self._known.stage is Stage.TAKEN) or repair.in_repair(self.sock)
 
     def _wanted(self) -> bool:
-        """Whether a socket in working order has to be re-pointed."""
-        ends, state = repair.pair(self.sock), repair.info(self.sock).state
-        if ends == self.change.ends:
+        """Whether a working socket has to be re-pointed."""
+        endpoints, state = repair.pair(self.sock), repair.info(self.sock).state
+        if endpoints == self.change.endpoints:
             return False
-        if ends is not None and state == repair.ESTABLISHED:
-            binding.check(self.sock, self.change.ends)
+        if endpoints is not None and state == repair.ESTABLISHED:
+            binding.check(self.sock, self.change.endpoints)
             return True
-        if ends is not None and self._known is None:
-            raise Refused(f"{ends[0]} – {ends[1]} is half closed (state {state})", where=Where.UNKNOWN)
-        log.warning("%s: its processes have ended the connection meanwhile (state %d)", self.change, state)
+        if endpoints is not None and self._known is None:
+            raise Refused(f"{endpoints[0]} – {endpoints[1]} is half closed (state {state})", where=Where.UNKNOWN)
+        log.warning("%s: its processes have closed the connection in the meantime (state %d)", self.change, state)
         return False
 
     def _recover(self) -> None:
-        """A crash left the socket somewhere on the way: makes it a working connection again, with whichever ends."""
+        """After a crash: makes the socket a working connection again, with the old or the new endpoints."""
         known = self._known
         if known is None or known.stage is not Stage.TAKEN:
             leave(self.sock, known)
         elif repair.in_repair(self.sock):
             self._rebuild_or_put_back(known)
         else:
-            # Out of repair mode it is connected and what had been sent is in its queue, or its own processes ended it.
+            # Out of repair mode it is connected and has its sent bytes in its queue, or its own processes closed it.
             self._taken = known
             if repair.pair(self.sock) is not None:
                 complete(self.sock, known)
@@ -185,34 +186,35 @@ class _Work:
     def _rebuild_or_put_back(self, taken: SocketState) -> None:
         self._taken = taken
         try:
-            rebuild(self.sock, taken, self.change.ends)
+            rebuild(self.sock, taken, self.change.endpoints)
         except OSError as error:
             try:
-                rebuild(self.sock, taken, taken.ends)
+                rebuild(self.sock, taken, taken.endpoints)
             except OSError as second:
                 raise Internal(
-                    f"{self.change}: {error}; nor can it be put back: {second}", where=Where.UNKNOWN
+                    f"{self.change} cannot be re-pointed: {error}; it cannot be put back either: {second}",
+                    where=Where.UNKNOWN,
                 ) from error
             self.whole = True
             raise Refused(f"{self.change} cannot be re-pointed: {error}", where=Where.UNKNOWN) from error
         self.whole = True
 
 
-# ---------------------------------------------------------------- the sockets of a whole copy
+# ---------------------------------------------------------------- all sockets of a copy of a rank
 
 
 def silence(pids: Iterable[int]) -> int:
-    """Every connection of a frozen copy into repair mode, so that killing it tells nobody; answers how many.
+    """Puts every connection of a frozen copy into repair mode, so that killing it sends no packet; returns their number.
 
-    A listener cannot be silenced: connections at it that nobody accepted are reset when it closes, unless filtered.
+    A listener cannot be silenced: its connections that were not accepted yet are reset when it closes, unless filtered.
     """
     return _for_each_connection(pids, repair.enter)
 
 
 def end_repair(pids: Iterable[int]) -> int:
-    """Out of repair mode, silently, with every connection that a killed criu left in it; answers how many there were.
+    """Takes every connection that a killed criu left in repair mode out of it, silently; returns their number.
 
-    SO_REUSEADDR is off afterwards: what it was before criu came, nobody knows any more.
+    SO_REUSEADDR is off afterwards: its value before the dump is not known any more.
     """
 
     def end(sock: socket.socket) -> bool:
@@ -225,7 +227,7 @@ def end_repair(pids: Iterable[int]) -> int:
 
 
 def _for_each_connection(pids: Iterable[int], act: Callable[[socket.socket], bool | None]) -> int:
-    """act(socket) once for every TCP socket of these processes that is no listener; counts those it did not deny."""
+    """Calls act(socket) for every TCP socket of these processes except listeners; counts calls that did not return False."""
     count = 0
     for flow in sockets.tree_flows(pids):
         sock = borrow_from(flow.holders, flow.inode) if flow.protocol == "tcp" and not flow.listens else None

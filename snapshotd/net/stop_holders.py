@@ -1,7 +1,7 @@
-"""Stops the processes that hold sockets while those are changed, and continues exactly those that ran.
+"""Stops the processes that hold sockets while those are changed, and continues exactly those that were running.
 
-Invariant: which processes we stop is on storage before the first is stopped. So whoever comes after a crash continues
-them, and a process that somebody else had stopped stays stopped.
+Invariant: the list of processes is saved before the first one is stopped. So the next call after a crash continues
+them, and a process that was stopped before stays stopped.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from snapshotd.api.errors import Timeout, Where
-from snapshotd.net.capture import put_in_place
+from snapshotd.net.socket_state import put_in_place
 from snapshotd.proc import tree
 from snapshotd.proc.tree import Process
 
-_LOOK_AGAIN_S = 50e-6
+_POLL_S = 50e-6
 
 
 @contextlib.contextmanager
-def _first_in_line() -> Iterator[None]:
-    """This thread runs whenever it can, where the node allows it: on a busy one a single turn lost is 20 ms of pause."""
+def _real_time() -> Iterator[None]:
+    """Real-time priority for this thread, where allowed: on a busy node one lost time slice adds 20 ms to the pause."""
     before, parameter = os.sched_getscheduler(0), os.sched_getparam(0)
     try:
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
@@ -38,7 +38,7 @@ def _first_in_line() -> Iterator[None]:
 
 
 class Pause:
-    """One stop of a set of processes; `note` is the file that says which."""
+    """One stop of a set of processes, whose list is in the file `note`."""
 
     def __init__(self, note: Path, processes: Iterable[Process]) -> None:
         self.seconds = 0.0
@@ -48,11 +48,11 @@ class Pause:
 
     @contextlib.contextmanager
     def stopped(self, timeout_s: float) -> Iterator[None]:
-        """No thread of the processes runs inside; those that are gone do not matter. Raises Timeout, all continued."""
+        """No thread of the processes runs inside; processes that are gone are ignored. Raises Timeout, with all continued."""
         ours = self._ours()
         began = time.monotonic()
         try:
-            with _first_in_line():
+            with _real_time():
                 self._stop(timeout_s)
                 yield
         finally:
@@ -67,15 +67,15 @@ class Pause:
                 self._note.unlink(missing_ok=True)
 
     def keep_stopped(self, processes: Iterable[Process]) -> None:
-        """These are not continued at the end: a socket of theirs is not whole."""
+        """Does not continue these at the end: one of their sockets is not a working connection."""
         self._kept.update(processes)
 
     def let_go(self, processes: Iterable[Process]) -> None:
-        """Takes `keep_stopped` back."""
+        """Reverts `keep_stopped`."""
         self._kept.difference_update(processes)
 
     def _ours(self) -> list[Process]:
-        """Those that run now, and those that an earlier life of us stopped and did not live to continue."""
+        """The processes that run now, and those that a call before a crash stopped and did not continue."""
         before = self._read()
         ours = sorted({*before, *(process for process in self._processes if not tree.stopped(process.pid))})
         if ours != before:
@@ -91,10 +91,10 @@ class Pause:
                 if time.monotonic() > deadline:
                     raise Timeout(
                         f"process {process.pid} does not stop (state {tree.state(process.pid)})",
-                        remedy="a process in state D waits for a device or a network file system; try again later",
+                        remedy="a process in state D waits for a device or a network file system; retry later",
                         where=Where.UNKNOWN,
                     )
-                time.sleep(_LOOK_AGAIN_S)
+                time.sleep(_POLL_S)
 
     def _read(self) -> list[Process]:
         try:

@@ -1,7 +1,8 @@
-"""Whoever re-points is killed, at every point: the next one brings the socket wherever it shall be, and no byte is lost."""
+"""The re-pointing process is killed at every point; the next call still brings the socket where it belongs, without loss."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from snapshotd.net.rehome import Change
+from snapshotd.net.repoint import Change
 from snapshotd.proc import tree
 from tests.net import crasher
 from tests.net.hosts import REPOSITORY, Hosts
@@ -19,9 +20,6 @@ from tests.net.moving import change, hold, peer_flow, put_on, release, take_off,
 from tests.sampling import Sampler
 
 pytestmark = [pytest.mark.root, pytest.mark.slow]
-
-#: A sample takes every eighth point, a whole run all of them.
-EVERY = 8
 
 Order = Callable[[list[Change], int | None], dict[str, Any]]
 
@@ -39,6 +37,13 @@ def order_to(process: subprocess.Popen[str]) -> Order:
     return order
 
 
+def kills(order: Order, there: Change, back: Change, point: int) -> bool:
+    """Whether there are more than `point` calls at which the process can be killed."""
+    order([back], None)
+    killed: bool = order([there], point)["killed"]
+    return killed
+
+
 @pytest.mark.parametrize(
     ("family", "ip", "to", "new_ip"),
     [
@@ -46,10 +51,10 @@ def order_to(process: subprocess.Popen[str]) -> Order:
         ("inet6", "::", "fd09:1::1", "fd09:1::3"),
     ],
 )
-def test_a_kill_at_every_point(
+def test_kill_at_every_point_is_recovered(
     family: str, ip: str, to: str, new_ip: str, hosts: Hosts, tmp_path: Path, sampled: Sampler
 ) -> None:
-    """Killed on the way there, killed again on the way back, and then finished, in either direction."""
+    """Killed on the way there, killed again on the way back, then finished in either direction."""
     with (
         talk("patience", family, hosts.h1, hosts.h2, peer_listens=True, ip=ip, to=to) as conversation,
         hosts.h1.program([sys.executable, "-m", "tests.net.crasher"], cwd=REPOSITORY) as process,
@@ -58,7 +63,7 @@ def test_a_kill_at_every_point(
         assert conversation.line() == "ready"
         conversation.fill()
         flow = peer_flow(hosts.h1, conversation.rank)
-        old = flow.ends
+        old = flow.endpoints
         new = old[0], old[1].at(new_ip)
         hold(list(hosts), old, new)
         rank_state, rank_family = take_off(conversation.rank), conversation.rank.family
@@ -67,21 +72,21 @@ def test_a_kill_at_every_point(
         assert before["queues"][1] > 0
         assert before["queues"][3] > 0
 
-        for first in sampled(range(EVERY), 1):
-            point, killed = first, True
-            while killed:
-                order([back], None)
-                killed = order([there], point)["killed"]
-                order([back], point * 7 % 97)
-                goal = there if point // EVERY % 2 else back
-                after = order([goal], None)
-                assert after["error"] == "", point
-                assert after["state"][0]["same"] == before, point
-                assert after["state"][0]["ends"] == [str(goal.local), str(goal.remote)], point
-                assert not tree.stopped(conversation.peer.pid), point
-                assert not (tmp_path / "stopped.json").exists(), point
-                point += EVERY
-            assert point > 100
+        points = next(point for point in itertools.count(100, 10) if not kills(order, there, back, point))
+        while kills(order, there, back, points - 1) is False:
+            points -= 1
+        assert points > 100
+        for point in sampled(range(points), 30):
+            order([back], None)
+            assert order([there], point)["killed"], point
+            order([back], point * 7 % 97)
+            goal = there if point % 2 else back
+            after = order([goal], None)
+            assert after["error"] == "", point
+            assert after["state"][0]["same"] == before, point
+            assert after["state"][0]["endpoints"] == [str(goal.local), str(goal.remote)], point
+            assert not tree.stopped(conversation.peer.pid), point
+            assert not (tmp_path / "stopped.json").exists(), point
 
         order([there], None)
         conversation.rank = hosts.h3.call(put_on, rank_state, rank_family, (new[1], new[0]))

@@ -1,4 +1,4 @@
-"""A connection of another process is re-pointed, mid-stream, with full queues, and nobody loses a byte."""
+"""Re-points a connection of another process with full queues, and loses no byte."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from snapshotd.net import rehome
+from snapshotd.net import repoint
 from tests.net import moving
 from tests.net.hosts import Hosts
 from tests.net.moving import Talk, change, hold, peer_flow, put_on, release, take_off, talk
 
 pytestmark = pytest.mark.root
 
-# family of the peer's socket, does it listen, address of the one that listens, where the other connects, rank's new address
+# family of the peer's socket, whether it listens, the listener's address, where the other connects, the rank's new address
 CASES = {
     "v4 accepted": ("inet", True, "0.0.0.0", "10.9.1.1", "10.9.1.3"),
     "v4 connected": ("inet", False, "10.9.1.2", "10.9.1.2", "10.9.1.3"),
@@ -25,15 +25,15 @@ CASES = {
 
 
 def move(conversation: Talk, hosts: Hosts, new_ip: str, folder: Path) -> float:
-    """The rank's end from h2 to h3 while h1, where the peer is, re-points; answers how long the peer was stopped."""
+    """Moves the rank's socket from h2 to h3 and re-points the peer's on h1; returns how long the peer was stopped."""
     rank, everyone = conversation.rank, list(hosts)
     flow = peer_flow(hosts.h1, rank)
-    local, remote = flow.ends
-    old, new = flow.ends, (local, remote.at(new_ip))
+    local, remote = flow.endpoints
+    old, new = flow.endpoints, (local, remote.at(new_ip))
     before = moving.visible(conversation.peer.pid)
     hold(everyone, old, new)
     state, family = take_off(rank), rank.family
-    stopped_s = hosts.h1.call(rehome.repoint_all, [change(flow, new, folder)])
+    stopped_s = hosts.h1.call(repoint.repoint_all, [change(flow, new, folder)])
     conversation.rank = hosts.h3.call(put_on, state, family, (new[1], new[0]))
     release(everyone)
     assert moving.visible(conversation.peer.pid) == before

@@ -1,7 +1,7 @@
-"""What becomes of each socket of a rank on its new node: pure, from flows and addresses to a list of rewirings.
+"""Decides which addresses each socket of a rank gets on the target. Pure: from flows and addresses to a list of `Rewire`.
 
-Invariant: after a move every connection has the same two processes at its ends and the same ports; only addresses of the
-node that was left are replaced. What cannot be told for certain is a problem by name, never a guess.
+Invariant: after a move every connection has the same two processes and the same ports; only addresses of the source node are
+replaced. An address that cannot be determined with certainty is reported as a problem, never guessed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from snapshotd.net.flows import Address, Flow
 
 @dataclass(frozen=True)
 class Places:
-    """The cluster's nodes by name, each with its addresses ("10.0.0.1/24"), and which two the move is between."""
+    """The cluster's nodes by name, each with its addresses ("10.0.0.1/24"), and the source and target of the move."""
 
     nodes: Mapping[str, Sequence[str]]
     source: str
@@ -29,7 +29,7 @@ class Places:
         return None
 
     def counterpart(self, ip: str) -> str | None:
-        """The target's address that stands where `ip` stood on the source: of the same network, else of the same family."""
+        """The target's address that replaces `ip` of the source: of the same network, else of the same family."""
         wanted = ipaddress.ip_address(ip)
         own = [ipaddress.ip_interface(text) for text in self.nodes.get(self.source, ())]
         theirs = [ipaddress.ip_interface(text) for text in self.nodes.get(self.target, ())]
@@ -39,23 +39,23 @@ class Places:
                 return str(candidate.ip)
         return next((str(item.ip) for item in theirs if item.version == wanted.version), None)
 
-    def real_ends(self, version: int) -> tuple[str, str] | None:
-        """(target's, source's) address for a connection that used to be on the source's loopback: of one network if any."""
+    def real_endpoints(self, version: int) -> tuple[str, str] | None:
+        """(target's, source's) address for a connection over the source's loopback: of one network if possible."""
         own = [ipaddress.ip_interface(text) for text in self.nodes.get(self.source, ())]
         theirs = [ipaddress.ip_interface(text) for text in self.nodes.get(self.target, ())]
         pairs = [(there, here) for here in own for there in theirs if here.version == there.version == version]
-        pairs.sort(key=lambda pair: pair[0].network != pair[1].network)  # stable: else in the nodes' own order
+        pairs.sort(key=lambda pair: pair[0].network != pair[1].network)  # stable: otherwise in the nodes' own order
         return (str(pairs[0][0].ip), str(pairs[0][1].ip)) if pairs else None
 
 
 def plan(flows: Iterable[Flow], places: Places) -> tuple[list[pb.Rewire], list[str]]:
-    """(rewirings, problems in words) for the inet sockets of a rank's tree."""
-    flows = [flow for flow in flows if flow.protocol in {"tcp", "udp"}]  # others are refused by name, see refusals.py
-    ends = {(flow.protocol, flow.ends) for flow in flows if flow.connected}
+    """(rewirings, problems) for the inet sockets of a rank's process tree."""
+    flows = [flow for flow in flows if flow.protocol in {"tcp", "udp"}]  # others are refused by refusals.py
+    endpoints = {(flow.protocol, flow.endpoints) for flow in flows if flow.connected}
     rewires: list[pb.Rewire] = []
     problems: list[str] = []
     for flow in flows:
-        if flow.connected and (flow.protocol, flow.mirrored()) in ends:
+        if flow.connected and (flow.protocol, flow.mirrored()) in endpoints:
             rewire = _inside(flow, places)
         elif flow.connected and flow.protocol == "tcp":
             rewire = _outward(flow, places)
@@ -64,15 +64,15 @@ def plan(flows: Iterable[Flow], places: Places) -> tuple[list[pb.Rewire], list[s
         else:
             continue  # neither bound nor connected: it has no address
         if rewire is None:
-            problems.append(f"{flow}: {places.target} has no address to stand in for {flow.local.ip}")
+            problems.append(f"{flow}: {places.target} has no address that can replace {flow.local.ip}")
         else:
             rewires.append(rewire)
     return rewires, problems
 
 
 def _alone(flow: Flow, places: Places) -> pb.Rewire | None:
-    """A listener, a socket that is only bound, or datagrams, whose other end knows nobody: its own address moves along.
-    Bound to all addresses or to loopback: as it is."""
+    """A listener, a socket that is only bound, or a datagram socket, whose peer keeps no connection: its own address changes.
+    One that is bound to all addresses or to loopback stays as it is."""
     local = _moved(flow.local, places)
     if local is None:
         return None
@@ -87,7 +87,7 @@ def _alone(flow: Flow, places: Places) -> pb.Rewire | None:
 
 
 def _inside(flow: Flow, places: Places) -> pb.Rewire | None:
-    old_local, old_remote = flow.ends
+    old_local, old_remote = flow.endpoints
     local, remote = _moved(old_local, places), _moved(old_remote, places)
     if local is None or remote is None:
         return None
@@ -95,9 +95,9 @@ def _inside(flow: Flow, places: Places) -> pb.Rewire | None:
 
 
 def _outward(flow: Flow, places: Places) -> pb.Rewire | None:
-    _, far = flow.ends
-    if far.loopback:  # to a process that stays on the source: real addresses on both ends from now on
-        real = places.real_ends(far.version)
+    _, far = flow.endpoints
+    if far.loopback:  # to a process that stays on the source: both sockets get real addresses
+        real = places.real_endpoints(far.version)
         return _rewire(pb.Rewire.PEER, flow, *real, places.source) if real else None
     local = _moved(flow.local, places)
     if local is None:
@@ -107,12 +107,12 @@ def _outward(flow: Flow, places: Places) -> pb.Rewire | None:
 
 
 def _moved(address: Address, places: Places) -> str | None:
-    """The address on the target for an address on the source: loopback and "any" stay what they are."""
+    """The target's address for one of the source's; loopback and wildcard addresses stay."""
     return address.ip if address.loopback or address.wildcard else places.counterpart(address.ip)
 
 
 def _rewire(kind: pb.Rewire.Kind.ValueType, flow: Flow, local: str, remote: str, peer: str) -> pb.Rewire:
-    old_local, old_remote = flow.ends
+    old_local, old_remote = flow.endpoints
     return pb.Rewire(
         kind=kind,
         family=flow.family,

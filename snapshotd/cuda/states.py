@@ -1,4 +1,4 @@
-"""The driver's words for a process: its states, the verbs between them, and when a verb has nothing left to do."""
+"""The CUDA states of a process and the driver's operations between them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class State(Enum):
 
 @dataclass(frozen=True)
 class Pair:
-    """A GPU a process was on and the GPU that takes its place, by UUID."""
+    """A GPU that a process used and the GPU that replaces it, by UUID."""
 
     old_uuid: str
     new_uuid: str
@@ -25,9 +25,11 @@ class Pair:
 
 @dataclass(frozen=True)
 class Verb:
-    name: str  # as the helper knows it
-    needs: State  # where the driver allows it
-    done: tuple[State, ...]  # where there is nothing left to do
+    """An operation of the driver on a process."""
+
+    name: str  # the call of the helper
+    needs: State  # the state in which the driver allows it
+    done: tuple[State, ...]  # the states in which there is nothing left to do
 
 
 LOCK = Verb("lock", State.RUNNING, (State.LOCKED, State.CHECKPOINTED))

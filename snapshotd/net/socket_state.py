@@ -1,14 +1,14 @@
-"""All that makes a TCP connection, out of its socket and on RAM-backed storage, before the socket is touched.
+"""The complete state of a TCP connection, read from its socket and saved on a tmpfs before the socket is changed.
 
-Between taking the old connection off a socket and filling the new one, the queued bytes exist in this file alone. So a
-file is whole or not there (renamed into place, with a digest), and its stage says what may be believed:
+Between disconnecting the socket and filling the new connection, the queued bytes exist in this file alone. So a file is
+complete or absent (renamed into place, with a digest), and its stage tells what is valid:
 
-    begun   the socket is as it was, perhaps in repair mode; the file has its options, which repair mode resets
-    taken   the socket may be anything; the file has everything
+    begun   the socket is unchanged, perhaps in repair mode; the file has its options, which repair mode resets
+    taken   the socket may be in any state; the file has everything
     whole   the socket is a working connection again; the file has only its former options
 
-Invariant: the stage on storage is never behind the socket: it goes to `taken` before the first byte is lost there, and to
-`whole` after the last one is back.
+Invariant: the saved stage is never behind the socket. It becomes `taken` before the first byte is lost there, and `whole`
+after the last one is back.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _MAGIC = b"snapshot-socket-1\n"
 _DIGEST_BYTES = 16
 _TRIES = 3
 
-#: What a re-point changes besides the connection itself (found by comparing all readable options before and after).
-#: SO_PEEK_OFF is here because it has to be off while the queues are read. Options that a kernel lacks are left out.
+#: Options that a re-point changes (found by comparing all readable options before and after). SO_PEEK_OFF is here because it
+#: must be off while the queues are read. Options that a kernel lacks are left out.
 _OPTIONS: dict[str, tuple[int, int]] = {
     "reuse_address": (SOL, socket.SO_REUSEADDR),
     "peek_offset": (SOL, repair.SO_PEEK_OFF),
@@ -75,7 +75,7 @@ class SocketState:
     send: bytes = b""
 
     @property
-    def ends(self) -> Pair:
+    def endpoints(self) -> Pair:
         return self.local, self.remote
 
     @property
@@ -95,9 +95,9 @@ class SocketState:
         return self.send[: len(self.send) - self.unsent_bytes]
 
     def unsent_after(self, sequence: int) -> bytes:
-        """What is still to be put into the send queue once it reaches up to `sequence`."""
+        """The bytes that the send queue still lacks when it reaches up to `sequence`."""
         missing = (self.send_end - sequence) & 0xFFFFFFFF
-        # What had been sent is there before repair mode ends; so a queue that lacks more is one that reaches further.
+        # Sent bytes are back before repair mode ends. So a queue that seems to lack more has in fact grown since.
         return self.send[len(self.send) - missing :] if 0 < missing <= self.unsent_bytes else b""
 
     def options_alone(self) -> SocketState:
@@ -105,15 +105,15 @@ class SocketState:
 
 
 def begin(sock: socket.socket) -> SocketState:
-    """The options of a socket that is not in repair mode. Changes nothing."""
-    ends = repair.pair(sock)
-    if ends is None:
+    """Reads the options of a socket that is not in repair mode. Changes nothing."""
+    endpoints = repair.pair(sock)
+    if endpoints is None:
         raise Internal("a socket that is not connected cannot be captured")
-    return SocketState(Stage.BEGUN, *ends, _options(sock), repair.info(sock))
+    return SocketState(Stage.BEGUN, *endpoints, _options(sock), repair.info(sock))
 
 
 def capture(sock: socket.socket, begun: SocketState) -> SocketState:
-    """The whole connection, of a socket in repair mode under a filter. Takes nothing out of it."""
+    """Reads the whole connection of a socket in repair mode whose packets are filtered. Removes nothing from its queues."""
     if begun.options.get("peek_offset", -1) >= 0:
         sock.setsockopt(SOL, repair.SO_PEEK_OFF, -1)
     for _ in range(_TRIES):
@@ -133,11 +133,11 @@ def capture(sock: socket.socket, begun: SocketState) -> SocketState:
         )
         if agrees(sock, state):
             return state
-    raise Refused(f"packets of {begun.local} – {begun.remote} still arrive: it is not filtered", where=Where.UNKNOWN)
+    raise Refused(f"packets of {begun.local} – {begun.remote} still arrive: they are not filtered", where=Where.UNKNOWN)
 
 
 def agrees(sock: socket.socket, state: SocketState) -> bool:
-    """Whether the queues of a socket in repair mode are those of the state."""
+    """Whether the queues of a socket in repair mode match the state."""
     return (
         repair.waiting(sock, repair.SIOCINQ) == len(state.receive)
         and repair.waiting(sock, repair.SIOCOUTQ) == len(state.send)
@@ -160,18 +160,18 @@ def _options(sock: socket.socket) -> dict[str, int]:
 
 
 def put_option(sock: socket.socket, state: SocketState, name: str) -> None:
-    """Sets one option back, where this kernel has it and it differs."""
+    """Sets one option to its saved value, if this kernel has it and it differs."""
     level, option = _OPTIONS[name]
     wanted = state.options.get(name)
     if wanted is not None and sock.getsockopt(level, option) != wanted:
         sock.setsockopt(level, option, wanted)
 
 
-# ---------------------------------------------------------------- on storage
+# ---------------------------------------------------------------- storage
 
 
 def save(path: Path, state: SocketState) -> None:
-    """From the return on, the state survives this process. The folder is RAM-backed and private; the file is 0600."""
+    """When this returns, the state survives the death of this process. The folder is a private tmpfs; the file is 0600."""
     fields = vars(state) | {
         "local": str(state.local),
         "remote": str(state.remote),
@@ -186,7 +186,7 @@ def save(path: Path, state: SocketState) -> None:
 
 
 def put_in_place(path: Path, *parts: bytes) -> None:
-    """The file is there with all of it, for its owner alone, or as it was before."""
+    """Writes a file atomically, readable by its owner alone."""
     fresh = path.with_name(path.name + ".new")
     descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:
@@ -201,7 +201,7 @@ def put_in_place(path: Path, *parts: bytes) -> None:
 
 
 def load(path: Path) -> SocketState | None:
-    """None when nothing was saved: then the socket was not touched. Raises Damaged for what `save` never wrote."""
+    """None if nothing was saved: the socket is then unchanged. Raises Damaged for a file that `save` did not write."""
     try:
         blob = path.read_bytes()
     except FileNotFoundError:
@@ -209,7 +209,7 @@ def load(path: Path) -> SocketState | None:
     start = len(_MAGIC) + _DIGEST_BYTES
     content = blob[start:]
     if not blob.startswith(_MAGIC) or _digest(content) != blob[len(_MAGIC) : start]:
-        raise Damaged(f"{path.name} is not a socket's state")
+        raise Damaged(f"{path.name} is not the saved state of a socket")
     size = struct.unpack(">I", content[:4])[0]
     return _from_fields(json.loads(content[4 : 4 + size]), content[4 + size :])
 

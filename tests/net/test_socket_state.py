@@ -1,12 +1,12 @@
-"""A captured connection, as numbers: sequence numbers wrap, wherever the queues happen to lie."""
+"""Sequence numbers of a saved connection wrap, wherever the queues are."""
 
 from __future__ import annotations
 
 import pytest
 
-from snapshotd.net.capture import SocketState, Stage
 from snapshotd.net.flows import Address
 from snapshotd.net.repair import Info
+from snapshotd.net.socket_state import SocketState, Stage
 
 
 @pytest.mark.parametrize("send_end", [10, 1 << 20, 0xFFFFFFFF, 3000])

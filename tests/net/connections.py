@@ -1,4 +1,4 @@
-"""A connection of a process that does nothing with it, for the tests that play its application themselves."""
+"""A connection whose peer socket an idle process holds; the test acts as its application."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from snapshotd.net import rehome, repair
+from snapshotd.net import repair, repoint
 from snapshotd.net.flows import Holder, Pair
-from snapshotd.net.rehome import Change
+from snapshotd.net.repoint import Change
 from snapshotd.proc.tree import Process
 from tests.net.hosts import Host, Hosts
 from tests.net.moving import hold, put_on, release, take_off
@@ -26,8 +26,8 @@ sys.stdin.readline()
 """
 
 
-class Ends:
-    """A connection whose one end a process that does nothing holds, beside the test, which plays its application."""
+class Connection:
+    """A connection whose peer socket is held by an idle process and by the test, which acts as its application."""
 
     def __init__(self, peer: socket.socket, rank: socket.socket, process: subprocess.Popen[str], folder: Path) -> None:
         self.peer, self.rank, self.process = peer, rank, process
@@ -37,13 +37,13 @@ class Ends:
         self.state_path = folder / str(self.inode)
 
     @property
-    def ends(self) -> Pair:
+    def endpoints(self) -> Pair:
         found = repair.pair(self.peer)
         assert found is not None
         return found
 
-    def change(self, ends: Pair) -> Change:
-        return Change(self.holders, self.inode, *ends, self.state_path)
+    def change(self, endpoints: Pair) -> Change:
+        return Change(self.holders, self.inode, *endpoints, self.state_path)
 
     def echo(self) -> None:
         """Both directions work."""
@@ -57,7 +57,7 @@ class Ends:
 @contextlib.contextmanager
 def connected(
     folder: Path, peer: Host, rank: Host, *, listen: str, to: str, peer_listens: bool = True, before: Any = None
-) -> Iterator[Ends]:
+) -> Iterator[Connection]:
     kind = socket.AF_INET6 if ":" in listen else socket.AF_INET
     here, there = (peer, rank) if peer_listens else (rank, peer)
     with contextlib.ExitStack() as stack:
@@ -69,22 +69,22 @@ def connected(
         caller.connect((to, listener.getsockname()[1]))
         answerer = stack.enter_context(listener.accept()[0])
         stack.enter_context(caller)
-        ends = (answerer, caller) if peer_listens else (caller, answerer)
-        os.set_inheritable(ends[0].fileno(), True)
-        argv = [sys.executable, "-I", "-c", KEEPER, str(ends[0].fileno())]
-        process = stack.enter_context(peer.program(argv, pass_fds=(ends[0].fileno(),)))
+        endpoints = (answerer, caller) if peer_listens else (caller, answerer)
+        os.set_inheritable(endpoints[0].fileno(), True)
+        argv = [sys.executable, "-I", "-c", KEEPER, str(endpoints[0].fileno())]
+        process = stack.enter_context(peer.program(argv, pass_fds=(endpoints[0].fileno(),)))
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
-        held = Ends(*ends, process, folder)
+        held = Connection(*endpoints, process, folder)
         stack.callback(lambda: held.rank.close())
         yield held
 
 
-def move_rank(held: Ends, hosts: Hosts, target: Host, ends: Pair) -> None:
-    """The rank's end to `target`, and the peer's to `ends`."""
+def move_rank(held: Connection, hosts: Hosts, target: Host, endpoints: Pair) -> None:
+    """Moves the rank's socket to `target`, and re-points the peer's."""
     everyone = list(hosts)
-    hold(everyone, held.ends, ends)
+    hold(everyone, held.endpoints, endpoints)
     state, family = take_off(held.rank), held.rank.family
-    hosts.h1.call(rehome.repoint_all, [held.change(ends)])
-    held.rank = target.call(put_on, state, family, (ends[1], ends[0]))
+    hosts.h1.call(repoint.repoint_all, [held.change(endpoints)])
+    held.rank = target.call(put_on, state, family, (endpoints[1], endpoints[0]))
     release(everyone)

@@ -1,4 +1,4 @@
-"""The helper hangs, dies, is killed; processes are stopped; callers give up; the daemon dies."""
+"""The helper hangs, dies or is killed; processes are stopped; callers give up; the daemon dies."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from snapshotd.api.errors import GpuFailed, Timeout
-from snapshotd.cuda import links
+from snapshotd.cuda import helper_pool
 from snapshotd.cuda.driver import Gpus, State
 from snapshotd.proc import cgroup
 from snapshotd.proc.cgroup import Cgroup
@@ -22,11 +22,11 @@ from tests.fakes.cuda_fake import GpuNode
 
 
 async def taken(node: GpuNode) -> None:
-    """Until the fault has been met, so that the call is in the driver."""
+    """Waits until the fault has been reached, so that the call is inside the driver."""
     await asyncio.to_thread(wait_until, lambda: not node.faults())
 
 
-async def test_the_daemon_loads_neither_library(gpus: Gpus, program: CudaProgram) -> None:
+async def test_daemon_loads_neither_library(gpus: Gpus, program: CudaProgram) -> None:
     assert await gpus.state(program.process) is State.RUNNING
     await gpus.inventory()
     assert not {"libcuda.so.1", "libnvidia-ml.so.1"} & {
@@ -37,8 +37,8 @@ async def test_the_daemon_loads_neither_library(gpus: Gpus, program: CudaProgram
     assert "libnvidia-ml.so.1" in maps
 
 
-class TestAStoppedProcess:
-    async def test_its_state(self, gpus: Gpus, program: CudaProgram) -> None:
+class TestStoppedProcess:
+    async def test_state_times_out(self, gpus: Gpus, program: CudaProgram) -> None:
         process = program.process
         assert await gpus.state(process) is State.RUNNING
         (before,) = helpers()
@@ -51,7 +51,7 @@ class TestAStoppedProcess:
         assert await gpus.state(process) is State.RUNNING
 
     @pytest.mark.root
-    async def test_a_frozen_cgroup(self, gpus: Gpus, program: CudaProgram) -> None:
+    async def test_frozen_cgroup_is_named(self, gpus: Gpus, program: CudaProgram) -> None:
         group = Cgroup(cgroup.of_process(os.getpid()) / f"test-cuda-{os.getpid()}").create()
         try:
             group.add(program.process.pid)
@@ -65,7 +65,7 @@ class TestAStoppedProcess:
             program.end()
             group.remove()
 
-    async def test_a_lock_that_was_given_up_lands_later(self, gpus: Gpus, program: CudaProgram) -> None:
+    async def test_lock_that_was_given_up_takes_effect_later(self, gpus: Gpus, program: CudaProgram) -> None:
         process = program.process
         process.signal(signal.SIGSTOP)
         with pytest.raises(Timeout, match=r"\(the lock of process \d+ .*; the process is stopped"):
@@ -78,7 +78,7 @@ class TestAStoppedProcess:
 
 class TestHangs:
     @pytest.mark.parametrize("verb", ["checkpoint", "unlock"])
-    async def test_the_error_tells_the_state(self, gpus: Gpus, node: GpuNode, program: CudaProgram, verb: str) -> None:
+    async def test_error_names_the_state(self, gpus: Gpus, node: GpuNode, program: CudaProgram, verb: str) -> None:
         process = program.process
         await gpus.lock(process, 5)
         (before,) = helpers()
@@ -88,31 +88,31 @@ class TestHangs:
         wait_until(lambda: before not in helpers())
         await getattr(gpus, verb)(process, 10)
 
-    async def test_the_error_says_that_it_cannot(self, gpus: Gpus, node: GpuNode, program: CudaProgram) -> None:
+    async def test_error_says_that_the_state_is_unknown(self, gpus: Gpus, node: GpuNode, program: CudaProgram) -> None:
         node.fault("lock", "hang", once=False)
         node.fault("state", "hang", once=False)
-        with pytest.raises(Timeout, match="its CUDA state cannot be learned either"):
+        with pytest.raises(Timeout, match="its CUDA state is unknown"):
             await gpus.lock(program.process, 0.1)
 
-    async def test_done_but_not_answered_is_done(self, gpus: Gpus, node: GpuNode, program: CudaProgram) -> None:
+    async def test_operation_done_without_answer_is_done(self, gpus: Gpus, node: GpuNode, program: CudaProgram) -> None:
         await gpus.lock(program.process, 5)
         node.fault("checkpoint", "hang-after")
         await gpus.checkpoint(program.process, 1)
         assert await gpus.state(program.process) is State.CHECKPOINTED
 
-    async def test_the_driver_does_not_come_up(
+    async def test_driver_that_does_not_initialise_is_reported(
         self, gpus: Gpus, node: GpuNode, start: Callable[[], CudaProgram], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """One helper is tried for all who ask meanwhile."""
+        """One helper is tried for all callers."""
         one, other = start(), start()
-        monkeypatch.setattr(links, "INIT_S", 0.5)
+        monkeypatch.setattr(helper_pool, "INIT_S", 0.5)
         node.fault("init", "hang")
         asked = gpus.state(one.process), gpus.lock(other.process, 5)
         answers = await asyncio.gather(*asked, return_exceptions=True)
-        assert [str(answer) for answer in answers] == ["the CUDA driver did not come up within 0.5 s (cuInit)"] * 2
+        assert [str(answer) for answer in answers] == ["the CUDA driver did not initialise within 0.5 s (cuInit)"] * 2
         assert await gpus.state(other.process) is State.RUNNING
 
-    async def test_coming_up_is_not_the_calls_time(
+    async def test_initialisation_does_not_count_for_the_time_limit(
         self, gpus: Gpus, program: CudaProgram, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         late = tmp_path / "late"
@@ -121,10 +121,10 @@ class TestHangs:
         monkeypatch.setattr(sys, "executable", str(late))
         assert await gpus.state(program.process, 1) is State.RUNNING
 
-    async def test_other_calls_do_not_notice(
+    async def test_other_calls_are_not_affected(
         self, gpus: Gpus, node: GpuNode, start: Callable[[], CudaProgram], caplog: pytest.LogCaptureFixture
     ) -> None:
-        """One hangs; beside it a checkpoint that takes longer than that, a lock that waits, and a look at the GPUs."""
+        """One call hangs, beside a longer checkpoint, a waiting lock and an inventory."""
         stuck, slow, busy = start(), start(), start()
         await gpus.lock(stuck.process, 5)
         await gpus.lock(slow.process, 5)
@@ -140,11 +140,11 @@ class TestHangs:
         assert [type(answer) for answer in answers] == [Timeout, type(None), type(None)]
         assert await gpus.state(slow.process) is State.CHECKPOINTED
         assert await gpus.state(busy.process) is State.LOCKED
-        again = [record.getMessage() for record in caplog.records if "is asked for again" in record.getMessage()]
+        again = [record.getMessage() for record in caplog.records if "is repeated" in record.getMessage()]
         assert len(again) == 2
         assert all("checkpoint did not answer within 1 s" in line for line in again)
 
-    async def test_calls_do_not_wait_for_one_another(
+    async def test_calls_do_not_wait_for_each_other(
         self, gpus: Gpus, node: GpuNode, start: Callable[[], CudaProgram]
     ) -> None:
         first, second = start(), start()
@@ -162,10 +162,10 @@ class TestHangs:
 class TestDeaths:
     @pytest.mark.parametrize("how", ["die", "die-after"])
     @pytest.mark.parametrize("verb", ["lock", "checkpoint", "restore", "unlock"])
-    async def test_the_helper_dies_in_a_call(
+    async def test_helper_dies_during_a_call(
         self, gpus: Gpus, node: GpuNode, program: CudaProgram, verb: str, how: str
     ) -> None:
-        """The work is done once all the same, whether the process had begun it or not."""
+        """The work is still done exactly once, whether the process had begun it or not."""
         process = program.tell("allocate", 16).process
         node.fault(verb, how)
         await gpus.lock(process, 5)
@@ -175,41 +175,43 @@ class TestDeaths:
         assert node.faults() == []
         assert await gpus.state(process) is State.RUNNING
 
-    async def test_the_helper_dies_every_time(self, gpus: Gpus, node: GpuNode, program: CudaProgram) -> None:
+    async def test_helper_that_dies_every_time_is_reported(
+        self, gpus: Gpus, node: GpuNode, program: CudaProgram
+    ) -> None:
         node.fault("lock", "die", once=False)
-        with pytest.raises(GpuFailed, match=r"the lock of process \d+ .*: the GPU helper ended with SIGKILL"):
+        with pytest.raises(GpuFailed, match=r"the lock of process \d+ .*: the GPU helper exited with SIGKILL"):
             await gpus.lock(program.process, 30)
         node.clear_faults()
         await gpus.lock(program.process, 5)
 
-    async def test_the_helper_is_killed_between_calls(self, gpus: Gpus, program: CudaProgram) -> None:
+    async def test_helper_killed_between_calls_is_replaced(self, gpus: Gpus, program: CudaProgram) -> None:
         assert await gpus.state(program.process) is State.RUNNING
         (helper,) = helpers()
         os.kill(helper, signal.SIGKILL)
         assert await gpus.state(program.process) is State.RUNNING
         assert helper not in helpers()
 
-    async def test_closed_is_closed(self, gpus: Gpus, node: GpuNode, program: CudaProgram) -> None:
+    async def test_closed_helper_refuses_calls(self, gpus: Gpus, node: GpuNode, program: CudaProgram) -> None:
         await gpus.lock(program.process, 5)
         node.fault("checkpoint", "hang")
         hanging = asyncio.create_task(gpus.checkpoint(program.process, 60))
         await taken(node)
         await gpus.close()
-        with pytest.raises(GpuFailed, match="the daemon is ending"):
+        with pytest.raises(GpuFailed, match="the daemon is exiting"):
             await hanging
-        with pytest.raises(GpuFailed, match="the daemon is ending"):
+        with pytest.raises(GpuFailed, match="the daemon is exiting"):
             await gpus.unlock(program.process, 5)
         assert helpers() == []
 
-    async def test_no_helper_can_be_started(
+    async def test_helper_that_cannot_be_started_is_reported(
         self, gpus: Gpus, program: CudaProgram, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(sys, "executable", "/nowhere/python")
-        with pytest.raises(GpuFailed, match="no GPU helper can be started: No such file"):
+        with pytest.raises(GpuFailed, match="the GPU helper cannot be started: No such file"):
             await gpus.lock(program.process, 5)
-        assert (await gpus.inventory()).problem == "no GPU helper can be started: No such file or directory"
+        assert (await gpus.inventory()).problem == "the GPU helper cannot be started: No such file or directory"
 
-    async def test_the_helper_speaks_nonsense(
+    async def test_invalid_answer_is_reported(
         self,
         gpus: Gpus,
         program: CudaProgram,
@@ -221,12 +223,12 @@ class TestDeaths:
         nonsense.write_text("#!/bin/sh\nread line\necho What?\nexec sleep 600\n")
         nonsense.chmod(0o755)
         monkeypatch.setattr(sys, "executable", str(nonsense))
-        with pytest.raises(GpuFailed, match="its answer makes no sense"):
+        with pytest.raises(GpuFailed, match="it sent an invalid answer"):
             await gpus.state(program.process, 20)
-        assert len([each for each in caplog.records if "makes no sense" in each.getMessage()]) == 3
+        assert len([each for each in caplog.records if "sent an invalid answer" in each.getMessage()]) == 3
 
 
-async def test_a_cancelled_caller_waits_for_the_driver(gpus: Gpus, node: GpuNode, program: CudaProgram) -> None:
+async def test_cancelled_caller_waits_for_the_driver(gpus: Gpus, node: GpuNode, program: CudaProgram) -> None:
     await gpus.lock(program.process, 5)
     node.fault("checkpoint", "slow:1000")
     task = asyncio.create_task(gpus.checkpoint(program.process, 20))
@@ -239,9 +241,7 @@ async def test_a_cancelled_caller_waits_for_the_driver(gpus: Gpus, node: GpuNode
     assert await gpus.state(program.process) is State.CHECKPOINTED
 
 
-async def test_a_cancelled_caller_waits_no_longer_than_its_limit(
-    gpus: Gpus, node: GpuNode, program: CudaProgram
-) -> None:
+async def test_cancelled_caller_waits_no_longer_than_its_limit(gpus: Gpus, node: GpuNode, program: CudaProgram) -> None:
     await gpus.lock(program.process, 5)
     node.fault("checkpoint", "hang")
     (helper,) = helpers()
@@ -269,8 +269,8 @@ asyncio.run(main())
 """
 
 
-async def test_the_helper_dies_with_the_daemon(node: GpuNode, program: CudaProgram) -> None:
-    """Also while it hangs in the driver, and though nobody reads its answers any more."""
+async def test_helper_dies_with_the_daemon(node: GpuNode, program: CudaProgram) -> None:
+    """Also while it hangs in the driver, and although its answers are not read any more."""
     program.tell("spin", 600)
     daemon = subprocess.Popen(
         [sys.executable, "-c", DAEMON, node.library_dir, str(program.process.pid)], stdout=subprocess.PIPE, text=True

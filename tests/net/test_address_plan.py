@@ -1,10 +1,10 @@
-"""What becomes of each socket on the new node: the pure plan."""
+"""The addresses that each socket gets on the target: the pure plan."""
 
 from __future__ import annotations
 
 from snapshotd.api import snapshotd_pb2 as pb
+from snapshotd.net.address_plan import Places, plan
 from snapshotd.net.flows import Address, Family, Flow
-from snapshotd.net.plan import Places, plan
 
 NODES = {
     "node-1": ["10.0.0.1/24", "192.168.9.1/16", "fd00::1/64"],
@@ -20,15 +20,15 @@ def flow(local: str, remote: str = "", *, family: Family = "inet", inode: int = 
 
 
 def words(rewire: pb.Rewire) -> tuple[str, str, str, str]:
-    def ends(local: pb.Endpoint, remote: pb.Endpoint) -> str:
+    def endpoints(local: pb.Endpoint, remote: pb.Endpoint) -> str:
         return f"{local.ip}:{local.port}-{remote.ip}:{remote.port}"
 
     kind = pb.Rewire.Kind.Name(rewire.kind)
-    old, new = ends(rewire.old_local, rewire.old_remote), ends(rewire.new_local, rewire.new_remote)
+    old, new = endpoints(rewire.old_local, rewire.old_remote), endpoints(rewire.new_local, rewire.new_remote)
     return kind, old, new, rewire.peer_node
 
 
-def test_a_connection_to_a_peer_gets_the_targets_address_of_the_same_network() -> None:
+def test_connection_to_a_peer_gets_the_targets_address_of_the_same_network() -> None:
     (rewire,), problems = plan([flow("10.0.0.1:5000", "10.0.0.2:6000")], PLACES)
     assert problems == []
     assert words(rewire) == ("PEER", "10.0.0.1:5000-10.0.0.2:6000", "10.0.0.3:5000-10.0.0.2:6000", "node-2")
@@ -36,13 +36,13 @@ def test_a_connection_to_a_peer_gets_the_targets_address_of_the_same_network() -
     assert other.new_local.ip == "192.168.9.3"
 
 
-def test_loopback_to_a_process_that_stays_gets_real_addresses_on_both_ends() -> None:
+def test_loopback_connection_to_a_process_that_stays_gets_real_addresses() -> None:
     (rewire,), _ = plan([flow("127.0.0.1:5000", "127.0.0.1:29500")], PLACES)
     kind, _, new, peer = words(rewire)
     assert (kind, new, peer) == ("PEER", "10.0.0.3:5000-10.0.0.1:29500", "node-1")
 
 
-def test_connections_inside_the_tree_stay_inside_it() -> None:
+def test_connections_within_the_rank_stay_within_it() -> None:
     rewires, _ = plan(
         [
             flow("127.0.0.1:1", "127.0.0.1:2"),
@@ -57,12 +57,12 @@ def test_connections_inside_the_tree_stay_inside_it() -> None:
     assert words(rewires[2])[2] == "10.0.0.3:3-10.0.0.3:4"
 
 
-def test_a_host_without_a_daemon_is_the_outside_world() -> None:
+def test_host_without_daemon_is_outside() -> None:
     (rewire,), _ = plan([flow("10.0.0.1:5000", "8.8.8.8:443")], PLACES)
     assert words(rewire)[0] == "OUTSIDE"
 
 
-def test_listeners_keep_any_address_and_loopback_and_change_a_nodes_own() -> None:
+def test_listeners_keep_wildcard_and_loopback_and_change_node_addresses() -> None:
     rewires, _ = plan(
         [flow("0.0.0.0:1"), flow("127.0.0.1:2"), flow("10.0.0.1:3"), flow("[::]:4", family="inet6")], PLACES
     )
@@ -70,14 +70,14 @@ def test_listeners_keep_any_address_and_loopback_and_change_a_nodes_own() -> Non
     assert {rewire.kind for rewire in rewires} == {pb.Rewire.LISTENER}
 
 
-def test_a_family_the_target_does_not_have_is_a_problem_by_name() -> None:
+def test_family_that_the_target_lacks_is_a_problem() -> None:
     places = Places({**NODES, "spare-1": ["10.0.0.3/24"]}, "node-1", "spare-1")
     rewires, problems = plan([flow("[fd00::1]:5", "[fd00::2]:6", family="inet6")], places)
     assert rewires == []
-    assert "spare-1 has no address to stand in for fd00::1" in problems[0]
+    assert "spare-1 has no address that can replace fd00::1" in problems[0]
 
 
-def test_what_nobody_else_knows_of_gets_its_own_address_changed_alone() -> None:
+def test_unconnected_socket_changes_only_its_own_address() -> None:
     bound = Flow("tcp", "inet", "close", Address.parse("10.0.0.1:5000"), None, 1)
     datagrams = Flow("udp", "inet", "established", Address.parse("10.0.0.1:5001"), Address.parse("8.8.8.8:53"), 2)
     unbound = Flow("tcp", "inet", "close", Address("0.0.0.0", 0), None, 3)
@@ -89,7 +89,7 @@ def test_what_nobody_else_knows_of_gets_its_own_address_changed_alone() -> None:
     assert words(rewires[1])[2] == "10.0.0.3:5001-8.8.8.8:53"
 
 
-def test_datagrams_inside_the_tree_stay_inside_it() -> None:
+def test_datagram_sockets_within_the_rank_stay_within_it() -> None:
     one, other = Address.parse("10.0.0.1:1"), Address.parse("10.0.0.1:2")
     rewires, _ = plan(
         [Flow("udp", "inet", "established", one, other, 1), Flow("udp", "inet", "established", other, one, 2)], PLACES
@@ -97,7 +97,7 @@ def test_datagrams_inside_the_tree_stay_inside_it() -> None:
     assert [words(rewire)[2] for rewire in rewires] == ["10.0.0.3:1-10.0.0.3:2", "10.0.0.3:2-10.0.0.3:1"]
 
 
-def test_a_listener_without_a_stand_in_on_the_target_is_a_problem() -> None:
+def test_listener_whose_address_cannot_be_replaced_is_a_problem() -> None:
     places = Places({"node-1": ["10.0.0.1/24", "fd00::1/64"], "spare-1": ["10.0.0.3/24"]}, "node-1", "spare-1")
     rewires, problems = plan([flow("[fd00::1]:80", family="inet6")], places)
     assert rewires == []
