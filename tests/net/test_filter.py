@@ -159,7 +159,7 @@ def test_tables_lists_only_moves_that_hold_flows(hosts: Hosts) -> None:
 
 
 def test_thousands_of_flows_are_one_rule(hosts: Hosts) -> None:
-    flows = [(Address("10.0.0.1", port), Address("10.0.0.2", 80)) for port in range(1000, 6000)]
+    flows = [(Address("10.0.0.1", port), Address("10.0.0.2", 80)) for port in range(1000, 3000)]
     with connection(hosts.h1, hosts.h2, hosts.h2.ip4) as (near, far):
         hosts.h1.call(packet_filter.hold, MOVE, [*flows, pair(near)])
         near.sendall(b"x")

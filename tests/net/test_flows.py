@@ -100,5 +100,5 @@ def test_invalid_flow_is_refused(change: dict[str, object]) -> None:
     fields = _flow(None).to_json()
     with pytest.raises(ValueError, match=r"."):
         Flow.from_json(fields | change)
-    with pytest.raises(ValueError, match="no connection"):
+    with pytest.raises(ValueError, match="not a connection"):
         Flow.from_json({name: value for name, value in fields.items() if name not in change})

@@ -294,7 +294,7 @@ def test_probes_find_support_and_leave_nothing(hosts: Hosts) -> None:
 def test_kernel_without_nat_is_reported(hosts: Hosts, monkeypatch: pytest.MonkeyPatch, refused: str) -> None:
     """Such a kernel gives one of these two answers to an unknown chain type or expression."""
     monkeypatch.setattr(forward, "_rules", lambda *_: f"add table inet t\n{refused}\n")
-    with pytest.raises(nft.NotSupported, match="this kernel cannot"):
+    with pytest.raises(nft.NotSupported, match="this kernel lacks"):
         hosts.h1.call(forward.forward, UID, {Address("10.0.0.1", 1): Address("10.0.0.2", 1)})
     assert hosts.h1.call(nft.ask, "list tables") == []
 

@@ -41,6 +41,7 @@ def move(conversation: Talk, hosts: Hosts, new_ip: str, folder: Path) -> float:
     return stopped_s
 
 
+@pytest.mark.sampled(1, per="case")
 @pytest.mark.parametrize("style", ["threads", "epoll", "fork"])
 @pytest.mark.parametrize("case", CASES)
 def test_full_queues_survive(case: str, style: str, hosts: Hosts, tmp_path: Path) -> None:
