@@ -123,7 +123,7 @@ class TestFailures:
         asked = asyncio.create_task(gpus.inventory())
         await asyncio.to_thread(wait_until, lambda: not node.faults())
         await gpus.close()
-        assert (await asked).problem == "the daemon is ending"
+        assert (await asked).problem == "the daemon is exiting"
 
     async def test_crashing_nvml_is_reported(self, gpus: Gpus, node: GpuNode) -> None:
         node.fault("nvml", "die")
