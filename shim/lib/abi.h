@@ -22,9 +22,10 @@ extern "C" {
 #endif
 
 enum snapshim_command {
-	SNAPSHIM_PARK = 1,        /* argument[0]: milliseconds; [1]: 0: the driver is locked, and a thread that waits for it is parked there;
-				   * 1: no thread is parked inside the driver, nor, for half the time, one that seems to sleep there.
-				   * EBUSY: some threads stay inside */
+	/* argument[0]: milliseconds; [1]: 0: the driver is locked, and a thread that waits for it is parked there; 1: no
+	 * thread is parked inside the driver, nor, for half the time, one that seems to sleep there. EBUSY: some threads
+	 * stay inside */
+	SNAPSHIM_PARK = 1,
 	SNAPSHIM_RELEASE = 2,     /* argument[0]: milliseconds */
 	SNAPSHIM_EMPTY_CACHE = 3, /* argument[0]: milliseconds; result[0]: bytes that torch has released */
 
@@ -43,7 +44,8 @@ enum snapshim_command {
 	/* Device memory that the shim backs, in libsnapshim-offload.so (shim/README.md, "Device memory"); ENOSYS in the
 	 * other. argument[0]: milliseconds. */
 	SNAPSHIM_MEMORY_OPEN = 32,  /* result[0]: a descriptor: the daemon's socket of a fresh pair */
-	SNAPSHIM_MEMORY_READY = 33, /* argument[1]: stripes, [2]: bytes of a slot; result[0]: bytes that OFFLOAD or FILL will copy */
+	/* argument[1]: stripes, [2]: bytes of a slot; result[0]: bytes that OFFLOAD or FILL will copy */
+	SNAPSHIM_MEMORY_READY = 33,
 	SNAPSHIM_MEMORY_OFFLOAD = 34,  /* only while the job is parked; result[0]: bytes, [1]: nanoseconds of copying */
 	SNAPSHIM_MEMORY_FILL = 35,  /* result as of OFFLOAD */
 	SNAPSHIM_MEMORY_DROP = 36,  /* releases what OPEN and READY made */
@@ -55,29 +57,33 @@ struct snapshim_mailbox {
 	char magic[8];           /* SNAPSHIM */
 	uint32_t abi;
 	uint32_t size;           /* of this struct, in bytes */
-	int32_t owner;           /* the process that the control thread belongs to; in a forked child's copy its parent, or 0 */
-	int32_t thread;          /* the control thread */
-	int32_t probe;           /* the thread that tries the allocator's and the loader's locks; 0 before the first PARK */
-	uint32_t parked;         /* 1: no thread of the job runs */
+	int32_t owner; /* the process that the control thread belongs to; in a forked child's copy its parent, or 0 */
+	int32_t thread; /* the control thread */
+	int32_t probe; /* the thread that tries the allocator's and the loader's locks; 0 before the first PARK */
+	uint32_t parked; /* 1: no thread of the job runs */
 	uint32_t parked_threads; /* how many threads are parked */
 	uint32_t command;
 	uint64_t argument[4];
-	uint32_t request;        /* the number of the last request; it differs from `answer` until the request is done */
-	uint32_t answer;         /* the number of the last request that was done */
-	int32_t status;          /* of that request: 0 or an errno */
-	uint32_t cancel;         /* written by the daemon: the number of an NCCL request to give up before its time; it is still answered */
+	uint32_t request; /* the number of the last request; it differs from `answer` until the request is done */
+	uint32_t answer; /* the number of the last request that was done */
+	int32_t status; /* of that request: 0 or an errno */
+	/* written by the daemon: the number of an NCCL request to give up before its time; it is still answered */
+	uint32_t cancel;
 	uint64_t result[4];
-	char text[512];          /* of that request: the error's text */
+	char text[512]; /* of that request: the error's text */
 	uint64_t managed_allocations;
-	uint64_t ipc_exports;    /* handles that were exported; of memory that the shim backs, until it is freed */
-	uint64_t ipc_imports;    /* memory handles that were opened and not closed, and event handles */
-	int32_t exempt[SNAPSHIM_EXEMPT_MAX]; /* the driver's threads and ours, which are never parked; 0: free, -1: starting */
-	uint64_t device_bytes;   /* of device memory that the shim backs now */
+	uint64_t ipc_exports; /* handles that were exported; of memory that the shim backs, until it is freed */
+	uint64_t ipc_imports; /* memory handles that were opened and not closed, and event handles */
+	/* the driver's threads and ours, which are never parked; 0: free, -1: starting */
+	int32_t exempt[SNAPSHIM_EXEMPT_MAX];
+	uint64_t device_bytes; /* of device memory that the shim backs now */
 	uint64_t device_blocks;
-	uint32_t device_offloaded;  /* 1: its content is in stripes, its physical memory released */
+	uint32_t device_offloaded; /* 1: its content is in stripes, its physical memory released */
 	uint32_t device_stripes; /* of the last MEMORY_READY */
-	uint64_t device_done[SNAPSHIM_STRIPES_MAX]; /* bytes of each stripe that are in its file (OFFLOAD) or back on the device (FILL) */
-	uint32_t device_cancel;  /* written by the daemon: while it is 1, READY, OFFLOAD and FILL give up with ECANCELED */
+	/* bytes of each stripe that are in its file (OFFLOAD) or back on the device (FILL) */
+	uint64_t device_done[SNAPSHIM_STRIPES_MAX];
+	/* written by the daemon: while it is 1, READY, OFFLOAD and FILL give up with ECANCELED */
+	uint32_t device_cancel;
 	uint32_t device_unused;
 };
 

@@ -48,7 +48,8 @@ int main(void)
 	EXPECT(syscall(SYS_read, (long)ends[0], &byte, 1L) == 1 && byte == 'x');
 
 	/* six arguments, and a result that is an address */
-	page = (void *)syscall(SYS_mmap, 0L, 4096L, (long)(PROT_READ | PROT_WRITE), (long)(MAP_PRIVATE | MAP_ANONYMOUS), -1L, 0L);
+	page = (void *)syscall(SYS_mmap, 0L, 4096L, (long)(PROT_READ | PROT_WRITE), (long)(MAP_PRIVATE | MAP_ANONYMOUS), -1L,
+			       0L);
 	EXPECT(page != MAP_FAILED);
 	memset(page, 1, 4096);
 	EXPECT(munmap(page, 4096) == 0);

@@ -95,9 +95,12 @@ static struct snapshim_mailbox ask(uint32_t command, uint64_t timeout_ms)
 	uint32_t request = box.request + 1;
 	uint64_t argument[4] = {timeout_ms, 0, 0, 0};
 
-	EXPECT(pwrite(memory, &command, sizeof(command), at + (off_t)offsetof(struct snapshim_mailbox, command)) == sizeof(command));
-	EXPECT(pwrite(memory, argument, sizeof(argument), at + (off_t)offsetof(struct snapshim_mailbox, argument)) == sizeof(argument));
-	EXPECT(pwrite(memory, &request, sizeof(request), at + (off_t)offsetof(struct snapshim_mailbox, request)) == sizeof(request));
+	EXPECT(pwrite(memory, &command, sizeof(command), at + (off_t)offsetof(struct snapshim_mailbox, command)) ==
+	       sizeof(command));
+	EXPECT(pwrite(memory, argument, sizeof(argument), at + (off_t)offsetof(struct snapshim_mailbox, argument)) ==
+	       sizeof(argument));
+	EXPECT(pwrite(memory, &request, sizeof(request), at + (off_t)offsetof(struct snapshim_mailbox, request)) ==
+	       sizeof(request));
 	EXPECT(syscall(SYS_tgkill, child, box.thread, SNAPSHIM_SIGNAL) == 0);
 	while ((box = look()).answer != request)
 		usleep(500);

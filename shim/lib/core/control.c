@@ -34,7 +34,8 @@ static int dispatch(uint32_t command, int64_t timeout_ns)
 		return empty_cache(timeout_ns);
 	case SNAPSHIM_NCCL_ATTACH:
 		if (LOAD(&snapshim_mailbox.device_offloaded)) {
-			add_text("the job's device memory is offloaded: it must be back on the GPU before NCCL's communicators are built");
+			add_text("the job's device memory is offloaded: it must be back on the GPU before NCCL's "
+				 "communicators are built");
 			return EBUSY;
 		}
 		return nccl_dispatch(command, timeout_ns);

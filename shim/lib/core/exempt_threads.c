@@ -58,7 +58,8 @@ bool is_exempt_thread(int tid, const struct task *task)
 	for (int i = 0; i < SNAPSHIM_EXEMPT_MAX; i++)
 		if (LOAD(&snapshim_mailbox.exempt[i]) == tid)
 			return true;
-	return strcmp(task->name, "cuda-EvtHandlr") == 0 || (strncmp(task->name, "cuda", 4) == 0 && digits(task->name + 4, 11));
+	return strcmp(task->name, "cuda-EvtHandlr") == 0 ||
+	       (strncmp(task->name, "cuda", 4) == 0 && digits(task->name + 4, 11));
 }
 
 static void end_exempt_thread(void *entry)

@@ -35,7 +35,8 @@ static bool each_descriptor(bool (*visit)(int fd, const char *target, const void
 		return false;
 	while (!found && (fd = listing_next(&listing)) >= 0) {
 		char target[64];
-		long bytes = fd == listing.fd ? 0 : KERNEL(SYS_readlinkat, listing.fd, listing.name, target, sizeof(target) - 1);
+		long bytes =
+			fd == listing.fd ? 0 : KERNEL(SYS_readlinkat, listing.fd, listing.name, target, sizeof(target) - 1);
 
 		if (bytes > 0) {
 			target[bytes] = 0;

@@ -172,7 +172,8 @@ static void describe_error(int status)
 		add_number(PARKED_THREADS_MAX);
 		add_text(")");
 	} else if (status == ESRCH) {
-		add_text("/proc in this process's mount namespace belongs to another pid namespace: its threads are not found there");
+		add_text("/proc in this process's mount namespace belongs to another pid namespace: its threads are not "
+			 "found there");
 	} else {
 		add_text("/proc/self/task cannot be read in this process (errno ");
 		add_number(status);
@@ -211,7 +212,8 @@ int release(int64_t timeout_ns)
 
 	if (status) {
 		add_number((long)LOAD(&parking.waiting));
-		add_text(" threads were released and have not run yet: the node is overloaded, or the CPU limit of the process gives them no time");
+		add_text(" threads were released and have not run yet: the node is overloaded, or the CPU limit of the "
+			 "process gives them no time");
 	}
 	return status;
 }

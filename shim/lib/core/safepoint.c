@@ -94,7 +94,8 @@ static object *call(object *owner, const char *name, int index)
 	object *value = NULL;
 
 	if (function) {
-		value = index < 0 ? python.PyObject_CallObject(function, NULL) : python.PyObject_CallFunction(function, "i", index);
+		value = index < 0 ? python.PyObject_CallObject(function, NULL) :
+				    python.PyObject_CallFunction(function, "i", index);
 		python.Py_DecRef(function);
 	}
 	return value;

@@ -23,8 +23,9 @@ struct handle { /* cudaIpcMemHandle_t, CUipcEventHandle …: 64 bytes, by value 
  * remedy. */
 static void warn_of(uint64_t address)
 {
-	static const char words[] = "snapshim: this job shares device memory between processes (cudaIpcGetMemHandle), which is not possible "
-				    "here with memory that can be offloaded; start it with `migrator run --device-memory driver`\n";
+	static const char words[] =
+		"snapshim: this job shares device memory between processes (cudaIpcGetMemHandle), which is not possible "
+		"here with memory that can be offloaded; start it with `migrator run --device-memory driver`\n";
 	static bool warned;
 	bool before = false;
 
@@ -65,24 +66,29 @@ static bool get_ours(struct handle *handle, uint64_t address)
 #define OURS_OR_DRIVER(ours, name, counter, change, parameters, arguments) \
 	COUNTED_UNLESS(ours, name, CUDA_DRIVER, DRIVER_NOT_FOUND, counter, change, parameters, arguments)
 
-COUNTED_RUNTIME(cudaMallocManaged, managed_allocations, 1, (void **memory, size_t bytes, unsigned int flags), (memory, bytes, flags))
-COUNTED_RUNTIME(cudaIpcGetEventHandle, ipc_exports, 1, (struct handle *handle, void *event), (handle, event))
+COUNTED_RUNTIME(cudaMallocManaged, managed_allocations, 1, (void **memory, size_t bytes, unsigned int flags),
+		(memory, bytes, flags))
+COUNTED_RUNTIME(cudaIpcGetEventHandle, ipc_exports, 1, (struct handle * handle, void *event), (handle, event))
 COUNTED_RUNTIME(cudaIpcOpenEventHandle, ipc_imports, 1, (void **event, struct handle handle), (event, handle))
-OURS_OR_RUNTIME(get_ours(handle, (uint64_t)memory), cudaIpcGetMemHandle, ipc_exports, 1, (struct handle *handle, void *memory),
-		(handle, memory))
+OURS_OR_RUNTIME(get_ours(handle, (uint64_t)memory), cudaIpcGetMemHandle, ipc_exports, 1,
+		(struct handle * handle, void *memory), (handle, memory))
 OURS_OR_RUNTIME(memory_ipc_open((uint64_t *)memory, &handle, __builtin_return_address(0), &status), cudaIpcOpenMemHandle,
 		ipc_imports, 1, (void **memory, struct handle handle, unsigned int flags), (memory, handle, flags))
 OURS_OR_RUNTIME(memory_ipc_close((uint64_t)memory, &status), cudaIpcCloseMemHandle, ipc_imports, -1, (void *memory), (memory))
 
-COUNTED_DRIVER(cuMemAllocManaged, managed_allocations, 1, (uint64_t *memory, size_t bytes, unsigned int flags), (memory, bytes, flags))
-COUNTED_DRIVER(cuIpcGetEventHandle, ipc_exports, 1, (struct handle *handle, void *event), (handle, event))
+COUNTED_DRIVER(cuMemAllocManaged, managed_allocations, 1, (uint64_t *memory, size_t bytes, unsigned int flags),
+	       (memory, bytes, flags))
+COUNTED_DRIVER(cuIpcGetEventHandle, ipc_exports, 1, (struct handle * handle, void *event), (handle, event))
 COUNTED_DRIVER(cuIpcOpenEventHandle, ipc_imports, 1, (void **event, struct handle handle), (event, handle))
-OURS_OR_DRIVER(get_ours(handle, memory), cuIpcGetMemHandle, ipc_exports, 1, (struct handle *handle, uint64_t memory), (handle, memory))
+OURS_OR_DRIVER(get_ours(handle, memory), cuIpcGetMemHandle, ipc_exports, 1, (struct handle * handle, uint64_t memory),
+	       (handle, memory))
 OURS_OR_DRIVER(memory_ipc_open(memory, &handle, NULL, &status), cuIpcOpenMemHandle, ipc_imports, 1,
 	       (uint64_t *memory, struct handle handle, unsigned int flags), (memory, handle, flags))
 OURS_OR_DRIVER(memory_ipc_open(memory, &handle, NULL, &status), cuIpcOpenMemHandle_v2, ipc_imports, 1,
 	       (uint64_t *memory, struct handle handle, unsigned int flags), (memory, handle, flags))
 OURS_OR_DRIVER(memory_ipc_close(memory, &status), cuIpcCloseMemHandle, ipc_imports, -1, (uint64_t memory), (memory))
-COUNTED_DRIVER(cuMemExportToShareableHandle, ipc_exports, 1, (void *handle, uint64_t memory, int kind, unsigned long long flags),
+COUNTED_DRIVER(cuMemExportToShareableHandle, ipc_exports, 1,
+	       (void *handle, uint64_t memory, int kind, unsigned long long flags),
 	       (handle, memory_share(memory), kind, flags))
-COUNTED_DRIVER(cuMemImportFromShareableHandle, ipc_imports, 1, (uint64_t *memory, void *handle, int kind), (memory, handle, kind))
+COUNTED_DRIVER(cuMemImportFromShareableHandle, ipc_imports, 1, (uint64_t *memory, void *handle, int kind),
+	       (memory, handle, kind))

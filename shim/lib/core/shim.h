@@ -104,8 +104,8 @@ void memory_calls_forget(void);
 /* thread_location.c: whether a thread may hold a lock of the allocator's, the loader's or the driver's. */
 enum place {
 	PLACE_FREE,
-	PLACE_DOUBTFUL,	     /* it may: better a moment later */
-	PLACE_DRIVER,	     /* at work for the driver, which it always leaves again */
+	PLACE_DOUBTFUL,      /* it may: better a moment later */
+	PLACE_DRIVER,      /* at work for the driver, which it always leaves again */
 	PLACE_DRIVER_SLEEPS, /* it waits there: for the GPU, or until the driver is unlocked */
 };
 void places_find(void);
@@ -137,7 +137,8 @@ void nccl_forget(void);
 #define CUDA_RUNTIME "libcudart.so"
 #define CUDA_DRIVER "libcuda.so"
 void *loaded_library(const char *begins); /* for dlsym; NULL: not loaded */
-void *cuda_function(const char *name, const char *library_begins, const void *caller); /* as the caller would have found it; or NULL */
+void *cuda_function(const char *name, const char *library_begins,
+		    const void *caller); /* as the caller would have found it; or NULL */
 
 /* memory/: device memory that we back, and what the mailbox asks about it, SNAPSHIM_MEMORY_… */
 int memory_dispatch(uint32_t command, int64_t timeout_ns);
@@ -146,9 +147,11 @@ bool memory_has_thread(int tid); /* one of ours that copies */
 bool memory_is_ours(uint64_t address);
 /* CUDA IPC of memory that we back, with handles of our own; the mailbox's counts follow. False: CUDA has to answer. */
 bool memory_ipc_get(void *handle, uint64_t address);
-bool memory_ipc_open(uint64_t *address, const void *handle, const void *caller, int *status); /* of the runtime's call, or NULL */
+bool memory_ipc_open(uint64_t *address, const void *handle, const void *caller,
+		     int *status); /* of the runtime's call, or NULL */
 bool memory_ipc_close(uint64_t address, int *status);
-uint64_t memory_share(uint64_t handle); /* the driver's own handle, which other processes will know; the memory is not offloaded any more */
+uint64_t memory_share(
+	uint64_t handle); /* the driver's own handle, which other processes will know; the memory is not offloaded any more */
 
 /* safepoint.c */
 int empty_cache(int64_t timeout_ns);

@@ -41,21 +41,9 @@ static const struct {
 	void *place;
 } nexts[] = {
 #define NEXT(name) {#name, &next_##name}
-	NEXT(sigaction),
-	NEXT(signal),
-	NEXT(sigprocmask),
-	NEXT(pthread_sigmask),
-	NEXT(pthread_attr_setsigmask_np),
-	NEXT(sigsuspend),
-	NEXT(sigwait),
-	NEXT(sigwaitinfo),
-	NEXT(sigtimedwait),
-	NEXT(signalfd),
-	NEXT(ppoll),
-	NEXT(__ppoll_chk),
-	NEXT(pselect),
-	NEXT(epoll_pwait),
-	NEXT(epoll_pwait2),
+	NEXT(sigaction),  NEXT(signal),      NEXT(sigprocmask), NEXT(pthread_sigmask), NEXT(pthread_attr_setsigmask_np),
+	NEXT(sigsuspend), NEXT(sigwait),     NEXT(sigwaitinfo), NEXT(sigtimedwait),    NEXT(signalfd),
+	NEXT(ppoll),      NEXT(__ppoll_chk), NEXT(pselect),     NEXT(epoll_pwait),     NEXT(epoll_pwait2),
 };
 
 static uint32_t resolved;
@@ -298,7 +286,8 @@ SNAPSHIM_EXPORT int ppoll(struct pollfd *fds, nfds_t count, const struct timespe
 	return next_ppoll(fds, count, timeout, set);
 }
 
-SNAPSHIM_EXPORT int __ppoll_chk(struct pollfd *fds, nfds_t count, const struct timespec *timeout, const sigset_t *set, size_t room)
+SNAPSHIM_EXPORT int __ppoll_chk(struct pollfd *fds, nfds_t count, const struct timespec *timeout, const sigset_t *set,
+				size_t room)
 {
 	sigset_t copy;
 
@@ -306,7 +295,8 @@ SNAPSHIM_EXPORT int __ppoll_chk(struct pollfd *fds, nfds_t count, const struct t
 	return next___ppoll_chk(fds, count, timeout, set, room);
 }
 
-SNAPSHIM_EXPORT int pselect(int count, fd_set *in, fd_set *out, fd_set *other, const struct timespec *timeout, const sigset_t *set)
+SNAPSHIM_EXPORT int pselect(int count, fd_set *in, fd_set *out, fd_set *other, const struct timespec *timeout,
+			    const sigset_t *set)
 {
 	sigset_t copy;
 
@@ -322,7 +312,8 @@ SNAPSHIM_EXPORT int epoll_pwait(int fd, struct epoll_event *events, int room, in
 	return next_epoll_pwait(fd, events, room, timeout_ms, set);
 }
 
-SNAPSHIM_EXPORT int epoll_pwait2(int fd, struct epoll_event *events, int room, const struct timespec *timeout, const sigset_t *set);
+SNAPSHIM_EXPORT int epoll_pwait2(int fd, struct epoll_event *events, int room, const struct timespec *timeout,
+				 const sigset_t *set);
 int epoll_pwait2(int fd, struct epoll_event *events, int room, const struct timespec *timeout, const sigset_t *set)
 {
 	sigset_t copy;

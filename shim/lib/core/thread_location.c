@@ -29,7 +29,7 @@ enum owner {
 	OTHERS,
 	OURS,
 	ALLOCATOR, /* in a program's own code */
-	LIBC,	   /* and what else the driver sleeps in, allocates with, or asks for the time while it waits for a GPU */
+	LIBC,    /* and what else the driver sleeps in, allocates with, or asks for the time while it waits for a GPU */
 	DRIVER,
 };
 
@@ -46,8 +46,8 @@ static enum owner owner_of(const struct mapping *mapping, uintptr_t allocator)
 	static const struct {
 		const char *begins;
 		enum owner owner;
-	} known[] = {{"libcuda.so", DRIVER}, {"libnvidia-", DRIVER}, {"libc.so", LIBC},	    {"libc-2", LIBC},
-		     {"ld-linux", LIBC},     {"ld-2", LIBC},	     {"libpthread", LIBC},  {"[vdso]", LIBC},
+	} known[] = {{"libcuda.so", DRIVER}, {"libnvidia-", DRIVER}, {"libc.so", LIBC},     {"libc-2", LIBC},
+		     {"ld-linux", LIBC},     {"ld-2", LIBC},         {"libpthread", LIBC},  {"[vdso]", LIBC},
 		     {"libjemalloc", LIBC},  {"libtcmalloc", LIBC},  {"libmimalloc", LIBC}, {"libsnapshim", OURS}};
 
 	for (size_t i = 0; i < sizeof(known) / sizeof(*known); i++)
@@ -120,7 +120,8 @@ static bool waits_in_the_kernel(const mcontext_t *machine, uintptr_t at)
 static bool called_by_the_driver(uintptr_t link, uintptr_t stack)
 {
 	uintptr_t words[1 + STACK_WORDS] = {link};
-	struct iovec here = {words + 1, STACK_WORDS * sizeof(words[0])}, there = {(void *)stack, STACK_WORDS * sizeof(words[0])};
+	struct iovec here = {words + 1, STACK_WORDS * sizeof(words[0])},
+		     there = {(void *)stack, STACK_WORDS * sizeof(words[0])};
 	long bytes = KERNEL(SYS_process_vm_readv, self_tid(), &here, 1, &there, 1, 0);
 
 	for (long i = 0; i < 1 + (bytes > 0 ? bytes / (long)sizeof(words[0]) : 0); i++) {

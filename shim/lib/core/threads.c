@@ -15,7 +15,8 @@
 
 #define RANGES_MAX 64
 
-SNAPSHIM_EXPORT int pthread_create(pthread_t *thread, const pthread_attr_t *attributes, void *(*routine)(void *), void *argument);
+SNAPSHIM_EXPORT int pthread_create(pthread_t *thread, const pthread_attr_t *attributes, void *(*routine)(void *),
+				   void *argument);
 SNAPSHIM_EXPORT void pthread_exit(void *value) __attribute__((noreturn));
 SNAPSHIM_EXPORT void thrd_exit(int value) __attribute__((noreturn));
 

@@ -11,7 +11,7 @@
 
 #define NONE_YET (-1)
 static int32_t backed_device = NONE_YET; /* the device whose memory is backed, until the program uses others */
-static uint64_t other_devices;		 /* by bit */
+static uint64_t other_devices;   /* by bit */
 static uint32_t freed_blocks; /* in the table, to be given back */
 
 /* NCCL gives handles of its buffers to other processes, and has none left when a rank moves. */
@@ -67,8 +67,7 @@ static bool allocate(const struct driver *cuda, uint64_t *address, size_t bytes)
 	    !backing_on(block.device))
 		return false;
 	property = property_on(block.device);
-	if (cuda->cuMemGetAllocationGranularity(&grain, &property, MINIMUM_GRANULARITY) || !grain ||
-	    bytes > SIZE_MAX - grain)
+	if (cuda->cuMemGetAllocationGranularity(&grain, &property, MINIMUM_GRANULARITY) || !grain || bytes > SIZE_MAX - grain)
 		return false;
 	block.bytes = (bytes + grain - 1) / grain * grain;
 	block.access = (uint64_t)1 << block.device;

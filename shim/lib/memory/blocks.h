@@ -15,7 +15,7 @@ struct block {
 	uint64_t address, bytes;
 	uint64_t handle;   /* of its physical memory, where that is the block's own (physical == 0) */
 	uint64_t access;   /* the devices that may read and write it, by bit */
-	void *context;	   /* it was made in */
+	void *context;    /* it was made in */
 	uint64_t exported; /* the number under which other processes get it (ipc_server.h); 0: it is not exported */
 	uint32_t physical; /* the number of what the program has created and mapped itself; 0: allocated by us */
 	int32_t device;
@@ -45,13 +45,13 @@ void blocks_unlock(void);
 size_t blocks_count(void);
 struct block *block_at(size_t index);
 struct block *block_with(uint64_t address); /* NULL: not ours */
-size_t blocks_from(uint64_t address);	    /* the first that ends behind it */
+size_t blocks_from(uint64_t address);     /* the first that ends behind it */
 bool block_add(const struct block *block);
 void block_remove(struct block *block);
 void block_changed(struct block *block); /* the mailbox's numbers follow */
 
 uint64_t physical_add(const struct physical *physical); /* the program's handle; 0: no room */
-struct physical *physical_of(uint64_t handle);		/* NULL: not ours */
+struct physical *physical_of(uint64_t handle);  /* NULL: not ours */
 struct physical *physical_numbered(uint32_t number);
 uint32_t physical_number(uint64_t handle);
 void physical_drop_unused(uint32_t number);

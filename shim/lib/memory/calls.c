@@ -11,8 +11,8 @@ int cudaMalloc(void **memory, size_t bytes)
 
 	if (!real)
 		return RUNTIME_NOT_FOUND;
-	if (backing_takes(bytes) && backing_serves(__builtin_return_address(0)) && enter_runtime_device(__builtin_return_address(0)) &&
-	    backing_allocate((uint64_t *)memory, bytes))
+	if (backing_takes(bytes) && backing_serves(__builtin_return_address(0)) &&
+	    enter_runtime_device(__builtin_return_address(0)) && backing_allocate((uint64_t *)memory, bytes))
 		return 0;
 	return PASS_ON(real(memory, bytes));
 }

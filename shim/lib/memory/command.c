@@ -153,8 +153,10 @@ static int prepare_all(int64_t until_ns)
 
 	if (!contexts_hold(until_ns))
 		return refuse(EAGAIN, "a thread of the job is ending a CUDA context");
-	status = stripes.invalid ? refuse(EINVAL, "the job has ended a context of CUDA's since MEMORY_READY, which has to be asked again")
-			       : note_devices(until_ns);
+	status = stripes.invalid ?
+			 refuse(EINVAL,
+				"the job has ended a context of CUDA's since MEMORY_READY, which has to be asked again") :
+			 note_devices(until_ns);
 	if (!status)
 		status = workers_run(1, enter_devices, until_ns);
 	if (!status)
@@ -180,7 +182,8 @@ static int make_ready(int64_t until_ns)
 
 	if (!handover_is_open())
 		return refuse(EINVAL, "MEMORY_OPEN comes before MEMORY_READY");
-	if (count < 1 || count > SNAPSHIM_STRIPES_MAX || slot_bytes < SLOT_MIN || slot_bytes > SLOT_MAX || slot_bytes % SLOT_MIN)
+	if (count < 1 || count > SNAPSHIM_STRIPES_MAX || slot_bytes < SLOT_MIN || slot_bytes > SLOT_MAX ||
+	    slot_bytes % SLOT_MIN)
 		return refuse(EINVAL, "1 to 16 stripes, slots of 4 KiB to 1 GiB");
 	if (offloaded && (count != offloaded_as.count || slot_bytes != offloaded_as.slot_bytes)) {
 		add_text("the memory was offloaded with other numbers of stripes and bytes of a slot: ");
@@ -207,8 +210,10 @@ static int make_ready(int64_t until_ns)
 	status = workers_start(stripes.count);
 	if (status) {
 		handover_close();
-		return refuse(status, "no thread of ours can be started in this process now: a limit of processes (ulimit -u, pids.max) "
-				      "is reached, or the driver has too many threads");
+		return refuse(
+			status,
+			"no thread of ours can be started in this process now: a limit of processes (ulimit -u, pids.max) "
+			"is reached, or the driver has too many threads");
 	}
 	ready = true;
 	status = prepare_all(until_ns);
@@ -257,7 +262,8 @@ static int rehearse_all(int64_t until_ns)
 	status = stripes.invalid ? 0 : workers_finish(1, rehearse, soon_ns < until_ns ? soon_ns : until_ns);
 	let_contexts_go(status);
 	if (status == EINPROGRESS || status == ETIMEDOUT)
-		return refuse(EAGAIN, "a thread is parked in the middle of a call into CUDA, with a lock that others wait for");
+		return refuse(EAGAIN,
+			      "a thread is parked in the middle of a call into CUDA, with a lock that others wait for");
 	return explain(status);
 }
 
@@ -286,7 +292,8 @@ static bool files_suffice(void)
 
 		all += bytes;
 		most = bytes > most ? bytes : most;
-		if (handover_is_ours(i) && fstat(handover_file(i), &about) == 0 && about.st_size && (uint64_t)about.st_size < bytes)
+		if (handover_is_ours(i) && fstat(handover_file(i), &about) == 0 && about.st_size &&
+		    (uint64_t)about.st_size < bytes)
 			suffice = false;
 	}
 	snapshim_mailbox.result[0] = all;

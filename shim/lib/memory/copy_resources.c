@@ -113,11 +113,13 @@ int map_stripe(struct worker *worker)
 		return 0;
 	worker->mapped = (char *)mapped;
 	STORE(&worker->reserved_bytes, (uint64_t)about.st_size);
-	if (KERNEL(SYS_mmap, mapped, about.st_size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, worker->stripe, 0) != mapped ||
+	if (KERNEL(SYS_mmap, mapped, about.st_size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, worker->stripe, 0) !=
+		    mapped ||
 	    KERNEL(SYS_madvise, mapped, about.st_size, MADV_DONTFORK))
 		return 0;
 	while (worker->mapped_bytes < worker->reserved_bytes && now_ns() < until_ns && !worker_should_stop()) {
-		uint64_t left = worker->reserved_bytes - worker->mapped_bytes, piece = left < PIECE_BYTES ? left : PIECE_BYTES;
+		uint64_t left = worker->reserved_bytes - worker->mapped_bytes,
+			 piece = left < PIECE_BYTES ? left : PIECE_BYTES;
 
 		if (KERNEL(SYS_madvise, mapped + (long)worker->mapped_bytes, piece, MADV_POPULATE_WRITE))
 			break;

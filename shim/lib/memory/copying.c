@@ -21,7 +21,9 @@ static int transfer(struct worker *worker, long call, char *memory, uint64_t byt
 		if (done == -EINTR || done == -EAGAIN)
 			continue;
 		if (done <= 0)
-			return worker_fails(worker, done ? (int)-done : EIO, call == SYS_pwrite64 ? "pwrite fails with errno" : "pread fails with errno", -done);
+			return worker_fails(worker, done ? (int)-done : EIO,
+					    call == SYS_pwrite64 ? "pwrite fails with errno" : "pread fails with errno",
+					    -done);
 		memory += done;
 		at += (uint64_t)done;
 		bytes -= (uint64_t)done;
@@ -39,9 +41,9 @@ static int store(struct worker *worker, char *slot, uint64_t bytes, uint64_t at)
 
 static int check_file(struct worker *worker)
 {
-	return handover_is_ours(worker->number)
-		       ? 0
-		       : worker_fails(worker, EBADF, "the job has closed a descriptor that is not its own:", worker->stripe);
+	return handover_is_ours(worker->number) ?
+		       0 :
+		       worker_fails(worker, EBADF, "the job has closed a descriptor that is not its own:", worker->stripe);
 }
 
 /* Whoever reads the file finds what was copied and nothing behind it. */
@@ -59,8 +61,8 @@ static int begin_out(struct worker *worker, int slot, const struct chunk *chunk)
 {
 	int status = enter(worker, chunk->device);
 
-	return status ? status
-		      : CUDA(worker, cuMemcpyDtoHAsync_v2, worker->slot[slot], chunk->address, chunk->bytes,
+	return status ? status :
+			CUDA(worker, cuMemcpyDtoHAsync_v2, worker->slot[slot], chunk->address, chunk->bytes,
 			     worker->stream[chunk->device][slot]);
 }
 
@@ -73,7 +75,8 @@ int drop_freed(struct worker *worker)
 			int answer = status ? 0 : backing_drop_freed(block_at(i));
 
 			if (status || answer)
-				return status ? status : worker_fails(worker, EIO, "cuMemUnmap or cuMemRelease answers", answer);
+				return status ? status :
+						worker_fails(worker, EIO, "cuMemUnmap or cuMemRelease answers", answer);
 		}
 	return 0;
 }
@@ -193,7 +196,8 @@ int attach_all(struct worker *worker)
 		status = enter(worker, block_at(i)->device);
 		answer = status ? 0 : physical_attach(block_at(i));
 		if (answer)
-			status = worker_fails(worker, driver_status(answer), "cuMemCreate, cuMemMap or cuMemSetAccess answers", answer);
+			status = worker_fails(worker, driver_status(answer),
+					      "cuMemCreate, cuMemMap or cuMemSetAccess answers", answer);
 		if (!status)
 			status = worker_should_stop();
 	}

@@ -61,8 +61,8 @@ bool handover_is_ours(unsigned int stripe)
 {
 	struct stat about;
 
-	return !identity[stripe].known || (fstat(open_.files[stripe], &about) == 0 && about.st_dev == identity[stripe].device &&
-					   about.st_ino == identity[stripe].inode);
+	return !identity[stripe].known || (fstat(open_.files[stripe], &about) == 0 &&
+					   about.st_dev == identity[stripe].device && about.st_ino == identity[stripe].inode);
 }
 
 static void identify(unsigned int stripe)

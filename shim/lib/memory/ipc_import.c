@@ -19,9 +19,9 @@
 struct opened {
 	uint64_t server, number;
 	uint64_t address, bytes; /* address 0: the record is free */
-	uint64_t access;	 /* the devices that may use it, by bit */
-	void *context;		 /* in which it was opened */
-	uint32_t times;		 /* 0: closed while something was captured, to be unmapped later */
+	uint64_t access;  /* the devices that may use it, by bit */
+	void *context;   /* in which it was opened */
+	uint32_t times;   /* 0: closed while something was captured, to be unmapped later */
 	struct opened *next;
 };
 
@@ -103,7 +103,8 @@ static int open_first(const struct driver *cuda, const struct ipc_handle *handle
 
 	if (!record)
 		return CUDA_OUT_OF_MEMORY;
-	ipc_count(&snapshim_mailbox.ipc_imports, 1); /* before it begins: for a thread that is parked in the middle it counts as open */
+	ipc_count(&snapshim_mailbox.ipc_imports,
+		  1); /* before it begins: for a thread that is parked in the middle it counts as open */
 	descriptor = ipc_server_ask(handle->server, handle->number);
 	if (descriptor >= 0) {
 		memory_enter();

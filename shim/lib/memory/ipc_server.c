@@ -121,8 +121,9 @@ static void serve(int connection)
 	socklen_t bytes = sizeof(asker);
 	uint64_t number;
 
-	if (getsockopt(connection, SOL_SOCKET, SO_PEERCRED, &asker, &bytes) == 0 && (asker.uid == geteuid() || asker.uid == 0) &&
-	    poll(&question, 1, QUESTION_MS) > 0 && recv(connection, &number, sizeof(number), 0) == sizeof(number) && number)
+	if (getsockopt(connection, SOL_SOCKET, SO_PEERCRED, &asker, &bytes) == 0 &&
+	    (asker.uid == geteuid() || asker.uid == 0) && poll(&question, 1, QUESTION_MS) > 0 &&
+	    recv(connection, &number, sizeof(number), 0) == sizeof(number) && number)
 		send_descriptor(connection, number);
 }
 

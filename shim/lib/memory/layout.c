@@ -22,7 +22,8 @@ bool next_chunk(struct cursor *cursor, struct chunk *chunk)
 		cursor->chunk += cursor->skip;
 		from = cursor->chunk * stripes.slot_bytes;
 		left = block->bytes - from;
-		*chunk = (struct chunk){block->address + from, left < stripes.slot_bytes ? left : stripes.slot_bytes, block->device};
+		*chunk = (struct chunk){block->address + from, left < stripes.slot_bytes ? left : stripes.slot_bytes,
+					block->device};
 		cursor->chunk++;
 		cursor->skip = stripes.count - 1;
 		return true;

@@ -9,7 +9,8 @@
 /* backing.c: all false where the real function has to answer. */
 bool backing_serves(const void *caller); /* called_by_program(), and by code whose memory we back */
 bool backing_takes(size_t bytes);
-bool backing_on(int device); /* for an allocation there, now: one device's memory is backed, until the program uses another's */
+bool backing_on(
+	int device); /* for an allocation there, now: one device's memory is backed, until the program uses another's */
 bool backing_allocate(uint64_t *address, size_t bytes);
 bool backing_free(uint64_t address);
 void backing_forget(void);

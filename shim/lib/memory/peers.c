@@ -119,7 +119,9 @@ void peers_forget(void)
 		return status;                                                                            \
 	}
 
-PEER_CALL(cudaDeviceEnablePeerAccess, CUDA_RUNTIME, RUNTIME_NOT_FOUND, allow, peer, (int peer, unsigned int flags), (peer, flags))
+PEER_CALL(cudaDeviceEnablePeerAccess, CUDA_RUNTIME, RUNTIME_NOT_FOUND, allow, peer, (int peer, unsigned int flags),
+	  (peer, flags))
 PEER_CALL(cudaDeviceDisablePeerAccess, CUDA_RUNTIME, RUNTIME_NOT_FOUND, disallow, peer, (int peer), (peer))
-PEER_CALL(cuCtxEnablePeerAccess, CUDA_DRIVER, CUDA_NOT_FOUND, allow, device_of(peer), (void *peer, unsigned int flags), (peer, flags))
+PEER_CALL(cuCtxEnablePeerAccess, CUDA_DRIVER, CUDA_NOT_FOUND, allow, device_of(peer), (void *peer, unsigned int flags),
+	  (peer, flags))
 PEER_CALL(cuCtxDisablePeerAccess, CUDA_DRIVER, CUDA_NOT_FOUND, disallow, device_of(peer), (void *peer), (peer))

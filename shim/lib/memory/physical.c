@@ -18,8 +18,8 @@ struct cuda_property property_on(int device)
 
 	/* As cudaMalloc's memory is: shared with other processes (ipc.c), registered by network cards, and by NCCL for
 	 * them. */
-	if (!LOAD(&descriptors_refused) &&
-	    driver()->cuDeviceGetAttribute(&supported, DESCRIPTORS_SUPPORTED, device) == 0 && supported)
+	if (!LOAD(&descriptors_refused) && driver()->cuDeviceGetAttribute(&supported, DESCRIPTORS_SUPPORTED, device) == 0 &&
+	    supported)
 		property.handle_types = POSIX_DESCRIPTOR;
 	supported = 0;
 	if (driver()->cuDeviceGetAttribute(&supported, RDMA_SUPPORTED, device) == 0 && supported)

@@ -52,7 +52,8 @@ static int map_and_copy(struct worker *worker, int device, void *slot, void *str
 		return status;
 	answer = physical_attach(&block);
 	if (answer)
-		status = worker_fails(worker, driver_status(answer), "cuMemCreate, cuMemMap or cuMemSetAccess answers", answer);
+		status = worker_fails(worker, driver_status(answer), "cuMemCreate, cuMemMap or cuMemSetAccess answers",
+				      answer);
 	if (!status)
 		status = copy_there_and_back(worker, &block, slot, stream);
 	if (!block.away)
@@ -85,7 +86,8 @@ static bool is_active(int device)
 	int active = 0;
 
 	return driver()->cuDevicePrimaryCtxGetState && driver()->cuDevicePrimaryCtxRetain &&
-	       driver()->cuDevicePrimaryCtxRelease_v2 && driver()->cuDevicePrimaryCtxGetState(device, &flags, &active) == 0 && active;
+	       driver()->cuDevicePrimaryCtxRelease_v2 && driver()->cuDevicePrimaryCtxGetState(device, &flags, &active) == 0 &&
+	       active;
 }
 
 /* Also on devices without a block: the driver's checkpoint, which follows, takes the locks of all. */

@@ -17,7 +17,8 @@ int segments_create(uint64_t *handle, size_t bytes, const struct cuda_property *
 	memory_enter();
 	status = REAL(CREATE, (uint64_t *, size_t, const struct cuda_property *, unsigned long long))(handle, bytes, property,
 												      flags);
-	if (status == 0 && property->type == PINNED && property->location.type == ON_DEVICE && backing_on(property->location.id)) {
+	if (status == 0 && property->type == PINNED && property->location.type == ON_DEVICE &&
+	    backing_on(property->location.id)) {
 		blocks_lock();
 		ours = physical_add(&(struct physical){
 			.handle = *handle, .bytes = bytes, .flags = flags, .property = *property, .held = true});
@@ -100,8 +101,8 @@ int segments_map(uint64_t address, size_t bytes, size_t offset, uint64_t handle,
 	int status;
 
 	memory_enter();
-	status = REAL(MAP, (uint64_t, size_t, size_t, uint64_t, unsigned long long))(address, bytes, offset,
-										     segments_translate(handle, false), flags);
+	status = REAL(MAP, (uint64_t, size_t, size_t, uint64_t, unsigned long long))(
+		address, bytes, offset, segments_translate(handle, false), flags);
 	if (status == 0)
 		note_mapping(address, bytes, offset, handle);
 	memory_leave();

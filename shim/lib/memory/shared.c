@@ -51,7 +51,8 @@ int segments_export(void *into, uint64_t handle, int kind, unsigned long long fl
 	int status;
 
 	memory_enter();
-	status = REAL(EXPORT, (void *, uint64_t, int, unsigned long long))(into, segments_translate(handle, false), kind, flags);
+	status = REAL(EXPORT, (void *, uint64_t, int, unsigned long long))(into, segments_translate(handle, false), kind,
+									   flags);
 	if (status == 0) {
 		segments_translate(handle, true);
 		__atomic_add_fetch(&snapshim_mailbox.ipc_exports, 1, __ATOMIC_RELAXED);
@@ -77,7 +78,8 @@ int segments_bind_address(uint64_t a, uint64_t b, uint64_t c, uint64_t d, uint64
 	blocks_unlock();
 	share_range(third ? c : d, third ? d : e);
 	memory_leave();
-	return REAL(BIND_ADDRESS, (uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t))(a, b, c, d, e, f, g);
+	return REAL(BIND_ADDRESS, (uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t))(a, b, c, d, e, f,
+													  g);
 }
 
 /* A network card writes there from now on. */
@@ -92,7 +94,8 @@ int segments_range_handle(void *handle, uint64_t address, size_t bytes, int kind
 	return status;
 }
 
-SNAPSHIM_EXPORT int cuMemGetHandleForAddressRange(void *handle, uint64_t address, size_t bytes, int kind, unsigned long long flags);
+SNAPSHIM_EXPORT int cuMemGetHandleForAddressRange(void *handle, uint64_t address, size_t bytes, int kind,
+						  unsigned long long flags);
 int cuMemGetHandleForAddressRange(void *handle, uint64_t address, size_t bytes, int kind, unsigned long long flags)
 {
 	int (*call)(void *, uint64_t, size_t, int, unsigned long long) = REAL_FUNCTION(

@@ -8,10 +8,10 @@
 struct stripes {
 	unsigned int count;
 	size_t slot_bytes;
-	uint64_t devices;	    /* that have blocks in the table, by bit */
-	uint64_t entered;	    /* devices whose primary context is retained, by bit */
+	uint64_t devices;     /* that have blocks in the table, by bit */
+	uint64_t entered;     /* devices whose primary context is retained, by bit */
 	void *context[DEVICES_MAX]; /* in which each device's copies are made */
-	bool invalid;		    /* one of those has ended, and took streams and slots along */
+	bool invalid;      /* one of those has ended, and took streams and slots along */
 };
 extern struct stripes stripes;
 
@@ -23,7 +23,7 @@ struct chunk {
 struct cursor {
 	size_t block;
 	uint64_t chunk; /* of the block */
-	uint64_t skip;	/* chunks before the next one of this stripe */
+	uint64_t skip; /* chunks before the next one of this stripe */
 };
 bool next_chunk(struct cursor *cursor, struct chunk *chunk);
 uint64_t stripe_bytes(unsigned int stripe); /* what copy_out would put there */
@@ -36,8 +36,8 @@ void contexts_forget(void);
 /* Tasks of workers. */
 /* copy_resources.c */
 int enter_devices(struct worker *worker); /* one worker's: finds contexts */
-int prepare(struct worker *worker);	  /* makes slots and streams; what is there already stays */
-int map_stripe(struct worker *worker);	  /* never fails */
+int prepare(struct worker *worker);   /* makes slots and streams; what is there already stays */
+int map_stripe(struct worker *worker);   /* never fails */
 int clean_up(struct worker *worker);
 int leave_devices(struct worker *worker); /* one worker's */
 int enter(struct worker *worker, int device); /* makes its context current */

@@ -12,8 +12,8 @@
 
 struct worker {
 	unsigned int number; /* also of its stripe */
-	int stripe;	     /* the file */
-	char *mapped;	     /* its beginning, as far as its pages are there */
+	int stripe;      /* the file */
+	char *mapped;      /* its beginning, as far as its pages are there */
 	uint64_t mapped_bytes, reserved_bytes;
 	char *slot[SLOTS];   /* pinned */
 	void *stream[DEVICES_MAX][SLOTS];

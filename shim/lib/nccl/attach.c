@@ -78,10 +78,10 @@ static ncclResult_t init_member(struct member *member, struct nccl_instance *ins
 
 	member->entered = device_enter(atomic_load(&comm->device));
 	if (comm->config)
-		return REAL(instance, ncclCommInitRankConfig, ncclResult_t(*)(ncclComm_t *, int, ncclUniqueId, int, void *))(
+		return REAL(instance, ncclCommInitRankConfig, ncclResult_t (*)(ncclComm_t *, int, ncclUniqueId, int, void *))(
 			into, nranks, *id, rank, comm->config);
-	return REAL(instance, ncclCommInitRank, ncclResult_t(*)(ncclComm_t *, int, ncclUniqueId, int))(into, nranks, *id,
-												     rank);
+	return REAL(instance, ncclCommInitRank, ncclResult_t (*)(ncclComm_t *, int, ncclUniqueId, int))(into, nranks, *id,
+													rank);
 }
 
 /* All members of one communicator that this process has: more than one only where it drives several devices. */
@@ -99,11 +99,11 @@ static int init(struct nccl_job *job, struct attempt *attempt, size_t from, size
 				 (unsigned long)attempt->members[from].comm->id);
 	}
 	if (to - from > 1)
-		REAL(instance, ncclGroupStart, ncclResult_t(*)(void))();
+		REAL(instance, ncclGroupStart, ncclResult_t (*)(void))();
 	for (size_t i = from; i < to && (result == ncclSuccess || result == ncclInProgress); i++)
 		result = init_member(&attempt->members[i], instance, &attempt->members[i].id);
 	if (to - from > 1) {
-		ncclResult_t ended = REAL(instance, ncclGroupEnd, ncclResult_t(*)(void))();
+		ncclResult_t ended = REAL(instance, ncclGroupEnd, ncclResult_t (*)(void))();
 
 		result = ended != ncclSuccess ? ended : result;
 	}
@@ -156,7 +156,8 @@ static int try_member(struct nccl_job *job, struct member *member, struct nccl_i
 			REAL(instance, ncclCommGetAsyncError, ask_state)(atomic_load(&member->fresh), &state);
 			if (!job_in_time(job) || (state != ncclSuccess && state != ncclInProgress)) {
 				job_fails(job, state ? EIO : ETIMEDOUT,
-					  "communicator %016lx was built, but its first all-reduce %s", (unsigned long)member->comm->id,
+					  "communicator %016lx was built, but its first all-reduce %s",
+					  (unsigned long)member->comm->id,
 					  state ? "failed" : "did not end in time, or is wrong");
 				break;
 			}
@@ -175,7 +176,8 @@ static int try_member(struct nccl_job *job, struct member *member, struct nccl_i
 static int build(struct nccl_job *job, struct attempt *attempt, struct nccl_instance *instance)
 {
 	for (size_t i = 0, end; i < attempt->count; i = end) {
-		for (end = i + 1; end < attempt->count && attempt->members[end].comm->id == attempt->members[i].comm->id; end++)
+		for (end = i + 1; end < attempt->count && attempt->members[end].comm->id == attempt->members[i].comm->id;
+		     end++)
 			;
 		if (!job_in_time(job))
 			return job_fails(job, ETIMEDOUT, "no time left for communicator %016lx",

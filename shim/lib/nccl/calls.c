@@ -9,8 +9,8 @@
 #define X_REFUSED(name, words, comm, why) [SYMBOL_##name] = {COLLECTIVE, words, comm, -1, -1, -1},
 #define X_ASKED(name, words, comm, why) [SYMBOL_##name] = {NOTHING, words, comm, -1, -1, -1},
 #define X_WRITTEN(name) [SYMBOL_##name] = {NOTHING, 0, -1, -1, -1, -1},
-const struct nccl_shape nccl_shapes[SYMBOLS] = {
-	NCCL_LAUNCHED(X) NCCL_REFUSED(X_REFUSED) NCCL_ASKED(X_ASKED) NCCL_WRITTEN(X_WRITTEN)};
+const struct nccl_shape nccl_shapes[SYMBOLS] = {NCCL_LAUNCHED(X) NCCL_REFUSED(X_REFUSED) NCCL_ASKED(X_ASKED)
+							NCCL_WRITTEN(X_WRITTEN)};
 #undef X
 
 ncclResult_t answer_missing(struct nccl_thread *thread, int symbol)
@@ -19,9 +19,9 @@ ncclResult_t answer_missing(struct nccl_thread *thread, int symbol)
 
 	if (!instance)
 		return thread_error(thread, ncclSystemError, "%s: no libnccl is loaded in this process",
-				   nccl_symbol_names[symbol]);
+				    nccl_symbol_names[symbol]);
 	return thread_error(thread, ncclInvalidUsage, "this NCCL (%d.%d.%d) has no %s", instance->version / 10000,
-			   instance->version / 100 % 100, instance->version % 100, nccl_symbol_names[symbol]);
+			    instance->version / 100 % 100, instance->version % 100, nccl_symbol_names[symbol]);
 }
 
 ncclResult_t answer_gone(struct nccl_thread *thread, const struct nccl_comm *comm, int symbol)
@@ -30,13 +30,13 @@ ncclResult_t answer_gone(struct nccl_thread *thread, const struct nccl_comm *com
 
 	if (state == UNUSED || state == ENDING)
 		return thread_error(thread, ncclInvalidArgument, "%s: the communicator has been destroyed",
-				   nccl_symbol_names[symbol]);
+				    nccl_symbol_names[symbol]);
 	if (state == PENDING || state == LIVE)
 		return thread_error(thread, ncclInvalidArgument, "%s: the communicator is not ready yet",
-				   nccl_symbol_names[symbol]);
+				    nccl_symbol_names[symbol]);
 	return thread_error(thread, ncclSystemError,
-			   "%s: communicator %016lx was taken down for a move and could not be attached again",
-			   nccl_symbol_names[symbol], (unsigned long)comm->id);
+			    "%s: communicator %016lx was taken down for a move and could not be attached again",
+			    nccl_symbol_names[symbol], (unsigned long)comm->id);
 }
 
 void call_done(struct nccl_call *call, ncclResult_t result)

@@ -33,8 +33,7 @@ struct nccl_call {
 ncclResult_t call_submit(struct nccl_thread *thread, struct nccl_call *call);
 /* launch.c: waits for the gate, then makes all calls, in a real group where `group`. Frees what they own. `simulation`: the
  * argument of ncclGroupSimulateEnd, or NULL. */
-ncclResult_t calls_launch(struct nccl_thread *thread, struct nccl_call *calls, size_t count, bool group,
-			  void *simulation);
+ncclResult_t calls_launch(struct nccl_thread *thread, struct nccl_call *calls, size_t count, bool group, void *simulation);
 /* calls.c: what follows from its outcome: a communicator is there, or is not. Frees what the call owns. */
 void call_done(struct nccl_call *call, ncclResult_t result);
 

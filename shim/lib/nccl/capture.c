@@ -84,8 +84,7 @@ bool capture_has(uint64_t stream)
 
 BEGIN(cudaStreamBeginCapture, (void *stream, int mode), (void *, int), (stream, mode))
 BEGIN(cudaStreamBeginCapture_ptsz, (void *stream, int mode), (void *, int), (stream, mode))
-BEGIN(cudaStreamBeginCaptureToGraph,
-      (void *stream, void *graph, const void *on, const void *edges, size_t count, int mode),
+BEGIN(cudaStreamBeginCaptureToGraph, (void *stream, void *graph, const void *on, const void *edges, size_t count, int mode),
       (void *, void *, const void *, const void *, size_t, int), (stream, graph, on, edges, count, mode))
 BEGIN(cudaStreamBeginCaptureToGraph_ptsz,
       (void *stream, void *graph, const void *on, const void *edges, size_t count, int mode),

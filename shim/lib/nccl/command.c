@@ -47,7 +47,7 @@ static int new_id(struct nccl_job *job)
 
 	if (!instance)
 		return job_fails(job, ENOENT, "the process has loaded no NCCL");
-	result = REAL(instance, ncclGetUniqueId, ncclResult_t(*)(ncclUniqueId *))(&id);
+	result = REAL(instance, ncclGetUniqueId, ncclResult_t (*)(ncclUniqueId *))(&id);
 	if (result != ncclSuccess)
 		return job_fails(job, EIO, "ncclGetUniqueId failed with NCCL error %d", (int)result);
 	job->reply = malloc(2 * sizeof(id) + 1);

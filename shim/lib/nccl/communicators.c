@@ -29,8 +29,7 @@ struct nccl_comm *comm_of(uint64_t handle)
 {
 	uint64_t base = (uint64_t)(uintptr_t)atomic_load_explicit(&table, memory_order_acquire);
 
-	if (!base || handle - base >= RECORDS * sizeof(struct nccl_comm) ||
-	    (handle - base) % sizeof(struct nccl_comm) != 0)
+	if (!base || handle - base >= RECORDS * sizeof(struct nccl_comm) || (handle - base) % sizeof(struct nccl_comm) != 0)
 		return NULL;
 	return (struct nccl_comm *)(uintptr_t)handle;
 }
@@ -155,8 +154,9 @@ void comm_end(struct nccl_comm *comm, bool aborted)
 	nccl_lock(&before);
 	last = &ended[ended_count++ % ENDED];
 	free(last->peers);
-	*last = (struct nccl_ended){comm->id, atomic_load(&comm->collectives), atomic_load(&comm->nranks),
-				    atomic_load(&comm->rank), aborted, atomic_exchange(&comm->peers, NULL)};
+	*last = (struct nccl_ended){
+		comm->id, atomic_load(&comm->collectives),    atomic_load(&comm->nranks), atomic_load(&comm->rank),
+		aborted,  atomic_exchange(&comm->peers, NULL)};
 	for (registration = comm->registrations; registration; registration = next) {
 		next = registration->next;
 		free(registration);

@@ -11,12 +11,12 @@
 enum nccl_state {
 	UNUSED = 0,
 	PENDING,   /* handed out, its creation has not come back */
-	LIVE,	   /* `real` is set (a non-blocking one: will be) */
+	LIVE,    /* `real` is set (a non-blocking one: will be) */
 	DETACHING, /* the shim's worker has it */
 	DETACHED,  /* nothing real is left; can be attached again */
 	ATTACHING, /* the shim's worker has it */
-	LOST,	   /* detached when the gate opened: every operation answers an error */
-	ENDING,	   /* inside the application's destroy or abort */
+	LOST,    /* detached when the gate opened: every operation answers an error */
+	ENDING,    /* inside the application's destroy or abort */
 };
 
 enum nccl_kind { BY_INIT, BY_SPLIT, BY_SHRINK, BY_GROW, BY_INIT_ALL };

@@ -40,12 +40,12 @@ static ncclResult_t make_root(struct nccl_thread *thread, struct nccl_instance *
 	if (!function)
 		return answer_missing(thread, call->symbol);
 	if (call->symbol == SYMBOL_ncclCommInitRank)
-		return ((ncclResult_t(*)(ncclComm_t *, int, ncclUniqueId, int))function)(into, nranks, *ids, rank);
+		return ((ncclResult_t (*)(ncclComm_t *, int, ncclUniqueId, int))function)(into, nranks, *ids, rank);
 	if (call->symbol == SYMBOL_ncclCommInitRankConfig)
-		return ((ncclResult_t(*)(ncclComm_t *, int, ncclUniqueId, int, void *))function)(into, nranks, *ids, rank,
-												config);
-	return ((ncclResult_t(*)(ncclComm_t *, int, int, int, const ncclUniqueId *, void *))function)(
-		into, nranks, rank, count, ids, config);
+		return ((ncclResult_t (*)(ncclComm_t *, int, ncclUniqueId, int, void *))function)(into, nranks, *ids, rank,
+												  config);
+	return ((ncclResult_t (*)(ncclComm_t *, int, int, int, const ncclUniqueId *, void *))function)(into, nranks, rank,
+												       count, ids, config);
 }
 
 static ncclResult_t init(int symbol, ncclComm_t *out, int nranks, const ncclUniqueId *ids, int count, int rank,
@@ -60,7 +60,7 @@ static ncclResult_t init(int symbol, ncclComm_t *out, int nranks, const ncclUniq
 	if (!out || !ids || count < 1) {
 		free(copy);
 		return thread_error(thread, ncclInvalidArgument, "%s: no place for the handle, or no unique id",
-				   nccl_symbol_names[symbol]);
+				    nccl_symbol_names[symbol]);
 	}
 	if (!real_instance()) {
 		free(copy);
@@ -86,19 +86,18 @@ PROFILED(ncclResult_t, ncclCommInitRank, ncclComm_t *out, int nranks, ncclUnique
 	struct nccl_instance *instance = real_instance();
 
 	if (instance && thread_inside(thread_self()))
-		return REAL(instance, ncclCommInitRank,
-			    ncclResult_t(*)(ncclComm_t *, int, ncclUniqueId, int))(out, nranks, id, rank);
+		return REAL(instance, ncclCommInitRank, ncclResult_t (*)(ncclComm_t *, int, ncclUniqueId, int))(out, nranks,
+														id, rank);
 	return init(SYMBOL_ncclCommInitRank, out, nranks, &id, 1, rank, NULL);
 }
 
-PROFILED(ncclResult_t, ncclCommInitRankConfig, ncclComm_t *out, int nranks, ncclUniqueId id, int rank,
-	 ncclConfig_t *config)
+PROFILED(ncclResult_t, ncclCommInitRankConfig, ncclComm_t *out, int nranks, ncclUniqueId id, int rank, ncclConfig_t *config)
 {
 	struct nccl_instance *instance = real_instance();
 
 	if (instance && thread_inside(thread_self()))
 		return REAL(instance, ncclCommInitRankConfig,
-			    ncclResult_t(*)(ncclComm_t *, int, ncclUniqueId, int, void *))(out, nranks, id, rank, config);
+			    ncclResult_t (*)(ncclComm_t *, int, ncclUniqueId, int, void *))(out, nranks, id, rank, config);
 	return init(SYMBOL_ncclCommInitRankConfig, out, nranks, &id, 1, rank, config);
 }
 
@@ -111,16 +110,16 @@ PROFILED(ncclResult_t, ncclCommInitRankScalable, ncclComm_t *out, int nranks, in
 		return answer_missing(thread_self(), SYMBOL_ncclCommInitRankScalable);
 	if (thread_inside(thread_self()))
 		return REAL(instance, ncclCommInitRankScalable,
-			    ncclResult_t(*)(ncclComm_t *, int, int, int, ncclUniqueId *, void *))(out, nranks, rank, count,
-												  ids, config);
+			    ncclResult_t (*)(ncclComm_t *, int, int, int, ncclUniqueId *, void *))(out, nranks, rank, count,
+												   ids, config);
 	return init(SYMBOL_ncclCommInitRankScalable, out, nranks, ids, count, rank, config);
 }
 
 static ncclResult_t make_all(struct nccl_thread *thread, struct nccl_instance *instance, struct nccl_call *call)
 {
 	(void)thread;
-	return REAL(instance, ncclCommInitAll, ncclResult_t(*)(ncclComm_t *, int, const int *))(
-		call->made, call->children, call->copies);
+	return REAL(instance, ncclCommInitAll, ncclResult_t (*)(ncclComm_t *, int, const int *))(call->made, call->children,
+												 call->copies);
 }
 
 PROFILED(ncclResult_t, ncclCommInitAll, ncclComm_t *out, int count, const int *devices)
@@ -135,7 +134,7 @@ PROFILED(ncclResult_t, ncclCommInitAll, ncclComm_t *out, int count, const int *d
 	if (!instance)
 		return answer_missing(thread, SYMBOL_ncclCommInitAll);
 	if (thread_inside(thread) || !out || count < 1)
-		return REAL(instance, ncclCommInitAll, ncclResult_t(*)(ncclComm_t *, int, const int *))(out, count, devices);
+		return REAL(instance, ncclCommInitAll, ncclResult_t (*)(ncclComm_t *, int, const int *))(out, count, devices);
 	thread->words[0] = 0;
 	call.child = calloc((size_t)count, sizeof(*call.child));
 	call.out = calloc((size_t)count, sizeof(*call.out));
@@ -230,8 +229,8 @@ static int compare(const void *a, const void *b)
 	return (*(const int *)a > *(const int *)b) - (*(const int *)a < *(const int *)b);
 }
 
-PROFILED(ncclResult_t, ncclCommShrink, ncclComm_t handle, int *excluded, int count, ncclComm_t *out,
-	 ncclConfig_t *config, int flags)
+PROFILED(ncclResult_t, ncclCommShrink, ncclComm_t handle, int *excluded, int count, ncclComm_t *out, ncclConfig_t *config,
+	 int flags)
 {
 	struct nccl_thread *thread = thread_self();
 	struct nccl_comm *parent = comm_of((uintptr_t)handle);
@@ -295,7 +294,7 @@ PROFILED(ncclResult_t, ncclCommGrow, ncclComm_t handle, int nranks, const ncclUn
 			call.word[2] = (uintptr_t)memcpy(call.copies, id, sizeof(*id));
 	}
 	return submit(thread, &call,
-		      comm_make(parent ? hash_bytes(parent->id, "grow", 4) : hash_bytes(0, id, sizeof(*id)), BY_GROW,
-				nranks, rank, copy),
+		      comm_make(parent ? hash_bytes(parent->id, "grow", 4) : hash_bytes(0, id, sizeof(*id)), BY_GROW, nranks,
+				rank, copy),
 		      out);
 }

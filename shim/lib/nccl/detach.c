@@ -46,8 +46,8 @@ static int wait_for_device(struct nccl_job *job, int device)
 	failed = device_synchronize();
 	device_leave(device);
 	if (failed)
-		return job_fails(job, EIO, "CUDA error %d while the work on device %d ran out; nothing was taken down", failed,
-				 device);
+		return job_fails(job, EIO, "CUDA error %d while the work on device %d ran out; nothing was taken down",
+				 failed, device);
 	if (!job_in_time(job))
 		return job_fails(job, ETIMEDOUT, "the work on device %d took too long; nothing was taken down", device);
 	return 0;
@@ -138,8 +138,8 @@ static int wait_for_questions(struct nccl_job *job, struct nccl_comm *comm, nccl
 			held_look_again();
 		}
 		nccl_unlock(&before);
-		return doomed ? 0
-			      : job_fails(job, ETIMEDOUT, "%s; communicator %016lx was not taken down", words,
+		return doomed ? 0 :
+				job_fails(job, ETIMEDOUT, "%s; communicator %016lx was not taken down", words,
 					  (unsigned long)comm->id);
 	}
 	return 0;
@@ -172,8 +172,8 @@ static int take_down(struct nccl_job *job, struct nccl_comm *comm, struct nccl_i
 	nccl_unlock(&before);
 	result = destroy(job, comm, real, instance);
 	if (result != ncclSuccess)
-		failed = job_fails(job, EIO, "communicator %016lx: ncclCommDestroy failed with NCCL error %d", (unsigned long)comm->id,
-				   (int)result);
+		failed = job_fails(job, EIO, "communicator %016lx: ncclCommDestroy failed with NCCL error %d",
+				   (unsigned long)comm->id, (int)result);
 	nccl_lock(&before);
 	atomic_store(&comm->state, DETACHED);
 	held_look_again();

@@ -7,7 +7,6 @@
 
 #include "core/shim.h"
 
-
 #define NOT_READY 600 /* CUDA_ERROR_NOT_READY */
 #define NON_BLOCKING 1
 #define NOTHING_YET INT32_MIN
@@ -29,8 +28,8 @@ bool device_enter(int device)
 	void *context;
 	int active = 0;
 
-	if (device < 0 ||
-	    DRIVER("cuDevicePrimaryCtxGetState", (int, unsigned int *, int *), device, &flags, &active) != 0 || !active)
+	if (device < 0 || DRIVER("cuDevicePrimaryCtxGetState", (int, unsigned int *, int *), device, &flags, &active) != 0 ||
+	    !active)
 		return false;
 	if (DRIVER("cuDevicePrimaryCtxRetain", (void **, int), &context, device) != 0)
 		return false;
@@ -61,8 +60,7 @@ int device_pair_make(struct device_pair *pair, bool on_device, int32_t sent, int
 	}
 	failed = DRIVER("cuMemAlloc_v2", (uint64_t *, size_t), &pair->memory, sizeof(numbers));
 	if (!failed)
-		failed = DRIVER("cuMemcpyHtoD_v2", (uint64_t, const void *, size_t), pair->memory, numbers,
-				sizeof(numbers));
+		failed = DRIVER("cuMemcpyHtoD_v2", (uint64_t, const void *, size_t), pair->memory, numbers, sizeof(numbers));
 	if (!failed)
 		failed = DRIVER("cuStreamCreate", (void **, unsigned int), &pair->stream, NON_BLOCKING);
 	return failed;

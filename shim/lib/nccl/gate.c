@@ -27,12 +27,10 @@ static void count_peer(struct nccl_comm *comm, bool sent, int peer, uint64_t cou
 	 * once. */
 	if (!peers || peer < 0 || peer >= peers->ranks || (!sent && peer == atomic_load(&comm->rank)))
 		return;
-	atomic_fetch_add_explicit(sent ? &peers->with[peer].sent : &peers->with[peer].received, count,
-				  memory_order_relaxed);
+	atomic_fetch_add_explicit(sent ? &peers->with[peer].sent : &peers->with[peer].received, count, memory_order_relaxed);
 }
 
-void gate_count(struct nccl_thread *thread, struct nccl_comm *comm, const struct nccl_shape *shape,
-		const uint64_t *word)
+void gate_count(struct nccl_thread *thread, struct nccl_comm *comm, const struct nccl_shape *shape, const uint64_t *word)
 {
 	pid_t tid = atomic_load_explicit(&thread->tid, memory_order_relaxed);
 
@@ -45,8 +43,7 @@ void gate_count(struct nccl_thread *thread, struct nccl_comm *comm, const struct
 }
 
 void gate_channels(const struct nccl_call *call,
-		   void (*visit)(void *context, struct nccl_comm *comm, enum gate_channel channel, int peer,
-				 uint64_t count),
+		   void (*visit)(void *context, struct nccl_comm *comm, enum gate_channel channel, int peer, uint64_t count),
 		   void *context)
 {
 	int place = nccl_shapes[call->symbol].peer, peer = place >= 0 ? (int)call->word[place] : -1;
@@ -108,9 +105,9 @@ static void look_at_channel(void *context, struct nccl_comm *comm, enum gate_cha
 	(void)count;
 	look->any = true;
 	if (channel != CHANNEL_COLLECTIVES)
-		launched = !peers || peer < 0 || peer >= peers->ranks ? 0
-			   : channel == CHANNEL_SENT		      ? atomic_load(&peers->with[peer].sent)
-								      : atomic_load(&peers->with[peer].received);
+		launched = !peers || peer < 0 || peer >= peers->ranks ? 0 :
+			   channel == CHANNEL_SENT                    ? atomic_load(&peers->with[peer].sent) :
+									atomic_load(&peers->with[peer].received);
 	target = targets_count ? bsearch(&wanted, targets, targets_count, sizeof(*targets), compare) : NULL;
 	look->below = look->below || (target && launched < target->count);
 }

@@ -20,13 +20,11 @@ struct gate_target {
 /* Waits until all of it may be launched; then it is counted and the thread is CALLING. An error: it will never be. */
 ncclResult_t gate_pass(struct nccl_thread *thread, const struct nccl_call *calls, size_t count);
 /* Counts one operation on an open gate; the thread is DECIDING. */
-void gate_count(struct nccl_thread *thread, struct nccl_comm *comm, const struct nccl_shape *shape,
-		const uint64_t *word);
+void gate_count(struct nccl_thread *thread, struct nccl_comm *comm, const struct nccl_shape *shape, const uint64_t *word);
 
 /* Calls `visit` with each channel of the call and how much it adds there. */
 void gate_channels(const struct nccl_call *call,
-		   void (*visit)(void *context, struct nccl_comm *comm, enum gate_channel channel, int peer,
-				 uint64_t count),
+		   void (*visit)(void *context, struct nccl_comm *comm, enum gate_channel channel, int peer, uint64_t count),
 		   void *context);
 
 /* Every launch after this is held, and everything launched before is counted when this returns. */

@@ -20,7 +20,7 @@ PROFILED(ncclResult_t, ncclGroupStart, void)
 	if (!instance)
 		return answer_missing(thread, SYMBOL_ncclGroupStart);
 	if (thread_inside(thread))
-		return REAL(instance, ncclGroupStart, ncclResult_t(*)(void))();
+		return REAL(instance, ncclGroupStart, ncclResult_t (*)(void))();
 	if (thread->depth++ == 0) {
 		thread->count = 0;
 		thread->group_result = ncclSuccess;
@@ -40,8 +40,8 @@ static ncclResult_t end(int symbol, void *simulation)
 	if (!instance || !instance->function[symbol])
 		return answer_missing(thread, symbol);
 	if (thread_inside(thread) || thread->depth == 0) /* without a beginning: NCCL answers with its own error */
-		return simulation ? REAL(instance, ncclGroupSimulateEnd, ncclResult_t(*)(void *))(simulation)
-				  : REAL(instance, ncclGroupEnd, ncclResult_t(*)(void))();
+		return simulation ? REAL(instance, ncclGroupSimulateEnd, ncclResult_t (*)(void *))(simulation) :
+				    REAL(instance, ncclGroupEnd, ncclResult_t (*)(void))();
 	if (--thread->depth > 0)
 		return ncclSuccess;
 	if (count == 0)

@@ -42,7 +42,7 @@ PROFILED(ncclResult_t, ncclGetUniqueId, ncclUniqueId *id)
 	}
 	instance = real_instance();
 	if (instance)
-		result = REAL(instance, ncclGetUniqueId, ncclResult_t(*)(ncclUniqueId *))(id);
+		result = REAL(instance, ncclGetUniqueId, ncclResult_t (*)(ncclUniqueId *))(id);
 	else
 		result = answer_missing(thread, SYMBOL_ncclGetUniqueId);
 	if (!inside)

@@ -50,7 +50,8 @@ ncclResult_t group_keep(struct nccl_thread *thread, const struct nccl_call *call
 		if (!calls) {
 			struct nccl_call lost = *call;
 
-			thread->group_result = thread_error(thread, ncclSystemError, "no memory for a group of %zu calls", room);
+			thread->group_result =
+				thread_error(thread, ncclSystemError, "no memory for a group of %zu calls", room);
 			call_done(&lost, ncclSystemError);
 			return ncclSystemError;
 		}

@@ -26,8 +26,7 @@ static ncclResult_t make(struct nccl_thread *thread, struct nccl_instance *insta
 	return real_call(function, shape->words, call->word);
 }
 
-ncclResult_t calls_launch(struct nccl_thread *thread, struct nccl_call *calls, size_t count, bool group,
-			  void *simulation)
+ncclResult_t calls_launch(struct nccl_thread *thread, struct nccl_call *calls, size_t count, bool group, void *simulation)
 {
 	struct nccl_instance *instance;
 	ncclResult_t first = ncclSuccess, result = gate_pass(thread, calls, count);
@@ -43,7 +42,7 @@ ncclResult_t calls_launch(struct nccl_thread *thread, struct nccl_call *calls, s
 		first = result = answer_missing(thread, calls[0].symbol);
 	} else {
 		if (group)
-			REAL(instance, ncclGroupStart, ncclResult_t(*)(void))();
+			REAL(instance, ncclGroupStart, ncclResult_t (*)(void))();
 		for (made = 0; made < count; made++) {
 			result = make(thread, instance, &calls[made]);
 			if (first == ncclSuccess || first == ncclInProgress)
@@ -51,9 +50,9 @@ ncclResult_t calls_launch(struct nccl_thread *thread, struct nccl_call *calls, s
 		}
 		result = first;
 		if (group && simulation && instance->function[SYMBOL_ncclGroupSimulateEnd])
-			result = REAL(instance, ncclGroupSimulateEnd, ncclResult_t(*)(void *))(simulation);
+			result = REAL(instance, ncclGroupSimulateEnd, ncclResult_t (*)(void *))(simulation);
 		else if (group)
-			result = REAL(instance, ncclGroupEnd, ncclResult_t(*)(void))();
+			result = REAL(instance, ncclGroupEnd, ncclResult_t (*)(void))();
 		/* A call that only the shim found wrong never reached the real group. */
 		if (result == ncclSuccess && first != ncclInProgress)
 			result = first;

@@ -122,14 +122,14 @@ PROFILED(ncclResult_t, ncclCommGetAsyncError, ncclComm_t handle, ncclResult_t *a
 	if (!instance)
 		return answer_missing(thread, SYMBOL_ncclCommGetAsyncError);
 	if (thread_inside(thread) || !comm || !answer)
-		return REAL(instance, ncclCommGetAsyncError, ncclResult_t(*)(ncclComm_t, ncclResult_t *))(handle, answer);
+		return REAL(instance, ncclCommGetAsyncError, ncclResult_t (*)(ncclComm_t, ncclResult_t *))(handle, answer);
 	real = ask_begin(thread, comm, SYMBOL_ncclCommGetAsyncError);
 	instance = real_instance();
 	state = atomic_load(&comm->state);
 	if (state == UNUSED || state == ENDING)
 		result = answer_gone(thread, comm, SYMBOL_ncclCommGetAsyncError);
 	else if (real)
-		result = REAL(instance, ncclCommGetAsyncError, ncclResult_t(*)(ncclComm_t, ncclResult_t *))(real, answer);
+		result = REAL(instance, ncclCommGetAsyncError, ncclResult_t (*)(ncclComm_t, ncclResult_t *))(real, answer);
 	else if (state == PENDING || state == LIVE)
 		*answer = ncclInProgress; /* NCCL has not given the handle out yet */
 	else
@@ -230,5 +230,5 @@ PROFILED(ncclResult_t, ncclGetVersion, int *version)
 
 	if (!instance)
 		return answer_missing(thread_self(), SYMBOL_ncclGetVersion);
-	return REAL(instance, ncclGetVersion, ncclResult_t(*)(int *))(version);
+	return REAL(instance, ncclGetVersion, ncclResult_t (*)(int *))(version);
 }

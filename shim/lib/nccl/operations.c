@@ -55,8 +55,7 @@ static ncclResult_t launch(int symbol, uint64_t *word, unsigned int why)
 				atomic_store_explicit(&thread->calling, CALLING, memory_order_release);
 				word[(int)shape->comm] = (uintptr_t)real;
 				if (shape->redop >= 0 && (int)word[(int)shape->redop] >= FIRST_USER_REDOP)
-					word[(int)shape->redop] =
-						redop_real(word[(int)shape->redop], comm, instance);
+					word[(int)shape->redop] = redop_real(word[(int)shape->redop], comm, instance);
 				result = real_call(instance->function[symbol], shape->words, word);
 				atomic_store_explicit(&thread->calling, OUTSIDE, memory_order_release);
 				return result;
@@ -91,7 +90,7 @@ static ncclResult_t ask(int symbol, uint64_t *word, unsigned int why)
 		result = real_call(instance->function[symbol], nccl_shapes[symbol].words, word);
 	} else {
 		result = thread_error(thread, ncclInvalidUsage, "%s: the communicator is not attached now, for a move",
-				     nccl_symbol_names[symbol]);
+				      nccl_symbol_names[symbol]);
 	}
 	ask_end(thread);
 	return result;

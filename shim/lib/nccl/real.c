@@ -210,24 +210,24 @@ ncclResult_t real_call(void *function, int words, const uint64_t *w)
 #define W uint64_t
 	switch (words) {
 	case 1:
-		return ((ncclResult_t(*)(W))function)(w[0]);
+		return ((ncclResult_t (*)(W))function)(w[0]);
 	case 2:
-		return ((ncclResult_t(*)(W, W))function)(w[0], w[1]);
+		return ((ncclResult_t (*)(W, W))function)(w[0], w[1]);
 	case 3:
-		return ((ncclResult_t(*)(W, W, W))function)(w[0], w[1], w[2]);
+		return ((ncclResult_t (*)(W, W, W))function)(w[0], w[1], w[2]);
 	case 4:
-		return ((ncclResult_t(*)(W, W, W, W))function)(w[0], w[1], w[2], w[3]);
+		return ((ncclResult_t (*)(W, W, W, W))function)(w[0], w[1], w[2], w[3]);
 	case 5:
-		return ((ncclResult_t(*)(W, W, W, W, W))function)(w[0], w[1], w[2], w[3], w[4]);
+		return ((ncclResult_t (*)(W, W, W, W, W))function)(w[0], w[1], w[2], w[3], w[4]);
 	case 6:
-		return ((ncclResult_t(*)(W, W, W, W, W, W))function)(w[0], w[1], w[2], w[3], w[4], w[5]);
+		return ((ncclResult_t (*)(W, W, W, W, W, W))function)(w[0], w[1], w[2], w[3], w[4], w[5]);
 	case 7:
-		return ((ncclResult_t(*)(W, W, W, W, W, W, W))function)(w[0], w[1], w[2], w[3], w[4], w[5], w[6]);
+		return ((ncclResult_t (*)(W, W, W, W, W, W, W))function)(w[0], w[1], w[2], w[3], w[4], w[5], w[6]);
 	case 8:
-		return ((ncclResult_t(*)(W, W, W, W, W, W, W, W))function)(w[0], w[1], w[2], w[3], w[4], w[5], w[6], w[7]);
+		return ((ncclResult_t (*)(W, W, W, W, W, W, W, W))function)(w[0], w[1], w[2], w[3], w[4], w[5], w[6], w[7]);
 	default:
-		return ((ncclResult_t(*)(W, W, W, W, W, W, W, W, W, W, W, W))function)(
-			w[0], w[1], w[2], w[3], w[4], w[5], w[6], w[7], w[8], w[9], w[10], w[11]);
+		return ((ncclResult_t (*)(W, W, W, W, W, W, W, W, W, W, W, W))function)(w[0], w[1], w[2], w[3], w[4], w[5],
+											w[6], w[7], w[8], w[9], w[10], w[11]);
 	}
 #undef W
 }

@@ -159,7 +159,8 @@ PROFILED(ncclResult_t, ncclRedOpDestroy, int op, ncclComm_t handle)
 	struct nccl_thread *thread = thread_self();
 	struct nccl_comm *comm = comm_of((uintptr_t)handle);
 	struct nccl_instance *instance = real_instance();
-	struct nccl_call call = {.symbol = SYMBOL_ncclRedOpDestroy, .make = make_destroy, .comm = comm, .word[0] = (unsigned int)op};
+	struct nccl_call call = {
+		.symbol = SYMBOL_ncclRedOpDestroy, .make = make_destroy, .comm = comm, .word[0] = (unsigned int)op};
 	ncclResult_t result;
 
 	if (!instance || !instance->function[SYMBOL_ncclRedOpDestroy])

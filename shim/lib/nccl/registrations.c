@@ -126,7 +126,7 @@ PROFILED(ncclResult_t, ncclMemAlloc, void **memory, size_t bytes)
 
 	if (!instance || !instance->function[SYMBOL_ncclMemAlloc])
 		return answer_missing(thread_self(), SYMBOL_ncclMemAlloc);
-	result = REAL(instance, ncclMemAlloc, ncclResult_t(*)(void **, size_t))(memory, bytes);
+	result = REAL(instance, ncclMemAlloc, ncclResult_t (*)(void **, size_t))(memory, bytes);
 	if (result == ncclSuccess && memory && *memory)
 		atomic_fetch_add(&allocated, 1);
 	return result;
@@ -139,7 +139,7 @@ PROFILED(ncclResult_t, ncclMemFree, void *memory)
 
 	if (!instance || !instance->function[SYMBOL_ncclMemFree])
 		return answer_missing(thread_self(), SYMBOL_ncclMemFree);
-	result = REAL(instance, ncclMemFree, ncclResult_t(*)(void *))(memory);
+	result = REAL(instance, ncclMemFree, ncclResult_t (*)(void *))(memory);
 	if (result == ncclSuccess && memory)
 		atomic_fetch_sub(&allocated, 1);
 	return result;

@@ -111,7 +111,7 @@ static void put_refusals(struct text *text, struct nccl_comm *comm, ncclResult_t
 /* With the lock, so that the application's destroy does not take the real one away. */
 static void put_comm(struct text *text, struct nccl_comm *comm)
 {
-	static const char *const states[] = {"unused",	  "pending",  "live", "detaching",
+	static const char *const states[] = {"unused",   "pending",   "live", "detaching",
 					     "detached", "attaching", "lost", "ending"};
 	static const char *const kinds[] = {"init", "split", "shrink", "grow", "init-all"};
 	struct nccl_instance *instance = real_instance();
@@ -119,7 +119,7 @@ static void put_comm(struct text *text, struct nccl_comm *comm)
 	ncclResult_t asynchronous = ncclSuccess;
 
 	if (real) {
-		REAL(instance, ncclCommGetAsyncError, ncclResult_t(*)(ncclComm_t, ncclResult_t *))(real, &asynchronous);
+		REAL(instance, ncclCommGetAsyncError, ncclResult_t (*)(ncclComm_t, ncclResult_t *))(real, &asynchronous);
 		if (asynchronous == ncclSuccess)
 			comm_learn(comm, real, instance);
 	}
@@ -127,7 +127,8 @@ static void put_comm(struct text *text, struct nccl_comm *comm)
 	put(text, "{\"id\":\"%016lx\",\"kind\":\"%s\",\"nranks\":%d,\"rank\":%d,\"device\":%d,\"state\":\"%s\"",
 	    (unsigned long)comm->id, kinds[comm->kind], atomic_load(&comm->nranks), atomic_load(&comm->rank),
 	    atomic_load(&comm->device), states[atomic_load(&comm->state)]);
-	put(text, ",\"blocking\":%s,\"in_progress\":%s,\"finalized\":%s,\"collectives\":%lu", comm_blocks(comm) ? "true" : "false",
+	put(text, ",\"blocking\":%s,\"in_progress\":%s,\"finalized\":%s,\"collectives\":%lu",
+	    comm_blocks(comm) ? "true" : "false",
 	    asynchronous == ncclInProgress || (!real && atomic_load(&comm->state) == LIVE) ? "true" : "false",
 	    atomic_load(&comm->finalized) ? "true" : "false", (unsigned long)atomic_load(&comm->collectives));
 	put_peers(text, atomic_load(&comm->peers));

@@ -71,7 +71,7 @@ enum nccl_symbol_index {
 #define X(name, ...) SYMBOL_##name,
 	NCCL_LAUNCHED(X) NCCL_REFUSED(X) NCCL_ASKED(X) NCCL_WRITTEN(X)
 #undef X
-	SYMBOLS,
+		SYMBOLS,
 };
 
 #endif

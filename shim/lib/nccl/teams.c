@@ -50,7 +50,7 @@ PROFILED(ncclTeam_t, ncclTeamCftMultimem, ncclComm_t handle)
 
 PROFILED(ncclTeam_t, ncclTeamCft, ncclComm_t handle, int mode)
 {
-	ON_REAL(ncclTeamCft, ncclTeam_t(*)(ncclComm_t, int), (ncclTeam_t){0}, real, mode);
+	ON_REAL(ncclTeamCft, ncclTeam_t (*)(ncclComm_t, int), (ncclTeam_t){0}, real, mode);
 }
 
 PROFILED(int, ncclTeamRankToWorld, ncclComm_t handle, ncclTeam_t team, int rank)
@@ -66,6 +66,6 @@ PROFILED(int, ncclTeamRankToLsa, ncclComm_t handle, ncclTeam_t team, int rank)
 PROFILED(ncclResult_t, ncclGinBarrierCreateRequirement, ncclComm_t handle, ncclTeam_t team, int barriers, void *out,
 	 void *requirements)
 {
-	ON_REAL(ncclGinBarrierCreateRequirement, ncclResult_t(*)(ncclComm_t, ncclTeam_t, int, void *, void *),
+	ON_REAL(ncclGinBarrierCreateRequirement, ncclResult_t (*)(ncclComm_t, ncclTeam_t, int, void *, void *),
 		ncclInvalidUsage, real, team, barriers, out, requirements);
 }

@@ -24,7 +24,7 @@ struct nccl_thread {
 	_Atomic pid_t tid;
 
 	/* This thread's own. */
-	int depth;	/* of ncclGroupStart */
+	int depth; /* of ncclGroupStart */
 	ncclResult_t group_result; /* of a call inside the group that could not be kept */
 	struct nccl_call *calls; /* kept since the outermost ncclGroupStart */
 	size_t count, room;

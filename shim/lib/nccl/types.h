@@ -35,7 +35,7 @@ typedef struct {
 	int blocking, cga_cluster_size, min_ctas, max_ctas;
 	const char *net_name;
 	int split_share, traffic_class; /* traffic_class: since 2.26 */
-	const char *comm_name;		/* since 2.27 */
+	const char *comm_name;  /* since 2.27 */
 } ncclConfig_t;
 
 /* ncclCollConfig_t up to its string (2.32). */
