@@ -13,9 +13,12 @@ CURRENT, OLD = 22809, 21805
 
 @functools.cache
 def build(version: int = CURRENT, sanitizer: str = "") -> Path:
-    """The folder with libnccl.so.2, libfakestreams.so.1, libnote_calls.so and check_ranks, as new as their sources."""
+    """The folder with libnccl.so.2, libfakestreams.so.1, libnote_calls.so and, of the current version, check_ranks."""
     folder = SOURCES / "build" / "-".join(filter(None, (str(version), sanitizer)))
-    targets = [folder / name for name in ("libnccl.so.2", "libnote_calls.so", "check_ranks")]
+    names = ["libnccl.so.2", "libnote_calls.so"]
+    if version == CURRENT:  # the program uses functions that older versions lack
+        names.append("check_ranks")
+    targets = [folder / name for name in names]
     command: list[str | Path] = [
         "make",
         "-s",
