@@ -339,9 +339,7 @@ def _convert(value: Any, wanted: type[T]) -> T:
 
 
 def _encode_message(message: Any) -> Any:
-    """Messages of the wire are journalled in protobuf's own JSON form, an address of the configuration as text."""
-    if isinstance(message, str):  # msgspec encodes no subclass of str
-        return str(message)
+    """Messages of the wire are journalled in protobuf's own JSON form."""
     if not isinstance(message, Message):
         raise NotImplementedError(type(message))
     return MessageToDict(message, preserving_proto_field_name=True)
