@@ -3,7 +3,7 @@
 .PHONY: help setup demo test test-all test-fast lint coverage docs bench clean
 
 PYTHON := .venv/bin/python
-# More workers than processors: most tests wait for processes. Each has its own labs. Tests of one file stay together while others have work.
+# More workers than processors, because most tests wait for processes. Tests of one file stay together while others have work.
 WORKERS ?= $(shell expr 2 \* `nproc`)
 PARALLEL := -n $(WORKERS) --dist worksteal
 PYTEST := $(PYTHON) -m pytest --durations=20 --durations-min=1
