@@ -1,1 +1,1 @@
-"""The image of a rank on its way: frames, the sender on the source, the store and the lane on the target."""
+"""The image channel: frames, the sender on the source, the store on the target, over gRPC or bulk connections."""
