@@ -65,7 +65,7 @@ def test_unknown_ranks_jobs_and_nodes_are_reported(nodes: Cluster, job: Job) -> 
         told = refused(nodes, verb, *rank, "--to", "spare-2", code=NotFound.exit_code, says="did you mean spare-1?")
         assert "node-1, node-2, spare-1" in told
         refused(nodes, verb, *rank, "--to", SOURCE, code=Refused.exit_code, says=f"already on {SOURCE}")
-    refused(nodes, "move", *rank, "--to", "../etc", code=2, says="cannot be the name of a node")
+    refused(nodes, "move", *rank, "--to", "../etc", code=2, says="is not a valid node name")
     unharmed(nodes, job)
 
 

@@ -1,8 +1,8 @@
-"""The command line: finds the verb, and translates every end into an exit code, once, here.
+"""The command line: finds the verb and turns the way the program ends into an exit code.
 
-Invariant: `migrator run` becomes a rank's keeper, so nothing heavy is loaded for it (no gRPC, no rich, no
-cryptography): this file and run.py import the standard library alone. Every other verb is one short file, loaded with
-the parser of them all (arguments.py).
+Invariant: `migrator run` becomes a rank's keeper, so nothing heavy is loaded for it (no gRPC, no rich, no cryptography). This
+file and run.py import only the standard library. Every other verb is one short file, and all are loaded with their common
+parser (program.py).
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             from migrator.cli import run
 
             return run.main(arguments[:at] + arguments[at + 1 :], given=at)
-        if at is None or arguments[at] != "lab":  # a lab's daemons and ranks inherit our environment
-            os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC's own lines say what our errors say better
+        if at is None or arguments[at] != "lab":  # the daemons and ranks of a lab inherit our environment
+            os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # our own errors say more than gRPC's log lines
         from migrator.cli import program
 
         return program.main(arguments)
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        # Whoever read our output is gone (`migrator ps | head -1`): nobody is left to complain to.
+        # The reader of our output has exited (`migrator ps | head -1`), so there is nobody to report to.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 1
 

@@ -1,7 +1,7 @@
-"""What the verbs share: options for all of them, checked values, the cluster that is meant, exit codes in every help.
+"""What the verbs share: global options, types of arguments, the choice of the cluster, the list of exit codes.
 
-Invariant: a value that reaches a verb is well-formed. What is not ends as Usage (exit code 2) with the reason, and
-no name from the command line touches a path or the network before it was checked.
+Invariant: a value that reaches a verb is well-formed. Anything else ends as Usage (exit code 2) with the reason. No name from
+the command line is used in a path or on the network before it was checked.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ Act = Callable[[argparse.Namespace], int]
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises Usage where argparse would end the program itself."""
+    """Raises Usage where argparse would exit."""
 
     def error(self, message: str) -> NoReturn:
         raise Usage(message, remedy=f"see `{self.prog} --help`")
 
 
 class Verbs:
-    """Where each verb's file adds its own parser."""
+    """Each verb's file adds its own parser here."""
 
     def __init__(self, parser: argparse.ArgumentParser) -> None:
         self._verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True, parser_class=Parser)
@@ -54,7 +54,7 @@ class Verbs:
             name,
             help=summary,
             description=textwrap.fill(f"{summary[0].upper()}{summary[1:]}. {more}", 100),
-            epilog="\n\n".join(filter(None, (f"examples:\n{examples}" if examples else "", exit_codes()))),
+            epilog=f"examples:\n{examples}" if examples else None,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
@@ -64,16 +64,23 @@ class Verbs:
 
 
 def add_global_options(parser: argparse.ArgumentParser) -> None:
-    """Before or after the verb: SUPPRESS keeps the one from hiding the other."""
-    parser.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print one JSON object")
+    """They can stand before or after the verb: SUPPRESS keeps a default from overwriting a given value."""
     parser.add_argument(
-        "--cluster", metavar="PATH", default=argparse.SUPPRESS, help="cluster.toml (default: $MIGRATOR_CLUSTER, then …)"
+        "--json", action="store_true", default=argparse.SUPPRESS, help="print one JSON object instead of text"
     )
-    parser.add_argument("--lab", metavar="NAME", default=argparse.SUPPRESS, help="the lab that is meant")
+    parser.add_argument(
+        "--cluster",
+        metavar="PATH",
+        default=argparse.SUPPRESS,
+        help="cluster file to use (default: $MIGRATOR_CLUSTER, the user's, the system's, the running lab's)",
+    )
+    parser.add_argument(
+        "--lab", metavar="NAME", default=argparse.SUPPRESS, help="lab to use (default: the one that is running)"
+    )
 
 
 def exit_codes() -> str:
-    """The table of exit codes, printed from the error classes."""
+    """The table of exit codes, generated from the error classes."""
     rows = {error.exit_code: error for error in sorted(BY_CODE.values(), key=lambda error: error.exit_code)}
     return "\n".join(["exit codes:", "    0  done", *(_exit_code(error) for error in rows.values())])
 
@@ -83,29 +90,42 @@ def _exit_code(error: type[SnapshotError]) -> str:
     return f"  {error.exit_code:>3}  {error.code:<12} {meaning}"
 
 
-#: Classes whose name says it all to a reader of the code have no docstring.
+#: The text for a class without a docstring, or with one that is written for readers of the code.
 _MEANING = {
-    "internal": "something that should not happen did: a defect",
-    "usage": "the command line makes no sense",
-    "bad-config": "a configuration file makes no sense",
+    "internal": "unexpected failure: a defect",
+    "usage": "invalid command line",
+    "bad-config": "invalid configuration file",
+    "refused": "refused by a preflight check; nothing was paused",
+    "undone": "failed before COMMIT and undone; the rank continues on the source",
     "unreachable": "a daemon does not answer",
-    "not-found": "no such rank, node, move, file",
-    "ambiguous": "more than one thing is meant",
-    "full": "the target has no room",
-    "timeout": "it took longer than allowed",
+    "unknown": "the outcome could not be determined; the daemons settle the move, at most one copy runs",
+    "not-found": "no such rank, node, move or file",
+    "ambiguous": "several ranks match; name the job",
+    "busy": "the rank is already being moved",
+    "denied": "the certificate does not allow this call",
+    "full": "not enough memory on the target",
+    "damaged": "data or a message arrived damaged",
+    "criu-failed": "CRIU failed; its log is quoted",
+    "rank-gone": "the rank ended during the move",
+    "timeout": "time limit exceeded",
+    "wrong-state": "the move is in a state that does not allow this",
+    "gpu-failed": "the CUDA driver failed; its error is quoted",
+    "nccl-failed": "NCCL failed; the process and the communicator are named",
 }
 
 
 def rank(text: str) -> int:
     if text.isascii() and text.isdigit() and len(text) < 10 and int(text) <= MAX_RANK:
         return int(text)
-    raise argparse.ArgumentTypeError(f"{text[:40]!r} cannot be a rank: it is a number from 0 on")
+    raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a rank: use a number from 0 on")
 
 
 def job(text: str) -> str:
     if _JOB.fullmatch(text):
         return text
-    raise argparse.ArgumentTypeError(f"{text[:80]!r} cannot be the name of a job")
+    raise argparse.ArgumentTypeError(
+        f"{text[:80]!r} is not a valid job name: use letters, digits, '_', '.', '-'; at most 60"
+    )
 
 
 def gpu(text: str) -> str:
@@ -120,14 +140,14 @@ def gpu(text: str) -> str:
 def node(text: str) -> str:
     if _NODE.fullmatch(text):
         return text
-    raise argparse.ArgumentTypeError(f"{text[:80]!r} cannot be the name of a node")
+    raise argparse.ArgumentTypeError(f"{text[:80]!r} is not a valid node name")
 
 
 def move(text: str) -> str:
     if _MOVE.fullmatch(text):
         return text
     raise argparse.ArgumentTypeError(
-        f"{text[:40]!r} is not a move id; they look like m-0123456789ab, see `migrator history`"
+        f"{text[:40]!r} is not a move id (m- and 12 hexadecimal digits); `migrator history` lists moves"
     )
 
 
@@ -152,13 +172,13 @@ def wants_json(options: argparse.Namespace) -> bool:
 
 
 def the_cluster(options: argparse.Namespace) -> Cluster:
-    """The cluster that is meant, ready to be asked. Comes before any thread or channel: it may change the namespace."""
+    """The selected cluster, ready for requests. Call it before any thread or channel exists: it may switch namespaces."""
     from migrator.cluster import Cluster
 
     path = getattr(options, "cluster", None)
     lab = getattr(options, "lab", None)
     if path and lab:
-        raise Usage("--cluster and --lab both say which cluster is meant", remedy="give one of them")
+        raise Usage("--cluster and --lab both select a cluster", remedy="give only one of them")
     if lab:
         from migrator.lab import Lab
 

@@ -1,4 +1,4 @@
-"""`migrator check`: could this rank move there? Preflight alone, nothing is paused."""
+"""`migrator check`: runs the preflight checks of a move. Nothing is paused."""
 
 from __future__ import annotations
 
@@ -18,23 +18,27 @@ def add(verbs: arguments.Verbs) -> None:
     parser = verbs.add(
         "check",
         act,
-        "say whether a rank could move to a node",
-        more="Nothing is paused. ✓ passes, ! is worth knowing, ✗ refuses the move.",
+        "check whether a rank can move to a node",
+        more="Nothing is paused. Each check passes (✓), warns (!) or refuses the move (✗).",
         examples="  migrator check --rank 1 --to spare-1\n  migrator check --rank 0 --job night --to node-2 --json",
     )
     add_ask(parser)
 
 
 def add_ask(parser: argparse.ArgumentParser) -> None:
-    """Which rank, and where to: for `check` and `move`."""
-    parser.add_argument("--rank", type=arguments.rank, required=True, metavar="R", help="the rank's number in its job")
-    parser.add_argument("--to", type=arguments.node, required=True, metavar="NODE", help="the node it shall move to")
-    parser.add_argument("--job", type=arguments.job, metavar="NAME", help="its job, where several have such a rank")
+    """The rank and the target: for `check` and `move`."""
+    parser.add_argument(
+        "--rank", type=arguments.rank, required=True, metavar="R", help="rank to move, by its number in the job"
+    )
+    parser.add_argument("--to", type=arguments.node, required=True, metavar="NODE", help="node to move it to")
+    parser.add_argument(
+        "--job", type=arguments.job, metavar="NAME", help="job of the rank, if several jobs have such a rank"
+    )
     parser.add_argument(
         "--gpu",
         type=arguments.gpu,
         metavar="UUID|INDEX",
-        help="the GPU of that node to move to (default: a free one of the same chip with enough memory)",
+        help="GPU of that node to use (default: a free one of the same model with enough memory)",
     )
 
 
@@ -54,17 +58,13 @@ def act(options: argparse.Namespace) -> int:
 def _show(report: CheckReport) -> None:
     rank = report.rank
     print(f"rank {rank.rank} of job {formatting.plain(rank.job)}: {report.source} → {report.target}")
-    width = max((len(check.name) for check in report.checks), default=0)
+    rows: list[list[str | tuple[str, str]]] = []
     for check in report.checks:
-        sign, colour = _SIGNS[check.verdict]
-        first, *rest = formatting.plain_lines(check.reason) or [""]
-        print(f"  {output.styled(sign, colour)} {formatting.plain(check.name):<{width}}  {first}".rstrip())
-        for line in rest:
-            print(f"    {'':<{width}}  {line}")
-        if check.remedy and check.verdict != pb.Check.PASS:
-            print(f"    {'':<{width}}  remedy: {formatting.plain(check.remedy)}")
+        remedy = f"\nremedy: {check.remedy}" if check.remedy and check.verdict != pb.Check.PASS else ""
+        rows.append([("", ""), _SIGNS[check.verdict], f"{check.name} ", check.reason + remedy])
+    output.grid(rows)
     refusals = sum(check.verdict == pb.Check.REFUSE for check in report.checks)
     if refusals:
-        print(output.styled(f"it cannot move: {refusals} of {len(report.checks)} checks refuse", "red"))
+        print(output.styled(f"the rank cannot move: {refusals} of {len(report.checks)} checks refuse", "red"))
     else:
-        print(output.styled(f"it can move: {len(report.checks)} checks, none refuses", "green"))
+        print(output.styled(f"the rank can move: none of {len(report.checks)} checks refuses", "green"))

@@ -1,4 +1,4 @@
-"""`migrator history`: the moves that ended, newest first."""
+"""`migrator history`: lists moves that have ended, newest first."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ def add(verbs: arguments.Verbs) -> None:
     parser = verbs.add(
         "history",
         act,
-        "list the moves that ended, newest first",
+        "list moves that have ended, newest first",
         examples="  migrator history\n  migrator history --limit 5 --json",
     )
-    parser.add_argument("--limit", type=arguments.count, default=20, metavar="N", help="at most so many (default: 20)")
+    parser.add_argument(
+        "--limit", type=arguments.count, default=20, metavar="N", help="maximum number of moves to show (default: 20)"
+    )
 
 
 def act(options: argparse.Namespace) -> int:
@@ -35,7 +37,7 @@ def act(options: argparse.Namespace) -> int:
     elif shown:
         output.table(HEADS, [_row(move) for move in shown], right=("RANK", "PAUSE", "BYTES"))
         if len(ended) > len(shown):
-            print(output.styled(f"{len(ended) - len(shown)} older ones: --limit", "dim"))
+            print(output.styled(f"{len(ended) - len(shown)} older moves not shown (--limit)", "dim"))
     else:
         print("no move has ended yet")
     return 0

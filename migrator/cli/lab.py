@@ -19,8 +19,8 @@ def add(verbs: arguments.Verbs) -> None:
     parser = verbs.add(
         "lab",
         None,
-        "a cluster of namespaced nodes on this machine",
-        more="Needs root. `migrator` finds a lab that is up without being told.",
+        "run a cluster of namespaced nodes on this machine",
+        more="Requires root. The other commands use a running lab by default.",
         examples=(
             "  migrator lab up\n"
             "  migrator lab run -- python train.py\n"
@@ -29,23 +29,27 @@ def add(verbs: arguments.Verbs) -> None:
         ),
     )
     inner = arguments.Verbs(parser)
-    up = inner.add("up", _up, "build the lab and start its daemons")
-    up.add_argument("--nodes", default=DEFAULT_NODES, metavar="A,B,…", help=f"their names (default: {DEFAULT_NODES})")
-    inner.add("down", _down, "remove everything of the lab")
+    up = inner.add("up", _up, "create the lab and start its daemons")
+    up.add_argument(
+        "--nodes", default=DEFAULT_NODES, metavar="A,B,…", help=f"names of the nodes (default: {DEFAULT_NODES})"
+    )
+    inner.add("down", _down, "stop the lab and remove its files")
     ranks = inner.add(
         "run",
         _run,
-        "run a command as one rank per node not named spare…",
+        "run a command as one rank on every node whose name does not begin with spare",
         more="RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set; every line of output is prefixed with its rank.",
         examples="  migrator lab run --job demo -- python train.py",
         takes_command=True,
     )
-    ranks.add_argument("--job", type=arguments.job, metavar="NAME", help="the job's name (default: the command's)")
+    ranks.add_argument(
+        "--job", type=arguments.job, metavar="NAME", help="name of the job (default: that of the command)"
+    )
     inside = inner.add(
         "exec",
         _exec,
         "run a command inside a node, like ssh",
-        more='"operator" is the place the nodes are reached from. Exits as the command does.',
+        more='The node "operator" is the namespace from which the nodes are reached. Exits with the status of the command.',
         examples="  migrator lab exec node-1 -- ip addr",
         takes_command=True,
     )
@@ -53,7 +57,7 @@ def add(verbs: arguments.Verbs) -> None:
 
 
 def _lab(options: argparse.Namespace, *, new: bool = False) -> Lab:
-    """The lab that is meant: as named, else the only one there is."""
+    """The lab to use: the named one, or else the only one."""
     from migrator.lab import Lab
 
     name = getattr(options, "lab", None)

@@ -1,7 +1,7 @@
-"""`migrator move`: moves one rank, shows how it goes, and says in the end where the rank is.
+"""`migrator move`: moves one rank, shows the progress, and reports where the rank is in the end.
 
-The first Ctrl-C (or SIGTERM) goes to the driver, which undoes before COMMIT and finishes after it. The second one
-leaves: the daemons settle the move without a driver.
+The first Ctrl-C (or SIGTERM) goes to the driver, which undoes the move before COMMIT and finishes it after COMMIT. The second
+one exits at once, and the daemons settle the move without a driver.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def add(verbs: arguments.Verbs) -> None:
         act,
         "move a rank to another node",
         more=(
-            "It is checked first, and refused before anything is paused if it cannot work. A move that fails before "
-            "COMMIT is undone: the job goes on where it was. Ctrl-C undoes before COMMIT, and after it lets the move "
-            "finish."
+            "The move is checked first, and refused before anything is paused if it cannot work. A move that fails "
+            "before COMMIT is undone: the job continues on the source. Ctrl-C undoes the move before COMMIT; after COMMIT "
+            "the move is finished."
         ),
         examples=(
             "  migrator move --rank 1 --to spare-1\n"
@@ -41,21 +41,24 @@ def add(verbs: arguments.Verbs) -> None:
     )
     add_ask(parser)
     parser.add_argument(
-        "--timeout", type=arguments.positive_seconds, metavar="S", help="undo if it is not at COMMIT after S seconds"
+        "--timeout",
+        type=arguments.positive_seconds,
+        metavar="S",
+        help="undo the move if it has not reached COMMIT after S seconds",
     )
     parser.add_argument(
         "--lease",
         type=arguments.positive_seconds,
         metavar="S",
         default=MoveOptions.lease_s,
-        help="before COMMIT the source undoes the move if this command is silent for S seconds (default: %(default)s)",
+        help="let the source undo the move, before COMMIT, if this command is silent for S seconds (default: %(default)s)",
     )
     parser.add_argument(
         "--quiesce-timeout",
         type=arguments.positive_seconds,
         metavar="S",
         default=MoveOptions.quiesce_timeout_s,
-        help="undo if the ranks of an NCCL job are not at a common point after S seconds (default: %(default)s)",
+        help="undo the move if the ranks of an NCCL job reach no common point within S seconds (default: %(default)s)",
     )
 
 
@@ -96,14 +99,14 @@ async def _move(cluster: Cluster, asked: MoveOptions, *, as_json: bool) -> MoveR
         return await task
     except asyncio.CancelledError:
         raise Undone(
-            "interrupted before anything was asked of a daemon", remedy="try again", where=Where.UNTOUCHED
+            "interrupted before any daemon was asked to change anything", remedy="try again", where=Where.UNTOUCHED
         ) from None
     finally:
         progress.close()
 
 
 class _Interrupts:
-    """The first one asks the driver to stop, the second one leaves."""
+    """The first one asks the driver to stop, the second one exits."""
 
     def __init__(self, task: asyncio.Task[MoveResult], progress: Progress, *, as_json: bool) -> None:
         self.task, self.progress, self.as_json = task, progress, as_json
@@ -114,19 +117,19 @@ class _Interrupts:
         if self.count > 1:
             self._leave()
         self.progress.say(
-            "interrupted: undoing the move, or finishing it if it is past COMMIT; "
-            "again: leave at once, the daemons settle it alone"
+            "interrupted: undoing the move, or finishing it if it is committed; "
+            "press Ctrl-C again to exit now and leave it to the daemons"
         )
         self.task.cancel()
 
     def _leave(self) -> NoReturn:
         self.progress.close()
         error = OutcomeUnknown(
-            "left in the middle of a move: the daemons finish it alone, or undo it when this driver's lease is over",
+            "exited during a move: the daemons finish it, or undo it when the lease of this command expires",
             where=Where.UNKNOWN,
         )
         output.failure(error, as_json=self.as_json)
-        # Not an exception: asyncio.run would wait for the driver's task, which is what the person does not want.
+        # Not an exception: asyncio.run would wait for the driver's task.
         os._exit(OutcomeUnknown.exit_code)
 
 
@@ -160,7 +163,7 @@ def _show_moved(result: MoveResult) -> None:
 
 
 def _table(result: MoveResult) -> list[str]:
-    """Where the time went, a line for each part; a part may overlap with the next."""
+    """Where the time went, one line per part; parts can overlap."""
     width = max((len(part.name) for part in result.parts), default=0)
     return [
         f"    {part.name:<{width}}  {part.seconds:>7.2f} s"
@@ -170,6 +173,6 @@ def _table(result: MoveResult) -> list[str]:
 
 
 def _onto(result: MoveResult) -> str:
-    """The GPUs that changed, where they did."""
+    """The GPUs that changed, if any did."""
     changed = [f"{old} → {new}" for old, new in result.gpu_pairs if old != new]
     return f"; {', '.join(changed)}" if changed else ""

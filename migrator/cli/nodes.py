@@ -1,4 +1,4 @@
-"""`migrator nodes`: which nodes there are and how they are."""
+"""`migrator nodes`: lists the nodes and their state."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def add(verbs: arguments.Verbs) -> None:
     verbs.add(
         "nodes",
         act,
-        "list the nodes and how they are",
-        more="IMAGES is what images of running moves take up, of the room there is for them. GPUS, where a node has some, are"
-        " the chips and their free memory; reserved ones wait for a rank that is being moved there.",
+        "list the nodes and their state",
+        more="IMAGES is the memory that images of current moves use, and the size of the image store. GPUS are the models and"
+        " their free memory; a reserved GPU waits for a rank that is being moved to it.",
         examples="  migrator nodes\n  migrator nodes --json",
     )
 
@@ -119,12 +119,12 @@ def _row(node: str, cluster: Cluster, info: pb.NodeInfo | None, error: SnapshotE
         f"{formatting.size(info.image_held_bytes)} of {formatting.size(info.image_capacity_bytes)}",
         str(info.ranks),
         str(info.moves_running),
-        gpu_words(info),
+        gpu_text(info),
     )
 
 
-def gpu_words(info: pb.NodeInfo) -> str:
-    """ "2 × NVIDIA H200, 281.9 GB free, 1 reserved"; what is wrong, where they cannot be told."""
+def gpu_text(info: pb.NodeInfo) -> str:
+    """ "2 × NVIDIA H200, 281.9 GB free, 1 reserved", or why the GPUs cannot be listed."""
     if not info.gpus:
         return f"unknown: {info.gpu_problem}" if info.gpu_problem else "-"
     chips = Counter(gpu.name + (" (MIG)" if gpu.mig else "") for gpu in info.gpus)

@@ -1,21 +1,24 @@
-"""How results reach people and programs: tables, one JSON object, errors in three lines.
+"""Output for people and programs: tables, one JSON object, errors of three lines.
 
-Invariant: with --json stdout holds exactly one JSON object, on one line. Text that came from a daemon or a job is made
-harmless before a terminal sees it.
+Invariant: with --json, stdout has exactly one JSON object, on one line. Control characters in text that came from a daemon or
+a job are replaced before it is printed.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from migrator import formatting
 from migrator.fan_out import none_answered
 from snapshotd.api.errors import SnapshotError, Where
+
+if TYPE_CHECKING:
+    from rich.table import Table
+    from rich.text import Text
 
 _COLOURS = {"red": "31", "green": "32", "yellow": "33", "bold": "1", "dim": "2"}
 
@@ -25,7 +28,7 @@ def json_object(value: Mapping[str, Any]) -> None:
 
 
 def styled(text: str, style: str, stream: TextIO | None = None) -> str:
-    """With colour on a terminal that wants it."""
+    """Coloured, if the stream is a terminal and colours are not disabled (NO_COLOR, TERM=dumb)."""
     to = sys.stdout if stream is None else stream
     if not to.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
         return text
@@ -33,25 +36,45 @@ def styled(text: str, style: str, stream: TextIO | None = None) -> str:
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()) -> None:
-    """Aligned columns; on a terminal the last one is cut at its edge."""
-    cells = [[formatting.plain(cell) for cell in row] for row in rows]
-    widths = [max(len(line[index]) for line in [list(heads), *cells]) for index in range(len(heads))]
-    edge = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    """Aligned columns. On a terminal that is too narrow, long cells end with an ellipsis."""
+    from rich.table import Table  # here: loading it takes longer than most verbs
 
-    def line(row: Sequence[str]) -> str:
-        parts = [
-            cell.rjust(width) if head in right else cell.ljust(width)
-            for head, cell, width in zip(heads, row, widths, strict=True)
-        ]
-        return "  ".join(parts).rstrip()[:edge]
+    made = Table(box=None, pad_edge=False, padding=(0, 1), header_style="bold")
+    for head in heads:
+        made.add_column(head, justify="right" if head in right else "left")
+    for row in rows:
+        made.add_row(*(_cell(cell) for cell in row))
+    _print(made)
 
-    print(styled(line(heads), "bold"))
-    for row in cells:
-        print(line(row))
+
+def grid(rows: Sequence[Sequence[str | tuple[str, str]]]) -> None:
+    """Aligned cells without heads; a cell can be (text, style) and have several lines."""
+    from rich.table import Table
+
+    made = Table.grid(padding=(0, 1))
+    for row in rows:
+        made.add_row(*(_cell(cell) if isinstance(cell, str) else _cell(*cell) for cell in row))
+    _print(made)
+
+
+def _cell(text: str, style: str = "") -> Text:
+    from rich.text import Text
+
+    return Text("\n".join(formatting.plain_lines(text)), style, no_wrap=True, overflow="ellipsis")
+
+
+def _print(made: Table) -> None:
+    from rich.console import Console
+
+    terminal = sys.stdout.isatty()
+    console = Console(file=sys.stdout, highlight=False, width=None if terminal else 100_000)
+    with console.capture() as captured:
+        console.print(made)
+    print("\n".join(line.rstrip() for line in captured.get().splitlines()))
 
 
 def where_words(where: Where, source: str = "", target: str = "") -> str:
-    """ "running on source (node-2)": with the node's name where it is known."""
+    """ "running on source (node-2)": with the node's name if it is known."""
     name = {
         Where.SOURCE_RUNNING: source,
         Where.SOURCE_FROZEN: source,
@@ -62,17 +85,17 @@ def where_words(where: Where, source: str = "", target: str = "") -> str:
 
 
 def trouble(message: str, remedy: str, where: str) -> None:
-    """What went wrong, on stderr: what happened, what to do, where the rank is."""
+    """An error on stderr: what happened, where the rank is, what to do."""
     first, *rest = formatting.plain_lines(message) or [""]
     print(f"{styled('migrator:', 'red', sys.stderr)} {first}", file=sys.stderr)
     for line in rest:
         print(line, file=sys.stderr)
-    print(f"  remedy: {formatting.plain(remedy)}", file=sys.stderr)
-    print(f"  the rank is: {where}", file=sys.stderr, flush=True)
+    print(f"  the rank is: {where}", file=sys.stderr)
+    print(f"  remedy: {formatting.plain(remedy)}", file=sys.stderr, flush=True)
 
 
 def failure(error: SnapshotError, *, as_json: bool) -> None:
-    """An error of the taxonomy, as people or programs read it."""
+    """Reports an error, as text or as JSON."""
     if as_json:
         json_object(error_object(error))
     else:
@@ -84,7 +107,7 @@ def error_object(error: SnapshotError) -> dict[str, str]:
 
 
 def warn_silent(silent: Mapping[str, SnapshotError], total: int, *, as_json: bool) -> None:
-    """Says which nodes did not answer; raises when none of `total` did."""
+    """Warns of nodes that did not answer. Raises if none of the `total` nodes did."""
     if silent and len(silent) == total:
         raise none_answered(dict(silent))
     if not as_json:

@@ -1,4 +1,4 @@
-"""`migrator pki`: a small certificate authority for a cluster that has none."""
+"""`migrator pki`: a small certificate authority for clusters without one."""
 
 from __future__ import annotations
 
@@ -19,24 +19,26 @@ def add(verbs: arguments.Verbs) -> None:
     parser = verbs.add(
         "pki",
         None,
-        "make certificates for nodes and operators",
-        more="The CA's key stays in its folder; a node or an operator gets ca.crt and its own two files.",
+        "create certificates for nodes and operators",
+        more="The key of the CA stays in its folder. A node or an operator needs ca.crt and its own two files.",
         examples=("  migrator pki init\n  migrator pki node node-1 --address 10.0.0.1\n  migrator pki operator alice"),
     )
     inner = arguments.Verbs(parser)
-    _add_folder(inner.add("init", _init, "make a certificate authority"))
-    node = inner.add("node", _node, "make the identity of a node's daemon")
+    _add_folder(inner.add("init", _init, "create a certificate authority"))
+    node = inner.add("node", _node, "create the identity of a node's daemon")
     node.add_argument("name", metavar="NAME")
-    node.add_argument("--address", action="append", default=[], metavar="IP", help="an address of it; may be repeated")
+    node.add_argument(
+        "--address", action="append", default=[], metavar="IP", help="address of the node; can be repeated"
+    )
     _add_folder(node)
-    operator = inner.add("operator", _operator, "make the identity of a person or program that asks for moves")
+    operator = inner.add("operator", _operator, "create the identity of a person or program that may move ranks")
     operator.add_argument("name", metavar="NAME")
     _add_folder(operator)
 
 
 def _add_folder(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--dir", type=Path, metavar="DIR", help=f"the CA's folder (default: $MIGRATOR_PKI, else {DEFAULT_FOLDER})"
+        "--dir", type=Path, metavar="DIR", help=f"folder of the CA (default: $MIGRATOR_PKI, then {DEFAULT_FOLDER})"
     )
 
 
@@ -51,7 +53,7 @@ def _init(options: argparse.Namespace) -> int:
     if arguments.wants_json(options):
         output.json_object({"ca": str(ca)})
     else:
-        print(f"made a CA: {ca}; keep ca.key beside it where nobody else can read it")
+        print(f"created a CA: {ca}; keep the ca.key beside it secret")
     return 0
 
 

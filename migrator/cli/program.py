@@ -1,4 +1,4 @@
-"""All verbs but `run`: parses, does it, and turns what went wrong into words, or JSON, and an exit code."""
+"""All verbs except `run`: parses the command line, runs the verb, and turns failures into text or JSON and an exit code."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from snapshotd.api.errors import Internal, SnapshotError, Usage
 EXAMPLES = """\
 examples:
   migrator run -- python train.py             start a rank that can be moved
-  migrator ps                                 which ranks run where
-  migrator move --rank 1 --to spare-1         move one, while it trains
-  migrator lab up && migrator lab run -- python train.py    try it on this machine alone
+  migrator ps                                 list the ranks of all nodes
+  migrator move --rank 1 --to spare-1         move a rank while it trains
+  migrator lab up && migrator lab run -- python train.py    try it on a single machine
 """
 
 
 def parser() -> argparse.ArgumentParser:
     made = Parser(
         prog="migrator",
-        description="Moves a rank of a running training job to another node, mid-step.",
-        epilog=f"{EXAMPLES}\n{exit_codes()}\n`migrator run` exits as its command does, or 125, 126, 127.",
+        description="Move a rank of a running training job to another node, in the middle of a step.",
+        epilog=f"{EXAMPLES}\n{exit_codes()}\n`migrator run` exits with its command's status, or with 125, 126 or 127.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     add_global_options(made)
     verbs = Verbs(made)
-    verbs.add("run", None, run.SUMMARY)  # for the list alone: it is never parsed here
+    verbs.add("run", None, run.SUMMARY)  # only for the list: `run` has its own parser
     for verb in (ps, nodes, check, move, status, history, recover, lab, pki):
         verb.add(verbs)
     return made
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Does what is asked; whatever went wrong is told here, once. Returns the exit code."""
+    """Runs one verb. Every failure is reported here, once. Returns the exit code."""
     _prepare_streams()
     debug = os.environ.get("MIGRATOR_DEBUG") == "1"
     logging.basicConfig(level=logging.DEBUG if debug else logging.ERROR, format="%(name)s: %(message)s")
@@ -47,19 +47,19 @@ def main(arguments: Sequence[str]) -> int:
     try:
         options = parser().parse_args(own)
         if command is not None and not options.takes_command:
-            raise Usage("this verb takes no command after --")
+            raise Usage("this verb does not take a command after --", remedy="remove -- and what follows it")
         options.command = command or []
         code: int = options.act(options)
         sys.stdout.flush()
         return code
     except SnapshotError as error:
         failure = error
-    except Exception as error:  # the one place that turns a defect into words
+    except Exception as error:  # the one place that reports defects
         if isinstance(error, BrokenPipeError):
             raise
         failure = Internal(
             f"{type(error).__name__}: {error}",
-            remedy="this is a defect: MIGRATOR_DEBUG=1 shows where; `migrator status` shows the moves",
+            remedy="this is a defect: run again with MIGRATOR_DEBUG=1 for a traceback; `migrator status` shows the moves",
         )
         failure.__cause__ = error
     if debug:
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _split(arguments: Sequence[str]) -> tuple[list[str], list[str] | None]:
-    """Our own words, and the command behind `--`, of which nothing is ever taken for ours."""
+    """Our own arguments, and the command after `--`, which is never parsed as ours."""
     words = list(arguments)
     if "--" not in words:
         return words, None
@@ -78,7 +78,7 @@ def _split(arguments: Sequence[str]) -> tuple[list[str], list[str] | None]:
 
 
 def _prepare_streams() -> None:
-    """A terminal that cannot show an arrow gets a question mark, not a traceback."""
+    """On a terminal that cannot show an arrow, print a question mark instead of failing."""
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:

@@ -1,4 +1,4 @@
-"""`migrator ps`: which ranks run where."""
+"""`migrator ps`: lists the ranks of all nodes."""
 
 from __future__ import annotations
 
@@ -23,12 +23,14 @@ def add(verbs: arguments.Verbs) -> None:
         "ps",
         act,
         "list the ranks on all nodes",
-        more="A node that does not answer is a warning; only if none does is it an error. GPU, where a rank uses one, is the"
-        " beginning of its UUID (`migrator nodes --json` has all of it) and the device memory in use.",
+        more="A node that does not answer causes a warning; if no node answers, the command fails. GPU is the beginning of"
+        " the UUID (`migrator nodes --json` has the whole) and the device memory in use.",
         examples="  migrator ps\n  migrator ps --job night --json",
     )
-    parser.add_argument("--job", type=arguments.job, metavar="NAME", help="only this job's ranks")
-    parser.add_argument("--all", action="store_true", help="also the keepers at home of ranks that run elsewhere")
+    parser.add_argument("--job", type=arguments.job, metavar="NAME", help="show only ranks of this job")
+    parser.add_argument(
+        "--all", action="store_true", help="also show the home keepers of ranks that run on another node"
+    )
 
 
 def act(options: argparse.Namespace) -> int:
@@ -44,17 +46,17 @@ def act(options: argparse.Namespace) -> int:
         if any(entry.rank.gpus for entry in shown):
             at = HEADS.index("MEMORY") + 1
             heads = (*HEADS[:at], GPU_HEAD, *HEADS[at:])
-            rows = [(*row[:at], gpu_words(entry.rank), *row[at:]) for row, entry in zip(rows, shown, strict=True)]
+            rows = [(*row[:at], gpu_text(entry.rank), *row[at:]) for row, entry in zip(rows, shown, strict=True)]
         output.table(heads, rows, right=("RANK", "PID", "MEMORY", "UP", "MOVES"))
     else:
-        print("no ranks; `migrator run -- CMD` starts one")
+        print("no ranks are running; `migrator run -- CMD` starts one")
     return 0
 
 
 def visible(found: list[Found], *, everything: bool) -> list[Found]:
-    """One row for each rank: its process, or its keeper at home if no node that answers has the process.
+    """One row per rank: its process, or its home keeper if no node that answers has the process.
 
-    During a move the target's copy has a row of its own only with `everything`: it does not run yet.
+    During a move, the target's copy is shown only with `everything`, because it does not run yet.
     """
     rows: dict[str, Found] = {}
     for entry in sorted(found, key=lambda entry: (entry.rank.place, entry.rank.moves)):
@@ -109,8 +111,8 @@ def _row(entry: Found) -> tuple[str, ...]:
     )
 
 
-def gpu_words(rank: pb.Rank) -> str:
-    """ "GPU-1a2b3c4d 1.3 GB"; several GPUs with commas, and the memory on all of them."""
+def gpu_text(rank: pb.Rank) -> str:
+    """ "GPU-1a2b3c4d 1.3 GB"; several GPUs are separated by commas, followed by the memory on all of them."""
     if not rank.gpus:
         return "-"
     return f"{','.join(short(uuid) for uuid in rank.gpus)} {formatting.size(rank.device_bytes)}"

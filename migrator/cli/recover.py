@@ -1,4 +1,4 @@
-"""`migrator recover`: finishes or undoes what a crash left, or passes on a person's word that a node is dead."""
+"""`migrator recover`: finishes or undoes moves that a crash left unfinished, also by declaring a node dead."""
 
 from __future__ import annotations
 
@@ -19,37 +19,46 @@ def add(verbs: arguments.Verbs) -> None:
     parser = verbs.add(
         "recover",
         act,
-        "finish or undo what a crash left",
+        "finish or undo moves that a crash left unfinished",
         more=(
-            "The daemons settle moves alone; this makes them do it now. A committed move is finished: the source's "
-            "token is carried to a target that the source cannot reach. An undecided one is undone: at once if it is "
-            "named (or with --abort), else when the lease of its driver is over, because that driver may be alive "
-            "and well."
+            "The daemons settle moves by themselves; this command makes them do it now. A committed move is finished: "
+            "the source's token is passed to a target that the source cannot reach. An undecided move is undone: at once "
+            "if it is named (or with --abort), otherwise when its lease expires, because its driver may still be running."
         ),
         examples=(
             "  migrator recover\n"
             "  migrator recover m-0123456789ab\n"
-            "  migrator recover m-0123456789ab --source-is-dead     the node left is gone for good"
+            "  migrator recover m-0123456789ab --source-is-dead     the source node is permanently down"
         ),
     )
-    parser.add_argument("move", nargs="?", type=arguments.move, metavar="MOVE", help="one move (default: all)")
-    parser.add_argument("--abort", action="store_true", help="undo undecided moves at once, whoever drives them")
+    parser.add_argument(
+        "move", nargs="?", type=arguments.move, metavar="MOVE", help="move to recover (default: all unfinished moves)"
+    )
+    parser.add_argument(
+        "--abort", action="store_true", help="undo undecided moves at once, even if their driver is running"
+    )
     dead = parser.add_mutually_exclusive_group()
     dead.add_argument(
-        "--source-is-dead", action="store_true", help="my word: it never runs again, so the target may go on"
+        "--source-is-dead",
+        action="store_true",
+        help="assert that the source node is permanently down, so that the target may run the rank",
     )
     dead.add_argument(
-        "--target-is-dead", action="store_true", help="my word: it never runs again, so the source goes on"
+        "--target-is-dead",
+        action="store_true",
+        help="assert that the target node is permanently down, so that the source may run the rank",
     )
-    parser.add_argument("--yes", action="store_true", help="do not ask whether I am sure")
+    parser.add_argument("--yes", action="store_true", help="skip the confirmation")
 
 
 def act(options: argparse.Namespace) -> int:
     declares = options.source_is_dead or options.target_is_dead
     if declares and options.move is None:
-        raise Usage("a node is declared dead for one move", remedy="name the move; `migrator status` lists them")
+        raise Usage(
+            "--source-is-dead and --target-is-dead need a move", remedy="name the move; `migrator status` lists them"
+        )
     if declares and options.abort:
-        raise Usage("--abort asks the source, and says nothing about a dead node", remedy="leave it out")
+        raise Usage("--abort cannot be combined with --source-is-dead or --target-is-dead", remedy="leave it out")
     if declares and not options.yes:
         _be_sure(options)
     cluster = arguments.the_cluster(options)
@@ -78,22 +87,22 @@ async def _recover(cluster: Cluster, options: argparse.Namespace) -> recover.Rep
 
 
 def _be_sure(options: argparse.Namespace) -> None:
-    """A word that is wrong can make two copies run: it is asked for twice."""
+    """Asks for confirmation, because a false declaration can make two copies run."""
     who = "source" if options.source_is_dead else "target"
     if not sys.stdin.isatty():
         raise Usage(
-            f"nobody is here to confirm that the {who} is dead",
-            remedy="if it is certain that it never runs again (fenced, powered off), add --yes",
+            f"there is no terminal to confirm that the {who} is dead",
+            remedy="if the node is certainly down for good (fenced, powered off), add --yes",
         )
     print(
-        f"If the {who} of {options.move} is alive after all, two copies of the rank will run.\n"
-        "Say yes only if it is powered off, fenced or destroyed: ",
+        f"If the {who} of {options.move} is still alive, two copies of the rank will run.\n"
+        "Type yes only if it is powered off, fenced or destroyed: ",
         end="",
         file=sys.stderr,
         flush=True,
     )
     if sys.stdin.readline().strip().lower() != "yes":
-        raise Usage("not confirmed, nothing was done", remedy="answer yes")
+        raise Usage("not confirmed; nothing was done", remedy="answer yes")
 
 
 def _who() -> str:
@@ -110,7 +119,7 @@ def _note(text: str) -> None:
 
 def _show(report: recover.Report) -> None:
     if not report.recovered:
-        print("nothing to recover: every move has ended")
+        print("nothing to recover: all moves have ended")
     for one in report.recovered:
         move = one.move
         state = one.verdict.value if one.verdict is not Verdict.UNKNOWN else "still open"

@@ -1,7 +1,7 @@
-"""`migrator run`: starts a command as a protected rank. This process becomes its keeper.
+"""`migrator run`: starts a command as a rank that can be moved. This process becomes its keeper.
 
-Invariant: the standard library alone, and little of it: this runs in front of every rank of every job. Errors of our
-own exit 125, so that they are not taken for the command's; 126 and 127 mean what they mean in a shell.
+Invariant: only the standard library is imported, and little of it, because this runs in front of every rank of every job.
+Our own errors exit with 125, so that they differ from the command's. 126 and 127 mean the same as in a shell.
 """
 
 from __future__ import annotations
@@ -29,25 +29,26 @@ EXAMPLES = f"""\
 examples:
   migrator run -- python train.py
   migrator run --job night --rank 3 -- python train.py --lr 0.1
-  srun migrator run -- python train.py                  job and rank come from Slurm
-  migrator run -- torchrun --nnodes 4 … train.py        every worker is a rank; python -m torch.distributed.run too
+  srun migrator run -- python train.py                  takes job and rank from Slurm
+  migrator run -- torchrun --nnodes 4 … train.py        every worker is a rank; also python -m torch.distributed.run
   migrator run -- accelerate launch … train.py
-  migrator run --launcher -- ./start.sh                 what it starts with torchrun are the ranks, not itself
+  migrator run --launcher -- ./start.sh                 the ranks are what it starts with torchrun
 
-The job's name defaults to $MIGRATOR_JOB, Slurm's or torchrun's, else to the command's; the rank to $RANK, $SLURM_PROCID,
-$OMPI_COMM_WORLD_RANK or $PMI_RANK, else 0. The daemon is found at $SNAPSHOTD_KEEPER_SOCKET, else at
+The job is named after $MIGRATOR_JOB, the Slurm job, the torchrun run id, or else the command. The rank is $RANK,
+$SLURM_PROCID, $OMPI_COMM_WORLD_RANK, $PMI_RANK, or else 0. The daemon's socket is $SNAPSHOTD_KEEPER_SOCKET, or else
 /run/snapshotd/keeper.sock.
 
-Unless they are set, the command gets NCCL_RAS_ENABLE=0 NCCL_NVLS_ENABLE=0 NCCL_CUMEM_HOST_ENABLE=0, without which NCCL keeps
-things open that cannot move, and {launchers.DEVICE_MEMORY_VARIABLE}={launchers.DEVICE_MEMORY_DEFAULT}; not with --no-shim.
+Unless they are already set, the command gets NCCL_RAS_ENABLE=0 NCCL_NVLS_ENABLE=0 NCCL_CUMEM_HOST_ENABLE=0, because NCCL
+otherwise opens resources that cannot be moved, and
+{launchers.DEVICE_MEMORY_VARIABLE}={launchers.DEVICE_MEMORY_DEFAULT}; not with --no-shim.
 
-exit codes: the command's own, wherever it ran (it dies of the same signal, too);
-  125  it could not be started as a rank      126  it cannot be executed      127  it was not found
+exit codes: that of the command, on whichever node it ended (a signal that kills it kills this process, too);
+  125  could not be started as a rank      126  cannot be executed      127  not found
 """
 
 
 class _Wrong(Exception):
-    """What was asked for cannot be done."""
+    """Invalid arguments."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -65,32 +66,40 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    made.add_argument("--job", metavar="NAME", help="the name of the job the rank belongs to")
-    made.add_argument("--rank", metavar="N", help="the number of the rank in its job")
-    made.add_argument("--launcher", action="store_true", help="CMD is no rank: what it starts with $PYTHON_EXEC is")
+    made.add_argument("--job", metavar="NAME", help="job of the rank")
+    made.add_argument("--rank", metavar="N", help="number of the rank in its job")
+    made.add_argument(
+        "--launcher",
+        action="store_true",
+        help="treat CMD as a launcher: the ranks are what it starts with $PYTHON_EXEC",
+    )
     made.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)  # from shim/keeper/worker-python
     made.add_argument(
         "--device-memory",
         choices=launchers.DEVICE_MEMORY_CHOICES,
-        help="who moves what it has on the GPU: the driver's checkpoint, or the shim, at the speed of the bus "
+        help="how device memory is moved: by the CUDA driver's checkpoint, or by the shim, which is faster "
         f"(default: ${launchers.DEVICE_MEMORY_VARIABLE}, else {launchers.DEVICE_MEMORY_DEFAULT})",
     )
-    made.add_argument("--no-shim", action="store_true", help="preload no library of ours (libsnapshim*.so)")
-    made.add_argument("--json", action="store_true", help="print our own errors as JSON; the command is not affected")
-    made.add_argument("--cluster", "--lab", help=argparse.SUPPRESS)  # for every verb; a rank needs its own node alone
-    made.add_argument("command", nargs=argparse.REMAINDER, metavar="CMD …", help="the command and its arguments")
+    made.add_argument("--no-shim", action="store_true", help="do not preload libsnapshim*.so")
+    made.add_argument(
+        "--json", action="store_true", help="print errors of this program as JSON; the command's output is unchanged"
+    )
+    made.add_argument(
+        "--cluster", "--lab", help=argparse.SUPPRESS
+    )  # accepted by every verb; a rank needs only its own node
+    made.add_argument("command", nargs=argparse.REMAINDER, metavar="CMD …", help="command to run, and its arguments")
     return made
 
 
 def main(arguments: Sequence[str], given: int = 0) -> int:
-    """`arguments` without the verb; the first `given` of them stood before it. Returns the rank's exit code."""
+    """`arguments` is without the verb; the first `given` stood before it. Returns the rank's exit code."""
     own, command = _split(arguments, given)
     try:
         options = parser().parse_args(own)
         command = [*options.command, *command]
         _check_installation()
         if not command:
-            raise _Wrong("no command was given; write it after --: migrator run -- CMD …")
+            raise _Wrong("no command given; write it after --: migrator run -- CMD …")
         environment = dict(os.environ)
         if options.worker:
             command = [launchers.worker_python(environment, os.getppid()), *command]
@@ -125,9 +134,9 @@ def _check_installation() -> None:
 
 
 def _launch(command: Sequence[str], options: argparse.Namespace) -> int:
-    """Becomes the launcher, whose workers come back to us one by one."""
+    """Becomes the launcher. Each of its workers calls `migrator run --worker`."""
     if options.rank is not None:
-        raise _Wrong("the ranks are numbered by the launcher: --rank is for a command that is a rank itself")
+        raise _Wrong("--rank cannot be used with a launcher, which numbers its ranks itself")
     job = job_name(options.job, command, os.environ) if options.job is not None else None
     environment = launchers.launcher_environment(
         os.environ, sys.executable, job, not options.no_shim, options.device_memory
@@ -142,27 +151,27 @@ def _launch(command: Sequence[str], options: argparse.Namespace) -> int:
 
 
 def _split(arguments: Sequence[str], given: int) -> tuple[list[str], list[str]]:
-    """Our own options, and the command behind `--`, of which nothing is ever taken for ours."""
+    """Our own options, and the command after `--`, which is never parsed as ours."""
     words = list(arguments)
     for index in range(given, len(words)):
         if words[index] == "--":
             return words[:index], words[index + 1 :]
         if not words[index].startswith("-") and words[index - 1] not in _WITH_VALUE:
-            return words[:index], words[index:]  # `migrator run CMD …`: a later `--` is the command's own
+            return words[:index], words[index:]  # `migrator run CMD …`: a later `--` belongs to the command
     return words, []
 
 
 def job_name(asked: str | None, command: Sequence[str], environment: Mapping[str, str]) -> str:
-    """The job's name: as asked, or as the launcher calls it, or as the command does."""
+    """The job's name: the requested one, the launcher's, or the command's."""
     asked = environment.get(launchers.JOB) or None if asked is None else asked
     if asked is not None:
         if not _JOB.fullmatch(asked):
-            raise _Wrong(f"{asked!r} cannot be the name of a job: use letters, digits, '_', '.', '-', at most 60")
+            raise _Wrong(f"{asked!r} is not a valid job name: use letters, digits, '_', '.', '-'; at most 60")
         return asked
     elastic = environment.get("TORCHELASTIC_RUN_ID", "")
     if environment.get("SLURM_JOB_ID"):
         found = f"{environment.get('SLURM_JOB_NAME') or 'slurm'}-{environment['SLURM_JOB_ID']}"
-    elif elastic and elastic != "none":  # what torchrun calls every job that was given no id
+    elif elastic and elastic != "none":  # "none": torchrun's id for a job without one
         found = elastic
     else:
         found = os.path.basename(command[0].rstrip("/"))
@@ -171,10 +180,10 @@ def job_name(asked: str | None, command: Sequence[str], environment: Mapping[str
 
 
 def rank_number(asked: str | None, environment: Mapping[str, str]) -> int:
-    """The rank: as asked, or as the launcher numbers it. A variable that holds no number is somebody else's."""
+    """The rank: the requested one, or the launcher's. A variable that is not a number is ignored."""
     if asked is not None:
         if not _is_rank(asked):
-            raise _Wrong(f"{asked!r} cannot be a rank: it is a number from 0 on")
+            raise _Wrong(f"{asked!r} is not a rank: use a number from 0 on")
         return int(asked)
     return next((int(environment[name]) for name in RANK_VARIABLES if _is_rank(environment.get(name, ""))), 0)
 

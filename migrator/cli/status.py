@@ -1,6 +1,6 @@
-"""`migrator status`: moves that have not ended, what they wait for, where the rank is; or one move in detail.
+"""`migrator status`: lists moves that have not ended, what they wait for and where the rank is; or shows one move in detail.
 
-Whoever waits at a closed NCCL gate is shown as well, also where the move itself has ended or its nodes do not answer.
+Ranks that wait at a closed NCCL gate are listed as well, even if the move itself has ended or its nodes do not answer.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ def add(verbs: arguments.Verbs) -> None:
     parser = verbs.add(
         "status",
         act,
-        "show moves that have not ended and the ranks that wait for them, or one move",
-        more="Source and target are asked alike; STEP is the last thing each of them has done.\n"
-        "A rank whose NCCL gate is closed launches nothing until the move has ended.",
+        "show moves in progress and the ranks that wait for them, or one move in detail",
+        more="STEP is the last step that source and target have done. A rank whose NCCL gate is closed launches no NCCL"
+        " operation until the move has ended.",
         examples="  migrator status\n  migrator status m-0123456789ab",
     )
-    parser.add_argument("move", nargs="?", type=arguments.move, metavar="MOVE", help="one move, ended or not")
+    parser.add_argument("move", nargs="?", type=arguments.move, metavar="MOVE", help="move to show, ended or not")
 
 
 def act(options: argparse.Namespace) -> int:
@@ -56,7 +56,7 @@ def act(options: argparse.Namespace) -> int:
     if unfinished:
         output.table(HEADS, [_row(move) for move in unfinished], right=("RANK", "SINCE"))
     else:
-        print("no unfinished moves; `migrator history` shows those that ended")
+        print("no moves in progress; `migrator history` lists those that have ended")
     if gates:
         print()
         _gates(gates)

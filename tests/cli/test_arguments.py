@@ -30,11 +30,11 @@ VERBS = (
 
 
 @pytest.mark.parametrize("verb", VERBS, ids=" ".join)
-def test_every_verb_has_help_with_its_exit_codes(migrator: Migrator, verb: tuple[str, ...]) -> None:
+def test_every_verb_has_help_without_the_exit_codes(migrator: Migrator, verb: tuple[str, ...]) -> None:
     ran = migrator(*verb, "--help")
     assert ran.code == 0
     assert f"usage: migrator {' '.join(verb)}" in ran.out
-    assert "exit codes:" in ran.out
+    assert ("exit codes:" in ran.out) == (verb == ("run",)), "listed once, by `migrator --help`"
     assert "--json" in ran.out
 
 
@@ -93,8 +93,8 @@ def test_bad_input_is_a_usage_error_in_words(cluster: FakeCluster, migrator: Mig
     assert ran.out == ""
     first, *rest = ran.err.splitlines()
     assert first.startswith("migrator: ")
-    assert rest[-2].startswith("  remedy: ")
-    assert rest[-1] == "  the rank is: not touched"
+    assert rest[-1].startswith("  remedy: ")
+    assert rest[-2] == "  the rank is: not touched"
     assert "\x1b" not in ran.err
     assert "Traceback" not in ran.err
 
@@ -149,7 +149,9 @@ def test_an_unexpected_exception_is_one_line_and_a_traceback_only_for_those_who_
     monkeypatch.setattr("migrator.cli.ps.visible", lambda *_, **__: broken(None))
     ran = migrator("ps")
     assert ran.code == 1
-    assert ran.err.startswith("migrator: ZeroDivisionError: oops\n  remedy: this is a defect")
+    assert ran.err.startswith(
+        "migrator: ZeroDivisionError: oops\n  the rank is: not touched\n  remedy: this is a defect"
+    )
     assert "Traceback" not in ran.err
     monkeypatch.setenv("MIGRATOR_DEBUG", "1")
     assert "Traceback" in migrator("ps").err

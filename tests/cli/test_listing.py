@@ -246,7 +246,7 @@ def test_history_is_newest_first_and_limited(cluster: FakeCluster, migrator: Mig
     moves = migrator("history", "--limit", "2", "--json").json["moves"]
     assert [move["move"] for move in moves] == ["m-000000000004", "m-000000000003"]
     assert {move["outcome"] for move in moves} == {"undone"}
-    assert "3 older ones" in migrator("history", "--limit", "2").out
+    assert "3 older moves" in migrator("history", "--limit", "2").out
 
 
 def test_one_move_in_detail(cluster: FakeCluster, migrator: Migrator) -> None:
@@ -270,7 +270,7 @@ def test_status_shows_who_waits_at_a_closed_gate(cluster: FakeCluster, migrator:
     cluster["node-2"].gates = [a_gate(3, 1, waiting_for="the source has not decided yet")]
     cluster["node-1"].gates = [a_gate(0)]
     ran = migrator("status")
-    assert ran.out.startswith("no unfinished moves")
+    assert ran.out.startswith("no moves in progress")
     heads, *rows = ran.out.splitlines()[2:]
     assert " ".join(heads.split()) == " ".join(status.GATE_HEADS)
     assert [row.split()[:4] for row in rows] == [
@@ -336,7 +336,7 @@ def test_check_that_passes(cluster: FakeCluster, migrator: Migrator) -> None:
     cluster["spare-1"].checks = _checks()[:2]
     ran = migrator("check", "--rank", "0", "--to", "spare-1")
     assert ran.code == 0
-    assert "it can move" in ran.out
+    assert "the rank can move" in ran.out
 
 
 @pytest.mark.parametrize("verb", ["check", "move"])

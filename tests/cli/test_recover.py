@@ -35,7 +35,7 @@ def changes(cluster: FakeCluster) -> dict[str, list[str]]:
 def test_nothing_to_recover(cluster: FakeCluster, migrator: Migrator) -> None:
     cluster["node-1"].moves = [a_record("source", ended_unix_s=5.0, outcome=pb.ABORT)]
     ran = migrator("recover")
-    assert (ran.code, ran.out) == (0, "nothing to recover: every move has ended\n")
+    assert (ran.code, ran.out) == (0, "nothing to recover: all moves have ended\n")
     assert changes(cluster) == {}
 
 
