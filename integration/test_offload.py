@@ -20,7 +20,7 @@ import pytest
 from integration.gpu_nodes import GpuCluster
 from integration.harness import Job, until
 from integration.offloads import LARGE, LARGE_MIB, MIB, SOURCE, TARGET, UNDONE, children, part, start, stopped_senders
-from snapshotd.moves.device import gpu
+from snapshotd.moves.device import standstill
 from snapshotd.runtime.faults import Point
 
 
@@ -171,7 +171,7 @@ def test_thread_that_stays_in_the_driver_does_not_prevent_the_move(lab: GpuClust
     job = start(lab, *LARGE, "--churn", "--threads", "3", pace_s=0.0)
     job.await_lines(5)
     with lab.cluster.moving(job, TARGET, SOURCE, Point.BEFORE_FREEZE) as asked:
-        lab.nodes[SOURCE].fault("create", f"slow:{(gpu.LOCK_S + 2) * 1000:.0f}")
+        lab.nodes[SOURCE].fault("create", f"slow:{(standstill.LOCK_S + 2) * 1000:.0f}")
         until("a thread to be in the driver", lambda: not lab.nodes[SOURCE].faults())
     assert asked.code == 0, f"{asked.answer} {asked.errors}"
     logged = logged_of(lab, SOURCE, asked.answer["move"])

@@ -107,6 +107,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
             description=f"a multiple of {PAGE_BYTES} (the page size) from {64 << 10} to {8 << 20}",
         ),
     ] = 2 << 20
+    # Finished moves leave the journal after this many days, or when there are more than so many newer ones.
+    history_days: Annotated[int, Meta(ge=1, le=3650, description="a whole number from 1 to 3650")] = 30
+    history_moves: Annotated[int, Meta(ge=1, le=1000000, description="a whole number from 1 to 1000000")] = 1000
     gpu_library_dir: Annotated[str, _text("an absolute path", _directory_or_empty)] = (
         ""  # empty: where the loader looks
     )

@@ -25,7 +25,7 @@ from integration.harness import until
 from snapshotd.cuda.driver import Gpus
 from snapshotd.inprocess import devmem, shimctl
 from snapshotd.inprocess.devmem import Caught, DeviceMemory, TooSmall
-from snapshotd.moves.device import gpu, stripe_files
+from snapshotd.moves.device import parts, standstill, stripe_files
 from snapshotd.proc.tree import Process
 
 BUSY = ("--amp", "fp16", "--graph", "--streams", "--threads", "--loader", "fork")
@@ -46,7 +46,7 @@ class Rounds:
         self.process, self.gpus, self.folder = process, gpus, folder
         self.names = stripe_files.names_of(process.pid, devmem.STRIPES)
         self.caught: list[str] = []
-        self.parts = gpu.Parts()
+        self.parts = parts.Parts()
 
     async def out_and_back(self, *, checkpoint: bool) -> int:
         """The bytes."""
@@ -72,7 +72,7 @@ class Rounds:
             self.memory.ready(fds, devmem.SLOT_BYTES)
 
     async def _out(self) -> bool:
-        await gpu.still(self.gpus, [self.process], [self.process], self.parts)
+        await standstill.still(self.gpus, [self.process], [self.process], self.parts)
         await self.gpus.unlock(self.process, LOCK_S)
         try:
             await asyncio.to_thread(self._park)

@@ -17,14 +17,13 @@ from snapshotd.keepers.link import KeeperLink
 from snapshotd.keepers.listener import KeeperEvents, Welcome
 from snapshotd.keepers.ranks import RankEntry, cgroup_for_home, new_uid
 from snapshotd.keepers.relay import Relays
-from snapshotd.moves.device import gpu
 from snapshotd.moves.journal import MoveLog
-from snapshotd.moves.nccl import held_copy
 from snapshotd.moves.node import Node
 from snapshotd.moves.peers.forwarding import Forwarding
 from snapshotd.moves.rules import Mark, Outcome
-from snapshotd.moves.source.steps import SourceOps
-from snapshotd.moves.target.steps import TargetOps, wake
+from snapshotd.moves.source.steps import SourceSteps
+from snapshotd.moves.target.steps import TargetSteps
+from snapshotd.moves.target.waking import asleep, wake
 from snapshotd.proc import host
 from snapshotd.proc.tree import Process
 from snapshotd.runtime.blocking import in_thread
@@ -41,7 +40,7 @@ class Adoption:
     """Keeps the registry consistent with the keepers."""
 
     def __init__(
-        self, node: Node, source: SourceOps, target: TargetOps, relays: Relays, forwarding: Forwarding
+        self, node: Node, source: SourceSteps, target: TargetSteps, relays: Relays, forwarding: Forwarding
     ) -> None:
         self.node, self.source, self.target, self.relays = node, source, target, relays
         self.forwarding = forwarding
@@ -193,13 +192,13 @@ class Adoption:
         await in_thread(entry.group.kill, KILL_S)
         self.node.ranks.remove(entry)
         if entry.moving in self.source.moves:
-            self.source.moves[entry.moving].kick.set()
+            self.source.moves[entry.moving].wake()
 
     async def died(self, link: KeeperLink, move: str, status: int) -> None:
         """The local process ended during a move. The keeper waits until the rules have decided the outcome."""
         log.warning("rank %s ended during move %s with wait status %d", link.uid, move, status)
         if (moving := self.source.moves.get(move)) is not None:
-            moving.kick.set()
+            moving.wake()
 
     # ------------------------------------------------------------------ at start
 
@@ -246,16 +245,10 @@ class Adoption:
 
     async def _wake(self, entry: RankEntry, move_log: MoveLog) -> None:
         try:
-            if await in_thread(_asleep, entry, move_log):
+            if await in_thread(asleep, move_log, entry.group):
                 await wake(move_log)
         except (SnapshotError, OSError) as error:
             log.error("rank %s may run here but could not be woken yet: %s", entry.uid, error)
             if entry.keeper_alive():
                 entry.moving = move_log.move  # no other move may begin until it is woken
-                self.target.follow(move_log)
-
-
-def _asleep(entry: RankEntry, move_log: MoveLog) -> bool:
-    known = move_log.record
-    parked = gpu.parked_ones(known.cuda, held_copy.processes(known.nccl_processes))
-    return entry.group.frozen() or gpu.parked(parked) or bool(known.nccl_processes and not known.gates_opened)
+                self.target.keep_waking(move_log)

@@ -1,8 +1,7 @@
 """Node-local files that travel with a rank: what it has open or mapped below the carry paths (/tmp, /dev/shm, …).
 
-Invariant: a file of somebody else is never overwritten. A path is taken only if it is free, holds the same bytes already,
-or holds a file that this product itself left there when a rank came by (same inode, unchanged since). A move that is
-undone takes its files away again.
+Invariant: a foreign file is never overwritten. A path is used only if it is free, has the same content already, or has a file
+that a rank left there when it moved away (same inode, unchanged since). A move that is undone removes its files again.
 """
 
 from __future__ import annotations
@@ -26,25 +25,25 @@ class Carry:
     """The files carried to and from this node."""
 
     def __init__(self, state_dir: Path, carry_paths: Sequence[str]) -> None:
-        self.ledger = state_dir / "carried.json"  # path -> what it looked like when we left it
+        self.ledger = state_dir / "carried.json"  # path -> its identity when the rank left
         self.roots = [os.path.realpath(path) for path in carry_paths]
 
     def may_replace(self, path: str) -> bool:
-        """Whether the file at `path` is one that a rank left here, untouched since."""
+        """Whether the file at `path` is one that a rank left here, unchanged since."""
         known = self._read().get(path)
         return known is not None and known == _looks(path)
 
     def remember(self, paths: Iterable[str]) -> None:
-        """A rank has left these behind; they may be replaced when it, or another copy of them, comes back."""
+        """Records files that a rank left behind; they may be replaced when they come back."""
         ledger = {path: looks for path, looks in self._read().items() if _looks(path) == looks}
         ledger |= {path: looks for path in paths if (looks := _looks(path)) is not None}
         self.ledger.with_suffix(".new").write_text(json.dumps(ledger))
         os.rename(self.ledger.with_suffix(".new"), self.ledger)
 
     def place(self, folder: Path, facts: Sequence[pb.FileFact], placed: list[str]) -> None:
-        """Puts carried files where the rank expects them; what was new is added to `placed`. Blocking.
+        """Puts carried files where the rank expects them; adds those that are new to `placed`. Blocking.
 
-        Directories come before what is in them. Raises Refused when a path is taken.
+        Directories come before their content. Raises Refused when a path is taken.
         """
         for index, fact in enumerate(facts):
             path, mode = fact.path, fact.mode
@@ -68,8 +67,8 @@ class Carry:
             if os.path.isfile(path) and not os.path.islink(path) and filecmp.cmp(image, path, shallow=False):
                 return
             raise Refused(
-                f"{path} exists on this node and is another file than the rank's",
-                remedy="remove it there, or let the job use another name",
+                f"carried-files: {path} exists on this node with other content than the rank's file",
+                remedy="remove it, or let the job use another name",
                 where=Where.SOURCE_FROZEN,
             )
         side = f"{path}.{os.getpid()}.carried"
@@ -88,7 +87,7 @@ class Carry:
                 log.warning("%s stays: %s", path, error)
 
     def _check(self, path: str) -> None:
-        """A path from the wire, before it is touched: absolute, plain, below a carry path, through no link."""
+        """Checks a path from the wire before it is used: absolute, plain, below a carry path, through no link."""
         parent = os.path.realpath(os.path.dirname(path))
         below = any(parent == root or parent.startswith(f"{root}/") for root in self.roots)
         plain = path.startswith("/") and os.path.normpath(path) == path

@@ -9,7 +9,7 @@ The journal is read once, when it is opened, and answers from memory after that.
 memory changes, so an answer never says more than the disk.
 
 Layout: STATE_DIR/moves/MOVE/{begin.json, marks, outcome.json, word.json}. `marks` has one JSON object per line. word.json
-overrules outcome.json, see `overrule`.
+overrules outcome.json, see `overrule`. A folder removed-MOVE is what a crash left of a move that was being removed.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import logging
 import os
 import re
 import secrets
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -31,10 +32,12 @@ from snapshotd.api.errors import Busy, Damaged, NotFound, Usage
 from snapshotd.moves import record as records
 from snapshotd.moves.record import Begin, Fields, MoveRecord, OutcomeRecord
 from snapshotd.moves.rules import Mark, Outcome
+from snapshotd.proc import host
 
 log = logging.getLogger(__name__)
 
 MOVE_ID = re.compile(r"m-[0-9a-f]{12}")
+_REMOVED = "removed-"
 T = TypeVar("T")
 
 
@@ -92,6 +95,10 @@ class MoveLog:
         ended = self.record.mark in {Mark.SETTLED, Mark.DISCARDED, Mark.ACTIVATED}
         return self.record.marked_unix_s if ended else 0.0
 
+    def copy_exists(self) -> bool:
+        """Whether the rank's root process, or its restored copy, is still on this node."""
+        return self.begin.boot_id == host.boot_id() and self.record.root.alive()
+
     def mark(self, mark: Mark, **fields: Unpack[Fields]) -> None:
         """Appends a mark, durably. `fields` are what a restarted daemon needs to continue from here. Blocking."""
         now = time.time()
@@ -141,7 +148,7 @@ class Journal:
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._open: dict[str, MoveLog] = {}
         for entry in sorted(self.folder.iterdir()):
-            if (entry / "begin.json").exists():
+            if MOVE_ID.fullmatch(entry.name) and (entry / "begin.json").exists():
                 move_log = MoveLog.read(entry)
                 self._open[move_log.move] = move_log
 
@@ -159,6 +166,19 @@ class Journal:
         _sync_folder(self.folder)
         self._open[begin.move] = MoveLog(folder, begin)
         return self._open[begin.move]
+
+    def remove(self, move: str) -> None:
+        """Forgets a move. The rename is atomic: after a crash the move is still there, complete, or gone. Blocking."""
+        move_log = self.get(move)
+        os.rename(move_log.folder, self.folder / f"{_REMOVED}{move}")
+        _sync_folder(self.folder)
+        del self._open[move]
+        self.sweep_removed()
+
+    def sweep_removed(self) -> None:
+        """Deletes the files of removed moves, also those that a crash left. Blocking."""
+        for folder in self.folder.glob(f"{_REMOVED}*"):
+            shutil.rmtree(folder)
 
     def find(self, move: str) -> MoveLog | None:
         return self._open.get(check_move_id(move))

@@ -326,7 +326,7 @@ def decode_record(merged: dict[str, Any]) -> MoveRecord:
 
 def encode(value: Any) -> bytes:
     """As JSON. Not by msgspec's own encoder: it refuses file names that are not UTF-8 (surrogate escapes)."""
-    return json.dumps(msgspec.to_builtins(value, enc_hook=_encode_message)).encode()
+    return json.dumps(msgspec.to_builtins(value, enc_hook=_encode_other)).encode()
 
 
 def decode(content: bytes, wanted: type[T]) -> T:
@@ -338,16 +338,18 @@ def _convert(value: Any, wanted: type[T]) -> T:
     return msgspec.convert(value, wanted, str_keys=True, dec_hook=_decode_message)
 
 
-def _encode_message(message: Any) -> Any:
-    """Messages of the wire are journalled in protobuf's own JSON form."""
-    if not isinstance(message, Message):
-        raise NotImplementedError(type(message))
-    return MessageToDict(message, preserving_proto_field_name=True)
+def _encode_other(value: Any) -> Any:
+    """Messages of the wire are journalled in protobuf's own JSON form, and kinds of text (configuration) as text."""
+    if isinstance(value, Message):
+        return MessageToDict(value, preserving_proto_field_name=True)
+    if isinstance(value, str):
+        return str(value)
+    raise TypeError(f"{type(value)} cannot be journalled")
 
 
 def _decode_message(wanted: type, value: Any) -> Any:
     if not issubclass(wanted, Message):
-        raise NotImplementedError(wanted)
+        raise TypeError(f"{wanted} cannot be journalled")
     try:
         return ParseDict(value, wanted(), ignore_unknown_fields=True)
     except ParseError as error:

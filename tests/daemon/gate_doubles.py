@@ -18,10 +18,10 @@ from snapshotd.api.errors import NcclFailed, NotFound, Unreachable
 from snapshotd.inprocess import ncclctl
 from snapshotd.moves import rules
 from snapshotd.moves.journal import Journal
+from snapshotd.moves.moving import Moving
 from snapshotd.moves.nccl.communicators import Communicators
-from snapshotd.moves.nccl.gates import GateOps
+from snapshotd.moves.nccl.gates import GateSteps
 from snapshotd.moves.nccl.members import Members
-from snapshotd.moves.node import Moving
 from snapshotd.moves.record import Begin
 from snapshotd.moves.rules import Mark
 from snapshotd.proc.tree import Process
@@ -140,7 +140,7 @@ class Here:
     def start(self) -> None:
         """This life of the daemon."""
         node: Any = self
-        self.gates = GateOps(node)
+        self.gates = GateSteps(node)
         self.members = Members(self.gates, lambda move: None)
         self.communicators = Communicators(node, self.members)
 

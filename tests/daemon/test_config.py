@@ -82,6 +82,8 @@ def test_defaults(tmp_path: Path, certificates: Certificates) -> None:
         carry_paths=("/tmp", "/var/tmp", "/dev/shm"),
         streams=4,
         chunk_bytes=2097152,
+        history_days=30,
+        history_moves=1000,
         gpu_library_dir="",
         device_channel="encrypted",
     )
@@ -107,6 +109,8 @@ def test_every_key_can_be_set(tmp_path: Path, certificates: Certificates) -> Non
                 'carry_paths = ["/scratch/"]',
                 "streams = 8",
                 "chunk_bytes = 1048576",
+                "history_days = 7",
+                "history_moves = 50",
                 f'gpu_library_dir = "{tmp_path}/"',
             ]
         ),
@@ -117,6 +121,7 @@ def test_every_key_can_be_set(tmp_path: Path, certificates: Certificates) -> Non
     assert (config.log_format, config.log_level, config.metrics_listen) == ("json", "debug", "")
     assert config.carry_paths == ("/scratch",)
     assert (config.streams, config.chunk_bytes) == (8, 1048576)
+    assert (config.history_days, config.history_moves) == (7, 50)
     assert config.gpu_library_dir == str(tmp_path)
 
 
@@ -140,6 +145,8 @@ def test_all_problems_are_reported_at_once(tmp_path: Path, certificates: Certifi
             'carry_paths = ["/tmp", "scratch", 7]',
             "streams = 0",
             "chunk_bytes = 5000000",
+            'history_days = "long"',
+            "history_moves = 0",
             "gpu_library_dir = 1",
             'device_channel = "open"',
             "colour = true",
@@ -153,6 +160,7 @@ def test_all_problems_are_reported_at_once(tmp_path: Path, certificates: Certifi
     got = {line.split(":")[0]: line for line in problems(tmp_path, text)}
     expected = {"node", "listen", "listn", "advertise", "state_dir", "criu", "log_format", "log_level"}
     expected |= {"metrics_listen", "carry_paths", "streams", "chunk_bytes", "gpu_library_dir", "colour"}
+    expected |= {"history_days", "history_moves"}
     expected |= {"device_channel"}
     expected |= {"tls.cert", "tls.key", "tls.kee"} | ({"image_dir"} if disk_checked else set())
     assert set(got) == expected

@@ -14,7 +14,8 @@ from snapshotd.api.errors import GpuFailed, Timeout
 from snapshotd.cuda.driver import State
 from snapshotd.cuda.inventory import Inventory
 from snapshotd.inprocess import shimctl
-from snapshotd.moves.device import gpu
+from snapshotd.moves.device import memory, standstill
+from snapshotd.moves.device.parts import Parts
 from snapshotd.proc import tree
 from snapshotd.proc.tree import Process
 
@@ -90,7 +91,7 @@ def parked(two: list[Process], out: set[Process], monkeypatch: pytest.MonkeyPatc
 
 
 async def bring_back(driver: Driver, needs_mib: int = 600) -> None:
-    await gpu.bring_back(driver, list(driver.states), {"GPU-a": needs_mib * MIB}, needs_mib * MIB)  # type: ignore[arg-type]
+    await memory.bring_back(driver, list(driver.states), {"GPU-a": needs_mib * MIB}, needs_mib * MIB)  # type: ignore[arg-type]
 
 
 async def test_all_of_it_comes_back(two: list[Process], parked: set[Process]) -> None:
@@ -136,7 +137,7 @@ async def test_nobody_is_let_go_whose_memory_is_out(
 ) -> None:
     out.add(two[1])
     with pytest.raises(GpuFailed, match=f"process {two[1].pid} is not back"):
-        await gpu.let_go(two)
+        await standstill.let_go(two)
     assert parked == {two[1]}
 
 
@@ -163,7 +164,7 @@ async def test_what_is_in_stripes_is_back_before_a_thread_goes_on(
         asked.append((set(driver.states.values()), set(parked)))
         out.clear()
 
-    await gpu.bring_back(driver, two, {"GPU-a": 600 * MIB}, 600 * MIB, (), refill)  # type: ignore[arg-type]
+    await memory.bring_back(driver, two, {"GPU-a": 600 * MIB}, 600 * MIB, (), refill)  # type: ignore[arg-type]
     # Once more behind: a call that a parked thread held up has come back, and what it was made with can be given up.
     assert asked == [({State.RUNNING}, set(two)), ({State.RUNNING}, set())]
     assert parked == set()
@@ -184,7 +185,7 @@ async def noted(driver: Driver, expected_mib: int) -> tuple[list[dict[str, int]]
         assert states == {State.LOCKED if len(notes) == 1 else State.CHECKPOINTED}
 
     expected = {"GPU-a": expected_mib * MIB} if expected_mib else {}
-    size = await gpu.take_off(driver, list(driver.states), expected, gpu.Parts(), note, nothing)  # type: ignore[arg-type]
+    size = await memory.take_off(driver, list(driver.states), expected, Parts(), note, nothing)  # type: ignore[arg-type]
     return notes, size // MIB
 
 
@@ -211,7 +212,7 @@ async def test_what_was_parked_before_counts_for_the_undo_and_not_for_the_checkp
     """600 MiB are on the GPU, of which 500 leave before the checkpoint."""
     locked.tells = tells
     noted_mib: list[int] = []
-    parts = gpu.Parts()
+    parts = Parts()
 
     async def note(uses: dict[str, int]) -> None:
         noted_mib.append(sum(uses.values()) // MIB)
@@ -220,7 +221,7 @@ async def test_what_was_parked_before_counts_for_the_undo_and_not_for_the_checkp
         locked.mib = dict.fromkeys(locked.mib, 50)
         return 500 * MIB
 
-    size = await gpu.take_off(locked, list(locked.states), {"GPU-a": 20 * MIB}, parts, note, park)  # type: ignore[arg-type]
+    size = await memory.take_off(locked, list(locked.states), {"GPU-a": 20 * MIB}, parts, note, park)  # type: ignore[arg-type]
     assert (size // MIB, noted_mib[-1]) == (600, 600)
     assert [(part.name, part.bytes // MIB) for part in parts.all] == [("checkpoint", 100)]
 
@@ -228,7 +229,7 @@ async def test_what_was_parked_before_counts_for_the_undo_and_not_for_the_checkp
 async def test_a_rank_with_cuda_never_has_nothing(locked: Driver) -> None:
     locked.silent = True
     notes, size_mib = await noted(locked, 0)
-    assert (notes, size_mib) == ([{}], gpu.CONTEXT_BYTES // MIB)
+    assert (notes, size_mib) == ([{}], memory.CONTEXT_BYTES // MIB)
 
 
 async def test_a_copy_whose_threads_are_not_parked_is_never_continued(two: list[Process], parked: set[Process]) -> None:
@@ -236,5 +237,5 @@ async def test_a_copy_whose_threads_are_not_parked_is_never_continued(two: list[
     parked.discard(two[1])
     group: Any = None  # nothing is asked of it
     with pytest.raises(GpuFailed, match=f"process {two[1].pid} are not parked"):
-        await gpu.revive(Driver(two), two, group, (), 0, gpu.Parts(), nothing)  # type: ignore[arg-type]
+        await memory.revive(Driver(two), two, group, (), 0, Parts(), nothing)  # type: ignore[arg-type]
     assert [tree.state(process.pid) for process in two] == ["T", "T"]

@@ -388,7 +388,7 @@ async def test_a_node_that_does_not_hear_of_the_undo_holds_nobody_up(cluster: Cl
     assert cluster.shims.closed == {cluster.process[1], cluster.process[2]}
     cluster.answers.outcome = pb.Outcome(kind=pb.ABORT, settled=True)
     gate = cluster.nodes["b"].gates.moves[MOVE]
-    gate.kick.set()
+    gate.changed.set()
     assert gate.settling is not None
     await gate.settling
     assert cluster.shims.closed == set()

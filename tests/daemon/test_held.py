@@ -17,9 +17,9 @@ import pytest
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import Denied, NcclFailed, Timeout
 from snapshotd.inprocess import ncclctl, shimctl
+from snapshotd.moves.moving import Moving
 from snapshotd.moves.nccl import held_copy
 from snapshotd.moves.nccl.members import Members
-from snapshotd.moves.node import Moving
 from snapshotd.moves.record import MoveRecord, NcclProcess
 from snapshotd.proc import tree
 from snapshotd.proc.tree import Process

@@ -78,7 +78,7 @@ async def test_a_port_that_is_shut_leaves_grpc_and_one_line_in_the_log(
     with caplog.at_level(logging.INFO, logger="snapshotd.moves.source.channel"):
         assert await kinds(SourceNode(config, pb.OpenImageChannelReply(port=port, key=b"k"))) == [PushCall] * 3
     (line,) = caplog.messages
-    assert "gRPC carries the images: the bulk lane cannot be reached" in line
+    assert "gRPC carries the images: the bulk connection cannot be established" in line
     assert "refused" in line
 
 

@@ -9,10 +9,10 @@ import pytest
 
 from snapshotd.moves.nccl import communicators
 from snapshotd.moves.rules import CopyState, Mark, Outcome, SourceFacts
-from snapshotd.moves.source.steps import SourceOps
+from snapshotd.moves.source.steps import SourceSteps
 
 
-class Followed(SourceOps):
+class Followed(SourceSteps):
     """One that notes the order of what it does."""
 
     def __init__(self, target: CopyState) -> None:
@@ -28,7 +28,7 @@ class Followed(SourceOps):
             return SourceFacts(Mark.SETTLED, Outcome.COMMIT, False, True, False)
         return SourceFacts(Mark.STREAMED, None, False, True, False, self.target)
 
-    async def _record(self, moving: Any, outcome: Outcome, reason: str, by: str) -> Any:
+    async def record(self, moving: Any, outcome: Outcome, reason: str, by: str) -> Any:
         self.said.append(outcome.value)
 
 
@@ -43,5 +43,5 @@ async def test_communicators_are_built_before_commit_is_recorded(
         begin=SimpleNamespace(target_node="c"), mark=lambda *_, **__: None, last_mark=Mark.SETTLED
     )
     ops, moving = Followed(target), SimpleNamespace(log=marks, waiting_for="")
-    await ops._settle_once(moving)  # type: ignore[arg-type]
+    await ops.settle_once(moving)  # type: ignore[arg-type]
     assert ops.said == said

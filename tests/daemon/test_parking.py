@@ -33,13 +33,15 @@ from snapshotd.api.errors import (
 from snapshotd.cuda.driver import State
 from snapshotd.inprocess import devmem
 from snapshotd.inprocess.devmem import Caught, TooSmall
-from snapshotd.moves.device import gpu, offload, refill, stripe_files
+from snapshotd.moves.device import offload, refill, standstill, stripe_files
+from snapshotd.moves.device.memory import Lost
+from snapshotd.moves.device.parts import Parts
 from snapshotd.moves.journal import Journal
-from snapshotd.moves.node import Moving
+from snapshotd.moves.moving import Moving
 from snapshotd.moves.record import Begin, OffloadedMemory
 from snapshotd.moves.rules import Mark, Outcome
 from snapshotd.moves.source import freeze
-from snapshotd.moves.source.departure import Leaving
+from snapshotd.moves.source.departure import Departure
 from snapshotd.moves.source.dump import Dump
 from snapshotd.moves.target import restore
 from snapshotd.preflight.gpu_checks import RESERVE_BYTES
@@ -186,8 +188,8 @@ class Source:
         self.moving = Moving(self.log)
         monkeypatch.setattr(devmem, "find", self.memories.get)
         monkeypatch.setattr(Outgoing, "open", self._outgoing)
-        monkeypatch.setattr(gpu, "let_go", self._let_go)
-        monkeypatch.setattr(gpu, "still", self._still)
+        monkeypatch.setattr(standstill, "let_go", self._let_go)
+        monkeypatch.setattr(standstill, "still", self._still)
 
     @property
     def first(self) -> Memory:
@@ -218,21 +220,22 @@ class Source:
         assert not any(self.memories[process].is_out for process in processes)
         self.let_go += processes
 
-    async def _still(self, gpus: Any, processes: Sequence[Process], parking: Any, parts: gpu.Parts) -> None:
+    async def _still(self, gpus: Any, processes: Sequence[Process], parking: Any, parts: Parts) -> None:
         for process in processes:
             await self.driver.lock(process, 1.0)
 
     async def _stop_others(self) -> None:
         self.stopped_others += 1
 
-    async def prepare(self) -> offload.Parking:
-        await offload.prepare(self.node, self.moving, list(self.memories))
-        assert self.moving.parking is not None
-        return self.moving.parking
+    async def prepare(self) -> offload.Offload:
+        preflight_bytes = int(self.moving.facts.gpu.offloaded_bytes)
+        self.moving.offload = await offload.prepare(self.node, self.log, list(self.memories), preflight_bytes)
+        assert self.moving.offload is not None
+        return self.moving.offload
 
     async def out(self) -> tuple[int, dict[str, int]]:
         """What was parked, and the parts with their bytes."""
-        parts = gpu.Parts()
+        parts = Parts()
         size = await (await self.prepare()).out(self.driver, list(self.memories), parts, self._stop_others)
         assert set(self.driver.states.values()) == {State.LOCKED}
         return size, {part.name: part.bytes for part in parts.all}
@@ -280,9 +283,9 @@ async def test_the_journal_knows_of_the_files_before_a_process_does(source: Sour
 
 async def test_what_was_prepared_while_the_job_ran_is_not_prepared_again(source: Source) -> None:
     """Nor is it a part of what comes later."""
-    processes, parts, later = list(source.memories), gpu.Parts(), gpu.Parts()
-    await freeze._prepared(source.node, source.moving, processes, parts)
-    await freeze._prepared(source.node, source.moving, processes, later)
+    processes, parts, later = list(source.memories), Parts(), Parts()
+    await freeze._prepare(source.node, source.moving, processes, parts)
+    await freeze._prepare(source.node, source.moving, processes, later)
     assert source.first.said == ["ready"]
     assert [part.name for part in parts.all] == ["prepare"]
     assert not later.all
@@ -317,8 +320,8 @@ async def test_one_that_is_always_caught_is_left_to_the_driver(source: Source) -
     source.second.failures = [Caught("in cudaMalloc")] * offload.TRIES
     size, _ = await source.out()
     assert (size, source.second.said[-1]) == (SIZE, "drop")
-    assert [one.pid for one in source.log.record.offloaded] == [source.moving.parking.striped[0].inner_pid]  # type: ignore[union-attr]
-    assert any(f"{offload.TRIES} times in a row in cudaMalloc" in words for words in source.moving.parking.warnings)  # type: ignore[union-attr]
+    assert [one.pid for one in source.log.record.offloaded] == [source.moving.offload.striped[0].inner_pid]  # type: ignore[union-attr]
+    assert any(f"{offload.TRIES} times in a row in cudaMalloc" in words for words in source.moving.offload.warnings)  # type: ignore[union-attr]
     assert source.lane is not None
     assert set(source.lane.final) == set(source.lane.sizes)
 
@@ -330,7 +333,7 @@ async def test_a_copy_that_fails_before_anything_is_off_the_gpu_is_left_to_the_d
     assert (size, source.log.record.offloaded) == (0, [])
     assert source.lane is not None
     assert source.lane.final == dict.fromkeys(source.lane.sizes, 0)
-    assert len(source.moving.parking.warnings) == 2  # type: ignore[union-attr]
+    assert len(source.moving.offload.warnings) == 2  # type: ignore[union-attr]
 
 
 async def test_what_is_left_to_the_driver_keeps_no_room(source: Source) -> None:
@@ -377,10 +380,10 @@ async def test_two_that_leave_at_once_do_not_take_the_same_room(
     other = Moving(Journal(tmp_path / "other").begin(begin))
     other.log.mark(Mark.BEGUN)
     processes = list(source.memories)
-    await asyncio.gather(
-        offload.prepare(source.node, source.moving, processes), offload.prepare(source.node, other, processes)
+    prepared = await asyncio.gather(
+        *(offload.prepare(source.node, moving.log, processes, 0) for moving in (source.moving, other))
     )
-    warned = [words for moving in (source.moving, other) for words in moving.parking.warnings]  # type: ignore[union-attr]
+    warned = [text for one in prepared if one is not None for text in one.warnings]
     assert len(warned) == 1
     assert "MiB are free" in warned[0]
 
@@ -408,8 +411,8 @@ async def test_without_a_lane_the_image_carries_the_files(
     monkeypatch.setattr(Outgoing, "open", unreachable)
     size, _ = await source.out()
     assert size == 2 * SIZE
-    assert not source.moving.parking.has_lane  # type: ignore[union-attr]
-    assert "follows the image" in source.moving.parking.warnings[0]  # type: ignore[union-attr]
+    assert not source.moving.offload.has_channel  # type: ignore[union-attr]
+    assert "follows the image" in source.moving.offload.warnings[0]  # type: ignore[union-attr]
 
 
 async def test_what_follows_the_image_is_written_by_nobody_else(source: Source) -> None:
@@ -418,7 +421,7 @@ async def test_what_follows_the_image_is_written_by_nobody_else(source: Source) 
     assert source.lane is not None
     source.lane.failed = Unreachable("a child was killed")
     entry: Any = None
-    dump = Dump(source.node, source.log, entry, pb.RankFacts(), source.moving.parking)
+    dump = Dump(source.node, source.log, entry, pb.RankFacts(), source.moving.offload)
     assert dump.progress().bytes_sent == 2 * SIZE
     device, files = await dump._device()
     assert source.lane.closed
@@ -444,7 +447,7 @@ async def test_no_room_for_the_stripes_leaves_all_to_the_driver(
     monkeypatch.setattr(source.node.store, "room_bytes", lambda: SIZE)
     size, _ = await source.out()
     assert (size, source.first.said) == (0, ["drop"])
-    assert "MiB are free" in source.moving.parking.warnings[0]  # type: ignore[union-attr]
+    assert "MiB are free" in source.moving.offload.warnings[0]  # type: ignore[union-attr]
     assert not stripe_files.folder_of(source.node.config.image_dir, MOVE).exists()
 
 
@@ -467,15 +470,15 @@ async def test_a_process_that_does_not_answer_is_left_to_the_driver_if_there_is_
     source.moving.facts.gpu.offloaded_bytes = 2 * SIZE
     size, _ = await source.out()
     assert size == 0
-    assert "another version of the shim" in source.moving.parking.warnings[0]  # type: ignore[union-attr]
+    assert "another version of the shim" in source.moving.offload.warnings[0]  # type: ignore[union-attr]
     monkeypatch.setattr(offload, "memory_room", lambda pid: [("cgroup /job", SIZE)])
     with pytest.raises(Full, match="needs 128 MiB"):
-        source.moving.parking.must_fit(source.first.process.pid, Where.SOURCE_RUNNING)  # type: ignore[union-attr]
+        source.moving.offload.must_fit(source.first.process.pid, Where.SOURCE_RUNNING)  # type: ignore[union-attr]
 
 
 async def test_a_process_whose_memory_is_out_is_not_frozen_again(source: Source) -> None:
     source.first.is_out = True
-    with pytest.raises(WrongState, match="cut short"):
+    with pytest.raises(WrongState, match="interrupted"):
         await source.prepare()
 
 
@@ -514,7 +517,7 @@ async def test_an_abort_before_the_freeze_gives_up_what_was_prepared(
     await source.prepare()
     source.log.decide(Outcome.ABORT, "a person's word", "driver")
     communicators: Any = SimpleNamespace(put_back=nothing, open_all=nothing)
-    await Leaving(source.node, communicators).thaw(source.moving)
+    await Departure(source.node, communicators).thaw(source.moving)
     assert [memory.said for memory in source.memories.values()] == [["ready", "cancel", "drop"]] * 2
     assert source.lane is not None
     assert source.lane.closed
@@ -557,14 +560,14 @@ async def test_it_comes_back_as_it_left_also_to_a_daemon_that_would_cut_it_other
     if at_home:
         await source.back()
     else:
-        await refill.on_target(processes, device, folder, None, gpu.Parts())
+        await refill.on_target(processes, device, folder, None, Parts())
     assert source.first.content == before
 
 
 async def test_parked_memory_whose_files_are_gone_is_lost(source: Source) -> None:
     await source.out()
     stripe_files.sweep(source.node.config.image_dir, MOVE)
-    with pytest.raises(gpu.Lost):
+    with pytest.raises(Lost):
         await source.back()
 
 
@@ -622,7 +625,7 @@ def sizes_of(device: Sequence[OffloadedMemory]) -> dict[str, int]:
 async def test_the_target_refills(source: Source, beside: bool) -> None:
     before = [memory.content for memory in source.memories.values()]
     processes, device, folder = await parked_there(source)
-    parts = gpu.Parts()
+    parts = Parts()
     incoming: Any = Arriving(sizes_of(device)) if beside else None
     await refill.on_target(processes, device, folder, incoming, parts)
     assert [memory.content for memory in source.memories.values()] == before
@@ -643,7 +646,7 @@ async def test_stripes_that_do_not_arrive_whole_are_the_moves_end(
 ) -> None:
     processes, device, folder = await parked_there(source)
     with pytest.raises(error):
-        await refill.on_target(processes, device, folder, how(sizes_of(device)), gpu.Parts())
+        await refill.on_target(processes, device, folder, how(sizes_of(device)), Parts())
 
 
 @pytest.mark.parametrize("early", [True, False], ids=["before the fill", "just as it begins"])
@@ -673,7 +676,7 @@ async def test_a_fill_that_is_given_up_waits_for_no_stripe(source: Source, early
     first: Any = source.first
     first.ready, first.fill, first.cancel = ready, fill, cancelled.set
     with pytest.raises(Unreachable, match="the connection is lost"):
-        await refill.on_target(processes, device, folder, Lost({}), gpu.Parts())  # type: ignore[arg-type]
+        await refill.on_target(processes, device, folder, Lost({}), Parts())  # type: ignore[arg-type]
     assert ended in ([["ready"]] if early else [["fill"], []])  # none: it was given up just before
 
 
@@ -699,7 +702,7 @@ async def test_nothing_is_filled_from_a_lane_that_has_failed(source: Source) -> 
     incoming: Any = Arriving({})
     incoming.failed = Unreachable("the connection is lost")
     with pytest.raises(Unreachable, match="the connection is lost"):
-        await refill.on_target(processes, device, folder, incoming, gpu.Parts())
+        await refill.on_target(processes, device, folder, incoming, Parts())
     assert "fill" not in source.first.said
 
 
@@ -707,13 +710,13 @@ async def test_a_target_without_device_memory_says_so(source: Source) -> None:
     processes, device, folder = await parked_there(source)
     source.second.fill_failures = [GpuFailed("CUDA_ERROR_OUT_OF_MEMORY")]
     with pytest.raises(GpuFailed, match="OUT_OF_MEMORY"):
-        await refill.on_target(processes, device, folder, None, gpu.Parts())
+        await refill.on_target(processes, device, folder, None, Parts())
 
 
 async def test_a_copy_whose_memory_did_not_come_is_never_held(source: Source) -> None:
     processes, _, folder = await parked_there(source)
     with pytest.raises(GpuFailed, match="did not come"):
-        await refill.on_target(processes, [], folder, None, gpu.Parts())
+        await refill.on_target(processes, [], folder, None, Parts())
 
 
 async def test_what_grew_since_it_was_measured_gets_room_from_the_daemon(source: Source) -> None:
@@ -737,7 +740,7 @@ async def test_one_that_ended_since_it_was_made_ready_is_left_out(source: Source
     first, second = source.memories
     parking = await source.prepare()
     source.driver.states.pop(second, None)
-    size = await parking.out(source.driver, [first], gpu.Parts(), source._stop_others)
+    size = await parking.out(source.driver, [first], Parts(), source._stop_others)
     assert size == SIZE
     assert [one.process for one in parking.striped] == [first]
 
@@ -745,7 +748,7 @@ async def test_one_that_ended_since_it_was_made_ready_is_left_out(source: Source
 async def test_nobody_is_left_to_park(source: Source) -> None:
     """All of them ended since: the target is told that nothing comes."""
     parking = await source.prepare()
-    assert await parking.out(source.driver, [], gpu.Parts(), source._stop_others) == 0
+    assert await parking.out(source.driver, [], Parts(), source._stop_others) == 0
     assert source.lane is not None
     assert source.lane.final == dict.fromkeys(source.lane.sizes, 0)
 
@@ -757,8 +760,8 @@ async def test_a_lane_that_broke_before_the_freeze_is_opened_again(source: Sourc
     assert first is not None
     first.failed = Unreachable("the connection ended without a word")
     source.refusal = Unreachable("node b does not answer") if refused else None
-    await parking.open_lane_again()
+    await parking.reopen_channel()
     assert first.closed
-    assert parking.has_lane is not refused
+    assert parking.has_channel is not refused
     assert any("opened again" in words for words in parking.warnings)
-    assert await parking.out(source.driver, list(source.memories), gpu.Parts(), source._stop_others) == 2 * SIZE
+    assert await parking.out(source.driver, list(source.memories), Parts(), source._stop_others) == 2 * SIZE

@@ -9,7 +9,8 @@ import pytest
 
 from snapshotd.api.errors import GpuFailed, SnapshotError, Timeout
 from snapshotd.inprocess import shimctl
-from snapshotd.moves.device import gpu
+from snapshotd.moves.device import standstill
+from snapshotd.moves.device.parts import Parts
 from snapshotd.proc.tree import Process
 
 FIRST, SECOND = Process(10, 1), Process(20, 1)
@@ -34,7 +35,7 @@ class Rank:
 
     def mailbox(self, process: Process) -> Any:
         def park(timeout_s: float, *, outside_driver: bool) -> None:
-            assert timeout_s == (gpu.LOCK_S if outside_driver else gpu.PARK_S)
+            assert timeout_s == (standstill.LOCK_S if outside_driver else standstill.PARK_S)
             self._do("park" if outside_driver else "park-locked", process)
             self.parked.add(process)
 
@@ -51,8 +52,8 @@ class Rank:
         return SimpleNamespace(park=park, release=release, state=state)
 
     async def still(self, *processes: Process, only_parked: tuple[Process, ...] = ()) -> list[str]:
-        parts = gpu.Parts()
-        await gpu.still(self, processes, [*processes, *only_parked], parts)  # type: ignore[arg-type]
+        parts = Parts()
+        await standstill.still(self, processes, [*processes, *only_parked], parts)  # type: ignore[arg-type]
         return [part.name for part in parts.all]
 
 
@@ -123,7 +124,7 @@ async def test_there_is_no_third_order(rank: Rank) -> None:
         raise Timeout(f"not in {timeout_s:g} s")
 
     rank.lock = lock  # type: ignore[method-assign]
-    with pytest.raises(Timeout, match=f"not in {gpu.LOCK_S:g} s"):
+    with pytest.raises(Timeout, match=f"not in {standstill.LOCK_S:g} s"):
         await rank.still(FIRST)
     assert rank.said == ["park 10", "release 10"]
     assert rank.parked == set()
@@ -133,6 +134,6 @@ async def test_there_is_no_third_order(rank: Rank) -> None:
 async def test_what_has_begun_to_share_since_it_was_looked_at_is_not_moved(rank: Rank, shares: tuple[int, int]) -> None:
     rank.shares[SECOND] = shares
     with pytest.raises(
-        GpuFailed, match=f"process 20 has begun to share .*: {shares[0]} handles given out, {shares[1]} op"
+        GpuFailed, match=f"process 20 has begun to share .*: {shares[0]} handles exported, {shares[1]} op"
     ):
         await rank.still(FIRST, SECOND)

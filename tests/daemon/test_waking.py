@@ -17,13 +17,14 @@ from snapshotd.inprocess import shimctl
 from snapshotd.keepers import adoption
 from snapshotd.keepers.adoption import Adoption
 from snapshotd.moves import rules
-from snapshotd.moves.device import gpu
+from snapshotd.moves.device import standstill
 from snapshotd.moves.journal import Journal, MoveLog
 from snapshotd.moves.record import Begin
 from snapshotd.moves.rules import Mark, Outcome
-from snapshotd.moves.source.steps import SourceOps
-from snapshotd.moves.target import steps
-from snapshotd.moves.target.steps import TargetOps
+from snapshotd.moves.source.steps import SourceSteps
+from snapshotd.moves.target import settling
+from snapshotd.moves.target.gpus import with_reservations
+from snapshotd.moves.target.steps import TargetSteps
 from snapshotd.proc import host
 from snapshotd.proc.tree import Process
 
@@ -53,13 +54,13 @@ class Here:
             store=SimpleNamespace(drop_soon=lambda move: None),
             credentials=None,
         )
-        monkeypatch.setattr(steps, "BulkReceivers", lambda *arguments: SimpleNamespace())
-        monkeypatch.setattr(steps, "wake", self.wake)
+        monkeypatch.setattr(settling, "BulkReceivers", lambda *arguments: SimpleNamespace())
+        monkeypatch.setattr(settling, "wake", self.wake)
         monkeypatch.setattr(adoption, "wake", self.wake)
-        monkeypatch.setattr(adoption, "_asleep", lambda entry, move_log: True)
+        monkeypatch.setattr(adoption, "asleep", lambda move_log, group: True)
         anything: Any = SimpleNamespace(publish=lambda entry, left: None)
-        self.target = TargetOps(node, anything, anything)
-        self.source = SourceOps(node, lambda pids: "", anything)
+        self.target = TargetSteps(node, anything, anything)
+        self.source = SourceSteps(node, lambda pids: "", anything)
         self.adoption = Adoption(node, self.source, self.target, anything, anything)
 
     async def wake(self, move_log: MoveLog) -> None:
@@ -128,7 +129,7 @@ async def test_the_daemon_comes_up_and_wakes_it_later(here: Here) -> None:
     settling = here.target.moves[MOVE].settling
     assert settling is not None
     here.failing = None
-    here.target.moves[MOVE].kick.set()
+    here.target.moves[MOVE].wake()
     await settling
     assert (here.woken, here.entry.moving) == ([MOVE], "")
 
@@ -162,7 +163,7 @@ async def test_a_child_that_ended_keeps_nobody_parked(monkeypatch: pytest.Monkey
         )
 
     monkeypatch.setattr(shimctl, "find", find)
-    await gpu.let_go([dead, living])
+    await standstill.let_go([dead, living])
     assert released == [living]
 
 
@@ -170,9 +171,9 @@ def test_a_gpu_that_a_rank_may_come_back_to_is_reserved(here: Here) -> None:
     found = [pb.Gpu(uuid="GPU-a"), pb.Gpu(uuid="GPU-b")]
     leaving = begun(here.journal, LATER, "source")
     leaving.mark(Mark.FREEZING, gpu_uses={"GPU-b": 1})
-    assert [each.reserved_for for each in here.target.with_reservations(found)] == ["", LATER]
+    assert [each.reserved_for for each in with_reservations(here.journal, found)] == ["", LATER]
     leaving.mark(Mark.SETTLED)
-    assert [each.reserved_for for each in here.target.with_reservations(found)] == ["", ""]
+    assert [each.reserved_for for each in with_reservations(here.journal, found)] == ["", ""]
 
 
 async def test_a_keeper_that_is_killed_before_it_has_come_back(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:

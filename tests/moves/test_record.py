@@ -138,6 +138,16 @@ def test_file_names_that_are_not_utf8_survive(old: Path) -> None:
     assert Journal(old).get("m-000000000001").record.carried == ["/tmp/\udcff"]
 
 
+class Text(str):
+    __slots__ = ()
+
+
+def test_subclasses_of_text_are_journalled_as_text(old: Path, tmp_path: Path) -> None:
+    begin = msgspec.structs.replace(Journal(old).get("m-000000000001").begin, target_endpoint=Text("10.0.0.3:7070"))
+    Journal(tmp_path / "copy").begin(begin)
+    assert Journal(tmp_path / "copy").get(begin.move).begin == begin
+
+
 @pytest.mark.parametrize(
     ("file", "content"),
     [("marks", '{"mark": "frozen", "pid": "7"}\n'), ("marks", "[]\n"), ("outcome.json", "{}"), ("begin.json", "[")],

@@ -1,12 +1,12 @@
 """Device memory leaves the GPU before the driver's checkpoint: into stripe files here, which are sent while they grow.
 
-While the job still runs: the files, the target's lane, and the ring in each process are made ready. Then, with every thread
-of the job parked and all its work done, the driver is unlocked once more, so that the shim's own threads can copy; it is
-locked again for the checkpoint of the small rest.
+The files, the device-memory channel to the target, and the pinned staging buffers in each process are prepared while the
+job still runs. Then, with every thread of the job parked and all its work done, the driver is unlocked once more, so that the
+shim's own threads can copy; it is locked again for the checkpoint of the small rest.
 
-Invariant: as long as nothing is off the GPU, whatever goes wrong here only means that the driver's checkpoint carries it,
-more slowly. What is off the GPU is in the files of `parked`, and `refill` brings it back. Which processes have files is
-journalled before the first of them is told of one.
+Invariant: as long as nothing is off the GPU, a failure here only means that the driver's checkpoint carries the memory, more
+slowly. What is off the GPU is in the stripe files, and `refill` brings it back. Which processes have files is journalled
+before the first of them gets one.
 """
 
 from __future__ import annotations
@@ -26,9 +26,12 @@ from snapshotd.config import split_address
 from snapshotd.cuda.driver import Gpus
 from snapshotd.inprocess import devmem
 from snapshotd.inprocess.devmem import Caught, DeviceMemory, TooSmall
-from snapshotd.moves.device import gpu, stripe_files
-from snapshotd.moves.device.gpu import LOCK_S, Parts, each
-from snapshotd.moves.node import Moving, Node
+from snapshotd.moves.device import standstill, stripe_files
+from snapshotd.moves.device.memory import copy_s
+from snapshotd.moves.device.parts import Parts, each
+from snapshotd.moves.device.standstill import LOCK_S
+from snapshotd.moves.journal import MoveLog
+from snapshotd.moves.node import Node
 from snapshotd.moves.record import OffloadedMemory, StripedProcess
 from snapshotd.moves.rules import Mark
 from snapshotd.preflight.gpu_checks import RESERVE_BYTES
@@ -41,14 +44,14 @@ from snapshotd.transport.device.outgoing import Outgoing
 
 log = logging.getLogger(__name__)
 
-#: A thread that was caught in an allocation, or in a call into CUDA, leaves it soon; but each try may wait for the GPU.
+#: A thread that was parked inside an allocation or a call into CUDA soon leaves it; but each attempt may wait for the GPU.
 TRIES, AGAIN_S = 3, 0.01
-#: How often the senders hear how far the copy is.
+#: How often the senders are updated on the progress of the copy.
 FEED_S = 0.002
 OPEN_S = 30.0
-#: All is at the target when it holds the copy; what is left is a child's exit.
-LAST_WORDS_S = 10.0
-#: What a target may take to hear that no stripes come; the job runs meanwhile.
+#: All has arrived when the target holds the copy; only the exit of a child is left.
+FINISH_S = 10.0
+#: How long a target may take to learn that no stripes come; the job runs meanwhile.
 GIVE_UP_S = 3.0
 
 
@@ -62,7 +65,7 @@ class Striped:
     expected_bytes: int
     slot_bytes: int = devmem.SLOT_BYTES
     sizes: list[int] = field(default_factory=list)  # of the stripes, once it is out
-    caught: str = ""  # where a thread was when it was parked
+    caught: str = ""  # where a thread was parked
 
     @property
     def process(self) -> Process:
@@ -74,28 +77,28 @@ class Striped:
 
     @property
     def stripe_bytes(self) -> int:
-        """Room for so much is made ahead in each: they are not quite alike."""
+        """What is allocated ahead for each stripe; their sizes differ slightly."""
         return self.expected_bytes // len(self.names) + self.slot_bytes
 
 
-class Parking:
-    """What one move does about it on its source. All of it can be lost but the files and the journal's notes."""
+class Offload:
+    """The offloaded device memory of one move on its source. A restart may lose all but the files and the journal."""
 
-    def __init__(self, node: Node, moving: Moving, striped: list[Striped]) -> None:
-        self.node, self.log = node, moving.log
+    def __init__(self, node: Node, move_log: MoveLog, striped: list[Striped], preflight_bytes: int) -> None:
+        self.node, self.log = node, move_log
         self.striped = striped
         self.names = [name for one in striped for name in one.names]
-        self.folder = stripe_files.folder_of(node.config.image_dir, moving.log.move)
+        self.folder = stripe_files.folder_of(node.config.image_dir, move_log.move)
         self.outgoing: Outgoing | None = None
         self.warnings: list[str] = []
-        #: Where nobody can say what each has, what preflight saw.
-        self._wanted_bytes = sum(one.expected_bytes for one in striped) or int(moving.facts.gpu.offloaded_bytes)
+        #: Where the processes cannot be asked, what preflight saw.
+        self._wanted_bytes = sum(one.expected_bytes for one in striped) or preflight_bytes
         self._advanced = dict.fromkeys(self.names, 0)
 
     # ------------------------------------------------------------------ while the job runs
 
     async def prepare(self) -> None:
-        """Never fails: where it cannot be done nothing is striped, and the driver carries all."""
+        """Never fails: where it is not possible nothing is striped, and the driver's checkpoint carries all."""
         try:
             await self._prepare()
         except (SnapshotError, OSError) as error:
@@ -107,7 +110,7 @@ class Parking:
         ]
         await in_thread(self.log.mark, self.log.last_mark, striped_processes=striped)
         await self._make_files()
-        await self._open_lane()
+        await self._open_channel()
         await all_at_once(self._ready, self.striped)
 
     async def _make_files(self) -> None:
@@ -116,12 +119,12 @@ class Parking:
         async with self.node.taking_room:
             room = await in_thread(self.node.store.room_bytes)
             if room < needed:
-                raise Full(f"{needed >> 20} MiB are needed to park it here, {room >> 20} MiB are free")
+                raise Full(f"{needed >> 20} MiB are needed to offload it here, {room >> 20} MiB are free")
             await in_thread(stripe_files.make_folder, self.node.config.image_dir, self.log.move)
             await all_at_once(lambda file: stripe_files.allocate(*file), wanted)
 
-    async def _open_lane(self) -> None:
-        """Without it the images' own lane carries the files, after the dump. NotSpoken: the target could not refill."""
+    async def _open_channel(self) -> None:
+        """Without it the image channel carries the files, after the dump. Raises NotSpoken if the target cannot refill."""
         begin, config = self.log.begin, self.node.config
         request = pb.OpenDeviceChannelRequest(
             move=begin.move,
@@ -149,24 +152,26 @@ class Parking:
         except NotSpoken:
             raise
         except (Unreachable, Internal, Timeout) as error:
-            self._warn(f"parked device memory follows the image, for want of a lane of its own: {error.message}")
+            self._warn(
+                f"offloaded device memory follows the image, for lack of a device-memory channel: {error.message}"
+            )
 
-    async def open_lane_again(self) -> None:
-        """One that broke while the job was coming to its cut; nothing was sent yet."""
+    async def reopen_channel(self) -> None:
+        """Replaces a channel that broke while the job was coming to its cut; nothing was sent yet."""
         if self.outgoing is None or self.outgoing.failed is None:
             return
-        self._warn(f"the lane of parked device memory broke, and is opened again: {_words(self.outgoing.failed)}")
+        self._warn(f"the device-memory channel broke, and is opened again: {_reason(self.outgoing.failed)}")
         await self.close()
         with contextlib.suppress(SnapshotError):  # then it follows the image
-            await self._open_lane()
+            await self._open_channel()
 
     def _ready(self, one: Striped) -> None:
         with stripe_files.opened(self.folder, one.names, os.O_RDWR) as fds:
             one.memory.ready(fds, one.slot_bytes)
 
     def must_fit(self, pid: int, where: Where) -> None:
-        """What is left to the driver after all becomes the job's own host memory. Blocking. Full where its limits, which
-        were checked for less, do not leave it that: better no move than a job that is killed."""
+        """Raises Full when the job's memory limits leave no room for what the driver's checkpoint has to carry after all:
+        that becomes the job's own host memory, and preflight checked for less. Blocking."""
         left_bytes = self._wanted_bytes - sum(one.expected_bytes for one in self.striped)
         if not left_bytes:
             return
@@ -176,28 +181,28 @@ class Parking:
             raise RankGone(f"process {pid} has ended", where=Where.UNKNOWN) from error
         if room < left_bytes + RESERVE_BYTES:
             raise Full(
-                f"device memory cannot be parked ({'; '.join(self.warnings)}), and the driver's checkpoint needs"
+                f"device memory cannot be offloaded ({'; '.join(self.warnings)}), and the driver's checkpoint needs"
                 f" {left_bytes >> 20} MiB of host memory where {whose} leaves {room >> 20} MiB",
                 remedy="free memory, raise the job's memory limit, or let the job keep less on the GPU",
                 where=where,
             )
 
-    # ------------------------------------------------------------------ while it is held
+    # ------------------------------------------------------------------ while the job is at a standstill
 
     async def out(
         self, gpus: Gpus, held: Sequence[Process], parts: Parts, stop_others: Callable[[], Awaitable[None]]
     ) -> int:
-        """What is striped goes off the GPU; the bytes. The processes are held (`gpu.hold`), and again afterwards;
-        `stop_others` stops what one of them has forked while it was let go.
+        """Moves the striped memory off the GPU; returns the bytes. The processes are at a standstill before and after;
+        `stop_others` stops what one of them has forked while its threads were released.
 
-        If it fails some of it may be out: the driver aborts, and the undo refills.
+        If it fails some of it may be off the GPU: the driver aborts, and the undo refills.
         """
         for one in [one for one in self.striped if one.process not in held]:  # it has ended, or uses no GPU any more
             self._wanted_bytes -= one.expected_bytes
             self.striped.remove(one)
-        if not self.striped:  # `must_fit` was asked before the job was held
+        if not self.striped:  # `must_fit` was checked before the standstill
             if self.outgoing is not None:
-                self.outgoing.finish(self._advanced)  # nothing: the target need not wait for it
+                self.outgoing.finish(self._advanced)  # nothing: the target need not wait
             return 0
         unlocked = [one.process for one in self.striped]
         left = list(self.striped)
@@ -209,7 +214,7 @@ class Parking:
             left = await self._copy(left, parts)
             if not left:
                 break
-        if left:  # a call that a parked thread holds up comes back only now, and then all of it can be given up
+        if left:  # a call that a parked thread holds up returns only now, and then all of it can be given up
             await self._let_go_and_hold(gpus, left, parts, drop=True)
             await stop_others()
             unlocked = [process for process in unlocked if process not in {one.process for one in left}]
@@ -228,23 +233,25 @@ class Parking:
     async def _let_go_and_hold(
         self, gpus: Gpus, caught: Sequence[Striped], parts: Parts, *, drop: bool = False
     ) -> None:
-        """Those alone: the others' memory is out. The rest of the tree stays stopped. What was made ready still is."""
+        """Releases and parks these alone: the others' memory is off the GPU. The rest of the tree stays stopped."""
         processes = [one.process for one in caught]
-        log.info("let go to try again: %s", "; ".join(f"process {one.process.pid}: {one.caught}" for one in caught))
-        await gpu.let_go(processes)
+        reasons = "; ".join(f"process {one.process.pid}: {one.caught}" for one in caught)
+        log.info("releasing threads to try again: %s", reasons)
+        await standstill.let_go(processes)
         await asyncio.sleep(AGAIN_S)
         if drop:
             await all_at_once(lambda one: one.memory.drop(), caught)
-        await gpu.still(gpus, processes, processes, parts)
+        await standstill.still(gpus, processes, processes, parts)
 
     async def _copy(self, wanted: Sequence[Striped], parts: Parts) -> list[Striped]:
-        """Those of which a thread was caught in an allocation. The others are out, or left to the driver."""
+        """Returns those with a thread parked inside an allocation. The others are off the GPU, or left to the driver."""
         began = host.boottime_s()
         feeding = asyncio.create_task(self._feed(wanted))
-        limit_s = gpu.copy_s(sum(one.expected_bytes for one in wanted))
+        limit_s = copy_s(sum(one.expected_bytes for one in wanted))
         try:
             results = await asyncio.gather(
-                *(all_at_once(lambda one: self._park(one, limit_s), [one]) for one in wanted), return_exceptions=True
+                *(all_at_once(lambda one: self._copy_one(one, limit_s), [one]) for one in wanted),
+                return_exceptions=True,
             )
         finally:
             feeding.cancel()
@@ -262,8 +269,8 @@ class Parking:
         parts.add("park-out", host.boottime_s() - began, sum(one.bytes for one in wanted))
         return caught
 
-    def _park(self, one: Striped, limit_s: float) -> int:
-        """It ran on since it was measured, and may have more by now. Blocking."""
+    def _copy_one(self, one: Striped, limit_s: float) -> int:
+        """Enlarges the files if the process, which ran since it was measured, has more memory by now. Blocking."""
         try:
             return one.memory.offload(limit_s)
         except TooSmall as small:
@@ -272,13 +279,13 @@ class Parking:
             one.expected_bytes = max(one.expected_bytes, small.total_bytes)
             room = self.node.store.room_bytes()
             if room < more_bytes + RESERVE_BYTES:
-                raise Full(f"{more_bytes >> 20} MiB more are needed to park it, {room >> 20} MiB are free") from None
+                raise Full(f"{more_bytes >> 20} MiB more are needed to offload it, {room >> 20} MiB are free") from None
             for name in one.names:
                 stripe_files.enlarge(self.folder / name, small.largest_bytes)
             return one.memory.offload(limit_s)
 
     async def _failed(self, one: Striped, error: BaseException) -> None:
-        """Of no harm while its memory is still where it was; otherwise the move is."""
+        """A failure is harmless while the memory is still on the GPU; otherwise it is raised."""
         if not isinstance(error, SnapshotError) or isinstance(error, RankGone):
             raise error
         await all_at_once(lambda memory: memory.cancel(), [one.memory])
@@ -287,18 +294,18 @@ class Parking:
         await self._leave_to_driver(one, error.message)
 
     async def _leave_to_driver(self, one: Striped, why: str) -> None:
-        """Nobody needs its files any more, and the driver's copy needs the room."""
+        """Its files are not needed any more, and the driver's copy needs the room."""
         await all_at_once(_drop, [one])
         self.striped = [other for other in self.striped if other is not one]
         await all_at_once(stripe_files.empty, [self.folder / name for name in one.names])
         self._warn(f"the driver's checkpoint carries the device memory of process {one.inner_pid}: {why}")
 
     async def _feed(self, wanted: Sequence[Striped]) -> None:
-        """The senders follow the copy."""
+        """Keeps the senders informed of the progress of the copy."""
         while True:
             await asyncio.sleep(FEED_S)
             for one in wanted:
-                with contextlib.suppress(SnapshotError):  # whoever waits for the copy hears of it
+                with contextlib.suppress(SnapshotError):  # the caller that waits for the copy gets the error
                     self._advance(one, await in_thread(one.memory.done))
 
     def _advance(self, one: Striped, done: Sequence[int]) -> None:
@@ -310,31 +317,31 @@ class Parking:
     # ------------------------------------------------------------------ on its way, and afterwards
 
     @property
-    def has_lane(self) -> bool:
+    def has_channel(self) -> bool:
         return self.outgoing is not None and self.outgoing.failed is None
 
     @property
     def sent_bytes(self) -> int:
         return self.outgoing.sent_bytes if self.outgoing is not None and self.striped else 0
 
-    async def last_words(self) -> int:
-        """COMMIT stands, so all has arrived: the bytes that travelled. Nothing of it is sent any more."""
+    async def finish(self) -> int:
+        """COMMIT stands, so all has arrived: returns the bytes that were sent, and closes the channel."""
         sent = 0
         if self.outgoing is not None:
             try:
-                async with asyncio.timeout(LAST_WORDS_S):
+                async with asyncio.timeout(FINISH_S):
                     sent = (await self.outgoing.wait()).sent
             except (SnapshotError, TimeoutError) as error:
-                log.warning("the stripes of %s, which the target has, ended badly: %s", self.log.move, _words(error))
+                log.warning("the stripes of %s arrived, but their channel failed: %s", self.log.move, _reason(error))
         await self.close()
         return sent
 
     async def give_up(self, why: SnapshotError | OSError) -> None:
-        """Nothing is striped: the files and the lane go, and what was made in the processes."""
-        self._warn(f"the driver's checkpoint carries the device memory: {_words(why)}")
+        """Stripes nothing: removes the files, the channel, and what was prepared in the processes."""
+        self._warn(f"the driver's checkpoint carries the device memory: {_reason(why)}")
         striped, self.striped = self.striped, []
         if self.outgoing is not None:
-            with contextlib.suppress(SnapshotError, TimeoutError):  # the target's room is free again when it knows
+            with contextlib.suppress(SnapshotError, TimeoutError):  # frees the target's room at once
                 self.outgoing.finish(dict.fromkeys(self.names, 0))
                 async with asyncio.timeout(GIVE_UP_S):
                     await self.outgoing.wait()
@@ -343,14 +350,14 @@ class Parking:
         await in_thread(stripe_files.sweep, self.node.config.image_dir, self.log.move)
 
     async def close(self) -> None:
-        """Nothing is sent any more; the files stay. Twice is once."""
+        """Stops sending; the files stay. Idempotent."""
         if self.outgoing is not None:
             outgoing, self.outgoing = self.outgoing, None
             await outgoing.close()
 
-    def _warn(self, words: str) -> None:
-        log.warning("%s", words)
-        self.warnings.append(words)
+    def _warn(self, text: str) -> None:
+        log.warning("%s", text)
+        self.warnings.append(text)
 
 
 def _drop(one: Striped) -> None:
@@ -358,26 +365,22 @@ def _drop(one: Striped) -> None:
         one.memory.drop()
 
 
-async def prepare(node: Node, moving: Moving, processes: Sequence[Process]) -> None:
-    """Makes device memory of these running processes ready to leave in stripes, where there is enough of it. WrongState: some
-    of it is out, and the processes do not run."""
+async def prepare(node: Node, move_log: MoveLog, processes: Sequence[Process], preflight_bytes: int) -> Offload | None:
+    """Prepares the device memory of these running processes to leave in stripes; None where there is too little of it.
+    Raises WrongState when some of it is off the GPU already, and the processes do not run."""
     try:
         striped = await in_thread(_candidates, processes)
     except WrongState:
         raise
     except (SnapshotError, OSError) as error:
-        moving.parking = Parking(node, moving, [])
-        await moving.parking.give_up(error)
-        return
-    if striped:
-        moving.parking = Parking(node, moving, striped)
-        await moving.parking.prepare()
-
-
-async def stop(moving: Moving) -> None:
-    """ABORT stands: nothing is sent any more."""
-    if moving.parking is not None:
-        await moving.parking.close()
+        offload = Offload(node, move_log, [], preflight_bytes)
+        await offload.give_up(error)
+        return offload
+    if not striped:
+        return None
+    offload = Offload(node, move_log, striped, preflight_bytes)
+    await offload.prepare()
+    return offload
 
 
 def _candidates(processes: Sequence[Process]) -> list[Striped]:
@@ -389,7 +392,7 @@ def _candidates(processes: Sequence[Process]) -> list[Striped]:
                 continue
             if memory.offloaded():
                 raise WrongState(
-                    f"the device memory of process {process.pid} left its GPU in a freeze that was cut short",
+                    f"the device memory of process {process.pid} left its GPU in a freeze that was interrupted",
                     where=Where.SOURCE_FROZEN,
                 )
             if (size := memory.size()) >= devmem.LEAST_BYTES:
@@ -398,5 +401,5 @@ def _candidates(processes: Sequence[Process]) -> list[Striped]:
     return found
 
 
-def _words(error: BaseException) -> Any:
+def _reason(error: BaseException) -> Any:
     return error.message if isinstance(error, SnapshotError) else error

@@ -1,8 +1,8 @@
-"""Device memory comes back from stripes onto a GPU: on the target while they arrive, on the source when a move is undone.
+"""Device memory returns from stripes onto a GPU: on the target while they arrive, on the source when a move is undone.
 
-The driver is unlocked, the job's threads are parked: the shim's own threads map fresh memory at the old addresses and copy.
-Invariant: a process whose memory is not back stays parked. On the target nothing counts as back before every stripe was
-verified to be what the source sent.
+The driver is unlocked and the job's threads are parked: the shim's own threads map fresh memory at the old addresses and
+copy. Invariant: a process whose memory is not back stays parked. On the target memory counts as back only once every stripe
+is verified to be what the source sent.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from typing import Any
 from snapshotd.api.errors import Damaged, GpuFailed, RankGone, SnapshotError, Unreachable, Where
 from snapshotd.inprocess import devmem
 from snapshotd.inprocess.devmem import DeviceMemory
-from snapshotd.moves.device import gpu, stripe_files
-from snapshotd.moves.device.gpu import Parts
+from snapshotd.moves.device import stripe_files
+from snapshotd.moves.device.memory import Lost, copy_s
+from snapshotd.moves.device.parts import Parts
 from snapshotd.moves.journal import MoveLog
 from snapshotd.moves.record import OffloadedMemory, StripedProcess
 from snapshotd.proc import host
@@ -32,19 +33,19 @@ from snapshotd.transport.device.incoming import Incoming
 
 log = logging.getLogger(__name__)
 
-#: What the network may take for stripes that are on their way: so much for any, and so much for every GiB.
+#: Time limit for stripes that are being sent: a fixed part, and a part for every GiB.
 ARRIVE_S, ARRIVE_GIB_S = 60.0, 20.0
 
 CANCEL_AGAIN_S = 0.05
 
 
 async def on_source(image_dir: Path, move_log: MoveLog) -> None:
-    """Undo: what is out comes back, what was only made ready is given up. Repeatable; GpuFailed: try again later.
+    """Undo: brings offloaded memory back, and gives up what was only prepared. Idempotent; GpuFailed: try again later.
 
-    What does not touch memory that is out stops nobody: the rank is to go on."""
+    A failure that does not concern offloaded memory is only logged: the rank must continue."""
     folder = stripe_files.folder_of(image_dir, move_log.move)
     known = move_log.record
-    limit_s = gpu.copy_s(known.offloaded_bytes or known.device_bytes)
+    limit_s = copy_s(known.offloaded_bytes or known.device_bytes)
 
     def back(one: StripedProcess) -> None:
         try:
@@ -57,7 +58,7 @@ async def on_source(image_dir: Path, move_log: MoveLog) -> None:
         memory = devmem.find(process) if process.alive() else None
         if memory is None:
             return
-        memory.cancel()  # what an earlier life of this daemon began
+        memory.cancel()  # what this daemon began before a restart
         if not memory.offloaded():
             _drop(memory)
             return
@@ -65,7 +66,7 @@ async def on_source(image_dir: Path, move_log: MoveLog) -> None:
             with stripe_files.opened(folder, one.stripes, os.O_RDONLY) as fds:
                 memory.ready(fds, one.slot_bytes)
         except FileNotFoundError as error:
-            raise gpu.Lost(f"the parked device memory of process {process.pid} is gone: {error}") from error
+            raise Lost(f"the offloaded device memory of process {process.pid} is gone: {error}") from error
         log.info("process %d: %d bytes of device memory are back", process.pid, memory.fill(limit_s))
 
     await all_at_once(back, known.striped_processes)
@@ -78,7 +79,7 @@ def _drop(memory: DeviceMemory) -> None:
         raise
     except SnapshotError as error:
         pid = memory.process.pid
-        log.warning("process %d keeps what was made ready to park its device memory: %s", pid, error.message)
+        log.warning("process %d keeps what was prepared to offload its device memory: %s", pid, error.message)
 
 
 async def on_target(
@@ -88,8 +89,8 @@ async def on_target(
     incoming: Incoming | None,
     parts: Parts,
 ) -> None:
-    """Refills the restored processes, by their inner pid, from the stripes in `folder`; `incoming` brings those, unless they
-    came with the image. `device`: as the source noted it."""
+    """Refills the restored processes, by their inner pid, from the stripes in `folder`; `incoming` receives these, unless
+    they came with the image. `device`: as the source described it."""
     if device:
         began = host.boottime_s()
         wanted_bytes = sum(one.total_bytes for one in device)
@@ -113,25 +114,24 @@ async def on_target(
         if await in_thread(devmem.is_out, process):
             raise GpuFailed(
                 f"the device memory of the restored process {process.pid} did not come with it",
-                remedy="the job goes on at its source",
+                remedy="the job continues on its source",
                 where=Where.SOURCE_FROZEN,
             )
 
 
 def must_be_here(folder: Path, device: Sequence[OffloadedMemory]) -> None:
-    """Stripes that had a lane of their own, which ended with an earlier life of this daemon, are here all the same. Blocking.
-    Unreachable where one is not: nobody brings it any more."""
+    """Raises Unreachable unless all stripes arrived before a restart of this daemon closed their channel. Blocking."""
     missing = [name for name, size in _expected(device).items() if _arrived_bytes(folder / name) != size]
     if missing:
         raise Unreachable(
             f"this daemon was restarted while device memory was on its way: {', '.join(missing)} did not arrive whole",
-            remedy="the job goes on at its source; a plain retry is safe",
+            remedy="the job continues on its source; a plain retry is safe",
             where=Where.SOURCE_FROZEN,
         )
 
 
 def _arrived_bytes(stripe: Path) -> int | None:
-    """As its receiver noted when all of it was verified and stored."""
+    """As its receiver recorded when all of it was verified and stored."""
     try:
         size = json.loads(stripe.with_name(f"{stripe.name}.done").read_text())["size"]
         return int(size) if stripe.stat().st_size == size else None
@@ -145,7 +145,7 @@ def _memories(processes: Mapping[int, Process], device: Sequence[OffloadedMemory
         process = processes.get(one.pid)
         memory = devmem.find(process) if process is not None else None
         if memory is None or not memory.offloaded():
-            raise Damaged(f"process {one.pid} was not restored as it was parked", where=Where.SOURCE_FROZEN)
+            raise Damaged(f"process {one.pid} was not restored as it was dumped", where=Where.SOURCE_FROZEN)
         found.append(memory)
     return found
 
@@ -161,15 +161,15 @@ async def _fill_all(
         memory, offloaded = one
         with stripe_files.opened(folder, offloaded.stripes, os.O_RDONLY) as fds:
             memory.ready(fds, offloaded.slot_bytes)
-        if given_up.is_set():  # said while nothing was under way that could have been cancelled
-            raise GpuFailed("it is not filled: the move was given up", where=Where.SOURCE_FROZEN)
+        if given_up.is_set():  # set while there was nothing to cancel yet
+            raise GpuFailed("device memory is not filled: the move was given up", where=Where.SOURCE_FROZEN)
         return memory.fill(limit_s)
 
     return sum(await all_at_once(fill, list(zip(memories, device, strict=True))))
 
 
 async def _arrived(incoming: Incoming, filling: asyncio.Future[int], limit_s: float) -> Mapping[str, int]:
-    """The stripes' sizes once all is here. Gives up with either side: where the network failed, that is the reason."""
+    """The stripes' sizes once all have arrived. Fails with either side; a network failure is reported first."""
     arriving = asyncio.ensure_future(incoming.wait(limit_s))
     try:
         both: list[asyncio.Future[Any]] = [arriving, filling]
@@ -183,7 +183,7 @@ async def _arrived(incoming: Incoming, filling: asyncio.Future[int], limit_s: fl
 
 
 async def _cancel(filling: asyncio.Future[int], memories: Sequence[DeviceMemory]) -> None:
-    """Again and again: what begins a moment after one cancellation has not heard of it."""
+    """Cancels repeatedly: a fill that begins just after one cancellation does not notice it."""
     while not filling.done():
         with contextlib.suppress(SnapshotError):
             await all_at_once(lambda memory: memory.cancel(), memories)

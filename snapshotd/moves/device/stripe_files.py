@@ -1,7 +1,7 @@
 """The stripe files of a source: device memory of its ranks that is on no GPU, until the move has ended.
 
-They are image_dir/parked/MOVE/device-PID-NUMBER. Invariant: while a process says that its device memory is out, its files
-are there, whole; they go only with the move's end, so that also the daemon's next life can undo it.
+They are image_dir/parked/MOVE/device-PID-NUMBER. Invariant: while a process reports its device memory as offloaded, its files
+exist, complete. They are removed only when the move has ended, so that a restarted daemon can still undo it.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from snapshotd.moves.journal import Journal
 from snapshotd.moves.record import OffloadedMemory
 from snapshotd.moves.rules import Mark
 
-#: As they are called on the wire, too.
+#: Their names, also on the wire.
 NAME = re.compile(r"device-[1-9][0-9]{0,9}-[0-9]{1,2}")
 
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2  # FALLOC_FL_…
-_TRIES = 5  # to make a folder whose parent somebody else may just have found empty
+_TRIES = 5  # to make a folder whose parent another move may just have removed
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
@@ -37,8 +37,8 @@ def names_of(inner_pid: int, stripes: int) -> list[str]:
 
 
 def following(device: Sequence[OffloadedMemory]) -> list[OffloadedMemory]:
-    """The notes of what is out, with the names that its files have on the target when they follow over the images' lane.
-    Other ones than the stripes', because a child there may still write to those."""
+    """The same with the names that the files have on the target when they follow over the image channel. They differ from the
+    stripes' names, because a receiver there may still write to those."""
     return [msgspec.structs.replace(one, stripes=[f"follow-{name}" for name in one.stripes]) for one in device]
 
 
@@ -61,13 +61,13 @@ def make_folder(image_dir: Path, move: str) -> Path:
 
 
 def allocate(path: Path, expected_bytes: int) -> None:
-    """A file whose pages are all there: they need no time when the job waits. Blocking. Full."""
+    """Creates a file with all its pages, which then take no time while the job waits. Blocking. Raises Full."""
     os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
     enlarge(path, expected_bytes)
 
 
 def enlarge(path: Path, expected_bytes: int) -> None:
-    """The same for a file that is there; it never shrinks. Blocking. Full."""
+    """Does the same for an existing file; it never shrinks. Blocking. Raises Full."""
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         while _libc.fallocate(fd, 0, 0, max(1, expected_bytes)) != 0:
@@ -83,7 +83,7 @@ def enlarge(path: Path, expected_bytes: int) -> None:
 
 
 def empty(path: Path) -> None:
-    """Its memory is free again; its size stays, for who still sends it. Blocking."""
+    """Frees its memory; its size stays, because it may still be sent. Blocking."""
     with opened(path.parent, [path.name], os.O_RDWR) as (fd,):
         size = os.fstat(fd).st_size
         if size:
@@ -102,14 +102,14 @@ def opened(folder: Path, names: Sequence[str], flags: int) -> Iterator[list[int]
 
 
 def sweep(image_dir: Path, move: str) -> None:
-    """The move has ended: so have its files. Twice is once."""
+    """Removes the files of a move that has ended. Idempotent."""
     shutil.rmtree(folder_of(image_dir, move), ignore_errors=True)
-    with contextlib.suppress(OSError):  # there are others
+    with contextlib.suppress(OSError):  # other moves have files
         (image_dir / "parked").rmdir()
 
 
 def sweep_ended(image_dir: Path, journal: Journal) -> None:
-    """At start: the files of moves that have ended, or that nobody knows."""
+    """At start: removes the files of moves that have ended, or are not in the journal."""
     with contextlib.suppress(FileNotFoundError):
         for name in os.listdir(image_dir / "parked"):
             known = next((log for log in journal.all() if log.move == name and log.begin.role == "source"), None)

@@ -1,8 +1,8 @@
 """The source coordinates what happens to the communicators of the rank that leaves, over all members on all nodes.
 
-It is the source's task and not the driver's, because it has to be done without a driver as well: after ABORT the rank's
-communicators are built again here, whoever is still there to ask for it. Invariant: which communicators are taken down, and
-all their members, are in the journal before the first is; all members of each are known, or nothing is touched.
+It is the source's task, not the driver's, because it must also work without a driver: after ABORT the rank's communicators
+are built again here. Invariant: which communicators are taken down, and all their members, are in the journal before the
+first is taken down; all members of each are known, or nothing is changed.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from snapshotd.api.client import DaemonClient
 from snapshotd.api.errors import RankGone, Refused, SnapshotError, Where, WrongState
 from snapshotd.keepers.listing import ranks_of
 from snapshotd.moves import rules
+from snapshotd.moves.moving import Moving
 from snapshotd.moves.nccl.members import ATTACH_S, DETACH_S, NEW_ID_S, Members, cause
 from snapshotd.moves.nccl.membership import Membership, membership_of, untried
-from snapshotd.moves.node import Moving, Node
+from snapshotd.moves.node import Node
 from snapshotd.moves.rules import Mark
 from snapshotd.proc import host
 from snapshotd.runtime import metrics
@@ -28,14 +29,14 @@ from snapshotd.runtime.faults import Point, reach
 
 log = logging.getLogger(__name__)
 
-#: What a call takes beyond the work itself.
+#: What a call may take beyond the work itself.
 GRACE_S = 5.0
 REPORT_S, LIST_S, OPEN_S, GIVE_UP_S = 15.0, 10.0, 5.0, 5.0
-#: Between two words to a node that has not given up yet.
+#: Between two messages to a node that has not given up yet.
 TELL_AGAIN_S = 0.5
 #: The held copy is continued and loads a fresh copy of NCCL.
 READY_S = 60.0
-#: How long an undo tries to build the communicators again before it lets the job go on without them.
+#: How long an undo tries to build the communicators again before it lets the job continue without them.
 UNDO_S = 120.0
 
 
@@ -93,16 +94,16 @@ class Communicators:
     # ------------------------------------------------------------------ undo, with or without a driver
 
     async def put_back(self, moving: Moving) -> None:
-        """ABORT stands and the rank runs here again, behind its gate: it and its peers get their communicators back.
+        """ABORT stands and the rank runs here again, behind its gate: builds its communicators again on all members.
 
-        An error: try again. After UNDO_S, or when a member has ended, the job is let go on without them: it hears of it by
-        NCCL's own errors, which is better than waiting for ever.
+        On an error try again. After UNDO_S, or when a member has ended, the job continues without them: NCCL's own errors
+        tell it so, which is better than waiting for ever.
         """
         membership = moving.log.record.communicators
         if membership is None:
             return
         moving.undoing_since_s = moving.undoing_since_s or host.boottime_s()
-        for again in (True, False):  # what failed once, in a moment, is tried once more before anybody hears of it
+        for again in (True, False):  # a short failure is retried once before it is reported
             try:
                 # Those that were built with the target's copy already are taken down first; the others are down.
                 await self._detach_all(moving, membership)
@@ -112,14 +113,14 @@ class Communicators:
                 tried_s = host.boottime_s() - moving.undoing_since_s
                 if isinstance(error, RankGone) or tried_s > UNDO_S:
                     moving.failure = f"its communicators could not be built again: {error.message}"
-                    log.error("rank %s: %s; the job is let go on without them", moving.log.begin.rank, moving.failure)
+                    log.error("rank %s: %s; the job continues without them", moving.log.begin.rank, moving.failure)
                     return
                 if not again:
                     raise
                 log.warning("building the communicators again: %s", error.message)
 
     async def open_all(self, moving: Moving) -> None:
-        """Tells every node that the rank is back. One that does not hear of it asks: nobody is waited for."""
+        """Tells every node that the rank is back. Best effort: a node that is not reached asks by itself."""
         outcome = moving.log.outcome
         if outcome is None or not self.members.gates.closed_for(moving.log.move):
             return
@@ -137,7 +138,7 @@ class Communicators:
         names = [here, *(node.name for node in moving.nodes if node.name != here)]
         for name, result in zip(names, await asyncio.gather(*map(tell, names), return_exceptions=True), strict=True):
             if isinstance(result, BaseException):
-                log.info("node %s opens its gates when it has asked: %s", name, result)
+                log.info("node %s opens its gates once it has asked: %s", name, result)
 
     # ------------------------------------------------------------------ parts
 
@@ -159,7 +160,7 @@ class Communicators:
         silent = [f"{name}: {answer}" for name, answer in zip(names, answers, strict=True) if name not in reports]
         membership, problems = membership_of(reports, begin.rank_uid)
         if problems:
-            raise Refused("; ".join([*problems[:5], *silent]), where=Where.SOURCE_RUNNING)
+            raise Refused(f"nccl-communicators: {'; '.join([*problems[:5], *silent])}", where=Where.SOURCE_RUNNING)
         instances = {
             process.pid: process.instance
             for process in reports[self.node.config.node].processes
@@ -233,7 +234,7 @@ class Communicators:
         return found
 
     async def _give_up_on(self, moving: Moving, name: str) -> None:
-        """Whoever does not hear of it waits for its own deadline, as nobody would have to."""
+        """Best effort: a node that is not reached waits until its own deadline."""
         try:
             if name == self.node.config.node:
                 await self.members.give_up(moving.log.move, name)
@@ -249,10 +250,10 @@ class Communicators:
         act: Callable[[str], Coroutine[Any, Any, None]],
         give_up: Callable[[str], Coroutine[Any, Any, None]] | None = None,
     ) -> None:
-        """The same on all nodes at once. All are waited for; then what failed first is raised.
+        """Does the same on all nodes at once. Waits for all, then raises the first failure.
 
-        `give_up` is for what waits for each other: once a node has failed the others are told, and told again, because what
-        one was asked before may reach it later.
+        `give_up` is for calls that wait for each other: once a node has failed the others are told, repeatedly, because the
+        request itself may reach a node later than the first message.
         """
         tasks = {asyncio.create_task(act(name)): name for name in names}
         failed: dict[str, BaseException] = {}
@@ -281,7 +282,7 @@ class Communicators:
         endpoints = {node.name: node.endpoint for node in moving.nodes}
         endpoints.setdefault(begin.target_node, begin.target_endpoint)
         if name not in endpoints:
-            raise WrongState(f"node {name} is not among those that the driver named", where=Where.UNKNOWN)
+            raise WrongState(f"node {name} is not one of those that the driver named", where=Where.UNKNOWN)
         return self.node.client(name, endpoints[name])
 
     def _request(self, moving: Moving) -> pb.GateReportRequest:
@@ -294,7 +295,7 @@ def down(moving: Moving) -> bool:
 
 
 def must_be_attached(moving: Moving) -> None:
-    """Before COMMIT: a rank whose communicators are down must not be all there is of it."""
+    """Raises WrongState unless the communicators are built: COMMIT would leave only a rank without them."""
     if down(moving):
         raise WrongState("its communicators are not built again yet", where=Where.SOURCE_FROZEN)
 
@@ -312,6 +313,6 @@ def _nodes(membership: Membership) -> list[str]:
 
 
 def _on(membership: Membership, node: str) -> tuple[list[str], list[str]]:
-    """The communicators that have a member on a node, in the order that all members build them, and these ranks."""
+    """The communicators that have a member on a node, in the order in which all members build them, and these ranks."""
     comms = sorted(comm for comm, found in membership.items() if any(member.node == node for member in found))
     return comms, sorted({member.rank_uid for comm in comms for member in membership[comm] if member.node == node})

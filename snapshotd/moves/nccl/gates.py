@@ -1,27 +1,30 @@
-"""The gates of a job's ranks on this node: closed for a move, and opened once the job's communicators are whole again.
+"""The gates of a job's ranks on this node: closed for a move, and opened once the job's communicators are complete again.
 
 The driver closes them and moves them on to a common cut; the source daemon has communicators taken down and built again
-(members.py); a token of the move's outcome opens them. Invariant: what is closed is in the journal before it
-is closed, so no gate stays closed because somebody died: a node that does not know the outcome asks the source and the
-target (`gate_next` of snapshotd/moves/rules.py), also in its next life. A job without communicators leaves no trace here.
+(members.py); a token of the move's outcome opens them. Invariant: a gate is in the journal before it is closed, so no gate
+stays closed because a process died: a node that does not know the outcome asks the source and the target (`gate_next` of
+snapshotd/moves/rules.py), also after a restart. A job without communicators leaves no trace here.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Sequence
 
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.api.errors import Busy, Denied, NotFound, RankGone, SnapshotError, Where, WrongState
+from snapshotd.api.errors import Busy, Denied, NotFound, RankGone, SnapshotError, Where
 from snapshotd.inprocess import ncclctl
 from snapshotd.keepers.ranks import RankEntry, check_rank_uid
 from snapshotd.moves import rules
 from snapshotd.moves.journal import Journal, MoveLog, check_move_id
+from snapshotd.moves.moving import Moving
 from snapshotd.moves.nccl import gate_processes
-from snapshotd.moves.node import Moving, Node, follow, now_unix_s
+from snapshotd.moves.node import Node
 from snapshotd.moves.record import Begin, GateProcess
 from snapshotd.moves.rules import CopyState, GateDecision, GateFacts, Mark, Outcome
+from snapshotd.moves.steps import Steps, settle_loop, step
 from snapshotd.proc import host
 from snapshotd.runtime.blocking import all_at_once, in_thread
 from snapshotd.runtime.faults import Point, reach
@@ -31,27 +34,30 @@ log = logging.getLogger(__name__)
 
 ASK_AGAIN_S = 2.0
 DRIVER_FIRST_S = 3.0
-#: An undo gives up earlier (snapshotd/moves/nccl/communicators.py): a source that is silent for so long has given up as well.
+#: An undo gives up earlier (snapshotd/moves/nccl/communicators.py): a source that is silent for this long has given up.
 SILENT_S = 240.0
-#: A node that for so long hears neither source nor target lets its ranks go on: they learn by NCCL's errors what is lost.
+#: A node that reaches neither source nor target for this long opens its gates: NCCL's errors tell the ranks what is lost.
 LOST_S = 900.0
 
 
-class GateOps:
+class GateSteps(Steps):
     """One instance per daemon."""
 
+    role = "gate"
+    not_here = "no gate is closed here for move {move}"
+
     def __init__(self, node: Node) -> None:
+        super().__init__(Journal(node.config.state_dir / "gate"))  # this node may be the move's source or target too
         self.node = node
-        self.journal = Journal(node.config.state_dir / "gate")  # its own: this node may be source or target too
-        self.moves: dict[str, Moving] = {}
         self._beginning = asyncio.Lock()
 
     # ------------------------------------------------------------------ the driver's steps
 
+    @step
     async def close(self, request: pb.MoveDescription) -> pb.GateReport:
-        """Every process here that has communicators launches nothing more that is not in its report."""
+        """Closes the gate of every process here that has communicators: it launches nothing that is not in its report."""
         check_move_id(request.move), check_rank_uid(request.rank_uid)
-        async with self._beginning:  # a repeated request waits for the first, and one job is closed for one move
+        async with self._beginning:  # a repeated request waits for the first; a job is closed for one move only
             known = self.journal.find(request.move)
             if known is None:
                 having = [each for each, _ in await gate_processes.find(self._ranks(request.job))]
@@ -61,7 +67,7 @@ class GateOps:
             else:
                 moving = self.moving(request.move)
         async with moving.lock:
-            self.still_open(moving)
+            self.must_be_open(moving)
             with move_context(move=request.move, rank=request.rank, phase="quiesce"):
                 found = await in_thread(gate_processes.alive, moving.log)
                 await all_at_once(lambda each: ncclctl.close(each.process), found)
@@ -71,34 +77,36 @@ class GateOps:
                 return await gate_processes.report(found)
 
     async def report(self, request: pb.GateReportRequest) -> pb.GateReport:
-        """Where the job's processes here are; nothing is changed."""
+        """How far the job's processes here are. Changes nothing."""
         moving = self.moves.get(check_move_id(request.move)) if request.move else None
         if moving is not None and moving.log.last_mark is not Mark.SETTLED:
             return await gate_processes.report(await in_thread(gate_processes.alive, moving.log))
         found = await gate_processes.find(self._ranks(request.job))
         return pb.GateReport(processes=[gate_processes.to_proto(*each) for each in found])
 
+    @step
     async def set_targets(self, request: pb.SetTargetsRequest) -> pb.GateReport:
-        """How far each process may go on behind its closed gate."""
+        """Sets how far each process may continue behind its closed gate."""
         moving = self.moving(request.move)
         targets = {
             (check_rank_uid(each.rank_uid), each.pid): [gate_processes.target_line(one) for one in each.targets]
             for each in request.processes
         }
         async with moving.lock:
-            self.still_open(moving)
+            self.must_be_open(moving)
             found = await in_thread(gate_processes.alive, moving.log)
             named = [each for each in found if (each.rank_uid, each.inner_pid) in targets]
             if len(named) < len(targets):
-                raise RankGone("a process that is to be moved on to the cut has ended", where=Where.SOURCE_RUNNING)
+                raise RankGone("a process that has to reach the cut has ended", where=Where.SOURCE_RUNNING)
             await all_at_once(
                 lambda each: ncclctl.set_targets(each.process, targets[each.rank_uid, each.inner_pid]), named
             )
             return await gate_processes.report(found)
 
+    @step
     async def open(self, move: str, token: bytes, caller: str) -> pb.OpenReply:
-        """With the source's token: COMMIT opens. ABORT opens where the source itself says so, which has built its
-        communicators again before; anybody else's word makes this node ask the source."""
+        """With the source's token: COMMIT opens. ABORT opens when it comes from the source itself, which has built its
+        communicators again before; from another caller it only makes this node ask the source."""
         if self.journal.find(check_move_id(move)) is None:
             return pb.OpenReply(opened=True)
         moving = self.moving(move)
@@ -115,20 +123,18 @@ class GateOps:
     # ------------------------------------------------------------------ settling
 
     def adopt_journal(self) -> None:
-        """At start: takes up every gate that an earlier life left closed."""
+        """At start: takes up every gate that was closed before the restart."""
         for move_log in self.journal.all():
             if move_log.last_mark is not Mark.SETTLED:
                 self._track(move_log, 0.0)
 
     def _track(self, move_log: MoveLog, driver_first_s: float) -> Moving:
         moving = self.moves[move_log.move] = Moving(move_log)
-        moving.settling = asyncio.create_task(
-            follow(moving, self._settle_once, driver_first_s, ASK_AGAIN_S, "gates"), name=f"gate of {move_log.move}"
-        )
+        self.follow(moving, settle_loop(moving, self._settle_once, driver_first_s, ASK_AGAIN_S, "gates"))
         return moving
 
     async def _settle_once(self, moving: Moving) -> None:
-        """The decisions of the rules, carried out until there is only waiting left. The caller holds the move's lock."""
+        """Carries out decisions of the rules until it has to wait. The caller holds the move's lock."""
         move_log, asked = moving.log, False
         outcome = move_log.outcome
         facts = GateFacts(move_log.last_mark, outcome.outcome if outcome else None)
@@ -148,13 +154,13 @@ class GateOps:
                     await self._open(move_log)
                 case GateDecision.CLOSE:
                     moving.waiting_for = ""
-                    moving.kick.set()
+                    moving.wake()
                     return
             outcome = move_log.outcome
             facts = GateFacts(move_log.last_mark, outcome.outcome if outcome else None)
 
     async def _open(self, move_log: MoveLog) -> None:
-        """The rank that has moved is opened by its target, as it wakes it; the copy that stayed here never runs again."""
+        """Opens the gates here, except that of a rank that has moved: its target opens it; the copy here never runs again."""
         await reach(Point.BEFORE_OPEN)
         outcome = move_log.outcome
         left = outcome is not None and outcome.outcome is Outcome.COMMIT
@@ -166,7 +172,7 @@ class GateOps:
         log.info("opened the gates of %d processes of job %s", len(here), move_log.begin.job)
 
     async def _ask(self, moving: Moving) -> GateFacts:
-        """How the move ends, by the source, and whether the target runs the rank; silence is no answer."""
+        """The source's outcome, and whether the target runs the rank. No answer counts as undecided."""
         begin, request = moving.log.begin, pb.MoveRequest(move=moving.log.move)
         outcome: Outcome | None = None
         undone = unknowing = False
@@ -216,28 +222,14 @@ class GateOps:
             target_endpoint=request.target_endpoint,
             nonce=request.nonce.hex(),
             boot_id=host.boot_id(),
-            begun_unix_s=now_unix_s(),
+            begun_unix_s=time.time(),
         )
         move_log = await in_thread(self.journal.begin, begin)
         await in_thread(move_log.mark, Mark.GATED, gate_processes=list(having))
         return self._track(move_log, DRIVER_FIRST_S)
 
-    def moving(self, move: str) -> Moving:
-        found = self.moves.get(check_move_id(move))
-        if found is None:
-            move_log = self.journal.find(move)
-            if move_log is None:
-                raise NotFound(f"no gate is closed here for move {move}")
-            found = self.moves[move] = Moving(move_log)
-        return found
-
-    def still_open(self, moving: Moving) -> None:
-        outcome = moving.log.outcome
-        if outcome is not None:
-            raise WrongState(f"move {moving.log.move} has ended: {outcome.outcome} ({outcome.reason})")
-
     def closed(self, move: str = "") -> list[pb.ClosedGate]:
-        """The gates that are closed here, for one move or for any. It blocks: call it in a thread."""
+        """The gates that are closed here, for one move or for any. Blocking."""
         found = []
         for move_log in self.journal.all():
             if move_log.last_mark is Mark.SETTLED or move not in {"", move_log.move}:

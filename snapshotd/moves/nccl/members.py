@@ -1,8 +1,8 @@
 """This node's members of the communicators of a rank that moves: taken down, and built again with all others at once.
 
-The source daemon asks for it, which alone knows all members; here are those of one node, among them, on the target, the copy
-that is held. Invariant: communicators change only behind a closed gate. Whatever fails here leaves them down, and the
-gates closed: what becomes of the job is the source's to say.
+The source daemon, which alone knows all members, asks for it. Here are the members of one node; on the target the held copy
+is one of them. Invariant: communicators change only behind a closed gate. A failure here leaves them down and the gates
+closed; the source decides how the move ends.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import Denied, RankGone, SnapshotError, Where, WrongState
 from snapshotd.inprocess import ncclctl
 from snapshotd.moves.journal import MoveLog, check_move_id
+from snapshotd.moves.moving import Moving
 from snapshotd.moves.nccl import gate_processes, held_copy
-from snapshotd.moves.nccl.gates import GateOps
-from snapshotd.moves.node import Moving
+from snapshotd.moves.nccl.gates import GateSteps
+from snapshotd.moves.steps import step
 from snapshotd.proc import host, tree
 from snapshotd.proc.tree import Process
 from snapshotd.runtime.blocking import all_at_once, in_thread
@@ -27,32 +28,33 @@ from snapshotd.runtime.faults import Point, reach
 
 log = logging.getLogger(__name__)
 
-#: NCCL has no deadlines: these are ours, for all processes of a node together.
+#: NCCL has no deadlines. These apply to all processes of a node together.
 DETACH_S, NEW_ID_S, ATTACH_S = 30.0, 10.0, 60.0
 
 
 class Members:
-    """One instance per daemon. `held_copy`: the move's copy here, if this node is its target and may not let it run yet."""
+    """One instance per daemon. `held_copy`: the move's copy here, if this node is its target and the copy may not run yet."""
 
-    def __init__(self, gates: GateOps, held_copy: Callable[[str], Moving | None]) -> None:
+    def __init__(self, gates: GateSteps, held_copy: Callable[[str], Moving | None]) -> None:
         self.gates = gates
         self._held_copy = held_copy
-        self._building: defaultdict[str, set[threading.Event]] = defaultdict(set)  # by move; set: those give up
+        self._building: defaultdict[str, set[threading.Event]] = defaultdict(set)  # by move; set: give up
 
     async def adopt_copies(self) -> None:
-        """At start: a copy that an earlier life had woken to build communicators stands still again."""
+        """At start: stops a copy that was continued to build communicators before the restart."""
         for move_log in self.gates.node.journal.all():
             copy = self._held_copy(move_log.move)
             if copy is None or not copy.same_boot or not move_log.record.nccl_processes:
                 continue
             async with copy.lock:
-                if self._held_copy(move_log.move) is not copy:  # let go, or dropped, before the lock was ours
+                if self._held_copy(move_log.move) is not copy:  # activated or dropped before the lock was free
                     continue
                 try:
                     await held_copy.still(move_log)
                 except (SnapshotError, OSError) as error:  # its threads are parked: nothing of the job runs
-                    log.warning("move %s: its copy does not stand still yet: %s", move_log.move, error)
+                    log.warning("move %s: its copy is not stopped yet: %s", move_log.move, error)
 
+    @step
     async def detach(self, request: pb.DetachRequest, caller: str) -> pb.DetachReply:
         """Takes these communicators down in all processes of these ranks here."""
         moving = self.gates.moving(request.move)
@@ -60,15 +62,16 @@ class Members:
         comms = [ncclctl.check_comm(comm) for comm in request.comms]
         began = host.boottime_s()
         async with moving.lock:
-            self.gates.still_open(moving)
+            self.gates.must_be_open(moving)
             found = await in_thread(gate_processes.members, moving.log, request.rank_uids)
             await all_at_once(lambda each: ncclctl.detach(each.process, comms, DETACH_S), found)
             log.info("move %s: took %d communicators down in %d processes", request.move, len(comms), len(found))
             await reach(Point.DETACHED)
         return pb.DetachReply(comms=len(comms), seconds=host.boottime_s() - began)
 
+    @step
     async def new_id(self, request: pb.NewIdRequest, caller: str) -> pb.NewIdReply:
-        """An id for a communicator, made by the member that has seat 0 in it. It runs until the Attach that follows."""
+        """Makes an id for a communicator, in its member with rank 0. That process runs until the Attach that follows."""
         copy = self._copy_of(request.move, [request.rank_uid])
         if copy is not None:
             _only_the_source(copy.log, caller)
@@ -79,14 +82,15 @@ class Members:
         moving = self.gates.moving(request.move)
         _only_the_source(moving.log, caller)
         async with moving.lock:
-            self.gates.still_open(moving)
+            self.gates.must_be_open(moving)
             found = await in_thread(gate_processes.members, moving.log, [request.rank_uid])
             return pb.NewIdReply(unique_id=await in_thread(_new_id, [each.process for each in found], request.pid))
 
+    @step
     async def attach(self, request: pb.AttachRequest, caller: str) -> pb.AttachReply:
-        """Builds these communicators in all processes of these ranks here; they meet those of the other nodes.
+        """Builds these communicators in all processes of these ranks here, together with those of the other nodes.
 
-        None named: the held copy gets ready for it, so that nobody waits for one that cannot.
+        Without any communicator it only prepares the held copy, so that no member waits for one that cannot take part.
         """
         lines = [ncclctl.attach_line(each.comm, each.unique_id, untried=each.untried) for each in request.comms]
         began = host.boottime_s()
@@ -109,14 +113,14 @@ class Members:
         return pb.AttachReply(comms=len(lines), seconds=host.boottime_s() - began)
 
     async def give_up(self, move: str, caller: str) -> pb.GiveUpReply:
-        """Another member has failed: those that are waiting for it here need not. Their own Attach says what came of it."""
+        """Another member has failed: ends the wait of those here. Their own Attach reports the failure."""
         copy, building = self._held_copy(check_move_id(move)), self._building.get(move, ())
         _only_the_source((copy or self.gates.moving(move)).log, caller)
         fresh = [given_up for given_up in building if not given_up.is_set()]
         for given_up in fresh:
             given_up.set()
         if fresh:
-            log.info("move %s: gives up building communicators: a member elsewhere has failed", move)
+            log.info("move %s: giving up building communicators: a member on another node has failed", move)
         return pb.GiveUpReply(building=bool(building))
 
     async def _attach_copy(self, copy: Moving, lines: list[str], caller: str, given_up: threading.Event) -> None:
@@ -139,7 +143,7 @@ class Members:
     ) -> None:
         _only_the_source(moving.log, caller)
         async with moving.lock:
-            self.gates.still_open(moving)
+            self.gates.must_be_open(moving)
             found = await in_thread(gate_processes.members, moving.log, rank_uids)
             await reach(Point.ATTACHING)
             await _build([each.process for each in found], lines, given_up)
@@ -149,12 +153,12 @@ class Members:
         return copy if copy is not None and copy.log.begin.rank_uid in set(rank_uids) else None
 
     def _may_wake(self, copy: Moving) -> None:
-        if self._held_copy(copy.log.move) is not copy:  # it was, before the lock was ours
+        if self._held_copy(copy.log.move) is not copy:  # it was, before the lock was free
             raise WrongState(f"the copy of move {copy.log.move} is not held here any more", where=Where.UNKNOWN)
 
 
 async def _build(processes: Sequence[Process], lines: Sequence[str], given_up: threading.Event) -> None:
-    """In all of them, or in none: the first that fails lets the others give up."""
+    """In all of them, or in none: the first that fails makes the others give up."""
     if given_up.is_set():
         raise ncclctl.gave_up("this node")
     running = [all_at_once(lambda each: ncclctl.attach(each, lines, ATTACH_S, given_up), [each]) for each in processes]
@@ -162,7 +166,7 @@ async def _build(processes: Sequence[Process], lines: Sequence[str], given_up: t
 
 
 async def _all_or_none(work: Iterable[Awaitable[object]], given_up: threading.Event) -> None:
-    failures: list[BaseException] = []  # in the order in which they came
+    failures: list[BaseException] = []  # in order
 
     async def watched(one: Awaitable[object]) -> None:
         try:
@@ -178,8 +182,8 @@ async def _all_or_none(work: Iterable[Awaitable[object]], given_up: threading.Ev
 
 
 def cause(failures: Iterable[BaseException]) -> BaseException:
-    """Of failures in the order in which they came: the first, because those after it may only have waited for that member,
-    or have seen it go. But a member that has ended comes before all: there is no use in trying again."""
+    """The failure to report, of several in order: the first, because later ones may be its consequences. But a member that
+    has ended precedes all others: there is no use in trying again."""
     found = list(failures)
     return next((error for error in found if isinstance(error, RankGone)), found[0])
 
@@ -188,7 +192,7 @@ def _new_id(processes: Sequence[Process], inner_pid: int) -> str:
     for process in processes:
         if process.alive() and tree.inner_pid(process.pid) == inner_pid:
             return ncclctl.new_id(process, NEW_ID_S)
-    raise RankGone(f"the rank's process {inner_pid} is not here", where=Where.UNKNOWN)
+    raise RankGone(f"the rank's process {inner_pid} is not on this node", where=Where.UNKNOWN)
 
 
 def _only_the_source(move_log: MoveLog, caller: str) -> None:

@@ -22,6 +22,7 @@ from snapshotd.api.errors import SnapshotError, Usage
 from snapshotd.keepers.ranks import RankEntry, check_rank_uid
 from snapshotd.moves.node import Node
 from snapshotd.moves.peers.new_connections import LOOPBACKS, reached_at
+from snapshotd.moves.steps import step
 from snapshotd.net import forward, tracking
 from snapshotd.net.flows import Address, BadAddress
 from snapshotd.runtime.blocking import in_thread
@@ -48,6 +49,7 @@ class Forwarding:
 
     # ------------------------------------------------------------------ what another node tells
 
+    @step
     async def set(self, request: pb.ForwardRequest, caller: str) -> pb.ForwardReply:
         """What another node says about a rank of its own; an empty list forgets the rank."""
         uid = check_rank_uid(request.rank_uid)

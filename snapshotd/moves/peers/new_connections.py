@@ -1,11 +1,12 @@
-"""New connections to a rank's listeners during a move: their first packets vanish until it is clear where the rank is.
+"""New connections to a rank's listeners during a move: their first packets are dropped until it is clear where the rank is.
 
-The kernel goes on completing handshakes for a frozen listener, and whoever was let in would be lost with the copy. So from
-just before the freeze a SYN to any address under which the rank is called is dropped; TCP sends it again after a second.
-Undone, the source lets them in again. Moved, it does so once every node it can ask forwards them to the target: the node
-that has the rank tells the one it left last (snapshotd/moves/peers/forwarding.py). Existing connections are not concerned.
+The kernel completes handshakes for a frozen listener, and such a connection would be lost with the copy. So from just before
+the freeze a SYN to any address of the rank's listeners is dropped; TCP sends it again after a second. When the move is
+undone, the source admits new connections again. When it succeeds, the source does so once every node that it can reach
+forwards them to the target: the node that has the rank tells the one it left last (snapshotd/moves/peers/forwarding.py).
+Existing connections are not affected.
 
-Invariant: while newcomers are held, none waits at a listener of the rank: the freeze waits for that, or is refused.
+Invariant: while new connections are held, none waits at a listener of the rank: the freeze waits for that, or fails.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ LOOPBACKS = ("127.0.0.1", "127.0.1.1", "::1")
 
 
 def hold(move: str, flows: Iterable[Flow]) -> bool:
-    """No new connection to the rank's listeners begins from now on; False where it has none. Blocking, repeatable."""
+    """Holds new connections to the rank's listeners from now on; False where it has none. Blocking, idempotent."""
     addresses = called(flow for flow in flows if flow.listens)
     if addresses:
         packets.hold_listeners(table(move), addresses)
@@ -35,7 +36,7 @@ def hold(move: str, flows: Iterable[Flow]) -> bool:
 
 
 def drain(pids: Sequence[int]) -> None:
-    """Waits until the running rank has accepted everybody who was let in. Raises Refused when it does not. Blocking."""
+    """Waits until the running rank has accepted all waiting connections. Raises Refused when it does not. Blocking."""
     deadline = time.monotonic() + DRAIN_S
     while True:
         listeners = [flow for flow in sockets.tree_flows(pids) if flow.listens]
@@ -44,7 +45,7 @@ def drain(pids: Sequence[int]) -> None:
             return
         if time.monotonic() > deadline:
             raise Refused(
-                f"connections wait at {late[0].local} to be accepted, and the rank does not",
+                f"connections: the rank does not accept those that wait at {late[0].local}",
                 remedy="try again in a moment",
                 where=Where.SOURCE_RUNNING,
             )
@@ -52,13 +53,13 @@ def drain(pids: Sequence[int]) -> None:
 
 
 def admit(move_log: MoveLog) -> None:
-    """New connections begin again. Idempotent; costs nothing where none were held."""
+    """Admits new connections again. Idempotent; costs nothing where none were held."""
     if move_log.record.new_connections_held:
         packets.drop_table(table(move_log.move))
 
 
 def called(listeners: Iterable[Flow]) -> set[Address]:
-    """The addresses of this node under which somebody can call these listeners."""
+    """The addresses of this node at which these listeners can be reached."""
     found = list(listeners)
     own = sorted({*sockets.own_addresses(), *LOOPBACKS}) if found else []
     return {
@@ -78,5 +79,5 @@ def reached_at(local: Address, own: Iterable[str], *, v6only: bool = False) -> l
 
 
 def table(move: str) -> str:
-    """A filter of its own: it lasts longer than that of the rank's connections."""
+    """The name of a separate filter: it lasts longer than that of the rank's connections."""
     return f"m-{hashlib.sha256(f'newcomers of {move}'.encode()).hexdigest()[:12]}"

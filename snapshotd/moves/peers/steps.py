@@ -1,33 +1,35 @@
-"""A peer's side of a move: the other ends of the rank's connections are here, in processes that stay.
+"""A peer's steps of a move: this node has the peers' sockets of the rank's connections, in processes that stay.
 
-Each is re-pointed in place at the target, under a packet filter, just before COMMIT; with the outcome the filter goes, or the
-socket is pointed back first. The processes are stopped only while their sockets are being changed.
+Each is re-pointed in place at the target, under a packet filter, just before COMMIT. With the outcome the filter is dropped,
+after an ABORT the socket is pointed back first. The processes are stopped only while their sockets are being changed.
 
 Invariant: while this node does not know the outcome, no packet of these connections leaves or enters it, with the old or
-the new address; so whatever the other ends do meanwhile, nothing here can be answered with a reset. What a socket was is
-on RAM-backed storage before it is touched. A peer that does not know the outcome asks the source and the target, and waits;
-what it does is `peer_next` of snapshotd/moves/rules.py.
+the new address; so whatever the rank's sockets do meanwhile, nothing here can be answered with a reset. The state of a socket
+is on RAM-backed storage before it is changed. A peer that does not know the outcome asks the source and the target, and
+waits (`peer_next` of snapshotd/moves/rules.py).
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import shutil
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.api.errors import Busy, Denied, NotFound, Refused, SnapshotError, Usage, Where, WrongState
+from snapshotd.api.errors import Busy, Denied, Refused, SnapshotError, Usage, Where
 from snapshotd.keepers.ranks import check_rank_uid
 from snapshotd.moves import rules
 from snapshotd.moves.journal import Journal, MoveLog, check_move_id
-from snapshotd.moves.node import Moving, Node, follow, now_unix_s
+from snapshotd.moves.moving import Moving
+from snapshotd.moves.node import Node
 from snapshotd.moves.peers import socket_options
 from snapshotd.moves.peers.connections import new_pair, old_pair, peer_table
 from snapshotd.moves.record import Begin, PeerSocket, SocketTimers, parse_pair
 from snapshotd.moves.rules import CopyState, Mark, Outcome, PeerDecision, PeerFacts
+from snapshotd.moves.steps import Steps, settle_loop, step
 from snapshotd.net import filter as packets
 from snapshotd.net import forward, refusals, repoint, sockets, timers, tracking
 from snapshotd.net.flows import BadAddress, Flow, Pair
@@ -35,7 +37,6 @@ from snapshotd.proc import host
 from snapshotd.runtime import metrics
 from snapshotd.runtime.blocking import in_thread
 from snapshotd.runtime.faults import Point, reach
-from snapshotd.runtime.logs import move_context
 
 log = logging.getLogger(__name__)
 
@@ -43,20 +44,20 @@ ASK_AGAIN_S = 2.0
 DRIVER_FIRST_S = 3.0
 
 
-class PeerOps:
+class PeerSteps(Steps):
     """One instance per daemon."""
 
+    role = "peer"
+    not_here = "no connection of move {move} ends here"
+
     def __init__(self, node: Node) -> None:
+        super().__init__(Journal(node.config.state_dir / "peer"))  # this node may be the move's source or target too
         self.node = node
-        self.journal = Journal(
-            node.config.state_dir / "peer"
-        )  # its own: this node may be the move's source or target too
-        self.moves: dict[str, Moving] = {}
 
     # ------------------------------------------------------------------ steps
 
     async def inspect_connections(self, rewires: list[pb.Rewire]) -> list[pb.Check]:
-        """Preflight: are the other ends here, and can they be re-pointed? Nothing is touched."""
+        """Preflight: whether the peers' sockets are here and can be re-pointed. Changes nothing."""
         try:
             _, problems = await in_thread(self._ends, rewires)
         except (SnapshotError, OSError, ValueError) as error:
@@ -73,15 +74,14 @@ class PeerOps:
             ]
         return [pb.Check(name=name, reason=f"{len(rewires)} connections end on {self.node.config.node}")]
 
+    @step
     async def suspend_timeouts(self, request: pb.RepointRequest) -> pb.SuspendTimeoutsReply:
-        """Before the freeze: the ends here outlive a long silence, and this kernel learns how far the target is."""
+        """Before the freeze: lets the sockets here outlive a long silence, and this kernel learn the target's round trip."""
         description = _check(request)
-        known = self.journal.find(description.move) is not None
-        moving = self._moving(description.move) if known else await self._begin(description)
-        async with moving.lock:
-            if (outcome := moving.log.outcome) is not None:
-                raise WrongState(f"move {description.move} has ended: {outcome.outcome} ({outcome.reason})")
-            ends, _ = await in_thread(self._ends, list(request.rewires))  # what is wrong is the later steps' to say
+        if self.journal.find(description.move) is None:
+            await self._begin(description)
+        async with self.working_on(description.move, "suspend") as moving:
+            ends, _ = await in_thread(self._ends, list(request.rewires))  # later steps report the problems
             await reach(Point.BEFORE_BRACE)
             found = await in_thread(_all_timers, moving.log, [flow for _, flow in ends])
             await in_thread(moving.log.mark, Mark.BRACED, socket_timers=found)
@@ -91,45 +91,44 @@ class PeerOps:
                 await in_thread(timers.meet, ip, description.target_endpoint)
         return pb.SuspendTimeoutsReply(sockets=len(ends))
 
+    @step
     async def repoint(self, request: pb.RepointRequest) -> pb.RepointReply:
-        """Points the ends here at the target, under a filter. The last thing before COMMIT."""
+        """Points the sockets here at the target, under a filter. The last step before COMMIT."""
         description = _check(request)
-        known = self.journal.find(description.move) is not None
-        moving = self._moving(description.move) if known else await self._begin(description)
-        async with moving.lock:
-            if (outcome := moving.log.outcome) is not None:
-                raise WrongState(f"move {description.move} has ended: {outcome.outcome} ({outcome.reason})")
+        if self.journal.find(description.move) is None:
+            await self._begin(description)
+        async with self.working_on(description.move, "re-point") as moving:
             if moving.log.last_mark is Mark.REPOINTED:
                 return pb.RepointReply(sockets=len(moving.log.record.peer_sockets))
             began = host.boottime_s()
-            with move_context(move=description.move, rank=description.rank, phase="re-point"):
-                await reach(Point.BEFORE_REPOINT)
-                ends, problems = await in_thread(self._ends, list(request.rewires))
-                if problems:
-                    raise Refused("; ".join(problems[:5]), where=Where.SOURCE_FROZEN)
-                found = [_peer_socket(rewire, flow) for rewire, flow in ends]
-                off = await in_thread(_all_timers, moving.log, [flow for _, flow in ends])
-                await in_thread(moving.log.mark, Mark.REPOINTING, socket_timers=off, peer_sockets=found)
-                await in_thread(socket_options.suspend, off)
-                try:
-                    stopped_s = await in_thread(self._repoint_all, description.move, found, True)
-                    await reach(Point.REPOINTING)
-                except BaseException:
-                    moving.interrupted = True  # mended at once, not with the outcome: a process may be stopped
-                    moving.kick.set()
-                    raise
-                await in_thread(moving.log.mark, Mark.REPOINTED)
-                metrics.phase("re-point", host.boottime_s() - began)
-                log.info("re-pointed %d connections at %s", len(found), description.target_node)
-                await reach(Point.REPOINT)
+            await reach(Point.BEFORE_REPOINT)
+            ends, problems = await in_thread(self._ends, list(request.rewires))
+            if problems:
+                raise Refused(f"connection-ends: {'; '.join(problems[:5])}", where=Where.SOURCE_FROZEN)
+            found = [_peer_socket(rewire, flow) for rewire, flow in ends]
+            off = await in_thread(_all_timers, moving.log, [flow for _, flow in ends])
+            await in_thread(moving.log.mark, Mark.REPOINTING, socket_timers=off, peer_sockets=found)
+            await in_thread(socket_options.suspend, off)
+            try:
+                stopped_s = await in_thread(self._repoint_all, description.move, found, True)
+                await reach(Point.REPOINTING)
+            except BaseException:
+                moving.interrupted = True  # repaired at once, not with the outcome: a process may be stopped
+                moving.wake()
+                raise
+            await in_thread(moving.log.mark, Mark.REPOINTED)
+            metrics.phase("re-point", host.boottime_s() - began)
+            log.info("re-pointed %d connections at %s", len(found), description.target_node)
+            await reach(Point.REPOINT)
             return pb.RepointReply(sockets=len(found), stopped_s=stopped_s)
 
+    @step
     async def settle(self, move: str, token: bytes) -> pb.SettleReply:
-        """With the source's token, COMMIT or ABORT: the filter goes, or the sockets are pointed back first."""
+        """With the source's token: drops the filter; after an ABORT points the sockets back first."""
         check_move_id(move)
         if self.journal.find(move) is None:
             return pb.SettleReply(settled=True)
-        moving = self._moving(move)
+        moving = self.moving(move)
         outcome = next((item for item in Outcome if rules.proves(token, moving.log.nonce, item.value, move)), None)
         if outcome is None:
             raise Denied(f"that is not the source's token for move {move}")
@@ -141,7 +140,7 @@ class PeerOps:
     # ------------------------------------------------------------------ settling
 
     def adopt_journal(self) -> None:
-        """At start: takes up every unsettled move of an earlier life."""
+        """At start: takes up every unsettled move from before the restart."""
         for move_log in self.journal.all():
             if move_log.last_mark is not Mark.SETTLED:
                 self._track(move_log, 0.0)
@@ -149,19 +148,16 @@ class PeerOps:
     def _track(self, move_log: MoveLog, driver_first_s: float) -> Moving:
         moving = self.moves[move_log.begin.move] = Moving(move_log)
         moving.interrupted = move_log.last_mark is Mark.REPOINTING
-        moving.settling = asyncio.create_task(
-            follow(moving, self._settle_once, driver_first_s, ASK_AGAIN_S, "connections"),
-            name=f"peer of {move_log.move}",
-        )
+        self.follow(moving, settle_loop(moving, self._settle_once, driver_first_s, ASK_AGAIN_S, "connections"))
         return moving
 
     async def _settle_once(self, moving: Moving) -> None:
-        """The decisions of the rules, carried out until there is only waiting left. The caller holds the move's lock."""
+        """Carries out decisions of the rules until it has to wait. The caller holds the move's lock."""
         move_log, asked = moving.log, False
-        said: tuple[Outcome | None, CopyState] = None, CopyState.UNREACHABLE
+        answers: tuple[Outcome | None, CopyState] = None, CopyState.UNREACHABLE
         while True:
             known = move_log.outcome
-            facts = PeerFacts(move_log.last_mark, known.outcome if known else None, moving.interrupted, *said)
+            facts = PeerFacts(move_log.last_mark, known.outcome if known else None, moving.interrupted, *answers)
             decision, moving.waiting_for = rules.peer_next(facts)
             if known is not None and facts.mark is not Mark.SETTLED:
                 await reach(Point.BEFORE_SETTLE)
@@ -169,7 +165,7 @@ class PeerOps:
                 case PeerDecision.ASK:
                     if asked:
                         return
-                    asked, said = True, await self._ask(move_log)
+                    asked, answers = True, await self._ask(move_log)
                 case PeerDecision.LEARN_COMMIT:
                     await in_thread(move_log.decide, Outcome.COMMIT, moving.waiting_for, "target")
                 case PeerDecision.LEARN_ABORT:
@@ -193,11 +189,11 @@ class PeerOps:
                         await in_thread(socket_options.resume, move_log.record.socket_timers)
                         await in_thread(move_log.mark, Mark.SETTLED)
                     moving.waiting_for = ""
-                    moving.kick.set()
+                    moving.wake()
                     return
 
     async def _ask(self, move_log: MoveLog) -> tuple[Outcome | None, CopyState]:
-        """How the move ends, by the source, and whether the target runs the rank; silence is no answer."""
+        """The source's outcome, and whether the target runs the rank. No answer counts as undecided."""
         begin, request, outcome = move_log.begin, pb.MoveRequest(move=move_log.move), None
         with contextlib.suppress(SnapshotError):
             async with self.node.client(begin.source_node, begin.source_endpoint) as source:
@@ -221,24 +217,24 @@ class PeerOps:
     # ------------------------------------------------------------------ sockets
 
     def _ends(self, rewires: list[pb.Rewire]) -> tuple[list[tuple[pb.Rewire, Flow]], list[str]]:
-        """The sockets here that the rewirings are about, and what is wrong with them. Blocking."""
+        """The sockets here that the rewirings are about, and the problems with them. Blocking."""
         pairs = {old_pair(rewire): rewire for rewire in rewires}
         found = self._find(pairs)
         missing = [
-            f"the other end of {pair[0]} - {pair[1]} is in no process here" for pair in pairs if pair not in found
+            f"the peer's socket of {pair[0]} - {pair[1]} is in no process here" for pair in pairs if pair not in found
         ]
         unheld = [f"{flow} belongs to no process" for flow in found.values() if not flow.holders]
         wrong = [str(problem) for problem in refusals.problems(found.values())]
         leaving = {pid: entry for entry in self.node.ranks.all() if entry.moving for pid in entry.group.pids()}
         holders = {holder.pid for flow in found.values() for holder in flow.holders}
         wrong += [
-            f"rank {entry.rank} of job {entry.job}, which has the other end, is being moved itself"
+            f"rank {entry.rank} of job {entry.job}, which has the peer's socket, is being moved itself"
             for entry in {leaving[pid].uid: leaving[pid] for pid in holders & leaving.keys()}.values()
         ]
         return [(pairs[pair], flow) for pair, flow in found.items()], missing + unheld + wrong
 
     def _find(self, pairs: Iterable[Pair]) -> dict[Pair, Flow]:
-        """The other ends, by the pair as the rank has it. One that came through a forwarding has another name for it."""
+        """The peers' sockets, by the pair as the rank has it. One that came through a forwarding has another name for it."""
         forwarded = {old: new for known in forward.listed().values() for old, new in known.items()}
         if not forwarded:
             return sockets.find_peers(pairs)
@@ -250,7 +246,7 @@ class PeerOps:
         return {names[name]: flow for name, flow in sockets.find_peers(names, forwarded).items()}
 
     def pending(self, pids: Iterable[int]) -> str:
-        """The unfinished move of another rank that has changed a socket of these processes here; "" if there is none."""
+        """The unfinished move of another rank that has re-pointed a socket of these processes; "" if there is none."""
         wanted = set(pids)
         for moving in self.moves.values():
             if moving.log.last_mark is not Mark.SETTLED:
@@ -260,13 +256,14 @@ class PeerOps:
         return ""
 
     def _repoint_all(self, move: str, found: list[PeerSocket], towards_target: bool) -> float:
-        """Every socket to its new, or back to its old, ends, silently; repeatable after a crash anywhere in it. Blocking."""
+        """Points every socket at its new addresses, or back at the old ones, under the filter. Blocking. Idempotent, also
+        after a crash."""
         if found:
             packets.hold(peer_table(move), [pair for one in found for pair in one.pairs])
         states = self._states(move)
         states.mkdir(mode=0o700, parents=True, exist_ok=True)
         stopped_s = repoint.repoint_all([_change(one, towards_target, states) for one in found])
-        # A connection that had come through a forwarding has its real address now: the kernel must not translate it too.
+        # A connection that came through a forwarding has its real address now: the kernel must not translate it as well.
         tracking.untrack([parse_pair(one.own) for one in found if one.own != one.old])
         return stopped_s
 
@@ -291,18 +288,9 @@ class PeerOps:
             target_endpoint=description.target_endpoint,
             nonce=description.nonce.hex(),
             boot_id=host.boot_id(),
-            begun_unix_s=now_unix_s(),
+            begun_unix_s=time.time(),
         )
         return self._track(await in_thread(self.journal.begin, begin), DRIVER_FIRST_S)
-
-    def _moving(self, move: str) -> Moving:
-        found = self.moves.get(move)
-        if found is None:
-            move_log = self.journal.find(move)
-            if move_log is None:
-                raise NotFound(f"no connection of move {move} ends here")
-            found = self.moves[move] = Moving(move_log)
-        return found
 
 
 def _check(request: pb.RepointRequest) -> pb.MoveDescription:
@@ -314,7 +302,7 @@ def _check(request: pb.RepointRequest) -> pb.MoveDescription:
         for rewire in request.rewires:
             old_pair(rewire), new_pair(rewire)
     except BadAddress as error:
-        raise Usage(f"an address to be re-pointed makes no sense: {error}") from error
+        raise Usage(f"an address to be re-pointed is invalid: {error}") from error
     return description
 
 

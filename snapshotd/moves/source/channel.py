@@ -1,4 +1,4 @@
-"""The way to the target: the bulk lane beside gRPC, or gRPC itself where the network lets no other port through."""
+"""The image channel to the target: a bulk connection beside gRPC, or gRPC itself where no other port is open."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _OPEN_S = 10.0
 
 @asynccontextmanager
 async def streams_to_target(node: Node, begin: Begin) -> AsyncIterator[Sequence[Stream]]:
-    """Streams for the images of a frozen rank; the sender that gets them ends them."""
+    """Streams for the images of a frozen rank; the sender closes them."""
     config = node.config
     beside = await _beside_grpc(node, begin)
     if beside:
@@ -37,20 +37,24 @@ async def streams_to_target(node: Node, begin: Begin) -> AsyncIterator[Sequence[
 
 
 async def _beside_grpc(node: Node, begin: Begin) -> Sequence[Stream]:
-    """None at all where the lane cannot be opened or reached. What the target has against the move itself is raised."""
+    """Streams of the bulk connection; none where it cannot be opened or reached. Objections to the move itself are raised."""
     config = node.config
     try:
         async with node.client(begin.target_node, begin.target_endpoint) as client:
-            lane = await client.target.OpenImageChannel(pb.OpenImageChannelRequest(move=begin.move), timeout_s=_OPEN_S)
-    except Internal as error:  # it has no port for it, or is of a version that knows no such lane
-        log.warning("gRPC carries the images: %s has no bulk lane: %s", begin.target_node, error.message)
+            channel = await client.target.OpenImageChannel(
+                pb.OpenImageChannelRequest(move=begin.move), timeout_s=_OPEN_S
+            )
+    except Internal as error:  # it has no port for it, or its version does not know it
+        log.warning("gRPC carries the images: %s has no bulk connection: %s", begin.target_node, error.message)
         return []
     except SnapshotError as error:
         error.where = Where.SOURCE_FROZEN
         raise
     host, _ = split_address(begin.target_endpoint)
     try:
-        return await open_streams(host, lane.port, lane.key, config.credentials, begin.target_node, config.streams)
+        return await open_streams(
+            host, channel.port, channel.key, config.credentials, begin.target_node, config.streams
+        )
     except Unreachable as error:
-        log.warning("gRPC carries the images: the bulk lane cannot be reached: %s", error.message)
+        log.warning("gRPC carries the images: the bulk connection cannot be established: %s", error.message)
         return []

@@ -1,7 +1,7 @@
-"""How a rank leaves a move on its source: thawed where it was, or let go of because it runs elsewhere now.
+"""How a move ends on its source: the rank is thawed, or its frozen copy is dropped because the rank runs elsewhere.
 
-Invariant: nothing here decides. The outcome is in the journal before any of it is called, and every act can be repeated, by
-the next round of settling or by the next life of the daemon.
+Invariant: nothing here decides. The outcome is in the journal before any of it is called, and every act can be repeated, in
+the next round of settling or after a restart.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from pathlib import Path
 
 from snapshotd.api.errors import SnapshotError
 from snapshotd.keepers.ranks import RankEntry
-from snapshotd.moves.device import gpu, offload, refill, stripe_files
+from snapshotd.moves.device import memory, refill, stripe_files
 from snapshotd.moves.journal import MoveLog
+from snapshotd.moves.moving import Moving
 from snapshotd.moves.nccl import held_copy
 from snapshotd.moves.nccl.communicators import Communicators
-from snapshotd.moves.node import Moving, Node
+from snapshotd.moves.node import Node
 from snapshotd.moves.peers import connections, new_connections, socket_options
 from snapshotd.moves.rules import Mark
 from snapshotd.moves.source.dump import Dump
@@ -30,44 +31,45 @@ from snapshotd.runtime.faults import Point, reach
 log = logging.getLogger(__name__)
 
 KILL_S = 20.0
-#: How long new connections are held after a move that nobody forwards to its target.
+#: How long new connections are held after a move if no node reports that they are forwarded.
 FORWARD_S = 30.0
 
 
-class Leaving:
+class Departure:
     """The acts that end a move on its source. One instance per daemon."""
 
     def __init__(self, node: Node, communicators: Communicators) -> None:
         self.node, self.communicators = node, communicators
         self._later: set[asyncio.Task[None]] = set()
-        self._forwarded: set[str] = set()  # ranks that left, and where they are now was told here
+        self._forwarded: set[str] = set()  # ranks that left, and whose new connections are forwarded here
 
     def begins(self, rank_uid: str) -> None:
-        """The rank is about to move: that it was forwarded after an earlier move does not count any more."""
+        """The rank is about to move again: a forwarding from its last move does not count any more."""
         self._forwarded.discard(rank_uid)
 
     def own_entry(self, move_log: MoveLog) -> RankEntry | None:
-        """The entry of the copy this move is about; not that of a copy that came back meanwhile."""
+        """The entry of the copy that this move is about; not that of a copy that has come back since."""
         entry = self.node.ranks.get(move_log.begin.rank_uid, move_log.record.keeper_role or "home")
         return entry if entry is not None and entry.cgroup == move_log.record.cgroup else None
 
     async def thaw(self, moving: Moving) -> None:
-        """ABORT stands: lets the copy here go on, if somebody keeps it. A rank that is gone stays gone."""
+        """ABORT stands: lets the copy here continue, if its keeper lives. Otherwise ends it."""
         move_log = moving.log
-        await offload.stop(moving)
+        if moving.offload is not None:
+            await moving.offload.close()
         await Dump.sweep(self.node, move_log)
         entry = self.own_entry(move_log)
         group = Cgroup(Path(move_log.record.cgroup))
         here = move_log.begin.boot_id == host.boot_id() and group.exists()
         if entry is None or not entry.keeper_alive():
-            await in_thread(connections.let_go, move_log)  # nobody goes on with them: the others hear of its end
+            await in_thread(connections.let_go, move_log)  # its connections end with it
             await in_thread(new_connections.admit, move_log)
             await in_thread(group.kill, KILL_S)
             if entry is not None:
                 await self.node.lost(entry)
         elif move_log.last_mark is not Mark.BEGUN:
             if entry.link is not None:
-                with contextlib.suppress(SnapshotError):  # a keeper that is not connected is told when it is
+                with contextlib.suppress(SnapshotError):  # a keeper that is not connected learns it when it reconnects
                     await entry.link.resume(move_log.move)
             if here:
                 await in_thread(connections.wake, group.pids())
@@ -80,18 +82,18 @@ class Leaving:
                 await self._bring_back(moving, group)
                 await in_thread(socket_options.resume, move_log.record.socket_options.timers)
         elif here:
-            await self._refill(moving)  # nothing is out: what was made ready is given up
+            await self._refill(moving)  # nothing is offloaded: gives up what was prepared
         if here and entry is not None and entry.keeper_alive():
             await self.communicators.put_back(moving)
         await self._close(moving)
         await self.communicators.open_all(moving)
 
     async def _bring_back(self, moving: Moving, group: Cgroup) -> None:
-        """A GPU rank's device memory, then its threads. A rank whose device memory the driver lost is ended: its launcher
-        hears of it now, not after a time-out of hours."""
+        """Brings back a GPU rank's device memory, then its threads. Ends a rank whose device memory the driver lost, so that
+        its launcher learns it now, not after a time-out of hours."""
         known = moving.log.record
         try:
-            await gpu.bring_back(
+            await memory.bring_back(
                 self.node.gpus,
                 known.cuda,
                 known.gpu_uses,
@@ -99,7 +101,7 @@ class Leaving:
                 held_copy.processes(known.nccl_processes),
                 lambda: self._refill(moving),
             )
-        except gpu.Lost as lost:
+        except memory.Lost as lost:
             moving.failure = f"the rank was ended: {lost}"
             log.error("rank %s: %s", moving.log.begin.rank, moving.failure)
             await in_thread(group.kill, KILL_S)
@@ -138,16 +140,16 @@ class Leaving:
         await in_thread(self.node.carry.remember, move_log.record.carried)
         await Dump.sweep(self.node, move_log)
         await self._close(moving, await self._sent_bytes(moving))
-        await self._admit_newcomers(move_log)
+        await self._admit_new_connections(move_log)
         await reach(Point.RELEASE)
 
-    async def _admit_newcomers(self, move_log: MoveLog) -> None:
-        """Those who call the rank here are let go on once they are forwarded; whoever says so last does it, or the clock."""
+    async def _admit_new_connections(self, move_log: MoveLog) -> None:
+        """Admits new connections to the rank's former address once they are forwarded, at the latest after FORWARD_S."""
         if move_log.record.new_connections_held:
             if move_log.begin.rank_uid in self._forwarded:
                 await in_thread(new_connections.admit, move_log)
             else:
-                task = asyncio.create_task(self._admit_later(move_log), name=f"newcomers of {move_log.move}")
+                task = asyncio.create_task(self._admit_later(move_log), name=f"new connections of {move_log.move}")
                 self._later.add(task)
                 task.add_done_callback(self._later.discard)
 
@@ -156,7 +158,7 @@ class Leaving:
         await in_thread(new_connections.admit, move_log)
 
     async def forwarded(self, rank_uid: str) -> None:
-        """New connections to a rank are sent on from here now: the moves that took it away need not hold them any more."""
+        """New connections to a rank are forwarded from here now: the moves that took it away need not hold them any more."""
         self._forwarded.add(rank_uid)
         for move_log in self.node.journal.all():
             begin = move_log.begin
@@ -164,8 +166,8 @@ class Leaving:
                 await in_thread(new_connections.admit, move_log)
 
     async def _sent_bytes(self, moving: Moving) -> int:
-        """Of the image, and of what went beside it."""
-        beside = await moving.parking.last_words() if moving.parking is not None else 0
+        """Of the image, and of the device-memory channel."""
+        beside = await moving.offload.finish() if moving.offload is not None else 0
         return moving.log.record.sent_bytes + beside
 
     async def _close(self, moving: Moving, sent_bytes: int | None = None) -> None:
@@ -178,4 +180,4 @@ class Leaving:
         entry = self.own_entry(moving.log)
         if entry is not None and entry.moving == moving.log.move:
             entry.moving = ""
-        moving.kick.set()
+        moving.wake()

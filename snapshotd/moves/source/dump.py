@@ -1,9 +1,9 @@
-"""Dump and stream: criu writes the image, the target has it a moment later, and nothing big is stored here.
+"""Dump and stream: criu writes the image, which goes straight to the target; nothing big is stored here.
 
-The big images (pages, ghost files) are FIFOs that criu splices into and the sender reads: the pipe is the back-pressure, so
-the source never holds a second copy of the rank's memory. Small images and carried files follow when criu is done.
+The big images (pages, ghost files) are FIFOs that criu splices into and the sender reads. The pipe gives back-pressure, so
+the source never has a second copy of the rank's memory. Small images and carried files follow when criu is done.
 
-Invariant: however this ends, the tree is stopped and its cgroup frozen when `run` returns or raises; criu is gone.
+Invariant: when `run` returns or raises, the tree is stopped, its cgroup is frozen, and criu has exited.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from snapshotd.criu import links, session
 from snapshotd.keepers.ranks import RankEntry
 from snapshotd.moves.description import FILE, ImageDescription
 from snapshotd.moves.device import stripe_files
-from snapshotd.moves.device.offload import Parking
+from snapshotd.moves.device.offload import Offload
 from snapshotd.moves.journal import MoveLog
 from snapshotd.moves.node import Node
 from snapshotd.moves.record import OffloadedMemory
@@ -45,7 +45,7 @@ from snapshotd.transport.image.sender import Sender
 log = logging.getLogger(__name__)
 
 DUMP_S = 3600.0
-#: FIFOs beyond the ones we can foresee; criu makes a plain file where one is missing, which works but takes memory.
+#: FIFOs beyond the foreseeable ones. criu makes a plain file where one is missing, which works but takes memory.
 SPARE_FIFOS = 8
 #: Files criu writes for people, not for the restore.
 _NOT_SENT = {"dump.log", "stats-dump"}
@@ -55,9 +55,9 @@ class Dump:
     """The dump of one frozen rank, and its way to the target."""
 
     def __init__(
-        self, node: Node, move_log: MoveLog, entry: RankEntry, facts: pb.RankFacts, parking: Parking | None = None
+        self, node: Node, move_log: MoveLog, entry: RankEntry, facts: pb.RankFacts, offload: Offload | None = None
     ) -> None:
-        self.node, self.log, self.entry, self.facts, self.parking = node, move_log, entry, facts, parking
+        self.node, self.log, self.entry, self.facts, self.offload = node, move_log, entry, facts, offload
         self.images = images_folder(node, move_log.move)
         self.began_s = host.boottime_s()
         self.dump_seconds = 0.0
@@ -65,12 +65,12 @@ class Dump:
         self.sender: Sender | None = None
         self.done = False
         self.carried: list[str] = []
-        self.linked: list[links.Linked] = []  # what criu will make links to
+        self.linked: list[links.Linked] = []  # files that criu will make links to
 
     def progress(self) -> pb.Progress:
         sender = self.sender
         return pb.Progress(
-            bytes_sent=(sender.bytes_sent if sender else 0) + (self.parking.sent_bytes if self.parking else 0),
+            bytes_sent=(sender.bytes_sent if sender else 0) + (self.offload.sent_bytes if self.offload else 0),
             bytes_zero=sender.bytes_zero if sender else 0,
             chunks_resent=sender.chunks_resent if sender else 0,
             bytes_expected=self.expected,
@@ -155,7 +155,7 @@ class Dump:
                 await in_thread(links.sweep, self.linked)
 
     async def _criu(self, written: asyncio.Event) -> None:
-        """The dump itself, in the rank's namespaces, in a cgroup of its own."""
+        """Runs criu in the rank's namespaces, in its own cgroup."""
         began = host.boottime_s()
         group = criu_group(self.log.move).create()
         ours, theirs = session.swrk_pair()
@@ -192,7 +192,7 @@ class Dump:
         written.set()
 
     def _make_fifos(self, pids: list[int]) -> dict[str, int]:
-        """One FIFO for every image that can be big. criu numbers pages by process, then shared memory; ghosts by file."""
+        """Makes a FIFO for every image that can be big. criu numbers pages by process, then shared memory; ghosts by file."""
         shutil.rmtree(self.images, ignore_errors=True)
         self.images.mkdir(mode=0o700, parents=True)
         deleted = _deleted_files(pids)
@@ -201,12 +201,12 @@ class Dump:
         return {name: make_fifo(self.images, name) for name in names}
 
     async def _device(self) -> tuple[list[OffloadedMemory], dict[str, Path]]:
-        """The parked device memory, as the target finds it, and those of its files that follow the images, by their names
-        there. A lane that failed is closed before: nothing may come both ways."""
+        """The offloaded device memory as the target finds it, and those of its files that follow the images, by their names
+        there. A channel that failed is closed first: nothing may arrive both ways."""
         device = self.log.record.offloaded
-        if self.parking is None or self.parking.has_lane:
+        if self.offload is None or self.offload.has_channel:
             return device, {}
-        await self.parking.close()
+        await self.offload.close()
         folder, there = (
             stripe_files.folder_of(self.node.config.image_dir, self.log.move),
             stripe_files.following(device),
@@ -282,7 +282,7 @@ def criu_group(move: str) -> Cgroup:
 
 
 def external_ttys(stdio: dict[str, Any]) -> list[str]:
-    """The pseudo-terminals whose other end the keeper has: criu must not look for it in the tree."""
+    """The pseudo-terminals whose master the keeper has: criu must not look for it in the tree."""
     keys = [channel.get("key", "") for channel in stdio.get("channels", [])]
     return sorted({key for key in keys if key.startswith("tty[")})
 
@@ -305,6 +305,6 @@ def _deleted_files(pids: list[int]) -> int:
 
 
 def _cause(failures: ExceptionGroup[Exception]) -> Exception:
-    """The failure to tell: criu's own words say more than the broken stream it leaves behind."""
+    """The failure to report: criu's own message says more than the broken stream that it leaves behind."""
     flat = [_cause(error) if isinstance(error, ExceptionGroup) else error for error in failures.exceptions]
     return next((error for error in flat if isinstance(error, CriuFailed)), flat[0])

@@ -1,7 +1,7 @@
 """The freeze of a rank: from running to stopped and frozen, silent on the network, its device memory in host memory.
 
-Invariant: FREEZING is journalled before the first thing is held, with what an undo has to look at; FROZEN when all stands
-still. Whatever fails in between, the rank is somewhere on the way and `leaving.thaw` brings it back.
+Invariant: FREEZING is journalled before anything is stopped, with all that an undo needs; FROZEN once everything has stopped.
+If a part in between fails, `Departure.thaw` brings the rank back from wherever it is.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import Busy, RankGone, Refused, Where, WrongState
 from snapshotd.keepers.link import KeeperLink
 from snapshotd.keepers.ranks import RankEntry
-from snapshotd.moves.device import gpu, offload
+from snapshotd.moves.device import cuda_processes, memory, offload, standstill
+from snapshotd.moves.device.parts import Parts
+from snapshotd.moves.moving import Moving
 from snapshotd.moves.nccl import gate_processes, held_copy
-from snapshotd.moves.node import Moving, Node
+from snapshotd.moves.node import Node
 from snapshotd.moves.peers import connections, new_connections, socket_options
 from snapshotd.moves.record import ClusterNode, JournalledProcess, NcclProcess
 from snapshotd.moves.rules import Mark
@@ -32,15 +34,15 @@ log = logging.getLogger(__name__)
 FREEZE_S = 20.0
 
 
-async def make_ready(node: Node, moving: Moving, entry: RankEntry, parts: gpu.Parts) -> None:
-    """What the job need not wait for: free blocks are given back, and what the rest takes to leave in stripes is made.
+async def make_ready(node: Node, moving: Moving, entry: RankEntry, parts: Parts) -> None:
+    """Does what the job need not wait for: returns free blocks to the driver, and prepares the stripes for the rest.
 
-    Before the gates close: the interpreter comes to no safe point behind one, and every rank of the job waits there."""
-    processes = await _on_gpus(node, entry.group.pids())
-    left_bytes = await gpu.empty_caches(processes, parts)
-    await _prepared(node, moving, processes, parts)
-    if moving.parking is not None:  # that took a while, and the job may have filled them again
-        left_bytes = max(left_bytes, await gpu.empty_caches(processes, parts))
+    It comes before the gates close: behind a gate the interpreter reaches no safe point, and every rank of the job waits."""
+    processes = await cuda_processes.must_find(node.gpus, entry.group.pids())
+    left_bytes = await memory.empty_caches(processes, parts)
+    await _prepare(node, moving, processes, parts)
+    if moving.offload is not None:  # that took a while, and the job may have filled the caches again
+        left_bytes = max(left_bytes, await memory.empty_caches(processes, parts))
     node.caches_left[moving.log.move] = left_bytes
 
 
@@ -50,18 +52,18 @@ async def freeze(
     """Stops the tree and freezes its cgroup. The caller holds the move's lock."""
     began, move, group = host.boottime_s(), moving.log.move, entry.group
     await reach(Point.BEFORE_FREEZE)
-    before = moving.log.record.stopped_before  # a repeated freeze finds its own stops, not a user's
+    before = moving.log.record.stopped_before  # a repeated freeze would find its own stops, not a user's
     if before is None:
         before = [tree.inner_pid(pid) for pid in group.pids() if tree.state(pid) == "T"]
     if (link := entry.link) is None:
         raise WrongState("the rank's keeper is not connected", where=Where.SOURCE_RUNNING)
 
-    parts = gpu.Parts()
-    processes = await _on_gpus(node, group.pids())
+    parts = Parts()
+    processes = await cuda_processes.must_find(node.gpus, group.pids())
     nccl = await _in_communicators(moving, entry)
     left_bytes = node.caches_left.pop(move, 0)
     uses = _expected(moving, left_bytes) if processes else {}
-    await _prepared(node, moving, processes, parts)
+    await _prepare(node, moving, processes, parts)
     await in_thread(
         moving.log.mark,
         Mark.FREEZING,
@@ -71,23 +73,23 @@ async def freeze(
         cuda_processes=[JournalledProcess.of(process) for process in processes],
         nccl_processes=nccl,
         gpu_uses=uses,
-        device_bytes=gpu.total(uses) if processes else 0,
+        device_bytes=memory.total(uses) if processes else 0,
     )
     if await in_thread(new_connections.hold, move, await in_thread(tree_flows, group.pids())):
         await in_thread(new_connections.drain, group.pids())
     await link.hold(move)
-    await gpu.hold(node.gpus, processes, group, parts, held_copy.processes(nccl))
+    await standstill.hold(node.gpus, processes, group, parts, held_copy.processes(nccl))
 
-    async def note(uses: dict[str, int]) -> None:
-        await in_thread(moving.log.mark, Mark.FREEZING, gpu_uses=uses, device_bytes=gpu.total(uses))
+    async def journal(uses: dict[str, int]) -> None:
+        await in_thread(moving.log.mark, Mark.FREEZING, gpu_uses=uses, device_bytes=memory.total(uses))
 
-    async def park() -> int:
-        if moving.parking is None:
+    async def offload_all() -> int:
+        if moving.offload is None:
             return 0
-        parked = gpu.parked_ones(processes, held_copy.processes(nccl))
-        return await moving.parking.out(node.gpus, processes, parts, lambda: gpu.stop_others(group, parked))
+        parked = standstill.parked_ones(processes, held_copy.processes(nccl))
+        return await moving.offload.out(node.gpus, processes, parts, lambda: standstill.stop_others(group, parked))
 
-    device_bytes = await gpu.take_off(node.gpus, processes, uses, parts, note, park)
+    device_bytes = await memory.take_off(node.gpus, processes, uses, parts, journal, offload_all)
     await in_thread(tree.stop_all, group, FREEZE_S)
     await reach(Point.STOPPED)
     await in_thread(group.freeze, FREEZE_S)
@@ -109,53 +111,46 @@ async def freeze(
         parts=parts.all,
         device_bytes=device_bytes,
         device_bytes_left=left_bytes,
-        warnings=moving.parking.warnings if moving.parking is not None else (),
+        warnings=moving.offload.warnings if moving.offload is not None else (),
     )
 
 
-async def _prepared(node: Node, moving: Moving, processes: list[tree.Process], parts: gpu.Parts) -> None:
-    """Device memory that leaves in stripes is ready to. Once is enough, unless this daemon was restarted since."""
+async def _prepare(node: Node, moving: Moving, processes: list[tree.Process], parts: Parts) -> None:
+    """Prepares the stripes, once, unless this daemon was restarted since."""
     if not moving.prepared:
         began = host.boottime_s()
-        await offload.prepare(node, moving, processes)
+        preflight_bytes = int(moving.facts.gpu.offloaded_bytes)
+        moving.offload = await offload.prepare(node, moving.log, processes, preflight_bytes)
         moving.prepared = True
-        if moving.parking is not None:
+        if moving.offload is not None:
             parts.add("prepare", host.boottime_s() - began)
-    elif moving.parking is not None:
-        await moving.parking.open_lane_again()
-    if moving.parking is not None and processes:
-        await in_thread(moving.parking.must_fit, processes[0].pid, Where.SOURCE_RUNNING)
+    elif moving.offload is not None:
+        await moving.offload.reopen_channel()
+    if moving.offload is not None and processes:
+        await in_thread(moving.offload.must_fit, processes[0].pid, Where.SOURCE_RUNNING)
 
 
 def _expected(moving: Moving, left_bytes: int) -> dict[str, int]:
-    """Bytes on each GPU, by UUID, before anybody has looked again: as preflight saw it, or an earlier try of this freeze."""
+    """Bytes on each GPU, by UUID, as preflight or an earlier attempt of this freeze saw them."""
     if known := moving.log.record.gpu_uses:
         return dict(known)
     uses = {use.uuid: use.memory_bytes for use in moving.facts.gpu.uses}
     if len(uses) == 1:
-        uses = {uuid: max(min(size, gpu.CONTEXT_BYTES), size - left_bytes) for uuid, size in uses.items()}
+        uses = {uuid: max(min(size, memory.CONTEXT_BYTES), size - left_bytes) for uuid, size in uses.items()}
     return uses
 
 
-async def _on_gpus(node: Node, pids: list[int]) -> list[tree.Process]:
-    """The processes that hold CUDA now."""
-    look, refusals = await gpu.look(node.gpus, pids)
-    for check in refusals:
-        raise Refused(f"{check.name}: {check.reason}", remedy=check.remedy, where=Where.SOURCE_RUNNING)
-    return [tree.Process.of(pid) for pid in look.cuda_pids] if look is not None else []
-
-
 async def _in_communicators(moving: Moving, entry: RankEntry) -> list[NcclProcess]:
-    """The processes whose communicators were taken down for this move. None may still be up: no socket or
-    thread of NCCL's survives a move, and the job would never learn why."""
+    """The processes whose communicators were taken down for this move. None may still be up: no socket
+    or thread of NCCL survives a move, and the job would never learn why."""
     instances = dict(moving.log.record.nccl_instances)
     found = []
     for gated, report in await gate_processes.find([entry]):
         up = [comm.id for comm in report.comms if comm.real]
         if up:
             raise Refused(
-                f"process {gated.pid} has communicators that were not taken down: {', '.join(up[:5])}",
-                remedy="the job was making them; a plain retry is safe",
+                f"nccl-communicators: process {gated.pid} has some that were not taken down: {', '.join(up[:5])}",
+                remedy="the job was creating them; a plain retry is safe",
                 where=Where.SOURCE_RUNNING,
             )
         instance = instances.get(gated.inner_pid, report.instance)
@@ -164,11 +159,11 @@ async def _in_communicators(moving: Moving, entry: RankEntry) -> list[NcclProces
 
 
 async def _silence(moving: Moving, entry: RankEntry, link: KeeperLink, places: Places) -> list[pb.Rewire]:
-    """The frozen rank's connections are noted and held, its unread input and output taken over; then it is FROZEN."""
+    """Journals and silences the frozen rank's connections, takes over its unread input and output, and marks it FROZEN."""
     move, group = moving.log.move, entry.group
     rewires, flows = await in_thread(connections.frozen, group.pids(), places)
     await in_thread(connections.hold, move, rewires, on_target=False)
-    held = await in_thread(new_connections.hold, move, flows)  # also at what began to listen meanwhile
+    held = await in_thread(new_connections.hold, move, flows)  # also at new listeners
     sockets = await in_thread(socket_options.of, flows)
     stdio = await link.drain(move)
     for problem in await in_thread(preflight.sync_files, group.pids()):

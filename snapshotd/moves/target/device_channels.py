@@ -1,4 +1,4 @@
-"""The target's lanes for parked device memory, one per move, from the source's asking until the move has ended here."""
+"""The target's device-memory channels: one per move, from the source's request until the move has ended here."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from snapshotd.transport.device.incoming import Incoming
 from snapshotd.transport.device.stripe_names import MAX_STRIPES
 
 
-class Inlets:
-    """All of this node's. On the loop that made it."""
+class DeviceChannels:
+    """All of this node. Not thread-safe: belongs to one event loop."""
 
     def __init__(self, hosts: Sequence[str]) -> None:
         self._hosts = hosts
@@ -21,7 +21,7 @@ class Inlets:
     async def open(
         self, move: str, folder: Path, names: Sequence[str], source_node: str, *, plain: bool, expected_bytes: int
     ) -> Incoming:
-        """A lane into `folder`, the move's own. One that was opened before and whose answer was lost goes."""
+        """Opens a channel into `folder`, the move's own. Replaces one that was opened before and whose answer was lost."""
         if not 1 <= len(names) <= MAX_STRIPES or len(set(names)) != len(names):
             raise Usage(f"{len(names)} stripes: 1 to {MAX_STRIPES} are possible, each with its own name")
         for name in names:
@@ -44,7 +44,7 @@ class Inlets:
         return self._open.get(move)
 
     async def close(self, move: str) -> None:
-        """Nothing is received any more; the files stay. Twice is once."""
+        """Stops receiving; the files stay. Idempotent."""
         incoming = self._open.pop(move, None)
         if incoming is not None:
             await incoming.close()

@@ -1,7 +1,7 @@
 """Restore: a guest keeper in a fresh pid namespace, criu as its child, and the rank as the keeper's child, stopped.
 
-Invariant: when `run` returns, every process of the copy is stopped and its cgroup frozen; when it raises, `sweep` leaves
-nothing of it: no process, no cgroup, no image.
+Invariant: when `run` returns, every process of the copy is stopped and its cgroup frozen. When it raises, `sweep` removes
+every process, cgroup and image of it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from snapshotd.keepers.link import KeeperLink
 from snapshotd.keepers.ranks import RankEntry, cgroup_for_guest
 from snapshotd.moves import description
 from snapshotd.moves.description import ImageDescription
-from snapshotd.moves.device import gpu, refill
+from snapshotd.moves.device import memory, refill
+from snapshotd.moves.device.parts import Parts
 from snapshotd.moves.journal import MoveLog
 from snapshotd.moves.node import Node
 from snapshotd.moves.peers import connections, socket_options
@@ -40,7 +41,7 @@ from snapshotd.transport.device.incoming import Incoming
 log = logging.getLogger(__name__)
 
 KEEPER_S = 15.0
-#: A restore that hangs keeps the job paused: so much for any, and so much for every GiB of image.
+#: Time limit of a restore, because one that hangs keeps the job paused: a fixed part, and a part for every GiB of image.
 RESTORE_S, RESTORE_GIB_S = 60.0, 10.0
 STOP_S = 10.0
 
@@ -52,9 +53,9 @@ class Restore:
         self.node, self.log = node, move_log
         self.link: asyncio.Future[KeeperLink] = asyncio.get_running_loop().create_future()
 
-    async def run(self, parts: gpu.Parts, incoming: Incoming | None = None) -> Fields:
-        """Restores; returns what is journalled about the held copy. `parts` gets where the time went, `incoming` brings
-        parked device memory."""
+    async def run(self, parts: Parts, incoming: Incoming | None = None) -> Fields:
+        """Restores; returns what is journalled about the held copy. `parts` gets where the time went, `incoming` receives
+        offloaded device memory."""
         begin = self.log.begin
         folder = self.node.store.path(begin.move)
         image = await _read_description(folder)
@@ -102,7 +103,7 @@ class Restore:
         pairs = [Pair(old, new) for old, new in self.log.record.gpu_pairs]
         beside = incoming if image.by_device_channel else None
         inner = dict(zip(image.cuda_pids, processes, strict=True))
-        await gpu.revive(
+        await memory.revive(
             self.node.gpus,
             processes,
             group,
@@ -209,14 +210,14 @@ class Restore:
             ended = f" (it ended with {process.returncode})" if process.returncode else ""
             raise Timeout(
                 f"the guest keeper did not come up in {KEEPER_S:.0f} s{ended}",
-                remedy="the daemon's log on the target has its words",
+                remedy="see the daemon's log on the target for its output",
                 where=Where.SOURCE_FROZEN,
             ) from error
         return link, ours, process
 
     @staticmethod
     async def sweep(node: Node, move_log: MoveLog) -> None:
-        """Leaves nothing of a copy here: the keeper and its pid namespace, the cgroup, the images, the entry."""
+        """Removes all of a copy here: the keeper and its pid namespace, the cgroup, the images, the entry."""
         if move_log.last_mark is Mark.ACTIVATED:
             raise AssertionError("an activated copy is the rank")
         begin = move_log.begin

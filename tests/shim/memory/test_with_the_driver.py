@@ -15,7 +15,7 @@ import pytest
 
 from snapshotd.api.errors import Timeout
 from snapshotd.cuda.driver import Gpus
-from snapshotd.moves.device import gpu
+from snapshotd.moves.device import parts, standstill
 from tests.fakes.cuda_fake import GpuNode
 from tests.sampling import Sampler
 from tests.shim.jobs import STUCK_S, until
@@ -54,7 +54,7 @@ async def _caught_at_the_lock(job: DeviceJob, gpus: Gpus) -> None:
 
 async def _park(job: DeviceJob, gpus: Gpus) -> bool:
     """Whether it worked; if not, a thread was caught, and all run again."""
-    await gpu.still(gpus, [job.process], [job.process], gpu.Parts())
+    await standstill.still(gpus, [job.process], [job.process], parts.Parts())
     await gpus.unlock(job.process, STUCK_S)
     try:
         await asyncio.to_thread(job.ask, OFFLOAD)

@@ -1,0 +1,56 @@
+"""One move in this daemon's memory, beside its log in the journal. A restart may lose all of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import dataclass, field
+
+from snapshotd.api import snapshotd_pb2 as pb
+from snapshotd.moves.device.offload import Offload
+from snapshotd.moves.journal import MoveLog
+from snapshotd.proc import host
+
+
+@dataclass
+class Moving:
+    log: MoveLog
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # held by every step, and by each round of settling
+    changed: asyncio.Event = field(default_factory=asyncio.Event)  # wakes the settle loop
+    lease_ends_s: float = 0.0  # CLOCK_BOOTTIME
+    adopted: bool = False  # begun before this daemon was restarted
+    interrupted: bool = False  # this daemon was restarted inside a step that cannot be resumed
+    settling: asyncio.Task[None] | None = None
+    streaming: asyncio.Task[None] | None = None
+    offload: Offload | None = None  # source: device memory that leaves, or left, in stripes
+    prepared: bool = False  # source: everything for it was prepared, as far as possible
+    facts: pb.RankFacts = field(default_factory=pb.RankFacts)  # source: what preflight last saw
+    nodes: list[pb.NodeAddresses] = field(default_factory=list)  # source: the cluster, from the driver
+    failure: str = ""  # why a step of it can never succeed again
+    done: bool = False  # target: woken or dropped, nothing is left to do
+    waiting_for: str = ""
+    pause_s: float = 0.0  # source: what the driver measured, for the history
+    undoing_since_s: float = 0.0  # source: CLOCK_BOOTTIME of the first attempt to build communicators again
+    answered_s: float = field(default_factory=host.boottime_s)  # gate: when the source last answered
+
+    def renew(self) -> None:
+        self.lease_ends_s = host.boottime_s() + self.log.begin.lease_s
+        self.wake()
+
+    @property
+    def lease_expired(self) -> bool:
+        return host.boottime_s() >= self.lease_ends_s
+
+    @property
+    def same_boot(self) -> bool:
+        return self.log.begin.boot_id == host.boot_id()
+
+    def wake(self) -> None:
+        """Ends the current wait of the settle loop."""
+        self.changed.set()
+
+    async def wait(self, seconds: float) -> None:
+        """Returns after so long, or as soon as something happened to the move."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.changed.wait(), seconds)
+        self.changed.clear()

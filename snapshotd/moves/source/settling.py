@@ -1,0 +1,190 @@
+"""How a move ends on its source, with or without a driver: the rules decide, and the decision is carried out.
+
+Invariant: the outcome is recorded first, then acted on, and every act can be repeated. After a crash the journal has the
+truth, and settling continues from it by snapshotd/moves/rules.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+
+from snapshotd.api import snapshotd_pb2 as pb
+from snapshotd.api.client import DaemonClient
+from snapshotd.api.errors import SnapshotError, Where
+from snapshotd.moves import rules
+from snapshotd.moves.device import stripe_files
+from snapshotd.moves.journal import MoveLog
+from snapshotd.moves.moving import Moving
+from snapshotd.moves.nccl import communicators
+from snapshotd.moves.nccl.communicators import Communicators
+from snapshotd.moves.node import Node
+from snapshotd.moves.record import OutcomeRecord
+from snapshotd.moves.rules import CopyState, Mark, Outcome, SourceDecision, SourceFacts
+from snapshotd.moves.source.departure import Departure
+from snapshotd.moves.steps import Steps, settle_loop
+from snapshotd.moves.where import where_of
+from snapshotd.runtime.blocking import in_thread
+
+log = logging.getLogger(__name__)
+
+#: After COMMIT the driver has this long to activate before the source does it alone.
+DRIVER_FIRST_S = 3.0
+ASK_AGAIN_S = 1.0
+#: Marks from which a restarted daemon cannot continue: the work in progress was lost with the daemon.
+_INTERRUPTED = {Mark.FREEZING, Mark.FROZEN}
+
+
+class SourceSettling(Steps):
+    """The part of `SourceSteps` that needs no driver."""
+
+    role = "source"
+    not_here = "this node is not the source of move {move}"
+
+    def __init__(self, node: Node, communicators: Communicators) -> None:
+        super().__init__(node.journal)
+        self.node = node
+        self.communicators = communicators
+        self.departure = Departure(node, communicators)
+
+    def recall(self, move_log: MoveLog) -> Moving:
+        """A move, with the nodes that the driver named when it began."""
+        return Moving(move_log, nodes=[node.to_proto() for node in move_log.record.nodes])
+
+    def track(self, move_log: MoveLog) -> Moving:
+        moving = self.moves[move_log.move] = self.recall(move_log)
+        moving.renew()
+        return moving
+
+    def adopt_journal(self) -> None:
+        """At start: takes up every unsettled move from before the restart. Settling begins with `settle_all`."""
+        stripe_files.sweep_ended(self.node.config.image_dir, self.journal)
+        for move_log in self.journal.all():
+            if move_log.begin.role == "source" and move_log.last_mark is not Mark.SETTLED:
+                if move_log.record.mark is None:  # a crash before anything was done
+                    move_log.decide(Outcome.ABORT, "it never began here", "source")
+                    move_log.mark(Mark.SETTLED)
+                    continue
+                moving = self.track(move_log)
+                moving.adopted = True
+                moving.interrupted = move_log.last_mark in _INTERRUPTED
+                log.info("taking up move %s from before the restart: %s", move_log.move, move_log.last_mark)
+
+    def settle_all(self) -> None:
+        """Starts the settle loop of every move that has none yet."""
+        for moving in self.moves.values():
+            if moving.settling is None and moving.log.last_mark is not Mark.SETTLED:
+                self.follow(moving, self._settle(moving))
+
+    async def _settle(self, moving: Moving) -> None:
+        """Settles one move. Acts only where the driver will not."""
+        waited = moving.adopted
+
+        async def wait(seconds: float) -> None:
+            nonlocal waited
+            if moving.log.committed and not waited:
+                waited = True
+                await asyncio.sleep(DRIVER_FIRST_S)  # not `moving.wait`, which COMMIT itself would end at once
+            else:
+                await moving.wait(seconds)
+
+        await settle_loop(moving, self.settle_once, ASK_AGAIN_S, ASK_AGAIN_S, "source", wait=wait)
+
+    async def settle_once(self, moving: Moving) -> None:
+        """Carries out decisions of the rules. The caller holds the move's lock."""
+        move_log = moving.log
+        for _ in range(4):  # a decision can make the next one possible; more than this is left to the next round
+            facts = await self._gather(moving)
+            decision, reason = rules.source_next(facts)
+            moving.waiting_for = reason
+            match decision:
+                case SourceDecision.RECORD_ABORT:
+                    await self.stop_streaming(moving)
+                    await self.record(moving, Outcome.ABORT, reason, "source")
+                case SourceDecision.RECORD_COMMIT:
+                    if facts.target is CopyState.HELD:
+                        await self._attach_late(moving)
+                    await self.record(moving, Outcome.COMMIT, reason, "source")
+                case SourceDecision.THAW:
+                    await self.departure.thaw(moving)
+                case SourceDecision.HAND_TOKEN:
+                    token = rules.proof(move_log.nonce, "COMMIT", move_log.move)
+                    async with self._target(move_log) as client:
+                        await client.target.Activate(pb.TokenRequest(move=move_log.move, token=token), timeout_s=30)
+                case SourceDecision.RELEASE:
+                    await self.departure.release(moving)
+                case SourceDecision.TAKE_BACK:
+                    await in_thread(move_log.overrule, Outcome.ABORT, reason, "target")
+                case SourceDecision.CLOSE:
+                    if move_log.last_mark is not Mark.SETTLED:
+                        await self.departure.thaw(moving)
+                    return
+                case _:
+                    return
+
+    async def _attach_late(self, moving: Moving) -> None:
+        """Builds the communicators with the target's copy before a COMMIT without the driver, because the copy here is lost:
+        the target may let the rank run as soon as COMMIT is recorded. Best effort."""
+        if communicators.down(moving):
+            try:
+                await self.communicators.attach(moving, moving.log.begin.target_node)
+            except SnapshotError as error:
+                log.error("the rank continues without its communicators: %s", error.message)
+            await in_thread(moving.log.mark, Mark.STREAMED, attached=True)
+
+    async def _gather(self, moving: Moving) -> SourceFacts:
+        move_log = moving.log
+        facts = SourceFacts(
+            mark=move_log.last_mark,
+            outcome=move_log.outcome.outcome if move_log.outcome else None,
+            copy_exists=move_log.copy_exists(),
+            lease_expired=moving.lease_expired,
+            interrupted=moving.interrupted,
+        )
+        undecided = rules.source_next(facts)[0] in {SourceDecision.ASK_TARGET, SourceDecision.RECORD_ABORT}
+        if not (undecided or move_log.committed) or (facts.outcome is None and facts.copy_exists):
+            return facts
+        return SourceFacts(**{**facts.__dict__, "target": await self.ask_target(move_log)})
+
+    async def ask_target(self, move_log: MoveLog) -> CopyState:
+        try:
+            async with self._target(move_log) as client:
+                copy = await client.target.GetCopy(pb.MoveRequest(move=move_log.move), timeout_s=5)
+            return CopyState[pb.Copy.State.Name(copy.state)]
+        except SnapshotError:
+            return CopyState.UNREACHABLE
+
+    def _target(self, move_log: MoveLog) -> contextlib.AbstractAsyncContextManager[DaemonClient]:
+        return self.node.client(move_log.begin.target_node, move_log.begin.target_endpoint)
+
+    async def record(self, moving: Moving, outcome: Outcome, reason: str, by: str) -> OutcomeRecord:
+        decided = await in_thread(moving.log.decide, outcome, reason, by)
+        moving.wake()
+        return decided
+
+    async def stop_streaming(self, moving: Moving) -> None:
+        if moving.streaming is not None and not moving.streaming.done():
+            moving.streaming.cancel()
+            await asyncio.gather(moving.streaming, return_exceptions=True)
+
+    def outcome_of(self, moving: Moving) -> pb.Outcome:
+        """The outcome that stands, with its token, and where the rank is."""
+        move_log, decided, where = moving.log, moving.log.outcome, where_of(moving.log)
+        if decided is None:
+            return pb.Outcome(kind=pb.UNDECIDED, where=where.value)
+        reason = decided.reason
+        if decided.outcome is Outcome.ABORT and move_log.record.pid:
+            reason = "; ".join(filter(None, (reason, moving.failure)))
+            if not move_log.copy_exists():
+                where = Where.ENDED
+            elif move_log.last_mark is not Mark.SETTLED:
+                where, reason = Where.SOURCE_FROZEN, f"{reason}; not thawed yet: {moving.waiting_for}"
+        return pb.Outcome(
+            kind=pb.OutcomeKind.Value(decided.outcome.value),
+            reason=reason,
+            decided_by=decided.decided_by,
+            token=rules.proof(move_log.nonce, decided.outcome.value, move_log.move),
+            where=where.value,
+            settled=move_log.last_mark is Mark.SETTLED,
+        )
