@@ -1,4 +1,4 @@
-"""For the tests of what a launcher sees: its pipes, and a job whose complete output is known."""
+"""Helpers for the tests of what a launcher sees: readers for its pipes, and a job whose complete output is known."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""`make bench`: what a move costs, each number beside a yardstick measured in the same run.
+"""Measures the cost of a move (`make bench`), each number against a baseline in the same run.
 
-These machines are noisy: absolute seconds say little, ratios within one run say something. Nothing here passes or fails.
+The machines are noisy, so ratios within one run mean more than absolute seconds. Nothing here passes or fails.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ def main() -> int:
     return 0
 
 
-# ---------------------------------------------------------------- the pause, against criu by hand
+# ---------------------------------------------------------------- the pause, against plain criu
 
 
 def pause(nodes: Cluster, options: argparse.Namespace) -> None:
-    """Moves of one rank, each beside a plain dump + restore of the same program into local tmpfs."""
+    """Moves one rank several times; before each move, dumps and restores the same program with plain criu in local tmpfs."""
     job = nodes.start(
         "node-1", [sys.executable, MEMORY, "--mib", str(options.mib), "--steps", "100000000"], job="pause"
     )
@@ -76,7 +76,7 @@ def pause(nodes: Cluster, options: argparse.Namespace) -> None:
 
 
 def criu_by_hand(mib: int) -> tuple[float, float]:
-    """(dump seconds, restore seconds) of the same program, no daemon, no network, everything in local tmpfs."""
+    """Returns (dump seconds, restore seconds) of the same program, without daemon and network, with images in local tmpfs."""
     criu = find_criu(None)[0]
     images = Path(tempfile.mkdtemp(dir="/dev/shm"))
     out = images.with_suffix(".out")
@@ -110,7 +110,7 @@ def timed(command: list[str]) -> float:
     return time.monotonic() - began
 
 
-# ---------------------------------------------------------------- what the daemon costs when nothing happens
+# ---------------------------------------------------------------- the cost of an idle daemon
 
 
 def idle(nodes: Cluster, options: argparse.Namespace) -> None:
@@ -136,11 +136,11 @@ def rss_mib(pid: int) -> float:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
-# ---------------------------------------------------------------- what `migrator run` adds
+# ---------------------------------------------------------------- the overhead of `migrator run`
 
 
 def run(nodes: Cluster, options: argparse.Namespace) -> None:
-    """A start with and without `migrator run`, alternating; then a step's time with and without, alternating."""
+    """Times starts with and without `migrator run`, alternating; then steps with and without, alternating."""
     plain, protected = [], []
     for _ in range(15):
         plain.append(once(nodes, ["/bin/true"]))
@@ -177,11 +177,11 @@ def step_s(nodes: Cluster, command: list[str]) -> float:
     return float(text.rsplit("took ", 1)[1])
 
 
-# ---------------------------------------------------------------- the source's memory while a large rank leaves
+# ---------------------------------------------------------------- memory of the source while a large rank moves
 
 
 def memory(nodes: Cluster, options: argparse.Namespace) -> None:
-    """6 GiB of memory and a 2 GiB unlinked shared-memory file: what the source takes beside the rank itself."""
+    """Moves a rank with 6 GiB of memory and a 2 GiB unlinked shared-memory file; shows what else the source uses."""
     size = {"--mib": 6144, "--ghost-mib": 2048}
     arguments = [word for key, value in size.items() for word in (key, str(value))]
     job = nodes.start("node-1", [sys.executable, MEMORY, *arguments, "--steps", "100000000"], job="large")
@@ -197,7 +197,7 @@ def memory(nodes: Cluster, options: argparse.Namespace) -> None:
 
 @contextlib.contextmanager
 def sampled(nodes: Cluster, node: str) -> Iterator[list[float]]:
-    """MiB that a node's daemon, its criu processes and (on the source) its image folder take, several times a second."""
+    """Samples the MiB used by a node's daemon, its criu processes and (on the source) its image folder."""
     peaks: list[float] = [0.0]
     done = threading.Event()
     pid = nodes.lab.daemon_pid(node)
@@ -229,7 +229,7 @@ def criu_pids(nodes: Cluster, node: str) -> list[int]:
     return found
 
 
-# ---------------------------------------------------------------- what a move costs the other ranks
+# ---------------------------------------------------------------- the cost of a move to the other ranks
 
 
 def connections(nodes: Cluster, options: argparse.Namespace) -> None:

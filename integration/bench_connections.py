@@ -1,5 +1,6 @@
-"""What a move costs the other ranks of a job: how long they are stopped, what pause they see, and how fast a connection is
-that was moved, against a fresh one between the same processes in the same run."""
+"""Measures the cost of a move to the other ranks of a job: how long they are stopped, and the pause that they see.
+
+Also compares the throughput of a moved connection with that of a new one between the same processes in the same run."""
 
 from __future__ import annotations
 
@@ -19,13 +20,13 @@ class Table:
     """All numbers of one run."""
 
     pause_s: list[float] = field(default_factory=list)
-    gap_s: list[float] = field(default_factory=list)  # the longest time without a ping, as the peer saw it
+    gap_s: list[float] = field(default_factory=list)  # the longest time without a ping, as seen by the peer
     stopped_s: list[float] = field(default_factory=list)
     speeds: dict[str, tuple[float, float, float]] = field(default_factory=dict)  # moved GB/s, fresh GB/s, ratio
 
 
 def run(nodes: Cluster, mib: int = 1024) -> Table:
-    """Two ranks, one with `mib` of memory; that one moves to and fro, then both connections are timed by turns."""
+    """Moves one of two ranks, which has `mib` of memory, there and back; then times both connections, alternating."""
     table = Table()
     measure = nodes.folder / f"measure-{time.monotonic_ns()}"
     program = [sys.executable, str(WORKLOADS / "throughput.py"), "--measure", str(measure)]

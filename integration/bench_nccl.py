@@ -1,8 +1,7 @@
-"""What NCCL jobs pay: for each call, all the time; and while a rank moves, from the first closed gate to the cut, and for
-building the communicators again.
+"""Measures the overhead for NCCL jobs: per call, and in a move from the first closed gate to rebuilt communicators.
 
-On the stand-in for NCCL, so the time that the real library takes to connect is not in it: these are the costs of our own
-part, by the number of processes. Each line is the median of the moves of one rank to and fro.
+The NCCL library is a fake, so the time that the real library takes to connect is not included: the numbers are the cost
+of the shim and the daemons, by number of processes. Each line is the median over moves of one rank there and back.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Calls:
-    """Nanoseconds per call of an operation that does nothing, and per step of a small all-reduce that is waited for."""
+    """Nanoseconds per call of an operation that does nothing, and per step of a small synchronous all-reduce."""
 
     direct: float
     shim: float
@@ -48,7 +47,7 @@ class Calls:
 
 
 def calls(count: int = 10_000_000, steps: int = 20_000) -> Calls:
-    """What the shim adds to a call, beside a call without it and a small step, in one run."""
+    """Measures a call with and without the shim, and a small step, in one run."""
     folder = WORK / "nccl" / "bench"
     folder.mkdir(parents=True, exist_ok=True)
     library = library_dir()
@@ -83,7 +82,7 @@ def show_calls(found: Calls) -> None:
 
 
 def run(nodes: Cluster, moves: int = 4) -> list[Row]:
-    """Rank 1 of each job moves to a spare node and back; the ranks are spread over the others."""
+    """Moves rank 1 of each job to a spare node and back; the ranks are spread over the other nodes."""
     return [_row(nodes, size, "grid" if size == 8 else "pairs", moves) for size in SIZES]
 
 

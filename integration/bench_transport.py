@@ -1,11 +1,12 @@
-"""The transport alone, against a raw socket: images from a FIFO on the source, and device memory from stripes in its tmpfs,
-into verified files in the target's memory.
+"""Measures the transport alone, against a raw socket.
 
-Images travel in two ways: over bulk connections beside gRPC, which moves use, and over gRPC, the fallback. Device memory
-travels in stripes, encrypted and plain. Its memory on the target is reserved before, as it is before a freeze.
+Images come from a FIFO on the source, and device memory from stripes in the source's tmpfs. Both become verified files
+in the target's memory. Images are sent in two ways: over bulk connections beside gRPC, which moves use, and over gRPC,
+the fallback. Device memory is sent in stripes, encrypted and plain; its memory on the target is reserved beforehand, as
+it is before a freeze.
 
-Sender, receiver and the writer that stands in for CRIU are processes of their own, all on this machine's cores, over
-loopback, the image channel with mutual TLS. `python -m integration.bench_transport [--mib N]` prints the table.
+Sender, receiver and the writer in place of CRIU are separate processes on this machine. They communicate over loopback,
+the image channel with mutual TLS. `python -m integration.bench_transport [--mib N]` prints the table.
 """
 
 from __future__ import annotations
@@ -42,14 +43,14 @@ from snapshotd.transport.image.stream import Stream
 
 MOVE = "m-000000000000"
 IMAGE_WAYS = {"bulk": "bulk connections", "grpc": "gRPC"}
-#: What device memory should reach of a raw socket, on a machine with cores for all stripes.
+#: Goal: throughput of device memory relative to a raw socket, on a machine with enough cores for all stripes.
 STRIPES_GOAL = 0.8
 _BLOCK_BYTES = 8 << 20
 _REPOSITORY = Path(__file__).parents[1]
 
 
 def run(total_bytes: int = 2 << 30, streams: int = 4, chunk_bytes: int = 2 << 20) -> dict[str, float]:
-    """GB/s of a raw socket (memory to memory, and into tmpfs) and of the channels, and each one's share of them."""
+    """Returns the GB/s of a raw socket (memory to memory, and into tmpfs) and of the channels, and their ratios."""
     with tempfile.TemporaryDirectory(prefix="bench-transport-", dir="/dev/shm") as folder:
         raw_gbps = _raw_socket(total_bytes, None)
         raw_tmpfs_gbps = _raw_socket(total_bytes, Path(folder, "raw"))
@@ -83,7 +84,7 @@ def run(total_bytes: int = 2 << 30, streams: int = 4, chunk_bytes: int = 2 << 20
 
 
 def widths() -> list[int]:
-    """Numbers of stripes that make sense here: each takes a core at either end."""
+    """The numbers of stripes to measure: each stripe uses a core for its sender and one for its receiver."""
     return [stripes for stripes in (1, 2, 4, 8) if stripes <= (os.cpu_count() or 1)]
 
 
@@ -99,7 +100,7 @@ def _cpu_s() -> float:
 
 @contextmanager
 def _child(*arguments: str) -> Iterator[IO[str]]:
-    """This module in another process, and what it prints; it ends when its stdin does, or by itself."""
+    """Runs this module in another process and yields its output. The process ends at the end of its stdin, or by itself."""
     command = [sys.executable, "-m", "integration.bench_transport", *arguments]
     with subprocess.Popen(
         command, cwd=_REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -113,7 +114,7 @@ def _child(*arguments: str) -> Iterator[IO[str]]:
             process.wait(30)
 
 
-# ---------------------------------------------------------------- the yardstick
+# ---------------------------------------------------------------- the baseline
 
 
 def _raw_socket(total_bytes: int, into: Path | None) -> float:
@@ -218,7 +219,7 @@ async def _stripes(folder: Path, total_bytes: int, stripes: int, *, encrypted: b
         there, names, ["127.0.0.1"], "node-1", encrypted=encrypted, expected_bytes=total_bytes
     )
     outgoing = await Outgoing.open("127.0.0.1", incoming.port, incoming.key, "node-2", here, names, encrypted=encrypted)
-    while any((there / name).stat().st_blocks * 512 < size for name in names):  # noqa: ASYNC110 - no event tells it
+    while any((there / name).stat().st_blocks * 512 < size for name in names):  # noqa: ASYNC110 - no event to wait for
         await asyncio.sleep(0.01)
     begun = time.perf_counter()
     outgoing.finish(dict.fromkeys(names, size))
@@ -231,7 +232,7 @@ async def _stripes(folder: Path, total_bytes: int, stripes: int, *, encrypted: b
 
 
 def _write_stripe(path: Path, size: int) -> None:
-    """No two megabytes of it are the same, so all of it has to travel."""
+    """Writes a stripe without repeated records, so all of it has to be sent."""
     block = os.urandom(RECORD_BYTES - 8)
     with path.open("wb", buffering=0) as file:
         for number in range(size // RECORD_BYTES):

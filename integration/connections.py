@@ -1,4 +1,4 @@
-"""For the tests of connections: functions inside a node's network namespace, and the sockets that a process sees."""
+"""Helpers for the tests of connections: functions inside a node's network namespace, and the sockets that a process sees."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NODAD = 0x02
 
 
 def in_node(nodes: Cluster, node: str, act: Callable[[], Result]) -> Result:
-    """Runs act() in the network namespace of a node, in a thread of its own."""
+    """Runs act() in the network namespace of a node, in a separate thread."""
 
     def work() -> Result:
         record = nodes.lab.layout.load()

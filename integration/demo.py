@@ -1,4 +1,4 @@
-"""`make demo`: brings up a lab, starts a small training job, moves one rank, and compares the losses with an unmoved run."""
+"""Brings up a lab, moves one rank of a small training job, and compares the losses with an unmoved run (`make demo`)."""
 
 from __future__ import annotations
 

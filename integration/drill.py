@@ -1,4 +1,4 @@
-"""A drill: one small job and one move during which something fails.
+"""Runs drills: one small job and one move during which something fails.
 
 Every drill ends with the same checks, whatever was killed: no step of the job ran twice or was skipped (the witness file),
 its output is that of an uninterrupted run, a plain retry succeeds, and nothing is left on any node: no image, no cgroup
@@ -181,7 +181,7 @@ class Drill:
         self.ended()
 
     def ended(self) -> None:
-        """The job, which was told to end, has printed every line, and nothing is left."""
+        """The job, which got SIGTERM, has printed every line, and nothing is left."""
         assert self.job.finish() == 0, f"{self.job.text()[-200:]}\n{self.nodes.logs()}"
         lines = self.job.lines()
         command = [sys.executable, str(WORKLOADS / "chain.py"), "--steps", str(len(lines) - 1), "--pace-s", "0"]

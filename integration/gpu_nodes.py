@@ -81,7 +81,7 @@ class GpuCluster:
     # ------------------------------------------------------------------ jobs
 
     def job(self, node: str, *arguments: str, pace_s: float = 0.03, **more: Any) -> Job:
-        """Starts `device_steps.py` on a node's GPU. It runs until `ends_well` tells it to end."""
+        """Starts `device_steps.py` on a node's GPU. It runs until `ends_well` ends it."""
         name = f"device{next(_numbers)}"
         self._end(name).unlink(missing_ok=True)
         self._arguments[name] = arguments
@@ -93,7 +93,7 @@ class GpuCluster:
         return self.cluster.folder / f"{name}.end"
 
     def ends_well(self, job: Job) -> None:
-        """Tells a job to end. It has printed what it prints on a GPU of its own, without moves and without the shim."""
+        """Ends a job. Its output is that of a run on another GPU, without moves and without the shim."""
         job.await_progress(2)
         self._end(job.name).touch()
         assert job.finish() == 0, f"{job.text()[-500:]}\n{self.cluster.logs()}"

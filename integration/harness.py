@@ -211,7 +211,7 @@ class Cluster:
         return found
 
     def processes_of(self, marker: str) -> list[int]:
-        """As the function of that name, but only in this lab: other labs on this machine may run the same programs."""
+        """Like the function of that name, but only in this lab: other labs on this machine may run the same programs."""
         group = f"/{self.lab.layout.cgroup.name}/"
         return [pid for pid in processes_of(marker) if group in _cgroup_of(pid)]
 

@@ -124,7 +124,7 @@ class NcclJob:
                 raise AssertionError(f"{error}\n{self.nodes.logs()}") from None
 
     def ends_well(self) -> None:
-        """Tells the job to end. Every rank has printed what it prints undisturbed, and nothing of the job is left."""
+        """Ends the job. The output of every rank is that of an undisturbed run, and nothing of the job is left."""
         self.await_progress()
         (self.meeting / "end").touch()
         for number, rank in enumerate(self.ranks):

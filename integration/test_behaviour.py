@@ -36,7 +36,7 @@ def test_signals_arrive_once_before_during_and_after_a_move(nodes: Cluster) -> N
     job.await_lines(4)
     with nodes.moving(
         job, THIRD, AWAY, "freeze"
-    ):  # away from home: it is relayed to a guest keeper that holds signals back
+    ):  # away from home: the signal is relayed to a guest keeper that defers signals
         job.process.send_signal(signal.SIGUSR2)
         until("the keeper to receive it", lambda: not pending(job.process.pid, signal.SIGUSR2))
     job.await_lines(5)

@@ -141,7 +141,7 @@ def test_mounts_in_a_node_stay_there(lab: Lab) -> None:
 
 
 def test_a_missing_folder_is_no_obstacle(lab: Lab, tmp_path: Path) -> None:
-    """Where the caller stands is in /tmp, of which a node has its own."""
+    """The working directory of the caller is in /tmp, and each node has its own /tmp."""
     assert output(lab, "node-1", "pwd", cwd=tmp_path) == "/"
 
 

@@ -21,7 +21,7 @@ def torch_lab(wide_lab: Cluster) -> Iterator[TorchLab]:
 
 
 def _travel(job: TorchJob, ranks: Sequence[int]) -> None:
-    """Moves these ranks one by one, each to the node that the previous one left; then tells the job to end."""
+    """Moves these ranks one by one, each to the node that the previous one left; then ends the job."""
     free = "spare-1"
     for rank in ranks:
         free = job.move(rank, free)["source"]

@@ -215,7 +215,7 @@ class TorchLab:
         self.cluster.jobs.append(job.agents[-1])
 
     def end(self) -> None:
-        """Ends what is left of the jobs: the workers of a killed torchrun live on, protected or not."""
+        """Ends what is left of the jobs: the workers of a killed torchrun keep running, protected or not."""
         self.cluster.tidy()
         marks = {f"{_MARK}={self._mark(job)}".encode() for job in self.jobs}
         for folder in Path("/proc").glob("[0-9]*"):

@@ -1,8 +1,8 @@
-"""Nonsense on the wire: `python -m integration.wirefuzz CLUSTER NODE IDENTITY`, run where the nodes can be reached.
+"""Sends malformed requests to a daemon: `python -m integration.wirefuzz CLUSTER NODE IDENTITY`.
 
-Every method of a live daemon gets random bytes and random messages, with names that are paths, numbers that are too
-large, and a message of absurd size. A daemon answers each with an error of the taxonomy that is no defect of its own,
-or with a sound reply. Prints what else it heard, and how often it heard what.
+Every method of a running daemon gets random bytes and random messages, with names that are paths, numbers that are too
+large, and a message of absurd size. The daemon must answer each with a valid reply or an error of the taxonomy other
+than `internal`. Prints all other answers, and the number of answers of each kind. Run it where the nodes are reachable.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from snapshotd.api.channel import Credentials, open_channel
 from snapshotd.api.errors import WIRE_KEY
 
 EXAMPLES = 30
-#: Their frames are no protobuf; described here like the others.
+#: Not in the descriptor, because its frames are not protobuf messages. It only gets random bytes.
 PUSH = "/snapshotd.v1.Target/Push"
 ABSURD_BYTES = 48 << 20
 CALL_S = 20.0
@@ -37,7 +37,7 @@ texts = st.one_of(
     st.sampled_from(["", "m-0123456789ab", "../../etc/passwd", "m-../..", "\0", "x" * 5000, "node-1", "10.0.0.1:1"]),
     st.text(max_size=30),
 )
-#: Half of the time what is not checked first is reached.
+#: Valid values for half of the draws, so that the checks of other fields are reached too.
 _SOUND = {"move": "m-0123456789ab", "rank_uid": "job-0-01234567", "uid": "job-0-01234567"}
 _NUMBERS = {
     FieldDescriptor.CPPTYPE_INT32: st.integers(-(1 << 31), (1 << 31) - 1),
@@ -63,7 +63,7 @@ def values(field: Any) -> st.SearchStrategy[Any]:
 
 @st.composite
 def messages(draw: Any, descriptor: Any) -> Message:
-    """Some fields of it, with anything in them."""
+    """Messages of this type in which some fields are set, to any value."""
     made: Message = GetMessageClass(descriptor)()
     for field in descriptor.fields:
         if not draw(st.booleans()):
@@ -99,7 +99,7 @@ class Fuzz:
         self._runner.close()
 
     def send(self, path: str, pieces: list[bytes]) -> None:
-        """One call, as a stream both ways: on the wire that is what every call is."""
+        """Makes one call, as a stream in both directions: all kinds of calls look like that on the wire."""
         error = self._runner.run(self._call(path, pieces))
         if error is None:
             self.heard[""] += 1
@@ -124,7 +124,7 @@ class Fuzz:
         return None
 
 
-#: Said by gRPC itself: not a message, a second one, none, too large; and a stream that ended because we ended it.
+#: Statuses that gRPC itself returns: a request that is no message, too many, none, or too large, or a cancelled stream.
 _FROM_GRPC = {
     grpc.StatusCode.INTERNAL,
     grpc.StatusCode.UNIMPLEMENTED,
