@@ -1,4 +1,4 @@
-"""A stream of all-reduces of 64 KiB to 8 MiB over gloo with nothing in between: queues are full whenever one looks."""
+"""Runs all-reduces of 64 KiB to 8 MiB over gloo without a pause, so that the sockets' queues are full at any time."""
 
 import argparse
 import hashlib

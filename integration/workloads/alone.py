@@ -1,4 +1,4 @@
-"""Runs a workload undisturbed: all its ranks forked from one process that has torch loaded already, on loopback.
+"""Runs all ranks of a workload undisturbed on loopback, forked from one process that has already loaded torch.
 
 alone.py WORLD OUT-PREFIX SCRIPT [ARGUMENT …]      rank 2 writes OUT-PREFIX-2.out
 """
@@ -17,7 +17,7 @@ for rank in range(world):
         out = os.open(f"{prefix}-{rank}.out", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         os.dup2(out, 1)
         os.dup2(out, 2)
-        # As torchrun has it with one worker per node; some frameworks ask who launched them.
+        # As set by torchrun with one worker per node: some frameworks look for the variables of their launcher.
         os.environ |= {"RANK": str(rank), "GROUP_RANK": str(rank), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
         os.environ |= {"WORLD_SIZE": str(world), "TORCHELASTIC_RUN_ID": "alone"}
         sys.argv = sys.argv[3:]

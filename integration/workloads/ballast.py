@@ -1,4 +1,4 @@
-"""Device memory that is large enough to be parked, in jobs whose models are small: every step changes all of it."""
+"""Adds device memory to jobs with small models, enough to be offloaded. Every step changes all of it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 class Ballast:
-    """The number that `turn` returns depends on every bit that is held, and so on all turns before."""
+    """`turn` returns a number that depends on every bit of the memory, and so on all previous turns."""
 
     def __init__(self, mib: int, device: str) -> None:
         self.held = torch.arange(mib << 17, device=device)  # of 8 bytes each

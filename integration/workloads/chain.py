@@ -1,7 +1,7 @@
-"""A chain of digests, one line per step, until SIGTERM or --steps. A witness file tells whether any step ever ran twice.
+"""Prints a chain of digests, one line per step, until SIGTERM or --steps. A witness file shows steps that ran twice.
 
-Every step is also appended to --witness by name (no descriptor is kept): a second copy that ran even for a moment, and
-whose output nobody saw, has left its steps there.
+Every step is also appended to the file --witness, which is opened by name each time. A second copy that ran even for a
+moment leaves its steps there, although its output reaches no reader.
 """
 
 import argparse

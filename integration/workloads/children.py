@@ -11,7 +11,7 @@ from steps import say, steps, wrong
 shared = mmap.mmap(-1, 1 << 20)
 context = multiprocessing.get_context("fork")
 turn = context.Semaphore(1)
-left_read, left_write = os.pipe()  # holds bytes that nobody reads until the end
+left_read, left_write = os.pipe()  # holds bytes that stay unread until the end
 os.write(left_write, b"still here")
 
 

@@ -1,8 +1,8 @@
-"""A DistributedDataParallel job over gloo: every rank prints its losses, every digit of them.
+"""Runs a DistributedDataParallel job over gloo. Every rank prints its losses with all digits.
 
-RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT as torchrun or `migrator lab run` set them; without torchrun rank 0 hosts
-the store. With --until FILE the job trains until that file exists and then ten steps more; it makes a new group as soon
-as FILE.group or FILE exists.
+torchrun or `migrator lab run` set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; without torchrun rank 0 hosts the
+store. With --until FILE the job ends ten steps after that file exists. It creates a new group as soon as FILE.group or
+FILE exists.
 """
 
 import argparse
@@ -26,12 +26,12 @@ options = parser.parse_args()
 
 
 def say(text: str) -> None:
-    """In one write: two workers of one torchrun, which starts them with -u, share a stdout."""
+    """Prints a line in one write: two workers of one torchrun share a stdout, which is unbuffered (-u)."""
     print(f"{text}\n", end="", flush=True)
 
 
 def told() -> tuple[bool, bool]:
-    """Whether rank 0 has seen the files that ask for a new group, and for the end; all ranks hear it at the same step."""
+    """Whether rank 0 has seen the files that request a new group, and the end. All ranks get the same answer in a step."""
     names = (f"{options.until}.group", options.until) if dist.get_rank() == 0 else ()
     seen = torch.tensor([float(os.path.exists(name)) for name in names] or [0.0, 0.0])
     dist.all_reduce(seen)

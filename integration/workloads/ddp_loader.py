@@ -1,7 +1,7 @@
-"""A DDP job whose batches come from DataLoader workers through shared memory, and which writes a checkpoint at every step.
+"""Runs a DDP job that gets batches from DataLoader workers through shared memory and writes a checkpoint at every step.
 
-The checkpoint is large against the step, so that one is being written whenever one looks. Ends ten steps after --until
-exists, or after --steps.
+Writing the checkpoint takes most of a step, so a move almost always interrupts it. Ends ten steps after --until exists,
+or after --steps.
 """
 
 import argparse

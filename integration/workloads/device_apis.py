@@ -1,7 +1,7 @@
-"""Three ways to get device memory: the driver's plain call, the runtime's, and segments that grow as torch's do.
+"""Allocates device memory in three ways: with the driver, with the runtime, and in segments that grow as torch's do.
 
-Calls are looked up as a linked program finds them: a preloaded library comes first. The contents are the business of whoever
-asks; all three hand out memory that the driver's copies work on.
+Functions are looked up as in a linked program: a preloaded library comes first. The driver's copies work on the memory
+of all three. The caller defines its contents.
 """
 
 import ctypes
@@ -11,8 +11,8 @@ from typing import Any, Protocol
 from steps import wrong
 
 RUNTIMES = ("libcudart.so.13", "libcudart.so.12")
-SEGMENT_BYTES = 20 << 20  # of physical memory, as torch takes it for large blocks
-ENTRY_POINTS_OF = 12000  # the CUDA version whose calls are asked for
+SEGMENT_BYTES = 20 << 20  # of physical memory, as torch allocates it for large blocks
+ENTRY_POINTS_OF = 12000  # the CUDA version whose functions are requested
 VIRTUAL_MEMORY_WITH_RDMA = 110
 
 ctypes.CDLL("libcuda.so.1", ctypes.RTLD_GLOBAL)
@@ -45,7 +45,7 @@ def allocate(kind: str, number: int, *more: Any) -> int:
 
 
 def load_runtime() -> None:
-    """Makes the runtime's calls global, unless a preloaded library has them already and one of ours is behind it."""
+    """Loads the runtime with global symbols. Symbols of a preloaded library still come first."""
     for name in RUNTIMES:
         try:
             ctypes.CDLL(name, ctypes.RTLD_GLOBAL)
@@ -57,7 +57,7 @@ def load_runtime() -> None:
 
 class Memory(Protocol):
     def allocate(self, number: int) -> int:
-        """The address of so many bytes on the device."""
+        """Returns the address of so many new bytes on the device."""
 
     def free(self, address: int) -> None: ...
 
@@ -97,10 +97,10 @@ class _Access(ctypes.Structure):
 
 
 class SegmentMemory:
-    """One reservation as large as the GPU, into which physical memory is mapped as it is needed, handle by handle.
+    """Reserves addresses for the whole GPU and maps physical memory into them on demand, handle by handle.
 
-    Blocks lie close to each other and across the borders of handles, so a handle is shared by neighbours; it is unmapped when
-    none of them is left.
+    Blocks are adjacent and cross the boundaries of handles, so neighbours share a handle. A handle is unmapped when its
+    last block is freed.
     """
 
     def __init__(self, device: int) -> None:
@@ -151,7 +151,7 @@ class SegmentMemory:
         self._handles[segment] = handle
 
     def _driver(self, name: str, *arguments: Any) -> None:
-        """A call of the driver as torch gets it: from the runtime, by version."""
+        """Looks up a function of the driver as torch does: through the runtime, by version."""
         if name not in self._calls:
             found, status = ctypes.c_void_p(), ctypes.c_int(-1)
             call(

@@ -1,9 +1,8 @@
-"""Device memory that every step changes, by copies and fills alone, so that it runs on the real driver and on a stand-in; no
-kernels but one that keeps the GPU busy where that is asked for.
+"""Changes device memory in every step, by copies and fills only, so that it runs on the real driver and on the fake.
 
-`step K DIGEST`: the digest depends on every byte the device holds and on all steps before. It is the same however the memory
-was got (`--api`, `--mixed`). Most of the contents look random; some megabytes are zero, and some are equal; of
-`--zero-mib` all but the first is zero.
+The only kernel is an optional one that keeps the GPU busy. In `step K DIGEST` the digest depends on every byte on the
+device and on all previous steps. It does not depend on how the memory was allocated (`--api`, `--mixed`). Most of the
+contents look random; some megabytes are zero, and some are equal. Of `--zero-mib` all but the first megabyte is zero.
 """
 
 import argparse
@@ -45,7 +44,7 @@ options, _ = parser.parse_known_args()
 BLOCK_BYTES = (options.mib << 20) // options.blocks
 PIECE_BYTES = 4096
 MIB = 1 << 20
-UPLOADED_MIB = 64  # so much is made on the host; the rest of a large device is copied from there, at odd offsets
+UPLOADED_MIB = 64  # generated on the host; the rest of a large device is copied from it, at odd offsets
 CHURN_BYTES = 2 * MIB + PIECE_BYTES
 ZERO_BYTES = options.zero_mib * MIB
 SPIN = b"""
@@ -69,7 +68,7 @@ again:
 
 
 def change(block: int, step: int, source: int) -> None:
-    """A few places of the block, other ones in every step: what the other block holds, a pattern, and fresh bytes."""
+    """Changes a few places of the block, different ones in every step: bytes of `source`, a pattern, and new bytes."""
     slot = BLOCK_BYTES // 16 // PIECE_BYTES * PIECE_BYTES
     if slot:
         call("cuMemcpyDtoD_v2", place(block + step % 16 * slot), place(source + step * 7 % 16 * slot), size(slot))
@@ -81,7 +80,8 @@ def change(block: int, step: int, source: int) -> None:
 
 
 def fill(block: int, first: int, copied_from: int | None = None) -> None:
-    """Every eighth megabyte is zero and every eighth the same; `first` is the number of the block's first one."""
+    """Fills a block: of eight megabytes one is zero, and one has fixed contents. `first` numbers the block's first
+    megabyte."""
     for offset in range(0, BLOCK_BYTES, MIB):
         number, there, held = first + offset // MIB, place(block + offset), size(min(MIB, BLOCK_BYTES - offset))
         if number % 8 == 5:
@@ -95,15 +95,15 @@ def fill(block: int, first: int, copied_from: int | None = None) -> None:
 
 
 def digest_of(before: bytes, block: int, into: Any, held: int = BLOCK_BYTES) -> bytes:
-    """A digest of `before` and of all the block holds. `into`: a host buffer of the block's size."""
+    """Returns a digest of `before` and of the whole block. `into` is a host buffer of the block's size."""
     call("cuMemcpyDtoH_v2", into, place(block), size(held))
-    made = xxhash.xxh3_128(before)  # several times as fast as the memory is copied, unlike any hash of hashlib
+    made = xxhash.xxh3_128(before)  # several times as fast as the copy, unlike any hash of hashlib
     made.update(into)
     return made.digest()
 
 
 def serve(reads: int, writes: int) -> None:
-    """A forked child: answers every digest with one of its own, which depends on all before."""
+    """Runs in a forked child: answers every digest with another one, which depends on all previous ones."""
     own = b""
     while word := os.read(reads, 32):
         own = hashlib.sha256(own + word).digest()
@@ -124,7 +124,7 @@ def fork_child() -> tuple[int, int]:
 
 
 class Worker(threading.Thread):
-    """Changes its own block when told to, and takes its digest."""
+    """Changes its own block on request, and computes its digest."""
 
     def __init__(self, context: ctypes.c_void_p, memory: apis.Memory, number: int) -> None:
         super().__init__(daemon=True)
@@ -150,7 +150,7 @@ class Worker(threading.Thread):
 
 
 class Empty:
-    """A block that stays zero behind its first megabyte."""
+    """A block that stays zero except for its first megabyte."""
 
     def __init__(self, memory: apis.Memory) -> None:
         self.block = memory.allocate(ZERO_BYTES)
@@ -164,7 +164,7 @@ class Empty:
 
 
 class Churn:
-    """A block that is there in every second step alone; it must hold what was put into it."""
+    """A block that is allocated in one step, and checked and freed in the next."""
 
     def __init__(self, memory: apis.Memory) -> None:
         self.memory = memory
@@ -184,7 +184,7 @@ class Churn:
 
 
 def memories() -> list[apis.Memory]:
-    """What the blocks are got from, in turn."""
+    """The allocators of the blocks, used in turn."""
     if options.mixed:
         return [apis.DriverMemory(), apis.RuntimeMemory(), apis.SegmentMemory(options.device)]
     if options.api == "segments":

@@ -1,4 +1,4 @@
-"""Answers every line of stdin with its number and digest; says so at the end of input."""
+"""Answers every line of stdin with its number and digest, and reports the end of input."""
 
 import hashlib
 import sys

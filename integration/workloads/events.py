@@ -1,4 +1,4 @@
-"""epoll over an eventfd, a signalfd, an inotify and a socketpair; a memfd; bytes left unread in each."""
+"""Uses epoll over an eventfd, a signalfd, an inotify and a socketpair; a memfd; unread bytes in each."""
 
 import ctypes
 import os

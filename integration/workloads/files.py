@@ -1,5 +1,5 @@
 # ruff: noqa: SIM115 - files that stay open are the point
-"""Open files at an offset: one of its own in /tmp, one in a shared folder, a log others append to, a locked one."""
+"""Keeps files open at an offset: a private one in /tmp, one in a shared folder, a log that others append to, a locked one."""
 
 import argparse
 import fcntl

@@ -1,6 +1,6 @@
-"""Writes numbered blocks as fast as its readers take them, to every descriptor given in turn, until SIGTERM; then END.
+"""Writes numbered blocks as fast as they are read, to each of the given descriptors in turn, until SIGTERM; then END.
 
-Block `n` is the number `n`, eight digits, over and over: a byte that is lost, doubled or out of order shows.
+Block `n` repeats the eight-digit number `n`, which reveals any byte that is lost, duplicated or out of order.
 """
 
 import os

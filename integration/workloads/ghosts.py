@@ -1,4 +1,4 @@
-"""Unlinked files: small and read by descriptor, large and mapped, sparse; on /dev/shm and /tmp."""
+"""Uses unlinked files on /dev/shm and /tmp: small and read by descriptor, large and mapped, sparse."""
 
 import argparse
 import hashlib

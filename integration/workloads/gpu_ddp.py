@@ -1,8 +1,8 @@
-"""A DistributedDataParallel job over gloo whose tensors are on the GPU; all ranks share the first one.
+"""Runs a DistributedDataParallel job over gloo with tensors on the GPU; all ranks share the first GPU.
 
-Says `step K loss HEX` for every step and every 25 steps a digest of the weights and the optimizer's state. Ends at the
-first digest after --until has come (all ranks hear of it at the same step), else after --steps. RANK, WORLD_SIZE,
-MASTER_ADDR and MASTER_PORT as a scheduler sets them. DEVICE=cpu in the environment: the same without a GPU.
+Prints `step K loss HEX` for every step, and every 25 steps a digest of the weights and the optimizer's state. Ends at
+the first digest after the file --until exists (all ranks see it at the same step), else after --steps. A scheduler sets
+RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. DEVICE=cpu in the environment runs the job without a GPU.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DIGEST_EVERY = 25
 
 
 def told() -> bool:
-    """Whether rank 0 has seen the file; the same answer on every rank."""
+    """Whether rank 0 has seen the file. All ranks get the same answer."""
     seen = torch.tensor([float(dist.get_rank() == 0 and bool(options.until) and os.path.exists(options.until))])
     dist.all_reduce(seen)
     return bool(seen.item())

@@ -1,6 +1,6 @@
-"""Takes nearly all of the first GPU's free memory when told to, and lets go when told to. The driver alone, no torch.
+"""Allocates nearly all free memory of the first GPU on request, and frees it on request. Uses the driver without torch.
 
-gpu_hog.py GO RELEASE [LEAVE-MIB]     GO and RELEASE are files; it says WAITING, then TAKEN BYTES, then FREED
+gpu_hog.py GO RELEASE [LEAVE-MIB]: the files GO and RELEASE are the requests; prints WAITING, TAKEN BYTES and FREED.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ must(cuda.cuCtxSetCurrent(context), "cuCtxSetCurrent")
 print("WAITING", flush=True)
 await_file(go)
 taken: list[int] = []
-# Piece by piece: one block of that size may not be free in one place, and others take and give back meanwhile.
+# Piece by piece, because so large a block may not be contiguous, and other processes allocate and free meanwhile.
 while (room := free_bytes() - leave_bytes) > (2 << 20):
     size = min(PIECE_BYTES, room)
     if cuda.cuMemAlloc_v2(ctypes.byref(piece), ctypes.c_size_t(size)) != 0:

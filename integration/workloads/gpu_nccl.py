@@ -1,15 +1,15 @@
-"""Two ranks of one job on NCCL that share the first GPU: DDP first, then only what survives a move on a shared GPU.
+"""Runs two NCCL ranks that share the first GPU: first DDP, then only operations that work after a move on a shared GPU.
 
-A rank that the CUDA driver has restored dies when its NCCL kernel has to be time-sliced with its peer's. So after --ddp-steps
-steps with all-reduce the ranks change to turns: gradients go to rank 0 by `dist.reduce` and come back by `dist.broadcast`.
-The receiver says that its GPU is idle, the sender launches and is seen to have finished, then the receiver launches, while
-neither has anything else on the GPU. So it goes on the default group (the gradients), on a split and on a sub-group (numbers
-that are known beforehand).
+A rank that the CUDA driver has restored dies when its NCCL kernel is time-sliced with that of its peer. So after
+--ddp-steps steps with all-reduce the ranks take turns: gradients go to rank 0 by `dist.reduce` and come back by
+`dist.broadcast`. The receiver reports that its GPU is idle, the sender launches its kernel and waits for its end, and
+then the receiver launches its own. Neither has other work on the GPU. This is done on the default group (the
+gradients), on a split and on a sub-group (known numbers).
 
-Says `step K …` for every step: the loss, every bit of it, and digests of weights, optimizer and random numbers. Between the
-two parts it does all-reduces that change nothing, until the file of --turns exists. Ends before the step at which the file of
---until is there, else after --steps. RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT as a scheduler sets them; DEVICE=cpu:
-the same on gloo, without a GPU.
+Prints `step K …` for every step: all bits of the loss, and digests of weights, optimizer and random numbers. Between
+the two parts it does all-reduces that change nothing, until the file --turns exists. Ends before the step at which the
+file --until exists, else after --steps. A scheduler sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. DEVICE=cpu runs
+the job on gloo, without a GPU.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from datetime import timedelta
 
 os.environ.update(  # before torch loads NCCL and cuBLAS
     {
-        "NCCL_HOSTID": f"rank-{os.environ['RANK']}",  # else NCCL refuses two ranks on one GPU
-        "NCCL_RUNTIME_CONNECT": "0",  # all connections are made with the communicator, none inside a turn
+        "NCCL_HOSTID": f"rank-{os.environ['RANK']}",  # otherwise NCCL refuses two ranks on one GPU
+        "NCCL_RUNTIME_CONNECT": "0",  # all connections are made with the communicator, none during a turn
         "NCCL_SOCKET_IFNAME": "eth0",
         "NCCL_NET": "Socket",
         "NCCL_IB_DISABLE": "1",
@@ -49,7 +49,7 @@ from ballast import Ballast  # type: ignore[import-not-found]
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 DEVICE = os.environ.get("DEVICE", "cuda")
 ON_GPU = DEVICE != "cpu"
-#: Longer than any move; then a rank ends with words rather than waiting for ever.
+#: Longer than any move. A rank that waits longer fails with a message instead of hanging.
 PATIENCE_S = 150.0
 COUNT = 1024
 ROOT, MOVER = 0, 1
@@ -72,13 +72,13 @@ def say(text: str) -> None:
 
 
 def idle() -> None:
-    """This rank has nothing left on the GPU."""
+    """Waits until this rank has no work left on the GPU."""
     if ON_GPU:
         torch.cuda.synchronize()
 
 
 class Turns:
-    """Words between the two ranks through the store; every word is said once."""
+    """Messages between the two ranks through the store; each key is used once."""
 
     def __init__(self, store: dist.Store) -> None:
         self.store, self.number = store, 0
@@ -87,7 +87,7 @@ class Turns:
         self.store.set(word, text)
 
     def hear(self, word: str) -> str:
-        """Polled: a blocking question would keep the connection from torch's own threads."""
+        """Waits for a message. It polls, because a blocking request would occupy the connection that torch's threads use."""
         ends = time.monotonic() + PATIENCE_S
         while not self.store.check([word]):
             if time.monotonic() > ends:
@@ -97,13 +97,13 @@ class Turns:
         return bytes(self.store.get(word)).decode()
 
     def agree(self, what: str, decide: Callable[[], str]) -> str:
-        """What rank 0 decides, on both."""
+        """Returns the decision of rank 0 on both ranks."""
         if RANK == ROOT:
             self.tell(what, decide())
         return self.hear(what)
 
     def pass_on(self, sender: int, launch: Callable[[], dist.Work]) -> None:
-        """One operation in one direction. Returns when both are idle again."""
+        """Runs one operation in one direction. Returns when both ranks are idle again."""
         self.number += 1
         idle()
         if sender == RANK:
@@ -125,7 +125,7 @@ class Turns:
             self.tell(f"received-{self.number}")
 
     def there_and_back(self, tensor: torch.Tensor, group: dist.ProcessGroup, at_root: Callable[[], object]) -> None:
-        """The sum of both ranks' tensors at rank 0, what `at_root` makes of it there, and that on both."""
+        """Sums both ranks' tensors at rank 0, applies `at_root` there, and broadcasts the result."""
         self.pass_on(MOVER, lambda: dist.reduce(tensor, ROOT, group=group, async_op=True))
         if RANK == ROOT:
             at_root()
@@ -146,7 +146,7 @@ def expect(what: str, tensor: torch.Tensor, number: int) -> None:
 
 
 def make_groups(store: dist.Store) -> list[dist.ProcessGroup]:
-    """The default group, a split of it, a sub-group."""
+    """Creates the default group, a split of it, and a sub-group."""
     limit = timedelta(seconds=PATIENCE_S)
     device = torch.device(DEVICE, 0) if ON_GPU else None
     backend = "nccl" if ON_GPU else "gloo"
@@ -180,7 +180,7 @@ class Training:
         return float(loss.item())
 
     def in_turns(self, turns: Turns, group: dist.ProcessGroup) -> float:
-        """Data parallel by hand: no kernel of one rank ever waits for a kernel of the other."""
+        """Data-parallel training by hand: no kernel of one rank ever waits for a kernel of the other."""
         with self.model.no_sync():
             loss = self.backward()
         gradients = [each.grad for each in self.model.parameters()]
@@ -259,7 +259,7 @@ def main() -> None:
     idle()
     say("DONE")
     dist.destroy_process_group()
-    if RANK == ROOT:  # it has the store
+    if RANK == ROOT:  # it hosts the store
         turns.hear("over")
     else:
         turns.tell("over")

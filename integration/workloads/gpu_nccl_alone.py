@@ -1,12 +1,12 @@
-"""A rank that is alone on its GPU and uses NCCL all the time: DDP, FSDP2 or a compiled DDP, world size 1.
+"""Runs one NCCL rank alone on its GPU (world size 1): DDP, FSDP2 or a compiled DDP.
 
-Every step has, beside what DDP or FSDP do themselves (FSDP2 leaves its collectives out for one rank), an all-gather, a
-reduce-scatter and an all-reduce of the gradients, and what comes out is a part of the next batch: each bit of a loss depends
-on every collective before it. Says `step K loss HEX …`, with digests of weights, optimizer and random numbers every
---digest-every steps. After the first step, with which everything is loaded and compiled, it waits for the file of --go. Ends
-at the first digest at which the file of --until exists, else after --steps.
+In addition to the collectives of DDP or FSDP (FSDP2 omits them for one rank), every step does an all-gather, a
+reduce-scatter and an all-reduce of the gradients. The results become part of the next batch, so each bit of a loss
+depends on every collective before it. Prints `step K loss HEX …`, with digests of weights, optimizer and random numbers
+every --digest-every steps. After the first step, which loads and compiles everything, it waits for the file --go. Ends
+at the first digest at which the file --until exists, else after --steps.
 
-DEVICE=cpu in the environment: the same on gloo. Ends with 77 and a line `SKIP why` where torch.compile does not work.
+DEVICE=cpu in the environment runs it on gloo. Exits with 77 and a line `SKIP reason` where torch.compile does not work.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterable
 from datetime import timedelta
 
-# Not in /tmp, of which every node has its own; and the undisturbed run's compiled kernels serve the moved one too.
+# Not in /tmp, which is private to a node: the moved run uses the compiled kernels of the undisturbed run.
 os.environ.update(  # before torch loads NCCL, cuBLAS and its compiler
     {
         "NCCL_SOCKET_IFNAME": "eth0",
@@ -66,7 +66,7 @@ def say(text: str) -> None:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a sharded tensor that is here: with one rank all of it."""
+    """The local part of a sharded tensor: all of it, because there is one rank."""
     return tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor.detach()
 
 
@@ -118,7 +118,7 @@ class Training:
 
 
 def first_step(training: Training) -> str:
-    """Of a compiled model: skips where the compiler does not work; the plain one has been seen to work then."""
+    """Runs the first step of a compiled model. Skips if the compiler does not work; the plain model has worked before."""
     if not training.compiled:
         return training.step()
     training.plain(torch.zeros(BATCH, WIDTH, device=DEVICE))
@@ -134,7 +134,7 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     random.seed(0)
-    if hasattr(torch._inductor.config, "deterministic"):  # else a race between kernels may decide the last bits
+    if hasattr(torch._inductor.config, "deterministic"):  # otherwise a race between kernels may decide the last bits
         torch._inductor.config.deterministic = True
     device = torch.device(DEVICE, 0) if ON_GPU else None
     if ON_GPU:

@@ -1,6 +1,6 @@
-"""Two processes that share tensors on a GPU, as torch.multiprocessing does it (CUDA IPC).
+"""Runs two processes that share tensors on a GPU through torch.multiprocessing (CUDA IPC).
 
-Says what each has found in the other's memory, then `READY`, and ends when the file --until is there.
+Prints what each has read from the other's memory, then `READY`, and ends when the file --until exists.
 """
 
 from __future__ import annotations

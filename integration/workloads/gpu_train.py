@@ -1,11 +1,11 @@
-"""A deterministic training job on a GPU, with the parts that real jobs have, each behind a flag.
+"""Runs a deterministic training job on a GPU, with the features of real jobs, each behind a flag.
 
-Says `step K loss HEX` for every step, every bit of it, and after every --digest-every steps digests of the weights, the
-optimizer's state, the random number generators and the ballast. Two runs with the same flags say the same as far as both
-go; --until alone decides how far: the job ends at the first digest after that file has come, else after --steps.
+Prints `step K loss HEX`, all bits of the loss, for every step, and every --digest-every steps digests of the weights,
+the optimizer's state, the random number generators and the ballast. Two runs with the same flags print the same lines.
+Only their length differs: the job ends at the first digest after the file --until exists, else after --steps.
 
-DEVICE=cpu in the environment: the same job without a GPU; a graph and streams are then left out, everything else stays.
-Ends with 77 and a line `SKIP why` where torch.compile does not work.
+DEVICE=cpu in the environment runs the same job without a GPU, and without graph and streams. Exits with 77 and a line
+`SKIP reason` where torch.compile does not work.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ WIDTH, BATCH = 512, 64
 BLOCK_FLOATS = 64 << 20  # 256 MiB of ballast
 SKIPPED = 77
 
-# ---------------------------------------------------------------- where the batches come from
+# ---------------------------------------------------------------- the batches
 
 
 class Noise(Dataset[torch.Tensor]):
-    """Items from the worker's own random numbers, so that these have to survive too."""
+    """Items from the worker's random numbers, so that their state has to survive too."""
 
     def __len__(self) -> int:
         return 40 * BATCH
@@ -73,16 +73,16 @@ def batches(loader: str) -> Iterator[torch.Tensor]:
             yield batch.to(DEVICE, non_blocking=True)
 
 
-# ---------------------------------------------------------------- work beside the training
+# ---------------------------------------------------------------- concurrent work
 
 
 class Streams:
-    """A ring of streams that wait for one another's events; what they compute becomes a part of every batch."""
+    """A ring of streams that wait for each other's events. Their results become part of every batch."""
 
     def __init__(self, count: int = 3) -> None:
         noise = torch.Generator(DEVICE).manual_seed(2)
         self.weights = torch.randn(1024, 1024, device=DEVICE, generator=noise) / 32
-        # Written in place for ever: a freed block could be handed out again while another stream still reads it.
+        # Always written in place: a freed block could be allocated again while another stream still reads it.
         self.states = [torch.randn(1024, 1024, device=DEVICE, generator=noise) for _ in range(count)]
         self.room = [torch.empty_like(state) for state in self.states]
         self.streams = [torch.cuda.Stream() for _ in range(count)] if ON_GPU else [None] * count
@@ -102,7 +102,7 @@ class Streams:
                     torch.tanh(self.room[index], out=self.states[index])
                 if stream is not None and done:
                     stream.wait_event(done[-1])
-                if index:  # the first one's neighbour would be the last, which is being written meanwhile
+                if index:  # the neighbour of the first stream would be the last one, which is being written meanwhile
                     self.states[index].add_(self.states[index - 1], alpha=0.1)
                 if stream is not None:
                     done.append(torch.cuda.Event())
@@ -113,7 +113,7 @@ class Streams:
 
 
 class Thread(threading.Thread):
-    """Launches work of its own on a stream of its own, up to four rounds ahead of the training."""
+    """Launches work on a separate stream, up to four rounds ahead of the training."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(name=f"launches-{seed}", daemon=True)
@@ -146,7 +146,7 @@ class Trainer:
         self.model = torch.compile(self.plain) if options.compile else self.plain
         self.optimizer = torch.optim.AdamW(self.plain.parameters(), lr=1e-3)
         self.amp = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(options.amp)
-        # A scale that changes every few steps is state that must survive; the default would change every 2000.
+        # A scale that changes every few steps is state that must survive. By default it changes every 2000 steps.
         self.scaler = torch.amp.GradScaler(DEVICE, enabled=options.amp == "fp16", growth_interval=30)
         self.graph = torch.cuda.CUDAGraph() if options.graph and ON_GPU else None
         self.input = torch.zeros(BATCH, WIDTH, device=DEVICE)
@@ -174,7 +174,8 @@ class Trainer:
         return loss.detach()
 
     def _capture(self, graph: torch.cuda.CUDAGraph) -> None:
-        """Forward and backward as one graph. The optimizer stays outside: the scaler looks at the gradients first."""
+        """Captures forward and backward as one graph. The optimizer stays outside, because the scaler reads the
+        gradients first."""
         aside = torch.cuda.Stream()
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):
@@ -182,14 +183,14 @@ class Trainer:
                 self.optimizer.zero_grad()
                 self._backward(self.input)
         torch.cuda.current_stream().wait_stream(aside)
-        self.optimizer.zero_grad()  # to None: the captured backward makes gradients in the graph's own memory
+        self.optimizer.zero_grad()  # to None: the captured backward allocates gradients in the graph's own memory
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             self.loss = self._backward(self.input)
 
     def _compile(self) -> None:
-        """The plain model first: what fails after it has worked is the compiler."""
+        """Runs the plain model first, so that a later failure is the compiler's."""
         self.plain(self.input).sum().backward()
-        with contextlib.suppress(AttributeError):  # else what a race between kernels chose may decide the last bits
+        with contextlib.suppress(AttributeError):  # otherwise a race between kernels may decide the last bits
             torch._inductor.config.deterministic = True
         try:
             self._backward(self.input)
@@ -204,7 +205,7 @@ class Trainer:
         yield torch.tensor(self.scaler.get_scale() if self.scaler.is_enabled() else 0.0)
 
 
-# ---------------------------------------------------------------- what is said of it all
+# ---------------------------------------------------------------- output
 
 
 def digest(tensors: Iterable[torch.Tensor]) -> str:
@@ -215,12 +216,12 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
 
 
 def ballast_digest(blocks: list[torch.Tensor]) -> str:
-    """Whole numbers, so that the order of the additions does not matter; by rows, so that places do."""
+    """Digest of the ballast. Sums integers, so that the order of additions does not matter, by rows, so that positions do."""
     return digest(block.view(torch.int32).view(1024, -1).sum(dim=1, dtype=torch.int64) for block in blocks)
 
 
 def raw_blocks(mib: int) -> list[torch.Tensor]:
-    """Device memory that was asked of the driver itself, past every library, as a tensor."""
+    """Allocates device memory directly with the driver, not through torch or the runtime, and returns it as a tensor."""
     if not mib or not ON_GPU:
         return []
     driver, address, size = ctypes.CDLL("libcuda.so.1"), ctypes.c_uint64(), mib << 20

@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer on generated data: a small random GPT-2, gloo, nothing downloaded."""
+"""Runs Hugging Face's Trainer on generated data: a small random GPT-2 over gloo, without downloads."""
 
 import argparse
 import os
@@ -34,7 +34,7 @@ class Say(TrainerCallback):
 
 
 class Spoken(Trainer):
-    """Says every loss of its own rank; the Trainer itself only logs the mean."""
+    """Prints every loss of its own rank; the Trainer itself only logs the mean."""
 
     def training_step(self, *arguments: Any, **more: Any) -> torch.Tensor:
         loss = super().training_step(*arguments, **more)

@@ -1,4 +1,4 @@
-"""Who and what the process is; the same line every step, also after a move."""
+"""Prints the identity of the process, such as user, limits and environment: the same line in every step."""
 
 import os
 import resource

@@ -1,4 +1,4 @@
-"""Lightning's Trainer on generated data: a small network, the ddp strategy over gloo."""
+"""Runs Lightning's Trainer on generated data: a small network, the ddp strategy over gloo."""
 
 import argparse
 import os

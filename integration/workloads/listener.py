@@ -1,4 +1,4 @@
-"""Says which signals it gets, and how many; SIGTERM ends it in the way --end names."""
+"""Prints which signals it gets, and how many. SIGTERM ends it in the way that --end names."""
 
 import argparse
 import os

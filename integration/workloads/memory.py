@@ -1,4 +1,4 @@
-"""A given number of MiB of memory that does not compress, checked by digest at the end; steps meanwhile."""
+"""Holds a given number of MiB of incompressible memory while it does steps, and checks it by digest at the end."""
 
 import argparse
 import hashlib

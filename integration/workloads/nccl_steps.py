@@ -1,18 +1,18 @@
-"""A job that does nothing but NCCL calls, on the stand-in for NCCL: collectives, splits, sends and receives in groups.
+"""Runs a job of NCCL calls only, on the fake NCCL: collectives, splits, sends and receives in groups.
 
     nccl_steps.py --meeting FOLDER --rank R --ranks N [--shape world|pairs|grid] [--steps S] [--pace-s P] [--device-mib M]
 
-Ranks agree on a unique id through a file in FOLDER, then NCCL is all that is between them. The state of a rank is a vector
-of 64-bit numbers; every operation mixes what it received into it, so the line that a step ends with, a digest of the state,
-depends on every number that ever arrived.
+Ranks exchange a unique id through a file in FOLDER; afterwards they communicate through NCCL only. The state of a rank
+is a vector of 64-bit numbers. Every operation mixes what it received into it. Each step ends with a line that has a
+digest of the state, so it depends on every number that ever arrived.
 
-Shapes: `world` is one communicator; `pairs` adds a split by parity, a ring in groups and a communicator that lives for one
-step; `grid` is tensor × pipeline × data parallel for 8 ranks, with the data-parallel sum launched by a second thread, as
-autograd does. The library is the one that the dynamic linker finds, looked up in the global scope as a linked program's
-symbols are, so that a preloaded library comes first.
+Shapes: `world` is one communicator; `pairs` adds a split by parity, a ring in groups and a communicator that exists for
+one step; `grid` is tensor × pipeline × data parallel for 8 ranks, with the data-parallel sum launched by a second thread, as
+autograd does. The functions are looked up in the global scope, as in a linked program, so that a preloaded library
+comes first.
 
-With --device-mib what NCCL reads and writes is on the device, in a buffer registered with the first communicator, and every
-step changes device memory and looks at all of it.
+With --device-mib NCCL reads and writes device memory, in a buffer registered with the first communicator, and every
+step changes device memory and reads all of it.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Words:
 
 
 class Device:
-    """Blocks of device memory. In the first of them are the vectors that NCCL works on."""
+    """Blocks of device memory. The first one contains the vectors that NCCL works on."""
 
     SLOT_BYTES, SLOTS = 4096, 64
 
@@ -104,13 +104,13 @@ class Device:
         self._call("cudaMemcpy", c_void_p(address), content, c_size_t(len(content)), TO_DEVICE)
 
     def get(self, address: int, count: int, into: Any = None) -> Any:
-        """The bytes at an address, in `into` or a new buffer."""
+        """Returns the bytes at an address, in `into` or a new buffer."""
         into = into or ctypes.create_string_buffer(count)
         self._call("cudaMemcpy", into, c_void_p(address), c_size_t(count), TO_HOST)
         return into
 
     def turn(self, step: int, state: bytes) -> bytes:
-        """Changes something in every block; a checksum of all they hold."""
+        """Changes every block, and returns a checksum of their complete contents."""
         for number, block in enumerate(self.blocks):
             places = self.block_bytes // self.SLOT_BYTES - self.SLOTS
             self.put(block + (self.SLOTS + (step * 37 + number) % places) * self.SLOT_BYTES, state)
@@ -196,7 +196,7 @@ class Job:
         self.ask("ncclCommSplit", comm, color, self.rank, ctypes.byref(child), None)
         return child
 
-    # ------------------------------------------------------------ operations; each waits for what it has launched
+    # ------------------------------------------------------------ operations; each waits until its work is complete
 
     def all_reduce(self, comm: c_void_p, operator: int = SUM, stream: int = 0) -> Words:
         sent, received = self.words(values=self.state), self.words()
@@ -219,7 +219,7 @@ class Job:
         return received
 
     def ring(self, comm: c_void_p, me: int, members: int) -> Words:
-        """To the next member and from the one before, in one group with a collective."""
+        """Sends to the next member and receives from the previous one, in one group with a collective."""
         sent, received, total = self.words(values=self.state), self.words(), self.words()
         self.ask("ncclGroupStart")
         self.ask("ncclSend", sent.address, WORDS, UINT64, (me + 1) % members, comm, 0)
@@ -263,7 +263,7 @@ def pairs(job: Job) -> Callable[[], None]:
         job.mix(job.all_reduce(half))
         job.pause()
         job.mix(job.ring(comm, job.rank, job.ranks))
-        if job.step % 3 == 0:  # lives for one step
+        if job.step % 3 == 0:  # exists for one step
             short = job.split(comm, job.rank // 2)
             job.mix(job.all_reduce(short))
             job.ask("ncclCommDestroy", short)

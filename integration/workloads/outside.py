@@ -1,4 +1,4 @@
-"""A client of a service that runs no daemon: one request and its answer at a time; after a reset it connects again."""
+"""A client of a service on a host without daemon: sends one request at a time, and reconnects after a reset."""
 
 import argparse
 import socket

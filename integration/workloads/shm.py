@@ -1,4 +1,4 @@
-"""POSIX shared memory with a name, written by the parent and summed by a child."""
+"""Uses named POSIX shared memory, written by the parent and summed by a child."""
 
 import multiprocessing
 from multiprocessing import shared_memory
@@ -32,7 +32,7 @@ for step in steps():
     total = answered.get(timeout=60)
     if total != sum((number * 7 + 1) % 251 for number in range(step + 1)):
         wrong(f"the child sees {total}")
-    again = shared_memory.SharedMemory(name=segment.name)  # the name still leads to it
+    again = shared_memory.SharedMemory(name=segment.name)  # the name still refers to it
     if content(again)[step] != content(segment)[step]:
         wrong("the name leads elsewhere")
     again.close()

@@ -1,4 +1,4 @@
-"""Sits at a terminal: says its size when that changes, repeats lines, counts Ctrl-C; the third one ends it."""
+"""Runs on a terminal: prints its size when that changes, repeats lines, and counts Ctrl-C; the third one ends it."""
 
 import contextlib
 import os

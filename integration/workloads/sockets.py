@@ -1,7 +1,8 @@
-"""Sockets that are no plain connections: one that is only bound, connected datagrams, and options that must stay.
+"""Uses sockets other than plain connections: one that is only bound, connected datagrams, and options that must be
+kept.
 
-Prints its options and an answered datagram every step; when --until exists, listens on the socket that was bound from the
-beginning and says where.
+Prints its options and an answered datagram every step. When --until exists, it listens on the socket that was bound at
+the start, and prints its address.
 """
 
 import argparse

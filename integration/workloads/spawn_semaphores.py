@@ -1,7 +1,8 @@
-"""Two spawned workers that share queues, a lock, a semaphore and an event with their parent; a third that comes late.
+"""Runs two spawned workers that share queues, a lock, a semaphore and an event with their parent, and later a third
+one.
 
-Spawned processes find semaphores by name: the names must lead to the semaphores the others already use, and be there to
-be removed at the end. The resource tracker would say so on stderr if one is not.
+Spawned processes open semaphores by name. The names must refer to the semaphores that the others already use, and must
+still exist when they are removed at the end. Otherwise the resource tracker prints a warning on stderr.
 """
 
 import hashlib
@@ -19,20 +20,20 @@ TASKS = 4
 
 @dataclass
 class Shared:
-    """What the parent makes and every worker gets."""
+    """The objects that the parent creates and every worker gets."""
 
     tasks: "multiprocessing.Queue[tuple[int, int] | None]"
     results: "multiprocessing.Queue[tuple[int, str]]"
     lock: Any
     seats: Any  # a semaphore of one seat
     go: Any
-    counts: Any  # done so far; sitting now; most that ever sat
+    counts: Any  # done so far; in the semaphore now; maximum in the semaphore
 
 
 def make(context: multiprocessing.context.SpawnContext) -> Shared:
     return Shared(
         tasks=context.Queue(),
-        results=context.Queue(2),  # bounded: its semaphore is waited for
+        results=context.Queue(2),  # bounded, so that its semaphore blocks
         lock=context.Lock(),
         seats=context.Semaphore(1),
         go=context.Event(),
@@ -54,7 +55,7 @@ def work(shared: Shared) -> None:
 
 
 def do(shared: Shared, step: int) -> list[str]:
-    """One round: nobody answers before `go`, and every task is answered once."""
+    """Runs one round: no worker answers before `go`, and every task is answered once."""
     for number in range(TASKS):
         shared.tasks.put((step, number))
     if not shared.results.empty():
@@ -100,7 +101,7 @@ def main() -> None:
         if not os.path.exists(f"/dev/shm/sem.{semaphore._semlock.name[1:]}"):
             wrong(f"the name {semaphore._semlock.name} is gone")
     end(shared, workers)
-    late = start(context, shared)  # alone, with what it finds by name
+    late = start(context, shared)  # opens everything by name
     say(last + 1, *do(shared, last + 1))
     end(shared, [late])
 

@@ -1,4 +1,4 @@
-"""Two ranks made by mp.spawn, which nobody outside tells apart: the whole tree moves. Every sum is checked."""
+"""Runs two ranks with mp.spawn. They cannot be told apart from outside, so the whole tree moves. Every sum is checked."""
 
 import argparse
 import os

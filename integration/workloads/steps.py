@@ -1,4 +1,4 @@
-"""What every workload shares: its arguments, a line per step, and how it says that something is wrong."""
+"""Shared by all workloads: arguments, a line per step, and the report of an error."""
 
 import argparse
 import sys
@@ -8,7 +8,7 @@ from typing import NoReturn
 
 
 def steps() -> Iterator[int]:
-    """The numbers of the steps, at the pace asked for; prints DONE after the last."""
+    """Yields the numbers of the steps, at the requested pace; prints DONE after the last."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--pace-s", type=float, default=0.03)

@@ -1,11 +1,12 @@
-"""One end, or the listening end, of TCP connections that carry numbered, checksummed records both ways until --until exists.
+"""Sends and receives numbered, checksummed records on TCP connections, as client or server, until --until exists.
 
-    --serve HOST:PORT      accepts for ever, one stream per connection; ends when the file exists and all streams have
+    --serve HOST:PORT      accepts any number of connections; ends when the file exists and all streams have ended
     --connect HOST:PORT    --connections of them
 
---engine blocking: two threads a connection; epoll: one edge-triggered loop for all; forked: a child writes what the parent
-reads, on one shared socket. While the file --stall exists nothing is read, so that queues fill. A record that is lost,
-doubled or damaged is said (`WRONG`), and so is a connection that ends early (`LOST`); both end the program with status 1.
+--engine blocking: two threads per connection; epoll: one edge-triggered loop for all; forked: the parent reads and a
+child writes, on one shared socket. While the file --stall exists nothing is read, so that queues fill. A record that is
+lost, duplicated or damaged is reported as `WRONG`, and a connection that ends early as `LOST`; both end the program
+with status 1.
 """
 
 import argparse
@@ -56,7 +57,7 @@ def fail(words: str) -> NoReturn:
 
 
 class Reader:
-    """Takes the byte stream apart and checks it."""
+    """Parses the byte stream and checks it."""
 
     def __init__(self, name: str) -> None:
         self.name, self.buffer, self.expected, self.done = name, bytearray(), 0, False
@@ -144,7 +145,7 @@ class Stream:
 
 
 class Loop:
-    """Edge-triggered: an event comes once, so everything is read and written until the kernel says to wait."""
+    """Edge-triggered: an event comes once, so it reads and writes until the kernel returns EAGAIN."""
 
     def __init__(self) -> None:
         self.epoll = select.epoll()
@@ -169,7 +170,7 @@ class Loop:
                 self.write(stream)
             if stalled():
                 continue
-            for stream in self.streams.values():  # what a stall left unread gives no event any more
+            for stream in self.streams.values():  # bytes that a stall left unread cause no further event
                 if options.stall:
                     self.read(stream)
             if ended() and all(self.is_done(stream) for stream in self.streams.values()):
@@ -264,7 +265,7 @@ def main() -> None:
     for thread in threads:
         thread.join()
     print("DONE", flush=True)
-    time.sleep(0.5)  # the other end reads its last record before this one closes
+    time.sleep(0.5)  # the peer reads its last record before this socket closes
 
 
 main()

@@ -1,4 +1,4 @@
-"""Threads that hand a token round with a condition variable, each with its own state."""
+"""Runs threads that pass a token round with a condition variable, each with its own state."""
 
 import hashlib
 import threading

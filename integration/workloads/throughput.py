@@ -1,5 +1,7 @@
-"""Two ranks and one connection: pings all the time, whose longest gap the server tells; when --measure exists, the caller
-times bulk transfers in both directions over that connection and over a fresh one, by turns."""
+"""Measures a connection between two ranks: the longest gap between pings, and the throughput.
+
+The client sends pings all the time, and the server prints their longest gap. When --measure exists, the client times
+bulk transfers in both directions over that connection and over a new one, alternating."""
 
 import argparse
 import os

@@ -1,4 +1,4 @@
-"""An interval timer, a timerfd and monotonic time: ticks go on, none early, and the clock never runs back."""
+"""Uses an interval timer, a timerfd and the monotonic clock: ticks continue, none is early, and the clock never goes back."""
 
 import ctypes
 import os

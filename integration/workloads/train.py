@@ -1,4 +1,4 @@
-"""A little torch training job: prints step and loss, every digit of it. Deterministic on one thread."""
+"""Runs a small torch training job, deterministic on one thread. Prints step and loss with all digits."""
 
 import argparse
 import os
