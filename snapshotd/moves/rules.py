@@ -1,12 +1,12 @@
-"""What a daemon does about an unfinished move: pure functions from what it knows to (decision, reason).
+"""Decides what a daemon does next about an unfinished move: pure functions from facts to (decision, reason).
 
-Invariant (one copy): the source's copy may run only where the outcome is ABORT (or nothing was begun), the target's only
-where the outcome is COMMIT. The outcome is written once, in the source's journal; two words alone stand above it, and are
-recorded beside it: a person's, and the target's own that its copy is dead and never ran. A target that does not know
-the outcome asks and waits, for ever if need be: waiting is always safe, guessing never is.
+Invariant (one copy): the source's copy may run only if the outcome is ABORT or nothing was begun, the target's only if
+the outcome is COMMIT. The outcome is written once, in the source's journal. Only two things overrule it, and both are
+recorded beside it: an operator's declaration, and the target's report that its copy died before it ever ran. A target that
+does not know the outcome asks and waits, without a limit: waiting is always safe, guessing never is.
 
-No I/O here. `snapshotd/ops.py` gathers the facts and carries the decisions out; `tests/protocol/` walks every prefix of
-a move with every participant dying, over these same functions.
+No I/O here. The settle loops of `snapshotd/moves/` gather the facts and carry the decisions out. `tests/protocol/` walks
+every prefix of a move with every participant failing, over these same functions.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from enum import StrEnum
 
 
 class Mark(StrEnum):
-    """The last thing a daemon has done for a move, journalled after it was done (ACTIVATED: before)."""
+    """How far a daemon has come with a move. Journalled after the fact, except ACTIVATED, which is journalled before."""
 
     # source
-    BEGUN = "begun"  # journalled, the keeper holds signals and stdin; the rank still runs
+    BEGUN = "begun"  # journalled; the keeper withholds signals and stdin; the rank still runs
     FREEZING = "freezing"  # about to stop the tree
     FROZEN = "frozen"  # stopped and frozen
-    STREAMED = "streamed"  # the image is whole and verified on the target
+    STREAMED = "streamed"  # the image is complete and verified on the target
     SETTLED = "settled"  # outcome carried out: thawed, or released
     # target
-    PREPARED = "prepared"  # memory reserved, nonce given
-    SEALED = "sealed"  # image whole and verified
+    PREPARED = "prepared"  # memory reserved, nonce issued
+    SEALED = "sealed"  # image complete and verified
     RESTORING = "restoring"  # criu restore has been started
     HELD = "held"  # restored, stopped
     ACTIVATED = "activated"  # allowed to run; journalled before the first SIGCONT
     DISCARDED = "discarded"
     # peer
-    BRACED = "braced"  # the time-outs of the ends here are off: a long silence does not end them
-    REPOINTING = "re-pointing"  # the ends here are known and about to be changed
-    REPOINTED = "re-pointed"  # all of them name the target, silent until the outcome is known
-    POINTED_BACK = "pointed back"  # all of them name the source again, silent still
+    BRACED = "braced"  # the time-outs of the sockets here are off: a long silence does not end their connections
+    REPOINTING = "re-pointing"  # the sockets here are known and about to be changed
+    REPOINTED = "re-pointed"  # all of them name the target, filtered until the outcome is known
+    POINTED_BACK = "pointed back"  # all of them name the source again, still filtered
     # gate
-    GATED = "gated"  # the gates here are about to be closed, or are
+    GATED = "gated"  # the gates here are closed or about to be closed
 
 
 class Outcome(StrEnum):
@@ -68,9 +68,7 @@ class SourceDecision(StrEnum):
     THAW = "thaw"
     HAND_TOKEN = "hand the token to the target"
     RELEASE = "release"  # drop the frozen copy
-    TAKE_BACK = (
-        "take back"  # the target's copy died unrun: its journal's word overrules COMMIT, and the copy here goes on
-    )
+    TAKE_BACK = "take back"  # the target's copy died before it ran, which overrules COMMIT: the copy here continues
     CLOSE = "close"  # nothing is left to do
     WAIT_FOR_PERSON = "wait for a person"
 
@@ -79,14 +77,14 @@ class SourceDecision(StrEnum):
 class SourceFacts:
     mark: Mark
     outcome: Outcome | None
-    copy_exists: bool  # same boot and the process still there
+    copy_exists: bool  # same boot, and the process still exists
     lease_expired: bool
     interrupted: bool  # the daemon restarted inside freeze or stream: the step cannot be resumed
     target: CopyState = CopyState.UNREACHABLE
 
 
 def source_next(facts: SourceFacts) -> tuple[SourceDecision, str]:
-    """The source daemon's next act for one move, with the reason in words."""
+    """The source daemon's next action for one move, and the reason as text."""
     if facts.mark is Mark.SETTLED:
         return SourceDecision.CLOSE, "settled"
     if facts.outcome is Outcome.ABORT:
@@ -109,7 +107,7 @@ def source_next(facts: SourceFacts) -> tuple[SourceDecision, str]:
     if not facts.copy_exists:
         match facts.target:
             case CopyState.HELD if not facts.lease_expired:
-                # The driver is about to have the peers re-pointed; a COMMIT before that would cost the connections.
+                # The driver is about to have the peers re-pointed; an earlier COMMIT would lose the connections.
                 return SourceDecision.ASK_TARGET, "the source's copy is gone; the driver commits the target's"
             case CopyState.HELD | CopyState.RUNNING | CopyState.ENDED:
                 return SourceDecision.RECORD_COMMIT, "the source's copy is gone and the target has a whole one"
@@ -136,12 +134,12 @@ class TargetDecision(StrEnum):
 @dataclass(frozen=True)
 class TargetFacts:
     mark: Mark
-    outcome: Outcome | None  # learned with a token, or declared by a person
-    copy_exists: bool  # the restored tree is there
+    outcome: Outcome | None  # from a token, or declared by an operator
+    copy_exists: bool  # the restored tree exists
 
 
 def target_next(facts: TargetFacts) -> tuple[TargetDecision, str]:
-    """The target daemon's next act for one move. Without an outcome it only ever asks."""
+    """The target daemon's next action for one move. Without an outcome it only asks."""
     if facts.mark is Mark.DISCARDED:
         return TargetDecision.CLOSE, "discarded"
     if facts.outcome is Outcome.COMMIT or facts.mark is Mark.ACTIVATED:
@@ -154,7 +152,7 @@ def target_next(facts: TargetFacts) -> tuple[TargetDecision, str]:
 
 
 def target_answer(facts: TargetFacts) -> CopyState:
-    """What a target says about its copy when asked."""
+    """The state of its copy that a target reports when asked."""
     match facts.mark:
         case Mark.DISCARDED:
             return CopyState.DISCARDED
@@ -170,7 +168,7 @@ class PeerDecision(StrEnum):
     ASK = "ask the source, then the target"
     LEARN_COMMIT = "write down COMMIT"
     LEARN_ABORT = "write down ABORT"
-    MEND = "mend"  # what was being changed is put back, silent still: no process is stopped until the outcome is known
+    MEND = "mend"  # revert an interrupted change, still filtered, so that no process stays stopped until the outcome
     FINISH = "point at the target"
     POINT_BACK = "point back"
     UNFILTER = "let the packets go"
@@ -180,17 +178,17 @@ class PeerDecision(StrEnum):
 @dataclass(frozen=True)
 class PeerFacts:
     mark: Mark
-    outcome: Outcome | None  # written down here, final
-    interrupted: bool = False  # the change of the ends here was cut short
+    outcome: Outcome | None  # recorded here, final
+    interrupted: bool = False  # the change of the sockets here was interrupted
     source: Outcome | None = None  # the source's answer; None: it has not decided, or does not answer
-    target: CopyState = CopyState.UNREACHABLE  # the target's answer, or what the source says of it
+    target: CopyState = CopyState.UNREACHABLE  # the target's answer, or what the source reports about it
 
 
 def peer_next(facts: PeerFacts) -> tuple[PeerDecision, str]:
-    """The next act of a daemon that has the other ends of a rank's connections.
+    """The next action of a daemon that has the peers' sockets of a rank's connections.
 
-    A COMMIT counts here once the target has let its copy go: until then the source may have to take the rank back, and an
-    end that had dropped its filter would speak to nobody. A target that has dropped its copy will never run one.
+    A COMMIT counts here only once the target's copy runs. Until then the source may have to take the rank back, and a
+    socket whose filter was dropped would talk to an address without a rank. A target that has dropped its copy never runs it.
     """
     if facts.mark is Mark.SETTLED:
         return PeerDecision.CLOSE, "settled"
@@ -228,26 +226,26 @@ class GateDecision(StrEnum):
 @dataclass(frozen=True)
 class GateFacts:
     mark: Mark
-    outcome: Outcome | None  # written down here: whoever has communicators to build again has built them
+    outcome: Outcome | None  # recorded here: the communicators have been built again, or never will be
     source: Outcome | None = None  # the source's answer; None: it has not decided, or does not answer
-    source_undone: bool = False  # … ABORT, and the rank runs there again with its communicators, or is no more
-    source_unknowing: bool = False  # … it has never heard of the move
-    source_silent: bool = False  # … for longer than any undo takes
+    source_undone: bool = False  # its answer is ABORT, and the rank runs there with its communicators, or has ended
+    source_unknowing: bool = False  # its answer is that it does not know the move
+    source_silent: bool = False  # it has not answered for longer than any undo takes
     target: CopyState = CopyState.UNREACHABLE
-    source_lost: bool = False  # … silent for so long that nobody waits for it
+    source_lost: bool = False  # it has not answered for so long that waiting is given up
 
 
 _NO_COPY = {CopyState.DISCARDED, CopyState.GONE, CopyState.NO_SUCH_MOVE, CopyState.RECEIVING}
 
 
 def gate_next(facts: GateFacts) -> tuple[GateDecision, str]:
-    """The next act of a daemon that has closed the gates of ranks whose communicators are changed.
+    """The next action of a daemon that has closed the gates of ranks whose communicators are changed.
 
-    An open gate lets the job use its communicators, so they must be whole on every member before: after COMMIT once the
+    An open gate lets the job use its communicators, so they must be complete on every member first: after COMMIT once the
     target runs the rank, after ABORT once the source has built them again with its own copy. A gate that stays closed only
-    costs time; one that opens early costs the job. But a job that nobody will ever put together again must hear of it:
-    once this gate is open nothing is attached here for this move any more, so a target that is still receiving will not
-    be committed behind its back.
+    costs time; one that opens early costs the job. But a job whose communicators will never be built again must continue
+    and see NCCL's errors. Once this gate is open nothing is attached here for this move any more, so the move of a target
+    that is still receiving cannot be committed afterwards.
     """
     if facts.mark is Mark.SETTLED:
         return GateDecision.CLOSE, "settled"
@@ -271,7 +269,7 @@ def gate_next(facts: GateFacts) -> tuple[GateDecision, str]:
 
 
 def proof(nonce: bytes, what: str, move: str) -> bytes:
-    """The word of one daemon that another can check: HELD (by the target), COMMIT and ABORT (by the source)."""
+    """A token by which one daemon proves a state to another: HELD (by the target), COMMIT and ABORT (by the source)."""
     return hmac.digest(nonce, f"{what}:{move}".encode(), hashlib.sha256)
 
 

@@ -1,7 +1,7 @@
-"""The rank's own sockets during a move: found on the source, silent while the move lasts, rewritten on the target.
+"""Handles the rank's own sockets during a move: finds them on the source, filters their packets, rewrites them in the image.
 
 Invariant: from the freeze until the outcome no packet of the rank's connections enters or leaves the node that has a copy.
-A copy that is dropped is silenced first, so that its end is not told to anybody: the connections live on elsewhere.
+A copy is silenced before it is dropped, so that no peer sees a close: the connections continue elsewhere.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from snapshotd.proc import tree
 log = logging.getLogger(__name__)
 
 
-#: How long a connection that is just opening or closing may take to settle.
+#: How long a connection that is opening or closing may take to settle.
 SETTLE_S = 1.0
 
 
 def look(pids: Sequence[int], places: Places) -> tuple[list[pb.Rewire], list[pb.Check]]:
-    """What becomes of the rank's sockets, and the checks that say so. Never raises; blocking."""
+    """The rewirings of the rank's sockets, and the checks of preflight on them. Never raises; blocking."""
     rewires, checks, _ = _look(pids, places)
     return rewires, checks
 
@@ -84,7 +84,7 @@ def _look(pids: Sequence[int], places: Places) -> tuple[list[pb.Rewire], list[pb
 
 
 def _settled(pids: Sequence[int]) -> tuple[list[Flow], list[refusals.Problem]]:
-    """The rank's sockets and what is wrong with them, once nothing is wrong that passes by itself, if that is soon."""
+    """The rank's sockets and the problems with them. Waits for up to SETTLE_S while all problems are transient."""
     deadline = time.monotonic() + SETTLE_S
     while True:
         flows = sockets.tree_flows(pids)
@@ -95,12 +95,12 @@ def _settled(pids: Sequence[int]) -> tuple[list[Flow], list[refusals.Problem]]:
 
 
 def examine(rewires: Iterable[pb.Rewire], rank_uid: str) -> list[pb.Check]:
-    """On the target: are the ports of the rank's listeners free here? Blocking."""
+    """On the target: checks that the ports of the rank's listeners are free here. Blocking."""
     wanted = {rewire.new_local.port for rewire in rewires if rewire.kind == pb.Rewire.LISTENER}
     if not wanted:
         return []
     taken = {flow.local.port for flow in sockets.listeners(wanted)}
-    # Where another rank used to listen here, newcomers are sent on to it: this one would never hear of them.
+    # New connections to a port where another rank used to listen here are forwarded to it: this rank would not get them.
     own = sockets.own_addresses()
     for uid, addresses in forward.listed().items():
         taken |= {old.port for old in addresses if uid != rank_uid and old.ip in own and old.port in wanted}
@@ -111,7 +111,7 @@ def examine(rewires: Iterable[pb.Rewire], rank_uid: str) -> list[pb.Check]:
 
 
 def frozen(pids: Sequence[int], places: Places) -> tuple[list[pb.Rewire], list[Flow]]:
-    """The rewirings of a frozen rank, and its sockets. Raises Refused when one of them cannot be moved after all."""
+    """The rewirings of a frozen rank, and its sockets. Raises Refused when one of them cannot be moved."""
     rewires, checks, flows = _look(pids, places)
     for check in checks:
         if check.verdict == pb.Check.REFUSE:
@@ -120,8 +120,8 @@ def frozen(pids: Sequence[int], places: Places) -> tuple[list[pb.Rewire], list[F
 
 
 def hold(move: str, rewires: Sequence[pb.Rewire], *, on_target: bool) -> None:
-    """Silences the rank's connections on this node: as they were on the source, or as they will be on the target, where
-    newcomers are not let in either while nobody knows whether the copy will run."""
+    """Filters the rank's connections on this node: as they were on the source, or as they will be on the target. There new
+    connections are dropped as well, until it is known whether the copy will run."""
     pairs = [new_pair(rewire) if on_target else old_pair(rewire) for rewire in rewires if leaves_the_tree(rewire)]
     if pairs:
         packets.hold(move, pairs)
@@ -134,7 +134,7 @@ def hold(move: str, rewires: Sequence[pb.Rewire], *, on_target: bool) -> None:
 
 
 def let_go(move_log: MoveLog) -> None:
-    """The packets flow again; costs nothing where the rank has no connections."""
+    """Drops the filter; costs nothing where the rank has no connections."""
     if move_log.record.rewires or move_log.record.filtered:
         packets.drop_table(move_log.move)
 
@@ -145,12 +145,12 @@ def tables_of(move_log: MoveLog) -> set[str]:
 
 
 def peer_table(move: str) -> str:
-    """The filter of a node as a peer has a name of its own: as the source or target it may hold the same flows."""
+    """The name of a node's filter as a peer. It is separate: as source or target the node may filter the same flows."""
     return f"m-{hashlib.sha256(f'peer of {move}'.encode()).hexdigest()[:12]}"
 
 
 def sweep(moves: Iterable[str]) -> None:
-    """At start: of all filters here, those of these moves alone stay; the others are what a crash left. Blocking."""
+    """At start: drops all filters here except those of these moves; a crash left the others. Blocking."""
     keep = set(moves)
     for move in packets.tables():
         if move not in keep:
@@ -159,12 +159,12 @@ def sweep(moves: Iterable[str]) -> None:
 
 
 def silence(pids: Sequence[int]) -> None:
-    """Before a copy is killed: none of its connections says goodbye."""
+    """Before a copy is killed: makes sure that its connections send no packet when they close."""
     repoint.silence(pids)
 
 
 def part(move_log: MoveLog, pids: Sequence[int]) -> None:
-    """Before a copy is killed that runs elsewhere now: hosts without a daemon hear that their connections to it are over."""
+    """Before a copy is killed that runs elsewhere now: resets its connections to hosts without a daemon."""
     pairs = {old_pair(rewire) for rewire in move_log.record.rewires if rewire.kind == pb.Rewire.OUTSIDE}
     if not pairs:
         return
@@ -176,13 +176,13 @@ def part(move_log: MoveLog, pids: Sequence[int]) -> None:
 
 
 def wake(pids: Sequence[int]) -> None:
-    """Undo of what a killed criu leaves: no socket of a process that may run is in repair mode."""
+    """Undoes what a killed criu leaves: takes the sockets of these processes out of repair mode."""
     repoint.end_repair(pids)
 
 
 def rewrite(folder: Path, rewires: Iterable[pb.Rewire]) -> tuple[tuple[int, int], ...]:
-    """Gives the sockets in the image their new ends; answers (inner pid, descriptor) of those to the outside world, which
-    the restored rank has closed and must see as reset."""
+    """Gives the sockets in the image their new addresses. Returns (inner pid, descriptor) of the connections to hosts without
+    a daemon: they are closed in the restored rank, which must see them as reset."""
     changes: dict[Endpoints, Endpoints] = {}
     closed: list[Pair] = []
     for rewire in rewires:
@@ -192,13 +192,13 @@ def rewrite(folder: Path, rewires: Iterable[pb.Rewire]) -> tuple[tuple[int, int]
             changes[_address(rewire.old_local), None] = _address(rewire.new_local), None
         else:
             changes[old_pair(rewire)] = new_pair(rewire)
-    # Also where nothing changes: a socket of the image that nobody accounted for is an error, not a surprise.
+    # Also where nothing changes: a socket in the image that is not accounted for must be an error.
     return inet.rewrite(folder, changes, closed, own=sockets.own_addresses()).closed
 
 
 def meet(rewires: Iterable[pb.Rewire], nodes: Iterable[ClusterNode]) -> None:
-    """Lets this kernel learn how far the peers are: a connection that knows no round trip waits 3 s before it sends again
-    what it lost in the silence. Best effort; blocking."""
+    """Lets this kernel learn the round-trip times to the peers: a connection without one waits 3 s before it retransmits
+    what the filter dropped. Best effort; blocking."""
     endpoints = {node.name: node.endpoint for node in nodes}
     known = {(rewire.new_local.ip, rewire.peer_node) for rewire in rewires if rewire.kind == pb.Rewire.PEER}
     for ip, peer in known:
@@ -206,7 +206,7 @@ def meet(rewires: Iterable[pb.Rewire], nodes: Iterable[ClusterNode]) -> None:
 
 
 def reset(pids: Iterable[int], closed: Iterable[tuple[int, int]]) -> None:
-    """The connections to the outside world, in the stopped copy: its next use of one is told that it was reset."""
+    """Makes connections to hosts without a daemon report a reset when the copy, still stopped, next uses them."""
     wanted = list(closed)
     by_inner = {tree.inner_pid(pid): pid for pid in pids} if wanted else {}
     for inner, fd in wanted:

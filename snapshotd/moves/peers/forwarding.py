@@ -1,11 +1,11 @@
-"""New connections to a moved rank's former addresses reach the present one, from every node of the cluster.
+"""Forwards new connections from a moved rank's former addresses to its present one, on every node of the cluster.
 
-The node that has the rank tells all others, again and again until each has heard it; what was heard is the kernel's
-(nftables) and outlives every daemon. When the rank ends, the node that had it takes it back everywhere, and so does its home.
+The node that has the rank sends the addresses to all other nodes and retries until each has confirmed. The forwarding itself
+is in the kernel (nftables) and survives every daemon. When the rank ends, its last node and its home withdraw it everywhere.
 
-The node that the rank has just left is told last: it holds new connections (new_connections.py) until then, so that
-whoever it lets go on is sent to the new address. What was told is also kept on disk: a node that was rebooted forwards
-again, and one that was not there when the rank ended finds out at its start that no node knows the rank any more.
+The node that the rank has just left is notified last. It holds new connections (new_connections.py) until then, so that
+those it admits are forwarded to the new address. Each node also keeps the addresses on disk: a rebooted node forwards again,
+and a node that was down when the rank ended finds out at its start that no node knows the rank any more.
 """
 
 from __future__ import annotations
@@ -30,31 +30,31 @@ from snapshotd.runtime.blocking import in_thread
 log = logging.getLogger(__name__)
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 60.0
-#: How long the others have before the node that was left is told: one that is cut off delays nobody for ever.
+#: How long the others have before the node that was left is notified: an unreachable one must not delay that for ever.
 OTHERS_FIRST_S = 3.0
 
 Map = Mapping[Address, Address]
 
 
 class Forwarding:
-    """Both sides of it: telling the other nodes, and doing what another node told."""
+    """Both sides: publishes addresses to the other nodes, and applies those that another node published."""
 
     def __init__(self, node: Node, forwarded: Callable[[str], Awaitable[None]]) -> None:
         self.node = node
-        self._forwarded = forwarded  # called with a rank's uid once what was told about it is in force here
+        self._forwarded = forwarded  # called with a rank's uid once its published addresses are in force here
         self._telling: dict[str, asyncio.Task[None]] = {}
-        self._positive: dict[str, bool] = {}  # is what is being told where a rank is, or that it has ended?
+        self._positive: dict[str, bool] = {}  # by rank: publishes addresses (True) or withdraws them
         self._folder = node.config.state_dir / "forwards"
         self._changing = asyncio.Lock()
 
-    # ------------------------------------------------------------------ what another node tells
+    # ------------------------------------------------------------------ applying what another node published
 
     @step
     async def set(self, request: pb.ForwardRequest, caller: str) -> pb.ForwardReply:
-        """What another node says about a rank of its own; an empty list forgets the rank."""
+        """Applies the addresses of a rank that another node published; an empty list forgets the rank."""
         uid = check_rank_uid(request.rank_uid)
         if caller != self.node.config.node and self._positive.get(uid) and uid in self._telling:
-            self._telling[uid].cancel()  # the rank has moved on, or ended there: what we are telling is history
+            self._telling[uid].cancel()  # the rank has moved on, or ended there: our addresses are out of date
         try:
             addresses = {
                 Address(item.old_address.ip, item.old_address.port): Address(item.new_address.ip, item.new_address.port)
@@ -71,7 +71,7 @@ class Forwarding:
     def _put(self, uid: str, addresses: Map, nodes: list[list[str]], moves: int) -> None:
         path = self._folder / f"{uid}.json"
         if path.exists() and json.loads(path.read_text())["moves"] > moves:
-            return  # told late by a node that it has left since
+            return  # a late request of a node that the rank has left since
         if not addresses:
             forward.forget(uid)
             path.unlink(missing_ok=True)
@@ -82,11 +82,11 @@ class Forwarding:
         path.with_suffix(".new").write_text(json.dumps(known))
         path.with_suffix(".new").rename(path)
         forward.forward(uid, addresses)
-        # A call that is still unanswered would go on to where its first packet went.
+        # A SYN that is still unanswered would otherwise be sent again to where the first one went.
         tracking.untrack_calls({*before, *addresses})
 
     async def recall(self) -> None:
-        """At start: what was told in an earlier life is in force again, unless every node says that the rank is gone."""
+        """At start: applies the addresses from before the restart again, unless every node reports that the rank is gone."""
         for path in sorted(self._folder.glob("*.json")):
             try:
                 await self._recall(path)
@@ -98,7 +98,7 @@ class Forwarding:
         known = await in_thread(path.read_text)
         fields = json.loads(known)
         answers = await asyncio.gather(*(self._knows(uid, *node) for node in fields["nodes"]))
-        if answers and not any(answers):  # nobody is silent, and nobody has it
+        if answers and not any(answers):  # all nodes have answered, and none has the rank
             log.info("rank %s has ended: nothing is forwarded to it any more", uid)
             async with self._changing:
                 await in_thread(self._put, uid, {}, [], fields["moves"])
@@ -107,14 +107,14 @@ class Forwarding:
             await in_thread(self._again, path)
 
     def _again(self, path: Path) -> None:
-        """What the file says is in force, if it still says something: the rank's end may just have been told."""
+        """Applies the file's addresses, if it still exists: the rank may just have been withdrawn."""
         if path.exists() and (uid := path.name.removesuffix(".json")) not in forward.listed():
             fields = json.loads(path.read_text())
             addresses = {Address.parse(old): Address.parse(new) for old, new in fields["addresses"]}
             self._put(uid, addresses, fields["nodes"], fields["moves"])
 
     async def _knows(self, uid: str, name: str, endpoint: str) -> bool:
-        """Whether a node has the rank or its keeper; one that does not answer may."""
+        """Whether a node has the rank or its keeper. True for a node that does not answer, because it may."""
         try:
             async with self.node.client(name, endpoint) as client:
                 reply = await client.node.ListRanks(pb.ListRanksRequest(), timeout_s=10)
@@ -122,16 +122,16 @@ class Forwarding:
             return True
         return any(rank.uid == uid for rank in reply.ranks)
 
-    # ------------------------------------------------------------------ what this node tells
+    # ------------------------------------------------------------------ publishing
 
     def publish(self, entry: RankEntry, left: str = "") -> None:
-        """Tells every node where the rank's listeners are now, the one it left last. Returns at once; goes on until all have
-        heard."""
+        """Publishes to every node where the rank's listeners are now, to the node it left last. Returns at once; a task
+        retries until all nodes have confirmed."""
         addresses = {Address.parse(old): Address.parse(new) for old, new in entry.former}
         self._tell(entry, addresses, left)
 
     def withdraw(self, entry: RankEntry) -> None:
-        """The rank has ended: nothing is forwarded to it any more, anywhere."""
+        """The rank has ended: removes its forwardings on all nodes."""
         self._tell(entry, {}, "")
 
     def stop(self) -> None:
@@ -155,7 +155,7 @@ class Forwarding:
 
     async def _tell_all(self, entry: RankEntry, addresses: Map, left: str) -> None:
         nodes = [pb.NodeAddresses(name=name, endpoint=endpoint) for name, endpoint, _ in entry.nodes]
-        # What a loopback address meant, it meant at home.
+        # A loopback address referred to the rank only on its home node.
         others = {old: new for old, new in addresses.items() if not old.loopback}
         requests = {
             node.name: pb.ForwardRequest(
@@ -210,8 +210,8 @@ def moved_listeners(
 ) -> list[list[Any]]:
     """[old address, present address] for every listener of a rank that has just come from `source` to `target`.
 
-    A listener on all addresses was reachable at each of the source's, and is at the target's of the same family. The
-    processes of its home also called it by loopback addresses: these lead to it for as long as it is elsewhere.
+    A listener on all addresses was reachable at each of the source's, and is now at the target's of the same family. On its
+    home node it was also reached at loopback addresses: these are forwarded for as long as it is elsewhere.
     """
     sources, targets = [text.partition("/")[0] for text in source], [text.partition("/")[0] for text in target]
     if leaves_home:
@@ -222,7 +222,7 @@ def moved_listeners(
             continue
         old, new = (Address(end.ip, end.port) for end in (rewire.old_local, rewire.new_local))
         if old.loopback:
-            continue  # nobody can be sent on to a loopback address of another node; preflight has said so
+            continue  # a loopback address of another node cannot be reached; preflight has warned
         for address in reached_at(old, sources):
             there = (
                 new

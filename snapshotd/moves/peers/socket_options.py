@@ -1,9 +1,9 @@
-"""What a socket of the rank loses on its way although it is still the same connection: options, time-outs, segment size.
+"""Preserves what a connection would lose in a move: socket options, time-outs, segment size.
 
-criu does not carry all options (snapshotd/net/options.py); time-outs are off while the move lasts, on whichever node has a
-copy, because the silence must not end a connection; and a restored connection sends small segments until told otherwise.
+criu does not carry all options (snapshotd/net/options.py). Time-outs are off during the move, on every node that has a
+copy, because the silence must not end a connection. A restored connection sends small segments until that is corrected.
 
-Invariant: what is switched off on the source is in its journal first, so that undo can put it back after any crash.
+Invariant: time-outs are in the source's journal before they are switched off, so that undo can restore them after any crash.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ANSWER_S = 3.0
 
 
 def of(flows: Sequence[Flow]) -> SocketOptions:
-    """What the journal and the image keep of the stopped rank's sockets. Changes nothing; blocking."""
+    """The options and time-outs of the stopped rank's sockets, for the journal and the image. Changes nothing; blocking."""
     found = [timers_of(flow) for flow in flows]
     return SocketOptions(options.keep(flows), [one for one in found if one is not None])
 
@@ -45,13 +45,13 @@ def timers_of(flow: Flow) -> SocketTimers | None:
 
 
 def suspend(journalled: Iterable[SocketTimers]) -> None:
-    """Switches the time-outs off that `timers_of` found. Blocking, repeatable."""
+    """Switches off the time-outs that `timers_of` found. Blocking, idempotent."""
     for one in journalled:
         timers.hold_timers(one.descriptors, one.inode)
 
 
 def resume(journalled: Sequence[SocketTimers]) -> None:
-    """Switches them on again on the node that has always had these sockets; its processes may run. Blocking, repeatable."""
+    """Switches them on again on the node that these sockets never left; its processes may run. Blocking, idempotent."""
     if journalled:
         timers.await_answers([(one.descriptors, one.inode) for one in journalled], ANSWER_S)
     for one in journalled:
@@ -59,7 +59,7 @@ def resume(journalled: Sequence[SocketTimers]) -> None:
 
 
 def put_back(pids: Sequence[int], saved: SocketOptions) -> list[str]:
-    """On the target, before the rank runs: all but the time-outs. Answers with what this node does not take. Blocking."""
+    """On the target, before the rank runs: sets all options but the time-outs. Returns what this node refuses. Blocking."""
     processes = {tree.inner_pid(pid): tree.Process.of(pid) for pid in pids}
     wanted = []
     for item in saved.options:
@@ -70,7 +70,7 @@ def put_back(pids: Sequence[int], saved: SocketOptions) -> list[str]:
 
 
 def resume_there(pids: Sequence[int], journalled: Sequence[SocketTimers]) -> None:
-    """On the target, once the rank runs: the time-outs too. Blocking, repeatable."""
+    """On the target, once the rank runs: sets the time-outs as well. Blocking, idempotent."""
     if not journalled:
         return
     inside: dict[int, tree.Process] = {}
@@ -89,7 +89,7 @@ def resume_there(pids: Sequence[int], journalled: Sequence[SocketTimers]) -> Non
 
 
 def use_full_segments(pids: Sequence[int]) -> None:
-    """The restored copy's connections send as large segments as they did. Blocking."""
+    """Lets the restored copy's connections send segments as large as before. Blocking."""
     for flow in sockets.tree_flows(pids):
         if flow.protocol == "tcp" and flow.connected and flow.remote is not None and flow.remote.version == 4:
             with contextlib.suppress(ProcessLookupError), sockets.borrow(flow.holders[0], flow.inode) as sock:
