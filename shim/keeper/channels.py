@@ -1,8 +1,9 @@
 """A channel: one pipe or pseudo-terminal between a keeper and its rank, and CRIU's name for it.
 
-Invariants: the rank's end is opened by the keeper itself, in the rank's own mount namespace (an inherited descriptor
-cannot be dumped). The keeper's ends are open file descriptions of their own, so that O_NONBLOCK here never shows
-there. For stdin the keeper also keeps a reading end: what the rank has not read can be taken back, else it is lost.
+Invariants: the keeper itself opens the rank's end, in the rank's mount namespace, because CRIU cannot dump an inherited
+descriptor. The keeper's ends are separate open file descriptions, so that O_NONBLOCK does not affect the rank. For
+stdin the keeper also keeps a read end, to take back input that the rank has not read. That input would be lost
+otherwise.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ CHUNK_BYTES = 1 << 16
 
 
 class Channel:
-    """`fds` are the descriptor numbers that the rank knows it by. A descriptor of -1 is closed or was never there."""
+    """`fds` are its descriptor numbers in the rank. A descriptor of -1 is closed or was never opened."""
 
-    # No dataclass here and in ends.py: importing dataclasses costs a tenth of what `migrator run` may take.
+    # No dataclass here and in ends.py: importing dataclasses takes a tenth of the time that `migrator run` may take.
     def __init__(self, name: str, kind: str, fds: tuple[int, ...], *, has_input: bool, has_output: bool) -> None:
         self.name = name
         self.kind = kind
@@ -71,11 +72,11 @@ class Channel:
             terminal.set_window_size(self.read_fd, rows, columns)
 
     def give_rank_end(self) -> None:
-        """The rank has its end now; ours would keep the pipe from ever ending."""
+        """Closes our descriptor of the rank's end once the rank has its own, so that the pipe can reach EOF."""
         self._close("rank_fd")
 
     def read(self) -> bytes | None:
-        """What the rank has written: b"" for nothing now, None for never again."""
+        """Returns what the rank has written: b"" if there is nothing now, None if nothing can follow."""
         try:
             return os.read(self.read_fd, CHUNK_BYTES) or None
         except BlockingIOError:
@@ -84,9 +85,9 @@ class Channel:
             return None
 
     def write(self, data: bytes) -> int:
-        """Gives the rank input, as much as fits. A terminal that no process has open swallows it."""
+        """Gives the rank as much input as fits. A terminal that no process has open discards it."""
         try:
-            if self.write_fd < 0:  # after its end, stdin was taken back and is given again
+            if self.write_fd < 0:  # unread input was taken back after EOF, and is written again
                 self.write_fd = os.open(f"/proc/self/fd/{self.unread_fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
             return os.write(self.write_fd, data[:CHUNK_BYTES])
         except BlockingIOError:
@@ -95,12 +96,12 @@ class Channel:
             return len(data)
 
     def end_input(self) -> None:
-        """The rank reads everything that is in the pipe, and then the end."""
+        """Makes the rank read EOF after everything that is in the pipe."""
         if self.kind == PIPE:
             self._close("write_fd")
 
     def take_back_input(self) -> bytes:
-        """What was written and not read. The rank must be frozen."""
+        """Removes and returns what was written but not read. The rank must be frozen."""
         if self.kind == PTY:
             return terminal.unread_input(self.read_fd) if self.read_fd >= 0 else b""
         found = bytearray()
@@ -110,7 +111,7 @@ class Channel:
         return bytes(found)
 
     def shut(self) -> None:
-        """The output has no reader any more: the rank gets EPIPE, as it would have without a keeper."""
+        """Closes an output that has no reader any more: the rank gets EPIPE, as it would without a keeper."""
         self.was_shut = True
         if self.kind == PIPE:
             self._close("read_fd")
@@ -126,7 +127,7 @@ class Channel:
             os.close(fd)
 
     def describe(self) -> dict[str, Any]:
-        """The layout: all that preflight, CRIU and the next keeper need to know, without the bytes."""
+        """Returns the layout, without the data: what preflight, CRIU and the next keeper need."""
         found: dict[str, Any] = {
             "name": self.name,
             "kind": self.kind,
@@ -143,7 +144,7 @@ class Channel:
 
     @classmethod
     def again(cls, described: dict[str, Any], user_id: int, group_id: int) -> Channel:
-        """The same channel on this node, for a rank that was described elsewhere; it belongs to the rank's user."""
+        """Recreates on this node a channel that a keeper on another node described. The rank's user owns it."""
         name, fds = str(described["name"]), tuple(int(fd) for fd in described["fds"])
         if described["kind"] == PTY:
             channel = cls.pseudo_terminal(name, fds, has_input=bool(described["in"]), has_output=bool(described["out"]))
@@ -160,7 +161,7 @@ class Channel:
 
 
 def _high(fd: int) -> int:
-    """The same descriptor with a number out of the way of 0, 1, 2 and of those that criu gets by number."""
+    """Moves a descriptor to a number above 0, 1, 2 and those that criu inherits by number."""
     high: int = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 100)
     os.close(fd)
     return high

@@ -1,8 +1,8 @@
-"""The rank's first moments: from fork to exec, held back until the daemon has put it in its cgroup.
+"""Forks the rank, and lets it exec when the daemon has put it into its cgroup.
 
-Invariants: the rank leads its session; its descriptors are exactly 0, 1 and 2, opened by the keeper; directory, umask,
-environment, limits, priority, user and groups are the launcher's, because nothing changes them. If the keeper ends, by
-whatever means, the kernel kills the rank.
+Invariants: the rank leads its session. Its descriptors are exactly 0, 1 and 2, opened by the keeper. It inherits
+directory, umask, limits, priority, user and groups from the launcher, because nothing changes them. If the keeper
+ends for any reason, the kernel kills the rank.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def rank_environment(given: Mapping[str, str], preload: bool) -> dict[str, str]:
-    """The launcher's environment, plus one of our libraries in front of whatever is preloaded already: the one that offloads
-    device memory, unless that is left to the driver. There is never more than one, also where a rank starts a rank."""
+    """Returns the launcher's environment with one of our libraries in front of LD_PRELOAD: the one that offloads device
+    memory, unless the driver moves that. There is never more than one, not even if a rank starts a rank."""
     environment = dict(given)
     wanted = _OFFLOAD_LIBRARY if given.get(_DEVICE_MEMORY) == _OFFLOAD and _OFFLOAD_LIBRARY.exists() else _LIBRARY
     if preload and wanted.exists():
@@ -53,7 +53,7 @@ def rank_environment(given: Mapping[str, str], preload: bool) -> dict[str, str]:
 
 
 class Child:
-    """A forked rank that waits to be let go. `pid` is its for life."""
+    """A forked rank that waits for permission to exec. Its `pid` does not change."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class Child:
         os.close(wait_fd)
 
     def go(self) -> None:
-        """Lets it exec. Without this the child ends when the keeper does."""
+        """Lets the child exec. A child that never may ends when the keeper ends."""
         if self._go_fd >= 0:
             with contextlib.suppress(BrokenPipeError):  # it has ended already; the wait status says why
                 os.write(self._go_fd, b"!")
@@ -101,7 +101,7 @@ def _become_rank(
     os.setsid()
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != keeper_pid:
-        os._exit(NOT_EXECUTABLE)  # the keeper had ended before the kernel knew that we want to hear of it
+        os._exit(NOT_EXECUTABLE)  # the keeper had ended before the parent-death signal was set
     wait_fd = fcntl.fcntl(wait_fd, fcntl.F_DUPFD_CLOEXEC, 64)
     ends = {fd: channel.rank_fd for channel in channels for fd in channel.fds}
     if any(fd not in ends for fd in range(3)):

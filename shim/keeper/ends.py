@@ -1,7 +1,7 @@
-"""The keeper's own stdin, stdout and stderr: what they are, what the rank gets in their place, and writing to them.
+"""The keeper's own stdin, stdout and stderr: their kinds, the rank's channels that match them, and I/O on them.
 
-Invariant: the launcher's open files are never changed (no O_NONBLOCK on a description that a shell shares) and the
-keeper never blocks on them: where the file can be opened again it is, elsewhere only what fits for certain is written.
+Invariant: the keeper never changes the launcher's open files (no O_NONBLOCK on a description that a shell shares), and
+never blocks on them. It reopens the file where it can. Elsewhere it writes only as much as is certain to fit.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PIPE = "pipe"
 SOCKET = "socket"
 FILE = "file"
 
-_SURE_BYTES = 4096  # PIPE_BUF: POLLOUT promises room for so much
+_SURE_BYTES = 4096  # PIPE_BUF: POLLOUT guarantees this much room
 
 
 class End(NamedTuple):
@@ -46,7 +46,7 @@ class End(NamedTuple):
 
 
 def own_ends() -> list[End]:
-    """What 0, 1 and 2 are. Closed ones are opened to /dev/null here, so that nothing else ever gets their numbers."""
+    """Returns the ends 0, 1 and 2. Opens closed ones to /dev/null, so that no other file gets their numbers."""
     found = [End.of(fd) for fd in range(3)]
     for fd in range(3):
         try:
@@ -60,7 +60,7 @@ def own_ends() -> list[End]:
 
 
 def channels_for(ends: list[End]) -> list[Channel]:
-    """The rank's channels: a terminal for a terminal, a pipe for all else; what is one open file here is one there."""
+    """Returns the rank's channels: a terminal for a terminal, a pipe for all else, one channel for each open file."""
     stdin, stdout, stderr = ends
     channels: list[Channel] = []
     terminals: dict[tuple[int, int, int], list[int]] = {}
@@ -85,7 +85,7 @@ def channels_for(ends: list[End]) -> list[Channel]:
 
 
 def _opened_again(fd: int, flags: int) -> int:
-    """A description of our own on the same pipe or terminal; -1 where it cannot be had (another user's, or a socket)."""
+    """Opens a new description of the same pipe or terminal; -1 if that is impossible (another user's, or a socket)."""
     try:
         return os.open(f"/proc/self/fd/{fd}", flags | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     except OSError:
@@ -93,7 +93,7 @@ def _opened_again(fd: int, flags: int) -> int:
 
 
 class Sink:
-    """Where a channel's output goes: the real stdout, stderr, or the terminal that echoes."""
+    """The destination of a channel's output: the real stdout or stderr, or the terminal that echoes input."""
 
     def __init__(self, channel: Channel, ends: list[End]) -> None:
         self.fd = next((fd for fd in channel.fds if fd > 0), channel.fds[0])
@@ -104,7 +104,7 @@ class Sink:
         self.is_broken = False
 
     def write(self, data: bytes) -> int:
-        """How much was taken; to be called when writable. `is_broken` afterwards: it has no reader any more."""
+        """Writes what fits and returns its size. Call it when writable. Sets `is_broken` if there is no reader."""
         try:
             return os.write(self.fd, data[: self._most_bytes])
         except BlockingIOError:
@@ -127,12 +127,12 @@ class Keyboard:
         return self.is_open and (self.terminal is None or self.terminal.in_foreground())
 
     def read(self) -> bytes:
-        """What is there now; b"" for nothing. Clears `is_open` at the end."""
+        """Returns what is there now, b"" if nothing. Clears `is_open` at EOF."""
         try:
             data = os.read(self.fd, 1 << 16)
         except BlockingIOError:
             return b""
-        except OSError:  # a terminal that hung up, or one we lost the foreground of between two lines
+        except OSError:  # the terminal hung up, or the keeper left its foreground since the check
             self.is_open = self.terminal is not None and not self.terminal.in_foreground()
             return b""
         self.is_open = bool(data)

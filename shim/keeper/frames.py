@@ -1,10 +1,10 @@
-"""The frames that keepers and daemons exchange: one codec, no I/O, standard library alone.
+"""Encodes and decodes the frames that keepers and daemons exchange. No I/O; standard library only.
 
     u32 length of the rest (big-endian) | u16 header length | JSON header, an object with a "t" | raw payload
 
-Invariant: whatever bytes arrive, `Decoder.feed` yields whole frames or raises `FrameError`; it never holds more than
-one frame's worth of them. The daemons pass relay frames on without reading the payload, so only types listed in
-`RELAY_TYPES` may cross from one node to another: a remote daemon cannot speak a local daemon's control words.
+Invariant: whatever bytes arrive, `Decoder.feed` yields whole frames or raises `FrameError`; it never buffers more than
+one frame. The daemons forward relay frames without reading the payload, so only the types in `RELAY_TYPES` may cross
+from one node to another: a remote daemon cannot send control frames to a keeper.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MAX_PAYLOAD_BYTES = 1 << 20
 MAX_HEADER_BYTES = (1 << 16) - 1
 MAX_FRAME_BYTES = 2 + MAX_HEADER_BYTES + MAX_PAYLOAD_BYTES
 
-#: guest keeper <-> home keeper, through both daemons. What each carries is written in shim/README.md.
+#: guest keeper <-> home keeper, through both daemons. relay.py lists what each carries.
 RELAY_TYPES = frozenset(
     {"sync", "resync", "out", "ack", "shut", "in", "inack", "sig", "sigack", "win", "exit", "exitack"}
 )
@@ -30,7 +30,7 @@ Header = dict[str, Any]
 
 
 class FrameError(ValueError):
-    """Bytes that are no frame, or a frame that is too big. The connection they came from is not to be trusted."""
+    """Bytes that are not a frame, or a frame that is too large. Their connection must not be used any more."""
 
 
 class Frame(NamedTuple):
@@ -63,7 +63,7 @@ def _join(header: Header, payload: bytes) -> bytes:
 
 
 def decode(frame: bytes) -> Frame:
-    """Exactly one frame from exactly its bytes (as they travel in one message between daemons)."""
+    """Decodes the bytes of exactly one frame, as one message between daemons carries them."""
     decoder = Decoder()
     found = list(decoder.feed(frame))
     if len(found) != 1 or decoder.pending_bytes:
@@ -72,7 +72,7 @@ def decode(frame: bytes) -> Frame:
 
 
 class Decoder:
-    """Turns a byte stream, cut anywhere, into frames."""
+    """Splits a byte stream, which arrives in arbitrary pieces, into frames."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
@@ -82,7 +82,7 @@ class Decoder:
         return len(self._buffer)
 
     def feed(self, data: bytes) -> Iterator[Frame]:
-        """The frames completed by `data`. Raises FrameError at the first bytes that cannot be one."""
+        """Yields the frames that `data` completes. Raises FrameError at the first bytes that cannot be a frame."""
         self._buffer += data
         while len(self._buffer) >= _LENGTH.size:
             (rest_bytes,) = _LENGTH.unpack_from(self._buffer)

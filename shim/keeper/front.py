@@ -1,7 +1,8 @@
-"""What the launcher gave the keeper, as one thing: its output, its keyboard and its terminal.
+"""The standard streams and the terminal that the launcher gave the keeper.
 
-Invariant: a byte that the rank wrote leaves its `Tail` when it has been written to the launcher's own file, or when
-that file can take no more for ever; then the rank's channel is shut, as the rank's own file would have been.
+Invariant: a byte that the rank wrote leaves its `Tail` when it has been written to the launcher's file, or when that
+file cannot be written any more. Then the rank's channel is shut, so that the rank gets the error that its own file
+would have given.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from shim.keeper.tail import Tail
 
 
 class Front:
-    """`channels` are the rank's, made to match. `shut` is called with a channel's name when it has no reader any more."""
+    """`channels` are the rank's. `shut` is called with the name of a channel that has lost its reader."""
 
     def __init__(self, shut: Callable[[str], None]) -> None:
         ends = own_ends()
@@ -65,7 +66,7 @@ class Front:
             self.keyboard.terminal.restore()
 
     def stop_with_shell(self) -> None:
-        """Ctrl-Z: the shell that waits for us has to see us stop. Without a terminal there is no such shell."""
+        """Stops the keeper on Ctrl-Z, because the shell waits for that. Without a terminal there is no such shell."""
         try:
             os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC))
         except OSError:

@@ -1,9 +1,10 @@
-"""The guest keeper: pid 1 of the namespace into which a rank is restored, for as long as the rank lives on this node.
+"""The guest keeper: pid 1 of the namespace into which a rank is restored, as long as the rank is on this node.
 
-Started by the daemon as `python -m shim.keeper.guest`, with its orders as JSON on stdin. It makes stdio channels, starts
-`criu swrk` with the rank's ends of them, and leaves the talking with criu to the daemon. Invariants: the rank gets no
-input and no signal before `activated`; its output and its end stay here until the home keeper has acknowledged them,
-however long no daemon and no home can be reached; when the keeper ends, so does every process of the rank on this node.
+The daemon starts it as `python -m shim.keeper.guest` with its parameters as JSON on stdin. It creates the stdio
+channels and starts `criu swrk` with the rank's ends of them. The daemon communicates with criu. Invariants: the rank
+gets no input and no signal before `activated`. Its output and exit status stay here until the home keeper has
+acknowledged them, however long the daemons or the home keeper are unreachable. When the guest keeper ends, so does
+every process of the rank on this node.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _REMEMBERED_ENDS = 1024
 
 def main() -> int:
     orders = json.load(sys.stdin)
-    if os.fork() != 0:  # the daemon's child ends at once, so that the keeper is no child of the daemon
+    if os.fork() != 0:  # the daemon's child exits at once, so that the keeper is not a child of the daemon
         return 0
     os.setsid()
     os.chdir("/")
@@ -39,7 +40,7 @@ def main() -> int:
 
 
 def _forget_daemons_stdio() -> None:
-    """Descriptors from outside this mount namespace would end up in a dump; stderr stays, for the daemon's log."""
+    """Replaces stdin and stdout, which a dump would include; stderr stays, for the daemon's log."""
     null = os.open("/dev/null", os.O_RDWR)
     for fd in (0, 1):
         os.dup2(null, fd)
@@ -52,7 +53,7 @@ class GuestKeeper:
         self._move = str(orders["move"])
         self._held_move = self._move  # until `activated`
         self._is_activated = False
-        self._is_gone = False  # the rank lives elsewhere: only the local copy's end is awaited
+        self._is_gone = False  # the rank is on another node: the keeper only waits for the exit of the local copy
         self._pid = 0
         self._ends: dict[int, int] = {}
         self._status: int | None = None
@@ -147,7 +148,7 @@ class GuestKeeper:
             case "relay":
                 self._relay.sync() if fields.get("up") is True else self._relay.lost()
             case "kill":
-                self.loop.leave()  # pid 1's end is everybody's end in this namespace
+                self.loop.leave()  # when pid 1 exits, the kernel kills every process of the namespace
             case "bye" if self._is_telling:
                 self.loop.leave()
             case kind if kind in frames.RELAY_TYPES and not self._is_gone:
@@ -188,7 +189,7 @@ class GuestKeeper:
         try:
             self._relay.receive(frame)
         except (KeyError, TypeError, ValueError, AttributeError):
-            self._relay.sync()  # from a home keeper of another version, or damaged: agree on the offsets again
+            self._relay.sync()  # damaged, or from a home keeper of another version: agree on the offsets again
         if self._relay.exit_acked and not self._is_telling:
             self._is_telling = True
             self._link.send("exited", {"status": self._status})
@@ -203,7 +204,7 @@ class GuestKeeper:
     # ---- processes
 
     def _on_child(self, _number: int) -> None:
-        """Reaps everything: the rank, criu, and orphans of the rank's tree, whose parent we have become."""
+        """Reaps the rank, criu, and the orphans of the rank's process tree, which are children of pid 1."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -226,7 +227,7 @@ class GuestKeeper:
         self.loop.after(0.1, self._look_at_end)
 
     def _look_at_end(self) -> None:
-        """The exit status follows the last output."""
+        """Reports the exit status after the last output."""
         if not self._stdio.is_all_read or self._held_move:
             self.loop.after(0.1, self._look_at_end)
         else:
@@ -234,14 +235,14 @@ class GuestKeeper:
 
     def _work(self) -> None:
         if self._is_gone and self._status is not None and self._link.is_flushed:
-            self.loop.leave()  # the local copy has ended, which is all that was awaited here
+            self.loop.leave()  # the local copy has exited: nothing is left to wait for
         if self._status is not None and not self._held_move and self._stdio.output_ended:
             self._relay.exit_status = self._status
         self._relay.pump()
 
 
 def _exec_criu(criu: str, criu_fd: int, ends: list[int]) -> NoReturn:
-    """criu with exactly: stdin, stdout, stderr; its socket; the rank's ends from FIRST_INHERITED_FD on."""
+    """Executes criu with these descriptors only: 0, 1, 2, its socket, the rank's ends from FIRST_INHERITED_FD on."""
     import fcntl
 
     talk_fd = fcntl.fcntl(criu_fd, fcntl.F_DUPFD, 200)

@@ -1,8 +1,9 @@
-"""The home keeper: the process that the launcher believes is the rank, while the rank lives, wherever it lives.
+"""The home keeper: the process that the launcher knows as the rank, on whichever node the rank runs.
 
-Invariants: the launcher sees one process with the rank's output, its signals' effects and its end. Daemons may come
-and go; the rank never waits for one, except for its very first before it starts. If the keeper ends, the rank ends. The
-end of the local process is the rank's end only while it is here and not held: held, only the move's outcome can tell.
+Invariants: to the launcher the keeper looks like the rank: it has the rank's output, reaction to signals and exit
+status. Daemons may restart. The rank never waits for one, except before it starts. If the keeper ends, the rank ends.
+The exit of the local process is the rank's exit only while the rank is here and no move holds it. During a move, the
+outcome of the move decides.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def run(
     environment: Mapping[str, str] | None = None,
     preload: bool = True,
 ) -> int:
-    """Starts `argv` as a protected rank and stays until it ends. Returns its exit code, or dies of its signal."""
+    """Runs `argv` as a protected rank. Returns its exit code, or ends by the signal that ended the rank."""
     keeper = HomeKeeper(argv, job, rank, keeper_sock, rank_environment(environment or os.environ, preload))
     try:
         keeper.loop.run()
@@ -72,7 +73,7 @@ class HomeKeeper:
         self._away_move = ""
         self._queued: list[int] = []
         self._local_status: int | None = None
-        self._end_status: int | None = None  # the rank's end, wherever it was
+        self._end_status: int | None = None  # the rank's wait status, from whichever node it ended on
         self._is_telling = False
 
         ignored = signals.ignored_by_launcher()
@@ -155,7 +156,7 @@ class HomeKeeper:
     def _on_link_lost(self) -> None:
         self._relay.lost()
         if self._is_telling:
-            self.loop.leave()  # there is no daemon to report to, and the launcher waits
+            self.loop.leave()  # no daemon is there to take the report, and the launcher waits
 
     def _give_up_waiting(self) -> None:
         if not self._uid:
@@ -183,7 +184,7 @@ class HomeKeeper:
         self._link.send_state(move, state)
 
     def _resume(self, move: str) -> None:
-        is_late = bool(self._held_move) and self._held_move != move  # an answer to an older move that was lost
+        is_late = bool(self._held_move) and self._held_move != move  # it belongs to an older move
         if not self._away_node and not is_late:
             self._held_move = ""
             self._stdio.let_go()
@@ -214,14 +215,14 @@ class HomeKeeper:
         try:
             self._relay.receive(frame)
         except (KeyError, TypeError, ValueError, AttributeError):
-            self._relay.again()  # from a guest of another version, or damaged: agree on the offsets again
+            self._relay.again()  # damaged, or from a guest keeper of another version: agree on the offsets again
         if self._relay.exit_status is not None:
             if self._relay.report and self._report_path and self._end_status is None:
                 report.put(self._report_path, self._relay.report)
             self._ended(self._relay.exit_status)
 
     def _kill(self) -> None:
-        """The rank cannot go on anywhere: it ends as a killed process does."""
+        """Ends the rank as if it were killed, because it cannot continue on any node."""
         if self._away_node:
             self._ended(int(signal.SIGKILL))
             return
@@ -261,7 +262,7 @@ class HomeKeeper:
                 self._stdio.resize(rows, columns)
 
     def _look_at_foreground(self) -> None:
-        """A shell's `fg` says nothing to a job that was not stopped."""
+        """Polls for the foreground, because a shell's `fg` sends no signal to a job that was not stopped."""
         if self._uid and self._end_status is None:
             self._front.enter_terminal()
         self.loop.after(1.0, self._look_at_foreground)
@@ -292,7 +293,7 @@ class HomeKeeper:
             self.loop.after(0.1, self._look_at_end)
 
     def _look_at_end(self) -> None:
-        """Keeps the loop turning while the rank's last output is awaited."""
+        """Wakes the loop regularly until the rank's last output has arrived."""
         if not self._is_telling:
             self.loop.after(0.1, self._look_at_end)
 

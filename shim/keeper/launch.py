@@ -1,11 +1,12 @@
-"""Runs `accelerate launch` in the job's own Python, so that also the process it starts by sys.executable is a rank.
+"""Runs `accelerate launch` in the job's own Python, with sys.executable set so that what it starts is a rank.
 
-It starts a single process that way, several through torchrun and $PYTHON_EXEC. Which it will be is only known inside:
-from its options, its configuration file and the GPUs of the node. So sys.executable is what $PYTHON_EXEC is.
+accelerate starts a single process with sys.executable, and several through torchrun and $PYTHON_EXEC. It decides by its
+options, its configuration file and the GPUs of the node, which are not known here. So sys.executable is set to
+$PYTHON_EXEC.
 
     python launch.py SCRIPT [ARGUMENT …]        python launch.py -m MODULE [ARGUMENT …]
 
-Invariant: the standard library alone, of any Python 3; nothing else about the launcher is different.
+Invariant: this needs only the standard library of any Python 3, and changes nothing else about the launcher.
 """
 
 import multiprocessing
@@ -14,7 +15,7 @@ import runpy
 import sys
 
 if __name__ == "__main__":
-    multiprocessing.set_executable(sys.executable)  # its own helpers are no ranks
+    multiprocessing.set_executable(sys.executable)  # the launcher's own helper processes are not ranks
     sys.executable = os.environ["PYTHON_EXEC"]
     if sys.argv[1] == "-m":
         sys.path[0] = os.getcwd()

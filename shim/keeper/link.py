@@ -1,7 +1,7 @@
-"""A keeper's connection to the daemon on its node: comes back by itself, for ever, and never makes the keeper wait.
+"""A keeper's connection to the daemon on its node. It reconnects without limit and never blocks the keeper.
 
-Invariant: what is queued for a daemon is bounded and dies with the connection; after every reconnection the keeper says
-hello with its whole state, so nothing that was lost matters.
+Invariant: the queue of outgoing frames is bounded and is dropped with the connection. After every reconnection the
+keeper sends its whole state in `hello`, so it does not matter what was lost.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from shim.keeper.loop import Loop, Wish
 
 FIRST_RETRY_S = 0.1
 LAST_RETRY_S = 2.0
-BYE_S = 2.0  # how long a daemon's last word is awaited
-#: Relay frames wait behind this much; control frames never do.
+BYE_S = 2.0  # how long to wait for the daemon's `bye`
+#: Relay frames are not queued behind more than this; control frames always are.
 ROOM_BYTES = 1 << 20
 STATE_CHUNK_BYTES = 1 << 19
 
@@ -51,7 +51,7 @@ class Link:
 
     @property
     def is_flushed(self) -> bool:
-        """Whether everything that was sent has left us, or has nowhere to go."""
+        """Whether everything was written to the socket, or there is no connection."""
         return not self._outgoing or self._socket is None
 
     def connect(self) -> None:
@@ -71,21 +71,21 @@ class Link:
         self._outgoing += encode("hello", self._hello())
 
     def send(self, frame_type: str, fields: dict[str, Any] | None = None, payload: bytes = b"") -> bool:
-        """Queues a control frame. False when there is no daemon; the next hello will say what matters."""
+        """Queues a control frame. Returns False without a connection; the next `hello` carries the state instead."""
         if self._socket is None:
             return False
         self._outgoing += encode(frame_type, fields, payload)
         return True
 
     def send_state(self, move: str, state: dict[str, Any]) -> None:
-        """The stdio state that answers `drain`, in as many frames as it takes."""
+        """Answers `drain` with the stdio state, in as many frames as needed."""
         encoded = json.dumps(state).encode()
         for start in range(0, len(encoded), STATE_CHUNK_BYTES):
             more = start + STATE_CHUNK_BYTES < len(encoded)
             self.send("stdio", {"move": move, "more": more}, encoded[start : start + STATE_CHUNK_BYTES])
 
     def relay(self, frame_type: str, fields: dict[str, Any] | None = None, payload: bytes = b"") -> bool:
-        """Queues a relay frame, unless there is no daemon or much waits already."""
+        """Queues a relay frame, unless there is no connection or too much is queued already."""
         if not self.is_welcome or len(self._outgoing) >= ROOM_BYTES:
             return False
         return self.send(frame_type, fields, payload)
@@ -101,7 +101,7 @@ class Link:
         self.is_welcome = False
 
     def close_and_retry(self) -> None:
-        """This daemon does not want us now (it may be shutting down, or not know us yet): ask again later."""
+        """Reconnects later: the daemon refused this keeper (it may be shutting down, or not know the keeper yet)."""
         self._lose("refused")
 
     def _lose(self, why: str) -> None:
@@ -130,7 +130,7 @@ class Link:
         except BlockingIOError:
             return
         except (OSError, FrameError, KeyError, TypeError, ValueError) as error:
-            self._lose(f"{type(error).__name__}: {error}")  # whatever a daemon says, the keeper goes on
+            self._lose(f"{type(error).__name__}: {error}")  # the keeper survives any input from the daemon
 
     def _writable(self) -> None:
         if self._socket is None:

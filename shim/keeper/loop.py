@@ -1,8 +1,8 @@
-"""The keepers' event loop: ask everybody what they wait for, poll, call back. Standard library alone, and little of it.
+"""The keepers' event loop: collects the descriptors to wait for, polls, calls back. Standard library only.
 
-Wishes are gathered anew in every round instead of being registered: a keeper has a handful of descriptors, and a
-registration that outlives its reason (a busy loop on a closed pipe, a missed wake-up) cannot exist. poll and not
-epoll, because stdin and stdout may be regular files.
+Wishes are collected anew in every round and not registered. A keeper has few descriptors, and this excludes stale
+registrations (a busy loop on a closed pipe, a missed wake-up). It uses poll and not epoll, because stdin and stdout may
+be regular files.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 
 class Wish(NamedTuple):
-    """Call `on_readable` or `on_writable` when `fd` is. A hang-up or error calls one of them: it finds out itself."""
+    """Calls `on_readable` or `on_writable` when `fd` is. A hang-up or error also calls one; its I/O then fails."""
 
     fd: int
     on_readable: Callable[[], None] | None = None
@@ -50,11 +50,11 @@ class Loop:
         self._on_signal: Callable[[int], None] | None = None
 
     def add(self, wishes: Callable[[], Iterable[Wish]]) -> None:
-        """`wishes` is asked before every poll."""
+        """Calls `wishes` before every poll."""
         self._sources.append(wishes)
 
     def before(self, work: Callable[[], None]) -> None:
-        """`work` is done before the wishes are gathered, so that what it queues is wished for in the same round."""
+        """Calls `work` before the wishes are collected, so that what it queues is sent in the same round."""
         self._work.append(work)
 
     def after(self, delay_s: float, call: Callable[[], None]) -> Timer:
@@ -63,7 +63,7 @@ class Loop:
         return timer
 
     def catch(self, numbers: Iterable[int], on_signal: Callable[[int], None]) -> None:
-        """From now on these signals are handed to `on_signal` from within the loop, each as often as it was seen."""
+        """From now on, calls `on_signal` from the loop for each of these signals that arrives."""
         self._on_signal = on_signal
         self._wakeup_fd, write_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
@@ -122,4 +122,4 @@ class Loop:
 
 
 def _noted(_number: int, _frame: object) -> None:
-    """The number is already in the wake-up pipe; Python only needs some handler to put it there."""
+    """Does nothing. Python writes the number to the wake-up pipe only for signals that have a handler."""

@@ -1,7 +1,7 @@
-"""Fresh pid and mount namespaces for a guest keeper and the rank that is restored under it.
+"""Creates pid and mount namespaces for a guest keeper and the rank that is restored under it.
 
-Invariant: the pid namespace is empty but for the keeper (pid 1), so no pid of the rank's tree can be taken; /proc in it
-is its own. Mounts made by the node later still appear inside (slave), none made inside appears outside.
+Invariant: the pid namespace contains only the keeper (pid 1), so no pid of the rank's tree is in use; its /proc shows
+only that namespace. Later mounts of the node appear inside (slave); mounts made inside do not appear outside.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 2, 4, 8
 _MS_REC = 0x4000
 _MS_SLAVE = 1 << 19
 
-#: With so many pids the keeper's own helpers (criu) can be numbered far from where ranks usually are.
+#: This leaves room for the keeper's helpers (criu) to get pids far above those that ranks usually have.
 _MANY_PIDS = 1 << 20
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -30,7 +30,7 @@ def _check(result: int, what: str) -> None:
 
 
 def fork_into_fresh_namespaces() -> bool:
-    """True in the new pid 1; False in the caller, whose next children would all be in that namespace: it should end."""
+    """Returns True in the new pid 1 and False in the caller, which should exit: all its children would be in there."""
     _check(_libc.unshare(_CLONE_NEWPID | _CLONE_NEWNS), "unshare")
     if os.fork() != 0:
         return False
@@ -40,7 +40,7 @@ def fork_into_fresh_namespaces() -> bool:
 
 
 def number_next_process_high() -> None:
-    """criu must not sit on a pid that the rank had in a container, where pids are small."""
+    """Gives criu a high pid, because the rank may need the low ones that it had in a container."""
     with contextlib.suppress(OSError, ValueError):
         pid_max = int(Path("/proc/sys/kernel/pid_max").read_text())
         if pid_max >= _MANY_PIDS:

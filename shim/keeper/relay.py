@@ -1,12 +1,12 @@
-"""Output, input, signals and the exit status between the guest keeper, where the rank is, and the home keeper.
+"""Carries output, input, signals and the exit status between the guest keeper on the rank's node and the home keeper.
 
-Both daemons pass these frames on and may lose any of them, at any time, by dying. Invariant: each byte and each signal
-is applied exactly once, in order, because everything carries an absolute offset (or id), stays with its sender until
-it is acknowledged, and both sides agree on the offsets (`sync`) after every interruption and whenever progress stops.
+The daemons forward these frames, and may lose any of them when they exit. Invariant: each byte and each signal is
+applied exactly once, in order. For that, each carries an absolute offset (or id) and stays with its sender until it is
+acknowledged, and both sides agree on the offsets (`sync`) after every interruption and whenever progress stops.
 
-    guest -> home   sync {in, sig}               where I am: input taken, last signal taken
-    home -> guest   sync {out, shut, win}        where I am: output received per channel; what the guest lacks follows
-    home -> guest   resync {}                    say sync again: something is missing
+    guest -> home   sync {in, sig}               sender's position: input taken, last signal taken
+    home -> guest   sync {out, shut, win}        sender's position: output received per channel; then what guest lacks
+    home -> guest   resync {}                    send sync again: something is missing
     guest -> home   out {c, o} + bytes           home -> guest   ack {c, o}     written to the real stdout
     home -> guest   in {o, eof} + bytes          guest -> home   inack {o}      written to the rank's stdin
     home -> guest   sig {n, id}                  guest -> home   sigack {id}
@@ -29,16 +29,14 @@ OUT_WINDOW_BYTES = 1 << 20
 IN_WINDOW_BYTES = 1 << 18
 CHUNK_BYTES = 1 << 16
 STALL_S = 2.0
-#: An interruption that lasts longer is no restart of a daemon: the rank goes on without its readers.
+#: An interruption that lasts longer is not the restart of a daemon: the rank continues without its readers.
 CUT_OFF_S = 2.0
 
-Send = Callable[
-    ..., bool
-]  # (type, fields, payload) -> whether it was taken; False: no way there, or too much under way
+Send = Callable[..., bool]  # (type, fields, payload) -> whether it was queued; False: no connection, or too much queued
 
 
 class GuestEnd:
-    """The rank's side: gives output, takes input and signals."""
+    """The rank's side: sends output, receives input and signals."""
 
     def __init__(self, loop: Loop, stdio: Stdio, send: Send, deliver: Callable[[int], None]) -> None:
         self._loop = loop
@@ -48,13 +46,13 @@ class GuestEnd:
         self._sent = {name: tail.base for name, tail in stdio.tails.items()}
         self._acked_in = stdio.in_offset
         self._is_synced = False
-        self._synced_s = time.monotonic()  # when it last was
+        self._synced_s = time.monotonic()  # when it was last in sync
         self._exit_sent = False
         self._progress = 0
         self.is_open = False  # after activation
         self.last_signal_id = 0
         self.exit_status: int | None = None
-        self.report = b""  # what the rank left for its launcher to read
+        self.report = b""  # the rank's error file for its launcher
         self.exit_acked = False
 
     def open(self) -> None:
@@ -70,13 +68,13 @@ class GuestEnd:
             self._send("sync", {"in": self._stdio.in_offset, "sig": self.last_signal_id})
 
     def lost(self) -> None:
-        """The way to the home keeper is down; `sync` follows when it is up again."""
+        """The connection to the home keeper is down; `sync` follows when it is up again."""
         if self._is_synced:
             self._synced_s = time.monotonic()
         self._is_synced = False
 
     def is_cut_off(self) -> bool:
-        """Whether the home keeper has been silent for so long that it should not be waited for."""
+        """Whether the home keeper has been out of reach for too long to wait for it."""
         return not self._is_synced and time.monotonic() - self._synced_s > CUT_OFF_S
 
     @property
@@ -101,7 +99,7 @@ class GuestEnd:
             self._exit_sent = self._send("exit", {"status": self.exit_status}, self.report)
 
     def receive(self, frame: Frame) -> None:
-        """A frame from the home keeper. Raises KeyError, TypeError or ValueError for one that makes no sense."""
+        """Handles a frame from the home keeper. Raises KeyError, TypeError or ValueError if it is invalid."""
         fields = frame.header
         self._progress += 1
         match frame.type:
@@ -113,7 +111,7 @@ class GuestEnd:
                     self._stdio.shut(str(name))
                 self._resize(fields.get("win"))
                 self._is_synced, self._exit_sent = True, False
-                self._acked_in = -1  # said again: the last one may be lost
+                self._acked_in = -1  # sent again: the last one may be lost
             case "resync":
                 self.sync()
             case "ack":
@@ -165,7 +163,7 @@ class GuestEnd:
 
 
 class HomeEnd:
-    """The launcher's side: takes output, gives input and signals. `keyboard`: the real stdin, not yet acknowledged."""
+    """The launcher's side: receives output, sends input and signals. `keyboard`: unacknowledged input from stdin."""
 
     def __init__(self, loop: Loop, tails: dict[str, Tail], keyboard: Tail, send: Send) -> None:
         self._loop = loop
@@ -188,7 +186,7 @@ class HomeEnd:
         self.report = b""
 
     def open(self) -> None:
-        """The rank is elsewhere, as of now. The guest may have called before the outcome had reached us."""
+        """The rank is now on another node. The guest keeper's `sync` may have arrived before the move's outcome."""
         if not self.is_open:
             self.is_open = True
             self._in_sent = self.keyboard.base
@@ -203,7 +201,7 @@ class HomeEnd:
         self._is_synced = False
 
     def again(self) -> None:
-        """The link to our daemon is back: what was under way may be lost."""
+        """The link to our daemon is back. Frames that were in transit may be lost."""
         self._is_synced = False
         if self.is_open:
             self._send("resync")
@@ -241,7 +239,7 @@ class HomeEnd:
             self._end_sent = self._send("in", {"o": self._in_sent, "eof": True})
 
     def receive(self, frame: Frame) -> None:
-        """A frame from the guest keeper. Raises KeyError, TypeError or ValueError for one that makes no sense."""
+        """Handles a frame from the guest keeper. Raises KeyError, TypeError or ValueError if it is invalid."""
         fields = frame.header
         if not self.is_open:
             if frame.type == "sync":

@@ -1,9 +1,9 @@
-"""The file in which a worker of torchrun tells its agent what it died of ($TORCHELASTIC_ERROR_FILE).
+"""Transfers a torchrun worker's error file ($TORCHELASTIC_ERROR_FILE) to the node of its agent.
 
-It lies in a temporary folder of the node that the agent is on. A worker that has moved writes it where it runs now: its
-guest keeper makes the folder there, and hands the file over with the exit status; the home keeper puts it where the
-agent looks. Invariant: whatever path a rank names, the guest keeper, which runs as root, touches it only as the rank's user.
-A report that cannot be had is no error: the exit status says enough.
+The agent expects it in a temporary folder on its own node. A worker that has moved writes it on the node where it runs:
+its guest keeper creates the folder there and sends the file with the exit status; the home keeper writes it where the
+agent reads it. Invariant: the guest keeper, which runs as root, accesses the path that the rank chose only with the
+user id of the rank. A report that cannot be read is no error: the exit status suffices.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ _VARIABLE = "TORCHELASTIC_ERROR_FILE"
 
 
 def path_in(environment: Mapping[str, str]) -> str:
-    """Where this rank would report; empty where no report was asked for."""
+    """Returns the path of this rank's report, empty if the launcher set none."""
     path = environment.get(_VARIABLE, "")
     return path if path.startswith("/") and "\0" not in path else ""
 
 
 def make_room(path: str, user_id: int, group_id: int) -> None:
-    """Makes the folder of the report, as the rank would."""
+    """Creates the folder of the report, as the rank's user."""
     if path:
         _as_user(user_id, group_id, lambda: _make_folder(path))
 
 
 def collect(path: str, user_id: int, group_id: int) -> bytes:
-    """The report; nothing where there is none."""
+    """Returns the report, empty if there is none."""
     return _as_user(user_id, group_id, lambda: _take(path)) if path else b""
 
 
 def put(path: str, report: bytes) -> None:
-    """Lays it down at home, whole or not at all."""
+    """Writes the report on the home node, atomically."""
     with contextlib.suppress(OSError):
         side = f"{path}.{os.getpid()}"
         with open(side, "wb") as file:
@@ -49,7 +49,7 @@ def _make_folder(path: str) -> bytes:
 
 
 def _take(path: str) -> bytes:
-    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)  # a FIFO must not hold us up
+    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)  # a FIFO must not block us
     try:
         return os.read(handle, MOST_BYTES) if stat.S_ISREG(os.fstat(handle).st_mode) else b""
     finally:
@@ -57,7 +57,7 @@ def _take(path: str) -> bytes:
 
 
 def _as_user(user_id: int, group_id: int, act: Callable[[], bytes]) -> bytes:
-    """Does it in a child that is the user, and gives what it answered."""
+    """Runs `act` in a child process with the user's ids, and returns its result."""
     read_end, write_end = os.pipe2(os.O_CLOEXEC)
     pid = os.fork()
     if pid == 0:

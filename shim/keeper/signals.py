@@ -1,9 +1,9 @@
-"""Which signals a keeper passes on, and to whom.
+"""Decides which signals a keeper forwards, and to which processes.
 
-A rank leads its own session, so the terminal's signals do not reach it by themselves. What a terminal would send to
-the whole foreground group (INT, QUIT, HUP) goes to the rank's process group, everything else to the rank alone. TSTP
-becomes STOP: the rank's process group is orphaned, where the kernel discards TSTP. Signals that the launcher had ignored
-(nohup's HUP) stay ignored, for keeper and rank.
+A rank leads its own session, so the terminal's signals do not reach it directly. Signals that a terminal would send to
+the whole foreground group (INT, QUIT, HUP) go to the rank's process group, all others to the rank alone. TSTP becomes
+STOP, because the kernel discards TSTP in an orphaned process group such as the rank's. Signals that the launcher
+ignored (nohup's HUP) stay ignored in keeper and rank.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import contextlib
 import os
 import signal
 
-#: Not forwarded: not catchable; the keeper's own business; or the trace of a defect in the keeper itself.
+#: Not forwarded: they cannot be caught, concern the keeper alone, or are caused by a defect in the keeper itself.
 _KEPT = {
     signal.SIGKILL,
     signal.SIGSTOP,
@@ -27,7 +27,7 @@ _KEPT = {
     signal.SIGILL,
 }
 _TO_GROUP = {signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGTSTP}
-#: Python ignores these for itself at its start; whether the launcher had done so is not known any more.
+#: Python ignores these at startup, so it is not known whether the launcher did.
 _PYTHONS_OWN = {signal.SIGPIPE, signal.SIGXFSZ}
 
 
@@ -44,7 +44,7 @@ def to_forward(ignored: frozenset[int]) -> list[int]:
 
 
 def as_launched(ignored: frozenset[int], mask: set[signal.Signals]) -> None:
-    """In the child, before exec: every disposition and the mask as the launcher gave them."""
+    """In the child, before exec: restores every disposition and the mask that the launcher had set."""
     signal.set_wakeup_fd(-1)
     for number in signal.valid_signals():
         if number in (signal.SIGKILL, signal.SIGSTOP):
@@ -57,7 +57,7 @@ def as_launched(ignored: frozenset[int], mask: set[signal.Signals]) -> None:
 
 
 def deliver(pid: int, number: int) -> None:
-    """To a rank that is our child and not reaped, so that its pid cannot be anybody else's."""
+    """Sends a signal to a rank that is our child and not reaped, so that its pid cannot have been reused."""
     sent = signal.SIGSTOP if number == signal.SIGTSTP else number
     with contextlib.suppress(ProcessLookupError, PermissionError):
         if number in _TO_GROUP:
@@ -67,7 +67,7 @@ def deliver(pid: int, number: int) -> None:
 
 
 def die_of(number: int) -> None:
-    """Ends this process by the signal that ended the rank; returns only for a signal that does not end anything."""
+    """Ends this process by the signal that ended the rank; returns only if that signal does not end a process."""
     import resource
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))

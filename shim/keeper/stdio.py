@@ -1,8 +1,8 @@
-"""The rank's standard streams on this node: what home and guest keepers do alike.
+"""The rank's standard streams on this node: the part that home and guest keepers share.
 
-Invariants: output is numbered by its offset from the rank's first byte ever, whichever nodes it ran on; a byte stays in
-its `Tail` until it is acknowledged. Input is numbered the same way. `hand_over` describes everything the
-next keeper needs, and after it nothing is taken from anybody until `let_go`: no byte exists twice or not at all.
+Invariants: output and input are addressed by their offset from the first byte of the rank's whole run, on all nodes. A
+byte of output stays in its `Tail` until it is acknowledged. `hand_over` returns everything that the next keeper needs;
+after it, no input is accepted until `let_go`. So no byte is duplicated or lost.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from shim.keeper.channels import PTY, Channel
 from shim.keeper.loop import Loop, Wish
 from shim.keeper.tail import Tail
 
-#: Unacknowledged output and unread input that may travel inside a move's messages.
+#: Limit of the unacknowledged output that a move's messages carry.
 MAX_HANDED_OVER_BYTES = 32 << 20
 MAX_PENDING_INPUT_BYTES = 1 << 18
-#: Unacknowledged output, beyond which the rank waits for its readers; a little more than a relay's window.
+#: With more unacknowledged output than this the rank waits for its readers; slightly more than the relay's window.
 MAX_UNACKNOWLEDGED_BYTES = 2 << 20
 QUIET_S = 2.0
 LINGER_S = 10.0
@@ -29,19 +29,19 @@ _REST_S = 0.2
 
 
 class TooMuchToHandOver(Exception):
-    """More output waits for the home node than can travel along. The rank stays where it is."""
+    """More output waits for the home node than a move can carry. The rank stays on its node."""
 
 
 class Stdio:
     def __init__(self, loop: Loop, channels: list[Channel], spool_dir: str | None = None) -> None:
         self.channels = channels
         self.tails = {channel.name: Tail(0, spool_dir) for channel in channels if channel.has_output}
-        self.in_offset = 0  # of the next byte of input to be taken
+        self.in_offset = 0  # of the next byte of input to accept
         self.in_ended = False
         self.is_held = False  # nothing is written to the rank
-        self.is_handed_over = False  # nothing is taken from anybody either
+        self.is_handed_over = False  # and no input is accepted
         self._last_output_s = time.monotonic()
-        self.may_spool: Callable[[], bool] = lambda: True  # whether readers are away, rather than slow
+        self.may_spool: Callable[[], bool] = lambda: True  # whether the readers are unreachable and not just slow
         self._ended_s = 0.0
         self._pending = bytearray()
         self._taken_back = b""
@@ -53,7 +53,7 @@ class Stdio:
 
     @classmethod
     def of_state(cls, loop: Loop, state: dict[str, Any], spool_dir: str | None) -> Stdio:
-        """The stdio that another keeper has handed over, held, on fresh channels of this node."""
+        """Recreates, on new channels of this node and held, the stdio that another keeper handed over."""
         user_id, group_id = int(state.get("user_id", 0)), int(state.get("group_id", 0))
         channels = [Channel.again(described, user_id, group_id) for described in state["channels"]]
         stdio = cls(loop, channels, spool_dir)
@@ -80,7 +80,7 @@ class Stdio:
 
     @property
     def in_written(self) -> int:
-        """The offset up to which the rank could have read."""
+        """The offset up to which input was written to the rank."""
         return self.in_offset - len(self._pending)
 
     def feed(self, data: bytes) -> None:
@@ -111,14 +111,14 @@ class Stdio:
                 self.tails[channel.name].append(data)
         elif data is None:
             if channel.kind == PTY and self._rank_lives:
-                # Nobody has it open just now; the rank can open /dev/tty again.
+                # No process has it open now, but the rank can open /dev/tty again.
                 self._resting.add(channel.name)
                 self._loop.after(_REST_S, partial(self._resting.discard, channel.name))
             else:
                 self._ended.add(channel.name)
 
     def pull_all(self) -> None:
-        """Everything that sits in the pipes now, however much has not been delivered yet."""
+        """Reads everything that is in the pipes now, regardless of how much output is unacknowledged."""
         for channel in self.channels:
             if channel.has_output and channel.read_fd >= 0:
                 before = -1
@@ -137,17 +137,17 @@ class Stdio:
 
     @property
     def output_ended(self) -> bool:
-        """Whether no process can write any more: the rank's own end, and every end its children inherited, are closed."""
+        """Whether no process can write any more: the rank and its children have closed every output."""
         return all(
             channel.name in self._ended or channel.read_fd < 0 for channel in self.channels if channel.has_output
         )
 
     @property
     def is_all_read(self) -> bool:
-        """After the rank's end: whether its output is complete, as far as anybody may be asked to wait for it.
+        """After the rank's exit: whether its output is complete, or the keeper has waited long enough for the rest.
 
-        A background process that keeps a pipe open gets two quiet seconds (ten altogether), then it loses its reader,
-        as under any launcher that waits for the process alone."""
+        A background process that keeps a pipe open loses its reader after two seconds without output, or ten in all, as
+        under any launcher that waits for the process alone."""
         now_s = time.monotonic()
         quiet_s = now_s - max(self._ended_s, self._last_output_s)
         return self.output_ended or quiet_s > QUIET_S or now_s - self._ended_s > LINGER_S
@@ -168,8 +168,8 @@ class Stdio:
         return {"channels": [channel.describe() for channel in self.channels]}
 
     def hand_over(self, *, tails_too: bool) -> dict[str, Any]:
-        """The state for the next keeper. The rank must be frozen. `tails_too`: output leaves with the rank (a guest);
-        otherwise it stays with the home keeper, which delivers it. Idempotent."""
+        """Returns the state for the next keeper. The rank must be frozen. `tails_too`: unacknowledged output moves with
+        the rank (guest keeper); otherwise it stays with the home keeper, which delivers it. Idempotent."""
         self.pull_all()
         waiting_bytes = sum(len(tail) for tail in self.tails.values()) if tails_too else 0
         if waiting_bytes > MAX_HANDED_OVER_BYTES:
@@ -196,7 +196,7 @@ class Stdio:
         }
 
     def let_go(self) -> None:
-        """The rank runs (again): it gets the input that was taken back for it, then what came since."""
+        """Lets the rank read again: first the input that was taken back, then what has arrived since."""
         self.is_held = self.is_handed_over = False
         channel, again = self.input_channel, self._taken_back
         self._taken_back = b""
@@ -211,7 +211,7 @@ class Stdio:
             channel.close()
 
     def _has_room(self, tail: Tail) -> bool:
-        """A slow reader holds the rank up, as a pipe would; one that cannot be reached does not."""
+        """A slow reader blocks the rank, as a pipe would; an unreachable one does not."""
         return not tail.is_full and (len(tail) < MAX_UNACKNOWLEDGED_BYTES or self.may_spool())
 
     def _wishes(self) -> Iterable[Wish]:

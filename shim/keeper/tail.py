@@ -1,8 +1,8 @@
-"""Bytes of a stream that are not acknowledged yet, addressed by their offset from the stream's beginning.
+"""Buffers the unacknowledged bytes of a stream, addressed by their offset from the stream's beginning.
 
-Invariant: `base` <= every readable offset < `end`; bytes leave at the front when they are acknowledged and never
-otherwise. With a spool folder, what does not fit in memory goes to an unlinked file, so that a rank whose home node
-cannot be reached goes on; without one, or when that disk is full, `is_full` asks the writer to wait.
+Invariant: `base` <= every readable offset < `end`. Bytes are removed, from the front, only when they are acknowledged.
+With a spool folder, what does not fit in memory goes to an unlinked file, so that a rank whose home node is unreachable
+can continue. Without one, or when that disk is full, `is_full` tells the caller to stop writing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ WAIT_BYTES = 1 << 20
 
 
 class Tail:
-    """In order: what is in memory, what is in the file, and (only after the disk was full) what did not fit there."""
+    """In order: bytes in memory, bytes in the file, and (only after the disk was full) bytes that did not fit there."""
 
     def __init__(self, base: int = 0, spool_dir: str | None = None, memory_bytes: int = MEMORY_BYTES) -> None:
         self.base = base
@@ -50,7 +50,7 @@ class Tail:
                 self._overflow += data
 
     def read(self, offset: int, size: int) -> bytes:
-        """Up to `size` bytes from `offset`; fewer at a border between memory and file, none at the end."""
+        """Returns up to `size` bytes from `offset`: fewer at the border between memory and file, none at the end."""
         start = offset - self.base
         if start < 0:
             raise ValueError(f"offset {offset} has been acknowledged already: the stream begins at {self.base}")
@@ -63,7 +63,7 @@ class Tail:
         return bytes(memoryview(self._overflow)[start : start + size])
 
     def release(self, offset: int) -> None:
-        """Everything before `offset` has arrived."""
+        """Removes everything before `offset`, which has been acknowledged."""
         count = min(offset, self.end) - self.base
         if count <= 0:
             return

@@ -1,8 +1,8 @@
-"""Terminals: the real one in front of the keeper, and the pseudo-terminals that ranks get in its place.
+"""The keeper's real terminal, and the pseudo-terminals that ranks get instead.
 
-Invariant: after `RealTerminal.restore` the terminal is as it was found. A real terminal is read only while it is the
-keeper's controlling terminal and the keeper is in the foreground: the ranks of a job in the background, or ten of them
-at one terminal, must not take the keys from the user's shell.
+Invariant: `RealTerminal.restore` restores the terminal's original modes. A real terminal is read only while it is the
+keeper's controlling terminal and the keeper is in the foreground: ranks of a background job, or several ranks at one
+terminal, must not take input from the user's shell.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def set_window_size(fd: int, rows: int, columns: int) -> None:
 
 
 def open_peer(master_fd: int) -> int:
-    """A fresh descriptor of the rank's end of a pseudo-terminal, without the file system in between."""
+    """Opens the rank's end of a pseudo-terminal, without a path in the file system."""
     return fcntl.ioctl(master_fd, TIOCGPTPEER, os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC | os.O_NONBLOCK)
 
 
@@ -51,7 +51,7 @@ def modes_to_json(fd: int) -> list[Any] | None:
 
 
 def modes_from_json(fd: int, modes: object) -> None:
-    """Puts modes made by `modes_to_json` on a terminal; what is not such modes is ignored."""
+    """Sets a terminal's modes from the output of `modes_to_json`; anything else is ignored."""
     match modes:
         case [int(), int(), int(), int(), int(), int(), list(signs)] if all(
             isinstance(sign, int) and 0 <= sign < 256 for sign in signs
@@ -62,7 +62,7 @@ def modes_from_json(fd: int, modes: object) -> None:
 
 
 def unread_input(master_fd: int) -> bytes:
-    """Takes back what was typed and the (frozen) rank has not read, also an unfinished line. Raises OSError."""
+    """Takes back typed input that the (frozen) rank has not read, including an unfinished line. Raises OSError."""
     peer = open_peer(master_fd)
     try:
         modes = termios.tcgetattr(peer)
@@ -83,7 +83,7 @@ def unread_input(master_fd: int) -> bytes:
 
 
 def put_back_input(master_fd: int, data: bytes) -> int:
-    """Types `data` again without echoing it again: the user has seen it. Returns how much fitted."""
+    """Inserts `data` as input again, without echo, because the user has seen it. Returns how much fitted."""
     try:
         peer = open_peer(master_fd)
     except OSError:
@@ -94,7 +94,7 @@ def put_back_input(master_fd: int, data: bytes) -> int:
         silent[_LFLAG] &= ~termios.ECHO
         termios.tcsetattr(peer, termios.TCSANOW, silent)
         written = os.write(master_fd, data)
-        time.sleep(_ECHO_SETTLES_S)  # the line discipline works in the background, and says nothing when it is done
+        time.sleep(_ECHO_SETTLES_S)  # the line discipline works asynchronously, and does not signal completion
         termios.tcsetattr(peer, termios.TCSANOW, modes)
         return written
     except (OSError, termios.error):
@@ -111,7 +111,7 @@ class RealTerminal:
         self._modes: list[Any] | None = None
 
     def in_foreground(self) -> bool:
-        """Whether this is our controlling terminal and its keys are meant for us."""
+        """Whether this is our controlling terminal and we are in its foreground."""
         group = array.array("i", [0])
         try:
             fcntl.ioctl(self.fd, termios.TIOCGPGRP, group)
@@ -120,15 +120,15 @@ class RealTerminal:
         return group[0] == os.getpgrp()
 
     def wants_raw(self) -> bool:
-        """Raw, so that every key reaches the rank's pseudo-terminal, Ctrl-C too; but only where we are the job.
+        """Whether to set raw mode, so that every key, also Ctrl-C, reaches the rank's pseudo-terminal.
 
-        Beside a launcher in the same process group the terminal stays as it is: its Ctrl-C is for the launcher too.
+        If a launcher is in the same process group the terminal keeps its modes: Ctrl-C is for the launcher too.
         """
         return self.in_foreground() and os.getpgrp() == os.getpid()
 
     def make_raw(self) -> None:
         if self._modes is None and self.wants_raw():
-            with contextlib.suppress(termios.error):  # it has just hung up
+            with contextlib.suppress(termios.error):  # the terminal has just hung up
                 modes = termios.tcgetattr(self.fd)
                 tty.setraw(self.fd, termios.TCSADRAIN)
                 self._modes = modes
@@ -141,7 +141,7 @@ class RealTerminal:
 
 
 def quiet_modes(fd: int) -> None:
-    """For a pseudo-terminal in front of a real terminal that stays in its own modes: that one echoes and adds CRs."""
+    """Modes for a rank's pseudo-terminal whose real terminal keeps its modes: that one already echoes and adds CRs."""
     modes = termios.tcgetattr(fd)
     modes[_OFLAG] &= ~termios.OPOST
     modes[_LFLAG] &= ~termios.ECHO
