@@ -1,7 +1,7 @@
-"""What all journals together say about the moves: the source's record and the target's, side by side; and who waits for them.
+"""Merges the journals of all nodes: each move with its source's and its target's record, and the ranks that wait for it.
 
-Invariant: nothing is concluded from silence. A move counts as ended only when every daemon that has a record of it says
-so; how it ended is the source's word, and the target's only where the source gives none.
+Invariant: nothing is concluded from a missing answer. A move counts as ended only when every daemon that returned a record of
+it reports the end. The source's record decides how it ended; the target's counts only if the source's has no outcome.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from snapshotd.api.errors import NotFound, SnapshotError, Where
 
 @dataclass(frozen=True)
 class View:
-    """One daemon's record, and the node (as the cluster calls it) that gave it."""
+    """One daemon's record, and the node that returned it, by its name in the cluster file."""
 
     node: str
     record: pb.MoveRecord
@@ -31,7 +31,7 @@ class View:
 
 @dataclass(frozen=True)
 class Move:
-    """One move. At least one of the two views is there."""
+    """One move. At least one of the two views is present."""
 
     id: str
     source: View | None
@@ -71,7 +71,7 @@ class Move:
 
     @property
     def ended_unix_s(self) -> float:
-        """0 while it is not ended."""
+        """0 while the move has not ended."""
         return max(view.record.ended_unix_s for view in self.views) if self.ended else 0.0
 
     @property
@@ -97,7 +97,7 @@ class Move:
 
     @property
     def verdict(self) -> Verdict:
-        """What can be said for certain now; cleaning up may still be going on."""
+        """The outcome, as far as it is certain now. Clean-up may still be in progress."""
         if self.outcome == pb.COMMIT and (self.ended or self.runs_on_target):
             return Verdict.MOVED
         if self.outcome == pb.ABORT and (self.source is None or self.source.ended):
@@ -123,7 +123,7 @@ class Move:
 
     @property
     def step(self) -> str:
-        """The last thing each side has done."""
+        """The last step that source and target have done."""
         return " / ".join(view.record.mark for view in self.views)
 
     @property
@@ -168,7 +168,7 @@ class Move:
 
 @dataclass(frozen=True)
 class Gate:
-    """One rank that waits at its closed NCCL gate, on `node`, for a move of a rank of its job: perhaps its own."""
+    """One rank on `node` that waits at its closed NCCL gate for the move of a rank of its job, possibly its own."""
 
     node: str
     move: str
@@ -182,13 +182,13 @@ class Gate:
 
 
 async def all_moves(cluster: Cluster, move: str = "") -> tuple[list[Move], dict[str, SnapshotError]]:
-    """Every move any node knows (or the one named), newest first, and the nodes that did not answer."""
+    """Every move that any node knows (or only `move`), newest first, and the nodes that did not answer."""
     moves, _, silent = await moves_and_gates(cluster, move)
     return moves, silent
 
 
 async def moves_and_gates(cluster: Cluster, move: str = "") -> tuple[list[Move], list[Gate], dict[str, SnapshotError]]:
-    """The same, and between them every gate that is closed for one of them, by job and rank."""
+    """Like `all_moves`, and also every gate that is closed for a move, sorted by job and rank."""
 
     async def ask(client: DaemonClient) -> pb.ListMovesReply:
         try:
@@ -208,7 +208,7 @@ async def moves_and_gates(cluster: Cluster, move: str = "") -> tuple[list[Move],
 
 
 def merge(answers: dict[str, list[pb.MoveRecord]]) -> list[Move]:
-    """The records of all nodes, by move, newest first."""
+    """Groups the records of all nodes by move, newest first."""
     views: dict[str, dict[str, View]] = {}
     for node, records in answers.items():
         for record in records:

@@ -1,7 +1,7 @@
-"""A running move, shown: a live display on a terminal, plain lines elsewhere, nothing where nobody looks.
+"""Shows the progress of a move: a live display on a terminal, plain lines elsewhere, nothing if no output is wanted.
 
-Invariant: showing never disturbs the move. Everything goes to one stream (stderr, so that stdout holds the result
-alone), and a stream that is gone is ignored: a closed terminal must not make a driver give up after COMMIT.
+Invariant: the display never disturbs the move. All output goes to one stream (stderr, so that stdout has only the result).
+Errors of a closed stream are ignored: a closed terminal must not stop a driver after COMMIT.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
     from rich.progress import Task, TaskID
 
-#: Plain lines tell of a running stream at most this often.
+#: The shortest time between two plain lines about a running stream.
 LINE_EVERY_S = 2.0
 
 
 class Progress(Protocol):
-    """What the driver's events go to."""
+    """Receives the driver's events."""
 
     def __call__(self, event: Event) -> None: ...
 
     def say(self, text: str) -> None:
-        """A line for the person, between whatever is displayed."""
+        """Prints a line for the user without disturbing the display."""
 
     def close(self) -> None:
-        """Ends the display. Can be called twice."""
+        """Ends the display. Idempotent."""
 
 
 def show_on(stream: TextIO, *, only_live: bool = False) -> Progress:
-    """The display that suits the stream. `only_live`: a terminal or nothing (with --json nobody reads lines)."""
+    """The display that suits the stream. With `only_live` (--json), a stream that is not a terminal gets no output."""
     if _is_terminal(stream):
         return Live(stream)
     return Silent() if only_live else Lines(stream)
@@ -62,15 +62,15 @@ class Silent:
 
 
 class Lines:
-    """One line when a phase has ended, and now and then one about the bytes of a running one.
+    """Prints one line per phase, and occasionally one with the bytes sent so far.
 
-    A phase may consist of several steps, each with its own start and end: the line comes when another phase starts.
+    A phase may consist of several steps, each with its own start and end, so its line is printed when another phase starts.
     """
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         self.stream, self.clock = stream, clock
         self.phase, self.seconds, self.bytes = "", 0.0, 0
-        self.ended = False  # the phase's last known step has ended; its line is not written yet
+        self.ended = False  # the phase's last known step has ended, but its line is not written yet
         self.began_s = self.told_s = clock()
 
     def __call__(self, event: Event) -> None:
@@ -112,10 +112,10 @@ class Lines:
 
 
 class Live:
-    """A row for every phase with its time; the one that moves bytes has a bar, the bytes and GB/s."""
+    """Shows a row with the time of each phase; a phase that moves bytes also has a bar, the bytes and GB/s."""
 
     def __init__(self, stream: TextIO) -> None:
-        # Here and not above: rich is slow to load, and most verbs show nothing live.
+        # Imported here because rich is slow to load and most verbs have no live display.
         from rich.console import Console
         from rich.progress import BarColumn, ProgressColumn, SpinnerColumn, TextColumn
         from rich.progress import Progress as RichProgress
@@ -133,9 +133,9 @@ class Live:
                 return Text("  ".join(part for part in parts if part))
 
         class BarOfBytes(BarColumn):
-            """Only where there are bytes: a phase of milliseconds needs none."""
+            """Shows a bar only for a phase that moves bytes; the others take milliseconds."""
 
-            def render(self, task: Task) -> Text:  # type: ignore[override] # rich asks for a renderable, and takes any
+            def render(self, task: Task) -> Text:  # type: ignore[override] # rich accepts any renderable
                 return super().render(task) if task.fields["bytes"] else Text("")  # type: ignore[return-value]
 
         self._display: RichProgress = RichProgress(
@@ -173,7 +173,7 @@ class Live:
                     self.say(event.text)
 
     def _row(self, phase: str) -> TaskID:
-        """The phase's row; a phase that goes on after an end (prepare has two steps) keeps its row."""
+        """The phase's row. A phase with several steps (prepare has two) keeps one row."""
         if phase not in self._rows:
             self._rows[phase] = self._display.add_task(phase, total=None, seconds=0.0, bytes=0)
         return self._rows[phase]

@@ -1,8 +1,8 @@
-"""What a person can do about a move that did not end: push it on, undo it, or give their word that a node is dead.
+"""Finishes or undoes a move that did not end, on an operator's request, or declares one of its nodes dead.
 
-Invariant: nothing here decides. The daemons settle alone; this asks them to do it now (Abort, Release), carries the
-source's token to a target that the source cannot reach, and passes a person's word on. A word against a daemon that
-answers and knows better is not passed on: it could make two copies run.
+Invariant: nothing is decided here. The daemons settle a move by themselves. This module asks them to do it now (Abort,
+Release), passes the source's token to a target that the source cannot reach, and passes on an operator's declaration that a
+node is dead. A declaration that an answering daemon contradicts is not passed on, because it could make two copies run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from snapshotd.api.errors import NotFound, OutcomeUnknown, SnapshotError, Unreac
 
 CALL_TIMEOUT_S = 30.0
 POLL_S = 0.5
-#: A driver that died is noticed by the source when its lease has run out: 30 s, unless `move --lease` said otherwise.
+#: The source notices that a driver died when the lease expires: after 30 s, unless `move --lease` set another time.
 LEASE_WAIT_S = 35.0
 SETTLE_WAIT_S = 6.0
 
@@ -30,7 +30,7 @@ Note = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Recovered:
-    """One move after recovery: where it stands, what was asked for, and what a person can still do."""
+    """One move after recovery: its state, what was done, and what the operator can still do."""
 
     move: Move
     did: list[str] = field(default_factory=list)
@@ -58,10 +58,11 @@ class Report:
 async def recover(
     cluster: Cluster, move: str | None, *, abort: bool, by: str, note: Note, wait_s: float | None = None
 ) -> Report:
-    """Pushes every unfinished move (or the one named) to its end.
+    """Brings every unfinished move (or only `move`) to its end.
 
-    A committed move is finished, an aborted one undone. An undecided one is aborted at once if `abort`; else it is left
-    to its driver, which may well be alive, and to the lease that ends when it is not. Waits up to `wait_s` for the end.
+    A committed move is finished and an aborted one undone. With `abort`, an undecided move is aborted at once. Otherwise
+    it is left to its driver, which may still run, and to its lease, which expires if the driver does not. Waits up to
+    `wait_s`.
     """
     known, silent = await all_moves(cluster, move or "")
     if move is not None and not known:
@@ -70,7 +71,7 @@ async def recover(
     did: dict[str, list[str]] = {}
     for found in open_moves:
         did[found.id] = await _push(cluster, found, abort=abort, by=by, note=note)
-    # Without the source nothing changes by itself, so only its answers are worth waiting for.
+    # Without its source a move does not change by itself, so waiting makes sense only if the source answers.
     answered = [found for found in open_moves if found.source is not None]
     leased = [found.id for found in answered if not did[found.id] and found.outcome == pb.UNDECIDED]
     if wait_s is None:
@@ -83,7 +84,7 @@ async def recover(
 
 
 async def _push(cluster: Cluster, move: Move, *, abort: bool, by: str, note: Note) -> list[str]:
-    """Asks the daemons to do now what they will do anyway. Returns what was done, in words."""
+    """Asks the daemons to do now what they would do later anyway. Returns a description of each action."""
     did: list[str] = []
     if move.source is None:
         return did
@@ -111,7 +112,7 @@ async def _push(cluster: Cluster, move: Move, *, abort: bool, by: str, note: Not
 
 
 async def _hand_token(cluster: Cluster, move: Move, outcome: pb.Outcome, note: Note) -> list[str]:
-    """Carries the source's word to the target: the two may be cut off from each other, but not from us."""
+    """Passes the source's outcome to the target, because the two may be unable to reach each other."""
     node = move.target.node if move.target is not None else move.target_node
     if node not in cluster.nodes:
         note(f"{move.id}: {node} is not in {cluster.origin}, so the token was not carried there")
@@ -125,14 +126,14 @@ async def _hand_token(cluster: Cluster, move: Move, outcome: pb.Outcome, note: N
             reply = await target.target.Activate(token, timeout_s=CALL_TIMEOUT_S)
             return [f"{node} runs the rank"] if reply.running else [f"{node} has the token"]
     except NotFound:
-        return []  # it has settled the move and forgotten it, or never had it
+        return []  # the target has settled the move and deleted its record, or never had one
     except SnapshotError as error:
         note(f"{move.id}: {error.message}")
         return []
 
 
 async def _await_ends(cluster: Cluster, moves: list[Move], wait_s: float) -> list[Move]:
-    """The same moves as they stand when all have ended or the time is over."""
+    """The same moves, in their state when all have ended or the time is over."""
     deadline = time.monotonic() + wait_s
     latest = {move.id: move for move in moves}
     while latest:
@@ -145,7 +146,7 @@ async def _await_ends(cluster: Cluster, moves: list[Move], wait_s: float) -> lis
 
 
 def _remedy(move: Move, silent: dict[str, SnapshotError]) -> str:
-    """What a person can do about a move that still waits."""
+    """What the operator can do about a move that has not ended."""
     if move.ended:
         return ""
     if move.source is None and move.verdict is Verdict.UNKNOWN:
@@ -162,7 +163,7 @@ def _remedy(move: Move, silent: dict[str, SnapshotError]) -> str:
 
 
 async def declare_source_dead(cluster: Cluster, move: str, by: str) -> Recovered:
-    """A person's word that the source is dead: a held target goes on. Refused while the source answers for the move."""
+    """Declares the source dead, so that a held copy on the target may run. Refused if the source answers for the move."""
     found = await _find(cluster, move)
     if found.source is not None:
         raise WrongState(
@@ -181,7 +182,7 @@ async def declare_source_dead(cluster: Cluster, move: str, by: str) -> Recovered
 
 
 async def declare_target_dead(cluster: Cluster, move: str, by: str) -> Recovered:
-    """A person's word that the target is dead: the source's frozen copy goes on. Refused while a copy answers there."""
+    """Declares the target dead, so that the source's frozen copy may run. Refused if the target answers for a copy."""
     found = await _find(cluster, move)
     if found.source is None:
         raise Unreachable(
@@ -197,7 +198,7 @@ async def declare_target_dead(cluster: Cluster, move: str, by: str) -> Recovered
 
 
 async def _no_copy_answers(cluster: Cluster, move: Move) -> None:
-    """WrongState where the target answers that it has the rank, or had it: then it was not dead."""
+    """Raises WrongState if the target answers that it has, or had, the rank: then it is not dead."""
     node = move.target.node if move.target is not None else move.target_node
     if node not in cluster.nodes:
         return
@@ -205,7 +206,7 @@ async def _no_copy_answers(cluster: Cluster, move: Move) -> None:
         async with cluster.client(node) as target:
             copy = await target.target.GetCopy(pb.MoveRequest(move=move.id), timeout_s=5)
     except SnapshotError:
-        return  # silence is what the person speaks of
+        return  # no answer, which agrees with the declaration
     living = {
         pb.Copy.RECEIVING: "is receiving the rank",
         pb.Copy.HELD: "holds the rank",
@@ -228,7 +229,7 @@ async def _find(cluster: Cluster, move: str) -> Move:
 
 
 def unknown_move(move: str, silent: dict[str, SnapshotError]) -> SnapshotError:
-    """The error for a move that no node that answers knows."""
+    """The error for a move that is unknown to every node that answers."""
     if silent:
         lost = ", ".join(silent)
         return Unreachable(f"no node that answers knows move {move}, and these do not: {lost}", where=Where.UNKNOWN)

@@ -1,32 +1,34 @@
-"""Where a job that speaks NCCL can stand still: from what every rank's gate has counted to how far each may go on.
+"""Computes a consistent cut of an NCCL job: how far each rank may run, given the operations that the gates have counted.
 
-The job is to be held at one consistent cut. Invariant: at the cut every end of every channel has launched the same
-operations, so all that was launched can finish and nobody waits for an operation that another rank is kept from.
-A **channel** is the collectives of one communicator (its ends: all members) or its sends from one rank to another (its
-ends: those two). A **group** is what one thread launches as a unit, whole or not at all.
+Invariant: at the cut all members of every channel have launched the same operations. So every launched operation can
+finish, and no rank waits for an operation that the gate of another rank holds back.
+A **channel** is either the collectives of one communicator (its members: all ranks of the communicator) or its sends from
+one rank to another (its members: those two ranks). A **group** is what one thread launches as a unit, whole or not at all.
 
-Each round the driver gathers a `Report` per rank, calls `next_targets`, and hands `Cut.targets` to every gate; a gate lets
-a thread pass by `may_launch`. Targets only grow. The target of a channel is the most that any end has launched. A rank
-behind a target has to run, which may take it through groups on other channels: those raise their targets in turn, and so
-on until nobody is behind. Only what an earlier step makes necessary is let on, so the fixpoint is the least cut.
+In each round the driver collects a `Report` per rank, calls `next_targets`, and sends `Cut.targets` to every gate. A gate
+lets a thread pass if `may_launch` holds. Targets only grow. The target of a channel is the largest number of operations that
+any member has launched. A rank below a target has to run, which may take it through groups on other channels. These raise
+their targets in turn, until no rank is behind. Only groups that an earlier step makes necessary may pass, so the fixpoint is
+the least cut.
 
-**What is not known here** is the order of a rank's program. Rank r is behind on a channel, and no thread of it is held at
-that channel's next operation. Who will come to it? Those that drive the communicator: the threads that have used it before,
-or, where none has, any thread of the rank.
-- One of them runs: it comes by itself. Wait.
-- There is only one, and it is held at another group: that group comes first in its program, so it is let on, for certain.
-- Several are held, or one is idle, waiting for another thread: a guess. All held threads that may lead there go on by one
-  group. Guesses are made only when the ranks that are behind stand still: two equal rounds, none of their threads running,
-  nothing certain left.
-While no thread takes over a communicator that it never used, and `running` is true, the same start ends at the same cut,
-however the steps of the ranks interleave, and a cut without a guess is the least. So is one with guesses where at most one
-thread of a rank is held at a time and the idle ones wait for it, as main and autograd threads do. Otherwise a cut may lie
-beyond the least by what the wrong threads launched. It is consistent all the same: **no hint in a report (`users`,
-`running`) can make a cut wrong, only later than need be**.
+**The order of a rank's program is not known here.** Suppose that rank r is behind on a channel, and that none of its threads
+waits at the gate for the next operation of that channel. The candidates are the threads that have used the communicator
+before, or, if there are none, all threads of the rank.
+- A candidate is running: it will get there by itself. Wait.
+- There is one candidate, and it waits with another group: that group comes first in its program, so it certainly has to pass.
+- Several candidates wait, or one is idle and waits for another thread: a guess. All waiting threads that may lead to the
+  operation pass with one group. Guesses are made only when the ranks that are behind make no progress: two equal rounds, none
+  of their threads running, nothing certain left.
+As long as no thread takes over a communicator that it has never used, and `running` is correct, the same start ends at
+the same cut however the steps of the ranks interleave, and a cut without a guess is the least. A cut with guesses is the
+least, too, if at most one thread of a rank waits at a time and the idle ones wait for it, as main and autograd threads
+do. Otherwise the cut may exceed the least by what the wrong threads launched. It is still consistent: **no hint in a
+report (`users`, `running`) can make a cut wrong, only later than necessary**.
 
-A dependence between ranks around NCCL (a store's key, a gloo barrier) is invisible here: a rank that waits there for one
-held at the gate is never reached. So is one stuck in user code. The driver's time-out ends the attempt, opens the gates and
-quotes `Cut.reason`; another attempt begins elsewhere in the program. No I/O and no clock in this file.
+A dependency between ranks outside NCCL (a key of a store, a gloo barrier) is invisible here. A rank that waits there for
+a rank at a closed gate never reaches the cut, and neither does one that is stuck in user code. The driver's time-out ends
+the attempt, opens the gates and quotes `Cut.reason`; the next attempt begins elsewhere in the program. This file does no
+I/O and reads no clock.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ from typing import NamedTuple
 
 class Channel(NamedTuple):
     comm: str
-    pair: tuple[int, int] | None = None  # (sender, receiver), as the job numbers its ranks; None: the collectives
+    pair: tuple[int, int] | None = None  # (sender, receiver) as ranks of the job; None: the collectives
 
     def operation(self, number: int, rank: int) -> str:
         """The channel's operation with this number, as `rank` would call it."""
@@ -50,39 +52,39 @@ class Channel(NamedTuple):
         return f"{end} on communicator {self.comm}"
 
 
-UNKNOWN_RANK = -1  # a member of a communicator that no rank with a report can be
-Counts = Mapping[Channel, int]  # operations launched, targets, or what a group adds; a channel that is missing has 0
+UNKNOWN_RANK = -1  # a member of a communicator that is none of the ranks with a report
+Counts = Mapping[Channel, int]  # operations launched, targets, or what a group adds; a missing channel counts as 0
 
 
 @dataclass(frozen=True)
 class Report:
-    """What one rank's gate knows. The gate has been closed before the first round (empty targets let nothing pass), and
-    a round is asked for only when every gate has the targets of the round before.
+    """What one rank's gate knows. The gate is closed before the first round (empty targets let nothing pass), and a round
+    starts only after every gate has received the targets of the previous round.
 
-    An operation counts from the moment it passes the gate. Creating a communicator is the first operation of its
-    collectives, a split one of the parent's: all members must come, as for any other. A send to oneself counts once, with
-    its receive. What was launched on a communicator that is destroyed by now still counts.
+    An operation counts from the moment it passes the gate. Creating a communicator counts as the first of its collectives,
+    and a split as a collective of the parent, because all members have to take part. A send of a rank to itself counts once,
+    together with its receive. Operations of a communicator that has been destroyed still count.
     """
 
     launched: Counts
-    held: Mapping[int, Counts] = field(default_factory=dict)  # the group that each thread at the gate wants to launch
-    # The rank at each seat of the communicators that this rank has created; None: not known to it, or not yet.
+    held: Mapping[int, Counts] = field(default_factory=dict)  # by waiting thread: the group that it will launch
+    # The ranks of each communicator that this rank has created, in the communicator's order; None: not known (yet).
     members: Mapping[str, tuple[int | None, ...]] = field(default_factory=dict)
     users: Mapping[str, frozenset[int]] = field(default_factory=dict)  # threads that have used each communicator
-    # Threads not held that seem to work their way to the gate. One that has used no processor time for a while is
-    # idle, and left out; so is, once the driver's patience ends, one that spins for longer than that.
+    # Threads that do not wait at the gate and may be on their way to it. A thread that has used no processor time for a
+    # while counts as idle and is left out. So is a thread that spins for longer than the driver waits for it.
     running: frozenset[int] = frozenset()
-    ended: bool = False  # this rank will launch nothing more
+    ended: bool = False  # this rank will launch no more operations
 
 
 class Decision(StrEnum):
-    RUN_ON = "run on"  # hand out the targets, ask again
+    RUN_ON = "run on"  # send the targets, then start another round
     REACHED = "reached"  # every rank stays where it is until it gets other targets
-    NEVER = "never"  # give up now: waiting does not help
+    NEVER = "never"  # give up now, because waiting does not help
 
 
 class Why(StrEnum):
-    """Why a rank may not be where it should; the most telling first."""
+    """Why a rank has not reached a target; the most likely cause of a failed attempt first."""
 
     ENDED = "it has ended"
     SILENT = "it does not answer"
@@ -98,7 +100,7 @@ class Behind:
     channel: Channel
     target: int
     why: Why
-    waits_for: tuple[int, ...] = ()  # ranks behind an operation that this one has launched
+    waits_for: tuple[int, ...] = ()  # ranks that have not reached an operation that this rank has launched
 
     def __str__(self) -> str:
         others = ", ".join(map(str, self.waits_for))
@@ -112,19 +114,19 @@ class Cut:
     decision: Decision
     reason: str
     targets: Counts
-    behind: tuple[Behind, ...]  # who has to run, the likeliest culprit first
-    guessed: frozenset[int]  # ranks that were let on by a guess so far; none: the cut is the least
-    reports: Mapping[int, Report]  # what this was computed from: the next round sees by it whether anything moves
+    behind: tuple[Behind, ...]  # the ranks that have to run, the most likely cause of a delay first
+    guessed: frozenset[int]  # ranks that have passed by a guess so far; empty: the cut is the least
+    reports: Mapping[int, Report]  # the input of this round; the next round compares, to detect progress
 
 
 def may_launch(launched: Counts, targets: Counts, group: Counts) -> bool:
-    """The gate's rule. One channel below its target is enough: another end is already committed to that operation, so
-    this group is inside the cut, with all its other channels, whose targets follow when the rank reports."""
+    """The gate's rule. One channel below its target is enough: another member is already committed to that operation, so
+    the whole group is inside the cut. The targets of its other channels follow when the rank reports."""
     return any(launched.get(channel, 0) < targets.get(channel, 0) for channel in group)
 
 
 def next_targets(reports: Mapping[int, Report], last: Cut | None = None) -> Cut:
-    """How far every rank may go on: from this round's reports, of all ranks, and the cut computed in the last round."""
+    """How far every rank may run, given this round's reports of all ranks and the cut computed in the last round."""
     targets = dict(last.targets) if last else {}
     for report in reports.values():
         _raise(targets, report.launched.items())
@@ -149,17 +151,17 @@ def next_targets(reports: Mapping[int, Report], last: Cut | None = None) -> Cut:
 
 
 class Certainty(IntEnum):
-    """How sure it is that one of the threads chosen has to go on; the surer is let on first."""
+    """How certain it is that one of the chosen threads has to pass; the most certain ones pass first."""
 
     SURE = 0
     GUESS = 1
-    UNKNOWN_MEMBER = 2  # the rank may have nothing to do with it
+    UNKNOWN_MEMBER = 2  # the rank may not be a member at all
 
 
 def _let_on(
     reports: Mapping[int, Report], targets: Counts, behind: Iterable[Behind], still: bool
 ) -> tuple[Certainty, set[tuple[int, int]]]:
-    """The (rank, thread) that shall pass although no channel of the group held there is below its target."""
+    """The (rank, thread) pairs that have to pass although no channel of their waiting group is below its target."""
     options: dict[Certainty, set[tuple[int, int]]] = {certainty: set() for certainty in Certainty}
     for late in behind:
         if late.rank in reports:
@@ -172,7 +174,7 @@ def _let_on(
 
 
 def _leading(report: Report, late: Behind, targets: Counts) -> tuple[Certainty, Iterable[int]]:
-    """The held threads of a rank that may lead it to what it has not reached; none where it gets there by itself."""
+    """The waiting threads of a rank that may lead it to the operation; none if it gets there by itself."""
     if any(late.channel in group for group in report.held.values()):
         return Certainty.SURE, ()
     held = report.held.keys() - _going(report, targets)
@@ -185,7 +187,7 @@ def _leading(report: Report, late: Behind, targets: Counts) -> tuple[Certainty, 
 
 
 def _going(report: Report, targets: Counts) -> frozenset[int]:
-    """The threads that move or will, by the targets as they are."""
+    """The threads that run, or will run with the present targets."""
     passing = (thread for thread, group in report.held.items() if may_launch(report.launched, targets, group))
     return report.running.union(passing)
 
@@ -193,8 +195,8 @@ def _going(report: Report, targets: Counts) -> frozenset[int]:
 def _stands_still(
     reports: Mapping[int, Report], before: Mapping[int, Report], behind: Iterable[int], targets: Counts
 ) -> bool:
-    """Whether nothing moves any more. One look does not tell: a thread seen waiting for another rank may go on when that
-    one is looked at. Ranks that are not behind have nothing to launch, so what their threads do is of no interest."""
+    """Whether there is no progress. One round cannot tell: a thread that was seen waiting for another rank may continue while
+    that rank is examined. Threads of ranks that are not behind do not matter, because these ranks have nothing to launch."""
     for rank in behind:
         if rank not in reports or before.get(rank) != reports[rank] or _going(reports[rank], targets):
             return False
@@ -202,14 +204,14 @@ def _stands_still(
 
 
 def _behind(reports: Mapping[int, Report], targets: Counts) -> tuple[Behind, ...]:
-    """Every end that is short of its channel's target, the likeliest culprit first."""
+    """Every member that is below its channel's target, the most likely cause of a delay first."""
     seats = _seats(reports)
     short: list[tuple[int, Channel, bool]] = []
     waits: dict[int, set[int]] = {}
     for channel, target in targets.items():
         members = channel.pair or seats.get(channel.comm, (None,))
         ends = {rank for rank in members if rank is not None}
-        if None in members:  # whoever is not known to be a member may be this one
+        if None in members:  # any rank that is not a known member may be this one
             ends |= (reports.keys() - ends) or {UNKNOWN_RANK}
         done = {rank: reports[rank].launched.get(channel, 0) if rank in reports else 0 for rank in ends}
         late = {rank for rank in ends if done[rank] < target}
@@ -241,7 +243,7 @@ def _why(report: Report | None, targets: Counts) -> Why:
 
 
 def _seats(reports: Mapping[int, Report]) -> dict[str, tuple[int | None, ...]]:
-    """The members of every communicator, put together from what each rank knows of them."""
+    """The members of every communicator, merged from what each rank knows."""
     seats: dict[str, tuple[int | None, ...]] = {}
     for report in reports.values():
         for comm, known in report.members.items():
