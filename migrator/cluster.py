@@ -1,17 +1,17 @@
-"""Which nodes there are and how an operator reaches them: cluster.toml, a lab that is up, or the daemon on this host.
+"""Finds the nodes and their endpoints: in cluster.toml, in a running lab, or the daemon on this host.
 
-Invariant: a cluster that loads is usable: names and endpoints are well-formed and the certificate files can be read.
-What is wrong is reported all at once, with the file's name. Nothing is connected here.
+Invariant: a cluster that loads is usable: names and endpoints are well-formed and the certificate files can be read. All
+errors of a file are reported together, with the file's name. No connection is opened here.
 
     [nodes.node-1]
     endpoint = "10.0.0.1:7070"
-    [tls]                        # an operator's identity; `migrator pki operator NAME` makes it
-    ca = "ca.crt"                # relative paths start at the file's folder
+    [tls]                        # an operator's identity, created by `migrator pki operator NAME`
+    ca = "ca.crt"                # paths are relative to the directory of this file
     cert = "alice.crt"
     key = "alice.key"
 
-A lab's file also names the network namespace its nodes are reached from (`netns`, and `netns_inode`, because a process
-id alone may by now be somebody else's).
+A lab's file also names the network namespace from which its nodes are reached: `netns`, and `netns_inode`, because the
+process id in the path may have been reused.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NODE_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,61}[A-Za-z0-9])?")
 
 @dataclass(frozen=True)
 class Places:
-    """Where a cluster is looked for, in this order."""
+    """Where to look for a cluster, in this order."""
 
     environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
     user: Path = field(default_factory=lambda: Path("~/.config/migrator/cluster.toml").expanduser())
@@ -53,7 +53,7 @@ class Tls:
 
 @dataclass(frozen=True)
 class Netns:
-    """A network namespace by path, and by inode where the path could come to mean another one."""
+    """A network namespace by path, and by inode if the path may later refer to another namespace."""
 
     path: Path
     inode: int | None = None
@@ -69,14 +69,14 @@ class Netns:
 class Cluster:
     """Nodes by name, each with the endpoint of its daemon."""
 
-    origin: str  # for people: the file, or the socket
+    origin: str  # for messages: the file or the socket
     nodes: dict[str, str]
     tls: Tls | None = None
     netns: Netns | None = None
 
     @classmethod
     def load(cls, path: Path | str | None = None, places: Places | None = None) -> Cluster:
-        """The cluster of `path`, else of $MIGRATOR_CLUSTER, the user, the system, the one lab that is up, this host."""
+        """The first of: `path`, $MIGRATOR_CLUSTER, the user's file, the system's file, the running lab, this host."""
         places = places or Places()
         named = path or places.environment.get("MIGRATOR_CLUSTER")
         if named:
@@ -122,7 +122,7 @@ class Cluster:
         """A client of that node's daemon, not yet connected."""
         if node not in self.nodes:
             raise NotFound(f"no node is called {node!r}", remedy=f"the nodes are: {', '.join(sorted(self.nodes))}")
-        # Here and not above: `migrator lab down` needs no gRPC, and `enter` must come before its threads.
+        # Imported here: `migrator lab down` needs no gRPC, and `enter` must be called before gRPC starts threads.
         from snapshotd.api.client import Credentials, DaemonClient
 
         if _is_unix(self.nodes[node]):
@@ -132,13 +132,13 @@ class Cluster:
         return DaemonClient(self.nodes[node], credentials=credentials, node=node)
 
     def enter(self) -> None:
-        """Goes to the network from which the nodes are reached; call it once, before any thread or socket is made.
+        """Enters the network namespace from which the nodes are reached. Call it once, before creating threads or sockets.
 
-        A thread has its own network namespace, so threads that exist already would stay outside.
+        A network namespace belongs to a thread, so existing threads would stay outside.
         """
         if self.netns is None:
             return
-        from migrator.lab.inside import CLONE_NEWNET, setns  # only a lab needs the lab's code
+        from migrator.lab.inside import CLONE_NEWNET, setns  # needed for labs only
 
         try:
             descriptor = os.open(self.netns.path, os.O_RDONLY | os.O_CLOEXEC)
@@ -184,7 +184,7 @@ def _is_socket(path: Path) -> bool:
 
 
 def _exists(path: Path) -> bool:
-    """Also for a file that may not be read: that is an error to report, not a reason to look elsewhere."""
+    """True also for a file that cannot be read: that is an error to report, not a reason to look elsewhere."""
     try:
         path.lstat()
     except (FileNotFoundError, NotADirectoryError):
@@ -195,7 +195,7 @@ def _exists(path: Path) -> bool:
 
 
 def _the_lab(labs: Path) -> Path | None:
-    """The cluster file of the one lab that is up, else of one that only left its files behind, else None."""
+    """The cluster file of the only running lab, else of a lab that left its files behind, else None."""
     files = sorted(labs.glob("*/cluster.toml"))
     up = [file for file in files if _is_up(file)]
     if len(up) > 1:
@@ -244,7 +244,7 @@ def _is_endpoint(text: str) -> bool:
     if _is_unix(text):
         return text.startswith("unix:/")
     host, _, port = text.rpartition(":")
-    if ":" in host:  # IPv6 needs brackets, as in a URL
+    if ":" in host:  # an IPv6 address needs brackets, as in a URL
         return bool(re.fullmatch(r"\[[0-9A-Fa-f:.]+\]", host)) and _is_port(port)
     return bool(NODE_NAME.fullmatch(host)) and _is_port(port)
 

@@ -1,4 +1,4 @@
-"""One question to every node at once: a node that does not answer is part of the answer, not its end."""
+"""Calls all nodes concurrently. A node that does not answer is part of the result and not a failure of the whole."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ async def ask_all(
     question: Callable[[DaemonClient], Awaitable[Answer]],
     nodes: Iterable[str] | None = None,
 ) -> tuple[dict[str, Answer], dict[str, SnapshotError]]:
-    """The answers by node, and the errors of the nodes that gave none, both in the cluster's order."""
+    """The answers by node, and the errors of the nodes that did not answer, both in the cluster's order."""
 
     async def ask(node: str) -> Answer | SnapshotError:
         try:
@@ -42,7 +42,7 @@ async def ask_all(
 
 
 def none_answered(silent: dict[str, SnapshotError]) -> SnapshotError:
-    """The one error for a cluster of which no node answered: theirs where they agree, else Unreachable."""
+    """The error for a cluster in which no node answered: of the nodes' own class if they agree, else Unreachable."""
     kinds = Counter(type(error) for error in silent.values())
     kind, _ = kinds.most_common(1)[0]
     told = "\n".join(f"  {node}: {error.message}" for node, error in silent.items())

@@ -1,4 +1,4 @@
-"""Which node has the rank the operator means: asks every node at once."""
+"""Finds the node that has a rank, by asking all nodes concurrently."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Found:
 
 
 def find_node(cluster: Cluster, name: str) -> str:
-    """The node's endpoint. Raises NotFound with the nearest names."""
+    """The node's endpoint. Raises NotFound with the nearest name."""
     if name in cluster.nodes:
         return cluster.nodes[name]
     near = difflib.get_close_matches(name, cluster.nodes, n=1)
@@ -52,7 +52,7 @@ async def all_ranks(cluster: Cluster) -> tuple[list[Found], dict[str, SnapshotEr
 
 
 async def find_rank(cluster: Cluster, rank: int, job: str | None) -> Found:
-    """The one process that is rank `rank`. Raises NotFound, Ambiguous, Busy or Unreachable, nothing touched."""
+    """The only process that is rank `rank`. Raises NotFound, Ambiguous, Busy or Unreachable; changes nothing."""
     found, silent = await all_ranks(cluster)
     meant = [entry for entry in found if entry.rank.rank == rank and job in (None, entry.rank.job)]
     here = [entry for entry in meant if entry.rank.place == pb.Rank.HERE]

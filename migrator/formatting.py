@@ -1,4 +1,4 @@
-"""How numbers and foreign text are shown to people: sizes, rates, durations, and text that others wrote.
+"""Formats sizes, rates, durations and untrusted text for people.
 
 Sizes are decimal (1 GB is 10⁹ bytes), so that bytes, seconds and GB/s on one line agree with each other.
 """
@@ -15,7 +15,7 @@ def size(count: float) -> str:
 
 
 def rate(count: float, seconds: float) -> str:
-    """Bytes in seconds as GB/s; empty where nothing can be said."""
+    """Bytes in seconds as GB/s; empty if either is 0."""
     return f"{count / seconds / 1e9:.2f} GB/s" if count > 0 and seconds > 0 else ""
 
 
@@ -25,7 +25,7 @@ def seconds(value: float) -> str:
 
 
 def span(value: float) -> str:
-    """A length of time a person lives with: "5 s", "3 min", "2 h 5 min", "4 d 1 h". Clocks that differ give "0 s"."""
+    """A coarse duration: "5 s", "3 min", "2 h 5 min", "4 d 1 h". A negative one, from clocks that differ, is "0 s"."""
     whole = max(0, int(value))
     if whole < 60:
         return f"{whole} s"
@@ -37,10 +37,10 @@ def span(value: float) -> str:
 
 
 def plain(text: str) -> str:
-    """Text from elsewhere on one line: nothing in it can steer a terminal."""
+    """Untrusted text on one line, with control characters replaced, so that it cannot control a terminal."""
     return "".join(sign if sign.isprintable() else ("\N{SYMBOL FOR NEWLINE}" if sign == "\n" else "?") for sign in text)
 
 
 def plain_lines(text: str) -> list[str]:
-    """The same for text that may have several lines."""
+    """Like `plain`, for text of several lines."""
     return [plain(line.expandtabs(4)) for line in text.split("\n")] if text else []

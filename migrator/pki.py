@@ -1,11 +1,11 @@
 """A small certificate authority for a cluster that has none.
 
-Invariants: an existing CA is never overwritten, and neither is an identity that is still valid; a private key is made
-with mode 0600 and never exists on disk with another. Who somebody is stands in the common name: "node:NAME" or
-"operator:NAME" (`snapshotd/api/access.py` reads it); a node's name also stands in the SAN, where TLS looks for it.
+Invariants: an existing CA is never overwritten, nor is an identity that is still valid. A private key is created with mode
+0600 and never exists on disk with another mode. The common name, "node:NAME" or "operator:NAME", is the identity that
+`snapshotd/api/access.py` checks. The name is also in the SAN, where TLS looks for the name of a node.
 
-The folder: ca.crt, ca.key, nodes/NAME.{crt,key}, operators/NAME.{crt,key}. Only ca.crt and the pair of one identity
-ever need to leave it.
+The directory contains ca.crt, ca.key, nodes/NAME.{crt,key} and operators/NAME.{crt,key}. A node or an operator needs only
+ca.crt and its own pair.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from snapshotd.api.errors import BadConfig, Busy, NotFound, Usage
 
 CA_VALID = timedelta(days=3653)
 LEAF_VALID = timedelta(days=731)
-#: Clocks of a cluster differ a little; a certificate made a moment ago must be good everywhere.
+#: The clocks of a cluster differ slightly, and a new certificate must be valid on all nodes at once.
 CLOCK_SKEW = timedelta(minutes=10)
 
-#: A name becomes a host name in a certificate and a file name in the folder: nothing else gets in.
+#: A name is used as a host name in a certificate and as a file name, so no other characters are allowed.
 NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,61}[A-Za-z0-9])?")
 
 
 @dataclass(frozen=True)
 class Identity:
-    """Three PEM files: what the [tls] table of a configuration names."""
+    """The three PEM files that the [tls] table of a configuration names."""
 
     ca: Path
     cert: Path
@@ -44,7 +44,7 @@ class Identity:
 
 
 def init(folder: Path) -> Path:
-    """Makes a CA in `folder` and returns the path of its certificate. Busy if one is there already."""
+    """Creates a CA in `folder` and returns the path of its certificate. Raises Busy if the folder already has one."""
     cert_path, key_path = folder / "ca.crt", folder / "ca.key"
     for path in (cert_path, key_path):
         if path.exists():
@@ -71,14 +71,14 @@ def init(folder: Path) -> Path:
         .add_extension(_usage(signs_certificates=True), critical=True)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
     )
-    # The key first: a CA whose certificate exists always has its key, whenever this is interrupted.
+    # The key is written first, so that a CA whose certificate exists has its key even after an interruption.
     _write(key_path, _pem(key), 0o600)
     _write(cert_path, builder.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM), 0o644)
     return cert_path
 
 
 def issue_node(folder: Path, name: str, addresses: Iterable[str] = ()) -> Identity:
-    """The identity of a node's daemon: it serves and it calls other daemons. `addresses` are its IPs, optional."""
+    """Creates the identity of a node's daemon, which serves calls and calls other daemons; `addresses` are its IPs."""
     checked = []
     for address in addresses:
         try:
@@ -90,7 +90,7 @@ def issue_node(folder: Path, name: str, addresses: Iterable[str] = ()) -> Identi
 
 
 def issue_operator(folder: Path, name: str) -> Identity:
-    """The identity of a person or program that asks for moves: it calls, and can never pass for a daemon."""
+    """Creates the identity of a person or program that requests moves. It cannot be used as a server certificate."""
     return _issue(folder, "operator", name, [], [ExtendedKeyUsageOID.CLIENT_AUTH])
 
 
@@ -102,7 +102,7 @@ def _issue(
     purposes: list[x509.ObjectIdentifier],
 ) -> Identity:
     common_name = f"{role}:{name}"
-    # 64 is what X.509 allows a common name.
+    # X.509 limits a common name to 64 characters.
     if not NAME.fullmatch(name) or ".." in name or len(common_name) > 64:
         raise Usage(
             f"{name!r} cannot be the name of a certificate",
@@ -158,7 +158,7 @@ def _load_ca(folder: Path) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey
 
 
 def _make_room(identity: Identity, common_name: str) -> None:
-    """An expired identity, or half of one, makes way for a new one; a valid one does not."""
+    """Removes an expired or incomplete identity. Raises Busy if the identity is still valid."""
     if not identity.cert.exists():
         identity.key.unlink(missing_ok=True)
         return
@@ -198,7 +198,7 @@ def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:
 
 
 def _write(path: Path, content: bytes, mode: int) -> None:
-    """Creates `path`, whole and with its mode from the first moment; fails if somebody was faster."""
+    """Creates `path` with its final mode. Raises Busy if the file already exists."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
     except FileExistsError as error:

@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader of our output has exited (`migrator ps | head -1`), so there is nobody to report to.
+        # The reader of our output has exited (`migrator ps | head -1`), so no report can be made.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 1
 

@@ -1,11 +1,11 @@
-"""Launchers that start the ranks themselves: torchrun and what is built on it. Each of their workers becomes a rank.
+"""Supports launchers that start the ranks themselves (torchrun and programs based on it): each worker becomes a rank.
 
-torchrun starts its workers with $PYTHON_EXEC where that is set. So the launcher runs as it is, unprotected, with
-PYTHON_EXEC naming `shim/keeper/worker-python`, which is `migrator run --worker`; the agent waits for that keeper and never
-sees its worker leave. The worker itself gets its environment as the launcher would have given it. accelerate does the same,
-or starts a single process by sys.executable, which `shim/keeper/launch.py` provides for.
+torchrun starts its workers with $PYTHON_EXEC if it is set. So the launcher itself runs unchanged and is not a rank.
+PYTHON_EXEC names `shim/keeper/worker-python`, which is `migrator run --worker`. The launcher's agent waits for that keeper,
+so it does not notice when the worker moves. The worker gets the environment that the launcher would have given it. accelerate
+does the same, or starts a single process with sys.executable, which `shim/keeper/launch.py` handles.
 
-Invariant: nothing here is guessed after the start. A launch whose workers would not pass through PYTHON_EXEC is refused.
+Invariant: nothing is guessed after the start. A launch whose workers would not be started through PYTHON_EXEC is refused.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from pathlib import Path
 _KEEPER = Path(__file__).parents[2] / "shim" / "keeper"
 WORKER_PYTHON, LAUNCH = _KEEPER / "worker-python", _KEEPER / "launch.py"
 
-#: Ours, for `migrator run --worker`; none of them reaches the worker.
+#: Internal variables for `migrator run --worker`; the worker does not get them.
 INTERPRETER, FORMER, SHIMLESS = "MIGRATOR_INTERPRETER", "MIGRATOR_PYTHON_EXEC", "MIGRATOR_NO_SHIM"
 JOB = "MIGRATOR_JOB"
 
-#: What NCCL keeps open beside its communicators, so that destroying them does not close it, switched off: the RAS
-#: threads and their port, multicast memory that is shared between nodes, host memory that the driver cannot checkpoint.
+#: Disables NCCL resources that stay open when all communicators are destroyed: the RAS threads and their port, multicast
+#: memory that is shared between nodes, host memory that the driver cannot checkpoint.
 NCCL_PRESETS = {"NCCL_RAS_ENABLE": "0", "NCCL_NVLS_ENABLE": "0", "NCCL_CUMEM_HOST_ENABLE": "0"}
 
-#: Who moves a rank's device memory: the driver's checkpoint, or for what it allocates from the start on the shim, faster.
-#: shim/keeper/child.py preloads the library that does what it says.
+#: How a rank's device memory is moved: by the driver's checkpoint, or faster by the shim, for memory that is allocated with
+#: the shim loaded from the start. shim/keeper/child.py preloads the library that this selects.
 DEVICE_MEMORY_VARIABLE = "SNAPSHIM_DEVICE_MEMORY"
 DEVICE_MEMORY_CHOICES = ("driver", "offload")
 DEVICE_MEMORY_DEFAULT = "offload"
 
 _PYTHON = re.compile(r"(python|pypy)[0-9.]*")
-#: Interpreter options whose value is the next word.
+#: Interpreter options whose value is the next argument.
 _WITH_VALUE = ("-X", "-W", "--check-hash-based-pycs")
 _TORCHRUN = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
 _ACCELERATE = ("accelerate-launch", "accelerate.commands.launch")
@@ -43,11 +43,11 @@ _NO_PYTHON = ("--no-python", "--no_python", "--run-path", "--run_path")
 
 
 class NotProtectable(Exception):
-    """The launcher would start workers past us. The message says which option does, and what to write instead."""
+    """The launcher would start workers that are not ranks. The message names the option and what to write instead."""
 
 
 def is_launcher(command: Sequence[str]) -> bool:
-    """Whether this command starts ranks by way of PYTHON_EXEC. Raises NotProtectable where it was told not to."""
+    """Whether this command starts ranks through PYTHON_EXEC. Raises NotProtectable if an option prevents that."""
     words = _program(command)
     if not words:
         return False
@@ -65,17 +65,17 @@ def is_launcher(command: Sequence[str]) -> bool:
                 f"{name} --no-python … migrator run -- CMD …"
             )
         if word.endswith(".py"):
-            break  # the script: what follows is its own
+            break  # the script; its own arguments follow
     return True
 
 
 def launching(command: Sequence[str], environment: Mapping[str, str]) -> list[str]:
-    """The command that starts this launcher. accelerate's runs through shim/keeper/launch.py if it is a Python script."""
+    """The command that starts this launcher. accelerate is started by shim/keeper/launch.py if it is a Python script."""
     words = list(command)
     program = _program(words)
     if not program or os.path.basename(program[0]) not in _ACCELERATE + _ACCELERATE_VERBS:
         return words
-    if len(program) < len(words):  # behind an interpreter: words[at] is the script, or the module of `-m`
+    if len(program) < len(words):  # started by an interpreter: words[at] is the script, or the module of `-m`
         at = len(words) - len(program)
         return [*words[: at - (words[at - 1] == "-m")], str(LAUNCH), *words[at - (words[at - 1] == "-m") :]]
     script = shutil.which(words[0], path=environment.get("PATH"))
@@ -84,7 +84,7 @@ def launching(command: Sequence[str], environment: Mapping[str, str]) -> list[st
 
 
 def _interpreter(script: str) -> str:
-    """The Python that a script names in its first line; empty for any other."""
+    """The Python interpreter that a script names in its first line; empty for any other file."""
     try:
         with open(script, "rb") as file:
             first = file.readline(4096)
@@ -95,7 +95,7 @@ def _interpreter(script: str) -> str:
 
 
 def _program(command: Sequence[str]) -> list[str]:
-    """The command without the interpreter in front: the script, or the module of `-m`, and its arguments."""
+    """The command without a leading interpreter: the script, or the module of `-m`, and its arguments."""
     words = list(command)
     if not words or not _PYTHON.fullmatch(os.path.basename(words[0])):
         return words
@@ -117,7 +117,7 @@ def _program(command: Sequence[str]) -> list[str]:
 def launcher_environment(
     environment: Mapping[str, str], interpreter: str, job: str | None, preload: bool, device_memory: str | None = None
 ) -> dict[str, str]:
-    """What the launcher runs with; `interpreter` is the one that has this package."""
+    """The launcher's environment; `interpreter` is the one that has this package."""
     made = {**environment, INTERPRETER: interpreter, "PYTHON_EXEC": str(WORKER_PYTHON)}
     former = environment.get("PYTHON_EXEC")
     if former is not None and former != str(WORKER_PYTHON):
@@ -132,7 +132,7 @@ def launcher_environment(
 
 
 def worker_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """The worker's own: a launcher that it starts in turn is part of its tree, and not ours to protect again."""
+    """The worker's environment, without our variables: a launcher that the worker starts belongs to the worker's rank."""
     made = {name: value for name, value in environment.items() if name not in (INTERPRETER, FORMER, SHIMLESS, JOB)}
     made.pop("PYTHON_EXEC", None)
     if FORMER in environment:
@@ -141,8 +141,8 @@ def worker_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def rank_environment(environment: Mapping[str, str], device_memory: str | None = None) -> dict[str, str]:
-    """A rank's own, as it was given, with presets for what was not set: its NCCL communicators can be taken down, and who
-    moves its device memory is said. `device_memory`: what was asked for counts before what was given."""
+    """The given environment with defaults for what is not set: those that make NCCL's communicators removable, and how device
+    memory is moved. `device_memory`, if given, overrides the environment."""
     made = {**NCCL_PRESETS, DEVICE_MEMORY_VARIABLE: DEVICE_MEMORY_DEFAULT, **environment}
     if device_memory is not None:
         made[DEVICE_MEMORY_VARIABLE] = device_memory
@@ -150,10 +150,10 @@ def rank_environment(environment: Mapping[str, str], device_memory: str | None =
 
 
 def worker_python(environment: Mapping[str, str], parent: int) -> str:
-    """The interpreter that the launcher would have used: $PYTHON_EXEC as it was given to it, else its own.
+    """The interpreter that the launcher would have used: the $PYTHON_EXEC it was given, else its own.
 
-    Its own is the first word of its command line, found as Python finds sys.executable; /proc/PID/exe would lead out of a
-    virtual environment.
+    Its own is the first word of its command line, found as Python finds sys.executable. /proc/PID/exe is not used because it
+    leads out of a virtual environment.
     """
     if FORMER in environment:
         return environment[FORMER]

@@ -1,4 +1,4 @@
-"""The peers of a move, as its driver sees them: every node that has the other end of one of the rank's connections."""
+"""Calls the peers of a move: every node that has the peer socket of one of the rank's connections."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ ASK_TIMEOUT_S = 5.0
 
 
 async def node_addresses(cluster: Cluster) -> list[pb.NodeAddresses]:
-    """The addresses of every node. One that does not answer has at least its endpoint's: its ends are then refused by
-    name, instead of being taken for the outside world."""
+    """The addresses of every node. For a node that does not answer, these are the addresses of its endpoint: preflight then
+    refuses its connections by the node's name instead of treating them as connections out of the cluster."""
 
     async def ask(node: str) -> pb.NodeAddresses:
         endpoint = cluster.nodes[node]
@@ -41,7 +41,7 @@ async def _resolved(endpoint: str) -> list[str]:
 
 
 class Peers:
-    """The nodes that have to re-point something, all asked at once."""
+    """The nodes that have to re-point connections. All are called concurrently."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
@@ -50,7 +50,7 @@ class Peers:
         self.stopped_s = 0.0
 
     def set_connections(self, rewires: Iterable[pb.Rewire]) -> None:
-        """The connections of the frozen rank."""
+        """Sets the connections of the rank, by peer."""
         by_node: dict[str, list[pb.Rewire]] = defaultdict(list)
         for rewire in rewires:
             if rewire.kind == pb.Rewire.PEER:
@@ -58,7 +58,7 @@ class Peers:
         self.rewires = dict(by_node)
 
     async def check(self, rewires: Iterable[pb.Rewire], timeout_s: float) -> list[pb.Check]:
-        """Preflight on every peer; one that does not answer is a refusal by name."""
+        """Preflight on every peer. A peer that does not answer is a refusal that names it."""
         self.set_connections(rewires)
 
         async def ask(node: str) -> list[pb.Check]:
@@ -82,7 +82,7 @@ class Peers:
         return [check for checks in answers for check in checks]
 
     async def suspend_timeouts(self, description: pb.MoveDescription, timeout_s: float) -> None:
-        """Every peer keeps its ends from timing out; connections as preflight saw them. Raises the first failure: undo."""
+        """Every peer suspends the time-outs of its sockets, as preflight found them. Raises the first failure: undo."""
 
         async def ask(client: DaemonClient, mine: pb.RepointRequest) -> None:
             await client.peer.SuspendTimeouts(mine, timeout_s=timeout_s)
@@ -90,7 +90,7 @@ class Peers:
         await self._ask_all(description, ask)
 
     async def repoint(self, description: pb.MoveDescription, timeout_s: float) -> None:
-        """Every peer points its ends at the target. Raises the first failure; the others may have done it: undo."""
+        """Every peer re-points its sockets to the target. Raises the first failure; other peers may have succeeded: undo."""
 
         async def ask(client: DaemonClient, mine: pb.RepointRequest) -> None:
             reply = await client.peer.Repoint(mine, timeout_s=timeout_s)
@@ -113,7 +113,7 @@ class Peers:
                 raise answer
 
     async def settle(self, move: str, token: bytes, timeout_s: float) -> None:
-        """Tells every peer the outcome. One that does not hear it asks the source by itself, and delays nobody else."""
+        """Sends the outcome to every peer. A peer that cannot be reached asks the source later; it delays no other peer."""
 
         async def ask(node: str) -> None:
             async with self.cluster.client(node) as client:

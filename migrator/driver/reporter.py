@@ -10,7 +10,7 @@ from migrator.results import Event, PhaseTime
 
 
 class Reporter:
-    """Times the phases of a move, and tells `on_event` about them."""
+    """Times the phases of a move and passes them to `on_event`."""
 
     def __init__(self, on_event: Callable[[Event], None]) -> None:
         self.on_event = on_event

@@ -17,7 +17,7 @@ from snapshotd.api.client import DaemonClient
 
 
 class Run:
-    """One move. The steps read and write it; it does no I/O of its own."""
+    """One move. The steps read and write it; it does no I/O itself."""
 
     def __init__(
         self,

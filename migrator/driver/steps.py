@@ -175,7 +175,7 @@ async def activate(run: Run, timeout_s: float) -> None:
 
 
 async def open_gates(run: Run, timeout_s: float) -> None:
-    """Does not fail: the rank already runs, and a node that cannot be told now asks the source and opens its gates."""
+    """Does not fail: the rank already runs, and a node that cannot be reached now asks the source and opens its gates."""
     late = await run.gates.open(run.move, run.token, timeout_s)
     for reason in late:
         run.reporter.note(f"gates open later on {reason}")

@@ -1,7 +1,7 @@
-"""The files of a lab: identities, the operator's cluster file, each node's configuration and what it shows of /etc.
+"""Writes the files of a lab: identities, the operator's cluster file, and each node's configuration and /etc/hosts.
 
-Invariant: the CA's key stays outside the nodes. A node sees its own folder and the operator's, at the same paths as the
-host does, and a cluster file without the switch's namespace: `migrator` inside a node goes over the node's own cable.
+Invariant: the CA's key stays outside the nodes. A node sees its own directory and the operator's, at the same paths as on the
+host. Its cluster file does not name the switch's namespace, so `migrator` inside a node uses the node's own network link.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import Any
 
 from migrator.lab.layout import DAEMON_PORT, OPERATOR, Held, Layout, Record, address, write
 
-#: Images and device memory are large: huge pages take, map and free them at once.
+#: Images and device memory are large, and huge pages make it faster to allocate, map and free them.
 _HUGE = ",huge=within_size" if Path("/sys/kernel/mm/transparent_hugepage").exists() else ""
-#: What a node has for itself; the rest of the file system is shared. Options of tmpfs.
+#: The private tmpfs mounts of a node and their options; the rest of the file system is shared.
 PRIVATE = (("/run", f"mode=0755,size=90%{_HUGE}"), ("/tmp", "mode=1777,size=50%"), ("/dev/shm", "mode=1777,size=90%"))
 BOOT_ID = "/proc/sys/kernel/random/boot_id"
 
 
 def marker(lab: str, node: str = "") -> str:
-    """A folder in a node's own /run that no other file system has: by it a process is known to be of that node."""
+    """A directory that exists only in the /run of that node. It identifies the node's processes."""
     return f"/run/.migrator-lab-node/{lab}/{node}".rstrip("/")
 
 
@@ -32,8 +32,8 @@ def endpoint(record: Record, node: str) -> str:
 
 
 def write_all(layout: Layout, record: Record) -> None:
-    """Everything that does not depend on a process: identities, configurations, hosts."""
-    from migrator import pki  # cryptography takes a while to load, and only this needs it
+    """Writes all files that do not depend on a process: identities, configurations, hosts."""
+    from migrator import pki  # here: cryptography is slow to load and only needed here
 
     pki.init(layout.run / "pki")
     _give(pki.issue_operator(layout.run / "pki", OPERATOR), layout.operator)
@@ -51,7 +51,7 @@ def write_all(layout: Layout, record: Record) -> None:
 
 
 def _give(identity: Any, folder: Path) -> None:
-    """Copies an identity, without the CA's key, to where it is used."""
+    """Copies an identity, without the CA's key, to the directory where it is used."""
     folder.mkdir(mode=0o755, parents=True)
     for source, name, mode in ((identity.ca, "ca.crt", 0o644), (identity.cert, "tls.crt", 0o644)):
         write(folder / name, source.read_text(), mode)
@@ -59,7 +59,7 @@ def _give(identity: Any, folder: Path) -> None:
 
 
 def cluster_text(layout: Layout, record: Record, switch: Held | None) -> str:
-    """The cluster file; with `switch` the one for outside the nodes."""
+    """The cluster file; with `switch`, the one for use outside the nodes."""
     lines = [f"# The lab {layout.name}, written by `migrator lab up`."]
     if switch is not None:
         inode = Path(f"/proc/{switch.pid}/ns/net").stat().st_ino
@@ -78,7 +78,7 @@ def _daemon_text(layout: Layout, record: Record, node: str) -> str:
         "run_dir": "/run/snapshotd",
         "image_dir": "/run/snapshotd/images",
         "metrics_listen": "127.0.0.1:9470",
-        # Without /var/tmp: in a lab all nodes share it.
+        # Without /var/tmp, which all nodes of a lab share.
         "carry_paths": ["/tmp", "/dev/shm"],
     }
     lines = [f"{key} = {json.dumps(value)}" for key, value in settings.items()]
@@ -91,7 +91,7 @@ def _tls_lines(folder: Path) -> list[str]:
 
 
 def prepare_boot(layout: Layout, node: str) -> dict[str, Any]:
-    """What a node's mount namespace is made of, for `inside.hold`; a fresh boot id each time, as after power-on."""
+    """The mounts of a node, for `inside.hold`. Each call creates a new boot id, as a boot does."""
     folder = layout.node(node)
     write(folder / "boot_id", f"{uuid.uuid4()}\n", 0o444)
     return {
@@ -108,7 +108,7 @@ def prepare_boot(layout: Layout, node: str) -> dict[str, Any]:
 
 
 def remove_content(layout: Layout) -> None:
-    """All files of the lab; its folder stays, because it is the lock."""
+    """Removes all files of the lab, but not its directory, which is the lock."""
     shutil.rmtree(layout.state, ignore_errors=True)
     for entry in layout.run.iterdir():
         if entry.is_dir() and not entry.is_symlink():
@@ -118,8 +118,8 @@ def remove_content(layout: Layout) -> None:
 
 
 def remove_folders(layout: Layout) -> None:
-    """The folder itself, and those above it that are empty now."""
+    """Removes the lab's directory, and its parents if they are empty."""
     layout.run.rmdir()
     for folder in (layout.run.parent, layout.state.parent):
-        with contextlib.suppress(OSError):  # another lab is there, or it was never made
+        with contextlib.suppress(OSError):  # another lab uses it, or it was never created
             folder.rmdir()

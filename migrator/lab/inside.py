@@ -1,13 +1,14 @@
-"""What runs inside a node's namespaces: the process that holds them, and the way in.
+"""Creates a node's namespaces, keeps them alive, and starts commands inside them.
 
-Standard library only, in one file: it is started by path as `python -I -S inside.py hold|enter SPEC [ARGV…]`, in a few
-milliseconds and without the caller's environment mattering. Nothing is forked in the caller, which may have threads.
+This is one file that uses only the standard library. It is started by path as `python -I -S inside.py hold|enter SPEC
+[ARGV…]`, which takes a few milliseconds and ignores the caller's Python environment. The caller itself does not fork,
+because it may have threads.
 
-Invariant: a process joins the lab's cgroup before it makes or enters any namespace. So whatever is interrupted where,
-`down` finds every process by the cgroup's name alone.
+Invariant: a process joins the lab's cgroup before it creates or enters any namespace. So `down` finds every process by the
+cgroup's name alone, even after an interruption.
 """
 
-# Without pathlib: loading it would be a third of the time this takes to start.
+# pathlib is not used: loading it would take a third of the start-up time.
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ import signal
 import sys
 from typing import Any, NoReturn
 
-# ---------------------------------------------------------------- the kernel's verbs (Python has them from 3.12 on)
+# ---------------------------------------------------------------- system calls (in Python's library from 3.12 on)
 
 CLONE_NEWNS = 0x00020000
 CLONE_NEWUTS = 0x04000000
@@ -59,7 +60,7 @@ def sethostname(name: str) -> None:
 
 
 def start_ticks(pid: int) -> int | None:
-    """When the process started (field 22 of /proc/PID/stat); None when there is none, or only its zombie."""
+    """When the process started (field 22 of /proc/PID/stat); None if it does not exist or is a zombie."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
@@ -68,11 +69,11 @@ def start_ticks(pid: int) -> int | None:
     return None if fields[0] in (b"Z", b"X") else int(fields[19])
 
 
-# ---------------------------------------------------------------- hold: make namespaces and keep them
+# ---------------------------------------------------------------- hold: create namespaces and keep them alive
 
 
 def hold(spec: dict[str, Any]) -> None:
-    """Makes the namespaces in a detached child and prints its pid once they stand; the child then only exists.
+    """Creates the namespaces in a detached child and prints its pid once they are complete. The child then only sleeps.
 
     spec: cgroup_procs, namespaces (of NAMESPACES), title; with "mnt": tmpfs [[path, options]], folders [path], binds
     [[from, to]], needed [path]; with "uts": hostname.
@@ -106,9 +107,9 @@ def _build(spec: dict[str, Any]) -> None:
     if "uts" in spec["namespaces"]:
         sethostname(spec["hostname"])
     if "mnt" in spec["namespaces"]:
-        # A slave: mounts of the host appear in the node, as on a shared file system; the node's never leave it.
+        # A slave: the host's mounts appear in the node, as on a shared file system, but not the node's on the host.
         mount("none", "/", "", MS_REC | MS_SLAVE)
-        # Opened before anything is mounted over them, by a descriptor of this very mount namespace.
+        # Opened before anything is mounted over them, and in this mount namespace, as mount requires.
         sources = [os.open(source, os.O_PATH | os.O_CLOEXEC) for source, _ in spec["binds"]]
         for path, options in spec["tmpfs"]:
             mount("tmpfs", path, "tmpfs", MS_NOSUID | MS_NODEV, options)
@@ -131,7 +132,7 @@ def _become_nobody_special(title: str) -> None:
     for descriptor in (0, 1, 2):
         os.dup2(null, descriptor)
     os.close(null)
-    # int prctl(PR_SET_NAME, const char *name): what ps shows; 15 characters.
+    # int prctl(PR_SET_NAME, const char *name): the name that ps shows, at most 15 characters.
     _libc.prctl(15, title.encode()[:15], 0, 0, 0)
 
 
@@ -139,12 +140,12 @@ def _become_nobody_special(title: str) -> None:
 
 
 def enter(spec: dict[str, Any], argv: list[str]) -> NoReturn:
-    """Becomes `argv` inside the namespaces of a process; with "log", a detached daemon whose pid is printed.
+    """Executes `argv` inside the namespaces of a process; with "log", as a detached daemon whose pid is printed.
 
     spec: pid, start_ticks, namespaces, cgroup_procs, cwd, log (path or null).
     """
     pidfd = os.pidfd_open(spec["pid"])
-    # After the pidfd was opened: what it refers to can no longer become somebody else.
+    # Checked after the pidfd was opened, because from then on the pid cannot be reused unnoticed.
     if start_ticks(spec["pid"]) != spec["start_ticks"]:
         raise ProcessLookupError(0, "the process that held the node's namespaces is gone")
     if spec["log"] is not None:
@@ -159,14 +160,14 @@ def enter(spec: dict[str, Any], argv: list[str]) -> NoReturn:
         os.chdir(spec["cwd"])
     except OSError:
         os.chdir("/")
-    # A shell ignores these in background jobs, and exec keeps an ignored signal ignored. A node has its own terminals.
+    # A shell ignores these signals in background jobs, and they would stay ignored after exec.
     for number in (signal.SIGINT, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
     os.execvp(argv[0], argv)
 
 
 def _detach(log: str) -> None:
-    """Goes on as a child in its own session that nobody has to wait for, writing to `log`."""
+    """Continues as a child in its own session, with its output in `log`. The parent prints the child's pid and exits."""
     child = os.fork()
     if child:
         sys.stdout.write(json.dumps({"pid": child, "start_ticks": start_ticks(child)}))
@@ -184,7 +185,7 @@ def _detach(log: str) -> None:
 
 def _join(cgroup_procs: str) -> None:
     with open(cgroup_procs, "w") as file:
-        file.write("0")  # the writer itself
+        file.write("0")  # 0: the writing process
 
 
 def main() -> None:

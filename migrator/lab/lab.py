@@ -1,10 +1,10 @@
-"""The lab: a cluster on one machine, of nodes that differ from real ones only in sharing a kernel and a disk.
+"""The lab: a cluster on one machine, whose nodes differ from real ones only in sharing a kernel and a disk.
 
-A node is a network, a mount and a UTS namespace, held by a tiny process, with its own address, host name, /run, /tmp,
-/dev/shm, boot id, TLS identity and a real `snapshotd`. The operator's place is the lab's switch.
+A node is a network, a mount and a UTS namespace, kept alive by a small process. It has its own address, host name, /run,
+/tmp, /dev/shm, boot id, TLS identity and a real `snapshotd`. The operator works in the network namespace of the lab's switch.
 
-Invariants: nothing is added to the host's network or mounts; two labs never meet; `down` leaves nothing of a lab,
-however far its building got and whatever was killed, and can be repeated.
+Invariants: nothing is added to the host's network or mounts. Two labs are isolated from each other. `down` removes a lab
+completely, even one that was only partly built or whose processes were killed, and it is idempotent.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from snapshotd.api.errors import Busy, Internal, Timeout, Usage, WrongState
 
 _PACKAGES = str(Path(__file__).parents[2])
 _NAMESPACES = ("net", "mnt", "uts")
-#: Signals after which a daemon is expected to be gone.
+#: Signals that end a daemon.
 _ENDING = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGABRT)
-#: What the caller's environment says about the caller, not about a daemon.
+#: Variables of the caller's environment that daemons do not inherit.
 _NOT_FOR_DAEMONS = ("MIGRATOR_CLUSTER", "NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "LISTEN_FDS", "LISTEN_PID")
 
 
 class Lab:
-    """One lab by name, whoever made it.
+    """One lab, by name; this process need not have created it.
 
-    `daemon` is the command that `--config PATH` is appended to, `launcher` the one that `--job JOB -- CMD` is.
+    `daemon` is the command to which `--config PATH` is appended, `launcher` the one to which `--job JOB -- CMD` is appended.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Lab:
 
     @staticmethod
     def names() -> list[str]:
-        """The labs of which anything exists."""
+        """The labs of which anything exists, even if they are not complete."""
         by_cgroup = {path.name.removeprefix("migrator-lab-") for path in cgroup2_root().glob("migrator-lab-*")}
         return sorted(by_cgroup | {path.name for path in RUN.glob("*")})
 
@@ -92,7 +92,7 @@ class Lab:
         return self.layout.node(node) / "daemon.log"
 
     def daemon_pid(self, node: str) -> int | None:
-        """The daemon's pid, None when it does not run."""
+        """The daemon's pid; None if it does not run."""
         record = self._site.record()
         self._site.check(record, node)
         held = record.daemons.get(node)
@@ -101,13 +101,13 @@ class Lab:
     # ---------------------------------------------------------------- up and down
 
     def up(self, nodes: Sequence[str], *, timeout_s: float = 30.0) -> None:
-        """Builds the lab and waits until every daemon answers; if anything fails, nothing of it is left."""
+        """Builds the lab and waits until every daemon answers. If anything fails, the lab is removed."""
         nodes = check_nodes(nodes)
         need_root()
         with self._site.locked(make=True):
             if self._site.is_complete():
                 raise Busy(f"the lab {self.name} is up already", remedy="`migrator lab down` first")
-            self._clear()  # what an interrupted `up` or `down` left
+            self._clear()  # removes what an interrupted `up` or `down` left
             try:
                 self._build(Record(nodes=list(nodes)), timeout_s)
             except BaseException:
@@ -116,7 +116,7 @@ class Lab:
                 raise
 
     def down(self, *, timeout_s: float = 30.0) -> None:
-        """Ends and removes everything of the lab; does nothing where there is nothing."""
+        """Ends all processes of the lab and removes its files. Idempotent."""
         need_root()
         inside = Path(files.marker(self.name)).is_dir() or os.getpid() in processes.in_cgroup(self.layout.cgroup)
         if inside:
@@ -126,7 +126,7 @@ class Lab:
             files.remove_folders(self.layout)
 
     def _build(self, record: Record, timeout_s: float) -> None:
-        from migrator.lab import network  # loading pyroute2 takes longer than most of what a lab is asked
+        from migrator.lab import network  # here: loading pyroute2 takes longer than most operations of a lab
 
         files.write_all(self.layout, record)
         record.holders[SWITCH] = self._site.hold(OPERATOR, {"namespaces": ["net"]})
@@ -144,13 +144,13 @@ class Lab:
         staged.rename(self.layout.cluster)
 
     def _clear(self, timeout_s: float = 30.0) -> None:
-        """Processes first: what they hold (namespaces, mounts, links) goes with the last of them."""
+        """Ends the processes first: their namespaces, mounts and links disappear with the last of them."""
         with contextlib.suppress(OSError):
-            self.layout.cluster.unlink()  # from here on nobody takes it for a lab that is up
+            self.layout.cluster.unlink()  # from here on the lab does not count as running
         try:
             record = self.layout.load()
         except Internal:
-            record = None  # damaged; everything can be found without it
+            record = None  # damaged; the processes can be found without it
         holders = list(record.holders.values()) if record else []
         processes.end_all(self.layout.cgroup, files.marker(self.name), holders, timeout_s)
         files.remove_content(self.layout)
@@ -158,7 +158,7 @@ class Lab:
     # ---------------------------------------------------------------- one node
 
     def crash(self, node: str) -> None:
-        """As if its power failed: its cable goes silent, then every process there ends. The disk stays; see `boot`."""
+        """Simulates a power failure: disconnects the node, then kills all its processes. The disk remains; see `boot`."""
         from migrator.lab import network
 
         with self._site.locked():
@@ -171,7 +171,7 @@ class Lab:
             self.layout.save(record)
 
     def boot(self, node: str, *, timeout_s: float = 30.0) -> None:
-        """Switches a crashed node on again: fresh /run, /tmp, /dev/shm and boot id, the old disk, a new daemon."""
+        """Boots a crashed node: fresh /run, /tmp, /dev/shm and boot id, the old disk, a new daemon."""
         with self._site.locked():
             record = self._site.record()
             self._site.check(record, node)
@@ -198,7 +198,7 @@ class Lab:
     # ---------------------------------------------------------------- daemons
 
     def start_daemon(self, node: str, *, timeout_s: float = 30.0) -> None:
-        """Starts the node's daemon and waits until it answers the operator (not if the two are cut off)."""
+        """Starts the node's daemon and waits until it answers the operator, unless the two are partitioned."""
         with self._site.locked():
             record = self._site.record()
             self._site.check(record, node)
@@ -209,7 +209,7 @@ class Lab:
                 self._await(record, [node], timeout_s)
 
     def kill_daemon(self, node: str, number: int = signal.SIGKILL, *, timeout_s: float = 30.0) -> None:
-        """Sends a signal to the node's daemon alone; with one that ends or stops it, waits until it has."""
+        """Sends a signal to the node's daemon only. If the signal ends or stops it, waits until that has happened."""
         record = self._site.record()
         self._site.check(record, node)
         held = record.daemons.get(node)
@@ -222,7 +222,7 @@ class Lab:
             raise Timeout(f"snapshotd of {node} was not stopped in {timeout_s:.0f} s", remedy="see its log")
 
     def restart_daemon(self, node: str, *, timeout_s: float = 30.0) -> None:
-        """As systemd would: SIGTERM, its end, a new one."""
+        """Restarts the daemon as systemd does: SIGTERM, wait for its end, start."""
         self.kill_daemon(node, signal.SIGTERM, timeout_s=timeout_s)
         self.start_daemon(node, timeout_s=timeout_s)
 
@@ -244,7 +244,7 @@ class Lab:
     # ---------------------------------------------------------------- processes in nodes
 
     def spawn(self, node: str, argv: Sequence[str], **popen: Any) -> subprocess.Popen[Any]:
-        """Starts `argv` in a node, or at the operator's place; arguments as of Popen, whose pid is that of `argv`."""
+        """Starts `argv` in a node or in the operator's namespace. `popen` goes to Popen, whose pid is that of `argv`."""
         if not argv:
             raise Usage("no command was given", remedy="write it after --")
         cwd = os.fspath(popen.get("cwd") or Path.cwd())
@@ -252,10 +252,10 @@ class Lab:
         return subprocess.Popen([*INSIDE, "enter", json.dumps(spec), *argv], **popen)
 
     def exec(self, node: str, argv: Sequence[str]) -> int:
-        """Runs `argv` in a node with this process's stdio, like ssh; its exit status as a shell reports it."""
+        """Runs `argv` in a node with this process's stdio, like ssh. Returns its exit status as a shell reports it."""
         sys.stdout.flush()
         child = self.spawn(node, argv)
-        # Not ignored: that would be inherited. The terminal's Ctrl-C reaches the child by itself.
+        # A handler, because the child would inherit SIG_IGN. The terminal sends Ctrl-C to the child directly.
         before = signal.signal(signal.SIGINT, lambda *_: None)
         try:
             return exit_status(child.wait())
@@ -263,7 +263,7 @@ class Lab:
             signal.signal(signal.SIGINT, before)
 
     def run(self, job: str, argv: Sequence[str]) -> int:
-        """One protected rank of `argv` on each node not named spare…; the status of the first that failed, else 0."""
+        """Runs `argv` as one rank on each node not named spare…. Returns the status of the first that failed, else 0."""
         record = self._site.record()
         homes = [node for node in record.nodes if not node.startswith("spare")]
         if not homes:
@@ -272,7 +272,7 @@ class Lab:
             raise Usage("no command was given", remedy="write it after --")
         command = [*self._launcher, "--job", job, "--", *argv]
         world = {"WORLD_SIZE": str(len(homes)), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-        # Every job its own port: two may run in one lab.
+        # Each job gets its own port, because several jobs can run in one lab.
         world |= {"MASTER_ADDR": self.address(homes[0]), "MASTER_PORT": str(29500 + zlib.crc32(job.encode()) % 1000)}
         ranks: list[subprocess.Popen[bytes]] = []
         with contextlib.ExitStack() as stack:
@@ -287,10 +287,10 @@ class Lab:
                 ranks.append(stack.enter_context(self.spawn(node, command, **pipes)))
             return follow(ranks)
 
-    # ---------------------------------------------------------------- the network between them
+    # ---------------------------------------------------------------- network partitions
 
     def partition(self, a: str, b: str) -> None:
-        """Cuts two nodes, or "operator" and a node, off each other: packets vanish silently, both ways."""
+        """Partitions two nodes, or "operator" and a node: packets between them are lost without an error, both ways."""
         self._change_cut(a, b, cut=True)
 
     def heal(self, a: str, b: str) -> None:

@@ -1,12 +1,12 @@
-"""Where everything of a lab is: names, paths, addresses, cgroups, and the record of what was started.
+"""Names, paths, addresses and cgroups of a lab, and the record of what was started.
 
-Invariant: all of it follows from the lab's name, so a lab can be taken down by somebody who knows nothing else, however
-far its building got. The record only adds what cannot be derived (process ids, cuts); it is replaced atomically.
+Invariant: all locations follow from the lab's name, so the name is enough to take down a lab, even a partly built one. The
+record only adds what cannot be derived (process ids, cuts). It is replaced atomically.
 
     /run/migrator-lab/LAB/            cluster.toml, record.json, pki/ (the CA), operator/ (the operator's identity)
     /run/migrator-lab/LAB/NODE/       snapshotd.toml, cluster.toml, hosts, boot_id, the node's identity, daemon.log
     /var/lib/migrator-lab/LAB/NODE/   the daemon's state, on disk
-    <cgroup2>/migrator-lab-LAB/NODE/  holder, daemon, session, and what the daemon makes beside them
+    <cgroup2>/migrator-lab-LAB/NODE/  holder, daemon, session, and the cgroups that the daemon creates
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from snapshotd.proc import mountinfo
 RUN = Path("/run/migrator-lab")
 STATE = Path("/var/lib/migrator-lab")
 OPERATOR = "operator"
-#: The cgroup of the switch; no node can be called that.
+#: The cgroup of the switch; not a valid name of a node.
 SWITCH = "_switch"
 DAEMON_PORT = 7070
 PREFIX_LENGTH = 24
@@ -34,7 +34,7 @@ _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,22}[a-z0-9])?")
 
 
 def check_name(name: str, what: str) -> str:
-    """`name` if it can be the name of a lab or a node (it becomes a host name, a path and a cgroup), else Usage."""
+    """Returns `name`, or raises Usage if it cannot be a lab's or node's name (a host name, a path and a cgroup)."""
     if not _NAME.fullmatch(name):
         raise Usage(
             f"{name!r} cannot be the name of a {what}",
@@ -44,7 +44,7 @@ def check_name(name: str, what: str) -> str:
 
 
 def check_nodes(nodes: Sequence[str]) -> tuple[str, ...]:
-    """The nodes' names if a lab can have them, else Usage."""
+    """Returns the names of the nodes, or raises Usage if a lab cannot have them."""
     if isinstance(nodes, str) or not nodes:
         raise Usage("a lab needs at least one node", remedy="give their names, as in --nodes node-1,node-2,spare-1")
     for name in nodes:
@@ -59,12 +59,12 @@ def check_nodes(nodes: Sequence[str]) -> tuple[str, ...]:
 
 
 def address(index: int | None) -> str:
-    """The address of node number `index`, or (None) the operator's. Every lab uses the same: its network is its own."""
+    """The address of node number `index`, or of the operator (None). It is the same in every lab: networks are separate."""
     return "10.213.0.1" if index is None else f"10.213.0.{11 + index}"
 
 
 def pair_of(a: str, b: str) -> tuple[str, str]:
-    """Two ends of a cut, in the one order in which the record has them."""
+    """The two sides of a cut, in the order in which they are recorded."""
     return (a, b) if a < b else (b, a)
 
 
@@ -78,7 +78,7 @@ def cgroup2_root() -> Path:
 
 @dataclass(frozen=True)
 class Held:
-    """A process of the lab: by pid and start time, and the namespaces it was started in, as the kernel names them."""
+    """A process of the lab, by pid and start time, and its namespaces as the kernel names them."""
 
     pid: int
     start_ticks: int
@@ -87,7 +87,7 @@ class Held:
 
 @dataclass
 class Record:
-    """What was started. A lab without `complete` is half built or half taken down."""
+    """What was started. A lab that is not `complete` is partly built or partly taken down."""
 
     nodes: list[str]
     complete: bool = False
@@ -104,7 +104,7 @@ class Layout:
     """The paths of one lab."""
 
     name: str
-    cgroup: Path  # the folder that holds all cgroups of the lab
+    cgroup: Path  # the parent of all cgroups of the lab
 
     @classmethod
     def of(cls, name: str) -> Layout:
@@ -133,7 +133,7 @@ class Layout:
         return self.cgroup / (SWITCH if node == OPERATOR else node)
 
     def load(self) -> Record | None:
-        """The record, None where there is none."""
+        """The record, or None if there is none."""
         try:
             fields = json.loads((self.run / "record.json").read_text())
             return Record(
@@ -153,7 +153,7 @@ class Layout:
 
 
 def write(path: Path, text: str, mode: int = 0o644) -> None:
-    """Replaces a file as a whole, so that nobody ever reads half of it."""
+    """Replaces a file atomically, so that a reader never sees part of it."""
     fresh = path.with_name(f".{path.name}.new")
     fresh.unlink(missing_ok=True)
     with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w") as file:

@@ -1,12 +1,12 @@
-"""The lab's switch and cables, by netlink alone: no `ip` binary is needed.
+"""Builds the lab's switch and links through netlink; no `ip` binary is needed.
 
-The switch is a network namespace with a bridge; the operator's address is the bridge's own. A node's eth0 is one end of
+The switch is a network namespace with a bridge; the operator's address is that of the bridge. A node's eth0 is one end of
 a veth pair whose other end is a port of the bridge. Nothing is added to the host's network, so labs cannot collide.
 
-A cut makes two ends send to a hardware address that nobody has (a permanent neighbour entry): packets vanish without an
-error, in both directions, and no kernel module, packet filter or queue is involved that the product itself uses.
+A cut adds permanent neighbour entries, so that both sides send to a hardware address that does not exist. Packets are lost
+without an error, in both directions. The cut uses no kernel module, packet filter or queue that the product itself uses.
 
-A network namespace belongs to a thread: each function here works in a thread of its own that ends with it.
+A network namespace belongs to a thread, so each function here does its work in a short-lived thread.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ def _hardware_address(index: int | None) -> str:
 
 
 def _addresses(index: int | None) -> list[tuple[int, str]]:
-    """Under which addresses the others can send to it: its own, and the link-local one the kernel makes."""
+    """The addresses at which the others reach it: its own, and the link-local one that the kernel assigns."""
     mac = bytes(int(part, 16) for part in _hardware_address(index).split(":"))
     host = bytes([mac[0] ^ 2]) + mac[1:3] + b"\xff\xfe" + mac[3:]
     return [(AF_INET, address(index)), (AF_INET6, str(ipaddress.IPv6Address(b"\xfe\x80" + bytes(6) + host)))]
 
 
 def _in_netns(held: Held, act: Callable[[Any], Result]) -> Result:
-    """act(IPRoute) in the network namespace of a process."""
+    """Runs act(IPRoute) in the network namespace of a process."""
 
     def work() -> Result:
         descriptor = os.open(f"/proc/{held.pid}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
@@ -67,7 +67,7 @@ def _in_netns(held: Held, act: Callable[[Any], Result]) -> Result:
 
 
 def make_switch(switch: Held) -> None:
-    """The bridge, with the operator's address."""
+    """Creates the bridge, with the operator's address."""
 
     def act(netlink: Any) -> None:
         netlink.link("set", index=netlink.link_lookup(ifname="lo")[0], state="up")
@@ -80,7 +80,7 @@ def make_switch(switch: Held) -> None:
 
 
 def plug_in(switch: Held, node: Held, index: int) -> None:
-    """A cable from the switch to node number `index`, and the node's address at its end."""
+    """Links node number `index` to the switch and assigns the node's address."""
 
     def at_switch(netlink: Any) -> None:
         peer = {"ifname": "eth0", "address": _hardware_address(index), "net_ns_pid": node.pid}
@@ -99,7 +99,7 @@ def plug_in(switch: Held, node: Held, index: int) -> None:
 
 
 def unplug(switch: Held, index: int) -> None:
-    """Pulls a node's cable, for good: what its processes still send as they die reaches nobody."""
+    """Removes a node's link, so that nothing its dying processes still send is delivered."""
 
     def act(netlink: Any) -> None:
         for port in netlink.link_lookup(ifname=_port(index)):
@@ -110,14 +110,14 @@ def unplug(switch: Held, index: int) -> None:
 
 @dataclass(frozen=True)
 class End:
-    """One end of a cut: a process in its network namespace, and its number (None: the operator)."""
+    """One side of a cut: a process in the network namespace, and the node's number (None: the operator)."""
 
     held: Held
     index: int | None
 
 
 def cut(a: End, b: End) -> None:
-    """From now on packets between the two vanish, both ways."""
+    """From now on packets between the two are lost, both ways."""
 
     def stop(other: End) -> Callable[[Any], None]:
         def act(netlink: Any) -> None:
@@ -132,7 +132,7 @@ def cut(a: End, b: End) -> None:
 
 
 def mend(a: End, b: End) -> None:
-    """Undoes `cut`; nothing happens where there is none."""
+    """Undoes `cut`. Idempotent."""
 
     def resume(other: End) -> Callable[[Any], None]:
         def act(netlink: Any) -> None:
@@ -155,6 +155,6 @@ def _port(index: int) -> str:
 
 
 def _link(netlink: Any) -> int:
-    """The one link that leads to the others, in a node as in the switch."""
+    """The link to the other nodes: eth0 in a node, the bridge in the switch."""
     found = netlink.link_lookup(ifname="eth0") or netlink.link_lookup(ifname=BRIDGE)
     return int(found[0])

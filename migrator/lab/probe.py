@@ -1,7 +1,7 @@
 """`python -m migrator.lab.probe CLUSTER TIMEOUT_S [NODE…]`: waits until daemons answer the operator, over TLS.
 
-A process of its own, because it goes to the lab's network, which a caller with threads cannot. Exit status 0: all (or
-the named ones) answer. Otherwise one line of JSON says which do not, and why.
+It is a separate process because it enters the lab's network namespace, which a caller with threads cannot do. Exit status 0
+means that all nodes (or the named ones) answer. Otherwise one line of JSON lists those that do not, and why.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from snapshotd.api.errors import SnapshotError
 
 
 async def _why_silent(cluster: Cluster, node: str, timeout_s: float) -> str:
-    """Empty when the node's daemon answers within the time."""
+    """Why the node's daemon does not answer; empty if it answers within the time."""
     from snapshotd.api.snapshotd_pb2 import GetNodeRequest
 
     try:

@@ -1,7 +1,7 @@
-"""How the processes of a lab are found and ended: by cgroup and by namespace, never by name.
+"""Finds and ends the processes of a lab, by cgroup and by namespace, never by name.
 
-Invariant: a signal goes through a pidfd whose process was checked after the pidfd was opened, so it never reaches a
-process that merely has the number of an earlier one. The caller and its ancestors are never ended.
+Invariant: a signal is sent through a pidfd whose process was checked after the pidfd was opened, so it never reaches a
+process that reuses the pid. The caller and its ancestors are never ended.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def alive(held: Held) -> bool:
 
 
 def send(held: Held, number: int) -> bool:
-    """Sends a signal to exactly that process. False if it is gone."""
+    """Sends a signal to exactly that process. Returns False if it has ended."""
     try:
         pidfd = os.pidfd_open(held.pid)
     except ProcessLookupError:
@@ -58,7 +58,7 @@ def wait(held: Held, timeout_s: float) -> bool:
 
 
 def wait_stopped(held: Held, timeout_s: float) -> bool:
-    """Whether SIGSTOP has taken effect on every thread within the time: sending it only announces it."""
+    """Whether SIGSTOP takes effect on every thread within the time. Sending the signal does not wait for that."""
     deadline = time.monotonic() + timeout_s
     while alive(held):
         if {thread.state for thread in stat.read_threads(held.pid)} == {"T"}:
@@ -70,7 +70,7 @@ def wait_stopped(held: Held, timeout_s: float) -> bool:
 
 
 def namespaces(pid: int, kinds: Iterable[str] = ("net", "mnt", "uts")) -> dict[str, str]:
-    """The process's namespaces as the kernel names them; empty when it is gone."""
+    """The process's namespaces as the kernel names them; empty if it has ended."""
     try:
         return {kind: str(Path(f"/proc/{pid}/ns/{kind}").readlink()) for kind in kinds}
     except OSError:
@@ -78,32 +78,32 @@ def namespaces(pid: int, kinds: Iterable[str] = ("net", "mnt", "uts")) -> dict[s
 
 
 def in_cgroup(cgroup: Path) -> set[int]:
-    """The processes in a cgroup and all below it."""
+    """The processes in a cgroup and in all its descendants."""
     found: set[int] = set()
     for folder, _, _ in os.walk(cgroup):
-        with contextlib.suppress(OSError):  # it was removed meanwhile
+        with contextlib.suppress(OSError):  # it was removed in the meantime
             found.update(int(line) for line in Path(folder, "cgroup.procs").read_text().split())
     return found
 
 
 def in_node(marker: str, nets: set[str]) -> set[int]:
-    """The processes whose file system has the folder that only nodes of this lab have, or whose network is in `nets`.
+    """The processes whose file system has the marker directory of this lab's nodes, or whose network is in `nets`.
 
-    The kernel gives the number of a namespace that is gone to the next one: `nets` must be of living processes.
+    The kernel reuses the numbers of namespaces, so `nets` must be those of running processes.
     """
     found = set()
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
         pid = int(entry.name)
-        with contextlib.suppress(OSError):  # it has ended meanwhile
+        with contextlib.suppress(OSError):  # it has ended in the meantime
             if namespaces(pid, ("net",)).get("net") in nets or Path(f"/proc/{pid}/root{marker}").is_dir():
                 found.add(pid)
     return found
 
 
 def resident(held: Held, cgroup: Path) -> Held | None:
-    """`held`, or where it was killed any other process of that cgroup in its namespaces; None if they are gone."""
+    """`held`, or if it has ended, another process of that cgroup in the same namespaces; None if there is none."""
     if alive(held):
         return held
     for pid in in_cgroup(cgroup):
@@ -126,9 +126,9 @@ def own_line() -> set[int]:
 
 
 def end_all(cgroup: Path, marker: str, holders: Iterable[Held], timeout_s: float) -> None:
-    """Ends every process in the cgroup or in the nodes, frozen ones too, and removes the cgroups. Idempotent.
+    """Ends every process in the cgroup or in the nodes, including frozen ones, and removes the cgroups. Idempotent.
 
-    A process that left the cgroup is found by the node's file system, or by the network of a holder that lives.
+    A process that left the cgroup is found by the node's file system, or by the network of a holder that still runs.
     """
     deadline = time.monotonic() + timeout_s
     spared = own_line()
@@ -145,7 +145,7 @@ def end_all(cgroup: Path, marker: str, holders: Iterable[Held], timeout_s: float
                 remedy="see what they wait for (cat /proc/PID/stack), then `migrator lab down` again",
             )
         if not members & spared:
-            with contextlib.suppress(OSError):  # before Linux 5.14 there is none, and one by one does it too
+            with contextlib.suppress(OSError):  # not before Linux 5.14; the loop below does the same
                 (cgroup / "cgroup.kill").write_text("1")
         for pid in victims:
             ticks = start_ticks(pid)
@@ -155,18 +155,18 @@ def end_all(cgroup: Path, marker: str, holders: Iterable[Held], timeout_s: float
 
 
 def _await_end(pids: set[int], deadline: float) -> None:
-    """Until all have ended, but at most a moment: new ones may have been started, so the caller looks again."""
+    """Waits until all have ended, at most 0.5 s. The caller then looks again, because new ones may have been started."""
     moment = min(deadline, time.monotonic() + 0.5)
     for pid in pids:
         ticks = start_ticks(pid)
         if ticks is not None:
             wait(Held(pid, ticks), max(0.0, moment - time.monotonic()))
     if not pids:
-        time.sleep(0.01)  # only the kernel is still busy, giving back the cgroup
+        time.sleep(0.01)  # the kernel still has to release the cgroup
 
 
 def _remove(cgroup: Path) -> bool:
-    """Removes the empty cgroup with all below it. False while something is in it."""
+    """Removes the empty cgroup and its descendants. Returns False if a process is still in it."""
     for folder, _, _ in os.walk(cgroup, topdown=False):
         try:
             Path(folder).rmdir()

@@ -1,7 +1,7 @@
-"""`migrator lab run`: waits for the ranks of a job, prefixes their output and passes their end on.
+"""`migrator lab run`: waits for the ranks of a job, prefixes their output and returns their exit status.
 
-Invariant: every byte that a rank wrote is printed before its end is reported, whole lines at a time, each behind
-the rank it came from; a last line without an end gets one.
+Invariant: everything that a rank wrote is printed before `follow` returns, in whole lines, each prefixed with its rank. A
+newline is added to a last line that has none.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _Output:
         self.partial = b""
 
     def pump(self) -> bool:
-        """Prints what is there. False at the end."""
+        """Prints what can be read. Returns False at the end of the output."""
         data = os.read(self.pipe.fileno(), READ_BYTES)
         *lines, self.partial = (self.partial + data).split(b"\n")
         if not data and self.partial:
@@ -41,7 +41,7 @@ class _Output:
 
 
 def follow(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
-    """Until all ranks have ended; SIGINT and SIGTERM go on to them. The status of the first that failed, else 0."""
+    """Waits until all ranks have ended; forwards SIGINT and SIGTERM. Returns the status of the first that failed, else 0."""
     failed = 0
     with selectors.DefaultSelector() as selector, _forwarded(ranks):
         for number, rank in enumerate(ranks):
@@ -64,15 +64,15 @@ def follow(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
 
 
 def exit_status(returncode: int) -> int:
-    """As a shell reports it: 128 + the signal for a process that a signal ended."""
+    """The status as a shell reports it: 128 + the signal's number for a process that a signal ended."""
     return returncode if returncode >= 0 else 128 - returncode
 
 
 @contextmanager
 def _forwarded(ranks: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
-    """The ranks are in sessions of their own: a terminal's Ctrl-C reaches them only through here, and once."""
+    """Forwards signals. The ranks are in separate sessions, so they receive a terminal's Ctrl-C only from here, and once."""
     if threading.current_thread() is not threading.main_thread():
-        yield  # signals are the main thread's
+        yield  # only the main thread can handle signals
         return
 
     def forward(number: int, _frame: FrameType | None) -> None:

@@ -1,6 +1,6 @@
-"""Waiting until the daemons of a lab answer, and saying why one does not.
+"""Waits until the daemons of a lab answer, and reports why one does not.
 
-A daemon that ends at once (a wrong configuration, say) is reported at once, with the end of its log.
+A daemon that exits (because of an invalid configuration, for example) is reported at once, with the end of its log.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PACKAGES = Path(__file__).parents[2]
 
 
 def await_daemons(cluster: Path, daemons: Mapping[str, tuple[Held, Path]], timeout_s: float) -> None:
-    """Until every daemon (its process and its log, by node) answers the operator. Unreachable says which does not."""
+    """Waits until every daemon answers the operator, else raises Unreachable. `daemons`: process and log, by node."""
     packages = os.pathsep.join(filter(None, (str(_PACKAGES), os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, "PYTHONPATH": packages}
     argv = [sys.executable, "-m", "migrator.lab.probe", str(cluster), str(timeout_s), *daemons]
@@ -49,7 +49,7 @@ def await_daemons(cluster: Path, daemons: Mapping[str, tuple[Held, Path]], timeo
 
 
 def _first_end(probe: subprocess.Popen[bytes], daemons: Mapping[str, tuple[Held, Path]], timeout_s: float) -> list[str]:
-    """Waits for the probe; the nodes whose daemon ended before it did."""
+    """Waits for the probe. Returns the nodes whose daemon ended before it."""
     with contextlib.ExitStack() as stack:
         poll = select.poll()
 
@@ -62,7 +62,7 @@ def _first_end(probe: subprocess.Popen[bytes], daemons: Mapping[str, tuple[Held,
         watch(probe.pid)
         for held, _ in daemons.values():
             watch(held.pid)
-        # After the descriptors were opened: one that has ended by now is seen here, one that ends later by poll.
+        # Checked after the descriptors were opened: poll reports a daemon that ends later.
         ended = [node for node, (held, _) in daemons.items() if not processes.alive(held)]
         if not ended:
             poll.poll(timeout_s * 1000)

@@ -1,7 +1,7 @@
-"""One lab as it stands: its lock, its record, and the way into each of its places (the nodes, and the operator's).
+"""The state of one lab: its lock, its record, and how to enter its places (the nodes and the operator's namespace).
 
-Invariant: the record is changed under the lock only; and a place is entered only through a process that is known, by
-pid, start time and cgroup, to be of this lab.
+Invariant: the record is changed only under the lock. A place is entered only through a process that belongs to this lab
+according to its pid, start time and cgroup.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from snapshotd.api.errors import Denied, Internal, NotFound, SnapshotError, Wron
 if TYPE_CHECKING:
     from migrator.lab.network import End
 
-#: The command that inside.py is; what follows is its verb.
+#: The command line of inside.py; a verb follows.
 INSIDE = (sys.executable, "-I", "-S", str(Path(__file__).with_name("inside.py")))
-#: A place's cgroups, leaves all three: the daemon may want limits beside them, and then a parent must be empty.
+#: The cgroups of a place, all leaves: the daemon may add cgroups with limits beside them, and the parent must then be empty.
 LEAVES = ("holder", "daemon", "session")
 
 
@@ -42,7 +42,7 @@ class Site:
         self.layout = layout
 
     def record(self) -> Record:
-        """What was started; NotFound where the lab is not up."""
+        """What was started. Raises NotFound if the lab is not up."""
         record = self.layout.load()
         if record is None:
             raise self._not_up()
@@ -56,14 +56,14 @@ class Site:
         return record.complete and SWITCH in record.holders and processes.alive(record.holders[SWITCH])
 
     def check(self, record: Record, node: str) -> int:
-        """The number of a node; NotFound if the lab has none of that name."""
+        """The number of a node. Raises NotFound if the lab has no node of that name."""
         if node not in record.nodes:
             names = ", ".join(record.nodes)
             raise NotFound(f"no node of lab {self.layout.name} is called {node!r}", remedy=f"its nodes are: {names}")
         return record.nodes.index(node)
 
     def resident(self, record: Record, place: str) -> Held:
-        """A living process in the namespaces of a node or of the operator's place."""
+        """A running process in the namespaces of a node or of the operator."""
         if place != OPERATOR:
             self.check(record, place)
         held = record.holders.get(SWITCH if place == OPERATOR else place)
@@ -76,13 +76,13 @@ class Site:
         return found
 
     def end(self, record: Record, place: str) -> End:
-        """A place as one end of a cut."""
+        """A place as one side of a cut."""
         from migrator.lab.network import End
 
         return End(self.resident(record, place), record.index(place))
 
     def hold(self, place: str, spec: dict[str, Any]) -> Held:
-        """Makes the namespaces of a place, and the process that holds them; spec as of `inside.hold`."""
+        """Creates the namespaces of a place and the process that keeps them alive; `spec` is that of `inside.hold`."""
         cgroup = self.layout.node_cgroup(place)
         try:
             for leaf in LEAVES:
@@ -99,7 +99,7 @@ class Site:
         return Held(answer["pid"], ticks, processes.namespaces(answer["pid"], spec["namespaces"]))
 
     def way_in(self, record: Record, place: str, leaf: str) -> dict[str, Any]:
-        """What `inside.enter` needs to know to become a process of a place."""
+        """The part of `inside.enter`'s spec that identifies a place and a cgroup in it."""
         held = self.resident(record, place)
         procs = self.layout.node_cgroup(place) / leaf / "cgroup.procs"
         spaces = list(held.namespaces)
@@ -107,7 +107,7 @@ class Site:
 
     @contextlib.contextmanager
     def locked(self, *, make: bool = False) -> Iterator[None]:
-        """One change of a lab at a time. The lock is the lab's folder itself, so it leaves no file behind."""
+        """Allows one change of a lab at a time. The lock is the lab's directory itself, so no lock file remains."""
         while True:
             try:
                 if make:
@@ -115,14 +115,14 @@ class Site:
                 descriptor = os.open(self.layout.run, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             except FileNotFoundError:
                 if make:
-                    continue  # another lab's `down` removed the parent in between
+                    continue  # another lab's `down` removed the parent in the meantime
                 raise self._not_up() from None
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
                 if self._is_folder(descriptor):
                     yield
                     return
-                # It was taken down, and perhaps built anew, while we waited: the lock we have is of a removed folder.
+                # The lab was taken down, and perhaps rebuilt, during the wait: this lock is on a removed directory.
             finally:
                 os.close(descriptor)
 

@@ -1,7 +1,7 @@
-"""How a daemon is called: one typed object per daemon, and only errors of our own taxonomy out of it.
+"""Calls a daemon: one typed client object per daemon, which raises only errors of our own taxonomy.
 
-Invariant: nothing of gRPC's own errors leaves this file. Every call has a time limit, every failure names the node and
-its endpoint, and a call is repeated only where the caller says that it is idempotent (`retry=True`).
+Invariant: no gRPC error leaves this file. Every call has a time limit, every failure names the node and its endpoint, and a
+call is retried only if the caller states that it is idempotent (`retry=True`).
 
     async with DaemonClient("10.0.0.2:7070", credentials=credentials, node="node-2") as client:
         info = await client.node.GetNode(GetNodeRequest(), timeout_s=5, retry=True)
@@ -45,11 +45,11 @@ _SAME_VERSION = "run the same version of snapshotd and migrator everywhere"
 
 
 class NotSpoken(Internal):
-    """The daemon is of a version that does not know this call, nor what goes with it. Made here, never by a daemon."""
+    """The daemon's version does not have this call. Raised here only, never by a daemon."""
 
 
 def translate(error: grpc.aio.AioRpcError, who: str, method: str) -> SnapshotError:
-    """What a failed call means, in our own words. `who` names node and endpoint."""
+    """Translates a failed call into an error of our own. `who` names node and endpoint."""
     for key, value in error.trailing_metadata() or ():
         if key == WIRE_KEY:
             return from_wire(value if isinstance(value, bytes) else value.encode())
@@ -77,7 +77,7 @@ def translate(error: grpc.aio.AioRpcError, who: str, method: str) -> SnapshotErr
 
 
 def _why_unreachable(details: str) -> str:
-    """gRPC hides a refused certificate among broken connections: only what is certain is said for certain."""
+    """The reason, as far as it is certain: gRPC reports a rejected certificate like a broken connection."""
     lowered = details.lower()
     if "certificate_verify_failed" in lowered or "hostname verification" in lowered or "peer name" in lowered:
         return f"could not be reached, or does not accept our certificate, or shows one we do not accept ({details})"
@@ -90,14 +90,14 @@ def _why_unreachable(details: str) -> str:
 
 
 def _whole(reply: Reply | None, who: str, method: str) -> Reply:
-    """gRPC hands over None where it could not make a message of the bytes."""
+    """Raises Damaged for None, which gRPC returns if it cannot parse a message."""
     if reply is None:
         raise Damaged(f"{who} answered {method} with something that is no answer to it", remedy=_SAME_VERSION)
     return reply
 
 
 class _Link:
-    """One channel and the words for its other end."""
+    """One channel, and the description of its daemon for error messages."""
 
     def __init__(self, channel: grpc.aio.Channel, endpoint: str, node: str | None) -> None:
         self.channel = channel
@@ -111,7 +111,7 @@ class Unary(Generic[Request, Reply]):
         self._link, self._method, self._call = link, method, call
 
     async def __call__(self, request: Request, *, timeout_s: float, retry: bool = False) -> Reply:
-        """With `retry` (idempotent calls only) an unreachable daemon is asked again until `timeout_s` is over."""
+        """With `retry` (idempotent calls only), an unreachable daemon is called again until `timeout_s` has passed."""
         if not retry:
             return await self._once(request, timeout_s)
         deadline = monotonic() + timeout_s
@@ -130,7 +130,7 @@ class Unary(Generic[Request, Reply]):
                     unreachable = error
                     raise
                 except Timeout as error:
-                    # The last attempt's share of the time says less than why the ones before it failed.
+                    # The last attempt only ran out of time; the failure of the attempts before it says more.
                     raise unreachable or error from error
         raise AssertionError("tenacity ends with a value or an error")
 
@@ -162,10 +162,10 @@ class ServerStream(Generic[Request, Reply]):
 
 
 class BothStream(Generic[Request, Reply]):
-    """Many requests, many replies; the requests come from an iterator that is consumed as the other side reads.
+    """Many requests, many replies. The requests come from an iterator that is consumed as fast as the daemon reads.
 
-    Nobody reads requests once the replies have ended, however they did. gRPC's own reader, which it starts for a call that is
-    given an iterator, goes on waiting for the next one when the call breaks: so there is one of ours. Use `aclosing`.
+    The iterator is not read any more once the replies have ended, normally or not. gRPC's own reader for iterators would keep
+    waiting for the next request after the call broke, so it is not used. Use `aclosing`.
     """
 
     def __init__(self, link: _Link, method: str, call: grpc.aio.StreamStreamMultiCallable[Request, Reply]) -> None:
@@ -187,7 +187,7 @@ class BothStream(Generic[Request, Reply]):
                         await call.write(request)
                 await call.done_writing()
             except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-                return  # the call is over: who reads the replies hears why
+                return  # the call has ended; the loop over the replies raises the reason
             except BaseException:
                 call.cancel()
                 raise
@@ -197,7 +197,7 @@ class BothStream(Generic[Request, Reply]):
             async for reply in call:
                 yield _whole(reply, self._link.who, self._method)
         except asyncio.CancelledError:
-            if (error := _failure(feeding)) is not None:  # it cancelled the call; that is not our task being cancelled
+            if (error := _failure(feeding)) is not None:  # `feed` cancelled the call; our own task was not cancelled
                 raise error from None
             raise
         except grpc.aio.AioRpcError as error:
@@ -206,7 +206,7 @@ class BothStream(Generic[Request, Reply]):
             call.cancel()
             feeding.cancel()
             await asyncio.wait([feeding])
-            _failure(feeding)  # asyncio warns of one that nobody has looked at
+            _failure(feeding)  # otherwise asyncio warns that the exception was never retrieved
 
 
 def _failure(task: asyncio.Task[None]) -> BaseException | None:
@@ -240,7 +240,7 @@ class SourceCalls:
 
 
 class TargetCalls:
-    """Without Push, the image channel over gRPC: snapshotd/transport/image/grpc_channel.py."""
+    """All calls except Push, the image channel over gRPC, which is in snapshotd/transport/image/grpc_channel.py."""
 
     def __init__(self, link: _Link) -> None:
         stub = stubs.TargetStub(link.channel)
@@ -285,7 +285,7 @@ class HomeCalls:
 
 
 class DaemonClient:
-    """One daemon, over one connection of its own. `async with`, or `await client.close()` in the end."""
+    """One daemon, over a separate connection. Use `async with`, or `await client.close()` at the end."""
 
     def __init__(self, endpoint: str, *, credentials: Credentials | None = None, node: str | None = None) -> None:
         self.endpoint = endpoint
