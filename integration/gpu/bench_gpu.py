@@ -1,8 +1,9 @@
-"""`python3 -m integration.gpu.bench_gpu --gib 1 8 32`: where the pause of a GPU rank goes, beside the same by hand.
+"""Measures the parts of the pause of a GPU rank: `python3 -m integration.gpu.bench_gpu --gib 1 8 32`.
 
-The same job, in the same run: moved between two lab nodes with its device memory parked by the shim, moved with it left to
-the driver, and taken through plain `criu` and the driver's calls (`by_hand.py`). Nothing here passes or fails. Tables and a
-chart come last; everything measured is in gpu-bench.json as soon as it is.
+The same job is measured three times in one run: moved between two lab nodes with its device memory offloaded by the
+shim, moved with its memory left to the driver, and checkpointed with plain `criu` and the driver's calls
+(`by_hand.py`). Nothing here passes or fails. Tables and a chart come last; each result is written to gpu-bench.json
+immediately.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ NAMES = (
     *("criu-restore", "cuda-restore", "unlock", "refill", "pause"),
 )
 OFFLOAD, DRIVER, BY_HAND = WAYS = ("offload", "driver", "by hand")
-#: Nothing of what follows comes to this.
+#: More than any of these moves takes.
 MOVE_S = 1800.0
 
 
@@ -59,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     result: dict[str, Any] = {"gib": gib, "way": way, "round": round_ + 1}
                     try:
                         result |= ways[way](flags)
-                    except (RuntimeError, AssertionError, OSError) as error:  # the other numbers are still wanted
+                    except (RuntimeError, AssertionError, OSError) as error:  # continue with the other measurements
                         result["failed"] = str(error)[:4000]
                     results.append(result)
                     print(_line(result), flush=True)
@@ -69,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def moved(nodes: Cluster, flags: Sequence[str], device_memory: str) -> dict[str, Any]:
-    """One move of a fresh job; its parts as the product tells them, and what host memory it took."""
+    """Moves a new job once; returns the parts of the move as reported, and the host memory that it used."""
     job = nodes.start(NODES[0], [sys.executable, TRAIN, *flags], options=["--device-memory", device_memory])
     try:
         until("the job's first steps", lambda: _steps(job.text()) > 10 or job.process.poll() is not None, 300)
@@ -88,7 +89,7 @@ def moved(nodes: Cluster, flags: Sequence[str], device_memory: str) -> dict[str,
         "parts": [*parts, Part("pause", told["pause_s"])],
         "told": told,
         "host_bytes": peaks.bytes,
-        "copied_gbps": dict(copied),  # the copying alone, as the daemons logged it last
+        "copied_gbps": dict(copied),  # the copy alone, from the daemons' latest log lines
     }
 
 
@@ -96,7 +97,7 @@ def _steps(text: str) -> int:
     return text.count("\nstep ")
 
 
-# ---------------------------------------------------------------- telling
+# ---------------------------------------------------------------- output
 
 
 def _line(result: dict[str, Any]) -> str:
@@ -108,14 +109,14 @@ def _line(result: dict[str, Any]) -> str:
 
 
 def _whole(parts: Sequence[Part]) -> list[Part]:
-    """With the pause, which by hand is the sum of all."""
+    """Adds the pause, which for plain criu is the sum of all parts."""
     if any(part.name == "pause" for part in parts):
         return list(parts)
     return [*parts, Part("pause", sum(part.seconds for part in parts))]
 
 
 def _cell(parts: Sequence[Part]) -> str:
-    """Seconds, and GB/s where bytes were moved: medians over the rounds."""
+    """Seconds, and GB/s if bytes were moved: medians over the rounds."""
     if not parts:
         return ""
     seconds = statistics.median(part.seconds for part in parts)
@@ -157,7 +158,7 @@ def _pause(results: Sequence[dict[str, Any]], gib: float, way: str) -> float | N
 
 
 def ratios(results: Sequence[dict[str, Any]]) -> str:
-    """How many times shorter the pause is with parking, and the host memory it took as a ratio to live device memory."""
+    """A table of how much offloading shortens the pause, and of host memory relative to device memory in use."""
     lines = ["| parked | driver ÷ parked | by hand ÷ parked | host memory, source | host memory, target |"]
     lines.append("| --- | --- | --- | --- | --- |")
     for gib in dict.fromkeys(result["gib"] for result in results):
@@ -177,7 +178,7 @@ def ratios(results: Sequence[dict[str, Any]]) -> str:
 
 
 def growth(results: Sequence[dict[str, Any]]) -> str:
-    """The pause over the device memory, for every way that was measured at every size."""
+    """A chart of the pause over the device memory, for each method that was measured at every size."""
     sizes = list(dict.fromkeys(result["gib"] for result in results))
     pauses = {way: [_pause(results, gib, way) for gib in sizes] for way in WAYS}
     whole = {way: [value for value in values if value is not None] for way, values in pauses.items()}

@@ -1,7 +1,7 @@
-"""One job checkpointed and restored with plain `criu` and the driver's own calls: what a move is measured against.
+"""Checkpoints and restores one job with plain `criu` and the driver's own calls: the baseline for moves.
 
-lock, checkpoint, `criu dump` into tmpfs, a copy of the images to another folder of that tmpfs in place of a network,
-`criu restore`, CUDA restore, unlock. The job must go on afterwards, or the numbers are worth nothing.
+The steps are lock, checkpoint, `criu dump` into tmpfs, a copy of the images to another folder of that tmpfs in place of
+a network, `criu restore`, CUDA restore, unlock. The job must continue afterwards, or the numbers are void.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Part:
 
 
 def run(flags: Sequence[str]) -> list[Part]:
-    """The parts, in their order."""
+    """Runs all parts and returns them in order."""
     with memory_folder() as folder, _driver() as call, _job(flags, folder) as job:
         return _once(job, folder, call)
 
@@ -47,7 +47,7 @@ def _once(job: _Job, folder: Path, call: _Driver) -> list[Part]:
     if ON_GPU:
         parts.append(Part("lock", call("lock", pid)))
         seconds = call("checkpoint", pid)
-        device_bytes += resident_bytes(pid)  # where the checkpoint has put it
+        device_bytes += resident_bytes(pid)  # the checkpoint has copied it to host memory
         parts.append(Part("checkpoint", seconds, device_bytes))
     criu = [find_criu(None)[0], "--network-lock", "skip", "-L", str(folder / "no-plugins")]
     seconds = _timed([criu[0], "dump", *criu[1:], "-t", str(pid), "-D", str(images), "-o", "dump.log"])
@@ -84,7 +84,7 @@ def _timed(command: list[str]) -> float:
 
 @contextlib.contextmanager
 def memory_folder() -> Iterator[Path]:
-    """A tmpfs of its own, as large as the machine: half of it, which /dev/shm has, is too little for two copies."""
+    """Mounts a tmpfs of nearly all memory: half of it, the size of /dev/shm, is too little for two copies."""
     folder = Path(tempfile.mkdtemp(prefix="by-hand-", dir="/dev/shm"))
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=95%", "none", str(folder)]).returncode == 0
     try:
@@ -96,7 +96,7 @@ def memory_folder() -> Iterator[Path]:
 
 
 class _Job:
-    """The job, started so that plain criu can take it: a session of its own, and files for its words."""
+    """The job, started so that plain criu can dump it: in its own session, with its output in files."""
 
     def __init__(self, flags: Sequence[str], out: Path) -> None:
         self.out, self.restored = out, False
@@ -118,13 +118,13 @@ class _Job:
             self.process.kill()
             self.process.wait()
             return
-        with contextlib.suppress(ProcessLookupError):  # no child of ours any more
+        with contextlib.suppress(ProcessLookupError):  # no longer a child of this process
             os.kill(self.process.pid, signal.SIGKILL)
         until("the restored job to be gone", lambda: _gone(self.process.pid), 120)
 
 
 def _gone(pid: int) -> bool:
-    """Its memory at least: somebody else's zombie may stay."""
+    """Whether the process has ended, and so freed its memory. Its zombie may remain until another process reaps it."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
     except OSError:
@@ -148,7 +148,7 @@ class _Driver:
         self.process = process
 
     def __call__(self, name: str, pid: int) -> float:
-        """Seconds that it took."""
+        """Returns the seconds that the call took."""
         assert self.process is not None
         assert self.process.stdin is not None
         assert self.process.stdout is not None

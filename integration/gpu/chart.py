@@ -1,4 +1,4 @@
-"""A chart of medians for RESULTS.md: a block that readers of Markdown with Mermaid see drawn, and others can read."""
+"""Writes charts of medians for RESULTS.md as Mermaid blocks, which are readable as text too."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 
 def lines(title: str, x_axis: str, y_axis: str, xs: Sequence[float], series: Mapping[str, Sequence[float]]) -> str:
-    """One line per series, all over the same `xs`; the legend comes before it, in the order of the lines."""
+    """A chart with one line per series over the same `xs`, after a legend in the order of the lines."""
     top = max(max(values) for values in series.values())
     drawn = [
         f"Lines, from the top: {', '.join(sorted(series, key=lambda name: -series[name][-1]))}.",

@@ -1,8 +1,8 @@
-"""The driver's checkpoint calls as a person would make them by hand: the yardstick of `bench_gpu`.
+"""Makes the driver's checkpoint calls for the baseline of `bench_gpu`.
 
-Reads lines `CALL PID` (lock, checkpoint, restore, unlock) and answers each with `SECONDS ERROR`, the error empty if it went
-well. Nothing of the product is in here: a yardstick must not share what it measures. One process for all calls, because
-a fresh attach to the driver costs seconds.
+Reads lines `CALL PID` (lock, checkpoint, restore, unlock) and answers each with `SECONDS ERROR`; the error is empty on
+success. It uses no code of the product, because a baseline must be independent of what is measured. One process makes
+all calls, because attaching to the driver takes seconds.
 """
 
 from __future__ import annotations

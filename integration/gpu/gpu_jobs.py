@@ -1,7 +1,7 @@
-"""What the GPU suite starts and compares: training jobs in a lab, and the same jobs undisturbed.
+"""Starts the jobs of the GPU suite, in a lab and undisturbed, and compares their output.
 
-Invariant: a job is compared with an undisturbed run of the same flags, line by line, down to the last bit. A run with
-DEVICE=cpu is the same suite without its GPU, for a machine that has none; what then has no meaning is skipped.
+Invariant: a job is compared with an undisturbed run of the same flags, line by line and bit by bit. DEVICE=cpu runs the
+suite on a machine without a GPU; tests that need the CUDA driver are then skipped.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ SOURCE, TARGET, OTHER = "node-1", "spare-1", "node-2"
 TRAIN = str(WORKLOADS / "gpu_train.py")
 SKIPPED = 77
 GIB = 1 << 30
-#: How the jobs' device memory travels where a test does not say: the whole suite runs either way.
+#: How device memory is moved where a test does not specify it. The whole suite runs with either value.
 DEVICE_MEMORY = os.environ.get("SNAPSHOT_GPU_MEMORY", "offload")
 RUN_OPTIONS = ("--device-memory", DEVICE_MEMORY)
-#: How far a job goes at most, and its undisturbed run always.
+#: The maximum number of steps of a job. Its undisturbed run always does as many.
 STEPS, PACE_S = (3000, 0.01) if ON_GPU else (1000, 0.05)
-#: For everything that moves gigabytes; nothing here passes or fails by the clock.
+#: How long tests wait for anything. No test passes or fails by the clock: this only ends tests that hang.
 PATIENCE_S = 180.0
 _KINDS = ("step ", "digest ", "DONE")
 
 
-# ---------------------------------------------------------------- whether, and what was seen
+# ---------------------------------------------------------------- requirements and results
 
 
 @cache
 def why_not() -> str:
-    """Why nothing of this suite can run here, empty where it can. In a process of its own: this one stays without CUDA."""
+    """Why this suite cannot run here; empty if it can. Another process loads torch, so that this one stays without CUDA."""
     if not ON_GPU:
         return ""
     try:
@@ -68,20 +68,20 @@ def needs_gpu() -> pytest.MarkDecorator:
 
 
 def needs_cuda() -> pytest.MarkDecorator:
-    """For what has no meaning with DEVICE=cpu."""
+    """Marks a test that needs the CUDA driver, so is skipped with DEVICE=cpu."""
     reason = why_not() or ("" if ON_GPU else "this is about the CUDA driver, and DEVICE is cpu")
     return pytest.mark.skipif(bool(reason), reason=reason or "-")
 
 
 def record(test: str, **measured: Any) -> None:
-    """One line about one result, for RESULTS.md."""
+    """Appends one result to gpu-results.jsonl, for RESULTS.md."""
     OUT.mkdir(parents=True, exist_ok=True)
     with (OUT / "gpu-results.jsonl").open("a") as file:
         file.write(json.dumps({"test": test, "device": DEVICE, "at_unix_s": round(time.time(), 1), **measured}) + "\n")
 
 
 def measured(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Of what `migrator move --json` said, that which is worth keeping."""
+    """The fields of the answer of `migrator move --json` that are recorded."""
     names = ("outcome", "pause_s", "bytes", "device_bytes", "device_bytes_left", "reason", "error")
     kept = {name: result[name] for name in names if result.get(name)}
     kept["phases"] = {phase["name"]: phase["seconds"] for phase in result.get("phases", [])}
@@ -100,7 +100,7 @@ class Said:
 
 
 class Undisturbed:
-    """The same jobs without any of us, started before they are needed, a few at a time."""
+    """Runs of the same jobs without `migrator run`, started in advance, a few at a time."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -135,7 +135,7 @@ class Undisturbed:
         return Said(code, said(text), text)
 
     def settled(self) -> None:
-        """Waits until none of them runs: before something that would disturb them."""
+        """Waits until all runs have ended, before something that would disturb them."""
         for run in self._runs.values():
             run.result()
 
@@ -196,11 +196,11 @@ class Training:
             raise AssertionError(f"{error}; it is at {self.steps()}\n{self.cluster.logs()}") from None
 
     def await_progress(self, steps: int = 20, timeout_s: float = PATIENCE_S) -> None:
-        """The job goes on: so many more steps."""
+        """Waits until the job has done so many more steps."""
         self.await_steps(self.steps() + steps, timeout_s)
 
     def await_moment(self) -> int:
-        """A moment in the middle of the run that nobody chose; the step that it was at."""
+        """Waits for a random moment in the middle of the run; returns the number of steps by then."""
         chance = random.Random(self.seed)
         self.await_steps(chance.randint(20, 70))
         time.sleep(chance.uniform(0, 2 * PACE_S))
@@ -210,18 +210,18 @@ class Training:
         return self.cluster.move(self.job, to, timeout_s=PATIENCE_S)
 
     def pid(self, node: str = SOURCE) -> int | None:
-        """The job's first process on a node (workers that it forked have the same words)."""
+        """The job's first process on a node (workers that it forked have the same command line)."""
         found = [pid for pid in processes_of(str(self.end)) if node_of(pid) == node]
         return min(found, default=None, key=_started_ticks)
 
     def runs_on(self, node: str) -> None:
-        """It goes on, on this node, and no other has a copy."""
+        """The job makes progress on this node, and no other node has a copy."""
         self.await_progress()
         places = {node_of(pid) for pid in processes_of(str(self.end))}
         assert places == {node}, f"copies on {places}\n{self.cluster.logs()}"
 
     def ends_as(self, alone: Future[Said]) -> int:
-        """Tells it to end; every line it ever said is what the undisturbed run said. The number of its steps."""
+        """Ends the job. Its output is that of the undisturbed run, line by line. Returns the number of its steps."""
         self.end.touch()
         code = self.job.finish(PATIENCE_S)
         self.end.unlink(missing_ok=True)

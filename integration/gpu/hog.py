@@ -1,4 +1,4 @@
-"""Another tenant of the one GPU: `gpu_hog.py`, started and told what to do."""
+"""Controls `gpu_hog.py`, another process that fills the GPU's memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from integration.harness import WORKLOADS, Cluster, until
 
 
 class Hog:
-    """Another tenant of the GPU, who takes what is free when told to."""
+    """Another process on the GPU, which allocates its free memory on request."""
 
     def __init__(self, nodes: Cluster, leave_mib: int) -> None:
         stem = nodes.folder / f"hog-{time.monotonic_ns()}"
@@ -24,7 +24,7 @@ class Hog:
         self._await("WAITING")
 
     def take(self) -> float:
-        """GiB that it got."""
+        """Allocates the free memory; returns how many GiB it got."""
         self.go.touch()
         self._await("TAKEN")
         return round(int(self.out.read_text().split("TAKEN ")[1].split()[0]) / GIB, 1)
@@ -50,7 +50,7 @@ class Hog:
 
 @contextmanager
 def hog(nodes: Cluster, leave_mib: int) -> Iterator[Hog]:
-    """It runs, and has nothing yet."""
+    """Starts the process, which has no memory allocated yet."""
     made = Hog(nodes, leave_mib)
     try:
         yield made

@@ -1,8 +1,8 @@
-"""How much host memory a move takes on each node beside the rank itself, sampled while it goes on.
+"""Samples how much host memory a move uses on each node, without the memory of the rank itself.
 
-Counted for a node: what lies in its image folder (the parked copy on the source, images and stripes on the target), and the
-resident memory of its daemon and the daemon's children beyond what they had before. A rank's own memory is not counted: it
-is there without us, and the pinned ring in it is the product's constant.
+Counted for a node are the files in its image folder (offloaded memory on the source, images and stripes on the target),
+and the growth of the resident memory of its daemon and the daemon's children. A rank's own memory is not counted: it is
+not used by the move, except for the pinned staging buffers, whose size is constant.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _EVERY_S = 0.05
 
 
 class Peaks:
-    """The most that was seen, by node."""
+    """The largest sample, by node."""
 
     def __init__(self, nodes: Cluster) -> None:
         self.bytes: dict[str, int] = dict.fromkeys(nodes.lab.nodes, 0)
@@ -58,7 +58,7 @@ def peaks(nodes: Cluster) -> Iterator[Peaks]:
 
 
 def _of_the_daemon(node: str) -> list[int]:
-    """The daemon of a node and the processes that it works with; not the ranks, their keepers or criu."""
+    """The pids of a node's daemon and its helper processes; not of ranks, keepers or criu."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -71,7 +71,7 @@ def _of_the_daemon(node: str) -> list[int]:
 
 
 def _stored_bytes(folder: Path) -> int:
-    """What the files below a folder take. Files come and go meanwhile."""
+    """The space used by the files below a folder. Files may appear and disappear meanwhile."""
     total = 0
     for place, _, names in os.walk(folder):
         for name in names:

@@ -1,10 +1,10 @@
-"""Where NCCL and the shim stand on this machine, in half a minute.
+"""Checks within half a minute whether the shim works with NCCL on this machine.
 
     integration/gpu/run --exec python3 -m integration.gpu.nccl_probe
 
-A rank of world size 1 runs under the preloaded shim, as `migrator run` would start it but without daemons, lab and CRIU. The
-probe asks its shim what a move asks, step by step, and says of each what it found, so that the first line that is not `ok`
-names the part that fails. Nothing is moved. DEVICE=cpu: the same over the stand-in for NCCL, without torch.
+A rank of world size 1 runs with the preloaded shim, as under `migrator run` but without daemons, lab and CRIU. The
+probe sends the shim the requests of a move, step by step, and prints each result: the first line that is not `ok` names
+the part that fails. Nothing is moved. DEVICE=cpu uses the fake NCCL, without torch.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ SHIM = ROOT / "shim" / "lib" / "libsnapshim.so"
 SYMBOLS = ROOT / "shim" / "lib" / "nccl" / "symbols.h"
 ON_GPU = os.environ.get("DEVICE", "cuda") != "cpu"
 PRESETS = {"NCCL_RAS_ENABLE": "0", "NCCL_NVLS_ENABLE": "0", "NCCL_CUMEM_HOST_ENABLE": "0", "NCCL_DEBUG": "WARN"}
-#: What torch binds first; if the shim has these it has all.
+#: The symbols that torch binds first. If they come from the shim, all do.
 DECISIVE = ("ncclGetVersion", "ncclCommInitRankConfig", "ncclCommSplit", "ncclAllReduce")
 START_S, STEP_S = 45.0, 15.0
 
 
 class Failed(Exception):
-    """A step did not come out as it must; the message says what was seen."""
+    """A step had an unexpected result, which the message describes."""
 
 
 def known_symbols() -> list[str]:
-    """What the shim has, by its own list."""
+    """The symbols that the shim exports, from its own list."""
     return re.findall(r"X\((nccl\w+)", SYMBOLS.read_text())
 
 
@@ -59,7 +59,7 @@ class _Place(ctypes.Structure):
 
 
 def _owner(name: str) -> str:
-    """The library whose function a program gets that asks for this name in the global scope, as libtorch_cuda does."""
+    """The library that provides this name in the global scope, where libtorch_cuda looks it up."""
     libc = ctypes.CDLL(None)
     try:
         address = ctypes.cast(getattr(libc, name), ctypes.c_void_p)
@@ -71,7 +71,7 @@ def _owner(name: str) -> str:
 
 
 def be_the_rank() -> None:
-    """Says once what it finds of NCCL, then all-reduces until its stdin ends: `sum N VALUE`."""
+    """Prints once which NCCL it found, then does all-reduces until the end file exists, and prints `sum N VALUE` for each."""
     import torch
     import torch.distributed as dist
 
@@ -102,7 +102,7 @@ def be_the_rank() -> None:
 
 
 class Rank:
-    """The process that is asked, and what it has said."""
+    """The probed process, and its output."""
 
     def __init__(self, folder: Path) -> None:
         self.end, self.out = folder / "end", folder / "rank.out"
@@ -117,14 +117,14 @@ class Rank:
             self.started = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=file)
 
     def lines(self) -> list[str]:
-        """What it said after each all-reduce."""
+        """The lines that it printed after each all-reduce."""
         return [line for line in self.text().splitlines() if re.match(r"(sum )?\d+ ", line)]
 
     def text(self) -> str:
         return self.out.read_text(errors="replace")
 
     def goes_on(self, timeout_s: float) -> str:
-        """Five more all-reduces."""
+        """Waits for five more all-reduces."""
         wanted = len(self.lines()) + 5
         ends = time.monotonic() + timeout_s
         while len(self.lines()) < wanted:

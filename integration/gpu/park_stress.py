@@ -1,8 +1,9 @@
-"""`python3 -m integration.gpu.park_stress --rounds 200`: device memory out and back, again and again, under a busy job.
+"""Offloads and refills the device memory of a busy job many times: `python3 -m integration.gpu.park_stress --rounds
+200`.
 
-Without daemon and dump a round takes a fraction of a second, so there are many more chances than moves give to park a thread
-where it holds something. The job's words must be those of an undisturbed run. `-- COMMAND…` takes another job, one that
-prints `step …` lines and knows `--until FILE`.
+Without daemon and dump a round takes a fraction of a second. So there are many more chances than in moves to park a
+thread while it holds a lock. The job's output must be that of an undisturbed run. `-- COMMAND…` runs another job, which
+must print `step …` lines and accept `--until FILE`.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ FIRST_STEPS = 20
 
 
 class Rounds:
-    """Of one process."""
+    """Offloads and refills the memory of one process."""
 
     def __init__(self, process: Process, gpus: Gpus, folder: Path) -> None:
         memory, mailbox = devmem.find(process), shimctl.find(process)
@@ -49,7 +50,7 @@ class Rounds:
         self.parts = parts.Parts()
 
     async def out_and_back(self, *, checkpoint: bool) -> int:
-        """The bytes."""
+        """Runs one round; returns the number of bytes that were refilled."""
         share = self.memory.size() // len(self.names) + devmem.SLOT_BYTES
         for name in self.names:
             (self.folder / name).unlink(missing_ok=True)
@@ -86,7 +87,7 @@ class Rounds:
     def _park(self) -> int:
         try:
             return self.memory.offload(COPY_S)
-        except TooSmall as small:  # it ran on since it was measured
+        except TooSmall as small:  # the process ran since its memory was measured
             for name in self.names:
                 stripe_files.enlarge(self.folder / name, small.largest_bytes)
             return self.memory.offload(COPY_S)

@@ -1,8 +1,8 @@
-"""`python3 -m integration.gpu.step_cost`: what the shim costs a job that nobody moves, per step.
+"""Measures what the shim costs a job per step while no rank moves: `python3 -m integration.gpu.step_cost`.
 
-The same job without a shim, with the one that leaves device memory to the driver, and with the one that backs it; in turns,
-so that what the machine does meanwhile hits all alike. Once as jobs are, with torch's caching allocator, and once without
-it, where every tensor is a cudaMalloc and a cudaFree: the most that backing can cost.
+The same job runs without a shim, with the shim that leaves device memory to the driver, and with the one that backs it.
+The runs alternate, so that other load affects all alike. They are done with torch's caching allocator, as in real jobs,
+and without it: then every tensor is a cudaMalloc and a cudaFree, which is the worst case for backing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from integration.gpu.gpu_jobs import OUT, ROOT, TRAIN, why_not
 
 WAYS = {"no shim": "", "driver": "libsnapshim.so", "offload": "libsnapshim-offload.so"}
-#: Not counted: kernels are loaded and allocators filled in the first steps.
+#: Warm-up steps, not counted: kernels are loaded and allocators filled.
 WARM_UP_STEPS = 200
 
 
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def step_s(flags: Sequence[str], steps: int, library: str, environment: dict[str, str]) -> float:
-    """Seconds of one step, after the warm-up."""
+    """Returns the seconds of one step, after the warm-up."""
     command = [sys.executable, TRAIN, *flags]
     preload = {"LD_PRELOAD": str(ROOT / "shim" / "lib" / library)} if library else {}
     began = 0.0

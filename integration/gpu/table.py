@@ -1,7 +1,7 @@
-"""`python integration/gpu/table.py RESULTS.xml`: what pytest's --junitxml says, in a few lines.
+"""Prints a summary of pytest's --junitxml file: `python integration/gpu/table.py RESULTS.xml`.
 
-Every test while they are few, else every file; those that failed or were skipped always, with the first line of why.
-Standard library only: it runs wherever the suite does.
+It lists every test if they are few, otherwise every file. Tests that failed or were skipped are always listed, with the
+first line of the reason. It uses the standard library only, to run wherever the suite does.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ REASON_LENGTH = 110
 
 @dataclass(frozen=True)
 class Result:
-    """One test's end; `why` is empty when it passed."""
+    """The result of one test; `why` is empty if it passed."""
 
     file: str
     test: str

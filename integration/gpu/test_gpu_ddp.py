@@ -1,4 +1,4 @@
-"""Two ranks of one job on the one GPU, over gloo: one of them moves, and both say what an undisturbed job says."""
+"""One of two DDP ranks that share the GPU, over gloo, moves; the output of both is that of an undisturbed job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A training job on the GPU moves between two nodes, and every bit of what it says is that of an undisturbed run."""
+"""A training job on the GPU moves between two nodes, and its output is bit-identical to that of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from integration.harness import Cluster
 pytestmark = [pytest.mark.root, pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(400), needs_gpu()]
 
 FOLDER = Path(__file__).parents[1] / ".work" / "gpu"
-#: Not in /tmp, of which every node has its own; and the undisturbed run's compiled kernels serve the moved one too.
+#: Not in /tmp, which is private to a node: the moved run uses the compiled kernels of the undisturbed run.
 COMPILES = {
     "TORCHINDUCTOR_CACHE_DIR": str(FOLDER / "inductor"),
     "TRITON_CACHE_DIR": str(FOLDER / "triton"),
@@ -51,7 +51,7 @@ class Variant:
         return (*self.flags, "--steps", str(self.steps))
 
 
-#: Enough to be parked, where that is how it travels.
+#: Enough device memory to be offloaded.
 _BALLAST = ("--gib", "0.25") if ON_GPU else ()
 VARIANTS = (
     Variant("plain", (*_BALLAST, "--conv")),
@@ -63,7 +63,7 @@ VARIANTS = (
     Variant("streams", (*_BALLAST, "--streams")),
     Variant("threads", (*_BALLAST, "--threads")),
     Variant("compile", (*_BALLAST, "--compile"), COMPILES),
-    # The same with the pool of processes that torch compiles in: they move with the rank.
+    # The same with torch's pool of compiler processes, which move with the rank.
     Variant("compile-pool", (*_BALLAST, "--compile"), {**COMPILES, "TORCHINDUCTOR_COMPILE_THREADS": "2"}),
 )
 EVERYTHING = Variant(
@@ -74,7 +74,7 @@ ROUND_TRIPS = 5 if ON_GPU else 2
 
 @pytest.fixture(scope="module")
 def undisturbed(request: pytest.FixtureRequest) -> Iterator[Undisturbed]:
-    """The undisturbed runs of all that was asked for, begun at once: the GPU has room for several."""
+    """The undisturbed runs of all selected variants, started at once: the GPU has room for several."""
     with undisturbed_runs(FOLDER) as runs:
         for item in request.session.items:
             if isinstance(item, pytest.Function) and item.path == Path(__file__) and hasattr(item, "callspec"):
@@ -84,7 +84,7 @@ def undisturbed(request: pytest.FixtureRequest) -> Iterator[Undisturbed]:
 
 
 def _start(nodes: Cluster, undisturbed: Undisturbed, variant: Variant) -> Training:
-    if "--compile" in variant.flags:  # only where it works, and with its compiled kernels
+    if "--compile" in variant.flags:  # skipped if torch.compile does not work; uses the compiled kernels of this run
         alone = undisturbed.want(variant.arguments, variant.environment).result()
         if alone.code == SKIPPED:
             pytest.skip(next(line for line in alone.text.splitlines() if line.startswith("SKIP"))[5:])
@@ -92,7 +92,7 @@ def _start(nodes: Cluster, undisturbed: Undisturbed, variant: Variant) -> Traini
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
-def test_it_moves_once_and_is_bit_identical(nodes: Cluster, undisturbed: Undisturbed, variant: Variant) -> None:
+def test_moved_training_job_is_bit_identical(nodes: Cluster, undisturbed: Undisturbed, variant: Variant) -> None:
     training = _start(nodes, undisturbed, variant)
     at = training.await_moment()
     result = training.move(TARGET)
@@ -102,7 +102,9 @@ def test_it_moves_once_and_is_bit_identical(nodes: Cluster, undisturbed: Undistu
 
 
 @pytest.mark.parametrize("variant", [EVERYTHING], ids=str)
-def test_there_and_back_five_times(nodes: Cluster, undisturbed: Undisturbed, variant: Variant) -> None:
+def test_training_job_moves_there_and_back_five_times(
+    nodes: Cluster, undisturbed: Undisturbed, variant: Variant
+) -> None:
     training = _start(nodes, undisturbed, variant)
     training.await_moment()
     results = []

@@ -1,10 +1,10 @@
-"""Ranks on NCCL move, on the real GPU with the real library, and say what undisturbed ranks say.
+"""NCCL ranks move on the real GPU with the real library, and their output is that of undisturbed ranks.
 
-Two ranks that share the one GPU can do anything before a move, and after it only what needs no time-slicing of NCCL kernels
-(integration/workloads/gpu_nccl.py takes turns). All collectives after a move are shown with one rank per GPU: here that is
-world size 1. DEVICE=cpu runs the same over gloo: everything of these tests but NCCL itself.
+Two ranks that share the GPU can do anything before a move. After it they can only do what needs no time-slicing of NCCL
+kernels (integration/workloads/gpu_nccl.py takes turns). Collectives after a move are tested with one rank per GPU,
+which here means world size 1. DEVICE=cpu runs the same tests over gloo, without NCCL.
 
-No undisturbed job, nor any other, runs on the GPU while the rank of two has been moved: it would be time-sliced with.
+After one of two ranks has moved, no other job may run on the GPU, because it would be time-sliced with the rank.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ pytestmark = [pytest.mark.root, pytest.mark.gpu, pytest.mark.slow, pytest.mark.t
 
 NCCL_STEPS = {"quiesce", "detach", "reattach", "open"}
 PARKED = {"prepare", "park-out", "refill"}
-#: Nothing passes or fails by the clock: it is for a job that hangs.
+#: No test passes or fails by the clock: this only ends tests that hang.
 PATIENCE_S = 90.0
 ROUNDS = 10
 
 
 def move(job: TorchJob, rank: int, to: str) -> dict[str, Any]:
-    """Moved, by taking communicators down and building them again where there are any."""
+    """Moves a rank, and checks that its communicators, if any, were destroyed and rebuilt."""
     try:
         told = job.move(rank, to, timeout_s=PATIENCE_S)
     except AssertionError as error:
@@ -54,7 +54,7 @@ def move(job: TorchJob, rank: int, to: str) -> dict[str, Any]:
 
 
 def assert_as(job: TorchJob, undisturbed: list[list[str]]) -> None:
-    """Every line that any rank ever said is what an undisturbed one said."""
+    """The output of every rank is that of an undisturbed run, line by line."""
     for rank, (mine, theirs) in enumerate(zip(job.lines(), undisturbed, strict=True)):
         assert len(mine) <= len(theirs), f"rank {rank} went further than the undisturbed one: {len(mine)} lines"
         for own, other in zip(mine, theirs, strict=False):
@@ -62,7 +62,7 @@ def assert_as(job: TorchJob, undisturbed: list[list[str]]) -> None:
 
 
 def ends_well(job: TorchJob) -> None:
-    """Told to end, it does, and no process has seen a connection break. NCCL may say that its peer was the first to close."""
+    """Ends the job. No process has seen a connection break, but NCCL may log that its peer closed first."""
     job.end.touch()
     codes = job.finish(PATIENCE_S)
     assert set(codes) == {0}, f"{codes}\n{job.text()}\n{job.cluster.logs()}"
@@ -81,7 +81,7 @@ KINDS = ("ddp", "fsdp", "compile")
 
 
 class Alone:
-    """The jobs of one rank, started long before they are needed; each waits for its test."""
+    """The jobs with one rank, started in advance; each waits for its test."""
 
     def __init__(self, lab: TorchLab, kinds: list[str]) -> None:
         self.lab = lab
@@ -93,7 +93,7 @@ class Alone:
         return self.lab.undisturbed("gpu_nccl_alone.py", "--kind", kind, "--pace-s", "0", world=1)
 
     def _start(self, kind: str) -> TorchJob:
-        if kind == "compile":  # what the undisturbed one has compiled serves this one too
+        if kind == "compile":  # uses the compiled kernels of the undisturbed run
             self.undisturbed[kind].result()
         go_and_end = ("--go", "{end}.go", "--until", "{end}")
         return self.lab.plain("gpu_nccl_alone.py", "--kind", kind, *go_and_end, nodes=(SOURCE,), name=f"nccl{kind}")
@@ -104,7 +104,7 @@ class Alone:
         self.pool.shutdown()
 
 
-@pytest.fixture(scope="class")  # so that nothing of them is left on the GPU when the two ranks have it
+@pytest.fixture(scope="class")  # so that none of them is on the GPU when the two ranks use it
 def alone(request: pytest.FixtureRequest, plain_lab: Cluster) -> Iterator[Alone]:
     wanted = {
         item.callspec.params["kind"]
@@ -120,7 +120,7 @@ def alone(request: pytest.FixtureRequest, plain_lab: Cluster) -> Iterator[Alone]
 
 class TestOneRankPerGpu:
     @pytest.mark.parametrize("kind", KINDS)
-    def test_it_moves_there_and_back(self, alone: Alone, kind: str) -> None:
+    def test_rank_moves_there_and_back(self, alone: Alone, kind: str) -> None:
         chance = random.Random(seed := time.time_ns() % 2**31)
         try:
             job = alone.jobs[kind].result(PATIENCE_S)
@@ -153,7 +153,7 @@ def torch_lab(nodes: Cluster) -> Iterator[TorchLab]:
         yield lab
 
 
-def test_two_ranks_on_one_gpu_in_turns(torch_lab: TorchLab) -> None:
+def test_one_of_two_ranks_that_take_turns_on_one_gpu_moves(torch_lab: TorchLab) -> None:
     chance = random.Random(seed := time.time_ns() % 2**31)
     turns = torch_lab.cluster.folder / f"turns-{time.monotonic_ns()}"
     with ThreadPoolExecutor(1) as pool:
@@ -161,7 +161,7 @@ def test_two_ranks_on_one_gpu_in_turns(torch_lab: TorchLab) -> None:
         flags = ("--turns", str(turns), "--until", "{end}")
         job = torch_lab.plain("gpu_nccl.py", *flags, nodes=(SOURCE, OTHER), name="nccl")
         job.await_steps(8, PATIENCE_S)
-        undisturbed = alone.result()  # from here on the GPU is the job's alone
+        undisturbed = alone.result()  # from here on only the job uses the GPU
     turns.touch()
     results = []
     try:

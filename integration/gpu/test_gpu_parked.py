@@ -1,7 +1,7 @@
-"""Device memory parked by the shim: copied out at the speed of the bus, released, and mapped again at the same addresses.
+"""The shim offloads device memory: it copies it to the host, releases it, and maps it again at the same addresses.
 
-Every allocator that torch has, memory that is left to the driver beside it, and everything busy at once. Bit for bit what an
-undisturbed run says. The rest of the GPU suite runs either way: `SNAPSHOT_GPU_MEMORY=driver integration/gpu/run`.
+Covers every allocator of torch, memory that is left to the driver, and a job that does everything at once. All output
+is bit-identical to that of an undisturbed run. The rest of the suite also runs with `SNAPSHOT_GPU_MEMORY=driver`.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ ALLOCATORS = (
     Variant("mixed", (*_BALLAST, "--raw-mib", "256")),
     Variant("cached", (*_BALLAST, "--cached-gib", "1")),
     Variant("busy", (*_BALLAST, *BUSY)),
-    # With cuDNN and Triton; a graph is captured of what is not compiled alone.
+    # With cuDNN and Triton, but without a graph, which works only for a model that is not compiled.
     Variant("compiled", (*_BALLAST, "--conv", "--compile", "--streams", "--threads", "--loader", "fork"), COMPILES),
 )
-#: Memory of the driver's own pools stays with the driver, and the rank moves all the same.
+#: Memory of the driver's own pools is left to the driver's checkpoint. The rank moves nevertheless.
 POOLS = Variant("pools", _BALLAST, {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"})
 THERE_AND_BACK = Variant("parked-everything", (*_BALLAST, "--raw-mib", "128", *BUSY), steps=2 * STEPS)
 ROUND_TRIPS = 5
@@ -66,7 +66,9 @@ def _part_bytes(told: dict[str, Any], name: str) -> int:
 
 
 @pytest.mark.parametrize("variant", ALLOCATORS, ids=str)
-def test_it_moves_and_is_bit_identical(nodes: Cluster, undisturbed: Undisturbed, variant: Variant) -> None:
+def test_offloaded_memory_of_a_moved_job_is_bit_identical(
+    nodes: Cluster, undisturbed: Undisturbed, variant: Variant
+) -> None:
     training = _start(nodes, variant)
     at = training.await_moment()
     told = training.move(TARGET)
@@ -77,7 +79,7 @@ def test_it_moves_and_is_bit_identical(nodes: Cluster, undisturbed: Undisturbed,
     record(f"parked-{variant}", at_step=at, steps=steps, seed=training.seed, **measured(told))
 
 
-def test_what_cannot_be_parked_moves_with_the_driver(nodes: Cluster, undisturbed: Undisturbed) -> None:
+def test_memory_that_cannot_be_offloaded_moves_with_the_driver(nodes: Cluster, undisturbed: Undisturbed) -> None:
     training = _start(nodes, POOLS)
     training.await_moment()
     told = training.move(TARGET)
@@ -87,7 +89,7 @@ def test_what_cannot_be_parked_moves_with_the_driver(nodes: Cluster, undisturbed
     record(f"parked-{POOLS}", seed=training.seed, **measured(told))
 
 
-def test_there_and_back_five_times(nodes: Cluster, undisturbed: Undisturbed) -> None:
+def test_offloaded_job_moves_there_and_back_five_times(nodes: Cluster, undisturbed: Undisturbed) -> None:
     training = _start(nodes, THERE_AND_BACK)
     training.await_moment()
     results = []

@@ -1,4 +1,4 @@
-"""A job whose processes share device memory (CUDA IPC) runs under `migrator run` as without it, and is refused by name."""
+"""A job whose processes share device memory (CUDA IPC) runs under `migrator run` as without it; moving it is refused."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHARING = str(Path(__file__).parents[1] / "workloads" / "gpu_sharing.py")
 
 
 @pytest.mark.parametrize("device_memory", ["offload", "driver"])
-def test_processes_of_a_rank_share_device_memory(nodes: Cluster, tmp_path: Path, device_memory: str) -> None:
+def test_rank_that_shares_device_memory_runs_and_is_refused(nodes: Cluster, tmp_path: Path, device_memory: str) -> None:
     end = nodes.folder / f"sharing-{device_memory}.end"
     command = [sys.executable, SHARING, "--until"]
     options = ["--device-memory", device_memory]

@@ -1,8 +1,9 @@
-"""A move of a GPU rank that goes wrong after the driver has touched it: the job goes on, bit for bit, or is said to be lost.
+"""Moves of a GPU rank fail after the driver has checkpointed it: the job continues, bit-identical, or is reported as
+lost.
 
-Nothing here is stubbed: faults are injected in the daemons, processes are killed, and the memory is really gone. Where a
-moment in the middle of a copy is wanted, the job has so much device memory that the copy takes seconds, and the moment is
-seen from outside: the process grows, or has the driver's descriptors again.
+Nothing is stubbed: faults are injected in the daemons, processes are killed, and GPU memory is really full. To hit the
+middle of a copy, the job has so much device memory that the copy takes seconds. The moment is detected from outside:
+the process grows, or has descriptors of the driver again.
 """
 
 from __future__ import annotations
@@ -46,11 +47,11 @@ FOLDER = Path(__file__).parents[1] / ".work" / "gpu"
 _LIMIT = ("--steps", str(2 * STEPS))
 SMALL = ("--gib", "0.5", *_LIMIT)
 LARGE = ("--gib", os.environ.get("SNAPSHOT_GPU_UNDO_GIB", "6"), *_LIMIT)
-#: So much more memory than before: the driver is in the middle of a checkpoint.
+#: A process that has grown by this much is in the middle of the driver's checkpoint.
 GROWN_BYTES = GIB
 LEASE = ("--lease", "5")
 UNDONE = {"undone"}
-#: As long as a daemon is dead nobody may know how a move ended.
+#: While a daemon is dead, the outcome of a move may be unknown.
 NOT_MOVED = {"undone", "unknown"}
 
 
@@ -63,7 +64,7 @@ def undisturbed() -> Iterator[Undisturbed]:
 
 @contextmanager
 def _move(nodes: Cluster, training: Training) -> Iterator[subprocess.Popen[str]]:
-    """A move in the background, of which nothing is left afterwards."""
+    """Starts a move in the background, and kills its driver afterwards if it still runs."""
     with nodes.begin_move(training.job, TARGET, more=LEASE) as asked:
         try:
             yield asked
@@ -78,23 +79,23 @@ def _told(asked: subprocess.Popen[str], nodes: Cluster, allowed: set[str]) -> di
 
 
 def _dies(nodes: Cluster, node: str) -> None:
-    """The daemon was killed, by us or by its fault; a new one takes its place."""
+    """Waits for the end of a daemon that was killed, by the test or by its fault, and starts a new one."""
     until(f"the end of the daemon of {node}", lambda: nodes.lab.daemon_pid(node) is None, 30)
     nodes.lab.start_daemon(node)
 
 
 def _points(*points: Point) -> Sequence[Point]:
-    """A job without a GPU, or whose memory the driver carries, never reaches some of them."""
+    """The points that the job reaches: without a GPU or without offloaded memory, some are never reached."""
     never = set() if ON_GPU else {Point.PARKED, Point.LOCKED, Point.CHECKPOINTED}
     if not ON_GPU or DEVICE_MEMORY != "offload":
         never |= {Point.PARKED_MEMORY, Point.REFILLED}
     return [point for point in points if point not in never]
 
 
-# ---------------------------------------------------------------- the dump fails, the daemons die
+# ---------------------------------------------------------------- dumps that fail, killed daemons
 
 
-def test_a_dump_that_fails_after_the_checkpoint_is_undone(nodes: Cluster, undisturbed: Undisturbed) -> None:
+def test_dump_that_fails_after_the_checkpoint_is_undone(nodes: Cluster, undisturbed: Undisturbed) -> None:
     training = Training.start(nodes, "gpu-undo-dump", SMALL)
     training.await_moment()
     seen: dict[str, Any] = {}
@@ -111,7 +112,7 @@ def test_a_dump_that_fails_after_the_checkpoint_is_undone(nodes: Cluster, undist
     record("undo-dump-fails", steps=steps, at=seen, retry=measured(again))
 
 
-def test_the_sources_daemon_is_killed_around_the_checkpoint(nodes: Cluster, undisturbed: Undisturbed) -> None:
+def test_source_daemon_killed_around_the_checkpoint_is_undone(nodes: Cluster, undisturbed: Undisturbed) -> None:
     training = Training.start(nodes, "gpu-undo-source", SMALL)
     training.await_moment()
     seen: dict[str, Any] = {}
@@ -129,7 +130,7 @@ def test_the_sources_daemon_is_killed_around_the_checkpoint(nodes: Cluster, undi
 
 
 @needs_cuda()
-def test_the_targets_daemon_is_killed_after_the_cuda_restore(nodes: Cluster, undisturbed: Undisturbed) -> None:
+def test_target_daemon_killed_after_the_cuda_restore_is_undone(nodes: Cluster, undisturbed: Undisturbed) -> None:
     training = Training.start(nodes, "gpu-undo-restored", SMALL)
     training.await_moment()
     seen: dict[str, Any] = {}
@@ -147,7 +148,7 @@ def test_the_targets_daemon_is_killed_after_the_cuda_restore(nodes: Cluster, und
 
 
 @needs_cuda()
-def test_the_targets_daemon_is_killed_in_the_cuda_restore(nodes: Cluster, undisturbed: Undisturbed) -> None:
+def test_target_daemon_killed_during_the_cuda_restore_is_undone(nodes: Cluster, undisturbed: Undisturbed) -> None:
     undisturbed.want(LARGE)
     training = Training.start(nodes, "gpu-undo-target", LARGE, device_memory="driver")
     training.await_moment()
@@ -163,11 +164,11 @@ def test_the_targets_daemon_is_killed_in_the_cuda_restore(nodes: Cluster, undist
     record("undo-target-daemon-killed-restoring", steps=steps, told=measured(told))
 
 
-# ---------------------------------------------------------------- the helper dies
+# ---------------------------------------------------------------- killed helpers
 
 
 @needs_cuda()
-def test_the_helper_is_killed_in_the_checkpoint(nodes: Cluster, undisturbed: Undisturbed) -> None:
+def test_helper_killed_during_the_checkpoint_does_not_harm_the_job(nodes: Cluster, undisturbed: Undisturbed) -> None:
     undisturbed.want(LARGE)
     training = Training.start(nodes, "gpu-undo-checkpoint", LARGE, device_memory="driver")
     training.await_moment()
@@ -191,7 +192,7 @@ def test_the_helper_is_killed_in_the_checkpoint(nodes: Cluster, undisturbed: Und
 
 
 @needs_cuda()
-def test_the_helper_is_killed_in_the_restore(nodes: Cluster, undisturbed: Undisturbed) -> None:
+def test_helper_killed_during_the_restore_does_not_harm_the_job(nodes: Cluster, undisturbed: Undisturbed) -> None:
     undisturbed.want(LARGE)
     training = Training.start(nodes, "gpu-undo-restore", LARGE, device_memory="driver")
     training.await_moment()
@@ -207,8 +208,8 @@ def test_the_helper_is_killed_in_the_restore(nodes: Cluster, undisturbed: Undist
 
 
 def _restoring(nodes: Cluster, training: Training) -> Callable[[], bool]:
-    """Whether the driver restores the target's copy: it has the driver's descriptors again, or criu, its sister until then,
-    has been gone for a moment. Also true when that is over: see `_in_the_middle`."""
+    """Whether the driver has begun to restore the target's copy: the copy has descriptors of the driver again, or criu,
+    until then its sibling, ended a moment ago. Also true after the restore: see `_in_the_middle`."""
     copy: int | None = None
     alone_since_s = 0.0
 
@@ -231,12 +232,12 @@ def _sisters(pid: int) -> set[int]:
         keeper = tree.parent(pid)
         return set(map(int, Path(f"/proc/{keeper}/task/{keeper}/children").read_text().split())) - {pid}
     except (ProcessLookupError, FileNotFoundError):
-        return {pid}  # gone, which the move will tell
+        return {pid}  # the copy is gone, which the move reports
 
 
 @contextmanager
 def _in_the_middle(nodes: Cluster, node: str, point: Point) -> Iterator[None]:
-    """What the block does, it does before the daemon is at `point`, where it was told to wait; then that is over."""
+    """Fails unless the block ends before the daemon reaches `point`, where it waits. Then lets the daemon continue."""
     early = not nodes.fired(node)
     yield
     early = early and not nodes.fired(node)
@@ -252,12 +253,12 @@ def _kill_helpers(node: str) -> None:
             kill(pid)
 
 
-# ---------------------------------------------------------------- device memory is short
+# ---------------------------------------------------------------- a full GPU
 
 
 @needs_cuda()
-def test_the_gpu_is_full_when_the_target_wants_it_back(nodes: Cluster, undisturbed: Undisturbed) -> None:
-    """One machine: the source cannot have its memory back either until the other tenant lets go. Then it must."""
+def test_move_is_undone_if_the_gpu_is_full_at_the_restore(nodes: Cluster, undisturbed: Undisturbed) -> None:
+    """Both nodes share one GPU, so the source gets its memory back only after the other process has freed its own."""
     training = Training.start(nodes, "gpu-undo-full", SMALL)
     undisturbed.settled()
     training.await_moment()
@@ -268,7 +269,7 @@ def test_the_gpu_is_full_when_the_target_wants_it_back(nodes: Cluster, undisturb
             taken = tenant.take()
             (nodes.run_dir(SOURCE) / f"{Point.BEFORE_DUMP}.go").touch()
             _until_given_up(training, asked)
-            time.sleep(3)  # the source cannot have its memory back
+            time.sleep(3)  # the source cannot get its memory back meanwhile
             tenant.let_go()
             told = _told(asked, nodes, NOT_MOVED)
     steps = training.steps()
@@ -286,8 +287,8 @@ def test_the_gpu_is_full_when_the_target_wants_it_back(nodes: Cluster, undisturb
 
 
 @needs_cuda()
-def test_the_gpu_is_full_before_the_move_begins(nodes: Cluster, undisturbed: Undisturbed) -> None:
-    """Source and target share the one GPU: what the rank leaves there is enough for it, so it may move; or it is refused."""
+def test_rank_moves_or_is_refused_if_the_gpu_is_full_before_the_move(nodes: Cluster, undisturbed: Undisturbed) -> None:
+    """Both nodes share one GPU. The memory that the rank frees there is enough for it, so it moves, or it is refused."""
     training = Training.start(nodes, "gpu-undo-before", SMALL)
     undisturbed.settled()
     training.await_moment()
@@ -304,7 +305,7 @@ def test_the_gpu_is_full_before_the_move_begins(nodes: Cluster, undisturbed: Und
 
 
 def _until_given_up(training: Training, asked: subprocess.Popen[str], at_most_s: float = 60.0) -> None:
-    """The target had a copy and has none any more, or the move is over; some time at most, as it may wait for room too."""
+    """Waits until the target's copy is gone or the move is over; not for long, because the target may wait for room too."""
     ends_s, had_copy = time.monotonic() + at_most_s, False
     while time.monotonic() < ends_s and asked.poll() is None:
         has_copy = training.pid(TARGET) is not None

@@ -1,4 +1,4 @@
-"""What the driver and a move do to a process, seen from outside: so that somebody can be killed in the middle of it."""
+"""Observes from outside what the driver and a move do to a process, so that tests can kill a process in the middle of it."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from integration.harness import Cluster, until
 
 
 def resident_bytes(pid: int) -> int:
-    """0 for a process that is gone."""
+    """Resident memory of a process; 0 if it has ended."""
     with contextlib.suppress(OSError, IndexError):
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return 0
 
 
 def holds_gpu(pid: int) -> bool:
-    """Whether it has a descriptor of the driver: from the end of a checkpoint until a restore begins it has none."""
+    """Whether a process has a descriptor of the driver: it has none from the end of a checkpoint to the start of a
+    restore."""
     with contextlib.suppress(OSError):
         for entry in Path(f"/proc/{pid}/fd").iterdir():
             with contextlib.suppress(OSError):
@@ -44,7 +45,7 @@ def cuda_helpers(node: str) -> list[int]:
 
 
 def await_while(asked: subprocess.Popen[str], what: str, condition: Callable[[], Any], cluster: Cluster) -> Any:
-    """Waits for something that happens during a move; fails if the move ends before it was seen."""
+    """Waits for a condition during a move; fails if the move ends first."""
 
     def seen() -> Any:
         value = condition()
@@ -57,7 +58,7 @@ def await_while(asked: subprocess.Popen[str], what: str, condition: Callable[[],
 
 
 def answer(asked: subprocess.Popen[str], cluster: Cluster, timeout_s: float = PATIENCE_S) -> dict[str, Any]:
-    """What a move in the background said in the end."""
+    """The answer of a move in the background, once it has ended."""
     try:
         out, errors = asked.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
