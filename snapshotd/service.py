@@ -1,4 +1,4 @@
-"""The daemon: its parts, wired together, started and stopped."""
+"""Wires the parts of the daemon together, starts and stops them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ log = logging.getLogger(__name__)
 
 
 class Daemon:
-    """Everything behind the server's sockets."""
+    """All parts of the daemon, behind the server's sockets."""
 
     def __init__(self, config: Config) -> None:
         faults.arm(config.run_dir)
@@ -117,14 +117,15 @@ class Daemon:
             log.info("packet filters were not checked: %s", error.message)
 
     async def _recall_forwardings(self) -> None:
-        """Publishes again where ranks are: a node may have missed it, or a rank may have ended meanwhile."""
+        """Publishes again where ranks are, and applies stored forwardings: a node may have missed it, or a rank may have
+        ended meanwhile."""
         for entry in self.node.ranks.all():
             if entry.role == "guest" and not entry.moving:
                 self.forwarding.publish(entry)
         await self.forwarding.recall()
 
     async def stop(self, grace_s: float) -> None:
-        """Hands over cleanly: undoes moves without an outcome now, so that no rank waits frozen for the next start."""
+        """Stops the daemon. Undoes moves without an outcome first, so that no rank stays frozen until the next start."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
                 for moving in list(self.source.moves.values()):

@@ -4,8 +4,8 @@ The driver's own checkpoint copies device memory at a fraction of the speed of t
 faster: the shim's threads copy it into files in this node's memory, which the daemon has opened and handed over. Its physical
 memory is released before the driver's checkpoint, which then finds little to do.
 
-Invariant: the daemon knows only stripes and byte counts. What lies where in them only the process knows, and its restored
-copy. Whether the memory is offloaded is asked of the process, never remembered. While it is, no thread of the job may run.
+Invariant: the daemon knows only stripes and byte counts. Only the process, and its restored copy, know their layout. The
+process is asked whether its memory is offloaded; the daemon never remembers it. While it is, no thread of the job may run.
 
 Everything here blocks: call it in a thread.
 """
@@ -48,14 +48,14 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Caught(Exception):
-    """A thread of the job was parked in the middle of an allocation, or of a call into CUDA with a lock that others need.
+    """A thread of the job was parked inside an allocation, or inside a CUDA call with a lock that other threads need.
 
-    Nothing has happened, and what `ready` made is still there. Release the threads, and try again.
+    Nothing was moved, and what `ready` made still exists. Release the threads, then try again.
     """
 
 
 class TooSmall(Exception):
-    """There is more to copy than the files have room for. Nothing has happened, and what `ready` made is still there."""
+    """The files are too small for the memory. Nothing was moved, and what `ready` made still exists."""
 
     def __init__(self, total_bytes: int, largest_bytes: int) -> None:
         super().__init__(f"{total_bytes} bytes, {largest_bytes} in the largest stripe")
@@ -84,8 +84,8 @@ class DeviceMemory(Protocol):
     def offload(self, timeout_s: float) -> int:
         """Moves everything into the stripes, and returns the bytes. The job's threads are parked, its driver unlocked.
 
-        Caught, TooSmall: see there. After any other error `offloaded` says whether it happened; if not, all is as before
-        `ready`.
+        Raises Caught and TooSmall. After any other error `offloaded` tells whether the memory was moved; if not, all is as
+        before `ready`.
         """
 
     def fill(self, timeout_s: float) -> int:
@@ -95,7 +95,7 @@ class DeviceMemory(Protocol):
         """Of each stripe, how many bytes `offload` has written so far, or `fill` has read."""
 
     def cancel(self) -> None:
-        """An `offload` or `fill` under way, perhaps from before a restart of the daemon, has given up when this returns."""
+        """Cancels an `offload` or `fill`, perhaps from before a restart of the daemon, and waits until it has given up."""
 
     def drop(self) -> None:
         """Releases what `ready` made. Idempotent."""
@@ -183,7 +183,7 @@ class ShimMemory:
         return answer.first
 
     def _hand_over(self, theirs: int, stripes: Sequence[int]) -> None:
-        """Over a pair of sockets of the process's own, so that it need not connect to the daemon."""
+        """Sends the descriptors over a socket pair of the process, so that it need not connect to the daemon."""
         try:
             with _descriptor(self.process, theirs) as connection:
                 payload = array.array("i", stripes)
@@ -224,7 +224,7 @@ def _descriptor(process: Process, theirs: int) -> socket.socket:
         os.close(pidfd)
     try:
         connection = socket.socket(fileno=ours)
-    except BaseException:  # the process has put something else under that number
+    except BaseException:  # the process has reused that descriptor number
         os.close(ours)
         raise
     connection.settimeout(_OPEN_S)

@@ -2,8 +2,8 @@
 
 There is no connection. The request is written into the process's own memory, and its control thread is woken with the
 reserved signal. So nothing has to be closed before a dump, and everything works on a restored process as before. Invariant:
-nothing is written and no thread is signalled before the mailbox was seen to be of our version and owned by that very process.
-Pids are the daemon's; those inside the mailbox belong to the process's pid namespace.
+nothing is written and no thread is signalled before the mailbox is known to have our version and to belong to that process.
+Pids are those of the daemon's pid namespace; pids inside the mailbox are those of the process's namespace.
 
 Everything here blocks: call it in a thread.
 """
@@ -36,11 +36,11 @@ RESERVED_SIGNAL = abi.SIGNAL
 _MAGIC = b"SNAPSHIM"
 _REQUEST = struct.Struct("<I4Q")  # `command` and `argument`, which follow each other
 _WORD = struct.Struct("<I")
-#: How much longer the daemon waits than the process itself, whose own message says better what went wrong.
+#: How much longer the daemon waits than the process itself, whose own error message is more precise.
 _GRACE_S = 2.0
 #: How often a control thread that has not answered is signalled.
 SIGNAL_AGAIN_S = 0.25
-#: libc blocks all signals for moments, and a control thread starts a moment after the second thread: one look is not enough.
+#: libc blocks all signals briefly, and the control thread starts shortly after the second thread: one check is not enough.
 LOOKS, LOOK_EVERY_S = 6, 0.03
 
 libc = ctypes.CDLL(None, use_errno=True)
@@ -84,7 +84,7 @@ class Connection:
         return fields
 
     def controlled(self) -> abi.MailboxFields:
-        """The mailbox, once its control thread is there: it starts a moment after the process's second thread."""
+        """The mailbox, once its control thread exists: it starts shortly after the process's second thread."""
         for look in range(LOOKS):
             if look:
                 time.sleep(LOOK_EVERY_S)
@@ -100,7 +100,7 @@ class Connection:
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
-        """One conversation at a time: a mailbox has room for one request and one answer."""
+        """Serializes requests: a mailbox has room for one request and one answer."""
         with _turns_lock:
             turn = _turns.setdefault(self.process, threading.RLock())
         with turn:
@@ -111,7 +111,7 @@ class Connection:
     ) -> Answer:
         """Sends a command, with its arguments from the second on, and waits for the answer.
 
-        A command of NCCL can be cancelled before its time: it is when `given_up` is set, by any thread. It still answers.
+        Any thread can cancel an NCCL command before its deadline by setting `given_up`. The command still answers.
         """
         with self.turn():
             fields = self._converse(command, timeout_s, *arguments, given_up=given_up)
@@ -119,7 +119,7 @@ class Connection:
         return Answer(fields.status, text or (os.strerror(fields.status) if fields.status else ""), *fields.result[:2])
 
     def wake(self) -> None:
-        """Makes the control thread look into the mailbox, which does no harm where there is nothing to do."""
+        """Makes the control thread check the mailbox; harmless if it contains no request."""
         self._wake(self.fields().thread)
 
     def read(self, address: int, size: int) -> bytes:
@@ -168,7 +168,7 @@ class Connection:
             pause_s = min(pause_s * 1.5, 0.01)
 
     def _wake(self, inner_tid: int) -> None:
-        """Signals that one thread: after an exec it is gone, and no other thread gets the signal."""
+        """Signals exactly that thread: after an exec it is gone, and no other thread gets the signal."""
         pid = self.process.pid
         tid = next((tid for tid, inner in threads(pid) if inner == inner_tid and tid != pid), 0)
         if not tid or not self.process.alive():

@@ -1,4 +1,4 @@
-"""Speaks to the NCCL part of libsnapshim.so: closes and opens a process's gate, asks where it is, takes communicators down.
+"""Controls the NCCL part of libsnapshim.so: closes and opens a process's gate, reads its report, takes communicators down.
 
 Requests and answers are text in the process's own memory, through the mailbox (snapshotd/inprocess/shimctl.py);
 shim/README.md has their formats. Every command has a deadline, which the shim enforces, because NCCL has none.
@@ -28,7 +28,7 @@ from snapshotd.proc.comm import thread_names
 
 log = logging.getLogger(__name__)
 
-#: What the gate itself is told takes moments; a process that is stopped takes for ever.
+#: Commands to the gate take milliseconds. A process that is stopped never answers.
 GATE_S = 5.0
 _ANSWER_BYTES_MAX = 64 << 20
 _LIBRARY = re.compile(rb"/libnccl[^/\n]*$", re.MULTILINE)
@@ -36,12 +36,12 @@ _COMM = re.compile(r"[0-9a-f]{16}")
 _TARGET = re.compile(r"[0-9a-f]{16} [csr] -?[0-9]{1,9} [0-9]{1,19}")
 _UNIQUE_ID = re.compile(r"[0-9a-f]{256}")
 
-#: Why a communicator in this state will never move.
+#: Why a communicator in this state can never be moved.
 _BROKEN = {
     "detached": "an earlier move has taken it down and not built it again",
     "lost": "it could not be built again after an earlier move",
 }
-#: What a communicator in this state waits for; at a cut, where no thread is inside NCCL, none is in it.
+#: Transient states of a communicator. At a cut, where no thread is inside NCCL, none is in such a state.
 _PASSING = {
     "pending": "it is being made",
     "detaching": "it is being taken down",
@@ -77,12 +77,12 @@ class Communicator:
 
     @property
     def real(self) -> bool:
-        """Whether there is, or may be, something of NCCL's to take down."""
+        """Whether NCCL has, or may have, something to take down."""
         return self.state not in {"detached", "lost"} and not self.held
 
     @property
     def unfinished(self) -> str:
-        """What is going on with it, in words; "" where nothing is."""
+        """The operation in progress on it, as text; "" if there is none."""
         return "" if self.held else _PASSING.get(self.state, "")
 
 
@@ -92,7 +92,7 @@ class Report:
 
     text: str
     gate_closed: bool
-    instance: int  # which copy of the library: it grows when a fresh one is loaded
+    instance: int  # number of the library copy; each fresh copy has a higher one
     comms: tuple[Communicator, ...]
     threads: int  # of NCCL itself
     ended: tuple[Communicator, ...] = ()  # destroyed or aborted; what was launched on them still counts
@@ -105,7 +105,7 @@ class Report:
 
 
 def uses_nccl(pids: Iterable[int]) -> list[int]:
-    """The processes that have libnccl loaded: the only ones worth a question. About a millisecond each."""
+    """The processes that have libnccl loaded; no other can have communicators. Takes about a millisecond each."""
     found = []
     for pid in pids:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
@@ -115,9 +115,9 @@ def uses_nccl(pids: Iterable[int]) -> list[int]:
 
 
 def reports(pids: Iterable[int]) -> list[tuple[tree.Process, Report]]:
-    """The processes that have communicators, or a closed gate, and where they are. One without a control thread has none.
+    """The processes that have communicators, or a closed gate, with their reports. One without a control thread has none.
 
-    One that has destroyed its last communicator behind the gate counts: the next that it makes waits there until it opens.
+    One that has destroyed its last communicator behind the gate counts: its next one waits there until the gate opens.
     """
     found = []
     for pid in uses_nccl(pids):
@@ -141,7 +141,7 @@ def reports(pids: Iterable[int]) -> list[tuple[tree.Process, Report]]:
 
 
 def _has_threads(pid: int) -> bool:
-    """Whether NCCL is at work in a process that cannot be asked."""
+    """Whether a process that cannot answer has threads of NCCL."""
     return any("nccl" in name.lower() for name in thread_names(pid).values())
 
 
@@ -150,7 +150,7 @@ def read(process: tree.Process) -> Report:
 
 
 def parse(text: str) -> Report:
-    """Raises Damaged where the text is no report: the process's memory is the job's, and can hold anything."""
+    """Raises Damaged if the text is not a report: it comes from the job's memory, which can contain anything."""
     try:
         told = json.loads(text)
         waiting = {int(each["thread"]): tuple(map(_channel, each["group"])) for each in told.get("held", ())}
@@ -180,7 +180,7 @@ def _communicator(told: dict[str, Any], held: Collection[str]) -> Communicator:
 
 
 def _counts(told: dict[str, Any]) -> Communicator:
-    """What the report of a communicator and that of an ended one have in common."""
+    """The fields that a communicator and an ended one have in common."""
     if not _COMM.fullmatch(str(told["id"])):
         raise ValueError(f"no id of a communicator: {told['id']!r}")
     return Communicator(
@@ -203,19 +203,19 @@ def _channel(row: Sequence[Any]) -> ChannelCount:
 
 
 def close(process: tree.Process) -> None:
-    """Nothing is launched after this that is not counted in the next report."""
+    """Closes the gate: nothing is launched after this that is not counted in the next report."""
     _ask(process, Command.NCCL_CLOSE, GATE_S, "close its gate")
 
 
 def set_targets(process: tree.Process, lines: Sequence[str]) -> None:
-    """How far each channel may go on behind the closed gate: "COMM c|s|r PEER COUNT"."""
+    """Sets how far each channel may continue behind the closed gate: "COMM c|s|r PEER COUNT"."""
     _ask(process, Command.NCCL_TARGETS, GATE_S, "take its targets", lines)
 
 
 def open_gate(process: tree.Process) -> None:
-    """The job goes on. A communicator that is still detached is lost to it.
+    """Opens the gate: the job continues. A communicator that is still detached is lost to it.
 
-    A process that has ended, or replaced its program, has no closed gate any more: nothing is left to be opened.
+    A process that has ended, or replaced its program, has no closed gate any more.
     """
     try:
         _ask(process, Command.NCCL_OPEN, GATE_S, "open its gate")
@@ -228,7 +228,7 @@ def open_gate(process: tree.Process) -> None:
 
 
 def _has_gate(process: tree.Process) -> bool:
-    """A gate was closed by a control thread, which stays as long as the program does."""
+    """Whether the process still has the control thread that closed its gate. An exec removes it."""
     try:
         mailbox = shimctl.find(process)
         return mailbox is not None and mailbox.serves()
@@ -237,12 +237,12 @@ def _has_gate(process: tree.Process) -> bool:
 
 
 def detach(process: tree.Process, comms: Sequence[str], timeout_s: float) -> None:
-    """Takes these down, drained first; those that the process does not have, or that are down, are no matter."""
+    """Drains these communicators and takes them down. Skips those that the process does not have or that are down."""
     _ask(process, Command.NCCL_DETACH, timeout_s, "take its communicators down", comms)
 
 
 def new_id(process: tree.Process, timeout_s: float) -> str:
-    """A fresh unique id, in hex. Whoever made it must run until all members have met there."""
+    """Makes a unique id, in hex. The process must run until all members have connected to it."""
     found = _ask(process, Command.NCCL_NEW_ID, timeout_s, "make an id")
     if not _UNIQUE_ID.fullmatch(found):
         raise Damaged(f"process {process.pid} answers with something that is no id: {found[:80]!r}")
@@ -250,22 +250,22 @@ def new_id(process: tree.Process, timeout_s: float) -> str:
 
 
 def load_fresh(process: tree.Process, timeout_s: float) -> None:
-    """A fresh copy of the library, which has not seen another host. No communicator may be up."""
+    """Loads a fresh copy of the library, which has not seen another host. No communicator may be up."""
     _ask(process, Command.NCCL_FRESH, timeout_s, "load a fresh copy of NCCL")
 
 
 def attach(
     process: tree.Process, lines: Sequence[str], timeout_s: float, given_up: threading.Event | None = None
 ) -> None:
-    """Builds communicators again, in this order: lines of `attach_line`. If it fails none of them is up.
+    """Builds communicators again, in the order of `lines` (see `attach_line`). If it fails none of them is up.
 
-    It waits for the other members: whoever knows that one of them will not come sets `given_up`.
+    It waits for the other members. Setting `given_up` ends the wait, when one of them has failed.
     """
     _ask(process, Command.NCCL_ATTACH, timeout_s, "build its communicators again", lines, given_up)
 
 
 def check_comm(comm: str) -> str:
-    """An id from the wire, before it goes into a process."""
+    """Checks an id from the wire before it is passed to a process."""
     if not _COMM.fullmatch(comm):
         raise Damaged(f"{comm[:40]!r} is not the id of a communicator")
     return comm
@@ -326,7 +326,7 @@ def _failure(process: tree.Process, what: str, answer: Answer) -> SnapshotError:
 
 
 def gave_up(who: str) -> Timeout:
-    """Of a member that only waited for the others."""
+    """The error of a member that only waited for the others."""
     return Timeout(
         f"{who} has given up building communicators: another member cannot",
         remedy="the failure of that member says why; a plain retry is safe",

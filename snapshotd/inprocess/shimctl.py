@@ -1,4 +1,4 @@
-"""What the daemon asks of libsnapshim.so in a process: to park its threads, to release them, to empty torch's cache.
+"""Asks libsnapshim.so in a process to park its threads, to release them, or to empty torch's cache.
 
 mailbox.py carries the requests. Everything here blocks: call it in a thread.
 """
@@ -60,7 +60,7 @@ class Mailbox(mailbox.Connection):
     """The library in one process, found by `find`."""
 
     def state(self) -> ShimState:
-        """`parked` is also true while the process has been asked to park and has not answered: it may at any moment."""
+        """`parked` is also true while a request to park is unanswered: the process may park at any moment."""
         box = self.fields()
         ours = box.owner == self.inner_pid()
         asked = box.request != box.answer and box.command == Command.PARK
@@ -83,19 +83,19 @@ class Mailbox(mailbox.Connection):
         return DeviceMemory(box.device_bytes, box.device_blocks, bool(box.device_offloaded), done, busy)
 
     def cancel_device(self, wanted: bool) -> None:
-        """Whether a MEMORY_OFFLOAD or MEMORY_FILL, under way or to come, gives up."""
+        """Sets whether a MEMORY_OFFLOAD or MEMORY_FILL, current or future, gives up."""
         self.write_word(abi.Offset.DEVICE_CANCEL, wanted)
 
     def park(self, timeout_s: float, *, outside_driver: bool = False) -> None:
-        """No thread of the job runs when this returns. When it raises, all of them run, or will as soon as they can.
+        """Parks all threads of the job. When it raises, all of them run, or will as soon as they can.
 
         With `outside_driver` no thread is parked inside the CUDA driver, and in the first half of the time none that seems to
-        sleep there; InDriver: some threads do not leave it. Without it the driver is locked.
+        sleep there. Raises InDriver if some threads do not leave it. Without it the driver must be locked.
         """
         try:
             answer = self.ask(Command.PARK, timeout_s, int(outside_driver))
         except Timeout:
-            # The process may still park when it is continued; then it is to release its threads at once.
+            # The process may still park when it is continued; then it must release its threads at once.
             with contextlib.suppress(SnapshotError, OSError):
                 self.post(Command.RELEASE, timeout_s)
             raise
@@ -105,13 +105,13 @@ class Mailbox(mailbox.Connection):
             raise self._failure("its threads cannot be parked", answer)
 
     def release(self, timeout_s: float) -> None:
-        """Lets the job's threads run on; they have left the handler when this returns. Idempotent."""
+        """Releases the job's threads; they have left the handler when this returns. Idempotent."""
         answer = self.ask(Command.RELEASE, timeout_s)
         if answer.status:
             raise self._failure("its threads did not go on", answer)
 
     def empty_cache(self, timeout_s: float) -> int | None:
-        """Gives torch's unused device memory back, at the interpreter's safe point. The bytes; None: skipped."""
+        """Releases torch's unused device memory, at the interpreter's safe point. Returns the bytes, or None if skipped."""
         try:
             answer = self.ask(Command.EMPTY_CACHE, timeout_s)
         except (GpuFailed, Timeout) as error:
@@ -140,7 +140,7 @@ def find(process: tree.Process) -> Mailbox | None:
 
 
 def problems(pid: int) -> list[str]:
-    """The reasons why the threads of a process cannot be parked, as text. Nothing is changed."""
+    """The reasons why the threads of a process cannot be parked, as text. Changes nothing."""
     shown = f"process {pid} ({mailbox.name(pid)})"
     try:
         found = find(tree.Process.of(pid))
@@ -164,7 +164,7 @@ def problems(pid: int) -> list[str]:
 
 
 def _blocking(pid: int, box: abi.MailboxFields) -> list[tuple[int, str]]:
-    """The threads that block the reserved signal at every look, by the daemon's thread id and their name."""
+    """The threads that block the reserved signal at every check: thread id in the daemon's namespace, and name."""
     exempt = {box.thread, box.probe, *box.exempt} - {0}
     always: set[int] | None = None
     for look in range(mailbox.LOOKS):

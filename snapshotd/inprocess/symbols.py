@@ -59,7 +59,7 @@ def _symbol(content: bytes, name: str) -> int:
         table = elf.get_section_by_name(".dynsym")
         found = table.get_symbol_by_name(name) if table is not None and elf.elfclass == 64 else None
         value = next((int(symbol["st_value"]) for symbol in found or () if symbol["st_shndx"] != "SHN_UNDEF"), None)
-    except Exception as error:  # pyelftools raises whatever it trips over in a file that is no library
+    except Exception as error:  # pyelftools raises exceptions of any type for a file that is not a library
         raise ValueError(f"not a 64-bit ELF library: {error!r}") from error
     if value is None or value >= _ADDRESS_MAX:
         raise ValueError(f"no symbol {name} that could be in memory")

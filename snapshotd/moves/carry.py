@@ -1,4 +1,4 @@
-"""Node-local files that travel with a rank: what it has open or mapped below the carry paths (/tmp, /dev/shm, …).
+"""Places and removes node-local files that move with a rank: those it has open or mapped below the carry paths (/tmp, …).
 
 Invariant: a foreign file is never overwritten. A path is used only if it is free, has the same content already, or has a file
 that a rank left there when it moved away (same inode, unchanged since). A move that is undone removes its files again.

@@ -1,7 +1,7 @@
-"""The description of an image: what the target needs beside criu's own files to restore a rank.
+"""Defines the description of an image: what the target needs beside criu's own files to restore a rank.
 
-The source sends it as meta.json, last of all files. Its keys are read by daemons of other versions: a field that is renamed
-here keeps its name there, and a new one has a default.
+The source sends it as meta.json, after all other files. Daemons of other versions read its keys: a field that is renamed
+here keeps its name in the file, and a new one has a default.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The history: finished moves stay in the journals for some time, then they are removed.
+"""Removes finished moves from the journals once they are too old or too many.
 
 Invariant: a record that a node may still need is never removed. Every unfinished move stays. A finished one stays for a day,
 because requests of its driver may arrive late, and until the other node has finished as well: a held copy on the target asks
@@ -30,7 +30,7 @@ ASK_S = 5.0
 
 
 class History:
-    """Removes finished moves from the journals of this daemon, now and then."""
+    """Periodically removes finished moves from the journals of this daemon."""
 
     def __init__(self, node: Node, steps: Iterable[Steps]) -> None:
         self.node, self._steps = node, list(steps)
@@ -53,7 +53,7 @@ class History:
             await asyncio.sleep(AGAIN_S)
 
     async def prune(self, now_unix_s: float | None = None) -> list[str]:
-        """Removes what is too old or too many. Returns the ids."""
+        """Removes the moves that are too old or too many. Returns their ids."""
         now = time.time() if now_unix_s is None else now_unix_s
         removed = []
         for journal in {id(steps.journal): steps.journal for steps in self._steps}.values():

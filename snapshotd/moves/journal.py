@@ -1,12 +1,12 @@
-"""The journal of moves: on disk, per daemon, what was begun, how far it came, and how it ended.
+"""Keeps the journal of moves: on disk, per daemon, what was begun, how far it came, and how it ended.
 
 Invariant: an outcome is written once. It is written to a side file, fsync'd, and *linked* to its final name, so the first
-writer wins for good, also when a crash intervenes. A missing record means "not decided", never abort. If the disk does not
-take a record (fsync fails), the daemon exits at once: its memory might not match the disk, and the next start reads what is
+writer wins permanently, also across a crash. A missing record means "not decided", never abort. If a record cannot be
+written (fsync fails), the daemon exits at once: its memory might not match the disk, and the next start reads what is
 really there.
 
 The journal is read once, when it is opened, and answers from memory after that. Every change is durable on disk before the
-memory changes, so an answer never says more than the disk.
+memory changes, so an answer never contains more than the disk.
 
 Layout: STATE_DIR/moves/MOVE/{begin.json, marks, outcome.json, word.json}. `marks` has one JSON object per line. word.json
 overrules outcome.json, see `overrule`. A folder removed-MOVE is what a crash left of a move that was being removed.
@@ -153,7 +153,8 @@ class Journal:
                 self._open[move_log.move] = move_log
 
     def begin(self, begin: Begin) -> MoveLog:
-        """Journals a move. Repeated with the same content: the same log. With other content: Busy. Blocking."""
+        """Journals a move. A repeated call with the same content returns the same log. Raises Busy for other content.
+        Blocking."""
         if (known := self._open.get(check_move_id(begin.move))) is not None:
             if not known.begin.same_request(begin):
                 raise Busy(f"move {begin.move} is already journalled here for something else")

@@ -1,4 +1,4 @@
-"""One move in this daemon's memory, beside its log in the journal. A restart may lose all of it."""
+"""Holds the state of one move that is only in this daemon's memory, beside its journal. A restart may lose all of it."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Moving:
     settling: asyncio.Task[None] | None = None
     streaming: asyncio.Task[None] | None = None
     offload: Offload | None = None  # source: device memory that leaves, or left, in stripes
-    prepared: bool = False  # source: everything for it was prepared, as far as possible
-    facts: pb.RankFacts = field(default_factory=pb.RankFacts)  # source: what preflight last saw
+    prepared: bool = False  # source: the offload was prepared, as far as possible
+    facts: pb.RankFacts = field(default_factory=pb.RankFacts)  # source: the latest result of preflight
     nodes: list[pb.NodeAddresses] = field(default_factory=list)  # source: the cluster, from the driver
-    failure: str = ""  # why a step of it can never succeed again
+    failure: str = ""  # why a step of the move can never succeed again
     done: bool = False  # target: woken or dropped, nothing is left to do
     waiting_for: str = ""
     pause_s: float = 0.0  # source: what the driver measured, for the history
@@ -50,7 +50,7 @@ class Moving:
         self.changed.set()
 
     async def wait(self, seconds: float) -> None:
-        """Returns after so long, or as soon as something happened to the move."""
+        """Returns after this time, or as soon as `wake` is called."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.changed.wait(), seconds)
         self.changed.clear()

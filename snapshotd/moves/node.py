@@ -1,4 +1,4 @@
-"""What all operations of this daemon share: its configuration, journal, ranks, image store, and clients of other daemons."""
+"""Holds what all operations of this daemon share: configuration, journal, ranks, image store, clients of other daemons."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class Node:
     carry: Carry
     gpus: Gpus
     lost: Callable[[RankEntry], Awaitable[None]]  # ends a rank whose keeper is dead, and reports it to its home
-    #: Held during a dump in which criu makes links: it numbers them alike in every dump, so two dumps would collide.
+    #: Held during a dump in which criu makes links: it uses the same numbers in every dump, so two dumps would collide.
     linking: asyncio.Lock = field(default_factory=asyncio.Lock)
     #: Held from the check for room for offloaded device memory until the room is allocated.
     taking_room: asyncio.Lock = field(default_factory=asyncio.Lock)
-    caches_left: dict[str, int] = field(default_factory=dict)  # by move: bytes that torch's cache gave back
+    caches_left: dict[str, int] = field(default_factory=dict)  # by move: bytes that torch's cache returned
 
     def client(self, name: str, endpoint: str) -> DaemonClient:
         """A client of another daemon, with this node's own certificate. Use it as a context manager."""

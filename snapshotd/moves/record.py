@@ -1,4 +1,4 @@
-"""What a daemon knows about one move, typed: how it began, what was marked since, and how it ended.
+"""Defines the typed record of one move: how it began, what was marked since, and how it ended.
 
 The journal (snapshotd/moves/journal.py) reads a record once, when the daemon starts, and keeps it in memory; each mark adds
 fields to it. Field names on disk are part of the format: a daemon must be able to read the journal of an older one, so a
@@ -45,7 +45,7 @@ class Begin(msgspec.Struct, frozen=True):
     lease_s: float = 0.0
 
     def same_request(self, other: Begin) -> bool:
-        """Whether two Begins ask for the same move. The time, the boot and the nonce, which a target makes anew, differ."""
+        """Whether two Begins ask for the same move. Time, boot id, lease and nonce may differ; a target makes a new nonce."""
         return _without_circumstances(self) == _without_circumstances(other)
 
 
@@ -64,7 +64,7 @@ class OutcomeRecord(msgspec.Struct, frozen=True):
 
 
 class JournalledProcess(msgspec.Struct, frozen=True, array_like=True):
-    """A process on this node; the start time tells it from a later one with the same pid."""
+    """A process on this node. Its start time distinguishes it from a later process with the same pid."""
 
     pid: int
     start_ticks: int
@@ -181,7 +181,7 @@ class SocketTimers(msgspec.Struct, frozen=True):
 
 
 class SocketOptions(msgspec.Struct, frozen=True):
-    """What the rank's sockets lose on their way."""
+    """The options and time-outs of the rank's sockets that criu does not carry."""
 
     options: list[Kept] = []
     timers: list[SocketTimers] = []
@@ -202,7 +202,7 @@ class PeerSocket(msgspec.Struct, frozen=True):
 
     @property
     def pairs(self) -> list[Pair]:
-        """Every name under which packets of this connection may pass here."""
+        """Every pair of addresses that packets of this connection may have here."""
         return [parse_pair(texts) for texts in (self.own, self.old, self.new)]
 
 
@@ -214,7 +214,7 @@ def parse_pair(texts: tuple[str, str]) -> Pair:
 
 
 class MoveRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that the marks of a move say. The newest value of a field counts."""
+    """All fields that the marks of a move have journalled. The newest value of a field counts."""
 
     mark: Mark | None = None  # the last one; None: only begun
     marked_unix_s: float = msgspec.field(default=0.0, name="unix_s")
@@ -228,7 +228,7 @@ class MoveRecord(msgspec.Struct, frozen=True, kw_only=True):
     socket_options: SocketOptions = msgspec.field(default_factory=SocketOptions, name="sockets")
     cuda_processes: list[JournalledProcess] = msgspec.field(default_factory=list, name="cuda")
     nccl_processes: list[NcclProcess] = msgspec.field(default_factory=list, name="nccl")
-    filtered: bool = False  # a packet filter silences the rank's connections here
+    filtered: bool = False  # a packet filter blocks the rank's connections here
 
     # source
     nodes: list[ClusterNode] = []
@@ -272,7 +272,7 @@ class MoveRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Fields(TypedDict, total=False):
-    """What a mark may add: the fields of MoveRecord other than the mark itself. `tests/moves` compares the two."""
+    """The fields that a mark may add: those of MoveRecord except the mark itself. `tests/moves` compares the two."""
 
     pid: int
     start_ticks: int
@@ -313,19 +313,19 @@ _NAMES_ON_DISK = {field.name: field.encode_name for field in msgspec.structs.fie
 
 
 def encode_fields(fields: Mapping[str, Any]) -> bytes:
-    """One line of the journal, without its end."""
+    """One line of the journal, without its newline."""
     return encode({_NAMES_ON_DISK[name]: value for name, value in fields.items()})
 
 
 def decode_record(merged: dict[str, Any]) -> MoveRecord:
-    """The record that these fields, by their names on disk, make. Raises ValueError."""
-    if isinstance(count := merged.get("rewires"), int):  # a target used to journal how many there are
+    """Makes a record from fields that have their names on disk. Raises ValueError."""
+    if isinstance(count := merged.get("rewires"), int):  # targets of older versions journalled their number
         merged = {**merged, "rewires": [], "filtered": bool(merged.get("filtered") or count)}
     return _convert(merged, MoveRecord)
 
 
 def encode(value: Any) -> bytes:
-    """As JSON. Not by msgspec's own encoder: it refuses file names that are not UTF-8 (surrogate escapes)."""
+    """Encodes as JSON. Does not use msgspec's encoder, which refuses file names that are not UTF-8 (surrogate escapes)."""
     return json.dumps(msgspec.to_builtins(value, enc_hook=_encode_other)).encode()
 
 
@@ -339,7 +339,7 @@ def _convert(value: Any, wanted: type[T]) -> T:
 
 
 def _encode_other(value: Any) -> Any:
-    """Messages of the wire are journalled in protobuf's own JSON form, and kinds of text (configuration) as text."""
+    """Protobuf messages are journalled in protobuf's own JSON form, subclasses of str as plain text."""
     if isinstance(value, Message):
         return MessageToDict(value, preserving_proto_field_name=True)
     if isinstance(value, str):

@@ -1,4 +1,4 @@
-"""What the steps of all roles have in common: they are idempotent by (move, step), and run to completion once begun.
+"""Makes the steps of all roles idempotent by (move, step), and lets them run to completion once begun.
 
 Every role (source, target, peer, gate) has its moves in memory, its journal, and one settle loop per unfinished move, which
 carries out what a crash or a silent driver left undone.
@@ -28,9 +28,9 @@ _running: set[asyncio.Task[Any]] = set()
 
 
 def step(method: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Coroutine[Any, Any, T]]:
-    """A step of a move. Once begun it runs to its end: gRPC cancels the call of a driver that died or timed out, and the
-    rules know no half step (ACTIVATED written, but no process woken). Its caller may repeat it: `Steps.working_on` and the
-    marks make that harmless."""
+    """Marks a step of a move. Once begun it runs to its end: gRPC cancels the call of a driver that died or timed out, but
+    the rules do not allow for half a step (ACTIVATED written, but no process woken). The caller may repeat it:
+    `Steps.working_on` and the marks make that harmless."""
 
     @functools.wraps(method)
     async def shielded(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -52,7 +52,7 @@ class Steps:
     """One role of this daemon."""
 
     role = ""
-    #: What a driver is told that asks for a move this role has no part in.
+    #: Error text for a driver that asks about a move in which this role has no part.
     not_here = "move {move} is not known on this node"
 
     def __init__(self, journal: Journal) -> None:
@@ -60,7 +60,7 @@ class Steps:
         self.moves: dict[str, Moving] = {}
 
     def moving(self, move: str) -> Moving:
-        """The move, also one that ended before a restart: the journal answers for it. Raises NotFound."""
+        """The move. One that ended before a restart is read from the journal. Raises NotFound."""
         found = self.moves.get(check_move_id(move))
         if found is None:
             move_log = self.journal.find(move)
@@ -101,8 +101,8 @@ class Steps:
 
 
 def late(refusal: Refused) -> Undone:
-    """A check that fails after the move has begun. "Refused" promises that nothing was paused, so this is not one: the driver
-    undoes the move. The message of the refusal begins with the name of the check."""
+    """The error for a check that fails after the move has begun. It is not "Refused", which promises that nothing was paused:
+    the driver undoes the move. The message of the refusal begins with the name of the check."""
     return Undone(f"refused after preflight: {refusal.message}", remedy=refusal.advice, where=refusal.where)
 
 
@@ -122,8 +122,8 @@ async def settle_loop(
     finished: Callable[[], bool] | None = None,
     wait: Callable[[float], Awaitable[None]] | None = None,
 ) -> None:
-    """Settles one move until it is `finished` (default: SETTLED), after giving the driver its time. What it waits for is
-    logged when that changes."""
+    """Settles one move until it is `finished` (default: SETTLED). Waits `first_s` for the driver before the first attempt.
+    Logs the reason for waiting when it changes."""
     wait = wait or moving.wait
     finished = finished or (lambda: moving.log.last_mark is Mark.SETTLED)
     with move_context(move=moving.log.move, rank=moving.log.begin.rank, phase="settle"):

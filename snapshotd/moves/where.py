@@ -1,4 +1,4 @@
-"""Where a rank is, as far as one daemon's journal tells."""
+"""Derives where a rank is from one daemon's journal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which processes of a rank hold CUDA. Changes nothing."""
+"""Finds the processes of a rank that hold CUDA. Changes nothing."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ async def find(gpus: Gpus, pids: Sequence[int]) -> tuple[DriverReport | None, li
             continue
     if not holders:
         return None, []
-    inventory = await gpus.inventory(fresh=True)  # a rank that has just begun is not in what was seen a second ago
+    inventory = await gpus.inventory(fresh=True)  # a cached inventory may lack a rank that has just started
     return DriverReport(inventory.driver_version, tuple(inventory.gpus), tuple(holders), inventory.problem), []
 
 
 async def must_find(gpus: Gpus, pids: Sequence[int]) -> list[Process]:
-    """The processes that hold CUDA now. Raises Refused when the driver cannot tell."""
+    """The processes that hold CUDA now. Raises Refused when the driver cannot report them."""
     found, refusals = await find(gpus, pids)
     for check in refusals:
         raise Refused(f"{check.name}: {check.reason}", remedy=check.remedy, where=Where.SOURCE_RUNNING)

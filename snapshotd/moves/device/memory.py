@@ -1,9 +1,9 @@
-"""Device memory and the CUDA driver: taken off the GPU before the freeze, and put back on the node that may run the rank.
+"""Takes device memory off the GPU before the freeze, and puts it back on the node that may run the rank.
 
-Before: the processes are at a standstill (snapshotd/moves/device/standstill.py). Offloaded memory
-(snapshotd/moves/device/offload.py) goes first, the driver's checkpoint takes the rest. On the target the same in reverse.
+The processes are brought to a standstill first (snapshotd/moves/device/standstill.py). Then memory is offloaded
+(snapshotd/moves/device/offload.py), and the driver's checkpoint takes the rest. On the target the order is reversed.
 
-Invariant: every act can be repeated: what is left to do is asked of the driver, never remembered.
+Invariant: every operation can be repeated: the driver is asked what is left to do; nothing is remembered.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 EMPTY_CACHE_S = 1.0
 #: Time limit of a checkpoint or a restore: a fixed part, and a part for every GiB of device memory.
 COPY_S, COPY_GIB_S = 30.0, 4.0
-#: About what a CUDA context takes on a GPU before the job has allocated anything.
+#: Approximate size of a CUDA context on a GPU before the job has allocated anything.
 CONTEXT_BYTES = 512 << 20
 
 
@@ -69,8 +69,8 @@ async def take_off(
     bytes, then the rest by the driver's checkpoint. Returns the bytes of both.
 
     An undo, perhaps after a restart, must know how much has to go back to which GPU: `journal` gets the bytes by UUID before
-    they are needed. They are what the driver reports of these processes now; where it reports none, what preflight
-    `expected`, and afterwards by how much more is free.
+    they are needed. They are what the driver reports for these processes now. If it reports nothing, they are what preflight
+    `expected`, and afterwards the increase of free memory.
     """
     if not processes:
         return 0
@@ -109,7 +109,7 @@ def _reported(inventory: Inventory, processes: Iterable[Process]) -> dict[str, i
 
 
 def _grown(before: Inventory, after: Inventory) -> dict[str, int]:
-    """By UUID: how much more is free than before."""
+    """By UUID: the increase of free memory."""
     free = {card.uuid: card.memory_free_bytes for card in before.gpus}
     more = {card.uuid: card.memory_free_bytes - free.get(card.uuid, card.memory_free_bytes) for card in after.gpus}
     return {uuid: size for uuid, size in more.items() if size > 0}
@@ -123,7 +123,7 @@ async def bring_back(
     nccl: Iterable[Process] = (),
     refill: Callable[[], Awaitable[None]] | None = None,
 ) -> None:
-    """Undo on the source, whose processes run again: device memory back on the GPU it came from, then the job's threads.
+    """Undo on the source, whose processes run again: puts device memory back on its GPU, then releases the job's threads.
 
     `needs`: the bytes on each GPU, by UUID. `refill`: puts offloaded memory back. Raises GpuFailed or Timeout when not all
     of it is back yet (retry later), Lost when it never will be.
@@ -139,13 +139,13 @@ async def bring_back(
     except Timeout:
         # A driver's thread may wait for a lock that a parked thread holds. ABORT stands, so the copy here is the only one
         # that ever runs: its threads may run, those that use the GPU wait in the driver, and the next attempt succeeds.
-        # Threads whose memory is offloaded stay parked: they would find none.
+        # Threads whose memory is offloaded stay parked: their memory is not there.
         with contextlib.suppress(SnapshotError):
             await let_go([process for process in alive if not await in_thread(devmem.is_out, process)])
         raise
     await let_go([process for process in parked_ones(alive, nccl) if process.alive()])
     if refill is not None:
-        with contextlib.suppress(SnapshotError):  # a parked thread held up a call: what was prepared is given up now
+        with contextlib.suppress(SnapshotError):  # a parked thread blocked the call: gives up what was prepared
             await refill()
 
 
@@ -166,8 +166,8 @@ async def _back_on_the_gpu(
 
 
 async def _await_room(gpus: Gpus, needs: Mapping[str, int], states: Mapping[Process, State | None]) -> None:
-    """Raises GpuFailed until there is room for a restore. One that fails for lack of device memory would be the last: the
-    driver refuses every further one (seen with r580). Processes that still have their memory need no room."""
+    """Raises GpuFailed until there is room for a restore. After one that fails for lack of device memory the driver refuses
+    every further one (seen with r580). Processes that still have their memory need no room."""
     inventory = await gpus.inventory(fresh=True)
     cards = {card.uuid: card for card in inventory.gpus}
     there = {process.pid for process, state in states.items() if state is not State.CHECKPOINTED}

@@ -1,4 +1,4 @@
-"""Device memory leaves the GPU before the driver's checkpoint: into stripe files here, which are sent while they grow.
+"""Offloads device memory before the driver's checkpoint: into stripe files on this node, which are sent while they grow.
 
 The files, the device-memory channel to the target, and the pinned staging buffers in each process are prepared while the
 job still runs. Then, with every thread of the job parked and all its work done, the driver is unlocked once more, so that the
@@ -44,12 +44,12 @@ from snapshotd.transport.device.outgoing import Outgoing
 
 log = logging.getLogger(__name__)
 
-#: A thread that was parked inside an allocation or a call into CUDA soon leaves it; but each attempt may wait for the GPU.
+#: A thread that was parked inside an allocation or a CUDA call soon leaves it, but each attempt may wait for the GPU.
 TRIES, AGAIN_S = 3, 0.01
 #: How often the senders are updated on the progress of the copy.
 FEED_S = 0.002
 OPEN_S = 30.0
-#: All has arrived when the target holds the copy; only the exit of a child is left.
+#: Everything has arrived when the target holds the copy; only a child process has to exit.
 FINISH_S = 10.0
 #: How long a target may take to learn that no stripes come; the job runs meanwhile.
 GIVE_UP_S = 3.0
@@ -91,14 +91,14 @@ class Offload:
         self.folder = stripe_files.folder_of(node.config.image_dir, move_log.move)
         self.outgoing: Outgoing | None = None
         self.warnings: list[str] = []
-        #: Where the processes cannot be asked, what preflight saw.
+        #: If the processes cannot be asked, the bytes that preflight saw.
         self._wanted_bytes = sum(one.expected_bytes for one in striped) or preflight_bytes
         self._advanced = dict.fromkeys(self.names, 0)
 
     # ------------------------------------------------------------------ while the job runs
 
     async def prepare(self) -> None:
-        """Never fails: where it is not possible nothing is striped, and the driver's checkpoint carries all."""
+        """Prepares offloading. Never fails: if it is not possible, the driver's checkpoint carries all memory."""
         try:
             await self._prepare()
         except (SnapshotError, OSError) as error:
@@ -124,7 +124,8 @@ class Offload:
             await all_at_once(lambda file: stripe_files.allocate(*file), wanted)
 
     async def _open_channel(self) -> None:
-        """Without it the image channel carries the files, after the dump. Raises NotSpoken if the target cannot refill."""
+        """Opens the device-memory channel. Without it the image channel carries the files, after the dump. Raises NotSpoken
+        if the target cannot refill."""
         begin, config = self.log.begin, self.node.config
         request = pb.OpenDeviceChannelRequest(
             move=begin.move,
@@ -157,7 +158,7 @@ class Offload:
             )
 
     async def reopen_channel(self) -> None:
-        """Replaces a channel that broke while the job was coming to its cut; nothing was sent yet."""
+        """Replaces a channel that broke while the job was advancing to its cut; nothing was sent yet."""
         if self.outgoing is None or self.outgoing.failed is None:
             return
         self._warn(f"the device-memory channel broke, and is opened again: {_reason(self.outgoing.failed)}")
@@ -170,8 +171,8 @@ class Offload:
             one.memory.ready(fds, one.slot_bytes)
 
     def must_fit(self, pid: int, where: Where) -> None:
-        """Raises Full when the job's memory limits leave no room for what the driver's checkpoint has to carry after all:
-        that becomes the job's own host memory, and preflight checked for less. Blocking."""
+        """Raises Full when the job's memory limits leave no room for what the driver's checkpoint has to carry: that becomes
+        the job's own host memory, and preflight checked for less. Blocking."""
         left_bytes = self._wanted_bytes - sum(one.expected_bytes for one in self.striped)
         if not left_bytes:
             return
@@ -192,17 +193,17 @@ class Offload:
     async def out(
         self, gpus: Gpus, held: Sequence[Process], parts: Parts, stop_others: Callable[[], Awaitable[None]]
     ) -> int:
-        """Moves the striped memory off the GPU; returns the bytes. The processes are at a standstill before and after;
-        `stop_others` stops what one of them has forked while its threads were released.
+        """Moves the striped memory off the GPU; returns the bytes. The processes are at a standstill before and after.
+        `stop_others` stops processes that one of them has forked while its threads were released.
 
-        If it fails some of it may be off the GPU: the driver aborts, and the undo refills.
+        If it fails, some memory may be off the GPU: the driver aborts, and the undo refills.
         """
         for one in [one for one in self.striped if one.process not in held]:  # it has ended, or uses no GPU any more
             self._wanted_bytes -= one.expected_bytes
             self.striped.remove(one)
         if not self.striped:  # `must_fit` was checked before the standstill
             if self.outgoing is not None:
-                self.outgoing.finish(self._advanced)  # nothing: the target need not wait
+                self.outgoing.finish(self._advanced)  # no bytes: the target need not wait
             return 0
         unlocked = [one.process for one in self.striped]
         left = list(self.striped)
@@ -214,7 +215,7 @@ class Offload:
             left = await self._copy(left, parts)
             if not left:
                 break
-        if left:  # a call that a parked thread holds up returns only now, and then all of it can be given up
+        if left:  # a call that a parked thread blocks returns only once it is released; then everything can be given up
             await self._let_go_and_hold(gpus, left, parts, drop=True)
             await stop_others()
             unlocked = [process for process in unlocked if process not in {one.process for one in left}]
@@ -233,7 +234,7 @@ class Offload:
     async def _let_go_and_hold(
         self, gpus: Gpus, caught: Sequence[Striped], parts: Parts, *, drop: bool = False
     ) -> None:
-        """Releases and parks these alone: the others' memory is off the GPU. The rest of the tree stays stopped."""
+        """Releases and parks only these: the others' memory is off the GPU. The rest of the tree stays stopped."""
         processes = [one.process for one in caught]
         reasons = "; ".join(f"process {one.process.pid}: {one.caught}" for one in caught)
         log.info("releasing threads to try again: %s", reasons)
@@ -294,7 +295,7 @@ class Offload:
         await self._leave_to_driver(one, error.message)
 
     async def _leave_to_driver(self, one: Striped, why: str) -> None:
-        """Its files are not needed any more, and the driver's copy needs the room."""
+        """Empties the files of a process, which are not needed any more: the driver's copy needs the room."""
         await all_at_once(_drop, [one])
         self.striped = [other for other in self.striped if other is not one]
         await all_at_once(stripe_files.empty, [self.folder / name for name in one.names])
@@ -325,7 +326,7 @@ class Offload:
         return self.outgoing.sent_bytes if self.outgoing is not None and self.striped else 0
 
     async def finish(self) -> int:
-        """COMMIT stands, so all has arrived: returns the bytes that were sent, and closes the channel."""
+        """COMMIT stands, so everything has arrived: closes the channel and returns the bytes that were sent."""
         sent = 0
         if self.outgoing is not None:
             try:

@@ -1,4 +1,4 @@
-"""Timing of the parts of a step, and doing the same for several processes at once."""
+"""Measures the parts of a step, and does the same for several processes at once."""
 
 from __future__ import annotations
 

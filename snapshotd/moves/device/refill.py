@@ -1,4 +1,4 @@
-"""Device memory returns from stripes onto a GPU: on the target while they arrive, on the source when a move is undone.
+"""Copies device memory from stripes back to a GPU: on the target while they arrive, on the source when a move is undone.
 
 The driver is unlocked and the job's threads are parked: the shim's own threads map fresh memory at the old addresses and
 copy. Invariant: a process whose memory is not back stays parked. On the target memory counts as back only once every stripe
@@ -40,7 +40,7 @@ CANCEL_AGAIN_S = 0.05
 
 
 async def on_source(image_dir: Path, move_log: MoveLog) -> None:
-    """Undo: brings offloaded memory back, and gives up what was only prepared. Idempotent; GpuFailed: try again later.
+    """Undo: brings offloaded memory back, and gives up what was only prepared. Idempotent. Raises GpuFailed: retry later.
 
     A failure that does not concern offloaded memory is only logged: the rank must continue."""
     folder = stripe_files.folder_of(image_dir, move_log.move)
@@ -58,7 +58,7 @@ async def on_source(image_dir: Path, move_log: MoveLog) -> None:
         memory = devmem.find(process) if process.alive() else None
         if memory is None:
             return
-        memory.cancel()  # what this daemon began before a restart
+        memory.cancel()  # a command from before a restart of this daemon
         if not memory.offloaded():
             _drop(memory)
             return
@@ -131,7 +131,7 @@ def must_be_here(folder: Path, device: Sequence[OffloadedMemory]) -> None:
 
 
 def _arrived_bytes(stripe: Path) -> int | None:
-    """As its receiver recorded when all of it was verified and stored."""
+    """The size of a stripe, which its receiver recorded when all of it was verified and stored."""
     try:
         size = json.loads(stripe.with_name(f"{stripe.name}.done").read_text())["size"]
         return int(size) if stripe.stat().st_size == size else None

@@ -1,12 +1,12 @@
-"""A GPU rank at a standstill: its threads parked by the shim, its work on the GPU drained and locked, the rest stopped.
+"""Brings a GPU rank to a standstill: the shim parks its threads, its GPU work is drained and locked, the rest is stopped.
 
-The CUDA driver works only inside a running process, so a CUDA process cannot simply be stopped first: its own threads are
-parked, its work is drained (lock), and only then does the driver, whose threads alone still run, copy device memory
+The CUDA driver works only inside a running process, so a CUDA process cannot simply be stopped first. Its own threads are
+parked, then its work is drained (lock). Only then does the driver, whose threads still run, copy device memory
 (snapshotd/moves/device/memory.py).
 
-Invariant: from `still` until `let_go` no thread of the job runs, on either node. Every act can be repeated: what is left to
-do is asked of the driver and of the shim, never remembered. A thread whose device memory is offloaded
-(snapshotd/moves/device/offload.py) is never let go.
+Invariant: from `still` until `let_go` no thread of the job runs, on either node. Every operation can be repeated: the driver
+and the shim are asked what is left to do; nothing is remembered. A thread whose device memory is offloaded
+(snapshotd/moves/device/offload.py) is never released.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from snapshotd.runtime.faults import Point, reach
 
 log = logging.getLogger(__name__)
 
-#: How long work already given to the GPU may take to drain, and so a thread to leave the driver.
+#: How long submitted GPU work may take to drain, and so how long a thread may take to leave the driver.
 LOCK_S = 10.0
 PARK_S = 5.0
 STOP_S = 10.0
@@ -59,16 +59,16 @@ async def hold(
 
 
 async def stop_others(group: Cgroup, parking: Iterable[Process]) -> None:
-    """Stops the processes of the rank that are not parked, also those that were forked a moment ago."""
+    """Stops the processes of the rank that are not parked, including any that were just forked."""
     await in_thread(tree.stop_all, _Others(group, parking), STOP_S)
 
 
 async def still(gpus: Gpus, processes: Sequence[Process], parking: Sequence[Process], parts: Parts) -> None:
     """Parks the threads of `parking`, then drains and locks the work of `processes` on the GPU.
 
-    Threads are parked first, outside the driver. A thread that waits at the driver's lock gets a share of it as soon as the
-    lock opens, parked or not, and a caller that wants the lock exclusively then waits for ever. The driver is locked first
-    only where the threads do not leave it, or where it waits for a thread that was parked inside it after all.
+    Threads are parked first, outside the driver. A thread that waits for the driver's lock gets a share of it as soon as it
+    is released, parked or not, and a caller that needs the lock exclusively then waits for ever. The driver is locked first
+    only if the threads do not leave it, or if it waits for a thread that was parked inside it after all.
     """
     try:
         await _park(parking, parts, LOCK_S, outside_driver=True)
@@ -77,7 +77,7 @@ async def still(gpus: Gpus, processes: Sequence[Process], parking: Sequence[Proc
         await reach(Point.PARKED)
         try:
             await _lock(gpus, processes, parts)
-        except Timeout as error:  # one of them is in its way, or the GPU is busy
+        except Timeout as error:  # a parked thread blocks it, or the GPU is busy
             raise InDriver(error.message, where=error.where) from error
     except InDriver as error:
         if not processes:

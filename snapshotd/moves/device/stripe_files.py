@@ -1,4 +1,4 @@
-"""The stripe files of a source: device memory of its ranks that is on no GPU, until the move has ended.
+"""Manages the stripe files of a source: device memory of its ranks that is on no GPU, until the move has ended.
 
 They are image_dir/parked/MOVE/device-PID-NUMBER. Invariant: while a process reports its device memory as offloaded, its files
 exist, complete. They are removed only when the move has ended, so that a restarted daemon can still undo it.
@@ -37,8 +37,8 @@ def names_of(inner_pid: int, stripes: int) -> list[str]:
 
 
 def following(device: Sequence[OffloadedMemory]) -> list[OffloadedMemory]:
-    """The same with the names that the files have on the target when they follow over the image channel. They differ from the
-    stripes' names, because a receiver there may still write to those."""
+    """The same, with the files' names on the target when they follow over the image channel. They differ from the stripes'
+    names, because a receiver there may still write to those."""
     return [msgspec.structs.replace(one, stripes=[f"follow-{name}" for name in one.stripes]) for one in device]
 
 
@@ -61,7 +61,7 @@ def make_folder(image_dir: Path, move: str) -> Path:
 
 
 def allocate(path: Path, expected_bytes: int) -> None:
-    """Creates a file with all its pages, which then take no time while the job waits. Blocking. Raises Full."""
+    """Creates a file and allocates all its pages, so that this takes no time while the job waits. Blocking. Raises Full."""
     os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
     enlarge(path, expected_bytes)
 

@@ -1,8 +1,8 @@
-"""The source coordinates what happens to the communicators of the rank that leaves, over all members on all nodes.
+"""Coordinates, on the source, taking down and rebuilding the moving rank's communicators on all nodes.
 
-It is the source's task, not the driver's, because it must also work without a driver: after ABORT the rank's communicators
-are built again here. Invariant: which communicators are taken down, and all their members, are in the journal before the
-first is taken down; all members of each are known, or nothing is changed.
+The source does it, not the driver, because it must also work without a driver: after ABORT the rank's communicators are
+built again here. Invariant: the communicators and all their members are in the journal before the first is taken down. If
+any member is unknown, nothing is changed.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ class Communicators:
     async def put_back(self, moving: Moving) -> None:
         """ABORT stands and the rank runs here again, behind its gate: builds its communicators again on all members.
 
-        On an error try again. After UNDO_S, or when a member has ended, the job continues without them: NCCL's own errors
-        tell it so, which is better than waiting for ever.
+        After an error it can be called again. After UNDO_S, or when a member has ended, the job continues without them: it
+        gets NCCL's errors, which is better than waiting for ever.
         """
         membership = moving.log.record.communicators
         if membership is None:
@@ -120,7 +120,7 @@ class Communicators:
                 log.warning("building the communicators again: %s", error.message)
 
     async def open_all(self, moving: Moving) -> None:
-        """Tells every node that the rank is back. Best effort: a node that is not reached asks by itself."""
+        """Sends every node the token that opens its gates. Best effort: a node that is not reached asks later."""
         outcome = moving.log.outcome
         if outcome is None or not self.members.gates.closed_for(moving.log.move):
             return
@@ -187,7 +187,7 @@ class Communicators:
         await self._on_all(_nodes(membership), detach)
 
     async def _new_ids(self, moving: Moving, membership: Membership) -> dict[str, str]:
-        """An id for each, made by whoever has member 0 in it."""
+        """An id for each communicator, made by its member with the lowest rank."""
 
         async def make(comm: str) -> str:
             first = min(membership[comm], key=lambda member: member.rank)
@@ -252,8 +252,8 @@ class Communicators:
     ) -> None:
         """Does the same on all nodes at once. Waits for all, then raises the first failure.
 
-        `give_up` is for calls that wait for each other: once a node has failed the others are told, repeatedly, because the
-        request itself may reach a node later than the first message.
+        `give_up` is for calls that wait for each other: once a node has failed, it is sent to the others, repeatedly, because
+        the request itself may reach a node after the first GiveUp.
         """
         tasks = {asyncio.create_task(act(name)): name for name in names}
         failed: dict[str, BaseException] = {}
@@ -295,13 +295,13 @@ def down(moving: Moving) -> bool:
 
 
 def must_be_attached(moving: Moving) -> None:
-    """Raises WrongState unless the communicators are built: COMMIT would leave only a rank without them."""
+    """Raises WrongState unless the communicators are built: after COMMIT only a rank without them would be left."""
     if down(moving):
         raise WrongState("its communicators are not built again yet", where=Where.SOURCE_FROZEN)
 
 
 def _placed(membership: Membership, rank_uid: str, node: str) -> Membership:
-    """The same with the moving rank on another node."""
+    """The same membership with the moving rank on another node."""
     return {
         comm: [member.at(node) if member.rank_uid == rank_uid else member for member in found]
         for comm, found in membership.items()
@@ -313,6 +313,6 @@ def _nodes(membership: Membership) -> list[str]:
 
 
 def _on(membership: Membership, node: str) -> tuple[list[str], list[str]]:
-    """The communicators that have a member on a node, in the order in which all members build them, and these ranks."""
+    """The communicators that have a member on a node, in the order in which all members build them, and those ranks' uids."""
     comms = sorted(comm for comm, found in membership.items() if any(member.node == node for member in found))
     return comms, sorted({member.rank_uid for comm in comms for member in membership[comm] if member.node == node})

@@ -1,6 +1,6 @@
-"""The processes whose gates a node closes: found by their communicators, journalled, and looked at again.
+"""Finds the processes whose gates a node closes, by their communicators, and reports on them.
 
-Invariant: a process counts only together with its start time; one that has ended since is missed, never mistaken.
+Invariant: a process is identified by its pid and start time, so one that has ended is never mistaken for a later one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from snapshotd.runtime.blocking import all_at_once
 
 
 async def find(entries: Iterable[RankEntry]) -> list[tuple[GateProcess, ncclctl.Report]]:
-    """The processes of these ranks that have communicators, and where they are. Nothing is changed."""
+    """The processes of these ranks that have communicators, with their reports. Changes nothing."""
     found = await all_at_once(_look, [entry for entry in entries if not entry.away_node])
     return [each for of_rank in found for each in of_rank]
 
@@ -80,7 +80,7 @@ def _channel(channel: ncclctl.ChannelCount) -> pb.ChannelCount:
 
 
 def target_line(target: pb.ChannelCount) -> str:
-    """A target from the wire, as the shim reads it. Raises Damaged for one that makes no sense."""
+    """A target from the wire, in the shim's format. Raises Damaged for an invalid one."""
     kind = _LETTERS.get(target.kind, "?")
     return ncclctl.target_line(ncclctl.ChannelCount(target.communicator, kind, target.peer, target.count))
 
@@ -95,7 +95,7 @@ def alive(move_log: MoveLog) -> list[GateProcess]:
 
 
 def members(move_log: MoveLog, rank_uids: Collection[str]) -> list[GateProcess]:
-    """The processes of these ranks, all of them: a communicator without one of its members is never built again."""
+    """All processes of these ranks. Raises RankGone if one has ended: a communicator cannot be built without a member."""
     found = [each for each in move_log.record.gate_processes if each.rank_uid in rank_uids]
     for each in found:
         if not each.process.alive():

@@ -1,9 +1,9 @@
-"""The gates of a job's ranks on this node: closed for a move, and opened once the job's communicators are complete again.
+"""Closes the gates of a job's ranks on this node for a move, and opens them once the job's communicators are complete again.
 
-The driver closes them and moves them on to a common cut; the source daemon has communicators taken down and built again
-(members.py); a token of the move's outcome opens them. Invariant: a gate is in the journal before it is closed, so no gate
-stays closed because a process died: a node that does not know the outcome asks the source and the target (`gate_next` of
-snapshotd/moves/rules.py), also after a restart. A job without communicators leaves no trace here.
+The driver closes the gates and advances the ranks to a common cut. The source daemon has communicators taken down and built
+again (members.py). A token of the move's outcome opens the gates. Invariant: a gate is in the journal before it is closed, so
+no gate stays closed because a process died: a node that does not know the outcome asks the source and the target
+(`gate_next` of snapshotd/moves/rules.py), also after a restart. A job without communicators leaves no trace here.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ASK_AGAIN_S = 2.0
 DRIVER_FIRST_S = 3.0
 #: An undo gives up earlier (snapshotd/moves/nccl/communicators.py): a source that is silent for this long has given up.
 SILENT_S = 240.0
-#: A node that reaches neither source nor target for this long opens its gates: NCCL's errors tell the ranks what is lost.
+#: A node that reaches neither source nor target for this long opens its gates: the ranks then get NCCL's errors.
 LOST_S = 900.0
 
 
@@ -55,7 +55,7 @@ class GateSteps(Steps):
 
     @step
     async def close(self, request: pb.MoveDescription) -> pb.GateReport:
-        """Closes the gate of every process here that has communicators: it launches nothing that is not in its report."""
+        """Closes the gate of every process here that has communicators. After that all its launches are in its report."""
         check_move_id(request.move), check_rank_uid(request.rank_uid)
         async with self._beginning:  # a repeated request waits for the first; a job is closed for one move only
             known = self.journal.find(request.move)
@@ -77,7 +77,7 @@ class GateSteps(Steps):
                 return await gate_processes.report(found)
 
     async def report(self, request: pb.GateReportRequest) -> pb.GateReport:
-        """How far the job's processes here are. Changes nothing."""
+        """Reports how far the job's processes here are. Changes nothing."""
         moving = self.moves.get(check_move_id(request.move)) if request.move else None
         if moving is not None and moving.log.last_mark is not Mark.SETTLED:
             return await gate_processes.report(await in_thread(gate_processes.alive, moving.log))

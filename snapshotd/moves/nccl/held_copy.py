@@ -1,8 +1,8 @@
-"""The NCCL part of a copy that is held on its target: it takes part in building the communicators before COMMIT.
+"""Lets a copy that is held on its target take part in building the communicators before COMMIT.
 
-For that, and only for that, the processes that had communicators are continued, and no thread of the job with them: those are
-parked by the shim since before the dump, and the other processes of the tree stay stopped. Afterwards all of it is stopped
-and frozen again. Invariant: nothing here releases a parked thread.
+Only for that, the processes that had communicators are continued. No thread of the job runs: the shim has parked them since
+before the dump. The other processes of the tree stay stopped. Afterwards the whole copy is stopped and frozen again.
+Invariant: nothing here releases a parked thread.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def processes(members: Iterable[NcclProcess]) -> list[Process]:
 
 
 async def wake_shim(move_log: MoveLog) -> list[Process]:
-    """The shim's threads of the held copy run, with a copy of NCCL that knows this host. Repeatable."""
+    """Lets the shim's threads of the held copy run, and loads a fresh NCCL that has not seen another host. Idempotent."""
     members = move_log.record.nccl_processes
     await in_thread(Cgroup(Path(move_log.record.cgroup)).thaw, STOP_S)  # everything is stopped by signal as well
     await all_at_once(_wake_one, members)
@@ -50,7 +50,7 @@ def _wake_one(member: NcclProcess) -> None:
 
 
 async def still(move_log: MoveLog) -> None:
-    """The held copy stands still again, all of it. Repeatable."""
+    """Stops and freezes the whole held copy again. Idempotent."""
     try:
         await in_thread(tree.stop_again, processes(move_log.record.nccl_processes), STOP_S)
     finally:
@@ -58,6 +58,6 @@ async def still(move_log: MoveLog) -> None:
 
 
 async def open_gates(members: Iterable[NcclProcess]) -> None:
-    """COMMIT stands and the copy runs: so do its communicators."""
+    """COMMIT stands and the copy runs: lets it use its communicators."""
     alive = [process for process in processes(members) if process.alive()]
     await all_at_once(ncclctl.open_gate, alive)

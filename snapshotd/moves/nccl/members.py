@@ -1,8 +1,8 @@
-"""This node's members of the communicators of a rank that moves: taken down, and built again with all others at once.
+"""Takes down this node's members of a moving rank's communicators, and builds them again together with all others.
 
-The source daemon, which alone knows all members, asks for it. Here are the members of one node; on the target the held copy
-is one of them. Invariant: communicators change only behind a closed gate. A failure here leaves them down and the gates
-closed; the source decides how the move ends.
+The source daemon, which alone knows all members, requests it. This module handles the members on one node; on the target the
+held copy is one of them. Invariant: communicators change only behind a closed gate. A failure here leaves them down and the
+gates closed; the source decides how the move ends.
 """
 
 from __future__ import annotations
@@ -153,12 +153,12 @@ class Members:
         return copy if copy is not None and copy.log.begin.rank_uid in set(rank_uids) else None
 
     def _may_wake(self, copy: Moving) -> None:
-        if self._held_copy(copy.log.move) is not copy:  # it was, before the lock was free
+        if self._held_copy(copy.log.move) is not copy:  # it was held before this call got the lock
             raise WrongState(f"the copy of move {copy.log.move} is not held here any more", where=Where.UNKNOWN)
 
 
 async def _build(processes: Sequence[Process], lines: Sequence[str], given_up: threading.Event) -> None:
-    """In all of them, or in none: the first that fails makes the others give up."""
+    """Builds in all processes or in none: the first that fails makes the others give up."""
     if given_up.is_set():
         raise ncclctl.gave_up("this node")
     running = [all_at_once(lambda each: ncclctl.attach(each, lines, ATTACH_S, given_up), [each]) for each in processes]
@@ -182,8 +182,8 @@ async def _all_or_none(work: Iterable[Awaitable[object]], given_up: threading.Ev
 
 
 def cause(failures: Iterable[BaseException]) -> BaseException:
-    """The failure to report, of several in order: the first, because later ones may be its consequences. But a member that
-    has ended precedes all others: there is no use in trying again."""
+    """The failure to report, of several in order: the first, because later ones may be its consequences. A member that has
+    ended takes precedence over all others, because a retry cannot succeed."""
     found = list(failures)
     return next((error for error in found if isinstance(error, RankGone)), found[0])
 

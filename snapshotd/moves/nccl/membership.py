@@ -1,7 +1,7 @@
-"""Which process is a member of which communicator: pure functions over the reports of all nodes.
+"""Finds out which process is a member of which communicator: pure functions over the reports of all nodes.
 
-Invariant: a communicator is known completely or not at all: as many members as it has ranks, each rank taken once. One that
-is incomplete, or that a member's shim refuses, is reported as a problem, and nothing is changed.
+Invariant: a communicator is known completely: as many members as it has ranks, each rank once. One that is incomplete, or
+that a member's shim refuses, is reported as a problem, and nothing is changed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Membership: TypeAlias = dict[str, list[Member]]
 
 
 def membership_of(reports: Mapping[str, pb.GateReport], rank_uid: str) -> tuple[Membership, list[str]]:
-    """The members of every communicator that the rank is in, and what speaks against taking these down."""
+    """The members of every communicator that the rank is in, and the problems that prevent taking these down."""
     found: Membership = {}
     sizes: dict[str, int] = {}
     mine: set[str] = set()
@@ -46,8 +46,8 @@ def membership_of(reports: Mapping[str, pb.GateReport], rank_uid: str) -> tuple[
 
 
 def untried(members: Sequence[Member], gpus: Mapping[str, frozenset[str]]) -> bool:
-    """Whether a communicator is built without a first all-reduce: two members share a GPU, where one kernel may never let the
-    other run, or one process has several ranks in it, which would have to be tried at once."""
+    """Whether a communicator is built without a first all-reduce. This is so if two members share a GPU, where one kernel may
+    block the other for ever, or if one process has several ranks in it, which would have to be tried at once."""
     by_gpu = Counter(gpu for member in members for gpu in gpus.get(member.rank_uid, ()))
     by_process = Counter((member.rank_uid, member.pid) for member in members)
     return any(count > 1 for count in [*by_gpu.values(), *by_process.values()])

@@ -1,9 +1,9 @@
-"""New connections to a rank's listeners during a move: their first packets are dropped until it is clear where the rank is.
+"""Holds new connections to a rank's listeners during a move: drops their first packets until it is known where the rank is.
 
 The kernel completes handshakes for a frozen listener, and such a connection would be lost with the copy. So from just before
 the freeze a SYN to any address of the rank's listeners is dropped; TCP sends it again after a second. When the move is
 undone, the source admits new connections again. When it succeeds, the source does so once every node that it can reach
-forwards them to the target: the node that has the rank tells the one it left last (snapshotd/moves/peers/forwarding.py).
+forwards them to the target: the node that the rank left is notified last (snapshotd/moves/peers/forwarding.py).
 Existing connections are not affected.
 
 Invariant: while new connections are held, none waits at a listener of the rank: the freeze waits for that, or fails.
@@ -23,7 +23,7 @@ from snapshotd.net.flows import Address, Flow
 
 DRAIN_S = 2.0
 _LOOK_AGAIN_S = 0.01
-#: Debian gives a host's own name the second one.
+#: Debian maps a host's own name to the second one.
 LOOPBACKS = ("127.0.0.1", "127.0.1.1", "::1")
 
 

@@ -1,7 +1,7 @@
-"""A peer's steps of a move: this node has the peers' sockets of the rank's connections, in processes that stay.
+"""Carries out a peer's steps of a move: this node has the peers' sockets of the rank's connections, in processes that stay.
 
-Each is re-pointed in place at the target, under a packet filter, just before COMMIT. With the outcome the filter is dropped,
-after an ABORT the socket is pointed back first. The processes are stopped only while their sockets are being changed.
+Each is re-pointed in place at the target, under a packet filter, just before COMMIT. Once the outcome is known the filter is
+dropped; after an ABORT the socket is pointed back first. The processes are stopped only while their sockets are changed.
 
 Invariant: while this node does not know the outcome, no packet of these connections leaves or enters it, with the old or
 the new address; so whatever the rank's sockets do meanwhile, nothing here can be answered with a reset. The state of a socket
@@ -76,7 +76,8 @@ class PeerSteps(Steps):
 
     @step
     async def suspend_timeouts(self, request: pb.RepointRequest) -> pb.SuspendTimeoutsReply:
-        """Before the freeze: lets the sockets here outlive a long silence, and this kernel learn the target's round trip."""
+        """Before the freeze: switches off the sockets' time-outs, and lets this kernel learn the round-trip time to the
+        target."""
         description = _check(request)
         if self.journal.find(description.move) is None:
             await self._begin(description)
@@ -234,7 +235,7 @@ class PeerSteps(Steps):
         return [(pairs[pair], flow) for pair, flow in found.items()], missing + unheld + wrong
 
     def _find(self, pairs: Iterable[Pair]) -> dict[Pair, Flow]:
-        """The peers' sockets, by the pair as the rank has it. One that came through a forwarding has another name for it."""
+        """The peers' sockets, by the address pair as the rank has it. A forwarded connection has another pair here."""
         forwarded = {old: new for known in forward.listed().values() for old, new in known.items()}
         if not forwarded:
             return sockets.find_peers(pairs)

@@ -1,4 +1,4 @@
-"""The image channel to the target: a bulk connection beside gRPC, or gRPC itself where no other port is open."""
+"""Opens the image channel to the target: a bulk connection beside gRPC, or gRPC itself if no other port is open."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ async def streams_to_target(node: Node, begin: Begin) -> AsyncIterator[Sequence[
 
 
 async def _beside_grpc(node: Node, begin: Begin) -> Sequence[Stream]:
-    """Streams of the bulk connection; none where it cannot be opened or reached. Objections to the move itself are raised."""
+    """Streams of the bulk connection; none if it cannot be opened or reached. Raises errors that concern the move itself."""
     config = node.config
     try:
         async with node.client(begin.target_node, begin.target_endpoint) as client:
             channel = await client.target.OpenImageChannel(
                 pb.OpenImageChannelRequest(move=begin.move), timeout_s=_OPEN_S
             )
-    except Internal as error:  # it has no port for it, or its version does not know it
+    except Internal as error:  # the target has no port for it, or its version does not support it
         log.warning("gRPC carries the images: %s has no bulk connection: %s", begin.target_node, error.message)
         return []
     except SnapshotError as error:

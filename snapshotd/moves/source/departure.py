@@ -1,7 +1,7 @@
-"""How a move ends on its source: the rank is thawed, or its frozen copy is dropped because the rank runs elsewhere.
+"""Ends a move on its source: thaws the rank, or drops its frozen copy because the rank runs elsewhere.
 
-Invariant: nothing here decides. The outcome is in the journal before any of it is called, and every act can be repeated, in
-the next round of settling or after a restart.
+Invariant: nothing here decides. The outcome is in the journal before any of this is called, and every operation can be
+repeated, in the next round of settling or after a restart.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ FORWARD_S = 30.0
 
 
 class Departure:
-    """The acts that end a move on its source. One instance per daemon."""
+    """The operations that end a move on its source. One instance per daemon."""
 
     def __init__(self, node: Node, communicators: Communicators) -> None:
         self.node, self.communicators = node, communicators
@@ -53,7 +53,7 @@ class Departure:
         return entry if entry is not None and entry.cgroup == move_log.record.cgroup else None
 
     async def thaw(self, moving: Moving) -> None:
-        """ABORT stands: lets the copy here continue, if its keeper lives. Otherwise ends it."""
+        """ABORT stands: lets the copy here continue if its keeper is alive. Otherwise ends it."""
         move_log = moving.log
         if moving.offload is not None:
             await moving.offload.close()
@@ -89,8 +89,8 @@ class Departure:
         await self.communicators.open_all(moving)
 
     async def _bring_back(self, moving: Moving, group: Cgroup) -> None:
-        """Brings back a GPU rank's device memory, then its threads. Ends a rank whose device memory the driver lost, so that
-        its launcher learns it now, not after a time-out of hours."""
+        """Brings back a GPU rank's device memory, then releases its threads. Ends a rank whose device memory the driver lost,
+        so that its launcher notices now, not after a time-out of hours."""
         known = moving.log.record
         try:
             await memory.bring_back(
@@ -130,7 +130,7 @@ class Departure:
                 await in_thread(self.node.ranks.put, entry)
             else:
                 await in_thread(connections.silence, Cgroup(Path(move_log.record.cgroup)).pids())
-                entry.keeper.signal(9)  # PID 1 of the rank's pid namespace: everything in it goes with it
+                entry.keeper.signal(9)  # PID 1 of the rank's pid namespace: the kernel kills everything in it
         group = Cgroup(Path(move_log.record.cgroup))
         await in_thread(connections.silence, group.pids())
         await in_thread(group.kill, KILL_S)
@@ -158,7 +158,7 @@ class Departure:
         await in_thread(new_connections.admit, move_log)
 
     async def forwarded(self, rank_uid: str) -> None:
-        """New connections to a rank are forwarded from here now: the moves that took it away need not hold them any more."""
+        """New connections to a rank are forwarded from here now: the moves by which it left need not hold them any more."""
         self._forwarded.add(rank_uid)
         for move_log in self.node.journal.all():
             begin = move_log.begin
@@ -166,7 +166,7 @@ class Departure:
                 await in_thread(new_connections.admit, move_log)
 
     async def _sent_bytes(self, moving: Moving) -> int:
-        """Of the image, and of the device-memory channel."""
+        """Bytes of the image and of the device-memory channel."""
         beside = await moving.offload.finish() if moving.offload is not None else 0
         return moving.log.record.sent_bytes + beside
 

@@ -1,6 +1,6 @@
-"""Dump and stream: criu writes the image, which goes straight to the target; nothing big is stored here.
+"""Dumps a rank and streams it: criu writes the image, which goes straight to the target; nothing large is stored here.
 
-The big images (pages, ghost files) are FIFOs that criu splices into and the sender reads. The pipe gives back-pressure, so
+The large images (pages, ghost files) are FIFOs that criu splices into and the sender reads. The pipe gives back-pressure, so
 the source never has a second copy of the rank's memory. Small images and carried files follow when criu is done.
 
 Invariant: when `run` returns or raises, the tree is stopped, its cgroup is frozen, and criu has exited.
@@ -47,12 +47,12 @@ log = logging.getLogger(__name__)
 DUMP_S = 3600.0
 #: FIFOs beyond the foreseeable ones. criu makes a plain file where one is missing, which works but takes memory.
 SPARE_FIFOS = 8
-#: Files criu writes for people, not for the restore.
+#: Files that criu writes for diagnosis; a restore does not need them.
 _NOT_SENT = {"dump.log", "stats-dump"}
 
 
 class Dump:
-    """The dump of one frozen rank, and its way to the target."""
+    """The dump of one frozen rank, and its transfer to the target."""
 
     def __init__(
         self, node: Node, move_log: MoveLog, entry: RankEntry, facts: pb.RankFacts, offload: Offload | None = None
@@ -192,7 +192,7 @@ class Dump:
         written.set()
 
     def _make_fifos(self, pids: list[int]) -> dict[str, int]:
-        """Makes a FIFO for every image that can be big. criu numbers pages by process, then shared memory; ghosts by file."""
+        """Makes a FIFO for every possibly large image. criu numbers pages by process, then shared memory; ghosts by file."""
         shutil.rmtree(self.images, ignore_errors=True)
         self.images.mkdir(mode=0o700, parents=True)
         deleted = _deleted_files(pids)
@@ -265,7 +265,7 @@ class Dump:
 
     @staticmethod
     async def sweep(node: Node, move_log: MoveLog) -> None:
-        """Removes what a dump leaves here: criu, its cgroup, its links, the images. Also after a crash."""
+        """Removes what a dump, also one that crashed, leaves here: criu, its cgroup, its links, the images."""
         group = criu_group(move_log.move)
         await in_thread(group.kill, 10)
         group.remove()
@@ -305,6 +305,6 @@ def _deleted_files(pids: list[int]) -> int:
 
 
 def _cause(failures: ExceptionGroup[Exception]) -> Exception:
-    """The failure to report: criu's own message says more than the broken stream that it leaves behind."""
+    """The failure to report: criu's own error is more precise than that of the stream which it broke."""
     flat = [_cause(error) if isinstance(error, ExceptionGroup) else error for error in failures.exceptions]
     return next((error for error in flat if isinstance(error, CriuFailed)), flat[0])

@@ -1,7 +1,7 @@
-"""The freeze of a rank: from running to stopped and frozen, silent on the network, its device memory in host memory.
+"""Freezes a rank: stops it, freezes its cgroup, filters its connections, and moves its device memory to host memory.
 
 Invariant: FREEZING is journalled before anything is stopped, with all that an undo needs; FROZEN once everything has stopped.
-If a part in between fails, `Departure.thaw` brings the rank back from wherever it is.
+If a part in between fails, `Departure.thaw` brings the rank back from any state in between.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ FREEZE_S = 20.0
 
 
 async def make_ready(node: Node, moving: Moving, entry: RankEntry, parts: Parts) -> None:
-    """Does what the job need not wait for: returns free blocks to the driver, and prepares the stripes for the rest.
+    """Does the work for which the job need not wait: returns free blocks to the driver, and prepares stripes for the rest.
 
-    It comes before the gates close: behind a gate the interpreter reaches no safe point, and every rank of the job waits."""
+    Done before the gates close: behind a gate the interpreter reaches no safe point, and all ranks of the job wait."""
     processes = await cuda_processes.must_find(node.gpus, entry.group.pids())
     left_bytes = await memory.empty_caches(processes, parts)
     await _prepare(node, moving, processes, parts)
@@ -52,7 +52,7 @@ async def freeze(
     """Stops the tree and freezes its cgroup. The caller holds the move's lock."""
     began, move, group = host.boottime_s(), moving.log.move, entry.group
     await reach(Point.BEFORE_FREEZE)
-    before = moving.log.record.stopped_before  # a repeated freeze would find its own stops, not a user's
+    before = moving.log.record.stopped_before  # a repeated freeze would find processes that it has stopped itself
     if before is None:
         before = [tree.inner_pid(pid) for pid in group.pids() if tree.state(pid) == "T"]
     if (link := entry.link) is None:
@@ -141,8 +141,8 @@ def _expected(moving: Moving, left_bytes: int) -> dict[str, int]:
 
 
 async def _in_communicators(moving: Moving, entry: RankEntry) -> list[NcclProcess]:
-    """The processes whose communicators were taken down for this move. None may still be up: no socket
-    or thread of NCCL survives a move, and the job would never learn why."""
+    """The processes whose communicators were taken down for this move. Raises if one is still up: no socket or thread of
+    NCCL survives a move, and the job would fail without a known cause."""
     instances = dict(moving.log.record.nccl_instances)
     found = []
     for gated, report in await gate_processes.find([entry]):
@@ -159,7 +159,7 @@ async def _in_communicators(moving: Moving, entry: RankEntry) -> list[NcclProces
 
 
 async def _silence(moving: Moving, entry: RankEntry, link: KeeperLink, places: Places) -> list[pb.Rewire]:
-    """Journals and silences the frozen rank's connections, takes over its unread input and output, and marks it FROZEN."""
+    """Journals and filters the frozen rank's connections, takes over its unread input and output, and marks it FROZEN."""
     move, group = moving.log.move, entry.group
     rewires, flows = await in_thread(connections.frozen, group.pids(), places)
     await in_thread(connections.hold, move, rewires, on_target=False)

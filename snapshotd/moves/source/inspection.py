@@ -1,4 +1,4 @@
-"""Preflight on the source: the facts about a rank, and the checks against moving it. Changes nothing."""
+"""Carries out preflight on the source: collects facts about a rank, and checks whether it can move. Changes nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KEEPER_BACK_S = 5.0
 
 
 async def facts(node: Node, entry: RankEntry) -> tuple[pb.RankFacts, list[pb.Check]]:
-    """What preflight finds out about a rank on its source."""
+    """The facts about a rank, and the checks of preflight on its source."""
     config, pids = node.config, entry.group.pids()
     look, more = await cuda_processes.find(node.gpus, pids)
     nccl = await in_thread(preflight.read_nccl_reports, pids)
@@ -40,7 +40,7 @@ async def facts(node: Node, entry: RankEntry) -> tuple[pb.RankFacts, list[pb.Che
 
 
 async def keeper_back(entry: RankEntry) -> None:
-    """After a restart of this daemon the keepers take a moment to reconnect: the first question waits for them."""
+    """Waits for the rank's keeper to reconnect, which takes a moment after a restart of this daemon."""
     deadline_s = host.boottime_s() + KEEPER_BACK_S
     while entry.link is None and entry.keeper_alive() and host.boottime_s() < deadline_s:  # noqa: ASYNC110 - bounded, rare
         await asyncio.sleep(0.05)

@@ -1,7 +1,7 @@
-"""How a move ends on its source, with or without a driver: the rules decide, and the decision is carried out.
+"""Settles a move on its source, with or without a driver, by carrying out the decisions of the rules.
 
-Invariant: the outcome is recorded first, then acted on, and every act can be repeated. After a crash the journal has the
-truth, and settling continues from it by snapshotd/moves/rules.py.
+Invariant: the outcome is recorded first, then acted on, and every operation can be repeated. After a crash the journal is
+authoritative, and settling continues from it by snapshotd/moves/rules.py.
 """
 
 from __future__ import annotations
@@ -124,8 +124,8 @@ class SourceSettling(Steps):
                     return
 
     async def _attach_late(self, moving: Moving) -> None:
-        """Builds the communicators with the target's copy before a COMMIT without the driver, because the copy here is lost:
-        the target may let the rank run as soon as COMMIT is recorded. Best effort."""
+        """The copy here is lost, and COMMIT is about to be recorded without the driver: builds the communicators with the
+        target's copy first, because the target may let the rank run as soon as COMMIT is recorded. Best effort."""
         if communicators.down(moving):
             try:
                 await self.communicators.attach(moving, moving.log.begin.target_node)

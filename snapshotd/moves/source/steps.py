@@ -1,4 +1,4 @@
-"""The source's steps of a move: freeze, dump and stream, then the outcome record.
+"""Carries out the source's steps of a move: freeze, dump and stream, then the outcome record.
 
 Invariant: from FREEZING on, the tree is stopped *and* its cgroup frozen until the outcome is in the journal. The outcome is
 recorded first, then acted on (snapshotd/moves/source/settling.py).
@@ -132,8 +132,8 @@ class SourceSteps(SourceSettling):
 
     @step
     async def prepare_device(self, move: str) -> pb.PrepareDeviceReply:
-        """Prepares what device memory needs to leave, while the whole job still runs. Later the job would wait for it, all
-        its ranks where gates are closed. If it fails the rank keeps running, and the driver aborts."""
+        """Prepares the transfer of device memory while the whole job still runs. Later the job would have to wait for it, all
+        its ranks if gates are closed. If it fails the rank keeps running, and the driver aborts."""
         async with self.working_on(move, "prepare", at={Mark.BEGUN}) as moving:
             parts = Parts()
             await freeze.make_ready(self.node, moving, self._entry(moving), parts)
@@ -172,8 +172,8 @@ class SourceSteps(SourceSettling):
             return await freeze.freeze(self.node, moving, self._entry(moving), places, self._pending)
 
     async def stream(self, move: str) -> AsyncIterator[pb.Progress]:
-        """Dumps and streams; yields progress while it runs. A driver that goes away is not a failure by itself: its lease
-        decides."""
+        """Dumps and streams; yields progress while it runs. A driver that disconnects is not a failure by itself: the move
+        continues until its lease expires."""
         async with self.working_on(move, "stream") as moving:  # an abort in progress must not be followed by a dump
             if moving.log.last_mark is Mark.STREAMED:
                 yield pb.Progress(done=True)
@@ -223,8 +223,8 @@ class SourceSteps(SourceSettling):
     async def abort(self, move: str, reason: str, by: str) -> pb.Outcome:
         """Ends a move that has no outcome, and undoes it. Returns the outcome that stands.
 
-        The driver's request ends its lease, no more: where the copy here is gone and the target holds a complete one, the
-        rules commit instead, and where the target must be asked first the answer is UNDECIDED.
+        The driver's request only ends its lease. If the copy here is gone and the target holds a complete one, the rules
+        commit instead. If the target must be asked first, the answer is UNDECIDED.
         """
         if self.journal.find(check_move_id(move)) is None:
             await in_thread(self._refuse_permanently, move, reason)
@@ -240,8 +240,8 @@ class SourceSteps(SourceSettling):
             try:
                 await self.settle_once(moving)
             except (GpuFailed, NcclFailed, Timeout, Unreachable) as error:
-                # ABORT stands, and the settle loop keeps trying to give the rank back what is missing: its device memory,
-                # its communicators.
+                # ABORT stands, and the settle loop keeps trying to restore what the rank lacks: its device memory, its
+                # communicators.
                 moving.waiting_for = error.message
             return self.outcome_of(moving)
 

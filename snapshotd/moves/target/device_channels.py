@@ -1,4 +1,4 @@
-"""The target's device-memory channels: one per move, from the source's request until the move has ended here."""
+"""Manages the target's device-memory channels: one per move, from the source's request until the move has ended here."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from snapshotd.transport.device.stripe_names import MAX_STRIPES
 
 
 class DeviceChannels:
-    """All of this node. Not thread-safe: belongs to one event loop."""
+    """All channels of this node. Not thread-safe: belongs to one event loop."""
 
     def __init__(self, hosts: Sequence[str]) -> None:
         self._hosts = hosts
@@ -21,7 +21,7 @@ class DeviceChannels:
     async def open(
         self, move: str, folder: Path, names: Sequence[str], source_node: str, *, plain: bool, expected_bytes: int
     ) -> Incoming:
-        """Opens a channel into `folder`, the move's own. Replaces one that was opened before and whose answer was lost."""
+        """Opens a channel into `folder`, that of the move. Replaces an earlier one, whose answer was lost."""
         if not 1 <= len(names) <= MAX_STRIPES or len(set(names)) != len(names):
             raise Usage(f"{len(names)} stripes: 1 to {MAX_STRIPES} are possible, each with its own name")
         for name in names:

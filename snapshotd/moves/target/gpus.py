@@ -1,4 +1,4 @@
-"""Which GPU of this node a rank that arrives will use.
+"""Chooses the GPU of this node that an arriving rank will use.
 
 A reservation is a field of the move's record: it lasts until the move has ended, and no crash loses it or leaves it behind.
 """
@@ -19,8 +19,8 @@ log = logging.getLogger(__name__)
 
 
 def with_reservations(journal: Journal, found: Iterable[pb.Gpu]) -> list[pb.Gpu]:
-    """This node's GPUs, each with the move that will use it. A rank that is leaving reserves the GPU that it was on, because
-    it may have to come back."""
+    """This node's GPUs, each with the move that will use it. A leaving rank reserves its GPU, because it may have to come
+    back."""
     reserved: dict[str, str] = {}
     for move_log in journal.all():
         role, last = move_log.begin.role, move_log.last_mark

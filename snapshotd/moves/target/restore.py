@@ -1,4 +1,4 @@
-"""Restore: a guest keeper in a fresh pid namespace, criu as its child, and the rank as the keeper's child, stopped.
+"""Restores a rank, stopped: starts a guest keeper in a new pid namespace, with criu and then the rank as its children.
 
 Invariant: when `run` returns, every process of the copy is stopped and its cgroup frozen. When it raises, `sweep` removes
 every process, cgroup and image of it.
@@ -54,8 +54,8 @@ class Restore:
         self.link: asyncio.Future[KeeperLink] = asyncio.get_running_loop().create_future()
 
     async def run(self, parts: Parts, incoming: Incoming | None = None) -> Fields:
-        """Restores; returns what is journalled about the held copy. `parts` gets where the time went, `incoming` receives
-        offloaded device memory."""
+        """Restores; returns what is journalled about the held copy. `parts` collects timings, `incoming` receives offloaded
+        device memory."""
         begin = self.log.begin
         folder = self.node.store.path(begin.move)
         image = await _read_description(folder)
@@ -167,7 +167,7 @@ class Restore:
     async def _start_keeper(
         self, image: ImageDescription, group: Cgroup
     ) -> tuple[KeeperLink, Any, asyncio.subprocess.Process]:
-        """The guest keeper, connected, with criu waiting for its request."""
+        """Starts the guest keeper. It is connected when this returns, and criu waits for its request."""
         begin, config = self.log.begin, self.node.config
         ours, theirs = session.swrk_pair()
         spool = config.state_dir / "spool"
@@ -241,7 +241,7 @@ def _free_ghosts(folder: Path) -> list[links.Ghost]:
 
 
 def _image_bytes(folder: Path) -> int:
-    """What criu reads: neither files that were carried, nor device memory, nor the images of other moves."""
+    """Size of the files that criu reads: neither carried files, nor device memory, nor images of other moves."""
     return sum(path.stat().st_blocks * 512 for path in folder.glob("*.img"))
 
 
@@ -259,7 +259,7 @@ async def _read_description(folder: Path) -> ImageDescription:
 
 
 def _processes(pids: list[int], inner: list[int]) -> list[tree.Process]:
-    """The restored processes that their own pid namespace calls so."""
+    """The restored processes that have these pids in their own pid namespace."""
     found = {tree.inner_pid(pid): pid for pid in pids}
     missing = [str(number) for number in inner if number not in found]
     if missing:
@@ -278,7 +278,7 @@ def _hold(group: Cgroup) -> None:
 
 
 def _set_affinity(pids: list[int], image: ImageDescription) -> None:
-    """CPU affinity as it was, where it was narrower than the source's CPUs and those CPUs exist here."""
+    """Restores the CPU affinity if it was narrower than the source's CPUs and those CPUs exist here."""
     here, everywhere = os.sched_getaffinity(0), set(image.cpus)
     for pid in pids:
         for thread in os.listdir(f"/proc/{pid}/task"):

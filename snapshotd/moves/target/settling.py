@@ -1,4 +1,4 @@
-"""How a move ends on its target, with or without a driver: the copy is woken with COMMIT, or dropped with ABORT.
+"""Settles a move on its target, with or without a driver: wakes the copy after COMMIT, or drops it after ABORT.
 
 Invariant: a restored copy is stopped and its cgroup frozen until the journal here says ACTIVATED, and that is written only
 for a COMMIT: the source's token, or an operator's recorded declaration. Without an outcome a target asks and waits.
@@ -32,7 +32,7 @@ from snapshotd.transport.image.bulk_receiver import BulkReceivers
 log = logging.getLogger(__name__)
 
 ASK_AGAIN_S = 2.0
-#: A target starts to ask the source when it has heard nothing for this long; the driver's own requests come much faster.
+#: A target begins to ask the source after this time without a request; the driver's own requests come much faster.
 DRIVER_FIRST_S = 3.0
 
 
@@ -155,7 +155,7 @@ class TargetSettling(Steps):
             return  # both driver and source hand over the token
         entry = self.node.ranks.get(move_log.begin.rank_uid, "guest")
         if entry is None or entry.cgroup != move_log.record.cgroup or entry.moving not in {"", move_log.move}:
-            # It ran and has ended, or is the frozen source of a later move, which alone may wake it.
+            # It ran and has ended, or it is the frozen source of a later move. Only that move may wake it.
             log.warning("rank %s does not belong to this move any more: it is not woken", move_log.begin.rank)
             await self._forget_images(move_log.move)
             moving.done = True

@@ -1,4 +1,4 @@
-"""The target's steps of a move: receive the image, restore it stopped, and let it run only with the source's token.
+"""Carries out the target's steps of a move: receives the image, restores it stopped, lets it run with the source's token.
 
 Invariant: see snapshotd/moves/target/settling.py.
 """
@@ -126,7 +126,7 @@ class TargetSteps(TargetSettling):
 
     @step
     async def seal(self, request: pb.SealRequest, caller: str) -> pb.SealReply:
-        """The source has sent all files: verifies that they arrived complete."""
+        """The source has sent all files: verifies that they are complete."""
         self.authorise_source(request.move, caller)
         async with self.working_on(request.move, "stream") as moving:
             damaged = await in_thread(self.node.store.seal, request.move, request.files)

@@ -1,4 +1,4 @@
-"""Waking an activated copy."""
+"""Wakes an activated copy."""
 
 from __future__ import annotations
 
