@@ -1,4 +1,4 @@
-"""A cluster of fake daemons behind the real wire: real gRPC servers on unix sockets, with answers that tests choose.
+"""A cluster of fake daemons: real gRPC servers on unix sockets, whose answers the tests choose.
 
 Invariant: no test can reach a cluster, a lab or a daemon that exists on this machine.
 """
@@ -26,7 +26,7 @@ MOVE = "m-0123456789ab"
 
 @dataclass
 class FakeDaemon(stubs.NodeServicer, stubs.SourceServicer, stubs.TargetServicer):
-    """Answers what it was told to answer and remembers what it was asked."""
+    """Gives the answers that a test has set, and records the calls."""
 
     name: str
     ranks: list[pb.Rank] = field(default_factory=list)
@@ -36,7 +36,7 @@ class FakeDaemon(stubs.NodeServicer, stubs.SourceServicer, stubs.TargetServicer)
     gpus: list[pb.Gpu] = field(default_factory=list)
     gpu_problem: str = ""
     copy: pb.Copy = field(default_factory=lambda: pb.Copy(state=pb.Copy.NO_SUCH_MOVE))
-    gated: list[Gated] = field(default_factory=list)  # the processes here that speak NCCL
+    gated: list[Gated] = field(default_factory=list)  # the processes of this node that use NCCL
     gate_waits_for: str = ""
     failures: dict[str, SnapshotError] = field(default_factory=dict)  # by method
     unknown: set[str] = field(default_factory=set)  # methods that an older daemon does not know
@@ -55,7 +55,7 @@ class FakeDaemon(stubs.NodeServicer, stubs.SourceServicer, stubs.TargetServicer)
             context.abort(error.status, error.message)
 
     def record(self, move: str) -> pb.MoveRecord:
-        """The daemon's record of a move; one that a test did not describe begins here."""
+        """The daemon's record of a move. It is created if the test did not set one."""
         found = [record for record in self.moves if record.move == move]
         if not found:
             self.moves.append(pb.MoveRecord(move=move, begun_unix_s=1000.0))
@@ -137,7 +137,7 @@ class FakeDaemon(stubs.NodeServicer, stubs.SourceServicer, stubs.TargetServicer)
         record = self.record(request.move)
         if record.outcome == pb.UNDECIDED:
             record.outcome, record.reason = pb.ABORT, request.reason
-        self._hear("Abort", request, context)  # a failure loses the answer, not the record
+        self._hear("Abort", request, context)  # a failure here loses the answer, but not the record
         if record.outcome == pb.ABORT:
             record.mark, record.ended_unix_s, record.where = "settled", 2000.0, "running on source"
         return self._outcome(request.move)
@@ -215,7 +215,7 @@ class FakeDaemon(stubs.NodeServicer, stubs.SourceServicer, stubs.TargetServicer)
 
 @dataclass
 class FakeGates(stubs.GateServicer):
-    """The gates of a fake daemon's node: its calls are heard there."""
+    """The gates of a fake daemon's node. The daemon records the calls."""
 
     daemon: FakeDaemon
 
@@ -276,7 +276,7 @@ class FakeCluster:
 
 @pytest.fixture(autouse=True)
 def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever this machine has, a test that names no cluster finds none."""
+    """Makes sure that a test that names no cluster finds none, even if this machine has one."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("MIGRATOR_CLUSTER", str(tmp_path / "no-cluster.toml"))
     monkeypatch.setenv("GRPC_VERBOSITY", "NONE")
@@ -307,7 +307,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeClu
 
 @dataclass(frozen=True)
 class Ran:
-    """What a run of the program left."""
+    """The result of a run of the program."""
 
     code: int
     out: str
@@ -360,7 +360,7 @@ def a_rank(node: str, rank: int = 0, job: str = "train", **fields: Any) -> pb.Ra
 
 
 def a_record(role: str, move: str = MOVE, **fields: Any) -> pb.MoveRecord:
-    """One side's record of a move of rank 1 from node-1 to spare-1 that has not ended."""
+    """The source's or target's record of a move of rank 1 from node-1 to spare-1 that has not ended."""
     given: dict[str, Any] = {
         "move": move,
         "role": role,

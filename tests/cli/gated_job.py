@@ -1,7 +1,7 @@
-"""A job that speaks NCCL behind fake daemons: each rank is a program of NCCL calls with a gate in front, as the shim's is.
+"""An NCCL job behind fake daemons: each rank is a list of NCCL calls with a gate like the shim's.
 
-Every report lets each process run as far as its gate allows, so what a driver sees depends on nothing but what it asked.
-A group is a list of rows as the shim reports them, ["communicator", "c" | "s" | "r", seat, count].
+Every report lets each process run as far as its gate allows, so what the driver sees depends only on its own calls. A group
+is a list of rows as the shim reports them: ("communicator", "c" | "s" | "r", rank in the communicator, count).
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ def receive(comm: str, seat: int) -> Group:
 
 @dataclass
 class Gated:
-    """One process. `program` is launched from `at` on; a None in it is code of its own that never ends."""
+    """One process. It launches `program` from index `at` on; None stands for user code that never ends."""
 
     rank: int
-    seats: dict[str, tuple[int, int]]  # communicator → (nranks, seat)
+    seats: dict[str, tuple[int, int]]  # communicator → (nranks, its rank there)
     program: Sequence[Group | None]
     at: int = 0
     pid: int = 100
     gate: str = "open"
-    users: tuple[int, ...] = (7,)  # its threads; the first one is at the gate
+    users: tuple[int, ...] = (7,)  # its threads; the first one waits at the gate
     refusals: dict[str, list[str]] = field(default_factory=dict)  # by communicator
     counts: dict[Key, int] = field(default_factory=dict)
     targets: dict[Key, int] = field(default_factory=dict)
@@ -63,13 +63,13 @@ class Gated:
         return self.program[self.at] if self.at < len(self.program) else None
 
     def run(self) -> None:
-        """As far as the closed gate lets it: the rule of `migrator.quiesce.cut.may_launch`."""
+        """Runs as far as the closed gate allows, by the rule of `migrator.quiesce.cut.may_launch`."""
         while (group := self.next_group()) is not None:
             keys = [(comm, kind, seat) for comm, kind, seat, _ in group]
             if self.gate == "closed" and all(self.counts.get(k, 0) >= self.targets.get(k, 0) for k in keys):
                 return
             if self.gate == "open":
-                return  # nobody looks at a job that runs
+                return  # what a running job launches does not matter here
             self._count(group)
             self.at += 1
 

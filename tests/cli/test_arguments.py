@@ -1,4 +1,4 @@
-"""The command line's own grammar: help for all, one form for all errors, nothing malformed gets through."""
+"""Tests the command line's syntax: help for every verb, one form for all errors, rejection of malformed values."""
 
 from __future__ import annotations
 
@@ -87,7 +87,9 @@ WRONG = {
 
 
 @pytest.mark.parametrize("argv", WRONG.values(), ids=WRONG.keys())
-def test_bad_input_is_a_usage_error_in_words(cluster: FakeCluster, migrator: Migrator, argv: tuple[str, ...]) -> None:
+def test_invalid_arguments_are_reported_as_a_usage_error(
+    cluster: FakeCluster, migrator: Migrator, argv: tuple[str, ...]
+) -> None:
     ran = migrator(*argv)
     assert ran.code == Usage.exit_code
     assert ran.out == ""
@@ -100,7 +102,9 @@ def test_bad_input_is_a_usage_error_in_words(cluster: FakeCluster, migrator: Mig
 
 
 @pytest.mark.parametrize("argv", WRONG.values(), ids=WRONG.keys())
-def test_bad_input_is_a_usage_error_in_json(cluster: FakeCluster, migrator: Migrator, argv: tuple[str, ...]) -> None:
+def test_invalid_arguments_are_reported_as_a_usage_error_in_json(
+    cluster: FakeCluster, migrator: Migrator, argv: tuple[str, ...]
+) -> None:
     ran = migrator("--json", *argv)
     assert ran.code == Usage.exit_code
     assert ran.json["error"] == "usage"
@@ -108,7 +112,7 @@ def test_bad_input_is_a_usage_error_in_json(cluster: FakeCluster, migrator: Migr
     assert ran.err == ""
 
 
-def test_options_for_all_verbs_work_before_and_after_the_verb(
+def test_global_options_are_accepted_before_and_after_the_verb(
     cluster: FakeCluster, migrator: Migrator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("MIGRATOR_CLUSTER")
@@ -122,17 +126,17 @@ def test_options_for_all_verbs_work_before_and_after_the_verb(
         assert (ran.code, ran.json) == (0, {"ranks": [], "unreachable": []})
 
 
-def test_a_cluster_named_twice_is_a_usage_error(cluster: FakeCluster, migrator: Migrator) -> None:
+def test_cluster_and_lab_option_together_are_a_usage_error(cluster: FakeCluster, migrator: Migrator) -> None:
     assert migrator("ps", "--cluster", str(cluster.path), "--lab", "x").code == Usage.exit_code
 
 
-def test_a_cluster_that_is_not_there(migrator: Migrator) -> None:
+def test_missing_cluster_file_is_reported_as_not_found(migrator: Migrator) -> None:
     ran = migrator("ps", "--cluster", "/nonexistent/cluster.toml")
     assert ran.code == NotFound.exit_code
     assert "/nonexistent/cluster.toml" in ran.err
 
 
-def test_a_cluster_file_that_makes_no_sense(cluster: FakeCluster, migrator: Migrator) -> None:
+def test_invalid_cluster_file_is_reported_with_all_its_errors(cluster: FakeCluster, migrator: Migrator) -> None:
     cluster.path.write_text("nodes = 3\nspeed = 'fast'\n")
     ran = migrator("nodes", "--json")
     assert ran.code == BadConfig.exit_code
@@ -140,7 +144,7 @@ def test_a_cluster_file_that_makes_no_sense(cluster: FakeCluster, migrator: Migr
     assert "nodes" in ran.json["message"]
 
 
-def test_an_unexpected_exception_is_one_line_and_a_traceback_only_for_those_who_ask(
+def test_unexpected_exception_prints_a_traceback_only_with_migrator_debug(
     cluster: FakeCluster, migrator: Migrator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(_: object) -> None:

@@ -1,4 +1,4 @@
-"""cluster.toml: found in the right place, read as a whole, and every problem of it named at once."""
+"""Tests where cluster.toml is found, how it is read, and that all its problems are reported at once."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def places(tmp_path: Path) -> Places:
 
 
 def write_cluster(path: Path, extra: str = "", node: str = "node-1", tls: bool = True) -> Path:
-    """A good file, with real certificates beside it."""
+    """Writes a valid file, with real certificates beside it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if tls and not (path.parent / "pki").exists():
         pki.init(path.parent / "pki")
@@ -45,7 +45,7 @@ def write_cluster(path: Path, extra: str = "", node: str = "node-1", tls: bool =
 
 @contextlib.contextmanager
 def as_nobody() -> Iterator[None]:
-    """Root reads everything; this test must not be root."""
+    """Runs as an unprivileged user, because root can read every file."""
     if os.geteuid() != 0:
         yield
         return
@@ -56,7 +56,7 @@ def as_nobody() -> Iterator[None]:
         os.seteuid(0)
 
 
-def test_a_good_file(tmp_path: Path) -> None:
+def test_valid_file_is_loaded_with_paths_relative_to_it(tmp_path: Path) -> None:
     cluster = Cluster.load(write_cluster(tmp_path / "c/cluster.toml"))
     assert cluster.nodes == {"node-1": "10.0.0.1:7070"}
     assert cluster.tls is not None
@@ -67,7 +67,7 @@ def test_a_good_file(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- where it is found
 
 
-def test_search_order(places: Places, tmp_path: Path) -> None:
+def test_cluster_file_is_searched_in_the_documented_order(places: Places, tmp_path: Path) -> None:
     lab = write_cluster(places.labs / "lab/cluster.toml", node="in-lab")
     assert list(Cluster.load(places=places).nodes) == ["in-lab"]
     write_cluster(places.system, node="of-system")
@@ -80,7 +80,7 @@ def test_search_order(places: Places, tmp_path: Path) -> None:
     assert list(Cluster.load(given, places=named).nodes) == ["given"]
 
 
-def test_two_labs_need_a_name(places: Places) -> None:
+def test_two_running_labs_are_ambiguous(places: Places) -> None:
     for lab in ("one", "two"):
         write_cluster(places.labs / lab / "cluster.toml")
     with pytest.raises(Ambiguous, match="2 labs are up: one, two") as caught:
@@ -88,43 +88,43 @@ def test_two_labs_need_a_name(places: Places) -> None:
     assert "--cluster" in caught.value.advice
 
 
-def test_a_dead_lab_does_not_count(places: Places) -> None:
+def test_running_lab_is_preferred_to_one_that_is_down(places: Places) -> None:
     write_cluster(places.labs / "dead/cluster.toml", 'netns = "/proc/0/ns/net"', node="dead")
     write_cluster(places.labs / "living/cluster.toml", f'netns = "{OWN_NETNS}"', node="living")
     assert list(Cluster.load(places=places).nodes) == ["living"]
 
 
-def test_local_daemon(places: Places) -> None:
+def test_local_daemon_is_used_if_there_is_no_cluster_file(places: Places) -> None:
     with socket.socket(socket.AF_UNIX) as daemon:
         daemon.bind(str(places.local_socket))
         cluster = Cluster.load(places=places)
     assert cluster.nodes == {os.uname().nodename: f"unix:{places.local_socket}"}
 
 
-def test_nothing_anywhere(places: Places) -> None:
+def test_missing_cluster_is_not_found_and_the_remedy_suggests_a_lab(places: Places) -> None:
     places.local_socket.write_text("a file is no socket")
     with pytest.raises(NotFound, match="no cluster") as caught:
         Cluster.load(places=places)
     assert "migrator lab up" in caught.value.advice
 
 
-def test_named_file_is_missing(places: Places, tmp_path: Path) -> None:
+def test_missing_named_file_is_not_replaced_by_another_one(places: Places, tmp_path: Path) -> None:
     write_cluster(places.user)
     with pytest.raises(NotFound, match=r"nowhere\.toml"):
         Cluster.load(tmp_path / "nowhere.toml", places=places)
 
 
-def test_forbidden_file_is_not_skipped(places: Places) -> None:
+def test_unreadable_file_is_an_error_and_not_skipped(places: Places) -> None:
     write_cluster(places.labs / "lab/cluster.toml")
     write_cluster(places.user).chmod(0)
     with as_nobody(), pytest.raises(BadConfig, match="cannot be read"):
         Cluster.load(places=places)
 
 
-# ---------------------------------------------------------------- what can be wrong with it
+# ---------------------------------------------------------------- invalid files
 
 
-def test_all_problems_at_once(tmp_path: Path) -> None:
+def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
     path = tmp_path / "cluster.toml"
     path.write_text("""
         netns = "relative"
@@ -180,7 +180,7 @@ def test_all_problems_at_once(tmp_path: Path) -> None:
         ("a b:7070", False),
     ],
 )
-def test_endpoints(tmp_path: Path, endpoint: str, good: bool) -> None:
+def test_endpoint_syntax_is_checked(tmp_path: Path, endpoint: str, good: bool) -> None:
     path = write_cluster(tmp_path / "cluster.toml")
     path.write_text(path.read_text().replace("10.0.0.1:7070", endpoint))
     if good:
@@ -190,20 +190,20 @@ def test_endpoints(tmp_path: Path, endpoint: str, good: bool) -> None:
             Cluster.load(path)
 
 
-def test_one_endpoint_for_two_nodes(tmp_path: Path) -> None:
+def test_two_nodes_cannot_have_the_same_endpoint(tmp_path: Path) -> None:
     path = write_cluster(tmp_path / "cluster.toml")
     path.write_text(path.read_text() + '[nodes.node-2]\nendpoint = "10.0.0.1:7070"\n')
     with pytest.raises(BadConfig, match=r"10\.0\.0\.1:7070 is the endpoint of two nodes"):
         Cluster.load(path)
 
 
-def test_no_tls(tmp_path: Path) -> None:
+def test_tls_is_required_for_tcp_endpoints(tmp_path: Path) -> None:
     with pytest.raises(BadConfig, match="tls: missing"):
         Cluster.load(write_cluster(tmp_path / "cluster.toml", tls=False))
 
 
 @pytest.mark.parametrize("text", ["", "nodes = 3", "[nodes]"])
-def test_no_nodes(tmp_path: Path, text: str) -> None:
+def test_cluster_without_nodes_is_rejected(tmp_path: Path, text: str) -> None:
     path = tmp_path / "cluster.toml"
     path.write_text(text)
     with pytest.raises(BadConfig, match="no node is named"):
@@ -211,14 +211,14 @@ def test_no_nodes(tmp_path: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize("content", [b"nodes = [", b"\xff\xfe"])
-def test_no_toml(tmp_path: Path, content: bytes) -> None:
+def test_file_that_is_not_toml_is_rejected(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "cluster.toml"
     path.write_bytes(content)
     with pytest.raises(BadConfig, match="no TOML"):
         Cluster.load(path)
 
 
-def test_unreadable_key(tmp_path: Path) -> None:
+def test_unreadable_private_key_is_reported(tmp_path: Path) -> None:
     path = write_cluster(tmp_path / "cluster.toml")
     for folder in (tmp_path, *tmp_path.parents[:2], tmp_path / "pki", tmp_path / "pki/operators"):
         folder.chmod(0o755)
@@ -226,7 +226,7 @@ def test_unreadable_key(tmp_path: Path) -> None:
         Cluster.load(path)
 
 
-def test_key_is_no_pem(tmp_path: Path) -> None:
+def test_private_key_that_is_not_pem_is_rejected(tmp_path: Path) -> None:
     path = write_cluster(tmp_path / "cluster.toml")
     (tmp_path / "pki/operators/alice.key").write_bytes(b"\x30\x82")
     with pytest.raises(BadConfig, match=r"tls\.key: .* is no PEM file"):
@@ -236,19 +236,19 @@ def test_key_is_no_pem(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- clients
 
 
-async def test_client(tmp_path: Path) -> None:
+async def test_client_has_the_endpoint_and_name_of_its_node(tmp_path: Path) -> None:
     cluster = Cluster.load(write_cluster(tmp_path / "cluster.toml"))
     async with cluster.client("node-1") as client:
         assert (client.endpoint, client.name) == ("10.0.0.1:7070", "node-1")
 
 
-async def test_client_of_the_local_daemon(tmp_path: Path) -> None:
+async def test_client_of_the_local_daemon_has_no_node_name(tmp_path: Path) -> None:
     cluster = Cluster("test", {"here": f"unix:{tmp_path}/admin.sock"})
     async with cluster.client("here") as client:
         assert (client.endpoint, client.name) == (f"unix:{tmp_path}/admin.sock", None)
 
 
-def test_client_of_an_unknown_node(tmp_path: Path) -> None:
+def test_client_of_an_unknown_node_is_not_found(tmp_path: Path) -> None:
     cluster = Cluster.load(write_cluster(tmp_path / "cluster.toml"))
     with pytest.raises(NotFound, match="'node-9'") as caught:
         cluster.client("node-9")
@@ -258,25 +258,25 @@ def test_client_of_an_unknown_node(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- the lab's network
 
 
-def test_enter_without_a_lab() -> None:
+def test_enter_without_a_lab_changes_nothing() -> None:
     before = OWN_NETNS.stat().st_ino
     Cluster("test", {}).enter()
     assert OWN_NETNS.stat().st_ino == before
 
 
-def test_enter_where_we_are_already() -> None:
+def test_enter_is_allowed_if_already_inside() -> None:
     Cluster("test", {}, netns=Netns(OWN_NETNS, OWN_NETNS.stat().st_ino)).enter()
 
 
 @pytest.mark.parametrize("netns", [Netns(Path("/proc/0/ns/net"), 1), Netns(OWN_NETNS, 1)])
-def test_enter_a_lab_that_vanished(netns: Netns) -> None:
-    """Its process is gone, or its number is now somebody else's."""
+def test_entering_a_lab_that_is_down_is_unreachable(netns: Netns) -> None:
+    """Its process has ended, or its pid has been reused."""
     with pytest.raises(Unreachable, match="no longer up") as caught:
         Cluster("lab/cluster.toml", {}, netns=netns).enter()
     assert "lab down" in caught.value.advice
 
 
-def test_enter_is_too_late_with_threads() -> None:
+def test_enter_is_refused_once_threads_exist() -> None:
     done = threading.Event()
     thread = threading.Thread(target=done.wait)
     thread.start()
@@ -288,8 +288,8 @@ def test_enter_is_too_late_with_threads() -> None:
         thread.join()
 
 
-def test_enter_what_is_no_network() -> None:
-    """In a process without threads, which pytest's need not be."""
+def test_entering_a_namespace_of_another_kind_is_reported() -> None:
+    """Runs in a child, because pytest's own process may have threads."""
     program = (
         "from pathlib import Path\n"
         "from migrator.cluster import Cluster, Netns\n"

@@ -1,4 +1,4 @@
-"""ps, nodes, status, history, check: what they show of a cluster, and what they say when part of it is silent."""
+"""Tests what ps, nodes, status, history and check show, also if nodes do not answer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.cli.conftest import MOVE, FakeCluster, Migrator, a_rank, a_record
 LISTING = (("ps",), ("nodes",), ("status",), ("history",), ("recover",))
 
 
-def test_ps_shows_processes_and_hides_the_keepers_they_left_at_home(cluster: FakeCluster, migrator: Migrator) -> None:
+def test_ps_shows_processes_and_hides_their_home_keepers(cluster: FakeCluster, migrator: Migrator) -> None:
     cluster["node-1"].ranks = [a_rank("node-1", 0), a_rank("node-1", 1, place=pb.Rank.AWAY, at_node="spare-1")]
     cluster["spare-1"].ranks = [a_rank("spare-1", 1, home_node="node-1", moves=3)]
     ran = migrator("ps")
@@ -27,7 +27,7 @@ def test_ps_shows_processes_and_hides_the_keepers_they_left_at_home(cluster: Fak
     assert "away (on spare-1)" in migrator("ps", "--all").out
 
 
-def test_ps_json_has_every_fact(cluster: FakeCluster, migrator: Migrator) -> None:
+def test_ps_json_has_every_field(cluster: FakeCluster, migrator: Migrator) -> None:
     cluster["node-2"].ranks = [a_rank("node-2", 7, moving=MOVE, user_id=1000, started_unix_s=5.0)]
     (rank,) = migrator("ps", "--json").json["ranks"]
     assert rank == {
@@ -58,7 +58,9 @@ def test_ps_shows_one_row_for_a_rank_that_is_being_moved(cluster: FakeCluster, m
     assert len(migrator("ps", "--json", "--all").json["ranks"]) == 2
 
 
-def test_ps_shows_a_rank_whose_node_is_silent_by_its_keeper_at_home(cluster: FakeCluster, migrator: Migrator) -> None:
+def test_ps_shows_the_home_keeper_if_the_node_of_the_rank_does_not_answer(
+    cluster: FakeCluster, migrator: Migrator
+) -> None:
     cluster["node-1"].ranks = [a_rank("node-1", 1, place=pb.Rank.AWAY, at_node="spare-1")]
     cluster.stop("spare-1")
     ran = migrator("ps")
@@ -67,18 +69,20 @@ def test_ps_shows_a_rank_whose_node_is_silent_by_its_keeper_at_home(cluster: Fak
     assert "warning: spare-1: " in ran.err
 
 
-def test_ps_of_one_job(cluster: FakeCluster, migrator: Migrator) -> None:
+def test_ps_shows_only_ranks_of_the_given_job(cluster: FakeCluster, migrator: Migrator) -> None:
     cluster["node-1"].ranks = [a_rank("node-1", job="a"), a_rank("node-1", job="b")]
     assert [rank["job"] for rank in migrator("ps", "--job", "b", "--json").json["ranks"]] == ["b"]
 
 
-def test_a_job_cannot_steer_the_terminal(cluster: FakeCluster, migrator: Migrator) -> None:
+def test_control_characters_of_a_command_are_replaced(cluster: FakeCluster, migrator: Migrator) -> None:
     cluster["node-1"].ranks = [a_rank("node-1", command="evil\x1b[2J\rname\n")]
     assert "evil?[2J?name" in migrator("ps").out
 
 
 @pytest.mark.parametrize("verb", LISTING, ids=" ".join)
-def test_a_silent_node_is_a_warning(cluster: FakeCluster, migrator: Migrator, verb: tuple[str, ...]) -> None:
+def test_node_that_does_not_answer_is_a_warning(
+    cluster: FakeCluster, migrator: Migrator, verb: tuple[str, ...]
+) -> None:
     cluster.stop("node-2")
     ran = migrator(*verb)
     assert ran.code == 0
@@ -90,7 +94,9 @@ def test_a_silent_node_is_a_warning(cluster: FakeCluster, migrator: Migrator, ve
 
 
 @pytest.mark.parametrize("verb", LISTING, ids=" ".join)
-def test_if_no_node_answers_it_is_unreachable(cluster: FakeCluster, migrator: Migrator, verb: tuple[str, ...]) -> None:
+def test_exit_code_is_unreachable_if_no_node_answers(
+    cluster: FakeCluster, migrator: Migrator, verb: tuple[str, ...]
+) -> None:
     cluster.stop(*cluster.daemons)
     ran = migrator(*verb, "--json")
     assert ran.code == Unreachable.exit_code
@@ -99,7 +105,7 @@ def test_if_no_node_answers_it_is_unreachable(cluster: FakeCluster, migrator: Mi
         assert node in ran.json["message"]
 
 
-def test_if_every_node_denies_it_is_denied(cluster: FakeCluster, migrator: Migrator) -> None:
+def test_exit_code_is_denied_if_every_node_denies_the_call(cluster: FakeCluster, migrator: Migrator) -> None:
     for daemon in cluster.daemons.values():
         daemon.failures["ListRanks"] = Denied("not for you")
     ran = migrator("ps")
@@ -108,7 +114,7 @@ def test_if_every_node_denies_it_is_denied(cluster: FakeCluster, migrator: Migra
     assert Denied.remedy in ran.err
 
 
-def test_nodes(cluster: FakeCluster, migrator: Migrator) -> None:
+def test_nodes_shows_nodes_that_answer_and_nodes_that_do_not(cluster: FakeCluster, migrator: Migrator) -> None:
     cluster["node-1"].ranks = [a_rank("node-1")]
     cluster.stop("spare-1")
     ran = migrator("nodes")
@@ -126,7 +132,7 @@ def test_nodes(cluster: FakeCluster, migrator: Migrator) -> None:
     assert told["spare-1"]["reason"]
 
 
-def test_ps_shows_on_which_gpus_ranks_are(cluster: FakeCluster, migrator: Migrator) -> None:
+def test_ps_shows_the_gpus_of_each_rank(cluster: FakeCluster, migrator: Migrator) -> None:
     uuids = ["GPU-1a2b3c4d-0000-1111-2222-333344445555", "GPU-5e6f7a8b-0000-1111-2222-333344445555"]
     cluster["node-1"].ranks = [
         a_rank("node-1", 0, gpus=uuids[:1], device_bytes=1_300_000_000),
@@ -161,7 +167,7 @@ def a_gpu(index: int, name: str = "NVIDIA H200", **fields: Any) -> pb.Gpu:
     return pb.Gpu(**(given | fields))
 
 
-def test_nodes_shows_gpus(cluster: FakeCluster, migrator: Migrator) -> None:
+def test_nodes_shows_gpu_models_free_memory_and_problems(cluster: FakeCluster, migrator: Migrator) -> None:
     cluster["node-1"].gpus = [
         a_gpu(0, processes=[pb.GpuProcess(pid=7, memory_bytes=5, mps=True)]),
         a_gpu(1, reserved_for=MOVE),
@@ -200,14 +206,14 @@ def test_nodes_shows_gpus(cluster: FakeCluster, migrator: Migrator) -> None:
     assert migrator("nodes").out.splitlines()[2].split()[-1] == "-"
 
 
-def test_nodes_without_gpus_have_no_column_of_them(cluster: FakeCluster, migrator: Migrator) -> None:
+def test_nodes_omits_the_gpu_column_if_no_node_has_gpus(cluster: FakeCluster, migrator: Migrator) -> None:
     cluster.stop("node-2")
     ran = migrator("nodes").out.splitlines()
     assert " ".join(ran[0].split()) == " ".join(nodes.HEADS)
     assert ran[2].split()[-2:] == ["-", "-"]
 
 
-def test_status_merges_the_views_of_both_ends(cluster: FakeCluster, migrator: Migrator) -> None:
+def test_status_merges_the_records_of_source_and_target(cluster: FakeCluster, migrator: Migrator) -> None:
     cluster["node-1"].moves = [a_record("source")]
     cluster["spare-1"].moves = [a_record("target")]
     (move,) = migrator("status", "--json").json["moves"]
@@ -222,10 +228,10 @@ def test_status_merges_the_views_of_both_ends(cluster: FakeCluster, migrator: Mi
     assert "node-1: the driver has the word; spare-1: only the source knows how this ends" in row
 
 
-def test_status_and_history_share_the_moves_between_them(cluster: FakeCluster, migrator: Migrator) -> None:
+def test_move_is_in_history_only_when_source_and_target_have_ended(cluster: FakeCluster, migrator: Migrator) -> None:
     other = "m-ffffffffffff"
     done: dict[str, Any] = {"outcome": pb.COMMIT, "ended_unix_s": 1500.0, "pause_s": 0.9, "bytes": 1_000_000_000}
-    # The target has ended the first move, the source has yet to clean up: it is not history.
+    # The target has ended the first move, but the source has not: it is not in the history yet.
     cluster["node-1"].moves = [a_record("source", outcome=pb.COMMIT), a_record("source", other, **done)]
     ran = {**done, "mark": "activated"}
     cluster["spare-1"].moves = [a_record("target", **ran), a_record("target", other, **ran)]
@@ -249,7 +255,7 @@ def test_history_is_newest_first_and_limited(cluster: FakeCluster, migrator: Mig
     assert "3 older moves" in migrator("history", "--limit", "2").out
 
 
-def test_one_move_in_detail(cluster: FakeCluster, migrator: Migrator) -> None:
+def test_status_of_one_move_shows_its_details(cluster: FakeCluster, migrator: Migrator) -> None:
     cluster["node-1"].moves = [a_record("source", reason="silent driver", decided_by="source", outcome=pb.ABORT)]
     ran = migrator("status", MOVE)
     assert ran.code == 0
@@ -264,8 +270,8 @@ def a_gate(*ranks: int, **changes: Any) -> pb.ClosedGate:
     return pb.ClosedGate(**told | changes)
 
 
-def test_status_shows_who_waits_at_a_closed_gate(cluster: FakeCluster, migrator: Migrator) -> None:
-    """Which rank, for which move, since when: also where no move is left that has not ended."""
+def test_status_shows_ranks_that_wait_at_a_closed_gate(cluster: FakeCluster, migrator: Migrator) -> None:
+    """Shows which rank waits, for which move and since when, even if no move is in progress."""
     assert migrator("status", "--json").json["gates"] == []
     cluster["node-2"].gates = [a_gate(3, 1, waiting_for="the source has not decided yet")]
     cluster["node-1"].gates = [a_gate(0)]
@@ -290,9 +296,9 @@ def test_status_shows_who_waits_at_a_closed_gate(cluster: FakeCluster, migrator:
     }
 
 
-def test_the_gates_of_one_move(cluster: FakeCluster, migrator: Migrator) -> None:
+def test_status_of_one_move_shows_only_its_gates(cluster: FakeCluster, migrator: Migrator) -> None:
     cluster["node-2"].gates = [a_gate(1), a_gate(7, move="m-ffffffffffff", job="other")]
-    only = migrator("status", MOVE)  # its source and its target know nothing of it, or are gone
+    only = migrator("status", MOVE)  # neither source nor target has a record of it
     assert (only.code, len(only.out.splitlines())) == (0, 2)
     assert [gate["rank"] for gate in migrator("status", MOVE, "--json").json["gates"]] == [1]
     cluster["node-1"].moves = [a_record("source")]
@@ -301,9 +307,11 @@ def test_the_gates_of_one_move(cluster: FakeCluster, migrator: Migrator) -> None
 
 
 @pytest.mark.parametrize("verb", ["status", "recover"])
-def test_a_move_nobody_knows(cluster: FakeCluster, migrator: Migrator, verb: str) -> None:
+def test_unknown_move_is_not_found_only_if_all_nodes_answer(
+    cluster: FakeCluster, migrator: Migrator, verb: str
+) -> None:
     assert migrator(verb, MOVE).code == NotFound.exit_code
-    cluster.stop("node-2")  # who may be the one that knows
+    cluster.stop("node-2")  # which may have a record
     assert migrator(verb, MOVE).code == Unreachable.exit_code
 
 
@@ -315,7 +323,7 @@ def _checks() -> list[pb.Check]:
     ]
 
 
-def test_check_shows_each_check_and_exits_as_refused(cluster: FakeCluster, migrator: Migrator) -> None:
+def test_check_shows_each_check_and_exits_with_refused(cluster: FakeCluster, migrator: Migrator) -> None:
     cluster["node-1"].ranks = [a_rank("node-1")]
     cluster["spare-1"].checks = _checks()
     ran = migrator("check", "--rank", "0", "--to", "spare-1")
@@ -331,7 +339,7 @@ def test_check_shows_each_check_and_exits_as_refused(cluster: FakeCluster, migra
     assert [check["verdict"] for check in told.json["checks"]] == ["pass", "warn", "refuse"]
 
 
-def test_check_that_passes(cluster: FakeCluster, migrator: Migrator) -> None:
+def test_check_without_a_refusal_exits_with_0(cluster: FakeCluster, migrator: Migrator) -> None:
     cluster["node-1"].ranks = [a_rank("node-1")]
     cluster["spare-1"].checks = _checks()[:2]
     ran = migrator("check", "--rank", "0", "--to", "spare-1")
@@ -352,7 +360,7 @@ def test_check_that_passes(cluster: FakeCluster, migrator: Migrator) -> None:
     ],
     ids=["no such rank", "no such node", "no such job", "to itself", "two jobs", "already moving"],
 )
-def test_what_cannot_be_meant(
+def test_unsuitable_rank_or_target_is_rejected_before_anything_changes(
     cluster: FakeCluster,
     migrator: Migrator,
     verb: str,

@@ -1,4 +1,4 @@
-"""`migrator move`: how a move is shown, how each end is told, and what Ctrl-C does."""
+"""Tests `migrator move`: the progress display, the report of each outcome, and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def failed(error: Undone | Refused | OutcomeUnknown, outcome: Verdict, where: Wh
 
 @pytest.fixture
 def drive(cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> Callable[[MoveResult], list[MoveOptions]]:
-    """A driver whose moves end as told, after some events."""
+    """Replaces the driver by one whose move ends with the given result, after some events."""
 
     def ends_with(result: MoveResult) -> list[MoveOptions]:
         asked: list[MoveOptions] = []
@@ -78,7 +78,9 @@ def drive(cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> Callable[[Mo
     return ends_with
 
 
-def test_a_move_that_worked(drive: Callable[[MoveResult], list[MoveOptions]], migrator: Migrator) -> None:
+def test_successful_move_prints_pause_and_phases(
+    drive: Callable[[MoveResult], list[MoveOptions]], migrator: Migrator
+) -> None:
     asked = drive(moved())
     ran = migrator("move", "--rank", "1", "--to", "spare-1", "--job", "train", "--timeout", "60")
     assert ran.code == 0
@@ -95,7 +97,7 @@ def test_a_move_that_worked(drive: Callable[[MoveResult], list[MoveOptions]], mi
     ]
 
 
-def test_json_is_one_object_and_nothing_else(
+def test_json_output_is_exactly_one_object(
     drive: Callable[[MoveResult], list[MoveOptions]], migrator: Migrator
 ) -> None:
     drive(moved())
@@ -110,7 +112,7 @@ def test_json_is_one_object_and_nothing_else(
 WHOLE = ["Prepare", "Begin", "PrepareDevice", "Freeze", "Stream", "Restore", "Commit", "Activate", "Release"]
 
 
-def test_a_gpu_rank_gets_a_table_of_where_the_pause_went(
+def test_move_of_a_gpu_rank_prints_the_parts_of_the_pause(
     drive: Callable[[MoveResult], list[MoveOptions]], migrator: Migrator
 ) -> None:
     parts = [PhaseTime("prepare", 9.0, 0), PhaseTime("park-out", 0.5, 25_000_000_000), PhaseTime("refill", 0.8, 25)]
@@ -126,7 +128,7 @@ def test_a_gpu_rank_gets_a_table_of_where_the_pause_went(
     assert answer["longest_part"] == {"name": "refill", "seconds": 0.8, "bytes": 25}
 
 
-def test_a_whole_move_by_the_real_driver(cluster: FakeCluster, migrator: Migrator) -> None:
+def test_driver_completes_a_move(cluster: FakeCluster, migrator: Migrator) -> None:
     cluster["node-1"].ranks = [a_rank("node-1")]
     ran = migrator("move", "--rank", "0", "--to", "spare-1", "--json")
     assert ran.code == 0
@@ -137,7 +139,7 @@ def test_a_whole_move_by_the_real_driver(cluster: FakeCluster, migrator: Migrato
     assert ran.json["longest_part"]["name"] != "prepare", "the job ran meanwhile"
 
 
-def test_a_source_that_does_not_know_ready_moves_all_the_same(cluster: FakeCluster, migrator: Migrator) -> None:
+def test_source_without_prepare_device_can_still_move_a_rank(cluster: FakeCluster, migrator: Migrator) -> None:
     cluster["node-1"].unknown.add("PrepareDevice")
     cluster["node-1"].ranks = [a_rank("node-1")]
     ran = migrator("move", "--rank", "0", "--to", "spare-1", "--json")
@@ -145,7 +147,7 @@ def test_a_source_that_does_not_know_ready_moves_all_the_same(cluster: FakeClust
     assert "prepare" not in {part["name"] for part in ran.json["parts"]}
 
 
-def test_a_whole_move_that_fails_by_the_real_driver(cluster: FakeCluster, migrator: Migrator) -> None:
+def test_driver_undoes_a_move_that_fails(cluster: FakeCluster, migrator: Migrator) -> None:
     cluster["node-1"].ranks = [a_rank("node-1")]
     cluster["spare-1"].failures["Restore"] = CriuFailed(
         "Error (criu/x.c:1): no\nsecond line", where=Where.SOURCE_FROZEN
@@ -164,7 +166,7 @@ LATE = Refused("nccl: communicator 01 has a symmetric-memory window", remedy="de
 
 @pytest.mark.parametrize("step", ["Begin", "Freeze"])
 def test_refusal_after_the_first_preparing_step_is_undone(cluster: FakeCluster, migrator: Migrator, step: str) -> None:
-    """Exit code 10 promises that nothing was paused; a late refusal names its check, and says how long the job waited."""
+    """Exit code 10 promises that nothing was paused. A late refusal names its check and reports the pause of the job."""
     cluster["node-1"].ranks = [a_rank("node-1")]
     cluster["node-1"].failures[step] = LATE
     ran = migrator("move", "--rank", "0", "--to", "spare-1", "--json")
@@ -192,7 +194,7 @@ ENDS = [
 
 
 @pytest.mark.parametrize(("error", "outcome", "where", "shown"), ENDS, ids=[str(end[1]) for end in ENDS])
-def test_a_move_that_did_not(
+def test_failed_move_prints_reason_place_of_the_rank_and_remedy(
     drive: Callable[[MoveResult], list[MoveOptions]],
     migrator: Migrator,
     error: Undone | Refused | OutcomeUnknown,
@@ -219,7 +221,7 @@ def event(kind: str, phase: str = "", seconds: float = 0, count: int = 0, expect
     return Event(kind, phase, seconds, count, expected, text)
 
 
-def test_lines_tell_of_a_stream_at_most_every_two_seconds() -> None:
+def test_plain_lines_report_a_stream_at_most_every_two_seconds() -> None:
     clock = [0.0]
     stream = io.StringIO()
     lines = Lines(stream, clock=lambda: clock[0])
@@ -237,7 +239,7 @@ def test_lines_tell_of_a_stream_at_most_every_two_seconds() -> None:
     ]
 
 
-def test_a_phase_of_two_steps_is_one_line() -> None:
+def test_phase_of_two_steps_is_one_line() -> None:
     stream = io.StringIO()
     lines = Lines(stream)
     for phase in ("prepare", "prepare", "freeze"):
@@ -248,7 +250,7 @@ def test_a_phase_of_two_steps_is_one_line() -> None:
     assert stream.getvalue().splitlines() == ["  prepare    0.4 s", "  hello?[2J", "  freeze     0.2 s"]
 
 
-def test_a_stream_that_is_gone_disturbs_nobody() -> None:
+def test_closed_output_stream_is_ignored() -> None:
     reading, writing = os.pipe()
     os.close(reading)
     broken = os.fdopen(writing, "w")
@@ -268,7 +270,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_terminal_gets_a_live_display_and_json_without_one_nothing() -> None:
+def test_display_is_live_on_a_terminal_and_absent_for_json() -> None:
     assert isinstance(show_on(io.StringIO()), Lines)
     assert isinstance(show_on(io.StringIO(), only_live=True), Silent)
     stream = Terminal()
@@ -289,7 +291,7 @@ def test_a_terminal_gets_a_live_display_and_json_without_one_nothing() -> None:
 
 # -------------------------------------------------------------------- Ctrl-C
 
-#: A driver like the real one: it is told once to stop, and then takes its time. Every step is announced on stderr.
+#: Like the real driver, this one is cancelled once and then takes its time. It announces every step on stderr.
 INTERRUPTIBLE = """
 import asyncio, sys
 import migrator.driver
@@ -324,7 +326,7 @@ sys.exit(main(["move", "--rank", "1", "--to", "spare-1", *sys.argv[1:]]))
 
 
 def interrupt(cluster: FakeCluster, mode: str, numbers: list[signal.Signals], *options: str) -> tuple[int, str, str]:
-    """Runs a move, sends the signals one by one, each when the program has said that it is ready for it."""
+    """Runs a move and sends the signals, each when the program has printed that it is ready for it."""
     child = subprocess.Popen(
         [sys.executable, "-c", f"MODE = {mode!r}\n{INTERRUPTIBLE}", *options],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -349,14 +351,14 @@ def interrupt(cluster: FakeCluster, mode: str, numbers: list[signal.Signals], *o
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_first_interrupt_lets_the_driver_undo(cluster: FakeCluster, number: signal.Signals) -> None:
+def test_first_interrupt_makes_the_driver_undo_the_move(cluster: FakeCluster, number: signal.Signals) -> None:
     code, out, err = interrupt(cluster, "undoes", [number])
     assert (code, out) == (Undone.exit_code, "")
     assert "interrupted: undoing the move" in err
     assert err.splitlines()[-2] == "  the rank is: running on source (node-1)"
 
 
-def test_the_second_interrupt_leaves_it_to_the_daemons(cluster: FakeCluster) -> None:
+def test_second_interrupt_exits_and_leaves_the_move_to_the_daemons(cluster: FakeCluster) -> None:
     code, out, err = interrupt(cluster, "stuck", [signal.SIGINT, signal.SIGINT])
     assert (code, out) == (OutcomeUnknown.exit_code, "")
     assert "the daemons finish it" in err
@@ -364,14 +366,14 @@ def test_the_second_interrupt_leaves_it_to_the_daemons(cluster: FakeCluster) -> 
     assert "Traceback" not in err
 
 
-def test_an_interrupt_before_anything_was_asked(cluster: FakeCluster) -> None:
+def test_interrupt_before_any_change_reports_an_untouched_rank(cluster: FakeCluster) -> None:
     code, _, err = interrupt(cluster, "early", [signal.SIGINT])
     assert code == Undone.exit_code
     assert err.splitlines()[-2] == "  the rank is: not touched"
 
 
-def test_an_interrupted_move_in_json(cluster: FakeCluster, tmp_path: Path) -> None:
-    """Nothing is announced with --json, so the driver itself says when it is ready, on stderr."""
+def test_interrupted_move_is_reported_as_json(cluster: FakeCluster, tmp_path: Path) -> None:
+    """With --json no events are printed, so the driver itself prints to stderr when it is ready."""
     program = INTERRUPTIBLE.replace(
         'self.on_event(Event("note", "", 0, 0, 0, "READY"))', 'print("READY", file=sys.stderr)'
     )

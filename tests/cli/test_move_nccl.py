@@ -1,4 +1,4 @@
-"""`migrator move` of a rank that speaks NCCL: the job is held at one cut, and goes on, whatever becomes of the move."""
+"""Tests `migrator move` of an NCCL rank: the job waits at one cut and continues, whether or not the move succeeds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PLACES = ("node-1", "node-2")
 
 
 def deal(cluster: FakeCluster, *processes: Gated) -> None:
-    """Rank 0 to node-1, rank 1 to node-2, and so on in turn."""
+    """Places rank 0 on node-1, rank 1 on node-2, rank 2 on node-1, and so on."""
     for process in processes:
         node = PLACES[process.rank % 2]
         cluster[node].gated.append(process)
@@ -32,7 +32,7 @@ def moved(migrator: Migrator, *more: str) -> dict[str, object]:
     return ran.json
 
 
-def test_a_rank_behind_runs_on_to_the_cut(cluster: FakeCluster, migrator: Migrator) -> None:
+def test_rank_that_is_behind_runs_to_the_cut(cluster: FakeCluster, migrator: Migrator) -> None:
     program = [collective("aa")] * 50
     ahead, behind = Gated(0, world(2)[0], program, at=20), Gated(1, world(2)[1], program, at=17)
     deal(cluster, ahead, behind)
@@ -51,7 +51,7 @@ def test_a_rank_behind_runs_on_to_the_cut(cluster: FakeCluster, migrator: Migrat
     ]
 
 
-def test_the_phases_are_told(cluster: FakeCluster, migrator: Migrator) -> None:
+def test_nccl_phases_are_printed(cluster: FakeCluster, migrator: Migrator) -> None:
     deal(cluster, *(Gated(rank, world(2)[rank], [collective("aa")] * 3, at=2) for rank in range(2)))
     ran = migrator("move", "--rank", "0", "--to", "spare-1")
     assert ran.code == 0
@@ -59,8 +59,8 @@ def test_the_phases_are_told(cluster: FakeCluster, migrator: Migrator) -> None:
     assert "reattach 0." in ran.out
 
 
-def test_a_job_without_communicators_is_asked_for_nothing(cluster: FakeCluster, migrator: Migrator) -> None:
-    """A rank that only loaded NCCL: no gate is closed, no node but its own is asked."""
+def test_nccl_steps_are_skipped_for_a_rank_without_communicators(cluster: FakeCluster, migrator: Migrator) -> None:
+    """For a rank that only loaded NCCL, no gate is closed and no other node is asked."""
     deal(cluster, Gated(0, {}, []), Gated(1, {"bb": (1, 0)}, [collective("bb")] * 9, at=3))
     told = moved(migrator)
     assert not {"quiesce", "detach", "reattach", "open"} & {phase["name"] for phase in told["phases"]}  # type: ignore[attr-defined]
@@ -68,9 +68,9 @@ def test_a_job_without_communicators_is_asked_for_nothing(cluster: FakeCluster, 
     assert cluster["node-2"].called(*NCCL) == []
 
 
-def test_sends_and_receives_between_seats_that_are_not_the_ranks(cluster: FakeCluster, migrator: Migrator) -> None:
-    """A communicator of ranks 2 and 0, in that order; rank 1 is in the world alone. Rank 2 has sent, rank 0 has yet
-    to receive, behind a collective that rank 1 has not come to."""
+def test_sends_and_receives_use_ranks_of_the_communicator(cluster: FakeCluster, migrator: Migrator) -> None:
+    """One communicator has ranks 2 and 0, in that order; rank 1 is only in the world communicator. Rank 2 has sent. Rank 0
+    has not received yet, because a collective comes first that rank 1 has not reached."""
     seats = [{"aa": (3, 0), "cc": (2, 1)}, {"aa": (3, 1)}, {"aa": (3, 2), "cc": (2, 0)}]
     deal(
         cluster,
@@ -82,8 +82,8 @@ def test_sends_and_receives_between_seats_that_are_not_the_ranks(cluster: FakeCl
     assert [process.at for node in PLACES for process in cluster[node].gated] == [2, 2, 1]  # ranks 0, 2, 1
 
 
-def test_two_processes_of_a_rank(cluster: FakeCluster, migrator: Migrator) -> None:
-    """mp.spawn under one keeper: each has a seat of its own, and the error names the process."""
+def test_two_processes_of_one_rank_are_distinguished(cluster: FakeCluster, migrator: Migrator) -> None:
+    """mp.spawn under one keeper: each process is a member of the communicator, and the error names the process."""
     program: list[Group | None] = [collective("aa")] * 5
     first, second = Gated(0, world(3)[0], program, at=4, pid=50), Gated(0, world(3)[1], program, at=2, pid=60)
     deal(cluster, first, second, Gated(1, world(3)[2], program, at=3))
@@ -97,7 +97,9 @@ def test_two_processes_of_a_rank(cluster: FakeCluster, migrator: Migrator) -> No
     assert "process 60 of rank 0 has not reached operation 5 of communicator aa" in ran.err
 
 
-def test_a_rank_in_user_code_ends_the_attempt_and_the_job_goes_on(cluster: FakeCluster, migrator: Migrator) -> None:
+def test_rank_stuck_in_user_code_makes_quiesce_time_out_and_gates_open(
+    cluster: FakeCluster, migrator: Migrator
+) -> None:
     lost = Gated(1, world(2)[1], [collective("aa"), None], at=1)
     deal(cluster, Gated(0, world(2)[0], [collective("aa")] * 3, at=2), lost)
     ran = migrator("move", "--rank", "0", "--to", "spare-1", "--quiesce-timeout", "0.2")
@@ -110,10 +112,10 @@ def test_a_rank_in_user_code_ends_the_attempt_and_the_job_goes_on(cluster: FakeC
     assert lost.gate == "open"
 
 
-def test_threads_that_wait_for_each_other_are_let_on_by_a_guess(
+def test_waiting_thread_passes_by_a_guess_if_there_is_no_progress(
     cluster: FakeCluster, migrator: Migrator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 1 is held at another communicator's operation, which two threads use: nobody knows that it comes first."""
+    """Rank 1 waits with an operation of another communicator. Two threads use it, so it is not certain to come first."""
     monkeypatch.setattr(gates, "PATIENCE_S", 0.01)
     seats = [{"aa": (2, 0), "bb": (2, 0)}, {"aa": (2, 1), "bb": (2, 1)}]
     behind = Gated(1, seats[1], [collective("bb"), collective("aa")], users=(7, 8))
@@ -124,7 +126,7 @@ def test_threads_that_wait_for_each_other_are_let_on_by_a_guess(
 
 
 @pytest.mark.parametrize("step", ["Detach", "Attach"])
-def test_what_fails_between_the_cut_and_commit_is_undone_and_opened(
+def test_failure_between_cut_and_commit_is_undone_and_gates_open(
     cluster: FakeCluster, migrator: Migrator, step: str
 ) -> None:
     deal(cluster, *(Gated(rank, world(2)[rank], [collective("aa")] * 3, at=2) for rank in range(2)))
@@ -137,8 +139,8 @@ def test_what_fails_between_the_cut_and_commit_is_undone_and_opened(
     assert not cluster["node-1"].called("Commit")
 
 
-def test_an_abort_whose_answer_does_not_come_is_asked_for(cluster: FakeCluster, migrator: Migrator) -> None:
-    """The source builds communicators again for longer than anybody waits: what it has recorded counts."""
+def test_outcome_is_queried_if_abort_times_out(cluster: FakeCluster, migrator: Migrator) -> None:
+    """The source recreates communicators for longer than Abort's time-out, so its record has to be queried."""
     deal(cluster, *(Gated(rank, world(2)[rank], [collective("aa")] * 3, at=2) for rank in range(2)))
     cluster["node-1"].failures |= {"Attach": NcclFailed("answers 6"), "Abort": Timeout("it took too long")}
     ran = migrator("move", "--rank", "0", "--to", "spare-1")
@@ -147,7 +149,7 @@ def test_an_abort_whose_answer_does_not_come_is_asked_for(cluster: FakeCluster, 
     assert cluster["spare-1"].called("Discard")
 
 
-def test_a_gate_that_opens_later_is_told_and_does_not_fail_the_move(cluster: FakeCluster, migrator: Migrator) -> None:
+def test_gate_that_opens_later_is_reported_and_does_not_fail_the_move(cluster: FakeCluster, migrator: Migrator) -> None:
     deal(cluster, *(Gated(rank, world(2)[rank], [collective("aa")] * 3, at=2) for rank in range(2)))
     cluster["node-2"].gate_waits_for = "the source"
     ran = migrator("move", "--rank", "0", "--to", "spare-1")
@@ -158,7 +160,7 @@ def test_a_gate_that_opens_later_is_told_and_does_not_fail_the_move(cluster: Fak
 # ---------------------------------------------------------------- preflight
 
 
-def test_members_that_no_daemon_knows_are_refused(cluster: FakeCluster, migrator: Migrator) -> None:
+def test_communicator_members_unknown_to_all_daemons_are_refused(cluster: FakeCluster, migrator: Migrator) -> None:
     deal(cluster, Gated(0, world(3)[0], [collective("aa")]), Gated(1, world(3)[1], [collective("aa")]))
     ran = migrator("check", "--rank", "0", "--to", "spare-1", "--json")
     refused = {check["name"]: check["reason"] for check in ran.json["checks"] if check["verdict"] == "refuse"}
@@ -168,9 +170,7 @@ def test_members_that_no_daemon_knows_are_refused(cluster: FakeCluster, migrator
     assert not cluster["node-1"].called("Close")
 
 
-def test_a_node_with_ranks_of_the_job_that_says_nothing_is_refused_by_name(
-    cluster: FakeCluster, migrator: Migrator
-) -> None:
+def test_refusal_names_a_node_of_the_job_that_does_not_answer(cluster: FakeCluster, migrator: Migrator) -> None:
     deal(cluster, *(Gated(rank, world(2)[rank], [collective("aa")]) for rank in range(2)))
     cluster["node-2"].failures["Report"] = Unreachable("node node-2 could not be reached")
     ran = migrator("check", "--rank", "0", "--to", "spare-1", "--json")
@@ -178,9 +178,7 @@ def test_a_node_with_ranks_of_the_job_that_says_nothing_is_refused_by_name(
     assert "node-2 could not be reached" in reasons[0]
 
 
-def test_what_a_peers_gate_refuses_counts_for_shared_communicators_alone(
-    cluster: FakeCluster, migrator: Migrator
-) -> None:
+def test_refusals_of_a_peer_count_only_for_shared_communicators(cluster: FakeCluster, migrator: Migrator) -> None:
     deal(cluster, Gated(0, world(2)[0], []), Gated(1, {"aa": (2, 1), "bb": (1, 0)}, []))
     cluster["node-2"].gated[0].refusals = {"aa": ["it has a symmetric-memory window"], "bb": ["it has been revoked"]}
     ran = migrator("check", "--rank", "0", "--to", "spare-1", "--json")

@@ -1,4 +1,4 @@
-"""The CA: what it issues is accepted by TLS for its purpose and for no other, and nothing is ever overwritten."""
+"""Tests that TLS accepts the CA's certificates for their purpose only, and that nothing valid is overwritten."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _context(purpose: ssl.Purpose, identity: Identity, ca: Path) -> ssl.SSLConte
 
 
 def _handshake(server: Identity, client: Identity, name: str) -> tuple[str, str]:
-    """Mutual TLS in memory; the common names that the server and the client see of each other."""
+    """Does mutual TLS in memory. Returns the common names that the server and the client see of each other."""
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     listening = _context(ssl.Purpose.CLIENT_AUTH, server, server.ca).wrap_bio(to_server, to_client, server_side=True)
     calling = _context(ssl.Purpose.SERVER_AUTH, client, client.ca).wrap_bio(to_client, to_server, server_hostname=name)
@@ -56,25 +56,25 @@ def _certificate(path: Path) -> x509.Certificate:
     return x509.load_pem_x509_certificate(path.read_bytes())
 
 
-def test_node_and_operator_know_each_other(folder: Path) -> None:
+def test_node_and_operator_accept_each_other(folder: Path) -> None:
     node = pki.issue_node(folder, "node-1", ["10.0.0.1"])
     operator = pki.issue_operator(folder, "alice")
     assert _handshake(node, operator, "node-1") == ("operator:alice", "node:node-1")
     assert _handshake(node, operator, "10.0.0.1") == ("operator:alice", "node:node-1")
 
 
-def test_nodes_call_each_other(folder: Path) -> None:
+def test_nodes_accept_each_other(folder: Path) -> None:
     one, two = pki.issue_node(folder, "node-1", []), pki.issue_node(folder, "node-2", [])
     assert _handshake(one, two, "node-1") == ("node:node-2", "node:node-1")
 
 
-def test_node_cannot_pass_for_another(folder: Path) -> None:
+def test_node_cannot_impersonate_another_node(folder: Path) -> None:
     one, two = pki.issue_node(folder, "node-1", []), pki.issue_node(folder, "node-2", [])
     with pytest.raises(ssl.SSLCertVerificationError, match="Hostname mismatch"):
         _handshake(one, two, "node-2")
 
 
-def test_operator_cannot_serve(folder: Path) -> None:
+def test_operator_certificate_is_rejected_as_a_server(folder: Path) -> None:
     operator = pki.issue_operator(folder, "node-1")
     with pytest.raises(ssl.SSLCertVerificationError, match="purpose"):
         _handshake(operator, pki.issue_operator(folder, "alice"), "node-1")
@@ -87,13 +87,13 @@ def test_another_ca_is_not_trusted(folder: Path, tmp_path: Path) -> None:
         _handshake(pki.issue_node(folder, "node-1", []), stranger, "node-1")
 
 
-def test_leaf_cannot_sign(folder: Path) -> None:
+def test_identity_cannot_sign_certificates(folder: Path) -> None:
     leaf = _certificate(pki.issue_node(folder, "node-1", []).cert)
     assert not leaf.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
     assert not leaf.extensions.get_extension_for_class(x509.KeyUsage).value.key_cert_sign
 
 
-def test_validity(folder: Path) -> None:
+def test_certificates_have_their_validity_and_allow_for_clock_skew(folder: Path) -> None:
     now = datetime.now(UTC)
     authority = _certificate(folder / "ca.crt")
     leaf = _certificate(pki.issue_operator(folder, "alice").cert)
@@ -136,7 +136,7 @@ def test_expired_identity_is_replaced(folder: Path, monkeypatch: pytest.MonkeyPa
     assert _certificate(pki.issue_node(folder, "node-1", []).cert).serial_number != old.serial_number
 
 
-def test_half_an_identity_is_completed(folder: Path) -> None:
+def test_identity_without_certificate_is_replaced(folder: Path) -> None:
     pki.issue_node(folder, "node-1", []).cert.unlink()
     identity = pki.issue_node(folder, "node-1", [])
     assert _handshake(identity, pki.issue_operator(folder, "alice"), "node-1")
@@ -146,7 +146,7 @@ BAD_NAMES = ["", "../x", "a/b", "a b", "-a", "a-", "a..b", "node:1", "a\n", "ä"
 
 
 @pytest.mark.parametrize("name", BAD_NAMES)
-def test_bad_names_touch_nothing(folder: Path, name: str) -> None:
+def test_invalid_name_creates_no_file(folder: Path, name: str) -> None:
     before = sorted(folder.rglob("*"))
     with pytest.raises(Usage, match="cannot be the name"):
         pki.issue_node(folder, name, [])
@@ -155,7 +155,7 @@ def test_bad_names_touch_nothing(folder: Path, name: str) -> None:
     assert sorted(folder.rglob("*")) == before
 
 
-def test_longest_name(folder: Path) -> None:
+def test_operator_name_has_at_most_55_characters(folder: Path) -> None:
     name = "x" * 55
     subject = _certificate(pki.issue_operator(folder, name).cert).subject
     assert subject.get_attributes_for_oid(NameOID.COMMON_NAME)[0].value == f"operator:{name}"
@@ -163,7 +163,7 @@ def test_longest_name(folder: Path) -> None:
         pki.issue_operator(folder, name + "x")
 
 
-def test_bad_address(folder: Path) -> None:
+def test_invalid_address_is_a_usage_error(folder: Path) -> None:
     with pytest.raises(Usage, match="no IP address"):
         pki.issue_node(folder, "node-1", ["node-1.example"])
 
@@ -176,7 +176,7 @@ def _broken_cas(folder: Path) -> Iterator[tuple[str, bytes]]:
     yield "ca.crt", b"nonsense"
 
 
-def test_damaged_ca(folder: Path) -> None:
+def test_damaged_ca_is_rejected(folder: Path) -> None:
     for name, content in _broken_cas(folder):
         good = (folder / name).read_bytes()
         (folder / name).write_bytes(content)
@@ -186,19 +186,19 @@ def test_damaged_ca(folder: Path) -> None:
     assert pki.issue_operator(folder, "alice").cert.exists()
 
 
-def test_expired_ca(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_expired_ca_issues_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pki, "CA_VALID", timedelta(seconds=-1))
     pki.init(tmp_path)
     with pytest.raises(BadConfig, match="expired"):
         pki.issue_operator(tmp_path, "alice")
 
 
-def test_no_ca(tmp_path: Path) -> None:
+def test_missing_ca_is_not_found(tmp_path: Path) -> None:
     with pytest.raises(NotFound, match="no CA"):
         pki.issue_operator(tmp_path / "nowhere", "alice")
 
 
-def test_folder_cannot_be_made(tmp_path: Path) -> None:
+def test_folder_that_cannot_be_created_is_a_usage_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(Usage, match="cannot be made"):
         pki.init(tmp_path / "file" / "pki")

@@ -1,4 +1,4 @@
-"""`migrator pki` and `migrator lab`: thin, so what is tested is what reaches the parts behind them."""
+"""Tests `migrator pki` and `migrator lab`, which are thin: what they pass to the modules behind them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from snapshotd.api.errors import Ambiguous, Busy, NotFound, Usage
 from tests.cli.conftest import Migrator
 
 
-def test_pki_makes_what_a_configuration_needs(tmp_path: Path, migrator: Migrator) -> None:
+def test_pki_creates_the_files_that_a_configuration_names(tmp_path: Path, migrator: Migrator) -> None:
     folder = tmp_path / "ca"
     assert migrator("pki", "node", "node-1", "--dir", str(folder)).code == NotFound.exit_code
     assert migrator("pki", "init", "--dir", str(folder), "--json").json == {"ca": str(folder / "ca.crt")}
@@ -28,7 +28,9 @@ def test_pki_makes_what_a_configuration_needs(tmp_path: Path, migrator: Migrator
     assert migrator("pki", "node", "node-2", "--address", "here", "--dir", str(folder)).code == Usage.exit_code
 
 
-def test_pki_has_a_folder_of_its_own(tmp_path: Path, migrator: Migrator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pki_uses_its_default_folder_or_migrator_pki(
+    tmp_path: Path, migrator: Migrator, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert migrator("pki", "init").code == 0
     assert (tmp_path / ".config/migrator/pki/ca.key").is_file()
     monkeypatch.setenv("MIGRATOR_PKI", str(tmp_path / "other"))
@@ -37,7 +39,7 @@ def test_pki_has_a_folder_of_its_own(tmp_path: Path, migrator: Migrator, monkeyp
 
 
 class FakeLab:
-    """Remembers what was asked of which lab."""
+    """Records the calls and the lab of each."""
 
     asked: list[tuple[object, ...]]
     existing: list[str]
@@ -76,7 +78,7 @@ def lab(monkeypatch: pytest.MonkeyPatch) -> type[FakeLab]:
     return FakeLab
 
 
-def test_lab_verbs_reach_the_lab(lab: type[FakeLab], migrator: Migrator) -> None:
+def test_lab_verbs_call_the_lab(lab: type[FakeLab], migrator: Migrator) -> None:
     told = migrator("lab", "up", "--nodes", "a, b", "--json").json
     assert told["nodes"] == {"node-1": "address of node-1", "spare-1": "address of spare-1"}
     assert migrator("--lab", "x", "lab", "up").code == 0
@@ -94,7 +96,7 @@ def test_lab_verbs_reach_the_lab(lab: type[FakeLab], migrator: Migrator) -> None
     ]
 
 
-def test_the_lab_that_is_meant(lab: type[FakeLab], migrator: Migrator) -> None:
+def test_lab_down_uses_the_only_lab_and_several_are_ambiguous(lab: type[FakeLab], migrator: Migrator) -> None:
     lab.existing = ["mine"]
     assert migrator("lab", "down").code == 0
     assert migrator("lab", "up").code == 0
@@ -106,7 +108,7 @@ def test_the_lab_that_is_meant(lab: type[FakeLab], migrator: Migrator) -> None:
 
 
 def test_loading_the_program_starts_no_thread() -> None:
-    """A lab's network namespace can only be entered while there is one thread."""
+    """A lab's network namespace can be entered only while there is a single thread."""
     program = "import os, migrator.cli.program, migrator.driver; print(len(os.listdir('/proc/self/task')))"
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=Path(__file__).parents[2], capture_output=True, text=True
@@ -114,7 +116,7 @@ def test_loading_the_program_starts_no_thread() -> None:
     assert (done.returncode, json.loads(done.stdout)) == (0, 1)
 
 
-def test_output_that_nobody_reads_is_no_traceback(tmp_path: Path) -> None:
+def test_closed_stdout_causes_no_traceback(tmp_path: Path) -> None:
     program = (
         "import sys; from migrator.cli import main; sys.exit(main(['pki', 'init', '--json', '--dir', sys.argv[1]]))"
     )

@@ -1,4 +1,4 @@
-"""`migrator recover`: what it asks of whom, and what it never does."""
+"""Tests `migrator recover`: which daemons it calls, and what it refuses to do."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ CHANGING = ("Abort", "Release", "Activate", "Discard", "DeclareTargetDead", "Dec
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fakes settle at once or never: nothing is gained by waiting for them."""
+    """Disables waiting, because the fakes settle at once or never."""
     monkeypatch.setattr(recover, "LEASE_WAIT_S", 0.0)
     monkeypatch.setattr(recover, "SETTLE_WAIT_S", 0.0)
 
 
 @pytest.fixture
 def halfway(cluster: FakeCluster) -> FakeCluster:
-    """A move of rank 1 from node-1 to spare-1: streamed and held, not decided."""
+    """A move of rank 1 from node-1 to spare-1 that is streamed and held, but not decided."""
     cluster["node-1"].moves = [a_record("source")]
     cluster["spare-1"].moves = [a_record("target")]
     return cluster
@@ -32,14 +32,14 @@ def changes(cluster: FakeCluster) -> dict[str, list[str]]:
     return {node: calls for node, calls in asked.items() if calls}
 
 
-def test_nothing_to_recover(cluster: FakeCluster, migrator: Migrator) -> None:
+def test_nothing_is_done_if_all_moves_have_ended(cluster: FakeCluster, migrator: Migrator) -> None:
     cluster["node-1"].moves = [a_record("source", ended_unix_s=5.0, outcome=pb.ABORT)]
     ran = migrator("recover")
     assert (ran.code, ran.out) == (0, "nothing to recover: all moves have ended\n")
     assert changes(cluster) == {}
 
 
-def test_a_named_undecided_move_is_undone_at_once(halfway: FakeCluster, migrator: Migrator) -> None:
+def test_named_undecided_move_is_undone_at_once(halfway: FakeCluster, migrator: Migrator) -> None:
     ran = migrator("recover", MOVE, "--json")
     assert ran.code == 0
     (move,) = ran.json["moves"]
@@ -49,7 +49,7 @@ def test_a_named_undecided_move_is_undone_at_once(halfway: FakeCluster, migrator
     assert token == b"token"
 
 
-def test_without_a_name_an_undecided_move_is_left_to_its_driver(halfway: FakeCluster, migrator: Migrator) -> None:
+def test_undecided_move_is_left_to_its_driver_unless_named(halfway: FakeCluster, migrator: Migrator) -> None:
     ran = migrator("recover", "--json")
     assert ran.code == OutcomeUnknown.exit_code
     (move,) = ran.json["moves"]
@@ -65,7 +65,7 @@ def test_abort_undoes_all_undecided_moves(halfway: FakeCluster, migrator: Migrat
     assert changes(halfway) == {"node-1": ["Abort"], "spare-1": ["Discard"]}
 
 
-def test_a_committed_move_is_finished_by_carrying_the_token(halfway: FakeCluster, migrator: Migrator) -> None:
+def test_committed_move_is_finished_by_passing_on_the_token(halfway: FakeCluster, migrator: Migrator) -> None:
     halfway["node-1"].moves[0].outcome = pb.COMMIT
     ran = migrator("recover", "--json")
     assert ran.code == 0
@@ -81,7 +81,7 @@ def test_abort_never_undoes_a_committed_move(halfway: FakeCluster, migrator: Mig
     assert "Abort" not in halfway["node-1"].called(*CHANGING)
 
 
-def test_a_silent_target_of_a_committed_move_waits_for_a_person(halfway: FakeCluster, migrator: Migrator) -> None:
+def test_unreachable_target_of_a_committed_move_needs_the_operator(halfway: FakeCluster, migrator: Migrator) -> None:
     halfway["node-1"].moves[0].outcome = pb.COMMIT
     halfway["node-1"].failures["Release"] = Unreachable("the target does not answer")
     halfway.stop("spare-1")
@@ -90,7 +90,7 @@ def test_a_silent_target_of_a_committed_move_waits_for_a_person(halfway: FakeClu
     assert "--target-is-dead" in ran.json["moves"][0]["remedy"]
 
 
-def test_a_silent_source_waits_for_a_person(halfway: FakeCluster, migrator: Migrator) -> None:
+def test_unreachable_source_needs_the_operator(halfway: FakeCluster, migrator: Migrator) -> None:
     halfway.stop("node-1")
     ran = migrator("recover", "--abort", "--json")
     assert ran.code == OutcomeUnknown.exit_code
@@ -98,7 +98,7 @@ def test_a_silent_source_waits_for_a_person(halfway: FakeCluster, migrator: Migr
     assert changes(halfway) == {}
 
 
-def test_the_source_is_dead(halfway: FakeCluster, migrator: Migrator) -> None:
+def test_declaring_the_source_dead_lets_the_target_run(halfway: FakeCluster, migrator: Migrator) -> None:
     halfway.stop("node-1")
     ran = migrator("recover", MOVE, "--source-is-dead", "--yes", "--json")
     assert ran.code == 0
@@ -113,14 +113,14 @@ def test_the_source_is_dead(halfway: FakeCluster, migrator: Migrator) -> None:
     assert "@" in request.declared_by
 
 
-def test_a_source_that_answers_is_not_dead(halfway: FakeCluster, migrator: Migrator) -> None:
+def test_source_that_answers_cannot_be_declared_dead(halfway: FakeCluster, migrator: Migrator) -> None:
     ran = migrator("recover", MOVE, "--source-is-dead", "--yes")
     assert ran.code == WrongState.exit_code
     assert "node-1 answers" in ran.err
     assert changes(halfway) == {}
 
 
-def test_the_target_is_dead(halfway: FakeCluster, migrator: Migrator) -> None:
+def test_declaring_the_target_dead_lets_the_source_run(halfway: FakeCluster, migrator: Migrator) -> None:
     halfway["node-1"].moves[0].outcome = pb.COMMIT
     halfway.stop("spare-1")
     ran = migrator("recover", MOVE, "--target-is-dead", "--yes", "--json")
@@ -142,7 +142,7 @@ def test_the_target_is_dead(halfway: FakeCluster, migrator: Migrator) -> None:
         (pb.Copy.DISCARDED, True),
     ],
 )
-def test_a_target_that_answers_is_dead_only_if_it_has_no_copy(
+def test_target_that_answers_can_be_declared_dead_only_without_a_copy(
     halfway: FakeCluster, migrator: Migrator, state: pb.Copy.State.ValueType, accepted: bool
 ) -> None:
     halfway["node-1"].moves[0].outcome = pb.COMMIT
@@ -152,12 +152,12 @@ def test_a_target_that_answers_is_dead_only_if_it_has_no_copy(
     assert (ran.code == WrongState.exit_code) is not accepted
 
 
-def test_the_target_cannot_be_declared_dead_to_a_silent_source(halfway: FakeCluster, migrator: Migrator) -> None:
+def test_declaring_the_target_dead_needs_a_source_that_answers(halfway: FakeCluster, migrator: Migrator) -> None:
     halfway.stop("node-1")
     assert migrator("recover", MOVE, "--target-is-dead", "--yes").code == Unreachable.exit_code
 
 
-def test_a_word_is_not_passed_on_without_being_sure(
+def test_declaration_needs_confirmation(
     halfway: FakeCluster, migrator: Migrator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     halfway.stop("node-1")
@@ -181,7 +181,7 @@ def test_a_word_is_not_passed_on_without_being_sure(
     assert changes(halfway) == {"spare-1": ["DeclareSourceDead"]}
 
 
-def test_a_target_that_has_forgotten_the_move_is_no_trouble(halfway: FakeCluster, migrator: Migrator) -> None:
+def test_target_without_a_record_does_not_fail_recovery(halfway: FakeCluster, migrator: Migrator) -> None:
     halfway["node-1"].moves[0].outcome = pb.COMMIT
     halfway["spare-1"].moves[0].outcome, halfway["spare-1"].moves[0].ended_unix_s = pb.COMMIT, 1999.0
     halfway["spare-1"].failures["Activate"] = NotFound("no such move")

@@ -1,4 +1,4 @@
-"""`migrator run`: whose rank it is, what belongs to the command, and how little is loaded for it."""
+"""Tests `migrator run`: job and rank, which arguments belong to the command, and which modules are loaded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from migrator.cli import launchers, run
 from tests.cli.conftest import Migrator
 
-#: What would make a start slow, or start threads in a process that forks.
+#: Modules that would make the start slow, or start threads in a process that forks.
 HEAVY = (
     "grpc",
     "google",
@@ -30,7 +30,7 @@ HEAVY = (
 
 
 class Kept:
-    """Stands in for the keeper: remembers what it was asked to start."""
+    """Replaces the keeper and records what it was asked to start."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[list[str], str, int, str, bool]] = []
@@ -74,12 +74,16 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> Kept:
         (("run", "--", ""), [""]),
     ],
 )
-def test_what_belongs_to_the_command(kept: Kept, migrator: Migrator, argv: tuple[str, ...], command: list[str]) -> None:
+def test_options_after_the_command_belong_to_the_command(
+    kept: Kept, migrator: Migrator, argv: tuple[str, ...], command: list[str]
+) -> None:
     assert migrator(*argv).code == 7
     assert [asked[0] for asked in kept.asked] == [command]
 
 
-def test_what_the_keeper_is_told(kept: Kept, migrator: Migrator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keeper_gets_job_rank_socket_and_preload(
+    kept: Kept, migrator: Migrator, monkeypatch: pytest.MonkeyPatch
+) -> None:
     migrator("run", "--job", "night", "--rank", "3", "--no-shim", "--", "cmd")
     monkeypatch.setenv("SNAPSHOTD_KEEPER_SOCKET", "/elsewhere.sock")
     migrator("run", "--job=night", "--rank=0", "cmd")
@@ -106,7 +110,7 @@ def test_what_the_keeper_is_told(kept: Kept, migrator: Migrator, monkeypatch: py
         ({}, "übung", "bung"),
     ],
 )
-def test_the_name_of_the_job(environment: dict[str, str], command: str, job: str) -> None:
+def test_job_is_named_after_the_launcher_or_the_command(environment: dict[str, str], command: str, job: str) -> None:
     assert run.job_name(None, [command], environment) == job
 
 
@@ -123,7 +127,7 @@ def test_the_name_of_the_job(environment: dict[str, str], command: str, job: str
         ({"RANK": "9" * 40}, 0),
     ],
 )
-def test_the_number_of_the_rank(environment: dict[str, str], rank: int) -> None:
+def test_rank_is_taken_from_the_launchers_variables(environment: dict[str, str], rank: int) -> None:
     assert run.rank_number(None, environment) == rank
 
 
@@ -141,7 +145,7 @@ def test_the_number_of_the_rank(environment: dict[str, str], rank: int) -> None:
         ("--job",),
     ],
 )
-def test_our_own_errors_are_125(kept: Kept, migrator: Migrator, argv: tuple[str, ...]) -> None:
+def test_invalid_arguments_exit_with_125(kept: Kept, migrator: Migrator, argv: tuple[str, ...]) -> None:
     ran = migrator("run", *argv)
     assert (ran.code, ran.out) == (run.FAILED, "")
     assert ran.err.startswith("migrator run: ")
@@ -151,10 +155,10 @@ def test_our_own_errors_are_125(kept: Kept, migrator: Migrator, argv: tuple[str,
     assert kept.asked == []
 
 
-def test_nothing_heavy_is_loaded_and_how_long_a_start_takes(
+def test_run_loads_no_heavy_module_and_starts_no_thread(
     tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
-    """The keeper is replaced by a listing of what is loaded by then, keeper included."""
+    """The keeper's main function is replaced by one that lists the modules loaded so far, the keeper's included."""
     program = (
         "import json, sys, threading\n"
         "import shim.keeper.home\n"
@@ -201,19 +205,19 @@ def test_nothing_heavy_is_loaded_and_how_long_a_start_takes(
         ("mytorchrun train.py", False),
     ],
 )
-def test_what_is_a_launcher(command: str, is_one: bool) -> None:
+def test_launchers_are_recognized(command: str, is_one: bool) -> None:
     assert launchers.is_launcher(command.split()) is is_one
 
 
 @pytest.mark.parametrize("option", ["--no-python", "--no_python", "--run-path"])
-def test_a_launcher_that_passes_us_by_is_refused(kept: Kept, migrator: Migrator, option: str) -> None:
+def test_launcher_option_that_bypasses_python_exec_is_refused(kept: Kept, migrator: Migrator, option: str) -> None:
     ran = migrator("run", "--", "torchrun", option, "./train")
     assert ran.code == run.FAILED
     assert "migrator run --" in ran.err
     assert kept.asked == []
 
 
-def test_accelerate_is_led_through_our_own_start(tmp_path: Path) -> None:
+def test_accelerate_is_started_by_our_launch_script(tmp_path: Path) -> None:
     script = tmp_path / "accelerate"
     script.write_text("#!/opt/env/bin/python3.12\n")
     script.chmod(0o755)
@@ -236,14 +240,14 @@ def test_accelerate_is_led_through_our_own_start(tmp_path: Path) -> None:
         assert launchers.launching(unchanged, path) == unchanged
 
 
-def test_a_launcher_gives_no_rank_number(kept: Kept, migrator: Migrator) -> None:
+def test_invalid_options_with_a_launcher_are_refused(kept: Kept, migrator: Migrator) -> None:
     assert migrator("run", "--rank", "1", "--", "torchrun", "train.py").code == run.FAILED
     assert migrator("run", "--job", "a/b", "--", "torchrun", "train.py").code == run.FAILED
     assert migrator("run", "--launcher", "--", "/nowhere/start.sh").code == 127
 
 
-def test_a_worker_comes_back_with_the_environment_it_would_have_had(tmp_path: Path) -> None:
-    """From `migrator run` through a stand-in for torchrun to what the worker's keeper is asked to start."""
+def test_worker_gets_the_environment_that_its_launcher_gave(tmp_path: Path) -> None:
+    """Checks the path from `migrator run` through a fake torchrun to what the worker's keeper is asked to start."""
     root = Path(__file__).parents[2]
     shown = (
         "import json, os, sys; import shim.keeper.home\n"
@@ -286,7 +290,7 @@ def test_a_worker_comes_back_with_the_environment_it_would_have_had(tmp_path: Pa
 # ---------------------------------------------------------------- NCCL
 
 
-def test_a_rank_gets_presets_for_nccl_unless_it_has_its_own() -> None:
+def test_nccl_presets_do_not_override_the_environment() -> None:
     given = {"NCCL_NVLS_ENABLE": "1", "HOME": "/root"}
     made = launchers.rank_environment(given)
     assert made.pop("SNAPSHIM_DEVICE_MEMORY") == launchers.DEVICE_MEMORY_DEFAULT
@@ -294,7 +298,7 @@ def test_a_rank_gets_presets_for_nccl_unless_it_has_its_own() -> None:
 
 
 @pytest.mark.parametrize(("options", "preset"), [((), "0"), (("--no-shim",), None)])
-def test_the_presets_reach_the_rank_with_the_shim(
+def test_nccl_presets_are_set_only_with_the_shim(
     kept: Kept, migrator: Migrator, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], preset: str | None
 ) -> None:
     monkeypatch.delenv("NCCL_RAS_ENABLE", raising=False)
@@ -315,7 +319,7 @@ def test_the_presets_reach_the_rank_with_the_shim(
         (("--no-shim",), None, None),
     ],
 )
-def test_who_moves_device_memory(
+def test_device_memory_is_chosen_by_option_environment_and_default(
     kept: Kept,
     migrator: Migrator,
     monkeypatch: pytest.MonkeyPatch,
@@ -330,21 +334,19 @@ def test_who_moves_device_memory(
     assert kept.environment.get("SNAPSHIM_DEVICE_MEMORY") == expected
 
 
-def test_nobody_else_moves_it(migrator: Migrator) -> None:
+def test_unknown_device_memory_choice_is_rejected(migrator: Migrator) -> None:
     done = migrator("run", "--device-memory", "magic", "--", "cmd")
     assert done.code == 125
     assert "magic" in done.err
 
 
-def test_a_launchers_workers_get_what_was_asked_for() -> None:
+def test_workers_of_a_launcher_get_its_device_memory_choice() -> None:
     made = launchers.launcher_environment({"HOME": "/root"}, "/usr/bin/python", None, True, "offload")
     worker = launchers.rank_environment(launchers.worker_environment(made))
     assert worker["SNAPSHIM_DEVICE_MEMORY"] == "offload"
 
 
-def test_a_user_who_cannot_read_the_installation_gets_a_message(
-    kept: Kept, migrator: Migrator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unreadable_installation_is_reported(kept: Kept, migrator: Migrator, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.access", lambda path, mode: False)
     failed = migrator("run", "--", "true")
     assert failed.code == run.FAILED
