@@ -1,5 +1,4 @@
-"""Moves of a GPU rank fail after the driver has checkpointed it: the job continues, bit-identical, or is reported as
-lost.
+"""Moves of a GPU rank fail after the driver's checkpoint: the job continues, bit-identical, or is reported as lost.
 
 Nothing is stubbed: faults are injected in the daemons, processes are killed, and GPU memory is really full. To hit the
 middle of a copy, the job has so much device memory that the copy takes seconds. The moment is detected from outside:
