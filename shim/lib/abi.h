@@ -22,15 +22,15 @@ extern "C" {
 #endif
 
 enum snapshim_command {
-	/* argument[0]: milliseconds; [1]: 0: the driver is locked, and a thread that waits for it is parked there; 1: no
-	 * thread is parked inside the driver, nor, for half the time, one that seems to sleep there. EBUSY: some threads
-	 * stay inside */
+	/* argument[0]: milliseconds; [1]: 0: the driver is locked, and threads that wait for it are parked there; 1: no
+	 * thread is parked inside the driver; one that seems to sleep there is parked only in the second half of the time.
+	 * EBUSY: some threads stay inside the driver */
 	SNAPSHIM_PARK = 1,
 	SNAPSHIM_RELEASE = 2,     /* argument[0]: milliseconds */
 	SNAPSHIM_EMPTY_CACHE = 3, /* argument[0]: milliseconds; result[0]: bytes that torch has released */
 
-	/* NCCL: argument[0]: milliseconds; argument[1]: bytes of the request's text, in the buffer that NCCL_ROOM has
-	 * given; result[0] and [1]: address and bytes of the answer's text. shim/README.md has the formats. */
+	/* NCCL: argument[0]: milliseconds; argument[1]: bytes of the request's text, in the buffer that NCCL_ROOM
+	 * returned; result[0] and [1]: address and bytes of the answer's text. shim/README.md describes the formats. */
 	SNAPSHIM_NCCL_ROOM = 16, /* argument[1]: bytes wanted; result[0]: the buffer's address */
 	SNAPSHIM_NCCL_CLOSE = 17,
 	SNAPSHIM_NCCL_TARGETS = 18,
@@ -67,7 +67,7 @@ struct snapshim_mailbox {
 	uint32_t request; /* the number of the last request; it differs from `answer` until the request is done */
 	uint32_t answer; /* the number of the last request that was done */
 	int32_t status; /* of that request: 0 or an errno */
-	/* written by the daemon: the number of an NCCL request to give up before its time; it is still answered */
+	/* written by the daemon: the number of an NCCL request to cancel before its deadline; it is still answered */
 	uint32_t cancel;
 	uint64_t result[4];
 	char text[512]; /* of that request: the error's text */
@@ -89,7 +89,7 @@ struct snapshim_mailbox {
 
 SNAPSHIM_EXPORT extern struct snapshim_mailbox snapshim_mailbox;
 
-/* The version the library was built with. It shows other code that the library is in a process, and which one. */
+/* The version that the library was built with. Other code can detect the library and its version by this symbol. */
 SNAPSHIM_EXPORT extern const unsigned int snapshim_abi_version;
 
 /* libc's syscall(2) wrapper, interposed: io_uring_setup answers ENOSYS, a request for AMX tiles EOPNOTSUPP; every other

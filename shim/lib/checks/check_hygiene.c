@@ -1,4 +1,4 @@
-/* Built under AddressSanitizer together with hygiene.c: the wrapper answers what libc would, and ENOSYS to io_uring. */
+/* Checks, under AddressSanitizer, that the wrapper in hygiene.c returns what libc would, and ENOSYS for io_uring. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>

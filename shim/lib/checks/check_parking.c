@@ -1,5 +1,5 @@
-/* The whole library under AddressSanitizer, in a process that allocates, forks and makes threads all the time; its parent
- * plays the daemon through /proc/PID/mem. */
+/* Checks the whole library under AddressSanitizer, in a process that allocates, forks and creates threads continuously. Its
+ * parent acts as the daemon through /proc/PID/mem. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>

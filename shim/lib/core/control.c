@@ -1,7 +1,8 @@
-/* The control thread: waits for the reserved signal, does what the mailbox asks, answers in the mailbox.
+/* The control thread: waits for the reserved signal, carries out the mailbox's command, and answers in the mailbox.
  *
- * It starts with the process's second thread, so single-threaded programs are as they were; a forked child has none until
- * its own. It blocks every signal, holds no descriptor, and takes no lock and no memory while the job is parked.
+ * It starts with the process's second thread, so single-threaded programs are not affected, and a forked child has none
+ * until it creates a thread. It blocks every signal, holds no descriptor, and while the job is parked it takes no lock
+ * and allocates no memory.
  */
 #define _GNU_SOURCE
 #include "shim.h"
@@ -126,8 +127,8 @@ static int create(void)
 	return status;
 }
 
-/* After the job's own thread was created: ours never takes the last one that a limit allows. If it cannot start now, the
- * next thread's creation tries again. */
+/* Called after the job's own thread was created, so that ours never takes the last thread that a limit allows. If it
+ * cannot start now, the creation of the next thread tries again. */
 void control_start(void)
 {
 	int pid = self_pid();
@@ -136,7 +137,7 @@ void control_start(void)
 
 	if (before == pid || !SWAP_IF(&claimed, &before, pid))
 		return;
-	if (before) { /* a child that was not made by fork(), so that no handler of ours has run */
+	if (before) { /* a child that fork() did not create, so that our fork handler has not run */
 		control_forget();
 		STORE(&claimed, pid);
 	}
@@ -157,7 +158,7 @@ void control_leader_left(void)
 		KERNEL(SYS_tgkill, self_pid(), tid, SNAPSHIM_SIGNAL);
 }
 
-/* In a forked child: it has no thread but this one, nothing is parked, nothing counted. */
+/* In a forked child: it has only this thread, nothing is parked, and all counts are zero. */
 void control_forget(void)
 {
 	snapshim_mailbox.owner = 0;

@@ -1,7 +1,6 @@
-/* Stands in the place of memory/ in libsnapshim.so, which backs no device memory: all of it is the driver's.
+/* Replaces memory/ in libsnapshim.so, which backs no device memory: all of it is the driver's.
  *
- * That library interposes none of the calls that allocate, so a job that asked for it is not affected by lib/memory at
- * all. */
+ * That library interposes none of the calls that allocate device memory, so lib/memory cannot affect a job that uses it. */
 #include "shim.h"
 
 #include <errno.h>

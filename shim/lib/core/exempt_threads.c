@@ -1,8 +1,8 @@
 /* Threads that are never parked: the CUDA driver's own, which do its checkpoint, and ours. They are listed in the
  * mailbox's `exempt`.
  *
- * All of them are created with every signal blocked: a signal to the process must wait while the job is parked, and not
- * run a handler of the job in one of these threads.
+ * All of them are created with every signal blocked. While the job is parked, a signal to the process must stay pending
+ * and not run a handler of the job in one of these threads.
  */
 #define _GNU_SOURCE
 #include "shim.h"
@@ -12,7 +12,7 @@
 #include <stddef.h>
 #include <string.h>
 
-/* One for each entry of `exempt`, which is -1 until the new thread has read its own. */
+/* One for each entry of `exempt`. The entry is -1 until the new thread has read its struct. */
 struct start {
 	void *(*routine)(void *);
 	void *argument;
@@ -74,7 +74,7 @@ static void *run_exempt_thread(void *given)
 	void *value;
 
 	STORE(entry, self_tid());
-	/* However the thread ends: a thread id that the kernel uses again must not be exempt. */
+	/* Runs however the thread ends: a thread id that the kernel reuses must not be exempt. */
 	pthread_cleanup_push(end_exempt_thread, entry);
 	value = start.routine(start.argument);
 	pthread_cleanup_pop(1);
@@ -108,7 +108,7 @@ static int create_exempt(pthread_t *thread, const pthread_attr_t *attributes, vo
 		status = libc_create_thread()(thread, attributes, run_exempt_thread, start);
 		if (status)
 			STORE(&snapshim_mailbox.exempt[start - starts], 0);
-	} else if (has_name) { /* more than were ever seen: is_exempt_thread knows the driver's threads by name */
+	} else if (has_name) { /* the table is full: is_exempt_thread recognises the driver's threads by name */
 		status = libc_create_thread()(thread, attributes, routine, argument);
 	} else { /* PARK would wait for a thread that blocks its signal */
 		status = EAGAIN;

@@ -1,10 +1,11 @@
-/* What happens when the library is loaded, and in a forked child: it has none of its parent's threads, and none of its GPU.
+/* The library's constructor, and its handler for forked children, which removes the parent's GPU state.
  *
- * A child of a CUDA process inherits the driver's descriptors and mappings. It can do nothing with them, and CRIU cannot dump
- * it; so they are taken away: mappings of /dev/nvidia* become reserved, empty address space, descriptors are closed.
- * Everything else stays, pinned host memory (/dev/zero) too. A process that only asks NVML (no /dev/nvidia-uvm, no thread of
- * the driver) keeps what it has: its children may go on asking. Children of vfork share their parent's memory and are
- * not touched. This runs between fork and the child's first instruction: system calls alone, no allocation.
+ * A child of a CUDA process inherits the driver's descriptors and mappings. It cannot use them, and CRIU cannot dump a
+ * process that has them. So mappings of /dev/nvidia* become reserved, empty address space, and the descriptors are closed.
+ * Everything else stays, also pinned host memory (/dev/zero). Nothing is removed if the parent only uses NVML (no
+ * /dev/nvidia-uvm, no thread of the driver), because its children may use NVML too. Children of vfork share their parent's
+ * memory and are not changed. The handler runs between fork and the child's first instruction: it makes system calls only,
+ * and does not allocate.
  */
 #define _GNU_SOURCE
 #include "shim.h"

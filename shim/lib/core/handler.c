@@ -1,7 +1,7 @@
 /* The job's side of parking: what a thread does when it gets the reserved signal.
  *
- * It runs in the signal handler, perhaps on a small stack, while other threads may hold any lock: no allocation, and no
- * libc call that locks. Everything is plain memory and one futex, so that it is the same before a dump and after a
+ * It runs in the signal handler, possibly on a small stack, while other threads may hold any lock. So it does not allocate
+ * and makes no libc call that locks. The state is plain memory and one futex, so that it is valid before a dump and after a
  * restore, where the thread ids are the same in the new pid namespace.
  */
 #define _GNU_SOURCE
@@ -31,8 +31,8 @@ void park_here(const void *context)
 		return;
 	}
 	/* Counted before `closed` is read again: either this thread sees that the control thread has cleared it, or the
-	 * control thread sees the count and waits until this thread has left. A thread that entered late and uncounted
-	 * would leave its entry, which says that it is parked, and run. */
+	 * control thread sees the count and waits until this thread has left. Otherwise a thread that enters late could run
+	 * while its entry marks it as parked. */
 	__atomic_add_fetch(&parking.waiting, 1, __ATOMIC_SEQ_CST);
 	/* The table cannot be full, because the control thread counts threads before it signals them. Without an entry the
 	 * thread counts as not parked. */

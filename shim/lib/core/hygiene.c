@@ -1,8 +1,8 @@
-/* Keeps a process dumpable: no io_uring, which CRIU cannot dump; no AMX tiles, which it does not carry.
+/* Keeps a process dumpable: refuses io_uring, which CRIU cannot dump, and AMX tiles, which it does not save.
  *
  * libuv (torch's TCPStore) and others call io_uring_setup through libc's syscall(). On ENOSYS they use epoll, as they do
- * on any older kernel. Invariant: every other call, its result and errno are exactly libc's. Nothing is printed, ever,
- * nothing is allocated, and nothing is looked up before the first call, so any program can run with this preloaded.
+ * on older kernels. Invariant: every other call, its result and errno are exactly libc's. Nothing is ever printed or
+ * allocated, and no symbol is looked up before the first call, so any program can run with this preloaded.
  *
  * The call is made here and not by libc's syscall (through dlsym): dlsym takes locks and may itself call syscall(), and
  * this wrapper must work in vfork children and signal handlers, where the original does.
@@ -16,7 +16,7 @@
 
 #define NR_IO_URING_SETUP 425 /* the same number on every architecture */
 
-/* A restored process has lost the permission to use AMX, and dies of its next tile instruction (SIGILL). Without
+/* A restored process has lost the permission to use AMX, and its next tile instruction would raise SIGILL. Without
  * the permission oneDNN uses AVX-512. */
 #define NR_ARCH_PRCTL 158
 #define ARCH_REQ_XCOMP_PERM 0x1023
@@ -30,7 +30,7 @@ __attribute__((section("snapshim_syscall"))) long syscall(long number, ...)
 	va_list list;
 	long a, b, c, d, e, f, result;
 
-	/* As libc does: six are taken, whether the caller gave them or not. */
+	/* As in libc: six arguments are read, whether the caller passed them or not. */
 	va_start(list, number);
 	a = va_arg(list, long);
 	b = va_arg(list, long);

@@ -1,6 +1,6 @@
-/* Finds libraries that the job has loaded, and CUDA's own functions in them. Nothing is ever loaded here.
+/* Finds libraries that the job has loaded, and CUDA's own functions in them. It never loads a library.
  *
- * RTLD_NEXT alone does not suffice: it does not see what an extension module of Python has brought in.
+ * RTLD_NEXT alone does not suffice: it does not find libraries that a Python extension module has loaded.
  */
 #define _GNU_SOURCE
 #include "shim.h"
@@ -29,7 +29,7 @@ static int is_wanted(struct dl_phdr_info *info, size_t bytes, void *argument)
 	return 1;
 }
 
-/* Opened after the walk: the dynamic linker's lock is held inside it. */
+/* Opened after the walk, because the walk holds the dynamic linker's lock. */
 void *loaded_library(const char *begins)
 {
 	struct search search = {.begins = begins};
@@ -47,8 +47,8 @@ static void *in_library(const char *path, const char *name)
 	return found;
 }
 
-/* Where the caller would have got it: the global scope behind this library; what the caller was linked with (torch's
- * libraries are in no global scope); or any loaded library of that name. */
+/* Searches where the caller's reference would have been resolved: the global scope after this library; the libraries that
+ * the caller was linked with (torch's are not in the global scope); then any loaded library of that name. */
 void *cuda_function(const char *name, const char *library_begins, const void *caller)
 {
 	struct search search = {.begins = library_begins};

@@ -43,7 +43,7 @@ void wake_word(uint32_t *word)
 	KERNEL(SYS_futex, word, FUTEX_WAKE_PRIVATE, 0x7fffffff);
 }
 
-/* All but the two that libc keeps for itself (32: cancellation, 33: setuid in all threads): blocking those would hang it. */
+/* All but the two that libc reserves (32: cancellation, 33: setuid in all threads): libc would hang if they were blocked. */
 uint64_t block_all_signals(void)
 {
 	uint64_t all = ~((uint64_t)3 << 31);

@@ -1,4 +1,4 @@
-/* /proc/self/maps, line by line, with system calls alone: no stdio, no allocation, usable in a forked child. */
+/* Reads /proc/self/maps line by line with system calls only: no stdio, no allocation, so that a forked child can use it. */
 #define _GNU_SOURCE
 #include "shim.h"
 
@@ -45,7 +45,7 @@ static uintptr_t hexadecimal(struct maps *maps)
 	}
 }
 
-/* "from-to perms offset device inode   path": the path may hold spaces, and be longer than is kept. */
+/* "from-to perms offset device inode   path": the path may contain spaces, and is truncated. */
 bool maps_next(struct maps *maps, struct mapping *mapping)
 {
 	unsigned int path = 0, name = 0;

@@ -1,9 +1,9 @@
-/* Counts the threads that are inside a call that changes the device memory which this library backs, and delays new ones.
+/* Counts the threads inside calls that change the device memory which this library backs, and delays new calls.
  *
- * PARK needs both: a thread must not be parked in the middle of such a call, where it may hold the lock of the table of
- * blocks, and a job that does little but allocate would otherwise be inside one at every look. Invariant: while
- * memory_calls_open() is 0 that lock is free, and the table is what the driver has. Without lib/memory there are no such
- * calls.
+ * PARK needs both. A thread must not be parked in the middle of such a call, where it may hold the lock of the table of
+ * blocks. And a job that mostly allocates would be inside such a call whenever it is checked. Invariant: while
+ * memory_calls_open() is 0 that lock is free, and the table matches the driver's state. Without lib/memory there are no
+ * such calls.
  */
 #define _GNU_SOURCE
 #include "shim.h"
@@ -12,7 +12,7 @@ static uint32_t open_calls, delayed;
 static int64_t delayed_until_ns;
 static _Thread_local uint32_t depth __attribute__((tls_model("initial-exec"))); /* this thread's share of `open_calls` */
 
-/* Counted before `delayed` is read: either the thread that delays sees the count, or this thread sees that it is delayed. */
+/* Counted before `delayed` is read: either the control thread sees the count, or this thread sees that it must wait. */
 void memory_enter(void)
 {
 	for (;;) {

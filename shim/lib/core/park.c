@@ -1,11 +1,11 @@
 /* The control thread's side of parking: parks every thread of the job in the reserved signal's handler, and releases them.
  *
- * Why: the CUDA driver checkpoints and restores only inside a process that runs, and the job must not. Invariant: `parked`
- * is 1 only when two lists of the process's threads in a row had no threads but the parked ones, the driver's own and
- * ours. A parked thread has every signal blocked, so no handler of the job runs either. All of it is plain memory and one
- * futex, so it is the same before a dump and after a restore, where thread ids are the same in the new pid namespace.
+ * Why: the CUDA driver checkpoints and restores only a process that runs, while the job must not run. Invariant: `parked`
+ * is 1 only when two successive lists of the process's threads contained only parked threads, the driver's and ours. A
+ * parked thread has every signal blocked, so no handler of the job runs either. The state is plain memory and one futex,
+ * so it is valid before a dump and after a restore, where thread ids are the same in the new pid namespace.
  *
- * Everything here runs while other threads may hold any lock: no allocation, no libc call that locks.
+ * Everything here runs while other threads may hold any lock, so it neither allocates nor makes a libc call that locks.
  */
 #define _GNU_SOURCE
 #include "parking.h"
@@ -19,7 +19,7 @@
 #define LONGEST_ROUND_NS 10000000000
 #define PATIENCE_NS 50000000
 
-/* By the value the handler knows that the signal is the shim's and not the job's own. */
+/* The handler recognises the shim's signal by its value, because the job may send the same signal. */
 static long send_signal(int tid)
 {
 	siginfo_t info;
@@ -32,7 +32,7 @@ static long send_signal(int tid)
 	return KERNEL(SYS_rt_tgsigqueueinfo, info.si_pid, tid, SNAPSHIM_SIGNAL, &info);
 }
 
-/* Whether a thread need not be parked: it is ours, the driver's, or dead (a main thread that has left stays listed). */
+/* Whether a thread need not be parked: it is ours, the driver's, or has exited (an exited main thread stays listed). */
 static bool exempt(int tid, struct task *task)
 {
 	if (tid == snapshim_mailbox.thread || tid == snapshim_mailbox.probe)
@@ -41,7 +41,7 @@ static bool exempt(int tid, struct task *task)
 	return task->state == 0 || task->state == 'Z' || task->state == 'X' || is_exempt_thread(tid, task);
 }
 
-/* One look at all threads. How many of the job's are not parked, or a negative errno. */
+/* Signals all threads that are not parked. Returns how many of the job's are not parked, or a negative errno. */
 static int scan(int *job_threads)
 {
 	struct listing tasks;
@@ -72,7 +72,7 @@ static int scan(int *job_threads)
 				STORE(slot, 0);
 		}
 	}
-	/* A list that was read while threads came and went may lack one that was there all along. */
+	/* A list that was read while threads started and ended may lack a thread that existed all the time. */
 	if (listed != threads || listing_threads(&tasks) != threads)
 		missing++;
 	listing_close(&tasks);
@@ -81,7 +81,7 @@ static int scan(int *job_threads)
 	return seen_self ? missing : -ESRCH;
 }
 
-/* Makes threads wait and waits for all of them; threads that sleep in the driver are not parked before `outside_until_ns`. 0,
+/* Parks threads until all are parked; does not park threads that sleep in the driver before `outside_until_ns`. Returns 0,
  * ETIMEDOUT or another errno. */
 static int gather(int64_t until_ns, int64_t patience_ns, int64_t outside_until_ns)
 {
@@ -96,7 +96,7 @@ static int gather(int64_t until_ns, int64_t patience_ns, int64_t outside_until_n
 	for (;;) {
 		int job_threads, missing;
 
-		/* A thread that sleeps in the driver for so long may only seem to. */
+		/* A thread that seems to sleep in the driver for this long may not be inside it. */
 		STORE(&parking.outside_driver, now_ns() < outside_until_ns);
 		missing = scan(&job_threads);
 		if (missing < 0)
@@ -118,7 +118,7 @@ static int gather(int64_t until_ns, int64_t patience_ns, int64_t outside_until_n
 	}
 }
 
-/* From here on no thread is kept, also when some take longer to leave than this waits. */
+/* Releases all threads. After ETIMEDOUT some have not left the handler yet, but none is kept there. */
 static int resume(int64_t until_ns)
 {
 	snapshim_mailbox.parked_threads = 0;
@@ -226,7 +226,7 @@ int park(int64_t timeout_ns, bool outside_the_driver)
 
 	if (LOAD(&snapshim_mailbox.parked) && LOAD(&parking.closed))
 		return 0;
-	/* Threads that an earlier release did not wait for are on their way out, and still have an entry among the parked. */
+	/* Threads that an earlier release did not wait for may still be leaving, and still have an entry in `parked`. */
 	status = release(timeout_ns);
 	if (status)
 		return status;
@@ -242,7 +242,7 @@ int park(int64_t timeout_ns, bool outside_the_driver)
 		const char *lock = probe_settle(deadline);
 
 		if (!lock) {
-			/* A job that does little but allocate would otherwise be inside the driver at every look. */
+			/* A job that mostly allocates would otherwise be inside the driver at every scan. */
 			if (outside_the_driver)
 				memory_calls_delay(round_ns);
 			status = gather(until < deadline ? until : deadline, PATIENCE_NS * (round < 8 ? round + 1 : 8),

@@ -1,9 +1,9 @@
-/* Finds out whether a parked thread holds a lock that the driver's threads will need: the allocator's, the loader's, the
+/* Checks whether a parked thread holds a lock that the driver's threads will need: the allocator's, the loader's or the
  * thread library's.
  *
- * A thread of ours, which is never parked, takes each of them once. Nothing of the job runs meanwhile, so a probe that
- * sleeps for a while will sleep until the job is released. Its state decides, and not the time alone: walking the free
- * lists of a large heap takes long, and is work.
+ * A thread of ours, which is never parked, takes each of them once. The job does not run meanwhile, so a probe that sleeps
+ * for a while would sleep until the job is released. The probe's state decides and not the time alone, because walking the
+ * free lists of a large heap takes long without sleeping.
  */
 #define _GNU_SOURCE
 #include "shim.h"
@@ -25,8 +25,8 @@ static const char *stage;
 static void (*walk_arenas)(void);
 static void *volatile kept; /* so that the compiler cannot leave an allocation out */
 
-/* mallinfo2 returns a struct of ten size_t; what is in it does not matter here. Older than glibc 2.33: the small ones
- * only. */
+/* mallinfo2 returns a struct of ten size_t, whose content is ignored here. glibc before 2.33 lacks it: then the
+ * probe only allocates. */
 struct ten_sizes {
 	size_t sizes[10];
 };
@@ -39,7 +39,7 @@ static void walk_with_mallinfo(void)
 	kept = (void *)totals.sizes[0];
 }
 
-/* A thread's first allocation takes an arena from the list of the free ones, and its end puts it back: locks of their own. */
+/* A thread's first allocation takes an arena from the free list, and its end puts it back: both take separate locks. */
 static void *allocate_once(void *argument)
 {
 	void *volatile memory = malloc(24);
@@ -97,7 +97,7 @@ static void *probe(void *argument)
 	return NULL;
 }
 
-/* Nothing is parked yet, so this may look up and allocate, once. The new thread inherits the mask that blocks all signals. */
+/* Nothing is parked yet, so this may look up symbols and allocate. The new thread inherits a mask that blocks all signals. */
 int probe_start(void)
 {
 	pthread_attr_t attributes;
@@ -131,7 +131,7 @@ static const char *held(void)
 	return lock ? lock : "a lock";
 }
 
-/* Waits for a probe that was stuck and is not any more. */
+/* Waits until a probe that was blocked has finished. */
 const char *probe_settle(int64_t until_ns)
 {
 	for (;;) {

@@ -1,11 +1,11 @@
-/* Has torch give its unused device memory back, in the interpreter's main thread between two bytecodes.
+/* Makes torch release its unused device memory, in the interpreter's main thread between two bytecodes.
  *
- * The caching allocator's free blocks are garbage that a checkpoint would copy out and in again. Only the job's own main
- * thread may call torch, so the call is handed to the interpreter (Py_AddPendingCall), which makes it at a moment when no
- * C code of that thread is open. Invariant: at most one such call is with the interpreter; one that comes after its time was
- * up does nothing; the job's exceptions, references and output are as if nothing had been asked.
+ * A checkpoint would copy the caching allocator's free blocks for nothing. Only the job's main thread may call torch, so
+ * the call is queued in the interpreter (Py_AddPendingCall), which makes it when that thread is not inside C code.
+ * Invariant: at most one such call is queued; one that runs after its deadline does nothing; the job's exceptions,
+ * references and output are not affected.
  *
- * Everything of Python is looked up when it is asked for: most processes with this library have no interpreter.
+ * Python's functions are looked up on demand, because most processes with this library have no interpreter.
  */
 #define _GNU_SOURCE
 #include "shim.h"
@@ -164,7 +164,7 @@ static int empty(object *cuda)
 	return after < 0 ? EIO : 0;
 }
 
-/* Takes the exception that is set, if it is one that a caller could expect; KeyboardInterrupt and the like stay set. */
+/* Reports and clears the exception that is set if it is an Exception; KeyboardInterrupt and the like stay set. */
 static void swallow_exception(void)
 {
 	object *parts[3] = {NULL, NULL, NULL};
@@ -186,7 +186,7 @@ static void swallow_exception(void)
 			python.Py_DecRef(parts[i]);
 }
 
-/* In the main thread, with the interpreter's lock. -1 with an exception set: it goes on into the job's code. */
+/* Runs in the main thread with the interpreter's lock. -1: an exception is set, which propagates into the job's code. */
 static int at_the_safe_point(void *argument)
 {
 	uint32_t wanted = WANTED;
@@ -236,9 +236,9 @@ static void *take_the_lock_once(void *argument)
 	return argument;
 }
 
-/* Before 3.13 the interpreter notices a pending call of another thread only when it is interrupted for another reason,
- * such as another thread that wants its lock: torch causes that all the time, a loop of pure Python never does. A separate
- * thread asks for the lock, because that may take long, and the control thread must answer meanwhile. */
+/* Before 3.13 the interpreter notices a pending call from another thread only when it is interrupted for another reason,
+ * such as another thread that requests its lock. torch causes that often, a loop of pure Python never does. A separate
+ * thread requests the lock, because that may take long and the control thread must answer meanwhile. */
 static void knock(void)
 {
 	uint32_t none = 0;
@@ -313,7 +313,7 @@ int empty_cache(int64_t timeout_ns)
 	return ETIMEDOUT;
 }
 
-/* A forked child may inherit the interpreter's list with our call on it: it then does nothing. */
+/* A forked child may inherit the interpreter's queue with our call in it. The call then does nothing. */
 void safepoint_forget(void)
 {
 	state = IDLE;

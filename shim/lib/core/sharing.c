@@ -1,9 +1,9 @@
-/* Counts what a process shares on the GPU and what the driver's checkpoint refuses: managed memory, handles given to other
- * processes, handles taken from them. Preflight reads the counts.
+/* Counts what a process shares on the GPU and what the driver's checkpoint refuses: managed memory, handles exported to
+ * other processes, handles imported from them. Preflight reads the counts.
  *
- * Invariant: every call and its result are CUDA's own, but for handles of memory that we back (memory/ipc_export.c).
- * Nothing of CUDA is needed to load this library, and nothing is looked up before the call. What goes through the
- * runtime's private table of driver functions is not seen here; preflight has the process's mappings for that.
+ * Invariant: every call and its result are CUDA's own, except for handles of memory that we back (memory/ipc_export.c).
+ * The library loads without CUDA, and looks up no function before the call. Calls through the runtime's private table of
+ * driver functions are not seen here; for those, preflight reads the process's mappings.
  */
 #define _GNU_SOURCE
 #include "shim.h"
@@ -41,7 +41,7 @@ static bool get_ours(struct handle *handle, uint64_t address)
 	return false;
 }
 
-/* A call that is `ours` or passed on and, where it then succeeds, counted. */
+/* A call that `ours` answers, or that is passed on and counted if it succeeds. */
 #define COUNTED_UNLESS(ours, name, file, not_found, counter, change, parameters, arguments)        \
 	SNAPSHIM_EXPORT int name parameters;                                                       \
 	int name parameters                                                                        \

@@ -1,4 +1,4 @@
-/* What the files of libsnapshim.so use from each other. Nothing here is exported. */
+/* The internal interface between the files of libsnapshim.so. Nothing here is exported. */
 #ifndef SNAPSHIM_SHIM_H
 #define SNAPSHIM_SHIM_H
 
@@ -16,7 +16,7 @@
 #define SWAP_IF(place, expected, value) \
 	__atomic_compare_exchange_n(place, expected, value, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)
 
-/* mailbox.c: appends to the mailbox's text; what does not fit is left out. */
+/* mailbox.c: appends to the mailbox's text, which is truncated when it is full. */
 void add_text(const char *text);
 void add_number(long number);
 
@@ -35,7 +35,7 @@ void set_signal_mask(uint64_t mask);
 /* tasks.c: the threads and descriptors of this process, as the kernel lists them. */
 struct listing {
 	int fd, at, filled;
-	const char *name; /* of the entry that came last */
+	const char *name; /* of the last entry read */
 	char buffer[1024] __attribute__((aligned(8)));
 };
 int listing_open(struct listing *listing, const char *path); /* 0 or an errno */
@@ -79,7 +79,7 @@ bool is_exempt_thread(int tid, const struct task *task);
 bool exempt_thread_starting(void);
 void threads_forget(void);
 
-/* signals.c: the reserved signal stays ours. */
+/* signals.c: keeps the reserved signal for the shim. */
 void signals_resolve(void);
 void signals_guard(void);
 void signals_install(void);
@@ -97,16 +97,16 @@ void memory_enter(void);
 void memory_leave(void);
 bool memory_call_open(void);      /* in the calling thread */
 uint32_t memory_calls_open(void); /* how many threads are inside one */
-void memory_calls_delay(int64_t ns); /* new ones wait, at most for so long; those inside go on, and leave */
+void memory_calls_delay(int64_t ns); /* new calls wait, at most for this long; calls that have begun continue */
 void memory_calls_resume(void);
 void memory_calls_forget(void);
 
-/* thread_location.c: whether a thread may hold a lock of the allocator's, the loader's or the driver's. */
+/* thread_location.c: whether a thread may hold a lock of the allocator, the loader or the driver. */
 enum place {
 	PLACE_FREE,
-	PLACE_DOUBTFUL,      /* it may: better a moment later */
-	PLACE_DRIVER,      /* at work for the driver, which it always leaves again */
-	PLACE_DRIVER_SLEEPS, /* it waits there: for the GPU, or until the driver is unlocked */
+	PLACE_DOUBTFUL,      /* it may hold a lock: try again a moment later */
+	PLACE_DRIVER,      /* it runs inside the driver, and will leave it */
+	PLACE_DRIVER_SLEEPS, /* it waits inside the driver: for the GPU, or until the driver is unlocked */
 };
 void places_find(void);
 enum place place_in(const void *context);
@@ -122,7 +122,7 @@ void control_start(void);
 void control_forget(void);
 void control_leader_left(void);
 
-/* nccl/real.c: whether code is NCCL's, as far as it was called. */
+/* nccl/real.c: whether the address is in NCCL's code. False until the job has called NCCL. */
 bool nccl_contains(const void *address);
 
 /* nccl/capture.c: whether any stream is being captured into a CUDA graph. */
@@ -140,18 +140,18 @@ void *loaded_library(const char *begins); /* for dlsym; NULL: not loaded */
 void *cuda_function(const char *name, const char *library_begins,
 		    const void *caller); /* as the caller would have found it; or NULL */
 
-/* memory/: device memory that we back, and what the mailbox asks about it, SNAPSHIM_MEMORY_… */
+/* memory/: device memory that we back, and the mailbox's commands about it, SNAPSHIM_MEMORY_… */
 int memory_dispatch(uint32_t command, int64_t timeout_ns);
 void memory_forget(void);
-bool memory_has_thread(int tid); /* one of ours that copies */
+bool memory_has_thread(int tid); /* whether it is one of our threads that copy */
 bool memory_is_ours(uint64_t address);
-/* CUDA IPC of memory that we back, with handles of our own; the mailbox's counts follow. False: CUDA has to answer. */
+/* CUDA IPC of memory that we back, with our own handles; updates the mailbox's counts. False: the caller must call CUDA. */
 bool memory_ipc_get(void *handle, uint64_t address);
 bool memory_ipc_open(uint64_t *address, const void *handle, const void *caller,
 		     int *status); /* of the runtime's call, or NULL */
 bool memory_ipc_close(uint64_t address, int *status);
-uint64_t memory_share(
-	uint64_t handle); /* the driver's own handle, which other processes will know; the memory is not offloaded any more */
+uint64_t
+memory_share(uint64_t handle); /* the driver's own handle, for other processes; the memory is not offloaded from then on */
 
 /* safepoint.c */
 int empty_cache(int64_t timeout_ns);

@@ -1,9 +1,9 @@
 /* Keeps the reserved signal for the shim: its handler stays, and no thread of the job blocks it.
  *
  * From the process's first pthread_create on, a call that sets another handler, or a mask with that signal in it, gets the
- * answer that libc would have given, and the signal itself is left alone. Before that, and for all other signals, every
+ * answer that libc would have given, but does not change the signal itself. Before that, and for all other signals, every
  * call is libc's own. libc's functions are looked up in the constructor and not at the call: the calls must work in signal
- * handlers and vfork children, where dlsym does not. A call before the constructor is early enough to look them up then.
+ * handlers and vfork children, where dlsym does not. A call before the constructor can look them up safely.
  */
 #define _GNU_SOURCE
 #include "shim.h"
@@ -66,7 +66,7 @@ void signals_resolve(void)
 	STORE(&resolved, 1);
 }
 
-/* Only the first word: it is all the kernel knows, and some callers' sets are no longer. */
+/* Only the first word: the kernel uses no more, and some callers' sets are no longer. */
 static uint64_t word_of(const sigset_t *set)
 {
 	uint64_t word;
@@ -80,7 +80,7 @@ static void set_word(sigset_t *set, uint64_t word)
 	memcpy(set, &word, sizeof(word));
 }
 
-/* The set to hand on: the caller's own, or a copy without the reserved signal. */
+/* Returns the set to pass on: the caller's own, or a copy without the reserved signal. */
 static const sigset_t *without_ours(const sigset_t *set, sigset_t *copy)
 {
 	signals_resolve();
@@ -224,7 +224,7 @@ SNAPSHIM_EXPORT int pthread_sigmask(int how, const sigset_t *set, sigset_t *befo
 	return change_mask(next_pthread_sigmask, how, set, before);
 }
 
-/* Also before the first thread: it is threads that this is for. */
+/* Also before the first thread is created, because the attributes apply to a thread. */
 SNAPSHIM_EXPORT int pthread_attr_setsigmask_np(pthread_attr_t *attributes, const sigset_t *set)
 {
 	sigset_t copy;

@@ -1,5 +1,5 @@
-/* The threads and descriptors of this process, read from /proc/self with system calls alone: opendir and stdio allocate, and
- * the allocator's lock may be held by a thread that is parked.
+/* Lists the threads and descriptors of this process from /proc/self with system calls only: opendir and stdio allocate, and
+ * a parked thread may hold the allocator's lock.
  */
 #define _GNU_SOURCE
 #include "shim.h"
@@ -98,7 +98,7 @@ int listing_threads(const struct listing *listing)
 	return KERNEL(SYS_fstat, listing->fd, &status) ? -1 : (int)status.st_nlink - 2;
 }
 
-/* "TID (name) S ...": the name may hold anything, also a bracket, so its end is the last one. */
+/* "TID (name) S ...": the name may contain any character, also a parenthesis, so the last one ends it. */
 void task_look(int tid, struct task *task)
 {
 	char line[256];

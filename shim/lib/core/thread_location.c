@@ -1,10 +1,10 @@
 /* Decides whether a thread was interrupted inside the allocator, the loader or the driver, where it may hold their locks.
  *
  * Parking it there is useless: the next call into the driver would wait for that lock. A thread is outside most of the
- * time, so it may run on for a moment. Judging by the code that the thread was in is a guess that saves time; the probe
- * decides, and, where device memory is offloaded, its rehearsal. A thread that waits in a system call is parked as it is,
- * or no sleeping thread could be; but not one that sleeps inside the driver, where it waits for the GPU and may hold any
- * lock.
+ * time, so it may run a moment longer. Judging by the code that the thread was in is a heuristic that saves time; the probe
+ * decides, and so does the rehearsal if device memory is offloaded. A thread that waits in a system call is parked,
+ * because otherwise no sleeping thread could be. The exception is a thread that sleeps inside the driver, where it waits
+ * for the GPU and may hold any lock.
  */
 #define _GNU_SOURCE
 #include "shim.h"
@@ -18,7 +18,7 @@
 #include <ucontext.h>
 
 #define PLACES_MAX 4096
-#define STACK_WORDS 128 /* what libc takes, and few of its callers */
+#define STACK_WORDS 128 /* enough for libc's frames and a few of its callers' */
 #if defined(__aarch64__)
 #define ADDRESS_BITS (((uintptr_t)1 << 48) - 1) /* a return address may be signed above them */
 #else
@@ -33,7 +33,7 @@ enum owner {
 	DRIVER,
 };
 
-/* All code that there is, by address. */
+/* All executable mappings, by address. */
 static struct {
 	uintptr_t from, to;
 	enum owner owner;
@@ -100,7 +100,7 @@ static enum owner owner_at(uintptr_t at, bool *code)
 	return *code ? places[low].owner : OTHERS;
 }
 
-/* Interrupted in a system call: the kernel has set it back to the instruction, or lets it return EINTR. */
+/* Interrupted in a system call: the kernel has reset the thread to the instruction, or makes the call return EINTR. */
 static bool waits_in_the_kernel(const mcontext_t *machine, uintptr_t at)
 {
 #if defined(__x86_64__)

@@ -1,6 +1,6 @@
 /* pthread_create, interposed: the first call starts our control thread, and the CUDA driver's own threads are recognised.
  *
- * Invariant: libc creates a job's thread exactly as asked, with its own start routine on its own stack. A thread of the
+ * Invariant: libc creates a job's thread exactly as requested, with the job's start routine and stack. A thread of the
  * driver is exempt from parking (exempt_threads.c).
  *
  * Which library a start routine is in is read from /proc/self/maps. dladdr would wait for the loader's lock, which a
@@ -77,7 +77,7 @@ int pthread_create(pthread_t *thread, const pthread_attr_t *attributes, void *(*
 	return status;
 }
 
-/* A program whose main thread has left ends with its last thread, which must not be ours. */
+/* A program whose main thread has exited ends with its last thread, so our control thread must not be the last one. */
 void pthread_exit(void *value)
 {
 	threads_resolve();

@@ -1,8 +1,8 @@
 /* Preloaded into criu while it dumps: reads another user's resource limits where the kernel wants CAP_SYS_RESOURCE for it.
  *
- * Root in many containers and virtual machines lacks that capability, and prlimit(2) of a process of another user then says
- * EPERM, which criu takes as the end. The same numbers stand in /proc/PID/limits, one line per resource in the order of their
- * numbers. Only questions are answered here (no new limit), only after EPERM; everything else passes through unchanged.
+ * Root in many containers and virtual machines lacks that capability. prlimit(2) of another user's process then returns
+ * EPERM, and criu fails. /proc/PID/limits has the same values, one line per resource in the order of their numbers. Only
+ * queries (no new limit) are answered here, and only after EPERM; every other call passes through unchanged.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>

@@ -1,32 +1,32 @@
-/* Backs large allocations with memory whose physical part can be taken away and given back at the same address.
+/* Backs large allocations with memory whose physical part can be released and created again at the same address.
  *
- * Invariant: whatever goes wrong here, the real function is called with the same arguments and its answer is the program's,
- * so the runtime's last error is what it would have been. What the real function allocated, it frees.
+ * Invariant: on any failure here the program gets the result of the real function with the same arguments, so that the
+ * runtime's last error is what it would have been. What the real function allocated, it frees.
  */
 #define _GNU_SOURCE
 #include "lookup.h"
 #include "memory.h"
 
-#define SMALLEST_BYTES (1 << 20) /* below it the driver packs several into one piece; so little is moved by the driver */
+#define SMALLEST_BYTES (1 << 20) /* smaller ones the driver packs together; the driver's checkpoint moves them */
 
 #define NONE_YET (-1)
 static int32_t backed_device = NONE_YET; /* the device whose memory is backed, until the program uses others */
 static uint64_t other_devices;   /* by bit */
-static uint32_t freed_blocks; /* in the table, to be given back */
+static uint32_t freed_blocks; /* in the table, to be released */
 
-/* NCCL gives handles of its buffers to other processes, and has none left when a rank moves. */
+/* NCCL's own memory is not backed: NCCL exports its buffers to other processes, and has none left when a rank moves. */
 bool backing_serves(const void *caller)
 {
 	return called_by_program() && !nccl_contains(caller) && !lookup_is_nccl(caller);
 }
 
-/* Whether so many bytes are worth it. */
+/* Whether an allocation of this size is backed. */
 bool backing_takes(size_t bytes)
 {
 	return bytes >= SMALLEST_BYTES;
 }
 
-/* Copies between devices (cudaMemcpyPeer, and what a library makes of cudaMemcpy) want CUDA's own memory on both sides. */
+/* Copies between devices (cudaMemcpyPeer, and cudaMemcpy in some libraries) need CUDA's own memory on both sides. */
 bool backing_on(int device)
 {
 	int32_t known = NONE_YET;
@@ -100,8 +100,8 @@ bool backing_allocate(uint64_t *address, size_t bytes)
 	return done;
 }
 
-/* Everything that was launched and may use it has ended: in the block's own context, and in the one that frees it where that
- * is another one of its device. */
+/* Waits for all launched work that may use the block: in the block's own context, and in the one that frees it if that is
+ * another one of the same device. */
 static int settle(const struct driver *cuda, const struct block *block)
 {
 	void *current = NULL;
@@ -118,7 +118,7 @@ static int settle(const struct driver *cuda, const struct block *block)
 	return status;
 }
 
-/* The block is out of the table, so that no other thread frees it, and this call is counted, so that no OFFLOAD misses it. */
+/* The block is not in the table, so that no other thread frees it; this call is counted, so that no OFFLOAD misses it. */
 static bool give_back(const struct driver *cuda, struct block *block)
 {
 	if (settle(cuda, block) == 0) {
@@ -136,7 +136,7 @@ static bool give_back(const struct driver *cuda, struct block *block)
 	return false;
 }
 
-/* While the memory is offloaded none of it can be freed: the stripes have a place for all of it. */
+/* While the memory is offloaded none of it can be freed, because the stripes contain all of it. */
 static bool take(struct block *found, struct block *block)
 {
 	if (!found || found->physical || found->away)
@@ -153,15 +153,15 @@ static bool is_freed(const struct block *block, const void *argument)
 	return block->freed;
 }
 
-/* Those that the program freed while something was captured. */
+/* Releases the blocks that the program freed during a capture. */
 static void drop_freed(void)
 {
 	if (__atomic_load_n(&freed_blocks, __ATOMIC_RELAXED) && !captures_under_way())
 		backing_drop(is_freed, NULL);
 }
 
-/* To wait for the device would end the capture. What is captured may not use the block any more, but what was launched
- * may; so it keeps its memory until a later call can wait. */
+/* Waiting for the device would invalidate the capture. Captured work may not use the block any more, but work that was
+ * launched before may. So the block keeps its memory until a later call can wait. */
 static void free_later(struct block *block)
 {
 	block->freed = true;
@@ -169,7 +169,7 @@ static void free_later(struct block *block)
 	__atomic_add_fetch(&freed_blocks, 1, __ATOMIC_RELAXED);
 }
 
-/* The driver's lock has waited for all that was launched. */
+/* Need not wait for launched work: locking the driver has done that. */
 int backing_drop_freed(struct block *block)
 {
 	int answer = physical_detach(block);
@@ -216,7 +216,7 @@ bool backing_free(uint64_t address)
 	return done;
 }
 
-/* Those of a context that is about to end, which would take its memory along. */
+/* Releases the blocks of a context that is about to end, as CUDA would release that context's memory. */
 void backing_drop(bool (*which)(const struct block *block, const void *argument), const void *argument)
 {
 	struct block block;

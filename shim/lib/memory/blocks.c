@@ -1,8 +1,8 @@
 /* Keeps the blocks sorted by address in one reserved range of memory, so that no allocator is needed while the job is
  * parked.
  *
- * Invariant: while memory_calls_open() is 0 the lock is free and every block is mapped, accessible and as recorded, or
- * `away`.
+ * Invariant: while memory_calls_open() is 0 the lock is free, and every block is either `away`, or mapped and accessible as
+ * recorded.
  */
 #define _GNU_SOURCE
 #include "blocks.h"
@@ -80,8 +80,8 @@ struct block *block_with(uint64_t address)
 	return at < count && blocks[at].address <= address ? &blocks[at] : NULL;
 }
 
-/* What OFFLOAD and FILL can bring back as it was. Physical memory that is mapped in pieces or twice has content that no
- * block shows. */
+/* Whether OFFLOAD and FILL can restore the block. Physical memory that is mapped in pieces or twice has content that no
+ * single block covers. */
 static bool can_be_offloaded(const struct block *block)
 {
 	const struct physical *physical = &physicals[block->physical];
@@ -160,7 +160,7 @@ struct physical *physical_numbered(uint32_t number)
 	return &physicals[number];
 }
 
-/* A handle that was released is no handle any more. */
+/* A handle that the program released is not valid any more. */
 struct physical *physical_of(uint64_t handle)
 {
 	uint32_t number = physical_number(handle);

@@ -1,5 +1,5 @@
-/* The allocating calls that a program makes by name: the runtime's, and the driver's. A pointer may be allocated by the
- * one and freed by the other, so all ask the same table. */
+/* The interposed allocation functions of the runtime and the driver. A program may allocate with one and free with the
+ * other, so all use the same table. */
 #define _GNU_SOURCE
 #include "lookup.h"
 #include "memory.h"
@@ -55,7 +55,7 @@ static bool is_in(const struct block *block, const void *context)
 	return block->context == context;
 }
 
-/* A context that ends takes its memory along; ours is no context's. */
+/* CUDA releases the memory of a context that ends, but the memory that we back belongs to no context. */
 #define END_CONTEXT(call, device, context)          \
 	({                                          \
 		int ended_;                         \

@@ -1,9 +1,9 @@
-/* What the mailbox asks about device memory: the control thread's side.
+/* The mailbox's commands about device memory: the control thread's side.
  *
- * Invariant: `device_offloaded` is 1 from before the first physical memory is taken away until all of it is back with its
- * content; whatever fails in between leaves a state in which FILL can be asked again. Everything that READY made is gone
- * when OFFLOAD or FILL has answered, so that a dump finds none of it but threads that sleep; only EAGAIN and EBUSY leave
- * it for another try. Nothing here takes a lock of libc's: the job may be parked.
+ * Invariant: `device_offloaded` is 1 from before the first physical memory is released until all of it is back with its
+ * content; after any failure in between FILL can be retried. Everything that READY created, except for sleeping threads, is
+ * released when OFFLOAD or FILL has answered, so that a dump does not contain it; only EAGAIN and EBUSY leave it for a
+ * retry. Nothing here takes a lock of libc, because the job may be parked.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -15,20 +15,20 @@
 #include "stripes.h"
 
 #define REHEARSAL_NS 1000000000	 /* takes milliseconds, unless a parked thread holds a lock */
-#define COME_BACK_NS 2000000000	 /* for a call that waited for a parked thread, once that was released */
-#define TAKE_AWAY_NS 60000000000 /* to take all physical memory away, which cannot be given up half-way */
-#define CLEAN_UP_NS 30000000000	 /* for all that has to be done after a command, whatever came of it */
+#define COME_BACK_NS 2000000000	 /* for a call that waited for a parked thread to return after the release */
+#define TAKE_AWAY_NS 60000000000 /* to release all physical memory, which cannot be stopped half-way */
+#define CLEAN_UP_NS 30000000000	 /* for the clean-up after a command, whatever its outcome */
 #define SLOT_MIN 4096
 #define SLOT_MAX (1 << 30)
 
 static bool ready;
-static bool contexts_kept; /* a call that has not come back is made in one of them */
+static bool contexts_kept; /* a call that has not returned uses one of them */
 static struct {
 	unsigned int count;
 	size_t slot_bytes;
 } offloaded_as; /* the stripes that hold the content */
 
-/* An earlier text is nearer to the cause. */
+/* Keeps an earlier text, which is nearer to the cause. */
 static int refuse(int status, const char *words)
 {
 	if (!snapshim_mailbox.text[0])
@@ -36,7 +36,7 @@ static int refuse(int status, const char *words)
 	return status;
 }
 
-/* Says which call of which worker failed. */
+/* Describes which call of which worker failed. */
 static int explain(int status)
 {
 	if (status == EINPROGRESS) {
@@ -60,7 +60,7 @@ static int explain(int status)
 	return status;
 }
 
-/* `status`: of what was done in them. */
+/* `status`: the result of the tasks that used them. */
 static void let_contexts_go(int status)
 {
 	contexts_kept = status == EINPROGRESS;
@@ -68,7 +68,7 @@ static void let_contexts_go(int status)
 		contexts_let_go();
 }
 
-/* Whether all calls that earlier commands made have come back, after a while. */
+/* Waits until all calls of earlier commands have returned. */
 static bool back_by(int64_t until_ns)
 {
 	if (!workers_come_back(until_ns))
@@ -78,7 +78,7 @@ static bool back_by(int64_t until_ns)
 	return true;
 }
 
-/* EBUSY: nothing could be done, and everything is still there. Any other error: something may be left of it. */
+/* EBUSY: nothing could be released. Any other error: something may not have been released. */
 static int drop(int64_t by_ns)
 {
 	int status, left;
@@ -102,7 +102,7 @@ static int drop(int64_t by_ns)
 	return status && !snapshim_mailbox.text[0] ? explain(status) : status;
 }
 
-/* After OFFLOAD or FILL, which fail as well when something is left that a dump would find. */
+/* After OFFLOAD or FILL, which also fail if something is left that a dump would contain. */
 static int settled(int status, int64_t by_ns)
 {
 	int left = drop(by_ns);
@@ -110,7 +110,7 @@ static int settled(int status, int64_t by_ns)
 	return status ? status : left;
 }
 
-/* What is asked for by name gives up what can be given up. */
+/* Releases what can be released; only EBUSY is an error. */
 static int give_up(void)
 {
 	int status = drop(now_ns() + CLEAN_UP_NS);
@@ -129,7 +129,7 @@ static int open_sockets(void)
 	return status;
 }
 
-/* The devices whose memory is to be copied, and a context for each. */
+/* Finds the devices whose memory is to be copied, and a context for each. */
 static int note_devices(int64_t until_ns)
 {
 	if (!blocks_lock_until(until_ns))
@@ -251,7 +251,7 @@ static int copy(int (*task)(struct worker *), int64_t until_ns)
 	return status;
 }
 
-/* Before anything is taken away. EAGAIN: let the job go for a moment, and the call that hangs comes back. */
+/* Called before any memory is released. EAGAIN: release the job for a moment, so that the call that hangs returns. */
 static int rehearse_all(int64_t until_ns)
 {
 	int64_t soon_ns = now_ns() + REHEARSAL_NS;
@@ -267,7 +267,7 @@ static int rehearse_all(int64_t until_ns)
 	return explain(status);
 }
 
-/* While all memory is where it was: a call that hangs here returns when the job is released. */
+/* Called while all memory is still mapped: a call that hangs here returns when the job is released. */
 static int clean_up_all(int64_t by_ns)
 {
 	int status;
@@ -279,8 +279,9 @@ static int clean_up_all(int64_t by_ns)
 	return explain(status);
 }
 
-/* Pages that a write adds to a file would be charged to the job, and perhaps end it: files that were given room have all they
- * need before anything is copied. Empty ones grow. `device_done` is not for this: it is what may be sent. */
+/* Pages that a write adds to a file are charged to the job's cgroup, whose limit could kill it. So a preallocated file must
+ * have all its room before anything is copied. Empty files grow. The answer does not use `device_done`, because that is
+ * what may be sent. */
 static bool files_suffice(void)
 {
 	uint64_t all = 0, most = 0;

@@ -1,7 +1,8 @@
-/* A job may end a context while we have streams and pinned memory in it. They end with it, and their handles are nothing
- * then.
+/* Handles contexts that the job ends while we have streams and pinned memory in them. CUDA releases those, and their handles
+ * become invalid.
  *
- * Invariant: no worker makes or gives back anything of a context while one ends; what READY made there is void afterwards.
+ * Invariant: no worker creates or releases anything in a context while one ends; what READY created there is not used
+ * afterwards.
  */
 #define _GNU_SOURCE
 #include <string.h>

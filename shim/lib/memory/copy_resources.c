@@ -1,5 +1,5 @@
-/* What the copies are made with: contexts, streams, pinned memory, mapped files. Made by READY, gone when OFFLOAD, FILL or
- * DROP has answered. */
+/* The resources for copying: contexts, streams, pinned memory, mapped files. READY creates them; they are released when
+ * OFFLOAD, FILL or DROP has answered. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <sys/mman.h>
@@ -9,7 +9,7 @@
 #include "memory.h"
 #include "stripes.h"
 
-#define MAP_NS 10000000000 /* with huge pages milliseconds; pages of 4 KiB are mapped at some 10 GB/s */
+#define MAP_NS 10000000000 /* huge pages take milliseconds; pages of 4 KiB are mapped at about 10 GB/s */
 #define PIECE_BYTES ((uint64_t)64 << 20)
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23 /* Linux 5.14 */
@@ -20,7 +20,7 @@ int enter(struct worker *worker, int device)
 	return CUDA(worker, cuCtxSetCurrent, stripes.context[device]);
 }
 
-/* In whatever way the job captures a stream, what we call is no part of it, and does not end it. */
+/* Our calls do not become part of a capture by the job, and do not invalidate it, whatever its mode. */
 static void stay_out_of_captures(void)
 {
 	int mode = RELAXED;
@@ -29,7 +29,7 @@ static void stay_out_of_captures(void)
 		driver()->cuThreadExchangeStreamCaptureMode(&mode);
 }
 
-/* A device's primary context, if it has one; else the one a block was made in. None is made. */
+/* Uses a device's primary context if it has one, else a context in which a block was created. Creates none. */
 int enter_devices(struct worker *worker)
 {
 	const struct driver *cuda = stripes.devices ? driver() : NULL;
@@ -63,7 +63,7 @@ int leave_devices(struct worker *worker)
 	return status;
 }
 
-/* A child must not have it: the driver's memory is no use there, and would be in the child's dump. */
+/* A forked child must not inherit it: it cannot use the driver's memory, which would also be in the child's dump. */
 static int make_slot(struct worker *worker, char **slot)
 {
 	int status = CUDA(worker, cuMemHostAlloc, (void **)slot, stripes.slot_bytes, PORTABLE);
@@ -97,8 +97,8 @@ int prepare(struct worker *worker)
 	return 0;
 }
 
-/* While the job runs: a copy into pages that are mapped can go past the cache, and is faster than a write to the file.
- * Beyond what can be mapped, the file is written. */
+/* Called while the job runs. A copy into mapped pages can bypass the cache, and is faster than a write to the file. What
+ * cannot be mapped is written to the file. */
 int map_stripe(struct worker *worker)
 {
 	int64_t until_ns = now_ns() + MAP_NS;
@@ -107,7 +107,7 @@ int map_stripe(struct worker *worker)
 
 	if (fstat(worker->stripe, &about) || !about.st_size)
 		return 0;
-	/* The place first, and known: a child that is forked before MADV_DONTFORK finds what it has to give back. */
+	/* Reserves and records the address range first, so that a child forked before MADV_DONTFORK can unmap it. */
 	mapped = KERNEL(SYS_mmap, NULL, about.st_size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
 	if (mapped < 0 && mapped > -4096)
 		return 0;
@@ -136,26 +136,26 @@ static void unmap_stripe(struct worker *worker)
 	worker->mapped_bytes = worker->reserved_bytes = 0;
 }
 
-/* Goes on whatever the driver answers. */
+/* Continues after errors of the driver. */
 int clean_up(struct worker *worker)
 {
 	int failures = 0;
 
 	unmap_stripe(worker);
 	if (!stripes.devices || stripes.invalid)
-		return 0; /* and perhaps no driver */
+		return 0; /* and there may be no driver */
 	for (int device = 0; device < DEVICES_MAX; device++)
 		for (int slot = 0; slot < SLOTS; slot++)
 			if (worker->stream[device][slot]) {
 				failures += enter(worker, device) != 0;
-				/* Nothing moves in the slot any more. */
+				/* Ends all copies from or to the slot. */
 				driver()->cuStreamSynchronize(worker->stream[device][slot]);
 				failures += CUDA(worker, cuStreamDestroy_v2, worker->stream[device][slot]) != 0;
 				worker->stream[device][slot] = NULL;
 			}
 	for (int slot = 0; slot < SLOTS; slot++)
 		if (worker->slot[slot]) {
-			/* Whoever gets this place next may want it in its children. */
+			/* The next user of this address range may need it in forked children. */
 			madvise(worker->slot[slot], stripes.slot_bytes, MADV_DOFORK);
 			failures += CUDA(worker, cuMemFreeHost, worker->slot[slot]) != 0;
 			worker->slot[slot] = NULL;
@@ -164,7 +164,7 @@ int clean_up(struct worker *worker)
 	return failures ? EIO : 0;
 }
 
-/* In a forked child, which has what was mapped before MADV_DONTFORK. */
+/* In a forked child, which inherits what was mapped before MADV_DONTFORK. */
 void resources_forget(void)
 {
 	for (unsigned int i = 0; i < SNAPSHIM_STRIPES_MAX; i++)

@@ -1,4 +1,4 @@
-/* Copies the blocks to the stripe files and back (layout.c says what is where), and takes their physical memory away. */
+/* Copies the blocks to the stripe files and back (layout.c defines the layout), and releases their physical memory. */
 #define _GNU_SOURCE
 #include "stripes.h"
 
@@ -12,7 +12,7 @@
 #define FIRST_LOOK_US 100 /* at a stripe that has to grow */
 #define LAST_LOOK_US 2000
 
-/* All of it to or from the file. The calls are made without libc: the job is parked. */
+/* Transfers all bytes to or from the file. The system calls are made without libc, because the job is parked. */
 static int transfer(struct worker *worker, long call, char *memory, uint64_t bytes, uint64_t at)
 {
 	while (bytes) {
@@ -46,7 +46,7 @@ static int check_file(struct worker *worker)
 		       worker_fails(worker, EBADF, "the job has closed a descriptor that is not its own:", worker->stripe);
 }
 
-/* Whoever reads the file finds what was copied and nothing behind it. */
+/* A reader of the file finds what was copied and nothing after it. */
 static int cut(struct worker *worker, uint64_t bytes)
 {
 	long status = check_file(worker);
@@ -66,7 +66,7 @@ static int begin_out(struct worker *worker, int slot, const struct chunk *chunk)
 			     worker->stream[chunk->device][slot]);
 }
 
-/* What the program freed during a capture is no content of anything, only an address that has to be given back. */
+/* Memory that the program freed during a capture is not copied; only its address has to be released. */
 int drop_freed(struct worker *worker)
 {
 	for (size_t i = blocks_count(); i-- > 0;)
@@ -81,7 +81,7 @@ int drop_freed(struct worker *worker)
 	return 0;
 }
 
-/* The driver's lock has waited for all that was launched; to wait for a context would end what it captures. */
+/* Locking the driver has waited for all launched work. Waiting for a context here would invalidate its captures. */
 int copy_out(struct worker *worker)
 {
 	struct cursor cursor = {.skip = worker->number};
@@ -110,7 +110,7 @@ int copy_out(struct worker *worker)
 	return status ? status : cut(worker, done);
 }
 
-/* Until the file has so many bytes. */
+/* Waits until the file has this many bytes. */
 static int wait_for_stripe(struct worker *worker, uint64_t bytes)
 {
 	long pause = FIRST_LOOK_US;
@@ -169,7 +169,7 @@ int copy_in(struct worker *worker)
 	return status;
 }
 
-/* Once the first block is away only FILL can bring it back; so this goes on whatever the driver answers. */
+/* Once the first block is away, only FILL can bring it back. So this continues after errors of the driver. */
 int detach_all(struct worker *worker)
 {
 	int status = 0;

@@ -1,5 +1,5 @@
-/* Finds the driver's own functions. Invariant: nothing of CUDA is loaded that the job did not load, and what is called here
- * is the driver, never our own symbol of that name. */
+/* Finds the driver's own functions. Invariant: it loads no CUDA library that the job did not load, and finds the driver's
+ * functions, never our symbols of the same names. */
 #define _GNU_SOURCE
 #include "driver.h"
 
@@ -43,7 +43,7 @@ const struct driver *driver(void)
 		free(known);
 		known = none;
 	} else if (known) {
-		return known; /* the library stays open, so it stays */
+		return known; /* the library handle stays open, so it stays loaded */
 	}
 	if (library)
 		dlclose(library);

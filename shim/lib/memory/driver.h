@@ -1,4 +1,4 @@
-/* The part of CUDA's driver that the memory files call, by the names and layouts of its own header. */
+/* The part of the CUDA driver API that the memory files call, with the names and layouts of its own header. */
 #ifndef SNAPSHIM_MEMORY_DRIVER_H
 #define SNAPSHIM_MEMORY_DRIVER_H
 
@@ -68,7 +68,7 @@ _Static_assert(sizeof(struct cuda_access) == 12, "the driver's layout");
 	X(cuMemAlloc_v2, (uint64_t *, size_t))                                                     \
 	X(cuMemFree_v2, (uint64_t))
 
-/* NULL where the driver lacks them. */
+/* NULL if the driver lacks them. */
 #define DRIVER_USEFUL(X)                                                                           \
 	X(cuMemExportToShareableHandle, (void *, uint64_t, int, unsigned long long))               \
 	X(cuMemImportFromShareableHandle, (uint64_t *, void *, int))                               \
@@ -85,7 +85,7 @@ struct driver {
 #undef X
 };
 
-/* NULL: the process has no driver yet, or one that lacks something needed. After it was found once no lock is taken. */
+/* NULL: the process has no driver yet, or one that lacks a required function. Takes no lock once it has been found. */
 const struct driver *driver(void);
 
 #endif

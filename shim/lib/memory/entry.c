@@ -1,4 +1,4 @@
-/* The functions of the driver that a program gets from the runtime, by name: ours in the place of some. */
+/* Interposes the runtime's lookup of driver functions by name, which returns our replacements for some of them. */
 #define _GNU_SOURCE
 #include <string.h>
 
@@ -44,7 +44,7 @@ static void *stand_in(const char *name, void *function)
 	return function;
 }
 
-/* Older runtimes have no `found`: then it is some register's value, and passed on as such. */
+/* Older runtimes have no `found`: then it is an arbitrary register value, which is passed on unchanged. */
 #define ENTRY_POINT(name, parameters, arguments)                                                        \
 	SNAPSHIM_EXPORT int name parameters;                                                            \
 	int name parameters                                                                             \

@@ -1,9 +1,9 @@
-/* Takes the stripe files' descriptors from the daemon. Nothing listens, and only a process that may trace this one gets at
- * the other socket. No lock of libc's is taken, because the job may be parked.
+/* Receives the stripe files' descriptors from the daemon. There is no listening socket, and only a process that may trace
+ * this one can get the other socket of the pair. No lock of libc is taken, because the job may be parked.
  *
- * Invariant: a child that is forked at any moment finds every descriptor of ours that it has in `open_`. The kernel writes
- * a descriptor's number before there is the descriptor, here always into `open_`; and that lies in one page, so that a
- * child has it as it was at one moment. */
+ * Invariant: a child that is forked at any moment finds all inherited descriptors of ours in `open_`. The kernel writes a
+ * descriptor's number, here always into `open_`, before the descriptor exists. `open_` lies in one page, so that a child
+ * inherits a consistent copy. */
 #define _GNU_SOURCE
 #include "handover.h"
 
@@ -31,14 +31,15 @@ static struct {
 };
 _Static_assert(sizeof(open_) <= 256, "in one page");
 
-/* What the files are: a job may close descriptors that it does not know, and get files of its own under their numbers. */
+/* Identifies the files, because a job may close descriptors that it did not open, and open its own files under their
+ * numbers. */
 static struct {
 	bool known;
 	dev_t device;
 	ino_t inode;
 } identity[SNAPSHIM_STRIPES_MAX];
 
-/* Behind the head of the message, where the kernel writes one kind of them alone. */
+/* A descriptor after the header of the control message. The kernel writes only one such message. */
 static int *received(unsigned int index)
 {
 	return &open_.control.words[CMSG_LEN(0) / sizeof(int) + index];
@@ -109,7 +110,7 @@ int handover_open(int *theirs)
 	return 0;
 }
 
-/* One message's descriptors go behind the `*count` that are there. */
+/* Appends one message's descriptors to the `*count` that were received before. */
 static int receive_some(unsigned int wanted, unsigned int *count)
 {
 	char byte[SNAPSHIM_STRIPES_MAX];

@@ -1,4 +1,4 @@
-/* The stripe files: their descriptors come from the daemon, over a pair of sockets that is the process's own. */
+/* The stripe files: the daemon sends their descriptors over a socket pair that this process creates. */
 #ifndef SNAPSHIM_MEMORY_HANDOVER_H
 #define SNAPSHIM_MEMORY_HANDOVER_H
 
@@ -11,7 +11,7 @@ int handover_receive(unsigned int wanted, int64_t until_ns);
 
 bool handover_is_open(void);
 int handover_file(unsigned int stripe);
-bool handover_is_ours(unsigned int stripe); /* whether that number is still the file */
+bool handover_is_ours(unsigned int stripe); /* whether the descriptor still refers to the file */
 void handover_close(void); /* sockets and files, whatever there is */
 
 #endif

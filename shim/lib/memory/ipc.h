@@ -1,4 +1,4 @@
-/* Handles of ours that stand in the place of CUDA's IPC handles, see ipc_export.c and ipc_import.c. */
+/* Our handles that replace CUDA's IPC handles, see ipc_export.c and ipc_import.c. */
 #ifndef SNAPSHIM_MEMORY_IPC_H
 #define SNAPSHIM_MEMORY_IPC_H
 
@@ -6,7 +6,7 @@
 
 #define IPC_MARK "snapshim-memory"
 
-struct ipc_handle { /* in the place of cudaIpcMemHandle_t */
+struct ipc_handle { /* replaces cudaIpcMemHandle_t */
 	char mark[16];
 	uint64_t server, number; /* of the exporting process's server (ipc_server.h), and of the block there */
 	uint64_t bytes;

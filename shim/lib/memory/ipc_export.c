@@ -1,8 +1,8 @@
-/* cudaIpcGetMemHandle for memory that we back. CUDA makes no such handle of it, so we do: one that says from which server
- * (ipc_server.c) a descriptor of the physical memory can be had.
+/* cudaIpcGetMemHandle for memory that we back. CUDA creates no handle for it, so we create one, which names the server
+ * (ipc_server.c) that provides a descriptor of the physical memory.
  *
- * Invariant: exported memory is not offloaded. It stays until it is freed, and the mailbox's counts say so. A block that
- * cannot be exported is left to CUDA.
+ * Invariant: exported memory is not offloaded, and counts as exported in the mailbox until it is freed. For a block that
+ * cannot be exported CUDA is called.
  */
 #define _GNU_SOURCE
 #include "ipc.h"
@@ -33,7 +33,7 @@ static bool export(const struct driver *cuda, struct block *block)
 	return true;
 }
 
-/* Under the lock, so that the block stays, and with it the server. */
+/* Called with the lock, so that neither the block nor the server can go away. */
 static bool write_handle(const struct driver *cuda, struct block *block, void *handle)
 {
 	struct ipc_handle made = {.unused = {0}};

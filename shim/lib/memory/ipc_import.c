@@ -1,6 +1,6 @@
-/* cudaIpcOpenMemHandle and cudaIpcCloseMemHandle for handles of ours (ipc_export.c): the memory is mapped in this process.
+/* cudaIpcOpenMemHandle and cudaIpcCloseMemHandle for our handles (ipc_export.c): map the memory in this process.
  *
- * Invariant: the mailbox's counts say that something is open. A handle that is not ours is left to CUDA.
+ * Invariant: the mailbox counts every open handle. A handle that is not ours is passed to CUDA.
  */
 #define _GNU_SOURCE
 #include "ipc.h"
@@ -15,7 +15,7 @@
 #define INVALID_CONTEXT 201 /* also cudaErrorDeviceUninitialized: the answer to a process that opens its own handle */
 #define MAP_FAILS 205	    /* also cudaErrorMapBufferObjectFailed: the exporter has ended, or has freed the memory */
 
-/* Memory of another process that is mapped here. Records are used again. */
+/* Memory of another process that is mapped here. Records are reused. */
 struct opened {
 	uint64_t server, number;
 	uint64_t address, bytes; /* address 0: the record is free */
@@ -38,7 +38,7 @@ static int allow_device(const struct driver *cuda, struct opened *record, int de
 	return status;
 }
 
-/* For the device that is current, and for those that may be allowed to use its memory, as far as they can. */
+/* Gives access to the current device, and to all other devices that can be given access. */
 static int allow(const struct driver *cuda, struct opened *record)
 {
 	int current, can, status = cuda->cuCtxGetDevice(&current);
@@ -129,7 +129,7 @@ static struct opened *find_opened(const struct ipc_handle *handle)
 	return NULL;
 }
 
-/* What was launched in the context where it was opened, and may use it, has ended; unless that context itself has. */
+/* First waits for work in the context where it was opened, unless that context has ended. */
 static int unmap(const struct driver *cuda, struct opened *record)
 {
 	void *current = NULL;
@@ -149,7 +149,7 @@ static int unmap(const struct driver *cuda, struct opened *record)
 	return 0;
 }
 
-/* To wait for the device would end a capture; so what is closed during one stays until there is none. */
+/* Waiting for the device would invalidate a capture, so memory that is closed during one is unmapped after it. */
 static int unmap_closed(const struct driver *cuda)
 {
 	int status = 0;

@@ -1,8 +1,8 @@
-/* Hands out descriptors of exported memory to other processes of the same user, over a socket whose name is in the handle.
+/* Sends descriptors of exported memory to other processes of the same user, over a socket whose name is in the handle.
  *
- * It is there while something is exported: a thread of ours, which is never parked, and a socket without a place in the file
- * system. (The kernel could fetch a descriptor out of a process without its help, pidfd_getfd, but not in most containers.)
- * Records are used again and never freed: libc's allocator is out of reach while the job is parked.
+ * While something is exported there is a thread of ours, which is never parked, and a socket in the abstract namespace.
+ * (pidfd_getfd could copy a descriptor without the process's help, but most containers do not allow it.) Records are reused
+ * and never freed, because libc's allocator cannot be used while the job is parked.
  */
 #define _GNU_SOURCE
 #include "ipc_server.h"
@@ -29,7 +29,7 @@
 #define LINGER_MS 500
 #define BREATH_US 10000
 
-/* A job may close descriptors that it does not know, and get others of its own under their numbers. */
+/* Identifies a descriptor, because a job may close it and open its own file under the same number. */
 struct identity {
 	dev_t device;
 	ino_t inode; /* 0: it is closed */
@@ -127,7 +127,7 @@ static void serve(int connection)
 		send_descriptor(connection, number);
 }
 
-/* Under the lock: whether there is nothing to do here any more. It can also happen that the job has closed the socket. */
+/* Called with the lock: whether the server can end, because nothing is offered or the job has closed the socket. */
 static bool server_is_done(int server, struct identity identity)
 {
 	if (offered && is_still(server, identity))
@@ -138,7 +138,7 @@ static bool server_is_done(int server, struct identity identity)
 	return true;
 }
 
-/* Not closed with the last offer: the next often follows at once. */
+/* Does not end at once with the last offer, because another often follows soon. */
 static void *serve_requests(void *nothing)
 {
 	struct identity identity;
@@ -161,7 +161,7 @@ static void *serve_requests(void *nothing)
 			close(connection);
 		} else {
 			if (asked || wait.revents)
-				pause_us(BREATH_US); /* no descriptors left, or nothing that can be waited for */
+				pause_us(BREATH_US); /* out of descriptors, or the socket cannot be polled */
 			pthread_mutex_lock(&mutex);
 			done = server_is_done(server, identity);
 			pthread_mutex_unlock(&mutex);

@@ -5,15 +5,15 @@
 
 #include <stdint.h>
 
-/* Other processes can get the descriptor under the number that is returned, until it is withdrawn, which closes it. 0:
- * there can be no server. */
+/* Offers the descriptor to other processes under the number that is returned, until it is withdrawn, which closes it. 0: no
+ * server can be started. */
 uint64_t ipc_server_offer(int descriptor);
 void ipc_server_withdraw(uint64_t number);
-/* The number by which the server is found. It is started where there is none; 0: it cannot be. */
+/* The number by which clients find the server. Starts the server if there is none; 0: it cannot be started. */
 uint64_t ipc_server_open(void);
-/* The same without waiting: 0 where there is no server. */
+/* The same without starting one: 0 if there is no server. */
 uint64_t ipc_server_number(void);
-/* A descriptor from another process's server; -1: it has ended, or does not have it. */
+/* Gets a descriptor from another process's server; -1: the server has ended, or does not have it. */
 int ipc_server_ask(uint64_t server, uint64_t number);
 void ipc_server_forget(void);
 

@@ -1,8 +1,8 @@
 /* Finds CUDA's own functions, and the library of the caller, once for each caller's library.
  *
- * A program may have several runtimes, each in its own scope, so what is found belongs to the mapping that the caller's
- * code is in. Invariant: what was found before is found again without a lock, so a call costs a few comparisons, does not
- * wait for a thread inside dlopen, and leaves dlerror() alone. What a found function is in stays loaded.
+ * A program may have several runtimes, each in its own scope, so results are cached by the mapping of the caller's code.
+ * Invariant: a cached result is found without a lock, so a call costs a few comparisons, does not wait for a thread inside
+ * dlopen, and does not change dlerror(). The library of a cached function stays loaded.
  */
 #define _GNU_SOURCE
 #include "lookup.h"
@@ -27,7 +27,7 @@ static bool is_in(const struct code *code, const void *address)
 	return (uintptr_t)address >= code->from && (uintptr_t)address < code->to;
 }
 
-/* The mapping that holds the address, from /proc, without the loader. */
+/* The mapping that contains the address, from /proc and not from the loader. */
 static bool find_code(const void *address, struct code *code, bool *nccl)
 {
 	struct mapping mapping;
@@ -67,7 +67,7 @@ bool lookup_is_nccl(const void *caller)
 	return nccl;
 }
 
-/* Keeps the function's library, so that what is remembered can be called. */
+/* Keeps the function's library loaded, so that the cached pointer stays valid. */
 static void pin(void *function)
 {
 	Dl_info info;

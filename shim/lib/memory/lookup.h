@@ -1,4 +1,4 @@
-/* CUDA's own functions, as the code that calls us would have got them. */
+/* CUDA's own functions, resolved as for the code that calls us. */
 #ifndef SNAPSHIM_MEMORY_LOOKUP_H
 #define SNAPSHIM_MEMORY_LOOKUP_H
 
@@ -11,7 +11,7 @@ struct code { /* one mapping */
 	uintptr_t from, to;
 };
 
-/* What was found for one function, by the caller's mapping. Entries are only added. */
+/* Results for one function, by the caller's mapping. Entries are only added. */
 struct lookup {
 	struct found {
 		struct code code;
@@ -23,7 +23,7 @@ struct lookup {
 void *lookup(struct lookup *lookup, const char *name, const char *file, const void *caller); /* NULL: there is none */
 bool lookup_is_nccl(const void *caller);
 
-/* The real function, where the caller would have got it. */
+/* The real function, as the caller would have resolved it. */
 #define REAL_FOR(name, file, types, caller)                            \
 	({                                                             \
 		static struct lookup lookup_;                          \

@@ -1,10 +1,10 @@
-/* A device that may use another's memory may use what we back there: CUDA lets it by itself only for its own allocations. */
+/* Extends peer access between devices to memory that we back. CUDA does that only for its own allocations. */
 #define _GNU_SOURCE
 #include "lookup.h"
 #include "memory.h"
 
 static uint64_t allowed[DEVICES_MAX]; /* the devices that may use this one's memory, by bit; under the lock */
-static uint64_t unasked[DEVICES_MAX]; /* those of them that the program did not ask that for, as far as we saw */
+static uint64_t unasked[DEVICES_MAX]; /* those of them for which we saw no request by the program */
 
 static int set_access(const struct block *block, int device, int flags)
 {

@@ -1,10 +1,10 @@
-/* Gives a block physical memory at its address, and takes it away again. */
+/* Creates and releases the physical memory of a block at its address. */
 #define _GNU_SOURCE
 #include "memory.h"
 
 #include "core/shim.h"
 
-static bool descriptors_refused; /* by a driver that makes other memory */
+static bool descriptors_refused; /* by a driver that can create memory without them */
 
 static bool is_refusal(int status)
 {
@@ -16,8 +16,8 @@ struct cuda_property property_on(int device)
 	struct cuda_property property = {.type = PINNED, .location = {ON_DEVICE, device}};
 	int supported = 0;
 
-	/* As cudaMalloc's memory is: shared with other processes (ipc.c), registered by network cards, and by NCCL for
-	 * them. */
+	/* Like cudaMalloc's memory, it can be shared with other processes (ipc_export.c) and registered with network cards,
+	 * also by NCCL. */
 	if (!LOAD(&descriptors_refused) && driver()->cuDeviceGetAttribute(&supported, DESCRIPTORS_SUPPORTED, device) == 0 &&
 	    supported)
 		property.handle_types = POSIX_DESCRIPTOR;

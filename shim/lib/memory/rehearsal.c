@@ -1,11 +1,11 @@
-/* Makes each kind of call that copying and cleaning up will make, once, while all memory is still where it was.
+/* Makes each kind of call that copying and cleaning up will make once, while all memory is still mapped.
  *
- * Why: a thread may be parked inside the driver after all. It was taken for one outside, and holds a lock of the driver or
- * waits for one. Or the driver was locked first, because a thread did not leave it. The driver's lock was seen to be a
- * readers-writer lock: a call that waits for it gets its share as soon as it is unlocked, parked or not. Copies are not
- * delayed by such a share; calls that need the lock exclusively (to release pinned memory or a stream) wait until the
- * thread is released, which is not possible once its memory is away. Nothing of the job runs meanwhile, so a call that is
- * not delayed here is not delayed later. Sizes are those of the real calls: small ones take other paths through the
+ * Why: a thread may have been parked inside the driver. Either it was mistaken for one outside, and holds a lock of the
+ * driver or waits for one. Or the driver was locked first, because a thread did not leave it. The driver's lock behaves as
+ * a readers-writer lock: a thread that waits for it gets its share as soon as it is unlocked, parked or not. Such a share
+ * does not delay copies. Calls that need the lock exclusively (to release pinned memory or a stream) wait until the thread
+ * is released, which is not possible once its memory is away. The job does not run meanwhile, so a call that is not
+ * delayed here is not delayed later. Sizes are those of the real calls, because small ones take other paths through the
  * driver.
  */
 #define _GNU_SOURCE
@@ -26,7 +26,7 @@ static int copy_there_and_back(struct worker *worker, const struct block *block,
 	return status ? status : CUDA(worker, cuStreamSynchronize, stream);
 }
 
-/* All that may use memory of this device's that is to go and come. */
+/* The devices that may use those blocks of this device that OFFLOAD will release. */
 static uint64_t access_on(int device)
 {
 	uint64_t access = (uint64_t)1 << device;
@@ -37,7 +37,7 @@ static uint64_t access_on(int device)
 	return access;
 }
 
-/* In the context that is current. Where there is no room for so little, the driver moves it all. */
+/* Runs in the current context. If the device has no room even for this, it fails, and the driver moves all the memory. */
 static int map_and_copy(struct worker *worker, int device, void *slot, void *stream)
 {
 	struct cuda_property property = property_on(device);
@@ -90,7 +90,7 @@ static bool is_active(int device)
 	       active;
 }
 
-/* Also on devices without a block: the driver's checkpoint, which follows, takes the locks of all. */
+/* Also on devices without a block: the driver's checkpoint, which follows, takes the locks of all devices. */
 int rehearse(struct worker *worker)
 {
 	int status = 0;

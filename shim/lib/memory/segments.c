@@ -1,8 +1,9 @@
-/* Physical memory that a program creates and maps itself, as torch's expandable segments do, can be offloaded as well.
+/* Tracks physical memory that a program creates and maps itself, as torch's expandable segments do, so that it can be
+ * offloaded.
  *
- * Such programs get the driver's functions from cudaGetDriverEntryPoint; in their place stand those below (entry.c). A
- * program holds our number for physical memory, so that other memory can take its place. Invariant: any other handle, and
- * any address that was not mapped here, is the driver's.
+ * Such programs get driver functions from cudaGetDriverEntryPoint, which returns those below instead (entry.c). A program
+ * holds our handle for physical memory, so that the memory behind it can be replaced. Invariant: any other handle, and any
+ * address that was not mapped here, is the driver's.
  */
 #define _GNU_SOURCE
 #include "segments.h"
@@ -30,7 +31,7 @@ int segments_create(uint64_t *handle, size_t bytes, const struct cuda_property *
 	return status;
 }
 
-/* The number of its mappings, or whether other code knows it, has changed: that decides for each of its blocks. */
+/* Its number of mappings, or whether it is shared, has changed, which decides whether its blocks can be offloaded. */
 static void physical_changed(uint32_t number)
 {
 	for (size_t i = 0; i < blocks_count(); i++)
@@ -88,7 +89,7 @@ static void note_mapping(uint64_t address, size_t bytes, size_t offset, uint64_t
 		block.device = physical->property.location.id;
 		block.unusual = offset != 0 || block.device < 0 || block.device >= DEVICES_MAX;
 		driver()->cuCtxGetCurrent(&block.context);
-		if (!block_add(&block)) /* never offloaded then: its end could not be noticed */
+		if (!block_add(&block)) /* then it is never offloaded, because its unmapping would not be noticed */
 			physical->shared = true;
 		if (physical->mappings > 1)
 			physical_changed(block.physical);
@@ -109,8 +110,8 @@ int segments_map(uint64_t address, size_t bytes, size_t offset, uint64_t handle,
 	return status;
 }
 
-/* Before the call: afterwards another thread may have mapped something there already, which is not to go. Our own blocks are
- * none of the program's business. */
+/* Called before unmapping: afterwards another thread may have mapped other memory there, which must stay. Blocks that we
+ * allocated are not affected. */
 static void mark_leaving(uint64_t address, size_t bytes)
 {
 	for (size_t i = blocks_from(address); i < blocks_count() && block_at(i)->address < address + bytes; i++)

@@ -1,5 +1,4 @@
-/* What stands for the driver's functions where a program got them from the runtime; arguments and answers are the
- * driver's. */
+/* Replacements for driver functions that a program gets from the runtime; arguments and results are the driver's. */
 #ifndef SNAPSHIM_MEMORY_SEGMENTS_H
 #define SNAPSHIM_MEMORY_SEGMENTS_H
 
@@ -22,7 +21,7 @@ enum {
 	FUNCTIONS
 };
 
-extern void *segments_real[FUNCTIONS]; /* what the runtime gave for it */
+extern void *segments_real[FUNCTIONS]; /* what the runtime returned for it */
 #define REAL(number, types) ((int(*) types)LOAD(&segments_real[number]))
 
 /* segments.c */
@@ -31,7 +30,7 @@ int segments_release(uint64_t handle);
 int segments_map(uint64_t address, size_t bytes, size_t offset, uint64_t handle, unsigned long long flags);
 int segments_unmap(uint64_t address, size_t bytes);
 int segments_set_access(uint64_t address, size_t bytes, const struct cuda_access *access, size_t count);
-/* The driver's handle for one of ours; any other handle as it is. With `shares` the memory is not offloaded any more. */
+/* The driver's handle for one of ours; any other handle unchanged. With `shares` the memory is not offloaded any more. */
 uint64_t segments_translate(uint64_t ours, bool shares);
 
 /* shared.c */

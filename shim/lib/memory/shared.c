@@ -1,10 +1,10 @@
-/* Memory that others may see (exported, multicast, retained by address, known to a network card) is shared from then on,
- * and stays with the driver's checkpoint: only this process would see other memory in its place. */
+/* Marks memory as shared once other code can access it (exported, multicast, retained by address, registered with a network
+ * card). Such memory is left to the driver's checkpoint: if it were replaced, only this process would see the new memory. */
 #define _GNU_SOURCE
 #include "lookup.h"
 #include "segments.h"
 
-/* Other code may see its content from now on. */
+/* Other code may access the memory from now on. */
 static void share_range(uint64_t address, size_t bytes)
 {
 	blocks_lock();
@@ -61,7 +61,7 @@ int segments_export(void *into, uint64_t handle, int kind, unsigned long long fl
 	return status;
 }
 
-/* Where the handle and the address are differs by version: none of the other arguments looks like one of ours. */
+/* The positions of handle and address differ by version, so several are checked: no other argument can equal our handle. */
 int segments_bind_memory(uint64_t a, uint64_t b, uint64_t c, uint64_t d, uint64_t e, uint64_t f, uint64_t g)
 {
 	return REAL(BIND_MEMORY, (uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t))(

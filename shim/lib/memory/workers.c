@@ -1,8 +1,8 @@
 /* Starts the threads that copy, gives them tasks and waits for them.
  *
- * All calls into CUDA are made there and none by the control thread, because they have no deadline: one that does not come
- * back must not block the only thread that reads the mailbox. Invariant: a worker touches its own record, the table and
- * its slots.
+ * They make all calls into CUDA and the control thread makes none, because such calls have no deadline: one that does not
+ * return must not block the only thread that reads the mailbox. Invariant: a worker accesses only its own record, the table
+ * and its slots.
  */
 #define _GNU_SOURCE
 #include "workers.h"
@@ -14,7 +14,7 @@
 #include "core/shim.h"
 
 #define STACK_BYTES (1024 * 1024)
-#define GRACE_NS 1500000000 /* for a call that is under way when it is to stop */
+#define GRACE_NS 1500000000 /* for a call in progress when the task has to stop */
 #define LOOK_NS 20000000
 
 struct worker workers[SNAPSHIM_STRIPES_MAX];
@@ -136,7 +136,7 @@ bool workers_come_back(int64_t until_ns)
 	return true;
 }
 
-/* Until `stop_ns` the task may go on; what has not come back at `patience_ns` is left alone. */
+/* The task may continue until `stop_ns`; workers that have not returned at `patience_ns` are not waited for. */
 static int run(unsigned int count, int (*task)(struct worker *worker), int64_t stop_ns, int64_t patience_ns)
 {
 	STORE(&failed, 0);

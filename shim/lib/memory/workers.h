@@ -1,5 +1,5 @@
-/* The shim's own threads that copy: never parked. They come with the first MEMORY_READY, sleep between commands, and stay:
- * also through a dump and a restore, so that none has to be made while the job is parked. */
+/* The shim's own threads that copy; they are never parked. They start with the first MEMORY_READY and sleep between
+ * commands. They persist through a dump and a restore, so that none has to be created while the job is parked. */
 #ifndef SNAPSHIM_MEMORY_WORKERS_H
 #define SNAPSHIM_MEMORY_WORKERS_H
 
@@ -13,12 +13,12 @@
 struct worker {
 	unsigned int number; /* also of its stripe */
 	int stripe;      /* the file */
-	char *mapped;      /* its beginning, as far as its pages are there */
+	char *mapped;      /* its beginning, as far as its pages are populated */
 	uint64_t mapped_bytes, reserved_bytes;
 	char *slot[SLOTS];   /* pinned */
 	void *stream[DEVICES_MAX][SLOTS];
 
-	/* Why it failed: a text, and the number that belongs behind it. */
+	/* Why it failed: a text, and the number that follows it. */
 	const char *call;
 	long answer;
 
@@ -31,16 +31,16 @@ struct worker {
 extern struct worker workers[SNAPSHIM_STRIPES_MAX];
 
 int workers_start(unsigned int count); /* those that are not there yet; 0 or an errno */
-/* Gives the first `count` a task and waits. 0 or the first error; EINPROGRESS: one has not come back, long after it should
- * have stopped. */
+/* Gives the first `count` workers a task and waits. 0 or the first error; EINPROGRESS: one has not returned, long after it
+ * should have stopped. */
 int workers_run(unsigned int count, int (*task)(struct worker *worker), int64_t until_ns);
-/* A task that nothing stops but its own end; it is not waited for longer. */
+/* Runs a task that is never stopped early, but waits for it only until `until_ns`. */
 int workers_finish(unsigned int count, int (*task)(struct worker *worker), int64_t until_ns);
 bool workers_are_back(void);
 bool workers_come_back(int64_t until_ns);
 void workers_forget(void);
 
-/* What a worker does when the driver refuses. */
+/* Records why a worker's task failed. */
 int worker_fails(struct worker *worker, int status, const char *call, long answer);
 int driver_status(int answer); /* the errno for it */
 #define CUDA(worker, call, ...)                                                                              \
@@ -50,7 +50,7 @@ int driver_status(int answer); /* the errno for it */
 		answer_ ? worker_fails(worker, driver_status(answer_), #call " answers", answer_) : 0;                  \
 	})
 
-/* Whether the time is up, the daemon has cancelled, or another has failed. 0 or an errno. */
+/* Whether the deadline has passed, the daemon has cancelled, or another worker has failed. 0 or an errno. */
 int worker_should_stop(void);
 
 #endif

@@ -1,8 +1,8 @@
-/* Builds real communicators under the virtual ones again, from fresh unique ids, and tries each before it is used.
+/* Rebuilds the real communicators of virtual ones from new unique ids, and tests each before it is used.
  *
- * Every one becomes a root communicator, also what was split or shrunk before: size, rank and config are all that is needed.
- * All members attach in the order of the request, which is the same for all, so no two wait for each other crosswise.
- * Invariant: all or nothing. On failure what this attempt made is aborted and all are DETACHED as before.
+ * Every one becomes a root communicator, also one that was split or shrunk before: size, rank and config suffice. All
+ * members attach in the order of the request, which is the same for all, so they cannot deadlock. Invariant: all or
+ * nothing. On failure all that this attempt created is aborted, and all communicators are DETACHED as before.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -49,14 +49,14 @@ static int wait_ready(struct nccl_job *job, struct member *member, struct nccl_i
 			 result ? (int)result : (int)state);
 }
 
-/* Before a call that may never come back: from here on it can be cancelled. False: it has been given up already. */
+/* Before a call that may never return: from here on it can be cancelled. False: the command was given up already. */
 static bool enter_call(const struct nccl_job *job, struct member *member)
 {
 	atomic_store(&member->holder, INSIDE_A_CALL);
-	return job_in_time(job); /* read after the store: a thread that gives up later sees that this one is inside */
+	return job_in_time(job); /* read after the store: a thread that cancels later sees that this one is inside */
 }
 
-/* After it. False: it was cancelled, and the new communicator is gone. */
+/* After that call. False: it was cancelled, and the new communicator was aborted. */
 static bool leave_call(struct member *member)
 {
 	int inside = INSIDE_A_CALL;
@@ -198,10 +198,10 @@ static int build(struct nccl_job *job, struct attempt *attempt, struct nccl_inst
 					 (unsigned long)member->comm->id, (int)result);
 	}
 	for (size_t i = 0; i < attempt->count; i++)
-		/* Several members of one process would have to be tried at once: not done. */
+		/* Several members of one process are not tried, because that would have to be done concurrently. */
 		if (attempt->members[i].to_be_tried && try_member(job, &attempt->members[i], instance))
 			return job->status;
-	/* A command that was given up has reported that none of them is up. */
+	/* A command that was given up has already reported failure. */
 	return job_in_time(job) ? 0 : job_fails(job, ETIMEDOUT, "they were built after the time was up");
 }
 
@@ -218,7 +218,7 @@ static void publish(struct attempt *attempt, struct nccl_instance *instance)
 		nccl_lock(&before);
 		doomed = atomic_load(&comm->doomed);
 		if (!doomed) {
-			/* What came since: one that fails is as good as none, buffers work without. */
+			/* Buffers that were registered since. A failure is ignored: buffers work without registration. */
 			registrations_attach(comm, real, instance);
 			atomic_store(&comm->real, real);
 			atomic_store(&comm->state, LIVE);
@@ -283,7 +283,7 @@ void attach_cancel(void)
 	for (size_t i = 0; i < attempt->count; i++) {
 		struct member *member = &attempt->members[i];
 
-		/* Outside such a call the worker sees for itself that it was given up, and aborts what it has. */
+		/* Outside such a call the worker itself notices the cancellation, and aborts what it has created. */
 		while (atomic_load(&member->holder) == INSIDE_A_CALL) {
 			ncclComm_t real = atomic_load(&member->fresh); /* NCCL writes it early in the call */
 			int inside = INSIDE_A_CALL;

@@ -9,9 +9,9 @@ struct member {
 	struct nccl_comm *comm;
 	ncclUniqueId id;
 	bool to_be_tried, entered;
-	_Atomic(ncclComm_t) fresh; /* where NCCL writes the new one; the record gets it when all is well */
-	/* The thread that may abort the new one: the worker or, while the worker is inside a call that may never return, the
-	 * thread that cancels. CANCELLED: it is aborted, and the worker must not touch it any more. */
+	_Atomic(ncclComm_t) fresh; /* where NCCL writes the new communicator; the record gets it when all have succeeded */
+	/* The thread that may abort the new communicator: the worker or, while the worker is inside a call that may never
+	 * return, the thread that cancels. CANCELLED: it is aborted, and the worker must not use it any more. */
 	_Atomic int holder;
 };
 
@@ -23,7 +23,8 @@ struct attempt {
 	struct member members[];
 };
 
-/* From lines "ID UNIQUE-ID-IN-HEX try" or "… untried". All of them are ATTACHING then. NULL: the job has failed. */
+/* Parses lines "ID UNIQUE-ID-IN-HEX try" or "… untried", and sets their communicators to ATTACHING. NULL: the job has
+ * failed. */
 struct attempt *attempt_begin(struct nccl_job *job);
 void attempt_let_go(struct attempt *attempt);
 

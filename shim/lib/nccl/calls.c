@@ -1,5 +1,5 @@
-/* How the arguments of each call are read, what follows from its outcome, and what is answered where the real library
- * cannot be asked. */
+/* The layout of each call's arguments, the handling of its outcome, and the errors for calls that cannot reach the real
+ * library. */
 #define _GNU_SOURCE
 #include "calls.h"
 

@@ -1,8 +1,8 @@
-/* Sees captures begin and end, so that an operation asks its stream about capturing only while there is one.
+/* Counts captures as they begin and end, so that an operation queries its stream only while there is one.
  *
- * A graph launches its collectives behind the gate's back, and destroying a communicator that a graph holds never returns:
- * such a communicator is refused. Invariant: the calls and their results are the CUDA runtime's own; a process without
- * a runtime gets its error for a symbol that was not found.
+ * A graph launches its collectives without passing the gate, and destroying a communicator that a graph uses never returns.
+ * So such a communicator is refused. Invariant: the calls and their results are the CUDA runtime's own; without a runtime
+ * they return its error for a missing symbol.
  */
 #define _GNU_SOURCE
 #include "capture.h"

@@ -13,7 +13,7 @@ static inline bool capture_under_way(void)
 	return atomic_load_explicit(&captures, memory_order_relaxed) > 0;
 }
 
-/* Whether work on this stream goes into a graph now. */
+/* Whether this stream is being captured now. */
 bool capture_has(uint64_t stream);
 
 #endif

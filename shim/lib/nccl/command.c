@@ -68,7 +68,7 @@ static int load_fresh(struct nccl_job *job)
 	for (size_t i = 0; (comm = comm_at(i)); i++) {
 		int state = atomic_load(&comm->state);
 
-		/* One whose creation waits at the gate is made by the fresh copy. */
+		/* A communicator whose creation waits at the gate will be created by the fresh copy. */
 		if (state != UNUSED && state != DETACHED && state != LOST && (state != PENDING || atomic_load(&comm->real)))
 			return job_fails(job, EBUSY, "communicator %016lx is not detached", (unsigned long)comm->id);
 	}

@@ -26,7 +26,7 @@ struct nccl_job {
 	size_t bytes;
 };
 
-/* Start routines of threads: carry the job out; abort the call that an attach hangs in. */
+/* Start routines of threads: one carries out the job, the other aborts the call that blocks an attach. */
 void *job_run(void *job);
 void *job_cancel(void *job);
 
@@ -36,15 +36,15 @@ bool job_claim(struct nccl_job *job); /* false: another command still calls NCCL
 void job_over(struct nccl_job *job);  /* the next command that calls NCCL may begin */
 void jobs_forget(void);
 
-/* Whether to go on: time is left, and the control thread still waits. */
+/* Whether to continue: time is left, and the control thread still waits. */
 bool job_in_time(const struct nccl_job *job);
 /* Records why it failed; the first reason stays. Returns `status`. */
 int job_fails(struct nccl_job *job, int status, const char *format, ...) __attribute__((format(printf, 3, 4)));
 
-/* detach.c, attach.c, report.c: 0 or an errno. Each may be asked again. */
+/* detach.c, attach.c, report.c: 0 or an errno. Each can be repeated. */
 int detach(struct nccl_job *job);
 int attach(struct nccl_job *job);
-/* Aborts what an attach hangs in. */
+/* Aborts the call that blocks an attach. */
 void attach_cancel(void);
 int report(struct nccl_job *job);
 

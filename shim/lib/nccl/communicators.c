@@ -1,11 +1,11 @@
 /* The table of virtual communicators.
  *
- * A handle is the address of a record in one reserved range, so "is it ours" is a comparison. Records are used again as
- * late as possible: a watchdog may still ask about a handle that has just been destroyed.
+ * A handle is the address of a record in one reserved range, so a comparison tells whether it is ours. Records are reused
+ * as late as possible, because a watchdog may still query a handle that has just been destroyed.
  *
- * Ids: members must agree on a communicator's name without talking. A root's is a hash of its unique id; a split's of its
- * parent's id, the number of the split among its parent's, and the color; a shrink's of its parent's id and the excluded
- * ranks. Should the same come twice, the second is hashed on, which all its members do alike.
+ * Ids: members must agree on a communicator's id without communicating. A root's is a hash of its unique id; a split's of
+ * its parent's id, the number of the split among its parent's, and the color; a shrink's of its parent's id and the
+ * excluded ranks. If an id exists already, it is hashed again, which all members do alike.
  */
 #define _GNU_SOURCE
 #include "communicators.h"
@@ -16,7 +16,7 @@
 
 #define RECORDS 65536
 #define ENDED 4096
-#define RESTING 1024 /* records that rest before the first of them is used again */
+#define RESTING 1024 /* free records that are kept before the oldest is reused */
 
 static struct nccl_comm *_Atomic table;
 static _Atomic size_t used; /* records that were ever handed out */
@@ -54,7 +54,7 @@ ncclConfig_t *config_copy(const ncclConfig_t *config)
 	ncclConfig_t *copy;
 	char *strings;
 
-	/* A size that no version has: NCCL shall say so itself, from the caller's own struct. */
+	/* No version has this size: NCCL gets the caller's struct and reports the error. */
 	if (size < offsetof(ncclConfig_t, cga_cluster_size) || size > 65536)
 		return NULL;
 	net_bytes = netted && config->net_name ? strlen(config->net_name) + 1 : 0;

@@ -1,4 +1,4 @@
-/* Virtual communicators: what the application holds, and all that is needed to make a real one again. */
+/* Virtual communicators: the application's handles, and everything that is needed to rebuild a real communicator. */
 #ifndef SNAPSHIM_NCCL_COMMUNICATORS_H
 #define SNAPSHIM_NCCL_COMMUNICATORS_H
 
@@ -10,7 +10,7 @@
 
 enum nccl_state {
 	UNUSED = 0,
-	PENDING,   /* handed out, its creation has not come back */
+	PENDING,   /* the application has the handle, its creation has not returned */
 	LIVE,    /* `real` is set (a non-blocking one: will be) */
 	DETACHING, /* the shim's worker has it */
 	DETACHED,  /* nothing real is left; can be attached again */
@@ -21,7 +21,7 @@ enum nccl_state {
 
 enum nccl_kind { BY_INIT, BY_SPLIT, BY_SHRINK, BY_GROW, BY_INIT_ALL };
 
-/* Why a communicator cannot be taken down and built again; bits. */
+/* Why a communicator cannot be detached and rebuilt; bits. */
 enum nccl_refusal {
 	REFUSED_CAPTURED = 1,
 	REFUSED_WINDOW = 2,
@@ -69,7 +69,7 @@ struct nccl_comm {
 	int32_t trial[2]; /* the all-reduce that tries it, where there is no device memory */
 };
 
-/* What is left of a communicator: its counts, which the others' must still reach. */
+/* What is kept of an ended communicator: its counts, which the other members must still reach. */
 struct nccl_ended {
 	uint64_t id, collectives;
 	int nranks, rank;
@@ -77,17 +77,17 @@ struct nccl_ended {
 	struct nccl_peers *peers;
 };
 
-/* The record behind a handle; NULL for a handle that is not ours. A stale one of ours is found too: UNUSED. */
+/* The record of a handle; NULL for a handle that is not ours. The record of a stale handle is UNUSED. */
 struct nccl_comm *comm_of(uint64_t handle);
 
-/* A new record, PENDING, with an id that is unused; NULL: no room. nranks and rank may be -1. Takes `config`. */
+/* A new PENDING record with an unused id; NULL: no room. nranks and rank may be -1. Takes ownership of `config`. */
 struct nccl_comm *comm_make(uint64_t id, enum nccl_kind kind, int nranks, int rank, ncclConfig_t *config);
-/* Notes its counts among the ended ones and gives the record back. */
+/* Records its counts as those of an ended communicator, and frees the record. */
 void comm_end(struct nccl_comm *comm, bool aborted);
-/* Asks the real one for its size, rank and device, where they are not known. */
+/* Gets size, rank and device from the real communicator where they are not known. */
 void comm_learn(struct nccl_comm *comm, ncclComm_t real, struct nccl_instance *instance);
 
-/* Records by number, for the shim's own walks; NULL after the last that was ever used. */
+/* Records by number, for iteration; NULL after the last that was ever used. */
 struct nccl_comm *comm_at(size_t number);
 /* The ended ones, the oldest first. With the lock. */
 const struct nccl_ended *ended_at(size_t number);
@@ -100,7 +100,7 @@ static inline bool comm_blocks(const struct nccl_comm *comm)
 	return !comm->config || comm->config->blocking != 0;
 }
 
-/* Deep copy, by the size that the struct itself gives; NULL for NULL, or when memory is out. */
+/* Deep copy, of the size that the struct itself states; NULL for NULL, or if there is no memory. */
 ncclConfig_t *config_copy(const ncclConfig_t *config);
 
 uint64_t hash_bytes(uint64_t seed, const void *bytes, size_t length);

@@ -1,7 +1,7 @@
-/* Communicators are made: the application gets a virtual handle, the real one lands in its record.
+/* Creates communicators: the application gets a virtual handle, and its record the real one.
  *
- * A blocking creation waits for every member, so it is an operation like any other to the gate. What is needed to make the
- * communicator again is kept: size, rank, a copy of the config. Invariant: on failure the application has no handle.
+ * A blocking creation waits for every member, so the gate treats it as an operation. The record keeps what is needed to
+ * rebuild the communicator: size, rank, a copy of the config. Invariant: on failure the application has no handle.
  */
 #define _GNU_SOURCE
 #include <stdlib.h>
@@ -11,7 +11,7 @@
 #include "ids.h"
 #include "redops.h"
 
-/* Gives out the handle and launches or keeps the call that makes it. */
+/* Returns the handle and launches or keeps the call that creates the communicator. */
 static ncclResult_t submit(struct nccl_thread *thread, struct nccl_call *call, struct nccl_comm *child, ncclComm_t *out)
 {
 	call->out = child ? malloc(sizeof(*call->out)) : NULL;
@@ -236,7 +236,7 @@ PROFILED(ncclResult_t, ncclCommShrink, ncclComm_t handle, int *excluded, int cou
 	struct nccl_comm *parent = comm_of((uintptr_t)handle);
 	struct nccl_call call = {
 		.symbol = SYMBOL_ncclCommShrink,
-		.counts = CREATION, /* those left out do not come to it: not an operation of the parent's */
+		.counts = CREATION, /* the excluded ranks do not take part: not an operation of the parent */
 		.make = make_child,
 		.comm = parent,
 		.word = {(uintptr_t)handle, (uintptr_t)excluded, (unsigned int)count, (uintptr_t)out, (uintptr_t)config,

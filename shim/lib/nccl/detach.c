@@ -1,8 +1,8 @@
-/* Takes real communicators down; the virtual ones stay.
+/* Destroys real communicators; the virtual ones stay.
  *
- * First everything is waited for, while nothing has changed: threads inside NCCL, work on the devices. Only then is
- * anything destroyed. A communicator ends DETACHED, with no thread, socket or shared memory of NCCL's left of it; if
- * destroying does not come back in time it is DETACHING until it does. One that a thread does not leave is LIVE again.
+ * It first waits for threads inside NCCL and for work on the devices, without changing anything. Only then does it destroy
+ * communicators. A destroyed one is DETACHED, and NCCL has no thread, socket or shared memory for it any more. It stays
+ * DETACHING until a destroy call that exceeds the deadline returns. One that a thread does not leave becomes LIVE again.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -90,7 +90,7 @@ static int look(struct nccl_job *job, struct nccl_comm *comm, struct nccl_instan
 		comm_learn(comm, real, instance);
 	}
 	nccl_unlock(&before);
-	/* One whose creation is held at the gate has nothing real yet. */
+	/* A communicator whose creation waits at the gate has no real one yet. */
 	if (state == ncclInProgress)
 		return job_fails(job, EBUSY, "a call on communicator %016lx is still in progress", (unsigned long)comm->id);
 	if (refused && real)
@@ -118,7 +118,7 @@ static ncclResult_t destroy(struct nccl_job *job, struct nccl_comm *comm, ncclCo
 	return result == ncclInProgress ? ncclSuccess : result;
 }
 
-/* A question may be inside with the handle, for moments; for longer only where the gate was opened meanwhile. */
+/* A query may be using the handle for a moment; other calls only if the gate was opened meanwhile. */
 static int wait_for_questions(struct nccl_job *job, struct nccl_comm *comm, ncclComm_t real)
 {
 	char words[128];

@@ -1,4 +1,4 @@
-/* Calls the driver by name: the shim is built and loaded without CUDA. Invariant: no context is made that was not there. */
+/* Calls the driver by name, because the shim is built and loaded without CUDA. Invariant: it creates no context. */
 #define _GNU_SOURCE
 #include "device.h"
 
@@ -66,7 +66,7 @@ int device_pair_make(struct device_pair *pair, bool on_device, int32_t sent, int
 	return failed;
 }
 
-/* NCCL writes there meanwhile, and nothing orders the two: any value may be seen, also half of one. */
+/* NCCL may write there concurrently without synchronisation, so any value may be read, also a partial one. */
 __attribute__((no_sanitize("thread"))) static int32_t glance(const volatile int32_t *number)
 {
 	return *number;

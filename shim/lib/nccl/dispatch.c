@@ -2,9 +2,8 @@
  * have no deadline. The control thread waits until the deadline, or until the daemon cancels the command, and then reports
  * what has not returned.
  *
- * A command that was given up goes on until NCCL returns; until then no other command that calls NCCL is begun. Commands
- * about the gate (close, targets, report, open) are always carried out. No lock and no memory of the allocator is taken
- * here.
+ * A command that was given up continues until NCCL returns; until then no other command that calls NCCL is started. Commands
+ * about the gate (close, targets, report, open) are always carried out. This file takes no lock and does not allocate.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -45,7 +44,7 @@ static void wait_for(struct nccl_job *job, int64_t until_ns)
 		wait_word(&job->done, 0, until_ns - now_ns());
 }
 
-/* The number makes it safe: one that is written late is of a request that is answered already, and cancels no other. */
+/* Compares numbers, so that a cancellation that is written late, for a request that was answered, cancels no other. */
 static bool is_cancelled(void)
 {
 	return LOAD(&snapshim_mailbox.cancel) == LOAD(&snapshim_mailbox.request);

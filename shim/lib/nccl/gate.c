@@ -1,10 +1,10 @@
-/* The gate.
+/* The gate: counts operations and, while it is closed, blocks those beyond the cut.
  *
- * Open: one look at a word and one relaxed addition. Closed: a thread shows what it wants to launch and sleeps until one
- * of its channels is below its target: then another member is already committed to that operation, and this group is
- * inside the cut with all its channels (migrator/quiesce/cut.py says why, and has the same rule). A thread sleeps at group
- * depth 0 of the real library, holding nothing. Counting and the closed gate meet in `calling` (threads.h): after
- * gate_close no operation is launched that was not counted.
+ * Open, it costs one load and one relaxed addition. Closed, a thread publishes what it wants to launch and sleeps until one
+ * of its channels is below its target. Then another member is already committed to that operation, and the whole group is
+ * inside the cut with all its channels (migrator/quiesce/cut.py has the same rule, and the reason). A thread sleeps at
+ * group depth 0 of the real library and holds no lock. `calling` (threads.h) orders counting and closing: after gate_close
+ * no operation is launched that was not counted.
  */
 #define _GNU_SOURCE
 #include "gate.h"
@@ -23,8 +23,7 @@ static void count_peer(struct nccl_comm *comm, bool sent, int peer, uint64_t cou
 {
 	struct nccl_peers *peers = comm_peers(comm);
 
-	/* A peer that does not exist is left to NCCL's own error. What a rank sends to itself counts as sent, and only
-	 * once. */
+	/* NCCL itself reports a peer that does not exist. What a rank sends to itself counts as sent, and only once. */
 	if (!peers || peer < 0 || peer >= peers->ranks || (!sent && peer == atomic_load(&comm->rank)))
 		return;
 	atomic_fetch_add_explicit(sent ? &peers->with[peer].sent : &peers->with[peer].received, count, memory_order_relaxed);
@@ -112,8 +111,7 @@ static void look_at_channel(void *context, struct nccl_comm *comm, enum gate_cha
 	look->below = look->below || (target && launched < target->count);
 }
 
-/* 1: may pass; 0: waits; -1: one of its communicators is gone, or, on an open gate, has no operation to wait for. With the
- * lock. */
+/* 1: may pass; 0: waits; -1: one of its communicators has ended or, on an open gate, is not attached. Needs the lock. */
 static int decide(const struct nccl_call *calls, size_t count)
 {
 	bool open = atomic_load(&gate_word) == GATE_OPEN;

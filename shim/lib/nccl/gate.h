@@ -1,4 +1,4 @@
-/* The gate before every operation: open, it counts; closed, it holds what the targets do not let pass. */
+/* The gate in front of every operation. Open, it counts operations. Closed, it blocks those beyond their targets. */
 #ifndef SNAPSHIM_NCCL_GATE_H
 #define SNAPSHIM_NCCL_GATE_H
 
@@ -17,7 +17,7 @@ struct gate_target {
 	uint64_t count;
 };
 
-/* Waits until all of it may be launched; then it is counted and the thread is CALLING. An error: it will never be. */
+/* Waits until all the calls may be launched, counts them, and sets the thread to CALLING. An error: they never may be. */
 ncclResult_t gate_pass(struct nccl_thread *thread, const struct nccl_call *calls, size_t count);
 /* Counts one operation on an open gate; the thread is DECIDING. */
 void gate_count(struct nccl_thread *thread, struct nccl_comm *comm, const struct nccl_shape *shape, const uint64_t *word);
@@ -27,9 +27,9 @@ void gate_channels(const struct nccl_call *call,
 		   void (*visit)(void *context, struct nccl_comm *comm, enum gate_channel channel, int peer, uint64_t count),
 		   void *context);
 
-/* Every launch after this is held, and everything launched before is counted when this returns. */
+/* Later launches wait at the gate. When this returns, every earlier launch is counted. */
 void gate_close(void);
-/* How far each channel may go; one that is not named stays where it is. Takes the array. */
+/* Sets the count that each channel may reach; a channel without a target is never below it. Takes ownership of the array. */
 void gate_set_targets(struct gate_target *targets, size_t count);
 void gate_open(void);
 /* Whether no thread is inside the real library; `words` describes one that is. */

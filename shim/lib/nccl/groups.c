@@ -39,7 +39,7 @@ static ncclResult_t end(int symbol, void *simulation)
 
 	if (!instance || !instance->function[symbol])
 		return answer_missing(thread, symbol);
-	if (thread_inside(thread) || thread->depth == 0) /* without a beginning: NCCL answers with its own error */
+	if (thread_inside(thread) || thread->depth == 0) /* without ncclGroupStart: NCCL returns its own error */
 		return simulation ? REAL(instance, ncclGroupSimulateEnd, ncclResult_t (*)(void *))(simulation) :
 				    REAL(instance, ncclGroupEnd, ncclResult_t (*)(void))();
 	if (--thread->depth > 0)

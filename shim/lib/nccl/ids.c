@@ -1,4 +1,4 @@
-/* ncclGetUniqueId goes to the current instance, because an id holds the address of the host that made it. */
+/* Passes ncclGetUniqueId to the current instance, because an id contains the address of the host that created it. */
 #define _GNU_SOURCE
 #include "ids.h"
 

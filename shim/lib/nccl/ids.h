@@ -1,11 +1,11 @@
-/* Unique ids that this process has made: NCCL has a thread and a socket for one that is not used yet. */
+/* Unique ids that this process has created: NCCL keeps a thread and a socket for each until it is used. */
 #ifndef SNAPSHIM_NCCL_IDS_H
 #define SNAPSHIM_NCCL_IDS_H
 
 #include "types.h"
 
 void id_used(const ncclUniqueId *ids, size_t count);
-/* How many of the last ones made here were never used here. */
+/* How many of the most recent ones were not used in this process. */
 int ids_unused(void);
 
 #endif

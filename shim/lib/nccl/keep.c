@@ -1,7 +1,7 @@
 /* Keeps the calls of a group until it ends.
  *
- * Invariant: what the arguments point to is copied where NCCL reads it during the call. Buffers and out-parameters are the
- * application's until the group ends, as NCCL has it.
+ * Invariant: data that NCCL reads through an argument during the call is copied. Buffers and out-parameters are not: NCCL
+ * requires the application to keep them until the group ends.
  */
 #define _GNU_SOURCE
 #include <stdlib.h>
@@ -25,7 +25,7 @@ static void *copy_of(const struct nccl_call *call)
 		ncclCollConfig_t *copy;
 
 		if (size < sizeof(*config) || size > 65536)
-			return NULL; /* no version's: NCCL shall say so itself */
+			return NULL; /* no version has this size: NCCL reports the error */
 		if (config->algorithms)
 			string = strlen(config->algorithms) + 1;
 		copy = malloc(size + string);

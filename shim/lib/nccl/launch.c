@@ -53,7 +53,7 @@ ncclResult_t calls_launch(struct nccl_thread *thread, struct nccl_call *calls, s
 			result = REAL(instance, ncclGroupSimulateEnd, ncclResult_t (*)(void *))(simulation);
 		else if (group)
 			result = REAL(instance, ncclGroupEnd, ncclResult_t (*)(void))();
-		/* A call that only the shim found wrong never reached the real group. */
+		/* A call that only the shim refused was never part of the real group. */
 		if (result == ncclSuccess && first != ncclInProgress)
 			result = first;
 	}

@@ -1,8 +1,8 @@
-/* Questions about a communicator, and its end, which work in every state.
+/* Queries about a communicator, and its destruction, which work in every state.
  *
- * Watchdogs ask all the time, and must neither wait nor get an error where there is none: while a communicator is taken
- * down the shim answers success. While there is a real one, the real one answers: a non-blocking operation that is still
- * in progress must not be called done.
+ * Watchdogs query communicators continuously, and must neither wait nor get a false error: while a communicator is detached
+ * the shim answers success. While there is a real one, the real one answers, because a non-blocking operation that is in
+ * progress must not be reported as complete.
  */
 #define _GNU_SOURCE
 #include <stdlib.h>
@@ -15,7 +15,7 @@ typedef ncclResult_t (*ask_number)(ncclComm_t, int *);
 
 static ncclResult_t refuse_or_end(struct nccl_thread *thread, struct nccl_instance *instance, struct nccl_call *call);
 
-/* Ends the communicator, or leaves that to the worker that has it now. */
+/* Ends the communicator, or leaves that to the worker that is detaching or attaching it. */
 static ncclResult_t make_end(struct nccl_thread *thread, struct nccl_instance *instance, struct nccl_call *call)
 {
 	struct nccl_comm *comm = call->comm;
@@ -38,11 +38,11 @@ static ncclResult_t make_end(struct nccl_thread *thread, struct nccl_instance *i
 	}
 	atomic_store(&comm->state, ENDING);
 	real = atomic_exchange(&comm->real, NULL);
-	held_look_again(); /* a thread that is held on it gets an error */
+	held_look_again(); /* a thread that waits at the gate for it gets an error */
 	nccl_unlock(&before);
 	if (real)
 		result = ((on_comm)instance->function[call->symbol])(real);
-	if (result != ncclSuccess && result != ncclInProgress) { /* NCCL has it still */
+	if (result != ncclSuccess && result != ncclInProgress) { /* NCCL still has it */
 		atomic_store(&comm->real, real);
 		atomic_store(&comm->state, state);
 		return result;
@@ -59,7 +59,7 @@ static ncclResult_t make_finalize(struct nccl_thread *thread, struct nccl_instan
 
 	if (atomic_load(&call->comm->state) == UNUSED)
 		return answer_gone(thread, call->comm, call->symbol);
-	atomic_store(&call->comm->finalized, true); /* taken down: done when there is a real one again */
+	atomic_store(&call->comm->finalized, true); /* while it is detached: attach finalizes the new real one */
 	if (real)
 		result = REAL(instance, ncclCommFinalize, on_comm)(real);
 	if (result != ncclSuccess && result != ncclInProgress)
@@ -131,7 +131,7 @@ PROFILED(ncclResult_t, ncclCommGetAsyncError, ncclComm_t handle, ncclResult_t *a
 	else if (real)
 		result = REAL(instance, ncclCommGetAsyncError, ncclResult_t (*)(ncclComm_t, ncclResult_t *))(real, answer);
 	else if (state == PENDING || state == LIVE)
-		*answer = ncclInProgress; /* NCCL has not given the handle out yet */
+		*answer = ncclInProgress; /* NCCL has not returned the handle yet */
 	else
 		*answer = state == LOST ? ncclSystemError : ncclSuccess;
 	if (real && result == ncclSuccess && *answer == ncclSuccess && atomic_load(&comm->initialising)) {
@@ -142,7 +142,7 @@ PROFILED(ncclResult_t, ncclCommGetAsyncError, ncclComm_t handle, ncclResult_t *a
 	return result;
 }
 
-/* From the record; the real one is asked only for what is not known yet. */
+/* Answers from the record; queries the real one only for what is not known yet. */
 static ncclResult_t number(int symbol, ncclComm_t handle, _Atomic int *(*field)(struct nccl_comm *), int *answer)
 {
 	struct nccl_thread *thread = thread_self();

@@ -1,4 +1,4 @@
-/* The interposed operations and questions: from the application's call through the gate to the real library. */
+/* The interposed operations and queries: from the application's call through the gate to the real library. */
 #define _GNU_SOURCE
 #include <stdlib.h>
 
@@ -22,7 +22,7 @@ static void mark(struct nccl_comm *comm, unsigned int why)
 		atomic_fetch_or(&comm->refused, why);
 }
 
-/* The way of every operation; `word` has MOST_WORDS words. */
+/* Launches any operation; `word` has MOST_WORDS words. */
 static ncclResult_t launch(int symbol, uint64_t *word, unsigned int why)
 {
 	struct nccl_thread *thread = thread_self();
@@ -68,7 +68,7 @@ static ncclResult_t launch(int symbol, uint64_t *word, unsigned int why)
 	return call_submit(thread, &call);
 }
 
-/* A question: the real one answers now, or once there is one again. */
+/* A query that the real communicator answers; an error while there is none. */
 static ncclResult_t ask(int symbol, uint64_t *word, unsigned int why)
 {
 	struct nccl_thread *thread = thread_self();

@@ -1,7 +1,8 @@
-/* Finds NCCL's own threads by their stacks: their names say so only where NCCL_SET_THREAD_NAME is set.
+/* Finds NCCL's own threads by their stacks, because they are named only if NCCL_SET_THREAD_NAME is set.
  *
- * Used to say that nothing of NCCL is left, and before a library is unloaded, so a thread too many does no harm and one
- * too few would. A stack is read through /proc/self/mem, where memory that has just gone is an error and not a fault.
+ * The result decides whether NCCL is completely detached and whether a library can be unloaded, so a false positive is
+ * harmless and a false negative is not. Stacks are read through /proc/self/mem, where memory that has just been unmapped
+ * is an error and not a fault.
  */
 #define _GNU_SOURCE
 #include "own_threads.h"
@@ -28,7 +29,7 @@ static bool known(int tid)
 	return false;
 }
 
-/* "NR args… SP PC" of a thread that waits, "running" of one that does not. */
+/* The file has "NR args… SP PC" for a thread that waits, "running" for one that does not. */
 static uint64_t stack_pointer(int tid)
 {
 	char path[64], text[256] = "", *at, *last = NULL, *before = NULL;
@@ -49,8 +50,8 @@ static uint64_t stack_pointer(int tid)
 	return before ? strtoull(before, NULL, 16) : 0;
 }
 
-/* A thread that runs, or is not to be looked at, counts; one that has ended does not, nor one that the kernel is taking
- * apart: pthread_join has returned for it already. */
+/* A thread that runs or cannot be inspected counts. One that has ended does not, nor one that is exiting in the kernel:
+ * pthread_join has already returned for it. */
 static bool still_there(int tid)
 {
 	char path[64], text[512] = "", *name_end;

@@ -1,8 +1,8 @@
 /* Finds the NCCL that the job loaded and, after a restore on another node, loads a fresh copy beside it.
  *
- * NCCL keeps the host's identity and its interfaces' addresses for the life of a library instance: a rank that was moved
- * needs another instance. The copy goes through a memfd, because the dynamic linker takes the same file for the same
- * library. Invariant: nothing is ever loaded into a process that did not load NCCL itself.
+ * A library instance of NCCL keeps the host's identity and its interfaces' addresses, so a rank that was moved needs another
+ * instance. The copy is loaded from a memfd, because the dynamic linker does not load the same file twice. Invariant:
+ * nothing is ever loaded into a process that did not load NCCL itself.
  */
 #define _GNU_SOURCE
 #include "real.h"
@@ -139,8 +139,8 @@ static int copy_to(int copy, char *words, size_t room)
 	return 0;
 }
 
-/* What the dynamic linker loads from a memory file with these bytes. It takes a name or an inode that it knows, of an earlier
- * copy, perhaps made on another node, for the library it has: then another memory file is tried, with another of both. */
+/* Loads a copy of the library from a memfd. If name or inode equal those of an earlier copy, perhaps made on another node,
+ * the dynamic linker returns that copy. Then another memfd is tried, which has another name and inode. */
 static void *load_copy(char *words, size_t room, int *failed)
 {
 	int copies[8], tries = 0;
@@ -197,7 +197,7 @@ int real_load_fresh(char *words, size_t room)
 	}
 	fresh->before = old;
 	atomic_store_explicit(&current, fresh, memory_order_release);
-	/* Where a thread of NCCL is left (an unused unique id has one), its code may still run. */
+	/* If a thread of NCCL is left (an unused unique id has one), the code of the old copy may still run. */
 	if (old->number > 0 && threads_inside(old->text_from, old->text_to) == 0) {
 		dlclose(old->library);
 		old->text_from = old->text_to = 0;

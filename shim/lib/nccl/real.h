@@ -9,16 +9,16 @@
 
 struct nccl_instance {
 	void *library;
-	struct nccl_instance *before; /* stays, unloaded: a thread may have just read it */
-	int number; /* 0: the job's own; each fresh copy one more */
+	struct nccl_instance *before; /* the record stays after unloading: a thread may have just read it */
+	int number; /* 0: the job's own; then one more for each fresh copy */
 	uint64_t text_from, text_to; /* where its code is */
-	int version; /* as ncclGetVersion says */
+	int version; /* from ncclGetVersion */
 	void *function[SYMBOLS]; /* NULL: this version has no such symbol */
 };
 
 extern const char *const nccl_symbol_names[SYMBOLS];
 
-/* The instance that calls go to; NULL when the process has loaded no NCCL. Cheap. */
+/* The current instance; NULL if the process has not loaded NCCL. Cheap. */
 struct nccl_instance *real_instance(void);
 /* The path of the job's own library; "" before it was found. */
 const char *real_path(void);
@@ -29,7 +29,7 @@ int real_load_fresh(char *words, size_t room);
 /* Calls `function` with that many words; `word` has MOST_WORDS of them. */
 ncclResult_t real_call(void *function, int words, const uint64_t *word);
 
-/* The function with its type, to be called; NULL where the library lacks it. */
+/* The function, cast to its type; NULL if the library lacks it. */
 #define REAL(instance, name, type) ((type)(instance)->function[SYMBOL_##name])
 
 #endif

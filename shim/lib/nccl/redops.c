@@ -1,7 +1,8 @@
-/* Virtual user reductions: the scalar is remembered, the real one is made where it is first needed and after every attach.
+/* Virtual user reductions: the scalar is stored, and the real reduction is created when it is first needed and after every
+ * attach.
  *
- * torch destroys a reduction right after the operation that uses it, also inside a group, where the shim has only kept the
- * operation: there the destroying is kept behind it.
+ * torch destroys a reduction right after the operation that uses it, also inside a group, where the shim has not launched
+ * the operation yet. There the destruction is kept in the group too, after the operation.
  */
 #define _GNU_SOURCE
 #include "redops.h"
@@ -125,7 +126,7 @@ PROFILED(ncclResult_t, ncclRedOpCreatePreMulSum, int *op, void *scalar, int data
 	nccl_unlock(&before);
 	if (!redop)
 		return thread_error(thread, ncclSystemError, "more than %d user reductions at a time", REDOPS);
-	/* At once where it can be, so that a wrong argument is found here. */
+	/* Created at once if possible, so that a wrong argument is reported here. */
 	real = ask_begin(thread, comm, SYMBOL_ncclRedOpCreatePreMulSum);
 	instance = real_instance();
 	if (real)

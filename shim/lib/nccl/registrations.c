@@ -1,5 +1,5 @@
-/* A registration's handle is the address of our record of it; the record knows the real one, which changes with every
- * attach. */
+/* Virtual registrations: the application's handle is the address of our record, which contains the real handle. That one
+ * changes with every attach. */
 #define _GNU_SOURCE
 #include "registrations.h"
 
@@ -62,13 +62,13 @@ PROFILED(ncclResult_t, ncclCommRegister, ncclComm_t handle, void *buffer, size_t
 		return thread_error(thread, ncclSystemError, "no memory for another registration");
 	registration->buffer = buffer;
 	registration->bytes = bytes;
-	/* Taken down: registered when there is a real one again. */
+	/* If the communicator is detached, the buffer is registered when it is attached again. */
 	real = ask_begin(thread, comm, SYMBOL_ncclCommRegister);
 	instance = real_instance();
 	if (real)
 		result = REAL(instance, ncclCommRegister, take)(real, buffer, bytes, &registration->real);
 	nccl_lock(&before);
-	if (!real) { /* it may have come back meanwhile, without this one */
+	if (!real) { /* it may have been attached meanwhile, without this registration */
 		real = atomic_load(&comm->real);
 		if (real)
 			result = REAL(instance, ncclCommRegister, take)(real, buffer, bytes, &registration->real);

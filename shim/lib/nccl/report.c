@@ -1,4 +1,4 @@
-/* Says in JSON where the process is: every communicator's counts, what is held at the gate, what cannot be moved. */
+/* Reports in JSON every communicator's counts, what waits at the gate, and what cannot be moved. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <stdarg.h>
@@ -108,7 +108,7 @@ static void put_refusals(struct text *text, struct nccl_comm *comm, ncclResult_t
 	put(text, "]");
 }
 
-/* With the lock, so that the application's destroy does not take the real one away. */
+/* Call it with the lock, so that the application's destroy does not remove the real one. */
 static void put_comm(struct text *text, struct nccl_comm *comm)
 {
 	static const char *const states[] = {"unused",   "pending",   "live", "detaching",

@@ -1,18 +1,18 @@
 /* Every public NCCL symbol (2.18 to 2.32) that takes or returns a communicator, a registration or a user reduction.
  *
- * TO ADD A SYMBOL: a launched operation or a plain question needs one line in a list below and nothing else, as long as
+ * TO ADD A SYMBOL: a launched operation or a plain query needs one line in a list below and nothing else, as long as
  * every argument is a pointer or an integer. The wrapper takes and passes on one machine word per argument, which the
- * calling conventions of x86-64 and arm64 allow. Anything else (a handle is made, a struct passed by value) is a function
- * written out in its subject's file, and one line in NCCL_WRITTEN. tests/shim/nccl/test_symbols.py compares with headers.
+ * calling conventions of x86-64 and arm64 allow. Anything else (a handle is created, a struct passed by value) needs a
+ * function in its subject's file, and one line in NCCL_WRITTEN. tests/shim/nccl/test_symbols.py compares with headers.
  *
- * Windows are handed out as they are, because a communicator with a window is refused, so functions that take a window and
- * no communicator are not here.
+ * Windows are not virtualised, because a communicator with a window is refused. So functions that take a window and no
+ * communicator are not listed.
  */
 #ifndef SNAPSHIM_NCCL_SYMBOLS_H
 #define SNAPSHIM_NCCL_SYMBOLS_H
 
-/* Launched on a stream, through the gate: name, words, what it counts as, and the place of the communicator (its stream
- * follows it), the reduction, the peer and the config among the arguments, -1 where there is none. */
+/* Launched on a stream, through the gate: name, words, what it counts as, and the positions of the communicator (the stream
+ * follows it), the reduction, the peer and the config among the arguments, -1 if there is none. */
 #define NCCL_LAUNCHED(X)                                    \
 	X(ncclAllReduce, 7, COLLECTIVE, 5, 4, -1, -1)           \
 	X(ncclBroadcast, 7, COLLECTIVE, 5, -1, -1, -1)          \
@@ -37,13 +37,13 @@
 	X(ncclSignal, 6, SIGNAL, 4, -1, 0, -1)                  \
 	X(ncclWaitSignal, 4, WAIT_SIGNAL, 2, -1, -1, -1)
 
-/* Collective, on no stream: name, words, the communicator's place, and why the communicator is refused from then on. */
+/* Collective, on no stream: name, words, the communicator's position, and why the communicator is refused from then on. */
 #define NCCL_REFUSED(X)                                     \
 	X(ncclCommWindowRegister, 5, 0, REFUSED_WINDOW)         \
 	X(ncclDevCommCreate, 3, 0, REFUSED_DEVICE_COMM)
 
-/* Asked of the real communicator at once, whatever the gate says: name, words, the communicator's place, and why the
- * communicator is refused from then on, 0 for no reason. */
+/* Passed to the real communicator at once, regardless of the gate: name, words, the communicator's position, and why the
+ * communicator is refused from then on, 0 if it is not. */
 #define NCCL_ASKED(X)                                       \
 	X(ncclCommWindowDeregister, 2, 0, 0)                    \
 	X(ncclDevCommDestroy, 2, 0, 0)                          \

@@ -2,7 +2,7 @@
 #define _GNU_SOURCE
 #include "calls.h"
 
-/* The real handle between ask_begin and ask_end; a handle that is not ours as it is. */
+/* Uses the real handle between ask_begin and ask_end; passes on a handle that is not ours. */
 #define ON_REAL(name, type, nothing, ...)                                             \
 	struct nccl_thread *thread = thread_self();                                       \
 	struct nccl_instance *instance = real_instance();                                 \

@@ -1,4 +1,4 @@
-/* Records of threads: found through thread-local storage by their owner, through a list by the control thread. */
+/* Records of threads: each thread finds its own through thread-local storage, the control thread finds all in a list. */
 #define _GNU_SOURCE
 #include "threads.h"
 
@@ -27,7 +27,7 @@ static void leave(void *record)
 	atomic_store_explicit(&thread->tid, 0, memory_order_release);
 }
 
-/* A forked child has one thread, and the lock as it was: free, or held by a thread that is not there. */
+/* A forked child has one thread. It inherits the lock, which a thread that does not exist in the child may hold. */
 static void in_child(void)
 {
 	struct nccl_thread *thread;

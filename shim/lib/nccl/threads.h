@@ -14,10 +14,10 @@ struct nccl_call;
 enum { OUTSIDE = 0, DECIDING = 1, CALLING = 2 };
 
 struct nccl_thread {
-	/* DECIDING: has begun to look at the gate and may still count. CALLING: what it launches is counted, the real
-	 * library may be inside. The store of DECIDING or CALLING comes before the look at the gate or at a real handle,
-	 * both sequentially consistent: a thread that closes the gate or takes a handle away, and looks here afterwards, sees
-	 * this thread, or the thread sees the closed gate or the missing handle. */
+	/* DECIDING: the thread checks the gate and may still count. CALLING: what it launches is counted, and it may be
+	 * inside the real library. The store of DECIDING or CALLING precedes the load of the gate or of a real handle, both
+	 * sequentially consistent. So a thread that closes the gate or removes a handle, and then reads this, sees that this
+	 * thread is inside, or this thread sees the closed gate or the missing handle. */
 	_Atomic int calling;
 	const char *_Atomic function; /* while CALLING */
 	struct nccl_thread *next;
@@ -28,7 +28,7 @@ struct nccl_thread {
 	ncclResult_t group_result; /* of a call inside the group that could not be kept */
 	struct nccl_call *calls; /* kept since the outermost ncclGroupStart */
 	size_t count, room;
-	char words[256]; /* why the shim itself answered an error; "" after anything else */
+	char words[256]; /* why the shim itself returned an error; "" otherwise */
 
 	/* Under the lock: what it wants to launch, while it waits at the gate. */
 	const struct nccl_call *held;
@@ -46,15 +46,15 @@ static inline struct nccl_thread *thread_self(void)
 	return __builtin_expect(nccl_thread_of_mine != NULL, 1) ? nccl_thread_of_mine : thread_make();
 }
 
-/* The first of all; `next` leads on. Records of ended threads stay, with tid 0, and are used again. */
+/* The head of the list of records. Records of ended threads stay, with tid 0, and are reused. */
 struct nccl_thread *thread_first(void);
 
-/* Records why the shim answers `result`, for ncclGetLastError, and returns it. */
+/* Records why the shim returns `result`, for ncclGetLastError, and returns it. */
 ncclResult_t thread_error(struct nccl_thread *thread, ncclResult_t result, const char *format, ...)
 	__attribute__((format(printf, 3, 4)));
 
-/* Threads that are held at the gate: what to wait for, read with the lock; the wait, without it; and, with it, the end of
- * the wait. */
+/* Waiting at the gate: read held_turn with the lock, pass it to held_wait without the lock. held_look_again, with the lock,
+ * ends the wait. */
 uint32_t held_turn(void);
 void held_wait(uint32_t seen);
 void held_look_again(void);

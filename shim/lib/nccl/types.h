@@ -28,7 +28,7 @@ typedef struct {
 	char internal[128];
 } ncclUniqueId;
 
-/* The part of ncclConfig_t that 2.18 has. Later versions only append: `size` says how much the caller filled. */
+/* The part of ncclConfig_t that 2.18 has. Later versions only append: `size` is how much the caller filled. */
 typedef struct {
 	size_t size;
 	unsigned int magic, version;
