@@ -1,6 +1,6 @@
-"""A cluster of gates in one process: real operations and journals, over processes that only sleep and shims that only note.
+"""A cluster of gates in one process: real operations and journals, over sleeping processes and shims that only record.
 
-What a shim is told goes into `Shims.said`, in order; clients are the other nodes' operations themselves.
+Requests to shims are recorded in `Shims.said`, in order. Clients call the other nodes' operations directly.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ WORLD, PAIR = "0" * 15 + "a", "0" * 15 + "b"
 
 
 class Shims:
-    """Every process's shim."""
+    """The shims of all processes."""
 
     def __init__(self) -> None:
         self.comms: dict[Process, dict[str, list[Any]]] = {}  # [nranks, rank, state]
         self.closed: set[Process] = set()
         self.said: list[tuple[str, int, Any]] = []
-        self.failing: dict[str, int] = {}  # what fails, and how often
-        self.waiting: set[Process] = set()  # whose attach waits for the others
-        self.failing_process: Process | None = None  # whose attach fails
+        self.failing: dict[str, int] = {}  # how often each operation fails
+        self.waiting: set[Process] = set()  # processes whose attach waits for the others
+        self.failing_process: Process | None = None  # process whose attach fails
         self.before: Any = lambda what: None
 
     def _hear(self, what: str, process: Process, more: Any = None) -> None:
@@ -101,7 +101,7 @@ class Shims:
 
 @dataclass
 class Answers:
-    """What the source and the target say when they are asked for the outcome; None: nothing."""
+    """The answers of source and target when they are asked for the outcome; None: no answer."""
 
     outcome: pb.Outcome | None = None
     unknown: bool = False
@@ -122,7 +122,7 @@ class Answers:
 
 @dataclass
 class Here:
-    """One node: its operations, and what others can call of it."""
+    """One node: its operations, and those that other nodes can call."""
 
     name: str
     cluster: Cluster
@@ -138,7 +138,7 @@ class Here:
         self.start()
 
     def start(self) -> None:
-        """This life of the daemon."""
+        """Starts the daemon, or restarts it."""
         node: Any = self
         self.gates = GateSteps(node)
         self.members = Members(self.gates, lambda move: None)
@@ -185,7 +185,7 @@ class _Client(SimpleNamespace):
 
 
 class Cluster:
-    """Nodes a and b, and c that has no rank of the job. Rank 0 is on a and moves to c; ranks 1 and 2 are on b."""
+    """Nodes a and b, and c, which has no rank of the job. Rank 0 is on a and moves to c; ranks 1 and 2 are on b."""
 
     def __init__(self, folder: Path, shims: Shims, processes: Iterator[Process]) -> None:
         self.shims = shims

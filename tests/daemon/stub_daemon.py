@@ -1,6 +1,6 @@
-"""snapshotd's real main with a stub in place of snapshotd/service.py: started by test_main.py as a process of its own.
+"""Runs snapshotd's real main with a stub instead of snapshotd/service.py; test_main.py starts it as a separate process.
 
-$STUB says how it behaves: "" (well), "hang" (stop never ends), "refuse" (start fails), "fail" (stop fails).
+$STUB selects its behaviour: "" (normal), "hang" (stop never ends), "refuse" (start fails), "fail" (stop fails).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A rank's device memory: what is noted of it, and how it comes back when a move is undone."""
+"""A rank's device memory: what is journalled about it, and how it is restored when a move is undone."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MIB = 1 << 20
 
 
 class Driver:
-    """One GPU with 1000 MiB, and what was asked for."""
+    """One GPU with 1000 MiB; records the requests."""
 
     def __init__(self, processes: list[Process]) -> None:
         self.states: dict[Process, State | None] = dict.fromkeys(processes, State.CHECKPOINTED)
@@ -70,13 +70,13 @@ def two() -> Iterator[list[Process]]:
 
 @pytest.fixture
 def out() -> set[Process]:
-    """Those whose device memory is in stripes."""
+    """The processes whose device memory is in stripes."""
     return set()
 
 
 @pytest.fixture
 def parked(two: list[Process], out: set[Process], monkeypatch: pytest.MonkeyPatch) -> set[Process]:
-    """Those whose threads are parked."""
+    """The processes whose threads are parked."""
     held = set(two)
 
     def find(process: Process) -> Any:
@@ -94,7 +94,7 @@ async def bring_back(driver: Driver, needs_mib: int = 600) -> None:
     await memory.bring_back(driver, list(driver.states), {"GPU-a": needs_mib * MIB}, needs_mib * MIB)  # type: ignore[arg-type]
 
 
-async def test_all_of_it_comes_back(two: list[Process], parked: set[Process]) -> None:
+async def test_device_memory_is_restored_and_threads_are_released(two: list[Process], parked: set[Process]) -> None:
     driver = Driver(two)
     await bring_back(driver)
     assert set(driver.states.values()) == {State.RUNNING}
@@ -102,18 +102,18 @@ async def test_all_of_it_comes_back(two: list[Process], parked: set[Process]) ->
 
 
 @pytest.mark.parametrize("tells", [True, False])
-async def test_room_is_awaited_also_for_one_of_two(two: list[Process], parked: set[Process], tells: bool) -> None:
+async def test_restore_waits_for_free_device_memory(two: list[Process], parked: set[Process], tells: bool) -> None:
     driver = Driver(two)
     driver.states[two[0]], driver.tells, driver.free_mib = State.LOCKED, tells, 500
     with pytest.raises(GpuFailed, match="600 MiB of device memory have to go back"):
         await bring_back(driver)
     assert (driver.said, parked) == ([], set(two))
-    driver.free_mib = 600  # of which the first has its own
+    driver.free_mib = 600  # includes the memory that the first still has
     await bring_back(driver)
     assert set(driver.states.values()) == {State.RUNNING}
 
 
-async def test_a_gpu_that_nobody_tells_of_is_not_tried(two: list[Process], parked: set[Process]) -> None:
+async def test_restore_is_not_tried_on_a_gpu_of_unknown_state(two: list[Process], parked: set[Process]) -> None:
     driver = Driver(two)
     driver.silent = True
     with pytest.raises(GpuFailed, match="NVML did not answer"):
@@ -121,7 +121,7 @@ async def test_a_gpu_that_nobody_tells_of_is_not_tried(two: list[Process], parke
     assert (driver.said, parked) == ([], set(two))
 
 
-async def test_a_driver_that_hangs_gets_the_threads_it_may_wait_for(two: list[Process], parked: set[Process]) -> None:
+async def test_hanging_restore_releases_the_parked_threads(two: list[Process], parked: set[Process]) -> None:
     driver = Driver(two)
     driver.hanging = "restore"
     with pytest.raises(Timeout):
@@ -132,7 +132,7 @@ async def test_a_driver_that_hangs_gets_the_threads_it_may_wait_for(two: list[Pr
     assert set(driver.states.values()) == {State.RUNNING}
 
 
-async def test_nobody_is_let_go_whose_memory_is_out(
+async def test_threads_with_offloaded_memory_are_not_released(
     two: list[Process], parked: set[Process], out: set[Process]
 ) -> None:
     out.add(two[1])
@@ -141,7 +141,7 @@ async def test_nobody_is_let_go_whose_memory_is_out(
     assert parked == {two[1]}
 
 
-async def test_a_driver_that_hangs_does_not_get_threads_whose_memory_is_out(
+async def test_hanging_restore_keeps_threads_with_offloaded_memory_parked(
     two: list[Process], parked: set[Process], out: set[Process]
 ) -> None:
     driver = Driver(two)
@@ -152,7 +152,7 @@ async def test_a_driver_that_hangs_does_not_get_threads_whose_memory_is_out(
     assert parked == {two[1]}
 
 
-async def test_what_is_in_stripes_is_back_before_a_thread_goes_on(
+async def test_offloaded_memory_is_refilled_before_threads_are_released(
     two: list[Process], parked: set[Process], out: set[Process]
 ) -> None:
     driver = Driver(two)
@@ -165,18 +165,18 @@ async def test_what_is_in_stripes_is_back_before_a_thread_goes_on(
         out.clear()
 
     await memory.bring_back(driver, two, {"GPU-a": 600 * MIB}, 600 * MIB, (), refill)  # type: ignore[arg-type]
-    # Once more behind: a call that a parked thread held up has come back, and what it was made with can be given up.
+    # The second call: a call that a parked thread blocked has returned, and what was prepared for it can be dropped.
     assert asked == [({State.RUNNING}, set(two)), ({State.RUNNING}, set())]
     assert parked == set()
 
 
 async def nothing() -> int:
-    """Of the device memory nothing leaves by another way."""
+    """An offload that moves nothing."""
     return 0
 
 
 async def noted(driver: Driver, expected_mib: int) -> tuple[list[dict[str, int]], int]:
-    """What was noted in MiB, in order, and what the checkpoint took."""
+    """The journalled uses in MiB, in order, and the size that `take_off` returns."""
     notes: list[dict[str, int]] = []
 
     async def note(uses: dict[str, int]) -> None:
@@ -196,19 +196,17 @@ def locked(two: list[Process]) -> Driver:
     return driver
 
 
-async def test_what_the_driver_tells_is_noted_before_it_leaves(locked: Driver) -> None:
+async def test_reported_memory_is_journalled_before_the_checkpoint(locked: Driver) -> None:
     assert await noted(locked, 20) == ([{"GPU-a": 600}], 600)
 
 
-async def test_what_it_does_not_tell_is_measured(locked: Driver) -> None:
+async def test_unreported_memory_is_measured_by_the_checkpoint(locked: Driver) -> None:
     locked.tells = False
     assert await noted(locked, 20) == ([{"GPU-a": 20}, {"GPU-a": 600}], 600)
 
 
 @pytest.mark.parametrize("tells", [True, False])
-async def test_what_was_parked_before_counts_for_the_undo_and_not_for_the_checkpoint(
-    locked: Driver, tells: bool
-) -> None:
+async def test_offloaded_memory_counts_for_the_undo_but_not_for_the_checkpoint(locked: Driver, tells: bool) -> None:
     """600 MiB are on the GPU, of which 500 leave before the checkpoint."""
     locked.tells = tells
     noted_mib: list[int] = []
@@ -226,16 +224,16 @@ async def test_what_was_parked_before_counts_for_the_undo_and_not_for_the_checkp
     assert [(part.name, part.bytes // MIB) for part in parts.all] == [("checkpoint", 100)]
 
 
-async def test_a_rank_with_cuda_never_has_nothing(locked: Driver) -> None:
+async def test_cuda_rank_is_never_counted_as_empty(locked: Driver) -> None:
     locked.silent = True
     notes, size_mib = await noted(locked, 0)
     assert (notes, size_mib) == ([{}], memory.CONTEXT_BYTES // MIB)
 
 
-async def test_a_copy_whose_threads_are_not_parked_is_never_continued(two: list[Process], parked: set[Process]) -> None:
+async def test_copy_with_unparked_threads_stays_stopped(two: list[Process], parked: set[Process]) -> None:
     tree.stop_again(two, 10)
     parked.discard(two[1])
-    group: Any = None  # nothing is asked of it
+    group: Any = None  # not used
     with pytest.raises(GpuFailed, match=f"process {two[1].pid} are not parked"):
         await memory.revive(Driver(two), two, group, (), 0, Parts(), nothing)  # type: ignore[arg-type]
     assert [tree.state(process.pid) for process in two] == ["T", "T"]

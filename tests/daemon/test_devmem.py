@@ -1,4 +1,4 @@
-"""The daemon's side of device memory with a real process: requests from before a restart, and failures on the way."""
+"""The daemon's side of device memory with a real process: requests from before a restart, and failures."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ node, program, start_job = memory.node, memory.program, memory.start_job
 
 
 @pytest.mark.parametrize("command", [OFFLOAD, FILL, DROP])
-def test_a_request_that_was_written_and_never_signalled_is_cancelled(
+def test_request_that_was_never_signalled_is_cancelled(
     start_job: Start, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
-    """The daemon was killed between the two."""
+    """The daemon was killed between writing the request and sending the signal."""
     job = start_job("grow 4")
     if command == FILL:
         job.offload()
@@ -48,7 +48,7 @@ def test_a_request_that_was_written_and_never_signalled_is_cancelled(
     job.release()
 
 
-def test_a_descriptor_that_is_no_socket_is_closed(tmp_path: Path) -> None:
+def test_descriptor_that_is_not_a_socket_is_closed(tmp_path: Path) -> None:
     file = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
     before = os.listdir("/proc/self/fd")
     with pytest.raises(OSError, match="socket"):
@@ -57,7 +57,7 @@ def test_a_descriptor_that_is_no_socket_is_closed(tmp_path: Path) -> None:
     os.close(file)
 
 
-def test_a_process_that_takes_no_descriptors_delays_no_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_that_does_not_receive_descriptors_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devmem, "_OPEN_S", 0.01)
     ours, theirs = socket.socketpair()
     ours.setblocking(False)

@@ -1,4 +1,4 @@
-"""When a node opens its gates, and who is a member of what: the pure parts."""
+"""The pure functions that decide when a node opens its gates, and which processes are members of a communicator."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def every_fact() -> list[GateFacts]:
     ]
 
 
-def test_no_gate_opens_before_the_communicators_are_whole() -> None:
-    """Whatever a node hears: ABORT alone, or COMMIT alone, opens nothing."""
+def test_no_gate_opens_before_the_communicators_are_complete() -> None:
+    """For every combination of answers: ABORT alone, or COMMIT alone, opens no gate."""
     for facts in every_fact():
         decision, reason = gate_next(facts)
         assert reason
@@ -43,24 +43,24 @@ def test_no_gate_opens_before_the_communicators_are_whole() -> None:
             assert facts.source_undone or facts.source_unknowing or facts.source_silent
 
 
-def test_an_undecided_move_is_waited_for() -> None:
+def test_undecided_move_keeps_the_gate_closed() -> None:
     assert gate_next(GateFacts(Mark.GATED, None))[0] is GateDecision.ASK
     assert gate_next(GateFacts(Mark.GATED, None, Outcome.ABORT))[0] is GateDecision.ASK
     assert gate_next(GateFacts(Mark.GATED, None, Outcome.COMMIT, target=CopyState.HELD))[0] is GateDecision.ASK
 
 
 @pytest.mark.parametrize("outcome", list(Outcome))
-def test_what_is_written_down_opens_and_is_over(outcome: Outcome) -> None:
+def test_recorded_outcome_opens_the_gate_and_ends_the_move(outcome: Outcome) -> None:
     assert gate_next(GateFacts(Mark.GATED, outcome))[0] is GateDecision.OPEN
     assert gate_next(GateFacts(Mark.SETTLED, outcome))[0] is GateDecision.CLOSE
 
 
-def test_a_source_that_has_put_the_rank_back_opens() -> None:
+def test_completed_undo_at_the_source_is_learned_as_abort() -> None:
     facts = GateFacts(Mark.GATED, None, Outcome.ABORT, source_undone=True)
     assert gate_next(facts)[0] is GateDecision.LEARN_ABORT
 
 
-def test_a_silent_source_is_not_waited_for_where_no_copy_is_left() -> None:
+def test_silent_source_is_given_up_if_the_target_has_no_copy() -> None:
     silent = GateFacts(Mark.GATED, None, source_silent=True)
     assert gate_next(silent)[0] is GateDecision.ASK
     held = GateFacts(Mark.GATED, None, source_silent=True, target=CopyState.HELD)
@@ -70,7 +70,7 @@ def test_a_silent_source_is_not_waited_for_where_no_copy_is_left() -> None:
         assert gate_next(gone)[0] is GateDecision.LEARN_ABORT
 
 
-def test_nobody_waits_for_ever_for_two_nodes_that_are_both_gone() -> None:
+def test_lost_source_and_unreachable_target_are_given_up() -> None:
     lost = GateFacts(Mark.GATED, None, source_silent=True, source_lost=True)
     assert gate_next(lost)[0] is GateDecision.LEARN_ABORT
     assert gate_next(replace(lost, target=CopyState.HELD))[0] is GateDecision.ASK
@@ -80,7 +80,7 @@ WORLD, PAIR, OTHERS = "0" * 16, "1" * 16, "2" * 16
 
 
 def process(uid: str, membership: dict[str, tuple[int, int]], refused: str = "", **more: object) -> pb.ProcessGate:
-    """A process's report as a node sends it on; `more` are further keys of the shim's report."""
+    """A process's report as a node forwards it; `more` are further keys of the shim's report."""
     return gate_processes.to_proto(GateProcess(uid, int(uid[-1]), 7, 7, 1), shim_report(membership, refused, **more))
 
 
@@ -98,7 +98,7 @@ def reports(**nodes: list[pb.ProcessGate]) -> dict[str, pb.GateReport]:
     return {name: pb.GateReport(processes=processes) for name, processes in nodes.items()}
 
 
-def test_the_members_of_all_communicators_of_the_rank_and_of_no_other() -> None:
+def test_membership_covers_only_communicators_of_the_rank() -> None:
     membership, problems = membership_of(
         reports(
             a=[process("job-0", {WORLD: (0, 3), PAIR: (0, 2)})],
@@ -113,13 +113,13 @@ def test_the_members_of_all_communicators_of_the_rank_and_of_no_other() -> None:
     }
 
 
-def test_a_member_that_nobody_knows_is_a_problem() -> None:
+def test_unknown_member_is_a_problem() -> None:
     _, problems = membership_of(reports(a=[process("job-0", {WORLD: (0, 2)})]), "job-0")
     assert len(problems) == 1
     assert "has 2 members, and only [0] of them are known" in problems[0]
 
 
-def test_a_refusal_counts_only_where_the_rank_is_in() -> None:
+def test_refusal_counts_only_in_communicators_of_the_rank() -> None:
     _, problems = membership_of(
         reports(a=[process("job-0", {PAIR: (0, 1)})], b=[process("job-1", {OTHERS: (0, 1)}, refused="it is grown")]),
         "job-0",
@@ -159,7 +159,7 @@ def test_communicator_being_created_inside_nccl_is_a_problem() -> None:
 @pytest.mark.parametrize(
     "text", ['{"comms": [{"id": "x"}]}', "[]", '{"held": [{"thread": 1, "group": [["x", "c", 1, 1]]}]}', "nonsense"]
 )
-def test_report_that_is_malformed_is_damaged(text: str) -> None:
+def test_malformed_report_is_damaged(text: str) -> None:
     with pytest.raises(Damaged):
         ncclctl.parse(text)
 
@@ -170,7 +170,7 @@ def test_report_with_numbers_out_of_range_is_damaged() -> None:
         process("job-0", {}, comms=[comm])
 
 
-def test_a_report_is_sent_on_whole() -> None:
+def test_report_is_converted_completely() -> None:
     comm = {"id": PAIR, "nranks": 2, "rank": 0, "state": "live", "refused": ["it is grown"], "users": [7, 8]}
     counts = {"collectives": 3, "sent": {"1": 4}, "received": {"1": 5}}
     ended = {"id": OTHERS, "nranks": 1, "rank": 0, "state": "aborted", "collectives": 2}
@@ -198,7 +198,7 @@ def test_a_report_is_sent_on_whole() -> None:
     assert (list(sent.calling), sent.instance) == ([8], 1)
 
 
-def test_a_communicator_on_a_shared_gpu_is_not_tried() -> None:
+def test_communicator_on_a_shared_gpu_is_built_untried() -> None:
     pair = [Member("a", "job-0", 7, 0), Member("b", "job-1", 7, 1)]
     one, two = frozenset({"GPU-1"}), frozenset({"GPU-2"})
     assert not untried(pair, {"job-0": one, "job-1": two})
@@ -208,7 +208,7 @@ def test_a_communicator_on_a_shared_gpu_is_not_tried() -> None:
     assert not untried([pair[0], Member("a", "job-0", 8, 1)], {})
 
 
-def test_values_from_the_wire_are_checked_before_they_go_into_a_process() -> None:
+def test_values_from_the_wire_are_checked_before_they_reach_a_process() -> None:
     collective = pb.ChannelCount(communicator=WORLD, kind=pb.ChannelCount.COLLECTIVE, peer=-1, count=12)
     assert gate_processes.target_line(collective) == f"{WORLD} c -1 12"
     send = pb.ChannelCount(communicator=PAIR, kind=pb.ChannelCount.SEND, peer=3, count=4)

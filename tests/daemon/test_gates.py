@@ -1,4 +1,4 @@
-"""The gates of a node, and the source that coordinates all of them: over shims and nodes that are doubles."""
+"""The gates of a node, and their coordination by the source, with doubles for shims and nodes."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def end(process: Process) -> None:
 # ---------------------------------------------------------------- closing
 
 
-async def test_what_is_closed_is_journalled_first(cluster: Cluster) -> None:
+async def test_gate_is_journalled_before_it_is_closed(cluster: Cluster) -> None:
     gates = cluster.nodes["b"].gates
     seen = []
 
@@ -66,7 +66,7 @@ async def test_what_is_closed_is_journalled_first(cluster: Cluster) -> None:
     assert len(cluster.shims.closed) == 2
 
 
-async def test_what_is_closed_is_listed_until_it_opens(cluster: Cluster) -> None:
+async def test_closed_gate_is_listed_until_it_opens(cluster: Cluster) -> None:
     gates = cluster.nodes["b"].gates
     assert gates.closed() == []
     await cluster.close_all()
@@ -81,7 +81,7 @@ async def test_what_is_closed_is_listed_until_it_opens(cluster: Cluster) -> None
     assert gates.closed() == []
 
 
-async def test_closing_again_closes_what_is_left_and_journals_nothing_new(cluster: Cluster) -> None:
+async def test_repeated_close_closes_the_rest_and_journals_nothing_new(cluster: Cluster) -> None:
     gates = cluster.nodes["b"].gates
     cluster.shims.failing["close"] = 1
     with pytest.raises(NcclFailed):
@@ -91,7 +91,7 @@ async def test_closing_again_closes_what_is_left_and_journals_nothing_new(cluste
     assert (gates.journal.get(MOVE).folder / "marks").read_text().count("\n") == 1
 
 
-async def test_a_job_without_communicators_leaves_no_trace(cluster: Cluster) -> None:
+async def test_job_without_communicators_leaves_no_trace(cluster: Cluster) -> None:
     gates = cluster.nodes["c"].gates
     assert not (await gates.close(cluster.request)).processes
     assert gates.journal.all() == []
@@ -99,7 +99,7 @@ async def test_a_job_without_communicators_leaves_no_trace(cluster: Cluster) -> 
     assert (await gates.open(MOVE, b"any", "operator")).opened
 
 
-async def test_one_job_is_closed_for_one_move(cluster: Cluster) -> None:
+async def test_gates_of_a_job_are_closed_for_one_move_only(cluster: Cluster) -> None:
     gates = cluster.nodes["b"].gates
     await gates.close(cluster.request)
     other = cluster.request
@@ -108,7 +108,7 @@ async def test_one_job_is_closed_for_one_move(cluster: Cluster) -> None:
         await gates.close(other)
 
 
-async def test_targets_reach_the_process_they_are_for(cluster: Cluster) -> None:
+async def test_targets_are_sent_to_the_named_process(cluster: Cluster) -> None:
     gates = cluster.nodes["b"].gates
     await gates.close(cluster.request)
     line = f"{WORLD} c -1 12"
@@ -125,7 +125,7 @@ async def test_targets_reach_the_process_they_are_for(cluster: Cluster) -> None:
 # ---------------------------------------------------------------- opening
 
 
-async def test_commit_opens_all_but_the_copy_that_stayed_behind(cluster: Cluster) -> None:
+async def test_commit_opens_all_gates_except_that_of_the_frozen_copy(cluster: Cluster) -> None:
     await cluster.close_all()
     for name in "ab":
         assert (await cluster.nodes[name].gates.open(MOVE, cluster.token("COMMIT"), "operator")).opened
@@ -134,14 +134,14 @@ async def test_commit_opens_all_but_the_copy_that_stayed_behind(cluster: Cluster
         await cluster.nodes["b"].gates.close(cluster.request)
 
 
-async def test_a_wrong_token_opens_nothing(cluster: Cluster) -> None:
+async def test_wrong_token_opens_no_gate(cluster: Cluster) -> None:
     await cluster.close_all()
     with pytest.raises(Denied):
         await cluster.nodes["b"].gates.open(MOVE, b"x" * 32, "operator")
     assert cluster.shims.of("open") == []
 
 
-async def test_the_drivers_abort_waits_for_the_source(cluster: Cluster) -> None:
+async def test_abort_from_the_driver_waits_for_the_source(cluster: Cluster) -> None:
     await cluster.close_all()
     gates = cluster.nodes["b"].gates
     cluster.answers.outcome = pb.Outcome(kind=pb.ABORT)
@@ -154,14 +154,14 @@ async def test_the_drivers_abort_waits_for_the_source(cluster: Cluster) -> None:
     assert len(cluster.shims.of("open")) == 2
 
 
-async def test_the_sources_own_abort_opens_also_the_rank_itself(cluster: Cluster) -> None:
+async def test_abort_from_the_source_opens_all_gates(cluster: Cluster) -> None:
     await cluster.close_all()
     for name in "ab":
         assert (await cluster.nodes[name].gates.open(MOVE, cluster.token("ABORT"), "a")).opened
     assert cluster.shims.closed == set()
 
 
-async def test_a_process_that_ended_behind_its_gate_holds_nobody_up(cluster: Cluster) -> None:
+async def test_process_that_ended_behind_its_gate_does_not_delay_the_others(cluster: Cluster) -> None:
     await cluster.close_all()
     end(cluster.process[1])
     assert (await cluster.nodes["b"].gates.open(MOVE, cluster.token("COMMIT"), "a")).opened
@@ -169,7 +169,7 @@ async def test_a_process_that_ended_behind_its_gate_holds_nobody_up(cluster: Clu
 
 
 @pytest.mark.parametrize("outcome", ["abort", "commit", "unknown"])
-async def test_the_next_life_asks_and_opens(cluster: Cluster, outcome: str) -> None:
+async def test_restarted_daemon_asks_for_the_outcome_and_opens(cluster: Cluster, outcome: str) -> None:
     await cluster.close_all()
     cluster.stop()
     node = cluster.nodes["b"]
@@ -206,14 +206,14 @@ async def test_members_are_journalled_before_anything_is_taken_down(cluster: Clu
     assert moving.log.last_mark is Mark.BEGUN
 
 
-async def test_communicators_without_the_rank_stay(cluster: Cluster) -> None:
+async def test_communicators_without_the_rank_are_not_taken_down(cluster: Cluster) -> None:
     cluster.shims.comms[cluster.process[2]]["c" * 16] = [1, 0, "live"]
     await cluster.close_all()
     await cluster.nodes["a"].communicators.detach(cluster.begin())
     assert cluster.shims.comms[cluster.process[2]]["c" * 16][2] == "live"
 
 
-async def test_a_rank_without_communicators_is_let_alone(cluster: Cluster) -> None:
+async def test_rank_without_communicators_is_not_changed(cluster: Cluster) -> None:
     del cluster.shims.comms[cluster.process[0]]
     moving = cluster.begin()
     assert (await cluster.nodes["a"].communicators.detach(moving)).comms == 0
@@ -221,12 +221,12 @@ async def test_a_rank_without_communicators_is_let_alone(cluster: Cluster) -> No
     assert cluster.shims.said == []
 
 
-async def test_open_gates_are_not_detached_behind(cluster: Cluster) -> None:
+async def test_detach_requires_closed_gates(cluster: Cluster) -> None:
     with pytest.raises(WrongState):
         await cluster.nodes["a"].communicators.detach(cluster.begin())
 
 
-async def test_a_member_that_cannot_be_asked_stops_it_before_anything_is_touched(cluster: Cluster) -> None:
+async def test_unreachable_member_prevents_the_detach(cluster: Cluster) -> None:
     await cluster.close_all()
     cluster.nodes["b"].reachable = False
     moving = cluster.begin()
@@ -236,7 +236,7 @@ async def test_a_member_that_cannot_be_asked_stops_it_before_anything_is_touched
     assert moving.log.record.communicators is None
 
 
-async def test_all_members_build_in_one_order_with_ids_of_those_in_seat_0(cluster: Cluster) -> None:
+async def test_all_members_build_in_one_order_with_ids_of_rank_0(cluster: Cluster) -> None:
     await cluster.close_all()
     moving = cluster.begin()
     source = cluster.nodes["a"].communicators
@@ -248,7 +248,7 @@ async def test_all_members_build_in_one_order_with_ids_of_those_in_seat_0(cluste
     assert cluster.shims.states() == {"live"}
 
 
-async def test_only_the_source_may_ask_for_it(cluster: Cluster) -> None:
+async def test_only_the_source_may_change_communicators(cluster: Cluster) -> None:
     await cluster.close_all()
     members = cluster.nodes["b"].members
     with pytest.raises(Denied):
@@ -262,8 +262,8 @@ async def test_only_the_source_may_ask_for_it(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("failing", range(3))
-async def test_one_member_that_fails_lets_the_others_give_up(cluster: Cluster, failing: int) -> None:
-    """On its own node (ranks 1 and 2 share one) and on all others; what is told is the cause. The next attempt is new."""
+async def test_failed_member_makes_the_others_give_up(cluster: Cluster, failing: int) -> None:
+    """On its own node (ranks 1 and 2 share one) and on all others. The cause is reported, and the next attempt succeeds."""
     await cluster.close_all()
     moving = cluster.begin()
     source = cluster.nodes["a"].communicators
@@ -278,10 +278,10 @@ async def test_one_member_that_fails_lets_the_others_give_up(cluster: Cluster, f
     assert cluster.shims.states() == {"live"}
 
 
-async def test_a_node_that_was_asked_to_build_after_it_was_told_to_give_up_is_told_again(
+async def test_give_up_is_repeated_for_a_node_that_starts_late(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Node b hears of the attempt late. It would wait for its whole time for a member that has failed already."""
+    """Node b receives Attach after GiveUp. Otherwise it would wait until its deadline for a member that has failed."""
     monkeypatch.setattr(communicators, "TELL_AGAIN_S", 0.01)
     await cluster.close_all()
     moving = cluster.begin()
@@ -305,7 +305,7 @@ async def test_a_node_that_was_asked_to_build_after_it_was_told_to_give_up_is_to
         await source.attach(moving, "a")
 
 
-async def test_commit_wants_them_built_again(cluster: Cluster) -> None:
+async def test_commit_requires_rebuilt_communicators(cluster: Cluster) -> None:
     await cluster.close_all()
     moving = cluster.begin()
     communicators.must_be_attached(moving)
@@ -319,7 +319,7 @@ async def test_commit_wants_them_built_again(cluster: Cluster) -> None:
 # ---------------------------------------------------------------- undo
 
 
-async def test_undo_takes_down_what_the_targets_copy_had_and_builds_it_here(cluster: Cluster) -> None:
+async def test_undo_rebuilds_communicators_that_the_targets_copy_had(cluster: Cluster) -> None:
     await cluster.close_all()
     moving = cluster.begin()
     source = cluster.nodes["a"].communicators
@@ -338,7 +338,7 @@ async def test_undo_takes_down_what_the_targets_copy_had_and_builds_it_here(clus
     assert cluster.shims.closed == set()
 
 
-async def test_undo_tries_again_at_once_and_then_later(cluster: Cluster) -> None:
+async def test_undo_retries_at_once_and_can_be_repeated(cluster: Cluster) -> None:
     await cluster.close_all()
     moving = cluster.begin()
     source = cluster.nodes["a"].communicators
@@ -354,9 +354,7 @@ async def test_undo_tries_again_at_once_and_then_later(cluster: Cluster) -> None
     assert moving.failure == ""
 
 
-async def test_undo_gives_up_in_time_and_lets_the_job_hear_of_it(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_undo_gives_up_after_its_time_limit(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     await cluster.close_all()
     moving = cluster.begin()
     source = cluster.nodes["a"].communicators
@@ -379,7 +377,7 @@ async def test_undo_does_not_wait_for_a_member_that_has_ended(cluster: Cluster) 
     assert "has ended" in moving.failure
 
 
-async def test_a_node_that_does_not_hear_of_the_undo_holds_nobody_up(cluster: Cluster) -> None:
+async def test_node_that_missed_the_undo_asks_and_opens_its_gates(cluster: Cluster) -> None:
     await cluster.close_all()
     moving = cluster.begin()
     moving.log.decide(Outcome.ABORT, "a test", "source")

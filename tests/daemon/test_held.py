@@ -1,4 +1,4 @@
-"""The copy that is held on its target builds communicators, and nothing of the job runs for it."""
+"""A copy that is held on its target builds communicators while no thread of the job runs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BEFORE, FRESH = 1, 2
 
 
 class Copy:
-    """Two stopped processes; the first had communicators. Its cgroup only notes what it is told."""
+    """Two stopped processes; the first had communicators. Its cgroup only records requests."""
 
     def __init__(self) -> None:
         self.running = [subprocess.Popen(["sleep", "600"]) for _ in range(2)]
@@ -77,7 +77,7 @@ def copy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Copy]:
         process.wait()
 
 
-async def test_only_those_that_had_communicators_are_continued(copy: Copy) -> None:
+async def test_only_processes_with_communicators_are_continued(copy: Copy) -> None:
     assert await held_copy.wake_shim(copy.log) == [copy.speaker]
     assert not tree.stopped(copy.speaker.pid)
     assert tree.stopped(copy.other.pid)
@@ -86,21 +86,21 @@ async def test_only_those_that_had_communicators_are_continued(copy: Copy) -> No
     assert copy.said == ["thaw", "fresh", "freeze"]
 
 
-async def test_a_fresh_library_is_loaded_once(copy: Copy) -> None:
-    """An id that was made lives in the copy of the library that made it."""
+async def test_fresh_library_is_loaded_once(copy: Copy) -> None:
+    """A unique id is valid only in the library copy that made it."""
     await held_copy.wake_shim(copy.log)
     await held_copy.wake_shim(copy.log)
     assert copy.said.count("fresh") == 1
 
 
-async def test_a_process_whose_threads_are_not_parked_stays_stopped(copy: Copy) -> None:
+async def test_process_with_unparked_threads_stays_stopped(copy: Copy) -> None:
     copy.parked = False
     with pytest.raises(NcclFailed):
         await held_copy.wake_shim(copy.log)
     assert tree.stopped(copy.speaker.pid)
 
 
-def test_what_does_not_stop_makes_nothing_else_run(copy: Copy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_that_does_not_stop_leaves_the_others_stopped(copy: Copy, monkeypatch: pytest.MonkeyPatch) -> None:
     os.kill(copy.speaker.pid, signal.SIGCONT)
     monkeypatch.setattr(Process, "signal", lambda self, number: True)  # as if it were in uninterruptible sleep
     with pytest.raises(Timeout):
@@ -109,7 +109,7 @@ def test_what_does_not_stop_makes_nothing_else_run(copy: Copy, monkeypatch: pyte
 
 
 class Gated(SimpleNamespace):
-    """A node that has no gate of its own for the move, only the copy."""
+    """A node that has no closed gate for the move, only the copy."""
 
 
 @pytest.fixture
@@ -130,7 +130,7 @@ def asked(*comms: str) -> pb.AttachRequest:
     return pb.AttachRequest(move=MOVE, rank_uids=["job-0"], comms=named)
 
 
-async def test_it_is_made_ready_before_anybody_builds(copy: Copy, members: Members) -> None:
+async def test_copy_is_prepared_before_members_build(copy: Copy, members: Members) -> None:
     await members.attach(asked(), "a")
     assert copy.said == ["thaw", "fresh"]
     assert not tree.stopped(copy.speaker.pid)
@@ -139,7 +139,7 @@ async def test_it_is_made_ready_before_anybody_builds(copy: Copy, members: Membe
     assert tree.stopped(copy.speaker.pid)
 
 
-async def test_it_stands_still_when_nccl_says_no(copy: Copy, members: Members) -> None:
+async def test_copy_is_stopped_again_after_an_nccl_failure(copy: Copy, members: Members) -> None:
     copy.failing = True
     with pytest.raises(NcclFailed):
         await members.attach(asked("0" * 16), "a")
@@ -147,7 +147,7 @@ async def test_it_stands_still_when_nccl_says_no(copy: Copy, members: Members) -
     assert tree.stopped(copy.speaker.pid)
 
 
-async def test_told_to_give_up_while_it_wakes_it_builds_nothing_and_stands_still(
+async def test_give_up_during_the_wake_builds_nothing_and_stops_the_copy(
     copy: Copy, members: Members, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def told_meanwhile(point: object) -> None:
@@ -161,13 +161,13 @@ async def test_told_to_give_up_while_it_wakes_it_builds_nothing_and_stands_still
     assert not (await members.give_up(MOVE, "a")).building
 
 
-async def test_only_its_source_wakes_it(copy: Copy, members: Members) -> None:
+async def test_only_the_source_may_wake_the_copy(copy: Copy, members: Members) -> None:
     with pytest.raises(Denied):
         await members.attach(asked("0" * 16), "b")
     assert tree.stopped(copy.speaker.pid)
 
 
-async def test_a_copy_that_an_earlier_life_had_woken_stands_still_again(
+async def test_copy_woken_before_a_restart_is_stopped_again(
     copy: Copy, members: Members, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     members.gates.node = SimpleNamespace(journal=SimpleNamespace(all=lambda: [copy.log]))  # type: ignore[assignment]
@@ -176,7 +176,7 @@ async def test_a_copy_that_an_earlier_life_had_woken_stands_still_again(
     await members.adopt_copies()
     assert tree.stopped(copy.speaker.pid)
     monkeypatch.setattr(held_copy, "still", _never)
-    await members.adopt_copies()  # what does not stop is no reason not to start
+    await members.adopt_copies()  # a copy that does not stop must not prevent the start
 
 
 async def _never(move_log: object) -> None:

@@ -1,4 +1,4 @@
-"""How images travel: over bulk connections, or over gRPC where those cannot be made."""
+"""The choice of the image channel: bulk connections, or gRPC if those cannot be opened."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BEGIN: Any = SimpleNamespace(move=MOVE, target_node="node-2", target_endpoint="1
 
 @dataclass
 class SourceNode:
-    """A node whose target answers OpenImageChannel with `answer`, or fails so."""
+    """A node whose target answers OpenImageChannel with `answer`, or raises it."""
 
     config: Any
     answer: pb.OpenImageChannelReply | SnapshotError
@@ -70,9 +70,7 @@ async def test_bulk_connections_are_preferred(config: Any, tmp_path: Path) -> No
     receivers.close_all()
 
 
-async def test_a_port_that_is_shut_leaves_grpc_and_one_line_in_the_log(
-    config: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_closed_port_falls_back_to_grpc_and_logs_one_line(config: Any, caplog: pytest.LogCaptureFixture) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     with caplog.at_level(logging.INFO, logger="snapshotd.moves.source.channel"):
@@ -89,7 +87,7 @@ async def test_target_without_bulk_connections_uses_grpc(config: Any, caplog: py
 
 
 @pytest.mark.parametrize("error", [Denied("you are not the source"), Unreachable("it is gone")])
-async def test_what_the_target_has_against_the_move_is_not_hidden(config: Any, error: SnapshotError) -> None:
+async def test_refusal_of_the_move_by_the_target_is_raised(config: Any, error: SnapshotError) -> None:
     with pytest.raises(type(error)) as found:
         await kinds(SourceNode(config, error))
     assert found.value.where is Where.SOURCE_FROZEN

@@ -1,4 +1,4 @@
-"""A source that has lost its copy commits the target's: with its communicators built before, not after."""
+"""A source that has lost its copy commits the target's, and builds the communicators before that."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from snapshotd.moves.source.steps import SourceSteps
 
 
 class Followed(SourceSteps):
-    """One that notes the order of what it does."""
+    """Records the order of its operations."""
 
     def __init__(self, target: CopyState) -> None:
         self.target, self.said = target, list[str]()

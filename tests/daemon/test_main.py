@@ -243,7 +243,9 @@ def test_check_config(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
     assert "remedy: correct the file" in err
 
 
-def test_only_root(place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_daemon_requires_root(
+    place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(SystemExit) as end:
         daemon_main.main(["--config", str(place.config)])
@@ -258,7 +260,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith("snapshotd 0.")
 
 
-def test_an_idle_daemon_is_small(place: Place) -> None:
+def test_idle_daemon_stays_within_its_memory_budget(place: Place) -> None:
     """The budget of the whole daemon is 100 MiB; the program without its services must stay well below."""
     process = place.start()
     place.hear("READY=1")

@@ -1,4 +1,4 @@
-"""Who is asked about NCCL, and what counts as an open gate: over mailboxes that are doubles."""
+"""Which processes are asked about NCCL, and what counts as an open gate, with doubles for mailboxes."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ ME = Process.of(os.getpid())
 
 
 @pytest.mark.parametrize(("gate", "counts"), [("closed", True), ("open", False)])
-def test_a_process_without_communicators_counts_behind_a_closed_gate(
+def test_process_without_communicators_counts_behind_a_closed_gate(
     monkeypatch: pytest.MonkeyPatch, gate: str, counts: bool
 ) -> None:
-    """It has destroyed its last one there: the next that it makes waits, so somebody has to open."""
+    """It has destroyed its last one there. The next one that it makes waits, so the gate must be opened."""
     told = {"gate": gate, "instance": 1, "comms": [], "nccl_threads": 0}
     monkeypatch.setattr(ncclctl, "uses_nccl", list)
     monkeypatch.setattr(shimctl, "find", lambda process: SimpleNamespace(serves=lambda: True))
@@ -44,14 +44,12 @@ def speak(monkeypatch: pytest.MonkeyPatch, mailbox: Any, error: Exception) -> No
         (None, RankGone("it has ended")),
     ],
 )
-def test_a_program_that_was_replaced_has_no_closed_gate(
-    monkeypatch: pytest.MonkeyPatch, mailbox: Any, error: Exception
-) -> None:
+def test_replaced_program_has_no_closed_gate(monkeypatch: pytest.MonkeyPatch, mailbox: Any, error: Exception) -> None:
     speak(monkeypatch, mailbox, error)
     ncclctl.open_gate(ME)
 
 
-def test_a_gate_that_does_not_open_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gate_that_does_not_open_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     speak(monkeypatch, SimpleNamespace(serves=lambda: True), NcclFailed("it says no"))
     with pytest.raises(NcclFailed):
         ncclctl.open_gate(ME)

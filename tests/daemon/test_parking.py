@@ -1,4 +1,4 @@
-"""Device memory that leaves in stripes: what is tried again, what is left to the driver, and how all of it comes back."""
+"""Offloaded device memory: what is retried, what is left to the driver's checkpoint, and how it is refilled."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ SIZE = 64 * MIB
 
 
 class Memory:
-    """The device memory of a process, and what was done with it."""
+    """The device memory of a process; records the operations on it."""
 
     def __init__(self, process: Process, size: int = SIZE) -> None:
         self.process, self.content = process, os.urandom(1024) * (size // 1024)
@@ -66,7 +66,7 @@ class Memory:
         self.fds: list[int] = []
         self.written: list[int] = []
         self.slot_bytes = 0
-        self.failures: list[Exception] = []  # of offload, in turn
+        self.failures: list[Exception] = []  # of `offload`, one per call
         self.fill_failures: list[Exception] = []
         self.said: list[str] = []
 
@@ -128,7 +128,7 @@ class Memory:
 
 
 class Lane:
-    """The way to the target: what was sent of each stripe."""
+    """The device-memory channel to the target; records the bytes that were sent of each stripe."""
 
     def __init__(self, folder: Path, names: Sequence[str]) -> None:
         self.folder, self.sizes = folder, dict.fromkeys(names, 0)
@@ -155,7 +155,7 @@ class Lane:
 
 
 class Driver:
-    """Locks and unlocks; the memory can be copied only while it is unlocked."""
+    """Locks and unlocks processes. Memory can be copied only while its process is unlocked."""
 
     def __init__(self, processes: Sequence[Process]) -> None:
         self.states = dict.fromkeys(processes, State.LOCKED)
@@ -168,7 +168,7 @@ class Driver:
 
 
 class Source:
-    """A source with two processes that have device memory, and a target that opens lanes, or does not."""
+    """A source with two processes that have device memory, and a target that may refuse to open a channel."""
 
     def __init__(self, folder: Path, processes: Sequence[Process], monkeypatch: pytest.MonkeyPatch) -> None:
         self.memories = {process: Memory(process) for process in processes}
@@ -234,7 +234,7 @@ class Source:
         return self.moving.offload
 
     async def out(self) -> tuple[int, dict[str, int]]:
-        """What was parked, and the parts with their bytes."""
+        """The bytes that were offloaded, and the bytes of each part."""
         parts = Parts()
         size = await (await self.prepare()).out(self.driver, list(self.memories), parts, self._stop_others)
         assert set(self.driver.states.values()) == {State.LOCKED}
@@ -253,7 +253,7 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Source]:
         each.wait()
 
 
-async def test_all_of_it_leaves_and_comes_back(source: Source) -> None:
+async def test_all_device_memory_is_offloaded_and_refilled(source: Source) -> None:
     before = [memory.content for memory in source.memories.values()]
     size, parts = await source.out()
     assert size == 2 * SIZE
@@ -268,7 +268,7 @@ async def test_all_of_it_leaves_and_comes_back(source: Source) -> None:
     assert [memory.content for memory in source.memories.values()] == before
 
 
-async def test_the_journal_knows_of_the_files_before_a_process_does(source: Source) -> None:
+async def test_stripe_files_are_journalled_before_a_process_gets_them(source: Source) -> None:
     noted = []
 
     def ready(stripes: Sequence[int], slot_bytes: int) -> int:
@@ -281,8 +281,8 @@ async def test_the_journal_knows_of_the_files_before_a_process_does(source: Sour
     assert [one.process for one in noted[0]] == [Process(each.pid, each.start_ticks) for each in source.memories]
 
 
-async def test_what_was_prepared_while_the_job_ran_is_not_prepared_again(source: Source) -> None:
-    """Nor is it a part of what comes later."""
+async def test_preparation_is_done_once(source: Source) -> None:
+    """Nor is it counted as a part of a later step."""
     processes, parts, later = list(source.memories), Parts(), Parts()
     await freeze._prepare(source.node, source.moving, processes, parts)
     await freeze._prepare(source.node, source.moving, processes, later)
@@ -291,13 +291,13 @@ async def test_what_was_prepared_while_the_job_ran_is_not_prepared_again(source:
     assert not later.all
 
 
-async def test_a_small_memory_is_the_drivers(source: Source) -> None:
+async def test_small_memory_is_left_to_the_driver(source: Source) -> None:
     source.second.content = b"x" * MIB
     size, _ = await source.out()
     assert (size, source.second.said) == (SIZE, [])
 
 
-async def test_a_thread_caught_in_an_allocation_is_let_go_and_held_again(source: Source) -> None:
+async def test_thread_parked_in_an_allocation_is_released_and_parked_again(source: Source) -> None:
     again = offload.TRIES - 1
     source.second.failures = [Caught("in cudaMalloc")] * again
     size, _ = await source.out()
@@ -308,15 +308,15 @@ async def test_a_thread_caught_in_an_allocation_is_let_go_and_held_again(source:
     assert source.second.said == ["ready", *["offload"] * offload.TRIES]
 
 
-async def test_one_that_was_caught_and_then_fails_is_left_to_the_driver(source: Source) -> None:
-    """What was made ready for it may have become void when it was let go."""
+async def test_process_that_fails_after_a_retry_is_left_to_the_driver(source: Source) -> None:
+    """What was prepared for it may have become invalid when its threads were released."""
     source.second.failures = [Caught("in cudaMalloc"), GpuFailed("it is not ready any more")]
     size, _ = await source.out()
     assert (size, source.second.said[-1]) == (SIZE, "drop")
     assert not source.second.is_out
 
 
-async def test_one_that_is_always_caught_is_left_to_the_driver(source: Source) -> None:
+async def test_process_parked_in_an_allocation_every_time_is_left_to_the_driver(source: Source) -> None:
     source.second.failures = [Caught("in cudaMalloc")] * offload.TRIES
     size, _ = await source.out()
     assert (size, source.second.said[-1]) == (SIZE, "drop")
@@ -326,7 +326,7 @@ async def test_one_that_is_always_caught_is_left_to_the_driver(source: Source) -
     assert set(source.lane.final) == set(source.lane.sizes)
 
 
-async def test_a_copy_that_fails_before_anything_is_off_the_gpu_is_left_to_the_driver(source: Source) -> None:
+async def test_copy_that_fails_with_all_memory_on_the_gpu_is_left_to_the_driver(source: Source) -> None:
     for memory in source.memories.values():
         memory.failures = [GpuFailed("CUDA_ERROR_UNKNOWN")]
     size, _ = await source.out()
@@ -336,8 +336,8 @@ async def test_a_copy_that_fails_before_anything_is_off_the_gpu_is_left_to_the_d
     assert len(source.moving.offload.warnings) == 2  # type: ignore[union-attr]
 
 
-async def test_what_is_left_to_the_driver_keeps_no_room(source: Source) -> None:
-    """The driver copies into the same memory; who sends what was copied before it failed still finds its bytes."""
+async def test_stripe_files_left_to_the_driver_take_no_room(source: Source) -> None:
+    """The driver copies into the same memory. A sender of bytes that were copied before the failure still finds the file."""
 
     def failing(timeout_s: float) -> int:
         os.pwrite(source.second.fds[0], b"x" * MIB, 0)
@@ -354,7 +354,7 @@ async def test_what_is_left_to_the_driver_keeps_no_room(source: Source) -> None:
     assert (folder / names[0]).stat().st_size >= MIB
 
 
-async def test_the_target_hears_that_no_stripes_come(source: Source) -> None:
+async def test_target_is_notified_that_no_stripes_come(source: Source) -> None:
     def fails(stripes: Sequence[int], slot_bytes: int) -> int:
         raise GpuFailed("CUDA_ERROR_OUT_OF_MEMORY")
 
@@ -365,7 +365,7 @@ async def test_the_target_hears_that_no_stripes_come(source: Source) -> None:
     assert source.lane.closed
 
 
-async def test_two_that_leave_at_once_do_not_take_the_same_room(
+async def test_concurrent_offloads_do_not_take_the_same_room(
     tmp_path: Path, source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     needed = 2 * SIZE + 2 * devmem.STRIPES * devmem.SLOT_BYTES + RESERVE_BYTES
@@ -388,7 +388,7 @@ async def test_two_that_leave_at_once_do_not_take_the_same_room(
     assert "MiB are free" in warned[0]
 
 
-async def test_a_failure_with_the_memory_out_is_the_moves(source: Source) -> None:
+async def test_failure_with_memory_offloaded_fails_the_move(source: Source) -> None:
     def failing(timeout_s: float) -> int:
         Memory.offload(source.first, timeout_s)
         raise GpuFailed("the ring was not freed")
@@ -401,7 +401,7 @@ async def test_a_failure_with_the_memory_out_is_the_moves(source: Source) -> Non
 
 
 @pytest.mark.parametrize("refusal", [Unreachable("no route"), None])
-async def test_without_a_lane_the_image_carries_the_files(
+async def test_stripe_files_follow_the_image_without_a_device_memory_channel(
     source: Source, refusal: SnapshotError | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def unreachable(*arguments: Any, encrypted: bool) -> Lane:
@@ -415,8 +415,8 @@ async def test_without_a_lane_the_image_carries_the_files(
     assert "follows the image" in source.moving.offload.warnings[0]  # type: ignore[union-attr]
 
 
-async def test_what_follows_the_image_is_written_by_nobody_else(source: Source) -> None:
-    """A lane that failed may have written half of a stripe at the target, and go on doing so."""
+async def test_files_that_follow_the_image_have_distinct_names(source: Source) -> None:
+    """A channel that failed may have written half of a stripe at the target, and may still be writing."""
     await source.out()
     assert source.lane is not None
     source.lane.failed = Unreachable("a child was killed")
@@ -425,7 +425,7 @@ async def test_what_follows_the_image_is_written_by_nobody_else(source: Source) 
     assert dump.progress().bytes_sent == 2 * SIZE
     device, files = await dump._device()
     assert source.lane.closed
-    assert dump.progress().bytes_sent == 0  # it counts again, with the image
+    assert dump.progress().bytes_sent == 0  # the files are sent again, with the image
     assert [name for one in device for name in one.stripes] == list(files)
     assert not set(files) & set(source.lane.sizes)
     assert {path.name for path in files.values()} == set(source.lane.sizes)
@@ -433,17 +433,15 @@ async def test_what_follows_the_image_is_written_by_nobody_else(source: Source) 
     assert [one.bytes for one in device] == [one.bytes for one in source.log.record.offloaded]
 
 
-async def test_a_target_that_knows_no_stripes_gets_all_from_the_driver(source: Source) -> None:
-    """It would not refill what followed the image, either."""
+async def test_target_without_offload_support_leaves_all_to_the_driver(source: Source) -> None:
+    """It could not refill files that follow the image, either."""
     source.refusal = NotSpoken("node b does not know OpenDeviceChannel")
     size, _ = await source.out()
     assert (size, source.first.said) == (0, ["drop"])
     assert not stripe_files.folder_of(source.node.config.image_dir, MOVE).exists()
 
 
-async def test_no_room_for_the_stripes_leaves_all_to_the_driver(
-    source: Source, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_lack_of_room_leaves_all_to_the_driver(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(source.node.store, "room_bytes", lambda: SIZE)
     size, _ = await source.out()
     assert (size, source.first.said) == (0, ["drop"])
@@ -451,7 +449,7 @@ async def test_no_room_for_the_stripes_leaves_all_to_the_driver(
     assert not stripe_files.folder_of(source.node.config.image_dir, MOVE).exists()
 
 
-async def test_what_the_jobs_limits_do_not_leave_is_not_left_to_the_driver(
+async def test_memory_beyond_the_jobs_limits_is_not_left_to_the_driver(
     source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source.second.failures = [GpuFailed("CUDA_ERROR_UNKNOWN")]
@@ -460,7 +458,7 @@ async def test_what_the_jobs_limits_do_not_leave_is_not_left_to_the_driver(
         await source.out()
 
 
-async def test_a_process_that_does_not_answer_is_left_to_the_driver_if_there_is_room(
+async def test_silent_process_is_left_to_the_driver_if_there_is_room(
     source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def silent(process: Process) -> Any:
@@ -476,7 +474,7 @@ async def test_a_process_that_does_not_answer_is_left_to_the_driver_if_there_is_
         source.moving.offload.must_fit(source.first.process.pid, Where.SOURCE_RUNNING)  # type: ignore[union-attr]
 
 
-async def test_a_process_whose_memory_is_out_is_not_frozen_again(source: Source) -> None:
+async def test_process_with_offloaded_memory_is_not_frozen_again(source: Source) -> None:
     source.first.is_out = True
     with pytest.raises(WrongState, match="interrupted"):
         await source.prepare()
@@ -485,13 +483,13 @@ async def test_a_process_whose_memory_is_out_is_not_frozen_again(source: Source)
 # ---------------------------------------------------------------- undo
 
 
-async def test_an_undo_gives_up_what_was_only_made_ready(source: Source) -> None:
+async def test_undo_drops_what_was_only_prepared(source: Source) -> None:
     await source.prepare()
     await source.back()
     assert source.first.said == ["ready", "cancel", "drop"]
 
 
-async def test_an_undo_that_finds_no_device_memory_can_be_repeated(source: Source) -> None:
+async def test_undo_that_lacks_device_memory_can_be_repeated(source: Source) -> None:
     before = source.first.content
     await source.out()
     source.first.fill_failures = [GpuFailed("CUDA_ERROR_OUT_OF_MEMORY")]
@@ -502,10 +500,10 @@ async def test_an_undo_that_finds_no_device_memory_can_be_repeated(source: Sourc
     assert source.first.content == before
 
 
-async def test_an_abort_before_the_freeze_gives_up_what_was_prepared(
+async def test_abort_before_the_freeze_drops_what_was_prepared(
     source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The rank was never held: it runs, and nothing of it is left."""
+    """The rank was never frozen: it keeps running, and nothing that was prepared is left."""
 
     async def nothing(*arguments: Any) -> None:
         return
@@ -525,8 +523,8 @@ async def test_an_abort_before_the_freeze_gives_up_what_was_prepared(
     assert (source.log.last_mark, entry.moving) == (Mark.SETTLED, "")
 
 
-async def test_an_undo_is_not_stopped_by_what_cannot_be_given_up(source: Source, caplog: Any) -> None:
-    """Nothing is out: the rank goes on, whatever it still holds."""
+async def test_undo_continues_if_a_drop_fails(source: Source, caplog: Any) -> None:
+    """Nothing is offloaded: the rank continues, even if something that was prepared remains."""
 
     def hang() -> None:
         raise Timeout("the driver hangs")
@@ -538,7 +536,7 @@ async def test_an_undo_is_not_stopped_by_what_cannot_be_given_up(source: Source,
     assert "the driver hangs" in caplog.text
 
 
-async def test_an_undo_goes_on_where_one_process_has_ended(source: Source) -> None:
+async def test_undo_continues_if_one_process_has_ended(source: Source) -> None:
     def gone(timeout_s: float) -> int:
         raise RankGone("process 1 has ended")
 
@@ -549,10 +547,10 @@ async def test_an_undo_goes_on_where_one_process_has_ended(source: Source) -> No
 
 
 @pytest.mark.parametrize("at_home", [True, False])
-async def test_it_comes_back_as_it_left_also_to_a_daemon_that_would_cut_it_otherwise(
+async def test_refill_uses_the_stripes_of_the_offload_not_the_defaults(
     source: Source, monkeypatch: pytest.MonkeyPatch, at_home: bool
 ) -> None:
-    """One of another version, or on a node with more cores."""
+    """The daemon that refills may have another version, or run on a node with more cores."""
     before = source.first.content
     processes, device, folder = await parked_there(source)
     monkeypatch.setattr(devmem, "STRIPES", devmem.STRIPES + 1)
@@ -564,14 +562,14 @@ async def test_it_comes_back_as_it_left_also_to_a_daemon_that_would_cut_it_other
     assert source.first.content == before
 
 
-async def test_parked_memory_whose_files_are_gone_is_lost(source: Source) -> None:
+async def test_offloaded_memory_without_its_files_is_lost(source: Source) -> None:
     await source.out()
     stripe_files.sweep(source.node.config.image_dir, MOVE)
     with pytest.raises(Lost):
         await source.back()
 
 
-async def test_files_of_moves_that_ended_are_swept(source: Source, tmp_path: Path) -> None:
+async def test_stripe_files_of_ended_moves_are_removed(source: Source, tmp_path: Path) -> None:
     images = source.node.config.image_dir
     await source.out()
     stripe_files.make_folder(images, "m-00000000000f")
@@ -586,14 +584,14 @@ async def test_files_of_moves_that_ended_are_swept(source: Source, tmp_path: Pat
 # ---------------------------------------------------------------- the target
 
 
-def test_the_bytes_that_criu_reads_are_its_own_images(tmp_path: Path) -> None:
+def test_image_bytes_count_only_files_that_criu_reads(tmp_path: Path) -> None:
     for name in ("pages-1.img", "core-1.img", "carry-0", "device-1-0", "device-1-0.done", "follow-device-1-0"):
         (tmp_path / name).write_bytes(os.urandom(MIB))
     assert 2 * MIB <= restore._image_bytes(tmp_path) < 2 * MIB + (64 << 10)
 
 
 class Arriving:
-    """Stripes that are here when `wait` returns."""
+    """Stripes that have arrived when `wait` returns."""
 
     def __init__(self, sizes: Mapping[str, int], failure: SnapshotError | None = None) -> None:
         self.sizes, self.failure = sizes, failure
@@ -607,7 +605,7 @@ class Arriving:
 
 
 async def parked_there(source: Source) -> tuple[dict[int, Process], list[OffloadedMemory], Path]:
-    """The source's files, as if they were the target's, where its processes were restored."""
+    """Offloads on the source, and returns its processes and files as if they were the target's."""
     await source.out()
     device = source.log.record.offloaded
     return (
@@ -622,7 +620,7 @@ def sizes_of(device: Sequence[OffloadedMemory]) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("beside", [True, False])
-async def test_the_target_refills(source: Source, beside: bool) -> None:
+async def test_target_refills_device_memory(source: Source, beside: bool) -> None:
     before = [memory.content for memory in source.memories.values()]
     processes, device, folder = await parked_there(source)
     parts = Parts()
@@ -641,7 +639,7 @@ def lost(sizes: dict[str, int]) -> Any:
 
 
 @pytest.mark.parametrize(("how", "error"), [(shorter, Damaged), (lost, Unreachable)])
-async def test_stripes_that_do_not_arrive_whole_are_the_moves_end(
+async def test_incomplete_stripes_fail_the_refill(
     source: Source, how: Callable[[dict[str, int]], Any], error: type[SnapshotError]
 ) -> None:
     processes, device, folder = await parked_there(source)
@@ -650,8 +648,8 @@ async def test_stripes_that_do_not_arrive_whole_are_the_moves_end(
 
 
 @pytest.mark.parametrize("early", [True, False], ids=["before the fill", "just as it begins"])
-async def test_a_fill_that_is_given_up_waits_for_no_stripe(source: Source, early: bool) -> None:
-    """Also when nothing was under way yet that could be cancelled."""
+async def test_cancelled_fill_does_not_wait_for_stripes(source: Source, early: bool) -> None:
+    """Also if the fill had not begun when it was cancelled."""
     processes, device, folder = await parked_there(source)
     asked, cancelled = threading.Event(), threading.Event()
     ended: list[str] = []
@@ -668,7 +666,7 @@ async def test_a_fill_that_is_given_up_waits_for_no_stripe(source: Source, early
         return 0
 
     def fill(timeout_s: float) -> int:
-        cancelled.wait(60)  # of what was said before it began nothing is left
+        cancelled.wait(60)  # a cancellation from before the fill is forgotten
         cancelled.clear()
         ended.append("fill" if cancelled.wait(60) else "never cancelled")
         raise GpuFailed("cancelled")
@@ -677,11 +675,11 @@ async def test_a_fill_that_is_given_up_waits_for_no_stripe(source: Source, early
     first.ready, first.fill, first.cancel = ready, fill, cancelled.set
     with pytest.raises(Unreachable, match="the connection is lost"):
         await refill.on_target(processes, device, folder, Lost({}), Parts())  # type: ignore[arg-type]
-    assert ended in ([["ready"]] if early else [["fill"], []])  # none: it was given up just before
+    assert ended in ([["ready"]] if early else [["fill"], []])  # []: cancelled just before
 
 
 @pytest.mark.parametrize(("how", "whole"), [("all", True), ("none", False), ("short", False), ("not said", False)])
-async def test_stripes_whose_lane_ended_with_the_daemon(source: Source, how: str, whole: bool) -> None:
+async def test_stripes_must_be_complete_after_a_restart_of_the_daemon(source: Source, how: str, whole: bool) -> None:
     _, device, folder = await parked_there(source)
     for name, size in sizes_of(device).items():
         (folder / f"{name}.done").write_text(json.dumps({"size": size}))
@@ -697,7 +695,7 @@ async def test_stripes_whose_lane_ended_with_the_daemon(source: Source, how: str
         refill.must_be_here(folder, device)
 
 
-async def test_nothing_is_filled_from_a_lane_that_has_failed(source: Source) -> None:
+async def test_failed_channel_fills_nothing(source: Source) -> None:
     processes, device, folder = await parked_there(source)
     incoming: Any = Arriving({})
     incoming.failed = Unreachable("the connection is lost")
@@ -706,20 +704,20 @@ async def test_nothing_is_filled_from_a_lane_that_has_failed(source: Source) -> 
     assert "fill" not in source.first.said
 
 
-async def test_a_target_without_device_memory_says_so(source: Source) -> None:
+async def test_target_without_free_device_memory_fails_the_refill(source: Source) -> None:
     processes, device, folder = await parked_there(source)
     source.second.fill_failures = [GpuFailed("CUDA_ERROR_OUT_OF_MEMORY")]
     with pytest.raises(GpuFailed, match="OUT_OF_MEMORY"):
         await refill.on_target(processes, device, folder, None, Parts())
 
 
-async def test_a_copy_whose_memory_did_not_come_is_never_held(source: Source) -> None:
+async def test_copy_whose_memory_did_not_arrive_fails_the_refill(source: Source) -> None:
     processes, _, folder = await parked_there(source)
     with pytest.raises(GpuFailed, match="did not come"):
         await refill.on_target(processes, [], folder, None, Parts())
 
 
-async def test_what_grew_since_it_was_measured_gets_room_from_the_daemon(source: Source) -> None:
+async def test_stripe_files_are_enlarged_for_memory_that_grew(source: Source) -> None:
     """Pages that the job's own writes add to a file would count against its memory limit."""
     real = source.first.offload
     asked: list[list[int]] = []
@@ -736,7 +734,7 @@ async def test_what_grew_since_it_was_measured_gets_room_from_the_daemon(source:
     assert min(asked[1]) >= 48 * MIB > max(asked[0])
 
 
-async def test_one_that_ended_since_it_was_made_ready_is_left_out(source: Source) -> None:
+async def test_process_that_ended_after_the_preparation_is_skipped(source: Source) -> None:
     first, second = source.memories
     parking = await source.prepare()
     source.driver.states.pop(second, None)
@@ -745,8 +743,8 @@ async def test_one_that_ended_since_it_was_made_ready_is_left_out(source: Source
     assert [one.process for one in parking.striped] == [first]
 
 
-async def test_nobody_is_left_to_park(source: Source) -> None:
-    """All of them ended since: the target is told that nothing comes."""
+async def test_target_is_notified_if_all_processes_have_ended(source: Source) -> None:
+    """They ended after the preparation: the target is notified that no stripes come."""
     parking = await source.prepare()
     assert await parking.out(source.driver, [], Parts(), source._stop_others) == 0
     assert source.lane is not None
@@ -754,7 +752,7 @@ async def test_nobody_is_left_to_park(source: Source) -> None:
 
 
 @pytest.mark.parametrize("refused", [False, True])
-async def test_a_lane_that_broke_before_the_freeze_is_opened_again(source: Source, refused: bool) -> None:
+async def test_channel_that_broke_before_the_freeze_is_reopened(source: Source, refused: bool) -> None:
     parking = await source.prepare()
     first = source.lane
     assert first is not None

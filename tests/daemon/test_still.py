@@ -1,4 +1,4 @@
-"""In which order a rank's threads are parked and its driver is locked, and what happens when one of them takes too long."""
+"""The order in which a rank's threads are parked and its driver is locked, and what happens when either times out."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FIRST, SECOND = Process(10, 1), Process(20, 1)
 
 
 class Rank:
-    """What is asked of two processes, and what of it goes wrong, each once."""
+    """Records the requests to two processes; each failure in `failures` happens once."""
 
     def __init__(self) -> None:
         self.said: list[str] = []
@@ -64,12 +64,12 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> Rank:
     return rank
 
 
-async def test_all_are_parked_before_the_first_is_locked(rank: Rank) -> None:
+async def test_all_processes_are_parked_before_the_first_is_locked(rank: Rank) -> None:
     assert await rank.still(FIRST, SECOND) == ["park", "lock"]
     assert (sorted(rank.said[:2]), sorted(rank.said[2:])) == (["park 10", "park 20"], ["lock 10", "lock 20"])
 
 
-async def test_one_without_cuda_is_parked_alone(rank: Rank) -> None:
+async def test_process_without_cuda_is_parked_but_not_locked(rank: Rank) -> None:
     await rank.still(FIRST, only_parked=(SECOND,))
     assert sorted(rank.said) == ["lock 10", "park 10", "park 20"]
     rank.said.clear()
@@ -77,8 +77,8 @@ async def test_one_without_cuda_is_parked_alone(rank: Rank) -> None:
     assert rank.said == ["park 20"]
 
 
-async def test_threads_that_do_not_leave_the_driver_are_locked_out_first(rank: Rank) -> None:
-    """Those of the other process, which were parked, run meanwhile."""
+async def test_driver_is_locked_first_if_threads_do_not_leave_it(rank: Rank) -> None:
+    """The parked threads of the other process are released meanwhile."""
     rank.failures["park 20"] = shimctl.InDriver("they do not leave the CUDA driver")
     await rank.still(FIRST, SECOND)
     assert sorted(rank.said[:2]) == ["park 10", "park 20"]
@@ -90,21 +90,21 @@ async def test_threads_that_do_not_leave_the_driver_are_locked_out_first(rank: R
     assert rank.parked == {FIRST, SECOND}
 
 
-async def test_a_driver_that_waits_for_who_was_parked_in_it_is_locked_first(rank: Rank) -> None:
+async def test_driver_that_waits_for_a_parked_thread_is_locked_first(rank: Rank) -> None:
     rank.failures["lock 10"] = Timeout("the GPU work did not finish")
     assert await rank.still(FIRST) == ["park", "lock"]
     assert rank.said == ["park 10", "lock 10", "release 10", "lock 10", "park-locked 10"]
     assert rank.parked == {FIRST}
 
 
-async def test_threads_that_cannot_be_parked_are_not_locked_for_it(rank: Rank) -> None:
+async def test_threads_that_cannot_be_parked_fail_without_a_lock(rank: Rank) -> None:
     rank.failures["park 10"] = Timeout("a thread blocks signal 61")
     with pytest.raises(Timeout, match="blocks signal 61"):
         await rank.still(FIRST)
     assert rank.said == ["park 10"]
 
 
-async def test_without_cuda_there_is_nothing_to_lock(rank: Rank) -> None:
+async def test_process_without_cuda_is_never_locked(rank: Rank) -> None:
     rank.failures["park 20"] = shimctl.InDriver("they do not leave the CUDA driver")
     with pytest.raises(shimctl.InDriver):
         await rank.still(only_parked=(SECOND,))
@@ -112,14 +112,14 @@ async def test_without_cuda_there_is_nothing_to_lock(rank: Rank) -> None:
 
 
 @pytest.mark.parametrize("act", ["park", "lock"])
-async def test_any_other_failure_is_told_at_once(rank: Rank, act: str) -> None:
+async def test_other_failures_are_raised_at_once(rank: Rank, act: str) -> None:
     rank.failures[f"{act} 10"] = GpuFailed("it is not well")
     with pytest.raises(GpuFailed, match="it is not well"):
         await rank.still(FIRST)
     assert rank.said[-1] == f"{act} 10"
 
 
-async def test_there_is_no_third_order(rank: Rank) -> None:
+async def test_second_lock_timeout_is_raised_with_threads_released(rank: Rank) -> None:
     async def lock(process: Process, timeout_s: float) -> None:
         raise Timeout(f"not in {timeout_s:g} s")
 
@@ -131,7 +131,7 @@ async def test_there_is_no_third_order(rank: Rank) -> None:
 
 
 @pytest.mark.parametrize("shares", [(1, 0), (0, 1)])
-async def test_what_has_begun_to_share_since_it_was_looked_at_is_not_moved(rank: Rank, shares: tuple[int, int]) -> None:
+async def test_process_that_shares_memory_since_preflight_is_not_moved(rank: Rank, shares: tuple[int, int]) -> None:
     rank.shares[SECOND] = shares
     with pytest.raises(
         GpuFailed, match=f"process 20 has begun to share .*: {shares[0]} handles exported, {shares[1]} op"

@@ -1,4 +1,4 @@
-"""Who may wake a copy that once was activated, and what happens to the daemon when that fails."""
+"""When a copy that was activated is woken, and how the daemon continues if that fails."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def begun(journal: Journal, move: str, role: str, rank_uid: str = "job-0") -> Mo
 
 
 class Here:
-    """A node with one copy, which is this process; whoever wakes it is noted."""
+    """A node with one copy, which is this process. Records the moves that wake it."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.journal = Journal(folder)
@@ -91,7 +91,7 @@ async def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
 TOKEN = rules.proof(bytes.fromhex(NONCE), "COMMIT", MOVE)
 
 
-async def test_the_token_wakes_the_copy_once(here: Here) -> None:
+async def test_token_wakes_the_copy_once(here: Here) -> None:
     here.held()
     here.entry.moving = MOVE
     assert (await here.target.activate(MOVE, TOKEN)).running
@@ -99,14 +99,14 @@ async def test_the_token_wakes_the_copy_once(here: Here) -> None:
     assert (here.woken, here.entry.moving) == ([MOVE], "")
 
 
-async def test_a_move_of_an_earlier_life_wakes_nothing(here: Here) -> None:
+async def test_activate_of_a_move_activated_before_a_restart_wakes_nothing(here: Here) -> None:
     here.activated()
     assert (await here.target.activate(MOVE, TOKEN)).running
     assert here.woken == []
 
 
 @pytest.mark.parametrize("change", [{"moving": LATER}, {"cgroup": "/none/other"}])
-async def test_a_copy_of_another_move_is_not_woken(here: Here, change: dict[str, str]) -> None:
+async def test_copy_of_another_move_is_not_woken(here: Here, change: dict[str, str]) -> None:
     here.held()
     vars(here.entry).update(change)
     await here.target.activate(MOVE, TOKEN)
@@ -114,14 +114,14 @@ async def test_a_copy_of_another_move_is_not_woken(here: Here, change: dict[str,
     assert here.entry.moving == change.get("moving", "")
 
 
-async def test_a_copy_nobody_knows_is_not_woken(here: Here) -> None:
+async def test_unregistered_copy_is_not_woken(here: Here) -> None:
     here.held()
     here.entry = None
     await here.target.activate(MOVE, TOKEN)
     assert here.woken == []
 
 
-async def test_the_daemon_comes_up_and_wakes_it_later(here: Here) -> None:
+async def test_copy_that_cannot_be_woken_at_start_is_woken_later(here: Here) -> None:
     here.activated()
     here.failing = Timeout("threads were let go and have not gone on yet")
     await here.adoption.sweep()
@@ -134,7 +134,7 @@ async def test_the_daemon_comes_up_and_wakes_it_later(here: Here) -> None:
     assert (here.woken, here.entry.moving) == ([MOVE], "")
 
 
-def test_a_move_that_was_cut_short_before_its_first_mark_is_aborted(here: Here) -> None:
+def test_move_without_a_mark_is_aborted_at_start(here: Here) -> None:
     move_log = begun(here.journal, LATER, "source")
     here.source.adopt_journal()
     assert move_log.outcome is not None
@@ -143,14 +143,14 @@ def test_a_move_that_was_cut_short_before_its_first_mark_is_aborted(here: Here) 
     assert here.source.moves == {}
 
 
-async def test_its_outcome_says_that_the_rank_runs_on(here: Here) -> None:
+async def test_outcome_of_a_move_without_a_mark_reports_the_rank_running(here: Here) -> None:
     begun(here.journal, LATER, "source")
     here.source.adopt_journal()
     told = await here.source.outcome(LATER)
     assert (told.kind, told.where, told.settled) == (pb.ABORT, Where.SOURCE_RUNNING.value, True)
 
 
-async def test_a_child_that_ended_keeps_nobody_parked(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_ended_child_does_not_keep_the_others_parked(monkeypatch: pytest.MonkeyPatch) -> None:
     released = []
     living, dead = Process(10, 1), Process(11, 1)
 
@@ -167,7 +167,7 @@ async def test_a_child_that_ended_keeps_nobody_parked(monkeypatch: pytest.Monkey
     assert released == [living]
 
 
-def test_a_gpu_that_a_rank_may_come_back_to_is_reserved(here: Here) -> None:
+def test_gpu_of_a_leaving_rank_is_reserved(here: Here) -> None:
     found = [pb.Gpu(uuid="GPU-a"), pb.Gpu(uuid="GPU-b")]
     leaving = begun(here.journal, LATER, "source")
     leaving.mark(Mark.FREEZING, gpu_uses={"GPU-b": 1})
@@ -176,8 +176,8 @@ def test_a_gpu_that_a_rank_may_come_back_to_is_reserved(here: Here) -> None:
     assert [each.reserved_for for each in with_reservations(here.journal, found)] == ["", ""]
 
 
-async def test_a_keeper_that_is_killed_before_it_has_come_back(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its rank goes with it: no link closes by which anybody would hear of it."""
+async def test_keeper_killed_before_it_reconnects_is_noticed(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rank ends with it, and no link closes that would report it."""
     lost = asyncio.Event()
 
     async def note(entry: Any) -> None:

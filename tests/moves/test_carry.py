@@ -1,4 +1,4 @@
-"""Carried files: what is somebody else's is never overwritten, what is undone is taken away."""
+"""Carried files: a foreign file is never overwritten, and an undo removes what was placed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def fact(path: Path, mode: int = stat.S_IFREG | 0o640) -> pb.FileFact:
     return pb.FileFact(path=str(path), mode=mode, mtime_ns=10**18)
 
 
-def test_files_folders_and_fifos_are_placed_and_taken_away(place: tuple[Carry, Path, Path]) -> None:
+def test_files_directories_and_fifos_are_placed_and_removed(place: tuple[Carry, Path, Path]) -> None:
     carry, local, images = place
     (images / "carry-1").write_text("content")
     placed: list[str] = []
@@ -44,7 +44,7 @@ def test_files_folders_and_fifos_are_placed_and_taken_away(place: tuple[Carry, P
     assert not (local / "d").exists()
 
 
-def test_a_file_of_somebody_else_is_refused(place: tuple[Carry, Path, Path]) -> None:
+def test_file_with_other_content_is_not_overwritten(place: tuple[Carry, Path, Path]) -> None:
     carry, local, images = place
     (local / "file").write_text("mine")
     (images / "carry-0").write_text("another")
@@ -53,7 +53,7 @@ def test_a_file_of_somebody_else_is_refused(place: tuple[Carry, Path, Path]) -> 
     assert (local / "file").read_text() == "mine"
 
 
-def test_the_same_bytes_are_no_obstacle(place: tuple[Carry, Path, Path]) -> None:
+def test_file_with_the_same_content_is_accepted(place: tuple[Carry, Path, Path]) -> None:
     carry, local, images = place
     (local / "file").write_text("same")
     (images / "carry-0").write_text("same")
@@ -62,7 +62,7 @@ def test_the_same_bytes_are_no_obstacle(place: tuple[Carry, Path, Path]) -> None
     assert placed == []
 
 
-def test_what_a_rank_left_may_be_replaced_until_it_is_changed(place: tuple[Carry, Path, Path]) -> None:
+def test_file_that_a_rank_left_may_be_replaced_until_it_is_changed(place: tuple[Carry, Path, Path]) -> None:
     carry, local, images = place
     left = local / "file"
     left.write_text("old")
@@ -77,7 +77,7 @@ def test_what_a_rank_left_may_be_replaced_until_it_is_changed(place: tuple[Carry
 
 
 @pytest.mark.parametrize("path", ["/etc/passwd", "{local}/../x", "{local}/link/x", "relative"])
-def test_a_path_outside_the_carry_paths_is_never_touched(place: tuple[Carry, Path, Path], path: str) -> None:
+def test_path_outside_the_carry_paths_is_rejected(place: tuple[Carry, Path, Path], path: str) -> None:
     carry, local, images = place
     (local / "link").symlink_to("/etc")
     (images / "carry-0").write_text("x")

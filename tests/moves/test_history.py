@@ -26,7 +26,7 @@ NOW = 1_800_000_000.0
 
 
 class Daemon:
-    """A daemon with one journal, and another node that answers, or does not."""
+    """A daemon with one journal, and another node that may or may not answer."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.steps = Steps(Journal(folder))
@@ -49,7 +49,7 @@ class Daemon:
     def move(
         self, number: int, days_ago: float, mark: Mark = Mark.SETTLED, role: str = "peer", **fields: Any
     ) -> MoveLog:
-        """A move whose last mark is that old."""
+        """A move whose last mark has the given age."""
         self._clock = NOW - days_ago * DAY_S
         nodes = ("a", "a:1", "b", "b:1")
         begin = Begin(f"m-{number:012x}", role, "job-0", "job", 0, *nodes, "00" * 32, host.boot_id(), self._clock)

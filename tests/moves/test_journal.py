@@ -1,4 +1,4 @@
-"""The journal: an outcome is written once, whatever is asked afterwards and whoever asks."""
+"""The journal: an outcome is written once, whatever is requested afterwards."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def begin(move: str = MOVE, target: str = "spare-1") -> Begin:
     return Begin(move, "source", "job-0-x", "job", 0, "node-1", "a:1", target, "b:1", "ab" * 32, "boot", 1.0, 30.0)
 
 
-def test_marks_survive_a_restart_and_notes_are_found(tmp_path: Path) -> None:
+def test_marks_and_their_fields_survive_a_restart(tmp_path: Path) -> None:
     log = Journal(tmp_path).begin(begin())
     log.mark(Mark.BEGUN, pid=7)
     log.mark(Mark.FROZEN, stdio={"channels": []})
@@ -33,14 +33,14 @@ def test_marks_survive_a_restart_and_notes_are_found(tmp_path: Path) -> None:
     assert again.begin == begin()
 
 
-def test_the_first_outcome_stands_for_ever(tmp_path: Path) -> None:
+def test_first_outcome_is_final(tmp_path: Path) -> None:
     log = Journal(tmp_path).begin(begin())
     first = log.decide(Outcome.ABORT, "the lease ran out", "source")
     assert log.decide(Outcome.COMMIT, "held", "driver") == first
     assert Journal(tmp_path).get(MOVE).decide(Outcome.COMMIT, "held", "driver") == first
 
 
-def test_of_many_deciders_at_once_one_wins(tmp_path: Path) -> None:
+def test_concurrent_decisions_record_one_outcome(tmp_path: Path) -> None:
     logs = [Journal(tmp_path).begin(begin()) for _ in range(8)]
     start = threading.Barrier(8)
     seen: list[OutcomeRecord] = []
@@ -58,11 +58,11 @@ def test_of_many_deciders_at_once_one_wins(tmp_path: Path) -> None:
     assert seen[0] == Journal(tmp_path).get(MOVE).outcome
 
 
-def test_a_missing_outcome_is_not_an_abort(tmp_path: Path) -> None:
+def test_missing_outcome_is_not_an_abort(tmp_path: Path) -> None:
     assert Journal(tmp_path).begin(begin()).outcome is None
 
 
-def test_a_persons_word_replaces_an_outcome_and_the_old_one_is_kept(tmp_path: Path) -> None:
+def test_overruled_outcome_is_replaced_and_kept_on_disk(tmp_path: Path) -> None:
     log = Journal(tmp_path).begin(begin())
     log.decide(Outcome.COMMIT, "held", "driver")
     log.overrule(Outcome.ABORT, "it burns", "alice")
@@ -72,7 +72,7 @@ def test_a_persons_word_replaces_an_outcome_and_the_old_one_is_kept(tmp_path: Pa
     assert json.loads((log.folder / "outcome.json").read_text())["outcome"] == "COMMIT"
 
 
-def test_a_mark_that_a_crash_cut_short_does_not_count(tmp_path: Path) -> None:
+def test_mark_truncated_by_a_crash_is_ignored(tmp_path: Path) -> None:
     log = Journal(tmp_path).begin(begin())
     log.mark(Mark.BEGUN)
     with (log.folder / "marks").open("a") as file:
@@ -83,14 +83,14 @@ def test_a_mark_that_a_crash_cut_short_does_not_count(tmp_path: Path) -> None:
     assert Journal(tmp_path).get(MOVE).last_mark is Mark.FREEZING
 
 
-def test_begin_again_is_the_same_move_and_another_one_is_refused(tmp_path: Path) -> None:
+def test_repeated_begin_is_idempotent_and_a_different_one_is_refused(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
     assert journal.begin(begin()) is journal.begin(begin())
     with pytest.raises(Busy):
         journal.begin(begin(target="elsewhere"))
 
 
-def test_a_begin_that_a_crash_cut_short_is_no_move(tmp_path: Path) -> None:
+def test_begin_truncated_by_a_crash_is_ignored(tmp_path: Path) -> None:
     (tmp_path / "moves" / MOVE).mkdir(parents=True)
     (tmp_path / "moves" / MOVE / "begin.new").write_text("{")
     with pytest.raises(NotFound):
@@ -100,13 +100,13 @@ def test_a_begin_that_a_crash_cut_short_is_no_move(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["../../etc/passwd", "", "m-xyz", "m-0123456789AB", "m-0123456789ab/..", "m-0123456789ab\n"]
 )
-def test_a_path_in_a_name_is_refused(name: str) -> None:
+def test_invalid_move_id_is_refused(name: str) -> None:
     with pytest.raises(Usage):
         check_move_id(name)
 
 
-def test_a_disk_that_does_not_take_a_record_ends_the_daemon(tmp_path: Path) -> None:
-    """A failed fsync means: crash and read again. Seen from outside, in a process of its own."""
+def test_failed_fsync_ends_the_daemon(tmp_path: Path) -> None:
+    """After a failed fsync the daemon must crash and read the journal again. Runs in a separate process."""
     program = (
         "import os; from pathlib import Path\n"
         "from snapshotd.moves.journal import Journal\n"

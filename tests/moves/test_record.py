@@ -74,7 +74,7 @@ def test_old_target_journal_is_read(old: Path) -> None:
     assert (log.last_mark, log.committed, log.begin.lease_s) == (Mark.ACTIVATED, True, 0.0)
     assert (known.gpu_pairs, known.gpus_reserved) == ([("GPU-b", "GPU-a")], ["GPU-a"])
     assert (known.placed, known.ghosts) == (["/tmp/y"], [("/dev/shm/z", "/dev/shm/z.cr.1.ghost")])
-    assert (known.rewires, known.filtered) == ([], True)  # it journalled how many connections it had silenced
+    assert (known.rewires, known.filtered) == ([], True)  # it journalled the number of filtered connections
     assert (known.root, known.keeper_role, known.gates_opened) == (Process(5151, 888), "guest", True)
     assert known.nccl_processes == [NcclProcess(5151, 888, 2)]
 
@@ -126,7 +126,7 @@ def test_every_field_reads_back_as_it_was_marked(old: Path, tmp_path: Path) -> N
         )
 
 
-def test_questions_are_answered_without_reading_the_disk(old: Path) -> None:
+def test_record_is_read_from_memory_not_from_disk(old: Path) -> None:
     log = Journal(old).get("m-000000000003")
     shutil.rmtree(log.folder)
     assert (log.last_mark, log.aborted, log.record.pid) == (Mark.BEGUN, True, 6161)

@@ -1,4 +1,4 @@
-"""What all steps have in common: they run to their end, and a refusal in a begun move is not a refusal any more."""
+"""What all steps have in common: they run to their end, and a refusal after the beginning of a move is an undo."""
 
 from __future__ import annotations
 
