@@ -1,4 +1,4 @@
-/* The driver's calls for device memory that is not mapped by the program itself, and what it says about an address. */
+/* The driver's calls for device memory that the program does not map itself, and for the attributes of an address. */
 #include <string.h>
 
 #include "call.h"
@@ -42,7 +42,7 @@ EXPORT CUresult cuMemGetInfo_v2(size_t *free_bytes, size_t *total_bytes)
 	     *free_bytes = room; *total_bytes = total;);
 }
 
-/* ---------------------------------------------------------------- what an address is */
+/* ---------------------------------------------------------------- attributes of an address */
 
 struct range {
 	CUdeviceptr base;

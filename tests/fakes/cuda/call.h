@@ -1,7 +1,7 @@
-/* What every exported call of the driver begins with.
+/* The prologue of every exported call of the driver.
  *
- * Each that needs an initialised driver passes the gate (CALL), so that it waits while the process is locked; those that want
- * the driver's lock alone (CALL_ALONE) wait for more, see gate.c.
+ * A call that needs an initialised driver passes the gate (CALL), so it waits while the process is locked. A call that
+ * needs the driver's lock exclusively (CALL_ALONE) also waits for other threads: see gate.c.
  */
 #ifndef FAKE_CUDA_CALL_H
 #define FAKE_CUDA_CALL_H
@@ -9,7 +9,7 @@
 #include "cuda_abi.h"
 #include "process.h"
 
-/* Runs a block past the gate; `result` is what the call returns. */
+/* Runs a block behind the gate; `result` is the return value of the call. */
 #define CALL(...) PASS(process_enter, __VA_ARGS__)
 #define CALL_ALONE(...) PASS(process_enter_alone, __VA_ARGS__)
 #define PASS(enter, ...)                                     \

@@ -1,7 +1,8 @@
 /* The driver's calls that copy and fill.
  *
- * An asynchronous one between the device and pinned memory is done when somebody waits for its stream, and not before: whoever
- * looks too early, waits for the wrong stream or unmaps too soon, sees it. The driver may do them earlier, and does most.
+ * An asynchronous copy between the device and pinned memory is done only when its stream is waited for. So a program
+ * that reads too early, waits for the wrong stream or unmaps too soon fails. The real driver may copy earlier, and
+ * usually does.
  */
 #include "copies.h"
 
@@ -45,7 +46,7 @@ static CUresult on_device(CUdeviceptr to, CUdeviceptr from, size_t bytes)
 	return CUDA_SUCCESS;
 }
 
-/* Addresses alone say what is where. */
+/* The address alone determines where memory is. */
 static CUresult anywhere(CUdeviceptr to, CUdeviceptr from, size_t bytes)
 {
 	if (memory_can_write(to, 1))
@@ -72,7 +73,7 @@ static CUresult fill_words(CUdeviceptr to, unsigned int value, size_t count)
 	return CUDA_SUCCESS;
 }
 
-/* ---------------------------------------------------------------- what waits */
+/* ---------------------------------------------------------------- pending copies */
 
 static pthread_mutex_t queue = PTHREAD_MUTEX_INITIALIZER;
 static int waiting_count;
@@ -142,8 +143,8 @@ static CUresult submit(struct waiting copy)
 
 /* ---------------------------------------------------------------- the calls */
 
-/* A copy needs a context; one of the default stream comes after all others; an asynchronous one may go wrong as the faults
- * say. */
+/* A copy needs a context. A copy on the default stream waits for all others. An asynchronous one may fail by an
+ * injected fault. */
 #define COPY(...)                                                                                         \
 	CALL(result = current_gpu() < 0 ? CUDA_ERROR_INVALID_CONTEXT : copies_finish(EVERY_STREAM);       \
 	     if (result == CUDA_SUCCESS) result = __VA_ARGS__;)

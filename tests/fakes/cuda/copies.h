@@ -1,4 +1,4 @@
-/* Asynchronous copies: what was submitted and is not done. */
+/* Asynchronous copies that were submitted and are not done. */
 #ifndef FAKE_CUDA_COPIES_H
 #define FAKE_CUDA_COPIES_H
 
@@ -6,8 +6,8 @@
 
 #define EVERY_STREAM NULL
 
-/* Does what was submitted to a stream; the default stream waits for every other. CUDA_ERROR_ILLEGAL_ADDRESS: some of it could
- * not be done, since its memory was unmapped meanwhile. */
+/* Executes the copies of a stream; the default stream includes all others. CUDA_ERROR_ILLEGAL_ADDRESS: the memory of
+ * some copy was unmapped meanwhile. */
 CUresult copies_finish(CUstream stream);
 void copies_forget_after_fork(void);
 

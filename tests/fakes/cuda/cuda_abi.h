@@ -1,6 +1,6 @@
-/* What a program sees of the CUDA driver: the types, the numbers of the errors, and the layouts of the checkpoint calls.
+/* The binary interface of the CUDA driver: types, error numbers, and the layouts of the checkpoint calls.
  *
- * Written from what the calls do, not copied from a header; only what the stand-in answers is here.
+ * Written from the behaviour of the calls, not copied from a header. It contains only what the fake supports.
  */
 #ifndef FAKE_CUDA_ABI_H
 #define FAKE_CUDA_ABI_H
@@ -91,7 +91,7 @@ typedef struct {
 _Static_assert(sizeof(CUmemAllocationProp) == 32, "the driver's layout");
 _Static_assert(sizeof(CUmemAccessDesc) == 12, "the driver's layout");
 
-/* Of cuDeviceGetAttribute: those that are answered. */
+/* The supported attributes of cuDeviceGetAttribute. */
 enum {
 	DEVICE_MAX_THREADS_PER_BLOCK = 1,
 	DEVICE_WARP_SIZE = 10,
@@ -113,7 +113,7 @@ enum {
 	DEVICE_HANDLE_FABRIC_SUPPORTED = 128
 };
 
-/* Of cuPointerGetAttribute: likewise. */
+/* The supported attributes of cuPointerGetAttribute. */
 enum {
 	POINTER_CONTEXT = 1,
 	POINTER_MEMORY_TYPE = 2,

@@ -1,5 +1,5 @@
-/* Where FAKE_CUDA_DEVICE_DIR names a folder, what lies there as nvidiactl, nvidia-uvm and nvidia0 is opened and mapped as
- * the driver does it: so a dump of a process that is not checkpointed can be made to fail, and a forked child inherits it. */
+/* Opens and maps the files nvidiactl, nvidia-uvm and nvidia0 in the folder FAKE_CUDA_DEVICE_DIR as the driver does with
+ * its devices. So a dump of a process that is not checkpointed can be made to fail, and a forked child inherits the files. */
 #define _GNU_SOURCE
 #include "devices.h"
 

@@ -1,4 +1,4 @@
-/* The driver's calls that a program makes about devices and contexts, one kernel, and how the others are found. */
+/* The driver's calls for devices and contexts, one kernel, and the lookup of other calls. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <stdio.h>
@@ -165,7 +165,7 @@ EXPORT CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device)
 	return retain(context, device);
 }
 
-/* Its memory goes with it, but for what was mapped. */
+/* Also frees its memory, except for mapped memory. */
 static CUresult end_context(CUdevice device)
 {
 	memset(&contexts[device], 0, sizeof contexts[device]);
@@ -260,7 +260,7 @@ EXPORT CUresult cuModuleLoadData(CUmodule *module, const void *image)
 	CALL(if (image) *module = &the_module; else result = CUDA_ERROR_INVALID_IMAGE;);
 }
 
-/* No kernel is run: the one called "spin" takes a number of nanoseconds, and the GPU is busy for as long. */
+/* Runs no kernel. The one called "spin" takes a number of nanoseconds, for which the GPU is busy. */
 EXPORT CUresult cuModuleGetFunction(CUfunction *function, CUmodule module, const char *name)
 {
 	(void)module;
@@ -277,7 +277,7 @@ EXPORT CUresult cuLaunchKernel(CUfunction function, unsigned int grid_x, unsigne
 	     else result = CUDA_ERROR_INVALID_HANDLE;);
 }
 
-/* The newest name of a call: the bare one, or with _v2. A call that is not there is no error, but NULL. */
+/* The newest name of a call: the bare one, or with _v2. NULL, not an error, for a call that does not exist. */
 EXPORT CUresult cuGetProcAddress_v2(const char *symbol, void **function, int version, uint64_t flags, int *status)
 {
 	Dl_info here;
@@ -307,7 +307,7 @@ EXPORT CUresult cuGetProcAddress(const char *symbol, void **function, int versio
 	return result == CUDA_SUCCESS && !*function ? CUDA_ERROR_NOT_FOUND : result;
 }
 
-/* For the stand-in of NVML in the same process: the ledger must not open this process's own entry a second time. */
+/* For the fake NVML in the same process: the ledger must not open this process's own entry a second time. */
 EXPORT const struct holder *fake_cuda_own_holdings(void)
 {
 	return ledger_own();

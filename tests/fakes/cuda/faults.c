@@ -1,4 +1,4 @@
-/* The fault file: reads it, finds the first line that fits, and strikes it out when it said "once". */
+/* The fault file: reads it, finds the first line that matches, and deletes that line if it says "once". */
 #define _GNU_SOURCE
 #include "faults.h"
 
@@ -41,7 +41,7 @@ static bool understand(char *action, struct fault *fault)
 	return false;
 }
 
-/* Whether a line (which is taken apart) is about this call. */
+/* Whether a line (which is parsed in place) matches this call. */
 static bool fits(char *line, const char *operation, int pid, struct fault *fault, bool *once)
 {
 	char *rest = NULL;
@@ -105,7 +105,7 @@ int fault_in_call(const char *operation)
 		fault_die();
 	if (fault.action == FAULT_SLOW)
 		while (nanosleep(&delay, &delay) && errno == EINTR)
-			; /* a signal makes no call of the driver's shorter */
+			; /* a signal does not shorten a call of the driver */
 	return fault.action == FAULT_FAIL ? fault.error : CUDA_SUCCESS;
 }
 

@@ -1,9 +1,9 @@
-/* What shall go wrong, read afresh at every call: a line per fault in the file "faults".
+/* Injected faults: one per line of the file "faults", which is read at every call.
  *
  *   OPERATION: ACTION [once] [pid=N]
  *
- * OPERATION  state lock checkpoint restore unlock (pid: of the process asked about), nvml, and a program's own calls (pid:
- *            as it numbers itself): init, create (cuMemCreate), map (cuMemMap), copy (asynchronous copies), pin,
+ * OPERATION  state lock checkpoint restore unlock (pid: of the target process), nvml, and a program's own calls (pid: in
+ *            its own pid namespace): init, create (cuMemCreate), map (cuMemMap), copy (asynchronous copies), pin,
  *            ask (cuMemHostGetFlags, with its lock held)
  * ACTION     hang | hang-after | die | die-after | kill | lose | fail:ERROR | slow:MS
  */
@@ -12,14 +12,14 @@
 
 enum fault_action {
 	FAULT_NONE,
-	FAULT_HANG,   /* nothing is done, the call does not return */
-	FAULT_HANG_AFTER, /* it is done, the call does not return */
-	FAULT_DIE,   /* nothing is done, the calling process is killed */
-	FAULT_DIE_AFTER,  /* asked for, and the calling process is killed at once: the other one finishes it alone */
-	FAULT_KILL,   /* the process asked about is killed, then the call goes its way */
-	FAULT_LOSE,   /* the process's state becomes FAILED */
-	FAULT_FAIL,   /* nothing is done, the call returns `error` */
-	FAULT_SLOW   /* it takes `delay_ms` longer, in the middle */
+	FAULT_HANG,   /* does nothing and does not return */
+	FAULT_HANG_AFTER, /* does the operation and does not return */
+	FAULT_DIE,   /* does nothing and kills the calling process */
+	FAULT_DIE_AFTER,  /* kills the calling process right after the request, which the target process finishes */
+	FAULT_KILL,   /* kills the target process, then continues */
+	FAULT_LOSE,   /* sets the state of the process to FAILED */
+	FAULT_FAIL,   /* does nothing and returns `error` */
+	FAULT_SLOW   /* waits for `delay_ms` in the middle */
 };
 
 struct fault {
@@ -29,7 +29,7 @@ struct fault {
 };
 
 struct fault fault_take(const char *operation, int pid);
-/* In a program's own call: hangs, dies or waits as the file says; the error the call shall return, 0: it goes its way. */
+/* For a program's own calls: hangs, dies or waits as the file says. Returns the error for the call, or 0 to continue. */
 int fault_in_call(const char *operation);
 _Noreturn void fault_hang(void);
 _Noreturn void fault_die(void);

@@ -1,13 +1,15 @@
-/* The driver's lock, as a program's calls meet it.
+/* The driver's lock, as seen by the calls of a program.
  *
- * What was seen in a real process (r580, with a debugger): while it is locked a launch waits in pthread_rwlock_rdlock. Which calls
- * want that lock alone was concluded from those that hung. glibc counts a reader before it sleeps: so whoever waits when it is
- * opened has a share from then on, also a thread that stands in a signal handler and cannot know. Copies and launches pass such
- * a share; what wants the lock alone (freeing pinned memory, destroying a stream, the next lock) waits until its owner has run.
- * Here a share counts until its owner runs on: a call that waits for work holds nobody up.
+ * Observed in a real process (r580, with a debugger): while it is locked, a launch waits in pthread_rwlock_rdlock.
+ * Which calls need that lock exclusively was concluded from the calls that hung. glibc counts a reader before it
+ * sleeps. So when the lock is released, every waiting thread holds a read lock ("share"), even one that is parked in a
+ * signal handler and has not noticed. Copies and launches are not blocked by such a share. Calls that need the lock
+ * exclusively (freeing pinned memory, destroying a stream, the next lock) wait until the thread has run. Here a share
+ * counts only until its thread continues, so a call that waits for work on the GPU blocks no other.
  *
- * Invariant: every thread that waits is counted once, in `waiting` or in `handed`, from before it sleeps until it is inside. Two
- * words and a futex, no lock of libc's: a thread may be parked in a signal handler anywhere here.
+ * Invariant: every waiting thread is counted once, in `waiting` or in `handed`, from before it sleeps until it is
+ * inside. The gate uses atomics and a futex, but no lock of libc, because a thread may be parked in a signal handler
+ * anywhere here.
  */
 #define _GNU_SOURCE
 #include "gate.h"
@@ -22,9 +24,9 @@
 #include "process.h"
 
 struct gate {
-	uint32_t turns;   /* how often it was shut or opened, odd: it is shut. Who waits sleeps on it */
-	uint16_t waiting; /* for the next opening */
-	uint16_t handed;  /* shares of those that waited at an opening and have not run since */
+	uint32_t turns;   /* number of times it was shut or opened; odd: it is shut. Futex of waiting threads */
+	uint16_t waiting; /* threads that wait until it opens */
+	uint16_t handed;  /* threads that waited when it opened and have not run since */
 };
 
 static _Atomic struct gate gate;
@@ -35,7 +37,7 @@ static bool is_shut(struct gate now)
 	return now.turns % 2;
 }
 
-/* It returns for a signal, too. */
+/* Also returns after a signal. */
 static void sleep_until_it_turns(struct gate now)
 {
 	syscall(SYS_futex, &gate, FUTEX_WAIT_PRIVATE, now.turns, NULL, NULL, 0);
@@ -48,7 +50,8 @@ static bool turned_since(struct gate then)
 	return now.turns != then.turns;
 }
 
-/* However often it was shut and opened before the owner runs, the share is this one. Inside first: see gate_nobody_inside. */
+/* Uses the share of this thread, even if the gate was shut and opened again since. Increments `inside` first: see
+ * gate_nobody_inside. */
 static void use_share(void)
 {
 	struct gate now = gate, then;
@@ -82,7 +85,7 @@ void gate_enter(void)
 	}
 }
 
-/* Not counted while it waits: nobody hands it a share. */
+/* Not counted while it waits, so it gets no share. */
 void gate_enter_alone(void)
 {
 	for (;;) {
@@ -119,7 +122,7 @@ void gate_shut(void)
 	} while (!atomic_compare_exchange_weak(&gate, &now, then));
 }
 
-/* All at once: there is no moment at which somebody neither waits nor has a share. */
+/* One atomic update, so that a waiting thread is always counted in `waiting` or in `handed`. */
 void gate_open(void)
 {
 	struct gate now = gate, then;
@@ -133,7 +136,7 @@ void gate_open(void)
 	syscall(SYS_futex, &gate, FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0);
 }
 
-/* Shares first: whoever gives one up in between is inside by then. */
+/* Reads `handed` first: a thread that uses its share in between is already counted in `inside`. */
 bool gate_nobody_inside(void)
 {
 	struct gate now = gate;

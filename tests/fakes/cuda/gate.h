@@ -4,11 +4,12 @@
 
 #include <stdbool.h>
 
-/* Both wait while it is shut, then gate_leave(). `alone`: also for the shares that were handed to others. */
+/* Both wait while the gate is shut; call gate_leave() afterwards. `alone` also waits for threads that have an unused
+ * share. */
 void gate_enter(void);
 void gate_enter_alone(void);
 void gate_leave(void);
-/* For the driver's thread. */
+/* For the driver's threads. */
 void gate_shut(void);
 void gate_open(void);
 bool gate_nobody_inside(void);

@@ -1,8 +1,8 @@
-/* One file per process in the folder "use" beside gpus.json, held by a POSIX record lock for as long as the process lives.
+/* One file per process in the folder "use" beside gpus.json, with a POSIX record lock held while the process exists.
  *
- * The kernel drops the lock when the process ends, however it ends, so a killed process frees its device memory; and it tells
- * whoever asks about the lock the holder's pid as the asker's own pid namespace numbers it. A lock of this kind is
- * also dropped when its process closes any other descriptor of the file, so a process never opens its own entry twice.
+ * The kernel releases the lock when the process ends, so a killed process frees its device memory. A process that
+ * queries the lock gets the holder's pid in its own pid namespace. A record lock is also released when its process
+ * closes any other descriptor of the file, so a process never opens its own entry twice.
  */
 #define _GNU_SOURCE
 #include "ledger.h"
@@ -34,7 +34,7 @@ static bool lock_whole(int file)
 	return done == 0;
 }
 
-/* Whether somebody holds the entry, and who. */
+/* Whether a process holds the entry, and its pid. */
 static bool held(int file, int *pid)
 {
 	struct flock lock = {.l_type = F_WRLCK, .l_whence = SEEK_SET};

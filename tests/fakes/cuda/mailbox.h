@@ -1,9 +1,10 @@
-/* How another process's library asks this process's driver threads for something: through this process's memory.
+/* Requests from other processes to this process's driver threads, through this process's memory.
  *
- * The asker finds the mailbox by its magic, at a page's start in the writable mapping of libcuda.so.1 (/proc/PID/maps), and reads
- * and writes it by /proc/PID/mem. So nothing has to be closed before a dump, pid and mount namespaces do not matter, and
- * a process that was restored by CRIU is found again. Requests are served by the driver threads, in order, each
- * whole: a stopped process answers nothing, and one whose asker was killed finishes alone.
+ * The caller finds the mailbox by its magic, at the start of a page in the writable mapping of libcuda.so.1
+ * (/proc/PID/maps), and reads and writes it through /proc/PID/mem. So nothing has to be closed before a dump, pid and
+ * mount namespaces do not matter, and the caller finds a process that CRIU has restored. The driver threads serve
+ * requests in order and to the end: a stopped process does not answer, and a request whose caller was killed is still
+ * finished.
  */
 #ifndef FAKE_CUDA_MAILBOX_H
 #define FAKE_CUDA_MAILBOX_H
@@ -29,13 +30,13 @@ struct request {
 	int32_t value;      /* state */
 	uint32_t pair_count;
 	CUcheckpointGpuPair pairs[MAX_GPUS];
-	struct node node; /* of a restore: the GPUs of the asker's node, which is where the process is now */
+	struct node node; /* of a restore: the GPUs of the caller's node, where the process is now */
 };
 
 struct mailbox {
 	char magic[16];
-	uint32_t bytes; /* of this struct: an asker of another build sees that it is not its own */
-	_Atomic int32_t owner; /* the initialised process, as its own pid namespace numbers it; 0: no cuInit yet */
+	uint32_t bytes; /* of this struct: a caller of another build detects the difference */
+	_Atomic int32_t owner; /* the initialised process, in its own pid namespace; 0: no cuInit yet */
 	_Atomic int32_t restore_thread;
 	_Atomic uint32_t phases[MAX_REQUESTS];
 	_Atomic uint64_t orders[MAX_REQUESTS];

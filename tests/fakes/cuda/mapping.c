@@ -1,4 +1,4 @@
-/* The driver's virtual-memory calls: what the arguments must be; virtual.c and physical.c do it. */
+/* The driver's virtual-memory calls: checks their arguments, and calls virtual.c and physical.c. */
 #include "call.h"
 #include "faults.h"
 #include "physical.h"

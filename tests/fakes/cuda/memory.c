@@ -1,8 +1,8 @@
-/* Blocks of device memory, and their way to the host and back.
+/* Blocks of device memory, and their copies to the host and back.
  *
- * Invariant: what the ledger says this process holds is the sum of its blocks, of its physical memory (physical.c) and of its
- * contexts, and nothing while the contents are in host memory. The table's mutex is taken past the gate alone, so no parked
- * thread holds it when a driver thread looks.
+ * Invariant: this process's entry in the ledger is the sum of its blocks, its physical memory (physical.c) and its
+ * contexts, and empty while the contents are in host memory. The table's mutex is only taken behind the gate, so no
+ * parked thread holds it when a driver thread reads the table.
  */
 #define _GNU_SOURCE
 #include "memory.h"
@@ -19,7 +19,7 @@
 #include "virtual.h"
 
 #define MAX_BLOCKS 4096
-#ifndef FIRST_ADDRESS /* where ThreadSanitizer does not want it, it is said at the build */
+#ifndef FIRST_ADDRESS /* set at build time where ThreadSanitizer needs this address range */
 #define FIRST_ADDRESS 0x300000000000ULL
 #define END_ADDRESS 0x400000000000ULL
 #endif
@@ -41,7 +41,7 @@ static uint64_t grains(uint64_t bytes)
 	return (bytes + GRAIN_BYTES - 1) / GRAIN_BYTES * GRAIN_BYTES;
 }
 
-/* Tells the ledger what is held now, and `more` on one GPU. */
+/* Updates the ledger with the memory in use, plus `more` on one GPU. */
 static CUresult account(const struct node *node, int gpu, uint64_t more)
 {
 	uint64_t bytes[MAX_GPUS] = {0};
@@ -79,7 +79,7 @@ void memory_unlock(void)
 	pthread_mutex_unlock(&table);
 }
 
-/* The end of what is in the way; 0: nothing is. */
+/* The end of a block or reservation that overlaps; 0: none. */
 static CUdeviceptr taken_until(CUdeviceptr address, uint64_t bytes)
 {
 	for (int i = 0; i < MAX_BLOCKS; i++)
@@ -89,7 +89,7 @@ static CUdeviceptr taken_until(CUdeviceptr address, uint64_t bytes)
 	return virtual_taken_until(address, bytes);
 }
 
-/* The lowest free place: as the driver does, an address that was freed is soon used again. */
+/* The lowest free address: like the driver, it soon reuses an address that was freed. */
 CUdeviceptr memory_place(uint64_t bytes, uint64_t alignment, CUdeviceptr wanted)
 {
 	CUdeviceptr address = FIRST_ADDRESS, taken;
@@ -111,7 +111,7 @@ static bool map_device(CUdeviceptr address, uint64_t bytes)
 	void *place = mmap((void *)address, grains(bytes), PROT_READ | PROT_WRITE,
 			   MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED_NOREPLACE, -1, 0);
 
-	/* A child cannot use the GPU's memory; were it copied, the child's dump would carry it. */
+	/* A child cannot use the GPU's memory, and copies of it would become part of the child's dump. */
 	return place != MAP_FAILED && madvise(place, grains(bytes), MADV_DONTFORK) == 0;
 }
 

@@ -1,4 +1,4 @@
-/* Reads gpus.json: flat objects, keys that are unique in the file but for those of a GPU, strings without escapes. */
+/* Reads gpus.json: flat objects, keys that are unique in the file except for those of a GPU, strings without escapes. */
 #define _GNU_SOURCE
 #include "node.h"
 
@@ -13,8 +13,8 @@
 #define FILE_BYTES 32768
 #define MIB (1024 * 1024ULL)
 
-/* The path a variable names, or `name` in the folder through which this library was loaded (the link's, not its target's:
- * the nodes share one build). */
+/* The path in an environment variable, or `name` in the folder from which this library was loaded (that of the link,
+ * not of its target, because the nodes share one build). */
 void node_beside(const char *variable, const char *name, char path[PATH_BYTES])
 {
 	const char *given = getenv(variable);
@@ -32,7 +32,7 @@ void node_beside(const char *variable, const char *name, char path[PATH_BYTES])
 	snprintf(path, PATH_BYTES, "%.*s/%s", slash ? (int)(slash - here.dli_fname) : 1, slash ? here.dli_fname : ".", name);
 }
 
-/* The first character of the value of `key` between two places; NULL: not there. */
+/* The first character of the value of `key` between two positions; NULL: not found. */
 static const char *value_of(const char *key, const char *from, const char *to)
 {
 	char quoted[64];

@@ -1,4 +1,4 @@
-/* The GPUs of a node, as its gpus.json says. */
+/* The GPUs of a node, from its gpus.json. */
 #ifndef FAKE_CUDA_NODE_H
 #define FAKE_CUDA_NODE_H
 
@@ -24,12 +24,12 @@ struct node {
 	char folder[PATH_BYTES]; /* of the ledger of device memory: where the file is, or "ledger_dir" */
 	char driver_version[32];
 	int cuda_version; /* 13000 is 13.0 */
-	uint64_t context_bytes; /* what a context takes on its GPU, beside what the program allocates */
+	uint64_t context_bytes; /* memory of a context on its GPU, in addition to the program's allocations */
 	uint32_t gpu_count;
 	struct gpu gpus[MAX_GPUS];
 };
 
-/* Reads FAKE_GPU_FILE, or gpus.json beside this library. False: there is none, or it is not understood. */
+/* Reads FAKE_GPU_FILE, or gpus.json beside this library. False: it does not exist or cannot be parsed. */
 bool node_read(struct node *node);
 int node_find(const struct node *node, const uint8_t uuid[16]); /* its index, -1: not of this node */
 int node_driver_branch(const struct node *node);  /* 580 of "580.159.04" */

@@ -1,4 +1,4 @@
-/* NVML's calls, as nvidia-ml-py makes them: the node's GPUs from gpus.json, and who holds how much from the ledger. */
+/* NVML's calls, as nvidia-ml-py makes them: the node's GPUs from gpus.json, and the memory of processes from the ledger. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <pthread.h>
@@ -49,7 +49,7 @@ typedef struct {
 } nvmlProcessInfo_t;
 
 static struct node node;
-static int users; /* of nvmlInit that have not shut down */
+static int users; /* calls of nvmlInit without nvmlShutdown */
 static pthread_mutex_t holders_lock = PTHREAD_MUTEX_INITIALIZER;
 static struct holder holders[MAX_HOLDERS];
 
@@ -207,7 +207,7 @@ static uint64_t bytes_on(const struct holder *holder, const struct gpu *gpu)
 	return 0;
 }
 
-/* All holders, this process among them where the other stand-in is loaded. Under holders_lock. */
+/* All holders, including this process if the fake libcuda is loaded. Under holders_lock. */
 static int list_holders(void)
 {
 	int count = ledger_others(&node, holders, MAX_HOLDERS - 1);

@@ -1,7 +1,7 @@
-/* Physical device memory, and its way to the host and back.
+/* Physical device memory, and its copies to the host and back.
  *
- * It is a shared mapping at some place of its own ("home"), and where a program maps it, the same pages appear a second
- * time: no descriptor is needed, two mappings of one memory show the same bytes, and what is mapped nowhere is kept.
+ * Each memory is a shared mapping at a private address ("home"). Where a program maps it, the same pages appear a
+ * second time. So no descriptor is needed, two mappings of one memory show the same bytes, and unmapped memory is kept.
  */
 #define _GNU_SOURCE
 #include "physical.h"
@@ -18,7 +18,7 @@
 #define MAX_PHYSICAL 8192
 
 static struct physical physical[MAX_PHYSICAL];
-static int physical_count; /* places that were ever used */
+static int physical_count; /* slots that were ever used */
 
 struct physical *physical_of(CUmemGenericAllocationHandle handle)
 {
@@ -88,7 +88,7 @@ CUresult physical_create(CUmemGenericAllocationHandle *handle, uint64_t bytes, c
 	return add(handle, (struct physical){.bytes = bytes, .prop = *prop}, -1);
 }
 
-/* The kernel shows the pages of a mapping as a file, to root. */
+/* For root, the kernel shows the pages of a mapping as a file. */
 CUresult physical_export(int *file, CUmemGenericAllocationHandle handle)
 {
 	CUresult result = CUDA_ERROR_INVALID_VALUE;

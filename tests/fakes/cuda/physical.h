@@ -1,5 +1,5 @@
-/* Physical device memory: it has no address of its own, and lives until it is released as often as it was created or retained,
- * and is mapped nowhere. The table's lock is memory.c's. */
+/* Physical device memory, which has no address. It exists until it is released as often as it was created or retained,
+ * and is not mapped. memory.c has the table's lock. */
 #ifndef FAKE_CUDA_PHYSICAL_H
 #define FAKE_CUDA_PHYSICAL_H
 
@@ -11,10 +11,10 @@
 
 struct physical {
 	uint64_t bytes; /* 0: unused */
-	uint32_t generation; /* of this place in the table, so that an old handle is no handle */
+	uint32_t generation; /* of this slot of the table, so that a stale handle is invalid */
 	uint32_t references;
 	uint32_t mappings;
-	bool imported; /* another process accounts for it */
+	bool imported; /* it belongs to the ledger entry of another process */
 	CUmemAllocationProp prop;
 	void *home; /* where its pages are; NULL while checkpointed */
 	void *host; /* while checkpointed: the contents */
@@ -27,13 +27,13 @@ CUresult physical_export(int *file, CUmemGenericAllocationHandle handle);
 CUresult physical_import(CUmemGenericAllocationHandle *handle, int file);
 CUresult physical_properties(CUmemAllocationProp *prop, CUmemGenericAllocationHandle handle);
 
-/* For whoever holds the lock. */
-struct physical *physical_of(CUmemGenericAllocationHandle handle); /* NULL: it is no handle */
+/* The caller must hold the lock. */
+struct physical *physical_of(CUmemGenericAllocationHandle handle); /* NULL: invalid handle */
 CUmemGenericAllocationHandle physical_handle(const struct physical *memory);
 CUresult physical_drop_if_unused(struct physical *memory);
 void physical_add_held(uint64_t bytes[MAX_GPUS]);
 
-/* For the driver's threads, while nobody is past the gate. */
+/* For the driver's threads, while no thread is inside the gate. */
 bool physical_copy_to_host(void); /* false: there was no room, nothing has changed */
 void physical_leave_devices(void);
 bool physical_to_devices(void); /* false: not all is back; may be repeated */

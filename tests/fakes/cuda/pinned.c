@@ -1,4 +1,4 @@
-/* Host memory that the GPU can reach: allocated pinned, or the program's own and registered. */
+/* Host memory that the GPU can reach: allocated as pinned memory, or registered by the program. */
 #define _GNU_SOURCE
 #include "pinned.h"
 
@@ -15,7 +15,7 @@ static pthread_mutex_t table = PTHREAD_MUTEX_INITIALIZER;
 static struct range {
 	uintptr_t address; /* 0: unused */
 	uint64_t bytes;
-	bool allocated; /* not: registered */
+	bool allocated; /* false: registered */
 } ranges[MAX_RANGES];
 
 static struct range *overlapping(uintptr_t address, uint64_t bytes)
@@ -43,7 +43,7 @@ static CUresult add(uintptr_t address, uint64_t bytes, bool allocated)
 	return result;
 }
 
-/* Its length; 0: there is none that begins there. */
+/* The length of the memory that begins there; 0: none. */
 static uint64_t take_out(uintptr_t address, bool allocated)
 {
 	uint64_t bytes = 0;
@@ -71,7 +71,7 @@ bool pinned_contains(const void *address, uint64_t bytes)
 	return found;
 }
 
-/* Shared and without a name, as the driver's is, so that it is "/dev/zero (deleted)" in /proc/PID/maps. */
+/* Shared and anonymous like the driver's, so that it is "/dev/zero (deleted)" in /proc/PID/maps. */
 static CUresult allocate(void **address, uint64_t bytes)
 {
 	CUresult result = CUDA_ERROR_OUT_OF_MEMORY;
@@ -118,7 +118,7 @@ EXPORT CUresult cuMemFreeHost(void *address)
 	CALL_ALONE(result = unallocate(address););
 }
 
-/* Only asks: it passes the driver's lock, and takes one that allocating and freeing need. */
+/* A query: it does not need the driver's lock, but takes the lock that allocating and freeing need. */
 EXPORT CUresult cuMemHostGetFlags(unsigned int *flags, void *address)
 {
 	CUresult result;

@@ -1,4 +1,4 @@
-/* Host memory that the GPU can reach: what asynchronous copies need. */
+/* Host memory that the GPU can reach, which asynchronous copies need. */
 #ifndef FAKE_CUDA_PINNED_H
 #define FAKE_CUDA_PINNED_H
 

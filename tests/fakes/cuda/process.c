@@ -1,8 +1,9 @@
 /* The driver inside a process.
  *
- * Two threads, named as the real ones are: cuda-EvtHandlr serves everything but a restore, cuda00000000000 serves that. They
- * block no signal. Like the real ones they may need the allocator's lock; of their own they wait for none that a thread of the
- * program may hold, because those may be parked in a signal handler anywhere, also at the gate (gate.c).
+ * Two threads have the names of the real ones: cuda-EvtHandlr serves everything except restores, which cuda00000000000
+ * serves. They block no signal. Like the real ones they may need the allocator's lock. They wait for no other lock that
+ * a thread of the program may hold, because such a thread may be parked in a signal handler anywhere, also at the gate
+ * (gate.c).
  */
 #define _GNU_SOURCE
 #include "process.h"
@@ -131,7 +132,7 @@ static CUresult checkpoint(const struct request *request)
 	return CUDA_SUCCESS;
 }
 
-/* The node's GPUs in the order in which the process numbers its own: pair by pair, or each as itself. */
+/* The node's GPUs in the order of the process's GPU numbers: as given by the pairs, or unchanged. */
 static CUresult map_gpus(const struct request *request, struct node *mapped)
 {
 	bool taken[MAX_GPUS] = {false};
@@ -209,7 +210,7 @@ static CUresult serve(struct request *request)
 	}
 }
 
-/* The oldest request, -1: none. Both threads look at that one alone, so that requests are served in their order. */
+/* The oldest request; -1: none. Both threads consider only that one, so that requests are served in order. */
 static int oldest(void)
 {
 	int found = -1;

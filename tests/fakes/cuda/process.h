@@ -9,14 +9,14 @@
 #include "node.h"
 
 CUresult process_init(void);
-/* Every call of the program passes here: waits while the process is locked. After CUDA_SUCCESS, process_leave(). */
+/* Begins every call of the program: waits while the process is locked. After CUDA_SUCCESS, call process_leave(). */
 CUresult process_enter(void);
-/* The same for a call that wants the driver's lock alone: waits for shares that others were handed, too. */
+/* The same for a call that needs the driver's lock exclusively: also waits for threads that have an unused share. */
 CUresult process_enter_alone(void);
 void process_leave(void);
-/* The GPUs the process sees; another node's after a restore there. */
+/* The GPUs that the process sees; those of another node after a restore there. */
 struct node *process_node(void);
-/* The GPU is busy for so long from now, or since its last work ends. */
+/* Makes the GPU busy for so long, from now or from the end of its previous work. */
 void process_add_work(uint64_t ns);
 bool process_busy(void);
 void sleep_ms(unsigned int ms);

@@ -1,6 +1,6 @@
-/* The checkpoint calls: one process asks another, by pid, through that one's mailbox (mailbox.h).
+/* The checkpoint calls: a process sends requests to another, given by pid, through the mailbox of that one (mailbox.h).
  *
- * Left out of the build of an old driver, which has no such symbols.
+ * Not part of the build of an old driver, which has no such symbols.
  */
 #define _GNU_SOURCE
 #include <ctype.h>
@@ -24,7 +24,7 @@
 
 #define POLL_MS 2
 
-/* Another process's mailbox: its memory, and where it lies there. */
+/* Another process's mailbox: the process's memory, and the address of the mailbox in it. */
 struct remote {
 	int memory;
 	uint64_t address;
@@ -66,7 +66,7 @@ static int inner_pid(int pid)
 	return inner;
 }
 
-/* Looks for the magic at the pages' starts of a mapping. */
+/* Looks for the magic at the start of each page of a mapping. */
 static bool search(struct remote *remote, uint64_t from, uint64_t to)
 {
 	char magic[16];
@@ -126,7 +126,7 @@ static CUresult find(int pid, struct remote *remote)
 #define NO_PLACE -1
 #define GONE -2
 
-/* Puts a request into a free place; its number, NO_PLACE while every one waits for its answer, or GONE. */
+/* Puts a request into a free slot; returns its number, NO_PLACE if all slots are in use, or GONE. */
 static int claim(const struct remote *remote, const struct request *request)
 {
 	static const uint32_t asked = REQUEST_ASKED;
@@ -142,7 +142,7 @@ static int claim(const struct remote *remote, const struct request *request)
 		if (phases[i] == REQUEST_FREE)
 			place = i;
 	}
-	/* An answer that nobody fetches is that of an asker that was killed. The oldest one is. */
+	/* All slots are in use, so some caller was killed before it read its answer. The oldest answer is reclaimed. */
 	for (int i = 0; i < MAX_REQUESTS && (place < 0 || phases[place] != REQUEST_FREE); i++)
 		if (phases[i] == REQUEST_ANSWERED && (place < 0 || orders[i] < orders[place]))
 			place = i;
@@ -156,7 +156,7 @@ static int claim(const struct remote *remote, const struct request *request)
 	return place;
 }
 
-/* Only one asker at a time on the machine, by a lock on the library's file, which the nodes share. */
+/* Allows one caller at a time on the machine, by a lock on the library's file, which the nodes share. */
 static int post(const struct remote *remote, const struct request *request)
 {
 	static pthread_mutex_t one_thread = PTHREAD_MUTEX_INITIALIZER;
@@ -177,7 +177,7 @@ static int post(const struct remote *remote, const struct request *request)
 	}
 }
 
-/* Waits for as long as it takes: only the process's end ends it otherwise. */
+/* Waits without a limit, unless the process ends. */
 static CUresult await(const struct remote *remote, int place, struct request *request)
 {
 	static const uint32_t vacant = REQUEST_FREE;

@@ -1,8 +1,8 @@
-/* libcudart.so.13: the runtime's calls that a program makes about memory, on top of the driver's.
+/* libcudart.so.13: the runtime's calls for memory, on top of the driver's.
  *
- * The driver is opened when a call first needs it, and its calls are found by cuGetProcAddress, as the real runtime does it: so
- * whoever puts a library before libcuda sees none of what happens in here. Errors have the driver's numbers, and are kept per
- * thread.
+ * The driver is loaded when a call first needs it, and its calls are looked up by cuGetProcAddress, as in the real
+ * runtime. So a library preloaded before libcuda does not see these calls. Errors have the driver's numbers, and are
+ * kept per thread.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -111,7 +111,7 @@ static cudaError_t primary_of(int device, CUcontext *context)
 	return error;
 }
 
-/* The thread has a context from here on: whichever is current, or the primary one of its device. */
+/* Ensures that the thread has a context: the current one, or the primary one of its device. */
 static cudaError_t need_context(void)
 {
 	cudaError_t error = need_driver();
@@ -142,7 +142,7 @@ static cudaError_t keep(cudaError_t error)
 
 /* ---------------------------------------------------------------- errors */
 
-/* One that has broken the context stays. */
+/* An error that has broken the context stays. */
 static bool sticky(cudaError_t error)
 {
 	return error == CUDA_ERROR_ILLEGAL_ADDRESS || error == CUDA_ERROR_LAUNCH_FAILED;
@@ -404,7 +404,7 @@ EXPORT cudaError_t cudaIpcCloseMemHandle(void *address)
 	WITH_CONTEXT(driver.cuIpcCloseMemHandle((CUdeviceptr)address));
 }
 
-/* ---------------------------------------------------------------- streams, and the way to the driver */
+/* ---------------------------------------------------------------- streams, and the lookup of driver calls */
 
 EXPORT cudaError_t cudaStreamCreate(cudaStream_t *stream)
 {

@@ -1,5 +1,5 @@
-/* Streams and events. What was submitted is done when it is waited for (copies.c); the one kernel keeps every stream busy, and
- * the stand-in for NCCL those that it was given, where the process has it (tests/fakes/nccl). */
+/* Streams and events. Copies are done when their stream is waited for (copies.c). The only kernel keeps every stream
+ * busy. If the process uses the fake NCCL (tests/fakes/nccl), that keeps its streams busy. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <stdatomic.h>
@@ -16,7 +16,7 @@ static struct fake_stream {
 
 static struct fake_event {
 	_Atomic int used;
-	CUstream stream; /* in which it was recorded last */
+	CUstream stream; /* in which it was last recorded */
 } events[MAX_EVENTS];
 
 static int take(_Atomic int *used)

@@ -1,13 +1,13 @@
-/* Tables of fixed size, whose places are used again. */
+/* Tables of fixed size, whose slots are reused. */
 #ifndef FAKE_CUDA_TABLE_H
 #define FAKE_CUDA_TABLE_H
 
 #include <stdbool.h>
 #include <stdint.h>
 
-#define GRAIN_BYTES (2ULL << 20) /* as the driver hands out */
+#define GRAIN_BYTES (2ULL << 20) /* the driver's granularity */
 
-/* A free place of a table, NULL: it is full. `used` is a member that is 0 in free ones. */
+/* A free slot of a table; NULL: it is full. `used` is a member that is 0 in free slots. */
 #define FREE_PLACE(table, count, used, room)                        \
 	({                                                          \
 		int place_ = 0;                                     \

@@ -1,7 +1,7 @@
-/* Reservations and mappings, and what becomes of them at a checkpoint.
+/* Reservations and mappings, and their state at a checkpoint.
  *
- * A reservation is an entry in a table alone: nothing else is ever put into that part of the address space. A mapping shows the
- * pages of physical memory (physical.c) a second time, at an address of the program's choice.
+ * A reservation is only an entry in a table, because nothing else uses that part of the address space. A mapping shows
+ * the pages of physical memory (physical.c) a second time, at an address that the program chooses.
  */
 #define _GNU_SOURCE
 #include "virtual.h"
@@ -25,11 +25,11 @@ static struct mapping {
 	CUdeviceptr address; /* 0: unused */
 	uint64_t bytes;
 	struct physical *of;
-	bool attached; /* not while checkpointed */
+	bool attached; /* false while checkpointed */
 	unsigned char access[MAX_GPUS];
 } mappings[MAX_MAPPINGS];
 
-static int reservation_count, mapping_count; /* places that were ever used */
+static int reservation_count, mapping_count; /* slots that were ever used */
 
 static bool overlap(CUdeviceptr first, uint64_t first_bytes, CUdeviceptr second, uint64_t second_bytes)
 {
@@ -45,7 +45,7 @@ static struct mapping *mapping_at(CUdeviceptr address)
 	return NULL;
 }
 
-/* Whether a range is made of whole mappings, one after the other. */
+/* Whether a range consists of whole, adjacent mappings. */
 static bool whole_mappings(CUdeviceptr address, uint64_t bytes)
 {
 	CUdeviceptr end = address + bytes;
@@ -73,7 +73,7 @@ static bool protect(const struct mapping *mapping)
 	return mprotect((void *)mapping->address, mapping->bytes, protection) == 0;
 }
 
-/* Shows the memory's pages at the mapping's address too: what a move of nothing does to a shared mapping. */
+/* Shows the memory's pages at the mapping's address too: mremap of a shared mapping with an old size of 0 does that. */
 static bool attach(struct mapping *mapping)
 {
 	void *place = mremap(mapping->of->home, 0, mapping->bytes, MREMAP_MAYMOVE | MREMAP_FIXED, (void *)mapping->address);

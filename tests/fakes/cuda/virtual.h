@@ -1,4 +1,4 @@
-/* Device memory by the virtual-memory calls: addresses, and what physical memory (physical.h) is mapped where. */
+/* Device memory of the virtual-memory calls: addresses, and the physical memory (physical.h) that is mapped there. */
 #ifndef FAKE_CUDA_VIRTUAL_H
 #define FAKE_CUDA_VIRTUAL_H
 
@@ -15,10 +15,10 @@ CUresult virtual_map(CUdeviceptr address, uint64_t bytes, uint64_t offset, CUmem
 CUresult virtual_unmap(CUdeviceptr address, uint64_t bytes);
 CUresult virtual_set_access(CUdeviceptr address, uint64_t bytes, int gpu, int flags);
 CUresult virtual_get_access(CUdeviceptr address, int gpu, unsigned long long *flags);
-/* The mapping an address is in, and its GPU; false: it is in none. */
+/* The mapping that contains an address, and its GPU; false: none. */
 bool virtual_range(CUdeviceptr address, CUdeviceptr *base, uint64_t *bytes, CUmemAllocationProp *prop);
 
-/* For memory.c, which holds the table's lock, or is a driver thread while nobody is past the gate. */
+/* For memory.c, which holds the table's lock, or runs in a driver thread while no thread is inside the gate. */
 CUdeviceptr virtual_taken_until(CUdeviceptr address, uint64_t bytes); /* a reservation's end, 0: nothing is reserved there */
 bool virtual_accessible(CUdeviceptr address, uint64_t bytes, int flags);
 bool virtual_to_host(void); /* false: there was no room, nothing has changed */
