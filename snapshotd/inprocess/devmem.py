@@ -38,7 +38,7 @@ STRIPES = min(8, max(2, (os.cpu_count() or 2) // 2))
 STRIPES_MAX = abi.STRIPES_MAX
 SLOT_BYTES = 8 << 20
 
-#: The pinned staging buffers take a moment to make, more on a GPU that is busy.
+#: Making the pinned staging buffers takes time, more on a busy GPU.
 _OPEN_S, _READY_S, _DROP_S = 5.0, 30.0, 10.0
 #: How long a cancelled command may take to give up: the copy of a slot, and a driver that is slow to answer.
 _QUIET_S = 20.0

@@ -259,7 +259,7 @@ def attach(
 ) -> None:
     """Builds communicators again, in the order of `lines` (see `attach_line`). If it fails none of them is up.
 
-    It waits for the other members. Setting `given_up` ends the wait, when one of them has failed.
+    It waits for the other members. Set `given_up` to end the wait when one of them has failed.
     """
     _ask(process, Command.NCCL_ATTACH, timeout_s, "build its communicators again", lines, given_up)
 

@@ -175,13 +175,13 @@ def test_all_problems_are_reported_at_once(tmp_path: Path, certificates: Certifi
     assert "relative.crt" in got["tls.cert"]
 
 
-def test_an_empty_file_lists_what_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_empty_file_lists_all_required_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SNAPSHOT_CRIU", str(fake_criu(tmp_path)))
     keys = {line.split(":")[0] for line in problems(tmp_path, f'image_dir = "{RAM}"')}
     assert keys == {"node", "listen", "tls"}
 
 
-def test_missing_or_invalid_file(tmp_path: Path) -> None:
+def test_missing_or_invalid_file_is_reported(tmp_path: Path) -> None:
     with pytest.raises(BadConfig, match=r"none\.toml cannot be read: No such file"):
         Config.load(tmp_path / "none.toml")
     with pytest.raises(BadConfig, match=r"is not valid TOML: .*line 1"):
@@ -205,7 +205,7 @@ def test_missing_or_invalid_file(tmp_path: Path) -> None:
         ('advertise = "0.0.0.0:7070"', "other nodes cannot reach 0.0.0.0:7070"),
     ],
 )
-def test_one_wrong_value(tmp_path: Path, certificates: Certificates, line: str, says: str) -> None:
+def test_one_wrong_value_is_one_problem(tmp_path: Path, certificates: Certificates, line: str, says: str) -> None:
     found = problems(tmp_path, toml(certificates, fake_criu(tmp_path), rest=line))
     assert len(found) == 1
     assert says in found[0]
@@ -215,18 +215,18 @@ def test_example_has_only_valid_keys(tmp_path: Path, monkeypatch: pytest.MonkeyP
     """Only the files that it names, and the mount, may be missing on this machine."""
     monkeypatch.setenv("SNAPSHOT_CRIU", str(fake_criu(tmp_path)))
     example = (Path(__file__).parents[2] / "systemd" / "snapshotd.toml.example").read_text(encoding="utf-8")
-    # Its [tls] files are not here, so there is always something to complain about, but never a key or a value.
+    # Its [tls] files do not exist here, so there are always problems, but none with a key or a value.
     for text in (example, re.sub(r"^# (\w+ = )", r"\1", example, flags=re.MULTILINE)):
         keys = {line.split(":")[0] for line in problems(tmp_path, text.replace("/etc/snapshotd", "/nowhere"))}
         assert keys <= {"tls.ca", "tls.cert", "tls.key", "image_dir", "criu"}
 
 
-def test_listening_everywhere_needs_an_address_to_advertise(tmp_path: Path, certificates: Certificates) -> None:
+def test_listening_on_all_addresses_requires_advertise(tmp_path: Path, certificates: Certificates) -> None:
     text = toml(certificates, fake_criu(tmp_path), listen='listen = "0.0.0.0:7070"')
     assert [line.split(":")[0] for line in problems(tmp_path, text)] == ["advertise"]
 
 
-def test_images_on_a_disk_are_refused(tmp_path: Path, certificates: Certificates) -> None:
+def test_image_dir_on_a_disk_is_refused(tmp_path: Path, certificates: Certificates) -> None:
     disk = next((path for path in (tmp_path, Path("/var"), Path("/usr")) if not host.is_ram_backed(path)), None)
     if disk is None:
         pytest.skip("this machine runs from memory")
@@ -241,32 +241,32 @@ class TestCertificates:
 
         return certificates.problems(who, node)
 
-    def test_good(self, tmp_path: Path, certificates: Certificates) -> None:
+    def test_valid_certificate_has_no_problems(self, tmp_path: Path, certificates: Certificates) -> None:
         assert self.found(tmp_path, certificates.node) == []
 
-    def test_of_another_node_or_role(self, tmp_path: Path, certificates: Certificates) -> None:
+    def test_certificate_of_another_node_or_role_is_refused(self, tmp_path: Path, certificates: Certificates) -> None:
         assert (
             "is the certificate of node:node-2, but this node is node:node-1"
             in self.found(tmp_path, certificates.other_node)[0]
         )
         assert "operator:alice" in self.found(tmp_path, certificates.operator)[0]
 
-    def test_of_another_authority(self, tmp_path: Path, certificates: Certificates) -> None:
+    def test_certificate_of_another_authority_is_refused(self, tmp_path: Path, certificates: Certificates) -> None:
         mixed = dataclasses.replace(certificates.node, ca=certificates.stranger.ca)
         assert "was not issued by" in self.found(tmp_path, mixed)[0]
 
-    def test_key_of_another_certificate(self, tmp_path: Path, certificates: Certificates) -> None:
+    def test_key_of_another_certificate_is_refused(self, tmp_path: Path, certificates: Certificates) -> None:
         mixed = dataclasses.replace(certificates.node, key=certificates.operator.key)
         assert "is not the key of" in self.found(tmp_path, mixed)[0]
 
-    def test_key_that_other_users_can_read(self, tmp_path: Path, certificates: Certificates) -> None:
+    def test_key_that_other_users_can_read_is_refused(self, tmp_path: Path, certificates: Certificates) -> None:
         key = tmp_path / "open.key"
         key.write_bytes(certificates.node.key.read_bytes())
         key.chmod(0o644)
         (found,) = self.found(tmp_path, dataclasses.replace(certificates.node, key=key))
         assert "chmod 600" in found
 
-    def test_file_without_pem(self, tmp_path: Path, certificates: Certificates) -> None:
+    def test_file_without_pem_is_refused(self, tmp_path: Path, certificates: Certificates) -> None:
         junk = tmp_path / "junk"
         junk.write_bytes(b"\xff\x00junk")
         junk.chmod(0o600)
@@ -278,7 +278,7 @@ class TestCertificates:
         found = self.found(tmp_path, Credentials(tmp_path / "a", tmp_path / "b", tmp_path / "c"))
         assert [line.split(":")[0] for line in found] == ["tls.ca", "tls.cert", "tls.key"]
 
-    def test_expired(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_expired_certificate_is_refused(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(pki, "LEAF_VALID", timedelta(seconds=-1))
         folder = tmp_path / "ca"
         pki.init(folder)
@@ -289,16 +289,16 @@ class TestCertificates:
 
 
 class TestFindCriu:
-    def test_named_and_good(self, tmp_path: Path) -> None:
+    def test_configured_criu_is_used(self, tmp_path: Path) -> None:
         program = fake_criu(tmp_path, "4.10")
         assert find_criu(str(program)) == (str(program), "4.10")
 
-    def test_named_and_old(self, tmp_path: Path) -> None:
+    def test_configured_criu_that_is_too_old_is_refused(self, tmp_path: Path) -> None:
         program = fake_criu(tmp_path, "4.1.1")
         with pytest.raises(BadConfig, match=r"is CRIU 4\.1\.1; 4\.2 or newer is needed"):
             find_criu(str(program))
 
-    def test_named_by_the_environment(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_criu_from_the_environment_is_used(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         program = fake_criu(tmp_path)
         monkeypatch.setenv("SNAPSHOT_CRIU", str(program))
         monkeypatch.setenv("PATH", "/nowhere")
@@ -318,7 +318,7 @@ class TestFindCriu:
         with pytest.raises(BadConfig, match=rf"no CRIU 4\.2 or newer was found .*found: {old}/criu is CRIU 3\.17\.1"):
             find_criu(None)
 
-    def test_missing_not_executable_or_not_criu(self, tmp_path: Path) -> None:
+    def test_program_that_is_not_a_runnable_criu_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(BadConfig, match="cannot be run: No such file"):
             find_criu(str(tmp_path / "none"))
         program = fake_criu(tmp_path)
@@ -335,7 +335,7 @@ class TestFindCriu:
     ("address", "parts"),
     [("10.0.0.1:7070", ("10.0.0.1", 7070)), ("[::1]:1", ("::1", 1)), ("node-1.lab:65535", ("node-1.lab", 65535))],
 )
-def test_good_addresses(address: str, parts: tuple[str, int]) -> None:
+def test_valid_addresses_are_split(address: str, parts: tuple[str, int]) -> None:
     assert split_address(address) == parts
 
 
@@ -357,7 +357,7 @@ def test_good_addresses(address: str, parts: tuple[str, int]) -> None:
         "h:١",
     ],
 )
-def test_bad_addresses(address: str) -> None:
+def test_invalid_addresses_are_refused(address: str) -> None:
     with pytest.raises(ValueError, match="address"):
         split_address(address)
 
@@ -378,6 +378,6 @@ def test_any_values_raise_bad_config(values: dict[str, object], monkeypatch: pyt
         Config.from_values(values, "a file")
 
 
-def test_the_former_name_of_a_key_is_accepted(tmp_path: Path, certificates: Certificates) -> None:
+def test_former_name_of_a_key_is_accepted(tmp_path: Path, certificates: Certificates) -> None:
     text = toml(certificates, fake_criu(tmp_path), rest='device_lane = "plain"')
     assert load(tmp_path, text).device_channel == "plain"

@@ -230,7 +230,7 @@ def test_file_in_place_of_the_socket_is_not_removed(place: Place) -> None:
     assert place.admin.read_text() == "precious"
 
 
-def test_check_config(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_config_reports_problems(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
     daemon_main.main(["--config", str(place.config), "--check-config"])
     assert "is valid: node node-1, CRIU 4.2.1" in capsys.readouterr().out
     assert not (place.folder / "run").exists()
@@ -253,7 +253,7 @@ def test_daemon_requires_root(
     assert "must run as root" in capsys.readouterr().err
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         daemon_main.main(["--version"])
     assert end.value.code == 0
