@@ -1,1 +1,1 @@
-"""The protocol of a move on a pure model: every prefix, every participant dying, every partition."""
+"""Tests the protocol of a move on a pure model: with every prefix, every participant dying, and every partition."""

@@ -1,4 +1,4 @@
-"""What can go wrong at one event of a move, by name, and what must then be true in the end."""
+"""The faults that can occur at an event of a move, by name, and the conditions that must hold in the end."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ Strike = Callable[[World, "Scene"], None]
 
 @dataclass
 class Scene:
-    """One move with faults. `back`: a rank that has moved once already moves home again."""
+    """One move with faults. `back`: a rank that has already moved once moves home again."""
 
     faults: dict[int, str]
     back: bool = False
     ticking: bool = True
-    soon: bool = True  # whoever died is back before the driver's next request; else only when the driver has ended
+    soon: bool = True  # what died is back before the driver's next request; else only when the driver has ended
     peers: tuple[str, ...] = (PEER,)
-    survived: bool = True  # whether a copy must run in the end, as the fault found the world
+    survived: bool = True  # whether a copy must run in the end, given the state in which the fault occurred
     model: Model = field(init=False)
     move: Move = field(init=False)
 
@@ -47,7 +47,7 @@ class Scene:
             self.model.coming_back.add(node)
 
     def kill_source_copy(self) -> None:
-        """The rank dies: it must live on where the target holds, or owns, a whole copy."""
+        """The rank dies. It must survive if the target holds, or has activated, a complete copy."""
         aborted = self.move.at_source is not None and self.move.at_source.outcome is Outcome.ABORT
         held = self.move.at_target is not None and self.move.at_target.mark in (Mark.HELD, Mark.ACTIVATED)
         whole = held and self.move.at_target is not None and self.move.at_target.copy_exists
@@ -56,12 +56,12 @@ class Scene:
             self.model.fall(self.move.moved_copy)
 
     def kill_target_copy(self) -> None:
-        """The restored copy dies: the rank must live on unless it has been let go there, for good."""
+        """The restored copy dies. The rank must survive unless that copy was activated."""
         if self.move.at_target is not None and self.move.at_target.copy is not None:
             self.survived = self.survived and self.move.at_target.mark is not Mark.ACTIVATED
             self.model.fall(self.move.at_target.copy)
 
-    # ------------------------------------------------------------ the whole story, and what must hold
+    # ------------------------------------------------------------ the whole scenario, and what must hold
 
     def play(self) -> Scene:
         self.move.run()
@@ -76,7 +76,7 @@ class Scene:
         return self
 
     def judge(self, *, retry: bool = True) -> None:
-        """The end of every story in which all daemons live and reach each other."""
+        """Checks the end of a scenario in which all daemons run and reach each other."""
         model, move = self.model, self.move
         if move.verdict is Verdict.MOVED:
             assert move.committed
@@ -117,13 +117,13 @@ def _daemon(world: World, scene: Scene, node: str) -> None:
 
 
 def _guest_keeper(world: World, scene: Scene) -> None:
-    """Once the daemon has made up its mind to write ACTIVATED, a copy that dies counts as one that has run."""
+    """Once the daemon has decided to write ACTIVATED, a copy that dies counts as one that has run."""
     scene.kill_target_copy()
     scene.survived = scene.survived and not world.labels[-1].endswith("mark activated")
 
 
 def _guest_keeper_while_asked(world: World, scene: Scene) -> None:
-    """The copy dies under the daemon's hands, and the source asks for it before the mark is written."""
+    """The copy dies while the daemon activates it, and the source asks for it before the mark is written."""
     _guest_keeper(world, scene)
     world.tick(scene.source)
 
@@ -167,7 +167,7 @@ STRIKES: dict[str, Strike] = {
 
 
 def fits(name: str, label: str) -> bool:
-    """Messages are lost where there is one; criu dies where it runs."""
+    """Whether the fault is possible at this event: messages are lost where one is sent, criu dies where it runs."""
     if name.startswith("request"):
         return label.endswith("asked")
     if name == "answer lost":
@@ -178,7 +178,7 @@ def fits(name: str, label: str) -> bool:
 
 
 def labels(*, back: bool, ticking: bool) -> list[str]:
-    """The events of a move in which nothing goes wrong."""
+    """The events of a move without faults."""
     scene = Scene({}, back=back, ticking=ticking)
     assert scene.move.run() is Verdict.MOVED
     named = [label.replace(scene.source, "source").replace(scene.target, "target") for label in scene.model.labels]

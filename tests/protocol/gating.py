@@ -1,8 +1,8 @@
-"""The gates of the job's processes in the model, and the communicator between them: closed, taken down, built again, opened.
+"""The model of the job's gates and of the communicator between its processes, as in `moves/nccl/`.
 
-As in `moves/nccl/gates.py` and `communicators.py`. The rank and every peer's process are the members of one communicator,
-which is told by a number: 0 where it is down, else that of the attempt that built it. What opens a gate must find it whole
-on every member; nobody waits for ever behind one.
+The rank and every peer's process are members of one communicator. Each member stores its number: 0 if it is destroyed, else
+the number of the attempt that created it. Invariants: a gate opens only when the communicator is complete on every member,
+and no gate stays closed for ever.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ UNDO_S, SILENT_S, LOST_S = 120.0, 240.0, 900.0
 
 
 def gate_of(move: str) -> str:
-    """The key of a node's record of its gates: it may be the move's source or target, or a peer of it, too."""
+    """The key of a node's record of its gates. The same node may also have a record as source, target or peer."""
     return f"{move} gate"
 
 
 class Gating(Peering):
-    """Whoever has a member of the communicator. The source has them all taken down and built again."""
+    """The nodes that have a member of the communicator. The source makes all of them destroy and recreate it."""
 
     def members(self) -> list[Copy]:
         return [copy for copy in (*self.copies, *self.programs.values()) if copy.alive and copy.running]
@@ -54,7 +54,7 @@ class Gating(Peering):
                 raise Refused("busy: the gates are closed for another move")
             self.event(node, "mark gated")
             record = Record("gate", source, Mark.GATED, nonce, copy=member, target=target)
-            record.lease_until_s = self.now_s + LEASE_S  # until then the driver has the word
+            record.lease_until_s = self.now_s + LEASE_S  # until then the driver decides
             self.journal[key] = record
         record = self.still_closed(node, move)
         self.event(node, "close the gates")
@@ -63,11 +63,11 @@ class Gating(Peering):
         return Answer()
 
     def on_open(self, node: str, move: str, token: bytes) -> Answer:
-        """From the driver: a COMMIT is believed, at an ABORT the source is asked whether it has put the rank back."""
+        """From the driver. COMMIT is accepted; for ABORT, the source is asked whether it has restored the communicator."""
         return self.open_with(node, move, token, (Outcome.COMMIT,))
 
     def on_openagain(self, node: str, move: str, token: bytes) -> Answer:
-        """From the source, which has put the rank back."""
+        """From the source, which has restored the communicator."""
         return self.open_with(node, move, token, tuple(Outcome))
 
     def open_with(self, node: str, move: str, token: bytes, believed: tuple[Outcome, ...]) -> Answer:
@@ -79,7 +79,7 @@ class Gating(Peering):
             if outcome in believed:
                 self.event(node, f"learn {outcome}")
                 record.outcome = record.outcome or outcome
-            record.lease_until_s = -1.0  # whoever says so, the driver is no longer busy with it
+            record.lease_until_s = -1.0  # the driver no longer works on this move
             self.settle_gate(node, gate_of(move))
         return Answer()
 
@@ -112,7 +112,7 @@ class Gating(Peering):
         if not copy.gated:
             raise Broken(f"the communicator on {node} is changed behind an open gate")
         if number and copy.comm:
-            return  # the shim leaves alone what is not down
+            return  # the shim does not recreate a communicator that was not destroyed
         if number and number <= self.attempts:
             raise Refused("the others build another one by now")
         copy.comm = number
@@ -135,7 +135,7 @@ class Gating(Peering):
     # ------------------------------------------------------------ undo, with or without a driver
 
     def put_back(self, node: str, move: str, record: Record) -> None:
-        """ABORT stands and the rank runs here again, behind its gate."""
+        """Restores the communicator after ABORT, when the rank runs here again with its gate closed."""
         if not record.seats or not record.copy_exists:
             return
         if record.undoing_since_s < 0:
@@ -144,7 +144,7 @@ class Gating(Peering):
             self.take_down(node, move, record)
             self.build(node, move, record, node)
         except Refused:
-            self.given_up = True  # a member has ended, or has opened its gate: the job hears of it by NCCL's own errors
+            self.given_up = True  # a member has ended, or has opened its gate: the job gets NCCL's own errors
         except Lost:
             if self.now_s - record.undoing_since_s <= UNDO_S:
                 raise
@@ -153,7 +153,7 @@ class Gating(Peering):
     def open_all(self, node: str, move: str, record: Record) -> None:
         if record.holds is None or (node, gate_of(move)) not in self.journal:
             return
-        if record.copy is not None and record.copy.gated:  # its gate may have been done with, for a COMMIT
+        if record.copy is not None and record.copy.gated:  # the gate's record may have ended with COMMIT
             self.event(node, "open its gate")
             record.copy.gated = False
         token = proof(record.nonce, record.holds, move)
@@ -178,7 +178,7 @@ class Gating(Peering):
                     outcome = Outcome.COMMIT if decision is GateDecision.LEARN_COMMIT else Outcome.ABORT
                     self.event(node, f"learn {outcome}")
                     record.outcome = outcome
-                    # Nobody puts the job together again: it hears of it by NCCL's own errors.
+                    # The communicator will not be restored: the job gets NCCL's own errors.
                     self.given_up = self.given_up or facts.source_silent
                 case GateDecision.OPEN:
                     self.event(node, "open the gates")

@@ -1,7 +1,7 @@
-"""The model: source and target, whose daemons serve the requests of a move, as `snapshotd/moves/` does for real.
+"""The model of the daemons on source and target: it serves the requests of a move as `snapshotd/moves/` does.
 
-A handler checks only whether its step is allowed in the state it finds (asking twice does it once); each mark is
-journalled as `Mark` says, the outcome once. `migrator/protocol.py` is executed on it by `mover.py`.
+A handler only checks whether its step is allowed in the present state; handlers are idempotent. Each mark is journalled as
+`Mark` describes, the outcome once. `mover.py` executes `migrator/protocol.py` on the model.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Model(Settling):
     # ------------------------------------------------------------ the source's requests
 
     def undecided(self, node: str, move: str, *marks: Mark) -> Record:
-        """The record of a move that may still go forward; every request of the driver renews the lease."""
+        """The record of a move that may still proceed. Every request of the driver renews the lease."""
         record = self.journal.get((node, move))
         if record is None or record.outcome or record.ended or record.mark not in marks:
             raise Refused(f"{move} on {node} does not allow it")
@@ -57,7 +57,7 @@ class Model(Settling):
 
     def on_preparedevice(self, node: str, move: str) -> Answer:
         record = self.undecided(node, move, Mark.BEGUN)
-        self.mark(node, record, Mark.BEGUN)  # now with the files that device memory leaves for
+        self.mark(node, record, Mark.BEGUN)  # now with the files that receive device memory
         return Answer()
 
     def on_detach(self, node: str, move: str) -> Answer:
@@ -88,7 +88,7 @@ class Model(Settling):
             if record.copy is not None:
                 record.copy.running = False
             if record.copy is not None and connected(record.copy):
-                self.mark(node, record, Mark.FREEZING)  # now with the connections, before they are silenced
+                self.mark(node, record, Mark.FREEZING)  # now with the connections, before they are filtered
                 record.rewires = connected(record.copy)
                 self.event(node, "filter")
                 for peer in record.rewires:
@@ -121,9 +121,9 @@ class Model(Settling):
         return self.on_getoutcome(node, move)
 
     def on_abort(self, node: str, move: str) -> Answer:
-        """Abort is the driver's word that its lease is over; where the copy is gone, the rules still decide."""
+        """Abort ends the driver's lease. If the copy is gone, the rules still decide the outcome."""
         if (node, move) not in self.journal:
-            self.event(node, "record ABORT")  # so that a Begin that is still on its way finds it
+            self.event(node, "record ABORT")  # for a Begin that arrives later
             self.journal[node, move] = Record("source", "", Mark.SETTLED, outcome=Outcome.ABORT, ended=True)
         record = self.journal[node, move]
         if not record.ended:
@@ -141,7 +141,7 @@ class Model(Settling):
     def on_getoutcome(self, node: str, move: str) -> Answer:
         record = self.journal.get((node, move))
         if record is None or not record.nonce:
-            return Answer("NOT FOUND")  # also where it was refused before it began: no token can be made for it
+            return Answer("NOT FOUND")  # also if it was aborted before Begin: without a nonce there is no token
         return self.outcome_of(record, move)
 
     def outcome_of(self, record: Record, move: str) -> Answer:
@@ -167,14 +167,14 @@ class Model(Settling):
         record.outcome = record.outcome or Outcome.ABORT
         target = self.journal.get((record.peer, move))
         if target is not None and target.mark is Mark.ACTIVATED:
-            self.severed |= set(self.peers)  # its peers may have spoken with the copy that ran there
+            self.severed |= set(self.peers)  # the peers may have communicated with the copy that ran there
         self.settle_source(node, move)
         return self.on_getoutcome(node, move)
 
     # ------------------------------------------------------------ the target's requests
 
     def run_criu(self, node: str, what: str, copy: Copy) -> None:
-        """Whatever kills it, or the daemon that waits for it, leaves the sockets in repair mode."""
+        """If criu, or the daemon that waits for it, is killed, the sockets stay in repair mode."""
         for socket in copy.sockets.values():
             socket.repair = True
         self.event(node, what)
@@ -191,7 +191,7 @@ class Model(Settling):
         if (node, move) not in self.journal:
             self.event(node, "mark prepared")
             record = Record("target", source, Mark.PREPARED, f"nonce of {move}".encode())
-            record.lease_until_s = self.now_s + LEASE_S  # not a deadline: until then it does not even ask
+            record.lease_until_s = self.now_s + LEASE_S  # until then it does not ask the source
             self.journal[node, move] = record
         return Answer(token=self.undecided(node, move, Mark.PREPARED).nonce)
 
@@ -213,13 +213,13 @@ class Model(Settling):
             if (node, move) not in self.images:
                 raise Refused("the image is gone")
             self.mark(node, record, Mark.RESTORING)
-            record.rewires = self.journal[record.peer, move].rewires  # as the image tells
+            record.rewires = self.journal[record.peer, move].rewires  # in reality, from the image
             if record.rewires:
                 self.event(node, "filter")
             for peer in record.rewires:
                 self.hold(node, move, peer, node)
             sockets = {peer: Socket(peer) for peer in record.rewires}
-            # Stopped from the first instruction on; perhaps not whole. Behind its gate, as it was dumped.
+            # Stopped from the first instruction on, and perhaps incomplete. Its gate is closed, as in the dump.
             record.copy = Copy(node, move, sockets=sockets, gated=True, comm=0)
             self.copies.append(record.copy)
             self.run_criu(node, "criu restore", record.copy)
@@ -276,5 +276,5 @@ class Model(Settling):
 
 
 def connected(copy: Copy) -> tuple[str, ...]:
-    """The peers of its connections, as far as it knows."""
+    """The peers of the copy's connections, except those that it knows to be lost."""
     return tuple(peer for peer, socket in copy.sockets.items() if not socket.lost)

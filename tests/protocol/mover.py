@@ -1,4 +1,4 @@
-"""The driver of the model, which executes the table of `migrator/protocol.py`, and what a test asks afterwards."""
+"""The driver of the model, which executes the table of `migrator/protocol.py`, and queries for tests to use afterwards."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tests.protocol.world import DRIVER, NODES, Answer, Died, Lost, Record, Refu
 
 @dataclass
 class Move:
-    """One run of the driver. `verdict` is None while it runs, and for ever where it died."""
+    """One run of the driver. `verdict` is None while it runs, and stays None if it died."""
 
     model: Model
     name: str
     source: str
     target: str
     verdict: Verdict | None = None
-    knowable: bool = True  # the source could be asked and had decided, and after COMMIT the target could be asked, too
+    knowable: bool = True  # the source was reachable and had decided, and after COMMIT the target was reachable, too
     token: bytes = b""
     nonce: bytes = b""
     receipt: bytes = b""
@@ -75,10 +75,10 @@ class Move:
         return decide(reached, outcome)[0]
 
     def _ask_the_source(self, reached: int) -> tuple[int, str]:
-        """The target does not say that it runs the rank. Release has the source look there now: it takes the rank
-        back, or has released its copy, which it does only for a rank that was let go there."""
+        """The target has not confirmed that it runs the rank. Release makes the source ask it now. The source then takes the
+        rank back, or releases its own copy, which it does only if the target's copy was activated."""
         released, outcome = False, "COMMIT"
-        with suppress(Lost, Refused):  # a source that has taken the rank back may still wait for another member
+        with suppress(Lost, Refused):  # a source that took the rank back may still wait for another member
             released = self._ask_twice(self.source, "Release").kind == "released"
         with suppress(Lost, Refused):
             outcome = self._ask_twice(self.source, "GetOutcome").kind
@@ -90,7 +90,7 @@ class Move:
         return self.model.call(DRIVER, node, rpc, self.name, *arguments)
 
     def _ask(self, step: Step) -> Answer:
-        """One request; a step that answers with another outcome than it asks for has failed."""
+        """Makes one request. A step whose answer is not the requested outcome has failed."""
         if step.asked is Asked.PEERS:
             return self._ask_peers(step)
         if step.asked is Asked.JOB:
@@ -123,7 +123,7 @@ class Move:
         return answer
 
     def _ask_peers(self, step: Step) -> Answer:
-        """All of them, whatever the others say; then the first failure, if it is one to stop for."""
+        """Asks all peers, even if one fails. Then raises the first failure, unless the step is Settle."""
         arguments: dict[str, tuple[object, ...]] = {
             "InspectConnections": (self.source,),
             "SuspendTimeouts": (self.source, self.target, self.nonce),
@@ -142,7 +142,7 @@ class Move:
         return Answer()
 
     def _ask_job(self, step: Step) -> Answer:
-        """Every node that has a member; the first failure to close is one to stop for."""
+        """Asks every node that has a member. Raises the first failure to close a gate."""
         failures: list[Lost | Refused] = []
         living = [peer for peer, program in self.model.programs.items() if program.alive]
         for node in sorted(self.gated) if step.action == "Open" else (self.source, *living):
@@ -178,26 +178,26 @@ class Move:
 
     @property
     def committed(self) -> bool:
-        """The rank belongs to the target: by the record, or by the word of a person, and nobody overruled it."""
+        """Whether the rank belongs to the target, by the record (unless overruled) or by a person's declaration."""
         declared = self.at_target is not None and bool(self.at_target.word)
         recorded = self.at_source is not None and self.at_source.holds is Outcome.COMMIT
         return declared or recorded
 
     @property
     def stranded(self) -> bool:
-        """COMMIT stands, but the target's copy died before it ever ran, and the source has not heard of it yet."""
+        """Whether COMMIT stands although the target's copy died before it ran, which the source does not know yet."""
         unrun = self.at_target is not None and self.at_target.mark in (Mark.HELD, Mark.DISCARDED)
         return self.committed and unrun and self.at_target is not None and not self.at_target.copy_exists
 
     def owner(self) -> Copy | None:
-        """The copy that ought to run by the outcome, None where it has died."""
+        """The copy that should run according to the outcome; None if it has died."""
         record = self.at_target if self.committed else self.at_source
         copy = record.copy if self.committed and record is not None else self.moved_copy
         return copy if copy is not None and copy.alive else None
 
 
 def person_says(model: Model, node: str, word: str, move: str) -> bool:
-    """`migrator recover --source-is-dead` (asked of the target) or `--target-is-dead` (of the source)."""
+    """`migrator recover --source-is-dead` (sent to the target) or `--target-is-dead` (sent to the source)."""
     model.up[DRIVER] = True
     with model.acting(DRIVER):
         try:
@@ -212,7 +212,7 @@ def running(model: Model) -> list[Copy]:
 
 
 def leftovers(model: Model) -> list[str]:
-    """What a settled world must not hold: frozen or held copies, images, filters, silent connections, unfinished moves."""
+    """What must not remain after settling: frozen or held copies, images, filters, blocked connections, unfinished moves."""
     still = [f"a copy on {copy.node} that does not run" for copy in model.copies if copy.alive and not copy.running]
     images = [f"an image on {node} of {move}" for node, move in model.images]
     filters = [f"a filter on {node} for {move}" for node, move, _ in model.filters]

@@ -1,8 +1,8 @@
-"""The rank's connections: two ends each, the node each end names, packet filters per node, and what a packet meets.
+"""The model of the rank's connections: the two sockets of each, the node that each socket names, and packet filters.
 
-Ports and sequence numbers are left out: an end on one node names another node, one connection to each peer. Any end may
-send at any time, since kernels retransmit for frozen processes too. A packet that meets neither a filter nor a socket is
-answered with RST, and the connection is lost: a broken promise, unless a process or a node died.
+Ports and sequence numbers are left out: a socket names the node of its peer, and there is one connection per peer. Any
+socket may send at any time, because kernels also retransmit for frozen processes. A packet that meets neither a filter nor a
+socket is answered with RST, and the connection is lost. That breaks an invariant, unless a process or a node has died.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ class Broken(AssertionError):
 
 @dataclass(eq=False)
 class Socket:
-    """One end, on the node of the process that holds it."""
+    """One socket, on the node of its process."""
 
-    names: str  # the node of the other end
-    repair: bool = False  # in repair mode, perhaps half changed
+    names: str  # the node of the peer socket
+    repair: bool = False  # in repair mode, perhaps partly changed
     lost: bool = False  # reset
     braced: bool = False  # its time-outs are off
 
 
 @dataclass(eq=False)
 class Copy:
-    """A process tree; one that does not run is stopped: frozen, or held as it was restored. On a peer: whoever has
-    the other end."""
+    """A process tree. If it is not running, it is frozen, or restored and held. On a peer, it is the process with the peer
+    socket."""
 
     node: str
     restored_for: str = ""  # the move
     alive: bool = True
     running: bool = False
     sockets: dict[str, Socket] = field(default_factory=dict)  # by peer
-    fell: bool = False  # died, and not by the protocol
+    fell: bool = False  # died, but was not killed by the protocol
     gated: bool = False  # NCCL: its gate is closed
-    comm: int = 1  # NCCL: the communicator it is in, by the number of the attempt that built it; 0: none
+    comm: int = 1  # NCCL: its communicator, by the number of the attempt that created it; 0: none
 
 
 class Network(ABC):
@@ -53,7 +53,7 @@ class Network(ABC):
         self.filters: set[tuple[str, str, frozenset[str]]] = set()  # (node, move, both names)
         self.cuts: set[frozenset[str]] = set()
         self.off: set[str] = set()
-        self.severed: set[str] = set()  # peers whose connection a death has cost
+        self.severed: set[str] = set()  # peers whose connection was lost by a death
 
     # ------------------------------------------------------------ filters
 
@@ -81,28 +81,28 @@ class Network(ABC):
                         yield peer, holder, socket
 
     def answers(self, peer: str, sender: Copy, names: str) -> bool:
-        """Whether the node that a packet is for has a socket for it."""
+        """Whether the destination node has a socket for the packet."""
         return any(
             about == peer and holder.node == names and socket.names == sender.node
             for about, holder, socket in self.ends()
         )
 
     def retransmit(self, *, for_real: bool) -> None:
-        """Every end sends. Not for real: only look whether anyone who must not be reset would be."""
+        """Every socket sends a packet. Unless `for_real`, this only checks that no connection would be reset wrongly."""
         ends = list(self.ends())
         answering = {(peer, socket.names, holder.node) for peer, holder, socket in ends}
         for peer, holder, socket in ends:
             if holder.running and socket.repair:
                 raise Broken(f"a process runs on {holder.node} with its socket half changed")
             if (peer, holder.node, socket.names) in answering or socket.repair:
-                continue  # at worst a filter is in the way
+                continue  # at worst a filter drops the packet
             if self.passes(holder.node, socket.names):
                 if not self.excused(peer):
                     raise Broken(f"RST from {socket.names} to {holder.node}, whose connection lives ({peer})")
                 socket.lost = socket.lost or for_real
 
     def flows(self, peer: str) -> bool:
-        """Whether a packet of the rank reaches the peer's process, and the other way round, now."""
+        """Whether packets pass between the rank and the peer's process now, in both directions."""
         talking = [
             holder
             for about, holder, socket in self.ends()
@@ -117,7 +117,7 @@ class Network(ABC):
     # ------------------------------------------------------------ deaths
 
     def fall(self, holder: Copy) -> None:
-        """A process dies by itself: its kernel tells the other ends so, unless a filter is in the way."""
+        """A process dies by itself. Its kernel resets its connections, unless a filter drops the packets."""
         if not holder.alive:
             return
         holder.alive, holder.fell = False, True
@@ -128,7 +128,7 @@ class Network(ABC):
                 self.severed.add(peer)
 
     def kill_silently(self, copy: Copy) -> None:
-        """The protocol drops a copy: nobody may hear of it."""
+        """The protocol drops a copy, which must not send a packet to any peer."""
         if not copy.alive:
             return
         for peer, socket in copy.sockets.items():
@@ -138,16 +138,16 @@ class Network(ABC):
         copy.alive = copy.running = False
 
     def power_off(self, node: str) -> None:
-        """Filters and processes of a node are gone, and it is silent until it is back."""
+        """The node loses its filters and processes, and does not answer until it is back."""
         self.off.add(node)
         self.filters = {entry for entry in self.filters if entry[0] != node}
         for peer, program in self.programs.items():
             if program.sockets[peer].names == node and not self.filtered(peer, frozenset((peer, node))):
-                self.severed.add(peer)  # a node that is back answers with RST what it no longer knows
+                self.severed.add(peer)  # a rebooted node answers packets of old connections with RST
         for holder in (*self.copies, *self.programs.values()):
             if holder.node == node:
                 self.fall(holder)
 
     @abstractmethod
     def excused(self, peer: str) -> bool:
-        """Whether this connection may be lost: an end of it has died."""
+        """Whether this connection may be lost, because one of its two processes has died."""

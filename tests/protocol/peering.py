@@ -1,7 +1,7 @@
-"""The peers' daemons in the model: facts to `snapshotd.moves.rules.peer_next`, and what it says carried out.
+"""The model of the peers' daemons: they pass facts to `snapshotd.moves.rules.peer_next` and carry out its decisions.
 
-As in `moves/peers/steps.py`: an end is changed only under a filter for its old and its new name, while its process is
-stopped; each line of that is an event of its own.
+As in `moves/peers/steps.py`, a socket is changed only while its process is stopped, with filters for its old and its new
+address. Each of these actions is a separate event.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tests.protocol.world import Answer, Lost, Record, Refused, World
 
 
 class Peering(World):
-    """Whoever has the other end of a connection."""
+    """The nodes that have the peer socket of a connection."""
 
     def has_end(self, node: str, names: str) -> bool:
         program = self.programs[node]
@@ -88,7 +88,7 @@ class Peering(World):
                     record.outcome = outcome
                 case PeerDecision.MEND:
                     self.bring(node, move, record.peer)
-                    record.marked_in_life = self.life[node]  # in the daemon's memory, no mark
+                    record.marked_in_life = self.life[node]  # kept in the daemon's memory only, not as a mark
                 case PeerDecision.FINISH:
                     self.bring(node, move, record.target)
                     self.mark(node, record, Mark.REPOINTED)
@@ -115,13 +115,13 @@ class Peering(World):
                 return Outcome.ABORT if answer.kind == "ABORT" else None, CopyState.UNREACHABLE
             outcome = Outcome.COMMIT if answer.kind == "COMMIT" else None
             if outcome and answer.copy is CopyState.RUNNING:
-                return outcome, CopyState.RUNNING  # the source has released its own
+                return outcome, CopyState.RUNNING  # the source has released its copy
         with suppress(Lost):
             return outcome, self.call(node, record.target, "GetCopy", move).copy
         return outcome, CopyState.UNREACHABLE
 
     def bring(self, node: str, move: str, names: str) -> None:
-        """The end here names that node afterwards, from whatever a crash has left, silently."""
+        """Makes the socket here name that node, from any state that a crash may have left, without sending a packet."""
         record, program = self.journal[node, move], self.programs[node]
         socket = program.sockets[node]
         self.event(node, "filter")
@@ -138,7 +138,7 @@ class Peering(World):
         program.running = program.alive
 
     def check_end(self, node: str, move: str, record: Record) -> None:
-        """Called when the filter goes: the end here is where the recorded outcome says."""
+        """Called when the filter is removed: the socket here must name the node that the recorded outcome says."""
         program, outcome = self.programs[node], self.decided(move)
         if not program.alive or self.excused(node):
             return

@@ -1,6 +1,6 @@
-"""How the model's daemons settle unfinished moves: gather facts, ask `snapshotd.moves.rules`, carry out what it says.
+"""How the model's daemons settle unfinished moves: collect facts, call `snapshotd.moves.rules`, carry out its decisions.
 
-Nothing here decides. `model.py` adds the requests.
+Nothing is decided here. `model.py` adds the requests.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.protocol.world import TARGET, Record
 
 
 class Settling(Gating):
-    """Daemons that are left alone. A node is the source or the target of a move, never both."""
+    """Daemons without a driver. A node is the source or the target of a move, never both."""
 
     def look(self, node: str, move: str) -> None:
         if not move:
@@ -45,7 +45,7 @@ class Settling(Gating):
             self.settle_target(node, move)
 
     def mind_keeper(self, node: str) -> None:
-        """A killed home keeper takes its rank with it. The order matters: no COMMIT may follow."""
+        """When the home keeper is killed, its rank ends. ABORT is recorded first, so that no COMMIT can follow."""
         if not self.knows_the_keeper_is_dead(node):
             return
         records = [record for (where, _), record in self.journal.items() if where == node]
@@ -74,18 +74,18 @@ class Settling(Gating):
         return SourceFacts(record.mark, record.holds, record.copy_exists, lease_over, interrupted, target)
 
     def settle_source(self, node: str, move: str) -> str:
-        """Act until there is nothing to do but wait; say what for."""
+        """Acts until the source can only wait. Returns what it waits for."""
         record, target = self.journal[node, move], CopyState.UNREACHABLE
         while True:
             decision, reason = source_next(self.source_facts(record, node, target))
             match decision:
                 case SourceDecision.ASK_TARGET:
                     if target is not CopyState.UNREACHABLE:
-                        return reason  # it has answered; ask again another time
+                        return reason  # the target has answered; ask again in a later round
                     target = self.call(node, record.peer, "GetCopy", move).copy
                 case SourceDecision.RECORD_COMMIT:
                     self.record_outcome(node, record, Outcome.COMMIT)
-                    # Without its driver, for a rank that has died here: nobody asks the other peers any more.
+                    # The rank has died here and there is no driver, so the other peers will not be re-pointed.
                     self.severed |= {
                         peer for peer in self.peers if (peer, move) not in {entry[:2] for entry in self.filters}
                     }
@@ -116,16 +116,16 @@ class Settling(Gating):
                     return reason
 
     def let_go(self, node: str, move: str, record: Record) -> None:
-        """The source's copy goes on; where its home keeper is known to be dead it is killed, not thawed."""
+        """Thaws the source's copy, or kills it if its home keeper is known to be dead."""
         for socket in record.copy.sockets.values() if record.copy is not None else ():
-            socket.repair = False  # what a killed criu has left
+            socket.repair = False  # a killed criu may have left it in repair mode
         self.let_packets_go(node, move, record)
         self.event(node, "kill what nobody keeps" if self.knows_the_keeper_is_dead(node) else "thaw")
         if record.copy is not None and record.copy.alive:
             record.copy.alive = record.copy.running = not self.knows_the_keeper_is_dead(node)
 
     def drop_copy(self, node: str, move: str, record: Record, why: str) -> None:
-        """Silence, kill, and only then let the packets go."""
+        """Puts the sockets in repair mode, kills the copy, and only then removes the filters."""
         self.event(node, f"{why}: silence")
         for socket in record.copy.sockets.values() if record.copy is not None else ():
             socket.repair = True
@@ -135,7 +135,7 @@ class Settling(Gating):
         self.let_packets_go(node, move, record)
 
     def let_packets_go(self, node: str, move: str, record: Record) -> None:
-        """The rank's own ends here: whole in a copy that may run, or silently gone with it."""
+        """Removes the filters, once the rank's sockets here are intact in a copy that may run, or closed without a packet."""
         if not record.rewires:
             return
         self.event(node, "let packets go")
@@ -166,7 +166,7 @@ class Settling(Gating):
                     self.images.discard((node, move))
                     self.end(node, record)
                 case TargetDecision.CLOSE if record.mark in (Mark.ACTIVATED, Mark.DISCARDED):
-                    self.images.discard((node, move))  # the daemon may have died before it could drop it
+                    self.images.discard((node, move))  # the daemon may have died before it removed it
                     self.let_packets_go(node, move, record)
                     self.end(node, record)
                 case TargetDecision.DISCARD | TargetDecision.CLOSE:
@@ -175,12 +175,12 @@ class Settling(Gating):
                     self.mark(node, record, Mark.DISCARDED)
 
     def ask_source(self, node: str, move: str, record: Record) -> bool:
-        """Whether the source has said how the move ends. An outcome counts only with the token that proves it."""
+        """Whether the source has answered with an outcome. It counts only with the token that proves it."""
         if record.mark is Mark.PREPARED and self.now_s <= record.lease_until_s:
             return False  # the driver may be on its way to Begin
         answer = self.call(node, record.peer, "GetOutcome", move)
         if answer.kind == "NOT FOUND" and record.mark not in (Mark.HELD, Mark.ACTIVATED):
-            record.outcome = Outcome.ABORT  # never begun, and a receipt for COMMIT can no longer be given
+            record.outcome = Outcome.ABORT  # never begun, and no receipt for COMMIT can be issued any more
         elif answer.kind in ("NOT FOUND", "UNDECIDED") or not proves(answer.token, record.nonce, answer.kind, move):
             return False
         else:

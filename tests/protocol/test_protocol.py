@@ -1,4 +1,4 @@
-"""The table itself: complete, in order, divided by COMMIT; and the driver's verdict for all inputs."""
+"""Tests that the table is complete, ordered and divided by COMMIT, and the driver's verdict for all inputs."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_every_step_is_undone_by_an_undo_step(step: Step) -> None:
 
 
 def test_commit_divides_the_table() -> None:
-    """Before it the rank is on the source and every change has an undo; from it on there is no undo."""
+    """Before COMMIT the rank is on the source and every change can be undone. From COMMIT on nothing is undone."""
     for index, step in enumerate(TABLE):
         on_source = step.where in (Where.SOURCE_RUNNING, Where.SOURCE_FROZEN)
         assert on_source == (index < COMMIT)
@@ -84,7 +84,7 @@ def test_target_and_peers_are_asked_before_anything_is_paused() -> None:
 
 
 def test_communicators_are_down_from_before_the_freeze_until_after_the_restore() -> None:
-    """NCCL's own threads and sockets cannot be dumped, and the outcome is decided only when communicators are whole."""
+    """NCCL's own threads and sockets cannot be dumped. The outcome is decided only when communicators are complete."""
     order = ["Quiesce", "Detach", "Freeze", "Restore", "Attach", "Commit"]
     assert [step.action for step in TABLE if step.action in order] == order
     assert {step.action for step in TABLE if step.only_with_nccl} == {"Quiesce", "Detach", "Attach", "Open"}
@@ -103,7 +103,7 @@ def test_gates_open_right_after_the_rank_runs() -> None:
 
 
 def test_peers_are_re_pointed_last_before_commit_and_settled_once_the_rank_runs() -> None:
-    """Their connections are silent in between, and until the target has activated its copy COMMIT can be overruled."""
+    """Their connections are blocked in between, and COMMIT can be overruled until the target has activated its copy."""
     assert (index_of("Repoint"), index_of("Settle")) == (COMMIT - 1, ACTIVATE + 2)
 
 

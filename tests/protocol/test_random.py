@@ -1,4 +1,4 @@
-"""Random schedules: moves to and fro, each with faults at random events, and deaths, cuts and silence between them."""
+"""Tests random schedules: moves back and forth with faults at random events, and deaths, partitions and pauses in between."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PAIRS = st.sampled_from(list(combinations((DRIVER, HOME, AWAY, PEER), 2)))
 
 @dataclass(frozen=True)
 class Act:
-    """One thing that happens; as a fault it strikes at an event inside a move, else between two moves."""
+    """One incident. As a fault it occurs at an event inside a move, otherwise between two moves."""
 
     what: str
     node: str = HOME
@@ -78,12 +78,12 @@ def episodes(acts: st.SearchStrategy[Act]) -> st.SearchStrategy[list[Episode]]:
 
 @dataclass
 class Episode:
-    """A driver that tries to move the rank from `start`, and what happens before the next one tries."""
+    """An attempt to move the rank from `start`, and what happens before the next attempt."""
 
     start: str
     faults: dict[int, Act]
     between: list[Act]
-    looks: list[str]  # which daemon looks at its journal, and when
+    looks: list[str]  # the daemons that settle their moves, in this order
     ticking: bool
     moves: list[Move] = field(default_factory=list)
 
@@ -110,7 +110,7 @@ def play(story: list[Episode]) -> tuple[Model, list[Move]]:
 
 
 def bury(model: Model, moves: list[Move]) -> None:
-    """A person speaks only where a node has really died, and is refused where the node is not needed."""
+    """Declares a node dead only if it really is. The declaration is refused if the node is not needed."""
     for move in moves:
         if move.target in model.dead_for_ever and move.at_source is not None and not move.at_source_ended:
             person_says(model, move.source, "DeclareTargetDead", move.name)

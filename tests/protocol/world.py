@@ -1,11 +1,11 @@
-"""Two nodes, one rank, its peers and whatever can die, as deterministic discrete events: no process, no clock, no sleep.
+"""Simulates two nodes, one rank and its peers as deterministic discrete events, without processes, clocks or sleeps.
 
-Every visible act is one `event`: a fault scheduled for that event strikes just before the act takes effect, and the
-invariants are checked before and after it. A daemon that died in the middle of a handler does nothing more; whoever
-asked it gets no answer. What the daemons do is in `model.py`.
+Every visible action is one `event`. A fault scheduled for that event takes effect just before the action, and the invariants
+are checked before and after it. A daemon that dies inside a handler does nothing more, and its caller gets no answer. The
+daemons' behaviour is in `model.py`.
 
-Durable: `journal` (marks, outcome, words). Lost with a node's boot: copies, images, filters. Lost with a daemon: its
-handler. The connections are in `network.py`.
+The journal (marks, outcomes, declarations) is durable. A reboot loses the copies, images and filters of a node. The death of
+a daemon ends its handlers. The connections are in `network.py`.
 """
 
 from __future__ import annotations
@@ -19,41 +19,43 @@ from snapshotd.moves.rules import CopyState, Mark, Outcome
 from tests.protocol.network import AWAY, HOME, PEER, Broken, Copy, Network
 
 DRIVER = "driver"
-PERSON, TARGET = "a person", "the target"  # whose word can stand above an outcome
+PERSON, TARGET = "a person", "the target"  # these can overrule an outcome
 NODES = (HOME, AWAY)
 LEASE_S = 30.0
 
 
 class Died(Exception):
-    """The one that is acting has died."""
+    """The acting participant has died."""
 
 
 class Lost(Exception):
-    """No answer: not delivered, not done, or done and the answer lost. The caller cannot tell."""
+    """No answer: the request was not delivered, not done, or done and its answer lost. The caller cannot tell which."""
 
 
 class Refused(Exception):
-    """The daemon says no."""
+    """The daemon refuses the request."""
 
 
 @dataclass(eq=False)
 class Record:
-    """What one daemon's journal holds of one move; `copy` is found again by cgroup, pid and boot id."""
+    """One daemon's journal record of one move. A real daemon finds `copy` again by cgroup, pid and boot id."""
 
     role: str
     peer: str
     mark: Mark
     nonce: bytes = b""
-    outcome: Outcome | None = None  # source: the write-once record. target: what it has learned
-    word: str = ""  # who has overruled: PERSON (the other node is dead), or TARGET (its copy died unrun)
+    outcome: Outcome | None = None  # source: the write-once record; target: what it has learned
+    word: str = (
+        ""  # what overruled the outcome: PERSON (the other node is dead) or TARGET (its copy died before it ran)
+    )
     copy: Copy | None = None
     rewires: tuple[str, ...] = ()  # the peers whose connections are, or may be, filtered here
-    target: str = ""  # peer, gate: the node reached; `peer` is then the one left
+    target: str = ""  # peer, gate: the target of the move; `peer` is then the source
     seats: tuple[str, ...] = ()  # source: peers whose members of the communicator are, or may be, taken down
     undoing_since_s: float = -1.0
     lease_until_s: float = 0.0
     marked_in_life: int = 0
-    ended: bool = False  # carried out and closed; the daemon does not look at it again
+    ended: bool = False  # carried out and closed; the daemon ignores it from now on
 
     @property
     def copy_exists(self) -> bool:
@@ -61,7 +63,7 @@ class Record:
 
     @property
     def holds(self) -> Outcome | None:
-        """The outcome that this daemon acts on and tells others."""
+        """The outcome that this daemon acts on and reports."""
         return Outcome.ABORT if self.word and self.role == "source" else self.outcome
 
 
@@ -78,14 +80,14 @@ Fault = Callable[["World"], None]
 
 
 class World(Network):
-    """All there is. `faults` maps the number of an event to what goes wrong at it."""
+    """The whole simulation. `faults` maps the number of an event to the fault at that event."""
 
     def __init__(
         self, faults: Mapping[int, Fault] | None = None, *, ticking: bool = True, peers: tuple[str, ...] = (PEER,)
     ) -> None:
         super().__init__(peers)
         self.faults = dict(faults or {})
-        self.ticking = ticking  # daemons look at their journals between any two requests, kernels send at every event
+        self.ticking = ticking  # daemons settle between any two requests, and kernels retransmit at every event
         self.now_s = 0.0
         self.labels: list[str] = []
         self.daemons = (*NODES, *peers)
@@ -95,12 +97,12 @@ class World(Network):
         self.dead_for_ever: set[str] = set()
         self.images: set[tuple[str, str]] = set()
         self.journal: dict[tuple[str, str], Record] = {}
-        self.said_dead: set[tuple[str, str]] = set()  # (target, move): it has answered GONE or DISCARDED
-        self.locked: set[tuple[str, str]] = set()  # (node, move): its daemon is between a decision and the mark of it
+        self.said_dead: set[tuple[str, str]] = set()  # (target, move) that has answered GONE or DISCARDED
+        self.locked: set[tuple[str, str]] = set()  # (node, move) whose daemon is between a decision and its mark
         self.in_flight: list[tuple[str, str, tuple[object, ...]]] = []
         self.keeper_killed = self.criu_killed = self.drop = self.delay = False
-        self.attempts = 0  # to build the communicator again
-        self.given_up = False  # nobody will
+        self.attempts = 0  # attempts to recreate the communicator
+        self.given_up = False  # the communicator will not be recreated
         self._frames: list[tuple[str, int]] = []
         self._written: dict[tuple[str, str], Outcome] = {}
 
@@ -139,7 +141,7 @@ class World(Network):
                 raise Broken("a copy that was said to be dead lives")
 
     def decided(self, move: str) -> Outcome | None:
-        """How a move ends, for good: by the source's record, a person's word, or a copy that was dropped unrun."""
+        """How a move ends: by the source's record, a person's declaration, or a copy that was dropped before it ran."""
         source: Outcome | None = None
         for (_, name), record in self.journal.items():
             if name == move and record.role == "target" and (record.word or record.mark is Mark.DISCARDED):
@@ -149,10 +151,10 @@ class World(Network):
         return source
 
     def excused(self, peer: str) -> bool:
-        """Whether this connection may be lost: one of its ends has died, or the rank has."""
+        """Whether this connection may be lost, because the rank or the peer's process has died."""
         if peer in self.severed or self.keeper_killed or not any(copy.alive for copy in self.copies):
             return True
-        dead = {}  # by copy that fell: whether it was the rank by the end of its last move
+        dead = {}  # by copy that died: whether its last move made it the copy that may run
         for record in self.journal.values():
             if record.copy is not None and record.copy.fell and record.role != "gate":
                 own = record.holds is Outcome.ABORT if record.role == "source" else record.mark is Mark.ACTIVATED
@@ -169,7 +171,7 @@ class World(Network):
 
     @contextmanager
     def at_work(self, node: str, move: str) -> Iterator[None]:
-        """The daemon's lock of one move, gone with the daemon."""
+        """The daemon's lock of one move, which is released if the daemon dies."""
         self.locked.add((node, move))
         try:
             yield
@@ -228,7 +230,7 @@ class World(Network):
         self.power_off(node)
 
     def renew_leases(self, node: str) -> None:
-        """Leases are in a daemon's memory: in its next life they count anew."""
+        """Leases are in a daemon's memory, so they start again when it restarts."""
         for (where, _), record in self.journal.items():
             if where == node:
                 record.lease_until_s = self.now_s + LEASE_S
@@ -238,11 +240,11 @@ class World(Network):
             self.up[node] = True
             self.off.discard(node)
             self.renew_leases(node)
-            self.tick(node)  # before it serves anyone
+            self.tick(node)  # before it serves requests
         self.coming_back.clear()
 
     def settle(self, rounds: int = 2) -> None:
-        """The driver is gone; time passes, dead daemons are started again, late requests arrive."""
+        """Without a driver, time passes, dead daemons are restarted, and delayed requests arrive."""
         for _ in range(rounds):
             self.now_s += LEASE_S + 1
             self.coming_back |= {node for node in self.daemons if not self.up[node]}
@@ -261,7 +263,7 @@ class World(Network):
         self.check()
 
     def tick(self, *nodes: str) -> None:
-        """Each daemon that lives looks at its keeper and at its unfinished moves."""
+        """Each running daemon checks its keeper and settles its unfinished moves."""
         for node in nodes or self.daemons:
             moves = [move for (where, move), record in self.journal.items() if where == node and not record.ended]
             for move in ("", *moves):
@@ -275,4 +277,4 @@ class World(Network):
 
     @abstractmethod
     def look(self, node: str, move: str) -> None:
-        """The daemon of `node` looks at an unfinished move, or without one at the keeper."""
+        """The daemon of `node` settles an unfinished move, or without a move checks the keeper."""
