@@ -1,4 +1,4 @@
-"""The cut over random programs: it is always found, always consistent, the least where it says so, and always the same."""
+"""Tests the cut with random programs: it is always found, consistent, the least without guesses, and deterministic."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ BLOCKING = pytest.mark.parametrize("blocking", [False, True], ids=["launches ret
 @BLOCKING
 @settings(DRAWN, max_examples=examples(60))
 @given(program=SEEDS, seed=SEEDS, hints=st.sampled_from(Hints), seats_known=st.booleans())
-def test_every_job_is_held_at_a_consistent_cut_and_goes_on_from_it(
+def test_every_job_reaches_a_consistent_cut_and_continues_from_it(
     kind: Kind, blocking: bool, program: int, seed: int, hints: Hints, seats_known: bool
 ) -> None:
-    """Whatever the hints say, and whether or not a communicator that is being created has shown its members."""
+    """This holds for any hints, and whether or not the members of a new communicator are known at once."""
     job = starts(kind, Random(program), seed, blocking=blocking, hints=hints)
     job.seats_known = seats_known
     held_there(job)
@@ -34,7 +34,7 @@ def test_every_job_is_held_at_a_consistent_cut_and_goes_on_from_it(
 @pytest.mark.parametrize(("kind", "hints"), [(Kind.ALONE, Hints.PAST), (Kind.OWN, Hints.FULL)])
 @settings(DRAWN, max_examples=examples(100))
 @given(program=SEEDS, seed=SEEDS)
-def test_where_each_communicator_has_one_thread_the_cut_is_the_least_and_certain(
+def test_cut_is_least_without_guesses_if_each_communicator_has_one_thread(
     kind: Kind, hints: Hints, blocking: bool, program: int, seed: int
 ) -> None:
     job = starts(kind, Random(program), seed, blocking=blocking, hints=hints)
@@ -48,7 +48,7 @@ def test_where_each_communicator_has_one_thread_the_cut_is_the_least_and_certain
 @BLOCKING
 @settings(DRAWN, max_examples=examples(100))
 @given(program=SEEDS, seed=SEEDS)
-def test_where_threads_take_turns_the_cut_is_the_least(blocking: bool, program: int, seed: int) -> None:
+def test_cut_is_least_if_threads_take_turns(blocking: bool, program: int, seed: int) -> None:
     job = starts(Kind.HANDOVER, Random(program), seed, blocking=blocking, hints=Hints.PAST)
     least = job.program.least(job.at)
     assert held_there(job) == least
@@ -57,7 +57,7 @@ def test_where_threads_take_turns_the_cut_is_the_least(blocking: bool, program: 
 @BLOCKING
 @settings(DRAWN, max_examples=examples(100))
 @given(program=SEEDS, seed=SEEDS)
-def test_whatever_the_threads_do_a_cut_without_a_guess_is_the_least(blocking: bool, program: int, seed: int) -> None:
+def test_cut_without_a_guess_is_least_for_any_use_of_threads(blocking: bool, program: int, seed: int) -> None:
     job = starts(Kind.WILD, Random(program), seed, blocking=blocking)
     least = job.program.least(job.at)
     cut = job.hold()
@@ -71,7 +71,7 @@ def test_whatever_the_threads_do_a_cut_without_a_guess_is_the_least(blocking: bo
 @BLOCKING
 @settings(DRAWN, max_examples=examples(60))
 @given(program=SEEDS, seed=SEEDS, futures=st.lists(SEEDS, min_size=3, max_size=3))
-def test_the_same_start_ends_at_the_same_cut(
+def test_same_start_ends_at_the_same_cut(
     kind: Kind, blocking: bool, program: int, seed: int, futures: list[int]
 ) -> None:
     job = starts(kind, Random(program), seed, blocking=blocking)
@@ -82,7 +82,7 @@ def test_the_same_start_ends_at_the_same_cut(
 @KINDS
 @settings(DRAWN, max_examples=examples(40))
 @given(program=SEEDS, seed=SEEDS, blocking=st.booleans())
-def test_a_job_is_held_again_and_again(kind: Kind, program: int, seed: int, blocking: bool) -> None:
+def test_job_can_be_stopped_repeatedly(kind: Kind, program: int, seed: int, blocking: bool) -> None:
     job = starts(kind, Random(program), seed, blocking=blocking)
     for _ in range(4):
         judge(job, job.hold())
@@ -95,7 +95,7 @@ def test_a_job_is_held_again_and_again(kind: Kind, program: int, seed: int, bloc
 @KINDS
 @settings(DRAWN, max_examples=examples(60))
 @given(program=SEEDS, seed=SEEDS, blocking=st.booleans())
-def test_a_rank_stuck_in_user_code_is_named_and_the_job_goes_on_when_the_driver_gives_up(
+def test_rank_stuck_in_user_code_is_named_and_the_job_continues(
     kind: Kind, program: int, seed: int, blocking: bool
 ) -> None:
     job = starts(kind, Random(program), seed, blocking=blocking)
@@ -113,7 +113,7 @@ def test_a_rank_stuck_in_user_code_is_named_and_the_job_goes_on_when_the_driver_
 @BLOCKING
 @settings(DRAWN, max_examples=examples(60))
 @given(seed=SEEDS, most=st.integers(0, 600))
-def test_a_pipeline_stops_at_the_least_cut(blocking: bool, seed: int, most: int) -> None:
+def test_pipeline_stops_at_the_least_cut(blocking: bool, seed: int, most: int) -> None:
     job = Job(pipeline(), Random(seed), blocking, Hints.PAST)
     job.run(most)
     job.close()

@@ -1,7 +1,7 @@
-"""A job that speaks NCCL, for the tests of the cut: a program being run, its gates, and the driver that holds it.
+"""Simulates an NCCL job for the tests of the cut: a running program, its gates, and the driver that stops it.
 
-Threads work in user code, come to the gate, and launch; which of them is next is random, as is what runs while reports and
-targets travel. The gates report what a shim could count, and no more.
+Threads work in user code, reach the gate, and launch. The next thread to act is random, and so is what runs while reports
+and targets are in transit. The gates report only what a shim can count.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from tests.protocol.test_cut_programs import (
 )
 from tests.sampling import DRAWN, examples
 
-TOIL = 3  # the most a thread has to do in user code before it comes to the gate
+TOIL = 3  # maximum number of steps in user code before a thread reaches the gate
 
 
 class Hints(StrEnum):
-    """How good the hints of a report are."""
+    """How accurate the hints of a report are."""
 
     FULL = "it is known which threads will drive which communicator"
     PAST = "it is known which threads have driven which communicator"
@@ -43,14 +43,14 @@ class Hints(StrEnum):
 
 @dataclass
 class Job:
-    """The program being run. A thread works in user code, comes to the gate, and launches when the gate lets it."""
+    """A running program. A thread works in user code, reaches the gate, and launches when the gate allows it."""
 
     program: Program
     rng: Random
-    blocking: bool = False  # a launch returns when all the other ends have launched, else at once
+    blocking: bool = False  # a launch returns when all other members have launched, else at once
     hints: Hints = Hints.FULL
-    seats_known: bool = True  # whoever creates a communicator knows its members, else only when all have created it
-    stuck: set[Thread] = field(default_factory=set)  # never come to the gate
+    seats_known: bool = True  # the creator of a communicator knows its members at once, else when all have created it
+    stuck: set[Thread] = field(default_factory=set)  # threads that never reach the gate
 
     def __post_init__(self) -> None:
         self.speeds = {thread: self.rng.choice((1, 5, 50)) for thread in self.program.threads}
@@ -61,7 +61,7 @@ class Job:
         self.toil: dict[Thread, int] = {}
         self.arrived: set[Thread] = set()
         self.gates: dict[int, Counts] = {}  # ranks whose gate is closed, and their targets
-        self.unseen: set[Thread] = set()  # run, and are reported idle
+        self.unseen: set[Thread] = set()  # threads that run but are reported as idle
         if self.hints is Hints.LIES:
             self.unseen = {thread for thread in self.program.threads if self.rng.random() < 0.5}
             for rank, comm in product(self.program.ranks, self.program.members):
@@ -103,7 +103,7 @@ class Job:
         )
 
     def working(self, thread: Thread) -> bool:
-        """In user code, on its way to the gate."""
+        """Whether it is in user code, on its way to the gate."""
         idle = self.next_group(thread) is None or self.waiting(thread) or self.blocked(thread)
         return thread not in self.arrived and not idle
 
@@ -119,7 +119,7 @@ class Job:
         return [t for t in self.program.threads if (self.working(t) and t not in self.stuck) or self.passes(t)]
 
     def step(self) -> bool:
-        """One thread does one thing; False when none can."""
+        """Lets one thread do one step. Returns False if none can."""
         choices = self.choices()
         if not choices:
             return False
@@ -171,13 +171,13 @@ class Job:
         return self.rng.sample(self.program.ranks, len(self.program.ranks))
 
     def close(self) -> None:
-        """Every gate is closed, one after the other, while the rest of the job runs on."""
+        """Closes the gates one after the other, while the rest of the job keeps running."""
         for rank in self.shuffled():
             self.run(6)
             self.gates[rank] = {}
 
     def rounds(self) -> Iterator[Cut]:
-        """The driver: reports and targets travel one by one, and the job runs meanwhile."""
+        """The driver: reports and targets are transferred one by one while the job runs."""
         cut: Cut | None = None
         while True:
             reports: dict[int, Report] = {}
@@ -192,8 +192,8 @@ class Job:
             self.step()
 
     def hold(self) -> Cut:
-        """Drive the job, whose gates are closed, to its cut. In every round it does something towards the next group,
-        is let on, or is looked at for a second time: so many rounds and no more."""
+        """Drives the job, whose gates are closed, to its cut. In every round a thread makes progress towards its next group
+        or is allowed to pass, or the round is the second equal one. That bounds the number of rounds."""
         rounds = (TOIL + 4) * sum(map(len, self.program.threads.values())) + 4
         cut = last = next_targets({})
         for cut in islice(self.rounds(), rounds):
@@ -207,7 +207,7 @@ class Job:
         self.gates.clear()
 
     def finish(self) -> None:
-        """Nobody holds it: it runs to its end."""
+        """Runs the job to its end, with open gates."""
         while self.step():
             pass
         assert all(self.ended(rank) for rank in self.program.ranks), "the job stands still"
@@ -215,7 +215,7 @@ class Job:
 
 
 def judge(job: Job, cut: Cut) -> None:
-    """The promises of every cut, least or not: all ends even, nobody waits for what lies beyond, and it stays so."""
+    """Checks what holds for every cut, least or not: counts are equal and stay so, no thread waits for a later operation."""
     assert cut.decision is Decision.REACHED, cut.reason
     there = dict(job.at)
     assert not job.program.uneven(there), "an end lacks an operation that another has launched"
@@ -228,18 +228,18 @@ def judge(job: Job, cut: Cut) -> None:
 @pytest.mark.parametrize("kind", Kind)
 @settings(DRAWN, max_examples=examples(60))
 @given(program=SEEDS, seed=SEEDS, blocking=st.booleans())
-def test_a_program_that_nobody_holds_comes_to_its_end(kind: Kind, program: int, seed: int, blocking: bool) -> None:
+def test_program_with_open_gates_runs_to_its_end(kind: Kind, program: int, seed: int, blocking: bool) -> None:
     Job(make_program(Random(program), kind), Random(seed), blocking).finish()
 
 
 @settings(DRAWN, max_examples=examples(20))
 @given(seed=SEEDS, blocking=st.booleans())
-def test_a_pipeline_that_nobody_holds_comes_to_its_end(seed: int, blocking: bool) -> None:
+def test_pipeline_with_open_gates_runs_to_its_end(seed: int, blocking: bool) -> None:
     Job(pipeline(), Random(seed), blocking).finish()
 
 
 def starts(kind: Kind, rng: Random, seed: int, *, blocking: bool, hints: Hints = Hints.FULL) -> Job:
-    """A job somewhere in its program, all gates just closed."""
+    """A job somewhere in its program, whose gates have just been closed."""
     job = Job(make_program(rng, kind), Random(seed), blocking, hints)
     job.run(100)
     job.close()
@@ -247,7 +247,7 @@ def starts(kind: Kind, rng: Random, seed: int, *, blocking: bool, hints: Hints =
 
 
 def held_there(job: Job) -> Positions:
-    """Where the job is held, and the proof that it goes on from there."""
+    """Stops the job, checks the cut and that the job continues from it, and returns the positions at the cut."""
     cut = job.hold()
     judge(job, cut)
     there = dict(job.at)

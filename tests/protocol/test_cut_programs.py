@@ -1,8 +1,8 @@
 """Programs for the tests of the cut: threads of ranks that launch groups of NCCL operations and cannot deadlock.
 
-A random program is one global order of operations, projected on ranks and threads; whatever a thread does depends only on
-what comes earlier in that order. So it ends however the threads interleave, and whoever makes it stand still for ever has
-broken it. Who knows the program knows the least cut, which `migrator/quiesce/cut.py` has to find without.
+A random program is one global order of operations, projected on ranks and threads. What a thread does depends only on
+operations earlier in that order, so the program ends however the threads interleave. If it blocks for ever, the gates are at
+fault. The tests know the program and thus the least cut, which `migrator/quiesce/cut.py` has to find without that knowledge.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Positions = dict[Thread, int]  # groups launched by each thread
 
 @dataclass
 class Group:
-    """What a thread launches as a unit, once `after` (a thread of its rank, groups launched there) allows it."""
+    """What a thread launches as a unit, once the threads in `after` have launched that many groups."""
 
     adds: Counter[Channel]
     after: dict[int, int] = field(default_factory=dict)
@@ -44,12 +44,13 @@ class Kind(StrEnum):
 class Program:
     members: dict[str, tuple[int, ...]]
     threads: dict[Thread, list[Group]] = field(default_factory=dict)
-    order: dict[tuple[int, Channel], list[tuple[int, int]]] = field(default_factory=dict)  # who launches an end's n-th
+    # By rank and channel: the thread and the group of each operation.
+    order: dict[tuple[int, Channel], list[tuple[int, int]]] = field(default_factory=dict)
 
     def give(
         self, rank: int, thread: int, channel: Channel, after: dict[int, int] | None = None, *, fuse: bool
     ) -> None:
-        """The next operation of a thread, in its last group or in a new one."""
+        """Adds the next operation of a thread, to its last group or as a new one."""
         groups = self.threads.setdefault((rank, thread), [])
         if not (fuse and groups):
             groups.append(Group(Counter()))
@@ -72,7 +73,7 @@ class Program:
         return counts
 
     def uneven(self, positions: Positions) -> list[tuple[Channel, int, int]]:
-        """The ends that lack operations which another end has launched, and how many that has."""
+        """The members that lack operations which another member has launched, and how many that one has."""
         counts = self.launched(positions)
         channels = {channel for some in counts.values() for channel in some}
         most = {channel: max(counts[rank][channel] for rank in self.ends(channel)) for channel in channels}
@@ -87,7 +88,7 @@ class Program:
         )
 
     def advance(self, at: Positions, rank: int, thread: int, position: int) -> None:
-        """A thread goes on, and the others of its rank as far as that takes."""
+        """Advances a thread, and the other threads of its rank as far as it depends on them."""
         todo = [(thread, position)]
         while todo:
             thread, position = todo.pop()
@@ -96,7 +97,7 @@ class Program:
             at[rank, thread] = max(at[rank, thread], position)
 
     def least(self, start: Positions) -> Positions:
-        """The least cut from `start`, by one who knows the program: whoever lacks something runs until it has it."""
+        """The least cut from `start`, given the program: every rank that lacks an operation runs until it has it."""
         at = dict(start)
         while lacking := self.uneven(at):
             for channel, rank, most in lacking:
@@ -105,7 +106,7 @@ class Program:
         return at
 
     def least_by_force(self, start: Positions) -> Positions:
-        """The same by trying every cut there is: the least in every thread of all that are consistent."""
+        """The same by brute force: the minimum, for each thread, over all consistent cuts."""
         spans = [range(start[thread], len(groups) + 1) for thread, groups in self.threads.items()]
         cuts = [dict(zip(self.threads, spot, strict=True)) for spot in product(*spans)]
         good = [cut for cut in cuts if self.in_order(cut) and not self.uneven(cut)]
@@ -113,7 +114,7 @@ class Program:
 
 
 def make_program(rng: Random, kind: Kind, ranks: int = 5, comms: int = 8, operations: int = 40) -> Program:
-    """A random program; `operations` in a global order that every rank and thread keeps to."""
+    """A random program of at most `operations` operations, in a global order that every rank and thread follows."""
     everyone = range(rng.randint(2, ranks))
     members = {
         f"c{index}": tuple(sorted(rng.sample(everyone, rng.randint(2, len(everyone)))))
@@ -122,8 +123,8 @@ def make_program(rng: Random, kind: Kind, ranks: int = 5, comms: int = 8, operat
     threads = {rank: 1 if kind is Kind.ALONE else rng.randint(1, 3) for rank in everyone}
     driver = {(rank, comm): rng.randrange(threads[rank]) for comm, some in members.items() for rank in some}
     program = Program(members, {(rank, thread): [] for rank in everyone for thread in range(threads[rank])})
-    latest: dict[int, int] = {}  # the thread of each rank that has its last operation
-    drove: dict[tuple[int, str], int] = {}  # the thread that drove a communicator last
+    latest: dict[int, int] = {}  # by rank: the thread with its last operation
+    drove: dict[tuple[int, str], int] = {}  # the thread that last used a communicator
 
     def give(rank: int, channel: Channel) -> None:
         taking_turns = kind in {Kind.HANDOVER, Kind.WILD}
@@ -135,7 +136,7 @@ def make_program(rng: Random, kind: Kind, ranks: int = 5, comms: int = 8, operat
             waits_for = {drove.get((rank, channel.comm), thread)}
             waits_for |= {rng.randrange(threads[rank])} if rng.random() < 0.3 else set()
         after = {other: len(program.threads[rank, other]) for other in waits_for - {thread}}
-        # Of the groups of threads that share a communicator only the rank's last may grow, or they would change order.
+        # If threads share a communicator, only the last group of the rank may grow, to keep the order.
         fuse = (latest.get(rank) == thread or kind is Kind.OWN) and rng.random() < 0.35
         program.give(rank, thread, channel, after, fuse=fuse)
         latest[rank] = drove[rank, channel.comm] = thread
@@ -154,7 +155,7 @@ MAIN, AUTOGRAD = 0, 1
 
 
 def pipeline(stages: int = 3, batches: int = 4, steps: int = 2) -> Program:
-    """Training in 1F1B order: two tensor-parallel ranks a stage, sends and receives in groups, backward in its own thread."""
+    """Training in 1F1B order: two tensor-parallel ranks per stage, grouped sends and receives, backward in its own thread."""
     ranks = range(2 * stages)
     members: dict[str, tuple[int, ...]] = {f"tp{stage}": (2 * stage, 2 * stage + 1) for stage in range(stages)}
     members |= {f"pp{side}": tuple(range(side, len(ranks), 2)) for side in (0, 1)}
@@ -176,7 +177,7 @@ def train(program: Program, rank: int, stages: int, batches: int) -> None:
         program.give(rank, thread, channel, {other: len(program.threads.get((rank, other), []))}, fuse=fuse)
 
     def exchange(*pairs: tuple[int, int]) -> None:
-        """One group of what there is to send and receive; beyond the ends of the pipeline there is nobody."""
+        """One group of sends and receives, without those beyond the first and last stage."""
         there = [(2 * a + side, 2 * b + side) for a, b in pairs if min(a, b) >= 0 and max(a, b) < stages]
         for index, pair in enumerate(there):
             give(Channel(f"pp{side}", pair), fuse=index > 0)
@@ -204,7 +205,7 @@ def train(program: Program, rank: int, stages: int, batches: int) -> None:
 @pytest.mark.parametrize("kind", Kind)
 @settings(DRAWN, max_examples=examples(100))
 @given(rng=SEEDS.map(Random))
-def test_the_least_cut_is_the_least_of_all_cuts(kind: Kind, rng: Random) -> None:
+def test_least_cut_equals_the_minimum_of_all_consistent_cuts(kind: Kind, rng: Random) -> None:
     program = make_program(rng, kind, ranks=3, comms=3, operations=5)
     start = dict.fromkeys(program.threads, 0)
     for rank, thread in program.threads:

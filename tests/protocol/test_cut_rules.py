@@ -1,4 +1,4 @@
-"""The rules of the cut one by one, in jobs small enough to read, and the words that a person gets."""
+"""Tests each rule of the cut in small, readable jobs, and the reasons that are reported."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def rank(
     running: frozenset[int] = frozenset(),
     ended: bool = False,
 ) -> Report:
-    """A rank of a job of two, whose `users` have used every communicator."""
+    """A rank of a job of two ranks. Its threads `users` have used every communicator."""
     return Report(launched, held or {}, PAIR, dict.fromkeys(PAIR, users), running, ended)
 
 
@@ -31,70 +31,70 @@ def looked_twice(reports: dict[int, Report]) -> Cut:
     return next_targets(reports, next_targets(reports))
 
 
-def test_a_job_that_has_launched_nothing_is_at_its_cut() -> None:
+def test_job_that_has_launched_nothing_is_at_its_cut() -> None:
     assert next_targets({0: rank({}, {MAIN: {TP: 1}}), 1: rank({})}).decision is Decision.REACHED
 
 
-def test_a_closed_gate_lets_nothing_pass() -> None:
+def test_closed_gate_without_targets_lets_nothing_pass() -> None:
     assert not may_launch({}, {}, {TP: 1})
     assert not may_launch({TP: 7}, {TP: 7}, {TP: 1})
 
 
-def test_a_group_passes_whole_for_one_operation_that_another_rank_has_launched() -> None:
+def test_whole_group_passes_if_another_rank_has_launched_one_of_its_operations() -> None:
     assert may_launch({TP: 6, DP: 3}, {TP: 7, DP: 3}, {TP: 1, DP: 2})
 
 
-def test_what_a_group_took_with_it_becomes_a_target() -> None:
+def test_other_operations_of_a_launched_group_become_targets() -> None:
     cut = next_targets({0: rank({TP: 7, DP: 5}), 1: rank({TP: 7, DP: 3})})
     assert cut.targets == {TP: 7, DP: 5}
     assert [(late.rank, late.channel, late.target) for late in cut.behind] == [(1, DP, 5)]
 
 
-def test_even_counts_are_the_cut_whatever_the_threads_do() -> None:
-    """One in user code will be held when it comes: no channel is below its target."""
+def test_equal_counts_are_the_cut_even_if_threads_run() -> None:
+    """A thread in user code will wait when it reaches the gate, because no channel is below its target."""
     cut = next_targets({0: rank({TP: 7}, {MAIN: {DP: 1}}), 1: rank({TP: 7}, running=frozenset({MAIN}))})
     assert (cut.decision, cut.behind) == (Decision.REACHED, ())
     assert cut.reason == "every rank has launched the same operations"
 
 
-def test_a_thread_held_at_another_communicator_is_let_on_and_its_peers_follow() -> None:
+def test_only_candidate_waiting_with_another_group_passes_for_certain() -> None:
     cut = next_targets({0: rank({TP: 7}), 1: rank({TP: 6}, {MAIN: {DP: 1}})})
     assert cut.targets == {TP: 7, DP: 1}
     assert not cut.guessed
 
 
-def test_a_rank_that_is_not_behind_is_not_let_on() -> None:
+def test_threads_of_a_rank_that_is_not_behind_do_not_pass() -> None:
     cut = next_targets({0: rank({TP: 7}, {MAIN: {DP: 1}}), 1: rank({TP: 6}, running=frozenset({MAIN}))})
     assert cut.targets == {TP: 7}
 
 
-def test_a_thread_that_runs_is_waited_for_though_another_is_held() -> None:
+def test_running_thread_is_waited_for_although_another_waits_at_the_gate() -> None:
     reports = {0: rank({TP: 7}), 1: rank({TP: 6}, {AUTOGRAD: {DP: 1}}, users=BOTH, running=frozenset({MAIN}))}
     assert looked_twice(reports).targets == {TP: 7}
 
 
-def test_once_the_driver_takes_the_running_for_idle_the_held_thread_is_let_on() -> None:
+def test_waiting_thread_passes_once_the_running_thread_counts_as_idle() -> None:
     late = rank({TP: 6}, {AUTOGRAD: {DP: 1}}, users=BOTH, running=frozenset({MAIN}))
     cut = looked_twice({0: rank({TP: 7}), 1: replace(late, running=frozenset())})
     assert cut.targets == {TP: 7, DP: 1}
     assert cut.guessed == {1}
 
 
-def test_an_idle_thread_is_taken_to_wait_for_the_held_one_only_at_the_second_look() -> None:
+def test_guess_is_made_only_in_the_second_equal_round() -> None:
     reports = {0: rank({TP: 7}), 1: rank({TP: 6}, {AUTOGRAD: {DP: 1}}, users=BOTH)}
     first = next_targets(reports)
     assert first.targets == {TP: 7}
     assert next_targets(reports, first).targets == {TP: 7, DP: 1}
 
 
-def test_a_rank_in_user_code_that_is_not_behind_hinders_no_guess() -> None:
+def test_running_rank_that_is_not_behind_does_not_prevent_a_guess() -> None:
     held = rank({TP: 6}, {AUTOGRAD: {DP: 1}}, users=BOTH)
     first = next_targets({0: rank({TP: 7}, running=frozenset({MAIN})), 1: held})
     assert next_targets({0: rank({TP: 7}, {MAIN: {TP: 1}}), 1: held}, first).targets == {TP: 7, DP: 1}
 
 
-def test_a_launch_between_two_looks_is_a_third_look() -> None:
-    """Rank 1's idle thread waited for rank 0's operation, and may be on its way by now."""
+def test_launch_between_two_rounds_delays_the_guess() -> None:
+    """Rank 1's idle thread waited for rank 0's operation and may be running by now."""
     held = rank({TP: 6, PP: 1}, {AUTOGRAD: {DP: 1}}, users=BOTH)
     first = next_targets({0: rank({TP: 7}), 1: held})
     second = next_targets({0: rank({TP: 7, PP: 1}), 1: held}, first)
@@ -102,7 +102,7 @@ def test_a_launch_between_two_looks_is_a_third_look() -> None:
     assert next_targets({0: rank({TP: 7, PP: 1}), 1: held}, second).targets == {TP: 7, PP: 1, DP: 1}
 
 
-def test_of_several_held_threads_those_go_on_that_have_used_the_communicator() -> None:
+def test_only_waiting_threads_that_have_used_the_communicator_pass() -> None:
     groups: dict[int, Counts] = {MAIN: {DP: 1}, AUTOGRAD: {PP: 1}, OTHER: {SEND: 1}}
     certain = {0: rank({TP: 7}), 1: rank({TP: 6}, groups)}
     assert next_targets(certain).targets == {TP: 7, DP: 1}
@@ -110,13 +110,13 @@ def test_of_several_held_threads_those_go_on_that_have_used_the_communicator() -
     assert looked_twice(guess).targets == {TP: 7, DP: 1, PP: 1}
 
 
-def test_a_thread_at_the_very_operation_keeps_the_others_back_though_it_is_new_to_the_communicator() -> None:
+def test_thread_waiting_with_the_missing_operation_keeps_others_from_passing() -> None:
     cut = next_targets({0: rank({TP: 7}), 1: rank({TP: 6}, {MAIN: {DP: 1}, AUTOGRAD: {TP: 1}})})
     assert cut.targets == {TP: 7}
 
 
-def test_a_thread_that_was_let_on_has_to_launch_before_the_cut_is_reached() -> None:
-    """Rank 1's two threads went on by a guess; the first led there, the second is still on its way through the gate."""
+def test_thread_allowed_to_pass_has_to_launch_before_the_cut_is_reached() -> None:
+    """Rank 1's two threads pass by a guess. The first has launched what was missing, the second is still passing the gate."""
     reports = {0: rank({TP: 7}), 1: rank({TP: 6}, {MAIN: {DP: 1}, AUTOGRAD: {PP: 1}}, users=BOTH)}
     cut = looked_twice(reports)
     even = {TP: 7, DP: 1}
@@ -127,14 +127,14 @@ def test_a_thread_that_was_let_on_has_to_launch_before_the_cut_is_reached() -> N
     assert next_targets({0: rank(even), 1: rank(even)}, cut).decision is Decision.REACHED
 
 
-def test_a_member_that_has_not_created_a_communicator_yet_is_behind() -> None:
+def test_member_that_has_not_created_the_communicator_is_behind() -> None:
     creator = Report({TP: 1}, members={"tp0": (0, 2)})
     cut = next_targets({0: creator, 1: Report({}), 2: Report({}, {MAIN: {DP: 1}}, {"dp0": (1, 2)})})
     assert [late.rank for late in cut.behind] == [2]
     assert cut.targets == {TP: 1, DP: 1}
 
 
-def test_while_members_are_unknown_any_rank_may_be_one() -> None:
+def test_any_rank_may_be_an_unknown_member() -> None:
     creator = Report({TP: 1}, members={"tp0": (0, None)})
     reports = {0: creator, 1: Report({}, {MAIN: {DP: 1}}, {"dp0": (1, 2)}), 2: Report({}, members={"dp0": (1, 2)})}
     assert looked_twice(reports).targets == {TP: 1, DP: 1}
@@ -142,14 +142,14 @@ def test_while_members_are_unknown_any_rank_may_be_one() -> None:
     assert next_targets(reports).decision is Decision.REACHED
 
 
-def test_a_member_that_no_rank_can_be_is_waited_for() -> None:
+def test_member_without_a_report_is_waited_for() -> None:
     """A rank whose report is missing."""
     cut = looked_twice({0: Report({TP: 1}, {MAIN: {DP: 1}}, members={"tp0": (0, None)})})
     assert (cut.decision, cut.targets) == (Decision.RUN_ON, {TP: 1})
     assert cut.reason.startswith("an unknown rank has not reached operation 1 of communicator tp0")
 
 
-def test_an_unknown_member_is_looked_for_only_when_nothing_else_is_left() -> None:
+def test_unknown_members_are_guessed_last() -> None:
     creator = Report({TP: 1, PP: 1}, members={"tp0": (0, None), "pp0": (0, 2)})
     bystander = Report({}, {MAIN: {DP: 1}}, {"dp0": (1, 2)})
     member = Report({}, {MAIN: {DP: 1}, OTHER: {Channel("ep0"): 1}}, {"ep0": (2, 3)}, {"pp0": frozenset({MAIN, OTHER})})
@@ -158,13 +158,13 @@ def test_an_unknown_member_is_looked_for_only_when_nothing_else_is_left() -> Non
     assert cut.guessed == {2}
 
 
-def test_a_rank_that_has_ended_ends_the_attempt() -> None:
+def test_rank_that_ended_while_behind_ends_the_attempt() -> None:
     cut = next_targets({0: rank({TP: 7}), 1: rank({TP: 6}, ended=True)})
     assert cut.decision is Decision.NEVER
     assert cut.reason == "rank 1 has not reached operation 7 of communicator tp0: it has ended"
 
 
-def test_a_rank_that_has_ended_with_everything_done_is_no_hindrance() -> None:
+def test_rank_that_ended_after_launching_everything_does_not_prevent_the_cut() -> None:
     assert next_targets({0: rank({TP: 7}), 1: rank({TP: 7}, ended=True)}).decision is Decision.REACHED
 
 
@@ -198,13 +198,13 @@ WORDS = {
 
 
 @pytest.mark.parametrize("words", WORDS)
-def test_a_rank_that_is_behind_is_named_with_its_operation(words: str) -> None:
+def test_reason_names_the_rank_that_is_behind_and_its_operation(words: str) -> None:
     cut = next_targets(WORDS[words])
     assert (cut.decision, cut.reason) == (Decision.RUN_ON, words)
 
 
-def test_the_rank_that_waits_for_nobody_is_named_first() -> None:
-    """Rank 0 waits in its operation for rank 2, rank 1 for rank 0: rank 2 is the one to look at."""
+def test_rank_that_waits_for_no_other_rank_is_named_first() -> None:
+    """Rank 0 waits in its operation for rank 2, and rank 1 for rank 0, so rank 2 is the cause."""
     members = {"a": (0, 2), "b": (0, 1), "c": (1, 2)}
     a, b, c = map(Channel, members)
     reports = {
@@ -216,6 +216,6 @@ def test_the_rank_that_waits_for_nobody_is_named_first() -> None:
     assert c not in next_targets(reports).targets
 
 
-def test_a_guess_is_told() -> None:
+def test_reason_mentions_a_guess() -> None:
     reports = {0: rank({TP: 7}), 1: rank({TP: 6}, {AUTOGRAD: {DP: 1}}, users=BOTH)}
     assert looked_twice(reports).reason.endswith("; nothing moves, so rank 1 is let on by a guess")

@@ -1,4 +1,4 @@
-"""The tests of the cut can fail: each rule, broken on purpose, is caught by the jobs that are run to their cut."""
+"""Mutation tests of the cut: each rule is broken on purpose, and the simulated jobs have to detect it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.protocol.test_cut_job import Hints, held_there, starts
 from tests.protocol.test_cut_programs import Kind
 
 Reports = Mapping[int, Report]
-Scene = tuple[Kind, Hints, bool]  # the threads, what is known of them, whether launches block
+Scene = tuple[Kind, Hints, bool]  # how threads are used, what is known of them, whether launches block
 EXACT: tuple[Scene, ...] = tuple(
     (kind, hints, blocking)
     for kind, hints in ((Kind.ALONE, Hints.PAST), (Kind.OWN, Hints.FULL), (Kind.HANDOVER, Hints.PAST))
@@ -22,11 +22,11 @@ EXACT: tuple[Scene, ...] = tuple(
 )
 RACE: tuple[Scene, ...] = (
     (Kind.OWN, Hints.FULL, True),
-)  # threads that wait for other ranks beside threads that are held
+)  # threads that wait for other ranks beside threads that wait at the gate
 
 
 def caught(scenes: tuple[Scene, ...] = EXACT, seeds: int = 120) -> bool:
-    """Whether some job is held nowhere, at a cut that is none, beyond the least, or now here and now there."""
+    """Whether some job reaches no cut, an inconsistent one, one beyond the least, or different ones from the same start."""
     for seed in range(seeds):
         kind, hints, blocking = scenes[seed % len(scenes)]
         exact = starts(kind, Random(seed), seed, blocking=blocking, hints=hints)
@@ -40,7 +40,7 @@ def caught(scenes: tuple[Scene, ...] = EXACT, seeds: int = 120) -> bool:
     return False
 
 
-def test_the_rules_as_they_are_are_not_caught() -> None:
+def test_unmodified_rules_pass() -> None:
     assert not caught()
 
 
@@ -48,17 +48,17 @@ def test_the_rules_as_they_are_are_not_caught() -> None:
 
 
 def pass_if_all_are_behind(launched: Counts, targets: Counts, group: Counts) -> bool:
-    """A group waits until all its operations are wanted."""
+    """A group waits until all its channels are below their targets."""
     return all(launched.get(channel, 0) < targets.get(channel, 0) for channel in group)
 
 
 def pass_one_more(launched: Counts, targets: Counts, group: Counts) -> bool:
-    """The gate counts from one."""
+    """The gate is off by one."""
     return any(launched.get(channel, 0) <= targets.get(channel, 0) for channel in group)
 
 
 def pass_any_where_the_rank_is_behind(launched: Counts, targets: Counts, group: Counts) -> bool:
-    """A rank that is behind anywhere lets all its threads on."""
+    """All threads of a rank that is behind on any channel pass."""
     return any(launched.get(channel, 0) < target for channel, target in targets.items())
 
 
@@ -66,7 +66,7 @@ GATES = (pass_if_all_are_behind, pass_one_more, pass_any_where_the_rank_is_behin
 
 
 @pytest.mark.parametrize("broken", GATES)
-def test_a_broken_gate_is_caught(monkeypatch: pytest.MonkeyPatch, broken: Callable[..., bool]) -> None:
+def test_broken_gate_rule_is_detected(monkeypatch: pytest.MonkeyPatch, broken: Callable[..., bool]) -> None:
     monkeypatch.setattr("tests.protocol.test_cut_job.may_launch", broken)
     assert caught()
 
@@ -75,7 +75,7 @@ def test_a_broken_gate_is_caught(monkeypatch: pytest.MonkeyPatch, broken: Callab
 
 
 def forget_the_last_round(reports: Reports, last: Cut | None = None) -> Cut:
-    """What was let on a round ago is no target any more."""
+    """The targets of the last round are forgotten."""
     return next_targets(reports, last and replace(last, targets={}))
 
 
@@ -85,7 +85,7 @@ def wait_for_nobody(reports: Reports, last: Cut | None = None) -> Cut:
 
 
 def any_thread_will_do(reports: Reports, last: Cut | None = None) -> Cut:
-    """Nobody asks which thread has used a communicator."""
+    """It is ignored which threads have used a communicator."""
     threads = {rank: frozenset(report.held) | report.running for rank, report in reports.items()}
     blurred = {r: replace(report, users=dict.fromkeys(report.users, threads[r])) for r, report in reports.items()}
     return next_targets(blurred, last)
@@ -101,7 +101,7 @@ def collectives_alone(reports: Reports, last: Cut | None = None) -> Cut:
 
 
 def let_everybody_on(reports: Reports, last: Cut | None = None) -> Cut:
-    """All that is held goes on, wherever somebody is behind."""
+    """All waiting threads pass if any rank is behind."""
     cut = next_targets(reports, last)
     targets = dict(cut.targets)
     for report in reports.values() if cut.behind else ():
@@ -112,7 +112,7 @@ def let_everybody_on(reports: Reports, last: Cut | None = None) -> Cut:
 
 
 def let_nobody_on(reports: Reports, last: Cut | None = None) -> Cut:
-    """A rank held before what it has to reach stays there."""
+    """A thread that waits before the missing operation never passes."""
     cut = next_targets(reports, last)
     most: dict[Channel, int] = {}
     for report in reports.values():
@@ -122,7 +122,7 @@ def let_nobody_on(reports: Reports, last: Cut | None = None) -> Cut:
 
 
 def stop_when_all_are_held(reports: Reports, last: Cut | None = None) -> Cut:
-    """No thread runs, so this must be it."""
+    """The cut counts as reached when no thread runs."""
     cut = next_targets(reports, last)
     return cut if any(report.running for report in reports.values()) else replace(cut, decision=Decision.REACHED)
 
@@ -139,27 +139,27 @@ ROUNDS = (
 
 
 @pytest.mark.parametrize("broken", ROUNDS)
-def test_a_broken_round_is_caught(monkeypatch: pytest.MonkeyPatch, broken: Callable[..., Cut]) -> None:
+def test_broken_computation_of_targets_is_detected(monkeypatch: pytest.MonkeyPatch, broken: Callable[..., Cut]) -> None:
     monkeypatch.setattr("tests.protocol.test_cut_job.next_targets", broken)
     assert caught()
 
 
-# ------------------------------------------------------------ who is let on
+# ------------------------------------------------------------ which threads pass
 
 
 def certain_of_everything(report: Report, late: Behind, targets: Counts) -> tuple[Certainty, Iterable[int]]:
-    """A guess does not wait until nothing moves."""
+    """A guess is made although there is progress."""
     return Certainty.SURE, leading(report, late, targets)[1]
 
 
 def never_guess(report: Report, late: Behind, targets: Counts) -> tuple[Certainty, Iterable[int]]:
-    """Only what is certain is let on."""
+    """Threads pass only if it is certain that they have to."""
     certainty, threads = leading(report, late, targets)
     return certainty, threads if certainty is Certainty.SURE else ()
 
 
 def forget_idle_users(report: Report, late: Behind, targets: Counts) -> tuple[Certainty, Iterable[int]]:
-    """A thread that waits for another is not thought of."""
+    """Idle threads, which wait for another thread, are ignored."""
     awake = report.held.keys() | report.running
     users = {comm: frozenset(awake & some) for comm, some in report.users.items()}
     return leading(replace(report, users=users), late, targets)
@@ -170,21 +170,21 @@ CHOICES = (certain_of_everything, never_guess, forget_idle_users)
 
 
 @pytest.mark.parametrize("broken", CHOICES)
-def test_a_broken_choice_is_caught(monkeypatch: pytest.MonkeyPatch, broken: Callable[..., object]) -> None:
+def test_broken_choice_of_threads_is_detected(monkeypatch: pytest.MonkeyPatch, broken: Callable[..., object]) -> None:
     monkeypatch.setattr(rules, "_leading", broken)
     assert caught()
 
 
-# ------------------------------------------------------------ whether anything moves
+# ------------------------------------------------------------ whether there is progress
 
 
 def look_once(reports: Reports, before: Reports, behind: Iterable[int], targets: Counts) -> bool:
-    """One look is enough to see that nothing moves."""
+    """One round is considered enough to see that there is no progress."""
     return stands_still(reports, reports, behind, targets)
 
 
 def look_at_the_late(reports: Reports, before: Reports, behind: Iterable[int], targets: Counts) -> bool:
-    """What the others have launched since the first look is of no interest."""
+    """Launches of the other ranks since the first round are ignored."""
     return stands_still(reports, {**reports, **{rank: before[rank] for rank in behind}}, behind, targets)
 
 
@@ -192,6 +192,8 @@ stands_still = rules._stands_still
 
 
 @pytest.mark.parametrize("broken", [look_once, look_at_the_late])
-def test_a_hasty_look_is_caught(monkeypatch: pytest.MonkeyPatch, broken: Callable[..., bool]) -> None:
+def test_premature_detection_of_no_progress_is_detected(
+    monkeypatch: pytest.MonkeyPatch, broken: Callable[..., bool]
+) -> None:
     monkeypatch.setattr(rules, "_stands_still", broken)
     assert caught(RACE, 400)

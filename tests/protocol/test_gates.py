@@ -1,4 +1,4 @@
-"""The gates of a job that speaks NCCL: closed from the cut to the outcome, open in the end, never before all is whole."""
+"""Tests the gates of an NCCL job: closed from the cut to the outcome, and opened only when the communicator is complete."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ PAL = "pal"
 WALKED = labels(back=False, ticking=False)
 
 
-def test_the_communicator_is_down_while_the_rank_is_nowhere() -> None:
-    """No thread or socket of NCCL's is in a dump; and nothing is decided before it is whole with the target's copy."""
+def test_communicator_is_destroyed_before_the_freeze_and_recreated_before_commit() -> None:
+    """No thread or socket of NCCL is in a dump. The outcome is decided only when the target's copy has the communicator."""
     order = [
         "driver: Close asked",
         "source: take the communicator down",
@@ -33,8 +33,8 @@ def test_the_communicator_is_down_while_the_rank_is_nowhere() -> None:
 
 
 @pytest.mark.parametrize("ticking", [False, True])
-def test_whoever_dies_where_the_job_goes_on(ticking: bool) -> None:
-    """Three members, each daemon and the driver dying at every event: `judge` finds gates open, communicators whole."""
+def test_job_continues_after_the_driver_or_a_daemon_dies_at_any_event(ticking: bool) -> None:
+    """With three members, each daemon and the driver die at every event. `judge` checks the gates and the communicator."""
     for name in ("driver dies", "source daemon dies", "target daemon dies", "peer daemon dies"):
         for event in range(WALKED.index("driver: Close asked"), len(WALKED), 2 if ticking else 1):
             scene = Scene({event: name}, ticking=ticking, soon=False, peers=(PEER, PAL)).play()
@@ -42,7 +42,7 @@ def test_whoever_dies_where_the_job_goes_on(ticking: bool) -> None:
             assert not scene.model.given_up
 
 
-def test_a_driver_that_dies_with_the_gates_closed_leaves_a_job_that_goes_on() -> None:
+def test_job_continues_if_the_driver_dies_while_gates_are_closed() -> None:
     scene = Scene({WALKED.index("driver: Detach asked"): "driver dies"}, ticking=False)
     scene.move.run()
     assert all(program.gated for program in scene.model.programs.values())
@@ -53,7 +53,7 @@ def test_a_driver_that_dies_with_the_gates_closed_leaves_a_job_that_goes_on() ->
 
 
 def waits_for_the_target() -> Scene:
-    """The driver dies after COMMIT, source and target are cut off from each other, then the target's copy dies unrun."""
+    """The driver dies after COMMIT, and source and target are partitioned. The target's copy does not run yet."""
     scene = Scene({WALKED.index("source: Commit answered"): "driver dies"}, ticking=False)
     scene.move.run()
     scene.model.cuts.add(frozenset((HOME, AWAY)))
@@ -61,7 +61,7 @@ def waits_for_the_target() -> Scene:
     return scene
 
 
-def test_a_gate_that_hears_commit_waits_until_the_target_runs_the_rank() -> None:
+def test_gate_opens_for_commit_only_once_the_target_runs_the_rank() -> None:
     scene = waits_for_the_target()
     record = scene.model.journal[PEER, gate_of("m-1")]
     assert (record.mark, record.outcome) == (Mark.GATED, None)
@@ -72,7 +72,7 @@ def test_a_gate_that_hears_commit_waits_until_the_target_runs_the_rank() -> None
     scene.judge()
 
 
-def test_a_gate_that_opens_for_a_commit_that_can_be_taken_back_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gate_that_opens_for_a_revocable_commit_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     def open_at_commit(facts: GateFacts) -> tuple[GateDecision, str]:
         early = facts.source is Outcome.COMMIT and not facts.outcome
         return (GateDecision.LEARN_COMMIT, "") if early else gate_next(facts)
@@ -84,8 +84,8 @@ def test_a_gate_that_opens_for_a_commit_that_can_be_taken_back_is_caught(monkeyp
         scene.play_on()
 
 
-def test_a_job_that_nobody_can_put_together_again_is_let_go_on() -> None:
-    """The source cannot reach a peer for longer than an undo may take: the gates it reaches open, with NCCL's errors."""
+def test_gates_open_if_the_communicator_cannot_be_restored_in_time() -> None:
+    """The source cannot reach a peer for longer than an undo may take. The gates it reaches open, and NCCL reports errors."""
     scene = Scene({WALKED.index("driver: Freeze asked"): "source and peer cut off"}, ticking=False)
     scene.move.run()
     before = scene.model.now_s
@@ -99,8 +99,8 @@ def test_a_job_that_nobody_can_put_together_again_is_let_go_on() -> None:
 
 
 @pytest.mark.parametrize(("gone", "patience_s"), [((HOME,), SILENT_S), ((HOME, AWAY), LOST_S)])
-def test_a_gate_is_not_closed_for_ever_by_nodes_that_never_come_back(gone: tuple[str, ...], patience_s: float) -> None:
-    """The source dies while the target receives, or both do: the peer's job goes on, with NCCL's errors."""
+def test_gate_opens_if_source_and_target_never_come_back(gone: tuple[str, ...], patience_s: float) -> None:
+    """The source dies while the target receives, or both die. The peer's process continues, and NCCL reports errors."""
     scene = Scene({WALKED.index("driver: Stream asked"): "source daemon dies"}, ticking=False)
     scene.model.dead_for_ever |= set(gone)
     scene.move.run()
@@ -116,7 +116,7 @@ def test_a_gate_is_not_closed_for_ever_by_nodes_that_never_come_back(gone: tuple
 # ------------------------------------------------------------ the model itself
 
 
-def test_an_open_gate_before_a_communicator_that_is_not_whole_is_seen() -> None:
+def test_model_detects_an_open_gate_with_an_incomplete_communicator() -> None:
     scene = Scene({}, ticking=False)
     scene.model.programs[PEER].comm = 0
     with pytest.raises(Broken, match="the communicator is not whole"):
@@ -127,7 +127,7 @@ def test_an_open_gate_before_a_communicator_that_is_not_whole_is_seen() -> None:
     assert "a closed gate on peer" in leftovers(scene.model)
 
 
-def test_a_communicator_that_is_changed_behind_an_open_gate_is_seen() -> None:
+def test_model_detects_a_communicator_change_with_an_open_gate() -> None:
     scene = Scene({}, ticking=False)
     with scene.model.acting(PEER), pytest.raises(Broken, match="behind an open gate"):
         scene.model.change(PEER, scene.model.programs[PEER], 0)

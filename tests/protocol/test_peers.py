@@ -1,4 +1,4 @@
-"""The other ends of the rank's connections: silent while a move lasts, re-pointed or pointed back, never reset."""
+"""Tests the peers' sockets: they are blocked during a move, re-pointed or pointed back, and never reset."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def cut_off(scene: Scene, *nodes: str) -> None:
 
 
 @pytest.mark.parametrize("ticking", [False, True])
-def test_a_cut_off_peer_delays_only_its_own_connection(ticking: bool) -> None:
-    """Cut off from everybody at any event: the rank runs, the other peer talks with it, no process is stopped."""
+def test_unreachable_peer_delays_only_its_own_connection(ticking: bool) -> None:
+    """A peer is isolated at any event. The rank runs, the other peer communicates with it, and no process stays stopped."""
     moved = 0
     for event in range(len(labels(back=False, ticking=ticking)) + 10):
         scene = Scene({}, ticking=ticking, peers=(PEER, PAL))
@@ -39,8 +39,8 @@ def test_a_cut_off_peer_delays_only_its_own_connection(ticking: bool) -> None:
     assert moved
 
 
-def test_a_process_is_not_stopped_until_the_outcome_is_known() -> None:
-    """The peer's daemon dies inside the change of a socket, is cut off, and comes back: `settle` checks that it runs."""
+def test_process_runs_again_before_the_outcome_is_known() -> None:
+    """The peer's daemon dies while it changes a socket, is isolated, and comes back: the process must run again."""
     stopped = 0
     for event in CHANGING:
         scene = Scene({event: "peer daemon dies"}, ticking=False, soon=False)
@@ -55,8 +55,8 @@ def test_a_process_is_not_stopped_until_the_outcome_is_known() -> None:
 
 
 @pytest.mark.parametrize("ticking", [False, True])
-def test_a_peer_that_hears_commit_waits_until_the_target_runs_the_rank(ticking: bool) -> None:
-    """The driver dies after COMMIT, the target's copy dies unrun: the connection goes on at the source."""
+def test_peer_settles_for_commit_only_once_the_target_runs_the_rank(ticking: bool) -> None:
+    """The driver dies after COMMIT and the target's copy dies before it ran. The connection continues on the source."""
     walked = labels(back=False, ticking=ticking)
     scene = Scene({walked.index("source: Commit answered"): "driver dies"}, ticking=ticking)
     scene.move.run()
@@ -72,8 +72,8 @@ def test_a_peer_that_hears_commit_waits_until_the_target_runs_the_rank(ticking: 
     scene.judge()
 
 
-def test_the_target_alone_can_tell_a_peer() -> None:
-    """Source and target cut off from each other for ever, the driver dead after Activate: the peer asks the target."""
+def test_peer_can_learn_the_outcome_from_the_target_alone() -> None:
+    """Source and target are partitioned for ever, and the driver dies after Activate. The peer asks the target."""
     scene = Scene({WALKED.index("target: Activate answered"): "driver dies"}, ticking=False)
     scene.move.run()
     scene.model.cuts.add(frozenset((HOME, AWAY)))
@@ -81,8 +81,8 @@ def test_the_target_alone_can_tell_a_peer() -> None:
     assert scene.model.flows(PEER)
 
 
-def test_where_a_person_buries_the_source_the_peers_follow_the_target() -> None:
-    """While the source is dead; it was the only one to know the outcome."""
+def test_peers_follow_the_target_if_the_source_is_declared_dead() -> None:
+    """This works while the source is dead, although only the source knew the outcome."""
     for label in ("driver: Commit asked", "source: record COMMIT", "driver: Activate asked"):
         scene = Scene({}, ticking=False)
         scene.model.dead_for_ever.add(HOME)
@@ -99,8 +99,8 @@ def test_where_a_person_buries_the_source_the_peers_follow_the_target() -> None:
         assert leftovers(scene.model) == []
 
 
-def test_a_frozen_rank_that_dies_keeps_its_connections_at_the_target() -> None:
-    """The source does not commit alone while the driver lives, who is about to have the peers re-pointed."""
+def test_frozen_rank_that_dies_keeps_its_connections_on_the_target() -> None:
+    """The source does not commit by itself while the driver runs, because the driver will first re-point the peers."""
     for ticking in (False, True):
         walked = labels(back=False, ticking=ticking)
         for event in range(walked.index("target: mark held") + 1, walked.index("source: release: silence")):
@@ -111,8 +111,8 @@ def test_a_frozen_rank_that_dies_keeps_its_connections_at_the_target() -> None:
 
 
 @pytest.mark.parametrize("late", ["SuspendTimeouts", "Repoint"])
-def test_what_comes_late_changes_nothing(late: str) -> None:
-    """After the driver has aborted and said so; a peer that is told of a move only then asks, and undoes it alone."""
+def test_request_that_arrives_after_abort_changes_nothing(late: str) -> None:
+    """The request arrives after ABORT has been sent to the peers. A peer that did not know the move asks and undoes it."""
     scene = Scene({WALKED.index(f"driver: {late} asked"): "request late"}, ticking=False)
     scene.move.run()
     assert scene.move.verdict is Verdict.UNDONE
@@ -122,8 +122,8 @@ def test_what_comes_late_changes_nothing(late: str) -> None:
     scene.judge()
 
 
-def test_a_peer_that_was_not_told_points_back_alone() -> None:
-    """The driver dies when all are re-pointed: the lease ends, and the source says ABORT to whoever asks."""
+def test_peer_points_back_without_the_driver() -> None:
+    """The driver dies when all peers are re-pointed. The lease expires, and the source answers ABORT to every query."""
     scene = Scene({WALKED.index("driver: Commit asked"): "driver dies"}, ticking=False).play()
     assert f"{PEER}: mark {Mark.POINTED_BACK}" in scene.model.labels
     assert [copy.node for copy in running(scene.model)] == [HOME]
@@ -139,7 +139,7 @@ def connected_world() -> Scene:
     return scene
 
 
-def test_a_stale_name_without_a_filter_is_answered_with_rst() -> None:
+def test_stale_address_without_a_filter_is_answered_with_rst() -> None:
     scene = connected_world()
     scene.model.programs[PEER].sockets[PEER].names = AWAY
     with pytest.raises(Broken, match="RST from"):
@@ -153,16 +153,16 @@ def test_a_stale_name_without_a_filter_is_answered_with_rst() -> None:
         scene.model.retransmit(for_real=False)
 
 
-def test_a_process_that_runs_with_a_half_changed_socket_is_seen() -> None:
+def test_model_detects_a_running_process_with_a_partly_changed_socket() -> None:
     scene = connected_world()
     scene.model.programs[PEER].sockets[PEER].repair = True
     with pytest.raises(Broken, match="half changed"):
         scene.model.retransmit(for_real=False)
 
 
-def test_a_goodbye_is_heard_unless_silenced_or_filtered() -> None:
+def test_model_detects_a_dropped_copy_that_sends_packets() -> None:
     scene = connected_world()
-    scene.model.copies.append(Copy(AWAY, running=True))  # the rank lives elsewhere
+    scene.model.copies.append(Copy(AWAY, running=True))  # the rank runs on another node
     with pytest.raises(Broken, match="says goodbye"):
         scene.model.kill_silently(scene.model.copies[0])
     scene.model.hold(HOME, "m-1", PEER, HOME)
@@ -170,7 +170,7 @@ def test_a_goodbye_is_heard_unless_silenced_or_filtered() -> None:
 
 
 @pytest.mark.parametrize("died", [HOME, PEER])
-def test_a_death_excuses_the_loss_of_a_connection(died: str) -> None:
+def test_death_of_a_node_excuses_a_lost_connection(died: str) -> None:
     scene = connected_world()
     scene.model.reboot(died)
     scene.model.retransmit(for_real=True)

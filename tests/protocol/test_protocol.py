@@ -90,7 +90,7 @@ def test_communicators_are_down_from_before_the_freeze_until_after_the_restore()
     assert {step.action for step in TABLE if step.only_with_nccl} == {"Quiesce", "Detach", "Attach", "Open"}
 
 
-def test_steps_that_are_more_than_one_call_say_so() -> None:
+def test_steps_with_several_calls_declare_them() -> None:
     assert {step.action: step.calls for step in TABLE if step.rounds_of} == {
         "Quiesce": ("Gate.Close", "Gate.SetTargets")
     }

@@ -130,7 +130,7 @@ def judge(model: Model) -> None:
 
 @settings(DRAWN, max_examples=examples(200))
 @given(episodes(ACTS))
-def test_at_most_one_copy_whatever_happens(story: list[Episode]) -> None:
+def test_at_most_one_copy_runs_under_random_faults(story: list[Episode]) -> None:
     """The invariants are checked at every event inside `play`."""
     model, _ = play(story)
     judge(model)
@@ -138,7 +138,7 @@ def test_at_most_one_copy_whatever_happens(story: list[Episode]) -> None:
 
 @settings(DRAWN, max_examples=examples(200))
 @given(episodes(GENTLE))
-def test_where_nothing_kills_the_rank_it_always_runs_in_the_end(story: list[Episode]) -> None:
+def test_rank_runs_in_the_end_if_no_fault_kills_it(story: list[Episode]) -> None:
     model, _ = play(story)
     assert len(running(model)) == 1
     assert not model.severed

@@ -1,4 +1,4 @@
-"""The daemons' rules over every combination of facts."""
+"""Tests the daemons' rules with every combination of facts."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ ALL_PEER = [PeerFacts(*facts) for facts in product(PEER_MARKS, OUTCOMES, BOTH, O
 OPEN = [facts for facts in ALL_SOURCE if facts.mark is not Mark.SETTLED]
 
 
-def test_the_source_always_decides_and_says_why() -> None:
+def test_source_always_decides_with_a_reason() -> None:
     for facts in ALL_SOURCE:
         decision, reason = source_next(facts)
         assert isinstance(decision, SourceDecision)
         assert reason
 
 
-def test_the_target_always_decides_and_says_why() -> None:
+def test_target_always_decides_with_a_reason() -> None:
     for facts in ALL_TARGET:
         decision, reason = target_next(facts)
         assert isinstance(decision, TargetDecision)
@@ -51,11 +51,11 @@ def test_the_target_always_decides_and_says_why() -> None:
         assert target_answer(facts) is not CopyState.UNREACHABLE
 
 
-def test_a_settled_move_is_closed() -> None:
+def test_settled_move_is_closed() -> None:
     assert {source_next(facts)[0] for facts in ALL_SOURCE if facts.mark is Mark.SETTLED} == {SourceDecision.CLOSE}
 
 
-def test_the_source_thaws_only_with_abort_and_releases_only_with_commit() -> None:
+def test_source_thaws_only_with_abort_and_releases_only_with_commit() -> None:
     for facts in OPEN:
         decision = source_next(facts)[0]
         if decision is SourceDecision.THAW:
@@ -67,29 +67,29 @@ def test_the_source_thaws_only_with_abort_and_releases_only_with_commit() -> Non
             assert facts.target is CopyState.HELD
 
 
-def test_the_frozen_copy_stays_until_the_target_has_let_its_own_go() -> None:
+def test_frozen_copy_is_kept_until_the_target_has_activated_its_own() -> None:
     for facts in OPEN:
         if source_next(facts)[0] is SourceDecision.RELEASE and facts.copy_exists:
             assert facts.target in (CopyState.RUNNING, CopyState.ENDED)
 
 
-def test_a_commit_is_taken_back_only_on_the_word_of_the_target_that_its_copy_died_unrun() -> None:
+def test_commit_is_overruled_only_if_the_target_reports_that_its_copy_never_ran() -> None:
     for facts in OPEN:
         unrun = facts.target in (CopyState.GONE, CopyState.DISCARDED)
         expected = facts.outcome is Outcome.COMMIT and unrun
         assert (source_next(facts)[0] is SourceDecision.TAKE_BACK) == expected, facts
 
 
-def test_what_is_taken_back_goes_on_at_the_source_or_is_closed_there() -> None:
-    """The word stands above the outcome, so the next decision sees ABORT. No person is waited for."""
+def test_rank_of_an_overruled_commit_continues_on_the_source() -> None:
+    """The target's report overrules the outcome, so the next decision sees ABORT. No operator is needed."""
     for facts in OPEN:
         if source_next(facts)[0] is SourceDecision.TAKE_BACK:
             after = source_next(replace(facts, outcome=Outcome.ABORT))[0]
             assert after is (SourceDecision.THAW if facts.copy_exists else SourceDecision.CLOSE)
 
 
-def test_a_copy_that_was_said_to_be_dead_is_never_let_go() -> None:
-    """Whatever token comes later. The dead stay dead, so that GONE can only become DISCARDED."""
+def test_copy_reported_dead_is_never_activated() -> None:
+    """This holds for any token that arrives later: GONE can only become DISCARDED."""
     for facts in ALL_TARGET:
         if target_answer(facts) in (CopyState.GONE, CopyState.DISCARDED):
             for outcome in OUTCOMES:
@@ -98,20 +98,20 @@ def test_a_copy_that_was_said_to_be_dead_is_never_let_go() -> None:
                 assert target_answer(later) is target_answer(facts)
 
 
-def test_a_person_is_waited_for_only_where_the_target_has_forgotten_what_it_held() -> None:
+def test_operator_is_needed_only_if_the_target_lost_its_record() -> None:
     for facts in OPEN:
         if source_next(facts)[0] is SourceDecision.WAIT_FOR_PERSON:
             assert facts.outcome is Outcome.COMMIT
             assert facts.target in (CopyState.NO_SUCH_MOVE, CopyState.RECEIVING)
 
 
-def test_an_outcome_is_recorded_only_where_there_is_none() -> None:
+def test_outcome_is_recorded_only_once() -> None:
     for facts in OPEN:
         if source_next(facts)[0] in (SourceDecision.RECORD_COMMIT, SourceDecision.RECORD_ABORT):
             assert facts.outcome is None
 
 
-def test_the_source_commits_alone_only_when_its_copy_is_gone_and_the_target_has_one() -> None:
+def test_source_commits_by_itself_only_if_the_target_has_the_only_copy() -> None:
     for facts in OPEN:
         if source_next(facts)[0] is SourceDecision.RECORD_COMMIT:
             assert not facts.copy_exists
@@ -119,21 +119,21 @@ def test_the_source_commits_alone_only_when_its_copy_is_gone_and_the_target_has_
             assert facts.lease_expired or facts.target is not CopyState.HELD, "the driver re-points the peers first"
 
 
-def test_silence_of_the_target_never_decides_where_it_may_hold_the_last_copy() -> None:
+def test_unreachable_target_that_may_hold_the_last_copy_decides_nothing() -> None:
     for facts in OPEN:
         streamed = facts.mark is Mark.STREAMED and facts.target is CopyState.UNREACHABLE
         if facts.outcome is None and not facts.copy_exists and streamed:
             assert source_next(facts)[0] is SourceDecision.ASK_TARGET
 
 
-def test_a_living_source_waits_for_the_driver_until_the_lease_ends() -> None:
+def test_source_with_a_copy_waits_for_the_driver_until_the_lease_expires() -> None:
     for facts in OPEN:
         if facts.outcome is None and facts.copy_exists:
             expected = SourceDecision.RECORD_ABORT if facts.lease_expired or facts.interrupted else SourceDecision.WAIT
             assert source_next(facts)[0] is expected
 
 
-def test_the_target_activates_only_with_commit_and_never_after_abort() -> None:
+def test_target_activates_only_with_commit_and_never_after_abort() -> None:
     for facts in ALL_TARGET:
         decision = target_next(facts)[0]
         if decision is TargetDecision.ACTIVATE:
@@ -145,13 +145,13 @@ def test_the_target_activates_only_with_commit_and_never_after_abort() -> None:
             assert facts.mark is not Mark.ACTIVATED, "what may have run is not thrown away"
 
 
-def test_a_target_without_an_outcome_only_asks() -> None:
+def test_target_without_an_outcome_only_asks() -> None:
     for facts in ALL_TARGET:
         if facts.outcome is None and facts.mark not in (Mark.ACTIVATED, Mark.DISCARDED):
             assert target_next(facts)[0] is TargetDecision.ASK_SOURCE
 
 
-def test_what_the_target_says_about_its_copy() -> None:
+def test_target_reports_the_state_of_its_copy() -> None:
     for facts in ALL_TARGET:
         answer = target_answer(facts)
         assert (answer is CopyState.HELD) == (facts.mark is Mark.HELD and facts.copy_exists)
@@ -159,8 +159,8 @@ def test_what_the_target_says_about_its_copy() -> None:
         assert (answer is CopyState.GONE) == (facts.mark is Mark.HELD and not facts.copy_exists)
 
 
-def test_every_decision_leads_on() -> None:
-    """Recording, thawing or releasing changes the facts so that the next decision is another: settling terminates."""
+def test_recording_an_outcome_leads_to_another_decision() -> None:
+    """Recording an outcome changes the facts so that the next decision is not to record, and settling terminates."""
     recorded = {SourceDecision.RECORD_COMMIT: Outcome.COMMIT, SourceDecision.RECORD_ABORT: Outcome.ABORT}
     for facts in OPEN:
         if outcome := recorded.get(source_next(facts)[0]):
@@ -168,7 +168,7 @@ def test_every_decision_leads_on() -> None:
 
 
 @pytest.mark.parametrize("what", ["HELD", "COMMIT", "ABORT"])
-def test_a_token_is_good_for_one_word_one_move_and_one_nonce(what: str) -> None:
+def test_token_is_valid_for_one_outcome_one_move_and_one_nonce(what: str) -> None:
     token = proof(b"nonce", what, "m-1")
     assert proves(token, b"nonce", what, "m-1")
     assert not proves(token, b"nonce", what, "m-2")
@@ -178,15 +178,15 @@ def test_a_token_is_good_for_one_word_one_move_and_one_nonce(what: str) -> None:
 
 
 @pytest.mark.parametrize("target", [CopyState.RUNNING, CopyState.ENDED])
-def test_a_target_that_runs_by_a_persons_word_is_not_recorded_as_aborted(target: CopyState) -> None:
-    """--source-is-dead, then the source node comes back: its own copy is gone, the target's runs."""
+def test_target_that_runs_by_declaration_is_recorded_as_committed(target: CopyState) -> None:
+    """After --source-is-dead the source node comes back: its own copy is gone, and the target's runs."""
     for facts in OPEN:
         if facts.outcome is None and not facts.copy_exists and facts.target is target:
             assert source_next(facts)[0] is SourceDecision.RECORD_COMMIT, facts
 
 
-def test_only_a_copy_that_is_held_whole_is_activated() -> None:
-    """A tree that criu was still restoring when something died is not a rank."""
+def test_only_a_completely_restored_copy_is_activated() -> None:
+    """A process tree that criu had not completely restored is not a rank."""
     for facts in ALL_TARGET:
         if target_next(facts)[0] is TargetDecision.ACTIVATE:
             assert facts.mark in (Mark.HELD, Mark.ACTIVATED), facts
@@ -195,14 +195,14 @@ def test_only_a_copy_that_is_held_whole_is_activated() -> None:
 # ------------------------------------------------------------ peers
 
 
-def test_a_peer_always_decides_and_says_why() -> None:
+def test_peer_always_decides_with_a_reason() -> None:
     for facts in ALL_PEER:
         decision, reason = peer_next(facts)
         assert isinstance(decision, PeerDecision)
         assert reason
 
 
-def test_a_peer_lets_packets_go_only_with_an_outcome_and_its_ends_where_that_says() -> None:
+def test_peer_removes_filters_only_when_its_sockets_match_the_outcome() -> None:
     for facts in ALL_PEER:
         if peer_next(facts)[0] is PeerDecision.UNFILTER:
             where = {Outcome.COMMIT: (Mark.REPOINTED, Mark.POINTED_BACK), Outcome.ABORT: (Mark.POINTED_BACK,)}
@@ -210,15 +210,15 @@ def test_a_peer_lets_packets_go_only_with_an_outcome_and_its_ends_where_that_say
             assert facts.mark in where[facts.outcome], facts
 
 
-def test_a_peer_without_an_outcome_only_mends_asks_and_learns() -> None:
+def test_peer_without_an_outcome_only_mends_asks_and_learns() -> None:
     harmless = {PeerDecision.MEND, PeerDecision.ASK, PeerDecision.LEARN_COMMIT, PeerDecision.LEARN_ABORT}
     for facts in ALL_PEER:
         if facts.mark is not Mark.SETTLED:
             assert (peer_next(facts)[0] in harmless) == (facts.outcome is None), facts
 
 
-def test_a_peer_learns_commit_only_from_a_target_that_runs_the_rank() -> None:
-    """A COMMIT that is not yet carried out may be taken back, and a peer writes an outcome once."""
+def test_peer_learns_commit_only_from_a_target_that_runs_the_rank() -> None:
+    """A COMMIT that is not carried out yet can be overruled, and a peer records an outcome only once."""
     for facts in ALL_PEER:
         decision = peer_next(facts)[0]
         if decision is PeerDecision.LEARN_COMMIT:
@@ -227,7 +227,7 @@ def test_a_peer_learns_commit_only_from_a_target_that_runs_the_rank() -> None:
             assert facts.source is Outcome.ABORT or facts.target is CopyState.DISCARDED
 
 
-def test_silence_teaches_a_peer_nothing() -> None:
+def test_peer_learns_nothing_if_source_and_target_are_unreachable() -> None:
     for facts in ALL_PEER:
         if facts.outcome is facts.source is None and facts.target is CopyState.UNREACHABLE:
             expected = PeerDecision.MEND if facts.interrupted else PeerDecision.ASK
@@ -236,8 +236,8 @@ def test_silence_teaches_a_peer_nothing() -> None:
 
 @pytest.mark.parametrize("outcome", [Outcome.COMMIT, Outcome.ABORT])
 @pytest.mark.parametrize("mark", [mark for mark in PEER_MARKS if mark is not Mark.POINTED_BACK])
-def test_a_peer_with_an_outcome_comes_to_an_end(mark: Mark, outcome: Outcome) -> None:
-    """Each act leads to a mark from which another one follows."""
+def test_peer_with_an_outcome_always_closes(mark: Mark, outcome: Outcome) -> None:
+    """Each action leads to a mark with another decision."""
     marks = {
         PeerDecision.FINISH: Mark.REPOINTED,
         PeerDecision.POINT_BACK: Mark.POINTED_BACK,

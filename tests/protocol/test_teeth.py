@@ -1,4 +1,4 @@
-"""The walk can fail: each rule, broken on purpose, is caught by it."""
+"""Mutation tests of the protocol: each rule is broken on purpose, and the walk has to detect it."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from tests.protocol.world import Answer, Record
 
 FAULTS = sorted(
     single_faults(back=False, ticking=True), key=lambda fault: fault[0] * 37 % 83
-)  # of the rules as they are
+)  # of the unmodified rules
 
 
 def caught() -> bool:
-    """Whether some single fault brings the break to light."""
+    """Whether some single fault reveals the broken rule."""
     for event, _, name in FAULTS:
         try:
             Scene({event: name}, soon=False).play().judge(retry=event % 8 == 0)
@@ -50,7 +50,7 @@ def caught() -> bool:
 
 
 def thaw_in_silence(facts: SourceFacts) -> tuple[SourceDecision, str]:
-    """The source goes on alone when a committed target does not answer."""
+    """The source thaws its copy when a committed target does not answer."""
     committed = facts.outcome is Outcome.COMMIT and facts.mark is not Mark.SETTLED
     if committed and facts.target is CopyState.UNREACHABLE and facts.copy_exists and facts.lease_expired:
         return SourceDecision.THAW, ""
@@ -58,59 +58,59 @@ def thaw_in_silence(facts: SourceFacts) -> tuple[SourceDecision, str]:
 
 
 def release_early(facts: SourceFacts) -> tuple[SourceDecision, str]:
-    """The source drops its copy once it has committed, without asking."""
+    """The source drops its copy once it has committed, without asking the target."""
     if facts.outcome is Outcome.COMMIT and facts.mark is not Mark.SETTLED:
         return SourceDecision.RELEASE, ""
     return source_next(facts)
 
 
 def abort_though_held(facts: SourceFacts) -> tuple[SourceDecision, str]:
-    """The source whose copy is gone does not look whether the target holds one."""
+    """A source whose copy is gone does not ask whether the target holds one."""
     if facts.outcome is None and not facts.copy_exists and facts.mark is not Mark.SETTLED:
         return SourceDecision.RECORD_ABORT, ""
     return source_next(facts)
 
 
 def activate_unasked(facts: TargetFacts) -> tuple[TargetDecision, str]:
-    """The target lets a held copy go without an outcome."""
+    """The target activates a held copy without an outcome."""
     if facts.mark is Mark.HELD and facts.copy_exists:
         return TargetDecision.ACTIVATE, ""
     return target_next(facts)
 
 
 def never_ask(facts: TargetFacts) -> tuple[TargetDecision, str]:
-    """The target drops its copy instead of asking."""
+    """The target drops its copy instead of asking the source."""
     decision = target_next(facts)
     return (TargetDecision.DISCARD, "") if decision[0] is TargetDecision.ASK_SOURCE else decision
 
 
 def take_back_in_silence(facts: SourceFacts) -> tuple[SourceDecision, str]:
-    """The source takes a target that does not answer for one whose copy is dead."""
+    """The source treats a target that does not answer as one whose copy is dead."""
     decision = source_next(facts)
     silent = decision[0] is SourceDecision.ASK_TARGET and facts.outcome is Outcome.COMMIT and facts.lease_expired
     return (SourceDecision.TAKE_BACK, "") if silent else decision
 
 
 def never_take_back(facts: SourceFacts) -> tuple[SourceDecision, str]:
-    """The source leaves it to a person, though the target's journal says enough."""
+    """The source waits for an operator although the target's report is sufficient."""
     decision = source_next(facts)
     return (SourceDecision.WAIT_FOR_PERSON, "") if decision[0] is SourceDecision.TAKE_BACK else decision
 
 
 def activate_the_dead(facts: TargetFacts) -> tuple[TargetDecision, str]:
-    """The target marks ACTIVATED for the token alone, although it has said, or may have said, that its copy is dead."""
+    """The target marks ACTIVATED because of the token, although it may have reported that its copy is dead."""
     if facts.mark is Mark.HELD and facts.outcome is Outcome.COMMIT:
         return TargetDecision.ACTIVATE, ""
     return target_next(facts)
 
 
 def commit_without_the_driver(facts: SourceFacts) -> tuple[SourceDecision, str]:
-    """The source whose copy is gone commits at once, though the peers are not re-pointed yet."""
+    """A source whose copy is gone commits at once, although the peers are not re-pointed yet."""
     return source_next(replace(facts, lease_expired=True) if not facts.copy_exists else facts)
 
 
 def believe_commit(facts: PeerFacts) -> tuple[PeerDecision, str]:
-    """The peer lets packets go for a COMMIT that can still be taken back."""
+    """The peer removes its filters for a COMMIT that can still be overruled."""
     decision = peer_next(facts)
     return (PeerDecision.LEARN_COMMIT, "") if facts.source is Outcome.COMMIT and not facts.outcome else decision
 
@@ -122,7 +122,7 @@ def unfilter_in_silence(facts: PeerFacts) -> tuple[PeerDecision, str]:
 
 
 def stay_pointed(facts: PeerFacts) -> tuple[PeerDecision, str]:
-    """The peer lets packets go after ABORT without pointing back."""
+    """The peer removes its filters after ABORT without pointing back."""
     decision = peer_next(facts)
     return (PeerDecision.UNFILTER, "") if decision[0] is PeerDecision.POINT_BACK else decision
 
@@ -134,13 +134,13 @@ def open_in_silence(facts: GateFacts) -> tuple[GateDecision, str]:
 
 
 def open_at_abort(facts: GateFacts) -> tuple[GateDecision, str]:
-    """The gate opens for an ABORT that is not carried out: the communicators are still down."""
+    """The gate opens for an ABORT that is not carried out yet, so the communicators do not exist."""
     decision = gate_next(facts)
     return (GateDecision.LEARN_ABORT, "") if facts.source is Outcome.ABORT and not facts.outcome else decision
 
 
 def never_open(facts: GateFacts) -> tuple[GateDecision, str]:
-    """The gate waits for the driver alone."""
+    """The gate opens only at the driver's request."""
     decision = gate_next(facts)
     return (GateDecision.ASK, "") if decision[0] in (GateDecision.LEARN_ABORT, GateDecision.LEARN_COMMIT) else decision
 
@@ -161,20 +161,20 @@ BREAKS = {
     ("side", "broken"),
     [pytest.param(side, broken, id=broken.__name__) for side, some in BREAKS.items() for broken in some],
 )
-def test_a_broken_rule_is_caught(monkeypatch: pytest.MonkeyPatch, side: str, broken: Callable[..., object]) -> None:
+def test_broken_rule_is_detected(monkeypatch: pytest.MonkeyPatch, side: str, broken: Callable[..., object]) -> None:
     monkeypatch.setattr(f"tests.protocol.{side}", broken)
     assert caught()
 
 
-def test_a_commit_that_does_not_wait_for_the_peers_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commit_before_peers_are_re_pointed_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     held = labels(back=False, ticking=True).index("target: Restore answered")
     assert not Scene({held: "rank dies on source"}).play().model.severed
     monkeypatch.setattr(settling, "source_next", commit_without_the_driver)
     assert Scene({held: "rank dies on source"}).play().model.severed
 
 
-def test_a_peer_that_leaves_its_process_stopped_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The daemon dies inside the change, and the source does not answer for long."""
+def test_peer_that_leaves_its_process_stopped_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The daemon dies while it changes a socket, and source and target are unreachable for a long time."""
 
     def never_mend(facts: PeerFacts) -> tuple[PeerDecision, str]:
         return peer_next(replace(facts, interrupted=False))
@@ -188,11 +188,11 @@ def test_a_peer_that_leaves_its_process_stopped_is_caught(monkeypatch: pytest.Mo
         scene.model.settle()
 
 
-# ------------------------------------------------------------ the order in which packets are let go
+# ------------------------------------------------------------ the order of filters and other actions
 
 
 def note_too_late(self: Model, node: str, move: str) -> Answer:
-    """The source filters first and journals afterwards what it has filtered."""
+    """The source journals the connections only after it has filtered them."""
     record = self.undecided(node, move, Mark.BEGUN)
     assert record.copy is not None
     self.mark(node, record, Mark.FREEZING)
@@ -206,7 +206,7 @@ def note_too_late(self: Model, node: str, move: str) -> Answer:
 
 
 def let_go_first(self: Model, node: str, move: str, record: Record, why: str) -> None:
-    """The packets of a copy flow again before it is killed."""
+    """The filters of a copy are removed before it is killed."""
     self.event(node, "let packets go")
     self.drop_filters(node, move)
     self.event(node, why)
@@ -215,7 +215,7 @@ def let_go_first(self: Model, node: str, move: str, record: Record, why: str) ->
 
 
 def thaw_as_it_is(self: Model, node: str, move: str, record: Record) -> None:
-    """The source's copy goes on with its sockets as a killed criu left them."""
+    """The source's copy is thawed with its sockets in the state in which a killed criu left them."""
     self.event(node, "thaw")
     self.drop_filters(node, move)
     if record.copy is not None and record.copy.alive:
@@ -223,23 +223,23 @@ def thaw_as_it_is(self: Model, node: str, move: str, record: Record) -> None:
 
 
 def change_unfiltered(self: Model, node: str, move: str, peer: str, *others: str) -> None:
-    """Peers do not filter what they change."""
+    """Peers change sockets without a filter."""
     if node not in self.peers:
         Network.hold(self, node, move, peer, *others)
 
 
 def open_first(self: Model, node: str, move: str, record: Record) -> None:
-    """The source has the gates opened, and then puts the communicators back."""
+    """The source has the gates opened before it restores the communicators."""
     self.open_all(node, move, record)
     Gating.put_back(self, node, move, record)
 
 
 def forget_the_members(self: Model, node: str, move: str, record: Record) -> None:
-    """The source goes on alone, whatever it has taken down."""
+    """The source does not restore the communicators."""
 
 
 def close_late(self: Model, node: str, move: str) -> Record:
-    """Gates are found by what is closed, whatever has become of the move."""
+    """The state of the move is not checked."""
     return self.journal[node, gate_of(move)]
 
 
@@ -249,7 +249,7 @@ GATE_ORDERS = {"put_back": (open_first, forget_the_members), "still_closed": (cl
 @pytest.mark.parametrize(
     ("act", "order"), [pytest.param(act, one, id=one.__name__) for act, some in GATE_ORDERS.items() for one in some]
 )
-def test_a_wrong_order_at_the_gates_is_caught(
+def test_wrong_order_at_the_gates_is_detected(
     monkeypatch: pytest.MonkeyPatch, act: str, order: Callable[..., object]
 ) -> None:
     monkeypatch.setattr(Model, act, order)
@@ -260,7 +260,7 @@ ORDERS = {"on_freeze": note_too_late, "drop_copy": let_go_first, "let_go": thaw_
 
 
 @pytest.mark.parametrize("act", ORDERS)
-def test_a_wrong_order_is_caught(monkeypatch: pytest.MonkeyPatch, act: str) -> None:
+def test_wrong_order_of_packet_filters_is_detected(monkeypatch: pytest.MonkeyPatch, act: str) -> None:
     monkeypatch.setattr(Model, act, ORDERS[act])
     assert caught()
 
@@ -270,19 +270,19 @@ def gone_under_its_hands() -> Scene:
     return Scene({event: "guest keeper dies on target, the source asks"}, ticking=False).play()
 
 
-def test_a_copy_that_dies_while_it_is_let_go_is_not_said_to_be_dead_unrun() -> None:
+def test_copy_that_dies_during_activation_is_not_reported_as_never_run() -> None:
     gone_under_its_hands().judge()
 
 
-def test_an_answer_given_between_the_decision_to_let_go_and_its_mark_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """GONE without the move's lock: the source takes the rank back, and the target writes ACTIVATED all the same."""
+def test_answer_between_the_decision_to_activate_and_its_mark_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GONE is answered without the move's lock: the source takes the rank back, and the target still writes ACTIVATED."""
     monkeypatch.setattr(Model, "at_work", lambda self, node, move: nullcontext())
     with pytest.raises(Broken, match="said to be dead and unrun is let go"):
         gone_under_its_hands()
 
 
-def test_a_refused_begin_whose_abort_nobody_can_prove_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The source journals ABORT for a move it never knew, without the target's nonce: the target never believes it."""
+def test_abort_without_a_provable_token_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The source journals ABORT for an unknown move, without the target's nonce, so the target never accepts it."""
 
     def on_getoutcome(self: Model, node: str, move: str) -> Answer:
         record = self.journal.get((node, move))
@@ -294,19 +294,19 @@ def test_a_refused_begin_whose_abort_nobody_can_prove_is_caught(monkeypatch: pyt
 
 
 def lost_commit() -> Scene:
-    """The frozen rank is killed while the target holds a whole copy; Commit is lost, so the driver asks for Abort."""
+    """The frozen rank is killed while the target holds a complete copy. Commit is lost, so the driver calls Abort."""
     events = labels(back=False, ticking=False)
     faults = {events.index("target: Restore answered"): "rank dies on source"}
     return Scene({**faults, events.index("driver: Commit asked"): "request lost"}, ticking=False).play()
 
 
-def test_an_abort_where_the_copy_is_gone_asks_the_target_first() -> None:
+def test_abort_asks_the_target_first_if_the_copy_is_gone() -> None:
     scene = lost_commit()
     assert scene.move.verdict is Verdict.MOVED
     scene.judge()
 
 
-def test_an_abort_that_does_not_look_whether_the_copy_is_gone_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_abort_that_ignores_a_lost_copy_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     def on_abort(self: Model, node: str, move: str) -> Answer:
         self.record_outcome(node, self.journal[node, move], Outcome.ABORT)
         self.settle_source(node, move)
@@ -317,8 +317,8 @@ def test_an_abort_that_does_not_look_whether_the_copy_is_gone_is_caught(monkeypa
         lost_commit().judge()
 
 
-def test_a_begin_that_never_arrived_is_undone_not_unknown() -> None:
-    """Abort of a move the source does not know writes ABORT, which a Begin that arrives later finds."""
+def test_begin_that_never_arrived_is_undone_and_not_unknown() -> None:
+    """Abort of a move that the source does not know records ABORT, which makes a later Begin fail."""
     begin = labels(back=False, ticking=False).index("driver: Begin asked")
     for name in ("request lost", "request late"):
         scene = Scene({begin: name}).play()
@@ -326,7 +326,7 @@ def test_a_begin_that_never_arrived_is_undone_not_unknown() -> None:
         scene.judge()
 
 
-def test_a_commit_that_overwrites_an_outcome_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commit_that_overwrites_an_outcome_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     def on_commit(self: Model, node: str, move: str, receipt: bytes) -> Answer:
         self.journal[node, move].outcome = Outcome.COMMIT
         return self.on_getoutcome(node, move)

@@ -1,4 +1,4 @@
-"""Every event of a move (each step asked, done half, done, answered) × everything that can go wrong at it."""
+"""Tests every event of a move (each step requested, partly done, done, answered) with every fault that can occur at it."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from tests.sampling import Sampler
 WALKS = ((False, False), (False, True), (True, True))  # back, ticking
 CRASHES = ("driver dies", "source daemon dies", "target daemon dies", "peer daemon dies")
 LASTING = [name for name in STRIKES if name.endswith("cut off")]
-COSTLY = ("source node reboots", "peer node reboots")  # the RST of a node that is back may cost a connection
+COSTLY = ("source node reboots", "peer node reboots")  # a rebooted node may reset a connection
 
 
-def test_a_move_without_faults() -> None:
+def test_move_without_faults_succeeds() -> None:
     scene = Scene({}).play()
     assert scene.move.verdict is Verdict.MOVED
     scene.judge()
 
 
 @pytest.mark.parametrize("ticking", [False, True])
-def test_every_step_of_the_table_is_walked(ticking: bool) -> None:
+def test_walk_includes_every_step_of_the_table(ticking: bool) -> None:
     walked = labels(back=False, ticking=ticking)
     for step in TABLE:
         asked = "Close" if step.action == "Quiesce" else step.action
@@ -42,7 +42,7 @@ def events_of(name: str, *, back: bool, ticking: bool) -> list[tuple[int, str]]:
 
 @contextmanager
 def named(*story: object) -> Iterator[None]:
-    """Says in which of many stories it was."""
+    """Adds the scenario to an assertion error."""
     try:
         yield
     except AssertionError as error:
@@ -52,8 +52,8 @@ def named(*story: object) -> Iterator[None]:
 
 @pytest.mark.parametrize(("back", "ticking"), WALKS)
 @pytest.mark.parametrize("name", STRIKES)
-def test_one_fault(name: str, back: bool, ticking: bool, sampled: Sampler) -> None:
-    """Whoever died comes back before the driver's next request, or only when the driver has given up."""
+def test_single_fault_at_any_event_is_settled(name: str, back: bool, ticking: bool, sampled: Sampler) -> None:
+    """What died comes back before the driver's next request, or only after the driver has given up."""
     events = events_of(name, back=back, ticking=ticking)
     assert events
     for event, label in sampled(events, 12):
@@ -74,15 +74,15 @@ UNRUN = ("target node reboots", "guest keeper dies on target")
 @pytest.mark.parametrize("ticking", [False, True])
 @pytest.mark.parametrize("back", [False, True])
 @pytest.mark.parametrize("name", UNRUN)
-def test_what_dies_at_the_target_between_held_and_activated_goes_on_at_the_source(
+def test_copy_that_dies_between_held_and_activated_continues_on_the_source(
     name: str, back: bool, ticking: bool, soon: bool
 ) -> None:
-    """Exactly one copy, without any person; after COMMIT on the target's recorded word."""
+    """Exactly one copy runs, without an operator. After COMMIT this needs the target's report, which is recorded."""
     walked = labels(back=back, ticking=ticking)
     taken_back = 0
     for event in range(walked.index("target: mark held") + 1, walked.index("target: mark activated") + 1):
         if walked[event] == "target: mark activated" and name != "target node reboots":
-            continue  # the daemon lives and writes the mark: the copy counts as one that has run
+            continue  # the daemon runs and writes the mark: the copy counts as one that has run
         scene = Scene({event: name}, back=back, ticking=ticking, soon=soon).play()
         source = scene.move.at_source
         assert source is not None
@@ -94,8 +94,8 @@ def test_what_dies_at_the_target_between_held_and_activated_goes_on_at_the_sourc
     assert taken_back
 
 
-def test_a_token_that_comes_late_wakes_nothing() -> None:
-    """Activate with a valid token at a target that has answered GONE, before and after the source has heard of it."""
+def test_late_token_does_not_activate_a_dead_copy() -> None:
+    """Activate, with a valid token, reaches a target that has answered GONE, before or after the source knows of it."""
     commit = labels(back=False, ticking=False).index("driver: Activate asked")
     for heard in (False, True):
         scene = Scene({commit: "driver dies"}, ticking=False)
@@ -114,8 +114,8 @@ def test_a_token_that_comes_late_wakes_nothing() -> None:
         scene.judge()
 
 
-def test_what_nobody_keeps_is_not_taken_back() -> None:
-    """After COMMIT the home keeper is killed and the target's copy dies: the source's copy is killed, not thawed."""
+def test_copy_whose_keeper_is_dead_is_killed_and_not_thawed() -> None:
+    """After COMMIT the home keeper is killed and the target's copy dies. The source's copy is killed, not thawed."""
     walked = labels(back=False, ticking=False)
     for event in range(walked.index("source: record COMMIT") + 1, walked.index("target: mark activated")):
         scene = Scene({event: "home keeper dies", event + 1: "guest keeper dies on target"}, ticking=False).play()
@@ -125,8 +125,10 @@ def test_what_nobody_keeps_is_not_taken_back() -> None:
 
 @pytest.mark.parametrize(("back", "ticking"), WALKS)
 @pytest.mark.parametrize("name", LASTING)
-def test_a_partition_that_never_heals_stops_nobody(name: str, back: bool, ticking: bool, sampled: Sampler) -> None:
-    """Any two parties cut off for ever: a third carries the word, and exactly one copy runs."""
+def test_permanent_partition_leaves_exactly_one_running_copy(
+    name: str, back: bool, ticking: bool, sampled: Sampler
+) -> None:
+    """Any two participants are partitioned for ever. A third one passes on the outcome, and exactly one copy runs."""
     for event, label in sampled(events_of(name, back=back, ticking=ticking), 12):
         with named(event, label):
             scene = Scene({event: name}, back=back, ticking=ticking)
@@ -139,8 +141,8 @@ def test_a_partition_that_never_heals_stops_nobody(name: str, back: bool, tickin
 
 
 @pytest.mark.parametrize(("first", "second"), list(product(CRASHES, CRASHES)))
-def test_two_crashes(first: str, second: str, sampled: Sampler) -> None:
-    """Every twelfth pair of events, the second also while the daemons settle what the first left."""
+def test_two_crashes_at_any_events_are_settled(first: str, second: str, sampled: Sampler) -> None:
+    """Uses every twelfth pair of events; the second crash may occur while the daemons settle after the first."""
     events = len(labels(back=False, ticking=False)) + 12
     pairs = [pair for pair in combinations(range(events), 2) if (5 * pair[0] + pair[1]) % 12 == CRASHES.index(second)]
     for one, two in sampled(pairs, 60):
@@ -151,8 +153,8 @@ def test_two_crashes(first: str, second: str, sampled: Sampler) -> None:
 @pytest.mark.sampled(3, per="first")
 @pytest.mark.parametrize("first", list(STRIKES))
 @pytest.mark.parametrize("second", list(STRIKES))
-def test_two_faults_of_any_kind(first: str, second: str) -> None:
-    """Coarser: some events, others for other faults, and no promise of survival, since two copies may die."""
+def test_two_faults_of_any_kind_are_settled(first: str, second: str) -> None:
+    """Coarser: uses some events only, which depend on the faults. The rank need not survive, since both copies may die."""
     events = len(labels(back=False, ticking=True))
     shift = list(STRIKES).index(first) * 7 + list(STRIKES).index(second) * 3
     for one, two in product(range(shift % 28, events, 28), range(shift % 17, events + 12, 17)):

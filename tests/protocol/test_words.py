@@ -1,4 +1,4 @@
-"""`migrator recover` on the model: a person's word where a node is dead for good, refused where it is not."""
+"""Tests `migrator recover` on the model: declaring a node dead, which is refused while that node answers for the rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EVENTS = labels(back=False, ticking=False)
 
 
 def power_off(event: int, node: str) -> Scene:
-    """A move during which a node dies and does not come back, as far as the other node can settle it."""
+    """A move during which a node dies and does not come back, settled as far as the other node can."""
     scene = Scene({}, ticking=False)
     scene.model.dead_for_ever.add(node)
     scene.model.faults[event] = lambda world: world.reboot(node)
@@ -29,8 +29,8 @@ def power_on(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize("event", range(len(EVENTS)), ids=[f"{i:02} {label}" for i, label in enumerate(EVENTS)])
-def test_the_source_is_dead(event: int) -> None:
-    """A held target goes on; a target that holds nothing whole has nothing to go on with."""
+def test_declaring_the_source_dead_activates_a_held_copy(event: int) -> None:
+    """A target with a held copy activates it. A target without a complete copy refuses."""
     scene = power_off(event, HOME)
     target = scene.move.at_target
     held = target is not None and target.mark is Mark.HELD and target.copy_exists
@@ -45,8 +45,8 @@ def test_the_source_is_dead(event: int) -> None:
         scene.retry(AWAY)
 
 
-def test_the_record_says_what_became_of_the_rank_when_the_dead_source_is_back() -> None:
-    """Else history would say "undone" of a moved rank."""
+def test_returned_source_records_commit_for_a_rank_that_moved() -> None:
+    """Otherwise `migrator history` would list a moved rank as undone."""
     for event, label in enumerate(EVENTS):
         scene = power_off(event, HOME)
         person_says(scene.model, AWAY, "DeclareSourceDead", "m-1")
@@ -56,8 +56,8 @@ def test_the_record_says_what_became_of_the_rank_when_the_dead_source_is_back() 
 
 
 @pytest.mark.parametrize("event", range(len(EVENTS)), ids=[f"{i:02} {label}" for i, label in enumerate(EVENTS)])
-def test_the_target_is_dead(event: int) -> None:
-    """The source's frozen copy goes on, unless it was released; the dead target comes back and runs nothing."""
+def test_declaring_the_target_dead_thaws_the_source_copy(event: int) -> None:
+    """The source's frozen copy continues, unless it was released. When the target comes back, it runs nothing."""
     scene = power_off(event, AWAY)
     source = scene.move.at_source
     if source is not None and not source.ended:
@@ -74,8 +74,8 @@ def test_the_target_is_dead(event: int) -> None:
 
 @pytest.mark.parametrize("word", ["DeclareSourceDead", "DeclareTargetDead"])
 @pytest.mark.parametrize("label", ["source: record COMMIT", "driver: Activate asked", "target: let packets go"])
-def test_a_word_against_the_living_is_refused(word: str, label: str) -> None:
-    """The driver dies; both nodes live and reach each other: nobody believes that one of them is dead."""
+def test_running_node_cannot_be_declared_dead(word: str, label: str) -> None:
+    """The driver dies, but both nodes run and reach each other, so they refuse the declaration."""
     scene = Scene({EVENTS.index(label): "driver dies"}, ticking=False)
     scene.move.run()
     target = scene.move.at_target
@@ -85,8 +85,8 @@ def test_a_word_against_the_living_is_refused(word: str, label: str) -> None:
     scene.play_on().judge()
 
 
-def test_the_word_outlives_a_crash_of_the_daemon_that_took_it() -> None:
-    """It is written down before it is acted on, and no token for the overruled COMMIT is given out any more."""
+def test_declaration_survives_a_crash_of_the_daemon() -> None:
+    """It is recorded before it is carried out, and from then on no token for the overruled COMMIT is issued."""
     scene = power_off(EVENTS.index("driver: Activate asked"), AWAY)
     event = len(scene.model.labels)
     for after in range(8):
@@ -99,8 +99,8 @@ def test_the_word_outlives_a_crash_of_the_daemon_that_took_it() -> None:
             assert again.model.on_getoutcome(HOME, "m-1").kind == "ABORT"
 
 
-def test_a_second_driver_is_told_that_the_rank_is_busy() -> None:
-    """A new move id while the old move is not settled: refused or undone, and the old one ends as if alone."""
+def test_second_move_of_a_busy_rank_is_refused_or_undone() -> None:
+    """A move that begins while an earlier one is unsettled is refused or undone, and does not affect the earlier one."""
     for event, label in enumerate(EVENTS):
         scene = Scene({event: "driver dies"}, ticking=False)
         scene.move.run()
