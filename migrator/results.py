@@ -1,4 +1,4 @@
-"""What the driver tells: what was asked, what happens, how it ended. Plain data; the command line renders it."""
+"""The driver's data types: the request, the events of a move, and its result. The command line renders them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class MoveOptions:
     job: str | None = None
     timeout_s: float | None = None
     gpu: str = ""  # the target's GPU to move to, by UUID or index; empty: any that fits
-    lease_s: float = 30.0  # how long the source waits for a driver that fell silent before COMMIT
-    quiesce_timeout_s: float = 30.0  # how long the job may take to a point where all its ranks can wait
+    lease_s: float = 30.0  # how long the source waits, before COMMIT, for a driver that does not renew the lease
+    quiesce_timeout_s: float = 30.0  # how long the job may take to reach a point where all its ranks can wait
 
 
 @dataclass(frozen=True)
 class Event:
-    """Something happened in a running move: "phase-start", "phase-end", "bytes" or "note"."""
+    """An event of a running move: "phase-start", "phase-end", "bytes" or "note"."""
 
     kind: str
     phase: str
@@ -77,7 +77,7 @@ class CheckReport:
 
 @dataclass(frozen=True)
 class MoveResult:
-    """How a move ended: the object `migrator move --json` prints."""
+    """How a move ended: the object that `migrator move --json` prints."""
 
     move: str
     job: str
@@ -93,13 +93,13 @@ class MoveResult:
     error_code: str = ""
     remedy: str = ""
     exit_code: int = 0
-    parts: list[PhaseTime] = field(default_factory=list)  # of phases: where their time went
-    gpu_pairs: list[tuple[str, str]] = field(default_factory=list)  # (of the source, of the target)
-    device_bytes: int = 0  # of device memory that moved
-    device_bytes_left: int = 0  # free blocks of the caching allocator that were given back instead
-    longest_part: PhaseTime | None = None  # of those inside the pause
-    warnings: list[str] = field(default_factory=list)  # what went another way than the best one
-    peers_stopped_s: float = 0.0  # the longest that a process at the other end of a connection was stopped
+    parts: list[PhaseTime] = field(default_factory=list)  # the parts of phases, with their times
+    gpu_pairs: list[tuple[str, str]] = field(default_factory=list)  # (source's GPU, target's GPU)
+    device_bytes: int = 0  # device memory that was moved
+    device_bytes_left: int = 0  # free blocks of the caching allocator, released instead of sent
+    longest_part: PhaseTime | None = None  # the longest of those inside the pause
+    warnings: list[str] = field(default_factory=list)  # where the move fell back to a slower method, and why
+    peers_stopped_s: float = 0.0  # the longest time for which a peer's process was stopped
 
     def to_json(self) -> dict[str, Any]:
         return {

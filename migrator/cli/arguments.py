@@ -64,7 +64,7 @@ class Verbs:
 
 
 def add_global_options(parser: argparse.ArgumentParser) -> None:
-    """They can stand before or after the verb: SUPPRESS keeps a default from overwriting a given value."""
+    """Adds options that are accepted before and after the verb: SUPPRESS keeps a default from overwriting a given value."""
     parser.add_argument(
         "--json", action="store_true", default=argparse.SUPPRESS, help="print one JSON object instead of text"
     )

@@ -26,7 +26,7 @@ def add(verbs: arguments.Verbs) -> None:
 
 
 def add_ask(parser: argparse.ArgumentParser) -> None:
-    """The rank and the target: for `check` and `move`."""
+    """Adds the options for the rank and the target, which `check` and `move` share."""
     parser.add_argument(
         "--rank", type=arguments.rank, required=True, metavar="R", help="rank to move, by its number in the job"
     )

@@ -1,4 +1,4 @@
-"""The result of a move, from what the driver knows at its end."""
+"""Builds the result of a move from what the driver knows at the end."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from snapshotd.api.errors import SnapshotError, Undone, Where
 
 
 def result(run: Run, verdict: Verdict, reason: str, where: Where, error: SnapshotError | None) -> MoveResult:
-    """How the move ended. An undone move exits with 11, whatever the error, unless the rank itself has ended."""
+    """How the move ended. An undone move exits with 11 for every error, unless the rank itself has ended."""
     keeps_code = verdict in {Verdict.REFUSED, Verdict.UNKNOWN} or where is Where.ENDED
     exit_code = 0 if error is None else (error.exit_code if keeps_code else Undone.exit_code)
     if verdict is Verdict.UNDONE and run.pause_s and where is not Where.ENDED:

@@ -1,4 +1,4 @@
-"""Goes through the table, step by step, and keeps the lease alive meanwhile."""
+"""Executes the steps of the table in order and renews the lease while they run."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.client import DaemonClient
 from snapshotd.api.errors import SnapshotError, Timeout, Undone, Where
 
-#: A process whose counts have not changed for this long counts as idle: threads that wait at its gate may be let on.
+#: A process whose counts have not changed for this long counts as idle: threads that wait at its gate may pass.
 PATIENCE_S = 0.5
 #: Delay between two rounds; short at first, because most cuts are a few milliseconds away.
 ROUND_S, ROUND_MAX_S = 0.002, 0.05
@@ -217,7 +217,7 @@ def _setting_targets(
 
 
 class _Watch:
-    """Tells idle processes from active ones. What threads do outside the gate is invisible here; only arrivals count."""
+    """Distinguishes idle from active processes. What threads do outside the gate is invisible here; only arrivals count."""
 
     def __init__(self) -> None:
         self._last: dict[Process, tuple[Report, float]] = {}
