@@ -1,7 +1,7 @@
 /* Connects the members of a new communicator with each other: two sockets for every pair.
  *
- * Invariant: when it succeeds every link is open; when it fails comm_free closes what was opened, and the listeners of
- * the ids that this process made are gone either way.
+ * Invariant: on success every link is open; on failure comm_free closes the open ones. In both cases the listeners of
+ * the ids that this process created are gone.
  */
 #define _GNU_SOURCE
 #include <netinet/in.h>
@@ -61,7 +61,7 @@ static ncclResult_t call_on(struct ncclComm *comm, int peer, enum channel channe
 	return result == ncclSuccess ? network_send(link->fd, &hello, sizeof(hello), cancel) : result;
 }
 
-/* Takes one caller in. One that belongs elsewhere is sent away and does not count. */
+/* Accepts one connection. One that belongs to another communicator is closed and does not count. */
 static ncclResult_t answer(struct ncclComm *comm, int listener, const struct cancel *cancel, int *missing)
 {
 	struct hello hello;
@@ -150,7 +150,7 @@ static void release(const ncclUniqueId *id, const struct cancel *cancel)
 		return;
 	message.number = read.number;
 	if (network_connect(&fd, &address, cancel) != ncclSuccess)
-		return; /* its maker has let go of it already */
+		return; /* its creator has already released it */
 	network_send(fd, &message, sizeof(message), cancel);
 	close(fd);
 }
@@ -164,7 +164,7 @@ ncclResult_t bootstrap_by_ids(struct ncclComm *comm, const ncclUniqueId *ids, in
 	comm->members = calloc((size_t)comm->nranks, sizeof(*comm->members));
 	if (result == ncclSuccess && !comm->members)
 		result = failed(ncclSystemError, "out of memory");
-	if (result == ncclSuccess) /* one meeting is enough for a stand-in: all ranks use the first id */
+	if (result == ncclSuccess) /* the fake needs only one rendezvous: all ranks use the first id */
 		result = join_by_id(&ids[0], comm->rank, comm->nranks, &self, comm->members, cancel);
 	for (i = 1; i < nids && comm->rank == 0; i++)
 		release(&ids[i], cancel);

@@ -1,5 +1,6 @@
-/* A communicator's own device memory, as NCCL has for its channels: from the CUDA runtime that the process has, if it has one and
- * FAKE_NCCL_BUFFER_MIB asks for it. Operations do not use it; whoever looks at the GPU sees it come and go. */
+/* Device memory of a communicator, as NCCL allocates for its channels. It comes from the CUDA runtime of the process,
+ * if it has one and FAKE_NCCL_BUFFER_MIB is set. Operations do not use it, but it is visible on the GPU while the
+ * communicator exists. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <stdlib.h>
@@ -8,7 +9,7 @@
 #include "communicator.h"
 #include "errors.h"
 
-/* Nothing but a pattern is in it, which must be there when the communicator ends. */
+/* It contains only a pattern, which must be intact when the communicator ends. */
 #define PATTERN 0xa5
 #define CHECKED_BYTES 4096
 
@@ -41,6 +42,6 @@ void buffer_drop(struct ncclComm *comm)
 		return;
 	memset(expected, PATTERN, sizeof(expected));
 	if (copy(seen, comm->buffer, sizeof(seen), 2) || memcmp(seen, expected, sizeof(seen)) != 0)
-		abort(); /* somebody took it away, or wrote there */
+		abort(); /* the memory was released or overwritten */
 	release(comm->buffer);
 }

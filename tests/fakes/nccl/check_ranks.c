@@ -2,7 +2,7 @@
  *
  *	check_ranks NRANKS
  *
- * Exits with 0 when every number was right and every process left nothing behind.
+ * Exits with 0 if every number was right and no process leaked anything.
  */
 #define _GNU_SOURCE
 #include <pthread.h>
@@ -20,7 +20,7 @@
 #define COUNT 1000
 #define STREAM(n) ((void *)(uintptr_t)(0x100 + (n)))
 
-/* In a frame of its own: what main's frame still points to does not count as leaked. */
+/* In a separate frame, because memory that main's frame still points to does not count as leaked. */
 #define NOT_IN_MAIN __attribute__((noinline))
 
 #define EXPECT(condition)                                                                          \
@@ -67,7 +67,7 @@ struct caller {
 	int number;
 };
 
-/* One thread with a communicator and a stream of its own. */
+/* One thread with its own communicator and stream. */
 static void *call_much(void *argument)
 {
 	const struct caller *caller = argument;
@@ -174,7 +174,7 @@ static void *destroy(void *comm)
 	return NULL;
 }
 
-/* An operation that rank 1 alone launches: it waits in destroy, and is aborted by another thread. */
+/* Only rank 1 launches an operation: it waits in destroy, and another thread aborts it. */
 static NOT_IN_MAIN void check_abort(void)
 {
 	ncclConfig_t config = {.size = sizeof(config), .magic = NCCL_CONFIG_MAGIC, .version = FAKE_NCCL_VERSION};

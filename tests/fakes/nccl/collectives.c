@@ -1,14 +1,15 @@
-/* What the operations do. Every collective is one or two exchanges in which each rank gives a block to each other rank and
- * gets one from it (often empty), followed by arithmetic of its own.
+/* Executes the operations. Every collective is one or two exchanges, in which each rank sends a block to each other
+ * rank and receives one from it (often empty), followed by local arithmetic.
  *
- * Invariant: every rank hears from every other one in every collective, so none completes before all have launched it.
+ * Invariant: in every collective each rank receives from every other one, so none completes before all have launched
+ * it.
  */
 #include <stdlib.h>
 #include <string.h>
 
 #include "communicator.h"
 
-/* What goes to and what comes from one peer. */
+/* The blocks to and from one peer. */
 struct block {
 	void *data;
 	size_t bytes;
@@ -74,7 +75,7 @@ static size_t share_begin(const struct run *run, size_t count, int rank)
 	       (count % (size_t)run->comm->nranks < (size_t)rank ? count % (size_t)run->comm->nranks : (size_t)rank);
 }
 
-/* Gives each rank its share of sendbuff and reduces what the others gave for this rank's own into `into`. */
+/* Sends each rank its share of sendbuff, and reduces the blocks received for this rank's share into `into`. */
 static ncclResult_t reduce_share(struct run *run, const char *source, const size_t *begins, void *into)
 {
 	struct ncclComm *comm = run->comm;
@@ -102,7 +103,7 @@ static ncclResult_t reduce_share(struct run *run, const char *source, const size
 	return result;
 }
 
-/* AllReduce, Reduce and ReduceScatter: each rank reduces one share, and then the shares go where they belong. */
+/* AllReduce, Reduce and ReduceScatter: each rank reduces one share, and then sends it where it is needed. */
 static ncclResult_t run_reduction(struct run *run)
 {
 	const struct operation *operation = run->operation;
@@ -211,7 +212,7 @@ static bool point_to_point(const struct operation *operation)
 	return operation->opcode == OP_SEND || operation->opcode == OP_RECV;
 }
 
-/* A rank's sends to itself meet its receives from itself in their order; groups.c saw that they are as many. */
+/* A rank's sends to itself match its receives from itself in order; groups.c has checked that their numbers are equal. */
 static ncclResult_t run_to_self(const struct ncclComm *comm, const struct batch *batch)
 {
 	const struct operation *send, *receive = batch->operations;

@@ -1,7 +1,7 @@
-/* The communicators of this process: which handles are valid, who is inside one, and what state it is in.
+/* The communicators of this process: valid handles, the number of calls inside each, and its state.
  *
- * Invariant: a handle that is not listed is never dereferenced, so a stale handle or one that another library made is
- * answered with ncclInvalidArgument; and a communicator is freed only when nobody is inside.
+ * Invariant: a handle that is not listed is never dereferenced, so a stale handle or one of another library results in
+ * ncclInvalidArgument. A communicator is freed only when no call is inside.
  */
 #define _GNU_SOURCE
 #include "communicator.h"
@@ -44,7 +44,7 @@ static ncclResult_t read_config(struct ncclComm *comm, const ncclConfig_t *given
 		return failed(ncclInvalidArgument, "config.blocking is %d: 0 or 1 is expected", config.blocking);
 	if (config.blocking != NCCL_CONFIG_UNDEF_INT)
 		comm->blocking = config.blocking != 0;
-	/* Both are read as NCCL does, so that a config which points to freed text is seen by AddressSanitizer. */
+	/* Reads both strings as NCCL does, so that AddressSanitizer detects a config that points to freed text. */
 	if (config.netName && !*config.netName)
 		return failed(ncclInvalidArgument, "config.netName is empty");
 	if (config.commName)
@@ -133,8 +133,8 @@ void comm_leave(struct ncclComm *comm)
 	pthread_mutex_unlock(&library_lock);
 }
 
-/* Enters a communicator that takes work now. It asks through the exported ncclCommGetAsyncError, as NCCL does, so a
- * library that is preloaded over this one is called back with the real handle. */
+/* Enters a communicator that accepts work now. It calls the exported ncclCommGetAsyncError, as NCCL does, so a
+ * preloaded library is called back with the real handle. */
 struct ncclComm *comm_enter_ready(ncclComm_t handle, ncclResult_t *result)
 {
 	struct ncclComm *comm = comm_enter(handle);

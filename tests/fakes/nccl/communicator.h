@@ -1,4 +1,4 @@
-/* One rank's communicator, the work it was given, and the jobs that make communicators. */
+/* One rank's communicator, its work, and the jobs that create communicators. */
 #ifndef FAKE_NCCL_COMMUNICATOR_H
 #define FAKE_NCCL_COMMUNICATOR_H
 
@@ -33,11 +33,11 @@ struct operation {
 	struct fake_ticket *ticket;
 };
 
-/* What one launch gave to one communicator: a single operation, or all of a group's. It runs and completes as one. */
+/* The work of one launch for one communicator: a single operation, or all of a group. It runs and completes as a unit. */
 struct batch {
 	struct batch *next;
 	struct operation *operations;
-	bool finalize; /* the last one: tell the others, then close everything */
+	bool finalize; /* the last one: notify the others, then close everything */
 	bool same_host; /* … only those on this host */
 };
 
@@ -73,8 +73,8 @@ struct ncclComm {
 	struct registration *registrations;
 };
 
-/* One lock and one condition for everything that is not on the wire: a stand-in needs no concurrency of its own, and
- * one lock cannot be taken in the wrong order. streams.c's own lock may be taken inside it. */
+/* One lock and one condition for everything that is not on the wire: a fake needs no concurrency, and one lock cannot
+ * be taken in the wrong order. The lock of streams.c may be taken inside it. */
 extern pthread_mutex_t library_lock;
 extern pthread_cond_t library_changed;
 
@@ -112,11 +112,11 @@ ncclResult_t bootstrap_by_ids(struct ncclComm *comm, const ncclUniqueId *ids, in
 ncclResult_t bootstrap_mesh(struct ncclComm *comm, int listener, const struct cancel *cancel);
 ncclResult_t member_self(struct member *self, int *listener);
 
-/* jobs.c: everything that makes a communicator, which a group may collect and run at once. */
+/* jobs.c: everything that creates a communicator. A group may collect jobs and run them at once. */
 struct job {
 	struct job *next;
 	ncclResult_t (*run)(struct job *job);
-	struct ncclComm *comm, *parent; /* either may be NULL; both are entered while the job lives */
+	struct ncclComm *comm, *parent; /* either may be NULL; both are entered while the job exists */
 	ncclComm_t *handle;
 	struct job *siblings; /* all jobs of the group: when one fails, the others are cancelled */
 	ncclResult_t result;

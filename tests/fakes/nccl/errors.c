@@ -1,5 +1,5 @@
-/* Results in words. Invariant: what ncclGetLastError returns belongs to the calling thread and stays as it is until that
- * thread asks again, so nobody reads a sentence while another thread writes it.
+/* Error messages. Invariant: the text that ncclGetLastError returns belongs to the calling thread and does not change
+ * until that thread calls it again, so no thread reads a message while another writes it.
  */
 #include "errors.h"
 

@@ -6,7 +6,7 @@
 
 #define WHY_BYTES 512
 
-/* Notes the reason and answers `result`, so that a call can `return failed(...)`. */
+/* Records the reason and returns `result`, so that a call can `return failed(...)`. */
 ncclResult_t failed(ncclResult_t result, const char *format, ...) __attribute__((format(printf, 2, 3)));
 /* The calling thread's own last reason. */
 const char *last_reason(void);

@@ -2,12 +2,12 @@
  *
  * Each holds entries "point:rank:count:action" separated by commas or white space. Point: a call in lower case without
  * "nccl" and "Comm" (getuniqueid, init, split, shrink, finalize, destroy, abort, allreduce, send, …), or an operation
- * with ".run" (allreduce.run) for the moment when it is executed. Rank: a number or *. Count: the how-manyeth time the
- * point is passed since the entry was first seen, or * for always. Action: hang, crash (SIGKILL), fail (ncclSystemError),
+ * with ".run" (allreduce.run) for the moment when it is executed. Rank: a number or *. Count: which time the point is
+ * passed since the entry was first seen (1, 2, …), or * for always. Action: hang, crash (SIGKILL), fail (ncclSystemError),
  * fail-remote, fail-internal, fail-cuda, fail-usage.
  *
- * Invariant: an entry that cannot be read stops the process at once, because a fault that silently does not happen makes
- * a test that cannot fail. A hang ends when its entry is gone from the file.
+ * Invariant: an entry that cannot be parsed aborts the process, because a test whose fault silently does not happen
+ * cannot fail. A hang ends when its entry is removed from the file.
  */
 #define _GNU_SOURCE
 #include "faults.h"
@@ -37,7 +37,7 @@ struct fault {
 	long count;
 };
 
-/* How often an entry's point was passed. Forgotten when the entry is no longer asked for. */
+/* How often an entry's point was passed. Reset when the entry is removed. */
 struct counter {
 	struct counter *next;
 	char entry[ENTRY_BYTES];

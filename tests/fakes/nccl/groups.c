@@ -1,7 +1,7 @@
-/* Groups: what a thread calls between ncclGroupStart and ncclGroupEnd starts together at the outermost end.
+/* Groups: the calls of a thread between ncclGroupStart and ncclGroupEnd start together at the outermost end.
  *
  * Invariant: operations outside a group are groups of one, so there is one way to launch. A launch is atomic: no other
- * thread's operation comes between those of a group, on a stream or on a communicator. A call that failed inside a group
+ * thread's operation comes between those of a group, on a stream or on a communicator. A call that fails inside a group
  * fails the whole group, and nothing of it is launched.
  */
 #define _GNU_SOURCE
@@ -113,7 +113,7 @@ static ncclResult_t check_self(const struct operation *operations)
 	return ncclSuccess;
 }
 
-/* Gives each communicator the group's operations for it as one batch, in the order in which it was first named. */
+/* Passes each communicator its operations of the group as one batch, in the order in which communicators were first used. */
 static void launch(struct operation *operations)
 {
 	struct operation *operation, *next, **end;
@@ -125,7 +125,7 @@ static void launch(struct operation *operations)
 		struct operation **place = &operations;
 
 		if (!(batch = calloc(1, sizeof(*batch))))
-			abort(); /* part of the group may run already: there is no error to answer with */
+			abort(); /* part of the group may already run: no error would be correct */
 		end = &batch->operations;
 		while (*place) {
 			next = *place;

@@ -1,7 +1,7 @@
-/* Who this host is: its name, its boot and its address, read once and then believed for ever.
+/* The identity of this host: name, boot id and address, read once and never updated.
  *
- * NCCL caches the same, and that is what makes a second copy of the library necessary after a move; so a refresh here
- * would hide the mistake that the stand-in exists to show.
+ * NCCL caches the same, which is why a second copy of the library is necessary after a move. A refresh here would hide
+ * the errors that the fake must reveal.
  */
 #define _GNU_SOURCE
 #include <arpa/inet.h>

@@ -34,7 +34,7 @@ static ncclResult_t initialise(ncclComm_t *handle, int nranks, const ncclUniqueI
 		return group_note(failed(ncclInvalidArgument, "there is no rank %d among %d", rank, nranks));
 	if ((result = comm_create(&comm, config, NULL)) != ncclSuccess)
 		return group_note(result);
-	pthread_mutex_lock(&library_lock); /* it is listed already, and others look through the list */
+	pthread_mutex_lock(&library_lock); /* it is already listed, and other threads read the list */
 	comm->id = rendezvous_number(&ids[0]);
 	comm->rank = rank;
 	comm->nranks = nranks;
@@ -68,7 +68,7 @@ ncclResult_t ncclCommInitRankScalable(ncclComm_t *comm, int nranks, int rank, in
 }
 #endif
 
-/* Through the exported symbols: a library that is preloaded over this one is entered again. */
+/* Calls the exported symbols, so that a preloaded library is entered again. */
 ncclResult_t ncclCommInitAll(ncclComm_t *comms, int ndev, const int *devices)
 {
 	int before = fakeNcclGetDevice(), i;

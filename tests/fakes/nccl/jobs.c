@@ -1,4 +1,5 @@
-/* Jobs make communicators: they talk to other ranks, so they may take long, and several of one process must run at once.
+/* Jobs create communicators. They communicate with other ranks, so they may take long, and several of one process must
+ * run at once.
  *
  * Invariant: a blocking job that failed leaves no communicator, and its handle is NULL; a non-blocking one leaves the
  * communicator with the error, for the caller to poll and abort, as NCCL does.
@@ -56,7 +57,7 @@ static void job_free(struct job *job)
 	free(job);
 }
 
-/* Does the job's work and says how it ended to whoever polls the communicators. */
+/* Does the job's work and stores the result in the communicators, for callers that poll. */
 static void job_work(struct job *job)
 {
 	job->result = job->run(job);
@@ -122,7 +123,7 @@ static void *work_grouped(void *argument)
 	struct job *job = argument, *other;
 
 	job_work(job);
-	if (job->result != ncclSuccess) /* the others may wait for ever for the one that failed */
+	if (job->result != ncclSuccess) /* the others might wait forever for the one that failed */
 		for (other = job->siblings; other; other = other->next)
 			if (other->comm)
 				comm_stop(other->comm, true);
@@ -131,13 +132,13 @@ static void *work_grouped(void *argument)
 
 static ncclResult_t start_detached(struct job *job)
 {
-	/* Kept by the communicator that is polled and certainly outlives the job: it is joined when that one is freed. */
+	/* The communicator that is polled outlives the job, so it owns the thread: the thread is joined when it is freed. */
 	struct ncclComm *owner = job->parent ? job->parent : job->comm;
 	pthread_t finished;
 	bool join;
 
 	pthread_mutex_lock(&library_lock);
-	join = owner->job_started; /* an earlier split; ncclCommGetAsyncError said that it is over */
+	join = owner->job_started; /* an earlier split, which ncclCommGetAsyncError has reported as finished */
 	finished = owner->job;
 	owner->job_started = false;
 	pthread_mutex_unlock(&library_lock);
@@ -152,7 +153,7 @@ static ncclResult_t start_detached(struct job *job)
 	return job_drop(job, failed(ncclSystemError, "cannot start a thread"));
 }
 
-/* What a job ends with because another one failed: it was cancelled, or lost its connection. */
+/* Whether a job ended only because another one failed: it was cancelled, or lost its connection. */
 static bool is_consequence(ncclResult_t result)
 {
 	return result == ncclInternalError || result == ncclRemoteError;
@@ -166,7 +167,7 @@ static ncclResult_t run_together(struct job *jobs)
 	for (job = jobs; job; job = job->next) {
 		job->siblings = jobs;
 		if (!start_thread(&job->thread, work_grouped, job, "nccl-job"))
-			abort(); /* the others wait for it and there is no way back: say so by stopping */
+			abort(); /* the others wait for it and cannot be cancelled */
 	}
 	for (job = jobs; job; job = job->next)
 		pthread_join(job->thread, NULL);

@@ -1,8 +1,8 @@
 /* The end of a communicator: finalise, destroy, abort.
  *
  * Invariant: after ncclCommDestroy or ncclCommAbort nothing of the communicator is left in the process: no thread, no
- * descriptor, no memory. Ranks of one communicator that live in one process end together: the first calls return at
- * once and the last one waits for all, because one thread may well call them one after the other.
+ * descriptor, no memory. Ranks of one communicator in one process end together: the first calls return at once and the
+ * last one waits for all, because a single thread may make these calls one after the other.
  */
 #define _GNU_SOURCE
 #include <stdlib.h>
@@ -23,7 +23,7 @@ static void give_goodbye(struct ncclComm *comm, bool same_host)
 	worker_give(comm, batch);
 }
 
-/* With the lock: whether a rank of the same communicator in this process has not yet been told to end this way. */
+/* With the lock: whether destroy (or finalise) is still to be called for another rank of the communicator in this process. */
 static bool others_go_on(const struct ncclComm *comm, bool finalizing)
 {
 	const struct ncclComm *other;
@@ -88,7 +88,7 @@ ncclResult_t ncclCommFinalize(ncclComm_t handle)
 	return result;
 }
 
-/* With the lock, given up meanwhile: frees all ranks of this process. `comm` is entered once, by the caller. */
+/* With the lock, which it releases temporarily: frees all ranks of this process. `comm` is entered once, by the caller. */
 static void free_together(struct ncclComm *comm)
 {
 	struct ncclComm *freed = NULL, *one, *next;
@@ -150,7 +150,7 @@ ncclResult_t ncclCommDestroy(ncclComm_t handle)
 	return result;
 }
 
-/* With the lock, given up meanwhile: ends one communicator without waiting for any other rank. */
+/* With the lock, which it releases temporarily: ends one communicator without waiting for any other rank. */
 static void abort_one(struct ncclComm *comm)
 {
 	comm->aborted = true;
@@ -165,7 +165,7 @@ static void abort_one(struct ncclComm *comm)
 	pthread_mutex_lock(&library_lock);
 }
 
-/* With the lock: a rank of this process whose destroy returned because another one was still to come, when none is. */
+/* With the lock: a rank of this process whose destroy returned early to wait for another rank's, if none is left to come. */
 static struct ncclComm *left_behind(uint64_t id)
 {
 	struct ncclComm *other, *found = NULL;
@@ -174,7 +174,7 @@ static struct ncclComm *left_behind(uint64_t id)
 		if (other->id != id)
 			continue;
 		if (!other->destroy_called || other->users)
-			return NULL; /* somebody will end it, and the others with it */
+			return NULL; /* its own destroy or abort will end it and the others */
 		found = other;
 	}
 	return found;

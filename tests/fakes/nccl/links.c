@@ -1,8 +1,8 @@
 /* Moves blocks between this rank and its peers, all at once, over one socket per peer.
  *
- * A receiver announces itself with a READY frame; the sender answers with DATA. Invariant: payload is on the wire only for
- * a receive that is posted, so what can arrive before this rank wants it are small READY frames, which are kept. Sends
- * and receives between two ranks match in the order in which they were posted.
+ * A receiver sends a READY frame, and the sender answers with DATA. Invariant: payload is sent only for a posted
+ * receive, so only small READY frames can arrive early; they are kept. Sends and receives between two ranks match in
+ * the order in which they were posted.
  */
 #define _GNU_SOURCE
 #include "links.h"
@@ -52,7 +52,7 @@ static void give_out(struct link *link, struct transfer *transfer)
 	link->out_tail = transfer;
 }
 
-/* Takes one READY frame for the oldest send that waits for one. */
+/* Assigns one READY frame to the oldest send that waits for one. */
 static ncclResult_t match_ready(struct link *link, const struct frame *frame)
 {
 	struct transfer *send = link->sends;
@@ -241,7 +241,7 @@ static ncclResult_t serve(struct link *link, int peer, bool leaving)
 	if (result == ncclSuccess)
 		result = read_link(link, peer);
 	if (result == ncclSuccess && link->out_head)
-		result = write_link(link, peer); /* what was just read may have asked for something */
+		result = write_link(link, peer); /* the frames just read may have requested data */
 	if (result == ncclRemoteError && leaving) {
 		abandon(link);
 		result = ncclSuccess;
@@ -249,8 +249,8 @@ static ncclResult_t serve(struct link *link, int peer, bool leaving)
 	return result;
 }
 
-/* Tells everybody in a run that failed over a disagreement. Best effort: in the middle of another frame nothing can be
- * said, and the peer learns it when this rank aborts. */
+/* Notifies all peers of a run that failed because of a mismatch. Best effort: nothing can be sent in the middle of
+ * another frame, and the peer then notices when this rank aborts. */
 static void refuse_all(struct link *links, int nlinks, const struct transfer *transfers)
 {
 	struct frame frame = {.magic = MAGIC, .type = FRAME_REFUSED, .signature = transfers[0].signature};

@@ -60,7 +60,7 @@ struct link {
 	size_t in_have;
 	struct transfer *in_into; /* the receive whose payload is arriving */
 	size_t in_payload;
-	struct frame *early; /* what the peer is ready to receive although nothing is sent here yet */
+	struct frame *early; /* READY frames of the peer that have no matching send yet */
 	size_t nearly, early_room;
 
 	/* For the run under way. */
@@ -72,9 +72,9 @@ struct link {
 	size_t unfinished;
 };
 
-/* Runs all transfers concurrently and returns when all are done. A peer gets its data only once it has asked for it with
- * an equal signature, so nothing completes before both sides launched it. With `leaving` a peer that is gone counts as
- * done. After an error the links can only be closed. */
+/* Runs all transfers concurrently and returns when all are done. A peer gets its data only after it has requested it
+ * with an equal signature, so nothing completes before both ranks have launched it. With `leaving`, a peer that is gone
+ * counts as done. After an error the links can only be closed. */
 ncclResult_t links_run(struct link *links, int nlinks, struct transfer *transfers, size_t count, bool leaving,
 		       const struct cancel *cancel);
 void links_close(struct link *links, int nlinks);

@@ -1,7 +1,7 @@
-/* NCCL's binary interface, as far as the stand-in serves it: numbers, layouts and prototypes, nothing else.
+/* The part of NCCL's binary interface that the fake supports: numbers, layouts and prototypes, nothing else.
  *
- * Invariant: a program compiled against NCCL's own header can be linked or preloaded with the stand-in, so every number
- * and every offset here is NCCL's. Streams are opaque keys, so cudaStream_t is a plain pointer and no CUDA is needed.
+ * Invariant: a program compiled against NCCL's own header can be linked or preloaded with the fake, so every number and
+ * every offset here is NCCL's. Streams are opaque keys, so cudaStream_t is a plain pointer and no CUDA is needed.
  */
 #ifndef FAKE_NCCL_ABI_H
 #define FAKE_NCCL_ABI_H
@@ -10,7 +10,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* The version whose symbols are built; the environment's FAKE_NCCL_VERSION changes only what ncclGetVersion says. */
+/* The version whose symbols are built; the environment variable FAKE_NCCL_VERSION changes only the result of
+ * ncclGetVersion. */
 #ifndef FAKE_NCCL_VERSION
 #define FAKE_NCCL_VERSION 22809
 #endif

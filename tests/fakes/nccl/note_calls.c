@@ -1,5 +1,5 @@
-/* Preloaded over the stand-in by a test: notes the calls that the stand-in makes of its own exports, with the handle, in
- * the file that NOTE_CALLS names, and passes them on.
+/* Preloaded by a test: records the calls that the fake makes to its own exports, with the handle, in the file that
+ * NOTE_CALLS names, and forwards them.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>

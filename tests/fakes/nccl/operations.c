@@ -1,7 +1,7 @@
-/* The calls that launch operations: they check their arguments and hand the operation to the group. None of them waits.
+/* The calls that launch operations: they check their arguments and add the operation to the group. None of them waits.
  *
- * ncclBcast calls ncclBroadcast through the exported symbol, as NCCL does, so a library that is preloaded over this one
- * is entered again with the real handle.
+ * ncclBcast calls ncclBroadcast through the exported symbol, as NCCL does, so a preloaded library is entered again with
+ * the real handle.
  */
 #include <stdlib.h>
 

@@ -1,7 +1,7 @@
-/* What a user attaches to a communicator: reduction operators, registered buffers, windows; and NCCL's own memory.
+/* Objects attached to a communicator: reduction operators, registered buffers, windows; and NCCL's own memory.
  *
- * Invariant: an operator's number belongs to one communicator and is never given out twice, nor known beforehand: using
- * one with another communicator is an error, as with NCCL. Device-side communicators are refused.
+ * Invariant: an operator's number belongs to one communicator, is never reused and cannot be predicted. Using one with
+ * another communicator is an error, as with NCCL. Device-side communicators are refused.
  */
 #define _GNU_SOURCE
 #include <stdlib.h>
@@ -30,7 +30,7 @@ static int last_number; /* under library_lock */
 
 static ncclRedOp_t next_number(void)
 {
-	if (!last_number) /* not from the first free number: a stale one must not fit by chance */
+	if (!last_number) /* not from the first free number: a stale one must not be valid by chance */
 		last_number = ncclNumOps + 1000 + (int)(random_number() & 0xffffff);
 	return (ncclRedOp_t)++last_number;
 }

@@ -1,7 +1,7 @@
-/* Unique ids: each is the address of a listener that a thread of the process which made it serves.
+/* Unique ids: each is the address of a listener, which a thread of the process that created the id serves.
  *
- * The thread collects one join message per rank, answers all of them with everybody's address, and ends. Invariant: once
- * all ranks have joined, or the id was given up, neither the thread nor a socket of it is left.
+ * The thread collects one join message per rank, answers each with the addresses of all ranks, and ends. Invariant:
+ * once all ranks have joined, or the id was released, neither the thread nor any of its sockets is left.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -104,7 +104,7 @@ static void listen_to(struct rendezvous *meeting, int index)
 	char extra;
 	ssize_t got;
 
-	if (guest->seated) { /* it says nothing more: this can only be its end */
+	if (guest->seated) { /* it sends nothing more, so this is the end of its connection */
 		got = recv(guest->fd, &extra, sizeof(extra), 0);
 	} else {
 		got = recv(guest->fd, (char *)&guest->join + guest->have, sizeof(guest->join) - guest->have, 0);
@@ -175,7 +175,7 @@ static void *host(void *argument)
 	return NULL;
 }
 
-/* Takes a listener off the list and waits for its end. Number 0: any one that has ended by itself. */
+/* Removes a listener from the list and waits for its end. Number 0: any that has already ended. */
 void rendezvous_settle(uint64_t number, bool give_up)
 {
 	struct rendezvous **place, *meeting = NULL;

@@ -1,4 +1,4 @@
-/* What the maker of a unique id and the ranks that join by it say to each other. */
+/* The messages between the creator of a unique id and the ranks that join. */
 #ifndef FAKE_NCCL_RENDEZVOUS_H
 #define FAKE_NCCL_RENDEZVOUS_H
 
@@ -27,11 +27,11 @@ struct join {
 
 struct reply {
 	uint32_t magic;
-	int32_t refused; /* 0, or the number of ranks that the others speak of; -1: the rank is taken or does not exist */
+	int32_t refused; /* 0, or the number of ranks that the others have given; -1: the rank is taken or does not exist */
 };
 
 uint64_t rendezvous_number(const ncclUniqueId *id);
-/* Ends this process's listener of that number, if it has one; 0: all that have ended by themselves. */
+/* Ends this process's listener of that number, if it has one; 0: reaps all that have already ended. */
 void rendezvous_settle(uint64_t number, bool give_up);
 
 #endif

@@ -1,7 +1,8 @@
-/* Communicators made from others: split and shrink.
+/* Communicators created from others: split and shrink.
  *
- * Members talk over the parent's control links, not behind its operations: a split goes on while an operation of the
- * parent waits for a peer, as with NCCL. Invariant: children of one split, and of two splits, have different ids.
+ * Members communicate over the parent's control links, not in the queue of its operations: a split continues while an
+ * operation of the parent waits for a peer, as with NCCL. Invariant: children of one split, and of two splits, have
+ * different ids.
  */
 #define _GNU_SOURCE
 #include <stdlib.h>
@@ -77,7 +78,7 @@ static ncclResult_t seat(struct ncclComm *comm, struct ncclComm *parent, const s
 		if (rank == parent->rank)
 			mine = place;
 	}
-	pthread_mutex_lock(&library_lock); /* it is listed already, and others look through the list */
+	pthread_mutex_lock(&library_lock); /* it is already listed, and other threads read the list */
 	comm->id = child_id(parent, parent->splits, self->color);
 	comm->nranks = nranks;
 	comm->rank = mine;
@@ -124,7 +125,7 @@ static ncclResult_t run_split(struct job *job)
 	return derive(job, OP_SPLIT);
 }
 
-/* Makes the child (none without a color) and the job, which takes over that the caller is inside the parent. */
+/* Creates the child (none without a color) and the job, which takes over the caller's use count of the parent. */
 static ncclResult_t prepare(struct job **job, ncclResult_t (*run)(struct job *), struct ncclComm *parent, int color, int key,
 			    ncclComm_t *child, const ncclConfig_t *config)
 {
@@ -201,7 +202,7 @@ ncclResult_t ncclCommShrink(ncclComm_t comm, int *excluded, int nexcluded, ncclC
 
 	if (!excluded || nexcluded < 1)
 		return group_note(failed(ncclInvalidArgument, "shrink: the ranks to leave out are needed"));
-	/* With the abort flag the parent may have failed: that is what the flag is for. */
+	/* With the abort flag the parent may have failed, which is the purpose of the flag. */
 	parent = revokes ? comm_enter(comm) : comm_enter_ready(comm, &result);
 	if (!parent)
 		return group_note(result);

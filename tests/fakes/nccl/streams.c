@@ -1,5 +1,5 @@
-/* The streams of the pretended devices. Invariant: a stream's work runs in the order in which places were taken, whatever
- * communicator or copy of libnccl it belongs to. An empty stream holds no memory.
+/* The streams of the fake devices. Invariant: a stream's work runs in the order of its tickets, regardless of the
+ * communicator or copy of libnccl that it belongs to. An empty stream uses no memory.
  */
 #define _GNU_SOURCE
 #include "streams.h"
@@ -27,7 +27,7 @@ static __thread int current_device;
 
 static bool same_stream(const struct fake_ticket *ticket, int device, const void *stream)
 {
-	/* A handle names its device's stream already; a test may use it from any device. */
+	/* A handle already implies its device; a test may use it from any device. */
 	return ticket->stream == stream && ((uintptr_t)stream >= DEFAULT_STREAMS || ticket->device == device);
 }
 

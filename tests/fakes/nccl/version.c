@@ -1,4 +1,4 @@
-/* The version that the library says it is: FAKE_NCCL_VERSION of the environment, else the one it was built as. */
+/* The version that the library reports: FAKE_NCCL_VERSION of the environment, else the one that it was built as. */
 #include <stdlib.h>
 
 #include "errors.h"

@@ -1,8 +1,8 @@
 /* The thread that executes a communicator's operations, in the order in which they were launched.
  *
- * Invariant: an operation's place on its stream is given up when it is done or when its communicator is stopped, never
- * because it failed: after an asynchronous error the stream waits until the communicator is aborted, as it does when a
- * kernel waits for a dead peer.
+ * Invariant: an operation's position on its stream is released when the operation is done or its communicator is
+ * stopped, never because it failed. After an asynchronous error the stream waits until the communicator is aborted, as
+ * it does when a kernel waits for a dead peer.
  */
 #define _GNU_SOURCE
 #include <stdlib.h>
@@ -23,7 +23,7 @@ static void batch_free(struct batch *batch)
 	free(batch);
 }
 
-/* Tells every member, or every one on this host, that this rank is done, and waits until it is too. */
+/* Notifies all members, or those on this host, that this rank is done, and waits until they are done too. */
 static ncclResult_t say_goodbye(struct ncclComm *comm, const struct batch *batch, const struct cancel *cancel)
 {
 	struct transfer *transfers = calloc(2 * (size_t)comm->nranks, sizeof(*transfers));
@@ -52,7 +52,7 @@ static ncclResult_t batch_run(struct ncclComm *comm, const struct batch *batch)
 	ncclResult_t result;
 
 	if (batch->finalize) {
-		/* The point belongs to ncclCommFinalize; ncclCommDestroy has one of its own. */
+		/* The fault point belongs to ncclCommFinalize; ncclCommDestroy has another one. */
 		result = batch->same_host ? ncclSuccess : fault_at("finalize", comm->rank, comm);
 		return result == ncclSuccess ? say_goodbye(comm, batch, &cancel) : result;
 	}
