@@ -1,7 +1,7 @@
-"""One call of the driver's checkpoint API or of NVML, in a process of its own: `python cuda_ask.py CALL [PID] [ARGUMENT…]`.
+"""Makes one call of the driver's checkpoint API or of NVML: `python cuda_ask.py CALL [PID] [ARGUMENT…]`.
 
-Its own ctypes, not the product's: what the stand-ins are tested with must not share the product's mistakes. Prints the answer
-as JSON: the error's name, and what was asked for.
+It has its own ctypes declarations, so that tests of the fakes do not share the product's mistakes. Prints the answer as
+JSON: the error's name, and the result.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def checkpoint(pid: int) -> dict[str, Any]:
 
 
 def restore(pid: int, *pairs: str) -> dict[str, Any]:
-    """Each pair as OLD=NEW."""
+    """Each pair is OLD=NEW."""
     if not pairs:
         return {"error": name_of(cuda.cuCheckpointProcessRestore(pid, None))}
     flat = b"".join(UUID(uuid.removeprefix("GPU-")).bytes for pair in pairs for uuid in pair.split("="))
@@ -56,7 +56,7 @@ def restore_thread(pid: int) -> dict[str, Any]:
 
 
 def nvml(_: int) -> dict[str, Any]:
-    """What NVML says of every GPU."""
+    """What NVML reports about every GPU."""
     import pynvml as nv
 
     nv.nvmlInit()

@@ -1,8 +1,8 @@
-"""Nodes with GPUs that are not there: the stand-ins of libcuda, NVML and the runtime, built once, a folder of them per node.
+"""Creates nodes with fake GPUs: builds the fakes of libcuda, NVML and the runtime once, and makes a folder per node.
 
-A node is a folder: the libraries (links, so that a process restored on another node maps the same file), gpus.json, the
-ledger of device memory, and the faults. Nothing outside it is touched. Whoever runs in a mount namespace of its own
-must see the folder at the same path.
+A node's folder has the libraries (as links, so that a process restored on another node maps the same file), gpus.json,
+the ledger of device memory, and the faults. Nothing outside it is touched. A process in another mount namespace must
+see the folder at the same path.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LIBRARIES = ("libcuda.so.1", "libnvidia-ml.so.1", "libcudart.so.13")
 
 @functools.cache
 def build() -> Path:
-    """Builds the stand-ins, unless they are as new as their sources; the folder they are in."""
+    """Builds the fakes unless they are up to date, and returns their folder."""
     with (SOURCES / "Makefile").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         done = subprocess.run(
@@ -37,7 +37,8 @@ def build() -> Path:
 
 @dataclass(frozen=True)
 class FakeGpu:
-    """A GPU as gpus.json describes it. `mig`: None where the chip knows no MIG; `virtual_memory`: the calls that map it."""
+    """A GPU as gpus.json describes it. `mig` is None if the chip has no MIG; `virtual_memory`: has the calls that map
+    memory."""
 
     uuid: str
     name: str = "NVIDIA H200"
@@ -50,7 +51,7 @@ class FakeGpu:
 
 
 def gpus(node: str, count: int = 1, memory_mib: int = 4096, name: str = "NVIDIA H200") -> list[FakeGpu]:
-    """So many equal GPUs, whose UUIDs follow from the node's name."""
+    """So many equal GPUs, with UUIDs derived from the node's name."""
     return [
         FakeGpu(f"GPU-{uuid.uuid5(uuid.NAMESPACE_DNS, f'{index}.{node}')}", name, memory_mib, minor=index)
         for index in range(count)
@@ -88,12 +89,12 @@ class GpuNode:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What a program, or a daemon's helper, needs so that its loader finds this node's libraries."""
+        """The variables with which the loader of a program or of a daemon's helper finds this node's libraries."""
         rest = os.environ.get("LD_LIBRARY_PATH")
         return {"LD_LIBRARY_PATH": f"{self.folder}:{rest}" if rest else str(self.folder)}
 
     def write(self) -> None:
-        """Makes gpus.json say what this object says. A process that has initialised CUDA keeps the GPUs it saw."""
+        """Writes this object to gpus.json. A process that has initialised CUDA keeps the GPUs that it saw."""
         content = {
             "driver_version": self.driver_version,
             "context_mib": self.context_mib,
@@ -105,7 +106,7 @@ class GpuNode:
         fresh.rename(self.folder / "gpus.json")
 
     def fault(self, operation: str, action: str, *, once: bool = True, pid: int | None = None) -> None:
-        """Adds a fault (cuda/faults.h has the words): `fault("restore", "fail:CUDA_ERROR_OUT_OF_MEMORY")`."""
+        """Adds a fault (see cuda/faults.h): `fault("restore", "fail:CUDA_ERROR_OUT_OF_MEMORY")`."""
         line = " ".join([f"{operation}: {action}", *(["once"] if once else []), *([f"pid={pid}"] if pid else [])])
         self._rewrite([*self.faults(), line])
 
@@ -113,7 +114,7 @@ class GpuNode:
         self._rewrite([])
 
     def faults(self) -> list[str]:
-        """Those that have not been used up."""
+        """The faults that are still armed."""
         try:
             return (self.folder / "faults").read_text().splitlines()
         except FileNotFoundError:

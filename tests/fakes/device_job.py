@@ -1,4 +1,4 @@
-"""integration/workloads/device_steps.py as a child of a test: started, watched line by line, and ended whatever happens."""
+"""Runs integration/workloads/device_steps.py as a child of a test, and always ends it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WAIT_S = 60.0
 
 
 class DeviceJob:
-    """Its output goes to a file, so that it can be dumped, and read at any time."""
+    """The output goes to a file, so that the job can be dumped and the output read at any time."""
 
     def __init__(self, output: Path, environment: dict[str, str], *options: str) -> None:
         self.output = output
@@ -37,11 +37,11 @@ class DeviceJob:
         return Process.of(self.pid)
 
     def lines(self) -> list[str]:
-        """The whole lines it has printed."""
+        """The complete lines that the job has printed."""
         return self.output.read_text().rpartition("\n")[0].splitlines()
 
     def wait_for(self, start: str) -> str:
-        """The first line that begins so, once it is there. AssertionError when the job ends without it."""
+        """Waits for a line with this prefix and returns it. AssertionError if the job ends without it."""
         deadline = time.monotonic() + WAIT_S
         while time.monotonic() < deadline:
             ended = self.popen.poll() is not None
@@ -56,16 +56,16 @@ class DeviceJob:
         return sum(line.startswith("step ") for line in self.lines())
 
     def wait_for_steps(self, more: int) -> None:
-        """Until it has done so many more steps."""
+        """Waits until the job has done so many more steps."""
         self.wait_for(f"step {self.steps() + more - 1} ")
 
     def finish(self) -> list[str]:
-        """Its output, after it has ended well."""
+        """Waits for the successful end of the job, and returns its output."""
         assert self.popen.wait(WAIT_S) == 0, self.lines()[-5:]
         return self.lines()
 
     def end(self) -> None:
-        """With everything it has started."""
+        """Kills the job and everything that it has started."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self.popen.wait(WAIT_S)

@@ -1,4 +1,4 @@
-"""Builds the stand-in for NCCL once for all tests, below tests/fakes/nccl/build. Test processes wait for each other."""
+"""Builds the fake NCCL once for all tests, below tests/fakes/nccl/build. Test processes wait for each other."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ CURRENT, OLD = 22809, 21805
 
 @functools.cache
 def build(version: int = CURRENT, sanitizer: str = "") -> Path:
-    """The folder with libnccl.so.2, libfakestreams.so.1, libnote_calls.so and, of the current version, check_ranks."""
+    """Returns the folder with libnccl.so.2, libfakestreams.so.1, libnote_calls.so and, for the current version,
+    check_ranks."""
     folder = SOURCES / "build" / "-".join(filter(None, (str(version), sanitizer)))
     names = ["libnccl.so.2", "libnote_calls.so"]
     if version == CURRENT:  # the program uses functions that older versions lack

@@ -1,9 +1,9 @@
-"""NCCL's C interface for Python, as the tests of the stand-in call it.
+"""Calls NCCL's C interface from Python, for the tests of the fake.
 
-The table has one row for each exported function, in the order of NCCL's header. Everything else follows from it: a call is
-``nccl.ncclAllReduce(...)``, it blocks no other thread, and a result other than success is raised, with NCCL's own sentence.
-A symbol that the library does not have is an ``AttributeError``. It knows nothing of the stand-in but the symbols that end
-the table, so it serves the shim's tests as well.
+The table has one row for each exported function, in the order of NCCL's header. A call is ``nccl.ncclAllReduce(...)``.
+It releases the GIL. A result other than success is raised, with NCCL's error message. A symbol that the library lacks
+raises ``AttributeError``. Only the symbols at the end of the table are specific to the fake, so the shim's tests use it
+as well.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Operator(IntEnum):
 
 
 class NcclFailed(Exception):
-    """A call answered something else than success."""
+    """A call returned a result other than success."""
 
     def __init__(self, call: str, result: Result, reason: str) -> None:
         super().__init__(f"{call}: {result.name}: {reason}")
@@ -55,7 +55,7 @@ class UniqueId(ctypes.Structure):
 
 
 class Config(ctypes.Structure):
-    """ncclConfig_t of 2.28; a caller of an older version says less in ``size``."""
+    """ncclConfig_t of 2.28; a caller of an older version gives a smaller ``size``."""
 
     _fields_ = (
         ("size", c_size_t),
@@ -156,7 +156,7 @@ FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "ncclGroupStart": (),
     "ncclGroupEnd": (),
     "ncclGroupSimulateEnd": (POINTER(SimInfo),),
-    # The stand-in's own: streams are opaque keys there.
+    # Symbols of the fake only, where streams are opaque keys.
     "fakeNcclStreamSynchronize": (_stream,),
     "fakeNcclStreamQuery": (_stream,),
     "fakeNcclSetDevice": (c_int,),
@@ -173,7 +173,7 @@ class Nccl:
         self.library.ncclGetLastError.argtypes = (_comm,)
 
     def __getattr__(self, name: str) -> Callable[..., None]:
-        """The function of that name, raising NcclFailed."""
+        """The function of that name, which raises NcclFailed."""
         if name not in FUNCTIONS:
             raise AttributeError(name)
         function = getattr(self.library, name)
@@ -207,7 +207,7 @@ class Nccl:
         return made
 
     def init_rank(self, nranks: int, unique_id: UniqueId, rank: int, settings: Config | None = None) -> c_void_p:
-        """The new communicator; a non-blocking one is still in progress."""
+        """Returns the new communicator; a non-blocking one is still in progress."""
         comm = c_void_p()
         try:
             if settings is None:
@@ -235,7 +235,7 @@ class Nccl:
         return Result(state.value)
 
     def ask(self, question: str, comm: c_void_p) -> int:
-        """ncclCommCount, ncclCommUserRank or ncclCommCuDevice."""
+        """Calls ncclCommCount, ncclCommUserRank or ncclCommCuDevice."""
         answer = c_int()
         getattr(self, question)(comm, ctypes.byref(answer))
         return answer.value

@@ -1,7 +1,7 @@
-"""NCCL's data types as Python numbers, and what a reduction of them must give, to the bit.
+"""Computes the exact bits of NCCL's reductions, with Python numbers.
 
-Reductions are done in the order of ranks. Half-sized floats are summed as float32 and rounded once, at the end; float32 is
-rounded after every step, float64 is Python's own. Integers wrap around.
+Reductions are done in the order of ranks. Half-sized floats are summed as float32 and rounded once, at the end; float32
+is rounded after every step, float64 is Python's float. Integers wrap around.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def _identity(value: Number) -> Number:
 class DataType:
     name: str
     number: int
-    format: str  # of struct; "" for bfloat16, which it does not know
-    step: Callable[[Number], Number]  # what every intermediate result is rounded to
-    store: Callable[[Number], Number]  # what the result is rounded to
+    format: str  # of struct; "" for bfloat16, which struct lacks
+    step: Callable[[Number], Number]  # rounds an intermediate result
+    store: Callable[[Number], Number]  # rounds the final result
 
     @property
     def width_bytes(self) -> int:
@@ -62,7 +62,7 @@ class DataType:
         return [struct.unpack("<f", b"\0\0" + data[at : at + 2])[0] for at in range(0, len(data), 2)]
 
     def value(self, rank: int, index: int) -> Number:
-        """Element `index` of rank `rank`'s buffer: many different numbers, none of them round."""
+        """Element `index` of rank `rank`'s buffer: many different numbers, none of them simple."""
         if not self.is_float:
             return self.store((rank * 7919 + index * 104729 + 12345) * 2654435761)
         return self.store(math.sin(rank * 1.7 + index * 0.61) * (1 + index % 5) * 0.4 + 0.5)
@@ -77,7 +77,7 @@ def _integer(bits: int, *, signed: bool) -> Callable[[Number], Number]:
 
 
 def _integer_type(name: str, number: int, format_: str, bits: int, *, signed: bool) -> DataType:
-    # Bytes are summed as 32-bit numbers and wrapped at the end, which matters for the average alone.
+    # Bytes are summed as 32-bit numbers and wrapped at the end, which only matters for the average.
     step = _integer(max(bits, 32), signed=signed)
     return DataType(name, number, format_, step, _integer(bits, signed=signed))
 
@@ -100,11 +100,11 @@ INT8, UINT8, INT32, UINT32, INT64, UINT64, FLOAT16, FLOAT32, FLOAT64, BFLOAT16 =
 def _divided(datatype: DataType, total: Number, by: int) -> Number:
     if datatype.is_float:
         return datatype.step(total / by)
-    return abs(int(total)) // by * (1 if total >= 0 else -1)  # C's division goes towards zero
+    return abs(int(total)) // by * (1 if total >= 0 else -1)  # C's division rounds towards zero
 
 
 def reduced(datatype: DataType, operator: Operator, values: Sequence[Number]) -> Number:
-    """What the ranks' values, in the order of ranks, become."""
+    """The result for the ranks' values, which are in the order of ranks."""
     match operator:
         case Operator.PROD:
             total = reduce(lambda a, b: datatype.step(a * b), values)

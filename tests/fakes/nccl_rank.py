@@ -1,9 +1,9 @@
-"""One rank of a test of the stand-in: a process that runs one scenario and exits with 0 when everything in it was right.
+"""Runs one rank of a test of the fake: one scenario, which exits with 0 if all its assertions hold.
 
     python -m tests.fakes.nccl_rank LIBRARY MEETING MODULE.FUNCTION RANK NRANKS
 
-Ranks find each other in the folder MEETING, through files alone, so that nothing but the library under test is between them.
-Nothing here waits for a time: what does not happen hangs, and the test's own limit ends it.
+Ranks find each other through files in the folder MEETING, so that they communicate only through the library under test.
+No wait has a timeout: a rank that waits in vain hangs, until the test's own limit ends it.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from pathlib import Path
 from tests.fakes.nccl_calls import UNIQUE_ID_BYTES, Config, Nccl, Operator, Result, UniqueId
 from tests.fakes.nccl_numbers import DataType, Number, reduced
 
-_PF_EXITING = 0x4  # <linux/sched.h>; no user code runs in it any more
+_PF_EXITING = 0x4  # <linux/sched.h>; the thread no longer runs user code
 
 
 class Buffer:
-    """Memory that the library reads and writes while Python goes on."""
+    """Memory that the library reads and writes while Python continues."""
 
     def __init__(self, datatype: DataType, count: int, values: Sequence[Number] | None = None) -> None:
         self.datatype = datatype
@@ -98,7 +98,7 @@ class Rank:
         return state
 
     def settle_in_error(self, comm: c_void_p) -> Result:
-        """Polls until an asynchronous error is there."""
+        """Polls until there is an asynchronous error."""
         while (state := self.nccl.async_error(comm)) in (Result.SUCCESS, Result.IN_PROGRESS):
             time.sleep(0.001)
         return state
@@ -115,7 +115,7 @@ class Rank:
     def check_sum(
         self, comm: c_void_p, datatype: DataType, members: Sequence[int] | None = None, count: int = 17
     ) -> None:
-        """One allreduce over `comm`, whose members are these ranks of the world in their order."""
+        """Checks one all-reduce over `comm`, whose members are these ranks of the world, in this order."""
         ranks = range(self.nranks) if members is None else members
         send, receive = Buffer(datatype, count, self.inputs(datatype, count)), Buffer(datatype, count)
         self.nccl.ncclAllReduce(send.address, receive.address, count, datatype.number, Operator.SUM, comm, 0)
@@ -125,7 +125,7 @@ class Rank:
 
 
 def threads() -> set[str]:
-    """Every thread that may still run. One that was joined is listed for a moment more, while the kernel takes it apart."""
+    """All threads that may still run. The kernel lists a joined thread for a moment longer, while it cleans it up."""
     return {tid for tid in os.listdir("/proc/self/task") if not _ends(tid)}
 
 
@@ -139,14 +139,14 @@ def _ends(tid: str) -> bool:
 
 
 def joined(thread: threading.Thread) -> None:
-    """Waits until it is none of `threads()`; Python's own join comes back while it still runs."""
+    """Waits until the thread is not in `threads()`; Python's own join returns while it still runs."""
     thread.join()
     while str(thread.native_id) in threads():
         time.sleep(0.001)
 
 
 def descriptors() -> dict[str, str]:
-    """Every open descriptor and what it is, but for the one that reads the folder."""
+    """All open descriptors and their targets, except for the one that reads the folder."""
     found = {}
     for fd in os.listdir("/proc/self/fd"):
         try:

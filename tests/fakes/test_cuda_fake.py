@@ -1,5 +1,7 @@
-"""The stand-ins of libcuda and NVML do what was measured of the real ones: states, errors, memory that goes and comes back,
-and a process that is dumped by CRIU and goes on elsewhere. tests/contract/test_cuda.py holds the product against both."""
+"""The fakes of libcuda and NVML behave as was measured on the real ones.
+
+Covers states, errors, device memory at checkpoint and restore, and a process that CRIU dumps and restores on another
+node. tests/contract/test_cuda.py tests the product's client against the fake and the real driver."""
 
 from __future__ import annotations
 
@@ -93,7 +95,9 @@ def alone(node: GpuNode, tmp_path: Path, *options: str) -> list[str]:
 # ---------------------------------------------------------------- states
 
 
-def test_the_way_there_and_back(node: GpuNode, start: Callable[..., DeviceJob], tmp_path: Path) -> None:
+def test_checkpointed_and_restored_job_computes_what_an_undisturbed_one_does(
+    node: GpuNode, start: Callable[..., DeviceJob], tmp_path: Path
+) -> None:
     options = ("--steps", "40", "--mib", "4", "--threads", "2", "--pinned-mib", "4", "--export")
     job = start(node, *options)
     assert state(node, job.pid) == RUNNING
@@ -130,7 +134,7 @@ def test_calls_in_the_wrong_state_change_nothing(
         assert state(node, job.pid) == before
 
 
-def test_who_has_no_state(node: GpuNode, start: Callable[..., DeviceJob]) -> None:
+def test_process_without_initialised_cuda_has_no_state(node: GpuNode, start: Callable[..., DeviceJob]) -> None:
     job = start(node, "--children", "1")
     child = int(Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text())
     assert error(node, "state", child) == "NOT_INITIALIZED"
@@ -148,7 +152,7 @@ def test_who_has_no_state(node: GpuNode, start: Callable[..., DeviceJob]) -> Non
     assert error(node, "state", loaded.pid) == "OPERATING_SYSTEM"
 
 
-def test_after_cuinit_alone_it_runs(node: GpuNode) -> None:
+def test_process_is_running_after_cuinit_only(node: GpuNode) -> None:
     program = "import ctypes, time; ctypes.CDLL('libcuda.so.1').cuInit(0); print(flush=True); time.sleep(60)"
     with subprocess.Popen(
         [sys.executable, "-c", program], stdout=subprocess.PIPE, env={**os.environ, **node.environment}
@@ -162,7 +166,7 @@ def test_after_cuinit_alone_it_runs(node: GpuNode) -> None:
         idle.kill()
 
 
-def test_a_stopped_process_answers_nothing_and_does_it_later(node: GpuNode, start: Callable[..., DeviceJob]) -> None:
+def test_stopped_process_executes_the_request_when_it_continues(node: GpuNode, start: Callable[..., DeviceJob]) -> None:
     job = start(node)
     os.kill(job.pid, signal.SIGSTOP)
     with asking(node, "lock", job.pid, 100) as asker, asking(node, "state", job.pid) as other:
@@ -175,10 +179,10 @@ def test_a_stopped_process_answers_nothing_and_does_it_later(node: GpuNode, star
     assert state(node, job.pid) == LOCKED
 
 
-def test_a_locked_process_makes_no_step(node: GpuNode, start: Callable[..., DeviceJob]) -> None:
+def test_locked_process_makes_no_step(node: GpuNode, start: Callable[..., DeviceJob]) -> None:
     job = start(node, "--pace-s", "0", "--steps", "100000", "--mib", "1")
     assert error(node, "lock", job.pid) == "SUCCESS"
-    time.sleep(0.2)  # for a line that was being printed
+    time.sleep(0.2)  # a line may be in the middle of being printed
     before = job.steps()
     time.sleep(0.5)
     assert job.steps() == before
@@ -186,7 +190,7 @@ def test_a_locked_process_makes_no_step(node: GpuNode, start: Callable[..., Devi
     job.wait_for_steps(3)
 
 
-def test_a_busy_gpu_is_not_locked_in_time(node: GpuNode, start: Callable[..., DeviceJob]) -> None:
+def test_lock_of_a_busy_gpu_times_out(node: GpuNode, start: Callable[..., DeviceJob]) -> None:
     job = start(node, "--busy-ms", "3000", ready="busy 0")
     assert error(node, "lock", job.pid, 100) == "NOT_READY"
     assert state(node, job.pid) == RUNNING
@@ -194,7 +198,7 @@ def test_a_busy_gpu_is_not_locked_in_time(node: GpuNode, start: Callable[..., De
     assert state(node, job.pid) == LOCKED
 
 
-def test_what_a_killed_asker_began_is_finished(node: GpuNode, start: Callable[..., DeviceJob]) -> None:
+def test_request_of_a_killed_caller_is_finished(node: GpuNode, start: Callable[..., DeviceJob]) -> None:
     job = start(node)
     assert error(node, "lock", job.pid) == "SUCCESS"
     node.fault("checkpoint", "slow:1000")
@@ -212,7 +216,7 @@ def test_what_a_killed_asker_began_is_finished(node: GpuNode, start: Callable[..
     job.wait_for_steps(2)
 
 
-def test_more_dead_askers_than_places(node: GpuNode, start: Callable[..., DeviceJob]) -> None:
+def test_requests_of_killed_callers_do_not_fill_the_mailbox(node: GpuNode, start: Callable[..., DeviceJob]) -> None:
     job = start(node)
     for _ in range(20):
         node.fault("state", "die-after")
@@ -236,7 +240,9 @@ def open_files(pid: int) -> list[str]:
     return [os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir()]
 
 
-def test_device_memory_goes_away_and_comes_back(node: GpuNode, start: Callable[..., DeviceJob], tmp_path: Path) -> None:
+def test_device_memory_is_gone_while_checkpointed_and_back_after_restore(
+    node: GpuNode, start: Callable[..., DeviceJob], tmp_path: Path
+) -> None:
     devices = tmp_path / "dev"
     devices.mkdir()
     for name in ("nvidiactl", "nvidia-uvm", "nvidia0"):
@@ -270,7 +276,7 @@ def test_managed_memory_is_not_checkpointed(node: GpuNode, start: Callable[..., 
 
 
 def test_managed_memory_is_a_mapping_of_uvm(start: Callable[..., DeviceJob], node: GpuNode) -> None:
-    folder = Path(f"/dev/shm/devices-{os.getpid()}")  # tmpfs: there a file may be as long as an address is high
+    folder = Path(f"/dev/shm/devices-{os.getpid()}")  # tmpfs: its files may be as large as an address
     folder.mkdir()
     try:
         (folder / "nvidia-uvm").touch()
@@ -284,7 +290,7 @@ def test_managed_memory_is_a_mapping_of_uvm(start: Callable[..., DeviceJob], nod
         folder.rmdir()
 
 
-def test_memory_is_counted_per_process(node: GpuNode, start: Callable[..., DeviceJob]) -> None:
+def test_device_memory_is_counted_per_process(node: GpuNode, start: Callable[..., DeviceJob]) -> None:
     first = start(node)
     second = start(node, "--device", "1", "--mib", "64")
     context = node.context_mib * MIB
@@ -293,7 +299,7 @@ def test_memory_is_counted_per_process(node: GpuNode, start: Callable[..., Devic
     assert used(node) == [{}, {str(second.pid): 64 * MIB + context}]
 
 
-def test_a_full_gpu_refuses_an_allocation(tmp_path: Path, start: Callable[..., DeviceJob]) -> None:
+def test_allocation_on_a_full_gpu_fails(tmp_path: Path, start: Callable[..., DeviceJob]) -> None:
     node = GpuNode(tmp_path / "node-1", gpus("node-1", memory_mib=300), context_mib=20)
     first = start(node, "--mib", "160")
     second = DeviceJob(tmp_path / "second", node.environment, "--mib", "160", "--steps", "1")
@@ -305,7 +311,7 @@ def test_a_full_gpu_refuses_an_allocation(tmp_path: Path, start: Callable[..., D
     start(node, "--mib", "160")
 
 
-def test_a_restore_without_room_can_be_repeated(tmp_path: Path, start: Callable[..., DeviceJob]) -> None:
+def test_restore_that_failed_for_lack_of_room_can_be_repeated(tmp_path: Path, start: Callable[..., DeviceJob]) -> None:
     node = GpuNode(tmp_path / "node-1", gpus("node-1", memory_mib=300), context_mib=20)
     first = start(node, "--mib", "160")
     for call in ("lock", "checkpoint"):
@@ -319,7 +325,7 @@ def test_a_restore_without_room_can_be_repeated(tmp_path: Path, start: Callable[
     first.wait_for_steps(1)
 
 
-# ---------------------------------------------------------------- memory that a program maps itself, and the runtime
+# ---------------------------------------------------------------- memory mapped by the program, and the runtime
 
 
 APIS = pytest.mark.parametrize(
@@ -333,7 +339,7 @@ APIS = pytest.mark.parametrize(
 def test_every_api_gives_the_same_output(
     node: GpuNode, start: Callable[..., DeviceJob], tmp_path: Path, way: tuple[str, ...]
 ) -> None:
-    """Also when it is checkpointed in between."""
+    """Also if the job is checkpointed meanwhile."""
     options = ("--steps", "40", "--mib", "24", "--blocks", "6", "--threads", "1")
     job = start(node, *options, *way)
     for call in ("lock", "checkpoint"):
@@ -345,14 +351,14 @@ def test_every_api_gives_the_same_output(
     assert job.finish() == alone(node, tmp_path, *options)
 
 
-def test_a_child_has_none_of_the_mapped_memory(node: GpuNode, start: Callable[..., DeviceJob]) -> None:
+def test_forked_child_has_no_mapped_memory(node: GpuNode, start: Callable[..., DeviceJob]) -> None:
     job = start(node, "--api", "segments", "--children", "1")
     child = int(Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text())
     assert device_mappings(job.pid)
     assert not device_mappings(child)
 
 
-#: What the programs below begin with: a context on the first GPU, a reservation, and 4 MiB that can be mapped there.
+#: The start of the programs below: a context on the first GPU, a reservation, and 4 MiB that can be mapped there.
 PROGRAM = """
 import ctypes as c, json, threading
 rt, cu = c.CDLL("libcudart.so.13"), c.CDLL("libcuda.so.1")
@@ -374,7 +380,7 @@ def fill(): return cu.cuMemsetD8_v2(va, 7, wide(n))
 
 
 def answers(node: GpuNode, program: str) -> list[Any]:
-    """What a program's last expression is."""
+    """Runs a program and returns the value of its last expression."""
     lines = program.strip().splitlines()
     source = "\n".join([PROGRAM, *lines[:-1], f"print(json.dumps({lines[-1]}))"])
     done = subprocess.run(
@@ -404,12 +410,12 @@ def free(): return cu.cuMemAddressFree(va, wide(2 * n))
     assert answers(node, program) == [0, 1, 1, 1, 0, 0, 1]
 
 
-def test_a_released_handle_is_none(node: GpuNode) -> None:
+def test_released_handle_is_invalid(node: GpuNode) -> None:
     program = "first = cu.cuMemRelease(handle)\n[first, cu.cuMemRelease(handle), map()]"
     assert answers(node, program) == [0, 1, 1]
 
 
-def test_an_asynchronous_copy_is_done_when_its_stream_is_waited_for(node: GpuNode) -> None:
+def test_asynchronous_copy_is_done_when_its_stream_is_waited_for(node: GpuNode) -> None:
     program = """
 right, other = number("cuStreamCreate", 1), number("cuStreamCreate", 1)
 slot = number("cuMemHostAlloc", wide(n), 0)
@@ -421,7 +427,7 @@ seen = lambda: c.string_at(slot.value, 1)[0]
     assert answers(node, program) == [0, 0, 0, 0, 7]
 
 
-def test_a_copy_of_memory_that_was_unmapped_is_an_illegal_access(node: GpuNode) -> None:
+def test_pending_copy_of_unmapped_memory_is_an_illegal_access(node: GpuNode) -> None:
     program = """
 stream, slot = number("cuStreamCreate", 1), number("cuMemHostAlloc", wide(n), 0)
 map(), allow()
@@ -440,12 +446,12 @@ ipc = [cu.cuIpcGetMemHandle(c.create_string_buffer(64), each) for each in (va, p
     assert answers(node, program) == [1, 0, False, True]
 
 
-def test_what_maps_can_fail(node: GpuNode) -> None:
+def test_injected_faults_of_mapping_calls_are_returned(node: GpuNode) -> None:
     program = """
 def create(): return cu.cuMemCreate(c.byref(wide()), wide(n), pinned_on_the_first, wide(0))
 [create(), create()]
 """
-    node.fault("create", "slow:1")  # the one of the beginning
+    node.fault("create", "slow:1")  # for the call in PROGRAM
     node.fault("create", "fail:CUDA_ERROR_OUT_OF_MEMORY")
     assert answers(node, program) == [2, 0]
     node.fault("map", "fail:CUDA_ERROR_UNKNOWN")
@@ -458,7 +464,7 @@ first = [map(), map(), allow(), cu.cuMemHostAlloc(c.byref(wide()), wide(n), 0)]
     assert answers(node, program) == [999, 0, 0, 2, 719, 0]
 
 
-def test_a_gpu_that_cannot_map(tmp_path: Path) -> None:
+def test_gpu_without_virtual_memory_refuses_to_map(tmp_path: Path) -> None:
     node = GpuNode(tmp_path / "node-1", [replace(gpu, virtual_memory=False) for gpu in gpus("node-1")])
     with pytest.raises(AssertionError, match=r"'cuMemCreate', 801"):
         answers(node, "[]")
@@ -475,7 +481,7 @@ thread.start(), thread.join()
     assert answers(node, program) == [2, 0, 2, 2, 0]
 
 
-def test_peers_are_enabled_once(node: GpuNode) -> None:
+def test_peer_access_is_enabled_once(node: GpuNode) -> None:
     program = """
 on, off = rt.cudaDeviceEnablePeerAccess, rt.cudaDeviceDisablePeerAccess
 [on(1, 0), on(1, 0), off(1), off(1), on(0, 0), on(9, 0)]
@@ -483,7 +489,7 @@ on, off = rt.cudaDeviceEnablePeerAccess, rt.cudaDeviceDisablePeerAccess
     assert answers(node, program) == [0, 704, 0, 705, 101, 101]
 
 
-def test_the_runtime_finds_the_drivers_calls(node: GpuNode) -> None:
+def test_runtime_looks_up_driver_calls_by_version(node: GpuNode) -> None:
     program = """
 def find(name, version):
     found, status = c.c_void_p(), c.c_int(-1)
@@ -494,7 +500,7 @@ def find(name, version):
     assert answers(node, program) == [[0, 0, True], [0, 0, True], [0, 1, False], 1]
 
 
-def test_a_reset_frees_what_was_not_mapped(node: GpuNode) -> None:
+def test_device_reset_frees_all_but_mapped_memory(node: GpuNode) -> None:
     program = """
 map(), allow()
 def free():
@@ -508,7 +514,7 @@ rt.cudaMalloc(c.byref(c.c_void_p()), wide(n))
     assert answers(node, program) == [4 * MIB, 0, 0, 0]
 
 
-def test_a_context_lives_as_long_as_it_is_retained(node: GpuNode) -> None:
+def test_primary_context_exists_while_it_is_retained(node: GpuNode) -> None:
     program = """
 context, active = wide(), wide()
 def is_active():
@@ -523,7 +529,7 @@ def release(): return cu.cuDevicePrimaryCtxRelease_v2(0)
 # ---------------------------------------------------------------- GPUs
 
 
-def test_nvml_tells_what_the_file_says(tmp_path: Path) -> None:
+def test_nvml_reports_the_gpus_of_the_file(tmp_path: Path) -> None:
     node = GpuNode(tmp_path / "node-1", gpus("node-1", 2, memory_mib=512), driver_version="570.10.01")
     answer = ask(node, "nvml")
     assert (answer["driver"], answer["cuda"]) == ("570.10.01", 12080)
@@ -541,7 +547,7 @@ def test_nvml_tells_what_the_file_says(tmp_path: Path) -> None:
     }
 
 
-def test_pairs_name_every_gpu(node: GpuNode, start: Callable[..., DeviceJob]) -> None:
+def test_restore_needs_pairs_for_every_gpu(node: GpuNode, start: Callable[..., DeviceJob]) -> None:
     job = start(node)
     for call in ("lock", "checkpoint"):
         assert error(node, call, job.pid) == "SUCCESS"
@@ -562,7 +568,7 @@ def test_pairs_name_every_gpu(node: GpuNode, start: Callable[..., DeviceJob]) ->
     job.wait_for_steps(1)
 
 
-def test_an_older_driver_takes_no_pairs(tmp_path: Path, start: Callable[..., DeviceJob]) -> None:
+def test_older_driver_refuses_pairs(tmp_path: Path, start: Callable[..., DeviceJob]) -> None:
     node = GpuNode(tmp_path / "node-1", gpus("node-1"), driver_version="570.10.01")
     job = start(node)
     for call in ("lock", "checkpoint"):
@@ -572,7 +578,7 @@ def test_an_older_driver_takes_no_pairs(tmp_path: Path, start: Callable[..., Dev
     assert error(node, "restore", job.pid) == "SUCCESS"
 
 
-def test_a_driver_without_checkpoint_has_no_such_calls(tmp_path: Path) -> None:
+def test_driver_without_checkpoint_lacks_its_symbols(tmp_path: Path) -> None:
     node = GpuNode(tmp_path / "node-1", gpus("node-1"), driver_version="550.54.14", checkpoints=False)
     library = ctypes.CDLL(str(node.folder / "libcuda.so.1"))
     assert hasattr(library, "cuInit")
@@ -594,7 +600,7 @@ def test_driver_threads_are_named_and_block_no_signal(node: GpuNode, start: Call
 # ---------------------------------------------------------------- faults
 
 
-def test_a_call_fails_once(node: GpuNode, start: Callable[..., DeviceJob]) -> None:
+def test_fault_with_once_fails_one_call(node: GpuNode, start: Callable[..., DeviceJob]) -> None:
     job = start(node)
     node.fault("lock", "fail:CUDA_ERROR_NOT_READY")
     node.fault("state", "fail:CUDA_ERROR_UNKNOWN", pid=job.pid + 1)
@@ -604,7 +610,7 @@ def test_a_call_fails_once(node: GpuNode, start: Callable[..., DeviceJob]) -> No
     assert node.faults() == [f"state: fail:CUDA_ERROR_UNKNOWN once pid={job.pid + 1}"]
 
 
-def test_a_call_fails_until_it_is_told_otherwise(node: GpuNode, start: Callable[..., DeviceJob]) -> None:
+def test_fault_without_once_fails_calls_until_it_is_removed(node: GpuNode, start: Callable[..., DeviceJob]) -> None:
     job = start(node)
     node.fault("lock", "fail:CUDA_ERROR_UNKNOWN", once=False, pid=job.pid)
     for _ in range(2):
@@ -614,7 +620,7 @@ def test_a_call_fails_until_it_is_told_otherwise(node: GpuNode, start: Callable[
 
 
 @pytest.mark.parametrize(("action", "then"), [("hang", RUNNING), ("hang-after", LOCKED)])
-def test_a_call_hangs(node: GpuNode, start: Callable[..., DeviceJob], action: str, then: int) -> None:
+def test_injected_hang_blocks_the_call(node: GpuNode, start: Callable[..., DeviceJob], action: str, then: int) -> None:
     job = start(node)
     node.fault("lock", action)
     with asking(node, "lock", job.pid) as asker:
@@ -625,7 +631,7 @@ def test_a_call_hangs(node: GpuNode, start: Callable[..., DeviceJob], action: st
     assert state(node, job.pid) == then
 
 
-def test_the_asker_dies(node: GpuNode, start: Callable[..., DeviceJob]) -> None:
+def test_injected_death_of_the_caller_changes_nothing(node: GpuNode, start: Callable[..., DeviceJob]) -> None:
     job = start(node)
     node.fault("lock", "die")
     with asking(node, "lock", job.pid) as asker:
@@ -633,16 +639,16 @@ def test_the_asker_dies(node: GpuNode, start: Callable[..., DeviceJob]) -> None:
     assert state(node, job.pid) == RUNNING
 
 
-def test_the_process_dies(node: GpuNode, start: Callable[..., DeviceJob]) -> None:
+def test_injected_death_of_the_process_frees_its_memory(node: GpuNode, start: Callable[..., DeviceJob]) -> None:
     job = start(node)
     node.fault("lock", "kill")
-    # It dies while it is asked, or is gone when the answer is looked for.
+    # The process dies during the request, or before the answer is read.
     assert error(node, "lock", job.pid) in ("OPERATING_SYSTEM", "NOT_INITIALIZED")
     assert job.popen.wait(60) == -signal.SIGKILL
     assert used(node) == [{}, {}]
 
 
-def test_the_state_is_lost(node: GpuNode, start: Callable[..., DeviceJob]) -> None:
+def test_process_whose_state_is_lost_fails(node: GpuNode, start: Callable[..., DeviceJob]) -> None:
     job = start(node)
     assert error(node, "lock", job.pid) == "SUCCESS"
     node.fault("checkpoint", "lose")
@@ -651,7 +657,7 @@ def test_the_state_is_lost(node: GpuNode, start: Callable[..., DeviceJob]) -> No
     assert job.popen.wait(60) == 1
 
 
-def test_a_lost_state_stays_lost(node: GpuNode) -> None:
+def test_lost_state_is_final(node: GpuNode) -> None:
     program = "import ctypes, time; ctypes.CDLL('libcuda.so.1').cuInit(0); print(flush=True); time.sleep(60)"
     with subprocess.Popen(
         [sys.executable, "-c", program], stdout=subprocess.PIPE, env={**os.environ, **node.environment}
@@ -677,10 +683,10 @@ def test_a_lost_state_stays_lost(node: GpuNode) -> None:
     [((), 8 + 2 * 2), (("--api", "segments"), 20), (("--mixed",), 5 * 2 + 20)],
     ids=["driver", "segments", "mixed"],
 )
-def test_a_dumped_process_goes_on_at_another_node(
+def test_dumped_process_continues_on_another_node(
     node: GpuNode, start: Callable[..., DeviceJob], tmp_path: Path, way: tuple[str, ...], mib: int
 ) -> None:
-    """In a fresh pid and mount namespace, with other GPUs, numbered otherwise, and its forked child."""
+    """In new pid and mount namespaces, with other GPUs in another order, and with its forked child."""
     other = GpuNode(tmp_path / "node-2", gpus("node-2", 2, memory_mib=2048), context_mib=32)
     options = ("--steps", "60", "--mib", "8", "--threads", "2", "--children", "1", "--pinned-mib", "4")
     expected = alone(node, tmp_path, *options)
@@ -721,7 +727,7 @@ def test_a_dumped_process_goes_on_at_another_node(
 
 
 def outer_pid(ancestor: int, inner: int) -> int:
-    """The pid here of the descendant that calls itself `inner`."""
+    """The pid in this namespace of the descendant whose own pid is `inner`."""
     todo = [ancestor]
     while todo:
         pid = todo.pop()

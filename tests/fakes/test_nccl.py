@@ -1,7 +1,7 @@
-"""The stand-in for NCCL keeps NCCL's promises: the shim's tests rest on it, so it is tested as if it were the product.
+"""The fake NCCL behaves as NCCL does. The shim's tests depend on it, so it is tested like the product.
 
-Ranks are real processes (``nccl_rank``) that assert for themselves what they must see; here they are started, and judged by
-how they ended. A rank that hangs is killed when the test's limit is reached, and its last words are shown.
+Ranks are real processes (``nccl_rank``), which assert what they must see. The tests start them and check their exit
+statuses. A rank that hangs is killed when the test's limit is reached, and its last output is shown.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def old_library() -> Path:
 
 
 class Ranks:
-    """The processes of one test. Those that are left at its end are killed."""
+    """The processes of one test. Processes left at its end are killed."""
 
     def __init__(self, library: Path, meeting: Path) -> None:
         self.library = library
@@ -84,8 +84,8 @@ class Ranks:
         return self.meeting / f"words-{rank}"
 
     def wait(self, *, though_some_fail: bool = False) -> list[tuple[int, str]]:
-        """How each rank ended, and what it said. When one fails, those that may wait for it are killed."""
-        while None in (ends := [process.poll() for process in self.processes]):  # all are asked: any may have failed
+        """Returns the exit status and output of each rank. When one fails, the others, which may wait for it, are killed."""
+        while None in (ends := [process.poll() for process in self.processes]):  # polls all: any may have failed
             if not though_some_fail and any(ends):
                 self.kill()
             time.sleep(0.005)
@@ -147,19 +147,19 @@ def test_results_are_exact(ranks: Ranks, scenario: str, nranks: int) -> None:
         ("making.wrong_init", 2),
     ],
 )
-def test_scenario(ranks: Ranks, scenario: str, nranks: int) -> None:
+def test_scenario_passes_on_all_ranks(ranks: Ranks, scenario: str, nranks: int) -> None:
     all_right(ranks, scenario, nranks)
 
 
-def test_destroy_that_waits_can_be_aborted(ranks: Ranks) -> None:
+def test_waiting_destroy_can_be_aborted(ranks: Ranks) -> None:
     all_right(ranks, "ending.abort_while_a_peer_hangs", 2, ABORT_DURING_DESTROY="1")
 
 
-def test_address_is_the_hosts_own_without_a_choice(ranks: Ranks) -> None:
+def test_default_address_is_that_of_the_host(ranks: Ranks) -> None:
     all_right(ranks, "operations.moves", 2, FAKE_NCCL_ADDR="")
 
 
-def test_ipv6(ranks: Ranks) -> None:
+def test_ranks_communicate_over_ipv6(ranks: Ranks) -> None:
     all_right(ranks, "operations.moves", 2, FAKE_NCCL_ADDR="::1")
 
 
@@ -190,12 +190,12 @@ def test_injected_failure_of_one_rank_of_a_process_ends_the_others(ranks: Ranks)
 
 
 @pytest.mark.parametrize("point", ["init", "allreduce", "allreduce.run", "destroy"])
-def test_injected_hang_ends_when_it_is_called_off(ranks: Ranks, tmp_path: Path, point: str) -> None:
+def test_injected_hang_ends_when_its_entry_is_removed(ranks: Ranks, tmp_path: Path, point: str) -> None:
     all_right(ranks, "faults.hangs_until_called_off", 2, FAKE_NCCL_FAULT_FILE=str(tmp_path / "faults"), POINT=point)
 
 
 @pytest.mark.parametrize("point", ["allreduce", "allreduce.run"])
-def test_injected_hang_ends_by_abort(ranks: Ranks, point: str) -> None:
+def test_injected_hang_ends_on_abort(ranks: Ranks, point: str) -> None:
     all_right(ranks, "faults.hangs_until_aborted", 2, FAKE_NCCL_FAULT=f"{point}:1:*:hang", POINT=point)
 
 
@@ -207,7 +207,7 @@ def test_injected_crash_is_seen_by_the_other_ranks(ranks: Ranks, point: str) -> 
     assert statuses == [0, -signal.SIGKILL, 0]
 
 
-def test_a_fault_that_cannot_be_read_stops_the_process(ranks: Ranks) -> None:
+def test_fault_that_cannot_be_parsed_aborts_the_process(ranks: Ranks) -> None:
     ranks.start("making.attachments", 1, {"FAKE_NCCL_FAULT": "destroy:1:explode"})
     ((status, said),) = ranks.wait()
     assert status == -signal.SIGABRT
@@ -239,7 +239,7 @@ def test_exports_are_nccls_and_nothing_else(library: Path, old_library: Path) ->
     assert symbols - exported(old_library) == NEWER_THAN_2_18
 
 
-def test_an_older_version_works_without_the_newer_symbols(old_library: Path, tmp_path: Path) -> None:
+def test_older_version_works_without_the_newer_symbols(old_library: Path, tmp_path: Path) -> None:
     old = Ranks(old_library, tmp_path)
     try:
         all_right(old, "operations.reductions", 2)
@@ -247,9 +247,7 @@ def test_an_older_version_works_without_the_newer_symbols(old_library: Path, tmp
         old.kill()
 
 
-def test_version_is_the_built_one_or_what_the_environment_says(
-    library: Path, old_library: Path, tmp_path: Path
-) -> None:
+def test_version_is_that_of_the_build_or_of_the_environment(library: Path, old_library: Path, tmp_path: Path) -> None:
     for path, environment, expected in (
         (library, {}, "22809"),
         (old_library, {}, "21805"),
@@ -263,7 +261,7 @@ def test_version_is_the_built_one_or_what_the_environment_says(
 
 
 def unrandomised() -> list[str]:
-    """What to put before a command so that its memory is not where ThreadSanitizer wants its own, where that is allowed."""
+    """A command prefix that disables address randomisation, if allowed: it may conflict with ThreadSanitizer's memory."""
     prefix = ["setarch", "-R"]
     return prefix if subprocess.run([*prefix, "true"], capture_output=True, check=False).returncode == 0 else []
 
@@ -271,7 +269,7 @@ def unrandomised() -> list[str]:
 @pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("sanitizer", ["address", "thread"])
-def test_ranks_are_clean_under(sanitizer: str) -> None:
+def test_ranks_are_clean_under_sanitizers(sanitizer: str) -> None:
     folder = build(sanitizer=sanitizer)
     for nranks in (2, 5, 8):
         command = [*unrandomised(), str(folder / "check_ranks"), str(nranks)]

@@ -1,7 +1,7 @@
-"""Ending communicators: what destroy and finalise wait for, what abort does not, and that nothing is left.
+"""Scenarios that end communicators: what destroy and finalise wait for, what abort does not, and that nothing is left.
 
-Each function is run by every rank of a test, in a process of its own, and asserts what that rank must see. Expected numbers
-are computed in plain Python, from what the other ranks are known to have.
+Every rank of a test runs the function in its own process, and asserts what that rank must see. Expected numbers are
+computed in plain Python, from the known values of the other ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ COUNT = 13  # not a multiple of any number of ranks tested
 
 
 def leaves_nothing(rank: Rank) -> None:
-    """CRIU dumps the process after this: no thread, no descriptor and no stream's work may be left."""
+    """CRIU dumps a process in this state: no thread, descriptor or work on a stream may be left."""
     nccl = rank.nccl
     before_threads, before_descriptors = threads(), descriptors()
     for round_number in range(3):
@@ -46,7 +46,7 @@ def leaves_nothing(rank: Rank) -> None:
     nccl.ncclCommInitRankScalable(ctypes.byref(comm), rank.nranks, rank.rank, len(ids), array, None)
     rank.check_sum(comm, FLOAT32)
     nccl.ncclCommDestroy(comm)
-    for unused in spare:  # an id that is not needed goes with a communicator of one
+    for unused in spare:  # an unused id is released by a communicator of one rank
         nccl.ncclCommDestroy(nccl.init_rank(1, unused, 0))
     rank.all_reached("end")
     assert threads() == before_threads
@@ -54,7 +54,7 @@ def leaves_nothing(rank: Rank) -> None:
 
 
 def destroy_waits(rank: Rank) -> None:
-    """Destroying waits for what was launched; the last rank launches only when the others are inside destroy."""
+    """Destroy waits for launched work. The last rank launches only when the others are inside destroy."""
     nccl, comm = rank.nccl, rank.world()
     buffer = Buffer(INT32, COUNT, [1] * COUNT)
     if rank.rank == rank.nranks - 1:
@@ -85,7 +85,7 @@ def finalize_is_collective(rank: Rank) -> None:
 
 
 def abort_while_a_peer_hangs(rank: Rank) -> None:
-    """The peer never launches: abort ends the operation, its stream and everything else without it."""
+    """The peer never launches. Abort ends the operation, its stream and everything else without it."""
     nccl = rank.nccl
     before_threads, before_descriptors = threads(), descriptors()
     comm = rank.world()

@@ -1,7 +1,7 @@
-"""Faults that the environment or a file asks for, and going on after them.
+"""Scenarios with faults from the environment or a file, and the recovery from them.
 
-Each function is run by every rank of a test, in a process of its own, and asserts what that rank must see. Expected numbers
-are computed in plain Python, from what the other ranks are known to have.
+Every rank of a test runs the function in its own process, and asserts what that rank must see. Expected numbers are
+computed in plain Python, from the known values of the other ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ COUNT = 13  # not a multiple of any number of ranks tested
 
 
 def survives_failure(rank: Rank) -> None:
-    """A fault that is injected once, at POINT of rank 1 or of all: RESULT is seen there, and a second try succeeds."""
+    """A fault is injected once, at POINT of rank 1 or of all ranks: the call returns RESULT, and a retry succeeds."""
     nccl, point, expected = rank.nccl, os.environ["POINT"], Result[os.environ["RESULT"]]
     before_threads, before_descriptors = threads(), descriptors()
     if point == "id":
@@ -32,7 +32,7 @@ def survives_failure(rank: Rank) -> None:
         assert "as asked for" in nccl.last_error()
         rank.tell("failed")
     elif point == "init":
-        # This rank waits for the one that failed, and gives up.
+        # This rank waits for the one that failed, and aborts.
         first, comm = nccl.unique_id(), c_void_p()
         settings = config(blocking=False)
         nccl.result_of(nccl.ncclCommInitRankConfig, ctypes.byref(comm), rank.nranks, first, 0, ctypes.byref(settings))
@@ -82,13 +82,13 @@ def _fail_once(rank: Rank, point: str, expected: Result) -> None:
     elif point in ("destroy", "abort") and hit:
         end = nccl.ncclCommDestroy if point == "destroy" else nccl.ncclCommAbort
         assert nccl.result_of(end, comm) is expected
-        assert nccl.async_error(comm) is Result.SUCCESS  # it is still there
+        assert nccl.async_error(comm) is Result.SUCCESS  # it still exists
     rank.all_reached("failed")
     nccl.ncclCommAbort(comm)
 
 
 def hangs_until_called_off(rank: Rank) -> None:
-    """The fault file names a hang of rank 1 while the job runs; when the entry goes, the job goes on as if nothing was."""
+    """The fault file makes rank 1 hang while the job runs. When the entry is removed, the job continues normally."""
     nccl, point, faults = rank.nccl, os.environ["POINT"], Path(os.environ["FAKE_NCCL_FAULT_FILE"])
     warm = rank.world("warm")
     rank.check_sum(warm, FLOAT32)
@@ -136,14 +136,14 @@ def hangs_until_called_off(rank: Rank) -> None:
     destroying = threading.Thread(target=destroy)
     destroying.start()
     if point == "destroy" and rank.rank == 0:
-        assert not ended.is_set()  # both ranks are on this host: rank 1 is waited for
+        assert not ended.is_set()  # both ranks are on this host, so the call waits for rank 1
         faults.unlink()
     destroying.join()
     nccl.ncclCommDestroy(warm)
 
 
 def hangs_until_aborted(rank: Rank) -> None:
-    """Rank 1 hangs for ever, in the call or while the operation runs; another thread of it aborts."""
+    """Rank 1 hangs forever, in the call or while the operation runs; another of its threads aborts."""
     nccl, point, comm = rank.nccl, os.environ["POINT"], rank.world()
     before = len(threads())
     buffer, results = Buffer(INT32, 1), list[Result]()
@@ -174,14 +174,14 @@ def sees_a_crash(rank: Rank) -> None:
     buffer = Buffer(INT32, 1)
     nccl.ncclAllReduce(buffer.address, buffer.address, 1, INT32.number, Operator.SUM, comm, 0)
     assert rank.settle_in_error(comm) is Result.REMOTE_ERROR
-    # The other survivor may see this one's end before it sees the crash.
+    # The other survivor may see the end of this rank before it sees the crash.
     rank.tell(f"seen-{rank.rank}")
     rank.hear("seen-0" if rank.rank else "seen-2")
     nccl.ncclCommAbort(comm)
 
 
 def one_of_many_fails(rank: Rank) -> None:
-    """Of several ranks in one process one fails to come: the others do not wait for it, and none is left."""
+    """One of several ranks in one process fails to join. The others do not wait for it, and none is left."""
     nccl, count = rank.nccl, 3
     before_threads, before_descriptors = threads(), descriptors()
     comms = (c_void_p * count)()

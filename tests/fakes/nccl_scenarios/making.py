@@ -1,7 +1,8 @@
-"""Making communicators: from ids, from others, many in one process, non-blocking, with configs, and wrongly.
+"""Scenarios that create communicators: from ids, from others, many in one process, non-blocking, with configs, with
+errors.
 
-Each function is run by every rank of a test, in a process of its own, and asserts what that rank must see. Expected numbers
-are computed in plain Python, from what the other ranks are known to have.
+Every rank of a test runs the function in its own process, and asserts what that rank must see. Expected numbers are
+computed in plain Python, from the known values of the other ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ COUNT = 13  # not a multiple of any number of ranks tested
 def splits(rank: Rank) -> None:
     nccl, world, n, me = rank.nccl, rank.world(), rank.nranks, rank.rank
 
-    halves = nccl.split(world, me % 2, -me)  # by falling rank
+    halves = nccl.split(world, me % 2, -me)  # in descending order of ranks
     members = [r for r in reversed(range(n)) if r % 2 == me % 2]
     assert nccl.ask("ncclCommCount", halves) == len(members)
     assert nccl.ask("ncclCommUserRank", halves) == members.index(me)
@@ -52,7 +53,7 @@ def splits(rank: Rank) -> None:
 
 
 def shrinks(rank: Rank) -> None:
-    """The last rank leaves; with the abort flag an operation that waits for it is given up."""
+    """The last rank leaves. With the abort flag, an operation that waits for it is aborted."""
     nccl, world, n, me = rank.nccl, rank.world(), rank.nranks, rank.rank
     left = n - 1
     if me == left:
@@ -77,7 +78,7 @@ def shrinks(rank: Rank) -> None:
 
 
 def non_blocking(rank: Rank) -> None:
-    """Every call of a non-blocking communicator says "in progress" and is polled for."""
+    """Every call of a non-blocking communicator returns "in progress", and is polled."""
     nccl, n, me = rank.nccl, rank.nranks, rank.rank
     comm = c_void_p()
     unique_id = rank.shared_id()
@@ -97,7 +98,7 @@ def non_blocking(rank: Rank) -> None:
     buffer = Buffer(INT64, COUNT, range(COUNT))
     reduce_it = (nccl.ncclAllReduce, buffer.address, buffer.address, COUNT, INT64.number, Operator.SUM, comm, 0)
     assert nccl.result_of(*reduce_it) is Result.IN_PROGRESS
-    assert nccl.result_of(*reduce_it) is Result.INVALID_ARGUMENT  # the one before was not polled for
+    assert nccl.result_of(*reduce_it) is Result.INVALID_ARGUMENT  # the previous call was not polled
     assert rank.settle(comm) is Result.SUCCESS
     rank.synchronize()
     assert buffer.values == [n * value for value in range(COUNT)]
@@ -116,7 +117,7 @@ def non_blocking(rank: Rank) -> None:
 
 
 def all_in_one_process(rank: Rank) -> None:
-    """ncclCommInitAll: several ranks in one thread, on devices of their own, ended one after the other."""
+    """ncclCommInitAll: several ranks in one thread, on separate devices, ended one after the other."""
     nccl, count = rank.nccl, 4
     before_threads, before_descriptors = threads(), descriptors()
     for finalize in (False, True):
@@ -162,7 +163,7 @@ def configs(rank: Rank) -> None:
     """Only `size` bytes of a config are read; one that was not initialised is refused."""
     nccl = rank.nccl
     old = config(size=Config.trafficClass.offset)
-    # A pointer to nowhere, which would be followed if `size` were not obeyed.
+    # An invalid pointer, which would be dereferenced if `size` were ignored.
     ctypes.memmove(ctypes.addressof(old) + Config.commName.offset, b"\1" * 8, 8)
     comm = rank.world(settings=old)
     rank.check_sum(comm, FLOAT32)
@@ -173,7 +174,7 @@ def configs(rank: Rank) -> None:
 
 
 def wrong_init(rank: Rank) -> None:
-    """Two ranks that do not agree on how many they are, or who they are: whichever came second is told so."""
+    """Two ranks disagree on the number of ranks, or have the same rank: the second one gets an error."""
     nccl = rank.nccl
     for name, nranks in (("number", 2 + rank.rank), ("rank", 2)):
         settings, comm = config(blocking=False), c_void_p()
@@ -188,7 +189,7 @@ def wrong_init(rank: Rank) -> None:
 
 
 def stale_identity(rank: Rank) -> None:
-    """The host's address is learnt once per copy of the library: changed, the copy is of no use and a fresh one is."""
+    """Each copy of the library reads the host's address once. After a change that copy fails, and a fresh one works."""
     nccl = rank.nccl
     comm = nccl.init_rank(1, nccl.unique_id(), 0)
     nccl.ncclCommDestroy(comm)
@@ -203,7 +204,7 @@ def stale_identity(rank: Rank) -> None:
     assert "192.0.2.77" in fresh.last_error()
     assert "fresh copy" in fresh.last_error()
 
-    # Streams are not the library's: work of one copy is waited for through the other.
+    # Streams do not belong to a copy of the library: each copy can wait for the work of the other.
     os.environ["FAKE_NCCL_ADDR"] = "127.0.0.1"
     again = rank.meeting / "again" / "libnccl.so.2"
     again.parent.mkdir()
@@ -224,7 +225,7 @@ def stale_identity(rank: Rank) -> None:
 
 
 def reenters(rank: Rank) -> None:
-    """Run with a library preloaded that notes calls: those which the stand-in makes of its own exports are seen too."""
+    """Runs with a preloaded library that records calls. It also sees the calls that the fake makes to its own exports."""
     nccl = rank.nccl
     comms = (c_void_p * 2)()
     nccl.ncclCommInitAll(comms, 2, None)
@@ -258,7 +259,7 @@ def attachments(rank: Rank) -> None:
     nccl.ncclCommWindowDeregister(comm, window)
     nccl.ncclCommDeregister(comm, handle)
     assert nccl.result_of(nccl.ncclCommDeregister, comm, handle) is Result.INVALID_USAGE
-    nccl.ncclCommRegister(comm, memory, 5000, ctypes.byref(handle))  # left to destroy
+    nccl.ncclCommRegister(comm, memory, 5000, ctypes.byref(handle))  # freed by destroy
     assert nccl.result_of(nccl.ncclDevCommCreate, comm, None, None) is Result.INVALID_USAGE
     assert nccl.result_of(nccl.ncclDevCommDestroy, comm, None) is Result.INVALID_USAGE
     nccl.ncclMemFree(memory)

@@ -1,7 +1,7 @@
-"""Launching: every operation with every type, groups, messages, the order of streams, and ranks that disagree.
+"""Scenarios that launch operations: all operations and types, groups, messages, the order of streams, and mismatches.
 
-Each function is run by every rank of a test, in a process of its own, and asserts what that rank must see. Expected numbers
-are computed in plain Python, from what the other ranks are known to have.
+Every rank of a test runs the function in its own process, and asserts what that rank must see. Expected numbers are
+computed in plain Python, from the known values of the other ranks.
 """
 
 from __future__ import annotations
@@ -91,7 +91,8 @@ def moves(rank: Rank) -> None:
 
 
 def scaled_sums(rank: Rank) -> None:
-    """PreMulSum: each rank's own factor, read at once or when the operation runs; a number belongs to its communicator."""
+    """PreMulSum: each rank has its own factor, read at once or when the operation runs. An operator belongs to its
+    communicator."""
     nccl, comm, other = rank.nccl, rank.world(), rank.world("other")
     for datatype, residence in product(TYPES, (0, 1)):
         factors = [datatype.value(r, 1000) for r in range(rank.nranks)]
@@ -124,7 +125,7 @@ def scaled_sums(rank: Rank) -> None:
 def point_to_point(rank: Rank) -> None:
     nccl, comm, n, me = rank.nccl, rank.world(), rank.nranks, rank.rank
 
-    # Everybody to everybody, itself included, three messages each, in nested groups, some of them empty.
+    # Every rank to every rank, including itself, three messages each, in nested groups, some of them empty.
     lengths = (COUNT, 0, 3)
     sent, received = {}, {}
     nccl.ncclGroupStart()
@@ -165,7 +166,7 @@ def point_to_point(rank: Rank) -> None:
 
 
 def large_both_ways(rank: Rank) -> None:
-    """More than any socket holds, from everybody to everybody at once."""
+    """More than fits into socket buffers, from every rank to every rank at once."""
     nccl, comm, n = rank.nccl, rank.world(), rank.nranks
     block = 1 << 20
     send, out = Buffer(UINT8, block * n), Buffer(UINT8, block * n)
@@ -203,7 +204,7 @@ def waits_for_all(rank: Rank) -> None:
 
 
 def streams(rank: Rank) -> None:
-    """One stream keeps its order over two communicators: the second sum takes what the first left."""
+    """One stream keeps its order over two communicators: the second sum uses the result of the first."""
     nccl, first, second, n = rank.nccl, rank.world(), rank.world("second"), rank.nranks
     shared, free = 0x1000, 0x2000
     a, b, c = Buffer(INT32, 1, [1]), Buffer(INT32, 1, [10]), Buffer(INT32, 1, [1])
@@ -229,7 +230,7 @@ def streams(rank: Rank) -> None:
 
 
 def groups(rank: Rank) -> None:
-    """Errors inside a group fail it whole; a simulated one launches nothing."""
+    """An error inside a group fails the whole group; a simulated group launches nothing."""
     nccl, comm = rank.nccl, rank.world()
     buffer = Buffer(INT32, 1, [5])
     good = (nccl.ncclAllReduce, buffer.address, buffer.address, 1, INT32.number, Operator.SUM, comm, 0)
@@ -248,7 +249,7 @@ def groups(rank: Rank) -> None:
     assert info.estimatedTime == 0.0
     assert not rank.busy()
 
-    # Many collectives and messages of two communicators in one group, and the group after it.
+    # Many collectives and messages of two communicators in one group, and another group after it.
     other = rank.world("other")
     sums = [Buffer(INT32, 1, [i]) for i in range(6)]
     there, back = Buffer(INT32, 1, [rank.rank]), Buffer(INT32, 1)
@@ -277,7 +278,7 @@ def groups(rank: Rank) -> None:
 
 
 def mismatch(rank: Rank) -> None:
-    """Ranks that launch different things get an asynchronous error that names both."""
+    """Ranks that launch different operations get an asynchronous error that names both."""
     nccl, n, me = rank.nccl, rank.nranks, rank.rank
     out = Buffer(FLOAT64, 64)
     for number, what in enumerate(("count", "type", "operator", "operation", "length of a message")):
