@@ -1,6 +1,6 @@
-"""Stands where criu stands: started as `criu swrk FD` with the rank's ends at known numbers, told what to do over FD.
+"""Replaces criu: started as `criu swrk FD` with the rank's ends at known numbers, it gets its commands over FD.
 
-Where criu would restore a process tree, this one becomes the process itself: it answers with its own pid and execs.
+Where criu would restore a process tree, this program becomes the process itself: it answers with its own pid and execs.
 """
 
 import json
@@ -21,7 +21,7 @@ def main() -> None:
     os.setsid()
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])  # until the program is ready for it
     talk.send(str(os.getpid()).encode())
-    talk.recv(1)  # stopped until the test lets it go
+    talk.recv(1)  # blocks until the test lets it run
     talk.close()
     os.execvp(request["argv"][0], request["argv"])
 

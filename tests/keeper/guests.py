@@ -1,4 +1,4 @@
-"""Guest keepers under test, and the way between two nodes' daemons, with the accidents that happen on it."""
+"""Guest keepers under test, and the connection between two nodes' daemons, with its failures."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Guest:
         self.let_go()
 
     def let_go(self) -> None:
-        """What SIGCONT is to a really restored rank."""
+        """Lets the rank run, as SIGCONT does for a rank that criu restored."""
         self.criu.send(b"!")
         self.criu.close()
 
@@ -96,7 +96,7 @@ class Guest:
 class Way:
     """Carries relay frames between the home keeper's daemon and the guest keeper's, as the two daemons do.
 
-    `cut` loses everything under way, as a broken connection does; `lose_every` drops every n-th frame without a word.
+    `cut` loses everything in transit, as a broken connection does; `lose_every` silently drops every n-th frame.
     """
 
     def __init__(self, home: Node, guest: Node, uid: str) -> None:
@@ -142,5 +142,5 @@ class Way:
 
 
 def alive(pid: int) -> bool:
-    """A zombie is dead: whether somebody has looked at it yet is not the keeper's business."""
+    """Whether the process runs. A zombie does not: reaping it is not the keeper's task."""
     return tree.state(pid) not in ("", "Z", "X")

@@ -1,4 +1,4 @@
-"""A node as the keepers see it, for these tests: the real `KeeperLinks` on a socket, with what it tells written down."""
+"""A node as the keepers see it: the real `KeeperLinks` on a socket, whose events are recorded."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ sys.exit(shim.keeper.home.run(sys.argv[4:], sys.argv[1], 0, sys.argv[2]))
 
 
 class Node:
-    """`events` holds what was told, in order, as ("connected",), ("closed", alive), ("exited", status) …"""
+    """`events` are the recorded events, in order, as ("connected",), ("closed", alive), ("exited", status) …"""
 
     def __init__(self, folder: Path, name: str = "node-1") -> None:
         self.folder = folder
@@ -56,7 +56,7 @@ class Node:
         await self.links.stop()
 
     async def clean(self) -> None:
-        """Ends whatever a test has left running, also after it failed."""
+        """Ends all processes that a test has left, also after it failed."""
         for keeper in self._keepers:
             if keeper.returncode is None:
                 keeper.kill()
@@ -77,7 +77,7 @@ class Node:
             self._changed.notify_all()
 
     async def told(self, *event: Any, count: int = 1) -> KeeperLink:
-        """Waits until `event` has been told `count` times; its last link."""
+        """Waits until `event` has occurred `count` times and returns the link of the last."""
 
         def seen() -> list[KeeperLink]:
             return [link for link, noted in self.events if noted[: len(event)] == event]
@@ -125,7 +125,7 @@ def python(program: str) -> tuple[str, str, str]:
 
 
 async def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    """Waits for something only the kernel can tell (a process's state), by looking."""
+    """Polls for a condition that has no event, such as a process's state."""
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110 - /proc has no event to wait for
             await asyncio.sleep(0.005)

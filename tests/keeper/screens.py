@@ -1,4 +1,4 @@
-"""A terminal with somebody in front of it: what they see and type."""
+"""A terminal with a simulated user: what appears on it and what is typed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Screen:
         return await node.launch(*argv, start_new_session=True, preexec_fn=take_terminal, pass_fds=[slave], **given)
 
     async def shows(self, text: bytes) -> None:
-        """Waits until `text` has appeared since the last call, and forgets everything up to it."""
+        """Waits until `text` has appeared since the last call, and discards everything up to it."""
         loop, readable = asyncio.get_running_loop(), asyncio.Event()
         loop.add_reader(self._master, readable.set)
         try:

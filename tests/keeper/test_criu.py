@@ -1,4 +1,4 @@
-"""Guest keepers under the real CRIU: a program is dumped under its home keeper and goes on under a guest keeper."""
+"""Guest keepers with the real CRIU: a program is dumped under its home keeper and continues under a guest keeper."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = [
     pytest.mark.skipif(not (PREFIX / "criu").exists(), reason="no CRIU of our own: run `make setup`"),
 ]
 
-#: Counts what it reads, so that a repeated or lost step of the program itself would show.
+#: Counts what it reads, so that a repeated or lost step of the program is detected.
 STEPS = """
 import os
 step = 0
@@ -126,7 +126,7 @@ async def move(
     return guest
 
 
-#: The rank's pid as it knows itself, which no move changes.
+#: The rank's pid in its own namespace, which no move changes.
 RANK_PIDS: dict[str, int] = {}
 
 
@@ -139,7 +139,7 @@ def _forget_pids() -> None:
     RANK_PIDS.clear()
 
 
-async def test_there_and_back_under_real_criu(node: Node, tmp_path: Path) -> None:
+async def test_rank_moves_away_and_back_under_real_criu(node: Node, tmp_path: Path) -> None:
     folder = tmp_path / "other"
     folder.mkdir()
     other = await Node(folder, "node-2").start()
@@ -170,7 +170,7 @@ async def test_there_and_back_under_real_criu(node: Node, tmp_path: Path) -> Non
     await other.clean()
 
 
-async def test_a_terminal_moves_under_real_criu(node: Node, tmp_path: Path) -> None:
+async def test_rank_with_a_terminal_moves_under_real_criu(node: Node, tmp_path: Path) -> None:
     program = (
         "import os, signal, sys\n"
         "signal.signal(signal.SIGWINCH, lambda n, f: os.write(1, b'now %d|' % os.get_terminal_size().columns))\n"

@@ -1,4 +1,4 @@
-"""The codec and the daemon's end of a link, against bytes that nobody meant."""
+"""Tests of the codec and of the daemon's end of a link with invalid input."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ headers = st.dictionaries(st.text(max_size=8).filter(lambda key: key != "t"), js
     st.lists(st.tuples(st.text(max_size=10), headers, st.binary(max_size=300)), max_size=4),
     st.lists(st.integers(1, 200), min_size=1, max_size=5),
 )
-def test_frames_survive_any_cutting(sent: list[tuple[str, dict[str, Any], bytes]], sizes: list[int]) -> None:
+def test_frames_are_decoded_from_arbitrary_pieces(
+    sent: list[tuple[str, dict[str, Any], bytes]], sizes: list[int]
+) -> None:
     stream = b"".join(encode(*frame) for frame in sent)
     decoder, found = Decoder(), []
     for size in itertools.cycle(sizes):
@@ -45,7 +47,7 @@ def test_frames_survive_any_cutting(sent: list[tuple[str, dict[str, Any], bytes]
 
 
 @given(st.binary(max_size=200))
-def test_any_bytes_are_frames_or_a_frame_error(noise: bytes) -> None:
+def test_arbitrary_bytes_decode_or_raise_frame_error(noise: bytes) -> None:
     decoder = Decoder()
     try:
         for frame in decoder.feed(noise):
@@ -75,12 +77,12 @@ def _raw(head: bytes, payload: bytes = b"", head_bytes: int | None = None) -> by
         _raw(b'{"t": "x"}', bytes(MAX_PAYLOAD_BYTES + 1)),
     ],
 )
-def test_broken_frames_are_refused(broken: bytes) -> None:
+def test_invalid_frames_are_refused(broken: bytes) -> None:
     with pytest.raises(FrameError):
         list(Decoder().feed(broken))
 
 
-def test_what_is_too_big_is_not_even_sent() -> None:
+def test_oversized_frame_is_not_encoded() -> None:
     assert decode(encode("x", {}, bytes(MAX_PAYLOAD_BYTES))).payload == bytes(MAX_PAYLOAD_BYTES)
     with pytest.raises(FrameError):
         encode("x", {}, bytes(MAX_PAYLOAD_BYTES + 1))
@@ -117,13 +119,13 @@ GOOD = {"role": "home", "job": "job", "rank": 1, "relay_key": "0" * 32, "pid": 0
         {"moves": None},
     ],
 )
-def test_a_hello_with_one_thing_wrong_is_refused(change: dict[str, Any]) -> None:
+def test_hello_with_an_invalid_field_is_refused(change: dict[str, Any]) -> None:
     parse_hello(decode(encode("hello", GOOD)), 0)
     with pytest.raises(FrameError):
         parse_hello(decode(encode("hello", {**GOOD, **change})), 0)
 
 
-def test_only_root_has_guest_keepers() -> None:
+def test_guest_keeper_that_does_not_run_as_root_is_refused() -> None:
     guest = decode(encode("hello", {**GOOD, "role": "guest"}))
     assert parse_hello(guest, 0).role == "guest"
     with pytest.raises(Denied):
@@ -131,7 +133,7 @@ def test_only_root_has_guest_keepers() -> None:
 
 
 @given(st.dictionaries(st.sampled_from([*GOOD, "uid", "stdio", "inherit", "exited", "move", "cwd"]), json_values))
-def test_any_hello_is_read_or_refused(fields: dict[str, Any]) -> None:
+def test_arbitrary_hello_is_accepted_or_refused(fields: dict[str, Any]) -> None:
     try:
         hello = parse_hello(decode(encode("hello", {**GOOD, **fields})), 0)
     except FrameError:
@@ -149,14 +151,14 @@ def test_any_hello_is_read_or_refused(fields: dict[str, Any]) -> None:
     ),
     st.booleans(),
 )
-def test_noise_on_one_link_disturbs_no_other(pieces: list[bytes], greets_first: bool) -> None:
+def test_invalid_bytes_on_one_link_do_not_affect_another(pieces: list[bytes], greets_first: bool) -> None:
     async def scenario() -> None:
         with tempfile.TemporaryDirectory() as folder:
             node = await Node(Path(folder)).start()
             _, quiet = await asyncio.open_unix_connection(node.socket)
             quiet.write(encode("hello", {**GOOD, "job": "quiet"}))
             link = await node.told("connected")
-            # Both come from this process, and a keeper's new link replaces its old one: forget whose the first is.
+            # Both links are from this process, and a keeper's new link replaces its old one, so the first is forgotten.
             node.links._links.clear()
             reader, noisy = await asyncio.open_unix_connection(node.socket)
             if greets_first:
@@ -182,7 +184,7 @@ async def test_another_node_cannot_send_control_frames(node: Node) -> None:
     await link.hold("m-0123456789ab")
 
 
-async def test_nonsense_from_another_node_does_not_hurt_a_keeper(node: Node) -> None:
+async def test_invalid_relay_frames_do_not_end_a_keeper(node: Node) -> None:
     keeper = await node.launch("sleep", "1000")
     link = await node.told("connected")
     await link.hold("m-0123456789ab")

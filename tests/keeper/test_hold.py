@@ -1,4 +1,4 @@
-"""Held: signals and stdin wait, unread stdin can be taken out and put back, and an end is not yet the rank's end."""
+"""Tests of a held rank: signals and stdin are queued, unread stdin is taken back, and an exit waits for the outcome."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ print(*[int(signal.sigwait(wanted)) for _ in wanted])
 """
 
 
-async def test_signals_wait_for_the_outcome(node: Node) -> None:
+async def test_signals_are_queued_until_the_outcome_of_the_move(node: Node) -> None:
     keeper = await node.launch(*python(COUNTER))
     assert keeper.stdout is not None
     assert await keeper.stdout.readline() == b"ready\n"
@@ -35,7 +35,7 @@ async def test_signals_wait_for_the_outcome(node: Node) -> None:
     await link.hold(MOVE)
     for number in (signal.SIGUSR1, signal.SIGCONT, signal.SIGUSR2):
         keeper.send_signal(number)
-    await link.hold(MOVE)  # asking twice is fine, and by its answer the keeper has seen the signals
+    await link.hold(MOVE)  # idempotent; when the keeper answers, it has handled the signals
     assert _pending(link) == 0
     await link.resume(MOVE)
     keeper.send_signal(signal.SIGTERM)
@@ -54,12 +54,12 @@ def _pending(link: KeeperLink) -> int:
 
 
 @pytest.mark.parametrize("has_ended", [False, True])
-async def test_unread_stdin_is_taken_out_and_put_back(node: Node, has_ended: bool) -> None:
+async def test_unread_stdin_is_taken_back_and_restored(node: Node, has_ended: bool) -> None:
     program = (
         "import os, sys\n"
         "first = os.read(0, 5)\n"
         "os.write(1, first)\n"
-        "os.kill(os.getpid(), 19)\n"  # as frozen as it gets without a cgroup
+        "os.kill(os.getpid(), 19)\n"  # stands for the cgroup freezer
         "while data := os.read(0, 4096): os.write(1, data)"
     )
     keeper = await node.launch(*python(program))
@@ -98,7 +98,7 @@ def _state(pid: int) -> str:
 
 
 def _end_has_arrived(keeper_pid: int, rank_pid: int) -> bool:
-    """Whether the keeper has closed its writing end of the rank's stdin."""
+    """Whether the keeper has closed its write end of the rank's stdin."""
     stdin = os.readlink(f"/proc/{rank_pid}/fd/0")
     for fd in os.listdir(f"/proc/{keeper_pid}/fd"):
         path = f"/proc/{keeper_pid}/fd/{fd}"
@@ -128,7 +128,7 @@ async def test_the_state_names_every_channel_for_criu(node: Node) -> None:
 
 
 @pytest.mark.parametrize("verdict", ["resume", "away"])
-async def test_an_end_while_held_waits_for_the_verdict(node: Node, verdict: str) -> None:
+async def test_exit_while_held_is_not_reported_before_the_outcome(node: Node, verdict: str) -> None:
     keeper = await node.launch("sleep", "1000")
     link = await node.told("connected")
     await link.hold(MOVE)
@@ -155,7 +155,7 @@ async def _end_from_afar(link: KeeperLink) -> None:
     await link.send_relay(encode("exit", {"status": 5 << 8}))
 
 
-async def test_a_restarted_daemon_learns_what_is_held_and_what_has_ended(node: Node) -> None:
+async def test_restarted_daemon_learns_the_held_move_and_the_exit_status(node: Node) -> None:
     keeper = await node.launch("sleep", "1000")
     link = await node.told("connected")
     rank = link.rank
@@ -172,7 +172,7 @@ async def test_a_restarted_daemon_learns_what_is_held_and_what_has_ended(node: N
     assert await keeper.wait() == -signal.SIGKILL
 
 
-async def test_a_late_frame_of_an_older_move_changes_nothing(node: Node) -> None:
+async def test_late_resume_of_an_older_move_is_ignored(node: Node) -> None:
     keeper = await node.launch("sleep", "1000")
     link = await node.told("connected")
     await link.hold("m-000000000001")
@@ -185,7 +185,7 @@ async def test_a_late_frame_of_an_older_move_changes_nothing(node: Node) -> None
     assert await keeper.wait() == -signal.SIGTERM
 
 
-async def test_a_question_to_a_keeper_that_goes_is_answered_with_rank_gone(node: Node) -> None:
+async def test_request_to_a_keeper_that_is_killed_fails_with_rank_gone(node: Node) -> None:
     keeper = await node.launch("sleep", "1000")
     link = await node.told("connected")
     keeper.send_signal(signal.SIGSTOP)
@@ -195,7 +195,7 @@ async def test_a_question_to_a_keeper_that_goes_is_answered_with_rank_gone(node:
         await asking
 
 
-async def test_a_silent_keeper_is_a_timeout(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_request_to_a_stopped_keeper_times_out(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("snapshotd.keepers.link.CONTROL_TIMEOUT_S", 0.2)
     keeper = await node.launch("sleep", "1000")
     link = await node.told("connected")
@@ -211,7 +211,7 @@ async def test_kill_ends_rank_and_keeper(node: Node) -> None:
     assert await keeper.wait() == -signal.SIGKILL
 
 
-def test_layout_of_the_state_is_json() -> None:
+def test_handed_over_state_of_a_rank_without_channels() -> None:
     from shim.keeper.loop import Loop
     from shim.keeper.stdio import Stdio
 

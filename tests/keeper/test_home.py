@@ -1,4 +1,4 @@
-"""The launcher's view of a rank under a home keeper: it must be the view it had without one."""
+"""Tests that a rank under a home keeper looks to its launcher as it does without one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.keeper.nodes import Node, python, until
         (("/etc/passwd",), 126),
     ],
 )
-async def test_ends_as_the_rank_ended(node: Node, argv: tuple[str, ...], code: int) -> None:
+async def test_keeper_exits_with_the_status_of_the_rank(node: Node, argv: tuple[str, ...], code: int) -> None:
     keeper = await node.launch(*argv)
     _, errors = await keeper.communicate()
     assert keeper.returncode == code
@@ -37,7 +37,7 @@ async def test_ends_as_the_rank_ended(node: Node, argv: tuple[str, ...], code: i
     assert [event[0] for _, event in node.events] == ["connected", "exited", "closed"]
 
 
-async def test_waits_for_no_daemon_for_ever(node: Node) -> None:
+async def test_keeper_gives_up_if_no_daemon_answers(node: Node) -> None:
     await node.stop()
     keeper = await node.launch("true", wait_s=0.3)
     _, errors = await keeper.communicate()
@@ -48,7 +48,7 @@ async def test_waits_for_no_daemon_for_ever(node: Node) -> None:
     assert "systemctl start snapshotd" in lines[1]
 
 
-async def test_a_daemon_that_starts_later_is_found(node: Node) -> None:
+async def test_keeper_finds_a_daemon_that_starts_later(node: Node) -> None:
     await node.stop()
     keeper = await node.launch("echo", "there")
     assert keeper.stderr is not None
@@ -57,7 +57,7 @@ async def test_a_daemon_that_starts_later_is_found(node: Node) -> None:
     assert (await keeper.communicate())[0] == b"there\n"
 
 
-async def test_large_streams_are_unbroken_over_a_daemon_restart(node: Node) -> None:
+async def test_large_streams_are_complete_across_a_daemon_restart(node: Node) -> None:
     data = random.Random(1).randbytes(12 << 20)
     keeper = await node.launch("cat")
     assert keeper.stdin is not None
@@ -68,7 +68,7 @@ async def test_large_streams_are_unbroken_over_a_daemon_restart(node: Node) -> N
     await keeper.stdin.drain()
     await node.stop()
     keeper.stdin.write(data[5 << 20 : 9 << 20])
-    await keeper.stdin.drain()  # nobody is there, and it flows
+    await keeper.stdin.drain()  # data flows without a daemon
     await node.start()
     await node.told("connected", count=2)
     keeper.stdin.write(data[9 << 20 :])
@@ -92,7 +92,7 @@ async def test_separate_stdout_and_stderr_stay_separate(node: Node) -> None:
     assert await keeper.communicate() == (b"out\n", b"err\n")
 
 
-async def test_the_rank_has_its_three_descriptors_and_no_more(node: Node) -> None:
+async def test_rank_has_only_three_descriptors(node: Node) -> None:
     program = "import os\nprint(*[os.readlink(f'/proc/self/fd/{n}') for n in sorted(os.listdir('/proc/self/fd'))[:-1]])"
     keeper = await node.launch(*python(program), stdin=asyncio.subprocess.DEVNULL, stderr=None)
     output, _ = await keeper.communicate()
@@ -102,7 +102,7 @@ async def test_the_rank_has_its_three_descriptors_and_no_more(node: Node) -> Non
     assert len(pipes) == 2
 
 
-async def test_everything_else_is_as_the_launcher_left_it(node: Node, tmp_path: Path) -> None:
+async def test_rank_inherits_the_launchers_process_attributes(node: Node, tmp_path: Path) -> None:
     program = (
         "import os, resource, signal\n"
         "print(os.getcwd(), oct(os.umask(0)), os.nice(0), resource.getrlimit(resource.RLIMIT_NOFILE)[0],\n"
@@ -169,7 +169,7 @@ async def test_an_interrupt_reaches_the_ranks_children_too(node: Node) -> None:
     assert set((await keeper.stdout.read()).split()) == {b"child", b"parent"}
 
 
-async def test_a_reader_that_goes_away_is_noticed_by_the_rank(node: Node) -> None:
+async def test_rank_gets_an_error_when_its_reader_goes_away(node: Node) -> None:
     reading, writing = os.pipe()
     keeper = await node.launch("yes", stdout=writing)
     os.close(writing)
@@ -178,7 +178,7 @@ async def test_a_reader_that_goes_away_is_noticed_by_the_rank(node: Node) -> Non
     assert await keeper.wait() == -signal.SIGPIPE
 
 
-async def test_a_slow_reader_stops_the_rank_and_loses_nothing(node: Node) -> None:
+async def test_slow_reader_blocks_the_rank_and_loses_no_output(node: Node) -> None:
     total = 6 << 20
     program = (
         f"import os\nleft = {total}\nwhile left: left -= os.write(1, b'z' * min(left, 65536))\nos.write(2, b'done')"
@@ -192,7 +192,7 @@ async def test_a_slow_reader_stops_the_rank_and_loses_nothing(node: Node) -> Non
     def written_bytes() -> int:
         return int(Path(f"/proc/{rank.pid}/io").read_text().split("wchar: ")[1].split()[0])
 
-    # It fills the pipe to the keeper, the keeper's megabyte and the pipe to us, and then it waits.
+    # The rank fills the pipe to the keeper, the keeper's buffer and the pipe to this test, and then blocks.
     await until(lambda: written_bytes() > 1 << 20)
     assert written_bytes() < 3 << 20
     with os.fdopen(reading, "rb") as stream:
@@ -200,7 +200,7 @@ async def test_a_slow_reader_stops_the_rank_and_loses_nothing(node: Node) -> Non
     assert await keeper.stderr.read() == b"done"
 
 
-async def test_a_killed_keeper_takes_the_rank_with_it(node: Node) -> None:
+async def test_rank_ends_when_its_keeper_is_killed(node: Node) -> None:
     keeper = await node.launch("sleep", "1000")
     rank = await _rank(node)
     await until(lambda: Path(f"/proc/{rank.pid}/comm").read_text() == "sleep\n")
@@ -210,7 +210,7 @@ async def test_a_killed_keeper_takes_the_rank_with_it(node: Node) -> None:
     await node.told("closed", False)
 
 
-async def test_a_background_process_does_not_keep_the_launcher_waiting(node: Node) -> None:
+async def test_background_process_does_not_delay_the_launcher(node: Node) -> None:
     keeper = await node.launch("sh", "-c", "sleep 1000 & echo $!")
     output, _ = await keeper.communicate()
     assert keeper.returncode == 0

@@ -1,4 +1,4 @@
-"""libsnapshim.so in real programs: io_uring is not there, and nothing else is different."""
+"""Tests of libsnapshim.so in real programs: io_uring is refused, and nothing else is different."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def library(built: Path, request: pytest.FixtureRequest) -> Path:
     return built / str(request.param)
 
 
-def test_io_uring_is_not_there_and_all_else_is(library: Path) -> None:
+def test_io_uring_is_refused_and_other_calls_work(library: Path) -> None:
     environment = {**os.environ, "LD_PRELOAD": str(library)}
     done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == ["-1 ENOSYS", "True", "-1 EBADF"]
@@ -45,7 +45,7 @@ def test_io_uring_is_not_there_and_all_else_is(library: Path) -> None:
 
 
 @pytest.mark.parametrize("argv", [("true",), ("sh", "-c", "echo $((6*7)) | cat"), ("ls", "/"), ("env", "-i", "true")])
-def test_programs_do_not_notice(library: Path, argv: tuple[str, ...]) -> None:
+def test_output_of_programs_is_unchanged(library: Path, argv: tuple[str, ...]) -> None:
     plain = subprocess.run(argv, capture_output=True, check=True)
     environment = {**os.environ, "LD_PRELOAD": str(library)}
     preloaded = subprocess.run(argv, capture_output=True, check=True, env=environment)
@@ -65,7 +65,7 @@ def test_only_what_the_abi_names_is_exported(library: Path) -> None:
     assert {name.removeprefix("p") for name in exported if "nccl" in name} == nccl
 
 
-def test_the_environment_is_the_launchers_plus_the_preload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_gets_the_launchers_environment_plus_the_preload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shim.keeper.child._LIBRARY", tmp_path / "lib.so")
     monkeypatch.setattr("shim.keeper.child._OFFLOAD_LIBRARY", tmp_path / "offload.so")
     assert rank_environment({"A": "b"}, preload=True) == {"A": "b"}, "no library, no preload"
@@ -86,7 +86,7 @@ def test_the_environment_is_the_launchers_plus_the_preload(tmp_path: Path, monke
     assert back["LD_PRELOAD"] == f"{tmp_path / 'lib.so'}:x.so:y.so"
 
 
-async def test_a_rank_has_it(node: Node) -> None:
+async def test_rank_has_the_library_preloaded(node: Node) -> None:
     if not (REPOSITORY / "shim" / "lib" / "libsnapshim.so").exists():
         pytest.skip("the shim is not built: run `make setup`")
     keeper = await node.launch(*python(PROGRAM))

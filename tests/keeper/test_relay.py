@@ -1,4 +1,4 @@
-"""A rank that lives elsewhere: its launcher must not be able to tell, whatever happens on the way between the nodes."""
+"""Tests that the launcher sees no difference when the rank is on another node, whatever the connection loses."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = [
 
 MOVE = "m-0123456789ab"
 
-#: Reads its stdin to the end, answers with it, and says at the start whether it has been here before.
+#: Reads its stdin to the end and echoes it. Its first line shows which copy of the program it is.
 ECHO = "import os\nwhile data := os.read(0, 65536):\n    while data: data = data[os.write(1, data):]"
 
 
@@ -39,7 +39,7 @@ async def other(tmp_path: Path) -> AsyncIterator[Node]:
 
 
 async def freeze(link: KeeperLink) -> dict[str, Any]:
-    """The source's half of a move, with SIGSTOP for the freezer."""
+    """The source's part of a move, with SIGSTOP instead of the freezer."""
     assert link.rank is not None
     await link.hold(MOVE)
     link.rank.signal(signal.SIGSTOP)
@@ -49,13 +49,13 @@ async def freeze(link: KeeperLink) -> dict[str, Any]:
 
 
 async def move_away(node: Node, other: Node, argv: tuple[str, ...]) -> tuple[Guest, Way]:
-    """Moves the rank of `node`'s only keeper; on the other node it goes on as `argv`."""
+    """Moves the rank of `node`'s only keeper; on the other node it continues as `argv`."""
     link = await node.told("connected")
     guest = await Guest.start(other, link, MOVE, await freeze(link))
     await guest.restore(argv)
     way = Way(node, other, link.uid)
     await guest.activate()
-    await way.open()  # the guest calls before the home keeper knows the outcome
+    await way.open()  # the guest keeper's sync arrives before the home keeper knows the outcome
     await link.away(MOVE, "node-2")
     assert link.rank is not None
     link.rank.signal(signal.SIGKILL)
@@ -84,7 +84,7 @@ async def _pour(keeper: Process, data: bytes) -> None:
 
 
 @pytest.mark.parametrize("accident", ["none", "cuts", "losses", "restarts"])
-async def test_no_byte_is_lost_or_doubled(node: Node, other: Node, accident: str) -> None:
+async def test_no_byte_is_lost_or_duplicated(node: Node, other: Node, accident: str) -> None:
     data = random.Random(2).randbytes(10 << 20)
     keeper = await node.launch(*python("import time\ntime.sleep(1000)"))
     assert keeper.stdout is not None
@@ -118,7 +118,7 @@ async def test_no_byte_is_lost_or_doubled(node: Node, other: Node, accident: str
     await way.cut()
 
 
-async def test_unread_stdin_travels_along(node: Node, other: Node) -> None:
+async def test_unread_stdin_moves_with_the_rank(node: Node, other: Node) -> None:
     keeper = await node.launch(*python("import time\ntime.sleep(1000)"))
     assert keeper.stdin is not None
     assert keeper.stdout is not None
@@ -144,7 +144,7 @@ def _unread_bytes(pid: int) -> int:
         return int(struct.unpack("i", fcntl.ioctl(stdin, termios.FIONREAD, b"\0" * 4))[0])
 
 
-async def test_signals_arrive_once_each_even_when_the_way_is_cut(node: Node, other: Node) -> None:
+async def test_each_signal_arrives_once_across_interruptions(node: Node, other: Node) -> None:
     program = (
         "import signal\n"
         "signal.pthread_sigmask(signal.SIG_BLOCK, [10, 12, 15])\n"
@@ -168,14 +168,14 @@ async def test_signals_arrive_once_each_even_when_the_way_is_cut(node: Node, oth
     await way.cut()
 
 
-async def test_a_fatal_signal_far_away_is_fatal_here(node: Node, other: Node) -> None:
+async def test_home_keeper_ends_by_the_signal_that_ended_the_rank(node: Node, other: Node) -> None:
     keeper = await node.launch("sleep", "1000")
     _, way = await move_away(node, other, ("sh", "-c", "kill -ABRT $$"))
     assert await keeper.wait() == -signal.SIGABRT
     await way.cut()
 
 
-async def test_the_rank_goes_on_while_its_home_cannot_be_reached(node: Node, other: Node) -> None:
+async def test_rank_continues_while_its_home_node_is_unreachable(node: Node, other: Node) -> None:
     began, done = other.folder / "began", other.folder / "done"
     program = (
         "import os, pathlib, sys\n"
@@ -205,7 +205,7 @@ def _has_spooled(keeper_pid: int) -> bool:
     return any("(deleted)" in os.readlink(f"/proc/{keeper_pid}/fd/{fd}") for fd in os.listdir(f"/proc/{keeper_pid}/fd"))
 
 
-async def test_a_second_move_takes_along_what_the_home_has_not_got(node: Node, other: Node, tmp_path: Path) -> None:
+async def test_second_move_carries_unacknowledged_output(node: Node, other: Node, tmp_path: Path) -> None:
     keeper = await node.launch("sleep", "1000")
     assert keeper.stdin is not None
     assert keeper.stdout is not None
@@ -248,7 +248,7 @@ async def test_a_second_move_takes_along_what_the_home_has_not_got(node: Node, o
     await third.clean()
 
 
-async def test_kill_ends_the_guest_and_everything_under_it(node: Node, other: Node) -> None:
+async def test_kill_ends_the_guest_keeper_and_all_its_processes(node: Node, other: Node) -> None:
     await node.launch("sleep", "1000")
     guest, way = await move_away(node, other, ("sh", "-c", "sleep 1000 & sleep 1000"))
     await guest.link.kill()
@@ -257,7 +257,7 @@ async def test_kill_ends_the_guest_and_everything_under_it(node: Node, other: No
     await way.cut()
 
 
-async def test_an_end_before_activation_is_reported_and_waits(node: Node, other: Node) -> None:
+async def test_exit_before_activation_does_not_end_the_home_keeper(node: Node, other: Node) -> None:
     keeper = await node.launch("sleep", "1000")
     link = await node.told("connected")
     guest = await Guest.start(other, link, MOVE, await freeze(link))

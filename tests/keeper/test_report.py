@@ -1,4 +1,4 @@
-"""A worker's last words to torchrun: made room for and collected as the rank's user, whatever the path leads to."""
+"""Tests that a worker's error file for torchrun is accessed as the rank's user, whatever its path refers to."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ NOBODY = 65534
     ("given", "path"),
     [({}, ""), ({"TORCHELASTIC_ERROR_FILE": "/t/e.json"}, "/t/e.json"), ({"TORCHELASTIC_ERROR_FILE": "e.json"}, "")],
 )
-def test_where_a_rank_reports(given: dict[str, str], path: str) -> None:
+def test_report_path_is_absolute_or_empty(given: dict[str, str], path: str) -> None:
     assert report.path_in(given) == path
 
 
-def test_a_report_goes_from_there_to_here(tmp_path: Path) -> None:
+def test_report_is_collected_and_written_on_the_home_node(tmp_path: Path) -> None:
     there, here = tmp_path / "a" / "b" / "error.json", tmp_path / "home.json"
     mine = os.getuid(), os.getgid()
     report.make_room(str(there), *mine)
@@ -33,7 +33,7 @@ def test_a_report_goes_from_there_to_here(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "home.json"]
 
 
-def test_only_a_file_is_read(tmp_path: Path) -> None:
+def test_only_a_regular_file_is_collected(tmp_path: Path) -> None:
     secret, link, pipe = tmp_path / "secret", tmp_path / "link", tmp_path / "pipe"
     secret.write_text("secret")
     link.symlink_to(secret)
@@ -43,7 +43,7 @@ def test_only_a_file_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root could do more than the rank's user")
-def test_nothing_is_touched_that_the_user_may_not_touch(tmp_path: Path) -> None:
+def test_paths_are_accessed_as_the_ranks_user(tmp_path: Path) -> None:
     private = tmp_path / "private"
     private.mkdir(mode=0o700)
     (private / "error.json").write_text("root's")

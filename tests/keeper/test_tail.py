@@ -1,4 +1,4 @@
-"""`Tail` against a plain bytes object, with a spool file and with a disk that fills up."""
+"""Compares `Tail` with a plain bytes object, with a spool file and with a disk that fills up."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ steps = st.lists(st.tuples(st.sampled_from(["append", "release", "read"]), st.in
 
 @pytest.mark.parametrize("spools", [False, True])
 @given(steps=steps)
-def test_it_is_the_bytes_between_base_and_end(steps: list[tuple[str, int]], spools: bool) -> None:
+def test_tail_holds_the_bytes_between_base_and_end(steps: list[tuple[str, int]], spools: bool) -> None:
     tail = Tail(7, "/tmp" if spools else None, memory_bytes=50)
     written, base = b"", 7
     for action, size in steps:
@@ -39,9 +39,7 @@ def test_it_is_the_bytes_between_base_and_end(steps: list[tuple[str, int]], spoo
     assert not tail.is_full
 
 
-def test_a_full_disk_asks_the_writer_to_wait_and_keeps_the_order(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_disk_makes_the_tail_full_and_keeps_the_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tail = Tail(0, str(tmp_path), memory_bytes=10)
     tail.append(b"0123456789")
     tail.append(b"spooled.")
@@ -60,7 +58,7 @@ def _no_space(*_: object) -> int:
     raise OSError(28, "No space left on device")
 
 
-def test_without_a_spool_it_is_full_at_a_megabyte() -> None:
+def test_tail_without_a_spool_is_full_at_one_megabyte() -> None:
     tail = Tail()
     tail.append(bytes((1 << 20) - 1))
     assert not tail.is_full

@@ -1,4 +1,4 @@
-"""A rank at a terminal: it has a terminal of its own that behaves like the real one, which is left as it was found."""
+"""Tests of a rank at a terminal: its pseudo-terminal behaves like the real one, whose modes are restored."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def screen() -> Iterator[Screen]:
     opened.close()
 
 
-async def test_it_talks_and_is_resized(node: Node, screen: Screen) -> None:
+async def test_terminal_carries_input_output_and_window_sizes(node: Node, screen: Screen) -> None:
     before = screen.modes()
     keeper = await screen.launch(node, *python(TALKER))
     await screen.shows(b"tty True True True 31 97|")
@@ -72,8 +72,8 @@ async def test_output_to_a_pipe_while_typing_at_the_terminal(node: Node, screen:
     assert await keeper.wait() == 0
 
 
-async def test_beside_its_launcher_the_terminal_stays_as_it_is(node: Node, screen: Screen) -> None:
-    """In a shell script's process group Ctrl-C must reach the script as well, so the keeper does not make it raw."""
+async def test_terminal_of_a_launcher_in_the_same_group_keeps_its_modes(node: Node, screen: Screen) -> None:
+    """In a shell script's process group Ctrl-C must reach the script too, so the keeper does not set raw mode."""
     before = screen.modes()
     keeper = await screen.launch(node, *python(TALKER), wrap=("sh", "-c", '"$@"; echo script $?', "sh"))
     await screen.shows(b"tty True True True 31 97|")
@@ -86,7 +86,7 @@ async def test_beside_its_launcher_the_terminal_stays_as_it_is(node: Node, scree
     assert await keeper.wait() in (-signal.SIGINT, 130)
 
 
-async def test_in_the_background_it_does_not_touch_the_keys(node: Node, screen: Screen) -> None:
+async def test_keeper_in_the_background_does_not_read_the_terminal(node: Node, screen: Screen) -> None:
     slave = screen.slave
     keeper = await node.launch("cat", stdin=slave, stdout=asyncio.subprocess.PIPE, start_new_session=True)
     await node.told("connected")
@@ -104,7 +104,7 @@ async def keeper_has_settled(node: Node) -> None:
     await link.resume(MOVE)
 
 
-async def test_unread_keys_are_taken_out_and_typed_again_without_a_second_echo(node: Node, screen: Screen) -> None:
+async def test_unread_typed_input_is_restored_without_a_second_echo(node: Node, screen: Screen) -> None:
     program = "import os, sys, time\nprint('ready|', end='', flush=True)\nos.kill(os.getpid(), 19)\n" + TALKER
     await screen.launch(node, *python(program))
     await screen.shows(b"ready|")

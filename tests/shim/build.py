@@ -1,8 +1,7 @@
 """Builds what the tests of the shim need, once for all test processes.
 
-The libraries are built by the shim's own Makefile. What else takes seconds to compile (sanitizers, the stand-in of NCCL) is
-kept between runs in tests/.build, in a folder that is named after the content of its sources. A lock makes processes that
-run at the same time wait for each other.
+The shim's own Makefile builds the libraries. Other builds that take seconds (sanitizers, the stand-in for NCCL) are kept
+between runs in tests/.build, in a folder named after the content of their sources. A lock serialises concurrent builds.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ def sources(*folders: Path) -> list[Path]:
 
 
 def build_once(name: str, from_: Iterable[Path], build: Callable[[Path], None]) -> Path:
-    """A folder that `build` has filled. It is kept as long as the files that it is built from stay the same."""
+    """Returns a folder that `build` has filled. It is reused as long as its source files stay the same."""
     digest = hashlib.sha256(subprocess.run(["cc", "--version"], capture_output=True, check=True).stdout)
     for path in from_:
         digest.update(f"{path}\0".encode() + path.read_bytes())

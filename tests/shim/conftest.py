@@ -28,7 +28,7 @@ def work_program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def jobs() -> Iterator[list[Job]]:
-    """Those that are put here are ended after the test."""
+    """A list of jobs that are ended after the test."""
     started: list[Job] = []
     yield started
     for job in started:

@@ -1,4 +1,4 @@
-"""Programs with the library preloaded, for these tests: built from source, started, watched, ended."""
+"""Builds, starts, observes and ends programs with the library preloaded."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from snapshotd.proc import tree
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PROGRAMS = Path(__file__).parent / "programs"
-#: Far beyond what anything here takes: when it passes, something is stuck.
+#: Much longer than anything here takes: when it expires, something hangs.
 STUCK_S = 60.0
 
 
@@ -47,7 +47,7 @@ def compile_c(source: Path, output: Path, *flags: str) -> Path:
 
 
 class Job:
-    """A running program, in a pid of its own, with what `shimctl` says of it."""
+    """A running program, and its mailbox through `shimctl`."""
 
     def __init__(
         self, library: Path | None, *argv: str | Path, env: Mapping[str, str] = os.environ, setsid: bool = False
@@ -81,7 +81,7 @@ class Job:
         return self.popen.stdout.readline().decode().strip()
 
     def finish(self) -> tuple[str, str, int]:
-        """Closes its input and waits for the end: what it wrote, and its exit status."""
+        """Closes its stdin and waits for its exit; returns its output, errors and exit status."""
         output, errors = self.popen.communicate(timeout=STUCK_S)
         return output.decode(), errors.decode(), self.popen.returncode
 
@@ -110,7 +110,7 @@ class Work(Job):
         return int(struct.unpack_from("<Q", self._map, 800)[0])
 
     def moves(self) -> None:
-        """Every thread makes a step."""
+        """Waits until every thread has made a step."""
         before = self.counters()
         until(
             lambda: all(now > then for now, then in zip(self.counters(), before, strict=True)), f"stuck: {self.kinds}"

@@ -22,7 +22,7 @@ int main(void)
 """
 
 
-def test_the_committed_layout_is_current() -> None:
+def test_committed_abi_module_is_current() -> None:
     command = [sys.executable, str(REPOSITORY / "tools" / "gen-abi"), "--check"]
     checked = subprocess.run(command, capture_output=True, text=True, check=False)
     assert checked.returncode == 0, checked.stderr

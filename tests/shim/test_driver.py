@@ -1,4 +1,4 @@
-"""The CUDA driver's threads are left alone, and what a process shares on the GPU is counted."""
+"""Tests that the CUDA driver's threads are not parked, and that what a process shares on the GPU is counted."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SHARED = ("-shared", "-fPIC", "-pthread")
 
 @pytest.fixture(scope="module")
 def cuda(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with libcuda.so.1, libcudart.so.12, and users of the latter that name it and do not."""
+    """A folder with libcuda.so.1, libcudart.so.12, and libraries that use the latter, linked with it and not."""
     folder = tmp_path_factory.mktemp("cuda")
     compile_c(PROGRAMS / "cuda.c", folder / "libcuda.so.1", *SHARED, "-DDRIVER")
     runtime = compile_c(PROGRAMS / "cuda.c", folder / "libcudart.so.12", *SHARED, "-Wl,-soname,libcudart.so.12")
@@ -62,7 +62,7 @@ def _driver_thread(job: Job) -> int:
 
 
 @pytest.mark.parametrize("how", [1, 2])
-def test_the_drivers_threads_run_on_with_all_signals_blocked(job: Job, how: int) -> None:
+def test_threads_of_the_driver_keep_running_with_all_signals_blocked(job: Job, how: int) -> None:
     _do(job, "driver = ctypes.CDLL(folder + '/libcuda.so.1'); driver.cuInit(0)")
     until(lambda: _driver_thread(job))
     tid = _driver_thread(job)
@@ -75,13 +75,13 @@ def test_the_drivers_threads_run_on_with_all_signals_blocked(job: Job, how: int)
     before = Path(f"/proc/{tid}/status").read_text().partition(switches)[2]
     until(lambda: Path(f"/proc/{tid}/status").read_text().partition(switches)[2] != before, "the driver works on")
     box.release(10)
-    # A thread id that is used again would not be parked if it stayed exempt.
+    # If the thread id stayed exempt, a later thread with the same id would not be parked.
     assert tree.inner_pid(tid) in box.fields().exempt
     _do(job, f"driver.cuEnd({how})")
     assert set(box.fields().exempt) == {0}
 
 
-def test_threads_with_the_drivers_names_are_known_too(job: Job) -> None:
+def test_threads_with_names_of_the_driver_are_exempt(job: Job) -> None:
     name = "libc = ctypes.CDLL(None); name = lambda n: (libc.prctl(15, n), time.sleep(3600))"
     for text in ("cuda-EvtHandlr", "cuda00001234567", "cuda0000123456x", "cuda"):
         _do(job, f"{name}; threading.Thread(target=name, args=(b'{text}',), daemon=True).start()")
@@ -93,7 +93,7 @@ def test_threads_with_the_drivers_names_are_known_too(job: Job) -> None:
     )
 
 
-def test_what_is_shared_is_counted(job: Job) -> None:
+def test_shared_gpu_memory_is_counted(job: Job) -> None:
     _do(
         job,
         "runtime = ctypes.CDLL(folder + '/named.so', os.RTLD_LOCAL | os.RTLD_NOW); assert runtime.use_runtime() == 0",
@@ -103,13 +103,13 @@ def test_what_is_shared_is_counted(job: Job) -> None:
     assert job.mailbox().state().managed == 4
 
 
-def test_a_library_that_does_not_name_the_runtime_finds_it_too(job: Job) -> None:
+def test_library_that_is_not_linked_with_the_runtime_finds_it(job: Job) -> None:
     _do(job, "ctypes.CDLL(folder + '/root.so', os.RTLD_LOCAL | os.RTLD_LAZY)")
     _do(job, "assert ctypes.CDLL(folder + '/unnamed.so', os.RTLD_LAZY).use_runtime() == 0")
     assert job.mailbox().state().exports == 1
 
 
-def test_the_driver_in_the_global_scope(job: Job) -> None:
+def test_calls_to_a_driver_in_the_global_scope_are_counted(job: Job) -> None:
     _do(
         job,
         "ctypes.CDLL(folder + '/libcuda.so.1', os.RTLD_GLOBAL); ours = ctypes.CDLL(None); memory = ctypes.c_uint64()",
@@ -131,7 +131,7 @@ def test_without_cuda_the_call_is_not_found(library: Path, cuda: Path) -> None:
     assert (done.stdout, done.stderr) == ("302 500\n", "")
 
 
-def test_a_forked_child_counts_for_itself(job: Job) -> None:
+def test_forked_child_starts_with_zero_counts(job: Job) -> None:
     _do(job, "assert ctypes.CDLL(folder + '/named.so').use_runtime() == 0")
     _do(job, "child = os.fork() or (time.sleep(3600), os._exit(0))")
     (child,) = tree.children(job.pid)
@@ -147,7 +147,7 @@ def _in_the_driver(job: Job, call: str) -> None:
     _do(job, f"threading.Thread(target=driver.{call}, args=(ctypes.byref(word),), daemon=True).start()")
 
 
-def test_a_thread_that_seems_to_sleep_in_the_driver_for_ever_is_parked_in_the_end(job: Job) -> None:
+def test_thread_that_seems_to_sleep_in_the_driver_is_parked_in_the_end(job: Job) -> None:
     _in_the_driver(job, "cuSleepForEver")
     box = job.mailbox()
     box.park(3, outside_driver=True)
@@ -155,7 +155,7 @@ def test_a_thread_that_seems_to_sleep_in_the_driver_for_ever_is_parked_in_the_en
     box.release(10)
 
 
-def test_a_thread_that_stays_at_work_in_the_driver_is_not_parked_and_all_run_on(job: Job) -> None:
+def test_thread_that_runs_in_the_driver_is_not_parked(job: Job) -> None:
     _in_the_driver(job, "cuSpin")
     box = job.mailbox()
     with pytest.raises(shimctl.InDriver, match="do not leave the CUDA driver"):
@@ -166,8 +166,8 @@ def test_a_thread_that_stays_at_work_in_the_driver_is_not_parked_and_all_run_on(
     box.release(10)
 
 
-def test_where_a_thread_may_hold_a_lock_of_the_drivers(cuda: Path, tmp_path: Path) -> None:
-    """What is free is parked at once, what is doubtful after a moment, what is at work in the driver never."""
+def test_location_of_an_interrupted_thread_is_recognised(cuda: Path, tmp_path: Path) -> None:
+    """A thread outside the driver counts as free, one inside it as running or sleeping there."""
     shim = REPOSITORY / "shim" / "lib"
     sources = [str(shim / "core" / name) for name in ("thread_location.c", "maps.c", "lockless.c", "hygiene.c")]
     flags = (f"-I{shim}", "-pthread", *sources, str(cuda / "libcuda.so.1"), f"-Wl,-rpath,{cuda}", "-ldl")

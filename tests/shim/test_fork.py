@@ -1,4 +1,4 @@
-"""Forked children of a CUDA process drop what they inherited of the GPU, and nothing else."""
+"""Tests that forked children of a CUDA process drop what they inherited of the GPU, and nothing else."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Start = Callable[..., Job]
 
 pytestmark = [pytest.mark.root, pytest.mark.skipif(os.getuid() != 0, reason="a /dev of its own needs root")]
 
-#: Files play the devices, in a /dev that only the job sees.
+#: Files stand for the devices, in a /dev that only the job sees.
 _MAKE = (
     "mount -t tmpfs none /dev; mkdir /dev/nvidia-caps; mknod /dev/zero c 1 5; "
     "for f in nvidia0 nvidiactl nvidia-uvm nvidia-caps/nvidia-cap1 null; do truncate -s 64K /dev/$f; done; "
@@ -70,7 +70,7 @@ def _look(start: Start, devices: str) -> dict[str, Any]:
     return found
 
 
-def test_a_child_of_a_cuda_process_has_nothing_of_the_gpu(start: Start) -> None:
+def test_child_of_a_cuda_process_drops_gpu_descriptors_and_mappings(start: Start) -> None:
     found = _look(start, "nvidiactl nvidia-uvm nvidia0 nvidia-caps/nvidia-cap1")
     before, child, after = found["before"], found["child"], found["after"]
     assert len({path for _, _, path in before["devices"]}) == 4
@@ -88,7 +88,7 @@ def test_a_child_of_a_cuda_process_has_nothing_of_the_gpu(start: Start) -> None:
     assert found["spawned"] == "5\n"
 
 
-def test_a_process_that_only_asks_nvml_keeps_its_descriptors(start: Start) -> None:
+def test_child_of_a_process_that_only_uses_nvml_keeps_its_descriptors(start: Start) -> None:
     found = _look(start, "nvidiactl nvidia0")
     assert found["child"]["devices"] == found["before"]["devices"]
     assert found["child"]["fds"] == found["before"]["fds"]

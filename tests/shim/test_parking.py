@@ -1,4 +1,4 @@
-"""Parking: no thread of a process runs, whatever it was doing, and all go on as if nothing had been."""
+"""Tests of parking: no thread of a process runs, whatever it was doing, and all continue unaffected."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ KINDS = [
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_parked_means_that_nothing_moves(work: StartWork, kind: str) -> None:
+def test_no_thread_runs_while_parked(work: StartWork, kind: str) -> None:
     job = work(kind)
     job.moves()
     box = job.mailbox()
@@ -54,7 +54,7 @@ def test_parked_means_that_nothing_moves(work: StartWork, kind: str) -> None:
     assert job.finish() == ("", "", 0)
 
 
-def test_all_kinds_of_threads_in_one_process(work: StartWork) -> None:
+def test_all_kinds_of_threads_are_parked_in_one_process(work: StartWork) -> None:
     job = work(*KINDS)
     job.moves()
     box = job.mailbox()
@@ -68,7 +68,7 @@ def test_all_kinds_of_threads_in_one_process(work: StartWork) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_two_hundred_rounds_under_a_malloc_storm(work: StartWork, sampled: Sampler) -> None:
+def test_threads_that_allocate_are_parked_two_hundred_times(work: StartWork, sampled: Sampler) -> None:
     job = work("allocate", "allocate", "allocate")
     job.moves()
     box = job.mailbox()
@@ -97,7 +97,7 @@ def test_park_and_release_are_idempotent(work: StartWork) -> None:
     job.moves()
 
 
-def test_calls_that_block_go_on_blocking(work: StartWork) -> None:
+def test_blocking_calls_continue_to_block_after_parking(work: StartWork) -> None:
     job = work("block")
     until(lambda: job.counters()[1:] == (1, 1))
     box = job.mailbox()
@@ -140,7 +140,7 @@ def test_python_sleeps_take_as_long_as_requested(start: Start) -> None:
     assert (errors, status) == ("", 0)
 
 
-def test_signals_to_a_parked_process_wait(work: StartWork) -> None:
+def test_signals_to_a_parked_process_stay_pending(work: StartWork) -> None:
     job = work("doze")
     job.moves()
     box = job.mailbox()
@@ -183,7 +183,7 @@ def _name(tid: str) -> str:
     return Path(f"/proc/{tid}/comm").read_text().strip()
 
 
-def test_a_thread_in_vfork_is_waited_for_and_named(work: StartWork) -> None:
+def test_thread_in_vfork_delays_parking_and_is_named(work: StartWork) -> None:
     job = work("spin", "vfork")
     children = until_children(job, 2)
     box = job.mailbox()
@@ -191,7 +191,7 @@ def test_a_thread_in_vfork_is_waited_for_and_named(work: StartWork) -> None:
         box.park(0.5)
     until(lambda: job.counters()[1] > 0)
     for child in children:
-        os.kill(child, signal.SIGUSR1)  # ends pause(): the child of vfork exits, its parent goes on
+        os.kill(child, signal.SIGUSR1)  # ends pause(): the child of vfork exits, its parent continues
     until_children(job, 2)
 
 
@@ -217,13 +217,13 @@ def test_a_stopped_process_is_not_parked_when_it_is_continued(work: StartWork) -
     with pytest.raises(Timeout, match="it is stopped"):
         box.park(0.1)
     os.kill(job.pid, signal.SIGCONT)
-    box.release(10)  # comes after whatever was asked before
+    box.release(10)  # is handled after every earlier command
     assert not box.state().parked
     job.moves()
 
 
-def test_a_daemon_that_dies_while_it_waits_leaves_a_process_that_says_so(work: StartWork) -> None:
-    """The next daemon sees that there is something to undo, though nothing is parked yet."""
+def test_process_whose_daemon_died_during_park_counts_as_parked(work: StartWork) -> None:
+    """The next daemon sees that parking must be undone, although nothing is parked yet."""
     job = work("spin")
     job.moves()
     box = job.mailbox()
@@ -239,7 +239,7 @@ def test_a_daemon_that_dies_while_it_waits_leaves_a_process_that_says_so(work: S
     job.moves()
 
 
-def test_after_the_main_thread_has_left(start: Start, tmp_path: Path) -> None:
+def test_program_ends_with_its_last_thread_after_the_main_thread_exits(start: Start, tmp_path: Path) -> None:
     source = tmp_path / "leave.c"
     source.write_text(
         "#include <pthread.h>\n#include <stdio.h>\n#include <stdlib.h>\n#include <unistd.h>\n"
@@ -250,13 +250,13 @@ def test_after_the_main_thread_has_left(start: Start, tmp_path: Path) -> None:
     job = start(compile_c(source, tmp_path / "leave", "-pthread"))
     until(lambda: tree.state(job.pid) == "Z")
     box = shimctl.Mailbox(job.process, 0)
-    with pytest.raises(RankGone):  # whoever asks by pid is told what the kernel says: the process is a zombie
+    with pytest.raises(RankGone):  # to the kernel the process is a zombie
         box.state()
     job.say("x")
     assert job.finish() == ("bye\n", "", 0), "a program ends with its last thread, not with ours"
 
 
-def test_more_threads_than_there_are_places(start: Start, tmp_path: Path) -> None:
+def test_more_threads_than_can_be_parked_are_reported(start: Start, tmp_path: Path) -> None:
     source = tmp_path / "many.c"
     source.write_text(
         "#include <pthread.h>\n#include <stdio.h>\n#include <unistd.h>\n"
@@ -272,7 +272,7 @@ def test_more_threads_than_there_are_places(start: Start, tmp_path: Path) -> Non
     assert job.finish() == ("", "", 0)
 
 
-def test_in_a_pid_namespace_of_its_own(work: StartWork) -> None:
+def test_process_in_another_pid_namespace_is_parked(work: StartWork) -> None:
     wrapper = work("spin", "allocate", wrap=("unshare", "--pid", "--fork", "--mount-proc", "--kill-child"))
     inner = tree.Process.of(until_children(wrapper, 1)[0])
     wrapper.moves()
@@ -322,7 +322,7 @@ say(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 
-def test_a_forked_child_is_its_own(start: Start, tmp_path: Path) -> None:
+def test_forked_child_is_parked_separately(start: Start, tmp_path: Path) -> None:
     job = start(*python(CHILDREN), tmp_path)
     said = {job.hear(), job.hear()}
     child = tree.Process.of(int((said - {"alone"}).pop()))
@@ -347,8 +347,8 @@ def test_a_forked_child_is_its_own(start: Start, tmp_path: Path) -> None:
     assert job.finish() == ("", "", 0)
 
 
-def test_a_child_forked_while_its_parent_is_parked_again_and_again(work: StartWork) -> None:
-    """No child keeps a descriptor of ours: whatever is open in it, its parent had."""
+def test_forked_child_keeps_no_descriptor_of_the_library(work: StartWork) -> None:
+    """Children are forked while the control thread has /proc open, and must not keep its descriptors."""
     job = work("fork", "allocate")
     job.moves()
     box = job.mailbox()
@@ -361,7 +361,7 @@ def test_a_child_forked_while_its_parent_is_parked_again_and_again(work: StartWo
     job.moves()
 
 
-def test_a_program_that_is_replaced(start: Start) -> None:
+def test_process_that_replaced_its_program_is_not_parked(start: Start) -> None:
     again = "import os, sys; input(); os.execv(sys.executable, [sys.executable, '-c', 'input()'])"
     job = start(
         *python(
@@ -382,7 +382,7 @@ def test_a_program_that_is_replaced(start: Start) -> None:
         box.park(5)
 
 
-def test_without_the_library() -> None:
+def test_process_without_the_library_is_reported() -> None:
     plain = subprocess.Popen(["sleep", "99"], env={})
     try:
         until(lambda: Path(f"/proc/{plain.pid}/comm").read_text() == "sleep\n")
@@ -413,7 +413,7 @@ def test_another_version_of_the_library_is_reported(tmp_path: Path, jobs: list[J
 
 
 @pytest.mark.parametrize("damage", [b"", b"\x7fELF\x02\x01" + b"\xff" * 200, b"\x7fELF\x02\x01" + bytes(5000), b"text"])
-def test_a_file_that_only_has_the_name(tmp_path: Path, damage: bytes, jobs: list[Job]) -> None:
+def test_invalid_library_file_is_reported(tmp_path: Path, damage: bytes, jobs: list[Job]) -> None:
     file = tmp_path / "libsnapshim.so"
     file.write_bytes(damage.ljust(8192, b"\xff") if damage else bytes(4096))
     text = "import mmap, sys; f = open(sys.argv[1], 'rb'); m = mmap.mmap(f.fileno(), 0, prot=mmap.PROT_READ)"
@@ -423,7 +423,9 @@ def test_a_file_that_only_has_the_name(tmp_path: Path, damage: bytes, jobs: list
         shimctl.find(jobs[0].process)
 
 
-def test_a_library_that_was_replaced_on_disk_is_still_spoken_to(library: Path, tmp_path: Path, jobs: list[Job]) -> None:
+def test_process_is_parked_although_its_library_was_replaced_on_disk(
+    library: Path, tmp_path: Path, jobs: list[Job]
+) -> None:
     copy = tmp_path / "libsnapshim.so"
     copy.write_bytes(library.read_bytes())
     jobs.append(

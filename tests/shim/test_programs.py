@@ -1,4 +1,4 @@
-"""Programs of every day with the library preloaded: they do what they do without it, and say nothing more."""
+"""Tests that ordinary programs behave and print the same with the library preloaded."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _outcome(argv: list[str], preload: Path | None, cwd: Path) -> tuple[str, str
     return done.stdout, done.stderr, done.returncode
 
 
-def test_pools_and_children_of_python(library: Path, tmp_path: Path) -> None:
+def test_python_pools_and_children_behave_the_same(library: Path, tmp_path: Path) -> None:
     program = tmp_path / "pools.py"
     program.write_text(POOLS)
     plain = _outcome([sys.executable, str(program)], None, tmp_path)
@@ -68,7 +68,7 @@ def test_pools_and_children_of_python(library: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not shutil.which("git"), reason="no git here")
-def test_a_shell_with_a_compiler_and_git(library: Path, tmp_path: Path) -> None:
+def test_shell_with_a_compiler_and_git_behaves_the_same(library: Path, tmp_path: Path) -> None:
     outcomes = []
     for name, preload in (("plain", None), ("preloaded", library)):
         (tmp_path / name).mkdir()
@@ -101,7 +101,7 @@ int main(void) { printf("%d\n", early_seen()); fflush(stdout); getchar(); return
 """
 
 
-def test_a_thread_before_our_constructor(start: Start, tmp_path: Path) -> None:
+def test_program_that_starts_a_thread_before_our_constructor_is_parked(start: Start, tmp_path: Path) -> None:
     early = _program(tmp_path, EARLY, "-shared", "-fPIC", "-pthread", name="libearly.so")
     program = _program(tmp_path, USES_EARLY, str(early), f"-Wl,-rpath,{tmp_path}")
     job = start(program)
@@ -124,8 +124,8 @@ int deep_blocked(void) {
 """
 
 
-def test_threads_of_a_library_that_is_bound_to_libc_alone(start: Start, tmp_path: Path) -> None:
-    """RTLD_DEEPBIND: its calls never come to us. Its threads are parked all the same, or named."""
+def test_threads_of_a_deep_bound_library_are_parked_or_named(start: Start, tmp_path: Path) -> None:
+    """With RTLD_DEEPBIND its calls bypass the shim. Its threads are still parked, or named."""
     deep = _program(tmp_path, DEEP, "-shared", "-fPIC", "-pthread", name="libdeep.so")
     open_deep = f"import ctypes, os, threading; deep = ctypes.CDLL('{deep}', os.RTLD_DEEPBIND | os.RTLD_NOW)"
     job = start(
@@ -162,8 +162,8 @@ int main(void) {
 """
 
 
-def test_changing_users_in_all_threads(start: Start, tmp_path: Path) -> None:
-    """libc tells every thread by a signal of its own, and waits for all: also for ours, which block everything else."""
+def test_setuid_in_all_threads_works(start: Start, tmp_path: Path) -> None:
+    """libc sends its own signal to every thread and waits for all, also for ours, which block every other signal."""
     job = start(_program(tmp_path, SETUID, "-pthread"))
     assert job.hear() == "00"
     job.mailbox().park(5)
@@ -182,12 +182,12 @@ int main(void) {
 
 @pytest.mark.root
 @pytest.mark.skipif(os.getuid() != 0 or not shutil.which("setpriv"), reason="needs root, to be another user")
-def test_the_last_thread_that_a_limit_allows_is_the_jobs(library: Path, tmp_path: Path, jobs: list[Job]) -> None:
+def test_job_gets_the_last_thread_that_a_limit_allows(library: Path, tmp_path: Path, jobs: list[Job]) -> None:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         os.chmod(folder, 0o755)
         program = shutil.copy(_program(tmp_path, LIMITED, "-pthread"), folder)
         preload = Path(shutil.copy(library, folder))
-        # Per user: nobody else has this one.
+        # The limit counts per user, and no other process has this user id.
         jobs.append(Job(preload, "setpriv", "--reuid=54321", "--clear-groups", "prlimit", "--nproc=2", program))
         assert jobs[0].hear() == "0"
         (problem,) = shimctl.problems(jobs[0].pid)

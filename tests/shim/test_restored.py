@@ -1,4 +1,4 @@
-"""A parked process under the real CRIU: it is dumped parked, restored parked, and goes on when it is let go."""
+"""Tests with the real CRIU that a parked process is dumped parked, restored parked, and continues when released."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ pytestmark = [
 ]
 
 KINDS = ("spin", "allocate", "doze", "exchange", "turns", "churn")
-#: A fresh pid namespace with a /proc of its own, as a guest keeper makes it; thread ids inside are the old ones.
+#: A new pid namespace with its own /proc, as a guest keeper creates it; thread ids inside are the old ones.
 FRESH = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
 
 
 class FileWork(Work):
-    """Has files for its stdio, which CRIU finds again by their names, and leads its session."""
+    """Has files as stdio, which CRIU reopens by their names, and leads its session."""
 
     def __init__(self, library: Path, program: Path, folder: Path) -> None:
         os.mkfifo(folder / "input")
@@ -50,7 +50,7 @@ def _errors(images: Path, verb: str) -> str:
 
 @contextlib.contextmanager
 def _restored(images: Path, inner: int) -> Iterator[tree.Process]:
-    """The process in its fresh pid namespace, by its pid out here."""
+    """The process in its new pid namespace, with its pid in this one."""
     criu = _criu("restore", images, wrap=FRESH)
     found: list[int] = []
 
@@ -98,7 +98,7 @@ def test_a_parked_process_is_restored_parked(library: Path, work_program: Path, 
             restored.park(10)
             restored.release(10)
             job.moves()
-            restored.park(20)  # and away again
+            restored.park(20)  # it can be dumped again
             job.stands_still()
             restored.release(10)
             job.moves()

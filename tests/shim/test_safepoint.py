@@ -1,4 +1,4 @@
-"""torch's unused memory is given back in the interpreter's main thread, in time or not at all, and leaves no trace."""
+"""Tests that torch's unused memory is released in the interpreter's main thread, in time or not at all."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _calls(job: Job) -> str:
     return job.hear()
 
 
-def test_given_back_in_the_main_thread(job: Job) -> None:
+def test_memory_is_released_in_the_main_thread(job: Job) -> None:
     job.say("make()")
     _busy(job)
     assert job.mailbox().empty_cache(20) == 550
@@ -58,7 +58,9 @@ def test_given_back_in_the_main_thread(job: Job) -> None:
         ("make(failure=RuntimeError('ä' * 1000))", "ä" * 100),
     ],
 )
-def test_skipped(job: Job, torch: str, reason: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_release_that_fails_is_skipped_with_a_reason(
+    job: Job, torch: str, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
     job.say(torch or "pass")
     _busy(job)
     assert job.mailbox().empty_cache(20) is None
@@ -72,9 +74,9 @@ def test_a_main_thread_in_c_code_is_skipped_and_the_late_call_does_nothing(
     job: Job, caplog: pytest.LogCaptureFixture
 ) -> None:
     job.say("make()")
-    # Reading the next line is C code: no bytecode runs until it comes.
+    # Reading the next line is C code: no bytecode runs until it arrives.
     until(lambda: tree.state(job.pid) == "S")
-    for _ in range(40):  # more often than the interpreter's list has places
+    for _ in range(40):  # more often than the interpreter's queue has entries
         assert job.mailbox().empty_cache(0.01) is None
     assert "reached no safe point in time" in caplog.text
     assert "list of pending calls is full" not in caplog.text
@@ -85,7 +87,7 @@ def test_a_main_thread_in_c_code_is_skipped_and_the_late_call_does_nothing(
     assert _calls(job) == "['main']"
 
 
-def test_a_keyboard_interrupt_goes_on_into_the_job(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+def test_keyboard_interrupt_propagates_into_the_job(job: Job, caplog: pytest.LogCaptureFixture) -> None:
     job.say("make(failure=KeyboardInterrupt('theirs'))")
     job.say("exec('try:\\n  busy_until_told()\\nexcept KeyboardInterrupt as e:\\n  say(e)')")
     assert job.hear() == "busy"
@@ -97,7 +99,7 @@ def test_a_keyboard_interrupt_goes_on_into_the_job(job: Job, caplog: pytest.LogC
     assert job.finish() == ("", "", 0)
 
 
-def test_an_exception_that_is_being_handled_stays_as_it_is(job: Job) -> None:
+def test_exception_being_handled_is_not_changed(job: Job) -> None:
     job.say("make(failure=RuntimeError('ours'))")
     job.say(
         "exec('try:\\n  1 / 0\\nexcept ZeroDivisionError as e:\\n  busy_until_told()\\n"
@@ -110,7 +112,7 @@ def test_an_exception_that_is_being_handled_stays_as_it_is(job: Job) -> None:
 
 
 @pytest.mark.parametrize("failure", ["None", "RuntimeError('ours')"])
-def test_no_reference_is_left(job: Job, failure: str) -> None:
+def test_no_reference_is_leaked(job: Job, failure: str) -> None:
     job.say(f"make(failure={failure})")
     seen = (
         "(sys.modules['torch'], CUDA, RESERVED, *filter(callable, vars(CUDA).values()), *CUDA.empty_cache.__closure__)"
@@ -127,7 +129,9 @@ def test_no_reference_is_left(job: Job, failure: str) -> None:
     assert job.hear() == before
 
 
-def test_no_interpreter(start: Start, work_program: object, tmp_path: object, caplog: pytest.LogCaptureFixture) -> None:
+def test_release_is_skipped_without_an_interpreter(
+    start: Start, work_program: object, tmp_path: object, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO, "snapshotd.inprocess.shimctl")
     job = start(str(work_program), f"{tmp_path}/counters", "doze")
     until(lambda: len(os.listdir(f"/proc/{job.pid}/task")) == 4)
@@ -137,7 +141,7 @@ def test_no_interpreter(start: Start, work_program: object, tmp_path: object, ca
 
 def test_a_forked_child_does_not_run_its_parents_call(job: Job) -> None:
     job.say("make()")
-    # The call is with the interpreter when the main thread forks: it was made while that was in C code.
+    # The call is in the interpreter's queue when the main thread forks: it was queued while that was in C code.
     job.say("sys.stdin.readline() and [os.write(1, b'%d\\n' % len(CALLS)) for _ in range(3) if os.fork() == 0]")
     until(lambda: tree.state(job.pid) == "S")
     assert job.mailbox().empty_cache(0.01) is None
@@ -155,7 +159,7 @@ def test_the_cache_is_not_emptied_while_the_job_is_parked(job: Job, caplog: pyte
 
 
 def test_parking_does_not_wait_for_a_thread_that_waits_for_the_interpreter(job: Job) -> None:
-    """The main thread keeps the interpreter's lock in C code; the thread of ours that wants it is no thread of the job."""
+    """The main thread holds the interpreter's lock in C code. Our thread that waits for it is not the job's."""
     job.say("import ctypes; say(1); ctypes.PyDLL(None).usleep(3_000_000); say(2)")
     assert job.hear() == "1"
     assert job.mailbox().empty_cache(0.1) is None

@@ -1,4 +1,4 @@
-"""The reserved signal stays ours, and the program is told what it would have been told."""
+"""Tests that the reserved signal stays the shim's, and that signal calls return what they would without it."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def _output(program: Path, *arguments: str, preload: Path | None) -> list[str]:
     return done.stdout.splitlines()
 
 
-def test_every_answer_is_the_same(library: Path, program: Path) -> None:
+def test_signal_calls_return_what_they_return_without_the_library(library: Path, program: Path) -> None:
     plain = _output(program, preload=None)
     assert "set 61: 0 fine" in plain
     assert "handled 61 with info 1 errno 55" in plain
     assert _output(program, preload=library) == plain
 
 
-def test_the_kernel_has_our_handler_and_our_mask(library: Path, program: Path) -> None:
+def test_kernel_has_the_handler_and_an_unblocked_signal(library: Path, program: Path) -> None:
     assert _output(program, "kernel", preload=None) == [
         *("alone SigBlk 0", "alone SigCgt 0", "blocked alone SigBlk 1", "blocked alone SigCgt 1"),
         *("thread SigBlk 1", "thread SigCgt 1"),
@@ -53,7 +53,7 @@ def test_the_kernel_has_our_handler_and_our_mask(library: Path, program: Path) -
     ]
 
 
-def test_a_process_that_was_started_with_the_signal_blocked(start: Start, work_program: Path, tmp_path: Path) -> None:
+def test_process_started_with_the_signal_blocked_is_parked(start: Start, work_program: Path, tmp_path: Path) -> None:
     block = "import os, signal, sys; signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())"
     job = start(
         *python(f"{block}; os.execv(sys.argv[1], sys.argv[1:])"), work_program, tmp_path / "counters", "spin", "doze"

@@ -1,4 +1,4 @@
-"""Jobs with device memory on the stand-in of CUDA, with the library preloaded, spoken to as the daemon does."""
+"""Fixtures: jobs with device memory on the stand-in for CUDA, with the library preloaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One job with device memory, and the daemon's commands to it. The stripes are files of the test's own."""
+"""A job with device memory, and the daemon's commands to it. The stripes are files of the test."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class DeviceJob(Job):
         return answer
 
     def blocks(self) -> list[Block]:
-        """Address, bytes and number of each block that it has, in the order of addresses."""
+        """Address, bytes and number of each of its blocks, in the order of addresses."""
         found = [tuple(map(int, word.split(":"))) for word in self.do("list").split()]
         return sorted((address, size, number) for address, size, number in found)
 
@@ -101,7 +101,7 @@ class DeviceJob(Job):
         self.mailbox().release(STUCK_S)
 
     def offload(self, *, timeout_s: float = STUCK_S) -> int:
-        """All steps, from a job that runs."""
+        """Offloads the memory of a running job, with all steps."""
         self.ready()
         self.park_threads()
         return self.ask(OFFLOAD, timeout_s=timeout_s)[0]
@@ -111,7 +111,7 @@ class DeviceJob(Job):
         return self.ask(FILL, timeout_s=timeout_s)[0]
 
     def come_back(self) -> None:
-        """From any state in which its threads are parked; its content must be what it was."""
+        """Restores and releases the job from any state in which its threads are parked, and checks its content."""
         if self.state().offloaded:
             self.fill()
         self.ask(DROP)
@@ -119,7 +119,7 @@ class DeviceJob(Job):
 
     @contextmanager
     def under_way(self, command: Command) -> Iterator[list[int]]:
-        """Sends a command in the background; its errno is in the list in the end."""
+        """Sends a command in the background; the list gets its errno at the end."""
         answers: list[int] = []
 
         def ask() -> None:
@@ -137,7 +137,7 @@ class DeviceJob(Job):
             thread.join()
 
     def is_settled(self, *, offloaded: bool) -> None:
-        """The memory is where it should be, and nothing is left of the last command."""
+        """Asserts where the memory is, and that the last command has left nothing."""
         assert self.state().offloaded is offloaded
         assert self.leftovers() == []
 

@@ -1,4 +1,4 @@
-"""What is backed, and that a program notices nothing of it."""
+"""Tests of which memory is backed, and that a program sees no difference."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def test_expandable_segments_are_offloaded(start_job: Start, room: Room) -> None
     assert before - room() == taken - 32 * MIB
 
 
-def test_segments_whose_handles_were_released(start_job: Start, room: Room) -> None:
-    """The mapping alone keeps them, before and after."""
+def test_segments_whose_handles_were_released_are_offloaded(start_job: Start, room: Room) -> None:
+    """Only the mapping keeps the physical memory, before and after."""
     before = room()
     job = start_job("segments", "release 8")
     taken = before - room()
@@ -50,22 +50,22 @@ def test_segments_whose_handles_were_released(start_job: Start, room: Room) -> N
     assert before - room() == taken
 
 
-def test_a_segment_that_others_know_stays_with_the_driver(start_job: Start) -> None:
+def test_retained_segment_is_left_to_the_driver(start_job: Start) -> None:
     job = start_job("segments", "retain")
     assert job.state().blocks == 7
     assert job.offload() == 28 * MIB
     job.come_back()
 
 
-def test_a_block_that_a_network_card_knows_stays_with_the_driver(start_job: Start) -> None:
+def test_block_registered_with_a_network_card_is_left_to_the_driver(start_job: Start) -> None:
     job = start_job("fill 4", "fill 6", "register")
     assert job.state().bytes == 6 * MIB
     assert job.offload() == 6 * MIB
     job.come_back()
 
 
-def test_what_nccl_allocates_is_not_backed(start_job: Start, tmp_path: Path) -> None:
-    """It shares its buffers with other processes."""
+def test_memory_of_nccl_is_not_backed(start_job: Start, tmp_path: Path) -> None:
+    """NCCL shares its buffers with other processes."""
     job = start_job()
     for name, blocks in (("libother.so", 1), ("libnccl.so.2", 1)):
         library = compile_c(PROGRAMS / "library.c", tmp_path / name, "-shared", "-fPIC")
@@ -77,12 +77,12 @@ def test_errors_are_cudas_own(start_job: Start) -> None:
     assert start_job().do("errors") == start_job(device_memory="driver").do("errors")
 
 
-def test_nothing_is_looked_up_twice(start_job: Start) -> None:
-    """A call that was made before has nothing to do with the loader: neither its lock nor its last error."""
+def test_repeated_call_does_not_use_the_loader(start_job: Start) -> None:
+    """A repeated call neither takes the loader's lock nor changes its last error."""
     assert start_job().do("loader") == "kept"
 
 
-def test_peers_may_use_it(start_job: Start) -> None:
+def test_peer_access_survives_offload_and_fill(start_job: Start) -> None:
     job = start_job()
     assert job.do("peers") == "3 3 3 3"
     job.offload()
@@ -92,13 +92,13 @@ def test_peers_may_use_it(start_job: Start) -> None:
     assert job.do("access") == "0 3 0 3"
 
 
-def test_one_devices_memory_is_backed(start_job: Start) -> None:
-    """Copies between devices want CUDA's own memory; what was there before is parked as ever."""
+def test_memory_is_backed_only_until_a_second_device_is_used(start_job: Start) -> None:
+    """Copies between devices need CUDA's own memory. Memory that was backed before is still offloaded."""
     job = start_job("fill 4")
     assert job.do("access") == "3 0"
     assert job.do("device 1") == "done"
     assert job.do("fill 4") == "done"
-    assert job.do("access") == "3 3 - -"  # libraries with a runtime of their own enable peer access unseen
+    assert job.do("access") == "3 3 - -"  # libraries that contain a runtime enable peer access unseen by the shim
     assert job.state().bytes == 4 * MIB
     assert job.do("device 0") == "done"
     for line in ("fill 4", "segments"):
@@ -108,7 +108,7 @@ def test_one_devices_memory_is_backed(start_job: Start) -> None:
     job.come_back()
 
 
-def test_a_reset_frees_it(start_job: Start, room: Room) -> None:
+def test_device_reset_frees_backed_memory(start_job: Start, room: Room) -> None:
     before = room()
     job = start_job("grow 2", "reset")
     assert job.state().blocks == 0
@@ -117,7 +117,7 @@ def test_a_reset_frees_it(start_job: Start, room: Room) -> None:
     assert job.state().blocks > 0
 
 
-def test_a_forked_child_has_none(start_job: Start) -> None:
+def test_forked_child_has_no_blocks_and_no_stripe_files(start_job: Start) -> None:
     job = start_job("grow 1")
     job.ready()
     child = int(job.do("fork").split()[0])

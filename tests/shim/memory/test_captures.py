@@ -1,4 +1,4 @@
-"""While the job captures a CUDA graph nothing may wait for the device: what is freed meanwhile is given back later."""
+"""Tests that memory freed while a CUDA graph is captured, when nothing may wait for the device, is released later."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.shim.memory.jobs import MIB
 INVALID_VALUE = "1"
 
 
-def test_what_is_freed_in_a_capture_is_given_back_after_it(start_job: Start, room: Room) -> None:
+def test_memory_freed_in_a_capture_is_released_after_it(start_job: Start, room: Room) -> None:
     job = start_job("fill 16", "fill 4")
     address = next(address for address, size, _ in job.blocks() if size == 16 * MIB)
     left = room()

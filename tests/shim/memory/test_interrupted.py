@@ -1,4 +1,4 @@
-"""Whatever goes wrong between READY and the end of FILL: the memory is here or in stripes, never nowhere."""
+"""Tests of failures between READY and the end of FILL: the content is always on the device or in the stripes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.shim.memory.conftest import Room, Start
 from tests.shim.memory.jobs import DROP, FILL, MIB, OFFLOAD, OPEN, READY, SLOT_BYTES, STRIPES, refused
 
 
-def test_cancelled_before_it_began_and_on_the_way(start_job: Start, node: GpuNode) -> None:
+def test_offload_is_cancelled_before_and_during_the_copy(start_job: Start, node: GpuNode) -> None:
     job = start_job("grow 4")
     job.ready()
     job.park_threads()
@@ -26,7 +26,7 @@ def test_cancelled_before_it_began_and_on_the_way(start_job: Start, node: GpuNod
 
     job.ready()
     for _ in range(2):
-        node.fault("copy", "slow:0")  # the rehearsal's, which is given up soon
+        node.fault("copy", "slow:0")  # the copies of the rehearsal
     node.fault("copy", "slow:150", once=False)
     with job.under_way(OFFLOAD) as answers:
         until(lambda: any(job.state().done))
@@ -37,8 +37,8 @@ def test_cancelled_before_it_began_and_on_the_way(start_job: Start, node: GpuNod
     job.is_unharmed()
 
 
-def test_cancelled_before_it_was_made_ready(start_job: Start) -> None:
-    """The word is the daemon's: whoever says it does not wait to see how far the others are."""
+def test_ready_is_cancelled(start_job: Start) -> None:
+    """The daemon may set `device_cancel` at any time, without knowing how far the command is."""
     job = start_job("grow 1")
     with job.files(os.O_RDWR | os.O_CREAT) as files:
         job.hand_over(files)
@@ -50,12 +50,12 @@ def test_cancelled_before_it_was_made_ready(start_job: Start) -> None:
     job.come_back()
 
 
-def test_a_thread_is_parked_with_a_lock_of_the_drivers(start_job: Start, node: GpuNode) -> None:
-    """As if it were locked, who sleeps in the driver is parked. What waits for it must be known while it can be let go."""
+def test_offload_answers_eagain_if_a_parked_thread_holds_a_driver_lock(start_job: Start, node: GpuNode) -> None:
+    """Threads that sleep in the driver are parked. A call that waits for one must be found while it can be released."""
     job = start_job("grow 4", "asking")
     job.ready()
     node.fault("ask", "slow:1000", once=False)
-    time.sleep(0.1)  # from now on one of those calls is under way
+    time.sleep(0.1)  # from now on one of those calls is in progress
     job.park_threads()
     with refused(errno.EAGAIN, "with a lock that others wait for"):
         job.ask(OFFLOAD)
@@ -69,7 +69,7 @@ def test_a_thread_is_parked_with_a_lock_of_the_drivers(start_job: Start, node: G
     job.come_back()
 
 
-def test_files_with_too_little_room_are_known_before_anything_is_copied(start_job: Start) -> None:
+def test_offload_to_files_without_enough_room_copies_nothing(start_job: Start) -> None:
     job = start_job("grow 4")
     job.ready()
     for path in job.paths:
@@ -86,8 +86,8 @@ def test_files_with_too_little_room_are_known_before_anything_is_copied(start_jo
     job.come_back()
 
 
-def test_a_job_that_closes_what_is_not_its_own(start_job: Start, tmp_path: Path) -> None:
-    """Its own file, which gets the number of a stripe's descriptor, is neither written nor cut nor closed."""
+def test_offload_fails_if_the_job_replaced_a_stripe_descriptor(start_job: Start, tmp_path: Path) -> None:
+    """The job's file under the number of a stripe's descriptor is neither written nor truncated nor closed."""
     job = start_job("grow 4")
     job.ready()
     theirs = tmp_path / "theirs"
@@ -103,7 +103,7 @@ def test_a_job_that_closes_what_is_not_its_own(start_job: Start, tmp_path: Path)
     job.is_unharmed()
 
 
-def test_no_room_at_the_fill(start_job: Start, room: Room) -> None:
+def test_fill_without_room_on_the_device_can_be_retried(start_job: Start, room: Room) -> None:
     job = start_job("grow 2")
     job.offload()
     other = start_job(f"fill {room() // MIB - 12}")
@@ -118,13 +118,15 @@ def test_no_room_at_the_fill(start_job: Start, room: Room) -> None:
 
 
 def _lines(operation: str, number: int) -> list[tuple[str, str]]:
-    """That the operation fails when it is done for the so-many-th time."""
+    """Faults that let `number` operations succeed and make the next one fail."""
     return [(operation, "slow:0")] * number + [(operation, "fail:CUDA_ERROR_UNKNOWN")]
 
 
 @pytest.mark.parametrize("operation", ["pin", "copy"])
 @pytest.mark.parametrize("number", [0, 1, 5])
-def test_interrupted_on_the_way_out(start_job: Start, node: GpuNode, room: Room, operation: str, number: int) -> None:
+def test_offload_that_fails_changes_nothing(
+    start_job: Start, node: GpuNode, room: Room, operation: str, number: int
+) -> None:
     job = start_job("grow 2", "segments")
     left = room()
     for line in _lines(operation, number):
@@ -142,7 +144,7 @@ def test_interrupted_on_the_way_out(start_job: Start, node: GpuNode, room: Room,
 @pytest.mark.parametrize(
     ("operation", "numbers"), [("pin", (0, 4)), ("create", (0, 3)), ("map", (0, 7)), ("copy", (0, 9))]
 )
-def test_interrupted_on_the_way_back(
+def test_fill_that_fails_can_be_retried(
     start_job: Start, node: GpuNode, room: Room, operation: str, numbers: tuple[int, ...]
 ) -> None:
     job = start_job("grow 2", "segments")
@@ -159,7 +161,7 @@ def test_interrupted_on_the_way_back(
     job.come_back()
 
 
-def test_stripes_that_cannot_be_written(start_job: Start) -> None:
+def test_offload_to_files_that_are_not_writable_changes_nothing(start_job: Start) -> None:
     job = start_job("grow 2")
     for path in job.paths:
         path.touch()
@@ -171,7 +173,7 @@ def test_stripes_that_cannot_be_written(start_job: Start) -> None:
     job.is_unharmed()
 
 
-def test_a_stripe_that_does_not_come(start_job: Start) -> None:
+def test_fill_times_out_if_a_stripe_does_not_arrive(start_job: Start) -> None:
     job = start_job("grow 2")
     job.offload()
     last = job.paths[-1].read_bytes()
@@ -190,13 +192,13 @@ def test_a_stripe_that_does_not_come(start_job: Start) -> None:
     job.come_back()
 
 
-def test_a_call_that_does_not_come_back(start_job: Start, node: GpuNode) -> None:
+def test_call_that_never_returns_does_not_block_the_control_thread(start_job: Start, node: GpuNode) -> None:
     """The control thread still answers."""
     job = start_job("grow 1")
     job.ready()
     job.park_threads()
     for _ in range(2):
-        node.fault("copy", "slow:0")  # the rehearsal's
+        node.fault("copy", "slow:0")  # the copies of the rehearsal
     node.fault("copy", "hang")
     with refused(errno.ETIMEDOUT, "did not return"):
         job.ask(OFFLOAD, timeout_s=0.5)
@@ -208,7 +210,7 @@ def test_a_call_that_does_not_come_back(start_job: Start, node: GpuNode) -> None
     assert job.do("list") != "", "the job's own threads go on"
 
 
-def test_commands_in_a_wrong_order(start_job: Start) -> None:
+def test_commands_in_the_wrong_order_are_refused(start_job: Start) -> None:
     job = start_job("grow 1")
     for command, arguments in ((OFFLOAD, ()), (FILL, ()), (READY, (STRIPES, SLOT_BYTES))):
         with refused(errno.EINVAL):
@@ -236,8 +238,8 @@ def test_commands_in_a_wrong_order(start_job: Start) -> None:
     job.come_back()
 
 
-def test_a_reset_after_it_was_made_ready(start_job: Start, room: Room) -> None:
-    """Streams and pinned memory ended with the context: nobody touches them again."""
+def test_offload_is_refused_after_a_device_reset_since_ready(start_job: Start, room: Room) -> None:
+    """Streams and pinned memory ended with the context and must not be used again."""
     before = room()
     job = start_job("grow 1")
     job.ready()

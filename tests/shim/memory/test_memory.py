@@ -1,4 +1,4 @@
-"""Device memory that the library backs leaves in stripes and comes back, to the byte."""
+"""Tests that backed device memory is offloaded into stripes and restored exactly."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _backed(blocks: Sequence[Block]) -> int:
 
 
 def _concatenation(stripes: Sequence[bytes], blocks: Sequence[Block]) -> bytes:
-    """What the stripes hold, chunk after chunk."""
+    """The content of the stripes, chunk by chunk."""
     at = [0] * len(stripes)
     whole = bytearray()
     chunks = (
@@ -40,7 +40,7 @@ def _concatenation(stripes: Sequence[bytes], blocks: Sequence[Block]) -> bytes:
 
 
 @pytest.mark.parametrize("mapped", [False, True], ids=["written", "mapped"])
-def test_content_leaves_and_comes_back(start_job: Start, room: Room, mapped: bool) -> None:
+def test_content_is_offloaded_and_restored(start_job: Start, room: Room, mapped: bool) -> None:
     before = room()
     job = start_job("grow 4")
     blocks = [block for block in job.blocks() if block[1] >= MIB]
@@ -48,7 +48,7 @@ def test_content_leaves_and_comes_back(start_job: Start, room: Room, mapped: boo
     assert (job.state().bytes, job.state().blocks) == (backed, len(blocks))
     taken = before - room()
     flags = os.O_RDWR | os.O_CREAT
-    if mapped:  # files with room in them are copied to through mappings
+    if mapped:  # preallocated files are written through mappings
         for path in job.paths:
             with path.open("wb") as file:
                 file.truncate(backed)
@@ -92,7 +92,7 @@ def test_blocks_allocated_after_ready_are_offloaded_too(start_job: Start) -> Non
     job.come_back()
 
 
-def test_no_thread_runs_while_the_memory_is_away(start_job: Start) -> None:
+def test_threads_are_not_released_while_the_memory_is_offloaded(start_job: Start) -> None:
     job = start_job("grow 1")
     job.offload()
     with pytest.raises(GpuFailed, match="device memory is offloaded"):
@@ -112,7 +112,7 @@ def test_offload_needs_parked_threads(start_job: Start) -> None:
     job.come_back()
 
 
-def test_a_thread_that_is_caught_allocating(start_job: Start, node: GpuNode) -> None:
+def test_offload_answers_eagain_if_a_thread_is_parked_while_allocating(start_job: Start, node: GpuNode) -> None:
     job = start_job("grow 1")
     job.ready()
     node.fault("create", "slow:15000")
@@ -128,7 +128,7 @@ def test_a_thread_that_is_caught_allocating(start_job: Start, node: GpuNode) -> 
     job.come_back()
 
 
-def test_threads_that_come_and_go(start_job: Start) -> None:
+def test_memory_is_offloaded_while_threads_start_and_end(start_job: Start) -> None:
     job = start_job("grow 1", "come")
     for _ in range(20):
         job.ready()

@@ -1,6 +1,6 @@
-"""The same under AddressSanitizer and ThreadSanitizer: the memory part and the job are instrumented, CUDA's stand-in is not.
+"""Runs the memory part and the job under AddressSanitizer and ThreadSanitizer; CUDA's stand-in is not instrumented.
 
-The shim's other parts are left out: they run before a sanitizer has come up, and start threads that it would not know.
+The shim's other parts are left out: they run before a sanitizer is initialised, and start threads that it does not see.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def _compile(sanitizer: str, *arguments: str | Path) -> None:
 
 
 def _build(sanitizer: str) -> Path:
-    """The library and the job. ThreadSanitizer needs the part of the address space where the GPUs of the stand-in have their
-    memory, so a stand-in with other addresses is built for it."""
+    """Builds the library and the job. ThreadSanitizer needs the addresses of the stand-in's GPU memory, so a stand-in with
+    other addresses is built for it."""
 
     def build(folder: Path) -> None:
         libraries = standard = cuda_fake.build()
@@ -61,9 +61,9 @@ def job(request: pytest.FixtureRequest, node: GpuNode, tmp_path: Path) -> Iterat
     if request.param == "thread":
         (node.folder / "libcuda.so.1").unlink()
         (node.folder / "libcuda.so.1").symlink_to(built / "cuda" / "build" / "libcuda.so.1")
-    # Some kernels place the program where ThreadSanitizer wants its shadow, unless places are not random.
+    # With address randomisation, some kernels load the program where ThreadSanitizer needs its shadow memory.
     setarch = shutil.which("setarch") or "setarch"
-    # What is on the device is written by threads of the job that are parked later, which ThreadSanitizer does not see.
+    # Parking orders the job's writes to device memory before the copies, which ThreadSanitizer does not see.
     options = {"TSAN_OPTIONS": "ignore_noninstrumented_modules=1"}
     environment = {**os.environ, **node.environment, **options}
     job = DeviceJob(None, setarch, "-R", built / "job", env=environment, folder=tmp_path / "stripes")
@@ -72,7 +72,7 @@ def job(request: pytest.FixtureRequest, node: GpuNode, tmp_path: Path) -> Iterat
 
 
 @pytest.mark.sampled(1)
-def test_moves_are_clean(job: DeviceJob, node: GpuNode) -> None:
+def test_sanitizer_finds_no_error_during_moves(job: DeviceJob, node: GpuNode) -> None:
     for line in ("grow 4", "segments"):
         assert job.do(line) == "done"
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""Memory that is backed, shared between processes with CUDA IPC: CUDA makes no handle of it, so the library does."""
+"""Tests of backed memory that processes share with CUDA IPC, through the library's own handles."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tests.shim.jobs import until
 from tests.shim.memory.conftest import Room, Start
 from tests.shim.memory.jobs import MIB, DeviceJob
 
-#: A program's first block has the number 1, and its first word is that and its place, 0.
+#: A program's first block has the number 1; its first word is made of that number and the index 0.
 FIRST_WORD = str(1 << 32)
 OWN_HANDLE, GONE = "error-201", "error-205"
 
 
 def _said(job: DeviceJob, line: str) -> str:
-    """What it says to a line that it answers with a word and `done`."""
+    """The job's answer to a line, without the final `done`."""
     return job.do(line).removesuffix("done").strip()
 
 
@@ -32,7 +32,7 @@ def _shared(job: DeviceJob) -> tuple[int, int]:
 
 
 def _servers(job: DeviceJob) -> int:
-    """How many threads sit at one."""
+    """The number of threads that run an IPC server."""
     found = 0
     for task in Path(f"/proc/{job.pid}/task").iterdir():
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
@@ -48,7 +48,7 @@ def test_another_process_sees_the_same_memory(start_job: Start) -> None:
     owner, guest = start_job("fill 4"), start_job("fill 2")
     handle = _said(owner, "share 0")
     assert len(handle) == 128
-    assert _said(owner, "share 0") == handle  # who gets it twice knows it again
+    assert _said(owner, "share 0") == handle  # a second export returns the same handle
     assert _shared(owner) == (1, 0)
     assert _said(guest, f"open {handle}").startswith("0x")
     assert _said(guest, "peek") == FIRST_WORD
@@ -58,7 +58,7 @@ def test_another_process_sees_the_same_memory(start_job: Start) -> None:
     assert guest.do("check") == "same"
 
 
-def test_opened_twice_it_is_at_one_address_until_it_was_closed_twice(start_job: Start) -> None:
+def test_handle_opened_twice_stays_mapped_until_it_is_closed_twice(start_job: Start) -> None:
     owner, guest = start_job("fill 4"), start_job()
     handle = _said(owner, "share 0")
     assert _said(guest, f"open {handle}") == _said(guest, f"open {handle}")
@@ -67,11 +67,11 @@ def test_opened_twice_it_is_at_one_address_until_it_was_closed_twice(start_job: 
     assert _said(guest, "peek") == FIRST_WORD
     assert _said(guest, "shut") == "0"
     assert _shared(guest) == (0, 0)
-    assert _said(guest, "shut") != "0"  # CUDA's own answer: it knows of none
+    assert _said(guest, "shut") != "0"  # CUDA's own answer: it has no such memory
     assert owner.do("check") == "same"
 
 
-def test_what_is_freed_is_shared_no_more_and_leaves_nothing(start_job: Start, room: Room) -> None:
+def test_freed_memory_is_no_longer_shared_and_ends_the_ipc_server(start_job: Start, room: Room) -> None:
     owner, guest = start_job("fill 4"), start_job()
     before = room()
     assert owner.do("fill 8") == "done"
@@ -84,18 +84,18 @@ def test_what_is_freed_is_shared_no_more_and_leaves_nothing(start_job: Start, ro
     assert room() >= before
     for handle in handles:
         assert _said(guest, f"open {handle}") == GONE
-    assert owner.do("fill 4") == "done"  # and it begins again
+    assert owner.do("fill 4") == "done"  # memory can be exported again
     assert _said(guest, f"open {_said(owner, 'share 0')}").startswith("0x")
 
 
-def test_closed_by_a_thread_that_has_done_nothing_else(start_job: Start) -> None:
+def test_handle_is_closed_by_a_thread_without_a_context(start_job: Start) -> None:
     owner, guest = start_job("fill 4"), start_job()
     assert _said(guest, f"open {_said(owner, 'share 0')}").startswith("0x")
     assert _said(guest, "shut-elsewhere") == "0"
     assert _shared(guest) == (0, 0)
 
 
-def test_closed_in_a_capture_it_stays_until_the_capture_has_ended(start_job: Start) -> None:
+def test_memory_closed_in_a_capture_is_unmapped_after_it(start_job: Start) -> None:
     owner, guest = start_job("fill 4", "fill 8"), start_job()
     handles = [_said(owner, f"share {place}") for place in (0, 1)]
     address = _said(guest, f"open {handles[0]}")
@@ -113,15 +113,15 @@ def test_closed_in_a_capture_it_stays_until_the_capture_has_ended(start_job: Sta
 
 
 @pytest.mark.parametrize("device", [0, 1])
-def test_every_device_that_can_reach_it_may_use_it(start_job: Start, device: int) -> None:
+def test_every_peer_device_can_access_opened_memory(start_job: Start, device: int) -> None:
     owner, guest = start_job("fill 4"), start_job()
     assert guest.do(f"device {device}") == "done"
     assert _said(guest, f"open {_said(owner, 'share 0')}").startswith("0x")
     assert _said(guest, "opened") == "3 3"
 
 
-def test_handles_are_good_while_others_come_and_go(start_job: Start) -> None:
-    """The last block that is freed ends the IPC server, just when the next is shared."""
+def test_handles_are_valid_while_others_are_exported_and_freed(start_job: Start) -> None:
+    """Freeing the last block ends the IPC server at the moment when the next block is exported."""
     owner, guest = start_job("trade"), start_job()
     for _ in range(60):
         assert owner.do("fill 4") == "done"
@@ -145,7 +145,7 @@ def test_a_silent_client_of_the_ipc_server_delays_no_other(start_job: Start) -> 
         _is_shut(owner)
 
 
-def test_a_job_that_closes_what_it_does_not_know(start_job: Start, tmp_path: Path) -> None:
+def test_files_that_replace_the_ipc_servers_descriptors_stay_open(start_job: Start, tmp_path: Path) -> None:
     owner = start_job("fill 4")
     handle = _said(owner, "share 0")
     files = {int(link.name): os.readlink(link) for link in Path(f"/proc/{owner.pid}/fd").iterdir()}
@@ -157,16 +157,16 @@ def test_a_job_that_closes_what_it_does_not_know(start_job: Start, tmp_path: Pat
         assert owner.do(f"replace {number} {own}") == "done"
     assert _said(start_job(), f"open {handle}") == GONE
     assert owner.do("shrink") == "done"
-    for number in ours:  # and they are still its own
+    for number in ours:  # the job's files are still open
         assert os.readlink(f"/proc/{owner.pid}/fd/{number}") == str(tmp_path / f"own-{number}")
 
 
-def test_a_process_does_not_open_its_own(start_job: Start) -> None:
+def test_process_cannot_open_its_own_handle(start_job: Start) -> None:
     owner = start_job("fill 4")
     assert _said(owner, f"open {_said(owner, 'share 0')}") == OWN_HANDLE
 
 
-def test_an_owner_that_is_gone(start_job: Start) -> None:
+def test_handle_of_an_ended_process_cannot_be_opened(start_job: Start) -> None:
     owner, guest = start_job("fill 4"), start_job()
     handle = _said(owner, "share 0")
     os.kill(owner.pid, signal.SIGKILL)
@@ -184,7 +184,7 @@ def test_memory_that_cannot_be_mapped_leaves_nothing_behind(start_job: Start, no
     assert _shared(guest) == (0, 0)
     assert guest.do("room") == before
     assert not [link for link in Path(f"/proc/{guest.pid}/fd").iterdir() if "zero" in os.readlink(link)]
-    assert _said(guest, f"open {handle}").startswith("0x")  # and it can be tried again
+    assert _said(guest, f"open {handle}").startswith("0x")  # it can be retried
     assert _said(guest, "peek") == FIRST_WORD
 
 
@@ -198,7 +198,7 @@ def test_a_child_has_neither_the_memory_nor_the_ipc_server(start_job: Start) -> 
         assert not [link for link in links if "socket" in link or "zero" in link]
         os.kill(owner.pid, signal.SIGKILL)
         owner.popen.wait()
-        assert _said(guest, f"open {handle}") == GONE  # at once: no child of its keeps the server open
+        assert _said(guest, f"open {handle}") == GONE  # at once: the child does not keep the server's socket open
     finally:
         os.kill(child, signal.SIGKILL)
 
@@ -208,7 +208,7 @@ def test_shared_memory_is_not_offloaded(start_job: Start) -> None:
     handle = _said(owner, "share 0")
     assert owner.state().bytes == 8 * MIB
     assert owner.offload() == 8 * MIB
-    assert _said(guest, f"open {handle}").startswith("0x")  # its server answers while its threads are parked
+    assert _said(guest, f"open {handle}").startswith("0x")  # its server answers while the job's threads are parked
     assert _said(guest, "peek") == FIRST_WORD
     owner.come_back()
 
@@ -226,7 +226,7 @@ def test_other_users_get_nothing_from_the_ipc_server(start_job: Start) -> None:
             try:
                 connection.sendall(words)
                 _, files, _, _ = socket.recv_fds(connection, 8, 4)
-            except (ConnectionResetError, BrokenPipeError):  # closed unheard
+            except (ConnectionResetError, BrokenPipeError):  # closed without an answer
                 return 0
             for file in files:
                 os.close(file)
@@ -246,12 +246,12 @@ def test_other_users_get_nothing_from_the_ipc_server(start_job: Start) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 10
 
 
-def test_handles_that_are_not_ours_are_cudas(start_job: Start) -> None:
+def test_handle_of_cuda_is_passed_to_cuda(start_job: Start) -> None:
     owner, guest = start_job("fill 4", device_memory="driver"), start_job()
     assert _said(guest, f"open {_said(owner, 'share 0')}") == "error-801"  # the stand-in's own answer
 
 
-def test_where_nothing_can_be_exported_the_remedy_is_printed_once(start_job: Start, node: GpuNode) -> None:
+def test_failed_export_prints_the_remedy_once(start_job: Start, node: GpuNode) -> None:
     job = start_job("fill 4")
     node.fault("export", "fail:CUDA_ERROR_NOT_SUPPORTED", once=False)
     assert _said(job, "share 0") == _said(job, "share 0") == "error-1"
@@ -262,7 +262,7 @@ def test_where_nothing_can_be_exported_the_remedy_is_printed_once(start_job: Sta
 
 
 @pytest.mark.parametrize("word", ["fill 4", "segments"])
-def test_memory_is_backed_where_none_can_be_made_for_export(start_job: Start, node: GpuNode, word: str) -> None:
+def test_memory_is_backed_if_the_driver_creates_none_for_export(start_job: Start, node: GpuNode, word: str) -> None:
     job = start_job()
     node.fault("create", "fail:CUDA_ERROR_NOT_SUPPORTED")
     assert job.do("fill 4") == "done"

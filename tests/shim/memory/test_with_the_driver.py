@@ -1,7 +1,7 @@
-"""As the daemon goes it: parked threads, the driver's lock, unlock, OFFLOAD, the driver's checkpoint of the rest; and back.
+"""Tests of the daemon's order: park, lock and unlock the driver, OFFLOAD, checkpoint the rest with the driver; and back.
 
-Also the other way round, which is left for threads that do not leave the driver: who waits at its lock has a share of it
-once that is opened, though parked.
+Also of the other order, locking first, which is used only for threads that do not leave the driver: a thread that waits
+for the driver's lock gets a share of it once it is unlocked, although it is parked.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ async def gpus(node: GpuNode) -> AsyncIterator[Gpus]:
 
 
 async def _still(job: DeviceJob, gpus: Gpus) -> None:
-    """Parked outside the driver, all its work done, and the driver open for those that copy."""
+    """Parks the job outside the driver, waits for its GPU work, and unlocks the driver for the copies."""
     await asyncio.to_thread(job.park_threads, outside_driver=True)
     await gpus.lock(job.process, STUCK_S)
     await gpus.unlock(job.process, STUCK_S)
@@ -45,7 +45,7 @@ def _all_sleep(job: DeviceJob) -> bool:
 
 
 async def _caught_at_the_lock(job: DeviceJob, gpus: Gpus) -> None:
-    """Its threads wait at the driver's lock, are parked there, and are handed their shares."""
+    """Parks threads while they wait for the driver's lock, and unlocks it, so that they get their shares."""
     await gpus.lock(job.process, STUCK_S)
     until(lambda: _all_sleep(job))
     await asyncio.to_thread(job.park_threads)
@@ -53,7 +53,7 @@ async def _caught_at_the_lock(job: DeviceJob, gpus: Gpus) -> None:
 
 
 async def _park(job: DeviceJob, gpus: Gpus) -> bool:
-    """Whether it worked; if not, a thread was caught, and all run again."""
+    """Parks and offloads. False: a thread was parked while allocating, and the job was released."""
     await standstill.still(gpus, [job.process], [job.process], parts.Parts())
     await gpus.unlock(job.process, STUCK_S)
     try:
@@ -66,7 +66,7 @@ async def _park(job: DeviceJob, gpus: Gpus) -> bool:
     return True
 
 
-async def test_out_and_back_while_threads_allocate(start_job: Start, gpus: Gpus) -> None:
+async def test_memory_is_offloaded_and_filled_while_threads_allocate(start_job: Start, gpus: Gpus) -> None:
     job = start_job("grow 2", "segments", "come")
     for _ in range(3):
         await asyncio.to_thread(job.ready)
@@ -100,7 +100,7 @@ async def test_a_thread_parked_outside_the_driver_has_no_share_of_its_lock(
 async def test_a_thread_parked_at_the_drivers_lock_gets_a_share_once_it_is_unlocked(
     start_job: Start, gpus: Gpus
 ) -> None:
-    """What waits for such a thread is known while it can still be let go, and nothing is left of it then."""
+    """A call that waits for such a thread is found while the thread can be released, and then returns."""
     job = start_job("grow 1", "calling")
     await asyncio.to_thread(job.ready)
     await _caught_at_the_lock(job, gpus)
@@ -114,10 +114,10 @@ async def test_a_thread_parked_at_the_drivers_lock_gets_a_share_once_it_is_unloc
     await asyncio.to_thread(job.come_back)
 
 
-async def test_a_share_keeps_the_driver_from_being_locked_until_its_owner_runs(start_job: Start, gpus: Gpus) -> None:
+async def test_driver_cannot_be_locked_while_a_parked_thread_has_a_share(start_job: Start, gpus: Gpus) -> None:
     job = start_job("calling")
     await _caught_at_the_lock(job, gpus)
-    for _ in range(2):  # what was given up has handed out no share a second time
+    for _ in range(2):  # an attempt that timed out has given no share to another thread
         with pytest.raises(Timeout):
             await gpus.lock(job.process, 0.3)
     await asyncio.to_thread(job.release)

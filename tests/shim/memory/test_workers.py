@@ -1,4 +1,4 @@
-"""The library's own threads that copy: they come once, stay, and are in nobody's way."""
+"""Tests of the library's threads that copy: they are created once, persist, and do not affect the job."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.shim.memory.jobs import OFFLOAD, STRIPES, refused
 EXEMPT_AT, EXEMPT_COUNT = 656, 64
 
 
-def test_they_are_made_once(start_job: Start) -> None:
+def test_workers_are_created_once(start_job: Start) -> None:
     job = start_job("grow 1")
     assert job.workers() == []
     job.ready()
@@ -26,8 +26,8 @@ def test_they_are_made_once(start_job: Start) -> None:
     assert job.workers() == workers
 
 
-def test_a_program_ends_without_them(start_job: Start) -> None:
-    """Its main thread leaves, its last one ends: they are none of its own."""
+def test_program_ends_although_workers_exist(start_job: Start) -> None:
+    """A program ends when its own last thread ends, after its main thread has exited."""
     job = start_job()
     job.ready()
     assert len(job.workers()) == STRIPES
@@ -35,7 +35,7 @@ def test_a_program_ends_without_them(start_job: Start) -> None:
     assert job.popen.wait(STUCK_S) == 0
 
 
-def test_one_that_could_be_taken_for_the_jobs_is_not_made(start_job: Start) -> None:
+def test_workers_are_not_created_if_the_exempt_table_is_full(start_job: Start) -> None:
     job = start_job("grow 1")
     place = job.mailbox().address + EXEMPT_AT
     memory = os.open(f"/proc/{job.pid}/mem", os.O_RDWR | os.O_CLOEXEC)

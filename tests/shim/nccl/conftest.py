@@ -1,4 +1,4 @@
-"""Builds the shim and the stand-in for NCCL, and runs ranks that have the one preloaded over the other."""
+"""Builds the shim and the stand-in for NCCL, and runs ranks with the shim preloaded."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def built_2_18(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Job:
-    """The ranks of one test. Those that are left at its end are killed."""
+    """The ranks of one test. Those that still run at its end are killed."""
 
     def __init__(self, built: Path, meeting: Path) -> None:
         self.built = built
@@ -86,7 +86,7 @@ class Job:
         self.all_right()
 
     def all_right(self) -> None:
-        """Waits for the end. When a rank fails, those that may wait for it are killed."""
+        """Waits until all ranks have exited without an error. If one fails, the others may hang and are killed."""
         while None in (ends := [process.poll() for process in self.processes]):  # all are asked: any may have failed
             if any(ends):
                 self.kill()

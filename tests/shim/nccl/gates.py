@@ -1,6 +1,6 @@
-"""Speaks to the gates of a job's ranks as the daemons will: through their mailboxes, with the cut that the driver computes.
+"""Controls the gates of a job's ranks as the daemons do: through their mailboxes, with the cut that the driver computes.
 
-Every method blocks. A command that fails raises `Refused`, with the shim's own words.
+Every method blocks. A command that fails raises `Refused`, with the shim's error text.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Gate:
             os.pwrite(memory, struct.pack("<I", number), self.address + abi.Offset.CANCEL)
 
     def send(self, command: int, text: str = "", timeout_s: float = 20.0) -> int:
-        """Begins a command; its number is for `finish`."""
+        """Starts a command and returns its number for `finish`."""
         data = text.encode()
         if data:
             (address, *_), _ = self.finish(self.begin(ROOM, timeout_s, len(data)))
@@ -97,7 +97,7 @@ class Gate:
         return told
 
     def processor_ns(self) -> dict[int, str]:
-        """How long each thread has run."""
+        """The CPU time of each thread."""
         used = {}
         for task in Path(f"/proc/{self.pid}/task").iterdir():
             try:
@@ -115,7 +115,7 @@ class Gates:
         self._ran: list[dict[int, str]] = [{} for _ in self.gates]
 
     def all(self, command: int, text: str | Sequence[str] = "", timeout_s: float = 20.0) -> list[str]:
-        """The same command at all ranks at once; what each answers."""
+        """Sends the same command to all ranks concurrently and returns their answers."""
         texts = [text] * len(self.gates) if isinstance(text, str) else text
         numbers = [gate.send(command, part, timeout_s) for gate, part in zip(self.gates, texts, strict=True)]
         return [gate.finish(number)[1].decode() for gate, number in zip(self.gates, numbers, strict=True)]
@@ -124,11 +124,11 @@ class Gates:
         return [json.loads(told) for told in self.all(REPORT)]
 
     def launched(self) -> list[dict[Channel, int]]:
-        """How much each rank has launched."""
+        """The number of operations that each rank has launched."""
         return [dict(report.launched) for report in self._as_reports(self.reports()).values()]
 
     def to_the_cut(self, patience_s: float = 60.0) -> Cut:
-        """Closes all gates and lets the ranks run on until all stand at one cut."""
+        """Closes all gates and lets the ranks run until all are at one cut."""
         self.all(CLOSE)
         cut: Cut | None = None
         until = time.monotonic() + patience_s
@@ -144,7 +144,7 @@ class Gates:
 
     @staticmethod
     def seats(told: Sequence[Mapping[str, Any]]) -> dict[tuple[str, int], int]:
-        """Which rank of the job has a communicator's seat."""
+        """Which rank of the job has which rank of a communicator."""
         return {
             (comm["id"], comm["rank"]): rank
             for rank, report in enumerate(told)
@@ -200,20 +200,20 @@ class Gates:
             texts.append("\n".join(lines))
         return texts
 
-    # -- taking down and building up
+    # -- detaching and attaching
 
     def detach(self, comms: Iterable[str], timeout_s: float = 20.0) -> None:
         self.all(DETACH, "\n".join(sorted(comms)), timeout_s)
 
     def attach(self, told: Sequence[Mapping[str, Any]], comms: Iterable[str], *, how: str = "try") -> None:
-        """All ranks at once, in one order."""
+        """Attaches on all ranks concurrently, in the same order."""
         self.all(ATTACH, self.attach_lines(told, comms, how))
 
     def attach_lines(self, told: Sequence[Mapping[str, Any]], comms: Iterable[str], how: str = "try") -> str:
-        """What ATTACH is given: a fresh id from each communicator's first seat."""
+        """The request of ATTACH: a new unique id from the first member of each communicator."""
         seats = self.seats(told)
         return "\n".join(f"{comm} {self.gates[seats[comm, 0]].ask(NEW_ID)} {how}" for comm in sorted(comms))
 
     def live(self, told: Sequence[Mapping[str, Any]]) -> set[str]:
-        """All communicators that have been made: one whose creation is held at the gate is not."""
+        """All communicators that exist, without those whose creation waits at the gate."""
         return {comm["id"] for report in told for comm in report["comms"] if comm["state"] != "pending"}

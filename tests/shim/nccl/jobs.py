@@ -1,7 +1,7 @@
-"""Jobs that go on while a test holds, takes down and rebuilds their communicators. Every number is checked in every step.
+"""Jobs that run while a test detaches and rebuilds their communicators. They check every result in every step.
 
-A job goes on until the file `stop` is in the meeting folder. The first rank sees it and tells the others through a
-broadcast, as a training script would, so all end after the same step.
+A job runs until the file `stop` exists in the meeting folder. The first rank reads it and informs the others by a
+broadcast, as a training script would, so that all end after the same step.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _sum(rank: Rank, comm: c_void_p, members: list[int], step: int, stream: int 
 
 
 def _ring(rank: Rank, comm: c_void_p, members: list[int], step: int) -> None:
-    """To the next and from the one before, in one group with a gathering."""
+    """Sends to the next rank and receives from the previous one, in one group with an all-gather."""
     n, me = len(members), members.index(rank.rank)
     there, back = Buffer(INT32, 1, [rank.rank * 7 + step]), Buffer(INT32, 1)
     mine, all_of_it = Buffer(INT32, 1, [rank.rank + step]), Buffer(INT32, n)
@@ -66,7 +66,7 @@ def grid(rank: Rank) -> None:
     column, column_members = nccl.split(world, me % width, me), [r for r in everybody if r % width == me % width]
     scalar, op = ctypes.c_int64(3), c_int()
     nccl.ncclRedOpCreatePreMulSum(ctypes.byref(op), ctypes.byref(scalar), INT64.number, 1, world)
-    scalar.value = 99  # the value was taken when it was given
+    scalar.value = 99  # NCCL has copied the value
     kept, handle = Buffer(INT32, 64), c_void_p()
     nccl.ncclCommRegister(world, kept.address, 256, ctypes.byref(handle))
     step = 0
@@ -124,7 +124,7 @@ def two_threads(rank: Rank) -> None:
 
 
 def patient(rank: Rank) -> None:
-    """Non-blocking: every call is polled for, as torch does."""
+    """Non-blocking communicators: polls for the completion of every call, as torch does."""
     nccl, everybody = rank.nccl, list(range(rank.nranks))
     world = rank.world(settings=config(blocking=False, name="patient"))
     rank.settle(world)
@@ -148,7 +148,7 @@ def patient(rank: Rank) -> None:
 
 
 def makes_and_ends(rank: Rank) -> None:
-    """Communicators come and go in every step: a cut may fall between, or before a creation that others are held at."""
+    """Creates and destroys communicators in every step: the cut may fall between, or before a creation."""
     nccl, everybody = rank.nccl, list(range(rank.nranks))
     world = rank.world()
     step = 0
@@ -186,7 +186,7 @@ def all_in_one(rank: Rank) -> None:
 
 
 def watched(rank: Rank) -> None:
-    """The grid, with a watchdog that asks about the world all the time and must hear success, at once."""
+    """The grid, with a watchdog that queries the world communicator continuously and must get success at once."""
     nccl, everybody = rank.nccl, list(range(rank.nranks))
     world = rank.world()
     ends, failures, asked = threading.Event(), list[str](), [0]
@@ -213,12 +213,12 @@ def watched(rank: Rank) -> None:
 
 
 def idle(rank: Rank) -> None:
-    """Has loaded NCCL and does nothing with it."""
+    """Loads NCCL and does not use it."""
     rank.hear("stop")
 
 
 def plain(rank: Rank) -> None:
-    """What every version can do."""
+    """Operations that every version supports."""
     everybody = list(range(rank.nranks))
     world = rank.world()
     step = 0
@@ -252,7 +252,7 @@ def asks_too_much(rank: Rank) -> None:
 
 
 def groups(rank: Rank) -> None:
-    """A group is launched at its end: then errors are told, redops destroyed inside it still serve, communicators come."""
+    """A group is launched at its end: only then are errors reported, redops destroyed and communicators created."""
     nccl, n, me = rank.nccl, rank.nranks, rank.rank
     world, identity = rank.world(), rank.shared_id("inside")
     buffer = Buffer(INT32, 1, [5])

@@ -4,7 +4,7 @@
 
 Functions are looked up as a linked program's are, through the dynamic linker's global scope, where the preloaded library
 comes first. The scenarios are the stand-in's own (``tests.fakes.nccl_scenarios``), which must see no difference, and those
-of ``tests.shim.nccl.jobs``, which go on while the test holds and moves them.
+of ``tests.shim.nccl.jobs``, which run while the test detaches and rebuilds their communicators.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.fakes.nccl_rank import Rank, joined
 
 
 class LinkedNccl(Nccl):
-    """The library as a program sees it that was linked with it."""
+    """The library as a program that is linked with it sees it."""
 
     def __init__(self, path: Path) -> None:
         real = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
@@ -33,7 +33,7 @@ class LinkedNccl(Nccl):
 
 
 def main() -> None:
-    # The shim's control thread comes with a process's second thread: it is there before a scenario counts threads.
+    # Starts the shim's control thread, which comes with a process's second thread, before a scenario counts threads.
     thread = threading.Thread(target=lambda: None)
     thread.start()
     joined(thread)

@@ -1,4 +1,4 @@
-"""What the gate reports, holds and refuses."""
+"""Tests of what the gate reports, blocks and refuses."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from tests.shim.nccl.gates import CLOSE, DETACH, OPEN, TARGETS, Refused
 
 
 @pytest.mark.parametrize("nranks", [2, 5])
-def test_groups(job: Job, nranks: int) -> None:
+def test_groups_are_launched_at_their_end(job: Job, nranks: int) -> None:
     job.start("jobs.groups", nranks)
     job.all_right()
 
 
-def test_what_cannot_be_moved_is_named(job: Job) -> None:
+def test_report_names_what_cannot_be_moved(job: Job) -> None:
     job.start("jobs.refusable", 2)
     job.reach(1)
     gates = job.gates()
@@ -38,7 +38,7 @@ def test_what_cannot_be_moved_is_named(job: Job) -> None:
     job.stop()
 
 
-def test_a_closed_gate_holds_and_targets_let_just_as_many_pass(job: Job) -> None:
+def test_closed_gate_lets_operations_pass_up_to_their_targets(job: Job) -> None:
     job.start("jobs.plain", 1)
     job.reach(1)
     (gate,) = job.gates().gates
@@ -57,8 +57,8 @@ def test_a_closed_gate_holds_and_targets_let_just_as_many_pass(job: Job) -> None
     job.stop()
 
 
-def test_counts_are_exact_however_the_gate_is_closed(job: Job) -> None:
-    """Both ranks' counts differ by at most what one of them was ahead, and are equal at the cut."""
+def test_counts_are_exact_whenever_the_gate_is_closed(job: Job) -> None:
+    """The counts of both ranks are equal at the cut."""
     job.start("jobs.plain", 2)
     job.reach(1)
     gates = job.gates()
@@ -73,7 +73,7 @@ def test_counts_are_exact_however_the_gate_is_closed(job: Job) -> None:
     job.stop()
 
 
-def test_nonsense_is_answered(job: Job) -> None:
+def test_invalid_targets_are_refused(job: Job) -> None:
     job.start("jobs.plain", 1)
     job.reach(1)
     (gate,) = job.gates().gates

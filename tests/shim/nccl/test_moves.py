@@ -1,4 +1,4 @@
-"""A job is held at a cut in the middle of its traffic, its communicators are rebuilt, and it goes on, exact."""
+"""Tests that a job stops at a cut, its communicators are rebuilt, and it continues with exact results."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tests.shim.nccl.gates import ATTACH, CLOSE, DETACH, FRESH, NEW_ID, OPEN, PA
 
 
 def rebuild(gates: Gates, *, fresh: int | None = None) -> None:
-    """One move as the gates see it; `fresh` is the rank that was moved."""
+    """The gate commands of one move; `fresh` is the rank that was moved."""
     gates.to_the_cut()
     told = gates.reports()
     comms = gates.live(told)
     gates.detach(comms)
     for report in gates.reports():
         assert {comm["state"] for comm in report["comms"]} <= {"detached"}
-    # The kernel may still list one that was joined.
+    # The kernel may still list a thread that was joined.
     until(lambda: all(report["nccl_threads"] == 0 for report in gates.reports()), "NCCL's threads are gone")
     if fresh is not None:
         gates.gates[fresh].ask(FRESH)
@@ -42,13 +42,13 @@ def rebuild(gates: Gates, *, fresh: int | None = None) -> None:
         ("jobs.watched", 2),
     ],
 )
-def test_rebuilt_again_and_again_in_the_middle_of_steps(job: Job, scenario: str, nranks: int) -> None:
+def test_communicators_are_rebuilt_repeatedly_during_steps(job: Job, scenario: str, nranks: int) -> None:
     job.start(scenario, nranks)
     job.reach(2)
     gates = job.gates()
     for move in range(5):
         rebuild(gates, fresh=move % nranks)
-        launched = gates.launched()  # not the steps: a rank that has launched all of one may be on its way to the gate
+        launched = gates.launched()  # not the steps: a rank that has launched all of one may not be at the gate yet
         time.sleep(0.05)
         assert gates.launched() == launched
         gates.all(OPEN)
@@ -57,8 +57,8 @@ def test_rebuilt_again_and_again_in_the_middle_of_steps(job: Job, scenario: str,
     job.stop()
 
 
-def test_communicators_that_come_and_go(job: Job) -> None:
-    """A cut may fall where one is being made or has been destroyed by some: only those alive everywhere are rebuilt."""
+def test_cut_falls_while_communicators_are_created_and_destroyed(job: Job) -> None:
+    """A cut may fall where only some ranks have created or destroyed one: only those alive everywhere are rebuilt."""
     job.start("jobs.makes_and_ends", 4)
     job.reach(2)
     gates = job.gates()
@@ -75,7 +75,7 @@ def test_communicators_that_come_and_go(job: Job) -> None:
     job.stop()
 
 
-def test_one_process_with_all_devices(job: Job) -> None:
+def test_communicators_of_one_process_with_all_devices_are_rebuilt(job: Job) -> None:
     job.start("jobs.all_in_one", 1)
     job.reach(2)
     gates = job.gates()
@@ -94,7 +94,7 @@ def test_one_process_with_all_devices(job: Job) -> None:
     job.stop()
 
 
-def test_only_some_are_rebuilt(job: Job) -> None:
+def test_only_communicators_of_the_moved_rank_are_rebuilt(job: Job) -> None:
     """Communicators that do not contain the moved rank are left alone."""
     job.start("jobs.grid", 4)
     job.reach(2)
@@ -113,7 +113,7 @@ def test_only_some_are_rebuilt(job: Job) -> None:
     job.stop()
 
 
-def test_commands_may_come_twice(job: Job) -> None:
+def test_commands_are_idempotent(job: Job) -> None:
     job.start("jobs.grid", 2)
     job.reach(1)
     gates = job.gates()
@@ -131,7 +131,7 @@ def test_commands_may_come_twice(job: Job) -> None:
     job.stop()
 
 
-def test_a_watchdog_is_answered_all_along(job: Job) -> None:
+def test_watchdog_gets_success_during_a_move(job: Job) -> None:
     job.start("jobs.watched", 2)
     job.reach(1)
     gates = job.gates()
@@ -166,10 +166,10 @@ def test_a_peer_that_hangs_makes_attach_fail_in_time_and_the_next_attempt_succee
     gates.detach(comms)
     lines = gates.attach_lines(told, comms)
     with pytest.raises(Refused) as refused:
-        gates.gates[0].ask(ATTACH, lines, timeout_s=1.0)  # rank 1 never comes
+        gates.gates[0].ask(ATTACH, lines, timeout_s=1.0)  # rank 1 never attaches
     assert refused.value.status == errno.ETIMEDOUT
     assert {comm["state"] for comm in gates.gates[0].report()["comms"]} == {"detached"}
-    # The ids that nobody came to still have their threads, and those alone.
+    # Only the unique ids that no rank has used still have threads.
     assert gates.gates[0].report()["nccl_threads"] <= len(comms)
     gates.attach(told, comms)
     gates.all(OPEN)
@@ -178,9 +178,9 @@ def test_a_peer_that_hangs_makes_attach_fail_in_time_and_the_next_attempt_succee
 
 
 @pytest.mark.parametrize("how", ["try", "untried"])
-def test_an_attach_is_given_up_when_it_is_cancelled(job: Job, how: str) -> None:
-    """Rank 2 never comes: the others would wait for the whole of their time. What is told too late, or of another request,
-    stops nothing."""
+def test_attach_is_cancelled(job: Job, how: str) -> None:
+    """Rank 2 never attaches, so the others would wait until the deadline. A cancellation that is late, or for another
+    request, has no effect."""
     job.start("jobs.grid", 3)
     job.reach(1)
     gates = job.gates()
@@ -199,7 +199,10 @@ def test_an_attach_is_given_up_when_it_is_cancelled(job: Job, how: str) -> None:
         assert {comm["state"] for comm in gate.report()["comms"]} == {"detached"}
         gate.cancel(number)  # answered already
     assert statuses[0] == errno.ECANCELED
-    assert statuses[1] in {errno.ECANCELED, errno.EIO}  # it may see that the first has gone before it sees the word
+    assert statuses[1] in {
+        errno.ECANCELED,
+        errno.EIO,
+    }  # it may see the first rank's end before `cancel`
     gates.attach(told, comms)
     assert {comm["state"] for report in gates.reports() for comm in report["comms"]} == {"live"}
     gates.all(OPEN)
@@ -213,14 +216,14 @@ def test_a_communicator_that_cannot_be_rebuilt_is_an_error_to_the_job_not_a_hang
     gates = job.gates()
     gates.to_the_cut()
     gates.detach(gates.live(gates.reports()))
-    with contextlib.suppress(ProcessLookupError):  # it may have ended before its answer was read
+    with contextlib.suppress(ProcessLookupError):  # the process may have ended before its answer was read
         gates.all(OPEN)
     for process in job.processes:
         assert process.wait() != 0
     assert "was taken down for a move and could not be attached again" in job.words()
 
 
-def test_detach_needs_a_closed_gate_and_changes_nothing_without(job: Job) -> None:
+def test_detach_with_an_open_gate_is_refused_and_changes_nothing(job: Job) -> None:
     job.start("jobs.grid", 2)
     job.reach(1)
     gates = job.gates()
@@ -233,11 +236,11 @@ def test_detach_needs_a_closed_gate_and_changes_nothing_without(job: Job) -> Non
     job.stop()
 
 
-def test_a_thread_inside_nccl_keeps_its_communicators(job: Job, tmp_path: Path) -> None:
-    """Rank 0 is in an operation that hangs: taking down gives up in time, and nothing has changed."""
+def test_detach_gives_up_while_a_thread_is_inside_nccl(job: Job, tmp_path: Path) -> None:
+    """Rank 0 is in an operation that hangs: DETACH gives up in time and changes nothing."""
     faults = tmp_path / "faults"
     faults.touch()
-    job.start("jobs.plain", 2, FAKE_NCCL_FAULT_FILE=str(faults))  # one communicator: of others both are rank 0
+    job.start("jobs.plain", 2, FAKE_NCCL_FAULT_FILE=str(faults))  # one communicator: in others both are rank 0
     job.reach(1)
     gates = job.gates()
     faults.write_text("allreduce:0:*:hang")
@@ -267,7 +270,7 @@ def test_report_of_a_process_without_nccl_is_empty(tmp_path: Path, built: Path) 
 
 
 def test_rebuilt_while_every_thread_of_the_job_is_parked(job: Job) -> None:
-    """As on the target before COMMIT: only the shim's threads run, and all of the rank's communicators come back."""
+    """As on the target before COMMIT: only the shim's threads run, and they rebuild all of the rank's communicators."""
     job.start("jobs.two_threads", 2)
     job.reach(1)
     gates = job.gates()
@@ -289,7 +292,7 @@ def test_rebuilt_while_every_thread_of_the_job_is_parked(job: Job) -> None:
     job.stop()
 
 
-def test_a_destroy_that_hangs_is_reported_in_time_and_ends_well_when_it_returns(job: Job, tmp_path: Path) -> None:
+def test_destroy_that_hangs_is_reported_in_time_and_completes_later(job: Job, tmp_path: Path) -> None:
     faults = tmp_path / "faults"
     faults.touch()
     job.start("jobs.plain", 2, FAKE_NCCL_FAULT_FILE=str(faults))
@@ -316,7 +319,7 @@ def test_a_destroy_that_hangs_is_reported_in_time_and_ends_well_when_it_returns(
     job.stop()
 
 
-def test_a_gate_that_opens_while_a_destroy_hangs_answers_an_error(job: Job, tmp_path: Path) -> None:
+def test_operations_fail_if_the_gate_opens_while_a_destroy_hangs(job: Job, tmp_path: Path) -> None:
     faults = tmp_path / "faults"
     faults.touch()
     job.start("jobs.plain", 2, FAKE_NCCL_FAULT_FILE=str(faults))

@@ -1,6 +1,6 @@
-"""The same moves under AddressSanitizer and ThreadSanitizer: the NCCL part, the stand-in and the job are instrumented.
+"""Runs moves under AddressSanitizer and ThreadSanitizer: the NCCL part, the stand-in and the job are instrumented.
 
-The shim's other parts are left out: they run before a sanitizer has come up, and start threads that it would not know.
+The shim's other parts are left out: they run before a sanitizer is initialised, and start threads that it does not see.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def compile_(sanitizer: str, *arguments: str | Path) -> None:
 
 class SanitizedJob(Job):
     def start(self, scenario: str, nranks: int, **environment: str) -> None:
-        # Some kernels place the program where ThreadSanitizer wants its shadow, unless places are not random.
+        # With address randomisation, some kernels load the program where ThreadSanitizer needs its shadow memory.
         program = [shutil.which("setarch") or "setarch", "-R", str(self.built / scenario), str(self.meeting)]
         for rank in range(nranks):
             with (self.meeting / f"words-{rank}").open("w") as words:
@@ -63,7 +63,7 @@ def sanitized(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Saniti
 
 
 @pytest.mark.sampled(1)
-def test_moves_are_clean(sanitized: SanitizedJob) -> None:
+def test_sanitizer_finds_no_error_during_moves(sanitized: SanitizedJob) -> None:
     sanitized.start("job", 3)
     sanitized.reach(2)
     gates = sanitized.gates()

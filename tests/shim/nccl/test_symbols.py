@@ -1,4 +1,4 @@
-"""Every public NCCL symbol that takes or returns a communicator, a registration or a user reduction is the shim's."""
+"""Tests that the shim exports every NCCL symbol that takes or returns a communicator, registration or user reduction."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.shim.nccl.gates import OPEN
 
 PROGRAMS = REPOSITORY / "tests" / "shim" / "nccl" / "programs"
 
-# What NCCL 2.32.3 exports and has no handle of ours: windows are passed on as they are, the rest is about none.
+# Symbols of NCCL 2.32.3 that take no handle of ours: windows are passed on unchanged, the rest take no handle.
 NOT_OURS = {
     *("ncclGetErrorString", "ncclResetDebugInit", "ncclResetDebugInitInternal", "ncclSetEncryption"),
     *("ncclGetLsaDevicePointer", "ncclGetLsaMultimemDevicePointer", "ncclGetMultimemDevicePointer"),
@@ -23,7 +23,7 @@ NOT_OURS = {
     *("ncclParamGet", "ncclParamGetAllParameterKeys", "ncclParamGetParameter", "ncclParamGetStr"),
     *(f"ncclParamGet{kind}{bits}" for kind in "IU" for bits in (8, 16, 32, 64)),
 }
-# The newest of each kind: what 2.19 to 2.32 added.
+# The newest of each kind, which 2.19 to 2.32 added.
 ADDED = {
     *("ncclCommRegister", "ncclCommDeregister", "ncclMemAlloc", "ncclMemFree", "ncclGroupSimulateEnd"),
     *("ncclCommInitRankScalable", "ncclCommShrink", "ncclCommGrow", "ncclCommGetUniqueId", "ncclCommRevoke"),
@@ -42,7 +42,7 @@ def exported(library: Path) -> set[str]:
     return set(re.findall(r" [TW] (p?nccl\w+)(?:@\S*)?$", listed, re.MULTILINE))
 
 
-def test_all_of_the_stand_ins_symbols_are_ours(built: Path) -> None:
+def test_shim_exports_all_symbols_of_the_stand_in(built: Path) -> None:
     ours = exported(built / "libsnapshim.so")
     assert exported(built / "libnccl.so.2") - NOT_OURS <= ours
     assert ours >= ADDED
@@ -54,7 +54,7 @@ def test_profiling_names_are_the_same_functions(built: Path) -> None:
 
 
 @pytest.mark.skipif(not (found := sorted(Path("/").glob("usr/lib/*/libnccl.so.2"))), reason="no NCCL is installed")
-def test_all_of_the_installed_librarys_symbols_are_ours(built: Path) -> None:
+def test_shim_exports_all_symbols_of_the_installed_library(built: Path) -> None:
     names = {name.removeprefix("p") for name in exported(found[0])}
     assert names - NOT_OURS <= exported(built / "libsnapshim.so")
 
@@ -87,7 +87,7 @@ def test_an_older_nccl_is_rebuilt_as_well(built_2_18: Path, tmp_path: Path) -> N
 
 
 def test_the_benchmark_runs(built: Path, tmp_path: Path) -> None:
-    """That it measures something; how much is for `make bench` to say."""
+    """Checks only that it produces results; `make bench` reports them."""
     flags = ("-std=c11", "-O2", "-Wall", "-Wextra", "-Werror", f"-I{STAND_IN}")
     empty, bench = tmp_path / "libnccl.so.2", tmp_path / "bench"
     subprocess.run(

@@ -1,4 +1,4 @@
-"""Behind the shim NCCL is as it was: the stand-in's own scenarios see no difference, down to threads and descriptors."""
+"""Tests that the stand-in's own scenarios see no difference behind the shim, down to threads and descriptors."""
 
 from __future__ import annotations
 
@@ -33,6 +33,6 @@ from tests.shim.nccl.conftest import Job
         ("ending.abort_while_a_peer_hangs", 2),
     ],
 )
-def test_scenario(job: Job, scenario: str, nranks: int) -> None:
+def test_scenario_runs_unchanged_behind_the_shim(job: Job, scenario: str, nranks: int) -> None:
     job.start(scenario, nranks)
     job.all_right()

@@ -1,4 +1,4 @@
-"""A `torch` with just enough of `torch.cuda` for the safe point, and a job around it that does as it is told by stdin."""
+"""A `torch` with the part of `torch.cuda` that the safe point needs, and a job that executes lines from stdin."""
 
 import os
 import sys
@@ -34,7 +34,7 @@ def make(initialized: bool = True, capturing: bool = False, failure: BaseExcepti
 
 
 def busy_until_told() -> None:
-    """Bytecode alone: nothing here gives up the interpreter's lock."""
+    """Runs only bytecode: nothing here releases the interpreter's lock."""
     told: list[str] = []
     threading.Thread(target=lambda: told.append(sys.stdin.readline()), daemon=True).start()
     say("busy")
