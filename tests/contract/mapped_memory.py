@@ -1,7 +1,7 @@
-"""A process that maps device memory as it is told to, call by call: `MappedMemory` starts it, this file as a program is it.
+"""Runs a process that maps device memory on request, call by call: `MappedMemory` starts this file as a program.
 
-A line of JSON each way: the call and its arguments there, its result or the error's name back. Addresses and handles are
-numbers.
+A request is a line of JSON with the call and its arguments; the answer is a line with the result or the error's name.
+Addresses and handles are numbers.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ SLOT_BYTES = 2 << 20
 
 
 class CudaError(Exception):
-    """By the error's name."""
+    """An error of the driver, given by its name."""
 
 
 class MappedMemory:
-    """The other side, in the test. Its context is on the first GPU."""
+    """Controls the process from the test. The process has a context on the first GPU."""
 
     def __init__(self, environment: dict[str, str]) -> None:
         self._child = subprocess.Popen(
@@ -41,7 +41,7 @@ class MappedMemory:
         return self.answer()
 
     def begin(self, call: str, *arguments: int) -> None:
-        """Asks, and does not wait for the answer."""
+        """Sends a request without waiting for the answer."""
         assert self._child.stdin is not None
         self._child.stdin.write(json.dumps([call, *arguments]) + "\n")
         self._child.stdin.flush()
@@ -57,7 +57,7 @@ class MappedMemory:
 
     @property
     def output(self) -> int:
-        """The descriptor on which the answer comes."""
+        """The descriptor from which the answer is read."""
         assert self._child.stdout is not None
         return self._child.stdout.fileno()
 
@@ -85,7 +85,7 @@ class _Access(ctypes.Structure):
 
 
 class _Calls:
-    """What can be asked for. Lengths are bytes."""
+    """The calls that can be requested. Lengths are bytes."""
 
     def __init__(self) -> None:
         self._cuda = ctypes.CDLL("libcuda.so.1")
@@ -95,7 +95,7 @@ class _Calls:
         self._call("cuCtxSetCurrent", context)
 
     def _call(self, name: str, *arguments: Any) -> None:
-        """Integers that are no C int yet go as 64 bits."""
+        """Calls the driver. Python integers are passed as 64 bits."""
         wide = [ctypes.c_uint64(each) if isinstance(each, int) and name != "cuInit" else each for each in arguments]
         code = getattr(self._cuda, name)(*wide)
         if code:
@@ -104,7 +104,7 @@ class _Calls:
             raise CudaError(text.value.decode() if text.value else str(code))
 
     def _number(self, name: str, *arguments: Any) -> int:
-        """Of a call that puts a number into its first argument."""
+        """Returns the number that a call stores in its first argument."""
         number = ctypes.c_uint64()
         self._call(name, ctypes.byref(number), *arguments)
         return number.value
@@ -132,7 +132,7 @@ class _Calls:
         self._call("cuMemSetAccess", address, length, ctypes.byref(wanted), 1)
 
     def mapped(self, address: int, length: int) -> None:
-        """Memory is created, mapped and released: it lasts until it is unmapped."""
+        """Creates memory, maps it and releases the handle: the memory exists until it is unmapped."""
         handle = self.create(length)
         self.map(address, length, handle)
         self.access(address, length)
@@ -162,7 +162,7 @@ class _Calls:
         self._call("cuMemFreeHost", address)
 
     def write(self, address: int, length: int, seed: int) -> None:
-        """Bytes that follow from the seed, through pinned memory and a stream."""
+        """Writes bytes generated from the seed, through pinned memory and a stream."""
         self._copy("cuMemcpyHtoDAsync_v2", address, bytearray(random.Random(seed).randbytes(length)))
 
     def digest(self, address: int, length: int) -> str:

@@ -1,7 +1,7 @@
-"""What the product may expect of a CUDA driver, asked through its own client: the same for the stand-in and the real one.
+"""What the product expects of a CUDA driver, tested through its own client on the fake and on the real driver.
 
-The real one is skipped where there is none; `integration/gpu/run tests/contract/test_cuda.py` runs it where there is.
-Every job that goes on must print what an undisturbed run prints, to the byte.
+The real one is skipped on a machine without a GPU; `integration/gpu/run tests/contract/test_cuda.py` runs it on one
+with. The output of every job that continues must be byte-identical to that of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -39,14 +39,15 @@ Start = Callable[..., DeviceJob]
 
 @dataclass
 class Driver:
-    """One of the two: how to reach it, and how much memory makes its GPU too full for a small job."""
+    """The fake or the real driver: its environment, and how to fill its GPU."""
 
     environment: dict[str, str]
     gpus: Gpus
     fake: GpuNode | None
 
     def filling(self, free_bytes: int) -> tuple[str, ...]:
-        """A job that leaves no room for another one's context: 20 MiB on the stand-in, several hundred on a real GPU."""
+        """Options of a job that leaves no room for another context, which needs 20 MiB on the fake, several hundred on
+        a real GPU."""
         mib, blocks = (free_bytes // MIB - 24, 4) if self.fake else (free_bytes // MIB - 900, 64)
         return "--mib", str(mib // (2 * blocks) * 2 * blocks), "--blocks", str(blocks)
 
@@ -92,7 +93,7 @@ def gpus(driver: Driver) -> Gpus:
 
 
 async def pairs_of(gpus: Gpus) -> list[Pair]:
-    """Each GPU of the node for itself."""
+    """Maps each GPU of the node to itself."""
     return [Pair(gpu.uuid, gpu.uuid) for gpu in (await gpus.inventory()).gpus]
 
 
@@ -106,10 +107,10 @@ async def go_on(gpus: Gpus, process: Process) -> None:
     await gpus.unlock(process, LOCK_S)
 
 
-# ---------------------------------------------------------------- who has a state
+# ---------------------------------------------------------------- processes without a state
 
 
-async def test_a_process_without_cuda_has_no_state(gpus: Gpus) -> None:
+async def test_process_without_cuda_has_no_state(gpus: Gpus) -> None:
     with subprocess.Popen(["sleep", "600"]) as sleeper:
         process = Process.of(sleeper.pid)
         assert await gpus.state(process) is None
@@ -119,7 +120,7 @@ async def test_a_process_without_cuda_has_no_state(gpus: Gpus) -> None:
     assert await gpus.state(process) is None
 
 
-async def test_a_loaded_library_alone_is_no_state(gpus: Gpus, driver: Driver) -> None:
+async def test_process_that_only_loaded_the_library_has_no_state(gpus: Gpus, driver: Driver) -> None:
     program = "import ctypes, time; {}; print(flush=True); time.sleep(600)"
     states = []
     for use in ("ctypes.CDLL('libcuda.so.1')", "ctypes.CDLL('libcuda.so.1').cuInit(0)"):
@@ -135,17 +136,17 @@ async def test_a_loaded_library_alone_is_no_state(gpus: Gpus, driver: Driver) ->
     assert states == [None, State.RUNNING]
 
 
-async def test_a_forked_child_has_no_state(gpus: Gpus, start: Start) -> None:
+async def test_forked_child_has_no_state(gpus: Gpus, start: Start) -> None:
     job = start(*SMALL, "--children", "1")
     child = int(Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text())
     assert await gpus.state(Process.of(child)) is None
     assert await gpus.state(job.process) is State.RUNNING
 
 
-# ---------------------------------------------------------------- there and back
+# ---------------------------------------------------------------- checkpoint and restore
 
 
-async def test_the_output_is_that_of_an_undisturbed_run(gpus: Gpus, start: Start) -> None:
+async def test_output_is_that_of_an_undisturbed_run(gpus: Gpus, start: Start) -> None:
     options = (*SMALL, "--steps", "40", "--threads", "2", "--pinned-mib", "2", "--export")
     job = start(*options)
     process = job.process
@@ -161,10 +162,10 @@ async def test_the_output_is_that_of_an_undisturbed_run(gpus: Gpus, start: Start
     assert job.finish() == start(*options, "--pace-s", "0", ready="DONE").lines()
 
 
-async def test_a_locked_job_makes_no_step(gpus: Gpus, start: Start) -> None:
+async def test_locked_job_makes_no_step(gpus: Gpus, start: Start) -> None:
     job = start("--mib", "1", "--blocks", "1", "--pace-s", "0", "--steps", "1000000")
     await gpus.lock(job.process, LOCK_S)
-    await asyncio.sleep(0.2)  # for a line that was being printed
+    await asyncio.sleep(0.2)  # a line may be in the middle of being printed
     before = job.steps()
     await asyncio.sleep(0.5)
     assert job.steps() == before
@@ -172,8 +173,8 @@ async def test_a_locked_job_makes_no_step(gpus: Gpus, start: Start) -> None:
     job.wait_for_steps(3)
 
 
-async def test_nothing_of_the_gpu_is_held_while_checkpointed(gpus: Gpus, start: Start) -> None:
-    """No device file is open or mapped, and NVML knows the process no more: so CRIU can dump it."""
+async def test_checkpointed_process_holds_nothing_of_the_gpu(gpus: Gpus, start: Start) -> None:
+    """No device file is open or mapped, and NVML does not list the process, so CRIU can dump it."""
     job = start("--mib", "64")
     assert job.pid in await holders(gpus)
     await check_point(gpus, job.process)
@@ -186,14 +187,14 @@ async def test_nothing_of_the_gpu_is_held_while_checkpointed(gpus: Gpus, start: 
 
 
 async def holders(gpus: Gpus) -> dict[int, int]:
-    """Device memory by process, now: the inventory may be a second old."""
+    """Current device memory by process. Waits, because the inventory may be a second old."""
     await asyncio.sleep(1.1)
     inventory = await gpus.inventory()
     assert not inventory.problem
     return {each.pid: each.memory_bytes for gpu in inventory.gpus for each in gpu.processes}
 
 
-async def test_the_inventory_names_the_gpus(gpus: Gpus) -> None:
+async def test_inventory_names_the_gpus(gpus: Gpus) -> None:
     inventory = await gpus.inventory()
     assert re.fullmatch(r"\d{3}\.[\d.]+", inventory.driver_version)
     assert [gpu.index for gpu in inventory.gpus] == list(range(len(inventory.gpus)))
@@ -205,8 +206,8 @@ async def test_the_inventory_names_the_gpus(gpus: Gpus) -> None:
 
 @pytest.mark.root
 @pytest.mark.skipif(os.getuid() != 0, reason="a pid namespace needs root")
-async def test_a_process_in_its_own_pid_namespace(gpus: Gpus, driver: Driver) -> None:
-    """Asked for by the pid it has out here."""
+async def test_process_in_another_pid_namespace_is_checkpointed(gpus: Gpus, driver: Driver) -> None:
+    """The client uses its pid in the outer namespace."""
     program = "import ctypes, time; ctypes.CDLL('libcuda.so.1').cuInit(0); print(flush=True); time.sleep(600)"
     with subprocess.Popen(
         ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", sys.executable, "-c", program],
@@ -225,10 +226,10 @@ async def test_a_process_in_its_own_pid_namespace(gpus: Gpus, driver: Driver) ->
             space.kill()
 
 
-# ---------------------------------------------------------------- what is refused, and what that leaves
+# ---------------------------------------------------------------- refusals, and the state afterwards
 
 
-async def test_a_verb_in_the_wrong_state_changes_nothing(gpus: Gpus, start: Start) -> None:
+async def test_verb_in_the_wrong_state_changes_nothing(gpus: Gpus, start: Start) -> None:
     process = start(*SMALL).process
     with pytest.raises(GpuFailed, match="CUDA_ERROR_ILLEGAL_STATE"):
         await gpus.checkpoint(process, MEMORY_S)
@@ -239,7 +240,7 @@ async def test_a_verb_in_the_wrong_state_changes_nothing(gpus: Gpus, start: Star
     assert await gpus.state(process) is State.CHECKPOINTED
 
 
-async def test_a_busy_gpu_is_locked_when_its_work_is_done(gpus: Gpus, start: Start) -> None:
+async def test_busy_gpu_is_locked_when_its_work_is_done(gpus: Gpus, start: Start) -> None:
     job = start(*SMALL, "--busy-ms", "4000", ready="busy 0")
     with pytest.raises(Timeout, match=r"did not finish in 0\.3 s"):
         await gpus.lock(job.process, 0.3)
@@ -248,7 +249,7 @@ async def test_a_busy_gpu_is_locked_when_its_work_is_done(gpus: Gpus, start: Sta
     assert await gpus.state(job.process) is State.LOCKED
 
 
-async def test_managed_memory_is_refused_and_the_job_goes_on(gpus: Gpus, start: Start) -> None:
+async def test_managed_memory_is_refused_and_the_job_continues(gpus: Gpus, start: Start) -> None:
     job = start(*SMALL, "--managed-mib", "2")
     await gpus.lock(job.process, LOCK_S)
     with pytest.raises(GpuFailed, match="CUDA_ERROR_NOT_SUPPORTED") as refusal:
@@ -260,7 +261,7 @@ async def test_managed_memory_is_refused_and_the_job_goes_on(gpus: Gpus, start: 
 
 
 @pytest.mark.parametrize("side", ["old", "new"])
-async def test_an_unknown_gpu_leaves_it_checkpointed(gpus: Gpus, start: Start, side: str) -> None:
+async def test_restore_onto_an_unknown_gpu_leaves_the_process_checkpointed(gpus: Gpus, start: Start, side: str) -> None:
     job = start(*SMALL)
     known = await pairs_of(gpus)
     wrong = Pair(STRANGE, known[0].new_uuid) if side == "old" else Pair(known[0].old_uuid, STRANGE)
@@ -272,21 +273,23 @@ async def test_an_unknown_gpu_leaves_it_checkpointed(gpus: Gpus, start: Start, s
     job.wait_for_steps(2)
 
 
-async def test_a_full_gpu_leaves_it_checkpointed(gpus: Gpus, driver: Driver, start: Start) -> None:
+async def test_restore_onto_a_full_gpu_leaves_the_process_checkpointed(
+    gpus: Gpus, driver: Driver, start: Start
+) -> None:
     job = start("--mib", "64")
     await check_point(gpus, job.process)
-    await holders(gpus)  # the numbers below are fresh
+    await holders(gpus)  # so that the inventory below is current
     start(*driver.filling((await gpus.inventory()).gpus[0].memory_free_bytes), "--pace-s", "600", ready="READY")
     with pytest.raises(GpuFailed, match=r"not enough free device memory.*CUDA_ERROR_OUT_OF_MEMORY"):
         await gpus.restore(job.process, await pairs_of(gpus), MEMORY_S)
     assert await gpus.state(job.process) is State.CHECKPOINTED
 
 
-# ---------------------------------------------------------------- who does not answer
+# ---------------------------------------------------------------- processes that do not answer
 
 
-async def test_a_stopped_process_answers_later_and_others_meanwhile(gpus: Gpus, start: Start) -> None:
-    """The lock that was given up may land when the process goes on, or not: whoever undoes has to ask."""
+async def test_stopped_process_answers_later_and_others_meanwhile(gpus: Gpus, start: Start) -> None:
+    """The lock that timed out may take effect when the process continues, or not, so an undo must query the state."""
     job, other = start(*SMALL, "--steps", "100000"), start(*SMALL, "--steps", "100000")
     os.kill(job.pid, signal.SIGSTOP)
     with pytest.raises(Timeout, match="stopped"):
@@ -302,10 +305,10 @@ async def test_a_stopped_process_answers_later_and_others_meanwhile(gpus: Gpus, 
 
 
 @pytest.mark.parametrize("verb", ["checkpoint", "restore"])
-async def test_what_was_given_up_is_finished_by_the_process(
+async def test_call_that_timed_out_is_finished_by_the_process(
     gpus: Gpus, driver: Driver, start: Start, verb: str
 ) -> None:
-    """Given up by killing the helper in the middle, as a time-out does: the state says what came of it, and undo works."""
+    """The time-out kills the helper in the middle of the call. The state shows the result, and undo works."""
     job = start("--mib", "256")
     if driver.fake:
         driver.fake.fault(verb, "slow:500")
@@ -319,13 +322,13 @@ async def test_what_was_given_up_is_finished_by_the_process(
     try:
         await given_up
     except Timeout as error:
-        assert "did not answer" in error.message  # noqa: PT017 - a fast driver is done in time, which is as good
+        assert "did not answer" in error.message  # noqa: PT017 - a fast driver may finish in time
     assert await gpus.state(job.process, MEMORY_S) is (State.CHECKPOINTED if verb == "checkpoint" else State.LOCKED)
     await go_on(gpus, job.process)
     job.wait_for_steps(2)
 
 
-# ---------------------------------------------------------------- memory that the program maps itself
+# ---------------------------------------------------------------- memory mapped by the program
 
 
 LARGE = 16 * MIB
@@ -354,14 +357,14 @@ def expected(length: int, seed: int) -> str:
     return hashlib.sha256(random.Random(seed).randbytes(length)).hexdigest()
 
 
-async def test_memory_comes_in_whole_grains(memory: MappedMemory) -> None:
+async def test_memory_is_allocated_in_multiples_of_the_granularity(memory: MappedMemory) -> None:
     grain = memory.ask("granularity")
     assert grain == GRAIN
     with pytest.raises(CudaError, match="CUDA_ERROR_INVALID_VALUE"):
         memory.ask("create", grain // 2)
 
 
-async def test_released_memory_lasts_until_it_is_unmapped(memory: MappedMemory) -> None:
+async def test_released_memory_exists_until_it_is_unmapped(memory: MappedMemory) -> None:
     address = memory.ask("reserve", LARGE)
     before = memory.ask("free_bytes")
     handle = memory.ask("create", LARGE)
@@ -376,8 +379,8 @@ async def test_released_memory_lasts_until_it_is_unmapped(memory: MappedMemory) 
     assert memory.ask("free_bytes") >= held + LARGE
 
 
-async def test_unmapped_memory_lasts_until_it_is_released(memory: MappedMemory) -> None:
-    """And shows what it held wherever it is mapped."""
+async def test_unmapped_memory_exists_until_it_is_released(memory: MappedMemory) -> None:
+    """Its contents are the same wherever it is mapped."""
     address = memory.ask("reserve", 2 * LARGE)
     handle = memory.ask("create", LARGE)
     for place in (address, address + LARGE):
@@ -392,7 +395,7 @@ async def test_unmapped_memory_lasts_until_it_is_released(memory: MappedMemory) 
     assert memory.ask("free_bytes") >= held + LARGE
 
 
-async def test_a_retained_handle_keeps_memory(memory: MappedMemory) -> None:
+async def test_retained_handle_keeps_memory(memory: MappedMemory) -> None:
     address = memory.ask("reserve", LARGE)
     memory.ask("mapped", address, LARGE)
     memory.ask("write", address, LARGE, 3)
@@ -403,7 +406,7 @@ async def test_a_retained_handle_keeps_memory(memory: MappedMemory) -> None:
     assert memory.ask("digest", address, LARGE) == expected(LARGE, 3)
 
 
-async def test_other_memory_at_the_same_address(memory: MappedMemory) -> None:
+async def test_address_can_be_mapped_to_other_memory_after_unmap(memory: MappedMemory) -> None:
     address = memory.ask("reserve", LARGE)
     for seed in (4, 5, 6):
         memory.ask("mapped", address, LARGE)
@@ -413,13 +416,13 @@ async def test_other_memory_at_the_same_address(memory: MappedMemory) -> None:
         memory.ask("unmap", address, LARGE)
 
 
-async def test_a_reservation_holds_no_memory(memory: MappedMemory) -> None:
+async def test_reservation_uses_no_memory(memory: MappedMemory) -> None:
     before = memory.ask("free_bytes")
     memory.ask("reserve", 1 << 40)
     assert memory.ask("free_bytes") >= before - GRAIN
 
 
-async def test_a_mapped_address_cannot_be_mapped_again(memory: MappedMemory) -> None:
+async def test_mapped_address_cannot_be_mapped_again(memory: MappedMemory) -> None:
     address = memory.ask("reserve", LARGE)
     memory.ask("mapped", address, LARGE)
     other = memory.ask("create", LARGE)
@@ -427,7 +430,7 @@ async def test_a_mapped_address_cannot_be_mapped_again(memory: MappedMemory) -> 
         memory.ask("map", address, LARGE, other)
 
 
-async def test_what_does_not_fit_is_refused_and_nothing_is_held(memory: MappedMemory) -> None:
+async def test_memory_that_does_not_fit_is_refused_and_nothing_is_allocated(memory: MappedMemory) -> None:
     before = memory.ask("free_bytes")
     with pytest.raises(CudaError, match="CUDA_ERROR_OUT_OF_MEMORY"):
         memory.ask("create", before // GRAIN * GRAIN + LARGE)
@@ -435,7 +438,7 @@ async def test_what_does_not_fit_is_refused_and_nothing_is_held(memory: MappedMe
     memory.ask("release", memory.ask("create", LARGE))
 
 
-async def test_calls_about_memory_wait_while_locked(gpus: Gpus, memory: MappedMemory) -> None:
+async def test_memory_calls_wait_while_locked(gpus: Gpus, memory: MappedMemory) -> None:
     address = memory.ask("reserve", LARGE)
     process = Process.of(memory.pid)
     await gpus.lock(process, LOCK_S)
@@ -447,7 +450,7 @@ async def test_calls_about_memory_wait_while_locked(gpus: Gpus, memory: MappedMe
 
 
 async def test_mapped_and_plain_memory_are_restored(gpus: Gpus, memory: MappedMemory) -> None:
-    """With a hole between two mappings, and memory that is mapped nowhere."""
+    """With a hole between two mappings, and memory that is not mapped."""
     address = memory.ask("reserve", 3 * LARGE)
     for number in (0, 2):
         memory.ask("mapped", address + number * LARGE, LARGE)
@@ -469,8 +472,8 @@ async def test_mapped_and_plain_memory_are_restored(gpus: Gpus, memory: MappedMe
     assert memory.ask("digest", address + LARGE, LARGE) == expected(LARGE, 9)
 
 
-async def test_a_bare_reservation_is_restored(gpus: Gpus, memory: MappedMemory) -> None:
-    """All that a parked process has: addresses, and a little plain memory. Twice."""
+async def test_reservation_without_memory_is_restored(gpus: Gpus, memory: MappedMemory) -> None:
+    """A process with offloaded memory has only reserved addresses and a little plain memory. Checkpointed twice."""
     address = memory.ask("reserve", LARGE)
     plain = memory.ask("plain", GRAIN)
     memory.ask("write", plain, GRAIN, 10)
@@ -487,8 +490,8 @@ async def test_a_bare_reservation_is_restored(gpus: Gpus, memory: MappedMemory) 
         memory.ask("unmap", address, LARGE)
 
 
-async def test_pinned_memory_freed_before_is_no_hindrance(gpus: Gpus, memory: MappedMemory) -> None:
-    """The ring through which memory is copied is made again after the restore."""
+async def test_pinned_memory_freed_before_a_checkpoint_does_not_prevent_it(gpus: Gpus, memory: MappedMemory) -> None:
+    """The pinned staging buffers are allocated again after the restore."""
     address = memory.ask("reserve", LARGE)
     memory.ask("mapped", address, LARGE)
     slots = [memory.ask("pin", 8 * MIB) for _ in range(4)]
@@ -503,9 +506,7 @@ async def test_pinned_memory_freed_before_is_no_hindrance(gpus: Gpus, memory: Ma
         memory.ask("unpin", slot)
 
 
-async def test_memory_that_was_unmapped_costs_a_checkpoint_nothing(
-    gpus: Gpus, mapper: Callable[[], MappedMemory]
-) -> None:
+async def test_checkpoint_does_not_copy_unmapped_memory(gpus: Gpus, mapper: Callable[[], MappedMemory]) -> None:
     length = 4 * LARGE
     resident = []
     for parked in (False, True):

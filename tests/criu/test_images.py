@@ -1,4 +1,4 @@
-"""Images as criu wrote them, as they are read by its restore; and the links it leaves when it is killed."""
+"""Changes criu's images between dump and restore, and removes the links that a killed criu leaves."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def load(folder: Path, name: str) -> list[dict[str, Any]]:
 SEMAPHORE, LINK, GHOST, PLAIN = "/dev/shm/sem.5OS9FP", "/dev/shm/link_remap.7", "/dev/shm/torch_1", "/dev/shm/sem.x"
 
 
-def test_file_with_a_link_of_criu_gets_the_name_it_travels_under(tmp_path: Path) -> None:
-    """The same name without a link is another file, and unlinked files stay what they are."""
+def test_file_with_a_link_of_criu_gets_the_name_under_which_it_moves(tmp_path: Path) -> None:
+    """The same name without a link is another file. Unlinked files do not change."""
     store(
         tmp_path,
         [reg(1, SEMAPHORE), reg(7, LINK), reg(2, GHOST), reg(3, PLAIN), reg(4, SEMAPHORE)],
@@ -52,31 +52,31 @@ def test_file_with_a_link_of_criu_gets_the_name_it_travels_under(tmp_path: Path)
     assert load(tmp_path, "remap-fpath.img") == [remap(2, 1, "GHOST")]
 
 
-def test_without_links_the_remaps_are_left_alone(tmp_path: Path) -> None:
+def test_remaps_without_links_do_not_change(tmp_path: Path) -> None:
     store(tmp_path, [reg(2, GHOST)], [remap(2, 1, "GHOST")])
     before = (tmp_path / "remap-fpath.img").read_bytes()
     mend(tmp_path, {})
     assert (tmp_path / "remap-fpath.img").read_bytes() == before
-    (tmp_path / "remap-fpath.img").unlink()  # criu writes none where there is nothing to write
+    (tmp_path / "remap-fpath.img").unlink()  # criu writes no file without entries
     mend(tmp_path, {})
     assert not (tmp_path / "remap-fpath.img").exists()
 
 
-def test_link_of_criu_that_nobody_named_is_damage(tmp_path: Path) -> None:
+def test_link_of_criu_without_a_known_name_is_damage(tmp_path: Path) -> None:
     store(tmp_path, [reg(1, SEMAPHORE), reg(7, LINK)], [remap(1, 7, "LINKED")])
     with pytest.raises(Damaged, match=SEMAPHORE):
         mend(tmp_path, {"/dev/shm/sem.other": "/dev/shm/sem.mp-1"})
 
 
-def test_unlinked_files_are_made_under_criu_s_names(tmp_path: Path) -> None:
+def test_unlinked_files_are_listed_with_criu_s_names(tmp_path: Path) -> None:
     store(tmp_path, [reg(2, GHOST), reg(3, PLAIN)], [remap(2, 0x1A, "GHOST")])
     assert unlinked_in(tmp_path) == [(GHOST, f"{GHOST}.cr.1a.ghost")]
     (tmp_path / "remap-fpath.img").unlink()
     assert unlinked_in(tmp_path) == []
 
 
-def test_what_a_killed_restore_made_is_removed(tmp_path: Path) -> None:
-    """Under its own name, too, where it was being opened; but not what somebody else has under that name."""
+def test_files_of_a_killed_restore_are_removed(tmp_path: Path) -> None:
+    """Also under the real name, if a file was just being opened, but not another process's file of that name."""
     pairs = [(str(tmp_path / name), str(tmp_path / f"{name}.cr.{number}.ghost")) for number, name in enumerate("abc")]
     Path(pairs[2][1]).touch()
     noted = links.free(pairs)
@@ -98,7 +98,7 @@ def test_only_criu_s_links_to_the_rank_s_files_are_removed(tmp_path: Path) -> No
     os.link(mine, tmp_path / "link_remap.12")
     os.link(mine, tmp_path / "link_remap.kept")
     os.link(other, tmp_path / "link_remap.13")
-    mine.unlink()  # the rank went on and removed it
+    mine.unlink()  # the rank continued and removed it
     links.sweep(noted)
     assert {path.name for path in tmp_path.iterdir()} == {"sem.mp-2", "link_remap.kept", "link_remap.13"}
     links.sweep([(str(tmp_path / "gone"), 1, 2)])

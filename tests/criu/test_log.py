@@ -1,4 +1,4 @@
-"""Which lines of criu's log reach a person."""
+"""Which lines of criu's log are quoted in an error."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LOG = """(00.000001) Version: 4.2.1
 """
 
 
-def test_errors_come_with_what_went_before_and_the_harmless_one_never(tmp_path: Path) -> None:
+def test_errors_are_quoted_with_preceding_lines_except_the_harmless_one(tmp_path: Path) -> None:
     path = tmp_path / "dump.log"
     path.write_text(LOG)
     told = excerpt(path)
@@ -26,5 +26,5 @@ def test_errors_come_with_what_went_before_and_the_harmless_one_never(tmp_path: 
     ]
 
 
-def test_no_log_is_no_excerpt(tmp_path: Path) -> None:
+def test_missing_log_gives_an_empty_excerpt(tmp_path: Path) -> None:
     assert excerpt(tmp_path / "none") == ""

@@ -155,7 +155,7 @@ class TestHangs:
         await gpus.lock(second.process, 5)
         await gpus.checkpoint(second.process, 5)
         assert not hanging.done()
-        os.kill(helpers()[0], signal.SIGKILL)  # what hung is asked again, and this time does not hang
+        os.kill(helpers()[0], signal.SIGKILL)  # the hanging request is repeated, and does not hang again
         await hanging
 
 
@@ -236,7 +236,7 @@ async def test_cancelled_caller_waits_for_the_driver(gpus: Gpus, node: GpuNode, 
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    # NVML asks no process, so it would still see one that is not done (the state would wait for it)
+    # NVML sends no request to the process, so it shows whether the call is done. A query of the state would wait for it.
     assert [list(gpu.processes) for gpu in (await gpus.inventory()).gpus] == [[], []]
     assert await gpus.state(program.process) is State.CHECKPOINTED
 
@@ -270,7 +270,7 @@ asyncio.run(main())
 
 
 async def test_helper_dies_with_the_daemon(node: GpuNode, program: CudaProgram) -> None:
-    """Also while it hangs in the driver, and although its answers are not read any more."""
+    """Also while it hangs in the driver, and although its answers are no longer read."""
     program.tell("spin", 600)
     daemon = subprocess.Popen(
         [sys.executable, "-c", DAEMON, node.library_dir, str(program.process.pid)], stdout=subprocess.PIPE, text=True

@@ -68,7 +68,7 @@ async def test_mig_and_mps_are_reported(gpus: Gpus, node: GpuNode, program: Cuda
     found = (await gpus.inventory()).gpus
     assert [(each.pid, each.mps) for each in found[0].processes] == [(program.process.pid, True)]
     assert [gpu.mig for gpu in found] == [False, True]
-    node.gpus = [dataclasses.replace(first, mig=None), second]  # a chip that knows no MIG
+    node.gpus = [dataclasses.replace(first, mig=None), second]  # a chip without MIG
     node.write()
     assert [gpu.mig for gpu in (await gpus.inventory()).gpus] == [False, False]
 
@@ -102,7 +102,7 @@ class TestFailures:
         assert (found.driver_version, found.gpus) == ("580.159.04", [])
         (helper,) = helpers()
         assert await gpus.state(program.process) is State.RUNNING
-        assert (await gpus.inventory()) == found  # nobody waits for the same look twice
+        assert (await gpus.inventory()) == found  # no second wait for the same query
         monkeypatch.setattr(inventory, "WAIT_S", 60)
         assert (await gpus.inventory()).problem.startswith("NVML did not answer within 1.5 s")
         wait_until(lambda: helper not in helpers())
@@ -115,7 +115,7 @@ class TestFailures:
         assert (await gpus.inventory()).problem
         while not (found := await gpus.inventory()).gpus:
             assert found.problem.startswith("NVML did not answer within 0 s")
-            await asyncio.sleep(0.001)  # not asked anew each time, or it would never be done
+            await asyncio.sleep(0.001)  # if each call restarted the query, it would never end
         assert len(found.gpus) == 2
 
     async def test_close_during_a_query(self, gpus: Gpus, node: GpuNode, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +127,7 @@ class TestFailures:
 
     async def test_crashing_nvml_is_reported(self, gpus: Gpus, node: GpuNode) -> None:
         node.fault("nvml", "die")
-        assert len((await gpus.inventory()).gpus) == 2  # asked again
+        assert len((await gpus.inventory()).gpus) == 2  # queried again
         node.fault("nvml", "die", once=False)
         assert (await gpus.inventory()).problem == "the GPU helper exited with SIGKILL"
 
@@ -167,10 +167,10 @@ class TestNoGpu:
         node.gpus = []
         node.write()
         assert await gpus.inventory() == Inventory("580.159.04")
-        await asyncio.to_thread(wait_until, lambda: helpers() == [])  # nothing to stay for
+        await asyncio.to_thread(wait_until, lambda: helpers() == [])  # a helper without GPUs exits
         assert await gpus.state(sleeper) is None
         await asyncio.to_thread(wait_until, lambda: helpers() == [])
-        monkeypatch.setattr(sys, "executable", "/nowhere")  # what was learned is kept: nobody is asked now
+        monkeypatch.setattr(sys, "executable", "/nowhere")  # the result is kept: no helper is started now
         assert (gpus.available, await gpus.state(sleeper)) == (False, None)
 
     async def test_gpu_lost_by_a_running_process(self, gpus: Gpus, node: GpuNode, program: CudaProgram) -> None:
@@ -200,7 +200,7 @@ def test_loader_search_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("LD_LIBRARY_PATH", f"/nowhere:{tmp_path}")
     assert library.found(name, "")
     assert library.found("libc.so.6", "")
-    assert not library.found("libc.so", "")  # part of a name is none
+    assert not library.found("libc.so", "")  # a part of a name does not match
 
 
 class Nvml:

@@ -37,7 +37,7 @@ async def test_checkpoint_and_restore(gpus: Gpus, node: GpuNode, program: CudaPr
 async def test_every_verb_is_idempotent(gpus: Gpus, program: CudaProgram) -> None:
     process = program.process
     for _ in range(2):
-        await gpus.unlock(process, 5)  # runs already
+        await gpus.unlock(process, 5)  # already running
         await gpus.restore(process, [], 10)
         for _ in range(2):
             await gpus.lock(process, 5)
@@ -80,11 +80,11 @@ async def test_process_without_cuda(gpus: Gpus, sleeper: Process) -> None:
 
 async def test_process_gone_or_replaced(gpus: Gpus, program: CudaProgram) -> None:
     process = program.process
-    another = Process(process.pid, process.start_ticks + 1)  # a pid that was used again
+    another = Process(process.pid, process.start_ticks + 1)  # a reused pid
     assert await gpus.state(another) is None
     with pytest.raises(RankGone, match=f"process {process.pid} is gone"):
         await gpus.lock(another, 5)
-    assert await gpus.state(process) is State.RUNNING  # nobody locked it
+    assert await gpus.state(process) is State.RUNNING  # it was not locked
     program.end()
     assert await gpus.state(process) is None
     with pytest.raises(RankGone):
@@ -104,7 +104,7 @@ async def test_busy_gpu_times_out(gpus: Gpus, program: CudaProgram) -> None:
         await gpus.lock(process, 0.2)
     assert "collective" in got.value.advice
     assert await gpus.state(process) is State.RUNNING
-    assert len(helpers()) == 1  # the driver answered: nobody was killed
+    assert len(helpers()) == 1  # the driver answered, so the helper was not killed
 
 
 async def test_managed_memory_is_refused(gpus: Gpus, program: CudaProgram) -> None:
@@ -163,7 +163,7 @@ async def test_lost_state_is_reported(gpus: Gpus, node: GpuNode, program: CudaPr
             break
         await do()
     node.fault(verb, "lose")
-    for _ in range(2):  # and it stays lost
+    for _ in range(2):  # the state stays lost
         with pytest.raises(GpuFailed, match=f"the driver lost the process's device state: {verb} of process") as got:
             await verbs[verb]()
         assert "restart the job" in got.value.advice

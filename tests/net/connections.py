@@ -46,7 +46,7 @@ class Connection:
         return Change(self.holders, self.inode, *endpoints, self.state_path)
 
     def echo(self) -> None:
-        """Both directions work."""
+        """Checks that both directions work."""
         for writer, reader in ((self.peer, self.rank), (self.rank, self.peer)):
             reader.settimeout(10)
             writer.sendall(b"ping")

@@ -55,7 +55,7 @@ class Talk:
                 rest, self.sent_bytes = rest[count:], self.sent_bytes + count
 
     def finish(self) -> None:
-        """Exchanges the rest; both sides have then read exactly what the other wrote."""
+        """Exchanges the rest. Each side has then read exactly what the other wrote."""
         self.tell()
         self.rank.settimeout(30)
         read, left, rest = hashlib.sha256(), TOTAL_BYTES, memoryview(half(2))[self.sent_bytes :]

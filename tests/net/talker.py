@@ -4,7 +4,7 @@
 
 STYLE: `threads` (blocking calls), `epoll` (one edge-triggered loop), `fork` (parent reads, child writes, one socket),
 `patience` (fills the queues, and then does not use the socket until the command).
-Prints "ready", then waits for a line; then prints "done DIGEST" of what it read, or its error.
+Prints "ready", waits for a line, and prints "done DIGEST" of what it read, or its error.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from tests.preflight.ranks import CARRY_PATHS, Child
 MIB = 1 << 20
 GIB = 1 << 30
 
-#: A keeper with a mount namespace and a /dev of its own, as a guest keeper has; the rank is its child.
+#: A keeper with its own mount namespace and /dev, like a guest keeper; the rank is its child.
 KEEPER = """
 assert libc.unshare(0x20000) == 0
 assert libc.mount(b"none", b"/", None, 0x44000, None) == 0
@@ -360,10 +360,10 @@ def test_uses_follow_the_processes_that_the_driver_reports(rank: Starter) -> Non
     child = gpu_rank(rank)
     mine, other = child.pids[0], pb.GpuProcess(pid=os.getpid(), memory_bytes=7 * MIB)
     assert uses(child, card(0, pb.GpuProcess(pid=mine, memory_bytes=5 * MIB), other), card(1, other)) == {0: 5}
-    # On two GPUs; the second's share is not told: as much as that GPU has in use.
+    # On two GPUs. The share of the second is unknown: all of that GPU's used memory counts.
     unknown = card(1, pb.GpuProcess(pid=mine), other, used=90 * MIB)
     assert uses(child, card(0, pb.GpuProcess(pid=mine, memory_bytes=5 * MIB)), unknown) == {0: 5, 1: 90}
-    # No context yet: the driver tells of everybody else.
+    # No context yet: the driver reports only other processes.
     assert uses(child, card(0, other)) == {}
 
 

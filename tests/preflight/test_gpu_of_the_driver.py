@@ -61,7 +61,7 @@ def facts_of(pid: int, gpu: DriverReport) -> pb.GpuFacts:
         gpu=gpu,
     )
     wrong = [check.name for check in checks if check.name.startswith("gpu-") and check.verdict != pb.Check.PASS]
-    assert wrong == ["gpu-parking"]  # nobody preloaded the shim here
+    assert wrong == ["gpu-parking"]  # the shim is not preloaded here
     return facts.gpu
 
 

@@ -287,5 +287,5 @@ def test_never_raises(told: RankFacts, factor: float, carry: list[str]) -> None:
 
 @given(told=FACTS, pids=st.lists(st.integers(-5, 2**31), max_size=3))
 def test_recheck_never_raises(told: RankFacts, pids: list[int]) -> None:
-    told.rank.process.pid = 2**22 + 1  # beyond what any kernel gives out
+    told.rank.process.pid = 2**22 + 1  # larger than any pid
     assert refusals(recheck(pids, told, carry_paths=["/tmp"], keeper_pid=0))

@@ -42,7 +42,7 @@ SIZES = {"a": len(CONTENT)}
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lost connections are given up soon."""
+    """Shortens the time after which a lost connection is given up."""
     monkeypatch.setattr("snapshotd.transport.device.incoming.LOST_S", 0.3)
     monkeypatch.setattr("snapshotd.transport.device.outgoing.REOPEN_S", 0.3)
 
@@ -186,7 +186,7 @@ async def test_stripe_is_done_only_after_the_sender_was_told(tmp_path: Path, not
 
 
 async def test_new_connection_replaces_one_that_hangs(nodes: Nodes) -> None:
-    """The network lost the first one without telling either side."""
+    """The network lost the first one, and neither side noticed."""
     async with nodes.both(["a"]) as (incoming, outgoing, proxy):
         outgoing.advance("a", 2 * MIB)
         await until(lambda: (nodes.there / "a").stat().st_size >= 2 * MIB)

@@ -19,7 +19,7 @@ from tests.transport.device.channel import MIB, Nodes, children, noise, until
 
 
 async def test_stripes_arrive_while_they_grow(nodes: Nodes) -> None:
-    # Of random bytes the last one or two, a record of their own, are zeros now and then.
+    # The last one or two random bytes, which are a separate record, are sometimes zero.
     contents = {f"device-7-{number}": noise(5 * MIB) + b"x" * number for number in range(3)}
     async with nodes.both(list(contents)) as (incoming, outgoing, _):
         for step in range(1, 6):

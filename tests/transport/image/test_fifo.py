@@ -26,7 +26,7 @@ def test_fifo_is_private_large_and_non_blocking(tmp_path: Path) -> None:
 
 
 def test_fifo_is_as_large_as_the_kernel_allows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel refuses more than fs.pipe-max-size to an unprivileged user."""
+    """The kernel does not allow an unprivileged user more than fs.pipe-max-size."""
     real = fcntl.fcntl
 
     def limited(fd: int, command: int, argument: int = 0) -> int:

@@ -23,7 +23,7 @@ from snapshotd.transport.image.frame import (
     zero_bitmap,
 )
 
-#: Pages of a few kinds: zero, zero but for one byte somewhere, full.
+#: Pages of a few kinds: zero, zero except for one byte, full.
 PAGE = st.one_of(
     st.just(bytes(PAGE_BYTES)),
     st.integers(0, PAGE_BYTES - 1).map(lambda at: bytes(at) + b"\x01" + bytes(PAGE_BYTES - at - 1)),

@@ -143,7 +143,7 @@ async def test_chunks_held_are_limited_however_many_pipes_there_are(serve: Serve
             reading = [asyncio.create_task(sender.put_fd(name, fd)) for name, fd in fifos.items()]
             data = random.Random(3).randbytes(10 * CHUNK_BYTES)
             writers = [os.open(tmp_path / name, os.O_WRONLY | os.O_NONBLOCK) for name in names]
-            for writer in writers:  # all have begun, none has a whole chunk
+            for writer in writers:  # all have started, none has a whole chunk
                 os.write(writer, data[:100])
             for writer in writers:
                 os.set_blocking(writer, True)
@@ -254,7 +254,7 @@ async def test_chunk_damaged_every_time_is_given_up(serve: Serve, tmp_path: Path
 
 
 async def test_refusal_of_the_target_reaches_every_put(serve: Serve, tmp_path: Path) -> None:
-    """Reading a pipe without a writer waits for ever; the refusal must end that too."""
+    """Reading a pipe without a writer waits forever; the refusal must end that too."""
     async with serve(deny=Denied("not this one")) as target:
         fd = make_fifo(tmp_path, "pages-1.img")
         async with Sender(await target.streams(), CHUNK_BYTES) as sender:
