@@ -116,7 +116,7 @@ def test_keeper_exits_as_the_moved_rank_does(nodes: Cluster, end: str, status: i
 
 
 @pytest.mark.parametrize("down", ["home", "target"])
-def test_rank_ends_while_a_daemon_is_down(nodes: Cluster, down: str) -> None:
+def test_rank_that_ends_while_a_daemon_is_down_is_reported_later(nodes: Cluster, down: str) -> None:
     """Its status and last output arrive when the daemon is back. The rank itself does not wait."""
     job = nodes.workload(HOME, "listener.py")
     job.await_lines(1)
@@ -154,7 +154,7 @@ def alive(pid: int) -> bool:
 # ---------------------------------------------------------------- daemons and keepers that are killed
 
 
-def test_daemons_restart_while_the_rank_is_away(nodes: Cluster) -> None:
+def test_daemon_restarts_do_not_disturb_a_rank_that_is_away(nodes: Cluster) -> None:
     job = nodes.workload(HOME, "chain.py")
     job.await_lines(5)
     nodes.move(job, AWAY)
@@ -190,7 +190,7 @@ def test_rank_ends_when_its_keeper_is_killed(nodes: Cluster, place: str) -> None
 # ---------------------------------------------------------------- many moves
 
 
-def test_twenty_moves_around_three_nodes(nodes: Cluster) -> None:
+def test_rank_moves_twenty_times_around_three_nodes(nodes: Cluster) -> None:
     job = nodes.workload(HOME, "chain.py", "--witness", str(nodes.folder / "twenty"))
     job.await_lines(5)
     for number in range(20):

@@ -71,7 +71,7 @@ def test_streams_follow_a_rank_from_node_to_node(
     until("forwardings to be gone", lambda: not forwardings(nodes))
 
 
-def test_full_queues_of_outgoing_connections_follow(nodes: Cluster, ends: Endpoints) -> None:
+def test_full_queues_of_outgoing_connections_follow_the_rank(nodes: Cluster, ends: Endpoints) -> None:
     """No process reads for a while: both queues of both sockets are full when the rank is frozen."""
     ends.peer(PEER, "--serve", "0.0.0.0:7001", "--engine", "epoll", "--stall", str(ends.stall), "--pace-s", "0")
     address = nodes.lab.address(PEER)
@@ -333,7 +333,7 @@ def parent(pid: int) -> int:
 @pytest.mark.parametrize(
     "point", [Point.BRACE, Point.BEFORE_REPOINT, Point.REPOINTING, Point.REPOINT, Point.BEFORE_SETTLE]
 )
-def test_peer_daemon_killed(nodes: Cluster, ends: Endpoints, point: Point) -> None:
+def test_peer_daemon_killed_breaks_no_connection(nodes: Cluster, ends: Endpoints, point: Point) -> None:
     crash = Crash(nodes, ends)
     nodes.fault(PEER, point, "kill")
     with nodes.begin_move(crash.rank, TARGET, more=SHORT_LEASE) as asked:
@@ -344,7 +344,7 @@ def test_peer_daemon_killed(nodes: Cluster, ends: Endpoints, point: Point) -> No
     crash.ends_well(TARGET if point is Point.BEFORE_SETTLE else SOURCE)
 
 
-def test_driver_killed_between_re_pointing_and_outcome(nodes: Cluster, ends: Endpoints) -> None:
+def test_driver_killed_between_re_pointing_and_outcome_is_undone(nodes: Cluster, ends: Endpoints) -> None:
     crash = Crash(nodes, ends)
     nodes.fault(PEER, Point.REPOINT, "wait")
     with nodes.begin_move(crash.rank, TARGET, more=SHORT_LEASE) as asked:
@@ -355,7 +355,7 @@ def test_driver_killed_between_re_pointing_and_outcome(nodes: Cluster, ends: End
 
 
 @pytest.mark.parametrize("point", [Point.REPOINT, Point.BEFORE_SETTLE])
-def test_peer_cut_off_around_the_outcome(nodes: Cluster, ends: Endpoints, point: Point) -> None:
+def test_peer_cut_off_around_the_outcome_keeps_its_connections(nodes: Cluster, ends: Endpoints, point: Point) -> None:
     """The peer is unreachable for five seconds. Before COMMIT the move is undone, after it finished. No node waits."""
     crash = Crash(nodes, ends)
     others = ("operator", SOURCE, TARGET)

@@ -40,7 +40,7 @@ TARGET_AFTER_COMMIT = [Point.BEFORE_ACTIVATE, Point.ACTIVATED, Point.ACTIVATE]
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("point", BEFORE_COMMIT)
-def test_source_daemon_killed_before_commit(drill: Drill, point: Point) -> None:
+def test_source_daemon_killed_before_commit_is_undone(drill: Drill, point: Point) -> None:
     drill.arm(SOURCE, point, "kill")
     drill.ask()
     drill.reached(SOURCE)
@@ -51,7 +51,7 @@ def test_source_daemon_killed_before_commit(drill: Drill, point: Point) -> None:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("point", AFTER_COMMIT)
-def test_source_daemon_killed_after_commit(drill: Drill, point: Point) -> None:
+def test_source_daemon_killed_after_commit_completes_the_move(drill: Drill, point: Point) -> None:
     drill.arm(SOURCE, point, "kill")
     drill.ask()
     drill.reached(SOURCE)
@@ -62,7 +62,7 @@ def test_source_daemon_killed_after_commit(drill: Drill, point: Point) -> None:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("point", [Point.BEFORE_ABORT, Point.ABORT])
-def test_source_daemon_killed_during_the_undo(drill: Drill, point: Point) -> None:
+def test_source_daemon_killed_during_the_undo_completes_it(drill: Drill, point: Point) -> None:
     drill.arm(SOURCE, point, "kill")
     drill.arm(TARGET, Point.BEFORE_RESTORE, "fail")
     drill.ask()
@@ -77,7 +77,7 @@ def test_source_daemon_killed_during_the_undo(drill: Drill, point: Point) -> Non
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("point", TARGET_BEFORE_COMMIT)
-def test_target_daemon_killed_before_commit(drill: Drill, point: Point) -> None:
+def test_target_daemon_killed_before_commit_is_undone(drill: Drill, point: Point) -> None:
     drill.arm(TARGET, point, "kill")
     drill.ask()
     drill.reached(TARGET)
@@ -88,7 +88,7 @@ def test_target_daemon_killed_before_commit(drill: Drill, point: Point) -> None:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("point", TARGET_AFTER_COMMIT)
-def test_target_daemon_killed_after_commit(drill: Drill, point: Point) -> None:
+def test_target_daemon_killed_after_commit_completes_the_move(drill: Drill, point: Point) -> None:
     drill.arm(TARGET, point, "kill")
     drill.ask()
     drill.reached(TARGET)
@@ -99,7 +99,7 @@ def test_target_daemon_killed_after_commit(drill: Drill, point: Point) -> None:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("point", [Point.BEFORE_DISCARD, Point.DISCARD])
-def test_target_daemon_killed_during_the_undo(drill: Drill, point: Point) -> None:
+def test_target_daemon_killed_during_the_undo_completes_it(drill: Drill, point: Point) -> None:
     drill.arm(SOURCE, Point.BEFORE_COMMIT, "fail")
     drill.arm(TARGET, point, "kill")
     drill.ask()
@@ -114,7 +114,7 @@ def test_target_daemon_killed_during_the_undo(drill: Drill, point: Point) -> Non
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("point", [Point.DUMPING, Point.BEFORE_COMMIT])
-def test_both_daemons_killed_before_commit(drill: Drill, point: Point) -> None:
+def test_both_daemons_killed_before_commit_is_undone(drill: Drill, point: Point) -> None:
     with drill.waiting_at(SOURCE, point):
         drill.lab.kill_daemon(TARGET)
         drill.lab.kill_daemon(SOURCE)
@@ -124,7 +124,7 @@ def test_both_daemons_killed_before_commit(drill: Drill, point: Point) -> None:
     drill.finish(SOURCE)
 
 
-def test_both_daemons_killed_after_commit(drill: Drill) -> None:
+def test_both_daemons_killed_after_commit_completes_the_move(drill: Drill) -> None:
     with drill.waiting_at(SOURCE, Point.COMMIT):
         drill.lab.kill_daemon(TARGET)
         drill.lab.kill_daemon(SOURCE)
@@ -146,7 +146,7 @@ def test_both_daemons_killed_after_commit(drill: Drill) -> None:
         (TARGET, Point.ACTIVATED, MOVED, TARGET),
     ],
 )
-def test_daemon_restarted_with_sigterm(
+def test_daemon_restarted_with_sigterm_undoes_or_completes_the_move(
     drill: Drill, node: str, point: Point, verdict: tuple[str, int], at: str
 ) -> None:
     with drill.waiting_at(node, point):
@@ -187,7 +187,7 @@ def test_target_daemon_that_hangs_is_abandoned_after_the_timeout(drill: Drill) -
         (SOURCE, Point.BEFORE_RELEASE, TARGET),
     ],
 )
-def test_driver_killed(drill: Drill, node: str, point: Point, at: str | None) -> None:
+def test_driver_killed_leaves_the_move_to_the_daemons(drill: Drill, node: str, point: Point, at: str | None) -> None:
     """The daemons finish or undo the move alone. A Commit that was already requested may still be carried out."""
     with drill.waiting_at(node, point):
         drill.kill_driver()
@@ -205,7 +205,9 @@ def test_driver_killed(drill: Drill, node: str, point: Point, at: str | None) ->
         (TARGET, Point.ACTIVATED, TARGET),
     ],
 )
-def test_driver_and_a_daemon_killed(drill: Drill, node: str, point: Point, at: str) -> None:
+def test_driver_and_daemon_killed_leaves_the_move_to_the_journal(
+    drill: Drill, node: str, point: Point, at: str
+) -> None:
     """No request is repeated: the restarted daemon has only its journal, and the other daemon."""
     drill.arm(node, point, "kill")
     drill.ask()
@@ -216,7 +218,7 @@ def test_driver_and_a_daemon_killed(drill: Drill, node: str, point: Point, at: s
     drill.finish(at)
 
 
-def test_driver_killed_during_activation_while_the_source_is_cut_off(drill: Drill) -> None:
+def test_driver_killed_during_activation_is_finished_by_the_target_alone(drill: Drill) -> None:
     """Only the target has the token, and has used half of it: ACTIVATED is written, and no process is running yet."""
     with drill.waiting_at(SOURCE, Point.COMMIT):
         drill.lab.partition(SOURCE, TARGET)

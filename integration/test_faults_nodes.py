@@ -15,7 +15,7 @@ OPERATOR = "operator"
 # ---------------------------------------------------------------- nodes
 
 
-def test_source_node_crashes_while_the_target_holds_the_rank(drill: Drill) -> None:
+def test_source_node_crash_commits_the_copy_that_the_target_holds(drill: Drill) -> None:
     """After its reboot the source has no copy and the target a complete one: COMMIT, although the home keeper is gone."""
     with drill.waiting_at(TARGET, Point.RESTORE):
         drill.lab.crash(SOURCE)
@@ -26,7 +26,7 @@ def test_source_node_crashes_while_the_target_holds_the_rank(drill: Drill) -> No
     drill.end_orphan()
 
 
-def test_source_node_crashes_after_commit(drill: Drill) -> None:
+def test_source_node_crash_after_commit_runs_the_rank_on_the_target(drill: Drill) -> None:
     with drill.waiting_at(TARGET, Point.BEFORE_ACTIVATE):
         drill.lab.crash(SOURCE)
     drill.expect(MOVED)
@@ -38,7 +38,7 @@ def test_source_node_crashes_after_commit(drill: Drill) -> None:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("point", [Point.BEFORE_COMMIT, Point.COMMIT])
-def test_target_node_crashes_while_it_holds_the_rank(drill: Drill, point: Point) -> None:
+def test_target_node_crash_while_it_holds_the_rank_is_undone(drill: Drill, point: Point) -> None:
     """The source keeps its frozen copy until the target's runs, so the rank returns to the source even after COMMIT."""
     with drill.waiting_at(SOURCE, point):
         drill.lab.crash(TARGET)
@@ -53,7 +53,9 @@ def test_target_node_crashes_while_it_holds_the_rank(drill: Drill, point: Point)
 @pytest.mark.sampled(1, per="point")
 @pytest.mark.parametrize("end", [SOURCE, TARGET])
 @pytest.mark.parametrize(("point", "node"), [(Point.DUMPING, SOURCE), (Point.COMMIT, SOURCE)])
-def test_operator_cut_off_from_a_node(drill: Drill, end: str, point: Point, node: str) -> None:
+def test_operator_cut_off_from_a_node_leaves_the_move_to_the_daemons(
+    drill: Drill, end: str, point: Point, node: str
+) -> None:
     with drill.waiting_at(node, point):
         drill.lab.partition(OPERATOR, end)
         drill.kill_driver()
@@ -69,7 +71,7 @@ def test_operator_cut_off_from_a_node(drill: Drill, end: str, point: Point, node
 @pytest.mark.parametrize(
     ("point", "at"), [(Point.DUMPING, SOURCE), (Point.BEFORE_COMMIT, TARGET), (Point.COMMIT, TARGET)]
 )
-def test_source_and_target_cut_off_from_each_other(drill: Drill, point: Point, at: str) -> None:
+def test_source_and_target_cut_off_undoes_the_move_before_commit_only(drill: Drill, point: Point, at: str) -> None:
     """Before COMMIT the move fails. At COMMIT the driver carries the token, which is all that the target needs."""
     with drill.waiting_at(SOURCE, point):
         drill.lab.partition(SOURCE, TARGET)

@@ -14,7 +14,7 @@ from snapshotd.runtime.faults import Point
 # ---------------------------------------------------------------- criu
 
 
-def test_criu_killed_during_the_dump(drill: Drill) -> None:
+def test_criu_killed_during_the_dump_is_undone(drill: Drill) -> None:
     with drill.waiting_at(SOURCE, Point.DUMPING):
         group = drill.lab.layout.node_cgroup(SOURCE) / "snapshotd-ranks" / f"criu-{drill.move_id()}"
         (group / "cgroup.kill").write_text("1")
@@ -22,7 +22,7 @@ def test_criu_killed_during_the_dump(drill: Drill) -> None:
     drill.finish(SOURCE)
 
 
-def test_criu_killed_during_the_restore(drill: Drill) -> None:
+def test_criu_killed_during_the_restore_is_undone(drill: Drill) -> None:
     with drill.waiting_at(TARGET, Point.RESTORING):
         keeper = drill.guest_keeper(TARGET)
         children = set(map(int, Path(f"/proc/{keeper}/task/{keeper}/children").read_text().split()))
@@ -46,14 +46,14 @@ def test_criu_killed_during_the_restore(drill: Drill) -> None:
         (SOURCE, Point.DUMPING),
     ],
 )
-def test_rank_killed_before_the_target_has_a_copy(drill: Drill, node: str, point: Point) -> None:
+def test_rank_killed_before_the_target_has_a_copy_is_reported_as_ended(drill: Drill, node: str, point: Point) -> None:
     with drill.waiting_at(node, point):
         kill(drill.copy_on(SOURCE))
     drill.expect(GONE)
     drill.killed()
 
 
-def test_frozen_copy_killed_while_the_target_holds_the_rank(drill: Drill) -> None:
+def test_frozen_copy_killed_while_the_target_holds_the_rank_commits(drill: Drill) -> None:
     """The target's copy is complete: the move commits, and nothing is lost."""
     with drill.waiting_at(SOURCE, Point.BEFORE_COMMIT):
         kill(drill.copy_on(SOURCE))
@@ -63,7 +63,7 @@ def test_frozen_copy_killed_while_the_target_holds_the_rank(drill: Drill) -> Non
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("point", [Point.BEFORE_COMMIT, Point.COMMIT])
-def test_held_copy_killed(drill: Drill, point: Point) -> None:
+def test_held_copy_killed_is_undone(drill: Drill, point: Point) -> None:
     """It never ran, so the rank continues from the source's copy, even after COMMIT."""
     with drill.waiting_at(SOURCE, point):
         kill(drill.copy_on(TARGET))
@@ -71,7 +71,7 @@ def test_held_copy_killed(drill: Drill, point: Point) -> None:
     drill.finish(SOURCE)
 
 
-def test_both_copies_killed(drill: Drill) -> None:
+def test_both_copies_killed_is_reported_as_ended(drill: Drill) -> None:
     with drill.waiting_at(SOURCE, Point.BEFORE_COMMIT):
         kill(drill.copy_on(TARGET))
         kill(drill.copy_on(SOURCE))
@@ -79,7 +79,7 @@ def test_both_copies_killed(drill: Drill) -> None:
     drill.killed()
 
 
-def test_rank_killed_just_after_activation_on_the_target(drill: Drill) -> None:
+def test_rank_killed_just_after_activation_ends_with_its_status(drill: Drill) -> None:
     with drill.waiting_at(SOURCE, Point.BEFORE_RELEASE):
         kill(drill.copy_on(TARGET))
     drill.expect(MOVED)
@@ -105,7 +105,7 @@ def test_rank_killed_just_after_activation_on_the_target(drill: Drill) -> None:
         (SOURCE, Point.BEFORE_RELEASE),
     ],
 )
-def test_home_keeper_killed(drill: Drill, node: str, point: Point) -> None:
+def test_home_keeper_killed_ends_the_rank_on_any_node(drill: Drill, node: str, point: Point) -> None:
     """A rank without its home keeper must not run on, on whichever node it is by then."""
     with drill.waiting_at(node, point):
         drill.keeper.kill()
@@ -114,7 +114,7 @@ def test_home_keeper_killed(drill: Drill, node: str, point: Point) -> None:
     drill.killed()
 
 
-def test_home_keeper_killed_while_its_daemon_is_down(drill: Drill) -> None:
+def test_home_keeper_killed_while_its_daemon_is_down_ends_the_rank(drill: Drill) -> None:
     with drill.waiting_at(SOURCE, Point.BEFORE_COMMIT):
         drill.lab.kill_daemon(SOURCE)
         drill.keeper.kill()
@@ -126,7 +126,7 @@ def test_home_keeper_killed_while_its_daemon_is_down(drill: Drill) -> None:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("point", [Point.BEFORE_COMMIT, Point.COMMIT])
-def test_guest_keeper_of_a_held_copy_killed(drill: Drill, point: Point) -> None:
+def test_guest_keeper_of_a_held_copy_killed_is_undone(drill: Drill, point: Point) -> None:
     with drill.waiting_at(SOURCE, point):
         copy = drill.copy_on(TARGET)
         kill(drill.guest_keeper(TARGET))
@@ -136,14 +136,14 @@ def test_guest_keeper_of_a_held_copy_killed(drill: Drill, point: Point) -> None:
     drill.finish(SOURCE)
 
 
-def test_guest_keeper_of_a_running_rank_killed(drill: Drill) -> None:
+def test_guest_keeper_of_a_running_rank_killed_ends_the_rank(drill: Drill) -> None:
     drill.nodes.move(drill.job, TARGET)
     drill.runs_on(TARGET)
     kill(drill.guest_keeper(TARGET))
     drill.killed()
 
 
-def test_home_keeper_of_a_rank_that_is_away_killed(drill: Drill) -> None:
+def test_home_keeper_killed_while_the_rank_is_away_ends_the_rank(drill: Drill) -> None:
     drill.nodes.move(drill.job, TARGET)
     drill.runs_on(TARGET)
     drill.keeper.kill()

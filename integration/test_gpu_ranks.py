@@ -146,7 +146,7 @@ def test_concurrent_moves_to_a_node_get_different_gpus(lab: GpuCluster) -> None:
         ((), SOURCE, {"mps": True}, "gpu-mps"),
     ],
 )
-def test_preflight_refuses(
+def test_preflight_refuses_before_the_driver_is_locked(
     lab: GpuCluster, arguments: tuple[str, ...], node: str, change: dict[str, Any], name: str
 ) -> None:
     if node:
@@ -268,7 +268,7 @@ def test_rank_is_ended_if_the_driver_loses_its_memory(lab: GpuCluster) -> None:
 @pytest.mark.parametrize(
     "point", [Point.PARKED, Point.LOCKED, Point.CHECKPOINTED, Point.FREEZE, Point.DUMPING, Point.STREAM]
 )
-def test_source_daemon_killed(lab: GpuCluster, point: Point) -> None:
+def test_source_daemon_killed_is_undone(lab: GpuCluster, point: Point) -> None:
     job = lab.job(SOURCE, "--threads", "2")
     job.await_lines(5)
     lab.cluster.fault(SOURCE, point, "kill")
@@ -283,7 +283,7 @@ def test_source_daemon_killed(lab: GpuCluster, point: Point) -> None:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("point", [Point.CUDA_RESTORED, Point.RESTORED, Point.ACTIVATED])
-def test_target_daemon_killed(lab: GpuCluster, point: Point) -> None:
+def test_target_daemon_killed_does_not_harm_the_job(lab: GpuCluster, point: Point) -> None:
     job = lab.job(SOURCE, "--threads", "2")
     job.await_lines(5)
     lab.cluster.fault(TARGET, point, "kill")

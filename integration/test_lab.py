@@ -140,12 +140,12 @@ def test_mounts_in_a_node_stay_there(lab: Lab) -> None:
     output(lab, "node-1", "umount", "/run/x")
 
 
-def test_a_missing_folder_is_no_obstacle(lab: Lab, tmp_path: Path) -> None:
+def test_command_runs_although_its_working_directory_is_missing_in_the_node(lab: Lab, tmp_path: Path) -> None:
     """The working directory of the caller is in /tmp, and each node has its own /tmp."""
     assert output(lab, "node-1", "pwd", cwd=tmp_path) == "/"
 
 
-def test_secrets_stay_outside(lab: Lab) -> None:
+def test_node_sees_only_its_own_key_and_the_operators(lab: Lab) -> None:
     """A node sees its own key and the operator's, not the CA's nor another node's."""
     found = output(lab, "node-1", "find", "/run/migrator-lab", "-name", "*.key").split()
     assert sorted(found) == [f"{lab.layout.run}/node-1/tls.key", f"{lab.layout.run}/operator/tls.key"]
@@ -160,7 +160,7 @@ def test_processes_of_a_node_are_in_its_cgroup(lab: Lab) -> None:
     assert os.getsid(daemon or 0) == daemon
 
 
-def test_exit_statuses(lab: Lab, capfd: pytest.CaptureFixture[str]) -> None:
+def test_exit_statuses_are_passed_on(lab: Lab, capfd: pytest.CaptureFixture[str]) -> None:
     assert lab.exec("node-1", ["sh", "-c", "echo hello; exit 7"]) == 7
     assert lab.exec("node-1", ["sh", "-c", "kill -9 $$"]) == 137
     assert lab.exec("node-1", ["no-such-command"]) == 127
@@ -175,14 +175,14 @@ def test_exit_statuses(lab: Lab, capfd: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.usefixtures("echo")
-def test_tcp_between_nodes(lab: Lab) -> None:
+def test_nodes_connect_to_each_other_over_tcp(lab: Lab) -> None:
     with Client(lab, "node-1") as client:
         assert [client.ask(line) for line in ("connect node-2", "send a", "receive 5")] == ["connected", "sent", "a"]
     with Client(lab, "operator") as client:
         assert client.ask(f"connect {lab.address('node-2')}") == "connected"
 
 
-def test_the_host_cannot_reach_a_node(lab: Lab) -> None:
+def test_host_cannot_reach_a_node(lab: Lab) -> None:
     with IPRoute() as netlink:
         assert not netlink.get_addr(address=lab.address("node-1"))
         assert not [link for link in netlink.get_links() if link.get_attr("IFLA_IFNAME") == "br0"]
@@ -212,7 +212,7 @@ def test_partition_is_silent_and_heals(lab: Lab, end: str) -> None:
         lab.heal(end, "node-2")
 
 
-def test_bad_partitions(lab: Lab) -> None:
+def test_invalid_partitions_are_refused(lab: Lab) -> None:
     with pytest.raises(NotFound, match="node-9"):
         lab.partition("node-1", "node-9")
     with pytest.raises(Usage, match="itself"):

@@ -113,7 +113,7 @@ def test_down_ends_processes_that_left_the_cgroup() -> None:
     assert traces(lab) == []
 
 
-def test_two_labs_do_not_collide() -> None:
+def test_two_labs_run_side_by_side() -> None:
     one, two = make("one"), make("two")
     try:
         one.up(["node-1", "node-2"])

@@ -27,7 +27,7 @@ def names(told: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("moved", [0, 1])
-def test_two_ranks_there_and_back(nodes: Cluster, moved: int) -> None:
+def test_either_of_two_ranks_moves_there_and_back(nodes: Cluster, moved: int) -> None:
     """Rank 0, which creates the unique ids, or rank 1."""
     job = NcclJob(nodes, [SOURCE, SOURCE] if moved else [SOURCE, PEER])
     job.await_lines(5)
@@ -39,7 +39,7 @@ def test_two_ranks_there_and_back(nodes: Cluster, moved: int) -> None:
     job.ends_well()
 
 
-def test_four_ranks_with_splits_and_sends(nodes: Cluster) -> None:
+def test_rank_of_four_with_splits_and_sends_moves(nodes: Cluster) -> None:
     job = NcclJob(nodes, [SOURCE, SOURCE, PEER, PEER], shape="pairs", pace_s=0.01)
     job.await_lines(5)
     for rank, to in ((1, TARGET), (2, SOURCE), (1, PEER)):
@@ -48,7 +48,7 @@ def test_four_ranks_with_splits_and_sends(nodes: Cluster) -> None:
     job.ends_well()
 
 
-def test_tensor_pipeline_and_data_parallel(wide: Cluster) -> None:
+def test_ranks_of_tensor_pipeline_and_data_parallel_job_move(wide: Cluster) -> None:
     """Eight processes on three nodes. Ranks of both pipeline stages move in the middle of a step."""
     places = [SOURCE, SOURCE, SOURCE, PEER, PEER, PEER, THIRD, THIRD]
     job = NcclJob(wide, places, shape="grid", pace_s=0.01)
@@ -119,7 +119,7 @@ def test_target_does_not_wait_for_a_peer_that_failed(nodes: Cluster) -> None:
 
 
 @pytest.mark.slow
-def test_peer_that_hangs_while_communicators_are_rebuilt(nodes: Cluster) -> None:
+def test_peer_that_hangs_while_communicators_are_rebuilt_is_undone(nodes: Cluster) -> None:
     job = NcclJob(nodes, [SOURCE, PEER])
     job.await_lines(5)
     job.fault(1, "init:1:1:hang")
@@ -138,7 +138,7 @@ def test_peer_that_hangs_while_communicators_are_rebuilt(nodes: Cluster) -> None
     ("node", "point"),
     [(SOURCE, Point.QUIESCED), (SOURCE, Point.DETACH), (SOURCE, Point.ATTACH), (PEER, Point.DETACHED)],
 )
-def test_driver_killed(nodes: Cluster, node: str, point: Point) -> None:
+def test_driver_killed_is_undone_and_gates_open(nodes: Cluster, node: str, point: Point) -> None:
     """The daemons undo the move when the lease ends: communicators rebuilt, gates open."""
     job = NcclJob(nodes, [SOURCE, PEER])
     job.await_lines(5)
@@ -167,7 +167,7 @@ KILLS = [
 
 @pytest.mark.sampled(2, per="node")
 @pytest.mark.parametrize(("node", "point"), KILLS)
-def test_daemon_killed(nodes: Cluster, node: str, point: Point) -> None:
+def test_daemon_killed_leaves_exact_results_and_open_gates(nodes: Cluster, node: str, point: Point) -> None:
     """Moved or undone, the job continues with exact results, and no gate stays closed."""
     job = NcclJob(nodes, [SOURCE, PEER])
     job.await_lines(5)

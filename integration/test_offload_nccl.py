@@ -146,7 +146,7 @@ def test_move_that_fails_is_undone_and_a_retry_succeeds(lab: GpuCluster, node: s
         (TARGET, Point.ATTACHED),
     ],
 )
-def test_daemon_killed(lab: GpuCluster, node: str, point: Point) -> None:
+def test_daemon_killed_leaves_exact_results_and_open_gates(lab: GpuCluster, node: str, point: Point) -> None:
     job = start(lab, SOURCE, PEER)
     lab.cluster.fault(node, point, "kill")
     with lab.cluster.begin_move(job.ranks[0], TARGET, more=SHORT_LEASE) as asked:
@@ -161,7 +161,7 @@ def test_daemon_killed(lab: GpuCluster, node: str, point: Point) -> None:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("point", [Point.READY, Point.PARKED_MEMORY])
-def test_driver_killed(lab: GpuCluster, point: Point) -> None:
+def test_driver_killed_restores_memory_and_communicators(lab: GpuCluster, point: Point) -> None:
     """When the lease ends, memory that was offloaded is brought back; then the communicators are rebuilt."""
     job = start(lab, SOURCE, PEER)
     lab.cluster.fault(SOURCE, point, "wait")

@@ -61,7 +61,7 @@ def test_move_that_fails_is_undone_and_a_retry_succeeds(lab: GpuCluster, node: s
         (TARGET, Point.ACTIVATED),
     ],
 )
-def test_daemon_killed_during_a_move(lab: GpuCluster, node: str, point: Point) -> None:
+def test_daemon_killed_during_a_move_keeps_memory_intact(lab: GpuCluster, node: str, point: Point) -> None:
     job = start(lab, *THREADED)
     job.await_lines(5)
     lab.cluster.fault(node, point, "kill")
@@ -76,7 +76,7 @@ def test_daemon_killed_during_a_move(lab: GpuCluster, node: str, point: Point) -
 
 
 @pytest.mark.parametrize("arrived", [True, False])
-def test_target_daemon_restarted_between_seal_and_restore(lab: GpuCluster, arrived: bool) -> None:
+def test_target_daemon_restarted_before_the_restore_uses_stripes_that_arrived(lab: GpuCluster, arrived: bool) -> None:
     """Stripes that have arrived are used. The target does not wait for stripes that will never arrive."""
     job = start(lab, *LARGE)
     job.await_lines(5)
@@ -133,7 +133,9 @@ class Victim(StrEnum):
         (TARGET, Victim.RANK, {UNDONE}),
     ],
 )
-def test_process_killed_while_memory_is_copied(lab: GpuCluster, node: str, victim: Victim, codes: set[int]) -> None:
+def test_process_killed_while_memory_is_copied_keeps_it_intact(
+    lab: GpuCluster, node: str, victim: Victim, codes: set[int]
+) -> None:
     job = start(lab, *THREADED)
     job.await_lines(5)
     lab.nodes[node].fault("copy", "slow:250", once=False)
