@@ -25,7 +25,7 @@ pytestmark = [
 
 MOVE = "m-0123456789ab"
 
-#: Reads its stdin to the end and echoes it. Its first line shows which copy of the program it is.
+#: Copies its stdin to its stdout until EOF.
 ECHO = "import os\nwhile data := os.read(0, 65536):\n    while data: data = data[os.write(1, data):]"
 
 

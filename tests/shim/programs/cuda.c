@@ -1,4 +1,4 @@
-/* Plays libcuda.so.1 (-DDRIVER) or libcudart.so.12: the calls that are counted, and a thread of its own. */
+/* Stands for libcuda.so.1 (-DDRIVER) or libcudart.so.12: the calls that are counted, and a thread of the driver. */
 #define _GNU_SOURCE
 #include <pthread.h>
 #include <stddef.h>
@@ -43,7 +43,7 @@ int cuEnd(int how)
 	return pthread_join(thread, NULL);
 }
 
-/* What comes after the call keeps its own address on the stack. */
+/* The code after the call prevents a tail call, which would leave no return address on the stack. */
 int cuSleep(void)
 {
 	return pause() + 1;

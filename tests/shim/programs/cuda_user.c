@@ -1,4 +1,4 @@
-/* A library that uses the runtime, as torch's do: built with and without saying so to the linker. */
+/* A library that uses the runtime, as torch's do. It is built both with and without linking to the runtime. */
 #include <stddef.h>
 
 struct handle {
@@ -9,7 +9,7 @@ int cudaMallocManaged(void **memory, size_t bytes, unsigned int flags);
 int cudaIpcGetMemHandle(struct handle *handle, void *memory);
 int cudaIpcOpenMemHandle(void **memory, struct handle handle, unsigned int flags);
 
-/* 0 when every result is right. */
+/* 0 if every result is correct. */
 int use_runtime(void)
 {
 	struct handle handle = {{0}};

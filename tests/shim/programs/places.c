@@ -1,4 +1,4 @@
-/* Interrupts a thread in several places, and says what places.c takes each for. With libcuda.so.1 as cuda.c plays it. */
+/* Interrupts a thread at several locations and prints what thread_location.c reports for each. cuda.c is libcuda.so.1. */
 #define _GNU_SOURCE
 #include <pthread.h>
 #include <semaphore.h>
@@ -11,7 +11,7 @@
 extern int cuSleep(void), cuSleepInCall(void), cuSpin(volatile int *), cuFill(volatile int *);
 
 struct snapshim_mailbox snapshim_mailbox;
-static volatile int here; /* 1: the thread is where it shall be interrupted, 2: it ends */
+static volatile int here; /* 1: the thread is where it is to be interrupted, 2: it ends */
 static enum place place;
 static sem_t seen;
 
@@ -57,7 +57,7 @@ static void *go(void *number)
 	return NULL;
 }
 
-/* In the only system call that it makes and that lasts. */
+/* Whether the thread sleeps in its only system call that takes long. */
 static bool sleeps(void)
 {
 	char path[64], state = 0;

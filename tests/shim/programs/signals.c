@@ -1,5 +1,5 @@
-/* Asks everything a program can ask about signals, the reserved one (61) among them, and prints the answers: they must be
- * the same with and without the library. With an argument it prints instead what the kernel has of this process. */
+/* Makes all signal calls that a program can make, also with the reserved signal (61), and prints the results, which must be
+ * the same with and without the library. With an argument it prints the kernel's signal state of this process instead. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <poll.h>

@@ -1,5 +1,5 @@
-/* A job in one process: `work FILE KIND…` starts two threads of each kind; each thread counts its steps in FILE, which is
- * mapped, so that whoever reads it sees whether anything moves. The main thread counts in slot 0. Ends when stdin does. */
+/* A job in one process: `work FILE KIND…` starts two threads of each kind. Each thread counts its steps in FILE, which is
+ * mapped, so that a reader sees whether threads run. The main thread counts in slot 0. The program ends at EOF on stdin. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -72,7 +72,7 @@ static void *doze(void *slot)
 	return NULL;
 }
 
-/* Blocking calls that a restarted one must not let return early. */
+/* Blocking calls that must not return early after a restart. */
 static void *exchange(void *slot)
 {
 	int ends[2];
@@ -133,7 +133,7 @@ static void *churn(void *slot)
 	return NULL;
 }
 
-/* With an affinity libc makes the new thread wait, signals blocked, for its creator. */
+/* With a CPU affinity, libc makes the new thread wait for its creator with signals blocked. */
 static void *churn_pinned(void *slot)
 {
 	pthread_attr_t attributes;
@@ -188,7 +188,7 @@ static void on_signal(int number)
 	signals++;
 }
 
-/* Handlers of the job that mask everything. */
+/* Runs handlers of the job that mask every signal. */
 static void *signal_itself(void *slot)
 {
 	struct sigaction action = {.sa_handler = on_signal};
@@ -200,7 +200,7 @@ static void *signal_itself(void *slot)
 	return NULL;
 }
 
-/* Masks everything it can, most of the time. */
+/* Masks all signals most of the time. */
 static void *mask_all(void *slot)
 {
 	sigset_t all, before;
@@ -217,7 +217,7 @@ static void *mask_all(void *slot)
 	return NULL;
 }
 
-/* Calls that must not return before there is something: a step is made before each, and none after. */
+/* Calls that must not return before there is data: a step is counted before each call, and none after. */
 static void *block(void *slot)
 {
 	static int next;
@@ -246,7 +246,7 @@ static void *small_stack(void *slot)
 	return spin(slot);
 }
 
-/* Cannot be parked: it blocks the signal behind libc's back. */
+/* Cannot be parked: it blocks the signal without libc's functions. */
 static void *stubborn(void *slot)
 {
 	uint64_t all = ~(uint64_t)0;
@@ -284,7 +284,7 @@ static int stay(struct dl_phdr_info *info, size_t bytes, void *slot)
 	return 0;
 }
 
-/* Stays inside the loader, with its lock. */
+/* Stays inside the loader and holds its lock. */
 static void *hold_loader(void *slot)
 {
 	dl_iterate_phdr(stay, slot);

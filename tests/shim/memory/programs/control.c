@@ -1,6 +1,6 @@
-/* In the place of core/control.c, core/exempt_threads.c and core/park.c where a sanitizer must know every thread: a thread
- * that serves the mailbox and is created in the ordinary way. PARK only sets the flag; the test sees to it that the job
- * does nothing meanwhile. */
+/* Replaces core/control.c, core/exempt_threads.c and core/park.c where a sanitizer must see every thread: a thread that
+ * serves the mailbox and is created with pthread_create. PARK only sets the flag; the test ensures that the job is idle
+ * meanwhile. */
 #define _GNU_SOURCE
 #include <string.h>
 

@@ -1,6 +1,6 @@
-/* A job with device memory, told by its standard input what to do, a word or two a line; it answers each with a line.
+/* A job with device memory. It reads commands from its standard input, one per line, and answers each with a line.
  *
- * Every block has a number, and its words of 8 bytes are that number and their own place: what `check` looks for.
+ * Every block has a number. Each of its 8-byte words is made of that number and the word's index, which `check` verifies.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -31,7 +31,7 @@ extern int cudaIpcCloseMemHandle(void *);
 extern int cudaGetDriverEntryPointByVersion(const char *, void **, unsigned int, unsigned long long, int *);
 extern int cuMemAlloc_v2(uint64_t *, size_t), cuMemFree_v2(uint64_t);
 
-/* Not of the stand-ins: lacking.c, and not everywhere. */
+/* Defined in lacking.c and not in the stand-ins, and not linked everywhere. */
 extern int cuMemGetHandleForAddressRange(int *, uint64_t, size_t, int, unsigned long long) __attribute__((weak));
 extern int cudaStreamBeginCapture(void *, int) __attribute__((weak));
 extern int cudaStreamEndCapture(void *, void **) __attribute__((weak));
@@ -165,7 +165,7 @@ static void find(const char *name, void *into)
 	must(cudaGetDriverEntryPointByVersion(name, into, 12000, 0, NULL), name);
 }
 
-/* As torch grows a segment: piece by piece, then access to all that is new. */
+/* Grows a segment as torch does: piece by piece, then access to all the new pieces. */
 static void segments(void)
 {
 	struct property property = {1, 0, {1, 0}, NULL, {0}};
@@ -202,7 +202,7 @@ static void segments_lose(int from, int to)
 		must(unreserve(range, SEGMENTS * SEGMENT_BYTES), "unreserve");
 }
 
-/* What CUDA answers to what is wrong. */
+/* Prints CUDA's results for invalid calls. */
 static void errors(void)
 {
 	char *address = NULL, *again;
@@ -224,7 +224,7 @@ static void errors(void)
 	printf("%d %d %d\n", status, cudaGetLastError(), cuMemFree_v2((uint64_t)again));
 }
 
-/* Whether the loader's last error outlives calls that were made before. */
+/* Whether repeated calls leave the loader's last error unchanged. */
 static void loader(void)
 {
 	void *address;
@@ -299,7 +299,7 @@ static void *come_and_go(void *nothing)
 
 static int (*make_event)(void **, unsigned int), (*record)(void *, void *);
 
-/* As a thread that launches: in the driver and out of it all the time, and there it waits for nothing but the driver's
+/* Like a thread that launches work: it enters and leaves the driver continuously, and waits there only for the driver's
  * lock. */
 static void *call_on(void *event)
 {
@@ -335,7 +335,7 @@ static void *sleep_on(void *nothing)
 	return nothing;
 }
 
-/* Answers with the handle, or with what went wrong. */
+/* Prints the handle, or the error. */
 static void share(int place)
 {
 	struct shared handle;
@@ -364,7 +364,7 @@ static void open_shared(const char *text)
 		printf("%p ", opened);
 }
 
-/* The first word of what was opened. */
+/* Prints the first word of the opened memory. */
 static void peek(void)
 {
 	uint64_t word;
@@ -384,7 +384,7 @@ static void *shut_elsewhere(void *status)
 	return NULL;
 }
 
-/* Memory that is shared for a moment, again and again. */
+/* Repeatedly exports memory and frees it at once. */
 static void *trade(void *nothing)
 {
 	while (!stopping) {
@@ -404,7 +404,7 @@ int main(void)
 	char line[512];
 
 	setvbuf(stdout, NULL, _IOLBF, 0);
-	pthread_create(&idle, NULL, sleep_on, NULL); /* the control thread comes with it */
+	pthread_create(&idle, NULL, sleep_on, NULL); /* starts the control thread too */
 	while (fgets(line, sizeof(line), stdin)) {
 		char *word = strtok(line, " \n"), *more = strtok(NULL, "\n");
 		int number = more ? atoi(more) : 0;

@@ -1,5 +1,5 @@
-/* Calls that the stand-ins of the runtime and of the driver lack. Nothing is captured or shared: the library has only to
- * see that a program asks for it. */
+/* Functions that the stand-ins for the runtime and the driver lack. They neither capture nor share anything: the library
+ * only has to see the calls. */
 #include <stddef.h>
 #include <stdint.h>
 

@@ -1,4 +1,4 @@
-/* A library with memory of its own. */
+/* A library that allocates device memory. */
 #include <stddef.h>
 
 extern int cudaMalloc(void **, size_t);
@@ -8,5 +8,5 @@ int take(void **memory, size_t bytes)
 {
 	int status = cudaMalloc(memory, bytes);
 
-	return status; /* not in the caller's place */
+	return status; /* not a tail call, so that the caller is this library */
 }

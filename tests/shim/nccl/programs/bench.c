@@ -1,5 +1,5 @@
-/* Nanoseconds per ncclAllReduce with and without the shim, in one run: the same empty function called directly and through
- * the shim's exported one. Linked with the shim before a NCCL whose operations do nothing (empty.c).
+/* Measures nanoseconds per ncclAllReduce with and without the shim in one run: the same empty function called directly and
+ * through the shim. Linked with the shim before a NCCL whose operations do nothing (empty.c).
  *
  *   bench CALLS   →   "direct NS shim NS group NS" on stdout
  */
@@ -57,7 +57,7 @@ int main(int count, char **arguments)
 
 	if (!direct || ncclCommInitRank(&comm, 1, id, 0) != ncclSuccess)
 		return 1;
-	for (int round = 0; round < 5; round++) { /* the best of five, taken in turn: the machine has other work */
+	for (int round = 0; round < 5; round++) { /* the best of five, measured alternately: the machine may be busy */
 		double ns[3] = {per_call(direct, comm, calls), per_call(ncclAllReduce, comm, calls),
 				per_grouped_call(comm, calls)};
 

@@ -1,5 +1,5 @@
-/* In the place of core/control.c and core/exempt_threads.c where a sanitizer must know every thread: a thread that serves
- * the mailbox and is created in the ordinary way. */
+/* Replaces core/control.c and core/exempt_threads.c where a sanitizer must see every thread: a thread that serves the
+ * mailbox and is created with pthread_create. */
 #define _GNU_SOURCE
 #include <pthread.h>
 #include <string.h>

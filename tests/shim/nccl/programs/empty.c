@@ -1,4 +1,4 @@
-/* A libnccl.so.2 that does nothing, so that what is measured is the shim alone. */
+/* A libnccl.so.2 that does nothing, so that the benchmark measures only the shim. */
 #include "nccl_abi.h"
 
 static int nothing;

@@ -1,5 +1,5 @@
-/* One rank, for sanitizers: two threads on three communicators and a watchdog, every result checked, until MEETING/stop is
- * there. Linked with the shim before NCCL, as a preloaded library comes first.
+/* One rank, for sanitizers: two threads on three communicators and a watchdog. It checks every result and runs until
+ * MEETING/stop exists. Linked with the shim before NCCL, as a preloaded library comes first.
  *
  *   job MEETING RANK NRANKS
  */

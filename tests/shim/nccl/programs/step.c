@@ -1,4 +1,4 @@
-/* Nanoseconds per step of two processes that do nothing but a small all-reduce and wait for it, on the stand-in.
+/* Measures nanoseconds per step of two processes that only make a small all-reduce and wait for it, on the stand-in.
  *
  *   step STEPS   →   "step NS" on stdout
  */
