@@ -121,7 +121,7 @@ class TestHangs:
         monkeypatch.setattr(sys, "executable", str(late))
         assert await gpus.state(program.process, 1) is State.RUNNING
 
-    async def test_other_calls_are_not_affected(
+    async def test_hanging_call_does_not_affect_other_calls(
         self, gpus: Gpus, node: GpuNode, start: Callable[[], CudaProgram], caplog: pytest.LogCaptureFixture
     ) -> None:
         """One call hangs, beside a longer checkpoint, a waiting lock and an inventory."""
@@ -162,7 +162,7 @@ class TestHangs:
 class TestDeaths:
     @pytest.mark.parametrize("how", ["die", "die-after"])
     @pytest.mark.parametrize("verb", ["lock", "checkpoint", "restore", "unlock"])
-    async def test_helper_dies_during_a_call(
+    async def test_call_whose_helper_dies_is_done_exactly_once(
         self, gpus: Gpus, node: GpuNode, program: CudaProgram, verb: str, how: str
     ) -> None:
         """The work is still done exactly once, whether the process had begun it or not."""

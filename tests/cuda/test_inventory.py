@@ -118,7 +118,9 @@ class TestFailures:
             await asyncio.sleep(0.001)  # if each call restarted the query, it would never end
         assert len(found.gpus) == 2
 
-    async def test_close_during_a_query(self, gpus: Gpus, node: GpuNode, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test_close_during_a_query_ends_it_with_a_reason(
+        self, gpus: Gpus, node: GpuNode, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         node.fault("nvml", "hang")
         asked = asyncio.create_task(gpus.inventory())
         await asyncio.to_thread(wait_until, lambda: not node.faults())
@@ -137,7 +139,9 @@ class TestFailures:
         node.clear_faults()
         assert len((await gpus.inventory()).gpus) == 2
 
-    async def test_failure_is_remembered(self, gpus: Gpus, node: GpuNode, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test_failure_is_kept_for_a_while(
+        self, gpus: Gpus, node: GpuNode, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(inventory, "FAILURE_KEPT_S", 3600.0)
         node.fault("nvml", "fail:999")
         for _ in range(2):
@@ -161,7 +165,7 @@ class TestNoGpu:
         monkeypatch.setattr(library, "driver_loaded", lambda: True)
         assert "gpu_library_dir" in (await gpus.inventory()).problem
 
-    async def test_node_with_libraries_but_no_gpu(
+    async def test_node_with_libraries_but_no_gpu_keeps_no_helper(
         self, gpus: Gpus, node: GpuNode, sleeper: Process, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         node.gpus = []
@@ -173,7 +177,9 @@ class TestNoGpu:
         monkeypatch.setattr(sys, "executable", "/nowhere")  # the result is kept: no helper is started now
         assert (gpus.available, await gpus.state(sleeper)) == (False, None)
 
-    async def test_gpu_lost_by_a_running_process(self, gpus: Gpus, node: GpuNode, program: CudaProgram) -> None:
+    async def test_state_of_a_process_that_lost_its_gpu_is_an_error(
+        self, gpus: Gpus, node: GpuNode, program: CudaProgram
+    ) -> None:
         """ "It does not use CUDA" would let a locked process continue as if nothing had happened."""
         wait_until(lambda: library.holds_cuda(program.process.pid))  # its threads name themselves
         await gpus.lock(program.process, 5)
@@ -185,12 +191,12 @@ class TestNoGpu:
             with pytest.raises(GpuFailed, match=r"uses CUDA, but the driver cannot be used: .*CUDA_ERROR_NO_DEVICE"):
                 await gpus.state(program.process)
 
-    async def test_node_with_libraries_but_no_driver(self, gpus: Gpus, node: GpuNode) -> None:
+    async def test_node_with_libraries_but_no_driver_has_no_gpu(self, gpus: Gpus, node: GpuNode) -> None:
         node.fault("nvml", "fail:9")
         assert await gpus.inventory() == Inventory()
 
 
-def test_loader_search_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_libraries_are_found_where_the_loader_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
     name = "libsnapshot-test.so.1"
     assert not library.found(name, str(tmp_path))

@@ -170,7 +170,7 @@ def test_request_on_the_same_machine_swaps_two() -> None:
     assert chosen(facts(*here, a=20), *here, wish="2") == {"a": "c", "b": "b", "c": "a"}
 
 
-def test_rank_on_several_gpus() -> None:
+def test_largest_share_of_a_rank_on_several_gpus_is_placed_first() -> None:
     told = facts(gpu("a", 0), gpu("b", 1), a=20, b=100)
     node = (gpu("x", 0, used=41 * GIB), gpu("y", 1), gpu("z", 2, used=50 * GIB))
     assert chosen(told, *node) == {"a": "x", "b": "y"}  # the one that needs more was placed first
@@ -200,7 +200,7 @@ def test_contradictory_facts_are_refused() -> None:
 
 
 @pytest.mark.parametrize(("version", "major"), [("580.159.04", 580), ("570", 570), ("", 0), ("r580", 0), ("5x", 0)])
-def test_driver_major(version: str, major: int) -> None:
+def test_driver_major_is_parsed(version: str, major: int) -> None:
     assert driver_major(version) == major
 
 

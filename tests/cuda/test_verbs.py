@@ -19,7 +19,7 @@ def same(node: GpuNode) -> list[Pair]:
     return [Pair(gpu.uuid, gpu.uuid) for gpu in node.gpus]
 
 
-async def test_checkpoint_and_restore(gpus: Gpus, node: GpuNode, program: CudaProgram) -> None:
+async def test_verbs_lead_through_all_states_and_back(gpus: Gpus, node: GpuNode, program: CudaProgram) -> None:
     process = program.tell("allocate", 16).process
     assert await gpus.state(process) is State.RUNNING
     await gpus.lock(process, 5)
@@ -50,7 +50,7 @@ async def test_every_verb_is_idempotent(gpus: Gpus, program: CudaProgram) -> Non
         assert await gpus.state(process) is State.LOCKED
 
 
-async def test_restore_onto_another_gpu(gpus: Gpus, node: GpuNode, program: CudaProgram) -> None:
+async def test_process_is_restored_onto_another_gpu(gpus: Gpus, node: GpuNode, program: CudaProgram) -> None:
     process = program.tell("allocate", 100).process
     await gpus.lock(process, 5)
     await gpus.checkpoint(process, 10)
@@ -72,13 +72,13 @@ async def test_wrong_state_is_named(gpus: Gpus, program: CudaProgram) -> None:
         await gpus.unlock(process, 5)
 
 
-async def test_process_without_cuda(gpus: Gpus, sleeper: Process) -> None:
+async def test_process_without_cuda_has_no_state_and_cannot_be_locked(gpus: Gpus, sleeper: Process) -> None:
     assert await gpus.state(sleeper) is None
     with pytest.raises(GpuFailed, match=r"process \d+ \(sleep\) does not use CUDA: there is nothing to lock"):
         await gpus.lock(sleeper, 5)
 
 
-async def test_process_gone_or_replaced(gpus: Gpus, program: CudaProgram) -> None:
+async def test_process_that_is_gone_or_replaced_is_reported_as_gone(gpus: Gpus, program: CudaProgram) -> None:
     process = program.process
     another = Process(process.pid, process.start_ticks + 1)  # a reused pid
     assert await gpus.state(another) is None
@@ -91,7 +91,9 @@ async def test_process_gone_or_replaced(gpus: Gpus, program: CudaProgram) -> Non
         await gpus.unlock(process, 5)
 
 
-async def test_process_killed_during_a_call(gpus: Gpus, node: GpuNode, program: CudaProgram) -> None:
+async def test_process_killed_during_a_call_is_reported_as_gone(
+    gpus: Gpus, node: GpuNode, program: CudaProgram
+) -> None:
     await gpus.lock(program.process, 5)
     node.fault("checkpoint", "kill")
     with pytest.raises(RankGone):

@@ -40,7 +40,7 @@ def values(sock: socket.socket) -> dict[str, bytes]:
 
 
 @needs_criu
-async def test_options_survive(hosts: Hosts, rank: Rank, keep: contextlib.ExitStack) -> None:
+async def test_options_survive_dump_and_restore(hosts: Hosts, rank: Rank, keep: contextlib.ExitStack) -> None:
     h1, h2, h3 = hosts
     far = listen(keep, h3, h3.ip4)
     client, _ = connect(keep, h1, far, h3.ip4)

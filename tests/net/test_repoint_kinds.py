@@ -108,7 +108,7 @@ def test_loopback_connection_gets_real_addresses_and_back(
         held.echo()
 
 
-def test_several_connections_between_two_hosts(hosts: Hosts, tmp_path: Path) -> None:
+def test_several_connections_are_re_pointed_at_once(hosts: Hosts, tmp_path: Path) -> None:
     with contextlib.ExitStack() as stack:
         many = [
             stack.enter_context(connected(tmp_path, hosts.h1, hosts.h2, listen="0.0.0.0", to="10.9.1.1"))

@@ -45,7 +45,7 @@ def test_mapped_node_local_library_is_carried_with_its_directories(rank: Starter
     assert facts.carried_bytes >= path.stat().st_size
 
 
-def test_facts_of_files(rank: Starter, tmp_path: Path) -> None:
+def test_open_and_mapped_files_are_described(rank: Starter, tmp_path: Path) -> None:
     (tmp_path / "data").write_bytes(b"data" * 1000)
     child = rank(f"a = open('{tmp_path}/data'); b = open('{tmp_path}/log', 'a')")
     facts, _ = child.inspect(carry_paths=[])
@@ -160,7 +160,7 @@ RECHECKED = {
 
 
 @pytest.mark.parametrize("statement", RECHECKED)
-def test_recheck_finds_what_is_new(rank: Starter, statement: str) -> None:
+def test_recheck_refuses_features_that_are_new(rank: Starter, statement: str) -> None:
     child = rank()
     facts, _ = child.inspect()
     again = recheck(child.pids, facts, carry_paths=CARRY_PATHS, keeper_pid=os.getpid())
@@ -170,7 +170,7 @@ def test_recheck_finds_what_is_new(rank: Starter, statement: str) -> None:
     assert [check.name for check in again if check.verdict == Check.REFUSE] == [RECHECKED[statement]]
 
 
-def test_recheck_of_new_files(rank: Starter, tmp_path: Path) -> None:
+def test_recheck_warns_about_new_files_and_refuses_new_mappings(rank: Starter, tmp_path: Path) -> None:
     path = library(tmp_path / "lib")
     child = rank()
     facts, _ = child.inspect(carry_paths=[])
@@ -183,7 +183,7 @@ def test_recheck_of_new_files(rank: Starter, tmp_path: Path) -> None:
     assert str(path) in checks["new-files"].reason
 
 
-def test_recheck_of_a_rank_that_ended(rank: Starter) -> None:
+def test_recheck_refuses_a_rank_that_ended(rank: Starter) -> None:
     child = rank()
     facts, _ = child.inspect()
     child.process.kill()
@@ -221,7 +221,7 @@ def test_sync_reaches_every_writable_file_once(rank: Starter, tmp_path: Path, mo
     assert sorted(sync_files(child.pids)) == [f"{tmp_path}/{name}: Input/output error" for name in ("log", "map")]
 
 
-def test_unix_peers_in_another_network_namespace(rank: Starter) -> None:
+def test_unix_peers_are_found_in_another_network_namespace(rank: Starter) -> None:
     child = rank("assert libc.unshare(0x40000000) == 0\na, b = socket.socketpair()")
     here = os.readlink("/proc/thread-self/ns/net")
     peers = unix_peers(child.pid)

@@ -188,7 +188,7 @@ def test_forked_child_with_its_parents_gpu_is_refused(rank: Starter) -> None:
     assert f"(pid {child.pids[0]})" not in checks["gpu-descriptors"].reason
 
 
-def test_after_the_freeze_no_gpu_may_be_left(rank: Starter) -> None:
+def test_gpu_that_is_still_open_after_the_freeze_is_refused(rank: Starter) -> None:
     child = gpu_rank(rank)
     facts = inspect(child, seen(child))[0]
     checks = recheck(child.pids, facts, carry_paths=CARRY_PATHS, keeper_pid=child.pid)
@@ -264,7 +264,7 @@ def test_threads_that_cannot_be_parked_are_refused(rank: Starter, shim: FakeShim
 
 
 @pytest.mark.parametrize(("exports", "imports"), [(1, 0), (0, 2)])
-def test_device_memory_shared_with_others(rank: Starter, shim: FakeShim, exports: int, imports: int) -> None:
+def test_device_memory_shared_with_others_is_refused(rank: Starter, shim: FakeShim, exports: int, imports: int) -> None:
     child = gpu_rank(rank)
     shim.exports, shim.imports = exports, imports
     checks = inspect(child, seen(child))[1]
@@ -329,7 +329,9 @@ def test_gpu_of_other_processes_does_not_count(rank: Starter) -> None:
         ("NSYS_NVTX_PROFILER_REGISTER_ONLY", "0", ""),
     ],
 )
-def test_environment(rank: Starter, monkeypatch: pytest.MonkeyPatch, variable: str, value: str, name: str) -> None:
+def test_environment_that_prevents_a_checkpoint_is_refused(
+    rank: Starter, monkeypatch: pytest.MonkeyPatch, variable: str, value: str, name: str
+) -> None:
     monkeypatch.setenv(variable, value)
     child = gpu_rank(rank)
     checks = inspect(child, seen(child))[1]
@@ -381,7 +383,7 @@ def test_processes_with_libcuda_are_found(rank: Starter, tmp_path: Path) -> None
     assert uses_cuda([without.pid, with_it.pid, 2**22 + 1]) == [with_it.pid]
 
 
-def test_memory_limits_of_cgroups(tmp_path: Path) -> None:
+def test_memory_limits_of_both_cgroup_versions_are_read(tmp_path: Path) -> None:
     unified, memory = tmp_path / "unified", tmp_path / "memory"
     for folder, limit, use, limits in (
         (unified, "memory.max", "memory.current", {"": None, "job": "1000", "job/rank": "max"}),

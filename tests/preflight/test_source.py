@@ -256,7 +256,7 @@ def test_rank_without_a_keeper_is_refused(rank: Starter) -> None:
         assert child.inspect(keeper_pid=keeper_pid)[1]["keeper"].verdict == Check.REFUSE
 
 
-def test_namespaces_of_a_guest_keeper(rank: Starter) -> None:
+def test_namespaces_are_accepted_only_from_a_guest_keeper(rank: Starter) -> None:
     """A rank that was moved here is in its keeper's namespaces. Namespaces that a user created are refused."""
     keeper = rank(
         "assert libc.unshare(0x20000) == 0\n"
@@ -272,7 +272,7 @@ def test_namespaces_of_a_guest_keeper(rank: Starter) -> None:
 
 
 @pytest.mark.parametrize(("version", "verdict"), [("4.1", Check.REFUSE), ("", Check.REFUSE), ("4.2", Check.PASS)])
-def test_criu_version(rank: Starter, version: str, verdict: Check.Verdict.ValueType) -> None:
+def test_old_or_unknown_criu_is_refused(rank: Starter, version: str, verdict: Check.Verdict.ValueType) -> None:
     assert rank().inspect(criu_version=version)[1]["criu"].verdict == verdict
 
 

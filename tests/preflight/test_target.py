@@ -106,7 +106,7 @@ def test_altered_facts_are_refused_by_name(case: str) -> None:
     assert [check.name for check in refusals(checks.values()) if check.name != name] in ([], ["memory"])
 
 
-def test_memory_factor() -> None:
+def test_memory_check_uses_the_restore_factor() -> None:
     here = node()
     here.memory_available_bytes = 6 * GIB
     assert verdicts(facts(), here)["memory"].verdict == Check.PASS
@@ -201,7 +201,7 @@ def carried_check(tmp_path: Path, fact: FileFact, **options: object) -> Check:
     return verdicts(told, None, (str(tmp_path),), **options)["carried-files"]
 
 
-def test_carried_file(tmp_path: Path) -> None:
+def test_carried_file_replaces_no_other_file(tmp_path: Path) -> None:
     path, _, fact = the_file(tmp_path)
     assert carried_check(tmp_path, fact).verdict == Check.PASS  # identical
     path.write_bytes(b"of somebody else")
@@ -217,7 +217,7 @@ def test_carried_file(tmp_path: Path) -> None:
     assert "outside this node's carry_paths" in carried_check(tmp_path, fact).reason
 
 
-def test_carried_directory(tmp_path: Path) -> None:
+def test_carried_directory_replaces_no_file(tmp_path: Path) -> None:
     folder = FileFact(path=f"{tmp_path}/a/b", mode=stat.S_IFDIR | 0o700)
     assert carried_check(tmp_path, folder).verdict == Check.PASS
     (tmp_path / "a" / "b").mkdir(parents=True)
@@ -278,7 +278,7 @@ FACTS = st.builds(
 
 
 @given(told=FACTS, factor=st.floats(allow_nan=True, allow_infinity=True), carry=st.lists(PATHS, max_size=2))
-def test_never_raises(told: RankFacts, factor: float, carry: list[str]) -> None:
+def test_arbitrary_facts_never_raise(told: RankFacts, factor: float, carry: list[str]) -> None:
     checks = examine(told, node(), carry_paths=carry, restore_factor=factor)
     assert [check.name for check in checks] == list(TARGET_CHECKS)
     for check in checks:
@@ -286,6 +286,6 @@ def test_never_raises(told: RankFacts, factor: float, carry: list[str]) -> None:
 
 
 @given(told=FACTS, pids=st.lists(st.integers(-5, 2**31), max_size=3))
-def test_recheck_never_raises(told: RankFacts, pids: list[int]) -> None:
+def test_recheck_of_arbitrary_facts_never_raises(told: RankFacts, pids: list[int]) -> None:
     told.rank.process.pid = 2**22 + 1  # larger than any pid
     assert refusals(recheck(pids, told, carry_paths=["/tmp"], keeper_pid=0))
