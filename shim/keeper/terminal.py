@@ -24,7 +24,7 @@ _ECHO_SETTLES_S = 0.02
 
 
 def window_size(fd: int) -> tuple[int, int]:
-    """(rows, columns) of a terminal; (0, 0) where it has none."""
+    """Returns (rows, columns) of a terminal, (0, 0) if it has no size."""
     try:
         rows, columns, _, _ = struct.unpack("HHHH", fcntl.ioctl(fd, termios.TIOCGWINSZ, b"\0" * 8))
     except OSError:

@@ -110,7 +110,7 @@ static void on_signal(int number, siginfo_t *info, void *context)
 		hand_to_the_job(number, info, context);
 }
 
-/* Masks everything, also libc's own two signals: a thread that is cancelled must not unwind out of our handler. */
+/* The handler masks every signal, including libc's own two, because a cancelled thread must not unwind out of it. */
 void signals_install(void)
 {
 	struct sigaction action, before;

@@ -29,7 +29,7 @@ enum owner {
 	OTHERS,
 	OURS,
 	ALLOCATOR, /* in a program's own code */
-	LIBC,    /* and what else the driver sleeps in, allocates with, or asks for the time while it waits for a GPU */
+	LIBC,    /* and other code in which the driver sleeps, allocates, or reads the time while it waits for a GPU */
 	DRIVER,
 };
 
@@ -80,8 +80,8 @@ void places_find(void)
 #define SECTION_END __attribute__((visibility("hidden")))
 extern const char __start_snapshim_syscall[] SECTION_END, __stop_snapshim_syscall[] SECTION_END;
 
-/* The owner of the code at an address; where there is no code, OTHERS, and `code` is false. An address next to the end of
- * a mapping does not count: the bytes around it are read. */
+/* The owner of the code at an address. If there is no code, OTHERS, and `code` is false. An address next to the end of a
+ * mapping does not count, because the bytes around it are read. */
 static enum owner owner_at(uintptr_t at, bool *code)
 {
 	int low = 0, high = places_count;

@@ -1,4 +1,4 @@
-/* Preloaded into criu while it dumps: reads another user's resource limits where the kernel wants CAP_SYS_RESOURCE for it.
+/* Preloaded into criu while it dumps: reads another user's resource limits without CAP_SYS_RESOURCE.
  *
  * Root in many containers and virtual machines lacks that capability. prlimit(2) of another user's process then returns
  * EPERM, and criu fails. /proc/PID/limits has the same values, one line per resource in the order of their numbers. Only

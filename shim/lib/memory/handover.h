@@ -12,6 +12,6 @@ int handover_receive(unsigned int wanted, int64_t until_ns);
 bool handover_is_open(void);
 int handover_file(unsigned int stripe);
 bool handover_is_ours(unsigned int stripe); /* whether the descriptor still refers to the file */
-void handover_close(void); /* sockets and files, whatever there is */
+void handover_close(void); /* all open sockets and files */
 
 #endif

@@ -1,7 +1,7 @@
 /* The layout of the offloaded memory in the stripe files.
  *
  * The striped blocks, in the order of their addresses, are cut into chunks of at most a slot. Chunk c is in stripe c %
- * count, behind the chunks that are there already. So every worker finds its chunks by itself, and a reader of the files
+ * count, after the chunks that are there already. So every worker can compute its own chunks, and a reader of the files
  * needs to know nothing.
  */
 #include "stripes.h"

@@ -1,4 +1,4 @@
-/* Makes each kind of call that copying and cleaning up will make once, while all memory is still mapped.
+/* Makes once, while all memory is still mapped, each kind of call that copying and cleaning up will make.
  *
  * Why: a thread may have been parked inside the driver. Either it was mistaken for one outside, and holds a lock of the
  * driver or waits for one. Or the driver was locked first, because a thread did not leave it. The driver's lock behaves as

@@ -84,7 +84,7 @@ static ncclResult_t init_member(struct member *member, struct nccl_instance *ins
 													rank);
 }
 
-/* All members of one communicator that this process has: more than one only where it drives several devices. */
+/* All members of one communicator in this process: more than one only if it drives several devices. */
 static int init(struct nccl_job *job, struct attempt *attempt, size_t from, size_t to, struct nccl_instance *instance)
 {
 	ncclResult_t result = ncclSuccess;
@@ -166,7 +166,7 @@ static int try_member(struct nccl_job *job, struct member *member, struct nccl_i
 	if (look < 0 || (look > 0 && value != expected))
 		job_fails(job, EIO, "communicator %016lx was built, but its first all-reduce gave %d instead of %d",
 			  (unsigned long)member->comm->id, value, expected);
-	if (look > 0) /* otherwise NCCL may still write there */
+	if (look > 0) /* otherwise NCCL may still write to it */
 		device_pair_free(&pair);
 	if (entered)
 		device_leave(device);

@@ -22,7 +22,7 @@ static bool unhex(const char *text, ncclUniqueId *id)
 	return true;
 }
 
-/* The members of one communicator. A communicator that is not detached here is left as it is. */
+/* Adds the members of one communicator. A communicator that is not detached here is skipped. */
 static int take(struct nccl_job *job, struct attempt *attempt, size_t room, uint64_t id, const ncclUniqueId *unique, bool try)
 {
 	size_t first = attempt->count;

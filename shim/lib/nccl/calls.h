@@ -22,9 +22,9 @@ struct nccl_call {
 	struct nccl_comm *comm; /* NULL: none, or a real handle, which is in its word */
 	struct nccl_comm **child; /* the communicators that it creates */
 	int children;
-	struct nccl_comm *only_child; /* `child` points here where there is one */
+	struct nccl_comm *only_child; /* `child` points here if there is only one */
 	ncclComm_t *made; /* ncclCommInitAll: where the real library writes */
-	ncclComm_t **out; /* where the application wants each child's handle */
+	ncclComm_t **out; /* where to store each child's handle for the application */
 	void *copies; /* of what the arguments point to; freed with the call */
 	uint64_t word[MOST_WORDS];
 };

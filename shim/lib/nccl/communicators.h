@@ -49,24 +49,24 @@ struct nccl_peers {
 };
 
 struct nccl_comm {
-	_Atomic(ncclComm_t) real; /* NULL: none now. NCCL itself writes it when it makes one */
+	_Atomic(ncclComm_t) real; /* NULL: none now. NCCL itself writes it when it creates one */
 	_Atomic int state;
 	_Atomic int nranks, rank, device; /* -1: not known yet */
 	_Atomic unsigned int refused;
 	_Atomic uint64_t collectives;
-	struct nccl_peers *_Atomic peers; /* made at the first send or receive */
+	struct nccl_peers *_Atomic peers; /* created at the first send or receive */
 	_Atomic pid_t users[USERS];
 
 	uint64_t id; /* the same on every member; together with `rank` unique in the process */
 	enum nccl_kind kind;
-	ncclConfig_t *config; /* a copy of what it was made with; NULL: none */
+	ncclConfig_t *config; /* a copy of the config that it was created with; NULL: none */
 	_Atomic uint64_t splits;
 	_Atomic bool finalized;
 	_Atomic bool initialising; /* non-blocking, not yet seen ready */
 	_Atomic int doomed; /* ended by the application while the worker has it: 1 destroy, 2 abort */
 	struct nccl_registration *registrations; /* under the lock */
 	struct nccl_comm *next_unused;
-	int32_t trial[2]; /* the all-reduce that tries it, where there is no device memory */
+	int32_t trial[2]; /* buffer of the all-reduce that tests it, without device memory */
 };
 
 /* What is kept of an ended communicator: its counts, which the other members must still reach. */

@@ -159,7 +159,7 @@ PROFILED(ncclResult_t, ncclCommInitAll, ncclComm_t *out, int count, const int *d
 	return thread_error(thread, ncclSystemError, "no memory for another communicator");
 }
 
-/* Split, shrink and grow: the words are passed on, with the real parent and the child's record as the place to write. */
+/* Split, shrink and grow: passes on the words, with the real parent, and lets NCCL write into the child's record. */
 static ncclResult_t make_child(struct nccl_thread *thread, struct nccl_instance *instance, struct nccl_call *call)
 {
 	static const struct {

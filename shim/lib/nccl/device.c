@@ -18,7 +18,7 @@ static void *function(const char *name)
 	return library ? dlsym(library, name) : NULL;
 }
 
-/* The driver's answer, or 1 where it lacks the function. */
+/* The driver's result, or 1 if it lacks the function. */
 #define DRIVER(name, types, ...) \
 	(function(name) ? ((int(*) types)function(name))(__VA_ARGS__) : 1)
 

@@ -15,7 +15,7 @@
 
 #define STACK_BYTES (1024 * 1024) /* NCCL's initialisation runs on it */
 #define GRACE_NS 1000000000	  /* for what a cancelled attach still has to clean up */
-#define LOOK_AGAIN_NS 10000000	  /* between looks at `cancel`: writing it wakes no thread */
+#define LOOK_AGAIN_NS 10000000	  /* between reads of `cancel`: writing it wakes no thread */
 
 static char *room; /* where the daemon writes requests */
 static size_t room_bytes;

@@ -16,7 +16,7 @@ static struct nccl_thread *_Atomic first;
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static pthread_key_t key;
-static uint32_t turn; /* raised whenever a thread that is held at the gate should look again */
+static uint32_t turn; /* incremented whenever threads that wait at the gate should check again */
 
 static void leave(void *record)
 {

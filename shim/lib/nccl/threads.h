@@ -35,7 +35,7 @@ struct nccl_thread {
 	size_t held_count;
 };
 
-/* The calling thread's; made at its first call. */
+/* The calling thread's record, created at its first call. */
 static inline struct nccl_thread *thread_self(void);
 
 extern _Thread_local struct nccl_thread *nccl_thread_of_mine __attribute__((tls_model("initial-exec")));
