@@ -46,8 +46,9 @@ def children(lab: GpuCluster, node: str, module: str) -> list[int]:
 
 @contextlib.contextmanager
 def stopped_senders(lab: GpuCluster, job: Job, then: Point) -> Iterator[tuple[list[int], Asked]]:
-    """A move that waits at `then` on its source while the block runs. Its memory is offloaded, but no stripe has left,
-    because the processes that send them are stopped."""
+    """A move that waits at `then` on its source while the block runs, with its memory offloaded.
+
+    No stripe has left the source, because the processes that send them are stopped."""
     lab.cluster.fault(SOURCE, Point.LOCKED, "wait")
     with lab.cluster.begin_move(job, TARGET) as process:
         try:

@@ -166,8 +166,10 @@ def test_device_memory_follows_the_image_if_its_channel_breaks(lab: GpuCluster) 
 
 
 def test_thread_that_stays_in_the_driver_does_not_prevent_the_move(lab: GpuCluster) -> None:
-    """No thread is parked inside the driver before the driver is locked. The daemon releases the parked threads and
-    locks first. Threads that then turn out to be parked during an allocation are released once more and parked elsewhere."""
+    """No thread is parked inside the driver before the driver is locked.
+
+    The daemon releases the parked threads and locks first. Threads that then turn out to be parked during an
+    allocation are released once more and parked elsewhere."""
     job = start(lab, *LARGE, "--churn", "--threads", "3", pace_s=0.0)
     job.await_lines(5)
     with lab.cluster.moving(job, TARGET, SOURCE, Point.BEFORE_FREEZE) as asked:

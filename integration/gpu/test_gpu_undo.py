@@ -207,8 +207,9 @@ def test_helper_killed_during_the_restore_does_not_harm_the_job(nodes: Cluster, 
 
 
 def _restoring(nodes: Cluster, training: Training) -> Callable[[], bool]:
-    """Whether the driver has begun to restore the target's copy: the copy has descriptors of the driver again, or criu,
-    until then its sibling, ended a moment ago. Also true after the restore: see `_in_the_middle`."""
+    """Whether the driver has begun to restore the target's copy; also true after the restore (see `_in_the_middle`).
+
+    The copy then has descriptors of the driver again, or criu, until then its sibling, ended a moment ago."""
     copy: int | None = None
     alone_since_s = 0.0
 

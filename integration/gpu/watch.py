@@ -23,8 +23,7 @@ def resident_bytes(pid: int) -> int:
 
 
 def holds_gpu(pid: int) -> bool:
-    """Whether a process has a descriptor of the driver: it has none from the end of a checkpoint to the start of a
-    restore."""
+    """Whether a process has a descriptor of the driver; it has none between checkpoint and restore."""
     with contextlib.suppress(OSError):
         for entry in Path(f"/proc/{pid}/fd").iterdir():
             with contextlib.suppress(OSError):

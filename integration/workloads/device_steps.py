@@ -80,7 +80,7 @@ def change(block: int, step: int, source: int) -> None:
 
 
 def fill(block: int, first: int, copied_from: int | None = None) -> None:
-    """Fills a block: of eight megabytes one is zero, and one has fixed contents. `first` numbers the block's first
+    """Fills a block: of eight megabytes one is zero, and one is fixed. `first` is the number of the block's first
     megabyte."""
     for offset in range(0, BLOCK_BYTES, MIB):
         number, there, held = first + offset // MIB, place(block + offset), size(min(MIB, BLOCK_BYTES - offset))

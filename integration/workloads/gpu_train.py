@@ -174,8 +174,7 @@ class Trainer:
         return loss.detach()
 
     def _capture(self, graph: torch.cuda.CUDAGraph) -> None:
-        """Captures forward and backward as one graph. The optimizer stays outside, because the scaler reads the
-        gradients first."""
+        """Captures forward and backward as one graph, but not the optimizer: the scaler reads the gradients first."""
         aside = torch.cuda.Stream()
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):

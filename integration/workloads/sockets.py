@@ -1,5 +1,4 @@
-"""Uses sockets other than plain connections: one that is only bound, connected datagrams, and options that must be
-kept.
+"""Uses sockets other than plain connections: one that is only bound, connected datagrams, and various options.
 
 Prints its options and an answered datagram every step. When --until exists, it listens on the socket that was bound at
 the start, and prints its address.

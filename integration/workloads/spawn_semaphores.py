@@ -1,5 +1,4 @@
-"""Runs two spawned workers that share queues, a lock, a semaphore and an event with their parent, and later a third
-one.
+"""Runs two spawned workers, and later a third, that share queues, a lock, a semaphore and an event with their parent.
 
 Spawned processes open semaphores by name. The names must refer to the semaphores that the others already use, and must
 still exist when they are removed at the end. Otherwise the resource tracker prints a warning on stderr.

@@ -46,8 +46,7 @@ class Driver:
     fake: GpuNode | None
 
     def filling(self, free_bytes: int) -> tuple[str, ...]:
-        """Options of a job that leaves no room for another context, which needs 20 MiB on the fake, several hundred on
-        a real GPU."""
+        """Options of a job that leaves no room for another context: 20 MiB on the fake, several hundred on a real GPU."""
         mib, blocks = (free_bytes // MIB - 24, 4) if self.fake else (free_bytes // MIB - 900, 64)
         return "--mib", str(mib // (2 * blocks) * 2 * blocks), "--blocks", str(blocks)
 

@@ -37,8 +37,7 @@ def build() -> Path:
 
 @dataclass(frozen=True)
 class FakeGpu:
-    """A GPU as gpus.json describes it. `mig` is None if the chip has no MIG; `virtual_memory`: has the calls that map
-    memory."""
+    """A GPU as gpus.json describes it. `mig` is None if the chip has no MIG; `virtual_memory`: its memory can be mapped."""
 
     uuid: str
     name: str = "NVIDIA H200"

@@ -13,8 +13,7 @@ CURRENT, OLD = 22809, 21805
 
 @functools.cache
 def build(version: int = CURRENT, sanitizer: str = "") -> Path:
-    """Returns the folder with libnccl.so.2, libfakestreams.so.1, libnote_calls.so and, for the current version,
-    check_ranks."""
+    """Returns the folder with libnccl.so.2, libfakestreams.so.1, libnote_calls.so and (current version only) check_ranks."""
     folder = SOURCES / "build" / "-".join(filter(None, (str(version), sanitizer)))
     names = ["libnccl.so.2", "libnote_calls.so"]
     if version == CURRENT:  # the program uses functions that older versions lack

@@ -50,8 +50,7 @@ static bool turned_since(struct gate then)
 	return now.turns != then.turns;
 }
 
-/* Uses the share of this thread, even if the gate was shut and opened again since. Increments `inside` first: see
- * gate_nobody_inside. */
+/* Uses the share of this thread, even if the gate was shut and opened since. `inside` comes first: see gate_nobody_inside. */
 static void use_share(void)
 {
 	struct gate now = gate, then;

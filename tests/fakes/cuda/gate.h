@@ -4,8 +4,7 @@
 
 #include <stdbool.h>
 
-/* Both wait while the gate is shut; call gate_leave() afterwards. `alone` also waits for threads that have an unused
- * share. */
+/* Both wait while the gate is shut; call gate_leave() afterwards. `alone` also waits for threads with an unused share. */
 void gate_enter(void);
 void gate_enter_alone(void);
 void gate_leave(void);

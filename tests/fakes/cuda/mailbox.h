@@ -3,8 +3,7 @@
  * The caller finds the mailbox by its magic, at the start of a page in the writable mapping of libcuda.so.1
  * (/proc/PID/maps), and reads and writes it through /proc/PID/mem. So nothing has to be closed before a dump, pid and
  * mount namespaces do not matter, and the caller finds a process that CRIU has restored. The driver threads serve
- * requests in order and to the end: a stopped process does not answer, and a request whose caller was killed is still
- * finished.
+ * requests in order and completely: a stopped process does not answer, and a request of a killed caller is finished.
  */
 #ifndef FAKE_CUDA_MAILBOX_H
 #define FAKE_CUDA_MAILBOX_H

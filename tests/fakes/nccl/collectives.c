@@ -1,8 +1,7 @@
 /* Executes the operations. Every collective is one or two exchanges, in which each rank sends a block to each other
  * rank and receives one from it (often empty), followed by local arithmetic.
  *
- * Invariant: in every collective each rank receives from every other one, so none completes before all have launched
- * it.
+ * Invariant: in every collective each rank receives from all others, so none completes before all have launched it.
  */
 #include <stdlib.h>
 #include <string.h>

@@ -1,5 +1,4 @@
-"""Scenarios that create communicators: from ids, from others, many in one process, non-blocking, with configs, with
-errors.
+"""Scenarios that create communicators: from ids, from others, many in one process, non-blocking, with configs, wrongly.
 
 Every rank of a test runs the function in its own process, and asserts what that rank must see. Expected numbers are
 computed in plain Python, from the known values of the other ranks.

@@ -91,7 +91,7 @@ def moves(rank: Rank) -> None:
 
 
 def scaled_sums(rank: Rank) -> None:
-    """PreMulSum: each rank has its own factor, read at once or when the operation runs. An operator belongs to its
+    """PreMulSum: each rank has its own factor, read at once or when the operation runs; operators belong to a
     communicator."""
     nccl, comm, other = rank.nccl, rank.world(), rank.world("other")
     for datatype, residence in product(TYPES, (0, 1)):
