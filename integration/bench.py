@@ -202,7 +202,7 @@ def sampled(nodes: Cluster, node: str) -> Iterator[list[float]]:
     done = threading.Event()
     pid = nodes.lab.daemon_pid(node)
     assert pid is not None
-    images = Path(f"/proc/{pid}/root/run/snapshotd/transport/image/out")
+    images = Path(f"/proc/{pid}/root/run/snapshotd/images/out")
 
     def watch() -> None:
         while not done.wait(0.05):

@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from integration.behaviour import AWAY, HOME, THIRD, Reader, end_chain
 from integration.harness import WORKLOADS, Cluster, Job, processes_of, until
+from tests.installation import readable_copy, readable_python
 
 pytestmark = pytest.mark.root
 
@@ -219,25 +223,41 @@ def test_training_job_moves_three_times(nodes: Cluster) -> None:
 # ---------------------------------------------------------------- any user
 
 
-def test_rank_of_another_user_keeps_its_identity(nodes: Cluster) -> None:
+@pytest.fixture
+def readable_folder() -> Iterator[Path]:
+    """A folder that every user and every node of a lab can read; the checkout may lie below /root."""
+    with tempfile.TemporaryDirectory(dir="/var/lib", prefix="migrator-test-") as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)
+
+
+def test_rank_of_another_user_keeps_its_identity(nodes: Cluster, readable_folder: Path) -> None:
     """Neither root nor this interpreter: the user may not be able to read this virtual environment."""
-    python = "/usr/bin/python3"
-    version = subprocess.run([python, "-c", "import sys; print(sys.version_info >= (3, 11))"], capture_output=True)
-    assert version.stdout.strip() == b"True", f"{python} is older than 3.11; this test needs one that any user can run"
+    python = readable_python()
+    installed = readable_copy(readable_folder / "installed")
+    for name in ("identity.py", "steps.py"):
+        shutil.copy(WORKLOADS / name, readable_folder)
     cpu = max(os.sched_getaffinity(0))
     prefix: list[str] = ["taskset", "-c", str(cpu), "setpriv", "--reuid", "1500", "--regid", "1500", "--groups"]
     prefix += ["1500,1600", "prlimit", "--nofile=512:1024", "--core=0:0", "nice", "-n", "3"]
     prefix += ["sh", "-c", 'umask 027; exec "$@"', "sh"]
     command = [python, "-m", "migrator.cli", "run", "--job", "users", "--"]
-    command += [python, str(WORKLOADS / "identity.py"), "--steps", "100000"]
-    environment = {**os.environ, "MARKER": "a  b=c", "PYTHONPATH": str(Path.cwd())}
+    command += [python, str(readable_folder / "identity.py"), "--steps", "100000"]
+    environment = {**os.environ, "MARKER": "a  b=c", "PYTHONPATH": str(installed)}
     process = nodes.lab.spawn(
-        HOME, [*prefix, *command], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=2, env=environment
+        *(HOME, [*prefix, *command]),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=2,
+        env=environment,
+        cwd=readable_folder,
     )
     out = Reader(process.stdout)
     job = Job(nodes.lab, process, Path(os.devnull), "users")
     nodes.jobs.append(job)
-    identity = f"(1500, 1500, 1500) (1500, 1500, 1500) [1500, 1600] (512, 1024) (0, 0) [{cpu}] a  b=c {Path.cwd()} 3"
+    identity = (
+        f"(1500, 1500, 1500) (1500, 1500, 1500) [1500, 1600] (512, 1024) (0, 0) [{cpu}] a  b=c {readable_folder} 3"
+    )
     for node in (AWAY, HOME, THIRD):
         out.await_more(500)
         nodes.move(job, node)

@@ -18,14 +18,17 @@ def uninterrupted(program: str, *arguments: str) -> str:
 
 
 def test_losses_of_a_moved_training_job_are_bit_identical(nodes: Cluster) -> None:
-    job = nodes.workload("node-1", "train.py", "--steps", "80")
+    end = nodes.folder / "end"
+    end.unlink(missing_ok=True)
+    job = nodes.workload("node-1", "train.py", "--until", str(end))
     job.await_lines(20)
     result = nodes.move(job, "spare-1")
+    steps = str(job.end_soon(end))
     assert result["outcome"] == "moved"
     assert result["source"] == "node-1"
     assert result["target"] == "spare-1"
     assert job.finish() == 0
-    assert job.text() == uninterrupted("train.py", "--steps", "80", "--pace-s", "0")
+    assert job.text() == uninterrupted("train.py", "--steps", steps, "--pace-s", "0")
 
 
 @pytest.mark.parametrize(
@@ -45,16 +48,19 @@ def test_losses_of_a_moved_training_job_are_bit_identical(nodes: Cluster) -> Non
 def test_process_state_survives_moves(nodes: Cluster, program: str, tmp_path: Path) -> None:
     arguments = ("--folder", str(nodes.folder)) if program in {"files.py", "events.py"} else ()
     (nodes.folder / "shared.log").unlink(missing_ok=True)
-    job = nodes.workload("node-1", program, "--steps", "150", *arguments)
+    end = nodes.folder / "end"
+    end.unlink(missing_ok=True)
+    job = nodes.workload("node-1", program, "--until", str(end), *arguments)
     job.await_lines(10)
     nodes.move(job, "spare-1")
     with (nodes.folder / "shared.log").open("a") as log:
         log.write("another process\n")
     job.await_progress()
     nodes.move(job, "node-2")
+    steps = job.end_soon(end)
     assert job.finish() == 0, job.text()[-500:]
     (nodes.folder / "shared.log").unlink(missing_ok=True)
-    assert job.text() == uninterrupted(program, "--steps", "150", "--pace-s", "0.001", *arguments)
+    assert job.text() == uninterrupted(program, "--steps", str(steps), "--pace-s", "0.001", *arguments)
 
 
 def test_exactly_one_copy_runs_and_it_is_on_the_target(nodes: Cluster) -> None:

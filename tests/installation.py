@@ -8,10 +8,19 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 NOBODY = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups")
+
+
+def open_to_all(folder: Path) -> None:
+    """Lets every user enter a test's folder: pytest makes it, and those above it, for its own user alone."""
+    for above in (folder, *folder.parents):
+        if above == Path(tempfile.gettempdir()):
+            return
+        above.chmod(above.stat().st_mode | 0o055)
 
 
 def readable_copy(folder: Path) -> Path:
@@ -28,7 +37,15 @@ def readable_python() -> str:
     """A Python 3.11 or newer that every user can execute."""
     check = "import sys; sys.exit(sys.version_info < (3, 11))"
     for python in (sys.executable, sys._base_executable, "/usr/bin/python3"):  # type: ignore[attr-defined]
-        done = subprocess.run([*NOBODY, python, "-I", "-c", check], capture_output=True, cwd="/", check=False)
-        if done.returncode == 0:
+        if (
+            _open_to_every_user(Path(python))
+            and subprocess.run([python, "-I", "-c", check], check=False).returncode == 0
+        ):
             return str(python)
     raise AssertionError("no Python 3.11 or newer that every user can execute: install python3 from the distribution")
+
+
+def _open_to_every_user(program: Path) -> bool:
+    """By the modes of the folders, because a process of root that changes its user id may keep root's capabilities."""
+    folders = {*program.absolute().parents, *program.resolve().parents}
+    return program.exists() and all(folder.stat().st_mode & 0o001 for folder in folders)

@@ -1,21 +1,32 @@
 """Shared by all workloads: arguments, a line per step, and the report of an error."""
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Iterator
 from typing import NoReturn
 
 
-def steps() -> Iterator[int]:
-    """Yields the numbers of the steps, at the requested pace; prints DONE after the last."""
+def steps(default_steps: int = 100, default_pace_s: float = 0.03) -> Iterator[int]:
+    """Yields the numbers of the steps, at the requested pace; prints DONE after the last.
+
+    With --until FILE the program goes on until FILE exists, which then holds the number of steps: a test can let it end once
+    all moves are done, however slow the machine is.
+    """
     parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--pace-s", type=float, default=0.03)
+    parser.add_argument("--steps", type=int, default=default_steps)
+    parser.add_argument("--until")
+    parser.add_argument("--pace-s", type=float, default=default_pace_s)
     options, _ = parser.parse_known_args()
-    for step in range(options.steps):
+    step = 0
+    while step < options.steps or options.until:
         yield step
+        step += 1
         time.sleep(options.pace_s)
+        if options.until and os.path.exists(options.until):
+            with open(options.until) as file:
+                options.steps, options.until = int(file.read()), None
     print("DONE", flush=True)
 
 

@@ -2,15 +2,13 @@
 
 import argparse
 import os
-import time
 
 import torch
+from steps import steps
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--steps", type=int, default=200)
-parser.add_argument("--pace-s", type=float, default=0.02)
 parser.add_argument("--width", type=int, default=256)
-options = parser.parse_args()
+options, _ = parser.parse_known_args()
 
 torch.set_num_threads(1)
 torch.manual_seed(int(os.environ.get("RANK", "0")))
@@ -18,12 +16,10 @@ model = torch.nn.Sequential(
     torch.nn.Linear(64, options.width), torch.nn.ReLU(), torch.nn.Dropout(0.1), torch.nn.Linear(options.width, 64)
 )
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-for step in range(options.steps):
+for step in steps(default_steps=200, default_pace_s=0.02):
     batch = torch.randn(32, 64)
     loss = ((model(batch) - batch) ** 2).mean()
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
     print(f"step {step} loss {loss.item():.12f}", flush=True)
-    time.sleep(options.pace_s)
-print("DONE", flush=True)

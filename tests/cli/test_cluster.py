@@ -16,6 +16,7 @@ import pytest
 from migrator import pki
 from migrator.cluster import Cluster, Netns, Places
 from snapshotd.api.errors import Ambiguous, BadConfig, Internal, NotFound, Unreachable
+from tests.installation import open_to_all
 
 REPOSITORY = Path(__file__).parents[2]
 OWN_NETNS = Path("/proc/self/ns/net")
@@ -220,8 +221,7 @@ def test_file_that_is_not_toml_is_rejected(tmp_path: Path, content: bytes) -> No
 
 def test_unreadable_private_key_is_reported(tmp_path: Path) -> None:
     path = write_cluster(tmp_path / "cluster.toml")
-    for folder in (tmp_path, *tmp_path.parents[:2], tmp_path / "pki", tmp_path / "pki/operators"):
-        folder.chmod(0o755)
+    open_to_all(tmp_path / "pki/operators")
     with as_nobody(), pytest.raises(BadConfig, match=r"tls\.key: .*alice\.key cannot be read: Permission denied"):
         Cluster.load(path)
 

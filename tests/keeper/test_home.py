@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from snapshotd.proc.tree import Process
-from tests.installation import NOBODY, readable_copy, readable_python
+from tests.installation import NOBODY, open_to_all, readable_copy, readable_python
 from tests.keeper.nodes import Node, python, until
 
 
@@ -220,10 +220,7 @@ async def test_background_process_does_not_delay_the_launcher(node: Node) -> Non
 async def test_another_user_may_start_ranks(node: Node, tmp_path: Path) -> None:
     if os.getuid() != 0:
         pytest.skip("only root can become somebody else")
-    tmp_path.chmod(0o755)
-    for folder in tmp_path.parents:
-        if folder.stat().st_uid == os.getuid() and folder != Path(folder.anchor) and folder.name.startswith("pytest"):
-            folder.chmod(0o755)
+    open_to_all(tmp_path)
     # The checkout may lie where other users cannot read it, below /root for example.
     installed = readable_copy(tmp_path / "installed")
     keeper = await node.launch(
