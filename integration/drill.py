@@ -220,7 +220,7 @@ class Drill:
         found = [f"process {pid}" for pid in self.copies()]
         for node in self.lab.nodes:
             images = self.nodes.run_dir(node) / "images"
-            found += [f"{node} {path}" for path in images.rglob("*") if path.name != "out"]
+            found += [f"{node} {path}" for path in images.rglob("*") if path.name not in {"out", "sockets"}]
             group = self.lab.layout.node_cgroup(node)
             found += [f"{path}" for path in group.rglob("*") if path.is_dir() and _is_of_a_move(path)]
         return found

@@ -77,7 +77,7 @@ class Job:
         self.await_lines(len(self.lines()) + lines, timeout_s)
 
     def end_soon(self, file: Path) -> int:
-        """Lets a workload that was started with `--until FILE` end some steps from now; returns its number of steps."""
+        """Lets a workload that was started with `--end-file FILE` end some steps from now; returns its number of steps."""
         steps = len(self.lines()) + 100
         new = file.with_name(f"{file.name}.new")
         new.write_text(str(steps))
@@ -206,7 +206,7 @@ class Cluster:
         found = []
         for node in self.lab.nodes:
             images = self.run_dir(node) / "images"
-            found += [f"{node}: {path}" for path in images.rglob("*") if path != images / "out"]
+            found += [f"{node}: {path}" for path in images.rglob("*") if path.name not in {"out", "sockets"}]
             for group in self.lab.layout.node_cgroup(node).rglob("cgroup.procs"):
                 name, above = group.parent.name, group.parent.parent.name
                 if above == "snapshotd-ranks" or (name.startswith("snapshotd-") and name != "snapshotd-ranks"):

@@ -20,7 +20,7 @@ def uninterrupted(program: str, *arguments: str) -> str:
 def test_losses_of_a_moved_training_job_are_bit_identical(nodes: Cluster) -> None:
     end = nodes.folder / "end"
     end.unlink(missing_ok=True)
-    job = nodes.workload("node-1", "train.py", "--until", str(end))
+    job = nodes.workload("node-1", "train.py", "--end-file", str(end))
     job.await_lines(20)
     result = nodes.move(job, "spare-1")
     steps = str(job.end_soon(end))
@@ -50,7 +50,7 @@ def test_process_state_survives_moves(nodes: Cluster, program: str, tmp_path: Pa
     (nodes.folder / "shared.log").unlink(missing_ok=True)
     end = nodes.folder / "end"
     end.unlink(missing_ok=True)
-    job = nodes.workload("node-1", program, "--until", str(end), *arguments)
+    job = nodes.workload("node-1", program, "--end-file", str(end), *arguments)
     job.await_lines(10)
     nodes.move(job, "spare-1")
     with (nodes.folder / "shared.log").open("a") as log:

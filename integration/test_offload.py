@@ -149,7 +149,7 @@ def test_device_memory_follows_the_image_without_a_device_memory_channel(lab: Gp
     with only_grpc(lab, TARGET):
         told = lab.cluster.move(job, TARGET)
     assert part(told, "park-out")["bytes"] == part(told, "refill")["bytes"] == LARGE_MIB * MIB
-    assert "parked device memory follows the image" in told["warnings"][0]
+    assert "offloaded device memory follows the image" in told["warnings"][0]
     lab.ends_well(job)
 
 
@@ -177,7 +177,7 @@ def test_thread_that_stays_in_the_driver_does_not_prevent_the_move(lab: GpuClust
         until("a thread to be in the driver", lambda: not lab.nodes[SOURCE].faults())
     assert asked.code == 0, f"{asked.answer} {asked.errors}"
     logged = logged_of(lab, SOURCE, asked.answer["move"])
-    for words in ("locked before they are parked", "let go to try again"):
+    for words in ("locking the driver before parking threads", "releasing threads to try again"):
         assert any(words in line for line in logged), lab.cluster.logs()
     assert part(asked.answer, "refill")["bytes"] >= LARGE_MIB * MIB
     job.await_progress(3)

@@ -11,22 +11,22 @@ from typing import NoReturn
 def steps(default_steps: int = 100, default_pace_s: float = 0.03) -> Iterator[int]:
     """Yields the numbers of the steps, at the requested pace; prints DONE after the last.
 
-    With --until FILE the program goes on until FILE exists, which then holds the number of steps: a test can let it end once
-    all moves are done, however slow the machine is.
+    With --end-file FILE the program continues until FILE exists, which then holds the number of steps: a test can let it
+    end once all moves are done, however slow the machine is.
     """
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=default_steps)
-    parser.add_argument("--until")
+    parser.add_argument("--end-file")
     parser.add_argument("--pace-s", type=float, default=default_pace_s)
     options, _ = parser.parse_known_args()
     step = 0
-    while step < options.steps or options.until:
+    while step < options.steps or options.end_file:
         yield step
         step += 1
         time.sleep(options.pace_s)
-        if options.until and os.path.exists(options.until):
-            with open(options.until) as file:
-                options.steps, options.until = int(file.read()), None
+        if options.end_file and os.path.exists(options.end_file):
+            with open(options.end_file) as file:
+                options.steps, options.end_file = int(file.read()), None
     print("DONE", flush=True)
 
 
