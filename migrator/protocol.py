@@ -1,8 +1,10 @@
 """The protocol of a move: what is asked of which daemon, in which order, and how each step is undone.
 
 **Invariant: at most one copy of a rank ever runs.** The source's copy runs until Freeze stops it. From then on it may run
-again only if the outcome of the move is ABORT. The target's copy is restored stopped ("held") and may run only if the outcome
-is COMMIT. The outcome is one write-once record in the source daemon's journal. It is on disk before either copy may run.
+again only if the outcome of the move is ABORT. The target's copy is restored "held" and may run only if the outcome is
+COMMIT. The outcome is one write-once record in the source daemon's journal. It is on disk before either copy may run. What
+can overrule it is listed below, and keeps the invariant. "Runs" means the job's own code: in a held copy only threads of the
+CUDA driver and of the shim run, to refill device memory and to build communicators.
 
 **Participants.** The *driver* (`migrator/driver/`, part of `migrator move`) asks for the steps of TABLE in order and decides
 nothing. The *source* daemon has the rank and writes the outcome. The *target* daemon receives the rank. *Peers* are the
@@ -21,19 +23,21 @@ between the rank and its peers are filtered from Freeze to Settle, so that no ke
 **Lease.** Begin starts a lease, counted by the source alone on its own clock (CLOCK_BOOTTIME). The driver renews it with
 Source.Renew throughout the move. If it expires before an outcome is recorded, the source records ABORT, also in answer to a
 late Commit. No other participant decides by a time-out: target, peers and job nodes ask the source, and wait as long as it
-takes. (One exception: a gate opens after 4 minutes without the source if the target has no copy, and after 15 minutes without
-source and target, so that the job fails with an NCCL error instead of hanging.)
+takes. The default lease is 30 seconds. (One exception: a gate opens after 4 minutes without the source if the target has no
+copy, and after 15 minutes without source and target, so that the job fails with an NCCL error instead of hanging.)
 
 **Nonce, receipt, token.** In Prepare the target makes up a random nonce for the move. The driver passes it to the source, the
 peers and the job's nodes, inside mutual TLS. The *receipt* that Restore returns is an HMAC with that nonce: it proves to the
 source that the target holds a whole copy, and Commit is refused without it. A *token* is the HMAC over the outcome: it proves
 that the source has recorded COMMIT or ABORT. Any holder can pass a token on. Activate requires the token of COMMIT, Discard
-that of ABORT, Settle and Open either.
+that of ABORT, Settle and Open either. The driver passes the token of COMMIT on to Settle and Open only after Activate. The
+nonce is a shared secret: it guards against mistakes and strangers, not against a participant that forges a token.
 
 **What overrules a recorded COMMIT.** Two things, both recorded beside it:
 - The target's journal says that its copy died, or was dropped, before it ever ran. Then the source takes the rank back and
-  thaws its own copy, which it keeps until the target reports the rank running. This is safe because the target journals
-  "activated" before the copy's first instruction, and from then on never gives that answer.
+  thaws its own copy, which it keeps until the target reports the rank running, and everything goes back as after ABORT. This
+  is safe because the target journals "activated" before the copy's first instruction, and from then on never gives that
+  answer; peers and gates act on COMMIT only once the target runs the rank.
 - An operator declares the target permanently down (`migrator recover --target-is-dead`): the source's copy goes on. Likewise
   `--source-is-dead` lets a target with a held copy run it without any record of the source. Both are refused while the node
   that is declared dead answers. A false declaration is the one way to get two copies.
@@ -43,18 +47,19 @@ that of ABORT, Settle and Open either.
   token to the target itself. In both cases target, peers and gates learn the outcome by asking, and nothing is left to do.
 - *Source daemon*: the rank stays as it is, running or frozen in its cgroup. The restarted daemon reads its journal. A freeze
   or dump that was interrupted is aborted; anything later continues. Until then target, peers and gates wait.
-- *Source node*, or the frozen copy itself: that copy can never run again. If the target holds a whole copy, the outcome
-  becomes COMMIT; if it has none, ABORT, and the rank has ended.
+- *Source node*, or the frozen copy itself: that copy can never run again. The source daemon, after a reboot if need be, asks
+  the target. If that holds a whole copy, the source has communicators built with it and records COMMIT, whatever the lease
+  says; if it has none, ABORT, and the rank has ended. A source node that never returns needs `--source-is-dead`.
 - *Target daemon*: a held copy stays stopped. The restarted daemon asks the source, and neither runs nor drops the copy until
   it has an answer.
-- *Target node*, or the held copy: before COMMIT the move is aborted, after COMMIT the rank is taken back (above). A copy that
-  was activated is the rank: if it dies, the rank has ended.
+- *Target node*, or the held copy: before COMMIT the move is aborted, after COMMIT the rank is taken back (above), once the
+  target's daemon can say so or the operator does. A copy that was activated is the rank: if it dies, the rank has ended.
 - *Peer daemon*: a failed SuspendTimeouts or Repoint aborts the move. Later, the restarted daemon asks the source how the move
   ended. It delays nothing but its own connections. A peer believes COMMIT only once the target runs the rank.
 - *A node of the job*: a failed Quiesce, Detach or Attach aborts the move, and the source has the communicators built again as
   part of ABORT. A gate opens after COMMIT once the target runs the rank, after ABORT once that rebuilding is done.
-- *Home keeper* (the process that the launcher knows as the rank), before the rank runs on the target: ABORT, and all copies
-  are killed, because a launcher that lost the rank may start it anew.
+- *Home keeper* (the process that the launcher knows as the rank): before COMMIT the outcome is ABORT, after it COMMIT stands.
+  Either way the rank is killed wherever it is, because a launcher that lost the rank may start it anew.
 
 This file is pure: no I/O, no clock. `snapshotd/moves/rules.py` has the daemons' rules for unfinished moves. `tests/protocol/`
 walks every prefix of the table with every participant dying.
@@ -201,7 +206,9 @@ ACTIVATE = index_of("Activate")
 def undo_plan(reached: int) -> tuple[Step, ...]:
     """The steps of UNDO to ask for if the step with index `reached` failed, at COMMIT or before.
 
-    The failed step is undone as well, because it may have happened although its answer was lost.
+    The failed step is undone as well, because it may have happened although its answer was lost. Abort answers with the
+    outcome that stands: if that is COMMIT, nothing is undone, and the daemons finish the move. Abort of a move that the
+    source has never begun is recorded too, so that a delayed Begin is refused. The target of such a move asks the source.
     """
     if reached > COMMIT:
         return ()
