@@ -19,7 +19,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from integration.harness import PATIENCE_S, SHORT_LEASE, WORKLOADS, Cluster, Job, processes_of, until
+from integration.harness import (
+    PATIENCE_S,
+    SHORT_LEASE,
+    WORKLOADS,
+    Cluster,
+    Job,
+    everything_below,
+    processes_of,
+    until,
+)
 from snapshotd.moves.journal import Journal, MoveLog
 
 SOURCE, TARGET, OTHER = "node-1", "spare-1", "node-2"
@@ -220,9 +229,9 @@ class Drill:
         found = [f"process {pid}" for pid in self.copies()]
         for node in self.lab.nodes:
             images = self.nodes.run_dir(node) / "images"
-            found += [f"{node} {path}" for path in images.rglob("*") if path.name not in {"out", "sockets"}]
+            found += [f"{node} {path}" for path in everything_below(images) if path.name not in {"out", "sockets"}]
             group = self.lab.layout.node_cgroup(node)
-            found += [f"{path}" for path in group.rglob("*") if path.is_dir() and _is_of_a_move(path)]
+            found += [f"{path}" for path in everything_below(group) if path.is_dir() and _is_of_a_move(path)]
         return found
 
 
@@ -254,7 +263,9 @@ def node_of(pid: int) -> str:
 
 
 def kill(pid: int) -> None:
+    """Kills a process and waits for its end: until then it counts as alive, for the daemons too."""
     os.kill(pid, signal.SIGKILL)
+    until(f"process {pid} to end", lambda: ended(pid))
 
 
 def ended(pid: int) -> bool:

@@ -206,12 +206,12 @@ class Cluster:
         found = []
         for node in self.lab.nodes:
             images = self.run_dir(node) / "images"
-            found += [f"{node}: {path}" for path in images.rglob("*") if path.name not in {"out", "sockets"}]
-            for group in self.lab.layout.node_cgroup(node).rglob("cgroup.procs"):
+            found += [f"{node}: {path}" for path in everything_below(images) if path.name not in {"out", "sockets"}]
+            for group in files_below(self.lab.layout.node_cgroup(node), "cgroup.procs"):
                 name, above = group.parent.name, group.parent.parent.name
                 if above == "snapshotd-ranks" or (name.startswith("snapshotd-") and name != "snapshotd-ranks"):
                     found.append(f"{node}: cgroup {name}")
-                for pid in group.read_text().split():
+                for pid in pids_in(group):
                     with contextlib.suppress(OSError):
                         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
                         if b"shim.keeper.guest" in words or b"swrk" in words:
@@ -261,6 +261,22 @@ class Cluster:
                 self.lab.start_daemon(node)
             else:
                 self.lab.kill_daemon(node, signal.SIGCONT)
+
+
+def everything_below(folder: Path) -> list[Path]:
+    """All files and folders below a folder. Unlike Path.rglob it bears folders that vanish meanwhile, as cgroups do."""
+    return [Path(above, name) for above, folders, files in os.walk(folder) for name in (*folders, *files)]
+
+
+def files_below(folder: Path, name: str) -> list[Path]:
+    return [path for path in everything_below(folder) if path.name == name]
+
+
+def pids_in(procs: Path) -> list[int]:
+    """The processes that a file cgroup.procs lists; none if the cgroup has just been removed."""
+    with contextlib.suppress(OSError):
+        return [int(pid) for pid in procs.read_text().split()]
+    return []
 
 
 def processes_of(marker: str) -> list[int]:

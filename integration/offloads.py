@@ -37,10 +37,11 @@ def children(lab: GpuCluster, node: str, module: str) -> list[int]:
     """The children of a node's daemon that run this Python module; all children if `module` is empty."""
     found = []
     for task in Path(f"/proc/{lab.lab.daemon_pid(node)}/task").iterdir():
-        for pid in (task / "children").read_text().split():
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-                if not module or module.encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
-                    found.append(int(pid))
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended meanwhile
+            for pid in (task / "children").read_text().split():
+                with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                    if not module or module.encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
+                        found.append(int(pid))
     return found
 
 

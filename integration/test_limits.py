@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from integration.harness import Cluster, Job, until
+from integration.harness import Cluster, Job, files_below, pids_in, until
 
 pytestmark = pytest.mark.root
 
@@ -42,9 +42,9 @@ def used(nodes: Cluster, node: str) -> Used:
     pid = nodes.lab.daemon_pid(node)
     assert pid is not None
     found = Used(daemon=rss_bytes(pid))
-    for group in nodes.lab.layout.node_cgroup(node).rglob("criu-*/cgroup.procs"):
-        with contextlib.suppress(OSError):
-            found.criu += sum(rss_bytes(int(word)) for word in group.read_text().split())
+    for group in files_below(nodes.lab.layout.node_cgroup(node), "cgroup.procs"):
+        if group.parent.name.startswith("criu-"):
+            found.criu += sum(rss_bytes(pid) for pid in pids_in(group))
     for place in ("run", "tmp", "dev/shm"):
         room = os.statvfs(f"/proc/{pid}/root/{place}")
         found.tmpfs += (room.f_blocks - room.f_bfree) * room.f_frsize

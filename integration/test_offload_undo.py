@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from integration.gpu_nodes import GpuCluster
-from integration.harness import PATIENCE_S, SHORT_LEASE, Job, until
+from integration.harness import PATIENCE_S, SHORT_LEASE, Job, files_below, pids_in, until
 from integration.offloads import LARGE, MIB, SOURCE, TARGET, UNDONE, children, start, stopped_senders
 from snapshotd.api.errors import SnapshotError
 from snapshotd.inprocess import devmem, shimctl
@@ -98,14 +98,13 @@ def test_target_daemon_restarted_before_the_restore_uses_stripes_that_arrived(la
 
 def copying(lab: GpuCluster, node: str) -> int:
     """The process on this node whose device memory is partly copied; 0 if there is none."""
-    with contextlib.suppress(FileNotFoundError):  # a cgroup of criu's that has just been removed
-        for procs in lab.lab.layout.node_cgroup(node).rglob("cgroup.procs"):
-            for pid in map(int, procs.read_text().split()):
-                with contextlib.suppress(SnapshotError, OSError):
-                    mailbox = shimctl.find(Process.of(pid))
-                    memory = mailbox.device_memory() if mailbox is not None else None
-                    if memory is not None and memory.busy and any(memory.done):
-                        return pid
+    for procs in files_below(lab.lab.layout.node_cgroup(node), "cgroup.procs"):
+        for pid in pids_in(procs):
+            with contextlib.suppress(SnapshotError, OSError):
+                mailbox = shimctl.find(Process.of(pid))
+                memory = mailbox.device_memory() if mailbox is not None else None
+                if memory is not None and memory.busy and any(memory.done):
+                    return pid
     return 0
 
 
@@ -140,7 +139,7 @@ def test_process_killed_while_memory_is_copied_keeps_it_intact(
     job = start(lab, *THREADED)
     job.await_lines(5)
     copying(lab, node)  # imports what it needs, so that the first look during the copy is quick
-    lab.nodes[node].fault("copy", "slow:500", once=False)
+    lab.nodes[node].fault("copy", "slow:250", once=False)  # slower ones outlast the rehearsal
     with lab.cluster.begin_move(job, TARGET, more=SHORT_LEASE) as asked:
         copied = until("a copy to be in progress", lambda: copying(lab, node) or asked.poll() is not None)
         assert asked.poll() is None, f"it ended before a copy was seen: {asked.communicate()}"
