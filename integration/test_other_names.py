@@ -25,7 +25,9 @@ def names_on(nodes: Cluster, node: str) -> set[str]:
 
 def test_semaphores_of_spawned_workers_survive_moves_and_undone_moves(nodes: Cluster) -> None:
     others = names_on(nodes, HOME)
-    job = nodes.workload(HOME, PROGRAM, *STEPS)
+    end = nodes.folder / "end"
+    end.unlink(missing_ok=True)
+    job = nodes.workload(HOME, PROGRAM, "--end-file", str(end))
     job.await_lines(5)
     names = names_on(nodes, HOME) - others
     assert all(name.startswith("sem.mp-") for name in names)
@@ -47,8 +49,9 @@ def test_semaphores_of_spawned_workers_survive_moves_and_undone_moves(nodes: Clu
         assert not any(name.startswith("link_remap") for node in (HOME, AWAY) for name in names_on(nodes, node))
         job.await_progress()
 
+    steps = job.end_soon(end)
     assert job.finish() == 0, job.text()[-500:]
-    assert job.text() == uninterrupted(PROGRAM, *STEPS, "--pace-s", "0.001")
+    assert job.text() == uninterrupted(PROGRAM, "--steps", str(steps), "--pace-s", "0.001")
     assert names_on(nodes, HOME) == others
 
 
