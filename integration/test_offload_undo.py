@@ -139,7 +139,7 @@ def test_process_killed_while_memory_is_copied_keeps_it_intact(
     job = start(lab, *THREADED)
     job.await_lines(5)
     copying(lab, node)  # imports what it needs, so that the first look during the copy is quick
-    lab.nodes[node].fault("copy", "slow:250", once=False)  # slower ones outlast the rehearsal
+    lab.nodes[node].fault("copy", "slow:250", once=False)  # with 500 ms and more, no copy in progress was seen
     with lab.cluster.begin_move(job, TARGET, more=SHORT_LEASE) as asked:
         copied = until("a copy to be in progress", lambda: copying(lab, node) or asked.poll() is not None)
         assert asked.poll() is None, f"it ended before a copy was seen: {asked.communicate()}"
