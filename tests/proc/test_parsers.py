@@ -149,7 +149,7 @@ def test_cgroup_paths() -> None:
 
 def test_environ_of_a_process() -> None:
     assert environ.parse("A=1\0B=x=y\0A=2\0broken\0") == {"A": "1", "B": "x=y"}
-    # The program prints a line before its environment is read: Popen returns during execve, when /proc still shows an empty one.
+    # Popen returns during execve, while /proc still shows an empty environment: wait until the program has printed a line.
     command = ["/bin/sh", "-c", "echo; read line"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={"ONE": "1"}) as process:
         assert process.stdout is not None
