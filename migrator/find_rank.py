@@ -62,7 +62,7 @@ async def find_rank(cluster: Cluster, rank: int, job: str | None) -> Found:
     if not here:
         away = [entry.rank.at_node for entry in meant if entry.rank.at_node in silent]
         if away or silent:
-            lost = "".join(f"\n  {silent[node].message.splitlines()[0]}" for node in away or silent)
+            lost = "".join(f"\n  {silent[node].headline}" for node in away or silent)
             raise Unreachable(f"rank {rank} is on no node that answers, and these do not:{lost}", where=Where.UNKNOWN)
         of_job = f" in job {job!r}" if job else ""
         raise NotFound(f"no rank {rank}{of_job} runs on any node")

@@ -50,7 +50,7 @@ async def _undo(run: Run, error: SnapshotError, outcome: pb.Outcome | None = Non
     for step in protocol.undo_plan(run.reached):
         with run.reporter.phase(step.phase), contextlib.suppress(SnapshotError):
             if step.action == "Abort":
-                outcome = await _abort(run, error.message.splitlines()[0][:500], step.timeout_s)
+                outcome = await _abort(run, error.headline[:500], step.timeout_s)
                 if outcome is not None and outcome.kind == pb.COMMIT:  # the answer to Commit was lost
                     return outcome
                 _pause_over(run)

@@ -164,7 +164,7 @@ class Gates:
                         pb.TokenRequest(move=move, token=token), timeout_s=min(timeout_s, ASK_S), retry=True
                     )
             except SnapshotError as error:
-                return f"{node}: {error.message.splitlines()[0]}"
+                return f"{node}: {error.headline}"
             return "" if reply.opened else f"{node}: {reply.waiting_for}"
 
         return [late for late in await asyncio.gather(*(ask(node) for node in sorted(self.closed))) if late]

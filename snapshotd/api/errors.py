@@ -41,6 +41,11 @@ class SnapshotError(Exception):
         self.advice = remedy or type(self).remedy
         self.where = where
 
+    @property
+    def headline(self) -> str:
+        """The first line of the message. The message may be empty: it can come from another node."""
+        return self.message.partition("\n")[0]
+
     def to_wire(self) -> bytes:
         return json.dumps(
             {"code": self.code, "message": self.message, "remedy": self.advice, "where": self.where.value}

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from snapshotd.preflight.objects import Kind, Object, gather, give_names
 from snapshotd.preflight.process_info import ProcessTree
 from snapshotd.preflight.reports import DriverReport, NcclReports
-from snapshotd.preflight.sockets import by_family, inode_of
+from snapshotd.preflight.sockets import UnixSockets, by_family, inode_of, unix_sockets_of
 from snapshotd.preflight.survey import Survey, survey
-from snapshotd.proc import net_unix
 
 
 @dataclass
@@ -44,13 +43,15 @@ class Inspection:
         return survey(self.tree, self.objects, self.carry_paths, self.bound_names)
 
     @functools.cached_property
+    def unix(self) -> UnixSockets:
+        """All unix sockets of the rank's network namespace."""
+        return unix_sockets_of(self.tree.root_pid)
+
+    @functools.cached_property
     def bound_names(self) -> list[str]:
         """The names that this tree's unix sockets are bound to."""
-        ours = [inode_of(thing) for thing in self.objects if thing.kind is Kind.SOCKET]
-        if not ours:
-            return []
-        names = net_unix.read(self.tree.root_pid)
-        return [names[inode] for inode in ours if inode in names]
+        ours = [inode_of(thing) for thing, _ in self.sockets["unix"]]
+        return [self.unix.names[inode] for inode in ours if inode in self.unix.names]
 
     @property
     def inside(self) -> set[int]:

@@ -8,9 +8,8 @@ from snapshotd.api.snapshotd_pb2 import Check
 from snapshotd.preflight.inspection import Inspection
 from snapshotd.preflight.objects import Object, is_carried
 from snapshotd.preflight.outsiders import find_outsiders
-from snapshotd.preflight.sockets import inode_of, unix_peers
+from snapshotd.preflight.sockets import inode_of
 from snapshotd.preflight.verdict import listed, passed, refused, warned
-from snapshotd.proc import net_unix
 
 
 def _holder(thing: Object) -> str:
@@ -33,11 +32,10 @@ def unix_sockets(rank: Inspection, *, thorough: bool = True) -> Check:
     ours = {inode_of(thing): thing for thing, _ in rank.sockets["unix"]}
     if not ours:
         return passed("unix-sockets", "none")
-    peers = unix_peers(rank.root_pid)
+    peers, names = rank.unix.peers, rank.unix.names
     away = {inode: peers[inode] for inode in ours if inode in peers and peers[inode] not in ours}
     links = {f"socket:[{inode}]" for inode in [*away.values(), *(ours if thorough else ())]}
     holders = find_outsiders(rank.inside, links, ()) if links else {}
-    names = net_unix.read(rank.root_pid) if away else {}
     found = []
     for inode, peer in away.items():
         outside = holders.get(f"socket:[{peer}]")

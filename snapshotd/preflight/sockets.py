@@ -1,8 +1,9 @@
-"""The protocol of every socket in the tree, and the peers of unix sockets.
+"""The protocol of every socket in the tree, and the names and peers of unix sockets.
 
 The protocol comes from the socket itself (an extended attribute of /proc/PID/fd/N), because the kernel's tables omit
-sockets that are not bound. Only sock_diag knows the peers of unix sockets. It is queried from a new thread, which enters
-the process's network namespace and then ends.
+sockets that are not bound. Names and peers of unix sockets come from sock_diag. It is queried from a new thread, which
+enters the process's network namespace and then ends. /proc/net/unix is not read: it does not escape newlines, so any user
+could add rows to it by the name of a socket.
 """
 
 from __future__ import annotations
@@ -12,14 +13,15 @@ import os
 import socket
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from snapshotd.preflight.objects import Kind, Object
 from snapshotd.proc import namespaces
 
 _INET = ("TCP", "UDP", "RAW", "PING", "MPTCP", "SCTP", "DCCP", "SMC")
 _CLONE_NEWNET = 0x40000000
-_SHOW_PEER, _SHOW_WAITING = 0x4, 0x8
+_SHOW_NAME, _SHOW_FILE, _SHOW_PEER, _SHOW_WAITING = 0x1, 0x2, 0x4, 0x8
 
 
 def inode_of(thing: Object) -> int:
@@ -51,9 +53,17 @@ def by_family(objects: Sequence[Object]) -> dict[str, list[tuple[Object, str]]]:
     return families
 
 
-def unix_peers(pid: int) -> dict[int, int]:
-    """inode -> inode of the peer, in this process's network namespace. Raises OSError if the query fails."""
-    answer: list[dict[int, int]] = []
+@dataclass(frozen=True, slots=True)
+class UnixSockets:
+    """The unix sockets of a network namespace, by inode."""
+
+    peers: Mapping[int, int]  # inode of the peer; of the listener if the connection has not been accepted yet
+    names: Mapping[int, str]  # of bound sockets; an abstract name begins with @
+
+
+def unix_sockets_of(pid: int) -> UnixSockets:
+    """The unix sockets of this process's network namespace. Raises OSError if the query fails."""
+    answer: list[UnixSockets] = []
     failure: list[Exception] = []
 
     def ask() -> None:
@@ -84,20 +94,22 @@ def _enter_network(pid: int) -> None:
         os.close(handle)
 
 
-def _ask_unix_diag() -> dict[int, int]:
-    """inode -> inode of the peer, for every connected unix socket in this network namespace.
-
-    The peer of a connection that has not been accepted yet is the listener, which lists pending connections.
-    """
+def _ask_unix_diag() -> UnixSockets:
     from pyroute2 import DiagSocket  # takes half a second and 13 MiB, only needed for ranks with unix sockets
 
     peers: dict[int, int] = {}
     waiting: dict[int, int] = {}
+    names: dict[int, str] = {}
     with DiagSocket() as diag:
         diag.bind()
-        for row in diag.get_sock_stats(family=socket.AF_UNIX, show=_SHOW_PEER | _SHOW_WAITING):
+        shown = _SHOW_NAME | _SHOW_FILE | _SHOW_PEER | _SHOW_WAITING
+        for row in diag.get_sock_stats(family=socket.AF_UNIX, show=shown):
             inode = int(row["udiag_ino"])
             peers[inode] = int(row.get("UNIX_DIAG_PEER") or 0)
             packed = bytes.fromhex((row.get("UNIX_DIAG_ICONS") or "").replace(":", ""))
             waiting |= {client: inode for (client,) in struct.iter_unpack("=I", packed)}
-    return {inode: peer for inode, peer in (peers | waiting).items() if peer}
+            if (name := row.get("UNIX_DIAG_NAME")) is not None:
+                # The library drops the leading zero byte of an abstract name. Only a name in a file system has a file.
+                text = os.fsdecode(name).replace("\0", "@")
+                names[inode] = text if row.get("UNIX_DIAG_VFS") is not None else f"@{text}"
+    return UnixSockets({inode: peer for inode, peer in (peers | waiting).items() if peer}, names)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from snapshotd.proc.files import read_text
+from snapshotd.proc.files import lines, read_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class CgroupPath:
 
 
 def parse(text: str) -> list[CgroupPath]:
-    rows = (line.split(":", 2) for line in text.splitlines())
+    rows = (line.split(":", 2) for line in lines(text))
     return [CgroupPath(tuple(names.split(",")) if names else (), path) for _, names, path in rows]
 
 

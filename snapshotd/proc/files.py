@@ -18,6 +18,15 @@ def read_text(path: str) -> str:
     return os.fsdecode(read_bytes(path))
 
 
+def lines(text: str) -> list[str]:
+    """The lines of a file of /proc.
+
+    The kernel escapes newlines in names that users choose, but no other character at which `str.splitlines` splits: with
+    it, a mount point or a cgroup with a form feed in its name would make two lines out of one.
+    """
+    return text.removesuffix("\n").split("\n") if text else []
+
+
 def process_path(pid: int, name: str, thread: int | None = None) -> str:
     """The path of a file of a process, or of one of its threads."""
     return f"/proc/{pid}/{name}" if thread is None else f"/proc/{pid}/task/{thread}/{name}"
@@ -25,5 +34,5 @@ def process_path(pid: int, name: str, thread: int | None = None) -> str:
 
 def parse_fields(text: str) -> dict[str, str]:
     """The `Name: value` lines of status, smaps_rollup, fdinfo and meminfo."""
-    lines = (line.partition(":") for line in text.splitlines())
-    return {name: value.strip() for name, _, value in lines}
+    rows = (line.partition(":") for line in lines(text))
+    return {name: value.strip() for name, _, value in rows}

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from snapshotd.proc.files import read_text
+from snapshotd.proc.files import lines, read_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,7 @@ class Lock:
 
 def parse(text: str) -> Iterator[Lock]:
     """Locks, and requests that wait for one. Lines of an unknown form are left out."""
-    for line in text.splitlines():
+    for line in lines(text):
         fields = line.replace("->", "").split()
         try:
             major, minor, inode = fields[5].split(":")

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from snapshotd.proc.files import read_text
+from snapshotd.proc.files import lines, read_text
 
 _ESCAPE = re.compile(r"\\([0-7]{3})")  # of space, tab, newline and backslash
 
@@ -20,9 +20,9 @@ class Mount:
 
 def parse(text: str) -> list[Mount]:
     found = []
-    for line in text.splitlines():
+    for line in lines(text):
         left, _, right = line.partition(" - ")
-        point = _ESCAPE.sub(lambda match: chr(int(match[1], 8)), left.split()[4])
+        point = _ESCAPE.sub(lambda match: chr(int(match[1], 8)), left.split(" ")[4])
         kind, _source, options = right.split(" ", 2)
         found.append(Mount(Path(point), kind, tuple(options.strip().split(","))))
     return found

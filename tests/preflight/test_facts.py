@@ -7,6 +7,7 @@ import errno
 import os
 import re
 import shutil
+import socket
 import stat
 import time
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 from snapshotd.api.snapshotd_pb2 import Check, FileFact, RankFacts
 from snapshotd.preflight import Carried, digest, list_carried, recheck, sync_files
 from snapshotd.preflight.digest import content_digest
-from snapshotd.preflight.sockets import unix_peers
+from snapshotd.preflight.sockets import unix_sockets_of
 from tests.preflight.conftest import Starter
 from tests.preflight.ranks import CARRY_PATHS
 
@@ -224,12 +225,24 @@ def test_sync_reaches_every_writable_file_once(rank: Starter, tmp_path: Path, mo
 def test_unix_peers_are_found_in_another_network_namespace(rank: Starter) -> None:
     child = rank("assert libc.unshare(0x40000000) == 0\na, b = socket.socketpair()")
     here = os.readlink("/proc/thread-self/ns/net")
-    peers = unix_peers(child.pid)
+    peers = unix_sockets_of(child.pid).peers
     links = [os.readlink(path) for path in Path(f"/proc/{child.pid}/fd").iterdir()]
     ends = [int(link[8:-1]) for link in links if link.startswith("socket:")]
     assert (peers[ends[0]], peers[ends[1]]) == (ends[1], ends[0])
-    assert ends[0] not in unix_peers(os.getpid())
+    assert ends[0] not in unix_sockets_of(os.getpid()).peers
     assert os.readlink("/proc/thread-self/ns/net") == here
+
+
+def test_names_of_unix_sockets_are_exact_whatever_they_contain(tmp_path: Path) -> None:
+    row = b"0000000000000000: 00000002 00000000 00010000 0001 01 4242 /etc/forged"
+    path = os.fsencode(tmp_path) + b"/a\rb"
+    with socket.socket(socket.AF_UNIX) as forger, socket.socket(socket.AF_UNIX) as filed:
+        forger.bind(b"\0x\n" + row)
+        filed.bind(path)
+        names = unix_sockets_of(os.getpid()).names
+        assert names[os.fstat(forger.fileno()).st_ino] == "@x\n" + row.decode()
+        assert names[os.fstat(filed.fileno()).st_ino] == os.fsdecode(path)
+    assert names.get(4242) != "/etc/forged"
 
 
 def test_digest_covers_the_prefix_and_is_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

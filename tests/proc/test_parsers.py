@@ -24,7 +24,6 @@ from snapshotd.proc import (
     meminfo,
     mountinfo,
     namespaces,
-    net_unix,
     sizes,
     stat,
     status,
@@ -147,6 +146,15 @@ def test_cgroup_paths() -> None:
     assert [one.path for one in found if one.unified] == ["/user.slice/x"]
 
 
+@pytest.mark.parametrize("sign", ["\f", "\v", "\r", "\x1c", "\x85", "\u2028"])
+def test_a_name_that_a_user_chose_does_not_end_a_line(sign: str) -> None:
+    assert [one.path for one in cgroup_paths.parse(f"0::/a{sign}0::b\n")] == [f"/a{sign}0::b"]
+    line = f"1 2 0:3 / /mnt/a{sign}b rw - fuse.x source rw"
+    assert [mount.point for mount in mountinfo.parse(f"{line}\n{line}\n")] == [Path(f"/mnt/a{sign}b")] * 2
+    status_text = f"Name:\tx{sign}Uid: 0\nUid:\t7\t7\t7\t7\nPid:\t1\n"
+    assert status.parse(status_text).user_id == 7
+
+
 def test_environ_of_a_process() -> None:
     assert environ.parse("A=1\0B=x=y\0A=2\0broken\0") == {"A": "1", "B": "x=y"}
     # Popen returns during execve, while /proc still shows an empty environment: wait until the program has printed a line.
@@ -188,12 +196,6 @@ def test_locks() -> None:
         fcntl.flock(file, fcntl.LOCK_EX)
         inode = os.fstat(file.fileno()).st_ino
         assert ("FLOCK", os.getpid()) in {(lock.kind, lock.pid) for lock in locks.read() if lock.file[1] == inode}
-
-
-def test_bound_unix_sockets() -> None:
-    with socket.socket(socket.AF_UNIX) as bound:
-        bound.bind(f"\0test-parsers-{os.getpid()}")
-        assert net_unix.read(os.getpid())[os.fstat(bound.fileno()).st_ino] == f"@test-parsers-{os.getpid()}"
 
 
 def test_namespaces() -> None:

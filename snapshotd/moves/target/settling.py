@@ -122,7 +122,7 @@ class TargetSettling(Steps):
             await self.learn(moving, Outcome.ABORT, "the source never began this move", "target")
             return True
         except SnapshotError as error:
-            moving.waiting_for = f"the source does not answer: {error.message.splitlines()[0]}"
+            moving.waiting_for = f"the source does not answer: {error.headline}"
             return False
         if answer.kind == pb.UNDECIDED:
             moving.waiting_for = "the source has not decided yet"
