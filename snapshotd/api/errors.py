@@ -189,5 +189,5 @@ def from_wire(blob: bytes) -> SnapshotError:
         fields = json.loads(blob)
         cls = BY_CODE.get(str(fields["code"]), Internal)
         return cls(str(fields["message"]), remedy=str(fields["remedy"]), where=Where(fields["where"]))
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return Internal(f"a daemon returned a malformed error: {blob[:200]!r}")

@@ -165,7 +165,7 @@ def parse(text: str) -> Report:
             waiting=waiting,
             calling=tuple(int(each["thread"]) for each in told.get("calling", ())),
         )
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError) as error:
         raise Damaged(f"a process's NCCL report makes no sense ({error!r}): {text[:80]!r}") from error
 
 

@@ -331,7 +331,10 @@ def encode(value: Any) -> bytes:
 
 def decode(content: bytes, wanted: type[T]) -> T:
     """Raises ValueError."""
-    return _convert(json.loads(content), wanted)
+    try:
+        return _convert(json.loads(content), wanted)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
 
 
 def _convert(value: Any, wanted: type[T]) -> T:

@@ -125,7 +125,7 @@ def parse_error(value: int, text: bytes) -> StripeError:
     try:
         fields: dict[str, Any] = json.loads(text)
         return StripeError(str(fields["code"]), str(fields["message"]), retry=bool(value))
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return StripeError("damaged", f"the target sent an invalid error: {text[:200]!r}")
 
 

@@ -1,0 +1,234 @@
+"""The parsers of bytes that a stranger wrote: a user's process, another node, or the kernel quoting a user's names.
+
+Each target takes any bytes and returns, or raises one of its declared errors, which its callers handle. Anything else is a
+defect. `tools/fuzz` runs targets for minutes under a coverage-guided fuzzer; `test_targets.py` replays the kept inputs and
+mutations of them on every run of the tests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from shim.keeper import frames
+from shim.keeper.frames import Frame, FrameError
+from shim.keeper.relay import HomeEnd
+from shim.keeper.tail import Tail
+from snapshotd.api import errors
+from snapshotd.api.errors import Damaged, Denied
+from snapshotd.inprocess import ncclctl
+from snapshotd.keepers.hello import parse_hello
+from snapshotd.moves import description
+from snapshotd.preflight import elf
+from snapshotd.proc import cgroup_paths, environ, fd, locks, maps, mountinfo, sizes, stat, status
+from snapshotd.transport.device import records
+from snapshotd.transport.device.records import StripeError
+from snapshotd.transport.image import frame as image_frame
+
+SEEDS = Path(__file__).parent / "seeds"
+
+
+@dataclass(frozen=True)
+class Target:
+    run: Callable[[bytes], object]
+    errors: tuple[type[Exception], ...]
+
+    def __call__(self, data: bytes) -> None:
+        with contextlib.suppress(*self.errors):
+            self.run(data)
+
+
+# ---------------------------------------------------------------- from keepers, which run as the user
+
+
+def keeper_frames(data: bytes) -> None:
+    """The stream arrives in pieces; the result must not depend on how it was cut."""
+    whole = _decoded([data])
+    half = len(data) // 2
+    assert _decoded([data[:half], data[half:]]) == whole
+
+
+def _decoded(pieces: list[bytes]) -> list[Frame] | None:
+    decoder = frames.Decoder()
+    found: list[Frame] = []
+    try:
+        for piece in pieces:
+            found += decoder.feed(piece)
+            assert decoder.pending_bytes <= 4 + frames.MAX_FRAME_BYTES
+    except FrameError:
+        return None
+    return found
+
+
+def hello(data: bytes) -> None:
+    frame = frames.decode(_framed(data))
+    for user_id in (0, 1500):
+        try:
+            found = parse_hello(frame, user_id)
+        except Denied:
+            continue
+        assert found.user_id == user_id
+        assert "/" not in found.job + found.uid + found.move
+        assert found.role in {"home", "guest"}
+
+
+def _framed(header: bytes) -> bytes:
+    rest = len(header).to_bytes(2, "big") + header if len(header) <= frames.MAX_HEADER_BYTES else b""
+    return len(rest).to_bytes(4, "big") + rest
+
+
+def relay(data: bytes) -> None:
+    """A guest keeper on another node: a sequence of frames to the home keeper, whose offsets must stay consistent."""
+    end = HomeEnd(_NoLoop(), {"out": Tail(), "err": Tail()}, Tail(), lambda *_: True)  # type: ignore[arg-type]
+    end.open()
+    end.keyboard.append(b"typed")
+    decoder = frames.Decoder()
+    for frame in decoder.feed(data):
+        try:
+            end.receive(frame)
+        except (KeyError, TypeError, ValueError):
+            continue
+        end.pump()
+        assert end.exit_status is None or 0 <= end.exit_status <= 0xFFFF
+        assert end.keyboard.base <= end.keyboard.end == len(b"typed")
+
+
+class _NoLoop:
+    def after(self, _seconds: float, _call: Callable[[], None]) -> None:
+        pass
+
+
+# ---------------------------------------------------------------- from the memory and files of a rank
+
+
+def nccl_report(data: bytes) -> None:
+    report = ncclctl.parse(os.fsdecode(data))
+    for comm in report.comms:
+        ncclctl.check_comm(comm.id)
+    report.refusals()
+
+
+def elf_file(data: bytes) -> None:
+    memory = os.memfd_create("elf")
+    try:
+        os.write(memory, data)
+        assert all(isinstance(name, str) for name in elf.needed_libraries(f"/proc/self/fd/{memory}"))
+    finally:
+        os.close(memory)
+
+
+# ---------------------------------------------------------------- from other nodes
+
+
+def image_header(data: bytes) -> None:
+    found = image_frame.parse_header(data)
+    if found.kind is image_frame.Kind.DATA:
+        assert sum(end - start for start, end in found.runs()) == found.payload_bytes
+        assert found.payload_bytes <= image_frame.MAX_CHUNK_BYTES
+
+
+def image_answer(data: bytes) -> None:
+    image_frame.parse_answer(data)
+
+
+def device_record(data: bytes) -> None:
+    """The header is signed with a checksum, so a mutated one is never accepted: check the fields behind it as well."""
+    header = data[: len(records.Record(records.Kind.END, 0, 0).header())]
+    have = int.from_bytes(data[len(header) :][:8], "little")
+    if len(header) < len(records.Record(records.Kind.END, 0, 0).header()):
+        return
+    fields = header[:-8]
+    for candidate in (header, fields + xxhash.xxh3_64_digest(fields)):
+        try:
+            found = records.parse_header(candidate, have)
+        except StripeError:
+            continue
+        assert found.offset == have
+        assert found.kind is not records.Kind.SAME or found.twin + found.length <= have
+        assert found.length <= records.MAX_RECORD_BYTES
+
+
+def device_reply(data: bytes) -> None:
+    size = len(records.reply(records.Kind.DONE, 0))
+    if len(data) >= size:
+        _, value, text_bytes = records.parse_reply(data[:size])
+        assert text_bytes <= records.MAX_TEXT_BYTES
+        records.parse_error(value, data[size : size + text_bytes])
+
+
+def wire_error(data: bytes) -> None:
+    found = errors.from_wire(data)
+    assert errors.from_wire(found.to_wire()).code == found.code
+    assert "\n" not in found.headline
+
+
+def image_description(data: bytes) -> None:
+    description.decode(data)
+
+
+# ---------------------------------------------------------------- from the kernel, which quotes names that users chose
+
+
+def proc_names(data: bytes) -> None:
+    """The kernel's lines around a name that a user chose: no name may change another field."""
+    name = data.replace(b"\0", b"")[:15]
+    text = os.fsdecode(name)
+    found = stat.parse(f"41 ({text}) S 1 2 3 0 -1 0 0 0 0 0 0 0 0 0 20 0 4 0 777 0\n")
+    assert (found.pid, found.name, found.state, found.parent, found.start_ticks) == (41, text, "S", 1, 777)
+    quoted = text.replace("\\", "\\\\").replace("\n", "\\n")
+    assert status.parse(f"Name:\t{quoted}\nUid:\t7\t7\t7\t7\nPid:\t41\nNSpid:\t41\t2\nTracerPid:\t0\n").user_id == 7
+
+    path = b"/tmp/" + data.replace(b"\0", b"").replace(b"\n", b"\\012")
+    line = b"7f00-8f00 r-xp 00001000 08:01 55                         " + path + b"\n"
+    mapping = next(maps.parse(line + b"9000-a000 rw-p 00000000 00:00 0 \n"))
+    assert (mapping.span, mapping.inode, mapping.executable, mapping.writable) == ("7f00-8f00", 55, True, False)
+    assert maps.parse_inodes(line) == {(os.makedev(8, 1), 55)}
+
+    escaped = os.fsdecode(path)
+    for sign in "\\ \t\n":
+        escaped = escaped.replace(sign, f"\\{ord(sign):03o}")
+    mount = f"20 1 0:3 / {escaped} rw - fuse.x source rw,user_id=1500\n"
+    assert [each.kind for each in mountinfo.parse(mount + "21 1 0:4 / /x rw - tmpfs t rw\n")] == ["fuse.x", "tmpfs"]
+    group = os.fsdecode(data.replace(b"\0", b"").replace(b"\n", b""))
+    assert [each.unified for each in cgroup_paths.parse(f"3:cpu:/{group}\n0::/{group}\n")] == [False, True]
+
+
+def proc_text(data: bytes) -> None:
+    """Whole files: parsers of tables that skip what they do not know."""
+    text = os.fsdecode(data)
+    list(locks.parse(text))
+    list(maps.parse(data))
+    maps.parse_inodes(data)
+    assert all("\0" not in name + value for name, value in environ.parse(text).items())
+    for parse in (stat.parse, status.parse, fd.parse_info, mountinfo.parse, cgroup_paths.parse, sizes.parse_anonymous):
+        try:
+            parse(text)
+        except (ValueError, KeyError, IndexError):
+            continue
+
+
+TARGETS = {
+    "keeper-frames": Target(keeper_frames, ()),
+    "hello": Target(hello, (FrameError,)),
+    "relay": Target(relay, (FrameError,)),
+    "nccl-report": Target(nccl_report, (Damaged,)),
+    "elf": Target(elf_file, ()),
+    "image-header": Target(image_header, (Damaged,)),
+    "image-answer": Target(image_answer, (Damaged,)),
+    "device-record": Target(device_record, ()),
+    "device-reply": Target(device_reply, (StripeError,)),
+    "wire-error": Target(wire_error, ()),
+    "image-description": Target(image_description, (Damaged,)),
+    "proc-names": Target(proc_names, ()),
+    "proc-text": Target(proc_text, ()),
+}
+
+
+def seeds(name: str) -> list[bytes]:
+    """The kept inputs of a target: valid ones, and those that once found a defect."""
+    return [path.read_bytes() for path in sorted((SEEDS / name).iterdir())]
