@@ -10,6 +10,7 @@ from one node to another: a remote daemon cannot send control frames to a keeper
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -103,9 +104,17 @@ def _parse(rest: bytes) -> Frame:
     if len(rest) - payload_at > MAX_PAYLOAD_BYTES:
         raise FrameError("a frame's payload is over the limit")
     try:
-        header = json.loads(rest[_HEADER_LENGTH.size : payload_at])
+        header = json.loads(rest[_HEADER_LENGTH.size : payload_at], parse_float=_finite, parse_constant=_finite)
     except (ValueError, RecursionError) as error:
         raise FrameError(f"a frame's header is not JSON: {error}") from error
     if not isinstance(header, dict) or not isinstance(header.get("t"), str):
         raise FrameError("a frame's header is not an object with a type")
     return Frame(header, rest[payload_at:])
+
+
+def _finite(text: str) -> float:
+    """Infinity and NaN are no JSON, though Python reads them; what would convert them to an integer does not expect that."""
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text[:40]} is not a finite number")
+    return number

@@ -17,7 +17,7 @@ _MAPPING = re.compile(
     rb"^([0-9a-f]+-[0-9a-f]+) (\S{4}) ([0-9a-f]+) ([0-9a-f]+:[0-9a-f]+) (\d+) +([^\[\s].*)$", re.MULTILINE
 )
 #: device and inode of every mapping that has an inode
-_INODE = re.compile(rb"^\S+ \S{4} \S+ ([0-9a-f]+):([0-9a-f]+) ([1-9]\d*) ", re.MULTILINE)
+_INODE = re.compile(rb"^\S+ \S{4} \S+ ([0-9a-f]{1,7}):([0-9a-f]{1,7}) ([1-9]\d*) ", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
