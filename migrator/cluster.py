@@ -19,12 +19,15 @@ from __future__ import annotations
 import os
 import re
 import stat
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
+from msgspec import Meta
+
+from snapshotd.api import toml_file
 from snapshotd.api.errors import Ambiguous, BadConfig, Denied, Internal, NotFound, Unreachable
 
 if TYPE_CHECKING:
@@ -99,23 +102,23 @@ class Cluster:
     def read(cls, path: Path) -> Cluster:
         """The cluster in one file. BadConfig lists everything that is wrong with it."""
         try:
-            table = tomllib.loads(path.read_text(encoding="utf-8"))
+            values = toml_file.load(path)
         except FileNotFoundError as error:
             raise NotFound(
                 f"there is no cluster file {path}", remedy="check --cluster and $MIGRATOR_CLUSTER"
             ) from error
-        except OSError as error:
-            raise BadConfig(f"{path} cannot be read: {error.strerror}") from error
-        except ValueError as error:  # not UTF-8, or not TOML
-            raise BadConfig(f"{path} is no TOML: {error}") from error
-        problems: list[str] = [f"{key}: nobody knows this key" for key in sorted(table.keys() - _KEYS)]
-        nodes = _nodes(table.get("nodes"), problems)
-        tls = _tls(table.get("tls"), path.parent, problems)
-        netns = _netns(table, problems)
-        if tls is None and "tls" not in table and any(not _is_unix(endpoint) for endpoint in nodes.values()):
-            problems.append("tls: missing; nodes are reached by TLS only")
-        if problems:
-            raise BadConfig(f"{path}:\n" + "\n".join(f"  {problem}" for problem in problems))
+        problems: list[str] = []
+        found = toml_file.read(_File, values, "", problems)
+        nodes = _nodes(found.get("nodes", {}), problems)
+        tls = _tls(found.get("tls"), path.parent, problems)
+        if "tls" not in values and any(not _is_unix(endpoint) for endpoint in nodes.values()):
+            problems.append(
+                "tls: is missing; nodes are reached by TLS only, so it must be a table with ca, cert and key"
+            )
+        netns = _netns(found)
+        if netns is None and "netns_inode" in values and "netns" not in values:
+            problems.append("netns: is missing; netns_inode is the inode of the namespace that it names")
+        toml_file.check(problems, str(path))
         return cls(str(path), nodes, tls, netns)
 
     def client(self, node: str) -> DaemonClient:
@@ -169,7 +172,40 @@ class Cluster:
         )
 
 
-_KEYS = {"nodes", "tls", "netns", "netns_inode"}
+def _endpoint(text: str) -> str:
+    if not _is_endpoint(text):
+        raise ValueError(f'{text!r} is neither "host:port" nor "unix:/path"')
+    return text
+
+
+def _absolute(text: str) -> str:
+    if not text.startswith("/"):
+        raise ValueError(f"{text!r} is not an absolute path")
+    return text
+
+
+_PEM_FILE = Meta(min_length=1, description="the path of a PEM file")
+
+
+class _TlsTable(msgspec.Struct):
+    ca: Annotated[str, _PEM_FILE]
+    cert: Annotated[str, _PEM_FILE]
+    key: Annotated[str, _PEM_FILE]
+
+
+class _NodeTable(msgspec.Struct):
+    endpoint: Annotated[str, toml_file.text('"host:port" or "unix:/path"', _endpoint)]
+
+
+class _File(msgspec.Struct):
+    """The keys of the file."""
+
+    nodes: Annotated[
+        dict[str, Any], Meta(min_length=1, description='a table [nodes.NAME] with endpoint = "host:port" for each node')
+    ]
+    tls: Annotated[dict[str, Any] | None, Meta(description="a table with ca, cert and key")] = None
+    netns: Annotated[Path | None, toml_file.text("an absolute path", _absolute)] = None
+    netns_inode: Annotated[int | None, Meta(description="a whole number")] = None
 
 
 def _is_unix(endpoint: str) -> bool:
@@ -206,32 +242,23 @@ def _the_lab(labs: Path) -> Path | None:
 
 def _is_up(file: Path) -> bool:
     try:
-        netns = _netns(tomllib.loads(file.read_text(encoding="utf-8")), [])
-    except (OSError, ValueError):
+        netns = _netns(toml_file.read(_File, toml_file.load(file), "", []))
+    except (OSError, BadConfig):
         return False
     return netns is None or netns.alive()
 
 
-def _nodes(value: object, problems: list[str]) -> dict[str, str]:
-    if not isinstance(value, dict) or not value:
-        problems.append('nodes: no node is named; write one table [nodes.NAME] with endpoint = "host:port" for each')
-        return {}
-    nodes = {}
-    for name, entry in value.items():
-        where = f"nodes.{name}"
+def _nodes(tables: Mapping[str, object], problems: list[str]) -> dict[str, str]:
+    nodes: dict[str, str] = {}
+    for name, entry in tables.items():
         if not NODE_NAME.fullmatch(name):
-            problems.append(f"{where}: not a host name")
+            problems.append(f"nodes.{name}: the name of a node must be a host name")
         if not isinstance(entry, dict):
-            problems.append(f'{where}: not a table; write [{where}] and endpoint = "host:port" below it')
+            problems.append(f'nodes.{name}: must be a table with endpoint = "host:port", not {entry!r}')
             continue
-        problems += [f"{where}.{key}: nobody knows this key" for key in sorted(entry.keys() - {"endpoint"})]
-        endpoint = entry.get("endpoint")
-        if not isinstance(endpoint, str):
-            problems.append(f'{where}.endpoint: missing; write "host:port"')
-            continue
-        nodes[name] = endpoint
-        if not _is_endpoint(endpoint):
-            problems.append(f'{where}.endpoint: {endpoint!r} is neither "host:port" nor "unix:/path"')
+        found = toml_file.read(_NodeTable, entry, f"nodes.{name}.", problems)
+        if "endpoint" in found:
+            nodes[name] = found["endpoint"]
     endpoints = list(nodes.values())
     problems += [
         f"nodes: {twice} is the endpoint of two nodes"
@@ -253,37 +280,22 @@ def _is_port(text: str) -> bool:
     return text.isascii() and text.isdigit() and 0 < int(text) < 65536
 
 
-def _tls(value: object, folder: Path, problems: list[str]) -> Tls | None:
-    if value is None:
+def _tls(table: Mapping[str, object] | None, folder: Path, problems: list[str]) -> Tls | None:
+    """The files of the table, whose paths are relative to `folder`."""
+    if table is None:
         return None
-    if not isinstance(value, dict):
-        problems.append("tls: not a table; write [tls] and ca, cert, key below it")
-        return None
-    problems += [f"tls.{key}: nobody knows this key" for key in sorted(value.keys() - {"ca", "cert", "key"})]
-    found: dict[str, Path] = {}
-    for key in ("ca", "cert", "key"):
-        text = value.get(key)
-        if not isinstance(text, str) or not text:
-            problems.append(f"tls.{key}: missing; name a PEM file")
-            continue
-        found[key] = folder / Path(text).expanduser()
+    found = toml_file.read(_TlsTable, table, "tls.", problems)
+    files = {key: folder / Path(path).expanduser() for key, path in found.items()}
+    for key, file in files.items():
         try:
-            with found[key].open("rb") as file:
-                if b"-----BEGIN " not in file.read(65536):
-                    problems.append(f"tls.{key}: {found[key]} is no PEM file")
+            with file.open("rb") as content:
+                if b"-----BEGIN " not in content.read(65536):
+                    problems.append(f"tls.{key}: {file} is not a PEM file")
         except OSError as error:
-            problems.append(f"tls.{key}: {found[key]} cannot be read: {error.strerror}")
-    return Tls(**found) if len(found) == 3 else None
+            problems.append(f"tls.{key}: {file} cannot be read: {error.strerror}")
+    return Tls(**files) if len(files) == 3 else None
 
 
-def _netns(table: Mapping[str, object], problems: list[str]) -> Netns | None:
-    path, inode = table.get("netns"), table.get("netns_inode")
-    if path is None and inode is None:
-        return None
-    if not isinstance(path, str) or not path.startswith("/"):
-        problems.append("netns: not an absolute path")
-        return None
-    if inode is not None and (not isinstance(inode, int) or isinstance(inode, bool)):
-        problems.append("netns_inode: not a number")
-        return None
-    return Netns(Path(path), inode)
+def _netns(found: Mapping[str, Any]) -> Netns | None:
+    path: Path | None = found.get("netns")
+    return None if path is None else Netns(path, found.get("netns_inode"))

@@ -7,19 +7,17 @@ restart the daemon once for each mistake.
 
 from __future__ import annotations
 
-import difflib
 import ipaddress
 import os
 import re
-import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
-from snapshotd.api import certificates
+from snapshotd.api import certificates, toml_file
 from snapshotd.api.channel import Credentials
 from snapshotd.api.errors import BadConfig
 from snapshotd.criu.find import find_criu
@@ -55,13 +53,14 @@ def _directory_or_empty(text: str) -> str:
     return _absolute(text) if text else ""
 
 
-def _text(description: str, parse: Callable[[str], str]) -> Meta:
-    """Describes a text that `parse` checks and normalises; it raises ValueError."""
-    return Meta(description=description, extra={"parse": parse})
+_ADDRESS = toml_file.text('an address like "10.0.0.1:7070"', _address)
+_PATH = toml_file.text("an absolute path", _absolute)
 
 
-_ADDRESS = _text('an address like "10.0.0.1:7070"', _address)
-_PATH = _text("an absolute path", _absolute)
+class _Tls(msgspec.Struct):
+    ca: Annotated[Path, _PATH]
+    cert: Annotated[Path, _PATH]
+    key: Annotated[Path, _PATH]
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,7 +78,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     ]
     listen: Annotated[str, _ADDRESS]
     advertise: Annotated[str, _ADDRESS] = ""  # empty in the file: the same as `listen`
-    credentials: Annotated[Credentials, Meta(description="a table with ca, cert and key")] = msgspec.field(name="tls")
+    credentials: Annotated[Credentials, toml_file.table("a table with ca, cert and key", _Tls)] = msgspec.field(
+        name="tls"
+    )
     state_dir: Annotated[Path, _PATH] = Path("/var/lib/snapshotd")  # the journal: on a disk, to survive a reboot
     run_dir: Annotated[Path, _PATH] = Path("/run/snapshotd")
     image_dir: Annotated[Path, _PATH] = Path()  # in memory; empty in the file: run_dir/images
@@ -89,10 +90,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="debug, info, warning or error")
     ] = "info"
-    metrics_listen: Annotated[str, _text(_ADDRESS.description or "", _address_or_empty)] = (
+    metrics_listen: Annotated[str, toml_file.text(_ADDRESS.description or "", _address_or_empty)] = (
         "127.0.0.1:9470"  # empty: off
     )
-    carry_paths: Annotated[tuple[str, ...], _text("a list of absolute paths", _absolute)] = (
+    carry_paths: Annotated[tuple[str, ...], toml_file.text("a list of absolute paths", _absolute)] = (
         "/tmp",
         "/var/tmp",
         "/dev/shm",
@@ -110,7 +111,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     # Finished moves leave the journal after this many days, or when there are more than so many newer ones.
     history_days: Annotated[int, Meta(ge=1, le=3650, description="a whole number from 1 to 3650")] = 30
     history_moves: Annotated[int, Meta(ge=1, le=1000000, description="a whole number from 1 to 1000000")] = 1000
-    gpu_library_dir: Annotated[str, _text("an absolute path", _directory_or_empty)] = (
+    gpu_library_dir: Annotated[str, toml_file.text("an absolute path", _directory_or_empty)] = (
         ""  # empty: where the loader looks
     )
     device_channel: Annotated[Literal["encrypted", "plain"], Meta(description="encrypted or plain")] = "encrypted"
@@ -126,81 +127,21 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def load(cls, path: Path | str) -> Config:
         """The configuration in `path`. Raises BadConfig with all its problems."""
-        path = Path(path)
         try:
-            with path.open("rb") as file:
-                values = tomllib.load(file)
-        except OSError as error:
+            values = toml_file.load(Path(path))
+        except FileNotFoundError as error:
             raise BadConfig(f"{path} cannot be read: {error.strerror}") from error
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise BadConfig(f"{path} is not valid TOML: {error}") from error
         return cls.from_values(values, str(path))
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any], origin: str) -> Config:
         problems: list[str] = []
-        found = _read(cls, {_RENAMED.get(key, key): value for key, value in values.items()}, "", problems)
+        renamed = {_RENAMED.get(key, key): value for key, value in values.items()}
+        found = toml_file.read(cls, renamed, "", problems, without=("criu_version",))
         _fill_in(found, problems)
         problems += _contradictions(found)
-        if problems:
-            count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-            raise BadConfig("\n  - ".join([f"{origin} has {count}:", *problems]))
+        toml_file.check(problems, origin)
         return cls(**found)
-
-
-class _Tls(msgspec.Struct):
-    ca: Annotated[Path, _PATH]
-    cert: Annotated[Path, _PATH]
-    key: Annotated[Path, _PATH]
-
-
-def _read(struct: type[msgspec.Struct], values: Mapping[str, Any], prefix: str, problems: list[str]) -> dict[str, Any]:
-    """The valid values of a table by field, defaults included. What is wrong with the others is added to `problems`.
-
-    msgspec.convert of the whole table would stop at the first problem.
-    """
-    fields = {field.encode_name: field for field in msgspec.structs.fields(struct) if field.name != "criu_version"}
-    found: dict[str, Any] = {}
-    for key, field in fields.items():
-        kind, meta = get_args(field.type)
-        if key not in values:
-            if field.required:
-                problems.append(f"{prefix}{key}: is missing; it must be {meta.description}")
-            else:
-                found[field.name] = field.default
-        elif kind is Credentials and isinstance(values[key], dict):
-            files = _read(_Tls, values[key], f"{prefix}{key}.", problems)
-            if len(files) == len(_Tls.__struct_fields__):
-                found[field.name] = Credentials(**files)
-        else:
-            try:
-                found[field.name] = _converted(values[key], field.type, meta)
-            except ValueError as error:  # msgspec's ValidationError is one
-                reason = f"must be {meta.description}, not {values[key]!r}"
-                problems.append(f"{prefix}{key}: {reason if isinstance(error, msgspec.ValidationError) else error}")
-    for key in sorted(set(values) - set(fields)):  # a misspelt key must not silently become a default
-        near = difflib.get_close_matches(key, sorted(set(fields) - set(values)) or fields, n=1)
-        problems.append(f"{prefix}{key}: unknown key" + (f"; did you mean {prefix}{near[0]}?" if near else ""))
-    return found
-
-
-def _converted(value: Any, kind: Any, meta: Meta) -> Any:
-    """Raises msgspec.ValidationError for another type or range, ValueError for a text that cannot be parsed."""
-    parse = (meta.extra or {}).get("parse")
-    if parse is None:
-        return msgspec.convert(value, kind)
-    if get_args(kind)[0] in (str, Path):
-        text = parse(msgspec.convert(value, str))
-        return Path(text) if get_args(kind)[0] is Path else text
-    found, wrong = [], []
-    for item in msgspec.convert(value, list[Any]):
-        try:
-            found.append(parse(msgspec.convert(item, str)))
-        except ValueError:
-            wrong.append(repr(item))
-    if wrong:
-        raise ValueError(f"must be {meta.description}; these are not: {', '.join(wrong)}")
-    return tuple(found)
 
 
 def _fill_in(found: dict[str, Any], problems: list[str]) -> None:
