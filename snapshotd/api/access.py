@@ -22,6 +22,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
+from snapshotd.api import snapshotd_pb2_grpc
 from snapshotd.api.errors import WIRE_KEY, Damaged, Denied, Internal, SnapshotError
 
 LOG = logging.getLogger(__name__)
@@ -136,6 +137,9 @@ def _guard(method: str, handler: Handler) -> Handler:
     # The type stubs only know the blocking form of a servicer, hence Any.
     behaviours: list[Any] = [handler.unary_unary, handler.unary_stream, handler.stream_unary, handler.stream_stream]
     servicer = next(behaviour for behaviour in behaviours if behaviour is not None)
+    # A method that this daemon does not have is inherited from the generated base class. Its NotImplementedError says so,
+    # but that of a handler is a failure of the method: a caller must not take it for an older daemon.
+    missing = getattr(servicer, "__module__", None) == snapshotd_pb2_grpc.__name__
 
     def decode(blob: bytes) -> Any:
         if handler.request_deserializer is None:
@@ -147,12 +151,16 @@ def _guard(method: str, handler: Handler) -> Handler:
 
     async def one_reply(request: Any, context: Context) -> Any:
         async def work() -> Any:
+            if missing:
+                await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"{method} is not implemented")
             return await servicer(request if handler.request_streaming else decode(request), context)
 
         return await _guarded(method, context, work)
 
     async def many_replies(request: Any, context: Context) -> None:
         async def work() -> None:
+            if missing:
+                await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"{method} is not implemented")
             replies = servicer(request if handler.request_streaming else decode(request), context)
             if inspect.isawaitable(replies):  # it writes with context.write
                 await replies
@@ -184,8 +192,6 @@ async def _guarded(method: str, context: Context, work: Callable[[], Awaitable[A
         return await work()
     except (asyncio.CancelledError, grpc.aio.AbortError):
         raise
-    except NotImplementedError:
-        await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"{method} is not implemented")
     except SnapshotError as error:
         level = logging.WARNING if isinstance(error, Denied) else logging.INFO
         LOG.log(level, "%s: %s: %s", method, error.code, error.message)

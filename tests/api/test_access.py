@@ -207,3 +207,6 @@ async def test_missing_servicer_is_reported_as_unimplemented(serve: Serve) -> No
     async with serve(servicer("Node")) as served, served.root() as client:
         with pytest.raises(SnapshotError, match="does not know GetNode"):
             await client.node.GetNode(pb.GetNodeRequest(), timeout_s=5)
+    async with serve(servicer("Source")) as served, served.root() as client:
+        with pytest.raises(SnapshotError, match="does not know Stream"):
+            [progress async for progress in client.source.Stream(pb.MoveRequest(move="m-1"), timeout_s=5)]

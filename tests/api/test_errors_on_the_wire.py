@@ -114,6 +114,30 @@ async def test_method_that_the_server_lacks_is_reported(serve: Serve) -> None:
     assert "same version" in got.value.advice
 
 
+async def unfinished_reply(request: pb.MoveRequest, context: Any) -> pb.PrepareDeviceReply:
+    raise NotImplementedError("no offload on this architecture")
+
+
+async def unfinished_replies(request: pb.MoveRequest, context: Any) -> AsyncIterator[pb.Progress]:
+    yield pb.Progress()
+    raise NotImplementedError("no offload on this architecture")
+
+
+async def test_not_implemented_error_of_a_handler_is_an_internal_error(
+    serve: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A driver continues without a method that the daemon does not know; it must not do so if the method failed."""
+    register = servicer("Source", PrepareDevice=unfinished_reply, Stream=unfinished_replies)
+    async with serve(register) as served, served.root() as client:
+        with pytest.raises(errors.Internal, match="no offload on this architecture") as got:
+            await client.source.PrepareDevice(MOVE, timeout_s=5)
+        assert not isinstance(got.value, NotSpoken)
+        with pytest.raises(errors.Internal, match="no offload on this architecture") as streamed:
+            [progress async for progress in client.source.Stream(MOVE, timeout_s=5)]
+        assert not isinstance(streamed.value, NotSpoken)
+    assert caplog.text.count("NotImplementedError: no offload on this architecture") == 2
+
+
 class Slow:
     """A servicer that never returns."""
 
