@@ -7,11 +7,11 @@ node is dead. A declaration that an answering daemon contradicts is not passed o
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+
+from tenacity import AsyncRetrying, retry_if_result, stop_after_delay, wait_fixed
 
 from migrator.cluster import Cluster
 from migrator.journals import Move, all_moves
@@ -134,14 +134,21 @@ async def _hand_token(cluster: Cluster, move: Move, outcome: pb.Outcome, note: N
 
 async def _await_ends(cluster: Cluster, moves: list[Move], wait_s: float) -> list[Move]:
     """The same moves, in their state when all have ended or the time is over."""
-    deadline = time.monotonic() + wait_s
     latest = {move.id: move for move in moves}
-    while latest:
+
+    async def all_ended() -> bool:
         fresh, _ = await all_moves(cluster)
         latest.update({move.id: move for move in fresh if move.id in latest})
-        if all(move.ended for move in latest.values()) or time.monotonic() >= deadline:
-            break
-        await asyncio.sleep(POLL_S)
+        return all(move.ended for move in latest.values())
+
+    if latest:
+        attempts = AsyncRetrying(
+            retry=retry_if_result(lambda ended: not ended),
+            stop=stop_after_delay(wait_s),
+            wait=wait_fixed(POLL_S),
+            retry_error_callback=lambda _: False,
+        )
+        await attempts(all_ended)
     return list(latest.values())
 
 

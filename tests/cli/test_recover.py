@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from migrator import recover
+from migrator.cluster import Cluster
+from migrator.journals import Move, all_moves
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.api.errors import NotFound, OutcomeUnknown, Unreachable, Usage, WrongState
+from snapshotd.api.errors import NotFound, OutcomeUnknown, SnapshotError, Unreachable, Usage, WrongState
 from tests.cli.conftest import MOVE, FakeCluster, Migrator, a_record
 
 CHANGING = ("Abort", "Release", "Activate", "Discard", "DeclareTargetDead", "DeclareSourceDead")
@@ -55,6 +57,28 @@ def test_undecided_move_is_left_to_its_driver_unless_named(halfway: FakeCluster,
     (move,) = ran.json["moves"]
     assert move["outcome"] == "unknown"
     assert f"migrator recover {MOVE}" in move["remedy"]
+    assert changes(halfway) == {}
+
+
+def test_undecided_move_is_awaited_until_it_ends(
+    halfway: FakeCluster, migrator: Migrator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recover, "LEASE_WAIT_S", 60.0)
+    monkeypatch.setattr(recover, "POLL_S", 0.01)
+    asked = []
+
+    async def expiring(cluster: Cluster, move: str = "") -> tuple[list[Move], dict[str, SnapshotError]]:
+        """The lease expires before the fourth question."""
+        asked.append(move)
+        if len(asked) == 4:
+            for daemon in (halfway["node-1"], halfway["spare-1"]):
+                daemon.moves[0].outcome, daemon.moves[0].ended_unix_s = pb.ABORT, 1999.0
+        return await all_moves(cluster, move)
+
+    monkeypatch.setattr(recover, "all_moves", expiring)
+    ran = migrator("recover", "--json")
+    assert (ran.code, len(asked)) == (0, 4)
+    assert ran.json["moves"][0]["outcome"] == "undone"
     assert changes(halfway) == {}
 
 
