@@ -13,7 +13,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from migrator.lab.layout import DAEMON_PORT, OPERATOR, Held, Layout, Record, address, write
+from migrator.lab.layout import DAEMON_PORT, OPERATOR, LabProcess, Layout, Record, address, write
 
 #: Images and device memory are large, and huge pages make it faster to allocate, map and free them.
 _HUGE = ",huge=within_size" if Path("/sys/kernel/mm/transparent_hugepage").exists() else ""
@@ -58,7 +58,7 @@ def _give(identity: Any, folder: Path) -> None:
     write(folder / "tls.key", identity.key.read_text(), 0o600)
 
 
-def cluster_text(layout: Layout, record: Record, switch: Held | None) -> str:
+def cluster_text(layout: Layout, record: Record, switch: LabProcess | None) -> str:
     """The cluster file; with `switch`, the one for use outside the nodes."""
     lines = [f"# The lab {layout.name}, written by `migrator lab up`."]
     if switch is not None:

@@ -25,7 +25,7 @@ from migrator.lab.layout import (
     OPERATOR,
     RUN,
     SWITCH,
-    Held,
+    LabProcess,
     Layout,
     Record,
     address,
@@ -95,8 +95,8 @@ class Lab:
         """The daemon's pid; None if it does not run."""
         record = self._site.record()
         self._site.check(record, node)
-        held = record.daemons.get(node)
-        return held.pid if held is not None and processes.alive(held) else None
+        process = record.daemons.get(node)
+        return process.pid if process is not None and processes.alive(process) else None
 
     # ---------------------------------------------------------------- up and down
 
@@ -212,13 +212,13 @@ class Lab:
         """Sends a signal to the node's daemon only. If the signal ends or stops it, waits until that has happened."""
         record = self._site.record()
         self._site.check(record, node)
-        held = record.daemons.get(node)
-        if held is None or not processes.send(held, number):
+        process = record.daemons.get(node)
+        if process is None or not processes.send(process, number):
             return
-        if number in _ENDING and not processes.wait(held, timeout_s):
+        if number in _ENDING and not processes.wait(process, timeout_s):
             name = signal.Signals(number).name
             raise Timeout(f"snapshotd of {node} still runs {timeout_s:.0f} s after {name}", remedy="see its log")
-        if number == signal.SIGSTOP and not processes.wait_stopped(held, timeout_s):
+        if number == signal.SIGSTOP and not processes.wait_stopped(process, timeout_s):
             raise Timeout(f"snapshotd of {node} was not stopped in {timeout_s:.0f} s", remedy="see its log")
 
     def restart_daemon(self, node: str, *, timeout_s: float = 30.0) -> None:
@@ -234,7 +234,7 @@ class Lab:
         done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, env=environment)
         if done.returncode != 0:
             raise Internal(f"snapshotd of {node} was not started: {done.stderr.decode(errors='replace').strip()}")
-        record.daemons[node] = Held(**json.loads(done.stdout))
+        record.daemons[node] = LabProcess(**json.loads(done.stdout))
         self.layout.save(record)
 
     def _await(self, record: Record, nodes: Sequence[str], timeout_s: float, cluster: Path | None = None) -> None:

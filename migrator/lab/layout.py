@@ -77,7 +77,7 @@ def cgroup2_root() -> Path:
 
 
 @dataclass(frozen=True)
-class Held:
+class LabProcess:
     """A process of the lab, by pid and start time, and its namespaces as the kernel names them."""
 
     pid: int
@@ -91,8 +91,8 @@ class Record:
 
     nodes: list[str]
     complete: bool = False
-    holders: dict[str, Held] = field(default_factory=dict)  # by node, and SWITCH
-    daemons: dict[str, Held] = field(default_factory=dict)
+    holders: dict[str, LabProcess] = field(default_factory=dict)  # by node, and SWITCH
+    daemons: dict[str, LabProcess] = field(default_factory=dict)
     cuts: list[tuple[str, str]] = field(default_factory=list)
 
     def index(self, node: str) -> int | None:
@@ -139,8 +139,8 @@ class Layout:
             return Record(
                 nodes=fields["nodes"],
                 complete=fields["complete"],
-                holders={node: Held(**held) for node, held in fields["holders"].items()},
-                daemons={node: Held(**held) for node, held in fields["daemons"].items()},
+                holders={node: LabProcess(**process) for node, process in fields["holders"].items()},
+                daemons={node: LabProcess(**process) for node, process in fields["daemons"].items()},
                 cuts=[(a, b) for a, b in fields["cuts"]],
             )
         except FileNotFoundError:

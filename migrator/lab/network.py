@@ -24,7 +24,7 @@ from pyroute2 import IPRoute
 from pyroute2.netlink.exceptions import NetlinkError
 
 from migrator.lab.inside import CLONE_NEWNET, setns
-from migrator.lab.layout import PREFIX_LENGTH, Held, address
+from migrator.lab.layout import PREFIX_LENGTH, LabProcess, address
 from snapshotd.api.errors import Internal
 
 BRIDGE = "br0"
@@ -44,11 +44,11 @@ def _addresses(index: int | None) -> list[tuple[int, str]]:
     return [(AF_INET, address(index)), (AF_INET6, str(ipaddress.IPv6Address(b"\xfe\x80" + bytes(6) + host)))]
 
 
-def _in_netns(held: Held, act: Callable[[Any], Result]) -> Result:
+def _in_netns(process: LabProcess, act: Callable[[Any], Result]) -> Result:
     """Runs act(IPRoute) in the network namespace of a process."""
 
     def work() -> Result:
-        descriptor = os.open(f"/proc/{held.pid}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(f"/proc/{process.pid}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
         try:
             setns(descriptor, CLONE_NEWNET)
         finally:
@@ -66,7 +66,7 @@ def _in_netns(held: Held, act: Callable[[Any], Result]) -> Result:
         ) from error
 
 
-def make_switch(switch: Held) -> None:
+def make_switch(switch: LabProcess) -> None:
     """Creates the bridge, with the operator's address."""
 
     def act(netlink: Any) -> None:
@@ -79,7 +79,7 @@ def make_switch(switch: Held) -> None:
     _in_netns(switch, act)
 
 
-def plug_in(switch: Held, node: Held, index: int) -> None:
+def plug_in(switch: LabProcess, node: LabProcess, index: int) -> None:
     """Links node number `index` to the switch and assigns the node's address."""
 
     def at_switch(netlink: Any) -> None:
@@ -98,7 +98,7 @@ def plug_in(switch: Held, node: Held, index: int) -> None:
     _in_netns(node, at_node)
 
 
-def unplug(switch: Held, index: int) -> None:
+def unplug(switch: LabProcess, index: int) -> None:
     """Removes a node's link, so that nothing its dying processes still send is delivered."""
 
     def act(netlink: Any) -> None:
@@ -112,7 +112,7 @@ def unplug(switch: Held, index: int) -> None:
 class End:
     """One side of a cut: a process in the network namespace, and the node's number (None: the operator)."""
 
-    held: Held
+    process: LabProcess
     index: int | None
 
 
@@ -127,8 +127,8 @@ def cut(a: End, b: End) -> None:
 
         return act
 
-    _in_netns(a.held, stop(b))
-    _in_netns(b.held, stop(a))
+    _in_netns(a.process, stop(b))
+    _in_netns(b.process, stop(a))
 
 
 def mend(a: End, b: End) -> None:
@@ -146,8 +146,8 @@ def mend(a: End, b: End) -> None:
 
         return act
 
-    _in_netns(a.held, resume(b))
-    _in_netns(b.held, resume(a))
+    _in_netns(a.process, resume(b))
+    _in_netns(b.process, resume(a))
 
 
 def _port(index: int) -> str:

@@ -15,23 +15,23 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from migrator.lab.inside import start_ticks
-from migrator.lab.layout import Held
+from migrator.lab.layout import LabProcess
 from snapshotd.api.errors import Timeout
 from snapshotd.proc import stat
 
 
-def alive(held: Held) -> bool:
-    return start_ticks(held.pid) == held.start_ticks
+def alive(process: LabProcess) -> bool:
+    return start_ticks(process.pid) == process.start_ticks
 
 
-def send(held: Held, number: int) -> bool:
+def send(process: LabProcess, number: int) -> bool:
     """Sends a signal to exactly that process. Returns False if it has ended."""
     try:
-        pidfd = os.pidfd_open(held.pid)
+        pidfd = os.pidfd_open(process.pid)
     except ProcessLookupError:
         return False
     try:
-        if not alive(held):
+        if not alive(process):
             return False
         signal.pidfd_send_signal(pidfd, number)
     except ProcessLookupError:
@@ -41,14 +41,14 @@ def send(held: Held, number: int) -> bool:
     return True
 
 
-def wait(held: Held, timeout_s: float) -> bool:
+def wait(process: LabProcess, timeout_s: float) -> bool:
     """Whether that process ends within the time. It need not be a child."""
     try:
-        pidfd = os.pidfd_open(held.pid)
+        pidfd = os.pidfd_open(process.pid)
     except ProcessLookupError:
         return True
     try:
-        if not alive(held):
+        if not alive(process):
             return True
         poll = select.poll()
         poll.register(pidfd, select.POLLIN)
@@ -57,11 +57,11 @@ def wait(held: Held, timeout_s: float) -> bool:
         os.close(pidfd)
 
 
-def wait_stopped(held: Held, timeout_s: float) -> bool:
+def wait_stopped(process: LabProcess, timeout_s: float) -> bool:
     """Whether SIGSTOP takes effect on every thread within the time. Sending the signal does not wait for that."""
     deadline = time.monotonic() + timeout_s
-    while alive(held):
-        if {thread.state for thread in stat.read_threads(held.pid)} == {"T"}:
+    while alive(process):
+        if {thread.state for thread in stat.read_threads(process.pid)} == {"T"}:
             return True
         if time.monotonic() > deadline:
             return False
@@ -102,14 +102,14 @@ def in_node(marker: str, nets: set[str]) -> set[int]:
     return found
 
 
-def resident(held: Held, cgroup: Path) -> Held | None:
-    """`held`, or if it has ended, another process of that cgroup in the same namespaces; None if there is none."""
-    if alive(held):
-        return held
+def resident(process: LabProcess, cgroup: Path) -> LabProcess | None:
+    """`process`, or if it has ended, another process of that cgroup in the same namespaces; None if there is none."""
+    if alive(process):
+        return process
     for pid in in_cgroup(cgroup):
         ticks = start_ticks(pid)
-        if ticks is not None and namespaces(pid, held.namespaces) == held.namespaces:
-            return Held(pid, ticks, held.namespaces)
+        if ticks is not None and namespaces(pid, process.namespaces) == process.namespaces:
+            return LabProcess(pid, ticks, process.namespaces)
     return None
 
 
@@ -125,14 +125,14 @@ def own_line() -> set[int]:
     return line
 
 
-def end_all(cgroup: Path, marker: str, holders: Iterable[Held], timeout_s: float) -> None:
+def end_all(cgroup: Path, marker: str, holders: Iterable[LabProcess], timeout_s: float) -> None:
     """Ends every process in the cgroup or in the nodes, including frozen ones, and removes the cgroups. Idempotent.
 
     A process that left the cgroup is found by the node's file system, or by the network of a holder that still runs.
     """
     deadline = time.monotonic() + timeout_s
     spared = own_line()
-    nets = {held.namespaces["net"] for held in holders if alive(held)}
+    nets = {process.namespaces["net"] for process in holders if alive(process)}
     while True:
         members = in_cgroup(cgroup)
         victims = {pid for pid in members | in_node(marker, nets) if start_ticks(pid) is not None} - spared
@@ -150,7 +150,7 @@ def end_all(cgroup: Path, marker: str, holders: Iterable[Held], timeout_s: float
         for pid in victims:
             ticks = start_ticks(pid)
             if ticks is not None:
-                send(Held(pid, ticks), signal.SIGKILL)
+                send(LabProcess(pid, ticks), signal.SIGKILL)
         _await_end(victims, deadline)
 
 
@@ -160,7 +160,7 @@ def _await_end(pids: set[int], deadline: float) -> None:
     for pid in pids:
         ticks = start_ticks(pid)
         if ticks is not None:
-            wait(Held(pid, ticks), max(0.0, moment - time.monotonic()))
+            wait(LabProcess(pid, ticks), max(0.0, moment - time.monotonic()))
     if not pids:
         time.sleep(0.01)  # the kernel still has to release the cgroup
 

@@ -15,14 +15,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from migrator.lab import processes
-from migrator.lab.layout import Held
+from migrator.lab.layout import LabProcess
 from snapshotd.api.errors import Unreachable
 
 LOG_LINES = 30
 _PACKAGES = Path(__file__).parents[2]
 
 
-def await_daemons(cluster: Path, daemons: Mapping[str, tuple[Held, Path]], timeout_s: float) -> None:
+def await_daemons(cluster: Path, daemons: Mapping[str, tuple[LabProcess, Path]], timeout_s: float) -> None:
     """Waits until every daemon answers the operator, else raises Unreachable. `daemons`: process and log, by node."""
     packages = os.pathsep.join(filter(None, (str(_PACKAGES), os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, "PYTHONPATH": packages}
@@ -48,7 +48,9 @@ def await_daemons(cluster: Path, daemons: Mapping[str, tuple[Held, Path]], timeo
         raise _silent(reasons, daemons)
 
 
-def _first_end(probe: subprocess.Popen[bytes], daemons: Mapping[str, tuple[Held, Path]], timeout_s: float) -> list[str]:
+def _first_end(
+    probe: subprocess.Popen[bytes], daemons: Mapping[str, tuple[LabProcess, Path]], timeout_s: float
+) -> list[str]:
     """Waits for the probe. Returns the nodes whose daemon ended before it."""
     with contextlib.ExitStack() as stack:
         poll = select.poll()
@@ -60,18 +62,18 @@ def _first_end(probe: subprocess.Popen[bytes], daemons: Mapping[str, tuple[Held,
                 poll.register(pidfd, select.POLLIN)
 
         watch(probe.pid)
-        for held, _ in daemons.values():
-            watch(held.pid)
+        for process, _ in daemons.values():
+            watch(process.pid)
         # Checked after the descriptors were opened: poll reports a daemon that ends later.
-        ended = [node for node, (held, _) in daemons.items() if not processes.alive(held)]
+        ended = [node for node, (process, _) in daemons.items() if not processes.alive(process)]
         if not ended:
             poll.poll(timeout_s * 1000)
             if probe.poll() is None:
-                ended = [node for node, (held, _) in daemons.items() if not processes.alive(held)]
+                ended = [node for node, (process, _) in daemons.items() if not processes.alive(process)]
         return ended
 
 
-def _silent(reasons: Mapping[str, str], daemons: Mapping[str, tuple[Held, Path]]) -> Unreachable:
+def _silent(reasons: Mapping[str, str], daemons: Mapping[str, tuple[LabProcess, Path]]) -> Unreachable:
     text = [f"{len(reasons)} of {len(daemons)} daemons do not answer"]
     for node, why in reasons.items():
         text.append(f"{node}: {why}; the end of its log:")

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from migrator.lab import processes
 from migrator.lab.inside import start_ticks
-from migrator.lab.layout import OPERATOR, SWITCH, Held, Layout, Record
+from migrator.lab.layout import OPERATOR, SWITCH, LabProcess, Layout, Record
 from snapshotd.api.errors import Denied, Internal, NotFound, SnapshotError, WrongState
 
 if TYPE_CHECKING:
@@ -62,12 +62,12 @@ class Site:
             raise NotFound(f"no node of lab {self.layout.name} is called {node!r}", remedy=f"its nodes are: {names}")
         return record.nodes.index(node)
 
-    def resident(self, record: Record, place: str) -> Held:
+    def resident(self, record: Record, place: str) -> LabProcess:
         """A running process in the namespaces of a node or of the operator."""
         if place != OPERATOR:
             self.check(record, place)
-        held = record.holders.get(SWITCH if place == OPERATOR else place)
-        found = processes.resident(held, self.layout.node_cgroup(place)) if held is not None else None
+        process = record.holders.get(SWITCH if place == OPERATOR else place)
+        found = processes.resident(process, self.layout.node_cgroup(place)) if process is not None else None
         if found is None:
             raise WrongState(
                 f"{place} of lab {self.layout.name} is not running",
@@ -81,7 +81,7 @@ class Site:
 
         return End(self.resident(record, place), record.index(place))
 
-    def hold(self, place: str, spec: dict[str, Any]) -> Held:
+    def hold(self, place: str, spec: dict[str, Any]) -> LabProcess:
         """Creates the namespaces of a place and the process that keeps them alive; `spec` is that of `inside.hold`."""
         cgroup = self.layout.node_cgroup(place)
         try:
@@ -96,14 +96,19 @@ class Site:
         if ticks is None:
             why = answer.get("error") or done.stderr.decode(errors="replace").strip() or "it was killed"
             raise Internal(f"{place} of lab {self.layout.name} could not be made: {why}", remedy="see the reason above")
-        return Held(answer["pid"], ticks, processes.namespaces(answer["pid"], spec["namespaces"]))
+        return LabProcess(answer["pid"], ticks, processes.namespaces(answer["pid"], spec["namespaces"]))
 
     def way_in(self, record: Record, place: str, leaf: str) -> dict[str, Any]:
         """The part of `inside.enter`'s spec that identifies a place and a cgroup in it."""
-        held = self.resident(record, place)
+        process = self.resident(record, place)
         procs = self.layout.node_cgroup(place) / leaf / "cgroup.procs"
-        spaces = list(held.namespaces)
-        return {"pid": held.pid, "start_ticks": held.start_ticks, "namespaces": spaces, "cgroup_procs": str(procs)}
+        spaces = list(process.namespaces)
+        return {
+            "pid": process.pid,
+            "start_ticks": process.start_ticks,
+            "namespaces": spaces,
+            "cgroup_procs": str(procs),
+        }
 
     @contextlib.contextmanager
     def locked(self, *, make: bool = False) -> Iterator[None]:
