@@ -51,7 +51,7 @@ def move_and_account(lab: GpuCluster, job: Job, at: str, to: str) -> None:
     assert asked.code == 0, f"{asked.answer} {asked.errors}"
     told = asked.answer
     assert told["warnings"] == []
-    size, used = part(told, "park-out")["bytes"], told["device_bytes"]
+    size, used = part(told, "offload")["bytes"], told["device_bytes"]
     assert size >= 32 * MIB
     assert part(told, "refill")["bytes"] == size
     assert abs(part(told, "checkpoint")["bytes"] - (used - size)) < MIB
@@ -66,7 +66,7 @@ def test_zero_pages_of_device_memory_are_not_sent(lab: GpuCluster) -> None:
     for to in (TARGET, SOURCE):
         job.await_progress(3)
         told = lab.cluster.move(job, to)
-        moved = part(told, "park-out")["bytes"]
+        moved = part(told, "offload")["bytes"]
         assert moved == part(told, "refill")["bytes"] == 104 * MIB
         assert told["bytes"] < moved // 2, "the image is included"
         assert told["bytes"] == journalled_bytes(lab, told["move"])
@@ -110,7 +110,7 @@ def test_device_memory_driver_leaves_memory_to_the_driver(lab: GpuCluster) -> No
     job = lab.job(SOURCE, *LARGE, options=("--device-memory", "driver"))
     job.await_lines(5)
     told = lab.cluster.move(job, TARGET)
-    assert not {"park-out", "refill"} & {each["name"] for each in told["parts"]}
+    assert not {"offload", "refill"} & {each["name"] for each in told["parts"]}
     lab.ends_well(job)
 
 
@@ -120,7 +120,7 @@ def test_check_shows_how_device_memory_will_move(lab: GpuCluster) -> None:
     done = lab.cluster.migrator("check", "--rank", "0", "--job", job.name, "--to", TARGET, "--json")
     checks = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
     assert f"SNAPSHIM_DEVICE_MEMORY=offload: {LARGE_MIB} MiB in 4 blocks" in checks["gpu-device-memory"]["reason"]
-    assert checks["gpu-parked-room"]["verdict"] == "pass"
+    assert checks["gpu-offload-room"]["verdict"] == "pass"
 
 
 # ---------------------------------------------------------------- fallbacks
@@ -148,7 +148,7 @@ def test_device_memory_follows_the_image_without_a_device_memory_channel(lab: Gp
     job.await_lines(5)
     with only_grpc(lab, TARGET):
         told = lab.cluster.move(job, TARGET)
-    assert part(told, "park-out")["bytes"] == part(told, "refill")["bytes"] == LARGE_MIB * MIB
+    assert part(told, "offload")["bytes"] == part(told, "refill")["bytes"] == LARGE_MIB * MIB
     assert "offloaded device memory follows the image" in told["warnings"][0]
     lab.ends_well(job)
 

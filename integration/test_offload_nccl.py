@@ -53,7 +53,7 @@ def moved_both(told: dict[str, Any]) -> None:
     """Communicators were destroyed and rebuilt, and exactly the job's own device memory was offloaded."""
     assert {"quiesce", "detach", "reattach", "open"} <= {phase["name"] for phase in told["phases"]}
     assert told["warnings"] == []
-    assert part(told, "park-out")["bytes"] == part(told, "refill")["bytes"] == DEVICE_MIB * MIB
+    assert part(told, "offload")["bytes"] == part(told, "refill")["bytes"] == DEVICE_MIB * MIB
 
 
 # ---------------------------------------------------------------- moves

@@ -23,7 +23,7 @@ from integration.harness import Cluster, cluster, until
 
 NODES = ("node-1", "spare-1")
 NAMES = (
-    *("empty-cache", "prepare", "park", "lock", "park-out", "checkpoint", "criu-dump", "stream"),
+    *("empty-cache", "prepare", "park", "lock", "offload", "checkpoint", "criu-dump", "stream"),
     *("criu-restore", "cuda-restore", "unlock", "refill", "pause"),
 )
 OFFLOAD, DRIVER, BY_HAND = WAYS = ("offload", "driver", "by hand")

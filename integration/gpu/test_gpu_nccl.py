@@ -34,7 +34,7 @@ from integration.torch_jobs import BROKEN, TorchJob, TorchLab, at_rest
 pytestmark = [pytest.mark.root, pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(240), needs_gpu()]
 
 NCCL_STEPS = {"quiesce", "detach", "reattach", "open"}
-PARKED = {"prepare", "park-out", "refill"}
+PARKED = {"prepare", "offload", "refill"}
 #: No test passes or fails by the clock: this only ends tests that hang.
 PATIENCE_S = 90.0
 ROUNDS = 10

@@ -72,8 +72,8 @@ def test_offloaded_memory_of_a_moved_job_is_bit_identical(
     training = _start(nodes, variant)
     at = training.await_moment()
     told = training.move(TARGET)
-    assert _part_bytes(told, "park-out") >= 2 * GIB
-    assert _part_bytes(told, "refill") == _part_bytes(told, "park-out")
+    assert _part_bytes(told, "offload") >= 2 * GIB
+    assert _part_bytes(told, "refill") == _part_bytes(told, "offload")
     training.runs_on(TARGET)
     steps = training.ends_as(undisturbed.want(variant.arguments, variant.environment))
     record(f"parked-{variant}", at_step=at, steps=steps, seed=training.seed, **measured(told))
@@ -83,7 +83,7 @@ def test_memory_that_cannot_be_offloaded_moves_with_the_driver(nodes: Cluster, u
     training = _start(nodes, POOLS)
     training.await_moment()
     told = training.move(TARGET)
-    assert not _part_bytes(told, "park-out")
+    assert not _part_bytes(told, "offload")
     training.runs_on(TARGET)
     training.ends_as(undisturbed.want(POOLS.arguments, POOLS.environment))
     record(f"parked-{POOLS}", seed=training.seed, **measured(told))

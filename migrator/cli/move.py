@@ -147,8 +147,7 @@ def _show_moved(result: MoveResult) -> None:
             if result.device_bytes_left
             else ""
         )
-        for line in _table(result):
-            print(output.styled(line, "dim"))
+        _show_parts(result)
         print(output.styled(f"  device memory: {formatting.size(result.device_bytes)}{left}{_onto(result)}", "dim"))
     if result.device_bytes and result.longest_part is not None:
         longest = result.longest_part
@@ -162,14 +161,18 @@ def _show_moved(result: MoveResult) -> None:
     )
 
 
-def _table(result: MoveResult) -> list[str]:
+def _show_parts(result: MoveResult) -> None:
     """Where the time went, one line per part; parts can overlap."""
-    width = max((len(part.name) for part in result.parts), default=0)
-    return [
-        f"    {part.name:<{width}}  {part.seconds:>7.2f} s"
-        + (f"  {formatting.size(part.bytes)}  {formatting.rate(part.bytes, part.seconds)}" if part.bytes else "")
+    rows = [
+        (
+            part.name,
+            f"{part.seconds:.2f} s",
+            formatting.size(part.bytes) if part.bytes else "",
+            formatting.rate(part.bytes, part.seconds) if part.bytes else "",
+        )
         for part in result.parts
     ]
+    output.table(("PART", "TIME", "SIZE", "RATE"), rows, right=("TIME", "SIZE", "RATE"), indent=4, style="dim")
 
 
 def _onto(result: MoveResult) -> str:

@@ -35,16 +35,23 @@ def styled(text: str, style: str, stream: TextIO | None = None) -> str:
     return f"\x1b[{_COLOURS[style]}m{text}\x1b[0m"
 
 
-def table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()) -> None:
+def table(
+    heads: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    right: Sequence[str] = (),
+    indent: int = 0,
+    style: str = "",
+) -> None:
     """Aligned columns. On a terminal that is too narrow, long cells end with an ellipsis."""
     from rich.table import Table  # here: loading it takes longer than most verbs
 
-    made = Table(box=None, pad_edge=False, padding=(0, 1), header_style="bold")
+    made = Table(box=None, pad_edge=False, padding=(0, 1), header_style="bold", style=style)
     for head in heads:
         made.add_column(head, justify="right" if head in right else "left")
     for row in rows:
         made.add_row(*(_cell(cell) for cell in row))
-    _print(made)
+    _print(made, indent)
 
 
 def grid(rows: Sequence[Sequence[str | tuple[str, str]]]) -> None:
@@ -63,13 +70,14 @@ def _cell(text: str, style: str = "") -> Text:
     return Text("\n".join(formatting.plain_lines(text)), style, no_wrap=True, overflow="ellipsis")
 
 
-def _print(made: Table) -> None:
+def _print(made: Table, indent: int = 0) -> None:
     from rich.console import Console
+    from rich.padding import Padding
 
     terminal = sys.stdout.isatty()
     console = Console(file=sys.stdout, highlight=False, width=None if terminal else 100_000)
     with console.capture() as captured:
-        console.print(made)
+        console.print(Padding.indent(made, indent))
     print("\n".join(line.rstrip() for line in captured.get().splitlines()))
 
 

@@ -135,7 +135,7 @@ async def stream(run: Run, timeout_s: float) -> None:
     async for progress in run.source.source.Stream(run.request, timeout_s=timeout_s):
         run.reporter.sent("stream", progress.bytes_sent, progress.bytes_expected)
         last = progress
-    in_stripes = sum(part.bytes for part in run.frozen.parts if part.name == "park-out")
+    in_stripes = sum(part.bytes for part in run.frozen.parts if part.name == "offload")
     dumped_bytes = max(0, last.bytes_expected - in_stripes)
     run.parts.append(PhaseTime("criu-dump", last.dump_seconds, dumped_bytes))
     run.parts.append(PhaseTime("stream", last.stream_seconds, last.bytes_sent))

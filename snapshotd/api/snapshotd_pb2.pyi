@@ -1117,7 +1117,7 @@ class FreezeReply(_message.Message):
 
     @_builtins.property
     def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Part]:
-        """of a GPU rank: lock, park, unlock, park-out, relock, checkpoint"""
+        """of a GPU rank: lock, park, unlock, offload, relock, checkpoint"""
 
     @_builtins.property
     def warnings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:

@@ -45,7 +45,7 @@ gpu-rdma             … no RDMA device, with which device memory may be registe
 gpu-profiler         … no nsys, ncu, compute-sanitizer or cuda-gdb in the process
 gpu-parking          … the shim can park every thread while the driver works
 gpu-device-memory    … whether the driver's checkpoint or the shim moves its device memory
-gpu-parked-room      … memory on the source for what the shim offloads
+gpu-offload-room     … memory on the source for what the shim offloads
 gpu-host-memory      … enough host memory, within the job's limits, for its device memory
 nccl-static          NCCL is a shared library, so that the shim can interpose it
 nccl                 every communicator can be torn down: no CUDA graph, window or device communicator, none incomplete

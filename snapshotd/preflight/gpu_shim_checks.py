@@ -144,12 +144,12 @@ def offload_room(offloaded: int, room_bytes: int) -> Check:
     needed = offloaded + RESERVE_BYTES
     if room_bytes < needed:
         return warned(
-            "gpu-parked-room",
+            "gpu-offload-room",
             f"{needed >> 20} MiB of memory are needed to offload device memory, {room_bytes >> 20} MiB are free on this node:"
             " the driver's checkpoint moves it instead, which takes longer",
             "free memory on this node, or enlarge the tmpfs that holds image_dir",
         )
-    return passed("gpu-parked-room", f"{room_bytes >> 20} MiB free, {needed >> 20} MiB needed")
+    return passed("gpu-offload-room", f"{room_bytes >> 20} MiB free, {needed >> 20} MiB needed")
 
 
 def _offloaded(processes: Sequence[ProcessInfo], shim: Shim) -> list[tuple[int, int]]:

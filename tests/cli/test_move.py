@@ -115,13 +115,16 @@ WHOLE = ["Prepare", "Begin", "PrepareDevice", "Freeze", "Stream", "Restore", "Co
 def test_move_of_a_gpu_rank_prints_the_parts_of_the_pause(
     drive: Callable[[MoveResult], list[MoveOptions]], migrator: Migrator
 ) -> None:
-    parts = [PhaseTime("prepare", 9.0, 0), PhaseTime("park-out", 0.5, 25_000_000_000), PhaseTime("refill", 0.8, 25)]
+    parts = [PhaseTime("prepare", 9.0, 0), PhaseTime("offload", 0.5, 25_000_000_000), PhaseTime("refill", 0.8, 25)]
     result = moved(device_bytes=25_000_000_000, parts=parts, longest_part=parts[2])
     drive(result)
-    told = migrator("move", "--rank", "1", "--to", "spare-1")
-    lines = told.out.splitlines()
-    assert [line.split()[0] for line in lines if line.startswith("    ")] == ["prepare", "park-out", "refill"]
-    assert any("park-out" in line and "50.00 GB/s" in line for line in lines), lines
+    lines = migrator("move", "--rank", "1", "--to", "spare-1").out.splitlines()
+    assert [line for line in lines if line.startswith("    ")] == [
+        "    PART       TIME     SIZE        RATE",
+        "    prepare  9.00 s",
+        "    offload  0.50 s  25.0 GB  50.00 GB/s",
+        "    refill   0.80 s     25 B   0.00 GB/s",
+    ]
     assert any(line.strip().startswith("longest: refill") for line in lines), lines
     drive(result)
     answer = json.loads(migrator("move", "--rank", "1", "--to", "spare-1", "--json").out)

@@ -257,7 +257,7 @@ async def test_all_device_memory_is_offloaded_and_refilled(source: Source) -> No
     before = [memory.content for memory in source.memories.values()]
     size, parts = await source.out()
     assert size == 2 * SIZE
-    assert parts == {"unlock": 0, "park-out": 2 * SIZE, "relock": 0}
+    assert parts == {"unlock": 0, "offload": 2 * SIZE, "relock": 0}
     assert source.lane is not None
     assert source.lane.final == source.lane.sizes
     assert sum(source.lane.final.values()) == 2 * SIZE

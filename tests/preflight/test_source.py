@@ -124,7 +124,7 @@ def test_all_checks_run_and_are_described(rank: Starter) -> None:
     _, checks = rank().inspect()
     assert list(checks) == [*SOURCE_CHECKS, "facts"]
     described = set(re.findall(r"^([a-z][a-z-]+)  +\S", preflight.__doc__ or "", re.MULTILINE))
-    more = {"facts", "new-files", "gpu-parked-room", *GPU_CHECKS, *TARGET_GPU_CHECKS, *NCCL_CHECKS}
+    more = {"facts", "new-files", "gpu-offload-room", *GPU_CHECKS, *TARGET_GPU_CHECKS, *NCCL_CHECKS}
     assert described == {*SOURCE_CHECKS, *TARGET_CHECKS, *more}
 
 

@@ -267,7 +267,7 @@ class Offload:
             else:
                 one.sizes = list(await in_thread(one.memory.done))
                 self._advance(one, one.sizes)
-        parts.add("park-out", host.boottime_s() - began, sum(one.bytes for one in wanted))
+        parts.add("offload", host.boottime_s() - began, sum(one.bytes for one in wanted))
         return caught
 
     def _copy_one(self, one: Striped, limit_s: float) -> int:
