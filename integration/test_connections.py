@@ -331,7 +331,7 @@ def parent(pid: int) -> int:
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
-    "point", [Point.BRACE, Point.BEFORE_REPOINT, Point.REPOINTING, Point.REPOINT, Point.BEFORE_SETTLE]
+    "point", [Point.SUSPEND, Point.BEFORE_REPOINT, Point.REPOINTING, Point.REPOINT, Point.BEFORE_SETTLE]
 )
 def test_peer_daemon_killed_breaks_no_connection(nodes: Cluster, ends: Endpoints, point: Point) -> None:
     crash = Crash(nodes, ends)

@@ -46,7 +46,7 @@ def move_and_account(lab: GpuCluster, job: Job, at: str, to: str) -> None:
     """Moves a job; every byte of its device memory is either offloaded or in the driver's checkpoint."""
     job.await_progress(3)
     held = until("the job's memory on the GPU", lambda: lab.used_bytes(at) > 96 * MIB and lab.used_bytes(at))
-    with lab.cluster.moving(job, to, at, Point.PARKED_MEMORY) as asked:
+    with lab.cluster.moving(job, to, at, Point.OFFLOADED) as asked:
         until("memory to leave the GPU", lambda: lab.used_bytes(at) <= held - 32 * MIB)
     assert asked.code == 0, f"{asked.answer} {asked.errors}"
     told = asked.answer
@@ -94,7 +94,7 @@ def test_rank_that_starts_sharing_memory_before_the_freeze_continues(lab: GpuClu
 
 
 def test_job_does_not_run_while_its_memory_is_offloaded(lab: GpuCluster) -> None:
-    for node, point in ((SOURCE, Point.PARKED_MEMORY), (TARGET, Point.REFILLED)):
+    for node, point in ((SOURCE, Point.OFFLOADED), (TARGET, Point.REFILLED)):
         job = start(lab, *LARGE, "--threads", "2", pace_s=0.01)
         job.await_lines(5)
         with lab.cluster.moving(job, TARGET, node, point) as asked:

@@ -81,7 +81,7 @@ def test_memory_of_nccl_is_freed_before_the_offload(lab: GpuCluster) -> None:
     """It is neither offloaded nor part of the driver's checkpoint."""
     job = start(lab, SOURCE, PEER)
     used = used_bytes(lab, SOURCE)
-    with lab.cluster.moving(job.ranks[0], TARGET, SOURCE, Point.PARKED_MEMORY) as asked:
+    with lab.cluster.moving(job.ranks[0], TARGET, SOURCE, Point.OFFLOADED) as asked:
         until("the memory to leave the GPU", lambda: used_bytes(lab, SOURCE) <= used - (DEVICE_MIB + BUFFER_MIB) * MIB)
     assert asked.code == 0, f"{asked.answer}{asked.errors}{lab.cluster.logs()}"
     moved_both(asked.answer)
@@ -114,7 +114,7 @@ def test_job_runs_while_the_offload_is_prepared(lab: GpuCluster) -> None:
     [
         (SOURCE, Point.READY),
         (SOURCE, Point.DETACH),
-        (SOURCE, Point.PARKED_MEMORY),
+        (SOURCE, Point.OFFLOADED),
         (SOURCE, Point.CHECKPOINTED),
         (TARGET, Point.REFILLED),
         (TARGET, Point.ATTACHING),
@@ -141,7 +141,7 @@ def test_move_that_fails_is_undone_and_a_retry_succeeds(lab: GpuCluster, node: s
     [
         (SOURCE, Point.READY),
         (SOURCE, Point.DETACH),
-        (SOURCE, Point.PARKED_MEMORY),
+        (SOURCE, Point.OFFLOADED),
         (TARGET, Point.REFILLED),
         (TARGET, Point.ATTACHED),
     ],
@@ -160,7 +160,7 @@ def test_daemon_killed_leaves_exact_results_and_open_gates(lab: GpuCluster, node
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("point", [Point.READY, Point.PARKED_MEMORY])
+@pytest.mark.parametrize("point", [Point.READY, Point.OFFLOADED])
 def test_driver_killed_restores_memory_and_communicators(lab: GpuCluster, point: Point) -> None:
     """When the lease ends, memory that was offloaded is brought back; then the communicators are rebuilt."""
     job = start(lab, SOURCE, PEER)

@@ -29,7 +29,7 @@ HALF_MIB = ("--mib", "240", "--blocks", "2", "--api", "runtime")
 @pytest.mark.parametrize(
     ("node", "point"),
     [
-        (SOURCE, Point.PARKED_MEMORY),
+        (SOURCE, Point.OFFLOADED),
         (SOURCE, Point.CHECKPOINTED),
         (SOURCE, Point.FREEZE),
         (SOURCE, Point.STREAM),
@@ -52,7 +52,7 @@ def test_move_that_fails_is_undone_and_a_retry_succeeds(lab: GpuCluster, node: s
 @pytest.mark.parametrize(
     ("node", "point"),
     [
-        (SOURCE, Point.PARKED_MEMORY),
+        (SOURCE, Point.OFFLOADED),
         (SOURCE, Point.CHECKPOINTED),
         (SOURCE, Point.DUMPING),
         (SOURCE, Point.STREAM),
@@ -181,7 +181,7 @@ def fill_up(lab: GpuCluster, node: str) -> Job:
 def test_move_is_undone_if_the_targets_gpu_is_full(lab: GpuCluster) -> None:
     job = start(lab, *HALF_MIB)
     job.await_lines(5)
-    with lab.cluster.moving(job, TARGET, SOURCE, Point.PARKED_MEMORY) as asked:
+    with lab.cluster.moving(job, TARGET, SOURCE, Point.OFFLOADED) as asked:
         hog = fill_up(lab, TARGET)
     assert asked.code == UNDONE, f"{asked.answer}{asked.errors}"
     assert "device memory" in asked.answer["reason"], f"{asked.answer}{lab.cluster.logs()}"
@@ -191,7 +191,7 @@ def test_move_is_undone_if_the_targets_gpu_is_full(lab: GpuCluster) -> None:
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("point", [Point.PARKED_MEMORY, Point.STREAM])
+@pytest.mark.parametrize("point", [Point.OFFLOADED, Point.STREAM])
 def test_rank_stays_frozen_until_the_sources_gpu_has_room(lab: GpuCluster, point: Point) -> None:
     """The undo finds the GPU full. The rank continues once there is room, also after a restart of the daemon."""
     job = start(lab, *HALF_MIB)

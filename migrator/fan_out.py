@@ -45,8 +45,8 @@ def none_answered(silent: dict[str, SnapshotError]) -> SnapshotError:
     """The error for a cluster in which no node answered: of the nodes' own class if they agree, else Unreachable."""
     kinds = Counter(type(error) for error in silent.values())
     kind, _ = kinds.most_common(1)[0]
-    told = "\n".join(f"  {node}: {error.message}" for node, error in silent.items())
+    reasons = "\n".join(f"  {node}: {error.message}" for node, error in silent.items())
     remedy = next(error.advice for error in silent.values() if type(error) is kind)
     return (kind if len(kinds) == 1 else Unreachable)(
-        f"no node answered:\n{told}", remedy=remedy, where=Where.UNTOUCHED
+        f"no node answered:\n{reasons}", remedy=remedy, where=Where.UNTOUCHED
     )

@@ -118,8 +118,8 @@ class Move:
 
     @property
     def waiting_for(self) -> str:
-        told = [f"{view.node}: {view.record.waiting_for}" for view in self.views if not view.ended]
-        return "; ".join(text for text in told if not text.endswith(": "))
+        reasons = [f"{view.node}: {view.record.waiting_for}" for view in self.views if not view.ended]
+        return "; ".join(text for text in reasons if not text.endswith(": "))
 
     @property
     def step(self) -> str:

@@ -84,7 +84,9 @@ def issue_node(folder: Path, name: str, addresses: Iterable[str] = ()) -> Identi
         try:
             checked.append(ipaddress.ip_address(address))
         except ValueError as error:
-            raise Usage(f"{address!r} is no IP address", remedy="give addresses like 10.0.0.1 or fd00::1") from error
+            raise Usage(
+                f"{address!r} is not an IP address", remedy="give addresses like 10.0.0.1 or fd00::1"
+            ) from error
     purposes = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
     return _issue(folder, "node", name, [x509.IPAddress(address) for address in checked], purposes)
 
@@ -202,7 +204,7 @@ def _write(path: Path, content: bytes, mode: int) -> None:
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
     except FileExistsError as error:
-        raise Busy(f"{path} was made by somebody else just now", remedy="try again") from error
+        raise Busy(f"another process has just created {path}", remedy="try again") from error
     except OSError as error:
         raise Usage(f"{path} cannot be written: {error.strerror}", remedy="name a folder you may write to") from error
     with os.fdopen(descriptor, "wb") as file:

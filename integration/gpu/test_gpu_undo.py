@@ -87,7 +87,7 @@ def _points(*points: Point) -> Sequence[Point]:
     """The points that the job reaches: without a GPU or without offloaded memory, some are never reached."""
     never = set() if ON_GPU else {Point.PARKED, Point.LOCKED, Point.CHECKPOINTED}
     if not ON_GPU or DEVICE_MEMORY != "offload":
-        never |= {Point.PARKED_MEMORY, Point.REFILLED}
+        never |= {Point.OFFLOADED, Point.REFILLED}
     return [point for point in points if point not in never]
 
 
@@ -98,7 +98,7 @@ def test_dump_that_fails_after_the_checkpoint_is_undone(nodes: Cluster, undistur
     training = Training.start(nodes, "gpu-undo-dump", SMALL)
     training.await_moment()
     seen: dict[str, Any] = {}
-    points = (Point.PARKED, Point.LOCKED, Point.PARKED_MEMORY, Point.CHECKPOINTED, Point.BEFORE_DUMP, Point.DUMPING)
+    points = (Point.PARKED, Point.LOCKED, Point.OFFLOADED, Point.CHECKPOINTED, Point.BEFORE_DUMP, Point.DUMPING)
     for point in _points(*points):
         nodes.fault(SOURCE, point, "fail")
         with _move(nodes, training) as asked:
@@ -115,7 +115,7 @@ def test_source_daemon_killed_around_the_checkpoint_is_undone(nodes: Cluster, un
     training = Training.start(nodes, "gpu-undo-source", SMALL)
     training.await_moment()
     seen: dict[str, Any] = {}
-    for point in _points(Point.PARKED, Point.LOCKED, Point.PARKED_MEMORY, Point.CHECKPOINTED, Point.FREEZE):
+    for point in _points(Point.PARKED, Point.LOCKED, Point.OFFLOADED, Point.CHECKPOINTED, Point.FREEZE):
         nodes.fault(SOURCE, point, "kill")
         with _move(nodes, training) as asked:
             await_while(asked, f"the fault at {point}", lambda: nodes.fired(SOURCE), nodes)

@@ -161,6 +161,6 @@ def worker_python(environment: Mapping[str, str], parent: int) -> str:
     found = shutil.which(word, path=environment.get("PATH"))
     if found is None or not _PYTHON.fullmatch(os.path.basename(found)):
         raise NotProtectable(
-            f"the launcher calls itself {word!r}, which is no Python; name its interpreter with PYTHON_EXEC"
+            f"the launcher calls itself {word!r}, which is not a Python interpreter; name its interpreter with PYTHON_EXEC"
         )
     return found

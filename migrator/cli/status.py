@@ -114,8 +114,8 @@ def _detail(move: Move, gates: Sequence[Gate]) -> None:
     }
     for view in move.views:
         record = view.record
-        told = f"{record.mark}, {pb.OutcomeKind.Name(record.outcome).lower()}{', ended' if view.ended else ''}"
-        facts[f"{record.role}'s view"] = f"{view.node}: {told}"
+        state = f"{record.mark}, {pb.OutcomeKind.Name(record.outcome).lower()}{', ended' if view.ended else ''}"
+        facts[f"{record.role}'s view"] = f"{view.node}: {state}"
     for gate in gates:
         why = f": {gate.waiting_for}" if gate.waiting_for else ""
         facts[f"gate of rank {gate.rank}"] = f"closed on {gate.node} for {_since(gate)}{why}"

@@ -28,7 +28,7 @@ from migrator.lab.layout import PREFIX_LENGTH, LabProcess, address
 from snapshotd.api.errors import Internal
 
 BRIDGE = "br0"
-NOBODY = "02:00:00:00:00:00"
+UNUSED_MAC = "02:00:00:00:00:00"
 
 Result = TypeVar("Result")
 
@@ -123,7 +123,7 @@ def cut(a: End, b: End) -> None:
         def act(netlink: Any) -> None:
             link = _link(netlink)
             for family, where in _addresses(other.index):
-                netlink.neigh("replace", family=family, dst=where, lladdr=NOBODY, ifindex=link, state="permanent")
+                netlink.neigh("replace", family=family, dst=where, lladdr=UNUSED_MAC, ifindex=link, state="permanent")
 
         return act
 

@@ -205,11 +205,11 @@ def _stands_still(
 
 def _behind(reports: Mapping[int, Report], targets: Counts) -> tuple[Behind, ...]:
     """Every member that is below its channel's target, the most likely cause of a delay first."""
-    seats = _seats(reports)
+    known_members = _members(reports)
     short: list[tuple[int, Channel, bool]] = []
     waits: dict[int, set[int]] = {}
     for channel, target in targets.items():
-        members = channel.pair or seats.get(channel.comm, (None,))
+        members = channel.pair or known_members.get(channel.comm, (None,))
         ends = {rank for rank in members if rank is not None}
         if None in members:  # any rank that is not a known member may be this one
             ends |= (reports.keys() - ends) or {UNKNOWN_RANK}
@@ -242,14 +242,14 @@ def _why(report: Report | None, targets: Counts) -> Why:
     return Why.HELD if report.held and not report.running else Why.USER_CODE
 
 
-def _seats(reports: Mapping[int, Report]) -> dict[str, tuple[int | None, ...]]:
+def _members(reports: Mapping[int, Report]) -> dict[str, tuple[int | None, ...]]:
     """The members of every communicator, merged from what each rank knows."""
-    seats: dict[str, tuple[int | None, ...]] = {}
+    known_members: dict[str, tuple[int | None, ...]] = {}
     for report in reports.values():
         for comm, known in report.members.items():
-            before = seats.get(comm, (None,) * len(known))
-            seats[comm] = tuple(a if b is None else b for a, b in zip(before, known, strict=True))
-    return seats
+            before = known_members.get(comm, (None,) * len(known))
+            known_members[comm] = tuple(a if b is None else b for a, b in zip(before, known, strict=True))
+    return known_members
 
 
 def _raise(targets: dict[Channel, int], counts: Iterable[tuple[Channel, int]]) -> None:

@@ -92,7 +92,7 @@ def _why_unreachable(details: str) -> str:
 def _whole(reply: Reply | None, who: str, method: str) -> Reply:
     """Raises Damaged for None, which gRPC returns if it cannot parse a message."""
     if reply is None:
-        raise Damaged(f"{who} answered {method} with something that is no answer to it", remedy=_SAME_VERSION)
+        raise Damaged(f"{who} answered {method} with something that is not an answer to it", remedy=_SAME_VERSION)
     return reply
 
 

@@ -152,46 +152,46 @@ def read(process: tree.Process) -> Report:
 def parse(text: str) -> Report:
     """Raises Damaged if the text is not a report: it comes from the job's memory, which can contain anything."""
     try:
-        told = json.loads(text)
-        waiting = {int(each["thread"]): tuple(map(_channel, each["group"])) for each in told.get("held", ())}
+        report = json.loads(text)
+        waiting = {int(each["thread"]): tuple(map(_channel, each["group"])) for each in report.get("held", ())}
         held = {channel.comm for group in waiting.values() for channel in group}
         return Report(
             text=text,
-            gate_closed=told["gate"] == "closed",
-            instance=int(told["instance"]),
-            comms=tuple(_communicator(comm, held) for comm in told["comms"]),
-            threads=int(told["nccl_threads"]),
-            ended=tuple(_counts(comm) for comm in told.get("ended", ())),
+            gate_closed=report["gate"] == "closed",
+            instance=int(report["instance"]),
+            comms=tuple(_communicator(comm, held) for comm in report["comms"]),
+            threads=int(report["nccl_threads"]),
+            ended=tuple(_counts(comm) for comm in report.get("ended", ())),
             waiting=waiting,
-            calling=tuple(int(each["thread"]) for each in told.get("calling", ())),
+            calling=tuple(int(each["thread"]) for each in report.get("calling", ())),
         )
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError) as error:
         raise Damaged(f"a process's NCCL report makes no sense ({error!r}): {text[:80]!r}") from error
 
 
-def _communicator(told: dict[str, Any], held: Collection[str]) -> Communicator:
-    found = _counts(told)
-    why = [str(reason) for reason in told["refused"]] if isinstance(told["refused"], list) else []
+def _communicator(report: dict[str, Any], held: Collection[str]) -> Communicator:
+    found = _counts(report)
+    why = [str(reason) for reason in report["refused"]] if isinstance(report["refused"], list) else []
     if found.state in _BROKEN:
         why.append(_BROKEN[found.state])
-    elif found.state == "live" and told.get("in_progress"):
+    elif found.state == "live" and report.get("in_progress"):
         why.append("one of its calls is still in progress (a non-blocking communicator)")
     return replace(found, refusals=tuple(why), held=found.state == "pending" and found.id in held)
 
 
-def _counts(told: dict[str, Any]) -> Communicator:
+def _counts(report: dict[str, Any]) -> Communicator:
     """The fields that a communicator and an ended one have in common."""
-    if not _COMM.fullmatch(str(told["id"])):
-        raise ValueError(f"no id of a communicator: {told['id']!r}")
+    if not _COMM.fullmatch(str(report["id"])):
+        raise ValueError(f"not the id of a communicator: {report['id']!r}")
     return Communicator(
-        id=str(told["id"]),
-        nranks=int(told["nranks"]),
-        rank=int(told["rank"]),
-        state=str(told["state"]),
-        collectives=int(told.get("collectives", 0)),
-        sent={int(peer): int(count) for peer, count in told.get("sent", {}).items()},
-        received={int(peer): int(count) for peer, count in told.get("received", {}).items()},
-        users=tuple(int(thread) for thread in told.get("users", ())),
+        id=str(report["id"]),
+        nranks=int(report["nranks"]),
+        rank=int(report["rank"]),
+        state=str(report["state"]),
+        collectives=int(report.get("collectives", 0)),
+        sent={int(peer): int(count) for peer, count in report.get("sent", {}).items()},
+        received={int(peer): int(count) for peer, count in report.get("received", {}).items()},
+        users=tuple(int(thread) for thread in report.get("users", ())),
     )
 
 
@@ -245,7 +245,7 @@ def new_id(process: tree.Process, timeout_s: float) -> str:
     """Makes a unique id, in hex. The process must run until all members have connected to it."""
     found = _ask(process, Command.NCCL_NEW_ID, timeout_s, "make an id")
     if not _UNIQUE_ID.fullmatch(found):
-        raise Damaged(f"process {process.pid} answers with something that is no id: {found[:80]!r}")
+        raise Damaged(f"process {process.pid} answers with something that is not an id: {found[:80]!r}")
     return found
 
 
@@ -317,12 +317,12 @@ def _ask(
 
 
 def _failure(process: tree.Process, what: str, answer: Answer) -> SnapshotError:
-    words = f"process {process.pid} cannot {what}: {answer.text}"
+    message = f"process {process.pid} cannot {what}: {answer.text}"
     if answer.status == errno.ETIMEDOUT:
-        return Timeout(words, remedy="the job goes on as it was; try again when it is less busy", where=Where.UNKNOWN)
+        return Timeout(message, remedy="the job goes on as it was; try again when it is less busy", where=Where.UNKNOWN)
     if answer.status == errno.ECANCELED:
         return gave_up(f"process {process.pid}")
-    return NcclFailed(words, where=Where.UNKNOWN)
+    return NcclFailed(message, where=Where.UNKNOWN)
 
 
 def gave_up(who: str) -> Timeout:

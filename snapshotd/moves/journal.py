@@ -8,8 +8,9 @@ really there.
 The journal is read once, when it is opened, and answers from memory after that. Every change is durable on disk before the
 memory changes, so an answer never contains more than the disk.
 
-Layout: STATE_DIR/moves/MOVE/{begin.json, marks, outcome.json, word.json}. `marks` has one JSON object per line. word.json
-overrules outcome.json, see `overrule`. A folder removed-MOVE is what a crash left of a move that was being removed.
+Layout: STATE_DIR/moves/MOVE/{begin.json, marks, outcome.json, overruling.json}. `marks` has one JSON object per line.
+overruling.json overrules outcome.json, see `overrule`; version 0.1 called it word.json. A folder removed-MOVE is what a crash
+left of a move that was being removed.
 """
 
 from __future__ import annotations
@@ -132,8 +133,8 @@ class MoveLog:
         """
         decided = OutcomeRecord(outcome, reason, decided_by, time.time())
         with self.lock:
-            _write_durably(self.folder / "word.new", records.encode(decided))
-            os.rename(self.folder / "word.new", self.folder / "word.json")
+            _write_durably(self.folder / "overruling.new", records.encode(decided))
+            os.rename(self.folder / "overruling.new", self.folder / "overruling.json")
             _sync_folder(self.folder)
             self.outcome = decided
         log.warning("outcome of %s overruled: %s, by %s", self.move, outcome, decided_by)
@@ -210,7 +211,7 @@ def _read_marks(path: Path) -> MoveRecord:
 
 
 def _read_outcome(folder: Path) -> OutcomeRecord | None:
-    for name in ("word.json", "outcome.json"):
+    for name in ("overruling.json", "word.json", "outcome.json"):
         with contextlib.suppress(FileNotFoundError):
             return _decode(folder / name, OutcomeRecord)
     return None

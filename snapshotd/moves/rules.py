@@ -34,12 +34,17 @@ class Mark(StrEnum):
     ACTIVATED = "activated"  # allowed to run; journalled before the first SIGCONT
     DISCARDED = "discarded"
     # peer
-    BRACED = "braced"  # the time-outs of the sockets here are off: a long silence does not end their connections
+    TIMEOUTS_SUSPENDED = "timeouts-suspended"  # of the sockets here: a long silence does not end their connections
     REPOINTING = "re-pointing"  # the sockets here are known and about to be changed
     REPOINTED = "re-pointed"  # all of them name the target, filtered until the outcome is known
     POINTED_BACK = "pointed back"  # all of them name the source again, still filtered
     # gate
     GATED = "gated"  # the gates here are closed or about to be closed
+
+    @classmethod
+    def _missing_(cls, value: object) -> Mark | None:
+        """The name that journals of version 0.1 have."""
+        return cls.TIMEOUTS_SUSPENDED if value == "braced" else None
 
 
 class Outcome(StrEnum):
@@ -121,7 +126,7 @@ def source_next(facts: SourceFacts) -> tuple[SourceDecision, str]:
         return SourceDecision.RECORD_ABORT, "the daemon was restarted in the middle of this step"
     if facts.lease_expired:
         return SourceDecision.RECORD_ABORT, "the driver was silent for longer than its lease"
-    return SourceDecision.WAIT, "the driver has the word"
+    return SourceDecision.WAIT, "the driver decides"
 
 
 class TargetDecision(StrEnum):

@@ -74,12 +74,12 @@ def criu_check(name: str, version: str) -> Check:
 
 
 def process_tree(rank: Inspection) -> Check:
-    strays = [process for process in rank.tree.alive if not rank.tree.descends(process)]
-    if strays:
+    detached = [process for process in rank.tree.alive if not rank.tree.descends(process)]
+    if detached:
         return refused(
             "process-tree",
             "these processes are in the rank's cgroup but no longer in its process tree (they became daemons, or their parent"
-            f" ended): {listed([str(stray) for stray in strays])}",
+            f" ended): {listed([str(process) for process in detached])}",
             "end these processes, or start them outside the job",
         )
     headless = [process for process in rank.tree.processes.values() if process.zombie and process.threads > 1]

@@ -26,7 +26,7 @@ class Point(StrEnum):
     BEFORE_FREEZE = "before-freeze"
     PARKED = "parked"  # the threads of a GPU rank are parked; the GPU may still be working
     LOCKED = "locked"  # the GPU's work is drained as well
-    PARKED_MEMORY = "memory-parked"  # the shim has offloaded its part into stripes; the rest is on the GPU, unlocked
+    OFFLOADED = "memory-offloaded"  # the shim has offloaded its part into stripes; the rest is on the GPU, unlocked
     CHECKPOINTED = "checkpointed"  # all device memory is in host memory; no process is stopped yet
     STOPPED = "stopped"  # SIGSTOP sent, cgroup not yet frozen
     FREEZE = "freeze"
@@ -54,8 +54,8 @@ class Point(StrEnum):
     ACTIVATE = "activate"
     BEFORE_DISCARD = "before-discard"
     DISCARD = "discard"
-    BEFORE_BRACE = "before-brace"
-    BRACE = "brace"
+    BEFORE_SUSPEND = "before-suspend-timeouts"
+    SUSPEND = "suspend-timeouts"
     BEFORE_REPOINT = "before-repoint"
     REPOINTING = "repointing"  # sockets changed, not yet journalled
     REPOINT = "repoint"

@@ -372,6 +372,6 @@ def a_record(role: str, move: str = MOVE, **fields: Any) -> pb.MoveRecord:
         "mark": "streamed" if role == "source" else "held",
         "begun_unix_s": 1000.0,
         "where": "frozen on source" if role == "source" else "unknown",
-        "waiting_for": "the driver has the word" if role == "source" else "only the source knows how this ends",
+        "waiting_for": "the driver decides" if role == "source" else "only the source knows how this ends",
     }
     return pb.MoveRecord(**(given | fields))

@@ -225,7 +225,7 @@ def test_status_merges_the_records_of_source_and_target(cluster: FakeCluster, mi
     ]
     row = migrator("status").out.splitlines()[1]
     assert "streamed / held" in row
-    assert "node-1: the driver has the word; spare-1: only the source knows how this ends" in row
+    assert "node-1: the driver decides; spare-1: only the source knows how this ends" in row
 
 
 def test_move_is_in_history_only_when_source_and_target_have_ended(cluster: FakeCluster, migrator: Migrator) -> None:

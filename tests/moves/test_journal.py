@@ -70,6 +70,7 @@ def test_overruled_outcome_is_replaced_and_kept_on_disk(tmp_path: Path) -> None:
     assert again.outcome is not None
     assert (again.outcome.outcome, again.outcome.decided_by) == (Outcome.ABORT, "alice")
     assert json.loads((log.folder / "outcome.json").read_text())["outcome"] == "COMMIT"
+    assert (log.folder / "overruling.json").exists()
 
 
 def test_mark_truncated_by_a_crash_is_ignored(tmp_path: Path) -> None:

@@ -86,6 +86,13 @@ def test_old_overruled_outcome_is_read(old: Path) -> None:
     assert (log.last_mark, log.ended_unix_s) == (Mark.BEGUN, 0.0)
 
 
+def test_old_name_of_a_mark_is_read(old: Path) -> None:
+    marks = old / "peer/moves/m-000000000004/marks"
+    marks.write_text(marks.read_text().splitlines(keepends=True)[0])
+    assert '"braced"' in marks.read_text()
+    assert Journal(old / "peer").get("m-000000000004").last_mark is Mark.TIMEOUTS_SUSPENDED
+
+
 def test_old_peer_and_gate_journals_are_read(old: Path) -> None:
     peer = Journal(old / "peer").get("m-000000000004")
     assert peer.last_mark is Mark.REPOINTED

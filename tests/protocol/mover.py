@@ -221,12 +221,14 @@ def leftovers(model: Model) -> list[str]:
         for peer in model.peers
         if running(model) and not model.excused(peer) and not model.flows(peer)
     ]
-    braced = [f"time-outs off on {holder.node}" for _, holder, socket in model.ends() if socket.braced]
+    timeouts_suspended = [
+        f"time-outs off on {holder.node}" for _, holder, socket in model.ends() if socket.timeouts_suspended
+    ]
     gates = [f"a closed gate on {copy.node}" for copy in model.members() if copy.gated]
     excused = model.given_up or any(model.excused(peer) for peer in model.peers)
     apart = ["the communicator is not whole"] if not excused and running(model) and not model.whole() else []
     open_moves = [f"{move} unfinished on {node}" for (node, move), record in model.journal.items() if not record.ended]
-    return still + images + filters + silent + braced + gates + apart + open_moves
+    return still + images + filters + silent + timeouts_suspended + gates + apart + open_moves
 
 
 def other(node: str) -> str:

@@ -25,7 +25,7 @@ class Socket:
     names: str  # the node of the peer socket
     repair: bool = False  # in repair mode, perhaps partly changed
     lost: bool = False  # reset
-    braced: bool = False  # its time-outs are off
+    timeouts_suspended: bool = False  # its time-outs are off
 
 
 @dataclass(eq=False)

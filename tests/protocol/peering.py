@@ -42,9 +42,9 @@ class Peering(World):
     def on_suspendtimeouts(self, node: str, move: str, source: str, target: str, nonce: bytes) -> Answer:
         record = self.begun(node, move, source, target, nonce)
         if record.mark is Mark.PREPARED:
-            self.mark(node, record, Mark.BRACED)
-            self.event(node, "brace")
-            self.programs[node].sockets[node].braced = True
+            self.mark(node, record, Mark.TIMEOUTS_SUSPENDED)
+            self.event(node, "suspend timeouts")
+            self.programs[node].sockets[node].timeouts_suspended = True
         return Answer()
 
     def on_repoint(self, node: str, move: str, source: str, target: str, nonce: bytes) -> Answer:
@@ -53,7 +53,7 @@ class Peering(World):
             self.on_inspectconnections(node, move, source)
             with self.at_work(node, move):
                 self.mark(node, record, Mark.REPOINTING)
-                self.programs[node].sockets[node].braced = True
+                self.programs[node].sockets[node].timeouts_suspended = True
                 self.bring(node, move, target)
                 self.mark(node, record, Mark.REPOINTED)
         return Answer()
@@ -99,11 +99,11 @@ class Peering(World):
                     self.event(node, "let packets go")
                     self.check_end(node, move, record)
                     self.drop_filters(node, move)
-                    self.programs[node].sockets[node].braced = False
+                    self.programs[node].sockets[node].timeouts_suspended = False
                     self.mark(node, record, Mark.SETTLED)
                 case PeerDecision.CLOSE:
                     if record.mark is not Mark.SETTLED:
-                        self.programs[node].sockets[node].braced = False
+                        self.programs[node].sockets[node].timeouts_suspended = False
                         self.mark(node, record, Mark.SETTLED)
                     self.end(node, record)
 

@@ -76,14 +76,14 @@ static uint32_t handed_over; /* 1: the interpreter has our call on its list */
 /* Written by the main thread before DONE, read by the control thread after it. */
 static int outcome;
 static long long given_back_bytes;
-static char words[256];
+static char reason[256];
 
 static int give_up(int status, const char *why)
 {
-	size_t bytes = strlen(why) < sizeof(words) ? strlen(why) : sizeof(words) - 1;
+	size_t bytes = strlen(why) < sizeof(reason) ? strlen(why) : sizeof(reason) - 1;
 
-	memcpy(words, why, bytes);
-	words[bytes] = 0;
+	memcpy(reason, why, bytes);
+	reason[bytes] = 0;
 	return status;
 }
 
@@ -198,7 +198,7 @@ static int at_the_safe_point(void *argument)
 	if (!SWAP_IF(&state, &wanted, RUNNING))
 		return 0;
 	given_back_bytes = 0;
-	words[0] = 0;
+	reason[0] = 0;
 	torch = python.PyDict_GetItemString(python.PyImport_GetModuleDict(), "torch");
 	if (torch) {
 		cuda = python.PyObject_GetAttrString(torch, "cuda");
@@ -256,7 +256,7 @@ static void knock(void)
 
 static int report(void)
 {
-	add_text(words);
+	add_text(reason);
 	snapshim_mailbox.result[0] = outcome == 0 ? (uint64_t)given_back_bytes : 0;
 	return outcome;
 }

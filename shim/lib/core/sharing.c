@@ -23,14 +23,14 @@ struct handle { /* cudaIpcMemHandle_t, CUipcEventHandle …: 64 bytes, by value 
  * remedy. */
 static void warn_of(uint64_t address)
 {
-	static const char words[] =
+	static const char message[] =
 		"snapshim: this job shares device memory between processes (cudaIpcGetMemHandle), which is not possible "
 		"here with memory that can be offloaded; start it with `migrator run --device-memory driver`\n";
 	static bool warned;
 	bool before = false;
 
 	if (memory_is_ours(address) && SWAP_IF(&warned, &before, true))
-		KERNEL(SYS_write, 2, words, sizeof(words) - 1);
+		KERNEL(SYS_write, 2, message, sizeof(message) - 1);
 }
 
 static bool get_ours(struct handle *handle, uint64_t address)

@@ -29,10 +29,10 @@ static struct {
 } offloaded_as; /* the stripes that hold the content */
 
 /* Keeps an earlier text, which is nearer to the cause. */
-static int refuse(int status, const char *words)
+static int refuse(int status, const char *reason)
 {
 	if (!snapshim_mailbox.text[0])
-		add_text(words);
+		add_text(reason);
 	return status;
 }
 

@@ -61,7 +61,7 @@ static int new_id(struct nccl_job *job)
 
 static int load_fresh(struct nccl_job *job)
 {
-	char words[WORDS_BYTES];
+	char message[MESSAGE_BYTES];
 	struct nccl_comm *comm;
 	int failed;
 
@@ -72,13 +72,13 @@ static int load_fresh(struct nccl_job *job)
 		if (state != UNUSED && state != DETACHED && state != LOST && (state != PENDING || atomic_load(&comm->real)))
 			return job_fails(job, EBUSY, "communicator %016lx is not detached", (unsigned long)comm->id);
 	}
-	while (!gate_is_drained(words, sizeof(words))) {
+	while (!gate_is_drained(message, sizeof(message))) {
 		if (!job_in_time(job))
-			return job_fails(job, ETIMEDOUT, "%s", words);
+			return job_fails(job, ETIMEDOUT, "%s", message);
 		pause_us(500);
 	}
-	failed = real_load_fresh(words, sizeof(words));
-	return failed ? job_fails(job, failed, "%s", words) : 0;
+	failed = real_load_fresh(message, sizeof(message));
+	return failed ? job_fails(job, failed, "%s", message) : 0;
 }
 
 static int act(struct nccl_job *job)

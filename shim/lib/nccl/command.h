@@ -7,14 +7,14 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define WORDS_BYTES 512
+#define MESSAGE_BYTES 512
 
 struct nccl_job {
 	uint32_t command;
 	int64_t until_ns;
 	char *request; /* text, ended by 0 */
 	int status;    /* 0 or an errno */
-	char words[WORDS_BYTES];
+	char message[MESSAGE_BYTES];
 	char *reply; /* text, malloc'ed; NULL: none */
 	size_t reply_bytes;
 	_Atomic bool given_up; /* the control thread does not wait any more */

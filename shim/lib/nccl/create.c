@@ -56,7 +56,7 @@ static ncclResult_t init(int symbol, ncclComm_t *out, int nranks, const ncclUniq
 	ncclConfig_t *copy = config_copy(config);
 	uint64_t id;
 
-	thread->words[0] = 0;
+	thread->message[0] = 0;
 	if (!out || !ids || count < 1) {
 		free(copy);
 		return thread_error(thread, ncclInvalidArgument, "%s: no place for the handle, or no unique id",
@@ -135,7 +135,7 @@ PROFILED(ncclResult_t, ncclCommInitAll, ncclComm_t *out, int count, const int *d
 		return answer_missing(thread, SYMBOL_ncclCommInitAll);
 	if (thread_inside(thread) || !out || count < 1)
 		return REAL(instance, ncclCommInitAll, ncclResult_t (*)(ncclComm_t *, int, const int *))(out, count, devices);
-	thread->words[0] = 0;
+	thread->message[0] = 0;
 	call.child = calloc((size_t)count, sizeof(*call.child));
 	call.out = calloc((size_t)count, sizeof(*call.out));
 	call.made = calloc((size_t)count, sizeof(*call.made));
@@ -211,7 +211,7 @@ PROFILED(ncclResult_t, ncclCommSplit, ncclComm_t handle, int color, int key, ncc
 
 	if (passes(thread, parent, SYMBOL_ncclCommSplit) || !out)
 		return pass(thread, SYMBOL_ncclCommSplit, 5, call.word);
-	thread->words[0] = 0;
+	thread->message[0] = 0;
 	name[0] = atomic_fetch_add(&parent->splits, 1);
 	name[1] = (unsigned int)color;
 	if (color == SPLIT_NO_COLOR) {
@@ -247,7 +247,7 @@ PROFILED(ncclResult_t, ncclCommShrink, ncclComm_t handle, int *excluded, int cou
 
 	if (passes(thread, parent, SYMBOL_ncclCommShrink) || !out || !excluded || count < 1)
 		return pass(thread, SYMBOL_ncclCommShrink, 6, call.word);
-	thread->words[0] = 0;
+	thread->message[0] = 0;
 	call.copies = malloc((size_t)count * sizeof(int));
 	if (!call.copies)
 		return thread_error(thread, ncclSystemError, "no memory for another communicator");
@@ -284,7 +284,7 @@ PROFILED(ncclResult_t, ncclCommGrow, ncclComm_t handle, int nranks, const ncclUn
 
 	if (passes(thread, parent, SYMBOL_ncclCommGrow) || !out || (handle && !parent))
 		return pass(thread, SYMBOL_ncclCommGrow, 6, call.word);
-	thread->words[0] = 0;
+	thread->message[0] = 0;
 	copy = config_copy(config ? config : parent ? parent->config : NULL);
 	if (config && copy)
 		call.word[5] = (uintptr_t)copy;

@@ -27,11 +27,11 @@ static void wait_a_little(void)
 
 static int wait_for_threads(struct nccl_job *job)
 {
-	char words[128];
+	char message[128];
 
-	while (!gate_is_drained(words, sizeof(words))) {
+	while (!gate_is_drained(message, sizeof(message))) {
 		if (!job_in_time(job))
-			return job_fails(job, ETIMEDOUT, "%s; nothing was taken down", words);
+			return job_fails(job, ETIMEDOUT, "%s; nothing was taken down", message);
 		wait_a_little();
 	}
 	return 0;
@@ -121,11 +121,11 @@ static ncclResult_t destroy(struct nccl_job *job, struct nccl_comm *comm, ncclCo
 /* A query may be using the handle for a moment; other calls only if the gate was opened meanwhile. */
 static int wait_for_questions(struct nccl_job *job, struct nccl_comm *comm, ncclComm_t real)
 {
-	char words[128];
+	char message[128];
 	uint64_t before;
 	bool doomed;
 
-	while (!gate_is_drained(words, sizeof(words))) {
+	while (!gate_is_drained(message, sizeof(message))) {
 		if (job_in_time(job)) {
 			wait_a_little();
 			continue;
@@ -139,7 +139,7 @@ static int wait_for_questions(struct nccl_job *job, struct nccl_comm *comm, nccl
 		}
 		nccl_unlock(&before);
 		return doomed ? 0 :
-				job_fails(job, ETIMEDOUT, "%s; communicator %016lx was not taken down", words,
+				job_fails(job, ETIMEDOUT, "%s; communicator %016lx was not taken down", message,
 					  (unsigned long)comm->id);
 	}
 	return 0;

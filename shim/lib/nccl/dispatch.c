@@ -135,7 +135,7 @@ int nccl_dispatch(uint32_t command, int64_t timeout_ns)
 				status = ECANCELED;
 				add_text("cancelled by the daemon");
 			} else {
-				add_text(job->words);
+				add_text(job->message);
 			}
 			reply = job->reply;
 			job->reply = NULL;

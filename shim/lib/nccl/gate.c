@@ -208,11 +208,11 @@ void gate_open(void)
 	nccl_unlock(&before);
 }
 
-bool gate_is_drained(char *words, size_t room)
+bool gate_is_drained(char *reason, size_t room)
 {
 	for (struct nccl_thread *thread = thread_first(); thread; thread = thread->next)
 		if (atomic_load(&thread->calling) != OUTSIDE) {
-			snprintf(words, room, "thread %d is still inside %s", atomic_load(&thread->tid),
+			snprintf(reason, room, "thread %d is still inside %s", atomic_load(&thread->tid),
 				 atomic_load(&thread->function));
 			return false;
 		}

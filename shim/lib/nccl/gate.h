@@ -32,7 +32,7 @@ void gate_close(void);
 /* Sets the count that each channel may reach; a channel without a target is never below it. Takes ownership of the array. */
 void gate_set_targets(struct gate_target *targets, size_t count);
 void gate_open(void);
-/* Whether no thread is inside the real library; `words` describes one that is. */
-bool gate_is_drained(char *words, size_t room);
+/* Whether no thread is inside the real library; `reason` names one that is. */
+bool gate_is_drained(char *reason, size_t room);
 
 #endif

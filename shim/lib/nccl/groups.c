@@ -24,7 +24,7 @@ PROFILED(ncclResult_t, ncclGroupStart, void)
 	if (thread->depth++ == 0) {
 		thread->count = 0;
 		thread->group_result = ncclSuccess;
-		thread->words[0] = 0;
+		thread->message[0] = 0;
 	}
 	return ncclSuccess;
 }

@@ -41,7 +41,7 @@ int job_fails(struct nccl_job *job, int status, const char *format, ...)
 	if (job->status)
 		return job->status;
 	va_start(list, format);
-	vsnprintf(job->words, sizeof(job->words), format, list);
+	vsnprintf(job->message, sizeof(job->message), format, list);
 	va_end(list);
 	return job->status = status;
 }

@@ -78,7 +78,7 @@ static ncclResult_t end(int symbol, ncclComm_t handle)
 		return answer_missing(thread, symbol);
 	if (thread_inside(thread) || !call.comm)
 		return ((on_comm)instance->function[symbol])(handle);
-	thread->words[0] = 0;
+	thread->message[0] = 0;
 	if (thread->depth > 0)
 		return group_keep(thread, &call);
 	ask_begin(thread, call.comm, symbol);
@@ -212,8 +212,8 @@ PROFILED(const char *, ncclGetLastError, ncclComm_t handle)
 	const char *answer;
 	ncclComm_t real;
 
-	if (thread->words[0])
-		return thread->words;
+	if (thread->message[0])
+		return thread->message;
 	if (!instance || !instance->function[SYMBOL_ncclGetLastError])
 		return "";
 	if (thread_inside(thread) || !comm)

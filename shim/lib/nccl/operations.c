@@ -33,7 +33,7 @@ static ncclResult_t launch(int symbol, uint64_t *word, unsigned int why)
 
 	if (thread_inside(thread) || (!comm && thread->depth == 0))
 		return pass_on(thread, symbol, word);
-	thread->words[0] = 0;
+	thread->message[0] = 0;
 	if (comm) {
 		mark(comm, why | (shape->counts >= SIGNAL ? REFUSED_ONE_SIDED : 0));
 		if (__builtin_expect(!why && capture_under_way(), 0) && capture_has(word[shape->comm + 1]))
@@ -79,7 +79,7 @@ static ncclResult_t ask(int symbol, uint64_t *word, unsigned int why)
 
 	if (!comm || thread_inside(thread) || !instance || !instance->function[symbol])
 		return pass_on(thread, symbol, word);
-	thread->words[0] = 0;
+	thread->message[0] = 0;
 	mark(comm, why);
 	if (symbol == SYMBOL_ncclCommResume)
 		atomic_fetch_and(&comm->refused, ~(unsigned int)REFUSED_SUSPENDED);

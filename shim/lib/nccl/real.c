@@ -109,7 +109,7 @@ const char *real_path(void)
 	return path;
 }
 
-static int copy_to(int copy, char *words, size_t room)
+static int copy_to(int copy, char *message, size_t room)
 {
 	struct stat about;
 	int file = open(path, O_RDONLY | O_CLOEXEC);
@@ -118,7 +118,7 @@ static int copy_to(int copy, char *words, size_t room)
 	if (file < 0 || fstat(file, &about) != 0) {
 		int reason = errno;
 
-		snprintf(words, room, "cannot read %s, the NCCL of this job: %s; the target needs the same file", path,
+		snprintf(message, room, "cannot read %s, the NCCL of this job: %s; the target needs the same file", path,
 			 strerror(reason));
 		if (file >= 0)
 			close(file);
@@ -130,7 +130,7 @@ static int copy_to(int copy, char *words, size_t room)
 		if (sent <= 0) {
 			int reason = sent < 0 ? errno : EIO;
 
-			snprintf(words, room, "cannot copy %s: %s", path, strerror(reason));
+			snprintf(message, room, "cannot copy %s: %s", path, strerror(reason));
 			close(file);
 			return reason;
 		}
@@ -141,7 +141,7 @@ static int copy_to(int copy, char *words, size_t room)
 
 /* Loads a copy of the library from a memfd. If name or inode equal those of an earlier copy, perhaps made on another node,
  * the dynamic linker returns that copy. Then another memfd is tried, which has another name and inode. */
-static void *load_copy(char *words, size_t room, int *failed)
+static void *load_copy(char *message, size_t room, int *failed)
 {
 	int copies[8], tries = 0;
 	void *library = NULL, *known = NULL;
@@ -152,11 +152,11 @@ static void *load_copy(char *words, size_t room, int *failed)
 
 		if (copy < 0) {
 			*failed = errno;
-			snprintf(words, room, "no memory file for a fresh copy of NCCL: %s", strerror(*failed));
+			snprintf(message, room, "no memory file for a fresh copy of NCCL: %s", strerror(*failed));
 			break;
 		}
 		tries++;
-		*failed = copy_to(copy, words, room);
+		*failed = copy_to(copy, message, room);
 		if (*failed)
 			break;
 		snprintf(name, sizeof(name), "/proc/self/fd/%d", copy);
@@ -168,7 +168,7 @@ static void *load_copy(char *words, size_t room, int *failed)
 		library = dlopen(name, RTLD_NOW | RTLD_LOCAL);
 		if (!library) {
 			*failed = ELIBACC;
-			snprintf(words, room, "a fresh copy of %s does not load: %s", path, dlerror());
+			snprintf(message, room, "a fresh copy of %s does not load: %s", path, dlerror());
 		}
 	} while (known && tries < (int)(sizeof(copies) / sizeof(*copies)));
 	while (tries > 0)
@@ -176,22 +176,22 @@ static void *load_copy(char *words, size_t room, int *failed)
 	return library;
 }
 
-int real_load_fresh(char *words, size_t room)
+int real_load_fresh(char *message, size_t room)
 {
 	struct nccl_instance *old = real_instance(), *fresh;
 	void *library;
 	int failed = 0;
 
 	if (!old) {
-		snprintf(words, room, "the process has loaded no NCCL");
+		snprintf(message, room, "the process has loaded no NCCL");
 		return ENOENT;
 	}
-	library = load_copy(words, room, &failed);
+	library = load_copy(message, room, &failed);
 	if (failed)
 		return failed;
 	fresh = library ? instance_of(library, old->number + 1) : NULL;
 	if (!fresh) {
-		snprintf(words, room, "a fresh copy of %s does not load: %s", path,
+		snprintf(message, room, "a fresh copy of %s does not load: %s", path,
 			 library ? "out of memory" : "the dynamic linker takes it for an earlier one");
 		return ELIBACC;
 	}

@@ -23,8 +23,8 @@ struct nccl_instance *real_instance(void);
 /* The path of the job's own library; "" before it was found. */
 const char *real_path(void);
 /* Loads a fresh copy, which is the instance from then on. No communicator may be alive. 0 or an errno, and the reason in
- * `words`. */
-int real_load_fresh(char *words, size_t room);
+ * `message`. */
+int real_load_fresh(char *message, size_t room);
 
 /* Calls `function` with that many words; `word` has MOST_WORDS of them. */
 ncclResult_t real_call(void *function, int words, const uint64_t *word);

@@ -105,7 +105,7 @@ PROFILED(ncclResult_t, ncclRedOpCreatePreMulSum, int *op, void *scalar, int data
 		return answer_missing(thread, SYMBOL_ncclRedOpCreatePreMulSum);
 	if (!comm || thread_inside(thread) || !op || !scalar)
 		return REAL(instance, ncclRedOpCreatePreMulSum, create)(op, scalar, datatype, residence, handle);
-	thread->words[0] = 0;
+	thread->message[0] = 0;
 	if (atomic_load(&comm->state) == UNUSED)
 		return answer_gone(thread, comm, SYMBOL_ncclRedOpCreatePreMulSum);
 	nccl_lock(&before);
@@ -168,7 +168,7 @@ PROFILED(ncclResult_t, ncclRedOpDestroy, int op, ncclComm_t handle)
 		return answer_missing(thread, SYMBOL_ncclRedOpDestroy);
 	if (!comm || thread_inside(thread) || !redop_of(op, comm))
 		return REAL(instance, ncclRedOpDestroy, destroy)(op, handle);
-	thread->words[0] = 0;
+	thread->message[0] = 0;
 	if (thread->depth > 0)
 		return group_keep(thread, &call);
 	ask_begin(thread, comm, SYMBOL_ncclRedOpDestroy);

@@ -54,7 +54,7 @@ PROFILED(ncclResult_t, ncclCommRegister, ncclComm_t handle, void *buffer, size_t
 		return answer_missing(thread, SYMBOL_ncclCommRegister);
 	if (thread_inside(thread) || !comm || !out)
 		return REAL(instance, ncclCommRegister, take)(handle, buffer, bytes, out);
-	thread->words[0] = 0;
+	thread->message[0] = 0;
 	if (atomic_load(&comm->state) == UNUSED)
 		return answer_gone(thread, comm, SYMBOL_ncclCommRegister);
 	registration = calloc(1, sizeof(*registration));
@@ -100,7 +100,7 @@ PROFILED(ncclResult_t, ncclCommDeregister, ncclComm_t handle, void *given)
 		return answer_missing(thread, SYMBOL_ncclCommDeregister);
 	if (thread_inside(thread) || !comm)
 		return REAL(instance, ncclCommDeregister, give)(handle, given);
-	thread->words[0] = 0;
+	thread->message[0] = 0;
 	real = ask_begin(thread, comm, SYMBOL_ncclCommDeregister);
 	instance = real_instance();
 	nccl_lock(&before);

@@ -83,7 +83,7 @@ static void put_refusals(struct text *text, struct nccl_comm *comm, ncclResult_t
 {
 	static const struct {
 		unsigned int bit;
-		const char *words;
+		const char *text;
 	} refusals[] = {
 		{REFUSED_CAPTURED, "its collectives are captured in a CUDA graph"},
 		{REFUSED_WINDOW, "it has a symmetric-memory window"},
@@ -99,7 +99,7 @@ static void put_refusals(struct text *text, struct nccl_comm *comm, ncclResult_t
 	for (size_t i = 0; i < sizeof(refusals) / sizeof(*refusals); i++)
 		if (refused & refusals[i].bit) {
 			separate(text);
-			put(text, "\"%s\"", refusals[i].words);
+			put(text, "\"%s\"", refusals[i].text);
 		}
 	if (asynchronous != ncclSuccess && asynchronous != ncclInProgress) {
 		separate(text);

@@ -70,7 +70,7 @@ struct nccl_thread *thread_make(void)
 	}
 	thread->depth = 0;
 	thread->count = 0;
-	thread->words[0] = 0;
+	thread->message[0] = 0;
 	nccl_thread_of_mine = thread;
 	pthread_setspecific(key, thread);
 	return thread;
@@ -86,7 +86,7 @@ ncclResult_t thread_error(struct nccl_thread *thread, ncclResult_t result, const
 	va_list list;
 
 	va_start(list, format);
-	vsnprintf(thread->words, sizeof(thread->words), format, list);
+	vsnprintf(thread->message, sizeof(thread->message), format, list);
 	va_end(list);
 	return result;
 }

@@ -28,7 +28,7 @@ struct nccl_thread {
 	ncclResult_t group_result; /* of a call inside the group that could not be kept */
 	struct nccl_call *calls; /* kept since the outermost ncclGroupStart */
 	size_t count, room;
-	char words[256]; /* why the shim itself returned an error; "" otherwise */
+	char message[256]; /* why the shim itself returned an error; "" otherwise */
 
 	/* Under the lock: what it wants to launch, while it waits at the gate. */
 	const struct nccl_call *held;

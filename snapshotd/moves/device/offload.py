@@ -226,7 +226,7 @@ class Offload:
         await in_thread(self.log.mark, Mark.FREEZING, offloaded=offloaded, offloaded_bytes=size)
         if self.outgoing is not None:
             self.outgoing.finish(self._advanced)
-        await reach(Point.PARKED_MEMORY)
+        await reach(Point.OFFLOADED)
         await in_thread(self.must_fit, held[0].pid, Where.SOURCE_FROZEN)
         await parts.time("relock", each(unlocked, lambda one: gpus.lock(one, LOCK_S)))
         return size

@@ -32,9 +32,9 @@ def membership_of(reports: Mapping[str, pb.GateReport], rank_uid: str) -> tuple[
                 sizes.setdefault(comm.id, comm.nranks)
                 if process.rank_uid == rank_uid:
                     mine.add(comm.id)
-                words = [*comm.refusals, *filter(None, [comm.unfinished])]
-                why += [f"{comm.id} rank {process.rank} on {node}: {each}" for each in words]
-    problems = [f"communicator {words}" for words in why if words.split()[0] in mine]
+                reasons = [*comm.refusals, *filter(None, [comm.unfinished])]
+                why += [f"{comm.id} rank {process.rank} on {node}: {each}" for each in reasons]
+    problems = [f"communicator {reason}" for reason in why if reason.split()[0] in mine]
     for comm_id in sorted(mine):
         taken = sorted(member.rank for member in found[comm_id])
         if taken != list(range(sizes[comm_id])):

@@ -83,11 +83,11 @@ class PeerSteps(Steps):
             await self._begin(description)
         async with self.working_on(description.move, "suspend") as moving:
             ends, _ = await in_thread(self._ends, list(request.rewires))  # later steps report the problems
-            await reach(Point.BEFORE_BRACE)
+            await reach(Point.BEFORE_SUSPEND)
             found = await in_thread(_all_timers, moving.log, [flow for _, flow in ends])
-            await in_thread(moving.log.mark, Mark.BRACED, socket_timers=found)
+            await in_thread(moving.log.mark, Mark.TIMEOUTS_SUSPENDED, socket_timers=found)
             await in_thread(socket_options.suspend, found)
-            await reach(Point.BRACE)
+            await reach(Point.SUSPEND)
             for ip in {rewire.new_remote.ip for rewire, _ in ends}:
                 await in_thread(timers.meet, ip, description.target_endpoint)
         return pb.SuspendTimeoutsReply(sockets=len(ends))
