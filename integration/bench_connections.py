@@ -41,7 +41,7 @@ def run(nodes: Cluster, mib: int = 1024) -> Table:
         for number, to in enumerate(ROUTE):
             result = nodes.move(rank, to, timeout_s=300)
             (nodes.folder / f"{measure.name}.gap{number}").touch()
-            until("the peer's word", lambda number=number: len(gaps(peer)) > number, 60)  # type: ignore[misc]
+            until("the peer's report", lambda number=number: len(gaps(peer)) > number, 60)  # type: ignore[misc]
             table.pause_s.append(result["pause_s"])
             table.stopped_s.append(result["peers_stopped_s"])
         table.gap_s = gaps(peer)

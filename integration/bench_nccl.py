@@ -91,17 +91,17 @@ def _row(nodes: Cluster, size: int, shape: str, moves: int) -> Row:
     places = [homes[rank % len(homes)] for rank in range(size)]
     job = NcclJob(nodes, places, shape=shape, pace_s=0.005)
     job.await_lines(5)
-    told = []
+    answer = []
     try:
         for number in range(moves):
-            told.append(nodes.move(job.ranks[1], spare if number % 2 == 0 else places[1], rank=1))
+            answer.append(nodes.move(job.ranks[1], spare if number % 2 == 0 else places[1], rank=1))
             job.await_progress()
     finally:
         for rank in job.ranks:
             rank.kill()
-    spent = [{phase["name"]: phase["seconds"] for phase in result["phases"]} for result in told]
+    spent = [{phase["name"]: phase["seconds"] for phase in result["phases"]} for result in answer]
     medians = {name: statistics.median(each[name] for each in spent) for name in PHASES}
-    return Row(size, shape, statistics.median(result["pause_s"] for result in told), medians)
+    return Row(size, shape, statistics.median(result["pause_s"] for result in answer), medians)
 
 
 def show(rows: list[Row]) -> None:

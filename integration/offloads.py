@@ -26,10 +26,10 @@ def start(lab: GpuCluster, *arguments: str, pace_s: float = 0.05) -> Job:
     return lab.job(SOURCE, *arguments, pace_s=pace_s)
 
 
-def part(told: dict[str, Any], name: str) -> dict[str, Any]:
+def part(result: dict[str, Any], name: str) -> dict[str, Any]:
     """One part of a move, from the answer of `migrator move --json`."""
-    found = [each for each in told["parts"] if each["name"] == name]
-    assert len(found) == 1, told["parts"]
+    found = [each for each in result["parts"] if each["name"] == name]
+    assert len(found) == 1, result["parts"]
     return dict(found[0])
 
 

@@ -248,8 +248,8 @@ def test_socket_options_and_unusual_sockets_are_kept(nodes: Cluster, ends: Endpo
             rank.await_progress(2)
             until("time-outs", lambda: "user-timeout=54321 keepalive=1" in rank.lines()[-1])
         whole = rank.text().split("\n")[:-1]  # the last line may be incomplete
-        told = {line for line in whole if line.startswith("options user-timeout=54321 keepalive=1")}
-        assert len(told) == 1, told
+        found = {line for line in whole if line.startswith("options user-timeout=54321 keepalive=1")}
+        assert len(found) == 1, found
         ends.until.touch()
         assert rank.finish() == 0
         assert rank.lines()[-1] == f"bound {nodes.lab.address(TARGET)} True b'kept'"

@@ -40,10 +40,10 @@ def leave_device_memory_to_the_driver(lab: GpuCluster) -> None:
 def test_moved_job_computes_what_an_unmoved_one_does(lab: GpuCluster, arguments: tuple[str, ...]) -> None:
     job = lab.job(SOURCE, *arguments)
     job.await_lines(10)
-    told = lab.cluster.move(job, TARGET)
-    assert [gpu["to"] for gpu in told["gpus"]] == [gpu.uuid for gpu in lab.nodes[TARGET].gpus]
-    assert told["device_bytes"] > 16 << 20
-    names = [part["name"] for part in told["parts"]]
+    result = lab.cluster.move(job, TARGET)
+    assert [gpu["to"] for gpu in result["gpus"]] == [gpu.uuid for gpu in lab.nodes[TARGET].gpus]
+    assert result["device_bytes"] > 16 << 20
+    names = [part["name"] for part in result["parts"]]
     expected = [
         "empty-cache",
         "park",
@@ -96,8 +96,8 @@ def test_gpu_driver_is_not_called_for_a_cpu_rank(lab: GpuCluster) -> None:
             lab.nodes[node].fault(operation, "hang", once=False)
     job = lab.cluster.workload(SOURCE, "chain.py")
     job.await_lines(5)
-    told = lab.cluster.move(job, TARGET)
-    assert (told["gpus"], told["device_bytes"]) == ([], 0)
+    result = lab.cluster.move(job, TARGET)
+    assert (result["gpus"], result["device_bytes"]) == ([], 0)
     job.await_progress()
 
 
@@ -199,11 +199,11 @@ def test_driver_error_is_undone_and_a_retry_succeeds(lab: GpuCluster, node: str,
     job = lab.job(SOURCE, "--threads", "2")
     job.await_lines(5)
     lab.nodes[node].fault(operation, action, once=operation != "lock")  # lock is tried twice
-    told = lab.cluster.move(job, TARGET, expect=UNDONE)
+    result = lab.cluster.move(job, TARGET, expect=UNDONE)
     lab.nodes[node].clear_faults()
-    words = {"lock": "did not finish", "checkpoint": "NOT_SUPPORTED", "restore": "memory", "unlock": "UNKNOWN"}
-    assert words[operation] in told["reason"] or "lost" in told["reason"], told
-    assert told["where"] == "running on source"
+    expected = {"lock": "did not finish", "checkpoint": "NOT_SUPPORTED", "restore": "memory", "unlock": "UNKNOWN"}
+    assert expected[operation] in result["reason"] or "lost" in result["reason"], result
+    assert result["where"] == "running on source"
     job.await_progress()
     lab.cluster.move(job, TARGET)
     lab.ends_well(job)
@@ -217,9 +217,9 @@ def test_managed_memory_that_preflight_cannot_see_is_undone(lab: GpuCluster) -> 
         lab.cluster.migrator("check", "--rank", "0", "--job", job.name, "--to", TARGET, "--json").stdout
     )
     assert {check["verdict"] for check in checks["checks"] if check["name"] == "gpu-managed-memory"} == {"warn"}
-    told = lab.cluster.move(job, TARGET, expect=UNDONE)
-    assert "CUDA_ERROR_NOT_SUPPORTED" in told["reason"]
-    assert "managed memory" in told["remedy"]
+    result = lab.cluster.move(job, TARGET, expect=UNDONE)
+    assert "CUDA_ERROR_NOT_SUPPORTED" in result["reason"]
+    assert "managed memory" in result["remedy"]
     lab.ends_well(job)
 
 
@@ -259,8 +259,8 @@ def test_rank_is_ended_if_the_driver_loses_its_memory(lab: GpuCluster) -> None:
     job = lab.job(SOURCE)
     job.await_lines(5)
     lab.nodes[SOURCE].fault("checkpoint", "lose")
-    told = lab.cluster.move(job, TARGET, expect=GONE)
-    assert "lost" in told["reason"], told
+    result = lab.cluster.move(job, TARGET, expect=GONE)
+    assert "lost" in result["reason"], result
     assert job.finish() == 128 + signal.SIGKILL or job.process.returncode == -signal.SIGKILL
 
 

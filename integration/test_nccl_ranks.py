@@ -19,8 +19,8 @@ SOURCE, PEER, THIRD, TARGET = ("node-1", "node-2", "node-3", "spare-1")
 UNDONE = 11
 
 
-def names(told: dict[str, Any]) -> list[str]:
-    return [phase["name"] for phase in told["phases"]]
+def names(result: dict[str, Any]) -> list[str]:
+    return [phase["name"] for phase in result["phases"]]
 
 
 # ---------------------------------------------------------------- moves
@@ -33,8 +33,8 @@ def test_either_of_two_ranks_moves_there_and_back(nodes: Cluster, moved: int) ->
     job.await_lines(5)
     home = job.places[moved]
     for to in (TARGET, home):
-        told = nodes.move(job.ranks[moved], to, rank=moved)
-        assert {"quiesce", "detach", "reattach", "open"} <= set(names(told))
+        result = nodes.move(job.ranks[moved], to, rank=moved)
+        assert {"quiesce", "detach", "reattach", "open"} <= set(names(result))
         job.await_progress()
     job.ends_well()
 
@@ -62,10 +62,10 @@ def test_ranks_of_tensor_pipeline_and_data_parallel_job_move(wide: Cluster) -> N
 def test_rank_without_communicators_moves_without_gates(nodes: Cluster) -> None:
     job = nodes.workload(SOURCE, "chain.py")
     job.await_lines(5)
-    told = nodes.move(job, TARGET)
-    assert not {"quiesce", "detach", "reattach", "open"} & set(names(told))
+    result = nodes.move(job, TARGET)
+    assert not {"quiesce", "detach", "reattach", "open"} & set(names(result))
     journals = [path for node in nodes.lab.nodes for path in (nodes.lab.layout.state / node / "gate").glob("**/*")]
-    assert not [path for path in journals if told["move"] in path.name]
+    assert not [path for path in journals if result["move"] in path.name]
     job.await_progress()
 
 
@@ -79,10 +79,10 @@ def test_move_is_undone_if_a_rank_does_not_reach_the_cut(nodes: Cluster) -> None
         *("move", "--rank", "0", "--job", job.ranks[0].name, "--to", TARGET, "--quiesce-timeout", "1", "--json")
     )
     assert done.returncode == UNDONE, done.stdout + done.stderr
-    told = json.loads(done.stdout)
-    assert "rank 1 has not reached operation" in told["reason"], told
-    assert told["where"] == "running on source", told
-    assert "detach" not in names(told)
+    result = json.loads(done.stdout)
+    assert "rank 1 has not reached operation" in result["reason"], result
+    assert result["where"] == "running on source", result
+    assert "detach" not in names(result)
     (job.meeting / "go").touch()
     job.await_progress()
     until("all moves to be settled", lambda: not unsettled(nodes))
@@ -96,9 +96,9 @@ def test_nccl_error_while_communicators_are_rebuilt_is_undone(nodes: Cluster, ra
     job = NcclJob(nodes, [SOURCE, PEER])
     job.await_lines(5)
     job.fault(rank, f"init:{rank}:1:fail-remote")
-    told = nodes.move(job.ranks[0], TARGET, expect=UNDONE)
+    result = nodes.move(job.ranks[0], TARGET, expect=UNDONE)
     # The copy on the source has its own fault counter: its first attempt fails as well, and it retries.
-    assert told["where"] == "running on source", told
+    assert result["where"] == "running on source", result
     job.fault(rank, "")
     job.await_progress()
     nodes.move(job.ranks[0], TARGET)
@@ -110,9 +110,9 @@ def test_target_does_not_wait_for_a_peer_that_failed(nodes: Cluster) -> None:
     job = NcclJob(nodes, [SOURCE, PEER])
     job.await_lines(5)
     nodes.fault(PEER, Point.ATTACHING, "fail")
-    told = nodes.move(job.ranks[0], TARGET, expect=UNDONE)
-    assert "fault injected at attaching" in told["reason"], told
-    assert f"move {told['move']}: giving up building communicators" in nodes.logs()
+    result = nodes.move(job.ranks[0], TARGET, expect=UNDONE)
+    assert "fault injected at attaching" in result["reason"], result
+    assert f"move {result['move']}: giving up building communicators" in nodes.logs()
     job.await_progress()
     nodes.move(job.ranks[0], TARGET)
     job.ends_well()
@@ -123,8 +123,8 @@ def test_peer_that_hangs_while_communicators_are_rebuilt_is_undone(nodes: Cluste
     job = NcclJob(nodes, [SOURCE, PEER])
     job.await_lines(5)
     job.fault(1, "init:1:1:hang")
-    told = nodes.move(job.ranks[0], TARGET, expect=UNDONE, timeout_s=150)
-    assert told["where"] == "running on source", told
+    result = nodes.move(job.ranks[0], TARGET, expect=UNDONE, timeout_s=150)
+    assert result["where"] == "running on source", result
     job.fault(1, "")
     job.await_progress()
     job.ends_well()

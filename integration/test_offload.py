@@ -49,13 +49,13 @@ def move_and_account(lab: GpuCluster, job: Job, at: str, to: str) -> None:
     with lab.cluster.moving(job, to, at, Point.OFFLOADED) as asked:
         until("memory to leave the GPU", lambda: lab.used_bytes(at) <= held - 32 * MIB)
     assert asked.code == 0, f"{asked.answer} {asked.errors}"
-    told = asked.answer
-    assert told["warnings"] == []
-    size, used = part(told, "offload")["bytes"], told["device_bytes"]
+    result = asked.answer
+    assert result["warnings"] == []
+    size, used = part(result, "offload")["bytes"], result["device_bytes"]
     assert size >= 32 * MIB
-    assert part(told, "refill")["bytes"] == size
-    assert abs(part(told, "checkpoint")["bytes"] - (used - size)) < MIB
-    assert told["longest_part"]["name"] in {each["name"] for each in told["parts"]} - {"prepare", "empty-cache"}
+    assert part(result, "refill")["bytes"] == size
+    assert abs(part(result, "checkpoint")["bytes"] - (used - size)) < MIB
+    assert result["longest_part"]["name"] in {each["name"] for each in result["parts"]} - {"prepare", "empty-cache"}
     job.await_progress(2)
     until("the GPU that was left to be empty", lambda: lab.used_bytes(at) == 0)
     until("all memory on the other GPU", lambda: abs(lab.used_bytes(to) - used) < MIB)
@@ -65,11 +65,11 @@ def test_zero_pages_of_device_memory_are_not_sent(lab: GpuCluster) -> None:
     job = start(lab, "--mib", "8", "--zero-mib", "96", "--api", "runtime")
     for to in (TARGET, SOURCE):
         job.await_progress(3)
-        told = lab.cluster.move(job, to)
-        moved = part(told, "offload")["bytes"]
-        assert moved == part(told, "refill")["bytes"] == 104 * MIB
-        assert told["bytes"] < moved // 2, "the image is included"
-        assert told["bytes"] == journalled_bytes(lab, told["move"])
+        result = lab.cluster.move(job, to)
+        moved = part(result, "offload")["bytes"]
+        assert moved == part(result, "refill")["bytes"] == 104 * MIB
+        assert result["bytes"] < moved // 2, "the image is included"
+        assert result["bytes"] == journalled_bytes(lab, result["move"])
     lab.ends_well(job)
 
 
@@ -109,8 +109,8 @@ def test_job_does_not_run_while_its_memory_is_offloaded(lab: GpuCluster) -> None
 def test_device_memory_driver_leaves_memory_to_the_driver(lab: GpuCluster) -> None:
     job = lab.job(SOURCE, *LARGE, options=("--device-memory", "driver"))
     job.await_lines(5)
-    told = lab.cluster.move(job, TARGET)
-    assert not {"offload", "refill"} & {each["name"] for each in told["parts"]}
+    result = lab.cluster.move(job, TARGET)
+    assert not {"offload", "refill"} & {each["name"] for each in result["parts"]}
     lab.ends_well(job)
 
 
@@ -147,9 +147,9 @@ def test_device_memory_follows_the_image_without_a_device_memory_channel(lab: Gp
     job = start(lab, *LARGE)
     job.await_lines(5)
     with only_grpc(lab, TARGET):
-        told = lab.cluster.move(job, TARGET)
-    assert part(told, "offload")["bytes"] == part(told, "refill")["bytes"] == LARGE_MIB * MIB
-    assert "offloaded device memory follows the image" in told["warnings"][0]
+        result = lab.cluster.move(job, TARGET)
+    assert part(result, "offload")["bytes"] == part(result, "refill")["bytes"] == LARGE_MIB * MIB
+    assert "offloaded device memory follows the image" in result["warnings"][0]
     lab.ends_well(job)
 
 
@@ -177,8 +177,8 @@ def test_thread_that_stays_in_the_driver_does_not_prevent_the_move(lab: GpuClust
         until("a thread to be in the driver", lambda: not lab.nodes[SOURCE].faults())
     assert asked.code == 0, f"{asked.answer} {asked.errors}"
     logged = logged_of(lab, SOURCE, asked.answer["move"])
-    for words in ("locking the driver before parking threads", "releasing threads to try again"):
-        assert any(words in line for line in logged), lab.cluster.logs()
+    for text in ("locking the driver before parking threads", "releasing threads to try again"):
+        assert any(text in line for line in logged), lab.cluster.logs()
     assert part(asked.answer, "refill")["bytes"] >= LARGE_MIB * MIB
     job.await_progress(3)
     lab.cluster.move(job, SOURCE)
@@ -195,9 +195,9 @@ def test_driver_checkpoint_carries_the_memory_if_the_copy_fails(lab: GpuCluster,
     job = start(lab, *LARGE)
     job.await_lines(5)
     lab.nodes[SOURCE].fault(operation, "fail:CUDA_ERROR_UNKNOWN", once=False)
-    told = lab.cluster.move(job, TARGET)
-    assert "refill" not in {each["name"] for each in told["parts"]}
-    assert part(told, "checkpoint")["bytes"] >= LARGE_MIB * MIB
-    assert "the driver's checkpoint carries the device memory" in told["warnings"][0]
+    result = lab.cluster.move(job, TARGET)
+    assert "refill" not in {each["name"] for each in result["parts"]}
+    assert part(result, "checkpoint")["bytes"] >= LARGE_MIB * MIB
+    assert "the driver's checkpoint carries the device memory" in result["warnings"][0]
     lab.nodes[SOURCE].clear_faults()
     lab.ends_well(job)

@@ -39,8 +39,8 @@ def start(lab: GpuCluster, *places: str, shape: str = "world") -> NcclJob:
     return job
 
 
-def part(told: dict[str, Any], name: str) -> dict[str, Any]:
-    (found,) = [each for each in told["parts"] if each["name"] == name]
+def part(result: dict[str, Any], name: str) -> dict[str, Any]:
+    (found,) = [each for each in result["parts"] if each["name"] == name]
     return dict(found)
 
 
@@ -49,11 +49,11 @@ def used_bytes(lab: GpuCluster, node: str) -> int:
     return int(gpu["memory_bytes"] - gpu["memory_free_bytes"])
 
 
-def moved_both(told: dict[str, Any]) -> None:
+def moved_both(result: dict[str, Any]) -> None:
     """Communicators were destroyed and rebuilt, and exactly the job's own device memory was offloaded."""
-    assert {"quiesce", "detach", "reattach", "open"} <= {phase["name"] for phase in told["phases"]}
-    assert told["warnings"] == []
-    assert part(told, "offload")["bytes"] == part(told, "refill")["bytes"] == DEVICE_MIB * MIB
+    assert {"quiesce", "detach", "reattach", "open"} <= {phase["name"] for phase in result["phases"]}
+    assert result["warnings"] == []
+    assert part(result, "offload")["bytes"] == part(result, "refill")["bytes"] == DEVICE_MIB * MIB
 
 
 # ---------------------------------------------------------------- moves
@@ -126,9 +126,9 @@ def test_move_that_fails_is_undone_and_a_retry_succeeds(lab: GpuCluster, node: s
     job = start(lab, SOURCE, PEER)
     used = used_bytes(lab, SOURCE)
     lab.cluster.fault(node, point, "fail")
-    told = lab.cluster.move(job.ranks[0], TARGET, expect=UNDONE)
-    assert "fault injected" in told["reason"], told
-    assert told["where"] == "running on source", told
+    result = lab.cluster.move(job.ranks[0], TARGET, expect=UNDONE)
+    assert "fault injected" in result["reason"], result
+    assert result["where"] == "running on source", result
     job.await_progress()
     until("exactly the same memory on the GPU", lambda: used_bytes(lab, SOURCE) == used)
     moved_both(lab.cluster.move(job.ranks[0], TARGET))

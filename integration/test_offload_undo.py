@@ -41,8 +41,8 @@ def test_move_that_fails_is_undone_and_a_retry_succeeds(lab: GpuCluster, node: s
     job = start(lab, *THREADED)
     job.await_lines(5)
     lab.cluster.fault(node, point, "fail")
-    told = lab.cluster.move(job, TARGET, expect=UNDONE)
-    assert "fault injected" in told["reason"]
+    result = lab.cluster.move(job, TARGET, expect=UNDONE)
+    assert "fault injected" in result["reason"]
     job.await_progress(3)
     lab.cluster.move(job, TARGET)
     lab.ends_well(job)

@@ -80,8 +80,8 @@ def test_two_ranks_with_unlinked_semaphores_move_at_the_same_time(nodes: Cluster
     for job in jobs:
         job.await_lines(5)
     moves = [nodes.begin_move(job, AWAY) for job in jobs]
-    told = [move.communicate(timeout=PATIENCE_S) for move in moves]
-    assert [move.returncode for move in moves] == [0, 0], f"{told}\n{nodes.logs()}"
+    result = [move.communicate(timeout=PATIENCE_S) for move in moves]
+    assert [move.returncode for move in moves] == [0, 0], f"{result}\n{nodes.logs()}"
     for job in jobs:
         assert job.finish() == 0, job.text()[-500:]
         assert job.text() == uninterrupted(PROGRAM, *STEPS, "--pace-s", "0.001")

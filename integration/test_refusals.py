@@ -37,11 +37,11 @@ def refused(nodes: Cluster, *arguments: str, code: int, says: str, environment: 
         text=True,
         timeout=60,
     )
-    told = asked.stdout + asked.stderr
-    assert asked.returncode == code, f"exit {asked.returncode}\n{told}\n{nodes.logs()}"
-    assert says in told, told
-    assert "Traceback" not in told
-    return told
+    result = asked.stdout + asked.stderr
+    assert asked.returncode == code, f"exit {asked.returncode}\n{result}\n{nodes.logs()}"
+    assert says in result, result
+    assert "Traceback" not in result
+    return result
 
 
 def unharmed(nodes: Cluster, job: Job, at: str = SOURCE) -> None:
@@ -62,8 +62,8 @@ def test_unknown_ranks_jobs_and_nodes_are_reported(nodes: Cluster, job: Job) -> 
             nodes, verb, "--rank", "7", "--job", job.name, "--to", TARGET, code=NotFound.exit_code, says="no rank 7"
         )
         refused(nodes, verb, "--rank", "0", "--job", "night", "--to", TARGET, code=NotFound.exit_code, says="'night'")
-        told = refused(nodes, verb, *rank, "--to", "spare-2", code=NotFound.exit_code, says="did you mean spare-1?")
-        assert "node-1, node-2, spare-1" in told
+        result = refused(nodes, verb, *rank, "--to", "spare-2", code=NotFound.exit_code, says="did you mean spare-1?")
+        assert "node-1, node-2, spare-1" in result
         refused(nodes, verb, *rank, "--to", SOURCE, code=Refused.exit_code, says=f"already on {SOURCE}")
     refused(nodes, "move", *rank, "--to", "../etc", code=2, says="is not a valid node name")
     unharmed(nodes, job)
@@ -72,9 +72,9 @@ def test_unknown_ranks_jobs_and_nodes_are_reported(nodes: Cluster, job: Job) -> 
 def test_rank_of_two_jobs_is_ambiguous(nodes: Cluster, job: Job) -> None:
     other = nodes.workload(OTHER, "chain.py")
     other.await_lines(1)
-    told = refused(nodes, "move", "--rank", "0", "--to", TARGET, code=Ambiguous.exit_code, says="--job")
-    assert job.name in told
-    assert other.name in told
+    result = refused(nodes, "move", "--rank", "0", "--to", TARGET, code=Ambiguous.exit_code, says="--job")
+    assert job.name in result
+    assert other.name in result
 
 
 def test_rank_that_is_moving_is_busy(nodes: Cluster, job: Job) -> None:
@@ -109,10 +109,10 @@ def cluster_with(nodes: Cluster, identity: pki.Identity) -> dict[str, str]:
 def test_certificates_of_another_authority_are_rejected(nodes: Cluster, job: Job, tmp_path: Path) -> None:
     pki.init(tmp_path / "pki")
     theirs = cluster_with(nodes, pki.issue_operator(tmp_path / "pki", "mallory"))
-    told = refused(
+    result = refused(
         nodes, "move", "--rank", "0", "--to", TARGET, code=Unreachable.exit_code, says="certificate", environment=theirs
     )
-    assert len(told.splitlines()) < 12, told
+    assert len(result.splitlines()) < 12, result
     # Also where the caller trusts the cluster's authority: the daemons do not trust the caller's.
     mixed = pki.issue_operator(tmp_path / "pki", "trudy")
     ours = pki.Identity(nodes.lab.layout.run / "pki" / "ca.crt", mixed.cert, mixed.key)
@@ -133,10 +133,10 @@ def test_certificates_of_another_authority_are_rejected(nodes: Cluster, job: Job
 def test_certificate_of_a_node_cannot_move_ranks(nodes: Cluster, job: Job) -> None:
     folder = nodes.lab.layout.node(TARGET)
     as_node = cluster_with(nodes, pki.Identity(folder / "ca.crt", folder / "tls.crt", folder / "tls.key"))
-    told = refused(
+    result = refused(
         nodes, "move", "--rank", "0", "--to", TARGET, code=Denied.exit_code, says="operator", environment=as_node
     )
-    assert TARGET in told
+    assert TARGET in result
     unharmed(nodes, job)
 
 
@@ -172,10 +172,10 @@ def test_resources_that_cannot_move_are_named_with_a_remedy(nodes: Cluster) -> N
     job.await_lines(3)
     assert job.lines()[0] == "ring True", "this kernel has no io_uring to refuse"
     for verb in ("check", "move"):
-        told = refused(nodes, verb, "--rank", "0", "--to", TARGET, code=Refused.exit_code, says="/dev/kmsg")
+        result = refused(nodes, verb, "--rank", "0", "--to", TARGET, code=Refused.exit_code, says="/dev/kmsg")
         for name, remedy in REMEDIES.items():
-            assert name in told
-            assert remedy in told
+            assert name in result
+            assert remedy in result
     listed = nodes.migrator("check", "--rank", "0", "--to", TARGET, "--json")
     refusing = {check["name"] for check in json.loads(listed.stdout)["checks"] if check["verdict"] == "refuse"}
     assert refusing >= REMEDIES.keys()
@@ -233,11 +233,11 @@ def test_malformed_requests_do_no_harm(nodes: Cluster, job: Job, caller: str) ->
     with nodes.lab.spawn("operator", command, stdout=subprocess.PIPE, text=True) as fuzz:
         out, _ = fuzz.communicate(timeout=3 * PATIENCE_S)  # hundreds of requests, each with its own connection
     assert fuzz.returncode == 0, out
-    told = json.loads(out)
-    assert told["wrong"] == []
-    assert told["heard"]["StatusCode.RESOURCE_EXHAUSTED"] == 1, "the absurdly large message"
-    assert sum(told["heard"].values()) > 300
-    assert told["heard"]["denied"] > 100 if caller == "node" else {"usage", "not-found"} <= told["heard"].keys()
+    result = json.loads(out)
+    assert result["wrong"] == []
+    assert result["heard"]["StatusCode.RESOURCE_EXHAUSTED"] == 1, "the absurdly large message"
+    assert sum(result["heard"].values()) > 300
+    assert result["heard"]["denied"] > 100 if caller == "node" else {"usage", "not-found"} <= result["heard"].keys()
     assert nodes.lab.daemon_pid(SOURCE) == daemon
     assert "Traceback" not in log.read_bytes()[before:].decode()
     unharmed(nodes, job)

@@ -42,8 +42,8 @@ def numbered_lines(count: int) -> Iterator[bytes]:
 
 
 def answers(lines: list[bytes]) -> list[str]:
-    told = [f"{n} {len(line)} {hashlib.sha256(line).hexdigest()[:16]}" for n, line in enumerate(lines, 1)]
-    return [*told, f"END {len(lines)}"]
+    result = [f"{n} {len(line)} {hashlib.sha256(line).hexdigest()[:16]}" for n, line in enumerate(lines, 1)]
+    return [*result, f"END {len(lines)}"]
 
 
 class Feeder:

@@ -105,11 +105,11 @@ class Fuzz:
             self.heard[""] += 1
             return
         wire = dict(error.trailing_metadata() or ()).get(WIRE_KEY)
-        told = json.loads(wire) if wire else {}
-        self.heard[told["code"] if wire else str(error.code())] += 1
+        result = json.loads(wire) if wire else {}
+        self.heard[result["code"] if wire else str(error.code())] += 1
         sent = [piece[:200] for piece in pieces]
-        if wire and told["code"] == "internal":
-            self.wrong.append(f"{path} {sent}: {told['message']}")
+        if wire and result["code"] == "internal":
+            self.wrong.append(f"{path} {sent}: {result['message']}")
         elif not wire and error.code() not in _FROM_GRPC:
             self.wrong.append(f"{path} {sent}: {error.code()} {error.details()}")
 

@@ -77,17 +77,17 @@ def moved(nodes: Cluster, flags: Sequence[str], device_memory: str) -> dict[str,
         if job.process.poll() is not None:
             raise RuntimeError(f"the job ended with {job.process.returncode}:\n{job.text()[-2000:]}")
         with host_memory.peaks(nodes) as peaks:
-            told = nodes.move(job, NODES[1], timeout_s=MOVE_S)
+            answer = nodes.move(job, NODES[1], timeout_s=MOVE_S)
         steps = _steps(job.text())
         until("the job to go on", lambda: _steps(job.text()) > steps + 3, 60)
         copied = re.findall(r"(taken off|put back onto) the GPU, copied in \S+ s, ([\d.]+) GB/s", nodes.logs(400))
     finally:
         job.kill()
         nodes.tidy()
-    parts = [Part(part["name"], part["seconds"], part["bytes"]) for part in told.get("parts", [])]
+    parts = [Part(part["name"], part["seconds"], part["bytes"]) for part in answer.get("parts", [])]
     return {
-        "parts": [*parts, Part("pause", told["pause_s"])],
-        "told": told,
+        "parts": [*parts, Part("pause", answer["pause_s"])],
+        "answer": answer,
         "host_bytes": peaks.bytes,
         "copied_gbps": dict(copied),  # the copy alone, from the daemons' latest log lines
     }
@@ -137,11 +137,11 @@ def table(results: Sequence[dict[str, Any]]) -> str:
             cells.append(_cell([part for result in mine for part in _whole(result["parts"]) if part.name == name]))
         if any(cells):
             lines.append(f"| {name} | {' | '.join(cell or '–' for cell in cells)} |")
-    for name, words in (("device_bytes", "device memory moved"), ("device_bytes_left", "free blocks given back")):
-        told = {(result["gib"], result["way"]): result["told"].get(name, 0) for result in good if "told" in result}
-        cells = [f"{told[column] / GIB:.2f} GiB" if told.get(column) else "–" for column in columns]
-        if any(told.values()):
-            lines.append(f"| {words} | {' | '.join(cells)} |")
+    for name, label in (("device_bytes", "device memory moved"), ("device_bytes_left", "free blocks given back")):
+        sizes = {(result["gib"], result["way"]): result["answer"].get(name, 0) for result in good if "answer" in result}
+        cells = [f"{sizes[column] / GIB:.2f} GiB" if sizes.get(column) else "–" for column in columns]
+        if any(sizes.values()):
+            lines.append(f"| {label} | {' | '.join(cells)} |")
     for name in ("taken off", "put back onto"):
         rates = {(result["gib"], result["way"]): result.get("copied_gbps", {}).get(name) for result in good}
         if any(rates.values()):
@@ -168,7 +168,7 @@ def ratios(results: Sequence[dict[str, Any]]) -> str:
         times = [_pause(results, gib, way) for way in (DRIVER, BY_HAND)]
         cells = [f"{other / parked:.1f}" if other else "–" for other in times]
         taken = [
-            [result["host_bytes"][node] / result["told"]["device_bytes"] for node in NODES]
+            [result["host_bytes"][node] / result["answer"]["device_bytes"] for node in NODES]
             for result in results
             if (result["gib"], result["way"]) == (gib, OFFLOAD) and "failed" not in result
         ]

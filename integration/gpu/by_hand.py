@@ -77,8 +77,8 @@ def _timed(command: list[str]) -> float:
     if done.returncode != 0:
         folder = Path(command[command.index("-D") + 1])
         log = (folder / command[command.index("-o") + 1]).read_text(errors="replace").splitlines()
-        told = [line for line in log if "Error" in line][-8:] or log[-8:]
-        raise RuntimeError(f"criu {command[1]} failed: {done.stderr.strip()}\n" + "\n".join(told))
+        result = [line for line in log if "Error" in line][-8:] or log[-8:]
+        raise RuntimeError(f"criu {command[1]} failed: {done.stderr.strip()}\n" + "\n".join(result))
     return seconds
 
 

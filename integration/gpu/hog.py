@@ -34,12 +34,12 @@ class Hog:
         self.process.wait(60)
 
     def _await(self, word: str) -> None:
-        def told() -> bool:
+        def printed() -> bool:
             text = self.out.read_text()
             assert self.process.poll() is None or word in text, text
             return word in text
 
-        until(f"{word} of the hog", told, 60)
+        until(f"{word} of the hog", printed, 60)
 
     def end(self) -> None:
         self.process.kill()

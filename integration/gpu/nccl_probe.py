@@ -64,7 +64,7 @@ def _owner(name: str) -> str:
     try:
         address = ctypes.cast(getattr(libc, name), ctypes.c_void_p)
     except AttributeError:
-        return "nobody"
+        return "none"
     place = _Place()
     libc.dladdr.argtypes = (ctypes.c_void_p, ctypes.POINTER(_Place))
     return os.path.basename(place.file.decode()) if libc.dladdr(address, ctypes.byref(place)) else "?"
@@ -140,8 +140,8 @@ class Rank:
 
     def about(self) -> dict[str, Any]:
         found = [line for line in self.text().splitlines() if line.startswith("about ")]
-        told: dict[str, Any] = json.loads(found[0][6:]) if found else {}
-        return told
+        answer: dict[str, Any] = json.loads(found[0][6:]) if found else {}
+        return answer
 
     def kill(self) -> None:
         if self.started.poll() is None:
@@ -166,12 +166,12 @@ def which_functions(rank: Rank) -> str:
 
 
 def which_symbols(rank: Rank) -> str:
-    told = json.loads(report(rank).text)
+    answer = json.loads(report(rank).text)
     known = known_symbols()
     found = f"the shim has {len(known)}"
     reader = shutil.which("nm")
-    if reader and told["library"]:
-        listed = subprocess.run([reader, "-D", "--defined-only", told["library"]], capture_output=True, text=True)
+    if reader and answer["library"]:
+        listed = subprocess.run([reader, "-D", "--defined-only", answer["library"]], capture_output=True, text=True)
         real = {line.split()[-1].partition("@")[0] for line in listed.stdout.splitlines() if " T nccl" in line}
         lacks, passes = sorted(set(known) - real), sorted(real - set(known))
         found += f"; {len(lacks)} of them are not in this NCCL: {' '.join(lacks) or '-'}"
@@ -185,13 +185,15 @@ def report(rank: Rank) -> ncclctl.Report:
 
 def which_communicators(rank: Rank) -> str:
     found = report(rank)
-    told = json.loads(found.text)
+    answer = json.loads(found.text)
     if not found.comms:
         raise Failed(f"the shim knows of no communicator: torch's calls go past it. {found.text}")
     if refusals := found.refusals():
         raise Failed(f"it would be refused: {refusals}")
-    comms = [f"{comm['id']} {comm['kind']} {comm['state']} {comm['collectives']} collectives" for comm in told["comms"]]
-    return f"version {told['version']}, {told['library']}, {found.threads} threads of NCCL; {'; '.join(comms)}"
+    comms = [
+        f"{comm['id']} {comm['kind']} {comm['state']} {comm['collectives']} collectives" for comm in answer["comms"]
+    ]
+    return f"version {answer['version']}, {answer['library']}, {found.threads} threads of NCCL; {'; '.join(comms)}"
 
 
 def close(rank: Rank) -> str:

@@ -134,8 +134,8 @@ async def stress(process: subprocess.Popen[bytes], folder: Path, options: argpar
             if number % 20 == 0:
                 took_s = (time.monotonic() - began) / number
                 print(f"{number} rounds, {took_s:.2f} s each, {len(rounds.caught)} let go and tried again", flush=True)
-        for words in sorted(set(rounds.caught)):
-            print(f"{rounds.caught.count(words)} times: {words}")
+        for message in sorted(set(rounds.caught)):
+            print(f"{rounds.caught.count(message)} times: {message}")
         spent = ", ".join(f"{part.name} {part.seconds / options.rounds * 1000:.1f} ms" for part in rounds.parts.all)
         print(f"{options.rounds} rounds, {moved >> 20} MiB out and back; each {spent}", flush=True)
     finally:

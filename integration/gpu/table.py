@@ -47,9 +47,9 @@ def lines(results: Iterable[Result]) -> list[str]:
         rows = [(result.outcome, result.seconds, f"{result.file}::{result.test}") for result in results]
     else:
         rows = [_summary(file, results) for file in dict.fromkeys(result.file for result in results)]
-    told = [f"{outcome:24s} {seconds:8.1f} s  {what}" for outcome, seconds, what in rows]
-    told += [f"  {result.outcome} {result.file}::{result.test}: {result.why}" for result in results if result.why]
-    return [*told, f"{_counts(results):24s} {sum(result.seconds for result in results):8.1f} s  in all"]
+    lines = [f"{outcome:24s} {seconds:8.1f} s  {what}" for outcome, seconds, what in rows]
+    lines += [f"  {result.outcome} {result.file}::{result.test}: {result.why}" for result in results if result.why]
+    return [*lines, f"{_counts(results):24s} {sum(result.seconds for result in results):8.1f} s  in all"]
 
 
 def _summary(file: str, results: list[Result]) -> tuple[str, float, str]:

@@ -43,14 +43,14 @@ ROUNDS = 10
 def move(job: TorchJob, rank: int, to: str) -> dict[str, Any]:
     """Moves a rank, and checks that its communicators, if any, were destroyed and rebuilt."""
     try:
-        told = job.move(rank, to, timeout_s=PATIENCE_S)
+        answer = job.move(rank, to, timeout_s=PATIENCE_S)
     except AssertionError as error:
         raise AssertionError(f"{error}\n{job.text()}") from None
-    steps = {phase["name"] for phase in told["phases"]}
+    steps = {phase["name"] for phase in answer["phases"]}
     assert steps & NCCL_STEPS == (NCCL_STEPS if ON_GPU else set()), f"{sorted(steps)}\n{job.text()}"
-    parts = {part["name"] for part in told["parts"]}
-    assert parts & PARKED == (PARKED if ON_GPU and DEVICE_MEMORY == "offload" else set()), f"{told}\n{job.text()}"
-    return told
+    parts = {part["name"] for part in answer["parts"]}
+    assert parts & PARKED == (PARKED if ON_GPU and DEVICE_MEMORY == "offload" else set()), f"{answer}\n{job.text()}"
+    return answer
 
 
 def assert_as(job: TorchJob, undisturbed: list[list[str]]) -> None:
@@ -176,5 +176,5 @@ def test_one_of_two_ranks_that_take_turns_on_one_gpu_moves(torch_lab: TorchLab) 
         turns.unlink()
     ends_well(job)
     assert_as(job, undisturbed)
-    moves = [{"peers_stopped_s": told.get("peers_stopped_s"), **measured(told)} for told in results]
+    moves = [{"peers_stopped_s": answer.get("peers_stopped_s"), **measured(answer)} for answer in results]
     record("nccl-two-ranks", seed=seed, steps=len(job.lines()[0]), moves=moves)

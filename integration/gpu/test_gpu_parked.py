@@ -61,8 +61,8 @@ def _start(nodes: Cluster, variant: Variant) -> Training:
     return Training.start(nodes, name, variant.arguments, variant.environment, device_memory="offload")
 
 
-def _part_bytes(told: dict[str, Any], name: str) -> int:
-    return sum(part["bytes"] for part in told["parts"] if part["name"] == name)
+def _part_bytes(result: dict[str, Any], name: str) -> int:
+    return sum(part["bytes"] for part in result["parts"] if part["name"] == name)
 
 
 @pytest.mark.parametrize("variant", ALLOCATORS, ids=str)
@@ -71,22 +71,22 @@ def test_offloaded_memory_of_a_moved_job_is_bit_identical(
 ) -> None:
     training = _start(nodes, variant)
     at = training.await_moment()
-    told = training.move(TARGET)
-    assert _part_bytes(told, "offload") >= 2 * GIB
-    assert _part_bytes(told, "refill") == _part_bytes(told, "offload")
+    result = training.move(TARGET)
+    assert _part_bytes(result, "offload") >= 2 * GIB
+    assert _part_bytes(result, "refill") == _part_bytes(result, "offload")
     training.runs_on(TARGET)
     steps = training.ends_as(undisturbed.want(variant.arguments, variant.environment))
-    record(f"parked-{variant}", at_step=at, steps=steps, seed=training.seed, **measured(told))
+    record(f"parked-{variant}", at_step=at, steps=steps, seed=training.seed, **measured(result))
 
 
 def test_memory_that_cannot_be_offloaded_moves_with_the_driver(nodes: Cluster, undisturbed: Undisturbed) -> None:
     training = _start(nodes, POOLS)
     training.await_moment()
-    told = training.move(TARGET)
-    assert not _part_bytes(told, "offload")
+    result = training.move(TARGET)
+    assert not _part_bytes(result, "offload")
     training.runs_on(TARGET)
     training.ends_as(undisturbed.want(POOLS.arguments, POOLS.environment))
-    record(f"parked-{POOLS}", seed=training.seed, **measured(told))
+    record(f"parked-{POOLS}", seed=training.seed, **measured(result))
 
 
 def test_offloaded_job_moves_there_and_back_five_times(nodes: Cluster, undisturbed: Undisturbed) -> None:

@@ -72,9 +72,9 @@ def _move(nodes: Cluster, training: Training) -> Iterator[subprocess.Popen[str]]
 
 
 def _told(asked: subprocess.Popen[str], nodes: Cluster, allowed: set[str]) -> dict[str, Any]:
-    told = answer(asked, nodes)
-    assert told.get("outcome") in allowed, f"{told}\n{nodes.logs()}"
-    return told
+    result = answer(asked, nodes)
+    assert result.get("outcome") in allowed, f"{result}\n{nodes.logs()}"
+    return result
 
 
 def _dies(nodes: Cluster, node: str) -> None:
@@ -157,10 +157,10 @@ def test_target_daemon_killed_during_the_cuda_restore_is_undone(nodes: Cluster, 
         with _in_the_middle(nodes, TARGET, Point.CUDA_RESTORED):
             nodes.lab.kill_daemon(TARGET)
         _dies(nodes, TARGET)
-        told = _told(asked, nodes, NOT_MOVED)
+        result = _told(asked, nodes, NOT_MOVED)
     training.runs_on(SOURCE)
     steps = training.ends_as(undisturbed.want(LARGE))
-    record("undo-target-daemon-killed-restoring", steps=steps, told=measured(told))
+    record("undo-target-daemon-killed-restoring", steps=steps, result=measured(result))
 
 
 # ---------------------------------------------------------------- killed helpers
@@ -184,10 +184,10 @@ def test_helper_killed_during_the_checkpoint_does_not_harm_the_job(nodes: Cluste
         )
         with _in_the_middle(nodes, SOURCE, Point.CHECKPOINTED):
             _kill_helpers(SOURCE)
-        told = _told(asked, nodes, {"moved", "undone"})
-    training.runs_on(TARGET if told["outcome"] == "moved" else SOURCE)
+        result = _told(asked, nodes, {"moved", "undone"})
+    training.runs_on(TARGET if result["outcome"] == "moved" else SOURCE)
     steps = training.ends_as(undisturbed.want(LARGE))
-    record("undo-helper-killed-checkpoint", steps=steps, told=measured(told))
+    record("undo-helper-killed-checkpoint", steps=steps, result=measured(result))
 
 
 @needs_cuda()
@@ -200,10 +200,10 @@ def test_helper_killed_during_the_restore_does_not_harm_the_job(nodes: Cluster, 
         await_while(asked, "the CUDA restore", _restoring(nodes, training), nodes)
         with _in_the_middle(nodes, TARGET, Point.CUDA_RESTORED):
             _kill_helpers(TARGET)
-        told = _told(asked, nodes, {"moved", "undone"})
-    training.runs_on(TARGET if told["outcome"] == "moved" else SOURCE)
+        result = _told(asked, nodes, {"moved", "undone"})
+    training.runs_on(TARGET if result["outcome"] == "moved" else SOURCE)
     steps = training.ends_as(undisturbed.want(LARGE))
-    record("undo-helper-killed-restore", steps=steps, told=measured(told))
+    record("undo-helper-killed-restore", steps=steps, result=measured(result))
 
 
 def _restoring(nodes: Cluster, training: Training) -> Callable[[], bool]:
@@ -247,7 +247,7 @@ def _in_the_middle(nodes: Cluster, node: str, point: Point) -> Iterator[None]:
 
 def _kill_helpers(node: str) -> None:
     helpers = cuda_helpers(node)
-    assert helpers, f"nobody calls the driver on {node}"
+    assert helpers, f"no process calls the driver on {node}"
     for pid in helpers:
         with suppress(ProcessLookupError):
             kill(pid)
@@ -271,19 +271,21 @@ def test_move_is_undone_if_the_gpu_is_full_at_the_restore(nodes: Cluster, undist
             _until_given_up(training, asked)
             time.sleep(3)  # the source cannot get its memory back meanwhile
             tenant.let_go()
-            told = _told(asked, nodes, NOT_MOVED)
+            result = _told(asked, nodes, NOT_MOVED)
     steps = training.steps()
     until("the job to go on or to end", lambda: training.steps() > steps + 20 or _ended(training), PATIENCE_S)
     if _ended(training):
-        words = f"{told.get('reason', '')}\n{nodes.logs()}"
-        assert "lost" in words, f"it is gone, and nobody says that the driver lost it:\n{words}"
-        record("undo-gpu-full", outcome="lost", taken_gib=taken, told=measured(told))
+        text = f"{result.get('reason', '')}\n{nodes.logs()}"
+        assert "lost" in text, f"it is gone, and no message says that the driver lost it:\n{text}"
+        record("undo-gpu-full", outcome="lost", taken_gib=taken, result=measured(result))
         return
     training.runs_on(SOURCE)
     again = training.move(TARGET)
     training.runs_on(TARGET)
     steps = training.ends_as(undisturbed.want(SMALL))
-    record("undo-gpu-full", outcome="goes on", taken_gib=taken, steps=steps, told=measured(told), retry=measured(again))
+    record(
+        "undo-gpu-full", outcome="goes on", taken_gib=taken, steps=steps, result=measured(result), retry=measured(again)
+    )
 
 
 @needs_cuda()
@@ -295,13 +297,13 @@ def test_rank_moves_or_is_refused_if_the_gpu_is_full_before_the_move(nodes: Clus
     with hog(nodes, leave_mib=2048) as tenant:
         taken = tenant.take()
         with _move(nodes, training) as asked:
-            told = _told(asked, nodes, {"moved", "refused"})
-        if told["outcome"] == "refused":
-            assert "gpu-memory" in told["reason"], told["reason"]
-        training.runs_on(TARGET if told["outcome"] == "moved" else SOURCE)
+            result = _told(asked, nodes, {"moved", "refused"})
+        if result["outcome"] == "refused":
+            assert "gpu-memory" in result["reason"], result["reason"]
+        training.runs_on(TARGET if result["outcome"] == "moved" else SOURCE)
         tenant.let_go()
     steps = training.ends_as(undisturbed.want(SMALL))
-    record("undo-gpu-full-before", taken_gib=taken, steps=steps, told=measured(told))
+    record("undo-gpu-full-before", taken_gib=taken, steps=steps, result=measured(result))
 
 
 def _until_given_up(training: Training, asked: subprocess.Popen[str], at_most_s: float = 60.0) -> None:

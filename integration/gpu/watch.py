@@ -65,7 +65,7 @@ def answer(asked: subprocess.Popen[str], cluster: Cluster, timeout_s: float = PA
         asked.communicate()
         raise AssertionError(f"the move takes over {timeout_s:.0f} s\n{cluster.logs()}") from None
     try:
-        told: dict[str, Any] = json.loads(out)
+        result: dict[str, Any] = json.loads(out)
     except ValueError:
         raise AssertionError(f"exit {asked.returncode}\n{out}{errors}\n{cluster.logs()}") from None
-    return told
+    return result

@@ -30,7 +30,7 @@ def say(text: str) -> None:
     print(f"{text}\n", end="", flush=True)
 
 
-def told() -> tuple[bool, bool]:
+def files_seen() -> tuple[bool, bool]:
     """Whether rank 0 has seen the files that request a new group, and the end. All ranks get the same answer in a step."""
     names = (f"{options.until}.group", options.until) if dist.get_rank() == 0 else ()
     seen = torch.tensor([float(os.path.exists(name)) for name in names] or [0.0, 0.0])
@@ -54,7 +54,7 @@ def main() -> None:
         group_at, steps = -1, sys.maxsize
     for step in itertools.count():
         if options.until and steps == sys.maxsize:
-            wants_group, ends = told()
+            wants_group, ends = files_seen()
             group_at = step if wants_group and group is None else -1
             steps = step + 10 if ends else steps
             if ends and options.fail == rank:

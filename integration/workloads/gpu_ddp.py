@@ -28,7 +28,7 @@ DEVICE = os.environ.get("DEVICE", "cuda")
 DIGEST_EVERY = 25
 
 
-def told() -> bool:
+def file_seen() -> bool:
     """Whether rank 0 has seen the file. All ranks get the same answer."""
     seen = torch.tensor([float(dist.get_rank() == 0 and bool(options.until) and os.path.exists(options.until))])
     dist.all_reduce(seen)
@@ -60,7 +60,7 @@ for step in itertools.count(1):
         for state in (*model.parameters(), *(value for entry in optimizer.state.values() for value in entry.values())):
             digest.update(state.detach().cpu().numpy().tobytes())
         print(f"step {step} digest {digest.hexdigest()[:16]}", flush=True)
-        if told() or step >= options.steps:
+        if file_seen() or step >= options.steps:
             break
     time.sleep(options.pace_s)
 dist.barrier()

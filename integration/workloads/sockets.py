@@ -62,8 +62,8 @@ while not os.path.exists(options.until):
         except (TimeoutError, ConnectionRefusedError):
             print("datagram lost", flush=True)
     mss = stream.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG)
-    told = [f"{word}={stream.getsockopt(level, name)}" for word, (level, name, _) in SET.items()]
-    print("options", *told, f"mss={mss}", flush=True)
+    chosen = [f"{word}={stream.getsockopt(level, name)}" for word, (level, name, _) in SET.items()]
+    print("options", *chosen, f"mss={mss}", flush=True)
     time.sleep(0.1)
 bound.listen()
 print("bound", bound.getsockname()[0], bound.getsockname()[1] == port, stream.recv(4), flush=True)

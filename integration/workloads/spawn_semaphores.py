@@ -24,7 +24,7 @@ class Shared:
     tasks: "multiprocessing.Queue[tuple[int, int] | None]"
     results: "multiprocessing.Queue[tuple[int, str]]"
     lock: Any
-    seats: Any  # a semaphore of one seat
+    places: Any  # a semaphore of one place
     go: Any
     counts: Any  # done so far; in the semaphore now; maximum in the semaphore
 
@@ -34,7 +34,7 @@ def make(context: multiprocessing.context.SpawnContext) -> Shared:
         tasks=context.Queue(),
         results=context.Queue(2),  # bounded, so that its semaphore blocks
         lock=context.Lock(),
-        seats=context.Semaphore(1),
+        places=context.Semaphore(1),
         go=context.Event(),
         counts=context.Array("q", 3, lock=False),
     )
@@ -43,7 +43,7 @@ def make(context: multiprocessing.context.SpawnContext) -> Shared:
 def work(shared: Shared) -> None:
     while (task := shared.tasks.get()) is not None:
         shared.go.wait()
-        with shared.seats:
+        with shared.places:
             shared.counts[1] += 1
             shared.counts[2] = max(shared.counts[2], shared.counts[1])
             answer = hashlib.sha256(repr(task).encode()).hexdigest()[:12]
@@ -96,7 +96,7 @@ def main() -> None:
     last = 0
     for last in steps():
         say(last, *do(shared, last))
-    for semaphore in (shared.lock, shared.seats):
+    for semaphore in (shared.lock, shared.places):
         if not os.path.exists(f"/dev/shm/sem.{semaphore._semlock.name[1:]}"):
             wrong(f"the name {semaphore._semlock.name} is gone")
     end(shared, workers)

@@ -51,8 +51,8 @@ def stalled() -> bool:
     return bool(options.stall) and os.path.exists(options.stall)
 
 
-def fail(words: str) -> NoReturn:
-    print(words, flush=True)
+def fail(message: str) -> NoReturn:
+    print(message, flush=True)
     os._exit(1)
 
 

@@ -23,12 +23,12 @@ def collective(comm: str) -> Group:
     return [(comm, "c", -1, 1)]
 
 
-def send(comm: str, seat: int) -> Group:
-    return [(comm, "s", seat, 1)]
+def send(comm: str, comm_rank: int) -> Group:
+    return [(comm, "s", comm_rank, 1)]
 
 
-def receive(comm: str, seat: int) -> Group:
-    return [(comm, "r", seat, 1)]
+def receive(comm: str, comm_rank: int) -> Group:
+    return [(comm, "r", comm_rank, 1)]
 
 
 @dataclass
@@ -36,7 +36,7 @@ class Gated:
     """One process. It launches `program` from index `at` on; None stands for user code that never ends."""
 
     rank: int
-    seats: dict[str, tuple[int, int]]  # communicator → (nranks, its rank there)
+    memberships: dict[str, tuple[int, int]]  # communicator → (nranks, its rank there)
     program: Sequence[Group | None]
     at: int = 0
     pid: int = 100
@@ -55,8 +55,8 @@ class Gated:
         return f"train-{self.rank}-00000001"
 
     def _count(self, group: Group) -> None:
-        for comm, kind, seat, count in group:
-            key = (comm, kind, seat)
+        for comm, kind, comm_rank, count in group:
+            key = (comm, kind, comm_rank)
             self.counts[key] = self.counts.get(key, 0) + count
 
     def next_group(self) -> Group | None:
@@ -65,7 +65,7 @@ class Gated:
     def run(self) -> None:
         """Runs as far as the closed gate allows, by the rule of `migrator.quiesce.cut.may_launch`."""
         while (group := self.next_group()) is not None:
-            keys = [(comm, kind, seat) for comm, kind, seat, _ in group]
+            keys = [(comm, kind, comm_rank) for comm, kind, comm_rank, _ in group]
             if self.gate == "closed" and all(self.counts.get(k, 0) >= self.targets.get(k, 0) for k in keys):
                 return
             if self.gate == "open":
@@ -83,18 +83,21 @@ class Gated:
             rank_uid=self.rank_uid,
             rank=self.rank,
             pid=self.pid,
-            communicators=[self._comm(comm, nranks, seat) for comm, (nranks, seat) in self.seats.items()],
+            communicators=[
+                self._comm(comm, nranks, comm_rank) for comm, (nranks, comm_rank) in self.memberships.items()
+            ],
             waiting=[pb.WaitingThread(thread=self.users[0], group=map(_row, held))] if held is not None else [],
         )
 
-    def _comm(self, comm: str, nranks: int, seat: int) -> pb.Communicator:
+    def _comm(self, comm: str, nranks: int, comm_rank: int) -> pb.Communicator:
         counted = {
-            kind: {seat: n for (c, k, seat), n in self.counts.items() if (c, k) == (comm, kind)} for kind in "sr"
+            kind: {comm_rank: n for (c, k, comm_rank), n in self.counts.items() if (c, k) == (comm, kind)}
+            for kind in "sr"
         }
         return pb.Communicator(
             id=comm,
             nranks=nranks,
-            rank=seat,
+            rank=comm_rank,
             state="live",
             collectives=self.counts.get((comm, "c", -1), 0),
             sent=counted["s"],

@@ -87,10 +87,10 @@ def test_node_that_does_not_answer_is_a_warning(
     ran = migrator(*verb)
     assert ran.code == 0
     assert ran.err.startswith("warning: node-2: ")
-    told = migrator(*verb, "--json")
-    assert told.code == 0
-    assert "node-2" in told.out
-    assert told.err == ""
+    result = migrator(*verb, "--json")
+    assert result.code == 0
+    assert "node-2" in result.out
+    assert result.err == ""
 
 
 @pytest.mark.parametrize("verb", LISTING, ids=" ".join)
@@ -125,11 +125,11 @@ def test_nodes_shows_nodes_that_answer_and_nodes_that_do_not(cluster: FakeCluste
     assert "8.0 GB" in rows["node-1"]
     assert "4.2.1" in rows["node-1"]
     assert "unreachable" in rows["spare-1"]
-    told = {node["name"]: node for node in migrator("nodes", "--json").json["nodes"]}
-    assert told["node-1"]["ranks"] == 1
-    assert told["node-1"]["state"] == "up"
-    assert told["spare-1"]["state"] == "unreachable"
-    assert told["spare-1"]["reason"]
+    result = {node["name"]: node for node in migrator("nodes", "--json").json["nodes"]}
+    assert result["node-1"]["ranks"] == 1
+    assert result["node-1"]["state"] == "up"
+    assert result["spare-1"]["state"] == "unreachable"
+    assert result["spare-1"]["reason"]
 
 
 def test_ps_shows_the_gpus_of_each_rank(cluster: FakeCluster, migrator: Migrator) -> None:
@@ -147,8 +147,8 @@ def test_ps_shows_the_gpus_of_each_rank(cluster: FakeCluster, migrator: Migrator
         "-",
         "GPU-1a2b3c4d,GPU-5e6f7a8b 50.0 GB",
     ]
-    told = migrator("ps", "--json").json["ranks"]
-    assert [(rank["gpus"], rank["device_bytes"]) for rank in told] == [
+    result = migrator("ps", "--json").json["ranks"]
+    assert [(rank["gpus"], rank["device_bytes"]) for rank in result] == [
         (uuids[:1], 1_300_000_000),
         ([], 0),
         (uuids, 50_000_000_000),
@@ -182,14 +182,14 @@ def test_nodes_shows_gpu_models_free_memory_and_problems(cluster: FakeCluster, m
         "unknown: NVML: Driver/library version mismatch",
         "1 × NVIDIA H200, 140.0 GB free, others unknown: GPU 1 is lost",
     ]
-    told = {node["name"]: node for node in migrator("nodes", "--json").json["nodes"]}
-    assert told["node-1"]["driver_version"] == "580.159.04"
-    assert [(gpu["index"], gpu["mig"], gpu["reserved_for"]) for gpu in told["node-1"]["gpus"]] == [
+    result = {node["name"]: node for node in migrator("nodes", "--json").json["nodes"]}
+    assert result["node-1"]["driver_version"] == "580.159.04"
+    assert [(gpu["index"], gpu["mig"], gpu["reserved_for"]) for gpu in result["node-1"]["gpus"]] == [
         (0, False, ""),
         (1, False, MOVE),
         (2, True, ""),
     ]
-    assert told["node-1"]["gpus"][0] == {
+    assert result["node-1"]["gpus"][0] == {
         "uuid": "GPU-0a2b3c4d",
         "index": 0,
         "name": "NVIDIA H200",
@@ -200,8 +200,8 @@ def test_nodes_shows_gpu_models_free_memory_and_problems(cluster: FakeCluster, m
         "reserved_for": "",
         "processes": [{"pid": 7, "memory_bytes": 5, "mps": True}],
     }
-    assert told["node-2"]["gpu_problem"] == "NVML: Driver/library version mismatch"
-    assert told["node-2"]["gpus"] == []
+    assert result["node-2"]["gpu_problem"] == "NVML: Driver/library version mismatch"
+    assert result["node-2"]["gpus"] == []
     cluster["node-2"].gpu_problem = ""
     assert migrator("nodes").out.splitlines()[2].split()[-1] == "-"
 
@@ -266,8 +266,8 @@ def test_status_of_one_move_shows_its_details(cluster: FakeCluster, migrator: Mi
 
 
 def a_gate(*ranks: int, **changes: Any) -> pb.ClosedGate:
-    told: dict[str, Any] = {"move": MOVE, "job": "train", "ranks": ranks, "since_unix_s": 1000.0}
-    return pb.ClosedGate(**told | changes)
+    result: dict[str, Any] = {"move": MOVE, "job": "train", "ranks": ranks, "since_unix_s": 1000.0}
+    return pb.ClosedGate(**result | changes)
 
 
 def test_status_shows_ranks_that_wait_at_a_closed_gate(cluster: FakeCluster, migrator: Migrator) -> None:
@@ -333,10 +333,10 @@ def test_check_shows_each_check_and_exits_with_refused(cluster: FakeCluster, mig
     assert "! time     clocks differ by 3 s" in ran.out
     assert "✗ sockets  2 TCP sockets" in ran.out
     assert "remedy: close them" in ran.out
-    told = migrator("check", "--rank", "0", "--to", "spare-1", "--json")
-    assert told.code == Refused.exit_code
-    assert told.json["movable"] is False
-    assert [check["verdict"] for check in told.json["checks"]] == ["pass", "warn", "refuse"]
+    result = migrator("check", "--rank", "0", "--to", "spare-1", "--json")
+    assert result.code == Refused.exit_code
+    assert result.json["movable"] is False
+    assert [check["verdict"] for check in result.json["checks"]] == ["pass", "warn", "refuse"]
 
 
 def test_check_without_a_refusal_exits_with_0(cluster: FakeCluster, migrator: Migrator) -> None:

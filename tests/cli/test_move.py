@@ -209,10 +209,10 @@ def test_failed_move_prints_reason_place_of_the_rank_and_remedy(
     ran = migrator("move", "--rank", "1", "--to", "spare-1")
     assert ran.code == error.exit_code
     assert ran.out == ""
-    told = ran.err.splitlines()[-3:]
-    assert told[0].startswith("migrator: ")
-    assert f"{outcome}: {error.message}" in told[0]
-    assert told[1:] == [f"  the rank is: {shown}", f"  remedy: {error.advice}"]
+    reply = ran.err.splitlines()[-3:]
+    assert reply[0].startswith("migrator: ")
+    assert f"{outcome}: {error.message}" in reply[0]
+    assert reply[1:] == [f"  the rank is: {shown}", f"  remedy: {error.advice}"]
     as_json = migrator("move", "--rank", "1", "--to", "spare-1", "--json")
     assert (as_json.code, as_json.json["outcome"], as_json.json["where"]) == (error.exit_code, outcome, where)
 
@@ -339,18 +339,18 @@ def interrupt(cluster: FakeCluster, mode: str, numbers: list[signal.Signals], *o
     )
     with child:
         assert child.stderr is not None
-        told: list[str] = []
+        reply: list[str] = []
         try:
             for number, ready in zip(numbers, ("READY", "interrupted"), strict=False):
                 while ready not in (line := child.stderr.readline()):
-                    assert line, told
-                    told.append(line)
-                told.append(line)
+                    assert line, reply
+                    reply.append(line)
+                reply.append(line)
                 child.send_signal(number)
             out, err = child.communicate(timeout=60)
         finally:
             child.kill()
-    return child.returncode, out, "".join(told) + err
+    return child.returncode, out, "".join(reply) + err
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

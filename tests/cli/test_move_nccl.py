@@ -23,7 +23,7 @@ def deal(cluster: FakeCluster, *processes: Gated) -> None:
 
 
 def world(size: int) -> list[dict[str, tuple[int, int]]]:
-    return [{"aa": (size, seat)} for seat in range(size)]
+    return [{"aa": (size, comm_rank)} for comm_rank in range(size)]
 
 
 def moved(migrator: Migrator, *more: str) -> dict[str, object]:
@@ -36,7 +36,7 @@ def test_rank_that_is_behind_runs_to_the_cut(cluster: FakeCluster, migrator: Mig
     program = [collective("aa")] * 50
     ahead, behind = Gated(0, world(2)[0], program, at=20), Gated(1, world(2)[1], program, at=17)
     deal(cluster, ahead, behind)
-    told = moved(migrator)
+    result = moved(migrator)
     assert (ahead.at, behind.at) == (20, 20)
     assert (ahead.gate, behind.gate) == ("open", "open")
     assert cluster["node-1"].called("PrepareDevice", "Close")[:2] == ["PrepareDevice", "Close"], (
@@ -44,7 +44,7 @@ def test_rank_that_is_behind_runs_to_the_cut(cluster: FakeCluster, migrator: Mig
     )
     assert cluster["node-1"].called(*NCCL)[-6:] == ["SetTargets", "Detach", "Freeze", "Attach", "Commit", "Open"]
     assert cluster["node-2"].called(*NCCL)[-1] == "Open"
-    phases = [phase["name"] for phase in told["phases"]]  # type: ignore[attr-defined]
+    phases = [phase["name"] for phase in result["phases"]]  # type: ignore[attr-defined]
     assert phases == [
         *("preflight", "prepare", "quiesce", "detach", "freeze", "stream", "restore", "reattach", "re-point"),
         *("commit", "activate", "open", "settle", "clean"),
@@ -62,8 +62,8 @@ def test_nccl_phases_are_printed(cluster: FakeCluster, migrator: Migrator) -> No
 def test_nccl_steps_are_skipped_for_a_rank_without_communicators(cluster: FakeCluster, migrator: Migrator) -> None:
     """For a rank that only loaded NCCL, no gate is closed and no other node is asked."""
     deal(cluster, Gated(0, {}, []), Gated(1, {"bb": (1, 0)}, [collective("bb")] * 9, at=3))
-    told = moved(migrator)
-    assert not {"quiesce", "detach", "reattach", "open"} & {phase["name"] for phase in told["phases"]}  # type: ignore[attr-defined]
+    result = moved(migrator)
+    assert not {"quiesce", "detach", "reattach", "open"} & {phase["name"] for phase in result["phases"]}  # type: ignore[attr-defined]
     assert set(cluster["node-1"].called(*NCCL)) == {"PrepareDevice", "Report", "Freeze", "Commit"}
     assert cluster["node-2"].called(*NCCL) == []
 
@@ -71,12 +71,12 @@ def test_nccl_steps_are_skipped_for_a_rank_without_communicators(cluster: FakeCl
 def test_sends_and_receives_use_ranks_of_the_communicator(cluster: FakeCluster, migrator: Migrator) -> None:
     """One communicator has ranks 2 and 0, in that order; rank 1 is only in the world communicator. Rank 2 has sent. Rank 0
     has not received yet, because a collective comes first that rank 1 has not reached."""
-    seats = [{"aa": (3, 0), "cc": (2, 1)}, {"aa": (3, 1)}, {"aa": (3, 2), "cc": (2, 0)}]
+    memberships = [{"aa": (3, 0), "cc": (2, 1)}, {"aa": (3, 1)}, {"aa": (3, 2), "cc": (2, 0)}]
     deal(
         cluster,
-        Gated(0, seats[0], [collective("aa"), receive("cc", 0), collective("aa")]),
-        Gated(1, seats[1], [collective("aa"), collective("aa")]),
-        Gated(2, seats[2], [collective("aa"), send("cc", 1), collective("aa")], at=2),
+        Gated(0, memberships[0], [collective("aa"), receive("cc", 0), collective("aa")]),
+        Gated(1, memberships[1], [collective("aa"), collective("aa")]),
+        Gated(2, memberships[2], [collective("aa"), send("cc", 1), collective("aa")], at=2),
     )
     moved(migrator)
     assert [process.at for node in PLACES for process in cluster[node].gated] == [2, 2, 1]  # ranks 0, 2, 1
@@ -117,9 +117,9 @@ def test_waiting_thread_passes_by_a_guess_if_there_is_no_progress(
 ) -> None:
     """Rank 1 waits with an operation of another communicator. Two threads use it, so it is not certain to come first."""
     monkeypatch.setattr(gates, "PATIENCE_S", 0.01)
-    seats = [{"aa": (2, 0), "bb": (2, 0)}, {"aa": (2, 1), "bb": (2, 1)}]
-    behind = Gated(1, seats[1], [collective("bb"), collective("aa")], users=(7, 8))
-    deal(cluster, Gated(0, seats[0], [collective("bb"), collective("aa")], at=0), behind)
+    memberships = [{"aa": (2, 0), "bb": (2, 0)}, {"aa": (2, 1), "bb": (2, 1)}]
+    behind = Gated(1, memberships[1], [collective("bb"), collective("aa")], users=(7, 8))
+    deal(cluster, Gated(0, memberships[0], [collective("bb"), collective("aa")], at=0), behind)
     cluster["node-1"].gated[0].counts["aa", "c", -1] = 1  # launched by another thread
     moved(migrator)
     assert behind.counts == {("aa", "c", -1): 1, ("bb", "c", -1): 1}

@@ -23,8 +23,8 @@ def test_pki_creates_the_files_that_a_configuration_names(tmp_path: Path, migrat
     shown = migrator("pki", "node", "node-1", "--address", "10.0.0.1", "--address", "fd00::1", "--dir", str(folder))
     tls = tomllib.loads(shown.out)["tls"]
     assert all(Path(tls[key]).is_file() for key in ("ca", "cert", "key"))
-    told = migrator("pki", "operator", "alice", "--dir", str(folder), "--json").json
-    assert Path(told["key"]).stat().st_mode & 0o777 == 0o600
+    result = migrator("pki", "operator", "alice", "--dir", str(folder), "--json").json
+    assert Path(result["key"]).stat().st_mode & 0o777 == 0o600
     assert migrator("pki", "node", "node-2", "--address", "here", "--dir", str(folder)).code == Usage.exit_code
 
 
@@ -79,8 +79,8 @@ def lab(monkeypatch: pytest.MonkeyPatch) -> type[FakeLab]:
 
 
 def test_lab_verbs_call_the_lab(lab: type[FakeLab], migrator: Migrator) -> None:
-    told = migrator("lab", "up", "--nodes", "a, b", "--json").json
-    assert told["nodes"] == {"node-1": "address of node-1", "spare-1": "address of spare-1"}
+    result = migrator("lab", "up", "--nodes", "a, b", "--json").json
+    assert result["nodes"] == {"node-1": "address of node-1", "spare-1": "address of spare-1"}
     assert migrator("--lab", "x", "lab", "up").code == 0
     assert migrator("lab", "run", "--lab", "x", "--job", "j", "--", "cmd", "--json").code == 3
     assert migrator("lab", "run", "--", "/bin/cmd").code == 3

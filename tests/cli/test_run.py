@@ -149,9 +149,9 @@ def test_invalid_arguments_exit_with_125(kept: Kept, migrator: Migrator, argv: t
     ran = migrator("run", *argv)
     assert (ran.code, ran.out) == (run.FAILED, "")
     assert ran.err.startswith("migrator run: ")
-    told = migrator("--json", "run", *argv)
-    assert told.code == run.FAILED
-    assert set(told.json) == {"error", "message", "remedy", "where"}
+    result = migrator("--json", "run", *argv)
+    assert result.code == run.FAILED
+    assert set(result.json) == {"error", "message", "remedy", "where"}
     assert kept.asked == []
 
 

@@ -18,8 +18,8 @@ LOG = """(00.000001) Version: 4.2.1
 def test_errors_are_quoted_with_preceding_lines_except_the_harmless_one(tmp_path: Path) -> None:
     path = tmp_path / "dump.log"
     path.write_text(LOG)
-    told = excerpt(path)
-    assert told.splitlines() == [
+    result = excerpt(path)
+    assert result.splitlines() == [
         "  criu: (00.000003) Dumping task 7",
         "  criu: (00.000004) Dumping fd 5",
         "  criu: (00.000005) Error (criu/files.c:2): Can't dump device /dev/odd",

@@ -43,18 +43,18 @@ def gpu(
 
 def facts(*gpus: pb.Gpu, driver: str = "580.159.04", **uses: int) -> pb.GpuFacts:
     """A rank with so many GiB on the named GPUs."""
-    told = [pb.GpuUse(uuid=f"GPU-{uuid}", memory_bytes=size * GIB) for uuid, size in uses.items()]
-    return pb.GpuFacts(driver_version=driver, node_gpus=gpus, uses=told)
+    result = [pb.GpuUse(uuid=f"GPU-{uuid}", memory_bytes=size * GIB) for uuid, size in uses.items()]
+    return pb.GpuFacts(driver_version=driver, node_gpus=gpus, uses=result)
 
 
-def chosen(told: pb.GpuFacts, *node: pb.Gpu, wish: str = "") -> dict[str, str]:
-    pairs, _ = choose(told, node, wish)
+def chosen(result: pb.GpuFacts, *node: pb.Gpu, wish: str = "") -> dict[str, str]:
+    pairs, _ = choose(result, node, wish)
     return {pair.old_uuid.removeprefix("GPU-"): pair.new_uuid.removeprefix("GPU-") for pair in pairs}
 
 
-def refusal(told: pb.GpuFacts, *node: pb.Gpu, wish: str = "") -> tuple[str, str]:
+def refusal(result: pb.GpuFacts, *node: pb.Gpu, wish: str = "") -> tuple[str, str]:
     with pytest.raises(Unfit) as caught:
-        choose(told, node, wish)
+        choose(result, node, wish)
     assert caught.value.advice != Refused.remedy
     assert caught.value.message == f"{caught.value.check}: {caught.value.reason}"
     return caught.value.check, caught.value.reason
@@ -74,7 +74,7 @@ def test_memory_of_the_rank_itself_counts_as_free() -> None:
 
 
 def test_free_gpu_of_the_same_model_is_chosen() -> None:
-    told = facts(gpu("a"), a=20)
+    result = facts(gpu("a"), a=20)
     node = (
         gpu("b", 0, pids=(7,)),
         gpu("c", 1, A100),
@@ -84,9 +84,9 @@ def test_free_gpu_of_the_same_model_is_chosen() -> None:
         gpu("g", 5, used=GIB),
         gpu("h", 6),
     )
-    assert chosen(told, *node) == {"a": "h"}  # the emptiest
-    assert chosen(told, *node[:-1]) == {"a": "g"}
-    assert choose(told, node, "")[1] == "0 → 6 (NVIDIA H200, GPU-h)"
+    assert chosen(result, *node) == {"a": "h"}  # the emptiest
+    assert chosen(result, *node[:-1]) == {"a": "g"}
+    assert choose(result, node, "")[1] == "0 → 6 (NVIDIA H200, GPU-h)"
 
 
 @pytest.mark.parametrize(
@@ -114,10 +114,10 @@ def test_reason_is_named(check: str, node: tuple[pb.Gpu, ...], text: str) -> Non
 
 
 def test_requested_gpu_may_be_shared() -> None:
-    told = facts(gpu("a"), a=20)
+    result = facts(gpu("a"), a=20)
     node = (gpu("abcd", 0), gpu("bcde", 1, used=30 * GIB, pids=(7,)), gpu("abff", 2))
     for wish in ("1", "GPU-bcde", "gpu-BC", "bcd", "GPU-b"):
-        assert chosen(told, *node, wish=wish) == {"a": "bcde"}
+        assert chosen(result, *node, wish=wish) == {"a": "bcde"}
 
 
 @pytest.mark.parametrize(
@@ -148,19 +148,19 @@ def test_impossible_request_is_refused(wish: str, check: str, text: str) -> None
 
 
 def test_index_has_precedence_over_a_uuid() -> None:
-    told = facts(gpu("a"), a=1)
+    result = facts(gpu("a"), a=1)
     node = (gpu("2abc", 0), gpu("77ab", 1), gpu("3abc", 2))
-    assert chosen(told, *node, wish="2") == {"a": "3abc"}
-    assert chosen(told, *node, wish="77") == {"a": "77ab"}
+    assert chosen(result, *node, wish="2") == {"a": "3abc"}
+    assert chosen(result, *node, wish="77") == {"a": "77ab"}
 
 
 def test_every_gpu_of_the_source_gets_a_counterpart() -> None:
     """The driver needs all of them. Those that the rank does not use may be busy, and stay themselves if possible."""
-    told = facts(gpu("a", 0), gpu("b", 1), gpu("c", 2, A100), b=20)
+    result = facts(gpu("a", 0), gpu("b", 1), gpu("c", 2, A100), b=20)
     node = (gpu("x", 0, pids=(7,)), gpu("y", 1), gpu("z", 2, A100, pids=(8,)), gpu("v", 3, A100))
-    assert chosen(told, *node) == {"a": "x", "b": "y", "c": "z"}
-    assert refusal(told, *node[:2])[0] == "gpu-present"
-    check, reason = refusal(told, *node[:2], gpu("w", 2))
+    assert chosen(result, *node) == {"a": "x", "b": "y", "c": "z"}
+    assert refusal(result, *node[:2])[0] == "gpu-present"
+    check, reason = refusal(result, *node[:2], gpu("w", 2))
     assert check == "gpu-chip"
     assert "the source's 2 (NVIDIA A100-SXM4-80GB, GPU-c)" in reason
 
@@ -171,27 +171,27 @@ def test_request_on_the_same_machine_swaps_two() -> None:
 
 
 def test_largest_share_of_a_rank_on_several_gpus_is_placed_first() -> None:
-    told = facts(gpu("a", 0), gpu("b", 1), a=20, b=100)
+    result = facts(gpu("a", 0), gpu("b", 1), a=20, b=100)
     node = (gpu("x", 0, used=41 * GIB), gpu("y", 1), gpu("z", 2, used=50 * GIB))
-    assert chosen(told, *node) == {"a": "x", "b": "y"}  # the one that needs more was placed first
-    assert chosen(told, *node, wish="2,0") == {"a": "z", "b": "x"}
-    assert "--gpu names one GPU twice" in refusal(told, *node, wish="1,1")[1]
-    assert refusal(told, *node, wish="1,2")[0] == "gpu-memory"
+    assert chosen(result, *node) == {"a": "x", "b": "y"}  # the one that needs more was placed first
+    assert chosen(result, *node, wish="2,0") == {"a": "z", "b": "x"}
+    assert "--gpu names one GPU twice" in refusal(result, *node, wish="1,1")[1]
+    assert refusal(result, *node, wish="1,2")[0] == "gpu-memory"
 
 
 def test_rank_without_device_memory_is_on_no_gpu() -> None:
-    told = facts(gpu("a"))
-    assert chosen(told, gpu("b", pids=(7,))) == {"a": "b"}
-    assert choose(told, [gpu("a")], "")[1] == "on no GPU yet"
+    result = facts(gpu("a"))
+    assert chosen(result, gpu("b", pids=(7,))) == {"a": "b"}
+    assert choose(result, [gpu("a")], "")[1] == "on no GPU yet"
 
 
 def test_old_driver_restores_only_onto_the_same_gpu() -> None:
     here = (gpu("a", 0, used=20 * GIB), gpu("b", 1))
-    told = facts(*here, driver="570.86.15", a=20)
-    assert chosen(told, *here) == {"a": "a", "b": "b"}
-    assert refusal(told, *here, wish="1")[0] == "gpu-driver"
-    assert refusal(told, gpu("x", 0), gpu("y", 1))[0] == "gpu-driver"
-    assert refusal(told, here[0], gpu("y", 1))[0] == "gpu-driver"
+    result = facts(*here, driver="570.86.15", a=20)
+    assert chosen(result, *here) == {"a": "a", "b": "b"}
+    assert refusal(result, *here, wish="1")[0] == "gpu-driver"
+    assert refusal(result, gpu("x", 0), gpu("y", 1))[0] == "gpu-driver"
+    assert refusal(result, here[0], gpu("y", 1))[0] == "gpu-driver"
 
 
 def test_contradictory_facts_are_refused() -> None:
@@ -236,11 +236,11 @@ WISHES = st.one_of(st.just(""), st.sampled_from(["0", "1", "GPU-a", "b", "0,1"])
 def test_any_choice_is_valid_for_the_driver(
     source: list[pb.Gpu], uses: dict[str, int], node: list[pb.Gpu], wish: str, driver: str
 ) -> None:
-    told = facts(*source, driver=driver, **uses)
+    result = facts(*source, driver=driver, **uses)
     refusal: Unfit | None = None
     pairs: list[pb.GpuPair] = []
     try:
-        pairs, _ = choose(told, node, wish)
+        pairs, _ = choose(result, node, wish)
     except Unfit as unfit:
         refusal = unfit
     if refusal is not None:
@@ -254,7 +254,7 @@ def test_any_choice_is_valid_for_the_driver(
     assert set(new) <= {gpu.uuid for gpu in node}
     assert driver == "580.1" or old == new
     places = {pair.old_uuid: pair.new_uuid for pair in pairs}
-    for use in told.uses:
+    for use in result.uses:
         if places[use.uuid] == use.uuid:
             continue
         mates = [mate for mate in node if mate.uuid == places[use.uuid]]

@@ -84,7 +84,7 @@ class Shims:
         if process == self.failing_process:
             raise NcclFailed(f"process {process.pid} cannot attach")
         if process in self.waiting:
-            assert given_up.wait(60), "nobody told it to give up"
+            assert given_up.wait(60), "it was not asked to give up"
             raise ncclctl.gave_up(f"process {process.pid}")
         self._turn(process, [line.split()[0] for line in lines], "live")
 
@@ -111,12 +111,12 @@ class Answers:
         if self.unknown:
             raise NotFound("no such move")
         if self.outcome is None:
-            raise Unreachable("nobody is there")
+            raise Unreachable("no daemon listens there")
         return self.outcome
 
     async def get_copy(self, request: pb.MoveRequest, *, timeout_s: float) -> pb.Copy:
         if self.copy is None:
-            raise Unreachable("nobody is there")
+            raise Unreachable("no daemon listens there")
         return self.copy
 
 

@@ -37,10 +37,10 @@ class Driver:
         if self.silent:
             return Inventory(problem="NVML did not answer")
         on = [process for process, state in self.states.items() if state is not State.CHECKPOINTED]
-        told = [pb.GpuProcess(pid=each.pid, memory_bytes=self.mib[each] * MIB) for each in on] if self.tells else []
+        listed = [pb.GpuProcess(pid=each.pid, memory_bytes=self.mib[each] * MIB) for each in on] if self.tells else []
         free = self.free_mib - sum(self.mib[each] for each in on)
         return Inventory(
-            gpus=[pb.Gpu(uuid="GPU-a", memory_bytes=1000 * MIB, memory_free_bytes=free * MIB, processes=told)]
+            gpus=[pb.Gpu(uuid="GPU-a", memory_bytes=1000 * MIB, memory_free_bytes=free * MIB, processes=listed)]
         )
 
     async def state(self, process: Process, timeout_s: float = 5.0) -> State | None:

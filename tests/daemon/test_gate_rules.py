@@ -90,8 +90,8 @@ def shim_report(membership: dict[str, tuple[int, int]], refused: str = "", **mor
         for comm, (rank, size) in membership.items()
     ]
     comms += more.pop("comms", [])
-    told = {"gate": "closed", "instance": 1, "comms": comms, "nccl_threads": 0, **more}
-    return ncclctl.parse(json.dumps(told))
+    report = {"gate": "closed", "instance": 1, "comms": comms, "nccl_threads": 0, **more}
+    return ncclctl.parse(json.dumps(report))
 
 
 def reports(**nodes: list[pb.ProcessGate]) -> dict[str, pb.GateReport]:

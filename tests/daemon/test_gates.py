@@ -289,14 +289,14 @@ async def test_give_up_is_repeated_for_a_node_that_starts_late(
     await source.detach(moving)
     cluster.shims.waiting = {cluster.process[1], cluster.process[2]}
     cluster.shims.failing_process = cluster.process[0]
-    told, attach, give_up = asyncio.Event(), late.attach, late.give_up
+    asked, attach, give_up = asyncio.Event(), late.attach, late.give_up
 
     async def attach_late(request: pb.AttachRequest, caller: str) -> pb.AttachReply:
-        await told.wait()
+        await asked.wait()
         return await attach(request, caller)
 
     async def note(move: str, caller: str) -> pb.GiveUpReply:
-        told.set()
+        asked.set()
         return await give_up(move, caller)
 
     monkeypatch.setattr(late, "attach", attach_late)

@@ -21,10 +21,10 @@ def test_process_without_communicators_counts_behind_a_closed_gate(
     monkeypatch: pytest.MonkeyPatch, gate: str, counts: bool
 ) -> None:
     """It has destroyed its last one there. The next one that it makes waits, so the gate must be opened."""
-    told = {"gate": gate, "instance": 1, "comms": [], "nccl_threads": 0}
+    report = {"gate": gate, "instance": 1, "comms": [], "nccl_threads": 0}
     monkeypatch.setattr(ncclctl, "uses_nccl", list)
     monkeypatch.setattr(shimctl, "find", lambda process: SimpleNamespace(serves=lambda: True))
-    monkeypatch.setattr(ncclctl, "read", lambda process: ncclctl.parse(json.dumps(told)))
+    monkeypatch.setattr(ncclctl, "read", lambda process: ncclctl.parse(json.dumps(report)))
     assert [process for process, _ in ncclctl.reports([ME.pid])] == ([ME] if counts else [])
 
 

@@ -321,7 +321,7 @@ async def test_process_parked_in_an_allocation_every_time_is_left_to_the_driver(
     size, _ = await source.out()
     assert (size, source.second.said[-1]) == (SIZE, "drop")
     assert [one.pid for one in source.log.record.offloaded] == [source.moving.offload.striped[0].inner_pid]  # type: ignore[union-attr]
-    assert any(f"{offload.TRIES} times in a row in cudaMalloc" in words for words in source.moving.offload.warnings)  # type: ignore[union-attr]
+    assert any(f"{offload.TRIES} times in a row in cudaMalloc" in warning for warning in source.moving.offload.warnings)  # type: ignore[union-attr]
     assert source.lane is not None
     assert set(source.lane.final) == set(source.lane.sizes)
 
@@ -513,7 +513,7 @@ async def test_abort_before_the_freeze_drops_what_was_prepared(
     source.node.ranks, source.node.caches_left = SimpleNamespace(get=lambda uid, role: entry), {MOVE: 1}
     source.log.mark(Mark.BEGUN, cgroup=str(tmp_path))
     await source.prepare()
-    source.log.decide(Outcome.ABORT, "a person's word", "driver")
+    source.log.decide(Outcome.ABORT, "an operator asked for it", "driver")
     communicators: Any = SimpleNamespace(put_back=nothing, open_all=nothing)
     await Departure(source.node, communicators).thaw(source.moving)
     assert [memory.said for memory in source.memories.values()] == [["ready", "cancel", "drop"]] * 2
@@ -756,10 +756,10 @@ async def test_channel_that_broke_before_the_freeze_is_reopened(source: Source, 
     parking = await source.prepare()
     first = source.lane
     assert first is not None
-    first.failed = Unreachable("the connection ended without a word")
+    first.failed = Unreachable("the connection ended unexpectedly")
     source.refusal = Unreachable("node b does not answer") if refused else None
     await parking.reopen_channel()
     assert first.closed
     assert parking.has_channel is not refused
-    assert any("opened again" in words for words in parking.warnings)
+    assert any("opened again" in warning for warning in parking.warnings)
     assert await parking.out(source.driver, list(source.memories), Parts(), source._stop_others) == 2 * SIZE

@@ -146,8 +146,8 @@ def test_move_without_a_mark_is_aborted_at_start(here: Here) -> None:
 async def test_outcome_of_a_move_without_a_mark_reports_the_rank_running(here: Here) -> None:
     begun(here.journal, LATER, "source")
     here.source.adopt_journal()
-    told = await here.source.outcome(LATER)
-    assert (told.kind, told.where, told.settled) == (pb.ABORT, Where.SOURCE_RUNNING.value, True)
+    result = await here.source.outcome(LATER)
+    assert (result.kind, result.where, result.settled) == (pb.ABORT, Where.SOURCE_RUNNING.value, True)
 
 
 async def test_ended_child_does_not_keep_the_others_parked(monkeypatch: pytest.MonkeyPatch) -> None:

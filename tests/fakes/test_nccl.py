@@ -70,18 +70,18 @@ class Ranks:
     def start(self, scenario: str, nranks: int, environment: Environment) -> None:
         program = [sys.executable, "-m", "tests.fakes.nccl_rank", str(self.library), str(self.meeting), scenario]
         for rank in range(nranks):
-            with self.words(rank).open("w") as words:
+            with self.output(rank).open("w") as output:
                 process = subprocess.Popen(
                     [*program, str(rank), str(nranks)],
                     cwd=REPOSITORY,
                     env={**os.environ, **environment},
-                    stdout=words,
+                    stdout=output,
                     stderr=subprocess.STDOUT,
                 )
             self.processes.append(process)
 
-    def words(self, rank: int) -> Path:
-        return self.meeting / f"words-{rank}"
+    def output(self, rank: int) -> Path:
+        return self.meeting / f"output-{rank}"
 
     def wait(self, *, though_some_fail: bool = False) -> list[tuple[int, str]]:
         """Returns the exit status and output of each rank. When one fails, the others, which may wait for it, are killed."""
@@ -89,7 +89,7 @@ class Ranks:
             if not though_some_fail and any(ends):
                 self.kill()
             time.sleep(0.005)
-        return [(process.returncode, self.words(rank).read_text()) for rank, process in enumerate(self.processes)]
+        return [(process.returncode, self.output(rank).read_text()) for rank, process in enumerate(self.processes)]
 
     def kill(self) -> None:
         for process in self.processes:

@@ -63,7 +63,7 @@ class Guest:
         theirs.close()
         await starter.communicate(json.dumps(orders).encode())
         assert starter.returncode == 0
-        link = await node.told("connected", count=known + 1)
+        link = await node.reported("connected", count=known + 1)
         assert link.role == "guest"
         return cls(node, move, link, ours)
 

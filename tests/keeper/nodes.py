@@ -76,7 +76,7 @@ class Node:
             self.events.append((link, event))
             self._changed.notify_all()
 
-    async def told(self, *event: Any, count: int = 1) -> KeeperLink:
+    async def reported(self, *event: Any, count: int = 1) -> KeeperLink:
         """Waits until `event` has occurred `count` times and returns the link of the last."""
 
         def seen() -> list[KeeperLink]:

@@ -146,7 +146,7 @@ async def test_rank_moves_away_and_back_under_real_criu(node: Node, tmp_path: Pa
     keeper = await node.launch(*python(STEPS))
     assert keeper.stdin is not None
     assert keeper.stdout is not None
-    home = await node.told("connected")
+    home = await node.reported("connected")
     keeper.stdin.write(b"ab")
     assert await keeper.stdout.readuntil(b"2b ") == b"1a 2b "
 
@@ -180,7 +180,7 @@ async def test_rank_with_a_terminal_moves_under_real_criu(node: Node, tmp_path: 
     )
     screen = Screen()
     keeper = await screen.launch(node, *python(program))
-    home = await node.told("connected")
+    home = await node.reported("connected")
     await screen.shows(b"tty True True True|")
     screen.type(b"one\r")
     await screen.shows(b"got one 97 True|")

@@ -157,7 +157,7 @@ def test_invalid_bytes_on_one_link_do_not_affect_another(pieces: list[bytes], gr
             node = await Node(Path(folder)).start()
             _, quiet = await asyncio.open_unix_connection(node.socket)
             quiet.write(encode("hello", {**GOOD, "job": "quiet"}))
-            link = await node.told("connected")
+            link = await node.reported("connected")
             # Both links are from this process, and a keeper's new link replaces its old one, so the first is forgotten.
             node.links._links.clear()
             reader, noisy = await asyncio.open_unix_connection(node.socket)
@@ -176,7 +176,7 @@ def test_invalid_bytes_on_one_link_do_not_affect_another(pieces: list[bytes], gr
 
 async def test_another_node_cannot_send_control_frames(node: Node) -> None:
     keeper = await node.launch("sleep", "1000")
-    link = await node.told("connected")
+    link = await node.reported("connected")
     for frame in (encode("kill"), encode("hold", {"move": "m-1"}), b"", b"noise", json.dumps({"t": "out"}).encode()):
         with pytest.raises(Damaged):
             await link.send_relay(frame)
@@ -186,7 +186,7 @@ async def test_another_node_cannot_send_control_frames(node: Node) -> None:
 
 async def test_invalid_relay_frames_do_not_end_a_keeper(node: Node) -> None:
     keeper = await node.launch("sleep", "1000")
-    link = await node.told("connected")
+    link = await node.reported("connected")
     await link.hold("m-0123456789ab")
     await link.drain("m-0123456789ab")
     await link.away("m-0123456789ab", "node-2")

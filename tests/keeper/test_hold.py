@@ -31,7 +31,7 @@ async def test_signals_are_queued_until_the_outcome_of_the_move(node: Node) -> N
     keeper = await node.launch(*python(COUNTER))
     assert keeper.stdout is not None
     assert await keeper.stdout.readline() == b"ready\n"
-    link = await node.told("connected")
+    link = await node.reported("connected")
     await link.hold(MOVE)
     for number in (signal.SIGUSR1, signal.SIGCONT, signal.SIGUSR2):
         keeper.send_signal(number)
@@ -65,7 +65,7 @@ async def test_unread_stdin_is_taken_back_and_restored(node: Node, has_ended: bo
     keeper = await node.launch(*python(program))
     assert keeper.stdin is not None
     assert keeper.stdout is not None
-    link = await node.told("connected")
+    link = await node.reported("connected")
     keeper.stdin.write(b"first second")
     await keeper.stdin.drain()
     assert await keeper.stdout.readexactly(5) == b"first"
@@ -112,7 +112,7 @@ def _end_has_arrived(keeper_pid: int, rank_pid: int) -> bool:
 
 async def test_the_state_names_every_channel_for_criu(node: Node) -> None:
     keeper = await node.launch("cat")
-    link = await node.told("connected")
+    link = await node.reported("connected")
     await link.hold(MOVE)
     state = await link.drain(MOVE)
     rank = link.rank
@@ -130,12 +130,12 @@ async def test_the_state_names_every_channel_for_criu(node: Node) -> None:
 @pytest.mark.parametrize("verdict", ["resume", "away"])
 async def test_exit_while_held_is_not_reported_before_the_outcome(node: Node, verdict: str) -> None:
     keeper = await node.launch("sleep", "1000")
-    link = await node.told("connected")
+    link = await node.reported("connected")
     await link.hold(MOVE)
     await link.drain(MOVE)
     assert link.rank is not None
     link.rank.signal(signal.SIGKILL)
-    await node.told("died", MOVE, signal.SIGKILL)
+    await node.reported("died", MOVE, signal.SIGKILL)
     assert keeper.returncode is None
     if verdict == "resume":
         await link.resume(MOVE)
@@ -145,7 +145,7 @@ async def test_exit_while_held_is_not_reported_before_the_outcome(node: Node, ve
         assert keeper.returncode is None
         await _end_from_afar(link)
         assert await keeper.wait() == 5
-    await node.told("closed", False)
+    await node.reported("closed", False)
 
 
 async def _end_from_afar(link: KeeperLink) -> None:
@@ -157,7 +157,7 @@ async def _end_from_afar(link: KeeperLink) -> None:
 
 async def test_restarted_daemon_learns_the_held_move_and_the_exit_status(node: Node) -> None:
     keeper = await node.launch("sleep", "1000")
-    link = await node.told("connected")
+    link = await node.reported("connected")
     rank = link.rank
     assert rank is not None
     await link.hold(MOVE)
@@ -165,7 +165,7 @@ async def test_restarted_daemon_learns_the_held_move_and_the_exit_status(node: N
     rank.signal(signal.SIGKILL)
     await until(lambda: not rank.alive())
     await node.start()
-    link = await node.told("connected", count=2)
+    link = await node.reported("connected", count=2)
     assert (link.info.held_move, link.info.exited, link.info.finished) == (MOVE, signal.SIGKILL, False)
     assert link.rank is None
     await link.resume(MOVE)
@@ -174,7 +174,7 @@ async def test_restarted_daemon_learns_the_held_move_and_the_exit_status(node: N
 
 async def test_late_resume_of_an_older_move_is_ignored(node: Node) -> None:
     keeper = await node.launch("sleep", "1000")
-    link = await node.told("connected")
+    link = await node.reported("connected")
     await link.hold("m-000000000001")
     await link.hold(MOVE)
     keeper.terminate()
@@ -187,7 +187,7 @@ async def test_late_resume_of_an_older_move_is_ignored(node: Node) -> None:
 
 async def test_request_to_a_keeper_that_is_killed_fails_with_rank_gone(node: Node) -> None:
     keeper = await node.launch("sleep", "1000")
-    link = await node.told("connected")
+    link = await node.reported("connected")
     keeper.send_signal(signal.SIGSTOP)
     asking = asyncio.create_task(link.hold(MOVE))
     keeper.kill()
@@ -198,7 +198,7 @@ async def test_request_to_a_keeper_that_is_killed_fails_with_rank_gone(node: Nod
 async def test_request_to_a_stopped_keeper_times_out(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("snapshotd.keepers.link.CONTROL_TIMEOUT_S", 0.2)
     keeper = await node.launch("sleep", "1000")
-    link = await node.told("connected")
+    link = await node.reported("connected")
     keeper.send_signal(signal.SIGSTOP)
     with pytest.raises(Timeout):
         await link.hold(MOVE)
@@ -206,7 +206,7 @@ async def test_request_to_a_stopped_keeper_times_out(node: Node, monkeypatch: py
 
 async def test_kill_ends_rank_and_keeper(node: Node) -> None:
     keeper = await node.launch("sleep", "1000")
-    link = await node.told("connected")
+    link = await node.reported("connected")
     await link.kill()
     assert await keeper.wait() == -signal.SIGKILL
 

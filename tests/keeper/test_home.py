@@ -32,7 +32,7 @@ async def test_keeper_exits_with_the_status_of_the_rank(node: Node, argv: tuple[
     _, errors = await keeper.communicate()
     assert keeper.returncode == code
     assert (b"cannot start" in errors) == (code in (126, 127))
-    link = await node.told("closed", False)
+    link = await node.reported("closed", False)
     assert link.uid == "job-0-0a0b0c0d"
     assert [event[0] for _, event in node.events] == ["connected", "exited", "closed"]
 
@@ -62,7 +62,7 @@ async def test_large_streams_are_complete_across_a_daemon_restart(node: Node) ->
     keeper = await node.launch("cat")
     assert keeper.stdin is not None
     assert keeper.stdout is not None
-    await node.told("connected")
+    await node.reported("connected")
     reading = asyncio.create_task(keeper.stdout.read())
     keeper.stdin.write(data[: 5 << 20])
     await keeper.stdin.drain()
@@ -70,7 +70,7 @@ async def test_large_streams_are_complete_across_a_daemon_restart(node: Node) ->
     keeper.stdin.write(data[5 << 20 : 9 << 20])
     await keeper.stdin.drain()  # data flows without a daemon
     await node.start()
-    await node.told("connected", count=2)
+    await node.reported("connected", count=2)
     keeper.stdin.write(data[9 << 20 :])
     keeper.stdin.close()
     assert await reading == data
@@ -207,7 +207,7 @@ async def test_rank_ends_when_its_keeper_is_killed(node: Node) -> None:
     keeper.kill()
     await keeper.wait()
     await until(lambda: not rank.alive())
-    await node.told("closed", False)
+    await node.reported("closed", False)
 
 
 async def test_background_process_does_not_delay_the_launcher(node: Node) -> None:
@@ -219,7 +219,7 @@ async def test_background_process_does_not_delay_the_launcher(node: Node) -> Non
 
 async def test_another_user_may_start_ranks(node: Node, tmp_path: Path) -> None:
     if os.getuid() != 0:
-        pytest.skip("only root can become somebody else")
+        pytest.skip("only root can become another user")
     open_to_all(tmp_path)
     # The checkout may lie where other users cannot read it, below /root for example.
     installed = readable_copy(tmp_path / "installed")
@@ -251,7 +251,7 @@ async def test_a_process_of_another_user_cannot_be_registered(node: Node) -> Non
 
 
 async def _rank(node: Node) -> Process:
-    await node.told("connected")
+    await node.reported("connected")
     rank = node.hellos[-1][2]
     assert rank is not None
     return rank

@@ -56,7 +56,7 @@ def test_only_what_the_abi_names_is_exported(library: Path) -> None:
     symbols = subprocess.run(["nm", "-D", "--defined-only", library], capture_output=True, text=True, check=True).stdout
     header = (REPOSITORY / "shim" / "lib" / "abi.h").read_text()
     lists = ["Interposed as well", *(["And by libsnapshim-offload.so"] if "offload" in library.name else [])]
-    texts = [header.partition(words)[2].partition(":")[2].partition("*/")[0] for words in lists]
+    texts = [header.partition(title)[2].partition(":")[2].partition("*/")[0] for title in lists]
     interposed = " ".join(texts).replace("*", " ").split()
     named = ["snapshim_abi_version", "snapshim_mailbox", "syscall", *interposed]
     exported = [line.split()[2] for line in symbols.splitlines()]

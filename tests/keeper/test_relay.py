@@ -50,7 +50,7 @@ async def freeze(link: KeeperLink) -> dict[str, Any]:
 
 async def move_away(node: Node, other: Node, argv: tuple[str, ...]) -> tuple[Guest, Way]:
     """Moves the rank of `node`'s only keeper; on the other node it continues as `argv`."""
-    link = await node.told("connected")
+    link = await node.reported("connected")
     guest = await Guest.start(other, link, MOVE, await freeze(link))
     await guest.restore(argv)
     way = Way(node, other, link.uid)
@@ -69,8 +69,8 @@ async def test_output_before_and_after_the_move_is_one_stream(node: Node, other:
     guest, way = await move_away(node, other, ("sh", "-c", "echo there; echo aside >&2; exit 3"))
     output, errors = await keeper.communicate()
     assert (output, errors, keeper.returncode) == (b"there\n", b"aside\n", 3)
-    await other.told("exited", 3 << 8)
-    await other.told("closed", False)
+    await other.reported("exited", 3 << 8)
+    await other.reported("closed", False)
     await until(lambda: not alive(guest.keeper_pid))
     await way.cut()
 
@@ -109,7 +109,7 @@ async def test_no_byte_is_lost_or_duplicated(node: Node, other: Node, accident: 
             count = 1 + len([1 for _, event in restarted.events if event == ("connected",)])
             await restarted.stop()
             await restarted.start()
-            await restarted.told("connected", count=count)
+            await restarted.reported("connected", count=count)
     way.lose_every = 0
     await receive(len(data) + 1)
     await pouring
@@ -122,7 +122,7 @@ async def test_unread_stdin_moves_with_the_rank(node: Node, other: Node) -> None
     keeper = await node.launch(*python("import time\ntime.sleep(1000)"))
     assert keeper.stdin is not None
     assert keeper.stdout is not None
-    link = await node.told("connected")
+    link = await node.reported("connected")
     keeper.stdin.write(b"before ")
     await keeper.stdin.drain()
     assert link.rank is not None
@@ -211,7 +211,7 @@ async def test_second_move_carries_unacknowledged_output(node: Node, other: Node
     assert keeper.stdout is not None
     program = "import os, time\nos.write(1, os.read(0, 5))\nprint('one', flush=True)\ntime.sleep(1000)"
     guest, way = await move_away(node, other, python(program))
-    home = await node.told("connected")
+    home = await node.reported("connected")
     keeper.stdin.write(b"12345rest")
     await keeper.stdin.drain()
     assert await keeper.stdout.readexactly(9) == b"12345one\n"
@@ -252,18 +252,18 @@ async def test_kill_ends_the_guest_keeper_and_all_its_processes(node: Node, othe
     await node.launch("sleep", "1000")
     guest, way = await move_away(node, other, ("sh", "-c", "sleep 1000 & sleep 1000"))
     await guest.link.kill()
-    await other.told("closed", False)
+    await other.reported("closed", False)
     await until(lambda: not alive(guest.keeper_pid))
     await way.cut()
 
 
 async def test_exit_before_activation_does_not_end_the_home_keeper(node: Node, other: Node) -> None:
     keeper = await node.launch("sleep", "1000")
-    link = await node.told("connected")
+    link = await node.reported("connected")
     guest = await Guest.start(other, link, MOVE, await freeze(link))
     await guest.restore(("true",))
     guest.let_go()
-    await other.told("died", MOVE, 0)
+    await other.reported("died", MOVE, 0)
     await guest.link.kill()
     assert keeper.returncode is None
     await link.resume(MOVE)

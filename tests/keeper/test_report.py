@@ -26,10 +26,10 @@ def test_report_is_collected_and_written_on_the_home_node(tmp_path: Path) -> Non
     report.make_room(str(there), *mine)
     assert report.collect(str(there), *mine) == b""
     there.write_bytes(b"{}" * report.MOST_BYTES)
-    words = report.collect(str(there), *mine)
-    assert words == b"{}" * (report.MOST_BYTES // 2)
-    report.put(str(here), words)
-    assert here.read_bytes() == words
+    content = report.collect(str(there), *mine)
+    assert content == b"{}" * (report.MOST_BYTES // 2)
+    report.put(str(here), content)
+    assert here.read_bytes() == content
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "home.json"]
 
 

@@ -63,7 +63,7 @@ async def test_control_c_reaches_the_rank_and_the_terminal_is_restored(node: Nod
 async def test_output_to_a_pipe_while_typing_at_the_terminal(node: Node, screen: Screen) -> None:
     keeper = await screen.launch(node, "cat", stdout=asyncio.subprocess.PIPE)
     assert keeper.stdout is not None
-    await node.told("connected")
+    await node.reported("connected")
     await until(lambda: screen.modes()[3] & termios.ICANON == 0)
     screen.type(b"line\r")
     await screen.shows(b"line\r\n")
@@ -89,7 +89,7 @@ async def test_terminal_of_a_launcher_in_the_same_group_keeps_its_modes(node: No
 async def test_keeper_in_the_background_does_not_read_the_terminal(node: Node, screen: Screen) -> None:
     slave = screen.slave
     keeper = await node.launch("cat", stdin=slave, stdout=asyncio.subprocess.PIPE, start_new_session=True)
-    await node.told("connected")
+    await node.reported("connected")
     screen.type(b"for the shell\n")
     await keeper_has_settled(node)
     os.set_blocking(slave, False)
@@ -99,7 +99,7 @@ async def test_keeper_in_the_background_does_not_read_the_terminal(node: Node, s
 
 
 async def keeper_has_settled(node: Node) -> None:
-    link = await node.told("connected")
+    link = await node.reported("connected")
     await link.hold(MOVE)
     await link.resume(MOVE)
 
@@ -108,7 +108,7 @@ async def test_unread_typed_input_is_restored_without_a_second_echo(node: Node, 
     program = "import os, sys, time\nprint('ready|', end='', flush=True)\nos.kill(os.getpid(), 19)\n" + TALKER
     await screen.launch(node, *python(program))
     await screen.shows(b"ready|")
-    link = await node.told("connected")
+    link = await node.reported("connected")
     rank = link.rank
     assert rank is not None
     screen.type(b"whole line\rpart")
@@ -131,7 +131,7 @@ async def test_unread_typed_input_is_restored_without_a_second_echo(node: Node, 
 async def test_control_z_stops_keeper_and_rank_and_fg_continues_them(node: Node, screen: Screen) -> None:
     keeper = await screen.launch(node, *python(TALKER))
     await screen.shows(b"tty True")
-    link = await node.told("connected")
+    link = await node.reported("connected")
     rank = link.rank
     assert rank is not None
     raw = screen.modes()

@@ -39,8 +39,8 @@ def relays(served: Served) -> Relays:
 
 
 def keeper() -> KeeperLink:
-    nobody: Any = SimpleNamespace(role="guest", pid=1, is_closing=lambda: False)
-    return KeeperLink(nobody, ENTRY.uid, nobody, None, nobody)
+    stand_in: Any = SimpleNamespace(role="guest", pid=1, is_closing=lambda: False)
+    return KeeperLink(stand_in, ENTRY.uid, stand_in, None, stand_in)
 
 
 def home(*answers: pb.RelayFrame, error: Exception | None = None) -> tuple[Register, list[bytes], asyncio.Event]:

@@ -19,7 +19,7 @@ def flow(local: str, remote: str = "", *, family: Family = "inet", inode: int = 
     return Flow("tcp", family, state, Address.parse(local), Address.parse(remote) if remote else None, inode)
 
 
-def words(rewire: pb.Rewire) -> tuple[str, str, str, str]:
+def described(rewire: pb.Rewire) -> tuple[str, str, str, str]:
     def endpoints(local: pb.Endpoint, remote: pb.Endpoint) -> str:
         return f"{local.ip}:{local.port}-{remote.ip}:{remote.port}"
 
@@ -31,14 +31,14 @@ def words(rewire: pb.Rewire) -> tuple[str, str, str, str]:
 def test_connection_to_a_peer_gets_the_targets_address_of_the_same_network() -> None:
     (rewire,), problems = plan([flow("10.0.0.1:5000", "10.0.0.2:6000")], PLACES)
     assert problems == []
-    assert words(rewire) == ("PEER", "10.0.0.1:5000-10.0.0.2:6000", "10.0.0.3:5000-10.0.0.2:6000", "node-2")
+    assert described(rewire) == ("PEER", "10.0.0.1:5000-10.0.0.2:6000", "10.0.0.3:5000-10.0.0.2:6000", "node-2")
     (other,), _ = plan([flow("192.168.9.1:5000", "10.0.0.2:6000")], PLACES)
     assert other.new_local.ip == "192.168.9.3"
 
 
 def test_loopback_connection_to_a_process_that_stays_gets_real_addresses() -> None:
     (rewire,), _ = plan([flow("127.0.0.1:5000", "127.0.0.1:29500")], PLACES)
-    kind, _, new, peer = words(rewire)
+    kind, _, new, peer = described(rewire)
     assert (kind, new, peer) == ("PEER", "10.0.0.3:5000-10.0.0.1:29500", "node-1")
 
 
@@ -52,14 +52,14 @@ def test_connections_within_the_rank_stay_within_it() -> None:
         ],
         PLACES,
     )
-    assert [words(rewire)[0] for rewire in rewires] == ["INSIDE"] * 4
-    assert words(rewires[0])[2] == "127.0.0.1:1-127.0.0.1:2"
-    assert words(rewires[2])[2] == "10.0.0.3:3-10.0.0.3:4"
+    assert [described(rewire)[0] for rewire in rewires] == ["INSIDE"] * 4
+    assert described(rewires[0])[2] == "127.0.0.1:1-127.0.0.1:2"
+    assert described(rewires[2])[2] == "10.0.0.3:3-10.0.0.3:4"
 
 
 def test_host_without_daemon_is_outside() -> None:
     (rewire,), _ = plan([flow("10.0.0.1:5000", "8.8.8.8:443")], PLACES)
-    assert words(rewire)[0] == "OUTSIDE"
+    assert described(rewire)[0] == "OUTSIDE"
 
 
 def test_listeners_keep_wildcard_and_loopback_and_change_node_addresses() -> None:
@@ -83,10 +83,10 @@ def test_unconnected_socket_changes_only_its_own_address() -> None:
     unbound = Flow("tcp", "inet", "close", Address("0.0.0.0", 0), None, 3)
     rewires, problems = plan([bound, datagrams, unbound], PLACES)
     assert problems == []
-    assert [words(rewire)[0] for rewire in rewires] == ["OWN", "OWN"]
+    assert [described(rewire)[0] for rewire in rewires] == ["OWN", "OWN"]
     assert not rewires[0].HasField("old_remote")
     assert rewires[0].new_local.ip == "10.0.0.3"
-    assert words(rewires[1])[2] == "10.0.0.3:5001-8.8.8.8:53"
+    assert described(rewires[1])[2] == "10.0.0.3:5001-8.8.8.8:53"
 
 
 def test_datagram_sockets_within_the_rank_stay_within_it() -> None:
@@ -94,7 +94,7 @@ def test_datagram_sockets_within_the_rank_stay_within_it() -> None:
     rewires, _ = plan(
         [Flow("udp", "inet", "established", one, other, 1), Flow("udp", "inet", "established", other, one, 2)], PLACES
     )
-    assert [words(rewire)[2] for rewire in rewires] == ["10.0.0.3:1-10.0.0.3:2", "10.0.0.3:2-10.0.0.3:1"]
+    assert [described(rewire)[2] for rewire in rewires] == ["10.0.0.3:1-10.0.0.3:2", "10.0.0.3:2-10.0.0.3:1"]
 
 
 def test_listener_whose_address_cannot_be_replaced_is_a_problem() -> None:

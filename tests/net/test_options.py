@@ -84,6 +84,6 @@ def test_options_that_a_node_rejects_are_reported() -> None:
         unknown = Kept(
             7, sock.fileno(), {"TCP_CONGESTION": b"nosuch".hex(), "TCP_USER_TIMEOUT": struct.pack("i", 5).hex()}
         )
-        (told,) = put_back([unknown], {7: Process.of(os.getpid())})
-        assert "TCP_CONGESTION" in told
+        (result,) = put_back([unknown], {7: Process.of(os.getpid())})
+        assert "TCP_CONGESTION" in result
         assert sock.getsockopt(TCP, socket.TCP_USER_TIMEOUT) == 5

@@ -238,11 +238,11 @@ ALTERED: dict[str, tuple[str, Callable[[DriverReport], DriverReport], str, str]]
 
 @pytest.mark.parametrize("case", ALTERED)
 def test_refused_by_name(rank: Starter, case: str) -> None:
-    feature, alter, name, words = ALTERED[case]
+    feature, alter, name, expected = ALTERED[case]
     child = gpu_rank(rank, feature)
     checks = inspect(child, alter(seen(child)))[1]
     assert [check.name for check in refusals(checks.values())] == [name]
-    assert words in checks[name].reason
+    assert expected in checks[name].reason
     assert checks[name].remedy
 
 
@@ -369,9 +369,9 @@ def test_uses_follow_the_processes_that_the_driver_reports(rank: Starter) -> Non
     assert uses(child, card(0, other)) == {}
 
 
-@pytest.mark.parametrize("told", [(), (2**22 + 5,)], ids=["no processes", "pids of another namespace"])
-def test_without_reported_processes_open_devices_count(rank: Starter, told: tuple[int, ...]) -> None:
-    processes = [pb.GpuProcess(pid=pid, memory_bytes=MIB) for pid in told]
+@pytest.mark.parametrize("result", [(), (2**22 + 5,)], ids=["no processes", "pids of another namespace"])
+def test_without_reported_processes_open_devices_count(rank: Starter, result: tuple[int, ...]) -> None:
+    processes = [pb.GpuProcess(pid=pid, memory_bytes=MIB) for pid in result]
     assert uses(gpu_rank(rank), card(0, used=40 * MIB), card(1, *processes, used=50 * MIB)) == {0: 40}
 
 
@@ -389,10 +389,10 @@ def test_memory_limits_of_both_cgroup_versions_are_read(tmp_path: Path) -> None:
         (unified, "memory.max", "memory.current", {"": None, "job": "1000", "job/rank": "max"}),
         (memory, "memory.limit_in_bytes", "memory.usage_in_bytes", {"": "5000", "slurm": "2000"}),
     ):
-        for name, told in limits.items():
+        for name, result in limits.items():
             (folder / name).mkdir(parents=True)
-            if told:
-                (folder / name / limit).write_text(f"{told}\n")
+            if result:
+                (folder / name / limit).write_text(f"{result}\n")
                 (folder / name / use).write_text("900\n")
                 (folder / name / "memory.stat").write_text("inactive_file 10\nactive_file 20\ntotal_inactive_file 40\n")
     mounts = f"1 0 0:1 / {unified} rw - cgroup2 none rw\n2 0 0:2 / {memory} rw - cgroup none rw,memory\n"

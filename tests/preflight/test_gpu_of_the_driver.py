@@ -43,8 +43,8 @@ async def gpus(node: GpuNode) -> AsyncIterator[Gpus]:
 
 async def driver_report(gpus: Gpus, pids: list[int]) -> DriverReport | None:
     held = [pid for pid in uses_cuda(pids) if await gpus.state(Process.of(pid)) is not None]
-    told = await gpus.inventory()
-    return DriverReport(told.driver_version, tuple(told.gpus), tuple(held), told.problem) if held else None
+    result = await gpus.inventory()
+    return DriverReport(result.driver_version, tuple(result.gpus), tuple(held), result.problem) if held else None
 
 
 def facts_of(pid: int, gpu: DriverReport) -> pb.GpuFacts:
@@ -72,16 +72,16 @@ async def test_driver_report_leads_to_gpu_pairs(gpus: Gpus, program: CudaProgram
     seen = await driver_report(gpus, [os.getpid(), pid])
     assert seen is not None
     assert seen.cuda_pids == (pid,)
-    told = facts_of(pid, seen)
-    assert [use.uuid for use in told.uses] == [seen.gpus[0].uuid]
-    assert told.device_bytes >= 100 * MIB
-    assert [pair.new_uuid for pair in choose(told, seen.gpus, "")[0]] == [gpu.uuid for gpu in seen.gpus]
+    result = facts_of(pid, seen)
+    assert [use.uuid for use in result.uses] == [seen.gpus[0].uuid]
+    assert result.device_bytes >= 100 * MIB
+    assert [pair.new_uuid for pair in choose(result, seen.gpus, "")[0]] == [gpu.uuid for gpu in seen.gpus]
     other = Gpus(GpuNode(tmp_path / "other", some_gpus("node-2", 2, memory_mib=1024)).library_dir)
     try:
         there = (await other.inventory()).gpus
     finally:
         await other.close()
-    assert [pair.new_uuid for pair in choose(told, there, "1")[0]] == [there[1].uuid, there[0].uuid]
+    assert [pair.new_uuid for pair in choose(result, there, "1")[0]] == [there[1].uuid, there[0].uuid]
 
 
 async def test_process_without_cuda_needs_no_report(gpus: Gpus) -> None:

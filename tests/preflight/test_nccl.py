@@ -33,8 +33,8 @@ def start(name):
 
 def report(**changes: object) -> ncclctl.Report:
     comm = {"id": "00000000000000aa", "nranks": 2, "rank": 0, "state": "live", "in_progress": False, "refused": []}
-    told = {"version": 22809, "instance": 1, "gate": "open", "comms": [comm | changes], "nccl_threads": 2}
-    return ncclctl.parse(json.dumps(told))
+    result = {"version": 22809, "instance": 1, "gate": "open", "comms": [comm | changes], "nccl_threads": 2}
+    return ncclctl.parse(json.dumps(result))
 
 
 def inspected(pids: list[int]) -> Inspection:
@@ -48,7 +48,7 @@ def test_complete_communicator_passes(rank: Starter) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "expected"),
     [
         ({"refused": ["its collectives are captured in a CUDA graph"]}, "captured in a CUDA graph"),
         ({"state": "detached"}, "an earlier move has taken it down"),
@@ -57,13 +57,13 @@ def test_complete_communicator_passes(rank: Starter) -> None:
     ],
 )
 def test_communicator_that_cannot_be_torn_down_is_refused_by_name(
-    rank: Starter, changes: dict[str, object], words: str
+    rank: Starter, changes: dict[str, object], expected: str
 ) -> None:
     child = rank()
     check = communicators(inspected(child.pids), NcclReports(((child.pid, report(**changes)),)))
     assert check.verdict == Check.REFUSE
     assert f"process {child.pid}, communicator 00000000000000aa: " in check.reason
-    assert words in check.reason
+    assert expected in check.reason
 
 
 def test_process_without_a_report_is_refused(rank: Starter) -> None:

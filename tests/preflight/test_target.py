@@ -63,9 +63,9 @@ def fact_of(path: Path, **changes: object) -> FileFact:
 
 
 def verdicts(
-    told: RankFacts, here: NodeInfo | None = None, carry: tuple[str, ...] = ("/tmp",), **options: object
+    report: RankFacts, here: NodeInfo | None = None, carry: tuple[str, ...] = ("/tmp",), **options: object
 ) -> dict[str, Check]:
-    checks = examine(told, here or node(), carry_paths=carry, **options)  # type: ignore[arg-type]
+    checks = examine(report, here or node(), carry_paths=carry, **options)  # type: ignore[arg-type]
     assert [check.name for check in checks] == list(TARGET_CHECKS)
     assert all(check.remedy for check in checks if check.verdict != Check.PASS)
     return {check.name: check for check in checks}
@@ -99,9 +99,9 @@ ALTERED: dict[str, tuple[Callable[[RankFacts, NodeInfo], None], str, Check.Verdi
 @pytest.mark.parametrize("case", ALTERED)
 def test_altered_facts_are_refused_by_name(case: str) -> None:
     alter, name, verdict = ALTERED[case]
-    told, here = facts(), node()
-    alter(told, here)
-    checks = verdicts(told, here)
+    report, here = facts(), node()
+    alter(report, here)
+    checks = verdicts(report, here)
     assert checks[name].verdict == verdict
     assert [check.name for check in refusals(checks.values()) if check.name != name] in ([], ["memory"])
 
@@ -119,92 +119,92 @@ def the_file(tmp_path: Path) -> tuple[Path, RankFacts, FileFact]:
     return path, facts(), fact_of(path, digest=content_digest(str(path), 7))
 
 
-def files_check(told: RankFacts, fact: FileFact) -> Check:
-    told.files.append(fact)
-    return verdicts(told, carry=())["files"]
+def files_check(report: RankFacts, fact: FileFact) -> Check:
+    report.files.append(fact)
+    return verdicts(report, carry=())["files"]
 
 
 def test_same_file_passes(tmp_path: Path) -> None:
-    _, told, fact = the_file(tmp_path)
-    assert files_check(told, fact).verdict == Check.PASS
+    _, report, fact = the_file(tmp_path)
+    assert files_check(report, fact).verdict == Check.PASS
 
 
 def test_missing_file_is_refused(tmp_path: Path) -> None:
-    path, told, fact = the_file(tmp_path)
+    path, report, fact = the_file(tmp_path)
     path.unlink()
-    check = files_check(told, fact)
+    check = files_check(report, fact)
     assert check.verdict == Check.REFUSE
     assert f"{path}: does not exist" in check.reason
 
 
 def test_missing_file_that_the_rank_writes_passes_in_a_shared_directory(tmp_path: Path) -> None:
     """A checkpoint was renamed since the source saw it; on a shared file system its directory is the same."""
-    path, told, fact = the_file(tmp_path)
+    path, report, fact = the_file(tmp_path)
     fact.writable, fact.folder_inode = True, tmp_path.stat().st_ino
     path.unlink()
-    assert files_check(told, fact).verdict == Check.PASS
+    assert files_check(report, fact).verdict == Check.PASS
     fact.folder_inode += 1
-    del told.files[:]
-    assert f"{path}: does not exist" in files_check(told, fact).reason
+    del report.files[:]
+    assert f"{path}: does not exist" in files_check(report, fact).reason
 
 
 def test_same_content_with_another_time_passes(tmp_path: Path) -> None:
-    path, told, fact = the_file(tmp_path)
+    path, report, fact = the_file(tmp_path)
     os.utime(path, ns=(0, 1))
-    assert files_check(told, fact).verdict == Check.PASS
+    assert files_check(report, fact).verdict == Check.PASS
     fact.digest = b""
-    assert "was not compared" in files_check(told, fact).reason
+    assert "was not compared" in files_check(report, fact).reason
 
 
 def test_other_content_of_the_same_size_is_refused(tmp_path: Path) -> None:
-    path, told, fact = the_file(tmp_path)
+    path, report, fact = the_file(tmp_path)
     path.write_bytes(b"CONTENT")
     os.utime(path, ns=(0, 1))
-    assert "other content" in files_check(told, fact).reason
+    assert "other content" in files_check(report, fact).reason
 
 
 def test_shorter_file_is_refused(tmp_path: Path) -> None:
-    path, told, fact = the_file(tmp_path)
+    path, report, fact = the_file(tmp_path)
     path.write_bytes(b"cont")
-    assert "has 4 bytes, on the source 7" in files_check(told, fact).reason
+    assert "has 4 bytes, on the source 7" in files_check(report, fact).reason
 
 
 @pytest.mark.parametrize(("mapped", "verdict"), [(False, Check.PASS), (True, Check.REFUSE)])
 def test_file_that_has_grown_passes(tmp_path: Path, mapped: bool, verdict: Check.Verdict.ValueType) -> None:
-    path, told, fact = the_file(tmp_path)
+    path, report, fact = the_file(tmp_path)
     with path.open("ab") as file:
         file.write(b" and more")
     fact.mapped = mapped
-    assert files_check(told, fact).verdict == verdict
+    assert files_check(report, fact).verdict == verdict
 
 
 def test_writable_file_only_has_to_exist(tmp_path: Path) -> None:
-    path, told, fact = the_file(tmp_path)
+    path, report, fact = the_file(tmp_path)
     fact.writable, fact.digest = True, b""
     path.write_bytes(b"")
-    assert files_check(told, fact).verdict == Check.PASS
+    assert files_check(report, fact).verdict == Check.PASS
 
 
 def test_other_mode_or_type_is_refused(tmp_path: Path) -> None:
-    path, told, fact = the_file(tmp_path)
+    path, report, fact = the_file(tmp_path)
     path.chmod(0o600)
-    assert "has mode 600" in files_check(told, fact).reason
+    assert "has mode 600" in files_check(report, fact).reason
     path.unlink()
     path.mkdir()
-    assert "is a directory" in files_check(told, fact).reason
+    assert "is a directory" in files_check(report, fact).reason
 
 
 def carried_check(tmp_path: Path, fact: FileFact, **options: object) -> Check:
-    told = facts()
+    report = facts()
     fact.carried = True
-    told.files.append(fact)
-    return verdicts(told, None, (str(tmp_path),), **options)["carried-files"]
+    report.files.append(fact)
+    return verdicts(report, None, (str(tmp_path),), **options)["carried-files"]
 
 
 def test_carried_file_replaces_no_other_file(tmp_path: Path) -> None:
     path, _, fact = the_file(tmp_path)
     assert carried_check(tmp_path, fact).verdict == Check.PASS  # identical
-    path.write_bytes(b"of somebody else")
+    path.write_bytes(b"another process's")
     assert "a file of that name already exists" in carried_check(tmp_path, fact).reason
     assert carried_check(tmp_path, fact, may_replace=lambda name: name == str(path)).verdict == Check.PASS
     path.unlink()
@@ -277,15 +277,15 @@ FACTS = st.builds(
 )
 
 
-@given(told=FACTS, factor=st.floats(allow_nan=True, allow_infinity=True), carry=st.lists(PATHS, max_size=2))
-def test_arbitrary_facts_never_raise(told: RankFacts, factor: float, carry: list[str]) -> None:
-    checks = examine(told, node(), carry_paths=carry, restore_factor=factor)
+@given(report=FACTS, factor=st.floats(allow_nan=True, allow_infinity=True), carry=st.lists(PATHS, max_size=2))
+def test_arbitrary_facts_never_raise(report: RankFacts, factor: float, carry: list[str]) -> None:
+    checks = examine(report, node(), carry_paths=carry, restore_factor=factor)
     assert [check.name for check in checks] == list(TARGET_CHECKS)
     for check in checks:
         assert Check.FromString(check.SerializeToString()) == check
 
 
-@given(told=FACTS, pids=st.lists(st.integers(-5, 2**31), max_size=3))
-def test_recheck_of_arbitrary_facts_never_raises(told: RankFacts, pids: list[int]) -> None:
-    told.rank.process.pid = 2**22 + 1  # larger than any pid
-    assert refusals(recheck(pids, told, carry_paths=["/tmp"], keeper_pid=0))
+@given(report=FACTS, pids=st.lists(st.integers(-5, 2**31), max_size=3))
+def test_recheck_of_arbitrary_facts_never_raises(report: RankFacts, pids: list[int]) -> None:
+    report.rank.process.pid = 2**22 + 1  # larger than any pid
+    assert refusals(recheck(pids, report, carry_paths=["/tmp"], keeper_pid=0))

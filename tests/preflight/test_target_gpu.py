@@ -30,18 +30,18 @@ def gpu(uuid: str, index: int = 0, name: str = "NVIDIA H200", free: int = 140) -
 
 
 def facts() -> pb.RankFacts:
-    told = pb.GpuFacts(driver_version="580.159.04", node_gpus=[gpu("a")], device_bytes=20 * GIB, processes=1)
-    told.uses.add(uuid="GPU-a", memory_bytes=20 * GIB)
-    return pb.RankFacts(source_node="node-1", gpu=told)
+    report = pb.GpuFacts(driver_version="580.159.04", node_gpus=[gpu("a")], device_bytes=20 * GIB, processes=1)
+    report.uses.add(uuid="GPU-a", memory_bytes=20 * GIB)
+    return pb.RankFacts(source_node="node-1", gpu=report)
 
 
 def node() -> pb.NodeInfo:
     return pb.NodeInfo(name="node-2", driver_version="580.159.04", gpus=[gpu("b", 0), gpu("c", 1, free=130)])
 
 
-def verdicts(told: pb.RankFacts, here: pb.NodeInfo, wish: str = "") -> dict[str, Check]:
+def verdicts(report: pb.RankFacts, here: pb.NodeInfo, wish: str = "") -> dict[str, Check]:
     """Only the checks of GPUs."""
-    checks = examine(told, here, carry_paths=(), gpu_wish=wish)
+    checks = examine(report, here, carry_paths=(), gpu_wish=wish)
     assert all(check.remedy for check in checks if check.verdict != Check.PASS)
     return {check.name: check for check in checks if check.name in CONDITIONS}
 
@@ -134,14 +134,14 @@ FACTS = st.builds(
 
 
 @given(FACTS, st.lists(CARDS, max_size=4), st.one_of(st.just(""), st.sampled_from("012ab"), st.text(max_size=3)))
-def test_checks_refuse_exactly_when_the_choice_fails(told: pb.GpuFacts, cards: list[pb.Gpu], wish: str) -> None:
-    here = pb.NodeInfo(name="node-2", driver_version=told.driver_version, gpus=cards)
+def test_checks_refuse_exactly_when_the_choice_fails(report: pb.GpuFacts, cards: list[pb.Gpu], wish: str) -> None:
+    here = pb.NodeInfo(name="node-2", driver_version=report.driver_version, gpus=cards)
     try:
-        choose(told, here.gpus, wish)
+        choose(report, here.gpus, wish)
         expected = []
     except Unfit as unfit:
         expected = [unfit.check]
-    checks = verdicts(pb.RankFacts(source_node="node-1", gpu=told), here, wish)
+    checks = verdicts(pb.RankFacts(source_node="node-1", gpu=report), here, wish)
     assert list(checks) == list(CONDITIONS)
     assert {*CONDITIONS} == {"gpu-present", *GPU_CHECKS}
     assert "gpu-present" in TARGET_CHECKS

@@ -85,7 +85,7 @@ class Scene:
         elif move.verdict is Verdict.UNKNOWN:
             assert not move.knowable
         assert not move.stranded, "the source has not taken back what died at the target"
-        assert all(record.word != PERSON for record in model.journal.values())
+        assert all(record.overruled_by != PERSON for record in model.journal.values())
         if model.keeper_killed:
             assert not any(copy.alive for copy in model.copies), "a killed keeper takes its rank with it"
             return

@@ -119,7 +119,7 @@ class Gating(Peering):
 
     def take_down(self, node: str, move: str, record: Record) -> None:
         self.change(node, record.copy, 0)
-        for peer in record.seats:
+        for peer in record.detached_on:
             self.call(node, peer, "TakeDown", move)
 
     def build(self, node: str, move: str, record: Record, on: str) -> None:
@@ -129,14 +129,14 @@ class Gating(Peering):
             self.change(node, record.copy, number)
         else:
             self.call(node, on, "Build", move, number)
-        for peer in record.seats:
+        for peer in record.detached_on:
             self.call(node, peer, "Build", move, number)
 
     # ------------------------------------------------------------ undo, with or without a driver
 
     def put_back(self, node: str, move: str, record: Record) -> None:
         """Restores the communicator after ABORT, when the rank runs here again with its gate closed."""
-        if not record.seats or not record.copy_exists:
+        if not record.detached_on or not record.copy_exists:
             return
         if record.undoing_since_s < 0:
             record.undoing_since_s = self.now_s
@@ -157,7 +157,7 @@ class Gating(Peering):
             self.event(node, "open its gate")
             record.copy.gated = False
         token = proof(record.nonce, record.holds, move)
-        for one in (node, *record.seats):
+        for one in (node, *record.detached_on):
             with suppress(Lost, Refused):
                 self.call(node, one, "OpenAgain", move, token)
 

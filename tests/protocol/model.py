@@ -62,10 +62,10 @@ class Model(Settling):
 
     def on_detach(self, node: str, move: str) -> Answer:
         record = self.undecided(node, move, Mark.BEGUN)
-        if record.copy is not None and not record.seats:
+        if record.copy is not None and not record.detached_on:
             self.still_closed(node, move)
             self.event(node, "note the members")
-            record.seats = tuple(peer for peer in self.peers if (peer, gate_of(move)) in self.journal)
+            record.detached_on = tuple(peer for peer in self.peers if (peer, gate_of(move)) in self.journal)
         try:
             self.take_down(node, move, record)
         except Lost as lost:
@@ -162,8 +162,8 @@ class Model(Settling):
             state = CopyState.UNREACHABLE
         if state in (CopyState.HELD, CopyState.RUNNING, CopyState.ENDED):
             raise Refused("the target lives and has the rank")
-        self.event(node, "write down the word of a person")
-        record.word = PERSON
+        self.event(node, "record the declaration of a person")
+        record.overruled_by = PERSON
         record.outcome = record.outcome or Outcome.ABORT
         target = self.journal.get((record.peer, move))
         if target is not None and target.mark is Mark.ACTIVATED:
@@ -269,8 +269,8 @@ class Model(Settling):
             raise Refused("no held copy here")
         if self.reaches(node, record.peer):
             raise Refused("the source lives: it decides")
-        self.event(node, "write down the word of a person")
-        record.word, record.outcome = PERSON, Outcome.COMMIT
+        self.event(node, "record the declaration of a person")
+        record.overruled_by, record.outcome = PERSON, Outcome.COMMIT
         self.settle_target(node, move)
         return self.on_getcopy(node, move)
 

@@ -179,7 +179,7 @@ class Move:
     @property
     def committed(self) -> bool:
         """Whether the rank belongs to the target, by the record (unless overruled) or by a person's declaration."""
-        declared = self.at_target is not None and bool(self.at_target.word)
+        declared = self.at_target is not None and bool(self.at_target.overruled_by)
         recorded = self.at_source is not None and self.at_source.holds is Outcome.COMMIT
         return declared or recorded
 
@@ -196,12 +196,12 @@ class Move:
         return copy if copy is not None and copy.alive else None
 
 
-def person_says(model: Model, node: str, word: str, move: str) -> bool:
+def person_says(model: Model, node: str, declaration: str, move: str) -> bool:
     """`migrator recover --source-is-dead` (sent to the target) or `--target-is-dead` (sent to the source)."""
     model.up[DRIVER] = True
     with model.acting(DRIVER):
         try:
-            model.call(DRIVER, node, word, move)
+            model.call(DRIVER, node, declaration, move)
         except (Lost, Refused, Died):
             return False
     return True

@@ -132,8 +132,8 @@ class Network(ABC):
         if not copy.alive:
             return
         for peer, socket in copy.sockets.items():
-            told = not socket.repair and not socket.lost and self.passes(copy.node, peer)
-            if told and self.answers(peer, copy, peer) and not self.excused(peer):
+            reaches = not socket.repair and not socket.lost and self.passes(copy.node, peer)
+            if reaches and self.answers(peer, copy, peer) and not self.excused(peer):
                 raise Broken(f"a dropped copy on {copy.node} says goodbye to {peer}")
         copy.alive = copy.running = False
 

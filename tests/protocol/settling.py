@@ -95,8 +95,8 @@ class Settling(Gating):
                     self.call(node, record.peer, "Activate", move, proof(record.nonce, Outcome.COMMIT, move))
                     target = CopyState.UNREACHABLE
                 case SourceDecision.TAKE_BACK:
-                    self.event(node, "write down the word of the target")
-                    record.word = TARGET
+                    self.event(node, "record the report of the target")
+                    record.overruled_by = TARGET
                 case SourceDecision.THAW:
                     with self.at_work(node, move):
                         self.let_go(node, move, record)
@@ -120,7 +120,7 @@ class Settling(Gating):
         for socket in record.copy.sockets.values() if record.copy is not None else ():
             socket.repair = False  # a killed criu may have left it in repair mode
         self.let_packets_go(node, move, record)
-        self.event(node, "kill what nobody keeps" if self.knows_the_keeper_is_dead(node) else "thaw")
+        self.event(node, "kill what has no keeper" if self.knows_the_keeper_is_dead(node) else "thaw")
         if record.copy is not None and record.copy.alive:
             record.copy.alive = record.copy.running = not self.knows_the_keeper_is_dead(node)
 

@@ -20,13 +20,13 @@ BLOCKING = pytest.mark.parametrize("blocking", [False, True], ids=["launches ret
 @KINDS
 @BLOCKING
 @settings(DRAWN, max_examples=examples(60))
-@given(program=SEEDS, seed=SEEDS, hints=st.sampled_from(Hints), seats_known=st.booleans())
+@given(program=SEEDS, seed=SEEDS, hints=st.sampled_from(Hints), members_known=st.booleans())
 def test_every_job_reaches_a_consistent_cut_and_continues_from_it(
-    kind: Kind, blocking: bool, program: int, seed: int, hints: Hints, seats_known: bool
+    kind: Kind, blocking: bool, program: int, seed: int, hints: Hints, members_known: bool
 ) -> None:
     """This holds for any hints, and whether or not the members of a new communicator are known at once."""
     job = starts(kind, Random(program), seed, blocking=blocking, hints=hints)
-    job.seats_known = seats_known
+    job.members_known = members_known
     held_there(job)
 
 

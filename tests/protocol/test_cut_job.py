@@ -49,7 +49,7 @@ class Job:
     rng: Random
     blocking: bool = False  # a launch returns when all other members have launched, else at once
     hints: Hints = Hints.FULL
-    seats_known: bool = True  # the creator of a communicator knows its members at once, else when all have created it
+    members_known: bool = True  # the creator of a communicator knows its members at once, else when all have created it
     stuck: set[Thread] = field(default_factory=set)  # threads that never reach the gate
 
     def __post_init__(self) -> None:
@@ -153,7 +153,7 @@ class Job:
         return Report(
             launched=dict(self.launched[rank]),
             held={t[1]: dict(self.program.threads[t][self.at[t]].adds) for t in mine if t in self.arrived},
-            members={comm: self.seats(comm, rank) for comm in self.program.members if self.created(comm, rank)},
+            members={comm: self.known_members(comm, rank) for comm in self.program.members if self.created(comm, rank)},
             users=dict(self.users[rank]),
             running=frozenset(t[1] for t in mine if self.working(t) and t not in self.unseen),
             ended=self.ended(rank),
@@ -162,9 +162,9 @@ class Job:
     def created(self, comm: str, rank: int) -> bool:
         return self.launched[rank][Channel(comm)] > 0
 
-    def seats(self, comm: str, rank: int) -> tuple[int | None, ...]:
+    def known_members(self, comm: str, rank: int) -> tuple[int | None, ...]:
         members = self.program.members[comm]
-        known = self.seats_known or all(self.created(comm, member) for member in members)
+        known = self.members_known or all(self.created(comm, member) for member in members)
         return tuple(member if known or member == rank else None for member in members)
 
     def shuffled(self) -> list[int]:

@@ -168,7 +168,7 @@ def test_rank_that_ended_after_launching_everything_does_not_prevent_the_cut() -
     assert next_targets({0: rank({TP: 7}), 1: rank({TP: 7}, ended=True)}).decision is Decision.REACHED
 
 
-WORDS = {
+REASONS = {
     "rank 1 has not reached operation 1207 of communicator tp0: it is in user code": {
         0: rank({TP: 1207}),
         1: rank({TP: 1206}),
@@ -197,10 +197,10 @@ WORDS = {
 }
 
 
-@pytest.mark.parametrize("words", WORDS)
-def test_reason_names_the_rank_that_is_behind_and_its_operation(words: str) -> None:
-    cut = next_targets(WORDS[words])
-    assert (cut.decision, cut.reason) == (Decision.RUN_ON, words)
+@pytest.mark.parametrize("reason", REASONS)
+def test_reason_names_the_rank_that_is_behind_and_its_operation(reason: str) -> None:
+    cut = next_targets(REASONS[reason])
+    assert (cut.decision, cut.reason) == (Decision.RUN_ON, reason)
 
 
 def test_rank_that_waits_for_no_other_rank_is_named_first() -> None:

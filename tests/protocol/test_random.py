@@ -105,7 +105,7 @@ def play(story: list[Episode]) -> tuple[Model, list[Move]]:
     model.dead_for_ever.clear()
     model.drop = model.delay = model.criu_killed = False
     model.settle(4)
-    assert not any(move.stranded for move in moves), "nobody needs a person once both nodes are back"
+    assert not any(move.stranded for move in moves), "no move needs a person once both nodes are back"
     return model, moves
 
 

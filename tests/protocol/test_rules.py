@@ -173,7 +173,7 @@ def test_token_is_valid_for_one_outcome_one_move_and_one_nonce(what: str) -> Non
     assert proves(token, b"nonce", what, "m-1")
     assert not proves(token, b"nonce", what, "m-2")
     assert not proves(token, b"other", what, "m-1")
-    assert not any(proves(token, b"nonce", word, "m-1") for word in ("HELD", "COMMIT", "ABORT") if word != what)
+    assert not any(proves(token, b"nonce", claim, "m-1") for claim in ("HELD", "COMMIT", "ABORT") if claim != what)
     assert not proves(b"", b"nonce", what, "m-1")
 
 

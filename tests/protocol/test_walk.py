@@ -87,7 +87,7 @@ def test_copy_that_dies_between_held_and_activated_continues_on_the_source(
         source = scene.move.at_source
         assert source is not None
         assert [copy.node for copy in running(scene.model)] == [scene.source], walked[event]
-        assert source.word == (TARGET if source.outcome is Outcome.COMMIT else "")
+        assert source.overruled_by == (TARGET if source.outcome is Outcome.COMMIT else "")
         assert scene.move.verdict in (Verdict.UNDONE, Verdict.UNKNOWN)
         taken_back += source.outcome is Outcome.COMMIT
         scene.judge()

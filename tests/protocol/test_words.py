@@ -72,16 +72,16 @@ def test_declaring_the_target_dead_thaws_the_source_copy(event: int) -> None:
         scene.retry(HOME)
 
 
-@pytest.mark.parametrize("word", ["DeclareSourceDead", "DeclareTargetDead"])
+@pytest.mark.parametrize("declaration", ["DeclareSourceDead", "DeclareTargetDead"])
 @pytest.mark.parametrize("label", ["source: record COMMIT", "driver: Activate asked", "target: let packets go"])
-def test_running_node_cannot_be_declared_dead(word: str, label: str) -> None:
+def test_running_node_cannot_be_declared_dead(declaration: str, label: str) -> None:
     """The driver dies, but both nodes run and reach each other, so they refuse the declaration."""
     scene = Scene({EVENTS.index(label): "driver dies"}, ticking=False)
     scene.move.run()
     target = scene.move.at_target
     assert target is not None
     assert target.copy_exists
-    assert not person_says(scene.model, AWAY if word == "DeclareSourceDead" else HOME, word, "m-1")
+    assert not person_says(scene.model, AWAY if declaration == "DeclareSourceDead" else HOME, declaration, "m-1")
     scene.play_on().judge()
 
 
@@ -94,7 +94,7 @@ def test_declaration_survives_a_crash_of_the_daemon() -> None:
         again.model.faults[event + after] = lambda world: world.kill(HOME)
         person_says(again.model, HOME, "DeclareTargetDead", "m-1")
         again.model.settle()
-        if again.move.at_source is not None and again.move.at_source.word:
+        if again.move.at_source is not None and again.move.at_source.overruled_by:
             assert [copy.node for copy in running(again.model)] == [HOME]
             assert again.model.on_getoutcome(HOME, "m-1").kind == "ABORT"
 

@@ -45,13 +45,13 @@ class Record:
     mark: Mark
     nonce: bytes = b""
     outcome: Outcome | None = None  # source: the write-once record; target: what it has learned
-    word: str = (
+    overruled_by: str = (
         ""  # what overruled the outcome: PERSON (the other node is dead) or TARGET (its copy died before it ran)
     )
     copy: Copy | None = None
     rewires: tuple[str, ...] = ()  # the peers whose connections are, or may be, filtered here
     target: str = ""  # peer, gate: the target of the move; `peer` is then the source
-    seats: tuple[str, ...] = ()  # source: peers whose members of the communicator are, or may be, taken down
+    detached_on: tuple[str, ...] = ()  # source: peers whose members of the communicator are, or may be, taken down
     undoing_since_s: float = -1.0
     lease_until_s: float = 0.0
     marked_in_life: int = 0
@@ -64,7 +64,7 @@ class Record:
     @property
     def holds(self) -> Outcome | None:
         """The outcome that this daemon acts on and reports."""
-        return Outcome.ABORT if self.word and self.role == "source" else self.outcome
+        return Outcome.ABORT if self.overruled_by and self.role == "source" else self.outcome
 
 
 @dataclass(frozen=True)
@@ -126,11 +126,11 @@ class World(Network):
             if record.role == "source" and record.outcome is not None:
                 if self._written.setdefault((node, move), record.outcome) is not record.outcome:
                     raise Broken("the outcome record has changed")
-                if record.outcome is Outcome.COMMIT and record.copy in running and not record.word:
+                if record.outcome is Outcome.COMMIT and record.copy in running and not record.overruled_by:
                     raise Broken("the source's copy runs after COMMIT")
-                if record.word == TARGET and (record.peer, move) not in self.said_dead:
-                    raise Broken("the source has written down a word that the target never gave")
-            if record.role == "target" and record.copy in running and not record.word:
+                if record.overruled_by == TARGET and (record.peer, move) not in self.said_dead:
+                    raise Broken("the source has recorded a report that the target never gave")
+            if record.role == "target" and record.copy in running and not record.overruled_by:
                 source = self.journal.get((record.peer, move))
                 if source is None or source.outcome is not Outcome.COMMIT:
                     raise Broken("the target's copy runs without COMMIT")
@@ -144,8 +144,8 @@ class World(Network):
         """How a move ends: by the source's record, a person's declaration, or a copy that was dropped before it ran."""
         source: Outcome | None = None
         for (_, name), record in self.journal.items():
-            if name == move and record.role == "target" and (record.word or record.mark is Mark.DISCARDED):
-                return Outcome.COMMIT if record.word else Outcome.ABORT
+            if name == move and record.role == "target" and (record.overruled_by or record.mark is Mark.DISCARDED):
+                return Outcome.COMMIT if record.overruled_by else Outcome.ABORT
             if name == move and record.role == "source":
                 source = record.holds
         return source

@@ -10,7 +10,7 @@
 
 #define EXPORT __attribute__((visibility("default")))
 
-/* X(number, name, words) */
+/* X(number, name, text) */
 #define CUDA_ERRORS(X)                                                                    \
 	X(0, CUDA_SUCCESS, "no error")                                                    \
 	X(1, CUDA_ERROR_INVALID_VALUE, "invalid argument")                                \
@@ -40,7 +40,7 @@
 	X(802, CUDA_ERROR_SYSTEM_NOT_READY, "system not yet initialized")                 \
 	X(999, CUDA_ERROR_UNKNOWN, "unknown error")
 
-#define AS_ENUM(number, name, words) name = number,
+#define AS_ENUM(number, name, text) name = number,
 typedef enum { CUDA_ERRORS(AS_ENUM) } CUresult;
 #undef AS_ENUM
 
@@ -157,7 +157,7 @@ _Static_assert(sizeof(CUcheckpointPlainArgs) == 64, "the driver's layout");
 _Static_assert(sizeof(CUcheckpointGpuPair) == 32, "the driver's layout");
 
 const char *error_name(int number);  /* NULL: no such error */
-const char *error_words(int number); /* NULL: no such error */
+const char *error_text(int number); /* NULL: no such error */
 int error_number(const char *name);  /* a name or a decimal number; CUDA_ERROR_UNKNOWN for anything else */
 
 #endif

@@ -67,7 +67,7 @@ EXPORT CUresult cuGetErrorName(CUresult error, const char **text)
 
 EXPORT CUresult cuGetErrorString(CUresult error, const char **text)
 {
-	*text = error_words((int)error);
+	*text = error_text((int)error);
 	return *text ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
 

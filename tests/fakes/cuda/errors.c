@@ -7,9 +7,9 @@
 static const struct {
 	int number;
 	const char *name;
-	const char *words;
+	const char *text;
 } errors[] = {
-#define AS_ROW(number, name, words) {number, #name, words},
+#define AS_ROW(number, name, text) {number, #name, text},
 	CUDA_ERRORS(AS_ROW)};
 
 #define COUNT (sizeof errors / sizeof *errors)
@@ -22,11 +22,11 @@ const char *error_name(int number)
 	return NULL;
 }
 
-const char *error_words(int number)
+const char *error_text(int number)
 {
 	for (size_t i = 0; i < COUNT; i++)
 		if (errors[i].number == number)
-			return errors[i].words;
+			return errors[i].text;
 	return NULL;
 }
 

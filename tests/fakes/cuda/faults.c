@@ -20,20 +20,20 @@
 static bool understand(char *action, struct fault *fault)
 {
 	static const struct {
-		const char *word;
+		const char *name;
 		enum fault_action action;
-	} words[] = {{"hang", FAULT_HANG}, {"hang-after", FAULT_HANG_AFTER},
-		     {"die", FAULT_DIE},   {"die-after", FAULT_DIE_AFTER},
-		     {"kill", FAULT_KILL}, {"lose", FAULT_LOSE},
-		     {"fail", FAULT_FAIL}, {"slow", FAULT_SLOW}};
+	} actions[] = {{"hang", FAULT_HANG}, {"hang-after", FAULT_HANG_AFTER},
+		       {"die", FAULT_DIE},   {"die-after", FAULT_DIE_AFTER},
+		       {"kill", FAULT_KILL}, {"lose", FAULT_LOSE},
+		       {"fail", FAULT_FAIL}, {"slow", FAULT_SLOW}};
 	char *detail = strchr(action, ':');
 
 	if (detail)
 		*detail++ = '\0';
-	for (size_t i = 0; i < sizeof words / sizeof *words; i++) {
-		if (strcmp(words[i].word, action) != 0)
+	for (size_t i = 0; i < sizeof actions / sizeof *actions; i++) {
+		if (strcmp(actions[i].name, action) != 0)
 			continue;
-		fault->action = words[i].action;
+		fault->action = actions[i].action;
 		fault->error = detail ? error_number(detail) : CUDA_ERROR_UNKNOWN;
 		fault->delay_ms = detail ? (unsigned int)atoi(detail) : 0;
 		return true;

@@ -14,7 +14,7 @@
 
 #define MAX_HOLDERS 512
 
-/* X(number, name, words) */
+/* X(number, name, text) */
 #define NVML_ERRORS(X)                                         \
 	X(0, NVML_SUCCESS, "Success")                          \
 	X(1, NVML_ERROR_UNINITIALIZED, "Uninitialized")        \
@@ -27,7 +27,7 @@
 	X(25, NVML_ERROR_VERSION_MISMATCH, "Argument Version Mismatch") \
 	X(999, NVML_ERROR_UNKNOWN, "Unknown Error")
 
-#define AS_ENUM(number, name, words) name = number,
+#define AS_ENUM(number, name, text) name = number,
 typedef enum { NVML_ERRORS(AS_ENUM) } nvmlReturn_t;
 #undef AS_ENUM
 
@@ -56,9 +56,9 @@ static struct holder holders[MAX_HOLDERS];
 EXPORT const char *nvmlErrorString(int number)
 {
 	switch (number) {
-#define AS_CASE(number, name, words) \
+#define AS_CASE(number, name, text) \
 	case number:                 \
-		return words;
+		return text;
 		NVML_ERRORS(AS_CASE)
 	default:
 		return "Unknown Error";

@@ -108,7 +108,7 @@ static ncclResult_t take_frame(struct link *link, int peer)
 		return failed(ncclInvalidUsage, "rank %d gave %s up, because another rank launched something else there",
 			      peer, opcode_name(frame->signature.opcode));
 	if (!receive)
-		return failed(ncclInternalError, "data arrived that nobody asked for");
+		return failed(ncclInternalError, "unexpected data arrived");
 	if (!agree(&frame->signature, &receive->signature) || frame->bytes != receive->bytes)
 		return disagree(peer, &frame->signature, &receive->signature);
 	link->receives = receive->next_of_kind;

@@ -52,7 +52,7 @@ static void refuse(struct rendezvous *meeting, int index, int why)
 	dismiss(meeting, index);
 }
 
-static void seat(struct rendezvous *meeting, int index)
+static void enlist(struct rendezvous *meeting, int index)
 {
 	struct guest *guest = &meeting->guests[index];
 	const struct join *join = &guest->join;
@@ -116,7 +116,7 @@ static void listen_to(struct rendezvous *meeting, int index)
 	if (got <= 0)
 		dismiss(meeting, index);
 	else if (!guest->seated && guest->have == sizeof(guest->join))
-		seat(meeting, index);
+		enlist(meeting, index);
 }
 
 static void introduce(struct rendezvous *meeting)

@@ -55,7 +55,7 @@ static uint64_t child_id(const struct ncclComm *parent, uint64_t split, int colo
 }
 
 /* The members of this rank's color by key, equal keys by their rank in the parent. */
-static ncclResult_t seat(struct ncclComm *comm, struct ncclComm *parent, const struct candidate *candidates)
+static ncclResult_t assign(struct ncclComm *comm, struct ncclComm *parent, const struct candidate *candidates)
 {
 	const struct candidate *self = &candidates[parent->rank];
 	int rank, other, nranks = 0, mine = 0;
@@ -111,7 +111,7 @@ static ncclResult_t derive(struct job *job, enum opcode opcode)
 		pthread_mutex_unlock(&library_lock);
 	}
 	if (result == ncclSuccess && comm)
-		result = seat(comm, parent, candidates);
+		result = assign(comm, parent, candidates);
 	if (result == ncclSuccess && comm)
 		result = bootstrap_mesh(comm, listener, &cancel);
 	if (listener >= 0)

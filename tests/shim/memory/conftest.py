@@ -37,12 +37,12 @@ def start_job(library: Path, offload_library: Path, program: Path, node: GpuNode
     """Starts jobs; those that are left at the end are killed."""
     started: list[DeviceJob] = []
 
-    def start(*words: str, device_memory: str = "offload") -> DeviceJob:
+    def start(*commands: str, device_memory: str = "offload") -> DeviceJob:
         environment = {**os.environ, **node.environment}
         preload = offload_library if device_memory == "offload" else library
         job = DeviceJob(preload, program, env=environment, folder=tmp_path / f"stripes-{len(started)}")
         started.append(job)
-        for line in ("begin", *words):
+        for line in ("begin", *commands):
             assert job.do(line) == "done"
         return job
 

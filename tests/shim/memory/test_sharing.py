@@ -219,12 +219,12 @@ def test_other_users_get_nothing_from_the_ipc_server(start_job: Start) -> None:
     server, number = struct.unpack_from("<QQ", handle, 16)
     name = f"\0snapshim-{server:016x}"
 
-    def asked(words: bytes) -> int:
+    def asked(message: bytes) -> int:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
             connection.settimeout(20)
             connection.connect(name)
             try:
-                connection.sendall(words)
+                connection.sendall(message)
                 _, files, _, _ = socket.recv_fds(connection, 8, 4)
             except (ConnectionResetError, BrokenPipeError):  # closed without an answer
                 return 0
@@ -261,12 +261,12 @@ def test_failed_export_prints_the_remedy_once(start_job: Start, node: GpuNode) -
     assert errors.count("migrator run --device-memory driver") == 1
 
 
-@pytest.mark.parametrize("word", ["fill 4", "segments"])
-def test_memory_is_backed_if_the_driver_creates_none_for_export(start_job: Start, node: GpuNode, word: str) -> None:
+@pytest.mark.parametrize("command", ["fill 4", "segments"])
+def test_memory_is_backed_if_the_driver_creates_none_for_export(start_job: Start, node: GpuNode, command: str) -> None:
     job = start_job()
     node.fault("create", "fail:CUDA_ERROR_NOT_SUPPORTED")
     assert job.do("fill 4") == "done"
-    assert job.do(word) == "done"
+    assert job.do(command) == "done"
     assert job.state().bytes >= 8 * MIB
     assert _said(job, "share 0") == "error-1"
     assert job.offload() == job.state().bytes

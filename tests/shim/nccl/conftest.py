@@ -50,18 +50,18 @@ class Job:
         program = [sys.executable, "-m", "tests.shim.nccl.rank", str(self.built / "libnccl.so.2"), str(self.meeting)]
         preload = {"LD_PRELOAD": str(self.built / "libsnapshim.so"), "FAKE_NCCL_ADDR": "127.0.0.1"}
         for rank in range(nranks):
-            with (self.meeting / f"words-{rank}").open("w") as words:
+            with (self.meeting / f"output-{rank}").open("w") as output:
                 process = subprocess.Popen(
                     [*program, scenario, str(rank), str(nranks)],
                     cwd=REPOSITORY,
                     env={**os.environ, **preload, **environment},
-                    stdout=words,
+                    stdout=output,
                     stderr=subprocess.STDOUT,
                 )
             self.processes.append(process)
 
-    def words(self) -> str:
-        return "\n".join(path.read_text() for path in sorted(self.meeting.glob("words-*")))
+    def output(self) -> str:
+        return "\n".join(path.read_text() for path in sorted(self.meeting.glob("output-*")))
 
     def gates(self) -> Gates:
         return Gates(process.pid for process in self.processes)
@@ -75,7 +75,7 @@ class Job:
     def reach(self, step: int) -> None:
         """Waits until every rank has done that many steps."""
         while min(self.step(rank) for rank in range(len(self.processes))) < step:
-            assert all(process.poll() is None for process in self.processes), self.words()
+            assert all(process.poll() is None for process in self.processes), self.output()
             time.sleep(0.002)
 
     def steps(self) -> list[int]:
@@ -91,7 +91,7 @@ class Job:
             if any(ends):
                 self.kill()
             time.sleep(0.005)
-        assert [process.returncode for process in self.processes] == [0] * len(self.processes), self.words()
+        assert [process.returncode for process in self.processes] == [0] * len(self.processes), self.output()
 
     def kill(self) -> None:
         for process in self.processes:

@@ -26,10 +26,10 @@ NEW_ID, FRESH, ATTACH = abi.Command.NCCL_NEW_ID, abi.Command.NCCL_FRESH, abi.Com
 
 
 class Refused(Exception):
-    def __init__(self, status: int, words: str) -> None:
-        super().__init__(f"{errno.errorcode.get(status, status)}: {words}")
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(f"{errno.errorcode.get(status, status)}: {text}")
         self.status = status
-        self.words = words
+        self.text = text
 
 
 class Gate:
@@ -93,8 +93,8 @@ class Gate:
         return self.finish(self.send(command, text, timeout_s))[1].decode()
 
     def report(self) -> dict[str, Any]:
-        told: dict[str, Any] = json.loads(self.ask(REPORT))
-        return told
+        reply: dict[str, Any] = json.loads(self.ask(REPORT))
+        return reply
 
     def processor_ns(self) -> dict[int, str]:
         """The CPU time of each thread."""
@@ -121,7 +121,7 @@ class Gates:
         return [gate.finish(number)[1].decode() for gate, number in zip(self.gates, numbers, strict=True)]
 
     def reports(self) -> list[dict[str, Any]]:
-        return [json.loads(told) for told in self.all(REPORT)]
+        return [json.loads(reply) for reply in self.all(REPORT)]
 
     def launched(self) -> list[dict[Channel, int]]:
         """The number of operations that each rank has launched."""
@@ -133,34 +133,34 @@ class Gates:
         cut: Cut | None = None
         until = time.monotonic() + patience_s
         while time.monotonic() < until:
-            told = self.reports()
-            cut = next_targets(self._as_reports(told), cut)
-            if cut.decision is Decision.REACHED and not any(report["calling"] for report in told):
+            reports = self.reports()
+            cut = next_targets(self._as_reports(reports), cut)
+            if cut.decision is Decision.REACHED and not any(report["calling"] for report in reports):
                 return cut
             assert cut.decision is not Decision.NEVER, cut.reason
-            self.all(TARGETS, self._targets(cut.targets, told))
+            self.all(TARGETS, self._targets(cut.targets, reports))
             time.sleep(0.002)
         raise AssertionError(f"no cut: {cut.reason if cut else 'no round'}")
 
     @staticmethod
-    def seats(told: Sequence[Mapping[str, Any]]) -> dict[tuple[str, int], int]:
+    def job_ranks(reports: Sequence[Mapping[str, Any]]) -> dict[tuple[str, int], int]:
         """Which rank of the job has which rank of a communicator."""
         return {
             (comm["id"], comm["rank"]): rank
-            for rank, report in enumerate(told)
+            for rank, report in enumerate(reports)
             for comm in (*report["comms"], *report["ended"])
             if comm["rank"] >= 0
         }
 
-    def _as_reports(self, told: Sequence[Mapping[str, Any]]) -> dict[int, Report]:
-        seats = self.seats(told)
-        return {rank: self._as_report(rank, report, seats) for rank, report in enumerate(told)}
+    def _as_reports(self, reports: Sequence[Mapping[str, Any]]) -> dict[int, Report]:
+        job_ranks = self.job_ranks(reports)
+        return {rank: self._as_report(rank, report, job_ranks) for rank, report in enumerate(reports)}
 
-    def _as_report(self, rank: int, report: Mapping[str, Any], seats: Mapping[tuple[str, int], int]) -> Report:
+    def _as_report(self, rank: int, report: Mapping[str, Any], job_ranks: Mapping[tuple[str, int], int]) -> Report:
         def channel(comm: str, kind: str, peer: int) -> Channel:
             if kind == "c":
                 return Channel(comm)
-            other = seats[comm, peer]
+            other = job_ranks[comm, peer]
             return Channel(comm, (rank, other) if kind == "s" else (other, rank))
 
         launched: dict[Channel, int] = {}
@@ -178,15 +178,15 @@ class Gates:
         ran, self._ran[rank] = self._ran[rank], self.gates[rank].processor_ns()
         moved = {thread for thread, spent in self._ran[rank].items() if ran.get(thread) != spent}
         members = {
-            comm["id"]: tuple(seats.get((comm["id"], seat)) for seat in range(comm["nranks"]))
+            comm["id"]: tuple(job_ranks.get((comm["id"], comm_rank)) for comm_rank in range(comm["nranks"]))
             for comm in (*report["comms"], *report["ended"])
             if comm["nranks"] > 0
         }
         running = frozenset().union(*users.values()) & moved - held.keys() if users else frozenset[int]()
         return Report(launched, held, members, users, running)
 
-    def _targets(self, targets: Mapping[Channel, int], told: Sequence[Mapping[str, Any]]) -> list[str]:
-        seat_of = {(comm, rank): seat for (comm, seat), rank in self.seats(told).items()}
+    def _targets(self, targets: Mapping[Channel, int], reports: Sequence[Mapping[str, Any]]) -> list[str]:
+        comm_rank_of = {(comm, rank): comm_rank for (comm, comm_rank), rank in self.job_ranks(reports).items()}
         texts = []
         for rank in range(len(self.gates)):
             lines = []
@@ -196,7 +196,7 @@ class Gates:
                     continue
                 for end, other, kind in ((pair[0], pair[1], "s"), (pair[1], pair[0], "r")):
                     if end == rank:
-                        lines.append(f"{comm} {kind} {seat_of[comm, other]} {count}")
+                        lines.append(f"{comm} {kind} {comm_rank_of[comm, other]} {count}")
             texts.append("\n".join(lines))
         return texts
 
@@ -205,15 +205,15 @@ class Gates:
     def detach(self, comms: Iterable[str], timeout_s: float = 20.0) -> None:
         self.all(DETACH, "\n".join(sorted(comms)), timeout_s)
 
-    def attach(self, told: Sequence[Mapping[str, Any]], comms: Iterable[str], *, how: str = "try") -> None:
+    def attach(self, reports: Sequence[Mapping[str, Any]], comms: Iterable[str], *, how: str = "try") -> None:
         """Attaches on all ranks concurrently, in the same order."""
-        self.all(ATTACH, self.attach_lines(told, comms, how))
+        self.all(ATTACH, self.attach_lines(reports, comms, how))
 
-    def attach_lines(self, told: Sequence[Mapping[str, Any]], comms: Iterable[str], how: str = "try") -> str:
+    def attach_lines(self, reports: Sequence[Mapping[str, Any]], comms: Iterable[str], how: str = "try") -> str:
         """The request of ATTACH: a new unique id from the first member of each communicator."""
-        seats = self.seats(told)
-        return "\n".join(f"{comm} {self.gates[seats[comm, 0]].ask(NEW_ID)} {how}" for comm in sorted(comms))
+        job_ranks = self.job_ranks(reports)
+        return "\n".join(f"{comm} {self.gates[job_ranks[comm, 0]].ask(NEW_ID)} {how}" for comm in sorted(comms))
 
-    def live(self, told: Sequence[Mapping[str, Any]]) -> set[str]:
+    def live(self, reports: Sequence[Mapping[str, Any]]) -> set[str]:
         """All communicators that exist, without those whose creation waits at the gate."""
-        return {comm["id"] for report in told for comm in report["comms"] if comm["state"] != "pending"}
+        return {comm["id"] for report in reports for comm in report["comms"] if comm["state"] != "pending"}

@@ -17,8 +17,8 @@ from tests.shim.nccl.gates import ATTACH, CLOSE, DETACH, FRESH, NEW_ID, OPEN, PA
 def rebuild(gates: Gates, *, fresh: int | None = None) -> None:
     """The gate commands of one move; `fresh` is the rank that was moved."""
     gates.to_the_cut()
-    told = gates.reports()
-    comms = gates.live(told)
+    reports = gates.reports()
+    comms = gates.live(reports)
     gates.detach(comms)
     for report in gates.reports():
         assert {comm["state"] for comm in report["comms"]} <= {"detached"}
@@ -26,7 +26,7 @@ def rebuild(gates: Gates, *, fresh: int | None = None) -> None:
     until(lambda: all(report["nccl_threads"] == 0 for report in gates.reports()), "NCCL's threads are gone")
     if fresh is not None:
         gates.gates[fresh].ask(FRESH)
-    gates.attach(told, comms)
+    gates.attach(reports, comms)
     for report in gates.reports():
         assert {comm["state"] for comm in report["comms"]} <= {"live"}
 
@@ -64,11 +64,11 @@ def test_cut_falls_while_communicators_are_created_and_destroyed(job: Job) -> No
     gates = job.gates()
     for _ in range(5):
         gates.to_the_cut()
-        told = gates.reports()
-        gone = {comm["id"] for report in told for comm in report["ended"]}
-        pending = {comm["id"] for report in told for comm in report["comms"] if comm["state"] == "pending"}
-        gates.detach(gates.live(told) | pending)
-        gates.attach(told, gates.live(told) - gone)
+        reports = gates.reports()
+        gone = {comm["id"] for report in reports for comm in report["ended"]}
+        pending = {comm["id"] for report in reports for comm in report["comms"] if comm["state"] == "pending"}
+        gates.detach(gates.live(reports) | pending)
+        gates.attach(reports, gates.live(reports) - gone)
         before = max(job.steps())
         gates.all(OPEN)
         job.reach(before + 2)
@@ -81,13 +81,13 @@ def test_communicators_of_one_process_with_all_devices_are_rebuilt(job: Job) -> 
     gates = job.gates()
     for _ in range(3):
         gates.to_the_cut()
-        told = gates.reports()
-        comms = gates.live(told)
-        assert len(told[0]["comms"]) == 3
+        reports = gates.reports()
+        comms = gates.live(reports)
+        assert len(reports[0]["comms"]) == 3
         gates.detach(comms)
         with pytest.raises(Refused, match="attach it untried"):
-            gates.attach(told, comms)
-        gates.attach(told, comms, how="untried")
+            gates.attach(reports, comms)
+        gates.attach(reports, comms, how="untried")
         before = job.step(0)
         gates.all(OPEN)
         job.reach(before + 2)
@@ -100,14 +100,14 @@ def test_only_communicators_of_the_moved_rank_are_rebuilt(job: Job) -> None:
     job.reach(2)
     gates = job.gates()
     gates.to_the_cut()
-    told = gates.reports()
-    moved = {comm["id"] for comm in told[3]["comms"]}
+    reports = gates.reports()
+    moved = {comm["id"] for comm in reports[3]["comms"]}
     gates.detach(moved)
     for report in gates.reports():
         for comm in report["comms"]:
             assert comm["state"] == ("detached" if comm["id"] in moved else "live")
     gates.gates[3].ask(FRESH)
-    gates.attach(told, moved)
+    gates.attach(reports, moved)
     gates.all(OPEN)
     job.reach(max(job.steps()) + 2)
     job.stop()
@@ -119,12 +119,12 @@ def test_commands_are_idempotent(job: Job) -> None:
     gates = job.gates()
     gates.all(CLOSE)
     gates.to_the_cut()
-    told = gates.reports()
-    comms = gates.live(told)
+    reports = gates.reports()
+    comms = gates.live(reports)
     for _ in range(2):
         gates.detach(comms)
-    gates.attach(told, comms)
-    gates.attach(told, comms)
+    gates.attach(reports, comms)
+    gates.attach(reports, comms)
     for _ in range(2):
         gates.all(OPEN)
     job.reach(max(job.steps()) + 2)
@@ -136,19 +136,19 @@ def test_watchdog_gets_success_during_a_move(job: Job) -> None:
     job.reach(1)
     gates = job.gates()
     gates.to_the_cut()
-    told = gates.reports()
+    reports = gates.reports()
 
     def asked() -> int:
         return int((job.meeting / "asked-0").read_text() or 0)
 
     for act in ("wait", "detach", "attach"):
         if act == "detach":
-            gates.detach(gates.live(told))
+            gates.detach(gates.live(reports))
         elif act == "attach":
-            gates.attach(told, gates.live(told))
+            gates.attach(reports, gates.live(reports))
         before = asked()
         while asked() < before + 5:
-            assert job.processes[0].poll() is None, job.words()
+            assert job.processes[0].poll() is None, job.output()
             time.sleep(0.002)
     gates.all(OPEN)
     job.stop()
@@ -161,17 +161,17 @@ def test_a_peer_that_hangs_makes_attach_fail_in_time_and_the_next_attempt_succee
     job.reach(1)
     gates = job.gates()
     gates.to_the_cut()
-    told = gates.reports()
-    comms = gates.live(told)
+    reports = gates.reports()
+    comms = gates.live(reports)
     gates.detach(comms)
-    lines = gates.attach_lines(told, comms)
+    lines = gates.attach_lines(reports, comms)
     with pytest.raises(Refused) as refused:
         gates.gates[0].ask(ATTACH, lines, timeout_s=1.0)  # rank 1 never attaches
     assert refused.value.status == errno.ETIMEDOUT
     assert {comm["state"] for comm in gates.gates[0].report()["comms"]} == {"detached"}
     # Only the unique ids that no rank has used still have threads.
     assert gates.gates[0].report()["nccl_threads"] <= len(comms)
-    gates.attach(told, comms)
+    gates.attach(reports, comms)
     gates.all(OPEN)
     job.reach(max(job.steps()) + 2)
     job.stop()
@@ -185,10 +185,10 @@ def test_attach_is_cancelled(job: Job, how: str) -> None:
     job.reach(1)
     gates = job.gates()
     gates.to_the_cut()
-    told = gates.reports()
-    comms = gates.live(told)
+    reports = gates.reports()
+    comms = gates.live(reports)
     gates.detach(comms)
-    lines = gates.attach_lines(told, comms, how)
+    lines = gates.attach_lines(reports, comms, how)
     waiting = [(gate, gate.send(ATTACH, lines, timeout_s=3600.0)) for gate in gates.gates[:2]]
     statuses = []
     for gate, number in waiting:
@@ -203,7 +203,7 @@ def test_attach_is_cancelled(job: Job, how: str) -> None:
         errno.ECANCELED,
         errno.EIO,
     }  # it may see the first rank's end before `cancel`
-    gates.attach(told, comms)
+    gates.attach(reports, comms)
     assert {comm["state"] for report in gates.reports() for comm in report["comms"]} == {"live"}
     gates.all(OPEN)
     job.reach(max(job.steps()) + 2)
@@ -220,7 +220,7 @@ def test_a_communicator_that_cannot_be_rebuilt_is_an_error_to_the_job_not_a_hang
         gates.all(OPEN)
     for process in job.processes:
         assert process.wait() != 0
-    assert "was taken down for a move and could not be attached again" in job.words()
+    assert "was taken down for a move and could not be attached again" in job.output()
 
 
 def test_detach_with_an_open_gate_is_refused_and_changes_nothing(job: Job) -> None:
@@ -276,12 +276,12 @@ def test_rebuilt_while_every_thread_of_the_job_is_parked(job: Job) -> None:
     gates = job.gates()
     for _ in range(3):
         gates.to_the_cut()
-        told = gates.reports()
-        comms = gates.live(told)
+        reports = gates.reports()
+        comms = gates.live(reports)
         gates.detach(comms)
         gates.gates[1].ask(PARK)
         gates.gates[1].ask(FRESH)
-        gates.attach(told, comms)
+        gates.attach(reports, comms)
         standing = job.steps()
         gates.gates[0].ask(OPEN)
         gates.gates[1].ask(OPEN)
@@ -299,8 +299,8 @@ def test_destroy_that_hangs_is_reported_in_time_and_completes_later(job: Job, tm
     job.reach(1)
     gates = job.gates()
     gates.to_the_cut()
-    told = gates.reports()
-    (comm,) = gates.live(told)
+    reports = gates.reports()
+    (comm,) = gates.live(reports)
     faults.write_text("destroy:0:1:hang")
     other = gates.gates[1].send(DETACH, comm)
     with pytest.raises(Refused, match="a call into NCCL did not return in time") as refused:
@@ -313,7 +313,7 @@ def test_destroy_that_hangs_is_reported_in_time_and_completes_later(job: Job, tm
     gates.gates[1].finish(other)
     while gates.gates[0].report()["comms"][0]["state"] != "detached":
         time.sleep(0.005)
-    gates.attach(told, [comm])
+    gates.attach(reports, [comm])
     gates.all(OPEN)
     job.reach(max(job.steps()) + 2)
     job.stop()
@@ -333,4 +333,4 @@ def test_operations_fail_if_the_gate_opens_while_a_destroy_hangs(job: Job, tmp_p
     assert gates.gates[0].report()["comms"][0]["state"] == "detaching"
     gates.gates[0].ask(OPEN)
     assert job.processes[0].wait(timeout=60) != 0
-    assert "was taken down for a move and could not be attached again" in job.words()
+    assert "was taken down for a move and could not be attached again" in job.output()

@@ -34,11 +34,11 @@ class SanitizedJob(Job):
         # With address randomisation, some kernels load the program where ThreadSanitizer needs its shadow memory.
         program = [shutil.which("setarch") or "setarch", "-R", str(self.built / scenario), str(self.meeting)]
         for rank in range(nranks):
-            with (self.meeting / f"words-{rank}").open("w") as words:
+            with (self.meeting / f"output-{rank}").open("w") as output:
                 process = subprocess.Popen(
                     [*program, str(rank), str(nranks)],
                     env={**os.environ, "FAKE_NCCL_ADDR": "127.0.0.1", **environment},
-                    stdout=words,
+                    stdout=output,
                     stderr=subprocess.STDOUT,
                 )
             self.processes.append(process)
@@ -73,4 +73,4 @@ def test_sanitizer_finds_no_error_during_moves(sanitized: SanitizedJob) -> None:
         gates.all(OPEN)
         sanitized.reach(before + 2)
     sanitized.stop()
-    assert "Sanitizer" not in sanitized.words()
+    assert "Sanitizer" not in sanitized.output()

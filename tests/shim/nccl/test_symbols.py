@@ -75,10 +75,10 @@ def test_an_older_nccl_is_rebuilt_as_well(built_2_18: Path, tmp_path: Path) -> N
         job.reach(1)
         gates = job.gates()
         gates.to_the_cut()
-        told = gates.reports()
-        assert told[0]["version"] == 21805
-        gates.detach(gates.live(told))
-        gates.attach(told, gates.live(told))
+        reports = gates.reports()
+        assert reports[0]["version"] == 21805
+        gates.detach(gates.live(reports))
+        gates.attach(reports, gates.live(reports))
         gates.all(OPEN)
         job.reach(max(job.steps()) + 2)
         job.stop()

@@ -35,10 +35,10 @@ def make(initialized: bool = True, capturing: bool = False, failure: BaseExcepti
 
 def busy_until_told() -> None:
     """Runs only bytecode: nothing here releases the interpreter's lock."""
-    told: list[str] = []
-    threading.Thread(target=lambda: told.append(sys.stdin.readline()), daemon=True).start()
+    received: list[str] = []
+    threading.Thread(target=lambda: received.append(sys.stdin.readline()), daemon=True).start()
     say("busy")
-    while not told:
+    while not received:
         pass
 
 

@@ -74,7 +74,7 @@ static bool sleeps(void)
 
 int main(void)
 {
-	static const char *const words[] = {[PLACE_FREE] = "free",
+	static const char *const names[] = {[PLACE_FREE] = "free",
 					    [PLACE_DOUBTFUL] = "doubtful",
 					    [PLACE_DRIVER] = "driver",
 					    [PLACE_DRIVER_SLEEPS] = "sleeps there"};
@@ -93,7 +93,7 @@ int main(void)
 		pthread_kill(thread, SIGUSR1);
 		sem_wait(&seen);
 		pthread_join(thread, NULL);
-		printf("%s: %s\n", kinds[i].name, words[place]);
+		printf("%s: %s\n", kinds[i].name, names[place]);
 	}
 	return 0;
 }

@@ -341,9 +341,9 @@ def test_full_store_is_reported(small_tmpfs: Path) -> None:
     )  # more than reserved, but there is memory
     with pytest.raises(Full, match="needs more than its"):
         store.write(MOVE, data_frame(3, "a.img", 1 << 20, b"x" * (1 << 20)))
-    (small_tmpfs / "somebody-else").write_bytes(b"x" * (1 << 18))
+    (small_tmpfs / "another").write_bytes(b"x" * (1 << 18))
     store.create(OTHER, 1 << 16)
-    (small_tmpfs / "somebody-else-too").write_bytes(b"x" * 100_000)
+    (small_tmpfs / "another-too").write_bytes(b"x" * 100_000)
     with pytest.raises(Full, match="No space left on device"):
         store.write(OTHER, data_frame(1, "a.img", 0, b"x" * (1 << 16)))
     store.drop(OTHER)
