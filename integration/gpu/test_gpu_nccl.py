@@ -34,7 +34,7 @@ from integration.torch_jobs import BROKEN, TorchJob, TorchLab, at_rest
 pytestmark = [pytest.mark.root, pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(240), needs_gpu()]
 
 NCCL_STEPS = {"quiesce", "detach", "reattach", "open"}
-PARKED = {"prepare", "offload", "refill"}
+OFFLOAD_PARTS = {"prepare", "offload", "refill"}
 #: No test passes or fails by the clock: this only ends tests that hang.
 PATIENCE_S = 90.0
 ROUNDS = 10
@@ -49,7 +49,9 @@ def move(job: TorchJob, rank: int, to: str) -> dict[str, Any]:
     steps = {phase["name"] for phase in answer["phases"]}
     assert steps & NCCL_STEPS == (NCCL_STEPS if ON_GPU else set()), f"{sorted(steps)}\n{job.text()}"
     parts = {part["name"] for part in answer["parts"]}
-    assert parts & PARKED == (PARKED if ON_GPU and DEVICE_MEMORY == "offload" else set()), f"{answer}\n{job.text()}"
+    assert parts & OFFLOAD_PARTS == (OFFLOAD_PARTS if ON_GPU and DEVICE_MEMORY == "offload" else set()), (
+        f"{answer}\n{job.text()}"
+    )
     return answer
 
 

@@ -76,7 +76,7 @@ def test_offloaded_memory_of_a_moved_job_is_bit_identical(
     assert _part_bytes(result, "refill") == _part_bytes(result, "offload")
     training.runs_on(TARGET)
     steps = training.ends_as(undisturbed.want(variant.arguments, variant.environment))
-    record(f"parked-{variant}", at_step=at, steps=steps, seed=training.seed, **measured(result))
+    record(f"offload-{variant}", at_step=at, steps=steps, seed=training.seed, **measured(result))
 
 
 def test_memory_that_cannot_be_offloaded_moves_with_the_driver(nodes: Cluster, undisturbed: Undisturbed) -> None:
@@ -86,7 +86,7 @@ def test_memory_that_cannot_be_offloaded_moves_with_the_driver(nodes: Cluster, u
     assert not _part_bytes(result, "offload")
     training.runs_on(TARGET)
     training.ends_as(undisturbed.want(POOLS.arguments, POOLS.environment))
-    record(f"parked-{POOLS}", seed=training.seed, **measured(result))
+    record(f"offload-{POOLS}", seed=training.seed, **measured(result))
 
 
 def test_offloaded_job_moves_there_and_back_five_times(nodes: Cluster, undisturbed: Undisturbed) -> None:

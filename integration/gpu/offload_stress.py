@@ -1,4 +1,4 @@
-"""Offloads and refills the memory of a busy job many times: `python3 -m integration.gpu.park_stress --rounds 200`.
+"""Offloads and refills the memory of a busy job many times: `python3 -m integration.gpu.offload_stress --rounds 200`.
 
 Without daemon and dump a round takes a fraction of a second. So there are many more chances than in moves to park a
 thread while it holds a lock. The job's output must be that of an undisturbed run. `-- COMMAND…` runs another job, which
