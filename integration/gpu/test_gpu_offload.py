@@ -46,7 +46,7 @@ ALLOCATORS = (
 )
 #: Memory of the driver's own pools is left to the driver's checkpoint. The rank moves nevertheless.
 POOLS = Variant("pools", _BALLAST, {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"})
-THERE_AND_BACK = Variant("parked-everything", (*_BALLAST, "--raw-mib", "128", *BUSY), steps=2 * STEPS)
+THERE_AND_BACK = Variant("offload-everything", (*_BALLAST, "--raw-mib", "128", *BUSY), steps=2 * STEPS)
 ROUND_TRIPS = 5
 
 
@@ -57,7 +57,7 @@ def undisturbed() -> Iterator[Undisturbed]:
 
 
 def _start(nodes: Cluster, variant: Variant) -> Training:
-    name = f"parked-{variant}"
+    name = f"offload-{variant}"
     return Training.start(nodes, name, variant.arguments, variant.environment, device_memory="offload")
 
 

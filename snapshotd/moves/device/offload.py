@@ -16,31 +16,26 @@ import contextlib
 import logging
 import os
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
 
-from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.api.client import NotSpoken
-from snapshotd.api.errors import Full, Internal, RankGone, SnapshotError, Timeout, Unreachable, Where, WrongState
-from snapshotd.config import split_address
+from snapshotd.api.errors import Full, RankGone, SnapshotError, Where, WrongState
 from snapshotd.cuda.driver import Gpus
-from snapshotd.inprocess import devmem
-from snapshotd.inprocess.devmem import Caught, DeviceMemory, TooSmall
+from snapshotd.inprocess.devmem import Caught, TooSmall
 from snapshotd.moves.device import standstill, stripe_files
 from snapshotd.moves.device.memory import copy_s
 from snapshotd.moves.device.parts import Parts, each
+from snapshotd.moves.device.source_channel import SourceChannel, reason
 from snapshotd.moves.device.standstill import LOCK_S
+from snapshotd.moves.device.striped import Striped, candidates
 from snapshotd.moves.journal import MoveLog
 from snapshotd.moves.node import Node
 from snapshotd.moves.record import OffloadedMemory, StripedProcess
 from snapshotd.moves.rules import Mark
 from snapshotd.preflight.gpu_checks import RESERVE_BYTES
-from snapshotd.proc import host, tree
+from snapshotd.proc import host
 from snapshotd.proc.memory import memory_room
 from snapshotd.proc.tree import Process
 from snapshotd.runtime.blocking import all_at_once, in_thread
 from snapshotd.runtime.faults import Point, reach
-from snapshotd.transport.device.outgoing import Outgoing
 
 log = logging.getLogger(__name__)
 
@@ -48,37 +43,6 @@ log = logging.getLogger(__name__)
 TRIES, AGAIN_S = 3, 0.01
 #: How often the senders are updated on the progress of the copy.
 FEED_S = 0.002
-OPEN_S = 30.0
-#: Everything has arrived when the target holds the copy; only a child process has to exit.
-FINISH_S = 10.0
-#: How long a target may take to learn that no stripes come; the job runs meanwhile.
-GIVE_UP_S = 3.0
-
-
-@dataclass
-class Striped:
-    """One process whose device memory leaves in stripes."""
-
-    memory: DeviceMemory
-    inner_pid: int
-    names: list[str]
-    expected_bytes: int
-    slot_bytes: int = devmem.SLOT_BYTES
-    sizes: list[int] = field(default_factory=list)  # of the stripes, once it is out
-    caught: str = ""  # where a thread was parked
-
-    @property
-    def process(self) -> Process:
-        return self.memory.process
-
-    @property
-    def bytes(self) -> int:
-        return sum(self.sizes)
-
-    @property
-    def stripe_bytes(self) -> int:
-        """What is allocated ahead for each stripe; their sizes differ slightly."""
-        return self.expected_bytes // len(self.names) + self.slot_bytes
 
 
 class Offload:
@@ -89,11 +53,14 @@ class Offload:
         self.striped = striped
         self.names = [name for one in striped for name in one.names]
         self.folder = stripe_files.folder_of(node.config.image_dir, move_log.move)
-        self.outgoing: Outgoing | None = None
         self.warnings: list[str] = []
+        self.channel = SourceChannel(node, move_log, self.names, self._warn)
         #: If the processes cannot be asked, the bytes that preflight saw.
         self._wanted_bytes = sum(one.expected_bytes for one in striped) or preflight_bytes
-        self._advanced = dict.fromkeys(self.names, 0)
+
+    @property
+    def _expected_bytes(self) -> int:
+        return sum(one.expected_bytes for one in self.striped)
 
     # ------------------------------------------------------------------ while the job runs
 
@@ -110,7 +77,7 @@ class Offload:
         ]
         await in_thread(self.log.mark, self.log.last_mark, striped_processes=striped)
         await self._make_files()
-        await self._open_channel()
+        await self.channel.open(self._expected_bytes)
         await all_at_once(self._ready, self.striped)
 
     async def _make_files(self) -> None:
@@ -123,48 +90,9 @@ class Offload:
             await in_thread(stripe_files.make_folder, self.node.config.image_dir, self.log.move)
             await all_at_once(lambda file: stripe_files.allocate(*file), wanted)
 
-    async def _open_channel(self) -> None:
-        """Opens the device-memory channel. Without it the image channel carries the files, after the dump. Raises NotSpoken
-        if the target cannot refill."""
-        begin, config = self.log.begin, self.node.config
-        request = pb.OpenDeviceChannelRequest(
-            move=begin.move,
-            names=self.names,
-            expected_bytes=sum(one.expected_bytes for one in self.striped),
-            plain=config.device_channel == "plain",
-        )
-        try:
-            async with self.node.client(begin.target_node, begin.target_endpoint) as client:
-                lane = await client.target.OpenDeviceChannel(request, timeout_s=OPEN_S)
-            if lane.plain and not request.plain:
-                raise Internal(
-                    f"{begin.target_node} wants device memory without encryption",
-                    remedy="see device_channel",
-                )
-            self.outgoing = await Outgoing.open(
-                split_address(begin.target_endpoint)[0],
-                lane.port,
-                lane.key,
-                begin.target_node,
-                self.folder,
-                self.names,
-                encrypted=not lane.plain,
-            )
-        except NotSpoken:
-            raise
-        except (Unreachable, Internal, Timeout) as error:
-            self._warn(
-                f"offloaded device memory follows the image, for lack of a device-memory channel: {error.message}"
-            )
-
     async def reopen_channel(self) -> None:
         """Replaces a channel that broke while the job was advancing to its cut; nothing was sent yet."""
-        if self.outgoing is None or self.outgoing.failed is None:
-            return
-        self._warn(f"the device-memory channel broke, and is opened again: {_reason(self.outgoing.failed)}")
-        await self.close()
-        with contextlib.suppress(SnapshotError):  # then it follows the image
-            await self._open_channel()
+        await self.channel.reopen(self._expected_bytes)
 
     def _ready(self, one: Striped) -> None:
         with stripe_files.opened(self.folder, one.names, os.O_RDWR) as fds:
@@ -202,8 +130,7 @@ class Offload:
             self._wanted_bytes -= one.expected_bytes
             self.striped.remove(one)
         if not self.striped:  # `must_fit` was checked before the standstill
-            if self.outgoing is not None:
-                self.outgoing.finish(self._advanced)  # no bytes: the target need not wait
+            self.channel.announce_sizes()  # no bytes: the target need not wait
             return 0
         unlocked = [one.process for one in self.striped]
         left = list(self.striped)
@@ -224,8 +151,7 @@ class Offload:
         offloaded = [OffloadedMemory(one.inner_pid, one.names, one.sizes, one.slot_bytes) for one in self.striped]
         size = sum(one.bytes for one in self.striped)
         await in_thread(self.log.mark, Mark.FREEZING, offloaded=offloaded, offloaded_bytes=size)
-        if self.outgoing is not None:
-            self.outgoing.finish(self._advanced)
+        self.channel.announce_sizes()
         await reach(Point.OFFLOADED)
         await in_thread(self.must_fit, held[0].pid, Where.SOURCE_FROZEN)
         await parts.time("relock", each(unlocked, lambda one: gpus.lock(one, LOCK_S)))
@@ -266,7 +192,7 @@ class Offload:
                 await self._failed(one, result)
             else:
                 one.sizes = list(await in_thread(one.memory.done))
-                self._advance(one, one.sizes)
+                self.channel.advance(one.names, one.sizes)
         parts.add("offload", host.boottime_s() - began, sum(one.bytes for one in wanted))
         return caught
 
@@ -296,7 +222,7 @@ class Offload:
 
     async def _leave_to_driver(self, one: Striped, why: str) -> None:
         """Empties the files of a process, which are not needed any more: the driver's copy needs the room."""
-        await all_at_once(_drop, [one])
+        await all_at_once(Striped.drop, [one])
         self.striped = [other for other in self.striped if other is not one]
         await all_at_once(stripe_files.empty, [self.folder / name for name in one.names])
         self._warn(f"the driver's checkpoint carries the device memory of process {one.inner_pid}: {why}")
@@ -307,70 +233,44 @@ class Offload:
             await asyncio.sleep(FEED_S)
             for one in wanted:
                 with contextlib.suppress(SnapshotError):  # the caller that waits for the copy gets the error
-                    self._advance(one, await in_thread(one.memory.done))
-
-    def _advance(self, one: Striped, done: Sequence[int]) -> None:
-        for name, size in zip(one.names, done, strict=False):
-            self._advanced[name] = max(self._advanced[name], size)
-            if self.outgoing is not None:
-                self.outgoing.advance(name, size)
+                    self.channel.advance(one.names, await in_thread(one.memory.done))
 
     # ------------------------------------------------------------------ on its way, and afterwards
 
     @property
     def has_channel(self) -> bool:
-        return self.outgoing is not None and self.outgoing.failed is None
+        return self.channel.works
 
     @property
     def sent_bytes(self) -> int:
-        return self.outgoing.sent_bytes if self.outgoing is not None and self.striped else 0
+        return self.channel.sent_bytes if self.striped else 0
 
     async def finish(self) -> int:
         """COMMIT stands, so everything has arrived: closes the channel and returns the bytes that were sent."""
-        sent = 0
-        if self.outgoing is not None:
-            try:
-                async with asyncio.timeout(FINISH_S):
-                    sent = (await self.outgoing.wait()).sent
-            except (SnapshotError, TimeoutError) as error:
-                log.warning("the stripes of %s arrived, but their channel failed: %s", self.log.move, _reason(error))
-        await self.close()
-        return sent
+        return await self.channel.finish()
 
     async def give_up(self, why: SnapshotError | OSError) -> None:
         """Stripes nothing: removes the files, the channel, and what was prepared in the processes."""
-        self._warn(f"the driver's checkpoint carries the device memory: {_reason(why)}")
+        self._warn(f"the driver's checkpoint carries the device memory: {reason(why)}")
         striped, self.striped = self.striped, []
-        if self.outgoing is not None:
-            with contextlib.suppress(SnapshotError, TimeoutError):  # frees the target's room at once
-                self.outgoing.finish(dict.fromkeys(self.names, 0))
-                async with asyncio.timeout(GIVE_UP_S):
-                    await self.outgoing.wait()
-        await self.close()
-        await asyncio.gather(*(all_at_once(_drop, [one]) for one in striped))
+        await self.channel.give_up()
+        await asyncio.gather(*(all_at_once(Striped.drop, [one]) for one in striped))
         await in_thread(stripe_files.sweep, self.node.config.image_dir, self.log.move)
 
     async def close(self) -> None:
         """Stops sending; the files stay. Idempotent."""
-        if self.outgoing is not None:
-            outgoing, self.outgoing = self.outgoing, None
-            await outgoing.close()
+        await self.channel.close()
 
     def _warn(self, text: str) -> None:
         log.warning("%s", text)
         self.warnings.append(text)
 
 
-def _drop(one: Striped) -> None:
-    with contextlib.suppress(SnapshotError):
-        one.memory.drop()
-
-
 async def prepare(node: Node, move_log: MoveLog, processes: Sequence[Process], preflight_bytes: int) -> Offload | None:
     """Prepares the device memory of these running processes to leave in stripes; None where there is too little of it.
     Raises WrongState when some of it is off the GPU already, and the processes do not run."""
     try:
-        striped = await in_thread(_candidates, processes)
+        striped = await in_thread(candidates, processes)
     except WrongState:
         raise
     except (SnapshotError, OSError) as error:
@@ -382,25 +282,3 @@ async def prepare(node: Node, move_log: MoveLog, processes: Sequence[Process], p
     offload = Offload(node, move_log, striped, preflight_bytes)
     await offload.prepare()
     return offload
-
-
-def _candidates(processes: Sequence[Process]) -> list[Striped]:
-    found = []
-    for process in processes:
-        with contextlib.suppress(RankGone, FileNotFoundError, ProcessLookupError):
-            memory = devmem.find(process)
-            if memory is None:
-                continue
-            if memory.offloaded():
-                raise WrongState(
-                    f"the device memory of process {process.pid} left its GPU in a freeze that was interrupted",
-                    where=Where.SOURCE_FROZEN,
-                )
-            if (size := memory.size()) >= devmem.LEAST_BYTES:
-                inner_pid = tree.inner_pid(process.pid)
-                found.append(Striped(memory, inner_pid, stripe_files.names_of(inner_pid, devmem.STRIPES), size))
-    return found
-
-
-def _reason(error: BaseException) -> Any:
-    return error.message if isinstance(error, SnapshotError) else error

@@ -1,0 +1,134 @@
+"""The source's end of the device-memory channel: sends stripe files to the target while they grow.
+
+Invariant: the channel may fail at any time before the target holds the copy; then the image channel carries the files, after
+the dump. No byte is sent that `advance` did not announce as copied.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from snapshotd.api import snapshotd_pb2 as pb
+from snapshotd.api.client import NotSpoken
+from snapshotd.api.errors import Internal, SnapshotError, Timeout, Unreachable
+from snapshotd.config import split_address
+from snapshotd.moves.device import stripe_files
+from snapshotd.moves.journal import MoveLog
+from snapshotd.moves.node import Node
+from snapshotd.transport.device.outgoing import Outgoing
+
+log = logging.getLogger(__name__)
+
+OPEN_S = 30.0
+#: Everything has arrived when the target holds the copy; only a child process has to exit.
+FINISH_S = 10.0
+#: How long a target may take to learn that no stripes come; the job runs meanwhile.
+GIVE_UP_S = 3.0
+
+
+class SourceChannel:
+    """The channel of one move, and how much of each stripe was copied so far. It is lost when the daemon restarts."""
+
+    def __init__(self, node: Node, move_log: MoveLog, names: Sequence[str], warn: Callable[[str], None]) -> None:
+        self.node, self.log, self.warn = node, move_log, warn
+        self.names = list(names)
+        self.folder = stripe_files.folder_of(node.config.image_dir, move_log.move)
+        self.outgoing: Outgoing | None = None
+        self._advanced = dict.fromkeys(self.names, 0)
+
+    @property
+    def works(self) -> bool:
+        return self.outgoing is not None and self.outgoing.failed is None
+
+    @property
+    def sent_bytes(self) -> int:
+        return self.outgoing.sent_bytes if self.outgoing is not None else 0
+
+    async def open(self, expected_bytes: int) -> None:
+        """Opens the channel, or warns that there is none. Raises NotSpoken if the target cannot refill."""
+        begin, config = self.log.begin, self.node.config
+        request = pb.OpenDeviceChannelRequest(
+            move=begin.move,
+            names=self.names,
+            expected_bytes=expected_bytes,
+            plain=config.device_channel == "plain",
+        )
+        try:
+            async with self.node.client(begin.target_node, begin.target_endpoint) as client:
+                opened = await client.target.OpenDeviceChannel(request, timeout_s=OPEN_S)
+            if opened.plain and not request.plain:
+                raise Internal(
+                    f"{begin.target_node} wants device memory without encryption",
+                    remedy="see device_channel",
+                )
+            self.outgoing = await Outgoing.open(
+                split_address(begin.target_endpoint)[0],
+                opened.port,
+                opened.key,
+                begin.target_node,
+                self.folder,
+                self.names,
+                encrypted=not opened.plain,
+            )
+        except NotSpoken:
+            raise
+        except (Unreachable, Internal, Timeout) as error:
+            self.warn(
+                f"offloaded device memory follows the image, for lack of a device-memory channel: {error.message}"
+            )
+
+    async def reopen(self, expected_bytes: int) -> None:
+        """Replaces a channel that broke before anything was sent."""
+        if self.outgoing is None or self.outgoing.failed is None:
+            return
+        self.warn(f"the device-memory channel broke, and is opened again: {reason(self.outgoing.failed)}")
+        await self.close()
+        with contextlib.suppress(SnapshotError):  # then it follows the image
+            await self.open(expected_bytes)
+
+    def advance(self, names: Sequence[str], done: Sequence[int]) -> None:
+        """So many bytes of these stripes were copied and can be sent."""
+        for name, size in zip(names, done, strict=False):
+            self._advanced[name] = max(self._advanced[name], size)
+            if self.outgoing is not None:
+                self.outgoing.advance(name, size)
+
+    def announce_sizes(self) -> None:
+        """Nothing is copied any more: what `advance` announced is all of each stripe."""
+        if self.outgoing is not None:
+            self.outgoing.finish(self._advanced)
+
+    async def finish(self) -> int:
+        """COMMIT stands, so everything has arrived: closes the channel and returns the bytes that were sent."""
+        sent = 0
+        if self.outgoing is not None:
+            try:
+                async with asyncio.timeout(FINISH_S):
+                    sent = (await self.outgoing.wait()).sent
+            except (SnapshotError, TimeoutError) as error:
+                log.warning("the stripes of %s arrived, but their channel failed: %s", self.log.move, reason(error))
+        await self.close()
+        return sent
+
+    async def give_up(self) -> None:
+        """Tells the target that no stripes come, which frees its room at once, and closes the channel."""
+        if self.outgoing is not None:
+            with contextlib.suppress(SnapshotError, TimeoutError):
+                self.outgoing.finish(dict.fromkeys(self.names, 0))
+                async with asyncio.timeout(GIVE_UP_S):
+                    await self.outgoing.wait()
+        await self.close()
+
+    async def close(self) -> None:
+        """Stops sending; the files stay. Idempotent."""
+        if self.outgoing is not None:
+            outgoing, self.outgoing = self.outgoing, None
+            await outgoing.close()
+
+
+def reason(error: BaseException) -> Any:
+    return error.message if isinstance(error, SnapshotError) else error

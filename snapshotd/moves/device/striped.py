@@ -1,0 +1,67 @@
+"""The processes of a rank whose device memory leaves in stripes.
+
+Invariant: only a process that runs, and whose memory is on its GPU, is chosen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from snapshotd.api.errors import RankGone, SnapshotError, Where, WrongState
+from snapshotd.inprocess import devmem
+from snapshotd.inprocess.devmem import DeviceMemory
+from snapshotd.moves.device import stripe_files
+from snapshotd.proc import tree
+from snapshotd.proc.tree import Process
+
+
+@dataclass
+class Striped:
+    """One process whose device memory leaves in stripes."""
+
+    memory: DeviceMemory
+    inner_pid: int
+    names: list[str]
+    expected_bytes: int
+    slot_bytes: int = devmem.SLOT_BYTES
+    sizes: list[int] = field(default_factory=list)  # of the stripes, once it is out
+    caught: str = ""  # where a thread was parked
+
+    @property
+    def process(self) -> Process:
+        return self.memory.process
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.sizes)
+
+    @property
+    def stripe_bytes(self) -> int:
+        """What is allocated ahead for each stripe; their sizes differ slightly."""
+        return self.expected_bytes // len(self.names) + self.slot_bytes
+
+    def drop(self) -> None:
+        """Releases what was prepared in the process, if it still can. Blocking."""
+        with contextlib.suppress(SnapshotError):
+            self.memory.drop()
+
+
+def candidates(processes: Sequence[Process]) -> list[Striped]:
+    """Those of these processes with enough memory for stripes. Blocking. Raises WrongState when some of it is off the GPU."""
+    found = []
+    for process in processes:
+        with contextlib.suppress(RankGone, FileNotFoundError, ProcessLookupError):
+            memory = devmem.find(process)
+            if memory is None:
+                continue
+            if memory.offloaded():
+                raise WrongState(
+                    f"the device memory of process {process.pid} left its GPU in a freeze that was interrupted",
+                    where=Where.SOURCE_FROZEN,
+                )
+            if (size := memory.size()) >= devmem.LEAST_BYTES:
+                inner_pid = tree.inner_pid(process.pid)
+                found.append(Striped(memory, inner_pid, stripe_files.names_of(inner_pid, devmem.STRIPES), size))
+    return found
