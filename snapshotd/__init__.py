@@ -2,7 +2,7 @@
 
 import os
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # gRPC's core reads these variables when it is loaded, so they are set in the package that every module imports. Its log
 # lines (about a failed handshake, for example) repeat our errors and would appear inside a terminal's progress bar.

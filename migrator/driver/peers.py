@@ -5,30 +5,33 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 
 from migrator.cluster import Cluster
+from migrator.fan_out import ASK_TIMEOUT_S, ask_all
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.client import DaemonClient
 from snapshotd.api.errors import SnapshotError
 
-ASK_TIMEOUT_S = 5.0
+
+async def node_infos(cluster: Cluster) -> dict[str, pb.NodeInfo]:
+    """The description of every node that answers."""
+
+    async def ask(client: DaemonClient) -> pb.NodeInfo:
+        return await client.node.GetNode(pb.GetNodeRequest(), timeout_s=ASK_TIMEOUT_S)
+
+    return (await ask_all(cluster, ask))[0]
 
 
-async def node_addresses(cluster: Cluster) -> list[pb.NodeAddresses]:
+async def node_addresses(cluster: Cluster, infos: Mapping[str, pb.NodeInfo]) -> list[pb.NodeAddresses]:
     """The addresses of every node. For a node that does not answer, these are the addresses of its endpoint: preflight then
     refuses its connections by the node's name instead of treating them as connections out of the cluster."""
 
-    async def ask(node: str) -> pb.NodeAddresses:
-        endpoint = cluster.nodes[node]
-        try:
-            async with cluster.client(node) as client:
-                info = await client.node.GetNode(pb.GetNodeRequest(), timeout_s=ASK_TIMEOUT_S)
-            return pb.NodeAddresses(name=node, endpoint=endpoint, addresses=info.addresses)
-        except SnapshotError:
-            return pb.NodeAddresses(name=node, endpoint=endpoint, addresses=await _resolved(endpoint))
+    async def found(node: str, endpoint: str) -> pb.NodeAddresses:
+        addresses = infos[node].addresses if node in infos else await _resolved(endpoint)
+        return pb.NodeAddresses(name=node, endpoint=endpoint, addresses=addresses)
 
-    return list(await asyncio.gather(*(ask(node) for node in cluster.nodes)))
+    return list(await asyncio.gather(*(found(node, endpoint) for node, endpoint in cluster.nodes.items())))
 
 
 async def _resolved(endpoint: str) -> list[str]:

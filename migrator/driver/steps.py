@@ -5,15 +5,17 @@ Each function raises a SnapshotError if its step failed or its answer was lost; 
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
-from migrator.driver.peers import node_addresses
+from migrator.driver.peers import node_addresses, node_infos
 from migrator.driver.run import Run
 from migrator.protocol import PREPARE, TABLE, Step
 from migrator.results import PhaseTime
+from snapshotd import __version__
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.client import NotSpoken
 from snapshotd.api.errors import NotFound, RankGone, Refused, SnapshotError, Undone, Where
+from snapshotd.api.version import compatible
 
 #: How long to wait for the source to clean up after a rank that already runs on the target; the source may be dead.
 RELEASE_S = 15.0
@@ -37,9 +39,26 @@ async def perform(run: Run, step: Step, timeout_s: float) -> None:
 async def preflight(run: Run) -> None:
     """All steps of preflight. What they found is in `run.checks`."""
     with run.reporter.phase("preflight"):
-        run.nodes = await node_addresses(run.cluster)
+        infos = await node_infos(run.cluster)
+        _refuse_other_versions(run, infos)
+        run.nodes = await node_addresses(run.cluster, infos)
     for run.reached, step in enumerate(TABLE[:PREPARE]):
         await perform(run, step, step.timeout_s)
+
+
+def _refuse_other_versions(run: Run, infos: Mapping[str, pb.NodeInfo]) -> None:
+    """Before any other call, because a daemon of another version may not know it, or may understand it differently."""
+    for node in (run.found.node, run.options.to):
+        if node in infos and not compatible(infos[node].version, __version__):
+            run.checks.append(
+                pb.Check(
+                    name="daemon-version",
+                    verdict=pb.Check.REFUSE,
+                    reason=f"snapshotd on {node} has version {infos[node].version}, and this migrator {__version__}",
+                    remedy="install the same version on all nodes (ranks keep running while a daemon restarts)",
+                )
+            )
+    refuse_if_checks_do(run)
 
 
 def refuse_if_checks_do(run: Run) -> None:

@@ -57,7 +57,7 @@ facts                the facts that the target needs could be gathered
 on the target
 ===================  ===================================================================================================
 target-node          the target is not the source
-daemon-version       both daemons have the same major and minor version
+daemon-version       both daemons and migrator have the same major and minor version
 architecture         the same processor architecture
 cpu-features         the target's CPU has all features that the source's has
 target-kernel        the kernel features of the check `kernel`; warns if the release differs

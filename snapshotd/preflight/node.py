@@ -8,9 +8,9 @@ from __future__ import annotations
 import ctypes
 import errno
 import functools
-import re
 from pathlib import Path
 
+from snapshotd.api.version import version_pair
 from snapshotd.proc import host, mountinfo
 
 #: CPU flags that programs cannot use, or that only describe the kernel or a hypervisor: they may differ between nodes.
@@ -37,12 +37,6 @@ _SYS_PIDFD_GETFD = 438  # the same number on every architecture
 def program_cpu_features() -> list[str]:
     """The features that every CPU of this node has and that a program can use, sorted."""
     return [name for name in host.cpu_features() if name not in KERNEL_ONLY_FLAGS]
-
-
-def version_pair(text: str) -> tuple[int, int] | None:
-    """Major and minor of a version as programs print it, or None if the text contains none."""
-    found = re.search(r"(\d{1,6})\.(\d{1,6})", text)
-    return (int(found[1]), int(found[2])) if found else None
 
 
 def kernel_problems(cgroup: str = "") -> list[str]:

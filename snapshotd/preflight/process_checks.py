@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 
 from snapshotd.api.snapshotd_pb2 import Check
+from snapshotd.api.version import version_pair
 from snapshotd.preflight.inspection import Inspection
-from snapshotd.preflight.node import kernel_problems, version_pair
+from snapshotd.preflight.node import kernel_problems
 from snapshotd.preflight.objects import is_carried
 from snapshotd.preflight.process_info import read_identity
 from snapshotd.preflight.verdict import listed, passed, refused, warned

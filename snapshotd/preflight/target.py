@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from snapshotd.api.snapshotd_pb2 import Check, NodeInfo, RankFacts
+from snapshotd.api.version import compatible, version_pair
 from snapshotd.preflight import target_files
-from snapshotd.preflight.node import KERNEL_ONLY_FLAGS, version_pair
+from snapshotd.preflight.node import KERNEL_ONLY_FLAGS
 from snapshotd.preflight.process_checks import criu_check, kernel_check
 from snapshotd.preflight.target_gpu import CONDITIONS, GpuOffer
 from snapshotd.preflight.verdict import guarded, listed, passed, refused, warned
@@ -66,8 +67,7 @@ def target_node(offer: Offer) -> Check:
 
 def daemon_version(offer: Offer) -> Check:
     there, here = offer.facts.daemon_version, offer.node.version
-    pair = version_pair(there)
-    if there != here and (pair is None or pair != version_pair(here)):
+    if not compatible(there, here):
         return refused(
             "daemon-version",
             f"snapshotd is {there} on the source and {here} on {offer.node.name}",

@@ -16,6 +16,7 @@ import grpc
 import pytest
 
 from migrator.cli import main
+from snapshotd import __version__
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api import snapshotd_pb2_grpc as stubs
 from snapshotd.api.errors import WIRE_KEY, SnapshotError
@@ -35,6 +36,7 @@ class FakeDaemon(stubs.NodeServicer, stubs.SourceServicer, stubs.TargetServicer)
     checks: list[pb.Check] = field(default_factory=list)
     gpus: list[pb.Gpu] = field(default_factory=list)
     gpu_problem: str = ""
+    version: str = __version__
     copy: pb.Copy = field(default_factory=lambda: pb.Copy(state=pb.Copy.NO_SUCH_MOVE))
     gated: list[Gated] = field(default_factory=list)  # the processes of this node that use NCCL
     gate_waits_for: str = ""
@@ -67,7 +69,7 @@ class FakeDaemon(stubs.NodeServicer, stubs.SourceServicer, stubs.TargetServicer)
         self._hear("GetNode", request, context)
         return pb.NodeInfo(
             name=self.name,
-            version="0.1.0",
+            version=self.version,
             kernel="6.18.0",
             criu_version="4.2.1",
             memory_available_bytes=8_000_000_000,

@@ -17,6 +17,7 @@ import pytest
 from migrator.progress_display import Lines, Live, Silent, show_on
 from migrator.protocol import Verdict
 from migrator.results import Event, MoveOptions, MoveResult, PhaseTime
+from snapshotd import __version__
 from snapshotd.api.errors import CriuFailed, OutcomeUnknown, Refused, Undone, Where
 from tests.cli.conftest import MOVE, FakeCluster, Migrator, a_rank
 
@@ -148,6 +149,26 @@ def test_source_without_prepare_device_can_still_move_a_rank(cluster: FakeCluste
     ran = migrator("move", "--rank", "0", "--to", "spare-1", "--json")
     assert (ran.code, ran.json["outcome"]) == (0, "moved")
     assert "prepare" not in {part["name"] for part in ran.json["parts"]}
+
+
+@pytest.mark.parametrize("verb", ["move", "check"])
+@pytest.mark.parametrize("node", ["node-1", "spare-1"])
+def test_daemon_of_another_version_is_refused_before_any_other_call(
+    cluster: FakeCluster, migrator: Migrator, verb: str, node: str
+) -> None:
+    cluster["node-1"].ranks = [a_rank("node-1")]
+    cluster[node].version = "0.1.0"
+    ran = migrator(verb, "--rank", "0", "--to", "spare-1")
+    assert ran.code == Refused.exit_code
+    assert f"daemon-version: snapshotd on {node} has version 0.1.0, and this migrator {__version__}" in ran.err
+    assert "install the same version" in ran.err
+    assert {method for method, _ in cluster[node].asked} == {"GetNode", "ListRanks"}
+
+
+def test_patch_versions_of_daemons_may_differ(cluster: FakeCluster, migrator: Migrator) -> None:
+    cluster["node-1"].ranks = [a_rank("node-1")]
+    cluster["node-1"].version = __version__.rpartition(".")[0] + ".999"
+    assert migrator("move", "--rank", "0", "--to", "spare-1").code == 0
 
 
 def test_driver_undoes_a_move_that_fails(cluster: FakeCluster, migrator: Migrator) -> None:
