@@ -80,7 +80,7 @@ def moved(nodes: Cluster, flags: Sequence[str], device_memory: str) -> dict[str,
             answer = nodes.move(job, NODES[1], timeout_s=MOVE_S)
         steps = _steps(job.text())
         until("the job to go on", lambda: _steps(job.text()) > steps + 3, 60)
-        copied = re.findall(r"(taken off|put back onto) the GPU, copied in \S+ s, ([\d.]+) GB/s", nodes.logs(400))
+        copied = copied_gbps(nodes.logs(400), answer["move"])
     finally:
         job.kill()
         nodes.tidy()
@@ -89,8 +89,15 @@ def moved(nodes: Cluster, flags: Sequence[str], device_memory: str) -> dict[str,
         "parts": [*parts, Part("pause", answer["pause_s"])],
         "answer": answer,
         "host_bytes": peaks.bytes,
-        "copied_gbps": dict(copied),  # the copy alone, from the daemons' latest log lines
+        "copied_gbps": copied,
     }
+
+
+def copied_gbps(logs: str, move: str) -> dict[str, str]:
+    """The speed of the copy alone in each direction, if the shim copied in this move. The daemons log it."""
+    copies = re.compile(r"(taken off|put back onto) the GPU, copied in \S+ s, ([\d.]+) GB/s")
+    found = [copies.search(line) for line in logs.splitlines() if f" {move} " in line]
+    return {one[1]: one[2] for one in found if one is not None}
 
 
 def _steps(text: str) -> int:
@@ -159,14 +166,14 @@ def _pause(results: Sequence[dict[str, Any]], gib: float, way: str) -> float | N
 
 def ratios(results: Sequence[dict[str, Any]]) -> str:
     """A table of how much offloading shortens the pause, and of host memory relative to device memory in use."""
-    lines = ["| parked | driver ÷ parked | by hand ÷ parked | host memory, source | host memory, target |"]
+    lines = ["| offloaded | driver ÷ offloaded | by hand ÷ offloaded | host memory, source | host memory, target |"]
     lines.append("| --- | --- | --- | --- | --- |")
     for gib in dict.fromkeys(result["gib"] for result in results):
-        parked = _pause(results, gib, OFFLOAD)
-        if parked is None:
+        offloaded = _pause(results, gib, OFFLOAD)
+        if offloaded is None:
             continue
         times = [_pause(results, gib, way) for way in (DRIVER, BY_HAND)]
-        cells = [f"{other / parked:.1f}" if other else "–" for other in times]
+        cells = [f"{other / offloaded:.1f}" if other else "–" for other in times]
         taken = [
             [result["host_bytes"][node] / result["answer"]["device_bytes"] for node in NODES]
             for result in results

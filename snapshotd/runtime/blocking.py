@@ -7,6 +7,7 @@ hang for ever (criu, the CUDA driver) belongs in a child process, which can be k
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -40,7 +41,8 @@ async def all_at_once(function: Callable[[Item], T], items: Sequence[Item]) -> l
 
 
 async def _in(executor: Executor | None, function: Callable[[], T]) -> T:
-    future = asyncio.get_running_loop().run_in_executor(executor, function)
+    # In the caller's context, so that records logged in the thread carry the move (snapshotd/runtime/logs.py).
+    future = asyncio.get_running_loop().run_in_executor(executor, contextvars.copy_context().run, function)
     try:
         return await asyncio.shield(future)
     except asyncio.CancelledError:

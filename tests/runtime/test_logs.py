@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from snapshotd.runtime import logs
+from snapshotd.runtime.blocking import all_at_once, in_thread
 from snapshotd.runtime.logs import move_context
 
 LOG = logging.getLogger("snapshotd.moves")
@@ -69,7 +70,8 @@ async def test_tasks_and_threads_of_a_move_carry_its_fields(stream: io.StringIO)
         with move_context(move=name, phase="dump"):
             LOG.info("before")
             await asyncio.sleep(0)
-            await asyncio.to_thread(LOG.info, "in a thread")
+            await in_thread(LOG.info, "in a thread")
+            await all_at_once(LOG.info, ["at once"])
             await asyncio.create_task(child())
 
     async def child() -> None:
@@ -79,7 +81,7 @@ async def test_tasks_and_threads_of_a_move_carry_its_fields(stream: io.StringIO)
     lines = stream.getvalue().splitlines()
     for move in ("m-a", "m-b"):
         own = [line.split(f"{move} ")[1] for line in lines if f" {move} " in line]
-        assert own == ["dump: before", "dump: in a thread", "dump: in a task"]
+        assert own == ["dump: before", "dump: in a thread", "dump: at once", "dump: in a task"]
     assert logs.move_fields() == {}
 
 
