@@ -329,7 +329,7 @@ def parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(3, cover="point")
 @pytest.mark.parametrize(
     "point", [Point.SUSPEND, Point.BEFORE_REPOINT, Point.REPOINTING, Point.REPOINT, Point.BEFORE_SETTLE]
 )

@@ -38,7 +38,7 @@ TARGET_AFTER_COMMIT = [Point.BEFORE_ACTIVATE, Point.ACTIVATED, Point.ACTIVATE]
 # ---------------------------------------------------------------- the source's daemon
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(3, cover="point")
 @pytest.mark.parametrize("point", BEFORE_COMMIT)
 def test_source_daemon_killed_before_commit_is_undone(drill: Drill, point: Point) -> None:
     drill.arm(SOURCE, point, "kill")
@@ -49,7 +49,7 @@ def test_source_daemon_killed_before_commit_is_undone(drill: Drill, point: Point
     drill.finish(SOURCE)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, cover="point")
 @pytest.mark.parametrize("point", AFTER_COMMIT)
 def test_source_daemon_killed_after_commit_completes_the_move(drill: Drill, point: Point) -> None:
     drill.arm(SOURCE, point, "kill")
@@ -60,7 +60,7 @@ def test_source_daemon_killed_after_commit_completes_the_move(drill: Drill, poin
     drill.finish(TARGET)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, cover="point")
 @pytest.mark.parametrize("point", [Point.BEFORE_ABORT, Point.ABORT])
 def test_source_daemon_killed_during_the_undo_completes_it(drill: Drill, point: Point) -> None:
     drill.arm(SOURCE, point, "kill")
@@ -75,7 +75,7 @@ def test_source_daemon_killed_during_the_undo_completes_it(drill: Drill, point: 
 # ---------------------------------------------------------------- the target's daemon
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(3, cover="point")
 @pytest.mark.parametrize("point", TARGET_BEFORE_COMMIT)
 def test_target_daemon_killed_before_commit_is_undone(drill: Drill, point: Point) -> None:
     drill.arm(TARGET, point, "kill")
@@ -86,7 +86,7 @@ def test_target_daemon_killed_before_commit_is_undone(drill: Drill, point: Point
     drill.finish(SOURCE)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, cover="point")
 @pytest.mark.parametrize("point", TARGET_AFTER_COMMIT)
 def test_target_daemon_killed_after_commit_completes_the_move(drill: Drill, point: Point) -> None:
     drill.arm(TARGET, point, "kill")
@@ -97,7 +97,7 @@ def test_target_daemon_killed_after_commit_completes_the_move(drill: Drill, poin
     drill.finish(TARGET)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, cover="point")
 @pytest.mark.parametrize("point", [Point.BEFORE_DISCARD, Point.DISCARD])
 def test_target_daemon_killed_during_the_undo_completes_it(drill: Drill, point: Point) -> None:
     drill.arm(SOURCE, Point.BEFORE_COMMIT, "fail")
@@ -112,7 +112,7 @@ def test_target_daemon_killed_during_the_undo_completes_it(drill: Drill, point: 
 # ---------------------------------------------------------------- both daemons, restarts, and a daemon that hangs
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, cover="point")
 @pytest.mark.parametrize("point", [Point.DUMPING, Point.BEFORE_COMMIT])
 def test_both_daemons_killed_before_commit_is_undone(drill: Drill, point: Point) -> None:
     with drill.waiting_at(SOURCE, point):
@@ -134,7 +134,7 @@ def test_both_daemons_killed_after_commit_completes_the_move(drill: Drill) -> No
     drill.finish(TARGET)
 
 
-@pytest.mark.sampled(2, per="node")
+@pytest.mark.sampled(2, per="node", cover="point")
 @pytest.mark.parametrize(
     ("node", "point", "verdict", "at"),
     [
@@ -169,7 +169,7 @@ def test_target_daemon_that_hangs_is_abandoned_after_the_timeout(drill: Drill) -
 # ---------------------------------------------------------------- the driver
 
 
-@pytest.mark.sampled(2, per="node")
+@pytest.mark.sampled(2, per="node", cover="point")
 @pytest.mark.parametrize(
     ("node", "point", "at"),
     [
@@ -195,7 +195,7 @@ def test_driver_killed_leaves_the_move_to_the_daemons(drill: Drill, node: str, p
     drill.finish(at or drill.place())
 
 
-@pytest.mark.sampled(1, per="node")
+@pytest.mark.sampled(1, per="node", cover="point")
 @pytest.mark.parametrize(
     ("node", "point", "at"),
     [

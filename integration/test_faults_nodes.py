@@ -36,7 +36,7 @@ def test_source_node_crash_after_commit_runs_the_rank_on_the_target(drill: Drill
     drill.end_orphan()
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, cover="point")
 @pytest.mark.parametrize("point", [Point.BEFORE_COMMIT, Point.COMMIT])
 def test_target_node_crash_while_it_holds_the_rank_is_undone(drill: Drill, point: Point) -> None:
     """The source keeps its frozen copy until the target's runs, so the rank returns to the source even after COMMIT."""
@@ -50,7 +50,7 @@ def test_target_node_crash_while_it_holds_the_rank_is_undone(drill: Drill, point
 # ---------------------------------------------------------------- networks
 
 
-@pytest.mark.sampled(1, per="point")
+@pytest.mark.sampled(1, per="point", cover="point")
 @pytest.mark.parametrize("end", [SOURCE, TARGET])
 @pytest.mark.parametrize(("point", "node"), [(Point.DUMPING, SOURCE), (Point.COMMIT, SOURCE)])
 def test_operator_cut_off_from_a_node_leaves_the_move_to_the_daemons(
@@ -67,7 +67,7 @@ def test_operator_cut_off_from_a_node_leaves_the_move_to_the_daemons(
     drill.finish(at)
 
 
-@pytest.mark.sampled(1, per="at")
+@pytest.mark.sampled(1, per="at", cover="point")
 @pytest.mark.parametrize(
     ("point", "at"), [(Point.DUMPING, SOURCE), (Point.BEFORE_COMMIT, TARGET), (Point.COMMIT, TARGET)]
 )

@@ -35,7 +35,7 @@ def test_criu_killed_during_the_restore_is_undone(drill: Drill) -> None:
 # ---------------------------------------------------------------- the rank
 
 
-@pytest.mark.sampled(1, per="node")
+@pytest.mark.sampled(1, per="node", cover="point")
 @pytest.mark.parametrize(
     ("node", "point"),
     [
@@ -61,7 +61,7 @@ def test_frozen_copy_killed_while_the_target_holds_the_rank_commits(drill: Drill
     drill.finish(TARGET)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, cover="point")
 @pytest.mark.parametrize("point", [Point.BEFORE_COMMIT, Point.COMMIT])
 def test_held_copy_killed_is_undone(drill: Drill, point: Point) -> None:
     """It never ran, so the rank continues from the source's copy, even after COMMIT."""
@@ -89,7 +89,7 @@ def test_rank_killed_just_after_activation_ends_with_its_status(drill: Drill) ->
 # ---------------------------------------------------------------- the keepers
 
 
-@pytest.mark.sampled(2, per="node")
+@pytest.mark.sampled(2, per="node", cover="point")
 @pytest.mark.parametrize(
     ("node", "point"),
     [
@@ -124,7 +124,7 @@ def test_home_keeper_killed_while_its_daemon_is_down_ends_the_rank(drill: Drill)
     drill.killed()
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, cover="point")
 @pytest.mark.parametrize("point", [Point.BEFORE_COMMIT, Point.COMMIT])
 def test_guest_keeper_of_a_held_copy_killed_is_undone(drill: Drill, point: Point) -> None:
     with drill.waiting_at(SOURCE, point):

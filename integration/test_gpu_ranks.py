@@ -264,7 +264,7 @@ def test_rank_is_ended_if_the_driver_loses_its_memory(lab: GpuCluster) -> None:
     assert job.finish() == 128 + signal.SIGKILL or job.process.returncode == -signal.SIGKILL
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(2, cover="point")
 @pytest.mark.parametrize(
     "point", [Point.PARKED, Point.LOCKED, Point.CHECKPOINTED, Point.FREEZE, Point.DUMPING, Point.STREAM]
 )
@@ -281,7 +281,7 @@ def test_source_daemon_killed_is_undone(lab: GpuCluster, point: Point) -> None:
     lab.ends_well(job)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, cover="point")
 @pytest.mark.parametrize("point", [Point.CUDA_RESTORED, Point.RESTORED, Point.ACTIVATED])
 def test_target_daemon_killed_does_not_harm_the_job(lab: GpuCluster, point: Point) -> None:
     job = lab.job(SOURCE, "--threads", "2")

@@ -133,7 +133,7 @@ def test_peer_that_hangs_while_communicators_are_rebuilt_is_undone(nodes: Cluste
 # ---------------------------------------------------------------- killed processes
 
 
-@pytest.mark.sampled(1, per="node")
+@pytest.mark.sampled(1, per="node", cover="point")
 @pytest.mark.parametrize(
     ("node", "point"),
     [(SOURCE, Point.QUIESCED), (SOURCE, Point.DETACH), (SOURCE, Point.ATTACH), (PEER, Point.DETACHED)],
@@ -165,7 +165,7 @@ KILLS = [
 ]
 
 
-@pytest.mark.sampled(2, per="node")
+@pytest.mark.sampled(2, per="node", cover="point")
 @pytest.mark.parametrize(("node", "point"), KILLS)
 def test_daemon_killed_leaves_exact_results_and_open_gates(nodes: Cluster, node: str, point: Point) -> None:
     """Moved or undone, the job continues with exact results, and no gate stays closed."""

@@ -108,7 +108,7 @@ def test_job_runs_while_the_offload_is_prepared(lab: GpuCluster) -> None:
 # ---------------------------------------------------------------- undo
 
 
-@pytest.mark.sampled(1, per="node")
+@pytest.mark.sampled(1, per="node", cover="point")
 @pytest.mark.parametrize(
     ("node", "point"),
     [
@@ -135,7 +135,7 @@ def test_move_that_fails_is_undone_and_a_retry_succeeds(lab: GpuCluster, node: s
     job.ends_well()
 
 
-@pytest.mark.sampled(1, per="node")
+@pytest.mark.sampled(1, per="node", cover="point")
 @pytest.mark.parametrize(
     ("node", "point"),
     [
@@ -159,7 +159,7 @@ def test_daemon_killed_leaves_exact_results_and_open_gates(lab: GpuCluster, node
     job.ends_well()
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, cover="point")
 @pytest.mark.parametrize("point", [Point.READY, Point.OFFLOADED])
 def test_driver_killed_restores_memory_and_communicators(lab: GpuCluster, point: Point) -> None:
     """When the lease ends, memory that was offloaded is brought back; then the communicators are rebuilt."""

@@ -25,7 +25,7 @@ THREADED = (*LARGE, "--threads", "1")
 HALF_MIB = ("--mib", "240", "--blocks", "2", "--api", "runtime")
 
 
-@pytest.mark.sampled(1, per="node")
+@pytest.mark.sampled(1, per="node", cover="point")
 @pytest.mark.parametrize(
     ("node", "point"),
     [
@@ -48,7 +48,7 @@ def test_move_that_fails_is_undone_and_a_retry_succeeds(lab: GpuCluster, node: s
     lab.ends_well(job)
 
 
-@pytest.mark.sampled(1, per="node")
+@pytest.mark.sampled(1, per="node", cover="point")
 @pytest.mark.parametrize(
     ("node", "point"),
     [
@@ -190,7 +190,7 @@ def test_move_is_undone_if_the_targets_gpu_is_full(lab: GpuCluster) -> None:
     lab.ends_well(job)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, cover="point")
 @pytest.mark.parametrize("point", [Point.OFFLOADED, Point.STREAM])
 def test_rank_stays_frozen_until_the_sources_gpu_has_room(lab: GpuCluster, point: Point) -> None:
     """The undo finds the GPU full. The rank continues once there is room, also after a restart of the daemon."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.sampling import sample
+from tests.sampling import cover, sample
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PROJECT = """
@@ -25,6 +25,14 @@ def test_marked(case: int) -> None: print(f"marked {case}.")
 @pytest.mark.parametrize("case", range(5))
 @pytest.mark.parametrize("node", ["a", "b"])
 def test_per_node(node: str, case: int) -> None: print(f"{node} {case}.")
+
+@pytest.mark.sampled(1, cover="point")
+@pytest.mark.parametrize("point", range(4))
+def test_killed(point: int) -> None: print(f"killed {point}.")
+
+@pytest.mark.sampled(3, cover="point")
+@pytest.mark.parametrize("point", range(2, 6))
+def test_stopped(point: int) -> None: print(f"stopped {point}.")
 
 def test_loop(sampled: Sampler) -> None:
     for event in sampled(range(30), 4): print(f"event {event}.")
@@ -45,6 +53,22 @@ def test_a_sample_keeps_the_order_and_depends_on_seed_and_name() -> None:
 def test_every_case_is_met_within_some_weeks() -> None:
     met = {case for day in range(20261101, 20261131) for case in sample(range(20), 4, day, "x")}
     assert met == set(range(20))
+
+
+def test_samples_cover_every_value_and_grow_only_if_necessary() -> None:
+    whole = {"killed": list(range(8)), "stopped": list(range(4, 12)), "cut off": [3, 4]}
+    for day in range(20261101, 20261131):
+        kept = {
+            name: sample(values, keep, day, name) for (name, values), keep in zip(whole.items(), (6, 6, 1), strict=True)
+        }
+        cover(kept, whole, lambda point: point, day)
+        assert {point for points in kept.values() for point in points} == set(range(12))
+        assert all(set(points) <= set(whole[name]) for name, points in kept.items())
+        assert [len(points) == len(set(points)) for points in kept.values()] == [True] * 3
+        assert sum(map(len, kept.values())) == 13
+    small = {"killed": [1]}
+    cover(small, {"killed": [1, 2, 3]}, lambda point: point, 1)
+    assert sorted(small["killed"]) == [1, 2, 3]
 
 
 @pytest.fixture
@@ -79,6 +103,16 @@ def test_a_default_run_takes_a_sample_and_prints_how_to_repeat_it(project: Path)
     other = run(project, "--seed", "7", "-n", "2")
     assert (cases(other, "marked"), cases(other, "event")) != (cases(output, "marked"), cases(output, "event"))
     assert len(cases(other, "marked")) == 3
+
+
+@pytest.mark.parametrize("seed", ["1", "2", "3"])
+def test_a_default_run_covers_every_point(project: Path, seed: str) -> None:
+    output = run(project, "--seed", seed)
+    met = cases(output, "killed") + cases(output, "stopped")
+    assert set(met) == set("012345")
+    assert len(met) == 6, (
+        "two points are only killed: one case more than the four of the sample, and one of another point"
+    )
 
 
 def test_a_whole_run_takes_every_case(project: Path) -> None:
