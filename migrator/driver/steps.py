@@ -13,7 +13,7 @@ from migrator.protocol import PREPARE, TABLE, Step
 from migrator.results import PhaseTime
 from snapshotd import __version__
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.api.client import NotSpoken
+from snapshotd.api.client import UnknownMethod
 from snapshotd.api.errors import NotFound, RankGone, Refused, SnapshotError, Undone, Where
 from snapshotd.api.version import compatible
 
@@ -116,7 +116,7 @@ async def begin(run: Run, timeout_s: float) -> None:
 async def prepare_device(run: Run, timeout_s: float) -> None:
     try:
         reply = await run.source.source.PrepareDevice(run.request, timeout_s=timeout_s)
-    except NotSpoken as error:  # an older daemon prepares in Freeze
+    except UnknownMethod as error:  # an older daemon prepares in Freeze
         run.reporter.note(f"the source runs an older version, so the pause will be longer: {error.message}")
         return
     run.add_parts(reply.parts)

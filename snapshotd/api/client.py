@@ -36,7 +36,7 @@ from snapshotd.api.errors import (
     from_wire,
 )
 
-__all__ = ["Credentials", "DaemonClient", "NotSpoken", "open_channel", "translate"]
+__all__ = ["Credentials", "DaemonClient", "UnknownMethod", "open_channel", "translate"]
 
 Request = TypeVar("Request")
 Reply = TypeVar("Reply")
@@ -44,7 +44,7 @@ Reply = TypeVar("Reply")
 _SAME_VERSION = "run the same version of snapshotd and migrator everywhere"
 
 
-class NotSpoken(Internal):
+class UnknownMethod(Internal):
     """The daemon's version does not have this call. Raised here only, never by a daemon."""
 
 
@@ -69,7 +69,7 @@ def translate(error: grpc.aio.AioRpcError, who: str, method: str) -> SnapshotErr
         case grpc.StatusCode.RESOURCE_EXHAUSTED:
             return Full(f"{who} has no room for {method}: {details}")
         case grpc.StatusCode.UNIMPLEMENTED:
-            return NotSpoken(f"{who} does not know {method}", remedy=_SAME_VERSION)
+            return UnknownMethod(f"{who} does not know {method}", remedy=_SAME_VERSION)
         case grpc.StatusCode.INTERNAL if "RST_STREAM" in details:
             return Unreachable(f"{who} broke the connection during {method}: {details}")
         case code:

@@ -16,7 +16,7 @@ import pytest
 from snapshotd.api import errors
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.channel import MAX_MESSAGE_BYTES
-from snapshotd.api.client import DaemonClient, NotSpoken, translate
+from snapshotd.api.client import DaemonClient, UnknownMethod, translate
 from snapshotd.api.errors import (
     BY_CODE,
     BadConfig,
@@ -107,9 +107,9 @@ async def test_long_message_arrives_shortened(serve: Serve) -> None:
 
 async def test_method_that_the_server_lacks_is_reported(serve: Serve) -> None:
     async with serve(failing(WrongState("no"))) as served, served.root() as client:
-        with pytest.raises(NotSpoken, match="does not know Renew") as got:
+        with pytest.raises(UnknownMethod, match="does not know Renew") as got:
             await client.source.Renew(MOVE, timeout_s=5)
-        with pytest.raises(NotSpoken, match="does not know GetNode"):
+        with pytest.raises(UnknownMethod, match="does not know GetNode"):
             await client.node.GetNode(pb.GetNodeRequest(), timeout_s=5)
     assert "same version" in got.value.advice
 
@@ -131,10 +131,10 @@ async def test_not_implemented_error_of_a_handler_is_an_internal_error(
     async with serve(register) as served, served.root() as client:
         with pytest.raises(errors.Internal, match="no offload on this architecture") as got:
             await client.source.PrepareDevice(MOVE, timeout_s=5)
-        assert not isinstance(got.value, NotSpoken)
+        assert not isinstance(got.value, UnknownMethod)
         with pytest.raises(errors.Internal, match="no offload on this architecture") as streamed:
             [progress async for progress in client.source.Stream(MOVE, timeout_s=5)]
-        assert not isinstance(streamed.value, NotSpoken)
+        assert not isinstance(streamed.value, UnknownMethod)
     assert caplog.text.count("NotImplementedError: no offload on this architecture") == 2
 
 

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.api.client import NotSpoken
+from snapshotd.api.client import UnknownMethod
 from snapshotd.api.errors import (
     Full,
     GpuFailed,
@@ -219,7 +219,7 @@ async def test_files_that_follow_the_image_have_distinct_names(source: Source) -
 
 async def test_target_without_offload_support_leaves_all_to_the_driver(source: Source) -> None:
     """It could not refill files that follow the image, either."""
-    source.refusal = NotSpoken("node b does not know OpenDeviceChannel")
+    source.refusal = UnknownMethod("node b does not know OpenDeviceChannel")
     size, _ = await source.out()
     assert (size, source.first.said) == (0, ["drop"])
     assert not stripe_files.folder_of(source.node.config.image_dir, MOVE).exists()

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.api.client import NotSpoken
+from snapshotd.api.client import UnknownMethod
 from snapshotd.api.errors import Internal, SnapshotError, Timeout, Unreachable
 from snapshotd.config import split_address
 from snapshotd.moves.device import stripe_files
@@ -49,7 +49,7 @@ class SourceChannel:
         return self.outgoing.sent_bytes if self.outgoing is not None else 0
 
     async def open(self, expected_bytes: int) -> None:
-        """Opens the channel, or warns that there is none. Raises NotSpoken if the target cannot refill."""
+        """Opens the channel, or warns that there is none. Raises UnknownMethod if the target cannot refill."""
         begin, config = self.log.begin, self.node.config
         request = pb.OpenDeviceChannelRequest(
             move=begin.move,
@@ -74,7 +74,7 @@ class SourceChannel:
                 self.names,
                 encrypted=not opened.plain,
             )
-        except NotSpoken:
+        except UnknownMethod:
             raise
         except (Unreachable, Internal, Timeout) as error:
             self.warn(
