@@ -19,7 +19,10 @@ def start(tmp_path: Path) -> Iterator[Callable[..., DeviceJob]]:
     jobs: list[DeviceJob] = []
 
     def begin(node: GpuNode, *options: str, ready: str = "step 1 ", **environment: str) -> DeviceJob:
-        jobs.append(DeviceJob(tmp_path / f"output-{len(jobs)}", {**node.environment, **environment}, *options))
+        # Without an end: a busy machine would outrun any number of steps. See DeviceJob.end_soon.
+        output = tmp_path / f"output-{len(jobs)}"
+        endless = () if "--steps" in options else ("--end-file", f"{output}.end")
+        jobs.append(DeviceJob(output, {**node.environment, **environment}, *options, *endless))
         jobs[-1].wait_for(ready)
         return jobs[-1]
 

@@ -59,6 +59,13 @@ class DeviceJob:
         """Waits until the job has done so many more steps."""
         self.wait_for(f"step {self.steps() + more - 1} ")
 
+    def end_soon(self) -> tuple[str, str]:
+        """Lets a job that was started with `--end-file OUTPUT.end` end in some steps. Returns the option for as many."""
+        steps = str(self.steps() + 10)
+        (self.output.parent / "end").write_text(steps)
+        (self.output.parent / "end").rename(f"{self.output}.end")
+        return "--steps", steps
+
     def finish(self) -> list[str]:
         """Waits for the successful end of the job, and returns its output."""
         assert self.popen.wait(WAIT_S) == 0, self.lines()[-5:]

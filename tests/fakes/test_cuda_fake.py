@@ -40,7 +40,7 @@ from tests.fakes.device_job import DeviceJob
 def test_checkpointed_and_restored_job_computes_what_an_undisturbed_one_does(
     node: GpuNode, start: Callable[..., DeviceJob], tmp_path: Path
 ) -> None:
-    options = ("--steps", "40", "--mib", "4", "--threads", "2", "--pinned-mib", "4", "--export")
+    options = ("--mib", "4", "--threads", "2", "--pinned-mib", "4", "--export")
     job = start(node, *options)
     assert state(node, job.pid) == RUNNING
     assert error(node, "lock", job.pid) == "SUCCESS"
@@ -51,7 +51,8 @@ def test_checkpointed_and_restored_job_computes_what_an_undisturbed_one_does(
     assert state(node, job.pid) == LOCKED
     assert error(node, "unlock", job.pid) == "SUCCESS"
     assert state(node, job.pid) == RUNNING
-    assert job.finish() == alone(node, tmp_path, *options)
+    steps = job.end_soon()
+    assert job.finish() == alone(node, tmp_path, *options, *steps)
 
 
 @pytest.mark.parametrize(
