@@ -24,6 +24,7 @@ from snapshotd.api.servicers import (
 )
 from snapshotd.config import Config
 from snapshotd.cuda.driver import Gpus
+from snapshotd.inprocess import symbols
 from snapshotd.keepers.adoption import Adoption
 from snapshotd.keepers.listener import KeeperLinks
 from snapshotd.keepers.ranks import RankEntry, Ranks
@@ -57,6 +58,7 @@ class Daemon:
 
     def __init__(self, config: Config) -> None:
         faults.arm(config.run_dir)
+        symbols.builds.keep_in(config.state_dir)
         store = ImageStore(config.image_dir)
         carry = Carry(config.state_dir, config.carry_paths)
         self.gpus = Gpus(config.gpu_library_dir)

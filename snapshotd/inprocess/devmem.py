@@ -213,15 +213,10 @@ def is_out(process: Process) -> bool:
 
 def _descriptor(process: Process, theirs: int) -> socket.socket:
     """A copy of a socket that another process has open."""
-    pidfd = os.pidfd_open(process.pid)
-    try:
-        if not process.alive():  # its pid may belong to another process now
-            raise ProcessLookupError(errno.ESRCH, "it has ended")
+    with process.pidfd() as pidfd:
         ours = _libc.syscall(*map(ctypes.c_long, (_PIDFD_GETFD, pidfd, theirs, 0)))
         if ours < 0:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-    finally:
-        os.close(pidfd)
     try:
         connection = socket.socket(fileno=ours)
     except BaseException:  # the process has reused that descriptor number

@@ -11,8 +11,6 @@ Everything here blocks: call it in a thread.
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import errno
 import logging
 import os
 import struct
@@ -24,7 +22,7 @@ from dataclasses import dataclass
 
 from snapshotd.api.errors import GpuFailed, RankGone, SnapshotError, Timeout, Where
 from snapshotd.inprocess import abi, symbols
-from snapshotd.proc import comm, tree
+from snapshotd.proc import comm, foreign_memory, tree
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +41,6 @@ SIGNAL_AGAIN_S = 0.25
 #: libc blocks all signals briefly, and the control thread starts shortly after the second thread: one check is not enough.
 LOOKS, LOOK_EVERY_S = 6, 0.03
 
-libc = ctypes.CDLL(None, use_errno=True)
 _turns: weakref.WeakValueDictionary[tree.Process, threading.RLock] = weakref.WeakValueDictionary()
 _turns_lock = threading.Lock()
 
@@ -66,16 +63,14 @@ class Connection:
     address: int
 
     def speaks_our_version(self) -> bool:
-        with self._memory(os.O_RDONLY) as memory:
-            return os.pread(memory, 12, self.address) == struct.pack("<8sI", _MAGIC, abi.ABI_VERSION)
+        return self.read(self.address, 12) == struct.pack("<8sI", _MAGIC, abi.ABI_VERSION)
 
     def serves(self) -> bool:
         """Whether the process has a control thread: a program with one thread has none."""
         return self.fields().owner == self.inner_pid()
 
     def fields(self) -> abi.MailboxFields:
-        with self._memory(os.O_RDONLY) as memory:
-            raw = os.pread(memory, abi.MAILBOX_BYTES, self.address)
+        raw = self.read(self.address, abi.MAILBOX_BYTES)
         if len(raw) < abi.MAILBOX_BYTES:
             raise self._lost()
         fields = abi.unpack(raw)
@@ -123,12 +118,16 @@ class Connection:
         self._wake(self.fields().thread)
 
     def read(self, address: int, size: int) -> bytes:
-        with self._memory(os.O_RDONLY) as memory:
-            return os.pread(memory, size, address)
+        try:
+            return foreign_memory.read(self.process.pid, self.process.start_ticks, address, size)
+        except OSError as error:
+            raise self._lost() from error
 
     def write(self, address: int, data: bytes) -> None:
-        with self._memory(os.O_RDWR) as memory:
-            os.pwrite(memory, data, address)
+        try:
+            foreign_memory.write(self.process.pid, self.process.start_ticks, address, data)
+        except OSError as error:
+            raise self._lost() from error
 
     def write_word(self, offset: abi.Offset, value: int) -> None:
         self.write(self.address + offset, _WORD.pack(value))
@@ -139,10 +138,9 @@ class Connection:
         number = fields.request % 0xFFFFFFFE + 1
         if number == fields.answer:
             number = number % 0xFFFFFFFE + 1
-        with self._memory(os.O_RDWR) as memory:
-            request = _REQUEST.pack(command, max(1, round(timeout_s * 1000)), *(*arguments, 0, 0, 0)[:3])
-            os.pwrite(memory, request, self.address + abi.Offset.COMMAND)
-            os.pwrite(memory, _WORD.pack(number), self.address + abi.Offset.REQUEST)
+        request = _REQUEST.pack(command, max(1, round(timeout_s * 1000)), *(*arguments, 0, 0, 0)[:3])
+        self.write(self.address + abi.Offset.COMMAND, request)
+        self.write_word(abi.Offset.REQUEST, number)
         self._wake(fields.thread)
         return number
 
@@ -171,9 +169,7 @@ class Connection:
         """Signals exactly that thread: after an exec it is gone, and no other thread gets the signal."""
         pid = self.process.pid
         tid = next((tid for tid, inner in threads(pid) if inner == inner_tid and tid != pid), 0)
-        if not tid or not self.process.alive():
-            raise self._lost()
-        if libc.tgkill(pid, tid, RESERVED_SIGNAL) == -1 and ctypes.get_errno() == errno.ESRCH:
+        if not tid or not self.process.signal_thread(tid, RESERVED_SIGNAL):
             raise self._lost()
 
     def inner_pid(self) -> int:
@@ -181,21 +177,6 @@ class Connection:
             return tree.inner_pid(self.process.pid)
         except (FileNotFoundError, ProcessLookupError) as error:
             raise ended(self.process.pid) from error
-
-    @contextlib.contextmanager
-    def _memory(self, flags: int) -> Iterator[int]:
-        try:
-            memory = os.open(f"/proc/{self.process.pid}/mem", flags | os.O_CLOEXEC)
-        except (FileNotFoundError, ProcessLookupError) as error:
-            raise self._lost() from error
-        try:
-            if not self.process.alive():
-                raise self._lost()
-            yield memory
-        except OSError as error:
-            raise self._lost() from error
-        finally:
-            os.close(memory)
 
     def _lost(self) -> SnapshotError:
         pid = self.process.pid
@@ -220,10 +201,11 @@ class Connection:
 def locate(process: tree.Process) -> int | None:
     """The address of a process's mailbox; None where the library is not loaded.
 
-    Raises GpuFailed when it has another version of the library, RankGone when it has ended.
+    Raises GpuFailed when it has another version of the library, or a build that this node does not know; RankGone when it
+    has ended; Timeout when its memory does not answer.
     """
     try:
-        address = symbols.address(process.pid, LIBRARIES, "snapshim_mailbox")
+        address = symbols.mailbox_address(process, LIBRARIES)
         if address is None and process.alive():
             return None
         if address and Connection(process, address).speaks_our_version():
@@ -236,7 +218,8 @@ def locate(process: tree.Process) -> int | None:
         raise ended(process.pid)
     raise GpuFailed(
         f"process {process.pid} ({name(process.pid)}) has another version of {LIBRARY} than this daemon speaks to",
-        remedy="restart the job after an upgrade; until then it stays where it is",
+        remedy="start the job with the `migrator run` of this node's installation; after an upgrade, restart the job;"
+        " until then it stays where it is",
     )
 
 

@@ -127,17 +127,12 @@ def borrow(holder: Holder, inode: int | None = None) -> socket.socket:
     `inode`: it must be this socket and not a later one with the same descriptor number. Raises ProcessLookupError if that
     process, or its descriptor of that socket, no longer exists.
     """
-    pidfd = os.pidfd_open(holder.pid)
-    try:
-        if Process.of(holder.pid).start_ticks != holder.start_ticks:
-            raise ProcessLookupError(f"pid {holder.pid} belongs to another process now")
+    with Process(holder.pid, holder.start_ticks).pidfd() as pidfd:
         # int pidfd_getfd(int pidfd, int targetfd, unsigned int flags);
         descriptor = int(_libc.syscall(438, pidfd, holder.fd, 0))
         if descriptor < 0:
             number = ctypes.get_errno()
             raise ProcessLookupError(f"process {holder.pid}, descriptor {holder.fd}: {os.strerror(number)}")
-    finally:
-        os.close(pidfd)
     if inode is not None and os.fstat(descriptor).st_ino != inode:
         os.close(descriptor)
         raise ProcessLookupError(f"descriptor {holder.fd} of process {holder.pid} is another file now")

@@ -1,58 +1,76 @@
-"""Which libraries an ELF file asks the dynamic linker for.
+"""Which libraries an ELF file that a process has mapped asks the dynamic linker for.
 
-The file is the user's: it may be no ELF file, or be made to keep its reader busy. Only so much of it is read.
+The file is the rank's: it may be crafted. Every read has a fixed size and every loop a fixed end, so the work is bounded. The
+program headers alone are used: they are what the dynamic linker used, and section headers can say anything.
 """
 
 from __future__ import annotations
 
-import errno
-import io
-import logging
-import os
-from typing import BinaryIO
+import struct
+from collections.abc import Callable
 
-from elftools.elf.dynamic import DynamicSegment
-from elftools.elf.elffile import ELFFile
+from snapshotd.proc import foreign_memory
+from snapshotd.proc.maps import Mapping
 
-#: The largest libraries of torch take less than a tenth of these.
-_MAX_BYTES = 1 << 20
-_MAX_CALLS = 40_000
-
-logger = logging.getLogger(__name__)
-
-
-def needed_libraries(path: str) -> list[str]:
-    """The names in DT_NEEDED; empty if the file is not ELF or not dynamically linked, or takes too much reading."""
-    with open(path, "rb") as file:
-        try:
-            elf = ELFFile(_Bounded(file))
-            elf.header["e_shoff"] = 0  # no sections: only segments matter to the linker, and section tables are long
-            for segment in elf.iter_segments("PT_DYNAMIC"):
-                if isinstance(segment, DynamicSegment):
-                    return [str(tag.needed) for tag in segment.iter_tags("DT_NEEDED")]
-        except Exception as error:  # noqa: BLE001  (pyelftools raises exceptions of any type for a malformed file)
-            logger.debug("%s: not an ELF file with a readable dynamic segment: %r", path, error)
-    return []
+_EHDR = struct.Struct("<16sHHIQQQIHHHHHH")
+_PHDR = struct.Struct("<IIQQQQQQ")
+_ENTRY = struct.Struct("<QQ")
+_PT_LOAD, _PT_DYNAMIC = 1, 2
+_DT_NULL, _DT_NEEDED, _DT_STRTAB = 0, 1, 5
+_HEADERS_MAX = 64
+_DYNAMIC_BYTES_MAX = 64 << 10
+_NEEDED_MAX = 256
+_NAME_BYTES_MAX = 256
+_OFFSET_MAX = 1 << 62
 
 
-class _Bounded(io.RawIOBase):
-    """Reads a file until a budget of bytes and of calls is used up; then raises OSError."""
+def needed_libraries(pid: int, mapping: Mapping) -> list[str]:
+    """The names in DT_NEEDED; empty if the file is not 64-bit ELF or not dynamically linked.
 
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self._bytes_left = _MAX_BYTES
-        self._calls_left = _MAX_CALLS
+    Raises FileNotFoundError or ProcessLookupError if the process has ended, Timeout if the file does not answer.
+    """
 
-    def read(self, size: int = -1) -> bytes:
-        self._calls_left -= 1
-        if self._calls_left < 0 or self._bytes_left <= 0:
-            raise OSError(errno.EFBIG, "too much to read for an ordinary program")
-        data = self._file.read(min(size, self._bytes_left) if size >= 0 else self._bytes_left)
-        self._bytes_left -= len(data)
-        return data
+    def read(offset: int, size: int) -> bytes:
+        return foreign_memory.read_mapped(pid, mapping.start, mapping.start + mapping.size_bytes, offset, size)
 
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        return self._file.seek(offset, whence)
+    return parse(read)
 
-    def tell(self) -> int:
-        return self._file.tell()
+
+def parse(read_file: Callable[[int, int], bytes]) -> list[str]:
+    """The same for a file that `read_file` reads: bytes from an offset, fewer at the end. They are untrusted."""
+
+    def read(offset: int, size: int) -> bytes:
+        return read_file(offset, size) if offset <= _OFFSET_MAX else b""
+
+    header = read(0, _EHDR.size)
+    if len(header) < _EHDR.size or not header.startswith(b"\x7fELF\x02\x01"):
+        return []
+    fields = _EHDR.unpack(header)
+    if fields[9] != _PHDR.size:
+        return []
+    raw = read(fields[5], _PHDR.size * min(fields[10], _HEADERS_MAX))
+    headers = list(_PHDR.iter_unpack(raw[: len(raw) // _PHDR.size * _PHDR.size]))
+    dynamic = next((one for one in headers if one[0] == _PT_DYNAMIC), None)
+    if dynamic is None:
+        return []
+    raw = read(dynamic[2], min(dynamic[5], _DYNAMIC_BYTES_MAX))
+    offsets: list[int] = []
+    names = None
+    for tag, value in _ENTRY.iter_unpack(raw[: len(raw) // _ENTRY.size * _ENTRY.size]):
+        if tag == _DT_NULL:
+            break
+        if tag == _DT_NEEDED and len(offsets) < _NEEDED_MAX:
+            offsets.append(value)
+        elif tag == _DT_STRTAB:
+            names = _file_offset(headers, value)
+    if names is None:
+        return []
+    texts = (read(names + offset, _NAME_BYTES_MAX).partition(b"\0") for offset in offsets)
+    return [name.decode(errors="surrogateescape") for name, end, _ in texts if end]
+
+
+def _file_offset(headers: list[tuple[int, ...]], address: int) -> int | None:
+    for kind, _, offset, start, _, size, _, _ in headers:
+        if kind == _PT_LOAD and start <= address < start + size:
+            return offset + address - start
+    return None

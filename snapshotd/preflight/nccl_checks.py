@@ -64,7 +64,7 @@ def static(rank: Inspection) -> Check:
             remedy,
         )
     for process, mapping in _mapped_torch(without):
-        needed = needed_libraries(maps.map_file(process.pid, mapping))
+        needed = needed_libraries(process.pid, mapping)
         if not any(name.startswith(_LIBRARY) for name in needed):
             return warned(
                 "nccl-static",

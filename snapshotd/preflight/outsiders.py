@@ -2,19 +2,29 @@
 
 One pass over /proc, for the given objects only. A move would silently separate the rank from a process that shares an
 object with it and stays behind.
+
+A process can make its list of mappings unreadable. One of the rank's own user then stops the move. One of another user is
+skipped, and so are the mappings of that user's other processes: otherwise any user could stop the moves of all.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
+from snapshotd.api.errors import Timeout
 from snapshotd.preflight.objects import Object
 from snapshotd.preflight.process_info import ProcessInfo, read_identity
-from snapshotd.proc import maps
+from snapshotd.proc import maps, status
 from snapshotd.proc.fd import read_links
 from snapshotd.proc.files import GONE
+
+log = logging.getLogger(__name__)
+
+#: For the mappings of a process that is not the rank's: reading them takes about a millisecond.
+_LIMIT_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +48,22 @@ def find_outsiders(
     wanted = {thing.inode for thing in things}
     names = {name for thing in things for name in (thing.link, thing.path)}
     found: dict[Held, list[Holder]] = {}
+    ours, silent = {owner for pid in inside if (owner := _owner(pid)) is not None}, set[int | None]()
     for entry in os.listdir("/proc"):
         if not entry.isdigit() or int(entry) in inside:
             continue
         pid = int(entry)
         try:
             hits = _open_hits(pid, links, names, wanted)
-            hits |= _mapped_hits(pid, wanted)
+            owner = _owner(pid)
+            if wanted and owner not in silent:
+                try:
+                    hits |= _mapped_hits(pid, wanted)
+                except Timeout as error:
+                    if owner in ours:
+                        raise
+                    silent.add(owner)
+                    log.warning("what processes of user %s map is not known: %s", owner, error.message)
             holder = read_identity(pid) if hits else None
         except GONE:
             continue
@@ -54,6 +73,13 @@ def find_outsiders(
             for held, how in hits.items():
                 found.setdefault(held, []).append(Holder(holder, how))
     return found
+
+
+def _owner(pid: int) -> int | None:
+    try:
+        return status.read(pid).user_id
+    except GONE:
+        return None
 
 
 def _open_hits(
@@ -71,6 +97,4 @@ def _open_hits(
 
 
 def _mapped_hits(pid: int, wanted: Collection[tuple[int, int]]) -> dict[Held, str]:
-    if not wanted:
-        return {}
-    return {inode: "maps it" for inode in maps.parse_inodes(maps.read_raw(pid)) if inode in wanted}
+    return {inode: "maps it" for inode in maps.parse_inodes(maps.read_raw(pid, _LIMIT_S)) if inode in wanted}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from snapshotd.proc.files import read_text
+import os
+
+from snapshotd.proc import foreign_memory
 
 
 def parse(text: str) -> dict[str, str]:
@@ -17,4 +19,4 @@ def parse(text: str) -> dict[str, str]:
 
 def read(pid: int) -> dict[str, str]:
     """Raises FileNotFoundError or ProcessLookupError if the process has ended."""
-    return parse(read_text(f"/proc/{pid}/environ"))
+    return parse(os.fsdecode(foreign_memory.read_file(pid, "environ")))

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from snapshotd.proc.files import read_bytes
+from snapshotd.proc import foreign_memory
 
 #: Appended by the kernel to the path of a file whose name was removed.
 DELETED = " (deleted)"
@@ -71,9 +71,13 @@ def read(pid: int, prefixes: tuple[str, ...] = ("",)) -> Iterator[Mapping]:
     return parse(read_raw(pid), prefixes)
 
 
-def read_raw(pid: int) -> bytes:
-    """The file as it is, for a search that needs no fields. About a millisecond for a process that uses torch."""
-    return read_bytes(f"/proc/{pid}/maps")
+def read_raw(pid: int, limit_s: float = foreign_memory.LIMIT_S) -> bytes:
+    """The file as it is, for a search that needs no fields. About a millisecond for a process that uses torch.
+
+    Raises FileNotFoundError or ProcessLookupError if the process has ended, Timeout if the kernel does not answer: the
+    process can hold the lock of its mappings.
+    """
+    return foreign_memory.read_file(pid, "maps", limit_s)
 
 
 def map_file(pid: int, mapping: Mapping) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from snapshotd.proc import foreign_memory
 from snapshotd.proc.files import parse_fields, read_text
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -29,4 +30,4 @@ def anonymous_bytes(pid: int) -> int:
 
     Pages that a fork shares are counted in full. Raises FileNotFoundError or ProcessLookupError if the process has ended.
     """
-    return parse_anonymous(read_text(f"/proc/{pid}/smaps_rollup"))
+    return parse_anonymous(os.fsdecode(foreign_memory.read_file(pid, "smaps_rollup")))

@@ -1,15 +1,19 @@
 """Processes by (pid, start time), their tree, and stopping and continuing a whole tree.
 
-Invariant: a pid is used only together with its start time, so that a reused pid is never signalled.
+Invariant: a signal goes only through a pidfd that was checked after it was opened: by the start time of the process, or by
+the list of pids that it must be in. So a process that got the pid of another is never signalled. The rank's user decides when
+its processes end, and so can try for such a moment.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
 import os
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from snapshotd.api.errors import RankGone, Timeout, Where
@@ -19,6 +23,12 @@ from snapshotd.proc.files import GONE, read_text
 _UNINTERRUPTIBLE = (
     "a process in state D waits for a device or a network file system; retry once that device or file system responds"
 )
+#: Of pidfd_open, since Linux 6.9: the pidfd is that of a thread.
+_PIDFD_THREAD = os.O_EXCL
+#: pidfds that are open at the same time: a rank can have more processes than a daemon may have files.
+_BATCH = 256
+
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True, order=True)
@@ -44,16 +54,47 @@ class Process:
     def signal(self, number: int) -> bool:
         """Sends a signal to this process and no other. False if it no longer exists."""
         try:
-            pidfd = os.pidfd_open(self.pid)
-        except ProcessLookupError:
-            return False
-        try:
-            if stat.read(self.pid).start_ticks != self.start_ticks:
-                return False
-            signal.pidfd_send_signal(pidfd, number)
+            with self.pidfd() as pidfd:
+                signal.pidfd_send_signal(pidfd, number)
             return True
         except ProcessLookupError:
             return False
+
+    def signal_thread(self, thread: int, number: int) -> bool:
+        """Sends a signal to one thread of this process and to no other thread. False if it no longer exists.
+
+        Linux before 6.9 has no pidfds of threads. There the thread and the process are checked immediately before the signal.
+        """
+        try:
+            with self.pidfd() as process:
+                try:
+                    pidfd = os.pidfd_open(thread, _PIDFD_THREAD)
+                except OSError as error:
+                    if error.errno != errno.EINVAL:
+                        raise
+                    pidfd = -1
+                try:
+                    # The thread is one of that process, and that process has not ended: so it is its thread.
+                    os.stat(f"/proc/{self.pid}/task/{thread}")
+                    signal.pidfd_send_signal(process, 0)
+                    if pidfd != -1:
+                        signal.pidfd_send_signal(pidfd, number)
+                        return True
+                    return _libc.tgkill(self.pid, thread, number) == 0 or ctypes.get_errno() != errno.ESRCH
+                finally:
+                    if pidfd != -1:
+                        os.close(pidfd)
+        except GONE:
+            return False
+
+    @contextlib.contextmanager
+    def pidfd(self) -> Iterator[int]:
+        """A pidfd of this process. Raises ProcessLookupError if it no longer exists."""
+        pidfd = os.pidfd_open(self.pid)
+        try:
+            if stat.read(self.pid).start_ticks != self.start_ticks:
+                raise ProcessLookupError(errno.ESRCH, f"pid {self.pid} belongs to another process now")
+            yield pidfd
         finally:
             os.close(pidfd)
 
@@ -134,14 +175,12 @@ def stop_all(group: PidList, deadline_s: float) -> None:
         round_ends = min(deadline, time.monotonic() + 1.0)
         while time.monotonic() < round_ends:
             pids = group.pids()
-            for pid in pids:
-                if not stopped(pid):
-                    _kill(pid, signal.SIGSTOP)
+            signal_members(group, [pid for pid in pids if not stopped(pid)], signal.SIGSTOP)
             if all(stopped(pid) for pid in pids) and sorted(group.pids()) == sorted(pids):
                 return
             time.sleep(0.001)
         stuck = [_described(pid) for pid in group.pids() if not stopped(pid)]
-        continue_all(group.pids())
+        continue_all(group)
         if time.monotonic() >= deadline:
             raise Timeout(
                 f"these processes did not stop within {deadline_s:.0f} s of SIGSTOP: {', '.join(stuck)}",
@@ -170,21 +209,32 @@ def stop_again(processes: Iterable[Process], deadline_s: float) -> None:
         time.sleep(0.001)
 
 
-def continue_all(pids: Iterable[int], leave_stopped: Iterable[int] = ()) -> None:
+def continue_all(group: PidList, leave_stopped: Iterable[int] = ()) -> None:
     """Sends SIGCONT to every process except those that were already stopped before the move (`leave_stopped`: inner pids)."""
-    keep = set(leave_stopped)
-    for pid in pids:
+    signal_members(group, group.pids(), signal.SIGCONT, leave_out=frozenset(leave_stopped))
+
+
+def signal_members(group: PidList, pids: Iterable[int], number: int, leave_out: Collection[int] = frozenset()) -> None:
+    """Sends a signal to those processes of `pids` that are in the group, except to those with an inner pid of `leave_out`.
+
+    The list is read again after the pidfds were opened. A pidfd whose pid is in it is that of a member, or of a process that
+    has ended meanwhile, which gets no signal.
+    """
+    wanted = list(pids)
+    for begin in range(0, len(wanted), _BATCH):
+        opened: dict[int, int] = {}
         try:
-            if keep and inner_pid(pid) in keep:
-                continue
-        except GONE:
-            continue
-        _kill(pid, signal.SIGCONT)
-
-
-def _kill(pid: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, number)
+            for pid in wanted[begin : begin + _BATCH]:
+                with contextlib.suppress(ProcessLookupError):
+                    opened[pid] = os.pidfd_open(pid)
+            members = set(group.pids())
+            for pid, pidfd in opened.items():
+                with contextlib.suppress(*GONE):
+                    if pid in members and not (leave_out and inner_pid(pid) in leave_out):
+                        signal.pidfd_send_signal(pidfd, number)
+        finally:
+            for pidfd in opened.values():
+                os.close(pidfd)
 
 
 def _described(pid: int) -> str:

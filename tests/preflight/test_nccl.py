@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import struct
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from snapshotd.preflight.elf import needed_libraries
 from snapshotd.preflight.inspection import Inspection
 from snapshotd.preflight.nccl_checks import communicators, environment, static
 from snapshotd.preflight.resource_checks import shared_memory
+from snapshotd.proc import maps
 from tests.preflight.conftest import Starter
 
 NAMED = """
@@ -98,12 +101,28 @@ def test_torch_with_static_nccl_is_warned_about(rank: Starter, tmp_path: Path, c
 def test_torch_that_links_nccl_passes(rank: Starter, tmp_path: Path, compiler: str) -> None:
     nccl = library(compiler, tmp_path / "libnccl.so.2", "-Wl,-soname,libnccl.so.2")
     torch = library(compiler, tmp_path / "libtorch_cuda.so", "-Wl,--no-as-needed", str(nccl), f"-Wl,-rpath,{tmp_path}")
-    assert "libnccl.so.2" in needed_libraries(str(torch))
     child = rank(f"ctypes.CDLL('{torch}')")
+    (mapping,) = [one for one in maps.read(child.pids[0]) if one.path == str(torch) and one.offset == 0]
+    assert "libnccl.so.2" in needed_libraries(child.pids[0], mapping)
     assert static(inspected(child.pids)).verdict == Check.PASS
     assert ncclctl.uses_nccl(child.pids) == child.pids
     assert ncclctl.uses_nccl([os.getpid()]) == []
     assert ncclctl.reports(child.pids) == []  # no shim in it
+
+
+def test_crafted_torch_library_takes_no_time(rank: Starter, tmp_path: Path) -> None:
+    """An attack: a dynamic section with a hundred thousand names, each as long as the rest of the file."""
+    entries = struct.pack("<QQ", 5, 0x1000) + struct.pack("<QQ", 1, 0) * 100_000
+    header = struct.pack("<16sHHIQQQIHHHHHH", b"\x7fELF\x02\x01\x01", 3, 62, 1, 0, 64, 0, 0, 64, 56, 2, 64, 0, 0)
+    size = 0x1000 + (8 << 20) + len(entries)
+    headers = struct.pack("<IIQQQQQQ", 1, 4, 0, 0, 0, size, size, 4096)
+    headers += struct.pack("<IIQQQQQQ", 2, 4, size - len(entries), 0, 0, len(entries), len(entries), 8)
+    torch = tmp_path / "libtorch_cuda.so"
+    torch.write_bytes((header + headers).ljust(0x1000, b"\0") + b"x" * (8 << 20) + entries)
+    child = rank(f"import mmap; mapped = mmap.mmap(os.open('{torch}', os.O_RDONLY), 0, prot=mmap.PROT_READ)")
+    began = time.process_time()
+    assert static(inspected(child.pids)).verdict == Check.WARN
+    assert time.process_time() - began < 5
 
 
 def test_nccl_that_bypasses_the_shim_is_refused(rank: Starter, tmp_path: Path, compiler: str) -> None:

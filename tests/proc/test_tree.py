@@ -52,7 +52,7 @@ def test_tree_is_stopped_frozen_and_continued(family: tuple[Cgroup, subprocess.P
     assert all(tree.stopped(pid) for pid in pids)
     group.freeze(10)
     assert group.frozen()
-    tree.continue_all(pids)
+    tree.continue_all(group)
     group.thaw(10)
     assert not group.frozen()
     assert all(tree.state(pid) in "RS" for pid in pids)
@@ -62,7 +62,7 @@ def test_process_that_was_stopped_before_stays_stopped(family: tuple[Cgroup, sub
     group, process = family
     pids = group.pids()
     tree.stop_all(group, 10)
-    tree.continue_all(pids, leave_stopped=[process.pid])
+    tree.continue_all(group, leave_stopped=[process.pid])
     assert tree.state(process.pid) == "T"
     assert all(tree.state(pid) in "RS" for pid in pids if pid != process.pid)
 
@@ -88,3 +88,77 @@ def test_reused_pid_is_never_signalled() -> None:
     finally:
         process.wait(10)
     assert not tree.Process(process.pid, 0).alive()
+
+
+class Reused(tree.PidList):
+    """A group in whose list the pid of a process that has ended appears once more: another process has it by now."""
+
+    def __init__(self, pid: int, stale: int) -> None:
+        self._pid, self._stale = pid, stale
+
+    def pids(self) -> list[int]:
+        self._stale -= 1
+        return [self._pid] if self._stale >= 0 else []
+
+
+@pytest.fixture
+def bystander() -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen(["sleep", "600"])
+    yield process
+    process.kill()
+    process.wait(10)
+
+
+def test_process_that_got_the_pid_of_a_member_is_not_stopped(bystander: subprocess.Popen[bytes]) -> None:
+    """An attack: a process of the rank ends at the right moment, and its pid is given to another user's process."""
+    tree.stop_all(Reused(bystander.pid, stale=1), 10)
+    assert tree.state(bystander.pid) in "RS"
+
+
+def test_process_that_got_the_pid_of_a_member_is_not_continued(bystander: subprocess.Popen[bytes]) -> None:
+    Process.of(bystander.pid).signal(signal.SIGSTOP)
+    deadline = time.monotonic() + 10
+    while not tree.stopped(bystander.pid):
+        assert time.monotonic() < deadline
+    tree.continue_all(Reused(bystander.pid, stale=1))
+    assert tree.state(bystander.pid) == "T"
+
+
+def test_thread_that_got_the_number_of_another_is_not_signalled(bystander: subprocess.Popen[bytes]) -> None:
+    """The thread of another process, and that of a process with another start time."""
+    ourselves = Process.of(os.getpid())
+    assert ourselves.signal_thread(bystander.pid, signal.SIGKILL) is False
+    process = Process.of(bystander.pid)
+    assert Process(process.pid, process.start_ticks + 1).signal_thread(process.pid, signal.SIGKILL) is False
+    assert tree.state(bystander.pid) in "RS"
+    assert process.signal_thread(process.pid, signal.SIGKILL) is True
+    assert bystander.wait(10) == -signal.SIGKILL
+
+
+def test_signal_reaches_one_thread() -> None:
+    """Only the thread that does not block the signal would otherwise get it."""
+    text = """
+import signal, threading
+def wait(): print(threading.get_native_id(), flush=True); print(signal.sigwait({signal.SIGUSR1}), flush=True)
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+threading.Thread(target=wait).start()
+"""
+    with subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE) as program:
+        assert program.stdout is not None
+        thread = int(program.stdout.readline())
+        process = Process.of(program.pid)
+        assert process.signal_thread(thread, signal.SIGUSR1) is True
+        assert int(program.stdout.readline()) == signal.SIGUSR1
+        assert program.wait(10) == 0
+        assert process.signal_thread(thread, signal.SIGUSR1) is False
+
+
+def test_more_processes_than_pidfds_at_once_are_signalled(
+    family: tuple[Cgroup, subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tree, "_BATCH", 3)
+    group, _ = family
+    tree.stop_all(group, 10)
+    assert all(tree.stopped(pid) for pid in group.pids())
+    tree.continue_all(group)
+    assert all(tree.state(pid) in "RS" for pid in group.pids())

@@ -77,7 +77,7 @@ class Departure:
             await in_thread(new_connections.admit, move_log)
             if here:
                 before = move_log.record.stopped_before or []
-                await in_thread(tree.continue_all, group.pids(), before)
+                await in_thread(tree.continue_all, group, before)
                 await in_thread(group.thaw, KILL_S)
                 await self._bring_back(moving, group)
                 await in_thread(socket_options.resume, move_log.record.socket_options.timers)

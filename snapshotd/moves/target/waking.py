@@ -29,7 +29,7 @@ async def wake(move_log: MoveLog) -> None:
     for problem in await in_thread(socket_options.put_back, group.pids(), known.socket_options):
         log.warning("a socket of rank %s differs from before: %s", move_log.begin.rank, problem)
     await in_thread(connections.let_go, move_log)
-    await in_thread(tree.continue_all, group.pids(), known.stopped_before or [])
+    await in_thread(tree.continue_all, group, known.stopped_before or [])
     await in_thread(group.thaw, WAKE_S)
     parked = standstill.parked_ones(known.cuda, held_copy.processes(known.nccl_processes))
     await standstill.let_go([process for process in parked if process.alive()])

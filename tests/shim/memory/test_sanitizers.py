@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from snapshotd.inprocess import symbols
 from tests.fakes import cuda_fake
 from tests.fakes.cuda_fake import SOURCES, GpuNode
 from tests.shim.build import build_once, sources
@@ -48,7 +49,7 @@ def _build(sanitizer: str) -> Path:
             *(SHIM / "core" / name for name in names),
             PROGRAMS / "control.c",
         ]
-        _compile(sanitizer, "-shared", "-fvisibility=hidden", "-o", shim, *files, "-ldl")
+        _compile(sanitizer, "-shared", "-Wl,--build-id=sha1", "-fvisibility=hidden", "-o", shim, *files, "-ldl")
         linked = (shim, standard / "libcudart.so.13", libraries / "libcuda.so.1", f"-Wl,-rpath,{folder}")
         _compile(sanitizer, "-o", folder / "job", PROGRAMS / "job.c", *linked)
 
@@ -58,6 +59,7 @@ def _build(sanitizer: str) -> Path:
 @pytest.fixture(params=["address,undefined", "thread"])
 def job(request: pytest.FixtureRequest, node: GpuNode, tmp_path: Path) -> Iterator[DeviceJob]:
     built = _build(request.param)
+    symbols.builds.learn(built / "libsnapshim-offload.so")
     if request.param == "thread":
         (node.folder / "libcuda.so.1").unlink()
         (node.folder / "libcuda.so.1").symlink_to(built / "cuda" / "build" / "libcuda.so.1")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from migrator.quiesce.cut import Channel, Cut, Decision, Report, next_targets
-from snapshotd.inprocess import abi, mailbox, shimctl
+from snapshotd.inprocess import abi, shimctl
 from snapshotd.proc import tree
 
 PARK, RELEASE = abi.Command.PARK, abi.Command.RELEASE
@@ -62,7 +62,7 @@ class Gate:
             os.pwrite(memory, arguments, self.address + abi.Offset.COMMAND)
             os.pwrite(memory, struct.pack("<I", number), self.address + abi.Offset.REQUEST)
             (thread,) = struct.unpack("<i", os.pread(memory, 4, self.address + abi.Offset.THREAD))
-        mailbox.libc.tgkill(self.pid, thread, abi.SIGNAL)
+        tree.Process.of(self.pid).signal_thread(thread, abi.SIGNAL)
         return int(number)
 
     def finish(self, number: int) -> tuple[list[int], bytes]:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from snapshotd.inprocess import symbols
 from tests.fakes import nccl_build
 from tests.shim.nccl.conftest import REPOSITORY, STAND_IN, Job
 from tests.shim.nccl.gates import OPEN
@@ -54,9 +55,10 @@ def sanitized(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Saniti
     core = [SHIM / "core" / name for name in ("lockless.c", "loaded.c", "mailbox.c")]
     sources = [*sorted((SHIM / "nccl").glob("*.c")), *core, PROGRAMS / "control.c"]
     shim = folder / "libsnapshim.so"
-    compile_(request.param, "-shared", "-fvisibility=hidden", "-o", shim, *sources, "-ldl")
+    compile_(request.param, "-shared", "-Wl,--build-id=sha1", "-fvisibility=hidden", "-o", shim, *sources, "-ldl")
     libraries = (shim, folder / "libnccl.so.2", folder / "libfakestreams.so.1")
     compile_(request.param, "-o", folder / "job", PROGRAMS / "job.c", *libraries, f"-Wl,-rpath,{folder}")
+    symbols.builds.learn(shim)
     job = SanitizedJob(folder, tmp_path)
     yield job
     job.kill()
