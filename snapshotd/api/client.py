@@ -264,6 +264,7 @@ class PeerCalls:
         self.Repoint = Unary(link, "Repoint", stub.Repoint)
         self.Settle = Unary(link, "Settle", stub.Settle)
         self.Forward = Unary(link, "Forward", stub.Forward)
+        self.ConfirmDeparture = Unary(link, "ConfirmDeparture", stub.ConfirmDeparture)
 
 
 class GateCalls:

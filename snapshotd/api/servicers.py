@@ -161,7 +161,10 @@ class PeerServicer(rpc.PeerServicer):
         return await self.steps.settle(request.move, request.token)
 
     async def Forward(self, request: pb.ForwardRequest, context: Context) -> pb.ForwardReply:
-        return await self.forwarding.set(request, caller(context).name)
+        return await self.forwarding.accept(request, caller(context).name)
+
+    async def ConfirmDeparture(self, request: pb.DepartureRequest, context: Context) -> pb.DepartureReply:
+        return await self.forwarding.departures.confirm(request)
 
 
 class GateServicer(rpc.GateServicer):

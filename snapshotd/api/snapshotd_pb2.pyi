@@ -1998,16 +1998,19 @@ class ForwardRequest(_message.Message):
     FORWARDINGS_FIELD_NUMBER: _builtins.int
     NODES_FIELD_NUMBER: _builtins.int
     MOVES_FIELD_NUMBER: _builtins.int
+    HOME_NODE_FIELD_NUMBER: _builtins.int
     rank_uid: _builtins.str
     moves: _builtins.int
     """the rank's number of moves; a request with a lower number than a previous one is ignored"""
+    home_node: _builtins.str
+    """may withdraw the forwardings, beside the node that has the rank"""
     @_builtins.property
     def forwardings(self) -> _containers.RepeatedCompositeFieldContainer[Global___Forwarding]:
         """all of the rank's forwardings; empty: forget the rank"""
 
     @_builtins.property
     def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeAddresses]:
-        """nodes that know whether the rank still exists"""
+        """nodes that know whether the rank still exists; whose addresses the old ones are"""
 
     def __init__(
         self,
@@ -2016,10 +2019,11 @@ class ForwardRequest(_message.Message):
         forwardings: _abc.Iterable[Global___Forwarding] | None = ...,
         nodes: _abc.Iterable[Global___NodeAddresses] | None = ...,
         moves: _builtins.int = ...,
+        home_node: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["forwardings", b"forwardings", "moves", b"moves", "nodes", b"nodes", "rank_uid", b"rank_uid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["forwardings", b"forwardings", "home_node", b"home_node", "moves", b"moves", "nodes", b"nodes", "rank_uid", b"rank_uid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2039,6 +2043,56 @@ class ForwardReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ForwardReply: _TypeAlias = ForwardReply  # noqa: Y015
+
+@_typing.final
+class DepartureRequest(_message.Message):
+    """Asked by a node that is to forward addresses, of the node that these addresses belong to."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANK_UID_FIELD_NUMBER: _builtins.int
+    ADDRESSES_FIELD_NUMBER: _builtins.int
+    HOLDER_FIELD_NUMBER: _builtins.int
+    ASKED_BEFORE_FIELD_NUMBER: _builtins.int
+    rank_uid: _builtins.str
+    holder: _builtins.str
+    """the node that says that it has the rank now"""
+    asked_before: _builtins.int
+    """how many nodes were asked on the way here"""
+    @_builtins.property
+    def addresses(self) -> _containers.RepeatedCompositeFieldContainer[Global___Endpoint]:
+        """of this node: the rank must have listened there before it left"""
+
+    def __init__(
+        self,
+        *,
+        rank_uid: _builtins.str = ...,
+        addresses: _abc.Iterable[Global___Endpoint] | None = ...,
+        holder: _builtins.str = ...,
+        asked_before: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["addresses", b"addresses", "asked_before", b"asked_before", "holder", b"holder", "rank_uid", b"rank_uid"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DepartureRequest: _TypeAlias = DepartureRequest  # noqa: Y015
+
+@_typing.final
+class DepartureReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DepartureReply: _TypeAlias = DepartureReply  # noqa: Y015
 
 @_typing.final
 class GateReportRequest(_message.Message):

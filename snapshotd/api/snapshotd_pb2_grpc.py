@@ -1297,6 +1297,11 @@ class PeerStub:
                 request_serializer=snapshotd_dot_api_dot_snapshotd__pb2.ForwardRequest.SerializeToString,
                 response_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.ForwardReply.FromString,
                 _registered_method=True)
+        self.ConfirmDeparture = channel.unary_unary(
+                '/snapshotd.v1.Peer/ConfirmDeparture',
+                request_serializer=snapshotd_dot_api_dot_snapshotd__pb2.DepartureRequest.SerializeToString,
+                response_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.DepartureReply.FromString,
+                _registered_method=True)
 
 
 class PeerServicer:
@@ -1331,7 +1336,14 @@ class PeerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Forward(self, request, context):
-        """operator, node
+        """node
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ConfirmDeparture(self, request, context):
+        """node
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -1364,6 +1376,11 @@ def add_PeerServicer_to_server(servicer, server):
                     servicer.Forward,
                     request_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.ForwardRequest.FromString,
                     response_serializer=snapshotd_dot_api_dot_snapshotd__pb2.ForwardReply.SerializeToString,
+            ),
+            'ConfirmDeparture': grpc.unary_unary_rpc_method_handler(
+                    servicer.ConfirmDeparture,
+                    request_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.DepartureRequest.FromString,
+                    response_serializer=snapshotd_dot_api_dot_snapshotd__pb2.DepartureReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -1501,6 +1518,33 @@ class Peer:
             '/snapshotd.v1.Peer/Forward',
             snapshotd_dot_api_dot_snapshotd__pb2.ForwardRequest.SerializeToString,
             snapshotd_dot_api_dot_snapshotd__pb2.ForwardReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ConfirmDeparture(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/snapshotd.v1.Peer/ConfirmDeparture',
+            snapshotd_dot_api_dot_snapshotd__pb2.DepartureRequest.SerializeToString,
+            snapshotd_dot_api_dot_snapshotd__pb2.DepartureReply.FromString,
             options,
             channel_credentials,
             insecure,

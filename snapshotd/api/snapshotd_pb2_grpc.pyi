@@ -408,7 +408,9 @@ class PeerStub:
     Settle: _grpc.UnaryUnaryMultiCallable[_snapshotd_pb2.TokenRequest, _snapshotd_pb2.SettleReply]
     """operator, node"""
     Forward: _grpc.UnaryUnaryMultiCallable[_snapshotd_pb2.ForwardRequest, _snapshotd_pb2.ForwardReply]
-    """operator, node"""
+    """node"""
+    ConfirmDeparture: _grpc.UnaryUnaryMultiCallable[_snapshotd_pb2.DepartureRequest, _snapshotd_pb2.DepartureReply]
+    """node"""
 
 @_typing.type_check_only
 class PeerAsyncStub(PeerStub):
@@ -422,7 +424,9 @@ class PeerAsyncStub(PeerStub):
     Settle: _aio.UnaryUnaryMultiCallable[_snapshotd_pb2.TokenRequest, _snapshotd_pb2.SettleReply]  # type: ignore[assignment]
     """operator, node"""
     Forward: _aio.UnaryUnaryMultiCallable[_snapshotd_pb2.ForwardRequest, _snapshotd_pb2.ForwardReply]  # type: ignore[assignment]
-    """operator, node"""
+    """node"""
+    ConfirmDeparture: _aio.UnaryUnaryMultiCallable[_snapshotd_pb2.DepartureRequest, _snapshotd_pb2.DepartureReply]  # type: ignore[assignment]
+    """node"""
 
 class PeerServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -463,7 +467,15 @@ class PeerServicer(metaclass=_abc_1.ABCMeta):
         request: _snapshotd_pb2.ForwardRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_snapshotd_pb2.ForwardReply, _abc.Awaitable[_snapshotd_pb2.ForwardReply]]:
-        """operator, node"""
+        """node"""
+
+    @_abc_1.abstractmethod
+    def ConfirmDeparture(
+        self,
+        request: _snapshotd_pb2.DepartureRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_snapshotd_pb2.DepartureReply, _abc.Awaitable[_snapshotd_pb2.DepartureReply]]:
+        """node"""
 
 def add_PeerServicer_to_server(servicer: PeerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 

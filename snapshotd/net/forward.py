@@ -6,7 +6,10 @@ hook). So is one that arrives from a host without a daemon, if this node forward
 it outlives the daemon, and is removed by `forget` or with the node.
 
 Invariants: only SYNs are translated, so existing and re-pointed flows are never affected. A rank's map is replaced in one
-transaction: a SYN never meets a partial map.
+transaction: a SYN never meets a partial map. Loopback addresses are translated for processes of the rank's own user alone.
+
+A SYN to a former address that is not translated is refused. The daemon holds the rank's former ports on this node
+(snapshotd/net/held_ports.py), and such a SYN must not find its sockets.
 
 Loopback (127.0.0.1, ::1) needs more, because the kernel keeps such addresses off the wire. The source becomes this node's own
 address (masquerade), and the answers, once translated back, must be accepted: by `route_localnet` of the interface for IPv4,
@@ -38,16 +41,18 @@ _SYN = "tcp flags & (fin | syn | rst | ack) == syn"
 _changing = threading.Lock()
 
 
-def forward(rank_uid: str, addresses: Mapping[Address, Address]) -> None:
+def forward(rank_uid: str, addresses: Mapping[Address, Address], user_id: int | None = None) -> None:
     """When this returns, new connections to each key go to its value. Replaces the previous map of this rank.
 
-    Loopback keys belong in the map of one node alone, the one whose processes used them for this rank. An empty map is
-    `forget`. Raises NotSupported, with nothing changed, if the kernel cannot translate.
+    Loopback keys belong in the map of one node alone, the one whose processes used them for this rank; they need the
+    rank's user. An empty map is `forget`. Raises NotSupported, with nothing changed, if the kernel cannot translate.
     """
     wanted = {old: new for old, new in addresses.items() if old != new}
     for old, new in wanted.items():
         if old.version != new.version or old.wildcard or new.wildcard or new.loopback or not (old.port and new.port):
             raise Internal(f"connections to {old} cannot be forwarded to {new}")
+        if old.loopback and user_id is None:
+            raise Internal(f"connections to {old} cannot be forwarded: the user of rank {rank_uid} is not known")
     if not wanted:
         forget(rank_uid)
         return
@@ -62,7 +67,7 @@ def forward(rank_uid: str, addresses: Mapping[Address, Address]) -> None:
         for interface in sorted(closing):
             close_loopback(interface)
         try:
-            nft.apply(_rules(table, wanted, ours))
+            nft.apply(_rules(table, wanted, ours, user_id))
         except nft.NftFailed:
             for interface in sorted(closing):
                 open_loopback(interface)
@@ -89,8 +94,9 @@ def forwarded(rank_uid: str) -> dict[Address, Address]:
     """The map that `forward` last set for this rank; empty if nothing is forwarded."""
     found: dict[Address, Address] = {}
     for name, _, _ in _FAMILIES.values():
-        for old, new in nft.elements(_name(rank_uid), name, "map"):
-            found[Address(*old["concat"])] = Address(*new["concat"])
+        for kind in (name, f"{name}-loopback"):
+            for old, new in nft.elements(_name(rank_uid), kind, "map"):
+                found[Address(*old["concat"])] = Address(*new["concat"])
     return found
 
 
@@ -105,13 +111,13 @@ def check_support() -> None:
     """Raises NotSupported unless this kernel can forward; leaves nothing behind. For preflight."""
     table = nft.PREFIX + "probe"
     example = {Address("127.0.0.1", 1): Address("192.0.2.1", 1), Address("::1", 1): Address("2001:db8::1", 1)}
-    nft.probe(_rules(table, example, set()) + f"delete table inet {table}\n")
+    nft.probe(_rules(table, example, set(), 0) + f"delete table inet {table}\n")
 
 
 # ---------------------------------------------------------------- rules
 
 
-def _rules(table: str, addresses: Mapping[Address, Address], opened: set[str]) -> str:
+def _rules(table: str, addresses: Mapping[Address, Address], opened: set[str], user_id: int | None) -> str:
     """One transaction that creates the table, or replaces it."""
     lines = [
         f"add table inet {table}",
@@ -124,25 +130,40 @@ def _rules(table: str, addresses: Mapping[Address, Address], opened: set[str]) -
         f"add chain inet {table} leaving {{ type nat hook output priority -100 ; policy accept ; }}",
         f"add chain inet {table} arriving {{ type nat hook prerouting priority -100 ; policy accept ; }}",
         f"add chain inet {table} sources {{ type nat hook postrouting priority 100 ; policy accept ; }}",
+        f"add chain inet {table} refusing {{ type filter hook input priority 0 ; policy accept ; }}",
     ]
     lines += [f'add element inet {table} opened {{ "{name}" }}' for name in sorted(opened)]
     for version, (name, prefix, kind) in _FAMILIES.items():
         chosen = {old: new for old, new in addresses.items() if old.version == version}
         if not chosen:
             continue
-        entries = [f"{old.ip} . {old.port} : {new.ip} . {new.port}" for old, new in chosen.items()]
+        former = [f"{old.ip} . {old.port}" for old in chosen]
         reached = sorted({f"{new.ip} . {new.port}" for new in chosen.values()})
         lines += [
-            f"add map inet {table} {name} {{ type {kind} . inet_service : {kind} . inet_service ; }}",
+            f"add set inet {table} {name}-former {{ type {kind} . inet_service ; }}",
             f"add set inet {table} {name}-reached {{ type {kind} . inet_service ; }}",
-            f"add element inet {table} {name} {nft.braces(entries)}",
+            f"add element inet {table} {name}-former {nft.braces(former)}",
             f"add element inet {table} {name}-reached {nft.braces(reached)}",
+            f"add rule inet {table} refusing {prefix} daddr . tcp dport @{name}-former {_SYN} reject with tcp reset",
         ]
-        translate = f"{_SYN} dnat {prefix} to {prefix} daddr . tcp dport map @{name}"
-        lines.append(f"add rule inet {table} leaving {translate}")
-        # If the kernel forwards nothing, a refused connection is better than no answer.
-        if _forwards_packets(version):
-            lines.append(f"add rule inet {table} arriving {translate}")
+        for loopback in (False, True):
+            entries = [
+                f"{old.ip} . {old.port} : {new.ip} . {new.port}"
+                for old, new in chosen.items()
+                if old.loopback is loopback
+            ]
+            if not entries:
+                continue
+            mapped = f"{name}-loopback" if loopback else name
+            translate = f"{_SYN} dnat {prefix} to {prefix} daddr . tcp dport map @{mapped}"
+            lines += [
+                f"add map inet {table} {mapped} {{ type {kind} . inet_service : {kind} . inet_service ; }}",
+                f"add element inet {table} {mapped} {nft.braces(entries)}",
+                f"add rule inet {table} leaving {f'meta skuid {user_id} ' if loopback else ''}{translate}",
+            ]
+            # If the kernel forwards nothing, a refused connection is better than no answer.
+            if not loopback and _forwards_packets(version):
+                lines.append(f"add rule inet {table} arriving {translate}")
         # A loopback or foreign source address becomes this node's own: the answer must return here to be translated.
         ours = f'{prefix} daddr . tcp dport @{name}-reached ct status dnat oifname != "lo"'
         lines += [

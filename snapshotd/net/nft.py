@@ -41,7 +41,8 @@ class NotSupported(Refused):
     """This machine lacks something that keeping connections needs. On the wire it is a plain `Refused`."""
 
     remedy = (
-        "boot a kernel with nf_tables, and nf_nat where listeners are to move (CONFIG_NF_TABLES_INET, CONFIG_NFT_NAT)"
+        "boot a kernel with nf_tables, and nf_nat where listeners are to move (CONFIG_NF_TABLES_INET, CONFIG_NFT_NAT,"
+        " CONFIG_NFT_REJECT)"
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -90,8 +91,8 @@ def test_loopback_reaches_the_new_address_and_nothing_stays_open(hosts: Hosts, l
     new = getattr(hosts.h2, family)
     routes = local_routes_to_loopback(hosts.h1)
     with hosts.h2.call(_listen, new) as server, hosts.h1.call(_listen, loopback, PORT + 1) as neighbour:
-        hosts.h1.call(forward.forward, UID, {Address(loopback, PORT): Address(new, PORT)})
-        hosts.h1.call(forward.forward, OTHER, {Address(loopback, PORT + 9): Address(new, PORT)})
+        hosts.h1.call(forward.forward, UID, {Address(loopback, PORT): Address(new, PORT)}, os.getuid())
+        hosts.h1.call(forward.forward, OTHER, {Address(loopback, PORT + 9): Address(new, PORT)}, os.getuid())
         assert expect_reaches(hosts.h1, loopback, server) == getattr(hosts.h1, family)
         assert (
             expect_reaches(hosts.h1, loopback, neighbour, PORT + 1) == loopback
@@ -130,7 +131,7 @@ def test_neighbour_cannot_reach_loopback(hosts: Hosts) -> None:
         set_switch(hosts.h1, setting, "1")
         assert knock() == b"knock"  # without the rule it gets through, so this test can fail
         set_switch(hosts.h1, setting, "0")
-        hosts.h1.call(forward.forward, UID, {Address("127.0.0.1", 1): Address(hosts.h2.ip4, 1)})
+        hosts.h1.call(forward.forward, UID, {Address("127.0.0.1", 1): Address(hosts.h2.ip4, 1)}, os.getuid())
         assert switch(hosts.h1, setting) == "1"
         with pytest.raises(TimeoutError):
             knock()
@@ -138,7 +139,7 @@ def test_neighbour_cannot_reach_loopback(hosts: Hosts) -> None:
 
 def test_interface_is_closed_when_no_map_needs_it(hosts: Hosts) -> None:
     routes, new = local_routes_to_loopback(hosts.h1), Address(hosts.h2.ip4, PORT)
-    hosts.h1.call(forward.forward, UID, {Address("127.0.0.1", PORT): new})
+    hosts.h1.call(forward.forward, UID, {Address("127.0.0.1", PORT): new}, os.getuid())
     assert local_routes_to_loopback(hosts.h1) != routes
     hosts.h1.call(forward.forward, UID, {Address(hosts.h1.ip4, PORT): new})
     assert switch(hosts.h1, "ipv4/conf/eth0/route_localnet") == "0"
@@ -147,7 +148,7 @@ def test_interface_is_closed_when_no_map_needs_it(hosts: Hosts) -> None:
 
 def test_interface_opened_by_the_administrator_is_not_closed(hosts: Hosts) -> None:
     set_switch(hosts.h1, "ipv4/conf/eth0/route_localnet", "1")
-    hosts.h1.call(forward.forward, UID, {Address("127.0.0.1", PORT): Address(hosts.h2.ip4, PORT)})
+    hosts.h1.call(forward.forward, UID, {Address("127.0.0.1", PORT): Address(hosts.h2.ip4, PORT)}, os.getuid())
     hosts.h1.call(forward.forget, UID)
     assert switch(hosts.h1, "ipv4/conf/eth0/route_localnet") == "1"
 
@@ -238,7 +239,7 @@ def dial_held(caller: Host, callee: Host, server: socket.socket) -> Iterator[tup
 @pytest.mark.parametrize(("called", "family"), [("", "ip4"), ("", "ip6"), ("127.0.0.1", "ip4"), ("::1", "ip6")])
 def test_translated_connection_is_listed_until_it_is_untracked(hosts: Hosts, called: str, family: str) -> None:
     old, new = Address(called or getattr(hosts.h1, family), PORT), Address(getattr(hosts.h2, family), PORT)
-    hosts.h1.call(forward.forward, UID, {old: new})
+    hosts.h1.call(forward.forward, UID, {old: new}, os.getuid())
     with hosts.h2.call(_listen, new.ip) as server, dial(hosts.h1, old.ip) as near:
         far, _ = server.accept()
         with far:

@@ -21,7 +21,7 @@ from snapshotd.moves.journal import MoveLog
 from snapshotd.moves.peers import new_connections
 from snapshotd.moves.record import ClusterNode
 from snapshotd.net import filter as packets
-from snapshotd.net import forward, refusals, repair, repoint, sockets, timers
+from snapshotd.net import forward, held_ports, refusals, repair, repoint, sockets, timers
 from snapshotd.net import reset as sockets_reset
 from snapshotd.net.address_plan import Places, plan
 from snapshotd.net.flows import Address, Flow, Holder, Pair
@@ -99,7 +99,9 @@ def examine(rewires: Iterable[pb.Rewire], rank_uid: str) -> list[pb.Check]:
     wanted = {rewire.new_local.port for rewire in rewires if rewire.kind == pb.Rewire.LISTENER}
     if not wanted:
         return []
-    taken = {flow.local.port for flow in sockets.listeners(wanted)}
+    # Ports at which this same rank listened here before are held for it.
+    held = held_ports.inodes(rank_uid)
+    taken = {flow.local.port for flow in sockets.listeners(wanted) if flow.inode not in held}
     # New connections to a port where another rank used to listen here are forwarded to it: this rank would not get them.
     own = sockets.own_addresses()
     for uid, addresses in forward.listed().items():

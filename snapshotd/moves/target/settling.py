@@ -185,6 +185,7 @@ class TargetSettling(Steps):
         await self.device_channels.close(moving.log.move)
         await Restore.sweep(self.node, moving.log)
         await in_thread(moving.log.mark, Mark.DISCARDED)
+        self.forwarding.hold_again(moving.log.begin.rank_uid)
         await reach(Point.DISCARD)
 
     def recall(self, move_log: MoveLog) -> Moving:

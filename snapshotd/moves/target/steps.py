@@ -166,6 +166,7 @@ class TargetSteps(TargetSettling):
         await reach(Point.BEFORE_RESTORE)
         await in_thread(moving.log.mark, Mark.RESTORING)
         restore = self.restores[move] = Restore(self.node, moving.log)
+        await self.forwarding.make_room(moving.log.begin.rank_uid)
         try:
             held = await restore.run(parts, self.device_channels.find(move))
         except BaseException as error:
