@@ -291,6 +291,11 @@ def _tls(table: Mapping[str, object] | None, folder: Path, problems: list[str]) 
             with file.open("rb") as content:
                 if b"-----BEGIN " not in content.read(65536):
                     problems.append(f"tls.{key}: {file} is not a PEM file")
+                # A group of operators may read it; see the quickstart.
+                if key == "key" and os.fstat(content.fileno()).st_mode & 0o027:
+                    problems.append(
+                        f"tls.key: {file} can be read by every user, or changed by its group; run `chmod o=,g-w {file}`"
+                    )
         except OSError as error:
             problems.append(f"tls.{key}: {file} cannot be read: {error.strerror}")
     return Tls(**files) if len(files) == 3 else None

@@ -1,11 +1,14 @@
 """A small certificate authority for a cluster that has none.
 
-Invariants: an existing CA is never overwritten, nor is an identity that is still valid. A private key is created with mode
-0600 and never exists on disk with another mode. The common name, "node:NAME" or "operator:NAME", is the identity that
-`snapshotd/api/access.py` checks. The name is also in the SAN, where TLS looks for the name of a node.
+Invariants: an existing CA is never overwritten, nor is an identity that is still valid, except by `renew`. A private key is
+created with mode 0600 and never exists on disk with another mode. Every certificate is listed in `issued` before it exists,
+so that all certificates of a name can be revoked, also those that were replaced. The common name, "node:NAME" or
+"operator:NAME", is the identity that `snapshotd/api/access.py` checks. The name is also in the SAN, where TLS looks for the
+name of a node.
 
-The directory contains ca.crt, ca.key, nodes/NAME.{crt,key} and operators/NAME.{crt,key}. A node or an operator needs only
-ca.crt and its own pair.
+The directory contains ca.crt, ca.key, issued, nodes/NAME.{crt,key}, operators/NAME.{crt,key}, and ca.crl once a certificate
+was revoked. A node or an operator needs only ca.crt and its own pair, a node also ca.crl. Certificates are valid for 90 days:
+`renew`, run from a timer, replaces them in time, and daemons use the new files without a restart.
 """
 
 from __future__ import annotations
@@ -26,7 +29,11 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from snapshotd.api.errors import BadConfig, Busy, NotFound, Usage
 
 CA_VALID = timedelta(days=3653)
-LEAF_VALID = timedelta(days=731)
+LEAF_VALID = timedelta(days=90)
+#: `renew` replaces what expires earlier than this.
+RENEW_BEFORE = timedelta(days=45)
+#: How long a list of revoked certificates counts as fresh; `renew` makes a new one.
+CRL_VALID = LEAF_VALID
 #: The clocks of a cluster differ slightly, and a new certificate must be valid on all nodes at once.
 CLOCK_SKEW = timedelta(minutes=10)
 
@@ -96,6 +103,107 @@ def issue_operator(folder: Path, name: str) -> Identity:
     return _issue(folder, "operator", name, [], [ExtendedKeyUsageOID.CLIENT_AUTH])
 
 
+def renew(folder: Path, within: timedelta = RENEW_BEFORE) -> list[Identity]:
+    """Replaces every identity that expires `within` that time, with a new key, and the list of revoked certificates.
+
+    The certificates that were replaced stay valid until they expire: copy the new files before that.
+    """
+    ca_cert, ca_key = _load_ca(folder)
+    renewed = []
+    for role in ("node", "operator"):
+        for path in sorted((folder / f"{role}s").glob("*.crt")):
+            cert = _read_certificate(path)
+            if cert.not_valid_after_utc - datetime.now(UTC) > within:
+                continue
+            names = cert.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+            addresses = [x509.IPAddress(address) for address in names.get_values_for_type(x509.IPAddress)]
+            purposes = list(cert.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value)
+            identity = Identity(ca=folder / "ca.crt", cert=path, key=path.with_suffix(".key"))
+            new = Identity(ca=identity.ca, cert=path.with_suffix(".crt.new"), key=path.with_suffix(".key.new"))
+            for left in (new.cert, new.key):
+                left.unlink(missing_ok=True)  # of a run that was interrupted
+            _sign(folder, new, (ca_cert, ca_key), role, path.stem, addresses, purposes)
+            os.replace(new.key, identity.key)
+            os.replace(new.cert, identity.cert)
+            renewed.append(identity)
+    if (folder / "ca.crl").exists():
+        _write_crl(folder, ca_cert, ca_key, {})
+    return renewed
+
+
+def revoke(folder: Path, common_name: str) -> tuple[Path, list[int]]:
+    """Revokes all certificates of "node:NAME" or "operator:NAME" that have not expired, and forgets its present identity.
+
+    Returns the path of the list, which must be copied to every node, and the serial numbers. Raises NotFound if there are
+    none.
+    """
+    ca_cert, ca_key = _load_ca(folder)
+    role, _, name = common_name.partition(":")
+    if role not in ("node", "operator") or not NAME.fullmatch(name):
+        raise Usage(
+            f"{common_name!r} is not the name of a certificate", remedy='name it as "node:NAME" or "operator:NAME"'
+        )
+    identity = Identity(
+        ca=folder / "ca.crt", cert=folder / f"{role}s" / f"{name}.crt", key=folder / f"{role}s" / f"{name}.key"
+    )
+    serials = {serial: expires for serial, (issued, expires) in _issued(folder).items() if issued == common_name}
+    if identity.cert.exists():  # it may be older than the file `issued`
+        cert = _read_certificate(identity.cert)
+        serials[cert.serial_number] = cert.not_valid_after_utc
+    serials = {serial: expires for serial, expires in serials.items() if expires > datetime.now(UTC)}
+    if not serials:
+        raise NotFound(f"{common_name} has no valid certificate of the CA in {folder}")
+    path = _write_crl(folder, ca_cert, ca_key, serials)
+    identity.key.unlink(missing_ok=True)
+    identity.cert.unlink(missing_ok=True)
+    return path, sorted(serials)
+
+
+def _write_crl(
+    folder: Path, ca_cert: x509.Certificate, ca_key: ec.EllipticCurvePrivateKey, added: dict[int, datetime]
+) -> Path:
+    """Replaces ca.crl by one with these serial numbers in addition, and without certificates that have expired."""
+    path, now = folder / "ca.crl", datetime.now(UTC)
+    issued = _issued(folder)
+    entries: dict[int, datetime] = dict.fromkeys(added, now)
+    if path.exists():
+        try:
+            former = x509.load_pem_x509_crl(path.read_bytes())
+        except ValueError as error:
+            raise BadConfig(f"{path} is damaged: {error}", remedy="restore it from a node") from error
+        for entry in former:
+            expires = issued.get(entry.serial_number, ("", ca_cert.not_valid_after_utc))[1]
+            if expires > now:
+                entries[entry.serial_number] = entry.revocation_date_utc
+    builder = (
+        x509.CertificateRevocationListBuilder()
+        .issuer_name(ca_cert.subject)
+        .last_update(now - CLOCK_SKEW)
+        .next_update(now + CRL_VALID)
+    )
+    for serial, when in entries.items():
+        revoked = x509.RevokedCertificateBuilder().serial_number(serial).revocation_date(when).build()
+        builder = builder.add_revoked_certificate(revoked)
+    new = path.with_suffix(".crl.new")
+    new.unlink(missing_ok=True)
+    _write(new, builder.sign(ca_key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM), 0o644)
+    os.replace(new, path)
+    return path
+
+
+def _issued(folder: Path) -> dict[int, tuple[str, datetime]]:
+    """Common name and expiry of every certificate that this CA has issued, by serial number."""
+    try:
+        lines = (folder / "issued").read_text().splitlines()
+    except FileNotFoundError:
+        return {}
+    found = {}
+    for line in lines:
+        serial, name, expires = line.split()
+        found[int(serial, 16)] = (name, datetime.fromisoformat(expires))
+    return found
+
+
 def _issue(
     folder: Path,
     role: str,
@@ -115,16 +223,33 @@ def _issue(
     identity = Identity(ca=folder / "ca.crt", cert=leaf / f"{name}.crt", key=leaf / f"{name}.key")
     _make_room(identity, common_name)
     leaf.mkdir(mode=0o700, exist_ok=True)
+    _sign(folder, identity, (ca_cert, ca_key), role, name, addresses, purposes)
+    return identity
+
+
+def _sign(
+    folder: Path,
+    identity: Identity,
+    ca: tuple[x509.Certificate, ec.EllipticCurvePrivateKey],
+    role: str,
+    name: str,
+    addresses: list[x509.IPAddress],
+    purposes: list[x509.ObjectIdentifier],
+) -> None:
+    """Makes a key and its certificate, in new files."""
+    ca_cert, ca_key = ca
+    common_name, serial = f"{role}:{name}", x509.random_serial_number()
     key = ec.generate_private_key(ec.SECP256R1())
     now = datetime.now(UTC)
+    expires = min(now + LEAF_VALID, ca_cert.not_valid_after_utc)
     builder = (
         x509.CertificateBuilder()
         .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)]))
         .issuer_name(ca_cert.subject)
         .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
+        .serial_number(serial)
         .not_valid_before(now - CLOCK_SKEW)
-        .not_valid_after(min(now + LEAF_VALID, ca_cert.not_valid_after_utc))
+        .not_valid_after(expires)
         .add_extension(x509.SubjectAlternativeName([x509.DNSName(name), *addresses]), critical=False)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(_usage(signs_certificates=False), critical=True)
@@ -132,9 +257,12 @@ def _issue(
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key()), critical=False)
     )
+    with open(folder / "issued", "a") as issued:
+        issued.write(f"{serial:x} {common_name} {expires.isoformat()}\n")
+        issued.flush()
+        os.fsync(issued.fileno())
     _write(identity.key, _pem(key), 0o600)
     _write(identity.cert, builder.sign(ca_key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM), 0o644)
-    return identity
 
 
 def _load_ca(folder: Path) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
@@ -144,6 +272,11 @@ def _load_ca(folder: Path) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey
         raise NotFound(f"there is no CA in {folder}", remedy="make one with `migrator pki init`") from error
     except OSError as error:
         raise BadConfig(f"{error.filename} cannot be read: {error.strerror}", remedy="run it as the owner") from error
+    if (folder / "ca.key").stat().st_mode & 0o077:
+        raise BadConfig(
+            f"{folder / 'ca.key'} can be read by users other than its owner",
+            remedy=f"run `chmod 600 {folder / 'ca.key'}`, and make a new CA if somebody may have read it",
+        )
     try:
         cert = x509.load_pem_x509_certificate(cert_pem)
         key = serialization.load_pem_private_key(key_pem, password=None)
@@ -164,19 +297,21 @@ def _make_room(identity: Identity, common_name: str) -> None:
     if not identity.cert.exists():
         identity.key.unlink(missing_ok=True)
         return
-    try:
-        expires = x509.load_pem_x509_certificate(identity.cert.read_bytes()).not_valid_after_utc
-    except ValueError as error:
-        raise BadConfig(
-            f"{identity.cert} is damaged: {error}", remedy="delete it and its key, then try again"
-        ) from error
+    expires = _read_certificate(identity.cert).not_valid_after_utc
     if expires > datetime.now(UTC):
         raise Busy(
             f"{common_name} has a certificate in {identity.cert}, valid until {expires:%Y-%m-%d}",
-            remedy="use it, or delete it and its key first",
+            remedy="use it, replace it with `migrator pki renew`, or revoke it with `migrator pki revoke`",
         )
     identity.cert.unlink()
     identity.key.unlink(missing_ok=True)
+
+
+def _read_certificate(path: Path) -> x509.Certificate:
+    try:
+        return x509.load_pem_x509_certificate(path.read_bytes())
+    except ValueError as error:
+        raise BadConfig(f"{path} is damaged: {error}", remedy="delete it and its key, then try again") from error
 
 
 def _usage(*, signs_certificates: bool) -> x509.KeyUsage:

@@ -11,23 +11,28 @@ import asyncio
 import contextlib
 import fcntl
 import logging
+import math
 import os
 import signal
 import socket
 import stat
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import grpc.aio
 
+from snapshotd.api import certificates
 from snapshotd.api.access import Access
 from snapshotd.api.channel import COMMON_OPTIONS
 from snapshotd.api.errors import BadConfig, Busy, Denied, SnapshotError
+from snapshotd.api.revocation import revocations_of
 from snapshotd.config import DEFAULT_PATH, Config, split_address
 from snapshotd.proc import host
 from snapshotd.runtime import logs, metrics, sd_notify
+from snapshotd.runtime.blocking import in_thread
 
 if TYPE_CHECKING:
     from snapshotd.service import Daemon
@@ -37,6 +42,8 @@ LOG = logging.getLogger(__name__)
 #: Time limits at stop: first for steps in progress to end or to be handed over, then for calls that are still open.
 STOP_GRACE_S = 20.0
 CALLS_GRACE_S = 1.0
+#: How often the daemon's own certificate is looked at, and how often its near end is logged.
+LOOK_AGAIN_S, WARN_AGAIN_S = 600.0, 86_400.0
 
 SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     *COMMON_OPTIONS,
@@ -59,6 +66,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         config = Config.load(options.config)
         if options.check_config:
             print(f"{options.config} is valid: node {config.node}, CRIU {config.criu_version} at {config.criu}")
+            for warning in certificates.warnings(config.credentials):
+                print(f"warning: {warning}")
             return
         if os.geteuid() != 0:
             raise Denied("snapshotd must run as root", remedy="start it with systemd or sudo")
@@ -109,9 +118,11 @@ async def serve(config: Config) -> None:
     stop = asyncio.Event()
     _stop_on_signals(stop)
     daemon = Daemon(config)
-    server = grpc.aio.server(interceptors=[Access()], options=SERVER_OPTIONS)
+    access = Access(revocations_of(config.credentials.ca))
+    server = grpc.aio.server(interceptors=[access], options=SERVER_OPTIONS)
     _listen(server, config)
     watchdog = _start_watchdog()
+    watching = asyncio.create_task(_watch_certificate(config), name="expiry of the certificate")
     try:
         if config.metrics_listen:
             await metrics.serve(*split_address(config.metrics_listen))
@@ -126,6 +137,7 @@ async def serve(config: Config) -> None:
             await _stop(daemon, server)
         finally:
             watchdog.cancel()
+            watching.cancel()
             config.admin_socket.unlink(missing_ok=True)
     LOG.info("stopped")
 
@@ -207,6 +219,19 @@ def _why_not_bound(address: str) -> str:
 def _start_watchdog() -> asyncio.Task[None]:
     interval_s = sd_notify.watchdog_interval_s()
     return asyncio.create_task(sd_notify.keep_watchdog(interval_s) if interval_s else asyncio.sleep(0), name="watchdog")
+
+
+async def _watch_certificate(config: Config) -> None:
+    """Keeps the metric of the certificate's expiry up to date, and logs once a day when it is near."""
+    logged_s = -math.inf
+    while True:
+        expiry = await in_thread(certificates.expiry, config.credentials)
+        metrics.certificate_expires(expiry.timestamp() if expiry is not None else 0.0)
+        if time.monotonic() > logged_s + WARN_AGAIN_S:
+            logged_s = time.monotonic()
+            for warning in await in_thread(certificates.warnings, config.credentials):
+                LOG.warning("%s", warning)
+        await asyncio.sleep(LOOK_AGAIN_S)
 
 
 def _report_started(config: Config) -> None:

@@ -21,7 +21,10 @@ def add(verbs: arguments.Verbs) -> None:
         None,
         "create certificates for nodes and operators",
         more="The key of the CA stays in its folder. A node or an operator needs ca.crt and its own two files.",
-        examples=("  migrator pki init\n  migrator pki node node-1 --address 10.0.0.1\n  migrator pki operator alice"),
+        examples=(
+            "  migrator pki init\n  migrator pki node node-1 --address 10.0.0.1\n  migrator pki operator alice\n"
+            "  migrator pki renew\n  migrator pki revoke node:node-1"
+        ),
     )
     inner = arguments.Verbs(parser)
     _add_folder(inner.add("init", _init, "create a certificate authority"))
@@ -34,6 +37,24 @@ def add(verbs: arguments.Verbs) -> None:
     operator = inner.add("operator", _operator, "create the identity of a person or program that may move ranks")
     operator.add_argument("name", metavar="NAME")
     _add_folder(operator)
+    renew = inner.add(
+        "renew",
+        _renew,
+        "replace certificates that expire soon",
+        more="Run it from a timer, and copy the files that it names. Daemons use the new ones without a restart.",
+    )
+    renew.add_argument(
+        "--within", type=int, default=45, metavar="DAYS", help="replace those that expire within DAYS (default: 45)"
+    )
+    _add_folder(renew)
+    revoke = inner.add(
+        "revoke",
+        _revoke,
+        "revoke all certificates of a node or an operator",
+        more="Copy the list that it names to every node, beside ca.crt. It takes effect as soon as it is there.",
+    )
+    revoke.add_argument("name", metavar="ROLE:NAME", help='for example "node:node-1" or "operator:alice"')
+    _add_folder(revoke)
 
 
 def _add_folder(parser: argparse.ArgumentParser) -> None:
@@ -67,6 +88,33 @@ def _operator(options: argparse.Namespace) -> int:
     from migrator import pki
 
     return _show(options, pki.issue_operator(_folder(options), options.name), "cluster.toml")
+
+
+def _renew(options: argparse.Namespace) -> int:
+    from datetime import timedelta
+
+    from migrator import pki
+
+    renewed = pki.renew(_folder(options), timedelta(days=options.within))
+    if arguments.wants_json(options):
+        output.json_object({"renewed": [{"cert": str(one.cert), "key": str(one.key)} for one in renewed]})
+        return 0
+    for one in renewed:
+        print(f"renewed {one.cert} and {one.key}: copy both")
+    if not renewed:
+        print(f"no certificate expires within {options.within} days")
+    return 0
+
+
+def _revoke(options: argparse.Namespace) -> int:
+    from migrator import pki
+
+    path, serials = pki.revoke(_folder(options), options.name)
+    if arguments.wants_json(options):
+        output.json_object({"crl": str(path), "serials": [f"{serial:x}" for serial in serials]})
+    else:
+        print(f"revoked {len(serials)} certificates of {options.name}: copy {path} to every node, beside its ca.crt")
+    return 0
 
 
 def _show(options: argparse.Namespace, identity: Identity, file: str) -> int:

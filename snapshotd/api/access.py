@@ -4,8 +4,8 @@ Invariant: no servicer runs for a caller whose role the table below does not lis
 cannot be called at all. Every servicer returns an answer or one error of the taxonomy: its status, its message, and its
 wire form in the trailing metadata. Tracebacks are only logged.
 
-A caller is identified by a certificate of the cluster's CA (CN `operator:NAME` or `node:NAME`). A caller on admin.sock is
-root, because its mode lets only root connect.
+A caller is identified by a certificate of the cluster's CA with exactly one common name, `operator:NAME` or `node:NAME`, that
+was not revoked. A caller on admin.sock is root, because its mode lets only root connect.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from google.protobuf.message import DecodeError
 
 from snapshotd.api import snapshotd_pb2_grpc
 from snapshotd.api.errors import WIRE_KEY, Damaged, Denied, Internal, SnapshotError
+from snapshotd.api.revocation import Peer, Revocations, peer_of
 
 LOG = logging.getLogger(__name__)
 
@@ -101,18 +102,35 @@ def caller(context: Context) -> Caller:
     """The caller, identified by certificate or socket. Raises Denied if neither identifies it."""
     if context.peer().startswith("unix:"):
         return Caller("root", "root")
-    names = [bytes(name).decode(errors="replace") for name in context.auth_context().get("x509_common_name", ())]
+    # Not "x509_common_name": of a certificate with two names gRPC shows only the first.
+    names = peer(context).common_names
     role, _, name = names[0].partition(":") if len(names) == 1 else ("", "", "")
     if name and role == "operator":
         return Caller("operator", name)
     if name and role == "node":
         return Caller("node", name)
-    raise Denied(f"the certificate of {names or 'the caller'} belongs neither to an operator nor to a node")
+    shown = " and ".join(names) or "the caller"
+    raise Denied(f"the certificate of {shown} belongs neither to an operator nor to a node")
 
 
-def check(method: str, context: Context) -> Caller:
-    """The caller. Raises Denied if the table does not allow it to call `method`."""
+def peer(context: Context) -> Peer:
+    """What the caller's certificate says. Raises Denied if there is none."""
+    certificates = list(context.auth_context().get("x509_pem_cert", ()))
+    try:
+        (pem,) = certificates
+        return peer_of(bytes(pem))
+    except ValueError as error:
+        raise Denied("the caller shows no certificate that can be read") from error
+
+
+def check(method: str, context: Context, revocations: Revocations | None = None) -> Caller:
+    """The caller. Raises Denied if its certificate is revoked, or if the table does not allow it to call `method`."""
     found = caller(context)
+    if revocations is not None and found.role != "root" and revocations.revoked(serial := peer(context).serial):
+        raise Denied(
+            f"the certificate of {found} with serial number {serial:x} has been revoked",
+            remedy="use the certificate that replaced it, or have the CA issue a new one",
+        )
     roles = ALLOWED.get(method, frozenset())
     if found.role not in roles:
         allowed = " or ".join(f"an {role}" if role == "operator" else f"a {role}" for role in sorted(roles - {"root"}))
@@ -122,7 +140,10 @@ def check(method: str, context: Context) -> Caller:
 
 
 class Access(grpc.aio.ServerInterceptor):
-    """Wraps every handler: checks the table, runs the servicer, and translates the errors that it raises."""
+    """Wraps every handler: checks the caller and the table, runs the servicer, and translates the errors that it raises."""
+
+    def __init__(self, revocations: Revocations | None = None) -> None:
+        self._revocations = revocations
 
     async def intercept_service(
         self,
@@ -130,10 +151,10 @@ class Access(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler | None:
         found = await continuation(handler_call_details)
-        return None if found is None else _guard(handler_call_details.method, found)
+        return None if found is None else _guard(handler_call_details.method, found, self._revocations)
 
 
-def _guard(method: str, handler: Handler) -> Handler:
+def _guard(method: str, handler: Handler, revocations: Revocations | None) -> Handler:
     """The same handler with the same serializers, wrapped. Its servicer may be a coroutine or an async generator."""
     # The type stubs only know the blocking form of a servicer, hence Any.
     behaviours: list[Any] = [handler.unary_unary, handler.unary_stream, handler.stream_unary, handler.stream_stream]
@@ -156,7 +177,7 @@ def _guard(method: str, handler: Handler) -> Handler:
                 await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"{method} is not implemented")
             return await servicer(request if handler.request_streaming else decode(request), context)
 
-        return await _guarded(method, context, work)
+        return await _guarded(method, context, revocations, work)
 
     async def many_replies(request: Any, context: Context) -> None:
         async def work() -> None:
@@ -170,7 +191,7 @@ def _guard(method: str, handler: Handler) -> Handler:
                 async for reply in replies:
                     await context.write(reply)
 
-        await _guarded(method, context, work)
+        await _guarded(method, context, revocations, work)
 
     make = {
         (False, False): grpc.unary_unary_rpc_method_handler,
@@ -186,9 +207,11 @@ def _guard(method: str, handler: Handler) -> Handler:
     )
 
 
-async def _guarded(method: str, context: Context, work: Callable[[], Awaitable[Any]]) -> Any:
+async def _guarded(
+    method: str, context: Context, revocations: Revocations | None, work: Callable[[], Awaitable[Any]]
+) -> Any:
     try:
-        found = check(method, context)
+        found = check(method, context, revocations)
         LOG.debug("%s by %s", method, found)
         return await work()
     except (asyncio.CancelledError, grpc.aio.AbortError):

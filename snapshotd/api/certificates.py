@@ -1,16 +1,23 @@
-"""Checks a node's certificate at start.
+"""Checks a node's certificate at start, and warns before it expires.
 
 Otherwise a certificate that has expired, or belongs to another CA or node, would only appear as "unreachable" on an
-operator's terminal: TLS does not tell the caller the reason. The daemon imports `cryptography` only for this check.
+operator's terminal: TLS does not tell the caller the reason.
 """
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
+import os
+from datetime import UTC, datetime, timedelta
 
+from snapshotd.api import revocation
 from snapshotd.api.channel import Credentials
+from snapshotd.api.errors import BadConfig
 
-__all__ = ["Credentials", "problems"]
+__all__ = ["Credentials", "expiry", "problems", "warnings"]
+
+#: A stolen key is good until its certificate expires, wherever the list of revoked certificates does not reach.
+LONGEST_VALID = timedelta(days=90)
+WARN_BEFORE = timedelta(days=30)
 
 
 def problems(credentials: Credentials, node: str) -> list[str]:
@@ -26,9 +33,57 @@ def problems(credentials: Credentials, node: str) -> list[str]:
             continue
         if name == "key" and path.stat().st_mode & 0o077:
             found.append(f"tls.key: {path} can be read by users other than its owner; run `chmod 600 {path}`")
+        if name == "key" and path.stat().st_uid not in (0, os.geteuid()):
+            found.append(f"tls.key: {path} belongs to another user; run `chown root {path}`")
     if len(contents) < 3:
         return found
+    try:
+        revocation.load(credentials.ca)
+    except BadConfig as error:
+        found.append(f"tls.ca: {error.message}")
     return found + _content_problems(credentials, contents, node)
+
+
+def expiry(credentials: Credentials) -> datetime | None:
+    """When the certificate expires; None if it cannot be read."""
+    from cryptography import x509
+
+    try:
+        return x509.load_pem_x509_certificate(credentials.cert.read_bytes()).not_valid_after_utc
+    except (OSError, ValueError):
+        return None
+
+
+def warnings(credentials: Credentials) -> list[str]:
+    """What will soon be a problem with `credentials`. Never raises."""
+    from cryptography import x509
+
+    try:
+        cert = x509.load_pem_x509_certificate(credentials.cert.read_bytes())
+    except (OSError, ValueError) as error:
+        return [f"tls.cert: {credentials.cert} cannot be read: {error}"]
+    found, now = [], datetime.now(UTC)
+    left, valid = cert.not_valid_after_utc - now, cert.not_valid_after_utc - cert.not_valid_before_utc
+    if left < WARN_BEFORE:
+        when = (
+            f"expires on {cert.not_valid_after_utc:%Y-%m-%d}, in {left.days} days" if left.days >= 0 else "has expired"
+        )
+        found.append(f"tls.cert: {credentials.cert} {when}; run `migrator pki renew` and copy the new files here")
+    if valid > LONGEST_VALID + timedelta(days=1):
+        found.append(
+            f"tls.cert: {credentials.cert} is valid for {valid.days} days; a stolen key is good for as long where the list of"
+            f" revoked certificates is not known: issue certificates for at most {LONGEST_VALID.days} days"
+        )
+    try:
+        crl = revocation.load(credentials.ca)
+    except BadConfig as error:
+        return [*found, f"tls.ca: {error.message}"]
+    if crl is not None and crl.next_update_utc is not None and crl.next_update_utc < now:
+        path = revocation.crl_path(credentials.ca)
+        found.append(
+            f"tls.ca: {path} should have been replaced by {crl.next_update_utc:%Y-%m-%d}: run `migrator pki renew`"
+        )
+    return found
 
 
 def _content_problems(credentials: Credentials, contents: dict[str, bytes], node: str) -> list[str]:

@@ -6,14 +6,19 @@ detected within about ten seconds.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+import ssl
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import grpc
 import grpc.aio
 
 from snapshotd.api.errors import BadConfig
+
+log = logging.getLogger(__name__)
 
 #: The largest message in either direction.
 MAX_MESSAGE_BYTES = 16 << 20
@@ -67,9 +72,36 @@ class Credentials:
         return grpc.ssl_channel_credentials(root_certificates=ca, private_key=key, certificate_chain=cert)
 
     def for_server(self) -> grpc.ServerCredentials:
-        """Requires a certificate of the same CA from every client."""
+        """Requires a certificate of the same CA from every client. Files that were replaced are used for new connections."""
+        latest = [self._stamp()]
+
+        def replaced() -> grpc.ServerCertificateConfiguration | None:
+            try:
+                if (stamp := self._stamp()) == latest[0]:
+                    return None
+                found = self._server_files()
+            except (BadConfig, OSError) as error:  # such as a certificate whose key is still being copied
+                log.warning("the certificate that was replaced is not used yet: %s", error)
+                return None
+            latest[0] = stamp
+            log.info("%s is used for new connections", self.cert)
+            return found
+
+        # The type stubs do not know that None means: as before.
+        fetch = cast("Callable[[], grpc.ServerCertificateConfiguration]", replaced)
+        return grpc.dynamic_ssl_server_credentials(self._server_files(), fetch, require_client_authentication=True)
+
+    def _server_files(self) -> grpc.ServerCertificateConfiguration:
         ca, cert, key = self.read()
-        return grpc.ssl_server_credentials([(key, cert)], root_certificates=ca, require_client_auth=True)
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self.cert, self.key)
+        except OSError as error:  # includes ssl.SSLError
+            raise BadConfig(f"{self.cert} and {self.key} cannot be used: {error}") from error
+        return grpc.ssl_server_certificate_configuration([(key, cert)], root_certificates=ca)
+
+    def _stamp(self) -> tuple[tuple[int, int, int], ...]:
+        found = (path.stat() for path in (self.ca, self.cert, self.key))
+        return tuple((about.st_ino, about.st_mtime_ns, about.st_size) for about in found)
 
 
 def open_channel(

@@ -29,6 +29,11 @@ _PHASE_SECONDS = Histogram(
 _PHASE_BYTES = Counter("snapshotd_phase_bytes", "Bytes a phase moved", ["phase"], registry=REGISTRY)
 _RANKS = Gauge("snapshotd_ranks", "Ranks whose process is on this node", registry=REGISTRY)
 _IMAGE_BYTES = Gauge("snapshotd_image_held_bytes", "Bytes of images held in memory", registry=REGISTRY)
+_CERTIFICATE = Gauge(
+    "snapshotd_certificate_expiry_timestamp_seconds",
+    "When this daemon's certificate expires, in seconds since 1970",
+    registry=REGISTRY,
+)
 _BUILD = Info("snapshotd", "This daemon", registry=REGISTRY)
 _BUILD.info({"version": DAEMON_VERSION})
 # A counter with labels is absent until it is first used, and then rate() has no result instead of zero.
@@ -49,6 +54,10 @@ def phase(name: str, seconds: float, moved_bytes: int = 0) -> None:
     _PHASE_SECONDS.labels(phase=name).observe(seconds)
     if moved_bytes:
         _PHASE_BYTES.labels(phase=name).inc(moved_bytes)
+
+
+def certificate_expires(unix_s: float) -> None:
+    _CERTIFICATE.set(unix_s)
 
 
 def watch(*, ranks: Callable[[], float], image_bytes: Callable[[], float]) -> None:

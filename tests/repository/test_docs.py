@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -291,7 +292,7 @@ def test_cluster_file_of_the_quick_start_is_accepted(pki: Path, tmp_path: Path) 
         ("admin.crt", "operators/admin.crt"),
         ("admin.key", "operators/admin.key"),
     ):
-        (tmp_path / "tls" / name).write_bytes((pki / file).read_bytes())
+        shutil.copy(pki / file, tmp_path / "tls" / name)  # with its mode
     path = tmp_path / "cluster.toml"
     path.write_text(block_after(ROOT / "docs/quickstart.md", "cluster.toml"))
     assert list(Cluster.read(path).nodes) == ["node-1", "node-2", "spare-1"]

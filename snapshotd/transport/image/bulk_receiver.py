@@ -17,14 +17,13 @@ import ssl
 import threading
 from collections.abc import Sequence
 from time import monotonic
-from typing import Any
 
 from snapshotd.api.channel import Credentials
 from snapshotd.api.errors import Damaged, Denied, Internal, SnapshotError
 from snapshotd.transport.image import grpc_channel
 from snapshotd.transport.image.frame import MAX_CHUNK_BYTES, Answer, Frame, Kind, parse_header
 from snapshotd.transport.image.store import ImageStore
-from snapshotd.transport.image.tls_connection import MessageReader, send_end, send_message, tls_context
+from snapshotd.transport.image.tls_connection import MessageReader, peer_node, send_end, send_message, tls_context
 from snapshotd.transport.listener import KEY_BYTES, MoveListener
 from snapshotd.transport.sockets import CONNECT_S
 
@@ -47,8 +46,7 @@ class BulkReceivers:
         with self._lock:
             receiver = self._open.get(move)
             if receiver is None or not receiver.listener.accepting:
-                tls = tls_context(self._credentials, server_side=True)
-                fresh = _BulkReceiver(self._store, move, source_node, tls, self._hosts)
+                fresh = _BulkReceiver(self._store, move, source_node, self._credentials, self._hosts)
                 if receiver is not None:
                     receiver.listener.close()
                 receiver = self._open[move] = fresh
@@ -70,15 +68,15 @@ class _BulkReceiver:
     """The port of one move, and the connections to it."""
 
     def __init__(
-        self, store: ImageStore, move: str, source_node: str, tls: ssl.SSLContext, hosts: Sequence[str]
+        self, store: ImageStore, move: str, source_node: str, credentials: Credentials, hosts: Sequence[str]
     ) -> None:
         self.key = secrets.token_bytes(KEY_BYTES)
-        self._store, self._move, self._source_node = store, move, source_node
+        self._store, self._move, self._source_node, self._credentials = store, move, source_node, credentials
         self.listener = MoveListener(
             f"image channel of {move}",
             hosts,
             self._serve,
-            tls=tls,
+            tls=tls_context(credentials, server_side=True),
             max_admitted=grpc_channel.MAX_STREAMS_PER_MOVE,
             open_s=OPEN_S,
         )
@@ -116,7 +114,7 @@ class _BulkReceiver:
 
     def _admit(self, connection: ssl.SSLSocket, reader: MessageReader) -> None:
         """Checks that the certificate is the source node's, and the key the one that node received."""
-        name = _common_name(connection)
+        name = peer_node(connection, self._credentials)
         if name != f"node:{self._source_node}":
             raise Denied(f"{name} is not the source of move {self._move}")
         length = reader.next_bytes()
@@ -151,9 +149,3 @@ def _read_payload(reader: MessageReader, frame: Frame, into: memoryview) -> None
         got = f"{length} bytes instead of {frame.payload_bytes}"
         raise Damaged(f"{frame.name}: the chunk at {frame.offset} has {got}")
     reader.read_into(into)
-
-
-def _common_name(connection: ssl.SSLSocket) -> str:
-    subject: Any = (connection.getpeercert() or {}).get("subject", ())  # a tuple of tuples of pairs
-    names = [value for part in subject for key, value in part if key == "commonName"]
-    return str(names[0]) if len(names) == 1 else f"{names!r}"

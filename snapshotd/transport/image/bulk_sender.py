@@ -17,7 +17,14 @@ from snapshotd.api.channel import Credentials
 from snapshotd.api.errors import Damaged, Internal, SnapshotError, Unreachable
 from snapshotd.runtime.blocking import in_thread
 from snapshotd.transport.image.frame import Answer, Frame, parse_answer
-from snapshotd.transport.image.tls_connection import MessageReader, send_end, send_frame, send_message, tls_context
+from snapshotd.transport.image.tls_connection import (
+    MessageReader,
+    peer_node,
+    send_end,
+    send_frame,
+    send_message,
+    tls_context,
+)
 from snapshotd.transport.sockets import CONNECT_S, hang_up, tune
 
 _MAX_ANSWER_BYTES = 64 << 10
@@ -28,7 +35,7 @@ async def open_streams(
 ) -> list[BulkStream]:
     """Connections to the port that the target has opened. Unreachable if any fails: the caller then uses gRPC."""
     context = await in_thread(tls_context, credentials, server_side=False)
-    connecting = [in_thread(_connect, host, port, key, context, node) for _ in range(streams)]
+    connecting = [in_thread(_connect, host, port, key, context, credentials, node) for _ in range(streams)]
     found = await asyncio.gather(*connecting, return_exceptions=True)
     opened = [one for one in found if isinstance(one, ssl.SSLSocket)]
     failures = [one for one in found if isinstance(one, BaseException)]
@@ -41,7 +48,9 @@ async def open_streams(
     return [BulkStream(connection) for connection in opened]
 
 
-def _connect(host: str, port: int, key: bytes, context: ssl.SSLContext, node: str) -> ssl.SSLSocket:
+def _connect(
+    host: str, port: int, key: bytes, context: ssl.SSLContext, credentials: Credentials, node: str
+) -> ssl.SSLSocket:
     plain = socket.create_connection((host, port), timeout=CONNECT_S)
     try:
         tune(plain)
@@ -50,6 +59,7 @@ def _connect(host: str, port: int, key: bytes, context: ssl.SSLContext, node: st
         plain.close()
         raise
     try:
+        peer_node(connection, credentials)
         send_message(connection, key)
         connection.settimeout(None)
     except BaseException:

@@ -3,7 +3,7 @@
 gRPC's framing, flow control and copies cost more than the encryption: on a machine with idle cores they were the limit, not
 the network. Here one thread per connection reads and writes large buffers, outside the interpreter's lock.
 
-Invariant: the peer holds a certificate of the cluster's CA.
+Invariant: the peer holds a certificate of the cluster's CA that was not revoked.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import ssl
 import struct
 
 from snapshotd.api.channel import Credentials
-from snapshotd.api.errors import BadConfig
+from snapshotd.api.errors import BadConfig, Denied
+from snapshotd.api.revocation import peer_of, revocations_of
 from snapshotd.transport.image.frame import Frame
 from snapshotd.transport.sockets import fill
 
@@ -38,6 +39,16 @@ def tls_context(credentials: Credentials, *, server_side: bool) -> ssl.SSLContex
     except OSError as error:  # includes ssl.SSLError
         raise BadConfig(f"{credentials.cert}, {credentials.key} or {credentials.ca} cannot be used: {error}") from error
     return context
+
+
+def peer_node(connection: ssl.SSLSocket, credentials: Credentials) -> str:
+    """The common name of the peer's certificate. Raises Denied if it has not exactly one, or was revoked."""
+    peer = peer_of(ssl.DER_cert_to_PEM_cert(connection.getpeercert(binary_form=True) or b"").encode())
+    if len(peer.common_names) != 1:
+        raise Denied(f"the peer's certificate has {len(peer.common_names)} common names: {peer.common_names!r}")
+    if revocations_of(credentials.ca).revoked(peer.serial):
+        raise Denied(f"the certificate of {peer.common_names[0]} with serial number {peer.serial:x} has been revoked")
+    return peer.common_names[0]
 
 
 def send_message(connection: socket.socket, message: bytes) -> None:

@@ -104,8 +104,9 @@ class BulkTarget(Target):
         return await in_thread(self._answers, messages)
 
     def connect(self, key: bytes | None = None, credentials: Credentials | None = None) -> ssl.SSLSocket:
-        context = tls_context(credentials or self.credentials, server_side=False)
-        return bulk_sender._connect("127.0.0.1", self.port, self.key if key is None else key, context, NODE)
+        ours = credentials or self.credentials
+        context = tls_context(ours, server_side=False)
+        return bulk_sender._connect("127.0.0.1", self.port, self.key if key is None else key, context, ours, NODE)
 
     def _answers(self, messages: Sequence[bytes]) -> list[Answer]:
         with self.connect() as connection:

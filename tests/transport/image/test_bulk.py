@@ -121,7 +121,37 @@ async def test_connection_uses_tls_1_3(serve_bulk: Serve) -> None:
         old.minimum_version = ssl.TLSVersion.TLSv1_2
         old.maximum_version = ssl.TLSVersion.TLSv1_2
         with pytest.raises(ssl.SSLError):
-            await in_thread(bulk_sender._connect, "127.0.0.1", target.port, target.key, old, NODE)
+            await in_thread(bulk_sender._connect, "127.0.0.1", target.port, target.key, old, target.credentials, NODE)
+
+
+@pytest.mark.usefixtures("no_patience")
+async def test_revoked_certificate_is_denied_by_sender_and_receiver(store: ImageStore, tmp_path: Path) -> None:
+    """Each side has its own copy of the CA's files; only one of them has the list of revoked certificates yet."""
+    pki.init(tmp_path / "ca")
+    issued = issue(tmp_path / "ca", NODE)
+    sides = []
+    for name in ("sender", "receiver"):
+        (tmp_path / name).mkdir()
+        for path in (issued.ca, issued.cert, issued.key):
+            (tmp_path / name / path.name).write_bytes(path.read_bytes())
+        sides.append(Credentials(*(tmp_path / name / path.name for path in (issued.ca, issued.cert, issued.key))))
+    sender, receiver = sides
+    receivers = BulkReceivers(store, receiver, ["127.0.0.1"])
+    port, key = await in_thread(receivers.open, MOVE, NODE)
+
+    def connect() -> ssl.SSLSocket:
+        return bulk_sender._connect("127.0.0.1", port, key, tls_context(sender, server_side=False), sender, NODE)
+
+    try:
+        (await in_thread(connect)).close()
+        crl, _ = pki.revoke(tmp_path / "ca", f"node:{NODE}")
+        (tmp_path / "receiver" / "ca.crl").write_bytes(crl.read_bytes())
+        assert "has been revoked" in await refused(await in_thread(connect))
+        (tmp_path / "sender" / "ca.crl").write_bytes(crl.read_bytes())
+        with pytest.raises(Denied, match="has been revoked"):
+            await in_thread(connect)
+    finally:
+        await in_thread(receivers.close_all)
 
 
 async def test_open_is_idempotent_and_close_leaves_nothing(store: ImageStore, certificates: Credentials) -> None:
