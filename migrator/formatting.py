@@ -5,6 +5,10 @@ Sizes are decimal (1 GB is 10⁹ bytes), so that bytes, seconds and GB/s on one 
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+from typing import Any
+
 
 def size(count: float) -> str:
     """1 234 567 890 → "1.2 GB"."""
@@ -44,3 +48,18 @@ def plain(text: str) -> str:
 def plain_lines(text: str) -> list[str]:
     """Like `plain`, for text of several lines."""
     return [plain(line.expandtabs(4)) for line in text.split("\n")] if text else []
+
+
+def json_line(value: Mapping[str, Any]) -> str:
+    """One JSON object on one line, in which every character that can control a terminal is escaped.
+
+    JSON itself requires that for the ASCII control characters only. Bidirectional and C1 control characters, DEL, line
+    separators and lone surrogates are escaped too; other text stays readable.
+    """
+    text = json.dumps(value, ensure_ascii=False)
+    return text if text.isprintable() else "".join(sign if sign.isprintable() else _escaped(sign) for sign in text)
+
+
+def _escaped(sign: str) -> str:
+    units = sign.encode("utf-16-be", "surrogatepass")
+    return "".join(f"\\u{units[at : at + 2].hex()}" for at in range(0, len(units), 2))

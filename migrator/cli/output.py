@@ -1,12 +1,11 @@
 """Output for people and programs: tables, one JSON object, errors of three lines.
 
 Invariant: with --json, stdout has exactly one JSON object, on one line. Control characters in text that came from a daemon or
-a job are replaced before it is printed.
+a job, bidirectional ones included, are replaced (in JSON: escaped) before it is printed.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -24,11 +23,12 @@ _COLOURS = {"red": "31", "green": "32", "yellow": "33", "bold": "1", "dim": "2"}
 
 
 def json_object(value: Mapping[str, Any]) -> None:
-    print(json.dumps(value, ensure_ascii=False), flush=True)
+    print(formatting.json_line(value), flush=True)
 
 
 def styled(text: str, style: str, stream: TextIO | None = None) -> str:
-    """Coloured, if the stream is a terminal and colours are not disabled (NO_COLOR, TERM=dumb)."""
+    """One line, coloured if the stream is a terminal and colours are not disabled (NO_COLOR, TERM=dumb)."""
+    text = formatting.plain(text)
     to = sys.stdout if stream is None else stream
     if not to.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
         return text

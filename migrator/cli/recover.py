@@ -130,4 +130,4 @@ def _show(report: recover.Report) -> None:
             if fact:
                 print(f"  {formatting.plain(fact)}")
         if one.remedy:
-            print(f"  remedy: {one.remedy}")
+            print(f"  remedy: {formatting.plain(one.remedy)}")

@@ -7,13 +7,13 @@ Our own errors exit with 125, so that they differ from the command's. 126 and 12
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
+from migrator import formatting
 from migrator.cli import launchers
 
 FAILED = 125
@@ -200,7 +200,7 @@ def _fail(message: str, *, as_json: bool) -> int:
             "remedy": "see migrator run --help",
             "where": "not touched",
         }
-        print(json.dumps(answer), flush=True)
+        print(formatting.json_line(answer), flush=True)
     else:
         print(f"migrator run: {message}", file=sys.stderr)
     return FAILED

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
+from migrator import formatting
 from migrator.cli import nodes, ps, status
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import Ambiguous, Busy, Denied, NotFound, Refused, Unreachable
@@ -77,6 +79,25 @@ def test_ps_shows_only_ranks_of_the_given_job(cluster: FakeCluster, migrator: Mi
 def test_control_characters_of_a_command_are_replaced(cluster: FakeCluster, migrator: Migrator) -> None:
     cluster["node-1"].ranks = [a_rank("node-1", command="evil\x1b[2J\rname\n")]
     assert "evil?[2J?name" in migrator("ps").out
+
+
+#: C1 (CSI), DEL, bidirectional override and isolate, line separator, a tag character outside the BMP; and harmless text.
+CONTROLS = "a\x9b2J\x7f\x85\u202eb\u2066\u2028\U000e0041 été 训练 🚂"
+
+
+def test_control_characters_that_json_allows_are_escaped(cluster: FakeCluster, migrator: Migrator) -> None:
+    cluster["node-1"].ranks = [a_rank("node-1", command=CONTROLS)]
+    ran = migrator("ps", "--json")
+    assert ran.json["ranks"][0]["command"] == CONTROLS
+    assert ran.out.rstrip("\n").isprintable(), "a terminal would act on a character of this line"
+    assert "été 训练 🚂" in ran.out
+    assert migrator("ps").out.replace("\n", "").isprintable()
+
+
+def test_lone_surrogates_are_escaped_in_json() -> None:
+    line = formatting.json_line({"path": "/tmp/\udcff"})
+    assert line == '{"path": "/tmp/\\udcff"}'
+    assert json.loads(line) == {"path": "/tmp/\udcff"}
 
 
 @pytest.mark.parametrize("verb", LISTING, ids=" ".join)
