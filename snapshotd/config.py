@@ -83,6 +83,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     )
     state_dir: Annotated[Path, _PATH] = Path("/var/lib/snapshotd")  # the journal: on a disk, to survive a reboot
     run_dir: Annotated[Path, _PATH] = Path("/run/snapshotd")
+    spool_dir: Annotated[Path, _PATH] = Path()  # output of ranks without their home node; empty: state_dir/spool
     image_dir: Annotated[Path, _PATH] = Path()  # in memory; empty in the file: run_dir/images
     criu: Annotated[str, _PATH] = ""  # empty in the file: see find_criu
     criu_version: str = ""  # not a key: the version of `criu`
@@ -111,6 +112,12 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     # Finished moves leave the journal after this many days, or when there are more than so many newer ones.
     history_days: Annotated[int, Meta(ge=1, le=3650, description="a whole number from 1 to 3650")] = 30
     history_moves: Annotated[int, Meta(ge=1, le=1000000, description="a whole number from 1 to 1000000")] = 1000
+    # Limits of the spool: of one rank, of all ranks, and what must stay free on its file system. At a limit the rank waits.
+    spool_rank_bytes: Annotated[int, Meta(ge=0, lt=1 << 50, description="a number of bytes")] = 1 << 30
+    spool_total_bytes: Annotated[int, Meta(ge=0, lt=1 << 50, description="a number of bytes")] = 8 << 30
+    spool_free_bytes: Annotated[int, Meta(ge=0, lt=1 << 50, description="a number of bytes")] = 1 << 30
+    # Ranks, and connections of their keepers, that one user may have on this node. Root has no limit.
+    ranks_per_user: Annotated[int, Meta(ge=1, le=100000, description="a whole number from 1 to 100000")] = 1024
     gpu_library_dir: Annotated[str, toml_file.text("an absolute path", _directory_or_empty)] = (
         ""  # empty: where the loader looks
     )
@@ -148,6 +155,10 @@ def _fill_in(found: dict[str, Any], problems: list[str]) -> None:
     """The defaults that depend on other values."""
     if "listen" in found and not found.get("advertise", "?"):
         found["advertise"] = found["listen"]
+    if found.get("spool_dir") == Path():
+        del found["spool_dir"]
+        if "state_dir" in found:
+            found["spool_dir"] = found["state_dir"] / "spool"
     if found.get("image_dir") == Path():
         del found["image_dir"]
         if "run_dir" in found:
@@ -181,8 +192,8 @@ def _contradictions(found: dict[str, Any]) -> list[str]:
                     f"image_dir: {found['image_dir']} is not on tmpfs or ramfs; mount a tmpfs there, because images contain"
                     " the job's memory and must never reach a disk"
                 )
-    for name in ("state_dir", "run_dir", "image_dir"):
-        if name not in found:
+    for name in ("state_dir", "run_dir", "image_dir", "spool_dir"):
+        if name not in found or (name == "spool_dir" and found[name].parent == found.get("state_dir")):
             continue
         try:
             blocked = found[name].exists() and not found[name].is_dir()

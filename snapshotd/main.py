@@ -13,6 +13,7 @@ import fcntl
 import logging
 import math
 import os
+import resource
 import signal
 import socket
 import stat
@@ -73,6 +74,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise Denied("snapshotd must run as root", remedy="start it with systemd or sudo")
         logs.set_up(config.log_format, config.log_level)
         make_directories(config)
+        _raise_descriptor_limit()
         with one_daemon(config.run_dir):
             asyncio.run(serve(config))
     except SnapshotError as error:
@@ -83,12 +85,19 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def make_directories(config: Config) -> None:
     """Users can enter run_dir, to reach keeper.sock. Only root can read the journal and the images."""
-    for place, mode in ((config.run_dir, 0o755), (config.state_dir, 0o700), (config.image_dir, 0o700)):
+    private = (config.state_dir, config.image_dir, config.spool_dir)
+    for place, mode in ((config.run_dir, 0o755), *((place, 0o700) for place in private)):
         try:
             place.mkdir(parents=True, exist_ok=True)
             place.chmod(mode)
         except OSError as error:
             raise BadConfig(f"{place} cannot be created: {error.strerror}") from error
+
+
+def _raise_descriptor_limit() -> None:
+    """Every keeper needs two descriptors. Restored ranks get the limits that they had."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 @contextlib.contextmanager

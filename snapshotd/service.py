@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import resource
 
 import grpc
 import grpc.aio
@@ -27,6 +28,7 @@ from snapshotd.cuda.driver import Gpus
 from snapshotd.inprocess import symbols
 from snapshotd.keepers.adoption import Adoption
 from snapshotd.keepers.listener import KeeperLinks
+from snapshotd.keepers.quota import Limits
 from snapshotd.keepers.ranks import RankEntry, Ranks
 from snapshotd.keepers.relay import Relays
 from snapshotd.moves.carry import Carry
@@ -39,6 +41,7 @@ from snapshotd.moves.node import Node
 from snapshotd.moves.peers import connections
 from snapshotd.moves.peers.forwarding import Forwarding
 from snapshotd.moves.peers.steps import PeerSteps
+from snapshotd.moves.reserve import Reserve
 from snapshotd.moves.source.steps import SourceSteps
 from snapshotd.moves.target.gpus import with_reservations
 from snapshotd.moves.target.steps import TargetSteps
@@ -62,9 +65,10 @@ class Daemon:
         store = ImageStore(config.image_dir)
         carry = Carry(config.state_dir, config.carry_paths)
         self.gpus = Gpus(config.gpu_library_dir)
-        self.node = Node(
-            config, Journal(config.state_dir), Ranks(config.state_dir), store, carry, self.gpus, self._lost
-        )
+        reserve = Reserve(config.state_dir)
+        reserve.hold()
+        journal, ranks = Journal(config.state_dir, reserve), Ranks(config.state_dir, reserve)
+        self.node = Node(config, journal, reserve, ranks, store, carry, self.gpus, self._lost)
         self.relays = Relays(self.node)
         self.peer = PeerSteps(self.node)
         self.gates = GateSteps(self.node)
@@ -74,7 +78,9 @@ class Daemon:
         self.target = TargetSteps(self.node, self.relays, self.forwarding)
         self.adoption = Adoption(self.node, self.source, self.target, self.relays, self.forwarding)
         self.history = History(self.node, [self.source, self.target, self.peer, self.gates])
-        self.keepers = KeeperLinks(config.keeper_socket, self.adoption.adopt, self.adoption.events())
+        descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        limits = Limits.within(config.ranks_per_user, descriptors)
+        self.keepers = KeeperLinks(config.keeper_socket, self.adoption.adopt, self.adoption.events(), limits)
         metrics.watch(
             ranks=lambda: sum(1 for entry in self.node.ranks.all() if not entry.away_node),
             image_bytes=lambda: store.held_bytes(),

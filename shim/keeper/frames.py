@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 MAX_PAYLOAD_BYTES = 1 << 20
 MAX_HEADER_BYTES = (1 << 16) - 1
 MAX_FRAME_BYTES = 2 + MAX_HEADER_BYTES + MAX_PAYLOAD_BYTES
+MAX_HELLO_BYTES = 2 + MAX_HEADER_BYTES  # a hello has no payload
 
 #: guest keeper <-> home keeper, through both daemons. relay.py lists what each carries.
 RELAY_TYPES = frozenset(
@@ -73,10 +74,11 @@ def decode(frame: bytes) -> Frame:
 
 
 class Decoder:
-    """Splits a byte stream, which arrives in arbitrary pieces, into frames."""
+    """Splits a byte stream, which arrives in arbitrary pieces, into frames of at most `max_frame_bytes`."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
         self._buffer = bytearray()
+        self.max_frame_bytes = max_frame_bytes
 
     @property
     def pending_bytes(self) -> int:
@@ -87,7 +89,7 @@ class Decoder:
         self._buffer += data
         while len(self._buffer) >= _LENGTH.size:
             (rest_bytes,) = _LENGTH.unpack_from(self._buffer)
-            if not _HEADER_LENGTH.size <= rest_bytes <= MAX_FRAME_BYTES:
+            if not _HEADER_LENGTH.size <= rest_bytes <= self.max_frame_bytes:
                 raise FrameError(f"a frame of {rest_bytes} bytes is impossible or over the limit")
             if len(self._buffer) < _LENGTH.size + rest_bytes:
                 return

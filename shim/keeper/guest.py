@@ -4,7 +4,8 @@ The daemon starts it as `python -m shim.keeper.guest` with its parameters as JSO
 channels and starts `criu swrk` with the rank's ends of them. The daemon communicates with criu. Invariants: the rank
 gets no input and no signal before `activated`. Its output and exit status stay here until the home keeper has
 acknowledged them, however long the daemons or the home keeper are unreachable. When the guest keeper ends, so does
-every process of the rank on this node.
+every process of the rank on this node. It starts as root, because criu and the namespaces need that, and becomes the
+rank's user once the daemon has welcomed it: everything that the user's home keeper sends is handled as that user.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from typing import Any, NoReturn
 from shim.keeper import frames, namespaces, report, signals
 from shim.keeper.link import BYE_S, Link
 from shim.keeper.loop import Loop
+from shim.keeper.privileges import Identity
 from shim.keeper.relay import GuestEnd
+from shim.keeper.spool import Spool
 from shim.keeper.stdio import Stdio, TooMuchToHandOver
 
 FIRST_INHERITED_FD = 10
@@ -64,7 +67,8 @@ class GuestKeeper:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
             signal.signal(number, signal.SIG_IGN)
         state = orders["stdio"]
-        self._stdio = Stdio.of_state(self.loop, state, str(orders["spool_dir"]))
+        self._identity = Identity(orders["identity"])
+        self._stdio = Stdio.of_state(self.loop, state, self._identity, Spool.of_orders(orders["spool"]))
         self._relay = GuestEnd(self.loop, self._stdio, self._send_relay, self._deliver)
         self._stdio.may_spool = self._relay.is_cut_off
         handed = state.get("signals", {})
@@ -75,8 +79,7 @@ class GuestKeeper:
             for index, described in enumerate(state["channels"])
         ]
         self._report_path = str(state.get("report_path", ""))
-        self._user = int(state.get("user_id", 0)), int(state.get("group_id", 0))
-        report.make_room(self._report_path, *self._user)
+        report.make_room(self._report_path, self._identity)
         self._criu_pid = self._start_criu(str(orders["criu"]), int(orders["criu_fd"]), str(orders["cgroup_procs"]))
         self._link = Link(self.loop, str(orders["keeper_sock"]), self._hello, self._on_frame, self._relay.lost)
         self.loop.before(self._work)
@@ -122,6 +125,7 @@ class GuestKeeper:
         move = str(fields.get("move", ""))
         match frame.type:
             case "welcome":
+                self._identity.assume_alone()
                 self._link.welcomed()
                 self._relay.sync()
             case "refused":
@@ -167,7 +171,6 @@ class GuestKeeper:
         except (TooMuchToHandOver, OSError) as error:
             self._link.send("stdio", {"move": move, "error": str(error)})
             return
-        state |= {key: self._orders["stdio"].get(key, 0) for key in ("user_id", "group_id")}
         state["report_path"] = self._report_path
         state["signals"] = {"last": self._relay.last_signal_id, "queued": self._queued}
         self._link.send_state(move, state)
@@ -221,7 +224,7 @@ class GuestKeeper:
         self._status = status
         self._stdio.rank_ended()
         if not self._is_gone:
-            self._relay.report = report.collect(self._report_path, *self._user)
+            self._relay.report = report.collect(self._report_path, self._identity)
         if self._held_move and not self._is_gone:
             self._link.send("died", {"move": self._held_move, "status": status})
         self.loop.after(0.1, self._look_at_end)

@@ -179,7 +179,7 @@ class HomeKeeper:
         except (TooMuchToHandOver, OSError) as error:
             self._link.send("stdio", {"move": move, "error": str(error)})
             return
-        state |= {"user_id": os.getuid(), "group_id": os.getgid(), "signals": {"last": 0, "queued": []}}
+        state["signals"] = {"last": 0, "queued": []}
         state["report_path"] = self._report_path
         self._link.send_state(move, state)
 

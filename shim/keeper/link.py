@@ -63,6 +63,8 @@ class Link:
         except OSError as error:
             connection.close()
             self.trouble = os.strerror(error.errno) if error.errno else str(error)
+            if isinstance(error, BlockingIOError):
+                self._retry_s = FIRST_RETRY_S  # too many others are just connecting: a matter of milliseconds
             self._retry()
             return
         self._socket = connection

@@ -2,8 +2,8 @@
 
 The agent expects it in a temporary folder on its own node. A worker that has moved writes it on the node where it runs:
 its guest keeper creates the folder there and sends the file with the exit status; the home keeper writes it where the
-agent reads it. Invariant: the guest keeper, which runs as root, accesses the path that the rank chose only with the
-user id of the rank. A report that cannot be read is no error: the exit status suffices.
+agent reads it. Invariant: the guest keeper accesses the path that the rank chose only with the user and groups of the
+rank. A report that cannot be read is no error: the exit status suffices.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import os
 import stat
 from collections.abc import Callable, Mapping
 
+from shim.keeper.privileges import Identity
+
 MOST_BYTES = 256 << 10
 _VARIABLE = "TORCHELASTIC_ERROR_FILE"
 
@@ -20,18 +22,19 @@ _VARIABLE = "TORCHELASTIC_ERROR_FILE"
 def path_in(environment: Mapping[str, str]) -> str:
     """Returns the path of this rank's report, empty if the launcher set none."""
     path = environment.get(_VARIABLE, "")
-    return path if path.startswith("/") and "\0" not in path else ""
+    is_text = not any("\ud800" <= sign <= "\udfff" for sign in path)  # the daemons accept UTF-8 only
+    return path if path.startswith("/") and "\0" not in path and is_text and len(path) <= 4096 else ""
 
 
-def make_room(path: str, user_id: int, group_id: int) -> None:
+def make_room(path: str, identity: Identity) -> None:
     """Creates the folder of the report, as the rank's user."""
     if path:
-        _as_user(user_id, group_id, lambda: _make_folder(path))
+        _as_user(identity, lambda: _make_folder(path))
 
 
-def collect(path: str, user_id: int, group_id: int) -> bytes:
+def collect(path: str, identity: Identity) -> bytes:
     """Returns the report, empty if there is none."""
-    return _as_user(user_id, group_id, lambda: _take(path)) if path else b""
+    return _as_user(identity, lambda: _take(path)) if path else b""
 
 
 def put(path: str, report: bytes) -> None:
@@ -56,15 +59,13 @@ def _take(path: str) -> bytes:
         os.close(handle)
 
 
-def _as_user(user_id: int, group_id: int, act: Callable[[], bytes]) -> bytes:
+def _as_user(identity: Identity, act: Callable[[], bytes]) -> bytes:
     """Runs `act` in a child process with the user's ids, and returns its result."""
     read_end, write_end = os.pipe2(os.O_CLOEXEC)
     pid = os.fork()
     if pid == 0:
         try:
-            os.setgroups([])
-            os.setgid(group_id)
-            os.setuid(user_id)
+            identity.assume()
             with open(write_end, "wb") as answer:
                 answer.write(act())
         except OSError:

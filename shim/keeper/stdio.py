@@ -11,12 +11,16 @@ import base64
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shim.keeper import terminal
 from shim.keeper.channels import PTY, Channel
 from shim.keeper.loop import Loop, Wish
 from shim.keeper.tail import Tail
+
+if TYPE_CHECKING:
+    from shim.keeper.privileges import Identity
+    from shim.keeper.spool import Spool
 
 #: Limit of the unacknowledged output that a move's messages carry.
 MAX_HANDED_OVER_BYTES = 32 << 20
@@ -33,9 +37,9 @@ class TooMuchToHandOver(Exception):
 
 
 class Stdio:
-    def __init__(self, loop: Loop, channels: list[Channel], spool_dir: str | None = None) -> None:
+    def __init__(self, loop: Loop, channels: list[Channel], spool: Spool | None = None) -> None:
         self.channels = channels
-        self.tails = {channel.name: Tail(0, spool_dir) for channel in channels if channel.has_output}
+        self.tails = {channel.name: Tail(0, spool) for channel in channels if channel.has_output}
         self.in_offset = 0  # of the next byte of input to accept
         self.in_ended = False
         self.is_held = False  # nothing is written to the rank
@@ -52,11 +56,10 @@ class Stdio:
         loop.add(self._wishes)
 
     @classmethod
-    def of_state(cls, loop: Loop, state: dict[str, Any], spool_dir: str | None) -> Stdio:
+    def of_state(cls, loop: Loop, state: dict[str, Any], identity: Identity, spool: Spool | None) -> Stdio:
         """Recreates, on new channels of this node and held, the stdio that another keeper handed over."""
-        user_id, group_id = int(state.get("user_id", 0)), int(state.get("group_id", 0))
-        channels = [Channel.again(described, user_id, group_id) for described in state["channels"]]
-        stdio = cls(loop, channels, spool_dir)
+        channels = [Channel.again(described, identity.user_id, identity.group_id) for described in state["channels"]]
+        stdio = cls(loop, channels, spool)
         for described in state["channels"]:
             if described["out"]:
                 tail = stdio.tails[described["name"]]

@@ -654,6 +654,7 @@ class RankFacts(_message.Message):
     THREADS_FIELD_NUMBER: _builtins.int
     USER_IDS_FIELD_NUMBER: _builtins.int
     GPU_FIELD_NUMBER: _builtins.int
+    IDENTITY_FIELD_NUMBER: _builtins.int
     source_node: _builtins.str
     daemon_version: _builtins.str
     architecture: _builtins.str
@@ -680,6 +681,10 @@ class RankFacts(_message.Message):
     def gpu(self) -> Global___GpuFacts:
         """unset: the rank uses no GPU"""
 
+    @_builtins.property
+    def identity(self) -> Global___Identity:
+        """of the rank's root process; unset: refused"""
+
     def __init__(
         self,
         *,
@@ -698,14 +703,45 @@ class RankFacts(_message.Message):
         threads: _builtins.int = ...,
         user_ids: _abc.Iterable[_builtins.int] | None = ...,
         gpu: Global___GpuFacts | None = ...,
+        identity: Global___Identity | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["gpu", b"gpu", "rank", b"rank"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["gpu", b"gpu", "identity", b"identity", "rank", b"rank"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "carried_bytes", b"carried_bytes", "cpu_features", b"cpu_features", "criu_version", b"criu_version", "daemon_version", b"daemon_version", "directories", b"directories", "files", b"files", "gpu", b"gpu", "kernel", b"kernel", "memory_bytes", b"memory_bytes", "processes", b"processes", "rank", b"rank", "source_node", b"source_node", "threads", b"threads", "user_ids", b"user_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "carried_bytes", b"carried_bytes", "cpu_features", b"cpu_features", "criu_version", b"criu_version", "daemon_version", b"daemon_version", "directories", b"directories", "files", b"files", "gpu", b"gpu", "identity", b"identity", "kernel", b"kernel", "memory_bytes", b"memory_bytes", "processes", b"processes", "rank", b"rank", "source_node", b"source_node", "threads", b"threads", "user_ids", b"user_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RankFacts: _TypeAlias = RankFacts  # noqa: Y015
+
+@_typing.final
+class Identity(_message.Message):
+    """The user and groups with which the rank's root process runs, as the source's kernel reports them."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    USER_ID_FIELD_NUMBER: _builtins.int
+    GROUP_ID_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
+    user_id: _builtins.int
+    group_id: _builtins.int
+    @_builtins.property
+    def groups(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """supplementary, sorted"""
+
+    def __init__(
+        self,
+        *,
+        user_id: _builtins.int = ...,
+        group_id: _builtins.int = ...,
+        groups: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_id", b"group_id", "groups", b"groups", "user_id", b"user_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Identity: _TypeAlias = Identity  # noqa: Y015
 
 @_typing.final
 class GpuFacts(_message.Message):

@@ -57,6 +57,11 @@ class Adoption:
         else:
             entry = self._known_guest(hello, keeper)
         if rank is not None:
+            if entry.pid and entry.process != rank and not entry.away_node:
+                raise Denied(
+                    f"rank {entry.uid} is process {entry.pid}, not {rank.pid}",
+                    remedy="start the rank with `migrator run`",
+                )
             entry.pid, entry.start_ticks = rank.pid, rank.start_ticks
         await in_thread(self.node.ranks.put, entry)
         return Welcome(entry.uid, self.node.config.node, self.node.config.advertise)
@@ -65,6 +70,17 @@ class Adoption:
         if rank is None:
             raise Usage(
                 "a keeper registered a new rank without its process", remedy="start the rank with `migrator run`"
+            )
+        mine = [entry for entry in self.node.ranks.all() if entry.role == "home" and entry.user_id == hello.user_id]
+        for entry in mine:
+            if entry.keeper == keeper:
+                if entry.relay_key == hello.relay_key and entry.process == rank:
+                    return entry  # it did not receive the answer to its first hello
+                raise Denied(f"this keeper is that of rank {entry.uid}", remedy="use one `migrator run` for each rank")
+        if hello.user_id != 0 and len(mine) >= self.node.config.ranks_per_user:
+            raise Denied(
+                f"user {hello.user_id} has {len(mine)} ranks on this node, which is the limit",
+                remedy="end some of them, or have ranks_per_user raised in snapshotd.toml",
             )
         uid = new_uid(hello.job, hello.rank)
         group = cgroup_for_home(keeper.pid, uid)
@@ -85,6 +101,12 @@ class Adoption:
             raise NotFound(f"rank {hello.uid} is not being restored on this node")
         if entry.keeper_pid and entry.keeper != keeper:
             raise Denied(f"rank {hello.uid} has another keeper", remedy="start the rank with `migrator run`")
+        # The daemon starts it as root. It becomes the rank's user when it was welcomed, and connects as that one later.
+        if hello.user_id != 0 and not (entry.keeper_pid and hello.user_id == entry.process_user_id):
+            raise Denied(
+                f"user {hello.user_id} may not run a guest keeper",
+                remedy="use `migrator run`; only the daemon starts guest keepers",
+            )
         entry.keeper_pid, entry.keeper_start_ticks = keeper.pid, keeper.start_ticks
         return entry
 

@@ -1,13 +1,16 @@
 """The first frame of a keeper, which describes the keeper and its rank. It is not trusted.
 
-Invariant: the identity of the keeper comes from the kernel (SO_PEERCRED), never from the frame. A home keeper can only
-register its own child, which must run as the same user; a guest keeper must be root. Every name is validated before it
-becomes part of a path. Whether this keeper may claim the uid of a rank is decided by the registry (adoption.py).
+Invariant: the identity of the keeper comes from the kernel (SO_PEERCRED, SO_PEERPIDFD), never from the frame. A keeper can
+only register its own child, which must run as the same user with all its ids, at every hello. Every name is validated
+before it becomes part of a path. Whether this keeper may claim the uid of a rank is decided by the registry (adoption.py).
 """
 
 from __future__ import annotations
 
+import errno
+import os
 import re
+import signal
 import socket
 import struct
 from dataclasses import dataclass
@@ -15,14 +18,16 @@ from typing import Any
 
 from shim.keeper.frames import Frame, FrameError
 from snapshotd.api.errors import Denied, RankGone
-from snapshotd.proc import status
+from snapshotd.proc import credentials, status
 from snapshotd.proc.files import GONE
+from snapshotd.proc.status import Status
 from snapshotd.proc.tree import Process, find_child
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,79}")
 _ENDPOINT = re.compile(r"[A-Za-z0-9_.:\[\]-]{0,255}")
 _KEY = re.compile(r"[0-9a-f]{32,128}")
 _MAX_RANK = 1 << 24
+_SO_PEERPIDFD = 77  # Linux 6.5; not in the socket module yet
 
 
 @dataclass(frozen=True)
@@ -61,16 +66,11 @@ class Hello:
 
 
 def parse_hello(frame: Frame, user_id: int) -> Hello:
-    """The hello in `frame`. Raises FrameError if it is malformed, Denied if its user may not have its role."""
+    """The hello in `frame`, of a keeper that runs as `user_id`. Raises FrameError if it is malformed."""
     if frame.type != "hello":
         raise FrameError(f"the first frame of a keeper must be a hello, not {frame.type[:20]!r}")
     fields = _Fields(frame.header)
     role = fields.text("role", r"home|guest")
-    if role == "guest" and user_id != 0:
-        raise Denied(
-            f"user {user_id} may not run a guest keeper",
-            remedy="use `migrator run`; only the daemon starts guest keepers",
-        )
     stdio = fields.header.get("stdio", {})
     inherit = fields.header.get("inherit", [])
     if not isinstance(stdio, dict) or not isinstance(inherit, list) or len(inherit) > 64:
@@ -142,33 +142,88 @@ class _Fields:
         return float(value)
 
 
-def peer_of(connection: socket.socket) -> tuple[Process, int]:
-    """The peer process of a unix socket, and its user. Raises RankGone if it has already ended."""
-    # struct ucred { pid_t pid; uid_t uid; gid_t gid; }
-    pid, user_id, _ = struct.unpack("iII", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+@dataclass(frozen=True)
+class Peer:
+    """The process that connected, as the kernel names it. The owner closes `pidfd`."""
+
+    process: Process
+    user_id: int
+    pidfd: int
+
+
+def user_of(connection: socket.socket) -> int:
+    """The user that connected a unix socket."""
+    return _credentials(connection)[1]
+
+
+def peer_of(connection: socket.socket) -> Peer:
+    """The process that connected a unix socket. Raises RankGone if it has already ended."""
+    pid, user_id = _credentials(connection)
     try:
-        return Process.of(pid), user_id
+        pidfd = _peer_pidfd(connection, pid)
     except ProcessLookupError as error:
         raise RankGone(f"the keeper (pid {pid}) has already ended") from error
+    try:
+        process = Process.of(pid)
+        signal.pidfd_send_signal(pidfd, 0)  # not reaped: so far the pid has belonged to no other process
+    except OSError as error:
+        os.close(pidfd)
+        raise RankGone(f"the keeper (pid {pid}) has already ended") from error
+    return Peer(process, user_id, pidfd)
 
 
-def rank_process(hello: Hello, keeper: Process) -> Process | None:
+def _credentials(connection: socket.socket) -> tuple[int, int]:
+    # struct ucred { pid_t pid; uid_t uid; gid_t gid; }
+    pid, user_id, _ = struct.unpack("iII", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return pid, user_id
+
+
+def _peer_pidfd(connection: socket.socket, pid: int) -> int:
+    """Raises ProcessLookupError. Before Linux 6.5 a pid that was reused since the connection cannot be told apart here;
+    `check_keeper` then finds at most another process of the same user."""
+    try:
+        return connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
+    except OSError as error:
+        if error.errno != errno.ENOPROTOOPT:
+            raise ProcessLookupError(*error.args) from error
+    return os.pidfd_open(pid)
+
+
+def check_keeper(peer: Peer) -> Status:
+    """The ids of the keeper's process, which must all be those of the connection. Raises Denied or RankGone. Blocking."""
+    found = _status(peer.process.pid)
+    if problem := credentials.mixed(found):
+        raise Denied(f"the keeper is a set-uid or set-gid program: {problem}", remedy=_RUN)
+    if found.user_id != peer.user_id:
+        raise Denied(f"the keeper connected as user {peer.user_id} and is now user {found.user_id}", remedy=_RUN)
+    return found
+
+
+_RUN = "start the rank with `migrator run`, as the user that it should run as"
+
+
+def rank_process(hello: Hello, keeper: Process, keeper_status: Status) -> Process | None:
     """The rank's process in this daemon's pid namespace; None if it has none on this node. Raises Denied or RankGone.
 
-    It must be a child of the keeper. The child of a home keeper must also run as the keeper's user, so that users can only
-    register their own processes. (A registered child may change its user later, which needs privileges.)
+    It must be a child of the keeper. With all its ids it must belong to the keeper's user, so that users can only register
+    their own processes and no set-uid program. Preflight checks that again, because a program can be started later.
+    Blocking: a keeper can have any number of children.
     """
     if hello.pid == 0 or hello.away_node or hello.exited is not None:
         return None
     # Searched by NSpid among the keeper's children, because the keeper may be in another pid namespace.
     process = find_child(keeper.pid, hello.pid)
-    if hello.role == "home" and not hello.uid and _real_user(process.pid) != hello.user_id:
-        raise Denied(f"process {hello.pid} belongs to another user", remedy="start the rank with `migrator run`")
+    found = _status(process.pid)
+    problem = credentials.foreign(found, keeper_status)
+    if not hello.uid and not problem and found.user_id != hello.user_id:
+        problem = f"it belongs to user {found.user_id}"  # also root's: it has not started its program yet
+    if problem:
+        raise Denied(f"process {hello.pid} cannot be a rank of user {hello.user_id}: {problem}", remedy=_RUN)
     return process
 
 
-def _real_user(pid: int) -> int:
+def _status(pid: int) -> Status:
     try:
-        return status.read(pid).user_id
+        return status.read(pid)
     except GONE as error:
         raise RankGone(f"process {pid} has ended") from error

@@ -9,21 +9,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 from collections.abc import AsyncGenerator
 from typing import Any
 
 from shim.keeper.frames import RELAY_TYPES, Frame, FrameError, decode, encode
 from snapshotd.api.errors import Damaged, RankGone, Timeout, Where, WrongState
+from snapshotd.keepers import stdio_state
 from snapshotd.keepers.hello import Hello
+from snapshotd.keepers.stdio_state import MAX_STATE_BYTES, StdioState
 from snapshotd.proc.tree import Process
+from snapshotd.runtime.blocking import in_thread
 
 log = logging.getLogger(__name__)
 
 CONTROL_TIMEOUT_S = 10.0
 MAX_RELAY_QUEUE_BYTES = 8 << 20
-MAX_STDIO_STATE_BYTES = 128 << 20
 
 
 class KeeperLink:
@@ -54,8 +55,8 @@ class KeeperLink:
         """Makes the keeper hold back signals and stdin."""
         await self._ask("hold", {"move": move}, "held", move)
 
-    async def drain(self, move: str) -> dict[str, Any]:
-        """Returns the complete stdio state, for the next keeper. The rank must be frozen."""
+    async def drain(self, move: str) -> StdioState:
+        """Returns the complete stdio state, for the next keeper, checked in form. The rank must be frozen."""
         self._stdio.clear()
         answer = await self._ask("drain", {"move": move}, "stdio", move)
         if "error" in answer:
@@ -64,15 +65,15 @@ class KeeperLink:
                 remedy="wait until the buffered output has reached the rank's home node, then retry",
                 where=Where.SOURCE_FROZEN,
             )
+        content, self._stdio = bytes(self._stdio), bytearray()
         try:
-            state = json.loads(bytes(self._stdio))
+            return await in_thread(stdio_state.decode, content)
         except ValueError as error:
-            raise Damaged("the keeper's stdio state is not JSON", where=Where.SOURCE_FROZEN) from error
-        finally:
-            self._stdio.clear()
-        if not isinstance(state, dict):
-            raise Damaged("the keeper's stdio state is not an object", where=Where.SOURCE_FROZEN)
-        return state
+            raise Damaged(
+                f"the keeper's stdio state is invalid: {error}",
+                remedy="the move is undone; start the rank with the `migrator run` of this version",
+                where=Where.SOURCE_FROZEN,
+            ) from error
 
     async def resume(self, move: str) -> None:
         """Reverts hold and drain: returns unread stdin and delivers queued signals."""
@@ -171,8 +172,9 @@ class KeeperLink:
         move = frame.header.get("move", "")
         future = self._answers.get((frame.type, move if isinstance(move, str) else ""))
         if frame.type == "stdio" and future is not None:
-            if len(self._stdio) + len(frame.payload) > MAX_STDIO_STATE_BYTES:
-                raise FrameError(f"the stdio state exceeds {MAX_STDIO_STATE_BYTES >> 20} MiB")
+            most_bytes = MAX_STATE_BYTES[self.role]
+            if len(self._stdio) + len(frame.payload) > most_bytes:
+                raise FrameError(f"the stdio state exceeds {most_bytes >> 20} MiB")
             self._stdio += frame.payload
             if frame.header.get("more") is True:
                 return

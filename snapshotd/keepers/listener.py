@@ -1,6 +1,7 @@
 """The keepers on this node: a unix socket that every user may connect to, and one link for each connected keeper.
 
-Invariants: a malformed frame closes the link it came on and nothing else. A link may be closed and opened again (keeper
+Invariants: a connection is counted by its user, and refused if that user has too many, before anything is read from it
+(quota.py). A malformed frame closes the link it came on and nothing else. A link may be closed and opened again (keeper
 and daemon may reconnect) without effect on the rank. `closed(link, False)` is called exactly once for each keeper, after
 its process has ended. The events of a link are delivered in order by a separate task, so a callback may send requests to
 the keeper.
@@ -11,6 +12,7 @@ shim/README.md lists the frames.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import socket
@@ -18,16 +20,27 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from shim.keeper.frames import RELAY_TYPES, Decoder, Frame, FrameError, encode
-from snapshotd.api.errors import RankGone, SnapshotError, Usage
-from snapshotd.keepers.hello import Hello, parse_hello, peer_of, rank_process
+from shim.keeper.frames import MAX_FRAME_BYTES, MAX_HELLO_BYTES, RELAY_TYPES, Decoder, Frame, FrameError, encode
+from snapshotd.api.errors import RankGone, SnapshotError
+from snapshotd.keepers.hello import Hello, Peer, check_keeper, parse_hello, peer_of, rank_process, user_of
 from snapshotd.keepers.link import KeeperLink
+from snapshotd.keepers.quota import Connections, Counted, Limits, Verdict
 from snapshotd.proc.tree import Process
+from snapshotd.runtime.blocking import in_thread
+from snapshotd.runtime.logs import Throttle
 
 log = logging.getLogger(__name__)
 
 HELLO_TIMEOUT_S = 10.0
-MAX_LINKS = 4096
+#: Pause of the listener if the daemon has no descriptors left.
+_EXHAUSTED_S = 0.5
+#: Connections that the kernel keeps until they are accepted, and those that are accepted before other work gets a turn.
+#: A user who connects as fast as possible must not fill the former faster than it is emptied.
+_BACKLOG, _AT_ONCE = 4096, 256
+#: Events of one keeper that may wait for delivery. A keeper has a handful.
+_MAX_EVENTS = 256
+#: Log records about the keepers of one user in a minute: of refusals and broken links, and of coming and going.
+_MAX_COMPLAINTS, _MAX_NOTICES = 5, 300
 
 
 @dataclass(frozen=True)
@@ -66,11 +79,14 @@ _Event = Callable[[], Awaitable[None]]
 class KeeperLinks:
     """The server on keeper.sock, and the keepers that are connected to it."""
 
-    def __init__(self, path: Path, adopt: Adopt, events: KeeperEvents) -> None:
+    def __init__(self, path: Path, adopt: Adopt, events: KeeperEvents, limits: Limits | None = None) -> None:
         self.path = path
         self._adopt = adopt
         self._events = events
-        self._server: asyncio.Server | None = None
+        self._connections = Connections(limits or Limits())
+        self._complaints, self._notices = Throttle(log, _MAX_COMPLAINTS), Throttle(log, _MAX_NOTICES)
+        self._listener: socket.socket | None = None
+        self._pausing: asyncio.TimerHandle | None = None
         self._links: dict[Process, KeeperLink] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopping = False
@@ -81,16 +97,20 @@ class KeeperLinks:
         fresh.unlink(missing_ok=True)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         listener.bind(str(fresh))
-        listener.listen(1024)
+        listener.listen(_BACKLOG)
         fresh.chmod(0o666)
         fresh.rename(self.path)
-        self._server = await asyncio.start_unix_server(self._connected, sock=listener)
+        self._listener = listener
+        self._listen(listener)
 
     async def stop(self) -> None:
         """Closes all links without further events. The keepers keep running and connect to the next daemon."""
         self._stopping = True
-        if self._server is not None:
-            self._server.close()
+        if self._listener is not None:
+            asyncio.get_running_loop().remove_reader(self._listener)
+            if self._pausing is not None:
+                self._pausing.cancel()
+            self._listener.close()
             self.path.unlink(missing_ok=True)
         for task in list(self._tasks):
             task.cancel()
@@ -103,48 +123,99 @@ class KeeperLinks:
         """The connected keeper of a rank. A rank that returned to its home node has a home and a guest keeper here."""
         return next((link for link in self._links.values() if (link.uid, link.role) == (uid, role)), None)
 
-    def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        # A separate task: asyncio's server logs an error if stop() cancels a task that the server created.
-        task = asyncio.create_task(self._accept(reader, writer))
+    def _accept_some(self, listener: socket.socket) -> None:
+        """Accepts what waits, up to a limit. Not asyncio's server: that one reads from a connection at once."""
+        for _ in range(_AT_ONCE):
+            try:
+                connection, _ = listener.accept()
+            except (BlockingIOError, ConnectionAbortedError, InterruptedError):
+                return
+            except OSError as error:  # no descriptors or no memory
+                self._complaints.warning(0, "cannot accept keepers: %s", error.strerror)
+                loop = asyncio.get_running_loop()
+                loop.remove_reader(listener)
+                self._pausing = loop.call_later(_EXHAUSTED_S, self._listen, listener)
+                return
+            connection.setblocking(False)
+            self._accepted(connection)
+
+    def _listen(self, listener: socket.socket) -> None:
+        self._pausing = None
+        asyncio.get_running_loop().add_reader(listener, self._accept_some, listener)
+
+    def _accepted(self, connection: socket.socket) -> None:
+        user_id = user_of(connection)
+        verdict, reason = self._connections.verdict(user_id)
+        if verdict is not Verdict.ACCEPT:
+            self._complaints.warning(user_id, "refused a connection of user %d: %s", user_id, reason)
+            if verdict is Verdict.REFUSE:
+                with contextlib.suppress(OSError):
+                    connection.send(encode("refused", {"message": f"{reason} (end some of its ranks)"}))
+            connection.close()
+            return
+        counted = self._connections.opened(user_id)
+        task = asyncio.create_task(self._serve_counted(connection, counted))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        def ended(_: asyncio.Task[None]) -> None:  # not in the task, which may be cancelled before its first step
+            counted.close()
+            if not counted.is_served:
+                connection.close()
+
+        task.add_done_callback(ended)
+
+    async def _serve_counted(self, connection: socket.socket, counted: Counted) -> None:
         try:
-            if len(self._tasks) > MAX_LINKS:
-                raise Usage(f"more than {MAX_LINKS} keepers are connected", remedy="run fewer ranks on this node")
-            await self._serve(reader, writer)
+            peer = peer_of(connection)
+        except RankGone as error:
+            self._complaints.warning(counted.user_id, "closed the connection of a keeper: %s", error)
+            return
+        writer: asyncio.StreamWriter | None = None
+        try:
+            reader = asyncio.StreamReader()
+            protocol = asyncio.StreamReaderProtocol(reader)
+            loop = asyncio.get_running_loop()
+            transport, _ = await loop.connect_accepted_socket(lambda: protocol, connection)
+            counted.is_served = True  # the transport closes the socket
+            writer = asyncio.StreamWriter(transport, protocol, reader, loop)
+            await self._serve(reader, writer, peer, counted)
         except (FrameError, SnapshotError) as error:
-            log.warning("closed the connection of a keeper: %s", error)
+            self._complaints.warning(peer.user_id, "closed the connection of a keeper: %s", error)
         except OSError as error:  # TimeoutError too
-            log.info("lost the connection of a keeper: %s", str(error) or type(error).__name__)
+            reason = str(error) or type(error).__name__
+            self._complaints.warning(peer.user_id, "lost the connection of a keeper: %s", reason)
         finally:
-            writer.close()
+            os.close(peer.pidfd)
+            if writer is not None:
+                writer.close()
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        incoming = _frames(reader)
-        keeper, user_id = peer_of(writer.get_extra_info("socket"))
-        pidfd = os.pidfd_open(keeper.pid)  # opened before alive() below, so it cannot refer to another process
-        try:
-            async with asyncio.timeout(HELLO_TIMEOUT_S):
-                first = await anext(incoming, None)
-            if first is None or not keeper.alive():
-                return
-            link = await self._welcome(first, keeper, user_id, writer)
-            if link is not None:
-                await self._read(link, incoming, pidfd)
-        finally:
-            os.close(pidfd)
+    async def _serve(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: Peer, counted: Counted
+    ) -> None:
+        decoder = Decoder(MAX_HELLO_BYTES)
+        incoming = _frames(reader, decoder)
+        async with asyncio.timeout(HELLO_TIMEOUT_S):
+            first = await anext(incoming, None)
+        counted.spoke()
+        decoder.max_frame_bytes = MAX_FRAME_BYTES
+        if first is None or not peer.process.alive():
+            return
+        link = await self._welcome(first, peer, writer)
+        if link is not None:
+            await self._read(link, incoming, peer.pidfd)
 
-    async def _welcome(
-        self, first: Frame, keeper: Process, user_id: int, writer: asyncio.StreamWriter
-    ) -> KeeperLink | None:
+    async def _welcome(self, first: Frame, peer: Peer, writer: asyncio.StreamWriter) -> KeeperLink | None:
+        keeper = peer.process
         try:
-            hello = parse_hello(first, user_id)
-            rank = rank_process(hello, keeper)
+            hello = parse_hello(first, peer.user_id)
+            keeper_status = await in_thread(check_keeper, peer)
+            rank = await in_thread(rank_process, hello, keeper, keeper_status)
             welcome = await self._adopt(hello, keeper, rank)
         except SnapshotError as error:
-            log.warning("refused a keeper (pid %d, user %d): %s", keeper.pid, user_id, error)
+            self._complaints.warning(
+                peer.user_id, "refused a keeper (pid %d, user %d): %s", keeper.pid, peer.user_id, error
+            )
             writer.write(encode("refused", {"message": f"{error.message} ({error.advice})"[:4000]}))
             await writer.drain()
             return None
@@ -153,7 +224,7 @@ class KeeperLinks:
         if older is not None:
             older.close()
         self._links[keeper] = link
-        log.info("%r connected", link, extra={"rank": link.uid})
+        self._notices.info(peer.user_id, "%r connected", link, extra={"rank": link.uid})
         try:
             await link.send(encode("welcome", {"uid": link.uid, "node": welcome.node, "endpoint": welcome.endpoint}))
         except RankGone as error:
@@ -162,7 +233,7 @@ class KeeperLinks:
 
     async def _read(self, link: KeeperLink, incoming: AsyncIterator[Frame], pidfd: int) -> None:
         """Reads a link after the welcome. Its end becomes an event. Raises FrameError for a malformed frame."""
-        events: asyncio.Queue[_Event | None] = asyncio.Queue()
+        events: asyncio.Queue[_Event | None] = asyncio.Queue()  # bounded by _take; the end of the link always fits
         events.put_nowait(lambda: self._events.connected(link))
         events_task = asyncio.create_task(_deliver(link, events))
         self._tasks.add(events_task)
@@ -183,6 +254,8 @@ class KeeperLinks:
 
     def _take(self, link: KeeperLink, frame: Frame, events: asyncio.Queue[_Event | None]) -> None:
         kind = frame.type
+        if events.qsize() > _MAX_EVENTS:
+            raise FrameError(f"{link!r} sends events faster than they can be handled")
         if kind in RELAY_TYPES:
             link.take_relay(frame)
         elif kind in ("held", "stdio", "resumed", "gone", "ready", "active"):
@@ -205,7 +278,9 @@ class KeeperLinks:
         try:
             ended = await _ended(pidfd, timeout_s=0.5)
             if not ended and link.keeper not in self._links:
-                log.info("%r has disconnected; its process is alive", link, extra={"rank": link.uid})
+                self._notices.info(
+                    link.info.user_id, "%r has disconnected; its process is alive", link, extra={"rank": link.uid}
+                )
                 await self._events.closed(link, True)
             while not ended:
                 if link.keeper in self._links:
@@ -234,8 +309,7 @@ def _status(frame: Frame) -> int:
     return status
 
 
-async def _frames(reader: asyncio.StreamReader) -> AsyncIterator[Frame]:
-    decoder = Decoder()
+async def _frames(reader: asyncio.StreamReader, decoder: Decoder) -> AsyncIterator[Frame]:
     while data := await reader.read(1 << 18):
         for frame in decoder.feed(data):
             yield frame

@@ -13,6 +13,7 @@ import logging
 import os
 import re
 import secrets
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from typing import Any
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import NotFound, Usage
 from snapshotd.keepers.link import KeeperLink
+from snapshotd.moves.reserve import Reserve
 from snapshotd.proc import cgroup, host, sizes
 from snapshotd.proc.cgroup import Cgroup
 from snapshotd.proc.files import GONE
@@ -53,7 +55,8 @@ class RankEntry:
     home_endpoint: str
     relay_key: str
     boot_id: str
-    user_id: int = 0
+    user_id: int  # of its home keeper, as the kernel reports it
+    process_user_id: int = -1  # guest: with which user its process and its guest keeper run; -1: not known
     command: str = ""
     started_unix_s: float = 0.0
     moves: int = 0
@@ -115,7 +118,8 @@ class RankEntry:
 class Ranks:
     """The registry. A rank that has returned to its home node has two entries: one for each of its keepers."""
 
-    def __init__(self, state_dir: Path) -> None:
+    def __init__(self, state_dir: Path, reserve: Reserve | None = None) -> None:
+        self._reserve = reserve
         self.folder = state_dir / "ranks"
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._entries: dict[tuple[str, str], RankEntry] = {}
@@ -138,8 +142,16 @@ class Ranks:
         self._entries[entry.uid, entry.role] = entry
         stored = {key: value for key, value in _plain(entry).items() if key not in {"link", "moving"}}
         path = self.folder / f"{entry.uid}.{entry.role}.json"
-        path.with_suffix(".new").write_text(json.dumps(stored))
-        os.rename(path.with_suffix(".new"), path)
+        fresh = path.with_suffix(".new")
+        self._write(lambda: fresh.write_text(json.dumps(stored)))
+        os.rename(fresh, path)
+
+    def _write(self, write: Callable[[], object]) -> None:
+        """Writes with the journal's reserve if the disk is full: a rank that is not recorded could outlive its keeper."""
+        if self._reserve is None:
+            write()
+        else:
+            self._reserve.within(write)
 
     def remove(self, entry: RankEntry) -> None:
         if self._entries.get((entry.uid, entry.role)) is entry:
@@ -161,7 +173,7 @@ class Ranks:
 
     def bury(self, entry: RankEntry) -> None:
         """Records permanently that the home keeper of a rank on another node has died; that node asks and ends the rank."""
-        (self.folder / f"{entry.uid}.gone").touch()
+        self._write((self.folder / f"{entry.uid}.gone").touch)
         self.remove(entry)
 
     def is_buried(self, uid: str) -> bool:

@@ -1,21 +1,23 @@
 """Defines the description of an image: what the target needs beside criu's own files to restore a rank.
 
 The source sends it as meta.json, after all other files. Daemons of other versions read its keys: a field that is renamed
-here keeps its name in the file, and a new one has a default.
+here keeps its name in the file, and a new one has a default, except what says who the rank is.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import msgspec
 
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import Damaged, Where
+from snapshotd.keepers.stdio_state import StdioState
 from snapshotd.moves import record
 from snapshotd.moves.record import ClusterNode, OffloadedMemory, SocketOptions
+from snapshotd.proc.credentials import Identity
 
 FILE = "meta.json"
+#: The stdio state may have 48 MiB; the rest is small, except the facts about very many files.
+MAX_BYTES = 128 << 20
 
 
 class ImageDescription(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,7 +26,8 @@ class ImageDescription(msgspec.Struct, frozen=True, kw_only=True):
     command: str
     started_unix_s: float
     moves: int
-    user_id: int
+    user_id: int  # of its keeper
+    identity: Identity  # of its root process; no default
     stopped_before: list[int]
     affinity: dict[int, list[int]]  # CPUs of each thread, which criu does not carry
     cpus: list[int]  # all CPUs of the source
@@ -32,7 +35,7 @@ class ImageDescription(msgspec.Struct, frozen=True, kw_only=True):
     other_names: dict[str, str]  # of files whose own name was removed
 
     # its keeper
-    stdio: dict[str, Any]
+    stdio: StdioState
     relay_key: str
     home_node: str
     home_endpoint: str
@@ -55,8 +58,10 @@ class ImageDescription(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def decode(content: bytes) -> ImageDescription:
-    """Raises Damaged."""
+    """Raises Damaged. Blocking: it may have many megabytes."""
     try:
+        if len(content) > MAX_BYTES:
+            raise ValueError(f"it has more than {MAX_BYTES >> 20} MiB")
         return record.decode(content, ImageDescription)
     except ValueError as error:
         raise Damaged(f"the description of the image cannot be read: {error}", where=Where.SOURCE_FROZEN) from error

@@ -3,7 +3,7 @@
 Invariant: an outcome is written once. It is written to a side file, fsync'd, and *linked* to its final name, so the first
 writer wins permanently, also across a crash. A missing record means "not decided", never abort. If a record cannot be
 written (fsync fails), the daemon exits at once: its memory might not match the disk, and the next start reads what is
-really there.
+really there. A full disk does not count as that: the journal then uses space that is kept for it (reserve.py).
 
 The journal is read once, when it is opened, and answers from memory after that. Every change is durable on disk before the
 memory changes, so an answer never contains more than the disk.
@@ -24,6 +24,7 @@ import secrets
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar, Unpack
 
@@ -32,6 +33,7 @@ import msgspec
 from snapshotd.api.errors import Busy, Damaged, NotFound, Usage
 from snapshotd.moves import record as records
 from snapshotd.moves.record import Begin, Fields, MoveRecord, OutcomeRecord
+from snapshotd.moves.reserve import Reserve
 from snapshotd.moves.rules import Mark, Outcome
 from snapshotd.proc import host
 
@@ -55,20 +57,26 @@ class MoveLog:
     """One move in the journal. The lock orders changes inside one daemon; the link orders outcomes on disk."""
 
     def __init__(
-        self, folder: Path, begin: Begin, record: MoveRecord | None = None, outcome: OutcomeRecord | None = None
+        self,
+        folder: Path,
+        begin: Begin,
+        record: MoveRecord | None = None,
+        outcome: OutcomeRecord | None = None,
+        reserve: Reserve | None = None,
     ) -> None:
         self.folder = folder
         self.begin = begin
         self.record = record or MoveRecord()
         self.outcome = outcome
+        self._reserve = reserve
         self.lock = threading.Lock()
 
     @classmethod
-    def read(cls, folder: Path) -> MoveLog:
+    def read(cls, folder: Path, reserve: Reserve | None = None) -> MoveLog:
         """Raises Damaged when a file cannot be decoded."""
         begin = _decode(folder / "begin.json", Begin)
         outcome = _read_outcome(folder)
-        return cls(folder, begin, _read_marks(folder / "marks"), outcome)
+        return cls(folder, begin, _read_marks(folder / "marks"), outcome, reserve)
 
     @property
     def move(self) -> str:
@@ -105,7 +113,7 @@ class MoveLog:
         now = time.time()
         line = records.encode_fields({"mark": mark, "marked_unix_s": now, **fields}) + b"\n"
         with self.lock:
-            _append_durably(self.folder / "marks", line)
+            _append_durably(self.folder / "marks", line, self._reserve)
             self.record = msgspec.structs.replace(self.record, mark=mark, marked_unix_s=now, **fields)
 
     def decide(self, outcome: Outcome, reason: str, decided_by: str) -> OutcomeRecord:
@@ -115,9 +123,9 @@ class MoveLog:
                 return self.outcome
             decided = OutcomeRecord(outcome, reason, decided_by, time.time())
             side = self.folder / f"outcome.{secrets.token_hex(4)}.new"
-            _write_durably(side, records.encode(decided))
+            _write_durably(side, records.encode(decided), self._reserve)
             with contextlib.suppress(FileExistsError):
-                os.link(side, self.folder / "outcome.json")
+                _durably(side, lambda: os.link(side, self.folder / "outcome.json"), self._reserve)
             os.unlink(side)
             _sync_folder(self.folder)
             standing = self.outcome = _read_outcome(self.folder)  # another writer may have been first
@@ -133,8 +141,9 @@ class MoveLog:
         """
         decided = OutcomeRecord(outcome, reason, decided_by, time.time())
         with self.lock:
-            _write_durably(self.folder / "overruling.new", records.encode(decided))
-            os.rename(self.folder / "overruling.new", self.folder / "overruling.json")
+            side, final = self.folder / "overruling.new", self.folder / "overruling.json"
+            _write_durably(side, records.encode(decided), self._reserve)
+            _durably(final, lambda: os.rename(side, final), self._reserve)
             _sync_folder(self.folder)
             self.outcome = decided
         log.warning("outcome of %s overruled: %s, by %s", self.move, outcome, decided_by)
@@ -144,29 +153,32 @@ class MoveLog:
 class Journal:
     """All moves this daemon took part in."""
 
-    def __init__(self, state_dir: Path) -> None:
+    def __init__(self, state_dir: Path, reserve: Reserve | None = None) -> None:
+        self._reserve = reserve
         self.folder = state_dir / "moves"
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._open: dict[str, MoveLog] = {}
         for entry in sorted(self.folder.iterdir()):
             if MOVE_ID.fullmatch(entry.name) and (entry / "begin.json").exists():
-                move_log = MoveLog.read(entry)
+                move_log = MoveLog.read(entry, reserve)
                 self._open[move_log.move] = move_log
 
     def begin(self, begin: Begin) -> MoveLog:
-        """Journals a move. A repeated call with the same content returns the same log. Raises Busy for other content.
-        Blocking."""
+        """Journals a move. A repeated call with the same content returns the same log. Raises Busy for other content, or if
+        the disk has no room for the rest of the move. Blocking."""
         if (known := self._open.get(check_move_id(begin.move))) is not None:
             if not known.begin.same_request(begin):
                 raise Busy(f"move {begin.move} is already journalled here for something else")
             return known
+        if self._reserve is not None:
+            self._reserve.must_be_held()
         folder = self.folder / begin.move
-        folder.mkdir(mode=0o700, exist_ok=True)
-        _write_durably(folder / "begin.new", records.encode(begin))
+        _durably(folder, lambda: folder.mkdir(mode=0o700, exist_ok=True), self._reserve)
+        _write_durably(folder / "begin.new", records.encode(begin), self._reserve)
         os.rename(folder / "begin.new", folder / "begin.json")
         _sync_folder(folder)
         _sync_folder(self.folder)
-        self._open[begin.move] = MoveLog(folder, begin)
+        self._open[begin.move] = MoveLog(folder, begin, reserve=self._reserve)
         return self._open[begin.move]
 
     def remove(self, move: str) -> None:
@@ -237,18 +249,29 @@ def _crash(what: str, error: OSError) -> None:
     os._exit(74)
 
 
-def _write_durably(path: Path, content: bytes) -> None:
+def _durably(path: Path, write: Callable[[], T], reserve: Reserve | None) -> T:
+    """Runs `write`, which must be repeatable, with the reserve if the disk is full. Any other failure ends the daemon."""
     try:
+        return write() if reserve is None else reserve.within(write)
+    except FileExistsError:
+        raise
+    except OSError as error:
+        _crash(str(path), error)
+        raise
+
+
+def _write_durably(path: Path, content: bytes, reserve: Reserve | None) -> None:
+    def write() -> None:
         with open(path, "wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-    except OSError as error:
-        _crash(str(path), error)
+
+    _durably(path, write, reserve)
 
 
-def _append_durably(path: Path, content: bytes) -> None:
-    try:
+def _append_durably(path: Path, content: bytes, reserve: Reserve | None) -> None:
+    def write() -> None:
         with open(path, "r+b" if path.exists() else "w+b") as file:
             complete = file.read().rfind(b"\n") + 1  # a line that a crash cut short is overwritten, not continued
             file.seek(complete)
@@ -256,8 +279,8 @@ def _append_durably(path: Path, content: bytes) -> None:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-    except OSError as error:
-        _crash(str(path), error)
+
+    _durably(path, write, reserve)
 
 
 def _sync_folder(folder: Path) -> None:

@@ -12,6 +12,7 @@ from snapshotd.cuda.driver import Gpus
 from snapshotd.keepers.ranks import RankEntry, Ranks
 from snapshotd.moves.carry import Carry
 from snapshotd.moves.journal import Journal
+from snapshotd.moves.reserve import Reserve
 from snapshotd.transport.image.store import ImageStore
 
 
@@ -21,6 +22,7 @@ class Node:
 
     config: Config
     journal: Journal
+    reserve: Reserve
     ranks: Ranks
     store: ImageStore
     carry: Carry

@@ -22,6 +22,7 @@ from snapshotd.moves.rules import Mark, Outcome
 from snapshotd.net.flows import Address, Holder, Pair
 from snapshotd.net.options import Kept
 from snapshotd.net.timers import Timers
+from snapshotd.proc.credentials import Identity
 from snapshotd.proc.tree import Process
 
 T = TypeVar("T")
@@ -241,7 +242,9 @@ class MoveRecord(msgspec.Struct, frozen=True, kw_only=True):
     striped_processes: list[StripedProcess] = msgspec.field(default_factory=list, name="parked")
     offloaded: list[OffloadedMemory] = msgspec.field(default_factory=list, name="device")
     offloaded_bytes: int = msgspec.field(default=0, name="parked_bytes")
-    stdio: dict[str, Any] | None = None  # the keeper's own description of the rank's stdio, passed on as it is
+    stdio: dict[str, Any] | None = (
+        None  # the rank's stdio (StdioState); a dict, because older versions did not check it
+    )
     rewires: list[pb.Rewire] = []
     linked: list[tuple[str, int, int]] = []  # files that criu may make links to: directory, device, inode
     sent_bytes: int = msgspec.field(default=0, name="bytes")
@@ -254,6 +257,7 @@ class MoveRecord(msgspec.Struct, frozen=True, kw_only=True):
     placed: list[str] = []  # carried files that were made here
     ghosts: list[tuple[str, str]] = []  # unlinked files that criu makes: former name, name while it restores
     gates_opened: bool = False
+    identity: Identity | None = None  # of the rank, as preflight was shown it; None: an older version began the move
 
     # peer
     socket_timers: list[SocketTimers] = msgspec.field(default_factory=list, name="timers")
@@ -304,6 +308,7 @@ class Fields(TypedDict, total=False):
     placed: list[str]
     ghosts: list[tuple[str, str]]
     gates_opened: bool
+    identity: Identity | None
     socket_timers: list[SocketTimers]
     peer_sockets: list[PeerSocket]
     gate_processes: list[GateProcess]

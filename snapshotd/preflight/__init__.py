@@ -11,6 +11,7 @@ on the source
 ===================  ===================================================================================================
 rank-alive           the rank's process exists
 keeper               the rank has a keeper: it was started with `migrator run`
+credentials          no set-uid or set-gid program, and no process of a user other than the keeper's (root may change)
 kernel               cgroup v2 with freeze and kill, pidfd_getfd, time namespaces, map_files
 criu                 CRIU 4.2 or newer
 process-tree         every process in the rank's cgroup descends from the rank: no daemons; zombies are allowed

@@ -79,6 +79,7 @@ def recheck(pids: Sequence[int], facts: RankFacts, *, carry_paths: Sequence[str]
 RECHECKS: dict[str, Callable[[Inspection], Check]] = {
     name: SOURCE_CHECKS[name]
     for name in (
+        "credentials",
         "process-tree",
         "open-files",
         "deleted-files",

@@ -12,6 +12,7 @@ from snapshotd.preflight.objects import is_carried
 from snapshotd.preflight.process_info import read_identity
 from snapshotd.preflight.verdict import listed, passed, refused, warned
 from snapshotd.proc import cgroup_paths, host, locks, status
+from snapshotd.proc import credentials as proc_credentials
 from snapshotd.proc import namespaces as namespace_links
 from snapshotd.proc.files import GONE, read_text
 
@@ -40,6 +41,26 @@ def keeper(rank: Inspection) -> Check:
     if root.parent != rank.keeper_pid:
         return refused("keeper", f"{root} is not a child of its keeper {found}", RUN)
     return passed("keeper", f"{'guest ' if rank.keeper_is_guest else ''}keeper {found}")
+
+
+def credentials(rank: Inspection) -> Check:
+    """A set-uid program acts for two users, and its memory would be sent, and restored, for the one that started it."""
+    keeper_status = status.read(rank.keeper_pid) if rank.keeper_pid else None
+    root = rank.tree.processes[rank.tree.root_pid]
+    problems = []
+    for process in rank.tree.alive:
+        problem = proc_credentials.mixed(process.status)
+        if not problem and keeper_status is not None:
+            problem = proc_credentials.foreign(process.status, keeper_status)
+        if problem:
+            problems.append(f"{process}: {problem}")
+    if problems:
+        return refused(
+            "credentials",
+            f"these processes run a set-uid or set-gid program, or belong to another user: {listed(problems)}",
+            "end these processes, or run the rank without programs that change their user (sudo, su, set-uid programs)",
+        )
+    return passed("credentials", f"user {root.user_id}, group {root.status.group_ids[0]}")
 
 
 def kernel(rank: Inspection) -> Check:

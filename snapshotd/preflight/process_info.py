@@ -13,6 +13,7 @@ from snapshotd.proc import maps, stat, status
 from snapshotd.proc.fd import Descriptor, read_descriptors
 from snapshotd.proc.files import GONE
 from snapshotd.proc.maps import Mapping
+from snapshotd.proc.status import Status
 
 
 @dataclass(
@@ -27,12 +28,16 @@ class ProcessInfo:
     session: int
     start_ticks: int
     threads: int
-    user_id: int
+    status: Status
     pid_inside: int  # in the innermost pid namespace
     descriptors: tuple[Descriptor, ...] = ()
     mappings: tuple[Mapping, ...] = ()
     cwd: str = ""
     root: str = ""
+
+    @property
+    def user_id(self) -> int:
+        return self.status.user_id
 
     @property
     def zombie(self) -> bool:
@@ -105,6 +110,6 @@ def read_identity(pid: int) -> ProcessInfo:
         session=one.session,
         start_ticks=one.start_ticks,
         threads=one.threads,
-        user_id=more.user_id,
+        status=more,
         pid_inside=more.inner_pid,
     )

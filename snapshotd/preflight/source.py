@@ -25,6 +25,7 @@ from snapshotd.preflight.reports import DriverReport, NcclReports
 from snapshotd.preflight.survey import add_digests
 from snapshotd.preflight.verdict import guarded, passed
 from snapshotd.proc import host
+from snapshotd.proc.credentials import Identity
 
 #: How long preflight may spend on digests of files whose content the target may have to compare.
 DIGEST_SECONDS = 5.0
@@ -33,6 +34,7 @@ DIGEST_SECONDS = 5.0
 SOURCE_CHECKS: dict[str, Callable[[Inspection], Check]] = {
     "rank-alive": process_checks.rank_alive,
     "keeper": process_checks.keeper,
+    "credentials": process_checks.credentials,
     "kernel": process_checks.kernel,
     "criu": process_checks.criu,
     "process-tree": process_checks.process_tree,
@@ -136,6 +138,7 @@ def _fill(facts: RankFacts, seen: Inspection, digest_seconds: float) -> Check:
         facts.memory_bytes += facts.gpu.device_bytes  # in the image or in stripes when CRIU starts
     facts.processes = len(seen.tree.alive)
     facts.threads = sum(process.threads for process in seen.tree.alive)
+    facts.identity.CopyFrom(Identity.of(seen.root_pid).to_proto())
     facts.user_ids.extend(sorted({process.user_id for process in seen.tree.alive}))
     add_digests(facts.files, f"/proc/{seen.root_pid}/root", digest_seconds)
     return passed("facts", f"{len(facts.files)} files, {facts.threads} threads, {facts.memory_bytes >> 20} MiB")

@@ -10,11 +10,12 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import UTC, datetime
-from typing import TextIO
+from typing import Any, TextIO
 
 FORMATS = ("text", "json")
 LEVELS = ("debug", "info", "warning", "error")
@@ -47,6 +48,39 @@ def set_up(log_format: str = "text", log_level: str = "info", stream: TextIO | N
     root.setLevel(log_level.upper())
     logging.getLogger("asyncio").setLevel("WARNING")
     logging.captureWarnings(True)
+
+
+class Throttle:
+    """Limits the log records that one user can cause: `most` in a minute. The next record says how many were left out."""
+
+    PERIOD_S = 60.0
+    _MAX_USERS = 4096
+
+    def __init__(self, log: logging.Logger, most: int) -> None:
+        self._log, self._most = log, most
+        self._counts: dict[int, tuple[float, int]] = {}  # by user: when the period began, records since
+
+    def warning(self, user_id: int, text: str, *args: object, **options: Any) -> None:
+        self._record(logging.WARNING, user_id, text, args, options)
+
+    def info(self, user_id: int, text: str, *args: object, **options: Any) -> None:
+        self._record(logging.INFO, user_id, text, args, options)
+
+    def _record(self, level: int, user_id: int, text: str, args: tuple[object, ...], options: dict[str, Any]) -> None:
+        now = time.monotonic()
+        began, count = self._counts.get(user_id, (now, 0))
+        left_out = max(0, count - self._most)
+        if now - began > self.PERIOD_S:
+            began, count = now, 0
+            if left_out:
+                self._log.warning("%d records about the keepers of user %d were left out", left_out, user_id)
+        if user_id not in self._counts and len(self._counts) >= self._MAX_USERS:
+            self._counts.clear()
+        self._counts[user_id] = began, count + 1
+        if count < self._most:
+            self._log.log(level, text, *args, **options)
+        elif count == self._most:
+            self._log.warning("more than %d records about user %d in a minute: leaving out the rest", count, user_id)
 
 
 def _time(record: logging.LogRecord) -> str:

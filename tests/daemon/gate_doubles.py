@@ -131,6 +131,7 @@ class Here:
 
     def __post_init__(self) -> None:
         self.config = SimpleNamespace(node=self.name, state_dir=self.state_dir, advertise=f"{self.name}:7070")
+        self.reserve = None
         self.journal = Journal(self.state_dir)
         self.ranks = SimpleNamespace(all=lambda: self.entries)
         self.gpus = SimpleNamespace(inventory=self._inventory)

@@ -72,6 +72,7 @@ def test_defaults(tmp_path: Path, certificates: Certificates) -> None:
         advertise="10.0.0.1:7070",
         credentials=certificates.node,
         state_dir=Path("/var/lib/snapshotd"),
+        spool_dir=Path("/var/lib/snapshotd/spool"),
         run_dir=Path("/run/snapshotd"),
         image_dir=RAM / "snapshotd-test-images",
         criu=str(criu),
@@ -84,6 +85,10 @@ def test_defaults(tmp_path: Path, certificates: Certificates) -> None:
         chunk_bytes=2097152,
         history_days=30,
         history_moves=1000,
+        spool_rank_bytes=1 << 30,
+        spool_total_bytes=8 << 30,
+        spool_free_bytes=1 << 30,
+        ranks_per_user=1024,
         gpu_library_dir="",
         device_channel="encrypted",
     )
@@ -112,6 +117,11 @@ def test_every_key_can_be_set(tmp_path: Path, certificates: Certificates) -> Non
                 "history_days = 7",
                 "history_moves = 50",
                 f'gpu_library_dir = "{tmp_path}/"',
+                f'spool_dir = "{tmp_path}/spool"',
+                "spool_rank_bytes = 1",
+                "spool_total_bytes = 2",
+                "spool_free_bytes = 3",
+                "ranks_per_user = 4",
             ]
         ),
     )
@@ -123,6 +133,9 @@ def test_every_key_can_be_set(tmp_path: Path, certificates: Certificates) -> Non
     assert (config.streams, config.chunk_bytes) == (8, 1048576)
     assert (config.history_days, config.history_moves) == (7, 50)
     assert config.gpu_library_dir == str(tmp_path)
+    assert config.spool_dir == tmp_path / "spool"
+    assert (config.spool_rank_bytes, config.spool_total_bytes, config.spool_free_bytes) == (1, 2, 3)
+    assert config.ranks_per_user == 4
 
 
 def test_image_dir_follows_run_dir(tmp_path: Path, certificates: Certificates) -> None:

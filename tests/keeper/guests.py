@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import socket
 import sys
 from asyncio.subprocess import PIPE
@@ -12,8 +13,11 @@ from typing import Any
 
 from snapshotd.api.errors import RankGone
 from snapshotd.keepers.link import KeeperLink
+from snapshotd.keepers.stdio_state import StdioState
 from snapshotd.proc import tree
 from tests.keeper.nodes import REPOSITORY, Node
+
+ROOMY = {"rank_bytes": 1 << 30, "total_bytes": 1 << 30, "free_bytes": 0}
 
 
 class Guest:
@@ -26,7 +30,17 @@ class Guest:
         self.criu = criu
 
     @classmethod
-    async def start(cls, node: Node, home: KeeperLink, move: str, state: dict[str, Any], *, criu: str = "") -> Guest:
+    async def start(
+        cls,
+        node: Node,
+        home: KeeperLink,
+        move: str,
+        state: StdioState,
+        *,
+        criu: str = "",
+        identity: dict[str, Any] | None = None,
+        spool: dict[str, int] | None = None,
+    ) -> Guest:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         script = node.folder / "criu"
         script.write_text(f'#!/bin/sh\nexec {sys.executable} {Path(__file__).with_name("fake_criu.py")} "$@"\n')
@@ -44,8 +58,9 @@ class Guest:
             "criu": criu or str(script),
             "criu_fd": theirs.fileno(),
             "cgroup_procs": "",
-            "stdio": state,
-            "spool_dir": str(node.folder),
+            "identity": identity or {"user_id": os.getuid(), "group_id": os.getgid(), "groups": []},
+            "stdio": state.to_json(),
+            "spool": {"folder": str(node.folder), **(spool or ROOMY)},
             "command": home.info.command,
             "moves": home.info.moves + 1,
             "started_unix_s": home.info.started_unix_s,

@@ -67,6 +67,10 @@ class Node:
             if hello.role == "guest":
                 keeper_process.signal(signal.SIGKILL)
 
+    def keep(self, process: Process) -> None:
+        """Ends this process too when the test is over."""
+        self._keepers.append(process)
+
     async def _adopt(self, hello: Hello, keeper: tree.Process, rank: tree.Process | None) -> Welcome:
         self.hellos.append((hello, keeper, rank))
         return Welcome(hello.uid or f"{hello.job}-{hello.rank}-0a0b0c0d", self.name, "127.0.0.1:1")

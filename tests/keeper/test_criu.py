@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from snapshotd.keepers.link import KeeperLink
+from snapshotd.keepers.stdio_state import StdioState
 from snapshotd.proc.tree import find_child
 from tests.keeper.guests import Guest, Way, alive
 from tests.keeper.nodes import REPOSITORY, Node, python, until
@@ -76,7 +77,7 @@ def _errors(images: Path, log: str) -> str:
     return "\n".join(line for line in (images / log).read_text(errors="replace").splitlines() if "Error" in line)
 
 
-async def dump(link: KeeperLink, state: dict[str, Any], images: Path, pid: int, enter: int = 0) -> None:
+async def dump(link: KeeperLink, state: StdioState, images: Path, pid: int, enter: int = 0) -> None:
     """Dumps and kills, with the terminals among the channels declared as external. `enter`: whose namespaces to be in."""
     rpc = _rpc()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -85,7 +86,7 @@ async def dump(link: KeeperLink, state: dict[str, Any], images: Path, pid: int, 
     theirs.close()
     request = _request(rpc.DUMP, images, "dump.log")
     request.opts.pid = pid
-    request.opts.external.extend(channel["key"] for channel in state["channels"] if channel["kind"] == "pty")
+    request.opts.external.extend(channel.key for channel in state.channels if channel.kind == "pty")
     answer = await asyncio.to_thread(_ask, ours, request)
     assert answer.success, _errors(images, "dump.log")
     ours.close()

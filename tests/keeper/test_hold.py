@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import os
 import signal
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 
 from snapshotd.api.errors import RankGone, Timeout
 from snapshotd.keepers.link import KeeperLink
+from snapshotd.keepers.stdio_state import InputState
 from tests.keeper.nodes import Node, python, until
 
 MOVE = "m-0123456789ab"
@@ -77,9 +77,7 @@ async def test_unread_stdin_is_taken_back_and_restored(node: Node, has_ended: bo
         await until(lambda: _end_has_arrived(keeper.pid, rank.pid))
     await link.hold(MOVE)
     state = await link.drain(MOVE)
-    assert base64.b64decode(state["in"]["unread"]) == b" second"
-    assert state["in"]["o"] == len(b"first second")
-    assert state["in"]["eof"] is has_ended
+    assert state.input == InputState(offset=len(b"first second"), unread=b" second", has_ended=has_ended)
     assert state == await link.drain(MOVE), "asking twice must give the same answer"
     if not has_ended:
         keeper.stdin.write(b" third")
@@ -118,11 +116,10 @@ async def test_the_state_names_every_channel_for_criu(node: Node) -> None:
     rank = link.rank
     assert rank is not None
     await until(lambda: Path(f"/proc/{rank.pid}/comm").read_text() == "cat\n")
-    for channel in state["channels"]:
-        for fd in channel["fds"]:
-            assert os.readlink(f"/proc/{rank.pid}/fd/{fd}") == channel["key"]
-    assert sorted(fd for channel in state["channels"] for fd in channel["fds"]) == [0, 1, 2]
-    assert (state["user_id"], state["group_id"]) == (os.getuid(), os.getgid())
+    for channel in state.channels:
+        for fd in channel.fds:
+            assert os.readlink(f"/proc/{rank.pid}/fd/{fd}") == channel.key
+    assert sorted(fd for channel in state.channels for fd in channel.fds) == [0, 1, 2]
     await link.resume(MOVE)
     await keeper.communicate(b"")
 

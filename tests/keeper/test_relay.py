@@ -10,11 +10,11 @@ import signal
 from asyncio.subprocess import Process
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from snapshotd.keepers.link import KeeperLink
+from snapshotd.keepers.stdio_state import StdioState
 from tests.keeper.guests import Guest, Way, alive
 from tests.keeper.nodes import Node, python, until
 
@@ -38,7 +38,7 @@ async def other(tmp_path: Path) -> AsyncIterator[Node]:
     await started.clean()
 
 
-async def freeze(link: KeeperLink) -> dict[str, Any]:
+async def freeze(link: KeeperLink) -> StdioState:
     """The source's part of a move, with SIGSTOP instead of the freezer."""
     assert link.rank is not None
     await link.hold(MOVE)

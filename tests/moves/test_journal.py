@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -14,6 +15,7 @@ from snapshotd.api.errors import Busy, NotFound, Usage
 from snapshotd.moves.journal import Journal, check_move_id
 from snapshotd.moves.record import Begin, OutcomeRecord
 from snapshotd.moves.rules import Mark, Outcome
+from tests.installation import REPOSITORY
 
 MOVE = "m-0123456789ab"
 
@@ -123,3 +125,52 @@ def test_failed_fsync_ends_the_daemon(tmp_path: Path) -> None:
     assert done.returncode == 74
     assert "went on" not in done.stdout
     assert Journal(tmp_path).get(MOVE).outcome is None
+
+
+#: Fills a small file system, as a user or a log may do, and journals on it. The reserve is one quarter of it.
+_ON_A_FULL_DISK = """
+import sys
+from pathlib import Path
+from snapshotd.api.errors import Busy
+from snapshotd.moves.journal import Journal
+from snapshotd.moves.reserve import Reserve
+from snapshotd.moves.rules import Mark, Outcome
+from tests.moves.test_journal import MOVE, begin
+
+folder = Path(sys.argv[1])
+reserve = Reserve(folder, 1 << 20)
+assert reserve.hold() and reserve.is_held()
+log = Journal(folder, reserve).begin(begin())
+log.mark(Mark.BEGUN, pid=7)
+with open(folder / "fills the disk", "wb", buffering=0) as file:
+    try:
+        while True:
+            file.write(bytes(4096))
+    except OSError as error:
+        assert error.errno == 28
+log.mark(Mark.FROZEN, carried=["x" * 100_000])
+log.decide(Outcome.COMMIT, "held", "driver")
+log.mark(Mark.SETTLED)
+again = Journal(folder).get(MOVE)
+assert (again.last_mark, again.committed, len(again.record.carried[0])) == (Mark.SETTLED, True, 100_000)
+other = begin("m-00000000000b")
+try:
+    Journal(folder, reserve).begin(other)
+except Busy as error:
+    assert "is full" in error.message
+else:
+    raise AssertionError("a move began that could not be journalled to its end")
+(folder / "fills the disk").unlink()
+Journal(folder, reserve).begin(other)
+assert reserve.is_held()
+print("journalled")
+"""
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can mount a small file system")
+def test_full_disk_does_not_stop_the_journal(tmp_path: Path) -> None:
+    mount = f'mount -t tmpfs -o size=4m none "{tmp_path}" && exec "$@"'
+    argv = ["unshare", "--mount", "sh", "-c", mount, "sh", sys.executable, "-c", _ON_A_FULL_DISK, str(tmp_path)]
+    done = subprocess.run(argv, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert (done.stdout, done.returncode) == ("journalled\n", 0), done.stderr

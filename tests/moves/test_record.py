@@ -29,6 +29,7 @@ from snapshotd.moves.record import (
 )
 from snapshotd.moves.rules import Mark, Outcome
 from snapshotd.net.options import Kept
+from snapshotd.proc.credentials import Identity
 from snapshotd.proc.tree import Process
 
 #: Written by the journal of the version before records were typed, with every key that it knew.
@@ -174,11 +175,12 @@ def test_description_of_a_source_without_offloaded_memory_is_read() -> None:
         "started_unix_s": 1.5,
         "moves": 0,
         "user_id": 1000,
+        "identity": {"user_id": 1000, "group_id": 100, "groups": [4, 27]},
         "stopped_before": [],
         "affinity": {"7": [0, 1]},
         "cpus": [0, 1],
         "other_names": {},
-        "stdio": {"channels": []},
+        "stdio": {"channels": [], "in": {"o": 0, "unread": "", "eof": True}, "signals": {"last": 0, "queued": []}},
         "relay_key": "k",
         "carried": [{"path": "/tmp/x", "size": "5", "mode": 33152, "mtime_ns": "1700000000000000000"}],
         "home_node": "a",
@@ -195,6 +197,12 @@ def test_description_of_a_source_without_offloaded_memory_is_read() -> None:
     assert (found.offloaded, found.by_device_channel, found.affinity) == ([], False, {7: [0, 1]})
     assert (found.carried[0].size, found.carried[0].mtime_ns) == (5, 17 * 10**17)
     assert description.decode(found.encode()) == found
+    assert found.identity == Identity(1000, 100, (4, 27))
+    for key in ("identity", "user_id", "stdio"):  # who the rank is, and what its keeper sent, is never assumed
+        with pytest.raises(Damaged, match=key):
+            description.decode(json.dumps({name: value for name, value in sent.items() if name != key}).encode())
+    with pytest.raises(Damaged, match="identity"):
+        description.decode(json.dumps(sent | {"identity": {"user_id": -1, "group_id": 0, "groups": []}}).encode())
 
 
 def test_description_that_is_not_one_is_damaged() -> None:

@@ -38,6 +38,8 @@ STATUS = """Name:\tpython3
 Pid:\t4711
 TracerPid:\t12
 Uid:\t1000\t1001\t1001\t1001
+Gid:\t100\t100\t100\t100
+Groups:\t27 4 
 NSpid:\t4711\t32
 SigBlk:\t0000000000000200
 SigCgt:\t0000000180004002
@@ -84,7 +86,7 @@ def test_status() -> None:
     assert found.blocks(signal.SIGUSR1)
     assert not found.blocks(signal.SIGINT)
     assert found.catches(signal.SIGINT)
-    assert status.parse("Pid:\t7\nUid:\t0\t0\t0\t0\n").inner_pid == 7
+    assert status.parse("Pid:\t7\nUid:\t0\t0\t0\t0\nGid:\t0\t0\t0\t0\n").inner_pid == 7
 
 
 def test_status_of_this_process() -> None:

@@ -47,7 +47,8 @@ class GateSteps(Steps):
     not_here = "no gate is closed here for move {move}"
 
     def __init__(self, node: Node) -> None:
-        super().__init__(Journal(node.config.state_dir / "gate"))  # this node may be the move's source or target too
+        # A journal of its own: this node may be the move's source or target too.
+        super().__init__(Journal(node.config.state_dir / "gate", node.reserve))
         self.node = node
         self._beginning = asyncio.Lock()
 

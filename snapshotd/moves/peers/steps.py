@@ -51,7 +51,8 @@ class PeerSteps(Steps):
     not_here = "no connection of move {move} ends here"
 
     def __init__(self, node: Node) -> None:
-        super().__init__(Journal(node.config.state_dir / "peer"))  # this node may be the move's source or target too
+        # A journal of its own: this node may be the move's source or target too.
+        super().__init__(Journal(node.config.state_dir / "peer", node.reserve))
         self.node = node
 
     # ------------------------------------------------------------------ steps

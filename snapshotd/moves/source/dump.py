@@ -18,12 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import aiofiles
+import msgspec
 
 from snapshotd import preflight
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import CriuFailed, Damaged, RankGone, Refused, Where
 from snapshotd.criu import links, session
 from snapshotd.keepers.ranks import RankEntry
+from snapshotd.keepers.stdio_state import StdioState
 from snapshotd.moves.description import FILE, ImageDescription
 from snapshotd.moves.device import stripe_files
 from snapshotd.moves.device.offload import Offload
@@ -34,6 +36,7 @@ from snapshotd.moves.rules import Mark
 from snapshotd.moves.source.channel import streams_to_target
 from snapshotd.proc import cgroup, host, maps, status, tree
 from snapshotd.proc.cgroup import Cgroup
+from snapshotd.proc.credentials import Identity
 from snapshotd.proc.fd import read_links
 from snapshotd.runtime import metrics
 from snapshotd.runtime.blocking import in_thread
@@ -237,18 +240,27 @@ class Dump:
                 inner = status.read(pid, int(thread)).inner_pid
                 affinity[inner] = sorted(os.sched_getaffinity(int(thread)))
         known, entry = self.log.record, self.entry
+        identity = Identity.of(entry.pid)  # `recheck` has refused programs that have none
+        if identity.to_proto() != self.facts.identity:
+            raise Refused(
+                f"credentials: the rank ran as {Identity.of_proto(self.facts.identity)} when it was checked,"
+                f" and now as {identity}",
+                remedy="retry: preflight will then see the present user and groups",
+                where=Where.SOURCE_FROZEN,
+            )
         return ImageDescription(
             root=tree.inner_pid(entry.pid),
             command=entry.command,
             started_unix_s=entry.started_unix_s,
             moves=entry.moves,
             user_id=entry.user_id,
+            identity=identity,
             stopped_before=known.stopped_before or [],
             affinity=affinity,
             cpus=sorted(os.sched_getaffinity(0)),
             carried=carried.facts,
             other_names=carried.other_names,
-            stdio=known.stdio or {},
+            stdio=_stdio_of(known.stdio),
             relay_key=entry.relay_key,
             home_node=entry.home_node,
             home_endpoint=entry.home_endpoint,
@@ -279,6 +291,13 @@ def images_folder(node: Node, move: str) -> Path:
 
 def criu_group(move: str) -> Cgroup:
     return Cgroup(cgroup.for_guests() / f"criu-{move}")
+
+
+def _stdio_of(journalled: dict[str, Any] | None) -> StdioState:
+    try:
+        return msgspec.convert(journalled, StdioState)
+    except msgspec.ValidationError as error:
+        raise Damaged(f"the journalled stdio state is invalid: {error}", where=Where.SOURCE_FROZEN) from error
 
 
 def external_ttys(stdio: dict[str, Any]) -> list[str]:

@@ -171,7 +171,7 @@ async def _silence(moving: Moving, entry: RankEntry, link: KeeperLink, places: P
     await in_thread(
         moving.log.mark,
         Mark.FROZEN,
-        stdio=stdio,
+        stdio=await in_thread(stdio.to_json),
         rewires=rewires,
         nodes=[ClusterNode.of(node) for node in moving.nodes],
         socket_options=sockets,

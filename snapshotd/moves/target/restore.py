@@ -17,7 +17,7 @@ from typing import Any
 
 import aiofiles
 
-from snapshotd.api.errors import CriuFailed, Damaged, Timeout, Where
+from snapshotd.api.errors import CriuFailed, Damaged, Denied, Timeout, Where
 from snapshotd.criu import images, links, session
 from snapshotd.cuda.driver import Pair
 from snapshotd.keepers.link import KeeperLink
@@ -59,6 +59,7 @@ class Restore:
         begin = self.log.begin
         folder = self.node.store.path(begin.move)
         image = await _read_description(folder)
+        _same_rank(self.log, image)
         if image.by_device_channel and incoming is None:
             await in_thread(refill.must_be_here, folder, image.offloaded)
         await in_thread(images.mend, folder, image.other_names)
@@ -147,6 +148,7 @@ class Restore:
             relay_key=image.relay_key,
             boot_id=host.boot_id(),
             user_id=image.user_id,
+            process_user_id=image.identity.user_id,
             command=image.command,
             started_unix_s=image.started_unix_s,
             moves=image.moves + 1,
@@ -170,8 +172,6 @@ class Restore:
         """Starts the guest keeper. It is connected when this returns, and criu waits for its request."""
         begin, config = self.log.begin, self.node.config
         ours, theirs = session.swrk_pair()
-        spool = config.state_dir / "spool"
-        spool.mkdir(mode=0o700, exist_ok=True)
         spec = {
             "uid": begin.rank_uid,
             "job": begin.job,
@@ -185,8 +185,14 @@ class Restore:
             "criu": config.criu,
             "criu_fd": theirs.fileno(),
             "cgroup_procs": str(group.path / "cgroup.procs"),
-            "stdio": image.stdio,
-            "spool_dir": str(spool),
+            "identity": image.identity.to_orders(),
+            "stdio": await in_thread(image.stdio.to_json),
+            "spool": {
+                "folder": str(config.spool_dir),
+                "rank_bytes": config.spool_rank_bytes,
+                "total_bytes": config.spool_total_bytes,
+                "free_bytes": config.spool_free_bytes,
+            },
             "command": image.command,
             "moves": image.moves + 1,
             "started_unix_s": image.started_unix_s,
@@ -202,7 +208,7 @@ class Restore:
         )
         theirs.close()
         assert process.stdin is not None
-        process.stdin.write(json.dumps(spec).encode())
+        process.stdin.write(await in_thread(lambda: json.dumps(spec).encode()))
         process.stdin.close()
         try:
             link = await asyncio.wait_for(self.link, KEEPER_S)
@@ -253,9 +259,21 @@ async def _on_notify(script: str, _pid: int) -> None:
 async def _read_description(folder: Path) -> ImageDescription:
     try:
         async with aiofiles.open(folder / description.FILE, "rb") as file:
-            return description.decode(await file.read())
+            content = await file.read(description.MAX_BYTES + 1)
+        return await in_thread(description.decode, content)
     except OSError as error:
         raise Damaged(f"the description of the image cannot be read: {error}", where=Where.SOURCE_FROZEN) from error
+
+
+def _same_rank(move_log: MoveLog, image: ImageDescription) -> None:
+    """The image must be of the user and groups that preflight was shown. Raises Denied."""
+    shown = move_log.record.identity
+    if image.identity != shown:
+        raise Denied(
+            f"the image is of a rank that runs as {image.identity}; this node agreed to one that runs as {shown}",
+            remedy="the move is undone; check the source node, its daemon must not do this",
+            where=Where.SOURCE_FROZEN,
+        )
 
 
 def _processes(pids: list[int], inner: list[int]) -> list[tree.Process]:

@@ -28,6 +28,7 @@ from snapshotd.moves.target import gpus
 from snapshotd.moves.target.restore import Restore
 from snapshotd.moves.target.settling import TargetSettling, facts_of
 from snapshotd.proc import host
+from snapshotd.proc.credentials import Identity
 from snapshotd.runtime import metrics
 from snapshotd.runtime.blocking import in_thread
 from snapshotd.runtime.faults import Point, reach
@@ -66,6 +67,7 @@ class TargetSteps(TargetSettling):
             return _prepared(known.log)
         facts, config = request.facts, self.node.config
         check_rank_uid(facts.rank.uid)
+        identity = _identity(facts)
         if facts.source_node == config.node:
             raise Usage("a rank cannot be moved to the node it is on")
         for older in self.journal.all():
@@ -93,7 +95,7 @@ class TargetSteps(TargetSettling):
             )
             move_log = await in_thread(self.journal.begin, begin)
             reserved = [new for old, new in pairs if old in used]
-            await in_thread(move_log.mark, Mark.PREPARED, gpu_pairs=pairs, gpus_reserved=reserved)
+            await in_thread(move_log.mark, Mark.PREPARED, gpu_pairs=pairs, gpus_reserved=reserved, identity=identity)
         self.track(move_log)
         await reach(Point.PREPARE)
         return _prepared(move_log)
@@ -252,6 +254,17 @@ class TargetSteps(TargetSettling):
         super().must_be_open(moving)
         if moving.failure:
             raise WrongState(f"move {moving.log.move} cannot go on: {moving.failure}", where=Where.SOURCE_FROZEN)
+
+
+def _identity(facts: pb.RankFacts) -> Identity:
+    """With which user and groups the rank runs. It has no default: proto3 would read a missing number as root's."""
+    identity = Identity.of_proto(facts.identity)
+    if not facts.HasField("identity") or not identity.is_valid():
+        raise Usage(
+            "the source does not say with which user and groups the rank runs",
+            remedy="upgrade the daemon of the source and `migrator`, then retry",
+        )
+    return identity
 
 
 def _prepared(move_log: MoveLog) -> pb.PrepareReply:

@@ -1,0 +1,113 @@
+"""Tests which keeper may register or claim which rank. The kernel's view of the processes is in tests/keeper."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from shim.keeper.frames import decode, encode
+from snapshotd.api.errors import Denied, NotFound
+from snapshotd.keepers import adoption
+from snapshotd.keepers.adoption import Adoption
+from snapshotd.keepers.hello import Hello, parse_hello
+from snapshotd.keepers.ranks import RankEntry, Ranks
+from snapshotd.proc.cgroup import Cgroup
+from snapshotd.proc.tree import Process
+
+ALICE, BOB = 1500, 1501
+KEEPER, RANK = Process(100, 1), Process(101, 2)
+
+
+@pytest.fixture
+def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    def group_of(_pid: int, uid: str) -> Cgroup:
+        folder = tmp_path / uid
+        folder.mkdir()
+        return Cgroup(folder)
+
+    monkeypatch.setattr(adoption, "cgroup_for_home", group_of)
+    config = SimpleNamespace(node="node-1", advertise="node-1:7070", ranks_per_user=3)
+    return SimpleNamespace(ranks=Ranks(tmp_path / "state"), config=config)
+
+
+@pytest.fixture
+def adopts(node: Any) -> Adoption:
+    none: Any = None
+    return Adoption(node, none, none, none, none)
+
+
+def hello(user_id: int = ALICE, **fields: Any) -> Hello:
+    known = {"role": "home", "job": "train", "rank": 0, "relay_key": "0" * 32, "pid": 101}
+    return parse_hello(decode(encode("hello", known | fields)), user_id)
+
+
+async def test_keeper_that_missed_the_answer_gets_the_same_rank_again(node: Any, adopts: Adoption) -> None:
+    first = await adopts.adopt(hello(), KEEPER, RANK)
+    assert await adopts.adopt(hello(), KEEPER, RANK) == first
+    assert len(node.ranks.all()) == 1
+
+
+async def test_keeper_can_register_one_rank_only(node: Any, adopts: Adoption) -> None:
+    """Otherwise one process could fill the registry, which is on the disk of the journal."""
+    await adopts.adopt(hello(), KEEPER, RANK)
+    for other in (hello(relay_key="1" * 32), hello(rank=1, relay_key="1" * 32)):
+        with pytest.raises(Denied, match="this keeper is that of rank"):
+            await adopts.adopt(other, KEEPER, RANK)
+    with pytest.raises(Denied, match="this keeper is that of rank"):
+        await adopts.adopt(hello(), KEEPER, Process(102, 3))
+    assert len(node.ranks.all()) == 1
+
+
+async def test_number_of_ranks_of_a_user_is_limited(node: Any, adopts: Adoption) -> None:
+    for number in range(3):
+        await adopts.adopt(hello(), Process(100, number), Process(101, number))
+    with pytest.raises(Denied, match="has 3 ranks on this node"):
+        await adopts.adopt(hello(), Process(100, 3), Process(101, 3))
+    await adopts.adopt(hello(BOB), Process(100, 4), Process(101, 4))
+    for number in range(5, 10):
+        await adopts.adopt(hello(0), Process(100, number), Process(101, number))
+    assert len(node.ranks.all()) == 9
+
+
+async def test_another_process_cannot_replace_the_rank(node: Any, adopts: Adoption) -> None:
+    welcome = await adopts.adopt(hello(), KEEPER, RANK)
+    with pytest.raises(Denied, match="is process 101, not 102"):
+        await adopts.adopt(hello(uid=welcome.uid, pid=102), KEEPER, Process(102, 3))
+    with pytest.raises(Denied, match="has another keeper"):
+        await adopts.adopt(hello(uid=welcome.uid), Process(103, 4), RANK)
+    assert node.ranks.all()[0].process == RANK
+
+
+async def test_guest_keeper_connects_first_as_root_and_later_as_the_ranks_user(node: Any, adopts: Adoption) -> None:
+    guest = RankEntry(
+        uid="train-0-0a0b0c0d",
+        job="train",
+        rank=0,
+        role="guest",
+        keeper_pid=0,
+        keeper_start_ticks=0,
+        cgroup="/nowhere",
+        home_node="node-2",
+        home_endpoint="node-2:7070",
+        relay_key="0" * 32,
+        boot_id="boot",
+        user_id=ALICE,
+        process_user_id=ALICE,
+    )
+    node.ranks.put(guest)
+
+    def claim(user_id: int) -> Hello:
+        return hello(user_id, role="guest", uid=guest.uid, pid=0)
+
+    with pytest.raises(Denied, match="may not run a guest keeper"):
+        await adopts.adopt(claim(ALICE), KEEPER, None)  # alice knows the relay key, from her home keeper
+    await adopts.adopt(claim(0), KEEPER, None)
+    await adopts.adopt(claim(ALICE), KEEPER, None)
+    for user_id, keeper in ((ALICE, Process(104, 5)), (0, Process(104, 5)), (BOB, KEEPER)):
+        with pytest.raises(Denied):
+            await adopts.adopt(claim(user_id), keeper, None)
+    with pytest.raises(NotFound):
+        await adopts.adopt(hello(0, role="guest", uid=guest.uid, relay_key="1" * 32), KEEPER, None)
