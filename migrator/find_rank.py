@@ -6,6 +6,7 @@ import asyncio
 import difflib
 from dataclasses import dataclass
 
+from migrator import users
 from migrator.cluster import Cluster
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import Ambiguous, Busy, NotFound, SnapshotError, Unreachable, Where
@@ -51,24 +52,44 @@ async def all_ranks(cluster: Cluster) -> tuple[list[Found], dict[str, SnapshotEr
     return found, silent
 
 
-async def find_rank(cluster: Cluster, rank: int, job: str | None) -> Found:
-    """The only process that is rank `rank`. Raises NotFound, Ambiguous, Busy or Unreachable; changes nothing."""
+async def find_rank(cluster: Cluster, rank: int, job: str | None, user_id: int | None = None) -> Found:
+    """The only process that is rank `rank`. Raises NotFound, Ambiguous, Busy or Unreachable; changes nothing.
+
+    A job is named by its user and its name, so that a user who gives a job the name of another's cannot make it immovable.
+    """
     found, silent = await all_ranks(cluster)
-    meant = [entry for entry in found if entry.rank.rank == rank and job in (None, entry.rank.job)]
+    meant = [
+        entry
+        for entry in found
+        if entry.rank.rank == rank and job in (None, entry.rank.job) and user_id in (None, entry.rank.user_id)
+    ]
     here = [entry for entry in meant if entry.rank.place == pb.Rank.HERE]
-    jobs = sorted({entry.rank.job for entry in meant})
+    jobs = sorted({(entry.rank.job, entry.rank.user_id) for entry in meant})
     if len(jobs) > 1:
-        raise Ambiguous(f"several jobs have a rank {rank}: {', '.join(jobs)}")
+        raise _ambiguous(rank, jobs)
     if not here:
         away = [entry.rank.at_node for entry in meant if entry.rank.at_node in silent]
         if away or silent:
             lost = "".join(f"\n  {silent[node].headline}" for node in away or silent)
             raise Unreachable(f"rank {rank} is on no node that answers, and these do not:{lost}", where=Where.UNKNOWN)
         of_job = f" in job {job!r}" if job else ""
-        raise NotFound(f"no rank {rank}{of_job} runs on any node")
+        of_user = f" of user {users.described(user_id)}" if user_id is not None else ""
+        raise NotFound(f"no rank {rank}{of_job}{of_user} runs on any node")
     if moving := [entry.rank.moving for entry in here if entry.rank.moving]:
         raise Busy(f"rank {rank} is being moved already ({moving[0]})", where=Where.UNKNOWN)
     if len(here) > 1:
         on = ", ".join(f"{entry.node} ({entry.rank.uid})" for entry in here)
-        raise Ambiguous(f"rank {rank} of job {jobs[0]} was started more than once: {on}", remedy="end one of them")
+        raise Ambiguous(f"rank {rank} of job {jobs[0][0]} was started more than once: {on}", remedy="end one of them")
     return here[0]
+
+
+def _ambiguous(rank: int, jobs: list[tuple[str, int]]) -> Ambiguous:
+    """`jobs`: name and user of every job that has such a rank."""
+    owners = {user_id for _, user_id in jobs}
+    if len(owners) == 1:
+        return Ambiguous(
+            f"several jobs have a rank {rank}: {', '.join(job for job, _ in jobs)}", remedy="select the job with --job"
+        )
+    named = ", ".join(f"{job} of {users.described(user_id)}" for job, user_id in jobs)
+    option = "its user with --user" if len({job for job, _ in jobs}) == 1 else "the job with --job and --user"
+    return Ambiguous(f"several users have a rank {rank}: {named}", remedy=f"select {option}")

@@ -50,6 +50,12 @@ class Move:
         return self.first.job
 
     @property
+    def user_id(self) -> int | None:
+        """Whose job it is; None if the records are of an older version."""
+        known = [view.record.user_id for view in self.views if view.record.HasField("user_id")]
+        return known[0] if known else None
+
+    @property
     def rank(self) -> int:
         return self.first.rank
 
@@ -138,6 +144,7 @@ class Move:
         return {
             "move": self.id,
             "job": self.job,
+            "user_id": self.user_id,
             "rank": self.rank,
             "source": self.source_node,
             "target": self.target_node,
@@ -176,6 +183,7 @@ class Gate:
     rank: int
     since_unix_s: float
     waiting_for: str
+    user_id: int | None = None  # whose job it is; None: an older version closed it
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"since_unix_s": round(self.since_unix_s, 3)}
@@ -198,7 +206,15 @@ async def moves_and_gates(cluster: Cluster, move: str = "") -> tuple[list[Move],
 
     answers, silent = await ask_all(cluster, ask)
     gates = [
-        Gate(node, closed.move, closed.job, rank, closed.since_unix_s, closed.waiting_for)
+        Gate(
+            node,
+            closed.move,
+            closed.job,
+            rank,
+            closed.since_unix_s,
+            closed.waiting_for,
+            closed.user_id if closed.HasField("user_id") else None,
+        )
         for node, answer in answers.items()
         for closed in answer.gates
         for rank in closed.ranks

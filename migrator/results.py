@@ -21,6 +21,7 @@ class MoveOptions:
     gpu: str = ""  # the target's GPU to move to, by UUID or index; empty: any that fits
     lease_s: float = 30.0  # how long the source waits, before COMMIT, for a driver that does not renew the lease
     quiesce_timeout_s: float = 30.0  # how long the job may take to reach a point where all its ranks can wait
+    user_id: int | None = None  # whose job it is; None: must be clear from the others
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ class CheckReport:
     def to_json(self) -> dict[str, Any]:
         return {
             "job": self.rank.job,
+            "user_id": self.rank.user_id,
             "rank": self.rank.rank,
             "source": self.source,
             "target": self.target,
@@ -99,12 +101,14 @@ class MoveResult:
     device_bytes_left: int = 0  # free blocks of the caching allocator, released instead of sent
     longest_part: PhaseTime | None = None  # the longest of those inside the pause
     warnings: list[str] = field(default_factory=list)  # where the move fell back to a slower method, and why
+    user_id: int = -1  # whose job it is
     peers_stopped_s: float = 0.0  # the longest time for which a peer's process was stopped
 
     def to_json(self) -> dict[str, Any]:
         return {
             "move": self.move,
             "job": self.job,
+            "user_id": self.user_id,
             "rank": self.rank,
             "source": self.source,
             "target": self.target,

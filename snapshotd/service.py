@@ -206,4 +206,5 @@ class Daemon:
             bytes=move_log.record.sent_bytes,
             pause_s=move_log.record.pause_s,
             waiting_for="" if ended or moving is None else moving.waiting_for,
+            user_id=begin.user_id if begin.user_id >= 0 else None,
         )

@@ -13,6 +13,7 @@ import textwrap
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
+from migrator import users
 from snapshotd.api.errors import BY_CODE, SnapshotError, Usage
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ _MEANING = {
     "unreachable": "a daemon does not answer",
     "unknown": "the outcome could not be determined; the daemons settle the move, at most one copy runs",
     "not-found": "no such rank, node, move or file",
-    "ambiguous": "several ranks match; name the job",
+    "ambiguous": "several ranks match; name the job and its user",
     "busy": "the rank is already being moved",
     "denied": "the certificate does not allow this call",
     "full": "not enough memory on the target",
@@ -126,6 +127,13 @@ def job(text: str) -> str:
     raise argparse.ArgumentTypeError(
         f"{text[:80]!r} is not a valid job name: use letters, digits, '_', '.', '-'; at most 60"
     )
+
+
+def user(text: str) -> int:
+    try:
+        return users.id_of(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def gpu(text: str) -> str:

@@ -35,6 +35,12 @@ def add_ask(parser: argparse.ArgumentParser) -> None:
         "--job", type=arguments.job, metavar="NAME", help="job of the rank, if several jobs have such a rank"
     )
     parser.add_argument(
+        "--user",
+        type=arguments.user,
+        metavar="NAME|UID",
+        help="user whose job it is, if several users have a job of that name",
+    )
+    parser.add_argument(
         "--gpu",
         type=arguments.gpu,
         metavar="UUID|INDEX",
@@ -46,7 +52,7 @@ def act(options: argparse.Namespace) -> int:
     cluster = arguments.the_cluster(options)
     from migrator import driver  # after `enter`: it loads gRPC
 
-    asked = MoveOptions(options.rank, options.to, options.job, gpu=options.gpu or "")
+    asked = MoveOptions(options.rank, options.to, options.job, gpu=options.gpu or "", user_id=options.user)
     report = asyncio.run(driver.Driver(cluster, lambda _: None).check(asked))
     if arguments.wants_json(options):
         output.json_object(report.to_json())

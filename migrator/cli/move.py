@@ -72,6 +72,7 @@ def act(options: argparse.Namespace) -> int:
         options.gpu or "",
         options.lease,
         options.quiesce_timeout,
+        options.user,
     )
     as_json = arguments.wants_json(options)
     result = asyncio.run(_move(cluster, asked, as_json=as_json))

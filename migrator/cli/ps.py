@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import pwd
 import time
 from typing import Any
 
-from migrator import formatting
+from migrator import formatting, users
 from migrator.cli import arguments, output
 from migrator.find_rank import Found, all_ranks
 from snapshotd.api import snapshotd_pb2 as pb
@@ -29,6 +28,9 @@ def add(verbs: arguments.Verbs) -> None:
     )
     parser.add_argument("--job", type=arguments.job, metavar="NAME", help="show only ranks of this job")
     parser.add_argument(
+        "--user", type=arguments.user, metavar="NAME|UID", help="show only ranks that this user has started"
+    )
+    parser.add_argument(
         "--all", action="store_true", help="also show the home keepers of ranks that run on another node"
     )
 
@@ -38,7 +40,11 @@ def act(options: argparse.Namespace) -> int:
     as_json = arguments.wants_json(options)
     found, silent = asyncio.run(all_ranks(cluster))
     output.warn_silent(silent, len(cluster.nodes), as_json=as_json)
-    shown = [entry for entry in visible(found, everything=options.all) if options.job in (None, entry.rank.job)]
+    shown = [
+        entry
+        for entry in visible(found, everything=options.all)
+        if options.job in (None, entry.rank.job) and options.user in (None, entry.rank.user_id)
+    ]
     if as_json:
         output.json_object({"ranks": [to_json(entry) for entry in shown], "unreachable": output.silent_objects(silent)})
     elif shown:
@@ -62,7 +68,12 @@ def visible(found: list[Found], *, everything: bool) -> list[Found]:
     for entry in sorted(found, key=lambda entry: (entry.rank.place, entry.rank.moves)):
         rows.setdefault(entry.rank.uid, entry)
     shown = found if everything else list(rows.values())
-    return sorted(shown, key=lambda entry: (entry.rank.job, entry.rank.rank, entry.rank.place, entry.node))
+    return sorted(shown, key=_order)
+
+
+def _order(entry: Found) -> tuple[str, int, int, int, str]:
+    rank = entry.rank
+    return rank.job, rank.user_id, rank.rank, rank.place, entry.node
 
 
 def state(entry: Found) -> str:
@@ -102,7 +113,7 @@ def _row(entry: Found) -> tuple[str, ...]:
         entry.node if here else rank.at_node,
         rank.home_node,
         str(rank.process.pid) if here else "-",
-        _user(rank.user_id),
+        users.name_of(rank.user_id),
         formatting.size(rank.memory_bytes) if here else "-",
         formatting.span(time.time() - rank.started_unix_s),
         str(rank.moves),
@@ -116,10 +127,3 @@ def gpu_text(rank: pb.Rank) -> str:
     if not rank.gpus:
         return "-"
     return f"{','.join(short(uuid) for uuid in rank.gpus)} {formatting.size(rank.device_bytes)}"
-
-
-def _user(user_id: int) -> str:
-    try:
-        return pwd.getpwuid(user_id).pw_name
-    except (KeyError, OverflowError):
-        return str(user_id)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from migrator import formatting
+from migrator import formatting, users
 from migrator.cli import arguments, output
 from migrator.journals import Gate, Move, moves_and_gates
 from migrator.recover import unknown_move
@@ -101,7 +101,7 @@ def _since(gate: Gate) -> str:
 def _detail(move: Move, gates: Sequence[Gate]) -> None:
     state = f"ended: {move.verdict}" if move.ended else f"not ended: {_outcome(move)}"
     facts = {
-        "move": f"{move.id}  rank {move.rank} of job {move.job}  {move.source_node} → {move.target_node}",
+        "move": f"{move.id}  rank {move.rank} of job {move.job}{_whose(move)}  {move.source_node} → {move.target_node}",
         "state": state,
         "the rank is": output.where_words(move.where, move.source_node, move.target_node),
         "waits for": move.waiting_for,
@@ -122,6 +122,10 @@ def _detail(move: Move, gates: Sequence[Gate]) -> None:
     for name, text in facts.items():
         if text:
             print(f"{name + ':':<15} {formatting.plain(text)}")
+
+
+def _whose(move: Move) -> str:
+    return f" of {users.described(move.user_id)}" if move.user_id is not None else ""
 
 
 def stamp(unix_s: float) -> str:

@@ -20,6 +20,7 @@ def result(run: Run, verdict: Verdict, reason: str, where: Where, error: Snapsho
     return MoveResult(
         move=run.move,
         job=run.found.rank.job,
+        user_id=run.found.rank.user_id,
         rank=run.found.rank.rank,
         source=run.found.node,
         target=run.options.to,

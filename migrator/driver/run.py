@@ -73,6 +73,7 @@ class Run:
             target_node=self.options.to,
             target_endpoint=self.target_endpoint,
             nonce=self.prepared.nonce,
+            user_id=self.found.rank.user_id,
         )
 
     def add_parts(self, parts: Iterable[pb.Part]) -> None:

@@ -99,7 +99,12 @@ class Gates:
     async def _nodes_of_the_job(self, description: pb.MoveDescription) -> tuple[tuple[str, ...], list[str]]:
         """The nodes that have ranks of the job, and the nodes that do not answer."""
         found, silent = await all_ranks(self.cluster)
-        here = {entry.node for entry in found if entry.rank.job == description.job and entry.rank.place == pb.Rank.HERE}
+        here = {
+            entry.node
+            for entry in found
+            if (entry.rank.user_id, entry.rank.job) == (description.user_id, description.job)
+            and entry.rank.place == pb.Rank.HERE
+        }
         self.nodes = tuple(sorted(here | {description.source_node}))
         return self.nodes, sorted(silent)
 
@@ -186,7 +191,7 @@ async def _ask_all(clients: Mapping[str, DaemonClient], ask: _Ask) -> list[Proce
 
 def _reporting(description: pb.MoveDescription) -> _Ask:
     async def ask(client: DaemonClient, node: str) -> pb.GateReport:
-        request = pb.GateReportRequest(move=description.move, job=description.job)
+        request = pb.GateReportRequest(move=description.move, job=description.job, user_id=description.user_id)
         return await client.gate.Report(request, timeout_s=ASK_S)
 
     return ask

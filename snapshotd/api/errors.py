@@ -104,7 +104,7 @@ class NotFound(SnapshotError):
 
 class Ambiguous(SnapshotError):
     code, exit_code, status = "ambiguous", 15, grpc.StatusCode.FAILED_PRECONDITION
-    remedy = "select the job with --job"
+    remedy = "select the job with --job, and its user with --user"
 
 
 class Busy(SnapshotError):

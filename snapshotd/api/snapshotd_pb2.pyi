@@ -320,6 +320,7 @@ class Rank(_message.Message):
     uid: _builtins.str
     """globally unique, never reused: JOB-RANK-xxxxxxxx"""
     job: _builtins.str
+    """belongs to user_id: other users can have jobs of the same name"""
     rank: _builtins.int
     place: Global___Rank.Place.ValueType
     at_node: _builtins.str
@@ -427,11 +428,14 @@ class ClosedGate(_message.Message):
     RANKS_FIELD_NUMBER: _builtins.int
     SINCE_UNIX_S_FIELD_NUMBER: _builtins.int
     WAITING_FOR_FIELD_NUMBER: _builtins.int
+    USER_ID_FIELD_NUMBER: _builtins.int
     move: _builtins.str
     job: _builtins.str
     since_unix_s: _builtins.float
     waiting_for: _builtins.str
     """what must happen before they open, for display; empty: the driver is at work"""
+    user_id: _builtins.int
+    """whose job it is; unset: an older version closed them"""
     @_builtins.property
     def ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """ranks on this node whose gates are closed"""
@@ -444,12 +448,15 @@ class ClosedGate(_message.Message):
         ranks: _abc.Iterable[_builtins.int] | None = ...,
         since_unix_s: _builtins.float = ...,
         waiting_for: _builtins.str = ...,
+        user_id: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_user_id", b"_user_id", "user_id", b"user_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "move", b"move", "ranks", b"ranks", "since_unix_s", b"since_unix_s", "waiting_for", b"waiting_for"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_user_id", b"_user_id", "job", b"job", "move", b"move", "ranks", b"ranks", "since_unix_s", b"since_unix_s", "user_id", b"user_id", "waiting_for", b"waiting_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__user_id: _TypeAlias = _typing.Literal["user_id"]  # noqa: Y015
+    _WhichOneofArgType__user_id: _TypeAlias = _typing.Literal["_user_id", b"_user_id"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__user_id) -> _WhichOneofReturnType__user_id | None: ...
 
 Global___ClosedGate: _TypeAlias = ClosedGate  # noqa: Y015
 
@@ -478,6 +485,7 @@ class MoveRecord(_message.Message):
     WAITING_FOR_FIELD_NUMBER: _builtins.int
     SOURCE_ENDPOINT_FIELD_NUMBER: _builtins.int
     TARGET_ENDPOINT_FIELD_NUMBER: _builtins.int
+    USER_ID_FIELD_NUMBER: _builtins.int
     move: _builtins.str
     role: _builtins.str
     """"source" or "target" """
@@ -503,6 +511,8 @@ class MoveRecord(_message.Message):
     """what an unfinished move waits for, for display"""
     source_endpoint: _builtins.str
     target_endpoint: _builtins.str
+    user_id: _builtins.int
+    """whose job it is; unset: an older version journalled it"""
     def __init__(
         self,
         *,
@@ -525,12 +535,15 @@ class MoveRecord(_message.Message):
         waiting_for: _builtins.str = ...,
         source_endpoint: _builtins.str = ...,
         target_endpoint: _builtins.str = ...,
+        user_id: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_user_id", b"_user_id", "user_id", b"user_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["begun_unix_s", b"begun_unix_s", "bytes", b"bytes", "decided_by", b"decided_by", "ended_unix_s", b"ended_unix_s", "job", b"job", "mark", b"mark", "move", b"move", "outcome", b"outcome", "pause_s", b"pause_s", "rank", b"rank", "rank_uid", b"rank_uid", "reason", b"reason", "role", b"role", "source_endpoint", b"source_endpoint", "source_node", b"source_node", "target_endpoint", b"target_endpoint", "target_node", b"target_node", "waiting_for", b"waiting_for", "where", b"where"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_user_id", b"_user_id", "begun_unix_s", b"begun_unix_s", "bytes", b"bytes", "decided_by", b"decided_by", "ended_unix_s", b"ended_unix_s", "job", b"job", "mark", b"mark", "move", b"move", "outcome", b"outcome", "pause_s", b"pause_s", "rank", b"rank", "rank_uid", b"rank_uid", "reason", b"reason", "role", b"role", "source_endpoint", b"source_endpoint", "source_node", b"source_node", "target_endpoint", b"target_endpoint", "target_node", b"target_node", "user_id", b"user_id", "waiting_for", b"waiting_for", "where", b"where"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__user_id: _TypeAlias = _typing.Literal["user_id"]  # noqa: Y015
+    _WhichOneofArgType__user_id: _TypeAlias = _typing.Literal["_user_id", b"_user_id"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__user_id) -> _WhichOneofReturnType__user_id | None: ...
 
 Global___MoveRecord: _TypeAlias = MoveRecord  # noqa: Y015
 
@@ -994,6 +1007,7 @@ class MoveDescription(_message.Message):
     TARGET_NODE_FIELD_NUMBER: _builtins.int
     TARGET_ENDPOINT_FIELD_NUMBER: _builtins.int
     NONCE_FIELD_NUMBER: _builtins.int
+    USER_ID_FIELD_NUMBER: _builtins.int
     move: _builtins.str
     rank_uid: _builtins.str
     """of the rank that moves"""
@@ -1005,6 +1019,8 @@ class MoveDescription(_message.Message):
     target_endpoint: _builtins.str
     nonce: _builtins.bytes
     """the target's; verifies the source's tokens"""
+    user_id: _builtins.int
+    """whose job it is: a job is named by user and name; gates require it"""
     def __init__(
         self,
         *,
@@ -1017,12 +1033,15 @@ class MoveDescription(_message.Message):
         target_node: _builtins.str = ...,
         target_endpoint: _builtins.str = ...,
         nonce: _builtins.bytes = ...,
+        user_id: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_user_id", b"_user_id", "user_id", b"user_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "move", b"move", "nonce", b"nonce", "rank", b"rank", "rank_uid", b"rank_uid", "source_endpoint", b"source_endpoint", "source_node", b"source_node", "target_endpoint", b"target_endpoint", "target_node", b"target_node"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_user_id", b"_user_id", "job", b"job", "move", b"move", "nonce", b"nonce", "rank", b"rank", "rank_uid", b"rank_uid", "source_endpoint", b"source_endpoint", "source_node", b"source_node", "target_endpoint", b"target_endpoint", "target_node", b"target_node", "user_id", b"user_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__user_id: _TypeAlias = _typing.Literal["user_id"]  # noqa: Y015
+    _WhichOneofArgType__user_id: _TypeAlias = _typing.Literal["_user_id", b"_user_id"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__user_id) -> _WhichOneofReturnType__user_id | None: ...
 
 Global___MoveDescription: _TypeAlias = MoveDescription  # noqa: Y015
 
@@ -2136,20 +2155,26 @@ class GateReportRequest(_message.Message):
 
     MOVE_FIELD_NUMBER: _builtins.int
     JOB_FIELD_NUMBER: _builtins.int
+    USER_ID_FIELD_NUMBER: _builtins.int
     move: _builtins.str
     """if gates here are closed for this move, only the processes behind them are reported"""
     job: _builtins.str
+    user_id: _builtins.int
+    """whose job it is; required unless gates are closed for the move"""
     def __init__(
         self,
         *,
         move: _builtins.str = ...,
         job: _builtins.str = ...,
+        user_id: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_user_id", b"_user_id", "user_id", b"user_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "move", b"move"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_user_id", b"_user_id", "job", b"job", "move", b"move", "user_id", b"user_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__user_id: _TypeAlias = _typing.Literal["user_id"]  # noqa: Y015
+    _WhichOneofArgType__user_id: _TypeAlias = _typing.Literal["_user_id", b"_user_id"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__user_id) -> _WhichOneofReturnType__user_id | None: ...
 
 Global___GateReportRequest: _TypeAlias = GateReportRequest  # noqa: Y015
 

@@ -135,7 +135,7 @@ class Ranks:
                 path.unlink()  # the node was rebooted: keeper, rank and launcher have ended
 
     def all(self) -> list[RankEntry]:
-        return sorted(self._entries.values(), key=lambda entry: (entry.job, entry.rank, entry.role))
+        return sorted(self._entries.values(), key=lambda entry: (entry.job, entry.user_id, entry.rank, entry.role))
 
     def put(self, entry: RankEntry) -> None:
         """Adds or updates an entry, in memory and on disk."""

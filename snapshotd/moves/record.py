@@ -44,14 +44,20 @@ class Begin(msgspec.Struct, frozen=True):
     boot_id: str
     begun_unix_s: float
     lease_s: float = 0.0
+    user_id: int = -1  # whose job it is: a job is named by user and name; -1: an older version did not journal it
 
     def same_request(self, other: Begin) -> bool:
         """Whether two Begins ask for the same move. Time, boot id, lease and nonce may differ; a target makes a new nonce."""
-        return _without_circumstances(self) == _without_circumstances(other)
+        same_user = self.user_id == other.user_id or -1 in (self.user_id, other.user_id)
+        return same_user and _without_circumstances(self) == _without_circumstances(other)
+
+    def is_of_job(self, user_id: int, job: str) -> bool:
+        """Whether it moves a rank of this job. A move that an older version began may be of any user's job of that name."""
+        return self.job == job and self.user_id in (-1, user_id)
 
 
 def _without_circumstances(begin: Begin) -> Begin:
-    return msgspec.structs.replace(begin, begun_unix_s=0.0, nonce="", boot_id="", lease_s=0.0)
+    return msgspec.structs.replace(begin, begun_unix_s=0.0, nonce="", boot_id="", lease_s=0.0, user_id=-1)
 
 
 class OutcomeRecord(msgspec.Struct, frozen=True):

@@ -100,6 +100,24 @@ def test_lone_surrogates_are_escaped_in_json() -> None:
     assert json.loads(line) == {"path": "/tmp/\udcff"}
 
 
+def test_job_of_another_user_with_the_same_name_is_told_apart(cluster: FakeCluster, migrator: Migrator) -> None:
+    """Otherwise any user could make any job immovable."""
+    cluster["node-1"].ranks = [a_rank("node-1", 1, user_id=0)]
+    cluster["node-2"].ranks = [a_rank("node-2", 1, user_id=4_000_001, uid="train-1-00000002")]
+    ask = ("check", "--rank", "1", "--to", "spare-1", "--job", "train")
+    ran = migrator(*ask, "--json")
+    assert (ran.code, ran.json["error"]) == (Ambiguous.exit_code, "ambiguous")
+    assert ran.json["message"] == "several users have a rank 1: train of root (0), train of 4000001"
+    assert ran.json["remedy"] == "select its user with --user"
+    for user, user_id, node in (("root", 0, "node-1"), ("0", 0, "node-1"), ("4000001", 4_000_001, "node-2")):
+        found = migrator(*ask, "--user", user, "--json").json
+        assert (found["user_id"], found["source"]) == (user_id, node)
+    none = migrator(*ask, "--user", "4000002", "--json")
+    assert (none.code, none.json["error"]) == (NotFound.exit_code, "not-found")
+    assert migrator(*ask, "--user", "no such user", "--json").json["error"] == "usage"
+    assert [rank["uid"] for rank in migrator("ps", "--user", "4000001", "--json").json["ranks"]] == ["train-1-00000002"]
+
+
 @pytest.mark.parametrize("verb", LISTING, ids=" ".join)
 def test_node_that_does_not_answer_is_a_warning(
     cluster: FakeCluster, migrator: Migrator, verb: tuple[str, ...]
@@ -294,7 +312,7 @@ def a_gate(*ranks: int, **changes: Any) -> pb.ClosedGate:
 def test_status_shows_ranks_that_wait_at_a_closed_gate(cluster: FakeCluster, migrator: Migrator) -> None:
     """Shows which rank waits, for which move and since when, even if no move is in progress."""
     assert migrator("status", "--json").json["gates"] == []
-    cluster["node-2"].gates = [a_gate(3, 1, waiting_for="the source has not decided yet")]
+    cluster["node-2"].gates = [a_gate(3, 1, waiting_for="the source has not decided yet", user_id=1500)]
     cluster["node-1"].gates = [a_gate(0)]
     ran = migrator("status")
     assert ran.out.startswith("no moves in progress")
@@ -314,6 +332,7 @@ def test_status_shows_ranks_that_wait_at_a_closed_gate(cluster: FakeCluster, mig
         "rank": 1,
         "since_unix_s": 1000.0,
         "waiting_for": "the source has not decided yet",
+        "user_id": 1500,
     }
 
 

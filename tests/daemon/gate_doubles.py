@@ -27,6 +27,7 @@ from snapshotd.moves.rules import Mark
 from snapshotd.proc.tree import Process
 
 MOVE, NONCE = "m-0123456789ab", bytes(range(32))
+ALICE, BOB = 1500, 1501
 WORLD, PAIR = "0" * 15 + "a", "0" * 15 + "b"
 
 
@@ -203,6 +204,7 @@ class Cluster:
                     uid=f"job-{rank}",
                     job="job",
                     rank=rank,
+                    user_id=ALICE,
                     away_node="",
                     group=SimpleNamespace(pids=lambda pid=process.pid: [pid]),
                     to_proto=lambda at, uid=f"job-{rank}": pb.Rank(uid=uid, place=pb.Rank.HERE, at_node=at),
@@ -220,6 +222,7 @@ class Cluster:
             target_node="c",
             target_endpoint="c:7070",
             nonce=NONCE,
+            user_id=ALICE,
         )
 
     def token(self, outcome: str) -> bytes:
@@ -231,7 +234,9 @@ class Cluster:
 
     def begin(self) -> Moving:
         """The move in the source's journal, as Begin leaves it."""
-        begin = Begin(MOVE, "source", "job-0", "job", 0, "a", "a:7070", "c", "c:7070", NONCE.hex(), "boot", 1.0, 30.0)
+        begin = Begin(
+            MOVE, "source", "job-0", "job", 0, "a", "a:7070", "c", "c:7070", NONCE.hex(), "boot", 1.0, 30.0, ALICE
+        )
         move_log = self.nodes["a"].journal.begin(begin)
         move_log.mark(Mark.BEGUN)
         return Moving(move_log, nodes=[pb.NodeAddresses(name=name, endpoint=f"{name}:7070") for name in "abc"])

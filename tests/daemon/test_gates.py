@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.api.errors import Busy, Denied, NcclFailed, RankGone, Refused, Unreachable, WrongState
+from snapshotd.api.errors import Busy, Denied, NcclFailed, RankGone, Refused, Unreachable, Usage, WrongState
 from snapshotd.inprocess import ncclctl
 from snapshotd.moves.nccl import communicators
 from snapshotd.moves.rules import Mark, Outcome
 from snapshotd.proc.tree import Process
-from tests.daemon.gate_doubles import MOVE, PAIR, WORLD, Cluster, Shims
+from tests.daemon.gate_doubles import ALICE, BOB, MOVE, PAIR, WORLD, Cluster, Shims
 
 
 @pytest.fixture
@@ -64,6 +64,33 @@ async def test_gate_is_journalled_before_it_is_closed(cluster: Cluster) -> None:
     assert seen == [("close", Mark.GATED, 2), ("close", Mark.GATED, 2)]
     assert sorted(process.rank for process in report.processes) == [1, 2]
     assert len(cluster.shims.closed) == 2
+
+
+async def test_gates_of_another_users_job_of_the_same_name_stay_open(cluster: Cluster) -> None:
+    """A job's name belongs to nobody: bob calls his job as alice does, and must neither wait for hers nor stop it."""
+    gates = cluster.nodes["b"].gates
+    cluster.nodes["b"].entries[1].user_id = BOB
+    report = await gates.close(cluster.request)
+    assert [process.rank_uid for process in report.processes] == ["job-1"]
+    assert cluster.shims.closed == {cluster.process[1]}
+    (closed,) = gates.closed()
+    assert (closed.user_id, list(closed.ranks)) == (ALICE, [1])
+    of_bob = pb.GateReportRequest(job="job", user_id=BOB)
+    assert [process.rank_uid for process in (await gates.report(of_bob)).processes] == ["job-2"]
+    bobs = cluster.request
+    bobs.move, bobs.rank_uid, bobs.user_id = "m-00000000000b", "job-2", BOB
+    await gates.close(bobs)  # not Busy
+    assert cluster.shims.closed == {cluster.process[1], cluster.process[2]}
+
+
+async def test_request_that_does_not_name_the_user_is_refused(cluster: Cluster) -> None:
+    gates, request = cluster.nodes["b"].gates, cluster.request
+    request.ClearField("user_id")
+    with pytest.raises(Usage, match="does not say whose job"):
+        await gates.close(request)
+    with pytest.raises(Usage, match="does not say whose job"):
+        await gates.report(pb.GateReportRequest(job="job"))
+    assert gates.closed() == []
 
 
 async def test_closed_gate_is_listed_until_it_opens(cluster: Cluster) -> None:

@@ -209,3 +209,15 @@ def test_description_that_is_not_one_is_damaged() -> None:
     for content in (b"", b"[]", b'{"root": 7}', b"\xff"):
         with pytest.raises(Damaged):
             description.decode(content)
+
+
+def test_job_is_named_by_its_user_and_its_name(old: Path) -> None:
+    before = Journal(old).get("m-000000000001").begin
+    assert before.user_id == -1
+    assert before.is_of_job(1500, before.job)  # an older version did not journal whose it is: it may be
+    alices, bobs = (msgspec.structs.replace(before, user_id=user_id) for user_id in (1500, 1501))
+    assert alices.is_of_job(1500, before.job)
+    assert not alices.is_of_job(1501, before.job)
+    assert not alices.is_of_job(1500, "other")
+    assert not alices.same_request(bobs)
+    assert alices.same_request(before)

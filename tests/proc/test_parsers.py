@@ -39,7 +39,7 @@ Pid:\t4711
 TracerPid:\t12
 Uid:\t1000\t1001\t1001\t1001
 Gid:\t100\t100\t100\t100
-Groups:\t27 4 
+Groups:\t27 4
 NSpid:\t4711\t32
 SigBlk:\t0000000000000200
 SigCgt:\t0000000180004002
@@ -83,6 +83,7 @@ def test_stat_of_a_process_that_has_ended() -> None:
 def test_status() -> None:
     found = status.parse(STATUS)
     assert (found.user_id, found.inner_pid, found.tracer_pid) == (1000, 32, 12)
+    assert (found.user_ids, found.group_ids, found.groups) == ((1000, 1001, 1001, 1001), (100,) * 4, (4, 27))
     assert found.blocks(signal.SIGUSR1)
     assert not found.blocks(signal.SIGINT)
     assert found.catches(signal.SIGINT)

@@ -286,7 +286,9 @@ class Communicators:
         return self.node.client(name, endpoints[name])
 
     def _request(self, moving: Moving) -> pb.GateReportRequest:
-        return pb.GateReportRequest(move=moving.log.move, job=moving.log.begin.job)
+        begin = moving.log.begin
+        user_id = begin.user_id if begin.user_id >= 0 else self.node.ranks.here(begin.rank_uid).user_id
+        return pb.GateReportRequest(move=begin.move, job=begin.job, user_id=user_id)
 
 
 def down(moving: Moving) -> bool:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.api.errors import Busy, Denied, NotFound, RankGone, SnapshotError, Where
+from snapshotd.api.errors import Busy, Denied, NotFound, RankGone, SnapshotError, Usage, Where
 from snapshotd.inprocess import ncclctl
 from snapshotd.keepers.ranks import RankEntry, check_rank_uid
 from snapshotd.moves import rules
@@ -58,10 +58,11 @@ class GateSteps(Steps):
     async def close(self, request: pb.MoveDescription) -> pb.GateReport:
         """Closes the gate of every process here that has communicators. After that all its launches are in its report."""
         check_move_id(request.move), check_rank_uid(request.rank_uid)
+        _check_user(request)
         async with self._beginning:  # a repeated request waits for the first; a job is closed for one move only
             known = self.journal.find(request.move)
             if known is None:
-                having = [each for each, _ in await gate_processes.find(self._ranks(request.job))]
+                having = [each for each, _ in await gate_processes.find(self._ranks(request.user_id, request.job))]
                 if not having:
                     return pb.GateReport()
                 moving = await self._begin(request, having)
@@ -73,7 +74,8 @@ class GateSteps(Steps):
                 found = await in_thread(gate_processes.alive, moving.log)
                 await all_at_once(lambda each: ncclctl.close(each.process), found)
                 if known is None:
-                    log.info("closed the gates of %d processes of job %s", len(found), request.job)
+                    whose = f"{request.job} of user {request.user_id}"
+                    log.info("closed the gates of %d processes of job %s", len(found), whose)
                 await reach(Point.QUIESCED)
                 return await gate_processes.report(found)
 
@@ -82,7 +84,8 @@ class GateSteps(Steps):
         moving = self.moves.get(check_move_id(request.move)) if request.move else None
         if moving is not None and moving.log.last_mark is not Mark.SETTLED:
             return await gate_processes.report(await in_thread(gate_processes.alive, moving.log))
-        found = await gate_processes.find(self._ranks(request.job))
+        _check_user(request)
+        found = await gate_processes.find(self._ranks(request.user_id, request.job))
         return pb.GateReport(processes=[gate_processes.to_proto(*each) for each in found])
 
     @step
@@ -204,12 +207,13 @@ class GateSteps(Steps):
 
     # ------------------------------------------------------------------ small questions
 
-    def _ranks(self, job: str) -> list[RankEntry]:
-        return [entry for entry in self.node.ranks.all() if entry.job == job]
+    def _ranks(self, user_id: int, job: str) -> list[RankEntry]:
+        """The ranks of one job here. Other users may have jobs of the same name, which must not wait for this one."""
+        return [entry for entry in self.node.ranks.all() if (entry.user_id, entry.job) == (user_id, job)]
 
     async def _begin(self, request: pb.MoveDescription, having: Sequence[GateProcess]) -> Moving:
         for other in self.moves.values():
-            if other.log.begin.job == request.job and other.log.last_mark is not Mark.SETTLED:
+            if other.log.begin.is_of_job(request.user_id, request.job) and other.log.last_mark is not Mark.SETTLED:
                 raise Busy(f"the gates of job {request.job} are closed for move {other.log.move}")
         begin = Begin(
             move=request.move,
@@ -224,6 +228,7 @@ class GateSteps(Steps):
             nonce=request.nonce.hex(),
             boot_id=host.boot_id(),
             begun_unix_s=time.time(),
+            user_id=request.user_id,
         )
         move_log = await in_thread(self.journal.begin, begin)
         await in_thread(move_log.mark, Mark.GATED, gate_processes=list(having))
@@ -243,6 +248,7 @@ class GateSteps(Steps):
                     ranks=sorted({each.rank for each in gate_processes.alive(move_log)}),
                     since_unix_s=move_log.begin.begun_unix_s,
                     waiting_for=moving.waiting_for if moving else "",
+                    user_id=user_id if (user_id := move_log.begin.user_id) >= 0 else None,
                 )
             )
         return found
@@ -251,3 +257,11 @@ class GateSteps(Steps):
         """Whether gates here are closed for this move."""
         move_log = self.journal.find(move)
         return move_log is not None and move_log.last_mark is not Mark.SETTLED
+
+
+def _check_user(request: pb.MoveDescription | pb.GateReportRequest) -> None:
+    """A job is named by its user and its name; proto3 would read a missing user as root. Raises Usage."""
+    if not request.HasField("user_id"):
+        raise Usage(
+            f"the request does not say whose job {request.job[:60]!r} is", remedy="upgrade `migrator`, then retry"
+        )

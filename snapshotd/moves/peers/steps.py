@@ -291,6 +291,7 @@ class PeerSteps(Steps):
             nonce=description.nonce.hex(),
             boot_id=host.boot_id(),
             begun_unix_s=time.time(),
+            user_id=description.user_id if description.HasField("user_id") else -1,
         )
         return self._track(await in_thread(self.journal.begin, begin), DRIVER_FIRST_S)
 

@@ -107,6 +107,7 @@ class SourceSteps(SourceSettling):
             boot_id=host.boot_id(),
             begun_unix_s=time.time(),
             lease_s=request.lease_s,
+            user_id=entry.user_id,
         )
         entry.moving = request.move
         self.departure.begins(entry.uid)

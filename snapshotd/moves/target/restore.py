@@ -268,6 +268,12 @@ async def _read_description(folder: Path) -> ImageDescription:
 def _same_rank(move_log: MoveLog, image: ImageDescription) -> None:
     """The image must be of the user and groups that preflight was shown. Raises Denied."""
     shown = move_log.record.identity
+    if image.user_id != move_log.begin.user_id:
+        raise Denied(
+            f"the image is of a rank of user {image.user_id}; this node agreed to one of user {move_log.begin.user_id}",
+            remedy="the move is undone; check the source node, its daemon must not do this",
+            where=Where.SOURCE_FROZEN,
+        )
     if image.identity != shown:
         raise Denied(
             f"the image is of a rank that runs as {image.identity}; this node agreed to one that runs as {shown}",

@@ -92,6 +92,7 @@ class TargetSteps(TargetSettling):
                 nonce=secrets.token_hex(32),
                 boot_id=host.boot_id(),
                 begun_unix_s=time.time(),
+                user_id=facts.rank.user_id,
             )
             move_log = await in_thread(self.journal.begin, begin)
             reserved = [new for old, new in pairs if old in used]
