@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import xxhash
 
 from shim.keeper import frames
@@ -22,7 +23,9 @@ from shim.keeper.tail import Tail
 from snapshotd.api import errors
 from snapshotd.api.errors import Damaged, Denied
 from snapshotd.inprocess import ncclctl, symbols
+from snapshotd.keepers import stdio_state as stdio_states
 from snapshotd.keepers.hello import parse_hello
+from snapshotd.keepers.stdio_state import StdioState
 from snapshotd.moves import description
 from snapshotd.preflight import elf
 from snapshotd.proc import cgroup_paths, environ, fd, locks, maps, mountinfo, sizes, stat, status
@@ -80,6 +83,15 @@ def hello(data: bytes) -> None:
 def _framed(header: bytes) -> bytes:
     rest = len(header).to_bytes(2, "big") + header if len(header) <= frames.MAX_HEADER_BYTES else b""
     return len(rest).to_bytes(4, "big") + rest
+
+
+def stdio_state(data: bytes) -> None:
+    """What passes is complete and small, and the same on the target, which reads it again."""
+    found = stdio_states.decode(data)
+    assert {fd for channel in found.channels for fd in channel.fds} <= {0, 1, 2}
+    assert found.report_path[:1] in {"", "/"}
+    assert "user_id" not in found.to_json()
+    assert msgspec.convert(found.to_json(), StdioState) == found
 
 
 def relay(data: bytes) -> None:
@@ -186,7 +198,12 @@ def proc_names(data: bytes) -> None:
     found = stat.parse(f"41 ({text}) S 1 2 3 0 -1 0 0 0 0 0 0 0 0 0 20 0 4 0 777 0\n")
     assert (found.pid, found.name, found.state, found.parent, found.start_ticks) == (41, text, "S", 1, 777)
     quoted = text.replace("\\", "\\\\").replace("\n", "\\n")
-    assert status.parse(f"Name:\t{quoted}\nUid:\t7\t7\t7\t7\nPid:\t41\nNSpid:\t41\t2\nTracerPid:\t0\n").user_id == 7
+    assert (
+        status.parse(
+            f"Name:\t{quoted}\nUid:\t7\t7\t7\t7\nGid:\t7\t7\t7\t7\nPid:\t41\nNSpid:\t41\t2\nTracerPid:\t0\n"
+        ).user_id
+        == 7
+    )
 
     path = b"/tmp/" + data.replace(b"\0", b"").replace(b"\n", b"\\012")
     line = b"7f00-8f00 r-xp 00001000 08:01 55                         " + path + b"\n"
@@ -227,6 +244,7 @@ TARGETS = {
     "image-answer": Target(image_answer, (Damaged,)),
     "device-record": Target(device_record, ()),
     "device-reply": Target(device_reply, (StripeError,)),
+    "stdio-state": Target(stdio_state, (ValueError,)),
     "wire-error": Target(wire_error, ()),
     "image-description": Target(image_description, (Damaged,)),
     "proc-names": Target(proc_names, ()),
