@@ -148,7 +148,7 @@ async def drain(node: Node, alice: Stranger, answer: str, *, parts: int = 1) -> 
     """What the daemon gets when it asks a keeper that answers with this text."""
     welcome = await alice.hello(pid=await alice.start(*OWN))
     assert welcome["t"] == "welcome"
-    link = await node.told("connected")
+    link = await node.reported("connected")
     drained = asyncio.create_task(link.drain(MOVE))
     await asyncio.sleep(0)
     size = max(1, -(-len(answer) // parts))
@@ -200,7 +200,7 @@ async def test_guest_keeper_runs_as_the_ranks_user_and_cannot_be_traced_by_it(no
     assert Path(f"/proc/{guest.keeper_pid}/mem").stat().st_uid == 0, "its user could read its memory"
     await other.stop()
     await other.start()  # the keeper reconnects as the user
-    link = await other.told("connected", count=2)
+    link = await other.reported("connected", count=2)
     assert (link.role, link.info.user_id) == ("guest", ALICE)
     await link.kill()
     await until(lambda: not alive(guest.keeper_pid))

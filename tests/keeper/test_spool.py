@@ -110,7 +110,7 @@ async def test_rank_that_is_cut_off_waits_at_the_limit_and_loses_nothing(node: N
     limit_bytes, all_bytes = 8 << 20, 64 << 20
     program = f"import os\nfor _ in range({all_bytes >> 16}): os.write(1, bytes(65536))"
     keeper = await node.launch("sleep", "1000")
-    link = await node.told("connected")
+    link = await node.reported("connected")
     spool = {"rank_bytes": limit_bytes, "total_bytes": 1 << 30, "free_bytes": 0}
     guest = await Guest.start(other, link, MOVE, await freeze(link), spool=spool)
     await guest.restore(python(program))
