@@ -9,6 +9,7 @@ knows the round trip between the two addresses from a connection that was closed
 from __future__ import annotations
 
 import socket
+import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from snapshotd.net.repair import SOL, TCP
 from snapshotd.net.sockets import borrow_from
 
 TCP_USER_TIMEOUT = 18
+_LONGEST_S = 120.0  # TCP_RTO_MAX
 
 
 @dataclass(frozen=True)
@@ -78,17 +80,32 @@ def read_timers(holders: Sequence[Holder], inode: int) -> Timers | None:
     return timers if timers != Timers(0, False) else None
 
 
-def await_answers(sockets: Iterable[tuple[Sequence[Holder], int]], timeout_s: float) -> None:
+def await_answers(sockets: Iterable[tuple[Sequence[Holder], int, Timers]], timeout_s: float) -> None:
     """Waits until what these connections sent while filtered is acknowledged: the kernel counts TCP_USER_TIMEOUT from
-    the first lost packet, so it is restored only afterwards. A connection that is gone, or takes longer, is skipped."""
-    deadline = time.monotonic() + timeout_s
-    for holders, inode in sockets:
+    the first lost packet, so it is restored only afterwards. A connection that is gone, or takes longer, is skipped.
+
+    One with a TCP_USER_TIMEOUT gets `timeout_s` from its next attempt on, which is the later the longer it was filtered."""
+    began = time.monotonic()
+    for holders, inode, value in sockets:
         sock = borrow_from(holders, inode)
         if sock is None:
             continue
         with sock:
-            while sock.getsockopt(TCP, socket.TCP_INFO, 8)[2] and time.monotonic() < deadline:  # retransmits
+            deadline = began + timeout_s + (attempts_again_in_s(sock) if value.user_timeout_ms else 0)
+            while attempts_again_in_s(sock) and time.monotonic() < deadline:
                 time.sleep(0.01)
+
+
+def attempts_again_in_s(sock: socket.socket) -> float:
+    """The longest time until the kernel sends again what was not acknowledged; 0 if everything was.
+
+    A packet that another node dropped is retransmitted. One that this node's filter dropped was never sent: the connection is
+    probed instead."""
+    info = sock.getsockopt(TCP, socket.TCP_INFO, 12)
+    retransmits, probes, backoff, rto_s = info[2], info[3], info[4], int.from_bytes(info[8:], sys.byteorder) / 1e6
+    if retransmits:
+        return rto_s  # has been doubled with each retransmission
+    return min(_LONGEST_S, rto_s * 2**backoff) if probes else 0.0
 
 
 def meet(local_ip: str, endpoint: str) -> bool:

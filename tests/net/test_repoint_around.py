@@ -111,6 +111,28 @@ def test_time_outs_are_off_during_the_pause(hosts: Hosts, tmp_path: Path) -> Non
         assert held.peer.getsockopt(TCP, socket.TCP_USER_TIMEOUT) == 500
 
 
+@pytest.mark.parametrize("here", [False, True], ids=["retransmits", "probes"])
+def test_time_outs_count_again_only_after_the_next_attempt(hosts: Hosts, tmp_path: Path, here: bool) -> None:
+    """It is the later the longer the connection was filtered, on this node or on another. A time-out that is restored
+    earlier would end the connection then."""
+    with connected(tmp_path, hosts.h1, hosts.h2, listen="0.0.0.0", to="10.9.1.1") as held:
+        held.echo()
+        held.peer.setsockopt(TCP, socket.TCP_USER_TIMEOUT, 300)
+        kept = timers.hold_timers(held.holders, held.inode)
+        assert kept is not None
+        where = [hosts.h1 if here else hosts.h2]
+        hold(where, held.endpoints)
+        held.peer.sendall(b"ping")
+        while timers.attempts_again_in_s(held.peer) < 1.5:
+            time.sleep(0.01)
+        release(where)
+        held.rank.settimeout(30)
+        timers.await_answers([(held.holders, held.inode, kept)], 0.2)
+        timers.restore_timers(held.holders, held.inode, kept)
+        assert held.rank.recv(4) == b"ping"
+        held.echo()
+
+
 @pytest.mark.parametrize("learned", [True, False])
 def test_learned_round_trip_makes_retransmission_prompt(learned: bool, hosts: Hosts, tmp_path: Path) -> None:
     """A byte lost in the filter is sent again within milliseconds, not seconds."""

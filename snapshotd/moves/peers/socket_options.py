@@ -53,7 +53,7 @@ def suspend(journalled: Iterable[SocketTimers]) -> None:
 def resume(journalled: Sequence[SocketTimers]) -> None:
     """Switches them on again on the node that these sockets never left; its processes may run. Blocking, idempotent."""
     if journalled:
-        timers.await_answers([(one.descriptors, one.inode) for one in journalled], ANSWER_S)
+        timers.await_answers([(one.descriptors, one.inode, one.timers) for one in journalled], ANSWER_S)
     for one in journalled:
         timers.restore_timers(one.descriptors, one.inode, one.timers)
 
@@ -83,7 +83,7 @@ def resume_there(pids: Sequence[int], journalled: Sequence[SocketTimers]) -> Non
             holder = Holder(process.pid, process.start_ticks, one.fd)
             with contextlib.suppress(ProcessLookupError), sockets.borrow(holder) as sock:
                 found.append(((holder,), sockets.inode_of(sock), one.timers))
-    timers.await_answers([(holders, inode) for holders, inode, _ in found], ANSWER_S)
+    timers.await_answers(found, ANSWER_S)
     for holders, inode, value in found:
         timers.restore_timers(holders, inode, value)
 
