@@ -11,9 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from integration.connections import in_node
 from integration.harness import PATIENCE_S, Cluster, Job, until
 from migrator import pki
-from snapshotd.api.errors import Ambiguous, Busy, Denied, NotFound, RankGone, Refused, Unreachable
+from snapshotd.api.errors import Ambiguous, Busy, Denied, NotFound, RankGone, Refused, Undone, Unreachable
+from snapshotd.net import sockets
+from snapshotd.runtime.faults import Point
 
 pytestmark = pytest.mark.root
 
@@ -35,7 +38,7 @@ def refused(nodes: Cluster, *arguments: str, code: int, says: str, environment: 
         env=environment or nodes.environment(),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_S,
     )
     result = asked.stdout + asked.stderr
     assert asked.returncode == code, f"exit {asked.returncode}\n{result}\n{nodes.logs()}"
@@ -218,6 +221,83 @@ def test_rank_that_ends_during_a_move_is_reported(nodes: Cluster, node: str, poi
     assert "ended" in asked.answer["reason"]
     assert job.finish() == (7 if number == signal.SIGTERM else -number)
     until("leftovers to be removed", lambda: not nodes.leftovers())
+
+
+# ---------------------------------------------------------------- a refusal after the rank was stopped
+
+#: Each has one end of a connection and does not look at it. A file makes a program close its end: the server its own
+#: direction only.
+SERVER = """
+import os, signal, socket, sys, time
+with socket.create_server(("", int(sys.argv[1]))) as server:
+    print("READY", flush=True)
+    connection, _ = server.accept()
+    while not os.path.exists(sys.argv[2]):
+        time.sleep(0.01)
+    connection.shutdown(socket.SHUT_WR)
+    signal.pause()
+"""
+CLIENT = """
+import os, socket, sys, time
+connection, step = socket.create_connection((sys.argv[1], int(sys.argv[2]))), 0
+while True:
+    print("step", step, flush=True)
+    step += 1
+    if connection is not None and os.path.exists(sys.argv[3]):
+        connection = connection.close()
+        print("closed", flush=True)
+    time.sleep(0.02)
+"""
+PORT = 7013
+
+
+@pytest.mark.parametrize(
+    ("node", "point", "state", "name"),
+    [
+        (SOURCE, Point.STOPPED, "close-wait", "connections"),
+        (OTHER, Point.BEFORE_REPOINT, "fin-wait-1", "connection-ends"),
+    ],
+    ids=["source", "peer"],
+)
+def test_check_that_fails_after_the_freeze_undoes_the_move(
+    nodes: Cluster, node: str, point: Point, state: str, name: str
+) -> None:
+    """Exit code 10 would promise that nothing was paused. The reason names the check, as a refusal by preflight does."""
+    half, whole = nodes.folder / "half-closed", nodes.folder / "closed"
+    for file in (half, whole):
+        file.unlink(missing_ok=True)
+    command = [sys.executable, "-c", SERVER, str(PORT), str(half)]
+    server = nodes.lab.spawn(OTHER, command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert server.stdout is not None
+        assert server.stdout.readline() == "READY\n"
+        job = nodes.start(SOURCE, [sys.executable, "-c", CLIENT, nodes.lab.address(OTHER), str(PORT), str(whole)])
+        job.await_lines(5)
+        with nodes.moving(job, TARGET, node, point) as asked:
+            half.touch()
+            until(f"a connection in {state}", lambda: state in states(nodes, node))
+        assert asked.code == Undone.exit_code, f"{asked}\n{nodes.logs()}"
+        assert asked.answer["outcome"] == "undone"
+        assert asked.answer["where"] == "running on source"
+        assert asked.answer["pause_s"] > 0
+        assert asked.answer["reason"].startswith(f"refused after preflight: {name}: "), asked.answer["reason"]
+        assert "half-closed" in asked.answer["reason"], asked.answer["reason"]
+        job.await_progress()
+
+        output = refused(nodes, "move", "--rank", "0", "--to", TARGET, code=Refused.exit_code, says="half-closed")
+        assert "connection" in output
+        whole.touch()
+        until("the rank to close its connection", lambda: "closed" in job.lines())
+        unharmed(nodes, job)
+    finally:
+        server.kill()
+        server.communicate()
+
+
+def states(nodes: Cluster, node: str) -> set[str]:
+    """The states of the connections of PORT on a node."""
+    rows = in_node(nodes, node, lambda: sockets._all_rows({"tcp"}))
+    return {row.state for row in rows if PORT in {row.local.port, row.remote.port if row.remote else 0}}
 
 
 # ---------------------------------------------------------------- malformed requests
