@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from integration.harness import PATIENCE_S
 from migrator.lab import Lab
 
 REPOSITORY = Path(__file__).parents[1]
@@ -37,11 +38,12 @@ def make(name: str, **options: Any) -> Lab:
 
 def output(lab: Lab, node: str, *argv: str, **options: Any) -> str:
     with lab.spawn(node, argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options) as child:
-        text, _ = child.communicate(timeout=20)
+        text, _ = child.communicate(timeout=PATIENCE_S)
     assert child.returncode == 0, text
     return str(text).strip()
 
 
-def probe(lab: Lab, *nodes: str) -> subprocess.CompletedProcess[str]:
-    argv = [sys.executable, "-m", "migrator.lab.probe", str(lab.cluster_path), "2", *nodes]
-    return subprocess.run(argv, cwd=REPOSITORY, capture_output=True, text=True, timeout=30)
+def probe(lab: Lab, *nodes: str, timeout_s: float = PATIENCE_S) -> subprocess.CompletedProcess[str]:
+    """Asks daemons as the operator; a daemon that does not answer costs `timeout_s`."""
+    argv = [sys.executable, "-m", "migrator.lab.probe", str(lab.cluster_path), str(timeout_s), *nodes]
+    return subprocess.run(argv, cwd=REPOSITORY, capture_output=True, text=True, timeout=timeout_s + PATIENCE_S)

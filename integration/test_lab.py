@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from pyroute2 import IPRoute
 
+from integration.harness import PATIENCE_S
 from integration.stand_in_lab import LAUNCHER, REPOSITORY, make, output, probe
 from migrator.lab import Lab, processes
 from migrator.lab.inside import start_ticks
@@ -33,14 +34,14 @@ with socket.create_server(("", 5000)) as server:
         while data := connection.recv(100):
             connection.sendall(data)
 """
-#: One command per line: "connect HOST", "send WORD", "receive"; one answer per line.
+#: One command per line: "connect HOST TIMEOUT_S", "send WORD", "receive TIMEOUT_S"; one answer per line.
 ECHO_CLIENT = """
 import socket, sys
 for line in sys.stdin:
     verb, *rest = line.split()
     try:
         if verb == "connect":
-            connection = socket.create_connection((rest[0], 5000), timeout=1)
+            connection = socket.create_connection((rest[0], 5000), timeout=float(rest[1]))
             answer = "connected"
         elif verb == "send":
             connection.sendall(rest[0].encode())
@@ -68,6 +69,12 @@ class Client:
     def __init__(self, lab: Lab, node: str) -> None:
         pipe = subprocess.PIPE
         self.process = lab.spawn(node, [sys.executable, "-c", ECHO_CLIENT], stdin=pipe, stdout=pipe, text=True)
+
+    def connect(self, host: str, timeout_s: float = PATIENCE_S) -> str:
+        return self.ask(f"connect {host} {timeout_s}")
+
+    def receive(self, timeout_s: float = PATIENCE_S) -> str:
+        return self.ask(f"receive {timeout_s}")
 
     def ask(self, command: str) -> str:
         assert self.process.stdin is not None
@@ -177,9 +184,9 @@ def test_exit_statuses_are_passed_on(lab: Lab, capfd: pytest.CaptureFixture[str]
 @pytest.mark.usefixtures("echo")
 def test_nodes_connect_to_each_other_over_tcp(lab: Lab) -> None:
     with Client(lab, "node-1") as client:
-        assert [client.ask(line) for line in ("connect node-2", "send a", "receive 5")] == ["connected", "sent", "a"]
+        assert [client.connect("node-2"), client.ask("send a"), client.receive()] == ["connected", "sent", "a"]
     with Client(lab, "operator") as client:
-        assert client.ask(f"connect {lab.address('node-2')}") == "connected"
+        assert client.connect(lab.address("node-2")) == "connected"
 
 
 def test_host_cannot_reach_a_node(lab: Lab) -> None:
@@ -193,22 +200,23 @@ def test_host_cannot_reach_a_node(lab: Lab) -> None:
 def test_partition_is_silent_and_heals(lab: Lab, end: str) -> None:
     target, other = lab.address("node-2"), lab.address("spare-1")
     with Client(lab, end) as open_before, Client(lab, end) as late:
-        assert open_before.ask(f"connect {target}") == "connected"
+        assert open_before.connect(target) == "connected"
         lab.partition(end, "node-2")
         lab.partition("node-2", end)  # idempotent and symmetric
         try:
             assert open_before.ask("send x") == "sent"
-            assert open_before.ask("receive 0.5") == "TimeoutError", "neither an answer nor an error"
-            assert late.ask(f"connect {target}") == "TimeoutError"
-            assert late.ask(f"connect {other}") == "connected", "only these two are cut off from each other"
+            assert open_before.receive(0.5) == "TimeoutError", "neither an answer nor an error"
+            assert late.connect(target, 1) == "TimeoutError"
+            assert late.connect(other) == "connected", "only these two are cut off from each other"
             with Client(lab, "node-2") as back:
-                assert back.ask(f"connect {lab.address('node-1') if end == 'node-1' else other}") == (
-                    "TimeoutError" if end == "node-1" else "connected"
-                )
+                if end == "node-1":
+                    assert back.connect(lab.address("node-1"), 1) == "TimeoutError"
+                else:
+                    assert back.connect(other) == "connected"
         finally:
             lab.heal(end, "node-2")
-        assert open_before.ask("receive 10") == "x", "TCP retransmits what was lost"
-        assert late.ask(f"connect {target}") == "connected"
+        assert open_before.receive() == "x", "TCP retransmits what was lost, the later the longer it was cut off"
+        assert late.connect(target) == "connected"
         lab.heal(end, "node-2")
 
 
@@ -225,19 +233,20 @@ def test_invalid_partitions_are_refused(lab: Lab) -> None:
 def test_operator_reaches_every_daemon(lab: Lab) -> None:
     assert probe(lab).returncode == 0
     lab.kill_daemon("node-2")
-    done = probe(lab)
+    done = probe(lab, "node-2", timeout_s=2)
     assert (done.returncode, list(json.loads(done.stdout))) == (1, ["node-2"])
+    assert probe(lab, "node-1", "spare-1").returncode == 0
     lab.start_daemon("node-2")
     assert probe(lab, "node-2").returncode == 0
 
 
 def test_migrator_inside_a_node_uses_the_link_of_that_node(lab: Lab) -> None:
-    argv = [sys.executable, "-m", "migrator.lab.probe", str(lab.cluster_path), "2", "node-2"]
-    assert output(lab, "node-1", *argv, cwd=REPOSITORY) == "{}"
+    argv = [sys.executable, "-m", "migrator.lab.probe", str(lab.cluster_path)]
+    assert output(lab, "node-1", *argv, str(PATIENCE_S), "node-2", cwd=REPOSITORY) == "{}"
     lab.partition("node-1", "node-2")
     try:
-        with lab.spawn("node-1", argv, cwd=REPOSITORY, stdout=subprocess.PIPE) as child:
-            child.communicate(timeout=20)
+        with lab.spawn("node-1", [*argv, "2", "node-2"], cwd=REPOSITORY, stdout=subprocess.PIPE) as child:
+            child.communicate(timeout=PATIENCE_S)
         assert child.returncode == 1
     finally:
         lab.heal("node-1", "node-2")
@@ -287,11 +296,11 @@ def test_crash_sends_no_packet_and_boot_keeps_only_the_disk(lab: Lab) -> None:
     output(lab, "node-2", "touch", "/tmp/gone")
     lab.partition("node-2", "spare-1")
     with Client(lab, "node-1") as client:
-        assert client.ask("connect node-2") == "connected"
+        assert client.connect("node-2") == "connected"
         inside = processes.in_cgroup(lab.layout.cgroup / "node-2")
         assert inside
         lab.crash("node-2")
-        assert client.ask("receive 0.5") == "TimeoutError", "neither FIN nor RST"
+        assert client.receive(0.5) == "TimeoutError", "neither FIN nor RST"
     assert not [pid for pid in inside if start_ticks(pid) is not None]
     with pytest.raises(WrongState, match="not running"):
         lab.exec("node-2", ["true"])
@@ -303,8 +312,8 @@ def test_crash_sends_no_packet_and_boot_keeps_only_the_disk(lab: Lab) -> None:
         with pytest.raises(WrongState, match="is running"):
             lab.boot("node-2")
         with Client(lab, "node-2") as client:
-            assert client.ask("connect node-1") == "connected"
-            assert client.ask("connect spare-1") == "TimeoutError", "still cut off"
+            assert client.connect("node-1") == "connected"
+            assert client.connect("spare-1", 1) == "TimeoutError", "still cut off"
     finally:
         lab.heal("node-2", "spare-1")
 
@@ -338,7 +347,7 @@ def test_interrupt_is_forwarded_to_the_ranks(lab: Lab) -> None:
         assert child.stdout is not None
         assert sorted(child.stdout.readline() for _ in range(2)) == ["[0] ready\n", "[1] ready\n"]
         child.send_signal(signal.SIGINT)
-        rest, _ = child.communicate(timeout=20)
+        rest, _ = child.communicate(timeout=PATIENCE_S)
     assert sorted(rest.splitlines()) == ["[0] caught", "[1] caught"]
     assert child.returncode == 3
 

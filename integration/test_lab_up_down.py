@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from pyroute2 import IPRoute
 
+from integration.harness import PATIENCE_S
 from integration.stand_in_lab import REPOSITORY, make, output, probe
 from migrator.lab import Lab, processes
 from migrator.lab.inside import start_ticks
@@ -162,13 +163,14 @@ def test_up_killed_half_way_can_be_cleaned_up(who: str) -> None:
         started = Path(folder, "started")
         os.mkfifo(started)
         daemon = ("sh", "-c", f"echo started > {started}; exec sleep 1000")
-        program = f"from migrator.lab import Lab; Lab({lab.name!r}, daemon={daemon!r}).up(['node-1'], timeout_s=2)"
+        timeout_s = PATIENCE_S if who == "up" else 5  # a killed switch is noticed only by the daemon's silence
+        program = f"from migrator.lab import Lab; Lab({lab.name!r}, daemon={daemon!r}).up(['node-1'], {timeout_s=})"
         with subprocess.Popen([sys.executable, "-c", program], cwd=REPOSITORY, stderr=subprocess.PIPE) as up:
             assert started.read_text() == "started\n"
             record = lab.layout.load()
             assert record is not None
             os.kill(up.pid if who == "up" else record.holders[SWITCH].pid, signal.SIGKILL)
-            up.communicate(timeout=30)
+            up.communicate(timeout=PATIENCE_S)
         assert up.returncode == (-signal.SIGKILL if who == "up" else 1)
     assert not lab.cluster_path.exists(), "the lab must not look as if it were up"
     assert (traces(lab) != []) == (who == "up"), "only a killed `up` leaves something behind"
