@@ -25,6 +25,7 @@ from snapshotd.api.servicers import (
 )
 from snapshotd.config import Config
 from snapshotd.cuda.driver import Gpus
+from snapshotd.files.as_user import spares
 from snapshotd.inprocess import symbols
 from snapshotd.keepers.adoption import Adoption
 from snapshotd.keepers.listener import KeeperLinks
@@ -153,6 +154,7 @@ class Daemon:
         await self.relays.stop()
         await self.keepers.stop()
         await self.gpus.close()
+        await in_thread(spares.close)
 
     async def info(self, *, fresh: bool = False) -> pb.NodeInfo:
         """Describes this node; its GPUs as they were up to a second ago, unless `fresh`."""

@@ -34,6 +34,18 @@ def mend(folder: Path, other_names: Mapping[str, str]) -> None:
     _store(path, table)
 
 
+def set_modes(folder: Path, modes: Mapping[str, int]) -> None:
+    """Records the modes that files have on this node: criu refuses to restore a file whose mode differs."""
+    if not modes:
+        return
+    path = folder / "files.img"
+    table = _load(path)
+    for entry in table["entries"]:
+        if entry["type"] == "REG" and entry["reg"]["name"] in modes and "mode" in entry["reg"]:
+            entry["reg"]["mode"] = modes[entry["reg"]["name"]]
+    _store(path, table)
+
+
 def ghosts(folder: Path) -> list[tuple[str, str]]:
     """Of each unlinked file in the images: its former name, and the name that the restore gives it for a moment."""
     path = folder / "remap-fpath.img"

@@ -28,6 +28,7 @@ class ImageDescription(msgspec.Struct, frozen=True, kw_only=True):
     moves: int
     user_id: int  # of its keeper
     identity: Identity  # of its root process; no default
+    file_user: tuple[int, int, tuple[int, ...]] | None = None  # user, group and groups that its files are accessed with
     stopped_before: list[int]
     affinity: dict[int, list[int]]  # CPUs of each thread, which criu does not carry
     cpus: list[int]  # all CPUs of the source

@@ -260,7 +260,9 @@ class MoveRecord(msgspec.Struct, frozen=True, kw_only=True):
     # target
     gpu_pairs: list[tuple[str, str]] = []  # UUID on the source, UUID here
     gpus_reserved: list[str] = []
-    placed: list[str] = []  # carried files that were made here
+    placed: list[str] = []  # by older versions: carried files that were made here; they are left as they are
+    made: list[tuple[str, int, int]] = []  # carried files that were made here: path, device, inode
+    rank_user: tuple[int, int, tuple[int, ...]] | None = None  # user, group and groups with which they are accessed
     ghosts: list[tuple[str, str]] = []  # unlinked files that criu makes: former name, name while it restores
     gates_opened: bool = False
     identity: Identity | None = None  # of the rank, as preflight was shown it; None: an older version began the move
@@ -312,6 +314,8 @@ class Fields(TypedDict, total=False):
     gpu_pairs: list[tuple[str, str]]
     gpus_reserved: list[str]
     placed: list[str]
+    made: list[tuple[str, int, int]]
+    rank_user: tuple[int, int, tuple[int, ...]] | None
     ghosts: list[tuple[str, str]]
     gates_opened: bool
     identity: Identity | None

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from snapshotd.api.snapshotd_pb2 import Check, FileFact, RankFacts
+from snapshotd.files.held import Held
 from snapshotd.preflight import process_checks, socket_checks
 from snapshotd.preflight.inspection import Inspection
 from snapshotd.preflight.objects import Kind, is_carried, kind_of
@@ -34,6 +35,8 @@ class Carried:
     facts: list[FileFact] = field(default_factory=list)
     #: Of files whose name was removed: that name -> the name under which they are moved, which is among `facts`.
     other_names: dict[str, str] = field(default_factory=dict)
+    #: The regular files among `facts`, by their paths, as the rank itself has them.
+    held: dict[str, Held] = field(default_factory=dict)
 
 
 def list_carried(pids: Sequence[int], carry_paths: Sequence[str]) -> Carried:
@@ -47,9 +50,11 @@ def list_carried(pids: Sequence[int], carry_paths: Sequence[str]) -> Carried:
         return Carried()
     rank = Inspection(pids, next(iter(found)), carry_paths)
     rank.tree = ProcessTree(rank.root_pid, found)
+    facts = [fact for fact in rank.survey.facts if fact.carried]
     return Carried(
-        [fact for fact in rank.survey.facts if fact.carried],
+        facts,
         {thing.removed_name: thing.other_name for thing in rank.objects if thing.other_name},
+        {fact.path: rank.survey.held[fact.path] for fact in facts if mode_of.S_ISREG(fact.mode)},
     )
 
 

@@ -20,27 +20,24 @@ CACHED = 8192
 _known: OrderedDict[tuple[int, int, int, int], bytes] = OrderedDict()
 
 
-def content_digest(path: str, size: int, deadline: float = float("inf")) -> bytes:
+def content_digest(handle: int, size: int, deadline: float = float("inf")) -> bytes:
     """xxh3-128 of the first `size` bytes; empty if the file is shorter or `deadline` (monotonic) has passed.
 
-    Only a prefix is compared, because a log that other processes append to is still the same file up to `size`.
+    `handle` is open for reading; its position does not change. Only a prefix is compared, because a log that other
+    processes append to is still the same file up to `size`.
     """
-    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    try:
-        stat = os.fstat(handle)
-        key = (stat.st_dev, stat.st_ino, stat.st_mtime_ns, size)
-        if (cached := _known.get(key)) is not None:
-            return cached
-        state = xxhash.xxh3_128(size.to_bytes(8, "little"))
-        for offset in _offsets(size):
-            if time.monotonic() > deadline:
-                return b""
-            block = os.pread(handle, min(BLOCK_BYTES, size - offset), offset)
-            if len(block) < min(BLOCK_BYTES, size - offset):
-                return b""
-            state.update(block)
-    finally:
-        os.close(handle)
+    stat = os.fstat(handle)
+    key = (stat.st_dev, stat.st_ino, stat.st_mtime_ns, size)
+    if (cached := _known.get(key)) is not None:
+        return cached
+    state = xxhash.xxh3_128(size.to_bytes(8, "little"))
+    for offset in _offsets(size):
+        if time.monotonic() > deadline:
+            return b""
+        block = os.pread(handle, min(BLOCK_BYTES, size - offset), offset)
+        if len(block) < min(BLOCK_BYTES, size - offset):
+            return b""
+        state.update(block)
     _known[key] = state.digest()
     while len(_known) > CACHED:
         _known.popitem(last=False)

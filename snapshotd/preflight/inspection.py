@@ -31,7 +31,7 @@ class Inspection:
     @functools.cached_property
     def objects(self) -> list[Object]:
         found = gather(self.tree.alive)
-        give_names(found, self.carry_paths, f"/proc/{self.root_pid}/root")
+        give_names(found, self.carry_paths, self.root_pid)
         return found
 
     @functools.cached_property

@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from snapshotd.files import paths
 from snapshotd.preflight.process_info import ProcessInfo
 from snapshotd.proc.maps import DELETED, Mapping, map_file
 
@@ -52,6 +53,7 @@ class Object:
     executable: bool = False
     shared: bool = False  # mapped shared and writable
     handle: str = ""  # a path under /proc that opens it even if its name was removed
+    readable: bool = False  # the handle is a mapping, or a descriptor that was opened for reading
     other_name: str = ""  # of a file whose name was removed: the name under which it is moved
     holders: dict[ProcessInfo, int] = field(default_factory=dict)  # process -> one of its descriptors, -1: mapped only
 
@@ -90,6 +92,8 @@ def gather(processes: Iterable[ProcessInfo]) -> list[Object]:
             if thing is None:
                 handle = f"/proc/{process.pid}/fd/{descriptor.number}"
                 thing = found[key] = Object(kind_of(descriptor.link, stat), descriptor.link, stat, handle=handle)
+            if descriptor.readable and not thing.readable:
+                thing.handle, thing.readable = f"/proc/{process.pid}/fd/{descriptor.number}", True
             thing.writable |= descriptor.writable
             thing.holders.setdefault(process, descriptor.number)
         for mapping in process.mappings:
@@ -116,7 +120,10 @@ def _mapped_object(process: ProcessInfo, mapping: Mapping, found: dict[object, O
         except FileNotFoundError:
             return None
     key = (stat.st_dev, stat.st_ino, mapping.path) if stat else mapping.path
-    return found.setdefault(key, Object(kind_of(mapping.path, stat), mapping.path, stat, handle=handle))
+    thing = found.setdefault(key, Object(kind_of(mapping.path, stat), mapping.path, stat, handle=handle))
+    if stat is not None and not thing.readable:  # only a file that is open for reading can be mapped
+        thing.handle, thing.readable = handle, True
+    return thing
 
 
 def _is_unnamed(link: str) -> bool:
@@ -157,12 +164,12 @@ def kind_of(link: str, stat: os.stat_result | None) -> Kind:
     return Kind.FILE
 
 
-def give_names(things: Iterable[Object], carry_paths: Sequence[str], prefix: str) -> None:
+def give_names(things: Iterable[Object], carry_paths: Sequence[str], root_pid: int) -> None:
     """Gives node-local files whose name was removed another name of theirs in the same directory, to be moved under it.
 
     Every named semaphore needs this: sem_open creates it under a temporary name, and only its real name remains.
-    `prefix` leads to the rank's root directory. If two files had the same name, the target could not distinguish them:
-    they stay nameless.
+    Names are looked for in the root directory of the process `root_pid`. If two files had the same name, the target could
+    not distinguish them: they stay nameless.
     """
     things = list(things)
     lost = [thing for thing in things if _can_be_named(thing, carry_paths)]
@@ -171,7 +178,13 @@ def give_names(things: Iterable[Object], carry_paths: Sequence[str], prefix: str
         owners.setdefault(thing.link, set()).add(thing.inode)
     inodes = {thing.inode for thing in lost}
     folders = {os.path.dirname(thing.path) for thing in lost}
-    names = {folder: _names_in(prefix, folder, inodes) for folder in folders}
+    if not lost:
+        return
+    root = paths.open_root(root_pid)
+    try:
+        names = {folder: _names_in(root, folder, inodes) for folder in folders}
+    finally:
+        os.close(root)
     in_use = {thing.path for thing in things if thing.kind is Kind.FILE}
     for thing in lost:
         found = names[os.path.dirname(thing.path)].get(thing.inode)
@@ -191,18 +204,22 @@ def _can_be_named(thing: Object, carry_paths: Sequence[str]) -> bool:
     )
 
 
-def _names_in(prefix: str, folder: str, inodes: Collection[tuple[int, int]]) -> dict[tuple[int, int], list[str]]:
+def _names_in(root: int, folder: str, inodes: Collection[tuple[int, int]]) -> dict[tuple[int, int], list[str]]:
     """The names that these files have in one directory."""
     found: dict[tuple[int, int], list[str]] = {}
     numbers = {number for _, number in inodes}
     try:
-        with os.scandir(prefix + folder) as entries:
+        handle = paths.open_folder_in(root, folder, os.O_RDONLY)
+    except OSError:
+        return found  # the directory was removed, or swapped for a link: the files in it are nameless
+    try:
+        with os.scandir(handle) as entries:
             for entry in entries:
                 if entry.inode() in numbers and is_utf8(entry.name):
                     stat = entry.stat(follow_symlinks=False)
                     found.setdefault((stat.st_dev, stat.st_ino), []).append(f"{folder}/{entry.name}")
-    except (FileNotFoundError, NotADirectoryError):
-        pass  # the directory was removed: the files in it are nameless
+    finally:
+        os.close(handle)
     return found
 
 

@@ -140,5 +140,5 @@ def _fill(facts: RankFacts, seen: Inspection, digest_seconds: float) -> Check:
     facts.threads = sum(process.threads for process in seen.tree.alive)
     facts.identity.CopyFrom(Identity.of(seen.root_pid).to_proto())
     facts.user_ids.extend(sorted({process.user_id for process in seen.tree.alive}))
-    add_digests(facts.files, f"/proc/{seen.root_pid}/root", digest_seconds)
+    add_digests(facts.files, seen.survey.held, digest_seconds)
     return passed("facts", f"{len(facts.files)} files, {facts.threads} threads, {facts.memory_bytes >> 20} MiB")

@@ -13,10 +13,12 @@ import stat as mode_of
 from collections.abc import Callable, Sequence
 
 from snapshotd.api.snapshotd_pb2 import Check, FileFact, RankFacts
+from snapshotd.files import paths
 from snapshotd.preflight.digest import content_digest, is_sampled
 from snapshotd.preflight.objects import is_carried
 from snapshotd.preflight.verdict import listed, passed, refused, warned
 
+_NEVER_CARRIED = mode_of.S_ISUID | mode_of.S_ISGID | mode_of.S_ISVTX
 _KINDS = {
     mode_of.S_IFREG: "a file",
     mode_of.S_IFDIR: "a directory",
@@ -63,6 +65,8 @@ def difference(fact: FileFact) -> str:
         return f"cannot be examined: {error.strerror}"
     if mode_of.S_IFMT(here.st_mode) != mode_of.S_IFMT(fact.mode):
         return f"is {_KINDS.get(mode_of.S_IFMT(here.st_mode), 'of another type')}"
+    if here.st_uid != fact.user_id:  # also before its content is read: it may be a link to another user's file
+        return f"belongs to user {here.st_uid}, on the source to user {fact.user_id}"
     if here.st_mode != fact.mode:
         return f"has mode {mode_of.S_IMODE(here.st_mode):o}, on the source {mode_of.S_IMODE(fact.mode):o}"
     if not fact.mtime_ns or fact.writable or (here.st_size, here.st_mtime_ns) == (fact.size, fact.mtime_ns):
@@ -72,9 +76,17 @@ def difference(fact: FileFact) -> str:
     if not fact.digest:
         return "has another modification time, and its content was not compared"
     try:
-        same = content_digest(fact.path, fact.size) == fact.digest
+        handle = paths.open_regular(fact.path, follow=True)
     except OSError as error:
         return f"cannot be read: {error.strerror}"
+    try:
+        if not os.path.samestat(here, os.fstat(handle)):
+            return "was replaced while it was examined"
+        same = content_digest(handle, fact.size) == fact.digest
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    finally:
+        os.close(handle)
     return "" if same else "has other content"
 
 
@@ -118,8 +130,13 @@ def carried_files(name: str, facts: RankFacts, carry_paths: Sequence[str], may_r
 def _obstacle(fact: FileFact, carry_paths: Sequence[str], may_replace: Callable[[str], bool]) -> str:
     if not is_clean(fact.path) or not is_carried(fact.path, carry_paths):
         return f"is outside this node's carry_paths ({', '.join(carry_paths)})"
+    parent, name = os.path.split(fact.path)
     try:
-        here = os.lstat(fact.path)
+        folder = paths.open_folder(parent)
+        try:
+            here = os.stat(name, dir_fd=folder, follow_symlinks=False)
+        finally:
+            os.close(folder)
     except FileNotFoundError:
         return _cannot_make(os.path.dirname(fact.path))
     except NotADirectoryError:
@@ -127,6 +144,8 @@ def _obstacle(fact: FileFact, carry_paths: Sequence[str], may_replace: Callable[
     except OSError as error:
         return f"cannot be examined: {error.strerror}"
     if mode_of.S_ISDIR(fact.mode):
+        if mode_of.S_ISDIR(here.st_mode) and here.st_uid not in (0, fact.user_id):
+            return f"is a directory of user {here.st_uid}, on the source of user {fact.user_id}"
         return "" if mode_of.S_ISDIR(here.st_mode) else "is not a directory"
     if may_replace(fact.path) or _is_same(fact, here):
         return ""
@@ -134,8 +153,8 @@ def _obstacle(fact: FileFact, carry_paths: Sequence[str], may_replace: Callable[
 
 
 def _is_same(fact: FileFact, here: os.stat_result) -> bool:
-    return (here.st_mode, here.st_size, here.st_mtime_ns, here.st_uid, here.st_gid) == (
-        fact.mode,
+    return (here.st_mode & ~_NEVER_CARRIED, here.st_size, here.st_mtime_ns, here.st_uid, here.st_gid) == (
+        fact.mode & ~_NEVER_CARRIED,
         fact.size,
         fact.mtime_ns,
         fact.user_id,

@@ -16,6 +16,7 @@ from snapshotd.proc.files import parse_fields, read_text
 class Descriptor:
     number: int
     link: str  # as readlink returns it: a path, pipe:[…], socket:[…], anon_inode:…
+    readable: bool
     writable: bool
     stat: os.stat_result | None  # of what has a path
 
@@ -46,11 +47,11 @@ def read_descriptors(pid: int, prefixes: tuple[str, ...] = ("",)) -> Iterator[De
             continue
         try:
             # The link's own permission bits are how /proc shows the mode a descriptor was opened with.
-            writable = bool(os.lstat(str(number), dir_fd=folder).st_mode & 0o200)
+            mode = os.lstat(str(number), dir_fd=folder).st_mode
             stat = os.stat(str(number), dir_fd=folder) if link.startswith("/") else None
         except FileNotFoundError:
             continue
-        yield Descriptor(number, link, writable, stat)
+        yield Descriptor(number, link, bool(mode & 0o400), bool(mode & 0o200), stat)
 
 
 def parse_info(text: str) -> FdInfo:

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from snapshotd.api.snapshotd_pb2 import Check, FileFact, RankFacts
+from snapshotd.files.paths import open_regular
 from snapshotd.preflight import Carried, digest, list_carried, recheck, sync_files
-from snapshotd.preflight.digest import content_digest
 from snapshotd.preflight.sockets import unix_sockets_of
 from tests.preflight.conftest import Starter
 from tests.preflight.ranks import CARRY_PATHS
@@ -28,6 +28,14 @@ def library(folder: Path) -> Path:
     """A shared object that can be mapped: a copy of one of Python's own."""
     folder.mkdir(parents=True)
     return Path(shutil.copy(_ctypes.__file__, folder / "library.so"))
+
+
+def content_digest(path: str, size: int, deadline: float = float("inf")) -> bytes:
+    handle = open_regular(path)
+    try:
+        return digest.content_digest(handle, size, deadline)
+    finally:
+        os.close(handle)
 
 
 def by_path(facts: RankFacts) -> dict[str, FileFact]:

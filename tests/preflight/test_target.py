@@ -116,7 +116,8 @@ def test_memory_check_uses_the_restore_factor() -> None:
 def the_file(tmp_path: Path) -> tuple[Path, RankFacts, FileFact]:
     path = tmp_path / "file"
     path.write_bytes(b"content")
-    return path, facts(), fact_of(path, digest=content_digest(str(path), 7))
+    with path.open("rb") as file:
+        return path, facts(), fact_of(path, digest=content_digest(file.fileno(), 7))
 
 
 def files_check(report: RankFacts, fact: FileFact) -> Check:

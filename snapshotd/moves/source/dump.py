@@ -24,6 +24,8 @@ from snapshotd import preflight
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import CriuFailed, Damaged, RankGone, Refused, Where
 from snapshotd.criu import links, session
+from snapshotd.files.as_user import User, user_of_rank
+from snapshotd.files.held import Held, open_held
 from snapshotd.keepers.ranks import RankEntry
 from snapshotd.keepers.stdio_state import StdioState
 from snapshotd.moves.description import FILE, ImageDescription
@@ -113,7 +115,10 @@ class Dump:
         carried = await in_thread(preflight.list_carried, pids, config.carry_paths)
         self.carried = [fact.path for fact in carried.facts if stat.S_ISREG(fact.mode)]
         description = await in_thread(self._describe, pids, carried, device, by_device_channel=not follow)
-        self.linked = await in_thread(links.linked, carried.other_names.values())
+        user = await in_thread(user_of_rank, self.entry.pid, self.entry.user_id)
+        self.linked = [
+            (os.path.dirname(name), *carried.held[name].inode) for name in sorted(set(carried.other_names.values()))
+        ]
         if self.linked:  # a criu that is killed leaves its links, and this daemon may be killed with it
             await in_thread(self.log.mark, Mark.FROZEN, linked=self.linked)
         try:
@@ -131,7 +136,7 @@ class Dump:
                         await self.sender.put_file(name, self.images / name)
                 for index, fact in enumerate(carried.facts):
                     if stat.S_ISREG(fact.mode):
-                        await self.sender.put_file(f"carry-{index}", Path(fact.path))
+                        await self._send_carried(f"carry-{index}", fact.path, carried.held[fact.path], user)
                 for name, path in follow.items():
                     await self.sender.put_file(name, path)
                 async with aiofiles.open(self.images / FILE, "wb") as file:
@@ -147,6 +152,22 @@ class Dump:
         finally:
             for fd in fifos.values():
                 os.close(fd)
+
+    async def _send_carried(self, name: str, path: str, held: Held, user: User) -> None:
+        """Sends a file as the rank itself has it open or mapped: its path may lead to another user's file by now."""
+        assert self.sender is not None
+        try:
+            fd = await in_thread(open_held, held, user)
+        except OSError as error:
+            raise Refused(
+                f"carried-files: {path} cannot be read with the rights of user {user.user_id}: {error}",
+                remedy="have the job close the file, or open it for reading too, and retry",
+                where=Where.SOURCE_FROZEN,
+            ) from error
+        try:
+            await self.sender.put_open_file(name, fd)
+        finally:
+            os.close(fd)
 
     async def _criu_in_turn(self, written: asyncio.Event) -> None:
         if not self.linked:
@@ -255,6 +276,7 @@ class Dump:
             moves=entry.moves,
             user_id=entry.user_id,
             identity=identity,
+            file_user=user_of_rank(entry.pid, entry.user_id),
             stopped_before=known.stopped_before or [],
             affinity=affinity,
             cpus=sorted(os.sched_getaffinity(0)),

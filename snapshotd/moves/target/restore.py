@@ -20,9 +20,11 @@ import aiofiles
 from snapshotd.api.errors import CriuFailed, Damaged, Denied, Timeout, Where
 from snapshotd.criu import images, links, session
 from snapshotd.cuda.driver import Pair
+from snapshotd.files.as_user import User, user_by_id
 from snapshotd.keepers.link import KeeperLink
 from snapshotd.keepers.ranks import RankEntry, cgroup_for_guest
 from snapshotd.moves import description
+from snapshotd.moves.carry import Made
 from snapshotd.moves.description import ImageDescription
 from snapshotd.moves.device import memory, refill
 from snapshotd.moves.device.parts import Parts
@@ -62,13 +64,7 @@ class Restore:
         _same_rank(self.log, image)
         if image.by_device_channel and incoming is None:
             await in_thread(refill.must_be_here, folder, image.offloaded)
-        await in_thread(images.mend, folder, image.other_names)
-        ghosts = await in_thread(_free_ghosts, folder)
-        placed: list[str] = []
-        try:
-            await in_thread(self.node.carry.place, folder, image.carried, placed)
-        finally:
-            await in_thread(self.log.mark, Mark.RESTORING, placed=placed, ghosts=ghosts)
+        await self._place_and_mend(folder, image)
         rewires = image.rewires
         await in_thread(self.log.mark, Mark.RESTORING, filtered=bool(rewires))
         await in_thread(connections.hold, begin.move, rewires, on_target=True)
@@ -132,6 +128,30 @@ class Restore:
             nccl_processes=nccl,
             keeper_role="guest",
         )
+
+    async def _place_and_mend(self, folder: Path, image: ImageDescription) -> None:
+        """Places carried files and corrects criu's images. At the same time, because the child that places takes a moment to
+        start."""
+        ghosts: list[links.Ghost] = []
+        user = User(*image.file_user) if image.file_user is not None else await in_thread(user_by_id, image.user_id)
+        if image.user_id not in (0, user.user_id):
+            raise Damaged(
+                f"the rank of user {image.user_id} is sent with the files of user {user.user_id}",
+                where=Where.SOURCE_FROZEN,
+            )
+
+        def journal(made: list[Made]) -> None:
+            self.log.mark(Mark.RESTORING, made=made, rank_user=user)
+
+        placing = asyncio.create_task(in_thread(self.node.carry.place, folder, image.carried, user, journal))
+        try:
+            await in_thread(images.mend, folder, image.other_names)
+            ghosts = await in_thread(_free_ghosts, folder)
+            modes = await placing
+        finally:
+            await asyncio.gather(placing, return_exceptions=True)
+            await in_thread(self.log.mark, Mark.RESTORING, ghosts=ghosts)
+        await in_thread(images.set_modes, folder, modes)
 
     def _entry(self, image: ImageDescription, group: Cgroup) -> RankEntry:
         begin = self.log.begin
@@ -238,7 +258,8 @@ class Restore:
         group.remove()
         await in_thread(connections.let_go, move_log)
         await in_thread(links.sweep_ghosts, move_log.record.ghosts)
-        await in_thread(node.carry.take_away, move_log.record.placed)
+        if move_log.record.rank_user is not None:
+            await in_thread(node.carry.take_away, move_log.record.made, User(*move_log.record.rank_user))
         await in_thread(node.store.drop, begin.move)
 
 

@@ -13,6 +13,7 @@ import time
 from snapshotd import preflight
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import Busy, Denied, RankGone, SnapshotError, Usage, Where, WrongState
+from snapshotd.files.as_user import spares
 from snapshotd.keepers.ranks import check_rank_uid
 from snapshotd.keepers.relay import Relays
 from snapshotd.moves import rules
@@ -98,6 +99,8 @@ class TargetSteps(TargetSettling):
             reserved = [new for old, new in pairs if old in used]
             await in_thread(move_log.mark, Mark.PREPARED, gpu_pairs=pairs, gpus_reserved=reserved, identity=identity)
         self.track(move_log)
+        if any(fact.carried for fact in facts.files):
+            await in_thread(spares.add)
         await reach(Point.PREPARE)
         return _prepared(move_log)
 

@@ -128,7 +128,12 @@ class Sender:
     async def put_file(self, name: str, path: Path) -> None:
         """Sends a regular file, its holes as holes. It must not change meanwhile: Damaged if it becomes shorter."""
         self._begin(name)
-        await self._or_failure(self._read_file(name, path))
+        await self._or_failure(self._read_path(name, path))
+
+    async def put_open_file(self, name: str, fd: int) -> None:
+        """The same for a regular file that is open for reading. Moves the descriptor's position. The caller closes it."""
+        self._begin(name)
+        await self._or_failure(self._read_file(name, fd))
 
     async def finish(self) -> list[ImageFile]:
         """Waits until the target has stored everything and ends the streams. Returns what `seal` has to find."""
@@ -167,21 +172,27 @@ class Sender:
         data, stop = read_chunk(fd, self._chunk_bytes, _PATIENCE_MS)
         return (data_frame(sequence, name, offset, data) if data else None), stop
 
-    async def _read_file(self, name: str, path: Path) -> None:
+    async def _read_path(self, name: str, path: Path) -> None:
         try:
             fd = await in_thread(os.open, path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-            try:
-                size = os.fstat(fd).st_size
-                offset, begun = 0, False
-                while offset < size or not begun:
-                    begun = True
-                    chunk = partial(file_chunk, name, fd, offset, size, self._chunk_bytes)
-                    frame, _ = await self._read_into_slot(chunk)
-                    offset += frame.length if frame is not None else 0
-            finally:
-                os.close(fd)
         except OSError as error:
             raise Internal(f"{path} cannot be sent: {error}", where=Where.SOURCE_FROZEN) from error
+        try:
+            await self._read_file(name, fd)
+        finally:
+            os.close(fd)
+
+    async def _read_file(self, name: str, fd: int) -> None:
+        try:
+            size = os.fstat(fd).st_size
+            offset, begun = 0, False
+            while offset < size or not begun:
+                begun = True
+                chunk = partial(file_chunk, name, fd, offset, size, self._chunk_bytes)
+                frame, _ = await self._read_into_slot(chunk)
+                offset += frame.length if frame is not None else 0
+        except OSError as error:
+            raise Internal(f"{name} cannot be sent: {error}", where=Where.SOURCE_FROZEN) from error
 
     async def _read_into_slot(self, read: Callable[[int], tuple[Frame | None, Stop]]) -> tuple[Frame | None, Stop]:
         """Runs `read(sequence)` in a thread when there is a free slot, and queues the chunk for the streams."""
