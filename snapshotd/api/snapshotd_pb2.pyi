@@ -652,6 +652,26 @@ class RankFacts(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class LimitsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     RANK_FIELD_NUMBER: _builtins.int
     SOURCE_NODE_FIELD_NUMBER: _builtins.int
     DAEMON_VERSION_FIELD_NUMBER: _builtins.int
@@ -668,6 +688,7 @@ class RankFacts(_message.Message):
     USER_IDS_FIELD_NUMBER: _builtins.int
     GPU_FIELD_NUMBER: _builtins.int
     IDENTITY_FIELD_NUMBER: _builtins.int
+    LIMITS_FIELD_NUMBER: _builtins.int
     source_node: _builtins.str
     daemon_version: _builtins.str
     architecture: _builtins.str
@@ -698,6 +719,10 @@ class RankFacts(_message.Message):
     def identity(self) -> Global___Identity:
         """of the rank's root process; unset: refused"""
 
+    @_builtins.property
+    def limits(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """of its cgroups (v2), the tightest of each kind: file name, value"""
+
     def __init__(
         self,
         *,
@@ -717,10 +742,11 @@ class RankFacts(_message.Message):
         user_ids: _abc.Iterable[_builtins.int] | None = ...,
         gpu: Global___GpuFacts | None = ...,
         identity: Global___Identity | None = ...,
+        limits: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["gpu", b"gpu", "identity", b"identity", "rank", b"rank"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "carried_bytes", b"carried_bytes", "cpu_features", b"cpu_features", "criu_version", b"criu_version", "daemon_version", b"daemon_version", "directories", b"directories", "files", b"files", "gpu", b"gpu", "identity", b"identity", "kernel", b"kernel", "memory_bytes", b"memory_bytes", "processes", b"processes", "rank", b"rank", "source_node", b"source_node", "threads", b"threads", "user_ids", b"user_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "carried_bytes", b"carried_bytes", "cpu_features", b"cpu_features", "criu_version", b"criu_version", "daemon_version", b"daemon_version", "directories", b"directories", "files", b"files", "gpu", b"gpu", "identity", b"identity", "kernel", b"kernel", "limits", b"limits", "memory_bytes", b"memory_bytes", "processes", b"processes", "rank", b"rank", "source_node", b"source_node", "threads", b"threads", "user_ids", b"user_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

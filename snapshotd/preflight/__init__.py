@@ -69,6 +69,7 @@ carried-files        the paths of files that are moved are free, identical, or w
 directories          working and open directories exist, or can be created under carry_paths
 memory               enough free memory to restore the rank and let it run
 image-room           enough room in the image store
+cgroup-limits        the limits of the rank's cgroups (v2) can be set on the target
 gpu-present          enough GPUs, and which the rank would use; or that it needs none
 gpu-driver           for a GPU rank: the same driver version as on the source
 gpu-mig              … a GPU that is not partitioned

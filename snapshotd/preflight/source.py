@@ -24,7 +24,7 @@ from snapshotd.preflight.node import program_cpu_features
 from snapshotd.preflight.reports import DriverReport, NcclReports
 from snapshotd.preflight.survey import add_digests
 from snapshotd.preflight.verdict import guarded, passed
-from snapshotd.proc import host
+from snapshotd.proc import cgroup, cgroup_limits, host
 from snapshotd.proc.credentials import Identity
 
 #: How long preflight may spend on digests of files whose content the target may have to compare.
@@ -139,6 +139,7 @@ def _fill(facts: RankFacts, seen: Inspection, digest_seconds: float) -> Check:
     facts.processes = len(seen.tree.alive)
     facts.threads = sum(process.threads for process in seen.tree.alive)
     facts.identity.CopyFrom(Identity.of(seen.root_pid).to_proto())
+    facts.limits.update(cgroup_limits.read(cgroup.of_process(seen.root_pid), cgroup.mount_point()))
     facts.user_ids.extend(sorted({process.user_id for process in seen.tree.alive}))
     add_digests(facts.files, seen.survey.held, digest_seconds)
     return passed("facts", f"{len(facts.files)} files, {facts.threads} threads, {facts.memory_bytes >> 20} MiB")

@@ -18,6 +18,7 @@ from snapshotd.preflight.node import KERNEL_ONLY_FLAGS
 from snapshotd.preflight.process_checks import criu_check, kernel_check
 from snapshotd.preflight.target_gpu import CONDITIONS, GpuOffer
 from snapshotd.preflight.verdict import guarded, listed, passed, refused, warned
+from snapshotd.proc import cgroup, cgroup_limits
 
 #: Kept free in addition to what the rank needs, for the node itself.
 RESERVE_BYTES = 256 * 1024 * 1024
@@ -163,6 +164,19 @@ def memory(offer: Offer) -> Check:
     return passed("memory", f"{_mib(free)} free, {_mib(wanted)} needed")
 
 
+def limits(offer: Offer) -> Check:
+    """The limits of the job's cgroups move with the rank: otherwise a user would be rid of them by a move."""
+    wanted = dict(offer.facts.limits)
+    impossible = cgroup_limits.unenforceable(wanted, cgroup_limits.available(cgroup.for_guests())) if wanted else []
+    if impossible:
+        return refused(
+            "cgroup-limits",
+            f"{offer.node.name} cannot set these limits of the rank's cgroups: {listed(impossible)}",
+            f"on {offer.node.name}, enable their controllers for the slice of snapshotd.service; see operations",
+        )
+    return passed("cgroup-limits", ", ".join(f"{name} {value}" for name, value in sorted(wanted.items())) or "none")
+
+
 def image_room(offer: Offer) -> Check:
     wanted = offer.facts.memory_bytes + offer.facts.carried_bytes
     free = max(0, offer.node.image_capacity_bytes - offer.node.image_held_bytes)
@@ -197,6 +211,7 @@ TARGET_CHECKS: dict[str, Callable[[Offer], Check]] = {
     "directories": directories,
     "memory": memory,
     "image-room": image_room,
+    "cgroup-limits": limits,
     "gpu-present": partial(gpu_check, "gpu-present"),
 }
 

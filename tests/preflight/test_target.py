@@ -275,6 +275,7 @@ FACTS = st.builds(
     carried_bytes=SIZES,
     directories=st.lists(PATHS, max_size=3),
     user_ids=st.lists(IDS, max_size=3),
+    limits=st.dictionaries(TEXT, TEXT, max_size=3),
 )
 
 

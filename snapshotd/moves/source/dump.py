@@ -36,7 +36,7 @@ from snapshotd.moves.node import Node
 from snapshotd.moves.record import OffloadedMemory
 from snapshotd.moves.rules import Mark
 from snapshotd.moves.source.channel import streams_to_target
-from snapshotd.proc import cgroup, host, maps, status, tree
+from snapshotd.proc import cgroup, cgroup_limits, host, maps, status, tree
 from snapshotd.proc.cgroup import Cgroup
 from snapshotd.proc.credentials import Identity
 from snapshotd.proc.fd import read_links
@@ -277,6 +277,7 @@ class Dump:
             user_id=entry.user_id,
             identity=identity,
             file_user=user_of_rank(entry.pid, entry.user_id),
+            limits=cgroup_limits.read(entry.group.path, cgroup.mount_point()),
             stopped_before=known.stopped_before or [],
             affinity=affinity,
             cpus=sorted(os.sched_getaffinity(0)),

@@ -17,7 +17,7 @@ from typing import Any
 
 import aiofiles
 
-from snapshotd.api.errors import CriuFailed, Damaged, Denied, Timeout, Where
+from snapshotd.api.errors import CriuFailed, Damaged, Denied, Refused, Timeout, Where
 from snapshotd.criu import images, links, session
 from snapshotd.cuda.driver import Pair
 from snapshotd.files.as_user import User, user_by_id
@@ -34,7 +34,7 @@ from snapshotd.moves.peers import connections, socket_options
 from snapshotd.moves.peers.forwarding import moved_listeners
 from snapshotd.moves.record import Fields, JournalledProcess, NcclProcess
 from snapshotd.moves.rules import Mark
-from snapshotd.proc import host, status, tree
+from snapshotd.proc import cgroup_limits, host, status, tree
 from snapshotd.proc.cgroup import Cgroup
 from snapshotd.runtime.blocking import in_thread
 from snapshotd.runtime.faults import Point, reach
@@ -116,6 +116,7 @@ class Restore:
         ]
         await link.restored(answer.restore.pid)
         await in_thread(_set_affinity, group.pids(), image)
+        await in_thread(_set_limits, group, image.limits)
         entry.pid, entry.start_ticks, entry.link = root.pid, root.start_ticks, link
         self.node.ranks.put(entry)
         return Fields(
@@ -320,6 +321,26 @@ def _hold(group: Cgroup) -> None:
             raise CriuFailed("the restored processes are not stopped", where=Where.SOURCE_FROZEN)
         time.sleep(0.001)
     group.freeze(STOP_S)
+
+
+def _set_limits(group: Cgroup, limits: dict[str, str]) -> None:
+    """The limits of the job's cgroups apply here too. Last, because a restore needs more than the rank does."""
+    if not limits:
+        return
+    try:
+        wrong = cgroup_limits.unenforceable(limits, cgroup_limits.available(group.path.parent))
+        if wrong:
+            raise OSError(f"no controller for {', '.join(wrong)}")
+        used_bytes = int((group.path / "memory.current").read_text()) if "memory.max" in limits else 0
+        if used_bytes > int(limits.get("memory.max", used_bytes)):
+            raise OSError(f"the copy uses {used_bytes} bytes, memory.max is {limits['memory.max']}")
+        cgroup_limits.apply(group.path, limits)
+    except OSError as error:
+        raise Refused(
+            f"cgroup-limits: the limits of the rank's cgroups cannot be set on this node: {error}",
+            remedy="enable the controllers for the slice of snapshotd.service on the target, or choose another node",
+            where=Where.SOURCE_FROZEN,
+        ) from error
 
 
 def _set_affinity(pids: list[int], image: ImageDescription) -> None:
