@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import pwd
 import socket
 import subprocess
 import sys
@@ -22,7 +21,7 @@ from typing import Any, NamedTuple, Self
 
 from snapshotd.api.errors import Internal, Timeout, Where
 from snapshotd.files.worker import MAX_FDS, MESSAGE_BYTES
-from snapshotd.proc import status
+from snapshotd.proc.credentials import Identity
 
 _PACKAGES = Path(__file__).resolve().parents[2]
 _OUTPUT_BYTES = 2000
@@ -50,24 +49,19 @@ ROOT = User(0, 0)
 
 
 def user_of_rank(pid: int, registered_id: int) -> User:
-    """The user of a rank: who registered it, with the groups of its process.
+    """The user with whose rights the files of a rank are accessed. Raises Mixed if its process has several."""
+    return file_user(Identity.of(pid), registered_id)
+
+
+def file_user(identity: Identity, registered_id: int) -> User:
+    """The same, given the identity of the rank's process, and the user who registered the rank.
 
     A rank that root registered has the user of its process. One whose process has become another user's since, through a
     set-user-id program, keeps the user who registered it, without groups.
     """
-    process = status.read(pid)
-    if registered_id in (0, process.user_id):
-        return User(process.user_id, process.group_ids[0], process.groups)
+    if registered_id in (0, identity.user_id):
+        return User(identity.user_id, identity.group_id, identity.groups)
     return User(registered_id, _NOBODY)
-
-
-def user_by_id(user_id: int) -> User:
-    """A user by its number, with the groups that this node knows."""
-    try:
-        known = pwd.getpwuid(user_id)
-    except KeyError:
-        return User(user_id, _NOBODY)
-    return User(user_id, known.pw_gid, tuple(os.getgrouplist(known.pw_name, known.pw_gid)))
 
 
 class _Started(NamedTuple):

@@ -28,7 +28,6 @@ class ImageDescription(msgspec.Struct, frozen=True, kw_only=True):
     moves: int
     user_id: int  # of its keeper
     identity: Identity  # of its root process; no default
-    file_user: tuple[int, int, tuple[int, ...]] | None = None  # user, group and groups that its files are accessed with
     limits: dict[str, str] = {}  # of its cgroups, as snapshotd/proc/cgroup_limits.py reads them
     stopped_before: list[int]
     affinity: dict[int, list[int]]  # CPUs of each thread, which criu does not carry

@@ -12,7 +12,7 @@ import pytest
 
 from snapshotd.api.errors import Internal, Timeout
 from snapshotd.files import as_user
-from snapshotd.files.as_user import User, UserFiles, user_by_id
+from snapshotd.files.as_user import User, UserFiles
 
 USER = User(1500, 1500, (1502, 1503))
 
@@ -64,11 +64,6 @@ def test_child_ends_with_its_daemon() -> None:
     with files:
         pass
     assert files._process.poll() == 0
-
-
-def test_user_whom_this_node_does_not_know_has_no_groups() -> None:
-    assert user_by_id(3_999_999_999) == User(3_999_999_999, 65534)
-    assert user_by_id(0).group_id == 0
 
 
 def test_child_that_was_started_before_is_used_and_replaced_if_it_has_ended() -> None:

@@ -276,7 +276,6 @@ class Dump:
             moves=entry.moves,
             user_id=entry.user_id,
             identity=identity,
-            file_user=user_of_rank(entry.pid, entry.user_id),
             limits=cgroup_limits.read(entry.group.path, cgroup.mount_point()),
             stopped_before=known.stopped_before or [],
             affinity=affinity,

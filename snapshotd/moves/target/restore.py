@@ -20,7 +20,7 @@ import aiofiles
 from snapshotd.api.errors import CriuFailed, Damaged, Denied, Refused, Timeout, Where
 from snapshotd.criu import images, links, session
 from snapshotd.cuda.driver import Pair
-from snapshotd.files.as_user import User, user_by_id
+from snapshotd.files.as_user import User, file_user
 from snapshotd.keepers.link import KeeperLink
 from snapshotd.keepers.ranks import RankEntry, cgroup_for_guest
 from snapshotd.moves import description
@@ -134,12 +134,7 @@ class Restore:
         """Places carried files and corrects criu's images. At the same time, because the child that places takes a moment to
         start."""
         ghosts: list[links.Ghost] = []
-        user = User(*image.file_user) if image.file_user is not None else await in_thread(user_by_id, image.user_id)
-        if image.user_id not in (0, user.user_id):
-            raise Damaged(
-                f"the rank of user {image.user_id} is sent with the files of user {user.user_id}",
-                where=Where.SOURCE_FROZEN,
-            )
+        user = file_user(image.identity, image.user_id)
 
         def journal(made: list[Made]) -> None:
             self.log.mark(Mark.RESTORING, made=made, rank_user=user)
