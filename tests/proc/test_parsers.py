@@ -154,7 +154,7 @@ def test_a_name_that_a_user_chose_does_not_end_a_line(sign: str) -> None:
     assert [one.path for one in cgroup_paths.parse(f"0::/a{sign}0::b\n")] == [f"/a{sign}0::b"]
     line = f"1 2 0:3 / /mnt/a{sign}b rw - fuse.x source rw"
     assert [mount.point for mount in mountinfo.parse(f"{line}\n{line}\n")] == [Path(f"/mnt/a{sign}b")] * 2
-    status_text = f"Name:\tx{sign}Uid: 0\nUid:\t7\t7\t7\t7\nPid:\t1\n"
+    status_text = f"Name:\tx{sign}Uid: 0\nUid:\t7\t7\t7\t7\nGid:\t7\t7\t7\t7\nPid:\t1\n"
     assert status.parse(status_text).user_id == 7
 
 
