@@ -106,11 +106,12 @@ class KeeperLinks:
     async def stop(self) -> None:
         """Closes all links without further events. The keepers keep running and connect to the next daemon."""
         self._stopping = True
-        if self._listener is not None:
-            asyncio.get_running_loop().remove_reader(self._listener)
+        listener, self._listener = self._listener, None
+        if listener is not None:
+            asyncio.get_running_loop().remove_reader(listener)
             if self._pausing is not None:
                 self._pausing.cancel()
-            self._listener.close()
+            listener.close()
             self.path.unlink(missing_ok=True)
         for task in list(self._tasks):
             task.cancel()
