@@ -164,7 +164,7 @@ def test_operator_name_has_at_most_55_characters(folder: Path) -> None:
 
 
 def test_invalid_address_is_a_usage_error(folder: Path) -> None:
-    with pytest.raises(Usage, match="no IP address"):
+    with pytest.raises(Usage, match="is not an IP address"):
         pki.issue_node(folder, "node-1", ["node-1.example"])
 
 
