@@ -15,7 +15,8 @@ ALICE, BOB = 1500, 1501
 
 #: Sends the frames that it reads as JSON lines, and prints the answers. {"$child": …} in a hello becomes that child's pid.
 _TALKER = r"""
-import json, os, socket, struct, subprocess, sys
+import ctypes, json, os, socket, struct, subprocess, sys
+_libc = ctypes.CDLL(None)
 connection = socket.socket(socket.AF_UNIX)
 connection.connect(sys.argv[1])
 children = []
@@ -37,7 +38,8 @@ def answer():
 for line in sys.stdin:
     order = json.loads(line)
     if "start" in order:
-        children.append(subprocess.Popen(order["start"], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE))
+        children.append(subprocess.Popen(order["start"], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            preexec_fn=lambda: _libc.prctl(1, 9)))  # PR_SET_PDEATHSIG: it ends with this process
         children[-1].stdout.read(1)
         print(json.dumps({"pid": children[-1].pid}), flush=True)
     elif "again" in order:

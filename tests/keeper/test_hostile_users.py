@@ -35,7 +35,7 @@ pytestmark = [
 ]
 
 MOVE = "m-0123456789ab"
-OWN = ("sh", "-c", "echo; exec sleep 1000")
+OWN = ("sh", "-c", "echo; exec sleep 200")
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ async def test_groups_of_the_keeper_are_allowed_and_others_are_not(node: Node) -
             "import os, sys, time\n"
             f"if os.fork() == 0: os.execvp('setpriv', {[*setpriv, *OWN]!r})\n"
             f"os.setgroups([4711]); os.setresgid({ALICE}, {ALICE}, {ALICE}); os.setresuid({ALICE}, {ALICE}, {ALICE})\n"
-            "time.sleep(1000)"
+            "time.sleep(200)"
         )
         keeper = await alice.start(sys.executable, "-c", program)
         await until(partial(_is_of_alice, keeper))
