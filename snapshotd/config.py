@@ -121,6 +121,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     gpu_library_dir: Annotated[str, toml_file.text("an absolute path", _directory_or_empty)] = (
         ""  # empty: where the loader looks
     )
+    allow_root_ranks: Annotated[bool, Meta(description="true or false")] = False  # whether this node receives them
     device_channel: Annotated[Literal["encrypted", "plain"], Meta(description="encrypted or plain")] = "encrypted"
 
     @property

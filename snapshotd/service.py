@@ -24,6 +24,7 @@ from snapshotd.api.servicers import (
     TargetServicer,
 )
 from snapshotd.config import Config
+from snapshotd.criu import session
 from snapshotd.cuda.driver import Gpus
 from snapshotd.files.as_user import spares
 from snapshotd.inprocess import symbols
@@ -63,6 +64,7 @@ class Daemon:
     def __init__(self, config: Config) -> None:
         faults.arm(config.run_dir)
         symbols.builds.keep_in(config.state_dir)
+        session.open_programs(config.criu)
         store = ImageStore(config.image_dir)
         carry = Carry(config.state_dir, config.carry_paths)
         self.gpus = Gpus(config.gpu_library_dir)

@@ -80,6 +80,8 @@ def _daemon_text(layout: Layout, record: Record, node: str) -> str:
         "metrics_listen": "127.0.0.1:9470",
         # Without /var/tmp, which all nodes of a lab share.
         "carry_paths": ["/tmp", "/dev/shm"],
+        # Whoever runs a lab is root on all its nodes, and so are the ranks of the demo.
+        "allow_root_ranks": True,
     }
     lines = [f"{key} = {json.dumps(value)}" for key, value in settings.items()]
     return "\n".join([*lines, *_tls_lines(layout.node(node))]) + "\n"

@@ -80,16 +80,18 @@ class GuestKeeper:
         ]
         self._report_path = str(state.get("report_path", ""))
         report.make_room(self._report_path, self._identity)
-        self._criu_pid = self._start_criu(str(orders["criu"]), int(orders["criu_fd"]), str(orders["cgroup_procs"]))
+        self._criu_pid = self._start_criu(orders["criu"], int(orders["criu_fd"]), str(orders["cgroup_procs"]))
         self._link = Link(self.loop, str(orders["keeper_sock"]), self._hello, self._on_frame, self._relay.lost)
         self.loop.before(self._work)
         self._link.connect()
 
-    def _start_criu(self, criu: str, criu_fd: int, cgroup_procs: str) -> int:
+    def _start_criu(self, criu: dict[str, Any], criu_fd: int, cgroup_procs: str) -> int:
+        """`criu` has the program's argv, the descriptors that this names, and the program's environment."""
         namespaces.number_next_process_high()
         pid = os.fork()
         if pid != 0:
-            os.close(criu_fd)
+            for fd in (criu_fd, *criu["fds"]):
+                os.close(fd)
             return pid
         try:
             if cgroup_procs:
@@ -244,20 +246,23 @@ class GuestKeeper:
         self._relay.pump()
 
 
-def _exec_criu(criu: str, criu_fd: int, ends: list[int]) -> NoReturn:
-    """Executes criu with these descriptors only: 0, 1, 2, its socket, the rank's ends from FIRST_INHERITED_FD on."""
+def _exec_criu(criu: dict[str, Any], criu_fd: int, ends: list[int]) -> NoReturn:
+    """Executes criu with these descriptors only: 0, 1, 2, its socket, the program's own, and the rank's ends from
+    FIRST_INHERITED_FD on."""
     import fcntl
 
     talk_fd = fcntl.fcntl(criu_fd, fcntl.F_DUPFD, 200)
     for index, end in enumerate(ends):
         os.dup2(end, FIRST_INHERITED_FD + index, inheritable=True)
-    os.closerange(3, FIRST_INHERITED_FD)
-    os.closerange(FIRST_INHERITED_FD + len(ends), talk_fd)
-    os.closerange(talk_fd + 1, (1 << 31) - 1)
+    kept = [*range(FIRST_INHERITED_FD, FIRST_INHERITED_FD + len(ends)), talk_fd, *criu["fds"]]
+    last = 2
+    for fd in [*sorted(kept), (1 << 31) - 1]:
+        os.closerange(last + 1, fd)
+        last = fd
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
         if signal.getsignal(number) not in (signal.SIG_DFL, None):
             signal.signal(number, signal.SIG_DFL)
-    os.execv(criu, [criu, "swrk", str(talk_fd)])
+    os.execve(criu["argv"][0], [*criu["argv"], "swrk", str(talk_fd)], criu["environment"])
 
 
 if __name__ == "__main__":

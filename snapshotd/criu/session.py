@@ -1,8 +1,12 @@
 """One `criu swrk` process, controlled over a SEQPACKET socket pair with pycriu's messages.
 
 pycriu's own `criu.py` forks in-process and ignores notifications, so only its message types are used. A session takes one
-request; then criu exits. Criu runs outside the daemon's cgroup, in the namespaces of the rank: in the daemon's mount
-namespace it would see other mounts than the rank ("unreachable sharing"), in another pid namespace other pids.
+request; then criu exits. Criu runs outside the daemon's cgroup, in the namespaces of the rank: in another mount namespace
+it would see other mounts than the rank ("unreachable sharing"), in another pid namespace other pids.
+
+Criu runs as root, so it never enters a namespace that a user made. A rank at home is in the daemon's own namespaces, and
+nothing is entered. A restored one is in the namespaces that its guest keeper made as root. Both are verified, by
+descriptor, once the rank is frozen. Criu and what starts it are executed by descriptors (snapshotd/runtime/programs.py).
 
 If criu or the daemon is killed, the rank stays stopped (SIGSTOP) and frozen.
 """
@@ -10,22 +14,30 @@ If criu or the daemon is killed, the rank stays stopped (SIGSTOP) and frozen.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 
 from pycriu import rpc_pb2 as rpc
 
 import shim
-from snapshotd.api.errors import CriuFailed, Timeout, Where
+from snapshotd.api.errors import CriuFailed, Internal, Refused, Timeout, Where
 from snapshotd.criu.log import excerpt
+from snapshotd.proc import namespaces
+from snapshotd.proc.privileges import Credentials
+from snapshotd.runtime import programs
+from snapshotd.runtime.programs import Program
 
 #: Requests and responses are far smaller than this.
 _MESSAGE_BYTES = 1 << 20
 
-#: Reads other users' limits where root lacks CAP_SYS_RESOURCE; see the comment in its source.
-_LIMITS = Path(shim.__file__).with_name("lib") / "libcriulimits.so"
+_LIBRARIES = Path(shim.__file__).with_name("lib")
+#: Preloaded at a dump: reads other users' limits where root lacks CAP_SYS_RESOURCE; see the comment in its source.
+_LIMITS = _LIBRARIES / "libcriulimits.so"
+#: Preloaded at the restore of a user's rank: uses the rank's paths with that user's rights.
+_FILES = _LIBRARIES / "libcriufiles.so"
 
 OnNotify = Callable[[str, int], Awaitable[None]]
 
@@ -37,21 +49,86 @@ def swrk_pair() -> tuple[socket.socket, socket.socket]:
     return ours, theirs
 
 
-async def spawn_in(criu: str, member_pid: int, cgroup: Path, theirs: socket.socket) -> asyncio.subprocess.Process:
-    """Starts `criu swrk` in the mount, pid and network namespaces of `member_pid`, in `cgroup`."""
-    preload = str(_LIMITS) if _LIMITS.exists() else ""
+def open_programs(criu: str) -> None:
+    """Opens what `spawn_in` executes. Called when the daemon starts. Raises BadConfig."""
+    for program in (programs.opened(criu), programs.system("sh"), programs.system("nsenter")):
+        assert program.fds
+
+
+@contextlib.contextmanager
+def verified_namespaces(pid: int, keeper_pid: int) -> Iterator[dict[str, int]]:
+    """The mount and pid namespaces of a frozen rank, as descriptors by their kind, if they are not the daemon's own.
+
+    `keeper_pid` is its guest keeper's; 0 if it was not restored here. Raises Refused for a namespace that neither the daemon
+    is in nor its guest keeper made."""
+    with contextlib.ExitStack() as stack:
+
+        def opened(of: int | str, kind: str) -> int:
+            fd = namespaces.opened(of, kind)
+            stack.callback(os.close, fd)
+            return fd
+
+        entered = {}
+        for kind in ("mnt", "pid", "net"):
+            theirs = opened(pid, kind)
+            if namespaces.same(theirs, opened("self", kind)):
+                continue
+            by_keeper = bool(keeper_pid) and kind != "net" and namespaces.same(theirs, opened(keeper_pid, kind))
+            if not by_keeper or not namespaces.made_by_root(theirs):
+                raise Refused(
+                    f"namespaces: the rank has entered another {kind} namespace since preflight",
+                    remedy="start the job outside containers and `unshare`, with `migrator run` as the outermost command",
+                    where=Where.SOURCE_FROZEN,
+                )
+            entered[kind] = theirs
+        yield entered
+
+
+async def spawn_in(
+    criu: str, entered: dict[str, int], cgroup: Path, theirs: socket.socket
+) -> asyncio.subprocess.Process:
+    """Starts `criu swrk` in these namespaces (see `verified_namespaces`), in `cgroup`."""
+    shell, nsenter, program = programs.system("sh"), programs.system("nsenter"), programs.opened(criu)
     join = 'echo $$ > "$1/cgroup.procs" && shift && exec "$@"'
-    enter = ["nsenter", f"--target={member_pid}", "--mount", "--net", "--pid", "--"]
+    options = {"mnt": "--mount", "pid": "--pid"}
+    enter = [f"{options[kind]}=/proc/self/fd/{fd}" for kind, fd in entered.items()]
     return await asyncio.create_subprocess_exec(
-        *("/bin/sh", "-c", join, "sh", str(cgroup), *enter, criu, "swrk", str(theirs.fileno())),
-        pass_fds=(theirs.fileno(),),
+        *(*shell.argv, "-c", join, "sh", str(cgroup)),
+        *((*nsenter.argv, *enter, "--") if enter else ()),
+        *(*program.argv, "swrk", str(theirs.fileno())),
+        pass_fds=(theirs.fileno(), *shell.fds, *nsenter.fds, *program.fds, *entered.values()),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.DEVNULL,
         start_new_session=True,
         cwd="/",
-        env={**os.environ, "LD_PRELOAD": preload, "SNAPSHOT_CRIU_PRELOAD": preload},
+        env=dump_environment(program),
     )
+
+
+def dump_environment(program: Program) -> dict[str, str]:
+    """The environment of criu while it dumps."""
+    return _environment(program, _LIMITS if _LIMITS.exists() else None)
+
+
+def restore_environment(program: Program, images: Path, who: Credentials) -> dict[str, str]:
+    """The environment of criu while it restores a rank of this user. Raises Internal if the library is missing."""
+    user_id, group_id = who.user_ids[3], who.group_ids[3]
+    if user_id == 0:
+        return _environment(program, None)
+    if not _FILES.exists():
+        raise Internal(f"{_FILES} is missing: build it with `make -C shim`", where=Where.SOURCE_FROZEN)
+    groups = ",".join(map(str, who.groups))
+    more = {"SNAPSHOT_RANK_USER": f"{user_id}:{group_id}:{groups}", "SNAPSHOT_IMAGES": str(images)}
+    return _environment(program, _FILES, **more)
+
+
+def _environment(program: Program, preloaded: Path | None, **more: str) -> dict[str, str]:
+    if preloaded is not None:  # a script that starts criu may need LD_PRELOAD to be empty for itself
+        more |= {"LD_PRELOAD": str(preloaded), "SNAPSHOT_CRIU_PRELOAD": str(preloaded)}
+    if program.plugins:
+        more |= {"CRIU_LIBS_DIR": program.plugins}
+    return programs.environment(**more)
 
 
 async def ask(

@@ -13,6 +13,7 @@ from snapshotd.api.errors import Damaged, Where
 from snapshotd.keepers.stdio_state import StdioState
 from snapshotd.moves import record
 from snapshotd.moves.record import ClusterNode, OffloadedMemory, SocketOptions
+from snapshotd.moves.tree_facts import TreeFacts
 from snapshotd.proc.credentials import Identity
 
 FILE = "meta.json"
@@ -34,6 +35,7 @@ class ImageDescription(msgspec.Struct, frozen=True, kw_only=True):
     cpus: list[int]  # all CPUs of the source
     carried: list[pb.FileFact]
     other_names: dict[str, str]  # of files whose own name was removed
+    tree: TreeFacts | None = None  # None: from a daemon that does not know it yet; a target refuses that
 
     # its keeper
     stdio: StdioState

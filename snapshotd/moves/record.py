@@ -260,6 +260,7 @@ class MoveRecord(msgspec.Struct, frozen=True, kw_only=True):
     # target
     gpu_pairs: list[tuple[str, str]] = []  # UUID on the source, UUID here
     gpus_reserved: list[str] = []
+    user_ids: list[int] = []  # of the rank's processes, as preflight was shown
     placed: list[str] = []  # by older versions: carried files that were made here; they are left as they are
     made: list[tuple[str, int, int]] = []  # carried files that were made here: path, device, inode
     rank_user: tuple[int, int, tuple[int, ...]] | None = None  # user, group and groups with which they are accessed
@@ -313,6 +314,7 @@ class Fields(TypedDict, total=False):
     pause_s: float
     gpu_pairs: list[tuple[str, str]]
     gpus_reserved: list[str]
+    user_ids: list[int]
     placed: list[str]
     made: list[tuple[str, int, int]]
     rank_user: tuple[int, int, tuple[int, ...]] | None

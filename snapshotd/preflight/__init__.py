@@ -64,6 +64,7 @@ cpu-features         the target's CPU has all features that the source's has
 target-kernel        the kernel features of the check `kernel`; warns if the release differs
 target-criu          CRIU 4.2 or newer, with the source's major and minor version
 users                warns of user ids that have no name on the target
+root-rank            the rank does not run as root, or allow_root_ranks is set
 files                files that are not moved are present and identical; those that the rank writes to are present
 carried-files        the paths of files that are moved are free, identical, or were left behind by an earlier move
 directories          working and open directories exist, or can be created under carry_paths
@@ -82,6 +83,10 @@ gpu-memory           … with enough free memory
 after the freeze
 ===================  ===================================================================================================
 new-files            warns of files opened since preflight, refuses mapped ones; the source's quick checks are repeated
+image-content        on the target: the image contains only what a rank's dump has, and what its source described
+image-credentials    … its processes have the users, groups and capabilities that were shown and that the node allows
+restored-files       … the restored processes have the very files open and mapped that the rank had
+file-rights          … which their user may open on the target
 ===================  ===================================================================================================
 """
 
@@ -89,10 +94,11 @@ from snapshotd.preflight.after_freeze import Carried, list_carried, recheck, syn
 from snapshotd.preflight.gpu_shim_checks import offload_room
 from snapshotd.preflight.reports import DriverReport, NcclReports, read_nccl_reports, uses_cuda
 from snapshotd.preflight.source import inspect_rank
-from snapshotd.preflight.target import examine
+from snapshotd.preflight.target import ROOT_REMEDY, examine
 from snapshotd.preflight.verdict import refusals
 
 __all__ = [
+    "ROOT_REMEDY",
     "Carried",
     "DriverReport",
     "NcclReports",

@@ -18,8 +18,8 @@ from snapshotd.preflight import process_checks, socket_checks
 from snapshotd.preflight.inspection import Inspection
 from snapshotd.preflight.objects import Kind, is_carried, kind_of
 from snapshotd.preflight.process_info import ProcessInfo, ProcessTree, read_process
-from snapshotd.preflight.source import SOURCE_CHECKS
-from snapshotd.preflight.verdict import guarded, listed, passed, plain, refused, warned
+from snapshotd.preflight.source import SOURCE_CHECKS, look_at_place
+from snapshotd.preflight.verdict import guarded, listed, passed, plain, refusals, refused, warned
 from snapshotd.proc import maps
 from snapshotd.proc.fd import read_descriptors
 from snapshotd.proc.files import GONE
@@ -66,14 +66,25 @@ def _read(pid: int, prefixes: tuple[str, ...]) -> ProcessInfo | None:
     return None if process.zombie else process
 
 
-def recheck(pids: Sequence[int], facts: RankFacts, *, carry_paths: Sequence[str], keeper_pid: int) -> list[Check]:
+def recheck(
+    pids: Sequence[int],
+    facts: RankFacts,
+    *,
+    carry_paths: Sequence[str],
+    keeper_pid: int,
+    keeper_is_guest: bool = False,
+) -> list[Check]:
     """Checks what may have changed since `facts` were gathered; never raises. After a refusal the move must be undone."""
-    rank = Inspection(pids, facts.rank.process.pid, carry_paths, keeper_pid)
+    rank = Inspection(pids, facts.rank.process.pid, carry_paths, keeper_pid, keeper_is_guest)
     alive = guarded("rank-alive", process_checks.rank_alive, rank)
     if alive.verdict == Check.REFUSE:
         return [alive]
+    place = look_at_place(rank)
+    if refusals(place):
+        return [alive, *place]
     return [
         alive,
+        *place,
         *(guarded(name, check, rank) for name, check in RECHECKS.items()),
         guarded("unix-sockets", socket_checks.unix_sockets, rank, thorough=False),
         guarded("new-files", new_files, rank, facts),
@@ -81,11 +92,17 @@ def recheck(pids: Sequence[int], facts: RankFacts, *, carry_paths: Sequence[str]
 
 
 #: The source's checks whose result may have changed, and that need no pass over all processes of the node.
+#:
+#: Not repeated: kernel and criu, which a rank cannot change; keeper, whose end ends the move by itself; stopped,
+#: security-label, node-local-files, huge-pages and async-io, which only warn; tracing, because criu cannot seize a traced
+#: process; pipes and shared-memory, because they need the pass over all processes, and a rank that shares either with a
+#: process outside harms only itself; and the GPU and NCCL checks, which the freeze itself enforces.
 RECHECKS: dict[str, Callable[[Inspection], Check]] = {
     name: SOURCE_CHECKS[name]
-    for name in (
+    for name in (  # and those of `look_at_place`
         "credentials",
         "process-tree",
+        "session",
         "open-files",
         "deleted-files",
         "gpu-descriptors",  # the driver's checkpoint has closed those of CUDA processes

@@ -172,13 +172,18 @@ def stopped(rank: Inspection) -> Check:
 
 
 def namespaces(rank: Inspection) -> Check:
-    """The rank must be in the daemon's namespaces, except for the pid and mount namespaces that a guest keeper made."""
-    ours = {name: namespace_links.read("self", name) for name in ("mnt", "pid", "user", "net", "uts", "ipc", "cgroup")}
+    """The rank must be in the daemon's namespaces, except for the pid and mount namespaces that a guest keeper made.
+
+    Only the main thread of each process is looked at: other threads can leave its namespaces only with privileges."""
+    ours = {name: namespace_links.read("self", name) for name in namespace_links.KINDS}
     if rank.keeper_is_guest and rank.keeper_pid:
-        ours |= {name: namespace_links.read(rank.keeper_pid, name) for name in ("mnt", "pid")}
+        made = {name: namespace_links.read(rank.keeper_pid, name) for name in ("mnt", "pid")}
+        ours |= made | {"pid_for_children": made["pid"]}
     # CRIU puts a restored rank into a time namespace; the whole tree must share it.
-    ours["time"] = namespace_links.read(rank.tree.root_pid, "time")
-    found = []
+    for name in ("time", "time_for_children"):
+        ours[name] = namespace_links.read(rank.tree.root_pid, "time")
+    root = rank.tree.processes[rank.tree.root_pid]
+    found = [f"{root}: {name}, which was not made by root" for name in _foreign(rank)]
     for process in rank.tree.alive:
         other = [name for name, here in ours.items() if namespace_links.read(process.pid, name) != here]
         if other:
@@ -190,6 +195,22 @@ def namespaces(rank: Inspection) -> Check:
             "start the job outside containers and `unshare`, with `migrator run` as the outermost command",
         )
     return passed("namespaces", "the node's own")
+
+
+def _foreign(rank: Inspection) -> list[str]:
+    """The kinds of namespaces of the root process that a user made."""
+    found = []
+    for name in ("mnt", "pid", "time"):
+        try:
+            namespace = namespace_links.opened(rank.root_pid, name)
+        except FileNotFoundError:
+            continue  # this kernel has no such kind
+        try:
+            if not namespace_links.made_by_root(namespace):
+                found.append(name)
+        finally:
+            os.close(namespace)
+    return found
 
 
 def root_directory(rank: Inspection) -> Check:

@@ -23,7 +23,7 @@ from snapshotd.preflight.inspection import Inspection
 from snapshotd.preflight.node import program_cpu_features
 from snapshotd.preflight.reports import DriverReport, NcclReports
 from snapshotd.preflight.survey import add_digests
-from snapshotd.preflight.verdict import guarded, passed
+from snapshotd.preflight.verdict import guarded, passed, refusals
 from snapshotd.proc import cgroup, cgroup_limits, host
 from snapshotd.proc.credentials import Identity
 
@@ -88,6 +88,12 @@ NCCL_CHECKS: dict[str, Callable[[Inspection, NcclReports], Check]] = {
 }
 
 
+def look_at_place(rank: Inspection) -> list[Check]:
+    """The checks of where the processes are. If one refuses, the others must not run: they would look up the rank's paths as
+    root, among mounts that a user has made."""
+    return [guarded(name, SOURCE_CHECKS[name], rank) for name in ("namespaces", "root-directory")]
+
+
 def inspect_rank(
     pids: Sequence[int],
     root_pid: int,
@@ -115,6 +121,9 @@ def inspect_rank(
     alive = guarded("rank-alive", process_checks.rank_alive, seen)
     if alive.verdict == Check.REFUSE:
         return facts, [alive]
+    place = look_at_place(seen)
+    if refusals(place):
+        return facts, [alive, *place]
     checks = [guarded(name, check, seen) for name, check in SOURCE_CHECKS.items()]
     if gpu is not None:
         checks += [guarded(name, check, seen, gpu) for name, check in GPU_CHECKS.items()]

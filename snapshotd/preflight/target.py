@@ -34,6 +34,7 @@ class Offer:
     may_replace: Callable[[str], bool]
     restore_factor: float
     gpu: GpuOffer
+    allow_root: bool = False
 
 
 def examine(
@@ -44,14 +45,16 @@ def examine(
     may_replace: Callable[[str], bool] = lambda path: False,
     restore_factor: float = 1.1,
     gpu_wish: str = "",
+    allow_root: bool = False,
 ) -> list[Check]:
     """Verdicts about moving this rank here; never raises. Blocking (it examines files): run it in a thread.
 
     `node` is this node as GetNode returns it. `may_replace` tells whether a file was left behind by an earlier move.
     `restore_factor` is the peak memory of a restore for each byte of the rank, including the image. `gpu_wish` is the
     requested GPU, in the form that snapshotd/cuda/pairing.py accepts. A rank without a GPU gets only one GPU check.
+    `allow_root` is the node's policy for ranks of root.
     """
-    offer = Offer(facts, node, carry_paths, may_replace, restore_factor, GpuOffer(facts, node, gpu_wish))
+    offer = Offer(facts, node, carry_paths, may_replace, restore_factor, GpuOffer(facts, node, gpu_wish), allow_root)
     wanted = TARGET_CHECKS | (GPU_CHECKS if facts.HasField("gpu") else {})
     return [guarded(name, check, offer) for name, check in wanted.items()]
 
@@ -138,6 +141,18 @@ def users(offer: Offer) -> Check:
     return passed("users", f"{len(offer.facts.user_ids)} known")
 
 
+def root_rank(offer: Offer) -> Check:
+    """A node that sends a rank could make up its user, so a node receives ranks of root only if its operator allows it."""
+    if 0 in offer.facts.user_ids and not offer.allow_root:
+        return refused("root-rank", f"the rank runs as root, which {offer.node.name} does not allow", ROOT_REMEDY)
+    return passed("root-rank", "as root, which is allowed" if 0 in offer.facts.user_ids else "not root")
+
+
+ROOT_REMEDY = (
+    "run the job as a user, or set `allow_root_ranks = true` in snapshotd.toml on every node that may receive it"
+)
+
+
 def files(offer: Offer) -> Check:
     return target_files.files("files", offer.facts)
 
@@ -206,6 +221,7 @@ TARGET_CHECKS: dict[str, Callable[[Offer], Check]] = {
     "target-kernel": target_kernel,
     "target-criu": target_criu,
     "users": users,
+    "root-rank": root_rank,
     "files": files,
     "carried-files": carried_files,
     "directories": directories,

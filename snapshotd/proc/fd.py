@@ -23,6 +23,7 @@ class Descriptor:
 
 @dataclass(frozen=True, slots=True)
 class FdInfo:
+    flags: int  # as of open(2), also the access mode
     tty_index: str  # of a pseudo-terminal's master: the N of its /dev/pts/N; else empty
     watched_pid: int | None  # of a pidfd: the process it refers to, -1 if that has ended
 
@@ -56,7 +57,9 @@ def read_descriptors(pid: int, prefixes: tuple[str, ...] = ("",)) -> Iterator[De
 
 def parse_info(text: str) -> FdInfo:
     fields = parse_fields(text)
-    return FdInfo(tty_index=fields.get("tty-index", ""), watched_pid=int(fields["Pid"]) if "Pid" in fields else None)
+    watched = int(fields["Pid"]) if "Pid" in fields else None
+    flags = int(fields.get("flags", "0"), 8)
+    return FdInfo(flags, tty_index=fields.get("tty-index", ""), watched_pid=watched)
 
 
 def read_info(pid: int, number: int) -> FdInfo:

@@ -55,7 +55,7 @@ class Guest:
             "home_endpoint": "127.0.0.1:1",
             "node": node.name,
             "keeper_sock": str(node.socket),
-            "criu": criu or str(script),
+            "criu": {"argv": [criu or str(script)], "fds": [], "environment": dict(os.environ)},
             "criu_fd": theirs.fileno(),
             "cgroup_procs": "",
             "identity": identity or {"user_id": os.getuid(), "group_id": os.getgid(), "groups": []},

@@ -74,6 +74,7 @@ def test_old_target_journal_is_read(old: Path) -> None:
     known = log.record
     assert (log.last_mark, log.committed, log.begin.lease_s) == (Mark.ACTIVATED, True, 0.0)
     assert (known.gpu_pairs, known.gpus_reserved) == ([("GPU-b", "GPU-a")], ["GPU-a"])
+    assert known.user_ids == [1500]
     assert (known.placed, known.ghosts) == (["/tmp/y"], [("/dev/shm/z", "/dev/shm/z.cr.1.ghost")])
     assert (known.made, known.rank_user) == ([("/tmp/y", 66, 1235)], (1500, 1500, (1502,)))
     assert (known.rewires, known.filtered) == ([], True)  # it journalled the number of filtered connections

@@ -165,6 +165,9 @@ def test_two_files_that_had_the_same_name_are_refused(rank: Starter, tmp_path: P
 RECHECKED = {
     "b = os.open('/dev/kmsg', os.O_RDONLY)": "devices",
     "c = os.pidfd_open(os.getppid())": "kernel-objects",
+    "import ctypes; ctypes.CDLL(None).unshare(0x20000)": "namespaces",  # CLONE_NEWNS
+    "import ctypes; ctypes.CDLL(None).unshare(0x20000000)": "namespaces",  # CLONE_NEWPID, of its children
+    "os.chroot('/usr')": "root-directory",
 }
 
 

@@ -65,10 +65,25 @@ def fact_of(path: Path, **changes: object) -> FileFact:
 def verdicts(
     report: RankFacts, here: NodeInfo | None = None, carry: tuple[str, ...] = ("/tmp",), **options: object
 ) -> dict[str, Check]:
+    options = {"allow_root": True, **options}  # the tests themselves may run as root
     checks = examine(report, here or node(), carry_paths=carry, **options)  # type: ignore[arg-type]
     assert [check.name for check in checks] == list(TARGET_CHECKS)
     assert all(check.remedy for check in checks if check.verdict != Check.PASS)
     return {check.name: check for check in checks}
+
+
+def test_rank_of_root_needs_the_nodes_policy() -> None:
+    told = facts()
+    for user_ids, allow_root, verdict in (
+        ([0], False, Check.REFUSE),
+        ([1500, 0], False, Check.REFUSE),
+        ([0], True, Check.PASS),
+        ([1500], False, Check.PASS),
+    ):
+        told.user_ids[:] = user_ids
+        check = verdicts(told, allow_root=allow_root)["root-rank"]
+        assert check.verdict == verdict
+        assert verdict == Check.PASS or "allow_root_ranks" in check.remedy
 
 
 def test_suitable_node_passes_every_check() -> None:

@@ -126,7 +126,7 @@ def test_descriptors(tmp_path: Path) -> None:
 
 
 def test_fdinfo() -> None:
-    assert fd.parse_info("pos:\t0\nflags:\t0100002\ntty-index:\t3\n") == fd.FdInfo("3", None)
+    assert fd.parse_info("pos:\t0\nflags:\t0100002\ntty-index:\t3\n") == fd.FdInfo(0o100002, "3", None)
     pidfd = os.pidfd_open(os.getpid())
     try:
         assert fd.read_info(os.getpid(), pidfd).watched_pid == os.getpid()

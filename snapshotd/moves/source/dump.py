@@ -28,6 +28,7 @@ from snapshotd.files.as_user import User, user_of_rank
 from snapshotd.files.held import Held, open_held
 from snapshotd.keepers.ranks import RankEntry
 from snapshotd.keepers.stdio_state import StdioState
+from snapshotd.moves import tree_facts
 from snapshotd.moves.description import FILE, ImageDescription
 from snapshotd.moves.device import stripe_files
 from snapshotd.moves.device.offload import Offload
@@ -111,6 +112,7 @@ class Dump:
         await reach(Point.BEFORE_DUMP)
         self.expected = self.entry.memory_bytes() + self.log.record.offloaded_bytes
         device, follow = await self._device()
+        await in_thread(self._recheck, pids)
         fifos = await in_thread(self._make_fifos, pids)
         carried = await in_thread(preflight.list_carried, pids, config.carry_paths)
         self.carried = [fact.path for fact in carried.facts if stat.S_ISREG(fact.mode)]
@@ -182,9 +184,10 @@ class Dump:
         """Runs criu in the rank's namespaces, in its own cgroup."""
         began = host.boottime_s()
         group = criu_group(self.log.move).create()
-        ours, theirs = session.swrk_pair()
-        process = await session.spawn_in(self.node.config.criu, self.entry.pid, group.path, theirs)
-        theirs.close()
+        with session.verified_namespaces(self.entry.pid, self._guest_keeper_pid()) as entered:
+            ours, theirs = session.swrk_pair()
+            with theirs:
+                process = await session.spawn_in(self.node.config.criu, entered, group.path, theirs)
 
         async def on_notify(script: str, _pid: int) -> None:
             if script == "query-ext-files":  # the tree is seized
@@ -215,6 +218,10 @@ class Dump:
         self.dump_seconds = host.boottime_s() - began
         written.set()
 
+    def _guest_keeper_pid(self) -> int:
+        """0 if the rank was started on this node."""
+        return self.entry.keeper_pid if self.entry.role == "guest" and self.entry.keeper_alive() else 0
+
     def _make_fifos(self, pids: list[int]) -> dict[str, int]:
         """Makes a FIFO for every possibly large image. criu numbers pages by process, then shared memory; ghosts by file."""
         shutil.rmtree(self.images, ignore_errors=True)
@@ -238,6 +245,19 @@ class Dump:
         files = [folder / name for one in device for name in one.stripes]
         return there, dict(zip((name for one in there for name in one.stripes), files, strict=True))
 
+    def _recheck(self, pids: list[int]) -> None:
+        """Raises Refused if the rank has changed since preflight and can no longer be moved. Before its files are used."""
+        for check in preflight.refusals(
+            preflight.recheck(
+                pids,
+                self.facts,
+                carry_paths=self.node.config.carry_paths,
+                keeper_pid=self.entry.keeper_pid,
+                keeper_is_guest=self.entry.role == "guest",
+            )
+        ):
+            raise Refused(f"{check.name}: {check.reason}", remedy=check.remedy, where=Where.SOURCE_FROZEN)
+
     def _describe(
         self,
         pids: list[int],
@@ -246,15 +266,6 @@ class Dump:
         *,
         by_device_channel: bool,
     ) -> ImageDescription:
-        for check in preflight.refusals(
-            preflight.recheck(
-                pids,
-                self.facts,
-                carry_paths=self.node.config.carry_paths,
-                keeper_pid=self.entry.keeper_pid,
-            )
-        ):
-            raise Refused(f"{check.name}: {check.reason}", remedy=check.remedy, where=Where.SOURCE_FROZEN)
         affinity: dict[int, list[int]] = {}
         for pid in pids:
             for thread in os.listdir(f"/proc/{pid}/task"):
@@ -290,6 +301,7 @@ class Dump:
             nodes=known.nodes,
             former=[(old, new) for old, new in entry.former],
             socket_options=known.socket_options,
+            tree=tree_facts.gather(pids, self.facts.files),
             cuda_pids=[tree.inner_pid(process.pid) for process in known.cuda],
             checkpoint_bytes=max(0, known.device_bytes - known.offloaded_bytes),
             nccl_instances=[(tree.inner_pid(one.pid), one.instance) for one in known.nccl_processes],

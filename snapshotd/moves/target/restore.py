@@ -10,6 +10,7 @@ import asyncio
 import json
 import logging
 import os
+import stat
 import sys
 import time
 from pathlib import Path
@@ -18,12 +19,12 @@ from typing import Any
 import aiofiles
 
 from snapshotd.api.errors import CriuFailed, Damaged, Denied, Refused, Timeout, Where
-from snapshotd.criu import images, links, session
+from snapshotd.criu import images, links, session, verify
 from snapshotd.cuda.driver import Pair
 from snapshotd.files.as_user import User, file_user
 from snapshotd.keepers.link import KeeperLink
 from snapshotd.keepers.ranks import RankEntry, cgroup_for_guest
-from snapshotd.moves import description
+from snapshotd.moves import description, tree_facts
 from snapshotd.moves.carry import Made
 from snapshotd.moves.description import ImageDescription
 from snapshotd.moves.device import memory, refill
@@ -34,8 +35,12 @@ from snapshotd.moves.peers import connections, socket_options
 from snapshotd.moves.peers.forwarding import moved_listeners
 from snapshotd.moves.record import Fields, JournalledProcess, NcclProcess
 from snapshotd.moves.rules import Mark
+from snapshotd.moves.target import comparison
+from snapshotd.moves.tree_facts import TreeFacts
 from snapshotd.proc import cgroup_limits, host, status, tree
 from snapshotd.proc.cgroup import Cgroup
+from snapshotd.proc.privileges import Credentials
+from snapshotd.runtime import programs
 from snapshotd.runtime.blocking import in_thread
 from snapshotd.runtime.faults import Point, reach
 from snapshotd.transport.device.incoming import Incoming
@@ -46,6 +51,8 @@ KEEPER_S = 15.0
 #: Time limit of a restore, because one that hangs keeps the job paused: a fixed part, and a part for every GiB of image.
 RESTORE_S, RESTORE_GIB_S = 60.0, 10.0
 STOP_S = 10.0
+#: Where this program is installed.
+_PACKAGES = Path(__file__).resolve().parents[3]
 
 
 class Restore:
@@ -62,6 +69,8 @@ class Restore:
         folder = self.node.store.path(begin.move)
         image = await _read_description(folder)
         _same_rank(self.log, image)
+        described = await in_thread(self._verify, folder, image)
+        user = next(one.credentials for one in described.processes if one.pid == image.root)
         if image.by_device_channel and incoming is None:
             await in_thread(refill.must_be_here, folder, image.offloaded)
         await self._place_and_mend(folder, image)
@@ -73,7 +82,7 @@ class Restore:
         group = cgroup_for_guest(begin.rank_uid, begin.move)
         entry = self._entry(image, group)
         self.node.ranks.put(entry)
-        link, ours, process = await self._start_keeper(image, group)
+        link, ours, process = await self._start_keeper(image, group, user)
         try:
             entry.keeper_pid, entry.keeper_start_ticks = link.keeper.pid, link.keeper.start_ticks
             self.node.ranks.put(entry)
@@ -93,6 +102,7 @@ class Restore:
             await process.wait()
         root = await in_thread(tree.find_child, link.keeper.pid, answer.restore.pid, STOP_S)
         await in_thread(_hold, group)
+        await in_thread(self._compare, group.pids(), image, described)
         await in_thread(connections.reset, group.pids(), closed)
         await in_thread(socket_options.use_full_segments, group.pids())
         await meeting
@@ -149,6 +159,52 @@ class Restore:
             await in_thread(self.log.mark, Mark.RESTORING, ghosts=ghosts)
         await in_thread(images.set_modes, folder, modes)
 
+    def _verify(self, folder: Path, image: ImageDescription) -> TreeFacts:
+        """What the source described. Raises Refused unless the image contains that alone and this node's policy allows it."""
+        if image.tree is None:
+            raise verify.refuse(
+                "image-content",
+                "the source did not describe the rank's processes and files",
+                "install the same version of snapshotd on both nodes",
+            )
+        shown, allow_root = self.log.record.user_ids, self.node.config.allow_root_ranks
+        described = {one.pid: (one.credentials, one.thread_credentials) for one in image.tree.processes}
+        for own, others in described.values():
+            for who in (own, *others.values()):
+                verify.must_be_allowed(who, shown, allow_root=allow_root)
+        users = {user for own, _ in described.values() for user in own.all_user_ids}
+        for fact in image.carried:
+            if fact.user_id not in users and 0 not in users and not stat.S_ISDIR(fact.mode):
+                raise verify.refuse(
+                    "carried-files",
+                    f"{fact.path} belongs to user {fact.user_id}, not to the rank's",
+                    "have the job copy the file, so that it belongs to the job's user",
+                )
+        if image.root not in described:
+            raise verify.refuse("image-content", f"the source did not describe process {image.root}, the rank itself")
+        verify.must_match(folder, described, image.tree.paths())
+        return image.tree
+
+    def _compare(self, pids: list[int], image: ImageDescription, described: TreeFacts) -> None:
+        """Raises Refused unless the restored copy has exactly what the source described, and its user may have it here."""
+        copy = tree_facts.gather(pids)
+        found = comparison.differences(
+            described, copy, other_names=image.other_names, carry_paths=self.node.config.carry_paths
+        )
+        if found:
+            raise verify.refuse(
+                "restored-files",
+                f"the restored copy differs from the rank: {'; '.join(found[:5])}",
+                "a file of the rank was replaced on the target during the restore, or differs there; make both nodes equal"
+                " and retry",
+            )
+        if beyond := comparison.beyond_rights(copy):
+            raise verify.refuse(
+                "file-rights",
+                f"the rank's user may not have these files on this node: {'; '.join(beyond[:5])}",
+                "give the user the same rights on both nodes, or have the job close the file",
+            )
+
     def _entry(self, image: ImageDescription, group: Cgroup) -> RankEntry:
         begin = self.log.begin
         entry = RankEntry(
@@ -183,11 +239,13 @@ class Restore:
         return entry
 
     async def _start_keeper(
-        self, image: ImageDescription, group: Cgroup
+        self, image: ImageDescription, group: Cgroup, user: Credentials
     ) -> tuple[KeeperLink, Any, asyncio.subprocess.Process]:
         """Starts the guest keeper. It is connected when this returns, and criu waits for its request."""
         begin, config = self.log.begin, self.node.config
         ours, theirs = session.swrk_pair()
+        program = programs.opened(config.criu)
+        environment = session.restore_environment(program, self.node.store.path(begin.move), user)
         spec = {
             "uid": begin.rank_uid,
             "job": begin.job,
@@ -198,7 +256,7 @@ class Restore:
             "home_endpoint": image.home_endpoint,
             "node": config.node,
             "keeper_sock": str(config.keeper_socket),
-            "criu": config.criu,
+            "criu": {"argv": program.argv, "fds": program.fds, "environment": environment},
             "criu_fd": theirs.fileno(),
             "cgroup_procs": str(group.path / "cgroup.procs"),
             "identity": image.identity.to_orders(),
@@ -215,7 +273,8 @@ class Restore:
         }
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-P", "-m", "shim.keeper.guest"),
-            pass_fds=(theirs.fileno(),),
+            pass_fds=(theirs.fileno(), *program.fds),
+            env=programs.environment(PYTHONPATH=str(_PACKAGES)),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.DEVNULL,
             # stderr is this daemon's: a pipe would stay open in the keeper, and asyncio's wait() waits for its end too.

@@ -12,7 +12,7 @@ import time
 
 from snapshotd import preflight
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.api.errors import Busy, Denied, RankGone, SnapshotError, Usage, Where, WrongState
+from snapshotd.api.errors import Busy, Denied, RankGone, Refused, SnapshotError, Usage, Where, WrongState
 from snapshotd.files.as_user import spares
 from snapshotd.keepers.ranks import check_rank_uid
 from snapshotd.keepers.relay import Relays
@@ -55,6 +55,7 @@ class TargetSteps(TargetSettling):
                 carry_paths=self.node.config.carry_paths,
                 may_replace=self.node.carry.may_replace,
                 gpu_wish=gpu_wish,
+                allow_root=self.node.config.allow_root_ranks,
             )
         )
 
@@ -71,6 +72,10 @@ class TargetSteps(TargetSettling):
         identity = _identity(facts)
         if facts.source_node == config.node:
             raise Usage("a rank cannot be moved to the node it is on")
+        if not config.allow_root_ranks and 0 in facts.user_ids:
+            raise Refused(
+                "root-rank: the rank runs as root, which this node does not allow", remedy=preflight.ROOT_REMEDY
+            )
         for older in self.journal.all():
             same = (older.begin.rank_uid, older.begin.role) == (facts.rank.uid, "source")
             if same and older.last_mark is not Mark.SETTLED:
@@ -97,7 +102,14 @@ class TargetSteps(TargetSettling):
             )
             move_log = await in_thread(self.journal.begin, begin)
             reserved = [new for old, new in pairs if old in used]
-            await in_thread(move_log.mark, Mark.PREPARED, gpu_pairs=pairs, gpus_reserved=reserved, identity=identity)
+            await in_thread(
+                move_log.mark,
+                Mark.PREPARED,
+                gpu_pairs=pairs,
+                gpus_reserved=reserved,
+                user_ids=sorted(set(facts.user_ids)),
+                identity=identity,
+            )
         self.track(move_log)
         if any(fact.carried for fact in facts.files):
             await in_thread(spares.add)

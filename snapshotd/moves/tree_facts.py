@@ -1,0 +1,163 @@
+"""Defines what a process tree has open and mapped, and who it is: gathered on the source, compared on the target.
+
+The source gathers it once the rank is frozen and sends it with the image. The target gathers the same of the restored copy,
+before anything of it may run, and compares (snapshotd/moves/target/comparison.py).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+
+import msgspec
+
+from snapshotd.api.snapshotd_pb2 import FileFact
+from snapshotd.preflight.objects import Kind, kind_of
+from snapshotd.proc import maps, privileges, status
+from snapshotd.proc.fd import read_info, read_links
+from snapshotd.proc.files import GONE
+from snapshotd.proc.privileges import Credentials
+
+
+class File(msgspec.Struct, frozen=True, array_like=True):
+    """A file or kernel object that processes have open or mapped."""
+
+    link: str  # as the kernel names it
+    kind: str  # a Kind
+    mode: int = 0
+    user_id: int = 0
+    group_id: int = 0
+    device: int = 0  # that a device file stands for
+    inode: int = 0
+    size: int = 0
+    mtime_ns: int = 0
+    digest: str = ""  # of the content, if preflight has one; hex
+
+
+class OpenFile(msgspec.Struct, frozen=True, array_like=True):
+    number: int
+    flags: int
+    file: int  # index
+
+
+class MappedFile(msgspec.Struct, frozen=True, array_like=True):
+    start: int
+    end: int
+    offset: int
+    rights: str  # r-xp
+    file: int  # index
+
+
+class ProcessFacts(msgspec.Struct, frozen=True):
+    pid: int  # of the rank's own pid namespace
+    credentials: Credentials
+    #: Of those threads that have others than the process; by their number in the rank's own pid namespace.
+    thread_credentials: dict[int, Credentials]
+    cwd: str
+    root: str
+    program: str
+    open_files: list[OpenFile]
+    mapped_files: list[MappedFile]
+
+
+class TreeFacts(msgspec.Struct, frozen=True):
+    files: list[File]
+    processes: list[ProcessFacts]
+
+    def paths(self) -> set[str]:
+        """All paths that criu may open to restore this tree."""
+        found = {path for one in self.processes for path in (one.cwd, one.root, one.program)}
+        found |= {file.link for file in self.files if file.link.startswith("/")}
+        return {path.removesuffix(maps.DELETED) for path in found}
+
+
+class _Table:
+    """The distinct files, each with an index."""
+
+    def __init__(self, digests: Mapping[str, FileFact]) -> None:
+        self.files: list[File] = []
+        self._index: dict[object, int] = {}
+        self._digests = digests
+
+    def add(self, link: str, stat: os.stat_result | None) -> int:
+        key = (stat.st_dev, stat.st_ino, link) if stat is not None else link
+        index = self._index.get(key)
+        if index is None:
+            index = self._index[key] = len(self.files)
+            self.files.append(self._file(link, stat))
+        return index
+
+    def _file(self, link: str, stat: os.stat_result | None) -> File:
+        kind = kind_of(link, stat)
+        if stat is None:
+            return File(link, kind.name)
+        known = self._digests.get(link)
+        same = known is not None and (known.size, known.mtime_ns) == (stat.st_size, stat.st_mtime_ns)
+        return File(
+            link=link,
+            kind=kind.name,
+            mode=stat.st_mode,
+            user_id=stat.st_uid,
+            group_id=stat.st_gid,
+            device=stat.st_rdev,
+            inode=stat.st_ino,
+            size=stat.st_size,
+            mtime_ns=stat.st_mtime_ns,
+            digest=known.digest.hex() if known is not None and same else "",
+        )
+
+
+def gather(pids: Iterable[int], compared: Iterable[FileFact] = ()) -> TreeFacts:
+    """The facts about these processes, which must be frozen; zombies are left out. `compared` has digests. Blocks."""
+    table = _Table({fact.path: fact for fact in compared})
+    processes = []
+    for pid in pids:
+        try:
+            processes.append(_process(pid, table))
+        except GONE:
+            continue
+    return TreeFacts(table.files, processes)
+
+
+def _process(pid: int, table: _Table) -> ProcessFacts:
+    own = privileges.read(pid)
+    others = {}
+    for thread in os.listdir(f"/proc/{pid}/task"):
+        if int(thread) != pid and (found := privileges.read(pid, int(thread))) != own:
+            others[status.read(pid, int(thread)).inner_pid] = found
+    return ProcessFacts(
+        pid=status.read(pid).inner_pid,
+        credentials=own,
+        thread_credentials=others,
+        cwd=os.readlink(f"/proc/{pid}/cwd"),
+        root=os.readlink(f"/proc/{pid}/root"),
+        program=os.readlink(f"/proc/{pid}/exe"),
+        open_files=sorted(_open_files(pid, table), key=lambda one: one.number),
+        mapped_files=list(_mapped_files(pid, table)),
+    )
+
+
+def _open_files(pid: int, table: _Table) -> Iterable[OpenFile]:
+    for number, link, folder in read_links(pid):
+        stat = os.stat(str(number), dir_fd=folder) if link.startswith("/") else None
+        yield OpenFile(number, read_info(pid, number).flags, table.add(link, stat))
+
+
+def _mapped_files(pid: int, table: _Table) -> Iterable[MappedFile]:
+    stats: dict[object, os.stat_result | None] = {}
+    for mapping in maps.read(pid):
+        if not mapping.path.startswith("/"):
+            continue
+        key = (mapping.device, mapping.inode, mapping.path)
+        if key not in stats:
+            in_memory = kind_of(mapping.path, None) is not Kind.ANON  # only its name identifies it
+            stats[key] = None if in_memory else os.stat(maps.map_file(pid, mapping))
+        bits = (
+            (mapping.readable, "r", "-"),
+            (mapping.writable, "w", "-"),
+            (mapping.executable, "x", "-"),
+            (mapping.shared, "s", "p"),
+        )
+        rights = "".join(yes if on else no for on, yes, no in bits)
+        index = table.add(mapping.path, stats[key])
+        yield MappedFile(mapping.start, mapping.start + mapping.size_bytes, mapping.offset, rights, index)
