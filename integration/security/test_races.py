@@ -26,8 +26,9 @@ from tests.sampling import Sampler
 USER = ("setpriv", "--reuid=1500", "--regid=1500", "--clear-groups")
 HOSTILE = Path(__file__).with_name("hostile.py")
 NODES = ("node-1", "spare-1")
-#: Where root's processes of a lab may write: the daemon's run-time and state folders, and what the lab itself keeps.
-OWN = ("/run/criu.kdat", "/run/snapshotd/", "/run/migrator-lab/", "/var/lib/migrator-lab/")
+#: Where root's processes of a lab may write: the daemon's run-time and state folders, what the lab itself keeps, and
+#: Python's compiled files.
+OWN = ("/run/criu.kdat", "/run/snapshotd/", "/run/migrator-lab/", "/var/lib/migrator-lab/", "/__pycache__/")
 
 
 @pytest.fixture
@@ -102,6 +103,8 @@ def test_root_is_never_misled_by_races(
             outcomes[done.returncode] += 1
             reasons[json.loads(done.stdout)["reason"][:300]] += 1
             rank.await_progress(3)
+            if done.returncode == 0:  # tricks during the removal may have saved a file, which would refuse the way back
+                shutil.rmtree(node_path(nodes, place, "/tmp/race"), ignore_errors=True)
     print("outcomes:", dict(outcomes), dict(reasons))
     assert not watcher.overflowed
     assert watcher.opened == [], "\n".join(map(str, watcher.opened))
