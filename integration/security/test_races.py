@@ -76,7 +76,9 @@ def mounts(nodes: Cluster) -> dict[str, list[str]]:
 
 
 def outside(touched: list[Touched]) -> list[str]:
-    return sorted({str(each) for each in touched if not any(own in each.path for own in OWN)})
+    """What root has no business with. It may fill the user's own files, in the user's own folder: that is the move."""
+    theirs = [each for each in touched if not any(own in each.path for own in OWN)]
+    return sorted({str(each) for each in theirs if ":/tmp/race/" not in each.path or each.owner != 1500})
 
 
 @pytest.mark.timeout(7200)

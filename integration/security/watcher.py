@@ -34,9 +34,11 @@ class Touched:
     pid: int
     user_id: int | None  # None: the process had ended before it could be looked at
     command: str
+    owner: int  # of the file, afterwards
 
     def __str__(self) -> str:
-        return f"{self.path} by {self.command or 'a process that has ended'} (pid {self.pid}, user {self.user_id})"
+        process = f"{self.command or 'a process that has ended'} (pid {self.pid}, user {self.user_id})"
+        return f"{self.path}, a file of user {self.owner}, by {process}"
 
 
 class Watcher:
@@ -105,7 +107,8 @@ class Watcher:
                     os.close(descriptor)
 
     def _take(self, descriptor: int, pid: int, found: list[Touched], *, everyone: bool) -> None:
-        place = self._names.get(os.fstat(descriptor).st_dev, "")
+        about = os.fstat(descriptor)
+        place = self._names.get(about.st_dev, "")
         path = place + os.readlink(f"/proc/self/fd/{descriptor}")
         # On the file systems of the nodes, a process that has ended meanwhile was one of the lab's.
         user_id, command, ours = None, "", bool(place)
@@ -115,4 +118,4 @@ class Watcher:
             user_id = int(status.partition("\nUid:\t")[2].split()[1])
             command = os.fsdecode(Path(f"/proc/{pid}/cmdline").read_bytes()[:200].replace(b"\0", b" "))
         if pid != os.getpid() and (everyone or (ours and user_id in (0, None))):
-            found.append(Touched(path, pid, user_id, command))
+            found.append(Touched(path, pid, user_id, command, about.st_uid))
