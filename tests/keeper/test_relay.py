@@ -231,7 +231,8 @@ async def test_second_move_carries_unacknowledged_output(node: Node, other: Node
         "got = b''\n"
         "while len(got) < 13: got += os.read(0, 99)\n"
         "os.write(1, got)\n"
-        "signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])"
+        "signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])\n"
+        "signal.pause()"  # the home keeper may have read its input before the signal
     )
     next_guest = await Guest.start(third, home, second_move, state)
     await next_guest.restore(python(final))
