@@ -11,13 +11,29 @@ from pathlib import Path
 import pytest
 
 from integration.harness import Cluster, Job, until
+from integration.security.user_ranks import USER as USER_ID
+from integration.security.user_ranks import user_folder
 from snapshotd.runtime.faults import Point
 
 pytestmark = pytest.mark.root
 
 HOME, AWAY = "node-1", "spare-1"
-USER_ID = 1500
 NAMES = ("carrier", "carrier-kept", "root-only")
+#: Has files below /tmp open: one that it reads again at every step, and a set-user-id program.
+CARRIER = """
+import os, time
+os.makedirs("/tmp/carrier", exist_ok=True)
+state = os.open("/tmp/carrier/state", os.O_RDWR | os.O_CREAT, 0o600)
+os.pwrite(state, b"of the user", 0)
+program = os.open("/tmp/carrier/program", os.O_RDWR | os.O_CREAT, 0o755)
+os.fchmod(program, 0o6755)
+step = 0
+while True:
+    owner, mode = os.fstat(state).st_uid, os.fstat(program).st_mode
+    print("step", step, os.pread(state, 100, 0).decode(), owner, f"{mode:o}", flush=True)
+    step += 1
+    time.sleep(0.03)
+"""
 
 
 def tmp_of(nodes: Cluster, node: str) -> Path:
@@ -33,17 +49,16 @@ def daemon_pids(nodes: Cluster, node: str) -> list[str]:
 
 @pytest.fixture
 def job(nodes: Cluster) -> Iterator[Job]:
-    end = nodes.folder / "carrier.end"
-    end.unlink(missing_ok=True)
-    started = nodes.workload(HOME, "carrier.py", "--end-file", str(end))
-    started.await_lines(3)
-    for node in (HOME, AWAY):
-        secrets = tmp_of(nodes, node) / "root-only"
-        secrets.mkdir(mode=0o700)
-        for name in ("program", "state"):
-            (secrets / name).write_text("of root")
-    yield started
-    started.kill()
+    with user_folder() as folder:
+        started = folder.start(nodes, HOME, CARRIER, "carrier")
+        started.await_lines(3)
+        for node in (HOME, AWAY):
+            secrets = tmp_of(nodes, node) / "root-only"
+            secrets.mkdir(mode=0o700)
+            for name in ("program", "state"):
+                (secrets / name).write_text("of root")
+        yield started
+        started.kill()
     for node in (HOME, AWAY):
         for name in NAMES:
             path = tmp_of(nodes, node) / name
@@ -52,6 +67,11 @@ def job(nodes: Cluster) -> Iterator[Job]:
 
 def own(path: Path) -> None:
     os.chown(path, USER_ID, USER_ID, follow_symlinks=False)
+
+
+def last_line(job: Job) -> str:
+    """The last line that is complete."""
+    return job.text().rpartition("\n")[0].splitlines()[-1]
 
 
 def intact(nodes: Cluster, job: Job) -> None:
@@ -100,12 +120,12 @@ def test_directory_swapped_for_a_link_after_the_dump_does_not_send_root_s_file(n
 
 
 def test_set_user_id_does_not_move(nodes: Cluster, job: Job) -> None:
-    assert job.lines()[-1].endswith(f" {USER_ID} 106755")
+    assert last_line(job).endswith(f" {USER_ID} 106755")
     nodes.move(job, AWAY)
     job.await_progress()
-    assert job.lines()[-1].endswith(f"of the user {USER_ID} 100755")
+    assert last_line(job).endswith(f"of the user {USER_ID} 100755")
     assert (tmp_of(nodes, AWAY) / "carrier" / "program").stat().st_mode == 0o100755
     nodes.move(job, HOME)
     job.await_progress()
-    assert job.lines()[-1].endswith(f"of the user {USER_ID} 100755")
+    assert last_line(job).endswith(f"of the user {USER_ID} 100755")
     intact(nodes, job)
