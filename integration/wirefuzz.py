@@ -70,7 +70,9 @@ def messages(draw: Any, descriptor: Any) -> Message:
             continue
         if field.is_repeated:
             values_drawn = draw(st.lists(values(field), max_size=3))
-            if field.cpp_type == FieldDescriptor.CPPTYPE_MESSAGE:
+            if field.message_type is not None and field.message_type.GetOptions().map_entry:
+                getattr(made, field.name).update({entry.key: entry.value for entry in values_drawn})
+            elif field.cpp_type == FieldDescriptor.CPPTYPE_MESSAGE:
                 for value in values_drawn:
                     getattr(made, field.name).add().CopyFrom(value)
             else:
