@@ -94,7 +94,6 @@ class Receiver:
             self._take(connection)
             self._receive(connection)
         except StripeError as error:
-            self._report(error)
             self._refuse(connection, error)
         except OSError as error:
             self._report(StripeError("unreachable", str(error), retry=True))
@@ -118,10 +117,15 @@ class Receiver:
             self._current = connection
 
     def _refuse(self, connection: Connection, error: StripeError) -> None:
-        """Sends the reason and waits until the sender closes: a reset for unread data would overtake the reason."""
+        """Sends the reason, then reports it: the daemon may end this process when it knows.
+
+        Then waits until the sender closes, because a reset for unread data would overtake the reason.
+        """
         with contextlib.suppress(OSError):
             connection.settimeout(_HANG_UP_S)
             connection.send(*error_reply(error))
+        self._report(error)
+        with contextlib.suppress(OSError):
             connection.drain(_HANG_UP_S)
 
     def _receive(self, connection: Connection) -> None:
