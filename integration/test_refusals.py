@@ -220,7 +220,10 @@ def test_rank_that_ends_during_a_move_is_reported(nodes: Cluster, node: str, poi
     assert asked.code == RankGone.exit_code, f"{asked}\n{nodes.logs()}"
     assert "ended" in asked.answer["reason"]
     assert job.finish() == (7 if number == signal.SIGTERM else -number)
-    until("leftovers to be removed", lambda: not nodes.leftovers())
+    try:
+        until("leftovers to be removed", lambda: not nodes.leftovers())
+    except AssertionError as error:
+        raise AssertionError(f"{error}: {nodes.leftovers()}\n{nodes.logs()}") from None
 
 
 # ---------------------------------------------------------------- a refusal after the rank was stopped
