@@ -22,6 +22,7 @@ from google.protobuf.message_factory import GetMessageClass
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from integration.harness import INVENTED_MOVE
 from migrator.cluster import Cluster
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.channel import Credentials, open_channel
@@ -34,11 +35,11 @@ ABSURD_BYTES = 48 << 20
 CALL_S = 20.0
 
 texts = st.one_of(
-    st.sampled_from(["", "m-0123456789ab", "../../etc/passwd", "m-../..", "\0", "x" * 5000, "node-1", "10.0.0.1:1"]),
+    st.sampled_from(["", INVENTED_MOVE, "../../etc/passwd", "m-../..", "\0", "x" * 5000, "node-1", "10.0.0.1:1"]),
     st.text(max_size=30),
 )
 #: Valid values for half of the draws, so that the checks of other fields are reached too.
-_SOUND = {"move": "m-0123456789ab", "rank_uid": "job-0-01234567", "uid": "job-0-01234567"}
+_SOUND = {"move": INVENTED_MOVE, "rank_uid": "job-0-01234567", "uid": "job-0-01234567"}
 _NUMBERS = {
     FieldDescriptor.CPPTYPE_INT32: st.integers(-(1 << 31), (1 << 31) - 1),
     FieldDescriptor.CPPTYPE_INT64: st.integers(-(1 << 63), (1 << 63) - 1),
