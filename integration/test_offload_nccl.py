@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-from functools import partial
 from typing import Any
 
 import pytest
 
 from integration.gpu_nodes import GpuCluster
-from integration.harness import PATIENCE_S, SHORT_LEASE, Job, until
+from integration.harness import PATIENCE_S, SHORT_LEASE, until
 from integration.nccl_nodes import NcclJob, unsettled
 from snapshotd.runtime.faults import Point
 
@@ -73,19 +72,9 @@ def test_rank_moves_there_and_back(lab: GpuCluster, moved: int) -> None:
 def test_both_ranks_of_one_node_move(lab: GpuCluster) -> None:
     job = start(lab, SOURCE, SOURCE, shape="pairs")
     for rank, to in ((0, TARGET), (1, PEER)):
-        moved_both(until("the members to be known", partial(moved_if_known, lab, job.ranks[rank], rank, to)))
+        moved_both(lab.cluster.move(job.ranks[rank], to, rank=rank))
         job.await_progress()
     job.ends_well()
-
-
-def moved_if_known(lab: GpuCluster, job: Job, rank: int, to: str) -> dict[str, Any] | None:
-    """Right after a move the daemons may not know every member yet; the refusal says "wait", and nothing is paused."""
-    done = lab.cluster.migrator("move", "--rank", str(rank), "--job", job.name, "--to", to, "--json")
-    if done.returncode == 10 and "nccl-members" in done.stdout:
-        return None
-    assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}\n{lab.cluster.logs()}"
-    result: dict[str, Any] = json.loads(done.stdout)
-    return result
 
 
 def test_memory_of_nccl_is_freed_before_the_offload(lab: GpuCluster) -> None:

@@ -37,6 +37,8 @@ PATIENCE_S = 0.5
 #: Delay between two rounds; short at first, because most cuts are a few milliseconds away.
 ROUND_S, ROUND_MAX_S = 0.002, 0.05
 ASK_S = 15.0
+#: Preflight: how often, and how far apart, a member is looked for before the move is refused for want of it.
+LOOKS, LOOK_S = 5, 0.2
 
 
 class Gates:
@@ -60,6 +62,16 @@ class Gates:
         try:
             async with self._clients(nodes) as clients:
                 reports = await _ask_all(clients, _reporting(description))
+                missing = _unknown(description.rank_uid, reports)
+                for _ in range(LOOKS - 1):
+                    if not missing:
+                        break
+                    # Nodes do not report at the same moment. A communicator that one member has just created or destroyed
+                    # is missing another one once; only a member that no daemon knows is missing every time.
+                    await asyncio.sleep(LOOK_S)
+                    reports = await _ask_all(clients, _reporting(description))
+                    again = _unknown(description.rank_uid, reports)
+                    missing = {comm: again[comm] for comm in missing if comm in again}
         except SnapshotError as error:
             return [
                 pb.Check(
@@ -82,11 +94,8 @@ class Gates:
             for refusal in comm.refusals
             if report.process.rank_uid != description.rank_uid and comm.id in comms
         ]
-        numbers = Numbers()
-        numbers.add(reports)
-        membership = Membership.gather(reports, numbers)
-        if missing := [comm for comm in comms if membership.unknown(comm)]:
-            checks.append(_missing(missing, membership, silent))
+        if missing:
+            checks.append(_missing(missing, silent))
         return checks
 
     async def find(self, description: pb.MoveDescription) -> bool:
@@ -259,13 +268,22 @@ def _of(rank_uid: str, reports: Iterable[ProcessReport]) -> list[ProcessReport]:
     return [report for report in reports if report.process.rank_uid == rank_uid]
 
 
-def _missing(comms: Collection[str], membership: Membership, silent: Collection[str]) -> pb.Check:
-    count = sum(membership.unknown(comm) for comm in comms)
+def _unknown(rank_uid: str, reports: Collection[ProcessReport]) -> dict[str, int]:
+    """The communicators of a rank that have members which no process has reported to be, and how many."""
+    numbers = Numbers()
+    numbers.add(reports)
+    membership = Membership.gather(reports, numbers)
+    comms = {comm.id for report in _of(rank_uid, reports) for comm in report.gate.communicators}
+    return {comm: count for comm in comms if (count := membership.unknown(comm))}
+
+
+def _missing(unknown: Mapping[str, int], silent: Collection[str]) -> pb.Check:
+    count, comms = sum(unknown.values()), len(unknown)
     unreachable = f"; no answer from {', '.join(silent)}" if silent else ""
     return pb.Check(
         name="nccl-members",
         verdict=pb.Check.REFUSE,
-        reason=f"{count} members of {len(comms)} of its NCCL communicators are not ranks that a daemon knows{unreachable}",
+        reason=f"{count} members of {comms} of its NCCL communicators are not ranks that a daemon knows{unreachable}",
         remedy="start every rank of the job with `migrator run`, under the same --job, on nodes of this cluster; "
         "bring back nodes that do not answer; if the job is still starting, wait until it has started",
     )

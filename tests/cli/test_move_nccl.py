@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
+from typing import ClassVar
+
 import pytest
 
 from migrator.quiesce import gates
+from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import NcclFailed, Timeout, Undone, Unreachable
 from tests.cli.conftest import FakeCluster, Migrator, a_rank
 from tests.cli.gated_job import Gated, Group, collective, receive, send
@@ -168,6 +173,24 @@ def test_communicator_members_unknown_to_all_daemons_are_refused(cluster: FakeCl
         "nccl-members": "1 members of 1 of its NCCL communicators are not ranks that a daemon knows",
     }
     assert not cluster["node-1"].called("Close")
+
+
+class Brief(Gated):
+    """A process that has made and destroyed another communicator whenever it is asked."""
+
+    def shown(self) -> pb.ProcessGate:
+        self.memberships = {"aa": self.memberships["aa"], f"{0xB0 + next(self.numbers):x}": (2, 0)}
+        return super().shown()
+
+    numbers: ClassVar[Iterator[int]] = itertools.count()
+
+
+def test_communicators_that_exist_for_a_moment_do_not_refuse_a_move(cluster: FakeCluster, migrator: Migrator) -> None:
+    """Nodes do not report at the same moment: the other member has such a communicator no more, or not yet."""
+    deal(cluster, Brief(0, world(2)[0], [collective("aa")]), Gated(1, world(2)[1], [collective("aa")]))
+    ran = migrator("check", "--rank", "0", "--to", "spare-1", "--json")
+    assert [check for check in ran.json["checks"] if check["verdict"] == "refuse"] == []
+    assert ran.code == 0
 
 
 def test_refusal_names_a_node_of_the_job_that_does_not_answer(cluster: FakeCluster, migrator: Migrator) -> None:
