@@ -1,8 +1,10 @@
 # Every target that needs the environment begins with tools/setup, which does nothing when nothing has changed.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-fast lint coverage docs bench clean
+.PHONY: help setup demo test test-all test-fast test-systemd lint coverage docs bench chaos package clean
 
 PYTHON := .venv/bin/python
+# The tests start some thousand processes in Python: they are slow without its compiled files.
+unexport PYTHONDONTWRITEBYTECODE
 # More workers than processors, because most tests wait for processes. Tests of one file stay together while others have work.
 WORKERS ?= $(shell expr 2 \* `nproc`)
 PARALLEL := -n $(WORKERS) --dist worksteal
@@ -11,14 +13,14 @@ PYTEST := $(PYTHON) -m pytest --durations=20 --durations-min=1
 SAMPLE ?=
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 # The nodes of a lab have their own /tmp, /run and /dev/shm, so they cannot see a checkout that lies there. tools/elsewhere
 # runs make again, in a place that they can see.
 HIDDEN := $(filter /tmp/% /run/% /dev/shm/%,$(realpath $(CURDIR))/)
 ifneq ($(HIDDEN),)
 
-setup demo test test-all test-fast coverage docs bench: ; @tools/elsewhere $(MAKE) --no-print-directory $@
+setup demo test test-all test-fast test-systemd coverage docs bench chaos package: ; @tools/elsewhere $(MAKE) --no-print-directory $@
 
 else
 
@@ -33,9 +35,19 @@ test-all: SAMPLE = --whole
 test test-all: setup lint ## lint, unit tests and integration tests; test-all: every case of the exhaustive tests
 	$(PYTEST) tests $(PARALLEL) $(SAMPLE)
 	$(PYTEST) integration $(PARALLEL) $(SAMPLE)
+	$(if $(filter test-all,$@),$(MAKE) --no-print-directory test-systemd)
 
 test-fast: setup ## the unit tests alone
 	$(PYTEST) tests $(PARALLEL) $(SAMPLE)
+
+# Part of `make test-all` only: it builds the packages, which takes as long as the tests themselves, and needs mmdebstrap and
+# systemd-nspawn, which `make setup` does not install. To run it with packages that are built already:
+# SNAPSHOT_LANE=systemd SNAPSHOT_PACKAGES=FOLDER .venv/bin/python -m pytest integration/systemd
+test-systemd: export SNAPSHOT_LANE = systemd
+test-systemd: export SNAPSHOT_PACKAGES = build/packages
+test-systemd: setup ## install the Debian package on nodes that boot systemd, and move ranks there
+	@rm -rf build/packages && tools/package build/packages
+	$(PYTEST) integration/systemd
 
 coverage: setup ## run the unit tests and report the lines that they reach, in Python and in C
 	@tools/coverage
@@ -45,6 +57,14 @@ docs: setup ## build the documentation into build/site, and fail on a broken lin
 
 bench: setup ## measure how long a move pauses the job
 	@$(PYTHON) -m integration.bench
+
+# Variables: MINUTES, SEED, SOAK (a number of moves without faults, instead of faults), CHAOS (more options: --help).
+MINUTES ?= 15
+chaos: setup ## move ranks at random under random faults (MINUTES=15 SEED=N), or SOAK=500 times without faults
+	@$(PYTHON) -m integration.chaos --minutes $(MINUTES) $(addprefix --seed ,$(SEED)) $(addprefix --soak ,$(SOAK)) $(CHAOS)
+
+package: setup ## build the wheel and the Debian packages of this commit into dist/
+	@tools/package
 
 endif
 

@@ -5,7 +5,9 @@ errors of a file are reported together, with the file's name. No connection is o
 
     [nodes.node-1]
     endpoint = "10.0.0.1:7070"
-    [tls]                        # an operator's identity, created by `migrator pki operator NAME`
+    [nodes.node-1.networks]      # optional: a name for a network, and this node's address there
+    data = "10.1.0.1"
+    [tls]                        # an operator's identity, created by `migrator cluster init`
     ca = "ca.crt"                # paths are relative to the directory of this file
     cert = "alice.crt"
     key = "alice.key"
@@ -16,6 +18,7 @@ process id in the path may have been reused.
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
 import stat
@@ -76,6 +79,9 @@ class Cluster:
     nodes: dict[str, str]
     tls: Tls | None = None
     netns: Netns | None = None
+    fence: tuple[str, ...] = ()  # a program that powers off the node whose name is added; empty: there is none
+    networks: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # by node: name of a network -> address
+    ssh: Mapping[str, str] = field(default_factory=dict)  # by node: where `migrator cluster add --ssh` reached it
 
     @classmethod
     def load(cls, path: Path | str | None = None, places: Places | None = None) -> Cluster:
@@ -95,12 +101,16 @@ class Cluster:
         raise NotFound(
             f"no cluster: neither {places.user} nor {places.system} exists, no lab is up, "
             f"and no snapshotd answers at {places.local_socket}",
-            remedy="name a file with --cluster or $MIGRATOR_CLUSTER, or try `migrator lab up`",
+            remedy="name a file with --cluster or $MIGRATOR_CLUSTER, make a cluster with `migrator cluster init`, or try"
+            " `migrator lab up`",
         )
 
     @classmethod
-    def read(cls, path: Path) -> Cluster:
-        """The cluster in one file. BadConfig lists everything that is wrong with it."""
+    def read(cls, path: Path, *, may_be_empty: bool = False) -> Cluster:
+        """The cluster in one file. BadConfig lists everything that is wrong with it.
+
+        A file without nodes is one that `migrator cluster init` has just made: there is nothing that other verbs could do.
+        """
         try:
             values = toml_file.load(path)
         except FileNotFoundError as error:
@@ -109,7 +119,12 @@ class Cluster:
             ) from error
         problems: list[str] = []
         found = toml_file.read(_File, values, "", problems)
-        nodes = _nodes(found.get("nodes", {}), problems)
+        nodes, networks = _nodes(found.get("nodes") or {}, problems)
+        if not found.get("nodes", True) and not may_be_empty:
+            problems.append(
+                'nodes: it must be a table [nodes.NAME] with endpoint = "host:port" for each node; add one with'
+                " `migrator cluster add NODE ADDRESS`"
+            )
         tls = _tls(found.get("tls"), path.parent, problems)
         if "tls" not in values and any(not _is_unix(endpoint) for endpoint in nodes.values()):
             problems.append(
@@ -119,7 +134,8 @@ class Cluster:
         if netns is None and "netns_inode" in values and "netns" not in values:
             problems.append("netns: is missing; netns_inode is the inode of the namespace that it names")
         toml_file.check(problems, str(path))
-        return cls(str(path), nodes, tls, netns)
+        ssh = {name: table["ssh"] for name, table in (found["nodes"] or {}).items() if table.get("ssh")}
+        return cls(str(path), nodes, tls, netns, tuple(found.get("fence", ())), networks, ssh)
 
     def client(self, node: str) -> DaemonClient:
         """A client of that node's daemon, not yet connected."""
@@ -172,6 +188,13 @@ class Cluster:
         )
 
 
+def ssh_destination(text: str) -> str:
+    """[USER@]HOST. Raises ValueError. It begins with no '-', so that ssh cannot take it for an option."""
+    if not re.fullmatch(r"([A-Za-z0-9_][A-Za-z0-9_.-]*@)?[A-Za-z0-9\[:][A-Za-z0-9.:%\]-]*", text):
+        raise ValueError(f"{text[:80]!r} is not a destination of ssh: [USER@]HOST")
+    return text
+
+
 def _endpoint(text: str) -> str:
     if not _is_endpoint(text):
         raise ValueError(f'{text!r} is neither "host:port" nor "unix:/path"')
@@ -195,15 +218,23 @@ class _TlsTable(msgspec.Struct):
 
 class _NodeTable(msgspec.Struct):
     endpoint: Annotated[str, toml_file.text('"host:port" or "unix:/path"', _endpoint)]
+    ssh: Annotated[str, toml_file.text('a destination of ssh, as "root@node-1"', ssh_destination)] = ""
+    networks: Annotated[
+        dict[str, str] | None,
+        Meta(description='a table with an address of the node for each network, as data = "10.1.0.1"'),
+    ] = None
 
 
 class _File(msgspec.Struct):
     """The keys of the file."""
 
     nodes: Annotated[
-        dict[str, Any], Meta(min_length=1, description='a table [nodes.NAME] with endpoint = "host:port" for each node')
-    ]
+        dict[str, Any] | None, Meta(description='a table [nodes.NAME] with endpoint = "host:port" for each node')
+    ] = None
     tls: Annotated[dict[str, Any] | None, Meta(description="a table with ca, cert and key")] = None
+    fence: Annotated[
+        tuple[str, ...], Meta(description='a list: a program and its arguments, as ["/sbin/fence", "-f"]')
+    ] = ()
     netns: Annotated[Path | None, toml_file.text("an absolute path", _absolute)] = None
     netns_inode: Annotated[int | None, Meta(description="a whole number")] = None
 
@@ -248,8 +279,10 @@ def _is_up(file: Path) -> bool:
     return netns is None or netns.alive()
 
 
-def _nodes(tables: Mapping[str, object], problems: list[str]) -> dict[str, str]:
+def _nodes(tables: Mapping[str, object], problems: list[str]) -> tuple[dict[str, str], dict[str, dict[str, str]]]:
+    """The endpoints of the nodes, and their addresses by network."""
     nodes: dict[str, str] = {}
+    networks: dict[str, dict[str, str]] = {}
     for name, entry in tables.items():
         if not NODE_NAME.fullmatch(name):
             problems.append(f"nodes.{name}: the name of a node must be a host name")
@@ -259,12 +292,48 @@ def _nodes(tables: Mapping[str, object], problems: list[str]) -> dict[str, str]:
         found = toml_file.read(_NodeTable, entry, f"nodes.{name}.", problems)
         if "endpoint" in found:
             nodes[name] = found["endpoint"]
+        if own := _networks(name, found.get("networks") or {}, problems):
+            networks[name] = own
     endpoints = list(nodes.values())
     problems += [
         f"nodes: {twice} is the endpoint of two nodes"
         for twice in sorted({e for e in endpoints if endpoints.count(e) > 1})
     ]
-    return nodes
+    problems += _contradictions(networks)
+    return nodes, networks
+
+
+def _networks(node: str, table: Mapping[str, str], problems: list[str]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for network, text in table.items():
+        try:
+            address = ipaddress.ip_address(text)
+        except ValueError:
+            problems.append(f"nodes.{node}.networks.{network}: must be an IP address, not {text!r}")
+            continue
+        if address.is_loopback or address.is_link_local or address.is_unspecified:
+            problems.append(f"nodes.{node}.networks.{network}: {text} is not an address that other nodes reach")
+        else:
+            found[network] = str(address)
+    return found
+
+
+def _contradictions(networks: Mapping[str, Mapping[str, str]]) -> list[str]:
+    """Addresses that two nodes or two networks have, and networks with both IPv4 and IPv6."""
+    places: dict[str, list[str]] = {}
+    versions: dict[str, dict[int, str]] = {}
+    for node, own in networks.items():
+        for network, ip in own.items():
+            place = f"nodes.{node}.networks.{network}"
+            places.setdefault(ip, []).append(place)
+            versions.setdefault(network, {}).setdefault(ipaddress.ip_address(ip).version, place)
+    found = [f"{' and '.join(named)}: {ip} can be one of them only" for ip, named in places.items() if len(named) > 1]
+    found += [
+        f"{mixed[4]} is IPv4 and {mixed[6]} IPv6: give them different names"
+        for mixed in versions.values()
+        if len(mixed) > 1
+    ]
+    return found
 
 
 def _is_endpoint(text: str) -> bool:

@@ -52,8 +52,9 @@ async def all_ranks(cluster: Cluster) -> tuple[list[Found], dict[str, SnapshotEr
     return found, silent
 
 
-async def find_rank(cluster: Cluster, rank: int, job: str | None, user_id: int | None = None) -> Found:
-    """The only process that is rank `rank`. Raises NotFound, Ambiguous, Busy or Unreachable; changes nothing.
+async def find_rank(cluster: Cluster, rank: int | str, job: str | None, user_id: int | None = None) -> Found:
+    """The only process that is rank `rank`, which is a number or the id of a rank. Raises NotFound, Ambiguous, Busy or
+    Unreachable; changes nothing.
 
     A job is named by its user and its name, so that a user who gives a job the name of another's cannot make it immovable.
     """
@@ -61,7 +62,9 @@ async def find_rank(cluster: Cluster, rank: int, job: str | None, user_id: int |
     meant = [
         entry
         for entry in found
-        if entry.rank.rank == rank and job in (None, entry.rank.job) and user_id in (None, entry.rank.user_id)
+        if rank in (entry.rank.rank, entry.rank.uid)
+        and job in (None, entry.rank.job)
+        and user_id in (None, entry.rank.user_id)
     ]
     here = [entry for entry in meant if entry.rank.place == pb.Rank.HERE]
     jobs = sorted({(entry.rank.job, entry.rank.user_id) for entry in meant})
@@ -79,11 +82,14 @@ async def find_rank(cluster: Cluster, rank: int, job: str | None, user_id: int |
         raise Busy(f"rank {rank} is being moved already ({moving[0]})", where=Where.UNKNOWN)
     if len(here) > 1:
         on = ", ".join(f"{entry.node} ({entry.rank.uid})" for entry in here)
-        raise Ambiguous(f"rank {rank} of job {jobs[0][0]} was started more than once: {on}", remedy="end one of them")
+        raise Ambiguous(
+            f"rank {rank} of job {jobs[0][0]} was started more than once: {on}",
+            remedy=f"name one by its id: --rank {here[0].rank.uid}",
+        )
     return here[0]
 
 
-def _ambiguous(rank: int, jobs: list[tuple[str, int]]) -> Ambiguous:
+def _ambiguous(rank: int | str, jobs: list[tuple[str, int]]) -> Ambiguous:
     """`jobs`: name and user of every job that has such a rank."""
     owners = {user_id for _, user_id in jobs}
     if len(owners) == 1:

@@ -60,6 +60,10 @@ class Move:
         return self.first.rank
 
     @property
+    def rank_uid(self) -> str:
+        return self.first.rank_uid
+
+    @property
     def source_node(self) -> str:
         return self.first.source_node
 
@@ -146,6 +150,7 @@ class Move:
             "job": self.job,
             "user_id": self.user_id,
             "rank": self.rank,
+            "uid": self.rank_uid,
             "source": self.source_node,
             "target": self.target_node,
             "outcome": self.verdict.value,
@@ -193,6 +198,21 @@ async def all_moves(cluster: Cluster, move: str = "") -> tuple[list[Move], dict[
     """Every move that any node knows (or only `move`), newest first, and the nodes that did not answer."""
     moves, _, silent = await moves_and_gates(cluster, move)
     return moves, silent
+
+
+async def move_of(cluster: Cluster, name: str) -> str:
+    """The id of a move. `name` is that id, or the id of a rank: then the rank's unfinished move, or else its latest one.
+    Raises NotFound if no node that answers knows a move of that rank."""
+    if name.startswith("m-"):
+        return name
+    moves, silent = await all_moves(cluster)
+    mine = sorted(
+        (move for move in moves if move.rank_uid == name), key=lambda move: (not move.ended, move.begun_unix_s)
+    )
+    if not mine:
+        lost = f", and these do not answer: {', '.join(silent)}" if silent else ""
+        raise NotFound(f"no node knows a move of rank {name}{lost}", remedy="`migrator ps` lists the ranks")
+    return mine[-1].id
 
 
 async def moves_and_gates(cluster: Cluster, move: str = "") -> tuple[list[Move], list[Gate], dict[str, SnapshotError]]:

@@ -7,8 +7,9 @@ so that all certificates of a name can be revoked, also those that were replaced
 name of a node.
 
 The directory contains ca.crt, ca.key, issued, nodes/NAME.{crt,key}, operators/NAME.{crt,key}, and ca.crl once a certificate
-was revoked. A node or an operator needs only ca.crt and its own pair, a node also ca.crl. Certificates are valid for 90 days:
-`renew`, run from a timer, replaces them in time, and daemons use the new files without a restart.
+was revoked. While the CA is being replaced (ca_rotation.py), ca.crt has two certificates; the one of ca.key signs. A node or
+an operator needs only ca.crt and its own pair, a node also ca.crl. Certificates are valid for 90 days: `renew`, run from a
+timer, replaces them in time, and daemons use the new files without a restart.
 """
 
 from __future__ import annotations
@@ -53,6 +54,8 @@ class Identity:
 def init(folder: Path) -> Path:
     """Creates a CA in `folder` and returns the path of its certificate. Raises Busy if the folder already has one."""
     cert_path, key_path = folder / "ca.crt", folder / "ca.key"
+    if key_path.exists() and not any((folder / name).exists() for name in ("ca.crt", "issued", "nodes", "operators")):
+        key_path.unlink()  # of an `init` that was interrupted: it has signed nothing
     for path in (cert_path, key_path):
         if path.exists():
             raise Busy(
@@ -63,29 +66,38 @@ def init(folder: Path) -> Path:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise Usage(f"{folder} cannot be made: {error.strerror}", remedy="name a folder you may write to") from error
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "snapshotd CA")])
+    key, cert = new_authority()
+    # The key is written first, so that a CA whose certificate exists has its key even after an interruption.
+    write_new(key_path, pem_of(key), 0o600)
+    write_new(cert_path, cert.public_bytes(serialization.Encoding.PEM), 0o644)
+    return cert_path
+
+
+def new_authority() -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
+    """A CA that is not stored yet. Each has a name of its own: two may be trusted at the same time."""
+    key, serial = ec.generate_private_key(ec.SECP256R1()), x509.random_serial_number()
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"snapshotd CA {serial:040x}"[:21])])
     now = datetime.now(UTC)
     builder = (
         x509.CertificateBuilder()
         .subject_name(name)
         .issuer_name(name)
         .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
+        .serial_number(serial)
         .not_valid_before(now - CLOCK_SKEW)
         .not_valid_after(now + CA_VALID)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .add_extension(_usage(signs_certificates=True), critical=True)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
     )
-    # The key is written first, so that a CA whose certificate exists has its key even after an interruption.
-    _write(key_path, _pem(key), 0o600)
-    _write(cert_path, builder.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM), 0o644)
-    return cert_path
+    return key, builder.sign(key, hashes.SHA256())
 
 
-def issue_node(folder: Path, name: str, addresses: Iterable[str] = ()) -> Identity:
-    """Creates the identity of a node's daemon, which serves calls and calls other daemons; `addresses` are its IPs."""
+def issue_node(folder: Path, name: str, addresses: Iterable[str] = (), *, replace: bool = False) -> Identity:
+    """Creates the identity of a node's daemon, which serves calls and calls other daemons; `addresses` are its IPs.
+
+    With `replace` also if there is one that is still valid, which stays valid until it expires.
+    """
     checked = []
     for address in addresses:
         try:
@@ -95,7 +107,7 @@ def issue_node(folder: Path, name: str, addresses: Iterable[str] = ()) -> Identi
                 f"{address!r} is not an IP address", remedy="give addresses like 10.0.0.1 or fd00::1"
             ) from error
     purposes = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
-    return _issue(folder, "node", name, [x509.IPAddress(address) for address in checked], purposes)
+    return _issue(folder, "node", name, [x509.IPAddress(address) for address in checked], purposes, replace)
 
 
 def issue_operator(folder: Path, name: str) -> Identity:
@@ -108,27 +120,52 @@ def renew(folder: Path, within: timedelta = RENEW_BEFORE) -> list[Identity]:
 
     The certificates that were replaced stay valid until they expire: copy the new files before that.
     """
-    ca_cert, ca_key = _load_ca(folder)
-    renewed = []
+    renewed: list[Identity] = []
     for role in ("node", "operator"):
-        for path in sorted((folder / f"{role}s").glob("*.crt")):
-            cert = _read_certificate(path)
-            if cert.not_valid_after_utc - datetime.now(UTC) > within:
-                continue
-            names = cert.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-            addresses = [x509.IPAddress(address) for address in names.get_values_for_type(x509.IPAddress)]
-            purposes = list(cert.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value)
-            identity = Identity(ca=folder / "ca.crt", cert=path, key=path.with_suffix(".key"))
-            new = Identity(ca=identity.ca, cert=path.with_suffix(".crt.new"), key=path.with_suffix(".key.new"))
-            for left in (new.cert, new.key):
-                left.unlink(missing_ok=True)  # of a run that was interrupted
-            _sign(folder, new, (ca_cert, ca_key), role, path.stem, addresses, purposes)
-            os.replace(new.key, identity.key)
-            os.replace(new.cert, identity.cert)
-            renewed.append(identity)
-    if (folder / "ca.crl").exists():
-        _write_crl(folder, ca_cert, ca_key, {})
+        paths = sorted((folder / f"{role}s").glob("*.crt"))
+        soon = [path for path in paths if read_certificate(path).not_valid_after_utc - datetime.now(UTC) <= within]
+        renewed += [reissue(folder, role, path.name.removesuffix(".crt")) for path in soon]
+    refresh_crl(folder)
     return renewed
+
+
+def reissue(folder: Path, role: str, name: str) -> Identity:
+    """Replaces the identity by one with the same names, a new key, and the present CA's signature."""
+    identity = identity_of(folder, role, name)
+    cert = read_certificate(identity.cert)
+    names = cert.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    addresses = [x509.IPAddress(address) for address in names.get_values_for_type(x509.IPAddress)]
+    purposes = list(cert.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value)
+    _replace(folder, identity, load_ca(folder), role, name, addresses, purposes)
+    return identity
+
+
+def _replace(
+    folder: Path,
+    identity: Identity,
+    ca: tuple[x509.Certificate, ec.EllipticCurvePrivateKey],
+    role: str,
+    name: str,
+    addresses: list[x509.IPAddress],
+    purposes: list[x509.ObjectIdentifier],
+) -> None:
+    new = Identity(identity.ca, Path(f"{identity.cert}.new"), Path(f"{identity.key}.new"))
+    for left in (new.cert, new.key):
+        left.unlink(missing_ok=True)  # of a run that was interrupted
+    _sign(folder, new, ca, role, name, addresses, purposes)
+    os.replace(new.key, identity.key)
+    os.replace(new.cert, identity.cert)
+
+
+def identity_of(folder: Path, role: str, name: str) -> Identity:
+    leaf = folder / f"{role}s"
+    return Identity(ca=folder / "ca.crt", cert=leaf / f"{name}.crt", key=leaf / f"{name}.key")
+
+
+def refresh_crl(folder: Path) -> None:
+    """Signs the list of revoked certificates anew, if there is one, with the present CA."""
+    if (folder / "ca.crl").exists():
+        _write_crl(folder, *load_ca(folder), {})
 
 
 def revoke(folder: Path, common_name: str) -> tuple[Path, list[int]]:
@@ -137,18 +174,16 @@ def revoke(folder: Path, common_name: str) -> tuple[Path, list[int]]:
     Returns the path of the list, which must be copied to every node, and the serial numbers. Raises NotFound if there are
     none.
     """
-    ca_cert, ca_key = _load_ca(folder)
+    ca_cert, ca_key = load_ca(folder)
     role, _, name = common_name.partition(":")
     if role not in ("node", "operator") or not NAME.fullmatch(name):
         raise Usage(
             f"{common_name!r} is not the name of a certificate", remedy='name it as "node:NAME" or "operator:NAME"'
         )
-    identity = Identity(
-        ca=folder / "ca.crt", cert=folder / f"{role}s" / f"{name}.crt", key=folder / f"{role}s" / f"{name}.key"
-    )
+    identity = identity_of(folder, role, name)
     serials = {serial: expires for serial, (issued, expires) in _issued(folder).items() if issued == common_name}
     if identity.cert.exists():  # it may be older than the file `issued`
-        cert = _read_certificate(identity.cert)
+        cert = read_certificate(identity.cert)
         serials[cert.serial_number] = cert.not_valid_after_utc
     serials = {serial: expires for serial, expires in serials.items() if expires > datetime.now(UTC)}
     if not serials:
@@ -186,7 +221,7 @@ def _write_crl(
         builder = builder.add_revoked_certificate(revoked)
     new = path.with_suffix(".crl.new")
     new.unlink(missing_ok=True)
-    _write(new, builder.sign(ca_key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM), 0o644)
+    write_new(new, builder.sign(ca_key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM), 0o644)
     os.replace(new, path)
     return path
 
@@ -210,6 +245,7 @@ def _issue(
     name: str,
     addresses: list[x509.IPAddress],
     purposes: list[x509.ObjectIdentifier],
+    replace: bool = False,
 ) -> Identity:
     common_name = f"{role}:{name}"
     # X.509 limits a common name to 64 characters.
@@ -218,12 +254,12 @@ def _issue(
             f"{name!r} cannot be the name of a certificate",
             remedy="use letters, digits, '-' and '.', a letter or digit at both ends, at most 55 characters",
         )
-    ca_cert, ca_key = _load_ca(folder)
-    leaf = folder / f"{role}s"
-    identity = Identity(ca=folder / "ca.crt", cert=leaf / f"{name}.crt", key=leaf / f"{name}.key")
-    _make_room(identity, common_name)
-    leaf.mkdir(mode=0o700, exist_ok=True)
-    _sign(folder, identity, (ca_cert, ca_key), role, name, addresses, purposes)
+    ca = load_ca(folder)
+    identity = identity_of(folder, role, name)
+    if not replace:
+        _make_room(identity, common_name)
+    identity.cert.parent.mkdir(mode=0o700, exist_ok=True)
+    (_replace if replace else _sign)(folder, identity, ca, role, name, addresses, purposes)
     return identity
 
 
@@ -257,15 +293,19 @@ def _sign(
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key()), critical=False)
     )
-    with open(folder / "issued", "a") as issued:
-        issued.write(f"{serial:x} {common_name} {expires.isoformat()}\n")
-        issued.flush()
-        os.fsync(issued.fileno())
-    _write(identity.key, _pem(key), 0o600)
-    _write(identity.cert, builder.sign(ca_key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM), 0o644)
+    try:
+        with open(folder / "issued", "a") as issued:
+            issued.write(f"{serial:x} {common_name} {expires.isoformat()}\n")
+            issued.flush()
+            os.fsync(issued.fileno())
+    except OSError as error:
+        raise _not_written(folder / "issued", error) from error
+    write_new(identity.key, pem_of(key), 0o600)
+    write_new(identity.cert, builder.sign(ca_key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM), 0o644)
 
 
-def _load_ca(folder: Path) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
+def load_ca(folder: Path) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
+    """The CA that signs: ca.key, and the certificate in ca.crt that belongs to it."""
     try:
         cert_pem, key_pem = (folder / "ca.crt").read_bytes(), (folder / "ca.key").read_bytes()
     except FileNotFoundError as error:
@@ -275,15 +315,17 @@ def _load_ca(folder: Path) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey
     if (folder / "ca.key").stat().st_mode & 0o077:
         raise BadConfig(
             f"{folder / 'ca.key'} can be read by users other than its owner",
-            remedy=f"run `chmod 600 {folder / 'ca.key'}`, and make a new CA if somebody may have read it",
+            remedy=f"run `chmod 600 {folder / 'ca.key'}`, and make a new CA if another user may have read it",
         )
     try:
-        cert = x509.load_pem_x509_certificate(cert_pem)
+        certs = x509.load_pem_x509_certificates(cert_pem)
         key = serialization.load_pem_private_key(key_pem, password=None)
     except (ValueError, TypeError) as error:
         raise BadConfig(f"the CA in {folder} is damaged: {error}", remedy="restore ca.crt and ca.key") from error
-    if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != cert.public_key():
+    own = [cert for cert in certs if cert.public_key() == key.public_key()]
+    if not isinstance(key, ec.EllipticCurvePrivateKey) or not own:
         raise BadConfig(f"ca.key in {folder} is not the key of ca.crt", remedy="restore ca.crt and ca.key")
+    cert = own[0]
     if cert.not_valid_after_utc <= datetime.now(UTC):
         raise BadConfig(
             f"the CA in {folder} expired on {cert.not_valid_after_utc:%Y-%m-%d}",
@@ -297,7 +339,7 @@ def _make_room(identity: Identity, common_name: str) -> None:
     if not identity.cert.exists():
         identity.key.unlink(missing_ok=True)
         return
-    expires = _read_certificate(identity.cert).not_valid_after_utc
+    expires = read_certificate(identity.cert).not_valid_after_utc
     if expires > datetime.now(UTC):
         raise Busy(
             f"{common_name} has a certificate in {identity.cert}, valid until {expires:%Y-%m-%d}",
@@ -307,7 +349,7 @@ def _make_room(identity: Identity, common_name: str) -> None:
     identity.key.unlink(missing_ok=True)
 
 
-def _read_certificate(path: Path) -> x509.Certificate:
+def read_certificate(path: Path) -> x509.Certificate:
     try:
         return x509.load_pem_x509_certificate(path.read_bytes())
     except ValueError as error:
@@ -328,13 +370,13 @@ def _usage(*, signs_certificates: bool) -> x509.KeyUsage:
     )
 
 
-def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:
+def pem_of(key: ec.EllipticCurvePrivateKey) -> bytes:
     return key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
 
 
-def _write(path: Path, content: bytes, mode: int) -> None:
+def write_new(path: Path, content: bytes, mode: int) -> None:
     """Creates `path` with its final mode. Raises Busy if the file already exists."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
@@ -342,7 +384,15 @@ def _write(path: Path, content: bytes, mode: int) -> None:
         raise Busy(f"another process has just created {path}", remedy="try again") from error
     except OSError as error:
         raise Usage(f"{path} cannot be written: {error.strerror}", remedy="name a folder you may write to") from error
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        path.unlink()
+        raise _not_written(path, error) from error
+
+
+def _not_written(path: Path, error: OSError) -> BadConfig:
+    return BadConfig(f"{path} cannot be written: {error.strerror}", remedy="make room there, then run it again")

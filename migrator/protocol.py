@@ -14,17 +14,21 @@ its part before it acts. Every step is idempotent by (move, step), so it can be 
 
 **Data.** Host memory leaves in Stream and becomes a process in Restore. Device memory leaves the GPU in Freeze, either into
 host memory by the CUDA driver's checkpoint, which Stream then sends, or by the shim into stripe files, which are sent to the
-target while they are written. It arrives on the target's GPU in Restore.
+target while they are written. It arrives on the target's GPU in Restore. Files of the source node that the rank made and has
+closed leave in PrepareDevice, what changed since in Stream; they are made on the target in Restore.
 
 **Pause.** The rank stands still from Freeze to Activate. In an NCCL job every rank waits at its gate from Quiesce to Open.
 Processes on peers are stopped for about a millisecond in Repoint, and again if an undo points their sockets back. Packets
-between the rank and its peers are filtered from Freeze to Settle, so that no kernel answers a stale connection with RST.
+between the rank and its peers are filtered from Freeze to Settle, so that no kernel answers a stale connection with RST: on
+the source from Freeze on, on the peers from Hold on (a source that reboots loses its filter), on the target from Restore on.
 
 **Lease.** Begin starts a lease, counted by the source alone on its own clock (CLOCK_BOOTTIME). The driver renews it with
 Source.Renew throughout the move. If it expires before an outcome is recorded, the source records ABORT, also in answer to a
 late Commit. No other participant decides by a time-out: target, peers and job nodes ask the source, and wait as long as it
-takes. The default lease is 30 seconds. (One exception: a gate opens after 4 minutes without the source if the target has no
-copy, and after 15 minutes without source and target, so that the job fails with an NCCL error instead of hanging.)
+takes. The default lease is 30 seconds. (An exception: a gate opens after 4 minutes without the source if the target has no
+copy, and after 15 minutes without source and target, so that the job fails with an NCCL error instead of hanging. Another: a
+target to which nothing is being sent drops a move after 10 minutes without its source, which cannot commit it without a
+receipt. And a peer that was not re-pointed yet lets its connections go after 15 minutes without source and target.)
 
 **Nonce, receipt, token.** In Prepare the target makes up a random nonce for the move. The driver passes it to the source, the
 peers and the job's nodes, inside mutual TLS. The *receipt* that Restore returns is an HMAC with that nonce: it proves to the
@@ -40,22 +44,26 @@ nonce is a shared secret: it guards against mistakes and strangers, not against 
   answer; peers and gates act on COMMIT only once the target runs the rank.
 - An operator declares the target permanently down (`migrator recover --target-is-dead`): the source's copy goes on. Likewise
   `--source-is-dead` lets a target with a held copy run it without any record of the source. Both are refused while the node
-  that is declared dead answers. A false declaration is the one way to get two copies.
+  that is declared dead answers, whether its daemon runs or not. A source whose daemon was only down learns from the target
+  that it was declared dead, and records COMMIT. A false declaration about a node that no other node can reach, but that
+  still runs its copy, is the one way to get two copies.
 
 **If a participant dies**
 - *Driver*, before COMMIT: the lease expires, the source records ABORT and thaws the rank. After COMMIT: the source hands the
   token to the target itself. In both cases target, peers and gates learn the outcome by asking, and nothing is left to do.
 - *Source daemon*: the rank stays as it is, running or frozen in its cgroup. The restarted daemon reads its journal. A freeze
-  or dump that was interrupted is aborted; anything later continues. Until then target, peers and gates wait.
+  or dump that was interrupted is aborted; anything later continues. Until then target, peers and gates wait. Once the image
+  was streamed, the restarted daemon records ABORT only when the target has answered that it does not run its copy.
 - *Source node*, or the frozen copy itself: that copy can never run again. The source daemon, after a reboot if need be, asks
   the target. If that holds a whole copy, the source has communicators built with it and records COMMIT, whatever the lease
-  says; if it has none, ABORT, and the rank has ended. A source node that never returns needs `--source-is-dead`.
+  says; if it has none, ABORT, and the rank has ended. A source node that never returns needs `--source-is-dead`. Peers that
+  have filtered their connections re-point them after such a COMMIT by themselves.
 - *Target daemon*: a held copy stays stopped. The restarted daemon asks the source, and neither runs nor drops the copy until
   it has an answer.
 - *Target node*, or the held copy: before COMMIT the move is aborted, after COMMIT the rank is taken back (above), once the
   target's daemon can say so or the operator does. A copy that was activated is the rank: if it dies, the rank has ended.
-- *Peer daemon*: a failed SuspendTimeouts or Repoint aborts the move. Later, the restarted daemon asks the source how the move
-  ended. It delays nothing but its own connections. A peer believes COMMIT only once the target runs the rank.
+- *Peer daemon*: a failed SuspendTimeouts, Hold or Repoint aborts the move. Later, the restarted daemon asks the source how
+  the move ended. It delays nothing but its own connections. A peer believes COMMIT only once the target runs the rank.
 - *A node of the job*: a failed Quiesce, Detach or Attach aborts the move, and the source has the communicators built again as
   part of ABORT. A gate opens after COMMIT once the target runs the rank, after ABORT once that rebuilding is done.
 - *Home keeper* (the process that the launcher knows as the rank): before COMMIT the outcome is ABORT, after it COMMIT stands.
@@ -100,6 +108,7 @@ class Step:
     undone_by: tuple[str, ...] = ()  # actions of UNDO; empty: there is nothing to undo
     only_with_nccl: bool = False  # skipped if the rank is in no NCCL communicator
     rounds_of: tuple[str, ...] = ()  # the step is rounds of these RPCs, until every rank is where it has to be
+    beside_next: bool = False  # asked for while the next step is done; that one ends when both are
     fans_out: tuple[str, ...] = ()  # the asked daemon itself calls these RPCs on every node with a member
 
     @property
@@ -126,7 +135,7 @@ TABLE: tuple[Step, ...] = (
     Step("prepare", "Begin", Asked.SOURCE, _RUNNING, 30, "journal the move, start the lease", ("Abort",)),
     Step(
         *("prepare", "PrepareDevice", Asked.SOURCE, _RUNNING, 300),
-        does="create stripe files, pinned buffers, device channel",
+        does="send closed files; create stripes, device channel",
         undone_by=("Abort",),
     ),
     Step(
@@ -153,6 +162,12 @@ TABLE: tuple[Step, ...] = (
         *("freeze", "Freeze", Asked.SOURCE, _FROZEN, 900),
         does="copy device memory off the GPU; stop, freeze, filter",
         undone_by=("Abort",),
+    ),
+    Step(
+        *("stream", "Hold", Asked.PEERS, _FROZEN, 30),
+        does="filter the peers' sockets too (while Stream runs)",
+        undone_by=("Settle",),
+        beside_next=True,
     ),
     Step("stream", "Stream", Asked.SOURCE, _FROZEN, 3600, "dump with CRIU, send while it is written", ("Abort",)),
     Step(
@@ -197,7 +212,8 @@ def index_of(action: str) -> int:
     return next(index for index, step in enumerate(TABLE) if step.action == action)
 
 
-#: Index of the first step that changes anything. A refusal up to and including it is "refused", a later one is "undone".
+#: Index of the first step that changes anything. A refusal up to and including it is "refused" (exit code 10): nothing was
+#: paused. A later one is "undone" (exit code 11).
 PREPARE = index_of("Prepare")
 COMMIT = index_of("Commit")
 ACTIVATE = index_of("Activate")
@@ -208,7 +224,9 @@ def undo_plan(reached: int) -> tuple[Step, ...]:
 
     The failed step is undone as well, because it may have happened although its answer was lost. Abort answers with the
     outcome that stands: if that is COMMIT, nothing is undone, and the daemons finish the move. Abort of a move that the
-    source has never begun is recorded too, so that a delayed Begin is refused. The target of such a move asks the source.
+    source has never begun is recorded too, so that a delayed Begin is refused. The target of such a move asks the source. If
+    Prepare itself failed, there is no ABORT to prove to the target: it asks the source, which does not know the move, and
+    drops it by itself.
     """
     if reached > COMMIT:
         return ()
@@ -228,7 +246,8 @@ class Verdict(StrEnum):
 def decide(reached: int, outcome: str | None) -> tuple[Verdict, str]:
     """The verdict, and the reason, if the driver stops at step `reached`; `outcome` is what the source answered last.
 
-    `outcome` is "COMMIT", "ABORT", "UNDECIDED" (the source has recorded nothing yet) or None (no answer).
+    `outcome` is "COMMIT", "ABORT" (also once COMMIT was overruled), "UNDECIDED" (the source has recorded nothing yet) or None
+    (no answer). A refusal up to PREPARE, and a rank that has ended, are reported without this function.
     """
     if outcome == "COMMIT" and reached > ACTIVATE:
         return Verdict.MOVED, "the rank runs on the target; the daemons finish cleaning up"

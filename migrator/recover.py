@@ -13,6 +13,7 @@ from typing import Any
 
 from tenacity import AsyncRetrying, retry_if_result, stop_after_delay, wait_fixed
 
+from migrator import death
 from migrator.cluster import Cluster
 from migrator.journals import Move, all_moves
 from migrator.protocol import Verdict
@@ -26,6 +27,8 @@ LEASE_WAIT_S = 35.0
 SETTLE_WAIT_S = 6.0
 
 Note = Callable[[str], None]
+#: Returns if the operator confirms that a node is dead; raises otherwise.
+Confirm = Callable[[], None]
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,10 @@ async def recover(
     open_moves = [found for found in known if not found.ended]
     did: dict[str, list[str]] = {}
     for found in open_moves:
-        did[found.id] = await _push(cluster, found, abort=abort, by=by, note=note)
+        if _never_began(cluster, found, silent):
+            did[found.id] = await _end_unbegun(cluster, found, note)
+        else:
+            did[found.id] = await _push(cluster, found, abort=abort, by=by, note=note)
     # Without its source a move does not change by itself, so waiting makes sense only if the source answers.
     answered = [found for found in open_moves if found.source is not None]
     leased = [found.id for found in answered if not did[found.id] and found.outcome == pb.UNDECIDED]
@@ -109,6 +115,26 @@ async def _push(cluster: Cluster, move: Move, *, abort: bool, by: str, note: Not
     except SnapshotError as error:
         note(f"{move.id}: {error.message}")
     return did
+
+
+def _never_began(cluster: Cluster, move: Move, silent: dict[str, SnapshotError]) -> bool:
+    """Whether only the target knows the move, without a whole copy: its source answers without a record of it, or is no node
+    of the cluster."""
+    if move.source is not None or move.target is None or move.target.record.mark not in {"prepared", "sealed"}:
+        return False
+    return move.source_node not in cluster.nodes or move.source_node not in silent
+
+
+async def _end_unbegun(cluster: Cluster, move: Move, note: Note) -> list[str]:
+    """Has the target drop what it prepared. The target refuses if the source, which it asks as well, knows the move."""
+    assert move.target is not None
+    try:
+        async with cluster.client(move.target.node) as target:
+            await target.target.Discard(pb.TokenRequest(move=move.id), timeout_s=CALL_TIMEOUT_S)
+    except SnapshotError as error:
+        note(f"{move.id}: {error.message}")
+        return []
+    return [f"{move.target.node} dropped what it had prepared: the move never began"]
 
 
 async def _hand_token(cluster: Cluster, move: Move, outcome: pb.Outcome, note: Note) -> list[str]:
@@ -169,7 +195,7 @@ def _remedy(move: Move, silent: dict[str, SnapshotError]) -> str:
     return "nothing: the daemons clean up alone"
 
 
-async def declare_source_dead(cluster: Cluster, move: str, by: str) -> Recovered:
+async def declare_source_dead(cluster: Cluster, move: str, by: str, note: Note, confirm: Confirm) -> Recovered:
     """Declares the source dead, so that a held copy on the target may run. Refused if the source answers for the move."""
     found = await _find(cluster, move)
     if found.source is not None:
@@ -180,15 +206,16 @@ async def declare_source_dead(cluster: Cluster, move: str, by: str) -> Recovered
         )
     if found.target is None:
         raise NotFound(f"no node has a copy of move {move}")
+    done = await death.establish(cluster, found.source_node, note, confirm)
     async with cluster.client(found.target.node) as target:
         request = pb.DeclareRequest(move=move, declared_by=by)
         reply = await target.target.DeclareSourceDead(request, timeout_s=CALL_TIMEOUT_S)
     node = found.target.node
     did = f"{node} lets the rank run" if reply.running else f"{node} held no whole copy and dropped what it had"
-    return Recovered(await _find(cluster, move), [did])
+    return Recovered(await _find(cluster, move), [*done, did])
 
 
-async def declare_target_dead(cluster: Cluster, move: str, by: str) -> Recovered:
+async def declare_target_dead(cluster: Cluster, move: str, by: str, note: Note, confirm: Confirm) -> Recovered:
     """Declares the target dead, so that the source's frozen copy may run. Refused if the target answers for a copy."""
     found = await _find(cluster, move)
     if found.source is None:
@@ -196,24 +223,29 @@ async def declare_target_dead(cluster: Cluster, move: str, by: str) -> Recovered
             f"{found.source_node}, the source of move {move}, does not answer or has no record of it",
             where=found.where,
         )
-    await _no_copy_answers(cluster, found)
+    done = []
+    if await _answers_without_a_copy(cluster, found):
+        confirm()
+    else:
+        node = found.target.node if found.target is not None else found.target_node
+        done = await death.establish(cluster, node, note, confirm)
     async with cluster.client(found.source.node) as source:
         request = pb.DeclareRequest(move=move, declared_by=by)
         outcome = await source.source.DeclareTargetDead(request, timeout_s=CALL_TIMEOUT_S)
     did = f"{found.source.node}: {pb.OutcomeKind.Name(outcome.kind)}, the rank is {outcome.where}"
-    return Recovered(await _find(cluster, move), [did])
+    return Recovered(await _find(cluster, move), [*done, did])
 
 
-async def _no_copy_answers(cluster: Cluster, move: Move) -> None:
-    """Raises WrongState if the target answers that it has, or had, the rank: then it is not dead."""
+async def _answers_without_a_copy(cluster: Cluster, move: Move) -> bool:
+    """Whether the target answers that it has no copy. Raises WrongState if it has, or had, the rank: then it is not dead."""
     node = move.target.node if move.target is not None else move.target_node
     if node not in cluster.nodes:
-        return
+        return False
     try:
         async with cluster.client(node) as target:
             copy = await target.target.GetCopy(pb.MoveRequest(move=move.id), timeout_s=5)
     except SnapshotError:
-        return  # no answer, which agrees with the declaration
+        return False  # no answer, which agrees with the declaration
     living = {
         pb.Copy.RECEIVING: "is receiving the rank",
         pb.Copy.HELD: "holds the rank",
@@ -226,6 +258,7 @@ async def _no_copy_answers(cluster: Cluster, move: Move) -> None:
             remedy=f"`migrator recover {move.id}` finishes or undoes the move",
             where=move.where,
         )
+    return True
 
 
 async def _find(cluster: Cluster, move: str) -> Move:

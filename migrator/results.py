@@ -14,7 +14,7 @@ from snapshotd.api.errors import Where
 class MoveOptions:
     """One request of an operator."""
 
-    rank: int
+    rank: int | str  # its number in the job, or its id
     to: str
     job: str | None = None
     timeout_s: float | None = None
@@ -100,8 +100,9 @@ class MoveResult:
     device_bytes: int = 0  # device memory that was moved
     device_bytes_left: int = 0  # free blocks of the caching allocator, released instead of sent
     longest_part: PhaseTime | None = None  # the longest of those inside the pause
-    warnings: list[str] = field(default_factory=list)  # where the move fell back to a slower method, and why
+    warnings: list[str] = field(default_factory=list)  # why earlier attempts were undone, or a slower method was used
     user_id: int = -1  # whose job it is
+    attempts: int = 1  # more than one: the rank changed between preflight and the freeze of the earlier ones
     peers_stopped_s: float = 0.0  # the longest time for which a peer's process was stopped
 
     def to_json(self) -> dict[str, Any]:
@@ -113,6 +114,7 @@ class MoveResult:
             "source": self.source,
             "target": self.target,
             "outcome": self.outcome.value,
+            "attempts": self.attempts,
             "pause_s": round(self.pause_s, 4),
             "peers_stopped_s": round(self.peers_stopped_s, 6),
             "bytes": self.bytes,

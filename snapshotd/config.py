@@ -7,8 +7,8 @@ restart the daemon once for each mistake.
 
 from __future__ import annotations
 
-import ipaddress
 import os
+import pwd
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,7 +18,8 @@ import msgspec
 from msgspec import Meta
 
 from snapshotd.api import certificates, toml_file
-from snapshotd.api.channel import Credentials
+from snapshotd.api.addresses import NODE_NAME, split_address
+from snapshotd.api.credentials import Credentials
 from snapshotd.api.errors import BadConfig
 from snapshotd.criu.find import find_criu
 from snapshotd.proc.host import is_ram_backed
@@ -27,7 +28,8 @@ DEFAULT_PATH = Path("/etc/snapshotd/snapshotd.toml")
 PAGE_BYTES = 4096
 _SOCKET_PATH_BYTES = 107  # sun_path, without its final zero
 
-_NODE_NAME = r"[A-Za-z0-9]([A-Za-z0-9.-]{0,61}[A-Za-z0-9])?"
+_NODE = re.compile(NODE_NAME)
+
 #: Keys by their former names, which are still accepted.
 _RENAMED = {"device_lane": "device_channel"}
 
@@ -45,6 +47,14 @@ def _absolute(text: str) -> str:
     if not text.startswith("/") or "\0" in text or ".." in Path(text).parts:
         raise ValueError(f"{text!r} is not an absolute path without '..'")
     return str(Path(text))
+
+
+def _user_name(text: str) -> str:
+    try:
+        pwd.getpwnam(text)
+    except (KeyError, ValueError):
+        raise ValueError(f"there is no user {text!r}") from None
+    return text
 
 
 def _directory_or_empty(text: str) -> str:
@@ -72,7 +82,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     node: Annotated[
         str,
         Meta(
-            pattern=rf"^{_NODE_NAME}\Z",
+            pattern=rf"^{NODE_NAME}\Z",
             description="the name of this node: at most 63 letters, digits, '.' and '-'",
         ),
     ]
@@ -87,6 +97,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     image_dir: Annotated[Path, _PATH] = Path()  # in memory; empty in the file: run_dir/images
     criu: Annotated[str, _PATH] = ""  # empty in the file: see find_criu
     criu_version: str = ""  # not a key: the version of `criu`
+    network_user: Annotated[str, Meta(min_length=1, max_length=64, description="the name of a user")] = "snapshotd"
     log_format: Annotated[Literal["text", "json"], Meta(description="text or json")] = "text"
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="debug, info, warning or error")
@@ -99,6 +110,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         "/var/tmp",
         "/dev/shm",
     )
+    # How much a rank's closed files below carry_paths may have to move with it; 0: only open and mapped files move.
+    carry_closed_bytes: Annotated[int, Meta(ge=0, lt=1 << 50, description="a number of bytes")] = 2 << 30
     streams: Annotated[int, Meta(ge=1, le=64, description="a whole number from 1 to 64")] = 4
     chunk_bytes: Annotated[
         int,
@@ -122,6 +135,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         ""  # empty: where the loader looks
     )
     allow_root_ranks: Annotated[bool, Meta(description="true or false")] = False  # whether this node receives them
+    # Users besides the rank's own whose connections to ranks are re-pointed here when those move.
+    connection_users: Annotated[tuple[str, ...], toml_file.text("a list of names of users", _user_name)] = ()
+    # All nodes of the cluster. They are asked whether a job's name is taken, and nothing else depends on this table.
+    nodes: Annotated[dict[str, str] | None, Meta(description='a table with NAME = "host:port" for each node')] = None
     device_channel: Annotated[Literal["encrypted", "plain"], Meta(description="encrypted or plain")] = "encrypted"
 
     @property
@@ -178,6 +195,9 @@ def _contradictions(found: dict[str, Any]) -> list[str]:
         problems.append(f"advertise: other nodes cannot reach {found['advertise']}; set it to an address of this node")
     if "credentials" in found and "node" in found:
         problems += certificates.problems(found["credentials"], found["node"])
+    problems += _node_problems(found.get("nodes") or {})
+    if "network_user" in found:
+        problems += _user_problems(found["network_user"])
     if "run_dir" in found and len(os.fsencode(found["run_dir"] / "keeper.sock")) > _SOCKET_PATH_BYTES:
         problems.append(
             f"run_dir: {found['run_dir']} is too long; the path of a socket in it may have {_SOCKET_PATH_BYTES} bytes"
@@ -205,23 +225,22 @@ def _contradictions(found: dict[str, Any]) -> list[str]:
     return problems
 
 
-def split_address(address: str) -> tuple[str, int]:
-    """("10.0.0.1", 7070) from "10.0.0.1:7070"; IPv6 in brackets. Raises ValueError with the reason."""
-    host, colon, port = address.rpartition(":")
-    if not colon or not port.isascii() or not port.isdigit() or not 1 <= int(port) <= 65535:
-        raise ValueError(f'{address!r} is not an address with a port, like "10.0.0.1:7070"')
-    if host.startswith("[") and host.endswith("]"):
-        host = host[1:-1]
+def _node_problems(nodes: Mapping[str, str]) -> list[str]:
+    problems = [f"nodes.{name}: the name of a node must be a host name" for name in nodes if not _NODE.fullmatch(name)]
+    for name, endpoint in nodes.items():
         try:
-            ipaddress.IPv6Address(host)
+            split_address(endpoint)
         except ValueError:
-            raise ValueError(f"{address!r}: {host!r} is not an IPv6 address") from None
-        return host, int(port)
-    if re.fullmatch(r"[0-9.]+", host):
-        try:
-            ipaddress.IPv4Address(host)
-        except ValueError:
-            raise ValueError(f"{address!r}: {host!r} is not an IPv4 address") from None
-    elif not re.fullmatch(_NODE_NAME, host):
-        raise ValueError(f"{address!r}: {host!r} is neither an IP address nor a host name (write IPv6 in brackets)")
-    return host, int(port)
+            problems.append(f'nodes.{name}: must be an address like "10.0.0.1:7070", not {endpoint!r}')
+    return problems
+
+
+def _user_problems(name: str) -> list[str]:
+    try:
+        found = pwd.getpwnam(name)
+    except KeyError:
+        create = f"create it with `systemd-sysusers` (systemd/snapshotd.sysusers.conf) or `useradd --system {name}`"
+        return [f"network_user: there is no user {name!r}; {create}"]
+    if found.pw_uid == 0:
+        return [f"network_user: {name!r} is root; the network process must have no privileges"]
+    return []

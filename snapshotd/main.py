@@ -1,5 +1,7 @@
 """The daemon as a process: it starts, serves until a signal stops it, and stops. snapshotd/service.py is what it serves.
 
+It has no network of its own: its network process (snapshotd/network) speaks with operators and other daemons.
+
 Invariant: at most one daemon serves a run_dir (the kernel releases its lock with the process). READY is reported once
 everything listens. Stopping never touches a rank: the next daemon reads the journal and continues.
 """
@@ -23,17 +25,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import grpc.aio
-
-from snapshotd.api import certificates
-from snapshotd.api.access import Access
-from snapshotd.api.channel import COMMON_OPTIONS
+from snapshotd.api import certificates, version
 from snapshotd.api.errors import BadConfig, Busy, Denied, SnapshotError
-from snapshotd.api.revocation import revocations_of
-from snapshotd.config import DEFAULT_PATH, Config, split_address
+from snapshotd.config import DEFAULT_PATH, Config
+from snapshotd.network import orphan
+from snapshotd.network.child import NetworkProcess
+from snapshotd.network.dispatch import Services
 from snapshotd.proc import host
 from snapshotd.runtime import logs, metrics, sd_notify
 from snapshotd.runtime.blocking import in_thread
+from snapshotd.sandbox.enter import missing
 
 if TYPE_CHECKING:
     from snapshotd.service import Daemon
@@ -46,33 +47,51 @@ CALLS_GRACE_S = 1.0
 #: How often the daemon's own certificate is looked at, and how often its near end is logged.
 LOOK_AGAIN_S, WARN_AGAIN_S = 600.0, 86_400.0
 
-SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
-    *COMMON_OPTIONS,
-    ("grpc.so_reuseport", 0),  # otherwise a second daemon on the same port would silently receive half of the calls
-    ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
-    ("grpc.http2.max_ping_strikes", 0),
-)
+#: How long the lock of a daemon that was killed may stay: a child that was being started has it for an instant.
+RELEASE_S = 5.0
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="snapshotd", description="Run the per-node daemon that moves ranks.")
+    made.add_argument(
+        "--config", type=Path, default=DEFAULT_PATH, metavar="FILE", help="configuration file (default: %(default)s)"
+    )
+    made.add_argument(
+        "--check-config",
+        action="store_true",
+        help="list the problems of the configuration, then do what --check does, and exit",
+    )
+    made.add_argument(
+        "--check",
+        action="store_true",
+        help="start every part of the daemon once, list what fails with its remedy, and exit",
+    )
+    made.add_argument("--version", action="version", version=f"snapshotd {version.described()}")
+    verbs = made.add_subparsers(title="verbs", metavar="VERB", dest="verb")
+    joining = verbs.add_parser(
+        "join",
+        help="make this machine a node of a cluster",
+        description="Install the file that `migrator cluster add` or `rotate` made for this node: certificates, and a"
+        " configuration if there is none. A running daemon uses the new certificates without a restart.",
+    )
+    joining.add_argument("file", type=Path, metavar="FILE", help="file of this node, or - for standard input")
+    return made
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """`snapshotd --config FILE`. Exits with 0 after SIGTERM, else with the exit code of the error's class."""
-    parser = argparse.ArgumentParser(prog="snapshotd", description="Run the per-node daemon that moves ranks.")
-    parser.add_argument(
-        "--config", type=Path, default=DEFAULT_PATH, metavar="FILE", help="configuration file (default: %(default)s)"
-    )
-    parser.add_argument("--check-config", action="store_true", help="list the problems of the configuration and exit")
-    parser.add_argument("--version", action="version", version=f"snapshotd {host.DAEMON_VERSION}")
-    options = parser.parse_args(argv)
+    options = parser().parse_args(argv)
     try:
+        if options.verb == "join":
+            return join_cluster(options.file, options.config)
         config = Config.load(options.config)
         if options.check_config:
             print(f"{options.config} is valid: node {config.node}, CRIU {config.criu_version} at {config.criu}")
-            for warning in certificates.warnings(config.credentials):
-                print(f"warning: {warning}")
-            return
         if os.geteuid() != 0:
-            raise Denied("snapshotd must run as root", remedy="start it with systemd or sudo")
-        logs.set_up(config.log_format, config.log_level)
+            raise Denied("snapshotd must run as root, also to check its parts", remedy="start it with systemd or sudo")
+        if options.check_config or options.check:
+            return check(config)
+        logs.set_up(config.log_format, config.log_level, node=config.node)
         make_directories(config)
         _raise_descriptor_limit()
         with one_daemon(config.run_dir):
@@ -81,6 +100,37 @@ def main(argv: Sequence[str] | None = None) -> None:
         sd_notify.notify(f"STATUS={error.message}")
         print(f"snapshotd: {error.message}\nremedy: {error.advice}", file=sys.stderr)
         sys.exit(error.exit_code)
+
+
+def join_cluster(file: Path, config: Path) -> None:
+    """Prints what was done and what to do next. Raises SnapshotError."""
+    from snapshotd.join import join
+
+    done = join(file, config)
+    for path in done.written:
+        print(f"wrote {path}")
+    for text in done.warnings:
+        print(f"warning: {text}")
+    if done.runs:
+        print(f"node {done.node} has new certificates; the running snapshotd uses them without a restart")
+    else:
+        print(f"this machine is node {done.node}; next: systemctl enable --now snapshotd")
+    if str(file) != "-":
+        print(f"{file} contains the node's private key: delete it")
+
+
+def check(config: Config) -> None:
+    """Prints what the checks of the parts have found. Raises BadConfig if one has failed."""
+    from snapshotd.selfcheck import every
+    from snapshotd.selfcheck.finding import State
+
+    found = asyncio.run(every.findings(config))
+    for each in found:
+        print(each.lines(), flush=True)
+    if failed := [each.check for each in found if each.state is State.FAILED]:
+        raise BadConfig(
+            f"{len(failed)} of {len(found)} checks failed: {', '.join(failed)}", remedy="follow the remedies above"
+        )
 
 
 def make_directories(config: Config) -> None:
@@ -102,22 +152,31 @@ def _raise_descriptor_limit() -> None:
 
 @contextlib.contextmanager
 def one_daemon(run_dir: Path) -> Iterator[None]:
-    """Holds the lock of run_dir. Raises Busy if another daemon has it. The kernel releases it when the process ends."""
+    """Holds the lock of run_dir. Raises Busy if another daemon has it. The kernel releases it when the daemon has ended."""
     descriptor = os.open(run_dir / "snapshotd.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        deadline = time.monotonic() + RELEASE_S
+        while not _locked(descriptor):
             holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
-            raise Busy(
-                f"another snapshotd (pid {holder}) already serves {run_dir}",
-                remedy="stop it first (`systemctl stop snapshotd`), or set another run_dir",
-            ) from None
+            if time.monotonic() > deadline or Path("/proc", holder, "status").exists():
+                raise Busy(
+                    f"another snapshotd (pid {holder}) already serves {run_dir}",
+                    remedy="stop it first (`systemctl stop snapshotd`), or set another run_dir",
+                )
+            time.sleep(0.02)
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
         yield
     finally:
         os.close(descriptor)
+
+
+def _locked(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 async def serve(config: Config) -> None:
@@ -126,24 +185,25 @@ async def serve(config: Config) -> None:
 
     stop = asyncio.Event()
     _stop_on_signals(stop)
-    daemon = Daemon(config)
-    access = Access(revocations_of(config.credentials.ca))
-    server = grpc.aio.server(interceptors=[access], options=SERVER_OPTIONS)
-    _listen(server, config)
+    services = Services(metrics.exposition)
+    network = NetworkProcess(config, services)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _reload, network)
+    daemon = Daemon(config, network.connect)
+    await in_thread(orphan.end, config.run_dir)  # before its sockets are looked at
+    _remove_stale_socket(config.admin_socket)
+    await network.start()
     watchdog = _start_watchdog()
     watching = asyncio.create_task(_watch_certificate(config), name="expiry of the certificate")
     try:
-        if config.metrics_listen:
-            await metrics.serve(*split_address(config.metrics_listen))
-        await daemon.start(server)
-        await server.start()
+        await daemon.start(services)
+        services.ready = True
         _report_started(config)
         await stop.wait()
     finally:
         sd_notify.stopping("finishing or handing over moves in progress")
         LOG.info("stopping")
         try:
-            await _stop(daemon, server)
+            await _stop(daemon, network)
         finally:
             watchdog.cancel()
             watching.cancel()
@@ -151,13 +211,12 @@ async def serve(config: Config) -> None:
     LOG.info("stopped")
 
 
-async def _stop(daemon: Daemon, server: grpc.aio.Server) -> None:
+async def _stop(daemon: Daemon, network: NetworkProcess) -> None:
     """Stops the daemon's own work first, because it may still need to answer calls."""
     try:
         await daemon.stop(STOP_GRACE_S)
     finally:
-        await server.stop(CALLS_GRACE_S)
-        await metrics.close()
+        await network.stop(CALLS_GRACE_S)
 
 
 def _stop_on_signals(stop: asyncio.Event) -> None:
@@ -175,25 +234,14 @@ def _stop_on_signals(stop: asyncio.Event) -> None:
         loop.add_signal_handler(number, on_signal, number)
 
 
-def _listen(server: grpc.aio.Server, config: Config) -> None:
-    """Binds admin.sock and the TLS port. At no time can users other than root connect to admin.sock."""
-    _remove_stale_socket(config.admin_socket)
-    umask = os.umask(0o177)
-    try:
-        server.add_insecure_port(f"unix:{config.admin_socket}")
-    except RuntimeError as error:
-        raise BadConfig(f"cannot listen on {config.admin_socket}: {error}") from error
-    finally:
-        os.umask(umask)
-    try:
-        server.add_secure_port(config.listen, config.credentials.for_server())
-    except RuntimeError as error:
-        reason = _why_not_bound(config.listen) or str(error)
-        raise BadConfig(f"listen: cannot listen on {config.listen}: {reason}") from error
+def _reload(network: NetworkProcess) -> None:
+    """`systemctl reload snapshotd`. Only certificates are read again; they are looked at every second anyway."""
+    LOG.info("received SIGHUP: looking for new certificates")
+    network.look_at_files()
 
 
 def _remove_stale_socket(path: Path) -> None:
-    """Removes the socket of a killed daemon. gRPC would also remove one that a process still listens on."""
+    """Removes the socket of a killed daemon, but none that a process still listens on."""
     try:
         kind = path.lstat().st_mode
     except FileNotFoundError:
@@ -209,20 +257,6 @@ def _remove_stale_socket(path: Path) -> None:
     raise Busy(
         f"another process listens on {path}", remedy="find it with `ss -xlp` and stop it, or set another run_dir"
     )
-
-
-def _why_not_bound(address: str) -> str:
-    """Why the address cannot be bound: gRPC does not report it, so the bind is repeated here."""
-    name, port = split_address(address)
-    try:
-        family, kind, protocol, _, where = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(where)
-            probe.listen()
-    except OSError as error:
-        return error.strerror or str(error)
-    return ""
 
 
 def _start_watchdog() -> asyncio.Task[None]:
@@ -246,6 +280,8 @@ async def _watch_certificate(config: Config) -> None:
 def _report_started(config: Config) -> None:
     if host.is_ram_backed(config.state_dir):
         LOG.warning("state_dir %s is in memory: a reboot during a move would lose its outcome", config.state_dir)
+    for part in missing():
+        LOG.warning("children of this daemon run without a part of their sandbox: the kernel has no %s", part)
     LOG.info(
         "snapshotd %s started as node %s, listening on %s and %s, CRIU %s at %s",
         *(host.DAEMON_VERSION, config.node, config.listen, config.admin_socket, config.criu_version, config.criu),

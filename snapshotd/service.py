@@ -6,16 +6,15 @@ import asyncio
 import contextlib
 import logging
 import resource
+import time
+from collections.abc import Callable
 
-import grpc
-import grpc.aio
-
+from snapshotd.api import protocol
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.api import snapshotd_pb2_grpc as rpc
-from snapshotd.api.access import caller
+from snapshotd.api.calls import Channel
 from snapshotd.api.errors import SnapshotError
+from snapshotd.api.methods import PUSH
 from snapshotd.api.servicers import (
-    Context,
     GateServicer,
     HomeServicer,
     NodeServicer,
@@ -24,8 +23,9 @@ from snapshotd.api.servicers import (
     TargetServicer,
 )
 from snapshotd.config import Config
-from snapshotd.criu import session
+from snapshotd.criu import parsers, session
 from snapshotd.cuda.driver import Gpus
+from snapshotd.diagnosis.run import Diagnosis
 from snapshotd.files.as_user import spares
 from snapshotd.inprocess import symbols
 from snapshotd.keepers.adoption import Adoption
@@ -49,6 +49,7 @@ from snapshotd.moves.target.gpus import with_reservations
 from snapshotd.moves.target.steps import TargetSteps
 from snapshotd.moves.where import where_of
 from snapshotd.net import addresses
+from snapshotd.network.dispatch import Context, Services
 from snapshotd.proc import host
 from snapshotd.runtime import faults, metrics
 from snapshotd.runtime.blocking import in_thread
@@ -58,10 +59,15 @@ from snapshotd.transport.image.store import ImageStore
 log = logging.getLogger(__name__)
 
 
-class Daemon:
-    """All parts of the daemon, behind the server's sockets."""
+#: How long the description of this node waits for NVML. Less than other nodes wait for it, because they need the addresses in
+#: it: a sick GPU, on which NVML hangs, must not make the whole node seem silent.
+GLANCE_S = 2.0
 
-    def __init__(self, config: Config) -> None:
+
+class Daemon:
+    """All parts of the daemon, behind the network process. `connect` opens a connection to the daemon of (node, endpoint)."""
+
+    def __init__(self, config: Config, connect: Callable[[str, str], Channel]) -> None:
         faults.arm(config.run_dir)
         symbols.builds.keep_in(config.state_dir)
         session.open_programs(config.criu)
@@ -71,7 +77,7 @@ class Daemon:
         reserve = Reserve(config.state_dir)
         reserve.hold()
         journal, ranks = Journal(config.state_dir, reserve), Ranks(config.state_dir, reserve)
-        self.node = Node(config, journal, reserve, ranks, store, carry, self.gpus, self._lost)
+        self.node = Node(config, journal, reserve, ranks, store, carry, self.gpus, connect, self._lost)
         self.relays = Relays(self.node)
         self.peer = PeerSteps(self.node)
         self.gates = GateSteps(self.node)
@@ -81,6 +87,7 @@ class Daemon:
         self.target = TargetSteps(self.node, self.relays, self.forwarding)
         self.adoption = Adoption(self.node, self.source, self.target, self.relays, self.forwarding)
         self.history = History(self.node, [self.source, self.target, self.peer, self.gates])
+        self.diagnosis = Diagnosis(self.node)
         descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         limits = Limits.within(config.ranks_per_user, descriptors)
         self.keepers = KeeperLinks(config.keeper_socket, self.adoption.adopt, self.adoption.events(), limits)
@@ -92,20 +99,21 @@ class Daemon:
     async def _lost(self, entry: RankEntry) -> None:
         await self.adoption.lost(entry)
 
-    async def start(self, server: grpc.aio.Server) -> None:
+    async def start(self, services: Services) -> None:
         """Registers the servicers and takes up what was unfinished before a restart."""
-        rpc.add_NodeServicer_to_server(NodeServicer(self.node, self.gates, self.info, self.move_record), server)
-        rpc.add_SourceServicer_to_server(SourceServicer(self.source), server)
-        rpc.add_TargetServicer_to_server(TargetServicer(self.target, self.info), server)
-        rpc.add_PeerServicer_to_server(PeerServicer(self.peer, self.forwarding), server)
-        rpc.add_GateServicer_to_server(GateServicer(self.gates, self.members), server)
-        rpc.add_HomeServicer_to_server(HomeServicer(self.relays), server)
+        node = NodeServicer(self.node, self.peer, self.gates, self.info, self.move_record, self.diagnosis)
+        services.add("Node", node)
+        services.add("Source", SourceServicer(self.source))
+        services.add("Target", TargetServicer(self.target, self.info))
+        services.add("Peer", PeerServicer(self.peer, self.forwarding))
+        services.add("Gate", GateServicer(self.gates, self.members))
+        services.add("Home", HomeServicer(self.relays))
 
         async def authorise(context: Context, move: str) -> None:
-            self.target.authorise_source(move, caller(context).name)
+            self.target.authorise_source(move, context.caller.name)
             await faults.reach(faults.Point.RECEIVING)
 
-        server.add_generic_rpc_handlers((push_handler(self.node.store, authorise),))
+        services.add_plain(PUSH, push_handler(self.node.store, authorise))
         self.source.adopt_journal()
         self.peer.adopt_journal()
         await self.target.adopt_journal()
@@ -151,12 +159,14 @@ class Daemon:
         await self.history.stop()
         await self.adoption.stop()
         await in_thread(self.target.bulk_receivers.close_all)
+        await in_thread(self.diagnosis.close)
         await self.target.device_channels.close_all()
         self.forwarding.stop()
         await self.relays.stop()
         await self.keepers.stop()
         await self.gpus.close()
         await in_thread(spares.close)
+        await in_thread(parsers.spares.close)
 
     async def info(self, *, fresh: bool = False) -> pb.NodeInfo:
         """Describes this node; its GPUs as they were up to a second ago, unless `fresh`."""
@@ -165,7 +175,8 @@ class Daemon:
             await in_thread(self.node.store.dropped)
         held = await in_thread(self.node.store.held_bytes)
         running = [moving for steps in (self.source, self.target) for moving in steps.moves.values()]
-        inventory = await self.gpus.inventory(fresh=fresh)
+        inventory = await self.gpus.inventory(fresh=fresh, at_most_s=None if fresh else GLANCE_S)
+        own = await in_thread(addresses.of_this_node)
         return pb.NodeInfo(
             name=config.node,
             endpoint=config.advertise,
@@ -180,10 +191,13 @@ class Daemon:
             ranks=sum(1 for entry in self.node.ranks.all() if not entry.away_node),
             moves_running=sum(1 for moving in running if not moving.log.ended_unix_s),
             cpu_features=host.cpu_features(),
-            addresses=await in_thread(addresses.of_this_node),
+            addresses=[address for address, _ in own],
+            interfaces=[interface for _, interface in own],
             gpus=with_reservations(self.node.journal, inventory.gpus),
             driver_version=inventory.driver_version,
             gpu_problem=inventory.problem,
+            now_unix_s=time.time(),
+            protocol=protocol.own(),
         )
 
     def move_record(self, move_log: MoveLog) -> pb.MoveRecord:

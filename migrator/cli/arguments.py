@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 MAX_RANK = 1 << 24
 
 _JOB = re.compile(r"[A-Za-z0-9_.-]{1,60}")
+_RANK_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,59}-[0-9]{1,9}-[0-9a-f]{8}")
 _NODE = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,61}[A-Za-z0-9])?")
 _MOVE = re.compile(r"m-[0-9a-f]{12}")
 
@@ -115,6 +116,11 @@ _MEANING = {
 }
 
 
+def rank_or_id(text: str) -> int | str:
+    """A rank's number in its job, or its id, which `migrator ps` shows."""
+    return text if _RANK_ID.fullmatch(text) else rank(text)
+
+
 def rank(text: str) -> int:
     if text.isascii() and text.isdigit() and len(text) < 10 and int(text) <= MAX_RANK:
         return int(text)
@@ -151,12 +157,23 @@ def node(text: str) -> str:
     raise argparse.ArgumentTypeError(f"{text[:80]!r} is not a valid node name")
 
 
+def absolute_path(text: str) -> str:
+    if text.startswith("/") and "\0" not in text and len(text) < 4096:
+        return text.rstrip("/") or "/"
+    raise argparse.ArgumentTypeError(f"{text[:80]!r} is not an absolute path")
+
+
 def move(text: str) -> str:
     if _MOVE.fullmatch(text):
         return text
     raise argparse.ArgumentTypeError(
         f"{text[:40]!r} is not a move id (m- and 12 hexadecimal digits); `migrator history` lists moves"
     )
+
+
+def move_or_rank_id(text: str) -> str:
+    """A move's id, or the id of a rank, which stands for its newest move."""
+    return text if _RANK_ID.fullmatch(text) else move(text)
 
 
 def positive_seconds(text: str) -> float:

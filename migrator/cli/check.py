@@ -28,7 +28,11 @@ def add(verbs: arguments.Verbs) -> None:
 def add_ask(parser: argparse.ArgumentParser) -> None:
     """Adds the options for the rank and the target, which `check` and `move` share."""
     parser.add_argument(
-        "--rank", type=arguments.rank, required=True, metavar="R", help="rank to move, by its number in the job"
+        "--rank",
+        type=arguments.rank_or_id,
+        required=True,
+        metavar="R|ID",
+        help="rank to move, by its number in the job, or by its id (`migrator ps` lists them)",
     )
     parser.add_argument("--to", type=arguments.node, required=True, metavar="NODE", help="node to move it to")
     parser.add_argument(

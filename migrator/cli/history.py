@@ -18,7 +18,14 @@ def add(verbs: arguments.Verbs) -> None:
         "history",
         act,
         "list moves that have ended, newest first",
-        examples="  migrator history\n  migrator history --limit 5 --json",
+        examples="  migrator history\n  migrator history --limit 5 --json\n  migrator history --job night --rank 3",
+    )
+    parser.add_argument("--job", type=arguments.job, metavar="NAME", help="show only moves of ranks of this job")
+    parser.add_argument(
+        "--rank",
+        type=arguments.rank_or_id,
+        metavar="N|ID",
+        help="show only moves of ranks with this number in their job, or of the rank with this id",
     )
     parser.add_argument(
         "--limit", type=arguments.count, default=20, metavar="N", help="maximum number of moves to show (default: 20)"
@@ -30,7 +37,10 @@ def act(options: argparse.Namespace) -> int:
     as_json = arguments.wants_json(options)
     moves, silent = asyncio.run(all_moves(cluster))
     output.warn_silent(silent, len(cluster.nodes), as_json=as_json)
-    ended = sorted((move for move in moves if move.ended), key=lambda move: move.ended_unix_s, reverse=True)
+    asked = [
+        move for move in moves if options.job in (None, move.job) and options.rank in (None, move.rank, move.rank_uid)
+    ]
+    ended = sorted((move for move in asked if move.ended), key=lambda move: move.ended_unix_s, reverse=True)
     shown = ended[: options.limit]
     if as_json:
         output.json_object({"moves": [move.to_json() for move in shown], "unreachable": output.silent_objects(silent)})

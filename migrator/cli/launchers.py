@@ -3,7 +3,10 @@
 torchrun starts its workers with $PYTHON_EXEC if it is set. So the launcher itself runs unchanged and is not a rank.
 PYTHON_EXEC names `shim/keeper/worker-python`, which is `migrator run --worker`. The launcher's agent waits for that keeper,
 so it does not notice when the worker moves. The worker gets the environment that the launcher would have given it. accelerate
-does the same, or starts a single process with sys.executable, which `shim/keeper/launch.py` handles.
+does the same, or starts a single process with sys.executable, which `shim/keeper/launch.py` handles. deepspeed starts another
+launcher with sys.executable, and that one starts the workers with it: `migrator run --worker` recognises it.
+
+mpirun and srun start any command, so `migrator run` is written in front of it (starters.py).
 
 Invariant: nothing is guessed after the start. A launch whose workers would not be started through PYTHON_EXEC is refused.
 """
@@ -11,16 +14,19 @@ Invariant: nothing is guessed after the start. A launch whose workers would not 
 from __future__ import annotations
 
 import os
-import re
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from migrator.cli import caches, no_ranks
+from migrator.cli.command_words import PYTHON, program, started_by, unwrapped
 
 _KEEPER = Path(__file__).parents[2] / "shim" / "keeper"
 WORKER_PYTHON, LAUNCH = _KEEPER / "worker-python", _KEEPER / "launch.py"
 
 #: Internal variables for `migrator run --worker`; the worker does not get them.
 INTERPRETER, FORMER, SHIMLESS = "MIGRATOR_INTERPRETER", "MIGRATOR_PYTHON_EXEC", "MIGRATOR_NO_SHIM"
+UNPROTECTED = "MIGRATOR_ALLOW_UNPROTECTED"
 JOB = "MIGRATOR_JOB"
 
 #: Disables NCCL resources that stay open when all communicators are destroyed: the RAS threads and their port, multicast
@@ -33,13 +39,17 @@ DEVICE_MEMORY_VARIABLE = "SNAPSHIM_DEVICE_MEMORY"
 DEVICE_MEMORY_CHOICES = ("driver", "offload")
 DEVICE_MEMORY_DEFAULT = "offload"
 
-_PYTHON = re.compile(r"(python|pypy)[0-9.]*")
-#: Interpreter options whose value is the next argument.
-_WITH_VALUE = ("-X", "-W", "--check-hash-based-pycs")
 _TORCHRUN = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
 _ACCELERATE = ("accelerate-launch", "accelerate.commands.launch")
 _ACCELERATE_VERBS = ("accelerate", "accelerate.commands.accelerate_cli")
+_DEEPSPEED = ("deepspeed", "deepspeed.pt", "deepspeed.launcher.runner", "deepspeed.launcher.launch")
+#: The launchers among them that other launchers start with sys.executable.
+_NESTED = ("deepspeed.launcher.launch",)
+#: Launchers that start their workers by themselves, as children on this node.
+_ONE_TREE = ("ray", "colossalai", "horovodrun")
 _NO_PYTHON = ("--no-python", "--no_python", "--run-path", "--run_path")
+#: Programs whose work is not done by their own processes.
+_ELSEWHERE = ("sbatch", "qsub", "bsub", "kubectl", "ssh", "pdsh", "docker", "podman")
 
 
 class NotProtectable(Exception):
@@ -48,7 +58,7 @@ class NotProtectable(Exception):
 
 def is_launcher(command: Sequence[str]) -> bool:
     """Whether this command starts ranks through PYTHON_EXEC. Raises NotProtectable if an option prevents that."""
-    words = _program(command)
+    words = program(unwrapped(command))
     if not words:
         return False
     name, rest = os.path.basename(words[0]), words[1:]
@@ -56,66 +66,83 @@ def is_launcher(command: Sequence[str]) -> bool:
         if not rest or rest[0] != "launch":
             return False
         rest = rest[1:]
-    elif name not in _TORCHRUN + _ACCELERATE:
+    elif name not in _TORCHRUN + _ACCELERATE + _DEEPSPEED:
         return False
     for word in rest:
         if word in _NO_PYTHON:
+            instead = "--no_python --no_local_rank" if name in _DEEPSPEED else "--no-python"
             raise NotProtectable(
                 f"{name} {word} starts the workers itself; write `migrator run --` in front of their command instead: "
-                f"{name} --no-python … migrator run -- CMD …"
+                f"{name} {instead} … migrator run -- CMD …"
             )
         if word.endswith(".py"):
             break  # the script; its own arguments follow
     return True
 
 
+def must_start_ranks(command: Sequence[str]) -> None:
+    """For `--launcher`: raises NotProtectable for a launcher that is known not to start its workers with PYTHON_EXEC. The job
+    would run without a single rank, and nothing would say so."""
+    words = program(unwrapped(command))
+    name = os.path.basename(words[0]) if words else ""
+    if name in _ONE_TREE:
+        raise NotProtectable(
+            f"{name} does not start its workers with $PYTHON_EXEC, so none of them would be a rank; without --launcher all"
+            f" its processes on this node are one rank: migrator run -- {name} …"
+        )
+
+
+def must_keep_its_processes(command: Sequence[str]) -> None:
+    """Raises NotProtectable for a program that returns at once and leaves its processes behind: a rank's processes are ended
+    when its first one ends."""
+    words = program(unwrapped(command))
+    if [os.path.basename(word) for word in words[:1]] + words[1:2] == ["ray", "start"] and "--block" not in words:
+        raise NotProtectable(
+            "ray start returns at once, and its processes would be ended with it; add --block: migrator run -- ray start"
+            " --block …"
+        )
+
+
+def works_elsewhere(command: Sequence[str]) -> str:
+    """The name of a program that has its work done by processes that are not its own, which would not be ranks; else ""."""
+    words = program(unwrapped(command))
+    name = os.path.basename(words[0]) if words else ""
+    if name == "ray" and words[1:2] and words[1] in ("job", "submit", "exec", "up", "attach"):
+        return f"ray {words[1]}"
+    return name if name in _ELSEWHERE else ""
+
+
 def launching(command: Sequence[str], environment: Mapping[str, str]) -> list[str]:
-    """The command that starts this launcher. accelerate is started by shim/keeper/launch.py if it is a Python script."""
-    words = list(command)
-    program = _program(words)
-    if not program or os.path.basename(program[0]) not in _ACCELERATE + _ACCELERATE_VERBS:
-        return words
-    if len(program) < len(words):  # started by an interpreter: words[at] is the script, or the module of `-m`
-        at = len(words) - len(program)
-        return [*words[: at - (words[at - 1] == "-m")], str(LAUNCH), *words[at - (words[at - 1] == "-m") :]]
-    script = shutil.which(words[0], path=environment.get("PATH"))
-    interpreter = _interpreter(script) if script is not None else ""
-    return [interpreter, str(LAUNCH), str(script), *words[1:]] if interpreter else words
+    """The command that starts this launcher. accelerate and deepspeed are started by shim/keeper/launch.py; accelerate only
+    if it is a Python script. Raises NotProtectable for a deepspeed that is none."""
+    words = program(unwrapped(command))
+    name = os.path.basename(words[0]) if words else ""
+    if name not in _ACCELERATE + _ACCELERATE_VERBS + _DEEPSPEED:
+        return list(command)
+    found = started_by(command, str(LAUNCH), environment.get("PATH"))
+    if found is None and name in _DEEPSPEED:
+        raise NotProtectable(
+            f"{words[0]} was not found, or is not a Python script, so its workers would not be ranks; write it with its"
+            " interpreter: migrator run -- python -m deepspeed.launcher.runner …"
+        )
+    return list(command) if found is None else found
 
 
-def _interpreter(script: str) -> str:
-    """The Python interpreter that a script names in its first line; empty for any other file."""
-    try:
-        with open(script, "rb") as file:
-            first = file.readline(4096)
-    except OSError:
-        return ""
-    word = os.fsdecode(first[2:]).strip() if first.startswith(b"#!") else ""
-    return word if _PYTHON.fullmatch(os.path.basename(word)) else ""
-
-
-def _program(command: Sequence[str]) -> list[str]:
-    """The command without a leading interpreter: the script, or the module of `-m`, and its arguments."""
-    words = list(command)
-    if not words or not _PYTHON.fullmatch(os.path.basename(words[0])):
-        return words
-    skip = False
-    for index, word in enumerate(words[1:], 1):
-        if skip:
-            skip = False
-        elif word == "-m":
-            return words[index + 1 :]
-        elif word == "-c" or word == "-":
-            return []
-        elif not word.startswith("-"):
-            return words[index:]
-        else:
-            skip = word in _WITH_VALUE
-    return []
+def nested(command: Sequence[str]) -> list[str] | None:
+    """For a worker: if it is not a rank but another launcher, the command that starts that one."""
+    words = program(command)
+    if not words or words[0] not in _NESTED:
+        return None
+    return started_by(command, str(LAUNCH), None)
 
 
 def launcher_environment(
-    environment: Mapping[str, str], interpreter: str, job: str | None, preload: bool, device_memory: str | None = None
+    environment: Mapping[str, str],
+    interpreter: str,
+    job: str | None,
+    preload: bool,
+    device_memory: str | None = None,
+    allow_unprotected: bool = False,
 ) -> dict[str, str]:
     """The launcher's environment; `interpreter` is the one that has this package."""
     made = {**environment, INTERPRETER: interpreter, "PYTHON_EXEC": str(WORKER_PYTHON)}
@@ -126,6 +153,8 @@ def launcher_environment(
         made[JOB] = job
     if not preload:
         made[SHIMLESS] = "1"
+    if allow_unprotected:
+        made[UNPROTECTED] = "1"
     if device_memory is not None:
         made[DEVICE_MEMORY_VARIABLE] = device_memory
     return made
@@ -133,7 +162,8 @@ def launcher_environment(
 
 def worker_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """The worker's environment, without our variables: a launcher that the worker starts belongs to the worker's rank."""
-    made = {name: value for name, value in environment.items() if name not in (INTERPRETER, FORMER, SHIMLESS, JOB)}
+    own = (INTERPRETER, FORMER, SHIMLESS, UNPROTECTED, JOB, no_ranks.VARIABLE)
+    made = {name: value for name, value in environment.items() if name not in own}
     made.pop("PYTHON_EXEC", None)
     if FORMER in environment:
         made["PYTHON_EXEC"] = environment[FORMER]
@@ -141,9 +171,9 @@ def worker_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def rank_environment(environment: Mapping[str, str], device_memory: str | None = None) -> dict[str, str]:
-    """The given environment with defaults for what is not set: those that make NCCL's communicators removable, and how device
-    memory is moved. `device_memory`, if given, overrides the environment."""
-    made = {**NCCL_PRESETS, DEVICE_MEMORY_VARIABLE: DEVICE_MEMORY_DEFAULT, **environment}
+    """The given environment with defaults for what is not set: those that make NCCL's communicators removable, where caches
+    are, and how device memory is moved. `device_memory`, if given, overrides the environment."""
+    made = {**NCCL_PRESETS, DEVICE_MEMORY_VARIABLE: DEVICE_MEMORY_DEFAULT, **caches.presets(environment), **environment}
     if device_memory is not None:
         made[DEVICE_MEMORY_VARIABLE] = device_memory
     return made
@@ -159,7 +189,7 @@ def worker_python(environment: Mapping[str, str], parent: int) -> str:
         return environment[FORMER]
     word = Path(f"/proc/{parent}/cmdline").read_bytes().split(b"\0")[0].decode(errors="surrogateescape")
     found = shutil.which(word, path=environment.get("PATH"))
-    if found is None or not _PYTHON.fullmatch(os.path.basename(found)):
+    if found is None or not PYTHON.fullmatch(os.path.basename(found)):
         raise NotProtectable(
             f"the launcher calls itself {word!r}, which is not a Python interpreter; name its interpreter with PYTHON_EXEC"
         )

@@ -27,16 +27,16 @@ def add(verbs: arguments.Verbs) -> None:
         ),
     )
     inner = arguments.Verbs(parser)
-    _add_folder(inner.add("init", _init, "create a certificate authority"))
+    add_folder(inner.add("init", _init, "create a certificate authority"))
     node = inner.add("node", _node, "create the identity of a node's daemon")
     node.add_argument("name", metavar="NAME")
     node.add_argument(
         "--address", action="append", default=[], metavar="IP", help="address of the node; can be repeated"
     )
-    _add_folder(node)
+    add_folder(node)
     operator = inner.add("operator", _operator, "create the identity of a person or program that may move ranks")
     operator.add_argument("name", metavar="NAME")
-    _add_folder(operator)
+    add_folder(operator)
     renew = inner.add(
         "renew",
         _renew,
@@ -46,7 +46,7 @@ def add(verbs: arguments.Verbs) -> None:
     renew.add_argument(
         "--within", type=int, default=45, metavar="DAYS", help="replace those that expire within DAYS (default: 45)"
     )
-    _add_folder(renew)
+    add_folder(renew)
     revoke = inner.add(
         "revoke",
         _revoke,
@@ -54,23 +54,23 @@ def add(verbs: arguments.Verbs) -> None:
         more="Copy the list that it names to every node, beside ca.crt. It takes effect as soon as it is there.",
     )
     revoke.add_argument("name", metavar="ROLE:NAME", help='for example "node:node-1" or "operator:alice"')
-    _add_folder(revoke)
+    add_folder(revoke)
 
 
-def _add_folder(parser: argparse.ArgumentParser) -> None:
+def add_folder(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dir", type=Path, metavar="DIR", help=f"folder of the CA (default: $MIGRATOR_PKI, then {DEFAULT_FOLDER})"
     )
 
 
-def _folder(options: argparse.Namespace) -> Path:
+def folder_of(options: argparse.Namespace) -> Path:
     return Path(options.dir or os.environ.get("MIGRATOR_PKI") or DEFAULT_FOLDER).expanduser()
 
 
 def _init(options: argparse.Namespace) -> int:
     from migrator import pki  # here: loading cryptography takes longer than most verbs
 
-    ca = pki.init(_folder(options))
+    ca = pki.init(folder_of(options))
     if arguments.wants_json(options):
         output.json_object({"ca": str(ca)})
     else:
@@ -81,13 +81,13 @@ def _init(options: argparse.Namespace) -> int:
 def _node(options: argparse.Namespace) -> int:
     from migrator import pki
 
-    return _show(options, pki.issue_node(_folder(options), options.name, options.address), "snapshotd.toml")
+    return _show(options, pki.issue_node(folder_of(options), options.name, options.address), "snapshotd.toml")
 
 
 def _operator(options: argparse.Namespace) -> int:
     from migrator import pki
 
-    return _show(options, pki.issue_operator(_folder(options), options.name), "cluster.toml")
+    return _show(options, pki.issue_operator(folder_of(options), options.name), "cluster.toml")
 
 
 def _renew(options: argparse.Namespace) -> int:
@@ -95,7 +95,7 @@ def _renew(options: argparse.Namespace) -> int:
 
     from migrator import pki
 
-    renewed = pki.renew(_folder(options), timedelta(days=options.within))
+    renewed = pki.renew(folder_of(options), timedelta(days=options.within))
     if arguments.wants_json(options):
         output.json_object({"renewed": [{"cert": str(one.cert), "key": str(one.key)} for one in renewed]})
         return 0
@@ -109,7 +109,7 @@ def _renew(options: argparse.Namespace) -> int:
 def _revoke(options: argparse.Namespace) -> int:
     from migrator import pki
 
-    path, serials = pki.revoke(_folder(options), options.name)
+    path, serials = pki.revoke(folder_of(options), options.name)
     if arguments.wants_json(options):
         output.json_object({"crl": str(path), "serials": [f"{serial:x}" for serial in serials]})
     else:

@@ -9,8 +9,9 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from migrator.cli import check, history, lab, move, nodes, output, pki, ps, recover, run, status
+from migrator.cli import check, cluster, doctor, history, lab, move, nodes, output, pki, ps, recover, run, status
 from migrator.cli.arguments import Parser, Verbs, add_global_options, exit_codes
+from snapshotd.api import version
 from snapshotd.api.errors import Internal, SnapshotError, Usage
 
 EXAMPLES = """\
@@ -31,9 +32,10 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add_global_options(made)
+    made.add_argument("--version", action="version", version=f"migrator {version.described()}")
     verbs = Verbs(made)
     verbs.add("run", None, run.SUMMARY)  # only for the list: `run` has its own parser
-    for verb in (ps, nodes, check, move, status, history, recover, lab, pki):
+    for verb in (ps, nodes, doctor, check, move, status, history, recover, cluster, lab, pki):
         verb.add(verbs)
     return made
 

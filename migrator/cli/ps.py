@@ -13,7 +13,20 @@ from migrator.find_rank import Found, all_ranks
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.cuda.pairing import short
 
-HEADS: tuple[str, ...] = ("JOB", "RANK", "NODE", "HOME", "PID", "USER", "MEMORY", "UP", "MOVES", "STATE", "COMMAND")
+HEADS: tuple[str, ...] = (
+    "JOB",
+    "RANK",
+    "NODE",
+    "HOME",
+    "PID",
+    "USER",
+    "MEMORY",
+    "UP",
+    "MOVES",
+    "STATE",
+    "ID",
+    "COMMAND",
+)
 GPU_HEAD = "GPU"
 
 
@@ -27,6 +40,12 @@ def add(verbs: arguments.Verbs) -> None:
         examples="  migrator ps\n  migrator ps --job night --json",
     )
     parser.add_argument("--job", type=arguments.job, metavar="NAME", help="show only ranks of this job")
+    parser.add_argument(
+        "--rank",
+        type=arguments.rank_or_id,
+        metavar="N|ID",
+        help="show only ranks with this number in their job, or the rank with this id",
+    )
     parser.add_argument(
         "--user", type=arguments.user, metavar="NAME|UID", help="show only ranks that this user has started"
     )
@@ -43,7 +62,9 @@ def act(options: argparse.Namespace) -> int:
     shown = [
         entry
         for entry in visible(found, everything=options.all)
-        if options.job in (None, entry.rank.job) and options.user in (None, entry.rank.user_id)
+        if options.job in (None, entry.rank.job)
+        and options.rank in (None, entry.rank.rank, entry.rank.uid)
+        and options.user in (None, entry.rank.user_id)
     ]
     if as_json:
         output.json_object({"ranks": [to_json(entry) for entry in shown], "unreachable": output.silent_objects(silent)})
@@ -118,6 +139,7 @@ def _row(entry: Found) -> tuple[str, ...]:
         formatting.span(time.time() - rank.started_unix_s),
         str(rank.moves),
         state(entry),
+        rank.uid,
         rank.command,
     )
 

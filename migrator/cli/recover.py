@@ -11,6 +11,7 @@ import sys
 from migrator import formatting, recover
 from migrator.cli import arguments, output
 from migrator.cluster import Cluster
+from migrator.journals import move_of
 from migrator.protocol import Verdict
 from snapshotd.api.errors import Usage
 
@@ -32,7 +33,11 @@ def add(verbs: arguments.Verbs) -> None:
         ),
     )
     parser.add_argument(
-        "move", nargs="?", type=arguments.move, metavar="MOVE", help="move to recover (default: all unfinished moves)"
+        "move",
+        nargs="?",
+        type=arguments.move_or_rank_id,
+        metavar="MOVE|ID",
+        help="move to recover, or the id of the rank that is moved (default: all unfinished moves)",
     )
     parser.add_argument(
         "--abort", action="store_true", help="undo undecided moves at once, even if their driver is running"
@@ -60,7 +65,7 @@ def act(options: argparse.Namespace) -> int:
     if declares and options.abort:
         raise Usage("--abort cannot be combined with --source-is-dead or --target-is-dead", remedy="leave it out")
     if declares and not options.yes:
-        _be_sure(options)
+        _must_be_asked(options)
     cluster = arguments.the_cluster(options)
     as_json = arguments.wants_json(options)
     report = asyncio.run(_recover(cluster, options))
@@ -78,22 +83,31 @@ def act(options: argparse.Namespace) -> int:
 
 
 async def _recover(cluster: Cluster, options: argparse.Namespace) -> recover.Report:
-    if options.source_is_dead:
-        return recover.Report([await recover.declare_source_dead(cluster, options.move, _who())], {})
-    if options.target_is_dead:
-        return recover.Report([await recover.declare_target_dead(cluster, options.move, _who())], {})
-    abort = options.abort or options.move is not None
-    return await recover.recover(cluster, options.move, abort=abort, by=_who(), note=_note)
+    move = await move_of(cluster, options.move) if options.move is not None else None
+    if move is not None and (options.source_is_dead or options.target_is_dead):
+        declare = recover.declare_source_dead if options.source_is_dead else recover.declare_target_dead
+        return recover.Report([await declare(cluster, move, _who(), _note, lambda: _be_sure(options))], {})
+    abort = options.abort or move is not None
+    return await recover.recover(cluster, move, abort=abort, by=_who(), note=_note)
+
+
+def _must_be_asked(options: argparse.Namespace) -> None:
+    if not sys.stdin.isatty():
+        raise Usage(
+            f"there is no terminal to confirm that the {_dead_end(options)} is dead",
+            remedy="if the node is certainly down for good (fenced, powered off), add --yes",
+        )
+
+
+def _dead_end(options: argparse.Namespace) -> str:
+    return "source" if options.source_is_dead else "target"
 
 
 def _be_sure(options: argparse.Namespace) -> None:
     """Asks for confirmation, because a false declaration can make two copies run."""
-    who = "source" if options.source_is_dead else "target"
-    if not sys.stdin.isatty():
-        raise Usage(
-            f"there is no terminal to confirm that the {who} is dead",
-            remedy="if the node is certainly down for good (fenced, powered off), add --yes",
-        )
+    if options.yes:
+        return
+    who = _dead_end(options)
     print(
         f"If the {who} of {options.move} is still alive, two copies of the rank will run.\n"
         "Type yes only if it is powered off, fenced or destroyed: ",

@@ -11,15 +11,18 @@ import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from migrator import formatting
-from migrator.cli import launchers
+from migrator.cli import caches, command_words, launchers, no_ranks, starters
+
+if TYPE_CHECKING:
+    from shim.keeper.library import Library
 
 FAILED = 125
 KEEPER_SOCKET = "/run/snapshotd/keeper.sock"
 MAX_RANK = 1 << 24
-RANK_VARIABLES = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+RANK_VARIABLES = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "MV2_COMM_WORLD_RANK")
 _WITH_VALUE = ("--job", "--rank", "--device-memory", "--cluster", "--lab")
 
 _JOB = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,59}")
@@ -29,18 +32,20 @@ EXAMPLES = f"""\
 examples:
   migrator run -- python train.py
   migrator run --job night --rank 3 -- python train.py --lr 0.1
-  srun migrator run -- python train.py                  takes job and rank from Slurm
+  srun migrator run -- python train.py                  takes job and rank from Slurm; also migrator run -- srun …
   migrator run -- torchrun --nnodes 4 … train.py        every worker is a rank; also python -m torch.distributed.run
-  migrator run -- accelerate launch … train.py
+  migrator run -- accelerate launch … train.py          the same: deepspeed, mpirun, mpiexec
   migrator run --launcher -- ./start.sh                 the ranks are what it starts with torchrun
 
-The job is named after $MIGRATOR_JOB, the Slurm job, the torchrun run id, or else the command. The rank is $RANK,
-$SLURM_PROCID, $OMPI_COMM_WORLD_RANK, $PMI_RANK, or else 0. The daemon's socket is $SNAPSHOTD_KEEPER_SOCKET, or else
+The job is named after $MIGRATOR_JOB, the Slurm job, the torchrun run id, or else the script: train.py is job train, and
+train-2 if a job train of yours runs already. The rank is $RANK, $SLURM_PROCID, $OMPI_COMM_WORLD_RANK,
+$PMI_RANK, $PMIX_RANK, $MV2_COMM_WORLD_RANK, or else 0. The daemon's socket is $SNAPSHOTD_KEEPER_SOCKET, or else
 /run/snapshotd/keeper.sock.
 
 Unless they are already set, the command gets NCCL_RAS_ENABLE=0 NCCL_NVLS_ENABLE=0 NCCL_CUMEM_HOST_ENABLE=0, because NCCL
 otherwise opens resources that cannot be moved, and
-{launchers.DEVICE_MEMORY_VARIABLE}={launchers.DEVICE_MEMORY_DEFAULT}; not with --no-shim.
+{launchers.DEVICE_MEMORY_VARIABLE}={launchers.DEVICE_MEMORY_DEFAULT}; not with --no-shim. If the home directory is on a disk
+of this node, the command also gets {caches.TRITON_VARIABLE}=/tmp/triton_UID: that cache moves with the rank.
 
 exit codes: that of the command, on whichever node it ended (a signal that kills it kills this process, too);
   125  could not be started as a rank      126  cannot be executed      127  not found
@@ -51,6 +56,14 @@ class _Wrong(Exception):
     """Invalid arguments."""
 
 
+class _Unprotected(_Wrong):
+    """The rank would run without its library."""
+
+    def __init__(self, message: str, remedy: str) -> None:
+        super().__init__(message)
+        self.remedy = remedy
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise _Wrong(f"{message}; see migrator run --help")
@@ -59,8 +72,8 @@ class _Parser(argparse.ArgumentParser):
 def parser() -> argparse.ArgumentParser:
     made = _Parser(
         prog="migrator run",
-        usage="migrator run [--job NAME] [--rank N | --launcher] [--device-memory driver|offload] [--no-shim] [--json]"
-        " -- CMD …",
+        usage="migrator run [--job NAME] [--rank N | --launcher] [--device-memory driver|offload] [--no-shim]"
+        " [--allow-unprotected] [--json] -- CMD …",
         description=SUMMARY,
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -81,6 +94,12 @@ def parser() -> argparse.ArgumentParser:
         f"(default: ${launchers.DEVICE_MEMORY_VARIABLE}, else {launchers.DEVICE_MEMORY_DEFAULT})",
     )
     made.add_argument("--no-shim", action="store_true", help="do not preload libsnapshim*.so")
+    made.add_argument(
+        "--allow-unprotected",
+        action="store_true",
+        help="start the command even if it cannot be protected, because its library is missing or of another version or"
+        " architecture; a warning says so",
+    )
     made.add_argument(
         "--json", action="store_true", help="print errors of this program as JSON; the command's output is unchanged"
     )
@@ -103,20 +122,43 @@ def main(arguments: Sequence[str], given: int = 0) -> int:
         environment = dict(os.environ)
         if options.worker:
             command = [launchers.worker_python(environment, os.getppid()), *command]
+            if (nested := launchers.nested(command)) is not None:
+                return _become(nested, environment)
+            no_ranks.report(environment)
+        elif starters.name_of(command):
+            return _start(command, options)
         elif options.launcher or launchers.is_launcher(command):
             return _launch(command, options)
+        else:
+            launchers.must_keep_its_processes(command)
+            _warn_of_work_elsewhere(command)
         job = job_name(options.job, command, environment)
         rank = rank_number(options.rank, environment)
         socket = environment.get("SNAPSHOTD_KEEPER_SOCKET") or KEEPER_SOCKET
-        preload = not options.no_shim
+        preload, allowed = not options.no_shim, options.allow_unprotected
         if options.worker:
-            preload = launchers.SHIMLESS not in environment
+            preload, allowed = launchers.SHIMLESS not in environment, launchers.UNPROTECTED in environment
             environment = launchers.worker_environment(environment)
+        library = None
         if preload:
-            environment = launchers.rank_environment(environment, options.device_memory)
+            prepared = launchers.rank_environment(environment, options.device_memory)
+            library = _library(prepared, allowed)
+            environment = environment if library is None else prepared
         from shim.keeper import home
 
-        return home.run(command, job, rank, socket, environment=environment, preload=preload)
+        alone = not options.worker and stands_alone(options.job, options.rank, os.environ)
+        return home.run(
+            command,
+            job,
+            rank,
+            socket,
+            environment=environment,
+            preload=library,
+            alone=alone,
+            allow_unprotected=allowed,
+        )
+    except _Unprotected as error:
+        return _fail(str(error), remedy=error.remedy, as_json="--json" in own)
     except (_Wrong, launchers.NotProtectable) as error:
         return _fail(str(error), as_json="--json" in own)
     except OSError as error:
@@ -133,15 +175,71 @@ def _check_installation() -> None:
         )
 
 
+def _library(environment: Mapping[str, str], allowed: bool) -> Library | None:
+    """The library for a rank with this environment; None if it cannot be used and that is allowed."""
+    from shim.keeper import library
+
+    try:
+        return library.usable(library.wanted(environment), environment)
+    except library.Unusable as error:
+        if not allowed:
+            raise _Unprotected(
+                f"{error}, so the rank could not be moved; it was not started",
+                f"{error.remedy}, or start it without protection with --allow-unprotected",
+            ) from error
+        print(f"migrator run: warning: {error}; the rank runs without protection", file=sys.stderr, flush=True)
+        return None
+
+
 def _launch(command: Sequence[str], options: argparse.Namespace) -> int:
     """Becomes the launcher. Each of its workers calls `migrator run --worker`."""
     if options.rank is not None:
         raise _Wrong("--rank cannot be used with a launcher, which numbers its ranks itself")
+    launchers.must_start_ranks(command)
+    if not options.no_shim:  # before the launcher starts workers that fail, or one warning for each of them
+        _library(launchers.rank_environment(os.environ, options.device_memory), options.allow_unprotected)
     job = job_name(options.job, command, os.environ) if options.job is not None else None
     environment = launchers.launcher_environment(
-        os.environ, sys.executable, job, not options.no_shim, options.device_memory
+        os.environ, sys.executable, job, not options.no_shim, options.device_memory, options.allow_unprotected
     )
-    command = launchers.launching(command, environment)
+    made = launchers.launching(command, environment)
+    words = command_words.program(command_words.unwrapped(command)) or command
+    environment |= no_ranks.watch(os.path.basename(words[0]))
+    return _become(made, environment)
+
+
+def _start(command: Sequence[str], options: argparse.Namespace) -> int:
+    """Becomes a program that starts commands, such as mpirun. Each of these calls `migrator run` by itself."""
+    name = starters.name_of(command)
+    if options.rank is not None:
+        raise _Wrong(f"--rank cannot be used with {name}, which numbers its ranks itself")
+    try:
+        started = starters.commands(command)
+        if any(launchers.is_launcher(each) for each in started):
+            raise starters.NotUnderstood(f"{name} starts another launcher")
+    except starters.NotUnderstood as error:
+        raise _Wrong(f"{error}, so its ranks cannot be found; write it as {name} … migrator run -- CMD …") from error
+    prefix = [sys.executable, "-P", "-m", "migrator.cli", "run"]
+    if options.job is not None:
+        prefix += ["--job", job_name(options.job, command, os.environ)]
+    if options.device_memory is not None:
+        prefix += ["--device-memory", options.device_memory]
+    prefix += ["--no-shim"] if options.no_shim else []
+    prefix += ["--allow-unprotected"] if options.allow_unprotected else []
+    return _become(starters.with_prefix(command, [*prefix, "--"]), os.environ)
+
+
+def _warn_of_work_elsewhere(command: Sequence[str]) -> None:
+    if name := launchers.works_elsewhere(command):
+        print(
+            f"migrator run: warning: what {name} starts is not a process of its own, and not a rank; write"
+            " `migrator run --` in front of the command that it starts",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def _become(command: Sequence[str], environment: Mapping[str, str]) -> int:
     try:
         os.execvpe(command[0], list(command), environment)
     except OSError as error:
@@ -162,7 +260,7 @@ def _split(arguments: Sequence[str], given: int) -> tuple[list[str], list[str]]:
 
 
 def job_name(asked: str | None, command: Sequence[str], environment: Mapping[str, str]) -> str:
-    """The job's name: the requested one, the launcher's, or the command's."""
+    """The job's name: the requested one, the launcher's, or that of the script."""
     asked = environment.get(launchers.JOB) or None if asked is None else asked
     if asked is not None:
         if not _JOB.fullmatch(asked):
@@ -174,9 +272,16 @@ def job_name(asked: str | None, command: Sequence[str], environment: Mapping[str
     elif elastic and elastic != "none":  # "none": torchrun's id for a job without one
         found = elastic
     else:
-        found = os.path.basename(command[0].rstrip("/"))
+        found = command_words.named_after(command)
     cleaned = re.sub(r"[^A-Za-z0-9_.-]+", "-", found).lstrip(".-")[:60]
     return cleaned or "job"
+
+
+def stands_alone(job: str | None, rank: str | None, environment: Mapping[str, str]) -> bool:
+    """Whether neither a person nor a launcher has named the job or numbered the rank. Such a job has one rank, and its name
+    may get a suffix if it is taken; the ranks of a distributed job must all have the same name."""
+    given = (*RANK_VARIABLES, launchers.JOB, "SLURM_JOB_ID", "TORCHELASTIC_RUN_ID", "MASTER_ADDR", "WORLD_SIZE")
+    return job is None and rank is None and not any(environment.get(name) for name in given)
 
 
 def rank_number(asked: str | None, environment: Mapping[str, str]) -> int:
@@ -192,15 +297,15 @@ def _is_rank(text: str) -> bool:
     return text.isascii() and text.isdigit() and len(text) < 10 and int(text) <= MAX_RANK
 
 
-def _fail(message: str, *, as_json: bool) -> int:
+def _fail(message: str, *, as_json: bool, remedy: str = "") -> int:
     if as_json:
         answer = {
             "error": "run-failed",
             "message": message,
-            "remedy": "see migrator run --help",
+            "remedy": remedy or "see migrator run --help",
             "where": "not touched",
         }
         print(formatting.json_line(answer), flush=True)
     else:
-        print(f"migrator run: {message}", file=sys.stderr)
+        print(f"migrator run: {message}", *([f"remedy: {remedy}"] if remedy else []), sep="\n", file=sys.stderr)
     return FAILED

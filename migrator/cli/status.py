@@ -13,7 +13,8 @@ from typing import Any
 
 from migrator import formatting, users
 from migrator.cli import arguments, output
-from migrator.journals import Gate, Move, moves_and_gates
+from migrator.cluster import Cluster
+from migrator.journals import Gate, Move, move_of, moves_and_gates
 from migrator.recover import unknown_move
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import SnapshotError
@@ -29,21 +30,27 @@ def add(verbs: arguments.Verbs) -> None:
         "show moves in progress and the ranks that wait for them, or one move in detail",
         more="STEP is the last step that source and target have done. A rank whose NCCL gate is closed launches no NCCL"
         " operation until the move has ended.",
-        examples="  migrator status\n  migrator status m-0123456789ab",
+        examples="  migrator status\n  migrator status m-0123456789ab\n  migrator status train-0-1a2b3c4d",
     )
-    parser.add_argument("move", nargs="?", type=arguments.move, metavar="MOVE", help="move to show, ended or not")
+    parser.add_argument(
+        "move",
+        nargs="?",
+        type=arguments.move_or_rank_id,
+        metavar="MOVE|ID",
+        help="move to show, ended or not; or the id of a rank, for its latest move",
+    )
 
 
 def act(options: argparse.Namespace) -> int:
     cluster = arguments.the_cluster(options)
     as_json = arguments.wants_json(options)
-    moves, gates, silent = asyncio.run(moves_and_gates(cluster, options.move or ""))
+    move, moves, gates, silent = asyncio.run(_ask(cluster, options.move))
     output.warn_silent(silent, len(cluster.nodes), as_json=as_json)
-    if options.move is not None:
+    if move:
         if not moves and not gates:
-            raise unknown_move(options.move, silent)
+            raise unknown_move(move, silent)
         if as_json:
-            output.json_object((moves[0].to_json() if moves else {"move": options.move}) | _others(gates, silent))
+            output.json_object((moves[0].to_json() if moves else {"move": move}) | _others(gates, silent))
         elif moves:
             _detail(moves[0], gates)
         else:  # neither its source nor its target answers
@@ -61,6 +68,11 @@ def act(options: argparse.Namespace) -> int:
         print()
         _gates(gates)
     return 0
+
+
+async def _ask(cluster: Cluster, name: str | None) -> tuple[str, list[Move], list[Gate], dict[str, SnapshotError]]:
+    move = await move_of(cluster, name) if name is not None else ""
+    return (move, *await moves_and_gates(cluster, move))
 
 
 def _others(gates: Sequence[Gate], silent: Mapping[str, SnapshotError]) -> dict[str, Any]:

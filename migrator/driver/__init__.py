@@ -4,6 +4,9 @@ Invariant: the driver decides nothing. It asks, and the source's outcome record 
 daemons finish or undo the move without it (`snapshotd/moves/rules.py`). After an error the driver never guesses: it asks the
 source for the record, and reports "unknown" if there is no answer.
 
+A move that was undone because the rank changed between preflight and the freeze is tried again, ATTEMPTS times in all: each
+attempt is a move of its own, with its own preflight, so nothing is assumed about what changed. No other failure is.
+
 `walk.py` goes through the table, `steps.py` has one function per step, `undo.py` ends a move that failed, `run.py` has what a
 move in progress knows, `reporter.py` times its phases, `result.py` builds the result.
 """
@@ -12,15 +15,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 
 from migrator.cluster import Cluster
 from migrator.driver import steps
+from migrator.driver.reporter import note
+from migrator.driver.result import after_attempts
 from migrator.driver.run import Run
 from migrator.driver.walk import Walk
 from migrator.find_rank import find_node, find_rank
+from migrator.protocol import Verdict
 from migrator.results import CheckReport, Event, MoveOptions, MoveResult
-from snapshotd.api.errors import Refused
+from snapshotd.api.errors import Changed, Refused, SnapshotError, Where
+
+#: How often a move is tried whose rank changes between preflight and the freeze.
+ATTEMPTS = 3
+
+
+def _worth_repeating(result: MoveResult) -> bool:
+    return (result.outcome, result.where, result.error_code) == (Verdict.UNDONE, Where.SOURCE_RUNNING, Changed.code)
 
 
 class Driver:
@@ -42,6 +57,22 @@ class Driver:
         Raises only for what is wrong before a daemon was asked to change anything (unknown rank, unreachable node). Every
         later failure is in the result.
         """
+        began = time.monotonic()
+        undone: list[MoveResult] = []
+        result = await self._attempt(options)
+        while _worth_repeating(result) and len(undone) + 1 < ATTEMPTS:
+            undone.append(result)
+            left_s = None if options.timeout_s is None else options.timeout_s - (time.monotonic() - began)
+            if left_s is not None and left_s <= 0:
+                break
+            self.on_event(note(f"attempt {len(undone)} was undone, trying again: {result.reason}"))
+            try:
+                result = await self._attempt(replace(options, timeout_s=left_s))
+            except (SnapshotError, asyncio.CancelledError):
+                break  # the state of the rank is what the last attempt reported
+        return after_attempts(result, undone)
+
+    async def _attempt(self, options: MoveOptions) -> MoveResult:
         async with self._run(options) as run:
             walk = Walk(run)
             work = asyncio.create_task(walk.drive())

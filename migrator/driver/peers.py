@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Mapping
@@ -10,7 +11,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from migrator.cluster import Cluster
 from migrator.fan_out import ASK_TIMEOUT_S, ask_all
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.api.client import DaemonClient
+from snapshotd.api.client import DaemonClient, UnknownMethod
 from snapshotd.api.errors import SnapshotError
 
 
@@ -28,8 +29,13 @@ async def node_addresses(cluster: Cluster, infos: Mapping[str, pb.NodeInfo]) -> 
     refuses its connections by the node's name instead of treating them as connections out of the cluster."""
 
     async def found(node: str, endpoint: str) -> pb.NodeAddresses:
-        addresses = infos[node].addresses if node in infos else await _resolved(endpoint)
-        return pb.NodeAddresses(name=node, endpoint=endpoint, addresses=addresses)
+        return pb.NodeAddresses(
+            name=node,
+            endpoint=endpoint,
+            addresses=infos[node].addresses if node in infos else await _resolved(endpoint),
+            interfaces=infos[node].interfaces if node in infos else (),
+            networks=cluster.networks.get(node, {}),
+        )
 
     return list(await asyncio.gather(*(found(node, endpoint) for node, endpoint in cluster.nodes.items())))
 
@@ -60,16 +66,17 @@ class Peers:
                 by_node[rewire.peer_node].append(rewire)
         self.rewires = dict(by_node)
 
-    async def check(self, rewires: Iterable[pb.Rewire], timeout_s: float) -> list[pb.Check]:
+    async def check(
+        self, description: pb.MoveDescription, rewires: Iterable[pb.Rewire], timeout_s: float
+    ) -> list[pb.Check]:
         """Preflight on every peer. A peer that does not answer is a refusal that names it."""
         self.set_connections(rewires)
 
         async def ask(node: str) -> list[pb.Check]:
             try:
                 async with self.cluster.client(node) as client:
-                    reply = await client.peer.InspectConnections(
-                        pb.InspectConnectionsRequest(rewires=self.rewires[node]), timeout_s=timeout_s
-                    )
+                    mine = pb.InspectConnectionsRequest(description=description, rewires=self.rewires[node])
+                    reply = await client.peer.InspectConnections(mine, timeout_s=timeout_s)
                 return list(reply.checks)
             except SnapshotError as error:
                 return [
@@ -89,6 +96,15 @@ class Peers:
 
         async def ask(client: DaemonClient, mine: pb.RepointRequest) -> None:
             await client.peer.SuspendTimeouts(mine, timeout_s=timeout_s)
+
+        await self._ask_all(description, ask)
+
+    async def hold(self, description: pb.MoveDescription, timeout_s: float) -> None:
+        """Every peer filters its sockets, as the freeze found them. Raises the first failure: undo."""
+
+        async def ask(client: DaemonClient, mine: pb.RepointRequest) -> None:
+            with contextlib.suppress(UnknownMethod):  # an older daemon filters in Repoint
+                await client.peer.Hold(mine, timeout_s=timeout_s)
 
         await self._ask_all(description, ask)
 

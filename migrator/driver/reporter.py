@@ -9,6 +9,11 @@ from collections.abc import Callable, Iterator
 from migrator.results import Event, PhaseTime
 
 
+def note(text: str) -> Event:
+    """An event with a message for the operator."""
+    return Event("note", "", 0, 0, 0, text)
+
+
 class Reporter:
     """Times the phases of a move and passes them to `on_event`."""
 
@@ -37,9 +42,7 @@ class Reporter:
         self._emit("bytes", phase, bytes_=bytes_, expected=expected)
 
     def note(self, text: str) -> None:
-        self._emit("note", text=text)
+        self.on_event(note(text))
 
-    def _emit(
-        self, kind: str, phase: str = "", *, seconds: float = 0, bytes_: int = 0, expected: int = 0, text: str = ""
-    ) -> None:
-        self.on_event(Event(kind, phase, seconds, bytes_, expected, text))
+    def _emit(self, kind: str, phase: str = "", *, seconds: float = 0, bytes_: int = 0, expected: int = 0) -> None:
+        self.on_event(Event(kind, phase, seconds, bytes_, expected, ""))

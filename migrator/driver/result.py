@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from migrator import formatting
 from migrator.driver.run import Run
 from migrator.protocol import Verdict
@@ -41,3 +44,15 @@ def result(run: Run, verdict: Verdict, reason: str, where: Where, error: Snapsho
         warnings=list(run.frozen.warnings),
         peers_stopped_s=run.peers.stopped_s,
     )
+
+
+def after_attempts(last: MoveResult, undone: Sequence[MoveResult]) -> MoveResult:
+    """The result of a move that took several attempts. The earlier ones have paused the job, so it is not "refused"."""
+    earlier = [one for one in undone if one is not last]
+    if not earlier:
+        return last
+    warnings = [f"attempt {number}: {one.reason}" for number, one in enumerate(earlier, 1)]
+    last = replace(last, attempts=len(earlier) + 1, warnings=[*warnings, *last.warnings])
+    if last.outcome is Verdict.REFUSED:
+        return replace(last, outcome=Verdict.UNDONE, exit_code=Undone.exit_code)
+    return last

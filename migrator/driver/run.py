@@ -39,6 +39,8 @@ class Run:
         self.checks: list[pb.Check] = []
         self.facts = pb.RankFacts()
         self.nodes: list[pb.NodeAddresses] = []
+        self.strange: dict[str, pb.Check] = {}  # nodes whose daemon this program does not understand, and the refusal
+        self.silent: list[str] = []  # nodes of the cluster that did not say which addresses they have
         self.rewires: list[pb.Rewire] = []  # the rank's connections at preflight
         self.prepared = pb.PrepareReply()
         self.frozen = pb.FreezeReply()
@@ -74,6 +76,7 @@ class Run:
             target_endpoint=self.target_endpoint,
             nonce=self.prepared.nonce,
             user_id=self.found.rank.user_id,
+            user_ids=self.facts.user_ids,
         )
 
     def add_parts(self, parts: Iterable[pb.Part]) -> None:

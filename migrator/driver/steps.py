@@ -12,13 +12,16 @@ from migrator.driver.run import Run
 from migrator.protocol import PREPARE, TABLE, Step
 from migrator.results import PhaseTime
 from snapshotd import __version__
+from snapshotd.api import protocol
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.client import UnknownMethod
 from snapshotd.api.errors import NotFound, RankGone, Refused, SnapshotError, Undone, Where
-from snapshotd.api.version import compatible
 
 #: How long to wait for the source to clean up after a rank that already runs on the target; the source may be dead.
 RELEASE_S = 15.0
+
+#: The source's warning of connections that will be reset.
+OUTSIDE_WORLD = "outside-world"
 
 StepFunction = Callable[[Run, float], Awaitable[None]]
 
@@ -41,23 +44,41 @@ async def preflight(run: Run) -> None:
     with run.reporter.phase("preflight"):
         infos = await node_infos(run.cluster)
         _refuse_other_versions(run, infos)
+        _refuse_wrong_networks(run, infos)
         run.nodes = await node_addresses(run.cluster, infos)
+        run.silent = [node for node in run.cluster.nodes if node not in infos]
     for run.reached, step in enumerate(TABLE[:PREPARE]):
         await perform(run, step, step.timeout_s)
 
 
 def _refuse_other_versions(run: Run, infos: Mapping[str, pb.NodeInfo]) -> None:
     """Before any other call, because a daemon of another version may not know it, or may understand it differently."""
+    run.strange = {node: check for node, info in infos.items() if (check := _of_other_version(node, info)) is not None}
+    run.checks += [run.strange[node] for node in (run.found.node, run.options.to) if node in run.strange]
+    refuse_if_checks_do(run)
+
+
+def _of_other_version(node: str, info: pb.NodeInfo) -> pb.Check | None:
+    there, here = f"snapshotd {info.version} on {node}", f"migrator {__version__}"
+    check = protocol.check(there, info.protocol, here, protocol.own())
+    return check if check.verdict == pb.Check.REFUSE else None
+
+
+def _refuse_wrong_networks(run: Run, infos: Mapping[str, pb.NodeInfo]) -> None:
+    """An address that the node does not have is a mistake in cluster.toml: without it another one would be chosen."""
     for node in (run.found.node, run.options.to):
-        if node in infos and not compatible(infos[node].version, __version__):
-            run.checks.append(
-                pb.Check(
-                    name="daemon-version",
-                    verdict=pb.Check.REFUSE,
-                    reason=f"snapshotd on {node} has version {infos[node].version}, and this migrator {__version__}",
-                    remedy="install the same version on all nodes (ranks keep running while a daemon restarts)",
+        own = {text.partition("/")[0] for text in infos[node].addresses} if node in infos else set[str]()
+        for network, ip in run.cluster.networks.get(node, {}).items():
+            if own and ip not in own:
+                run.checks.append(
+                    pb.Check(
+                        name="new-addresses",
+                        verdict=pb.Check.REFUSE,
+                        reason=f"{ip}, the address of {node} in the network {network}, is not among its addresses:"
+                        f" {', '.join(sorted(own)[:10])}",
+                        remedy=f"correct nodes.{node}.networks.{network} in {run.cluster.origin}",
+                    )
                 )
-            )
     refuse_if_checks_do(run)
 
 
@@ -70,10 +91,31 @@ def refuse_if_checks_do(run: Run) -> None:
 
 
 async def inspect(run: Run, timeout_s: float) -> None:
-    request = pb.InspectRequest(rank_uid=run.found.rank.uid, nodes=run.nodes, target_node=run.options.to)
+    request = pb.InspectRequest(
+        rank_uid=run.found.rank.uid, nodes=run.nodes, target_node=run.options.to, protocol=protocol.own()
+    )
     inspected = await run.source.source.Inspect(request, timeout_s=timeout_s)
     run.facts, run.checks = inspected.facts, list(inspected.checks)
     run.rewires = list(inspected.rewires)
+    _refuse_unknown_hosts(run)
+
+
+def _refuse_unknown_hosts(run: Run) -> None:
+    """A connection to a host of no known node is reset in the move. It may lead to a node that does not answer, of which only
+    the endpoint is known: a node has other addresses, and resetting its ranks' connections would kill the job."""
+    hosts = sorted({rewire.old_remote.ip for rewire in run.rewires if rewire.kind == pb.Rewire.OUTSIDE})
+    if not run.silent or not hosts:
+        return
+    run.checks = [check for check in run.checks if check.name != OUTSIDE_WORLD]
+    run.checks.append(
+        pb.Check(
+            name=OUTSIDE_WORLD,
+            verdict=pb.Check.REFUSE,
+            reason=f"{', '.join(run.silent)} did not answer, so it is not known whether these hosts are among its addresses:"
+            f" {', '.join(hosts[:10])}",
+            remedy="start the daemon there, or remove the node from cluster.toml; then retry",
+        )
+    )
 
 
 async def examine(run: Run, timeout_s: float) -> None:
@@ -83,8 +125,10 @@ async def examine(run: Run, timeout_s: float) -> None:
 
 async def inspect_connections(run: Run, timeout_s: float) -> None:
     """The peers' checks, and those of the job's NCCL gates."""
-    run.checks += await run.peers.check(run.rewires, timeout_s)
+    run.checks += await run.peers.check(run.description, run.rewires, timeout_s)
     run.checks += await run.gates.check(run.description)
+    others = {*run.peers.rewires, *(run.gates.nodes if run.gates.involved else ())}
+    run.checks += [run.strange[node] for node in sorted(others & run.strange.keys())]
 
 
 # ---------------------------------------------------------------------- prepare
@@ -147,6 +191,10 @@ async def freeze(run: Run, timeout_s: float) -> None:
     run.add_parts(run.frozen.parts)
     for warning in run.frozen.warnings:
         run.reporter.note(warning)
+
+
+async def hold(run: Run, timeout_s: float) -> None:
+    await run.peers.hold(run.description, timeout_s)
 
 
 async def stream(run: Run, timeout_s: float) -> None:
@@ -228,6 +276,7 @@ STEPS: dict[str, StepFunction] = {
     "Quiesce": quiesce,
     "Detach": detach,
     "Freeze": freeze,
+    "Hold": hold,
     "Stream": stream,
     "Restore": restore,
     "Attach": attach,

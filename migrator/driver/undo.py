@@ -121,9 +121,12 @@ async def _abort(run: Run, reason: str, timeout_s: float) -> pb.Outcome | None:
         retry_error_callback=lambda _: None,
     )
     try:
-        return await attempts(run.source.source.Abort, request, timeout_s=timeout_s)
+        outcome: pb.Outcome | None = await attempts(run.source.source.Abort, request, timeout_s=timeout_s)
+        if outcome is None or outcome.kind != pb.UNDECIDED:
+            return outcome
     except SnapshotError:
-        return await _learn_outcome(run, decided=True)
+        pass
+    return await _learn_outcome(run, decided=True)  # the source has to ask the target first
 
 
 async def _learn_outcome(run: Run, *, decided: bool = False) -> pb.Outcome | None:

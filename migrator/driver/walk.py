@@ -21,6 +21,7 @@ class Walk:
         self.run = run
         self.began = time.monotonic()
         self.renewing: asyncio.Task[None] | None = None
+        self.beside: asyncio.Task[None] | None = None  # a step that is done while the next one is
 
     def interrupt(self, work: asyncio.Task[MoveResult]) -> None:
         """Ctrl-C: before COMMIT the current step is cancelled and the move undone; after COMMIT it is finished."""
@@ -34,11 +35,10 @@ class Walk:
         try:
             await steps.preflight(run)
             steps.refuse_if_checks_do(run)
-            for run.reached in range(PREPARE, len(TABLE)):
-                step = TABLE[run.reached]
-                await steps.perform(run, step, self._time_left(step))
-                if step.action == "Begin":
-                    self.renewing = asyncio.create_task(self._renew())
+            try:
+                await self._walk()
+            finally:
+                await self._end_beside()
             return result(run, Verdict.MOVED, "", Where.TARGET_RUNNING, None)
         except Refused as error:
             if run.reached < PREPARE:
@@ -52,6 +52,27 @@ class Walk:
             if self.renewing is not None:
                 self.renewing.cancel()
                 await asyncio.gather(self.renewing, return_exceptions=True)
+
+    async def _walk(self) -> None:
+        run = self.run
+        for run.reached in range(PREPARE, len(TABLE)):
+            step = TABLE[run.reached]
+            if step.beside_next:
+                work = steps.STEPS[step.action](run, self._time_left(step))
+                self.beside = asyncio.ensure_future(work)
+                continue
+            await steps.perform(run, step, self._time_left(step))
+            if self.beside is not None:
+                await self.beside
+                self.beside = None
+            if step.action == "Begin":
+                self.renewing = asyncio.create_task(self._renew())
+
+    async def _end_beside(self) -> None:
+        """Before an undo: no request of the step may be under way then."""
+        if self.beside is not None:
+            self.beside.cancel()
+            await asyncio.gather(self.beside, return_exceptions=True)
 
     def _time_left(self, step: Step) -> float:
         """The step's own time-out, or what is left of --timeout, which counts up to COMMIT."""

@@ -78,13 +78,15 @@ def _daemon_text(layout: Layout, record: Record, node: str) -> str:
         "run_dir": "/run/snapshotd",
         "image_dir": "/run/snapshotd/images",
         "metrics_listen": "127.0.0.1:9470",
+        "network_user": "nobody",  # exists everywhere
         # Without /var/tmp, which all nodes of a lab share.
         "carry_paths": ["/tmp", "/dev/shm"],
-        # Whoever runs a lab is root on all its nodes, and so are the ranks of the demo.
+        # A lab is run by root, who controls all its nodes, and the ranks of the demo run as root.
         "allow_root_ranks": True,
     }
     lines = [f"{key} = {json.dumps(value)}" for key, value in settings.items()]
-    return "\n".join([*lines, *_tls_lines(layout.node(node))]) + "\n"
+    nodes = ["[nodes]", *(f"{other} = {json.dumps(endpoint(record, other))}" for other in record.nodes)]
+    return "\n".join([*lines, *_tls_lines(layout.node(node)), *nodes]) + "\n"
 
 
 def _tls_lines(folder: Path) -> list[str]:

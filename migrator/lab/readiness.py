@@ -32,7 +32,7 @@ def await_daemons(cluster: Path, daemons: Mapping[str, tuple[LabProcess, Path]],
     )
     with probe:
         try:
-            ended = _first_end(probe, daemons, timeout_s + 10)
+            ended = _first_end(probe, daemons, timeout_s + 60)
         finally:
             if probe.poll() is None:
                 probe.kill()

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from shim.keeper import signals
+from shim.keeper import library, signals
 from shim.keeper.channels import PTY, Channel
 
 NOT_FOUND = 127
@@ -27,28 +27,21 @@ NOT_EXECUTABLE = 126
 
 _PR_SET_PDEATHSIG = 1
 _NO_FD_ABOVE = (1 << 31) - 1
-_DEVICE_MEMORY, _OFFLOAD = "SNAPSHIM_DEVICE_MEMORY", "offload"  # as `migrator run` sets it
-_LIBRARY, _OFFLOAD_LIBRARY = (
-    Path(__file__).parents[1] / "lib" / name for name in ("libsnapshim.so", "libsnapshim-offload.so")
-)
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def rank_environment(given: Mapping[str, str], preload: bool) -> dict[str, str]:
-    """Returns the launcher's environment with one of our libraries in front of LD_PRELOAD: the one that offloads device
-    memory, unless the driver moves that. There is never more than one, not even if a rank starts a rank."""
+def rank_environment(given: Mapping[str, str], preload: Path | None) -> dict[str, str]:
+    """Returns the launcher's environment with the library `preload` in front of LD_PRELOAD. There is never more than one of
+    our libraries, not even if a rank starts a rank."""
     environment = dict(given)
-    wanted = _OFFLOAD_LIBRARY if given.get(_DEVICE_MEMORY) == _OFFLOAD and _OFFLOAD_LIBRARY.exists() else _LIBRARY
-    if preload and wanted.exists():
-        if not os.access(wanted, os.R_OK):  # the loader would ignore it, and the rank could not be moved
-            raise PermissionError(errno.EACCES, "the installation is not readable for this user", str(wanted))
-        other = _LIBRARY if wanted is _OFFLOAD_LIBRARY else _OFFLOAD_LIBRARY
+    if preload is not None:
+        ours = [str(preload.with_name(name)) for name in (library.DRIVER_LIBRARY, library.OFFLOAD_LIBRARY)]
         already = environment.get("LD_PRELOAD", "")
         words = already.replace(" ", ":").split(":")
-        if str(other) in words:
-            already = ":".join(word for word in words if word != str(other))
-        if str(wanted) not in words:
-            environment["LD_PRELOAD"] = f"{wanted}:{already}" if already else str(wanted)
+        if any(other in words for other in ours if other != str(preload)):
+            already = ":".join(word for word in words if word not in ours or word == str(preload))
+        if str(preload) not in words:
+            environment["LD_PRELOAD"] = f"{preload}:{already}" if already else str(preload)
     return environment
 
 

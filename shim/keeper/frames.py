@@ -15,6 +15,11 @@ import struct
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+#: The version of the frames between keepers and daemons, and between the keepers of a rank; every hello names it. A field or
+#: frame that the other side may ignore does not change it. A keeper runs as long as its rank, so a daemon meets older ones:
+#: it serves those from OLDEST_PROTOCOL on.
+PROTOCOL, OLDEST_PROTOCOL = 1, 1
+
 MAX_PAYLOAD_BYTES = 1 << 20
 MAX_HEADER_BYTES = (1 << 16) - 1
 MAX_FRAME_BYTES = 2 + MAX_HEADER_BYTES + MAX_PAYLOAD_BYTES

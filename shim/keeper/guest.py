@@ -27,12 +27,15 @@ from shim.keeper.stdio import Stdio, TooMuchToHandOver
 
 FIRST_INHERITED_FD = 10
 _REMEMBERED_ENDS = 1024
+#: Longer than the daemon waits for its guest keeper.
+WELCOME_S = 30.0
 
 
 def main() -> int:
     orders = json.load(sys.stdin)
     if os.fork() != 0:  # the daemon's child exits at once, so that the keeper is not a child of the daemon
         return 0
+    _be_no_exception()
     os.setsid()
     os.chdir("/")
     if not namespaces.fork_into_fresh_namespaces():
@@ -40,6 +43,13 @@ def main() -> int:
     _forget_daemons_stdio()
     GuestKeeper(orders).loop.run()
     return 0
+
+
+def _be_no_exception() -> None:
+    """The daemon is spared when memory runs out. Its ranks must not be, and they inherit the keeper's adjustment."""
+    path = Path("/proc/self/oom_score_adj")
+    if int(path.read_text()) < 0:
+        path.write_text("0")
 
 
 def _forget_daemons_stdio() -> None:
@@ -61,6 +71,7 @@ class GuestKeeper:
         self._ends: dict[int, int] = {}
         self._status: int | None = None
         self._is_telling = False
+        self._was_welcomed = False
         self._queued: list[int] = []
         self.loop = Loop()
         self.loop.catch([signal.SIGCHLD], self._on_child)
@@ -108,6 +119,7 @@ class GuestKeeper:
         orders = self._orders
         return {
             "role": "guest",
+            "protocol": frames.PROTOCOL,
             **{key: orders[key] for key in ("uid", "job", "rank", "relay_key", "home_node", "home_endpoint")},
             **{key: orders.get(key) for key in ("command", "cwd")},
             "moves": orders.get("moves", 0),
@@ -127,10 +139,13 @@ class GuestKeeper:
         move = str(fields.get("move", ""))
         match frame.type:
             case "welcome":
+                self._was_welcomed = True
                 self._identity.assume_alone()
                 self._link.welcomed()
                 self._relay.sync()
             case "refused":
+                if fields.get("final") is True and not self._is_activated:
+                    self.loop.leave()  # its move has ended; an activated copy is the rank, whatever the daemon has lost
                 self._link.close_and_retry()
             case "restored":
                 self._restored(int(fields["pid"]))
@@ -217,10 +232,17 @@ class GuestKeeper:
                 return
             if pid == 0:
                 return
+            if pid == self._criu_pid:
+                self.loop.after(WELCOME_S, self._leave_unwelcome)
             if pid == self._pid:
                 self._rank_ended(status)
             elif self._pid == 0 and pid != self._criu_pid and len(self._ends) < _REMEMBERED_ENDS:
                 self._ends[pid] = status  # it may turn out to have been the rank
+
+    def _leave_unwelcome(self) -> None:
+        """Criu has ended, and this daemon never answered, which has given the keeper up by now: it was killed meanwhile."""
+        if not self._was_welcomed:
+            self.loop.leave()
 
     def _rank_ended(self, status: int) -> None:
         self._status = status

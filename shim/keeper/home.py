@@ -18,6 +18,7 @@ from typing import Any
 from shim.keeper import frames, report, signals
 from shim.keeper.child import Child, rank_environment
 from shim.keeper.front import Front
+from shim.keeper.library import Library
 from shim.keeper.link import BYE_S, Link
 from shim.keeper.loop import Loop, Wish
 from shim.keeper.relay import HomeEnd
@@ -35,10 +36,16 @@ def run(
     keeper_sock: str,
     *,
     environment: Mapping[str, str] | None = None,
-    preload: bool = True,
+    preload: Library | None = None,
+    alone: bool = False,
+    allow_unprotected: bool = False,
 ) -> int:
-    """Runs `argv` as a protected rank. Returns its exit code, or ends by the signal that ended the rank."""
-    keeper = HomeKeeper(argv, job, rank, keeper_sock, rank_environment(environment or os.environ, preload))
+    """Runs `argv` as a rank. Returns its exit code, or ends by the signal that ended the rank.
+
+    `preload`: the library that is preloaded into it. `alone`: the job has no other rank, and its name may get a suffix.
+    `allow_unprotected`: it runs even if the daemon cannot talk to that library."""
+    made = rank_environment(environment or os.environ, preload.path if preload is not None else None)
+    keeper = HomeKeeper(argv, job, rank, keeper_sock, made, alone, preload, allow_unprotected)
     try:
         keeper.loop.run()
     finally:
@@ -52,17 +59,29 @@ def run(
 
 class HomeKeeper:
     def __init__(
-        self, argv: Sequence[str], job: str, rank: int, keeper_sock: str, environment: Mapping[str, str]
+        self,
+        argv: Sequence[str],
+        job: str,
+        rank: int,
+        keeper_sock: str,
+        environment: Mapping[str, str],
+        alone: bool = False,
+        preload: Library | None = None,
+        allow_unprotected: bool = False,
     ) -> None:
         self.final_status = CANNOT_REGISTER << 8
         self._identity = {
             "role": "home",
+            "protocol": frames.PROTOCOL,
             "job": job,
+            "alone": alone,
             "rank": rank,
             "relay_key": os.urandom(16).hex(),
             "command": " ".join(argv)[:2000],
             "cwd": str(Path.cwd()),
             "started_unix_s": time.time(),
+            "library": {"build": preload.build, "abi": preload.abi} if preload is not None else None,
+            "allow_unprotected": allow_unprotected,
         }
         self._report_path = report.path_in(environment)
         self._uid = ""
@@ -145,6 +164,8 @@ class HomeKeeper:
         self._link.welcomed()
         if not self._uid:
             self._uid = str(fields.get("uid", ""))
+            if fields.get("warning"):
+                _say(f"warning: {fields['warning']}")
             self._node = {"home_node": str(fields.get("node", "")), "home_endpoint": str(fields.get("endpoint", ""))}
             self._front.enter_terminal()
             self._child.go()

@@ -7,13 +7,14 @@ operator's terminal: TLS does not tell the caller the reason.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 
 from snapshotd.api import revocation
-from snapshotd.api.channel import Credentials
+from snapshotd.api.credentials import Credentials
 from snapshotd.api.errors import BadConfig
 
-__all__ = ["Credentials", "expiry", "problems", "warnings"]
+__all__ = ["Credentials", "content_problems", "expiry", "problems", "warnings"]
 
 #: A stolen key is good until its certificate expires, wherever the list of revoked certificates does not reach.
 LONGEST_VALID = timedelta(days=90)
@@ -41,7 +42,8 @@ def problems(credentials: Credentials, node: str) -> list[str]:
         revocation.load(credentials.ca)
     except BadConfig as error:
         found.append(f"tls.ca: {error.message}")
-    return found + _content_problems(credentials, contents, node)
+    names = {name: str(getattr(credentials, name)) for name in contents}
+    return found + content_problems(contents, names, node)
 
 
 def expiry(credentials: Credentials) -> datetime | None:
@@ -68,7 +70,7 @@ def warnings(credentials: Credentials) -> list[str]:
         when = (
             f"expires on {cert.not_valid_after_utc:%Y-%m-%d}, in {left.days} days" if left.days >= 0 else "has expired"
         )
-        found.append(f"tls.cert: {credentials.cert} {when}; run `migrator pki renew` and copy the new files here")
+        found.append(f"tls.cert: {credentials.cert} {when}; run `migrator cluster rotate` and join again")
     if valid > LONGEST_VALID + timedelta(days=1):
         found.append(
             f"tls.cert: {credentials.cert} is valid for {valid.days} days; a stolen key is good for as long where the list of"
@@ -81,12 +83,13 @@ def warnings(credentials: Credentials) -> list[str]:
     if crl is not None and crl.next_update_utc is not None and crl.next_update_utc < now:
         path = revocation.crl_path(credentials.ca)
         found.append(
-            f"tls.ca: {path} should have been replaced by {crl.next_update_utc:%Y-%m-%d}: run `migrator pki renew`"
+            f"tls.ca: {path} should have been replaced by {crl.next_update_utc:%Y-%m-%d}: run `migrator cluster rotate`"
         )
     return found
 
 
-def _content_problems(credentials: Credentials, contents: dict[str, bytes], node: str) -> list[str]:
+def content_problems(contents: Mapping[str, bytes], names: Mapping[str, str], node: str) -> list[str]:
+    """The same of contents: "ca", "cert" and "key", which `names` calls by their names in messages."""
     from cryptography import x509
     from cryptography.exceptions import InvalidSignature
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
@@ -94,24 +97,24 @@ def _content_problems(credentials: Credentials, contents: dict[str, bytes], node
     try:
         authorities = x509.load_pem_x509_certificates(contents["ca"])
     except ValueError:
-        return [f"tls.ca: {credentials.ca} does not contain a PEM certificate"]
+        return [f"tls.ca: {names['ca']} does not contain a PEM certificate"]
     try:
         cert = x509.load_pem_x509_certificate(contents["cert"])
     except ValueError:
-        return [f"tls.cert: {credentials.cert} does not contain a PEM certificate"]
+        return [f"tls.cert: {names['cert']} does not contain a PEM certificate"]
     try:
         key = load_pem_private_key(contents["key"], password=None)
     except (ValueError, TypeError):
-        return [f"tls.key: {credentials.key} does not contain a PEM private key without a password"]
+        return [f"tls.key: {names['key']} does not contain a PEM private key without a password"]
 
     found = []
     if key.public_key() != cert.public_key():
-        found.append(f"tls.key: {credentials.key} is not the key of {credentials.cert}")
+        found.append(f"tls.key: {names['key']} is not the key of {names['cert']}")
     now = datetime.now(UTC)
     if now > cert.not_valid_after_utc:
-        found.append(f"tls.cert: {credentials.cert} expired on {cert.not_valid_after_utc:%Y-%m-%d}")
+        found.append(f"tls.cert: {names['cert']} expired on {cert.not_valid_after_utc:%Y-%m-%d}")
     if now < cert.not_valid_before_utc:
-        found.append(f"tls.cert: {credentials.cert} is not valid before {cert.not_valid_before_utc:%Y-%m-%d %H:%M} UTC")
+        found.append(f"tls.cert: {names['cert']} is not valid before {cert.not_valid_before_utc:%Y-%m-%d %H:%M} UTC")
 
     def issued_by(authority: x509.Certificate) -> bool:
         try:
@@ -122,10 +125,10 @@ def _content_problems(credentials: Credentials, contents: dict[str, bytes], node
 
     # If `cert` is a chain, the CA need not have issued its first certificate; then TLS itself decides.
     if contents["cert"].count(b"BEGIN CERTIFICATE") == 1 and not any(map(issued_by, authorities)):
-        found.append(f"tls.cert: {credentials.cert} was not issued by {credentials.ca}")
-    names = [str(item.value) for item in cert.subject.get_attributes_for_oid(x509.NameOID.COMMON_NAME)]
-    if names != [f"node:{node}"]:
+        found.append(f"tls.cert: {names['cert']} was not issued by {names['ca']}")
+    shown = [str(item.value) for item in cert.subject.get_attributes_for_oid(x509.NameOID.COMMON_NAME)]
+    if shown != [f"node:{node}"]:
         found.append(
-            f"tls.cert: {credentials.cert} is the certificate of {', '.join(names) or 'no one'}, but this node is node:{node}"
+            f"tls.cert: {names['cert']} is the certificate of {', '.join(shown) or 'no one'}, but this node is node:{node}"
         )
     return found

@@ -1,27 +1,22 @@
-"""A gRPC connection to a daemon: certificates, and the options of client and server.
+"""A gRPC connection to a daemon: its options, and how its calls appear to api/client.py.
 
 Invariant: each channel is one separate TCP connection, never through a proxy, and a peer that stops responding is
-detected within about ten seconds.
+detected within about ten seconds. No gRPC error leaves this file.
 """
 
 from __future__ import annotations
 
-import logging
-import ssl
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import cast
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import grpc
 import grpc.aio
 
-from snapshotd.api.errors import BadConfig
+from snapshotd.api.calls import MAX_MESSAGE_BYTES, NO_METADATA, CallEnded, CallFailed
+from snapshotd.api.credentials import Credentials
+from snapshotd.api.errors import WIRE_KEY, BadConfig
 
-log = logging.getLogger(__name__)
-
-#: The largest message in either direction.
-MAX_MESSAGE_BYTES = 16 << 20
 #: Errors quote CRIU's log; with gRPC's default limit of 8 KiB a long quotation would break the connection.
 MAX_METADATA_BYTES = 128 << 10
 
@@ -49,61 +44,6 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
 )
 
 
-@dataclass(frozen=True)
-class Credentials:
-    """Three PEM files: the cluster's CA, and this process's certificate and key."""
-
-    ca: Path
-    cert: Path
-    key: Path
-
-    def read(self) -> tuple[bytes, bytes, bytes]:
-        """(ca, cert, key). Raises BadConfig with the name of a file that cannot be read."""
-        contents = []
-        for path in (self.ca, self.cert, self.key):
-            try:
-                contents.append(Path(path).read_bytes())
-            except OSError as error:
-                raise BadConfig(f"{path} cannot be read: {error.strerror}") from error
-        return contents[0], contents[1], contents[2]
-
-    def for_channel(self) -> grpc.ChannelCredentials:
-        ca, cert, key = self.read()
-        return grpc.ssl_channel_credentials(root_certificates=ca, private_key=key, certificate_chain=cert)
-
-    def for_server(self) -> grpc.ServerCredentials:
-        """Requires a certificate of the same CA from every client. Files that were replaced are used for new connections."""
-        latest = [self._stamp()]
-
-        def replaced() -> grpc.ServerCertificateConfiguration | None:
-            try:
-                if (stamp := self._stamp()) == latest[0]:
-                    return None
-                found = self._server_files()
-            except (BadConfig, OSError) as error:  # such as a certificate whose key is still being copied
-                log.warning("the certificate that was replaced is not used yet: %s", error)
-                return None
-            latest[0] = stamp
-            log.info("%s is used for new connections", self.cert)
-            return found
-
-        # The type stubs do not know that None means: as before.
-        fetch = cast("Callable[[], grpc.ServerCertificateConfiguration]", replaced)
-        return grpc.dynamic_ssl_server_credentials(self._server_files(), fetch, require_client_authentication=True)
-
-    def _server_files(self) -> grpc.ServerCertificateConfiguration:
-        ca, cert, key = self.read()
-        try:
-            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self.cert, self.key)
-        except OSError as error:  # includes ssl.SSLError
-            raise BadConfig(f"{self.cert} and {self.key} cannot be used: {error}") from error
-        return grpc.ssl_server_certificate_configuration([(key, cert)], root_certificates=ca)
-
-    def _stamp(self) -> tuple[tuple[int, int, int], ...]:
-        found = (path.stat() for path in (self.ca, self.cert, self.key))
-        return tuple((about.st_ino, about.st_mtime_ns, about.st_size) for about in found)
-
-
 def open_channel(
     endpoint: str,
     credentials: Credentials | None,
@@ -114,14 +54,118 @@ def open_channel(
 
     It connects with the first call, so this does not fail if the daemon is unreachable.
     """
-    merged: list[tuple[str, int | str]] = [*CHANNEL_OPTIONS, *options]
-    if endpoint.startswith("unix:"):
-        return grpc.aio.insecure_channel(endpoint, options=merged)
-    if credentials is None:
+    if credentials is None and not endpoint.startswith("unix:"):
         raise BadConfig(
             f"connecting to {node or 'the daemon'} at {endpoint} requires a certificate",
-            remedy="set ca, cert and key in the [tls] table of cluster.toml; `migrator pki` creates them",
+            remedy="set ca, cert and key in the [tls] table of cluster.toml; `migrator cluster init` creates them",
         )
+    return connect(endpoint, None if credentials is None else credentials.read(), node, options)
+
+
+def connect(
+    endpoint: str,
+    files: tuple[bytes, bytes, bytes] | None,
+    node: str | None = None,
+    options: Sequence[tuple[str, int | str]] = (),
+) -> grpc.aio.Channel:
+    """The same with the contents of (ca, cert, key)."""
+    merged: list[tuple[str, int | str]] = [*CHANNEL_OPTIONS, *options]
+    if files is None or endpoint.startswith("unix:"):
+        return grpc.aio.insecure_channel(endpoint, options=merged)
     if node is not None:
         merged.append(("grpc.ssl_target_name_override", node))
-    return grpc.aio.secure_channel(endpoint, credentials.for_channel(), options=merged)
+    ca, cert, key = files
+    shown = grpc.ssl_channel_credentials(root_certificates=ca, private_key=key, certificate_chain=cert)
+    return grpc.aio.secure_channel(endpoint, shown, options=merged)
+
+
+class GrpcChannel:
+    """A `calls.Channel` over one gRPC connection."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self.grpc = channel
+
+    async def unary(self, method: str, request: bytes, timeout_s: float | None) -> bytes:
+        call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = self.grpc.unary_unary(method)
+        try:
+            return await call(request, timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            raise _failed(error) from error
+
+    def stream(
+        self, method: str, timeout_s: float | None = None, metadata: Mapping[str, str] = NO_METADATA
+    ) -> GrpcStream:
+        call: Any = self.grpc.stream_stream(method)
+        return GrpcStream(call(timeout=timeout_s, metadata=grpc.aio.Metadata(*metadata.items())))
+
+    async def close(self) -> None:
+        await self.grpc.close()
+
+
+class GrpcStream:
+    """A `calls.StreamCall`.
+
+    gRPC's own reader for iterators is not used: it would keep waiting for the next request after the call broke.
+    """
+
+    def __init__(self, call: Any) -> None:
+        call._cython_call = _PeersStatus(call._cython_call)
+        self._call = call
+
+    async def write(self, message: bytes | memoryview) -> None:
+        try:
+            await self._call.write(bytes(message))
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
+            raise CallEnded from error
+
+    async def done_writing(self) -> None:
+        try:
+            await self._call.done_writing()
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
+            raise CallEnded from error
+
+    async def read(self) -> bytes | None:
+        try:
+            message: Any = await self._call.read()
+            if message is not grpc.aio.EOF:
+                return bytes(message)
+            code = await self._call.code()
+        except grpc.aio.AioRpcError as error:
+            raise _failed(error) from error
+        except asyncio.CancelledError:
+            # gRPC cancels the reader of a call that was cancelled; only a cancellation of this task is passed on.
+            task = asyncio.current_task()
+            if not self._call.cancelled() or (task is not None and task.cancelling()):
+                raise
+            raise CallFailed("CANCELLED", "the call was cancelled") from None
+        if code is not grpc.StatusCode.OK:
+            raise CallFailed(code.name, await self._call.details() or "")
+        return None
+
+    def cancel(self) -> None:
+        self._call.cancel()
+
+
+class _PeersStatus:
+    """A call of gRPC's core that keeps the status which the peer sends.
+
+    If a message cannot be sent because the peer has ended the call, grpc.aio would replace the peer's status, which says
+    why, by "Internal error from Core".
+    """
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._call, name)
+
+    def set_internal_error(self, _reason: str) -> None:
+        """Does nothing: the caller then waits for the status, which the core always delivers."""
+
+
+def _failed(error: grpc.aio.AioRpcError) -> CallFailed:
+    wire = b""
+    for key, value in error.trailing_metadata() or ():
+        if key == WIRE_KEY:
+            wire = value if isinstance(value, bytes) else value.encode()
+    return CallFailed(error.code().name, error.details() or "", wire)

@@ -1,7 +1,8 @@
 """Calls a daemon: one typed client object per daemon, which raises only errors of our own taxonomy.
 
-Invariant: no gRPC error leaves this file. Every call has a time limit, every failure names the node and its endpoint, and a
-call is retried only if the caller states that it is idempotent (`retry=True`).
+Invariant: every call has a time limit, every failure names the node and its endpoint, and a call is retried only if the
+caller states that it is idempotent (`retry=True`). What carries the calls is a `Channel`: a gRPC connection, or in the
+daemon the link to its network process.
 
     async with DaemonClient("10.0.0.2:7070", credentials=credentials, node="node-2") as client:
         info = await client.node.GetNode(GetNodeRequest(), timeout_s=5, retry=True)
@@ -12,20 +13,20 @@ call is retried only if the caller states that it is idempotent (`retry=True`).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing
 from time import monotonic
 from types import TracebackType
 from typing import Generic, Self, TypeVar
 
-import grpc
-import grpc.aio
+from google.protobuf.message import DecodeError, Message
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_random_exponential
 
-from snapshotd.api import snapshotd_pb2_grpc as stubs
-from snapshotd.api.channel import Credentials, open_channel
+from snapshotd.api import snapshotd_pb2 as pb
+from snapshotd.api.calls import MAX_MESSAGE_BYTES, NO_METADATA, CallEnded, CallFailed, Channel
+from snapshotd.api.credentials import Credentials
 from snapshotd.api.errors import (
-    WIRE_KEY,
     Damaged,
     Denied,
     Full,
@@ -36,10 +37,10 @@ from snapshotd.api.errors import (
     from_wire,
 )
 
-__all__ = ["Credentials", "DaemonClient", "UnknownMethod", "open_channel", "translate"]
+__all__ = ["Credentials", "DaemonClient", "UnknownMethod", "translate"]
 
-Request = TypeVar("Request")
-Reply = TypeVar("Reply")
+Request = TypeVar("Request", bound=Message)
+Reply = TypeVar("Reply", bound=Message)
 
 _SAME_VERSION = "run the same version of snapshotd and migrator everywhere"
 
@@ -48,32 +49,31 @@ class UnknownMethod(Internal):
     """The daemon's version does not have this call. Raised here only, never by a daemon."""
 
 
-def translate(error: grpc.aio.AioRpcError, who: str, method: str) -> SnapshotError:
+def translate(failed: CallFailed, who: str, method: str) -> SnapshotError:
     """Translates a failed call into an error of our own. `who` names node and endpoint."""
-    for key, value in error.trailing_metadata() or ():
-        if key == WIRE_KEY:
-            return from_wire(value if isinstance(value, bytes) else value.encode())
-    details = error.details() or error.code().name
-    match error.code():
-        case grpc.StatusCode.UNAVAILABLE | grpc.StatusCode.CANCELLED:
+    if failed.error:
+        return from_wire(failed.error)
+    details = failed.details or failed.status
+    match failed.status:
+        case "UNAVAILABLE" | "CANCELLED":
             return Unreachable(f"{who} {_why_unreachable(details)}")
-        case grpc.StatusCode.DEADLINE_EXCEEDED:
+        case "DEADLINE_EXCEEDED":
             return Timeout(f"{who} did not answer {method} in time")
-        case grpc.StatusCode.PERMISSION_DENIED | grpc.StatusCode.UNAUTHENTICATED:
+        case "PERMISSION_DENIED" | "UNAUTHENTICATED":
             return Denied(f"{who} does not let us call {method}: {details}")
-        case grpc.StatusCode.RESOURCE_EXHAUSTED if "larger than max" in details:
+        case "RESOURCE_EXHAUSTED" if "larger than max" in details:
             return Damaged(
                 f"a message of {method}, to or from {who}, is larger than any may be: {details}",
                 remedy="no sound message is so large: this is a defect, or something else speaks on that port",
             )
-        case grpc.StatusCode.RESOURCE_EXHAUSTED:
+        case "RESOURCE_EXHAUSTED":
             return Full(f"{who} has no room for {method}: {details}")
-        case grpc.StatusCode.UNIMPLEMENTED:
+        case "UNIMPLEMENTED":
             return UnknownMethod(f"{who} does not know {method}", remedy=_SAME_VERSION)
-        case grpc.StatusCode.INTERNAL if "RST_STREAM" in details:
+        case "INTERNAL" if "RST_STREAM" in details:
             return Unreachable(f"{who} broke the connection during {method}: {details}")
-        case code:
-            return Internal(f"{who} failed in {method}: {code.name}: {details}")
+        case status:
+            return Internal(f"{who} failed in {method}: {status}: {details}")
 
 
 def _why_unreachable(details: str) -> str:
@@ -84,31 +84,50 @@ def _why_unreachable(details: str) -> str:
     for known in ("connection refused", "no route to host", "network is unreachable", "no such file or directory"):
         if known in lowered:
             return f"could not be reached: {known}"
+    if "snapshotd does not" in lowered or "network process" in lowered:  # our own words: network/link.py
+        return f"could not be reached: {details}"
     if "keepalive" in lowered or "ping timeout" in lowered:
         return "could not be reached any more: the connection went silent"
     return f"could not be reached, or does not accept our certificate ({details})"
 
 
-def _whole(reply: Reply | None, who: str, method: str) -> Reply:
-    """Raises Damaged for None, which gRPC returns if it cannot parse a message."""
-    if reply is None:
-        raise Damaged(f"{who} answered {method} with something that is not an answer to it", remedy=_SAME_VERSION)
-    return reply
-
-
 class _Link:
     """One channel, and the description of its daemon for error messages."""
 
-    def __init__(self, channel: grpc.aio.Channel, endpoint: str, node: str | None) -> None:
+    def __init__(self, channel: Channel, endpoint: str, node: str | None) -> None:
         self.channel = channel
         self.who = f"node {node} at {endpoint}" if node else f"the daemon at {endpoint}"
 
 
-class Unary(Generic[Request, Reply]):
-    """One request, one reply."""
+class _Method(Generic[Request, Reply]):
+    """One method of a daemon. `request` only tells the type checker what it takes."""
 
-    def __init__(self, link: _Link, method: str, call: grpc.aio.UnaryUnaryMultiCallable[Request, Reply]) -> None:
-        self._link, self._method, self._call = link, method, call
+    def __init__(self, link: _Link, path: str, request: type[Request], reply: type[Reply]) -> None:
+        self.path, self.request, self.reply = path, request, reply
+        self._link, self._method = link, path.rpartition("/")[2]
+
+    def _parsed(self, message: bytes) -> Reply:
+        try:
+            return self.reply.FromString(message)
+        except DecodeError as error:
+            raise Damaged(
+                f"{self._link.who} answered {self._method} with something that is not an answer to it",
+                remedy=_SAME_VERSION,
+            ) from error
+
+    def _failure(self, failed: CallFailed) -> SnapshotError:
+        return translate(failed, self._link.who, self._method)
+
+    def _written(self, request: Request) -> bytes:
+        message = request.SerializeToString()
+        if len(message) > MAX_MESSAGE_BYTES:
+            size = f"Sent message larger than max ({len(message)} vs. {MAX_MESSAGE_BYTES})"
+            raise self._failure(CallFailed("RESOURCE_EXHAUSTED", size))
+        return message
+
+
+class Unary(_Method[Request, Reply]):
+    """One request, one reply."""
 
     async def __call__(self, request: Request, *, timeout_s: float, retry: bool = False) -> Reply:
         """With `retry` (idempotent calls only), an unreachable daemon is called again until `timeout_s` has passed."""
@@ -136,163 +155,181 @@ class Unary(Generic[Request, Reply]):
 
     async def _once(self, request: Request, timeout_s: float) -> Reply:
         try:
-            return _whole(await self._call(request, timeout=timeout_s), self._link.who, self._method)
-        except grpc.aio.AioRpcError as error:
-            raise translate(error, self._link.who, self._method) from error
+            return self._parsed(await self._link.channel.unary(self.path, self._written(request), timeout_s))
+        except CallFailed as failed:
+            raise self._failure(failed) from failed
 
 
-class ServerStream(Generic[Request, Reply]):
+class ServerStream(_Method[Request, Reply]):
     """One request, many replies: `async for reply in client.source.Stream(request, timeout_s=…)`.
 
     Leaving the loop early cancels the call once the iterator is closed (`contextlib.aclosing`) or collected.
     """
 
-    def __init__(self, link: _Link, method: str, call: grpc.aio.UnaryStreamMultiCallable[Request, Reply]) -> None:
-        self._link, self._method, self._call = link, method, call
-
     async def __call__(self, request: Request, *, timeout_s: float | None) -> AsyncIterator[Reply]:
-        call = self._call(request, timeout=timeout_s)
+        message = self._written(request)
+        call = self._link.channel.stream(self.path, timeout_s)
         try:
-            async for reply in call:
-                yield _whole(reply, self._link.who, self._method)
-        except grpc.aio.AioRpcError as error:
-            raise translate(error, self._link.who, self._method) from error
+            with contextlib.suppress(CallEnded):
+                await call.write(message)
+                await call.done_writing()
+            while (reply := await call.read()) is not None:
+                yield self._parsed(reply)
+        except CallFailed as failed:
+            raise self._failure(failed) from failed
         finally:
             call.cancel()
 
 
-class BothStream(Generic[Request, Reply]):
+class BothStream(_Method[Request, Reply]):
     """Many requests, many replies. The requests come from an iterator that is consumed as fast as the daemon reads.
 
-    The iterator is not read any more once the replies have ended, normally or not. gRPC's own reader for iterators would keep
-    waiting for the next request after the call broke, so it is not used. Use `aclosing`.
+    The iterator is not read any more once the replies have ended, normally or not. Use `aclosing`.
     """
-
-    def __init__(self, link: _Link, method: str, call: grpc.aio.StreamStreamMultiCallable[Request, Reply]) -> None:
-        self._link, self._method, self._call = link, method, call
 
     async def __call__(
         self,
         requests: AsyncGenerator[Request, None],
         *,
         timeout_s: float | None = None,
-        metadata: Sequence[tuple[str, str]] = (),
+        metadata: Mapping[str, str] = NO_METADATA,
     ) -> AsyncGenerator[Reply, None]:
-        call = self._call(timeout=timeout_s, metadata=grpc.aio.Metadata(*metadata))
+        call = self._link.channel.stream(self.path, timeout_s, metadata)
 
         async def feed() -> None:
             try:
                 async with aclosing(requests):
                     async for request in requests:
-                        await call.write(request)
+                        await call.write(self._written(request))
                 await call.done_writing()
-            except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-                return  # the call has ended; the loop over the replies raises the reason
+            except CallEnded:
+                return  # the loop over the replies raises the reason
             except BaseException:
                 call.cancel()
                 raise
 
         feeding = asyncio.create_task(feed(), name=f"requests of {self._method}")
         try:
-            async for reply in call:
-                yield _whole(reply, self._link.who, self._method)
-        except asyncio.CancelledError:
-            if (error := _failure(feeding)) is not None:  # `feed` cancelled the call; our own task was not cancelled
+            while (reply := await call.read()) is not None:
+                yield self._parsed(reply)
+        except CallFailed as failed:
+            if (error := _exception(feeding)) is not None:  # it cancelled the call
                 raise error from None
-            raise
-        except grpc.aio.AioRpcError as error:
-            raise translate(error, self._link.who, self._method) from error
+            raise self._failure(failed) from failed
         finally:
             call.cancel()
             feeding.cancel()
             await asyncio.wait([feeding])
-            _failure(feeding)  # otherwise asyncio warns that the exception was never retrieved
+            _exception(feeding)  # otherwise asyncio warns that the exception was never retrieved
 
 
-def _failure(task: asyncio.Task[None]) -> BaseException | None:
+def _exception(task: asyncio.Task[None]) -> BaseException | None:
     return task.exception() if task.done() and not task.cancelled() else None
 
 
 class NodeCalls:
     def __init__(self, link: _Link) -> None:
-        stub = stubs.NodeStub(link.channel)
-        self.GetNode = Unary(link, "GetNode", stub.GetNode)
-        self.ListRanks = Unary(link, "ListRanks", stub.ListRanks)
-        self.ListMoves = Unary(link, "ListMoves", stub.ListMoves)
+        path = "/snapshotd.v1.Node/"
+        self.GetNode = Unary(link, path + "GetNode", pb.GetNodeRequest, pb.NodeInfo)
+        self.ListRanks = Unary(link, path + "ListRanks", pb.ListRanksRequest, pb.ListRanksReply)
+        self.ListMoves = Unary(link, path + "ListMoves", pb.ListMovesRequest, pb.ListMovesReply)
+        self.FindNode = Unary(link, path + "FindNode", pb.FindNodeRequest, pb.FindNodeReply)
+        self.Diagnose = Unary(link, path + "Diagnose", pb.DiagnoseRequest, pb.DiagnoseReply)
+        self.OpenProbe = Unary(link, path + "OpenProbe", pb.OpenProbeRequest, pb.OpenProbeReply)
 
 
 class SourceCalls:
     def __init__(self, link: _Link) -> None:
-        stub = stubs.SourceStub(link.channel)
-        self.Inspect = Unary(link, "Inspect", stub.Inspect)
-        self.Begin = Unary(link, "Begin", stub.Begin)
-        self.PrepareDevice = Unary(link, "PrepareDevice", stub.PrepareDevice)
-        self.Detach = Unary(link, "Detach", stub.Detach)
-        self.Freeze = Unary(link, "Freeze", stub.Freeze)
-        self.Stream = ServerStream(link, "Stream", stub.Stream)
-        self.Attach = Unary(link, "Attach", stub.Attach)
-        self.Renew = Unary(link, "Renew", stub.Renew)
-        self.Commit = Unary(link, "Commit", stub.Commit)
-        self.Abort = Unary(link, "Abort", stub.Abort)
-        self.Release = Unary(link, "Release", stub.Release)
-        self.GetOutcome = Unary(link, "GetOutcome", stub.GetOutcome)
-        self.DeclareTargetDead = Unary(link, "DeclareTargetDead", stub.DeclareTargetDead)
+        path = "/snapshotd.v1.Source/"
+        self.Inspect = Unary(link, path + "Inspect", pb.InspectRequest, pb.InspectReply)
+        self.Begin = Unary(link, path + "Begin", pb.BeginRequest, pb.BeginReply)
+        self.PrepareDevice = Unary(link, path + "PrepareDevice", pb.MoveRequest, pb.PrepareDeviceReply)
+        self.Detach = Unary(link, path + "Detach", pb.MoveRequest, pb.DetachReply)
+        self.Freeze = Unary(link, path + "Freeze", pb.MoveRequest, pb.FreezeReply)
+        self.Stream = ServerStream(link, path + "Stream", pb.MoveRequest, pb.Progress)
+        self.Attach = Unary(link, path + "Attach", pb.MoveRequest, pb.AttachReply)
+        self.Renew = Unary(link, path + "Renew", pb.MoveRequest, pb.RenewReply)
+        self.Commit = Unary(link, path + "Commit", pb.CommitRequest, pb.Outcome)
+        self.Abort = Unary(link, path + "Abort", pb.AbortRequest, pb.Outcome)
+        self.Release = Unary(link, path + "Release", pb.MoveRequest, pb.ReleaseReply)
+        self.GetOutcome = Unary(link, path + "GetOutcome", pb.MoveRequest, pb.Outcome)
+        self.DeclareTargetDead = Unary(link, path + "DeclareTargetDead", pb.DeclareRequest, pb.Outcome)
 
 
 class TargetCalls:
     """All calls except Push, the image channel over gRPC, which is in snapshotd/transport/image/grpc_channel.py."""
 
     def __init__(self, link: _Link) -> None:
-        stub = stubs.TargetStub(link.channel)
-        self.Examine = Unary(link, "Examine", stub.Examine)
-        self.Prepare = Unary(link, "Prepare", stub.Prepare)
-        self.OpenImageChannel = Unary(link, "OpenImageChannel", stub.OpenImageChannel)
-        self.OpenDeviceChannel = Unary(link, "OpenDeviceChannel", stub.OpenDeviceChannel)
-        self.Seal = Unary(link, "Seal", stub.Seal)
-        self.Restore = Unary(link, "Restore", stub.Restore)
-        self.Activate = Unary(link, "Activate", stub.Activate)
-        self.Discard = Unary(link, "Discard", stub.Discard)
-        self.GetCopy = Unary(link, "GetCopy", stub.GetCopy)
-        self.DeclareSourceDead = Unary(link, "DeclareSourceDead", stub.DeclareSourceDead)
+        path = "/snapshotd.v1.Target/"
+        self.Examine = Unary(link, path + "Examine", pb.ExamineRequest, pb.ExamineReply)
+        self.Prepare = Unary(link, path + "Prepare", pb.PrepareRequest, pb.PrepareReply)
+        self.OpenImageChannel = Unary(
+            link, path + "OpenImageChannel", pb.OpenImageChannelRequest, pb.OpenImageChannelReply
+        )
+        self.OpenDeviceChannel = Unary(
+            link, path + "OpenDeviceChannel", pb.OpenDeviceChannelRequest, pb.OpenDeviceChannelReply
+        )
+        self.Seal = Unary(link, path + "Seal", pb.SealRequest, pb.SealReply)
+        self.Restore = Unary(link, path + "Restore", pb.MoveRequest, pb.RestoreReply)
+        self.Activate = Unary(link, path + "Activate", pb.TokenRequest, pb.ActivateReply)
+        self.Discard = Unary(link, path + "Discard", pb.TokenRequest, pb.DiscardReply)
+        self.GetCopy = Unary(link, path + "GetCopy", pb.MoveRequest, pb.Copy)
+        self.DeclareSourceDead = Unary(link, path + "DeclareSourceDead", pb.DeclareRequest, pb.ActivateReply)
 
 
 class PeerCalls:
     def __init__(self, link: _Link) -> None:
-        stub = stubs.PeerStub(link.channel)
-        self.InspectConnections = Unary(link, "InspectConnections", stub.InspectConnections)
-        self.SuspendTimeouts = Unary(link, "SuspendTimeouts", stub.SuspendTimeouts)
-        self.Repoint = Unary(link, "Repoint", stub.Repoint)
-        self.Settle = Unary(link, "Settle", stub.Settle)
-        self.Forward = Unary(link, "Forward", stub.Forward)
-        self.ConfirmDeparture = Unary(link, "ConfirmDeparture", stub.ConfirmDeparture)
+        path = "/snapshotd.v1.Peer/"
+        self.InspectConnections = Unary(
+            link, path + "InspectConnections", pb.InspectConnectionsRequest, pb.InspectConnectionsReply
+        )
+        self.SuspendTimeouts = Unary(link, path + "SuspendTimeouts", pb.RepointRequest, pb.SuspendTimeoutsReply)
+        self.Hold = Unary(link, path + "Hold", pb.RepointRequest, pb.HoldReply)
+        self.Repoint = Unary(link, path + "Repoint", pb.RepointRequest, pb.RepointReply)
+        self.Settle = Unary(link, path + "Settle", pb.TokenRequest, pb.SettleReply)
+        self.Forward = Unary(link, path + "Forward", pb.ForwardRequest, pb.ForwardReply)
+        self.ConfirmDeparture = Unary(link, path + "ConfirmDeparture", pb.DepartureRequest, pb.DepartureReply)
 
 
 class GateCalls:
     def __init__(self, link: _Link) -> None:
-        stub = stubs.GateStub(link.channel)
-        self.Close = Unary(link, "Close", stub.Close)
-        self.Report = Unary(link, "Report", stub.Report)
-        self.SetTargets = Unary(link, "SetTargets", stub.SetTargets)
-        self.Detach = Unary(link, "Detach", stub.Detach)
-        self.NewId = Unary(link, "NewId", stub.NewId)
-        self.Attach = Unary(link, "Attach", stub.Attach)
-        self.GiveUp = Unary(link, "GiveUp", stub.GiveUp)
-        self.Open = Unary(link, "Open", stub.Open)
+        path = "/snapshotd.v1.Gate/"
+        self.Close = Unary(link, path + "Close", pb.MoveDescription, pb.GateReport)
+        self.Report = Unary(link, path + "Report", pb.GateReportRequest, pb.GateReport)
+        self.SetTargets = Unary(link, path + "SetTargets", pb.SetTargetsRequest, pb.GateReport)
+        self.Detach = Unary(link, path + "Detach", pb.DetachRequest, pb.DetachReply)
+        self.NewId = Unary(link, path + "NewId", pb.NewIdRequest, pb.NewIdReply)
+        self.Attach = Unary(link, path + "Attach", pb.AttachRequest, pb.AttachReply)
+        self.GiveUp = Unary(link, path + "GiveUp", pb.MoveRequest, pb.GiveUpReply)
+        self.Open = Unary(link, path + "Open", pb.TokenRequest, pb.OpenReply)
 
 
 class HomeCalls:
     def __init__(self, link: _Link) -> None:
-        self.Relay = BothStream(link, "Relay", stubs.HomeStub(link.channel).Relay)
+        path = "/snapshotd.v1.Home/"
+        self.Relay = BothStream(link, path + "Relay", pb.RelayFrame, pb.RelayFrame)
 
 
 class DaemonClient:
     """One daemon, over a separate connection. Use `async with`, or `await client.close()` at the end."""
 
-    def __init__(self, endpoint: str, *, credentials: Credentials | None = None, node: str | None = None) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        credentials: Credentials | None = None,
+        node: str | None = None,
+        channel: Channel | None = None,
+    ) -> None:
+        """Without `channel`, over a gRPC connection of its own."""
         self.endpoint = endpoint
         self.name = node
-        self.channel = open_channel(endpoint, credentials, node)
-        link = _Link(self.channel, endpoint, node)
+        if channel is None:
+            from snapshotd.api.channel import GrpcChannel, open_channel  # the daemon itself never loads gRPC
+
+            channel = GrpcChannel(open_channel(endpoint, credentials, node))
+        self.channel = channel
+        link = _Link(channel, endpoint, node)
         self.node = NodeCalls(link)
         self.source = SourceCalls(link)
         self.target = TargetCalls(link)

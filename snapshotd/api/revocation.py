@@ -31,22 +31,32 @@ def crl_path(ca: Path) -> Path:
 
 def load(ca: Path) -> x509.CertificateRevocationList | None:
     """The list beside a CA's certificate; None if there is none. Raises BadConfig if it is damaged or not that CA's."""
-    from cryptography import x509
-    from cryptography.exceptions import UnsupportedAlgorithm
-
     path = crl_path(ca)
     try:
         if path.stat().st_size > _MAX_BYTES:
             raise BadConfig(f"{path} is larger than {_MAX_BYTES >> 20} MiB")
-        found = x509.load_pem_x509_crl(path.read_bytes())
-        authorities = x509.load_pem_x509_certificates(ca.read_bytes())
-        keys = [authority.public_key() for authority in authorities]
-        if not any(found.is_signature_valid(key) for key in keys):  # type: ignore[arg-type]
-            raise BadConfig(f"{path} was not signed by {ca}", remedy="copy the file that `migrator pki revoke` made")
+        return parsed(path.read_bytes(), ca.read_bytes(), str(path), str(ca))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, TypeError, UnsupportedAlgorithm) as error:
+    except OSError as error:
         raise BadConfig(f"{path} cannot be used: {error}", remedy="copy it again from the folder of the CA") from error
+
+
+def parsed(crl: bytes, ca: bytes, crl_name: str, ca_name: str) -> x509.CertificateRevocationList:
+    """The list, signed by one of the CAs. Raises BadConfig."""
+    from cryptography import x509
+    from cryptography.exceptions import UnsupportedAlgorithm
+
+    try:
+        found = x509.load_pem_x509_crl(crl)
+        keys = [authority.public_key() for authority in x509.load_pem_x509_certificates(ca)]
+        if not any(found.is_signature_valid(key) for key in keys):  # type: ignore[arg-type]
+            raise BadConfig(
+                f"{crl_name} was not signed by {ca_name}", remedy="copy the file that `migrator pki revoke` made"
+            )
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+        text = f"{crl_name} cannot be used: {error}"
+        raise BadConfig(text, remedy="copy it again from the folder of the CA") from error
     return found
 
 
@@ -61,17 +71,22 @@ class Revocations:
         self._read()
 
     def revoked(self, serial: int) -> bool:
+        return serial in self.serials()
+
+    def serials(self) -> frozenset[int]:
+        """All of them; the same object until the list changes."""
         with self._lock:
             try:
                 self._read()
             except BadConfig as error:
                 log.error("the list of revoked certificates is not read again: %s", error.message)
-            return serial in self._serials
+            return self._serials
 
     def _read(self) -> None:
         try:
-            about = crl_path(self._ca).stat()
-            stamp: tuple[int, ...] = (about.st_ino, about.st_mtime_ns, about.st_size)
+            # Of both files: a list that arrives before the CA that has signed it is read again when the CA is there.
+            both = (crl_path(self._ca).stat(), self._ca.stat())
+            stamp: tuple[int, ...] = tuple(n for one in both for n in (one.st_ino, one.st_mtime_ns, one.st_size))
         except OSError:
             stamp = ()
         if stamp == self._stamp:
@@ -84,7 +99,7 @@ class Revocations:
         self._serials = frozenset(entry.serial_number for entry in found)
         log.info("%d certificates are revoked", len(self._serials))
         if found.next_update_utc is not None and found.next_update_utc < datetime.now(UTC):
-            log.warning("%s is older than it says it should be; run `migrator pki renew`", crl_path(self._ca))
+            log.warning("%s is older than it says it should be; run `migrator cluster rotate`", crl_path(self._ca))
 
 
 @functools.cache

@@ -1,31 +1,33 @@
-"""The servicers of the wire: each call goes to the step that does it. Only the daemon imports this module."""
+"""The servicers: each call that the network process passes on goes to the step that does it. Only the daemon imports this."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Callable
-from typing import Any, Protocol
+from collections.abc import AsyncIterator, Callable, Iterable
+from typing import Protocol
 
-import grpc
-import grpc.aio
-
+from snapshotd.api import signs_of_life
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.api import snapshotd_pb2_grpc as rpc
-from snapshotd.api.access import caller
+from snapshotd.api.errors import SnapshotError
+from snapshotd.diagnosis.run import Diagnosis
 from snapshotd.keepers.listing import ranks_of
 from snapshotd.keepers.relay import Relays
-from snapshotd.moves.journal import MoveLog
+from snapshotd.moves.journal import MoveLog, check_move_id
 from snapshotd.moves.nccl.gates import GateSteps
 from snapshotd.moves.nccl.members import Members
 from snapshotd.moves.node import Node
 from snapshotd.moves.peers import connections
 from snapshotd.moves.peers.forwarding import Forwarding
 from snapshotd.moves.peers.steps import PeerSteps
+from snapshotd.moves.rules import Outcome
 from snapshotd.moves.source.steps import SourceSteps
+from snapshotd.moves.steps import Steps
 from snapshotd.moves.target.steps import TargetSteps
+from snapshotd.network.dispatch import Context
 from snapshotd.runtime.blocking import in_thread
 
-Context = grpc.aio.ServicerContext[Any, Any]
+#: How long another daemon may take to answer `FindNode`'s question.
+FIND_S = 5.0
 DescribeMove = Callable[[MoveLog], pb.MoveRecord]
 
 
@@ -35,18 +37,38 @@ class Describe(Protocol):
     async def __call__(self, *, fresh: bool) -> pb.NodeInfo: ...
 
 
-class NodeServicer(rpc.NodeServicer):
-    def __init__(self, node: Node, gates: GateSteps, describe: Describe, describe_move: DescribeMove) -> None:
-        self.node, self.gates = node, gates
+def known_to_peer(steps: Iterable[Steps], move: str) -> pb.OutcomeKind.ValueType:
+    """The outcome of a move that this node knows although it is neither its source nor its target."""
+    known = [found.outcome for each in steps if (found := each.journal.find(check_move_id(move))) is not None]
+    decided = {outcome.outcome for outcome in known if outcome is not None}
+    if Outcome.COMMIT in decided:
+        return pb.COMMIT
+    return pb.ABORT if decided else pb.UNDECIDED
+
+
+class NodeServicer:
+    def __init__(
+        self,
+        node: Node,
+        peers: PeerSteps,
+        gates: GateSteps,
+        describe: Describe,
+        describe_move: DescribeMove,
+        diagnosis: Diagnosis,
+    ) -> None:
+        self.node, self.peers, self.gates = node, peers, gates
         self.describe, self.describe_move = describe, describe_move
+        self.diagnosis = diagnosis
 
     async def GetNode(self, request: pb.GetNodeRequest, context: Context) -> pb.NodeInfo:
         return await self.describe(fresh=False)
 
     async def ListRanks(self, request: pb.ListRanksRequest, context: Context) -> pb.ListRanksReply:
-        return pb.ListRanksReply(ranks=await ranks_of(self.node))
+        return pb.ListRanksReply(ranks=await ranks_of(self.node, brief=request.brief))
 
     async def ListMoves(self, request: pb.ListMovesRequest, context: Context) -> pb.ListMovesReply:
+        if request.as_peer:
+            return pb.ListMovesReply(known_to_peer=known_to_peer((self.peers, self.gates), request.move))
         journal = self.node.journal
         gates = await in_thread(self.gates.closed, request.move)
         if request.move:
@@ -56,8 +78,23 @@ class NodeServicer(rpc.NodeServicer):
             logs = journal.all()
         return pb.ListMovesReply(moves=[self.describe_move(move_log) for move_log in logs], gates=gates)
 
+    async def FindNode(self, request: pb.FindNodeRequest, context: Context) -> pb.FindNodeReply:
+        try:
+            async with self.node.client(request.name, request.endpoint) as client:
+                await client.node.GetNode(pb.GetNodeRequest(), timeout_s=FIND_S)
+        except SnapshotError as error:
+            signs = await in_thread(signs_of_life.look, request.endpoint)
+            return pb.FindNodeReply(found=f"its daemon does not answer ({error.headline}); {signs.words}")
+        return pb.FindNodeReply(daemon_answers=True, found="its daemon answers")
 
-class SourceServicer(rpc.SourceServicer):
+    async def Diagnose(self, request: pb.DiagnoseRequest, context: Context) -> pb.DiagnoseReply:
+        return await self.diagnosis.run(request, lambda: self.describe(fresh=False))
+
+    async def OpenProbe(self, request: pb.OpenProbeRequest, context: Context) -> pb.OpenProbeReply:
+        return await self.diagnosis.open_probe(request)
+
+
+class SourceServicer:
     def __init__(self, steps: SourceSteps) -> None:
         self.steps = steps
 
@@ -90,7 +127,7 @@ class SourceServicer(rpc.SourceServicer):
         return await self.steps.commit(request.move, request.held_receipt)
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.Outcome:
-        return await self.steps.abort(request.move, request.reason, str(caller(context)))
+        return await self.steps.abort(request.move, request.reason, str(context.caller))
 
     async def Release(self, request: pb.MoveRequest, context: Context) -> pb.ReleaseReply:
         return await self.steps.release(request.move, request.pause_s)
@@ -99,10 +136,10 @@ class SourceServicer(rpc.SourceServicer):
         return await self.steps.outcome(request.move)
 
     async def DeclareTargetDead(self, request: pb.DeclareRequest, context: Context) -> pb.Outcome:
-        return await self.steps.declare_target_dead(request.move, f"{request.declared_by} ({caller(context)})")
+        return await self.steps.declare_target_dead(request.move, f"{request.declared_by} ({context.caller})")
 
 
-class TargetServicer(rpc.TargetServicer):
+class TargetServicer:
     def __init__(self, steps: TargetSteps, describe: Describe) -> None:
         self.steps, self.describe = steps, describe
 
@@ -116,15 +153,15 @@ class TargetServicer(rpc.TargetServicer):
         return await self.steps.prepare(request)
 
     async def OpenImageChannel(self, request: pb.OpenImageChannelRequest, context: Context) -> pb.OpenImageChannelReply:
-        return await self.steps.open_image_channel(request.move, caller(context).name)
+        return await self.steps.open_image_channel(request.move, context.caller.name)
 
     async def OpenDeviceChannel(
         self, request: pb.OpenDeviceChannelRequest, context: Context
     ) -> pb.OpenDeviceChannelReply:
-        return await self.steps.open_device_channel(request, caller(context).name)
+        return await self.steps.open_device_channel(request, context.caller.name)
 
     async def Seal(self, request: pb.SealRequest, context: Context) -> pb.SealReply:
-        return await self.steps.seal(request, caller(context).name)
+        return await self.steps.seal(request, context.caller.name)
 
     async def Restore(self, request: pb.MoveRequest, context: Context) -> pb.RestoreReply:
         return await self.steps.restore(request.move)
@@ -133,26 +170,30 @@ class TargetServicer(rpc.TargetServicer):
         return await self.steps.activate(request.move, request.token)
 
     async def Discard(self, request: pb.TokenRequest, context: Context) -> pb.DiscardReply:
-        return await self.steps.discard(request.move, request.token)
+        asker = context.caller
+        return await self.steps.discard(request.move, request.token, "" if asker.role == "node" else str(asker))
 
     async def GetCopy(self, request: pb.MoveRequest, context: Context) -> pb.Copy:
-        return await self.steps.copy_state(request.move)
+        return await self.steps.copy_state(request.move, context.caller.name)
 
     async def DeclareSourceDead(self, request: pb.DeclareRequest, context: Context) -> pb.ActivateReply:
-        return await self.steps.declare_source_dead(request.move, f"{request.declared_by} ({caller(context)})")
+        return await self.steps.declare_source_dead(request.move, f"{request.declared_by} ({context.caller})")
 
 
-class PeerServicer(rpc.PeerServicer):
+class PeerServicer:
     def __init__(self, steps: PeerSteps, forwarding: Forwarding) -> None:
         self.steps, self.forwarding = steps, forwarding
 
     async def InspectConnections(
         self, request: pb.InspectConnectionsRequest, context: Context
     ) -> pb.InspectConnectionsReply:
-        return pb.InspectConnectionsReply(checks=await self.steps.inspect_connections(list(request.rewires)))
+        return pb.InspectConnectionsReply(checks=await self.steps.inspect_connections(request))
 
     async def SuspendTimeouts(self, request: pb.RepointRequest, context: Context) -> pb.SuspendTimeoutsReply:
         return await self.steps.suspend_timeouts(request)
+
+    async def Hold(self, request: pb.RepointRequest, context: Context) -> pb.HoldReply:
+        return await self.steps.hold(request)
 
     async def Repoint(self, request: pb.RepointRequest, context: Context) -> pb.RepointReply:
         return await self.steps.repoint(request)
@@ -161,13 +202,13 @@ class PeerServicer(rpc.PeerServicer):
         return await self.steps.settle(request.move, request.token)
 
     async def Forward(self, request: pb.ForwardRequest, context: Context) -> pb.ForwardReply:
-        return await self.forwarding.accept(request, caller(context).name)
+        return await self.forwarding.accept(request, context.caller.name)
 
     async def ConfirmDeparture(self, request: pb.DepartureRequest, context: Context) -> pb.DepartureReply:
         return await self.forwarding.departures.confirm(request)
 
 
-class GateServicer(rpc.GateServicer):
+class GateServicer:
     def __init__(self, gates: GateSteps, members: Members) -> None:
         self.gates, self.members = gates, members
 
@@ -181,29 +222,29 @@ class GateServicer(rpc.GateServicer):
         return await self.gates.set_targets(request)
 
     async def Detach(self, request: pb.DetachRequest, context: Context) -> pb.DetachReply:
-        return await self.members.detach(request, caller(context).name)
+        return await self.members.detach(request, context.caller.name)
 
     async def NewId(self, request: pb.NewIdRequest, context: Context) -> pb.NewIdReply:
-        return await self.members.new_id(request, caller(context).name)
+        return await self.members.new_id(request, context.caller.name)
 
     async def Attach(self, request: pb.AttachRequest, context: Context) -> pb.AttachReply:
-        return await self.members.attach(request, caller(context).name)
+        return await self.members.attach(request, context.caller.name)
 
     async def GiveUp(self, request: pb.MoveRequest, context: Context) -> pb.GiveUpReply:
-        return await self.members.give_up(request.move, caller(context).name)
+        return await self.members.give_up(request.move, context.caller.name)
 
     async def Open(self, request: pb.TokenRequest, context: Context) -> pb.OpenReply:
-        return await self.gates.open(request.move, request.token, caller(context).name)
+        return await self.gates.open(request.move, request.token, context.caller.name)
 
 
-class HomeServicer(rpc.HomeServicer):
+class HomeServicer:
     def __init__(self, relays: Relays) -> None:
         self.relays = relays
 
     async def Relay(
         self, request_iterator: AsyncIterator[pb.RelayFrame], context: Context
     ) -> AsyncIterator[pb.RelayFrame]:
-        metadata = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
-        async with contextlib.aclosing(self.relays.serve(request_iterator, metadata, caller(context).name)) as frames:
+        frames_of = self.relays.serve(request_iterator, dict(context.metadata), context.caller.name)
+        async with contextlib.aclosing(frames_of) as frames:
             async for frame in frames:
                 yield frame

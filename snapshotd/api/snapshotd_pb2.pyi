@@ -44,6 +44,287 @@ ABORT: OutcomeKind.ValueType  # 2
 Global___OutcomeKind: _TypeAlias = OutcomeKind  # noqa: Y015
 
 @_typing.final
+class DiagnoseRequest(_message.Message):
+    """What would make a move from or to this node fail. Connections to the peers are tried."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PEERS_FIELD_NUMBER: _builtins.int
+    PATHS_FIELD_NUMBER: _builtins.int
+    LIMIT_S_FIELD_NUMBER: _builtins.int
+    limit_s: _builtins.float
+    """how long the answer may take; 0: 9.5"""
+    @_builtins.property
+    def peers(self) -> _containers.RepeatedCompositeFieldContainer[Global___PeerNode]: ...
+    @_builtins.property
+    def paths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """absolute paths of jobs, to compare between nodes"""
+
+    def __init__(
+        self,
+        *,
+        peers: _abc.Iterable[Global___PeerNode] | None = ...,
+        paths: _abc.Iterable[_builtins.str] | None = ...,
+        limit_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["limit_s", b"limit_s", "paths", b"paths", "peers", b"peers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DiagnoseRequest: _TypeAlias = DiagnoseRequest  # noqa: Y015
+
+@_typing.final
+class PeerNode(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    ENDPOINT_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    endpoint: _builtins.str
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        endpoint: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PeerNode: _TypeAlias = PeerNode  # noqa: Y015
+
+@_typing.final
+class DiagnoseReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FINDINGS_FIELD_NUMBER: _builtins.int
+    ROUTES_FIELD_NUMBER: _builtins.int
+    PATHS_FIELD_NUMBER: _builtins.int
+    MTU_FIELD_NUMBER: _builtins.int
+    CPU_FEATURES_FIELD_NUMBER: _builtins.int
+    mtu: _builtins.int
+    """of the interface with the address of `advertise`; 0: not known"""
+    @_builtins.property
+    def findings(self) -> _containers.RepeatedCompositeFieldContainer[Global___Diagnosis]: ...
+    @_builtins.property
+    def routes(self) -> _containers.RepeatedCompositeFieldContainer[Global___Route]:
+        """one for each peer"""
+
+    @_builtins.property
+    def paths(self) -> _containers.RepeatedCompositeFieldContainer[Global___PathFacts]: ...
+    @_builtins.property
+    def cpu_features(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """that programs can use"""
+
+    def __init__(
+        self,
+        *,
+        findings: _abc.Iterable[Global___Diagnosis] | None = ...,
+        routes: _abc.Iterable[Global___Route] | None = ...,
+        paths: _abc.Iterable[Global___PathFacts] | None = ...,
+        mtu: _builtins.int = ...,
+        cpu_features: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cpu_features", b"cpu_features", "findings", b"findings", "mtu", b"mtu", "paths", b"paths", "routes", b"routes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DiagnoseReply: _TypeAlias = DiagnoseReply  # noqa: Y015
+
+@_typing.final
+class Diagnosis(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHECK_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    REMEDY_FIELD_NUMBER: _builtins.int
+    check: _builtins.str
+    """of those that snapshotd/selfcheck lists"""
+    state: _builtins.str
+    """ok, warning or failed"""
+    text: _builtins.str
+    remedy: _builtins.str
+    def __init__(
+        self,
+        *,
+        check: _builtins.str = ...,
+        state: _builtins.str = ...,
+        text: _builtins.str = ...,
+        remedy: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["check", b"check", "remedy", b"remedy", "state", b"state", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Diagnosis: _TypeAlias = Diagnosis  # noqa: Y015
+
+@_typing.final
+class Route(_message.Message):
+    """What happened when this node connected to a peer. Empty: it worked."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PEER_FIELD_NUMBER: _builtins.int
+    CONTROL_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    peer: _builtins.str
+    control: _builtins.str
+    """a call to the peer's daemon"""
+    data: _builtins.str
+    """a connection to a free port, as the data channels of a move use it"""
+    def __init__(
+        self,
+        *,
+        peer: _builtins.str = ...,
+        control: _builtins.str = ...,
+        data: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["control", b"control", "data", b"data", "peer", b"peer"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Route: _TypeAlias = Route  # noqa: Y015
+
+@_typing.final
+class PathFacts(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PATH_FIELD_NUMBER: _builtins.int
+    FILE_SYSTEM_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    path: _builtins.str
+    file_system: _builtins.str
+    """its kind; empty: there is no such path"""
+    source: _builtins.str
+    """what is mounted there: server:/export"""
+    def __init__(
+        self,
+        *,
+        path: _builtins.str = ...,
+        file_system: _builtins.str = ...,
+        source: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["file_system", b"file_system", "path", b"path", "source", b"source"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PathFacts: _TypeAlias = PathFacts  # noqa: Y015
+
+@_typing.final
+class OpenProbeRequest(_message.Message):
+    """Opens a free port for connections that only show that they arrive. The reply is valid for some seconds."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    FAR_FIELD_NUMBER: _builtins.int
+    address: _builtins.str
+    """of this node, for one attempt; empty: where the data channels of a move are"""
+    @_builtins.property
+    def far(self) -> Global___Endpoint:
+        """with `address`: the caller's end of a connection without a beginning"""
+
+    def __init__(
+        self,
+        *,
+        address: _builtins.str = ...,
+        far: Global___Endpoint | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["far", b"far"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "far", b"far"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OpenProbeRequest: _TypeAlias = OpenProbeRequest  # noqa: Y015
+
+@_typing.final
+class OpenProbeReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PORT_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
+    MID_STREAM_PORT_FIELD_NUMBER: _builtins.int
+    port: _builtins.int
+    key: _builtins.bytes
+    mid_stream_port: _builtins.int
+    """with `far`: this node's end of that connection"""
+    def __init__(
+        self,
+        *,
+        port: _builtins.int = ...,
+        key: _builtins.bytes = ...,
+        mid_stream_port: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "mid_stream_port", b"mid_stream_port", "port", b"port"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OpenProbeReply: _TypeAlias = OpenProbeReply  # noqa: Y015
+
+@_typing.final
+class FindNodeRequest(_message.Message):
+    """Whether this node sees another one that an operator is about to declare dead."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    ENDPOINT_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    endpoint: _builtins.str
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        endpoint: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FindNodeRequest: _TypeAlias = FindNodeRequest  # noqa: Y015
+
+@_typing.final
+class FindNodeReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DAEMON_ANSWERS_FIELD_NUMBER: _builtins.int
+    FOUND_FIELD_NUMBER: _builtins.int
+    daemon_answers: _builtins.bool
+    found: _builtins.str
+    """in words, for display"""
+    def __init__(
+        self,
+        *,
+        daemon_answers: _builtins.bool = ...,
+        found: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["daemon_answers", b"daemon_answers", "found", b"found"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FindNodeReply: _TypeAlias = FindNodeReply  # noqa: Y015
+
+@_typing.final
 class GetNodeRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -57,6 +338,30 @@ class GetNodeRequest(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetNodeRequest: _TypeAlias = GetNodeRequest  # noqa: Y015
+
+@_typing.final
+class Protocol(_message.Message):
+    """The versions of this interface that a program speaks (snapshotd/api/version.py)."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NEWEST_FIELD_NUMBER: _builtins.int
+    OLDEST_FIELD_NUMBER: _builtins.int
+    newest: _builtins.int
+    oldest: _builtins.int
+    def __init__(
+        self,
+        *,
+        newest: _builtins.int = ...,
+        oldest: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["newest", b"newest", "oldest", b"oldest"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Protocol: _TypeAlias = Protocol  # noqa: Y015
 
 @_typing.final
 class NodeInfo(_message.Message):
@@ -79,6 +384,9 @@ class NodeInfo(_message.Message):
     GPUS_FIELD_NUMBER: _builtins.int
     DRIVER_VERSION_FIELD_NUMBER: _builtins.int
     GPU_PROBLEM_FIELD_NUMBER: _builtins.int
+    NOW_UNIX_S_FIELD_NUMBER: _builtins.int
+    INTERFACES_FIELD_NUMBER: _builtins.int
+    PROTOCOL_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     endpoint: _builtins.str
     """host:port at which other daemons reach this one"""
@@ -99,6 +407,8 @@ class NodeInfo(_message.Message):
     """of the NVIDIA driver; empty if the node has none"""
     gpu_problem: _builtins.str
     """why the node's GPUs could not be listed; empty: they could"""
+    now_unix_s: _builtins.float
+    """this node's clock when it answered; 0: an older version"""
     @_builtins.property
     def cpu_features(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -108,6 +418,14 @@ class NodeInfo(_message.Message):
     @_builtins.property
     def gpus(self) -> _containers.RepeatedCompositeFieldContainer[Global___Gpu]:
         """empty if the node has none"""
+
+    @_builtins.property
+    def interfaces(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """that have `addresses`, in the same order"""
+
+    @_builtins.property
+    def protocol(self) -> Global___Protocol:
+        """unset: a version that does not say"""
 
     def __init__(
         self,
@@ -129,10 +447,13 @@ class NodeInfo(_message.Message):
         gpus: _abc.Iterable[Global___Gpu] | None = ...,
         driver_version: _builtins.str = ...,
         gpu_problem: _builtins.str = ...,
+        now_unix_s: _builtins.float = ...,
+        interfaces: _abc.Iterable[_builtins.str] | None = ...,
+        protocol: Global___Protocol | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["protocol", b"protocol"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["addresses", b"addresses", "architecture", b"architecture", "boot_id", b"boot_id", "cpu_features", b"cpu_features", "criu_version", b"criu_version", "driver_version", b"driver_version", "endpoint", b"endpoint", "gpu_problem", b"gpu_problem", "gpus", b"gpus", "image_capacity_bytes", b"image_capacity_bytes", "image_held_bytes", b"image_held_bytes", "kernel", b"kernel", "memory_available_bytes", b"memory_available_bytes", "moves_running", b"moves_running", "name", b"name", "ranks", b"ranks", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["addresses", b"addresses", "architecture", b"architecture", "boot_id", b"boot_id", "cpu_features", b"cpu_features", "criu_version", b"criu_version", "driver_version", b"driver_version", "endpoint", b"endpoint", "gpu_problem", b"gpu_problem", "gpus", b"gpus", "image_capacity_bytes", b"image_capacity_bytes", "image_held_bytes", b"image_held_bytes", "interfaces", b"interfaces", "kernel", b"kernel", "memory_available_bytes", b"memory_available_bytes", "moves_running", b"moves_running", "name", b"name", "now_unix_s", b"now_unix_s", "protocol", b"protocol", "ranks", b"ranks", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -151,6 +472,7 @@ class Gpu(_message.Message):
     MIG_FIELD_NUMBER: _builtins.int
     PROCESSES_FIELD_NUMBER: _builtins.int
     RESERVED_FOR_FIELD_NUMBER: _builtins.int
+    PERSISTENCE_FIELD_NUMBER: _builtins.int
     uuid: _builtins.str
     """GPU-xxxxxxxx-xxxx-…"""
     index: _builtins.int
@@ -165,6 +487,8 @@ class Gpu(_message.Message):
     """partitioned (MIG)"""
     reserved_for: _builtins.str
     """id of the move that will use it; empty: none"""
+    persistence: _builtins.bool
+    """whether the driver stays loaded without processes; unset: not known"""
     @_builtins.property
     def processes(self) -> _containers.RepeatedCompositeFieldContainer[Global___GpuProcess]: ...
     def __init__(
@@ -179,12 +503,15 @@ class Gpu(_message.Message):
         mig: _builtins.bool = ...,
         processes: _abc.Iterable[Global___GpuProcess] | None = ...,
         reserved_for: _builtins.str = ...,
+        persistence: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_persistence", b"_persistence", "persistence", b"persistence"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_capability", b"compute_capability", "index", b"index", "memory_bytes", b"memory_bytes", "memory_free_bytes", b"memory_free_bytes", "mig", b"mig", "name", b"name", "processes", b"processes", "reserved_for", b"reserved_for", "uuid", b"uuid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_persistence", b"_persistence", "compute_capability", b"compute_capability", "index", b"index", "memory_bytes", b"memory_bytes", "memory_free_bytes", b"memory_free_bytes", "mig", b"mig", "name", b"name", "persistence", b"persistence", "processes", b"processes", "reserved_for", b"reserved_for", "uuid", b"uuid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__persistence: _TypeAlias = _typing.Literal["persistence"]  # noqa: Y015
+    _WhichOneofArgType__persistence: _TypeAlias = _typing.Literal["_persistence", b"_persistence"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__persistence) -> _WhichOneofReturnType__persistence | None: ...
 
 Global___Gpu: _TypeAlias = Gpu  # noqa: Y015
 
@@ -220,12 +547,17 @@ Global___GpuProcess: _TypeAlias = GpuProcess  # noqa: Y015
 class ListRanksRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    BRIEF_FIELD_NUMBER: _builtins.int
+    brief: _builtins.bool
+    """without what takes time to find out: memory, GPUs"""
     def __init__(
         self,
+        *,
+        brief: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["brief", b"brief"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -379,15 +711,20 @@ class ListMovesRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     MOVE_FIELD_NUMBER: _builtins.int
+    AS_PEER_FIELD_NUMBER: _builtins.int
     move: _builtins.str
+    """empty: all"""
+    as_peer: _builtins.bool
+    """only `known_to_peer` of this move"""
     def __init__(
         self,
         *,
         move: _builtins.str = ...,
+        as_peer: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["move", b"move"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["as_peer", b"as_peer", "move", b"move"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -399,6 +736,9 @@ class ListMovesReply(_message.Message):
 
     MOVES_FIELD_NUMBER: _builtins.int
     GATES_FIELD_NUMBER: _builtins.int
+    KNOWN_TO_PEER_FIELD_NUMBER: _builtins.int
+    known_to_peer: Global___OutcomeKind.ValueType
+    """what this node has learnt about the move as a node of peers or of the job"""
     @_builtins.property
     def moves(self) -> _containers.RepeatedCompositeFieldContainer[Global___MoveRecord]: ...
     @_builtins.property
@@ -408,10 +748,11 @@ class ListMovesReply(_message.Message):
         *,
         moves: _abc.Iterable[Global___MoveRecord] | None = ...,
         gates: _abc.Iterable[Global___ClosedGate] | None = ...,
+        known_to_peer: Global___OutcomeKind.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["gates", b"gates", "moves", b"moves"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gates", b"gates", "known_to_peer", b"known_to_peer", "moves", b"moves"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -672,6 +1013,26 @@ class RankFacts(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class ClosedBytesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     RANK_FIELD_NUMBER: _builtins.int
     SOURCE_NODE_FIELD_NUMBER: _builtins.int
     DAEMON_VERSION_FIELD_NUMBER: _builtins.int
@@ -689,6 +1050,9 @@ class RankFacts(_message.Message):
     GPU_FIELD_NUMBER: _builtins.int
     IDENTITY_FIELD_NUMBER: _builtins.int
     LIMITS_FIELD_NUMBER: _builtins.int
+    CLOSED_BYTES_FIELD_NUMBER: _builtins.int
+    PROTOCOL_FIELD_NUMBER: _builtins.int
+    PRIORITIES_FIELD_NUMBER: _builtins.int
     source_node: _builtins.str
     daemon_version: _builtins.str
     architecture: _builtins.str
@@ -723,6 +1087,18 @@ class RankFacts(_message.Message):
     def limits(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """of its cgroups (v2), the tightest of each kind: file name, value"""
 
+    @_builtins.property
+    def closed_bytes(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """part of carried_bytes: files that the rank has closed, by the carry path"""
+
+    @_builtins.property
+    def protocol(self) -> Global___Protocol:
+        """of the source's daemon; unset: a version that does not say"""
+
+    @_builtins.property
+    def priorities(self) -> Global___Priorities:
+        """the highest of its processes, without those of root; unset: it has no others"""
+
     def __init__(
         self,
         *,
@@ -743,14 +1119,73 @@ class RankFacts(_message.Message):
         gpu: Global___GpuFacts | None = ...,
         identity: Global___Identity | None = ...,
         limits: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        closed_bytes: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        protocol: Global___Protocol | None = ...,
+        priorities: Global___Priorities | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["gpu", b"gpu", "identity", b"identity", "rank", b"rank"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["gpu", b"gpu", "identity", b"identity", "priorities", b"priorities", "protocol", b"protocol", "rank", b"rank"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "carried_bytes", b"carried_bytes", "cpu_features", b"cpu_features", "criu_version", b"criu_version", "daemon_version", b"daemon_version", "directories", b"directories", "files", b"files", "gpu", b"gpu", "identity", b"identity", "kernel", b"kernel", "limits", b"limits", "memory_bytes", b"memory_bytes", "processes", b"processes", "rank", b"rank", "source_node", b"source_node", "threads", b"threads", "user_ids", b"user_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "carried_bytes", b"carried_bytes", "closed_bytes", b"closed_bytes", "cpu_features", b"cpu_features", "criu_version", b"criu_version", "daemon_version", b"daemon_version", "directories", b"directories", "files", b"files", "gpu", b"gpu", "identity", b"identity", "kernel", b"kernel", "limits", b"limits", "memory_bytes", b"memory_bytes", "priorities", b"priorities", "processes", b"processes", "protocol", b"protocol", "rank", b"rank", "source_node", b"source_node", "threads", b"threads", "user_ids", b"user_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RankFacts: _TypeAlias = RankFacts  # noqa: Y015
+
+@_typing.final
+class Priorities(_message.Message):
+    """What a user could not give itself on the target."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class LimitsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    NICE_FIELD_NUMBER: _builtins.int
+    REALTIME_FIELD_NUMBER: _builtins.int
+    LIMITS_FIELD_NUMBER: _builtins.int
+    OOM_SCORE_ADJ_FIELD_NUMBER: _builtins.int
+    nice: _builtins.int
+    """the lowest"""
+    realtime: _builtins.int
+    """priority of a real-time scheduling policy; 0: none"""
+    oom_score_adj: _builtins.int
+    """the lowest"""
+    @_builtins.property
+    def limits(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """the highest hard limits, as snapshotd/proc/priorities.py names them"""
+
+    def __init__(
+        self,
+        *,
+        nice: _builtins.int = ...,
+        realtime: _builtins.int = ...,
+        limits: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        oom_score_adj: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits", "nice", b"nice", "oom_score_adj", b"oom_score_adj", "realtime", b"realtime"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Priorities: _TypeAlias = Priorities  # noqa: Y015
 
 @_typing.final
 class Identity(_message.Message):
@@ -908,11 +1343,16 @@ class InspectRequest(_message.Message):
     RANK_UID_FIELD_NUMBER: _builtins.int
     NODES_FIELD_NUMBER: _builtins.int
     TARGET_NODE_FIELD_NUMBER: _builtins.int
+    PROTOCOL_FIELD_NUMBER: _builtins.int
     rank_uid: _builtins.str
     target_node: _builtins.str
     @_builtins.property
     def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeAddresses]:
         """all nodes of the cluster, source and target included"""
+
+    @_builtins.property
+    def protocol(self) -> Global___Protocol:
+        """of the caller; unset: a version that does not say"""
 
     def __init__(
         self,
@@ -920,10 +1360,11 @@ class InspectRequest(_message.Message):
         rank_uid: _builtins.str = ...,
         nodes: _abc.Iterable[Global___NodeAddresses] | None = ...,
         target_node: _builtins.str = ...,
+        protocol: Global___Protocol | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["protocol", b"protocol"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["nodes", b"nodes", "rank_uid", b"rank_uid", "target_node", b"target_node"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["nodes", b"nodes", "protocol", b"protocol", "rank_uid", b"rank_uid", "target_node", b"target_node"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1034,6 +1475,7 @@ class MoveDescription(_message.Message):
     TARGET_ENDPOINT_FIELD_NUMBER: _builtins.int
     NONCE_FIELD_NUMBER: _builtins.int
     USER_ID_FIELD_NUMBER: _builtins.int
+    USER_IDS_FIELD_NUMBER: _builtins.int
     move: _builtins.str
     rank_uid: _builtins.str
     """of the rank that moves"""
@@ -1047,6 +1489,10 @@ class MoveDescription(_message.Message):
     """the target's; verifies the source's tokens"""
     user_id: _builtins.int
     """whose job it is: a job is named by user and name; gates require it"""
+    @_builtins.property
+    def user_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """of the rank's processes; peers re-point connections of these users"""
+
     def __init__(
         self,
         *,
@@ -1060,10 +1506,11 @@ class MoveDescription(_message.Message):
         target_endpoint: _builtins.str = ...,
         nonce: _builtins.bytes = ...,
         user_id: _builtins.int | None = ...,
+        user_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_user_id", b"_user_id", "user_id", b"user_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_user_id", b"_user_id", "job", b"job", "move", b"move", "nonce", b"nonce", "rank", b"rank", "rank_uid", b"rank_uid", "source_endpoint", b"source_endpoint", "source_node", b"source_node", "target_endpoint", b"target_endpoint", "target_node", b"target_node", "user_id", b"user_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_user_id", b"_user_id", "job", b"job", "move", b"move", "nonce", b"nonce", "rank", b"rank", "rank_uid", b"rank_uid", "source_endpoint", b"source_endpoint", "source_node", b"source_node", "target_endpoint", b"target_endpoint", "target_node", b"target_node", "user_id", b"user_id", "user_ids", b"user_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__user_id: _TypeAlias = _typing.Literal["user_id"]  # noqa: Y015
     _WhichOneofArgType__user_id: _TypeAlias = _typing.Literal["_user_id", b"_user_id"]  # noqa: Y015
@@ -1611,7 +2058,10 @@ class SealRequest(_message.Message):
 
     MOVE_FIELD_NUMBER: _builtins.int
     FILES_FIELD_NUMBER: _builtins.int
+    SIGNATURE_FIELD_NUMBER: _builtins.int
     move: _builtins.str
+    signature: _builtins.bytes
+    """by the key of the source's certificate; see snapshotd/moves/image_seal.py"""
     @_builtins.property
     def files(self) -> _containers.RepeatedCompositeFieldContainer[Global___ImageFile]: ...
     def __init__(
@@ -1619,10 +2069,11 @@ class SealRequest(_message.Message):
         *,
         move: _builtins.str = ...,
         files: _abc.Iterable[Global___ImageFile] | None = ...,
+        signature: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["files", b"files", "move", b"move"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["files", b"files", "move", b"move", "signature", b"signature"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1796,14 +2247,44 @@ class NodeAddresses(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class NetworksEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     NAME_FIELD_NUMBER: _builtins.int
     ENDPOINT_FIELD_NUMBER: _builtins.int
     ADDRESSES_FIELD_NUMBER: _builtins.int
+    INTERFACES_FIELD_NUMBER: _builtins.int
+    NETWORKS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     endpoint: _builtins.str
     @_builtins.property
     def addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """as in NodeInfo"""
+
+    @_builtins.property
+    def interfaces(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """as in NodeInfo"""
+
+    @_builtins.property
+    def networks(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """of cluster.toml: name of a network -> this node's address there"""
 
     def __init__(
         self,
@@ -1811,10 +2292,12 @@ class NodeAddresses(_message.Message):
         name: _builtins.str = ...,
         endpoint: _builtins.str = ...,
         addresses: _abc.Iterable[_builtins.str] | None = ...,
+        interfaces: _abc.Iterable[_builtins.str] | None = ...,
+        networks: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["addresses", b"addresses", "endpoint", b"endpoint", "name", b"name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["addresses", b"addresses", "endpoint", b"endpoint", "interfaces", b"interfaces", "name", b"name", "networks", b"networks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1887,10 +2370,13 @@ class Rewire(_message.Message):
     NEW_LOCAL_FIELD_NUMBER: _builtins.int
     NEW_REMOTE_FIELD_NUMBER: _builtins.int
     PEER_NODE_FIELD_NUMBER: _builtins.int
+    ENDED_FIELD_NUMBER: _builtins.int
     kind: Global___Rewire.Kind.ValueType
     family: _builtins.str
     """"inet" or "inet6", of the rank's own socket"""
     peer_node: _builtins.str
+    ended: _builtins.bool
+    """PEER: the rank can read no more, and no process may have the peer's socket any more"""
     @_builtins.property
     def old_local(self) -> Global___Endpoint: ...
     @_builtins.property
@@ -1911,10 +2397,11 @@ class Rewire(_message.Message):
         new_local: Global___Endpoint | None = ...,
         new_remote: Global___Endpoint | None = ...,
         peer_node: _builtins.str = ...,
+        ended: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["new_local", b"new_local", "new_remote", b"new_remote", "old_local", b"old_local", "old_remote", b"old_remote"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["family", b"family", "kind", b"kind", "new_local", b"new_local", "new_remote", b"new_remote", "old_local", b"old_local", "old_remote", b"old_remote", "peer_node", b"peer_node"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "family", b"family", "kind", b"kind", "new_local", b"new_local", "new_remote", b"new_remote", "old_local", b"old_local", "old_remote", b"old_remote", "peer_node", b"peer_node"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1925,16 +2412,22 @@ class InspectConnectionsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REWIRES_FIELD_NUMBER: _builtins.int
+    DESCRIPTION_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def rewires(self) -> _containers.RepeatedCompositeFieldContainer[Global___Rewire]: ...
+    @_builtins.property
+    def description(self) -> Global___MoveDescription:
+        """without move and nonce"""
+
     def __init__(
         self,
         *,
         rewires: _abc.Iterable[Global___Rewire] | None = ...,
+        description: Global___MoveDescription | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["description", b"description"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["rewires", b"rewires"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "rewires", b"rewires"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2004,6 +2497,25 @@ class SuspendTimeoutsReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SuspendTimeoutsReply: _TypeAlias = SuspendTimeoutsReply  # noqa: Y015
+
+@_typing.final
+class HoldReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SOCKETS_FIELD_NUMBER: _builtins.int
+    sockets: _builtins.int
+    def __init__(
+        self,
+        *,
+        sockets: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["sockets", b"sockets"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HoldReply: _TypeAlias = HoldReply  # noqa: Y015
 
 @_typing.final
 class RepointReply(_message.Message):
@@ -2736,15 +3248,19 @@ class RelayFrame(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     FRAME_FIELD_NUMBER: _builtins.int
+    KEY_RECORDED_FIELD_NUMBER: _builtins.int
     frame: _builtins.bytes
+    key_recorded: _builtins.bool
+    """in the first answer: the home node has recorded the key of the calling node (keepers/relay_keys.py)"""
     def __init__(
         self,
         *,
         frame: _builtins.bytes = ...,
+        key_recorded: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["frame", b"frame"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["frame", b"frame", "key_recorded", b"key_recorded"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

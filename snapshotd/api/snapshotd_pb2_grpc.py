@@ -51,6 +51,21 @@ class NodeStub:
                 request_serializer=snapshotd_dot_api_dot_snapshotd__pb2.ListMovesRequest.SerializeToString,
                 response_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.ListMovesReply.FromString,
                 _registered_method=True)
+        self.FindNode = channel.unary_unary(
+                '/snapshotd.v1.Node/FindNode',
+                request_serializer=snapshotd_dot_api_dot_snapshotd__pb2.FindNodeRequest.SerializeToString,
+                response_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.FindNodeReply.FromString,
+                _registered_method=True)
+        self.Diagnose = channel.unary_unary(
+                '/snapshotd.v1.Node/Diagnose',
+                request_serializer=snapshotd_dot_api_dot_snapshotd__pb2.DiagnoseRequest.SerializeToString,
+                response_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.DiagnoseReply.FromString,
+                _registered_method=True)
+        self.OpenProbe = channel.unary_unary(
+                '/snapshotd.v1.Node/OpenProbe',
+                request_serializer=snapshotd_dot_api_dot_snapshotd__pb2.OpenProbeRequest.SerializeToString,
+                response_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.OpenProbeReply.FromString,
+                _registered_method=True)
 
 
 class NodeServicer:
@@ -79,6 +94,27 @@ class NodeServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FindNode(self, request, context):
+        """operator
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Diagnose(self, request, context):
+        """operator
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def OpenProbe(self, request, context):
+        """node
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_NodeServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -96,6 +132,21 @@ def add_NodeServicer_to_server(servicer, server):
                     servicer.ListMoves,
                     request_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.ListMovesRequest.FromString,
                     response_serializer=snapshotd_dot_api_dot_snapshotd__pb2.ListMovesReply.SerializeToString,
+            ),
+            'FindNode': grpc.unary_unary_rpc_method_handler(
+                    servicer.FindNode,
+                    request_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.FindNodeRequest.FromString,
+                    response_serializer=snapshotd_dot_api_dot_snapshotd__pb2.FindNodeReply.SerializeToString,
+            ),
+            'Diagnose': grpc.unary_unary_rpc_method_handler(
+                    servicer.Diagnose,
+                    request_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.DiagnoseRequest.FromString,
+                    response_serializer=snapshotd_dot_api_dot_snapshotd__pb2.DiagnoseReply.SerializeToString,
+            ),
+            'OpenProbe': grpc.unary_unary_rpc_method_handler(
+                    servicer.OpenProbe,
+                    request_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.OpenProbeRequest.FromString,
+                    response_serializer=snapshotd_dot_api_dot_snapshotd__pb2.OpenProbeReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -181,6 +232,87 @@ class Node:
             '/snapshotd.v1.Node/ListMoves',
             snapshotd_dot_api_dot_snapshotd__pb2.ListMovesRequest.SerializeToString,
             snapshotd_dot_api_dot_snapshotd__pb2.ListMovesReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FindNode(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/snapshotd.v1.Node/FindNode',
+            snapshotd_dot_api_dot_snapshotd__pb2.FindNodeRequest.SerializeToString,
+            snapshotd_dot_api_dot_snapshotd__pb2.FindNodeReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Diagnose(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/snapshotd.v1.Node/Diagnose',
+            snapshotd_dot_api_dot_snapshotd__pb2.DiagnoseRequest.SerializeToString,
+            snapshotd_dot_api_dot_snapshotd__pb2.DiagnoseReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def OpenProbe(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/snapshotd.v1.Node/OpenProbe',
+            snapshotd_dot_api_dot_snapshotd__pb2.OpenProbeRequest.SerializeToString,
+            snapshotd_dot_api_dot_snapshotd__pb2.OpenProbeReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -1282,6 +1414,11 @@ class PeerStub:
                 request_serializer=snapshotd_dot_api_dot_snapshotd__pb2.RepointRequest.SerializeToString,
                 response_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.SuspendTimeoutsReply.FromString,
                 _registered_method=True)
+        self.Hold = channel.unary_unary(
+                '/snapshotd.v1.Peer/Hold',
+                request_serializer=snapshotd_dot_api_dot_snapshotd__pb2.RepointRequest.SerializeToString,
+                response_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.HoldReply.FromString,
+                _registered_method=True)
         self.Repoint = channel.unary_unary(
                 '/snapshotd.v1.Peer/Repoint',
                 request_serializer=snapshotd_dot_api_dot_snapshotd__pb2.RepointRequest.SerializeToString,
@@ -1315,6 +1452,13 @@ class PeerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def SuspendTimeouts(self, request, context):
+        """operator
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Hold(self, request, context):
         """operator
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -1361,6 +1505,11 @@ def add_PeerServicer_to_server(servicer, server):
                     servicer.SuspendTimeouts,
                     request_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.RepointRequest.FromString,
                     response_serializer=snapshotd_dot_api_dot_snapshotd__pb2.SuspendTimeoutsReply.SerializeToString,
+            ),
+            'Hold': grpc.unary_unary_rpc_method_handler(
+                    servicer.Hold,
+                    request_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.RepointRequest.FromString,
+                    response_serializer=snapshotd_dot_api_dot_snapshotd__pb2.HoldReply.SerializeToString,
             ),
             'Repoint': grpc.unary_unary_rpc_method_handler(
                     servicer.Repoint,
@@ -1437,6 +1586,33 @@ class Peer:
             '/snapshotd.v1.Peer/SuspendTimeouts',
             snapshotd_dot_api_dot_snapshotd__pb2.RepointRequest.SerializeToString,
             snapshotd_dot_api_dot_snapshotd__pb2.SuspendTimeoutsReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Hold(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/snapshotd.v1.Peer/Hold',
+            snapshotd_dot_api_dot_snapshotd__pb2.RepointRequest.SerializeToString,
+            snapshotd_dot_api_dot_snapshotd__pb2.HoldReply.FromString,
             options,
             channel_credentials,
             insecure,

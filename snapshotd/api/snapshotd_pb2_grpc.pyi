@@ -44,6 +44,12 @@ class NodeStub:
     """operator, node"""
     ListMoves: _grpc.UnaryUnaryMultiCallable[_snapshotd_pb2.ListMovesRequest, _snapshotd_pb2.ListMovesReply]
     """operator, node"""
+    FindNode: _grpc.UnaryUnaryMultiCallable[_snapshotd_pb2.FindNodeRequest, _snapshotd_pb2.FindNodeReply]
+    """operator"""
+    Diagnose: _grpc.UnaryUnaryMultiCallable[_snapshotd_pb2.DiagnoseRequest, _snapshotd_pb2.DiagnoseReply]
+    """operator"""
+    OpenProbe: _grpc.UnaryUnaryMultiCallable[_snapshotd_pb2.OpenProbeRequest, _snapshotd_pb2.OpenProbeReply]
+    """node"""
 
 @_typing.type_check_only
 class NodeAsyncStub(NodeStub):
@@ -56,6 +62,12 @@ class NodeAsyncStub(NodeStub):
     """operator, node"""
     ListMoves: _aio.UnaryUnaryMultiCallable[_snapshotd_pb2.ListMovesRequest, _snapshotd_pb2.ListMovesReply]  # type: ignore[assignment]
     """operator, node"""
+    FindNode: _aio.UnaryUnaryMultiCallable[_snapshotd_pb2.FindNodeRequest, _snapshotd_pb2.FindNodeReply]  # type: ignore[assignment]
+    """operator"""
+    Diagnose: _aio.UnaryUnaryMultiCallable[_snapshotd_pb2.DiagnoseRequest, _snapshotd_pb2.DiagnoseReply]  # type: ignore[assignment]
+    """operator"""
+    OpenProbe: _aio.UnaryUnaryMultiCallable[_snapshotd_pb2.OpenProbeRequest, _snapshotd_pb2.OpenProbeReply]  # type: ignore[assignment]
+    """node"""
 
 class NodeServicer(metaclass=_abc_1.ABCMeta):
     """---------------------------------------------------------------- a node, its ranks, its moves"""
@@ -83,6 +95,30 @@ class NodeServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_snapshotd_pb2.ListMovesReply, _abc.Awaitable[_snapshotd_pb2.ListMovesReply]]:
         """operator, node"""
+
+    @_abc_1.abstractmethod
+    def FindNode(
+        self,
+        request: _snapshotd_pb2.FindNodeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_snapshotd_pb2.FindNodeReply, _abc.Awaitable[_snapshotd_pb2.FindNodeReply]]:
+        """operator"""
+
+    @_abc_1.abstractmethod
+    def Diagnose(
+        self,
+        request: _snapshotd_pb2.DiagnoseRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_snapshotd_pb2.DiagnoseReply, _abc.Awaitable[_snapshotd_pb2.DiagnoseReply]]:
+        """operator"""
+
+    @_abc_1.abstractmethod
+    def OpenProbe(
+        self,
+        request: _snapshotd_pb2.OpenProbeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_snapshotd_pb2.OpenProbeReply, _abc.Awaitable[_snapshotd_pb2.OpenProbeReply]]:
+        """node"""
 
 def add_NodeServicer_to_server(servicer: NodeServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
@@ -403,6 +439,8 @@ class PeerStub:
     """operator"""
     SuspendTimeouts: _grpc.UnaryUnaryMultiCallable[_snapshotd_pb2.RepointRequest, _snapshotd_pb2.SuspendTimeoutsReply]
     """operator"""
+    Hold: _grpc.UnaryUnaryMultiCallable[_snapshotd_pb2.RepointRequest, _snapshotd_pb2.HoldReply]
+    """operator"""
     Repoint: _grpc.UnaryUnaryMultiCallable[_snapshotd_pb2.RepointRequest, _snapshotd_pb2.RepointReply]
     """operator"""
     Settle: _grpc.UnaryUnaryMultiCallable[_snapshotd_pb2.TokenRequest, _snapshotd_pb2.SettleReply]
@@ -418,6 +456,8 @@ class PeerAsyncStub(PeerStub):
     InspectConnections: _aio.UnaryUnaryMultiCallable[_snapshotd_pb2.InspectConnectionsRequest, _snapshotd_pb2.InspectConnectionsReply]  # type: ignore[assignment]
     """operator"""
     SuspendTimeouts: _aio.UnaryUnaryMultiCallable[_snapshotd_pb2.RepointRequest, _snapshotd_pb2.SuspendTimeoutsReply]  # type: ignore[assignment]
+    """operator"""
+    Hold: _aio.UnaryUnaryMultiCallable[_snapshotd_pb2.RepointRequest, _snapshotd_pb2.HoldReply]  # type: ignore[assignment]
     """operator"""
     Repoint: _aio.UnaryUnaryMultiCallable[_snapshotd_pb2.RepointRequest, _snapshotd_pb2.RepointReply]  # type: ignore[assignment]
     """operator"""
@@ -443,6 +483,14 @@ class PeerServicer(metaclass=_abc_1.ABCMeta):
         request: _snapshotd_pb2.RepointRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_snapshotd_pb2.SuspendTimeoutsReply, _abc.Awaitable[_snapshotd_pb2.SuspendTimeoutsReply]]:
+        """operator"""
+
+    @_abc_1.abstractmethod
+    def Hold(
+        self,
+        request: _snapshotd_pb2.RepointRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_snapshotd_pb2.HoldReply, _abc.Awaitable[_snapshotd_pb2.HoldReply]]:
         """operator"""
 
     @_abc_1.abstractmethod

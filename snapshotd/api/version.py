@@ -1,8 +1,15 @@
-"""Versions of programs, and which versions of migrator and snapshotd understand each other."""
+"""Versions of programs. Which of them understand each other says protocol.py."""
 
 from __future__ import annotations
 
+import json
 import re
+from pathlib import Path
+
+from snapshotd import __version__
+
+#: Written into a wheel when it is built (setup.py). A checkout has none.
+_BUILD = Path(__file__).parents[1] / "build.json"
 
 
 def version_pair(text: str) -> tuple[int, int] | None:
@@ -11,6 +18,10 @@ def version_pair(text: str) -> tuple[int, int] | None:
     return (int(found[1]), int(found[2])) if found else None
 
 
-def compatible(one: str, other: str) -> bool:
-    """Whether two of our programs understand each other: calls change with the minor version."""
-    return one == other or (version_pair(one) is not None and version_pair(one) == version_pair(other))
+def described() -> str:
+    """The version of this program, with commit and date if it is an installed build."""
+    try:
+        build = json.loads(_BUILD.read_text())
+        return f"{__version__} (commit {build['commit'][:12]}, built {build['date']})"
+    except (OSError, ValueError, KeyError):
+        return __version__

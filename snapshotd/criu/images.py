@@ -7,13 +7,19 @@ instead, so that neither the rank nor a name on the target ever depends on criu'
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from google.protobuf.message import DecodeError
 from pycriu import images
 
 from snapshotd.api.errors import Damaged, Where
+from snapshotd.criu import restarts
+
+_HEADER_BYTES = 8  # two magic numbers
+_UNSET = (1 << 32) - 1
 
 
 def mend(folder: Path, other_names: Mapping[str, str]) -> None:
@@ -32,6 +38,31 @@ def mend(folder: Path, other_names: Mapping[str, str]) -> None:
             case "TIMERFD":
                 _rearm(entry["tfd"])
     _store(path, table)
+
+
+def mend_threads(folder: Path) -> None:
+    """Corrects every thread's registers and audit id."""
+    for path in folder.glob("core-*.img"):
+        content = path.read_bytes()
+        try:
+            (size,) = struct.unpack("<I", content[_HEADER_BYTES : _HEADER_BYTES + 4])
+            end = _HEADER_BYTES + 4 + size
+            core = images.pb.core_entry.FromString(content[_HEADER_BYTES + 4 : end])
+        except (struct.error, DecodeError) as error:
+            raise Damaged(f"{path.name} cannot be read: {error}", where=Where.SOURCE_FROZEN) from error
+        forgotten, restarted = _forget_login_id(core), restarts.restart_call(core)
+        if forgotten or restarted:
+            new = core.SerializeToString()
+            path.write_bytes(content[:_HEADER_BYTES] + struct.pack("<I", len(new)) + new + content[end:])
+
+
+def _forget_login_id(core: Any) -> bool:
+    """The audit records of this node must not name another user than the process's own: one that sudo started, say, or that a
+    hostile node made up. Criu leaves an id that is unset as it is. Returns whether anything was changed."""
+    if not core.tc.HasField("loginuid") or core.tc.loginuid in (_UNSET, core.thread_core.creds.uid):
+        return False
+    core.tc.loginuid = _UNSET
+    return True
 
 
 def set_modes(folder: Path, modes: Mapping[str, int]) -> None:

@@ -7,6 +7,9 @@ criu's own `tcp_close` shuts down every connection of the image. The same is don
 criu makes a plain socket, and with both directions shut down it is closed. That reads as a normal end of the stream;
 `snapshotd.net.reset` turns it into a reset once it exists.
 
+A connection that the peer has closed (CLOSE_WAIT) becomes an established one: criu would send itself the peer's FIN, which
+the move's filter drops. Once it exists it is shut down for reading: the rank reads what had arrived, and then the end.
+
 The dumped image is kept beside the changed one, so that the rewriting can be repeated or replaced.
 """
 
@@ -28,16 +31,18 @@ from snapshotd.net.flows import Address, Pair
 #: (local, remote) of a socket; remote is None if it is not connected: listeners, and sockets that are only bound.
 Endpoints = tuple[Address, Address | None]
 
-_CLOSE = 7
+_ESTABLISHED, _CLOSE = 1, 7
 _MAPPED = b"\0" * 10 + b"\xff\xff"
 
 
 @dataclass(frozen=True)
 class Rewritten:
-    """The result. `closed` locates the ended connections: (pid in the rank's own pid namespace, descriptor)."""
+    """The result. `closed` locates the connections that were given up, `ended` those that the peer had closed: (pid in the
+    rank's own pid namespace, descriptor)."""
 
     changed: int
     closed: tuple[tuple[int, int], ...]
+    ended: tuple[tuple[int, int], ...] = ()
 
 
 def rewrite(
@@ -45,8 +50,10 @@ def rewrite(
     changes: Mapping[Endpoints, Endpoints],
     closed: Iterable[Pair] = (),
     own: Collection[str] | None = None,
+    ended: Iterable[Pair] = (),
 ) -> Rewritten:
-    """Gives the image's sockets their new endpoints. Ends the connections in `closed`, and those that were dead already.
+    """Gives the image's sockets their new endpoints. Gives up the connections in `closed`, and those that were dead already.
+    Those in `ended`, which are among `changes`, must be shut down for reading afterwards.
 
     `own` is the target's IP addresses: a socket that would keep another local address, except loopback and wildcard, is an
     error. So is a change without a socket in the image. The image is unchanged after an error.
@@ -54,9 +61,10 @@ def rewrite(
     path, dumped = folder / "files.img", folder / "files.img.dumped"
     with (dumped if dumped.exists() else path).open("rb") as file:
         table = images.load(file)
-    ending = set(closed)
-    unmet: set[Endpoints] = {*changes, *ending}
-    ended: set[int] = set()
+    giving_up, reading_end = set(closed), set(ended)
+    unmet: set[Endpoints] = {*changes, *giving_up}
+    given_up: set[int] = set()
+    at_end: set[int] = set()
     changed = 0
     for entry in (entry["isk"] for entry in table["entries"] if entry["type"] == "INETSK"):
         endpoints = _ends(entry)
@@ -64,19 +72,23 @@ def rewrite(
         if _is_dead(entry):
             unmet.discard((endpoints[0], None))  # for the kernel it is bound and no longer connected
             _end(entry)
-        elif endpoints in ending:
+        elif endpoints in giving_up:
             _end(entry)
-            ended.add(entry["id"])
+            given_up.add(entry["id"])
         elif endpoints in changes:
             _change(entry, *changes[endpoints])
             changed += 1
+            if endpoints in reading_end:
+                entry["state"] = _ESTABLISHED
+                entry.pop("shutdown", None)
+                at_end.add(entry["id"])
         local = _ends(entry)[0]
         if own is not None and local.port and not (local.loopback or local.wildcard or local.ip in own):
             raise _wrong(f"the image has a socket at {local}, an address that this node does not have")
     if unmet:
         raise _wrong("the image lacks the connections " + ", ".join(f"{local} → {remote}" for local, remote in unmet))
     _replace(folder, table)
-    return Rewritten(changed, tuple(_descriptors(folder, ended)) if ended else ())
+    return Rewritten(changed, tuple(_descriptors(folder, given_up)), tuple(_descriptors(folder, at_end)))
 
 
 def listed(folder: Path) -> list[Endpoints]:
@@ -159,7 +171,9 @@ def _end(entry: dict[str, Any]) -> None:
 def _descriptors(folder: Path, files: Collection[int]) -> list[tuple[int, int]]:
     """(pid, descriptor) of these open files, each file once, for any of the processes that hold it."""
     left = set(files)
-    found = []
+    found: list[tuple[int, int]] = []
+    if not left:
+        return found
     for process in _entries(folder / "pstree.img"):
         identity = folder / f"ids-{process['pid']}.img"
         if not identity.exists():  # a zombie has nothing open

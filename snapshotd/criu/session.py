@@ -114,8 +114,8 @@ def dump_environment(program: Program) -> dict[str, str]:
 def restore_environment(program: Program, images: Path, who: Credentials) -> dict[str, str]:
     """The environment of criu while it restores a rank of this user. Raises Internal if the library is missing."""
     user_id, group_id = who.user_ids[3], who.group_ids[3]
-    if user_id == 0:
-        return _environment(program, None)
+    if user_id == 0:  # the library then only gives criu its name
+        return _environment(program, _FILES if _FILES.exists() else None)
     if not _FILES.exists():
         raise Internal(f"{_FILES} is missing: build it with `make -C shim`", where=Where.SOURCE_FROZEN)
     groups = ",".join(map(str, who.groups))

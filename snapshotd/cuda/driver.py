@@ -76,9 +76,10 @@ class Gpus:
         await self._helpers.close()
         await self._inventory.close()
 
-    async def inventory(self, *, fresh: bool = False) -> Inventory:
-        """The node's GPUs now, at most a second old unless `fresh`. Never raises: failures are in its `problem`."""
-        return await self._inventory.now(fresh=fresh)
+    async def inventory(self, *, fresh: bool = False, at_most_s: float | None = None) -> Inventory:
+        """The node's GPUs now, at most a second old unless `fresh`. Never raises: failures are in its `problem`.
+        `at_most_s`: the caller waits no longer than this; NVML's silence is then such a failure."""
+        return await self._inventory.now(fresh=fresh, at_most_s=at_most_s)
 
     async def state(self, process: Process, timeout_s: float = STATE_S) -> State | None:
         """The CUDA state of the process; None if it does not use CUDA, or is gone.

@@ -25,6 +25,8 @@ from typing import Any
 
 from snapshotd.cuda.bindings import Driver, DriverError, Unusable
 from snapshotd.proc import stat
+from snapshotd.sandbox.enter import enter
+from snapshotd.sandbox.profiles import Profile
 
 _PR_SET_PDEATHSIG = 1
 Answer = dict[str, Any]
@@ -117,6 +119,7 @@ def main() -> None:
     ctypes.CDLL(None).prctl(
         _PR_SET_PDEATHSIG, signal.SIGKILL
     )  # if the daemon died before this, stdin is at end of file
+    enter(Profile.CUDA)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the daemon decides what Ctrl-C at its terminal means
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # output of a library must not be taken for an answer

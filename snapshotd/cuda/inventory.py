@@ -63,8 +63,9 @@ class InventoryCache:
         self._seen = Inventory()
         self._seen_until = 0.0
 
-    async def now(self, *, fresh: bool = False) -> Inventory:
-        """Never raises: failures are in its `problem`. `fresh`: the result of a query that begins now."""
+    async def now(self, *, fresh: bool = False, at_most_s: float | None = None) -> Inventory:
+        """Never raises: failures are in its `problem`. `fresh`: the result of a query that begins now. `at_most_s`: how long
+        the caller waits at most."""
         if not library.found(library.NVML, self._library_dir):
             missing = f"{library.NVML} is not in the loader's search path; `gpu_library_dir` can name its folder"
             return Inventory(problem=missing if library.driver_loaded() else "")
@@ -73,9 +74,10 @@ class InventoryCache:
         if fresh or time.monotonic() >= self._seen_until:
             if self._query is None or self._query.done():
                 self._query, self._query_began = asyncio.create_task(self._see()), time.monotonic()
-            await asyncio.wait({self._query}, timeout=self._query_began + WAIT_S - time.monotonic())
+            limit_s = WAIT_S if at_most_s is None else min(at_most_s, WAIT_S)
+            await asyncio.wait({self._query}, timeout=self._query_began + limit_s - time.monotonic())
             if not self._query.done():
-                silent = f"NVML did not answer within {WAIT_S:g} s; the kernel's log (Xid) may name a lost GPU"
+                silent = f"NVML did not answer within {limit_s:g} s; the kernel's log (Xid) may name a lost GPU"
                 return Inventory(self._seen.driver_version, problem=silent)
         return self._seen.copy()
 

@@ -58,7 +58,16 @@ def _gpu(index: int) -> dict[str, Any]:
         "memory_free_bytes": int(memory.free),
         "mig": mig is not None and mig[0] == pynvml.NVML_DEVICE_MIG_ENABLE,
         "processes": _processes(handle),
+        "persistence": _persistence(handle),
     }
+
+
+def _persistence(handle: Any) -> bool | None:
+    """Only for the doctor: a GPU is not given up because it does not answer this."""
+    try:
+        return bool(pynvml.nvmlDeviceGetPersistenceMode(handle) == pynvml.NVML_FEATURE_ENABLED)
+    except pynvml.NVMLError:
+        return None
 
 
 def _processes(handle: Any) -> list[dict[str, Any]]:

@@ -7,30 +7,22 @@ block: call them in a thread.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import socket
-import subprocess
-import sys
-from collections import deque
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 from snapshotd.api.errors import Internal, Timeout, Where
 from snapshotd.files.worker import MAX_FDS, MESSAGE_BYTES
 from snapshotd.proc.credentials import Identity
+from snapshotd.runtime.child_process import Spares
 
-_PACKAGES = Path(__file__).resolve().parents[2]
-_OUTPUT_BYTES = 2000
+_WORKER = "snapshotd.files.worker"
 #: Time limit of one request: a fixed part, and a part for every GiB that is copied or compared.
 LIMIT_S, LIMIT_GIB_S = 30.0, 30.0
-#: A killed process is normally gone in a millisecond. One that hangs in the kernel is reaped later.
-_REAP_S = 5.0
 _NOBODY = 65534
-_MOST_SPARES = 4
 
 
 class User(NamedTuple):
@@ -43,6 +35,14 @@ class User(NamedTuple):
     @property
     def all_groups(self) -> set[int]:
         return {self.group_id, *self.groups}
+
+    def could_not_own(self, user_id: int, group_id: int) -> str:
+        """Why this user could not make a file of that owner and group; empty if they could."""
+        if self.user_id == 0:
+            return ""
+        if user_id != self.user_id:
+            return f"it belongs to user {user_id}, not to the rank's, and is not on this node"
+        return "" if group_id in self.all_groups else f"it has group {group_id}, which the rank's user is not in"
 
 
 ROOT = User(0, 0)
@@ -64,98 +64,25 @@ def file_user(identity: Identity, registered_id: int) -> User:
     return User(registered_id, _NOBODY)
 
 
-class _Started(NamedTuple):
-    """A child that has not become a user yet."""
-
-    process: subprocess.Popen[bytes]
-    line: socket.socket
-    output: int
-
-
-class Spares:
-    """Children that are started before a move's pause, because starting one takes a tenth of a second."""
-
-    def __init__(self) -> None:
-        self._started: deque[_Started] = deque()
-
-    def add(self) -> None:
-        if len(self._started) < _MOST_SPARES:
-            self._started.append(_start())
-
-    def take(self) -> _Started:
-        """A spare child, or a new one. Raises Internal if none can be started."""
-        with contextlib.suppress(IndexError):
-            while True:
-                found = self._started.popleft()
-                if found.process.poll() is None:
-                    return found
-                _drop(found)
-        return _start()
-
-    def close(self) -> None:
-        """Ends the children that were not needed."""
-        with contextlib.suppress(IndexError):
-            while True:
-                _drop(self._started.popleft())
-
-
-#: Of this daemon.
-spares = Spares()
-
-
-def _start() -> _Started:
-    line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    output = os.memfd_create("child output", os.MFD_CLOEXEC)
-    try:
-        with theirs:
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-S", "-m", "snapshotd.files.worker"],
-                stdin=theirs.fileno(),
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-                cwd="/",
-                env=_environment(),
-            )
-    except BaseException as error:
-        line.close()
-        os.close(output)
-        if isinstance(error, OSError):
-            raise Internal(f"the file worker cannot be started: {error.strerror}") from error
-        raise
-    return _Started(process, line, output)
-
-
-def _drop(started: _Started) -> None:
-    """Ends a child; kills it if it does not end by itself."""
-    started.line.close()
-    try:
-        started.process.wait(_REAP_S)
-    except subprocess.TimeoutExpired:
-        _kill(started.process)
-    os.close(started.output)
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(_REAP_S)
+#: Of this daemon. None of them has become a user yet.
+spares = Spares(_WORKER, most=4)
 
 
 class UserFiles:
     """One child. Use it as a context manager, from one thread at a time."""
 
-    def __init__(self, user: User, where: Where = Where.SOURCE_FROZEN) -> None:
-        self.user, self._where = user, where
-        self._started = spares.take()
-        self._process, self._line, self._output = self._started
+    def __init__(self, user: User, where: Where = Where.SOURCE_FROZEN, write: Iterable[str] = ()) -> None:
+        """`write`: the directories below which it may change anything, if that user may, and outside which it opens no
+        file. Without one it changes nothing, and opens for reading what that user can."""
+        self.user, self._where, self._write = user, where, list(write)
+        self._child = spares.take()
         self._ended = False
 
     def __enter__(self) -> Self:
         user = self.user
         try:
-            wanted = [user.user_id] * 3 + [user.group_id] * 3
-            answer, _ = self.ask("become", user_id=user.user_id, group_id=user.group_id, groups=list(user.groups))
+            wanted = [user.user_id] + [user.group_id] * 3
+            answer, _ = self.ask("become", ids=[*user], write=self._write)
             if answer.get("ids") != wanted:
                 raise Internal(f"the file worker did not become user {user.user_id}: {answer}", where=self._where)
         except BaseException as error:
@@ -176,19 +103,19 @@ class UserFiles:
         """Ends the child. Idempotent."""
         if not self._ended:
             self._ended = True
-            _drop(self._started)
+            self._child.end()
 
     def ask(
         self, do: str, fds: Sequence[int] = (), size_bytes: int = 0, **order: Any
     ) -> tuple[dict[str, Any], list[int]]:
         """The answer and its descriptors, which are the caller's. Raises OSError as the child met it, or Timeout."""
         limit_s = LIMIT_S + LIMIT_GIB_S * size_bytes / 2**30
-        self._line.settimeout(limit_s)
+        self._child.line.settimeout(limit_s)
         try:
-            socket.send_fds(self._line, [json.dumps({"do": do, **order}).encode()], fds)
-            blob, given, flags, _ = socket.recv_fds(self._line, MESSAGE_BYTES, MAX_FDS)
+            socket.send_fds(self._child.line, [json.dumps({"do": do, "limit_s": limit_s, **order}).encode()], fds)
+            blob, given, flags, _ = socket.recv_fds(self._child.line, MESSAGE_BYTES, MAX_FDS)
         except TimeoutError as error:
-            _kill(self._process)
+            self._child.kill()
             raise Timeout(
                 f"the file system did not answer within {limit_s:.0f} s ({do} {order.get('name', order.get('path', ''))})",
                 remedy="check the file systems below carry_paths on that node; a retry is safe",
@@ -198,7 +125,7 @@ class UserFiles:
             blob, given, flags = b"", [], 0
         try:
             if not blob:
-                raise Internal(f"the file worker ended: {self._last_output() or 'no output'}", where=self._where)
+                raise Internal(f"the file worker ended: {self._child.last_output() or 'no output'}", where=self._where)
             answer = json.loads(blob) if not flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC) else None
             if not isinstance(answer, dict):
                 raise Internal("the file worker sent a malformed answer", where=self._where)
@@ -222,13 +149,3 @@ class UserFiles:
     def reopen(self, handle: int) -> int:
         """A descriptor for reading of what an O_PATH descriptor refers to, if the user may read it."""
         return self.ask_fd("reopen", [handle])[1]
-
-    def _last_output(self) -> str:
-        size = os.fstat(self._output).st_size
-        return os.pread(self._output, _OUTPUT_BYTES, max(0, size - _OUTPUT_BYTES)).decode(errors="replace").strip()
-
-
-def _environment() -> dict[str, str]:
-    """Only what Python itself may need to start."""
-    libraries = {key: value for key, value in os.environ.items() if key == "LD_LIBRARY_PATH"}
-    return {"PYTHONPATH": str(_PACKAGES), "PATH": "/usr/bin:/bin", **libraries}

@@ -20,7 +20,9 @@ RESOLVE_IN_ROOT = 0x10
 NO_LINKS = RESOLVE_NO_SYMLINKS | RESOLVE_NO_MAGICLINKS
 
 _SYS_OPENAT2 = 437  # the same number on every architecture
+_SYS_FACCESSAT2 = 439
 _AT_FDCWD = -100
+_AT_EACCESS = 0x200
 _RENAME_NOREPLACE = 1
 _MAX_LINKS = 40  # as the kernel
 _FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
@@ -48,6 +50,11 @@ def openat2(folder: int | None, path: str, flags: int, resolve: int) -> int:
             raise OSError(code, "this kernel lacks openat2 (it is in Linux 5.6 and later)", path)
         raise OSError(code, os.strerror(code), path)
     return handle
+
+
+def may_access(path: str, mode: int) -> bool:
+    """access(2) with the ids that open(2) uses: the C library's own asks for the real ones, or guesses."""
+    return bool(_libc.syscall(_SYS_FACCESSAT2, _AT_FDCWD, os.fsencode(path), mode, _AT_EACCESS) == 0)
 
 
 def open_folder(path: str) -> int:
@@ -120,7 +127,7 @@ def _names(path: str) -> list[str]:
 
 
 def _made_by_root(folder: int, link: int) -> bool:
-    """Whether a link belongs to root and nobody else can have put it into this directory."""
+    """Whether a link belongs to root, and only root can have put it into this directory."""
     above = os.fstat(folder)
     closed = not above.st_mode & (stat.S_IWGRP | stat.S_IWOTH) or above.st_mode & stat.S_ISVTX
     return os.fstat(link).st_uid == 0 and above.st_uid == 0 and bool(closed)

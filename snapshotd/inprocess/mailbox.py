@@ -2,7 +2,8 @@
 
 There is no connection. The request is written into the process's own memory, and its control thread is woken with the
 reserved signal. So nothing has to be closed before a dump, and everything works on a restored process as before. Invariant:
-nothing is written and no thread is signalled before the mailbox is known to have our version and to belong to that process.
+nothing is written and no thread is signalled before the mailbox is known to have our version and to belong to that process,
+and nothing is written once the process has other users than when the conversation began.
 Pids are those of the daemon's pid namespace; pids inside the mailbox are those of the process's namespace.
 
 Everything here blocks: call it in a thread.
@@ -22,7 +23,7 @@ from dataclasses import dataclass
 
 from snapshotd.api.errors import GpuFailed, RankGone, SnapshotError, Timeout, Where
 from snapshotd.inprocess import abi, symbols
-from snapshotd.proc import comm, foreign_memory, tree
+from snapshotd.proc import comm, foreign_memory, status, tree
 
 log = logging.getLogger(__name__)
 
@@ -57,10 +58,14 @@ class Answer:
 
 @dataclass(frozen=True)
 class Connection:
-    """The mailbox of one process, at an address that `locate` has found."""
+    """The mailbox of one process, at an address that `locate` has found.
+
+    `user_id` is what `user_of` returned before that: an exec changes it, and keeps the process.
+    """
 
     process: tree.Process
     address: int
+    user_id: int
 
     def speaks_our_version(self) -> bool:
         return self.read(self.address, 12) == struct.pack("<8sI", _MAGIC, abi.ABI_VERSION)
@@ -119,13 +124,17 @@ class Connection:
 
     def read(self, address: int, size: int) -> bytes:
         try:
-            return foreign_memory.read(self.process.pid, self.process.start_ticks, address, size)
+            return foreign_memory.read(self.process.pid, self.process.start_ticks, address, size, user_id=self.user_id)
+        except PermissionError as error:
+            raise _not_of(self.process, self.user_id) from error
         except OSError as error:
             raise self._lost() from error
 
     def write(self, address: int, data: bytes) -> None:
         try:
-            foreign_memory.write(self.process.pid, self.process.start_ticks, address, data)
+            foreign_memory.write(self.process.pid, self.process.start_ticks, address, data, user_id=self.user_id)
+        except PermissionError as error:
+            raise _not_of(self.process, self.user_id) from error
         except OSError as error:
             raise self._lost() from error
 
@@ -198,28 +207,51 @@ class Connection:
         )
 
 
-def locate(process: tree.Process) -> int | None:
-    """The address of a process's mailbox; None where the library is not loaded.
+def user_of(process: tree.Process) -> int:
+    """The real user of a process, for `locate` and a Connection. Raises RankGone."""
+    try:
+        return status.read(process.pid).user_id
+    except (FileNotFoundError, ProcessLookupError) as error:
+        raise ended(process.pid) from error
 
-    Raises GpuFailed when it has another version of the library, or a build that this node does not know; RankGone when it
-    has ended; Timeout when its memory does not answer.
+
+def locate(process: tree.Process, user_id: int) -> int | None:
+    """The address of the mailbox in a user's process; None where the library is not loaded.
+
+    Raises GpuFailed when it has another version of the library, a build that this node does not know, or other users;
+    RankGone when it has ended; Timeout when its memory does not answer.
     """
     try:
-        address = symbols.mailbox_address(process, LIBRARIES)
+        address = symbols.mailbox_address(process, user_id, LIBRARIES)
         if address is None and process.alive():
             return None
-        if address and Connection(process, address).speaks_our_version():
+        if address and Connection(process, address, user_id).speaks_our_version():
             return address
     except ValueError as error:
         log.debug("%s in process %d: %s", LIBRARY, process.pid, error)
     except (FileNotFoundError, ProcessLookupError) as error:
         raise ended(process.pid) from error
+    except PermissionError as error:
+        raise _not_of(process, user_id) from error
     if not process.alive():
         raise ended(process.pid)
     raise GpuFailed(
         f"process {process.pid} ({name(process.pid)}) has another version of {LIBRARY} than this daemon speaks to",
         remedy="start the job with the `migrator run` of this node's installation; after an upgrade, restart the job;"
         " until then it stays where it is",
+    )
+
+
+def _not_of(process: tree.Process, user_id: int) -> SnapshotError:
+    pid = process.pid
+    if not process.alive():
+        return ended(pid)
+    return GpuFailed(
+        f"process {pid} ({name(pid)}) has privileges beyond those of user {user_id}, or is not dumpable: nothing was written"
+        " into its memory",
+        remedy="the process goes on; it executed a set-user-id or set-group-id program, one with file capabilities, or one"
+        " whose file its user cannot read, or called prctl(PR_SET_DUMPABLE): let the rank do this in another process",
+        where=Where.UNKNOWN,
     )
 
 

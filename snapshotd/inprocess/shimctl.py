@@ -16,7 +16,7 @@ from snapshotd.api.errors import GpuFailed, RankGone, SnapshotError, Timeout, Wh
 from snapshotd.inprocess import abi, mailbox
 from snapshotd.inprocess.abi import Command
 from snapshotd.inprocess.mailbox import LIBRARY, RESERVED_SIGNAL, Answer
-from snapshotd.proc import status, tree
+from snapshotd.proc import status, syscall, tree
 
 log = logging.getLogger(__name__)
 
@@ -135,8 +135,9 @@ class Mailbox(mailbox.Connection):
 
 def find(process: tree.Process) -> Mailbox | None:
     """The library in a process; None where it is not loaded. Raises as `mailbox.locate` does."""
-    address = mailbox.locate(process)
-    return Mailbox(process, address) if address is not None else None
+    user_id = mailbox.user_of(process)
+    address = mailbox.locate(process, user_id)
+    return Mailbox(process, address, user_id) if address is not None else None
 
 
 def problems(pid: int) -> list[str]:
@@ -164,7 +165,8 @@ def problems(pid: int) -> list[str]:
 
 
 def _blocking(pid: int, box: abi.MailboxFields) -> list[tuple[int, str]]:
-    """The threads that block the reserved signal at every check: thread id in the daemon's namespace, and name."""
+    """The threads that block the reserved signal at every check: thread id in the daemon's namespace, and name. One that
+    starts a process blocks all signals until it has done so; it may start many, one after the other."""
     exempt = {box.thread, box.probe, *box.exempt} - {0}
     always: set[int] | None = None
     for look in range(mailbox.LOOKS):
@@ -175,7 +177,8 @@ def _blocking(pid: int, box: abi.MailboxFields) -> list[tuple[int, str]]:
             if inner in exempt or _DRIVER_THREAD.fullmatch(mailbox.name(tid)):
                 continue
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-                if status.read(pid, tid).blocks(RESERVED_SIGNAL) and tree.state(tid) not in "ZX":
+                stays = tree.state(tid) not in "ZX" and not syscall.starts_a_process(pid, tid)
+                if stays and status.read(pid, tid).blocks(RESERVED_SIGNAL):
                     blocking.add(tid)
         always = blocking if always is None else always & blocking
         if not always:

@@ -24,7 +24,9 @@ from pathlib import Path
 from elftools.common.exceptions import ELFError
 from elftools.elf.elffile import ELFFile
 
+from shim.keeper.library import KEPT
 from snapshotd.api.errors import BadConfig
+from snapshotd.inprocess import abi
 from snapshotd.proc import foreign_memory, maps
 from snapshotd.proc.tree import Process
 
@@ -83,7 +85,8 @@ class Builds:
 
     def learn_installed(self) -> None:
         """Adds the libraries that the installation has now, if they are new: it may be upgraded under a running daemon."""
-        for path in sorted(_INSTALLED.glob("libsnapshim*.so")):
+        kept = _INSTALLED.glob(f"{KEPT}/*/libsnapshim*.so")  # of former installations, where the package keeps them
+        for path in (*sorted(kept), *sorted(_INSTALLED.glob("libsnapshim*.so"))):
             about = path.stat()
             identity = (about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns)
             if self._read.get(path) != identity:
@@ -95,6 +98,15 @@ class Builds:
             self.learn_installed()
         return self._known.get(build_id)
 
+    def problem(self, build_id: bytes, abi_version: int) -> str:
+        """Why this daemon cannot talk to such a library, or ""."""
+        if abi_version != abi.ABI_VERSION:
+            return (
+                f"its library has version {abi_version} of the interface to snapshotd, and snapshotd here has version"
+                f" {abi.ABI_VERSION}"
+            )
+        return "" if self.offset(build_id) is not None else f"its library (build {build_id.hex()}) is not known here"
+
     def _keep(self) -> None:
         if self._kept is not None:
             new = self._kept.with_suffix(".new")
@@ -105,18 +117,19 @@ class Builds:
 builds = Builds()
 
 
-def mailbox_address(process: Process, libraries: Iterable[str]) -> int | None:
-    """Where the mailbox is in a process that has loaded one of `libraries`; None where it has loaded none.
+def mailbox_address(process: Process, user_id: int, libraries: Iterable[str]) -> int | None:
+    """Where the mailbox is in a user's process that has loaded one of `libraries`; None where it has loaded none.
 
     Raises ValueError when what is mapped under that name is no build that this node knows; FileNotFoundError or
-    ProcessLookupError when the process has ended, Timeout when its memory does not answer.
+    ProcessLookupError when the process has ended, PermissionError when it is not of that user alone, Timeout when its memory
+    does not answer.
     """
     start = _loaded(process.pid, frozenset(libraries))
     if start is None:
         return None
     try:
-        head = foreign_memory.read(process.pid, process.start_ticks, start, _HEAD_BYTES)
-    except (FileNotFoundError, ProcessLookupError):
+        head = foreign_memory.read(process.pid, process.start_ticks, start, _HEAD_BYTES, user_id=user_id)
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
         raise
     except OSError as error:
         raise ValueError(f"its first page cannot be read: {error}") from error

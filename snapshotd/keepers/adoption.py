@@ -13,8 +13,9 @@ from collections.abc import Iterable
 
 from snapshotd.api.errors import Denied, NotFound, SnapshotError, Usage
 from snapshotd.keepers.hello import Hello
+from snapshotd.keepers.job_names import Name, OtherNodes, free_name
 from snapshotd.keepers.link import KeeperLink
-from snapshotd.keepers.listener import KeeperEvents, Welcome
+from snapshotd.keepers.listener import KeeperEvents, NotWanted, Welcome
 from snapshotd.keepers.ranks import RankEntry, cgroup_for_home, new_uid
 from snapshotd.keepers.relay import Relays
 from snapshotd.moves.journal import MoveLog
@@ -26,7 +27,7 @@ from snapshotd.moves.target.steps import TargetSteps
 from snapshotd.moves.target.waking import asleep, wake
 from snapshotd.proc import host
 from snapshotd.proc.tree import Process
-from snapshotd.runtime.blocking import in_thread
+from snapshotd.runtime.blocking import USERS, in_thread
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +45,7 @@ class Adoption:
     ) -> None:
         self.node, self.source, self.target, self.relays = node, source, target, relays
         self.forwarding = forwarding
+        self._others = OtherNodes(node)
         self._reports: set[asyncio.Task[None]] = set()
         self._waiting: asyncio.Task[None] | None = None
 
@@ -53,7 +55,8 @@ class Adoption:
     async def adopt(self, hello: Hello, keeper: Process, rank: Process | None) -> Welcome:
         """Registers the rank of a keeper: a new rank gets a uid and a cgroup, a known one is looked up."""
         if hello.role == "home":
-            entry = self._new_home(hello, keeper, rank) if not hello.uid else self._known_home(hello, keeper)
+            elsewhere = await self._others.names() if hello.alone and not hello.uid else []
+            entry = self._new_home(hello, keeper, rank, elsewhere) if not hello.uid else self._known_home(hello, keeper)
         else:
             entry = self._known_guest(hello, keeper)
         if rank is not None:
@@ -64,9 +67,11 @@ class Adoption:
                 )
             entry.pid, entry.start_ticks = rank.pid, rank.start_ticks
         await in_thread(self.node.ranks.put, entry)
-        return Welcome(entry.uid, self.node.config.node, self.node.config.advertise)
+        user_id = entry.process_user_id if entry.role == "guest" and entry.process_user_id >= 0 else None
+        return Welcome(entry.uid, self.node.config.node, self.node.config.advertise, user_id)
 
-    def _new_home(self, hello: Hello, keeper: Process, rank: Process | None) -> RankEntry:
+    def _new_home(self, hello: Hello, keeper: Process, rank: Process | None, elsewhere: list[Name]) -> RankEntry:
+        """`elsewhere`: the names of jobs on other nodes. Without a pause: two keepers must not get the same name."""
         if rank is None:
             raise Usage(
                 "a keeper registered a new rank without its process", remedy="start the rank with `migrator run`"
@@ -82,10 +87,14 @@ class Adoption:
                 f"user {hello.user_id} has {len(mine)} ranks on this node, which is the limit",
                 remedy="end some of them, or have ranks_per_user raised in snapshotd.toml",
             )
-        uid = new_uid(hello.job, hello.rank)
+        job = hello.job
+        if hello.alone:
+            here = [(entry.user_id, entry.rank, entry.job) for entry in self.node.ranks.all()]
+            job = free_name(hello.job, hello.user_id, hello.rank, [*here, *elsewhere])
+        uid = new_uid(job, hello.rank)
         group = cgroup_for_home(keeper.pid, uid)
         group.add(rank.pid)
-        return self._home_entry(hello, keeper, uid, str(group.path))
+        return self._home_entry(hello, job, keeper, uid, str(group.path))
 
     def _known_home(self, hello: Hello, keeper: Process) -> RankEntry:
         entry = self.node.ranks.get(hello.uid, "home")
@@ -97,8 +106,14 @@ class Adoption:
 
     def _known_guest(self, hello: Hello, keeper: Process) -> RankEntry:
         entry = self.node.ranks.get(hello.uid, "guest")
+        # A keeper belongs to one move. That of an earlier move of the same rank has the same uid and the same key.
+        if entry is not None and entry.restored_by not in {"", hello.move}:
+            entry = None
         if entry is None or entry.relay_key != hello.relay_key:
-            raise NotFound(f"rank {hello.uid} is not being restored on this node")
+            known = self.node.journal.find(hello.move) if hello.move else None
+            if known is not None and known.last_mark in {Mark.HELD, Mark.ACTIVATED}:
+                raise NotFound(f"rank {hello.uid} is not registered on this node")
+            raise NotWanted(f"rank {hello.uid} is not being restored on this node by move {hello.move}")
         if entry.keeper_pid and entry.keeper != keeper:
             raise Denied(f"rank {hello.uid} has another keeper", remedy="start the rank with `migrator run`")
         # The daemon starts it as root. It becomes the rank's user when it was welcomed, and connects as that one later.
@@ -110,10 +125,10 @@ class Adoption:
         entry.keeper_pid, entry.keeper_start_ticks = keeper.pid, keeper.start_ticks
         return entry
 
-    def _home_entry(self, hello: Hello, keeper: Process, uid: str, cgroup: str) -> RankEntry:
+    def _home_entry(self, hello: Hello, job: str, keeper: Process, uid: str, cgroup: str) -> RankEntry:
         return RankEntry(
             uid=uid,
-            job=hello.job,
+            job=job,
             rank=hello.rank,
             role="home",
             keeper_pid=keeper.pid,
@@ -193,7 +208,7 @@ class Adoption:
 
     async def lost(self, entry: RankEntry) -> None:
         """Ends a rank on this node that has no keeper any more, and informs its home keeper if that is on another node."""
-        await in_thread(entry.group.kill, KILL_S)
+        await _kill(entry)
         self.node.ranks.remove(entry)
         self.forwarding.withdraw(entry)
         if entry.role == "guest":
@@ -211,7 +226,7 @@ class Adoption:
             return
         log.info("rank %s ended with wait status %d", entry.uid, status)
         self.forwarding.withdraw(entry)
-        await in_thread(entry.group.kill, KILL_S)
+        await _kill(entry)
         self.node.ranks.remove(entry)
         if entry.moving in self.source.moves:
             self.source.moves[entry.moving].wake()
@@ -274,3 +289,9 @@ class Adoption:
             if entry.keeper_alive():
                 entry.moving = move_log.move  # no other move may begin until it is woken
                 self.target.keep_waking(move_log)
+
+
+async def _kill(entry: RankEntry) -> None:
+    """Not in the threads of moves: processes that do not die (in a system call of a FUSE file system) take all of KILL_S."""
+    async with USERS.turn(entry.process_user_id if entry.process_user_id >= 0 else entry.user_id):
+        await in_thread(entry.group.kill, KILL_S)

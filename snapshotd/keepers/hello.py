@@ -16,7 +16,7 @@ import struct
 from dataclasses import dataclass
 from typing import Any
 
-from shim.keeper.frames import Frame, FrameError
+from shim.keeper.frames import OLDEST_PROTOCOL, PROTOCOL, Frame, FrameError
 from snapshotd.api.errors import Denied, RankGone
 from snapshotd.proc import credentials, status
 from snapshotd.proc.files import GONE
@@ -26,7 +26,10 @@ from snapshotd.proc.tree import Process, find_child
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,79}")
 _ENDPOINT = re.compile(r"[A-Za-z0-9_.:\[\]-]{0,255}")
 _KEY = re.compile(r"[0-9a-f]{32,128}")
+_BUILD = re.compile(r"(?:[0-9a-f]{2}){1,64}")
 _MAX_RANK = 1 << 24
+#: Of keepers that were started before hellos named one.
+_FIRST_PROTOCOL = 1
 _SO_PEERPIDFD = 77  # Linux 6.5; not in the socket module yet
 
 
@@ -39,12 +42,22 @@ class Inherit:
 
 
 @dataclass(frozen=True)
+class Preloaded:
+    """The library that the keeper has preloaded into a new rank."""
+
+    build: str  # its build id
+    abi: int
+
+
+@dataclass(frozen=True)
 class Hello:
     """The keeper's description of itself, validated in form. Only `user_id` comes from the kernel."""
 
     role: str  # "home" or "guest"
+    protocol: int  # version of its frames
     uid: str  # empty: a new rank, which gets one now
     job: str
+    alone: bool  # home: the job has one rank and was named after its command; if that name is taken, it gets a suffix
     rank: int
     pid: int  # the rank's, in the keeper's pid namespace; 0 if not known yet
     user_id: int
@@ -63,6 +76,8 @@ class Hello:
     inherit: tuple[Inherit, ...]  # guest
     exited: int | None  # wait status of the local rank process, if it has ended
     finished: bool  # the rank has ended; only its launcher does not know yet
+    library: Preloaded | None  # home: None if there is none, or if the keeper is of a version that does not say
+    allow_unprotected: bool  # home: the rank is to run even if this daemon cannot talk to its library
 
 
 def parse_hello(frame: Frame, user_id: int) -> Hello:
@@ -77,8 +92,10 @@ def parse_hello(frame: Frame, user_id: int) -> Hello:
         raise FrameError("stdio or inherit of the hello is malformed")
     return Hello(
         role=role,
+        protocol=fields.number("protocol", 1, 1 << 30, _FIRST_PROTOCOL),
         uid=fields.name("uid"),
         job=fields.name("job"),
+        alone=fields.header.get("alone") is True,
         rank=fields.number("rank", 0, _MAX_RANK),
         pid=fields.number("pid", 0, 1 << 30),
         user_id=user_id,
@@ -97,7 +114,26 @@ def parse_hello(frame: Frame, user_id: int) -> Hello:
         inherit=tuple(_inherit(item) for item in inherit),
         exited=None if fields.header.get("exited") is None else fields.number("exited", 0, 0xFFFF),
         finished=fields.header.get("finished") is True,
+        library=_library(fields.header.get("library")),
+        allow_unprotected=fields.header.get("allow_unprotected") is True,
     )
+
+
+def protocol_problem(protocol: int) -> str:
+    """Why this daemon cannot move the rank of a keeper with such frames, or ""."""
+    if OLDEST_PROTOCOL <= protocol <= PROTOCOL:
+        return ""
+    served = f"{OLDEST_PROTOCOL} to {PROTOCOL}" if OLDEST_PROTOCOL < PROTOCOL else str(PROTOCOL)
+    return f"its keeper speaks version {protocol} of the keepers' protocol, and snapshotd here {served}"
+
+
+def _library(item: object) -> Preloaded | None:
+    match item:
+        case None:
+            return None
+        case {"build": str(build), "abi": int(abi)} if _BUILD.fullmatch(build) and 0 <= abi < 1 << 31:
+            return Preloaded(build, abi)
+    raise FrameError("library of the hello is malformed")
 
 
 def _inherit(item: object) -> Inherit:
@@ -129,8 +165,8 @@ class _Fields:
         text = value if isinstance(value, str) else ""
         return "".join(sign if sign.isprintable() else "?" for sign in text[:4096])
 
-    def number(self, key: str, low: int, high: int) -> int:
-        value = self.header.get(key, 0)
+    def number(self, key: str, low: int, high: int, default: int = 0) -> int:
+        value = self.header.get(key, default)
         if type(value) is not int or not low <= value <= high:
             raise FrameError(f"{key} of the hello is invalid: {str(value)[:40]!r}")
         return value

@@ -35,10 +35,12 @@ class KeeperLink:
     ) -> None:
         self.role = hello.role
         self.uid = uid
+        self.user_id = hello.user_id  # whose rank it is
         self.info = hello
         self.keeper = keeper
         self.rank = rank
         self.closed = asyncio.Event()
+        self.key_changed = asyncio.Event()  # guest: the relay has to present its new key
         self._writer = writer
         self._answers: dict[tuple[str, str], asyncio.Future[dict[str, Any]]] = {}
         self._stdio = bytearray()

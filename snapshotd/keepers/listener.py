@@ -16,17 +16,29 @@ import contextlib
 import logging
 import os
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shim.keeper.frames import MAX_FRAME_BYTES, MAX_HELLO_BYTES, RELAY_TYPES, Decoder, Frame, FrameError, encode
-from snapshotd.api.errors import RankGone, SnapshotError
-from snapshotd.keepers.hello import Hello, Peer, check_keeper, parse_hello, peer_of, rank_process, user_of
+from snapshotd.api.errors import NotFound, RankGone, Refused, SnapshotError
+from snapshotd.inprocess.symbols import builds
+from snapshotd.keepers.hello import (
+    Hello,
+    Peer,
+    check_keeper,
+    parse_hello,
+    peer_of,
+    protocol_problem,
+    rank_process,
+    user_of,
+)
 from snapshotd.keepers.link import KeeperLink
 from snapshotd.keepers.quota import Connections, Counted, Limits, Verdict
+from snapshotd.keepers.turns import HELLO_S, SLICE_S, Turns
 from snapshotd.proc.tree import Process
-from snapshotd.runtime.blocking import in_thread
+from snapshotd.runtime.blocking import USERS, in_thread
 from snapshotd.runtime.logs import Throttle
 
 log = logging.getLogger(__name__)
@@ -43,6 +55,11 @@ _MAX_EVENTS = 256
 _MAX_COMPLAINTS, _MAX_NOTICES = 5, 300
 
 
+_SAME_PACKAGE = (
+    "install the package of this node's snapshotd where `migrator run` comes from; --allow-unprotected runs it anyway"
+)
+
+
 @dataclass(frozen=True)
 class Welcome:
     """The answer to a hello: the rank's uid, and the name and endpoint of this node."""
@@ -50,6 +67,26 @@ class Welcome:
     uid: str
     node: str
     endpoint: str
+    user_id: int | None = None  # whose rank it is, if not that of the keeper's user: root starts guest keepers
+    warning: str = ""  # printed by a new keeper
+
+    def fields(self, uid: str) -> dict[str, str]:
+        return {"uid": uid, "node": self.node, "endpoint": self.endpoint, "warning": self.warning}
+
+
+def version_problem(hello: Hello) -> str:
+    """Why this daemon could not move a new rank with such a keeper and library, or "". A rank that runs keeps what it has."""
+    if hello.uid:
+        return ""
+    if problem := protocol_problem(hello.protocol):
+        return problem
+    if hello.library is None:
+        return ""
+    return builds.problem(bytes.fromhex(hello.library.build), hello.library.abi)
+
+
+class NotWanted(NotFound):
+    """A guest keeper whose move has no copy here and never will: it may end. Others that are refused try again."""
 
 
 #: Creates the cgroup, puts the rank into it and registers it. A SnapshotError refuses the keeper.
@@ -84,6 +121,7 @@ class KeeperLinks:
         self._adopt = adopt
         self._events = events
         self._connections = Connections(limits or Limits())
+        self._turns = Turns()
         self._complaints, self._notices = Throttle(log, _MAX_COMPLAINTS), Throttle(log, _MAX_NOTICES)
         self._listener: socket.socket | None = None
         self._pausing: asyncio.TimerHandle | None = None
@@ -195,44 +233,57 @@ class KeeperLinks:
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: Peer, counted: Counted
     ) -> None:
         decoder = Decoder(MAX_HELLO_BYTES)
-        incoming = _frames(reader, decoder)
         async with asyncio.timeout(HELLO_TIMEOUT_S):
-            first = await anext(incoming, None)
+            first = await _first(reader, decoder)
+        await self._turns.used(peer.user_id, HELLO_S)
         counted.spoke()
         decoder.max_frame_bytes = MAX_FRAME_BYTES
         if first is None or not peer.process.alive():
             return
         link = await self._welcome(first, peer, writer)
         if link is not None:
-            await self._read(link, incoming, peer.pidfd)
+            await self._read(link, reader, decoder, peer.pidfd)
 
     async def _welcome(self, first: Frame, peer: Peer, writer: asyncio.StreamWriter) -> KeeperLink | None:
         keeper = peer.process
         try:
             hello = parse_hello(first, peer.user_id)
-            keeper_status = await in_thread(check_keeper, peer)
-            rank = await in_thread(rank_process, hello, keeper, keeper_status)
-            welcome = await self._adopt(hello, keeper, rank)
+            if peer.user_id == 0:  # such as a guest keeper, for which a move waits
+                welcome, rank = await self._register(hello, peer)
+            else:
+                async with USERS.turn(peer.user_id):
+                    welcome, rank = await self._register(hello, peer)
         except SnapshotError as error:
             self._complaints.warning(
                 peer.user_id, "refused a keeper (pid %d, user %d): %s", keeper.pid, peer.user_id, error
             )
-            writer.write(encode("refused", {"message": f"{error.message} ({error.advice})"[:4000]}))
+            fields = {"message": f"{error.message} ({error.advice})"[:4000], "final": isinstance(error, NotWanted)}
+            writer.write(encode("refused", fields))
             await writer.drain()
             return None
         link = KeeperLink(hello, welcome.uid, keeper, rank, writer)
+        link.user_id = peer.user_id if welcome.user_id is None else welcome.user_id
         older = self._links.get(keeper)
         if older is not None:
             older.close()
         self._links[keeper] = link
         self._notices.info(peer.user_id, "%r connected", link, extra={"rank": link.uid})
         try:
-            await link.send(encode("welcome", {"uid": link.uid, "node": welcome.node, "endpoint": welcome.endpoint}))
+            await link.send(encode("welcome", welcome.fields(link.uid)))
         except RankGone as error:
             log.info("%s", error)  # _read then reads the end of the link and reports it
         return link
 
-    async def _read(self, link: KeeperLink, incoming: AsyncIterator[Frame], pidfd: int) -> None:
+    async def _register(self, hello: Hello, peer: Peer) -> tuple[Welcome, Process | None]:
+        problem = await in_thread(version_problem, hello)
+        if problem and not hello.allow_unprotected:
+            raise Refused(f"it could not be moved, because {problem}", remedy=_SAME_PACKAGE)
+        keeper_status = await in_thread(check_keeper, peer)
+        rank = await in_thread(rank_process, hello, peer.process, keeper_status)
+        welcome = await self._adopt(hello, peer.process, rank)
+        return replace(welcome, warning=f"this rank cannot be moved, because {problem}" if problem else ""), rank
+
+    async def _read(self, link: KeeperLink, reader: asyncio.StreamReader, decoder: Decoder, pidfd: int) -> None:
         """Reads a link after the welcome. Its end becomes an event. Raises FrameError for a malformed frame."""
         events: asyncio.Queue[_Event | None] = asyncio.Queue()  # bounded by _take; the end of the link always fits
         events.put_nowait(lambda: self._events.connected(link))
@@ -240,8 +291,17 @@ class KeeperLinks:
         self._tasks.add(events_task)
         events_task.add_done_callback(self._tasks.discard)
         try:
-            async for frame in incoming:
-                self._take(link, frame, events)
+            data = b""  # the decoder may have frames that came with the hello
+            while True:
+                began_s = time.thread_time()
+                for frame in decoder.feed(data):
+                    self._take(link, frame, events)
+                    if (used_s := time.thread_time() - began_s) > SLICE_S:
+                        await self._turns.used(link.user_id, used_s)
+                        began_s = time.thread_time()
+                await self._turns.used(link.user_id, time.thread_time() - began_s)
+                if not (data := await reader.read(1 << 18)):
+                    return
         finally:
             link.close()
             superseded = self._links.get(link.keeper) is not link
@@ -310,10 +370,12 @@ def _status(frame: Frame) -> int:
     return status
 
 
-async def _frames(reader: asyncio.StreamReader, decoder: Decoder) -> AsyncIterator[Frame]:
-    while data := await reader.read(1 << 18):
+async def _first(reader: asyncio.StreamReader, decoder: Decoder) -> Frame | None:
+    """What follows the first frame stays in the decoder."""
+    while data := await reader.read(1 << 16):
         for frame in decoder.feed(data):
-            yield frame
+            return frame
+    return None
 
 
 async def _ended(pidfd: int, timeout_s: float) -> bool:

@@ -14,17 +14,20 @@ from snapshotd.runtime.blocking import in_thread
 _CARD = re.compile(r"/dev/nvidia(\d+)")
 
 
-async def ranks_of(node: Node) -> list[pb.Rank]:
-    """Every rank that this node knows.
+async def ranks_of(node: Node, *, brief: bool = False) -> list[pb.Rank]:
+    """Every rank that this node knows; if `brief`, without the memory and the GPUs that it uses.
 
     The driver reports which processes use a GPU. Where it reports none (in a container), a process that has the GPU open
     counts.
     """
-    found = [(entry, entry.to_proto(node.config.node)) for entry in node.ranks.all()]
+    if brief:
+        return [entry.to_proto(node.config.node, brief=True) for entry in node.ranks.all()]
+    # A rank can have any number of processes.
+    found = await in_thread(lambda: [(entry, entry.to_proto(node.config.node)) for entry in node.ranks.all()])
     gpus = (await node.gpus.inventory()).gpus if found else ()
     reported = any(gpu.processes for gpu in gpus)
     for entry, rank in found:
-        pids = set(entry.group.pids()) if gpus and not entry.away_node else set()
+        pids = set(await in_thread(entry.group.pids)) if gpus and not entry.away_node else set()
         cards = set() if reported or not pids else await in_thread(_open_cards, pids)
         for gpu in gpus:
             mine = [process for process in gpu.processes if process.pid in pids]

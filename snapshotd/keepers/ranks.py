@@ -53,14 +53,18 @@ class RankEntry:
     cgroup: str
     home_node: str
     home_endpoint: str
-    relay_key: str
+    relay_key: str  # its keeper's: the daemon recognises the keeper by it
     boot_id: str
     user_id: int  # of its home keeper, as the kernel reports it
     process_user_id: int = -1  # guest: with which user its process and its guest keeper run; -1: not known
     command: str = ""
     started_unix_s: float = 0.0
     moves: int = 0
+    restored_by: str = ""  # guest: the move that brought it here; empty: an older version restored it
     away_node: str = ""  # home only: the node that the rank is on now, if not this one
+    holder_key: str = ""  # home: the key of the node that has the rank (relay_keys.py); empty: `relay_key`
+    own_key: str = ""  # guest: this node's key for the relay; empty: an older version restored it
+    former_keys: list[str] = field(default_factory=list)  # guest: of earlier nodes; the home node may still expect one
     former: list[list[str]] = field(default_factory=list)  # [old address, current address] of its listeners
     nodes: list[list[Any]] = field(
         default_factory=list
@@ -94,7 +98,7 @@ class RankEntry:
                 continue
         return total
 
-    def to_proto(self, node: str) -> pb.Rank:
+    def to_proto(self, node: str, *, brief: bool = False) -> pb.Rank:
         here = not self.away_node
         return pb.Rank(
             uid=self.uid,
@@ -111,7 +115,7 @@ class RankEntry:
             started_unix_s=self.started_unix_s,
             moves=self.moves,
             moving=self.moving,
-            memory_bytes=self.memory_bytes() if here else 0,
+            memory_bytes=self.memory_bytes() if here and not brief else 0,
         )
 
 
@@ -140,6 +144,16 @@ class Ranks:
     def put(self, entry: RankEntry) -> None:
         """Adds or updates an entry, in memory and on disk."""
         self._entries[entry.uid, entry.role] = entry
+        self._store(entry)
+
+    def update(self, entry: RankEntry) -> None:
+        """Updates an entry, unless it was removed meanwhile: a rank can end at any time."""
+        if self._entries.get((entry.uid, entry.role)) is entry:
+            self._store(entry)
+        if (entry.uid, entry.role) not in self._entries:  # removed while it was written
+            (self.folder / f"{entry.uid}.{entry.role}.json").unlink(missing_ok=True)
+
+    def _store(self, entry: RankEntry) -> None:
         stored = {key: value for key, value in _plain(entry).items() if key not in {"link", "moving"}}
         path = self.folder / f"{entry.uid}.{entry.role}.json"
         fresh = path.with_suffix(".new")

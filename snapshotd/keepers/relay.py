@@ -2,7 +2,8 @@
 
 The daemons do not interpret the frames. What is lost when a connection breaks, the keepers send again by byte offset. If
 the home keeper has died, the rank is killed, so that no orphan runs beside a restarted job. If the home node is
-unreachable or was rebooted, the rank keeps running and its keeper spools.
+unreachable or was rebooted, the rank keeps running and its keeper spools. Which node may relay is decided by keys
+(relay_keys.py).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from contextlib import aclosing
 from shim.keeper.frames import decode, encode
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import Denied, NotFound, RankGone, SnapshotError, Unreachable, Where
+from snapshotd.keepers import relay_keys
 from snapshotd.keepers.link import KeeperLink
 from snapshotd.keepers.ranks import RankEntry, check_rank_uid
 from snapshotd.moves.node import Node
@@ -51,7 +53,7 @@ class Relays:
         wait_s, logged = _FIRST_WAIT_S, ""
         while not link.closed.is_set():
             try:
-                await self._once(entry, link)
+                await self._until_key_changes(entry, link)
                 wait_s = _FIRST_WAIT_S
             except RankGone as error:
                 log.warning("killing rank %s: %s", entry.uid, error.message)
@@ -72,6 +74,19 @@ class Relays:
             await asyncio.sleep(wait_s)
             wait_s = min(wait_s * 2, _LONGEST_WAIT_S)
 
+    async def _until_key_changes(self, entry: RankEntry, link: KeeperLink) -> None:
+        """Relays over one connection until it breaks, or has to be made anew with another key."""
+        link.key_changed.clear()
+        relaying, changed = asyncio.create_task(self._once(entry, link)), asyncio.create_task(link.key_changed.wait())
+        try:
+            await asyncio.wait((relaying, changed), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (relaying, changed):
+                task.cancel()
+            await asyncio.wait((relaying, changed))
+        if not relaying.cancelled():
+            relaying.result()
+
     async def _once(self, entry: RankEntry, link: KeeperLink) -> None:
         """Relays over one connection to the home node until it breaks.
 
@@ -84,15 +99,25 @@ class Relays:
                 async for frame in found:
                     yield pb.RelayFrame(frame=frame)
 
+        presented = relay_keys.presented(entry)
         async with (
             self.node.client(entry.home_node, entry.home_endpoint) as client,
-            aclosing(client.home.Relay(frames(), metadata=_metadata(entry))) as replies,
+            aclosing(client.home.Relay(frames(), metadata=presented)) as replies,
         ):
             async for reply in replies:
                 if reply.frame:
                     await link.send_relay(reply.frame)
                 else:
+                    if reply.key_recorded:
+                        self._accepted(entry, presented)
                     await link.relay(True)
+
+    def _accepted(self, entry: RankEntry, presented: dict[str, str]) -> None:
+        """The home node has recorded the key of this node, so that it expects no former one."""
+        current = presented.get("relay-next") == entry.own_key
+        if current and entry.former_keys and self.node.ranks.get(entry.uid, entry.role) is entry:
+            entry.former_keys = []
+            self.node.ranks.put(entry)
 
     async def report_end(self, entry: RankEntry, status: int) -> None:
         """Reports the exit status of a rank to its home keeper in place of a guest keeper that has died. Retries for ever."""
@@ -115,7 +140,7 @@ class Relays:
 
         async with (
             self.node.client(entry.home_node, entry.home_endpoint) as client,
-            aclosing(client.home.Relay(frames(), metadata=_metadata(entry), timeout_s=10)) as replies,
+            aclosing(client.home.Relay(frames(), metadata=relay_keys.presented(entry), timeout_s=10)) as replies,
         ):
             async for reply in replies:
                 if reply.frame and decode(reply.frame).type == "exitack":
@@ -127,12 +152,17 @@ class Relays:
         self, frames: AsyncIterator[pb.RelayFrame], metadata: dict[str, str], caller: str
     ) -> AsyncGenerator[pb.RelayFrame, None]:
         """Serves one relay on the home node. A newer one of the same rank replaces it."""
-        entry = self._home_entry(metadata, caller)
+        entry, key = self._home_entry(metadata, caller)
         link = entry.link
         assert link is not None
-        if entry.away_node != caller:
-            entry.away_node = caller
-            self.node.ranks.put(entry)
+        if (entry.away_node, entry.holder_key or entry.relay_key) != (caller, key):
+            before = entry.away_node, entry.holder_key
+            entry.away_node, entry.holder_key = caller, key
+            try:
+                self.node.ranks.put(entry)  # before the answer: the caller then forgets the former keys
+            except OSError:
+                entry.away_node, entry.holder_key = before
+                raise
         if (old := self._in.get(entry.uid)) is not None:
             old.cancel()
             await asyncio.gather(old, return_exceptions=True)
@@ -162,7 +192,7 @@ class Relays:
 
         pump = self._in[entry.uid] = asyncio.create_task(both(), name=f"relay from {caller} for {entry.uid}")
         try:
-            yield pb.RelayFrame()
+            yield pb.RelayFrame(key_recorded=True)
             while (frame := await queue.get()) is not None:
                 yield pb.RelayFrame(frame=frame)
         finally:
@@ -170,21 +200,23 @@ class Relays:
             if self._in.get(entry.uid) is pump:
                 del self._in[entry.uid]
 
-    def _home_entry(self, metadata: dict[str, str], caller: str) -> RankEntry:
+    def _home_entry(self, metadata: dict[str, str], caller: str) -> tuple[RankEntry, str]:
+        """The rank, and the key that is valid from now on."""
         uid = check_rank_uid(metadata.get("rank-uid", ""))
         if self.node.ranks.is_buried(uid):
             raise RankGone(f"the home keeper of rank {uid} has died", where=Where.TARGET_RUNNING)
         entry = self.node.ranks.get(uid, "home")
         if entry is None:
             raise NotFound(f"this node has no home keeper of rank {uid}", where=Where.TARGET_RUNNING)
-        if metadata.get("relay-key") != entry.relay_key:
-            raise Denied(f"{caller} presented a wrong relay key for rank {uid}", where=Where.TARGET_RUNNING)
+        key = relay_keys.check(entry, metadata)
+        if key is None:
+            raise Denied(
+                f"{caller} presented no key that is valid for rank {uid}: another node has the rank, or has had it since",
+                remedy="check with `migrator ps` which node has the rank",
+                where=Where.TARGET_RUNNING,
+            )
         if not entry.away_node:
             raise Unreachable(f"rank {uid} has not been released on its home node yet", where=Where.TARGET_RUNNING)
         if entry.link is None:
             raise Unreachable(f"the home keeper of rank {uid} has not reconnected yet", where=Where.TARGET_RUNNING)
-        return entry
-
-
-def _metadata(entry: RankEntry) -> list[tuple[str, str]]:
-    return [("rank-uid", entry.uid), ("relay-key", entry.relay_key)]
+        return entry, key

@@ -1,9 +1,10 @@
 """Places and removes node-local files that move with a rank: those it has open or mapped below the carry paths (/tmp, …).
+Those that it has closed are the subject of snapshotd/moves/closed_files.py.
 
 Invariants: a foreign file is never overwritten. A path is used only if it is free, has the same file already, or has a file
 that a rank left there when it moved away (same inode, unchanged since). A move that is undone removes the files that it made,
-and only those. All work below the carry paths is done by a child with the rank's own rights, through no link; a child of
-root gives to another user or group what the rank has of theirs, in a directory that the first child opened.
+and only those. All work below the carry paths, looking included, is done by a child with the rank's own rights, through no
+link. What another user owns, or a group that the rank's user is not in, is not made: it must be there already.
 """
 
 from __future__ import annotations
@@ -20,33 +21,52 @@ from typing import Any
 
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import Damaged, Refused, SnapshotError, Where
-from snapshotd.files import paths
-from snapshotd.files.as_user import ROOT, User, UserFiles
-from snapshotd.files.worker import PERMISSIONS, identity
+from snapshotd.files.as_user import User, UserFiles
+from snapshotd.files.user_look import Seen, UserLook
+from snapshotd.files.worker import PERMISSIONS
+from snapshotd.moves.closed_files import ClosedFiles
 
 log = logging.getLogger(__name__)
 
 #: Path, device and inode of something that a move made.
 Made = tuple[str, int, int]
+#: Files that ranks left behind, in the ledger; the oldest are forgotten first.
+_MOST_LEFT = 20_000
 
 
 class Carry:
     """The files carried to and from this node."""
 
     def __init__(self, state_dir: Path, carry_paths: Sequence[str]) -> None:
-        self.ledger = state_dir / "carried.json"  # path -> its identity when the rank left
+        # path -> its identity when the rank left: device, inode, time, size; then the rank's user, except in older ones
+        self.ledger = state_dir / "carried.json"
         # An administrator may have made a carry path a link. It is resolved here, once: no user can change it.
         self.roots = {path.rstrip("/"): os.path.realpath(path) for path in carry_paths}
+        self.closed = ClosedFiles(state_dir, self.roots, self._read)
 
-    def may_replace(self, path: str) -> bool:
-        """Whether the file at `path` is one that a rank left here, unchanged since."""
-        return self._left(path) is not None
+    def may_replace(self, path: str, seen: Seen) -> bool:
+        """Whether the file at `path`, as it looks now, is one that a rank left here, unchanged since."""
+        return self._left(path) == _looks(seen)
 
-    def remember(self, files: Iterable[str]) -> None:
-        """Records files that a rank left behind; they may be replaced when they come back."""
-        ledger = {path: looks for path, looks in self._read().items() if _looks(path) == looks}
-        ledger |= {path: looks for path in files if (looks := _looks(path)) is not None}
-        self.ledger.with_suffix(".new").write_text(json.dumps(ledger))
+    def remember(self, files: Iterable[str], user: User) -> None:
+        """Records files that a rank left behind; they may be replaced when they come back. Blocking.
+
+        A child with the rank's rights looks at them, and at others of that user, which are forgotten if they have changed."""
+        ledger = self._read()
+        mine = [path for path, looks in ledger.items() if looks[4:] == [user.user_id]]
+        try:
+            with UserLook(user) as look:
+                for path in mine:
+                    if _look(look, path) != self._left(path, ledger):
+                        del ledger[path]
+                for path in files:
+                    ledger.pop(path, None)  # the newest are last
+                    if (looks := _look(look, path)) is not None:
+                        ledger[path] = [*looks, user.user_id]
+        except SnapshotError as error:
+            log.warning("what the rank of user %d left here is not known in full: %s", user.user_id, error)
+        newest = dict(list(ledger.items())[-_MOST_LEFT:])
+        self.ledger.with_suffix(".new").write_text(json.dumps(newest))
         os.rename(self.ledger.with_suffix(".new"), self.ledger)
 
     def place(
@@ -102,46 +122,43 @@ class Carry:
                         return real, below, name
         raise Damaged(f"{path!r} is not below this node's carry_paths", where=Where.SOURCE_FROZEN)
 
-    def _left(self, path: str) -> list[int] | None:
-        known = self._read().get(path)
-        return known if known is not None and known == _looks(path) else None
+    def _left(self, path: str, ledger: dict[str, list[int]] | None = None) -> list[int] | None:
+        """How a file looked that a rank left here."""
+        known = (self._read() if ledger is None else ledger).get(path)
+        if known is None and ledger is None:
+            known = self.closed.left(path)
+        return known[:4] if known is not None else None
 
     def _read(self) -> dict[str, list[int]]:
         try:
             ledger = json.loads(self.ledger.read_text())
         except (FileNotFoundError, ValueError):
             return {}
-        return ledger if isinstance(ledger, dict) else {}
+        if not isinstance(ledger, dict):
+            return {}
+        return {path: looks for path, looks in ledger.items() if isinstance(looks, list) and len(looks) in (4, 5)}
 
 
 class _Placing:
-    """The children that place the files of one move, and the directories that are open meanwhile."""
+    """The child that places the files of one move, and the directories that are open meanwhile."""
 
     def __init__(self, carry: Carry, user: User) -> None:
         self._carry, self._user = carry, user
+        self._roots = sorted(carry.roots.values())
         self._stack = contextlib.ExitStack()
-        self._root_files: UserFiles | None = None
-        self._folders: dict[str, tuple[int, bool]] = {}  # descriptor; whether the rank's user may make files in it
+        self._folders: dict[str, int] = {}  # descriptors
 
     def __enter__(self) -> _Placing:
-        self._files = self._stack.enter_context(UserFiles(self._user))
+        self._files = self._stack.enter_context(UserFiles(self._user, write=self._roots))
         return self
 
     def __exit__(self, *_: object) -> None:
-        for handle, _writable in self._folders.values():
+        for handle in self._folders.values():
             os.close(handle)
         self._stack.close()
 
-    @property
-    def _as_root(self) -> UserFiles:
-        if self._root_files is None:
-            self._root_files = self._stack.enter_context(UserFiles(ROOT))
-        return self._root_files
-
     def keep(self) -> None:
-        for files in (self._files, self._root_files):
-            if files is not None:
-                files.ask("keep")
+        self._files.ask("keep")
 
     def place(self, image: Path, fact: pb.FileFact, made: list[Made]) -> int:
         """Returns the mode of what is there now."""
@@ -149,8 +166,7 @@ class _Placing:
             if stat.S_ISDIR(fact.mode):
                 return self._make_folder(fact, made)
             if stat.S_ISFIFO(fact.mode):
-                folder, files = self._folder_for(fact)
-                return _new(fact, files.ask("make_fifo", [folder], **_order(fact))[0], made)
+                return _new(fact, self._files.ask("make_fifo", [self._folder_for(fact)], **self._order(fact))[0], made)
             if stat.S_ISREG(fact.mode):
                 return self._place_file(image, fact, made)
         except FileExistsError as error:
@@ -162,16 +178,15 @@ class _Placing:
         return fact.mode
 
     def _make_folder(self, fact: pb.FileFact, made: list[Made]) -> int:
-        folder, files = self._folder_for(fact)
         owners = [0, fact.user_id, self._user.user_id]
-        answer, given = files.ask("make_folder", [folder], owners=owners, **_order(fact))
-        if given:  # it is this move's own: files of other users may be made in it whatever its mode
-            self._folders[fact.path] = given[0], True
+        answer, given = self._files.ask("make_folder", [self._folder_for(fact)], owners=owners, **self._order(fact))
+        if given:  # what it was made as, whatever has its name by now
+            self._folders[fact.path] = given[0]
         return _new(fact, answer, made)
 
     def _place_file(self, image: Path, fact: pb.FileFact, made: list[Made]) -> int:
-        folder, files = self._folder_for(fact)
-        order = _order(fact) | {"left": self._carry._left(fact.path)}
+        folder = self._folder_for(fact)
+        order = self._order(fact) | {"left": self._carry._left(fact.path)}
         with _opened(image) as content:
             size = os.fstat(content).st_size
             answer, _ = self._files.ask("examine", [folder, content], size, **order)
@@ -182,7 +197,7 @@ class _Placing:
                     order["left"] = None
             if answer.get("state") != "same":
                 try:
-                    answer, _ = files.ask("make_file", [folder, content], size, **order)
+                    answer, _ = self._files.ask("make_file", [folder, content], size, **order)
                 except BaseException:
                     self._forget(folder, order["side"])
                     raise
@@ -193,32 +208,31 @@ class _Placing:
 
     def _forget(self, folder: int, side: str) -> None:
         """Removes an unfinished file whose child was killed. Its name is random, and no other file's."""
-        with contextlib.suppress(OSError, SnapshotError), UserFiles(ROOT) as files:
+        with contextlib.suppress(OSError, SnapshotError), UserFiles(self._user, write=self._roots) as files:
             files.ask("remove", [folder], name=side, made=None)
 
-    def _folder_for(self, fact: pb.FileFact) -> tuple[int, UserFiles]:
-        """The directory of a file, and the child that can give the file its owner and group."""
-        folder, writable = self._open_folder(os.path.dirname(fact.path))
-        if fact.user_id == self._user.user_id and fact.group_id in self._user.all_groups:
-            return folder, self._files
-        if not writable:
-            raise PermissionError(f"user {self._user.user_id} may not make files in {os.path.dirname(fact.path)}")
-        return folder, self._as_root
-
-    def _open_folder(self, path: str) -> tuple[int, bool]:
+    def _folder_for(self, fact: pb.FileFact) -> int:
+        """The directory of a file."""
+        path = os.path.dirname(fact.path)
         if path not in self._folders:
-            root, below, _ = self._carry._split(f"{path}/name")
-            answer, handle = self._files.ask_fd("folder", root=root, path=below)
-            self._folders[path] = handle, answer.get("writable") is True
+            root, below, _ = self._carry._split(fact.path)
+            _, self._folders[path] = self._files.ask_fd("folder", root=root, path=below)
         return self._folders[path]
 
     def remove(self, path: str, device: int, inode: int) -> str:
-        """Removes it with the rights of the rank's user, or with those of root if it belongs to another user."""
         root, below, name = self._carry._split(path)
-        try:
-            return _remove(self._files, root, below, name, [device, inode])
-        except PermissionError:
-            return _remove(self._as_root, root, below, name, [device, inode])
+        return _remove(self._files, root, below, name, [device, inode])
+
+    def _order(self, fact: pb.FileFact) -> dict[str, Any]:
+        return {
+            "name": os.path.basename(fact.path),
+            "side": f".carried-{secrets.token_hex(16)}",
+            "mode": fact.mode & PERMISSIONS,
+            "user_id": fact.user_id,
+            "group_id": fact.group_id,
+            "mtime_ns": fact.mtime_ns,
+            "foreign": self._user.could_not_own(fact.user_id, fact.group_id),
+        }
 
 
 def _remove(files: UserFiles, root: str, below: str, name: str, made: list[int]) -> str:
@@ -231,17 +245,6 @@ def _remove(files: UserFiles, root: str, below: str, name: str, made: list[int])
     finally:
         os.close(folder)
     return str(answer.get("state"))
-
-
-def _order(fact: pb.FileFact) -> dict[str, Any]:
-    return {
-        "name": os.path.basename(fact.path),
-        "side": f".carried-{secrets.token_hex(16)}",
-        "mode": fact.mode & PERMISSIONS,
-        "user_id": fact.user_id,
-        "group_id": fact.group_id,
-        "mtime_ns": fact.mtime_ns,
-    }
 
 
 def _new(fact: pb.FileFact, answer: dict[str, Any], made: list[Made]) -> int:
@@ -269,6 +272,14 @@ def _opened(image: Path) -> Iterator[int]:
         os.close(handle)
 
 
-def _looks(path: str) -> list[int] | None:
-    found = paths.look(path)
-    return identity(found) if found is not None else None
+def _looks(seen: Seen) -> list[int]:
+    return [seen.device, seen.inode, seen.mtime_ns, seen.size]
+
+
+def _look(look: UserLook, path: str) -> list[int] | None:
+    """None if there is nothing that the user can see."""
+    try:
+        seen = look.stat_without_links(path)
+    except OSError:
+        return None
+    return _looks(seen) if seen is not None else None

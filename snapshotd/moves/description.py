@@ -1,7 +1,7 @@
 """Defines the description of an image: what the target needs beside criu's own files to restore a rank.
 
 The source sends it as meta.json, after all other files. Daemons of other versions read its keys: a field that is renamed
-here keeps its name in the file, and a new one has a default, except what says who the rank is.
+here keeps its name in the file, and a new one has a default, except the rank's identity.
 """
 
 from __future__ import annotations
@@ -33,13 +33,17 @@ class ImageDescription(msgspec.Struct, frozen=True, kw_only=True):
     stopped_before: list[int]
     affinity: dict[int, list[int]]  # CPUs of each thread, which criu does not carry
     cpus: list[int]  # all CPUs of the source
+    gpus: list[str] = []  # UUIDs of the GPUs that the rank uses there
+    gpu_cpus: list[int] = []  # the CPUs near them; empty: not known
     carried: list[pb.FileFact]
     other_names: dict[str, str]  # of files whose own name was removed
+    new_files: list[pb.FileFact] = []  # mapped since preflight: the target has not compared them yet
     tree: TreeFacts | None = None  # None: from a daemon that does not know it yet; a target refuses that
 
     # its keeper
     stdio: StdioState
     relay_key: str
+    relay_keys: list[str] = []  # for its home node (snapshotd/keepers/relay_keys.py); empty: `relay_key`
     home_node: str
     home_endpoint: str
 

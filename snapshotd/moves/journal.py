@@ -9,8 +9,9 @@ The journal is read once, when it is opened, and answers from memory after that.
 memory changes, so an answer never contains more than the disk.
 
 Layout: STATE_DIR/moves/MOVE/{begin.json, marks, outcome.json, overruling.json}. `marks` has one JSON object per line.
-overruling.json overrules outcome.json, see `overrule`; version 0.1 called it word.json. A folder removed-MOVE is what a crash
-left of a move that was being removed.
+overruling.json overrules outcome.json, see `overrule`; version 0.1 called it word.json. closed.json, where there is one,
+lists closed files that the move took along or made (snapshotd/moves/closed_manifest.py). A folder removed-MOVE is what a
+crash left of a move that was being removed.
 """
 
 from __future__ import annotations

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from dataclasses import dataclass, field
 
 from snapshotd.api import snapshotd_pb2 as pb
+from snapshotd.moves.closed_files import Ahead
 from snapshotd.moves.device.offload import Offload
 from snapshotd.moves.journal import MoveLog
 from snapshotd.proc import host
@@ -18,20 +20,28 @@ class Moving:
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # held by every step, and by each round of settling
     changed: asyncio.Event = field(default_factory=asyncio.Event)  # wakes the settle loop
     lease_ends_s: float = 0.0  # CLOCK_BOOTTIME
+    lease_given_up: bool = False  # source: Abort was asked for, so no renewal counts any more
     adopted: bool = False  # begun before this daemon was restarted
+    restarted: bool = (
+        False  # source: this daemon was restarted after STREAMED, and may have been declared dead meanwhile
+    )
     interrupted: bool = False  # this daemon was restarted inside a step that cannot be resumed
     settling: asyncio.Task[None] | None = None
     streaming: asyncio.Task[None] | None = None
     offload: Offload | None = None  # source: device memory that leaves, or left, in stripes
+    ahead: Ahead | None = (
+        None  # source: closed files that were sent while the rank runs; None: nothing was looked at yet
+    )
     prepared: bool = False  # source: the offload was prepared, as far as possible
     facts: pb.RankFacts = field(default_factory=pb.RankFacts)  # source: the latest result of preflight
     nodes: list[pb.NodeAddresses] = field(default_factory=list)  # source: the cluster, from the driver
     failure: str = ""  # why a step of the move can never succeed again
+    source_seen_s: float = -math.inf  # target: CLOCK_BOOTTIME of the source's last question about the copy held here
     done: bool = False  # target: woken or dropped, nothing is left to do
     waiting_for: str = ""
     pause_s: float = 0.0  # source: what the driver measured, for the history
     undoing_since_s: float = 0.0  # source: CLOCK_BOOTTIME of the first attempt to build communicators again
-    answered_s: float = field(default_factory=host.boottime_s)  # gate: when the source last answered
+    answered_s: float = field(default_factory=host.boottime_s)  # gate, target: when the source last answered
 
     def renew(self) -> None:
         self.lease_ends_s = host.boottime_s() + self.log.begin.lease_s
@@ -39,7 +49,7 @@ class Moving:
 
     @property
     def lease_expired(self) -> bool:
-        return host.boottime_s() >= self.lease_ends_s
+        return self.lease_given_up or host.boottime_s() >= self.lease_ends_s
 
     @property
     def same_boot(self) -> bool:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
+from snapshotd.api.calls import Channel
 from snapshotd.api.client import Credentials, DaemonClient
 from snapshotd.config import Config
 from snapshotd.cuda.driver import Gpus
@@ -27,6 +28,7 @@ class Node:
     store: ImageStore
     carry: Carry
     gpus: Gpus
+    connect: Callable[[str, str], Channel]  # a new connection to the daemon of (node, endpoint)
     lost: Callable[[RankEntry], Awaitable[None]]  # ends a rank whose keeper is dead, and reports it to its home
     #: Held during a dump in which criu makes links: it uses the same numbers in every dump, so two dumps would collide.
     linking: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -36,7 +38,7 @@ class Node:
 
     def client(self, name: str, endpoint: str) -> DaemonClient:
         """A client of another daemon, with this node's own certificate. Use it as a context manager."""
-        return DaemonClient(endpoint, credentials=self.credentials, node=name)
+        return DaemonClient(endpoint, node=name, channel=self.connect(name, endpoint))
 
     @property
     def credentials(self) -> Credentials:

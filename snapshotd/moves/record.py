@@ -129,13 +129,21 @@ class ClusterNode(msgspec.Struct, frozen=True, array_like=True):
     name: str
     endpoint: str
     addresses: list[str]
+    interfaces: list[str] = []  # of each address
+    networks: dict[str, str] = {}  # of cluster.toml: name of a network -> the node's address there
 
     @classmethod
     def of(cls, node: pb.NodeAddresses) -> ClusterNode:
-        return cls(node.name, node.endpoint, list(node.addresses))
+        return cls(node.name, node.endpoint, list(node.addresses), list(node.interfaces), dict(node.networks))
 
     def to_proto(self) -> pb.NodeAddresses:
-        return pb.NodeAddresses(name=self.name, endpoint=self.endpoint, addresses=self.addresses)
+        return pb.NodeAddresses(
+            name=self.name,
+            endpoint=self.endpoint,
+            addresses=self.addresses,
+            interfaces=self.interfaces,
+            networks=self.networks,
+        )
 
     def to_list(self) -> list[Any]:
         """As the registry of ranks stores it."""
@@ -192,6 +200,10 @@ class SocketOptions(msgspec.Struct, frozen=True):
 
     options: list[Kept] = []
     timers: list[SocketTimers] = []
+    reset: list[
+        tuple[int, int]
+    ] = []  # inner pid and descriptor of connections whose reset the rank has not noticed yet
+    reuse_address: list[int] = []  # inodes of connections with SO_REUSEADDR, which a criu that is killed resets
 
 
 class PeerSocket(msgspec.Struct, frozen=True):

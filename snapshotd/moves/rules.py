@@ -35,6 +35,7 @@ class Mark(StrEnum):
     DISCARDED = "discarded"
     # peer
     TIMEOUTS_SUSPENDED = "timeouts-suspended"  # of the sockets here: a long silence does not end their connections
+    FILTERED = "filtered"  # the sockets here are known, and their packets dropped or about to be
     REPOINTING = "re-pointing"  # the sockets here are known and about to be changed
     REPOINTED = "re-pointed"  # all of them name the target, filtered until the outcome is known
     POINTED_BACK = "pointed back"  # all of them name the source again, still filtered
@@ -86,6 +87,10 @@ class SourceFacts:
     lease_expired: bool
     interrupted: bool  # the daemon restarted inside freeze or stream: the step cannot be resumed
     target: CopyState = CopyState.UNREACHABLE
+    restarted: bool = False  # the daemon was not there for a while since STREAMED: it may have been declared dead
+    peers_deny: bool = (
+        True  # asked after a restart if the target knows no such move: no node knows that the rank ran there
+    )
 
 
 def source_next(facts: SourceFacts) -> tuple[SourceDecision, str]:
@@ -124,6 +129,17 @@ def source_next(facts: SourceFacts) -> tuple[SourceDecision, str]:
                 return SourceDecision.RECORD_ABORT, "the source's copy is gone and the target has none"
     if facts.interrupted:
         return SourceDecision.RECORD_ABORT, "the daemon was restarted in the middle of this step"
+    if facts.lease_expired and facts.mark is Mark.STREAMED:
+        if facts.target in {CopyState.RUNNING, CopyState.ENDED}:
+            # Only a declaration that this node is dead lets a target run its copy without COMMIT. It was false, and stands.
+            return SourceDecision.RECORD_COMMIT, "an operator declared this node dead, and the target runs the rank"
+        if facts.restarted and facts.target is CopyState.UNREACHABLE:
+            return SourceDecision.ASK_TARGET, "the daemon was restarted; only the target knows whether its copy may run"
+        if facts.restarted and facts.target is CopyState.NO_SUCH_MOVE and not facts.peers_deny:
+            return (
+                SourceDecision.WAIT_FOR_PERSON,
+                "the target has lost its record, and not every node denies that the rank ran there",
+            )
     if facts.lease_expired:
         return SourceDecision.RECORD_ABORT, "the driver was silent for longer than its lease"
     return SourceDecision.WAIT, "the driver decides"
@@ -187,6 +203,8 @@ class PeerFacts:
     interrupted: bool = False  # the change of the sockets here was interrupted
     source: Outcome | None = None  # the source's answer; None: it has not decided, or does not answer
     target: CopyState = CopyState.UNREACHABLE  # the target's answer, or what the source reports about it
+    source_unknowing: bool = False  # its answer is that it does not know the move
+    source_lost: bool = False  # it has not answered for so long that waiting is given up
 
 
 def peer_next(facts: PeerFacts) -> tuple[PeerDecision, str]:
@@ -204,15 +222,25 @@ def peer_next(facts: PeerFacts) -> tuple[PeerDecision, str]:
             return PeerDecision.LEARN_ABORT, "the rank does not run at the target, and never will"
         if facts.target in {CopyState.RUNNING, CopyState.ENDED}:
             return PeerDecision.LEARN_COMMIT, "the target runs the rank"
+        if facts.source_unknowing:
+            # A source journals a move before it is announced to a peer, so this one never began, or both have forgotten it.
+            untouched = facts.mark not in {Mark.REPOINTING, Mark.REPOINTED} and facts.target is not CopyState.HELD
+            if untouched or facts.target is CopyState.NO_SUCH_MOVE:
+                return PeerDecision.LEARN_ABORT, "the source does not know this move, and the target has no copy"
+            return PeerDecision.ASK, "the source does not know this move, but the target may have a copy of the rank"
         if facts.source is Outcome.COMMIT:
             return PeerDecision.ASK, "committed, but the target has not let its copy go yet"
+        if facts.source_lost and facts.target is CopyState.UNREACHABLE and facts.mark is not Mark.REPOINTED:
+            return PeerDecision.LEARN_ABORT, "source and target are silent for too long"
         return PeerDecision.ASK, "the source has not decided yet, or does not answer"
     match facts.mark:
         case Mark.POINTED_BACK:
             return PeerDecision.UNFILTER, "aborted, and the ends here name the source again"
         case Mark.REPOINTED if facts.outcome is Outcome.COMMIT:
             return PeerDecision.UNFILTER, "committed, and the ends here name the target"
-        case Mark.REPOINTING if facts.outcome is Outcome.COMMIT:
+        case Mark.FILTERED if facts.outcome is Outcome.ABORT:
+            return PeerDecision.UNFILTER, "aborted, and the ends here have not been changed"
+        case Mark.FILTERED | Mark.REPOINTING if facts.outcome is Outcome.COMMIT:
             return PeerDecision.FINISH, "committed: the ends here belong to the target"
         case Mark.REPOINTING | Mark.REPOINTED:
             return PeerDecision.POINT_BACK, "aborted: the ends here belong to the source"

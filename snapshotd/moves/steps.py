@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coro
 from contextlib import asynccontextmanager
 from typing import Any, ParamSpec, TypeVar
 
-from snapshotd.api.errors import NotFound, Refused, SnapshotError, Undone, WrongState
+from snapshotd.api.errors import Changed, NotFound, Refused, SnapshotError, Undone, WrongState
 from snapshotd.moves.journal import Journal, MoveLog, check_move_id
 from snapshotd.moves.moving import Moving
 from snapshotd.moves.rules import Mark
@@ -100,10 +100,12 @@ class Steps:
         moving.settling = asyncio.create_task(work, name=f"settle {self.role} of {moving.log.move}")
 
 
-def late(refusal: Refused) -> Undone:
+def late(refusal: Refused) -> SnapshotError:
     """The error for a check that fails after the move has begun. It is not "Refused", which promises that nothing was paused:
-    the driver undoes the move. The message of the refusal begins with the name of the check."""
-    return Undone(f"refused after preflight: {refusal.message}", remedy=refusal.advice, where=refusal.where)
+    the driver undoes the move, and tries again if the rank has changed. The message of the refusal begins with the name of
+    the check."""
+    kind = Changed if isinstance(refusal, Changed) else Undone
+    return kind(f"refused after preflight: {refusal.message}", remedy=refusal.advice, where=refusal.where)
 
 
 def must_be_at(moving: Moving, at: Collection[Mark], otherwise: str = "") -> None:

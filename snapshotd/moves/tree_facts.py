@@ -1,4 +1,4 @@
-"""Defines what a process tree has open and mapped, and who it is: gathered on the source, compared on the target.
+"""Defines what a process tree has open and mapped, and its credentials: gathered on the source, compared on the target.
 
 The source gathers it once the rank is frozen and sends it with the image. The target gathers the same of the restored copy,
 before anything of it may run, and compares (snapshotd/moves/target/comparison.py).

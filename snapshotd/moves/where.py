@@ -33,5 +33,9 @@ def _on_target(log: MoveLog) -> Where:
             return Where.TARGET_HELD
         case Mark.DISCARDED:
             return Where.SOURCE_RUNNING
+        case _ if log.aborted:
+            return Where.SOURCE_RUNNING
+        case Mark.PREPARED:
+            return Where.UNKNOWN  # the source freezes the rank some time between this and SEALED
         case _:
             return Where.SOURCE_FROZEN

@@ -4,9 +4,11 @@
     sockets       finds the sockets of a rank, and on this node the peers' sockets
     refusals      names what cannot be moved
     address_plan  the addresses that each socket gets on the target
+    places        which address of the target replaces one of the source
     filter        drops the packets of connections while the two sockets disagree
     repoint       gives a live connection of another process new addresses, in place
     forward       redirects new connections from a rank's former addresses to its present one
+    mid_stream    one end of a connection without a beginning, to try a path
     reset         resets a socket whose connection cannot be kept
     options       socket options that CRIU does not restore
     timers        time-outs and retransmission during a move

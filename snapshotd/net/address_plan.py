@@ -6,46 +6,12 @@ replaced. An address that cannot be determined with certainty is reported as a p
 
 from __future__ import annotations
 
-import ipaddress
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Iterable
 
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.net.flows import Address, Flow
-
-
-@dataclass(frozen=True)
-class Places:
-    """The cluster's nodes by name, each with its addresses ("10.0.0.1/24"), and the source and target of the move."""
-
-    nodes: Mapping[str, Sequence[str]]
-    source: str
-    target: str
-
-    def node_of(self, ip: str) -> str | None:
-        for name, addresses in self.nodes.items():
-            if ip in _plain(addresses):
-                return name
-        return None
-
-    def counterpart(self, ip: str) -> str | None:
-        """The target's address that replaces `ip` of the source: of the same network, else of the same family."""
-        wanted = ipaddress.ip_address(ip)
-        own = [ipaddress.ip_interface(text) for text in self.nodes.get(self.source, ())]
-        theirs = [ipaddress.ip_interface(text) for text in self.nodes.get(self.target, ())]
-        networks = [item.network for item in own if item.ip == wanted]
-        for candidate in theirs:
-            if candidate.network in networks:
-                return str(candidate.ip)
-        return next((str(item.ip) for item in theirs if item.version == wanted.version), None)
-
-    def real_endpoints(self, version: int) -> tuple[str, str] | None:
-        """(target's, source's) address for a connection over the source's loopback: of one network if possible."""
-        own = [ipaddress.ip_interface(text) for text in self.nodes.get(self.source, ())]
-        theirs = [ipaddress.ip_interface(text) for text in self.nodes.get(self.target, ())]
-        pairs = [(there, here) for here in own for there in theirs if here.version == there.version == version]
-        pairs.sort(key=lambda pair: pair[0].network != pair[1].network)  # stable: otherwise in the nodes' own order
-        return (str(pairs[0][0].ip), str(pairs[0][1].ip)) if pairs else None
+from snapshotd.net.places import Places, Unclear
 
 
 def plan(flows: Iterable[Flow], places: Places) -> tuple[list[pb.Rewire], list[str]]:
@@ -55,27 +21,23 @@ def plan(flows: Iterable[Flow], places: Places) -> tuple[list[pb.Rewire], list[s
     rewires: list[pb.Rewire] = []
     problems: list[str] = []
     for flow in flows:
-        if flow.connected and (flow.protocol, flow.mirrored()) in endpoints:
-            rewire = _inside(flow, places)
-        elif flow.connected and flow.protocol == "tcp":
-            rewire = _outward(flow, places)
-        elif flow.local.port:
-            rewire = _alone(flow, places)
-        else:
-            continue  # neither bound nor connected: it has no address
-        if rewire is None:
-            problems.append(f"{flow}: {places.target} has no address that can replace {flow.local.ip}")
-        else:
-            rewires.append(rewire)
+        try:
+            if flow.connected and (flow.protocol, flow.mirrored()) in endpoints:
+                rewires.append(_inside(flow, places))
+            elif flow.connected and flow.protocol == "tcp":
+                rewires.append(_outward(flow, places))
+            elif flow.local.port:
+                rewires.append(_alone(flow, places))
+            # else it is neither bound nor connected: it has no address
+        except Unclear as why:
+            problems.append(f"{flow}: {why}")
     return rewires, problems
 
 
-def _alone(flow: Flow, places: Places) -> pb.Rewire | None:
+def _alone(flow: Flow, places: Places) -> pb.Rewire:
     """A listener, a socket that is only bound, or a datagram socket, whose peer keeps no connection: its own address changes.
     One that is bound to all addresses or to loopback stays as it is."""
     local = _moved(flow.local, places)
-    if local is None:
-        return None
     return pb.Rewire(
         kind=pb.Rewire.LISTENER if flow.listens else pb.Rewire.OWN,
         family=flow.family,
@@ -86,29 +48,29 @@ def _alone(flow: Flow, places: Places) -> pb.Rewire | None:
     )
 
 
-def _inside(flow: Flow, places: Places) -> pb.Rewire | None:
+def _inside(flow: Flow, places: Places) -> pb.Rewire:
     old_local, old_remote = flow.endpoints
     local, remote = _moved(old_local, places), _moved(old_remote, places)
-    if local is None or remote is None:
-        return None
     return _rewire(pb.Rewire.INSIDE, flow, local, remote, "")
 
 
-def _outward(flow: Flow, places: Places) -> pb.Rewire | None:
-    _, far = flow.endpoints
+def _outward(flow: Flow, places: Places) -> pb.Rewire:
+    local, far = flow.endpoints
     if far.loopback:  # to a process that stays on the source: both sockets get real addresses
-        real = places.real_endpoints(far.version)
-        return _rewire(pb.Rewire.PEER, flow, *real, places.source) if real else None
-    local = _moved(flow.local, places)
-    if local is None:
-        return None
+        return _rewire(pb.Rewire.PEER, flow, *places.real_endpoints(far.version), places.source)
     peer = places.node_of(far.ip)
-    return _rewire(pb.Rewire.PEER if peer else pb.Rewire.OUTSIDE, flow, local, far.ip, peer or "")
+    if peer is None:  # it ends with the move, so it needs no new address
+        with contextlib.suppress(Unclear):
+            return _rewire(pb.Rewire.OUTSIDE, flow, places.counterpart(local.ip), far.ip, "")
+        return _rewire(pb.Rewire.OUTSIDE, flow, local.ip, far.ip, "")
+    return _rewire(pb.Rewire.PEER, flow, places.counterpart(local.ip), far.ip, peer)
 
 
-def _moved(address: Address, places: Places) -> str | None:
-    """The target's address for one of the source's; loopback and wildcard addresses stay."""
-    return address.ip if address.loopback or address.wildcard else places.counterpart(address.ip)
+def _moved(address: Address, places: Places) -> str:
+    """The target's address for one that no peer keeps in a connection. Loopback and wildcard addresses stay, and one that
+    source and target both have: it means the node itself."""
+    both = {places.source, places.target} <= set(places.owners(address.ip))
+    return address.ip if address.loopback or address.wildcard or both else places.counterpart(address.ip)
 
 
 def _rewire(kind: pb.Rewire.Kind.ValueType, flow: Flow, local: str, remote: str, peer: str) -> pb.Rewire:
@@ -121,12 +83,9 @@ def _rewire(kind: pb.Rewire.Kind.ValueType, flow: Flow, local: str, remote: str,
         new_local=_endpoint(old_local.at(local)),
         new_remote=_endpoint(old_remote.at(remote)),
         peer_node=peer,
+        ended=kind == pb.Rewire.PEER and flow.reads_end,
     )
 
 
 def _endpoint(address: Address) -> pb.Endpoint:
     return pb.Endpoint(ip=address.ip, port=address.port)
-
-
-def _plain(addresses: Sequence[str]) -> set[str]:
-    return {text.partition("/")[0] for text in addresses}

@@ -127,6 +127,20 @@ class Flow:
         return self.state == "listen"
 
     @property
+    def reads_end(self) -> bool:
+        """Whether the rank reads the end of the stream after what has arrived: the peer has closed it, or this side has shut
+        it down for reading, as a move does with a connection that the peer had closed."""
+        return self.connected and (
+            self.state == "close-wait" or (self.state == "established" and self.shutdown == "read")
+        )
+
+    @property
+    def abandoned(self) -> bool:
+        """Whether its process has closed it, and the kernel waits for the other side. No process can get it again; one that
+        was not accepted yet, or is on its way to another process, is in another state or has an inode."""
+        return self.state in ("fin-wait-1", "fin-wait-2") and not self.inode
+
+    @property
     def endpoints(self) -> Pair:
         """(local, remote) of a connected socket; ValueError if it is not connected."""
         if self.remote is None:

@@ -5,7 +5,7 @@ to the daemon and end with it; it makes them again when it starts. A port that a
 forwarded.
 
 A held socket listens, because only then no other process can bind the port, whatever options it sets. No connection ever
-reaches it: those that are not forwarded are refused by a packet rule (snapshotd/net/forward.py), as if nobody listened.
+reaches it: those that are not forwarded are refused by a packet rule (snapshotd/net/forward.py), as if no process listened.
 """
 
 from __future__ import annotations

@@ -29,6 +29,7 @@ _STATE_REASONS = {
     "syn-recv": "still connecting",
     "elsewhere": "a socket of another network namespace",
 }
+_HALF_CLOSED = ("fin-wait-1", "fin-wait-2", "close-wait")
 _PASSING = ("syn-sent", "syn-recv", "closing", "last-ack", "time-wait")
 _PROTOCOL_REASONS = {
     "mptcp": "a Multipath TCP socket",
@@ -44,11 +45,13 @@ _PROTOCOL_REASONS = {
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Why a socket cannot be moved. `passing`: it probably can a moment later."""
+    """Why a socket cannot be moved. `passing`: it probably can a moment later. `half_closed`: no problem for a connection
+    that ends with the move anyway, or whose peer has gone."""
 
     flow: Flow
     reason: str
     passing: bool = False
+    half_closed: bool = False
 
     def __str__(self) -> str:
         return f"{self.flow}: {self.reason}"
@@ -61,7 +64,8 @@ def problems(flows: Iterable[Flow]) -> list[Problem]:
 
 def _of(flow: Flow) -> list[Problem]:
     if flow.protocol == "tcp":
-        return _from_tables(flow) or _from_socket(flow)
+        found = _from_tables(flow)
+        return found if any(not problem.half_closed for problem in found) else found + _from_socket(flow)
     if flow.protocol == "udp":
         # A connected one only needs a new address. Datagrams to an unconnected one would be lost unnoticed.
         if flow.local.port and not flow.connected:
@@ -74,12 +78,13 @@ def _from_tables(flow: Flow) -> list[Problem]:
     """What the kernel's tables show."""
     found = []
     if flow.state in _STATE_REASONS:
-        found.append(Problem(flow, _STATE_REASONS[flow.state], passing=flow.state in _PASSING))
+        half_closed = flow.state in _HALF_CLOSED and bool(flow.holders)
+        found.append(Problem(flow, _STATE_REASONS[flow.state], flow.state in _PASSING, half_closed))
     elif flow.connected and not flow.holders:
         reason = "no process that can be inspected holds it" if flow.inode else "it was not accepted yet"
         found.append(Problem(flow, reason, passing=True))
     elif flow.connected and flow.shutdown:
-        found.append(Problem(flow, f"half-closed: shut down for {flow.shutdown}"))
+        found.append(Problem(flow, f"half-closed: shut down for {flow.shutdown}", half_closed=True))
     if flow.waiting:
         found.append(Problem(flow, f"{flow.waiting} connections wait to be accepted", passing=True))
     if flow.signed:
@@ -104,7 +109,7 @@ def _inspect(flow: Flow, sock: socket.socket) -> list[tuple[str, bool]]:
     events = dict(poll.poll(0)).get(sock.fileno(), 0)
     if flow.connected and events & select.POLLPRI:
         found.append(("unread urgent data", True))
-    if events & select.POLLERR:
+    if events & select.POLLERR and not was_reset(flow, sock):
         found.append(("an unread error, or an unread message in its error queue", True))
     protocol = _option(sock, _TCP_ULP, 16).rstrip(b"\0").decode(errors="replace")
     if protocol:
@@ -114,6 +119,16 @@ def _inspect(flow: Flow, sock: socket.socket) -> list[tuple[str, bool]]:
     if _has_authentication(sock):
         found.append(("signed segments (TCP-AO)", False))
     return found
+
+
+def was_reset(flow: Flow, sock: socket.socket) -> bool:
+    """Whether this is a connection that was reset, by an earlier move or by its peer, and whose process has not noticed yet.
+    It is restored closed, and then reset again (snapshotd/net/reset.py)."""
+    if flow.protocol != "tcp" or flow.state != "close" or flow.connected:
+        return False
+    poll = select.poll()
+    poll.register(sock, 0)
+    return bool(dict(poll.poll(0)).get(sock.fileno(), 0) & select.POLLERR)
 
 
 def _option(sock: socket.socket, name: int, size: int) -> bytes:

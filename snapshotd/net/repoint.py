@@ -18,16 +18,16 @@ from __future__ import annotations
 import contextlib
 import logging
 import socket
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from snapshotd.api.errors import Internal, Refused, SnapshotError, Where
 from snapshotd.net import binding, repair, socket_state, sockets
-from snapshotd.net.flows import Address, BadAddress, Holder, Pair
+from snapshotd.net.flows import Address, BadAddress, Flow, Holder, Pair
 from snapshotd.net.rebuild import complete, leave, rebuild
 from snapshotd.net.socket_state import SocketState, Stage
-from snapshotd.net.sockets import borrow_from
+from snapshotd.net.sockets import borrow_from, inode_of
 from snapshotd.net.stop_holders import Pause
 from snapshotd.proc.tree import Process
 
@@ -211,16 +211,32 @@ def silence(pids: Iterable[int]) -> int:
     return _for_each_connection(pids, repair.enter)
 
 
-def end_repair(pids: Iterable[int]) -> int:
+def with_reuse_address(flows: Iterable[Flow]) -> list[int]:
+    """The inodes of the connections among these that have SO_REUSEADDR, read before criu takes them into repair mode."""
+    found = []
+    for flow in flows:
+        sock = borrow_from(flow.holders, flow.inode) if flow.protocol == "tcp" and not flow.listens else None
+        if sock is not None:
+            with sock:
+                if sock.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR):
+                    found.append(flow.inode)
+    return found
+
+
+def end_repair(pids: Iterable[int], reuse_address: Collection[int]) -> int:
     """Takes every connection that a killed criu left in repair mode out of it, silently; returns their number.
 
-    SO_REUSEADDR is off afterwards: its value before the dump is not known any more.
+    The connections `reuse_address` get SO_REUSEADDR again. The kernel resets it with repair mode, and criu may have been
+    killed between the two. Without it a job that is restarted cannot listen on the port of these connections.
     """
+    reuse = frozenset(reuse_address)
 
     def end(sock: socket.socket) -> bool:
         found = repair.in_repair(sock)
         if found:
             repair.leave(sock, 0)
+        if inode_of(sock) in reuse:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         return found
 
     return _for_each_connection(pids, end)

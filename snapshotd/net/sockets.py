@@ -99,6 +99,14 @@ def find_peers(
     return {pair: replace(flow, holders=tuple(sorted(holders.get(flow.inode, ())))) for pair, flow in found.items()}
 
 
+def existing(pairs: Iterable[Pair]) -> list[Pair]:
+    """Those of these (local, remote) pairs that a TCP socket of this node has, also one that the kernel is closing."""
+    wanted = set(pairs)
+    if not wanted:
+        return []
+    return sorted(wanted & {flow.endpoints for flow in _all_rows({"tcp"}) if flow.connected})
+
+
 def listeners(ports: Collection[int] | None = None) -> list[Flow]:
     """The listeners of this node, without holders: their ports are not free for a rank that moves here."""
     return [flow for flow in _all_rows({"tcp"}) if flow.listens and (ports is None or flow.local.port in ports)]

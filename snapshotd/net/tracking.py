@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import errno
 import socket
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,15 +59,20 @@ def untrack(pairs: Iterable[Pair]) -> None:
             _delete(tracker, family, known.socket)
 
 
-def untrack_calls(addresses: Collection[Address]) -> None:
-    """Makes the kernel forget every unanswered SYN to these addresses: the next one of the same client is then translated by
-    the present rules of `forward`, not sent where the first one went. Existing connections are not affected."""
+def untrack_calls(present: Mapping[Address, Address]) -> None:
+    """Makes the kernel forget every unanswered SYN to a key that was not sent to its value: the client's next one is then
+    translated by the present rules of `forward`, not sent where the first one went. Connections are not affected.
+
+    An unanswered SYN that went to the right place stays: it may be answered before its entry is removed, and removing the
+    entry of a connection breaks it."""
     for family in (socket.AF_INET, socket.AF_INET6):
         with _tracker(family) as tracker:
             try:
                 for entry in list(tracker.dump()):
-                    made = _ends(entry.get_attr("CTA_TUPLE_ORIG"))
-                    if made and made[1] in addresses and not entry.get_attr("CTA_STATUS") & IPS_SEEN_REPLY:
+                    made, answered = (_ends(entry.get_attr(name)) for name in ("CTA_TUPLE_ORIG", "CTA_TUPLE_REPLY"))
+                    if not made or not answered or entry.get_attr("CTA_STATUS") & IPS_SEEN_REPLY:
+                        continue
+                    if present.get(made[1], answered[0]) != answered[0]:
                         _delete(tracker, family, made)
             except NetlinkError as error:
                 raise NotSupported(f"tracked connections cannot be read (CONFIG_NF_CT_NETLINK): {error}") from error

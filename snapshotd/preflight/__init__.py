@@ -18,13 +18,15 @@ process-tree         every process in the rank's cgroup descends from the rank: 
 session              the rank leads its session, and no process of its tree is in a session outside the rank
 tracing              no debugger, strace or profiler is attached
 stopped              warns of processes that a signal has stopped
+file-systems         nothing is on a FUSE file system that a user's process serves, which may never answer
 namespaces           the rank is in the node's own namespaces, or in those of its guest keeper
 root-directory       no process has changed its root directory
 security-label       warns of an AppArmor or SELinux profile that the target must have too
 open-files           every open or mapped file has a name that leads to it
 deleted-files        unlinked files are moved in the image, node-local files with another name under that name
 node-local-files     files under carry_paths are moved; warns if the rank's working directory is there
-file-locks           locks are moved; refuses locks on files that both nodes may share
+closed-files         files there that the rank has made and closed are moved too, up to carry_closed_bytes
+file-locks           locks are moved; refuses exclusive locks on files that both nodes may share
 gpu-descriptors      no GPU is open except in processes that hold CUDA, whose checkpoint closes it
 devices              no device except null, zero, full, random, urandom and terminals
 terminals            a terminal's master is the keeper's or inside the rank
@@ -58,15 +60,17 @@ facts                the facts that the target needs could be gathered
 on the target
 ===================  ===================================================================================================
 target-node          the target is not the source
-daemon-version       both daemons and migrator have the same major and minor version
+daemon-version       both daemons and migrator have a common protocol (snapshotd/api/protocol.py)
 architecture         the same processor architecture
 cpu-features         the target's CPU has all features that the source's has
 target-kernel        the kernel features of the check `kernel`; warns if the release differs
 target-criu          CRIU 4.2 or newer, with the source's major and minor version
 users                warns of user ids that have no name on the target
 root-rank            the rank does not run as root, or allow_root_ranks is set
-files                files that are not moved are present and identical; those that the rank writes to are present
+priorities           a user's rank has no priority and no resource limit that the target's administrator does not grant
+files                files that are not moved are present, identical, and open to the rank's user; written ones only present
 carried-files        the paths of files that are moved are free, identical, or were left behind by an earlier move
+closed-room          the file systems of carry_paths have room for the closed files
 directories          working and open directories exist, or can be created under carry_paths
 memory               enough free memory to restore the rank and let it run
 image-room           enough room in the image store
@@ -82,33 +86,41 @@ gpu-memory           … with enough free memory
 ===================  ===================================================================================================
 after the freeze
 ===================  ===================================================================================================
-new-files            warns of files opened since preflight, refuses mapped ones; the source's quick checks are repeated
+new-files            warns of files opened since preflight; the target refuses mapped ones that differ there
 image-content        on the target: the image contains only what a rank's dump has, and what its source described
 image-credentials    … its processes have the users, groups and capabilities that were shown and that the node allows
+image-priorities     … and no priority or resource limit beyond what the check `priorities` allows
 restored-files       … the restored processes have the very files open and mapped that the rank had
 file-rights          … which their user may open on the target
 ===================  ===================================================================================================
 """
 
-from snapshotd.preflight.after_freeze import Carried, list_carried, recheck, sync_files
+from snapshotd.preflight.after_freeze import Carried, Rechecked, list_carried, recheck, sync_files
+from snapshotd.preflight.file_checks import closed_files, failed
 from snapshotd.preflight.gpu_shim_checks import offload_room
 from snapshotd.preflight.reports import DriverReport, NcclReports, read_nccl_reports, uses_cuda
 from snapshotd.preflight.source import inspect_rank
 from snapshotd.preflight.target import ROOT_REMEDY, examine
-from snapshotd.preflight.verdict import refusals
+from snapshotd.preflight.target_files import files as compare_files
+from snapshotd.preflight.verdict import refusals, refused
 
 __all__ = [
     "ROOT_REMEDY",
     "Carried",
     "DriverReport",
     "NcclReports",
+    "Rechecked",
+    "closed_files",
+    "compare_files",
     "examine",
+    "failed",
     "inspect_rank",
     "list_carried",
     "offload_room",
     "read_nccl_reports",
     "recheck",
     "refusals",
+    "refused",
     "sync_files",
     "uses_cuda",
 ]

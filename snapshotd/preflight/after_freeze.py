@@ -1,6 +1,7 @@
 """The checks that are repeated once the tree is frozen. This is part of the pause, so it takes milliseconds.
 
-The rank kept running after preflight and may have opened anything. Nothing here reads the content of files.
+The rank kept running after preflight and may have opened anything. The only files whose content is read are those that it
+has mapped since, for at most DIGEST_SECONDS.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ from snapshotd.preflight.inspection import Inspection
 from snapshotd.preflight.objects import Kind, is_carried, kind_of
 from snapshotd.preflight.process_info import ProcessInfo, ProcessTree, read_process
 from snapshotd.preflight.source import SOURCE_CHECKS, look_at_place
-from snapshotd.preflight.verdict import guarded, listed, passed, plain, refusals, refused, warned
+from snapshotd.preflight.survey import add_digests
+from snapshotd.preflight.verdict import guarded, listed, passed, plain, refusals, warned
 from snapshotd.proc import maps
 from snapshotd.proc.fd import read_descriptors
 from snapshotd.proc.files import GONE
 
+DIGEST_SECONDS = 1.0
 _SYS_PIDFD_GETFD = 438  # the same number on every architecture
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -66,6 +69,13 @@ def _read(pid: int, prefixes: tuple[str, ...]) -> ProcessInfo | None:
     return None if process.zombie else process
 
 
+@dataclass
+class Rechecked:
+    checks: list[Check]
+    #: Files that the rank has mapped since preflight, with digests. The target compares them before it restores the rank.
+    new_files: list[FileFact] = field(default_factory=list)
+
+
 def recheck(
     pids: Sequence[int],
     facts: RankFacts,
@@ -73,22 +83,24 @@ def recheck(
     carry_paths: Sequence[str],
     keeper_pid: int,
     keeper_is_guest: bool = False,
-) -> list[Check]:
+) -> Rechecked:
     """Checks what may have changed since `facts` were gathered; never raises. After a refusal the move must be undone."""
-    rank = Inspection(pids, facts.rank.process.pid, carry_paths, keeper_pid, keeper_is_guest)
+    rank = Inspection(pids, facts.rank.process.pid, carry_paths, keeper_pid, keeper_is_guest, frozen=True)
     alive = guarded("rank-alive", process_checks.rank_alive, rank)
     if alive.verdict == Check.REFUSE:
-        return [alive]
+        return Rechecked([alive])
     place = look_at_place(rank)
     if refusals(place):
-        return [alive, *place]
-    return [
+        return Rechecked([alive, *place])
+    new: list[FileFact] = []
+    checks = [
         alive,
         *place,
         *(guarded(name, check, rank) for name, check in RECHECKS.items()),
         guarded("unix-sockets", socket_checks.unix_sockets, rank, thorough=False),
-        guarded("new-files", new_files, rank, facts),
+        guarded("new-files", _new_files, rank, facts, new),
     ]
+    return Rechecked(checks, new)
 
 
 #: The source's checks whose result may have changed, and that need no pass over all processes of the node.
@@ -117,20 +129,17 @@ RECHECKS: dict[str, Callable[[Inspection], Check]] = {
 }
 
 
-def new_files(rank: Inspection, facts: RankFacts) -> Check:
-    """Files that the target has not compared. A mapped one could differ there unnoticed; CRIU itself checks an open one."""
+def _new_files(rank: Inspection, facts: RankFacts, mapped: list[FileFact]) -> Check:
+    """Adds to `mapped` what the rank has mapped since preflight, say the program of a child that lives for milliseconds. Such
+    a file could differ on the target unnoticed, so the target compares it; CRIU itself checks one that is only open."""
     known = {fact.path for fact in facts.files}
     new = [fact for fact in rank.survey.facts if not fact.carried and fact.path not in known]
-    if mapped := [fact.path for fact in new if fact.mapped]:
-        return refused(
-            "new-files",
-            f"the rank has mapped files since preflight, which the target has not compared: {listed(mapped)}",
-            "retry: preflight will then include them",
-        )
+    mapped += [fact for fact in new if fact.mapped]
+    add_digests(mapped, rank.survey.held, DIGEST_SECONDS)
     if new:
         return warned(
             "new-files",
-            "the rank has opened files since preflight, which the target has not looked for:"
+            "the rank has opened or mapped files since preflight; the target compares them only now:"
             f" {listed([fact.path for fact in new])}",
             "if the restore fails because of one of them, retry: preflight will then include it",
         )

@@ -64,7 +64,14 @@ def static(rank: Inspection) -> Check:
             remedy,
         )
     for process, mapping in _mapped_torch(without):
-        needed = needed_libraries(process.pid, mapping)
+        try:
+            needed = needed_libraries(process.pid, mapping)
+        except PermissionError:
+            return warned(
+                "nccl-static",
+                f"{process} has mapped {mapping.path}, which its user may not read: it was not examined",
+                remedy,
+            )
         if not any(name.startswith(_LIBRARY) for name in needed):
             return warned(
                 "nccl-static",

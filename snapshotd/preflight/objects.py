@@ -15,11 +15,15 @@ from enum import Enum, auto
 
 from snapshotd.files import paths
 from snapshotd.preflight.process_info import ProcessInfo
+from snapshotd.proc import fuse
 from snapshotd.proc.maps import DELETED, Mapping, map_file
 
 _GPU = re.compile(r"/dev/(nvidia|dri/|kfd|nvmap)")
 #: RDMA and other network devices that programs use past the kernel's sockets.
 NETWORK_DEVICE = re.compile(r"^/dev/(infiniband/|gdrdrv|hfi1|cxi)")
+#: Caches of sssd and nscd: the daemon of each node writes its own, and libraries map them. A library checks the header at
+#: every look-up and starts anew if the cache is another one, so the target's takes the place of the source's.
+_NODE_CACHE = re.compile(r"/var/lib/sss/mc/\w+|/var/(cache|db|lib|run)/nscd/\w+|/run/nscd/\w+")
 _NFS_LEFTOVER = re.compile(r"^\.nfs[0-9a-f]{8,}")
 
 
@@ -78,6 +82,11 @@ class Object:
         return f"{process} {'maps' if number < 0 else f'fd {number}:'} {self.link}"
 
 
+def is_node_cache(path: str) -> bool:
+    """Whether a file that is only read may have other content on the target."""
+    return _NODE_CACHE.fullmatch(path) is not None
+
+
 def gather(processes: Iterable[ProcessInfo]) -> list[Object]:
     """All distinct objects of these processes, in the order in which they were found."""
     found: dict[object, Object] = {}
@@ -116,7 +125,7 @@ def _mapped_object(process: ProcessInfo, mapping: Mapping, found: dict[object, O
     stat = None
     if mapping.path.startswith("/") and not mapping.path.startswith("/SYSV"):
         try:
-            stat = os.stat(handle)
+            stat = fuse.stat_link(handle, process.users_devices)
         except FileNotFoundError:
             return None
     key = (stat.st_dev, stat.st_ino, mapping.path) if stat else mapping.path

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from snapshotd.api.errors import Timeout
 from snapshotd.preflight.objects import Object
 from snapshotd.preflight.process_info import ProcessInfo, read_identity
-from snapshotd.proc import maps, status
+from snapshotd.proc import fuse, maps, status
 from snapshotd.proc.fd import read_links
 from snapshotd.proc.files import GONE
 
@@ -86,11 +86,11 @@ def _open_hits(
     pid: int, links: Collection[str], names: Collection[str], wanted: Collection[tuple[int, int]]
 ) -> dict[Held, str]:
     hits: dict[Held, str] = {}
-    for number, link, folder in read_links(pid):
+    for number, link, _ in read_links(pid):
         if link in links:
             hits[link] = "has it open"
         elif link in names:
-            stat = os.stat(str(number), dir_fd=folder)
+            stat = fuse.stat_in_memory(f"/proc/{pid}/fd/{number}")  # it may be on any user's file system
             if (stat.st_dev, stat.st_ino) in wanted:
                 hits[stat.st_dev, stat.st_ino] = "has it open"
     return hits

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 
 from snapshotd.api.snapshotd_pb2 import Check
 from snapshotd.api.version import version_pair
@@ -11,12 +12,14 @@ from snapshotd.preflight.node import kernel_problems
 from snapshotd.preflight.objects import is_carried
 from snapshotd.preflight.process_info import read_identity
 from snapshotd.preflight.verdict import listed, passed, refused, warned
-from snapshotd.proc import cgroup_paths, host, locks, status
+from snapshotd.proc import cgroup_paths, fuse, host, locks, maps, status
 from snapshotd.proc import credentials as proc_credentials
 from snapshotd.proc import namespaces as namespace_links
 from snapshotd.proc.files import GONE, read_text
 
 OLDEST_CRIU = (4, 2)
+#: How long preflight waits for a running rank to release a lock, and how often it looks.
+LOCK_WAIT_S, _LOCK_LOOK_S = 3.0, 0.05
 RUN = "start the rank with `migrator run -- COMMAND`"
 
 
@@ -213,6 +216,27 @@ def _foreign(rank: Inspection) -> list[str]:
     return found
 
 
+def file_systems(rank: Inspection) -> Check:
+    """A file system that a user's process serves may never answer: nothing on one is looked at."""
+    found = []
+    for process in rank.tree.alive:
+        if process.users_devices:
+            links = [(link, f"/proc/{process.pid}/{link}") for link in ("cwd", "root")]
+            places = [(link, fuse.stat_in_memory(path).st_dev) for link, path in links]
+            places += [
+                (f"fd {each.number}: {each.link}", each.stat.st_dev) for each in process.descriptors if each.stat
+            ]
+            places += [(f"maps {each.path}", maps.device_number(each.device)) for each in process.mappings]
+            found += [f"{process} {text}" for text, device in places if device in process.users_devices]
+    if found:
+        return refused(
+            "file-systems",
+            f"the rank uses file systems that processes of users serve (FUSE): {listed(found)}",
+            "copy what the job needs to a file system of the nodes, or have an administrator mount it on both nodes",
+        )
+    return passed("file-systems", "none that a user's process serves")
+
+
 def root_directory(rank: Inspection) -> Check:
     here = os.stat("/")
     found = []
@@ -248,22 +272,64 @@ def _label(pid: int) -> str:
 
 
 def file_locks(rank: Inspection) -> Check:
-    """CRIU moves locks. But the frozen copy still has its own, which conflicts where both nodes share the file."""
-    carried = {thing.inode for thing in rank.objects if is_carried(thing.path, rank.carry_paths)}
-    ghosts = {thing.inode for thing in rank.objects if thing.stat is not None and thing.stat.st_nlink == 0}
-    names = {thing.inode: str(thing) for thing in rank.objects}
-    mine, shared = 0, []
-    for lock in locks.read():
-        if lock.pid not in rank.inside and not (lock.kind == "OFDLCK" and lock.file in names):
-            continue
-        mine += 1
-        if lock.file not in carried | ghosts:
-            shared.append(f"{lock.kind} on {names.get(lock.file, f'inode {lock.file[1]}')}")
-    if shared:
+    """CRIU moves locks. But the frozen copy still has its own. On a file that both nodes share, a shared lock is compatible
+    with that: the restored copy takes it before the frozen one is dropped. An exclusive one is not: it would have to be
+    released first, and another process could take it in between. Programs hold most of these for a moment (caches of
+    compilers and downloads), so a running rank is given some time to release them."""
+    deadline = time.monotonic() + (0.0 if rank.frozen else LOCK_WAIT_S)
+    while True:
+        held, left = _locks(rank)
+        if not left or time.monotonic() >= deadline:
+            break
+        time.sleep(_LOCK_LOOK_S)
+        rank.read_again()
+    if left:
         return refused(
             "file-locks",
-            f"the rank has locked files that are not moved with it: {listed(shared)}",
-            "retry once the locks are released, or let the job lock a file below carry_paths: the frozen copy would keep its"
-            " lock until the move has ended, so the restored one could not take it",
+            f"the rank has exclusive locks or leases on files that are not moved with it: {listed(left)}",
+            "retry once the locks are released, take shared ones if the job only reads, or keep these files, such as a"
+            " cache, below carry_paths (/tmp), where they move with the rank: on a shared file the frozen copy keeps its"
+            " lock until the move has ended, and the restored one could not take it",
         )
-    return passed("file-locks", f"{mine} locks" if mine else "none")
+    return passed("file-locks", f"{held} locks" if held else "none")
+
+
+def _locks(rank: Inspection) -> tuple[int, list[str]]:
+    """The number of the rank's locks, and those that cannot be moved: exclusive ones on files that are not moved with it."""
+    moved = {
+        thing.inode
+        for thing in rank.objects
+        if is_carried(thing.path, rank.carry_paths) or (thing.stat is not None and thing.stat.st_nlink == 0)
+    }
+    held = _held_locks(rank)
+    return len(held), [words for inode, carried, words in held if not carried and inode not in moved]
+
+
+def _held_locks(rank: Inspection) -> list[tuple[tuple[int, int], bool, str]]:
+    """Of every lock that the rank's own descriptors and mappings have: the inode, whether both copies of the rank can have it
+    at the same time, and a description."""
+    found: dict[tuple[tuple[int, int], bool, str], str] = {}
+    seen = set()  # as the kernel names these files
+    for process in rank.tree.alive:
+        for descriptor in process.descriptors:
+            if descriptor.stat is None:
+                continue
+            try:
+                taken = locks.read_of(process.pid, descriptor.number)
+            except GONE:
+                continue  # closed meanwhile, and its locks with it
+            for lock in taken:
+                seen.add(lock.file)
+                inode = (descriptor.stat.st_dev, descriptor.stat.st_ino)
+                words = f"{lock.kind} on {process} fd {descriptor.number}: {descriptor.link}"
+                found.setdefault((inode, _by_both(lock), lock.kind), words)
+    for lock in locks.read():  # an flock whose descriptor was closed while its file is mapped
+        if lock.pid in rank.inside and lock.file not in seen:
+            words = f"{lock.kind} on inode {lock.file[1]}, which pid {lock.pid} took"
+            found.setdefault((lock.file, _by_both(lock), lock.kind), words)
+    return [(inode, carried, words) for (inode, carried, _), words in found.items()]
+
+
+def _by_both(lock: locks.Lock) -> bool:
+    """A lease is a lock too, but one that other openings of the file break."""
+    return lock.shared and lock.kind in {"FLOCK", "POSIX", "OFDLCK"}

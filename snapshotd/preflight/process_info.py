@@ -9,7 +9,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from snapshotd.proc import maps, stat, status
+from snapshotd.proc import fuse, maps, stat, status
 from snapshotd.proc.fd import Descriptor, read_descriptors
 from snapshotd.proc.files import GONE
 from snapshotd.proc.maps import Mapping
@@ -34,6 +34,7 @@ class ProcessInfo:
     mappings: tuple[Mapping, ...] = ()
     cwd: str = ""
     root: str = ""
+    users_devices: frozenset[int] = frozenset()  # file systems that processes of users serve (snapshotd/proc/fuse.py)
 
     @property
     def user_id(self) -> int:
@@ -89,9 +90,11 @@ def read_process(pid: int, prefixes: tuple[str, ...] = ("",)) -> ProcessInfo:
     identity = read_identity(pid)
     if identity.zombie:
         return identity
+    users_devices = fuse.devices_of_users(pid)
     return replace(
         identity,
-        descriptors=tuple(read_descriptors(pid, prefixes)),
+        users_devices=users_devices,
+        descriptors=tuple(read_descriptors(pid, prefixes, users_devices)),
         mappings=tuple(maps.read(pid, prefixes)),
         cwd=os.readlink(f"/proc/{pid}/cwd"),
         root=os.readlink(f"/proc/{pid}/root"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from snapshotd.api import protocol
 from snapshotd.api.snapshotd_pb2 import Check, Rank, RankFacts
 from snapshotd.inprocess import shimctl
 from snapshotd.preflight import (
@@ -19,12 +20,12 @@ from snapshotd.preflight import (
     resource_checks,
     socket_checks,
 )
-from snapshotd.preflight.inspection import Inspection
+from snapshotd.preflight.inspection import Inspection, examined
 from snapshotd.preflight.node import program_cpu_features
 from snapshotd.preflight.reports import DriverReport, NcclReports
 from snapshotd.preflight.survey import add_digests
-from snapshotd.preflight.verdict import guarded, passed, refusals
-from snapshotd.proc import cgroup, cgroup_limits, host
+from snapshotd.preflight.verdict import passed, refusals
+from snapshotd.proc import cgroup, cgroup_limits, host, oom_score, priorities, privileges
 from snapshotd.proc.credentials import Identity
 
 #: How long preflight may spend on digests of files whose content the target may have to compare.
@@ -41,6 +42,7 @@ SOURCE_CHECKS: dict[str, Callable[[Inspection], Check]] = {
     "session": process_checks.session,
     "tracing": process_checks.tracing,
     "stopped": process_checks.stopped,
+    "file-systems": process_checks.file_systems,
     "namespaces": process_checks.namespaces,
     "root-directory": process_checks.root_directory,
     "security-label": process_checks.security_label,
@@ -91,7 +93,10 @@ NCCL_CHECKS: dict[str, Callable[[Inspection, NcclReports], Check]] = {
 def look_at_place(rank: Inspection) -> list[Check]:
     """The checks of where the processes are. If one refuses, the others must not run: they would look up the rank's paths as
     root, among mounts that a user has made."""
-    return [guarded(name, SOURCE_CHECKS[name], rank) for name in ("namespaces", "root-directory")]
+    served = examined("file-systems", SOURCE_CHECKS["file-systems"], rank)
+    if served.verdict == Check.REFUSE:
+        return [served]
+    return [served, *(examined(name, SOURCE_CHECKS[name], rank) for name in ("namespaces", "root-directory"))]
 
 
 def inspect_rank(
@@ -115,25 +120,28 @@ def inspect_rank(
     rank has no keeper. `keeper_is_guest` means that this product made the keeper's pid and mount namespaces. `gpu` is the
     driver's report, None if none of these processes holds CUDA; `nccl` is what the shims report about communicators.
     """
-    facts = RankFacts(source_node=node, daemon_version=daemon_version, criu_version=criu_version)
+    facts = RankFacts(
+        source_node=node, daemon_version=daemon_version, protocol=protocol.own(), criu_version=criu_version
+    )
     facts.rank.CopyFrom(rank)
     seen = Inspection(pids, root_pid, carry_paths, keeper_pid, keeper_is_guest, criu_version, gpu, nccl)
-    alive = guarded("rank-alive", process_checks.rank_alive, seen)
+    alive = examined("rank-alive", process_checks.rank_alive, seen)
     if alive.verdict == Check.REFUSE:
         return facts, [alive]
     place = look_at_place(seen)
     if refusals(place):
         return facts, [alive, *place]
-    checks = [guarded(name, check, seen) for name, check in SOURCE_CHECKS.items()]
+    checks = [examined(name, check, seen) for name, check in SOURCE_CHECKS.items()]
     if gpu is not None:
-        checks += [guarded(name, check, seen, gpu) for name, check in GPU_CHECKS.items()]
+        checks += [examined(name, check, seen, gpu) for name, check in GPU_CHECKS.items()]
     if nccl is not None:
-        checks += [guarded(name, check, seen, nccl) for name, check in NCCL_CHECKS.items()]
-    gathered = guarded("facts", _fill, facts, seen, digest_seconds)
+        checks += [examined(name, check, seen, nccl) for name, check in NCCL_CHECKS.items()]
+    gathered = examined("facts", _fill, seen, facts, digest_seconds)
     return facts, [*checks, gathered]
 
 
-def _fill(facts: RankFacts, seen: Inspection, digest_seconds: float) -> Check:
+def _fill(seen: Inspection, filled: RankFacts, digest_seconds: float) -> Check:
+    facts = RankFacts()  # a process that ends meanwhile makes this start again
     facts.architecture = host.architecture()
     facts.kernel = host.kernel()
     facts.cpu_features.extend(program_cpu_features())
@@ -149,6 +157,19 @@ def _fill(facts: RankFacts, seen: Inspection, digest_seconds: float) -> Check:
     facts.threads = sum(process.threads for process in seen.tree.alive)
     facts.identity.CopyFrom(Identity.of(seen.root_pid).to_proto())
     facts.limits.update(cgroup_limits.read(cgroup.of_process(seen.root_pid), cgroup.mount_point()))
+    _add_priorities(facts, [process.pid for process in seen.tree.alive])
     facts.user_ids.extend(sorted({process.user_id for process in seen.tree.alive}))
     add_digests(facts.files, seen.survey.held, digest_seconds)
+    filled.MergeFrom(facts)
     return passed("facts", f"{len(facts.files)} files, {facts.threads} threads, {facts.memory_bytes >> 20} MiB")
+
+
+def _add_priorities(facts: RankFacts, pids: Sequence[int]) -> None:
+    """Of the processes that are not root's, which could give themselves any."""
+    users = [pid for pid in pids if not (0 in (who := privileges.read(pid)).all_user_ids or who.capabilities)]
+    if not users:
+        return
+    has = priorities.highest(priorities.read(pid) for pid in users)
+    facts.priorities.nice, facts.priorities.realtime = has.nice, has.realtime
+    facts.priorities.limits.update(has.limits)
+    facts.priorities.oom_score_adj = min(oom_score.read(pid) for pid in users)

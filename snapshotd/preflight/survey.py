@@ -164,17 +164,13 @@ def _held(objects: Iterable[Object], facts: Iterable[FileFact]) -> dict[str, Hel
 
 
 def add_digests(facts: Iterable[FileFact], held: Mapping[str, Held], seconds: float) -> None:
-    """Adds digests of files that may be node-local copies: mapped files first, small ones first, until the time is up.
+    """Adds digests of files that the target may have already: mapped files first, small ones first, until the time is up.
 
     A file without a digest can still be recognised as identical by size and time, as on a shared file system. Digests are
     cached, so the next preflight gets further. Files are read as the rank itself has them: a path may lead elsewhere by now.
     """
     deadline = time.monotonic() + seconds
-    wanted = [
-        fact
-        for fact in facts
-        if not fact.carried and fact.mtime_ns and not fact.writable and mode_of.S_ISREG(fact.mode)
-    ]
+    wanted = [fact for fact in facts if fact.mtime_ns and not fact.writable and mode_of.S_ISREG(fact.mode)]
     for fact in sorted(wanted, key=lambda fact: (not fact.mapped, fact.size)):
         if time.monotonic() > deadline:
             return

@@ -6,19 +6,25 @@ examined but never opened for writing, and invalid ones are refused.
 
 from __future__ import annotations
 
+import os
 import pwd
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from snapshotd.api import protocol
 from snapshotd.api.snapshotd_pb2 import Check, NodeInfo, RankFacts
-from snapshotd.api.version import compatible, version_pair
+from snapshotd.api.version import version_pair
+from snapshotd.files.user_look import UserLook
 from snapshotd.preflight import target_files
 from snapshotd.preflight.node import KERNEL_ONLY_FLAGS
 from snapshotd.preflight.process_checks import criu_check, kernel_check
+from snapshotd.preflight.target_files import MayReplace, user_of
 from snapshotd.preflight.target_gpu import CONDITIONS, GpuOffer
 from snapshotd.preflight.verdict import guarded, listed, passed, refused, warned
 from snapshotd.proc import cgroup, cgroup_limits
+from snapshotd.proc import priorities as process_priorities
+from snapshotd.proc.priorities import Priorities
 
 #: Kept free in addition to what the rank needs, for the node itself.
 RESERVE_BYTES = 256 * 1024 * 1024
@@ -31,9 +37,10 @@ class Offer:
     facts: RankFacts
     node: NodeInfo
     carry_paths: Sequence[str]
-    may_replace: Callable[[str], bool]
+    may_replace: MayReplace
     restore_factor: float
     gpu: GpuOffer
+    look: UserLook
     allow_root: bool = False
 
 
@@ -42,7 +49,7 @@ def examine(
     node: NodeInfo,
     *,
     carry_paths: Sequence[str],
-    may_replace: Callable[[str], bool] = lambda path: False,
+    may_replace: MayReplace = lambda path, seen: False,
     restore_factor: float = 1.1,
     gpu_wish: str = "",
     allow_root: bool = False,
@@ -54,9 +61,11 @@ def examine(
     requested GPU, in the form that snapshotd/cuda/pairing.py accepts. A rank without a GPU gets only one GPU check.
     `allow_root` is the node's policy for ranks of root.
     """
-    offer = Offer(facts, node, carry_paths, may_replace, restore_factor, GpuOffer(facts, node, gpu_wish), allow_root)
     wanted = TARGET_CHECKS | (GPU_CHECKS if facts.HasField("gpu") else {})
-    return [guarded(name, check, offer) for name, check in wanted.items()]
+    gpu = GpuOffer(facts, node, gpu_wish)
+    with UserLook(user_of(facts)) as look:
+        offer = Offer(facts, node, carry_paths, may_replace, restore_factor, gpu, look, allow_root)
+        return [guarded(name, check, offer) for name, check in wanted.items()]
 
 
 def target_node(offer: Offer) -> Check:
@@ -70,14 +79,9 @@ def target_node(offer: Offer) -> Check:
 
 
 def daemon_version(offer: Offer) -> Check:
-    there, here = offer.facts.daemon_version, offer.node.version
-    if not compatible(there, here):
-        return refused(
-            "daemon-version",
-            f"snapshotd is {there} on the source and {here} on {offer.node.name}",
-            "install the same version on both nodes (ranks keep running while a daemon restarts)",
-        )
-    return passed("daemon-version", f"snapshotd {here}")
+    facts, node = offer.facts, offer.node
+    there, here = f"snapshotd {facts.daemon_version} on the source", f"snapshotd {node.version} on {node.name}"
+    return protocol.check(there, facts.protocol, here, node.protocol)
 
 
 def architecture(offer: Offer) -> Check:
@@ -154,15 +158,31 @@ ROOT_REMEDY = (
 
 
 def files(offer: Offer) -> Check:
-    return target_files.files("files", offer.facts)
+    return target_files.files("files", offer.facts, offer.look)
 
 
 def carried_files(offer: Offer) -> Check:
-    return target_files.carried_files("carried-files", offer.facts, offer.carry_paths, offer.may_replace)
+    return target_files.carried_files("carried-files", offer.facts, offer.carry_paths, offer.may_replace, offer.look)
+
+
+def closed_room(offer: Offer) -> Check:
+    """The carry path itself is an administrator's directory: it is safe to look at."""
+    for root, wanted in offer.facts.closed_bytes.items():
+        if root not in {path.rstrip("/") for path in offer.carry_paths}:
+            continue  # such files stay behind
+        storage = os.statvfs(root)
+        free = storage.f_bavail * storage.f_frsize
+        if free < wanted:
+            return refused(
+                "closed-room",
+                f"the rank's closed files below {root} have {_mib(wanted)}, {offer.node.name} has {_mib(free)} free there",
+                f"free space below {root} on {offer.node.name}, or choose another node",
+            )
+    return passed("closed-room", f"{_mib(sum(offer.facts.closed_bytes.values()))} needed")
 
 
 def directories(offer: Offer) -> Check:
-    return target_files.directories("directories", offer.facts, offer.carry_paths)
+    return target_files.directories("directories", offer.facts, offer.carry_paths, offer.look)
 
 
 def memory(offer: Offer) -> Check:
@@ -190,6 +210,29 @@ def limits(offer: Offer) -> Check:
             f"on {offer.node.name}, enable their controllers for the slice of snapshotd.service; see operations",
         )
     return passed("cgroup-limits", ", ".join(f"{name} {value}" for name, value in sorted(wanted.items())) or "none")
+
+
+def priorities(offer: Offer) -> Check:
+    """A restore sets them as root, so a user would get them by a move without an administrator's grant."""
+    if not offer.facts.HasField("priorities"):
+        return passed("priorities", "those of root")
+    held, node = offer.facts.priorities, offer.node.name
+    has = Priorities(held.nice, held.realtime, dict(held.limits))
+    if beyond := process_priorities.beyond(has, process_priorities.granted()):
+        return refused("priorities", f"the rank has more than {node} grants: {', '.join(beyond)}", PRIORITIES_REMEDY)
+    if held.oom_score_adj < 0:
+        return warned(
+            "priorities",
+            f"the rank's OOM score adjustment is {held.oom_score_adj}; on {node} it will be 0",
+            "have an administrator set it again after the move (choom), if the rank should be spared",
+        )
+    return passed("priorities", f"nice {has.nice}" + (f", real-time {has.realtime}" if has.realtime else ""))
+
+
+PRIORITIES_REMEDY = (
+    "lower them on the source (as root: renice, chrt --other, prlimit), or grant them on the target: LimitNICE=,"
+    " LimitRTPRIO=, LimitMEMLOCK=, LimitNOFILE=, LimitNPROC= … of snapshotd.service"
+)
 
 
 def image_room(offer: Offer) -> Check:
@@ -222,8 +265,10 @@ TARGET_CHECKS: dict[str, Callable[[Offer], Check]] = {
     "target-criu": target_criu,
     "users": users,
     "root-rank": root_rank,
+    "priorities": priorities,
     "files": files,
     "carried-files": carried_files,
+    "closed-room": closed_room,
     "directories": directories,
     "memory": memory,
     "image-room": image_room,

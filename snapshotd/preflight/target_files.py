@@ -3,7 +3,7 @@
 Identical means: the same type and permissions (CRIU requires both), and either the same size and time or the same digest.
 A file that the rank writes to only has to exist, because other processes may write to it as well. If it does not exist,
 its directory must: the rank keeps running and may have renamed the file. A read-only file may have grown, if the part that
-the rank could have seen is the same.
+the rank could have seen is the same. Caches that the daemons of each node write (sssd, nscd) only have to be as long.
 """
 
 from __future__ import annotations
@@ -11,12 +11,18 @@ from __future__ import annotations
 import os
 import stat as mode_of
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from snapshotd.api.snapshotd_pb2 import Check, FileFact, RankFacts
-from snapshotd.files import paths
-from snapshotd.preflight.digest import content_digest, is_sampled
-from snapshotd.preflight.objects import is_carried
+from snapshotd.files.as_user import ROOT, User, file_user
+from snapshotd.files.user_look import Seen, UserLook
+from snapshotd.preflight.digest import digest_of, is_sampled
+from snapshotd.preflight.objects import is_carried, is_node_cache
 from snapshotd.preflight.verdict import listed, passed, refused, warned
+from snapshotd.proc.credentials import Identity
+
+#: Whether the file at a path, as it looks now, was left behind by an earlier move.
+MayReplace = Callable[[str, Seen], bool]
 
 _NEVER_CARRIED = mode_of.S_ISUID | mode_of.S_ISGID | mode_of.S_ISVTX
 _KINDS = {
@@ -28,15 +34,33 @@ _KINDS = {
 }
 
 
-def files(name: str, facts: RankFacts) -> Check:
+def user_of(facts: RankFacts) -> User:
+    """The user with whose rights criu will open the rank's files. Facts without one are refused by Prepare."""
+    return file_user(Identity.of_proto(facts.identity), facts.rank.user_id) if facts.HasField("identity") else ROOT
+
+
+def files(name: str, facts: RankFacts, look: UserLook | None = None) -> Check:
+    """`look`: with whose eyes; by default those of the rank's user."""
+    if look is None:
+        with UserLook(user_of(facts)) as own:
+            return files(name, facts, own)
     wanted = [fact for fact in facts.files if not fact.carried]
-    problems, sampled = [], []
+    problems, sampled, barred = [], [], []
+    look.prefetch(fact.path for fact in wanted if is_clean(fact.path))
     for fact in wanted:
-        problem = difference(fact)
+        problem = difference(fact, look)
         if problem:
             problems.append(f"{fact.path}: {problem}")
-        elif is_sampled(fact.size) and not _same_times(fact):
+        elif lacking := _lacks_right(fact, look):
+            barred.append(f"{fact.path}: {lacking}")
+        elif is_sampled(fact.size) and not _same_times(fact, look):
             sampled.append(fact.path)
+    if barred and not problems:
+        return refused(
+            name,
+            f"the rank's user may not open files of the rank on the target: {listed(barred)}",
+            "give that user the right on both nodes, or have the job open the files itself, after it has become that user",
+        )
     if problems:
         return refused(
             name,
@@ -53,44 +77,61 @@ def files(name: str, facts: RankFacts) -> Check:
     return passed(name, f"{len(wanted)} present and identical")
 
 
-def difference(fact: FileFact) -> str:
+def difference(fact: FileFact, look: UserLook) -> str:
     """How the file on this node differs from the one that the rank has; empty if it does not."""
     if not is_clean(fact.path):
         return "not an absolute path"
     try:
-        here = os.stat(fact.path)
+        here = look.stat(fact.path)
     except (FileNotFoundError, NotADirectoryError):
-        return "" if _may_be_renamed(fact) else "does not exist"
+        return "" if _may_be_renamed(fact, look) else "does not exist"
+    except PermissionError:
+        return "the rank's user may not enter a directory above it"
     except OSError as error:
         return f"cannot be examined: {error.strerror}"
-    if mode_of.S_IFMT(here.st_mode) != mode_of.S_IFMT(fact.mode):
-        return f"is {_KINDS.get(mode_of.S_IFMT(here.st_mode), 'of another type')}"
-    if here.st_uid != fact.user_id:  # also before its content is read: it may be a link to another user's file
-        return f"belongs to user {here.st_uid}, on the source to user {fact.user_id}"
-    if here.st_mode != fact.mode:
-        return f"has mode {mode_of.S_IMODE(here.st_mode):o}, on the source {mode_of.S_IMODE(fact.mode):o}"
-    if not fact.mtime_ns or fact.writable or (here.st_size, here.st_mtime_ns) == (fact.size, fact.mtime_ns):
+    if mode_of.S_IFMT(here.mode) != mode_of.S_IFMT(fact.mode):
+        return f"is {_KINDS.get(mode_of.S_IFMT(here.mode), 'of another type')}"
+    if here.user_id != fact.user_id:  # also before its content is read: it may be a link to another user's file
+        return f"belongs to user {here.user_id}, on the source to user {fact.user_id}"
+    if here.mode != fact.mode:
+        return f"has mode {mode_of.S_IMODE(here.mode):o}, on the source {mode_of.S_IMODE(fact.mode):o}"
+    if not fact.mtime_ns or fact.writable or (here.size, here.mtime_ns) == (fact.size, fact.mtime_ns):
         return ""
-    if here.st_size < fact.size or (fact.mapped and here.st_size != fact.size):
-        return f"has {here.st_size} bytes, on the source {fact.size}"
+    if here.size >= fact.size and is_node_cache(fact.path):
+        return ""
+    if here.size < fact.size or (fact.mapped and here.size != fact.size):
+        return f"has {here.size} bytes, on the source {fact.size}"
     if not fact.digest:
         return "has another modification time, and its content was not compared"
+    if not here.may_read and here.may_execute:
+        return "has another modification time, and the rank's user may not read its content"
     try:
-        handle = paths.open_regular(fact.path, follow=True)
+        return "" if _same_content(fact, here, look) else "has other content"
     except OSError as error:
         return f"cannot be read: {error.strerror}"
+
+
+def _same_content(fact: FileFact, here: Seen, look: UserLook) -> bool:
+    """By digest. Raises OSError if the file here cannot be read."""
+    key = (here.device, here.inode, here.mtime_ns, fact.size)
+    return bool(fact.digest) and digest_of(key, fact.size, partial(look.read, fact.path, here)) == fact.digest
+
+
+def _lacks_right(fact: FileFact, look: UserLook) -> str:
+    """Which right to open the file as the rank has it its user lacks here; empty: none. Criu opens it with that user's
+    rights. A program need only be executable."""
     try:
-        if not os.path.samestat(here, os.fstat(handle)):
-            return "was replaced while it was examined"
-        same = content_digest(handle, fact.size) == fact.digest
-    except OSError as error:
-        return f"cannot be read: {error.strerror}"
-    finally:
-        os.close(handle)
-    return "" if same else "has other content"
+        here = look.stat(fact.path)
+    except OSError:
+        return ""  # it was renamed
+    if not (mode_of.S_ISREG(here.mode) or mode_of.S_ISFIFO(here.mode)):
+        return ""
+    if fact.writable:
+        return "" if here.may_write else "not for writing"
+    return "" if here.may_read or (fact.mapped and here.may_execute) else "not for reading"
 
 
-def _may_be_renamed(fact: FileFact) -> bool:
+def _may_be_renamed(fact: FileFact, look: UserLook) -> bool:
     """Whether the rank may have renamed the file since it was seen on the source, as when a checkpoint is finished.
 
     Its directory must then be the same one: a shared file system gives it the same inode number on both nodes.
@@ -98,24 +139,29 @@ def _may_be_renamed(fact: FileFact) -> bool:
     if not fact.folder_inode:
         return False
     try:
-        return os.stat(os.path.dirname(fact.path)).st_ino == fact.folder_inode
+        return look.stat(os.path.dirname(fact.path)).inode == fact.folder_inode
     except OSError:
         return False
 
 
-def _same_times(fact: FileFact) -> bool:
+def _same_times(fact: FileFact, look: UserLook) -> bool:
     try:
-        return os.stat(fact.path).st_mtime_ns == fact.mtime_ns
+        return look.stat(fact.path).mtime_ns == fact.mtime_ns
     except OSError:
         return False
 
 
-def carried_files(name: str, facts: RankFacts, carry_paths: Sequence[str], may_replace: Callable[[str], bool]) -> Check:
+def carried_files(
+    name: str, facts: RankFacts, carry_paths: Sequence[str], may_replace: MayReplace, look: UserLook
+) -> Check:
     """A carried file needs a free path: a file that is already there, and that no move left behind, may belong to a user."""
     wanted = [fact for fact in facts.files if fact.carried]
-    problems = []
+    problems, foreign = [], []
+    user = user_of(facts)
     for fact in wanted:
-        problem = _obstacle(fact, carry_paths, may_replace)
+        problem = _obstacle(fact, carry_paths, may_replace, look)
+        if not problem and (owner := user.could_not_own(fact.user_id, fact.group_id)) and not _is_there(fact, look):
+            foreign.append(f"{fact.path}: {owner}")
         if problem:
             problems.append(f"{fact.path}: {problem}")
     if problems:
@@ -124,51 +170,70 @@ def carried_files(name: str, facts: RankFacts, carry_paths: Sequence[str], may_r
             f"files that are moved with the rank cannot be created on the target: {listed(problems)}",
             "remove what is in the way, or configure the same carry_paths on both nodes",
         )
+    if foreign:
+        return refused(
+            name,
+            f"the rank's user could not own files that are moved with the rank: {listed(foreign)}",
+            "have the job make copies of its own, give them to the job's user and one of its groups (chown), or copy them to"
+            " the target with their times (cp -p)",
+        )
     return passed(name, f"{len(wanted)} to be created, {facts.carried_bytes >> 20} MiB" if wanted else "none")
 
 
-def _obstacle(fact: FileFact, carry_paths: Sequence[str], may_replace: Callable[[str], bool]) -> str:
+def _obstacle(fact: FileFact, carry_paths: Sequence[str], may_replace: MayReplace, look: UserLook) -> str:
     if not is_clean(fact.path) or not is_carried(fact.path, carry_paths):
         return f"is outside this node's carry_paths ({', '.join(carry_paths)})"
-    parent, name = os.path.split(fact.path)
     try:
-        folder = paths.open_folder(parent)
-        try:
-            here = os.stat(name, dir_fd=folder, follow_symlinks=False)
-        finally:
-            os.close(folder)
-    except FileNotFoundError:
-        return _cannot_make(os.path.dirname(fact.path))
+        here = look.stat_without_links(fact.path)
+        if here is None:
+            return look.unmakeable(os.path.dirname(fact.path))
     except NotADirectoryError:
         return "a directory above it is a file"
     except OSError as error:
         return f"cannot be examined: {error.strerror}"
     if mode_of.S_ISDIR(fact.mode):
-        if mode_of.S_ISDIR(here.st_mode) and here.st_uid not in (0, fact.user_id):
-            return f"is a directory of user {here.st_uid}, on the source of user {fact.user_id}"
-        return "" if mode_of.S_ISDIR(here.st_mode) else "is not a directory"
-    if may_replace(fact.path) or _is_same(fact, here):
+        if mode_of.S_ISDIR(here.mode) and here.user_id not in (0, fact.user_id):
+            return f"is a directory of user {here.user_id}, on the source of user {fact.user_id}"
+        return "" if mode_of.S_ISDIR(here.mode) else "is not a directory"
+    if may_replace(fact.path, here) or _is_same(fact, here, look):
         return ""
-    return f"{_KINDS.get(mode_of.S_IFMT(here.st_mode), 'something')} of that name already exists"
+    return f"{_KINDS.get(mode_of.S_IFMT(here.mode), 'something')} of that name already exists"
 
 
-def _is_same(fact: FileFact, here: os.stat_result) -> bool:
-    return (here.st_mode & ~_NEVER_CARRIED, here.st_size, here.st_mtime_ns, here.st_uid, here.st_gid) == (
+def _is_there(fact: FileFact, look: UserLook) -> bool:
+    """Whether nothing has to be made."""
+    try:
+        here = look.stat_without_links(fact.path)
+    except OSError:
+        return False
+    return here is not None and (mode_of.S_ISDIR(fact.mode) or _is_same(fact, here, look))
+
+
+def _is_same(fact: FileFact, here: Seen, look: UserLook) -> bool:
+    """By time, or by content: copies of one file have different times. When the file is placed, every byte is compared."""
+    if not mode_of.S_ISREG(here.mode) or (here.mode & ~_NEVER_CARRIED, here.size, here.user_id, here.group_id) != (
         fact.mode & ~_NEVER_CARRIED,
         fact.size,
-        fact.mtime_ns,
         fact.user_id,
         fact.group_id,
-    ) and mode_of.S_ISREG(here.st_mode)
+    ):
+        return False
+    if here.mtime_ns == fact.mtime_ns:
+        return True
+    try:
+        return _same_content(fact, here, look)
+    except OSError:
+        return False
 
 
-def directories(name: str, facts: RankFacts, carry_paths: Sequence[str]) -> Check:
+def directories(name: str, facts: RankFacts, carry_paths: Sequence[str], look: UserLook) -> Check:
     missing, made = [], 0
+    look.prefetch(path for path in facts.directories if is_clean(path))
     for path in facts.directories:
         if not is_clean(path):
             missing.append(f"{path!r}: not an absolute path")
-        elif not os.path.isdir(path):
-            reason = _cannot_make(path) if is_carried(path, carry_paths) else "does not exist"
+        elif not look.is_folder(path):
+            reason = look.unmakeable(path) if is_carried(path, carry_paths) else _why_missing(path, look)
             made += not reason
             if reason:
                 missing.append(f"{path}: {reason}")
@@ -181,15 +246,14 @@ def directories(name: str, facts: RankFacts, carry_paths: Sequence[str]) -> Chec
     return passed(name, f"{len(facts.directories)} directories" + (f", {made} of them to be created" if made else ""))
 
 
-def _cannot_make(path: str) -> str:
-    """Why a directory neither exists nor can be created; empty if it does or can."""
-    while not os.path.lexists(path):
-        path = os.path.dirname(path)
-    if not os.path.isdir(path):
-        return f"{path} is not a directory"
-    if os.statvfs(path).f_flag & os.ST_RDONLY:
-        return f"{path} is on a read-only file system"
-    return ""
+def _why_missing(path: str, look: UserLook) -> str:
+    try:
+        look.stat(path)
+    except PermissionError:
+        return "the rank's user may not enter a directory above it"
+    except OSError:
+        pass
+    return "does not exist"
 
 
 def is_clean(path: str) -> bool:

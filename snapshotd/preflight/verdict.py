@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import ParamSpec
 
+from snapshotd.api.errors import Timeout
 from snapshotd.api.snapshotd_pb2 import Check
 
 P = ParamSpec("P")
@@ -48,6 +49,8 @@ def guarded(name: str, check: Callable[P, Check], *args: P.args, **kwargs: P.kwa
         return check(*args, **kwargs)
     except (FileNotFoundError, ProcessLookupError) as error:
         return refused(name, f"a process ended, or a file was removed, during the check ({error})", RETRY)
+    except Timeout as error:
+        return refused(name, error.message, "find out why that file system does not answer, then retry")
     except Exception as error:  # a defect in one check must not stop the others
         log.exception("preflight check %s failed", name)
         return refused(name, f"the check itself failed: {type(error).__name__}: {error}", RETRY)

@@ -5,11 +5,16 @@ Nothing is opened that the process has open: links are read, or followed by stat
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from snapshotd.proc import fuse
 from snapshotd.proc.files import parse_fields, read_text
+
+#: Not the form of any link of the kernel. Preflight refuses a rank that has it (`kernel-objects`).
+TOO_LONG = "(a path that is too long)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +34,8 @@ class FdInfo:
 
 
 def read_links(pid: int) -> Iterator[tuple[int, str, int]]:
-    """Number, link and directory descriptor of every open descriptor. One that is closed meanwhile is left out."""
+    """Number, link and directory descriptor of every open descriptor. One that is closed meanwhile is left out. A path of
+    more than 4,095 bytes, which readlink does not return, becomes TOO_LONG: any user can have such a file open."""
     folder = os.open(f"/proc/{pid}/fd", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         for number in os.listdir(folder):
@@ -37,19 +43,25 @@ def read_links(pid: int) -> Iterator[tuple[int, str, int]]:
                 yield int(number), os.readlink(number, dir_fd=folder), folder
             except FileNotFoundError:
                 continue
+            except OSError as error:
+                if error.errno != errno.ENAMETOOLONG:
+                    raise
+                yield int(number), TOO_LONG, folder
     finally:
         os.close(folder)
 
 
-def read_descriptors(pid: int, prefixes: tuple[str, ...] = ("",)) -> Iterator[Descriptor]:
-    """The open descriptors whose link begins with one of `prefixes`."""
+def read_descriptors(
+    pid: int, prefixes: tuple[str, ...] = ("",), users_devices: frozenset[int] = frozenset()
+) -> Iterator[Descriptor]:
+    """The open descriptors whose link begins with one of `prefixes`. `users_devices`: see snapshotd/proc/fuse.py."""
     for number, link, folder in read_links(pid):
         if not link.startswith(prefixes):
             continue
         try:
             # The link's own permission bits are how /proc shows the mode a descriptor was opened with.
             mode = os.lstat(str(number), dir_fd=folder).st_mode
-            stat = os.stat(str(number), dir_fd=folder) if link.startswith("/") else None
+            stat = fuse.stat_link(f"/proc/{pid}/fd/{number}", users_devices) if link.startswith("/") else None
         except FileNotFoundError:
             continue
         yield Descriptor(number, link, bool(mode & 0o400), bool(mode & 0o200), stat)

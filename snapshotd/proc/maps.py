@@ -14,10 +14,10 @@ DELETED = " (deleted)"
 
 #: span, permissions, offset, device, inode and path of every mapping that is not plain anonymous memory
 _MAPPING = re.compile(
-    rb"^([0-9a-f]+-[0-9a-f]+) (\S{4}) ([0-9a-f]+) ([0-9a-f]+:[0-9a-f]+) (\d+) +([^\[\s].*)$", re.MULTILINE
+    rb"^([0-9a-f]+-[0-9a-f]+) (\S{4}) ([0-9a-f]+) ([0-9a-f]+:[0-9a-f]+) (\d{1,20}) +([^\[\s].*)$", re.MULTILINE
 )
 #: device and inode of every mapping that has an inode
-_INODE = re.compile(rb"^\S+ \S{4} \S+ ([0-9a-f]{1,7}):([0-9a-f]{1,7}) ([1-9]\d*) ", re.MULTILINE)
+_INODE = re.compile(rb"^\S+ \S{4} \S+ ([0-9a-f]{1,7}):([0-9a-f]{1,7}) ([1-9]\d{0,19}) ", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,3 +83,9 @@ def read_raw(pid: int, limit_s: float = foreign_memory.LIMIT_S) -> bytes:
 def map_file(pid: int, mapping: Mapping) -> str:
     """A path that opens the mapped file even if its name was removed, or is another file's in this mount namespace."""
     return f"/proc/{pid}/map_files/{mapping.span}"
+
+
+def device_number(text: str) -> int:
+    """The device of a mapping (hexadecimal MAJOR:MINOR), as st_dev."""
+    major, _, minor = text.partition(":")
+    return os.makedev(int(major, 16), int(minor, 16))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,15 +17,23 @@ class Mount:
     point: Path
     kind: str  # of file system
     options: tuple[str, ...]  # of the file system, not of this mount
+    device: int = 0  # as st_dev
+    source: str = ""  # such as server:/export
 
 
 def parse(text: str) -> list[Mount]:
     found = []
     for line in lines(text):
         left, _, right = line.partition(" - ")
-        point = _ESCAPE.sub(lambda match: chr(int(match[1], 8)), left.split(" ")[4])
-        kind, _source, options = right.split(" ", 2)
-        found.append(Mount(Path(point), kind, tuple(options.strip().split(","))))
+        fields = left.split(" ")
+        point = _ESCAPE.sub(lambda match: chr(int(match[1], 8)), fields[4])
+        kind, source, options = right.split(" ", 2)
+        major, _, minor = fields[2].partition(":")
+        try:
+            device = os.makedev(int(major), int(minor))
+        except OverflowError as error:
+            raise ValueError(f"{fields[2]} is no device") from error
+        found.append(Mount(Path(point), kind, tuple(options.strip().split(",")), device, source))
     return found
 
 

@@ -19,9 +19,10 @@ def read(pid: int | str, kind: str) -> str:
     try:
         return os.readlink(f"/proc/{pid}/ns/{kind}")
     except FileNotFoundError:
-        if os.path.exists(f"/proc/{pid}/ns"):
-            return ""
-        raise
+        # A process that is ending has left its namespaces, but not yet its directory in /proc.
+        if os.path.lexists(f"/proc/self/ns/{kind}"):
+            raise
+        return ""
 
 
 def opened(pid: int | str, kind: str) -> int:

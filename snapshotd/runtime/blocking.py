@@ -1,5 +1,8 @@
 """The only way from the event loop to threads. Nothing else in the daemon may block the loop.
 
+Moves use the threads of the event loop. What users and other callers can cause as often as they like runs in threads of its
+own (`Lane`), so that moves never wait for it.
+
 Cancelling a caller waits for its thread, because an abandoned thread would keep changing the rank unnoticed. Work that can
 hang for ever (criu, the CUDA driver) belongs in a child process, which can be killed, not in a thread.
 """
@@ -9,9 +12,13 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import functools
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import AsyncIterator, Callable, Hashable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from typing import ParamSpec, TypeVar
+
+log = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -21,9 +28,44 @@ Item = TypeVar("Item")
 _side_by_side = ThreadPoolExecutor(max_workers=512, thread_name_prefix="side-by-side")
 
 
+_executor: contextvars.ContextVar[Executor | None] = contextvars.ContextVar("executor", default=None)
+
+
+class Lane:
+    """Threads apart from those of moves, for one kind of work that others can cause. Each of them gets `each` at a time."""
+
+    def __init__(self, name: str, threads: int, each: int) -> None:
+        self._threads = ThreadPoolExecutor(max_workers=threads, thread_name_prefix=name)
+        self._each = each
+        self._turns: dict[Hashable, tuple[asyncio.Semaphore, set[object]]] = {}  # and what uses or awaits it
+
+    @asynccontextmanager
+    async def turn(self, key: Hashable) -> AsyncIterator[None]:
+        """Waits until less than `each` others with this key are inside. Inside, `in_thread` uses the threads of this lane."""
+        semaphore, users = self._turns.setdefault(key, (asyncio.Semaphore(self._each), set()))
+        users.add(user := object())
+        try:
+            async with semaphore:
+                token = _executor.set(self._threads)
+                try:
+                    yield
+                finally:
+                    _executor.reset(token)
+        finally:
+            users.discard(user)
+            if not users:
+                self._turns.pop(key, None)
+
+
+#: What local users cause by their keepers, by user: hellos, and ends of ranks, whose processes may take long to die.
+USERS = Lane("users", threads=32, each=4)
+#: Questions about this node, by caller. On a node with a sick GPU each takes seconds, and a driver of many moves asks often.
+QUERIES = Lane("queries", threads=128, each=32)
+
+
 async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Runs `function(*args, **kwargs)` in a worker thread. A cancellation is delivered only after it has returned."""
-    return await _in(None, functools.partial(function, *args, **kwargs))
+    return await _in(_executor.get(), functools.partial(function, *args, **kwargs))
 
 
 async def all_at_once(function: Callable[[Item], T], items: Sequence[Item]) -> list[T]:
@@ -47,4 +89,6 @@ async def _in(executor: Executor | None, function: Callable[[], T]) -> T:
         return await asyncio.shield(future)
     except asyncio.CancelledError:
         await asyncio.wait([future])
+        if not future.cancelled() and (error := future.exception()) is not None:
+            log.debug("a cancelled caller does not learn: %s", error)
         raise

@@ -23,6 +23,7 @@ class Point(StrEnum):
     BEFORE_BEGIN = "before-begin"
     BEGIN = "begin"
     READY = "ready"  # stripe files, device-memory channel and pinned staging buffers are ready; the job runs
+    SENT_AHEAD = "sent-ahead"  # closed files are on the target; the job runs
     BEFORE_FREEZE = "before-freeze"
     PARKED = "parked"  # the threads of a GPU rank are parked; the GPU may still be working
     LOCKED = "locked"  # the GPU's work is drained as well
@@ -44,6 +45,7 @@ class Point(StrEnum):
     RECEIVING = "receiving"
     SEAL = "seal"
     BEFORE_RESTORE = "before-restore"
+    KEEPER_STARTED = "keeper-started"  # the guest keeper runs, and this daemon does not know its pid yet
     RESTORING = "restoring"  # criu restore is running
     CUDA_RESTORED = "cuda-restored"  # the driver has restored device memory on the target's GPU, still locked
     REFILLED = "memory-refilled"  # the stripes are on the GPU too, unlocked
@@ -56,6 +58,8 @@ class Point(StrEnum):
     DISCARD = "discard"
     BEFORE_SUSPEND = "before-suspend-timeouts"
     SUSPEND = "suspend-timeouts"
+    BEFORE_HOLD = "before-hold"
+    HOLD = "hold"  # the peers' sockets here are filtered
     BEFORE_REPOINT = "before-repoint"
     REPOINTING = "repointing"  # sockets changed, not yet journalled
     REPOINT = "repoint"

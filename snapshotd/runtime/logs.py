@@ -1,4 +1,4 @@
-"""Logs on stderr, as text or JSON. Every record of a move carries the id of the move, its rank and its phase.
+"""Logs on stderr, as text or JSON, or in systemd's journal. Every record of a move carries its id, its rank and its phase.
 
 Invariant: records that are logged inside `move_context` carry these fields, also from tasks and threads that are started
 there. A record begins with its time. Continuation lines are indented and control characters are escaped, so that text
@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Any, TextIO
+
+from snapshotd.runtime import systemd_journal
 
 FORMATS = ("text", "json")
 LEVELS = ("debug", "info", "warning", "error")
@@ -39,10 +42,17 @@ def move_fields() -> dict[str, str | int]:
     return _fields.get({})
 
 
-def set_up(log_format: str = "text", log_level: str = "info", stream: TextIO | None = None) -> None:
-    """Configures the logging of this process and replaces all existing handlers."""
-    handler = logging.StreamHandler(stream or sys.stderr)
+def set_up(
+    log_format: str = "text", log_level: str = "info", stream: TextIO | None = None, *, node: str | None = None
+) -> None:
+    """Configures the logging of this process and replaces all existing handlers.
+
+    With `node`, text for the journal goes there as entries with fields; `node` is in each of them."""
+    handler: logging.Handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
+    if node is not None and log_format == "text" and stream is None and systemd_journal.is_stderr(os.environ):
+        always = {"NODE": node, "SYSLOG_IDENTIFIER": "snapshotd"}
+        handler = systemd_journal.JournalHandler(MessageFormatter(), _record_fields, always, handler)
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(log_level.upper())
@@ -51,36 +61,37 @@ def set_up(log_format: str = "text", log_level: str = "info", stream: TextIO | N
 
 
 class Throttle:
-    """Limits the log records that one user can cause: `most` in a minute. The next record says how many were left out."""
+    """Limits the log records that one user or caller can cause: `most` in a minute. A record says how many were left out."""
 
     PERIOD_S = 60.0
-    _MAX_USERS = 4096
+    _MAX_CAUSES = 4096
 
-    def __init__(self, log: logging.Logger, most: int) -> None:
-        self._log, self._most = log, most
-        self._counts: dict[int, tuple[float, int]] = {}  # by user: when the period began, records since
+    def __init__(self, log: logging.Logger, most: int, cause: str = "user %s") -> None:
+        """`cause` describes the keys."""
+        self._log, self._most, self._cause = log, most, cause
+        self._counts: dict[Hashable, tuple[float, int]] = {}  # by key: when the period began, records since
 
-    def warning(self, user_id: int, text: str, *args: object, **options: Any) -> None:
-        self._record(logging.WARNING, user_id, text, args, options)
+    def warning(self, key: Hashable, text: str, *args: object, **options: Any) -> None:
+        self.record(logging.WARNING, key, text, *args, **options)
 
-    def info(self, user_id: int, text: str, *args: object, **options: Any) -> None:
-        self._record(logging.INFO, user_id, text, args, options)
+    def info(self, key: Hashable, text: str, *args: object, **options: Any) -> None:
+        self.record(logging.INFO, key, text, *args, **options)
 
-    def _record(self, level: int, user_id: int, text: str, args: tuple[object, ...], options: dict[str, Any]) -> None:
+    def record(self, level: int, key: Hashable, text: str, *args: object, **options: Any) -> None:
         now = time.monotonic()
-        began, count = self._counts.get(user_id, (now, 0))
+        began, count = self._counts.get(key, (now, 0))
         left_out = max(0, count - self._most)
         if now - began > self.PERIOD_S:
             began, count = now, 0
             if left_out:
-                self._log.warning("%d records about the keepers of user %d were left out", left_out, user_id)
-        if user_id not in self._counts and len(self._counts) >= self._MAX_USERS:
+                self._log.warning(f"%d records about {self._cause} were left out", left_out, key)
+        if key not in self._counts and len(self._counts) >= self._MAX_CAUSES:
             self._counts.clear()
-        self._counts[user_id] = began, count + 1
+        self._counts[key] = began, count + 1
         if count < self._most:
             self._log.log(level, text, *args, **options)
         elif count == self._most:
-            self._log.warning("more than %d records about user %d in a minute: leaving out the rest", count, user_id)
+            self._log.warning(f"more than %d records about {self._cause} in a minute: leaving out the rest", count, key)
 
 
 def _time(record: logging.LogRecord) -> str:
@@ -88,8 +99,8 @@ def _time(record: logging.LogRecord) -> str:
     return f"{moment:%Y-%m-%dT%H:%M:%S}.{int(record.msecs):03d}Z"
 
 
-class TextFormatter(logging.Formatter):
-    """`2026-11-15T03:12:09.481Z INFO    moves    m-0123456789ab rank 3 freeze: stopped 4 processes`"""
+class MessageFormatter(logging.Formatter):
+    """`moves    m-0123456789ab rank 3 freeze: stopped 4 processes`"""
 
     def format(self, record: logging.LogRecord) -> str:
         fields = _record_fields(record)
@@ -103,7 +114,14 @@ class TextFormatter(logging.Formatter):
             text += "\n" + self.formatException(record.exc_info)
         name = record.name.removeprefix("snapshotd.")
         message = (" ".join(about) + ": " if about else "") + text
-        return f"{_time(record)} {record.levelname:<7} {name:<8} {_one_record(message)}"
+        return f"{name:<8} {_one_record(message)}"
+
+
+class TextFormatter(MessageFormatter):
+    """`2026-11-15T03:12:09.481Z INFO    moves    m-0123456789ab rank 3 freeze: stopped 4 processes`"""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return f"{_time(record)} {record.levelname:<7} {super().format(record)}"
 
 
 class JsonFormatter(logging.Formatter):

@@ -1,25 +1,21 @@
-"""Metrics in the Prometheus text format over plain HTTP.
+"""Metrics in the Prometheus text format. The network process serves them over plain HTTP (network/metrics_http.py).
 
-They are served from the event loop, so gauges are read between two steps of the daemon and never during one. They contain
-numbers only, no names of jobs, commands or users; nevertheless the address should be reachable by the monitoring only.
-One daemon is one process, so the registry is a module variable.
+They are read on the event loop, so between two steps of the daemon and never during one. They contain numbers only, no names
+of jobs, commands or users; nevertheless the address should be reachable by the monitoring only. One daemon is one process,
+so the registry is a module variable.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
+import time
 from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, ProcessCollector, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from snapshotd.api.errors import BadConfig
 from snapshotd.proc.host import DAEMON_VERSION
 
 _SECONDS = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 1800)
-_REQUEST_LIMIT_BYTES = 8192
-_REQUEST_TIMEOUT_S = 5.0
 
 REGISTRY = CollectorRegistry()
 _MOVES = Counter("snapshotd_moves", "Moves that ended here, by outcome", ["outcome"], registry=REGISTRY)
@@ -40,8 +36,6 @@ _BUILD.info({"version": DAEMON_VERSION})
 for _outcome in ("COMMIT", "ABORT"):
     _MOVES.labels(outcome=_outcome)
 ProcessCollector(registry=REGISTRY)
-
-_servers: list[asyncio.Server] = []
 
 
 def move_ended(outcome: str) -> None:
@@ -66,42 +60,21 @@ def watch(*, ranks: Callable[[], float], image_bytes: Callable[[], float]) -> No
     _IMAGE_BYTES.set_function(image_bytes)
 
 
-async def serve(host: str, port: int) -> int:
-    """Serves GET /metrics and returns the port (useful with 0). Raises BadConfig if the address cannot be bound."""
-    try:
-        server = await asyncio.start_server(_answer, host, port, limit=_REQUEST_LIMIT_BYTES)
-    except OSError as error:
-        raise BadConfig(f"metrics_listen: cannot listen on {host}:{port}: {error.strerror or error}") from error
-    _servers.append(server)
-    bound: int = server.sockets[0].getsockname()[1]
-    return bound
+class Exposition:
+    """The content type and the text, at most KEPT_S old: any host that can reach `metrics_listen` may ask, at any rate."""
+
+    KEPT_S = 1.0
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._text, self._until_s = b"", 0.0
+
+    def __call__(self) -> tuple[str, bytes]:
+        """Called on the event loop, at each scrape."""
+        if not self._text or self._clock() >= self._until_s:
+            self._text = generate_latest(REGISTRY)
+            self._until_s = self._clock() + self.KEPT_S
+        return CONTENT_TYPE_LATEST, self._text
 
 
-async def close() -> None:
-    while _servers:
-        server = _servers.pop()
-        server.close()
-        await server.wait_closed()
-
-
-async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """One request for each connection: with a scrape every few seconds, keep-alive would save nothing."""
-    with contextlib.suppress(OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-        async with asyncio.timeout(_REQUEST_TIMEOUT_S):
-            request = (await reader.readuntil(b"\r\n\r\n")).split(b"\r\n", 1)[0].split()
-            writer.write(_response(request))
-            await writer.drain()
-    writer.close()
-
-
-def _response(request: list[bytes]) -> bytes:
-    if len(request) != 3 or request[0] != b"GET":
-        return _http("405 Method Not Allowed", "text/plain", b"only GET\n")
-    if request[1].split(b"?")[0] != b"/metrics":
-        return _http("404 Not Found", "text/plain", b"see /metrics\n")
-    return _http("200 OK", CONTENT_TYPE_LATEST, generate_latest(REGISTRY))
-
-
-def _http(status: str, content_type: str, body: bytes) -> bytes:
-    head = [f"HTTP/1.1 {status}", f"Content-Type: {content_type}", f"Content-Length: {len(body)}", "Connection: close"]
-    return "\r\n".join([*head, "", ""]).encode() + body
+exposition = Exposition()

@@ -2,7 +2,7 @@
 
 A path is looked up again at every execution, in the mount namespace of that moment. A descriptor is the file that the
 daemon found when it started, whatever has been mounted or moved since. Programs run with an environment that is listed
-here: no variable of whoever started the daemon (LD_LIBRARY_PATH, CRIU_LIBS_DIR, HOME …) reaches them.
+here: no variable of the daemon's own environment (LD_LIBRARY_PATH, CRIU_LIBS_DIR, HOME …) reaches them.
 """
 
 from __future__ import annotations

@@ -69,6 +69,10 @@ class MoveListener:
     def accepting(self) -> bool:
         return not self._stopped.is_set()
 
+    @property
+    def connected(self) -> bool:
+        return bool(self._pending or self._admitted)
+
     def admit(self, connection: socket.socket) -> None:
         """The peer has authenticated: from now on the connection counts as the move's own. Busy if there are too many."""
         with self._lock:

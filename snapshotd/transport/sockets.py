@@ -10,7 +10,7 @@ import socket
 from time import monotonic
 
 #: Limit for connecting, and for authenticating afterwards.
-CONNECT_S = 3.0
+CONNECT_S = 10.0
 _BUFFER_BYTES = 4 << 20
 _DRAIN_BYTES = 64 << 10
 _UNANSWERED_MS = 10_000

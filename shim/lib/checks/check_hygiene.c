@@ -2,21 +2,13 @@
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
-#include <stdio.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
 #include "abi.h"
-
-#define EXPECT(condition)                                                                   \
-	do {                                                                                \
-		if (!(condition)) {                                                         \
-			fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition);     \
-			return 1;                                                           \
-		}                                                                           \
-	} while (0)
+#include "checks/expect.h"
 
 int main(void)
 {

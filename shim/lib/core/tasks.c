@@ -9,6 +9,8 @@
 #include <sys/stat.h>
 #include <sys/syscall.h>
 
+#define NUMBER_MAX 100000000 /* more than the kernel's largest pid and descriptor, and ten times it is still an int */
+
 struct entry {
 	uint64_t inode;
 	int64_t offset;
@@ -78,7 +80,7 @@ int listing_next(struct listing *listing)
 		listing->at += entry->bytes;
 		if (entry->name[0] < '0' || entry->name[0] > '9')
 			continue;
-		for (const char *digit = entry->name; *digit; digit++)
+		for (const char *digit = entry->name; *digit >= '0' && *digit <= '9' && number < NUMBER_MAX; digit++)
 			number = number * 10 + (*digit - '0');
 		listing->name = entry->name;
 		return number;

@@ -6,15 +6,12 @@
  * could not go. Credentials belong to a thread, and are put back before the call returns.
  *
  * SNAPSHOT_RANK_USER is "UID:GID:GROUP,GROUP,…", SNAPSHOT_IMAGES the directory of the images. Without them nothing changes.
- * Paths in /proc, /sys and the images are criu's own. It also has paths of its own before it reads the process tree, when it
- * tries out what the kernel can do; so the rights change when it opens that image.
+ * Which paths are the rank's is decided in rank.c.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
-#include <grp.h>
-#include <linux/magic.h>
 #include <stdarg.h>
 #include <stddef.h>
 #include <stdlib.h>
@@ -25,25 +22,13 @@
 #include <sys/syscall.h>
 #include <sys/time.h>
 #include <sys/un.h>
-#include <sys/vfs.h>
 #include <unistd.h>
 
+#include "rank.h"
+
 #define EXPORT __attribute__((visibility("default")))
-#define MAX_GROUPS 65536
 /* Also in kernels and C libraries that do not name it yet. */
 #define FACCESSAT2 439
-
-static struct {
-	int wanted, active;
-	uid_t user;
-	gid_t group;
-	size_t count;
-	gid_t *groups;
-	int own_count;
-	gid_t *own_groups;
-	char images[4096];
-	struct stat images_stat;
-} rank;
 
 #define NEXT(name) next_function((void **)&next_##name, #name)
 
@@ -51,74 +36,6 @@ static void next_function(void **function, const char *name)
 {
 	if (*function == NULL && (*function = dlsym(RTLD_NEXT, name)) == NULL)
 		abort();
-}
-
-__attribute__((constructor)) static void read_settings(void)
-{
-	const char *who = getenv("SNAPSHOT_RANK_USER"), *images = getenv("SNAPSHOT_IMAGES");
-	if (who == NULL || images == NULL || strlen(images) >= sizeof rank.images)
-		return;
-	strcpy(rank.images, images);
-	char *end;
-	rank.user = (uid_t)strtoul(who, &end, 10);
-	if (*end != ':')
-		abort();
-	rank.group = (gid_t)strtoul(end + 1, &end, 10);
-	if (*end != ':' || stat(images, &rank.images_stat) != 0)
-		abort();
-	rank.groups = calloc(MAX_GROUPS, sizeof *rank.groups);
-	rank.own_count = getgroups(0, NULL);
-	rank.own_groups = calloc((size_t)(rank.own_count > 0 ? rank.own_count : 1), sizeof *rank.own_groups);
-	if (rank.groups == NULL || rank.own_groups == NULL || rank.own_count < 0 ||
-	    getgroups(rank.own_count, rank.own_groups) != rank.own_count)
-		abort();
-	for (end++; *end != 0 && rank.count < MAX_GROUPS; end += *end == ',')
-		rank.groups[rank.count++] = (gid_t)strtoul(end, &end, 10);
-	rank.wanted = 1;
-}
-
-/* ---- which paths are the rank's */
-
-static int is_below(const char *path, const char *folder)
-{
-	size_t length = strlen(folder);
-	return strncmp(path, folder, length) == 0 && (path[length] == '/' || path[length] == 0);
-}
-
-static int is_own_folder(int fd)
-{
-	struct statfs system;
-	struct stat here;
-	if (fstatfs(fd, &system) != 0 || fstat(fd, &here) != 0)
-		return 0;
-	if (here.st_dev == rank.images_stat.st_dev && here.st_ino == rank.images_stat.st_ino)
-		return 1;
-	return system.f_type == PROC_SUPER_MAGIC || system.f_type == SYSFS_MAGIC || system.f_type == CGROUP2_SUPER_MAGIC;
-}
-
-static int is_ranks(int folder, const char *path)
-{
-	/* An empty path means the descriptor itself, which criu has opened or made before. */
-	if (!rank.active || path == NULL || path[0] == 0)
-		return 0;
-	if (path[0] == '/')
-		return !is_below(path, "/proc") && !is_below(path, "/sys") && !is_below(path, rank.images);
-	if (folder != AT_FDCWD)
-		return !is_own_folder(folder);
-	int here = (int)syscall(SYS_openat, AT_FDCWD, ".", O_PATH | O_CLOEXEC, 0);
-	int own = here >= 0 && is_own_folder(here);
-	if (here >= 0)
-		close(here);
-	return !own;
-}
-
-/* Criu opens the process tree's image once it has tried out the kernel and before it uses any path of the rank. */
-static void notice_tree(const char *path)
-{
-	if (rank.wanted && !rank.active && path != NULL) {
-		const char *name = strrchr(path, '/');
-		rank.active = strcmp(name == NULL ? path : name + 1, "pstree.img") == 0;
-	}
 }
 
 /* ---- whose rights */

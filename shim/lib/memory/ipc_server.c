@@ -92,6 +92,16 @@ static void set_limits(int connection)
 	setsockopt(connection, SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof(limit));
 }
 
+/* Names of abstract sockets belong to no user: once a server has ended, any user can take its name. */
+static bool is_of_our_user(int connection)
+{
+	struct ucred other;
+	socklen_t bytes = sizeof(other);
+
+	return getsockopt(connection, SOL_SOCKET, SO_PEERCRED, &other, &bytes) == 0 &&
+	       (other.uid == geteuid() || other.uid == 0);
+}
+
 /* ---------------------------------------------------------------- the server */
 
 static void send_descriptor(int connection, uint64_t number)
@@ -116,13 +126,10 @@ static void send_descriptor(int connection, uint64_t number)
 
 static void serve(int connection)
 {
-	struct ucred asker;
 	struct pollfd question = {.fd = connection, .events = POLLIN};
-	socklen_t bytes = sizeof(asker);
 	uint64_t number;
 
-	if (getsockopt(connection, SOL_SOCKET, SO_PEERCRED, &asker, &bytes) == 0 &&
-	    (asker.uid == geteuid() || asker.uid == 0) && poll(&question, 1, QUESTION_MS) > 0 &&
+	if (is_of_our_user(connection) && poll(&question, 1, QUESTION_MS) > 0 &&
 	    recv(connection, &number, sizeof(number), 0) == sizeof(number) && number)
 		send_descriptor(connection, number);
 }
@@ -287,6 +294,7 @@ void ipc_server_forget(void)
 
 /* ---------------------------------------------------------------- the client */
 
+/* The other process may send more than was asked for: every descriptor that came is kept by the caller or closed. */
 static int receive_descriptor(int connection)
 {
 	union {
@@ -304,9 +312,19 @@ static int receive_descriptor(int connection)
 	do
 		bytes = recvmsg(connection, &message, MSG_CMSG_CLOEXEC);
 	while (bytes < 0 && errno == EINTR);
-	head = bytes > 0 ? CMSG_FIRSTHDR(&message) : NULL;
-	if (head && head->cmsg_type == SCM_RIGHTS && head->cmsg_len == CMSG_LEN(sizeof(int)))
-		memcpy(&descriptor, CMSG_DATA(head), sizeof(int));
+	head = bytes >= 0 ? CMSG_FIRSTHDR(&message) : NULL;
+	if (!head || head->cmsg_level != SOL_SOCKET || head->cmsg_type != SCM_RIGHTS)
+		return NOTHING;
+	/* The buffer's padding has room for a second one. */
+	for (size_t at = 0; at + sizeof(int) <= head->cmsg_len - CMSG_LEN(0); at += sizeof(int)) {
+		int one;
+
+		memcpy(&one, CMSG_DATA(head) + at, sizeof(int));
+		if (bytes == sizeof(number) && head->cmsg_len == CMSG_LEN(sizeof(int)))
+			descriptor = one;
+		else
+			close(one);
+	}
 	return descriptor;
 }
 
@@ -322,7 +340,8 @@ int ipc_server_ask(uint64_t server, uint64_t number)
 	do
 		status = connect(connection, (struct sockaddr *)&name.address, name.bytes);
 	while (status && errno == EINTR);
-	if (!status && send(connection, &number, sizeof(number), MSG_NOSIGNAL) == sizeof(number))
+	if (!status && is_of_our_user(connection) &&
+	    send(connection, &number, sizeof(number), MSG_NOSIGNAL) == sizeof(number))
 		descriptor = receive_descriptor(connection);
 	close(connection);
 	return descriptor;

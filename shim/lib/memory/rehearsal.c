@@ -95,6 +95,8 @@ int rehearse(struct worker *worker)
 {
 	int status = 0;
 
+	if (!driver())
+		return 0; /* a process that has not loaded the driver has no device in use */
 	for (int device = 0; device < DEVICES_MAX && !status; device++) {
 		bool maps = stripes.devices >> device & 1;
 		void *context = maps ? stripes.context[device] : NULL;

@@ -130,7 +130,8 @@ static int try_member(struct nccl_job *job, struct member *member, struct nccl_i
 {
 	typedef ncclResult_t (*all_reduce)(uint64_t, uint64_t, size_t, int, int, ncclComm_t, void *);
 	int device = atomic_load(&member->comm->device), nranks = atomic_load(&member->comm->nranks), look = 0;
-	int32_t expected = nranks * (nranks + 1) / 2;
+	/* The sum wraps in communicators of more than 65,535 ranks, here as on the devices. */
+	int32_t expected = (int32_t)(uint32_t)((uint64_t)nranks * ((uint64_t)nranks + 1) / 2);
 	bool entered = device_enter(device);
 	struct device_pair pair;
 	int32_t value = 0;

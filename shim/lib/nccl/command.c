@@ -13,6 +13,11 @@
 #include "core/shim.h"
 #include "gate.h"
 
+static int fail_late(struct nccl_job *job)
+{
+	return job_fails(job, ECANCELED, "a later command has changed the gate");
+}
+
 static int set_targets(struct nccl_job *job)
 {
 	size_t lines = 1, count = 0;
@@ -35,8 +40,7 @@ static int set_targets(struct nccl_job *job)
 		}
 		targets[count++] = (struct gate_target){id, (enum gate_channel)channel, peer, launched};
 	}
-	gate_set_targets(targets, count);
-	return 0;
+	return gate_set_targets(job->number, targets, count) ? 0 : fail_late(job);
 }
 
 static int new_id(struct nccl_job *job)
@@ -85,15 +89,13 @@ static int act(struct nccl_job *job)
 {
 	switch (job->command) {
 	case SNAPSHIM_NCCL_CLOSE:
-		gate_close();
-		return 0;
+		return gate_close(job->number) ? 0 : fail_late(job);
 	case SNAPSHIM_NCCL_TARGETS:
 		return set_targets(job);
 	case SNAPSHIM_NCCL_REPORT:
 		return report(job);
 	case SNAPSHIM_NCCL_OPEN:
-		gate_open();
-		return 0;
+		return gate_open(job->number) ? 0 : fail_late(job);
 	case SNAPSHIM_NCCL_DETACH:
 		return detach(job);
 	case SNAPSHIM_NCCL_NEW_ID:

@@ -11,6 +11,7 @@
 
 struct nccl_job {
 	uint32_t command;
+	uint64_t number; /* of the command, in the order in which the daemon gave them */
 	int64_t until_ns;
 	char *request; /* text, ended by 0 */
 	int status;    /* 0 or an errno */

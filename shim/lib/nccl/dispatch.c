@@ -19,6 +19,7 @@
 
 static char *room; /* where the daemon writes requests */
 static size_t room_bytes;
+static uint64_t jobs; /* that were made */
 static char *reply; /* what the last command answered; the daemon reads it */
 
 static int start(void *(*routine)(void *), struct nccl_job *job)
@@ -67,6 +68,7 @@ static struct nccl_job *make(uint32_t command, size_t bytes, int64_t timeout_ns)
 	if (job == MAP_FAILED)
 		return NULL;
 	job->command = command;
+	job->number = ++jobs;
 	job->until_ns = now_ns() + timeout_ns;
 	job->request = (char *)(job + 1);
 	if (bytes)

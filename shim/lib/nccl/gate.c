@@ -18,6 +18,7 @@
 _Atomic int gate_word = GATE_OPEN;
 static struct gate_target *targets; /* sorted; under the lock */
 static size_t targets_count;
+static uint64_t last_command; /* that changed the gate; under the lock */
 
 static void count_peer(struct nccl_comm *comm, bool sent, int peer, uint64_t count)
 {
@@ -166,35 +167,64 @@ ncclResult_t gate_pass(struct nccl_thread *thread, const struct nccl_call *calls
 	return wait_for_turn(thread, calls, count);
 }
 
-void gate_close(void)
+/* Under the lock: whether no later command has changed the gate. */
+static bool is_latest(uint64_t command)
+{
+	if (command < last_command)
+		return false;
+	last_command = command;
+	return true;
+}
+
+bool gate_close(uint64_t command)
 {
 	struct nccl_thread *thread;
+	uint64_t before;
+	bool latest;
 
-	atomic_store(&gate_word, GATE_CLOSED);
+	nccl_lock(&before);
+	latest = is_latest(command);
+	if (latest)
+		atomic_store(&gate_word, GATE_CLOSED);
+	nccl_unlock(&before);
+	if (!latest)
+		return false;
 	for (thread = thread_first(); thread; thread = thread->next)
 		while (atomic_load(&thread->calling) == DECIDING)
 			sched_yield(); /* some instructions, at most a real ncclCommCount */
+	return true;
 }
 
-void gate_set_targets(struct gate_target *fresh, size_t count)
+bool gate_set_targets(uint64_t command, struct gate_target *fresh, size_t count)
 {
 	uint64_t before;
+	bool latest;
 
 	qsort(fresh, count, sizeof(*fresh), compare);
 	nccl_lock(&before);
-	free(targets);
-	targets = fresh;
-	targets_count = count;
-	held_look_again();
+	latest = is_latest(command);
+	if (latest) {
+		free(targets);
+		targets = fresh;
+		targets_count = count;
+		held_look_again();
+	} else {
+		free(fresh);
+	}
 	nccl_unlock(&before);
+	return latest;
 }
 
-void gate_open(void)
+bool gate_open(uint64_t command)
 {
 	struct nccl_comm *comm;
 	uint64_t before;
 
 	nccl_lock(&before);
+	if (!is_latest(command)) {
+		nccl_unlock(&before);
+		return false;
+	}
 	for (size_t i = 0; (comm = comm_at(i)); i++) {
 		int detached = DETACHED;
 
@@ -206,6 +236,7 @@ void gate_open(void)
 	atomic_store(&gate_word, GATE_OPEN);
 	held_look_again();
 	nccl_unlock(&before);
+	return true;
 }
 
 bool gate_is_drained(char *reason, size_t room)

@@ -27,11 +27,13 @@ void gate_channels(const struct nccl_call *call,
 		   void (*visit)(void *context, struct nccl_comm *comm, enum gate_channel channel, int peer, uint64_t count),
 		   void *context);
 
+/* Commands are numbered. Each runs on its own thread, so one that was given up may come after the next one, which it must not
+ * undo: then these three do nothing, and return false. */
 /* Later launches wait at the gate. When this returns, every earlier launch is counted. */
-void gate_close(void);
+bool gate_close(uint64_t command);
 /* Sets the count that each channel may reach; a channel without a target is never below it. Takes ownership of the array. */
-void gate_set_targets(struct gate_target *targets, size_t count);
-void gate_open(void);
+bool gate_set_targets(uint64_t command, struct gate_target *targets, size_t count);
+bool gate_open(uint64_t command);
 /* Whether no thread is inside the real library; `reason` names one that is. */
 bool gate_is_drained(char *reason, size_t room);
 

@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from snapshotd.api import snapshotd_pb2 as pb
+from snapshotd.api.addresses import split_address
 from snapshotd.api.client import UnknownMethod
 from snapshotd.api.errors import Internal, SnapshotError, Timeout, Unreachable
-from snapshotd.config import split_address
 from snapshotd.moves.device import stripe_files
 from snapshotd.moves.journal import MoveLog
 from snapshotd.moves.node import Node

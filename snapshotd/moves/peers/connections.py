@@ -9,22 +9,24 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import socket
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.api.errors import Refused, Where
+from snapshotd.api.errors import Refused, Usage, Where
 from snapshotd.criu import inet
 from snapshotd.criu.inet import Endpoints
 from snapshotd.moves.journal import MoveLog
 from snapshotd.moves.peers import new_connections
-from snapshotd.moves.record import ClusterNode
+from snapshotd.moves.record import ClusterNode, SocketOptions
 from snapshotd.net import filter as packets
 from snapshotd.net import forward, held_ports, refusals, repair, repoint, sockets, timers
 from snapshotd.net import reset as sockets_reset
-from snapshotd.net.address_plan import Places, plan
-from snapshotd.net.flows import Address, Flow, Holder, Pair
+from snapshotd.net.address_plan import plan
+from snapshotd.net.flows import Address, BadAddress, Flow, Holder, Pair
+from snapshotd.net.places import Places
 from snapshotd.proc import tree
 
 log = logging.getLogger(__name__)
@@ -32,6 +34,10 @@ log = logging.getLogger(__name__)
 
 #: How long a connection that is opening or closing may take to settle.
 SETTLE_S = 1.0
+NAME_THE_NETWORK = (
+    "have the job use addresses that its node alone has, and name the networks of the nodes in cluster.toml"
+    " ([nodes.NAME.networks])"
+)
 
 
 def look(pids: Sequence[int], places: Places) -> tuple[list[pb.Rewire], list[pb.Check]]:
@@ -42,11 +48,11 @@ def look(pids: Sequence[int], places: Places) -> tuple[list[pb.Rewire], list[pb.
 
 def _look(pids: Sequence[int], places: Places) -> tuple[list[pb.Rewire], list[pb.Check], list[Flow]]:
     try:
-        flows, found = _settled(pids)
-        rewires, more = plan(flows, places)
+        flows, found = _settled(pids, places)
+        rewires, unclear = plan(flows, places)
     except (OSError, ValueError) as error:
         return [], [_check("connections", f"the sockets could not be looked at: {error}", "try again")], []
-    wrong = [str(problem) for problem in found] + more
+    wrong = [str(problem) for problem in found]
     checks = [
         _check(
             "connections", "; ".join(wrong[:5]), "close it, or try again in a moment: one that opens or closes settles"
@@ -54,6 +60,8 @@ def _look(pids: Sequence[int], places: Places) -> tuple[list[pb.Rewire], list[pb
         if wrong
         else pb.Check(name="connections", reason=_count(rewires))
     ]
+    if unclear:
+        checks.append(_check("new-addresses", "; ".join(unclear[:5]), NAME_THE_NETWORK))
     outside = [
         f"{rewire.old_remote.ip}:{rewire.old_remote.port}" for rewire in rewires if rewire.kind == pb.Rewire.OUTSIDE
     ]
@@ -69,7 +77,7 @@ def _look(pids: Sequence[int], places: Places) -> tuple[list[pb.Rewire], list[pb
     inner = sorted(
         f"{rewire.old_local.ip}:{rewire.old_local.port}"
         for rewire in rewires
-        if rewire.kind == pb.Rewire.LISTENER and _address(rewire.old_local).loopback
+        if rewire.kind == pb.Rewire.LISTENER and _of_one_node(rewire)
     )
     if inner:
         checks.append(
@@ -83,21 +91,38 @@ def _look(pids: Sequence[int], places: Places) -> tuple[list[pb.Rewire], list[pb
     return rewires, checks, flows
 
 
-def _settled(pids: Sequence[int]) -> tuple[list[Flow], list[refusals.Problem]]:
-    """The rank's sockets and the problems with them. Waits for up to SETTLE_S while all problems are transient."""
+def _settled(pids: Sequence[int], places: Places) -> tuple[list[Flow], list[refusals.Problem]]:
+    """The rank's sockets and the problems with them. Waits for up to SETTLE_S while all problems are transient.
+
+    A connection to a host without a daemon is reset in the move, so it may be half closed: pools of HTTP clients keep such
+    ones for hours. Another one that the peer has closed moves; the peer's node refuses it if a process there still has it."""
     deadline = time.monotonic() + SETTLE_S
     while True:
         flows = sockets.tree_flows(pids)
-        found = refusals.problems(flows)
+        inside = {flow.endpoints for flow in flows if flow.connected}
+        found = [
+            problem
+            for problem in refusals.problems(flows)
+            if not (problem.half_closed and _may_be_half_closed(problem.flow, places, inside))
+        ]
         if not found or not all(problem.passing for problem in found) or time.monotonic() > deadline:
             return flows, found
         time.sleep(0.01)
 
 
+def _may_be_half_closed(flow: Flow, places: Places, inside: Collection[Pair]) -> bool:
+    return places.is_outside(flow) or (flow.reads_end and flow.mirrored() not in inside)
+
+
 def examine(rewires: Iterable[pb.Rewire], rank_uid: str) -> list[pb.Check]:
     """On the target: checks that the ports of the rank's listeners are free here. Blocking."""
+    rewires = list(rewires)
     wanted = {rewire.new_local.port for rewire in rewires if rewire.kind == pb.Rewire.LISTENER}
-    if not wanted:
+    try:
+        kept = [new_pair(rewire) for rewire in rewires if rewire.kind in (pb.Rewire.PEER, pb.Rewire.INSIDE)]
+    except BadAddress as error:
+        raise Usage(f"an address of the rank's connections is invalid: {error}") from error
+    if not wanted and not kept:
         return []
     # Ports at which this same rank listened here before are held for it.
     held = held_ports.inodes(rank_uid)
@@ -106,10 +131,18 @@ def examine(rewires: Iterable[pb.Rewire], rank_uid: str) -> list[pb.Check]:
     own = sockets.own_addresses()
     for uid, addresses in forward.listed().items():
         taken |= {old.port for old in addresses if uid != rank_uid and old.ip in own and old.port in wanted}
-    if taken:
-        ports = ", ".join(map(str, sorted(taken)))
-        return [_check("target-ports", f"these ports are taken here: {ports}", "choose another target, or free them")]
-    return [pb.Check(name="target-ports", reason=f"{len(wanted)} listening ports are free here")]
+    wrong = [f"these ports are taken here: {', '.join(map(str, sorted(taken)))}"] if taken else []
+    busy = [f"{local} – {remote}" for local, remote in sockets.existing(kept)]
+    if busy:
+        wrong.append(f"connections with these addresses and ports exist here: {', '.join(busy[:5])}")
+    if wrong:
+        return [_check("target-ports", "; ".join(wrong), "choose another target, free them, or try again in a minute")]
+    return [
+        pb.Check(
+            name="target-ports",
+            reason=f"{len(wanted)} listening ports and the addresses of {len(kept)} connections are free here",
+        )
+    ]
 
 
 def frozen(pids: Sequence[int], places: Places) -> tuple[list[pb.Rewire], list[Flow]]:
@@ -177,16 +210,16 @@ def part(move_log: MoveLog, pids: Sequence[int]) -> None:
                 repair.disconnect(sock)  # not in repair mode: it sends a reset
 
 
-def wake(pids: Sequence[int]) -> None:
+def wake(pids: Sequence[int], journalled: SocketOptions) -> None:
     """Undoes what a killed criu leaves: takes the sockets of these processes out of repair mode."""
-    repoint.end_repair(pids)
+    repoint.end_repair(pids, journalled.reuse_address)
 
 
-def rewrite(folder: Path, rewires: Iterable[pb.Rewire]) -> tuple[tuple[int, int], ...]:
-    """Gives the sockets in the image their new addresses. Returns (inner pid, descriptor) of the connections to hosts without
-    a daemon: they are closed in the restored rank, which must see them as reset."""
+def rewrite(folder: Path, rewires: Iterable[pb.Rewire]) -> inet.Rewritten:
+    """Gives the sockets in the image their new addresses. `finish` does what criu cannot do."""
     changes: dict[Endpoints, Endpoints] = {}
     closed: list[Pair] = []
+    ended: list[Pair] = []
     for rewire in rewires:
         if rewire.kind == pb.Rewire.OUTSIDE:
             closed.append(old_pair(rewire))
@@ -194,8 +227,9 @@ def rewrite(folder: Path, rewires: Iterable[pb.Rewire]) -> tuple[tuple[int, int]
             changes[_address(rewire.old_local), None] = _address(rewire.new_local), None
         else:
             changes[old_pair(rewire)] = new_pair(rewire)
+            ended += [old_pair(rewire)] if rewire.ended else []
     # Also where nothing changes: a socket in the image that is not accounted for must be an error.
-    return inet.rewrite(folder, changes, closed, own=sockets.own_addresses()).closed
+    return inet.rewrite(folder, changes, closed, sockets.own_addresses(), ended)
 
 
 def meet(rewires: Iterable[pb.Rewire], nodes: Iterable[ClusterNode]) -> None:
@@ -207,17 +241,37 @@ def meet(rewires: Iterable[pb.Rewire], nodes: Iterable[ClusterNode]) -> None:
         timers.meet(ip, endpoints.get(peer, ""))
 
 
-def reset(pids: Iterable[int], closed: Iterable[tuple[int, int]]) -> None:
-    """Makes connections to hosts without a daemon report a reset when the copy, still stopped, next uses them."""
-    wanted = list(closed)
-    by_inner = {tree.inner_pid(pid): pid for pid in pids} if wanted else {}
-    for inner, fd in wanted:
+def finish(pids: Iterable[int], rewritten: inet.Rewritten, again: Iterable[tuple[int, int]]) -> None:
+    """Makes connections to hosts without a daemon report a reset when the copy, still stopped, next uses them, and those that
+    the peer had closed the end of the stream. `again` are those that were reset before the move: the rank has not noticed it
+    yet, and criu does not carry it."""
+    once_more = list(again)
+    by_inner = {tree.inner_pid(pid): pid for pid in pids} if rewritten.closed or rewritten.ended or once_more else {}
+
+    def holder(inner: int, fd: int) -> Holder:
         process = tree.Process.of(by_inner[inner])
-        sockets_reset.reset(Holder(process.pid, process.start_ticks, fd))
+        return Holder(process.pid, process.start_ticks, fd)
+
+    for one in rewritten.closed:
+        sockets_reset.reset(holder(*one))
+    for one in rewritten.ended:
+        with sockets.borrow(holder(*one)) as sock:
+            sock.shutdown(socket.SHUT_RD)
+    for one in once_more:
+        try:
+            sockets_reset.reset(holder(*one))
+        except (OSError, KeyError) as error:  # it is closed in any case
+            log.warning("descriptor %d of process %d reads as ended, not as reset: %s", one[1], one[0], error)
 
 
 def leaves_the_tree(rewire: pb.Rewire) -> bool:
     return rewire.kind in {pb.Rewire.PEER, pb.Rewire.OUTSIDE}
+
+
+def _of_one_node(rewire: pb.Rewire) -> bool:
+    """Whether this listener is reached on its own node alone, and keeps its address: 127.0.0.1, or one of a local bridge."""
+    old = _address(rewire.old_local)
+    return old.loopback or (not old.wildcard and rewire.old_local == rewire.new_local)
 
 
 def old_pair(rewire: pb.Rewire) -> Pair:

@@ -6,8 +6,8 @@ with outcome COMMIT, listened there when it left, and the moves since then lead 
 asked for its own addresses, and for loopback addresses. Whether an address belongs to the node that confirms it is proved by
 TLS: the node answers at that very address, or its certificate names it.
 
-A node that took part in the move as a peer also believes the operator who told it of the move: for the addresses that its
-own connections to the rank had.
+A node that took part in the move as a peer also believes the operator who announced the move to it, for the addresses that
+its own connections to the rank had.
 
 What remains possible for a compromised node: to misdirect new connections to former addresses of ranks that it has, or had.
 """
@@ -19,9 +19,8 @@ import logging
 from collections.abc import Callable, Collection, Iterable
 
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.api.client import DaemonClient
+from snapshotd.api.addresses import split_address
 from snapshotd.api.errors import Denied, SnapshotError, Unreachable, Usage
-from snapshotd.config import split_address
 from snapshotd.keepers.ranks import check_rank_uid
 from snapshotd.moves.journal import MoveLog
 from snapshotd.moves.node import Node
@@ -68,10 +67,10 @@ class Departures:
         if ours := {address for address in left if address.loopback or address.ip in own}:
             await self._confirm_own(rank_uid, ours, holder, 0)
             confirmed |= ours
-        told = left - ours & self._told_as_peer(rank_uid, holder)
-        confirmed |= told
+        announced = left - ours & self._announced_to_peer(rank_uid, holder)
+        confirmed |= announced
         by_ip: dict[str, set[Address]] = {}
-        for address in left - ours - told:
+        for address in left - ours - announced:
             by_ip.setdefault(address.ip, set()).add(address)
         listed = list(nodes)
         answers = await asyncio.gather(*(self._ask(rank_uid, some, holder, listed) for some in by_ip.values()))
@@ -126,7 +125,7 @@ class Departures:
         async with self.node.client(last.begin.target_node, last.begin.target_endpoint) as client:
             await client.peer.ConfirmDeparture(request, timeout_s=ASK_S)
 
-    def _told_as_peer(self, uid: str, holder: str) -> set[Address]:
+    def _announced_to_peer(self, uid: str, holder: str) -> set[Address]:
         """Where this node's own connections to the rank went before an operator's driver re-pointed them to `holder`."""
         return {
             parse_pair(peer.old)[1]
@@ -155,7 +154,7 @@ class Departures:
             # The list of nodes is the caller's word, so it only says where to ask.
             for endpoint, name in ((str(Address(ip, port)), node.name), (node.endpoint, ip)):
                 try:
-                    async with DaemonClient(endpoint, credentials=self.node.credentials, node=name) as client:
+                    async with self.node.client(name, endpoint) as client:
                         await client.peer.ConfirmDeparture(request, timeout_s=ASK_S)
                     return addresses
                 except Unreachable as error:

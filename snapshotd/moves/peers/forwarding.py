@@ -14,6 +14,7 @@ are kept bound (held_ports.py); one that another process has got is not forwarde
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping
@@ -29,6 +30,7 @@ from snapshotd.moves.peers.new_connections import LOOPBACKS, reached_at
 from snapshotd.moves.steps import step
 from snapshotd.net import forward, held_ports, tracking
 from snapshotd.net.flows import Address, BadAddress
+from snapshotd.net.places import Places, Unclear
 from snapshotd.runtime.blocking import in_thread
 
 log = logging.getLogger(__name__)
@@ -162,7 +164,7 @@ class Forwarding:
                 log.warning("%s is not forwarded to rank %s: another process listens there", address, uid)
             forward.forward(uid, wanted, user_id)
             # A SYN that is still unanswered would otherwise be sent again to where the first one went.
-            tracking.untrack_calls({*before, *wanted})
+            tracking.untrack_calls({old: old for old in before} | wanted)
         return bool(in_use)
 
     def _keep_holding(self, uid: str) -> None:
@@ -319,18 +321,18 @@ def _forwardings(addresses: Map) -> list[pb.Forwarding]:
 def moved_listeners(
     former: Iterable[Iterable[str]],
     rewires: Iterable[pb.Rewire],
-    source: Iterable[str],
-    target: Iterable[str],
+    places: Places,
     *,
     leaves_home: bool = False,
     comes_home: bool = False,
 ) -> list[list[Any]]:
-    """[old address, present address] for every listener of a rank that has just come from `source` to `target`.
+    """[old address, present address] for every listener of a rank that has just come from the source to the target.
 
-    A listener on all addresses was reachable at each of the source's, and is now at the target's of the same family. On its
-    home node it was also reached at loopback addresses: these are forwarded for as long as it is elsewhere.
+    A listener on all addresses was reachable at each of the source's, and is now at the target's of the same network, else of
+    the same family. On its home node it was also reached at loopback addresses: these are forwarded for as long as it is
+    elsewhere. Addresses that several nodes have are not forwarded: on each node they mean that node.
     """
-    sources, targets = [text.partition("/")[0] for text in source], [text.partition("/")[0] for text in target]
+    sources = [item.ip for item in places.usable(places.source)]
     if leaves_home:
         sources += LOOPBACKS
     present: dict[Address, Address] = {}
@@ -338,16 +340,18 @@ def moved_listeners(
         if rewire.kind != pb.Rewire.LISTENER:
             continue
         old, new = (Address(end.ip, end.port) for end in (rewire.old_local, rewire.new_local))
-        if old.loopback:
-            continue  # a loopback address of another node cannot be reached; preflight has warned
+        if old.loopback or (not old.wildcard and old == new):
+            continue  # it cannot be reached from another node; preflight has warned
         for address in reached_at(old, sources):
-            there = (
-                new
-                if not new.wildcard
-                else next((new.at(ip) for ip in targets if Address(ip, 0).version == address.version), None)
-            )
-            if there is not None:
-                present[address] = there
+            ip = _reached_there(address, places) if new.wildcard else new.ip
+            if ip is not None:
+                present[address] = new.at(ip)
     known = {Address.parse(old): Address.parse(new) for old, new in former}
     merged = forward.collapse(known, present)
     return [[str(old), str(new)] for old, new in sorted(merged.items()) if not (comes_home and old.loopback)]
+
+
+def _reached_there(address: Address, places: Places) -> str | None:
+    with contextlib.suppress(Unclear):
+        return places.real_endpoints(address.version)[0] if address.loopback else places.counterpart(address.ip)
+    return next((item.ip for item in places.usable(places.target, address.version)), None)

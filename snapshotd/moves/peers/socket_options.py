@@ -12,7 +12,7 @@ import contextlib
 from collections.abc import Iterable, Sequence
 
 from snapshotd.moves.record import SocketOptions, SocketTimers
-from snapshotd.net import options, repair, sockets, timers
+from snapshotd.net import options, refusals, repair, repoint, sockets, timers
 from snapshotd.net.flows import Flow, Holder
 from snapshotd.proc import tree
 
@@ -23,7 +23,19 @@ ANSWER_S = 3.0
 def of(flows: Sequence[Flow]) -> SocketOptions:
     """The options and time-outs of the stopped rank's sockets, for the journal and the image. Changes nothing; blocking."""
     found = [timers_of(flow) for flow in flows]
-    return SocketOptions(options.keep(flows), [one for one in found if one is not None])
+    return SocketOptions(
+        options=options.keep(flows),
+        timers=[one for one in found if one is not None],
+        reset=[one for flow in flows for one in _reset_unnoticed(flow)],
+        reuse_address=repoint.with_reuse_address(flows),
+    )
+
+
+def _reset_unnoticed(flow: Flow) -> list[tuple[int, int]]:
+    for holder in flow.holders:
+        with contextlib.suppress(ProcessLookupError, FileNotFoundError), sockets.borrow(holder, flow.inode) as sock:
+            return [(tree.inner_pid(holder.pid), holder.fd)] if refusals.was_reset(flow, sock) else []
+    return []
 
 
 def timers_of(flow: Flow) -> SocketTimers | None:

@@ -1,12 +1,14 @@
 """Carries out a peer's steps of a move: this node has the peers' sockets of the rank's connections, in processes that stay.
 
-Each is re-pointed in place at the target, under a packet filter, just before COMMIT. Once the outcome is known the filter is
-dropped; after an ABORT the socket is pointed back first. The processes are stopped only while their sockets are changed.
+Their packets are filtered from the freeze on. Each socket is re-pointed in place at the target just before COMMIT. Once the
+outcome is known the filter is dropped; after an ABORT the socket is pointed back first. The processes are stopped only while
+their sockets are changed.
 
-Invariant: while this node does not know the outcome, no packet of these connections leaves or enters it, with the old or
-the new address; so whatever the rank's sockets do meanwhile, nothing here can be answered with a reset. The state of a socket
-is on RAM-backed storage before it is changed. A peer that does not know the outcome asks the source and the target, and
-waits (`peer_next` of snapshotd/moves/rules.py).
+Invariant: from the freeze on, while this node does not know the outcome, no packet of these connections leaves or enters it,
+with the old or the new address; so whatever the rank's sockets do meanwhile, nothing here can be answered with a reset. The
+state of a socket is on RAM-backed storage before it is changed. Only connections that the move may change (permission.py) are
+changed. A peer that does not know the outcome asks the source and the target, and waits (`peer_next` of
+snapshotd/moves/rules.py).
 """
 
 from __future__ import annotations
@@ -19,20 +21,22 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.api.errors import Busy, Denied, Refused, SnapshotError, Usage, Where
+from snapshotd.api.errors import Busy, Denied, NotFound, Refused, SnapshotError, Unreachable, Usage, Where
 from snapshotd.keepers.ranks import check_rank_uid
 from snapshotd.moves import rules
 from snapshotd.moves.journal import Journal, MoveLog, check_move_id
 from snapshotd.moves.moving import Moving
 from snapshotd.moves.node import Node
-from snapshotd.moves.peers import socket_options
+from snapshotd.moves.peers import ends as ends_here
+from snapshotd.moves.peers import new_paths, permission, socket_options
 from snapshotd.moves.peers.connections import new_pair, old_pair, peer_table
+from snapshotd.moves.peers.ends import Ends
 from snapshotd.moves.record import Begin, PeerSocket, SocketTimers, parse_pair
 from snapshotd.moves.rules import CopyState, Mark, Outcome, PeerDecision, PeerFacts
 from snapshotd.moves.steps import Steps, settle_loop, step
 from snapshotd.net import filter as packets
-from snapshotd.net import forward, refusals, repoint, sockets, timers, tracking
-from snapshotd.net.flows import BadAddress, Flow, Pair
+from snapshotd.net import repoint, timers, tracking
+from snapshotd.net.flows import BadAddress, Flow
 from snapshotd.proc import host
 from snapshotd.runtime import metrics
 from snapshotd.runtime.blocking import in_thread
@@ -42,6 +46,10 @@ log = logging.getLogger(__name__)
 
 ASK_AGAIN_S = 2.0
 DRIVER_FIRST_S = 3.0
+CHECK_TIMEOUT_S = 10.0
+#: Without an answer of source and target for this long, connections that were not re-pointed are let go: as with gates, a job
+#: that fails is better than one that hangs for ever.
+LOST_S = 900.0
 
 
 class PeerSteps(Steps):
@@ -54,26 +62,38 @@ class PeerSteps(Steps):
         # A journal of its own: this node may be the move's source or target too.
         super().__init__(Journal(node.config.state_dir / "peer", node.reserve))
         self.node = node
+        self._permission = permission.Permission(node.config)
 
     # ------------------------------------------------------------------ steps
 
-    async def inspect_connections(self, rewires: list[pb.Rewire]) -> list[pb.Check]:
-        """Preflight: whether the peers' sockets are here and can be re-pointed. Changes nothing."""
+    async def inspect_connections(self, request: pb.InspectConnectionsRequest) -> list[pb.Check]:
+        """Preflight: whether the peers' sockets are here and can and may be re-pointed. Changes nothing."""
+        rewires, here = list(request.rewires), self.node.config.node
+        ends: Ends = []
+        blocked: list[str] = []
         try:
-            _, problems = await in_thread(self._ends, rewires)
+            ends, problems = await in_thread(ends_here.inspect, self.node.ranks, rewires)
+            # A migrator that does not describe the move is refused later.
+            forbidden = await self._forbidden(request.description, ends) if request.HasField("description") else {}
+            if request.HasField("description") and not problems and not any(forbidden.values()):
+                blocked = await new_paths.blocked(self.node, request.description, [rewire for rewire, _ in ends])
         except (SnapshotError, OSError, ValueError) as error:
-            problems = [str(error)]
-        name = "connection-ends"
-        if problems:
-            return [
-                pb.Check(
-                    name=name,
-                    verdict=pb.Check.REFUSE,
-                    reason=f"on {self.node.config.node}: {'; '.join(problems[:5])}",
-                    remedy="try again in a moment; a connection that is closing or opening settles by itself",
-                )
-            ]
-        return [pb.Check(name=name, reason=f"{len(rewires)} connections end on {self.node.config.node}")]
+            problems, forbidden = [str(error)], {}
+        remedy = "try again in a moment; a connection that is closing or opening settles by itself"
+        found = [("connection-ends", problems, remedy)]
+        found += [(name, why, permission.REMEDY[name]) for name, why in forbidden.items()]
+        found.append((new_paths.CHECK, blocked, new_paths.REMEDY))
+        refused = [
+            pb.Check(
+                name=name,
+                verdict=pb.Check.REFUSE,
+                reason=f"on {here}: {'; '.join(why[:5])}",
+                remedy=remedy,
+            )
+            for name, why, remedy in found
+            if why
+        ]
+        return refused or [pb.Check(name="connection-ends", reason=f"{len(rewires)} connections end on {here}")]
 
     @step
     async def suspend_timeouts(self, request: pb.RepointRequest) -> pb.SuspendTimeoutsReply:
@@ -83,7 +103,8 @@ class PeerSteps(Steps):
         if self.journal.find(description.move) is None:
             await self._begin(description)
         async with self.working_on(description.move, "suspend") as moving:
-            ends, _ = await in_thread(self._ends, list(request.rewires))  # later steps report the problems
+            ends = (await in_thread(ends_here.find, self.node.ranks, list(request.rewires))).ends  # problems: later
+            await self._refuse_forbidden(description, ends, Where.SOURCE_RUNNING)
             await reach(Point.BEFORE_SUSPEND)
             found = await in_thread(_all_timers, moving.log, [flow for _, flow in ends])
             await in_thread(moving.log.mark, Mark.TIMEOUTS_SUSPENDED, socket_timers=found)
@@ -92,6 +113,30 @@ class PeerSteps(Steps):
             for ip in {rewire.new_remote.ip for rewire, _ in ends}:
                 await in_thread(timers.meet, ip, description.target_endpoint)
         return pb.SuspendTimeoutsReply(sockets=len(ends))
+
+    @step
+    async def hold(self, request: pb.RepointRequest) -> pb.HoldReply:
+        """Once the rank is frozen: filters the connections here too. A source that reboots loses its own filter, and its
+        kernel would reset them."""
+        description = _check(request)
+        if self.journal.find(description.move) is None:
+            await self._begin(description)
+        async with self.working_on(description.move, "hold") as moving:
+            if moving.log.last_mark in {Mark.REPOINTING, Mark.REPOINTED}:  # a late request
+                return pb.HoldReply(sockets=len(moving.log.record.peer_sockets))
+            await reach(Point.BEFORE_HOLD)
+            every = await in_thread(ends_here.find, self.node.ranks, list(request.rewires))
+            # Repoint reports the other problems: until then a connection that waits to be accepted settles, for example.
+            every.check_closed()
+            ends = [(rewire, flow) for rewire, flow in every.ends if flow.holders]
+            await self._refuse_forbidden(description, ends, Where.SOURCE_FROZEN)
+            found = [ends_here.peer_socket(rewire, flow) for rewire, flow in ends]
+            off = await in_thread(_all_timers, moving.log, [flow for _, flow in ends])
+            await in_thread(moving.log.mark, Mark.FILTERED, socket_timers=off, peer_sockets=found)
+            await in_thread(socket_options.suspend, off)
+            await in_thread(_filter, description.move, found)
+            await reach(Point.HOLD)
+        return pb.HoldReply(sockets=len(found))
 
     @step
     async def repoint(self, request: pb.RepointRequest) -> pb.RepointReply:
@@ -104,10 +149,11 @@ class PeerSteps(Steps):
                 return pb.RepointReply(sockets=len(moving.log.record.peer_sockets))
             began = host.boottime_s()
             await reach(Point.BEFORE_REPOINT)
-            ends, problems = await in_thread(self._ends, list(request.rewires))
-            if problems:
-                raise Refused(f"connection-ends: {'; '.join(problems[:5])}", where=Where.SOURCE_FROZEN)
-            found = [_peer_socket(rewire, flow) for rewire, flow in ends]
+            every = await in_thread(ends_here.find, self.node.ranks, list(request.rewires))
+            every.check()
+            ends = every.ends
+            await self._refuse_forbidden(description, ends, Where.SOURCE_FROZEN)
+            found = [ends_here.peer_socket(rewire, flow) for rewire, flow in ends]
             off = await in_thread(_all_timers, moving.log, [flow for _, flow in ends])
             await in_thread(moving.log.mark, Mark.REPOINTING, socket_timers=off, peer_sockets=found)
             await in_thread(socket_options.suspend, off)
@@ -156,7 +202,7 @@ class PeerSteps(Steps):
     async def _settle_once(self, moving: Moving) -> None:
         """Carries out decisions of the rules until it has to wait. The caller holds the move's lock."""
         move_log, asked = moving.log, False
-        answers: tuple[Outcome | None, CopyState] = None, CopyState.UNREACHABLE
+        answers: tuple[Outcome | None, CopyState, bool, bool] = None, CopyState.UNREACHABLE, False, False
         while True:
             known = move_log.outcome
             facts = PeerFacts(move_log.last_mark, known.outcome if known else None, moving.interrupted, *answers)
@@ -167,7 +213,7 @@ class PeerSteps(Steps):
                 case PeerDecision.ASK:
                     if asked:
                         return
-                    asked, answers = True, await self._ask(move_log)
+                    asked, answers = True, await self._ask(moving)
                 case PeerDecision.LEARN_COMMIT:
                     await in_thread(move_log.decide, Outcome.COMMIT, moving.waiting_for, "target")
                 case PeerDecision.LEARN_ABORT:
@@ -194,58 +240,50 @@ class PeerSteps(Steps):
                     moving.wake()
                     return
 
-    async def _ask(self, move_log: MoveLog) -> tuple[Outcome | None, CopyState]:
-        """The source's outcome, and whether the target runs the rank. No answer counts as undecided."""
-        begin, request, outcome = move_log.begin, pb.MoveRequest(move=move_log.move), None
-        with contextlib.suppress(SnapshotError):
+    async def _ask(self, moving: Moving) -> tuple[Outcome | None, CopyState, bool, bool]:
+        """The source's outcome, whether the target runs the rank, whether the source answers that it does not know the move,
+        and whether it has been silent for LOST_S. No answer counts as undecided."""
+        begin, request, outcome = moving.log.begin, pb.MoveRequest(move=moving.log.move), None
+        unknowing = lost = False
+        try:
             async with self.node.client(begin.source_node, begin.source_endpoint) as source:
                 answer = await source.source.GetOutcome(request, timeout_s=5)
+            moving.answered_s = host.boottime_s()
             if answer.kind == pb.UNDECIDED:
-                return None, CopyState.UNREACHABLE
+                return None, CopyState.UNREACHABLE, False, False
             outcome = Outcome(pb.OutcomeKind.Name(answer.kind))
             if outcome is Outcome.ABORT:
-                return outcome, CopyState.UNREACHABLE
+                return outcome, CopyState.UNREACHABLE, False, False
             if answer.where == Where.TARGET_RUNNING:
-                return outcome, CopyState.RUNNING
+                return outcome, CopyState.RUNNING, False, False
+        except NotFound:
+            unknowing = True
+        except SnapshotError as error:
+            lost = host.boottime_s() - moving.answered_s > LOST_S
+            log.debug("move %s: the source does not answer: %s", moving.log.move, error.message)
         with contextlib.suppress(SnapshotError):
             async with self.node.client(begin.target_node, begin.target_endpoint) as target:
                 copy = await target.target.GetCopy(request, timeout_s=5)
-            return outcome, CopyState[pb.Copy.State.Name(copy.state)]
-        return outcome, CopyState.UNREACHABLE
+            return outcome, CopyState[pb.Copy.State.Name(copy.state)], unknowing, lost
+        return outcome, CopyState.UNREACHABLE, unknowing, lost
 
     async def _bring(self, move_log: MoveLog, *, towards_target: bool) -> None:
         await in_thread(self._repoint_all, move_log.move, move_log.record.peer_sockets, towards_target)
 
     # ------------------------------------------------------------------ sockets
 
-    def _ends(self, rewires: list[pb.Rewire]) -> tuple[list[tuple[pb.Rewire, Flow]], list[str]]:
-        """The sockets here that the rewirings are about, and the problems with them. Blocking."""
-        pairs = {old_pair(rewire): rewire for rewire in rewires}
-        found = self._find(pairs)
-        missing = [
-            f"the peer's socket of {pair[0]} - {pair[1]} is in no process here" for pair in pairs if pair not in found
-        ]
-        unheld = [f"{flow} belongs to no process" for flow in found.values() if not flow.holders]
-        wrong = [str(problem) for problem in refusals.problems(found.values())]
-        leaving = {pid: entry for entry in self.node.ranks.all() if entry.moving for pid in entry.group.pids()}
-        holders = {holder.pid for flow in found.values() for holder in flow.holders}
-        wrong += [
-            f"rank {entry.rank} of job {entry.job}, which has the peer's socket, is being moved itself"
-            for entry in {leaving[pid].uid: leaving[pid] for pid in holders & leaving.keys()}.values()
-        ]
-        return [(pairs[pair], flow) for pair, flow in found.items()], missing + unheld + wrong
+    async def _forbidden(self, move: pb.MoveDescription, ends: Ends) -> dict[str, list[str]]:
+        """By check: why connections of this move may not be changed here."""
+        addresses = await in_thread(self._permission.addresses, move, [rewire for rewire, _ in ends])
+        users = await in_thread(self._permission.users, move, [flow for _, flow in ends])
+        return {permission.ADDRESSES: addresses, permission.USERS: users}
 
-    def _find(self, pairs: Iterable[Pair]) -> dict[Pair, Flow]:
-        """The peers' sockets, by the address pair as the rank has it. A forwarded connection has another pair here."""
-        forwarded = {old: new for known in forward.listed().values() for old, new in known.items()}
-        if not forwarded:
-            return sockets.find_peers(pairs)
-        by_wire = {known.wire: known.socket for known in tracking.translations()}
-        names: dict[Pair, Pair] = {}
-        for rank, peer in pairs:
-            own, far = by_wire.get((peer, rank), (peer, rank))
-            names[far, own] = rank, peer
-        return {names[name]: flow for name, flow in sockets.find_peers(names, forwarded).items()}
+    async def _refuse_forbidden(self, move: pb.MoveDescription, ends: Ends, where: Where) -> None:
+        for name, why in (await self._forbidden(move, ends)).items():
+            if why:
+                log.warning("connections are not re-pointed: %s: %s", name, "; ".join(why[:5]))
+                text = f"{name}: on {self.node.config.node}: {'; '.join(why[:5])}"
+                raise Refused(text, remedy=permission.REMEDY[name], where=where)
 
     def pending(self, pids: Iterable[int]) -> str:
         """The unfinished move of another rank that has re-pointed a socket of these processes; "" if there is none."""
@@ -260,11 +298,10 @@ class PeerSteps(Steps):
     def _repoint_all(self, move: str, found: list[PeerSocket], towards_target: bool) -> float:
         """Points every socket at its new addresses, or back at the old ones, under the filter. Blocking. Idempotent, also
         after a crash."""
-        if found:
-            packets.hold(peer_table(move), [pair for one in found for pair in one.pairs])
+        _filter(move, found)
         states = self._states(move)
         states.mkdir(mode=0o700, parents=True, exist_ok=True)
-        stopped_s = repoint.repoint_all([_change(one, towards_target, states) for one in found])
+        stopped_s = repoint.repoint_all([ends_here.change(one, towards_target, states) for one in found])
         # A connection that came through a forwarding has its real address now: the kernel must not translate it as well.
         tracking.untrack([parse_pair(one.own) for one in found if one.own != one.old])
         return stopped_s
@@ -278,6 +315,7 @@ class PeerSteps(Steps):
         for other in self.moves.values():
             if other.log.begin.rank_uid == description.rank_uid and other.log.last_mark is not Mark.SETTLED:
                 raise Busy(f"move {other.log.move} of this rank is not settled here yet", where=Where.SOURCE_FROZEN)
+        await self._check_source(description)
         begin = Begin(
             move=description.move,
             role="peer",
@@ -295,6 +333,24 @@ class PeerSteps(Steps):
         )
         return self._track(await in_thread(self.journal.begin, begin), DRIVER_FIRST_S)
 
+    async def _check_source(self, description: pb.MoveDescription) -> None:
+        """A source journals a move before it is announced here. Raises NotFound if this one does not know it, and Unreachable
+        if it does not answer: then this node could not learn how the move ends."""
+        name, endpoint = description.source_node, description.source_endpoint
+        try:
+            async with self.node.client(name, endpoint) as source:
+                await source.source.GetOutcome(pb.MoveRequest(move=description.move), timeout_s=CHECK_TIMEOUT_S)
+        except NotFound as error:
+            raise NotFound(
+                f"{name} has not begun move {description.move}, so nothing is changed here for it"
+            ) from error
+        except SnapshotError as error:
+            raise Unreachable(
+                f"{name}, the source of move {description.move}, does not answer {self.node.config.node} at {endpoint}:"
+                f" {error.headline}",
+                where=Where.UNKNOWN,
+            ) from error
+
 
 def _check(request: pb.RepointRequest) -> pb.MoveDescription:
     """Validates a request before any of it is journalled, and returns its description of the move."""
@@ -309,27 +365,14 @@ def _check(request: pb.RepointRequest) -> pb.MoveDescription:
     return description
 
 
+def _filter(move: str, found: Iterable[PeerSocket]) -> None:
+    if pairs := [pair for one in found for pair in one.pairs]:
+        packets.hold(peer_table(move), pairs)
+
+
 def _all_timers(move_log: MoveLog, flows: Iterable[Flow]) -> list[SocketTimers]:
     """The time-outs of these connections; of those that are switched off already, as journalled. Blocking."""
     known = move_log.record.socket_timers
     inodes = {one.inode for one in known}
     fresh = [socket_options.timers_of(flow) for flow in flows if flow.inode not in inodes]
     return known + [one for one in fresh if one is not None]
-
-
-def _peer_socket(rewire: pb.Rewire, flow: Flow) -> PeerSocket:
-    rank_old, far_old = old_pair(rewire)
-    rank_new, far_new = new_pair(rewire)
-    local, remote = flow.endpoints
-    return PeerSocket(
-        inode=flow.inode,
-        holders=[(holder.pid, holder.start_ticks, holder.fd) for holder in flow.holders],
-        own=(str(local), str(remote)),
-        old=(str(far_old), str(rank_old)),
-        new=(str(far_new), str(rank_new)),
-    )
-
-
-def _change(one: PeerSocket, towards_target: bool, states: Path) -> repoint.Change:
-    local, remote = parse_pair(one.new if towards_target else one.old)
-    return repoint.Change(one.descriptors, one.inode, local, remote, states / str(one.inode))

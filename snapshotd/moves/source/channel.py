@@ -7,12 +7,12 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from snapshotd.api import snapshotd_pb2 as pb
+from snapshotd.api.addresses import split_address
 from snapshotd.api.errors import Internal, SnapshotError, Unreachable, Where
-from snapshotd.config import split_address
 from snapshotd.moves.node import Node
 from snapshotd.moves.record import Begin
 from snapshotd.transport.image.bulk_sender import open_streams
-from snapshotd.transport.image.grpc_channel import PushCall, push_channels
+from snapshotd.transport.image.grpc_channel import PushCall
 from snapshotd.transport.image.stream import Stream
 
 log = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ async def streams_to_target(node: Node, begin: Begin) -> AsyncIterator[Sequence[
     if beside:
         yield beside
         return
-    channels = push_channels(begin.target_endpoint, config.credentials, begin.target_node, config.streams)
+    channels = [node.connect(begin.target_node, begin.target_endpoint) for _ in range(config.streams)]
     try:
         yield [PushCall(channel, begin.move) for channel in channels]
     finally:

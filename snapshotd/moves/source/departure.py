@@ -12,6 +12,8 @@ import logging
 from pathlib import Path
 
 from snapshotd.api.errors import SnapshotError
+from snapshotd.files.as_user import User
+from snapshotd.keepers import relay_keys
 from snapshotd.keepers.ranks import RankEntry
 from snapshotd.moves.device import memory, refill, stripe_files
 from snapshotd.moves.journal import MoveLog
@@ -21,6 +23,7 @@ from snapshotd.moves.nccl.communicators import Communicators
 from snapshotd.moves.node import Node
 from snapshotd.moves.peers import connections, new_connections, socket_options
 from snapshotd.moves.rules import Mark
+from snapshotd.moves.source import closed_files
 from snapshotd.moves.source.dump import Dump
 from snapshotd.proc import host, tree
 from snapshotd.proc.cgroup import Cgroup
@@ -72,7 +75,7 @@ class Departure:
                 with contextlib.suppress(SnapshotError):  # a keeper that is not connected learns it when it reconnects
                     await entry.link.resume(move_log.move)
             if here:
-                await in_thread(connections.wake, group.pids())
+                await in_thread(connections.wake, group.pids(), move_log.record.socket_options)
             await in_thread(connections.let_go, move_log)
             await in_thread(new_connections.admit, move_log)
             if here:
@@ -85,8 +88,17 @@ class Departure:
             await self._refill(moving)  # nothing is offloaded: gives up what was prepared
         if here and entry is not None and entry.keeper_alive():
             await self.communicators.put_back(moving)
+            if move_log.last_mark is not Mark.BEGUN:
+                await self._replace_relay_key(entry)
         await self._close(moving)
         await self.communicators.open_all(moving)
+
+    async def _replace_relay_key(self, entry: RankEntry) -> None:
+        """The target may have the key of the relay, and has no part in the rank any more."""
+        relay_keys.replace(entry)
+        await in_thread(self.node.ranks.update, entry)
+        if entry.link is not None:
+            entry.link.key_changed.set()
 
     async def _bring_back(self, moving: Moving, group: Cgroup) -> None:
         """Brings back a GPU rank's device memory, then releases its threads. Ends a rank whose device memory the driver lost,
@@ -137,7 +149,9 @@ class Departure:
         await in_thread(connections.let_go, move_log)
         if entry is not None and role == "guest":
             self.node.ranks.remove(entry)
-        await in_thread(self.node.carry.remember, move_log.record.carried)
+        if move_log.record.rank_user is not None:  # None: an older version dumped the rank
+            await in_thread(self.node.carry.remember, move_log.record.carried, User(*move_log.record.rank_user))
+        await in_thread(closed_files.leave, self.node, move_log)
         await Dump.sweep(self.node, move_log)
         await self._close(moving, await self._sent_bytes(moving))
         await self._admit_new_connections(move_log)

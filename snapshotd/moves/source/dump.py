@@ -22,13 +22,15 @@ import msgspec
 
 from snapshotd import preflight
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.api.errors import CriuFailed, Damaged, RankGone, Refused, Where
+from snapshotd.api.errors import Changed, CriuFailed, Damaged, RankGone, Refused, Where
 from snapshotd.criu import links, session
 from snapshotd.files.as_user import User, user_of_rank
 from snapshotd.files.held import Held, open_held
+from snapshotd.keepers import relay_keys
 from snapshotd.keepers.ranks import RankEntry
 from snapshotd.keepers.stdio_state import StdioState
-from snapshotd.moves import tree_facts
+from snapshotd.moves import affinity, image_seal, tree_facts
+from snapshotd.moves.closed_files import Ahead
 from snapshotd.moves.description import FILE, ImageDescription
 from snapshotd.moves.device import stripe_files
 from snapshotd.moves.device.offload import Offload
@@ -36,11 +38,11 @@ from snapshotd.moves.journal import MoveLog
 from snapshotd.moves.node import Node
 from snapshotd.moves.record import OffloadedMemory
 from snapshotd.moves.rules import Mark
+from snapshotd.moves.source import closed_files
 from snapshotd.moves.source.channel import streams_to_target
-from snapshotd.proc import cgroup, cgroup_limits, host, maps, status, tree
+from snapshotd.proc import cgroup, cgroup_limits, deleted, gpu_cpus, host, tree
 from snapshotd.proc.cgroup import Cgroup
 from snapshotd.proc.credentials import Identity
-from snapshotd.proc.fd import read_links
 from snapshotd.runtime import metrics
 from snapshotd.runtime.blocking import in_thread
 from snapshotd.runtime.faults import Point, reach
@@ -61,9 +63,16 @@ class Dump:
     """The dump of one frozen rank, and its transfer to the target."""
 
     def __init__(
-        self, node: Node, move_log: MoveLog, entry: RankEntry, facts: pb.RankFacts, offload: Offload | None = None
+        self,
+        node: Node,
+        move_log: MoveLog,
+        entry: RankEntry,
+        facts: pb.RankFacts,
+        offload: Offload | None = None,
+        ahead: Ahead | None = None,
     ) -> None:
         self.node, self.log, self.entry, self.facts, self.offload = node, move_log, entry, facts, offload
+        self.ahead = ahead
         self.images = images_folder(node, move_log.move)
         self.began_s = host.boottime_s()
         self.dump_seconds = 0.0
@@ -71,6 +80,7 @@ class Dump:
         self.sender: Sender | None = None
         self.done = False
         self.carried: list[str] = []
+        self.user: User | None = None
         self.linked: list[links.Linked] = []  # files that criu will make links to
 
     def progress(self) -> pb.Progress:
@@ -98,62 +108,81 @@ class Dump:
                 raise
             await self.sweep(self.node, self.log)
             assert self.sender is not None
-            await in_thread(self.log.mark, Mark.STREAMED, sent_bytes=self.sender.bytes_sent, carried=self.carried)
+            sent_bytes = self.sender.bytes_sent
+            await in_thread(
+                self.log.mark, Mark.STREAMED, sent_bytes=sent_bytes, carried=self.carried, rank_user=self.user
+            )
             self.done = True
             metrics.phase("stream", host.boottime_s() - self.began_s, self.sender.bytes_sent)
             log.info("streamed %d bytes to %s", self.sender.bytes_sent, begin.target_node)
             await reach(Point.STREAM)
 
     async def _run(self) -> None:
-        begin, config = self.log.begin, self.node.config
+        begin = self.log.begin
         pids = self.entry.group.pids()
         if not self.entry.process.alive():
             raise RankGone(f"rank {begin.rank} ended before the dump", where=Where.UNKNOWN)
         await reach(Point.BEFORE_DUMP)
         self.expected = self.entry.memory_bytes() + self.log.record.offloaded_bytes
         device, follow = await self._device()
-        await in_thread(self._recheck, pids)
-        fifos = await in_thread(self._make_fifos, pids)
-        carried = await in_thread(preflight.list_carried, pids, config.carry_paths)
+        new_files = await in_thread(self._recheck, pids)
+        carried = await in_thread(preflight.list_carried, pids, self.node.config.carry_paths)
         self.carried = [fact.path for fact in carried.facts if stat.S_ISREG(fact.mode)]
-        description = await in_thread(self._describe, pids, carried, device, by_device_channel=not follow)
-        user = await in_thread(user_of_rank, self.entry.pid, self.entry.user_id)
+        description = await in_thread(self._describe, pids, carried, new_files, device, by_device_channel=not follow)
+        user = self.user = await in_thread(user_of_rank, self.entry.pid, self.entry.user_id)
         self.linked = [
             (os.path.dirname(name), *carried.held[name].inode) for name in sorted(set(carried.other_names.values()))
         ]
         if self.linked:  # a criu that is killed leaves its links, and this daemon may be killed with it
             await in_thread(self.log.mark, Mark.FROZEN, linked=self.linked)
-        try:
-            async with (
-                streams_to_target(self.node, begin) as streams,
-                Sender(streams, config.chunk_bytes) as self.sender,
-            ):
-                written = asyncio.Event()
-                async with asyncio.TaskGroup() as group:
-                    for name, fd in fifos.items():
-                        group.create_task(self.sender.put_fd(name, fd, eof=written))
-                    group.create_task(self._criu_in_turn(written))
-                for name in sorted(path.name for path in self.images.iterdir() if path.is_file()):
-                    if name not in _NOT_SENT:
-                        await self.sender.put_file(name, self.images / name)
-                for index, fact in enumerate(carried.facts):
-                    if stat.S_ISREG(fact.mode):
-                        await self._send_carried(f"carry-{index}", fact.path, carried.held[fact.path], user)
-                for name, path in follow.items():
-                    await self.sender.put_file(name, path)
-                async with aiofiles.open(self.images / FILE, "wb") as file:
-                    await file.write(description.encode())
-                await self.sender.put_file(FILE, self.images / FILE)
-                files = await self.sender.finish()
-            async with self.node.client(begin.target_node, begin.target_endpoint) as client:
-                sealed = await client.target.Seal(pb.SealRequest(move=begin.move, files=files), timeout_s=60)
-            if sealed.damaged:
-                raise Damaged(f"these images arrived damaged: {', '.join(sealed.damaged)}", where=Where.SOURCE_FROZEN)
-        except ExceptionGroup as failures:
-            raise _cause(failures) from failures
-        finally:
-            for fd in fifos.values():
-                os.close(fd)
+        with contextlib.ExitStack() as opened:
+            fifos = await in_thread(self._make_fifos, pids, opened)
+            try:
+                files = await self._send(fifos, carried, user, follow, description)
+            except ExceptionGroup as failures:
+                raise _cause(failures) from failures
+        signature = await in_thread(image_seal.sign, self.node.credentials, image_seal.statement(begin, files))
+        request = pb.SealRequest(move=begin.move, files=files, signature=signature)
+        async with self.node.client(begin.target_node, begin.target_endpoint) as client:
+            sealed = await client.target.Seal(request, timeout_s=60)
+        if sealed.damaged:
+            raise Damaged(f"these images arrived damaged: {', '.join(sealed.damaged)}", where=Where.SOURCE_FROZEN)
+
+    async def _send(
+        self,
+        fifos: dict[str, int],
+        carried: preflight.Carried,
+        user: User,
+        follow: dict[str, Path],
+        description: ImageDescription,
+    ) -> list[pb.ImageFile]:
+        """Dumps, and sends everything; returns what the target has to find."""
+        async with (
+            streams_to_target(self.node, self.log.begin) as streams,
+            Sender(streams, self.node.config.chunk_bytes) as self.sender,
+        ):
+            written = asyncio.Event()
+            async with asyncio.TaskGroup() as group:
+                for name, fd in fifos.items():
+                    group.create_task(self.sender.put_fd(name, fd, eof=written))
+                group.create_task(self._criu_in_turn(written))
+                rest = group.create_task(
+                    closed_files.send_rest(
+                        self.node, self.log, self.entry, self.sender, self.ahead, carried.facts, user
+                    )
+                )
+            for name in sorted(path.name for path in self.images.iterdir() if path.is_file()):
+                if name not in _NOT_SENT:
+                    await self.sender.put_file(name, self.images / name)
+            for index, fact in enumerate(carried.facts):
+                if stat.S_ISREG(fact.mode):
+                    await self._send_carried(f"carry-{index}", fact.path, carried.held[fact.path], user)
+            for name, path in follow.items():
+                await self.sender.put_file(name, path)
+            async with aiofiles.open(self.images / FILE, "wb") as file:
+                await file.write(description.encode())
+            await self.sender.put_file(FILE, self.images / FILE)
+            return [*await self.sender.finish(), *rest.result()]
 
     async def _send_carried(self, name: str, path: str, held: Held, user: User) -> None:
         """Sends a file as the rank itself has it open or mapped: its path may lead to another user's file by now."""
@@ -184,10 +213,13 @@ class Dump:
         """Runs criu in the rank's namespaces, in its own cgroup."""
         began = host.boottime_s()
         group = criu_group(self.log.move).create()
-        with session.verified_namespaces(self.entry.pid, self._guest_keeper_pid()) as entered:
-            ours, theirs = session.swrk_pair()
-            with theirs:
+        ours, theirs = session.swrk_pair()
+        try:
+            with theirs, session.verified_namespaces(self.entry.pid, self._guest_keeper_pid()) as entered:
                 process = await session.spawn_in(self.node.config.criu, entered, group.path, theirs)
+        except BaseException:
+            ours.close()
+            raise
 
         async def on_notify(script: str, _pid: int) -> None:
             if script == "query-ext-files":  # the tree is seized
@@ -222,14 +254,20 @@ class Dump:
         """0 if the rank was started on this node."""
         return self.entry.keeper_pid if self.entry.role == "guest" and self.entry.keeper_alive() else 0
 
-    def _make_fifos(self, pids: list[int]) -> dict[str, int]:
-        """Makes a FIFO for every possibly large image. criu numbers pages by process, then shared memory; ghosts by file."""
+    def _make_fifos(self, pids: list[int], opened: contextlib.ExitStack) -> dict[str, int]:
+        """Makes a FIFO for every possibly large image. criu numbers pages by process, then shared memory; ghosts by file.
+
+        `opened` closes their descriptors, also those that were opened before a failure."""
         shutil.rmtree(self.images, ignore_errors=True)
         self.images.mkdir(mode=0o700, parents=True)
-        deleted = _deleted_files(pids)
-        names = [f"pages-{number}.img" for number in range(1, len(pids) + deleted + SPARE_FIFOS)]
-        names += [f"ghost-file-{number:x}.img" for number in range(1, deleted + SPARE_FIFOS)]
-        return {name: make_fifo(self.images, name) for name in names}
+        unnamed = deleted.count_files(pids)
+        names = [f"pages-{number}.img" for number in range(1, len(pids) + unnamed + SPARE_FIFOS)]
+        names += [f"ghost-file-{number:x}.img" for number in range(1, unnamed + SPARE_FIFOS)]
+        fifos: dict[str, int] = {}
+        for name in names:
+            fifos[name] = make_fifo(self.images, name)
+            opened.callback(os.close, fifos[name])
+        return fifos
 
     async def _device(self) -> tuple[list[OffloadedMemory], dict[str, Path]]:
         """The offloaded device memory as the target finds it, and those of its files that follow the images, by their names
@@ -245,36 +283,34 @@ class Dump:
         files = [folder / name for one in device for name in one.stripes]
         return there, dict(zip((name for one in there for name in one.stripes), files, strict=True))
 
-    def _recheck(self, pids: list[int]) -> None:
-        """Raises Refused if the rank has changed since preflight and can no longer be moved. Before its files are used."""
-        for check in preflight.refusals(
-            preflight.recheck(
-                pids,
-                self.facts,
-                carry_paths=self.node.config.carry_paths,
-                keeper_pid=self.entry.keeper_pid,
-                keeper_is_guest=self.entry.role == "guest",
-            )
-        ):
-            raise Refused(f"{check.name}: {check.reason}", remedy=check.remedy, where=Where.SOURCE_FROZEN)
+    def _recheck(self, pids: list[int]) -> list[pb.FileFact]:
+        """What the rank has mapped since preflight. Raises Changed if it can no longer move. Before its files are used."""
+        found = preflight.recheck(
+            pids,
+            self.facts,
+            carry_paths=self.node.config.carry_paths,
+            keeper_pid=self.entry.keeper_pid,
+            keeper_is_guest=self.entry.role == "guest",
+        )
+        for check in preflight.refusals(found.checks):
+            if check.name == "rank-alive":
+                raise RankGone(f"rank {self.log.begin.rank} ended: {check.reason}", where=Where.ENDED)
+            raise Changed(f"{check.name}: {check.reason}", remedy=check.remedy, where=Where.SOURCE_FROZEN)
+        return found.new_files
 
     def _describe(
         self,
         pids: list[int],
         carried: preflight.Carried,
+        new_files: list[pb.FileFact],
         device: list[OffloadedMemory],
         *,
         by_device_channel: bool,
     ) -> ImageDescription:
-        affinity: dict[int, list[int]] = {}
-        for pid in pids:
-            for thread in os.listdir(f"/proc/{pid}/task"):
-                inner = status.read(pid, int(thread)).inner_pid
-                affinity[inner] = sorted(os.sched_getaffinity(int(thread)))
         known, entry = self.log.record, self.entry
         identity = Identity.of(entry.pid)  # `recheck` has refused programs that have none
         if identity.to_proto() != self.facts.identity:
-            raise Refused(
+            raise Changed(
                 f"credentials: the rank ran as {Identity.of_proto(self.facts.identity)} when it was checked,"
                 f" and now as {identity}",
                 remedy="retry: preflight will then see the present user and groups",
@@ -289,19 +325,23 @@ class Dump:
             identity=identity,
             limits=cgroup_limits.read(entry.group.path, cgroup.mount_point()),
             stopped_before=known.stopped_before or [],
-            affinity=affinity,
+            affinity=affinity.read(pids),
             cpus=sorted(os.sched_getaffinity(0)),
+            gpus=(gpus := [use.uuid for use in self.facts.gpu.uses]),
+            gpu_cpus=sorted(gpu_cpus.near(gpus)),
             carried=carried.facts,
             other_names=carried.other_names,
             stdio=_stdio_of(known.stdio),
             relay_key=entry.relay_key,
+            relay_keys=relay_keys.to_hand_over(entry),
             home_node=entry.home_node,
             home_endpoint=entry.home_endpoint,
             rewires=known.rewires,
             nodes=known.nodes,
             former=[(old, new) for old, new in entry.former],
             socket_options=known.socket_options,
-            tree=tree_facts.gather(pids, self.facts.files),
+            new_files=new_files,
+            tree=tree_facts.gather(pids, [*self.facts.files, *new_files]),
             cuda_pids=[tree.inner_pid(process.pid) for process in known.cuda],
             checkpoint_bytes=max(0, known.device_bytes - known.offloaded_bytes),
             nccl_instances=[(tree.inner_pid(one.pid), one.instance) for one in known.nccl_processes],
@@ -338,23 +378,6 @@ def external_ttys(stdio: dict[str, Any]) -> list[str]:
     """The pseudo-terminals whose master the keeper has: criu must not look for it in the tree."""
     keys = [channel.get("key", "") for channel in stdio.get("channels", [])]
     return sorted({key for key in keys if key.startswith("tty[")})
-
-
-def _deleted_files(pids: list[int]) -> int:
-    """How many distinct unlinked or anonymous shared files the tree has open or mapped, at most."""
-    found: set[str] = set()
-    for pid in pids:
-        with contextlib.suppress(OSError):
-            for mapping in maps.read(pid):
-                if mapping.path.endswith(maps.DELETED):
-                    found.add(f"{mapping.device}:{mapping.inode}")
-        with contextlib.suppress(OSError):
-            for number, link, folder in read_links(pid):
-                with contextlib.suppress(OSError):
-                    if link.endswith(maps.DELETED):
-                        file = os.stat(str(number), dir_fd=folder)
-                        found.add(f"{file.st_dev}:{file.st_ino}")
-    return len(found)
 
 
 def _cause(failures: ExceptionGroup[Exception]) -> Exception:

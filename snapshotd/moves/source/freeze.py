@@ -22,7 +22,7 @@ from snapshotd.moves.node import Node
 from snapshotd.moves.peers import connections, new_connections, socket_options
 from snapshotd.moves.record import ClusterNode, JournalledProcess, NcclProcess
 from snapshotd.moves.rules import Mark
-from snapshotd.net.address_plan import Places
+from snapshotd.net.places import Places
 from snapshotd.net.sockets import tree_flows
 from snapshotd.proc import host, tree
 from snapshotd.runtime import metrics

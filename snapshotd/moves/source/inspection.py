@@ -6,18 +6,36 @@ import asyncio
 
 from snapshotd import preflight
 from snapshotd.api import snapshotd_pb2 as pb
+from snapshotd.api.errors import SnapshotError
+from snapshotd.keepers.hello import protocol_problem
 from snapshotd.keepers.ranks import RankEntry
 from snapshotd.moves.device import cuda_processes
 from snapshotd.moves.node import Node
+from snapshotd.moves.source import closed_files
 from snapshotd.proc import host
+from snapshotd.proc.credentials import Mixed
 from snapshotd.runtime.blocking import in_thread
 
 KEEPER_BACK_S = 5.0
+#: How often a rank is looked at before a refusal counts, if processes of it ended during the look.
+LOOKS = 4
 
 
 async def facts(node: Node, entry: RankEntry) -> tuple[pb.RankFacts, list[pb.Check]]:
-    """The facts about a rank, and the checks of preflight on its source."""
-    config, pids = node.config, entry.group.pids()
+    """The facts about a rank, and the checks of preflight on its source.
+
+    A refusal may concern a process that ended during the look, or one that only seemed to be without a parent because that
+    ended: jobs start programs that live for milliseconds. The rank is then looked at again."""
+    for _ in range(LOOKS - 1):
+        pids = entry.group.pids()
+        found, checks = await _look(node, entry, pids)
+        if not preflight.refusals(checks) or set(pids) <= set(entry.group.pids()):
+            return found, checks
+    return await _look(node, entry, entry.group.pids())
+
+
+async def _look(node: Node, entry: RankEntry, pids: list[int]) -> tuple[pb.RankFacts, list[pb.Check]]:
+    config = node.config
     look, more = await cuda_processes.find(node.gpus, pids)
     nccl = await in_thread(preflight.read_nccl_reports, pids)
     facts, checks = await in_thread(
@@ -34,9 +52,26 @@ async def facts(node: Node, entry: RankEntry) -> tuple[pb.RankFacts, list[pb.Che
         gpu=look,
         nccl=nccl,
     )
+    if not preflight.refusals(checks):  # one may say that the rank's paths must not be looked at
+        found, check = await in_thread(_closed_files, node, entry, facts)
+        facts.closed_bytes.update(found)
+        facts.carried_bytes += sum(found.values())
+        more.append(check)
+    if entry.link is not None and (problem := protocol_problem(entry.link.info.protocol)):
+        more.append(
+            preflight.refused("keeper", problem, "restart its job with the `migrator run` of this node's version")
+        )
     if offloaded_bytes := facts.gpu.offloaded_bytes:
         more.append(preflight.offload_room(offloaded_bytes, await in_thread(node.store.room_bytes)))
     return facts, [*checks, *more]
+
+
+def _closed_files(node: Node, entry: RankEntry, facts: pb.RankFacts) -> tuple[dict[str, int], pb.Check]:
+    try:
+        found, check = closed_files.look(node, entry, facts)
+    except (OSError, Mixed, SnapshotError) as error:
+        return {}, preflight.failed("closed-files", error)
+    return found.bytes_by_root(), check
 
 
 async def keeper_back(entry: RankEntry) -> None:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from dataclasses import replace
 
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.client import DaemonClient
-from snapshotd.api.errors import SnapshotError, Where
+from snapshotd.api.errors import NotFound, SnapshotError, Where
 from snapshotd.moves import rules
 from snapshotd.moves.device import stripe_files
 from snapshotd.moves.journal import MoveLog
@@ -69,6 +70,7 @@ class SourceSettling(Steps):
                 moving = self.track(move_log)
                 moving.adopted = True
                 moving.interrupted = move_log.last_mark in _INTERRUPTED
+                moving.restarted = move_log.last_mark is Mark.STREAMED
                 log.info("taking up move %s from before the restart: %s", move_log.move, move_log.last_mark)
 
     def settle_all(self) -> None:
@@ -141,11 +143,35 @@ class SourceSettling(Steps):
             copy_exists=move_log.copy_exists(),
             lease_expired=moving.lease_expired,
             interrupted=moving.interrupted,
+            restarted=moving.restarted,
         )
         undecided = rules.source_next(facts)[0] in {SourceDecision.ASK_TARGET, SourceDecision.RECORD_ABORT}
-        if not (undecided or move_log.committed) or (facts.outcome is None and facts.copy_exists):
+        unsent = facts.mark is not Mark.STREAMED  # the target has no whole copy, whose state would matter
+        if not (undecided or move_log.committed) or (facts.outcome is None and facts.copy_exists and unsent):
             return facts
-        return SourceFacts(**{**facts.__dict__, "target": await self.ask_target(move_log)})
+        facts = replace(facts, target=await self.ask_target(move_log))
+        if facts.restarted and facts.target is CopyState.NO_SUCH_MOVE and facts.outcome is None and facts.copy_exists:
+            facts = replace(facts, peers_deny=await self._peers_deny(moving))
+        return facts
+
+    async def _peers_deny(self, moving: Moving) -> bool:
+        """Whether all other nodes answer that they do not know the rank to have run on the target. A target that was declared
+        the only copy, and has lost its journal since, is remembered by the nodes whose connections follow the rank."""
+        move, ends = moving.log.move, {self.node.config.node, moving.log.begin.target_node}
+
+        async def denies(name: str, endpoint: str) -> bool:
+            try:
+                async with self.node.client(name, endpoint) as client:
+                    reply = await client.node.ListMoves(pb.ListMovesRequest(move=move, as_peer=True), timeout_s=5)
+            except NotFound:  # of an older version, which has no record of the move
+                return True
+            except SnapshotError as error:
+                log.info("move %s: node %s does not say what it knows: %s", move, name, error.message)
+                return False
+            return reply.known_to_peer != pb.COMMIT
+
+        others = [node for node in moving.nodes if node.name not in ends]
+        return all(await asyncio.gather(*(denies(node.name, node.endpoint) for node in others)))
 
     async def ask_target(self, move_log: MoveLog) -> CopyState:
         try:

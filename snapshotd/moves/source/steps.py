@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 
+from snapshotd.api import protocol
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import (
     Busy,
@@ -35,12 +36,12 @@ from snapshotd.moves.node import Node
 from snapshotd.moves.peers import connections
 from snapshotd.moves.record import Begin, ClusterNode
 from snapshotd.moves.rules import CopyState, Mark, Outcome
-from snapshotd.moves.source import freeze, inspection
+from snapshotd.moves.source import closed_files, freeze, inspection
 from snapshotd.moves.source.dump import Dump
 from snapshotd.moves.source.settling import SourceSettling
 from snapshotd.moves.steps import late, must_be_at, step
 from snapshotd.moves.where import where_of
-from snapshotd.net.address_plan import Places
+from snapshotd.net.places import Places
 from snapshotd.proc import host
 from snapshotd.runtime.blocking import in_thread
 from snapshotd.runtime.faults import Point, reach
@@ -55,6 +56,11 @@ class SourceSteps(SourceSettling):
 
     async def inspect(self, request: pb.InspectRequest) -> pb.InspectReply:
         """What the rank uses, and the checks of preflight. Changes nothing."""
+        understood = protocol.check(
+            "migrator", request.protocol, f"snapshotd {host.DAEMON_VERSION} on {self.node.config.node}", protocol.own()
+        )
+        if understood.verdict == pb.Check.REFUSE:
+            return pb.InspectReply(checks=[understood])
         entry = self.node.ranks.here(request.rank_uid)
         await inspection.keeper_back(entry)
         facts, checks = await inspection.facts(self.node, entry)
@@ -75,7 +81,7 @@ class SourceSteps(SourceSettling):
         return pb.InspectReply(facts=facts, checks=checks, rewires=rewires)
 
     def _places(self, nodes: Iterable[pb.NodeAddresses], target: str) -> Places:
-        return Places({node.name: list(node.addresses) for node in nodes}, self.node.config.node, target)
+        return Places.of(nodes, self.node.config.node, target)
 
     @step
     async def begin(self, request: pb.BeginRequest) -> pb.BeginReply:
@@ -137,6 +143,9 @@ class SourceSteps(SourceSettling):
         its ranks if gates are closed. If it fails the rank keeps running, and the driver aborts."""
         async with self.working_on(move, "prepare", at={Mark.BEGUN}) as moving:
             parts = Parts()
+            if moving.ahead is None:
+                moving.ahead = await closed_files.send_ahead(self.node, moving, self._entry(moving))
+                await reach(Point.SENT_AHEAD)
             await freeze.make_ready(self.node, moving, self._entry(moving), parts)
             await reach(Point.READY)
             moving.renew()
@@ -182,7 +191,7 @@ class SourceSteps(SourceSettling):
             must_be_at(moving, {Mark.FROZEN}, ", not frozen")
             if moving.streaming is not None:
                 raise Busy(f"move {move} is being streamed already", where=Where.SOURCE_FROZEN)
-            dump = Dump(self.node, moving.log, self._entry(moving), moving.facts, moving.offload)
+            dump = Dump(self.node, moving.log, self._entry(moving), moving.facts, moving.offload, moving.ahead)
             moving.streaming = task = asyncio.create_task(dump.run(), name=f"stream {move}")
         while not task.done():
             await asyncio.wait([task], timeout=0.1)
@@ -224,8 +233,9 @@ class SourceSteps(SourceSettling):
     async def abort(self, move: str, reason: str, by: str) -> pb.Outcome:
         """Ends a move that has no outcome, and undoes it. Returns the outcome that stands.
 
-        The driver's request only ends its lease. If the copy here is gone and the target holds a complete one, the rules
-        commit instead. If the target must be asked first, the answer is UNDECIDED.
+        The driver's request only ends its lease. If the copy here is gone and the target holds a complete one, or if the
+        target runs its copy because this node was declared dead, the rules commit instead. If the target must be asked first
+        and does not answer, the answer is UNDECIDED.
         """
         if self.journal.find(check_move_id(move)) is None:
             await in_thread(self._refuse_permanently, move, reason)
@@ -234,10 +244,10 @@ class SourceSteps(SourceSettling):
             await self.stop_streaming(moving)
             if moving.log.outcome is None:
                 await reach(Point.BEFORE_ABORT)
-                if moving.log.copy_exists():
+                if moving.log.copy_exists() and not moving.restarted:
                     await self.record(moving, Outcome.ABORT, reason, by)
                     await reach(Point.ABORT)
-                moving.lease_ends_s = 0.0
+                moving.lease_given_up = True
             try:
                 await self.settle_once(moving)
             except (GpuFailed, NcclFailed, Timeout, Unreachable) as error:

@@ -8,15 +8,17 @@ discarded.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import stat as mode_of
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from snapshotd.files import paths
 from snapshotd.moves.tree_facts import File, MappedFile, ProcessFacts, TreeFacts
 from snapshotd.preflight.digest import content_digest
-from snapshotd.preflight.objects import Kind, is_carried
+from snapshotd.preflight.objects import Kind, is_carried, is_node_cache
 from snapshotd.proc.maps import DELETED
 from snapshotd.proc.privileges import Credentials
 from snapshotd.runtime import user_rights
@@ -187,20 +189,33 @@ class _Comparison:
             return True
         if is_carried(here.link, self._carry_paths):
             return here.size == there.size
+        if is_node_cache(here.link) and here.size >= there.size:
+            return True
         if not there.digest:
             return False
         try:
-            handle = os.open(here.link, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
+            handle = _open_restored(here)
         except OSError:
             return False
         try:
-            found = os.fstat(handle)
-            same = (found.st_ino, found.st_size) == (here.inode, here.size)
-            return same and content_digest(handle, there.size).hex() == there.digest
+            return content_digest(handle, there.size).hex() == there.digest
         except OSError:
             return False
         finally:
             os.close(handle)
+
+
+def _open_restored(file: File) -> int:
+    """A descriptor for reading of a file that the copy has. Raises OSError. The user may put something else into its place
+    meanwhile: a device must not be opened at all, because that alone may have an effect, as it has on a watchdog."""
+    handle = paths.openat2(None, file.link, os.O_PATH | os.O_NOFOLLOW, paths.NO_LINKS)
+    try:
+        found = os.fstat(handle)
+        if (found.st_ino, found.st_size) != (file.inode, file.size):
+            raise OSError(errno.ESTALE, "it was replaced", file.link)
+        return paths.reopen(handle)
+    finally:
+        os.close(handle)
 
 
 _NAMED = frozenset(kind.name for kind in (Kind.FILE, Kind.FIFO, Kind.GHOST, Kind.NAMELESS, Kind.DIRECTORY, Kind.PSEUDO))

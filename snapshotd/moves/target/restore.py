@@ -7,25 +7,24 @@ every process, cgroup and image of it.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-import os
-import stat
-import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import aiofiles
 
-from snapshotd.api.errors import CriuFailed, Damaged, Denied, Refused, Timeout, Where
+from snapshotd import preflight
+from snapshotd.api import snapshotd_pb2 as pb
+from snapshotd.api.errors import CriuFailed, Damaged, Denied, Refused, Where
 from snapshotd.criu import images, links, session, verify
 from snapshotd.cuda.driver import Pair
 from snapshotd.files.as_user import User, file_user
+from snapshotd.keepers import relay_keys
 from snapshotd.keepers.link import KeeperLink
 from snapshotd.keepers.ranks import RankEntry, cgroup_for_guest
-from snapshotd.moves import description, tree_facts
+from snapshotd.moves import affinity, closed_manifest, description, tree_facts
 from snapshotd.moves.carry import Made
+from snapshotd.moves.closed_manifest import Placed
 from snapshotd.moves.description import ImageDescription
 from snapshotd.moves.device import memory, refill
 from snapshotd.moves.device.parts import Parts
@@ -33,26 +32,22 @@ from snapshotd.moves.journal import MoveLog
 from snapshotd.moves.node import Node
 from snapshotd.moves.peers import connections, socket_options
 from snapshotd.moves.peers.forwarding import moved_listeners
-from snapshotd.moves.record import Fields, JournalledProcess, NcclProcess
+from snapshotd.moves.record import Begin, Fields, JournalledProcess, NcclProcess
 from snapshotd.moves.rules import Mark
-from snapshotd.moves.target import comparison
+from snapshotd.moves.target import comparison, guest_keeper
 from snapshotd.moves.tree_facts import TreeFacts
-from snapshotd.proc import cgroup_limits, host, status, tree
+from snapshotd.net.places import Places
+from snapshotd.proc import cgroup_limits, gpu_cpus, host, oom_score, tree
 from snapshotd.proc.cgroup import Cgroup
-from snapshotd.proc.privileges import Credentials
-from snapshotd.runtime import programs
 from snapshotd.runtime.blocking import in_thread
 from snapshotd.runtime.faults import Point, reach
 from snapshotd.transport.device.incoming import Incoming
 
 log = logging.getLogger(__name__)
 
-KEEPER_S = 15.0
 #: Time limit of a restore, because one that hangs keeps the job paused: a fixed part, and a part for every GiB of image.
 RESTORE_S, RESTORE_GIB_S = 60.0, 10.0
 STOP_S = 10.0
-#: Where this program is installed.
-_PACKAGES = Path(__file__).resolve().parents[3]
 
 
 class Restore:
@@ -65,24 +60,36 @@ class Restore:
     async def run(self, parts: Parts, incoming: Incoming | None = None) -> Fields:
         """Restores; returns what is journalled about the held copy. `parts` collects timings, `incoming` receives offloaded
         device memory."""
-        begin = self.log.begin
-        folder = self.node.store.path(begin.move)
+        folder = self.node.store.path(self.log.move)
         image = await _read_description(folder)
         _same_rank(self.log, image)
         described = await in_thread(self._verify, folder, image)
-        user = next(one.credentials for one in described.processes if one.pid == image.root)
         if image.by_device_channel and incoming is None:
             await in_thread(refill.must_be_here, folder, image.offloaded)
         await self._place_and_mend(folder, image)
+        placing = asyncio.create_task(in_thread(self._place_closed, folder, image))  # criu needs none of these files
+        try:
+            held = await self._restore(folder, image, described, parts, incoming)
+            await placing
+        finally:
+            await asyncio.gather(placing, return_exceptions=True)
+        return held
+
+    async def _restore(
+        self, folder: Path, image: ImageDescription, described: TreeFacts, parts: Parts, incoming: Incoming | None
+    ) -> Fields:
+        begin = self.log.begin
+        user = next(one.credentials for one in described.processes if one.pid == image.root)
         rewires = image.rewires
         await in_thread(self.log.mark, Mark.RESTORING, filtered=bool(rewires))
         await in_thread(connections.hold, begin.move, rewires, on_target=True)
         meeting = asyncio.create_task(in_thread(connections.meet, rewires, image.nodes))
-        closed = await in_thread(connections.rewrite, folder, rewires)
+        rewritten = await in_thread(connections.rewrite, folder, rewires)
         group = cgroup_for_guest(begin.rank_uid, begin.move)
         entry = self._entry(image, group)
+        # Before there is a keeper: one whose move is not registered is not wanted, and ends.
         self.node.ranks.put(entry)
-        link, ours, process = await self._start_keeper(image, group, user)
+        link, ours, process = await guest_keeper.start(self.node, begin, image, group, user, self.link)
         try:
             entry.keeper_pid, entry.keeper_start_ticks = link.keeper.pid, link.keeper.start_ticks
             self.node.ranks.put(entry)
@@ -102,8 +109,9 @@ class Restore:
             await process.wait()
         root = await in_thread(tree.find_child, link.keeper.pid, answer.restore.pid, STOP_S)
         await in_thread(_hold, group)
+        await in_thread(oom_score.spare_no_user, group.pids())
         await in_thread(self._compare, group.pids(), image, described)
-        await in_thread(connections.reset, group.pids(), closed)
+        await in_thread(connections.finish, group.pids(), rewritten, image.socket_options.reset)
         await in_thread(socket_options.use_full_segments, group.pids())
         await meeting
         processes = _processes(group.pids(), image.cuda_pids)
@@ -125,7 +133,7 @@ class Restore:
             for process, (_, number) in zip(in_nccl, image.nccl_instances, strict=True)
         ]
         await link.restored(answer.restore.pid)
-        await in_thread(_set_affinity, group.pids(), image)
+        await in_thread(self._bind, group.pids(), image)
         await in_thread(_set_limits, group, image.limits)
         entry.pid, entry.start_ticks, entry.link = root.pid, root.start_ticks, link
         self.node.ranks.put(entry)
@@ -152,12 +160,26 @@ class Restore:
         placing = asyncio.create_task(in_thread(self.node.carry.place, folder, image.carried, user, journal))
         try:
             await in_thread(images.mend, folder, image.other_names)
+            await in_thread(images.mend_threads, folder)
             ghosts = await in_thread(_free_ghosts, folder)
             modes = await placing
         finally:
             await asyncio.gather(placing, return_exceptions=True)
             await in_thread(self.log.mark, Mark.RESTORING, ghosts=ghosts)
         await in_thread(images.set_modes, folder, modes)
+
+    def _place_closed(self, folder: Path, image: ImageDescription) -> None:
+        user = file_user(image.identity, image.user_id)
+
+        def journal(placed: Placed) -> None:
+            closed_manifest.save(self.log.folder / closed_manifest.FILE, placed)
+            self.log.mark(Mark.RESTORING, rank_user=user)
+
+        self.node.carry.closed.place(folder, user, journal, self.log.record.made)
+
+    def _bind(self, pids: list[int], image: ImageDescription) -> None:
+        gpus = [new for old, new in self.log.record.gpu_pairs if old in image.gpus]
+        affinity.restore(pids, image.affinity, set(image.cpus), set(image.gpu_cpus), gpu_cpus.near(gpus))
 
     def _verify(self, folder: Path, image: ImageDescription) -> TreeFacts:
         """What the source described. Raises Refused unless the image contains that alone and this node's policy allows it."""
@@ -172,17 +194,15 @@ class Restore:
         for own, others in described.values():
             for who in (own, *others.values()):
                 verify.must_be_allowed(who, shown, allow_root=allow_root)
-        users = {user for own, _ in described.values() for user in own.all_user_ids}
-        for fact in image.carried:
-            if fact.user_id not in users and 0 not in users and not stat.S_ISDIR(fact.mode):
-                raise verify.refuse(
-                    "carried-files",
-                    f"{fact.path} belongs to user {fact.user_id}, not to the rank's",
-                    "have the job copy the file, so that it belongs to the job's user",
-                )
         if image.root not in described:
             raise verify.refuse("image-content", f"the source did not describe process {image.root}, the rank itself")
         verify.must_match(folder, described, image.tree.paths())
+        facts = pb.RankFacts(
+            files=image.new_files, identity=image.identity.to_proto(), rank=pb.Rank(user_id=image.user_id)
+        )
+        compared = preflight.compare_files("new-files", facts)
+        for check in preflight.refusals([compared]):
+            raise verify.refuse(check.name, check.reason, check.remedy)
         return image.tree
 
     def _compare(self, pids: list[int], image: ImageDescription, described: TreeFacts) -> None:
@@ -224,77 +244,19 @@ class Restore:
             command=image.command,
             started_unix_s=image.started_unix_s,
             moves=image.moves + 1,
+            restored_by=begin.move,
         )
-        addresses = {node.name: node.addresses for node in image.nodes}
+        relay_keys.take_over(entry, image.relay_keys or [image.relay_key])
         entry.nodes = [node.to_list() for node in image.nodes]
         entry.former = moved_listeners(
             image.former,
             image.rewires,
-            addresses.get(begin.source_node, []),
-            addresses.get(begin.target_node, []),
+            Places.of([node.to_proto() for node in image.nodes], begin.source_node, begin.target_node),
             leaves_home=begin.source_node == entry.home_node,
             comes_home=begin.target_node == entry.home_node,
         )
         entry.moving = begin.move
         return entry
-
-    async def _start_keeper(
-        self, image: ImageDescription, group: Cgroup, user: Credentials
-    ) -> tuple[KeeperLink, Any, asyncio.subprocess.Process]:
-        """Starts the guest keeper. It is connected when this returns, and criu waits for its request."""
-        begin, config = self.log.begin, self.node.config
-        ours, theirs = session.swrk_pair()
-        program = programs.opened(config.criu)
-        environment = session.restore_environment(program, self.node.store.path(begin.move), user)
-        spec = {
-            "uid": begin.rank_uid,
-            "job": begin.job,
-            "rank": begin.rank,
-            "relay_key": image.relay_key,
-            "move": begin.move,
-            "home_node": image.home_node,
-            "home_endpoint": image.home_endpoint,
-            "node": config.node,
-            "keeper_sock": str(config.keeper_socket),
-            "criu": {"argv": program.argv, "fds": program.fds, "environment": environment},
-            "criu_fd": theirs.fileno(),
-            "cgroup_procs": str(group.path / "cgroup.procs"),
-            "identity": image.identity.to_orders(),
-            "stdio": await in_thread(image.stdio.to_json),
-            "spool": {
-                "folder": str(config.spool_dir),
-                "rank_bytes": config.spool_rank_bytes,
-                "total_bytes": config.spool_total_bytes,
-                "free_bytes": config.spool_free_bytes,
-            },
-            "command": image.command,
-            "moves": image.moves + 1,
-            "started_unix_s": image.started_unix_s,
-        }
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", "-m", "shim.keeper.guest"),
-            pass_fds=(theirs.fileno(), *program.fds),
-            env=programs.environment(PYTHONPATH=str(_PACKAGES)),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.DEVNULL,
-            # stderr is this daemon's: a pipe would stay open in the keeper, and asyncio's wait() waits for its end too.
-            start_new_session=True,
-            cwd="/",
-        )
-        theirs.close()
-        assert process.stdin is not None
-        process.stdin.write(await in_thread(lambda: json.dumps(spec).encode()))
-        process.stdin.close()
-        try:
-            link = await asyncio.wait_for(self.link, KEEPER_S)
-        except TimeoutError as error:
-            ended = f" (it ended with {process.returncode})" if process.returncode else ""
-            raise Timeout(
-                f"the guest keeper did not come up in {KEEPER_S:.0f} s{ended}",
-                remedy="see the daemon's log on the target for its output",
-                where=Where.SOURCE_FROZEN,
-            ) from error
-        return link, ours, process
 
     @staticmethod
     async def sweep(node: Node, move_log: MoveLog) -> None:
@@ -314,8 +276,26 @@ class Restore:
         await in_thread(connections.let_go, move_log)
         await in_thread(links.sweep_ghosts, move_log.record.ghosts)
         if move_log.record.rank_user is not None:
-            await in_thread(node.carry.take_away, move_log.record.made, User(*move_log.record.rank_user))
+            user = User(*move_log.record.rank_user)
+            if not _shares_files(node, begin):
+                await in_thread(node.carry.closed.take_away, closed_manifest.load_placed(move_log.folder), user)
+            await in_thread(node.carry.take_away, move_log.record.made, user)
         await in_thread(node.store.drop, begin.move)
+
+
+def _shares_files(node: Node, begin: Begin) -> bool:
+    """Whether another rank of the user is here, or arriving. It may have found files that this move made, instead of making
+    them itself."""
+    arriving = any(
+        other.begin.role == "target"
+        and (other.begin.user_id, other.begin.move != begin.move) == (begin.user_id, True)
+        and other.last_mark in {Mark.SEALED, Mark.RESTORING, Mark.HELD}
+        for other in node.journal.all()
+    )
+    return arriving or any(
+        (entry.user_id, entry.uid != begin.rank_uid, entry.away_node) == (begin.user_id, True, "")
+        for entry in node.ranks.all()
+    )
 
 
 def _free_ghosts(folder: Path) -> list[links.Ghost]:
@@ -395,13 +375,3 @@ def _set_limits(group: Cgroup, limits: dict[str, str]) -> None:
             remedy="enable the controllers for the slice of snapshotd.service on the target, or choose another node",
             where=Where.SOURCE_FROZEN,
         ) from error
-
-
-def _set_affinity(pids: list[int], image: ImageDescription) -> None:
-    """Restores the CPU affinity if it was narrower than the source's CPUs and those CPUs exist here."""
-    here, everywhere = os.sched_getaffinity(0), set(image.cpus)
-    for pid in pids:
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            wanted = set(image.affinity.get(status.read(pid, int(thread)).inner_pid, ()))
-            if wanted and wanted != everywhere and wanted & here:
-                os.sched_setaffinity(int(thread), wanted & here)

@@ -10,8 +10,8 @@ import contextlib
 import logging
 
 from snapshotd.api import snapshotd_pb2 as pb
+from snapshotd.api.addresses import split_address
 from snapshotd.api.errors import Damaged, NotFound, SnapshotError, Where, WrongState
-from snapshotd.config import split_address
 from snapshotd.keepers.relay import Relays
 from snapshotd.moves import rules
 from snapshotd.moves.journal import MoveLog
@@ -23,7 +23,9 @@ from snapshotd.moves.rules import Mark, Outcome, TargetDecision, TargetFacts
 from snapshotd.moves.steps import Steps, settle_loop
 from snapshotd.moves.target.device_channels import DeviceChannels
 from snapshotd.moves.target.restore import Restore
+from snapshotd.moves.target.spare_children import start_spares_later
 from snapshotd.moves.target.waking import wake
+from snapshotd.proc import host
 from snapshotd.runtime import metrics
 from snapshotd.runtime.blocking import in_thread
 from snapshotd.runtime.faults import Point, reach
@@ -34,6 +36,9 @@ log = logging.getLogger(__name__)
 ASK_AGAIN_S = 2.0
 #: A target begins to ask the source after this time without a request; the driver's own requests come much faster.
 DRIVER_FIRST_S = 3.0
+#: A move whose image is neither complete nor arriving is dropped if its source is silent for this long. The source cannot
+#: commit it without the receipt for a whole copy, so this never decides against a copy that runs.
+NEVER_BEGAN_S = 600.0
 
 
 class TargetSettling(Steps):
@@ -113,6 +118,7 @@ class TargetSettling(Steps):
         try:
             async with self.node.client(begin.source_node, begin.source_endpoint) as client:
                 answer = await client.source.GetOutcome(pb.MoveRequest(move=begin.move), timeout_s=5)
+            moving.answered_s = host.boottime_s()
         except NotFound:
             if moving.log.last_mark in {Mark.HELD, Mark.ACTIVATED}:
                 moving.waiting_for = (
@@ -122,6 +128,10 @@ class TargetSettling(Steps):
             await self.learn(moving, Outcome.ABORT, "the source never began this move", "target")
             return True
         except SnapshotError as error:
+            if self._never_began(moving):
+                reason = f"the source has sent nothing and has been silent for {NEVER_BEGAN_S / 60:.0f} minutes"
+                await self.learn(moving, Outcome.ABORT, reason, "target")
+                return True
             moving.waiting_for = f"the source does not answer: {error.headline}"
             return False
         if answer.kind == pb.UNDECIDED:
@@ -134,6 +144,11 @@ class TargetSettling(Steps):
             raise Damaged(f"the source's token for {outcome} is wrong", where=Where.TARGET_HELD)
         await self.learn(moving, outcome, answer.reason, "source")
         return True
+
+    def _never_began(self, moving: Moving) -> bool:
+        silent_s = host.boottime_s() - moving.answered_s
+        arriving = self.bulk_receivers.is_busy(moving.log.move)
+        return moving.log.last_mark is Mark.PREPARED and not arriving and silent_s >= NEVER_BEGAN_S
 
     async def learn(self, moving: Moving, outcome: Outcome, reason: str, by: str) -> None:
         standing = await in_thread(moving.log.decide, outcome, reason, by)
@@ -171,6 +186,7 @@ class TargetSettling(Steps):
             self.relays.start(entry, entry.link)
         await self._forget_images(move_log.move)
         moving.done = True
+        start_spares_later()
         await reach(Point.ACTIVATE)
         log.info("rank %s runs here now", move_log.begin.rank)
 
@@ -186,6 +202,7 @@ class TargetSettling(Steps):
         await Restore.sweep(self.node, moving.log)
         await in_thread(moving.log.mark, Mark.DISCARDED)
         self.forwarding.hold_again(moving.log.begin.rank_uid)
+        start_spares_later()
         await reach(Point.DISCARD)
 
     def recall(self, move_log: MoveLog) -> Moving:

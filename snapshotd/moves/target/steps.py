@@ -12,7 +12,18 @@ import time
 
 from snapshotd import preflight
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.api.errors import Busy, Denied, RankGone, Refused, SnapshotError, Usage, Where, WrongState
+from snapshotd.api.errors import (
+    Busy,
+    Denied,
+    NotFound,
+    RankGone,
+    Refused,
+    SnapshotError,
+    Unreachable,
+    Usage,
+    Where,
+    WrongState,
+)
 from snapshotd.files.as_user import spares
 from snapshotd.keepers.ranks import check_rank_uid
 from snapshotd.keepers.relay import Relays
@@ -28,6 +39,8 @@ from snapshotd.moves.steps import must_be_at, step
 from snapshotd.moves.target import gpus
 from snapshotd.moves.target.restore import Restore
 from snapshotd.moves.target.settling import TargetSettling, facts_of
+from snapshotd.moves.target.source_signature import SourceSignatures
+from snapshotd.moves.target.spare_children import start_spares
 from snapshotd.proc import host
 from snapshotd.proc.credentials import Identity
 from snapshotd.runtime import metrics
@@ -35,6 +48,10 @@ from snapshotd.runtime.blocking import in_thread
 from snapshotd.runtime.faults import Point, reach
 
 log = logging.getLogger(__name__)
+
+#: A source that has asked about its move cannot be declared dead for this long.
+SOURCE_SEEN_S = 60.0
+CHECK_TIMEOUT_S = 10.0
 
 
 class TargetSteps(TargetSettling):
@@ -44,6 +61,7 @@ class TargetSteps(TargetSettling):
         super().__init__(node, relays, forwarding)
         self.restores: dict[str, Restore] = {}
         self._choosing = asyncio.Lock()
+        self._signatures = SourceSignatures(node.credentials)
 
     async def examine(self, facts: pb.RankFacts, info: pb.NodeInfo, gpu_wish: str) -> list[pb.Check]:
         """The checks of preflight on this node. Changes nothing."""
@@ -80,6 +98,8 @@ class TargetSteps(TargetSettling):
             same = (older.begin.rank_uid, older.begin.role) == (facts.rank.uid, "source")
             if same and older.last_mark is not Mark.SETTLED:
                 raise Busy(f"move {older.move} of this rank away from here is not cleaned up yet")
+        await self._check_source(facts.source_node, request)
+        await self._signatures.meet(facts.source_node, request.source_endpoint)
         await reach(Point.BEFORE_PREPARE)
         async with self._choosing:  # two moves that begin at the same time get different GPUs
             pairs = await gpus.choose(self.node, request)
@@ -111,8 +131,10 @@ class TargetSteps(TargetSettling):
                 identity=identity,
             )
         self.track(move_log)
-        if any(fact.carried for fact in facts.files):
-            await in_thread(spares.add)
+        for needed in (any(fact.carried for fact in facts.files), bool(facts.closed_bytes)):
+            if needed:
+                await in_thread(spares.add)
+        await start_spares()
         await reach(Point.PREPARE)
         return _prepared(move_log)
 
@@ -144,9 +166,10 @@ class TargetSteps(TargetSettling):
 
     @step
     async def seal(self, request: pb.SealRequest, caller: str) -> pb.SealReply:
-        """The source has sent all files: verifies that they are complete."""
+        """The source has sent all files: verifies that they are complete, and those that the source has signed."""
         self.authorise_source(request.move, caller)
         async with self.working_on(request.move, "stream") as moving:
+            await self._signatures.check(moving.log.begin, request.files, request.signature)
             damaged = await in_thread(self.node.store.seal, request.move, request.files)
             if not damaged:
                 await in_thread(self.bulk_receivers.close, request.move)
@@ -213,12 +236,16 @@ class TargetSteps(TargetSettling):
             return pb.ActivateReply(running=moving.log.last_mark is Mark.ACTIVATED)
 
     @step
-    async def discard(self, move: str, token: bytes) -> pb.DiscardReply:
-        """With the source's token for ABORT: drops the copy here."""
+    async def discard(self, move: str, token: bytes, operator: str = "") -> pb.DiscardReply:
+        """With the source's token for ABORT: drops the copy here. An operator needs no token to end a move that never
+        began: no whole copy is here, and its source does not know it or does not answer."""
         check_move_id(move)
         if self.journal.find(move) is None:
             return pb.DiscardReply()
         moving = self.moving(move)
+        if operator and not token:
+            await self._end_unbegun(moving, operator)
+            return pb.DiscardReply()
         if not rules.proves(token, moving.log.nonce, "ABORT", move):
             moving.wake()  # a source that never began the move has no nonce for its token: ask it at once
             raise Denied(f"that is not the source's ABORT token for move {move}")
@@ -227,7 +254,20 @@ class TargetSteps(TargetSettling):
             await self.settle_once(moving)
             return pb.DiscardReply()
 
-    async def copy_state(self, move: str) -> pb.Copy:
+    async def _end_unbegun(self, moving: Moving, by: str) -> None:
+        """Safe without the source's record: it cannot record COMMIT without the receipt for a whole copy."""
+        if await self._source_answers(moving.log.begin):
+            raise WrongState(
+                f"the source answers and knows move {moving.log.move}: its record decides", where=Where.UNKNOWN
+            )
+        async with moving.lock:
+            must_be_at(moving, {Mark.PREPARED, Mark.SEALED, Mark.DISCARDED}, ": it may have a whole copy")
+            await self.learn(moving, Outcome.ABORT, "ended by an operator: its source never began it", by)
+            await self.settle_once(moving)
+
+    async def copy_state(self, move: str, caller: str) -> pb.Copy:
+        """The state of the copy here. A source that asks about a held one may abort the move at once: from then on it cannot
+        be declared dead."""
         check_move_id(move)
         found = self.journal.find(move)
         if found is None or found.begin.role != "target":
@@ -236,15 +276,25 @@ class TargetSteps(TargetSettling):
         if state is CopyState.GONE:  # final only if no step is just about to mark it ACTIVATED
             async with self.moving(move).lock:
                 state = rules.target_answer(facts_of(found))
+        if state is CopyState.HELD and caller == found.begin.source_node:
+            moving = self.moving(move)
+            async with moving.lock:  # not while a declaration is examined
+                state = rules.target_answer(facts_of(found))
+                moving.source_seen_s = host.boottime_s()
         return pb.Copy(state=pb.Copy.State.Value(state.name))
 
     @step
     async def declare_source_dead(self, move: str, by: str) -> pb.ActivateReply:
         """An operator declares that the source is dead: the held copy continues here; an incomplete one is dropped."""
         moving = self.moving(move)
-        if await self._source_answers(moving.log.begin):
-            raise WrongState(f"the source answers and knows move {move}: it is not dead", where=Where.UNKNOWN)
         async with moving.lock:
+            if await self._source_answers(moving.log.begin):
+                raise WrongState(f"the source answers and knows move {move}: it is not dead", where=Where.UNKNOWN)
+            since_s = host.boottime_s() - moving.source_seen_s
+            if since_s < SOURCE_SEEN_S:
+                raise WrongState(
+                    f"the source asked about move {move} {since_s:.0f} s ago: it is not dead", where=Where.UNKNOWN
+                )
             held = moving.log.last_mark in {Mark.HELD, Mark.ACTIVATED}
             outcome = Outcome.COMMIT if held else Outcome.ABORT
             await self.learn(moving, outcome, "an operator declared the source dead", by)
@@ -258,6 +308,20 @@ class TargetSteps(TargetSettling):
         except SnapshotError:
             return False
         return True
+
+    async def _check_source(self, name: str, request: pb.PrepareRequest) -> None:
+        """Raises Unreachable if the source does not answer: this node could not learn how the move ends."""
+        try:
+            async with self.node.client(name, request.source_endpoint) as client:
+                await client.source.GetOutcome(pb.MoveRequest(move=request.move), timeout_s=CHECK_TIMEOUT_S)
+        except NotFound:
+            return  # it answers, and has not begun the move yet
+        except SnapshotError as error:
+            raise Unreachable(
+                f"{name}, the source of the move, does not answer {self.node.config.node} at {request.source_endpoint}:"
+                f" {error.headline}",
+                where=Where.SOURCE_RUNNING,
+            ) from error
 
     def held(self, move: str) -> Moving | None:
         """The move whose copy is held here: it may neither run nor be dropped yet."""

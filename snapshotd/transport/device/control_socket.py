@@ -15,6 +15,8 @@ import socket
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from snapshotd.sandbox.enter import enter, library_paths
+from snapshotd.sandbox.profiles import Profile
 from snapshotd.transport.device.records import StripeError
 
 MESSAGE_BYTES = 16 << 10
@@ -53,6 +55,11 @@ class Control:
             self._line.send(json.dumps(message).encode(), socket.MSG_DONTWAIT)
         except BlockingIOError:
             return
+
+
+def restrict(path: str) -> None:
+    """From now on this process has the rights of root's files alone, and opens nothing but that file and those beside it."""
+    enter(Profile.STRIPE, read=library_paths(), write=[os.path.dirname(path)])
 
 
 def serve(work: Callable[[Control, dict[str, Any], list[int]], None]) -> NoReturn:

@@ -186,6 +186,7 @@ class Outgoing:
         assert stripe.child is not None
         await stripe.child.ready()
         connection, keys = await self._reach(stripe)
+        why: SnapshotError | None = None  # other than that a connection broke
         for left in range(REOPENED, -1, -1):
             with connection:
                 stripe.child.say(keys.message() if self._encrypted else {}, [connection.fileno()])
@@ -193,12 +194,16 @@ class Outgoing:
             if message is None:
                 return
             error = child_error(message["code"], f"{stripe.name} to node {self._node}: {message['lost']}")
-            if (
-                not left or not stripe.connected.done()
-            ):  # before the first byte: the caller can still use the image channel
-                raise error
+            if not isinstance(error, Unreachable):
+                why = error
+            # Before the first byte the caller can still use the image channel.
+            if not left or not stripe.connected.done():
+                raise why or error
             log.warning("%s; opening a new connection", error.message)
-            connection, keys = await self._reach_again(stripe)
+            try:
+                connection, keys = await self._reach_again(stripe)
+            except Unreachable as unreachable:  # the target has given up, possibly for a reason that is known here
+                raise why or unreachable from unreachable
 
     async def _until_it_breaks(self, stripe: _Stripe) -> dict[str, Any] | None:
         """The child's message about it; None when the whole stripe has arrived."""

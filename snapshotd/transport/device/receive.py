@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from snapshotd.transport.device.connection import Connection, taken_over
-from snapshotd.transport.device.control_socket import Control, Ended, serve
+from snapshotd.transport.device.control_socket import Control, Ended, restrict, serve
 from snapshotd.transport.device.records import (
     HEADER_BYTES,
     Buffer,
@@ -224,6 +224,7 @@ _fallocate.restype = ctypes.c_int
 
 
 def receive(control: Control, settings: dict[str, Any], _fds: list[int]) -> None:
+    restrict(settings["path"])
     receiver = Receiver(control, settings["path"])
     control.say(ready=True)
     receiver.run(int(settings["expected_bytes"]))

@@ -11,7 +11,7 @@ import select
 from typing import Any
 
 from snapshotd.transport.device.connection import Connection, read_reply, taken_over
-from snapshotd.transport.device.control_socket import Control, serve
+from snapshotd.transport.device.control_socket import Control, restrict, serve
 from snapshotd.transport.device.records import (
     MAX_STRIPE_BYTES,
     RECORD_BYTES,
@@ -170,6 +170,7 @@ class Sender:
 
 
 def send(control: Control, settings: dict[str, Any], fds: list[int]) -> None:
+    restrict(settings["path"])
     sender = Sender(control, settings["path"], fds[0])
     control.say(ready=True)
     sender.run()

@@ -18,7 +18,7 @@ import threading
 from collections.abc import Sequence
 from time import monotonic
 
-from snapshotd.api.channel import Credentials
+from snapshotd.api.credentials import Credentials
 from snapshotd.api.errors import Damaged, Denied, Internal, SnapshotError
 from snapshotd.transport.image import grpc_channel
 from snapshotd.transport.image.frame import MAX_CHUNK_BYTES, Answer, Frame, Kind, parse_header
@@ -51,6 +51,11 @@ class BulkReceivers:
                     receiver.listener.close()
                 receiver = self._open[move] = fresh
         return receiver.listener.port, receiver.key
+
+    def is_busy(self, move: str) -> bool:
+        """Whether images of the move are arriving, or may do so any moment."""
+        receiver = self._open.get(move)
+        return receiver is not None and (receiver.listener.accepting or receiver.listener.connected)
 
     def close(self, move: str) -> None:
         """No socket and no thread of the move's receiver is left when this returns. Idempotent."""

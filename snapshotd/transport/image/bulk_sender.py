@@ -13,7 +13,7 @@ import ssl
 import threading
 from collections import deque
 
-from snapshotd.api.channel import Credentials
+from snapshotd.api.credentials import Credentials
 from snapshotd.api.errors import Damaged, Internal, SnapshotError, Unreachable
 from snapshotd.runtime.blocking import in_thread
 from snapshotd.transport.image.frame import Answer, Frame, parse_answer
@@ -70,6 +70,8 @@ def _connect(
 
 class BulkStream:
     """One connection; a `Stream`. Made on the loop that uses it."""
+
+    strong = False
 
     def __init__(self, connection: ssl.SSLSocket) -> None:
         self._connection = connection

@@ -5,7 +5,7 @@ Both nodes compute the file's `ImageFile` with the same function. If the results
 
 from __future__ import annotations
 
-import xxhash
+import hashlib
 
 from snapshotd.api.snapshotd_pb2 import ImageFile
 
@@ -20,7 +20,7 @@ def summary(name: str, chunks: Chunks) -> ImageFile:
         name=name,
         size=sum(length for length, _ in ordered),
         chunks=len(ordered),
-        digest=xxhash.xxh3_128(b"".join(digest for _, digest in ordered)).digest(),
+        digest=hashlib.sha256(b"".join(digest for _, digest in ordered)).digest(),
     )
 
 

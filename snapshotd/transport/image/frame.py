@@ -5,14 +5,16 @@ so that the payload is sent exactly as it was read: joining the header to it wou
 the same over gRPC (grpc_channel.py) and over bulk connections (bulk_sender.py, bulk_receiver.py).
 
 Invariant: a frame does not depend on others. It names its file and its offset, so chunks may arrive over any stream, in any
-order and twice. The digest covers every header field and the payload. Zero pages are not sent: a bitmap tells which
-pages are in the payload, the others are holes.
+order and twice. The digest covers every header field and the payload. It is a fast one over bulk connections, which only the
+two daemons see, and a cryptographic one over gRPC, where network processes pass the chunks on. Zero pages are not sent: a
+bitmap tells which pages are in the payload, the others are holes.
 
 All parsers here handle untrusted bytes: malformed input raises `Damaged` before memory is allocated or a path is touched.
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
 import struct
 from collections.abc import Iterator
@@ -24,6 +26,8 @@ import xxhash
 from snapshotd.api.errors import Damaged
 
 VERSION = 1
+#: With a digest for which no other chunk can be found: SHA-256, of which 128 bits are kept.
+STRONG_VERSION = 2
 PAGE_BYTES = 4096
 MAX_CHUNK_BYTES = 8 << 20
 MAX_FILE_BYTES = 1 << 40
@@ -62,6 +66,7 @@ class Frame:
     payload_bytes: int = 0
     digest: bytes = b""
     payload: bytes | memoryview = b""
+    strong: bool = False  # whether the digest is a cryptographic one
 
     def header(self) -> bytes:
         name = self.name.encode()
@@ -69,11 +74,11 @@ class Frame:
 
     def computed_digest(self) -> bytes:
         name = self.name.encode()
-        state = xxhash.xxh3_128(self._fields(name))
+        state = hashlib.sha256(self._fields(name)) if self.strong else xxhash.xxh3_128(self._fields(name))
         state.update(name)
         state.update(self.bitmap)
         state.update(self.payload)
-        return state.digest()
+        return state.digest()[:DIGEST_BYTES]
 
     def intact(self) -> bool:
         """Whether header and payload are what the sender digested."""
@@ -86,25 +91,29 @@ class Frame:
 
     def _fields(self, name: bytes) -> bytes:
         return _HEADER.pack(
-            _MAGIC, VERSION, self.kind, len(name), self.sequence, self.offset, self.length, self.payload_bytes
+            _MAGIC,
+            STRONG_VERSION if self.strong else VERSION,
+            *(self.kind, len(name), self.sequence, self.offset, self.length, self.payload_bytes),
         )
 
 
-def data_frame(sequence: int, name: str, offset: int, data: bytes) -> Frame:
+def data_frame(sequence: int, name: str, offset: int, data: bytes, *, strong: bool = False) -> Frame:
     """The frame for `data` with its digest; a hole if all of it is zero. Copies only if some pages are zero."""
-    frame = Frame(Kind.DATA, sequence, name, offset, len(data), zero_bitmap(data), len(data), payload=data)
+    frame = Frame(
+        Kind.DATA, sequence, name, offset, len(data), zero_bitmap(data), len(data), payload=data, strong=strong
+    )
     if frame.bitmap:
         view = memoryview(data)
         frame.payload = b"".join(view[start:end] for start, end in _runs(frame.bitmap, len(data)))
         frame.payload_bytes = len(frame.payload)
     if not frame.payload_bytes:
-        return hole_frame(sequence, name, offset, len(data))
+        return hole_frame(sequence, name, offset, len(data), strong=strong)
     frame.digest = frame.computed_digest()
     return frame
 
 
-def hole_frame(sequence: int, name: str, offset: int, length: int) -> Frame:
-    frame = Frame(Kind.HOLE, sequence, name, offset, length)
+def hole_frame(sequence: int, name: str, offset: int, length: int, *, strong: bool = False) -> Frame:
+    frame = Frame(Kind.HOLE, sequence, name, offset, length, strong=strong)
     frame.digest = frame.computed_digest()
     return frame
 
@@ -115,8 +124,8 @@ def parse_header(message: bytes) -> Frame:
     if len(blob) < _HEADER_BYTES:
         raise Damaged(f"truncated frame: {len(blob)} bytes where a header has at least {_HEADER_BYTES}")
     magic, version, kind, name_bytes, sequence, offset, length, payload_bytes = _HEADER.unpack_from(blob)
-    if magic != _MAGIC or version != VERSION:
-        raise Damaged(f"not a frame of version {VERSION}: it begins with {blob[:5]!r}")
+    if magic != _MAGIC or version not in (VERSION, STRONG_VERSION):
+        raise Damaged(f"not a frame of version {VERSION} or {STRONG_VERSION}: it begins with {blob[:5]!r}")
     if kind not in (Kind.DATA, Kind.HOLE):
         raise Damaged(f"frame of kind {kind} where a chunk was expected")
     digest = blob[_HEADER.size : _HEADER_BYTES]
@@ -128,6 +137,7 @@ def parse_header(message: bytes) -> Frame:
     if offset + length > MAX_FILE_BYTES:
         raise Damaged(f"{name}: a chunk at {offset} of {length} bytes lies beyond {MAX_FILE_BYTES} bytes")
     frame = Frame(Kind(kind), sequence, name, offset, length, bitmap, payload_bytes, digest)
+    frame.strong = version == STRONG_VERSION
     expected = _payload_expected(frame)
     if payload_bytes != expected:
         raise Damaged(f"{name}: the chunk at {offset} announces {payload_bytes} bytes, its bitmap {expected}")

@@ -75,6 +75,7 @@ class Sender:
         self.chunks_resent = 0
         self.peak_chunks_held = 0
         self._streams = streams
+        self._strong = any(stream.strong for stream in streams)
         self._chunk_bytes = chunk_bytes
         self._on_bytes = on_bytes
         self._slots = asyncio.Semaphore(WINDOW * len(streams))
@@ -166,11 +167,12 @@ class Sender:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(eof.wait(), _PATIENCE_MS / 1000)
         if not offset:
-            await self._read_into_slot(lambda sequence: (hole_frame(sequence, name, 0, 0), Stop.NO_WRITER))
+            empty = partial(hole_frame, name=name, offset=0, length=0, strong=self._strong)
+            await self._read_into_slot(lambda sequence: (empty(sequence), Stop.NO_WRITER))
 
     def _pipe_chunk(self, name: str, fd: int, offset: int, sequence: int) -> tuple[Frame | None, Stop]:
         data, stop = read_chunk(fd, self._chunk_bytes, _PATIENCE_MS)
-        return (data_frame(sequence, name, offset, data) if data else None), stop
+        return (data_frame(sequence, name, offset, data, strong=self._strong) if data else None), stop
 
     async def _read_path(self, name: str, path: Path) -> None:
         try:
@@ -188,7 +190,7 @@ class Sender:
             offset, begun = 0, False
             while offset < size or not begun:
                 begun = True
-                chunk = partial(file_chunk, name, fd, offset, size, self._chunk_bytes)
+                chunk = partial(file_chunk, name, fd, offset, size, self._chunk_bytes, self._strong)
                 frame, _ = await self._read_into_slot(chunk)
                 offset += frame.length if frame is not None else 0
         except OSError as error:

@@ -11,17 +11,17 @@ from snapshotd.transport.image.frame import Frame, data_frame, hole_frame
 
 
 def file_chunk(
-    name: str, fd: int, offset: int, size: int, chunk_bytes: int, sequence: int
+    name: str, fd: int, offset: int, size: int, chunk_bytes: int, strong: bool, sequence: int
 ) -> tuple[Frame | None, Stop]:
     """The hole or the chunk of data at `offset`. Blocks."""
     data_at = _seek(fd, offset, os.SEEK_DATA, size)
     if data_at > offset or offset == size:
-        return hole_frame(sequence, name, offset, data_at - offset), Stop.FULL
+        return hole_frame(sequence, name, offset, data_at - offset, strong=strong), Stop.FULL
     end = min(_seek(fd, offset, os.SEEK_HOLE, size), offset + chunk_bytes, size)
     data = os.pread(fd, end - offset, offset)
     if len(data) != end - offset:
         raise Damaged(f"{name} became shorter while it was being sent", where=Where.SOURCE_FROZEN)
-    return data_frame(sequence, name, offset, data), Stop.FULL
+    return data_frame(sequence, name, offset, data, strong=strong), Stop.FULL
 
 
 def _seek(fd: int, offset: int, whence: int, size: int) -> int:

@@ -18,7 +18,7 @@ import re
 import shutil
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +34,9 @@ log = logging.getLogger(__name__)
 MOVE_NAME = re.compile(r"m-[0-9a-f]{12}")
 MAX_FILES = 100_000
 MAX_CHUNKS = 1 << 20
+#: What is sent while the rank still runs begins with this. If the source does not list it later, it was sent before a restart
+#: of the source's daemon, and counts as nothing.
+AHEAD = "ahead-"
 _SEAL_NAME = ".sealed"  # not a valid name of an image file
 
 
@@ -142,6 +145,7 @@ class ImageStore:
             raise _unknown(move)
         with receiving.changed:
             self._close(move, receiving)
+            _drop_unlisted(receiving, wanted)
             damaged = {file.name for file in files if not is_complete(file, receiving.chunks.get(file.name, {}))}
             damaged |= set(receiving.chunks) - set(wanted)
             damaged |= {name for name, times in wanted.items() if times > 1}
@@ -317,6 +321,14 @@ class ImageStore:
         """The smaller of the tmpfs limit and the available memory: a tmpfs may be larger than the machine's memory."""
         storage = os.statvfs(self._root)
         return min(storage.f_bavail * storage.f_frsize, meminfo.available_bytes())
+
+
+def _drop_unlisted(receiving: _Receiving, listed: Container[str]) -> None:
+    """Removes what was sent ahead in vain. The caller holds the condition, and no chunk is being written."""
+    for name in [name for name in receiving.chunks if name.startswith(AHEAD) and name not in listed]:
+        with suppress(FileNotFoundError):
+            (receiving.directory / name).unlink()
+        del receiving.chunks[name]
 
 
 def _check_sane(frame: Frame) -> None:

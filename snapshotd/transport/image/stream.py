@@ -14,6 +14,10 @@ class Stream(Protocol):
     and `ended`, also after the last answer.
     """
 
+    @property
+    def strong(self) -> bool:
+        """Whether chunks need a cryptographic digest, because other processes than the two daemons pass them on."""
+
     async def send(self, frame: Frame) -> bool:
         """Sends a chunk. False if the stream has ended: `receive` then raises the reason."""
 

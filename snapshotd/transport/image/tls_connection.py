@@ -12,7 +12,7 @@ import socket
 import ssl
 import struct
 
-from snapshotd.api.channel import Credentials
+from snapshotd.api.credentials import Credentials
 from snapshotd.api.errors import BadConfig, Denied
 from snapshotd.api.revocation import peer_of, revocations_of
 from snapshotd.transport.image.frame import Frame

@@ -1,0 +1,23 @@
+/* Checks that a command which comes late, because its thread had no time, does not undo a later one. */
+#include <stdlib.h>
+
+#include "checks/expect.h"
+#include "nccl/gate.h"
+
+static bool is_open(void)
+{
+	return atomic_load(&gate_word) == GATE_OPEN;
+}
+
+int main(void)
+{
+	EXPECT(gate_close(1) && !is_open());
+	EXPECT(gate_open(3) && is_open());
+	EXPECT(!gate_close(2) && is_open());
+	EXPECT(!gate_set_targets(2, calloc(1, sizeof(struct gate_target)), 1));
+	EXPECT(gate_close(4) && !is_open());
+	EXPECT(!gate_open(3) && !is_open());
+	EXPECT(gate_set_targets(5, calloc(1, sizeof(struct gate_target)), 1));
+	EXPECT(gate_open(6) && is_open());
+	return 0;
+}
