@@ -1,8 +1,21 @@
-"""For all tests: hypothesis does not measure time. A busy machine is no reason to fail."""
+"""For all tests. Hypothesis does not measure time: a busy machine is no reason to fail."""
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
 from hypothesis import HealthCheck, settings
 
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
+
+
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """A folder that every user can enter. Not tmp_path: every session of pytest closes the folders above it to others."""
+    with tempfile.TemporaryDirectory() as made:
+        Path(made).chmod(0o755)
+        yield Path(made)

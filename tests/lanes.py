@@ -1,7 +1,8 @@
 """Where a skip is a failure: a lane that has what a test needs must run it.
 
-$SNAPSHOT_LANE names the lane: `ci` (`make test`: root, CRIU, a compiler, no GPU) or `gpu` (`integration/gpu/run`: all of
-these and a GPU). Without it a skip is a skip. What a lane may lack is listed here and nowhere else.
+$SNAPSHOT_LANE names the lane: `ci` (`make test`: root, CRIU, a compiler, no GPU), `gpu` (`integration/gpu/run`: all of
+these and a GPU) or `systemd` (`make test-systemd`: nodes that boot systemd). Without it a skip is a skip. What a lane may
+lack is listed here and nowhere else.
 """
 
 from __future__ import annotations
@@ -9,8 +10,21 @@ from __future__ import annotations
 import os
 
 MAY_LACK: dict[str, tuple[str, ...]] = {
-    "ci": ("no NVIDIA", "no NCCL is installed"),
-    "gpu": ("no NCCL is installed", "no git here"),  # torch's own NCCL is beside torch, not in the system
+    # Also on arm64, and in containers whose root does not have all capabilities.
+    "ci": (
+        "no NVIDIA",
+        "no NCCL is installed",
+        "on x86-64 only",
+        "needs CAP_SYS_RESOURCE",
+        "make test-systemd",
+        "make test-all",
+    ),
+    "systemd": (),
+    "gpu": (
+        "no NCCL is installed",
+        "no git here",
+        "make test-all",
+    ),  # torch's own NCCL is beside torch, not in the system
 }
 
 

@@ -7,11 +7,12 @@ same sample on the same day. The header and the summary print the seed.
     --seed N    run the sample of another day, or of a failed run
     --whole     run every case (`make test-all`)
 
-There are three ways to sample:
+A sample is taken by a mark, by a fixture, or by hypothesis:
 
-    @pytest.mark.sampled(5)               # at most 5 of the cases that the `parametrize` marks of this test make
-    @pytest.mark.sampled(2, per="node")   # at most 2 for each value of the parameter `node`
+    @pytest.mark.sampled(5)                # at most 5 of the cases that the `parametrize` marks of this test make
+    @pytest.mark.sampled(2, per="node")    # at most 2 for each value of the parameter `node`
     @pytest.mark.sampled(2, cover="point") # 2, chosen so that the run meets every value of `point` in one of its tests
+    @pytest.mark.sampled(2, group="torch") # at most 2 of the cases of all tests of this group
 
     def test_walk(sampled: Sampler) -> None:
         for event in sampled(events, 20): # at most 20 of these events, in their order
@@ -19,8 +20,9 @@ There are three ways to sample:
     @settings(DRAWN, max_examples=examples(200)) # hypothesis: a quarter of them, drawn by the seed
 
 A run that names its tests (with `::`, `-k` or `--last-failed`) runs all cases of a marked test, so a failed case can be
-repeated by its name. The sample of a test depends on the seed and on the name of the test. With `cover` it also depends on
-the other tests of the run: a case is exchanged for one whose value no other test meets, and added if none can be exchanged.
+repeated by its name. The sample of a test depends on the seed and on the name of the test or its group. With `cover` it also
+depends on the other tests of the run: a case is exchanged for one whose value no other test meets, and added if none can be
+exchanged.
 """
 
 from __future__ import annotations
@@ -113,8 +115,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers",
-        "sampled(keep, per=None, cover=None): run at most `keep` cases (for each value of `per`); all tests with the same"
-        " `cover` together run every value of that parameter",
+        "sampled(keep, per=None, cover=None, group=None): run at most `keep` cases (for each value of `per`; of all tests of"
+        " the same `group`); all tests with the same `cover` together run every value of that parameter",
     )
     if config.option.seed is None:
         # Stored in the options, which pytest-xdist hands to its workers: all of them have the seed of one day.
@@ -152,7 +154,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     covering: defaultdict[str, list[str]] = defaultdict(list)
     for item in items:
         if (mark := item.get_closest_marker("sampled")) is not None and isinstance(item, pytest.Function):
-            name = item.nodeid.partition("[")[0]
+            name = mark.kwargs.get("group") or item.nodeid.partition("[")[0]
             if (per := mark.kwargs.get("per")) is not None:
                 name += f"[{per}={item.callspec.params[per]}]"
             if (parameter := mark.kwargs.get("cover")) is not None and name not in cases:

@@ -1,7 +1,8 @@
-"""Two certificate authorities, and a real grpc.aio server with the daemon's own interceptor and options."""
+"""Two certificate authorities, and servicers behind the work of a network process, on the same event loop."""
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -9,17 +10,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import grpc.aio
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from migrator import pki
-from snapshotd.api import snapshotd_pb2_grpc as rpc
-from snapshotd.api.access import Access
+from snapshotd.api.calls import Channel
 from snapshotd.api.client import Credentials, DaemonClient
-from snapshotd.main import SERVER_OPTIONS
+from snapshotd.api.errors import from_wire
+from snapshotd.network.child import LatestFiles
+from snapshotd.network.dispatch import Services
+from snapshotd.network.frames import FROM_NETWORK, Listening, NotListening, Settings
+from snapshotd.network.link import Control, Link
+from snapshotd.network.link_channel import LinkChannel
+from snapshotd.network.server import Network
 
 
 def credentials(identity: pki.Identity) -> Credentials:
@@ -80,6 +85,7 @@ class Served:
     endpoint: str
     unix: str
     certificates: Certificates
+    connect: Callable[[str, str], Channel] | None = None  # of a daemon: its network process makes the connections
 
     def by(self, who: Credentials) -> DaemonClient:
         return DaemonClient(self.endpoint, credentials=who, node="node-1")
@@ -88,35 +94,81 @@ class Served:
         return self.by(self.certificates.operator)
 
     def root(self) -> DaemonClient:
-        return DaemonClient(self.unix)
+        return DaemonClient(self.unix, channel=self.connect("node-1", self.unix) if self.connect is not None else None)
 
 
-Register = Callable[[grpc.aio.Server], None]
+Register = Callable[[Services], None]
 Serve = Callable[[Register], AbstractAsyncContextManager[Served]]
 
 
 def servicer(service: str, **methods: Callable[[Any, Any], Any]) -> Register:
-    """Registers a subclass of the generated servicer with these methods of (request, context); the rest is missing."""
-    own = {name: staticmethod(method) for name, method in methods.items()}
-    instance = type(service, (getattr(rpc, f"{service}Servicer"),), own)()
-    register: Callable[[Any, grpc.aio.Server], None] = getattr(rpc, f"add_{service}Servicer_to_server")
-    return lambda server: register(instance, server)
+    """Registers a servicer with these methods of (request, context); the rest is missing."""
+    instance = type(service, (), {name: staticmethod(method) for name, method in methods.items()})()
+    return lambda services: services.add(service, instance)
+
+
+class Linked:
+    """The daemon's end of a link whose other end, a network process's work, runs on the same event loop."""
+
+    def __init__(self, services: Services, files: Credentials) -> None:
+        services.ready = True
+        self.files = LatestFiles(files)
+        self.files.read()
+        self.link = Link(FROM_NETWORK, services.serve, self._control, first=2)
+        self.network = Network()
+        self._channels = 0
+        self._listening: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    def _control(self, frame: Control) -> None:
+        if isinstance(frame, Listening):
+            self._listening.set_result(frame.port)
+        elif isinstance(frame, NotListening):
+            self._listening.set_exception(from_wire(frame.error))
+
+    @asynccontextmanager
+    async def listening(self, listen: str, unix: str = "", metrics: str = "") -> AsyncIterator[int]:
+        ours, theirs = socket.socketpair()
+        await self.link.attach(ours)
+        tasks = [asyncio.create_task(self.network.run(theirs)), asyncio.create_task(self.link.run())]
+        self.link.send_soon(Settings(listen, unix, metrics))
+        self.link.send_soon(self.files.frame)
+        try:
+            yield await asyncio.wait_for(self._listening, 20)
+        finally:
+            self.link.close()
+            await asyncio.gather(*tasks)
+
+    async def refresh(self) -> None:
+        """What the daemon does when files of certificates may have changed."""
+        if not self.files.replaced():
+            return
+        self.link.send_soon(self.files.frame)
+        frame = self.files.frame
+        wanted = (frame.ca, frame.cert, frame.key), {int(serial, 16) for serial in frame.revoked}
+        while (self.network._contents, self.network.inbound.revoked) != wanted:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+    def connect(self, node: str, endpoint: str) -> LinkChannel:
+        self._channels += 1
+        return LinkChannel(lambda: self.link, self._channels, node, endpoint)
 
 
 @pytest.fixture
 def serve(certificates: Certificates, tmp_path: Path) -> Serve:
+    return serve_in(tmp_path, certificates, linked=False)
+
+
+def serve_in(folder: Path, certificates: Certificates, *, linked: bool) -> Serve:
+    """With `linked`, root's calls too go through the link and from there to the server."""
+
     @asynccontextmanager
     async def running(register: Register) -> AsyncIterator[Served]:
-        server = grpc.aio.server(interceptors=[Access()], options=SERVER_OPTIONS)
-        register(server)
-        port = server.add_secure_port("127.0.0.1:0", certificates.node.for_server())
-        unix = f"unix:{tmp_path}/admin.sock"
-        server.add_insecure_port(unix)
-        await server.start()
-        try:
-            yield Served(f"127.0.0.1:{port}", unix, certificates)
-        finally:
-            await server.stop(0)
+        services = Services()
+        register(services)
+        unix = f"{folder}/admin.sock"
+        ends = Linked(services, certificates.node)
+        async with ends.listening("127.0.0.1:0", unix) as port:
+            yield Served(f"127.0.0.1:{port}", f"unix:{unix}", certificates, ends.connect if linked else None)
 
     return running
 

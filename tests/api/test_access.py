@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import get_args, get_type_hints
 
 import grpc
 import grpc.aio
 import pytest
 
+from snapshotd.api import servicers
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.api.access import ALLOWED, Caller, caller
-from snapshotd.api.client import BothStream, DaemonClient, ServerStream, Unary, open_channel, translate
+from snapshotd.api.access import ALLOWED, Caller, check
+from snapshotd.api.calls import CallEnded, CallFailed
+from snapshotd.api.channel import GrpcChannel, open_channel
+from snapshotd.api.client import BothStream, DaemonClient, ServerStream, Unary, UnknownMethod, translate
 from snapshotd.api.errors import Denied, SnapshotError, Unreachable
+from snapshotd.api.methods import PUSH, methods
+from snapshotd.network.dispatch import Context, Services
 from tests.served import Serve, Served, servicer
-
-PUSH = "/snapshotd.v1.Target/Push"
-
-
-def methods() -> dict[str, Any]:
-    """Every method of the .proto, by descriptor."""
-    services = pb.DESCRIPTOR.services_by_name.values()
-    return {f"/{service.full_name}/{method.name}": method for service in services for method in service.methods}
 
 
 def test_the_table_covers_every_method_and_no_other() -> None:
@@ -42,45 +39,40 @@ def test_the_table_agrees_with_the_proto() -> None:
     assert said == {method: set(roles) for method, roles in ALLOWED.items()}
 
 
-async def test_client_has_every_method() -> None:
+async def test_client_has_every_method_with_its_types() -> None:
     client = DaemonClient("unix:/nowhere")
-    for path in methods():
-        service, method = path.removeprefix("/snapshotd.v1.").split("/")
-        assert isinstance(getattr(getattr(client, service.lower()), method), Unary | ServerStream | BothStream), path
+    kinds = {(False, False): Unary, (False, True): ServerStream, (True, True): BothStream}
+    for path, method in methods().items():
+        service, name = path.removeprefix("/snapshotd.v1.").split("/")
+        found = getattr(getattr(client, service.lower()), name)
+        assert type(found) is kinds[method.request_streaming, method.reply_streaming], path
+        assert (found.path, found.request, found.reply) == (path, method.request, method.reply)
     await client.close()
 
 
+def test_servicers_have_every_method_with_its_types() -> None:
+    for path, method in methods().items():
+        service, name = path.removeprefix("/snapshotd.v1.").split("/")
+        servicer_class = getattr(servicers, f"{service}Servicer")
+        hints = get_type_hints(getattr(servicer_class, name))
+        taken, returned = (hint for key, hint in hints.items() if key != "context")
+        assert (taken if not method.request_streaming else get_args(taken)[0]) is method.request, path
+        assert (returned if not method.reply_streaming else get_args(returned)[0]) is method.reply, path
+
+
 class Everything:
-    """Answers every method of every service with its caller, through a generic handler."""
+    """Answers every method of every service, and remembers its caller."""
 
     def __init__(self) -> None:
         self.callers: list[Caller] = []
 
-    def register(self, server: grpc.aio.Server) -> None:
-        server.add_generic_rpc_handlers([self])  # type: ignore[list-item]
+    def register(self, services: Services) -> None:
+        async def plain(context: Context) -> None:
+            self.callers.append(context.caller)
+            await context.write(b"")
 
-    def service(self, details: grpc.HandlerCallDetails) -> Any:
-        async def one(request: Any, context: Any) -> bytes:
-            self.callers.append(caller(context))
-            return b""
-
-        async def many(request: Any, context: Any) -> AsyncIterator[bytes]:
-            yield await one(request, context)
-
-        async def many_by_hand(request: Any, context: Any) -> None:
-            await context.write(await one(request, context))
-
-        method = methods().get(details.method)
-        if details.method == PUSH:
-            return grpc.stream_stream_rpc_method_handler(many_by_hand)
-        if details.method == "/snapshotd.v1.Node/Secret":
-            return grpc.unary_unary_rpc_method_handler(one)
-        if method is None:
-            return None
-        if method.server_streaming:
-            streams = grpc.stream_stream_rpc_method_handler, grpc.unary_stream_rpc_method_handler
-            return streams[0 if method.client_streaming else 1](many)
-        return grpc.unary_unary_rpc_method_handler(one)
+        for path in (*methods(), PUSH, "/snapshotd.v1.Node/Secret"):
+            services.add_plain(path, plain)
 
 
 def raw(channel: grpc.aio.Channel) -> grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]:
@@ -89,12 +81,15 @@ def raw(channel: grpc.aio.Channel) -> grpc.aio.UnaryUnaryMultiCallable[bytes, by
 
 async def call(channel: grpc.aio.Channel, path: str) -> None:
     """Calls a method with an empty request. Errors are translated into the taxonomy."""
+    stream = GrpcChannel(channel).stream(path)
     try:
-        streaming: Any = channel.stream_stream(path)
-        replies = [reply async for reply in streaming(iter([b""]))]
-        assert replies == [b""]
-    except grpc.aio.AioRpcError as error:
-        raise translate(error, "node-1", path) from error
+        with contextlib.suppress(CallEnded):  # then reading says why
+            await stream.write(b"")
+            await stream.done_writing()
+        assert await stream.read() == b""
+        assert await stream.read() is None
+    except CallFailed as failed:
+        raise translate(failed, "node-1", path) from failed
 
 
 @pytest.mark.parametrize("role", ["operator", "node", "root"])
@@ -127,15 +122,18 @@ def _channel(served: Served, role: str) -> grpc.aio.Channel:
     return open_channel(served.endpoint, who, "node-1")
 
 
-async def test_method_that_is_not_in_the_table_is_denied(serve: Serve) -> None:
+async def test_method_that_is_not_in_the_table_cannot_be_called(serve: Serve) -> None:
     everything = Everything()
     async with serve(everything.register) as served:
         for role in ("operator", "node", "root"):
             channel = _channel(served, role)
-            with pytest.raises(Denied, match="it is not in the access table"):
+            with pytest.raises(UnknownMethod, match=r"does not know .*Secret"):
                 await call(channel, "/snapshotd.v1.Node/Secret")
             await channel.close()
     assert not everything.callers
+    # The daemon does not rely on the network process for this.
+    with pytest.raises(Denied, match="it is not in the access table"):
+        check("/snapshotd.v1.Node/Secret", Caller("root", "root"))
 
 
 async def test_node_that_calls_an_operator_method_is_denied(serve: Serve) -> None:
@@ -184,7 +182,7 @@ async def test_caller_without_a_certificate_is_refused(serve: Serve) -> None:
         options = [("grpc.ssl_target_name_override", "node-1")]
         async with grpc.aio.secure_channel(served.endpoint, anonymous, options) as channel:
             with pytest.raises(grpc.aio.AioRpcError) as got:
-                await raw(channel)(b"", timeout=5)
+                await raw(channel)(b"", timeout=60)
         assert got.value.code() is grpc.StatusCode.UNAVAILABLE
         async with grpc.aio.insecure_channel(served.endpoint) as channel:
             with pytest.raises(grpc.aio.AioRpcError):
@@ -203,7 +201,6 @@ async def test_certificate_of_another_node_is_not_accepted(serve: Serve) -> None
 
 
 async def test_missing_servicer_is_reported_as_unimplemented(serve: Serve) -> None:
-    """The generated base class is not a coroutine and raises NotImplementedError."""
     async with serve(servicer("Node")) as served, served.root() as client:
         with pytest.raises(SnapshotError, match="does not know GetNode"):
             await client.node.GetNode(pb.GetNodeRequest(), timeout_s=5)

@@ -8,7 +8,6 @@ import shutil
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-import grpc.aio
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
@@ -17,12 +16,11 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from migrator import pki
 from snapshotd.api import certificates as checks
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.api.access import Access
 from snapshotd.api.client import Credentials, DaemonClient
 from snapshotd.api.errors import BadConfig, Denied, NotFound, Unreachable, Usage
 from snapshotd.api.revocation import Revocations, load
-from snapshotd.main import SERVER_OPTIONS
-from tests.served import credentials, servicer
+from snapshotd.network.dispatch import Services
+from tests.served import Linked, credentials, servicer
 
 
 @pytest.fixture
@@ -36,7 +34,7 @@ async def get_node(request: pb.GetNodeRequest, context: object) -> pb.NodeInfo:
 
 
 class Server:
-    """A daemon's server with its interceptor, its certificate and its list of revoked ones in files of its own."""
+    """A daemon's servicer behind a network process, its certificate and its list of revoked ones in files of its own."""
 
     def __init__(self, ca: Path, folder: Path) -> None:
         self.ca, self.folder = ca, folder
@@ -58,17 +56,18 @@ class Server:
                 os.replace(self.folder / f"{target}.new", self.folder / target)
 
     async def __aenter__(self) -> Server:
-        access = Access(Revocations(self.files.ca))
-        self._server = grpc.aio.server(interceptors=[access], options=SERVER_OPTIONS)
-        servicer("Node", GetNode=get_node)(self._server)
-        self.port = self._server.add_secure_port("127.0.0.1:0", self.files.for_server())
-        await self._server.start()
+        services = Services()
+        servicer("Node", GetNode=get_node)(services)
+        self.ends = Linked(services, self.files)
+        self._listening = self.ends.listening("127.0.0.1:0")
+        self.port = await self._listening.__aenter__()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._server.stop(0)
+        await self._listening.__aexit__(None, None, None)
 
     async def call(self, who: Credentials) -> str:
+        await self.ends.refresh()
         async with DaemonClient(f"127.0.0.1:{self.port}", credentials=who, node="node-1") as client:
             return (await client.node.GetNode(pb.GetNodeRequest(), timeout_s=20)).name
 
@@ -122,7 +121,7 @@ async def test_revoked_certificate_is_refused_without_a_restart(ca: Path, tmp_pa
         with pytest.raises(Denied, match=rf"operator thief with serial number {serials[0]:x} has been revoked"):
             await server.call(stolen)
         assert await server.call(honest) == "node-1"
-        # Somebody who can only damage or remove the file does not get the certificate accepted again.
+        # An attacker who can only damage or remove the file does not get the certificate accepted again.
         (tmp_path / "tls" / "ca.crl").write_text("nonsense")
         with pytest.raises(Denied, match="has been revoked"):
             await server.call(stolen)
@@ -218,7 +217,7 @@ def test_certificate_that_expires_soon_is_warned_about(ca: Path, monkeypatch: py
     monkeypatch.setattr(pki, "LEAF_VALID", timedelta(days=12))
     (warning,) = checks.warnings(credentials(pki.issue_node(ca, "node-2")))
     assert "expires on" in warning
-    assert "migrator pki renew" in warning
+    assert "migrator cluster rotate" in warning
     monkeypatch.setattr(pki, "LEAF_VALID", timedelta(days=731))
     (warning,) = checks.warnings(credentials(pki.issue_node(ca, "node-3")))
     assert "is valid for 731 days" in warning

@@ -6,6 +6,7 @@ Invariant: no test can reach a cluster, a lab or a daemon that exists on this ma
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -17,9 +18,11 @@ import pytest
 
 from migrator.cli import main
 from snapshotd import __version__
+from snapshotd.api import protocol
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api import snapshotd_pb2_grpc as stubs
 from snapshotd.api.errors import WIRE_KEY, SnapshotError
+from tests.cli.fake_gates import FakeGates
 from tests.cli.gated_job import Gated
 
 MOVE = "m-0123456789ab"
@@ -34,12 +37,18 @@ class FakeDaemon(stubs.NodeServicer, stubs.SourceServicer, stubs.TargetServicer)
     moves: list[pb.MoveRecord] = field(default_factory=list)
     gates: list[pb.ClosedGate] = field(default_factory=list)
     checks: list[pb.Check] = field(default_factory=list)
+    rewires: list[pb.Rewire] = field(default_factory=list)
+    addresses: list[str] = field(default_factory=list)
     gpus: list[pb.Gpu] = field(default_factory=list)
     gpu_problem: str = ""
     version: str = __version__
+    protocol: pb.Protocol = field(default_factory=protocol.own)
     copy: pb.Copy = field(default_factory=lambda: pb.Copy(state=pb.Copy.NO_SUCH_MOVE))
     gated: list[Gated] = field(default_factory=list)  # the processes of this node that use NCCL
     gate_waits_for: str = ""
+    finds: pb.FindNodeReply = field(default_factory=lambda: pb.FindNodeReply(found="its daemon does not answer"))
+    diagnosis: pb.DiagnoseReply = field(default_factory=pb.DiagnoseReply)
+    clock_ahead_s: float = 0.0
     failures: dict[str, SnapshotError] = field(default_factory=dict)  # by method
     unknown: set[str] = field(default_factory=set)  # methods that an older daemon does not know
     asked: list[tuple[str, Any]] = field(default_factory=list)
@@ -54,7 +63,7 @@ class FakeDaemon(stubs.NodeServicer, stubs.SourceServicer, stubs.TargetServicer)
             context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
         if (error := self.failures.get(method)) is not None:
             context.set_trailing_metadata(((WIRE_KEY, error.to_wire()),))
-            context.abort(error.status, error.message)
+            context.abort(grpc.StatusCode[error.status], error.message)
 
     def record(self, move: str) -> pb.MoveRecord:
         """The daemon's record of a move. It is created if the test did not set one."""
@@ -70,19 +79,35 @@ class FakeDaemon(stubs.NodeServicer, stubs.SourceServicer, stubs.TargetServicer)
         return pb.NodeInfo(
             name=self.name,
             version=self.version,
+            protocol=self.protocol,
             kernel="6.18.0",
             criu_version="4.2.1",
             memory_available_bytes=8_000_000_000,
             image_capacity_bytes=4_000_000_000,
             ranks=len(self.ranks),
+            addresses=self.addresses,
+            interfaces=["eth0"] * len(self.addresses),
             gpus=self.gpus,
             driver_version="580.159.04" if self.gpus else "",
             gpu_problem=self.gpu_problem,
+            architecture="x86_64",
+            now_unix_s=time.time() + self.clock_ahead_s,
         )
+
+    def Diagnose(self, request: pb.DiagnoseRequest, context: grpc.ServicerContext) -> pb.DiagnoseReply:
+        self._hear("Diagnose", request, context)
+        return self.diagnosis
+
+    def OpenProbe(self, request: pb.OpenProbeRequest, context: grpc.ServicerContext) -> pb.OpenProbeReply:
+        raise AssertionError("only nodes ask for it")
 
     def ListRanks(self, request: pb.ListRanksRequest, context: grpc.ServicerContext) -> pb.ListRanksReply:
         self._hear("ListRanks", request, context)
         return pb.ListRanksReply(ranks=self.ranks)
+
+    def FindNode(self, request: pb.FindNodeRequest, context: grpc.ServicerContext) -> pb.FindNodeReply:
+        self._hear("FindNode", request, context)
+        return self.finds
 
     def ListMoves(self, request: pb.ListMovesRequest, context: grpc.ServicerContext) -> pb.ListMovesReply:
         self._hear("ListMoves", request, context)
@@ -95,7 +120,7 @@ class FakeDaemon(stubs.NodeServicer, stubs.SourceServicer, stubs.TargetServicer)
 
     def Inspect(self, request: pb.InspectRequest, context: grpc.ServicerContext) -> pb.InspectReply:
         self._hear("Inspect", request, context)
-        return pb.InspectReply(facts=pb.RankFacts(source_node=self.name), checks=self.checks)
+        return pb.InspectReply(facts=pb.RankFacts(source_node=self.name), checks=self.checks, rewires=self.rewires)
 
     def Begin(self, request: pb.BeginRequest, context: grpc.ServicerContext) -> pb.BeginReply:
         self._hear("Begin", request, context)
@@ -216,51 +241,6 @@ class FakeDaemon(stubs.NodeServicer, stubs.SourceServicer, stubs.TargetServicer)
 
 
 @dataclass
-class FakeGates(stubs.GateServicer):
-    """The gates of a fake daemon's node. The daemon records the calls."""
-
-    daemon: FakeDaemon
-
-    def _shown(self) -> pb.GateReport:
-        return pb.GateReport(processes=[process.shown() for process in self.daemon.gated])
-
-    def Report(self, request: pb.GateReportRequest, context: grpc.ServicerContext) -> pb.GateReport:
-        self.daemon._hear("Report", request, context)
-        return self._shown()
-
-    def Close(self, request: pb.MoveDescription, context: grpc.ServicerContext) -> pb.GateReport:
-        self.daemon._hear("Close", request, context)
-        for process in self.daemon.gated:
-            process.gate = "closed"
-        return self._shown()
-
-    def SetTargets(self, request: pb.SetTargetsRequest, context: grpc.ServicerContext) -> pb.GateReport:
-        self.daemon._hear("SetTargets", request, context)
-        handed = {(targets.rank_uid, targets.pid): targets.targets for targets in request.processes}
-        for process in self.daemon.gated:
-            process.take(handed[process.rank_uid, process.pid])
-        return self._shown()
-
-    def Open(self, request: pb.TokenRequest, context: grpc.ServicerContext) -> pb.OpenReply:
-        self.daemon._hear("Open", request, context)
-        for process in self.daemon.gated:
-            process.gate = "closed" if self.daemon.gate_waits_for else "open"
-        return pb.OpenReply(opened=not self.daemon.gate_waits_for, waiting_for=self.daemon.gate_waits_for)
-
-    def Detach(self, request: pb.DetachRequest, context: grpc.ServicerContext) -> pb.DetachReply:
-        raise NotImplementedError("between daemons")
-
-    def NewId(self, request: pb.NewIdRequest, context: grpc.ServicerContext) -> pb.NewIdReply:
-        raise NotImplementedError("between daemons")
-
-    def Attach(self, request: pb.AttachRequest, context: grpc.ServicerContext) -> pb.AttachReply:
-        raise NotImplementedError("between daemons")
-
-    def GiveUp(self, request: pb.MoveRequest, context: grpc.ServicerContext) -> pb.GiveUpReply:
-        raise NotImplementedError("between daemons")
-
-
-@dataclass
 class FakeCluster:
     """Three fake daemons and the cluster file that names them. `stop` makes one unreachable."""
 
@@ -377,3 +357,18 @@ def a_record(role: str, move: str = MOVE, **fields: Any) -> pb.MoveRecord:
         "waiting_for": "the driver decides" if role == "source" else "only the source knows how this ends",
     }
     return pb.MoveRecord(**(given | fields))
+
+
+CHANGING = ("Abort", "Release", "Activate", "Discard", "DeclareTargetDead", "DeclareSourceDead")
+
+
+@pytest.fixture
+def halfway(cluster: FakeCluster) -> FakeCluster:
+    """A move of rank 1 from node-1 to spare-1 that is streamed and held, but not decided."""
+    cluster["node-1"].moves = [a_record("source")]
+    cluster["spare-1"].moves = [a_record("target")]
+    return cluster
+
+
+def changes(cluster: FakeCluster) -> dict[str, list[str]]:
+    return {node: calls for node, daemon in cluster.daemons.items() if (calls := daemon.called(*CHANGING))}

@@ -82,6 +82,15 @@ WRONG = {
     "lab is a path": ("lab", "down", "--lab", "../x"),
     "node of a lab is a path": ("lab", "exec", "a/b", "--", "true"),
     "lab without a verb": ("lab",),
+    "node to add is a path": ("cluster", "add", "../x", "10.0.0.1"),
+    "node to add has no address": ("cluster", "add", "node-9"),
+    "address of a node is a name": ("cluster", "add", "node-9", "here"),
+    "address of a node is any address": ("cluster", "add", "node-9", "0.0.0.0"),
+    "port of a node is absurd": ("cluster", "add", "node-9", "10.0.0.1:70000"),
+    "ssh destination is an option": ("cluster", "add", "node-9", "10.0.0.1", "--ssh", "-oProxyCommand=x"),
+    "further address is a name": ("cluster", "add", "node-9", "10.0.0.1", "--address", "x"),
+    "days are negative": ("cluster", "rotate", "--within", "-1"),
+    "cluster without a verb": ("cluster",),
     "pki name is a path": ("pki", "operator", "../x", "--dir", "/nonexistent"),
 }
 

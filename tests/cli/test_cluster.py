@@ -307,3 +307,41 @@ def test_entering_a_namespace_of_another_kind_is_reported() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, check=True)
     assert "netns /proc/self/ns/uts cannot be entered" in done.stdout or "only root" in done.stdout
+
+
+# ---------------------------------------------------------------- networks of nodes
+
+
+def test_networks_of_nodes_are_read(tmp_path: Path) -> None:
+    path = write_cluster(tmp_path / "cluster.toml")
+    path.write_text(path.read_text() + '[nodes.node-1.networks]\ndata = "10.1.0.1"\nipv6 = "FD00:0::1"\n')
+    assert Cluster.read(path).networks == {"node-1": {"data": "10.1.0.1", "ipv6": "fd00::1"}}
+
+
+def test_problems_with_networks_are_reported_by_key(tmp_path: Path) -> None:
+    path = write_cluster(tmp_path / "cluster.toml")
+    path.write_text(
+        path.read_text()
+        + """
+        [nodes.node-1.networks]
+        data = "10.1.0.1"
+        storage = "10.1.0.1/24"
+        lo = "127.0.0.1"
+        mixed = "10.2.0.1"
+        [nodes.node-2]
+        endpoint = "10.0.0.2:7070"
+        networks = {data = "10.1.0.1", mixed = "fd00::2"}
+        [nodes.node-3]
+        endpoint = "10.0.0.3:7070"
+        networks = ["10.1.0.3"]
+        """
+    )
+    with pytest.raises(BadConfig) as caught:
+        Cluster.read(path)
+    said = str(caught.value)
+    assert "nodes.node-1.networks.storage: must be an IP address, not '10.1.0.1/24'" in said
+    assert "nodes.node-1.networks.lo: 127.0.0.1 is not an address that other nodes reach" in said
+    assert "nodes.node-1.networks.data and nodes.node-2.networks.data: 10.1.0.1 can be one of them only" in said
+    assert "nodes.node-1.networks.mixed is IPv4 and nodes.node-2.networks.mixed IPv6" in said
+    assert "nodes.node-3.networks: must be a table with an address of the node for each network" in said
+    assert "5 problems" in said

@@ -1,23 +1,19 @@
-"""Tests `migrator move`: the progress display, the report of each outcome, and Ctrl-C."""
+"""Tests what `migrator move` reports for each outcome, and the exit code."""
 
 from __future__ import annotations
 
-import io
 import json
-import os
-import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from migrator.progress_display import Lines, Live, Silent, show_on
 from migrator.protocol import Verdict
 from migrator.results import Event, MoveOptions, MoveResult, PhaseTime
 from snapshotd import __version__
+from snapshotd.api import protocol
+from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import CriuFailed, OutcomeUnknown, Refused, Undone, Where
 from tests.cli.conftest import MOVE, FakeCluster, Migrator, a_rank
 
@@ -153,21 +149,42 @@ def test_source_without_prepare_device_can_still_move_a_rank(cluster: FakeCluste
 
 @pytest.mark.parametrize("verb", ["move", "check"])
 @pytest.mark.parametrize("node", ["node-1", "spare-1"])
-def test_daemon_of_another_version_is_refused_before_any_other_call(
-    cluster: FakeCluster, migrator: Migrator, verb: str, node: str
+@pytest.mark.parametrize(
+    ("spoken", "text"),
+    [
+        (pb.Protocol(), "a protocol without a number"),
+        (pb.Protocol(newest=protocol.OLDEST - 1, oldest=1), "protocol"),
+        (pb.Protocol(newest=protocol.NEWEST + 2, oldest=protocol.NEWEST + 1), "protocols"),
+    ],
+    ids=["none", "older", "newer"],
+)
+def test_daemon_without_a_common_protocol_is_refused_before_any_other_call(
+    cluster: FakeCluster, migrator: Migrator, verb: str, node: str, spoken: pb.Protocol, text: str
 ) -> None:
     cluster["node-1"].ranks = [a_rank("node-1")]
-    cluster[node].version = "0.1.0"
+    cluster[node].version, cluster[node].protocol = "0.1.0", spoken
     ran = migrator(verb, "--rank", "0", "--to", "spare-1")
     assert ran.code == Refused.exit_code
-    assert f"daemon-version: snapshotd on {node} has version 0.1.0, and this migrator {__version__}" in ran.err
+    assert f"daemon-version: snapshotd 0.1.0 on {node} speaks {text}" in ran.err
+    assert f"migrator {__version__} speaks protocol {protocol.NEWEST}" in ran.err
     assert "install the same version" in ran.err
     assert {method for method, _ in cluster[node].asked} == {"GetNode", "ListRanks"}
 
 
-def test_patch_versions_of_daemons_may_differ(cluster: FakeCluster, migrator: Migrator) -> None:
+def test_peer_without_a_common_protocol_is_refused(cluster: FakeCluster, migrator: Migrator) -> None:
     cluster["node-1"].ranks = [a_rank("node-1")]
-    cluster["node-1"].version = __version__.rpartition(".")[0] + ".999"
+    cluster["node-1"].rewires = [pb.Rewire(kind=pb.Rewire.PEER, peer_node="node-2")]
+    cluster["node-2"].protocol = pb.Protocol()
+    ran = migrator("move", "--rank", "0", "--to", "spare-1")
+    assert ran.code == Refused.exit_code
+    assert f"daemon-version: snapshotd {__version__} on node-2 speaks a protocol without a number" in ran.err
+    assert cluster["node-1"].called("Begin") == []
+
+
+def test_releases_with_a_common_protocol_may_differ(cluster: FakeCluster, migrator: Migrator) -> None:
+    cluster["node-1"].ranks = [a_rank("node-1")]
+    cluster["node-1"].version = "99.0.0"
+    cluster["node-1"].protocol = pb.Protocol(newest=protocol.NEWEST + 1, oldest=protocol.NEWEST)
     assert migrator("move", "--rank", "0", "--to", "spare-1").code == 0
 
 
@@ -236,181 +253,3 @@ def test_failed_move_prints_reason_place_of_the_rank_and_remedy(
     assert reply[1:] == [f"  the rank is: {shown}", f"  remedy: {error.advice}"]
     as_json = migrator("move", "--rank", "1", "--to", "spare-1", "--json")
     assert (as_json.code, as_json.json["outcome"], as_json.json["where"]) == (error.exit_code, outcome, where)
-
-
-# -------------------------------------------------------------------- the display
-
-
-def event(kind: str, phase: str = "", seconds: float = 0, count: int = 0, expected: int = 0, text: str = "") -> Event:
-    return Event(kind, phase, seconds, count, expected, text)
-
-
-def test_plain_lines_report_a_stream_at_most_every_two_seconds() -> None:
-    clock = [0.0]
-    stream = io.StringIO()
-    lines = Lines(stream, clock=lambda: clock[0])
-    lines(event("phase-start", "stream"))
-    for tick in range(1, 46):
-        clock[0] = tick / 10
-        lines(event("bytes", "stream", count=tick * 100_000_000, expected=8_000_000_000))
-    lines(event("phase-end", "stream", 4.5, 4_500_000_000))
-    lines.close()
-    lines.close()
-    assert stream.getvalue().splitlines() == [
-        "  stream     2.0 GB of up to 8.0 GB  1.00 GB/s",
-        "  stream     4.0 GB of up to 8.0 GB  1.00 GB/s",
-        "  stream     4.5 s  4.5 GB  1.00 GB/s",
-    ]
-
-
-def test_phase_of_two_steps_is_one_line() -> None:
-    stream = io.StringIO()
-    lines = Lines(stream)
-    for phase in ("prepare", "prepare", "freeze"):
-        lines(event("phase-start", phase))
-        lines(event("phase-end", phase, 0.2))
-    lines(event("note", text="hello\x1b[2J"))
-    lines.close()
-    assert stream.getvalue().splitlines() == ["  prepare    0.4 s", "  hello?[2J", "  freeze     0.2 s"]
-
-
-def test_closed_output_stream_is_ignored() -> None:
-    reading, writing = os.pipe()
-    os.close(reading)
-    broken = os.fdopen(writing, "w")
-    closed = io.StringIO()
-    closed.close()
-    for stream in (broken, closed):
-        lines = Lines(stream)
-        lines(event("phase-start", "freeze"))
-        lines(event("phase-end", "freeze", 0.1))
-        lines.close()
-    with pytest.raises(BrokenPipeError):
-        broken.close()
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_display_is_live_on_a_terminal_and_absent_for_json() -> None:
-    assert isinstance(show_on(io.StringIO()), Lines)
-    assert isinstance(show_on(io.StringIO(), only_live=True), Silent)
-    stream = Terminal()
-    live = show_on(stream)
-    assert isinstance(live, Live)
-    for phase in ("prepare", "prepare", "stream"):
-        live(event("phase-start", phase))
-        live(event("bytes", phase, count=1_000_000_000 * (phase == "stream"), expected=4_000_000_000))
-        live(event("phase-end", phase, 0.5, 3_000_000_000 * (phase == "stream")))
-    live(event("note", text="a note [red]"))
-    live.close()
-    live.close()
-    shown = stream.getvalue()
-    assert "3.0 GB  6.00 GB/s" in shown
-    assert "1.0 s" in shown  # both steps of prepare
-    assert "a note [red]" in shown
-
-
-# -------------------------------------------------------------------- Ctrl-C
-
-#: Like the real driver, this one is cancelled once and then takes its time. It announces every step on stderr.
-INTERRUPTIBLE = """
-import asyncio, sys
-import migrator.driver
-from migrator.protocol import Verdict
-from migrator.results import Event, MoveResult
-from snapshotd.api.errors import Undone, Where
-from migrator.cli import main
-
-class Driver:
-    def __init__(self, cluster, on_event):
-        self.on_event = on_event
-    async def move(self, ask):
-        self.on_event(Event("note", "", 0, 0, 0, "READY"))
-        try:
-            await asyncio.Event().wait()
-        except asyncio.CancelledError:
-            if MODE == "early":
-                raise
-        if MODE == "stuck":
-            while True:
-                try:
-                    await asyncio.Event().wait()
-                except asyncio.CancelledError:
-                    pass
-        return MoveResult("m-0123456789ab", "train", 1, "node-1", "spare-1", Verdict.UNDONE, 0.0, 0,
-                          reason="interrupted", where=Where.SOURCE_RUNNING, error_code=Undone.code,
-                          remedy=Undone.remedy, exit_code=Undone.exit_code)
-
-migrator.driver.Driver = Driver
-sys.exit(main(["move", "--rank", "1", "--to", "spare-1", *sys.argv[1:]]))
-"""
-
-
-def interrupt(cluster: FakeCluster, mode: str, numbers: list[signal.Signals], *options: str) -> tuple[int, str, str]:
-    """Runs a move and sends the signals, each when the program has printed that it is ready for it."""
-    child = subprocess.Popen(
-        [sys.executable, "-c", f"MODE = {mode!r}\n{INTERRUPTIBLE}", *options],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    with child:
-        assert child.stderr is not None
-        reply: list[str] = []
-        try:
-            for number, ready in zip(numbers, ("READY", "interrupted"), strict=False):
-                while ready not in (line := child.stderr.readline()):
-                    assert line, reply
-                    reply.append(line)
-                reply.append(line)
-                child.send_signal(number)
-            out, err = child.communicate(timeout=60)
-        finally:
-            child.kill()
-    return child.returncode, out, "".join(reply) + err
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_first_interrupt_makes_the_driver_undo_the_move(cluster: FakeCluster, number: signal.Signals) -> None:
-    code, out, err = interrupt(cluster, "undoes", [number])
-    assert (code, out) == (Undone.exit_code, "")
-    assert "interrupted: undoing the move" in err
-    assert err.splitlines()[-2] == "  the rank is: running on source (node-1)"
-
-
-def test_second_interrupt_exits_and_leaves_the_move_to_the_daemons(cluster: FakeCluster) -> None:
-    code, out, err = interrupt(cluster, "stuck", [signal.SIGINT, signal.SIGINT])
-    assert (code, out) == (OutcomeUnknown.exit_code, "")
-    assert "the daemons finish it" in err
-    assert err.splitlines()[-2] == "  the rank is: unknown"
-    assert "Traceback" not in err
-
-
-def test_interrupt_before_any_change_reports_an_untouched_rank(cluster: FakeCluster) -> None:
-    code, _, err = interrupt(cluster, "early", [signal.SIGINT])
-    assert code == Undone.exit_code
-    assert err.splitlines()[-2] == "  the rank is: not touched"
-
-
-def test_interrupted_move_is_reported_as_json(cluster: FakeCluster, tmp_path: Path) -> None:
-    """With --json no events are printed, so the driver itself prints to stderr when it is ready."""
-    program = INTERRUPTIBLE.replace(
-        'self.on_event(Event("note", "", 0, 0, 0, "READY"))', 'print("READY", file=sys.stderr)'
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", f"MODE = 'undoes'\n{program}", "--json"],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as child:
-        assert child.stderr is not None
-        assert child.stderr.readline() == "READY\n"
-        child.send_signal(signal.SIGINT)
-        out, err = child.communicate(timeout=60)
-    assert (child.returncode, err) == (Undone.exit_code, "")
-    assert json.loads(out)["outcome"] == "undone"

@@ -112,13 +112,20 @@ def test_keys_are_p256_and_private(folder: Path) -> None:
 
 
 def test_ca_is_never_overwritten(folder: Path) -> None:
-    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    pki.issue_operator(folder, "alice")
+    before = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
     with pytest.raises(Busy, match="never overwritten"):
         pki.init(folder)
     (folder / "ca.crt").unlink()
     with pytest.raises(Busy, match=r"ca\.key"):
         pki.init(folder)
     assert (folder / "ca.key").read_bytes() == before["ca.key"]
+
+
+def test_key_of_an_interrupted_init_does_not_prevent_another_one(tmp_path: Path) -> None:
+    (tmp_path / "ca.key").write_text("half a k")
+    pki.init(tmp_path)
+    pki.issue_node(tmp_path, "node-1")
 
 
 def test_valid_identity_is_not_replaced(folder: Path) -> None:

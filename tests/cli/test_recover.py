@@ -9,9 +9,7 @@ from migrator.cluster import Cluster
 from migrator.journals import Move, all_moves
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import NotFound, OutcomeUnknown, SnapshotError, Unreachable, Usage, WrongState
-from tests.cli.conftest import MOVE, FakeCluster, Migrator, a_record
-
-CHANGING = ("Abort", "Release", "Activate", "Discard", "DeclareTargetDead", "DeclareSourceDead")
+from tests.cli.conftest import CHANGING, MOVE, FakeCluster, Migrator, a_record, changes
 
 
 @pytest.fixture(autouse=True)
@@ -19,19 +17,6 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Disables waiting, because the fakes settle at once or never."""
     monkeypatch.setattr(recover, "LEASE_WAIT_S", 0.0)
     monkeypatch.setattr(recover, "SETTLE_WAIT_S", 0.0)
-
-
-@pytest.fixture
-def halfway(cluster: FakeCluster) -> FakeCluster:
-    """A move of rank 1 from node-1 to spare-1 that is streamed and held, but not decided."""
-    cluster["node-1"].moves = [a_record("source")]
-    cluster["spare-1"].moves = [a_record("target")]
-    return cluster
-
-
-def changes(cluster: FakeCluster) -> dict[str, list[str]]:
-    asked = {node: daemon.called(*CHANGING) for node, daemon in cluster.daemons.items()}
-    return {node: calls for node, calls in asked.items() if calls}
 
 
 def test_nothing_is_done_if_all_moves_have_ended(cluster: FakeCluster, migrator: Migrator) -> None:
@@ -119,6 +104,39 @@ def test_unreachable_source_needs_the_operator(halfway: FakeCluster, migrator: M
     ran = migrator("recover", "--abort", "--json")
     assert ran.code == OutcomeUnknown.exit_code
     assert "--source-is-dead" in ran.json["moves"][0]["remedy"]
+    assert changes(halfway) == {}
+
+
+@pytest.mark.parametrize("source", ["node-1", "made-up"])
+def test_move_that_its_source_never_began_is_ended(halfway: FakeCluster, migrator: Migrator, source: str) -> None:
+    """Its source answers and does not know it, or is no node of the cluster."""
+    halfway["node-1"].moves.clear()
+    halfway["spare-1"].moves[0].mark = "prepared"
+    halfway["spare-1"].moves[0].source_node = source
+    ran = migrator("recover", "--json")
+    assert ran.code == 0
+    (move,) = ran.json["moves"]
+    assert (move["outcome"], move["ended"]) == ("undone", True)
+    assert move["did"] == ["spare-1 dropped what it had prepared: the move never began"]
+    assert changes(halfway) == {"spare-1": ["Discard"]}
+
+
+@pytest.mark.parametrize("mark", ["restoring", "held"])
+def test_copy_that_may_be_whole_is_not_dropped_without_its_source(
+    halfway: FakeCluster, migrator: Migrator, mark: str
+) -> None:
+    halfway["node-1"].moves.clear()
+    halfway["spare-1"].moves[0].mark = mark
+    ran = migrator("recover", "--json")
+    assert ran.code == OutcomeUnknown.exit_code
+    assert "--source-is-dead" in ran.json["moves"][0]["remedy"]
+    assert changes(halfway) == {}
+
+
+def test_prepared_move_of_a_silent_source_is_left_to_it(halfway: FakeCluster, migrator: Migrator) -> None:
+    halfway["spare-1"].moves[0].mark = "prepared"
+    halfway.stop("node-1")
+    assert migrator("recover", "--json").code == OutcomeUnknown.exit_code
     assert changes(halfway) == {}
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from migrator.cli import launchers, run
+from shim.keeper.library import Library
 from tests.cli.conftest import Migrator
 
 #: Modules that would make the start slow, or start threads in a process that forks.
@@ -36,9 +37,19 @@ class Kept:
         self.asked: list[tuple[list[str], str, int, str, bool]] = []
 
     def run(
-        self, argv: list[str], job: str, rank: int, keeper_sock: str, *, environment: Mapping[str, str], preload: bool
+        self,
+        argv: list[str],
+        job: str,
+        rank: int,
+        keeper_sock: str,
+        *,
+        environment: Mapping[str, str],
+        preload: Library | None,
+        alone: bool,
+        allow_unprotected: bool,
     ) -> int:
-        self.asked.append((argv, job, rank, keeper_sock, preload))
+        self.asked.append((argv, job, rank, keeper_sock, preload is not None))
+        self.preload, self.allow_unprotected = preload, allow_unprotected
         self.environment = dict(environment)
         return 7
 
@@ -105,7 +116,7 @@ def test_keeper_gets_job_rank_socket_and_preload(
         ({"MIGRATOR_JOB": ""}, "cmd", "cmd"),
         ({}, "../..", "job"),
         ({}, "/", "job"),
-        ({}, "./-weird name.sh", "weird-name.sh"),
+        ({}, "./-weird name.sh", "weird-name"),
         ({}, "x" * 300, "x" * 60),
         ({}, "übung", "bung"),
     ],
@@ -193,6 +204,13 @@ def test_run_loads_no_heavy_module_and_starts_no_thread(
         ("python -m torch.distributed.run train.py", True),
         ("python3.11 -u -X dev -m torch.distributed.launch train.py", True),
         ("/opt/env/bin/python /opt/env/bin/torchrun train.py", True),
+        ("python -um torch.distributed.run train.py", True),
+        ("python -mtorch.distributed.run train.py", True),
+        ("env OMP_NUM_THREADS=4 nohup torchrun train.py", True),
+        ("timeout -k 5 1h numactl -N 0 --membind=0 torchrun train.py", True),
+        ("deepspeed --num_gpus 2 train.py --deepspeed", True),
+        ("/opt/env/bin/python /opt/env/bin/deepspeed train.py", True),
+        ("python -m deepspeed.launcher.runner train.py", True),
         ("accelerate launch --multi_gpu train.py", True),
         ("accelerate-launch train.py", True),
         ("python -m accelerate.commands.launch train.py", True),
@@ -210,8 +228,11 @@ def test_launchers_are_recognized(command: str, is_one: bool) -> None:
 
 
 @pytest.mark.parametrize("option", ["--no-python", "--no_python", "--run-path"])
-def test_launcher_option_that_bypasses_python_exec_is_refused(kept: Kept, migrator: Migrator, option: str) -> None:
-    ran = migrator("run", "--", "torchrun", option, "./train")
+@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
+def test_launcher_option_that_bypasses_python_exec_is_refused(
+    kept: Kept, migrator: Migrator, launcher: str, option: str
+) -> None:
+    ran = migrator("run", "--", launcher, option, "./train")
     assert ran.code == run.FAILED
     assert "migrator run --" in ran.err
     assert kept.asked == []
@@ -230,6 +251,13 @@ def test_accelerate_is_started_by_our_launch_script(tmp_path: Path) -> None:
     ]
     assert launchers.launching(["python", "/b/accelerate", "launch", "x.py"], path) == [
         *("python", start, "/b/accelerate", "launch", "x.py")
+    ]
+    assert launchers.launching(["env", "A=1", "python", "-um", "accelerate.commands.launch", "x.py"], path) == [
+        *("env", "A=1", "python", "-u", start, "-m", "accelerate.commands.launch", "x.py")
+    ]
+    script.write_text("#!/usr/bin/env python3\n")
+    assert launchers.launching(["accelerate", "launch", "x.py"], path) == [
+        *("python3", start, str(script), "launch", "x.py")
     ]
     script.write_text("#!/bin/sh\n")
     for unchanged in (
@@ -251,8 +279,8 @@ def test_worker_gets_the_environment_that_its_launcher_gave(tmp_path: Path) -> N
     root = Path(__file__).parents[2]
     shown = (
         "import json, os, sys; import shim.keeper.home\n"
-        "def asked(argv, job, rank, sock, *, environment, preload):\n"
-        "    print(json.dumps([argv, job, rank, preload, environment]))\n"
+        "def asked(argv, job, rank, sock, *, environment, preload, alone, allow_unprotected):\n"
+        "    print(json.dumps([argv, job, rank, preload is not None, environment]))\n"
         "    return 0\n"
         "shim.keeper.home.run = asked\n"
     )
@@ -291,7 +319,7 @@ def test_worker_gets_the_environment_that_its_launcher_gave(tmp_path: Path) -> N
 
 
 def test_nccl_presets_do_not_override_the_environment() -> None:
-    given = {"NCCL_NVLS_ENABLE": "1", "HOME": "/root"}
+    given = {"NCCL_NVLS_ENABLE": "1", "TRITON_HOME": "/root"}
     made = launchers.rank_environment(given)
     assert made.pop("SNAPSHIM_DEVICE_MEMORY") == launchers.DEVICE_MEMORY_DEFAULT
     assert made == {"NCCL_RAS_ENABLE": "0", "NCCL_CUMEM_HOST_ENABLE": "0", **given}

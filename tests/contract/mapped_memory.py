@@ -49,7 +49,7 @@ class MappedMemory:
     def answer(self) -> Any:
         assert self._child.stdout is not None
         line = self._child.stdout.readline()
-        assert line, f"the process ended with {self._child.wait(10)}"
+        assert line, f"the process ended with {self._child.wait(60)}"
         answer = json.loads(line)
         if "error" in answer:
             raise CudaError(answer["error"])

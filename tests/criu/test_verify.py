@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import pwd
+import resource
+import signal
 import struct
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,9 +17,12 @@ import pytest
 from pycriu import images
 from pycriu.images import magic, pb
 
-from snapshotd.api.errors import Refused
-from snapshotd.criu import verify
+from snapshotd.api.errors import Damaged, Refused
+from snapshotd.criu import image_content, parsers, verify
+from snapshotd.criu import images as restore_images
 from snapshotd.proc.privileges import Credentials
+from snapshotd.runtime import child_process
+from snapshotd.sandbox import filter as seccomp
 
 USER = 1500
 WHO = Credentials(
@@ -91,10 +97,19 @@ def creds(**changes: int) -> Any:
     return pb.creds_entry(**{**numbers, **words, "secbits": 0, "groups": [1600, USER], **changes})
 
 
-def core(**changes: int) -> Any:
+def core(*, scheduling: dict[str, int] | None = None, limits: dict[int, int] | None = None, **changes: int) -> Any:
+    """`limits`: hard limits by their number."""
     task = pb.task_core_entry(task_state=1, exit_code=0, personality=0, flags=0, blk_sigset=0, comm="rank")
-    thread = pb.thread_core_entry(futex_rla=0, futex_rla_len=0, creds=creds(**changes))
+    for number in range(16):
+        hard = (limits or {}).get(number, resource.getrlimit(number)[1])
+        task.rlimits.rlimits.add(cur=0, max=hard & (1 << 64) - 1)
+    thread = pb.thread_core_entry(futex_rla=0, futex_rla_len=0, creds=creds(**changes), **(scheduling or {}))
     return pb.core_entry(mtype=1, tc=task, thread_core=thread)
+
+
+def zombie() -> Any:
+    task = pb.task_core_entry(task_state=6, exit_code=0, personality=0, flags=0, blk_sigset=0, comm="rank")
+    return pb.core_entry(mtype=1, tc=task)
 
 
 def ids(**changes: int) -> Any:
@@ -134,6 +149,13 @@ def folder(tmp_path: Path) -> Path:
 PATHS = {"/lib/libc.so", "/tmp/gone"}
 
 
+@pytest.fixture(autouse=True)
+def here(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """Examines images in this process, because a child takes a second to start; except in the tests of the child."""
+    if "in_the_child" not in request.node.name:
+        monkeypatch.setattr(parsers, "examine", image_content.examine)
+
+
 def refusal(folder: Path, who: Credentials = WHO, threads: dict[int, Credentials] | None = None) -> str:
     try:
         verify.must_match(folder, {7: (who, threads or {})}, PATHS)
@@ -146,6 +168,31 @@ def test_image_as_it_was_described_passes(folder: Path) -> None:
     assert refusal(folder) == ""
     write(folder / "core-8.img", "CORE", core(uid=1501))
     assert refusal(folder, threads={8: with_(user_ids=(1501, USER, USER, USER))}) == ""
+
+
+@pytest.mark.parametrize("number", [0, 3, 9, 1 << 30])
+def test_number_that_criu_never_set_for_the_thread_of_a_zombie_is_ignored(folder: Path, number: int) -> None:
+    tree = [
+        pb.pstree_entry(pid=7, ppid=0, pgid=7, sid=7, threads=[7, 8]),
+        pb.pstree_entry(pid=9, ppid=7, pgid=7, sid=7, threads=[number]),
+    ]
+    write(folder / "pstree.img", "PSTREE", *tree)
+    write(folder / "core-9.img", "CORE", zombie())
+    assert refusal(folder) == ""
+    tree[1].threads.append(8)
+    write(folder / "pstree.img", "PSTREE", *tree)
+    assert "process 9 has ended and has 2 threads" in refusal(folder)
+
+
+def test_process_that_is_none_of_its_threads_is_refused(folder: Path) -> None:
+    write(folder / "pstree.img", "PSTREE", pb.pstree_entry(pid=7, ppid=0, pgid=7, sid=7, threads=[8]))
+    assert "process 7 is not one of its own threads" in refusal(folder)
+
+
+def end_process_7(folder: Path) -> None:
+    write(folder / "pstree.img", "PSTREE", pb.pstree_entry(pid=7, ppid=0, pgid=7, sid=7, threads=[7]))
+    write(folder / "core-7.img", "CORE", zombie())
+    (folder / "core-8.img").unlink()
 
 
 def image_files(folder: Path) -> dict[str, Callable[[], None]]:
@@ -170,13 +217,7 @@ def image_files(folder: Path) -> dict[str, Callable[[], None]]:
         "image-credentials: the image gives process 7 the no_new_privs": edit(
             "core-7.img", "CORE", core(no_new_privs=1)
         ),
-        "image-credentials: the image lacks process 7": edit(
-            "core-7.img",
-            "CORE",
-            pb.core_entry(
-                mtype=1, tc=pb.task_core_entry(task_state=6, exit_code=0, personality=0, flags=0, blk_sigset=0, comm="")
-            ),
-        ),
+        "image-credentials: the image lacks process 7": lambda: end_process_7(folder),
         "image-content: the image contains core-9.img": edit("core-9.img", "CORE", core(uid=0)),
         "image-content: the image contains mountpoints-12.img": edit("mountpoints-12.img", "MNTS", core()),
         "image-content: the image contains binfmt-misc-1.img": edit("binfmt-misc-1.img", "BINFMT_MISC", core()),
@@ -204,6 +245,78 @@ def test_forged_image_is_refused(folder: Path, number: int) -> None:
     assert refusal(folder).startswith(said), refusal(folder)
 
 
+def test_rank_of_a_user_gets_no_priority_that_is_not_granted(folder: Path) -> None:
+    forgeries = {
+        "nice -1 (at least 0)": core(scheduling={"sched_policy": 0, "sched_nice": -1}),
+        "real-time priority 50 (at most 0)": core(
+            scheduling={"sched_policy": 1, "sched_nice": 0, "sched_prio": 50}
+        ),  # first in first out
+        "real-time priority 1 (at most 0)": core(scheduling={"sched_policy": 2, "sched_nice": 0, "sched_prio": 1}),
+        "real-time priority 100 (at most 0)": core(scheduling={"sched_policy": 6, "sched_nice": 0}),  # deadline
+    }
+    for said, forged in forgeries.items():
+        for thread in (7, 8):
+            genuine = (folder / f"core-{thread}.img").read_bytes()
+            write(folder / f"core-{thread}.img", "CORE", forged)
+            assert refusal(folder) == (
+                f"image-priorities: the image gives process {thread} more than this node grants: {said}"
+            )
+            (folder / f"core-{thread}.img").write_bytes(genuine)
+
+
+@pytest.mark.parametrize("kind", ["NPROC", "NOFILE", "MEMLOCK", "SIGPENDING", "MSGQUEUE", "NICE", "RTPRIO"])
+def test_rank_of_a_user_gets_no_limit_above_the_daemons(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    number, hard = getattr(resource, f"RLIMIT_{kind}"), 1 << 40
+    monkeypatch.setattr("snapshotd.proc.priorities.resource.getrlimit", lambda _: (hard, hard))
+    assert refusal(folder) == ""
+    write(folder / "core-7.img", "CORE", core(limits={number: hard + 1}))
+    assert f"limit {kind.lower()} {hard + 1} (at most {hard})" in refusal(folder)
+    write(folder / "core-7.img", "CORE", core(limits={number: -1}))
+    assert f"limit {kind.lower()} unlimited" in refusal(folder)
+
+
+def test_limits_must_be_where_they_are_examined(folder: Path) -> None:
+    """Criu reads limits from a file of their own if the core image has none."""
+    forged = core()
+    forged.tc.ClearField("rlimits")
+    write(folder / "core-7.img", "CORE", forged)
+    assert refusal(folder) == "image-content: the image has 0 resource limits of process 7"
+    write(folder / "rlimit-7.img", "RLIMIT", pb.rlimit_entry(cur=0, max=0))
+    assert refusal(folder) == "image-content: the image contains rlimit-7.img, which no rank has"
+
+
+def test_ordinary_rank_and_rank_of_root_keep_what_they_have(folder: Path) -> None:
+    """Limits that restrict the process alone are no privilege, batch and idle scheduling neither."""
+    free = dict.fromkeys((0, 1, 2, 3, 4, 5, 9, 10, 15), -1)
+    for policy, nice in ((0, 19), (3, 5), (5, 0)):
+        write(folder / "core-7.img", "CORE", core(scheduling={"sched_policy": policy, "sched_nice": nice}, limits=free))
+        assert refusal(folder) == ""
+    root = dict.fromkeys(("uid", "gid", "euid", "egid", "suid", "sgid", "fsuid", "fsgid"), 0) | {
+        "cap_prm": [1 << 21, 0]
+    }
+    for number in (7, 8):
+        forged = core(scheduling={"sched_policy": 1, "sched_nice": -5, "sched_prio": 9}, limits={8: -1}, **root)  # type: ignore[arg-type]
+        write(folder / f"core-{number}.img", "CORE", forged)
+    assert refusal(folder, ROOT) == ""
+
+
+def test_login_id_of_another_user_is_not_restored(folder: Path) -> None:
+    for login, kept in ((0, (1 << 32) - 1), (1501, (1 << 32) - 1), (USER, USER), ((1 << 32) - 1, (1 << 32) - 1)):
+        forged = core()
+        forged.tc.loginuid = login
+        write(folder / "core-7.img", "CORE", forged)
+        restore_images.mend_threads(folder)
+        (found,) = image_content._entries({"core": (folder / "core-7.img").read_bytes()}, "core", pb.core_entry)
+        assert found.tc.loginuid == kept
+        found.tc.loginuid = login
+        assert found == forged, "nothing else changes"
+    (folder / "core-8.img").write_bytes(b"x" * 12 + b"\xff" * 20)
+    with pytest.raises(Damaged, match=r"core-8\.img"):
+        restore_images.mend_threads(folder)
+
+
 @pytest.mark.parametrize("content", [b"", b"x" * 7, b"x" * 12, b"x" * 8 + b"\xff" * 4, b"x" * 8 + b"\x05\0\0\0ab"])
 def test_truncated_and_absurd_files_are_refused(folder: Path, content: bytes) -> None:
     for name in ("pstree.img", "core-7.img", "ids-7.img", "inventory.img"):
@@ -213,3 +326,61 @@ def test_truncated_and_absurd_files_are_refused(folder: Path, content: bytes) ->
         (folder / name).write_bytes(before)
     (folder / "files.img").write_bytes(content)
     assert refusal(folder)
+
+
+# ---------------------------------------------------------------- the child
+
+
+def test_image_is_examined_in_the_child(folder: Path) -> None:
+    assert refusal(folder) == ""
+    write(folder / "core-8.img", "CORE", core(suid=0))
+    assert refusal(folder).startswith("image-credentials: the image gives process 8 the user ids (1500, 1500, 0, ")
+
+
+def test_broken_image_is_refused_in_the_child(folder: Path) -> None:
+    """No module is missing there that the codec imports only when it needs it."""
+    (folder / "files.img").write_bytes(b"x" * 8 + b"\xff" * 4)
+    assert refusal(folder).startswith("image-content: the image cannot be read: ")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a child that becomes nobody")
+def test_process_in_the_child_has_no_rights_and_no_way_out() -> None:
+    child = parsers.spares.take()
+    try:
+        deadline = time.monotonic() + 60
+        while (fields := fields_of(child.pid))["Seccomp"] != ["2"] and seccomp.available():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert fields["Uid"] == fields["Gid"] == ["65534"] * 4
+        assert {int(fields[kind][0], 16) for kind in ("CapPrm", "CapEff", "CapInh", "CapAmb", "CapBnd")} == {0}
+        assert fields["NoNewPrivs"] == ["1"]
+        assert int(Path(f"/proc/{child.pid}/oom_score_adj").read_text()) > 0, "it must be killed before the daemon is"
+        assert f"Max address space {4 << 30}" in " ".join(Path(f"/proc/{child.pid}/limits").read_text().split())
+    finally:
+        child.kill()
+        child.close()
+
+
+def fields_of(pid: int) -> dict[str, list[str]]:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return {key: value.split() for key, _, value in (line.partition(":") for line in lines)}
+
+
+@pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGSTOP])
+def test_image_whose_examination_fails_in_the_child_is_refused(
+    folder: Path, by: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parsers.spares.add()
+    monkeypatch.setattr(parsers, "LIMIT_S", 0.5)
+    child = parsers.spares._started[0]
+    os.kill(child.pid, by)
+    if by is signal.SIGKILL:  # it must not be noticed before it is taken
+        monkeypatch.setattr(child.process, "poll", lambda: None)
+    assert refusal(folder).startswith("image-content: the process that examines the image ")
+    assert child.process.returncode == -signal.SIGKILL
+
+
+def test_answer_in_the_child_that_is_no_answer_is_a_refusal(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A child that an image controls may say that the image is fine, but nothing else than that or a refusal."""
+    monkeypatch.setattr(parsers, "spares", child_process.Spares("tests.criu.lying_parser", most=1))
+    assert refusal(folder).startswith("image-content: the process that examines the image failed")

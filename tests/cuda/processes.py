@@ -54,7 +54,7 @@ def helpers(parent_pid: int | None = None) -> list[int]:
 
 
 def wait_until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not true():
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -9,30 +9,31 @@ import asyncio
 import os
 import sys
 import types
+from collections.abc import Callable
 from typing import Any
 
-import grpc.aio
-
 from snapshotd.api import snapshotd_pb2 as pb
+from snapshotd.api.calls import Channel
 from snapshotd.api.errors import Full
 from snapshotd.config import Config
+from snapshotd.network.dispatch import Services
 from tests.served import servicer
 
 BEHAVIOUR = os.environ.get("STUB", "")
 
 
 class Daemon:
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, connect: Callable[[str, str], Channel]) -> None:
         self.config = config
 
-    async def start(self, server: grpc.aio.Server) -> None:
+    async def start(self, services: Services) -> None:
         if BEHAVIOUR == "refuse":
             raise Full("no room for the journal")
 
         async def get_node(request: pb.GetNodeRequest, context: Any) -> pb.NodeInfo:
             return pb.NodeInfo(name=self.config.node)
 
-        servicer("Node", GetNode=get_node)(server)
+        servicer("Node", GetNode=get_node)(services)
 
     async def stop(self, grace_s: float) -> None:
         if BEHAVIOUR == "hang":

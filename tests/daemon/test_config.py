@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
-import stat
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -14,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from migrator import pki
-from snapshotd.api.client import Credentials
+from snapshotd.api.addresses import split_address
+from snapshotd.api.credentials import Credentials
 from snapshotd.api.errors import BadConfig
-from snapshotd.config import Config, split_address
-from snapshotd.criu.find import find_criu
+from snapshotd.config import Config
 from snapshotd.proc import host
 from tests.sampling import DRAWN, examples
 from tests.served import Certificates
@@ -40,6 +38,7 @@ def toml(certificates: Certificates, criu: Path, **changes: str) -> str:
         "listen": 'listen = "10.0.0.1:7070"',
         "image_dir": f'image_dir = "{RAM}/snapshotd-test-images"',
         "criu": f'criu = "{criu}"',
+        "network_user": 'network_user = "nobody"',
         **changes,
     }
     tls = lines.pop(
@@ -77,6 +76,7 @@ def test_defaults(tmp_path: Path, certificates: Certificates) -> None:
         image_dir=RAM / "snapshotd-test-images",
         criu=str(criu),
         criu_version="4.2.1",
+        network_user="nobody",
         log_format="text",
         log_level="info",
         metrics_listen="127.0.0.1:9470",
@@ -138,6 +138,24 @@ def test_every_key_can_be_set(tmp_path: Path, certificates: Certificates) -> Non
     assert config.ranks_per_user == 4
 
 
+def test_nodes_are_named_with_their_addresses(tmp_path: Path, certificates: Certificates) -> None:
+    text = toml(certificates, fake_criu(tmp_path))
+    assert load(tmp_path, text).nodes is None
+    assert load(tmp_path, text + '\n[nodes]\nnode-2 = "10.0.0.2:7070"').nodes == {"node-2": "10.0.0.2:7070"}
+    found = problems(tmp_path, text + '\n[nodes]\nnode-2 = "10.0.0.2"\n"-" = "10.0.0.3:7070"')
+    assert [line.split(":")[0] for line in found] == ["nodes.-", "nodes.node-2"]
+    assert problems(tmp_path, text.replace("[tls]", "nodes = 3\n[tls]"))[0].startswith("nodes: must be a table")
+
+
+@pytest.mark.parametrize(("user", "reason"), [("no-such-user", "there is no user"), ("root", "is root")])
+def test_network_user_must_exist_without_privileges(
+    tmp_path: Path, certificates: Certificates, user: str, reason: str
+) -> None:
+    (problem,) = problems(tmp_path, toml(certificates, fake_criu(tmp_path), network_user=f'network_user = "{user}"'))
+    assert problem.startswith("network_user: ")
+    assert reason in problem
+
+
 def test_image_dir_follows_run_dir(tmp_path: Path, certificates: Certificates) -> None:
     text = toml(certificates, fake_criu(tmp_path), image_dir=f'run_dir = "{RAM}/snapshotd-test-run"')
     assert load(tmp_path, text).image_dir == RAM / "snapshotd-test-run" / "images"
@@ -174,7 +192,7 @@ def test_all_problems_are_reported_at_once(tmp_path: Path, certificates: Certifi
     expected = {"node", "listen", "listn", "advertise", "state_dir", "criu", "log_format", "log_level"}
     expected |= {"metrics_listen", "carry_paths", "streams", "chunk_bytes", "gpu_library_dir", "colour"}
     expected |= {"history_days", "history_moves"}
-    expected |= {"device_channel"}
+    expected |= {"device_channel", "network_user"}
     expected |= {"tls.cert", "tls.key", "tls.kee"} | ({"image_dir"} if disk_checked else set())
     assert set(got) == expected
     assert "is missing" in got["listen"]
@@ -190,7 +208,7 @@ def test_all_problems_are_reported_at_once(tmp_path: Path, certificates: Certifi
 
 def test_empty_file_lists_all_required_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SNAPSHOT_CRIU", str(fake_criu(tmp_path)))
-    keys = {line.split(":")[0] for line in problems(tmp_path, f'image_dir = "{RAM}"')}
+    keys = {line.split(":")[0] for line in problems(tmp_path, f'image_dir = "{RAM}"\nnetwork_user = "nobody"')}
     assert keys == {"node", "listen", "tls"}
 
 
@@ -231,7 +249,7 @@ def test_example_has_only_valid_keys(tmp_path: Path, monkeypatch: pytest.MonkeyP
     # Its [tls] files do not exist here, so there are always problems, but none with a key or a value.
     for text in (example, re.sub(r"^# (\w+ = )", r"\1", example, flags=re.MULTILINE)):
         keys = {line.split(":")[0] for line in problems(tmp_path, text.replace("/etc/snapshotd", "/nowhere"))}
-        assert keys <= {"tls.ca", "tls.cert", "tls.key", "image_dir", "criu"}
+        assert keys <= {"tls.ca", "tls.cert", "tls.key", "image_dir", "criu", "network_user"}
 
 
 def test_listening_on_all_addresses_requires_advertise(tmp_path: Path, certificates: Certificates) -> None:
@@ -299,49 +317,6 @@ class TestCertificates:
         today = datetime.now(UTC)
         (found,) = self.found(tmp_path, Credentials(identity.ca, identity.cert, identity.key))
         assert found.endswith((f"expired on {today:%Y-%m-%d}", f"expired on {today - timedelta(days=1):%Y-%m-%d}"))
-
-
-class TestFindCriu:
-    def test_configured_criu_is_used(self, tmp_path: Path) -> None:
-        program = fake_criu(tmp_path, "4.10")
-        assert find_criu(str(program)) == (str(program), "4.10")
-
-    def test_configured_criu_that_is_too_old_is_refused(self, tmp_path: Path) -> None:
-        program = fake_criu(tmp_path, "4.1.1")
-        with pytest.raises(BadConfig, match=r"is CRIU 4\.1\.1; 4\.2 or newer is needed"):
-            find_criu(str(program))
-
-    def test_criu_from_the_environment_is_used(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        program = fake_criu(tmp_path)
-        monkeypatch.setenv("SNAPSHOT_CRIU", str(program))
-        monkeypatch.setenv("PATH", "/nowhere")
-        assert find_criu(None) == (str(program), "4.2.1")
-
-    def test_criu_on_the_path_that_is_too_old_is_skipped(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        old, new = tmp_path / "old", tmp_path / "checkout"
-        (new / ".criu").mkdir(parents=True)
-        old.mkdir()
-        fake_criu(old, "3.17.1")
-        good = fake_criu(new / ".criu")
-        monkeypatch.delenv("SNAPSHOT_CRIU", raising=False)
-        monkeypatch.setenv("PATH", f"{old}:{os.environ['PATH']}")
-        monkeypatch.setattr("snapshotd.criu.find.PRIVATE", (tmp_path / "none", good))
-        assert find_criu(None) == (str(good), "4.2.1")
-        monkeypatch.setattr("snapshotd.criu.find.PRIVATE", ())
-        with pytest.raises(BadConfig, match=rf"no CRIU 4\.2 or newer was found .*found: {old}/criu is CRIU 3\.17\.1"):
-            find_criu(None)
-
-    def test_program_that_is_not_a_runnable_criu_is_refused(self, tmp_path: Path) -> None:
-        with pytest.raises(BadConfig, match="cannot be run: No such file"):
-            find_criu(str(tmp_path / "none"))
-        program = fake_criu(tmp_path)
-        program.chmod(stat.S_IRUSR)
-        with pytest.raises(BadConfig, match="cannot be run: Permission denied"):
-            find_criu(str(program))
-        with pytest.raises(BadConfig, match="is not CRIU"):
-            find_criu("/bin/true")
-        with pytest.raises(BadConfig, match="is not CRIU"):
-            find_criu(str(fake_criu(tmp_path, exit_status=1)))
 
 
 @pytest.mark.parametrize(

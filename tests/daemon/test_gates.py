@@ -67,7 +67,7 @@ async def test_gate_is_journalled_before_it_is_closed(cluster: Cluster) -> None:
 
 
 async def test_gates_of_another_users_job_of_the_same_name_stay_open(cluster: Cluster) -> None:
-    """A job's name belongs to nobody: bob calls his job as alice does, and must neither wait for hers nor stop it."""
+    """Job names are not reserved: bob gives his job the name of alice's, which must neither wait for his nor stop for it."""
     gates = cluster.nodes["b"].gates
     cluster.nodes["b"].entries[1].user_id = BOB
     report = await gates.close(cluster.request)

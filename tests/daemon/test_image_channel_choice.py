@@ -15,7 +15,8 @@ import pytest
 
 from migrator import pki
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.api.channel import Credentials
+from snapshotd.api.channel import GrpcChannel, open_channel
+from snapshotd.api.credentials import Credentials
 from snapshotd.api.errors import Denied, Internal, SnapshotError, Unreachable, Where
 from snapshotd.moves.record import Begin
 from snapshotd.moves.source.channel import streams_to_target
@@ -34,6 +35,10 @@ class SourceNode:
 
     config: Any
     answer: pb.OpenImageChannelReply | SnapshotError
+
+    def connect(self, name: str, endpoint: str) -> GrpcChannel:
+        assert (name, endpoint) == (BEGIN.target_node, BEGIN.target_endpoint)
+        return GrpcChannel(open_channel(endpoint, self.config.credentials, name))
 
     @asynccontextmanager
     async def client(self, name: str, endpoint: str) -> AsyncIterator[Any]:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import pwd
+import re
+import select
 import shutil
 import signal
 import socket
@@ -20,6 +23,7 @@ from snapshotd import main as daemon_main
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.client import DaemonClient
 from snapshotd.api.errors import BadConfig, Busy, Denied, Full, Unreachable
+from snapshotd.sandbox import filter as seccomp
 from tests.daemon.test_config import fake_criu, toml
 from tests.served import Certificates
 
@@ -85,7 +89,7 @@ def place(tmp_path: Path, certificates: Certificates) -> Iterator[Place]:
     )
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
         systemd.bind(str(folder / "notify"))
-        systemd.settimeout(20)
+        systemd.settimeout(90)
         environment = {**os.environ, "NOTIFY_SOCKET": str(folder / "notify")}
         there = Place(folder, port, metrics_port, systemd, environment, [])
         yield there
@@ -96,7 +100,7 @@ def place(tmp_path: Path, certificates: Certificates) -> Iterator[Place]:
 
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    out, err = process.communicate(timeout=20)
+    out, err = process.communicate(timeout=90)
     return process.returncode, out, err
 
 
@@ -175,6 +179,16 @@ def test_sigint_is_a_clean_exit(place: Place) -> None:
     assert ended(process)[0] == 0
 
 
+def test_sighup_looks_for_certificates_and_stops_nothing(place: Place) -> None:
+    process = place.start()
+    place.hear("READY=1")
+    process.send_signal(signal.SIGHUP)
+    process.send_signal(signal.SIGTERM)
+    status, _, err = ended(process)
+    assert status == 0, err
+    assert "received SIGHUP: looking for new certificates" in err
+
+
 def test_failed_start_exits_with_the_code_of_the_error(place: Place) -> None:
     status, _, err = ended(place.start("refuse"))
     assert status == Full.exit_code
@@ -196,7 +210,7 @@ def test_port_in_use_is_reported(place: Place) -> None:
         other.bind(("127.0.0.1", place.port))
         other.listen()
         status, _, err = ended(place.start())
-    assert status == BadConfig.exit_code
+    assert status == BadConfig.exit_code, err
     assert f"listen: cannot listen on 127.0.0.1:{place.port}: Address already in use" in err
 
 
@@ -205,7 +219,7 @@ def test_metrics_port_in_use_is_reported(place: Place) -> None:
         other.bind(("127.0.0.1", place.metrics_port))
         other.listen()
         status, _, err = ended(place.start())
-    assert status == BadConfig.exit_code
+    assert status == BadConfig.exit_code, err
     assert f"metrics_listen: cannot listen on 127.0.0.1:{place.metrics_port}" in err
 
 
@@ -260,13 +274,79 @@ def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith("snapshotd 0.")
 
 
+def network_process(daemon: int) -> int:
+    """The pid of a daemon's network process."""
+    (child,) = Path(f"/proc/{daemon}/task/{daemon}/children").read_text().split()
+    assert Path(f"/proc/{child}/comm").read_text() == "snapshotd-net\n"
+    return int(child)
+
+
 def test_idle_daemon_stays_within_its_memory_budget(place: Place) -> None:
-    """The budget of the whole daemon is 100 MiB; the program without its services must stay well below."""
+    """The budget of both processes is 100 MiB; the program without its services must stay well below."""
     process = place.start()
     place.hear("READY=1")
-    fields = Path(f"/proc/{process.pid}/status").read_text().splitlines()
-    resident_kib = next(int(line.split()[1]) for line in fields if line.startswith("VmRSS:"))
-    assert resident_kib < 80 * 1024
+    kib = 0
+    for pid in (process.pid, network_process(process.pid)):
+        fields = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        kib += next(int(line.split()[1]) for line in fields if line.startswith("Pss:"))
+    assert kib < 80 * 1024
+
+
+def test_daemon_loads_no_grpc_and_the_network_process_nothing_of_moves() -> None:
+    """Otherwise root would run code that parses bytes from the network, and an idle daemon would need more memory."""
+    for modules, absent in (
+        ("snapshotd.main, snapshotd.service", ["grpc"]),
+        ("snapshotd.network.process", ["snapshotd.moves", "snapshotd.criu", "snapshotd.cuda", "snapshotd.config"]),
+    ):
+        code = f"import sys, {modules}; print([name for name in {absent} if name in sys.modules])"
+        done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, check=True)
+        assert done.stdout == "[]\n"
+
+
+async def test_network_process_that_is_killed_is_started_again(place: Place) -> None:
+    daemon = place.start()
+    place.hear("READY=1")
+    first = network_process(daemon.pid)
+    async with DaemonClient(f"unix:{place.admin}") as root:
+        await root.node.GetNode(pb.GetNodeRequest(), timeout_s=5)
+        os.kill(first, signal.SIGKILL)
+        assert (await root.node.GetNode(pb.GetNodeRequest(), timeout_s=60, retry=True)).name == "node-1"
+    assert network_process(daemon.pid) != first
+    assert mode(place.admin) == 0o600
+    assert place.admin.stat().st_uid == 0
+    daemon.send_signal(signal.SIGTERM)
+    status, _, err = ended(daemon)
+    assert status == 0, err
+    assert "the network process has ended (it closed the link); starting it again" in err, err
+
+
+def test_network_process_ends_with_the_daemon(place: Place) -> None:
+    daemon = place.start()
+    place.hear("READY=1")
+    end = os.pidfd_open(network_process(daemon.pid))
+    daemon.kill()
+    assert select.select([end], [], [], 20)[0], "it is still there"
+    os.close(end)
+
+
+def test_network_process_has_no_privileges(place: Place) -> None:
+    daemon = place.start()
+    place.hear("READY=1")
+    pid = network_process(daemon.pid)
+    status = dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    nobody = pwd.getpwnam("nobody")
+    assert status["Uid"].split() == [str(nobody.pw_uid)] * 4
+    assert status["Gid"].split() == [str(nobody.pw_gid)] * 4
+    assert status["Groups"].split() == []
+    for name in ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb"):
+        assert int(status[name], 16) == 0, name
+    assert status["NoNewPrivs"] == "1"
+    assert status["Seccomp"] == ("2" if seccomp.available() else "0")
+    assert re.search(r"Max core file size +0 +0 ", Path(f"/proc/{pid}/limits").read_text())
+    assert Path(f"/proc/{pid}/maps").stat().st_uid == 0, "it is dumpable"
+    # It has no file of the daemon. With a descriptor of the lock it could release that, or write another pid into it.
+    links = [os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir()]
+    assert [link for link in links if link.startswith(str(place.folder))] == []
 
 
 @pytest.mark.slow

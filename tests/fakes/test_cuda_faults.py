@@ -28,6 +28,7 @@ from tests.fakes.cuda_asking import (
 )
 from tests.fakes.cuda_fake import GpuNode, gpus
 from tests.fakes.device_job import DeviceJob
+from tests.shim.jobs import until
 
 # ---------------------------------------------------------------- faults
 
@@ -56,10 +57,11 @@ def test_injected_hang_blocks_the_call(node: GpuNode, start: Callable[..., Devic
     job = start(node)
     node.fault("lock", action)
     with asking(node, "lock", job.pid) as asker:
+        until(lambda: not node.faults())
         with pytest.raises(subprocess.TimeoutExpired):
-            asker.wait(1.5)
+            asker.wait(0.5)
+        until(lambda: state(node, job.pid) == then)
         asker.kill()
-    assert not node.faults()
     assert state(node, job.pid) == then
 
 

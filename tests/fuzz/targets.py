@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 import xxhash
+from pycriu.images import pb
 
 from shim.keeper import frames
 from shim.keeper.frames import Frame, FrameError
@@ -22,13 +23,17 @@ from shim.keeper.relay import HomeEnd
 from shim.keeper.tail import Tail
 from snapshotd.api import errors
 from snapshotd.api.errors import Damaged, Denied
+from snapshotd.criu import image_content
+from snapshotd.criu.image_request import Image
 from snapshotd.inprocess import ncclctl, symbols
 from snapshotd.keepers import stdio_state as stdio_states
 from snapshotd.keepers.hello import parse_hello
 from snapshotd.keepers.stdio_state import StdioState
-from snapshotd.moves import description
+from snapshotd.moves import closed_manifest, description
 from snapshotd.preflight import elf
 from snapshotd.proc import cgroup_paths, environ, fd, locks, maps, mountinfo, sizes, stat, status
+from snapshotd.proc.priorities import Priorities
+from snapshotd.proc.privileges import Credentials
 from snapshotd.transport.device import records
 from snapshotd.transport.device.records import StripeError
 from snapshotd.transport.image import frame as image_frame
@@ -188,6 +193,34 @@ def image_description(data: bytes) -> None:
     description.decode(data)
 
 
+def criu_image(data: bytes) -> None:
+    """Each file of an image in turn; the others are genuine. It is refused or accepted, never an error of the codec."""
+    genuine = {f"{path.name}.img": path.read_bytes() for path in sorted((SEEDS / "criu-image").iterdir())}
+    genuine["core-8.img"] = genuine["core-7.img"]
+    for name in genuine:
+        files = genuine | {name: data}
+        image = Image(list(files), files, {7: (_WHO, {})}, ["/lib/libc.so", "/tmp/gone"], _GRANTED)
+        found = image_content.examine(image)
+        assert found is None or found.reason
+        if name.startswith("core-") and found is None:
+            (core,) = image_content._entries(files, name, pb.core_entry)
+            assert core.thread_core.sched_nice >= 0
+            assert {core.thread_core.creds.uid, core.thread_core.creds.euid, core.thread_core.creds.suid} == {1500}
+
+
+_GRANTED = Priorities(nice=0, realtime=0, limits={"nofile": 1024, "memlock": 1 << 23})
+_WHO = Credentials((1500,) * 4, (1500,) * 4, (1500, 1600), 0, 0, 0, 0, no_new_privs=False, seccomp=0)
+
+
+def closed_files(data: bytes) -> None:
+    """A row that passes must name a path below its carry path, which the file system can be asked for."""
+    for row in closed_manifest.parse_manifest(data).rows:
+        closed_manifest.must_be_valid(row)
+        parts = os.fsencode(row.path).split(b"/")
+        assert not {b"", b".", b".."} & set(parts), row.path
+        assert b"\0" not in os.fsencode(row.path) + os.fsencode(row.link)
+
+
 # ---------------------------------------------------------------- from the kernel, which quotes names that users chose
 
 
@@ -246,7 +279,9 @@ TARGETS = {
     "device-reply": Target(device_reply, (StripeError,)),
     "stdio-state": Target(stdio_state, (ValueError,)),
     "wire-error": Target(wire_error, ()),
+    "criu-image": Target(criu_image, ()),
     "image-description": Target(image_description, (Damaged,)),
+    "closed-files": Target(closed_files, (Damaged,)),
     "proc-names": Target(proc_names, ()),
     "proc-text": Target(proc_text, ()),
 }

@@ -41,6 +41,28 @@ class Guest:
         identity: dict[str, Any] | None = None,
         spool: dict[str, int] | None = None,
     ) -> Guest:
+        known = len([1 for _, event in node.events if event == ("connected",)])
+        starter, orders, ours = await cls.begin(node, home, move, state, criu=criu, identity=identity, spool=spool)
+        await starter.communicate(orders)
+        assert starter.returncode == 0
+        link = await node.reported("connected", count=known + 1)
+        assert link.role == "guest"
+        return cls(node, move, link, ours)
+
+    @staticmethod
+    async def begin(
+        node: Node,
+        home: KeeperLink,
+        move: str,
+        state: StdioState,
+        *,
+        criu: str = "",
+        identity: dict[str, Any] | None = None,
+        spool: dict[str, int] | None = None,
+        program: tuple[str, str] = ("-m", "shim.keeper.guest"),
+        stderr: int | None = None,
+    ) -> tuple[asyncio.subprocess.Process, bytes, socket.socket]:
+        """The process that becomes a guest keeper with its orders, those orders, and the daemon's end of criu's socket."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         script = node.folder / "criu"
         script.write_text(f'#!/bin/sh\nexec {sys.executable} {Path(__file__).with_name("fake_criu.py")} "$@"\n')
@@ -65,22 +87,17 @@ class Guest:
             "moves": home.info.moves + 1,
             "started_unix_s": home.info.started_unix_s,
         }
-        known = len([1 for _, event in node.events if event == ("connected",)])
         starter = await asyncio.create_subprocess_exec(
             sys.executable,
-            "-m",
-            "shim.keeper.guest",
+            *program,
             stdin=PIPE,
+            stderr=stderr,
             cwd=REPOSITORY,
             pass_fds=[theirs.fileno()],
             start_new_session=True,
         )
         theirs.close()
-        await starter.communicate(json.dumps(orders).encode())
-        assert starter.returncode == 0
-        link = await node.reported("connected", count=known + 1)
-        assert link.role == "guest"
-        return cls(node, move, link, ours)
+        return starter, json.dumps(orders).encode(), ours
 
     async def restore(self, argv: tuple[str, ...]) -> None:
         """The fake criu becomes the rank, stopped before its first instruction."""

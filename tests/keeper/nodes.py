@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from snapshotd.api.errors import SnapshotError
 from snapshotd.keepers.hello import Hello
 from snapshotd.keepers.link import KeeperLink
 from snapshotd.keepers.listener import KeeperEvents, KeeperLinks, Welcome
@@ -18,10 +19,13 @@ from snapshotd.proc import tree
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 LAUNCH = """
-import sys
+import os, sys
 import shim.keeper.home
+from shim.keeper import library
 shim.keeper.home.DAEMON_WAIT_S = float(sys.argv[3])
-sys.exit(shim.keeper.home.run(sys.argv[4:], sys.argv[1], 0, sys.argv[2]))
+path = library.wanted(os.environ)
+preload = library.read(path) if path.exists() else None
+sys.exit(shim.keeper.home.run(sys.argv[4:], sys.argv[1], 0, sys.argv[2], preload=preload))
 """
 
 
@@ -36,6 +40,7 @@ class Node:
         self.hellos: list[tuple[Hello, tree.Process, tree.Process | None]] = []
         self._changed = asyncio.Condition()
         self._keepers: list[Process] = []
+        self.refusal: SnapshotError | None = None  # if set, every keeper is refused with it
         self.links: KeeperLinks
 
     async def start(self) -> Node:
@@ -56,7 +61,13 @@ class Node:
         await self.links.stop()
 
     async def clean(self) -> None:
-        """Ends all processes that a test has left, also after it failed."""
+        """Ends all processes that a test has left, also after it failed.
+
+        Ranks first: one that was stopped right after its fork does not end with its keeper, and has the keeper's pipes.
+        """
+        for _, _, rank in self.hellos:
+            if rank is not None:
+                rank.signal(signal.SIGKILL)
         for keeper in self._keepers:
             if keeper.returncode is None:
                 keeper.kill()
@@ -73,6 +84,8 @@ class Node:
 
     async def _adopt(self, hello: Hello, keeper: tree.Process, rank: tree.Process | None) -> Welcome:
         self.hellos.append((hello, keeper, rank))
+        if self.refusal is not None:
+            raise self.refusal
         return Welcome(hello.uid or f"{hello.job}-{hello.rank}-0a0b0c0d", self.name, "127.0.0.1:1")
 
     async def _note(self, link: KeeperLink, *event: Any) -> None:

@@ -34,7 +34,9 @@ async def test_keeper_exits_with_the_status_of_the_rank(node: Node, argv: tuple[
     assert (b"cannot start" in errors) == (code in (126, 127))
     link = await node.reported("closed", False)
     assert link.uid == "job-0-0a0b0c0d"
-    assert [event[0] for _, event in node.events] == ["connected", "exited", "closed"]
+    # A keeper that takes long to end is reported as disconnected before that.
+    seen = [event for _, event in node.events if event != ("closed", True)]
+    assert [event[0] for event in seen] == ["connected", "exited", "closed"]
 
 
 async def test_keeper_gives_up_if_no_daemon_answers(node: Node) -> None:

@@ -9,8 +9,6 @@ import os
 import shutil
 import signal
 import sys
-import tempfile
-from collections.abc import AsyncIterator, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,33 +36,11 @@ MOVE = "m-0123456789ab"
 OWN = ("sh", "-c", "echo; exec sleep 200")
 
 
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    """A folder that every user can enter. Not tmp_path: every session of pytest closes the folders above it to others."""
-    with tempfile.TemporaryDirectory() as made:
-        Path(made).chmod(0o755)
-        yield Path(made)
-
-
-@pytest.fixture
-async def node(folder: Path) -> AsyncIterator[Node]:
-    started = await Node(folder).start()
-    yield started
-    await started.clean()
-
-
-@pytest.fixture
-async def other(folder: Path) -> AsyncIterator[Node]:
-    started = await Node(folder, "node-2").start()
-    yield started
-    await started.clean()
-
-
-def program_of(folder: Path, user_id: int, mode: int) -> str:
+def program_of(open_folder: Path, user_id: int, mode: int) -> str:
     """A program that prints for ever, with a set-uid or set-gid bit."""
     found = shutil.which("yes")
     assert found is not None
-    copy = folder / f"of-{user_id}-{mode:o}" / "yes"
+    copy = open_folder / f"of-{user_id}-{mode:o}" / "yes"
     copy.parent.mkdir()
     copy.parent.chmod(0o755)
     shutil.copy(Path(found).resolve(), copy)
@@ -74,20 +50,22 @@ def program_of(folder: Path, user_id: int, mode: int) -> str:
 
 
 @pytest.mark.parametrize(("owner", "mode"), [(0, 0o4755), (BOB, 0o4755), (0, 0o2755)])
-async def test_set_uid_program_cannot_be_registered(node: Node, folder: Path, owner: int, mode: int) -> None:
+async def test_set_uid_program_cannot_be_registered(node: Node, open_folder: Path, owner: int, mode: int) -> None:
     alice = await Stranger.connect(node, ALICE)
-    answer = await alice.hello(pid=await alice.start(program_of(folder, owner, mode)))
+    answer = await alice.hello(pid=await alice.start(program_of(open_folder, owner, mode)))
     assert answer["t"] == "refused"
     assert "file-system" in answer["message"]
     assert node.hellos == []
 
 
 @pytest.mark.parametrize("mode", [0o4755, 0o2755])
-async def test_set_uid_program_cannot_replace_the_rank_at_a_second_hello(node: Node, folder: Path, mode: int) -> None:
+async def test_set_uid_program_cannot_replace_the_rank_at_a_second_hello(
+    node: Node, open_folder: Path, mode: int
+) -> None:
     alice = await Stranger.connect(node, ALICE)
     welcome = await alice.hello(pid=await alice.start(*OWN))
     assert welcome["t"] == "welcome"
-    program = await alice.start(program_of(folder, 0, mode))
+    program = await alice.start(program_of(open_folder, 0, mode))
     await alice.reconnect()
     assert (await alice.hello(uid=welcome["uid"], pid=program))["t"] == "refused"
     assert len(node.hellos) == 1
@@ -159,8 +137,8 @@ async def drain(node: Node, alice: Stranger, answer: str, *, parts: int = 1) -> 
     return await drained
 
 
-async def test_keeper_cannot_make_another_node_read_a_file_as_root(node: Node, other: Node, folder: Path) -> None:
-    secret = folder / "secret"
+async def test_keeper_cannot_make_another_node_read_a_file_as_root(node: Node, other: Node, open_folder: Path) -> None:
+    secret = open_folder / "secret"
     secret.write_text("only root may read this")
     secret.chmod(0o600)
     alice = await Stranger.connect(node, ALICE)
@@ -267,7 +245,7 @@ while True:  # what the daemon has closed is opened again
 
 
 async def test_silent_connections_of_one_user_do_not_stop_another(
-    node: Node, folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    node: Node, open_folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(listener, "HELLO_TIMEOUT_S", 600.0)  # not only because their time is over
     flood = await asyncio.create_subprocess_exec(
@@ -282,13 +260,13 @@ async def test_silent_connections_of_one_user_do_not_stop_another(
     assert flood.stdout is not None
     async with asyncio.timeout(60):
         assert await flood.stdout.readline() == b"open\n"
-    installed = readable_copy(folder / "installed")
+    installed = readable_copy(open_folder / "installed")
     keeper = await node.launch(
         *("echo", "from bob"),
         wrap=("setpriv", f"--reuid={BOB}", f"--regid={BOB}", "--clear-groups"),
         interpreter=readable_python(),
         env={"PYTHONPATH": str(installed)},
-        cwd=folder,
+        cwd=open_folder,
     )
     output, errors = await keeper.communicate()
     assert (output, keeper.returncode) == (b"from bob\n", 0), errors

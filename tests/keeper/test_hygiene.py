@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from shim.keeper.child import rank_environment
+from shim.keeper.library import DRIVER_LIBRARY, OFFLOAD_LIBRARY
 from tests.keeper.nodes import REPOSITORY, Node, python
 from tests.shim.build import LIB, make_shim
 
@@ -65,25 +66,16 @@ def test_only_what_the_abi_names_is_exported(library: Path) -> None:
     assert {name.removeprefix("p") for name in exported if "nccl" in name} == nccl
 
 
-def test_rank_gets_the_launchers_environment_plus_the_preload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shim.keeper.child._LIBRARY", tmp_path / "lib.so")
-    monkeypatch.setattr("shim.keeper.child._OFFLOAD_LIBRARY", tmp_path / "offload.so")
-    assert rank_environment({"A": "b"}, preload=True) == {"A": "b"}, "no library, no preload"
-    (tmp_path / "lib.so").touch()
-    once = rank_environment({"A": "b", "LD_PRELOAD": "x.so y.so"}, preload=True)
-    assert once == {"A": "b", "LD_PRELOAD": f"{tmp_path / 'lib.so'}:x.so y.so"}
-    assert rank_environment(once, preload=True) == once
-    assert rank_environment({"A": "b"}, preload=False) == {"A": "b"}
-    alone = rank_environment({**once, "SNAPSHIM_DEVICE_MEMORY": "offload"}, preload=True)
-    assert alone["LD_PRELOAD"] == once["LD_PRELOAD"], (
-        "where the one that parks was not built the other is better than none"
-    )
-    (tmp_path / "offload.so").touch()
-    offload = rank_environment({**once, "SNAPSHIM_DEVICE_MEMORY": "offload"}, preload=True)
-    assert offload["LD_PRELOAD"] == f"{tmp_path / 'offload.so'}:x.so:y.so", "the one in the place of the other"
-    assert rank_environment(offload, preload=True) == offload
-    back = rank_environment({**offload, "SNAPSHIM_DEVICE_MEMORY": "driver"}, preload=True)
-    assert back["LD_PRELOAD"] == f"{tmp_path / 'lib.so'}:x.so:y.so"
+def test_rank_gets_the_launchers_environment_plus_the_preload(tmp_path: Path) -> None:
+    driver, offload = tmp_path / DRIVER_LIBRARY, tmp_path / OFFLOAD_LIBRARY
+    once = rank_environment({"A": "b", "LD_PRELOAD": "x.so y.so"}, driver)
+    assert once == {"A": "b", "LD_PRELOAD": f"{driver}:x.so y.so"}
+    assert rank_environment(once, driver) == once
+    assert rank_environment({"A": "b"}, None) == {"A": "b"}
+    replaced = rank_environment(once, offload)
+    assert replaced["LD_PRELOAD"] == f"{offload}:x.so:y.so", "the one in the place of the other"
+    assert rank_environment(replaced, offload) == replaced
+    assert rank_environment(replaced, driver)["LD_PRELOAD"] == f"{driver}:x.so:y.so"
 
 
 async def test_rank_has_the_library_preloaded(node: Node) -> None:

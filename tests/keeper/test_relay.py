@@ -8,7 +8,6 @@ import os
 import random
 import signal
 from asyncio.subprocess import Process
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -27,15 +26,6 @@ MOVE = "m-0123456789ab"
 
 #: Copies its stdin to its stdout until EOF.
 ECHO = "import os\nwhile data := os.read(0, 65536):\n    while data: data = data[os.write(1, data):]"
-
-
-@pytest.fixture
-async def other(tmp_path: Path) -> AsyncIterator[Node]:
-    folder = tmp_path / "other"
-    folder.mkdir()
-    started = await Node(folder, "node-2").start()
-    yield started
-    await started.clean()
 
 
 async def freeze(link: KeeperLink) -> StdioState:

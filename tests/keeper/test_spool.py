@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -92,15 +91,6 @@ def test_file_does_not_grow_while_its_reader_is_slightly_late(tmp_path: Path) ->
         assert not tail.is_full
         tail.release(tail.end - 800)
     assert spool._used_bytes <= 6000
-
-
-@pytest.fixture
-async def other(tmp_path: Path) -> AsyncIterator[Node]:
-    folder = tmp_path / "other"
-    folder.mkdir()
-    started = await Node(folder, "node-2").start()
-    yield started
-    await started.clean()
 
 
 @pytest.mark.root

@@ -13,7 +13,12 @@ from snapshotd.api.errors import Denied, NotFound
 from snapshotd.keepers import adoption
 from snapshotd.keepers.adoption import Adoption
 from snapshotd.keepers.hello import Hello, parse_hello
+from snapshotd.keepers.listener import NotWanted
 from snapshotd.keepers.ranks import RankEntry, Ranks
+from snapshotd.moves.journal import Journal
+from snapshotd.moves.record import Begin
+from snapshotd.moves.rules import Mark
+from snapshotd.moves.source.departure import Departure
 from snapshotd.proc.cgroup import Cgroup
 from snapshotd.proc.tree import Process
 
@@ -29,8 +34,8 @@ def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         return Cgroup(folder)
 
     monkeypatch.setattr(adoption, "cgroup_for_home", group_of)
-    config = SimpleNamespace(node="node-1", advertise="node-1:7070", ranks_per_user=3)
-    return SimpleNamespace(ranks=Ranks(tmp_path / "state"), config=config)
+    config = SimpleNamespace(node="node-1", advertise="node-1:7070", ranks_per_user=3, nodes=None)
+    return SimpleNamespace(ranks=Ranks(tmp_path / "state"), config=config, journal=Journal(tmp_path / "state"))
 
 
 @pytest.fixture
@@ -72,6 +77,29 @@ async def test_number_of_ranks_of_a_user_is_limited(node: Any, adopts: Adoption)
     assert len(node.ranks.all()) == 9
 
 
+async def test_second_job_that_is_named_after_the_same_script_gets_a_number(node: Any, adopts: Adoption) -> None:
+    def start(number: int, **fields: Any) -> Any:
+        return adopts.adopt(hello(**({"alone": True} | fields)), Process(100, number), Process(101, number))
+
+    for number in range(3):
+        await start(number)
+    assert [entry.job for entry in node.ranks.all()] == ["train", "train-2", "train-3"]
+    node.ranks.remove(node.ranks.all()[1])
+    await start(3)
+    assert sorted(entry.job for entry in node.ranks.all()) == ["train", "train-2", "train-3"]
+    assert node.ranks.all()[1].uid.startswith("train-2-0-")
+    await start(4, user_id=BOB)  # a job belongs to its user
+    assert [entry.job for entry in node.ranks.all() if entry.user_id == BOB] == ["train"]
+    await start(5, user_id=BOB, alone=False)  # a person or a launcher has named it
+    assert [entry.job for entry in node.ranks.all() if entry.user_id == BOB] == ["train", "train"]
+
+
+async def test_long_name_of_a_job_has_room_for_its_number(node: Any, adopts: Adoption) -> None:
+    for number in range(2):
+        await adopts.adopt(hello(job="x" * 60, alone=True), Process(100, number), Process(101, number))
+    assert sorted(len(entry.job) for entry in node.ranks.all()) == [55, 60]
+
+
 async def test_another_process_cannot_replace_the_rank(node: Any, adopts: Adoption) -> None:
     welcome = await adopts.adopt(hello(), KEEPER, RANK)
     with pytest.raises(Denied, match="is process 101, not 102"):
@@ -81,8 +109,11 @@ async def test_another_process_cannot_replace_the_rank(node: Any, adopts: Adopti
     assert node.ranks.all()[0].process == RANK
 
 
-async def test_guest_keeper_connects_first_as_root_and_later_as_the_ranks_user(node: Any, adopts: Adoption) -> None:
-    guest = RankEntry(
+MOVE, EARLIER = "m-0123456789ab", "m-0123456789aa"
+
+
+def guest_entry(restored_by: str = "") -> RankEntry:
+    return RankEntry(
         uid="train-0-0a0b0c0d",
         job="train",
         rank=0,
@@ -96,7 +127,12 @@ async def test_guest_keeper_connects_first_as_root_and_later_as_the_ranks_user(n
         boot_id="boot",
         user_id=ALICE,
         process_user_id=ALICE,
+        restored_by=restored_by,
     )
+
+
+async def test_guest_keeper_connects_first_as_root_and_later_as_the_ranks_user(node: Any, adopts: Adoption) -> None:
+    guest = guest_entry()
     node.ranks.put(guest)
 
     def claim(user_id: int) -> Hello:
@@ -111,3 +147,53 @@ async def test_guest_keeper_connects_first_as_root_and_later_as_the_ranks_user(n
             await adopts.adopt(claim(user_id), keeper, None)
     with pytest.raises(NotFound):
         await adopts.adopt(hello(0, role="guest", uid=guest.uid, relay_key="1" * 32), KEEPER, None)
+
+
+def guest_hello(move: str) -> Hello:
+    return hello(0, role="guest", uid="train-0-0a0b0c0d", pid=0, move=move)
+
+
+async def test_keeper_of_an_earlier_move_of_the_rank_is_not_adopted(node: Any, adopts: Adoption) -> None:
+    """Its daemon was killed before it knew the keeper's pid. Uid and key are those of the rank, and so are the same."""
+    node.ranks.put(guest_entry(MOVE))
+    with pytest.raises(NotWanted):
+        await adopts.adopt(guest_hello(EARLIER), Process(104, 5), None)
+    assert node.ranks.all()[0].keeper_pid == 0
+    await adopts.adopt(guest_hello(MOVE), KEEPER, None)
+    assert node.ranks.all()[0].keeper == KEEPER
+
+
+@pytest.mark.parametrize(
+    ("mark", "wanted"),
+    [
+        (None, False),
+        (Mark.PREPARED, False),
+        (Mark.RESTORING, False),
+        (Mark.DISCARDED, False),
+        (Mark.HELD, True),
+        (Mark.ACTIVATED, True),
+    ],
+)
+async def test_unknown_guest_keeper_may_end_only_if_its_move_has_no_copy(
+    node: Any, adopts: Adoption, mark: Mark | None, wanted: bool
+) -> None:
+    if mark is not None:
+        node.journal.begin(
+            Begin(MOVE, "target", "job-0-x", "job", 0, "n-1", "a:1", "n-2", "b:1", "ab" * 32, "boot", 1.0, 30.0)
+        ).mark(mark)
+    with pytest.raises(NotFound) as refused:
+        await adopts.adopt(guest_hello(MOVE), KEEPER, None)
+    assert isinstance(refused.value, NotWanted) is not wanted
+
+
+async def test_rank_that_ends_while_its_move_is_undone_is_not_registered_again(node: Any, adopts: Adoption) -> None:
+    """The undo replaces the key of the relay in the entry, which the end of the rank may just have removed."""
+    await adopts.adopt(hello(), KEEPER, RANK)
+    (entry,) = node.ranks.all()
+    departure: Any = SimpleNamespace(node=node)
+    await Departure._replace_relay_key(departure, entry)
+    assert [entry.uid] == [known.uid for known in Ranks(node.ranks.folder.parent).all()], "it is still there"
+    node.ranks.remove(entry)
+    await Departure._replace_relay_key(departure, entry)
+    assert node.ranks.all() == []
+    assert list(node.ranks.folder.glob("*.json")) == []

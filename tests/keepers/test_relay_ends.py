@@ -17,7 +17,15 @@ from snapshotd.keepers.link import KeeperLink
 from snapshotd.keepers.relay import Relays
 from tests.served import Register, Serve, Served, servicer
 
-ENTRY: Any = SimpleNamespace(uid="job-0-00000001", home_node="node-1", home_endpoint="", relay_key="key")
+ENTRY: Any = SimpleNamespace(
+    uid="job-0-00000001",
+    role="guest",
+    home_node="node-1",
+    home_endpoint="",
+    relay_key="key",
+    own_key="",
+    former_keys=[],
+)
 HELLO = encode("sync", {})
 
 
@@ -39,7 +47,7 @@ def relays(served: Served) -> Relays:
 
 
 def keeper() -> KeeperLink:
-    stand_in: Any = SimpleNamespace(role="guest", pid=1, is_closing=lambda: False)
+    stand_in: Any = SimpleNamespace(role="guest", pid=1, user_id=0, is_closing=lambda: False)
     return KeeperLink(stand_in, ENTRY.uid, stand_in, None, stand_in)
 
 

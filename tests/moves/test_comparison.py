@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -139,6 +140,50 @@ def test_content_counts_where_the_rank_only_reads(processes: Processes, folder: 
     (found,) = differences(reads, processes.facts(f"r:{folder}/one"))
     assert "has another size, time and content" in found
     assert differences(writes, processes.facts(f"w:{folder}/one")) == []
+
+
+@pytest.mark.parametrize("kind", ["link", "fifo"])
+def test_what_is_put_into_the_place_of_a_file_meanwhile_is_not_opened(
+    processes: Processes, folder: Path, kind: str
+) -> None:
+    """Opening a device may have an effect by itself, and the daemon opens with root's rights."""
+    (folder / "users").mkdir()
+    (folder / "users/one").write_text("text")
+    (folder / "roots").mkdir()
+    copy = processes.facts(f"r:{folder}/users/one")
+    source = msgspec.structs.replace(
+        copy, files=[msgspec.structs.replace(file, digest="00", mtime_ns=1, inode=1) for file in copy.files]
+    )
+    if kind == "link":
+        (folder / "users").rename(folder / "aside")
+        (folder / "users").symlink_to("roots")
+        (folder / "roots/one").write_text("text")
+    else:
+        (folder / "users/one").unlink()
+        os.mkfifo(folder / "users/one")
+    opened = OpenWatch(folder / "users/one")
+    (found,) = differences(source, copy)
+    assert "has another size, time and content" in found
+    assert not opened.seen()
+
+
+class OpenWatch:
+    """Whether a file is opened, as inotify tells."""
+
+    _IN_OPEN = 0x20
+
+    def __init__(self, path: Path) -> None:
+        libc = ctypes.CDLL(None, use_errno=True)
+        self._events = libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
+        assert libc.inotify_add_watch(self._events, os.fsencode(path), self._IN_OPEN) >= 0
+
+    def seen(self) -> bool:
+        try:
+            return bool(os.read(self._events, 4096))
+        except BlockingIOError:
+            return False
+        finally:
+            os.close(self._events)
 
 
 def test_unlinked_file_is_one_on_both_nodes(processes: Processes, folder: Path) -> None:

@@ -200,7 +200,7 @@ def test_description_of_a_source_without_offloaded_memory_is_read() -> None:
     assert (found.carried[0].size, found.carried[0].mtime_ns) == (5, 17 * 10**17)
     assert description.decode(found.encode()) == found
     assert found.identity == Identity(1000, 100, (4, 27))
-    for key in ("identity", "user_id", "stdio"):  # who the rank is, and what its keeper sent, is never assumed
+    for key in ("identity", "user_id", "stdio"):  # neither the rank's identity nor what its keeper sent has a default
         with pytest.raises(Damaged, match=key):
             description.decode(json.dumps({name: value for name, value in sent.items() if name != key}).encode())
     with pytest.raises(Damaged, match="identity"):

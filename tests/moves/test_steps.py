@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from snapshotd.api.errors import NotFound, Refused, SnapshotError, Undone, Where, WrongState
+from snapshotd.api.errors import Changed, NotFound, Refused, SnapshotError, Undone, Where, WrongState
 from snapshotd.moves.journal import Journal, MoveLog
 from snapshotd.moves.moving import Moving
 from snapshotd.moves.record import Begin
@@ -44,6 +44,11 @@ class Source(Steps):
         async with self.working_on(move, "freeze"):
             raise Refused("gpu-ipc: shared", remedy="stop sharing", where=Where.SOURCE_FROZEN)
 
+    @step
+    async def find_changed(self, move: str) -> None:
+        async with self.working_on(move, "freeze"):
+            raise Changed("new-files: one more", where=Where.SOURCE_FROZEN)
+
 
 @pytest.fixture
 def source(tmp_path: Path) -> Source:
@@ -68,6 +73,14 @@ async def test_refusal_in_a_begun_move_is_undone_and_names_its_check(source: Sou
         await source.refuse(MOVE)
     assert (caught.value.exit_code, caught.value.where) == (11, Where.SOURCE_FROZEN)
     assert caught.value.advice == "stop sharing"
+
+
+async def test_refusal_of_a_changed_rank_is_known_as_such_by_the_driver(source: Source) -> None:
+    """It tries again."""
+    source.begun()
+    with pytest.raises(SnapshotError, match="refused after preflight: new-files: one more") as caught:
+        await source.find_changed(MOVE)
+    assert (caught.value.code, caught.value.where) == (Changed.code, Where.SOURCE_FROZEN)
 
 
 async def test_step_of_a_move_that_has_ended_is_rejected(source: Source) -> None:

@@ -48,7 +48,7 @@ class Connection:
     def echo(self) -> None:
         """Checks that both directions work."""
         for writer, reader in ((self.peer, self.rank), (self.rank, self.peer)):
-            reader.settimeout(10)
+            reader.settimeout(60)
             writer.sendall(b"ping")
             assert reader.recv(4, socket.MSG_WAITALL) == b"ping"
             reader.settimeout(None)

@@ -13,19 +13,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-import grpc.aio
 from google.protobuf.json_format import Parse
 
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.api import snapshotd_pb2_grpc as rpc
-from snapshotd.api.access import Access
 from snapshotd.api.client import Credentials, DaemonClient
 from snapshotd.api.errors import SnapshotError
 from snapshotd.api.servicers import PeerServicer
 from snapshotd.keepers.ranks import Ranks
-from snapshotd.main import SERVER_OPTIONS
 from snapshotd.moves.journal import Journal
 from snapshotd.moves.peers.forwarding import Forwarding
+from snapshotd.network.dispatch import Services
+from tests.served import Linked
 
 PORT = 7070
 
@@ -36,28 +34,25 @@ def credentials(folder: str, name: str) -> Credentials:
 
 
 async def serve(name: str, ip: str, state: str, folder: str) -> None:
-    ours = credentials(folder, name)
+    services = Services()
+    ends = Linked(services, credentials(folder, name))
     node = SimpleNamespace(
         config=SimpleNamespace(node=name, state_dir=Path(state)),
         journal=Journal(Path(state)),
         ranks=Ranks(Path(state)),
-        credentials=ours,
-        client=lambda other, endpoint: DaemonClient(endpoint, credentials=ours, node=other),
+        client=lambda other, endpoint: DaemonClient(endpoint, node=other, channel=ends.connect(other, endpoint)),
     )
 
     async def forwarded(uid: str) -> None:
         print("forwarded", uid, flush=True)
 
     forwarding = Forwarding(cast(Any, node), forwarded)
-    server = grpc.aio.server(interceptors=[Access()], options=SERVER_OPTIONS)
-    rpc.add_PeerServicer_to_server(PeerServicer(cast(Any, None), forwarding), server)
-    server.add_secure_port(f"{ip}:{PORT}", ours.for_server())
-    await server.start()
-    await forwarding.recall()
-    print("ready", flush=True)
-    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
-    forwarding.stop()
-    await server.stop(0)
+    services.add("Peer", PeerServicer(cast(Any, None), forwarding))
+    async with ends.listening(f"{ip}:{PORT}"):
+        await forwarding.recall()
+        print("ready", flush=True)
+        await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
+        forwarding.stop()
 
 
 async def forward(name: str, server: str, ip: str, folder: str) -> None:

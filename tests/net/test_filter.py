@@ -30,10 +30,10 @@ def _listen(ip: str) -> socket.socket:
 @contextlib.contextmanager
 def connection(client: Host, server: Host, ip: str) -> Iterator[tuple[socket.socket, socket.socket]]:
     with server.call(_listen, ip) as listener:
-        near = client.call(socket.create_connection, listener.getsockname()[:2], 2.0)
+        near = client.call(socket.create_connection, listener.getsockname()[:2], 60.0)
         far, _ = listener.accept()
     with near, far:
-        far.settimeout(2.0)
+        far.settimeout(60.0)
         yield near, far
 
 

@@ -173,7 +173,7 @@ class Cluster:
             yield
 
     def heard(self, number: int, ip: str, port: int, user_id: int = USER) -> str:
-        """What a user of a node hears who connects to an address."""
+        """What a user of a node receives after connecting to an address."""
         with self.host(number).python(CALLS, ip, str(port), str(user_id)) as program:
             return str(program.stdout.read()).strip()
 

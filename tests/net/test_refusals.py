@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from snapshotd.net import refusals
 from snapshotd.net.flows import Address, Flow
 from snapshotd.net.refusals import problems
 from snapshotd.net.sockets import find_peers, tree_flows
@@ -144,7 +145,6 @@ def of_another_host(subject: Subject) -> None:
         (half_closed_by_them, "half-closed: the peer has closed", False),
         (shut_for_reading, "half-closed: shut down for read", False),
         (urgent, "urgent data", True),
-        (reset, "an unread error", True),
         (connecting, "still connecting", True),
         (fast_open, "Fast Open", True),
         (signed, "TCP-MD5", False),
@@ -164,11 +164,32 @@ def test_reason_is_named(subject: Subject, arrange: Callable[[Subject], None], r
     assert subject.reasons() == [found]
 
 
-def test_pending_error_stays_for_the_application(subject: Subject) -> None:
+def test_reset_that_was_not_noticed_is_no_problem_and_stays_for_the_application(subject: Subject) -> None:
     reset(subject)
-    assert subject.reasons()
+    subject.settle("close")
+    assert subject.reasons() == []
+    assert refusals.was_reset(subject.flow(), subject.sock)
     with pytest.raises(ConnectionResetError):
         subject.sock.recv(1)
+    assert not refusals.was_reset(subject.flow(), subject.sock)
+
+
+@pytest.mark.parametrize("arrange", [half_closed_by_us, half_closed_by_them, shut_for_reading])
+def test_half_closed_connection_is_marked_as_such(subject: Subject, arrange: Callable[[Subject], None]) -> None:
+    arrange(subject)
+    (problem,) = problems([subject.flow()])
+    assert problem.half_closed
+
+
+def test_half_closed_connection_is_looked_at_more_closely(subject: Subject) -> None:
+    """It may move all the same."""
+    urgent(subject)
+    half_closed_by_them(subject)
+    found = subject.hosts.h1.call(problems, [subject.flow()])
+    assert [(problem.half_closed, problem.reason) for problem in found] == [
+        (True, "half-closed: the peer has closed its side"),
+        (False, "unread urgent data"),
+    ]
 
 
 def test_connection_that_was_not_accepted_is_refused(subject: Subject) -> None:

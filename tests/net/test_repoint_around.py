@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from snapshotd.api.errors import Damaged
-from snapshotd.net import repair, repoint, socket_state, timers
+from snapshotd.net import repair, repoint, socket_state, sockets, timers
 from snapshotd.net.flows import Address
 from snapshotd.proc import tree
 from tests.net.connections import connected, move_rank
@@ -86,9 +86,24 @@ def test_repair_mode_left_by_a_killed_criu_is_ended(hosts: Hosts, tmp_path: Path
         assert hosts.h1.call(repoint.silence, [held.process.pid]) == 1
         with pytest.raises(PermissionError):
             held.peer.recv(1, socket.MSG_DONTWAIT)
-        assert hosts.h1.call(repoint.end_repair, [held.process.pid]) == 1
-        assert hosts.h1.call(repoint.end_repair, [held.process.pid]) == 0
+        assert hosts.h1.call(repoint.end_repair, [held.process.pid], []) == 1
+        assert hosts.h1.call(repoint.end_repair, [held.process.pid], []) == 0
         held.echo()
+
+
+@pytest.mark.parametrize("value", [0, 1])
+def test_repair_mode_left_by_a_killed_criu_does_not_cost_so_reuseaddr(hosts: Hosts, tmp_path: Path, value: int) -> None:
+    with connected(tmp_path, hosts.h1, hosts.h2, listen="0.0.0.0", to="10.9.1.1") as held:
+        held.peer.setsockopt(SOL, socket.SO_REUSEADDR, value)
+        pids = [held.process.pid]
+        before = repoint.with_reuse_address(hosts.h1.call(sockets.tree_flows, pids))
+        assert hosts.h1.call(repoint.silence, pids) == 1
+        assert hosts.h1.call(repoint.end_repair, pids, before) == 1
+        assert held.peer.getsockopt(SOL, socket.SO_REUSEADDR) == value
+        # criu was killed when it had left repair mode, and had not yet set the option again
+        held.peer.setsockopt(SOL, socket.SO_REUSEADDR, 0)
+        assert hosts.h1.call(repoint.end_repair, pids, before) == 0
+        assert held.peer.getsockopt(SOL, socket.SO_REUSEADDR) == value
 
 
 def test_time_outs_are_off_during_the_pause(hosts: Hosts, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from snapshotd.net import sockets
 from snapshotd.net.flows import Address, Flow
 from snapshotd.net.sockets import borrow, find_peers, listeners, own_addresses, tree_flows
 from snapshotd.proc.tree import Process
@@ -64,6 +65,19 @@ def test_listener_and_connections_are_found(hosts: Hosts) -> None:
             (Process.of(process.pid), descriptor)
         ]
         assert {(flow.protocol, flow.family) for flow in found.values()} == {("tcp", "inet")}
+
+
+def test_pairs_that_are_in_use_are_found(hosts: Hosts) -> None:
+    """Also those of connections that no process holds any more."""
+    server = listen(hosts.h1, hosts.h1.ip4)
+    client, accepted = connect(hosts.h2, server, hosts.h1.ip4)
+    pair = address(accepted.getsockname()), address(accepted.getpeername())
+    free = pair[0], pair[1].at("10.9.1.99")
+    with server, client:
+        assert hosts.h1.call(sockets.existing, [pair, free]) == [pair]
+        accepted.close()  # this side closes first, and keeps the pair for a while
+        assert hosts.h1.call(sockets.existing, [pair, free]) == [pair]
+    assert sockets.existing([]) == []
 
 
 def test_socket_shared_by_two_processes_is_one_flow(hosts: Hosts) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from snapshotd.api.snapshotd_pb2 import Check, FileFact, RankFacts
 from snapshotd.files.paths import open_regular
-from snapshotd.preflight import Carried, digest, list_carried, recheck, sync_files
+from snapshotd.preflight import Carried, compare_files, digest, list_carried, recheck, sync_files
 from snapshotd.preflight.sockets import unix_sockets_of
 from tests.preflight.conftest import Starter
 from tests.preflight.ranks import CARRY_PATHS
@@ -51,7 +51,17 @@ def test_mapped_node_local_library_is_carried_with_its_directories(rank: Starter
     assert [stat.S_ISDIR(fact.mode) for fact in carried] == [True, True, False]
     assert stat.S_IMODE(carried[0].mode) == 0o750
     assert carried[2].mapped
+    assert carried[2].digest  # the target may have the same file with another time
     assert facts.carried_bytes >= path.stat().st_size
+
+
+def test_priorities_of_users_processes_are_facts(rank: Starter) -> None:
+    as_user = "os.setgroups([]); os.setresgid(*[1500] * 3); os.setresuid(*[1500] * 3)"
+    lower = "import resource; resource.setrlimit(resource.RLIMIT_MEMLOCK, (0, 4096))"
+    facts, _ = rank(f"{lower}; os.nice(-4); {as_user}").inspect()
+    assert (facts.priorities.nice, facts.priorities.realtime, facts.priorities.limits["memlock"]) == (-4, 0, 4096)
+    facts, _ = rank("os.nice(-4)").inspect()
+    assert not facts.HasField("priorities"), "root could set any"
 
 
 def test_open_and_mapped_files_are_described(rank: Starter, tmp_path: Path) -> None:
@@ -176,23 +186,31 @@ def test_recheck_refuses_features_that_are_new(rank: Starter, statement: str) ->
     child = rank()
     facts, _ = child.inspect()
     again = recheck(child.pids, facts, carry_paths=CARRY_PATHS, keeper_pid=os.getpid())
-    assert {check.verdict for check in again} == {Check.PASS}
+    assert {check.verdict for check in again.checks} == {Check.PASS}
     child.then(statement)
     again = recheck(child.pids, facts, carry_paths=CARRY_PATHS, keeper_pid=os.getpid())
-    assert [check.name for check in again if check.verdict == Check.REFUSE] == [RECHECKED[statement]]
+    assert [check.name for check in again.checks if check.verdict == Check.REFUSE] == [RECHECKED[statement]]
 
 
-def test_recheck_warns_about_new_files_and_refuses_new_mappings(rank: Starter, tmp_path: Path) -> None:
+def test_recheck_lists_files_that_were_mapped_since_for_the_target_to_compare(rank: Starter, tmp_path: Path) -> None:
     path = library(tmp_path / "lib")
     child = rank()
     facts, _ = child.inspect(carry_paths=[])
     child.then(f"f = open('{path}')")
-    checks = {c.name: c for c in recheck(child.pids, facts, carry_paths=[], keeper_pid=os.getpid())}
-    assert checks["new-files"].verdict == Check.WARN
+    again = recheck(child.pids, facts, carry_paths=[], keeper_pid=os.getpid())
+    assert {check.name: check.verdict for check in again.checks}["new-files"] == Check.WARN
+    assert again.new_files == []
     child.then(f"ctypes.CDLL('{path}')")
-    checks = {c.name: c for c in recheck(child.pids, facts, carry_paths=[], keeper_pid=os.getpid())}
-    assert checks["new-files"].verdict == Check.REFUSE
-    assert str(path) in checks["new-files"].reason
+    again = recheck(child.pids, facts, carry_paths=[], keeper_pid=os.getpid())
+    assert {check.name: check.verdict for check in again.checks}["new-files"] == Check.WARN
+    (fact,) = again.new_files
+    assert fact.path == str(path)
+    with path.open("rb") as file:
+        assert fact.digest == digest.content_digest(file.fileno(), fact.size)
+    os.utime(path, (1, 1))  # the same content with another time, as on a node where it was installed at another time
+    assert compare_files("new-files", RankFacts(files=[fact])).verdict == Check.PASS
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    assert compare_files("new-files", RankFacts(files=[fact])).verdict == Check.REFUSE
 
 
 def test_recheck_refuses_a_rank_that_ended(rank: Starter) -> None:
@@ -200,7 +218,7 @@ def test_recheck_refuses_a_rank_that_ended(rank: Starter) -> None:
     facts, _ = child.inspect()
     child.process.kill()
     child.process.wait()
-    (check,) = recheck(child.pids, facts, carry_paths=CARRY_PATHS, keeper_pid=os.getpid())
+    (check,) = recheck(child.pids, facts, carry_paths=CARRY_PATHS, keeper_pid=os.getpid()).checks
     assert (check.name, check.verdict) == ("rank-alive", Check.REFUSE)
 
 

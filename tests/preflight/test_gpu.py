@@ -191,7 +191,7 @@ def test_forked_child_with_its_parents_gpu_is_refused(rank: Starter) -> None:
 def test_gpu_that_is_still_open_after_the_freeze_is_refused(rank: Starter) -> None:
     child = gpu_rank(rank)
     facts = inspect(child, seen(child))[0]
-    checks = recheck(child.pids, facts, carry_paths=CARRY_PATHS, keeper_pid=child.pid, keeper_is_guest=True)
+    checks = recheck(child.pids, facts, carry_paths=CARRY_PATHS, keeper_pid=child.pid, keeper_is_guest=True).checks
     (left,) = refusals(checks)
     assert left.name == "gpu-descriptors"
     assert "/dev/nvidia0" in left.reason

@@ -6,11 +6,15 @@ import os
 import re
 import signal
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 
 from snapshotd import preflight
 from snapshotd.api.snapshotd_pb2 import Check
+from snapshotd.preflight.file_checks import deleted_files
+from snapshotd.preflight.objects import Kind, Object
 from snapshotd.preflight.source import GPU_CHECKS, NCCL_CHECKS, SOURCE_CHECKS
 from snapshotd.preflight.target import GPU_CHECKS as TARGET_GPU_CHECKS
 from snapshotd.preflight.target import TARGET_CHECKS
@@ -124,8 +128,8 @@ def test_all_checks_run_and_are_described(rank: Starter) -> None:
     _, checks = rank().inspect()
     assert list(checks) == [*SOURCE_CHECKS, "facts"]
     described = set(re.findall(r"^([a-z][a-z-]+)  +\S", preflight.__doc__ or "", re.MULTILINE))
-    more = {"facts", "new-files", "gpu-offload-room", *GPU_CHECKS, *TARGET_GPU_CHECKS, *NCCL_CHECKS}
-    restored = {"image-content", "image-credentials", "restored-files", "file-rights"}
+    more = {"facts", "closed-files", "new-files", "gpu-offload-room", *GPU_CHECKS, *TARGET_GPU_CHECKS, *NCCL_CHECKS}
+    restored = {"image-content", "image-credentials", "image-priorities", "restored-files", "file-rights"}
     assert described == {*SOURCE_CHECKS, *TARGET_CHECKS, *more, *restored}
 
 
@@ -295,12 +299,6 @@ def test_process_that_ends_during_the_inspection_is_ignored(rank: Starter) -> No
     assert [check for check in checks.values() if check.verdict == Check.REFUSE] == []
 
 
-def test_lock_on_a_file_that_is_not_moved_is_refused(rank: Starter, tmp_path: Path) -> None:
-    child = rank(f"import fcntl; f = open('{tmp_path}/lock', 'w'); fcntl.flock(f, fcntl.LOCK_EX)")
-    assert child.inspect(carry_paths=[])[1]["file-locks"].verdict == Check.REFUSE
-    assert child.inspect(carry_paths=[str(tmp_path)])[1]["file-locks"].reason == "1 locks"
-
-
 def test_failing_check_refuses() -> None:
     def broken() -> Check:
         raise KeyError("\udcff")
@@ -309,3 +307,29 @@ def test_failing_check_refuses() -> None:
     assert (check.name, check.verdict) == ("some-name", Check.REFUSE)
     assert "KeyError" in check.reason
     assert guarded("some-name", passed, "some-name", "fine").verdict == Check.PASS
+
+
+class Process(NamedTuple):
+    user_id: int
+    cwd: str = "/"
+
+
+@pytest.mark.parametrize(
+    ("owner", "user", "verdict"), [(0, 1500, Check.REFUSE), (1500, 1500, Check.PASS), (1500, 0, Check.PASS)]
+)
+def test_removed_files_of_other_users_are_refused_before_the_freeze(
+    owner: int, user: int, verdict: Check.Verdict.ValueType
+) -> None:
+    """An upgrade replaces libraries of root, and the target lets no user's rank make files of root."""
+    about = os.stat_result((0o100755, 1, 1, 0, owner, owner, 1, 0, 0, 0))
+    process: Any = Process(user)
+    library = Object(Kind.GHOST, "/opt/lib.so (deleted)", about, mapped=True, holders={process: -1})
+    seen: Any = SimpleNamespace(
+        survey=SimpleNamespace(nameless=()),
+        tree=SimpleNamespace(alive=[process]),
+        of_kind=lambda _: [library],
+        objects=[],
+    )
+    found = deleted_files(seen)
+    assert found.verdict == verdict
+    assert ("/opt/lib.so" in found.reason) == (verdict == Check.REFUSE)

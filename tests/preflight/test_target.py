@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,11 +12,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from snapshotd.api import protocol
+from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.snapshotd_pb2 import Check, FileFact, NodeInfo, ProcessId, Rank, RankFacts
 from snapshotd.preflight import examine, recheck, refusals
 from snapshotd.preflight.digest import content_digest
 from snapshotd.preflight.target import TARGET_CHECKS
 from snapshotd.proc import host
+from snapshotd.proc import priorities as process_priorities
+from snapshotd.proc.priorities import UNLIMITED, Priorities
 
 GIB = 1 << 30
 
@@ -24,6 +29,7 @@ def node() -> NodeInfo:
     return NodeInfo(
         name="node-2",
         version="0.1.7",
+        protocol=protocol.own(),
         kernel=host.kernel(),
         architecture=host.architecture(),
         criu_version="4.2.1",
@@ -37,6 +43,7 @@ def facts() -> RankFacts:
     return RankFacts(
         source_node="node-1",
         daemon_version="0.1.0",
+        protocol=protocol.own(),
         architecture=host.architecture(),
         cpu_features=host.cpu_features(),
         criu_version="4.2",
@@ -72,16 +79,43 @@ def verdicts(
     return {check.name: check for check in checks}
 
 
+def test_priorities_of_a_users_rank_need_a_grant(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is frozen: the image of such a rank would be refused."""
+    grant = Priorities(nice=0, realtime=0, limits={"memlock": 1 << 23, "nofile": 4096})
+    monkeypatch.setattr(process_priorities, "granted", lambda: grant)
+    shown = facts()
+    assert verdicts(shown)["priorities"].verdict == Check.PASS, "a rank of root"
+    shown.priorities.limits.update({"memlock": 1 << 23, "nofile": 1024})
+    shown.priorities.nice = 5
+    assert verdicts(shown)["priorities"].verdict == Check.PASS
+    shown.priorities.oom_score_adj = -500
+    check = verdicts(shown)["priorities"]
+    assert (check.verdict, "-500; on node-2 it will be 0" in check.reason) == (Check.WARN, True)
+    for change in ({"nice": -5}, {"realtime": 10}, {"limits": {"memlock": UNLIMITED}}):
+        privileged = RankFacts()
+        privileged.CopyFrom(shown)
+        privileged.priorities.MergeFrom(pb.Priorities(**change))
+        check = verdicts(privileged)["priorities"]
+        assert check.verdict == Check.REFUSE
+        assert "prlimit" in check.remedy
+        assert "LimitMEMLOCK=" in check.remedy
+    monkeypatch.setattr(
+        process_priorities, "granted", lambda: Priorities(-5, 10, dict.fromkeys(grant.limits, UNLIMITED))
+    )
+    shown.priorities.MergeFrom(pb.Priorities(nice=-5, realtime=10, limits={"memlock": UNLIMITED}, oom_score_adj=1))
+    assert verdicts(shown)["priorities"].verdict == Check.PASS
+
+
 def test_rank_of_root_needs_the_nodes_policy() -> None:
-    told = facts()
+    shown = facts()
     for user_ids, allow_root, verdict in (
         ([0], False, Check.REFUSE),
         ([1500, 0], False, Check.REFUSE),
         ([0], True, Check.PASS),
         ([1500], False, Check.PASS),
     ):
-        told.user_ids[:] = user_ids
-        check = verdicts(told, allow_root=allow_root)["root-rank"]
+        shown.user_ids[:] = user_ids
+        check = verdicts(shown, allow_root=allow_root)["root-rank"]
         assert check.verdict == verdict
         assert verdict == Check.PASS or "allow_root_ranks" in check.remedy
 
@@ -92,8 +126,14 @@ def test_suitable_node_passes_every_check() -> None:
 
 ALTERED: dict[str, tuple[Callable[[RankFacts, NodeInfo], None], str, Check.Verdict.ValueType]] = {
     "itself": (lambda f, n: setattr(n, "name", "node-1"), "target-node", Check.REFUSE),
-    "other-minor": (lambda f, n: setattr(n, "version", "0.2.0"), "daemon-version", Check.REFUSE),
-    "no-version": (lambda f, n: setattr(f, "daemon_version", ""), "daemon-version", Check.REFUSE),
+    "other-version": (lambda f, n: setattr(n, "version", "9.2.0"), "daemon-version", Check.PASS),
+    "newer-protocol": (
+        lambda f, n: n.protocol.CopyFrom(pb.Protocol(newest=9, oldest=8)),
+        "daemon-version",
+        Check.REFUSE,
+    ),
+    "wider-protocol": (lambda f, n: n.protocol.CopyFrom(pb.Protocol(newest=9, oldest=1)), "daemon-version", Check.PASS),
+    "no-protocol": (lambda f, n: f.ClearField("protocol"), "daemon-version", Check.REFUSE),
     "other-machine": (lambda f, n: setattr(n, "architecture", "riscv64"), "architecture", Check.REFUSE),
     "lacking-cpu": (lambda f, n: f.cpu_features.append("avx9000"), "cpu-features", Check.REFUSE),
     "kernel-flag": (lambda f, n: f.cpu_features.append("ibrs"), "cpu-features", Check.PASS),
@@ -105,6 +145,8 @@ ALTERED: dict[str, tuple[Callable[[RankFacts, NodeInfo], None], str, Check.Verdi
     "no-memory": (lambda f, n: setattr(n, "memory_available_bytes", 4 * GIB), "memory", Check.REFUSE),
     "no-room": (lambda f, n: setattr(n, "image_held_bytes", 13 * GIB), "image-room", Check.REFUSE),
     "carried-room": (lambda f, n: setattr(f, "carried_bytes", 13 * GIB), "image-room", Check.REFUSE),
+    "closed-room": (lambda f, n: f.closed_bytes.update({"/tmp": 1 << 60}), "closed-room", Check.REFUSE),
+    "closed-elsewhere": (lambda f, n: f.closed_bytes.update({"/no/such": 1 << 60}), "closed-room", Check.PASS),
     "no-directory": (lambda f, n: f.directories.append("/no/such/place"), "directories", Check.REFUSE),
     "directory-to-make": (lambda f, n: f.directories.append("/tmp/no/such/place"), "directories", Check.PASS),
     "relative-directory": (lambda f, n: f.directories.append("tmp/../etc"), "directories", Check.REFUSE),
@@ -222,7 +264,7 @@ def test_carried_file_replaces_no_other_file(tmp_path: Path) -> None:
     assert carried_check(tmp_path, fact).verdict == Check.PASS  # identical
     path.write_bytes(b"another process's")
     assert "a file of that name already exists" in carried_check(tmp_path, fact).reason
-    assert carried_check(tmp_path, fact, may_replace=lambda name: name == str(path)).verdict == Check.PASS
+    assert carried_check(tmp_path, fact, may_replace=lambda name, seen: name == str(path)).verdict == Check.PASS
     path.unlink()
     assert carried_check(tmp_path, fact).verdict == Check.PASS  # free
     path.symlink_to("/etc/passwd")
@@ -231,6 +273,27 @@ def test_carried_file_replaces_no_other_file(tmp_path: Path) -> None:
     assert "outside this node's carry_paths" in carried_check(tmp_path, fact).reason
     fact.path = f"{tmp_path}/../../etc/passwd"
     assert "outside this node's carry_paths" in carried_check(tmp_path, fact).reason
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="another user's rights cannot be taken on without root")
+def test_carried_file_that_the_user_could_not_own_is_refused_early() -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        folder.chmod(0o777)
+
+        def verdict(user_id: int, group_id: int, mode: int = stat.S_IFREG | 0o644, name: str = "new") -> Check:
+            report = facts()
+            report.identity.CopyFrom(pb.Identity(user_id=1500, group_id=1500, groups=[1502]))
+            report.rank.user_id = 1500
+            report.files.add(path=str(folder / name), mode=mode, user_id=user_id, group_id=group_id, carried=True)
+            return verdicts(report, None, (str(folder),))["carried-files"]
+
+        for mode in (stat.S_IFREG | 0o644, stat.S_IFDIR | 0o755):
+            assert verdict(1500, 1502, mode).verdict == Check.PASS
+            assert "it belongs to user 0, not to the rank's" in verdict(0, 1500, mode).reason
+            assert "it has group 42, which the rank's user is not in" in verdict(1500, 42, mode).reason
+        (folder / "roots").mkdir(mode=0o755)
+        assert verdict(0, 0, stat.S_IFDIR | 0o755, "roots").verdict == Check.PASS, "it is there already"
 
 
 def test_carried_directory_replaces_no_file(tmp_path: Path) -> None:
@@ -249,7 +312,7 @@ def test_failing_callback_refuses(tmp_path: Path) -> None:
     path, _, fact = the_file(tmp_path)
     path.write_bytes(b"other")
 
-    def broken(name: str) -> bool:
+    def broken(name: str, seen: object) -> bool:
         raise RuntimeError("broken")
 
     check = carried_check(tmp_path, fact, may_replace=broken)
@@ -288,6 +351,7 @@ FACTS = st.builds(
     files=st.lists(FILES, max_size=4),
     memory_bytes=SIZES,
     carried_bytes=SIZES,
+    closed_bytes=st.dictionaries(PATHS, SIZES, max_size=2),
     directories=st.lists(PATHS, max_size=3),
     user_ids=st.lists(IDS, max_size=3),
     limits=st.dictionaries(TEXT, TEXT, max_size=3),
@@ -305,4 +369,4 @@ def test_arbitrary_facts_never_raise(report: RankFacts, factor: float, carry: li
 @given(report=FACTS, pids=st.lists(st.integers(-5, 2**31), max_size=3))
 def test_recheck_of_arbitrary_facts_never_raises(report: RankFacts, pids: list[int]) -> None:
     report.rank.process.pid = 2**22 + 1  # larger than any pid
-    assert refusals(recheck(pids, report, carry_paths=["/tmp"], keeper_pid=0))
+    assert refusals(recheck(pids, report, carry_paths=["/tmp"], keeper_pid=0).checks)

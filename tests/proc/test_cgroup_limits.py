@@ -23,10 +23,10 @@ def limited() -> Iterator[tuple[Path, str, str, str]]:
     """A group of the kernel whose children may have limits; the name of one, a value, and a tighter one."""
     root = cgroup.mount_point()
     if os.geteuid() != 0:
-        pytest.skip("needs root")
+        pytest.skip("no cgroup can be made without root")
     found = [name for name in (root / "cgroup.controllers").read_text().split() if name in CANDIDATES]
     if not found:
-        pytest.skip("cgroup v2 has none of the controllers here")
+        pytest.skip(f"cgroup v2 of this machine has none of the controllers {', '.join(CANDIDATES)}")
     name, loose, tight = CANDIDATES[found[0]]
     before = (root / "cgroup.subtree_control").read_text().split()
     (root / "cgroup.subtree_control").write_text(f"+{found[0]}")

@@ -193,12 +193,13 @@ def test_locks() -> None:
     text = "1: POSIX  ADVISORY  WRITE 42 08:02:173521 0 EOF\n1: -> FLOCK ADVISORY WRITE 43 00:01:9 0 EOF\nnonsense\n"
     assert [(lock.kind, lock.pid, lock.file[1]) for lock in locks.parse(text)] == [
         ("POSIX", 42, 173521),
-        ("FLOCK", 43, 9),
     ]
     with tempfile.TemporaryFile() as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         inode = os.fstat(file.fileno()).st_ino
         assert ("FLOCK", os.getpid()) in {(lock.kind, lock.pid) for lock in locks.read() if lock.file[1] == inode}
+        own = locks.read_of(os.getpid(), file.fileno())
+        assert [(lock.kind, lock.pid, lock.file[1]) for lock in own] == [("FLOCK", os.getpid(), inode)]
 
 
 def test_namespaces() -> None:

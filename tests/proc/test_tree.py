@@ -72,7 +72,7 @@ def test_frozen_tree_can_be_killed(family: tuple[Cgroup, subprocess.Popen[bytes]
     tree.stop_all(group, 10)
     group.freeze(10)
     group.kill(10)
-    assert process.wait(10) == -signal.SIGKILL
+    assert process.wait(60) == -signal.SIGKILL
     assert group.pids() == []
 
 
@@ -86,7 +86,7 @@ def test_reused_pid_is_never_signalled() -> None:
         assert process.poll() is None
         assert Process.of(process.pid).signal(signal.SIGKILL) is True
     finally:
-        process.wait(10)
+        process.wait(60)
     assert not tree.Process(process.pid, 0).alive()
 
 
@@ -106,7 +106,7 @@ def bystander() -> Iterator[subprocess.Popen[bytes]]:
     process = subprocess.Popen(["sleep", "600"])
     yield process
     process.kill()
-    process.wait(10)
+    process.wait(60)
 
 
 def test_process_that_got_the_pid_of_a_member_is_not_stopped(bystander: subprocess.Popen[bytes]) -> None:
@@ -132,7 +132,7 @@ def test_thread_that_got_the_number_of_another_is_not_signalled(bystander: subpr
     assert Process(process.pid, process.start_ticks + 1).signal_thread(process.pid, signal.SIGKILL) is False
     assert tree.state(bystander.pid) in "RS"
     assert process.signal_thread(process.pid, signal.SIGKILL) is True
-    assert bystander.wait(10) == -signal.SIGKILL
+    assert bystander.wait(60) == -signal.SIGKILL
 
 
 def test_signal_reaches_one_thread() -> None:
@@ -149,7 +149,7 @@ threading.Thread(target=wait).start()
         process = Process.of(program.pid)
         assert process.signal_thread(thread, signal.SIGUSR1) is True
         assert int(program.stdout.readline()) == signal.SIGUSR1
-        assert program.wait(10) == 0
+        assert program.wait(60) == 0
         assert process.signal_thread(thread, signal.SIGUSR1) is False
 
 

@@ -271,6 +271,8 @@ class Model(Settling):
             raise Refused("the source lives: it decides")
         self.event(node, "record the declaration of a person")
         record.overruled_by, record.outcome = PERSON, Outcome.COMMIT
+        self.sever_unpointed(move)
+        self.give_up_unbuilt(move, node)
         self.settle_target(node, move)
         return self.on_getcopy(node, move)
 

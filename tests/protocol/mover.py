@@ -127,12 +127,13 @@ class Move:
         arguments: dict[str, tuple[object, ...]] = {
             "InspectConnections": (self.source,),
             "SuspendTimeouts": (self.source, self.target, self.nonce),
+            "Hold": (self.source, self.target, self.nonce),
             "Repoint": (self.source, self.target, self.nonce),
             "Settle": (self.token,),
         }
         failures: list[Lost | Refused] = []
         for peer in sorted(self.touched) if step.action == "Settle" else self.peers:
-            self.touched |= {peer} if step.action in ("SuspendTimeouts", "Repoint") else set()
+            self.touched |= {peer} if step.action in ("SuspendTimeouts", "Hold", "Repoint") else set()
             try:
                 self.model.call(DRIVER, peer, step.action, self.name, *arguments[step.action])
             except (Lost, Refused) as failed:

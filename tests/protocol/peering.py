@@ -10,7 +10,10 @@ from contextlib import suppress
 
 from snapshotd.moves.rules import CopyState, Mark, Outcome, PeerDecision, PeerFacts, peer_next, proves
 from tests.protocol.network import Broken
-from tests.protocol.world import Answer, Lost, Record, Refused, World
+from tests.protocol.world import LEASE_S, Answer, Lost, Record, Refused, World
+
+#: Without an answer of source and target for this long, a peer gives up waiting.
+LOST_S = 900.0
 
 
 class Peering(World):
@@ -33,7 +36,9 @@ class Peering(World):
             if any(where == node and r.role != "gate" and not r.ended for (where, _), r in self.journal.items()):
                 raise Refused("busy: an earlier move of this rank is not settled here")
             self.event(node, "mark begun")
-            self.journal[node, move] = Record("peer", source, Mark.PREPARED, nonce, target=target)
+            record = Record("peer", source, Mark.PREPARED, nonce, target=target)
+            record.lease_until_s = self.now_s + LEASE_S
+            self.journal[node, move] = record
         record = self.journal[node, move]
         if record.outcome or record.ended:
             raise Refused("it has ended")
@@ -45,6 +50,16 @@ class Peering(World):
             self.mark(node, record, Mark.TIMEOUTS_SUSPENDED)
             self.event(node, "suspend timeouts")
             self.programs[node].sockets[node].timeouts_suspended = True
+        return Answer()
+
+    def on_hold(self, node: str, move: str, source: str, target: str, nonce: bytes) -> Answer:
+        record = self.begun(node, move, source, target, nonce)
+        if record.mark not in (Mark.REPOINTING, Mark.REPOINTED) and self.has_end(node, source):
+            with self.at_work(node, move):
+                self.mark(node, record, Mark.FILTERED)
+                self.programs[node].sockets[node].timeouts_suspended = True
+                self.event(node, "filter")
+                self.hold(node, move, node, source, target)
         return Answer()
 
     def on_repoint(self, node: str, move: str, source: str, target: str, nonce: bytes) -> Answer:
@@ -73,7 +88,7 @@ class Peering(World):
 
     def settle_peer(self, node: str, move: str) -> None:
         record, asked = self.journal[node, move], False
-        said: tuple[Outcome | None, CopyState] = None, CopyState.UNREACHABLE
+        said: tuple[Outcome | None, CopyState, bool, bool] = None, CopyState.UNREACHABLE, False, False
         while not record.ended:
             interrupted = record.mark is Mark.REPOINTING and record.marked_in_life != self.life[node]
             decision, _ = peer_next(PeerFacts(record.mark, record.outcome, interrupted, *said))
@@ -86,6 +101,8 @@ class Peering(World):
                     outcome = Outcome.COMMIT if decision is PeerDecision.LEARN_COMMIT else Outcome.ABORT
                     self.event(node, f"learn {outcome}")
                     record.outcome = outcome
+                    if said[3]:
+                        self.severed.add(node)  # given up: the connection lives only if the rank is where it was
                 case PeerDecision.MEND:
                     self.bring(node, move, record.peer)
                     record.marked_in_life = self.life[node]  # kept in the daemon's memory only, not as a mark
@@ -107,18 +124,21 @@ class Peering(World):
                         self.mark(node, record, Mark.SETTLED)
                     self.end(node, record)
 
-    def ask_both(self, node: str, move: str, record: Record) -> tuple[Outcome | None, CopyState]:
-        outcome = None
-        with suppress(Lost):
+    def ask_both(self, node: str, move: str, record: Record) -> tuple[Outcome | None, CopyState, bool, bool]:
+        outcome, lost = None, False
+        try:
             answer = self.call(node, record.peer, "GetOutcome", move)
+            record.lease_until_s = self.now_s + LEASE_S
             if answer.kind in ("UNDECIDED", "ABORT"):
-                return Outcome.ABORT if answer.kind == "ABORT" else None, CopyState.UNREACHABLE
+                return Outcome.ABORT if answer.kind == "ABORT" else None, CopyState.UNREACHABLE, False, False
             outcome = Outcome.COMMIT if answer.kind == "COMMIT" else None
             if outcome and answer.copy is CopyState.RUNNING:
-                return outcome, CopyState.RUNNING  # the source has released its copy
+                return outcome, CopyState.RUNNING, False, False  # the source has released its copy
+        except Lost:
+            lost = self.now_s - record.lease_until_s > LOST_S
         with suppress(Lost):
-            return outcome, self.call(node, record.target, "GetCopy", move).copy
-        return outcome, CopyState.UNREACHABLE
+            return outcome, self.call(node, record.target, "GetCopy", move).copy, False, lost
+        return outcome, CopyState.UNREACHABLE, False, lost
 
     def bring(self, node: str, move: str, names: str) -> None:
         """Makes the socket here name that node, from any state that a crash may have left, without sending a packet."""

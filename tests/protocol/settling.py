@@ -5,6 +5,8 @@ Nothing is decided here. `model.py` adds the requests.
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from snapshotd.moves.rules import (
     CopyState,
     Mark,
@@ -20,7 +22,7 @@ from snapshotd.moves.rules import (
 )
 from tests.protocol.gating import Gating
 from tests.protocol.network import HOME, Broken
-from tests.protocol.world import TARGET, Record
+from tests.protocol.world import TARGET, Lost, Record, Refused
 
 
 class Settling(Gating):
@@ -71,7 +73,8 @@ class Settling(Gating):
     def source_facts(self, record: Record, node: str, target: CopyState = CopyState.UNREACHABLE) -> SourceFacts:
         interrupted = record.mark in (Mark.FREEZING, Mark.FROZEN) and record.marked_in_life != self.life[node]
         lease_over = self.now_s > record.lease_until_s
-        return SourceFacts(record.mark, record.holds, record.copy_exists, lease_over, interrupted, target)
+        restarted = record.mark is Mark.STREAMED and record.marked_in_life != self.life[node]
+        return SourceFacts(record.mark, record.holds, record.copy_exists, lease_over, interrupted, target, restarted)
 
     def settle_source(self, node: str, move: str) -> str:
         """Acts until the source can only wait. Returns what it waits for."""
@@ -84,11 +87,10 @@ class Settling(Gating):
                         return reason  # the target has answered; ask again in a later round
                     target = self.call(node, record.peer, "GetCopy", move).copy
                 case SourceDecision.RECORD_COMMIT:
+                    if target is CopyState.HELD:
+                        self.attach_late(node, move, record)
                     self.record_outcome(node, record, Outcome.COMMIT)
-                    # The rank has died here and there is no driver, so the other peers will not be re-pointed.
-                    self.severed |= {
-                        peer for peer in self.peers if (peer, move) not in {entry[:2] for entry in self.filters}
-                    }
+                    self.sever_unpointed(move)
                 case SourceDecision.RECORD_ABORT:
                     self.record_outcome(node, record, Outcome.ABORT)
                 case SourceDecision.HAND_TOKEN:
@@ -114,6 +116,24 @@ class Settling(Gating):
                     return reason
                 case _:
                     return reason
+
+    def attach_late(self, node: str, move: str, record: Record) -> None:
+        """The driver may not have come to Attach: builds the communicator with the target's copy, best effort."""
+        if record.detached_on:
+            with suppress(Lost, Refused):
+                self.build(node, move, record, record.peer)
+        self.give_up_unbuilt(move, record.peer)
+
+    def give_up_unbuilt(self, move: str, target: str) -> None:
+        """The held copy is about to run. If the communicator is not whole with it, the job gets NCCL's own errors."""
+        held = self.journal[target, move].copy
+        members = [*([held] if held is not None else []), *self.programs.values()]
+        numbers = {copy.comm for copy in members if copy.alive}
+        self.given_up = self.given_up or len(numbers) != 1 or 0 in numbers
+
+    def sever_unpointed(self, move: str) -> None:
+        """The target's copy runs without a driver, so peers that have not filtered their ends yet do not re-point them."""
+        self.severed |= {peer for peer in self.peers if (peer, move) not in {entry[:2] for entry in self.filters}}
 
     def let_go(self, node: str, move: str, record: Record) -> None:
         """Thaws the source's copy, or kills it if its home keeper is known to be dead."""

@@ -127,6 +127,18 @@ def stay_pointed(facts: PeerFacts) -> tuple[PeerDecision, str]:
     return (PeerDecision.UNFILTER, "") if decision[0] is PeerDecision.POINT_BACK else decision
 
 
+def forget_the_filter(facts: PeerFacts) -> tuple[PeerDecision, str]:
+    """The peer treats ends that it has only filtered as untouched."""
+    filtered = facts.mark is Mark.FILTERED and facts.outcome is not None
+    return (PeerDecision.CLOSE, "") if filtered else peer_next(facts)
+
+
+def leave_behind(facts: PeerFacts) -> tuple[PeerDecision, str]:
+    """The peer does not re-point ends that it has only filtered after a COMMIT without the driver."""
+    filtered = facts.mark is Mark.FILTERED and facts.outcome is not None
+    return (PeerDecision.UNFILTER, "") if filtered else peer_next(facts)
+
+
 def open_in_silence(facts: GateFacts) -> tuple[GateDecision, str]:
     """The gate does not wait for the outcome."""
     decision = gate_next(facts)
@@ -148,7 +160,7 @@ def never_open(facts: GateFacts) -> tuple[GateDecision, str]:
 GATE_BREAKS = (open_in_silence, open_at_abort, never_open)
 SOURCE_BREAKS = (thaw_in_silence, release_early, abort_though_held, take_back_in_silence, never_take_back)
 TARGET_BREAKS = (activate_unasked, never_ask, activate_the_dead)
-PEER_BREAKS = (believe_commit, unfilter_in_silence, stay_pointed)
+PEER_BREAKS = (believe_commit, unfilter_in_silence, stay_pointed, forget_the_filter, leave_behind)
 BREAKS = {
     "settling.source_next": SOURCE_BREAKS,
     "settling.target_next": TARGET_BREAKS,
@@ -167,10 +179,19 @@ def test_broken_rule_is_detected(monkeypatch: pytest.MonkeyPatch, side: str, bro
 
 
 def test_commit_before_peers_are_re_pointed_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With peers of an older version, which filter only in Repoint. Others re-point by themselves after such a COMMIT."""
+    monkeypatch.setattr(Model, "on_hold", lambda *_: Answer())
     held = labels(back=False, ticking=True).index("target: Restore answered")
     assert not Scene({held: "rank dies on source"}).play().model.severed
     monkeypatch.setattr(settling, "source_next", commit_without_the_driver)
     assert Scene({held: "rank dies on source"}).play().model.severed
+
+
+def test_peer_that_does_not_filter_from_the_freeze_on_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = labels(back=False, ticking=True).index("target: Restore answered")
+    assert not Scene({held: "source node reboots"}).play().model.severed
+    monkeypatch.setattr(Model, "on_hold", lambda *_: Answer())
+    assert Scene({held: "source node reboots"}).play().model.severed
 
 
 def test_peer_that_leaves_its_process_stopped_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,8 @@ from snapshotd.moves.rules import Mark
 from tests.protocol.faults import Scene, labels
 from tests.protocol.mover import leftovers, person_says, running
 from tests.protocol.network import AWAY, HOME, PEER, Broken, Copy
-from tests.protocol.world import DRIVER
+from tests.protocol.peering import LOST_S
+from tests.protocol.world import DRIVER, World
 
 PAL = "pal"
 WALKED = labels(back=False, ticking=False)
@@ -110,7 +111,42 @@ def test_frozen_rank_that_dies_keeps_its_connections_on_the_target() -> None:
             scene.judge()
 
 
-@pytest.mark.parametrize("late", ["SuspendTimeouts", "Repoint"])
+@pytest.mark.parametrize("soon", [False, True])
+@pytest.mark.parametrize("ticking", [False, True])
+def test_source_that_reboots_before_the_re_point_resets_no_peer(ticking: bool, soon: bool) -> None:
+    """Its kernel answers packets of old connections with RST, and its own filter is lost: the peers' filters drop it. If the
+    driver gives up, the source commits the target's copy when it is back, and the peers re-point by themselves."""
+    walked = labels(back=False, ticking=ticking)
+    for event in range(walked.index("target: mark held") + 1, walked.index("driver: Commit asked")):
+        scene = Scene({event: "source node reboots"}, ticking=ticking, soon=soon).play()
+        assert not scene.model.severed, walked[event]
+        assert scene.model.flows(PEER), walked[event]
+        assert [copy.node for copy in running(scene.model)] == [AWAY], walked[event]
+        scene.judge()
+
+
+def test_peer_that_hears_of_no_one_lets_its_connections_go() -> None:
+    """Driver, source and target die for good between the freeze and the re-point."""
+    scene = Scene({}, ticking=False)
+    scene.model.dead_for_ever |= {HOME, AWAY}
+
+    def all_die(world: World) -> None:
+        for node in (DRIVER, HOME, AWAY):
+            world.kill(node)
+
+    scene.model.faults[WALKED.index("target: mark held") + 1] = all_die
+    scene.move.run()
+    scene.model.settle()
+    assert scene.model.journal[PEER, "m-1"].mark is Mark.FILTERED
+    assert [entry for entry in scene.model.filters if entry[0] == PEER]
+    scene.model.now_s += LOST_S
+    scene.model.settle()
+    assert scene.model.journal[PEER, "m-1"].mark is Mark.SETTLED
+    assert not [entry for entry in scene.model.filters if entry[0] == PEER]
+    assert not scene.model.programs[PEER].sockets[PEER].timeouts_suspended
+
+
+@pytest.mark.parametrize("late", ["SuspendTimeouts", "Hold", "Repoint"])
 def test_request_that_arrives_after_abort_changes_nothing(late: str) -> None:
     """The request arrives after ABORT has been sent to the peers. A peer that did not know the move asks and undoes it."""
     scene = Scene({WALKED.index(f"driver: {late} asked"): "request late"}, ticking=False)

@@ -36,7 +36,7 @@ def test_steps_are_in_order() -> None:
     assert [step.action for step in TABLE] == [
         *("Inspect", "Examine", "InspectConnections"),
         *("Prepare", "Begin", "PrepareDevice", "SuspendTimeouts"),
-        *("Quiesce", "Detach", "Freeze", "Stream", "Restore", "Attach", "Repoint"),
+        *("Quiesce", "Detach", "Freeze", "Hold", "Stream", "Restore", "Attach", "Repoint"),
         *("Commit", "Activate", "Open", "Settle", "Release"),
     ]
 
@@ -72,7 +72,7 @@ def test_commit_divides_the_table() -> None:
 def test_where_the_rank_is_after_each_step() -> None:
     assert [step.where for step in TABLE] == [
         *[Where.SOURCE_RUNNING] * 9,
-        *[Where.SOURCE_FROZEN] * 5,
+        *[Where.SOURCE_FROZEN] * 6,
         Where.TARGET_HELD,
         *[Where.TARGET_RUNNING] * 4,
     ]

@@ -27,13 +27,30 @@ from snapshotd.moves.rules import (
 
 SOURCE_MARKS = (Mark.BEGUN, Mark.FREEZING, Mark.FROZEN, Mark.STREAMED, Mark.SETTLED)
 TARGET_MARKS = (Mark.PREPARED, Mark.SEALED, Mark.RESTORING, Mark.HELD, Mark.ACTIVATED, Mark.DISCARDED)
-PEER_MARKS = (Mark.PREPARED, Mark.TIMEOUTS_SUSPENDED, Mark.REPOINTING, Mark.REPOINTED, Mark.POINTED_BACK, Mark.SETTLED)
+PEER_MARKS = (
+    *(Mark.PREPARED, Mark.TIMEOUTS_SUSPENDED, Mark.FILTERED, Mark.REPOINTING),
+    *(Mark.REPOINTED, Mark.POINTED_BACK, Mark.SETTLED),
+)
 OUTCOMES = (None, Outcome.COMMIT, Outcome.ABORT)
 BOTH = (False, True)
-ALL_SOURCE = [SourceFacts(*facts) for facts in product(SOURCE_MARKS, OUTCOMES, BOTH, BOTH, BOTH, CopyState)]
+ALL_SOURCE = [SourceFacts(*facts) for facts in product(SOURCE_MARKS, OUTCOMES, BOTH, BOTH, BOTH, CopyState, BOTH, BOTH)]
 ALL_TARGET = [TargetFacts(*facts) for facts in product(TARGET_MARKS, OUTCOMES, BOTH)]
 ALL_PEER = [PeerFacts(*facts) for facts in product(PEER_MARKS, OUTCOMES, BOTH, OUTCOMES, CopyState)]
 OPEN = [facts for facts in ALL_SOURCE if facts.mark is not Mark.SETTLED]
+
+
+def test_peer_ends_a_move_that_its_source_never_began() -> None:
+    for facts in ALL_PEER:
+        unknown = replace(facts, source=None, source_unknowing=True)
+        if facts.outcome is None and facts.mark is not Mark.SETTLED and not facts.interrupted:
+            decision, _ = peer_next(unknown)
+            running = facts.target in (CopyState.RUNNING, CopyState.ENDED)
+            changed = facts.mark in (Mark.REPOINTING, Mark.REPOINTED)
+            gone = facts.target in (CopyState.NO_SUCH_MOVE, CopyState.DISCARDED)
+            held = facts.target is CopyState.HELD
+            ended = gone or not (changed or held)
+            expected = PeerDecision.LEARN_ABORT if ended else PeerDecision.ASK
+            assert decision is (PeerDecision.LEARN_COMMIT if running else expected), unknown
 
 
 def test_source_always_decides_with_a_reason() -> None:
@@ -101,8 +118,12 @@ def test_copy_reported_dead_is_never_activated() -> None:
 def test_operator_is_needed_only_if_the_target_lost_its_record() -> None:
     for facts in OPEN:
         if source_next(facts)[0] is SourceDecision.WAIT_FOR_PERSON:
-            assert facts.outcome is Outcome.COMMIT
-            assert facts.target in (CopyState.NO_SUCH_MOVE, CopyState.RECEIVING)
+            if facts.outcome is Outcome.COMMIT:
+                assert facts.target in (CopyState.NO_SUCH_MOVE, CopyState.RECEIVING)
+            else:
+                assert facts.target is CopyState.NO_SUCH_MOVE
+                assert facts.restarted
+                assert not facts.peers_deny
 
 
 def test_outcome_is_recorded_only_once() -> None:
@@ -111,12 +132,27 @@ def test_outcome_is_recorded_only_once() -> None:
             assert facts.outcome is None
 
 
-def test_source_commits_by_itself_only_if_the_target_has_the_only_copy() -> None:
+def test_source_commits_by_itself_only_if_the_target_has_the_only_copy_or_has_let_its_copy_run() -> None:
     for facts in OPEN:
         if source_next(facts)[0] is SourceDecision.RECORD_COMMIT:
-            assert not facts.copy_exists
-            assert facts.target in (CopyState.HELD, CopyState.RUNNING, CopyState.ENDED)
+            ran = facts.target in (CopyState.RUNNING, CopyState.ENDED)
+            assert ran or (facts.target is CopyState.HELD and not facts.copy_exists)
             assert facts.lease_expired or facts.target is not CopyState.HELD, "the driver re-points the peers first"
+
+
+def test_source_never_aborts_what_the_target_runs() -> None:
+    """Only a declaration that the source is dead lets the target run its copy without COMMIT."""
+    for facts in OPEN:
+        if facts.mark is Mark.STREAMED and facts.target in (CopyState.RUNNING, CopyState.ENDED):
+            interrupted = facts.interrupted and facts.copy_exists  # cannot be: it was STREAMED
+            assert interrupted or source_next(facts)[0] is not SourceDecision.RECORD_ABORT
+
+
+def test_restarted_source_does_not_let_its_copy_run_before_the_target_has_answered() -> None:
+    for facts in OPEN:
+        streamed = facts.mark is Mark.STREAMED and not facts.interrupted and facts.outcome is None
+        if streamed and facts.restarted and facts.target is CopyState.UNREACHABLE:
+            assert source_next(facts)[0] in (SourceDecision.ASK_TARGET, SourceDecision.WAIT)
 
 
 def test_unreachable_target_that_may_hold_the_last_copy_decides_nothing() -> None:
@@ -128,7 +164,9 @@ def test_unreachable_target_that_may_hold_the_last_copy_decides_nothing() -> Non
 
 def test_source_with_a_copy_waits_for_the_driver_until_the_lease_expires() -> None:
     for facts in OPEN:
-        if facts.outcome is None and facts.copy_exists:
+        ran = facts.target in (CopyState.RUNNING, CopyState.ENDED)
+        declared = facts.mark is Mark.STREAMED and (ran or facts.restarted)  # this node may have been declared dead
+        if facts.outcome is None and facts.copy_exists and not declared:
             expected = SourceDecision.RECORD_ABORT if facts.lease_expired or facts.interrupted else SourceDecision.WAIT
             assert source_next(facts)[0] is expected
 
@@ -205,9 +243,19 @@ def test_peer_always_decides_with_a_reason() -> None:
 def test_peer_removes_filters_only_when_its_sockets_match_the_outcome() -> None:
     for facts in ALL_PEER:
         if peer_next(facts)[0] is PeerDecision.UNFILTER:
-            where = {Outcome.COMMIT: (Mark.REPOINTED, Mark.POINTED_BACK), Outcome.ABORT: (Mark.POINTED_BACK,)}
+            unchanged = (Mark.FILTERED, Mark.POINTED_BACK)
+            where = {Outcome.COMMIT: (Mark.REPOINTED, Mark.POINTED_BACK), Outcome.ABORT: unchanged}
             assert facts.outcome is not None
             assert facts.mark in where[facts.outcome], facts
+
+
+def test_peer_gives_up_only_what_it_has_not_changed_and_if_both_are_silent() -> None:
+    for facts in ALL_PEER:
+        if facts.outcome is None and facts.mark is not Mark.SETTLED:
+            without, with_ = peer_next(facts)[0], peer_next(replace(facts, source_lost=True))[0]
+            silent = facts.source is None and facts.target is CopyState.UNREACHABLE
+            changed = facts.interrupted or facts.mark is Mark.REPOINTED
+            assert with_ is (PeerDecision.LEARN_ABORT if silent and not changed else without), facts
 
 
 def test_peer_without_an_outcome_only_mends_asks_and_learns() -> None:

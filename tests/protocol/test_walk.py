@@ -19,7 +19,10 @@ from tests.sampling import Sampler
 WALKS = ((False, False), (False, True), (True, True))  # back, ticking
 CRASHES = ("driver dies", "source daemon dies", "target daemon dies", "peer daemon dies")
 LASTING = [name for name in STRIKES if name.endswith("cut off")]
-COSTLY = ("source node reboots", "peer node reboots")  # a rebooted node may reset a connection
+COSTLY = (
+    "source node reboots",
+    "peer node reboots",
+)  # a rebooted node may reset a connection, unless the peer filters it
 
 
 def test_move_without_faults_succeeds() -> None:
@@ -56,6 +59,7 @@ def test_single_fault_at_any_event_is_settled(name: str, back: bool, ticking: bo
     """What died comes back before the driver's next request, or only after the driver has given up."""
     events = events_of(name, back=back, ticking=ticking)
     assert events
+    filtered = labels(back=back, ticking=ticking).index("peer: Hold answered")
     for event, label in sampled(events, 12):
         for soon in (True, False) if ("daemon" in name or "node" in name) and not back else (True,):
             with named(event, label, soon):
@@ -64,7 +68,8 @@ def test_single_fault_at_any_event_is_settled(name: str, back: bool, ticking: bo
                 assert not scene.model.faults, "the fault has not struck"
                 scene.play_on().judge(retry=event % 4 == 0)
                 lost = scene.model.severed and scene.move.owner()
-                assert not lost or name in COSTLY, "a connection is lost without need"
+                costly = name in COSTLY and (name != "source node reboots" or event <= filtered)
+                assert not lost or costly, "a connection is lost without need"
 
 
 UNRUN = ("target node reboots", "guest keeper dies on target")

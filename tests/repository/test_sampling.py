@@ -34,6 +34,13 @@ def test_killed(point: int) -> None: print(f"killed {point}.")
 @pytest.mark.parametrize("point", range(2, 6))
 def test_stopped(point: int) -> None: print(f"stopped {point}.")
 
+@pytest.mark.sampled(2, group="jobs")
+@pytest.mark.parametrize("case", range(3))
+def test_one_job(case: int) -> None: print(f"job {case}.")
+
+@pytest.mark.sampled(2, group="jobs")
+def test_other_job() -> None: print("job 3.")
+
 def test_loop(sampled: Sampler) -> None:
     for event in sampled(range(30), 4): print(f"event {event}.")
     print(f"examples {examples(8)}.")
@@ -82,7 +89,7 @@ def run(project: Path, *options: str) -> str:
     command = [sys.executable, "-m", "pytest", "-rP", "-p", "no:cacheprovider", "--rootdir", str(project), *options]
     env = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST")}
     env["PYTHONPATH"] = str(REPOSITORY)
-    done = subprocess.run(command, cwd=project, env=env, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, cwd=project, env=env, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -115,8 +122,15 @@ def test_a_default_run_covers_every_point(project: Path, seed: str) -> None:
     )
 
 
+def test_tests_of_a_group_have_one_sample(project: Path) -> None:
+    drawn = [tuple(cases(run(project, "--seed", seed), "job")) for seed in ("1", "2", "3", "4")]
+    assert [len(jobs) for jobs in drawn] == [2] * 4
+    assert len(set(drawn)) > 1
+
+
 def test_a_whole_run_takes_every_case(project: Path) -> None:
     output = run(project, "--whole")
+    assert cases(output, "job") == ["0", "1", "2", "3"]
     assert [len(cases(output, kind)) for kind in ("marked", "a", "b", "event")] == [20, 5, 5, 30]
     assert cases(output, "examples") == ["8"]
 

@@ -9,6 +9,7 @@ import subprocess
 import tomllib
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from snapshotd.api.errors import BadConfig
@@ -131,9 +132,14 @@ def test_the_example_names_only_what_the_daemon_knows(defaults_too: bool) -> Non
     if defaults_too:
         text, count = re.subn(r"(?m)^# (?=[a-z_]+ = )", "", text)
         assert count > 5
-    # The certificates and a tmpfs are not there, which it says; nothing else may be wrong.
+    # The certificates, the user and a tmpfs are not there, which it says; nothing else may be wrong.
     with pytest.raises(BadConfig) as raised:
         Config.from_values(tomllib.loads(text), "the example")
     complaints = str(raised.value).splitlines()[1:]
     assert complaints
-    assert not [line for line in complaints if not re.search(r"tls|image_dir|criu", line)]
+    assert not [line for line in complaints if not re.search(r"tls|image_dir|criu|network_user", line)]
+
+
+def test_the_user_of_the_network_process_is_created() -> None:
+    (user,) = (key.default for key in msgspec.structs.fields(Config) if key.name == "network_user")
+    assert re.search(rf"(?m)^u {user} - ", (UNITS / "snapshotd.sysusers.conf").read_text())

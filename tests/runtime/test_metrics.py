@@ -8,19 +8,25 @@ from collections.abc import AsyncIterator
 import pytest
 
 from snapshotd.api.errors import BadConfig
+from snapshotd.network import metrics_http
+from snapshotd.network.dispatch import Services
 from snapshotd.runtime import metrics
+from tests.served import Certificates, Linked, certificates, free_port
+
+__all__ = ["certificates", "free_port"]
 
 
 @pytest.fixture
-async def port() -> AsyncIterator[int]:
-    yield await metrics.serve("127.0.0.1", 0)
-    await metrics.close()
+async def port(certificates: Certificates, free_port: int) -> AsyncIterator[int]:
+    """As in a daemon: the network process asks for them over the link."""
+    async with Linked(Services(metrics.exposition), certificates.node).listening("", "", f"127.0.0.1:{free_port}"):
+        yield free_port
 
 
 async def ask(port: int, request: bytes) -> bytes:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(request)
-    answer = await asyncio.wait_for(reader.read(), 5)
+    answer = await asyncio.wait_for(reader.read(), 60)
     writer.close()
     await writer.wait_closed()
     return answer
@@ -34,7 +40,10 @@ async def scrape(port: int) -> dict[str, float]:
     return {name: float(value) for name, value in rows}
 
 
-async def test_metrics_are_served(port: int) -> None:
+async def test_metrics_are_served(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics.Exposition, "KEPT_S", 0.0)
+    monkeypatch.setattr(metrics_http, "KEPT_S", 0.0)
+    monkeypatch.setattr(metrics.exposition, "_until_s", 0.0)
     before = await scrape(port)
     assert before['snapshotd_moves_total{outcome="ABORT"}'] >= 0, "shown before the first one happens"
     metrics.move_ended("COMMIT")
@@ -73,6 +82,55 @@ async def test_bad_requests(port: int, request_bytes: bytes, status: bytes) -> N
     assert await scrape(port)
 
 
-async def test_address_in_use_is_bad_config(port: int) -> None:
+async def test_address_in_use_is_bad_config(port: int, certificates: Certificates) -> None:
+    ends = Linked(Services(metrics.exposition), certificates.node)
     with pytest.raises(BadConfig, match=f"metrics_listen: cannot listen on 127.0.0.1:{port}"):
-        await metrics.serve("127.0.0.1", port)
+        async with ends.listening("", "", f"127.0.0.1:{port}"):
+            pass
+
+
+# ---------------------------------------------------------------- floods
+
+
+async def test_flood_of_scrapes_does_not_reach_the_daemon(certificates: Certificates, free_port: int) -> None:
+    asked = 0
+
+    def render() -> tuple[str, bytes]:
+        nonlocal asked
+        asked += 1
+        return "text/plain; version=0", b"text 1\n"
+
+    started_s = asyncio.get_running_loop().time()
+    async with Linked(Services(render), certificates.node).listening("", "", f"127.0.0.1:{free_port}"):
+        for _ in range(20):
+            assert all(await asyncio.gather(*(scrape(free_port) for _ in range(20))))
+    assert asked <= 2 + asyncio.get_running_loop().time() - started_s, "about one in a second"
+
+
+def test_daemon_renders_them_once_a_second() -> None:
+    now_s, rendered = 100.0, 0
+
+    def ranks() -> float:
+        nonlocal rendered
+        rendered += 1
+        return rendered
+
+    metrics.watch(ranks=ranks, image_bytes=lambda: 0)
+    exposition = metrics.Exposition(lambda: now_s)
+    texts = {exposition() for _ in range(1000)}
+    assert (len(texts), rendered) == (1, 1)
+    now_s += 1.1
+    assert exposition() not in texts
+    metrics.watch(ranks=lambda: 0, image_bytes=lambda: 0)
+
+
+async def test_idle_connections_do_not_keep_a_scraper_out(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_http, "_REQUEST_TIMEOUT_S", 600.0)  # not only because their time is over
+    idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(400)]
+    assert await scrape(port)
+    closed = 0
+    for reader, _ in idle[:200]:
+        closed += await asyncio.wait_for(reader.read(), 30) == b""
+    assert closed == 200, "the oldest ones are closed"
+    for _, writer in idle:
+        writer.close()

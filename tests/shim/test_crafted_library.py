@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 import subprocess
 import sys
@@ -89,7 +90,7 @@ def test_unknown_build_is_refused_and_a_known_one_is_not(tmp_path: Path, jobs: l
     jobs.append(Job(other, "sleep", "99"))
     until(lambda: "libsnapshim" in Path(f"/proc/{jobs[0].pid}/maps").read_text())
     with pytest.raises(ValueError, match="is not known on this node"):
-        symbols.mailbox_address(jobs[0].process, ("libsnapshim.so",))
+        symbols.mailbox_address(jobs[0].process, os.getuid(), ("libsnapshim.so",))
 
     earlier = symbols.Builds()
     earlier.keep_in(tmp_path)

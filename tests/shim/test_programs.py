@@ -31,7 +31,7 @@ if __name__ == "__main__":
     print(outputs, subprocess.getoutput("echo shell | cat"), os.system("exit 3") >> 8)
     done = threading.Event()
     threading.Timer(0.01, done.set).start()
-    print(done.wait(10), os.waitstatus_to_exitcode(os.posix_spawnp("true", ["true"], os.environ) and os.wait()[1]))
+    print(done.wait(60), os.waitstatus_to_exitcode(os.posix_spawnp("true", ["true"], os.environ) and os.wait()[1]))
 """
 
 SHELL = """

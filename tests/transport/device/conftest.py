@@ -17,7 +17,7 @@ def nothing_left() -> Iterator[None]:
     assert children() == []
     for thread in threading.enumerate():
         if "waitpid" in thread.name:  # asyncio has one per child, which ends a moment after it has reported
-            thread.join(10)
+            thread.join(60)
             assert not thread.is_alive()
 
 

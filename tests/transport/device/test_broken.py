@@ -43,8 +43,8 @@ SIZES = {"a": len(CONTENT)}
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shortens the time after which a lost connection is given up."""
-    monkeypatch.setattr("snapshotd.transport.device.incoming.LOST_S", 0.3)
-    monkeypatch.setattr("snapshotd.transport.device.outgoing.REOPEN_S", 0.3)
+    monkeypatch.setattr("snapshotd.transport.device.incoming.LOST_S", 2.0)
+    monkeypatch.setattr("snapshotd.transport.device.outgoing.REOPEN_S", 2.0)
 
 
 @pytest.fixture(autouse=True)

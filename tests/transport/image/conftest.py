@@ -7,23 +7,24 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-import grpc
-import grpc.aio
 import pytest
 
 from migrator import pki
-from snapshotd.api.channel import COMMON_OPTIONS, Credentials
+from snapshotd.api.credentials import Credentials
+from snapshotd.api.methods import PUSH
+from snapshotd.network.dispatch import Context, Services
 from snapshotd.runtime.blocking import in_thread
 from snapshotd.transport.image import bulk_receiver
 from snapshotd.transport.image.bulk_receiver import BulkReceivers
-from snapshotd.transport.image.grpc_channel import push_channels, push_handler
+from snapshotd.transport.image.grpc_channel import push_handler
 from snapshotd.transport.image.store import ImageStore
 from snapshotd.transport.image.tls_connection import MessageReader
+from tests.served import Linked
 from tests.transport.image.targets import MOVE, NODE, Alter, BulkTarget, GrpcTarget, Serve, issue
 
 
@@ -60,24 +61,6 @@ class _Altered:
         return self._alter(message) if isinstance(message, bytes) else message
 
 
-class _Alterer(grpc.aio.ServerInterceptor):
-    def __init__(self, alter: Alter) -> None:
-        self._alter = alter
-
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Any:
-        handler = await continuation(handler_call_details)
-
-        async def behaviour(requests: Any, context: Any) -> None:
-            await handler.stream_stream(requests, _Altered(context, self._alter))
-
-        altered: Any = behaviour
-        return grpc.stream_stream_rpc_method_handler(altered)
-
-
 @pytest.fixture
 def serve_grpc(certificates: Credentials, store: ImageStore) -> Serve:
     @asynccontextmanager
@@ -91,18 +74,20 @@ def serve_grpc(certificates: Credentials, store: ImageStore) -> Serve:
             if deny is not None:
                 raise deny
 
-        interceptors = [_Alterer(alter)] if alter is not None else []
-        server = grpc.aio.server(options=list(COMMON_OPTIONS), interceptors=interceptors)
-        server.add_generic_rpc_handlers((push_handler(store, authorise),))
-        port = server.add_secure_port("127.0.0.1:0", certificates.for_server())
-        await server.start()
-        target.channels = push_channels(f"127.0.0.1:{port}", certificates, NODE, streams)
-        try:
+        push = push_handler(store, authorise)
+
+        async def altered(context: Context) -> None:
+            await push(cast("Context", _Altered(context, alter)) if alter is not None else context)
+
+        services = Services()
+        services.add_plain(PUSH, altered)
+        ends = Linked(services, certificates)
+        async with ends.listening("127.0.0.1:0") as port:
+            target.endpoint = f"127.0.0.1:{port}"
+            target.channels = [ends.connect(NODE, target.endpoint) for _ in range(streams)]
             yield target
-        finally:
             for channel in target.channels:
                 await channel.close()
-            await server.stop(None)
 
     return serve
 
@@ -135,7 +120,7 @@ def serve_bulk(certificates: Credentials, store: ImageStore, monkeypatch: pytest
         try:
             yield target
         finally:
-            await asyncio.wait_for(in_thread(target.receivers.close_all), 10)
+            await asyncio.wait_for(in_thread(target.receivers.close_all), 60)
 
     return serve
 

@@ -13,12 +13,15 @@ import grpc
 import grpc.aio
 
 from migrator import pki
-from snapshotd.api.channel import Credentials
+from snapshotd.api.calls import Channel
+from snapshotd.api.channel import open_channel
+from snapshotd.api.credentials import Credentials
+from snapshotd.api.methods import PUSH
 from snapshotd.runtime.blocking import in_thread
 from snapshotd.transport.image import bulk_sender
 from snapshotd.transport.image.bulk_receiver import BulkReceivers
 from snapshotd.transport.image.frame import Answer, parse_answer
-from snapshotd.transport.image.grpc_channel import METHOD, MOVE_KEY, SERVICE, PushCall
+from snapshotd.transport.image.grpc_channel import MOVE_KEY, PushCall
 from snapshotd.transport.image.store import ImageStore
 from snapshotd.transport.image.stream import Stream
 from snapshotd.transport.image.tls_connection import MessageReader, send_end, send_message, tls_context
@@ -67,7 +70,10 @@ Serve = Callable[..., AbstractAsyncContextManager[Target]]
 
 
 class GrpcTarget(Target):
-    channels: list[grpc.aio.Channel]
+    """Its streams are those of a daemon: through the link to a network process, which has the connections."""
+
+    channels: list[Channel]
+    endpoint: str
 
     async def streams(self) -> Sequence[Stream]:
         return [PushCall(channel, MOVE) for channel in self.channels]
@@ -76,15 +82,16 @@ class GrpcTarget(Target):
         return await self.answers_for(((MOVE_KEY, MOVE),), *messages)
 
     async def answers_for(self, metadata: Sequence[tuple[str, str]], *messages: bytes) -> list[Answer]:
-        call: Any = self.channels[0].stream_stream(f"/{SERVICE}/{METHOD}")(metadata=tuple(metadata))
-        for message in messages:
-            await call.write(message)
-        await call.done_writing()
-        taken = []
-        while (message := await call.read()) is not grpc.aio.EOF:
-            taken.append(parse_answer(message))
-        assert await call.code() is grpc.StatusCode.OK
-        return taken
+        async with open_channel(self.endpoint, self.credentials, NODE) as channel:
+            call: Any = channel.stream_stream(PUSH)(metadata=tuple(metadata))
+            for message in messages:
+                await call.write(message)
+            await call.done_writing()
+            taken = []
+            while (message := await call.read()) is not grpc.aio.EOF:
+                taken.append(parse_answer(message))
+            assert await call.code() is grpc.StatusCode.OK
+            return taken
 
 
 # ---------------------------------------------------------------- bulk connections

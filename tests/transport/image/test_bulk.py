@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from migrator import pki
-from snapshotd.api.channel import Credentials
+from snapshotd.api.credentials import Credentials
 from snapshotd.api.errors import BadConfig, Damaged, Denied, Internal, Unreachable, from_wire
 from snapshotd.runtime.blocking import in_thread
 from snapshotd.transport.image import bulk_receiver, bulk_sender
@@ -218,9 +218,10 @@ async def test_peers_that_say_nothing_do_not_stay_and_do_not_keep_others_out(
         target.store.create(MOVE, 1)
         silent = [socket.create_connection(("127.0.0.1", target.port)) for _ in range(5)]
         for peer in silent:
-            peer.settimeout(5)
+            peer.settimeout(60)
             assert await in_thread(peer.recv, 100) == b""
             peer.close()
+        monkeypatch.setattr("snapshotd.transport.sockets.CONNECT_S", 60.0)
         assert await target.answers(GOOD.header(), b"good") == [Answer(Kind.OK, 1)]
 
 
@@ -273,7 +274,7 @@ async def test_stream_is_cancelled_in_the_middle_of_a_write(serve_bulk: Serve, m
         frame = data_frame(1, "a.img", 0, b"x" * MAX_CHUNK_BYTES)
         for _ in range(8):
             assert await stream.send(frame)
-        await asyncio.wait_for(hang_up(stream), 5)
+        await asyncio.wait_for(hang_up(stream), 60)
         go_on.set()
 
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import Any
 
-import grpc.aio
 import pytest
 
+from snapshotd.api.credentials import Credentials
 from snapshotd.api.errors import Busy, Damaged, Denied, SnapshotError, from_wire
+from snapshotd.api.methods import PUSH
+from snapshotd.network.dispatch import Context, Services
 from snapshotd.transport.image import grpc_channel
 from snapshotd.transport.image.frame import MAX_CHUNK_BYTES, Answer, Frame, Kind, data_frame, hole_frame
-from snapshotd.transport.image.grpc_channel import METHOD, MOVE_KEY, SERVICE, PushCall
-from tests.transport.image.targets import MOVE, GrpcTarget, Serve, hang_up
+from snapshotd.transport.image.grpc_channel import MOVE_KEY, PushCall
+from tests.served import Linked
+from tests.transport.image.targets import MOVE, NODE, GrpcTarget, Serve, hang_up
 
 
 def error_of(answer: Answer) -> SnapshotError:
@@ -26,7 +28,7 @@ def unsafe(frame: Frame) -> bytes:
     return frame.header()
 
 
-GOOD = data_frame(1, "a.img", 0, b"good")
+GOOD = data_frame(1, "a.img", 0, b"good", strong=True)
 CASES = {
     "truncated header": ([b"SNPI"], "truncated frame"),
     "empty message": ([b""], "truncated frame"),
@@ -34,7 +36,10 @@ CASES = {
     "payload cut short": ([GOOD.header(), b"goo"], "has 3 bytes instead of 4"),
     "payload too long": ([GOOD.header(), b"good!"], "has 5 bytes instead of 4"),
     "no payload": ([GOOD.header()], "ended before the payload"),
-    "path in a name": ([hole_frame(1, "../../etc/passwd", 0, 1).header()], "not the name of an image file"),
+    "path in a name": (
+        [hole_frame(1, "../../etc/passwd", 0, 1, strong=True).header()],
+        "not the name of an image file",
+    ),
     "absurd chunk": ([unsafe(Frame(Kind.DATA, 1, "a", 0, 1 << 39, payload_bytes=1 << 31))], "at most"),
     "absurd offset": ([unsafe(Frame(Kind.HOLE, 1, "a", 1 << 63, 1))], "beyond"),
     "an answer instead of a chunk": ([Answer(Kind.OK, 1).message()], "truncated frame"),
@@ -44,7 +49,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 async def test_malformed_frame_is_damaged_and_earlier_chunks_are_answered(serve: Serve, case: str) -> None:
     messages, text = CASES[case]
-    first = data_frame(7, "first.img", 0, b"1")
+    first = data_frame(7, "first.img", 0, b"1", strong=True)
     async with serve(streams=1) as target:
         target.store.create(MOVE, 1 << 20)
         taken = await target.answers(first.header(), b"1", *messages)
@@ -76,8 +81,18 @@ async def test_chunk_with_wrong_digest_is_requested_again(serve: Serve) -> None:
         assert taken == [Answer(Kind.BAD, 1), Answer(Kind.OK, 1)]
 
 
+async def test_chunk_over_grpc_needs_a_cryptographic_digest(serve_grpc: Serve) -> None:
+    """The target's network process could find another chunk with the same fast digest, and pass that on instead."""
+    weak = data_frame(1, "a.img", 0, b"good")
+    async with serve_grpc(streams=1) as target:
+        target.store.create(MOVE, 1 << 20)
+        (answer,) = await target.answers(weak.header(), b"good")
+        assert "weak digest" in error_of(answer).message
+        assert list(target.store.path(MOVE).iterdir()) == []
+
+
 async def test_oversized_message_ends_only_its_stream(serve: Serve) -> None:
-    huge = data_frame(1, "a.img", 0, b"x" * MAX_CHUNK_BYTES)
+    huge = data_frame(1, "a.img", 0, b"x" * MAX_CHUNK_BYTES, strong=True)
     async with serve(streams=1) as target:
         target.store.create(MOVE, 1 << 20)
         stream = await target.stream()
@@ -132,27 +147,19 @@ async def test_streams_of_a_move_are_limited(serve: Serve, monkeypatch: pytest.M
         assert await target.answers() == []
 
 
-async def test_invalid_answer_is_damaged(serve_grpc: Serve) -> None:
+async def test_invalid_answer_is_damaged(certificates: Credentials) -> None:
     """Whatever a target sends, the sender raises an error of the taxonomy."""
 
-    async def invalid(_requests: Any, context: Any) -> None:
+    async def invalid(context: Context) -> None:
         await context.write(b"hello")
 
-    async with serve_grpc(streams=1) as target:
-        behaviour: Any = invalid
-        handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
-            METHOD: grpc.stream_stream_rpc_method_handler(behaviour)
-        }
-        server = grpc.aio.server()
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
-        port = server.add_insecure_port("127.0.0.1:0")
-        await server.start()
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            call = PushCall(channel, MOVE)
-            with pytest.raises(Damaged, match="an answer of 5 bytes"):
-                await call.receive()
-        await server.stop(None)
-        assert target.authorised == []
+    services = Services()
+    services.add_plain(PUSH, invalid)
+    ends = Linked(services, certificates)
+    async with ends.listening("127.0.0.1:0") as port:
+        call = PushCall(ends.connect(NODE, f"127.0.0.1:{port}"), MOVE)
+        with pytest.raises(Damaged, match="an answer of 5 bytes"):
+            await call.receive()
 
 
 async def test_error_arrives_while_the_sender_is_writing(serve: Serve) -> None:

@@ -61,10 +61,10 @@ async def test_wait_does_not_return_before_there_is_a_writer(tmp_path: Path) -> 
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(asyncio.shield(waiting), 0.05)
     os.write(writer, b"x")
-    await asyncio.wait_for(waiting, 5)
+    await asyncio.wait_for(waiting, 60)
     os.close(writer)
     assert read_chunk(fd, 10, 0) == (b"x", Stop.NO_WRITER)
-    await asyncio.wait_for(readable(fd, None), 5)  # the writer is gone: reported at once
+    await asyncio.wait_for(readable(fd, None), 60)  # the writer is gone: reported at once
     os.close(fd)
 
 
@@ -74,5 +74,5 @@ async def test_wait_ends_with_the_dump(tmp_path: Path) -> None:
     waiting = asyncio.create_task(readable(fd, eof))
     await asyncio.sleep(0)
     eof.set()
-    await asyncio.wait_for(waiting, 5)
+    await asyncio.wait_for(waiting, 60)
     os.close(fd)

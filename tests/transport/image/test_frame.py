@@ -66,7 +66,7 @@ def test_chunk_without_zero_pages_has_no_bitmap() -> None:
 
 @given(DATA.filter(any), st.data())
 def test_every_flipped_bit_is_detected(data: bytes, choice: st.DataObject) -> None:
-    frame = data_frame(7, "pages-1.img", 0, data)
+    frame = data_frame(7, "pages-1.img", 0, data, strong=choice.draw(st.booleans()))
     header, payload = bytearray(frame.header()), bytearray(frame.payload)
     bit = choice.draw(st.integers(0, (len(header) + len(payload)) * 8 - 1))
     part, at = (header, bit // 8) if bit < len(header) * 8 else (payload, bit // 8 - len(header))

@@ -13,13 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from snapshotd.api.channel import Credentials
+from snapshotd.api.channel import GrpcChannel, open_channel
+from snapshotd.api.credentials import Credentials
 from snapshotd.api.errors import Damaged, Denied, Full, Internal, NotFound, Unreachable, Where, WrongState
 from snapshotd.runtime.blocking import in_thread
 from snapshotd.transport.image.bulk_sender import open_streams
 from snapshotd.transport.image.fifo import make_fifo
 from snapshotd.transport.image.frame import PAGE_BYTES
-from snapshotd.transport.image.grpc_channel import WINDOW, PushCall, push_channels
+from snapshotd.transport.image.grpc_channel import WINDOW, PushCall
 from snapshotd.transport.image.sender import MAX_SENDS, Sender
 from snapshotd.transport.image.store import ImageStore
 from snapshotd.transport.image.stream import Stream
@@ -109,10 +110,10 @@ async def test_writer_may_pause_or_reopen_before_its_first_byte(serve: Serve, tm
             os.close(os.open(tmp_path / "pages-1.img", os.O_WRONLY))
             writer = os.open(tmp_path / "pages-1.img", os.O_WRONLY)
             os.write(writer, b"a" * 100)
-            await asyncio.wait_for(stored.wait(), 10)  # half a chunk is sent when the writer pauses
+            await asyncio.wait_for(stored.wait(), 60)  # half a chunk is sent when the writer pauses
             os.write(writer, b"b" * 100)
             os.close(writer)
-            await asyncio.wait_for(reading, 10)
+            await asyncio.wait_for(reading, 60)
             files = await sender.finish()
         assert target.store.seal(MOVE, files) == []
         assert (target.store.path(MOVE) / "pages-1.img").read_bytes() == b"a" * 100 + b"b" * 100
@@ -128,7 +129,7 @@ async def test_dump_may_end_while_the_pipe_is_still_open(serve: Serve, tmp_path:
         ended = asyncio.Event()
         ended.set()
         async with Sender(await target.streams(), CHUNK_BYTES) as sender:
-            await asyncio.wait_for(sender.put_fd("pages-1.img", fd, eof=ended), 10)
+            await asyncio.wait_for(sender.put_fd("pages-1.img", fd, eof=ended), 60)
             assert [file.size for file in await sender.finish()] == [9]
         os.close(writer)
     os.close(fd)
@@ -259,7 +260,7 @@ async def test_refusal_of_the_target_reaches_every_put(serve: Serve, tmp_path: P
         fd = make_fifo(tmp_path, "pages-1.img")
         async with Sender(await target.streams(), CHUNK_BYTES) as sender:
             with pytest.raises(Denied, match="not this one"):
-                await asyncio.wait_for(sender.put_fd("pages-1.img", fd, eof=asyncio.Event()), 10)
+                await asyncio.wait_for(sender.put_fd("pages-1.img", fd, eof=asyncio.Event()), 60)
             with pytest.raises(Denied):
                 await sender.put_file("a.img", tmp_path / "pages-1.img")
             with pytest.raises(Denied):
@@ -306,7 +307,7 @@ async def test_leaving_early_leaves_nothing_behind(serve: Serve, tmp_path: Path)
 
 
 async def test_target_that_does_not_answer_is_unreachable(certificates: Credentials, tmp_path: Path) -> None:
-    channels = push_channels("127.0.0.1:1", certificates, "node-2", 2)
+    channels = [GrpcChannel(open_channel("127.0.0.1:1", certificates, "node-2")) for _ in range(2)]
     fd = make_fifo(tmp_path, "pages-1.img")
     async with Sender([PushCall(channel, MOVE) for channel in channels]) as sender:
         with pytest.raises(Unreachable):
@@ -330,7 +331,7 @@ async def test_target_killed_during_transfer_is_unreachable(
     )
     assert process.stdout is not None
     port, bulk_port, key = (await process.stdout.readline()).decode().split()
-    channels = push_channels(f"127.0.0.1:{port}", certificates, "node-2", 2)
+    channels = [GrpcChannel(open_channel(f"127.0.0.1:{port}", certificates, "node-2")) for _ in range(2)]
     streams: Sequence[Stream] = [PushCall(channel, "m-000000000000") for channel in channels]
     if way == "bulk":
         streams = await open_streams("127.0.0.1", int(bulk_port), bytes.fromhex(key), certificates, "node-2", 2)
@@ -340,7 +341,7 @@ async def test_target_killed_during_transfer_is_unreachable(
         reading = asyncio.create_task(sender.put_fd("pages-1.img", fd))
         writer = os.open(tmp_path / "pages-1.img", os.O_WRONLY)
         os.write(writer, b"x" * CHUNK_BYTES)
-        await asyncio.wait_for(stored.wait(), 10)
+        await asyncio.wait_for(stored.wait(), 60)
         process.send_signal(signal.SIGKILL)
         with pytest.raises(Unreachable) as found:
             await asyncio.wait_for(reading, 20)

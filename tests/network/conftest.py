@@ -1,0 +1,3 @@
+from tests.served import certificates, free_port, serve
+
+__all__ = ["certificates", "free_port", "serve"]

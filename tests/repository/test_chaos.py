@@ -1,0 +1,81 @@
+"""The chaos runner (integration/chaos) notices what it looks for, and draws everything from its seed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from integration.chaos import kinds
+from integration.chaos.jobs import ALL_KINDS, Broken, Ledger
+from integration.chaos.report import Entry, Report
+from integration.chaos.rounds import Chaos
+from integration.chaos.soak import WARM_UP, WINDOW, Samples, Soak
+
+
+def test_ledger_notices_a_step_made_twice_and_one_left_out(tmp_path: Path) -> None:
+    for wrong in ("1\n", "3\n", "x\n"):
+        ledger = Ledger(tmp_path / "ledger")
+        ledger.path.write_text("0\n1")
+        ledger.read()
+        assert ledger.steps == 1  # the second line is not complete
+        with ledger.path.open("a") as file:
+            file.write("\n")
+        ledger.read()
+        assert ledger.steps == 2
+        with ledger.path.open("a") as file:
+            file.write(wrong)
+        with pytest.raises(Broken, match="after 2 steps"):
+            ledger.read()
+
+
+def test_a_seed_draws_the_same_faults_and_all_kinds() -> None:
+    drawn = []
+    for _ in range(2):
+        found = []
+        for number in range(400):
+            job: Any = SimpleNamespace(kind=("single", "gloo")[number % 2], ranks=[None] * (1 + number % 2))
+            found.append(kinds.draw(Random(f"7/{number}"), job))
+        drawn.append([(fault.kind, fault.words) for fault in found])
+    assert drawn[0] == drawn[1]
+    assert {kind for kind, _ in drawn[0]} == set(kinds.KINDS)
+
+
+def test_hint_how_to_repeat_a_run_has_its_options(tmp_path: Path) -> None:
+    nodes: Any = SimpleNamespace(folder=tmp_path)
+    hint = Chaos(nodes, 7, print, ["single", "gloo"], faults=["two"]).report.repeat()
+    assert hint == 'make chaos SEED=7 CHAOS="--jobs single --jobs gloo --faults two"'
+    fewer = [kind for kind in kinds.KINDS if kind != "node-crash"]
+    assert (
+        Chaos(nodes, 7, print, ALL_KINDS, None, fewer).report.repeat()
+        == 'make chaos SEED=7 CHAOS="--without node-crash"'
+    )
+    assert Chaos(nodes, 7, print, ALL_KINDS).report.repeat() == "make chaos SEED=7"
+
+
+def test_table_has_the_settle_times_of_each_kind() -> None:
+    report = Report(7)
+    for number, (kind, settle_s) in enumerate([("two", 1.0), ("two", 9.0), ("two", 2.0), ("none", 0.5)]):
+        report.add(Entry(number, kind, "words", "gloo", "undone" if settle_s > 5 else "moved", 1.0, settle_s, 0))
+    rows = {line.split()[0]: line.split() for line in report.table().splitlines()}
+    assert rows["two"] == ["two", "3", "2.0", "9.0", "0", "moved", "2,", "undone", "1"]
+    assert rows["none"][:4] == ["none", "1", "0.5", "0.5"]
+    assert rows["all"][1] == "4"
+    assert "seed 7, 4 rounds" in report.table()
+
+
+@pytest.mark.parametrize(
+    ("descriptors", "memory", "grown"), [(0, 0, 0), (1, 0, 1), (0, 4, 0), (0, 6, 1), (2, 20, 2), (-3, -5, 0)]
+)
+def test_soak_notices_growth_after_the_first_moves(descriptors: int, memory: int, grown: int) -> None:
+    nodes: Any = SimpleNamespace(lab=SimpleNamespace(nodes=("node-1",)))
+    soak = Soak(nodes, 7, print)
+    early = WARM_UP + WINDOW
+    soak.samples["node-1"] = Samples(
+        [20] * early + [20 + descriptors] * WINDOW, [1000] * early + [1000 + 10 * memory] * WINDOW
+    )
+    assert len(soak.growth()) == grown
+    assert ("nothing has grown" in soak.table()) == (grown == 0)
