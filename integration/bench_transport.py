@@ -6,7 +6,9 @@ the fallback. Device memory is sent in stripes, encrypted and plain; its memory 
 it is before a freeze.
 
 Sender, receiver and the writer in place of CRIU are separate processes on this machine. They communicate over loopback,
-the image channel with mutual TLS. `python -m integration.bench_transport [--mib N]` prints the table.
+the image channel with mutual TLS. The receiver is also its own network process.
+
+`python -m integration.bench_transport [--mib N]` prints the table.
 """
 
 from __future__ import annotations
@@ -26,20 +28,22 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-import grpc.aio
-
 from migrator import pki
-from snapshotd.api.channel import COMMON_OPTIONS, Credentials
+from snapshotd.api.channel import GrpcChannel, open_channel
+from snapshotd.api.credentials import Credentials
+from snapshotd.api.methods import PUSH
+from snapshotd.network.dispatch import Services
 from snapshotd.transport.device.incoming import Incoming
 from snapshotd.transport.device.outgoing import Outgoing
 from snapshotd.transport.device.records import RECORD_BYTES
 from snapshotd.transport.image.bulk_receiver import BulkReceivers
 from snapshotd.transport.image.bulk_sender import open_streams
 from snapshotd.transport.image.fifo import make_fifo
-from snapshotd.transport.image.grpc_channel import PushCall, push_channels, push_handler
+from snapshotd.transport.image.grpc_channel import PushCall, push_handler
 from snapshotd.transport.image.sender import Sender
 from snapshotd.transport.image.store import ImageStore
 from snapshotd.transport.image.stream import Stream
+from tests.served import Linked
 
 MOVE = "m-000000000000"
 IMAGE_WAYS = {"bulk": "bulk connections", "grpc": "gRPC"}
@@ -153,13 +157,14 @@ async def _image_channel(way: str, folder: Path, total_bytes: int, streams: int,
     arguments = [str(folder / "images"), str(target.ca), str(target.cert), str(target.key), str(total_bytes), "node-1"]
     with _child("receive", *arguments) as output, _child("write", str(folder / "pages-1.img"), str(total_bytes)):
         port, bulk_port, key = output.readline().split()
-        channels = push_channels(f"127.0.0.1:{port}", credentials, "node-2", streams)
+        endpoint = f"127.0.0.1:{port}"
+        channels = [GrpcChannel(open_channel(endpoint, credentials, "node-2")) for _ in range(streams)]
         opened: Sequence[Stream]
         if way == "bulk":
             opened = await open_streams("127.0.0.1", int(bulk_port), bytes.fromhex(key), credentials, "node-2", streams)
         else:
             for channel in channels:
-                await channel.channel_ready()
+                await channel.grpc.channel_ready()
             opened = [PushCall(channel, MOVE) for channel in channels]
         begun = time.perf_counter()
         async with Sender(opened, chunk_bytes) as sender:
@@ -189,15 +194,13 @@ async def _receive(image_dir: str, credentials: Credentials, total_bytes: int, s
     async def authorise(_context: Any, _move: str) -> None:
         return
 
-    server = grpc.aio.server(options=list(COMMON_OPTIONS))
-    server.add_generic_rpc_handlers((push_handler(store, authorise),))
-    port = server.add_secure_port("127.0.0.1:0", credentials.for_server())
-    await server.start()
+    services = Services()
+    services.add_plain(PUSH, push_handler(store, authorise))
     receivers = BulkReceivers(store, credentials, ["127.0.0.1"])
     bulk_port, bulk_key = receivers.open(MOVE, source_node)
-    print(port, bulk_port, bulk_key.hex(), flush=True)
-    await asyncio.to_thread(sys.stdin.read)
-    await server.stop(None)
+    async with Linked(services, credentials).listening("127.0.0.1:0") as port:
+        print(port, bulk_port, bulk_key.hex(), flush=True)
+        await asyncio.to_thread(sys.stdin.read)
     receivers.close_all()
     store.drop(MOVE)
 

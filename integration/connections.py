@@ -6,9 +6,11 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -17,7 +19,11 @@ from typing import Any, TypeVar
 from pyroute2 import IPRoute
 
 from integration.harness import PATIENCE_S, WORKLOADS, Cluster, Job, processes_of, until
+from migrator import pki
 from migrator.lab.inside import CLONE_NEWNET, setns
+from migrator.lab.layout import DAEMON_PORT, write
+from snapshotd.api.credentials import Credentials
+from snapshotd.moves.peers.node_addresses import NodeAddresses
 from snapshotd.net import nft
 
 Result = TypeVar("Result")
@@ -59,7 +65,8 @@ def forwardings(nodes: Cluster) -> list[str]:
 
 
 def give_ipv6(nodes: Cluster) -> None:
-    """Gives every node the address fd13::N, where N is the last number of its IPv4 address."""
+    """Gives every node the address fd13::N, where N is the last number of its IPv4 address, and a certificate that names it:
+    the daemons do not listen there."""
     for node in nodes.lab.nodes:
 
         def act(node: str = node) -> None:
@@ -68,6 +75,48 @@ def give_ipv6(nodes: Cluster) -> None:
                 netlink.addr("replace", index=cable, address=ipv6(nodes, node), prefixlen=64, flags=_NODAD)
 
         in_node(nodes, node, act)
+        _name_in_certificate(nodes, node, ipv6(nodes, node))
+
+
+@contextlib.contextmanager
+def shared_address(nodes: Cluster, ip: str) -> Iterator[None]:
+    """Every node has this address, as those with Docker have that of its bridge. On `lo`, so that it is listed first."""
+
+    def change(verb: str) -> None:
+        with IPRoute() as netlink:
+            netlink.addr(verb, index=netlink.link_lookup(ifname="lo")[0], address=ip, prefixlen=16)
+
+    for node in nodes.lab.nodes:
+        in_node(nodes, node, partial(change, "add"))
+    try:
+        yield
+    finally:
+        for node in nodes.lab.nodes:
+            in_node(nodes, node, partial(change, "del"))
+
+
+def unfinished(nodes: Cluster) -> list[str]:
+    """The moves that `migrator status` lists."""
+    done = nodes.migrator("status", "--json")
+    return [move["move"] for move in json.loads(done.stdout)["moves"]]
+
+
+def _name_in_certificate(nodes: Cluster, node: str, ip: str) -> None:
+    """Replaces the certificate of a node, as `migrator pki` would, and waits until its daemon shows the new one."""
+    layout, address = nodes.lab.layout, nodes.lab.address(node)
+    with tempfile.TemporaryDirectory() as name:
+        ca = Path(name)
+        for file in ("ca.crt", "ca.key"):
+            shutil.copy(layout.run / "pki" / file, ca)
+        made = pki.issue_node(ca, node, [address, ip])
+        write(layout.node(node) / "tls.crt", made.cert.read_text())
+        write(layout.node(node) / "tls.key", made.key.read_text(), 0o600)
+        proofs = NodeAddresses(Credentials(made.ca, made.cert, made.key))
+        endpoint = f"{address}:{DAEMON_PORT}"
+        until(
+            f"the new certificate of {node}",
+            lambda: in_node(nodes, node, lambda: proofs.belongs(ip, node, endpoint)),
+        )
 
 
 def ipv6(nodes: Cluster, node: str) -> str:

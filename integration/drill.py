@@ -30,6 +30,7 @@ from integration.harness import (
     until,
 )
 from snapshotd.moves.journal import Journal, MoveLog
+from snapshotd.runtime.faults import Point
 
 SOURCE, TARGET, OTHER = "node-1", "spare-1", "node-2"
 #: Outcome in the answer of `migrator move --json`, and exit code.
@@ -92,10 +93,26 @@ class Drill:
         with contextlib.suppress(FileNotFoundError, AssertionError):
             self.go_on(node, point)
 
+    @contextlib.contextmanager
+    def waiting_with_a_held_copy(self, point: Point) -> Iterator[None]:
+        """A move whose source waits before COMMIT or at it, while the target holds its copy.
+
+        The target's daemon is stopped while the block runs. Otherwise it asks the source itself when the driver is slow, and
+        its copy may run before the block has done anything."""
+        with self.waiting_at(SOURCE, Point.BEFORE_COMMIT):
+            self.lab.kill_daemon(TARGET, signal.SIGSTOP)
+            if point is Point.COMMIT:
+                self.arm(SOURCE, point, "wait")
+                self.go_on(SOURCE, Point.BEFORE_COMMIT)
+                self.reached(SOURCE)
+            yield
+            self.lab.kill_daemon(TARGET, signal.SIGCONT)
+            self.go_on(SOURCE, point)
+
     def kill_driver(self) -> None:
         assert self.asked is not None
         self.asked.kill()
-        self.asked.wait(10)
+        self.asked.wait(PATIENCE_S)
         for pipe in (self.asked.stdout, self.asked.stderr):
             if pipe is not None:
                 pipe.close()

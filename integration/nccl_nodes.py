@@ -45,20 +45,24 @@ def undisturbed(shape: str, ranks: int, steps: int, device_mib: int = 0) -> tupl
     meeting = _meeting()
     folders = [str(library_dir()), *([GpuNode(meeting / "gpu", gpus("alone")).library_dir] if device_mib else [])]
     environment = {**os.environ, "LD_LIBRARY_PATH": ":".join(folders)}
-    running = [
-        subprocess.Popen(
-            [*PROGRAM, *_arguments(meeting, shape, rank, ranks, steps, 0.0, device_mib)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
-    outputs = tuple(process.communicate()[0] for process in running)
+    # Files, not pipes: a rank whose pipe is full would wait, and the others for it.
+    outputs = [meeting / f"out-{rank}" for rank in range(ranks)]
+    running = []
+    try:
+        for rank, out in enumerate(outputs):
+            command = [*PROGRAM, *_arguments(meeting, shape, rank, ranks, steps, 0.0, device_mib)]
+            with out.open("wb") as file:
+                running.append(subprocess.Popen(command, env=environment, stdout=file, stderr=file))
+        for process in running:
+            process.wait()
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+    texts = tuple(out.read_text() for out in outputs)
     shutil.rmtree(meeting)
-    assert all(text.endswith("DONE\n") for text in outputs), outputs
-    return tuple(text.splitlines()[:-1] for text in outputs)
+    assert all(text.endswith("DONE\n") for text in texts), texts
+    return tuple(text.splitlines()[:-1] for text in texts)
 
 
 def _arguments(
@@ -81,6 +85,7 @@ class NcclJob:
     gpus: Mapping[str, GpuNode] | None = None  # by node; every rank then has device memory
     device_mib: int = 0
     buffer_mib: int = 0  # of each communicator, on the device
+    witnesses: Sequence[Path] = ()  # of each rank: the file to which it appends its steps
     ranks: list[Job] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -96,6 +101,8 @@ class NcclJob:
                 f"FAKE_NCCL_BUFFER_MIB={self.buffer_mib}",
             ]
             self._faults(rank).touch()
+            if self.witnesses:
+                words += ["--witness", str(self.witnesses[rank])]
             if self.stuck is not None:
                 words += ["--stuck-at", str(self.stuck[1]), *(["--stuck"] if rank == self.stuck[0] else [])]
             command = ["env", *environment, *PROGRAM, *words]

@@ -20,6 +20,7 @@ import pytest
 from integration.behaviour import AWAY, HOME, THIRD, Reader, end_chain
 from integration.harness import WORKLOADS, Cluster, Job, processes_of, until
 from tests.installation import readable_copy, readable_python
+from tests.sampling import Sampler
 
 pytestmark = pytest.mark.root
 
@@ -170,6 +171,7 @@ def test_daemon_restarts_do_not_disturb_a_rank_that_is_away(nodes: Cluster) -> N
     end_chain(job)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("place", ["home", "away", "away, its daemon down", "away, home daemon down"])
 def test_rank_ends_when_its_keeper_is_killed(nodes: Cluster, place: str) -> None:
     marker = str(nodes.folder / f"killed-{place.replace(' ', '-')}")
@@ -194,29 +196,35 @@ def test_rank_ends_when_its_keeper_is_killed(nodes: Cluster, place: str) -> None
 # ---------------------------------------------------------------- many moves
 
 
-def test_rank_moves_twenty_times_around_three_nodes(nodes: Cluster) -> None:
-    job = nodes.workload(HOME, "chain.py", "--witness", str(nodes.folder / "twenty"))
+@pytest.mark.sampled(2, group="long journeys")
+def test_rank_moves_many_times_around_three_nodes(nodes: Cluster, sampled: Sampler) -> None:
+    route = [(THIRD, AWAY, HOME)[number % 3] for number in range(len(sampled(range(20), 8)))]
+    job = nodes.workload(HOME, "chain.py", "--witness", str(nodes.folder / "many"))
     job.await_lines(5)
-    for number in range(20):
-        nodes.move(job, (THIRD, AWAY, HOME)[number % 3])
+    for node in route:
+        nodes.move(job, node)
         job.await_progress(2)
     places = nodes.ps(job)
     assert [(rank["node"], rank["home"], rank["moves"]) for rank in places if rank["place"] == "here"] == [
-        (AWAY, HOME, 20)
+        (route[-1], HOME, len(route))
     ]
     end_chain(job)
     until("leftovers to be removed", lambda: not nodes.leftovers())
-    assert not processes_of(str(nodes.folder / "twenty"))
+    assert not processes_of(str(nodes.folder / "many"))
 
 
+@pytest.mark.sampled(2, group="long journeys")
 def test_training_job_moves_three_times(nodes: Cluster) -> None:
-    job = nodes.workload(HOME, "train.py", "--steps", "300")
+    end = nodes.folder / "end"
+    end.unlink(missing_ok=True)
+    job = nodes.workload(HOME, "train.py", "--end-file", str(end))
     job.await_lines(20)
     for node in (AWAY, HOME, THIRD):
         nodes.move(job, node)
         job.await_progress(10)
+    steps = str(job.end_soon(end))
     assert job.finish() == 0
-    alone = [sys.executable, str(WORKLOADS / "train.py"), "--steps", "300", "--pace-s", "0"]
+    alone = [sys.executable, str(WORKLOADS / "train.py"), "--steps", steps, "--pace-s", "0"]
     assert job.text() == subprocess.run(alone, capture_output=True, text=True, check=True).stdout
 
 

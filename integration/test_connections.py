@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -24,6 +23,8 @@ from integration.connections import (
     ipv6,
     no_filters,
     pid_of,
+    shared_address,
+    unfinished,
     visible,
 )
 from integration.drill import node_of
@@ -44,6 +45,7 @@ def ends(nodes: Cluster, request: pytest.FixtureRequest) -> Iterator[Endpoints]:
 # ---------------------------------------------------------------- streams
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("engine", "listen", "caller"),
     [("blocking", "0.0.0.0", "v4"), ("epoll", "[::]", "v6"), ("epoll", "[::]", "mapped"), ("forked", "0.0.0.0", "v4")],
@@ -217,9 +219,86 @@ def test_half_closed_connection_is_refused(nodes: Cluster) -> None:
         server.communicate()
 
 
+def test_connection_that_its_peer_has_closed_follows_the_rank(nodes: Cluster) -> None:
+    """The peers are on another node and on the source, and their kernels still know the connection, or not any more. The rank
+    reads what had arrived, and then the end, after any number of moves."""
+    closed, go = nodes.folder / "ended.closed", nodes.folder / "ended.go"
+    for file in (closed, go):
+        file.unlink(missing_ok=True)
+    program = [sys.executable, str(WORKLOADS / "ended.py")]
+    serve = [*program, "--when", str(closed), "--serve"]
+    asked = [(PEER, "0.0.0.0:7014", []), (PEER, "0.0.0.0:7015", ["--forget"]), (SOURCE, "127.0.0.1:7016", ["--forget"])]
+    servers = [
+        nodes.lab.spawn(node, [*serve, *more, at], stdout=subprocess.PIPE, text=True) for node, at, more in asked
+    ]
+    try:
+        for server in servers:
+            assert server.stdout is not None
+            assert server.stdout.readline() == "READY\n"
+        there = nodes.lab.address(PEER)
+        addresses = [f"{there}:7014", f"{there}:7015", "127.0.0.1:7016"]
+        rank = nodes.start(SOURCE, [*program, "--when", str(go), *addresses], job="ended")
+        until("the connections", lambda: "CONNECTED" in rank.text())
+        closed.touch()
+        until("the end of the connections", lambda: ends_of(nodes, PEER, {7014, 7015}) <= {(7014, "fin-wait-2")})
+        until("the end of the one over loopback", lambda: ends_of(nodes, SOURCE, {7016}) == set())
+        for to in (TARGET, SOURCE, TARGET):
+            nodes.move(rank, to)
+        no_filters(nodes)
+        go.touch()
+        assert rank.finish() == 0, rank.text()
+        heard = [line for line in rank.lines() if "heard" in line]
+        assert heard == [f"{number} heard last words" for number in range(4)]
+        written = {line.split()[1] for line in rank.lines()[1:-1] if "heard" not in line}
+        assert written <= {"ECONNRESET", "EPIPE"}, rank.text()
+    finally:
+        for server in servers:
+            server.kill()
+            server.communicate()
+
+
+def ends_of(nodes: Cluster, node: str, ports: set[int]) -> set[tuple[int, str]]:
+    """The connections of servers at these ports, with their states."""
+    rows = in_node(nodes, node, lambda: sockets._all_rows({"tcp"}))
+    return {(row.local.port, row.state) for row in rows if row.local.port in ports and row.remote}
+
+
+def test_connection_that_its_peer_closes_during_a_move_follows_the_rank(nodes: Cluster) -> None:
+    """The frozen rank cannot learn it, so the move is undone and tried again."""
+    closed, go = nodes.folder / "ended.closed", nodes.folder / "ended.go"
+    for file in (closed, go):
+        file.unlink(missing_ok=True)
+    program = [sys.executable, str(WORKLOADS / "ended.py")]
+    serve = [*program, "--when", str(closed), "--serve", "0.0.0.0:7017"]
+    server = nodes.lab.spawn(PEER, serve, stdout=subprocess.PIPE, text=True)
+    try:
+        assert server.stdout is not None
+        assert server.stdout.readline() == "READY\n"
+        rank = nodes.start(SOURCE, [*program, "--when", str(go), f"{nodes.lab.address(PEER)}:7017"], job="ending")
+        until("the connections", lambda: "CONNECTED" in rank.text())
+        with nodes.moving(rank, TARGET, TARGET, Point.BEFORE_RESTORE) as asked:
+            closed.touch()
+            until("the end of the connection", lambda: ends_of(nodes, PEER, {7017}) == {(7017, "fin-wait-1")})
+        assert asked.code == 0, asked.answer["reason"]
+        assert asked.answer["attempts"] == 2
+        go.touch()
+        assert rank.finish() == 0, rank.text()
+        assert [line for line in rank.lines() if "heard" in line] == ["0 heard last words", "1 heard last words"]
+        no_filters(nodes)
+    finally:
+        server.kill()
+        server.communicate()
+
+
 def test_listener_on_loopback_is_named_and_works_on_the_target(nodes: Cluster, ends: Endpoints) -> None:
+    """Every node has the address of a local bridge, which must not become that of a connection between nodes."""
     rank = ends.rank(SOURCE, "--serve", "127.0.0.1:7008")
     ends.peer(SOURCE, "--connect", "127.0.0.1:7008")
+    with shared_address(nodes, "172.17.0.1"):
+        listener_on_loopback(nodes, ends, rank)
+
+
+def listener_on_loopback(nodes: Cluster, ends: Endpoints, rank: Job) -> None:
     said = checks(nodes, rank, TARGET)["loopback-listeners"]
     assert said["verdict"] == "warn"
     assert "127.0.0.1:7008" in said["reason"]
@@ -305,7 +384,7 @@ class Crash:
     def ends_well(self, *places: str) -> None:
         """One copy runs, on one of these nodes; every connection continues; a retry succeeds; nothing is left."""
         self.ends.flow()
-        until("the move to settle", lambda: not self.unfinished() and not filters(self.nodes))
+        until("the move to settle", lambda: not unfinished(self.nodes) and not filters(self.nodes))
         assert self.place() in places, self.nodes.logs()
         assert [visible(pid_of(peer)) for peer in self.peers] == self.before
         self.nodes.move(self.rank, TARGET if self.place() != TARGET else SOURCE)
@@ -320,10 +399,6 @@ class Crash:
         assert len(places) == 1, f"copies on {places}\n{self.nodes.logs()}"
         return places.pop()
 
-    def unfinished(self) -> list[str]:
-        done = self.nodes.migrator("status", "--json")
-        return [move["move"] for move in json.loads(done.stdout)["moves"]]
-
 
 def parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
@@ -331,7 +406,7 @@ def parent(pid: int) -> int:
 
 @pytest.mark.sampled(3, cover="point")
 @pytest.mark.parametrize(
-    "point", [Point.SUSPEND, Point.BEFORE_REPOINT, Point.REPOINTING, Point.REPOINT, Point.BEFORE_SETTLE]
+    "point", [Point.SUSPEND, Point.HOLD, Point.BEFORE_REPOINT, Point.REPOINTING, Point.REPOINT, Point.BEFORE_SETTLE]
 )
 def test_peer_daemon_killed_breaks_no_connection(nodes: Cluster, ends: Endpoints, point: Point) -> None:
     crash = Crash(nodes, ends)
@@ -354,6 +429,27 @@ def test_driver_killed_between_re_pointing_and_outcome_is_undone(nodes: Cluster,
     crash.ends_well(SOURCE)
 
 
+def test_source_that_reboots_before_the_re_point_resets_no_peer(nodes: Cluster, ends: Endpoints) -> None:
+    """The driver is killed too. The source commits the target's copy after its reboot, and the peer follows by itself."""
+    ends.rank(SOURCE, "--serve", "0.0.0.0:7013", "--engine", "epoll")
+    peer = ends.peer(PEER, "--connect", f"{nodes.lab.address(SOURCE)}:7013", "--connections", "3", "--engine", "epoll")
+    ends.flow()
+    before = visible(pid_of(peer))
+    nodes.fault(TARGET, Point.RESTORE, "wait")
+    with nodes.begin_move(ends.jobs[0], TARGET, more=SHORT_LEASE) as asked:
+        until("the held copy", lambda: nodes.fired(TARGET))
+        nodes.lab.crash(SOURCE)
+        asked.kill()
+    (nodes.run_dir(TARGET) / f"{Point.RESTORE}.go").touch()
+    nodes.lab.boot(SOURCE)  # from now on its kernel answers what the peer sends with RST
+    until("the move to settle", lambda: not unfinished(nodes) and not filters(nodes))
+    peer.await_progress(3)
+    assert visible(pid_of(peer)) == before
+    ends.until.touch()
+    assert peer.finish() == 0, peer.text()
+
+
+@pytest.mark.sampled(1, cover="point")
 @pytest.mark.parametrize("point", [Point.REPOINT, Point.BEFORE_SETTLE])
 def test_peer_cut_off_around_the_outcome_keeps_its_connections(nodes: Cluster, ends: Endpoints, point: Point) -> None:
     """The peer is unreachable for five seconds. Before COMMIT the move is undone, after it finished. No node waits."""

@@ -12,6 +12,7 @@ from snapshotd.runtime.faults import Point
 BEFORE_COMMIT = [
     Point.BEFORE_BEGIN,
     Point.BEGIN,
+    Point.SENT_AHEAD,
     Point.READY,
     Point.BEFORE_FREEZE,
     Point.STOPPED,
@@ -28,6 +29,7 @@ TARGET_BEFORE_COMMIT = [
     Point.RECEIVING,
     Point.SEAL,
     Point.BEFORE_RESTORE,
+    Point.KEEPER_STARTED,
     Point.RESTORING,
     Point.RESTORED,
     Point.RESTORE,
@@ -134,7 +136,7 @@ def test_both_daemons_killed_after_commit_completes_the_move(drill: Drill) -> No
     drill.finish(TARGET)
 
 
-@pytest.mark.sampled(2, per="node", cover="point")
+@pytest.mark.sampled(1, per="node", cover="point")
 @pytest.mark.parametrize(
     ("node", "point", "verdict", "at"),
     [
@@ -158,7 +160,7 @@ def test_daemon_restarted_with_sigterm_undoes_or_completes_the_move(
 
 def test_target_daemon_that_hangs_is_abandoned_after_the_timeout(drill: Drill) -> None:
     drill.arm(TARGET, Point.BEFORE_RESTORE, "stop")
-    drill.ask("--timeout", "3")
+    drill.ask("--timeout", "20")  # on a busy machine, the steps before the point take some of it
     drill.reached(TARGET)
     drill.expect(UNDONE)
     drill.runs_on(SOURCE)
@@ -169,7 +171,7 @@ def test_target_daemon_that_hangs_is_abandoned_after_the_timeout(drill: Drill) -
 # ---------------------------------------------------------------- the driver
 
 
-@pytest.mark.sampled(2, per="node", cover="point")
+@pytest.mark.sampled(1, per="node", cover="point")
 @pytest.mark.parametrize(
     ("node", "point", "at"),
     [
@@ -220,9 +222,9 @@ def test_driver_and_daemon_killed_leaves_the_move_to_the_journal(
 
 def test_driver_killed_during_activation_is_finished_by_the_target_alone(drill: Drill) -> None:
     """Only the target has the token, and has used half of it: ACTIVATED is written, and no process is running yet."""
+    drill.arm(TARGET, Point.ACTIVATED, "wait")
     with drill.waiting_at(SOURCE, Point.COMMIT):
         drill.lab.partition(SOURCE, TARGET)
-        drill.arm(TARGET, Point.ACTIVATED, "wait")
     drill.reached(TARGET)
     drill.kill_driver()
     drill.go_on(TARGET, Point.ACTIVATED)

@@ -7,6 +7,8 @@ import json
 import pytest
 
 from integration.drill import MOVED, OTHER, SOURCE, TARGET, UNDONE, Drill
+from integration.harness import until
+from snapshotd.moves.rules import Mark
 from snapshotd.runtime.faults import Point
 
 OPERATOR = "operator"
@@ -40,7 +42,7 @@ def test_source_node_crash_after_commit_runs_the_rank_on_the_target(drill: Drill
 @pytest.mark.parametrize("point", [Point.BEFORE_COMMIT, Point.COMMIT])
 def test_target_node_crash_while_it_holds_the_rank_is_undone(drill: Drill, point: Point) -> None:
     """The source keeps its frozen copy until the target's runs, so the rank returns to the source even after COMMIT."""
-    with drill.waiting_at(SOURCE, point):
+    with drill.waiting_with_a_held_copy(point):
         drill.lab.crash(TARGET)
     drill.lab.boot(TARGET)
     drill.expect(UNDONE)
@@ -83,6 +85,20 @@ def test_source_and_target_cut_off_undoes_the_move_before_commit_only(drill: Dri
 # ---------------------------------------------------------------- assertions by an operator
 
 
+def test_false_assertion_that_the_source_is_dead_leaves_one_copy(drill: Drill) -> None:
+    """Only its daemon was down. The restarted daemon asks the target before it lets its own copy run."""
+    with drill.waiting_at(TARGET, Point.RESTORE):
+        drill.lab.kill_daemon(SOURCE)
+        drill.kill_driver()
+    until("the target to hold its copy", lambda: drill.moves()[TARGET][-1].last_mark is Mark.HELD)
+    done = drill.nodes.migrator("recover", drill.move_id(), "--source-is-dead", "--yes", "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    drill.goes_on()
+    drill.lab.start_daemon(SOURCE)
+    drill.settled()
+    drill.finish(TARGET)
+
+
 def test_recover_with_source_is_dead_runs_the_rank_on_the_target(drill: Drill) -> None:
     with drill.waiting_at(TARGET, Point.RESTORE):
         drill.lab.crash(SOURCE)
@@ -101,7 +117,7 @@ def test_recover_with_source_is_dead_runs_the_rank_on_the_target(drill: Drill) -
 
 def test_recover_with_target_is_dead_runs_the_rank_on_the_source(drill: Drill) -> None:
     """After COMMIT the source would wait forever for a target that never returns."""
-    with drill.waiting_at(SOURCE, Point.COMMIT):
+    with drill.waiting_with_a_held_copy(Point.COMMIT):
         drill.lab.crash(TARGET)
         drill.kill_driver()
     done = drill.nodes.migrator("recover", drill.move_id(), "--target-is-dead", "--yes", "--json")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from integration.drill import GONE, MOVED, SOURCE, TARGET, UNDONE, Drill, ended, kill
-from integration.harness import until
+from integration.harness import PATIENCE_S, until
 from snapshotd.runtime.faults import Point
 
 # ---------------------------------------------------------------- criu
@@ -43,13 +43,15 @@ def test_criu_killed_during_the_restore_is_undone(drill: Drill) -> None:
         (SOURCE, Point.BEGIN),
         (SOURCE, Point.STOPPED),
         (SOURCE, Point.FREEZE),
+        (SOURCE, Point.BEFORE_DUMP),
         (SOURCE, Point.DUMPING),
     ],
 )
 def test_rank_killed_before_the_target_has_a_copy_is_reported_as_ended(drill: Drill, node: str, point: Point) -> None:
     with drill.waiting_at(node, point):
         kill(drill.copy_on(SOURCE))
-    drill.expect(GONE)
+    answer = drill.expect(GONE).answer
+    assert (answer["where"], answer["error"]) == ("ended", "rank-gone"), answer
     drill.killed()
 
 
@@ -65,7 +67,7 @@ def test_frozen_copy_killed_while_the_target_holds_the_rank_commits(drill: Drill
 @pytest.mark.parametrize("point", [Point.BEFORE_COMMIT, Point.COMMIT])
 def test_held_copy_killed_is_undone(drill: Drill, point: Point) -> None:
     """It never ran, so the rank continues from the source's copy, even after COMMIT."""
-    with drill.waiting_at(SOURCE, point):
+    with drill.waiting_with_a_held_copy(point):
         kill(drill.copy_on(TARGET))
     drill.expect(UNDONE)
     drill.finish(SOURCE)
@@ -89,7 +91,7 @@ def test_rank_killed_just_after_activation_ends_with_its_status(drill: Drill) ->
 # ---------------------------------------------------------------- the keepers
 
 
-@pytest.mark.sampled(2, per="node", cover="point")
+@pytest.mark.sampled(1, per="node", cover="point")
 @pytest.mark.parametrize(
     ("node", "point"),
     [
@@ -109,7 +111,7 @@ def test_home_keeper_killed_ends_the_rank_on_any_node(drill: Drill, node: str, p
     """A rank without its home keeper must not run on, on whichever node it is by then."""
     with drill.waiting_at(node, point):
         drill.keeper.kill()
-        drill.keeper.wait(10)
+        drill.keeper.wait(PATIENCE_S)
     drill.result()
     drill.killed()
 
@@ -118,7 +120,7 @@ def test_home_keeper_killed_while_its_daemon_is_down_ends_the_rank(drill: Drill)
     with drill.waiting_at(SOURCE, Point.BEFORE_COMMIT):
         drill.lab.kill_daemon(SOURCE)
         drill.keeper.kill()
-        drill.keeper.wait(10)
+        drill.keeper.wait(PATIENCE_S)
         drill.lab.start_daemon(SOURCE)
     drill.result()
     drill.killed()
@@ -127,10 +129,9 @@ def test_home_keeper_killed_while_its_daemon_is_down_ends_the_rank(drill: Drill)
 @pytest.mark.sampled(1, cover="point")
 @pytest.mark.parametrize("point", [Point.BEFORE_COMMIT, Point.COMMIT])
 def test_guest_keeper_of_a_held_copy_killed_is_undone(drill: Drill, point: Point) -> None:
-    with drill.waiting_at(SOURCE, point):
+    with drill.waiting_with_a_held_copy(point):
         copy = drill.copy_on(TARGET)
         kill(drill.guest_keeper(TARGET))
-        # Otherwise the copy may be activated first, and then its death is the rank's.
         until("the copy to end with its keeper", lambda: ended(copy))
     drill.expect(UNDONE)
     drill.finish(SOURCE)

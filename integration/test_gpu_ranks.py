@@ -32,6 +32,7 @@ def leave_device_memory_to_the_driver(lab: GpuCluster) -> None:
 # ---------------------------------------------------------------- moves
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "arguments",
     [(), ("--threads", "3", "--pinned-mib", "2"), ("--children", "2"), ("--mib", "64", "--busy-ms", "20")],
@@ -63,6 +64,7 @@ def test_moved_job_computes_what_an_unmoved_one_does(lab: GpuCluster, arguments:
     until("the target's GPU to be empty", lambda: lab.used_bytes(TARGET) == 0)
 
 
+@pytest.mark.sampled(2, group="long journeys")
 def test_job_moves_around_three_nodes_twice(lab: GpuCluster) -> None:
     job = lab.job(SOURCE, "--threads", "2", "--children", "1")
     for to in (OTHER, TARGET, SOURCE, TARGET, OTHER, SOURCE):
@@ -135,6 +137,7 @@ def test_concurrent_moves_to_a_node_get_different_gpus(lab: GpuCluster) -> None:
 # ---------------------------------------------------------------- refusals before the driver is locked
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("arguments", "node", "change", "name"),
     [

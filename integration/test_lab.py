@@ -147,9 +147,10 @@ def test_mounts_in_a_node_stay_there(lab: Lab) -> None:
     output(lab, "node-1", "umount", "/run/x")
 
 
-def test_command_runs_although_its_working_directory_is_missing_in_the_node(lab: Lab, tmp_path: Path) -> None:
+def test_command_runs_although_its_working_directory_is_missing_in_the_node(lab: Lab) -> None:
     """The working directory of the caller is in /tmp, and each node has its own /tmp."""
-    assert output(lab, "node-1", "pwd", cwd=tmp_path) == "/"
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        assert output(lab, "node-1", "pwd", cwd=Path(folder)) == "/"
 
 
 def test_node_sees_only_its_own_key_and_the_operators(lab: Lab) -> None:

@@ -31,12 +31,14 @@ def test_losses_of_a_moved_training_job_are_bit_identical(nodes: Cluster) -> Non
     assert job.text() == uninterrupted("train.py", "--steps", steps, "--pace-s", "0")
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "program",
     [
         "children.py",
         "threads.py",
         "timers.py",
+        "blocking.py",
         "events.py",
         "shm.py",
         "ghosts.py",

@@ -36,7 +36,7 @@ def test_semaphores_of_spawned_workers_survive_moves_and_undone_moves(nodes: Clu
     before = names_on(nodes, AWAY)
     with nodes.moving(job, AWAY, AWAY, Point.RESTORING) as asked:
         assert any(name.endswith(".ghost") for name in names_on(nodes, AWAY) - before)  # the workers' array
-        (criu,) = [pid for pid in nodes.processes_of(": restore --rpc") if node_of(pid) == AWAY]
+        (criu,) = [pid for pid in nodes.processes_of("criu: restore --rpc") if node_of(pid) == AWAY]
         kill(criu)
     assert asked.code == 11, asked
     assert names_on(nodes, AWAY) == before

@@ -26,6 +26,7 @@ def names(result: dict[str, Any]) -> list[str]:
 # ---------------------------------------------------------------- moves
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("moved", [0, 1])
 def test_either_of_two_ranks_moves_there_and_back(nodes: Cluster, moved: int) -> None:
     """Rank 0, which creates the unique ids, or rank 1."""
@@ -39,6 +40,7 @@ def test_either_of_two_ranks_moves_there_and_back(nodes: Cluster, moved: int) ->
     job.ends_well()
 
 
+@pytest.mark.sampled(1, group="NCCL jobs")
 def test_rank_of_four_with_splits_and_sends_moves(nodes: Cluster) -> None:
     job = NcclJob(nodes, [SOURCE, SOURCE, PEER, PEER], shape="pairs", pace_s=0.01)
     job.await_lines(5)
@@ -48,6 +50,7 @@ def test_rank_of_four_with_splits_and_sends_moves(nodes: Cluster) -> None:
     job.ends_well()
 
 
+@pytest.mark.sampled(1, group="NCCL jobs")
 def test_ranks_of_tensor_pipeline_and_data_parallel_job_move(wide: Cluster) -> None:
     """Eight processes on three nodes. Ranks of both pipeline stages move in the middle of a step."""
     places = [SOURCE, SOURCE, SOURCE, PEER, PEER, PEER, THIRD, THIRD]
@@ -72,6 +75,7 @@ def test_rank_without_communicators_moves_without_gates(nodes: Cluster) -> None:
 # ---------------------------------------------------------------- moves that fail
 
 
+@pytest.mark.sampled(2, group="NCCL failures")
 def test_move_is_undone_if_a_rank_does_not_reach_the_cut(nodes: Cluster) -> None:
     job = NcclJob(nodes, [SOURCE, PEER], stuck=(1, 20))
     until("rank 0 to wait for rank 1", (job.meeting / "launched-0").exists)
@@ -90,6 +94,7 @@ def test_move_is_undone_if_a_rank_does_not_reach_the_cut(nodes: Cluster) -> None
     job.ends_well()
 
 
+@pytest.mark.sampled(2, group="NCCL failures")
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_nccl_error_while_communicators_are_rebuilt_is_undone(nodes: Cluster, rank: int) -> None:
     """On the rank that moves or on the one that stays. New communicators are built, and the job continues."""
@@ -105,6 +110,7 @@ def test_nccl_error_while_communicators_are_rebuilt_is_undone(nodes: Cluster, ra
     job.ends_well()
 
 
+@pytest.mark.sampled(2, group="NCCL failures")
 def test_target_does_not_wait_for_a_peer_that_failed(nodes: Cluster) -> None:
     """The peer fails before it builds anything. The copy on the target is notified, and does not wait for its deadline."""
     job = NcclJob(nodes, [SOURCE, PEER])
@@ -112,12 +118,14 @@ def test_target_does_not_wait_for_a_peer_that_failed(nodes: Cluster) -> None:
     nodes.fault(PEER, Point.ATTACHING, "fail")
     result = nodes.move(job.ranks[0], TARGET, expect=UNDONE)
     assert "fault injected at attaching" in result["reason"], result
-    assert f"move {result['move']}: giving up building communicators" in nodes.logs()
+    said = nodes.lab.daemon_log(TARGET).read_text()
+    assert f"move {result['move']}: giving up building communicators" in said, nodes.logs()
     job.await_progress()
     nodes.move(job.ranks[0], TARGET)
     job.ends_well()
 
 
+@pytest.mark.sampled(2, group="NCCL failures")
 @pytest.mark.slow
 def test_peer_that_hangs_while_communicators_are_rebuilt_is_undone(nodes: Cluster) -> None:
     job = NcclJob(nodes, [SOURCE, PEER])
@@ -148,7 +156,7 @@ def test_driver_killed_is_undone_and_gates_open(nodes: Cluster, node: str, point
         waiting = json.loads(nodes.migrator("status", "--json").stdout)["gates"]
         assert (node, job.places.index(node)) in {(gate["node"], gate["rank"]) for gate in waiting}, waiting
         asked.kill()
-        asked.wait(10)
+        asked.wait(PATIENCE_S)
     with contextlib.suppress(FileNotFoundError):
         (nodes.run_dir(node) / f"{point}.go").touch()
     job.await_progress()
@@ -165,7 +173,7 @@ KILLS = [
 ]
 
 
-@pytest.mark.sampled(2, per="node", cover="point")
+@pytest.mark.sampled(1, per="node", cover="point")
 @pytest.mark.parametrize(("node", "point"), KILLS)
 def test_daemon_killed_leaves_exact_results_and_open_gates(nodes: Cluster, node: str, point: Point) -> None:
     """Moved or undone, the job continues with exact results, and no gate stays closed."""

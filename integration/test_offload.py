@@ -22,8 +22,10 @@ from integration.harness import Job, until
 from integration.offloads import LARGE, LARGE_MIB, MIB, SOURCE, TARGET, UNDONE, children, part, start, stopped_senders
 from snapshotd.moves.device import standstill
 from snapshotd.runtime.faults import Point
+from tests.sampling import Sampler
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -34,9 +36,10 @@ from snapshotd.runtime.faults import Point
     ],
     ids=["runtime", "segments", "mixed", "driver"],
 )
-def test_rank_moves_there_and_back_three_times(lab: GpuCluster, arguments: tuple[str, ...]) -> None:
+def test_rank_moves_there_and_back(lab: GpuCluster, sampled: Sampler, arguments: tuple[str, ...]) -> None:
+    """Once, or with `--whole` three times."""
     job = start(lab, *arguments)
-    for _ in range(3):
+    for _ in sampled(range(3), 1):
         move_and_account(lab, job, SOURCE, TARGET)
         move_and_account(lab, job, TARGET, SOURCE)
     lab.ends_well(job)
@@ -61,6 +64,7 @@ def move_and_account(lab: GpuCluster, job: Job, at: str, to: str) -> None:
     until("all memory on the other GPU", lambda: abs(lab.used_bytes(to) - used) < MIB)
 
 
+@pytest.mark.sampled(3, group="offloads")
 def test_zero_pages_of_device_memory_are_not_sent(lab: GpuCluster) -> None:
     job = start(lab, "--mib", "8", "--zero-mib", "96", "--api", "runtime")
     for to in (TARGET, SOURCE):
@@ -79,6 +83,7 @@ def journalled_bytes(lab: GpuCluster, move: str) -> int:
     return next(int(each["bytes"]) for each in ended if each["move"] == move)
 
 
+@pytest.mark.sampled(3, group="offloads")
 def test_rank_that_starts_sharing_memory_before_the_freeze_continues(lab: GpuCluster) -> None:
     share = lab.cluster.folder / f"share-{time.monotonic_ns()}"
     job = start(lab, *LARGE, "--export-when", str(share))
@@ -106,6 +111,7 @@ def test_job_does_not_run_while_its_memory_is_offloaded(lab: GpuCluster) -> None
         lab.ends_well(job)
 
 
+@pytest.mark.sampled(3, group="offloads")
 def test_device_memory_driver_leaves_memory_to_the_driver(lab: GpuCluster) -> None:
     job = lab.job(SOURCE, *LARGE, options=("--device-memory", "driver"))
     job.await_lines(5)
@@ -143,6 +149,7 @@ def only_grpc(lab: GpuCluster, node: str) -> Iterator[None]:
         filtered("delete table inet fence")
 
 
+@pytest.mark.sampled(3, group="offloads")
 def test_device_memory_follows_the_image_without_a_device_memory_channel(lab: GpuCluster) -> None:
     job = start(lab, *LARGE)
     job.await_lines(5)
@@ -153,6 +160,7 @@ def test_device_memory_follows_the_image_without_a_device_memory_channel(lab: Gp
     lab.ends_well(job)
 
 
+@pytest.mark.sampled(3, group="offloads")
 def test_device_memory_follows_the_image_if_its_channel_breaks(lab: GpuCluster) -> None:
     """The files follow the image, and nothing is sent twice."""
     job = start(lab, *LARGE)
@@ -165,6 +173,7 @@ def test_device_memory_follows_the_image_if_its_channel_breaks(lab: GpuCluster) 
     lab.ends_well(job)
 
 
+@pytest.mark.sampled(3, group="offloads")
 def test_thread_that_stays_in_the_driver_does_not_prevent_the_move(lab: GpuCluster) -> None:
     """No thread is parked inside the driver before the driver is locked.
 
@@ -190,6 +199,7 @@ def logged_of(lab: GpuCluster, node: str, move: str) -> list[str]:
     return [line for line in lab.lab.daemon_log(node).read_text(errors="replace").splitlines() if f" {move} " in line]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("operation", ["copy", "pin"])
 def test_driver_checkpoint_carries_the_memory_if_the_copy_fails(lab: GpuCluster, operation: str) -> None:
     job = start(lab, *LARGE)

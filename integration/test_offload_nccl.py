@@ -59,6 +59,7 @@ def moved_both(result: dict[str, Any]) -> None:
 # ---------------------------------------------------------------- moves
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("moved", [0, 1], ids=["rank-0", "rank-1"])
 def test_rank_moves_there_and_back(lab: GpuCluster, moved: int) -> None:
     job = start(lab, SOURCE, PEER)
@@ -168,7 +169,7 @@ def test_driver_killed_restores_memory_and_communicators(lab: GpuCluster, point:
     with lab.cluster.begin_move(job.ranks[0], TARGET, more=SHORT_LEASE) as asked:
         until(f"{point}", lambda: lab.cluster.fired(SOURCE))
         asked.kill()
-        asked.wait(10)
+        asked.wait(PATIENCE_S)
     with contextlib.suppress(FileNotFoundError):
         (lab.cluster.run_dir(SOURCE) / f"{point}.go").touch()
     job.await_progress()

@@ -17,6 +17,7 @@ from migrator import pki
 from snapshotd.api.errors import Ambiguous, Busy, Denied, NotFound, RankGone, Refused, Undone, Unreachable
 from snapshotd.net import sockets
 from snapshotd.runtime.faults import Point
+from tests.sampling import examples
 
 pytestmark = pytest.mark.root
 
@@ -198,6 +199,7 @@ def test_rank_that_can_move_passes_the_check(nodes: Cluster, job: Job) -> None:
 # ---------------------------------------------------------------- a rank that ends during a move
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("node", "point", "number"),
     [
@@ -257,7 +259,7 @@ PORT = 7013
 @pytest.mark.parametrize(
     ("node", "point", "state", "name"),
     [
-        (SOURCE, Point.STOPPED, "close-wait", "connections"),
+        (SOURCE, Point.STOPPED, "close-wait", "connection-ends"),
         (OTHER, Point.BEFORE_REPOINT, "fin-wait-1", "connection-ends"),
     ],
     ids=["source", "peer"],
@@ -307,9 +309,10 @@ def states(nodes: Cluster, node: str) -> set[str]:
 
 
 @pytest.mark.parametrize("caller", ["operator", "node"])
-def test_malformed_requests_do_no_harm(nodes: Cluster, job: Job, caller: str) -> None:
+def test_malformed_requests_do_no_harm(nodes: Cluster, job: Job, caller: str, pytestconfig: pytest.Config) -> None:
     identity = nodes.lab.layout.operator if caller == "operator" else nodes.lab.layout.node(OTHER)
-    arguments = [str(nodes.lab.cluster_path), SOURCE, str(identity)]
+    drawn = [str(examples(40)), str(pytestconfig.option.seed)]
+    arguments = [str(nodes.lab.cluster_path), SOURCE, str(identity), *drawn]
     daemon, log = nodes.lab.daemon_pid(SOURCE), nodes.lab.daemon_log(SOURCE)
     before = log.stat().st_size
     command = [sys.executable, "-m", "integration.wirefuzz", *arguments]

@@ -6,14 +6,10 @@ Nothing here may depend on how long a move takes.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
-import os
 import platform
-import pty
 import re
 import signal
-import struct
 import subprocess
 import sys
 import termios
@@ -26,6 +22,7 @@ import pytest
 
 from integration.behaviour import AWAY, HOME, THIRD, Reader
 from integration.harness import WORKLOADS, Cluster, Job, until
+from integration.screen import Screen
 from snapshotd.api.errors import Undone
 
 pytestmark = pytest.mark.root
@@ -239,51 +236,13 @@ def larger(path: Path, size_bytes: int) -> bool:
 # ---------------------------------------------------------------- a terminal
 
 
-class Screen:
-    """A terminal, as its user sees it."""
-
-    def __init__(self, rows: int, columns: int) -> None:
-        self._master, self.slave = pty.openpty()
-        self.seen = bytearray()
-        self.resize(rows, columns)
-        threading.Thread(target=self._watch, daemon=True).start()
-
-    def _watch(self) -> None:
-        try:
-            while data := os.read(self._master, 1 << 16):
-                self.seen += data
-        except OSError:
-            return
-
-    def resize(self, rows: int, columns: int) -> None:
-        fcntl.ioctl(self._master, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
-
-    def type(self, text: bytes) -> None:
-        os.write(self._master, text)
-
-    def shows(self, text: str) -> None:
-        until(f"{text!r} on the terminal, which shows {self.seen[-300:]!r}", lambda: text.encode() in self.seen)
-
-    def take(self) -> None:
-        """In the child: this is its controlling terminal."""
-        fcntl.ioctl(self.slave, termios.TIOCSCTTY, 0)
-
-    def steps(self) -> list[int]:
-        return [int(number) for number in re.findall(rb"step (\d+)\r\n", self.seen)]
-
-
 def test_terminal_stays_a_terminal(nodes: Cluster) -> None:
     screen = Screen(31, 97)
     before = termios.tcgetattr(screen.slave)
     job = nodes.workload(
         HOME,
         "sitter.py",
-        stdin=screen.slave,
-        stdout=screen.slave,
-        stderr=screen.slave,
-        start_new_session=True,
-        preexec_fn=screen.take,
-        pass_fds=[screen.slave],
+        **screen.of_a_job(),
     )
     screen.shows("sits True True True 31x97")
     screen.type(b"hello\n")

@@ -1,8 +1,9 @@
-"""Sends malformed requests to a daemon: `python -m integration.wirefuzz CLUSTER NODE IDENTITY`.
+"""Sends malformed requests to a daemon: `python -m integration.wirefuzz CLUSTER NODE IDENTITY EXAMPLES SEED`.
 
-Every method of a running daemon gets random bytes and random messages, with names that are paths, numbers that are too
-large, and a message of absurd size. The daemon must answer each with a valid reply or an error of the taxonomy other
-than `internal`. Prints all other answers, and the number of answers of each kind. Run it where the nodes are reachable.
+Every method of a running daemon gets EXAMPLES times random bytes or random messages, with names that are paths and numbers
+that are too large, and one gets a message of absurd size. The daemon must answer each with a valid reply or an error of the
+taxonomy other than `internal`. Prints all other answers, and the number of answers of each kind. Run it where the nodes are
+reachable.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ import grpc.aio
 from google.protobuf.descriptor import FieldDescriptor, MethodDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from integration.harness import INVENTED_MOVE
 from migrator.cluster import Cluster
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.api.channel import Credentials, open_channel
+from snapshotd.api.channel import open_channel
+from snapshotd.api.credentials import Credentials
 from snapshotd.api.errors import WIRE_KEY
 
-EXAMPLES = 30
 #: Not in the descriptor, because its frames are not protobuf messages. It only gets random bytes.
 PUSH = "/snapshotd.v1.Target/Push"
 ABSURD_BYTES = 48 << 20
@@ -136,12 +137,12 @@ _FROM_GRPC = {
 }
 
 
-def fuzz_method(fuzz: Fuzz, path: str, method: MethodDescriptor | None) -> None:
+def fuzz_method(fuzz: Fuzz, path: str, method: MethodDescriptor | None, examples: int, drawn: int) -> None:
+    @seed(drawn)
     @settings(
-        max_examples=EXAMPLES,
+        max_examples=examples,
         deadline=None,
         database=None,
-        derandomize=True,
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
@@ -156,12 +157,12 @@ def fuzz_method(fuzz: Fuzz, path: str, method: MethodDescriptor | None) -> None:
 
 def main() -> int:
     cluster = Cluster.load(sys.argv[1])
-    node, identity = sys.argv[2], Path(sys.argv[3])
+    node, identity, examples, drawn = sys.argv[2], Path(sys.argv[3]), int(sys.argv[4]), int(sys.argv[5])
     fuzz = Fuzz(cluster.nodes[node], node, identity)
     for service in pb.DESCRIPTOR.services_by_name.values():
         for method in service.methods:
-            fuzz_method(fuzz, f"/{service.full_name}/{method.name}", method)
-    fuzz_method(fuzz, PUSH, None)
+            fuzz_method(fuzz, f"/{service.full_name}/{method.name}", method, examples, drawn)
+    fuzz_method(fuzz, PUSH, None, examples, drawn)
     fuzz.send("/snapshotd.v1.Node/ListRanks", [b"\0" * ABSURD_BYTES])
     fuzz.close()
     print(json.dumps({"heard": fuzz.heard, "wrong": fuzz.wrong}))

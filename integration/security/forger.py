@@ -16,12 +16,15 @@ from typing import Any
 
 from google.protobuf.json_format import MessageToDict, ParseDict
 
+from snapshotd.api import protocol
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.api.channel import Credentials
+from snapshotd.api.channel import GrpcChannel, open_channel
 from snapshotd.api.client import DaemonClient
+from snapshotd.api.credentials import Credentials
 from snapshotd.api.errors import SnapshotError
-from snapshotd.moves import rules
-from snapshotd.transport.image.grpc_channel import PushCall, push_channels
+from snapshotd.moves import image_seal, rules
+from snapshotd.moves.record import Begin
+from snapshotd.transport.image.grpc_channel import PushCall
 from snapshotd.transport.image.sender import Sender
 
 CHUNK_BYTES = 1 << 20
@@ -39,14 +42,29 @@ async def forge(settings: dict[str, Any]) -> dict[str, Any]:
         prepared = await asked.target.Prepare(
             pb.PrepareRequest(move=move, facts=facts, source_endpoint=settings["source_endpoint"]), timeout_s=30
         )
-        channels = push_channels(endpoint, node, target, 1)
+        channels = [GrpcChannel(open_channel(endpoint, node, target))]
         async with Sender([PushCall(channel, move) for channel in channels], CHUNK_BYTES) as sender:
             for path in sorted(Path(settings["folder"]).iterdir(), key=lambda path: path.name == "meta.json"):
                 await sender.put_file(path.name, path)
             files = await sender.finish()
         for channel in channels:
             await channel.close()
-        sealed = await sent.target.Seal(pb.SealRequest(move=move, files=files), timeout_s=60)
+        begin = Begin(
+            move=move,
+            role="source",
+            rank_uid=facts.rank.uid,
+            job=facts.rank.job,
+            rank=facts.rank.rank,
+            source_node=facts.source_node,
+            source_endpoint=settings["source_endpoint"],
+            target_node=target,
+            target_endpoint=endpoint,
+            nonce=prepared.nonce.hex(),
+            boot_id="",
+            begun_unix_s=0.0,
+        )
+        signature = image_seal.sign(node, image_seal.statement(begin, files))
+        sealed = await sent.target.Seal(pb.SealRequest(move=move, files=files, signature=signature), timeout_s=60)
         assert not sealed.damaged, sealed.damaged
         try:
             await asked.target.Restore(pb.MoveRequest(move=move), timeout_s=60)
@@ -68,7 +86,7 @@ async def shown_facts(settings: dict[str, Any]) -> dict[str, Any]:
     async with DaemonClient(settings["source_endpoint"], credentials=who, node=source) as client:
         ranks = (await client.node.ListRanks(pb.ListRanksRequest(), timeout_s=30)).ranks
         uid = next(rank.uid for rank in ranks if rank.job == settings["job"])
-        request = pb.InspectRequest(rank_uid=uid, target_node=settings["target"])
+        request = pb.InspectRequest(rank_uid=uid, target_node=settings["target"], protocol=protocol.own())
         return MessageToDict((await client.source.Inspect(request, timeout_s=60)).facts)
 
 

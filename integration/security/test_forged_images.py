@@ -174,16 +174,46 @@ def mount_something(folder: Path) -> None:
     shutil.copy(folder / "inventory.img", folder / "mountpoints-12.img")
 
 
+def get_realtime_priority(folder: Path) -> None:
+    def change(core: Any) -> None:
+        core.thread_core.sched_policy, core.thread_core.sched_prio = 1, 50
+
+    for path in folder.glob("core-*.img"):
+        edit(path, criu.core_entry, change)
+
+
+def get_a_low_nice_value(folder: Path) -> None:
+    def change(core: Any) -> None:
+        core.thread_core.sched_nice = -20
+
+    for path in folder.glob("core-*.img"):
+        edit(path, criu.core_entry, change)
+
+
+def get_unlimited_locked_memory_and_descriptors(folder: Path) -> None:
+    def change(core: Any) -> None:
+        for number in (7, 8):
+            if core.tc.rlimits.rlimits:
+                core.tc.rlimits.rlimits[number].max = (1 << 64) - 1
+
+    for path in folder.glob("core-*.img"):
+        edit(path, criu.core_entry, change)
+
+
 CHANGES: dict[Callable[[Path], None], str] = {
     become_root: "image-credentials",
     become_root_everywhere: "image-credentials",
     get_capabilities: "image-credentials",
+    get_realtime_priority: "image-priorities",
+    get_a_low_nice_value: "image-priorities",
+    get_unlimited_locked_memory_and_descriptors: "image-priorities",
     open_shadow: "image-content",
     create_a_set_uid_file: "image-content",
     mount_something: "image-content",
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_forged_image_is_refused(
     plain_lab: Cluster, image: Image, tmp_path: Path, change: Callable[[Path], None]

@@ -1,8 +1,8 @@
 """A user changes files, folders, namespaces, maps and descriptors at random moments of moves: root must not be misled.
 
 By default a few moves; `--whole` makes 500. Each move may end well, or be refused or undone. In every case the rank goes on,
-nobody has opened a secret of root's, no process of root has written outside the daemon's folders, no mount was added, and no
-program of the user's has run as root.
+no process has opened root's secret file, no process of root has written outside the daemon's folders, no mount was added, and
+no program of the user has run as root.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ OWN = ("/run/criu.kdat", "/run/snapshotd/", "/run/migrator-lab/", "/var/lib/migr
 
 @pytest.fixture
 def ground() -> Iterator[Path]:
-    """A folder that users can read, with the secret of root's in it."""
+    """A folder that users can read, with root's secret file in it."""
     with tempfile.TemporaryDirectory(dir="/var/lib", prefix="migrator-test-") as made:
         folder = Path(made)
         folder.chmod(0o755)
         (folder / "secrets").mkdir(mode=0o700)
-        (folder / "secrets" / "log").write_text("a secret of root's\n")
+        (folder / "secrets" / "log").write_text("a secret that only root may read\n")
         (folder / "secrets" / "log").chmod(0o600)
         shutil.copy(HOSTILE, folder)
         yield folder
@@ -86,7 +86,8 @@ def test_root_is_never_misled_by_races(
     nodes: Cluster, ground: Path, sampled: Sampler, pytestconfig: pytest.Config
 ) -> None:
     seed = pytestconfig.option.seed
-    roots = [(f"{node}:", node_path(nodes, node, path)) for node in NODES for path in ("/tmp", "/run", "/dev/shm")]
+    mounted = ("/tmp", "/run", "/dev/shm")
+    roots = [(f"{node}:", path, node_path(nodes, node, path)) for node in NODES for path in mounted]
     before = mounts(nodes)
     secret = ground / "secrets" / "log"
     stat = secret.stat()
@@ -96,7 +97,7 @@ def test_root_is_never_misled_by_races(
         start(nodes, ground, node, "accomplice", seed)
     outcomes: Counter[int] = Counter()
     reasons: Counter[str] = Counter()
-    with Watcher(ground / "secrets", [*roots, ("", Path("/"))], nodes.lab.layout.cgroup.name) as watcher:
+    with Watcher(ground / "secrets", [*roots, ("", "", Path("/"))], nodes.lab.layout.cgroup.name) as watcher:
         for move in sampled(range(500), 5):
             place = nodes.ps(rank)[0]["node"]
             target = NODES[1 - NODES.index(place)]
@@ -113,7 +114,7 @@ def test_root_is_never_misled_by_races(
     wrong = outside(watcher.written)
     assert wrong == [], "\n".join(wrong)
     assert (secret.read_text(), secret.stat().st_mode, secret.stat().st_ctime_ns) == (
-        *("a secret of root's\n", stat.st_mode),
+        *("a secret that only root may read\n", stat.st_mode),
         stat.st_ctime_ns,
     )
     assert sorted(path.name for path in (ground / "secrets").iterdir()) == ["log"]

@@ -1,6 +1,6 @@
 """Watches, with fanotify, what processes of a lab do to files while an attack runs.
 
-Two rules. Nobody at all opens a secret: a file that only root may read, and to which the attack's links lead. And no process
+Two rules. No process opens a secret: a file that only root may read, and to which the attack's links lead. And no process
 of root in the lab writes to a file outside the daemon's own folders. An event holds a descriptor of the file itself, so the
 path is the true one, whatever links were followed.
 """
@@ -42,12 +42,13 @@ class Touched:
 
 
 class Watcher:
-    """`secrets` is a folder. `roots` has the mount points of the file systems to watch, each with the name of its node.
+    """`secrets` is a folder. `roots` has the file systems to watch: the name of the node, its mount point there, and a
+    path to that from here.
 
     `cgroup` is part of the names of the lab's cgroups.
     """
 
-    def __init__(self, secrets: Path, roots: Sequence[tuple[str, Path]], cgroup: str) -> None:
+    def __init__(self, secrets: Path, roots: Sequence[tuple[str, str, Path]], cgroup: str) -> None:
         self.opened: list[Touched] = []
         self.written: list[Touched] = []
         self.overflowed = False
@@ -55,8 +56,8 @@ class Watcher:
         self._secrets = self._group()
         self._mark(self._secrets, _ADD, _OPEN | _CHILDREN, secrets)
         self._files = self._group()
-        self._names = {os.stat(root).st_dev: name for name, root in roots}
-        for _, root in roots:
+        self._names = {os.stat(root).st_dev: (name, mount) for name, mount, root in roots}
+        for _, _, root in roots:
             self._mark(self._files, _ADD | _FILESYSTEM, _MODIFY, root)
         self._stop = os.eventfd(0)
         self._thread = threading.Thread(target=self._watch, name="watcher")
@@ -108,8 +109,10 @@ class Watcher:
 
     def _take(self, descriptor: int, pid: int, found: list[Touched], *, everyone: bool) -> None:
         about = os.fstat(descriptor)
-        place = self._names.get(about.st_dev, "")
-        path = place + os.readlink(f"/proc/self/fd/{descriptor}")
+        place, mount = self._names.get(about.st_dev, ("", ""))
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        # The mounts of criu's own namespace have ended with it: then the path begins at the root of the file system.
+        path = place + (path if path.startswith(f"{mount}/") else mount + path)
         # On the file systems of the nodes, a process that has ended meanwhile was one of the lab's.
         user_id, command, ours = None, "", bool(place)
         with contextlib.suppress(OSError):

@@ -326,6 +326,7 @@ def main() -> int:
     parser.add_argument("--stuck-at", type=int, default=-1, help="a step in which --stuck waits until FOLDER/go exists")
     parser.add_argument("--stuck", action="store_true", help="the others write FOLDER/launched-R when they wait for it")
     parser.add_argument("--device-mib", type=int, default=0)
+    parser.add_argument("--witness", default=os.devnull, help="every step is appended to this file, as in chain.py")
     options = parser.parse_args()
     job = Job(options)
     step = SHAPES[options.shape](job)
@@ -335,6 +336,8 @@ def main() -> int:
                 time.sleep(0.01)
         step()
         on_device = job.device.turn(job.step, job.state.tobytes()) if job.device is not None else b""
+        with open(options.witness, "a") as witness:
+            witness.write(f"{job.step}\n")
         print(f"{job.step} {hashlib.sha256(job.state.tobytes() + on_device).hexdigest()[:24]}", flush=True)
         if job.agree_to_end():
             break

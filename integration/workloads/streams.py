@@ -145,11 +145,15 @@ class Stream:
 
 
 class Loop:
-    """Edge-triggered: an event comes once, so it reads and writes until the kernel returns EAGAIN."""
+    """Edge-triggered: an event comes once, so it reads and writes until the kernel returns EAGAIN.
+
+    It reads once from each stream in turn. Reading one stream to its end could take so long, if the other programs write
+    faster than this one can read, that it would hardly ever write."""
 
     def __init__(self) -> None:
         self.epoll = select.epoll()
         self.streams: dict[int, Stream] = {}
+        self.readable: set[int] = set()  # streams that have had an event, and no EAGAIN since
         self.listener: socket.socket | None = None
 
     def add(self, sock: socket.socket, name: str) -> None:
@@ -160,38 +164,37 @@ class Loop:
 
     def run(self) -> None:
         while True:
-            for number, _ in self.epoll.poll(options.pace_s):
+            for number, _ in self.epoll.poll(0 if self.readable and not stalled() else options.pace_s):
                 if self.listener is not None and number == self.listener.fileno():
                     sock, where = self.listener.accept()
                     self.add(set_up(sock), f"from {where[1]}")
                 elif number in self.streams:
-                    self.read(self.streams[number])
+                    self.readable.add(number)
             for stream in self.streams.values():
                 self.write(stream)
             if stalled():
                 continue
-            for stream in self.streams.values():  # bytes that a stall left unread cause no further event
-                if options.stall:
-                    self.read(stream)
+            self.readable = {number for number in self.readable if self.read(self.streams[number])}
             if ended() and all(self.is_done(stream) for stream in self.streams.values()):
                 return
 
     def is_done(self, stream: Stream) -> bool:
         return stream.reader.done and stream.last and not stream.out
 
-    def read(self, stream: Stream) -> None:
-        if stalled() or stream.reader.done:
-            return
-        while not stream.reader.done:
-            try:
-                data = stream.sock.recv(1 << 16)
-            except BlockingIOError:
-                return
-            except OSError as error:
-                fail(f"LOST {stream.name} at record {stream.reader.expected}: {error}")
-            if not data:
-                fail(f"LOST {stream.name} at record {stream.reader.expected}: it was closed")
-            stream.reader.feed(data)
+    def read(self, stream: Stream) -> bool:
+        """Reads once; returns whether there may be more."""
+        if stream.reader.done:
+            return False
+        try:
+            data = stream.sock.recv(1 << 16)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            fail(f"LOST {stream.name} at record {stream.reader.expected}: {error}")
+        if not data:
+            fail(f"LOST {stream.name} at record {stream.reader.expected}: it was closed")
+        stream.reader.feed(data)
+        return not stream.reader.done
 
     def write(self, stream: Stream) -> None:
         if not stream.out and not stream.last:

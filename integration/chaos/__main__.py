@@ -1,0 +1,114 @@
+"""`make chaos`: random moves with random faults, or a soak of moves without faults."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+import time
+from collections.abc import Callable
+from types import FrameType
+
+from integration.chaos import jobs
+from integration.chaos.jobs import Broken, Say
+from integration.chaos.kinds import KINDS
+from integration.chaos.rounds import Chaos
+from integration.chaos.soak import Soak
+from integration.gpu_nodes import GpuCluster
+from integration.harness import Cluster, cluster
+from snapshotd.api.errors import SnapshotError
+from tests.fakes.cuda_fake import gpus
+
+INTERRUPTED = 130
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m integration.chaos", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=15.0, help="how long to run (default: %(default)g)")
+    parser.add_argument("--seed", type=int, help="seed of all choices (default: the time)")
+    parser.add_argument("--first", type=int, default=1, metavar="N", help="number of the first round (default: 1)")
+    parser.add_argument("--rounds", type=int, metavar="N", help="maximum number of rounds")
+    parser.add_argument(
+        "--jobs", choices=jobs.ALL_KINDS, action="append", help="kind of job; can be repeated (default: all)"
+    )
+    parser.add_argument(
+        "--faults", choices=KINDS, action="append", help="kind of fault; can be repeated (default: all)"
+    )
+    parser.add_argument("--without", choices=KINDS, action="append", default=[], help="kind of fault to leave out")
+    parser.add_argument(
+        "--soak", type=int, metavar="MOVES", help="make so many moves without faults, and watch the daemons"
+    )
+    parser.add_argument("--json", action="store_true", help="print the report as one JSON object")
+    options = parser.parse_args()
+    seed = options.seed if options.seed is not None else int(time.time())
+    for number in (signal.SIGINT, signal.SIGTERM):  # also where a shell started it with SIGINT ignored
+        signal.signal(number, _interrupt)
+    out = sys.stderr if options.json else sys.stdout
+
+    def say(text: str) -> None:
+        print(text, file=out, flush=True)
+
+    say(f"seed {seed}")
+    try:
+        with cluster("soak" if options.soak else "chaos") as nodes:
+            return _soak(nodes, seed, options, say) if options.soak else _chaos(nodes, seed, options, say)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except SnapshotError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    for other in (signal.SIGINT, signal.SIGTERM):  # a second one must not disturb the removal of the lab
+        signal.signal(other, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
+def _status(work: Callable[[], object], say: Say) -> int:
+    """Does the work; the exit code. What was measured until then is still printed."""
+    try:
+        work()
+    except Broken as error:
+        say(f"BROKEN: {error}")
+        return 1
+    except KeyboardInterrupt:
+        say("interrupted")
+        return INTERRUPTED
+    return 0
+
+
+def _chaos(nodes: Cluster, seed: int, options: argparse.Namespace, say: Say) -> int:
+    kinds = tuple(options.jobs or jobs.ALL_KINDS)
+    faults = [kind for kind in options.faults or KINDS if kind not in options.without]
+    chaos = Chaos(nodes, seed, say, kinds, _gpus(nodes) if jobs.NcclGpu.kind in kinds else None, faults)
+    status = _status(lambda: chaos.run(60 * options.minutes, options.first, options.rounds), say)
+    say(chaos.report.table())
+    if chaos.report.broken:
+        say(f"BROKEN: {chaos.report.broken.partition(chr(10))[0]}")
+        say(f"repeat with: {chaos.report.repeat()} (the rounds before it are part of the state)")
+    if options.json:
+        print(json.dumps(chaos.report.to_json()))
+    return status
+
+
+def _gpus(nodes: Cluster) -> jobs.Gpus:
+    """Two for each node, so that both ranks of a job can be on one node."""
+    lab = GpuCluster(nodes, nodes.folder / "nodes")
+    for node in nodes.lab.nodes:
+        lab.give(node, *gpus(node, count=2))
+    return lab.nodes
+
+
+def _soak(nodes: Cluster, seed: int, options: argparse.Namespace, say: Say) -> int:
+    soak = Soak(nodes, seed, say)
+    status = _status(lambda: soak.run(options.soak), say)
+    say(soak.table())
+    if options.json:
+        print(json.dumps(soak.to_json()))
+    return status or int(bool(soak.growth()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Not DeepSpeed, but a launcher with its process structure on one node."""

@@ -1,0 +1,181 @@
+"""Nodes with systemd and the installed Debian package: what an administrator does there, and jobs of an ordinary user."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from integration.harness import WORKLOADS, until
+from integration.systemd.nodes import Node
+
+#: The variable that names the folder with the built packages.
+PACKAGE_FOLDER = "SNAPSHOT_PACKAGES"
+APT = ("env", "DEBIAN_FRONTEND=noninteractive", "apt-get", "-q", "-y")
+USER, USER_ID = "alice", 1500
+#: Where programs write while a package is installed or used, beside the files of the package.
+CHANGING = (
+    "dev",
+    "home",
+    "proc",
+    "run",
+    "sys",
+    "tmp",
+    "var/cache",
+    "var/lib/apt",
+    "var/lib/dpkg",
+    "var/lib/systemd",
+    "var/log",
+)
+
+
+class SystemdCluster:
+    def __init__(self, nodes: dict[str, Node], package: Path) -> None:
+        self.nodes, self.package = nodes, package
+        #: The files of each node before the package was installed.
+        self.before = {name: files(node) for name, node in nodes.items()}
+        self.home = next(iter(nodes.values())).home / USER
+
+    def install(self) -> None:
+        """As in docs/quickstart.md: the package, certificates, configuration, the service."""
+        for node in self.nodes.values():
+            shutil.copy(self.package, node.root / "root" / self.package.name)
+            node.run(*APT, "install", f"/root/{self.package.name}", timeout_s=600)
+            node.run("useradd", "--uid", str(USER_ID), "--no-create-home", "--home-dir", f"/home/{USER}", USER)
+        self.home.mkdir()
+        shutil.chown(self.home, USER_ID, USER_ID)
+        shutil.copy(WORKLOADS / "chain.py", self.home)
+        self._certificates()
+        for name, node in self.nodes.items():
+            (node.root / "etc/snapshotd/snapshotd.toml").write_text(daemon_configuration(name, node.address))
+            (node.root / "etc/migrator/cluster.toml").write_text(self._cluster_configuration())
+            # As a service, in a cgroup of the node: commands of the tests are in one that the node does not see.
+            node.run("systemd-run", "--quiet", "--pipe", "--wait", "snapshotd", "--check-config", timeout_s=300)
+            node.run("systemctl", "enable", "--now", "snapshotd", timeout_s=300)
+
+    def _certificates(self) -> None:
+        first = next(iter(self.nodes.values()))
+        first.run("migrator", "pki", "init", "--dir", "/root/pki")
+        for name, node in self.nodes.items():
+            first.run("migrator", "pki", "node", name, "--address", node.address, "--dir", "/root/pki")
+        first.run("migrator", "pki", "operator", "admin", "--dir", "/root/pki")
+        made = first.root / "root/pki"
+        for name, node in self.nodes.items():
+            tls = node.root / "etc/snapshotd/tls"
+            for source, target in (
+                ("ca.crt", "ca.crt"),
+                (f"nodes/{name}.crt", "node.crt"),
+                (f"nodes/{name}.key", "node.key"),
+            ):
+                shutil.copy(made / source, tls / target)
+        operator = ("ca.crt", "operators/admin.crt", "operators/admin.key")
+        paths = [f"/root/pki/{file}" for file in operator]
+        first.run("install", "-m", "640", "-g", "snapshotd-operators", *paths, "/etc/migrator/tls/")
+
+    def _cluster_configuration(self) -> str:
+        nodes = "".join(f'[nodes.{name}]\nendpoint = "{node.address}:7070"\n' for name, node in self.nodes.items())
+        return f'{nodes}\n[tls]\nca = "tls/ca.crt"\ncert = "tls/admin.crt"\nkey = "tls/admin.key"\n'
+
+    def start_job(self, name: str, on: str = "node-1", *, of_user_manager: bool = False) -> Path:
+        """Starts a job of an ordinary user as a transient service, of the system or of the user; returns its output."""
+        out = self.home / f"{name}.out"
+        start = ["systemd-run", f"--unit={name}", f"--working-directory=/home/{USER}"]
+        self.nodes[on].run(
+            *(as_user(*start, "--user") if of_user_manager else (*start, f"--uid={USER}")),
+            *(f"--property=StandardOutput=append:/home/{USER}/{out.name}", "--property=TimeoutStopSec=5min"),
+            *("--property=StandardError=journal", "--", "migrator", "run", "--job", name, "--"),
+            *("/usr/bin/python3", f"/home/{USER}/chain.py", "--witness", f"/home/{USER}/{name}.witness"),
+        )
+        self.await_steps(out)
+        return out
+
+    def end_job(self, name: str, on: str = "node-1", *, of_user_manager: bool = False) -> None:
+        """The service manager ends the job as it ends any service. No step was lost or done twice."""
+        stop = ("systemctl", *(("--user",) if of_user_manager else ()), "stop", f"{name}.service")
+        self.nodes[on].run(*(as_user(*stop) if of_user_manager else stop), timeout_s=300)
+        lines = (self.home / f"{name}.out").read_text().splitlines()
+        assert lines[-1] == "DONE"
+        assert [int(line.split()[1]) for line in lines[:-1]] == list(range(len(lines) - 1))
+        assert self.witnessed(name) == list(range(len(lines) - 1))
+
+    def witnessed(self, name: str) -> list[int]:
+        """The steps that any copy of the rank has done, in their order."""
+        return [int(step) for step in (self.home / f"{name}.witness").read_text().split()]
+
+    def await_steps(self, out: Path, more: int = 10) -> None:
+        """The output arrives at the job's launcher."""
+        count = steps(out)
+        until(f"{more} more steps in {out.name}", lambda: steps(out) >= count + more)
+
+    def await_witness(self, name: str, more: int = 10) -> None:
+        """The rank runs, wherever its output goes."""
+        count = len(self.witnessed(name))
+        until(f"{more} more steps of {name}", lambda: len(self.witnessed(name)) >= count + more)
+
+    def migrator(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return self.nodes["node-1"].ask("migrator", *arguments, timeout_s=300)
+
+    def ask_move(self, job: str, to: str, *more: str) -> subprocess.CompletedProcess[str]:
+        return self.migrator("move", "--job", job, "--rank", "0", "--to", to, *more)
+
+    def move(self, job: str, to: str) -> dict[str, Any]:
+        done = self.ask_move(job, to, "--json")
+        logs = "\n".join(f"--- {name}\n{node.journal()[-3000:]}" for name, node in self.nodes.items())
+        assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}\n{logs}"
+        answer: dict[str, Any] = json.loads(done.stdout)
+        assert self.node_of(job) == to
+        return answer
+
+    def node_of(self, job: str) -> str:
+        """Where the rank of a job runs; "" if no node knows it."""
+        done = self.migrator("ps", "--json")
+        assert done.returncode == 0, done.stderr
+        return next((str(rank["node"]) for rank in json.loads(done.stdout)["ranks"] if rank["job"] == job), "")
+
+    def await_known(self, job: str, node: str) -> None:
+        """A keeper reconnects to its restarted daemon within seconds."""
+        until(f"{job} to be known on {node}", lambda: self.node_of(job) == node)
+
+    def stopped_at(self, job: str, to: str, node: str, point: str) -> str:
+        """Starts a move that waits at a fault point of `node`; returns the unit that is the driver, on node-1."""
+        place, unit = self.nodes[node], f"move-{job}"
+        place.run("sh", "-c", f"rm -f /run/snapshotd/fault* && echo {point} wait >/run/snapshotd/fault")
+        self.nodes["node-1"].run(
+            *("systemd-run", "--collect", f"--unit={unit}", "migrator", "move"),
+            *("--job", job, "--rank", "0", "--to", to),
+        )
+        until(f"{point} on {node}", lambda: place.ask("test", "-e", "/run/snapshotd/fault.fired").returncode == 0)
+        return unit
+
+    def await_driver(self, unit: str) -> None:
+        first = self.nodes["node-1"]
+        until("the move to end", lambda: first.show(unit, "ActiveState") in ("inactive", "failed"), 300)
+
+
+def as_user(*command: str) -> tuple[str, ...]:
+    """The command in a session of the user's own service manager."""
+    return ("runuser", "-u", USER, "--", "env", f"XDG_RUNTIME_DIR=/run/user/{USER_ID}", *command)
+
+
+def steps(out: Path) -> int:
+    return out.read_text().count("\n") if out.exists() else 0
+
+
+def files(node: Node) -> set[str]:
+    skipped = {node.root / place for place in CHANGING}
+    found: set[str] = set()
+    for folder, inner, names in os.walk(node.root):
+        place = Path(folder)
+        inner[:] = [name for name in inner if place / name not in skipped]
+        found |= {str((place / name).relative_to(node.root)) for name in (*inner, *names)}
+    return found
+
+
+def daemon_configuration(name: str, address: str) -> str:
+    tls = (
+        'ca = "/etc/snapshotd/tls/ca.crt"\ncert = "/etc/snapshotd/tls/node.crt"\nkey = "/etc/snapshotd/tls/node.key"\n'
+    )
+    return f'node = "{name}"\nlisten = "{address}:7070"\n\n[tls]\n{tls}'

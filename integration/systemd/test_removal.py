@@ -1,0 +1,54 @@
+"""The Debian package is removed from nodes, with ranks running and without."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+
+import pytest
+
+from integration.systemd.cluster import APT, SystemdCluster, files
+
+pytestmark = [pytest.mark.root, pytest.mark.slow, pytest.mark.timeout(1200)]
+
+
+def test_a_rank_goes_on_when_the_package_is_removed(installed: SystemdCluster) -> None:
+    out = installed.start_job("left-alone")
+    first = installed.nodes["node-1"]
+    first.run(*APT, "remove", "snapshotd", timeout_s=300)
+    installed.await_steps(out)
+    installed.end_job("left-alone")
+
+
+def test_remove_keeps_the_journal_and_purge_leaves_a_clean_system(installed: SystemdCluster) -> None:
+    for name, node in installed.nodes.items():
+        node.run(*APT, "remove", "snapshotd", timeout_s=300)
+        assert node.show("snapshotd", "LoadState") == "not-found"
+        assert node.ask("findmnt", "/run/snapshotd/images").returncode != 0
+        assert node.ask("ps", "-u", "snapshotd").returncode != 0, "the network process still runs"
+        assert (node.root / "var/lib/snapshotd").is_dir()
+        assert (node.root / "etc/snapshotd/snapshotd.toml").exists()
+        assert not (node.root / "opt/snapshotd").exists()
+
+        node.run(*APT, "purge", "snapshotd", timeout_s=300)
+        # root's own files, and the files of users and groups, which Debian keeps so that their ids are not given out again.
+        left = {
+            path
+            for path in files(node) - installed.before[name]
+            if not path.startswith("root/")
+            and not re.fullmatch(r"etc/\.?(passwd|group|shadow|gshadow|sub[ug]id|pwd)(-|\.lock)?", path)
+        }
+        assert left == set()
+        assert node.ask("test", "-e", "/run/snapshotd").returncode != 0
+        assert node.run("systemctl", "--failed", "--quiet", "--plain") == ""
+
+
+def test_the_package_can_be_installed_again(installed: SystemdCluster) -> None:
+    node = installed.nodes["node-2"]
+    node.run(*APT, "install", f"/root/{installed.package.name}", timeout_s=600)
+    assert node.show("snapshotd", "LoadState") == "loaded"
+    # Without a configuration the program says what is missing, and systemd is not asked to start it.
+    failed: subprocess.CompletedProcess[str] = node.ask("snapshotd", "--check-config")
+    assert failed.returncode != 0
+    assert "/etc/snapshotd/snapshotd.toml" in failed.stderr
+    node.run(*APT, "purge", "snapshotd", timeout_s=300)
