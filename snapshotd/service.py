@@ -27,6 +27,7 @@ from snapshotd.criu import parsers, session
 from snapshotd.cuda.driver import Gpus
 from snapshotd.diagnosis.run import Diagnosis
 from snapshotd.files.as_user import spares
+from snapshotd.health.monitor import Monitor
 from snapshotd.inprocess import symbols
 from snapshotd.keepers.adoption import Adoption
 from snapshotd.keepers.listener import KeeperLinks
@@ -88,6 +89,7 @@ class Daemon:
         self.adoption = Adoption(self.node, self.source, self.target, self.relays, self.forwarding)
         self.history = History(self.node, [self.source, self.target, self.peer, self.gates])
         self.diagnosis = Diagnosis(self.node)
+        self.health = Monitor(config.node, config.state_dir)
         descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         limits = Limits.within(config.ranks_per_user, descriptors)
         self.keepers = KeeperLinks(config.keeper_socket, self.adoption.adopt, self.adoption.events(), limits)
@@ -101,7 +103,7 @@ class Daemon:
 
     async def start(self, services: Services) -> None:
         """Registers the servicers and takes up what was unfinished before a restart."""
-        node = NodeServicer(self.node, self.peer, self.gates, self.info, self.move_record, self.diagnosis)
+        node = NodeServicer(self.node, self.peer, self.gates, self.info, self.move_record, self.diagnosis, self.health)
         services.add("Node", node)
         services.add("Source", SourceServicer(self.source))
         services.add("Target", TargetServicer(self.target, self.info))

@@ -236,6 +236,8 @@ class NodeCalls:
         self.FindNode = Unary(link, path + "FindNode", pb.FindNodeRequest, pb.FindNodeReply)
         self.Diagnose = Unary(link, path + "Diagnose", pb.DiagnoseRequest, pb.DiagnoseReply)
         self.OpenProbe = Unary(link, path + "OpenProbe", pb.OpenProbeRequest, pb.OpenProbeReply)
+        self.GetHealth = Unary(link, path + "GetHealth", pb.GetHealthRequest, pb.Health)
+        self.ClearAlarms = Unary(link, path + "ClearAlarms", pb.ClearAlarmsRequest, pb.ClearAlarmsReply)
 
 
 class SourceCalls:

@@ -10,6 +10,7 @@ from snapshotd.api import signs_of_life
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import SnapshotError
 from snapshotd.diagnosis.run import Diagnosis
+from snapshotd.health.monitor import Monitor
 from snapshotd.keepers.listing import ranks_of
 from snapshotd.keepers.relay import Relays
 from snapshotd.moves.journal import MoveLog, check_move_id
@@ -55,10 +56,11 @@ class NodeServicer:
         describe: Describe,
         describe_move: DescribeMove,
         diagnosis: Diagnosis,
+        health: Monitor,
     ) -> None:
         self.node, self.peers, self.gates = node, peers, gates
         self.describe, self.describe_move = describe, describe_move
-        self.diagnosis = diagnosis
+        self.diagnosis, self.health = diagnosis, health
 
     async def GetNode(self, request: pb.GetNodeRequest, context: Context) -> pb.NodeInfo:
         return await self.describe(fresh=False)
@@ -92,6 +94,12 @@ class NodeServicer:
 
     async def OpenProbe(self, request: pb.OpenProbeRequest, context: Context) -> pb.OpenProbeReply:
         return await self.diagnosis.open_probe(request)
+
+    async def GetHealth(self, request: pb.GetHealthRequest, context: Context) -> pb.Health:
+        return await self.health.since(request)
+
+    async def ClearAlarms(self, request: pb.ClearAlarmsRequest, context: Context) -> pb.ClearAlarmsReply:
+        return await self.health.clear(request, str(context.caller))
 
 
 class SourceServicer:

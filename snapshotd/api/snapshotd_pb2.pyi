@@ -24,6 +24,31 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _Severity:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _SeverityEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Severity.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    SEVERITY_UNSPECIFIED: _Severity.ValueType  # 0
+    NOTICE: _Severity.ValueType  # 1
+    """for the record"""
+    WARNING: _Severity.ValueType  # 2
+    """may become a failure"""
+    CRITICAL: _Severity.ValueType  # 3
+    """ranks are failing, or will soon"""
+
+class Severity(_Severity, metaclass=_SeverityEnumTypeWrapper): ...
+
+SEVERITY_UNSPECIFIED: Severity.ValueType  # 0
+NOTICE: Severity.ValueType  # 1
+"""for the record"""
+WARNING: Severity.ValueType  # 2
+"""may become a failure"""
+CRITICAL: Severity.ValueType  # 3
+"""ranks are failing, or will soon"""
+Global___Severity: _TypeAlias = Severity  # noqa: Y015
+
 class _OutcomeKind:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -44,8 +69,302 @@ ABORT: OutcomeKind.ValueType  # 2
 Global___OutcomeKind: _TypeAlias = OutcomeKind  # noqa: Y015
 
 @_typing.final
+class GetHealthRequest(_message.Message):
+    """---------------------------------------------------------------- the health of a node
+
+    Events after one that the caller knows. An event is identified by (epoch, sequence), and is never changed.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    AFTER_FIELD_NUMBER: _builtins.int
+    WAIT_S_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.str
+    """of the caller's last answer; another one than the daemon's: `after` counts as 0"""
+    after: _builtins.int
+    """`sequence` of the caller's last answer; 0: all events that are kept"""
+    wait_s: _builtins.float
+    """how long to wait for an event if there is none; at most 30"""
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.str = ...,
+        after: _builtins.int = ...,
+        wait_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "epoch", b"epoch", "wait_s", b"wait_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetHealthRequest: _TypeAlias = GetHealthRequest  # noqa: Y015
+
+@_typing.final
+class Health(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    ALARMS_FIELD_NUMBER: _builtins.int
+    EVENTS_FIELD_NUMBER: _builtins.int
+    MORE_FIELD_NUMBER: _builtins.int
+    CHECKS_FIELD_NUMBER: _builtins.int
+    PRUNED_FIELD_NUMBER: _builtins.int
+    node: _builtins.str
+    epoch: _builtins.str
+    """one lifetime of the event log; a fresh state_dir has a new one"""
+    sequence: _builtins.int
+    """of the last event in this answer: the next request's `after`"""
+    more: _builtins.bool
+    """further events are kept: ask again"""
+    pruned: _builtins.bool
+    """events between `after` and the first one here are no longer kept"""
+    @_builtins.property
+    def alarms(self) -> _containers.RepeatedCompositeFieldContainer[Global___Alarm]:
+        """that are latched now, with every answer"""
+
+    @_builtins.property
+    def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___HealthEvent]:
+        """in order, without gaps unless `pruned`"""
+
+    @_builtins.property
+    def checks(self) -> _containers.RepeatedCompositeFieldContainer[Global___HealthCheck]: ...
+    def __init__(
+        self,
+        *,
+        node: _builtins.str = ...,
+        epoch: _builtins.str = ...,
+        sequence: _builtins.int = ...,
+        alarms: _abc.Iterable[Global___Alarm] | None = ...,
+        events: _abc.Iterable[Global___HealthEvent] | None = ...,
+        more: _builtins.bool = ...,
+        checks: _abc.Iterable[Global___HealthCheck] | None = ...,
+        pruned: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alarms", b"alarms", "checks", b"checks", "epoch", b"epoch", "events", b"events", "more", b"more", "node", b"node", "pruned", b"pruned", "sequence", b"sequence"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Health: _TypeAlias = Health  # noqa: Y015
+
+@_typing.final
+class Alarm(_message.Message):
+    """Latched: it stays until an operator clears it, also if its cause has gone."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHECK_FIELD_NUMBER: _builtins.int
+    SUBJECT_FIELD_NUMBER: _builtins.int
+    SEVERITY_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    REMEDY_FIELD_NUMBER: _builtins.int
+    SINCE_UNIX_S_FIELD_NUMBER: _builtins.int
+    LAST_UNIX_S_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    check: _builtins.str
+    subject: _builtins.str
+    """gpu:UUID, link:INTERFACE, host, disk:NAME or rank:UID"""
+    severity: Global___Severity.ValueType
+    """the highest since it was raised"""
+    text: _builtins.str
+    remedy: _builtins.str
+    since_unix_s: _builtins.float
+    last_unix_s: _builtins.float
+    """when its cause was last seen"""
+    count: _builtins.int
+    """how often its cause was seen"""
+    def __init__(
+        self,
+        *,
+        check: _builtins.str = ...,
+        subject: _builtins.str = ...,
+        severity: Global___Severity.ValueType = ...,
+        text: _builtins.str = ...,
+        remedy: _builtins.str = ...,
+        since_unix_s: _builtins.float = ...,
+        last_unix_s: _builtins.float = ...,
+        count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["check", b"check", "count", b"count", "last_unix_s", b"last_unix_s", "remedy", b"remedy", "severity", b"severity", "since_unix_s", b"since_unix_s", "subject", b"subject", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Alarm: _TypeAlias = Alarm  # noqa: Y015
+
+@_typing.final
+class HealthEvent(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    class _EventKind:
+        ValueType = _typing.NewType("ValueType", _builtins.int)
+        V: _TypeAlias = ValueType  # noqa: Y015
+
+    class _EventKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[HealthEvent._EventKind.ValueType], _builtins.type):
+        DESCRIPTOR: _descriptor.EnumDescriptor
+        EVENT_KIND_UNSPECIFIED: HealthEvent._EventKind.ValueType  # 0
+        RAISED: HealthEvent._EventKind.ValueType  # 1
+        """also: an alarm has become more severe"""
+        REPEATED: HealthEvent._EventKind.ValueType  # 2
+        """its cause was seen again; not more often than every few minutes"""
+        CLEARED: HealthEvent._EventKind.ValueType  # 3
+        """the text says by whom"""
+
+    class EventKind(_EventKind, metaclass=_EventKindEnumTypeWrapper): ...
+    EVENT_KIND_UNSPECIFIED: HealthEvent.EventKind.ValueType  # 0
+    RAISED: HealthEvent.EventKind.ValueType  # 1
+    """also: an alarm has become more severe"""
+    REPEATED: HealthEvent.EventKind.ValueType  # 2
+    """its cause was seen again; not more often than every few minutes"""
+    CLEARED: HealthEvent.EventKind.ValueType  # 3
+    """the text says by whom"""
+
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    UNIX_S_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    CHECK_FIELD_NUMBER: _builtins.int
+    SUBJECT_FIELD_NUMBER: _builtins.int
+    SEVERITY_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    VALUE_FIELD_NUMBER: _builtins.int
+    sequence: _builtins.int
+    unix_s: _builtins.float
+    kind: Global___HealthEvent.EventKind.ValueType
+    check: _builtins.str
+    subject: _builtins.str
+    severity: Global___Severity.ValueType
+    text: _builtins.str
+    value: _builtins.float
+    """what was measured, in the unit that the text names; 0 if there is no number"""
+    def __init__(
+        self,
+        *,
+        sequence: _builtins.int = ...,
+        unix_s: _builtins.float = ...,
+        kind: Global___HealthEvent.EventKind.ValueType = ...,
+        check: _builtins.str = ...,
+        subject: _builtins.str = ...,
+        severity: Global___Severity.ValueType = ...,
+        text: _builtins.str = ...,
+        value: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["check", b"check", "kind", b"kind", "sequence", b"sequence", "severity", b"severity", "subject", b"subject", "text", b"text", "unix_s", b"unix_s", "value", b"value"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HealthEvent: _TypeAlias = HealthEvent  # noqa: Y015
+
+@_typing.final
+class HealthCheck(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    class _State:
+        ValueType = _typing.NewType("ValueType", _builtins.int)
+        V: _TypeAlias = ValueType  # noqa: Y015
+
+    class _StateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[HealthCheck._State.ValueType], _builtins.type):
+        DESCRIPTOR: _descriptor.EnumDescriptor
+        STATE_UNSPECIFIED: HealthCheck._State.ValueType  # 0
+        RUNNING: HealthCheck._State.ValueType  # 1
+        OFF: HealthCheck._State.ValueType  # 2
+        """by the configuration"""
+        UNABLE: HealthCheck._State.ValueType  # 3
+        """this node cannot be checked for it"""
+
+    class State(_State, metaclass=_StateEnumTypeWrapper): ...
+    STATE_UNSPECIFIED: HealthCheck.State.ValueType  # 0
+    RUNNING: HealthCheck.State.ValueType  # 1
+    OFF: HealthCheck.State.ValueType  # 2
+    """by the configuration"""
+    UNABLE: HealthCheck.State.ValueType  # 3
+    """this node cannot be checked for it"""
+
+    NAME_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    state: Global___HealthCheck.State.ValueType
+    reason: _builtins.str
+    """of OFF and UNABLE"""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        state: Global___HealthCheck.State.ValueType = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "reason", b"reason", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HealthCheck: _TypeAlias = HealthCheck  # noqa: Y015
+
+@_typing.final
+class ClearAlarmsRequest(_message.Message):
+    """Ends the alarms of a check, of a subject, or of both together."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHECK_FIELD_NUMBER: _builtins.int
+    SUBJECT_FIELD_NUMBER: _builtins.int
+    ALL_FIELD_NUMBER: _builtins.int
+    check: _builtins.str
+    """empty: of any check"""
+    subject: _builtins.str
+    """empty: of any subject"""
+    all: _builtins.bool
+    """needed if both are empty"""
+    def __init__(
+        self,
+        *,
+        check: _builtins.str = ...,
+        subject: _builtins.str = ...,
+        all: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["all", b"all", "check", b"check", "subject", b"subject"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ClearAlarmsRequest: _TypeAlias = ClearAlarmsRequest  # noqa: Y015
+
+@_typing.final
+class ClearAlarmsReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CLEARED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def cleared(self) -> _containers.RepeatedCompositeFieldContainer[Global___Alarm]: ...
+    def __init__(
+        self,
+        *,
+        cleared: _abc.Iterable[Global___Alarm] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cleared", b"cleared"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ClearAlarmsReply: _TypeAlias = ClearAlarmsReply  # noqa: Y015
+
+@_typing.final
 class DiagnoseRequest(_message.Message):
-    """What would make a move from or to this node fail. Connections to the peers are tried."""
+    """---------------------------------------------------------------- diagnosis and description of a node
+
+    What would make a move from or to this node fail. Connections to the peers are tried.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

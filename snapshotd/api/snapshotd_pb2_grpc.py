@@ -66,6 +66,16 @@ class NodeStub:
                 request_serializer=snapshotd_dot_api_dot_snapshotd__pb2.OpenProbeRequest.SerializeToString,
                 response_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.OpenProbeReply.FromString,
                 _registered_method=True)
+        self.GetHealth = channel.unary_unary(
+                '/snapshotd.v1.Node/GetHealth',
+                request_serializer=snapshotd_dot_api_dot_snapshotd__pb2.GetHealthRequest.SerializeToString,
+                response_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.Health.FromString,
+                _registered_method=True)
+        self.ClearAlarms = channel.unary_unary(
+                '/snapshotd.v1.Node/ClearAlarms',
+                request_serializer=snapshotd_dot_api_dot_snapshotd__pb2.ClearAlarmsRequest.SerializeToString,
+                response_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.ClearAlarmsReply.FromString,
+                _registered_method=True)
 
 
 class NodeServicer:
@@ -115,6 +125,20 @@ class NodeServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetHealth(self, request, context):
+        """operator, node
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ClearAlarms(self, request, context):
+        """operator
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_NodeServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -147,6 +171,16 @@ def add_NodeServicer_to_server(servicer, server):
                     servicer.OpenProbe,
                     request_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.OpenProbeRequest.FromString,
                     response_serializer=snapshotd_dot_api_dot_snapshotd__pb2.OpenProbeReply.SerializeToString,
+            ),
+            'GetHealth': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetHealth,
+                    request_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.GetHealthRequest.FromString,
+                    response_serializer=snapshotd_dot_api_dot_snapshotd__pb2.Health.SerializeToString,
+            ),
+            'ClearAlarms': grpc.unary_unary_rpc_method_handler(
+                    servicer.ClearAlarms,
+                    request_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.ClearAlarmsRequest.FromString,
+                    response_serializer=snapshotd_dot_api_dot_snapshotd__pb2.ClearAlarmsReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -313,6 +347,60 @@ class Node:
             '/snapshotd.v1.Node/OpenProbe',
             snapshotd_dot_api_dot_snapshotd__pb2.OpenProbeRequest.SerializeToString,
             snapshotd_dot_api_dot_snapshotd__pb2.OpenProbeReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetHealth(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/snapshotd.v1.Node/GetHealth',
+            snapshotd_dot_api_dot_snapshotd__pb2.GetHealthRequest.SerializeToString,
+            snapshotd_dot_api_dot_snapshotd__pb2.Health.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ClearAlarms(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/snapshotd.v1.Node/ClearAlarms',
+            snapshotd_dot_api_dot_snapshotd__pb2.ClearAlarmsRequest.SerializeToString,
+            snapshotd_dot_api_dot_snapshotd__pb2.ClearAlarmsReply.FromString,
             options,
             channel_credentials,
             insecure,

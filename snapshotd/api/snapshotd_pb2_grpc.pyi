@@ -50,6 +50,10 @@ class NodeStub:
     """operator"""
     OpenProbe: _grpc.UnaryUnaryMultiCallable[_snapshotd_pb2.OpenProbeRequest, _snapshotd_pb2.OpenProbeReply]
     """node"""
+    GetHealth: _grpc.UnaryUnaryMultiCallable[_snapshotd_pb2.GetHealthRequest, _snapshotd_pb2.Health]
+    """operator, node"""
+    ClearAlarms: _grpc.UnaryUnaryMultiCallable[_snapshotd_pb2.ClearAlarmsRequest, _snapshotd_pb2.ClearAlarmsReply]
+    """operator"""
 
 @_typing.type_check_only
 class NodeAsyncStub(NodeStub):
@@ -68,6 +72,10 @@ class NodeAsyncStub(NodeStub):
     """operator"""
     OpenProbe: _aio.UnaryUnaryMultiCallable[_snapshotd_pb2.OpenProbeRequest, _snapshotd_pb2.OpenProbeReply]  # type: ignore[assignment]
     """node"""
+    GetHealth: _aio.UnaryUnaryMultiCallable[_snapshotd_pb2.GetHealthRequest, _snapshotd_pb2.Health]  # type: ignore[assignment]
+    """operator, node"""
+    ClearAlarms: _aio.UnaryUnaryMultiCallable[_snapshotd_pb2.ClearAlarmsRequest, _snapshotd_pb2.ClearAlarmsReply]  # type: ignore[assignment]
+    """operator"""
 
 class NodeServicer(metaclass=_abc_1.ABCMeta):
     """---------------------------------------------------------------- a node, its ranks, its moves"""
@@ -119,6 +127,22 @@ class NodeServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_snapshotd_pb2.OpenProbeReply, _abc.Awaitable[_snapshotd_pb2.OpenProbeReply]]:
         """node"""
+
+    @_abc_1.abstractmethod
+    def GetHealth(
+        self,
+        request: _snapshotd_pb2.GetHealthRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_snapshotd_pb2.Health, _abc.Awaitable[_snapshotd_pb2.Health]]:
+        """operator, node"""
+
+    @_abc_1.abstractmethod
+    def ClearAlarms(
+        self,
+        request: _snapshotd_pb2.ClearAlarmsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_snapshotd_pb2.ClearAlarmsReply, _abc.Awaitable[_snapshotd_pb2.ClearAlarmsReply]]:
+        """operator"""
 
 def add_NodeServicer_to_server(servicer: NodeServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 

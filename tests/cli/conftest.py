@@ -48,6 +48,7 @@ class FakeDaemon(stubs.NodeServicer, stubs.SourceServicer, stubs.TargetServicer)
     gate_waits_for: str = ""
     finds: pb.FindNodeReply = field(default_factory=lambda: pb.FindNodeReply(found="its daemon does not answer"))
     diagnosis: pb.DiagnoseReply = field(default_factory=pb.DiagnoseReply)
+    health: pb.Health = field(default_factory=pb.Health)
     clock_ahead_s: float = 0.0
     failures: dict[str, SnapshotError] = field(default_factory=dict)  # by method
     unknown: set[str] = field(default_factory=set)  # methods that an older daemon does not know
@@ -100,6 +101,17 @@ class FakeDaemon(stubs.NodeServicer, stubs.SourceServicer, stubs.TargetServicer)
 
     def OpenProbe(self, request: pb.OpenProbeRequest, context: grpc.ServicerContext) -> pb.OpenProbeReply:
         raise AssertionError("only nodes ask for it")
+
+    def GetHealth(self, request: pb.GetHealthRequest, context: grpc.ServicerContext) -> pb.Health:
+        self._hear("GetHealth", request, context)
+        return self.health
+
+    def ClearAlarms(self, request: pb.ClearAlarmsRequest, context: grpc.ServicerContext) -> pb.ClearAlarmsReply:
+        self._hear("ClearAlarms", request, context)
+        wanted = [alarm for alarm in self.health.alarms if request.all or alarm.check == request.check]
+        for alarm in wanted:
+            self.health.alarms.remove(alarm)
+        return pb.ClearAlarmsReply(cleared=wanted)
 
     def ListRanks(self, request: pb.ListRanksRequest, context: grpc.ServicerContext) -> pb.ListRanksReply:
         self._hear("ListRanks", request, context)
