@@ -1,0 +1,276 @@
+"""Gathers the facts for decide.py from a World, the policy and the time. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from migrator.autopilot.decide import NodeDecision, NodeFacts, RankDecision, RankFacts, node_next, rank_next
+from migrator.autopilot.model import (
+    FAILED,
+    OUT,
+    Action,
+    Alarm,
+    Move,
+    MoveState,
+    Node,
+    NodeState,
+    Rank,
+    Severity,
+    World,
+)
+from migrator.autopilot.policy import Policy, Rule
+from migrator.autopilot.spares import Placement, place
+
+_STRENGTH = list(Action)
+
+
+@dataclass(frozen=True)
+class Ruled:
+    """An alarm, the rule that matches it, and why the rule does not act yet (empty: it acts)."""
+
+    alarm: Alarm
+    rule: Rule | None
+    waits: str
+
+    @property
+    def action(self) -> Action:
+        return self.rule.action if self.rule is not None and not self.waits else Action.OBSERVE
+
+    @property
+    def cause(self) -> str:
+        rule = f"rule {self.rule.name}" if self.rule is not None else "no rule"
+        return f"{rule}: {self.alarm.check} on {self.alarm.subject}: {self.alarm.text}"
+
+
+@dataclass(frozen=True)
+class AboutNode:
+    node: str
+    decision: NodeDecision
+    reason: str
+
+
+@dataclass(frozen=True)
+class AboutRank:
+    rank: Rank
+    decision: RankDecision
+    reason: str
+    target: str = ""
+    cause: str = ""  # what the record names: the rule, or the order
+    order: int = 0
+
+
+def ruled(policy: Policy, alarm: Alarm, now: float) -> Ruled:
+    rule = policy.rule_for(alarm)
+    waits = ""
+    if rule is not None:
+        age_s = now - alarm.since_unix_s
+        if alarm.count < rule.count:
+            waits = f"it was seen {alarm.count} times, and the rule asks for {rule.count}"
+        elif age_s < rule.wait_s:
+            waits = f"the rule waits for {rule.wait_s - age_s:.0f} s more"
+        elif not policy.in_hours(rule, now):
+            waits = f"the rule acts only at {', '.join(rule.hours)} ({policy.timezone})"
+    return Ruled(alarm, rule, waits)
+
+
+def ruled_for(world: World, policy: Policy, node: str, now: float) -> list[Ruled]:
+    """The alarms of a node with their rules, the strongest first."""
+    found = [ruled(policy, alarm, now) for alarm in world.alarms if alarm.node == node]
+    return sorted(found, key=lambda one: (-_STRENGTH.index(one.action), -one.alarm.severity, one.alarm.since_unix_s))
+
+
+# ---------------------------------------------------------------------- nodes
+
+
+def about_node(world: World, policy: Policy, node: Node, now: float) -> AboutNode:
+    alarms = ruled_for(world, policy, node.name, now)
+    serious = [one.alarm for one in alarms if one.alarm.severity >= Severity.WARNING]
+    trouble = f"{serious[0].check} on {serious[0].subject}: {serious[0].text}" if serious else ""
+    facts = NodeFacts(
+        state=node.state,
+        answers=node.seen and node.reachable,
+        ranks=len(world.ranks_on(node.name)),
+        due=alarms[0].action if alarms else Action.OBSERVE,
+        cause=alarms[0].cause if alarms else "",
+        trouble=trouble or ("" if node.reachable else "its daemon does not answer"),
+        brake=_node_brake(world, policy, now),
+        ordered=world.order_for(node.name) is not None,
+        probation_over=now - node.since_unix_s >= policy.validation.probation_s,
+    )
+    decision, reason = node_next(facts)
+    return AboutNode(node.name, decision, reason)
+
+
+def _node_brake(world: World, policy: Policy, now: float) -> str:
+    """Why no further node may be taken out of use by a rule. At least one always may."""
+    if reason := systematic(world, policy, now):
+        return reason
+    out = sum(node.state in OUT for node in world.nodes.values())
+    limit = max(1.0, len(world.nodes) * policy.breaker.nodes_percent / 100)
+    if out + 1 > limit:
+        return f"{out} of {len(world.nodes)} nodes are out of use, and the policy allows {int(limit)}"
+    return ""
+
+
+def systematic(world: World, policy: Policy, now: float) -> str:
+    """Why the trouble looks like a common cause, which moving ranks would not cure. Empty: it does not."""
+    window = policy.breaker.window_s
+    where: dict[str, set[str]] = {}
+    for alarm in world.alarms:
+        if alarm.severity >= Severity.WARNING and now - alarm.since_unix_s <= window:
+            where.setdefault(alarm.check, set()).add(alarm.node)
+    for check, nodes in sorted(where.items()):
+        if len(nodes) >= policy.breaker.same_alarm_nodes:
+            return f"{check} was raised on {len(nodes)} nodes within {window:.0f} s: that looks systematic"
+    undone = [move for move in _recent(world.moves, now, window) if move.state is MoveState.UNDONE and not move.order]
+    if len(undone) >= policy.breaker.undone:
+        return f"{len(undone)} moves were undone within {window:.0f} s: that looks systematic"
+    return ""
+
+
+# ---------------------------------------------------------------------- ranks
+
+
+def about_ranks(world: World, policy: Policy, now: float) -> list[AboutRank]:
+    """What to do about every rank that must leave its node. The order is that in which moves begin: by priority.
+
+    The moves that this call decides count for the limits at once, so that all of its decisions hold together.
+    """
+    found: list[AboutRank] = []
+    leaving: dict[str, list[tuple[Rank, str, int]]] = {}
+    for rank in world.ranks:
+        leaves, order = _leaves(world, policy, rank, now)
+        if leaves:
+            leaving.setdefault(rank.node, []).append((rank, leaves, order))
+    for members in leaving.values():
+        members.sort(key=lambda member: (-policy.job_for(member[0]).priority, member[0].job, member[0].rank))
+    groups = sorted(leaving.items(), key=lambda group: (-policy.job_for(group[1][0][0]).priority, group[0]))
+    for node, members in groups:
+        placement = _placed(world, policy, node, [rank for rank, _, _ in members], now)
+        for rank, leaves, order in members:
+            about = _about_rank(world, policy, rank, (leaves, order), placement, now)
+            found.append(about)
+            if about.decision is RankDecision.MOVE:
+                world = with_move(world, about, "planned", now)
+    return found
+
+
+def with_move(world: World, about: AboutRank, move: str, now: float) -> World:
+    """The world in which that move is intended."""
+    return World(world.nodes, world.alarms, world.ranks, (*world.moves, intended(about, move, now)), world.orders)
+
+
+def intended(about: AboutRank, move: str, now: float) -> Move:
+    rank = about.rank
+    return Move(
+        id=move,
+        rank_uid=rank.uid,
+        job_key=rank.job_key,
+        rank=rank.rank,
+        source=rank.node,
+        target=about.target,
+        state=MoveState.INTENDED,
+        cause=about.cause,
+        reason=about.reason,
+        intended_unix_s=now,
+        order=about.order,
+        gpus=len(rank.gpus),
+        memory_bytes=rank.memory_bytes + rank.device_bytes,
+    )
+
+
+def _leaves(world: World, policy: Policy, rank: Rank, now: float) -> tuple[str, int]:
+    """Why a rank must leave its node, and the order that says so (0: none does)."""
+    node = world.nodes.get(rank.node)
+    if node is None:
+        return "", 0
+    order = world.order_for(rank.node)
+    if order is not None:
+        return f"{order.by or 'an operator'} ordered to {order.kind} {rank.node}", order.id
+    if node.state is NodeState.DRAINING:
+        return f"{rank.node} is being drained", 0
+    if node.state is NodeState.TAINTED:
+        for one in ruled_for(world, policy, rank.node, now):
+            if one.action is Action.MOVE and concerns(one.alarm, rank):
+                return one.cause, 0
+    return "", 0
+
+
+def concerns(alarm: Alarm, rank: Rank) -> bool:
+    """Whether an alarm is about what the rank uses. One about a whole node is about each of its ranks."""
+    kind, _, name = alarm.subject.partition(":")
+    if kind == "gpu":
+        return name in rank.gpus
+    if kind == "rank":
+        return name == rank.uid
+    return True
+
+
+def _placed(world: World, policy: Policy, node: str, ranks: list[Rank], now: float) -> Placement:
+    """Where the ranks of a node go that are not on their way yet. A spare that failed a rank is avoided for a while."""
+    order = world.order_for(node)
+    failed = {
+        (move.rank_uid, move.target)
+        for move in _recent(world.moves, now, policy.breaker.back_off_s)
+        if move.state in FAILED
+    }
+    on_their_way = {move.rank_uid for move in world.running}
+    return place(
+        world,
+        [rank for rank in ranks if rank.uid not in on_their_way and not rank.moving],
+        policy.spares,
+        only=order.targets if order is not None else (),
+        avoid=lambda rank, target: (rank.uid, target) in failed,
+    )
+
+
+def _about_rank(
+    world: World, policy: Policy, rank: Rank, why: tuple[str, int], placement: Placement, now: float
+) -> AboutRank:
+    leaves, order_id = why
+    order = next((order for order in world.orders if order.id == order_id), None)
+    job = policy.job_for(rank)
+    mine = [move for move in world.moves if move.rank_uid == rank.uid]
+    moved = [move.ended_unix_s for move in mine if move.state is MoveState.MOVED]
+    # An order begins anew: what failed before it was given does not count.
+    window = now - order.since_unix_s if order is not None else policy.breaker.window_s
+    failed = [move for move in _recent(mine, now, window) if move.state in FAILED]
+    undone = [move.ended_unix_s for move in failed]
+    others = [move for move in world.running if move.job_key == rank.job_key and move.rank_uid != rank.uid]
+    facts = RankFacts(
+        leaves=leaves,
+        ordered=order is not None,
+        node_answers=world.nodes[rank.node].reachable,
+        moving=rank.moving or next((move.id for move in mine if move.state is MoveState.INTENDED), ""),
+        opted_out=not job.move and not (order is not None and order.kind == "evacuate"),
+        job_moves=str(others[0].rank) if others and not job.independent else "",
+        moved_s_ago=now - max(moved) if moved else None,
+        rank_window_s=policy.breaker.rank_window_s,
+        failures=len(failed),
+        failure_limit=policy.breaker.undone,
+        back_off_s=policy.breaker.back_off_s - (now - max(undone)) if undone else 0.0,
+        brake=_move_brake(world, policy, now),
+        target=placement.targets.get(rank.uid, ""),
+        placement=placement.reason,
+    )
+    decision, reason = rank_next(facts)
+    cause = f"order {order_id}" if order_id else leaves
+    return AboutRank(rank, decision, reason, facts.target if decision is RankDecision.MOVE else "", cause, order_id)
+
+
+def _move_brake(world: World, policy: Policy, now: float) -> str:
+    """Why a rule may not move a rank now."""
+    if reason := systematic(world, policy, now):
+        return reason
+    window = policy.breaker.window_s
+    counted = (MoveState.INTENDED, MoveState.MOVED, MoveState.UNDONE)
+    begun = [move for move in _recent(world.moves, now, window) if not move.order and move.state in counted]
+    if len(begun) >= policy.breaker.moves:
+        return f"{len(begun)} moves were begun within {window:.0f} s, and the policy allows {policy.breaker.moves}"
+    return ""
+
+
+def _recent(moves: Iterable[Move], now: float, window_s: float) -> list[Move]:
+    """The moves that are in progress, or ended within the window."""
+    return [move for move in moves if not move.ended_unix_s or now - move.ended_unix_s <= window_s]

@@ -1,0 +1,185 @@
+"""What the autopilot knows about a cluster: nodes, alarms, ranks and moves, as plain values without I/O.
+
+Invariant: a value here was reported by a daemon or recorded by an operator. Nothing is assumed about a node that has not
+answered: `Node.seen` is False until its first answer, and such a node is never a target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum, StrEnum
+
+
+class Severity(IntEnum):
+    """As the daemons report it."""
+
+    NOTICE = 1
+    WARNING = 2
+    CRITICAL = 3
+
+
+class Action(StrEnum):
+    """What a rule asks for, from the weakest to the strongest."""
+
+    OBSERVE = "observe"  # record it
+    TAINT = "taint"  # no rank is moved to the node any more
+    MOVE = "move"  # taint, and move the ranks that the alarm concerns
+    DRAIN = "drain"  # taint, and move every rank of the node
+
+
+class NodeState(StrEnum):
+    HEALTHY = "healthy"
+    SUSPECT = "suspect"  # an alarm that no rule acts on, or the daemon does not answer: no rank is moved there
+    TAINTED = "tainted"  # by a rule or an operator, until an operator ends it
+    DRAINING = "draining"  # its ranks are being moved away
+    DRAINED = "drained"  # no rank is left
+    REPAIRING = "repairing"  # drained, and then silent: somebody works on it
+    VALIDATING = "validating"  # `migrator return` examines it
+    RETURNED = "returned"  # passed the validation; healthy after a probation without alarms
+
+
+#: States of a node that has been taken out of use.
+OUT = frozenset({NodeState.TAINTED, NodeState.DRAINING, NodeState.DRAINED, NodeState.REPAIRING, NodeState.VALIDATING})
+
+
+@dataclass(frozen=True)
+class Alarm:
+    node: str
+    check: str
+    subject: str  # gpu:UUID, link:INTERFACE, host, disk:NAME or rank:UID
+    severity: Severity
+    text: str
+    since_unix_s: float
+    last_unix_s: float = 0.0
+    count: int = 1
+    remedy: str = ""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    uuid: str
+    model: str
+    memory_bytes: int
+    free: bool  # no process uses it, no move has reserved it, and it is not partitioned
+
+
+@dataclass(frozen=True)
+class Rank:
+    uid: str
+    job: str
+    rank: int
+    user_id: int
+    node: str  # where its process is
+    gpus: tuple[str, ...] = ()  # UUIDs
+    memory_bytes: int = 0
+    device_bytes: int = 0
+    moving: str = ""  # id of the move in progress
+    home: str = ""  # where its launcher started it
+
+    @property
+    def job_key(self) -> str:
+        """A job is named by its user and its name."""
+        return f"{self.user_id}/{self.job}"
+
+
+@dataclass(frozen=True)
+class Node:
+    name: str
+    state: NodeState = NodeState.HEALTHY
+    reason: str = ""  # for the state
+    since_unix_s: float = 0.0
+    seen: bool = True  # it has answered since the autopilot started
+    reachable: bool = True
+    labels: Mapping[str, str] = field(default_factory=dict)  # spare, rack, network
+    gpus: tuple[Gpu, ...] = ()
+    driver: str = ""
+    memory_free_bytes: int = 0
+
+    @property
+    def dedicated(self) -> bool:
+        return self.labels.get("spare") == "dedicated"
+
+
+class MoveState(StrEnum):
+    """How far an intended move has come. It is recorded as INTENDED before a daemon is asked for anything."""
+
+    INTENDED = "intended"
+    MOVED = "moved"
+    UNDONE = "undone"
+    REFUSED = "refused"  # by preflight, before anything was paused
+    NEVER_BEGAN = "never began"  # the autopilot ended between its intent and the first step
+    LOST = "lost"  # the rank has ended, or its outcome can no longer be found out
+
+
+#: The move has ended, and the rank is where it was.
+FAILED = frozenset({MoveState.UNDONE, MoveState.REFUSED})
+
+
+@dataclass(frozen=True)
+class Move:
+    """One move that the autopilot or an operator's order intended."""
+
+    id: str  # also the id that the daemons journal
+    rank_uid: str
+    job_key: str
+    rank: int
+    source: str
+    target: str
+    state: MoveState
+    cause: str  # a rule, or the order of an operator
+    reason: str  # the decision in words
+    intended_unix_s: float
+    ended_unix_s: float = 0.0
+    pause_s: float = 0.0
+    result: str = ""
+    order: int = 0  # id of the operator's order; 0: a rule's
+    gpus: int = 0
+    memory_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Order:
+    """What an operator asked for: `migrator drain`, `evacuate` or `return`."""
+
+    id: int
+    kind: str  # drain, evacuate or return
+    node: str
+    targets: tuple[str, ...] = ()
+    reason: str = ""
+    by: str = ""
+    since_unix_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class World:
+    """Everything that a decision may depend on, besides the policy and the time."""
+
+    nodes: Mapping[str, Node]
+    alarms: tuple[Alarm, ...] = ()
+    ranks: tuple[Rank, ...] = ()
+    moves: tuple[Move, ...] = ()  # those in progress, and those of the longest window
+    orders: tuple[Order, ...] = ()  # open ones
+
+    @property
+    def running(self) -> list[Move]:
+        return [move for move in self.moves if move.state is MoveState.INTENDED]
+
+    def ranks_on(self, node: str) -> list[Rank]:
+        return [rank for rank in self.ranks if rank.node == node]
+
+    def order_for(self, node: str) -> Order | None:
+        """The order that empties the node, if there is one."""
+        return next((order for order in self.orders if order.node == node and order.kind != "return"), None)
+
+
+def cause_class(check: str, subject: str) -> str:
+    """The class of an interruption in the report: hardware, network, software, planned or unknown."""
+    if subject == "operator":
+        return "planned"
+    kind = subject.partition(":")[0]
+    if check == "daemon-unreachable":
+        return "unknown"
+    return {"gpu": "hardware", "disk": "hardware", "host": "hardware", "link": "network", "rank": "software"}.get(
+        kind, "unknown"
+    )

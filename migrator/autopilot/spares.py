@@ -1,0 +1,157 @@
+"""Chooses the nodes that ranks are moved to. Pure.
+
+Invariant: a rank is placed only on a node that is healthy, answers, is a spare, and has what the rank needs: free GPUs of the
+same model with at least the same memory, the same driver, the same network domain, and enough host memory. What another
+intended move will take there counts as taken. Preflight looks again before anything is paused.
+
+A node is a spare if it has the label `spare = "dedicated"` in cluster.toml. With `floating = true` in the policy, any node
+with enough free GPUs is one too, after the dedicated ones.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from migrator.autopilot.model import Gpu, Node, NodeState, Rank, World
+from migrator.autopilot.policy import Spares
+
+
+@dataclass
+class _Room:
+    """What is left on a node while ranks are placed there one after the other."""
+
+    gpus: list[Gpu]
+    memory_bytes: int
+
+    def take(self, needs: Sequence[Gpu], memory_bytes: int) -> bool:
+        """Takes what a rank needs. If it does not fit, nothing is taken."""
+        left = list(self.gpus)
+        for need in sorted(needs, key=lambda gpu: -gpu.memory_bytes):
+            fitting = [gpu for gpu in left if gpu.model == need.model and gpu.memory_bytes >= need.memory_bytes]
+            if not fitting:
+                return False
+            left.remove(min(fitting, key=lambda gpu: gpu.memory_bytes))
+        if memory_bytes > self.memory_bytes:
+            return False
+        self.gpus, self.memory_bytes = left, self.memory_bytes - memory_bytes
+        return True
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where each rank goes, by uid, and why those that are not among them go nowhere."""
+
+    targets: Mapping[str, str]
+    reason: str
+
+
+def place(
+    world: World,
+    ranks: Sequence[Rank],
+    rules: Spares,
+    *,
+    only: Collection[str] = (),
+    avoid: Callable[[Rank, str], bool] = lambda rank, node: False,
+) -> Placement:
+    """Places ranks that leave the same node: all on one node if there is such a node, else each where it fits.
+
+    `only` are the targets that an operator named; they need not be spares. `avoid` excludes a node for one rank.
+    """
+    if not ranks:
+        return Placement({}, "there is nothing to place")
+    source = world.nodes[ranks[0].node]
+    reasons = {
+        node.name: _unfit(node, source, rules, only) for node in world.nodes.values() if node.name != source.name
+    }
+    fit = [world.nodes[name] for name, reason in reasons.items() if not reason]
+    fit.sort(key=lambda node: _preference(node, source))
+    for node in fit:  # the whole gang on one node
+        room = _room(world, node)
+        if all(not avoid(rank, node.name) and room.take(_needs(source, rank), _memory(rank)) for rank in ranks):
+            return Placement({rank.uid: node.name for rank in ranks}, f"{node.name} has room for all")
+    targets: dict[str, str] = {}
+    if rules.gang != "require":
+        rooms = {node.name: _room(world, node) for node in fit}
+        for rank in sorted(ranks, key=lambda rank: (-len(rank.gpus), -_memory(rank), rank.uid)):
+            for node in fit:
+                needs = _needs(source, rank)
+                if not avoid(rank, node.name) and rooms[node.name].take(needs, _memory(rank)):
+                    targets[rank.uid] = node.name
+                    break
+    if len(targets) == len(ranks):
+        return Placement(targets, f"{len(set(targets.values()))} nodes have room for them together")
+    for node in fit:
+        reasons[node.name] = "has no room" if any(not avoid(rank, node.name) for rank in ranks) else "failed just now"
+    return Placement(targets, _why_none(reasons))
+
+
+def free_spares(world: World, rules: Spares) -> dict[str, tuple[int, str]]:
+    """Every node that is or may be a spare: the number of free GPUs, and why it cannot be used now (empty: it can)."""
+    found = {}
+    for node in world.nodes.values():
+        if node.dedicated or rules.floating:
+            found[node.name] = (len(_room(world, node).gpus), _unusable(node))
+    return found
+
+
+def _unusable(node: Node) -> str:
+    if not node.seen or not node.reachable:
+        return "does not answer"
+    if node.state is not NodeState.HEALTHY:
+        return f"is {node.state}"
+    return ""
+
+
+def _unfit(node: Node, source: Node, rules: Spares, only: Collection[str]) -> str:
+    """Why no rank of the source may go there, whatever it needs. Empty: nothing speaks against it."""
+    if only and node.name not in only:
+        return "was not named"
+    if not only and not node.dedicated and not rules.floating:
+        return "is no spare"
+    if reason := _unusable(node):
+        return reason
+    if source.labels.get("network", "") != node.labels.get("network", ""):
+        return "is in another network domain"
+    if rules.rack == "require" and source.labels.get("rack", "") != node.labels.get("rack", ""):
+        return "is in another rack"
+    if source.gpus and node.driver != source.driver:
+        return f"has driver {node.driver or 'none'}, not {source.driver}"
+    return ""
+
+
+def _preference(node: Node, source: Node) -> tuple[bool, bool, int, str]:
+    """Dedicated spares first, then the same rack, then the node that is used up most: large rooms stay for gangs."""
+    other_rack = source.labels.get("rack", "") != node.labels.get("rack", "")
+    return not node.dedicated, other_rack, sum(gpu.free for gpu in node.gpus), node.name
+
+
+def _room(world: World, node: Node) -> _Room:
+    """What is free on a node, without what intended moves will take."""
+    free = [gpu for gpu in node.gpus if gpu.free]
+    coming = [move for move in world.running if move.target == node.name]
+    taken = sum(move.gpus for move in coming)
+    return _Room(free[taken:], node.memory_free_bytes - sum(move.memory_bytes for move in coming))
+
+
+def _needs(source: Node, rank: Rank) -> list[Gpu]:
+    """The GPUs of the rank. One that its node does not list fits nowhere: nothing is known about it."""
+    known = {gpu.uuid: gpu for gpu in source.gpus}
+    return [known.get(uuid, Gpu(uuid, "unknown", 1 << 62, free=False)) for uuid in rank.gpus]
+
+
+def _memory(rank: Rank) -> int:
+    return rank.memory_bytes + rank.device_bytes
+
+
+def _why_none(reasons: Mapping[str, str]) -> str:
+    """ "no node can take it: spare-1 is tainted; 12 nodes: is no spare"."""
+    if not reasons:
+        return "no node can take it: there is no other node"
+    counts = Counter(reasons.values())
+    parts = []
+    for reason, count in counts.most_common():
+        names = [name for name, why in reasons.items() if why == reason]
+        parts.append(f"{', '.join(names)} {reason}" if count <= 3 else f"{count} nodes: {reason}")
+    return f"no node can take it: {'; '.join(parts)}"
