@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import platform
 import re
 import resource
 import socket
@@ -156,7 +157,8 @@ def test_filter_denies_calls_of_another_architecture() -> None:
 )
 def test_numbers_are_those_of_the_kernel_s_headers(machine: str, header: str, define: str) -> None:
     if not Path(header).exists():
-        pytest.skip(f"{header} is not installed")
+        assert machine != platform.machine(), f"{header} is not installed"
+        pytest.skip(f"{header} is installed on {machine.replace('_', '-')} only")
     theirs = {name: int(number) for name, number in re.findall(define, Path(header).read_text(), re.MULTILINE)}
     ours = {name: syscalls.number(name, machine) for name in syscalls.names()}
     assert {name: number for name, number in ours.items() if number != theirs.get(name, number)} == {}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import platform
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -22,6 +23,9 @@ from tests.shim.jobs import REPOSITORY
 from tests.shim.memory.jobs import PROGRAMS, DeviceJob, refused
 
 SHIM = REPOSITORY / "shim" / "lib"
+
+#: Addresses that ThreadSanitizer has shadow memory for, and that neither the program nor its libraries use.
+ADDRESSES = {"x86_64": (0x7F0000000000, 0x7F8000000000), "aarch64": (0xAAAB10000000, 0xAAAF00000000)}
 
 
 def _compile(sanitizer: str, *arguments: str | Path) -> None:
@@ -39,7 +43,8 @@ def _build(sanitizer: str) -> Path:
         libraries = standard = cuda_fake.build()
         if sanitizer == "thread":
             libraries = shutil.copytree(SOURCES, folder / "cuda", ignore=shutil.ignore_patterns("build")) / "build"
-            addresses = "-DFIRST_ADDRESS=0x7f0000000000ULL -DEND_ADDRESS=0x7f8000000000ULL"
+            first, end = ADDRESSES[platform.machine()]
+            addresses = f"-DFIRST_ADDRESS={first:#x}ULL -DEND_ADDRESS={end:#x}ULL"
             make = ["make", "-s", "-C", str(folder / "cuda"), "build/libcuda.so.1", f"CFLAGS=-O2 -g {addresses}"]
             subprocess.run(make, check=True)
         shim = folder / "libsnapshim-offload.so"
@@ -53,7 +58,9 @@ def _build(sanitizer: str) -> Path:
         linked = (shim, standard / "libcudart.so.13", libraries / "libcuda.so.1", f"-Wl,-rpath,{folder}")
         _compile(sanitizer, "-o", folder / "job", PROGRAMS / "job.c", *linked)
 
-    return build_once(f"memory.{sanitizer.partition(',')[0]}", sources(SHIM, SOURCES, PROGRAMS), build)
+    return build_once(
+        f"memory.{sanitizer.partition(',')[0]}", [*sources(SHIM, SOURCES, PROGRAMS), Path(__file__)], build
+    )
 
 
 @pytest.fixture(params=["address,undefined", "thread"])
