@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from migrator.autopilot.decide import NodeDecision, NodeFacts, RankDecision, RankFacts, node_next, rank_next
 from migrator.autopilot.model import (
@@ -18,6 +18,7 @@ from migrator.autopilot.model import (
     Rank,
     Severity,
     World,
+    cause_class,
 )
 from migrator.autopilot.policy import Policy, Rule
 from migrator.autopilot.spares import Placement, place
@@ -51,13 +52,27 @@ class AboutNode:
 
 
 @dataclass(frozen=True)
+class Leave:
+    """Why a rank must leave its node."""
+
+    text: str
+    order: int = 0  # the operator's order; 0: a rule asks for it
+    detected_unix_s: float = 0.0
+    cause_class: str = "planned"
+
+    @property
+    def cause(self) -> str:
+        """What the record names."""
+        return f"order {self.order}" if self.order else self.text
+
+
+@dataclass(frozen=True)
 class AboutRank:
     rank: Rank
     decision: RankDecision
     reason: str
     target: str = ""
-    cause: str = ""  # what the record names: the rule, or the order
-    order: int = 0
+    why: Leave = Leave("")
 
 
 def ruled(policy: Policy, alarm: Alarm, now: float) -> Ruled:
@@ -138,18 +153,18 @@ def about_ranks(world: World, policy: Policy, now: float) -> list[AboutRank]:
     The moves that this call decides count for the limits at once, so that all of its decisions hold together.
     """
     found: list[AboutRank] = []
-    leaving: dict[str, list[tuple[Rank, str, int]]] = {}
+    leaving: dict[str, list[tuple[Rank, Leave]]] = {}
     for rank in world.ranks:
-        leaves, order = _leaves(world, policy, rank, now)
-        if leaves:
-            leaving.setdefault(rank.node, []).append((rank, leaves, order))
+        why = _leaves(world, policy, rank, now)
+        if why is not None:
+            leaving.setdefault(rank.node, []).append((rank, why))
     for members in leaving.values():
         members.sort(key=lambda member: (-policy.job_for(member[0]).priority, member[0].job, member[0].rank))
     groups = sorted(leaving.items(), key=lambda group: (-policy.job_for(group[1][0][0]).priority, group[0]))
     for node, members in groups:
-        placement = _placed(world, policy, node, [rank for rank, _, _ in members], now)
-        for rank, leaves, order in members:
-            about = _about_rank(world, policy, rank, (leaves, order), placement, now)
+        placement = _placed(world, policy, node, [rank for rank, _ in members], now)
+        for rank, why in members:
+            about = _about_rank(world, policy, rank, why, placement, now)
             found.append(about)
             if about.decision is RankDecision.MOVE:
                 world = with_move(world, about, "planned", now)
@@ -158,10 +173,10 @@ def about_ranks(world: World, policy: Policy, now: float) -> list[AboutRank]:
 
 def with_move(world: World, about: AboutRank, move: str, now: float) -> World:
     """The world in which that move is intended."""
-    return World(world.nodes, world.alarms, world.ranks, (*world.moves, intended(about, move, now)), world.orders)
+    return replace(world, moves=(*world.moves, intended(world, about, move, now)))
 
 
-def intended(about: AboutRank, move: str, now: float) -> Move:
+def intended(world: World, about: AboutRank, move: str, now: float) -> Move:
     rank = about.rank
     return Move(
         id=move,
@@ -171,30 +186,34 @@ def intended(about: AboutRank, move: str, now: float) -> Move:
         source=rank.node,
         target=about.target,
         state=MoveState.INTENDED,
-        cause=about.cause,
+        cause=about.why.cause,
         reason=about.reason,
         intended_unix_s=now,
-        order=about.order,
+        order=about.why.order,
         gpus=len(rank.gpus),
         memory_bytes=rank.memory_bytes + rank.device_bytes,
+        detected_unix_s=about.why.detected_unix_s,
+        cause_class=about.why.cause_class,
+        job_gpus=sum(len(other.gpus) for other in world.ranks if other.job_key == rank.job_key),
     )
 
 
-def _leaves(world: World, policy: Policy, rank: Rank, now: float) -> tuple[str, int]:
-    """Why a rank must leave its node, and the order that says so (0: none does)."""
+def _leaves(world: World, policy: Policy, rank: Rank, now: float) -> Leave | None:
+    """Why a rank must leave its node. None: it need not."""
     node = world.nodes.get(rank.node)
-    if node is None:
-        return "", 0
     order = world.order_for(rank.node)
     if order is not None:
-        return f"{order.by or 'an operator'} ordered to {order.kind} {rank.node}", order.id
+        by = order.by or "an operator"
+        return Leave(f"{by} ordered to {order.kind} {rank.node}", order.id, order.since_unix_s)
+    if node is None or node.state not in (NodeState.DRAINING, NodeState.TAINTED):
+        return None
+    for one in ruled_for(world, policy, rank.node, now):
+        alarm, drains = one.alarm, node.state is NodeState.DRAINING and one.action is Action.DRAIN
+        if drains or (one.action is Action.MOVE and concerns(alarm, rank)):
+            return Leave(one.cause, 0, alarm.since_unix_s, cause_class(alarm.check, alarm.subject))
     if node.state is NodeState.DRAINING:
-        return f"{rank.node} is being drained", 0
-    if node.state is NodeState.TAINTED:
-        for one in ruled_for(world, policy, rank.node, now):
-            if one.action is Action.MOVE and concerns(one.alarm, rank):
-                return one.cause, 0
-    return "", 0
+        return Leave(f"{rank.node} is being drained: {node.reason}", 0, node.since_unix_s, "unknown")
+    return None
 
 
 def concerns(alarm: Alarm, rank: Rank) -> bool:
@@ -225,11 +244,8 @@ def _placed(world: World, policy: Policy, node: str, ranks: list[Rank], now: flo
     )
 
 
-def _about_rank(
-    world: World, policy: Policy, rank: Rank, why: tuple[str, int], placement: Placement, now: float
-) -> AboutRank:
-    leaves, order_id = why
-    order = next((order for order in world.orders if order.id == order_id), None)
+def _about_rank(world: World, policy: Policy, rank: Rank, why: Leave, placement: Placement, now: float) -> AboutRank:
+    order = next((order for order in world.orders if order.id == why.order), None)
     job = policy.job_for(rank)
     mine = [move for move in world.moves if move.rank_uid == rank.uid]
     moved = [move.ended_unix_s for move in mine if move.state is MoveState.MOVED]
@@ -239,7 +255,7 @@ def _about_rank(
     undone = [move.ended_unix_s for move in failed]
     others = [move for move in world.running if move.job_key == rank.job_key and move.rank_uid != rank.uid]
     facts = RankFacts(
-        leaves=leaves,
+        leaves=why.text,
         ordered=order is not None,
         node_answers=world.nodes[rank.node].reachable,
         moving=rank.moving or next((move.id for move in mine if move.state is MoveState.INTENDED), ""),
@@ -255,8 +271,7 @@ def _about_rank(
         placement=placement.reason,
     )
     decision, reason = rank_next(facts)
-    cause = f"order {order_id}" if order_id else leaves
-    return AboutRank(rank, decision, reason, facts.target if decision is RankDecision.MOVE else "", cause, order_id)
+    return AboutRank(rank, decision, reason, facts.target if decision is RankDecision.MOVE else "", why)
 
 
 def _move_brake(world: World, policy: Policy, now: float) -> str:

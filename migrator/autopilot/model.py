@@ -57,6 +57,33 @@ class Alarm:
 
 
 @dataclass(frozen=True)
+class HealthEvent:
+    """What happened on a node, once for each (epoch, sequence)."""
+
+    sequence: int
+    unix_s: float
+    kind: str  # raised, repeated or cleared
+    check: str
+    subject: str
+    severity: Severity
+    text: str
+    value: float = 0.0
+
+
+@dataclass(frozen=True)
+class HealthReport:
+    """One answer of a node's daemon: all its alarms, and the events since the last answer."""
+
+    node: str
+    epoch: str
+    sequence: int
+    alarms: tuple[Alarm, ...] = ()
+    events: tuple[HealthEvent, ...] = ()
+    more: bool = False
+    pruned: bool = False  # events were dropped by the node before they could be read
+
+
+@dataclass(frozen=True)
 class Gpu:
     uuid: str
     model: str
@@ -136,6 +163,9 @@ class Move:
     order: int = 0  # id of the operator's order; 0: a rule's
     gpus: int = 0
     memory_bytes: int = 0
+    detected_unix_s: float = 0.0  # when the alarm was raised, or the order given
+    cause_class: str = "unknown"  # see cause_class()
+    job_gpus: int = 0  # of all ranks of the job, which wait while this one moves
 
 
 @dataclass(frozen=True)
@@ -149,6 +179,8 @@ class Order:
     reason: str = ""
     by: str = ""
     since_unix_s: float = 0.0
+    ended_unix_s: float = 0.0  # 0: open
+    summary: str = ""  # how it ended
 
 
 @dataclass(frozen=True)

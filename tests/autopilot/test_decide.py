@@ -203,7 +203,7 @@ def test_order_overrules_breaker_and_window_but_not_the_opt_out_unless_it_is_an_
     assert decisions(world(*parts, drain), policy)[one.uid][0] is RankDecision.ALERT
     evacuate = replace(drain, kind="evacuate")
     (about,) = about_ranks(world(*parts, evacuate), policy, NOW)
-    assert (about.decision, about.cause, about.order) == (RankDecision.MOVE, "order 7", 7)
+    assert (about.decision, about.why.cause, about.why.order) == (RankDecision.MOVE, "order 7", 7)
 
 
 def test_named_targets_of_an_order_are_used() -> None:
@@ -261,19 +261,19 @@ def test_every_decision_keeps_the_safety_rules(there: World, action: Action) -> 
         assert target.reachable
         assert about.target != about.rank.node
         assert about.reason
-        assert about.cause
+        assert about.why.cause
         assert not [past for past in there.running if past.rank_uid == about.rank.uid]
         recent = [past for past in there.moves if past.rank_uid == about.rank.uid and past.state is MoveState.MOVED]
-        assert about.order or not recent
+        assert about.why.order or not recent
         failed = {(past.rank_uid, past.target) for past in there.moves if past.state in FAILED}
         assert (about.rank.uid, about.target) not in failed
     running = [past.job_key for past in there.running] + [about.rank.job_key for about in moves]
     for job in {about.rank.job_key for about in moves}:
         assert running.count(job) == 1
-    by_rules = [about for about in moves if not about.order]
+    by_rules = [about for about in moves if not about.why.order]
     assert len(by_rules) <= policy.breaker.moves
     if action in (Action.OBSERVE, Action.TAINT):
-        assert all(about.order or there.nodes[about.rank.node].state is NodeState.DRAINING for about in moves)
+        assert all(about.why.order or there.nodes[about.rank.node].state is NodeState.DRAINING for about in moves)
 
 
 @settings(max_examples=80)
