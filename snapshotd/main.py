@@ -32,7 +32,7 @@ from snapshotd.network import orphan
 from snapshotd.network.child import NetworkProcess
 from snapshotd.network.dispatch import Services
 from snapshotd.proc import host
-from snapshotd.runtime import logs, metrics, sd_notify
+from snapshotd.runtime import heap, logs, metrics, sd_notify
 from snapshotd.runtime.blocking import in_thread
 from snapshotd.sandbox.enter import missing
 
@@ -94,6 +94,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         logs.set_up(config.log_format, config.log_level, node=config.node)
         make_directories(config)
         _raise_descriptor_limit()
+        heap.share()
         with one_daemon(config.run_dir):
             asyncio.run(serve(config))
     except SnapshotError as error:

@@ -55,6 +55,11 @@ class Moving:
     def same_boot(self) -> bool:
         return self.log.begin.boot_id == host.boot_id()
 
+    def forget(self) -> None:
+        """Drops what only an open move needs. The move itself stays in memory until it leaves the history."""
+        self.offload = self.ahead = None
+        self.facts, self.nodes = pb.RankFacts(), []
+
     def wake(self) -> None:
         """Ends the current wait of the settle loop."""
         self.changed.set()

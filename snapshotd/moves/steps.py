@@ -18,6 +18,8 @@ from snapshotd.moves.journal import Journal, MoveLog, check_move_id
 from snapshotd.moves.moving import Moving
 from snapshotd.moves.rules import Mark
 from snapshotd.moves.where import where_of
+from snapshotd.runtime import heap
+from snapshotd.runtime.blocking import in_thread
 from snapshotd.runtime.logs import move_context
 
 log = logging.getLogger(__name__)
@@ -125,7 +127,7 @@ async def settle_loop(
     wait: Callable[[float], Awaitable[None]] | None = None,
 ) -> None:
     """Settles one move until it is `finished` (default: SETTLED). Waits `first_s` for the driver before the first attempt.
-    Logs the reason for waiting when it changes."""
+    Logs the reason for waiting when it changes. Afterwards, the memory that the move needed is given back."""
     wait = wait or moving.wait
     finished = finished or (lambda: moving.log.last_mark is Mark.SETTLED)
     with move_context(move=moving.log.move, rank=moving.log.begin.rank, phase="settle"):
@@ -143,3 +145,6 @@ async def settle_loop(
                 logged = moving.waiting_for
                 log.info("move %s: %s: %s", moving.log.move, what, logged)
             await wait(again_s)
+    async with moving.lock:
+        moving.forget()
+    await in_thread(heap.give_back)
