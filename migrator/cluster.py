@@ -7,6 +7,8 @@ errors of a file are reported together, with the file's name. No connection is o
     endpoint = "10.0.0.1:7070"
     [nodes.node-1.networks]      # optional: a name for a network, and this node's address there
     data = "10.1.0.1"
+    [nodes.node-1.labels]        # optional, for the autopilot: spare = "dedicated", rack, network
+    rack = "r7"
     [tls]                        # an operator's identity, created by `migrator cluster init`
     ca = "ca.crt"                # paths are relative to the directory of this file
     cert = "alice.crt"
@@ -81,6 +83,7 @@ class Cluster:
     netns: Netns | None = None
     fence: tuple[str, ...] = ()  # a program that powers off the node whose name is added; empty: there is none
     networks: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # by node: name of a network -> address
+    labels: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # by node: spare, rack, network
     ssh: Mapping[str, str] = field(default_factory=dict)  # by node: where `migrator cluster add --ssh` reached it
 
     @classmethod
@@ -135,7 +138,8 @@ class Cluster:
             problems.append("netns: is missing; netns_inode is the inode of the namespace that it names")
         toml_file.check(problems, str(path))
         ssh = {name: table["ssh"] for name, table in (found["nodes"] or {}).items() if table.get("ssh")}
-        return cls(str(path), nodes, tls, netns, tuple(found.get("fence", ())), networks, ssh)
+        labels = {name: table["labels"] for name, table in (found["nodes"] or {}).items() if table.get("labels")}
+        return cls(str(path), nodes, tls, netns, tuple(found.get("fence", ())), networks, labels, ssh)
 
     def client(self, node: str) -> DaemonClient:
         """A client of that node's daemon, not yet connected."""
@@ -219,6 +223,10 @@ class _TlsTable(msgspec.Struct):
 class _NodeTable(msgspec.Struct):
     endpoint: Annotated[str, toml_file.text('"host:port" or "unix:/path"', _endpoint)]
     ssh: Annotated[str, toml_file.text('a destination of ssh, as "root@node-1"', ssh_destination)] = ""
+    labels: Annotated[
+        dict[str, str] | None,
+        Meta(description='a table of texts, as spare = "dedicated", rack = "r7"; docs/autopilot.md has the names'),
+    ] = None
     networks: Annotated[
         dict[str, str] | None,
         Meta(description='a table with an address of the node for each network, as data = "10.1.0.1"'),

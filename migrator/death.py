@@ -7,7 +7,7 @@ cluster is not dead, so the claim is refused. Weaker signs of life are reported,
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from migrator.cluster import Cluster
 from migrator.fan_out import ask_all
@@ -45,13 +45,7 @@ async def _examine(cluster: Cluster, node: str, note: Note, *, refuse: bool) -> 
     if not endpoint.startswith("unix:"):
         found.append(f"from here: {(await asyncio.to_thread(signs_of_life.look, endpoint)).words}")
 
-    async def ask(client: DaemonClient) -> pb.FindNodeReply:
-        try:
-            return await client.node.FindNode(pb.FindNodeRequest(name=node, endpoint=endpoint), timeout_s=ASK_S)
-        except UnknownMethod:
-            return pb.FindNodeReply(found="its daemon is too old to look")
-
-    answers, _ = await ask_all(cluster, ask, [other for other in cluster.nodes if other != node])
+    answers = await ask_others(cluster, node, [other for other in cluster.nodes if other != node])
     found += [f"from {other}: {answer.found}" for other, answer in answers.items()]
     for text in found:
         note(f"{node}, {text}")
@@ -62,6 +56,20 @@ async def _examine(cluster: Cluster, node: str, note: Note, *, refuse: bool) -> 
             remedy="repair the network, or power the node off; then retry",
             where=Where.UNKNOWN,
         )
+
+
+async def ask_others(cluster: Cluster, node: str, others: Sequence[str]) -> dict[str, pb.FindNodeReply]:
+    """What those of the other nodes that answer see of the node."""
+    request = pb.FindNodeRequest(name=node, endpoint=cluster.nodes[node])
+
+    async def ask(client: DaemonClient) -> pb.FindNodeReply:
+        try:
+            return await client.node.FindNode(request, timeout_s=ASK_S)
+        except UnknownMethod:
+            return pb.FindNodeReply(found="its daemon is too old to look")
+
+    answers, _ = await ask_all(cluster, ask, others)
+    return answers
 
 
 async def _fence(cluster: Cluster, node: str, note: Note) -> list[str]:

@@ -22,6 +22,7 @@ class MoveOptions:
     lease_s: float = 30.0  # how long the source waits, before COMMIT, for a driver that does not renew the lease
     quiesce_timeout_s: float = 30.0  # how long the job may take to reach a point where all its ranks can wait
     user_id: int | None = None  # whose job it is; None: must be clear from the others
+    move: str = ""  # id of the move, for a caller that records it first; empty: a new one
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ class NodeFacts:
     state: NodeState
     answers: bool = True
     ranks: int = 0
+    fresh: bool = True  # its ranks were looked at since the state began
     due: Action = Action.OBSERVE  # the strongest action that a rule asks for now
     cause: str = ""  # the rule and the alarm that ask for it
     trouble: str = ""  # an alarm of severity warning or above, or silence
@@ -53,7 +54,7 @@ def node_next(facts: NodeFacts) -> tuple[NodeDecision, str]:
             return NodeDecision.ALERT, f"it was drained, and {facts.ranks} ranks were started there since"
         case NodeState.DRAINED:
             return NodeDecision.KEEP, "an operator ends it with `migrator return` or `migrator undrain`"
-        case NodeState.DRAINING if facts.answers and not facts.ranks:
+        case NodeState.DRAINING if facts.answers and facts.fresh and not facts.ranks:
             return NodeDecision.DRAINED, "no rank is left"
         case NodeState.DRAINING:
             return NodeDecision.KEEP, f"{facts.ranks} ranks are left" if facts.answers else "it does not answer"

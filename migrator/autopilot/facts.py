@@ -106,10 +106,11 @@ def about_node(world: World, policy: Policy, node: Node, now: float) -> AboutNod
         state=node.state,
         answers=node.seen and node.reachable,
         ranks=len(world.ranks_on(node.name)),
+        fresh=node.asked_unix_s >= node.since_unix_s,
         due=alarms[0].action if alarms else Action.OBSERVE,
         cause=alarms[0].cause if alarms else "",
         trouble=trouble or ("" if node.reachable else "its daemon does not answer"),
-        brake=_node_brake(world, policy, now),
+        brake=_node_brake(world, policy, now) if alarms and alarms[0].action is not Action.OBSERVE else "",
         ordered=world.order_for(node.name) is not None,
         probation_over=now - node.since_unix_s >= policy.validation.probation_s,
     )
@@ -153,16 +154,16 @@ def about_ranks(world: World, policy: Policy, now: float) -> list[AboutRank]:
     The moves that this call decides count for the limits at once, so that all of its decisions hold together.
     """
     found: list[AboutRank] = []
-    leaving: dict[str, list[tuple[Rank, Leave]]] = {}
+    leaving: dict[tuple[str, int], list[tuple[Rank, Leave]]] = {}  # by node and order
     for rank in world.ranks:
         why = _leaves(world, policy, rank, now)
         if why is not None:
-            leaving.setdefault(rank.node, []).append((rank, why))
+            leaving.setdefault((rank.node, why.order), []).append((rank, why))
     for members in leaving.values():
         members.sort(key=lambda member: (-policy.job_for(member[0]).priority, member[0].job, member[0].rank))
     groups = sorted(leaving.items(), key=lambda group: (-policy.job_for(group[1][0][0]).priority, group[0]))
-    for node, members in groups:
-        placement = _placed(world, policy, node, [rank for rank, _ in members], now)
+    for (_, order), members in groups:
+        placement = _placed(world, policy, order, [rank for rank, _ in members], now)
         for rank, why in members:
             about = _about_rank(world, policy, rank, why, placement, now)
             found.append(about)
@@ -205,6 +206,11 @@ def _leaves(world: World, policy: Policy, rank: Rank, now: float) -> Leave | Non
     if order is not None:
         by = order.by or "an operator"
         return Leave(f"{by} ordered to {order.kind} {rank.node}", order.id, order.since_unix_s)
+    back = world.nodes.get(rank.home)
+    for order in world.orders:  # migrator return
+        mine = order.kind == "return" and order.node == rank.home != rank.node
+        if mine and back is not None and back.state is NodeState.RETURNED:
+            return Leave(f"{order.by or 'an operator'} returned {rank.home}", order.id, order.since_unix_s)
     if node is None or node.state not in (NodeState.DRAINING, NodeState.TAINTED):
         return None
     for one in ruled_for(world, policy, rank.node, now):
@@ -226,9 +232,10 @@ def concerns(alarm: Alarm, rank: Rank) -> bool:
     return True
 
 
-def _placed(world: World, policy: Policy, node: str, ranks: list[Rank], now: float) -> Placement:
+def _placed(world: World, policy: Policy, order_id: int, ranks: list[Rank], now: float) -> Placement:
     """Where the ranks of a node go that are not on their way yet. A spare that failed a rank is avoided for a while."""
-    order = world.order_for(node)
+    order = next((order for order in world.orders if order.id == order_id), None)
+    named = () if order is None else (order.node,) if order.kind == "return" else order.targets
     failed = {
         (move.rank_uid, move.target)
         for move in _recent(world.moves, now, policy.breaker.back_off_s)
@@ -239,7 +246,7 @@ def _placed(world: World, policy: Policy, node: str, ranks: list[Rank], now: flo
         world,
         [rank for rank in ranks if rank.uid not in on_their_way and not rank.moving],
         policy.spares,
-        only=order.targets if order is not None else (),
+        only=named,
         avoid=lambda rank, target: (rank.uid, target) in failed,
     )
 

@@ -6,6 +6,7 @@ answered: `Node.seen` is False until its first answer, and such a node is never 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
@@ -118,6 +119,7 @@ class Node:
     since_unix_s: float = 0.0
     seen: bool = True  # it has answered since the autopilot started
     reachable: bool = True
+    asked_unix_s: float = math.inf  # when it was asked for what is known of it
     labels: Mapping[str, str] = field(default_factory=dict)  # spare, rack, network
     gpus: tuple[Gpu, ...] = ()
     driver: str = ""

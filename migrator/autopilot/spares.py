@@ -110,7 +110,7 @@ def _unfit(node: Node, source: Node, rules: Spares, only: Collection[str]) -> st
         return "was not named"
     if not only and not node.dedicated and not rules.floating:
         return "is no spare"
-    if reason := _unusable(node):
+    if (reason := _unusable(node)) and not (only and node.reachable and node.state is NodeState.RETURNED):
         return reason
     if source.labels.get("network", "") != node.labels.get("network", ""):
         return "is in another network domain"
@@ -146,12 +146,12 @@ def _memory(rank: Rank) -> int:
 
 
 def _why_none(reasons: Mapping[str, str]) -> str:
-    """ "no node can take it: spare-1 is tainted; 12 nodes: is no spare"."""
+    """ "no node can take it (spare-1: is tainted; 12 nodes: is no spare)"."""
     if not reasons:
         return "no node can take it: there is no other node"
     counts = Counter(reasons.values())
     parts = []
     for reason, count in counts.most_common():
         names = [name for name, why in reasons.items() if why == reason]
-        parts.append(f"{', '.join(names)} {reason}" if count <= 3 else f"{count} nodes: {reason}")
-    return f"no node can take it: {'; '.join(parts)}"
+        parts.append(f"{', '.join(names) if count <= 3 else f'{count} nodes'}: {reason}")
+    return f"no node can take it ({'; '.join(parts)})"

@@ -12,7 +12,7 @@ import contextlib
 import json
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from sqlite3 import DatabaseError, OperationalError, Row
@@ -77,7 +77,6 @@ class Store:
         self._db, self.folder, self.now = connection, folder, clock
         self._writes = asyncio.Lock()
         self._pending: list[Record] = []
-        self._version = -1
         self.on_record: Callable[[Record], None] = lambda record: None  # called after the transaction
 
     @classmethod
@@ -266,8 +265,8 @@ class Store:
             await self._append("order-ended", f"{ended.kind} of {ended.node}: {summary}", node=ended.node, data=data)
             return True
 
-    async def set_alerts(self, alerts: dict[str, str]) -> None:
-        """Replaces what a person must look at, by subject. Only changes are recorded."""
+    async def set_alerts(self, alerts: Mapping[str, str], data: Mapping[str, dict[str, Any]] | None = None) -> None:
+        """Replaces what a person must look at, by subject. Only changes are recorded, with the data of the subject."""
         known = {row["about"]: row["text"] for row in await self._all("SELECT about, text FROM alerts")}
         if {about: _stable(text) for about, text in alerts.items()} == {a: _stable(t) for a, t in known.items()}:
             return
@@ -278,7 +277,8 @@ class Store:
             for about, text in alerts.items():
                 if _stable(known.get(about, "")) != _stable(text):
                     await self._db.execute("INSERT OR REPLACE INTO alerts VALUES (?, ?, ?)", (about, text, self.now()))
-                    await self._append("alert", f"{about}: {text}", data={"about": about})
+                    more = (data or {}).get(about, {})
+                    await self._append("alert", f"{about}: {text}", data={**more, "about": about})
 
     # ---------------------------------------------------------------- reading
 
@@ -315,13 +315,6 @@ class Store:
         """The records after that one, in order."""
         rows = await self._all("SELECT * FROM events WHERE id > ? ORDER BY id LIMIT ?", after, limit)
         return [Record(**{**dict(row), "data": json.loads(row["data"])}) for row in rows]
-
-    async def changed_elsewhere(self) -> bool:
-        """Whether another process has changed the database since the last call."""
-        row = await self._one("PRAGMA data_version")
-        assert row is not None
-        before, self._version = self._version, int(row[0])
-        return before != self._version
 
     async def _one(self, query: str, *values: Any) -> Row | None:
         async with self._db.execute(query, values) as cursor:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
@@ -36,6 +37,13 @@ ATTEMPTS = 3
 
 def _worth_repeating(result: MoveResult) -> bool:
     return (result.outcome, result.where, result.error_code) == (Verdict.UNDONE, Where.SOURCE_RUNNING, Changed.code)
+
+
+def attempt_id(move: str, attempt: int) -> str:
+    """The id of a later attempt at a move whose id the caller has chosen: it can be computed after a restart."""
+    if not move or attempt == 0:
+        return move
+    return f"m-{hashlib.sha256(f'{move} {attempt}'.encode()).hexdigest()[:12]}"
 
 
 class Driver:
@@ -67,7 +75,8 @@ class Driver:
                 break
             self.on_event(note(f"attempt {len(undone)} was undone, trying again: {result.reason}"))
             try:
-                result = await self._attempt(replace(options, timeout_s=left_s))
+                following = attempt_id(options.move, len(undone))
+                result = await self._attempt(replace(options, timeout_s=left_s, move=following))
             except (SnapshotError, asyncio.CancelledError):
                 break  # the state of the rank is what the last attempt reported
         return after_attempts(result, undone)

@@ -32,7 +32,7 @@ class Run:
         self.source, self.target = source, target
         self.peers, self.gates = Peers(cluster), Gates(cluster)
         self.reporter = Reporter(on_event)
-        self.move = f"m-{secrets.token_hex(6)}"
+        self.move = options.move or f"m-{secrets.token_hex(6)}"
         self.request = pb.MoveRequest(move=self.move)
         self.reached = 0  # index in TABLE of the step being done
         # what the daemons answered

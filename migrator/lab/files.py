@@ -67,6 +67,8 @@ def cluster_text(layout: Layout, record: Record, switch: LabProcess | None) -> s
     lines += _tls_lines(layout.operator)
     for node in record.nodes:
         lines += [f"[nodes.{node}]", f"endpoint = {json.dumps(endpoint(record, node))}"]
+        if node.startswith("spare"):
+            lines += [f"[nodes.{node}.labels]", 'spare = "dedicated"']
     return "\n".join(lines) + "\n"
 
 

@@ -249,7 +249,7 @@ def worlds(draw: st.DrawFn) -> World:
     return world(*nodes, *ranks, *alarms, *past, *orders)
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(worlds(), st.sampled_from(list(Action)))
 def test_every_decision_keeps_the_safety_rules(there: World, action: Action) -> None:
     policy = acting(action)
@@ -276,7 +276,7 @@ def test_every_decision_keeps_the_safety_rules(there: World, action: Action) -> 
         assert all(about.why.order or there.nodes[about.rank.node].state is NodeState.DRAINING for about in moves)
 
 
-@settings(max_examples=80)
+@settings(max_examples=50)
 @given(worlds())
 def test_without_rules_and_orders_no_node_is_taken_out_of_use(there: World) -> None:
     calm = World(there.nodes, there.alarms, there.ranks, there.moves)

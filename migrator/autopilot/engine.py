@@ -1,0 +1,248 @@
+"""The loop of the autopilot: follows every node, decides, and carries the decisions out.
+
+Invariant: what is decided depends only on the store, on what the nodes said last, on the policy and on the time. So a restart
+changes nothing but the time. Before the first decision every move that is recorded as intended is settled, or known to be
+waited for. The caller holds the actor's lock (actor.py).
+
+A verb that finds no autopilot runs this loop too, for one order only: then nothing else is moved.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import Any
+
+from migrator.autopilot import mover, silence, validation
+from migrator.autopilot.decide import NodeDecision, RankDecision
+from migrator.autopilot.facts import AboutRank, about_node, about_ranks, intended
+from migrator.autopilot.model import Move, MoveState, Node, NodeState, Order, World
+from migrator.autopilot.policy import Policy
+from migrator.autopilot.store import Store
+from migrator.autopilot.watcher import Watcher
+from migrator.cluster import Cluster
+from migrator.results import Event
+from snapshotd.api.errors import SnapshotError
+
+log = logging.getLogger(__name__)
+
+#: How long nothing is decided at most. A change of a node or of the store is noticed earlier.
+TICK_S = 1.0
+#: How long the first answers of all nodes are waited for.
+FIRST_S = 15.0
+_STATES = {
+    NodeDecision.SUSPECT: NodeState.SUSPECT,
+    NodeDecision.CLEAR: NodeState.HEALTHY,
+    NodeDecision.TAINT: NodeState.TAINTED,
+    NodeDecision.DRAIN: NodeState.DRAINING,
+    NodeDecision.DRAINED: NodeState.DRAINED,
+    NodeDecision.REPAIRING: NodeState.REPAIRING,
+    NodeDecision.TRUST: NodeState.HEALTHY,
+}
+
+
+class Engine:
+    """One cluster. `on_phase` gets the id of a move and its events."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        policy: Policy,
+        store: Store,
+        *,
+        only_order: int = 0,
+        on_phase: Callable[[str, Event], None] = lambda move, event: None,
+    ) -> None:
+        self.cluster, self.policy, self.store, self.only_order = cluster, policy, store, only_order
+        self.on_phase = on_phase
+        self._wake = asyncio.Event()
+        self.watchers = {node: Watcher(cluster, node, store, self._wake.set) for node in cluster.nodes}
+        self._moving: dict[str, asyncio.Task[None]] = {}  # by the id of the move
+        self._validating: dict[int, asyncio.Task[None]] = {}  # by the id of the order
+        self._silence = silence.Silence(cluster, store)
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Until `stop` is set, or the only order has ended. Moves in progress are then brought to their end."""
+        stopped = asyncio.create_task(stop.wait())
+        stopped.add_done_callback(lambda _: self._wake.set())
+        watching = [asyncio.create_task(watcher.run()) for watcher in self.watchers.values()]
+        try:
+            deadline = (
+                time.monotonic() + FIRST_S
+            )  # without it, a spare that has not answered yet would lead to an alert
+            while not stop.is_set() and self._unanswered() and time.monotonic() < deadline:
+                await self._sleep(watching)
+            while not stop.is_set() and not await self._is_done():
+                await self._round()
+                await self._sleep(watching)
+            await asyncio.gather(*self._moving.values())
+        finally:
+            tasks = [stopped, *watching, *self._moving.values(), *self._validating.values()]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def first_answers(self) -> None:
+        """Waits until every watched node has answered or failed to."""
+        while self._unanswered():
+            await self._wake.wait()
+            self._wake.clear()
+
+    def _unanswered(self) -> bool:
+        return any(one.sighting is None and one.error is None for one in self.watchers.values())
+
+    async def _is_done(self) -> bool:
+        return bool(self.only_order) and (await self.store.order(self.only_order)).ended_unix_s > 0
+
+    async def _sleep(self, watching: list[asyncio.Task[None]]) -> None:
+        for task in [*watching, *self._validating.values()]:
+            if task.done():
+                task.result()  # a defect there must not leave a node unwatched
+        try:
+            async with asyncio.timeout(TICK_S):
+                await self._wake.wait()
+        except TimeoutError:
+            pass
+        self._wake.clear()
+
+    # ---------------------------------------------------------------- one round
+
+    async def _round(self) -> None:
+        await self._settle()
+        await self._silence.look(self.watchers, self.policy.unreachable_s)
+        world = await self.world()
+        alerts = await self._about_nodes(world)
+        world = await self.world()
+        decided = about_ranks(world, self.policy, self.store.now())
+        data: dict[str, dict[str, Any]] = {}
+        if self.only_order:
+            decided = [about for about in decided if about.why.order == self.only_order]
+        for about in decided:
+            if about.decision is RankDecision.MOVE:
+                await self._begin(world, about)
+            elif about.decision is RankDecision.ALERT:
+                subject = f"rank {about.rank.rank} of {about.rank.job_key} on {about.rank.node}"
+                alerts[subject], data[subject] = about.reason, _for_the_report(world, about)
+        await self._about_orders(world, decided)
+        if not self.only_order:
+            await self.store.set_alerts(alerts, data)
+
+    async def world(self) -> World:
+        """Everything that is known now."""
+        now = self.store.now()
+        window = max(self.policy.breaker.window_s, self.policy.breaker.rank_window_s, self.policy.breaker.back_off_s)
+        stored = await self.store.load(now - window)
+        nodes: dict[str, Node] = {}
+        ranks = []
+        for name, watcher in self.watchers.items():
+            seen, record = watcher.sighting, stored.nodes.get(name)
+            node = seen.node if seen is not None else Node(name, labels=self.cluster.labels.get(name, {}), seen=False)
+            if record is not None:
+                node = replace(node, state=record.state, reason=record.reason, since_unix_s=record.since_unix_s)
+            asked = seen.asked_unix_s if seen is not None else 0.0
+            nodes[name] = replace(node, reachable=watcher.error is None, asked_unix_s=asked)
+            for rank in seen.ranks if seen is not None else ():
+                # What the node said before a move of the rank ended may be wrong by now: wait for its next answer.
+                later = [move.id for move in stored.moves if move.rank_uid == rank.uid and move.ended_unix_s >= asked]
+                ranks.append(replace(rank, moving=rank.moving or later[-1]) if later else rank)
+        alarms = tuple(alarm for alarm in stored.alarms if alarm.node in nodes)
+        return World(nodes, alarms, tuple(ranks), stored.moves, stored.orders)
+
+    async def _about_nodes(self, world: World) -> dict[str, str]:
+        """Changes the states of nodes, one after the other, because each change counts for the next one's limits."""
+        alerts: dict[str, str] = {}
+        nodes = dict(world.nodes)
+        for name in world.nodes:
+            about = about_node(replace(world, nodes=nodes), self.policy, nodes[name], self.store.now())
+            if about.decision is NodeDecision.ALERT:
+                alerts[name] = about.reason
+            elif about.decision in _STATES and (nodes[name].seen or not nodes[name].reachable):
+                state = _STATES[about.decision]
+                await self.store.set_node(name, state, about.reason)
+                nodes[name] = replace(nodes[name], state=state)
+        return alerts
+
+    async def _begin(self, world: World, about: AboutRank) -> None:
+        """Records the intent, and only then begins."""
+        move = intended(world, about, f"m-{secrets.token_hex(6)}", self.store.now())
+        await self.store.intend(move)
+        self._moving[move.id] = asyncio.create_task(self._carry_out(move))
+
+    async def _carry_out(self, move: Move) -> None:
+        await mover.carry_out(self.cluster, self.store, move, lambda event: self.on_phase(move.id, event))
+        self._look_again(move)
+
+    def _look_again(self, move: Move) -> None:
+        for name in (move.source, move.target):
+            if name in self.watchers:
+                self.watchers[name].look_now()
+        self._wake.set()
+
+    async def _settle(self) -> None:
+        """Finds out about intended moves that no task of this process drives: after a restart, or a lost outcome."""
+        for move_id, task in list(self._moving.items()):
+            if task.done():
+                del self._moving[move_id]
+                task.result()
+        stored = await self.store.load(self.store.now())
+        for move in stored.moves:
+            if move.state is MoveState.INTENDED and move.id not in self._moving:
+                try:
+                    if await mover.settle(self.cluster, self.store, move):
+                        self._look_again(move)
+                except SnapshotError as error:
+                    log.warning("move %s is not settled yet: %s", move.id, error.message)
+
+    # ---------------------------------------------------------------- orders
+
+    async def _about_orders(self, world: World, decided: list[AboutRank]) -> None:
+        for order in world.orders:
+            if self.only_order not in (0, order.id):
+                continue
+            node = world.nodes.get(order.node)
+            if node is None:
+                await self.store.end_order(order.id, f"{order.node} is not in {self.cluster.origin}")
+            elif order.kind == "return" and node.state is NodeState.VALIDATING:
+                if order.id not in self._validating:
+                    self._validating[order.id] = asyncio.create_task(self._validate(order))
+            elif order.id not in self._validating or self._validating[order.id].done():
+                await self._end_if_done(order, node, world, decided)
+
+    async def _end_if_done(self, order: Order, node: Node, world: World, decided: list[AboutRank]) -> None:
+        """Ends an order if every rank has moved, or none of the others can be moved now."""
+        mine = [about for about in decided if about.why.order == order.id]
+        unasked = [name for name, one in world.nodes.items() if one.reachable and one.asked_unix_s < order.since_unix_s]
+        for name in unasked:
+            self.watchers[name].look_now()
+        if unasked or any(about.decision in (RankDecision.MOVE, RankDecision.WAIT) for about in mine):
+            return
+        if any(move.order == order.id for move in world.running):
+            return
+        moves = await self.store.moves_of_order(order.id)
+        moved = sum(move.state is MoveState.MOVED for move in moves)
+        left = [f"rank {about.rank.rank} of {about.rank.job} stays: {about.reason}" for about in mine]
+        if order.kind != "return" and not node.reachable:
+            left.append("the node does not answer")
+        summary = "; ".join([f"{moved} rank{'' if moved == 1 else 's'} moved", *left])
+        await self.store.end_order(order.id, summary)
+
+    async def _validate(self, order: Order) -> None:
+        wrong = await validation.problems(self.cluster, order.node, self.policy.validation)
+        if wrong:
+            await self.store.set_node(order.node, NodeState.REPAIRING, f"validation failed: {'; '.join(wrong)}")
+            await self.store.end_order(order.id, f"validation failed: {'; '.join(wrong)}")
+        else:
+            await self.store.set_node(order.node, NodeState.RETURNED, "validation passed")
+        self.watchers[order.node].look_now()
+        self._wake.set()
+
+
+def _for_the_report(world: World, about: AboutRank) -> dict[str, Any]:
+    """What the report needs to know about a rank that could not be moved: the same as about an intended move."""
+    named = ("rank_uid", "job_key", "rank", "source", "cause", "cause_class", "detected_unix_s", "job_gpus")
+    would_be = asdict(intended(world, about, "", 0.0))
+    return {name: would_be[name] for name in named}

@@ -1,0 +1,119 @@
+"""Follows one node: its health by long polls, and its GPUs and ranks after each of them.
+
+Invariant: nothing is concluded here. A watcher only keeps what the node said last, when, and since when it is silent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+from migrator.autopilot import convert
+from migrator.autopilot.model import Node, Rank
+from migrator.autopilot.store import Store
+from migrator.cluster import Cluster
+from snapshotd.api import snapshotd_pb2 as pb
+from snapshotd.api.client import DaemonClient, UnknownMethod
+from snapshotd.api.errors import SnapshotError
+
+#: How long one poll waits for an event. GPUs and ranks are looked at at least that often.
+POLL_S = 10.0
+CALL_S = 10.0
+RETRY_S = 2.0
+#: Between two polls, so that a node with many events does not keep the autopilot busy.
+LEAST_S = 0.1
+
+
+@dataclass(frozen=True)
+class Sighting:
+    """What a node said, and when it was asked."""
+
+    node: Node
+    ranks: tuple[Rank, ...]
+    asked_unix_s: float
+
+
+class Watcher:
+    """One node. `changed` is called when something new is known."""
+
+    def __init__(self, cluster: Cluster, node: str, store: Store, changed: Callable[[], None]) -> None:
+        self.cluster, self.node, self.store, self._changed = cluster, node, store, changed
+        self.sighting: Sighting | None = None
+        self.error: SnapshotError | None = None
+        self.silent_since: float | None = None  # monotonic
+        self._look_now = asyncio.Event()
+
+    @property
+    def silent_s(self) -> float:
+        return 0.0 if self.silent_since is None else time.monotonic() - self.silent_since
+
+    def look_now(self) -> None:
+        """Ends the current poll, so that the node's ranks are looked at."""
+        self._look_now.set()
+
+    async def run(self) -> None:
+        """Until it is cancelled."""
+        while True:
+            try:
+                async with self.cluster.client(self.node) as client:
+                    wait_s = 0.0  # the first answer is needed at once
+                    while True:
+                        await self._once(client, wait_s)
+                        wait_s = POLL_S
+                        await asyncio.sleep(LEAST_S)
+            except SnapshotError as error:
+                if self.error is None:
+                    self.silent_since = time.monotonic()
+                self.error = error
+                self._changed()
+            await asyncio.sleep(RETRY_S)
+
+    async def _once(self, client: DaemonClient, wait_s: float) -> None:
+        news = await self._poll(client, wait_s)
+        self._look_now.clear()
+        asked = self.store.now()
+        info, ranks = await asyncio.gather(
+            client.node.GetNode(pb.GetNodeRequest(), timeout_s=CALL_S),
+            client.node.ListRanks(pb.ListRanksRequest(), timeout_s=CALL_S),
+        )
+        labels = self.cluster.labels.get(self.node, {})
+        seen = Sighting(convert.node(self.node, labels, info), convert.ranks(self.node, ranks), asked)
+        before, self.sighting = self.sighting, seen
+        returned, self.error, self.silent_since = self.error is not None, None, None
+        if news or returned or before is None or before.ranks != seen.ranks or before.node != seen.node:
+            self._changed()
+
+    async def _poll(self, client: DaemonClient, wait_s: float) -> bool:
+        """Records new events. Returns whether there were any, or an alarm changed."""
+        news = False
+        while True:
+            epoch, sequence = await self.store.cursor(self.node)
+            request = pb.GetHealthRequest(epoch=epoch, after=sequence, wait_s=wait_s)
+            try:
+                reply = await self._unless_needed(client.node.GetHealth(request, timeout_s=wait_s + CALL_S))
+            except UnknownMethod:  # a daemon without health: its ranks can still be moved
+                reply = None
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(wait_s):
+                        await self._look_now.wait()
+            if reply is None:
+                return news
+            news = await self.store.take_in(convert.health(self.node, reply)) or news
+            if not reply.more:
+                return news
+
+    async def _unless_needed(self, call: Coroutine[Any, Any, pb.Health]) -> pb.Health | None:
+        """The answer, or None if a look at the ranks is needed before it arrives. The events arrive with the next poll."""
+        poll = asyncio.create_task(call)
+        needed = asyncio.create_task(self._look_now.wait())
+        try:
+            await asyncio.wait({poll, needed}, return_when=asyncio.FIRST_COMPLETED)
+            return poll.result() if poll.done() else None
+        finally:
+            for task in (poll, needed):
+                task.cancel()
+            await asyncio.gather(poll, needed, return_exceptions=True)

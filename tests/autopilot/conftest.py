@@ -1,0 +1,148 @@
+"""A cluster of fake daemons on which moves have an effect: a rank that is activated on its target has left its source."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from snapshotd.api import snapshotd_pb2 as pb
+from snapshotd.api import snapshotd_pb2_grpc as stubs
+from snapshotd.api.errors import Undone
+from tests.cli.conftest import FakeDaemon, Migrator, alone, migrator  # noqa: F401 - fixtures
+from tests.cli.fake_gates import FakeGates
+
+NODES = ("node-1", "node-2", "node-3", "spare-1", "spare-2")
+
+
+@dataclass
+class PilotDaemon(FakeDaemon):
+    """Reports health as a daemon does, and takes part in moves."""
+
+    others: dict[str, PilotDaemon] = field(default_factory=dict)
+    arriving: dict[str, tuple[str, str]] = field(default_factory=dict)  # rank and target, by move
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    events: list[pb.HealthEvent] = field(default_factory=list)
+    fails_to: set[str] = field(default_factory=set)  # targets to which the stream fails
+
+    def raise_alarm(self, check: str = "gpu-ecc", subject: str = "host", severity: Any = pb.CRITICAL) -> None:
+        now = time.time()
+        with self.changed:
+            self.health.alarms.append(
+                pb.Alarm(check=check, subject=subject, severity=severity, text="it fails", since_unix_s=now, count=1)
+            )
+            self.events.append(
+                pb.HealthEvent(
+                    sequence=len(self.events) + 1,
+                    unix_s=now,
+                    kind=pb.HealthEvent.RAISED,
+                    check=check,
+                    subject=subject,
+                    severity=severity,
+                    text="it fails",
+                )
+            )
+            self.changed.notify_all()
+
+    def GetHealth(self, request: pb.GetHealthRequest, context: grpc.ServicerContext) -> pb.Health:
+        self._hear("GetHealth", request, context)
+        known = request.after if request.epoch == "e1" else 0
+        with self.changed:
+            # Shorter than a daemon would wait, because a waiting thread cannot be stopped at the end of a test.
+            self.changed.wait_for(lambda: len(self.events) > known, min(request.wait_s, 0.5))
+            return pb.Health(
+                node=self.name,
+                epoch="e1",
+                sequence=len(self.events),
+                alarms=self.health.alarms,
+                events=self.events[known:],
+            )
+
+    def Begin(self, request: pb.BeginRequest, context: grpc.ServicerContext) -> pb.BeginReply:
+        record = self.record(request.move)
+        record.role, record.rank_uid = "source", request.rank_uid
+        record.source_node, record.target_node = self.name, request.target_node
+        self.arriving[request.move] = (request.rank_uid, request.target_node)
+        return super().Begin(request, context)
+
+    def Stream(self, request: pb.MoveRequest, context: grpc.ServicerContext) -> Iterator[pb.Progress]:
+        if self.arriving[request.move][1] in self.fails_to:
+            self.failures["Stream"] = Undone("the network is broken")
+        else:
+            self.failures.pop("Stream", None)
+        return super().Stream(request, context)
+
+    def Commit(self, request: pb.CommitRequest, context: grpc.ServicerContext) -> pb.Outcome:
+        uid, target = self.arriving[request.move]
+        (rank,) = [rank for rank in self.ranks if rank.uid == uid]
+        self.ranks.remove(rank)
+        there = pb.Rank()
+        there.CopyFrom(rank)
+        there.at_node = target
+        self.others[target].ranks.append(there)
+        return super().Commit(request, context)
+
+    def _activate(self, move: str) -> pb.ActivateReply:
+        reply = super()._activate(move)
+        self.record(move).role = "target"
+        return reply
+
+
+@dataclass
+class PilotCluster:
+    path: Path
+    daemons: dict[str, PilotDaemon]
+    servers: dict[str, grpc.Server]
+
+    def __getitem__(self, node: str) -> PilotDaemon:
+        return self.daemons[node]
+
+    def stop(self, *nodes: str) -> None:
+        for node in nodes:
+            self.servers[node].stop(0).wait()
+
+    def places(self) -> dict[str, str]:
+        """The node of every rank."""
+        return {rank.uid: node for node, daemon in self.daemons.items() for rank in daemon.ranks}
+
+    def begun(self) -> int:
+        """How many moves have begun."""
+        return sum(len(daemon.called("Begin")) for daemon in self.daemons.values())
+
+
+@pytest.fixture
+def pilots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PilotCluster]:
+    made = PilotCluster(tmp_path / "cluster.toml", {}, {})
+    text = []
+    for node in NODES:
+        made.daemons[node] = daemon = PilotDaemon(node, others=made.daemons)
+        made.servers[node] = server = grpc.server(ThreadPoolExecutor(8))
+        stubs.add_NodeServicer_to_server(daemon, server)
+        stubs.add_SourceServicer_to_server(daemon, server)
+        stubs.add_TargetServicer_to_server(daemon, server)
+        stubs.add_GateServicer_to_server(FakeGates(daemon), server)
+        server.add_insecure_port(f"unix:{tmp_path}/{node}.sock")
+        server.start()
+        text.append(f'[nodes.{node}]\nendpoint = "unix:{tmp_path}/{node}.sock"\n')
+        if node.startswith("spare"):
+            text.append(f'[nodes.{node}.labels]\nspare = "dedicated"\n')
+    made.path.write_text("".join(text))
+    monkeypatch.setenv("MIGRATOR_CLUSTER", str(made.path))
+    monkeypatch.setenv("MIGRATOR_STATE", str(tmp_path / "state"))
+    yield made
+    made.stop(*made.servers)
+
+
+def until(what: str, condition: Callable[[], Any]) -> Any:
+    deadline = time.monotonic() + 60
+    while not (found := condition()):
+        assert time.monotonic() < deadline, f"waited 60 s for {what}"
+        time.sleep(0.02)
+    return found
