@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from migrator.autopilot import policy
 from migrator.cli import arguments, output, run
-from snapshotd.api.errors import Ambiguous
+from snapshotd.api.errors import Ambiguous, Usage
 
 if TYPE_CHECKING:
     from migrator.lab import Lab
 
 DEFAULT_NAME = "lab"
 DEFAULT_NODES = "node-1,node-2,spare-1"
+#: Of a lab's autopilot. Unlike the default of a cluster it acts, because trying that out is what a lab is for.
+POLICY = """\
+[[rules]]
+name = "critical"
+severity = "critical"
+action = "move"
+
+[breaker]
+nodes_percent = 50
+rank_window_s = 60
+"""
 
 
 def add(verbs: arguments.Verbs) -> None:
@@ -33,6 +46,12 @@ def add(verbs: arguments.Verbs) -> None:
     up.add_argument(
         "--nodes", default=DEFAULT_NODES, metavar="A,B,…", help=f"names of the nodes (default: {DEFAULT_NODES})"
     )
+    up.add_argument(
+        "--autopilot",
+        action="store_true",
+        help="start an autopilot too, which moves ranks away from nodes with critical alarms (see --policy)",
+    )
+    up.add_argument("--policy", type=Path, metavar="FILE", help="policy of the autopilot (default: one made for labs)")
     inner.add("down", _down, "stop the lab and remove its files")
     ranks = inner.add(
         "run",
@@ -71,12 +90,24 @@ def _lab(options: argparse.Namespace, *, new: bool = False) -> Lab:
 
 def _up(options: argparse.Namespace) -> int:
     lab = _lab(options, new=True)
+    if options.policy is not None:
+        if not options.autopilot:
+            raise Usage("--policy is for --autopilot", remedy="give both, or none")
+        policy.read(options.policy)
     lab.up([name.strip() for name in options.nodes.split(",")])
+    if options.autopilot:
+        given = options.policy or lab.layout.run / "policy.toml"
+        if options.policy is None:
+            given.write_text(POLICY)
+        lab.start_autopilot(given)
     nodes = {node: lab.address(node) for node in lab.nodes}
     if arguments.wants_json(options):
-        output.json_object({"lab": lab.name, "cluster": str(lab.cluster_path), "nodes": nodes})
+        made = {"lab": lab.name, "cluster": str(lab.cluster_path), "nodes": nodes}
+        output.json_object(made | {"autopilot": bool(options.autopilot)})
     else:
         print(f"lab {lab.name} is up: " + ", ".join(f"{node} ({address})" for node, address in nodes.items()))
+        if options.autopilot:
+            print(f"  the autopilot's log: {lab.layout.run / 'autopilot.log'}")
         print(output.styled("  try: migrator lab run -- CMD …, migrator ps, migrator move --rank R --to NODE", "dim"))
     return 0
 

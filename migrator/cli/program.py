@@ -9,7 +9,27 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from migrator.cli import check, cluster, doctor, history, lab, move, nodes, output, pki, ps, recover, run, status
+from migrator.cli import (
+    autopilot,
+    check,
+    cluster,
+    doctor,
+    drain,
+    history,
+    lab,
+    move,
+    nodes,
+    output,
+    pki,
+    policy,
+    ps,
+    recover,
+    report,
+    run,
+    spares,
+    status,
+    taint,
+)
 from migrator.cli.arguments import Parser, Verbs, add_global_options, exit_codes
 from snapshotd.api import version
 from snapshotd.api.errors import Internal, SnapshotError, Usage
@@ -35,7 +55,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--version", action="version", version=f"migrator {version.described()}")
     verbs = Verbs(made)
     verbs.add("run", None, run.SUMMARY)  # only for the list: `run` has its own parser
-    for verb in (ps, nodes, doctor, check, move, status, history, recover, cluster, lab, pki):
+    for verb in (ps, nodes, doctor, check, move, status, history, recover):
+        verb.add(verbs)
+    for verb in (drain, taint, spares, autopilot, policy, report, cluster, lab, pki):
         verb.add(verbs)
     return made
 

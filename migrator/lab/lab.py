@@ -38,6 +38,7 @@ from migrator.lab.site import INSIDE, Site, need_root
 from snapshotd.api.errors import Busy, Internal, Timeout, Usage, WrongState
 
 _PACKAGES = str(Path(__file__).parents[2])
+AUTOPILOT = (sys.executable, "-m", "migrator.cli", "autopilot")
 _NAMESPACES = ("net", "mnt", "uts")
 #: Signals that end a daemon.
 _ENDING = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGABRT)
@@ -240,6 +241,19 @@ class Lab:
     def _await(self, record: Record, nodes: Sequence[str], timeout_s: float, cluster: Path | None = None) -> None:
         daemons = {node: (record.daemons[node], self.daemon_log(node)) for node in nodes}
         readiness.await_daemons(cluster or self.layout.cluster, daemons, timeout_s)
+
+    def start_autopilot(self, policy: Path) -> int:
+        """Starts the autopilot beside the nodes, where operators are, and returns its pid. It ends with the lab."""
+        command = [*AUTOPILOT, "--cluster", str(self.cluster_path), "--policy", str(policy.absolute())]
+        with self._site.locked():
+            way_in = self._site.way_in(self._site.record(), OPERATOR, "daemon")
+            spec = {**way_in, "cwd": "/", "log": str(self.layout.run / "autopilot.log")}
+            environment = {**os.environ, "PYTHONPATH": _PACKAGES}
+            argv = [*INSIDE, "enter", json.dumps(spec), *command]
+            done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, env=environment)
+        if done.returncode != 0:
+            raise Internal(f"the autopilot was not started: {done.stderr.decode(errors='replace').strip()}")
+        return int(json.loads(done.stdout)["pid"])
 
     # ---------------------------------------------------------------- processes in nodes
 

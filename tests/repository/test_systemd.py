@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from migrator.cli import program
 from snapshotd.api.errors import BadConfig
 from snapshotd.config import Config
 
@@ -67,6 +68,22 @@ def test_the_check_would_notice_a_mistake(installed: Path) -> None:
     service = installed / SERVICE
     service.write_text(service.read_text().replace("KillMode=process", "KillMode=proces"))
     assert f"{SERVICE}:" in verify(installed).stderr
+
+
+def test_the_autopilot_ends_its_moves_first_and_is_never_given_up(installed: Path) -> None:
+    name = "migrator-autopilot.service"
+    text, count = re.subn(r"(?m)^ExecStart=\S+", "ExecStart=/bin/true", (UNITS / name).read_text())
+    assert count == 1
+    (installed / name).write_text(text)
+    verdict = run("systemd-analyze", "verify", "--man=no", installed / name, SYSTEMD_UNIT_PATH=f"{installed}:")
+    ours = [line for line in verdict.stderr.splitlines() if "autopilot" in line]
+    assert (verdict.returncode, ours) == (0, []), verdict.stderr
+    found = unit(name)
+    assert found["Unit"]["StartLimitIntervalSec"] == "0"
+    assert (found["Service"]["Restart"], found["Service"]["KillMode"]) == ("always", "mixed")
+    words = found["Service"]["ExecStart"].split()
+    options = program.parser().parse_args(words[1:])
+    assert str(options.state) == f"/var/lib/{found['Service']['StateDirectory']}"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,84 @@
+"""`migrator autopilot`: runs the autopilot in the foreground. systemd/migrator-autopilot.service starts it."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import signal
+import sys
+from typing import TYPE_CHECKING
+
+from migrator import formatting
+from migrator.cli import arguments, output, state
+from snapshotd.api import version
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from migrator.autopilot.chain import Record
+    from migrator.autopilot.policy import Policy
+    from migrator.cluster import Cluster
+
+
+def add(verbs: arguments.Verbs) -> None:
+    parser = verbs.add(
+        "autopilot",
+        act,
+        "watch the nodes, and move ranks away from nodes in trouble",
+        more=(
+            "Runs until it is stopped. Without a rule that acts in the policy it only observes. Ctrl-C or SIGTERM lets moves "
+            "in progress end first; a second one undoes them where that is possible. It can be killed at any moment: the "
+            "next one finds what was in progress."
+        ),
+        examples="  migrator autopilot --policy /etc/migrator/policy.toml",
+    )
+    state.add_policy(parser, required=True)
+    state.add_state(parser)
+
+
+def act(options: argparse.Namespace) -> int:
+    policy = state.the_policy(options)
+    cluster = arguments.the_cluster(options)
+    folder = state.folder(options, cluster)
+    logging.getLogger("migrator").setLevel(logging.INFO)
+    asyncio.run(_run(cluster, policy, folder, as_json=arguments.wants_json(options)))
+    return 0
+
+
+async def _run(cluster: Cluster, policy: Policy, folder: Path, *, as_json: bool) -> None:
+    from migrator.autopilot import actor
+    from migrator.autopilot.engine import Engine
+    from migrator.autopilot.store import Store
+
+    stop, task = asyncio.Event(), asyncio.current_task()
+    assert task is not None
+
+    def on_signal() -> None:
+        if stop.is_set():
+            task.cancel()
+        stop.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, on_signal)
+    with actor.only_one(folder):
+        async with Store.open(folder) as store:
+            store.on_record = lambda record: show(record, as_json=as_json)
+            acting = [rule.name for rule in policy.rules if rule.action.value != "observe"]
+            rules = f"rules that act: {', '.join(acting)}" if acting else "no rule acts: it only observes"
+            text = f"migrator {version.described()} with {policy.origin}; {rules}"
+            await store.note("start", text, nodes=len(cluster.nodes), policy=policy.origin)
+            with contextlib.suppress(asyncio.CancelledError):  # the second signal
+                await Engine(cluster, policy, store).run(stop)
+            await store.note("stop", "stopped by a signal")
+
+
+def show(record: Record, *, as_json: bool) -> None:
+    """One line for each record, as text or as a JSON object."""
+    if as_json:
+        output.json_object(record.to_json())
+    else:
+        where = f"{record.node}: " if record.node else ""
+        line = formatting.plain(f"{record.kind}: {where}{record.text}")
+        print(output.styled(line, "red") if record.kind == "alert" else line, file=sys.stdout, flush=True)

@@ -1,0 +1,247 @@
+"""`migrator drain`, `evacuate`, `return` and `undrain`: orders about one node.
+
+An order is recorded first. The autopilot carries it out if one runs, else this command does; if the autopilot ends meanwhile,
+this command takes over. Ctrl-C leaves the order to the autopilot, or open if there is none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import functools
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from migrator import formatting
+from migrator.cli import arguments, output, state
+from snapshotd.api.errors import Refused
+
+if TYPE_CHECKING:
+    from migrator.autopilot.facts import AboutRank
+    from migrator.autopilot.model import Move, Order
+    from migrator.autopilot.policy import Policy
+    from migrator.autopilot.store import Store
+    from migrator.cluster import Cluster
+
+HEADS = ("JOB", "RANK", "FROM", "TO", "OUTCOME", "PAUSE", "REASON")
+FOLLOW_S = 0.3
+
+
+def add(verbs: arguments.Verbs) -> None:
+    drain = verbs.add(
+        "drain",
+        functools.partial(_order, "drain"),
+        "move all ranks of a node to spares, and use the node no more",
+        more="One rank of a job is moved at a time. Jobs that the policy excludes stay. Exits with 10 if a rank stays.",
+        examples='  migrator drain node-3 --reason "replace a fan"\n  migrator drain node-3 --to spare-1 --dry-run',
+    )
+    evacuate = verbs.add(
+        "evacuate",
+        functools.partial(_order, "evacuate"),
+        "like drain, and also move the ranks of jobs that the policy excludes",
+        examples="  migrator evacuate node-3",
+    )
+    returned = verbs.add(
+        "return",
+        functools.partial(_order, "return"),
+        "examine a repaired node, use it again, and move its ranks back",
+        more="Alarms of the node are cleared, then it is validated (docs/autopilot.md). Ranks that were started there and "
+        "are elsewhere move back. If the validation fails, nothing is moved, and the command exits with 10.",
+        examples="  migrator return node-3",
+    )
+    for parser in (drain, evacuate, returned):
+        parser.add_argument("node", type=arguments.node, metavar="NODE")
+        parser.add_argument("--reason", default="", metavar="TEXT", help="reason for the record")
+        parser.add_argument("--dry-run", action="store_true", help="show what would be done, and change nothing")
+        state.add_policy(parser)
+        state.add_state(parser)
+    for parser in (drain, evacuate):
+        parser.add_argument(
+            "--to", type=_nodes, default=(), metavar="A,B,…", help="nodes to move the ranks to (default: spares)"
+        )
+    returned.set_defaults(to=())
+    undrain = verbs.add(
+        "undrain",
+        _undrain,
+        "use a node again without examining it, and end an order about it",
+        examples="  migrator undrain node-3",
+    )
+    undrain.add_argument("node", type=arguments.node, metavar="NODE")
+    undrain.add_argument("--dry-run", action="store_true", help="show what would be done, and change nothing")
+    state.add_state(undrain)
+
+
+def _nodes(text: str) -> tuple[str, ...]:
+    return tuple(arguments.node(name.strip()) for name in text.split(","))
+
+
+def _order(kind: str, options: argparse.Namespace) -> int:
+    from migrator.autopilot.model import Order
+    from migrator.find_rank import find_node
+
+    policy = state.the_policy(options)
+    cluster = arguments.the_cluster(options)
+    for name in (options.node, *options.to):
+        find_node(cluster, name)
+    order = Order(0, kind, options.node, options.to, options.reason, state.operator())
+    folder, as_json = state.folder(options, cluster), arguments.wants_json(options)
+    if options.dry_run:
+        return asyncio.run(_plan(cluster, policy, folder, order, as_json=as_json))
+    return asyncio.run(_carry_out(cluster, policy, folder, order, as_json=as_json))
+
+
+# ---------------------------------------------------------------------- for real
+
+
+async def _carry_out(cluster: Cluster, policy: Policy, folder: Path, order: Order, *, as_json: bool) -> int:
+    from migrator.autopilot.model import MoveState, NodeState
+    from migrator.autopilot.store import Store
+
+    async with Store.open(folder) as store:
+        known = (await store.load(store.now())).nodes
+        first = NodeState.VALIDATING if order.kind == "return" else NodeState.DRAINING
+        given = await store.give_order(order, first)
+        await _follow(cluster, policy, store, given.id)
+        ended, moves = await store.order(given.id), await store.moves_of_order(given.id)
+        after = (await store.load(store.now())).nodes[order.node]
+    done = after.state in (NodeState.DRAINED, NodeState.RETURNED, NodeState.HEALTHY)
+    done = done and not any(move.state is MoveState.INTENDED for move in moves)
+    if as_json:
+        before = known[order.node].state.value if order.node in known else NodeState.HEALTHY.value
+        output.json_object(
+            {
+                "order": given.id,
+                "kind": order.kind,
+                "node": order.node,
+                "before": before,
+                "state": after.state.value,
+                "complete": done,
+                "summary": ended.summary,
+                "moves": [_move_json(move) for move in moves],
+            }
+        )
+    else:
+        if moves:
+            output.table(HEADS, [_row(move) for move in moves], right=("RANK", "PAUSE"))
+        print(formatting.plain(f"{order.node} is {after.state}: {ended.summary}"))
+    return 0 if done else Refused.exit_code
+
+
+async def _follow(cluster: Cluster, policy: Policy, store: Store, order: int) -> None:
+    """Waits until the order has ended. Whenever no autopilot runs, carries it out."""
+    from migrator.autopilot import actor
+    from migrator.autopilot.engine import Engine
+
+    while not (await store.order(order)).ended_unix_s:
+        with actor.acting(store.folder) as first:
+            if first:
+                await Engine(cluster, policy, store, only_order=order).run(asyncio.Event())
+                continue
+        await asyncio.sleep(FOLLOW_S)
+
+
+def _move_json(move: Move) -> dict[str, Any]:
+    return {**msgspec.to_builtins(move), "job": move.job_key.partition("/")[2]}
+
+
+def _row(move: Move) -> tuple[str, ...]:
+    pause = formatting.seconds(move.pause_s) if move.pause_s else "-"
+    job = move.job_key.partition("/")[2]
+    return (job, str(move.rank), move.source, move.target, move.state.value, pause, move.result)
+
+
+# ---------------------------------------------------------------------- dry run
+
+
+async def _plan(cluster: Cluster, policy: Policy, folder: Path, order: Order, *, as_json: bool) -> int:
+    """Shows where each rank would go, as if they could all move at once."""
+    from migrator.autopilot.facts import about_ranks
+    from migrator.autopilot.model import NodeState
+    from migrator.autopilot.policy import Job
+    from migrator.autopilot.store import Store
+    from migrator.autopilot.survey import survey
+
+    jobs = tuple(msgspec.structs.replace(job, independent=True) for job in (*policy.jobs, Job("*")))
+    policy = msgspec.structs.replace(policy, jobs=jobs)
+    async with Store.open(folder) as store:
+        world, silent = await survey(cluster, policy, store)
+        now = store.now()
+    after = NodeState.RETURNED if order.kind == "return" else NodeState.DRAINING
+    node = replace(world.nodes[order.node], state=after)
+    order = replace(order, id=-1, since_unix_s=now)
+    world = replace(world, nodes={**world.nodes, order.node: node}, orders=(order,))
+    decided = [about for about in about_ranks(world, policy, now) if about.why.order == order.id]
+    if as_json:
+        output.json_object(
+            {
+                "kind": order.kind,
+                "node": order.node,
+                "dry_run": True,
+                "ranks": [_plan_json(about) for about in decided],
+                "unreachable": output.silent_objects(silent),
+            }
+        )
+        return 0
+    output.warn_silent(silent, len(cluster.nodes), as_json=False)
+    rows = [
+        (about.rank.job, str(about.rank.rank), about.rank.node, about.target or "-", about.decision.value, about.reason)
+        for about in decided
+    ]
+    if rows:
+        output.table(("JOB", "RANK", "FROM", "TO", "DECISION", "REASON"), rows, right=("RANK",))
+    else:
+        print("no rank would be moved")
+    return 0
+
+
+def _plan_json(about: AboutRank) -> dict[str, Any]:
+    return {
+        "uid": about.rank.uid,
+        "job": about.rank.job,
+        "user_id": about.rank.user_id,
+        "rank": about.rank.rank,
+        "source": about.rank.node,
+        "target": about.target,
+        "decision": about.decision.value,
+        "reason": about.reason,
+    }
+
+
+# ---------------------------------------------------------------------- undrain
+
+
+def _undrain(options: argparse.Namespace) -> int:
+    cluster = arguments.the_cluster(options)
+    return asyncio.run(
+        use_again(cluster, state.folder(options, cluster), options.node, options.dry_run, arguments.wants_json(options))
+    )
+
+
+async def use_again(cluster: Cluster, folder: Path, node: str, dry_run: bool, as_json: bool) -> int:
+    """Makes a node healthy by an operator's word, and ends an order about it. `untaint` does the same."""
+    from migrator.autopilot.model import NodeState
+    from migrator.autopilot.store import Store
+    from migrator.find_rank import find_node
+
+    find_node(cluster, node)
+    async with Store.open(folder) as store:
+        stored = await store.load(store.now())
+        before = stored.nodes[node].state if node in stored.nodes else NodeState.HEALTHY
+        orders = [order.id for order in stored.orders if order.node == node]
+        if not dry_run:
+            for order in orders:
+                await store.end_order(order, f"ended by {state.operator()}")
+            if before is not NodeState.HEALTHY:
+                await store.set_node(node, NodeState.HEALTHY, "an operator ended it", state.operator())
+        alarms = [alarm.check for alarm in stored.alarms if alarm.node == node]
+    if as_json:
+        facts = {"node": node, "before": before.value, "state": "healthy", "orders_ended": orders, "alarms": alarms}
+        output.json_object({**facts, "dry_run": dry_run})
+    else:
+        print(f"{node} {'would be' if dry_run else 'is'} healthy; it was {before}")
+        if alarms:
+            print(f"  it still has alarms, and a rule may act on them again: {formatting.plain(', '.join(alarms))}")
+    return 0
