@@ -16,6 +16,7 @@ import pytest
 from prometheus_client import generate_latest
 
 import snapshotd.preflight
+from migrator.autopilot import policy
 from migrator.cli import program, run
 from migrator.cluster import Cluster
 from migrator.protocol import TABLE, UNDO, diagram
@@ -241,6 +242,19 @@ def test_every_configuration_key_is_explained() -> None:
     example = (ROOT / "systemd/snapshotd.toml.example").read_text()
     assert set(re.findall(r"^(?:# )?([a-z_]+) = ", example, re.MULTILINE)) <= {*keys, "ca", "cert", "key"}
     assert set(Config.__annotations__) - {"credentials", "criu_version"} <= keys
+
+
+def test_every_key_of_the_policy_is_explained() -> None:
+    page = ROOT / "docs/autopilot.md"
+    explained = {name for row in rows(text_of(page, "policy")) for name in names(row[0])}
+    tables = {"rules": policy.Rule, "jobs": policy.Job}
+    tables |= {"breaker": policy.Breaker, "spares": policy.Spares, "validation": policy.Validation}
+    keys = {f"{name}.{key}" for name, struct in tables.items() for key in struct.__struct_fields__}
+    keys |= set(policy.Policy.__struct_fields__) - {*tables, "origin"}
+    assert explained == keys
+    for block in re.findall(r"```toml\n(.*?)```", page.read_text(), re.DOTALL):
+        if "[[rules]]" in block:
+            policy.from_values(tomllib.loads(block), "the example")
 
 
 def test_metrics_are_those_that_are_served() -> None:
