@@ -22,6 +22,7 @@ from snapshotd.api.addresses import NODE_NAME, split_address
 from snapshotd.api.credentials import Credentials
 from snapshotd.api.errors import BadConfig
 from snapshotd.criu.find import find_criu
+from snapshotd.health.settings import Settings
 from snapshotd.proc.host import is_ram_backed
 
 DEFAULT_PATH = Path("/etc/snapshotd/snapshotd.toml")
@@ -139,6 +140,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     connection_users: Annotated[tuple[str, ...], toml_file.text("a list of names of users", _user_name)] = ()
     # All nodes of the cluster. They are asked whether a job's name is taken, and nothing else depends on this table.
     nodes: Annotated[dict[str, str] | None, Meta(description='a table with NAME = "host:port" for each node')] = None
+    health: Annotated[Settings, toml_file.table("a table", Settings)] = Settings()
     device_channel: Annotated[Literal["encrypted", "plain"], Meta(description="encrypted or plain")] = "encrypted"
 
     @property
@@ -196,6 +198,8 @@ def _contradictions(found: dict[str, Any]) -> list[str]:
     if "credentials" in found and "node" in found:
         problems += certificates.problems(found["credentials"], found["node"])
     problems += _node_problems(found.get("nodes") or {})
+    if "health" in found:
+        problems += found["health"].problems()
     if "network_user" in found:
         problems += _user_problems(found["network_user"])
     if "run_dir" in found and len(os.fsencode(found["run_dir"] / "keeper.sock")) > _SOCKET_PATH_BYTES:

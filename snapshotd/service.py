@@ -89,7 +89,9 @@ class Daemon:
         self.adoption = Adoption(self.node, self.source, self.target, self.relays, self.forwarding)
         self.history = History(self.node, [self.source, self.target, self.peer, self.gates])
         self.diagnosis = Diagnosis(self.node)
-        self.health = Monitor(config.node, config.state_dir)
+        self.health = Monitor(
+            config.node, config.state_dir, config.health, config.gpu_library_dir, lambda: self._running_moves() > 0
+        )
         descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         limits = Limits.within(config.ranks_per_user, descriptors)
         self.keepers = KeeperLinks(config.keeper_socket, self.adoption.adopt, self.adoption.events(), limits)
@@ -126,6 +128,7 @@ class Daemon:
         self.source.settle_all()
         await self.keepers.start()
         self.history.start()
+        self.health.start()
         self._recalling = asyncio.create_task(self._recall_forwardings(), name="recall forwardings")
 
     def _sweep_filters(self) -> None:
@@ -158,6 +161,7 @@ class Daemon:
                 if moving.settling is not None:
                     moving.settling.cancel()
         self._recalling.cancel()
+        await self.health.stop()
         await self.history.stop()
         await self.adoption.stop()
         await in_thread(self.target.bulk_receivers.close_all)
@@ -176,7 +180,6 @@ class Daemon:
         if fresh:
             await in_thread(self.node.store.dropped)
         held = await in_thread(self.node.store.held_bytes)
-        running = [moving for steps in (self.source, self.target) for moving in steps.moves.values()]
         inventory = await self.gpus.inventory(fresh=fresh, at_most_s=None if fresh else GLANCE_S)
         own = await in_thread(addresses.of_this_node)
         return pb.NodeInfo(
@@ -191,7 +194,7 @@ class Daemon:
             image_capacity_bytes=await in_thread(self.node.store.capacity_bytes),
             image_held_bytes=held,
             ranks=sum(1 for entry in self.node.ranks.all() if not entry.away_node),
-            moves_running=sum(1 for moving in running if not moving.log.ended_unix_s),
+            moves_running=self._running_moves(),
             cpu_features=host.cpu_features(),
             addresses=[address for address, _ in own],
             interfaces=[interface for _, interface in own],
@@ -201,6 +204,10 @@ class Daemon:
             now_unix_s=time.time(),
             protocol=protocol.own(),
         )
+
+    def _running_moves(self) -> int:
+        running = [moving for steps in (self.source, self.target) for moving in steps.moves.values()]
+        return sum(1 for moving in running if not moving.log.ended_unix_s)
 
     def move_record(self, move_log: MoveLog) -> pb.MoveRecord:
         begin, outcome = move_log.begin, move_log.outcome

@@ -31,6 +31,7 @@ from migrator.cli import (
     taint,
 )
 from migrator.cli.arguments import Parser, Verbs, add_global_options, exit_codes
+from migrator.cli.health import add as add_health
 from snapshotd.api import version
 from snapshotd.api.errors import Internal, SnapshotError, Usage
 
@@ -59,6 +60,7 @@ def parser() -> argparse.ArgumentParser:
         verb.add(verbs)
     for verb in (drain, taint, spares, autopilot, policy, report, cluster, lab, pki):
         verb.add(verbs)
+    add_health(verbs)
     return made
 
 

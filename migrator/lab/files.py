@@ -87,8 +87,10 @@ def _daemon_text(layout: Layout, record: Record, node: str) -> str:
         "allow_root_ranks": True,
     }
     lines = [f"{key} = {json.dumps(value)}" for key, value in settings.items()]
+    # Alarms of a lab come from files of its nodes: the kernel's log of the machine is that of all of them, and of its owner.
+    health = ["[health]", f"root = {json.dumps(str(layout.node(node) / 'health'))}", "interval_s = 1.0"]
     nodes = ["[nodes]", *(f"{other} = {json.dumps(endpoint(record, other))}" for other in record.nodes)]
-    return "\n".join([*lines, *_tls_lines(layout.node(node)), *nodes]) + "\n"
+    return "\n".join([*lines, *_tls_lines(layout.node(node)), *health, *nodes]) + "\n"
 
 
 def _tls_lines(folder: Path) -> list[str]:

@@ -64,7 +64,8 @@ def read(
             if field.required:
                 problems.append(f"{prefix}{key}: is missing; it must be {meta.description}")
             else:
-                found[field.name] = field.default
+                made = field.default is msgspec.NODEFAULT  # an empty table is made anew for each file
+                found[field.name] = field.default_factory() if made else field.default
         elif inner is not None:
             if not isinstance(values[key], dict):
                 problems.append(f"{prefix}{key}: must be {meta.description}, not {values[key]!r}")

@@ -40,6 +40,7 @@ class Calls:
         self._driver: Driver | None = None
         self.by_name: dict[str, Callable[[Answer], Answer]] = {
             "inventory": self._inventory,
+            "health": self._health,
             "init": self._init,
             "state": self._state,
             "lock": self._lock,
@@ -59,6 +60,11 @@ class Calls:
         from snapshotd.cuda import nvml
 
         return nvml.inventory()
+
+    def _health(self, request: Answer) -> Answer:
+        from snapshotd.cuda import nvml_health
+
+        return nvml_health.readings()
 
     def _init(self, request: Answer) -> Answer:
         return {"version": self._cuda().version}

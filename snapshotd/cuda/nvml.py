@@ -22,17 +22,10 @@ _NO_GPU = (pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, pynvml.NVML_ERROR_DRIVER_NOT_LOA
 
 def inventory() -> dict[str, Any]:
     """{"driver_version", "gpus": […], "problem"}, as inventory.from_answer expects it. Unusable if there is no NVML."""
-    global _initialised
-    with _once:
-        if not _initialised:
-            try:
-                pynvml.nvmlInit()
-            except pynvml.NVMLError as error:
-                raise Unusable(f"NVML: {error}", no_gpu=error.value in _NO_GPU) from error
-            _initialised = True
+    initialise()
     gpus, problems = [], []
     try:
-        driver_version = _text(pynvml.nvmlSystemGetDriverVersion())
+        driver_version = text(pynvml.nvmlSystemGetDriverVersion())
         count = pynvml.nvmlDeviceGetCount()
     except pynvml.NVMLError as error:
         raise Unusable(f"NVML: {error}", no_gpu=False) from error
@@ -44,15 +37,27 @@ def inventory() -> dict[str, Any]:
     return {"driver_version": driver_version, "gpus": gpus, "problem": "; ".join(problems)}
 
 
+def initialise() -> None:
+    """Unusable if there is no NVML."""
+    global _initialised
+    with _once:
+        if not _initialised:
+            try:
+                pynvml.nvmlInit()
+            except pynvml.NVMLError as error:
+                raise Unusable(f"NVML: {error}", no_gpu=error.value in _NO_GPU) from error
+            _initialised = True
+
+
 def _gpu(index: int) -> dict[str, Any]:
     handle = pynvml.nvmlDeviceGetHandleByIndex(index)
     memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
     major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
     mig = _where_supported(pynvml.nvmlDeviceGetMigMode, handle)
     return {
-        "uuid": _text(pynvml.nvmlDeviceGetUUID(handle)),
+        "uuid": text(pynvml.nvmlDeviceGetUUID(handle)),
         "index": index,
-        "name": _text(pynvml.nvmlDeviceGetName(handle)),
+        "name": text(pynvml.nvmlDeviceGetName(handle)),
         "compute_capability": f"{major}.{minor}",
         "memory_bytes": int(memory.total),
         "memory_free_bytes": int(memory.free),
@@ -88,5 +93,5 @@ def _where_supported(query: Callable[[Any], Any], handle: Any) -> Any:
         return None
 
 
-def _text(value: str | bytes) -> str:
+def text(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value

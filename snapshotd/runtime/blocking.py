@@ -10,13 +10,15 @@ hang for ever (criu, the CUDA driver) belongs in a child process, which can be k
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import functools
 import logging
+import threading
 from collections.abc import AsyncIterator, Callable, Hashable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from typing import ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar, cast
 
 log = logging.getLogger(__name__)
 
@@ -80,6 +82,52 @@ async def all_at_once(function: Callable[[Item], T], items: Sequence[Item]) -> l
         if isinstance(result, BaseException):
             raise result
     return [result for result in results if not isinstance(result, BaseException)]
+
+
+class Reader:
+    """Runs functions that only read, in threads that can be abandoned.
+
+    For what can hang in the kernel (counters of sick hardware): such a read can neither be ended nor awaited, not even when
+    the daemon exits. As long as one hangs, no other is begun. Nothing may depend on what an abandoned thread does.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._busy = False
+
+    async def run(self, function: Callable[[], T], limit_s: float) -> T:
+        """The result, or TimeoutError."""
+        if self._busy:
+            raise TimeoutError(f"{self._name}: the last read has not returned yet")
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+
+        def settle(result: T | None, error: BaseException | None) -> None:
+            if future.done():
+                return
+            if error is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(cast(T, result))
+
+        def work() -> None:
+            result: T | None = None
+            failure: BaseException | None = None
+            try:
+                result = function()
+            except BaseException as error:  # noqa: BLE001 - the caller gets it
+                failure = error
+            self._busy = False
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(settle, result, failure)
+
+        self._busy = True
+        threading.Thread(target=work, name=self._name, daemon=True).start()
+        try:
+            async with asyncio.timeout(limit_s):
+                return await future
+        except TimeoutError as error:
+            raise TimeoutError(f"{self._name}: not read within {limit_s:g} s") from error
 
 
 async def _in(executor: Executor | None, function: Callable[[], T]) -> T:

@@ -8,7 +8,7 @@ so the registry is a module variable.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, ProcessCollector, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
@@ -30,6 +30,12 @@ _CERTIFICATE = Gauge(
     "When this daemon's certificate expires, in seconds since 1970",
     registry=REGISTRY,
 )
+_ALARMS = Gauge(
+    "snapshotd_health_alarms",
+    "Alarms that are latched, by check and severity",
+    ["check", "severity"],
+    registry=REGISTRY,
+)
 _BUILD = Info("snapshotd", "This daemon", registry=REGISTRY)
 _BUILD.info({"version": DAEMON_VERSION})
 # A counter with labels is absent until it is first used, and then rate() has no result instead of zero.
@@ -48,6 +54,13 @@ def phase(name: str, seconds: float, moved_bytes: int = 0) -> None:
     _PHASE_SECONDS.labels(phase=name).observe(seconds)
     if moved_bytes:
         _PHASE_BYTES.labels(phase=name).inc(moved_bytes)
+
+
+def alarms(counts: Mapping[tuple[str, str], int]) -> None:
+    """How many alarms are latched, by check and severity."""
+    _ALARMS.clear()
+    for (check, severity), count in counts.items():
+        _ALARMS.labels(check=check, severity=severity).set(count)
 
 
 def certificate_expires(unix_s: float) -> None:

@@ -84,7 +84,8 @@ def place(tmp_path: Path, certificates: Certificates) -> Iterator[Place]:
             fake_criu(folder),
             listen=f'listen = "127.0.0.1:{port}"',
             image_dir=f'run_dir = "{folder}/run"',
-            rest=f'state_dir = "{folder}/state"\nmetrics_listen = "127.0.0.1:{metrics_port}"',
+            rest=f'state_dir = "{folder}/state"\nmetrics_listen = "127.0.0.1:{metrics_port}"\n'
+            f'health = {{ root = "{folder}/health" }}',
         )
     )
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:

@@ -24,6 +24,7 @@ from snapshotd import main as daemon
 from snapshotd.api import node_file
 from snapshotd.api.errors import BY_CODE, BadConfig
 from snapshotd.config import Config
+from snapshotd.health.settings import CHECKS, THRESHOLDS, Settings
 from snapshotd.preflight import source, target
 from snapshotd.runtime import metrics
 
@@ -228,7 +229,15 @@ def test_check_names_elsewhere_exist() -> None:
     for page in (ROOT / "docs/limits.md", ROOT / "docs/operations.md"):
         for span in spans(page):
             if re.fullmatch(r"(gpu|nccl|target)-[a-z-]+", span):
-                assert span in explained, f"{page.name} names {span}"
+                assert span in {*explained, *CHECKS}, f"{page.name} names {span}"
+
+
+def test_every_health_check_and_threshold_is_explained() -> None:
+    table = rows(text_of(ROOT / "docs/operations.md", "health"))
+    assert [name for row in table for name in names(row[0])] == list(CHECKS)
+    assert [row[1] for row in table] == list(CHECKS.values())
+    shown = dict(re.findall(r"`([a-z_]+)` \((\d+)\)", "\n".join(row[3] for row in table)))
+    assert {name: float(value) for name, value in shown.items()} == dict(THRESHOLDS)
 
 
 def test_every_configuration_key_is_explained() -> None:
@@ -240,7 +249,12 @@ def test_every_configuration_key_is_explained() -> None:
     assert len(unknown) == 1, f"the code does not know {unknown}"
     assert "no_such_key" in unknown[0]
     example = (ROOT / "systemd/snapshotd.toml.example").read_text()
-    assert set(re.findall(r"^(?:# )?([a-z_]+) = ", example, re.MULTILINE)) <= {*keys, "ca", "cert", "key"}
+    assert set(re.findall(r"^(?:# )?([a-z_]+) = ", example, re.MULTILINE)) <= {
+        *keys,
+        *("ca", "cert", "key"),
+        *Settings.__struct_fields__,
+        *THRESHOLDS,
+    }
     assert set(Config.__annotations__) - {"credentials", "criu_version"} <= keys
 
 

@@ -1,0 +1,30 @@
+"""Makes the checks of this node."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from snapshotd.health.check import Group
+from snapshotd.health.gpus import Gpus
+from snapshotd.health.host import Clock, Edac, Pressure, ReadOnly
+from snapshotd.health.kernel_log import KernelLog
+from snapshotd.health.links import Ethernet, InfiniBand
+from snapshotd.health.programs import Programs
+from snapshotd.health.settings import Settings
+from snapshotd.health.windows import Counters
+
+
+def groups(settings: Settings, library_dir: str, counters: Counters) -> list[Group]:
+    root = Path(settings.root or "/")
+    gpus = Gpus(root, library_dir, settings, counters)
+    made: list[Group] = [
+        gpus,
+        KernelLog(root, counters, gpus.at),
+        Ethernet(root, settings, counters),
+        InfiniBand(root, settings, counters),
+        Edac(root, settings, counters),
+        Pressure(root, settings),
+        Clock(settings),
+        ReadOnly(root, settings),
+    ]
+    return [*made, Programs(root, settings)] if settings.programs_dir else made

@@ -1,0 +1,79 @@
+"""The table [health] of the daemon's configuration: what is checked, how often, and from which numbers on it is an alarm."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+#: Every check by name, with what it looks at. A program in the drop-in folder is the check program-NAME.
+CHECKS: Mapping[str, str] = {
+    "gpu-lost": "GPUs that NVML no longer lists, that it reports as lost, or because of which it does not answer",
+    "gpu-xid": "errors (Xid) that NVIDIA's driver writes into the kernel's log",
+    "gpu-ecc": "errors in the memory of a GPU, corrected and uncorrected",
+    "gpu-remap": "rows of GPU memory that were or could not be replaced, retired pages",
+    "gpu-temperature": "a GPU that is slowed down by heat",
+    "gpu-power": "a GPU that is slowed down by the power brake of the chassis",
+    "gpu-pcie": "repeated transfers on PCIe, and a connection that is narrower or slower than it could be",
+    "gpu-nvlink": "errors of NVLink, and links that went down",
+    "link-ethernet": "Ethernet links that are down, go up and down, or have receive errors",
+    "link-infiniband": "InfiniBand links that are down, recover, or have symbol errors",
+    "host-mce": "machine checks and memory failures in the kernel's log",
+    "host-edac": "errors in the host's memory, as its controllers count them (EDAC)",
+    "host-oom": "processes that the kernel killed for memory",
+    "host-pressure": "processes that all wait for memory (PSI)",
+    "host-hang": "processors and tasks that the kernel reports as stuck",
+    "host-clock": "jumps of the clock",
+    "disk-errors": "input and output errors of disks in the kernel's log",
+    "disk-read-only": "file systems that became read-only",
+}
+PROGRAM = "program-"
+
+#: Defaults of [health.thresholds]. An hour counts from the newest reading backwards.
+THRESHOLDS: Mapping[str, float] = {
+    "gpu_ecc_corrected_per_hour": 100,
+    "gpu_pcie_replays_per_hour": 100,
+    "gpu_nvlink_errors_per_hour": 100,
+    "gpu_slow_readings": 6,  # of the last ten
+    "link_flaps_per_hour": 4,
+    "link_errors_per_hour": 1000,
+    "link_down_readings": 3,  # of the last five
+    "infiniband_symbol_errors_per_hour": 120,  # a bit error rate of 1e-12 at 10 Gbit/s lanes is some 36 in an hour
+    "host_edac_corrected_per_hour": 100,
+    "host_pressure_percent": 20,  # of the last ten seconds, in which no process ran for want of memory
+    "host_pressure_readings": 6,  # of the last ten
+    "host_clock_jump_s": 1.0,
+}
+
+_SECONDS = "a number of seconds from {} to {}"
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """One field for each key of the table. A description completes the sentence "KEY must be …"."""
+
+    interval_s: Annotated[float, Meta(ge=0.1, le=3600, description=_SECONDS.format(0.1, 3600))] = 10.0
+    off: Annotated[tuple[str, ...], Meta(description="a list of names of checks")] = ()
+    thresholds: Annotated[dict[str, float], Meta(description="a table with NAME = NUMBER")] = {}
+    # Where /dev, /proc and /sys are looked for, for tests and labs; empty: the machine's own.
+    root: Annotated[str, Meta(pattern=r"^(/.*)?\Z", description="an absolute path")] = ""
+    programs_dir: Annotated[str, Meta(pattern=r"^(/.*)?\Z", description="an absolute path")] = (
+        "/etc/snapshotd/health.d"  # empty: none
+    )
+    programs_interval_s: Annotated[float, Meta(ge=0.1, le=86400, description=_SECONDS.format(0.1, 86400))] = 60.0
+    programs_limit_s: Annotated[float, Meta(ge=0.1, le=600, description=_SECONDS.format(0.1, 600))] = 20.0
+
+    def threshold(self, name: str) -> float:
+        return self.thresholds.get(name, THRESHOLDS[name])
+
+    def problems(self) -> list[str]:
+        """Of values that have the right type."""
+        unknown = [name for name in self.off if name not in CHECKS and not name.startswith(PROGRAM)]
+        found = [f"health.off: there is no check {name!r}; there are {', '.join(CHECKS)}" for name in unknown]
+        for name, value in self.thresholds.items():
+            if name not in THRESHOLDS:
+                found.append(f"health.thresholds.{name}: unknown key; there are {', '.join(THRESHOLDS)}")
+            elif not 0 < value < 1e12:
+                found.append(f"health.thresholds.{name}: must be a positive number, not {value!r}")
+        return found
