@@ -106,8 +106,9 @@ class Judge:
         self._known |= {reading.uuid: reading.index for reading in readings if reading.uuid}
         present = {reading.uuid for reading in readings}
         silent = {reading.index for reading in readings if not reading.uuid}
-        for uuid, index in self._known.items():
+        for uuid, index in list(self._known.items()):
             if uuid not in present and index not in silent:
+                del self._known[uuid]  # once: an operator who removed it clears the alarm for good
                 text = f"GPU {index} is no longer listed by the driver"
                 found.append(Signal("gpu-lost", f"gpu:{uuid}", Severity.CRITICAL, text, _REPLACE))
         return found

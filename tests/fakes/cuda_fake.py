@@ -14,8 +14,9 @@ import os
 import subprocess
 import uuid
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 SOURCES = Path(__file__).resolve().parent / "cuda"
 BUILT = SOURCES / "build"
@@ -37,7 +38,8 @@ def build() -> Path:
 
 @dataclass(frozen=True)
 class FakeGpu:
-    """A GPU as gpus.json describes it. `mig` is None if the chip has no MIG; `virtual_memory`: its memory can be mapped."""
+    """A GPU as gpus.json describes it. `mig` is None if the chip has no MIG; `virtual_memory`: its memory can be mapped.
+    From `lost` on, what NVML says about its health."""
 
     uuid: str
     name: str = "NVIDIA H200"
@@ -47,6 +49,20 @@ class FakeGpu:
     mig: bool | None = False
     mps: bool = False
     virtual_memory: bool = True
+    lost: bool = False
+    ecc_corrected: int = 0
+    ecc_uncorrected: int = 0
+    remapped_corrected: int = 0
+    remapped_uncorrected: int = 0
+    remap_pending: bool = False
+    remap_failed: bool = False
+    temperature_c: int = 40
+    slow_reasons: int = 0  # NVML's bits
+    pcie_replays: int = 0
+    pcie_width: int = 16
+    nvlinks: int = 0
+    nvlinks_down: int = 0  # a bit for each link
+    nvlink_errors: int = 0
 
 
 def gpus(node: str, count: int = 1, memory_mib: int = 4096, name: str = "NVIDIA H200") -> list[FakeGpu]:
@@ -103,6 +119,11 @@ class GpuNode:
         fresh = self.folder / "gpus.json.new"
         fresh.write_text(json.dumps(content, indent=1))
         fresh.rename(self.folder / "gpus.json")
+
+    def change(self, index: int = 0, **values: Any) -> None:
+        """Changes one GPU, such as its health: `change(ecc_uncorrected=3)`. The next query of NVML sees it."""
+        self.gpus[index] = replace(self.gpus[index], **values)
+        self.write()
 
     def fault(self, operation: str, action: str, *, once: bool = True, pid: int | None = None) -> None:
         """Adds a fault (see cuda/faults.h): `fault("restore", "fail:CUDA_ERROR_OUT_OF_MEMORY")`."""

@@ -127,6 +127,7 @@ def test_a_gpu_that_is_lost_keeps_its_name() -> None:
     assert (lost.check, lost.subject, lost.severity) == ("gpu-lost", "gpu:GPU-2", CRITICAL)
     (gone,) = judge.judged([both[0]], now)
     assert (gone.subject, gone.severity) == ("gpu:GPU-2", CRITICAL)
+    assert judge.judged([both[0]], now) == [], "an operator may have removed it"
 
 
 def test_addresses_of_nvml_and_of_the_log_are_the_same() -> None:

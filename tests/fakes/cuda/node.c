@@ -98,6 +98,24 @@ void uuid_print(const uint8_t uuid[16], char text[48])
 		at += sprintf(at, "%s%02x", i == 0 || i == 4 || i == 6 || i == 8 || i == 10 ? "-" : "", uuid[i]);
 }
 
+static void read_health(struct gpu *gpu, const char *from, const char *to)
+{
+	gpu->lost = (int)number_of("lost", from, to, 0);
+	gpu->ecc_corrected = (unsigned long long)number_of("ecc_corrected", from, to, 0);
+	gpu->ecc_uncorrected = (unsigned long long)number_of("ecc_uncorrected", from, to, 0);
+	gpu->remapped_corrected = (unsigned int)number_of("remapped_corrected", from, to, 0);
+	gpu->remapped_uncorrected = (unsigned int)number_of("remapped_uncorrected", from, to, 0);
+	gpu->remap_pending = (unsigned int)number_of("remap_pending", from, to, 0);
+	gpu->remap_failed = (unsigned int)number_of("remap_failed", from, to, 0);
+	gpu->temperature_c = (unsigned int)number_of("temperature_c", from, to, 40);
+	gpu->slow_reasons = (unsigned long long)number_of("slow_reasons", from, to, 0);
+	gpu->pcie_replays = (unsigned int)number_of("pcie_replays", from, to, 0);
+	gpu->pcie_width = (unsigned int)number_of("pcie_width", from, to, 16);
+	gpu->nvlinks = (unsigned int)number_of("nvlinks", from, to, 0);
+	gpu->nvlinks_down = (unsigned int)number_of("nvlinks_down", from, to, 0);
+	gpu->nvlink_errors = (unsigned long long)number_of("nvlink_errors", from, to, 0);
+}
+
 static bool read_gpu(struct gpu *gpu, int index, const char *from, const char *to)
 {
 	char uuid[64] = "", capability[16] = "9.0";
@@ -112,6 +130,7 @@ static bool read_gpu(struct gpu *gpu, int index, const char *from, const char *t
 	gpu->mig = (int)number_of("mig", from, to, 0);
 	gpu->mps = (int)number_of("mps", from, to, 0);
 	gpu->virtual_memory = (int)number_of("virtual_memory", from, to, 1);
+	read_health(gpu, from, to);
 	return uuid_parse(uuid, gpu->uuid);
 }
 

@@ -18,6 +18,15 @@ struct gpu {
 	int virtual_memory; /* 0: it has none of the virtual-memory calls */
 	int capability_major;
 	int capability_minor;
+	int lost; /* 1: it has fallen off the bus */
+	/* Counters of its health. */
+	unsigned long long ecc_corrected, ecc_uncorrected;
+	unsigned int remapped_corrected, remapped_uncorrected, remap_pending, remap_failed;
+	unsigned int temperature_c;
+	unsigned long long slow_reasons; /* NVML's bits */
+	unsigned int pcie_replays, pcie_width;
+	unsigned int nvlinks, nvlinks_down; /* how many it has, and a bit for each that is down */
+	unsigned long long nvlink_errors;   /* of the first link */
 };
 
 struct node {

@@ -11,27 +11,9 @@
 #include "faults.h"
 #include "ledger.h"
 #include "node.h"
+#include "nvml.h"
 
 #define MAX_HOLDERS 512
-
-/* X(number, name, text) */
-#define NVML_ERRORS(X)                                         \
-	X(0, NVML_SUCCESS, "Success")                          \
-	X(1, NVML_ERROR_UNINITIALIZED, "Uninitialized")        \
-	X(2, NVML_ERROR_INVALID_ARGUMENT, "Invalid Argument")  \
-	X(3, NVML_ERROR_NOT_SUPPORTED, "Not Supported")        \
-	X(6, NVML_ERROR_NOT_FOUND, "Not Found")                \
-	X(7, NVML_ERROR_INSUFFICIENT_SIZE, "Insufficient Size") \
-	X(9, NVML_ERROR_DRIVER_NOT_LOADED, "Driver Not Loaded") \
-	X(15, NVML_ERROR_GPU_IS_LOST, "GPU is lost")           \
-	X(25, NVML_ERROR_VERSION_MISMATCH, "Argument Version Mismatch") \
-	X(999, NVML_ERROR_UNKNOWN, "Unknown Error")
-
-#define AS_ENUM(number, name, text) name = number,
-typedef enum { NVML_ERRORS(AS_ENUM) } nvmlReturn_t;
-#undef AS_ENUM
-
-typedef struct gpu *nvmlDevice_t;
 
 typedef struct {
 	unsigned long long total, free, used;
@@ -143,7 +125,7 @@ EXPORT nvmlReturn_t nvmlDeviceGetHandleByIndex_v2(unsigned int index, nvmlDevice
 	if (index >= node.gpu_count)
 		return NVML_ERROR_INVALID_ARGUMENT;
 	*device = &node.gpus[index];
-	return NVML_SUCCESS;
+	return node.gpus[index].lost ? NVML_ERROR_GPU_IS_LOST : NVML_SUCCESS;
 }
 
 EXPORT nvmlReturn_t nvmlDeviceGetHandleByUUID(const char *text, nvmlDevice_t *device)
