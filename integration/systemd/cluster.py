@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import subprocess
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from integration.harness import WORKLOADS, until
+from integration.systemd.document import commands
 from integration.systemd.nodes import Node
 
 #: The variable that names the folder with the built packages.
@@ -37,47 +41,35 @@ class SystemdCluster:
         self.nodes, self.package = nodes, package
         #: The files of each node before the package was installed.
         self.before = {name: files(node) for name, node in nodes.items()}
+        #: How long each part of the quick start took.
+        self.seconds: dict[str, float] = {}
         self.home = next(iter(nodes.values())).home / USER
 
     def install(self) -> None:
-        """As in docs/quickstart.md: the package, certificates, configuration, the service."""
+        """With the commands of docs/quickstart.md alone: the package, the cluster, the node's files, the service."""
         for node in self.nodes.values():
-            shutil.copy(self.package, node.root / "root" / self.package.name)
-            node.run(*APT, "install", f"/root/{self.package.name}", timeout_s=600)
             node.run("useradd", "--uid", str(USER_ID), "--no-create-home", "--home-dir", f"/home/{USER}", USER)
         self.home.mkdir()
         shutil.chown(self.home, USER_ID, USER_ID)
         shutil.copy(WORKLOADS / "chain.py", self.home)
-        self._certificates()
-        for name, node in self.nodes.items():
-            (node.root / "etc/snapshotd/snapshotd.toml").write_text(daemon_configuration(name, node.address))
-            (node.root / "etc/migrator/cluster.toml").write_text(self._cluster_configuration())
-            # As a service, in a cgroup of the node: commands of the tests are in one that the node does not see.
-            node.run("systemd-run", "--quiet", "--pipe", "--wait", "snapshotd", "--check-config", timeout_s=300)
-            node.run("systemctl", "enable", "--now", "snapshotd", timeout_s=300)
+        first = self.nodes["node-1"]
+        with self.timed("install"):
+            for node in self.nodes.values():
+                shutil.copy(self.package, node.root / "root" / self.package.name)
+                node.session(commands("install"))
+        with self.timed("make the cluster"):
+            first.session(commands("cluster"))
+        with self.timed("join"):
+            for name, node in self.nodes.items():
+                if node is not first:
+                    (first.root / f"root/{name}.join").rename(node.root / f"root/{name}.join")
+                node.session(commands("join", name))
 
-    def _certificates(self) -> None:
-        first = next(iter(self.nodes.values()))
-        first.run("migrator", "pki", "init", "--dir", "/root/pki")
-        for name, node in self.nodes.items():
-            first.run("migrator", "pki", "node", name, "--address", node.address, "--dir", "/root/pki")
-        first.run("migrator", "pki", "operator", "admin", "--dir", "/root/pki")
-        made = first.root / "root/pki"
-        for name, node in self.nodes.items():
-            tls = node.root / "etc/snapshotd/tls"
-            for source, target in (
-                ("ca.crt", "ca.crt"),
-                (f"nodes/{name}.crt", "node.crt"),
-                (f"nodes/{name}.key", "node.key"),
-            ):
-                shutil.copy(made / source, tls / target)
-        operator = ("ca.crt", "operators/admin.crt", "operators/admin.key")
-        paths = [f"/root/pki/{file}" for file in operator]
-        first.run("install", "-m", "640", "-g", "snapshotd-operators", *paths, "/etc/migrator/tls/")
-
-    def _cluster_configuration(self) -> str:
-        nodes = "".join(f'[nodes.{name}]\nendpoint = "{node.address}:7070"\n' for name, node in self.nodes.items())
-        return f'{nodes}\n[tls]\nca = "tls/ca.crt"\ncert = "tls/admin.crt"\nkey = "tls/admin.key"\n'
+    @contextlib.contextmanager
+    def timed(self, what: str) -> Iterator[None]:
+        began = time.monotonic()
+        yield
+        self.seconds[what] = time.monotonic() - began
 
     def start_job(self, name: str, on: str = "node-1", *, of_user_manager: bool = False) -> Path:
         """Starts a job of an ordinary user as a transient service, of the system or of the user; returns its output."""
@@ -172,10 +164,3 @@ def files(node: Node) -> set[str]:
         inner[:] = [name for name in inner if place / name not in skipped]
         found |= {str((place / name).relative_to(node.root)) for name in (*inner, *names)}
     return found
-
-
-def daemon_configuration(name: str, address: str) -> str:
-    tls = (
-        'ca = "/etc/snapshotd/tls/ca.crt"\ncert = "/etc/snapshotd/tls/node.crt"\nkey = "/etc/snapshotd/tls/node.key"\n'
-    )
-    return f'node = "{name}"\nlisten = "{address}:7070"\n\n[tls]\n{tls}'

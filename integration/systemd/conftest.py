@@ -17,7 +17,19 @@ from integration.systemd.root_image import lacking, root_image
 #: As in docs/quickstart.md.
 ADDRESSES = {"node-1": "10.0.0.1", "node-2": "10.0.0.2", "spare-1": "10.0.0.3"}
 #: The tests share the nodes, in this order; the last ones remove the package.
-ORDER = ("test_installed_nodes", "test_jobs", "test_node_faults", "test_broken_setups", "test_upgrade", "test_removal")
+ORDER = (
+    "test_first_move",
+    "test_installed_nodes",
+    "test_jobs",
+    "test_node_faults",
+    "test_peers",
+    "test_ssh",
+    "test_hybrid_node",
+    "test_broken_setups",
+    "test_bad_input",
+    "test_upgrade",
+    "test_removal",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -30,15 +42,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="nodes with systemd are a lane of their own: make test-systemd"))
 
 
+def package_under_test() -> Path:
+    packages = sorted(Path(os.environ[PACKAGE_FOLDER]).glob("snapshotd_*.deb"))
+    assert len(packages) == 1, f"${PACKAGE_FOLDER} must name a folder with one snapshotd_*.deb: {packages}"
+    return packages[0]
+
+
 @pytest.fixture(scope="session")
 def installed() -> Iterator[SystemdCluster]:
     if reason := lacking():
         pytest.skip(reason)
-    packages = sorted(Path(os.environ[PACKAGE_FOLDER]).glob("snapshotd_*.deb"))
-    assert len(packages) == 1, f"${PACKAGE_FOLDER} must name a folder with one snapshotd_*.deb: {packages}"
     folder = WORK / "systemd"
     shutil.rmtree(folder, ignore_errors=True)
     with booted(folder, root_image(), ADDRESSES) as nodes:
-        cluster = SystemdCluster(nodes, packages[0])
+        cluster = SystemdCluster(nodes, package_under_test())
         cluster.install()
         yield cluster

@@ -23,12 +23,7 @@ from migrator.lab.layout import cgroup2_root
 
 NSPAWN = ("systemd-nspawn", "--boot", "--quiet", "--register=no", "--keep-unit", "--capability=all", "--console=pipe")
 #: Without these nspawn would put a seccomp filter around the node, which criu cannot restore, and make /proc/sys read-only.
-#: A node has cgroup v2 alone, also on a machine with a hybrid hierarchy.
-NSPAWN_ENVIRONMENT = {
-    "SYSTEMD_SECCOMP": "0",
-    "SYSTEMD_NSPAWN_API_VFS_WRITABLE": "1",
-    "SYSTEMD_NSPAWN_UNIFIED_HIERARCHY": "1",
-}
+NSPAWN_ENVIRONMENT = {"SYSTEMD_SECCOMP": "0", "SYSTEMD_NSPAWN_API_VFS_WRITABLE": "1"}
 #: What Debian's systemd-sysctl sets at boot and no namespace holds back.
 SETTINGS = ("fs/protected_*", "kernel/pid_max", "kernel/sysrq", "fs/file-max", "fs/nr_open", "vm/max_map_count")
 
@@ -36,12 +31,16 @@ SETTINGS = ("fs/protected_*", "kernel/pid_max", "kernel/sysrq", "fs/file-max", "
 class Node:
     """One machine with systemd as its first process."""
 
-    def __init__(self, name: str, address: str, folder: Path, home: Path, switch: Network) -> None:
+    def __init__(
+        self, name: str, address: str, folder: Path, home: Path, switch: Network, *, hybrid: bool = False
+    ) -> None:
+        """A node has cgroup v2 alone, also on a machine with hybrid cgroups. `hybrid`: as the machine has them."""
         self.name, self.address, self.folder, self.home = name, address, folder, home
         self.root = folder / "root"
-        self._network = switch
+        self.network = switch
         self._process: subprocess.Popen[bytes] | None = None
         self._console: IO[bytes] | None = None
+        self._hierarchy = {} if hybrid else {"SYSTEMD_NSPAWN_UNIFIED_HIERARCHY": "1"}
         self._cgroup = cgroup2_root() / f"{switch.name}-{name}"
 
     def create(self, image: Path) -> None:
@@ -54,7 +53,7 @@ class Node:
     def boot(self) -> None:
         """Returns when systemd says that the node runs."""
         self._cgroup.mkdir(exist_ok=True)
-        namespace = self._network.attach(self.name, self.address)
+        namespace = self.network.attach(self.name, self.address)
         self._console = (self.folder / "console").open("ab")
         self._process = subprocess.Popen(
             [
@@ -65,7 +64,7 @@ class Node:
                 f"--network-namespace-path=/run/netns/{namespace}",
                 f"--bind={self.home}:/home",
             ],
-            env={**os.environ, **NSPAWN_ENVIRONMENT},
+            env={**os.environ, **NSPAWN_ENVIRONMENT, **self._hierarchy},
             stdin=subprocess.DEVNULL,
             stdout=self._console,
             stderr=subprocess.STDOUT,
@@ -105,6 +104,17 @@ class Node:
         assert done.returncode == 0, f"{self.name}: {command} ended with {done.returncode}:\n{done.stdout}{done.stderr}"
         return done.stdout
 
+    def session(self, script: str, user: str = "root", timeout_s: float = 600) -> str:
+        """What the commands print that a user types one after the other in a shell; each must succeed.
+
+        As a service, in a cgroup of the node: other commands of the tests are in one that the node does not see."""
+        home = "/root" if user == "root" else f"/home/{user}"
+        return self.run(
+            *("systemd-run", "--quiet", "--pipe", "--wait", "--collect", f"--uid={user}", f"--setenv=HOME={home}"),
+            *(f"--working-directory={home}", "bash", "-eux", "-c", script),
+            timeout_s=timeout_s,
+        )
+
     def journal(self, unit: str = "snapshotd") -> str:
         return self.run("journalctl", "--no-pager", "--output=cat", f"--unit={unit}")
 
@@ -126,7 +136,7 @@ class Node:
     def lose_power(self) -> None:
         """Ends every process of the node at once, and its network."""
         assert self._process is not None
-        self._network.detach(self.name)
+        self.network.detach(self.name)
         (self._cgroup / "cgroup.kill").write_text("1")
         self._process.wait(60)
         self._clean()
@@ -136,7 +146,12 @@ class Node:
             self._console.close()
         if self._cgroup.exists():
             remove_cgroup(self._cgroup)
-        self._network.detach(self.name)
+        for old in Path("/sys/fs/cgroup").glob(
+            f"*/{self._cgroup.name}"
+        ):  # nspawn makes them on a machine with hybrid ones
+            for folder in sorted((old, *old.rglob("*/")), key=lambda place: -len(place.parts)):
+                until(f"{folder} to be empty", partial(_removed, folder), 30)
+        self.network.detach(self.name)
 
     def discard(self) -> None:
         self.shut_down()

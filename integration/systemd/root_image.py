@@ -11,6 +11,7 @@ import hashlib
 import os
 import shutil
 import subprocess
+from dataclasses import dataclass
 from pathlib import Path
 
 PACKAGES = (
@@ -48,31 +49,56 @@ def cache() -> Path:
     return folder
 
 
-def root_image() -> Path:
-    """The folder of the image. Made if it is missing, which takes a minute and the registries."""
-    release = dict(line.split("=", 1) for line in Path("/etc/os-release").read_text().splitlines() if "=" in line)
-    suite = release["VERSION_CODENAME"].strip('"')
+@dataclass(frozen=True)
+class Release:
+    """A distribution whose roots can be made on another one, from its own registry."""
+
+    suite: str
+    registry: str
+    components: str
+    keyring: Path
+
+    def sources(self) -> list[str]:
+        return [f"deb [signed-by={self.keyring}] {self.registry} {self.suite} {self.components}"]
+
+
+_KEYRINGS = Path("/usr/share/keyrings")
+RELEASES = {
+    "debian-13": Release("trixie", os.environ.get("SNAPSHOT_REGISTRY_DEBIAN", ""), "main", _KEYRINGS / "debian-archive-keyring.gpg"),
+    # For arm64 the first one that is in this registry; its older releases have amd64 there alone.
+    "ubuntu-26.04": Release(
+        "resolute", os.environ.get("SNAPSHOT_REGISTRY_UBUNTU", ""), "main universe", _KEYRINGS / "ubuntu-archive-keyring.gpg"
+    ),
+}
+
+
+def root_image(release: Release | None = None) -> Path:
+    """The folder of the image: of this machine's release if none is given. Made if it is missing, with the registries."""
+    if release is None:
+        lines = Path("/etc/os-release").read_text().splitlines()
+        suite = dict(line.split("=", 1) for line in lines if "=" in line)["VERSION_CODENAME"].strip('"')
+        own = [*Path("/etc/apt").glob("sources.list"), *sorted(Path("/etc/apt/sources.list.d").glob("*.sources"))]
+        sources = [str(path) for path in own]
+    else:
+        suite, sources = release.suite, release.sources()
     key = hashlib.sha256("\n".join((suite, *PACKAGES)).encode()).hexdigest()[:12]
     image = cache() / f"{suite}-{key}"
     with (cache() / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not image.exists():
-            _make(image, suite)
+            _make(image, suite, sources)
     return image
 
 
-def _make(image: Path, suite: str) -> None:
-    """mmdebstrap uses apt with the sources of this machine, and with its settings for reaching them."""
+def _make(image: Path, suite: str, sources: list[str]) -> None:
+    """mmdebstrap uses apt with this machine's settings for reaching registries."""
     acquire = image.with_name("acquire.conf")
     dump = subprocess.run(["apt-config", "dump"], check=True, capture_output=True, text=True).stdout
     acquire.write_text("".join(f"{line}\n" for line in dump.splitlines() if line.startswith("Acquire::")))
-    sources = [*Path("/etc/apt").glob("sources.list"), *sorted(Path("/etc/apt/sources.list.d").glob("*.sources"))]
     unfinished = image.with_name(f"{image.name}.new")
     if unfinished.exists():
         shutil.rmtree(unfinished)
     command = ["mmdebstrap", "--quiet", "--variant=apt", f"--include={','.join(PACKAGES)}", f"--aptopt={acquire}"]
-    done = subprocess.run(
-        [*command, suite, str(unfinished), *map(str, sources)], capture_output=True, text=True, timeout=1200
-    )
+    done = subprocess.run([*command, suite, str(unfinished), *sources], capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, f"mmdebstrap failed:\n{done.stderr[-2000:]}"
     unfinished.rename(image)

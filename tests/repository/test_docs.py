@@ -320,6 +320,16 @@ def test_commands_of_the_quick_start_make_a_cluster_and_a_file_for_each_node(mad
     assert joined[0] == "snapshotd join node-1.join"
 
 
+def test_commands_of_the_front_page_are_those_of_the_quick_start() -> None:
+    """integration/systemd runs the quick start's, so the front page must not have others."""
+    section = (ROOT / "README.md").read_text().split("## Install it")[1]
+    shown = _FENCE.findall(section)[0].splitlines()
+    tested = [block_after(ROOT / "docs/quickstart.md", name) for name in ("install", "cluster", "join")]
+    for line in shown:
+        assert line.split("  ")[0].strip() in "".join(tested).splitlines(), line
+    assert len(shown) == 5
+
+
 def test_configuration_for_another_ca_is_accepted(made: Path, tmp_path: Path) -> None:
     text = block_after(ROOT / "docs/operations.md", "snapshotd.toml")
     for place, file in (("ca.crt", "ca.crt"), ("node.crt", "nodes/node-1.crt"), ("node.key", "nodes/node-1.key")):
