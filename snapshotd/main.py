@@ -84,11 +84,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         if options.verb == "join":
             return join_cluster(options.file, options.config)
+        if os.geteuid() != 0:  # before the configuration: its certificates are root's, so it would seem to be wrong
+            raise Denied("snapshotd must run as root, also to check its parts", remedy="start it with systemd or sudo")
         config = Config.load(options.config)
         if options.check_config:
             print(f"{options.config} is valid: node {config.node}, CRIU {config.criu_version} at {config.criu}")
-        if os.geteuid() != 0:
-            raise Denied("snapshotd must run as root, also to check its parts", remedy="start it with systemd or sudo")
         if options.check_config or options.check:
             return check(config)
         logs.set_up(config.log_format, config.log_level, node=config.node)

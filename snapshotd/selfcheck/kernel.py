@@ -64,7 +64,7 @@ def remove_cgroup(pid: int) -> None:
 def features() -> Finding:
     problems = kernel_problems()
     if problems:
-        return failed("kernel", f"Linux {host.kernel()} lacks: {', '.join(problems)}", "use Linux 5.15 or newer")
+        return failed("kernel", f"Linux {host.kernel()} lacks: {', '.join(problems)}", "use Linux 5.14 or newer")
     return ok("kernel", f"Linux {host.kernel()}, {host.architecture()}")
 
 
