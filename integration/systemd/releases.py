@@ -63,7 +63,12 @@ def next_release(package: Path, folder: Path) -> Path:
     return repacked(package, "9.0.0", folder, other_library=True)
 
 
-def repacked(package: Path, version: str, folder: Path, *, other_library: bool = False) -> Path:
+def other_protocol(package: Path, folder: Path) -> Path:
+    """The package under test as a release that has no protocol in common with it."""
+    return repacked(package, "9.1.0", folder, protocol="99, 99")
+
+
+def repacked(package: Path, version: str, folder: Path, *, other_library: bool = False, protocol: str = "") -> Path:
     """The same package with another version. Another build id makes its library another build for every program."""
     tree, made = folder / f"tree-{version}", folder / f"snapshotd_{version}.deb"
     subprocess.run(["dpkg-deb", "--raw-extract", str(package), str(tree)], check=True)
@@ -75,6 +80,12 @@ def repacked(package: Path, version: str, folder: Path, *, other_library: bool =
         )
         assert count == 1
         source.write_text(changed)
+    if protocol:
+        for source in tree.glob("opt/snapshotd/python3.*/lib/python3.*/site-packages/snapshotd/api/protocol.py"):
+            pattern, text = r"^NEWEST, OLDEST = .*$", f"NEWEST, OLDEST = {protocol}"
+            changed, count = re.subn(pattern, text, source.read_text(), flags=re.MULTILINE)
+            assert count == 1
+            source.write_text(changed)
     if other_library:
         _change_build_ids(tree)
     subprocess.run(["dpkg-deb", "--root-owner-group", "-Zgzip", "-z1", "--build", str(tree), str(made)], check=True)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 
 from integration.harness import until
 from integration.systemd.cluster import USER, USER_ID, SystemdCluster
+from integration.systemd.nodes import Node
 
 pytestmark = [pytest.mark.root, pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -30,17 +33,27 @@ def test_a_users_job_moves_there_and_back_with_restarts_of_the_daemons(installed
     installed.end_job("night")
 
 
+def journal_of(node: Node, move: str) -> list[dict[str, str]]:
+    shown = node.run("journalctl", "--no-pager", "--output=json", f"MOVE_ID={move}")
+    return [json.loads(line) for line in shown.splitlines()]
+
+
+def has_phases(read: Callable[[], list[dict[str, str]]]) -> bool:
+    """journald writes what it was given a moment later."""
+    return len({entry["PHASE"] for entry in read() if "PHASE" in entry}) > 1
+
+
 def test_the_journal_shows_a_move_by_its_id(installed: SystemdCluster) -> None:
     out = installed.start_job("journalled")
     moved = installed.move("journalled", "node-2")
     for name in ("node-1", "node-2"):
-        shown = installed.nodes[name].run("journalctl", "--no-pager", "--output=json", f"MOVE_ID={moved['move']}")
-        entries = [json.loads(line) for line in shown.splitlines()]
+        read = partial(journal_of, installed.nodes[name], moved["move"])
+        until("records of several phases", partial(has_phases, read))
+        entries = read()
         assert {entry["NODE"] for entry in entries} == {name}
         assert {entry["_SYSTEMD_UNIT"] for entry in entries} == {"snapshotd.service"}
         assert {entry["RANK"] for entry in entries} == {"0"}
         assert all(moved["move"] in entry["MESSAGE"] for entry in entries), "as text too"
-        assert len({entry["PHASE"] for entry in entries if "PHASE" in entry}) > 1, shown
     bystander = installed.nodes["spare-1"].ask("journalctl", "--no-pager", "--quiet", f"MOVE_ID={moved['move']}")
     assert bystander.stdout == ""
     installed.await_steps(out)

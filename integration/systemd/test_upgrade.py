@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from integration.systemd.cluster import APT, SystemdCluster
-from integration.systemd.releases import next_release, previous_release
+from integration.systemd.releases import next_release, other_protocol, previous_release
 from snapshotd.api.errors import Refused
 
 pytestmark = [pytest.mark.root, pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -103,27 +103,50 @@ def former(installed: SystemdCluster, tmp_path_factory: pytest.TempPathFactory) 
     return found
 
 
-def test_moves_from_and_to_the_previous_release_are_refused_before_anything_pauses(
+def test_ranks_move_between_the_previous_release_and_this_one_and_through_the_upgrade(
     installed: SystemdCluster, former: Path
 ) -> None:
-    """It is from before protocols had numbers. Its ranks run through the upgrade and end in order."""
-    install(installed, "spare-1", former)
-    out, there = installed.start_job("here"), installed.start_job("there", on="spare-1")
-    for job, to in (("here", "spare-1"), ("there", "node-1")):
-        refused = installed.ask_move(job, to)
-        assert refused.returncode == Refused.exit_code, refused.stdout + refused.stderr
-        assert "daemon-version: snapshotd 0.1.99 on spare-1 speaks a protocol without a number" in refused.stderr
+    """Its package is built from an earlier commit, so its programs, keeper and library are those of that commit."""
+    for node in ("node-1", "spare-1"):
+        install(installed, node, former)
+        assert version(installed, node) == "0.1.99"
+    there = installed.start_job("there", on="spare-1")
+    loaded = library(installed, "there", "spare-1")
+    install(installed, "node-1", installed.package)
     report = json.loads(installed.migrator("doctor", "--json", "--timeout", "100").stdout)
-    (strange,) = [each for each in report["between"] if (each["check"], each["state"]) == ("version", "failed")]
-    assert strange["nodes"] == ["spare-1"]
+    (mixed,) = [each for each in report["between"] if each["check"] == "version"]
+    assert mixed["state"] == "warning", "the two releases have a protocol in common"
+    installed.move("there", "node-1")  # from the old release to this one
+    installed.await_steps(there)
+    installed.move("there", "spare-1")  # and back
+    installed.await_steps(there)
 
     install(installed, "spare-1", installed.package)
     installed.await_steps(there)
-    installed.await_known("there", "spare-1")  # its keeper is of the old version
-    kept = installed.ask_move("there", "node-1")
-    assert kept.returncode == Refused.exit_code, kept.stdout + kept.stderr
-    assert "deleted-files" in kept.stderr, kept.stderr
-    assert "/shim/lib/libsnapshim" in kept.stderr, kept.stderr  # that release did not keep the file of the library
-    installed.await_steps(out)
-    installed.end_job("here")
+    installed.await_known("there", "spare-1")  # its keeper is of the old release
+    assert library(installed, "there", "spare-1") == loaded, "a running rank keeps its library"
+    installed.move("there", "node-1")
+    installed.await_steps(there)
     installed.end_job("there", on="spare-1")
+
+
+def test_moves_between_releases_without_a_common_protocol_are_refused_before_anything_pauses(
+    installed: SystemdCluster, tmp_path: Path
+) -> None:
+    """Such a release does not exist yet: it is the package under test that says another number."""
+    install(installed, "spare-1", other_protocol(installed.package, tmp_path))
+    out, there = installed.start_job("here"), installed.start_job("strange", on="spare-1")
+    for job, to in (("here", "spare-1"), ("strange", "node-1")):
+        refused = installed.ask_move(job, to)
+        assert refused.returncode == Refused.exit_code, refused.stdout + refused.stderr
+        assert "daemon-version: snapshotd 9.1.0 on spare-1 speaks protocol 99" in refused.stderr
+    report = json.loads(installed.migrator("doctor", "--json", "--timeout", "100").stdout)
+    (strange,) = [each for each in report["between"] if (each["check"], each["state"]) == ("version", "failed")]
+    assert strange["nodes"] == ["spare-1"]
+    install(installed, "spare-1", installed.package)
+    installed.await_known("strange", "spare-1")
+    installed.await_steps(out)
+    installed.move("strange", "node-1")
+    installed.await_steps(there)
+    installed.end_job("here")
+    installed.end_job("strange", on="spare-1")
