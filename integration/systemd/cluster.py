@@ -66,6 +66,33 @@ class SystemdCluster:
                 node.session(commands("join", name))
 
     @contextlib.contextmanager
+    def further_node(self, name: str, address: str, image: Path, *, hybrid: bool = False) -> Iterator[Node]:
+        """One more booted node with the user and /home of the others, and nothing installed."""
+        first = self.nodes["node-1"]
+        node = Node(name, address, first.folder.with_name(name), first.home, first.network, hybrid=hybrid)
+        try:
+            node.create(image)
+            node.boot()
+            node.run("useradd", "--uid", str(USER_ID), "--no-create-home", "--home-dir", f"/home/{USER}", USER)
+            yield node
+        finally:
+            node.discard()
+
+    @contextlib.contextmanager
+    def joined(self, name: str, node: Node) -> Iterator[None]:
+        """The further node, on which snapshotd is installed, is a node of the cluster meanwhile."""
+        first = self.nodes["node-1"]
+        first.session(f"migrator cluster add {name} {node.address}")
+        (first.root / f"root/{name}.join").rename(node.root / f"root/{name}.join")
+        node.session(commands("join", name))
+        self.nodes[name] = node
+        try:
+            yield
+        finally:
+            del self.nodes[name]
+            first.session(f"migrator cluster remove {name} --force")
+
+    @contextlib.contextmanager
     def timed(self, what: str) -> Iterator[None]:
         began = time.monotonic()
         yield

@@ -25,6 +25,7 @@ ORDER = (
     "test_peers",
     "test_ssh",
     "test_hybrid_node",
+    "test_rpm",
     "test_broken_setups",
     "test_bad_input",
     "test_upgrade",

@@ -72,8 +72,8 @@ RELEASES = {
 }
 
 
-def root_image(release: Release | None = None) -> Path:
-    """The folder of the image: of this machine's release if none is given. Made if it is missing, with the registries."""
+def root_image(release: Release | None = None, more: tuple[str, ...] = ()) -> Path:
+    """The folder of the image, of this machine's release if none is given, with `more` packages. Made if it is missing."""
     if release is None:
         lines = Path("/etc/os-release").read_text().splitlines()
         suite = dict(line.split("=", 1) for line in lines if "=" in line)["VERSION_CODENAME"].strip('"')
@@ -81,16 +81,16 @@ def root_image(release: Release | None = None) -> Path:
         sources = [str(path) for path in own]
     else:
         suite, sources = release.suite, release.sources()
-    key = hashlib.sha256("\n".join((suite, *PACKAGES)).encode()).hexdigest()[:12]
+    key = hashlib.sha256("\n".join((suite, *PACKAGES, *more)).encode()).hexdigest()[:12]
     image = cache() / f"{suite}-{key}"
     with (cache() / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not image.exists():
-            _make(image, suite, sources)
+            _make(image, suite, sources, (*PACKAGES, *more))
     return image
 
 
-def _make(image: Path, suite: str, sources: list[str]) -> None:
+def _make(image: Path, suite: str, sources: list[str], packages: tuple[str, ...]) -> None:
     """mmdebstrap uses apt with this machine's settings for reaching registries."""
     acquire = image.with_name("acquire.conf")
     dump = subprocess.run(["apt-config", "dump"], check=True, capture_output=True, text=True).stdout
@@ -98,7 +98,7 @@ def _make(image: Path, suite: str, sources: list[str]) -> None:
     unfinished = image.with_name(f"{image.name}.new")
     if unfinished.exists():
         shutil.rmtree(unfinished)
-    command = ["mmdebstrap", "--quiet", "--variant=apt", f"--include={','.join(PACKAGES)}", f"--aptopt={acquire}"]
+    command = ["mmdebstrap", "--quiet", "--variant=apt", f"--include={','.join(packages)}", f"--aptopt={acquire}"]
     done = subprocess.run([*command, suite, str(unfinished), *sources], capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, f"mmdebstrap failed:\n{done.stderr[-2000:]}"
     unfinished.rename(image)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from integration.systemd.cluster import USER, USER_ID, SystemdCluster
+from integration.systemd.cluster import SystemdCluster
 from integration.systemd.document import commands
 from integration.systemd.nodes import Node
 from integration.systemd.root_image import root_image
@@ -22,28 +22,16 @@ NAME, ADDRESS = "old-1", "10.0.0.4"
 def hybrid(installed: SystemdCluster) -> Iterator[Node]:
     if not Path("/sys/fs/cgroup/unified/cgroup.procs").exists():
         pytest.skip("nspawn gives a node the cgroups of the machine, and this one has version 2 alone")
-    first = installed.nodes["node-1"]
-    node = Node(NAME, ADDRESS, first.folder.with_name(NAME), first.home, first.network, hybrid=True)
-    try:
-        node.create(root_image())
-        node.boot()
-        node.run("useradd", "--uid", str(USER_ID), "--no-create-home", "--home-dir", f"/home/{USER}", USER)
+    with installed.further_node(NAME, ADDRESS, root_image(), hybrid=True) as node:
         shutil.copy(installed.package, node.root / "root")
         node.session(commands("install"))
         yield node
-    finally:
-        node.discard()
 
 
 def test_ranks_move_to_and_from_a_node_with_hybrid_cgroups(installed: SystemdCluster, hybrid: Node) -> None:
     mounts = hybrid.run("findmnt", "--noheadings", "--list", "--output=TARGET,FSTYPE")
     assert ["/sys/fs/cgroup/unified", "cgroup2"] in [line.split() for line in mounts.splitlines()], mounts
-    first = installed.nodes["node-1"]
-    first.session(f"migrator cluster add {NAME} {ADDRESS}")
-    (first.root / f"root/{NAME}.join").rename(hybrid.root / f"root/{NAME}.join")
-    hybrid.session(commands("join", NAME))
-    installed.nodes[NAME] = hybrid
-    try:
+    with installed.joined(NAME, hybrid):
         out = installed.start_job("to-hybrid")
         installed.move("to-hybrid", NAME)
         installed.await_steps(out)
@@ -59,6 +47,3 @@ def test_ranks_move_to_and_from_a_node_with_hybrid_cgroups(installed: SystemdClu
         installed.move("from-hybrid", NAME)
         installed.await_steps(out)
         installed.end_job("from-hybrid", NAME)
-    finally:
-        del installed.nodes[NAME]
-        first.session(f"migrator cluster remove {NAME} --force")

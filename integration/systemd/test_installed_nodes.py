@@ -64,10 +64,7 @@ def test_the_doctor_finds_nothing_that_would_make_a_move_fail(installed: Systemd
     assert [each["text"] for each in json.loads(done.stdout)["between"] if each["check"] == "control-port"]
 
 
-def test_systemd_judges_the_unit(installed: SystemdCluster) -> None:
-    """Most settings would reach the ranks, as the unit says. What it says is what systemd reads."""
-    node = installed.nodes["node-1"]
-    verified = node.ask("systemd-analyze", "verify", "/usr/lib/systemd/system/snapshotd.service")
+def test_systemd_finds_no_mistake_in_the_installed_unit(installed: SystemdCluster) -> None:
+    verified = installed.nodes["node-1"].ask("systemd-analyze", "verify", "/usr/lib/systemd/system/snapshotd.service")
     assert verified.returncode == 0
     assert verified.stderr == ""
-    assert "KeyringMode" in node.ask("systemd-analyze", "security", "--no-pager", "snapshotd").stdout

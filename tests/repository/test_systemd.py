@@ -1,6 +1,7 @@
 """The units load, and keep the promises that the daemon's crash safety rests on."""
 
 import configparser
+import json
 import os
 import re
 import shutil
@@ -114,6 +115,16 @@ def test_no_sandbox_that_a_restored_rank_would_inherit() -> None:
         r"^(Private|Protect|Restrict|SystemCall|NoNewPriv|Lock|MemoryDeny|ReadOnly|Inaccessible|Capab|User)"
     )
     assert [key for key in unit(SERVICE)["Service"] if sandbox.match(key)] == []
+
+
+def test_the_unit_says_why_it_lacks_each_setting_that_systemd_misses(installed: Path) -> None:
+    done = run("systemd-analyze", "security", "--offline=true", "--json=short", installed / SERVICE)
+    missed = {str(row["name"]).split("=")[0] for row in json.loads(done.stdout) if row["exposure"]}
+    assert len(missed) > 20, done.stdout + done.stderr
+    reasons = "".join(line for line in (UNITS / SERVICE).read_text().splitlines() if line.startswith("#"))
+    explained = re.findall(r"\b([A-Z]\w+)(…?)=", reasons)  # "Private…=" stands for all that begin so
+    for name in missed:
+        assert any(name.startswith(word) if dots else name == word for word, dots in explained), name
 
 
 def test_images_are_on_their_own_tmpfs_for_root_alone() -> None:
