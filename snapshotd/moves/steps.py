@@ -97,6 +97,13 @@ class Steps:
                 except Refused as error:
                     raise late(error) from error
 
+    @asynccontextmanager
+    async def ending(self, moving: Moving, phase: str) -> AsyncIterator[None]:
+        """The move, locked, with its log context, whether it has an outcome or not."""
+        with move_context(move=moving.log.move, rank=moving.log.begin.rank, phase=phase):
+            async with moving.lock:
+                yield
+
     def follow(self, moving: Moving, work: Coroutine[Any, Any, None]) -> None:
         """Starts the settle loop of a move."""
         moving.settling = asyncio.create_task(work, name=f"settle {self.role} of {moving.log.move}")

@@ -214,7 +214,7 @@ class SourceSteps(SourceSettling):
     async def commit(self, move: str, receipt: bytes) -> pb.Outcome:
         """The point of no return: records COMMIT, if the target has proved that it holds a complete copy."""
         moving = self.moving(move)
-        async with moving.lock:
+        async with self.ending(moving, "commit"):
             if moving.log.outcome is None:
                 if not rules.proves(receipt, moving.log.nonce, "HELD", move):
                     raise WrongState("the target's receipt for a held copy is missing", where=Where.SOURCE_FROZEN)
@@ -240,7 +240,7 @@ class SourceSteps(SourceSettling):
         if self.journal.find(check_move_id(move)) is None:
             await in_thread(self._refuse_permanently, move, reason)
         moving = self.moving(move)
-        async with moving.lock:
+        async with self.ending(moving, "abort"):
             await self.stop_streaming(moving)
             if moving.log.outcome is None:
                 await reach(Point.BEFORE_ABORT)
@@ -268,7 +268,7 @@ class SourceSteps(SourceSettling):
     async def abandon(self, move: str, reason: str) -> None:
         """The rank's home keeper was killed: records ABORT whatever copies there are, because no copy may run without it."""
         moving = self.moving(move)
-        async with moving.lock:
+        async with self.ending(moving, "abort"):
             await self.stop_streaming(moving)
             await self.record(moving, Outcome.ABORT, reason, "source")
             await self.settle_once(moving)
@@ -278,7 +278,7 @@ class SourceSteps(SourceSettling):
         """Drops the frozen copy, once the target reports the rank running."""
         moving = self.moving(move)
         moving.pause_s = pause_s
-        async with moving.lock:
+        async with self.ending(moving, "settle"):
             await self.settle_once(moving)
             settled = moving.log.last_mark is Mark.SETTLED
             if settled and pause_s and not moving.log.record.pause_s:  # settled before the driver knew the pause
@@ -298,7 +298,7 @@ class SourceSteps(SourceSettling):
         state = await self.ask_target(moving.log)
         if state in {CopyState.RECEIVING, CopyState.HELD, CopyState.RUNNING, CopyState.ENDED}:
             raise WrongState(f"the target answers that its copy is {state}: it is not dead", where=Where.UNKNOWN)
-        async with moving.lock:
+        async with self.ending(moving, "recover"):
             await self.stop_streaming(moving)
             if moving.log.last_mark is not Mark.SETTLED:
                 await in_thread(moving.log.overrule, Outcome.ABORT, "declared by a person or a fencing agent", by)

@@ -230,7 +230,7 @@ class TargetSteps(TargetSettling):
                 remedy="only the source's outcome record gives it",
                 where=Where.TARGET_HELD,
             )
-        async with moving.lock:
+        async with self.ending(moving, "activate"):
             await self.learn(moving, Outcome.COMMIT, "the source's token", "source")
             await self.settle_once(moving)
             return pb.ActivateReply(running=moving.log.last_mark is Mark.ACTIVATED)
@@ -249,7 +249,7 @@ class TargetSteps(TargetSettling):
         if not rules.proves(token, moving.log.nonce, "ABORT", move):
             moving.wake()  # a source that never began the move has no nonce for its token: ask it at once
             raise Denied(f"that is not the source's ABORT token for move {move}")
-        async with moving.lock:
+        async with self.ending(moving, "abort"):
             await self.learn(moving, Outcome.ABORT, "the source's token", "source")
             await self.settle_once(moving)
             return pb.DiscardReply()
@@ -260,7 +260,7 @@ class TargetSteps(TargetSettling):
             raise WrongState(
                 f"the source answers and knows move {moving.log.move}: its record decides", where=Where.UNKNOWN
             )
-        async with moving.lock:
+        async with self.ending(moving, "abort"):
             must_be_at(moving, {Mark.PREPARED, Mark.SEALED, Mark.DISCARDED}, ": it may have a whole copy")
             await self.learn(moving, Outcome.ABORT, "ended by an operator: its source never began it", by)
             await self.settle_once(moving)
@@ -287,7 +287,7 @@ class TargetSteps(TargetSettling):
     async def declare_source_dead(self, move: str, by: str) -> pb.ActivateReply:
         """An operator declares that the source is dead: the held copy continues here; an incomplete one is dropped."""
         moving = self.moving(move)
-        async with moving.lock:
+        async with self.ending(moving, "recover"):
             if await self._source_answers(moving.log.begin):
                 raise WrongState(f"the source answers and knows move {move}: it is not dead", where=Where.UNKNOWN)
             since_s = host.boottime_s() - moving.source_seen_s
