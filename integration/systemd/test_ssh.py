@@ -36,7 +36,7 @@ def let_root_log_in(cluster: SystemdCluster) -> None:
 def test_a_node_joins_and_gets_new_certificates_through_ssh(installed: SystemdCluster) -> None:
     let_root_log_in(installed)
     first, second = installed.nodes["node-1"], installed.nodes["node-2"]
-    first.session("migrator cluster remove node-2")
+    first.session("migrator cluster remove node-2 --force")
     second.session("systemctl disable --now snapshotd; rm -r /etc/snapshotd/snapshotd.toml /etc/snapshotd/tls/*")
 
     said = first.session(commands("ssh"))

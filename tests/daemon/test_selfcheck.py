@@ -188,6 +188,17 @@ def test_a_time_namespace_that_is_denied_is_named(tmp_path: Path, monkeypatch: p
     assert_failed(kernel.time_namespace(), "unshare: Operation not permitted")
 
 
+def test_a_kernel_that_is_too_old_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux 5.10 has no cgroup.kill. Its hierarchy is a folder with the files that it has."""
+    (tmp_path / "system.slice").mkdir()
+    (tmp_path / "system.slice/cgroup.freeze").touch()
+    monkeypatch.setattr("snapshotd.preflight.node.mountinfo.cgroup2_root", lambda: tmp_path)
+    monkeypatch.setattr("snapshotd.proc.host.kernel", lambda: "5.10.0-32-amd64")
+    found = kernel.features()
+    assert_failed(found, "Linux 5.10.0-32-amd64 lacks: cgroup.kill in cgroup v2 (Linux 5.14)")
+    assert found.remedy == "use Linux 5.14 or newer"
+
+
 def test_few_descriptors_are_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("resource.getrlimit", lambda _: (1024, 1024))
     found = kernel.descriptors()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import platform
 import shutil
 import subprocess
 import sys
@@ -53,6 +54,22 @@ def test_packages_name_version_commit_and_date(builds: tuple[Path, Path]) -> Non
             "sh", "-c", f'dpkg-deb --fsys-tarfile "$0" | tar -xO ./usr/share/doc/{name}/BUILD', str(package)
         )
         assert shown.splitlines() == [f"version {__version__}", f"commit {commit}", f"date {facts['date']}"]
+
+
+@pytest.mark.parametrize("other", ["x86_64", "aarch64"])
+def test_a_wheel_of_another_architecture_or_a_newer_glibc_is_refused(
+    builds: tuple[Path, Path], tmp_path: Path, other: str
+) -> None:
+    """pip reads both in the name: that of the other architecture, and on this one a glibc that no system has yet."""
+    (wheel,) = builds[0].glob("*.whl")
+    own = platform.machine()
+    name = wheel.name.replace("manylinux_2_", "manylinux_9_") if other == own else wheel.name.replace(own, other)
+    assert name != wheel.name
+    shutil.copy(wheel, tmp_path / name)
+    command = [sys.executable, "-m", "pip", "install", "--no-deps", "--target", str(tmp_path), str(tmp_path / name)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode != 0
+    assert f"{name} is not a supported wheel on this platform" in done.stderr
 
 
 def test_lintian_finds_no_error(builds: tuple[Path, Path]) -> None:
