@@ -18,19 +18,18 @@ def certificate(cluster: SystemdCluster, node: str) -> bytes:
 def let_root_log_in(cluster: SystemdCluster) -> None:
     """As an administrator has prepared it: names of nodes, a key, and ssh servers that are known."""
     first = cluster.nodes["node-1"]
-    hosts = "".join(f"{node.address} {name}\n" for name, node in cluster.nodes.items())
-    with (first.root / "etc/hosts").open("a") as file:
-        file.write(hosts)
     first.run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", "/root/.ssh/id_ed25519")
+    hosts = "".join(f"Host {name}\n  HostName {node.address}\n" for name, node in cluster.nodes.items())
+    (first.root / "root/.ssh/config").write_text(hosts)
     key = (first.root / "root/.ssh/id_ed25519.pub").read_text()
-    for name, node in cluster.nodes.items():
+    for node in cluster.nodes.values():
         folder = node.root / "root/.ssh"
         folder.mkdir(mode=0o700, exist_ok=True)
         (folder / "authorized_keys").write_text(key)
         assert node.show("ssh", "ActiveState") == "active"
         with (first.root / "root/.ssh/known_hosts").open("a") as known:
             kind, public = (node.root / "etc/ssh/ssh_host_ed25519_key.pub").read_text().split()[:2]
-            known.write(f"{name} {kind} {public}\n")
+            known.write(f"{node.address} {kind} {public}\n")
 
 
 def test_a_node_joins_and_gets_new_certificates_through_ssh(installed: SystemdCluster) -> None:
