@@ -20,7 +20,7 @@ from typing import Any
 from migrator.autopilot import mover, silence, validation
 from migrator.autopilot.decide import NodeDecision, RankDecision
 from migrator.autopilot.facts import AboutRank, about_node, about_ranks, intended
-from migrator.autopilot.model import Move, MoveState, Node, NodeState, Order, World
+from migrator.autopilot.model import Move, MoveState, Node, NodeState, Order, Rank, World
 from migrator.autopilot.policy import Policy
 from migrator.autopilot.store import Store
 from migrator.autopilot.watcher import Watcher
@@ -137,7 +137,7 @@ class Engine:
         window = max(self.policy.breaker.window_s, self.policy.breaker.rank_window_s, self.policy.breaker.back_off_s)
         stored = await self.store.load(now - window)
         nodes: dict[str, Node] = {}
-        ranks = []
+        ranks: dict[str, tuple[float, Rank]] = {}  # by uid, with the time of the answer
         for name, watcher in self.watchers.items():
             seen, record = watcher.sighting, stored.nodes.get(name)
             node = seen.node if seen is not None else Node(name, labels=self.cluster.labels.get(name, {}), seen=False)
@@ -145,12 +145,15 @@ class Engine:
                 node = replace(node, state=record.state, reason=record.reason, since_unix_s=record.since_unix_s)
             asked = seen.asked_unix_s if seen is not None else 0.0
             nodes[name] = replace(node, reachable=watcher.error is None, asked_unix_s=asked)
-            for rank in seen.ranks if seen is not None else ():
+            for listed in seen.ranks if seen is not None else ():
                 # What the node said before a move of the rank ended may be wrong by now: wait for its next answer.
-                later = [move.id for move in stored.moves if move.rank_uid == rank.uid and move.ended_unix_s >= asked]
-                ranks.append(replace(rank, moving=rank.moving or later[-1]) if later else rank)
+                later = [move.id for move in stored.moves if move.rank_uid == listed.uid and move.ended_unix_s >= asked]
+                rank = replace(listed, moving=listed.moving or later[-1]) if later else listed
+                # A node that fell silent after a rank has left it would list the rank for ever: the newest answer counts.
+                if asked >= ranks.get(rank.uid, (0.0, rank))[0]:
+                    ranks[rank.uid] = (asked, rank)
         alarms = tuple(alarm for alarm in stored.alarms if alarm.node in nodes)
-        return World(nodes, alarms, tuple(ranks), stored.moves, stored.orders)
+        return World(nodes, alarms, tuple(rank for _, rank in ranks.values()), stored.moves, stored.orders)
 
     async def _about_nodes(self, world: World) -> dict[str, str]:
         """Changes the states of nodes, one after the other, because each change counts for the next one's limits."""

@@ -14,9 +14,10 @@ import pytest
 
 from migrator.autopilot import chain, mover, silence
 from migrator.autopilot.engine import Engine
-from migrator.autopilot.model import MoveState, NodeState
+from migrator.autopilot.model import MoveState, Node, NodeState
 from migrator.autopilot.policy import Policy
 from migrator.autopilot.store import Store
+from migrator.autopilot.watcher import Sighting
 from migrator.cluster import Cluster
 from migrator.driver import attempt_id
 from snapshotd.api import snapshotd_pb2 as pb
@@ -152,6 +153,15 @@ async def test_systematic_alarm_stops_everything(pilots: PilotCluster) -> None:
     async with running(pilots) as store:
         assert "looks systematic" in await alerts(store, "systematic")
     assert pilots.begun() == 0
+
+
+async def test_newest_answer_counts_for_a_rank_that_two_nodes_list(pilots: PilotCluster, tmp_path: Path) -> None:
+    async with Store.open(tmp_path / "state") as store:
+        engine = Engine(Cluster.read(pilots.path), POLICY, store)
+        for asked, name in ((20.0, "spare-1"), (10.0, "node-1")):
+            sighting = Sighting(Node(name), (rank(0, name),), asked)
+            engine.watchers[name].sighting = sighting
+        assert [one.node for one in (await engine.world()).ranks] == ["spare-1"]
 
 
 # ---------------------------------------------------------------------- restarts
