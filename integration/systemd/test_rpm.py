@@ -34,7 +34,7 @@ def node(installed: SystemdCluster) -> Iterator[Node]:
 
 
 def test_an_rpm_is_installed_used_and_erased(installed: SystemdCluster, node: Node) -> None:
-    node.session(f"{RPM} --query --all")  # makes its database
+    node.session("rpm --query --all")  # makes its database
     before = files(node)
     node.session(f"{RPM} --install snapshotd.rpm")
     assert node.show("snapshotd", "LoadState") == "loaded"
