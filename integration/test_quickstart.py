@@ -46,6 +46,7 @@ def test_lab_commands_of_the_quick_start_move_a_rank(tmp_path: Path) -> None:
     (up, start), (*questions, move, history, down) = commands("lab: first terminal"), commands("lab: second terminal")
     assert [up[1], start[1], move[0], history[0], down[1]] == ["up", "run", "move", "history", "down"]
     out = tmp_path / "out"
+    job = None
     try:
         ask(up)
         with out.open("wb") as file:
@@ -58,6 +59,9 @@ def test_lab_commands_of_the_quick_start_move_a_rank(tmp_path: Path) -> None:
         until("steps after the move", lambda: out.read_text().count("[1] step") > before + 20)
         assert "moved" in ask(history)
         ask(down)
-        job.wait(30)
+        job.wait(120)
     finally:
         Lab(name).down()
+        if job is not None:
+            job.kill()
+            job.wait()

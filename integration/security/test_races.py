@@ -70,9 +70,10 @@ def start(nodes: Cluster, ground: Path, node: str, role: str, seed: int) -> Job:
 
 
 def mounts(nodes: Cluster) -> dict[str, list[str]]:
-    """The mount points of each node's daemon."""
+    """The mount points of each node's daemon, without the network namespaces of other labs on this machine."""
     lines = {node: Path(f"/proc/{nodes.lab.daemon_pid(node)}/mountinfo").read_text().splitlines() for node in NODES}
-    return {node: sorted(line.split()[4] for line in found) for node, found in lines.items()}
+    points = {node: sorted(line.split()[4] for line in found) for node, found in lines.items()}
+    return {node: [point for point in found if not point.startswith("/run/netns/")] for node, found in points.items()}
 
 
 def outside(touched: list[Touched]) -> list[str]:
