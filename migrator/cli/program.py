@@ -15,6 +15,7 @@ from migrator.cli import (
     cluster,
     doctor,
     drain,
+    health,
     history,
     lab,
     move,
@@ -31,7 +32,6 @@ from migrator.cli import (
     taint,
 )
 from migrator.cli.arguments import Parser, Verbs, add_global_options, exit_codes
-from migrator.cli.health import add as add_health
 from snapshotd.api import version
 from snapshotd.api.errors import Internal, SnapshotError, Usage
 
@@ -56,11 +56,10 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--version", action="version", version=f"migrator {version.described()}")
     verbs = Verbs(made)
     verbs.add("run", None, run.SUMMARY)  # only for the list: `run` has its own parser
-    for verb in (ps, nodes, doctor, check, move, status, history, recover):
+    for verb in (ps, nodes, doctor, health, check, move, status, history, recover):
         verb.add(verbs)
     for verb in (drain, taint, spares, autopilot, policy, report, cluster, lab, pki):
         verb.add(verbs)
-    add_health(verbs)
     return made
 
 
