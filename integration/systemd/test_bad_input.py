@@ -84,12 +84,16 @@ def test_no_upgrade_replaces_what_the_administrator_changed(
     installed: SystemdCluster, spare: Node, tmp_path: Path
 ) -> None:
     example = spare.root / "etc/snapshotd/snapshotd.toml.example"
+    original = example.read_bytes()
     example.write_text("# ours\n")
-    shutil.copy(repacked(installed.package, "9.0.1", tmp_path), spare.root / "root/later.deb")
-    spare.run(*APT, "install", "/root/later.deb", timeout_s=600)
-    assert example.read_text() == "# ours\n"
-    spare.run(*APT, "install", "--allow-downgrades", f"/root/{installed.package.name}", timeout_s=600)
-    assert example.read_text() == "# ours\n"
+    try:
+        shutil.copy(repacked(installed.package, "9.0.1", tmp_path), spare.root / "root/later.deb")
+        spare.run(*APT, "install", "/root/later.deb", timeout_s=600)
+        assert example.read_text() == "# ours\n"
+        spare.run(*APT, "install", "--allow-downgrades", f"/root/{installed.package.name}", timeout_s=600)
+        assert example.read_text() == "# ours\n"
+    finally:  # dpkg would ask about it when a package with another example is installed
+        example.write_bytes(original)
 
 
 @pytest.mark.parametrize("command", [("snapshotd", "join", "/dev/null"), ("snapshotd", "--check")])
