@@ -225,6 +225,11 @@ class Engine:
             return
         if any(move.order == order.id for move in world.running):
             return
+        if node.state is NodeState.DRAINING and node.reachable and not any(r.node == node.name for r in world.ranks):
+            # Its last rank was seen to be gone in the middle of this round: the next one finds that it is drained.
+            self.watchers[node.name].look_now()
+            self._wake.set()
+            return
         moves = await self.store.moves_of_order(order.id)
         moved = sum(move.state is MoveState.MOVED for move in moves)
         left = [f"rank {about.rank.rank} of {about.rank.job} stays: {about.reason}" for about in mine]

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from migrator.autopilot import actor
+from migrator.autopilot.engine import Engine
+from migrator.autopilot.model import World
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import BadConfig, Busy, Damaged, NotFound, Refused, Usage, WrongState
 from tests.autopilot.conftest import PilotCluster, until
@@ -82,6 +84,26 @@ def test_drain_without_a_usable_spare_says_why(pilots: PilotCluster, migrator: M
     migrator("untaint", "spare-2")
     assert migrator("drain", "node-1").code == 0
     assert pilots.places() == {"train-0-00000001": "spare-2"}
+
+
+def test_drain_is_complete_if_the_last_rank_is_seen_to_be_gone_within_a_round(
+    pilots: PilotCluster, migrator: Migrator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nodes answer at any moment: also after a round has decided about nodes, and before it decides about orders."""
+    pilots["node-1"].ranks.append(a_rank("node-1"))
+    decide = Engine._about_nodes
+    late: list[bool] = []
+
+    async def too_early(self: Engine, world: World) -> dict[str, str]:
+        if not late and not any(rank.node == "node-1" for rank in world.ranks):
+            late.append(True)
+            return {}
+        return await decide(self, world)
+
+    monkeypatch.setattr(Engine, "_about_nodes", too_early)
+    ran = migrator("drain", "node-1", "--json")
+    assert late
+    assert (ran.code, ran.json["complete"], ran.json["state"]) == (0, True, "drained")
 
 
 def test_drain_of_a_silent_node_ends_and_says_so(pilots: PilotCluster, migrator: Migrator) -> None:

@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,12 +25,11 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="another user's rights
 
 
 @pytest.fixture
-def open_path(tmp_path: Path) -> Path:
-    """A directory that every user can enter."""
-    for folder in (tmp_path, *tmp_path.parents):
-        if folder.stat().st_uid == os.geteuid() and str(folder) not in ("/", "/tmp"):
-            folder.chmod(0o755)
-    return tmp_path
+def open_path() -> Iterator[Path]:
+    """A directory that every user can enter. Not one of pytest's: each new run of pytest closes those to other users."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        yield Path(folder)
 
 
 def fact_of(path: Path, **changes: object) -> FileFact:
