@@ -65,14 +65,10 @@ report("after")
 
 
 @pytest.fixture
-def places(tmp_path: Path) -> Path:
+def places(open_folder: Path) -> Path:
     """Every user can enter it; `users` belongs to a user, `roots` and the images to root."""
-    for path in tmp_path.parents:
-        if path.stat().st_uid == os.geteuid() and len(path.parts) > 2:
-            path.chmod(path.stat().st_mode | 0o011)
-    tmp_path.chmod(0o755)
     for name, owner, mode in (("roots", 0, 0o755), ("users", USER, 0o755), ("images", 0, 0o700)):
-        folder = tmp_path / name
+        folder = open_folder / name
         folder.mkdir()
         for file in ("file", "pstree.img", "own.img"):
             (folder / file).write_text("text")
@@ -80,7 +76,7 @@ def places(tmp_path: Path) -> Path:
             os.chown(folder / file, owner, owner)
         os.chown(folder, owner, owner)
         folder.chmod(mode)
-    return tmp_path
+    return open_folder
 
 
 def output(places: Path, **environment: str) -> list[str]:

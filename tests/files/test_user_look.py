@@ -6,8 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,14 +20,6 @@ SILENT = Path(__file__).parent.parent / "proc" / "silent_process.py"
 USER = User(1500, 1500)
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="another user's rights cannot be taken on without root")
-
-
-@pytest.fixture
-def open_path() -> Iterator[Path]:
-    """A directory that every user can enter. Not one of pytest's: each new run of pytest closes those to other users."""
-    with tempfile.TemporaryDirectory() as folder:
-        os.chmod(folder, 0o755)
-        yield Path(folder)
 
 
 def fact_of(path: Path, **changes: object) -> FileFact:
@@ -58,9 +48,9 @@ def verdict(*facts: FileFact) -> Check:
     ],
 )
 def test_files_that_the_user_may_not_open_are_refused_early(
-    open_path: Path, mode: int, changes: dict[str, object], says: str
+    open_folder: Path, mode: int, changes: dict[str, object], says: str
 ) -> None:
-    path = open_path / "file"
+    path = open_folder / "file"
     path.write_text("content")
     path.chmod(mode)
     check = verdict(fact_of(path, **changes))
@@ -69,8 +59,8 @@ def test_files_that_the_user_may_not_open_are_refused_early(
     assert not says or "may not open files of the rank on the target" in check.reason
 
 
-def test_file_below_a_directory_that_the_user_may_not_enter_is_refused(open_path: Path) -> None:
-    path = open_path / "private" / "file"
+def test_file_below_a_directory_that_the_user_may_not_enter_is_refused(open_folder: Path) -> None:
+    path = open_folder / "private" / "file"
     path.parent.mkdir()
     path.write_text("content")
     path.parent.chmod(0o700)
@@ -82,8 +72,8 @@ def test_file_below_a_directory_that_the_user_may_not_enter_is_refused(open_path
     assert "may not enter a directory above it" in check.reason
 
 
-def test_content_is_compared_through_the_child(open_path: Path) -> None:
-    path = open_path / "file"
+def test_content_is_compared_through_the_child(open_folder: Path) -> None:
+    path = open_folder / "file"
     path.write_bytes(os.urandom(10 * BLOCK_BYTES + 77))
     fact = fact_of(path, mapped=True)
     with path.open("rb") as file:

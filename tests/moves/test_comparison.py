@@ -69,15 +69,11 @@ def processes() -> Iterator[Processes]:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """Every user can enter it."""
-    for path in (tmp_path, *tmp_path.parents):
-        if path.stat().st_uid == os.geteuid() and len(path.parts) > 2:
-            path.chmod(path.stat().st_mode | 0o011)
+def folder(open_folder: Path) -> Path:
     for name in ("one", "two"):
-        (tmp_path / name).write_text("text")
-        (tmp_path / name).chmod(0o644)
-    return tmp_path
+        (open_folder / name).write_text("text")
+        (open_folder / name).chmod(0o644)
+    return open_folder
 
 
 def differences(

@@ -17,12 +17,8 @@ USER, GROUP, OTHER = 1500, 1501, 1502
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """Every user can enter it."""
-    for path in (tmp_path, *tmp_path.parents):
-        if path.stat().st_uid == os.geteuid() and len(path.parts) > 2:
-            path.chmod(path.stat().st_mode | 0o011)
-    return tmp_path
+def folder(open_folder: Path) -> Path:
+    return open_folder
 
 
 def reading(path: Path) -> Callable[[], str]:
