@@ -8,19 +8,10 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 NOBODY = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups")
-
-
-def open_to_all(folder: Path) -> None:
-    """Lets every user enter a test's folder: pytest makes it, and those above it, for its own user alone."""
-    for above in (folder, *folder.parents):
-        if above == Path(tempfile.gettempdir()):
-            return
-        above.chmod(above.stat().st_mode | 0o055)
 
 
 def readable_copy(folder: Path) -> Path:

@@ -16,7 +16,6 @@ import pytest
 from migrator import pki
 from migrator.cluster import Cluster, Netns, Places
 from snapshotd.api.errors import Ambiguous, BadConfig, Internal, NotFound, Unreachable
-from tests.installation import open_to_all
 
 REPOSITORY = Path(__file__).parents[2]
 OWN_NETNS = Path("/proc/self/ns/net")
@@ -222,9 +221,10 @@ def test_file_that_is_not_toml_is_rejected(tmp_path: Path, content: bytes) -> No
         Cluster.load(path)
 
 
-def test_unreadable_private_key_is_reported(tmp_path: Path) -> None:
-    path = write_cluster(tmp_path / "cluster.toml")
-    open_to_all(tmp_path / "pki/operators")
+def test_unreadable_private_key_is_reported(open_folder: Path) -> None:
+    path = write_cluster(open_folder / "cluster.toml")
+    for folder in ("pki", "pki/operators"):
+        (open_folder / folder).chmod(0o755)
     with as_nobody(), pytest.raises(BadConfig, match=r"tls\.key: .*alice\.key cannot be read: Permission denied"):
         Cluster.load(path)
 

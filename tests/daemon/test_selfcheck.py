@@ -26,7 +26,7 @@ from snapshotd.selfcheck.finding import Finding, State
 from tests.daemon.test_main import REPO, Place, place  # noqa: F401
 from tests.fakes.cuda_fake import GpuNode
 from tests.fakes.cuda_fake import gpus as some_gpus
-from tests.installation import NOBODY, open_to_all, readable_copy, readable_python
+from tests.installation import NOBODY, readable_copy, readable_python
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="snapshotd runs as root only")
 
@@ -177,11 +177,10 @@ def test_no_cgroup_is_left() -> None:
     assert not kernel.check_cgroup(os.getpid()).exists()
 
 
-def test_a_time_namespace_that_is_denied_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_time_namespace_that_is_denied_is_named(open_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same program as a user who may not make one."""
-    open_to_all(tmp_path)
-    copy = readable_copy(tmp_path / "installation")
-    python = tmp_path / "python"
+    copy = readable_copy(open_folder / "installation")
+    python = open_folder / "python"
     python.write_text(f'#!/bin/sh\nexec {" ".join(NOBODY)} env PYTHONPATH={copy} {readable_python()} "$@"\n')
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))

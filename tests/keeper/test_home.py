@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from snapshotd.proc.tree import Process
-from tests.installation import NOBODY, open_to_all, readable_copy, readable_python
+from tests.installation import NOBODY, readable_copy, readable_python
 from tests.keeper.nodes import Node, python, until
 
 
@@ -219,18 +219,17 @@ async def test_background_process_does_not_delay_the_launcher(node: Node) -> Non
     os.kill(int(output), signal.SIGKILL)
 
 
-async def test_another_user_may_start_ranks(node: Node, tmp_path: Path) -> None:
+async def test_another_user_may_start_ranks(node: Node, open_folder: Path) -> None:
     if os.getuid() != 0:
         pytest.skip("only root can become another user")
-    open_to_all(tmp_path)
     # The checkout may lie where other users cannot read it, below /root for example.
-    installed = readable_copy(tmp_path / "installed")
+    installed = readable_copy(open_folder / "installed")
     keeper = await node.launch(
         *("sh", "-c", "id -u; cat; echo again > /dev/stdout"),
         wrap=NOBODY,
         interpreter=readable_python(),
         env={"PYTHONPATH": str(installed)},
-        cwd=tmp_path,
+        cwd=open_folder,
     )
     output, errors = await keeper.communicate(b"text\n")
     assert (output, errors) == (b"65534\ntext\nagain\n", b"")
