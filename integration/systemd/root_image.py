@@ -51,7 +51,8 @@ def cache() -> Path:
 
 @dataclass(frozen=True)
 class Release:
-    """A distribution whose roots can be made on another one, from its own registry."""
+    """A distribution whose roots can be made on another one, from its own registry. An environment variable has the address
+    of that: SNAPSHOT_REGISTRY_DEBIAN or SNAPSHOT_REGISTRY_UBUNTU."""
 
     suite: str
     registry: str
@@ -64,10 +65,15 @@ class Release:
 
 _KEYRINGS = Path("/usr/share/keyrings")
 RELEASES = {
-    "debian-13": Release("trixie", os.environ.get("SNAPSHOT_REGISTRY_DEBIAN", ""), "main", _KEYRINGS / "debian-archive-keyring.gpg"),
+    "debian-13": Release(
+        "trixie", os.environ.get("SNAPSHOT_REGISTRY_DEBIAN", ""), "main", _KEYRINGS / "debian-archive-keyring.gpg"
+    ),
     # For arm64 the first one that is in this registry; its older releases have amd64 there alone.
     "ubuntu-26.04": Release(
-        "resolute", os.environ.get("SNAPSHOT_REGISTRY_UBUNTU", ""), "main universe", _KEYRINGS / "ubuntu-archive-keyring.gpg"
+        "resolute",
+        os.environ.get("SNAPSHOT_REGISTRY_UBUNTU", ""),
+        "main universe",
+        _KEYRINGS / "ubuntu-archive-keyring.gpg",
     ),
 }
 

@@ -3,7 +3,7 @@
 Invariant: what a reader was told under (epoch, sequence) never changes. An event is on disk before it is shown. If the disk
 does not take it (a full or read-only file system is one of the things that are reported here), the events continue in memory
 under a new epoch, which reaches the disk as soon as it takes a whole file again. A daemon that is restarted before that
-continues the old epoch, about which nobody was told anything else.
+continues the old epoch, under which no reader was shown anything else.
 
 The first line has the epoch, and the alarms as they were after the event `through`. The events follow; those up to `through`
 are only kept for readers. When there are too many, the file is replaced by a shorter one.
