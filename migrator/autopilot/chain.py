@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 START = "0" * 64
@@ -39,10 +39,15 @@ class Record:
             "digest": self.digest,
         }
 
+    def content(self) -> bytes:
+        """What the digest is made of: one line of JSON."""
+        values = [self.id, self.unix_s, self.kind, self.node, self.text, self.data, self.previous]
+        return json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
+
 
 def record(number: int, unix_s: float, kind: str, node: str, text: str, data: dict[str, Any], previous: str) -> Record:
-    content = json.dumps([number, unix_s, kind, node, text, data, previous], sort_keys=True, separators=(",", ":"))
-    return Record(number, unix_s, kind, node, text, data, previous, hashlib.sha256(content.encode()).hexdigest())
+    made = Record(number, unix_s, kind, node, text, data, previous, "")
+    return replace(made, digest=hashlib.sha256(made.content()).hexdigest())
 
 
 def problems(records: Iterable[Record], known: str = "") -> list[str]:

@@ -1,4 +1,4 @@
-"""`migrator report`: what the autopilot did, in numbers, and whether its event log is intact."""
+"""`migrator report`: what the autopilot did, in numbers, and whether its event log is intact (bundles: report_bundle.py)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from migrator import formatting
-from migrator.cli import arguments, output, state
+from migrator.cli import arguments, output, report_bundle, state
 from migrator.cli.status import stamp
 from snapshotd.api.errors import Damaged, NotFound, Usage
 
@@ -32,20 +32,26 @@ def add(verbs: arguments.Verbs) -> None:
         "report",
         act,
         "show interruptions, what was done about them, and what that saved",
-        more="`migrator report verify` checks that the event log was not changed after it was written.",
+        more=(
+            "`migrator report verify` checks that the event log was not changed after it was written. `migrator report "
+            "export` writes a signed copy, which can be verified anywhere with the operator's certificate."
+        ),
         examples=(
             "  migrator report --since 30d\n"
             "  migrator report --job night --format csv\n"
-            "  migrator report verify --head DIGEST"
+            "  migrator report verify --head DIGEST\n"
+            "  migrator report export log.bundle\n"
+            "  migrator report verify --bundle log.bundle --cert alice.crt"
         ),
     )
     parser.add_argument(
         "what",
         nargs="?",
-        choices=("show", "verify"),
+        choices=("show", "verify", "export"),
         default="show",
-        help="show the report (default), or verify the log",
+        help="show the report (default), verify the log or a bundle, or export a bundle",
     )
+    report_bundle.add_options(parser)
     parser.add_argument(
         "--since", type=_span, default=30 * 86400.0, metavar="30d", help="time to look back (default: 30d)"
     )
@@ -79,16 +85,31 @@ def _span(text: str) -> float:
 
 
 def act(options: argparse.Namespace) -> int:
-    from migrator.autopilot import report
+    report_bundle.check(options)
+    if options.what == "verify" and report_bundle.named(options):
+        return report_bundle.verify(options)
+    if options.what == "export":
+        cert, key = report_bundle.signer(options)
+        return report_bundle.export(options, _the_log(options), cert, key)
+    records = _the_log(options)
+    if options.what == "verify":
+        return _verify(records, options.head, as_json=arguments.wants_json(options))
+    return _show(options, records)
+
+
+def _the_log(options: argparse.Namespace) -> list[Record]:
     from migrator.autopilot.store import FILE
 
     known = options.state is not None or "MIGRATOR_STATE" in os.environ
     folder = state.folder(options, None if known else arguments.the_cluster(options))
     if not (folder / FILE).exists():
         raise NotFound(f"there is no event log in {folder}", remedy="name its folder with --state")
-    records = asyncio.run(_records(folder))
-    if options.what == "verify":
-        return _verify(records, options.head, as_json=arguments.wants_json(options))
+    return asyncio.run(_records(folder))
+
+
+def _show(options: argparse.Namespace, records: list[Record]) -> int:
+    from migrator.autopilot import report
+
     if options.head:
         raise Usage("--head is an option of `report verify`", remedy="write: migrator report verify --head DIGEST")
     now = time.time()
