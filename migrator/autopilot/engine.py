@@ -46,7 +46,7 @@ _STATES = {
 
 
 class Engine:
-    """One cluster. `on_phase` gets the id of a move and its events."""
+    """One cluster. `on_phase` gets the id of a move and its events; `on_round` what was known, decided and alerted."""
 
     def __init__(
         self,
@@ -56,9 +56,10 @@ class Engine:
         *,
         only_order: int = 0,
         on_phase: Callable[[str, Event], None] = lambda move, event: None,
+        on_round: Callable[[World, list[AboutRank], dict[str, str]], None] = lambda world, decided, alerts: None,
     ) -> None:
         self.cluster, self.policy, self.store, self.only_order = cluster, policy, store, only_order
-        self.on_phase = on_phase
+        self.on_phase, self.on_round = on_phase, on_round
         self._wake = asyncio.Event()
         self.watchers = {node: Watcher(cluster, node, store, self._wake.set) for node in cluster.nodes}
         self._moving: dict[str, asyncio.Task[None]] = {}  # by the id of the move
@@ -130,6 +131,7 @@ class Engine:
         await self._about_orders(world, decided)
         if not self.only_order:
             await self.store.set_alerts(alerts, data)
+        self.on_round(world, decided, alerts)
 
     async def world(self) -> World:
         """Everything that is known now."""

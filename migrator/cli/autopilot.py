@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import ipaddress
 import logging
 import signal
 import sys
@@ -32,10 +33,33 @@ def add(verbs: arguments.Verbs) -> None:
             "in progress end first; a second one undoes them where that is possible. It can be killed at any moment: the "
             "next one finds what was in progress."
         ),
-        examples="  migrator autopilot --policy /etc/migrator/policy.toml",
+        examples=(
+            "  migrator autopilot --policy /etc/migrator/policy.toml\n"
+            "  migrator autopilot --policy /etc/migrator/policy.toml --metrics 127.0.0.1:9471"
+        ),
+    )
+    parser.add_argument(
+        "--metrics",
+        type=_address,
+        metavar="ADDRESS:PORT",
+        help="serve metrics for Prometheus there, at /metrics over plain HTTP (default: none)",
     )
     state.add_policy(parser, required=True)
     state.add_state(parser)
+
+
+def _address(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    try:
+        ipaddress.ip_address(host)
+        if not (port.isascii() and port.isdigit() and int(port) < 1 << 16):
+            raise ValueError
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text[:80]!r} is not an IP address and a port, as 127.0.0.1:9471 or [::1]:9471"
+        ) from None
+    return host, int(port)
 
 
 def act(options: argparse.Namespace) -> int:
@@ -43,13 +67,16 @@ def act(options: argparse.Namespace) -> int:
     cluster = arguments.the_cluster(options)
     folder = state.folder(options, cluster)
     logging.getLogger("migrator").setLevel(logging.INFO)
-    asyncio.run(_run(cluster, policy, folder, as_json=arguments.wants_json(options)))
+    asyncio.run(_run(cluster, policy, folder, options.metrics, as_json=arguments.wants_json(options)))
     return 0
 
 
-async def _run(cluster: Cluster, policy: Policy, folder: Path, *, as_json: bool) -> None:
-    from migrator.autopilot import actor
+async def _run(
+    cluster: Cluster, policy: Policy, folder: Path, metrics_at: tuple[str, int] | None, *, as_json: bool
+) -> None:
+    from migrator.autopilot import actor, metrics_http
     from migrator.autopilot.engine import Engine
+    from migrator.autopilot.metrics import Metrics
     from migrator.autopilot.store import Store
 
     stop, task = asyncio.Event(), asyncio.current_task()
@@ -63,14 +90,24 @@ async def _run(cluster: Cluster, policy: Policy, folder: Path, *, as_json: bool)
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, on_signal)
     with actor.only_one(folder):
-        async with Store.open(folder) as store:
-            store.on_record = lambda record: show(record, as_json=as_json)
+        async with Store.open(folder) as store, contextlib.AsyncExitStack() as stack:
+            metrics, where = Metrics(policy), ""
+            if metrics_at is not None:
+                await metrics.count_log(store)
+                where = await stack.enter_async_context(metrics_http.serving(*metrics_at, metrics.exposition))
+
+            def on_record(record: Record) -> None:
+                metrics.count(record)
+                show(record, as_json=as_json)
+
+            store.on_record = on_record
             acting = [rule.name for rule in policy.rules if rule.action.value != "observe"]
             rules = f"rules that act: {', '.join(acting)}" if acting else "no rule acts: it only observes"
             text = f"migrator {version.described()} with {policy.origin}; {rules}"
+            text += f"; metrics at http://{where}/metrics" if where else ""
             await store.note("start", text, nodes=len(cluster.nodes), policy=policy.origin)
             with contextlib.suppress(asyncio.CancelledError):  # the second signal
-                await Engine(cluster, policy, store).run(stop)
+                await Engine(cluster, policy, store, on_round=metrics.round).run(stop)
             await store.note("stop", "stopped by a signal")
 
 
