@@ -16,6 +16,7 @@ from migrator.fan_out import none_answered
 from snapshotd.api.errors import SnapshotError, Where
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
     from rich.table import Table
     from rich.text import Text
 
@@ -44,14 +45,21 @@ def table(
     style: str = "",
 ) -> None:
     """Aligned columns. On a terminal that is too narrow, long cells end with an ellipsis."""
+    show(columns(heads, rows, right=right, style=style), indent=indent)
+
+
+def columns(
+    heads: Sequence[str], rows: Sequence[Sequence[str | tuple[str, str]]], *, right: Sequence[str] = (), style: str = ""
+) -> Table:
+    """The same, to be shown later. A cell can be (text, style)."""
     from rich.table import Table  # here: loading it takes longer than most verbs
 
     made = Table(box=None, pad_edge=False, padding=(0, 1), header_style="bold", style=style)
     for head in heads:
         made.add_column(head, justify="right" if head in right else "left")
     for row in rows:
-        made.add_row(*(_cell(cell) for cell in row))
-    _print(made, indent)
+        made.add_row(*(_cell(cell) if isinstance(cell, str) else _cell(*cell) for cell in row))
+    return made
 
 
 def grid(rows: Sequence[Sequence[str | tuple[str, str]]]) -> None:
@@ -61,7 +69,7 @@ def grid(rows: Sequence[Sequence[str | tuple[str, str]]]) -> None:
     made = Table.grid(padding=(0, 1))
     for row in rows:
         made.add_row(*(_cell(cell) if isinstance(cell, str) else _cell(*cell) for cell in row))
-    _print(made)
+    show(made)
 
 
 def _cell(text: str, style: str = "") -> Text:
@@ -70,7 +78,8 @@ def _cell(text: str, style: str = "") -> Text:
     return Text("\n".join(formatting.plain_lines(text)), style, no_wrap=True, overflow="ellipsis")
 
 
-def _print(made: Table, indent: int = 0) -> None:
+def show(made: RenderableType, *, indent: int = 0) -> None:
+    """Prints it, without blanks at the ends of lines."""
     from rich.console import Console
     from rich.padding import Padding
 

@@ -30,6 +30,7 @@ from migrator.cli import (
     spares,
     status,
     taint,
+    watch,
 )
 from migrator.cli.arguments import Parser, Verbs, add_global_options, exit_codes
 from snapshotd.api import version
@@ -56,7 +57,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--version", action="version", version=f"migrator {version.described()}")
     verbs = Verbs(made)
     verbs.add("run", None, run.SUMMARY)  # only for the list: `run` has its own parser
-    for verb in (ps, nodes, doctor, health, check, move, status, history, recover):
+    for verb in (ps, nodes, watch, doctor, health, check, move, status, history, recover):
         verb.add(verbs)
     for verb in (drain, taint, spares, autopilot, policy, report, cluster, lab, pki):
         verb.add(verbs)
