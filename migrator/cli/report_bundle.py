@@ -41,8 +41,10 @@ def check(options: argparse.Namespace) -> None:
     what = options.what
     if options.file is not None and what == "show":
         raise Usage("a report is printed, not written to a file", remedy="redirect it: migrator report > FILE")
-    if what == "export" and (options.file is None or options.bundle is not None or options.head):
+    if what == "export" and options.file is None:
         raise Usage("`report export` needs the name of a file", remedy="write: migrator report export FILE")
+    if what == "export" and (options.bundle is not None or options.head):
+        raise Usage("--bundle and --head are options of `report verify`", remedy="write: migrator report export FILE")
     if what == "export" and (options.cert is None) != (options.key is None):
         raise Usage("--cert and --key belong together", remedy="give both, or none to use those of the cluster file")
     if what != "export" and options.key is not None:

@@ -222,6 +222,7 @@ def test_a_tampered_log_is_not_exported(
     [
         ("show", "FILE"),
         ("export",),
+        ("export", "FILE", "--head", "0"),
         ("export", "FILE", "--cert", "a.crt"),
         ("verify", "FILE"),
         ("verify", "--cert", "a.crt"),
