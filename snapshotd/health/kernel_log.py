@@ -1,7 +1,10 @@
 """What the kernel's log says about failing hardware. NVML's events get lost, and the kernel reports disks nowhere else.
 
-Only records of the kernel itself count: root can write any text into /dev/kmsg, but not as the kernel. Patterns match from
-the beginning of a record, because names of processes, which users choose, appear further on.
+Only records of the kernel itself count: root can write any text into /dev/kmsg, but not as the kernel.
+
+Invariant: no text that a user chooses makes a record match. Names of files and cgroups appear in the middle of records, and
+the name of a process, up to 15 characters, also at the beginning: "NAME[123]: segfault at …". So a pattern matches from the
+beginning, has fixed text beyond the 15th character, and skips no text that could be of a user.
 """
 
 from __future__ import annotations
@@ -60,11 +63,20 @@ _READ_ONLY_REMEDY = (
 )
 _OOM_REMEDY = "find out which job needs more memory than this node has; a rank that was killed must be started again"
 
-_XID = re.compile(r"NVRM: (?:[\w-]+: )?Xid \((?:PCI:)?([0-9a-fA-F:.]+)\): (\d+)\b[, ]*(.*)")
+#: How records begin that the kernel writes about a process. The patterns below do not match these either.
+_ABOUT_A_PROCESS = re.compile(
+    r".{0,15}?(?:\[\d+\]|/\d+: | ?\(\d+\): | ?\(\d+\) used | invoked oom-killer|: page allocation (?:failure|stalls))"
+)
+_PCI = r"[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2}(?:\.[0-9a-fA-F])?"
+_XID = re.compile(rf"NVRM: (?:[\w-]+: )?Xid \((?:PCI:)?({_PCI})\): (\d+)\b[, ]*(.*)")
+#: Text of a driver: records about a process have a [ after its name, and an = before the name of a cgroup.
+_OF_XFS = r"(?:[^\[=]|\[xfs\])*?"
 _RULES: list[tuple[re.Pattern[str], str, str, Severity, str]] = [
     # pattern, check, subject (with groups), severity, remedy
     (
-        re.compile(rf"(?:blk_update_request: )?(?:critical \w+|I/O|protection|\w+ \w+) error, dev ({_DISK})[, ]"),
+        re.compile(
+            rf"(?:blk_update_request: )?(?:critical \w+|I/O|protection|\w+ \w+) error, dev ({_DISK}), sector \d"
+        ),
         "disk-errors",
         r"disk:\1",
         Severity.WARNING,
@@ -92,20 +104,20 @@ _RULES: list[tuple[re.Pattern[str], str, str, Severity, str]] = [
         _READ_ONLY_REMEDY,
     ),
     (
-        re.compile(r"XFS \(([\w-]+)\): .*(?:[Ss]hutting down [Ff]ilesystem|Filesystem has been shut down)"),
+        re.compile(rf"XFS \(([\w-]+)\): {_OF_XFS}(?:[Ss]hutting down [Ff]ilesystem|Filesystem has been shut down)"),
         "disk-read-only",
         r"disk:\1",
         Severity.CRITICAL,
         _READ_ONLY_REMEDY,
     ),
     (
-        re.compile(r"BTRFS.*\(device ([\w-]+)[^)]*\).*forced readonly"),
+        re.compile(r"BTRFS:? (?:\w+ )?\(device ([\w-]+)[^()\[=]*\):? (?:[\w ]+: )?forced readonly"),
         "disk-read-only",
         r"disk:\1",
         Severity.CRITICAL,
         _READ_ONLY_REMEDY,
     ),
-    (re.compile(r"EDAC \w+: \d+ UE "), "host-mce", "host", Severity.CRITICAL, _MEMORY_REMEDY),
+    (re.compile(r"EDAC \w+: \d+ UE [^\[=]* on "), "host-mce", "host", Severity.CRITICAL, _MEMORY_REMEDY),
     (re.compile(r"Memory failure: 0x"), "host-mce", "host", Severity.CRITICAL, _MEMORY_REMEDY),
     (
         re.compile(r"(?:mce: )?\[Hardware Error\]: .*[Uu]ncorrected"),
@@ -131,7 +143,7 @@ _RULES: list[tuple[re.Pattern[str], str, str, Severity, str]] = [
         "move the ranks of this node away and reboot it; if this returns, examine drivers and hardware",
     ),
     (
-        re.compile(r"INFO: task .{1,80} blocked for more than \d+ seconds"),
+        re.compile(r"INFO: task .{1,15}:\d+ blocked for more than \d+ seconds"),
         "host-hang",
         "host",
         Severity.WARNING,
@@ -142,6 +154,8 @@ _RULES: list[tuple[re.Pattern[str], str, str, Severity, str]] = [
 
 def judged(record: Record, gpu_at: Callable[[str], str]) -> Signal | None:
     """What a record means, if it means something. `gpu_at`: the UUID of the GPU at a PCI address, or ""."""
+    if _ABOUT_A_PROCESS.match(record.text):
+        return None
     if found := _XID.match(record.text):
         address, code = found[1], int(found[2])
         xid = xids.of(code)

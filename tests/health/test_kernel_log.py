@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -73,6 +76,41 @@ def test_lines_of_drivers_are_recognised(text: str, check: str, subject: str, se
 )
 def test_other_lines_are_not(text: str) -> None:
     assert judged(Record(1, 0.0, text), _uuid) is None
+
+
+#: What kernels wrote about processes of user 1500 that had given themselves, their program or their cgroup such a name.
+FORGED = [
+    "EDAC a: 1 UE [4449]: unhandled exception: DABT (lower EL), level 0 translation fault in libc.so.6[9e6d0]",
+    "EDAC MC0: 1 UE [4449]: segfault at 0 ip 0000000000401136 sp 00007ffd5e8a5f10 error 4 in x on CPU (page:0x1[401000+1000]",
+    "XFS (sda1): [7397]: unhandled exception: DABT (lower EL), level 0 translation fault in Shutting down Filesystem[780]",
+    "XFS (sda1): : page allocation failure: order:0, mode:0xcc0(GFP_KERNEL), nodemask=(null),cpuset=Shutting down filesystem",
+    "BTRFS a[12]: segfault at 0 ip 000000 sp 0000 error 4 in (device sda) forced readonly[401000+1000]",
+    "I/O error, dev invoked oom-killer: gfp_mask=0xcc0(GFP_KERNEL), order=0, oom_score_adj=0",
+    "a b error, dev (12): drop_caches: 3",
+    "INFO: task a[123]: segfault at 0 ip 00401136 sp 7ffd5e8a5f10 error 4 in x:1 blocked for more than 9 seconds[1000+1000]",
+    "NVRM: Xid (0): [12]: segfault at 0 ip 00401136 sp 7ffd5e8a5f10 error 4 in x[1000+1000]",
+]
+
+
+@pytest.mark.parametrize("text", FORGED)
+def test_what_a_user_can_have_the_kernel_write_is_no_alarm(text: str) -> None:
+    assert judged(Record(1, 0.0, text), _uuid) is None
+
+
+_CRASH = "import ctypes, os; os.setgid(1500); os.setuid(1500); ctypes.CDLL(None).prctl(15, {!r}); ctypes.string_at(0)"
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not os.access("/dev/kmsg", os.R_OK), reason="needs root and the kernel's log")
+@pytest.mark.parametrize("name", [b"EDAC MC0: 1 UE ", b"XFS (sda1): ", b"NVRM: Xid (0): "])
+async def test_a_crash_of_a_users_process_is_no_alarm(name: bytes) -> None:
+    log = KernelLog(Path("/"), Counters(), _uuid)
+    while await log.read(Now.taken()):
+        pass
+    assert subprocess.run([sys.executable, "-c", _CRASH.format(name)], check=False).returncode == -signal.SIGSEGV
+    # Other programs of this machine may fail too, so only what has the name counts.
+    found = await log.read(Now.taken())
+    assert [each.text for each in found if name.decode() in each.text] == []
+    await log.close()
 
 
 def test_only_records_of_the_kernel_itself_count() -> None:
