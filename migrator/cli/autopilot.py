@@ -9,16 +9,22 @@ import ipaddress
 import logging
 import signal
 import sys
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from migrator import formatting
 from migrator.cli import arguments, output, state
 from snapshotd.api import version
+from snapshotd.api.errors import Usage
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import AsyncIterator
 
     from migrator.autopilot.chain import Record
+    from migrator.autopilot.engine import Engine
+    from migrator.autopilot.page.serving import Place
+    from migrator.autopilot.page.view import Phases
     from migrator.autopilot.policy import Policy
     from migrator.cluster import Cluster
 
@@ -46,6 +52,19 @@ def add(verbs: arguments.Verbs) -> None:
     )
     state.add_policy(parser, required=True)
     state.add_state(parser)
+    page = parser.add_argument_group("page")
+    page.add_argument("--page", metavar="ADDRESS:PORT", help="serve a page with the state of the cluster there")
+    page.add_argument("--page-cert", type=Path, metavar="FILE", help="certificate of the page (PEM)")
+    page.add_argument("--page-key", type=Path, metavar="FILE", help="private key of the page (PEM)")
+    page.add_argument(
+        "--page-plain-http", action="store_true", help="serve the page without TLS; only on a loopback address"
+    )
+    page.add_argument(
+        "--page-token-file",
+        type=Path,
+        metavar="FILE",
+        help='lines "NAME TOKEN" of operators who may act on the page (default: page-tokens in the state folder)',
+    )
 
 
 def _address(text: str) -> tuple[str, int]:
@@ -66,17 +85,44 @@ def act(options: argparse.Namespace) -> int:
     policy = state.the_policy(options)
     cluster = arguments.the_cluster(options)
     folder = state.folder(options, cluster)
+    page = _page(options)
     logging.getLogger("migrator").setLevel(logging.INFO)
-    asyncio.run(_run(cluster, policy, folder, options.metrics, as_json=arguments.wants_json(options)))
+    asyncio.run(_run(cluster, policy, folder, options.metrics, page, as_json=arguments.wants_json(options)))
     return 0
 
 
+@dataclass(frozen=True)
+class Page:
+    place: Place
+    token_file: Path | None  # None: the one in the state folder
+
+
+def _page(options: argparse.Namespace) -> Page | None:
+    """Where the page is served. Raises Usage before anything is begun if it must not be served that way."""
+    if options.page is None:
+        named = [name for name in ("cert", "key", "plain_http", "token_file") if getattr(options, f"page_{name}")]
+        if named:
+            raise Usage(f"--page-{named[0].replace('_', '-')} needs --page ADDRESS:PORT")
+        return None
+    from migrator.autopilot.page.serving import Place
+
+    place = Place.of(options.page, options.page_cert, options.page_key, plain=options.page_plain_http)
+    return Page(place, options.page_token_file)
+
+
 async def _run(
-    cluster: Cluster, policy: Policy, folder: Path, metrics_at: tuple[str, int] | None, *, as_json: bool
+    cluster: Cluster,
+    policy: Policy,
+    folder: Path,
+    metrics_at: tuple[str, int] | None,
+    page: Page | None,
+    *,
+    as_json: bool,
 ) -> None:
     from migrator.autopilot import actor, metrics_http
     from migrator.autopilot.engine import Engine
     from migrator.autopilot.metrics import Metrics
+    from migrator.autopilot.page.view import Phases
     from migrator.autopilot.store import Store
 
     stop, task = asyncio.Event(), asyncio.current_task()
@@ -106,9 +152,40 @@ async def _run(
             text = f"migrator {version.described()} with {policy.origin}; {rules}"
             text += f"; metrics at http://{where}/metrics" if where else ""
             await store.note("start", text, nodes=len(cluster.nodes), policy=policy.origin)
-            with contextlib.suppress(asyncio.CancelledError):  # the second signal
-                await Engine(cluster, policy, store, on_round=metrics.round).run(stop)
+            phases = Phases()
+            engine = Engine(cluster, policy, store, on_phase=phases.note, on_round=metrics.round)
+            async with _served(page, engine, phases):
+                with contextlib.suppress(asyncio.CancelledError):  # the second signal
+                    await engine.run(stop)
             await store.note("stop", "stopped by a signal")
+
+
+@contextlib.asynccontextmanager
+async def _served(page: Page | None, engine: Engine, phases: Phases) -> AsyncIterator[None]:
+    """Serves the page while the context lasts, if there is to be one. Its address is recorded, and so printed."""
+    if page is None:
+        yield
+        return
+    from migrator.autopilot.page.access import Tokens
+    from migrator.autopilot.page.feed import Feed
+    from migrator.autopilot.page.serving import serving
+
+    store = engine.store
+    if page.token_file is None:
+        tokens, origin = Tokens.of_folder(store.folder)
+    else:
+        tokens, origin = Tokens.read(page.token_file), page.token_file
+    feed = Feed(store, engine.world, engine.policy.spares, phases)
+    async with serving(page.place, feed, tokens, list(engine.cluster.nodes)) as url:
+        shown = store.on_record
+
+        def on_record(record: Record) -> None:
+            shown(record)
+            feed.wake()
+
+        store.on_record = on_record
+        await store.note("page", f"the page is at {url}; operators' tokens are in {origin}", url=url)
+        yield
 
 
 def show(record: Record, *, as_json: bool) -> None:

@@ -222,23 +222,22 @@ def _undrain(options: argparse.Namespace) -> int:
 
 async def use_again(cluster: Cluster, folder: Path, node: str, dry_run: bool, as_json: bool) -> int:
     """Makes a node healthy by an operator's word, and ends an order about it. `untaint` does the same."""
-    from migrator.autopilot.model import NodeState
+    from migrator.autopilot import operate
     from migrator.autopilot.store import Store
     from migrator.find_rank import find_node
 
     find_node(cluster, node)
     async with Store.open(folder) as store:
-        stored = await store.load(store.now())
-        before = stored.nodes[node].state if node in stored.nodes else NodeState.HEALTHY
-        orders = [order.id for order in stored.orders if order.node == node]
-        if not dry_run:
-            for order in orders:
-                await store.end_order(order, f"ended by {state.operator()}")
-            if before is not NodeState.HEALTHY:
-                await store.set_node(node, NodeState.HEALTHY, "an operator ended it", state.operator())
-        alarms = [alarm.check for alarm in stored.alarms if alarm.node == node]
+        used = await operate.use_again(store, node, state.operator(), dry_run=dry_run)
+    before, alarms = used.before, used.alarms
     if as_json:
-        facts = {"node": node, "before": before.value, "state": "healthy", "orders_ended": orders, "alarms": alarms}
+        facts = {
+            "node": node,
+            "before": before.value,
+            "state": "healthy",
+            "orders_ended": used.orders,
+            "alarms": alarms,
+        }
         output.json_object({**facts, "dry_run": dry_run})
     else:
         print(f"{node} {'would be' if dry_run else 'is'} healthy; it was {before}")

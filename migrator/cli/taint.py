@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from migrator.cli import arguments, output, state
 from migrator.cli.drain import use_again
-from snapshotd.api.errors import WrongState
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -39,18 +38,13 @@ def _taint(options: argparse.Namespace) -> int:
 
 
 async def _set(cluster: Cluster, folder: Path, node: str, reason: str, dry_run: bool, *, as_json: bool) -> int:
-    from migrator.autopilot.model import OUT, NodeState
+    from migrator.autopilot import operate
     from migrator.autopilot.store import Store
     from migrator.find_rank import find_node
 
     find_node(cluster, node)
     async with Store.open(folder) as store:
-        known = (await store.load(store.now())).nodes.get(node)
-        before = known.state if known is not None else NodeState.HEALTHY
-        if before in OUT - {NodeState.TAINTED}:
-            raise WrongState(f"{node} is {before}: no rank is moved there anyway", remedy=f"`migrator undrain {node}`")
-        if not dry_run:
-            await store.set_node(node, NodeState.TAINTED, reason, state.operator())
+        before = await operate.taint(store, node, reason, state.operator(), dry_run=dry_run)
     if as_json:
         output.json_object({"node": node, "before": before.value, "state": "tainted", "dry_run": dry_run})
     else:

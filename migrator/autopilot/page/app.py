@@ -1,0 +1,228 @@
+"""The page over HTTP: files, the state, the timeline, a stream of news, and actions.
+
+Invariants: only POST changes anything, with a token and not from another origin (access.py). Every action is recorded before
+it is carried out, with the operator's name and address. No answer loads anything from another host.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Awaitable, Callable, Collection
+from importlib import resources
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+from starlette.applications import Starlette
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware import Middleware
+from starlette.middleware.gzip import GZipMiddleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from migrator import formatting
+from migrator.autopilot import operate
+from migrator.autopilot.model import NodeState, Order
+from migrator.autopilot.page import view
+from migrator.autopilot.page.access import Tokens, from_elsewhere
+from migrator.autopilot.page.feed import Feed
+from migrator.autopilot.store import Store
+from snapshotd.api.errors import SnapshotError
+
+log = logging.getLogger(__name__)
+
+PAGE = 100  # records of one page of the timeline
+BODY_BYTES = 8192
+LOCAL = re.compile(r"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d+)?")
+FILES = {
+    "/": ("index.html", "text/html"),
+    "/page.js": ("page.js", "text/javascript"),
+    "/page.css": ("page.css", "text/css"),
+}
+HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; base-uri 'none'; "
+        "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-cache",
+}
+
+
+class Asked(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of an action."""
+
+    action: str
+    node: str
+    reason: Annotated[str, Meta(max_length=500)] = ""
+
+
+async def _drain(store: Store, asked: Asked, by: str) -> str:
+    order = Order(0, "drain", asked.node, reason=asked.reason, by=by)
+    given = await store.give_order(order, NodeState.DRAINING)
+    return f"{asked.node} is being drained (order {given.id})"
+
+
+async def _return(store: Store, asked: Asked, by: str) -> str:
+    order = Order(0, "return", asked.node, reason=asked.reason, by=by)
+    given = await store.give_order(order, NodeState.VALIDATING)
+    return f"{asked.node} is being examined (order {given.id})"
+
+
+async def _taint(store: Store, asked: Asked, by: str) -> str:
+    before = await operate.taint(store, asked.node, asked.reason or "an operator tainted it", by)
+    return f"{asked.node} is tainted; it was {before}"
+
+
+async def _use_again(store: Store, asked: Asked, by: str) -> str:
+    used = await operate.use_again(store, asked.node, by)
+    return f"{asked.node} is healthy; it was {used.before}"
+
+
+ACTIONS: dict[str, Callable[[Store, Asked, str], Awaitable[str]]] = {
+    "drain": _drain,
+    "return": _return,
+    "taint": _taint,
+    "undrain": _use_again,
+    "untaint": _use_again,
+}
+
+
+class App:
+    """The handlers. `nodes` are the nodes of the cluster: an action about another one is refused."""
+
+    def __init__(self, feed: Feed, tokens: Tokens, nodes: Collection[str]) -> None:
+        self.feed, self.store, self.tokens, self.nodes = feed, feed.store, tokens, nodes
+
+    def asgi(self, *, local: bool = False) -> Starlette:
+        """`local`: it is served on loopback without TLS, and only names of this machine are accepted."""
+        folder = resources.files("migrator.autopilot.page") / "static"
+        routes = [
+            Route(path, _file((folder / name).read_bytes(), kind), methods=["GET"])
+            for path, (name, kind) in FILES.items()
+        ]
+        routes += [
+            Route("/api/state", self.state, methods=["GET"]),
+            Route("/api/timeline", self.timeline, methods=["GET"]),
+            Route("/api/news", self.news, methods=["GET"]),
+            Route("/api/operator", self.operator, methods=["POST"]),
+            Route("/api/actions", self.act, methods=["POST"]),
+        ]
+        return Starlette(
+            routes=routes, middleware=[Middleware(_Headers, local=local), Middleware(GZipMiddleware, compresslevel=5)]
+        )
+
+    async def state(self, request: Request) -> Response:
+        await self.feed.look()
+        headers = {"ETag": self.feed.etag}
+        if request.headers.get("if-none-match", "").removeprefix("W/") == self.feed.etag:
+            return Response(status_code=304, headers=headers)
+        return Response(self.feed.body, media_type="application/json", headers=headers)
+
+    async def timeline(self, request: Request) -> Response:
+        """One page of records, the newest first: those before a number, or the newest."""
+        last = await self.store.last_event()
+        before = _number(request.query_params.get("before")) or last + 1
+        before = min(before, last + 1)
+        first = max(before - 1 - PAGE, 0)
+        records = await self.store.events(first, before - 1 - first)
+        lines = [view.line(record) for record in reversed(records)]
+        return JSONResponse({"records": lines, "more": first > 0, "last": last})
+
+    async def news(self, request: Request) -> Response:
+        """The browser names the last event that it has seen when it connects again."""
+        after = _number(request.headers.get("last-event-id")) or _number(request.query_params.get("after"))
+        return StreamingResponse(
+            self.feed.stream(after or 0), media_type="text/event-stream", headers={"X-Accel-Buffering": "no"}
+        )
+
+    async def operator(self, request: Request) -> Response:
+        """Says whose token it is, so that a wrong one is noticed before it is needed."""
+        name, refusal = self._may_act(request)
+        return refusal or JSONResponse({"operator": name})
+
+    async def act(self, request: Request) -> Response:
+        name, refusal = self._may_act(request)
+        if refusal is not None:
+            return refusal
+        if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
+            return _error(415, "the body must be application/json")
+        body = bytearray()
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > BODY_BYTES:
+                return _error(413, "the request is too large")
+        try:
+            asked = msgspec.json.decode(body, type=Asked)
+        except msgspec.DecodeError as error:
+            return _error(400, f"the request cannot be read: {error}")
+        if asked.action not in ACTIONS:
+            return _error(400, f"the action must be one of {', '.join(ACTIONS)}")
+        if asked.node not in self.nodes:
+            return _error(404, "the cluster has no such node")
+        address = request.client.host if request.client is not None else "an unknown address"
+        by = f"{name} (page)"
+        text = f"{name} at {address} asked to {asked.action} {asked.node}"
+        await self.store.note("page", text, node=asked.node, by=by, action=asked.action, address=address)
+        try:
+            return JSONResponse({"done": await ACTIONS[asked.action](self.store, asked, by)})
+        except SnapshotError as error:
+            return _error(409, error.message, error.advice)
+
+    def _may_act(self, request: Request) -> tuple[str, Response | None]:
+        if from_elsewhere(request.headers, request.url.scheme):
+            return "", _error(403, "the request was made by a page of another origin")
+        name = self.tokens.operator(request.headers.get("authorization", ""))
+        if not name:
+            address = request.client.host if request.client is not None else "an unknown address"
+            log.warning("%s", formatting.plain(f"the page refused an action without a valid token from {address}"))
+            return "", _error(401, "this needs the token of an operator", "the autopilot prints where the tokens are")
+        return name, None
+
+
+def _file(content: bytes, kind: str) -> Callable[[Request], Awaitable[Response]]:
+    async def answer(request: Request) -> Response:
+        return Response(content, media_type=kind)
+
+    return answer
+
+
+def _number(text: str | None) -> int:
+    """The number, or 0 if there is none that could be the number of a record."""
+    return int(text) if text is not None and text.isascii() and text.isdigit() and len(text) < 18 else 0
+
+
+def _error(status: int, text: str, remedy: str = "") -> JSONResponse:
+    headers = {"WWW-Authenticate": "Bearer"} if status == 401 else None
+    return JSONResponse({"error": text, "remedy": remedy}, status_code=status, headers=headers)
+
+
+class _Headers:
+    """Adds the security headers to every answer of a handler.
+
+    Without TLS a page of another site could read this one under a name of its own that leads to 127.0.0.1 (DNS rebinding), so
+    other names are refused then. With TLS the certificate prevents that.
+    """
+
+    def __init__(self, app: ASGIApp, *, local: bool) -> None:
+        self.app, self.local = app, local
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in HEADERS.items():
+                    headers[name] = value
+            await send(message)
+
+        app = self.app
+        if self.local and not LOCAL.fullmatch(Headers(scope=scope).get("host", "")):
+            app = _error(421, "the page is served for this machine only, by the address that the autopilot printed")
+        await app(scope, receive, with_headers)

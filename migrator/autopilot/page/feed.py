@@ -1,0 +1,141 @@
+"""What the page shows now, kept for all its viewers at once.
+
+Invariant: the cost for the autopilot does not depend on the number of viewers. One task reads the store and the world, at
+most every `LEAST_S`, and only while somebody looks. Viewers wait for it and read only what it keeps in memory.
+
+The store is asked for new records, because other processes write to it too: `migrator drain` and the other verbs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from sqlite3 import DatabaseError
+from typing import Any
+
+import msgspec
+
+from migrator.autopilot.model import World
+from migrator.autopilot.page import view
+from migrator.autopilot.policy import Spares
+from migrator.autopilot.store import Store
+
+log = logging.getLogger(__name__)
+
+#: How long a change can stay unnoticed. A record of this process is noticed at once.
+LOOK_S = 1.0
+#: Between two looks.
+LEAST_S = 0.2
+#: Records that are kept for viewers. One who missed more is told to read the timeline again.
+KEPT = 500
+#: After so long without news a comment is sent, so that proxies keep the connection open and a lost viewer is noticed.
+QUIET_S = 15.0
+
+
+class Feed:
+    """`world` is what the engine knows; `phases` are those of its moves."""
+
+    def __init__(
+        self, store: Store, world: Callable[[], Awaitable[World]], spares: Spares, phases: view.Phases
+    ) -> None:
+        self.store, self._world, self._spares, self._phases = store, world, spares, phases
+        self.body, self.etag = b"{}", ""
+        self._recent: deque[dict[str, Any]] = deque(maxlen=KEPT)
+        self._latest = 0
+        self._wake = asyncio.Event()
+        self._viewers: set[asyncio.Event] = set()
+        self._looking = asyncio.Lock()
+        self._looked_s = float("-inf")
+        self.closed = False
+
+    def wake(self) -> None:
+        """Something was recorded."""
+        self._wake.set()
+
+    def close(self) -> None:
+        """Ends the streams of all viewers."""
+        self.closed = True
+        self._tell()
+
+    def _tell(self) -> None:
+        for viewer in self._viewers:
+            viewer.set()
+
+    async def run(self) -> None:
+        """Until it is cancelled."""
+        while True:
+            self._wake.clear()
+            try:
+                if self._viewers:
+                    await self.look(0.0)
+            except DatabaseError as error:
+                log.warning("the page could not be brought up to date: %s", error)
+            await asyncio.sleep(LEAST_S)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_S):
+                    await self._wake.wait()
+
+    async def look(self, age_s: float = LEAST_S) -> None:
+        """Makes sure that what is kept is not older than that, and tells the viewers if something is new."""
+        async with self._looking:
+            now = asyncio.get_running_loop().time()
+            if now - self._looked_s <= age_s:
+                return
+            before, self._looked_s = (self.etag, self._latest), now
+            last = await self.store.last_event()
+            if last > self._latest:
+                new = await self.store.events(max(self._latest, last - KEPT), KEPT)
+                self._recent.extend(view.line(record) for record in new)
+                self._latest = last if not new else new[-1].id
+            world = await self._world()
+            self._phases.keep({move.id for move in world.running})
+            alerts = (await self.store.load(self.store.now())).alerts
+            self.body = msgspec.json.encode(view.state(world, alerts, self._spares, self._phases))
+            self.etag = f'"{hashlib.sha256(self.body).hexdigest()[:32]}"'
+            if before != (self.etag, self._latest):
+                self._tell()
+
+    async def stream(self, after: int) -> AsyncIterator[str]:
+        """Server-sent events: "records" with the new ones after that number, and "state" when the state has changed."""
+        with self._viewing() as news:
+            await self.look()
+            sent = ""
+            yield "retry: 2000\n\n"
+            while not self.closed:
+                news.clear()
+                if self._latest > after:
+                    records = [one for one in self._recent if one["id"] > after]
+                    skipped = not records or records[0]["id"] != after + 1
+                    after = self._latest
+                    yield _message("records", {"records": records, "skipped": skipped}, after)
+                if self.etag != sent:
+                    sent = self.etag
+                    yield _message("state", {"etag": sent})
+                try:
+                    async with asyncio.timeout(QUIET_S):
+                        await news.wait()
+                    quiet = False
+                except TimeoutError:
+                    quiet = True
+                if quiet:
+                    yield ": no news\n\n"
+
+    @contextlib.contextmanager
+    def _viewing(self) -> Iterator[asyncio.Event]:
+        news = asyncio.Event()
+        self._viewers.add(news)
+        self._wake.set()
+        try:
+            yield news
+        finally:
+            self._viewers.discard(news)
+
+
+def _message(name: str, data: dict[str, Any], number: int | None = None) -> str:
+    """JSON has no line breaks, so one line of data is enough."""
+    head = f"id: {number}\n" if number is not None else ""
+    return f"{head}event: {name}\ndata: {msgspec.json.encode(data).decode()}\n\n"

@@ -1,0 +1,137 @@
+"""Serves the page beside the autopilot: address, TLS and the HTTP server.
+
+Invariants: without TLS the page is served on a loopback address only, and only if that was asked for. A failure of the page
+never stops the autopilot once it runs; a configuration that cannot work is refused before it starts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import socket
+import ssl
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import uvicorn
+
+from migrator.autopilot.page.access import Tokens
+from migrator.autopilot.page.app import App
+from migrator.autopilot.page.feed import Feed
+from snapshotd.api.errors import BadConfig, Usage
+
+log = logging.getLogger(__name__)
+
+#: Connections at a time. Each open page has one for news.
+CONNECTIONS = 512
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the page is served."""
+
+    address: str
+    port: int
+    cert: Path | None = None
+    key: Path | None = None
+
+    @classmethod
+    def of(cls, text: str, cert: Path | None, key: Path | None, *, plain: bool) -> Place:
+        """Raises Usage if the page must not be served that way."""
+        host, _, port = text.rpartition(":")
+        try:
+            address = ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
+        except ValueError:
+            address = None
+        if address is None or not (port.isascii() and port.isdigit() and int(port) < 65536):
+            raise Usage(
+                f"--page {text}: not ADDRESS:PORT", remedy="for example --page 10.0.0.9:7443 or --page [::1]:7443"
+            )
+        if plain:
+            if not address.is_loopback:
+                raise Usage(
+                    "--page-plain-http is allowed on a loopback address only: tokens would be readable on the network",
+                    remedy="use --page 127.0.0.1:PORT, or give a certificate with --page-cert and --page-key",
+                )
+            return cls(str(address), int(port))
+        if cert is None or key is None:
+            raise Usage(
+                "the page needs a certificate: --page-cert and --page-key",
+                remedy="use one for this machine, such as its snapshotd's, or --page 127.0.0.1:PORT --page-plain-http",
+            )
+        return cls(str(address), int(port), cert, key)
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """The autopilot has its own handlers."""
+        yield
+
+
+@contextlib.asynccontextmanager
+async def serving(place: Place, feed: Feed, tokens: Tokens, nodes: list[str]) -> AsyncIterator[str]:
+    """Serves the page while the context lasts. Yields its address."""
+    config = uvicorn.Config(
+        App(feed, tokens, nodes).asgi(local=place.cert is None),
+        http="h11",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        limit_concurrency=CONNECTIONS,
+        timeout_graceful_shutdown=2,
+        ssl_certfile=place.cert,
+        ssl_keyfile=place.key,
+    )
+    try:
+        config.load()
+        if config.ssl is not None:
+            config.ssl.minimum_version = ssl.TLSVersion.TLSv1_2
+    except (OSError, ssl.SSLError) as error:
+        raise BadConfig(
+            f"the certificate {place.cert} with the key {place.key} cannot be used: {error}",
+            remedy="name PEM files that this user can read",
+        ) from error
+    listener = _listen(place)
+    host = f"[{place.address}]" if ":" in place.address else place.address
+    url = f"{'http' if place.cert is None else 'https'}://{host}:{listener.getsockname()[1]}/"
+    server = _Server(config)
+    tasks = [asyncio.create_task(server.serve([listener])), asyncio.create_task(feed.run())]
+    for task in tasks:
+        task.add_done_callback(_ended)
+    try:
+        yield url
+    finally:
+        feed.close()
+        server.should_exit = True
+        await asyncio.wait(tasks[:1])
+        tasks[1].cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _ended(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("the page is not served any more, the autopilot goes on: %s: %s", type(error).__name__, error)
+
+
+def _listen(place: Place) -> socket.socket:
+    family = socket.AF_INET6 if ":" in place.address else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((place.address, place.port))
+        listener.listen(128)
+        listener.setblocking(False)
+    except OSError as error:
+        listener.close()
+        raise BadConfig(
+            f"the page cannot be served at {place.address} port {place.port}: {error.strerror}",
+            remedy="choose an address of this machine and a free port",
+        ) from error
+    return listener

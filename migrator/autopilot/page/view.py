@@ -1,0 +1,143 @@
+"""What the page shows, as values for JSON. Pure, except that `Phases` reads a clock.
+
+Invariant: names and texts are passed on as they are. The page puts them into the document as text, never as HTML.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from migrator.autopilot.chain import Record
+from migrator.autopilot.model import Alarm, Move, Node, NodeState, Rank, World
+from migrator.autopilot.policy import Spares
+from migrator.autopilot.spares import free_spares
+from migrator.results import Event
+
+
+@dataclass
+class _Phase:
+    name: str
+    since_s: float
+    bytes: int = 0
+    bytes_expected: int = 0
+    bytes_per_s: float = 0.0
+
+
+class Phases:
+    """How far the moves are that this process drives, from the events of the driver."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._now: dict[str, _Phase] = {}
+
+    def note(self, move: str, event: Event) -> None:
+        """Takes in one event of a move."""
+        now = self._clock()
+        if event.kind == "phase-start":
+            self._now[move] = _Phase(event.phase, now)
+        elif event.kind == "bytes":
+            phase = self._now.get(move)
+            if phase is None or phase.name != event.phase:
+                phase = self._now[move] = _Phase(event.phase, now)
+            phase.bytes, phase.bytes_expected = event.bytes, event.bytes_expected
+            if now > phase.since_s:
+                phase.bytes_per_s = event.bytes / (now - phase.since_s)
+
+    def keep(self, moves: set[str]) -> None:
+        """Forgets moves that have ended."""
+        for move in self._now.keys() - moves:
+            del self._now[move]
+
+    def of(self, move: str) -> dict[str, Any]:
+        phase = self._now.get(move)
+        if phase is None:
+            return {"phase": "", "bytes": 0, "bytes_expected": 0, "bytes_per_s": 0}
+        return {
+            "phase": phase.name,
+            "bytes": phase.bytes,
+            "bytes_expected": phase.bytes_expected,
+            "bytes_per_s": round(phase.bytes_per_s),
+        }
+
+
+def state(world: World, alerts: Mapping[str, str], spares: Spares, phases: Phases) -> dict[str, Any]:
+    """Everything but the timeline. It contains no current time, so that it changes only if something has changed."""
+    ranks: dict[str, list[Rank]] = defaultdict(list)
+    alarms: dict[str, list[Alarm]] = defaultdict(list)
+    for rank in world.ranks:
+        ranks[rank.node].append(rank)
+    for alarm in world.alarms:
+        alarms[alarm.node].append(alarm)
+    counts = Counter(node.state for node in world.nodes.values())
+    found = free_spares(world, spares)
+    return {
+        "counts": {one.value: counts[one] for one in NodeState if counts[one]},
+        "silent": sum(not (node.seen and node.reachable) for node in world.nodes.values()),
+        "ranks": len(world.ranks),
+        "nodes": [_node(node, ranks[node.name], alarms[node.name]) for node in world.nodes.values()],
+        "moves": [_move(move, phases) for move in world.running],
+        "orders": [
+            {"id": order.id, "kind": order.kind, "node": order.node, "by": order.by, "reason": order.reason}
+            for order in world.orders
+        ],
+        "alerts": [{"about": about, "text": text} for about, text in alerts.items()],
+        "spares": [{"node": name, "gpus_free": gpus, "unusable": why} for name, (gpus, why) in found.items()],
+    }
+
+
+def _node(node: Node, ranks: list[Rank], alarms: list[Alarm]) -> dict[str, Any]:
+    index = {gpu.uuid: number for number, gpu in enumerate(node.gpus)}
+    troubled = {alarm.subject for alarm in alarms}
+    return {
+        "name": node.name,
+        "state": node.state.value,
+        "reason": node.reason,
+        "since_unix_s": round(node.since_unix_s),
+        "answers": node.seen and node.reachable,
+        "spare": node.dedicated,
+        # One character for each GPU: an alarm, free, or in use.
+        "gpus": "".join("!" if f"gpu:{gpu.uuid}" in troubled else "-" if gpu.free else "#" for gpu in node.gpus),
+        "ranks": [
+            {
+                "job": rank.job,
+                "rank": rank.rank,
+                "user_id": rank.user_id,
+                "gpus": sorted(index[uuid] for uuid in rank.gpus if uuid in index),
+                "moving": bool(rank.moving),
+            }
+            for rank in sorted(ranks, key=lambda rank: (rank.job_key, rank.rank))
+        ],
+        "alarms": [
+            {"check": one.check, "subject": one.subject, "severity": one.severity.name.lower(), "text": one.text}
+            for one in alarms
+        ],
+    }
+
+
+def _move(move: Move, phases: Phases) -> dict[str, Any]:
+    return {
+        "id": move.id,
+        "job": move.job_key.partition("/")[2],
+        "rank": move.rank,
+        "source": move.source,
+        "target": move.target,
+        "reason": move.reason,
+        "since_unix_s": round(move.intended_unix_s),
+        **phases.of(move.id),
+    }
+
+
+def line(record: Record) -> dict[str, Any]:
+    """One line of the timeline."""
+    return {
+        "id": record.id,
+        "unix_s": record.unix_s,
+        "kind": record.kind,
+        "node": record.node,
+        "text": record.text,
+        "by": str(record.data.get("by", "")),
+    }
