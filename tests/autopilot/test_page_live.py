@@ -1,0 +1,89 @@
+"""`migrator autopilot --page` as a process, with fake daemons: an operator drains a node over HTTP, and its rank moves."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from migrator.autopilot.page import access
+from snapshotd.api.errors import Usage
+from tests.autopilot.conftest import PilotCluster, until
+from tests.cli.conftest import Migrator, a_rank
+
+
+@pytest.fixture
+def policy(tmp_path: Path) -> Path:
+    file = tmp_path / "policy.toml"
+    file.write_text("")
+    return file
+
+
+@pytest.fixture
+def url(pilots: PilotCluster, policy: Path) -> Iterator[str]:
+    """The address of the page of a running autopilot, as it prints it. At the end SIGTERM must stop it, also with viewers."""
+    command = [sys.executable, "-m", "migrator.cli", "autopilot", "--policy", str(policy), "--json"]
+    command += ["--page", "127.0.0.1:0", "--page-plain-http"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            records = (json.loads(line) for line in process.stdout)
+            found = next(record["data"]["url"] for record in records if record["kind"] == "page")
+            with urllib.request.urlopen(f"{found}api/news", timeout=60):
+                yield found
+                process.terminate()
+                assert process.wait(60) == 0
+        finally:
+            process.kill()
+
+
+def get(url: str) -> Any:
+    with urllib.request.urlopen(url, timeout=60) as reply:
+        return json.load(reply)
+
+
+def test_operator_drains_a_node_on_the_page(pilots: PilotCluster, url: str) -> None:
+    pilots["node-1"].ranks.append(a_rank("node-1"))
+
+    def node() -> Any:
+        return next(one for one in get(f"{url}api/state")["nodes"] if one["name"] == "node-1")
+
+    until("the rank on the page", lambda: node()["ranks"])
+    token = (pilots.path.parent / "state" / access.FILE).read_text().split()[1]
+    body = json.dumps({"action": "drain", "node": "node-1", "reason": "a fan"}).encode()
+    headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+    request = urllib.request.Request(f"{url}api/actions", body, headers)
+    with urllib.request.urlopen(request, timeout=60) as reply:
+        assert json.load(reply) == {"done": "node-1 is being drained (order 1)"}
+    until("the drained node", lambda: node()["state"] == "drained")
+    assert set(pilots.places().values()) == {"spare-1"}
+    kinds = [record["kind"] for record in get(f"{url}api/timeline")["records"]]
+    assert [kind for kind in reversed(kinds) if kind in ("page", "order", "intent", "result")] == [
+        "page",
+        "page",
+        "order",
+        "intent",
+        "result",
+    ]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--page", "10.0.0.1:80", "--page-plain-http"),
+        ("--page", "127.0.0.1:0"),
+        ("--page-plain-http",),
+        ("--page-cert", "x"),
+    ],
+)
+def test_page_that_must_not_be_served_is_refused_before_the_start(
+    pilots: PilotCluster, migrator: Migrator, policy: Path, options: tuple[str, ...]
+) -> None:
+    assert migrator("autopilot", "--policy", str(policy), *options).code == Usage.exit_code
+    assert not (pilots.path.parent / "state").exists()
