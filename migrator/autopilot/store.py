@@ -319,7 +319,7 @@ class Store:
     async def last_event(self) -> int:
         """The number of the newest record; 0 if there is none. The numbers have no gaps."""
         row = await self._one("SELECT max(id) AS id FROM events")
-        return (row["id"] or 0) if row else 0
+        return int(row["id"] or 0) if row else 0
 
     async def _one(self, query: str, *values: Any) -> Row | None:
         async with self._db.execute(query, values) as cursor:

@@ -21,6 +21,7 @@ import msgspec
 
 from migrator.autopilot.model import World
 from migrator.autopilot.page import view
+from migrator.autopilot.page.tally import Tally
 from migrator.autopilot.policy import Spares
 from migrator.autopilot.store import Store
 
@@ -43,6 +44,7 @@ class Feed:
         self, store: Store, world: Callable[[], Awaitable[World]], spares: Spares, phases: view.Phases
     ) -> None:
         self.store, self._world, self._spares, self._phases = store, world, spares, phases
+        self._tally = Tally(store)
         self.body, self.etag = b"{}", ""
         self._recent: deque[dict[str, Any]] = deque(maxlen=KEPT)
         self._latest = 0
@@ -94,7 +96,8 @@ class Feed:
             world = await self._world()
             self._phases.keep({move.id for move in world.running})
             alerts = (await self.store.load(self.store.now())).alerts
-            self.body = msgspec.json.encode(view.state(world, alerts, self._spares, self._phases))
+            shown = view.state(world, alerts, self._spares, self._phases)
+            self.body = msgspec.json.encode({**shown, "report": await self._tally.headline()})
             self.etag = f'"{hashlib.sha256(self.body).hexdigest()[:32]}"'
             if before != (self.etag, self._latest):
                 self._tell()

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from migrator.autopilot.page.access import Tokens
 from migrator.autopilot.page.app import App
@@ -25,8 +26,10 @@ from snapshotd.api.errors import BadConfig, Usage
 
 log = logging.getLogger(__name__)
 
-#: Connections at a time. Each open page has one for news.
-CONNECTIONS = 512
+#: Connections at a time. Each open page has one for news. The autopilot needs its file descriptors for the nodes.
+CONNECTIONS = 256
+#: How long a connection may stay without a request.
+FIRST_REQUEST_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -42,10 +45,9 @@ class Place:
     def of(cls, text: str, cert: Path | None, key: Path | None, *, plain: bool) -> Place:
         """Raises Usage if the page must not be served that way."""
         host, _, port = text.rpartition(":")
-        try:
+        address: ipaddress.IPv4Address | ipaddress.IPv6Address | None = None
+        with contextlib.suppress(ValueError):
             address = ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
-        except ValueError:
-            address = None
         if address is None or not (port.isascii() and port.isdigit() and int(port) < 65536):
             raise Usage(
                 f"--page {text}: not ADDRESS:PORT", remedy="for example --page 10.0.0.9:7443 or --page [::1]:7443"
@@ -65,6 +67,22 @@ class Place:
         return cls(str(address), int(port), cert, key)
 
 
+class _Connection(H11Protocol):
+    """Anybody can connect: connections beyond the limit, and those that ask for nothing, are closed."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        super().connection_made(transport)
+        if len(self.connections) > CONNECTIONS:
+            transport.abort()
+        else:
+            self.loop.call_later(FIRST_REQUEST_S, self._close_if_silent)
+
+    def _close_if_silent(self) -> None:
+        if getattr(self, "cycle", None) is None:  # its declared type hides that it is None before the first request
+            self.transport.abort()
+
+
 class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -77,14 +95,13 @@ async def serving(place: Place, feed: Feed, tokens: Tokens, nodes: list[str]) ->
     """Serves the page while the context lasts. Yields its address."""
     config = uvicorn.Config(
         App(feed, tokens, nodes).asgi(local=place.cert is None),
-        http="h11",
+        http=_Connection,
         ws="none",
         lifespan="off",
         log_config=None,
         access_log=False,
         server_header=False,
         proxy_headers=False,
-        limit_concurrency=CONNECTIONS,
         timeout_graceful_shutdown=2,
         ssl_certfile=place.cert,
         ssl_keyfile=place.key,

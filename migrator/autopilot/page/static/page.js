@@ -2,7 +2,7 @@
 // The autopilot's page. Everything from the server is put into the document as text (textContent), never as HTML;
 // the Content-Security-Policy of the page makes the browser refuse anything else.
 
-const LINES = 300; // records that stay in the document while new ones arrive
+const LINES = 300; // records that stay in the document while new ones arrive, unless more were asked for
 const REFRESH_MS = 500; // between two requests for the state
 const KEY = "autopilot-token";
 const find = (id) => document.getElementById(id);
@@ -11,6 +11,7 @@ let state = { nodes: [], moves: [], alerts: [], spares: [], orders: [], counts: 
 let selected = "";
 let oldest = 0;
 let newest = 0;
+let kept = LINES;
 const tiles = new Map(); // by the name of the node: its <li>, and what it shows
 
 // ---------------------------------------------------------------- small pieces
@@ -91,10 +92,18 @@ function drawMap() {
   if (find("shown").textContent !== text) find("shown").textContent = text;
 }
 
+function reportFacts(report) {
+  if (!report) return [];
+  const so_far = report.complete ? "" : ", so far";
+  return [[`interruptions resolved without lost progress, ${report.days} days${so_far}`,
+    report.all ? `${report.resolved} of ${report.all} (${report.percent} %)` : "none happened"],
+  [`GPU-hours saved${so_far}`, report.saved_gpu_hours]];
+}
+
 function drawTiles() {
   const usable = state.spares.filter((spare) => !spare.unusable).length;
   const facts = [["nodes", state.nodes.length], ...Object.entries(state.counts), ["silent", state.silent || 0],
-    ["ranks", state.ranks || 0], ["running moves", state.moves.length], ["usable spares", usable]];
+    ["ranks", state.ranks || 0], ["running moves", state.moves.length], ["usable spares", usable], ...reportFacts(state.report)];
   find("tiles").replaceChildren(...facts.map(([name, value]) => {
     const tile = make("div");
     tile.append(make("dt", name), make("dd", String(value)));
@@ -216,6 +225,7 @@ async function older() {
     newest = Math.max(newest, page.records[0].id);
   }
   find("older").hidden = !page.more;
+  kept = Math.max(LINES, find("timeline").children.length);
 }
 
 async function restart() {
@@ -233,10 +243,10 @@ function arrived(news) {
     if (!oldest) oldest = record.id;
     list.prepend(line(record));
   }
-  if (list.children.length > LINES) {
-    const surplus = list.children.length - LINES;
+  if (list.children.length > kept) {
+    const surplus = list.children.length - kept;
     for (let count = 0; count < surplus; count += 1) list.lastElementChild.remove();
-    oldest = newest - LINES + 1; // the numbers have no gaps
+    oldest = newest - kept + 1; // the numbers have no gaps
     find("older").hidden = oldest <= 1;
   }
 }

@@ -1,0 +1,168 @@
+"""Who may act on the page, and where it is served."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import ssl
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+from migrator import pki
+from migrator.autopilot.page.access import Tokens
+from migrator.autopilot.page.serving import Place
+from snapshotd.api.errors import BadConfig, Usage
+from tests.autopilot.pages import LIMIT_S, TOKEN, Answer, served, small
+
+
+async def test_every_action_changes_the_node_and_is_recorded_with_the_operator(tmp_path: Path) -> None:
+    async with served(tmp_path, small()) as page:
+        for action, after in (
+            ("taint", "tainted"),
+            ("untaint", "healthy"),
+            ("drain", "draining"),
+            ("undrain", "healthy"),
+            ("return", "validating"),
+        ):
+            answer = await page.act(action, "node-1", Origin=page.url.rstrip("/"), Sec_Fetch_Site="same-origin")
+            assert (answer.status, await page.state("node-1")) == (200, after), answer.body
+        records = [one for one in await page.store.events() if one.kind == "page"]
+        assert [one.data["action"] for one in records] == ["taint", "untaint", "drain", "undrain", "return"]
+        assert {(one.data["by"], one.data["address"]) for one in records} == {("alice (page)", "127.0.0.1")}
+        assert {one.data["by"] for one in await page.store.events() if one.kind == "state"} == {"alice (page)"}
+        assert all(TOKEN not in one.text + json.dumps(one.data) for one in await page.store.events())
+
+
+async def test_action_in_the_wrong_state_is_refused_with_advice(tmp_path: Path) -> None:
+    async with served(tmp_path, small()) as page:
+        assert (await page.act("drain", "node-1")).status == 200
+        for action in ("drain", "taint"):
+            answer = await page.act(action, "node-1")
+            assert answer.status == 409
+            assert "migrator undrain node-1" in answer.json["remedy"]
+
+
+async def test_action_without_a_valid_token_changes_nothing(tmp_path: Path) -> None:
+    async with served(tmp_path, small()) as page:
+        for wrong in ("", "Bearer", "Bearer x", f"Basic {TOKEN}", TOKEN, f"Bearer {TOKEN}0", "Bearer é"):
+            assert (await page.act("drain", "node-1", Authorization=wrong)).status == 401, wrong
+        assert await page.store.events() == []
+
+
+async def test_action_from_another_origin_is_refused_even_with_the_token(tmp_path: Path) -> None:
+    async with served(tmp_path, small()) as page:
+        elsewhere = [{"Origin": name} for name in ("https://evil.example", "null", "https://127.0.0.1", "")]
+        for headers in (*elsewhere, {"Sec_Fetch_Site": "cross-site"}, {"Sec_Fetch_Site": "same-site"}):
+            assert (await page.act("drain", "node-1", **headers)).status == 403, headers
+        assert await page.store.events() == []
+
+
+async def test_malformed_actions_are_refused(tmp_path: Path) -> None:
+    async with served(tmp_path, small()) as page:
+        assert (await page.act("drain", "node-9")).status == 404
+        assert (await page.act("format", "node-1")).status == 400
+        assert (await page.act("drain", "node-1", Content_Type="text/plain")).status == 415
+        assert (await page.act("drain", "n" * 9000)).status == 413
+        assert (await page.get("/api/actions")).status == 405
+        assert await page.store.events() == []
+
+
+async def test_token_is_checked_at_login(tmp_path: Path) -> None:
+    async with served(tmp_path, small()) as page:
+
+        async def login(token: str) -> Answer:
+            headers = {"Authorization": f"Bearer {token}"}
+            return await asyncio.to_thread(page.ask, "POST", "/api/operator", headers, b"{}")
+
+        assert (await login(TOKEN)).json == {"operator": "alice"}
+        assert (await login("wrong")).status == 401
+
+
+async def test_page_without_tls_is_not_served_under_other_names(tmp_path: Path) -> None:
+    async with served(tmp_path, small()) as page:
+        for name, status in (("evil.example", 421), ("localhost:80", 200), ("127.0.0.1.evil.example", 421)):
+            assert (await page.get("/api/state", Host=name)).status == status, name
+
+
+# ---------------------------------------------------------------------- where it is served
+
+
+async def test_connections_are_limited_and_silent_ones_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def connected() -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        return await asyncio.open_connection("127.0.0.1", urlsplit(page.url).port)
+
+    async def closed(reader: asyncio.StreamReader) -> bool:
+        async with asyncio.timeout(LIMIT_S):
+            with contextlib.suppress(ConnectionResetError):
+                return await reader.read() == b""
+        return True
+
+    async with served(tmp_path, small()) as page:
+        monkeypatch.setattr("migrator.autopilot.page.serving.CONNECTIONS", 1)
+        first, second = await connected(), await connected()
+        assert await closed(second[0])
+        first[1].close()
+        second[1].close()
+        monkeypatch.setattr("migrator.autopilot.page.serving.CONNECTIONS", 100)
+        monkeypatch.setattr("migrator.autopilot.page.serving.FIRST_REQUEST_S", 0.05)
+        silent = await connected()
+        silent[1].write(b"GET / HTTP/1.1\r\n")
+        assert await closed(silent[0])
+        silent[1].close()
+        assert (await page.get("/")).status == 200
+
+
+async def test_page_is_served_with_tls(tmp_path: Path) -> None:
+    pki.init(tmp_path / "pki")
+    made = pki.issue_node(tmp_path / "pki", "node-1", ["127.0.0.1"])
+    context = ssl.create_default_context(cafile=str(made.ca))
+    place = Place.of("127.0.0.1:0", made.cert, made.key, plain=False)
+    async with served(tmp_path, small(), place, context) as page:
+        assert page.url.startswith("https://127.0.0.1:")
+        assert (await page.get("/api/state")).status == 200
+        assert (await page.act("taint", "node-1", Origin=page.url.rstrip("/"))).status == 200
+
+
+def test_plain_http_is_for_loopback_and_only_when_asked_for(tmp_path: Path) -> None:
+    assert Place.of("[::1]:7443", None, None, plain=True) == Place("::1", 7443)
+    for text, plain in (("10.0.0.1:80", True), ("0.0.0.0:80", True), ("127.0.0.1:80", False), ("[::]:80", True)):
+        with pytest.raises(Usage):
+            Place.of(text, None, None, plain=plain)
+    for text in ("", "127.0.0.1", "127.0.0.1:x", "127.0.0.1:65536", "localhost:80", ":80"):
+        with pytest.raises(Usage, match="ADDRESS:PORT"):
+            Place.of(text, None, None, plain=True)
+
+
+async def test_unusable_certificate_and_used_port_are_reported(tmp_path: Path) -> None:
+    (tmp_path / "empty").touch()
+    with pytest.raises(BadConfig, match="cannot be used"):
+        async with served(tmp_path, small(), Place("127.0.0.1", 0, tmp_path / "empty", tmp_path / "empty")):
+            pass
+    async with served(tmp_path, small()) as page:
+        port = urlsplit(page.url).port
+        assert port is not None
+        with pytest.raises(BadConfig, match="cannot be served"):
+            async with served(tmp_path, small(), Place("127.0.0.1", port)):
+                pass
+
+
+def test_token_file_is_made_once_and_is_private(tmp_path: Path) -> None:
+    _, path = Tokens.of_folder(tmp_path)
+    name, token = path.read_text().split()
+    assert (name, path.stat().st_mode & 0o777) == ("operator", 0o600)
+    assert Tokens.of_folder(tmp_path)[0].operator(f"Bearer {token}") == "operator"
+    path.chmod(0o640)
+    with pytest.raises(BadConfig, match="other users"):
+        Tokens.read(path)
+
+
+@pytest.mark.parametrize("text", ["", "alice short", "alice", f"al ice {TOKEN}", "# nothing\n"])
+def test_unusable_token_files_are_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "tokens"
+    path.touch(mode=0o600)
+    path.write_text(text)
+    with pytest.raises(BadConfig):
+        Tokens.read(path)
