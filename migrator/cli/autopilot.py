@@ -53,7 +53,9 @@ def add(verbs: arguments.Verbs) -> None:
     state.add_policy(parser, required=True)
     state.add_state(parser)
     page = parser.add_argument_group("page")
-    page.add_argument("--page", metavar="ADDRESS:PORT", help="serve a page with the state of the cluster there")
+    page.add_argument(
+        "--page", type=_address, metavar="ADDRESS:PORT", help="serve a page with the state of the cluster there"
+    )
     page.add_argument("--page-cert", type=Path, metavar="FILE", help="certificate of the page (PEM)")
     page.add_argument("--page-key", type=Path, metavar="FILE", help="private key of the page (PEM)")
     page.add_argument(
@@ -106,7 +108,8 @@ def _page(options: argparse.Namespace) -> Page | None:
         return None
     from migrator.autopilot.page.serving import Place
 
-    place = Place.of(options.page, options.page_cert, options.page_key, plain=options.page_plain_http)
+    address, port = options.page
+    place = Place.of(address, port, options.page_cert, options.page_key, plain=options.page_plain_http)
     return Page(place, options.page_token_file)
 
 

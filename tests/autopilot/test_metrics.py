@@ -140,8 +140,9 @@ async def test_idle_connections_do_not_keep_a_scraper_out() -> None:
     "address", ["9471", "localhost:9471", "127.0.0.1:", "127.0.0.1:65536", "::1:x", "127.0.0.1:-1"]
 )
 def test_an_address_that_is_none_is_refused(pilots: PilotCluster, migrator: Migrator, address: str) -> None:
-    ran = migrator("autopilot", "--policy", "p.toml", "--metrics", address)
-    assert (ran.code, "is not an IP address and a port" in ran.err) == (Usage.exit_code, True)
+    for option in ("--metrics", "--page"):
+        ran = migrator("autopilot", "--policy", "p.toml", option, address)
+        assert (ran.code, "is not an IP address and a port" in ran.err) == (Usage.exit_code, True)
 
 
 def test_a_running_autopilot_serves_its_decisions(pilots: PilotCluster, tmp_path: Path) -> None:

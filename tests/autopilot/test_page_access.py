@@ -12,10 +12,12 @@ from urllib.parse import urlsplit
 import pytest
 
 from migrator import pki
+from migrator.autopilot.model import World
 from migrator.autopilot.page.access import Tokens
 from migrator.autopilot.page.serving import Place
 from snapshotd.api.errors import BadConfig, Usage
-from tests.autopilot.pages import LIMIT_S, TOKEN, Answer, served, small
+from tests.autopilot.pages import LIMIT_S, TOKEN, Answer, news, served, small
+from tests.autopilot.test_engine import until
 
 
 async def test_every_action_changes_the_node_and_is_recorded_with_the_operator(tmp_path: Path) -> None:
@@ -115,25 +117,45 @@ async def test_connections_are_limited_and_silent_ones_closed(tmp_path: Path, mo
         assert (await page.get("/")).status == 200
 
 
+async def test_page_that_gets_no_news_any_more_is_not_served(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It would look as if it were live."""
+
+    async def defect() -> World:
+        raise KeyError("a defect")
+
+    async with served(tmp_path, small()) as page:
+        async with news(page) as stream:
+            await asyncio.to_thread(stream.until, "state", lambda data: True)
+            page.feed._world = defect
+            page.feed.wake()
+            await asyncio.to_thread(list, stream)  # it ends
+
+        async def refused() -> bool:
+            try:
+                return (await page.get("/")).status == 0
+            except ConnectionError:
+                return True
+
+        await until("the end of the page", refused)
+    assert "the page is not served any more, the autopilot goes on: KeyError" in caplog.text
+
+
 async def test_page_is_served_with_tls(tmp_path: Path) -> None:
     pki.init(tmp_path / "pki")
     made = pki.issue_node(tmp_path / "pki", "node-1", ["127.0.0.1"])
     context = ssl.create_default_context(cafile=str(made.ca))
-    place = Place.of("127.0.0.1:0", made.cert, made.key, plain=False)
+    place = Place.of("127.0.0.1", 0, made.cert, made.key, plain=False)
     async with served(tmp_path, small(), place, context) as page:
         assert page.url.startswith("https://127.0.0.1:")
         assert (await page.get("/api/state")).status == 200
         assert (await page.act("taint", "node-1", Origin=page.url.rstrip("/"))).status == 200
 
 
-def test_plain_http_is_for_loopback_and_only_when_asked_for(tmp_path: Path) -> None:
-    assert Place.of("[::1]:7443", None, None, plain=True) == Place("::1", 7443)
-    for text, plain in (("10.0.0.1:80", True), ("0.0.0.0:80", True), ("127.0.0.1:80", False), ("[::]:80", True)):
+def test_plain_http_is_for_loopback_and_only_when_asked_for() -> None:
+    assert Place.of("::1", 7443, None, None, plain=True) == Place("::1", 7443)
+    for address, plain in (("10.0.0.1", True), ("0.0.0.0", True), ("127.0.0.1", False), ("::", True)):
         with pytest.raises(Usage):
-            Place.of(text, None, None, plain=plain)
-    for text in ("", "127.0.0.1", "127.0.0.1:x", "127.0.0.1:65536", "localhost:80", ":80"):
-        with pytest.raises(Usage, match="ADDRESS:PORT"):
-            Place.of(text, None, None, plain=True)
+            Place.of(address, 80, None, None, plain=plain)
 
 
 async def test_unusable_certificate_and_used_port_are_reported(tmp_path: Path) -> None:

@@ -42,29 +42,21 @@ class Place:
     key: Path | None = None
 
     @classmethod
-    def of(cls, text: str, cert: Path | None, key: Path | None, *, plain: bool) -> Place:
-        """Raises Usage if the page must not be served that way."""
-        host, _, port = text.rpartition(":")
-        address: ipaddress.IPv4Address | ipaddress.IPv6Address | None = None
-        with contextlib.suppress(ValueError):
-            address = ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
-        if address is None or not (port.isascii() and port.isdigit() and int(port) < 65536):
-            raise Usage(
-                f"--page {text}: not ADDRESS:PORT", remedy="for example --page 10.0.0.9:7443 or --page [::1]:7443"
-            )
+    def of(cls, address: str, port: int, cert: Path | None, key: Path | None, *, plain: bool) -> Place:
+        """`address` is an IP address. Raises Usage if the page must not be served that way."""
         if plain:
-            if not address.is_loopback:
+            if not ipaddress.ip_address(address).is_loopback:
                 raise Usage(
                     "--page-plain-http is allowed on a loopback address only: tokens would be readable on the network",
                     remedy="use --page 127.0.0.1:PORT, or give a certificate with --page-cert and --page-key",
                 )
-            return cls(str(address), int(port))
+            return cls(address, port)
         if cert is None or key is None:
             raise Usage(
                 "the page needs a certificate: --page-cert and --page-key",
                 remedy="use one for this machine, such as its snapshotd's, or --page 127.0.0.1:PORT --page-plain-http",
             )
-        return cls(str(address), int(port), cert, key)
+        return cls(address, port, cert, key)
 
 
 class _Connection(H11Protocol):
@@ -120,8 +112,15 @@ async def serving(place: Place, feed: Feed, tokens: Tokens, nodes: list[str]) ->
     url = f"{'http' if place.cert is None else 'https'}://{host}:{listener.getsockname()[1]}/"
     server = _Server(config)
     tasks = [asyncio.create_task(server.serve([listener])), asyncio.create_task(feed.run())]
+
+    def ended(task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("the page is not served any more, the autopilot goes on: %s: %s", type(error).__name__, error)
+            feed.close()  # a page without news must not look as if it were live
+            server.should_exit = True
+
     for task in tasks:
-        task.add_done_callback(_ended)
+        task.add_done_callback(ended)
     try:
         yield url
     finally:
@@ -130,11 +129,6 @@ async def serving(place: Place, feed: Feed, tokens: Tokens, nodes: list[str]) ->
         await asyncio.wait(tasks[:1])
         tasks[1].cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _ended(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        log.error("the page is not served any more, the autopilot goes on: %s: %s", type(error).__name__, error)
 
 
 def _listen(place: Place) -> socket.socket:
