@@ -26,6 +26,7 @@ from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, w
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.calls import MAX_MESSAGE_BYTES, NO_METADATA, CallEnded, CallFailed, Channel
 from snapshotd.api.credentials import Credentials
+from snapshotd.api.decoding import decoded
 from snapshotd.api.errors import (
     Damaged,
     Denied,
@@ -108,7 +109,7 @@ class _Method(Generic[Request, Reply]):
 
     def _parsed(self, message: bytes) -> Reply:
         try:
-            return self.reply.FromString(message)
+            return decoded(self.reply, message)
         except DecodeError as error:
             raise Damaged(
                 f"{self._link.who} answered {self._method} with something that is not an answer to it",

@@ -9,6 +9,7 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
 from snapshotd.api import snapshotd_pb2
+from snapshotd.api.decoding import decoded
 from snapshotd.api.errors import Damaged
 
 #: The image channel over gRPC (transport/image/grpc_channel.py), which is not in the .proto.
@@ -25,7 +26,7 @@ class Method:
 
     def decode_request(self, blob: bytes) -> Message:
         try:
-            return self.request.FromString(blob)
+            return decoded(self.request, blob)
         except DecodeError as error:
             raise Damaged(f"a request for {self.path} is malformed: {error}") from error
 
@@ -47,6 +48,6 @@ def methods() -> dict[str, Method]:
 
 def rewritten(kind: type[Message], blob: bytes) -> bytes:
     """The same message, written by this process, without fields that it does not know. Raises DecodeError."""
-    message = kind.FromString(blob)
+    message = decoded(kind, blob)
     message.DiscardUnknownFields()
     return message.SerializeToString()
