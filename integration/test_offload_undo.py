@@ -6,6 +6,8 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
+from collections.abc import Iterator
 from enum import StrEnum
 from typing import Any
 
@@ -97,6 +99,34 @@ def test_target_daemon_restarted_before_the_restore_uses_stripes_that_arrived(la
 # ---------------------------------------------------------------- killed during the copy
 
 
+#: Copies that pass before the next one is held, so that memory is partly copied. THREADED needs eight or ten, which the
+#: stripes take in turn: after so many, one stripe is complete or has its first part.
+PASSED = min(devmem.STRIPES, 4) + 1
+#: Before it begins, the source copies a little in each direction, and again if the files have to be enlarged first.
+REHEARSED = 4
+
+
+@contextlib.contextmanager
+def copies_held(lab: GpuCluster, job: Job, node: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A move whose copy of device memory stops half-way on this node until the faults of SOURCE are cleared: the process
+    that asked for it, and the rank's process whose memory is copied."""
+    point, passed = (Point.LOCKED, REHEARSED + PASSED) if node == SOURCE else (Point.OFFLOADED, PASSED)
+    home = lab.nodes[SOURCE]
+    lab.cluster.fault(SOURCE, point, "wait")
+    with lab.cluster.begin_move(job, TARGET, more=SHORT_LEASE) as asked:
+        try:
+            until(f"{point} on {SOURCE}", lambda: lab.cluster.fired(SOURCE) or asked.poll() is not None)
+            for _ in range(passed):
+                home.fault("copy", "slow:0")
+            home.fault("copy", "hold", once=False)
+            (lab.cluster.run_dir(SOURCE) / f"{point}.go").touch()
+            until("a copy to be held", lambda: copying(lab, node) or asked.poll() is not None)
+            assert asked.poll() is None, f"{asked.communicate()}{lab.cluster.logs()}"
+            yield asked, copying(lab, node)
+        finally:
+            home.clear_faults()
+
+
 def copying(lab: GpuCluster, node: str) -> int:
     """The process on this node whose device memory is partly copied; 0 if there is none."""
     for procs in files_below(lab.lab.layout.node_cgroup(node), "cgroup.procs"):
@@ -139,20 +169,7 @@ def test_process_killed_while_memory_is_copied_keeps_it_intact(
 ) -> None:
     job = start(lab, *THREADED)
     job.await_lines(5)
-    copying(lab, node)  # imports what it needs, so that the first look during the copy is quick
-    with contextlib.ExitStack() as stack:
-        for _ in range(5):
-            lab.nodes[node].fault("copy", "slow:250", once=False)  # with 500 ms and more, no copy in progress was seen
-            asked = stack.enter_context(lab.cluster.begin_move(job, TARGET, more=SHORT_LEASE))
-            copied = until("a copy to be in progress", lambda: copying(lab, node) or asked.poll() is not None)  # noqa: B023
-            if asked.poll() is None:
-                break
-            out, errors = asked.communicate()
-            assert asked.returncode == 0, f"{out}{errors}{lab.cluster.logs()}"
-            lab.nodes[node].clear_faults()  # this machine was too slow to see the copy
-            lab.cluster.move(job, SOURCE)
-        else:
-            pytest.fail(f"no copy was seen in five moves\n{lab.cluster.logs()}")
+    with copies_held(lab, job, node) as (asked, copied):
         daemon = {Victim.SOURCE: SOURCE, Victim.TARGET: TARGET}.get(victim)
         match victim:
             case Victim.SENDER:
@@ -165,7 +182,7 @@ def test_process_killed_while_memory_is_copied_keeps_it_intact(
                 os.kill(copied, signal.SIGKILL)
         if daemon is not None:
             lab.restart(daemon)
-        lab.nodes[node].clear_faults()
+        lab.nodes[SOURCE].clear_faults()
         out, errors = asked.communicate(timeout=PATIENCE_S)
     assert asked.returncode in codes, f"{out}{errors}{lab.cluster.logs()}"
     if asked.returncode == UNDONE:

@@ -126,7 +126,9 @@ class GpuNode:
         self.write()
 
     def fault(self, operation: str, action: str, *, once: bool = True, pid: int | None = None) -> None:
-        """Adds a fault (see cuda/faults.h): `fault("restore", "fail:CUDA_ERROR_OUT_OF_MEMORY")`."""
+        """Adds a fault (see cuda/faults.h): `fault("restore", "fail:CUDA_ERROR_OUT_OF_MEMORY")`.
+
+        A program's own calls read the file of the node where the program was started, also after it was moved."""
         line = " ".join([f"{operation}: {action}", *(["once"] if once else []), *([f"pid={pid}"] if pid else [])])
         self._rewrite([*self.faults(), line])
 

@@ -25,7 +25,8 @@ static bool understand(char *action, struct fault *fault)
 	} actions[] = {{"hang", FAULT_HANG}, {"hang-after", FAULT_HANG_AFTER},
 		       {"die", FAULT_DIE},   {"die-after", FAULT_DIE_AFTER},
 		       {"kill", FAULT_KILL}, {"lose", FAULT_LOSE},
-		       {"fail", FAULT_FAIL}, {"slow", FAULT_SLOW}};
+		       {"fail", FAULT_FAIL}, {"slow", FAULT_SLOW},
+		       {"hold", FAULT_HOLD}};
 	char *detail = strchr(action, ':');
 
 	if (detail)
@@ -96,9 +97,15 @@ struct fault fault_take(const char *operation, int pid)
 
 int fault_in_call(const char *operation)
 {
+	static const struct timespec look_again = {.tv_nsec = 10000000};
 	struct fault fault = fault_take(operation, (int)getpid());
-	struct timespec delay = {.tv_sec = fault.delay_ms / 1000, .tv_nsec = (long)(fault.delay_ms % 1000) * 1000000};
+	struct timespec delay;
 
+	while (fault.action == FAULT_HOLD) {
+		nanosleep(&look_again, NULL);
+		fault = fault_take(operation, (int)getpid());
+	}
+	delay = (struct timespec){.tv_sec = fault.delay_ms / 1000, .tv_nsec = (long)(fault.delay_ms % 1000) * 1000000};
 	if (fault.action == FAULT_HANG)
 		fault_hang();
 	if (fault.action == FAULT_DIE)

@@ -5,7 +5,7 @@
  * OPERATION  state lock checkpoint restore unlock (pid: of the target process), nvml, and a program's own calls (pid: in
  *            its own pid namespace): init, create (cuMemCreate), map (cuMemMap), copy (asynchronous copies), pin,
  *            ask (cuMemHostGetFlags, with its lock held)
- * ACTION     hang | hang-after | die | die-after | kill | lose | fail:ERROR | slow:MS
+ * ACTION     hang | hang-after | die | die-after | kill | lose | fail:ERROR | slow:MS | hold (a program's own calls only)
  */
 #ifndef FAKE_CUDA_FAULTS_H
 #define FAKE_CUDA_FAULTS_H
@@ -19,7 +19,8 @@ enum fault_action {
 	FAULT_KILL,   /* kills the target process, then continues */
 	FAULT_LOSE,   /* sets the state of the process to FAILED */
 	FAULT_FAIL,   /* does nothing and returns `error` */
-	FAULT_SLOW   /* waits for `delay_ms` in the middle */
+	FAULT_SLOW,  /* waits for `delay_ms` in the middle */
+	FAULT_HOLD   /* waits until its line is removed from the file, then continues */
 };
 
 struct fault {
