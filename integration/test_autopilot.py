@@ -5,21 +5,14 @@ The alarms are raised by the node's daemon, which reads a line of the kernel's l
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
-import shutil
 import signal
-import sqlite3
-import subprocess
-import time
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
-from integration.behaviour import end_chain
-from integration.harness import MIGRATOR, NODES, PATIENCE_S, Cluster, Job, cluster, until
+from integration.harness import cluster, until
+from integration.pilot import Pilot
 
 pytestmark = [
     pytest.mark.root,
@@ -40,89 +33,10 @@ back_off_s = 1
 """
 
 
-class Pilot:
-    """A lab with a job, and an autopilot with a state of its own for each test."""
-
-    def __init__(self, nodes: Cluster) -> None:
-        self.nodes = nodes
-        self.policy = nodes.folder / "policy.toml"
-        self.policy.write_text(POLICY)
-        self.state = nodes.folder / "state"
-        self.witness = nodes.folder / "witness"
-        self.process: subprocess.Popen[bytes] | None = None
-
-    def job(self) -> Job:
-        self.witness.unlink(missing_ok=True)
-        job = self.nodes.workload("node-1", "chain.py", "--witness", str(self.witness))
-        job.await_lines(5)
-        return job
-
-    def memory_fails(self, node: str) -> None:
-        """Writes what a kernel reports into the file that is the kernel's log for the daemon of this node."""
-        path = self.nodes.lab.layout.node(node) / "health/dev/kmsg"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a") as file:
-            file.write(f"4,{time.time_ns()},{int(time.monotonic() * 1e6)},-;Memory failure: 0x1f0: recovery failed\n")
-
-    def start(self) -> None:
-        """Starts the autopilot and waits until it has seen every node."""
-        command = [*MIGRATOR, "autopilot", "--policy", str(self.policy), "--state", str(self.state)]
-        with (self.nodes.folder / "autopilot.log").open("ab") as log:
-            self.process = subprocess.Popen(command, env=self.nodes.environment(), stdout=log, stderr=log)
-        self.sees_all()
-
-    def sees_all(self) -> None:
-        until("the autopilot to see all nodes", lambda: len(self.rows("SELECT * FROM cursors")) == len(NODES))
-
-    def kill(self) -> None:
-        if self.process is not None:
-            self.process.kill()
-            self.process.wait(PATIENCE_S)
-
-    def rows(self, query: str) -> list[tuple[Any, ...]]:
-        """Rows of the autopilot's database, read beside it."""
-        with contextlib.suppress(sqlite3.OperationalError):
-            connection = sqlite3.connect(f"file:{self.state}/autopilot.sqlite?mode=ro", uri=True)
-            try:
-                return connection.execute(query).fetchall()
-            finally:
-                connection.close()
-        return []
-
-    def events(self, *kinds: str) -> list[str]:
-        return [kind for (kind,) in self.rows("SELECT kind FROM events ORDER BY id") if kind in kinds]
-
-    def results(self) -> list[str]:
-        return [state for (state,) in self.rows("SELECT state FROM moves ORDER BY rowid")]
-
-    def verb(self, *arguments: str) -> dict[str, Any]:
-        done = self.nodes.migrator(*arguments, "--state", str(self.state), "--json")
-        assert done.returncode == 0, f"{done.stdout}\n{done.stderr}\n{self.nodes.logs()}"
-        answer: dict[str, Any] = json.loads(done.stdout)
-        return answer
-
-    def place(self, job: Job) -> list[str]:
-        return [str(rank["node"]) for rank in self.nodes.ps(job)]
-
-    def finish(self, job: Job) -> None:
-        """The job ends with the output of an undisturbed run, no step ran twice, and the record is complete."""
-        end_chain(job)
-        steps = [int(line) for line in self.witness.read_text().split()]
-        assert steps == list(range(len(steps)))
-        assert self.verb("report", "verify")["valid"]
-
-    def reset(self) -> None:
-        self.kill()
-        self.nodes.tidy()
-        shutil.rmtree(self.state, ignore_errors=True)
-        done = self.nodes.migrator("health", "--clear", "all", *self.nodes.lab.nodes)
-        assert done.returncode == 0, done.stderr
-
-
 @pytest.fixture(scope="module")
 def lab() -> Iterator[Pilot]:
     with cluster("pilot") as made:
-        yield Pilot(made)
+        yield Pilot(made, POLICY)
 
 
 @pytest.fixture
