@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from migrator.autopilot.model import MoveState, NodeState
+from migrator.autopilot.page.app import FILES, SCRIPTS
 from migrator.autopilot.page.feed import KEPT
 from migrator.autopilot.store import Store
 from migrator.results import Event
@@ -47,6 +48,19 @@ async def test_running_move_is_shown_with_its_phase_and_rate(tmp_path: Path) -> 
         assert shown["bytes_per_s"] > 0
 
 
+async def test_moves_that_ended_lately_are_shown_with_reason_and_outcome(tmp_path: Path) -> None:
+    world = small()
+    early = worlds.move(world.ranks[0], "spare-1", MoveState.UNDONE, 60, id="m-1", result="it broke")
+    late = worlds.move(world.ranks[0], "spare-2", MoveState.MOVED, 10, id="m-2", pause_s=1.25)
+    async with served(tmp_path, replace(world, moves=(early, late))) as page:
+        shown = (await page.get("/api/state")).json["recent"]
+        facts = [(one["target"], one["state"], one["reason"], one["result"], one["pause_s"]) for one in shown]
+        assert facts == [
+            ("spare-2", "moved", "a reason", "", 1.25),
+            ("spare-1", "undone", "a reason", "it broke", 0.0),
+        ]
+
+
 async def test_headline_of_the_report_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("migrator.autopilot.page.tally.CHUNK", 3)
     world = small()
@@ -65,6 +79,7 @@ async def test_headline_of_the_report_is_shown(tmp_path: Path, monkeypatch: pyte
             return shown if shown["complete"] and shown["all"] == 2 else None
 
         found = await until("the report", headline)
+        assert found["classes"] == {"hardware": {"all": 2, "resolved": 1, "percent": 50.0}}
         assert (found["all"], found["resolved"], found["percent"], found["gpu_seconds"]) == (2, 1, 50.0, 32.0)
 
 
@@ -109,9 +124,9 @@ async def test_hostile_names_stay_data(tmp_path: Path) -> None:
         async with news(page) as stream:
             found = await asyncio.to_thread(stream.until, "records", lambda data: bool(data["records"]))
             assert found["records"][0]["text"].endswith("data: forged")
-        script = (await page.get("/page.js")).body.decode()
+        scripts = [(await page.get(f"/{name}")).body.decode() for name in SCRIPTS]
         for sink in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "srcdoc", "DOMParser"):
-            assert sink not in script
+            assert all(sink not in script for script in scripts)
 
 
 async def test_page_loads_nothing_from_elsewhere_and_no_inline_code(tmp_path: Path) -> None:
@@ -122,7 +137,7 @@ async def test_page_loads_nothing_from_elsewhere_and_no_inline_code(tmp_path: Pa
         assert "require-trusted-types-for 'script'" in policy
         assert "unsafe" not in policy
         text = answer.body.decode()
-        for path in ("/", "/page.js", "/page.css"):
+        for path in FILES:
             assert "//" not in (await page.get(path)).body.decode().replace("// ", "").replace("/* ", ""), path
         assert "<style" not in text
         assert not re.search(r"\s(on\w+|style)\s*=", text)

@@ -37,10 +37,11 @@ log = logging.getLogger(__name__)
 PAGE = 100  # records of one page of the timeline
 BODY_BYTES = 8192
 LOCAL = re.compile(r"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d+)?")
+SCRIPTS = ("page.js", "acting.js", "dom.js", "map.js", "panels.js", "timeline.js")
 FILES = {
     "/": ("index.html", "text/html"),
-    "/page.js": ("page.js", "text/javascript"),
-    "/page.css": ("page.css", "text/css"),
+    **{f"/{name}": (name, "text/javascript") for name in SCRIPTS},
+    **{f"/{name}": (name, "text/css") for name in ("page.css", "parts.css")},
 }
 HEADERS = {
     "Content-Security-Policy": (

@@ -38,6 +38,7 @@ class Tally:
             self._headline = {
                 "days": DAYS,
                 **made.total.to_json(),
+                "classes": {name: share.to_json() for name, share in made.by_class.items() if share.all},
                 "gpu_seconds": round(made.gpu_seconds, 1),
                 "saved_gpu_hours": round(made.saved_gpu_hours, 1),
             }

@@ -12,10 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from migrator.autopilot.chain import Record
-from migrator.autopilot.model import Alarm, Move, Node, NodeState, Rank, World
+from migrator.autopilot.model import Alarm, Move, MoveState, Node, NodeState, Rank, World
 from migrator.autopilot.policy import Spares
 from migrator.autopilot.spares import free_spares
 from migrator.results import Event
+
+#: Ended moves that are shown.
+RECENT = 8
 
 
 @dataclass
@@ -74,12 +77,15 @@ def state(world: World, alerts: Mapping[str, str], spares: Spares, phases: Phase
         alarms[alarm.node].append(alarm)
     counts = Counter(node.state for node in world.nodes.values())
     found = free_spares(world, spares)
+    ended = (move for move in world.moves if move.state is not MoveState.INTENDED)
+    recent = sorted(ended, key=lambda move: move.ended_unix_s, reverse=True)
     return {
         "counts": {one.value: counts[one] for one in NodeState if counts[one]},
         "silent": sum(not (node.seen and node.reachable) for node in world.nodes.values()),
         "ranks": len(world.ranks),
         "nodes": [_node(node, ranks[node.name], alarms[node.name]) for node in world.nodes.values()],
         "moves": [_move(move, phases) for move in world.running],
+        "recent": [_ended(move) for move in recent[:RECENT]],
         "orders": [
             {"id": order.id, "kind": order.kind, "node": order.node, "by": order.by, "reason": order.reason}
             for order in world.orders
@@ -119,6 +125,15 @@ def _node(node: Node, ranks: list[Rank], alarms: list[Alarm]) -> dict[str, Any]:
 
 
 def _move(move: Move, phases: Phases) -> dict[str, Any]:
+    return {**_what(move), "since_unix_s": round(move.intended_unix_s), **phases.of(move.id)}
+
+
+def _ended(move: Move) -> dict[str, Any]:
+    facts = {"state": move.state.value, "result": move.result, "pause_s": round(move.pause_s, 2)}
+    return {**_what(move), **facts, "ended_unix_s": round(move.ended_unix_s)}
+
+
+def _what(move: Move) -> dict[str, Any]:
     return {
         "id": move.id,
         "job": move.job_key.partition("/")[2],
@@ -126,8 +141,6 @@ def _move(move: Move, phases: Phases) -> dict[str, Any]:
         "source": move.source,
         "target": move.target,
         "reason": move.reason,
-        "since_unix_s": round(move.intended_unix_s),
-        **phases.of(move.id),
     }
 
 
@@ -140,4 +153,5 @@ def line(record: Record) -> dict[str, Any]:
         "node": record.node,
         "text": record.text,
         "by": str(record.data.get("by", "")),
+        "failed": record.kind == "result" and record.data.get("state") != MoveState.MOVED,
     }
