@@ -7,6 +7,9 @@ import contextlib
 import http.client
 import json
 import ssl
+import subprocess
+import sys
+import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -100,6 +103,24 @@ async def served(
             page = Page(url, store, feed, phases, world, context)
             yield page
         assert chain.problems(await store.events()) == []
+
+
+@contextlib.contextmanager
+def autopilot(policy: Path) -> Iterator[str]:
+    """The address of the page of a running autopilot, as it prints it. At the end SIGTERM must stop it, also with viewers."""
+    command = [sys.executable, "-m", "migrator.cli", "autopilot", "--policy", str(policy), "--json"]
+    command += ["--page", "127.0.0.1:0", "--page-plain-http"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            records = (json.loads(line) for line in process.stdout)
+            found = next(record["data"]["url"] for record in records if record["kind"] == "page")
+            with urllib.request.urlopen(f"{found}api/news", timeout=LIMIT_S):
+                yield found
+                process.terminate()
+                assert process.wait(LIMIT_S) == 0
+        finally:
+            process.kill()
 
 
 def small() -> World:

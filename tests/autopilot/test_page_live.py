@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +13,7 @@ import pytest
 from migrator.autopilot.page import access
 from snapshotd.api.errors import Usage
 from tests.autopilot.conftest import PilotCluster, until
+from tests.autopilot.pages import autopilot
 from tests.cli.conftest import Migrator, a_rank
 
 
@@ -27,20 +26,8 @@ def policy(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def url(pilots: PilotCluster, policy: Path) -> Iterator[str]:
-    """The address of the page of a running autopilot, as it prints it. At the end SIGTERM must stop it, also with viewers."""
-    command = [sys.executable, "-m", "migrator.cli", "autopilot", "--policy", str(policy), "--json"]
-    command += ["--page", "127.0.0.1:0", "--page-plain-http"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            records = (json.loads(line) for line in process.stdout)
-            found = next(record["data"]["url"] for record in records if record["kind"] == "page")
-            with urllib.request.urlopen(f"{found}api/news", timeout=60):
-                yield found
-                process.terminate()
-                assert process.wait(60) == 0
-        finally:
-            process.kill()
+    with autopilot(policy) as found:
+        yield found
 
 
 def get(url: str) -> Any:
