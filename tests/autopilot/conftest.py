@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,9 @@ import grpc
 import pytest
 
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.api import snapshotd_pb2_grpc as stubs
 from snapshotd.api.errors import Undone
 from tests.cli.conftest import FakeDaemon, Migrator, alone, migrator  # noqa: F401 - fixtures
-from tests.cli.fake_gates import FakeGates
+from tests.cli.fake_cluster import ServedCluster
 
 NODES = ("node-1", "node-2", "node-3", "spare-1", "spare-2")
 
@@ -95,19 +93,7 @@ class PilotDaemon(FakeDaemon):
         return reply
 
 
-@dataclass
-class PilotCluster:
-    path: Path
-    daemons: dict[str, PilotDaemon]
-    servers: dict[str, grpc.Server]
-
-    def __getitem__(self, node: str) -> PilotDaemon:
-        return self.daemons[node]
-
-    def stop(self, *nodes: str) -> None:
-        for node in nodes:
-            self.servers[node].stop(0).wait()
-
+class PilotCluster(ServedCluster[PilotDaemon]):
     def places(self) -> dict[str, str]:
         """The node of every rank."""
         return {rank.uid: node for node, daemon in self.daemons.items() for rank in daemon.ranks}
@@ -119,21 +105,10 @@ class PilotCluster:
 
 @pytest.fixture
 def pilots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PilotCluster]:
-    made = PilotCluster(tmp_path / "cluster.toml", {}, {})
-    text = []
+    made = PilotCluster(tmp_path / "cluster.toml")
     for node in NODES:
-        made.daemons[node] = daemon = PilotDaemon(node, others=made.daemons)
-        made.servers[node] = server = grpc.server(ThreadPoolExecutor(8))
-        stubs.add_NodeServicer_to_server(daemon, server)
-        stubs.add_SourceServicer_to_server(daemon, server)
-        stubs.add_TargetServicer_to_server(daemon, server)
-        stubs.add_GateServicer_to_server(FakeGates(daemon), server)
-        server.add_insecure_port(f"unix:{tmp_path}/{node}.sock")
-        server.start()
-        text.append(f'[nodes.{node}]\nendpoint = "unix:{tmp_path}/{node}.sock"\n')
-        if node.startswith("spare"):
-            text.append(f'[nodes.{node}.labels]\nspare = "dedicated"\n')
-    made.path.write_text("".join(text))
+        labels = 'spare = "dedicated"' if node.startswith("spare") else ""
+        made.serve(PilotDaemon(node, others=made.daemons), threads=8, labels=labels)
     monkeypatch.setenv("MIGRATOR_CLUSTER", str(made.path))
     monkeypatch.setenv("MIGRATOR_STATE", str(tmp_path / "state"))
     yield made

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from snapshotd.api import protocol
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api import snapshotd_pb2_grpc as stubs
 from snapshotd.api.errors import WIRE_KEY, SnapshotError
-from tests.cli.fake_gates import FakeGates
+from tests.cli.fake_cluster import ServedCluster
 from tests.cli.gated_job import Gated
 
 MOVE = "m-0123456789ab"
@@ -252,20 +251,8 @@ class FakeDaemon(stubs.NodeServicer, stubs.SourceServicer, stubs.TargetServicer)
         return pb.ActivateReply(running=True)
 
 
-@dataclass
-class FakeCluster:
-    """Three fake daemons and the cluster file that names them. `stop` makes one unreachable."""
-
-    path: Path
-    daemons: dict[str, FakeDaemon]
-    servers: dict[str, grpc.Server]
-
-    def __getitem__(self, node: str) -> FakeDaemon:
-        return self.daemons[node]
-
-    def stop(self, *nodes: str) -> None:
-        for node in nodes:
-            self.servers[node].stop(0).wait()
+class FakeCluster(ServedCluster[FakeDaemon]):
+    """Three fake daemons and the cluster file that names them."""
 
 
 @pytest.fixture(autouse=True)
@@ -281,19 +268,9 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCluster]:
-    made = FakeCluster(tmp_path / "cluster.toml", {}, {})
-    text = []
+    made = FakeCluster(tmp_path / "cluster.toml")
     for node in ("node-1", "node-2", "spare-1"):
-        made.daemons[node] = daemon = FakeDaemon(node)
-        made.servers[node] = server = grpc.server(ThreadPoolExecutor(2))
-        stubs.add_NodeServicer_to_server(daemon, server)
-        stubs.add_SourceServicer_to_server(daemon, server)
-        stubs.add_TargetServicer_to_server(daemon, server)
-        stubs.add_GateServicer_to_server(FakeGates(daemon), server)
-        server.add_insecure_port(f"unix:{tmp_path}/{node}.sock")
-        server.start()
-        text.append(f'[nodes.{node}]\nendpoint = "unix:{tmp_path}/{node}.sock"\n')
-    made.path.write_text("".join(text))
+        made.serve(FakeDaemon(node))
     monkeypatch.setenv("MIGRATOR_CLUSTER", str(made.path))
     yield made
     made.stop(*made.servers)
