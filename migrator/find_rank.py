@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import difflib
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from migrator import users
@@ -31,18 +32,21 @@ def find_node(cluster: Cluster, name: str) -> str:
     raise NotFound(f"no node is called {name!r}{hint}", remedy=f"the nodes are: {', '.join(sorted(cluster.nodes))}")
 
 
-async def all_ranks(cluster: Cluster) -> tuple[list[Found], dict[str, SnapshotError]]:
-    """Every rank on every node that answers, and the error of every node that does not."""
+async def all_ranks(
+    cluster: Cluster, nodes: Iterable[str] | None = None
+) -> tuple[list[Found], dict[str, SnapshotError]]:
+    """Every rank on every node (or on these) that answers, and the error of every node that does not."""
+    asked = list(cluster.nodes if nodes is None else nodes)
 
     async def ask(node: str) -> list[Found]:
         async with cluster.client(node) as client:
             reply = await client.node.ListRanks(pb.ListRanksRequest(), timeout_s=ASK_TIMEOUT_S)
             return [Found(node, rank) for rank in reply.ranks]
 
-    answers = await asyncio.gather(*(ask(node) for node in cluster.nodes), return_exceptions=True)
+    answers = await asyncio.gather(*map(ask, asked), return_exceptions=True)
     found: list[Found] = []
     silent: dict[str, SnapshotError] = {}
-    for node, answer in zip(cluster.nodes, answers, strict=True):
+    for node, answer in zip(asked, answers, strict=True):
         if isinstance(answer, SnapshotError):
             silent[node] = answer
         elif isinstance(answer, BaseException):
@@ -52,13 +56,18 @@ async def all_ranks(cluster: Cluster) -> tuple[list[Found], dict[str, SnapshotEr
     return found, silent
 
 
-async def find_rank(cluster: Cluster, rank: int | str, job: str | None, user_id: int | None = None) -> Found:
+async def find_rank(
+    cluster: Cluster, rank: int | str, job: str | None, user_id: int | None = None, source: str = ""
+) -> Found:
     """The only process that is rank `rank`, which is a number or the id of a rank. Raises NotFound, Ambiguous, Busy or
     Unreachable; changes nothing.
 
     A job is named by its user and its name, so that a user who gives a job the name of another's cannot make it immovable.
+    With `source`, only that node is asked: another one that claims the rank, truthfully or not, changes nothing.
     """
-    found, silent = await all_ranks(cluster)
+    if source:
+        find_node(cluster, source)
+    found, silent = await all_ranks(cluster, (source,) if source else cluster.nodes)
     meant = [
         entry
         for entry in found
@@ -77,11 +86,16 @@ async def find_rank(cluster: Cluster, rank: int | str, job: str | None, user_id:
             raise Unreachable(f"rank {rank} is on no node that answers, and these do not:{lost}", where=Where.UNKNOWN)
         of_job = f" in job {job!r}" if job else ""
         of_user = f" of user {users.described(user_id)}" if user_id is not None else ""
-        raise NotFound(f"no rank {rank}{of_job}{of_user} runs on any node")
+        raise NotFound(f"no rank {rank}{of_job}{of_user} runs on {source or 'any node'}")
     if moving := [entry.rank.moving for entry in here if entry.rank.moving]:
         raise Busy(f"rank {rank} is being moved already ({moving[0]})", where=Where.UNKNOWN)
     if len(here) > 1:
         on = ", ".join(f"{entry.node} ({entry.rank.uid})" for entry in here)
+        if len({entry.rank.uid for entry in here}) == 1:
+            raise Ambiguous(
+                f"several nodes say that they have rank {rank} of job {jobs[0][0]}, and only one can: {on}",
+                remedy=f"find out which one has it, and name it: --from {here[0].node}; do not trust the other one",
+            )
         raise Ambiguous(
             f"rank {rank} of job {jobs[0][0]} was started more than once: {on}",
             remedy=f"name one by its id: --rank {here[0].rank.uid}",

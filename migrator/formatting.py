@@ -6,8 +6,12 @@ Sizes are decimal (1 GB is 10⁹ bytes), so that bytes, seconds and GB/s on one 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from google.protobuf.internal.enum_type_wrapper import _EnumTypeWrapper as EnumTypeWrapper
 
 
 def size(count: float) -> str:
@@ -38,6 +42,22 @@ def span(value: float) -> str:
     if whole < 86400:
         return f"{whole // 3600} h {whole % 3600 // 60} min"
     return f"{whole // 86400} d {whole % 86400 // 3600} h"
+
+
+def moment(unix_s: float) -> str:
+    """A time as local date and time. A daemon may name any: what no calendar has is shown as a number."""
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix_s))
+    except (ValueError, OverflowError, OSError):
+        return f"{unix_s:g}"
+
+
+def name_of(kind: EnumTypeWrapper[Any], value: int) -> str:
+    """The name of a value of an enumeration. A daemon may use values that this version does not have."""
+    try:
+        return kind.Name(value)
+    except ValueError:
+        return f"UNKNOWN_{value}"
 
 
 def plain(text: str) -> str:

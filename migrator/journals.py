@@ -1,7 +1,8 @@
 """Merges the journals of all nodes: each move with its source's and its target's record, and the ranks that wait for it.
 
 Invariant: nothing is concluded from a missing answer. A move counts as ended only when every daemon that returned a record of
-it reports the end. The source's record decides how it ended; the target's counts only if the source's has no outcome.
+it reports the end. The source's record decides how it ended; the target's counts only if the source's has no outcome. No node
+can speak for another one.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from migrator import formatting
 from migrator.cluster import Cluster
 from migrator.fan_out import ASK_TIMEOUT_S, ask_all
 from migrator.protocol import Verdict
@@ -168,7 +170,7 @@ class Move:
                     "node": view.node,
                     "role": view.record.role,
                     "mark": view.record.mark,
-                    "outcome": pb.OutcomeKind.Name(view.record.outcome),
+                    "outcome": formatting.name_of(pb.OutcomeKind, view.record.outcome),
                     "ended": view.ended,
                     "where": view.record.where,
                     "waiting_for": view.record.waiting_for,
@@ -244,10 +246,15 @@ async def moves_and_gates(cluster: Cluster, move: str = "") -> tuple[list[Move],
 
 
 def merge(answers: dict[str, list[pb.MoveRecord]]) -> list[Move]:
-    """Groups the records of all nodes by move, newest first."""
-    views: dict[str, dict[str, View]] = {}
+    """Groups the records of all nodes by move, newest first.
+
+    A node speaks for itself only: its record counts if it names this node in its role. Records with the same id that name
+    different nodes are different moves, of which at most one is real."""
+    views: dict[tuple[str, str, str], dict[str, View]] = {}
     for node, records in answers.items():
         for record in records:
-            views.setdefault(record.move, {})[record.role] = View(node, record)
-    moves = [Move(move, found.get("source"), found.get("target")) for move, found in views.items()]
+            if node == {"source": record.source_node, "target": record.target_node}.get(record.role):
+                key = record.move, record.source_node, record.target_node
+                views.setdefault(key, {})[record.role] = View(node, record)
+    moves = [Move(move, found.get("source"), found.get("target")) for (move, _, _), found in views.items()]
     return sorted((move for move in moves if move.views), key=lambda move: move.begun_unix_s, reverse=True)

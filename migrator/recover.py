@@ -13,12 +13,12 @@ from typing import Any
 
 from tenacity import AsyncRetrying, retry_if_result, stop_after_delay, wait_fixed
 
-from migrator import death
+from migrator import death, formatting
 from migrator.cluster import Cluster
 from migrator.journals import Move, all_moves
 from migrator.protocol import Verdict
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.api.errors import NotFound, OutcomeUnknown, SnapshotError, Unreachable, Where, WrongState
+from snapshotd.api.errors import Ambiguous, NotFound, OutcomeUnknown, SnapshotError, Unreachable, Where, WrongState
 
 CALL_TIMEOUT_S = 30.0
 POLL_S = 0.5
@@ -68,8 +68,8 @@ async def recover(
     `wait_s`.
     """
     known, silent = await all_moves(cluster, move or "")
-    if move is not None and not known:
-        raise unknown_move(move, silent)
+    if move is not None:
+        _the_only(known, move, silent)
     open_moves = [found for found in known if not found.ended]
     did: dict[str, list[str]] = {}
     for found in open_moves:
@@ -232,7 +232,7 @@ async def declare_target_dead(cluster: Cluster, move: str, by: str, note: Note, 
     async with cluster.client(found.source.node) as source:
         request = pb.DeclareRequest(move=move, declared_by=by)
         outcome = await source.source.DeclareTargetDead(request, timeout_s=CALL_TIMEOUT_S)
-    did = f"{found.source.node}: {pb.OutcomeKind.Name(outcome.kind)}, the rank is {outcome.where}"
+    did = f"{found.source.node}: {formatting.name_of(pb.OutcomeKind, outcome.kind)}, the rank is {outcome.where}"
     return Recovered(await _find(cluster, move), [*done, did])
 
 
@@ -263,8 +263,19 @@ async def _answers_without_a_copy(cluster: Cluster, move: Move) -> bool:
 
 async def _find(cluster: Cluster, move: str) -> Move:
     known, silent = await all_moves(cluster, move)
+    return _the_only(known, move, silent)
+
+
+def _the_only(known: list[Move], move: str, silent: dict[str, SnapshotError]) -> Move:
+    """Raises NotFound or Unreachable if there is none, Ambiguous if nodes contradict each other."""
     if not known:
         raise unknown_move(move, silent)
+    if len(known) > 1:
+        said = "; ".join(f"{view.node}: {one.source_node} → {one.target_node}" for one in known for view in one.views)
+        raise Ambiguous(
+            f"nodes contradict each other about move {move}: {said}",
+            remedy="only one of them can be right: find out which, and take the others out of the cluster file meanwhile",
+        )
     return known[0]
 
 

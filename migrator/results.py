@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from migrator import formatting
 from migrator.protocol import Verdict
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import Where
@@ -23,6 +24,7 @@ class MoveOptions:
     quiesce_timeout_s: float = 30.0  # how long the job may take to reach a point where all its ranks can wait
     user_id: int | None = None  # whose job it is; None: must be clear from the others
     move: str = ""  # id of the move, for a caller that records it first; empty: a new one
+    source: str = ""  # the node that has the rank; empty: must be clear from what all nodes say
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class CheckReport:
             "checks": [
                 {
                     "name": check.name,
-                    "verdict": pb.Check.Verdict.Name(check.verdict).lower(),
+                    "verdict": formatting.name_of(pb.Check.Verdict, check.verdict).lower(),
                     "reason": check.reason,
                     "remedy": check.remedy,
                 }

@@ -1,17 +1,31 @@
-"""Converts what daemons report into the autopilot's own values. The only file of the decision path that knows messages."""
+"""Converts what daemons report into the autopilot's own values. The only file of the decision path that knows messages.
+
+A daemon may be in the hands of an attacker. Invariant: nothing passes that is larger than what daemons report, because one
+node must not use up the memory or the disk of the autopilot, which serves all of them. Raises Damaged.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
+
+from google.protobuf.message import Message
 
 from migrator.autopilot.model import Alarm, Gpu, HealthEvent, HealthReport, Node, Rank, Severity
 from snapshotd.api import snapshotd_pb2 as pb
+from snapshotd.api.errors import Damaged
 
+#: More than any daemon reports: in one answer, in one text, of one number (SQLite's are signed).
+MAX_ALARMS, MAX_EVENTS, MAX_RANKS, MAX_GPUS = 2000, 1000, 20_000, 1024
+MAX_CHARS = 2000
+MAX_NUMBER = 1 << 62
+_DISTRUST = "no sound daemon answers so: examine that node, it may be in the hands of an attacker"
 _KINDS = {pb.HealthEvent.RAISED: "raised", pb.HealthEvent.REPEATED: "repeated", pb.HealthEvent.CLEARED: "cleared"}
 
 
 def health(node: str, reply: pb.Health) -> HealthReport:
     """`node` is its name in the cluster file: what a daemon calls itself is not used to file its report."""
+    _must_be_few(node, alarms=(reply.alarms, MAX_ALARMS), events=(reply.events, MAX_EVENTS))
+    _must_be_small(node, reply, *reply.alarms, *reply.events)
     return HealthReport(
         node=node,
         epoch=reply.epoch,
@@ -24,6 +38,8 @@ def health(node: str, reply: pb.Health) -> HealthReport:
 
 
 def node(name: str, labels: Mapping[str, str], info: pb.NodeInfo) -> Node:
+    _must_be_few(name, gpus=(info.gpus, MAX_GPUS))
+    _must_be_small(name, pb.NodeInfo(driver_version=info.driver_version), *info.gpus)
     return Node(
         name,
         labels=labels,
@@ -35,6 +51,12 @@ def node(name: str, labels: Mapping[str, str], info: pb.NodeInfo) -> Node:
 
 def ranks(node_name: str, reply: pb.ListRanksReply) -> tuple[Rank, ...]:
     """The ranks whose processes are on this node."""
+    _must_be_few(node_name, ranks=(reply.ranks, MAX_RANKS))
+    here = [rank for rank in reply.ranks if rank.place == pb.Rank.HERE]
+    for rank in here:
+        rank.command = ""  # it may be long, and is not used
+        _must_be_few(node_name, gpus=(rank.gpus, MAX_GPUS))
+    _must_be_small(node_name, *here)
     return tuple(
         Rank(
             uid=rank.uid,
@@ -48,9 +70,23 @@ def ranks(node_name: str, reply: pb.ListRanksReply) -> tuple[Rank, ...]:
             moving=rank.moving,
             home=rank.home_node,
         )
-        for rank in reply.ranks
-        if rank.place == pb.Rank.HERE
+        for rank in here
     )
+
+
+def _must_be_few(node: str, **fields: tuple[Sized, int]) -> None:
+    for name, (found, most) in fields.items():
+        if len(found) > most:
+            raise Damaged(f"{node} reports {len(found)} {name}, and no daemon has more than {most}", remedy=_DISTRUST)
+
+
+def _must_be_small(node: str, *messages: Message) -> None:
+    """The texts and numbers of these messages, without those of messages in them."""
+    for message in messages:
+        for field, value in message.ListFields():
+            for each in value if field.is_repeated and field.message_type is None else (value,):
+                if (isinstance(each, str) and len(each) > MAX_CHARS) or (isinstance(each, int) and each > MAX_NUMBER):
+                    raise Damaged(f"{node} reports a {field.name} that is too large", remedy=_DISTRUST)
 
 
 def _gpu(gpu: pb.Gpu) -> Gpu:

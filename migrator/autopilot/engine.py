@@ -13,7 +13,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -139,7 +139,7 @@ class Engine:
         window = max(self.policy.breaker.window_s, self.policy.breaker.rank_window_s, self.policy.breaker.back_off_s)
         stored = await self.store.load(now - window)
         nodes: dict[str, Node] = {}
-        ranks: dict[str, tuple[float, Rank]] = {}  # by uid, with the time of the answer
+        ranks: list[tuple[float, Rank]] = []  # with the time of the answer
         for name, watcher in self.watchers.items():
             seen, record = watcher.sighting, stored.nodes.get(name)
             node = seen.node if seen is not None else Node(name, labels=self.cluster.labels.get(name, {}), seen=False)
@@ -149,13 +149,14 @@ class Engine:
             nodes[name] = replace(node, reachable=watcher.error is None, asked_unix_s=asked)
             for listed in seen.ranks if seen is not None else ():
                 # What the node said before a move of the rank ended may be wrong by now: wait for its next answer.
-                later = [move.id for move in stored.moves if move.rank_uid == listed.uid and move.ended_unix_s >= asked]
-                rank = replace(listed, moving=listed.moving or later[-1]) if later else listed
-                # A node that fell silent after a rank has left it would list the rank for ever: the newest answer counts.
-                if asked >= ranks.get(rank.uid, (0.0, rank))[0]:
-                    ranks[rank.uid] = (asked, rank)
+                later = [
+                    move.id
+                    for move in stored.moves
+                    if move.rank_uid == listed.uid and name in (move.source, move.target) and move.ended_unix_s >= asked
+                ]
+                ranks.append((asked, replace(listed, moving=listed.moving or later[-1]) if later else listed))
         alarms = tuple(alarm for alarm in stored.alarms if alarm.node in nodes)
-        return World(nodes, alarms, tuple(rank for _, rank in ranks.values()), stored.moves, stored.orders)
+        return World(nodes, alarms, _believed(nodes, ranks), stored.moves, stored.orders)
 
     async def _about_nodes(self, world: World) -> dict[str, str]:
         """Changes the states of nodes, one after the other, because each change counts for the next one's limits."""
@@ -249,6 +250,16 @@ class Engine:
             await self.store.set_node(order.node, NodeState.RETURNED, "validation passed")
         self.watchers[order.node].look_now()
         self._wake.set()
+
+
+def _believed(nodes: Mapping[str, Node], ranks: list[tuple[float, Rank]]) -> tuple[Rank, ...]:
+    """What nodes say of their ranks. Each speaks for itself, so a rank that two nodes claim is on both of them: neither can
+    hide it from the other, and a move asks the very node that it leaves. But a node that fell silent after a rank has left it
+    would list the rank for ever: if another one has answered later, that counts."""
+    newest: dict[str, float] = {}
+    for asked, rank in ranks:
+        newest[rank.uid] = max(asked, newest.get(rank.uid, 0.0))
+    return tuple(rank for asked, rank in ranks if nodes[rank.node].reachable or asked >= newest[rank.uid])
 
 
 def _for_the_report(world: World, about: AboutRank) -> dict[str, Any]:

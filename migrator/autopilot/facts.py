@@ -239,12 +239,12 @@ def _placed(world: World, policy: Policy, order_id: int, ranks: list[Rank], now:
     failed = {
         (move.rank_uid, move.target)
         for move in _recent(world.moves, now, policy.breaker.back_off_s)
-        if move.state in FAILED
+        if move.state in FAILED and any(move.source == rank.node for rank in ranks)
     }
-    on_their_way = {move.rank_uid for move in world.running}
+    on_their_way = {(move.rank_uid, move.source) for move in world.running}
     return place(
         world,
-        [rank for rank in ranks if rank.uid not in on_their_way and not rank.moving],
+        [rank for rank in ranks if (rank.uid, rank.node) not in on_their_way and not rank.moving],
         policy.spares,
         only=named,
         avoid=lambda rank, target: (rank.uid, target) in failed,
@@ -254,7 +254,8 @@ def _placed(world: World, policy: Policy, order_id: int, ranks: list[Rank], now:
 def _about_rank(world: World, policy: Policy, rank: Rank, why: Leave, placement: Placement, now: float) -> AboutRank:
     order = next((order for order in world.orders if order.id == why.order), None)
     job = policy.job_for(rank)
-    mine = [move for move in world.moves if move.rank_uid == rank.uid]
+    # Not those from other nodes: a node that claims the rank must not use up its attempts.
+    mine = [move for move in world.moves if move.rank_uid == rank.uid and rank.node in (move.source, move.target)]
     moved = [move.ended_unix_s for move in mine if move.state is MoveState.MOVED]
     # An order begins anew: what failed before it was given does not count.
     window = now - order.since_unix_s if order is not None else policy.breaker.window_s

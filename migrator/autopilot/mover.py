@@ -29,7 +29,7 @@ async def carry_out(cluster: Cluster, store: Store, move: Move, on_event: Callab
         if not await _is_there(cluster, move):
             await store.finish(move.id, MoveState.NEVER_BEGAN, f"the rank is not on {move.source} any more")
             return
-        options = MoveOptions(move.rank_uid, move.target, move=move.id)
+        options = MoveOptions(move.rank_uid, move.target, move=move.id, source=move.source)
         result = await Driver(cluster, on_event).move(options)
     except (NotFound, RankGone) as error:
         await store.finish(move.id, MoveState.LOST, error.message)
@@ -62,6 +62,9 @@ async def settle(cluster: Cluster, store: Store, move: Move) -> bool:
     moves, silent = await all_moves(cluster)
     if move.source in silent or move.target in silent:
         return False
+    # Of a move between other nodes nobody would know that it concerns the same rank: any node can name any rank.
+    between = (move.source, move.target)
+    moves = [found for found in moves if (found.source_node, found.target_node) == between]
     if any(found.rank_uid == move.rank_uid and not found.ended for found in moves):
         return False  # the daemons are at work: a source whose driver is gone undoes the move when its lease expires
     mine = sorted((found for found in moves if found.id in ids), key=lambda found: ids.index(found.id))

@@ -45,7 +45,9 @@ CREATE TABLE IF NOT EXISTS alarms (
 CREATE TABLE IF NOT EXISTS moves (
   id TEXT PRIMARY KEY, rank_uid TEXT NOT NULL, state TEXT NOT NULL, ended_unix_s REAL NOT NULL,
   data TEXT NOT NULL) STRICT;
-CREATE UNIQUE INDEX IF NOT EXISTS one_move_of_a_rank ON moves (rank_uid) WHERE state = 'intended';
+DROP INDEX IF EXISTS one_move_of_a_rank;
+CREATE UNIQUE INDEX IF NOT EXISTS one_move_of_a_rank_from_a_node
+  ON moves (rank_uid, json_extract(data, '$.source')) WHERE state = 'intended';
 CREATE TABLE IF NOT EXISTS orders (
   id INTEGER PRIMARY KEY AUTOINCREMENT, ended_unix_s REAL NOT NULL, data TEXT NOT NULL) STRICT;
 CREATE TABLE IF NOT EXISTS alerts (about TEXT PRIMARY KEY, text TEXT NOT NULL, since_unix_s REAL NOT NULL) STRICT;
@@ -140,18 +142,18 @@ class Store:
         row = await self._one("SELECT epoch, sequence FROM cursors WHERE node = ?", node)
         return (row["epoch"], row["sequence"]) if row else ("", 0)
 
-    async def take_in(self, report: HealthReport) -> bool:
+    async def take_in(self, report: HealthReport, *, with_events: bool = True) -> bool:
         """Records the events of a report that are new, and replaces the node's alarms. Returns whether anything changed."""
         async with self._writing():
             epoch, sequence = await self.cursor(report.node)
             after = sequence if epoch == report.epoch else 0
-            if report.pruned:
+            if report.pruned and with_events:
                 await self._append("gap", "the node dropped events before they could be read", node=report.node)
-            if epoch not in ("", report.epoch):
+            if epoch not in ("", report.epoch) and with_events:
                 await self._append("epoch", "the node's event log began anew", node=report.node)
             new = [event for event in report.events if event.sequence > after]
             for event in new:
-                if event.kind != "repeated":  # the alarm counts them
+                if event.kind != "repeated" and with_events:  # the alarm counts repeated ones
                     text = f"{event.kind}: {event.check} on {event.subject}: {event.text}"
                     data = {**asdict(event), "severity": event.severity.name, "epoch": report.epoch}
                     await self._append("signal", text, node=report.node, data=data)
@@ -196,9 +198,13 @@ class Store:
         await self._append("state", f"{was} → {state}: {reason}", node=node, data=data)
 
     async def intend(self, move: Move) -> None:
-        """Records an intended move. Raises WrongState if one of this rank is in progress: it is never moved twice."""
+        """Records an intended move. Raises WrongState if one of this rank from that node is in progress: it is never moved
+        twice. (Another node that claims the rank must not keep it from being moved; and only one node really has it.)"""
         async with self._writing():
-            open_move = await self._one("SELECT id FROM moves WHERE rank_uid = ? AND state = 'intended'", move.rank_uid)
+            query = (
+                "SELECT id FROM moves WHERE rank_uid = ? AND json_extract(data, '$.source') = ? AND state = 'intended'"
+            )
+            open_move = await self._one(query, move.rank_uid, move.source)
             if open_move is not None:
                 raise WrongState(f"rank {move.rank_uid} is being moved already ({open_move['id']})")
             await self._db.execute(

@@ -26,6 +26,11 @@ CALL_S = 10.0
 RETRY_S = 2.0
 #: Between two polls, so that a node with many events does not keep the autopilot busy.
 LEAST_S = 0.1
+#: What is recorded of one node, and how often its news are looked at: so much at once (a daemon keeps 4,000 events), then so
+#: much in an hour. The log is never shortened, so a node that reports without end must not fill the disk.
+BURST, AN_HOUR = 6000, 120
+#: Between two polls of a node that has used that up.
+SLOW_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -37,6 +42,23 @@ class Sighting:
     asked_unix_s: float
 
 
+class Allowance:
+    """How much a node may still have recorded."""
+
+    def __init__(self) -> None:
+        self._left, self._since_s = float(BURST), time.monotonic()
+
+    def take(self, count: int) -> bool:
+        """False if that much is not left; then nothing is taken."""
+        now_s = time.monotonic()
+        self._left = min(float(BURST), self._left + (now_s - self._since_s) * AN_HOUR / 3600)
+        self._since_s = now_s
+        if count > self._left:
+            return False
+        self._left -= count
+        return True
+
+
 class Watcher:
     """One node. `changed` is called when something new is known."""
 
@@ -46,6 +68,8 @@ class Watcher:
         self.error: SnapshotError | None = None
         self.silent_since: float | None = None  # monotonic
         self._look_now = asyncio.Event()
+        self._allowance = Allowance()
+        self._is_flood = False  # it has used up what it may have recorded
 
     @property
     def silent_s(self) -> float:
@@ -64,7 +88,7 @@ class Watcher:
                     while True:
                         await self._once(client, wait_s)
                         wait_s = POLL_S
-                        await asyncio.sleep(LEAST_S)
+                        await asyncio.sleep(SLOW_S if self._is_flood else LEAST_S)
             except SnapshotError as error:
                 if self.error is None:
                     self.silent_since = time.monotonic()
@@ -102,8 +126,15 @@ class Watcher:
                         await self._look_now.wait()
             if reply is None:
                 return news
-            news = await self.store.take_in(convert.health(self.node, reply)) or news
-            if not reply.more:
+            report = convert.health(self.node, reply)
+            changed = report.epoch != epoch or report.sequence != sequence or bool(report.events)
+            flood = changed and not self._allowance.take(1 + len(report.events))
+            if flood and not self._is_flood:
+                text = "it reports more than can be recorded: its events are left out, and it is asked once a minute"
+                await self.store.note("flood", text, node=self.node)
+            self._is_flood = flood
+            news = await self.store.take_in(report, with_events=not flood) or news
+            if flood or not reply.more:
                 return news
 
     async def _unless_needed(self, call: Coroutine[Any, Any, pb.Health]) -> pb.Health | None:

@@ -36,6 +36,13 @@ def add_ask(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--to", type=arguments.node, required=True, metavar="NODE", help="node to move it to")
     parser.add_argument(
+        "--from",
+        dest="source",
+        type=arguments.node,
+        metavar="NODE",
+        help="node that has the rank (default: the one that says so; needed if another one says so, too)",
+    )
+    parser.add_argument(
         "--job", type=arguments.job, metavar="NAME", help="job of the rank, if several jobs have such a rank"
     )
     parser.add_argument(
@@ -56,7 +63,9 @@ def act(options: argparse.Namespace) -> int:
     cluster = arguments.the_cluster(options)
     from migrator import driver  # after `enter`: it loads gRPC
 
-    asked = MoveOptions(options.rank, options.to, options.job, gpu=options.gpu or "", user_id=options.user)
+    asked = MoveOptions(
+        options.rank, options.to, options.job, gpu=options.gpu or "", user_id=options.user, source=options.source or ""
+    )
     report = asyncio.run(driver.Driver(cluster, lambda _: None).check(asked))
     if arguments.wants_json(options):
         output.json_object(report.to_json())
@@ -71,7 +80,7 @@ def _show(report: CheckReport) -> None:
     rows: list[list[str | tuple[str, str]]] = []
     for check in report.checks:
         remedy = f"\nremedy: {check.remedy}" if check.remedy and check.verdict != pb.Check.PASS else ""
-        rows.append([("", ""), _SIGNS[check.verdict], f"{check.name} ", check.reason + remedy])
+        rows.append([("", ""), _SIGNS.get(check.verdict, ("?", "yellow")), f"{check.name} ", check.reason + remedy])
     output.grid(rows)
     refusals = sum(check.verdict == pb.Check.REFUSE for check in report.checks)
     if refusals:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import time
 from typing import Any
 
 from migrator import formatting
@@ -99,14 +98,14 @@ def _node(name: str, health: pb.Health, *, everything: bool) -> None:
     rows: list[list[str | tuple[str, str]]] = []
     for alarm in sorted(health.alarms, key=lambda each: -each.severity):
         times = f", seen {alarm.count} times" if alarm.count > 1 else ""
-        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(alarm.since_unix_s))
+        since = formatting.moment(alarm.since_unix_s)
         remedy = f"\nremedy: {alarm.remedy}" if alarm.remedy else ""
         sign = _SIGNS.get(alarm.severity, ("?", "yellow"))
         text = f"{alarm.subject}: {alarm.text} (since {since}{times}){remedy}"
         rows.append([("", ""), sign, f"{alarm.check} ", text])
     if everything:
         for check in health.checks:
-            state = pb.HealthCheck.State.Name(check.state).lower()
+            state = formatting.name_of(pb.HealthCheck.State, check.state).lower()
             rows.append([("", ""), " ", f"{check.name} ", f"{state}: {check.reason}" if check.reason else state])
     if rows:
         output.grid(rows)
@@ -114,7 +113,11 @@ def _node(name: str, health: pb.Health, *, everything: bool) -> None:
 
 def _object(name: str, health: pb.Health) -> dict[str, Any]:
     checks = [
-        {"name": check.name, "state": pb.HealthCheck.State.Name(check.state).lower(), "reason": check.reason}
+        {
+            "name": check.name,
+            "state": formatting.name_of(pb.HealthCheck.State, check.state).lower(),
+            "reason": check.reason,
+        }
         for check in health.checks
     ]
     return {
@@ -130,7 +133,7 @@ def _alarm(alarm: pb.Alarm) -> dict[str, Any]:
     return {
         "check": alarm.check,
         "subject": alarm.subject,
-        "severity": pb.Severity.Name(alarm.severity).lower(),
+        "severity": formatting.name_of(pb.Severity, alarm.severity).lower(),
         "text": alarm.text,
         "remedy": alarm.remedy,
         "since_unix_s": alarm.since_unix_s,

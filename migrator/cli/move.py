@@ -73,6 +73,7 @@ def act(options: argparse.Namespace) -> int:
         options.lease,
         options.quiesce_timeout,
         options.user,
+        source=options.source or "",
     )
     as_json = arguments.wants_json(options)
     result = asyncio.run(_move(cluster, asked, as_json=as_json))

@@ -80,7 +80,7 @@ def _others(gates: Sequence[Gate], silent: Mapping[str, SnapshotError]) -> dict[
 
 
 def _outcome(move: Move) -> str:
-    return pb.OutcomeKind.Name(move.outcome).lower()
+    return formatting.name_of(pb.OutcomeKind, move.outcome).lower()
 
 
 def _row(move: Move) -> tuple[str, ...]:
@@ -126,7 +126,8 @@ def _detail(move: Move, gates: Sequence[Gate]) -> None:
     }
     for view in move.views:
         record = view.record
-        state = f"{record.mark}, {pb.OutcomeKind.Name(record.outcome).lower()}{', ended' if view.ended else ''}"
+        outcome = formatting.name_of(pb.OutcomeKind, record.outcome).lower()
+        state = f"{record.mark}, {outcome}{', ended' if view.ended else ''}"
         facts[f"{record.role}'s view"] = f"{view.node}: {state}"
     for gate in gates:
         why = f": {gate.waiting_for}" if gate.waiting_for else ""
@@ -141,4 +142,4 @@ def _whose(move: Move) -> str:
 
 
 def stamp(unix_s: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix_s))
+    return formatting.moment(unix_s)

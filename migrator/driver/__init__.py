@@ -96,7 +96,7 @@ class Driver:
     @contextlib.asynccontextmanager
     async def _run(self, options: MoveOptions) -> AsyncIterator[Run]:
         find_node(self.cluster, options.to)
-        found = await find_rank(self.cluster, options.rank, options.job, options.user_id)
+        found = await find_rank(self.cluster, options.rank, options.job, options.user_id, options.source)
         if found.node == options.to:
             raise Refused(f"rank {options.rank} is already on {options.to}", remedy="choose another node with --to")
         async with self.cluster.client(found.node) as source, self.cluster.client(options.to) as target:

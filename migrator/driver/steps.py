@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 
+from migrator import formatting
 from migrator.driver.peers import node_addresses, node_infos
 from migrator.driver.run import Run
 from migrator.protocol import PREPARE, TABLE, Step
@@ -229,7 +230,7 @@ async def commit(run: Run, timeout_s: float) -> None:
     request = pb.CommitRequest(move=run.move, held_receipt=run.receipt)
     outcome = await run.source.source.Commit(request, timeout_s=timeout_s)
     if outcome.kind != pb.COMMIT:
-        raise Undone(f"the source decided {pb.OutcomeKind.Name(outcome.kind)}: {outcome.reason}")
+        raise Undone(f"the source decided {formatting.name_of(pb.OutcomeKind, outcome.kind)}: {outcome.reason}")
     run.token = outcome.token
 
 

@@ -14,7 +14,7 @@ from tenacity import (
     wait_fixed,
 )
 
-from migrator import protocol
+from migrator import formatting, protocol
 from migrator.driver import steps
 from migrator.driver.result import result
 from migrator.driver.run import Run
@@ -87,7 +87,7 @@ async def _conclude(run: Run, outcome: pb.Outcome | None, error: SnapshotError) 
             for run.reached in range(ACTIVATE, len(TABLE)):
                 step = TABLE[run.reached]
                 await steps.perform(run, step, step.timeout_s)
-    kind = None if outcome is None else pb.OutcomeKind.Name(outcome.kind)
+    kind = None if outcome is None else formatting.name_of(pb.OutcomeKind, outcome.kind)
     verdict, reason = protocol.decide(run.reached, kind)
     if verdict is Verdict.MOVED:
         return result(run, verdict, "", Where.TARGET_RUNNING, None)

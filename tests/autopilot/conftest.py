@@ -29,6 +29,9 @@ class PilotDaemon(FakeDaemon):
     changed: threading.Condition = field(default_factory=threading.Condition)
     events: list[pb.HealthEvent] = field(default_factory=list)
     fails_to: set[str] = field(default_factory=set)  # targets to which the stream fails
+    claims: list[pb.Rank] = field(default_factory=list)  # ranks that it lists and does not have
+    said: int = 0
+    report: pb.Health | None = None  # instead of what is true; without an epoch it gets a new one each time
 
     def raise_alarm(self, check: str = "gpu-ecc", subject: str = "host", severity: Any = pb.CRITICAL) -> None:
         now = time.time()
@@ -51,6 +54,13 @@ class PilotDaemon(FakeDaemon):
 
     def GetHealth(self, request: pb.GetHealthRequest, context: grpc.ServicerContext) -> pb.Health:
         self._hear("GetHealth", request, context)
+        if self.report is not None:
+            made = pb.Health()
+            made.CopyFrom(self.report)
+            if not made.epoch:
+                made.epoch = f"e{time.monotonic_ns()}"
+                made.events.extend(pb.HealthEvent(sequence=number + 1, text="x" * 300) for number in range(10))
+            return made
         known = request.after if request.epoch == "e1" else 0
         with self.changed:
             # Shorter than a daemon would wait, because a waiting thread cannot be stopped at the end of a test.
@@ -62,6 +72,15 @@ class PilotDaemon(FakeDaemon):
                 alarms=self.health.alarms,
                 events=self.events[known:],
             )
+
+    def ListRanks(self, request: pb.ListRanksRequest, context: grpc.ServicerContext) -> pb.ListRanksReply:
+        """Of claims it says something new each time, and nothing to a driver that comes after `brief`."""
+        reply = super().ListRanks(request, context)
+        self.said = 0 if request.brief else self.said + 1
+        for claim in self.claims if request.brief or self.said > 1 else ():
+            reply.ranks.append(claim)
+            reply.ranks[-1].memory_bytes += self.said
+        return reply
 
     def Begin(self, request: pb.BeginRequest, context: grpc.ServicerContext) -> pb.BeginReply:
         record = self.record(request.move)

@@ -21,7 +21,7 @@ from migrator.autopilot.watcher import Sighting
 from migrator.cluster import Cluster
 from migrator.driver import attempt_id
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.api.errors import Changed, Where
+from snapshotd.api.errors import Changed, Unreachable, Where
 from tests.autopilot.conftest import PilotCluster
 from tests.autopilot.worlds import acting, move, rank
 from tests.cli.conftest import a_rank
@@ -155,12 +155,16 @@ async def test_systematic_alarm_stops_everything(pilots: PilotCluster) -> None:
     assert pilots.begun() == 0
 
 
-async def test_newest_answer_counts_for_a_rank_that_two_nodes_list(pilots: PilotCluster, tmp_path: Path) -> None:
+async def test_silent_node_does_not_keep_a_rank_that_another_one_lists(pilots: PilotCluster, tmp_path: Path) -> None:
     async with Store.open(tmp_path / "state") as store:
         engine = Engine(Cluster.read(pilots.path), POLICY, store)
         for asked, name in ((20.0, "spare-1"), (10.0, "node-1")):
             sighting = Sighting(Node(name), (rank(0, name),), asked)
             engine.watchers[name].sighting = sighting
+        assert [one.node for one in (await engine.world()).ranks] == ["node-1", "spare-1"], "each speaks for itself"
+        engine.watchers["node-1"].error = Unreachable("it is silent")
+        assert [one.node for one in (await engine.world()).ranks] == ["spare-1"], "the rank has left it meanwhile"
+        engine.watchers["spare-1"].error = Unreachable("it is silent")
         assert [one.node for one in (await engine.world()).ranks] == ["spare-1"]
 
 
@@ -196,6 +200,8 @@ async def test_killed_during_a_move_its_end_is_found_in_the_journals(
         pb.MoveRecord(
             move=known,
             role="source",
+            source_node="node-1",
+            target_node="spare-1",
             rank_uid="train-0-00000001",
             outcome=outcome,
             begun_unix_s=1.0,
@@ -212,7 +218,8 @@ async def test_killed_during_a_move_its_end_is_found_in_the_journals(
 
 async def test_unfinished_move_is_waited_for_and_never_repeated(pilots: PilotCluster) -> None:
     known = await intended_before(pilots)
-    record = pb.MoveRecord(move=known, role="source", rank_uid="train-0-00000001", mark="frozen", begun_unix_s=1.0)
+    named: dict[str, Any] = {"source_node": "node-1", "target_node": "spare-1", "rank_uid": "train-0-00000001"}
+    record = pb.MoveRecord(move=known, role="source", mark="frozen", begun_unix_s=1.0, **named)
     pilots["node-1"].moves.append(record)
     pilots["node-1"].ranks.append(a_rank("node-1"))
     pilots["node-1"].raise_alarm()
