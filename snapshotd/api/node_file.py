@@ -6,6 +6,7 @@ refused if users other than its owner can read it.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -15,7 +16,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, BinaryIO, Literal
 
 import msgspec
 from msgspec import Meta
@@ -100,7 +101,8 @@ def read(path: Path) -> NodeFile:
 def is_for(path: Path, node: str) -> bool:
     """True if `path` is such a file of that node, so that another one may replace it."""
     try:
-        values = tomllib.loads(path.read_text())
+        with _open_regular(path) as file:
+            values = tomllib.loads(file.read(_MAX_BYTES).decode())
     except (OSError, ValueError):
         return False
     return "form" in values and values.get("node") == node and bool(re.match("-----BEGIN ", str(values.get("key"))))
@@ -114,18 +116,45 @@ def _without_values(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _content(path: Path) -> bytes:
     try:
-        with path.open("rb") as file:
-            mode = os.fstat(file.fileno()).st_mode
-            if not stat.S_ISREG(mode):
-                raise BadConfig(f"{path} is not a file", remedy=f"give the file NODE{SUFFIX}, or - for standard input")
-            if mode & 0o077:
+        with _open_regular(path) as file:
+            found = os.fstat(file.fileno())
+            if found.st_uid not in _trusted():
+                raise BadConfig(
+                    f"{path} belongs to user {found.st_uid}, who may know the key in it, or have exchanged it",
+                    remedy=f"if that was you, run `chown root {path}`; if not, have a new one made with `migrator cluster"
+                    " rotate NODE`, and copy it to a folder that only root can write to",
+                )
+            if found.st_mode & 0o077:
                 raise BadConfig(
                     f"{path} contains a private key, and users other than its owner can read it",
                     remedy=f"run `chmod 600 {path}`; if another user may have read it, have a new one made with"
                     " `migrator cluster rotate NODE`",
                 )
             return file.read(_MAX_BYTES)
+    except _NotRegular as error:
+        raise BadConfig(
+            f"{path} is not a file", remedy=f"give the file NODE{SUFFIX}, or - for standard input"
+        ) from error
     except FileNotFoundError as error:
         raise NotFound(f"there is no file {path}", remedy="`migrator cluster add NODE ADDRESS` makes it") from error
     except OSError as error:
         raise BadConfig(f"{path} cannot be read: {error.strerror}", remedy="check its owner and mode") from error
+
+
+class _NotRegular(OSError):
+    pass
+
+
+def _open_regular(path: Path) -> BinaryIO:
+    """Opened without waiting: another user may have put a FIFO or a link to a device there. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise _NotRegular(errno.EINVAL, "not a regular file")
+    return os.fdopen(descriptor, "rb")
+
+
+def _trusted() -> set[int]:
+    """Users whose files may be joined: root, this one, and the one who ran sudo."""
+    by_sudo = os.environ.get("SUDO_UID", "")
+    return {0, os.geteuid(), *([int(by_sudo)] if by_sudo.isascii() and by_sudo.isdigit() else [])}

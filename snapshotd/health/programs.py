@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import os
 import re
 import signal
@@ -74,13 +75,23 @@ class Programs(Group):
     def _found(self) -> dict[str, str]:
         """The programs by name, with the reason not to execute them; "": it may be executed."""
         try:
-            if refused := _changeable(self._folder.stat()):
-                raise Unable(f"{self._folder} {refused}")
+            _must_be_roots(self._folder)
             names = sorted(name for name in os.listdir(self._folder) if _NAME.fullmatch(name))[:MAX_PROGRAMS]
         except FileNotFoundError:
             return {}
         looked_at = {name: _refused(self._folder / name) for name in names}
         return {name: refused for name, refused in looked_at.items() if refused is not None}
+
+
+def _must_be_roots(folder: Path) -> None:
+    """Raises Unable if others than root could put another folder into its place. In one that is sticky, as /tmp, they cannot
+    replace what is root's."""
+    if refused := _changeable(folder.stat()):
+        raise Unable(f"{folder} {refused}")
+    for above in folder.resolve().parents:
+        found = above.stat()
+        if (refused := _changeable(found)) and not (found.st_uid == 0 and found.st_mode & stat.S_ISVTX):
+            raise Unable(f"{above}, in which {folder} is, {refused}")
 
 
 def _refused(path: Path) -> str | None:
@@ -152,22 +163,37 @@ def judged(check: str, path: Path, status: int, output: bytes) -> Result:
     lines = output.decode(errors="replace").strip().splitlines()
     said: dict[str, Any] = {}
     if lines:
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             found = json.loads(lines[-1])
             said = found if isinstance(found, dict) else {}
     severity = _BY_EXIT[status]
     if str(said.get("severity", "")).upper() in Severity.__members__:
         severity = Severity[str(said["severity"]).upper()]
-    subject = str(said.get("subject", "host"))
-    text = str(said.get("text") or (lines[-1] if lines and not said else f"{path.name} ended with status {status}"))
-    value = said.get("value", 0)
+    subject = _plain(said.get("subject", "host"))
+    text = _plain(said.get("text") or (lines[-1] if lines and not said else f"{path.name} ended with status {status}"))
     return Result(
         Signal(
             check,
             subject if _SUBJECT.fullmatch(subject) else "host",
             severity,
             text,
-            str(said.get("remedy", f"see what {path} checks")),
-            float(value) if isinstance(value, int | float) and not isinstance(value, bool) else 0.0,
+            _plain(said.get("remedy", f"see what {path} checks")),
+            _number(said.get("value", 0)),
         )
     )
+
+
+def _plain(said: object) -> str:
+    """As text that can be written as UTF-8: JSON can have half a surrogate pair."""
+    return str(said).encode(errors="replace").decode()
+
+
+def _number(said: object) -> float:
+    """What it measured; 0 for what is no finite number. JSON of Python has such, and numbers of any size."""
+    if isinstance(said, bool) or not isinstance(said, int | float):
+        return 0.0
+    try:
+        found = float(said)
+    except OverflowError:
+        return 0.0
+    return found if math.isfinite(found) else 0.0

@@ -20,6 +20,7 @@ from time import monotonic
 from typing import Any
 
 from snapshotd.api.errors import Busy, Internal, SnapshotError
+from snapshotd.runtime.logs import Throttle
 from snapshotd.transport import sockets
 from snapshotd.transport.sockets import drain, hang_up, tune
 
@@ -29,6 +30,8 @@ KEY_BYTES = 32
 MAX_PENDING = 32
 #: Pause after an error of accept, most often a lack of descriptors. Connections wait in the kernel's queue meanwhile.
 _RETRY_S = 0.2
+#: Log records in a minute about connections that are rejected. Anybody can make as many of these as they like.
+_MAX_COMPLAINTS = 10
 
 
 class MoveListener:
@@ -57,6 +60,7 @@ class MoveListener:
         self._lock = threading.Lock()
         self._stopped = threading.Event()
         self._closing = False
+        self._complaints = Throttle(log, _MAX_COMPLAINTS, "%s")
         self._pending: dict[socket.socket, None] = {}  # not yet authenticated; the oldest first
         self._admitted: set[socket.socket] = set()
         # A thread stays in here until it has ended: `close` must also wait for one that is done with its connection.
@@ -160,7 +164,9 @@ class MoveListener:
             else:
                 silent = isinstance(error, TimeoutError)
                 why = f"it did not authenticate within {sockets.CONNECT_S:.0f} s" if silent else str(error)
-                log.warning("%s: the connection from %s is rejected: %s", self._what, address, why)
+                self._complaints.warning(
+                    self._what, "%s: the connection from %s is rejected: %s", self._what, address, why
+                )
         finally:
             with self._lock:
                 self._pending.pop(connection, None)

@@ -194,6 +194,17 @@ def test_file_that_is_not_of_this_node_is_not_overwritten(operator: Operator) ->
     assert Cluster.read(operator.file, may_be_empty=True).nodes == {}
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("trap", ["a FIFO", "/dev/zero"])
+def test_trap_of_another_user_in_the_folder_is_not_read(operator: Operator, trap: str) -> None:
+    path = operator.folder / "node-1.join"
+    if trap == "a FIFO":
+        os.mkfifo(path)
+    else:
+        path.symlink_to(trap)
+    assert "is not a file of node-1" in operator("add", "node-1", "127.0.0.1", code=Busy.exit_code).err
+
+
 def test_without_a_cluster_or_with_another_ca_nothing_is_added(
     bare: Operator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

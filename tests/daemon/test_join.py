@@ -230,6 +230,26 @@ def test_file_that_others_can_read_is_refused(ca: Path, config: Path, tmp_path: 
         join(stored(tmp_path, made(ca), mode), config)
 
 
+def test_file_of_another_user_is_refused(
+    ca: Path, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = stored(tmp_path, made(ca))
+    os.chown(path, 1500, 1500)
+    monkeypatch.setenv("SUDO_UID", "1000")
+    with pytest.raises(BadConfig, match="belongs to user 1500"):
+        join(path, config)
+    assert not config.parent.exists()
+    monkeypatch.setenv("SUDO_UID", "1500")
+    assert join(path, config).node == "node-1"
+
+
+@pytest.mark.timeout(60)
+def test_fifo_in_the_place_of_the_file_is_not_waited_for(config: Path, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "node-1.join", 0o600)
+    with pytest.raises(BadConfig, match="is not a file"):
+        join(tmp_path / "node-1.join", config)
+
+
 def test_missing_file_and_missing_rights_are_reported(
     ca: Path, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

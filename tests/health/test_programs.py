@@ -9,6 +9,7 @@ import pytest
 
 from snapshotd.health.alarms import Severity
 from snapshotd.health.check import Now, Unable
+from snapshotd.health.event_log import EventLog
 from snapshotd.health.programs import Programs, judged
 from snapshotd.health.settings import Settings
 
@@ -99,3 +100,39 @@ def test_any_output_gives_an_alarm(output: bytes) -> None:
     assert result.signal is not None
     assert (result.signal.subject, result.signal.severity, result.signal.value) == ("host", Severity.CRITICAL, 0.0)
     assert result.signal.text
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        '{"text": "it fails", "value": NaN}',
+        '{"text": "it fails", "value": -Infinity}',
+        '{"text": "it fails", "value": ' + "9" * 400 + "}",
+        '{"text": "it fails\\ud800", "remedy": "\\udfff", "subject": "\\ud800"}',
+        "[" * 20_000,
+        '{"text": [[1, {"a": 2}]], "value": "5"}',
+    ],
+)
+async def test_what_a_program_passes_on_from_others_spoils_no_log(tmp_path: Path, folder: Path, said: str) -> None:
+    (folder / "said").write_text(said)
+    program(folder, "hostile", f"cat {folder}/said; exit 2")
+    program(folder, "honest", "echo it fails; exit 2")
+    signals = await made(tmp_path).read(NOW)
+    assert {signal.check for signal in signals} == {"program-hostile", "program-honest"}
+    log = EventLog(tmp_path)
+    log.add(signals, 1.0)
+    assert [alarm.message() for alarm in log.state.alarms.values()]
+    assert EventLog(tmp_path).state == log.state, "it can be read again"
+
+
+@pytest.mark.parametrize("kind", ["another owner", "writable"])
+async def test_folder_that_others_can_exchange_is_not_used(tmp_path: Path, folder: Path, kind: str) -> None:
+    program(folder, "check", "exit 2")
+    above = folder.parent
+    os.chown(above, 1500 if kind == "another owner" else 0, 0)
+    above.chmod(0o755 if kind == "another owner" else 0o777)
+    with pytest.raises(Unable, match=f"{above}, in which"):
+        await made(tmp_path).read(NOW)
+    os.chown(above, 0, 0)
+    above.chmod(0o1777)
+    assert len(await made(tmp_path).read(NOW)) == 1, "nobody can exchange it there"

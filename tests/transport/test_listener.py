@@ -118,6 +118,19 @@ def test_rejected_connection_is_logged_and_the_next_one_served(
     assert "is rejected: wrong key" in caplog.text
 
 
+def test_rejected_connections_cannot_fill_the_log(listen: Listen, caplog: pytest.LogCaptureFixture) -> None:
+    def serve(connection: socket.socket) -> None:
+        raise Denied("wrong key")
+
+    listener = listen(serve)
+    for _ in range(50):
+        with connect(listener) as connection:
+            assert closed(connection)
+    listener.close()
+    assert caplog.text.count("is rejected") == 10
+    assert caplog.text.count("leaving out the rest") == 1
+
+
 def test_stopped_port_refuses_connections_at_once(listen: Listen) -> None:
     listener = listen()
     with connect(listener) as connection:

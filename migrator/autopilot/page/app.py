@@ -31,11 +31,14 @@ from migrator.autopilot.page.access import Tokens, from_elsewhere
 from migrator.autopilot.page.feed import Feed
 from migrator.autopilot.store import Store
 from snapshotd.api.errors import SnapshotError
+from snapshotd.runtime.logs import Throttle
 
 log = logging.getLogger(__name__)
 
 PAGE = 100  # records of one page of the timeline
 BODY_BYTES = 8192
+#: Log records in a minute about requests without a valid token, which anybody can make.
+MAX_COMPLAINTS = 10
 LOCAL = re.compile(r"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d+)?")
 SCRIPTS = ("page.js", "acting.js", "dom.js", "map.js", "panels.js", "timeline.js")
 FILES = {
@@ -101,6 +104,7 @@ class App:
 
     def __init__(self, feed: Feed, tokens: Tokens, nodes: Collection[str]) -> None:
         self.feed, self.store, self.tokens, self.nodes = feed, feed.store, tokens, nodes
+        self._complaints = Throttle(log, MAX_COMPLAINTS, "%s")
 
     def asgi(self, *, local: bool = False) -> Starlette:
         """`local`: it is served on loopback without TLS, and only names of this machine are accepted."""
@@ -183,7 +187,8 @@ class App:
         name = self.tokens.operator(request.headers.get("authorization", ""))
         if not name:
             address = request.client.host if request.client is not None else "an unknown address"
-            log.warning("%s", formatting.plain(f"the page refused an action without a valid token from {address}"))
+            text = "the page refused an action without a valid token from %s"
+            self._complaints.warning("the page", text, formatting.plain(address))
             return "", _error(401, "this needs the token of an operator", "the autopilot prints where the tokens are")
         return name, None
 
