@@ -196,7 +196,7 @@ def test_rank_ends_when_its_keeper_is_killed(nodes: Cluster, place: str) -> None
 # ---------------------------------------------------------------- many moves
 
 
-@pytest.mark.sampled(2, group="long journeys")
+@pytest.mark.sampled(1, group="long journeys")
 def test_rank_moves_many_times_around_three_nodes(nodes: Cluster, sampled: Sampler) -> None:
     route = [(THIRD, AWAY, HOME)[number % 3] for number in range(len(sampled(range(20), 8)))]
     job = nodes.workload(HOME, "chain.py", "--witness", str(nodes.folder / "many"))
@@ -213,7 +213,7 @@ def test_rank_moves_many_times_around_three_nodes(nodes: Cluster, sampled: Sampl
     assert not processes_of(str(nodes.folder / "many"))
 
 
-@pytest.mark.sampled(2, group="long journeys")
+@pytest.mark.sampled(1, group="long journeys")
 def test_training_job_moves_three_times(nodes: Cluster) -> None:
     end = nodes.folder / "end"
     end.unlink(missing_ok=True)

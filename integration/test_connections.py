@@ -73,6 +73,7 @@ def test_streams_follow_a_rank_from_node_to_node(
     until("forwardings to be gone", lambda: not forwardings(nodes))
 
 
+@pytest.mark.sampled(9, group="connections")
 def test_full_queues_of_outgoing_connections_follow_the_rank(nodes: Cluster, ends: Endpoints) -> None:
     """No process reads for a while: both queues of both sockets are full when the rank is frozen."""
     ends.peer(PEER, "--serve", "0.0.0.0:7001", "--engine", "epoll", "--stall", str(ends.stall), "--pace-s", "0")
@@ -100,6 +101,7 @@ def queued(nodes: Cluster, node: str, port: int) -> bool:
     return bool(mine) and all(row.unread_bytes > 50_000 and row.unacked_bytes > 50_000 for row in mine)
 
 
+@pytest.mark.sampled(9, group="connections")
 def test_undone_move_leaves_connections_unchanged(nodes: Cluster, ends: Endpoints) -> None:
     rank = ends.rank(SOURCE, "--serve", "0.0.0.0:7002", "--engine", "epoll")
     address = nodes.lab.address(SOURCE)
@@ -125,6 +127,7 @@ def test_undone_move_leaves_connections_unchanged(nodes: Cluster, ends: Endpoint
 # ---------------------------------------------------------------- new connections
 
 
+@pytest.mark.sampled(9, group="connections")
 def test_new_connections_reach_the_rank_on_every_node(nodes: Cluster, ends: Endpoints) -> None:
     """They are made during and after each move. Connections made through a forwarding follow the next moves too."""
     rank = ends.rank(SOURCE, "--serve", "0.0.0.0:7003", "--engine", "epoll")
@@ -149,6 +152,7 @@ def calling(nodes: Cluster, node: str, port: int) -> bool:
     return any(row.state == "syn-sent" and row.remote and row.remote.port == port for row in rows)
 
 
+@pytest.mark.sampled(9, group="connections")
 def test_connection_made_during_an_undone_move_is_accepted(nodes: Cluster, ends: Endpoints) -> None:
     rank = ends.rank(SOURCE, "--serve", "0.0.0.0:7004")
     with nodes.moving(rank, TARGET, TARGET, Point.BEFORE_RESTORE) as asked:
@@ -161,6 +165,7 @@ def test_connection_made_during_an_undone_move_is_accepted(nodes: Cluster, ends:
     ends.end()
 
 
+@pytest.mark.sampled(9, group="connections")
 def test_forwardings_survive_daemons_and_end_with_the_job(nodes: Cluster, ends: Endpoints) -> None:
     rank = ends.rank(SOURCE, "--serve", "0.0.0.0:7005", "--engine", "epoll")
     address = f"{nodes.lab.address(SOURCE)}:7005"
@@ -182,6 +187,7 @@ def test_forwardings_survive_daemons_and_end_with_the_job(nodes: Cluster, ends: 
 # ---------------------------------------------------------------- connections that do not follow
 
 
+@pytest.mark.sampled(9, group="connections")
 def test_connection_outside_the_cluster_is_listed_and_reset(nodes: Cluster) -> None:
     command = [sys.executable, str(WORKLOADS / "outside.py"), "10.213.0.1:7006"]
     server = nodes.lab.spawn("operator", [*command, "--serve"], stdout=subprocess.PIPE, text=True)
@@ -204,6 +210,7 @@ def test_connection_outside_the_cluster_is_listed_and_reset(nodes: Cluster) -> N
         server.communicate()
 
 
+@pytest.mark.sampled(9, group="connections")
 def test_half_closed_connection_is_refused(nodes: Cluster) -> None:
     command = [sys.executable, str(WORKLOADS / "outside.py"), "--half-close"]
     server = nodes.lab.spawn(PEER, [*command, "--serve", "0.0.0.0:7007"], stdout=subprocess.PIPE, text=True)
@@ -219,6 +226,7 @@ def test_half_closed_connection_is_refused(nodes: Cluster) -> None:
         server.communicate()
 
 
+@pytest.mark.sampled(9, group="connections")
 def test_connection_that_its_peer_has_closed_follows_the_rank(nodes: Cluster) -> None:
     """The peers are on another node and on the source, and their kernels still know the connection, or not any more. The rank
     reads what had arrived, and then the end, after any number of moves."""
@@ -263,6 +271,7 @@ def ends_of(nodes: Cluster, node: str, ports: set[int]) -> set[tuple[int, str]]:
     return {(row.local.port, row.state) for row in rows if row.local.port in ports and row.remote}
 
 
+@pytest.mark.sampled(9, group="connections")
 def test_connection_that_its_peer_closes_during_a_move_follows_the_rank(nodes: Cluster) -> None:
     """The frozen rank cannot learn it, so the move is undone and tried again."""
     closed, go = nodes.folder / "ended.closed", nodes.folder / "ended.go"
@@ -290,6 +299,7 @@ def test_connection_that_its_peer_closes_during_a_move_follows_the_rank(nodes: C
         server.communicate()
 
 
+@pytest.mark.sampled(9, group="connections")
 def test_listener_on_loopback_is_named_and_works_on_the_target(nodes: Cluster, ends: Endpoints) -> None:
     """Every node has the address of a local bridge, which must not become that of a connection between nodes."""
     rank = ends.rank(SOURCE, "--serve", "127.0.0.1:7008")
@@ -313,6 +323,7 @@ def listener_on_loopback(nodes: Cluster, ends: Endpoints, rank: Job) -> None:
 # ---------------------------------------------------------------- socket options, time-outs, other sockets
 
 
+@pytest.mark.sampled(9, group="connections")
 def test_socket_options_and_unusual_sockets_are_kept(nodes: Cluster, ends: Endpoints) -> None:
     here, there = nodes.lab.address(SOURCE), nodes.lab.address(PEER)
     command = [sys.executable, str(WORKLOADS / "sockets.py"), "--echo", f"{there}:7009", "--stream", f"{there}:7009"]
@@ -337,6 +348,7 @@ def test_socket_options_and_unusual_sockets_are_kept(nodes: Cluster, ends: Endpo
         server.wait()
 
 
+@pytest.mark.sampled(9, group="connections")
 def test_short_tcp_time_outs_do_not_end_a_connection_during_a_move(nodes: Cluster, ends: Endpoints) -> None:
     """TCP_USER_TIMEOUT and keepalive of one or two seconds on both sockets, and a pause of more than three."""
     short = ("--user-timeout-ms", "1500", "--keepalive-s", "1")
@@ -419,6 +431,7 @@ def test_peer_daemon_killed_breaks_no_connection(nodes: Cluster, ends: Endpoints
     crash.ends_well(TARGET if point is Point.BEFORE_SETTLE else SOURCE)
 
 
+@pytest.mark.sampled(9, group="connections")
 def test_driver_killed_between_re_pointing_and_outcome_is_undone(nodes: Cluster, ends: Endpoints) -> None:
     crash = Crash(nodes, ends)
     nodes.fault(PEER, Point.REPOINT, "wait")
@@ -429,6 +442,7 @@ def test_driver_killed_between_re_pointing_and_outcome_is_undone(nodes: Cluster,
     crash.ends_well(SOURCE)
 
 
+@pytest.mark.sampled(9, group="connections")
 def test_source_that_reboots_before_the_re_point_resets_no_peer(nodes: Cluster, ends: Endpoints) -> None:
     """The driver is killed too. The source commits the target's copy after its reboot, and the peer follows by itself."""
     ends.rank(SOURCE, "--serve", "0.0.0.0:7013", "--engine", "epoll")
@@ -469,6 +483,7 @@ def test_peer_cut_off_around_the_outcome_keeps_its_connections(nodes: Cluster, e
     crash.ends_well(SOURCE, TARGET)
 
 
+@pytest.mark.sampled(9, group="connections")
 def test_two_connected_ranks_do_not_move_at_the_same_time(nodes: Cluster, ends: Endpoints) -> None:
     first = ends.rank(SOURCE, "--serve", "0.0.0.0:7012", rank=0)
     second: Job = ends.rank(PEER, "--connect", f"{nodes.lab.address(SOURCE)}:7012", rank=1)

@@ -64,7 +64,7 @@ def test_moved_job_computes_what_an_unmoved_one_does(lab: GpuCluster, arguments:
     until("the target's GPU to be empty", lambda: lab.used_bytes(TARGET) == 0)
 
 
-@pytest.mark.sampled(2, group="long journeys")
+@pytest.mark.sampled(1, group="long journeys")
 def test_job_moves_around_three_nodes_twice(lab: GpuCluster) -> None:
     job = lab.job(SOURCE, "--threads", "2", "--children", "1")
     for to in (OTHER, TARGET, SOURCE, TARGET, OTHER, SOURCE):

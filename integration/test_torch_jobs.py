@@ -42,7 +42,7 @@ def _assert_as_undisturbed(lab: TorchLab, job: TorchJob, script: str, *arguments
     )
 
 
-@pytest.mark.sampled(2, group="torchrun jobs")
+@pytest.mark.sampled(1, group="torchrun jobs")
 def test_every_rank_of_a_torchrun_job_moves_and_rank_0_twice(torch_lab: TorchLab) -> None:
     job = torch_lab.torchrun("ddp.py", "--pace-s", "0.1", "--until", "{end}")
     job.await_steps(5)
@@ -50,7 +50,7 @@ def test_every_rank_of_a_torchrun_job_moves_and_rank_0_twice(torch_lab: TorchLab
     _assert_as_undisturbed(torch_lab, job, "ddp.py", world=4)
 
 
-@pytest.mark.sampled(2, group="torchrun jobs")
+@pytest.mark.sampled(1, group="torchrun jobs")
 def test_late_clients_reach_the_store_after_rank_0_moved(torch_lab: TorchLab) -> None:
     job = torch_lab.plain("ddp.py", "--pace-s", "0.1", "--until", "{end}", nodes=HOMES[:2])
     job.await_steps(5)
@@ -69,7 +69,7 @@ def test_late_clients_reach_the_store_after_rank_0_moved(torch_lab: TorchLab) ->
     _assert_as_undisturbed(torch_lab, job, "ddp.py", world=2)
 
 
-@pytest.mark.sampled(2, group="torchrun jobs")
+@pytest.mark.sampled(1, group="torchrun jobs")
 def test_stream_of_all_reduces_moves_with_full_queues(torch_lab: TorchLab) -> None:
     job = torch_lab.torchrun("allreduce.py", "--until", "{end}", nodes=HOMES[:3])
     job.await_steps(5)
@@ -77,7 +77,7 @@ def test_stream_of_all_reduces_moves_with_full_queues(torch_lab: TorchLab) -> No
     assert len({tuple(lines) for lines in job.lines()}) == 1
 
 
-@pytest.mark.sampled(2, group="torchrun jobs")
+@pytest.mark.sampled(1, group="torchrun jobs")
 def test_one_of_two_workers_of_a_node_moves(torch_lab: TorchLab) -> None:
     """With --standalone the agent's store and all connections of the workers are on one node."""
     options = ("--standalone", "--nproc-per-node=2")
@@ -95,7 +95,7 @@ def test_one_of_two_workers_of_a_node_moves(torch_lab: TorchLab) -> None:
     _assert_as_undisturbed(torch_lab, job, "ddp.py", world=2)
 
 
-@pytest.mark.sampled(2, group="torchrun jobs")
+@pytest.mark.sampled(1, group="torchrun jobs")
 def test_data_loaders_and_a_checkpoint_being_written_move(torch_lab: TorchLab) -> None:
     folder = torch_lab.cluster.folder / "checkpoints"
     folder.mkdir(exist_ok=True)
@@ -105,7 +105,7 @@ def test_data_loaders_and_a_checkpoint_being_written_move(torch_lab: TorchLab) -
     _assert_as_undisturbed(torch_lab, job, "ddp_loader.py", "--checkpoints", str(folder), world=2)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(3, group="ways to start torch jobs")
 @pytest.mark.parametrize("after_a_move", [False, True])
 def test_torchrun_reports_a_rank_that_raises(torch_lab: TorchLab, after_a_move: bool) -> None:
     job = torch_lab.torchrun("ddp.py", "--pace-s", "0.1", "--until", "{end}", "--fail", "1", nodes=HOMES[:1], workers=2)
@@ -123,7 +123,7 @@ def test_torchrun_reports_a_rank_that_raises(torch_lab: TorchLab, after_a_move: 
     until("both ranks to be gone", lambda: not job.where())
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(3, group="ways to start torch jobs")
 @pytest.mark.parametrize("after_a_move", [False, True])
 def test_sigterm_to_the_agent_ends_its_workers(torch_lab: TorchLab, after_a_move: bool) -> None:
     job = torch_lab.torchrun("ddp.py", "--pace-s", "0.1", "--until", "{end}", nodes=HOMES[:1], workers=2)
@@ -138,7 +138,7 @@ def test_sigterm_to_the_agent_ends_its_workers(torch_lab: TorchLab, after_a_move
     until("both ranks to be gone", lambda: not job.where())
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(3, group="ways to start torch jobs")
 @pytest.mark.parametrize("script", ["hf_trainer.py", "lightning_fit.py"])
 def test_third_party_training_code_moves(torch_lab: TorchLab, script: str) -> None:
     out = ("--out", str(torch_lab.cluster.folder / "models"), "--steps", "150")
@@ -153,6 +153,7 @@ def test_third_party_training_code_moves(torch_lab: TorchLab, script: str) -> No
     assert job.lines() == torch_lab.undisturbed(script, *out, world=2)
 
 
+@pytest.mark.sampled(3, group="ways to start torch jobs")
 def test_ranks_of_mp_spawn_move_together(torch_lab: TorchLab) -> None:
     job = torch_lab.plain("spawned.py", "--steps", "400", "--pace-s", "0.3", "--until", "{end}", nodes=HOMES[:1])
     job.await_steps(5)
@@ -162,7 +163,7 @@ def test_ranks_of_mp_spawn_move_together(torch_lab: TorchLab) -> None:
     job.assert_whole()
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(3, group="ways to start torch jobs")
 @pytest.mark.parametrize("processes", [1, 2])
 def test_workers_of_accelerate_move(torch_lab: TorchLab, processes: int) -> None:
     """accelerate starts one process itself, and several through torchrun."""

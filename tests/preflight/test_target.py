@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from snapshotd.api import protocol
@@ -21,6 +21,7 @@ from snapshotd.preflight.target import TARGET_CHECKS
 from snapshotd.proc import host
 from snapshotd.proc import priorities as process_priorities
 from snapshotd.proc.priorities import UNLIMITED, Priorities
+from tests.sampling import DRAWN, examples
 
 GIB = 1 << 30
 
@@ -358,6 +359,7 @@ FACTS = st.builds(
 )
 
 
+@settings(DRAWN, max_examples=examples(100))
 @given(report=FACTS, factor=st.floats(allow_nan=True, allow_infinity=True), carry=st.lists(PATHS, max_size=2))
 def test_arbitrary_facts_never_raise(report: RankFacts, factor: float, carry: list[str]) -> None:
     checks = examine(report, node(), carry_paths=carry, restore_factor=factor)
