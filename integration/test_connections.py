@@ -210,6 +210,58 @@ def test_connection_outside_the_cluster_is_listed_and_reset(nodes: Cluster) -> N
         server.communicate()
 
 
+ECHO = """
+import socketserver, sys
+class Echo(socketserver.BaseRequestHandler):
+    def handle(self):
+        while data := self.request.recv(100):
+            self.request.sendall(data)
+print("READY", flush=True)
+socketserver.ThreadingTCPServer(("0.0.0.0", 7014), Echo).serve_forever()
+"""
+CALL = """
+import socket, struct, sys, time
+with socket.create_connection((sys.argv[1], 7014), 60, ("", int(sys.argv[2]))) as sock:
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset, and no TIME_WAIT, at its end
+    while True:
+        sock.sendall(b"x")
+        assert sock.recv(1) == b"x"
+        print("step", flush=True)
+        time.sleep(0.05)
+"""
+
+
+@pytest.mark.sampled(9, group="connections")
+def test_connection_whose_addresses_are_taken_on_the_target_is_named_before_a_pause(nodes: Cluster) -> None:
+    """Another process there has called the same peer from the same port."""
+
+    def spawn(node: str, name: str, *command: str) -> Job:
+        out = nodes.folder / f"{name}.out"
+        with out.open("wb") as file:
+            process = nodes.lab.spawn(
+                node, [sys.executable, "-c", *command], stdin=subprocess.DEVNULL, stdout=file, stderr=file
+            )
+        nodes.jobs.append(Job(nodes.lab, process, out, name))
+        return nodes.jobs[-1]
+
+    echo, peer, here = spawn(PEER, "echo", ECHO), nodes.lab.address(PEER), nodes.lab.address(TARGET)
+    until("the peer to listen", lambda: "READY" in echo.text())
+    rank = nodes.start(SOURCE, [sys.executable, "-c", CALL, peer, "41234"], job="caller")
+    stranger = spawn(TARGET, "stranger", CALL, peer, "41234")
+    for job in (rank, stranger):
+        job.await_lines(3)
+    refused = nodes.move(rank, TARGET, expect=10)
+    assert f"connections with these addresses and ports exist here: {here}:41234 – {peer}:7014" in str(refused)
+    for job in (rank, stranger):
+        job.await_progress()
+    stranger.kill()
+    until("the addresses to be free", lambda: checks(nodes, rank, TARGET)["target-ports"]["verdict"] == "pass")
+    nodes.move(rank, TARGET)
+    rank.await_progress()
+    rank.kill()
+    echo.kill()
+
+
 @pytest.mark.sampled(9, group="connections")
 def test_half_closed_connection_is_refused(nodes: Cluster) -> None:
     command = [sys.executable, str(WORKLOADS / "outside.py"), "--half-close"]
