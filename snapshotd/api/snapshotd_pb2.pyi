@@ -2690,12 +2690,15 @@ class Rewire(_message.Message):
     NEW_REMOTE_FIELD_NUMBER: _builtins.int
     PEER_NODE_FIELD_NUMBER: _builtins.int
     ENDED_FIELD_NUMBER: _builtins.int
+    V6ONLY_FIELD_NUMBER: _builtins.int
     kind: Global___Rewire.Kind.ValueType
     family: _builtins.str
     """"inet" or "inet6", of the rank's own socket"""
     peer_node: _builtins.str
     ended: _builtins.bool
     """PEER: the rank can read no more, and no process may have the peer's socket any more"""
+    v6only: _builtins.bool
+    """LISTENER: on all addresses of IPv6, and on none of IPv4, where others may listen"""
     @_builtins.property
     def old_local(self) -> Global___Endpoint: ...
     @_builtins.property
@@ -2717,10 +2720,11 @@ class Rewire(_message.Message):
         new_remote: Global___Endpoint | None = ...,
         peer_node: _builtins.str = ...,
         ended: _builtins.bool = ...,
+        v6only: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["new_local", b"new_local", "new_remote", b"new_remote", "old_local", b"old_local", "old_remote", b"old_remote"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "family", b"family", "kind", b"kind", "new_local", b"new_local", "new_remote", b"new_remote", "old_local", b"old_local", "old_remote", b"old_remote", "peer_node", b"peer_node"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "family", b"family", "kind", b"kind", "new_local", b"new_local", "new_remote", b"new_remote", "old_local", b"old_local", "old_remote", b"old_remote", "peer_node", b"peer_node", "v6only", b"v6only"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

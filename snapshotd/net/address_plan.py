@@ -43,6 +43,7 @@ def _alone(flow: Flow, places: Places) -> pb.Rewire:
         family=flow.family,
         old_local=_endpoint(flow.local),
         new_local=_endpoint(flow.local.at(local)),
+        v6only=flow.listens and flow.v6only,
         old_remote=_endpoint(flow.remote) if flow.remote else None,
         new_remote=_endpoint(flow.remote) if flow.remote else None,
     )

@@ -48,9 +48,23 @@ def test_loopback_listener_is_not_forwarded() -> None:
 
 def test_ipv6_listener_is_forwarded_for_ipv4_too_unless_v6only() -> None:
     everywhere = Address("::", 80)
-    assert reached_at(everywhere, ["10.0.0.1", "fd00::1"]) == [Address("10.0.0.1", 80), Address("fd00::1", 80)]
+    assert reached_at(everywhere, ["10.0.0.1", "fd00::1"], v6only=False) == [
+        Address("10.0.0.1", 80),
+        Address("fd00::1", 80),
+    ]
     assert reached_at(everywhere, ["10.0.0.1", "fd00::1"], v6only=True) == [Address("fd00::1", 80)]
-    assert reached_at(Address("0.0.0.0", 80), ["10.0.0.1", "fd00::1"]) == [Address("10.0.0.1", 80)]
+    assert reached_at(Address("0.0.0.0", 80), ["10.0.0.1", "fd00::1"], v6only=False) == [Address("10.0.0.1", 80)]
+
+
+def test_listener_of_ipv6_alone_takes_no_connections_of_ipv4_along() -> None:
+    """Another user may listen at that port over IPv4."""
+    alone = listener("[::]:80", "[::]:80")
+    alone.v6only = True
+    assert moved_listeners([], [alone], Places(NODES, A, C), leaves_home=True) == [
+        ["[::1]:80", "[fd00::3]:80"],
+        ["[fd00::1]:80", "[fd00::3]:80"],
+    ]
+    assert moved_listeners([], [alone], Places(NODES, A, B), leaves_home=True) == []
 
 
 def test_address_that_several_nodes_have_is_not_forwarded() -> None:

@@ -161,9 +161,13 @@ def hold(move: str, rewires: Sequence[pb.Rewire], *, on_target: bool) -> None:
     if pairs:
         packets.hold(move, pairs)
     if on_target:
-        locals_ = [_address(rewire.new_local) for rewire in rewires if rewire.kind == pb.Rewire.LISTENER]
-        own = sorted(sockets.own_addresses()) if locals_ else []
-        addresses = {address for local in locals_ for address in new_connections.reached_at(local, own)}
+        listeners = [rewire for rewire in rewires if rewire.kind == pb.Rewire.LISTENER]
+        own = sorted(sockets.own_addresses()) if listeners else []
+        addresses = {
+            address
+            for listener in listeners
+            for address in new_connections.reached_at(_address(listener.new_local), own, v6only=listener.v6only)
+        }
         if addresses:
             packets.hold_listeners(move, addresses)
 

@@ -104,7 +104,7 @@ class Departures:
             for move_log in departures
             for rewire in move_log.record.rewires
             if rewire.kind == pb.Rewire.LISTENER
-            for reached in reached_at(Address(rewire.old_local.ip, rewire.old_local.port), own)
+            for reached in reached_at(Address(rewire.old_local.ip, rewire.old_local.port), own, v6only=rewire.v6only)
         }
         if strange := sorted(set(addresses) - listened):
             raise Denied(

@@ -342,7 +342,7 @@ def moved_listeners(
         old, new = (Address(end.ip, end.port) for end in (rewire.old_local, rewire.new_local))
         if old.loopback or (not old.wildcard and old == new):
             continue  # it cannot be reached from another node; preflight has warned
-        for address in reached_at(old, sources):
+        for address in reached_at(old, sources, v6only=rewire.v6only):
             ip = _reached_there(address, places) if new.wildcard else new.ip
             if ip is not None:
                 present[address] = new.at(ip)

@@ -70,8 +70,9 @@ def called(listeners: Iterable[Flow]) -> set[Address]:
     }
 
 
-def reached_at(local: Address, own: Iterable[str], *, v6only: bool = False) -> list[Address]:
-    """A socket bound to all addresses is reached at each of its family's, and one of IPv6 usually at IPv4's too."""
+def reached_at(local: Address, own: Iterable[str], *, v6only: bool) -> list[Address]:
+    """A socket bound to all addresses is reached at each of its family's, and one of IPv6 usually at IPv4's too. If it is not
+    (`v6only`), another user may listen at that port over IPv4."""
     if not local.wildcard:
         return [local]
     found = [local.at(ip) for ip in own]
