@@ -24,6 +24,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from migrator import users
 from migrator.autopilot.model import Action, Alarm, Rank, Severity
 from snapshotd.api import toml_file
 from snapshotd.api.errors import NotFound
@@ -54,6 +55,11 @@ def _hours(text: str) -> str:
     if found["from"] == found["to"]:
         raise ValueError(text)
     return text
+
+
+def _user(text: str) -> str:
+    """The number, as a text. A job is named by its user and its name. Raises ValueError."""
+    return str(users.id_of(text))
 
 
 def _zone(text: str) -> str:
@@ -106,6 +112,11 @@ class Job(msgspec.Struct, frozen=True):
     move: Annotated[bool, Meta(description="true or false")] = True
     independent: Annotated[bool, Meta(description="true or false")] = False
     priority: Annotated[int, Meta(description="a whole number")] = 0
+    # A text, because it is a name or a number. Without it any user can have a job of such a name.
+    user: Annotated[str, toml_file.text("the name or the number of a user, as a text", _user)] = ""
+
+    def matches(self, rank: Rank) -> bool:
+        return fnmatchcase(rank.job, self.job) and self.user in ("", str(rank.user_id))
 
 
 class Validation(msgspec.Struct, frozen=True):
@@ -131,8 +142,8 @@ class Policy(msgspec.Struct, frozen=True):
         return next((rule for rule in self.rules if rule.matches(alarm)), None)
 
     def job_for(self, rank: Rank) -> Job:
-        """The first table that matches the name of the rank's job, or else the defaults."""
-        return next((job for job in self.jobs if fnmatchcase(rank.job, job.job)), Job("*"))
+        """The first table that matches the rank's job, or else the defaults."""
+        return next((job for job in self.jobs if job.matches(rank)), Job("*"))
 
     def in_hours(self, rule: Rule, now: float) -> bool:
         """Whether the rule may act now. A rule without hours always may."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -73,6 +74,18 @@ def test_the_first_rule_that_matches_decides() -> None:
     assert name(made.rule_for(alarm("n", "gpu-ecc", "gpu:1", severity=Severity.WARNING))) == "gpus"
     assert name(made.rule_for(alarm("n", "mce", "host"))) == "rest"
     assert name(made.rule_for(alarm("n", "mce", "host", severity=Severity.WARNING))) is None
+
+
+def test_a_user_does_not_get_the_treatment_of_another_users_job() -> None:
+    """A job is named by its user and its name."""
+    for named in ("1500", "root"):
+        made = policy.from_values({"jobs": [{"job": "night-*", "user": named, "move": False, "priority": 7}]}, "test")
+        owner = 0 if named == "root" else 1500
+        mine, other = (rank(0, "node-1", job="night-1") for _ in range(2))
+        assert made.job_for(replace(mine, user_id=owner)).priority == 7
+        assert made.job_for(replace(other, user_id=1501)) == policy.Job("*")
+    with pytest.raises(BadConfig, match=r"jobs\[1\].user"):
+        policy.from_values({"jobs": [{"job": "night-*", "user": "nobody-has-this-name"}]}, "test")
 
 
 def test_jobs_are_found_by_pattern() -> None:
