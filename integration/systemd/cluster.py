@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import time
@@ -181,6 +182,20 @@ def as_user(*command: str) -> tuple[str, ...]:
 
 def steps(out: Path) -> int:
     return out.read_text().count("\n") if out.exists() else 0
+
+
+def start_autopilot(node: Node, *options: str) -> None:
+    """The service of the package, with a policy that only observes, and with more options as docs/autopilot.md says."""
+    (node.root / "etc/migrator/policy.toml").write_text("")
+    unit = (node.root / "usr/lib/systemd/system/migrator-autopilot.service").read_text()
+    (command,) = re.findall(r"^ExecStart=.*$", unit, re.MULTILINE)
+    changed = f"[Service]\\nExecStart=\\n{' '.join((command, *options))}\\n"
+    node.run("mkdir", "-p", "/run/systemd/system/migrator-autopilot.service.d")
+    node.run("sh", "-c", f"printf '{changed}' >/run/systemd/system/migrator-autopilot.service.d/options.conf")
+    node.run("systemctl", "daemon-reload")
+    node.run("systemctl", "enable", "--now", "migrator-autopilot", timeout_s=300)
+    until("the autopilot to record its start", lambda: "it only observes" in node.journal("migrator-autopilot"))
+    assert node.show("migrator-autopilot", "NRestarts") == "0", node.journal("migrator-autopilot")
 
 
 def files(node: Node) -> set[str]:

@@ -25,6 +25,7 @@ ORDER = (
     "test_peers",
     "test_ssh",
     "test_hybrid_node",
+    "test_operators_machine",
     "test_rpm",
     "test_broken_setups",
     "test_bad_input",
@@ -43,9 +44,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="nodes with systemd are a lane of their own: make test-systemd"))
 
 
-def package_under_test() -> Path:
-    packages = sorted(Path(os.environ[PACKAGE_FOLDER]).glob("snapshotd_*.deb"))
-    assert len(packages) == 1, f"${PACKAGE_FOLDER} must name a folder with one snapshotd_*.deb: {packages}"
+def package_under_test(name: str = "snapshotd") -> Path:
+    packages = sorted(Path(os.environ[PACKAGE_FOLDER]).glob(f"{name}_*.deb"))
+    assert len(packages) == 1, f"${PACKAGE_FOLDER} must name a folder with one {name}_*.deb: {packages}"
     return packages[0]
 
 

@@ -7,17 +7,39 @@ import subprocess
 
 import pytest
 
-from integration.systemd.cluster import APT, SystemdCluster, files
+from integration.systemd.cluster import APT, SystemdCluster, files, start_autopilot
 
 pytestmark = [pytest.mark.root, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
-def test_a_rank_goes_on_when_the_package_is_removed(installed: SystemdCluster) -> None:
+def test_ranks_go_on_and_are_named_when_the_package_is_removed(installed: SystemdCluster) -> None:
+    """The autopilot runs on the node too. One rank was moved away from it, so the daemon of the other node knows it still."""
     out = installed.start_job("left-alone")
+    away = installed.start_job("gone-away")
+    installed.move("gone-away", "node-2")
     first = installed.nodes["node-1"]
-    first.run(*APT, "remove", "snapshotd", timeout_s=300)
+    start_autopilot(first)
+
+    said = first.run(*APT, "remove", "snapshotd", timeout_s=300)
+    assert "the autopilot ran on this node and is stopped" in said
+    assert re.search(r"these ranks run on this node or were started on it\. They go on", said)
+    for job in ("left-alone", "gone-away"):
+        assert any(job in line.split() for line in said.splitlines()), said
+    for unit in ("snapshotd", "migrator-autopilot"):
+        assert first.show(unit, "LoadState") == "not-found"
+    assert "stopped by a signal" in first.journal("migrator-autopilot"), "it ended in order"
+    assert (first.root / "var/lib/migrator-autopilot").is_dir(), "the event log goes with purge only"
+
     installed.await_steps(out)
     installed.end_job("left-alone")
+    installed.await_witness("gone-away")
+
+    # What the message says: the output that has not arrived meanwhile arrives when the daemon runs again.
+    first.run(*APT, "install", f"/root/{installed.package.name}", timeout_s=600)
+    first.run("systemctl", "enable", "--now", "snapshotd", timeout_s=300)
+    installed.await_known("gone-away", "node-2")
+    installed.await_steps(away)
+    installed.end_job("gone-away")
 
 
 def test_remove_keeps_the_journal_and_purge_leaves_a_clean_system(installed: SystemdCluster) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +25,29 @@ def install(cluster: SystemdCluster, node: str, package: Path) -> None:
     place.run(*APT, "install", "--allow-downgrades", f"/root/{package.name}", timeout_s=600)
     assert place.show("snapshotd", "ActiveState") == "active"
     assert place.show("snapshotd", "NRestarts") == "0", place.journal()[-3000:]
+
+
+def upgrade(cluster: SystemdCluster, node: str, package: Path) -> None:
+    """As an administrator upgrades a node whose packages come from a repository of the site."""
+    place = cluster.nodes[node]
+    repository = place.root / "var/cache/site"
+    repository.mkdir(exist_ok=True)
+    shutil.copy(package, repository)
+    control = subprocess.run(["dpkg-deb", "--field", package], check=True, capture_output=True, text=True).stdout
+    digest = hashlib.sha256(package.read_bytes()).hexdigest()
+    (repository / "Packages").write_text(
+        f"{control}Filename: ./{package.name}\nSize: {package.stat().st_size}\nSHA256: {digest}\n"
+    )
+    (repository / "site.list").write_text("deb [trusted=yes] file:/var/cache/site ./\n")
+    # The registries of the distribution cannot be reached from the node.
+    alone = ("-o", "Dir::Etc::SourceList=/var/cache/site/site.list", "-o", "Dir::Etc::SourceParts=/dev/null")
+    before = place.show("snapshotd", "MainPID")
+    place.run(*APT, *alone, "update", timeout_s=300)
+    place.run(*APT, *alone, "upgrade", timeout_s=600)
+    assert place.show("snapshotd", "ActiveState") == "active"
+    assert place.show("snapshotd", "MainPID") != before
+    assert place.show("snapshotd", "NRestarts") == "0", place.journal()[-3000:]
+    shutil.rmtree(repository)
 
 
 def version(cluster: SystemdCluster, node: str) -> str:
@@ -55,7 +80,7 @@ def test_ranks_run_through_an_upgrade_and_move_between_two_versions(installed: S
     loaded = library(installed, "through", "node-2")
     assert loaded.startswith("/opt/snapshotd/shims/")
 
-    install(installed, "node-2", later)
+    upgrade(installed, "node-2", later)
     assert (version(installed, "node-1"), version(installed, "node-2")) == (version_of(installed.package), "9.0.0")
     installed.await_steps(out)
     installed.await_known("through", "node-2")
