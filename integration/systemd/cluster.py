@@ -35,6 +35,8 @@ CHANGING = (
     "var/lib/systemd",
     "var/log",
 )
+#: Private folders of systemd's own services in /var/tmp; each boot makes others.
+_OF_SYSTEMD = re.compile(r"systemd-private-[0-9a-f]+-systemd-.*")
 
 
 class SystemdCluster:
@@ -203,6 +205,6 @@ def files(node: Node) -> set[str]:
     found: set[str] = set()
     for folder, inner, names in os.walk(node.root):
         place = Path(folder)
-        inner[:] = [name for name in inner if place / name not in skipped]
+        inner[:] = [name for name in inner if place / name not in skipped and not _OF_SYSTEMD.fullmatch(name)]
         found |= {str((place / name).relative_to(node.root)) for name in (*inner, *names)}
     return found
