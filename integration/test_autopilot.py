@@ -5,8 +5,10 @@ The alarms are raised by the node's daemon, which reads a line of the kernel's l
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import urllib.request
 from collections.abc import Iterator
 
 import pytest
@@ -48,7 +50,7 @@ def pilot(lab: Pilot) -> Iterator[Pilot]:
 
 def test_rank_leaves_a_failing_node_by_itself_and_returns_after_the_repair(pilot: Pilot) -> None:
     job = pilot.job()
-    pid = pilot.nodes.lab.start_autopilot(pilot.policy)  # as `migrator lab up --autopilot` does
+    autopilot = pilot.nodes.lab.start_autopilot(pilot.policy)  # as `migrator lab up --autopilot` does
     pilot.state = pilot.nodes.lab.cluster_path.parent / "autopilot"
     pilot.sees_all()
     pilot.memory_fails("node-1")
@@ -62,7 +64,9 @@ def test_rank_leaves_a_failing_node_by_itself_and_returns_after_the_repair(pilot
     answer = pilot.verb("return", "node-1")  # carried out by the autopilot
     assert (answer["state"], answer["summary"]) == ("returned", "1 rank moved")
     assert pilot.place(job) == ["node-1"]
-    os.kill(pid, signal.SIGTERM)
+    with urllib.request.urlopen(f"{autopilot.page}api/state", timeout=60) as answer:  # from outside of the lab
+        assert {node["name"] for node in json.load(answer)["nodes"]} == {*pilot.nodes.lab.nodes}
+    os.kill(autopilot.pid, signal.SIGTERM)
     until("the autopilot to stop", lambda: pilot.events("stop"))
     pilot.finish(job)
 

@@ -8,6 +8,7 @@ import contextlib
 import ipaddress
 import logging
 import signal
+import socket
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,9 +89,10 @@ def _address(text: str) -> tuple[str, int]:
 
 def act(options: argparse.Namespace) -> int:
     policy = state.the_policy(options)
+    # Before the lab's network namespace is entered: its page is for browsers outside, where this command was started.
+    page = _page(options)
     cluster = arguments.the_cluster(options)
     folder = state.folder(options, cluster)
-    page = _page(options)
     logging.getLogger("migrator").setLevel(logging.INFO)
     asyncio.run(_run(cluster, policy, folder, options.metrics, page, as_json=arguments.wants_json(options)))
     return 0
@@ -99,11 +101,12 @@ def act(options: argparse.Namespace) -> int:
 @dataclass(frozen=True)
 class Page:
     place: Place
+    listener: socket.socket
     token_file: Path | None  # None: the one in the state folder
 
 
 def _page(options: argparse.Namespace) -> Page | None:
-    """Where the page is served. Raises Usage before anything is begun if it must not be served that way."""
+    """Where the page is served. Raises Usage or BadConfig before anything is begun if it cannot be served that way."""
     if options.page is None:
         named = [name for name in ("cert", "key", "plain_http", "token_file") if getattr(options, f"page_{name}")]
         if named:
@@ -113,7 +116,7 @@ def _page(options: argparse.Namespace) -> Page | None:
 
     address, port = options.page
     place = Place.of(address, port, options.page_cert, options.page_key, plain=options.page_plain_http)
-    return Page(place, options.page_token_file)
+    return Page(place, place.listen(), options.page_token_file)
 
 
 async def _run(
@@ -182,7 +185,7 @@ async def _served(page: Page | None, engine: Engine, phases: Phases) -> AsyncIte
     else:
         tokens, origin = Tokens.read(page.token_file), page.token_file
     feed = Feed(store, engine.world, engine.policy.spares, phases)
-    async with serving(page.place, feed, tokens, list(engine.cluster.nodes)) as url:
+    async with serving(page.place, page.listener, feed, tokens, list(engine.cluster.nodes)) as url:
         shown = store.on_record
 
         def on_record(record: Record) -> None:

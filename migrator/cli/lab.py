@@ -95,19 +95,21 @@ def _up(options: argparse.Namespace) -> int:
             raise Usage("--policy is for --autopilot", remedy="give both, or none")
         policy.read(options.policy)
     lab.up([name.strip() for name in options.nodes.split(",")])
+    page = ""
     if options.autopilot:
         given = options.policy or lab.layout.run / "policy.toml"
         if options.policy is None:
             given.write_text(POLICY)
-        lab.start_autopilot(given)
+        page = lab.start_autopilot(given).page
     nodes = {node: lab.address(node) for node in lab.nodes}
     if arguments.wants_json(options):
         made = {"lab": lab.name, "cluster": str(lab.cluster_path), "nodes": nodes}
-        output.json_object(made | {"autopilot": bool(options.autopilot)})
+        output.json_object(made | {"autopilot": bool(options.autopilot), "page": page})
     else:
         print(f"lab {lab.name} is up: " + ", ".join(f"{node} ({address})" for node, address in nodes.items()))
         if options.autopilot:
-            print(f"  the autopilot's log: {lab.layout.run / 'autopilot.log'}")
+            print(f"  the autopilot's page, for a browser on this machine: {page}")
+            print(f"  the autopilot's log: {lab.autopilot_log}")
         print(output.styled("  try: migrator lab run -- CMD …, migrator ps, migrator move --rank R --to NODE", "dim"))
     return 0
 

@@ -142,7 +142,7 @@ def _become_nobody_special(title: str) -> None:
 def enter(spec: dict[str, Any], argv: list[str]) -> NoReturn:
     """Executes `argv` inside the namespaces of a process; with "log", as a detached daemon whose pid is printed.
 
-    spec: pid, start_ticks, namespaces, cgroup_procs, cwd, log (path or null).
+    spec: pid, start_ticks, namespaces (may be empty: then it only joins the cgroup), cgroup_procs, cwd, log (path or null).
     """
     pidfd = os.pidfd_open(spec["pid"])
     # Checked after the pidfd was opened, because from then on the pid cannot be reused unnoticed.
@@ -154,7 +154,8 @@ def enter(spec: dict[str, Any], argv: list[str]) -> NoReturn:
     flags = 0
     for name in spec["namespaces"]:
         flags |= NAMESPACES[name]
-    setns(pidfd, flags)
+    if flags:
+        setns(pidfd, flags)
     os.close(pidfd)
     try:
         os.chdir(spec["cwd"])

@@ -3,8 +3,9 @@
 A node is a network, a mount and a UTS namespace, kept alive by a small process. It has its own address, host name, /run,
 /tmp, /dev/shm, boot id, TLS identity and a real `snapshotd`. The operator works in the network namespace of the lab's switch.
 
-Invariants: nothing is added to the host's network or mounts. Two labs are isolated from each other. `down` removes a lab
-completely, even one that was only partly built or whose processes were killed, and it is idempotent.
+Invariants: nothing is added to the host's network or mounts, except the autopilot's page on a port of loopback. Two labs are
+isolated from each other. `down` removes a lab completely, even one that was only partly built or whose processes were killed,
+and it is idempotent.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +41,19 @@ from snapshotd.api.errors import Busy, Internal, Timeout, Usage, WrongState
 
 _PACKAGES = str(Path(__file__).parents[2])
 AUTOPILOT = (sys.executable, "-m", "migrator.cli", "autopilot")
+#: Loopback, because it is plain HTTP; any free port, because several labs may be up.
+_PAGE = ("--page", "127.0.0.1:0", "--page-plain-http")
 _NAMESPACES = ("net", "mnt", "uts")
 #: Signals that end a daemon.
 _ENDING = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGABRT)
 #: Variables of the caller's environment that daemons do not inherit.
 _NOT_FOR_DAEMONS = ("MIGRATOR_CLUSTER", "NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "LISTEN_FDS", "LISTEN_PID")
+
+
+@dataclass(frozen=True)
+class Autopilot:
+    pid: int
+    page: str  # its address, for a browser on this machine
 
 
 class Lab:
@@ -242,18 +252,27 @@ class Lab:
         daemons = {node: (record.daemons[node], self.daemon_log(node)) for node in nodes}
         readiness.await_daemons(cluster or self.layout.cluster, daemons, timeout_s)
 
-    def start_autopilot(self, policy: Path) -> int:
-        """Starts the autopilot beside the nodes, where operators are, and returns its pid. It ends with the lab."""
-        command = [*AUTOPILOT, "--cluster", str(self.cluster_path), "--policy", str(policy.absolute())]
+    @property
+    def autopilot_log(self) -> Path:
+        return self.layout.run / "autopilot.log"
+
+    def start_autopilot(self, policy: Path, *, timeout_s: float = 60.0) -> Autopilot:
+        """Starts the autopilot and waits until its page is served. It ends with the lab.
+
+        It opens its page in the caller's network namespace, where browsers are, and then enters the operator's.
+        """
+        command = [*AUTOPILOT, "--cluster", str(self.cluster_path), "--policy", str(policy.absolute()), *_PAGE]
         with self._site.locked():
             way_in = self._site.way_in(self._site.record(), OPERATOR, "daemon")
-            spec = {**way_in, "cwd": "/", "log": str(self.layout.run / "autopilot.log")}
+            spec = {**way_in, "namespaces": [], "cwd": "/", "log": str(self.autopilot_log)}
             environment = {**os.environ, "PYTHONPATH": _PACKAGES}
+            written = self.autopilot_log.stat().st_size if self.autopilot_log.exists() else 0
             argv = [*INSIDE, "enter", json.dumps(spec), *command]
             done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, env=environment)
         if done.returncode != 0:
             raise Internal(f"the autopilot was not started: {done.stderr.decode(errors='replace').strip()}")
-        return int(json.loads(done.stdout)["pid"])
+        process = LabProcess(**json.loads(done.stdout))
+        return Autopilot(process.pid, readiness.await_page(process, self.autopilot_log, written, timeout_s))
 
     # ---------------------------------------------------------------- processes in nodes
 

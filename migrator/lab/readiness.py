@@ -1,4 +1,4 @@
-"""Waits until the daemons of a lab answer, and reports why one does not.
+"""Waits until the daemons and the autopilot of a lab answer, and reports why one does not.
 
 A daemon that exits (because of an invalid configuration, for example) is reported at once, with the end of its log.
 """
@@ -8,9 +8,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import select
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from migrator.lab.layout import LabProcess
 from snapshotd.api.errors import Unreachable
 
 LOG_LINES = 30
+_PAGE = re.compile(r"^page: the page is at (http://\S+)$", re.MULTILINE)
 _PACKAGES = Path(__file__).parents[2]
 
 
@@ -46,6 +49,21 @@ def await_daemons(cluster: Path, daemons: Mapping[str, tuple[LabProcess, Path]],
             why = err.decode(errors="replace").strip() or "they were not asked in time"
             reasons = dict.fromkeys(daemons, why)
         raise _silent(reasons, daemons)
+
+
+def await_page(autopilot: LabProcess, log: Path, after: int, timeout_s: float) -> str:
+    """The address of the autopilot's page, which it writes into its log, there after so many bytes of earlier ones."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        running = processes.alive(autopilot)  # before the log is read: what it wrote before its end is then complete
+        content = log.read_bytes()[after:].decode(errors="replace") if log.exists() else ""
+        if found := _PAGE.search(content):
+            return found[1]
+        if not running or time.monotonic() > deadline:
+            why = f"has no page after {timeout_s:.0f} s" if running else "ended"
+            lines = "".join(f"\n  {line}" for line in content.splitlines()[-LOG_LINES:])
+            raise Unreachable(f"the autopilot {why}; the end of its log:{lines}", remedy="the log above says why")
+        time.sleep(0.05)
 
 
 def _first_end(

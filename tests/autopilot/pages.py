@@ -99,7 +99,7 @@ async def served(
         feed = Feed(store, now, Spares(), phases)
         store.on_record = lambda record: feed.wake()
         where = place or Place("127.0.0.1", 0)
-        async with serving(where, feed, Tokens.read(file), list(world.nodes)) as url:
+        async with serving(where, where.listen(), feed, Tokens.read(file), list(world.nodes)) as url:
             page = Page(url, store, feed, phases, world, context)
             yield page
         assert chain.problems(await store.events()) == []

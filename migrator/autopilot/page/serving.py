@@ -58,6 +58,23 @@ class Place:
             )
         return cls(address, port, cert, key)
 
+    def listen(self) -> socket.socket:
+        """A listener there, in the network namespace of the calling thread. Raises BadConfig if the place cannot be used."""
+        family = socket.AF_INET6 if ":" in self.address else socket.AF_INET
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((self.address, self.port))
+            listener.listen(128)
+            listener.setblocking(False)
+        except OSError as error:
+            listener.close()
+            raise BadConfig(
+                f"the page cannot be served at {self.address} port {self.port}: {error.strerror}",
+                remedy="choose an address of this machine and a free port",
+            ) from error
+        return listener
+
 
 class _Connection(H11Protocol):
     """Anybody can connect: connections beyond the limit, and those that ask for nothing, are closed."""
@@ -83,8 +100,10 @@ class _Server(uvicorn.Server):
 
 
 @contextlib.asynccontextmanager
-async def serving(place: Place, feed: Feed, tokens: Tokens, nodes: list[str]) -> AsyncIterator[str]:
-    """Serves the page while the context lasts. Yields its address."""
+async def serving(
+    place: Place, listener: socket.socket, feed: Feed, tokens: Tokens, nodes: list[str]
+) -> AsyncIterator[str]:
+    """Serves the page while the context lasts. Yields its address. `listener` is that of the place; it is closed."""
     config = uvicorn.Config(
         App(feed, tokens, nodes).asgi(local=place.cert is None),
         http=_Connection,
@@ -103,11 +122,11 @@ async def serving(place: Place, feed: Feed, tokens: Tokens, nodes: list[str]) ->
         if config.ssl is not None:
             config.ssl.minimum_version = ssl.TLSVersion.TLSv1_2
     except (OSError, ssl.SSLError) as error:
+        listener.close()
         raise BadConfig(
             f"the certificate {place.cert} with the key {place.key} cannot be used: {error}",
             remedy="name PEM files that this user can read",
         ) from error
-    listener = _listen(place)
     host = f"[{place.address}]" if ":" in place.address else place.address
     url = f"{'http' if place.cert is None else 'https'}://{host}:{listener.getsockname()[1]}/"
     server = _Server(config)
@@ -129,20 +148,3 @@ async def serving(place: Place, feed: Feed, tokens: Tokens, nodes: list[str]) ->
         await asyncio.wait(tasks[:1])
         tasks[1].cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _listen(place: Place) -> socket.socket:
-    family = socket.AF_INET6 if ":" in place.address else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((place.address, place.port))
-        listener.listen(128)
-        listener.setblocking(False)
-    except OSError as error:
-        listener.close()
-        raise BadConfig(
-            f"the page cannot be served at {place.address} port {place.port}: {error.strerror}",
-            remedy="choose an address of this machine and a free port",
-        ) from error
-    return listener
