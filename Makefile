@@ -27,8 +27,8 @@ else
 setup: ## install what is missing: packages, .venv, CRIU, generated code, the shim
 	@tools/setup
 
-demo: setup ## move a rank of a running training job between two nodes made on this machine
-	@$(PYTHON) -m integration.demo
+demo: setup ## move a rank of a running training job between nodes made on this machine, by hand and by itself (KEEP=1: keep the page)
+	@$(PYTHON) -m integration.demo $(if $(KEEP),--keep)
 
 test test-all test-fast: export SNAPSHOT_LANE = ci
 test-all: SAMPLE = --whole

@@ -1,44 +1,58 @@
-"""Brings up a lab, moves one rank of a small training job, and compares the losses with an unmoved run (`make demo`)."""
+"""`make demo`: brings up a lab, moves one rank of a small training job by hand, then lets the autopilot move it away from a
+node that fails, and compares the losses with an unmoved run."""
 
 from __future__ import annotations
 
+import argparse
 import os
-import queue
 import signal
+import socket
 import subprocess
 import sys
-import threading
 import time
-from pathlib import Path
+import urllib.request
 from types import FrameType
-from typing import IO
 
+from integration.demo_training import Ended, Training, first_difference
+from integration.kernel_log import kernel_says
+from migrator.cli.lab import POLICY
 from migrator.lab import Lab
+from migrator.lab.layout import write
 from snapshotd.api.errors import SnapshotError
 
 MIGRATOR = (sys.executable, "-m", "migrator.cli")
-TRAIN = str(Path(__file__).parent / "workloads" / "train.py")
-NODES = ("node-1", "node-2", "spare-1")
-STEPS, SHOW_EVERY, MOVE_AT = 240, 10, 80
+NODES = ("node-1", "node-2", "spare-1", "spare-2")
+MOVE_AT, STEPS_AFTER = 50, 20
+LIMIT_S = 120.0
+FAULT = "Memory failure: 0x1f0: recovery action for dirty LRU page: Failed"
+SHOWN = ("signal: ", "state: ", "intent: ", "result: ", "alert: ")
 INTERRUPTED = 130
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(prog="make demo", description=__doc__)
+    parser.add_argument(
+        "--keep", action="store_true", help="keep the cluster and the page until Ctrl-C (make demo KEEP=1)"
+    )
+    options = parser.parse_args()
     # Both end the demonstration through `finally`, also where a shell started it with SIGINT ignored.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _interrupt)
     lab = Lab("demo")
-    print(f"Bringing up a cluster on this machine: {', '.join(NODES)}, each with its own daemon.", flush=True)
+    say(f"Bringing up a cluster on this machine: {', '.join(NODES)}, each with its own daemon.")
     try:
         lab.down()
         try:
             lab.up(NODES)
-            return demonstrate(lab)
+            return demonstrate(lab, keep=options.keep)
         finally:
             lab.down()
     except KeyboardInterrupt:
         print("\nInterrupted. The cluster was removed.", file=sys.stderr)
         return INTERRUPTED
+    except Ended as ended:
+        print(f"demo: {ended}", file=sys.stderr)
+        return 1
     except SnapshotError as error:
         print(f"demo: {error}", file=sys.stderr)
         return error.exit_code
@@ -50,71 +64,74 @@ def _interrupt(_number: int, _frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def demonstrate(lab: Lab) -> int:
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+def demonstrate(lab: Lab, *, keep: bool) -> int:
     environment = {**os.environ, "MIGRATOR_CLUSTER": str(lab.cluster_path)}
-    command = [sys.executable, TRAIN, "--steps", str(STEPS)]
-    print(
-        "\n$ migrator lab run --job demo -- python train.py        (two ranks; the output of rank 1 is shown)",
-        flush=True,
-    )
-    job = subprocess.Popen(
-        [*MIGRATOR, "lab", "--lab", lab.name, "run", "--job", "demo", "--", *command],
-        stdout=subprocess.PIPE,
-        text=True,
-        env=environment,
-        start_new_session=True,  # Ctrl-C goes to the demonstration, which removes the lab
-    )
-    assert job.stdout is not None
-    lines: queue.Queue[str | None] = queue.Queue()
-    threading.Thread(target=collect, args=(job.stdout, lines), daemon=True).start()
 
-    output: list[str] = []
-    move: subprocess.Popen[str] | None = None
-    longest_s, before = 0.0, None
-    while (line := lines.get()) is not None:
-        rank, _, text = line.partition(" ")
-        if rank != "[1]":
-            continue
-        now = time.monotonic()
-        if before is not None:
-            longest_s = max(longest_s, now - before)
-        before = now
-        output.append(text)
-        if len(output) % SHOW_EVERY == 1 and text.startswith("step"):
-            print(f"  rank 1  {text}", flush=True)
-        if len(output) == MOVE_AT:
-            print("\n$ migrator move --rank 1 --to spare-1", flush=True)
-            move = subprocess.Popen(
-                [*MIGRATOR, "move", "--rank", "1", "--to", "spare-1"],
-                env=environment,
-                text=True,
-                start_new_session=True,
-            )
-    if job.wait() != 0 or move is None or move.wait() != 0:
-        print("demo: the job or the move failed. See the messages above.", file=sys.stderr)
-        return 1
+    def migrator(*words: str) -> None:
+        say(f"\n$ migrator {' '.join(words)}")
+        # In a session of its own: Ctrl-C goes to the demonstration, which removes the lab.
+        done = subprocess.run([*MIGRATOR, *words], env=environment, start_new_session=True)
+        if done.returncode != 0:
+            raise Ended(f"`migrator {words[0]}` failed. See its message above.")
 
-    print("\nRunning the same training without a move, for comparison.", flush=True)
-    reference = subprocess.run(
-        [*command, "--pace-s", "0"], env={**os.environ, "RANK": "1"}, capture_output=True, text=True, check=True
-    ).stdout.splitlines()
-    if output != reference:
-        pairs = zip(output, reference, strict=False)
-        first = next(
-            (index for index, pair in enumerate(pairs) if pair[0] != pair[1]), min(len(output), len(reference))
-        )
-        print(f"demo: the outputs differ from line {first + 1}:", file=sys.stderr)
-        for name, its in (("moved", output), ("not moved", reference)):
-            print(f"  {name}: {its[first : first + 1]}", file=sys.stderr)
-        return 1
-    print(f"  All {len(output) - 1} losses are identical. The longest gap between two steps was {longest_s:.1f} s.")
+    say("\n$ migrator lab run --job demo -- python train.py        (two ranks; the output of rank 1 is shown)")
+    end = lab.layout.operator / "end"  # all nodes see this folder
+    training = Training([*MIGRATOR, "lab", "--lab", lab.name, "run", "--job", "demo", "--"], end, environment)
+    training.await_steps(MOVE_AT, LIMIT_S)
+    migrator("move", "--rank", "1", "--to", "spare-1")
+    page = fail_and_let_it_move(lab)
+    training.await_steps(training.steps + STEPS_AFTER, LIMIT_S)
+    write(end, str(training.steps + STEPS_AFTER))
+    migrator("report")
+    training.await_end(LIMIT_S)
+
+    say("\nRunning the same training without a move, for comparison.")
+    reference = training.undisturbed()
+    if (difference := first_difference(training.output, reference)) is not None:
+        raise Ended(difference)
+    gap = f"The longest gap between two steps was {training.longest_s:.1f} s."
+    say(f"  All {training.steps} losses are identical after both moves. {gap}")
+    if keep:
+        say(f"\nThe page stays at {page} until Ctrl-C.")
+        signal.pause()
     return 0
 
 
-def collect(stream: IO[str], lines: queue.Queue[str | None]) -> None:
-    for line in stream:
-        lines.put(line.rstrip("\n"))
-    lines.put(None)
+def fail_and_let_it_move(lab: Lab) -> str:
+    """Starts the autopilot, lets the memory of spare-1 fail, waits until the rank has left it. Returns the page's address."""
+    policy = lab.layout.run / "policy.toml"
+    policy.write_text(POLICY)
+    say(
+        "\nStarting the autopilot, as `migrator lab up --autopilot` does. Its policy: move ranks away after critical alarms."
+    )
+    page = lab.start_autopilot(policy).page
+    port = page.rstrip("/").rpartition(":")[2]
+    say(
+        f"  Its page: {page}  (in a browser on this machine; from elsewhere first: ssh -L {port}:127.0.0.1:{port} {host()})"
+    )
+    with urllib.request.urlopen(page, timeout=LIMIT_S) as answer:
+        answer.read()
+    say(f'\nThe kernel of spare-1 now reports: "{FAULT}". Nobody types a command.')
+    shown, deadline = 0, time.monotonic() + LIMIT_S
+    kernel_says(lab, "spare-1", FAULT)
+    while time.monotonic() < deadline:
+        lines = lab.autopilot_log.read_text().splitlines(keepends=True)
+        for line in (line for line in lines[shown:] if line.endswith("\n")):
+            shown += 1
+            if line.startswith(SHOWN):
+                say(f"  autopilot  {line.rstrip()}")
+            if line.startswith("result: ") and ": moved" in line:
+                return page
+        time.sleep(0.1)
+    raise Ended(f"the autopilot has not moved the rank within {LIMIT_S:.0f} s. Its log: {lab.autopilot_log}")
+
+
+def host() -> str:
+    return socket.gethostname()
 
 
 if __name__ == "__main__":

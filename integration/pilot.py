@@ -7,11 +7,11 @@ import json
 import shutil
 import sqlite3
 import subprocess
-import time
 from typing import Any
 
 from integration.behaviour import end_chain
 from integration.harness import MIGRATOR, NODES, PATIENCE_S, Cluster, Job, until
+from integration.kernel_log import kernel_says
 
 
 class Pilot:
@@ -35,11 +35,7 @@ class Pilot:
         self.kernel_says(node, "Memory failure: 0x1f0: recovery failed")
 
     def kernel_says(self, node: str, text: str) -> None:
-        """Writes a line into the file that is the kernel's log for the daemon of this node."""
-        path = self.nodes.lab.layout.node(node) / "health/dev/kmsg"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a") as file:
-            file.write(f"4,{time.time_ns()},{int(time.monotonic() * 1e6)},-;{text}\n")
+        kernel_says(self.nodes.lab, node, text)
 
     def start(self) -> None:
         """Starts the autopilot and waits until it has seen every node."""
