@@ -84,7 +84,22 @@ struct snapshim_mailbox {
 	uint64_t device_done[SNAPSHIM_STRIPES_MAX];
 	/* written by the daemon: while it is 1, READY, OFFLOAD and FILL give up with ECANCELED */
 	uint32_t device_cancel;
-	uint32_t device_unused;
+	/* bytes from the mailbox to `struct snapshim_counts`; 0: no communicator was created yet, or an older library */
+	int32_t counts;
+};
+
+/* Where the counts of NCCL operations are, for a daemon that only reads them (snapshotd/inprocess/counts.py): no thread of the
+ * process is woken, and no call of NCCL does more than it would without. It describes the records, so that it need not change
+ * with them. */
+struct snapshim_counts {
+	uint32_t version; /* 1 */
+	uint32_t record_bytes;
+	/* where these members are in a record: u64, i32, i32, i32, u64, and the address of the counts by peer (0: none) */
+	uint32_t at_id, at_state, at_nranks, at_rank, at_collectives, at_peers;
+	/* counts by peer: an i32, how many there are, and from at_with on for each of them two u64, sent and received */
+	uint32_t live, at_with; /* `live`: the state of a record that is in use */
+	uint64_t records; /* address of the first */
+	uint64_t used; /* how many were ever used; those that are not in use any more have another state than `live` */
 };
 
 SNAPSHIM_EXPORT extern struct snapshim_mailbox snapshim_mailbox;

@@ -11,7 +11,7 @@ SIGNAL = 61
 EXEMPT_MAX = 64
 STRIPES_MAX = 16
 
-_LAYOUT = struct.Struct("<8sIIiiiIII4QIIiI4Q512sQQQ64iQQII16QII")
+_LAYOUT = struct.Struct("<8sIIiiiIII4QIIiI4Q512sQQQ64iQQII16QIi")
 MAILBOX_BYTES = _LAYOUT.size
 
 
@@ -64,7 +64,7 @@ class Offset(enum.IntEnum):
     DEVICE_STRIPES = 932
     DEVICE_DONE = 936
     DEVICE_CANCEL = 1064
-    DEVICE_UNUSED = 1068
+    COUNTS = 1068
 
 
 class MailboxFields(NamedTuple):
@@ -96,7 +96,7 @@ class MailboxFields(NamedTuple):
     device_stripes: int
     device_done: tuple[int, ...]
     device_cancel: int
-    device_unused: int
+    counts: int
 
 
 def unpack(raw: bytes) -> MailboxFields:
@@ -128,5 +128,5 @@ def unpack(raw: bytes) -> MailboxFields:
         device_stripes=values[92],
         device_done=values[93:109],
         device_cancel=values[109],
-        device_unused=values[110],
+        counts=values[110],
     )

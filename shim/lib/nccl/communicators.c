@@ -10,9 +10,12 @@
 #define _GNU_SOURCE
 #include "communicators.h"
 
+#include <stddef.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+
+#include "abi.h"
 
 #define RECORDS 65536
 #define ENDED 4096
@@ -20,6 +23,18 @@
 
 static struct nccl_comm *_Atomic table;
 static _Atomic size_t used; /* records that were ever handed out */
+static struct snapshim_counts counts = {
+	.version = 1,
+	.record_bytes = sizeof(struct nccl_comm),
+	.at_id = offsetof(struct nccl_comm, id),
+	.at_state = offsetof(struct nccl_comm, state),
+	.at_nranks = offsetof(struct nccl_comm, nranks),
+	.at_rank = offsetof(struct nccl_comm, rank),
+	.at_collectives = offsetof(struct nccl_comm, collectives),
+	.at_peers = offsetof(struct nccl_comm, peers),
+	.at_with = offsetof(struct nccl_peers, with),
+	.live = LIVE,
+};
 static struct nccl_comm *unused_first, *unused_last;
 static size_t resting;
 static struct nccl_ended ended[ENDED];
@@ -85,6 +100,14 @@ static bool id_taken(uint64_t id, int rank)
 	return false;
 }
 
+/* With the lock: tells a daemon that only reads where the records are. */
+static void publish(void)
+{
+	counts.records = (uint64_t)(uintptr_t)atomic_load(&table);
+	__atomic_store_n(&counts.used, (uint64_t)atomic_load(&used), __ATOMIC_RELEASE);
+	__atomic_store_n(&snapshim_mailbox.counts, (int32_t)((char *)&counts - (char *)&snapshim_mailbox), __ATOMIC_RELEASE);
+}
+
 /* With the lock. */
 static struct nccl_comm *record(void)
 {
@@ -138,6 +161,7 @@ struct nccl_comm *comm_make(uint64_t id, enum nccl_kind kind, int nranks, int ra
 		for (int i = 0; i < USERS; i++)
 			atomic_store(&comm->users[i], 0);
 		atomic_store(&comm->state, PENDING);
+		publish();
 	}
 	nccl_unlock(&before);
 	if (!comm)
