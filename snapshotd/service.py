@@ -52,6 +52,7 @@ from snapshotd.moves.where import where_of
 from snapshotd.net import addresses
 from snapshotd.network.dispatch import Context, Services
 from snapshotd.proc import host
+from snapshotd.progress.sampler import Sampler
 from snapshotd.runtime import faults, metrics
 from snapshotd.runtime.blocking import in_thread
 from snapshotd.transport.image.grpc_channel import push_handler
@@ -92,6 +93,9 @@ class Daemon:
         self.health = Monitor(
             config.node, config.state_dir, config.health, config.gpu_library_dir, lambda: self._running_moves() > 0
         )
+        self.progress = Sampler(
+            self.node.ranks.all, lambda: self._running_moves() > 0, config.health.progress_interval_s
+        )
         descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         limits = Limits.within(config.ranks_per_user, descriptors)
         self.keepers = KeeperLinks(config.keeper_socket, self.adoption.adopt, self.adoption.events(), limits)
@@ -105,8 +109,8 @@ class Daemon:
 
     async def start(self, services: Services) -> None:
         """Registers the servicers and takes up what was unfinished before a restart."""
-        node = NodeServicer(self.node, self.peer, self.gates, self.info, self.move_record, self.diagnosis, self.health)
-        services.add("Node", node)
+        parts = (self.diagnosis, self.health, self.progress)
+        services.add("Node", NodeServicer(self.node, self.peer, self.gates, self.info, self.move_record, *parts))
         services.add("Source", SourceServicer(self.source))
         services.add("Target", TargetServicer(self.target, self.info))
         services.add("Peer", PeerServicer(self.peer, self.forwarding))
@@ -129,6 +133,7 @@ class Daemon:
         await self.keepers.start()
         self.history.start()
         self.health.start()
+        self.progress.start()
         self._recalling = asyncio.create_task(self._recall_forwardings(), name="recall forwardings")
 
     def _sweep_filters(self) -> None:
@@ -162,6 +167,7 @@ class Daemon:
                     moving.settling.cancel()
         self._recalling.cancel()
         await self.health.stop()
+        await self.progress.stop()
         await self.history.stop()
         await self.adoption.stop()
         await in_thread(self.target.bulk_receivers.close_all)

@@ -10,15 +10,28 @@ from collections.abc import Mapping, Sized
 
 from google.protobuf.message import Message
 
-from migrator.autopilot.model import Alarm, Gpu, HealthEvent, HealthReport, Node, Rank, Severity
+from migrator.autopilot.model import (
+    Alarm,
+    CommunicatorProgress,
+    Gpu,
+    HealthEvent,
+    HealthReport,
+    Node,
+    NodeProgress,
+    Rank,
+    RankProgress,
+    Severity,
+)
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import Damaged
 
 #: More than any daemon reports: in one answer, in one text, of one number (SQLite's are signed).
 MAX_ALARMS, MAX_EVENTS, MAX_RANKS, MAX_GPUS = 2000, 1000, 20_000, 1024
+MAX_COMMUNICATORS, MAX_READINGS = 64, 1000
 MAX_CHARS = 2000
 MAX_NUMBER = 1 << 62
 _DISTRUST = "no sound daemon answers so: examine that node, it may be in the hands of an attacker"
+_MEASURES = {pb.RankProgress.NCCL: "nccl", pb.RankProgress.TCP: "tcp", pb.RankProgress.CPU: "cpu"}
 _KINDS = {pb.HealthEvent.RAISED: "raised", pb.HealthEvent.REPEATED: "repeated", pb.HealthEvent.CLEARED: "cleared"}
 
 
@@ -71,6 +84,31 @@ def ranks(node_name: str, reply: pb.ListRanksReply) -> tuple[Rank, ...]:
             home=rank.home_node,
         )
         for rank in here
+    )
+
+
+def progress(node: str, reply: pb.NodeProgress, ahead_s: float, unsure_s: float) -> NodeProgress:
+    """`ahead_s`: how much the clock of the node is ahead of this one's, and how uncertain that is."""
+    _must_be_few(node, ranks=(reply.ranks, MAX_RANKS))
+    _must_be_small(node, reply)
+    ranks = []
+    for rank in reply.ranks:
+        _must_be_few(node, communicators=(rank.communicators, MAX_COMMUNICATORS))
+        _must_be_small(node, rank)
+        comms = tuple(_communicator(node, comm) for comm in rank.communicators)
+        ranks.append(RankProgress(rank.uid, _MEASURES.get(rank.measure, ""), rank.unchanged_s, rank.usual_s, comms))
+    return NodeProgress(node, reply.period_ms, ahead_s, unsure_s, tuple(ranks))
+
+
+def _communicator(node: str, comm: pb.CommunicatorProgress) -> CommunicatorProgress:
+    _must_be_few(node, readings=(comm.numbers, MAX_READINGS))
+    _must_be_small(node, pb.CommunicatorProgress(numbers=comm.numbers, early=comm.early, late=comm.late))
+    if not len(comm.numbers) == len(comm.early) == len(comm.late):
+        raise Damaged(f"{node} reports readings with a number missing", remedy=_DISTRUST)
+    if comm.member >= comm.nranks:
+        raise Damaged(f"{node} reports member {comm.member} of {comm.nranks}", remedy=_DISTRUST)
+    return CommunicatorProgress(
+        comm.id, comm.nranks, comm.member, tuple(comm.numbers), tuple(comm.early), tuple(comm.late)
     )
 
 

@@ -78,6 +78,38 @@ def node_next(facts: NodeFacts) -> tuple[NodeDecision, str]:
     return NodeDecision.KEEP, "nothing is wrong"
 
 
+@dataclass(frozen=True)
+class StragglerFacts:
+    """A rank that the others of its job wait for."""
+
+    lost_s: float  # of the job's time, since it was noticed
+    share: float  # that is being lost
+    pause_s: float  # that a move is expected to take
+    measured: bool  # by an earlier move of the same job; otherwise the policy says so
+    confirmed: bool  # by the node of the rank, or by two others
+    moved_to: str = ""  # it was moved there for the same reason before
+
+
+def straggler_waits(facts: StragglerFacts) -> tuple[str, str]:
+    """Why a rule about stragglers does not act yet (empty: it acts), and the numbers as text.
+
+    How long a rank will stay slow is not known. To wait until the loss has reached the price of a move, and then to move,
+    costs at most twice as much as the best that could have been done (the ski rental problem).
+    """
+    source = "as the last one did" if facts.measured else "as the policy says"
+    numbers = (
+        f"{facts.lost_s:.0f} s were lost so far, at {facts.share:.0%} of the job's time, and a move is expected to pause it"
+        f" for {facts.pause_s:.0f} s, {source}"
+    )
+    if facts.moved_to:
+        return f"it was moved to {facts.moved_to} for this before, so the cause is not the node", numbers
+    if not facts.confirmed:
+        return "only one other node says so, which could have invented it", numbers
+    if facts.lost_s <= facts.pause_s:
+        return numbers, numbers
+    return "", numbers
+
+
 class RankDecision(StrEnum):
     STAY = "stay"
     WAIT = "wait"  # it must leave, but not now; nobody needs to do anything

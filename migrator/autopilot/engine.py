@@ -22,6 +22,7 @@ from migrator.autopilot.decide import NodeDecision, RankDecision
 from migrator.autopilot.facts import AboutRank, about_node, about_ranks, intended
 from migrator.autopilot.model import Move, MoveState, Node, NodeState, Order, Rank, World
 from migrator.autopilot.policy import Policy
+from migrator.autopilot.progress_feed import ProgressFeed
 from migrator.autopilot.store import Store
 from migrator.autopilot.watcher import Watcher
 from migrator.cluster import Cluster
@@ -65,12 +66,16 @@ class Engine:
         self._moving: dict[str, asyncio.Task[None]] = {}  # by the id of the move
         self._validating: dict[int, asyncio.Task[None]] = {}  # by the id of the order
         self._silence = silence.Silence(cluster, store)
+        self._progress = ProgressFeed(cluster, policy, store, self.watchers)
 
     async def run(self, stop: asyncio.Event) -> None:
         """Until `stop` is set, or the only order has ended. Moves in progress are then brought to their end."""
         stopped = asyncio.create_task(stop.wait())
         stopped.add_done_callback(lambda _: self._wake.set())
         watching = [asyncio.create_task(watcher.run()) for watcher in self.watchers.values()]
+        if not self.only_order:
+            await self._progress.resume()
+            watching += self._progress.start()
         try:
             deadline = (
                 time.monotonic() + FIRST_S
@@ -116,6 +121,8 @@ class Engine:
         await self._settle()
         await self._silence.look(self.watchers, self.policy.unreachable_s)
         world = await self.world()
+        if not self.only_order and await self._progress.update(world):
+            world = await self.world()
         alerts = await self._about_nodes(world)
         world = await self.world()
         decided = about_ranks(world, self.policy, self.store.now())

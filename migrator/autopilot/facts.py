@@ -5,12 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from migrator.autopilot.decide import NodeDecision, NodeFacts, RankDecision, RankFacts, node_next, rank_next
+from migrator.autopilot.decide import (
+    NodeDecision,
+    NodeFacts,
+    RankDecision,
+    RankFacts,
+    StragglerFacts,
+    node_next,
+    rank_next,
+    straggler_waits,
+)
 from migrator.autopilot.model import (
     FAILED,
     OUT,
     Action,
     Alarm,
+    Loss,
     Move,
     MoveState,
     Node,
@@ -33,6 +43,7 @@ class Ruled:
     alarm: Alarm
     rule: Rule | None
     waits: str
+    numbers: str = ""  # of a straggler: what is lost, and what a move costs
 
     @property
     def action(self) -> Action:
@@ -41,7 +52,8 @@ class Ruled:
     @property
     def cause(self) -> str:
         rule = f"rule {self.rule.name}" if self.rule is not None else "no rule"
-        return f"{rule}: {self.alarm.check} on {self.alarm.subject}: {self.alarm.text}"
+        numbers = f"; {self.numbers}" if self.numbers else ""
+        return f"{rule}: {self.alarm.check} on {self.alarm.subject}: {self.alarm.text}{numbers}"
 
 
 @dataclass(frozen=True)
@@ -75,9 +87,9 @@ class AboutRank:
     why: Leave = Leave("")
 
 
-def ruled(policy: Policy, alarm: Alarm, now: float) -> Ruled:
+def ruled(policy: Policy, alarm: Alarm, now: float, moves: Iterable[Move] = ()) -> Ruled:
     rule = policy.rule_for(alarm)
-    waits = ""
+    waits = numbers = ""
     if rule is not None:
         age_s = now - alarm.since_unix_s
         if alarm.count < rule.count:
@@ -86,12 +98,30 @@ def ruled(policy: Policy, alarm: Alarm, now: float) -> Ruled:
             waits = f"the rule waits for {rule.wait_s - age_s:.0f} s more"
         elif not policy.in_hours(rule, now):
             waits = f"the rule acts only at {', '.join(rule.hours)} ({policy.timezone})"
-    return Ruled(alarm, rule, waits)
+    if alarm.loss is not None:
+        too_early, numbers = straggler_waits(_straggler(policy, alarm, alarm.loss, moves))
+        waits = waits or too_early
+    return Ruled(alarm, rule, waits, numbers)
+
+
+def _straggler(policy: Policy, alarm: Alarm, loss: Loss, moves: Iterable[Move]) -> StragglerFacts:
+    """The price of a move is the longest pause of those of the same job that are still known."""
+    moved = [move for move in moves if move.state is MoveState.MOVED]
+    pauses = [move.pause_s for move in moved if move.job_key == loss.job_key and move.pause_s > 0]
+    before = [move.target for move in moved if f"{alarm.check} on {alarm.subject}:" in move.cause]
+    return StragglerFacts(
+        lost_s=loss.lost_s,
+        share=loss.share,
+        pause_s=max(pauses, default=policy.progress.pause_s),
+        measured=bool(pauses),
+        confirmed=loss.confirmed,
+        moved_to=before[-1] if before else "",
+    )
 
 
 def ruled_for(world: World, policy: Policy, node: str, now: float) -> list[Ruled]:
     """The alarms of a node with their rules, the strongest first."""
-    found = [ruled(policy, alarm, now) for alarm in world.alarms if alarm.node == node]
+    found = [ruled(policy, alarm, now, world.moves) for alarm in world.alarms if alarm.node == node]
     return sorted(found, key=lambda one: (-_STRENGTH.index(one.action), -one.alarm.severity, one.alarm.since_unix_s))
 
 

@@ -45,6 +45,19 @@ OUT = frozenset({NodeState.TAINTED, NodeState.DRAINING, NodeState.DRAINED, NodeS
 
 
 @dataclass(frozen=True)
+class Loss:
+    """What a job loses by one rank that the others wait for."""
+
+    job_key: str
+    share: float  # of the job's time
+    lost_s: float  # since the alarm was raised
+    usual_per_s: float  # collectives of the job in a second, before
+    now_per_s: float
+    others: int  # ranks that wait
+    confirmed: bool  # by the node of the rank, or by two others
+
+
+@dataclass(frozen=True)
 class Alarm:
     node: str
     check: str
@@ -55,6 +68,45 @@ class Alarm:
     last_unix_s: float = 0.0
     count: int = 1
     remedy: str = ""
+    loss: Loss | None = None  # of alarms about stragglers, which the autopilot itself raises
+
+
+@dataclass(frozen=True)
+class CommunicatorProgress:
+    """Collectives of one member of a communicator, by number of the reading."""
+
+    id: int
+    nranks: int
+    member: int
+    numbers: tuple[int, ...]
+    early: tuple[int, ...]
+    late: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class RankProgress:
+    uid: str
+    measure: str  # nccl, tcp or cpu; empty: nothing is known yet
+    unchanged_s: float
+    usual_s: float
+    communicators: tuple[CommunicatorProgress, ...] = ()
+
+
+@dataclass(frozen=True)
+class NodeProgress:
+    """How far the ranks of a node have come, as its daemon says."""
+
+    node: str
+    period_ms: int
+    ahead_s: float  # its clock against that of the autopilot
+    unsure_s: float
+    ranks: tuple[RankProgress, ...] = ()
+
+    @property
+    def newest(self) -> int:
+        """The number of the last reading; 0: there is none."""
+        found = (comm.numbers[-1] for rank in self.ranks for comm in rank.communicators if comm.numbers)
+        return max(found, default=0)
 
 
 @dataclass(frozen=True)
@@ -212,7 +264,7 @@ def cause_class(check: str, subject: str) -> str:
     if subject == "operator":
         return "planned"
     kind = subject.partition(":")[0]
-    if check == "daemon-unreachable":
+    if check in ("daemon-unreachable", "job-straggler"):
         return "unknown"
     return {"gpu": "hardware", "disk": "hardware", "host": "hardware", "link": "network", "rank": "software"}.get(
         kind, "unknown"

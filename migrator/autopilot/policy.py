@@ -125,6 +125,12 @@ class Validation(msgspec.Struct, frozen=True):
     probation_s: Annotated[float, _SECONDS] = 3600.0
 
 
+class Progress(msgspec.Struct, frozen=True):
+    straggler_percent: Annotated[float, Meta(ge=1, le=100, description="a number from 1 to 100")] = 10.0
+    pause_s: Annotated[float, _SECONDS] = 60.0
+    stall_s: Annotated[float, _SECONDS] = 600.0
+
+
 class Policy(msgspec.Struct, frozen=True):
     """The keys of the file. `origin` is not one of them."""
 
@@ -133,6 +139,7 @@ class Policy(msgspec.Struct, frozen=True):
     breaker: Annotated[Breaker, toml_file.table("a table", Breaker)] = Breaker()
     spares: Annotated[Spares, toml_file.table("a table", Spares)] = Spares()
     validation: Annotated[Validation, toml_file.table("a table", Validation)] = Validation()
+    progress: Annotated[Progress, toml_file.table("a table", Progress)] = Progress()
     timezone: Annotated[str, toml_file.text("the name of a time zone", _zone)] = "UTC"
     unreachable_s: Annotated[float, _SECONDS] = 60.0
     origin: Annotated[str, Meta(description="")] = "the default policy"

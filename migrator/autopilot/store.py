@@ -173,6 +173,23 @@ class Store:
                 await self._append("signal", text, node=node, data={} if alarm is None else asdict(alarm))
             return changed
 
+    async def set_job_alarms(self, alarms: Iterable[Alarm]) -> bool:
+        """Replaces the alarms about jobs, which the autopilot itself raises. Only those that begin or end are recorded."""
+        wanted = {(alarm.node, alarm.check, alarm.subject): alarm for alarm in alarms}
+        rows = await self._all("SELECT data FROM alarms WHERE source = 'jobs'")
+        known = [msgspec.json.decode(row["data"], type=Alarm) for row in rows]
+        before = {(alarm.node, alarm.check, alarm.subject): alarm for alarm in known}
+        if before == wanted:
+            return False
+        async with self._writing():
+            for node in {key[0] for key in before.keys() | wanted.keys()}:
+                await self._replace_alarms(node, "jobs", [one for one in wanted.values() if one.node == node])
+            for key in sorted(before.keys() ^ wanted.keys()):
+                alarm, word = (wanted[key], "raised") if key in wanted else (before[key], "cleared")
+                text = f"{word}: {alarm.check} on {alarm.subject}: {alarm.text}"
+                await self._append("signal", text, node=alarm.node, data={**asdict(alarm), "kind": word})
+        return True
+
     async def _replace_alarms(self, node: str, source: str, alarms: Iterable[Alarm]) -> bool:
         rows = {f"{alarm.check} {alarm.subject}": msgspec.json.encode(alarm).decode() for alarm in alarms}
         query = "SELECT alarm, data FROM alarms WHERE node = ? AND source = ?"
@@ -295,7 +312,11 @@ class Store:
             for row in await self._all("SELECT * FROM nodes")
         }
         alarms = [row["data"] for row in await self._all("SELECT data FROM alarms ORDER BY node, alarm")]
-        query = "SELECT data FROM moves WHERE state = 'intended' OR ended_unix_s >= ? ORDER BY rowid"
+        # Of a rank that the others wait for, all moves: one that was slow on two nodes is not moved a third time.
+        query = (
+            "SELECT data FROM moves WHERE state = 'intended' OR ended_unix_s >= ? OR 'job-straggler rank:' || rank_uid IN"
+            " (SELECT alarm FROM alarms WHERE source = 'jobs') ORDER BY rowid"
+        )
         moves = [row["data"] for row in await self._all(query, since_unix_s)]
         orders = [row["data"] for row in await self._all("SELECT data FROM orders WHERE ended_unix_s = 0 ORDER BY id")]
         alerts = {row["about"]: row["text"] for row in await self._all("SELECT about, text FROM alerts")}

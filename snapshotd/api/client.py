@@ -239,6 +239,7 @@ class NodeCalls:
         self.OpenProbe = Unary(link, path + "OpenProbe", pb.OpenProbeRequest, pb.OpenProbeReply)
         self.GetHealth = Unary(link, path + "GetHealth", pb.GetHealthRequest, pb.Health)
         self.ClearAlarms = Unary(link, path + "ClearAlarms", pb.ClearAlarmsRequest, pb.ClearAlarmsReply)
+        self.GetProgress = Unary(link, path + "GetProgress", pb.GetProgressRequest, pb.NodeProgress)
 
 
 class SourceCalls:

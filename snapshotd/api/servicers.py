@@ -25,6 +25,7 @@ from snapshotd.moves.source.steps import SourceSteps
 from snapshotd.moves.steps import Steps
 from snapshotd.moves.target.steps import TargetSteps
 from snapshotd.network.dispatch import Context
+from snapshotd.progress.sampler import Sampler
 from snapshotd.runtime.blocking import in_thread
 
 #: How long another daemon may take to answer `FindNode`'s question.
@@ -57,10 +58,11 @@ class NodeServicer:
         describe_move: DescribeMove,
         diagnosis: Diagnosis,
         health: Monitor,
+        progress: Sampler,
     ) -> None:
         self.node, self.peers, self.gates = node, peers, gates
         self.describe, self.describe_move = describe, describe_move
-        self.diagnosis, self.health = diagnosis, health
+        self.diagnosis, self.health, self.progress = diagnosis, health, progress
 
     async def GetNode(self, request: pb.GetNodeRequest, context: Context) -> pb.NodeInfo:
         return await self.describe(fresh=False)
@@ -100,6 +102,9 @@ class NodeServicer:
 
     async def ClearAlarms(self, request: pb.ClearAlarmsRequest, context: Context) -> pb.ClearAlarmsReply:
         return await self.health.clear(request, str(context.caller))
+
+    async def GetProgress(self, request: pb.GetProgressRequest, context: Context) -> pb.NodeProgress:
+        return self.progress.since(request)
 
 
 class SourceServicer:

@@ -69,11 +69,166 @@ ABORT: OutcomeKind.ValueType  # 2
 Global___OutcomeKind: _TypeAlias = OutcomeKind  # noqa: Y015
 
 @_typing.final
-class GetHealthRequest(_message.Message):
+class GetProgressRequest(_message.Message):
     """---------------------------------------------------------------- the health of a node
 
-    Events after one that the caller knows. An event is identified by (epoch, sequence), and is never changed.
+    How far the ranks whose processes are on this node have come. Readings are numbered, and all nodes make those of the same
+    number at the same time (snapshotd/progress/schedule.py).
     """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AFTER_FIELD_NUMBER: _builtins.int
+    after: _builtins.int
+    """number of the last reading that the caller knows"""
+    def __init__(
+        self,
+        *,
+        after: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetProgressRequest: _TypeAlias = GetProgressRequest  # noqa: Y015
+
+@_typing.final
+class NodeProgress(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NOW_UNIX_S_FIELD_NUMBER: _builtins.int
+    PERIOD_MS_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
+    now_unix_s: _builtins.float
+    """this node's clock when it answered"""
+    period_ms: _builtins.int
+    """between two readings; 0: they are switched off"""
+    @_builtins.property
+    def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankProgress]: ...
+    def __init__(
+        self,
+        *,
+        now_unix_s: _builtins.float = ...,
+        period_ms: _builtins.int = ...,
+        ranks: _abc.Iterable[Global___RankProgress] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["now_unix_s", b"now_unix_s", "period_ms", b"period_ms", "ranks", b"ranks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NodeProgress: _TypeAlias = NodeProgress  # noqa: Y015
+
+@_typing.final
+class RankProgress(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    class _Measure:
+        ValueType = _typing.NewType("ValueType", _builtins.int)
+        V: _TypeAlias = ValueType  # noqa: Y015
+
+    class _MeasureEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[RankProgress._Measure.ValueType], _builtins.type):
+        DESCRIPTOR: _descriptor.EnumDescriptor
+        MEASURE_UNSPECIFIED: RankProgress._Measure.ValueType  # 0
+        """nothing is known of it yet"""
+        NCCL: RankProgress._Measure.ValueType  # 1
+        """operations that it has launched"""
+        TCP: RankProgress._Measure.ValueType  # 2
+        """bytes that its connections have carried, of a rank without communicators"""
+        CPU: RankProgress._Measure.ValueType  # 3
+        """microseconds that its processes have used, of a rank without either"""
+
+    class Measure(_Measure, metaclass=_MeasureEnumTypeWrapper): ...
+    MEASURE_UNSPECIFIED: RankProgress.Measure.ValueType  # 0
+    """nothing is known of it yet"""
+    NCCL: RankProgress.Measure.ValueType  # 1
+    """operations that it has launched"""
+    TCP: RankProgress.Measure.ValueType  # 2
+    """bytes that its connections have carried, of a rank without communicators"""
+    CPU: RankProgress.Measure.ValueType  # 3
+    """microseconds that its processes have used, of a rank without either"""
+
+    UID_FIELD_NUMBER: _builtins.int
+    MEASURE_FIELD_NUMBER: _builtins.int
+    UNCHANGED_S_FIELD_NUMBER: _builtins.int
+    USUAL_S_FIELD_NUMBER: _builtins.int
+    COMMUNICATORS_FIELD_NUMBER: _builtins.int
+    uid: _builtins.str
+    measure: Global___RankProgress.Measure.ValueType
+    unchanged_s: _builtins.float
+    """how long that number has stayed the same"""
+    usual_s: _builtins.float
+    """the longest that it stayed the same before and then went on; 0: not known"""
+    @_builtins.property
+    def communicators(self) -> _containers.RepeatedCompositeFieldContainer[Global___CommunicatorProgress]: ...
+    def __init__(
+        self,
+        *,
+        uid: _builtins.str = ...,
+        measure: Global___RankProgress.Measure.ValueType = ...,
+        unchanged_s: _builtins.float = ...,
+        usual_s: _builtins.float = ...,
+        communicators: _abc.Iterable[Global___CommunicatorProgress] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["communicators", b"communicators", "measure", b"measure", "uid", b"uid", "unchanged_s", b"unchanged_s", "usual_s", b"usual_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RankProgress: _TypeAlias = RankProgress  # noqa: Y015
+
+@_typing.final
+class CommunicatorProgress(_message.Message):
+    """Collectives that one member of a communicator had launched. `early` was read before the time of the reading, and `late` a
+    fixed time after it, so that a member whose `late` is less than the `early` of another one was behind it for certain.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    NRANKS_FIELD_NUMBER: _builtins.int
+    MEMBER_FIELD_NUMBER: _builtins.int
+    NUMBERS_FIELD_NUMBER: _builtins.int
+    EARLY_FIELD_NUMBER: _builtins.int
+    LATE_FIELD_NUMBER: _builtins.int
+    id: _builtins.int
+    """the same for all members"""
+    nranks: _builtins.int
+    member: _builtins.int
+    """the rank in the communicator"""
+    @_builtins.property
+    def numbers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """of the readings, in order"""
+
+    @_builtins.property
+    def early(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def late(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        id: _builtins.int = ...,
+        nranks: _builtins.int = ...,
+        member: _builtins.int = ...,
+        numbers: _abc.Iterable[_builtins.int] | None = ...,
+        early: _abc.Iterable[_builtins.int] | None = ...,
+        late: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["early", b"early", "id", b"id", "late", b"late", "member", b"member", "nranks", b"nranks", "numbers", b"numbers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CommunicatorProgress: _TypeAlias = CommunicatorProgress  # noqa: Y015
+
+@_typing.final
+class GetHealthRequest(_message.Message):
+    """Events after one that the caller knows. An event is identified by (epoch, sequence), and is never changed."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

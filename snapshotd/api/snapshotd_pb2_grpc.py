@@ -76,6 +76,11 @@ class NodeStub:
                 request_serializer=snapshotd_dot_api_dot_snapshotd__pb2.ClearAlarmsRequest.SerializeToString,
                 response_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.ClearAlarmsReply.FromString,
                 _registered_method=True)
+        self.GetProgress = channel.unary_unary(
+                '/snapshotd.v1.Node/GetProgress',
+                request_serializer=snapshotd_dot_api_dot_snapshotd__pb2.GetProgressRequest.SerializeToString,
+                response_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.NodeProgress.FromString,
+                _registered_method=True)
 
 
 class NodeServicer:
@@ -139,6 +144,13 @@ class NodeServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetProgress(self, request, context):
+        """operator
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_NodeServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -181,6 +193,11 @@ def add_NodeServicer_to_server(servicer, server):
                     servicer.ClearAlarms,
                     request_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.ClearAlarmsRequest.FromString,
                     response_serializer=snapshotd_dot_api_dot_snapshotd__pb2.ClearAlarmsReply.SerializeToString,
+            ),
+            'GetProgress': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetProgress,
+                    request_deserializer=snapshotd_dot_api_dot_snapshotd__pb2.GetProgressRequest.FromString,
+                    response_serializer=snapshotd_dot_api_dot_snapshotd__pb2.NodeProgress.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -401,6 +418,33 @@ class Node:
             '/snapshotd.v1.Node/ClearAlarms',
             snapshotd_dot_api_dot_snapshotd__pb2.ClearAlarmsRequest.SerializeToString,
             snapshotd_dot_api_dot_snapshotd__pb2.ClearAlarmsReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetProgress(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/snapshotd.v1.Node/GetProgress',
+            snapshotd_dot_api_dot_snapshotd__pb2.GetProgressRequest.SerializeToString,
+            snapshotd_dot_api_dot_snapshotd__pb2.NodeProgress.FromString,
             options,
             channel_credentials,
             insecure,

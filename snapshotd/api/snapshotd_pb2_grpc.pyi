@@ -54,6 +54,8 @@ class NodeStub:
     """operator, node"""
     ClearAlarms: _grpc.UnaryUnaryMultiCallable[_snapshotd_pb2.ClearAlarmsRequest, _snapshotd_pb2.ClearAlarmsReply]
     """operator"""
+    GetProgress: _grpc.UnaryUnaryMultiCallable[_snapshotd_pb2.GetProgressRequest, _snapshotd_pb2.NodeProgress]
+    """operator"""
 
 @_typing.type_check_only
 class NodeAsyncStub(NodeStub):
@@ -75,6 +77,8 @@ class NodeAsyncStub(NodeStub):
     GetHealth: _aio.UnaryUnaryMultiCallable[_snapshotd_pb2.GetHealthRequest, _snapshotd_pb2.Health]  # type: ignore[assignment]
     """operator, node"""
     ClearAlarms: _aio.UnaryUnaryMultiCallable[_snapshotd_pb2.ClearAlarmsRequest, _snapshotd_pb2.ClearAlarmsReply]  # type: ignore[assignment]
+    """operator"""
+    GetProgress: _aio.UnaryUnaryMultiCallable[_snapshotd_pb2.GetProgressRequest, _snapshotd_pb2.NodeProgress]  # type: ignore[assignment]
     """operator"""
 
 class NodeServicer(metaclass=_abc_1.ABCMeta):
@@ -142,6 +146,14 @@ class NodeServicer(metaclass=_abc_1.ABCMeta):
         request: _snapshotd_pb2.ClearAlarmsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_snapshotd_pb2.ClearAlarmsReply, _abc.Awaitable[_snapshotd_pb2.ClearAlarmsReply]]:
+        """operator"""
+
+    @_abc_1.abstractmethod
+    def GetProgress(
+        self,
+        request: _snapshotd_pb2.GetProgressRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_snapshotd_pb2.NodeProgress, _abc.Awaitable[_snapshotd_pb2.NodeProgress]]:
         """operator"""
 
 def add_NodeServicer_to_server(servicer: NodeServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

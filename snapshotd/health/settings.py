@@ -8,6 +8,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from snapshotd.progress.schedule import LEAST_PERIOD_S
+
 #: Every check by name, with what it looks at. A program in the drop-in folder is the check program-NAME.
 CHECKS: Mapping[str, str] = {
     "gpu-lost": "GPUs that NVML no longer lists, that it reports as lost, or because of which it does not answer",
@@ -54,6 +56,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """One field for each key of the table. A description completes the sentence "KEY must be …"."""
 
     interval_s: Annotated[float, Meta(ge=0.1, le=3600, description=_SECONDS.format(0.1, 3600))] = 10.0
+    # Between two readings of how far ranks have come (snapshotd/progress); 0: they are not read.
+    progress_interval_s: Annotated[float, Meta(ge=0, le=60, description="0, or " + _SECONDS.format(0.1, 60))] = 0.5
     off: Annotated[tuple[str, ...], Meta(description="a list of names of checks")] = ()
     thresholds: Annotated[dict[str, float], Meta(description="a table with NAME = NUMBER")] = {}
     # Where /dev, /proc and /sys are looked for, for tests and labs; empty: the machine's own.
@@ -71,6 +75,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         """Of values that have the right type."""
         unknown = [name for name in self.off if name not in CHECKS and not name.startswith(PROGRAM)]
         found = [f"health.off: there is no check {name!r}; there are {', '.join(CHECKS)}" for name in unknown]
+        if 0 < self.progress_interval_s < LEAST_PERIOD_S:
+            found.append(f"health.progress_interval_s: must be 0 or at least {LEAST_PERIOD_S}")
         for name, value in self.thresholds.items():
             if name not in THRESHOLDS:
                 found.append(f"health.thresholds.{name}: unknown key; there are {', '.join(THRESHOLDS)}")

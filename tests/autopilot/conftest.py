@@ -31,6 +31,7 @@ class PilotDaemon(FakeDaemon):
     fails_to: set[str] = field(default_factory=set)  # targets to which the stream fails
     claims: list[pb.Rank] = field(default_factory=list)  # ranks that it lists and does not have
     said: int = 0
+    progress: Callable[[int], pb.NodeProgress] | None = None  # of its ranks, after a reading
     report: pb.Health | None = None  # instead of what is true; without an epoch it gets a new one each time
 
     def raise_alarm(self, check: str = "gpu-ecc", subject: str = "host", severity: Any = pb.CRITICAL) -> None:
@@ -72,6 +73,10 @@ class PilotDaemon(FakeDaemon):
                 alarms=self.health.alarms,
                 events=self.events[known:],
             )
+
+    def GetProgress(self, request: pb.GetProgressRequest, context: grpc.ServicerContext) -> pb.NodeProgress:
+        self._hear("GetProgress", request, context)
+        return self.progress(request.after) if self.progress is not None else pb.NodeProgress(now_unix_s=time.time())
 
     def ListRanks(self, request: pb.ListRanksRequest, context: grpc.ServicerContext) -> pb.ListRanksReply:
         """Of claims it says something new each time, and nothing to a driver that comes after `brief`."""

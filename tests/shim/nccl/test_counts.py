@@ -64,12 +64,24 @@ def test_process_without_communicators_has_no_counts(job: Job) -> None:
     assert counts.find(Process.of(os.getpid())) is None
 
 
+SOUND = {
+    "version": 1,
+    "record_bytes": 64,
+    "at_id": 0,
+    "at_state": 8,
+    "at_nranks": 12,
+    "at_rank": 16,
+    "at_collectives": 24,
+    "at_peers": 32,
+    "live": 2,
+    "at_with": 8,
+    "records": 4096,
+    "used": 3,
+}
+
+
 def packed(**changes: int) -> bytes:
-    fields = {
-        **{"version": 1, "record_bytes": 64, "at_id": 0, "at_state": 8, "at_nranks": 12, "at_rank": 16},
-        **{"at_collectives": 24, "at_peers": 32, "live": 2, "at_with": 8, "records": 4096, "used": 3},
-    }
-    return LAYOUT.pack(*{**fields, **changes}.values())
+    return LAYOUT.pack(*{**SOUND, **changes}.values())
 
 
 @pytest.mark.parametrize(
@@ -84,7 +96,7 @@ def packed(**changes: int) -> bytes:
     ],
 )
 def test_forged_layouts_are_refused(changes: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="version|layout"):
+    with pytest.raises(ValueError, match=r"version|layout"):
         Layout.unpack(packed(**changes))
 
 
