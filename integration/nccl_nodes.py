@@ -117,6 +117,10 @@ class NcclJob:
         fresh.write_text(entry)
         fresh.rename(self._faults(rank))
 
+    def slow_down(self, rank: int, node: str) -> None:
+        """Makes a rank slow as long as it is on this node."""
+        (self.meeting / f"slow-{rank}-{node}").touch()
+
     def await_lines(self, count: int) -> None:
         for rank in self.ranks:
             rank.await_lines(count)

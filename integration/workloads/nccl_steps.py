@@ -12,7 +12,7 @@ autograd does. The functions are looked up in the global scope, as in a linked p
 comes first.
 
 With --device-mib NCCL reads and writes device memory, in a buffer registered with the first communicator, and every
-step changes device memory and reads all of it.
+step changes device memory and reads all of it. While the file FOLDER/slow-R-NODE exists, rank R is slow on that node.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ WORDS = 64
 BLOCKS = 4  # of device memory
 TO_DEVICE, TO_HOST = 1, 2
 MASK = (1 << 64) - 1
+SLOW_S = 0.4
 
 
 class UniqueId(ctypes.Structure):
@@ -163,6 +164,8 @@ class Job:
     def pause(self) -> None:
         if self.pace_s:
             time.sleep(self.pace_s)
+        if (self.meeting / f"slow-{self.rank}-{os.uname().nodename}").exists():  # only while the rank is on that node
+            time.sleep(SLOW_S)
 
     # ------------------------------------------------------------ communicators
 

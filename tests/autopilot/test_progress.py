@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
 
 import pytest
 
@@ -19,7 +19,6 @@ from migrator.autopilot.model import (
     Loss,
     MoveState,
     NodeProgress,
-    Rank,
     RankProgress,
     Severity,
 )
@@ -45,22 +44,22 @@ def counts(number: int, behind: bool, changes_at: int, first: int = FIRST) -> tu
     return (done, done) if behind and after else (done + 1, done + 1)
 
 
-def said(uid: str, member: int, numbers: range, *, slow: bool = False, of: int = 3, **fields: Any) -> RankProgress:
+def said(uid: str, member: int, numbers: range, *, slow: bool = False) -> RankProgress:
     both = [counts(number, slow, FIRST + 100) for number in numbers]
     early, late = tuple(one for one, _ in both), tuple(one for _, one in both)
-    comm = CommunicatorProgress(COMM, of, member, tuple(numbers), early, late)
-    return RankProgress(uid, "nccl", fields.get("unchanged_s", 0.0), fields.get("usual_s", 1.0), (comm,))
+    comm = CommunicatorProgress(COMM, 3, member, tuple(numbers), early, late)
+    return RankProgress(uid, "nccl", 0.0, 1.0, (comm,))
 
 
 RANKS = [rank(0, "node-1"), rank(1, "node-2"), rank(2, "node-3")]
 
 
-def tell(jobs: Jobs, numbers: range, slow: int | None = 1, ranks: list[Rank] = RANKS, **fields: Any) -> None:
+def tell(jobs: Jobs, numbers: range, slow: int | None = 1, ahead_s: Mapping[str, float] = MappingProxyType({})) -> None:
     """All nodes answer."""
-    for one in ranks:
-        report = said(one.uid, one.rank, numbers, slow=one.rank == slow, of=len(ranks))
-        tell_one = NodeProgress(one.node, PERIOD_MS, fields.get(one.node, 0.0), 0.001, (report,))
-        jobs.take(tell_one, [one], numbers[0] * PERIOD_MS / 1000 - 1)
+    for one in RANKS:
+        report = said(one.uid, one.rank, numbers, slow=one.rank == slow)
+        answer = NodeProgress(one.node, PERIOD_MS, ahead_s.get(one.node, 0.0), 0.001, (report,))
+        jobs.take(answer, [one], at(numbers[0]) - 1)
 
 
 def at(number: int) -> float:
@@ -118,7 +117,7 @@ def test_a_member_that_two_nodes_claim_leads_to_nothing() -> None:
 
 def test_a_clock_that_differs_is_not_compared() -> None:
     jobs = Jobs(Progress())
-    tell(jobs, range(FIRST, FIRST + 200), **{"node-3": 5.0})
+    tell(jobs, range(FIRST, FIRST + 200), ahead_s={"node-3": 5.0})
     assert jobs.alarms(at(FIRST + 200)) == []
 
 

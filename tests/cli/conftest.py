@@ -112,6 +112,10 @@ class FakeDaemon(stubs.NodeServicer, stubs.SourceServicer, stubs.TargetServicer)
             self.health.alarms.remove(alarm)
         return pb.ClearAlarmsReply(cleared=wanted)
 
+    def GetProgress(self, request: pb.GetProgressRequest, context: grpc.ServicerContext) -> pb.NodeProgress:
+        self._hear("GetProgress", request, context)
+        return pb.NodeProgress(now_unix_s=time.time())
+
     def ListRanks(self, request: pb.ListRanksRequest, context: grpc.ServicerContext) -> pb.ListRanksReply:
         self._hear("ListRanks", request, context)
         return pb.ListRanksReply(ranks=self.ranks)

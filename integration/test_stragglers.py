@@ -1,0 +1,93 @@
+"""A rank that becomes slow is found from the counters of the shim alone, and the autopilot moves it away by itself.
+
+Daemons, CRIU, shim and autopilot are real; the NCCL library is a fake, and the slow node is a sleep in the workload.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from integration.harness import cluster, until
+from integration.nccl_nodes import NcclJob
+from integration.pilot import Pilot
+from migrator.cluster import Cluster
+from snapshotd.api import snapshotd_pb2 as pb
+
+pytestmark = [
+    pytest.mark.root,
+    pytest.mark.slow,
+    pytest.mark.skipif(os.geteuid() != 0, reason="namespaces need root"),
+]
+
+PLACES, SLOW, TARGET = ("node-1", "node-2", "node-2"), 1, "spare-1"
+POLICY = """
+[[rules]]
+name = "slow"
+checks = ["job-straggler"]
+severity = "warning"
+action = "move"
+
+[breaker]
+nodes_percent = 80
+
+[progress]
+pause_s = 2
+"""
+#: As many as the autopilot needs to know what is usual for a job, and some that it may miss.
+READINGS = 50
+
+
+@pytest.fixture(scope="module")
+def pilot() -> Iterator[Pilot]:
+    with cluster("slow") as made:
+        for node in made.lab.nodes:
+            path = made.lab.layout.node(node) / "snapshotd.toml"
+            path.write_text(path.read_text().replace("[health]\n", "[health]\nprogress_interval_s = 0.1\n"))
+            made.lab.restart_daemon(node)
+        found = Pilot(made, POLICY)
+        yield found
+        found.kill()
+
+
+def readings(pilot: Pilot, node: str) -> list[int]:
+    """How many readings each communicator of the ranks on a node has, as the node says."""
+
+    async def ask() -> pb.NodeProgress:
+        async with Cluster.read(pilot.nodes.lab.cluster_path).client(node) as client:
+            return await client.node.GetProgress(pb.GetProgressRequest(), timeout_s=30)
+
+    reply = asyncio.run(ask())
+    return [len(comm.numbers) for rank in reply.ranks for comm in rank.communicators]
+
+
+def test_the_slow_rank_is_named_and_moved_and_the_results_are_exact(pilot: Pilot) -> None:
+    job = NcclJob(pilot.nodes, PLACES, pace_s=0.05)
+    job.await_lines(5)
+    pilot.start()
+    for node, ranks in (("node-1", 1), ("node-2", 2)):
+        until(
+            f"readings of {node}",
+            lambda node=node, ranks=ranks: [count >= READINGS for count in readings(pilot, node)] == [True] * ranks,  # type: ignore[misc]
+        )
+    assert pilot.rows("SELECT text FROM events WHERE text LIKE '%job-%'") == []  # a uniform job raises nothing
+    job.slow_down(SLOW, PLACES[SLOW])
+    until(f"the rank to move\n{pilot.nodes.logs()}", lambda: pilot.results() == ["moved"])
+    assert [str(rank["node"]) for rank in pilot.nodes.ps(job.ranks[0])] == ["node-1", TARGET, "node-2"]
+
+    ((reason,),) = pilot.rows("SELECT text FROM events WHERE kind = 'intent'")
+    assert f"rank {SLOW} of job {job.ranks[0].name} keeps the 2 other ranks waiting" in reason
+    assert "were lost so far" in reason
+    until("the alarm to end", lambda: not pilot.rows("SELECT * FROM alarms"))
+    signals = [
+        text.split(":")[:2] for (text,) in pilot.rows("SELECT text FROM events WHERE kind = 'signal' ORDER BY id")
+    ]
+    assert [(word, about.split()[0]) for word, about in signals] == [
+        ("raised", "job-straggler"),
+        ("cleared", "job-straggler"),
+    ]
+    job.ends_well()
+    assert pilot.verb("report", "verify")["valid"]
