@@ -18,7 +18,7 @@ from migrator.autopilot.model import Alarm, Loss, NodeProgress, Rank, RankProgre
 from migrator.autopilot.policy import Progress as Settings
 from migrator.autopilot.stragglers import Counted, Group, Straggler, Watch
 
-STRAGGLER, STALL = "job-straggler", "job-stall"
+CHECKS = STRAGGLER, STALL = "job-straggler", "job-stall"
 #: How much the clocks of two nodes may differ for their readings to be compared (snapshotd/progress/schedule.py).
 ALLOWED_SKEW_S = 0.03
 #: How long a reading is kept for nodes that have not answered yet.
@@ -61,7 +61,7 @@ class Jobs:
 
     def resume(self, alarms: Iterable[Alarm], now: float) -> None:
         """Takes up the alarms that were raised before a restart."""
-        mine = [alarm for alarm in alarms if alarm.check in (STRAGGLER, STALL)]
+        mine = [alarm for alarm in alarms if alarm.check in CHECKS]
         self._resumed = {alarm.subject.removeprefix("rank:"): alarm for alarm in mine}
         self._resumed_until = now + RESUME_S
 
@@ -182,7 +182,8 @@ def _straggler(rank: Rank, found: Straggler, now: float) -> Alarm:
         found.node,
         STRAGGLER,
         f"rank:{found.uid}",
-        Severity.WARNING,
+        # What one node alone says must not make another one suspect.
+        Severity.WARNING if found.confirmed else Severity.NOTICE,
         text,
         found.since_unix_s,
         now,

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from snapshotd.api.client import DaemonClient
 
 _STYLES = {"healthy": "green", "returned": "green", "up": "green", "suspect": "yellow", "validating": "yellow"}
+#: An alarm that the autopilot has not renewed for so long is not shown.
+_OLD_S = 120.0
 _SEVERITIES = {"CRITICAL": "red", "WARNING": "yellow", "NOTICE": ""}
 
 
@@ -130,6 +132,7 @@ async def _once(cluster: Cluster, folder: Path | None) -> Seen:
 async def look(cluster: Cluster, store: Store | None) -> Seen:
     """Asks every node once."""
     from migrator.autopilot import convert
+    from migrator.autopilot.progress import CHECKS as JOB_CHECKS
     from migrator.fan_out import ASK_TIMEOUT_S, ask_all
     from migrator.journals import merge
     from snapshotd.api import snapshotd_pb2 as pb
@@ -151,6 +154,12 @@ async def look(cluster: Cluster, store: Store | None) -> Seen:
 
     answers, silent = await ask_all(cluster, ask)
     alarms = [alarm for name, answer in answers.items() for alarm in convert.health(name, answer[3]).alarms]
+    now = time.time()
+    stored = None if store is None else await store.load(now)
+    # Those about jobs are the autopilot's own. It renews them as long as it runs.
+    alarms += (
+        [one for one in stored.alarms if one.check in JOB_CHECKS and now - one.last_unix_s < _OLD_S] if stored else []
+    )
     merged = merge({name: list(answer[2].moves) for name, answer in answers.items()})
     return Seen(
         cluster.origin,
@@ -160,8 +169,8 @@ async def look(cluster: Cluster, store: Store | None) -> Seen:
         sorted(alarms, key=lambda alarm: (-alarm.severity, alarm.node, alarm.check)),
         [move for move in merged if not move.ended],
         silent,
-        None if store is None else (await store.load(time.time())).nodes,
-        time.time(),
+        None if stored is None else stored.nodes,
+        now,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -30,7 +31,7 @@ from snapshotd.api.errors import Damaged
 from tests.autopilot.conftest import PilotCluster
 from tests.autopilot.test_engine import results, running, until
 from tests.autopilot.worlds import NOW, TAINTED, acting, move, node, rank, world
-from tests.cli.conftest import a_rank
+from tests.cli.conftest import Migrator, a_rank
 
 PERIOD_MS = 100
 FIRST = int(NOW * 1000 / PERIOD_MS)
@@ -203,6 +204,15 @@ def test_a_rank_that_is_slow_wherever_it_runs_is_not_moved_again() -> None:
 
 def test_what_one_other_node_says_alone_moves_nothing() -> None:
     assert "only one other node" in straggler_waits(StragglerFacts(100, 0.5, 10, measured=True, confirmed=False))[0]
+    jobs, pair = Jobs(Progress()), [RANKS[0], replace(RANKS[1], node="node-3")]
+    for one in pair:
+        both = replace(
+            said(one.uid, one.rank, range(FIRST, FIRST + 200), slow=one.rank == 1).communicators[0], nranks=2
+        )
+        answer = NodeProgress(one.node, PERIOD_MS, 0.0, 0.001, (RankProgress(one.uid, "nccl", 0.0, 1.0, (both,)),))
+        jobs.take(answer, [one], at(FIRST) - 1)
+    (alarm,) = jobs.alarms(at(FIRST + 200))
+    assert (alarm.node, alarm.severity) == ("node-3", Severity.NOTICE)
 
 
 def test_a_rule_for_critical_alarms_does_not_act_on_stragglers() -> None:
@@ -234,6 +244,35 @@ async def test_all_moves_of_a_straggler_are_known_however_old(tmp_path: Path) ->
         assert (await store.load(NOW)).moves == ()
         await store.set_job_alarms([SLOW])
         assert [one.id for one in (await store.load(NOW)).moves] == [past.id]
+
+
+def test_watch_shows_alarms_about_jobs_as_long_as_they_are_renewed(
+    pilots: PilotCluster, migrator: Migrator, tmp_path: Path
+) -> None:
+    async def raised(last_unix_s: float) -> None:
+        async with Store.open(tmp_path / "state") as store:
+            await store.set_job_alarms([replace(SLOW, last_unix_s=last_unix_s)])
+
+    asyncio.run(raised(time.time()))
+    (alarm,) = migrator("watch", "--once", "--json").json["alarms"]
+    assert (alarm["node"], alarm["check"], alarm["severity"]) == ("node-2", STRAGGLER, "warning")
+    asyncio.run(raised(time.time() - 1000))
+    assert migrator("watch", "--once", "--json").json["alarms"] == []
+
+
+def test_explain_says_what_is_lost_and_what_a_move_costs(
+    pilots: PilotCluster, migrator: Migrator, tmp_path: Path
+) -> None:
+    async def raised() -> None:
+        async with Store.open(tmp_path / "state") as store:
+            await store.set_job_alarms([replace(SLOW, since_unix_s=time.time() - 50, loss=replace(LOSS, lost_s=20.0))])
+
+    asyncio.run(raised())
+    policy = tmp_path / "policy.toml"
+    policy.write_text('[[rules]]\nname = "slow"\nseverity = "warning"\naction = "move"\n[progress]\npause_s = 30\n')
+    shown = migrator("policy", "explain", "node-2", "--policy", str(policy)).out
+    assert "rule slow: move (not yet: 20 s were lost so far" in shown
+    assert "a move is expected to pause it for 30 s, as the policy says" in shown
 
 
 @pytest.mark.parametrize(
