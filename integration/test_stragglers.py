@@ -35,6 +35,7 @@ action = "move"
 nodes_percent = 80
 
 [progress]
+straggler_percent = 40
 pause_s = 2
 """
 #: As many as the autopilot needs to know what is usual for a job, and some that it may miss.

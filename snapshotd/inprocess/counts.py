@@ -10,10 +10,10 @@ Everything here blocks: call it in a thread.
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from snapshotd.api.errors import SnapshotError
+from snapshotd.api.errors import SnapshotError, Timeout
 from snapshotd.inprocess import mailbox
 from snapshotd.proc import foreign_memory
 from snapshotd.proc.tree import Process
@@ -93,7 +93,12 @@ class Counts:
 
     process: Process
     user_id: int
+    address: int  # of the layout
     layout: Layout
+
+    def renewed(self) -> Counts:
+        """With the communicators that were created since. Raises as `read` does, or ValueError."""
+        return replace(self, layout=Layout.unpack(self._read(self.address, LAYOUT.size)))
 
     def read(self) -> tuple[Membership, ...]:
         """Raises OSError (ProcessLookupError if it has ended, PermissionError if it has other users now) or Timeout."""
@@ -117,7 +122,10 @@ class Counts:
 
 
 def find(process: Process) -> Counts | None:
-    """The counts of a process; None if it has none: it has created no communicator, or has no or an older library."""
+    """The counts of a process; None if it has none: it has created no communicator, or has no or an older library.
+
+    Raises Timeout if its memory does not answer.
+    """
     try:
         user_id = mailbox.user_of(process)
         address = mailbox.locate(process, user_id)
@@ -128,7 +136,10 @@ def find(process: Process) -> Counts | None:
         # A forked child has its parent's counts, which do not change any more.
         if not fields.counts or fields.owner != connection.inner_pid():
             return None
-        layout = Layout.unpack(connection.read(address + fields.counts, LAYOUT.size))
+        address += fields.counts
+        layout = Layout.unpack(connection.read(address, LAYOUT.size))
+    except Timeout:
+        raise
     except (SnapshotError, OSError, ValueError):
         return None
-    return Counts(process, user_id, layout)
+    return Counts(process, user_id, address, layout)

@@ -6,12 +6,13 @@ communicators is measured by the bytes of its connections, and one without eithe
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from snapshotd.api import snapshotd_pb2 as pb
-from snapshotd.api.errors import SnapshotError
+from snapshotd.api.errors import SnapshotError, Timeout
 from snapshotd.inprocess import counts
 from snapshotd.inprocess.counts import Counts, Membership
 from snapshotd.net import traffic
@@ -21,8 +22,12 @@ from snapshotd.progress import schedule
 
 #: Processes of a rank that are searched for communicators; the others are its helpers.
 _PROCESSES_MAX = 64
-#: How often a rank without communicators is searched for some: reading the mappings of a process takes a millisecond.
-_SEARCH_S = 20.0
+#: How often a rank is searched for new communicators, because reading the mappings of a process takes a millisecond. One that
+#: has none is searched less and less often, from the first to the last of these times.
+_SEARCH_S, _SEARCH_MOST_S = 5.0, 160.0
+_KNOWN_S = 60.0
+#: How long one is left alone whose memory did not answer: at first, and at most.
+_SILENT_S, _SILENT_MOST_S = 60.0, 3600.0
 
 #: Communicator and member in it.
 Key = tuple[int, int]
@@ -34,18 +39,19 @@ class Rank:
 
     group: Cgroup
     found: dict[Process, Counts] = field(default_factory=dict)
-    searched_s: float = float("-inf")  # monotonic
+    search_at_s: float = float("-inf")  # monotonic: when to search the next time
+    wait_s: float = _SEARCH_S / 2
+    silent_s: float = 0.0  # how long it was left alone because its memory did not answer
 
     def measure(self, now_s: float) -> tuple[pb.RankProgress.Measure.ValueType, int]:
         """The best measure of its progress that there is."""
         pids = self.group.pids()
-        self._renew(pids, now_s)
+        self._search(pids, now_s)
         operations = 0
         for one in list(self.found.values()):
-            try:
-                operations += one.operations()
-            except (OSError, SnapshotError):
-                self.found.pop(one.process, None)
+            with self._unless_lost(one):
+                self.found[one.process] = new = one.renewed()
+                operations += new.operations()
         if self.found:
             return pb.RankProgress.NCCL, operations
         carried = traffic.carried_bytes(pids[:_PROCESSES_MAX])
@@ -53,27 +59,37 @@ class Rank:
             return pb.RankProgress.TCP, carried
         return pb.RankProgress.CPU, _cpu_us(self.group)
 
-    def _renew(self, pids: list[int], now_s: float) -> None:
-        if not self.found and now_s < self.searched_s + _SEARCH_S:
-            return
-        looked_at: Iterable[Process]
-        if self.found:
-            looked_at = [process for process in self.found if process.pid in pids]
-        else:
-            looked_at = _processes(pids[:_PROCESSES_MAX])
-            self.searched_s = now_s
-        made = ((process, counts.find(process)) for process in looked_at)
-        self.found = {process: one for process, one in made if one is not None}
-
     def collectives(self) -> dict[Key, Membership]:
         """Of every communicator that it is a member of."""
-        made = {}
+        made: dict[Key, Membership] = {}
         for one in list(self.found.values()):
-            try:
+            with self._unless_lost(one):
                 made.update({(each.comm, each.member): each for each in one.read()})
-            except (OSError, SnapshotError):
-                self.found.pop(one.process, None)
         return made
+
+    def _search(self, pids: list[int], now_s: float) -> None:
+        if now_s < self.search_at_s:
+            return
+        try:
+            made = [(process, counts.find(process)) for process in _processes(pids[:_PROCESSES_MAX])]
+        except Timeout:
+            # Every attempt costs a child, which may not even be possible to kill (snapshotd/proc/foreign_memory.py).
+            self.found = {}
+            self.silent_s = min(max(2 * self.silent_s, _SILENT_S), _SILENT_MOST_S)
+            self.search_at_s = now_s + self.silent_s
+            return
+        self.found = {process: one for process, one in made if one is not None}
+        self.wait_s = _SEARCH_S if self.found else min(2 * self.wait_s, _SEARCH_MOST_S)
+        self.search_at_s = now_s + (_KNOWN_S if self.found else self.wait_s)
+
+    @contextlib.contextmanager
+    def _unless_lost(self, one: Counts) -> Iterator[None]:
+        """Forgets a process that cannot be read any more; it is searched for again."""
+        try:
+            yield
+        except (OSError, ValueError, SnapshotError):
+            self.found.pop(one.process, None)
+            self.search_at_s = float("-inf")
 
 
 @dataclass(frozen=True)

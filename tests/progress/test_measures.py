@@ -14,11 +14,13 @@ import pytest
 
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.keepers.ranks import RankEntry
+from snapshotd.proc import foreign_memory
 from snapshotd.proc.cgroup import Cgroup
 from snapshotd.proc.stat import read as read_stat
 from snapshotd.progress import sampler, schedule
 from snapshotd.progress.measures import Rank, read_twice
 from snapshotd.progress.sampler import Sampler
+from tests.proc.test_foreign_memory import Silent, silent  # noqa: F401 - a fixture
 from tests.shim.nccl.conftest import Job, built, job  # noqa: F401 - fixtures
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="reading the memory of other processes needs root")
@@ -127,3 +129,20 @@ async def test_readings_are_kept_for_the_autopilot_and_not_made_during_moves(
     finally:
         await made.stop()
     job.stop()
+
+
+def test_a_rank_whose_memory_does_not_answer_is_left_alone(
+    silent: Silent,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(foreign_memory.read, "__defaults__", (0.5,))
+    process, _ = silent("libsnapshim.so")
+    rank = Rank(group_of(tmp_path / "group", process.pid))
+    assert rank.measure(0.0)[0] == pb.RankProgress.CPU
+    assert rank.search_at_s == 60.0
+    assert rank.measure(10.0)[0] == pb.RankProgress.CPU
+    assert rank.collectives() == {}
+    assert rank.search_at_s == 60.0  # it was not asked again
+    assert rank.measure(61.0)[0] == pb.RankProgress.CPU
+    assert rank.search_at_s == 61.0 + 120.0
