@@ -27,7 +27,7 @@ from snapshotd.api.errors import Damaged
 
 #: More than any daemon reports: in one answer, in one text, of one number (SQLite's are signed).
 MAX_ALARMS, MAX_EVENTS, MAX_RANKS, MAX_GPUS = 2000, 1000, 20_000, 1024
-MAX_COMMUNICATORS, MAX_READINGS = 64, 1000
+MAX_COMMUNICATORS, MAX_READINGS, MAX_COUNTS, LEAST_PERIOD_MS = 64, 1000, 60_000, 100
 MAX_CHARS = 2000
 MAX_NUMBER = 1 << 62
 _DISTRUST = "no sound daemon answers so: examine that node, it may be in the hands of an attacker"
@@ -91,13 +91,22 @@ def progress(node: str, reply: pb.NodeProgress, ahead_s: float, unsure_s: float)
     """`ahead_s`: how much the clock of the node is ahead of this one's, and how uncertain that is."""
     _must_be_few(node, ranks=(reply.ranks, MAX_RANKS))
     _must_be_small(node, reply)
+    counts = sum(len(comm.numbers) for rank in reply.ranks for comm in rank.communicators)
+    if counts > MAX_COUNTS or 0 < reply.period_ms < LEAST_PERIOD_MS:
+        raise Damaged(f"{node} reports {counts} readings every {reply.period_ms} ms", remedy=_DISTRUST)
     ranks = []
     for rank in reply.ranks:
         _must_be_few(node, communicators=(rank.communicators, MAX_COMMUNICATORS))
         _must_be_small(node, rank)
         comms = tuple(_communicator(node, comm) for comm in rank.communicators)
-        ranks.append(RankProgress(rank.uid, _MEASURES.get(rank.measure, ""), rank.unchanged_s, rank.usual_s, comms))
+        ranks.append(
+            RankProgress(rank.uid, _MEASURES.get(rank.measure, ""), _span(rank.unchanged_s), _span(rank.usual_s), comms)
+        )
     return NodeProgress(node, reply.period_ms, ahead_s, unsure_s, tuple(ranks))
+
+
+def _span(seconds: float) -> float:
+    return min(max(0.0, seconds), 1e9)
 
 
 def _communicator(node: str, comm: pb.CommunicatorProgress) -> CommunicatorProgress:

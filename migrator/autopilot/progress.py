@@ -2,8 +2,8 @@
 
 Invariant: a node speaks for itself only. What it says of a rank counts if the node lists this rank as its own, and a
 member of a communicator that two nodes claim makes this communicator count for nothing. So a node in the hands of an
-attacker can hide the stragglers of jobs of which it runs a rank. It can blame another rank of such a job, but no move
-follows unless a second node, or the node of that rank, says the same (facts.py).
+attacker can hide stragglers. It can blame another rank of a job of which it has a rank, but no move follows unless a
+second node, or the node of that rank, says the same (facts.py).
 
 Nothing is asked here: engine.py asks the nodes. No clock: the time of a reading follows from its number.
 """
