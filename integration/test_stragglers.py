@@ -47,7 +47,9 @@ def pilot() -> Iterator[Pilot]:
     with cluster("slow") as made:
         for node in made.lab.nodes:
             path = made.lab.layout.node(node) / "snapshotd.toml"
-            path.write_text(path.read_text().replace("[health]\n", "[health]\nprogress_interval_s = 0.1\n"))
+            text = path.read_text()
+            assert "progress_interval_s = 0\n" in text  # a lab has it switched off
+            path.write_text(text.replace("progress_interval_s = 0\n", "progress_interval_s = 0.1\n"))
             made.lab.restart_daemon(node)
         found = Pilot(made, POLICY)
         yield found

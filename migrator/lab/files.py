@@ -89,6 +89,8 @@ def _daemon_text(layout: Layout, record: Record, node: str) -> str:
     lines = [f"{key} = {json.dumps(value)}" for key, value in settings.items()]
     # Alarms of a lab come from files of its nodes: the kernel's log of the machine is that of all of them, and of its owner.
     health = ["[health]", f"root = {json.dumps(str(layout.node(node) / 'health'))}", "interval_s = 1.0"]
+    # Nodes of a lab share the processors of one machine: which rank is slow there says nothing about a node.
+    health += ["progress_interval_s = 0"]
     nodes = ["[nodes]", *(f"{other} = {json.dumps(endpoint(record, other))}" for other in record.nodes)]
     return "\n".join([*lines, *_tls_lines(layout.node(node)), *health, *nodes]) + "\n"
 
