@@ -75,13 +75,17 @@ class Jobs:
         if not report.period_ms or not self._comparable(report.node):
             return
         least = int(least_unix_s * 1000 / report.period_ms)
+        most = least + 4 * HORIZON_S * 1000 / report.period_ms
         for said in self._said[report.node].values():
             job = self._jobs.setdefault((said.rank.job_key, report.period_ms), _Job())
+            new = max(least, job.done)
             for comm in said.progress.communicators:
                 for number, early, late in zip(comm.numbers, comm.early, comm.late, strict=True):
-                    if max(least, job.done) < number < least + 4 * HORIZON_S * 1000 / report.period_ms:
+                    if new < number < most:
                         groups = job.pending.setdefault(number, {})
-                        group = groups.setdefault(comm.id, Group(comm.nranks))
+                        group = groups.get(comm.id)
+                        if group is None:
+                            group = groups[comm.id] = Group(comm.nranks)
                         group.contested = group.contested or group.nranks != comm.nranks
                         group.add(comm.member, Counted(said.rank.uid, report.node, early, late))
 

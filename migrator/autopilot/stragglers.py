@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 #: Readings over which the rate of a job and the shares of its ranks are measured, and how many are enough.
 WINDOW = 60
@@ -29,8 +30,7 @@ HYSTERESIS = 0.5
 MOST_STEP_S = 10.0
 
 
-@dataclass(frozen=True)
-class Counted:
+class Counted(NamedTuple):  # there are many of them
     """One member of a communicator in one reading."""
 
     uid: str
@@ -49,7 +49,8 @@ class Group:
 
     def add(self, member: int, counted: Counted) -> None:
         known = self.members.setdefault(member, counted)
-        self.contested = self.contested or (known.uid, known.node) != (counted.uid, counted.node)
+        if known is not counted and known[:2] != counted[:2]:
+            self.contested = True
 
     @property
     def complete(self) -> bool:
