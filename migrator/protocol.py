@@ -12,15 +12,23 @@ daemons of nodes with a process that the rank has a TCP connection to; the sourc
 are those that have ranks of the same job; they take part only if the rank is in an NCCL communicator. Every daemon journals
 its part before it acts. Every step is idempotent by (move, step), so it can be asked for again if an answer was lost.
 
+**Terms.** The *shim* is the library that `migrator run` loads into a rank. A *gate* is where it stops a rank, at an NCCL
+call; the *cut* is the call at which each rank of the job stops, so that none waits for a call that another has not made.
+*Members* are the ranks of a communicator. A *held* copy is a restored process whose own code does not run yet. *Stripes* are
+files in host memory into which the shim copies device memory with several threads, and the *device channel* carries them.
+
 **Data.** Host memory leaves in Stream and becomes a process in Restore. Device memory leaves the GPU in Freeze, either into
 host memory by the CUDA driver's checkpoint, which Stream then sends, or by the shim into stripe files, which are sent to the
-target while they are written. It arrives on the target's GPU in Restore. Files of the source node that the rank made and has
+target while they are written. Before that, the threads of the rank are stopped and the GPU's work is drained, so nothing
+changes meanwhile. Device memory arrives on the target's GPU in Restore; if the move is undone, Abort brings it back to the
+source's GPU from the same place. Open files are part of the image. Files of the source node that the rank made and has
 closed leave in PrepareDevice, what changed since in Stream; they are made on the target in Restore.
 
 **Pause.** The rank stands still from Freeze to Activate. In an NCCL job every rank waits at its gate from Quiesce to Open.
 Processes on peers are stopped for about a millisecond in Repoint, and again if an undo points their sockets back. Packets
 between the rank and its peers are filtered from Freeze to Settle, so that no kernel answers a stale connection with RST: on
 the source from Freeze on, on the peers from Hold on (a source that reboots loses its filter), on the target from Restore on.
+Settle drops the filters of the peers, Activate or Discard that of the target, Release or Abort that of the source.
 
 **Lease.** Begin starts a lease, counted by the source alone on its own clock (CLOCK_BOOTTIME). The driver renews it with
 Source.Renew throughout the move. If it expires before an outcome is recorded, the source records ABORT, also in answer to a
@@ -30,12 +38,13 @@ copy, and after 15 minutes without source and target, so that the job fails with
 target to which nothing is being sent drops a move after 10 minutes without its source, which cannot commit it without a
 receipt. And a peer that was not re-pointed yet lets its connections go after 15 minutes without source and target.)
 
-**Nonce, receipt, token.** In Prepare the target makes up a random nonce for the move. The driver passes it to the source, the
-peers and the job's nodes, inside mutual TLS. The *receipt* that Restore returns is an HMAC with that nonce: it proves to the
-source that the target holds a whole copy, and Commit is refused without it. A *token* is the HMAC over the outcome: it proves
-that the source has recorded COMMIT or ABORT. Any holder can pass a token on. Activate requires the token of COMMIT, Discard
-that of ABORT, Settle and Open either. The driver passes the token of COMMIT on to Settle and Open only after Activate. The
-nonce is a shared secret: it guards against mistakes and strangers, not against a participant that forges a token.
+**Nonce, receipt, token.** In Prepare the target makes up a random nonce for the move. The driver passes it to the source,
+the peers and the job's nodes, inside mutual TLS. The *receipt* that Restore returns is an HMAC with that nonce: it proves to
+the source that the target holds a whole copy, and Commit is refused without it. A *token* is the HMAC over the outcome: it
+proves that the source has recorded COMMIT or ABORT. Any holder can pass a token on. Activate requires the token of COMMIT,
+Discard that of ABORT, Settle and Open either. The driver passes the token of COMMIT on to Settle and Open only after
+Activate; a peer or gate that learns of COMMIT by asking waits until the target says that it runs the rank. The nonce is a
+shared secret: it guards against mistakes and strangers, not against a participant that forges a token.
 
 **What overrules a recorded COMMIT.** Two things, both recorded beside it:
 - The target's journal says that its copy died, or was dropped, before it ever ran. Then the source takes the rank back and
@@ -187,7 +196,7 @@ TABLE: tuple[Step, ...] = (
         does="point the peers' sockets at the target, filtered",
         undone_by=("Settle",),
     ),
-    # The outcome. Everything above can be undone, everything below is only finished.
+    # The outcome. Everything above can be undone; everything below is only finished, unless COMMIT is overruled (see above).
     Step("commit", "Commit", Asked.SOURCE, _HELD, 30, "take the receipt, record COMMIT, give the token"),
     Step("activate", "Activate", Asked.TARGET, _MOVED, 60, "take the token, journal it, let the copy run"),
     Step("open", "Open", Asked.JOB, _MOVED, 60, "open the gates", only_with_nccl=True),
@@ -196,8 +205,9 @@ TABLE: tuple[Step, ...] = (
 )
 
 #: How a move is undone, in this order. ABORT comes first: the target may drop its copy, and peers and gates may go back, only
-#: once the record says that the source's copy goes on. As part of Abort the source has detached communicators built again,
-#: which takes longest. Only after that do gates open.
+#: once the record says that the source's copy goes on. Until Settle, filters drop what the thawed rank and its peers send,
+#: and TCP repeats it. As part of Abort the source has detached communicators built again, which takes longest. Only after
+#: that do gates open.
 UNDO: tuple[Step, ...] = (
     Step("undo", "Abort", Asked.SOURCE, _RUNNING, 240, "record ABORT, thaw the rank, rebuild its communicators"),
     Step(
