@@ -28,6 +28,9 @@ class Samples:
 
     descriptors: list[int] = field(default_factory=list)
     memory_kib: list[int] = field(default_factory=list)
+    #: The same memory by process: the daemon, the network process, and all other children, with their number.
+    parts_kib: list[tuple[int, int, int]] = field(default_factory=list)
+    children: list[int] = field(default_factory=list)
 
 
 class Soak:
@@ -67,15 +70,19 @@ class Soak:
             daemon = self.nodes.lab.daemon_pid(node)
             assert daemon is not None, self.nodes.logs()
             pids = [daemon, *map(int, Path(f"/proc/{daemon}/task/{daemon}/children").read_text().split())]
-            descriptors, memory_kib = 0, 0
+            descriptors, parts_kib, children = 0, [0, 0, 0], 0
             for pid in pids:
                 try:
                     descriptors += len(list(Path(f"/proc/{pid}/fd").iterdir()))
-                    memory_kib += _private_kib(pid)
+                    part = 0 if pid == daemon else 1 if b"snapshotd.network.process" in _words(pid) else 2
+                    parts_kib[part] += _private_kib(pid)
+                    children += part == 2
                 except (FileNotFoundError, ProcessLookupError):
                     continue  # a child that has done its work
             samples.descriptors.append(descriptors)
-            samples.memory_kib.append(memory_kib)
+            samples.memory_kib.append(sum(parts_kib))
+            samples.parts_kib.append((parts_kib[0], parts_kib[1], parts_kib[2]))
+            samples.children.append(children)
 
     # ---------------------------------------------------------------- the result
 
@@ -104,8 +111,15 @@ class Soak:
                 f"{node:10}  {len(samples.descriptors):5}  {samples.descriptors[at]:18}  {samples.descriptors[-1]:10}"
                 f"  {samples.memory_kib[at] / 1024:19.1f}  {samples.memory_kib[-1] / 1024:10.1f}"
             )
+            lines += [f"  at {at + 1}: {self._parts(samples, at)}", f"  at the end: {self._parts(samples, -1)}"]
         lines += self.growth() or ["nothing has grown" if self._enough() else f"fewer than {WARM_UP + WINDOW} moves"]
         return "\n".join([*lines, f"seed {self.seed}, {(time.monotonic() - self._began_s) / 60:.1f} minutes"])
+
+    @staticmethod
+    def _parts(samples: Samples, place: int) -> str:
+        daemon, network, others = (kib / 1024 for kib in samples.parts_kib[place])
+        children = samples.children[place]
+        return f"daemon {daemon:.1f}, network process {network:.1f}, {children} other children {others:.1f} MiB"
 
     def _enough(self) -> bool:
         return all(len(samples.descriptors) >= WARM_UP + WINDOW for samples in self.samples.values())
@@ -115,7 +129,7 @@ class Soak:
             "seed": self.seed,
             "growth": self.growth(),
             "nodes": {
-                node: {"descriptors": one.descriptors, "memory_kib": one.memory_kib}
+                node: {"descriptors": one.descriptors, "memory_kib": one.memory_kib, "children": one.children}
                 for node, one in self.samples.items()
             },
         }
@@ -123,6 +137,10 @@ class Soak:
 
 def _windows(values: list[int]) -> tuple[list[int], list[int]]:
     return values[WARM_UP - WINDOW : WARM_UP], values[-WINDOW:]
+
+
+def _words(pid: int) -> list[bytes]:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
 
 
 def _private_kib(pid: int) -> int:

@@ -127,11 +127,15 @@ class Spares:
                 found.end()
         return self._start()
 
+    def trim(self, count: int) -> None:
+        """Ends children that were not needed, until there are `count`."""
+        with contextlib.suppress(IndexError):
+            while len(self._started) > count:
+                self._started.popleft().end()
+
     def close(self) -> None:
         """Ends the children that were not needed."""
-        with contextlib.suppress(IndexError):
-            while True:
-                self._started.popleft().end()
+        self.trim(0)
 
 
 def environment(*, site_packages: bool) -> dict[str, str]:

@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from snapshotd.runtime.child_process import start
+from snapshotd.runtime.child_process import Spares, start
 
 PROGRAM = """
 import os, socket
 import snapshotd.runtime
-socket.socket(fileno=0).send(b"PYTHONPATH" in os.environb and b"found")
+line = socket.socket(fileno=0)
+line.send(b"PYTHONPATH" in os.environb and b"found")
+line.recv(1)
 """
 
 
@@ -33,3 +35,13 @@ def test_child_without_site_packages_finds_the_daemons_own_code_only(elsewhere: 
     child.process.wait(60)
     assert "No module named module_elsewhere" in child.last_output()
     child.end()
+
+
+def test_children_that_were_not_needed_are_ended(elsewhere: Path) -> None:
+    spares = Spares("module_elsewhere", most=3, site_packages=True)
+    spares.fill(3)
+    waiting = list(spares._started)
+    spares.trim(1)
+    assert [child.process.poll() is None for child in waiting] == [False, False, True]
+    assert spares.take() is waiting[2]
+    waiting[2].end()

@@ -186,7 +186,7 @@ class TargetSettling(Steps):
             self.relays.start(entry, entry.link)
         await self._forget_images(move_log.move)
         moving.done = True
-        start_spares_later()
+        start_spares_later(self._under_way)
         await reach(Point.ACTIVATE)
         log.info("rank %s runs here now", move_log.begin.rank)
 
@@ -202,8 +202,11 @@ class TargetSettling(Steps):
         await Restore.sweep(self.node, moving.log)
         await in_thread(moving.log.mark, Mark.DISCARDED)
         self.forwarding.hold_again(moving.log.begin.rank_uid)
-        start_spares_later()
+        start_spares_later(self._under_way)
         await reach(Point.DISCARD)
+
+    def _under_way(self) -> bool:
+        return any(not moving.done for moving in self.moves.values())
 
     def recall(self, move_log: MoveLog) -> Moving:
         # A copy that was not woken before a restart is woken, and followed, by `Adoption.sweep`.
