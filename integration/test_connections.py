@@ -468,7 +468,7 @@ def parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
-@pytest.mark.sampled(3, cover="point")
+@pytest.mark.sampled(2, cover="point")
 @pytest.mark.parametrize(
     "point", [Point.SUSPEND, Point.HOLD, Point.BEFORE_REPOINT, Point.REPOINTING, Point.REPOINT, Point.BEFORE_SETTLE]
 )

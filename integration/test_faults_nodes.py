@@ -17,6 +17,7 @@ OPERATOR = "operator"
 # ---------------------------------------------------------------- nodes
 
 
+@pytest.mark.sampled(4, group="faults of nodes")
 def test_source_node_crash_commits_the_copy_that_the_target_holds(drill: Drill) -> None:
     """After its reboot the source has no copy and the target a complete one: COMMIT, although the home keeper is gone."""
     with drill.waiting_at(TARGET, Point.RESTORE):
@@ -28,6 +29,7 @@ def test_source_node_crash_commits_the_copy_that_the_target_holds(drill: Drill) 
     drill.end_orphan()
 
 
+@pytest.mark.sampled(4, group="faults of nodes")
 def test_source_node_crash_after_commit_runs_the_rank_on_the_target(drill: Drill) -> None:
     with drill.waiting_at(TARGET, Point.BEFORE_ACTIVATE):
         drill.lab.crash(SOURCE)
@@ -85,6 +87,7 @@ def test_source_and_target_cut_off_undoes_the_move_before_commit_only(drill: Dri
 # ---------------------------------------------------------------- assertions by an operator
 
 
+@pytest.mark.sampled(4, group="faults of nodes")
 def test_false_assertion_that_the_source_is_dead_leaves_one_copy(drill: Drill) -> None:
     """Only its daemon was down. The restarted daemon asks the target before it lets its own copy run."""
     with drill.waiting_at(TARGET, Point.RESTORE):
@@ -99,6 +102,7 @@ def test_false_assertion_that_the_source_is_dead_leaves_one_copy(drill: Drill) -
     drill.finish(TARGET)
 
 
+@pytest.mark.sampled(4, group="faults of nodes")
 def test_recover_with_source_is_dead_runs_the_rank_on_the_target(drill: Drill) -> None:
     with drill.waiting_at(TARGET, Point.RESTORE):
         drill.lab.crash(SOURCE)
@@ -115,6 +119,7 @@ def test_recover_with_source_is_dead_runs_the_rank_on_the_target(drill: Drill) -
     drill.end_orphan()
 
 
+@pytest.mark.sampled(4, group="faults of nodes")
 def test_recover_with_target_is_dead_runs_the_rank_on_the_source(drill: Drill) -> None:
     """After COMMIT the source would wait forever for a target that never returns."""
     with drill.waiting_with_a_held_copy(Point.COMMIT):
@@ -128,6 +133,7 @@ def test_recover_with_target_is_dead_runs_the_rank_on_the_source(drill: Drill) -
     drill.end()
 
 
+@pytest.mark.sampled(4, group="faults of nodes")
 def test_recover_undoes_the_move_of_a_dead_driver(drill: Drill) -> None:
     with drill.waiting_at(SOURCE, Point.STREAM, "--lease", "600"):
         drill.kill_driver()

@@ -75,7 +75,7 @@ def test_rank_without_communicators_moves_without_gates(nodes: Cluster) -> None:
 # ---------------------------------------------------------------- moves that fail
 
 
-@pytest.mark.sampled(2, group="NCCL failures")
+@pytest.mark.sampled(1, group="NCCL failures")
 def test_move_is_undone_if_a_rank_does_not_reach_the_cut(nodes: Cluster) -> None:
     job = NcclJob(nodes, [SOURCE, PEER], stuck=(1, 20))
     until("rank 0 to wait for rank 1", (job.meeting / "launched-0").exists)
@@ -94,7 +94,7 @@ def test_move_is_undone_if_a_rank_does_not_reach_the_cut(nodes: Cluster) -> None
     job.ends_well()
 
 
-@pytest.mark.sampled(2, group="NCCL failures")
+@pytest.mark.sampled(1, group="NCCL failures")
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_nccl_error_while_communicators_are_rebuilt_is_undone(nodes: Cluster, rank: int) -> None:
     """On the rank that moves or on the one that stays. New communicators are built, and the job continues."""
@@ -110,7 +110,7 @@ def test_nccl_error_while_communicators_are_rebuilt_is_undone(nodes: Cluster, ra
     job.ends_well()
 
 
-@pytest.mark.sampled(2, group="NCCL failures")
+@pytest.mark.sampled(1, group="NCCL failures")
 def test_target_does_not_wait_for_a_peer_that_failed(nodes: Cluster) -> None:
     """The peer fails before it builds anything. The copy on the target is notified, and does not wait for its deadline."""
     job = NcclJob(nodes, [SOURCE, PEER])
@@ -125,7 +125,7 @@ def test_target_does_not_wait_for_a_peer_that_failed(nodes: Cluster) -> None:
     job.ends_well()
 
 
-@pytest.mark.sampled(2, group="NCCL failures")
+@pytest.mark.sampled(1, group="NCCL failures")
 @pytest.mark.slow
 def test_peer_that_hangs_while_communicators_are_rebuilt_is_undone(nodes: Cluster) -> None:
     job = NcclJob(nodes, [SOURCE, PEER])

@@ -59,7 +59,7 @@ def moved_both(result: dict[str, Any]) -> None:
 # ---------------------------------------------------------------- moves
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(3, group="offloaded NCCL jobs")
 @pytest.mark.parametrize("moved", [0, 1], ids=["rank-0", "rank-1"])
 def test_rank_moves_there_and_back(lab: GpuCluster, moved: int) -> None:
     job = start(lab, SOURCE, PEER)
@@ -70,6 +70,7 @@ def test_rank_moves_there_and_back(lab: GpuCluster, moved: int) -> None:
     job.ends_well()
 
 
+@pytest.mark.sampled(3, group="offloaded NCCL jobs")
 def test_both_ranks_of_one_node_move(lab: GpuCluster) -> None:
     job = start(lab, SOURCE, SOURCE, shape="pairs")
     for rank, to in ((0, TARGET), (1, PEER)):
@@ -78,6 +79,7 @@ def test_both_ranks_of_one_node_move(lab: GpuCluster) -> None:
     job.ends_well()
 
 
+@pytest.mark.sampled(3, group="offloaded NCCL jobs")
 def test_memory_of_nccl_is_freed_before_the_offload(lab: GpuCluster) -> None:
     """It is neither offloaded nor part of the driver's checkpoint."""
     job = start(lab, SOURCE, PEER)
@@ -91,6 +93,7 @@ def test_memory_of_nccl_is_freed_before_the_offload(lab: GpuCluster) -> None:
     job.ends_well()
 
 
+@pytest.mark.sampled(3, group="offloaded NCCL jobs")
 def test_job_runs_while_the_offload_is_prepared(lab: GpuCluster) -> None:
     """No gate is closed before files, channel and pinned staging buffers are ready."""
     job = start(lab, SOURCE, PEER)
@@ -109,7 +112,7 @@ def test_job_runs_while_the_offload_is_prepared(lab: GpuCluster) -> None:
 # ---------------------------------------------------------------- undo
 
 
-@pytest.mark.sampled(1, per="node", cover="point")
+@pytest.mark.sampled(2, group="failures of offloaded NCCL jobs")
 @pytest.mark.parametrize(
     ("node", "point"),
     [
@@ -136,7 +139,7 @@ def test_move_that_fails_is_undone_and_a_retry_succeeds(lab: GpuCluster, node: s
     job.ends_well()
 
 
-@pytest.mark.sampled(1, per="node", cover="point")
+@pytest.mark.sampled(2, group="failures of offloaded NCCL jobs")
 @pytest.mark.parametrize(
     ("node", "point"),
     [
@@ -160,7 +163,7 @@ def test_daemon_killed_leaves_exact_results_and_open_gates(lab: GpuCluster, node
     job.ends_well()
 
 
-@pytest.mark.sampled(1, cover="point")
+@pytest.mark.sampled(2, group="failures of offloaded NCCL jobs")
 @pytest.mark.parametrize("point", [Point.READY, Point.OFFLOADED])
 def test_driver_killed_restores_memory_and_communicators(lab: GpuCluster, point: Point) -> None:
     """When the lease ends, memory that was offloaded is brought back; then the communicators are rebuilt."""

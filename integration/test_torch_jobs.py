@@ -10,6 +10,7 @@ import pytest
 
 from integration.harness import Cluster, until
 from integration.torch_jobs import HOMES, TORCHRUN, TorchJob, TorchLab, at_rest
+from tests.sampling import Sampler
 
 pytestmark = [pytest.mark.root, pytest.mark.slow]
 
@@ -43,10 +44,10 @@ def _assert_as_undisturbed(lab: TorchLab, job: TorchJob, script: str, *arguments
 
 
 @pytest.mark.sampled(1, group="torchrun jobs")
-def test_every_rank_of_a_torchrun_job_moves_and_rank_0_twice(torch_lab: TorchLab) -> None:
+def test_every_rank_of_a_torchrun_job_moves_and_rank_0_twice(torch_lab: TorchLab, sampled: Sampler) -> None:
     job = torch_lab.torchrun("ddp.py", "--pace-s", "0.1", "--until", "{end}")
     job.await_steps(5)
-    _travel(job, (0, 1, 2, 3, 0))
+    _travel(job, sampled((0, 1, 2, 3, 0), 3))
     _assert_as_undisturbed(torch_lab, job, "ddp.py", world=4)
 
 

@@ -39,6 +39,7 @@ def holds(nodes: Cluster, job: Job, node: str) -> bool:
     return not here["former_keys"] and recorded(nodes, job, HOME, "home")["holder_key"] == here["own_key"]
 
 
+@pytest.mark.sampled(1, group="relay keys")
 def test_node_that_had_the_rank_cannot_take_over_its_output(nodes: Cluster, tmp_path: Path) -> None:
     job = nodes.workload(HOME, "chain.py")
     job.await_lines(5)
@@ -53,6 +54,7 @@ def test_node_that_had_the_rank_cannot_take_over_its_output(nodes: Cluster, tmp_
     end_chain(job)
 
 
+@pytest.mark.sampled(1, group="relay keys")
 def test_target_of_an_undone_move_has_no_valid_key(nodes: Cluster, tmp_path: Path) -> None:
     job = nodes.workload(HOME, "chain.py")
     job.await_lines(5)
