@@ -27,10 +27,14 @@ class Samples:
     """Of the processes of one daemon, after each move."""
 
     descriptors: list[int] = field(default_factory=list)
-    memory_kib: list[int] = field(default_factory=list)
-    #: The same memory by process: the daemon, the network process, and all other children, with their number.
+    #: Memory of the daemon, of the network process, and of all other children.
     parts_kib: list[tuple[int, int, int]] = field(default_factory=list)
+    #: The number of those other children.
     children: list[int] = field(default_factory=list)
+
+    @property
+    def memory_kib(self) -> list[int]:
+        return [sum(parts) for parts in self.parts_kib]
 
 
 class Soak:
@@ -80,7 +84,6 @@ class Soak:
                 except (FileNotFoundError, ProcessLookupError):
                     continue  # a child that has done its work
             samples.descriptors.append(descriptors)
-            samples.memory_kib.append(sum(parts_kib))
             samples.parts_kib.append((parts_kib[0], parts_kib[1], parts_kib[2]))
             samples.children.append(children)
 

@@ -75,7 +75,9 @@ def test_soak_notices_growth_after_the_first_moves(descriptors: int, memory: int
     soak = Soak(nodes, 7, print)
     early = WARM_UP + WINDOW
     soak.samples["node-1"] = Samples(
-        [20] * early + [20 + descriptors] * WINDOW, [1000] * early + [1000 + 10 * memory] * WINDOW
+        [20] * early + [20 + descriptors] * WINDOW,
+        [(700, 200, 100)] * early + [(700 + 10 * memory, 200, 100)] * WINDOW,
+        [3] * (early + WINDOW),
     )
     assert len(soak.growth()) == grown
     assert ("nothing has grown" in soak.table()) == (grown == 0)
