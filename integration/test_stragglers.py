@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -52,8 +53,9 @@ def pilot() -> Iterator[Pilot]:
             path.write_text(text.replace("progress_interval_s = 0\n", "progress_interval_s = 0.1\n"))
             made.lab.restart_daemon(node)
         found = Pilot(made, POLICY)
+        shutil.rmtree(found.state, ignore_errors=True)  # of a run that was killed
         yield found
-        found.kill()
+        found.reset()
 
 
 #: Run apart, because a process enters the network of a lab for good.
