@@ -226,7 +226,7 @@ def _fingerprint(certificate: x509.Certificate) -> str:
 def _unusable(certificate: x509.Certificate, unix_s: float) -> str:
     """Why nothing can have been signed with it at that time. A certificate that expired afterwards is still good."""
     if not _name(certificate).startswith("operator:"):
-        return f"is the certificate of {_name(certificate) or 'nobody'}, not of an operator"
+        return f"is the certificate of {_name(certificate) or 'an unnamed subject'}, not of an operator"
     first, last = certificate.not_valid_before_utc.timestamp(), certificate.not_valid_after_utc.timestamp()
     if not first <= unix_s <= last:
         return f"is valid from {_day(first)} to {_day(last)}, and the time of the signature is {_day(unix_s)}"

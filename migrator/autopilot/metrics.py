@@ -1,4 +1,4 @@
-"""The autopilot's metrics in the Prometheus text format. metrics_http.py serves them, if `--metrics` asks for it.
+"""The autopilot's metrics in the Prometheus text format. With `--metrics`, snapshotd/api/metrics_http.py serves them.
 
 Invariant: gauges show the last round of decisions. Counters count records of the event log, also those of earlier processes,
 so a restart neither resets them nor hides what happened meanwhile. Labels have names of nodes and checks, never of jobs or
@@ -122,9 +122,12 @@ class Metrics:
         self._free_gpus.set(sum(usable.values()))
         self._round.set(time.time())
 
-    def exposition(self) -> tuple[str, bytes]:
-        """The content type and the text."""
-        return CONTENT_TYPE_LATEST, generate_latest(self.registry)
+    async def exposition(self) -> tuple[str, bytes]:
+        """The content type and the text, for MetricsServer."""
+        return CONTENT_TYPE_LATEST, self.text()
+
+    def text(self) -> bytes:
+        return generate_latest(self.registry)
 
 
 def _label(outcome: str) -> str:

@@ -62,7 +62,7 @@ async def settle(cluster: Cluster, store: Store, move: Move) -> bool:
     moves, silent = await all_moves(cluster)
     if move.source in silent or move.target in silent:
         return False
-    # Of a move between other nodes nobody would know that it concerns the same rank: any node can name any rank.
+    # Any node can name any rank, so a move between other nodes need not concern the same one.
     between = (move.source, move.target)
     moves = [found for found in moves if (found.source_node, found.target_node) == between]
     if any(found.rank_uid == move.rank_uid and not found.ended for found in moves):

@@ -2,14 +2,15 @@
 
 A reading is how many collectives each member of a communicator had launched at one moment, as an early and a late number
 (proto/snapshotd.proto): a member whose late number is less than the early one of another was behind it for certain. The
-job waits for a rank that is behind all other members of one of its communicators, and is itself ahead of nobody: a rank
+job waits for a rank that is behind all other members of one of its communicators, and is itself ahead of none: a rank
 that waits in one communicator is late in all others, and is not the cause.
 
-Being the last one means nothing by itself. A program runs ahead of its GPU, so a rank may launch later than the others
-all the time and delay nobody; and a job may become slower because all of its ranks do more. So both must have happened:
-the job makes fewer collectives in a second than it has made before, and the rank is the last one more often than it was
-then. The loss is the smaller one of the two, so it is rather too small than too large. A rank that was slow from the
-beginning is not recognised, and a GPU that became slow only if the program waits for it between collectives.
+Being the last one means nothing by itself. A program runs ahead of its GPU, so a rank may launch later than the
+others all the time and delay no other rank. And a job may become slower because all of its ranks do more. So both
+must have happened: the job makes fewer collectives in a second than it has made before, and the rank is the last one
+more often than it was then. The loss is the smaller one of the two, so it is rather too small than too large. A rank
+that was slow from the beginning is not recognised, and a GPU that became slow only if the program waits for it
+between collectives.
 """
 
 from __future__ import annotations

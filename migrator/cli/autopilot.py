@@ -128,11 +128,12 @@ async def _run(
     *,
     as_json: bool,
 ) -> None:
-    from migrator.autopilot import actor, metrics_http
+    from migrator.autopilot import actor
     from migrator.autopilot.engine import Engine
     from migrator.autopilot.metrics import Metrics
     from migrator.autopilot.page.view import Phases
     from migrator.autopilot.store import Store
+    from snapshotd.api.metrics_http import MetricsServer
 
     stop, task = asyncio.Event(), asyncio.current_task()
     assert task is not None
@@ -149,7 +150,9 @@ async def _run(
             metrics, where = Metrics(policy), ""
             if metrics_at is not None:
                 await metrics.count_log(store)
-                where = await stack.enter_async_context(metrics_http.serving(*metrics_at, metrics.exposition))
+                server = MetricsServer(metrics.exposition)
+                where = await server.start(*metrics_at, "--metrics")
+                stack.push_async_callback(server.close)
 
             def on_record(record: Record) -> None:
                 metrics.count(record)

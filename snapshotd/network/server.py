@@ -18,9 +18,19 @@ import grpc.aio
 from snapshotd.api.addresses import split_address
 from snapshotd.api.channel import COMMON_OPTIONS
 from snapshotd.api.errors import BadConfig, Internal, SnapshotError
-from snapshotd.network import metrics_http
+from snapshotd.api.metrics_http import MetricsServer
 from snapshotd.network.accounts import CALLS_PER_CALLER
-from snapshotd.network.frames import FROM_DAEMON, Close, Files, Listening, NotListening, Settings, Stop
+from snapshotd.network.frames import (
+    FROM_DAEMON,
+    METRICS,
+    Close,
+    Files,
+    Listening,
+    NotListening,
+    Request,
+    Settings,
+    Stop,
+)
 from snapshotd.network.inbound import Inbound
 from snapshotd.network.link import Control, Link
 from snapshotd.network.outbound import Contents, Outbound
@@ -50,7 +60,7 @@ class Network:
         self._settings: Settings | None = None
         self._contents: Contents = (b"", b"", b"")
         self._server: grpc.aio.Server | None = None
-        self._metrics: asyncio.Server | None = None
+        self._metrics = MetricsServer(self._exposition)
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self, end: socket.socket) -> None:
@@ -97,7 +107,7 @@ class Network:
         settings = self._settings
         assert settings is not None
         if settings.metrics_listen:
-            self._metrics = await metrics_http.serve(self.link, *split_address(settings.metrics_listen))
+            await self._metrics.start(*split_address(settings.metrics_listen), "metrics_listen")
         self._server = grpc.aio.server(options=SERVER_OPTIONS)
         self._server.add_generic_rpc_handlers((self.inbound,))
         port = 0
@@ -144,10 +154,16 @@ class Network:
         server, self._server = self._server, None
         if server is not None:
             await server.stop(grace_s)
-        metrics, self._metrics = self._metrics, None
-        if metrics is not None:
-            metrics.close()
-            await metrics.wait_closed()
+        await self._metrics.close()
+
+    async def _exposition(self) -> tuple[str, bytes]:
+        """The metrics, from the daemon (runtime/metrics.py). Raises CallFailed."""
+        call = self.link.open(lambda number: Request(number, METRICS, "root", "metrics", []))
+        try:
+            kind, text = await call.read() or b"", await call.read() or b""
+        finally:
+            call.cancel()
+        return kind.decode(), text
 
 
 def _why_not_bound(address: str) -> str:

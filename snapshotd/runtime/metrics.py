@@ -1,4 +1,4 @@
-"""Metrics in the Prometheus text format. The network process serves them over plain HTTP (network/metrics_http.py).
+"""Metrics in the Prometheus text format. The network process serves them over plain HTTP (snapshotd/api/metrics_http.py).
 
 They are read on the event loop, so between two steps of the daemon and never during one. They contain numbers only, no names
 of jobs, commands or users; nevertheless the address should be reachable by the monitoring only. One daemon is one process,

@@ -9,11 +9,11 @@ import signal
 import subprocess
 import sys
 import urllib.request
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
-from migrator.autopilot import metrics_http
 from migrator.autopilot.decide import RankDecision
 from migrator.autopilot.facts import AboutRank
 from migrator.autopilot.metrics import Metrics
@@ -21,6 +21,7 @@ from migrator.autopilot.model import MoveState, NodeState, Severity
 from migrator.autopilot.policy import Policy
 from migrator.autopilot.store import Store
 from snapshotd.api.errors import BadConfig, Usage
+from snapshotd.api.metrics_http import MetricsServer
 from tests.autopilot.conftest import PilotCluster, until
 from tests.autopilot.worlds import acting, alarm, move, node, rank, world
 from tests.cli.conftest import Migrator, a_rank
@@ -31,7 +32,7 @@ def values(text: bytes) -> dict[str, float]:
 
 
 def shown(metrics: Metrics) -> dict[str, float]:
-    return values(metrics.exposition()[1])
+    return values(metrics.text())
 
 
 def test_a_round_shows_nodes_alarms_spares_and_waiting_ranks() -> None:
@@ -113,27 +114,27 @@ async def asked(address: str, request: bytes) -> bytes:
         writer.close()
 
 
-async def test_only_get_of_metrics_is_answered() -> None:
-    async with metrics_http.serving("127.0.0.1", 0, lambda: ("text/x", b"metric 1\n")) as address:
-        answer = await asked(address, b"GET /metrics?x=1 HTTP/1.1\r\nHost: x\r\n\r\n")
-        assert answer.startswith(b"HTTP/1.1 200 OK\r\nContent-Type: text/x\r\nContent-Length: 9\r\n")
-        assert answer.endswith(b"\r\n\r\nmetric 1\n")
-        assert (await asked(address, b"GET / HTTP/1.1\r\n\r\n")).startswith(b"HTTP/1.1 404 ")
-        assert (await asked(address, b"POST /metrics HTTP/1.1\r\n\r\n")).startswith(b"HTTP/1.1 405 ")
-        assert (await asked(address, b"\r\n\r\n")).startswith(b"HTTP/1.1 405 ")
-        assert await asked(address, b"x" * 100_000) == b""
-        with pytest.raises(BadConfig, match="cannot listen"):
-            async with metrics_http.serving("127.0.0.1", int(address.rpartition(":")[2]), lambda: ("", b"")):
-                pass
+async def one_metric() -> tuple[str, bytes]:
+    return "text/x", b"metric 1\n"
 
 
-async def test_idle_connections_do_not_keep_a_scraper_out() -> None:
-    async with metrics_http.serving("127.0.0.1", 0, lambda: ("text/x", b"metric 1\n")) as address:
-        host, _, port = address.rpartition(":")
-        idle = [await asyncio.open_connection(host, int(port)) for _ in range(metrics_http.MAX_CONNECTIONS + 5)]
-        assert (await asked(address, b"GET /metrics HTTP/1.1\r\n\r\n")).endswith(b"metric 1\n")
-        for _, writer in idle:
-            writer.close()
+@pytest.fixture
+async def address() -> AsyncIterator[str]:
+    server = MetricsServer(one_metric)
+    yield await server.start("127.0.0.1", 0, "--metrics")
+    await server.close()
+
+
+async def test_only_get_of_metrics_is_answered(address: str) -> None:
+    answer = await asked(address, b"GET /metrics?x=1 HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 200 OK\r\nContent-Type: text/x\r\nContent-Length: 9\r\n")
+    assert answer.endswith(b"\r\n\r\nmetric 1\n")
+    assert (await asked(address, b"GET / HTTP/1.1\r\n\r\n")).startswith(b"HTTP/1.1 404 ")
+    assert (await asked(address, b"POST /metrics HTTP/1.1\r\n\r\n")).startswith(b"HTTP/1.1 405 ")
+    assert (await asked(address, b"\r\n\r\n")).startswith(b"HTTP/1.1 405 ")
+    assert await asked(address, b"x" * 100_000) == b""
+    with pytest.raises(BadConfig, match="--metrics: cannot listen"):
+        await MetricsServer(one_metric).start("127.0.0.1", int(address.rpartition(":")[2]), "--metrics")
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ def served() -> dict[str, set[str]]:
     """The labels of every metric of the autopilot itself, from the text that is served."""
     metrics, stuck = Metrics(Policy()), rank(0, "node-1")
     metrics.round(world(node("node-1"), alarm("node-1"), stuck), [AboutRank(stuck, RankDecision.ALERT, "")], {})
-    families = text_string_to_metric_families(metrics.exposition()[1].decode())
+    families = text_string_to_metric_families(metrics.text().decode())
     samples = [sample for family in families for sample in family.samples]
     return {
         sample.name: set(sample.labels)

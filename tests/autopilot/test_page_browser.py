@@ -115,7 +115,7 @@ def test_a_rank_that_moves_by_itself_is_seen_without_a_reload(pilots: PilotClust
         tile.click()
         expect(page.locator("#node")).to_contain_text("gpu-ecc on host: it fails")
         expect(page.locator("#node .badge.critical")).to_have_text("critical")
-        expect(page.locator("#node button")).to_have_count(0)  # nobody has logged in
+        expect(page.locator("#node button")).to_have_count(0)  # without a login
         assert page.locator("img").count() == 0
         assert page.evaluate("window.sameDocument") is True
         shoot(page, "moved")

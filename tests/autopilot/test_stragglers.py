@@ -138,7 +138,7 @@ def test_a_job_that_becomes_slower_as_a_whole_raises_nothing() -> None:
 
 
 def test_a_rank_that_is_always_last_raises_nothing_even_if_the_job_becomes_slower() -> None:
-    """As a program that launches ahead of its GPU: its rank 0 writes logs and launches later, and delays nobody."""
+    """As a program that launches ahead of its GPU: its rank 0 writes logs and launches later, and delays no other rank."""
     job = Simulated(4, lambda rank, now: (0.2 if now < 40 else 0.4) * (1.5 if rank == 0 else 1.0))
     assert watch(job, 0, 240).straggler is None
 

@@ -27,7 +27,7 @@ def test_a_node_cannot_answer_for_the_source_or_the_target_of_a_move(
     cluster["node-1"].moves.append(a_record("source", outcome=pb.COMMIT, target_node="node-2"))
     cluster["node-2"].moves.append(a_record("target", target_node="node-2"))
     cluster["node-2"].copy = pb.Copy(state=pb.Copy.RUNNING)
-    cluster["spare-1"].moves.append(a_record(role, target_node="node-2", begun_unix_s=1e9))  # of whom nobody asked
+    cluster["spare-1"].moves.append(a_record(role, target_node="node-2", begun_unix_s=1e9))  # not asked for
     cluster["spare-1"].copy = pb.Copy(state=pb.Copy.NO_SUCH_MOVE)
     ran = migrator("recover", MOVE, "--target-is-dead", "--yes")
     assert ran.code == WrongState.exit_code

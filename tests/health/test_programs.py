@@ -135,4 +135,4 @@ async def test_folder_that_others_can_exchange_is_not_used(tmp_path: Path, folde
         await made(tmp_path).read(NOW)
     os.chown(above, 0, 0)
     above.chmod(0o1777)
-    assert len(await made(tmp_path).read(NOW)) == 1, "nobody can exchange it there"
+    assert len(await made(tmp_path).read(NOW)) == 1, "no other user can replace it there"

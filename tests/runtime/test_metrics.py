@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from snapshotd.api import metrics_http
 from snapshotd.api.errors import BadConfig
-from snapshotd.network import metrics_http
 from snapshotd.network.dispatch import Services
 from snapshotd.runtime import metrics
 from tests.served import Certificates, Linked, certificates, free_port

@@ -70,7 +70,7 @@ class Tokens:
         return cls.read(path), path
 
     def operator(self, authorization: str) -> str:
-        """The name for an Authorization header; empty: nobody may act with it."""
+        """The name for an Authorization header; empty if it allows no action."""
         scheme, _, token = authorization.partition(" ")
         given, found = _digest(token.strip()), ""
         for known, name in self.names.items():

@@ -1,7 +1,7 @@
 """What the page shows now, kept for all its viewers at once.
 
 Invariant: the cost for the autopilot does not depend on the number of viewers. One task reads the store and the world, at
-most every `LEAST_S`, and only while somebody looks. Viewers wait for it and read only what it keeps in memory.
+most every `LEAST_S`, and only while the page is open somewhere. Viewers wait for it and read only what it keeps in memory.
 
 The store is asked for new records, because other processes write to it too: `migrator drain` and the other verbs.
 """
