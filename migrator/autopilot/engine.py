@@ -33,6 +33,10 @@ log = logging.getLogger(__name__)
 
 #: How long nothing is decided at most. A change of a node or of the store is noticed earlier.
 TICK_S = 1.0
+#: After a round nothing is decided for as long as the round took, but not longer than this.
+MOST_PAUSE_S = 0.25
+#: The world of a round is shown for so many times as long as it took to gather it: some milliseconds, or half a second.
+KEPT_FACTOR = 8.0
 #: How long the first answers of all nodes are waited for.
 FIRST_S = 15.0
 _STATES = {
@@ -65,6 +69,7 @@ class Engine:
         self.watchers = {node: Watcher(cluster, node, store, self._wake.set) for node in cluster.nodes}
         self._moving: dict[str, asyncio.Task[None]] = {}  # by the id of the move
         self._validating: dict[int, asyncio.Task[None]] = {}  # by the id of the order
+        self._latest: tuple[World, float] | None = None  # of the last round, and until when viewers get it
         self._silence = silence.Silence(cluster, store)
         self._progress = ProgressFeed(cluster, policy, store, self.watchers)
 
@@ -83,7 +88,10 @@ class Engine:
             while not stop.is_set() and self._unanswered() and time.monotonic() < deadline:
                 await self._sleep(watching)
             while not stop.is_set() and not await self._is_done():
+                began_s = time.monotonic()
                 await self._round()
+                # So that rounds of a large cluster with many signals leave time for the nodes' answers and the page.
+                await asyncio.sleep(min(MOST_PAUSE_S, time.monotonic() - began_s))
                 await self._sleep(watching)
             await asyncio.gather(*self._moving.values())
         finally:
@@ -120,11 +128,13 @@ class Engine:
     async def _round(self) -> None:
         await self._settle()
         await self._silence.look(self.watchers, self.policy.unreachable_s)
+        began_s = time.monotonic()
         world = await self.world()
+        cost_s = time.monotonic() - began_s
         if not self.only_order and await self._progress.update(world):
             world = await self.world()
-        alerts = await self._about_nodes(world)
-        world = await self.world()
+        world, alerts = await self._about_nodes(world)
+        self._latest = world, time.monotonic() + KEPT_FACTOR * cost_s
         decided = about_ranks(world, self.policy, self.store.now())
         data: dict[str, dict[str, Any]] = {}
         if self.only_order:
@@ -140,11 +150,21 @@ class Engine:
             await self.store.set_alerts(alerts, data)
         self.on_round(world, decided, alerts)
 
+    async def shown_world(self) -> World:
+        """For viewers: that of the last round, for a while that depends on what it costs to gather a new one."""
+        if self._latest is not None and time.monotonic() < self._latest[1]:
+            return self._latest[0]
+        return await self.world()
+
     async def world(self) -> World:
         """Everything that is known now."""
         now = self.store.now()
         window = max(self.policy.breaker.window_s, self.policy.breaker.rank_window_s, self.policy.breaker.back_off_s)
         stored = await self.store.load(now - window)
+        ended: dict[str, list[Move]] = {}  # by rank
+        for move in stored.moves:
+            if move.state is not MoveState.INTENDED:
+                ended.setdefault(move.rank_uid, []).append(move)
         nodes: dict[str, Node] = {}
         ranks: list[tuple[float, Rank]] = []  # with the time of the answer
         for name, watcher in self.watchers.items():
@@ -158,26 +178,33 @@ class Engine:
                 # What the node said before a move of the rank ended may be wrong by now: wait for its next answer.
                 later = [
                     move.id
-                    for move in stored.moves
-                    if move.rank_uid == listed.uid and name in (move.source, move.target) and move.ended_unix_s >= asked
+                    for move in ended.get(listed.uid, ())
+                    if name in (move.source, move.target) and move.ended_unix_s >= asked
                 ]
                 ranks.append((asked, replace(listed, moving=listed.moving or later[-1]) if later else listed))
         alarms = tuple(alarm for alarm in stored.alarms if alarm.node in nodes)
         return World(nodes, alarms, _believed(nodes, ranks), stored.moves, stored.orders)
 
-    async def _about_nodes(self, world: World) -> dict[str, str]:
-        """Changes the states of nodes, one after the other, because each change counts for the next one's limits."""
+    async def _about_nodes(self, world: World) -> tuple[World, dict[str, str]]:
+        """Changes the states of nodes. Returns the world after that, and alerts.
+
+        They are decided one after the other, because each change counts for the next one's limits.
+        """
         alerts: dict[str, str] = {}
-        nodes = dict(world.nodes)
+        changes: dict[str, tuple[NodeState, NodeState, str]] = {}
+        nodes, now = dict(world.nodes), self.store.now()
+        changed = replace(world, nodes=nodes)  # `nodes` changes below
         for name in world.nodes:
-            about = about_node(replace(world, nodes=nodes), self.policy, nodes[name], self.store.now())
+            about = about_node(changed, self.policy, nodes[name], now)
             if about.decision is NodeDecision.ALERT:
                 alerts[name] = about.reason
             elif about.decision in _STATES and (nodes[name].seen or not nodes[name].reachable):
                 state = _STATES[about.decision]
-                await self.store.set_node(name, state, about.reason)
-                nodes[name] = replace(nodes[name], state=state)
-        return alerts
+                changes[name] = nodes[name].state, state, about.reason
+                nodes[name] = replace(nodes[name], state=state, reason=about.reason, since_unix_s=now)
+        if changes:
+            await self.store.set_nodes(changes)
+        return changed, alerts
 
     async def _begin(self, world: World, about: AboutRank) -> None:
         """Records the intent, and only then begins."""
@@ -201,9 +228,8 @@ class Engine:
             if task.done():
                 del self._moving[move_id]
                 task.result()
-        stored = await self.store.load(self.store.now())
-        for move in stored.moves:
-            if move.state is MoveState.INTENDED and move.id not in self._moving:
+        for move in await self.store.intended():
+            if move.id not in self._moving:
                 try:
                     if await mover.settle(self.cluster, self.store, move):
                         self._look_again(move)
@@ -263,10 +289,11 @@ def _believed(nodes: Mapping[str, Node], ranks: list[tuple[float, Rank]]) -> tup
     """What nodes say of their ranks. Each speaks for itself, so a rank that two nodes claim is on both of them: neither can
     hide it from the other, and a move asks the very node that it leaves. But a node that fell silent after a rank has left it
     would list the rank for ever: if another one has answered later, that counts."""
+    silent = {name for name, node in nodes.items() if not node.reachable}
     newest: dict[str, float] = {}
-    for asked, rank in ranks:
+    for asked, rank in ranks if silent else ():
         newest[rank.uid] = max(asked, newest.get(rank.uid, 0.0))
-    return tuple(rank for asked, rank in ranks if nodes[rank.node].reachable or asked >= newest[rank.uid])
+    return tuple(rank for asked, rank in ranks if rank.node not in silent or asked >= newest[rank.uid])
 
 
 def _for_the_report(world: World, about: AboutRank) -> dict[str, Any]:

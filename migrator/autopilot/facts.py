@@ -121,7 +121,7 @@ def _straggler(policy: Policy, alarm: Alarm, loss: Loss, moves: Iterable[Move]) 
 
 def ruled_for(world: World, policy: Policy, node: str, now: float) -> list[Ruled]:
     """The alarms of a node with their rules, the strongest first."""
-    found = [ruled(policy, alarm, now, world.moves) for alarm in world.alarms if alarm.node == node]
+    found = [ruled(policy, alarm, now, world.moves) for alarm in world.alarms_on(node)]
     return sorted(found, key=lambda one: (-_STRENGTH.index(one.action), -one.alarm.severity, one.alarm.since_unix_s))
 
 
@@ -185,7 +185,10 @@ def about_ranks(world: World, policy: Policy, now: float) -> list[AboutRank]:
     """
     found: list[AboutRank] = []
     leaving: dict[tuple[str, int], list[tuple[Rank, Leave]]] = {}  # by node and order
-    for rank in world.ranks:
+    leavable = (NodeState.DRAINING, NodeState.TAINTED)
+    troubled = [name for name, node in world.nodes.items() if node.state in leavable]
+    # Without an order only ranks on these nodes can have a reason to leave.
+    for rank in world.ranks if world.orders else [rank for name in troubled for rank in world.ranks_on(name)]:
         why = _leaves(world, policy, rank, now)
         if why is not None:
             leaving.setdefault((rank.node, why.order), []).append((rank, why))

@@ -33,6 +33,7 @@ class Metrics:
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
+        self._latest: tuple[World, Sequence[AboutRank], Mapping[str, str]] | None = None  # not shown yet
         self.registry = made = CollectorRegistry()
         self._nodes = Gauge("migrator_nodes", "Nodes, by state", ["state"], registry=made)
         self._silent = Gauge("migrator_nodes_unreachable", "Nodes whose daemon does not answer", registry=made)
@@ -96,7 +97,11 @@ class Metrics:
             self._decisions.labels(decision=str(data["to"])).inc()
 
     def round(self, world: World, decided: Sequence[AboutRank], alerts: Mapping[str, str]) -> None:
-        """Called after each round of decisions."""
+        """Called after each round of decisions. It only keeps them: there are more rounds than scrapes."""
+        self._latest = world, decided, alerts
+        self._round.set(time.time())
+
+    def _show(self, world: World, decided: Sequence[AboutRank], alerts: Mapping[str, str]) -> None:
         states = Tally(node.state for node in world.nodes.values())
         for state in NodeState:
             self._nodes.labels(state=state).set(states[state])
@@ -120,13 +125,15 @@ class Metrics:
         # A node without GPUs is a spare for ranks without GPUs.
         self._free.set(sum(gpus > 0 or not world.nodes[name].gpus for name, gpus in usable.items()))
         self._free_gpus.set(sum(usable.values()))
-        self._round.set(time.time())
 
     async def exposition(self) -> tuple[str, bytes]:
         """The content type and the text, for MetricsServer."""
         return CONTENT_TYPE_LATEST, self.text()
 
     def text(self) -> bytes:
+        if self._latest is not None:
+            self._show(*self._latest)
+            self._latest = None
         return generate_latest(self.registry)
 
 

@@ -7,9 +7,10 @@ answered: `Node.seen` is False until its first answer, and such a node is never 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
+from functools import cached_property
 
 
 class Severity(IntEnum):
@@ -251,8 +252,25 @@ class World:
     def running(self) -> list[Move]:
         return [move for move in self.moves if move.state is MoveState.INTENDED]
 
-    def ranks_on(self, node: str) -> list[Rank]:
-        return [rank for rank in self.ranks if rank.node == node]
+    def ranks_on(self, node: str) -> Sequence[Rank]:
+        return self._ranks_by_node.get(node, ())
+
+    def alarms_on(self, node: str) -> Sequence[Alarm]:
+        return self._alarms_by_node.get(node, ())
+
+    @cached_property
+    def _ranks_by_node(self) -> Mapping[str, Sequence[Rank]]:
+        found: dict[str, list[Rank]] = {}
+        for rank in self.ranks:
+            found.setdefault(rank.node, []).append(rank)
+        return found
+
+    @cached_property
+    def _alarms_by_node(self) -> Mapping[str, Sequence[Alarm]]:
+        found: dict[str, list[Alarm]] = {}
+        for alarm in self.alarms:
+            found.setdefault(alarm.node, []).append(alarm)
+        return found
 
     def order_for(self, node: str) -> Order | None:
         """The order that empties the node, if there is one."""

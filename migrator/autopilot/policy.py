@@ -85,9 +85,9 @@ class Rule(msgspec.Struct, frozen=True):
 
     def matches(self, alarm: Alarm) -> bool:
         return (
-            any(fnmatchcase(alarm.check, pattern) for pattern in self.checks)
+            alarm.severity >= Severity[self.severity]  # first, because most alarms of a large cluster are notices
+            and any(fnmatchcase(alarm.check, pattern) for pattern in self.checks)
             and any(fnmatchcase(alarm.subject, pattern) for pattern in self.subjects)
-            and alarm.severity >= Severity[self.severity]
         )
 
 

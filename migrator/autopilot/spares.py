@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from migrator.autopilot.model import Gpu, Node, NodeState, Rank, World
+from migrator.autopilot.model import Gpu, Move, MoveState, Node, NodeState, Rank, World
 from migrator.autopilot.policy import Spares
 
 
@@ -128,11 +128,18 @@ def _preference(node: Node, source: Node) -> tuple[bool, bool, int, str]:
 
 
 def _room(world: World, node: Node) -> _Room:
-    """What is free on a node, without what intended moves will take."""
+    """What is free on a node, without what intended moves will take, or have taken since it was asked."""
     free = [gpu for gpu in node.gpus if gpu.free]
-    coming = [move for move in world.running if move.target == node.name]
+    coming = [move for move in world.moves if move.target == node.name and _is_coming(move, node)]
     taken = sum(move.gpus for move in coming)
     return _Room(free[taken:], node.memory_free_bytes - sum(move.memory_bytes for move in coming))
+
+
+def _is_coming(move: Move, node: Node) -> bool:
+    """Whether the rank is not among what the node has said to be in use."""
+    if move.state is MoveState.MOVED:
+        return move.ended_unix_s >= node.asked_unix_s
+    return move.state is MoveState.INTENDED
 
 
 def _needs(source: Node, rank: Rank) -> list[Gpu]:

@@ -187,7 +187,7 @@ async def _served(page: Page | None, engine: Engine, phases: Phases) -> AsyncIte
         tokens, origin = Tokens.of_folder(store.folder)
     else:
         tokens, origin = Tokens.read(page.token_file), page.token_file
-    feed = Feed(store, engine.world, engine.policy.spares, phases)
+    feed = Feed(store, engine.shown_world, engine.policy.spares, phases)
     async with serving(page.place, page.listener, feed, tokens, list(engine.cluster.nodes)) as url:
         shown = store.on_record
 

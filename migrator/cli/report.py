@@ -98,7 +98,7 @@ def act(options: argparse.Namespace) -> int:
 
 
 def _the_log(options: argparse.Namespace) -> list[Record]:
-    from migrator.autopilot.store import FILE
+    from migrator.autopilot.database import FILE
 
     known = options.state is not None or "MIGRATOR_STATE" in os.environ
     folder = state.folder(options, None if known else arguments.the_cluster(options))

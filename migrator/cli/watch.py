@@ -88,7 +88,7 @@ class Seen:
 
 
 def act(options: argparse.Namespace) -> int:
-    from migrator.autopilot.store import FILE
+    from migrator.autopilot.database import FILE
 
     as_json = arguments.wants_json(options)
     if not options.once and (as_json or not sys.stdout.isatty()):

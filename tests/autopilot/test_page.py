@@ -10,11 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from migrator.autopilot.model import MoveState, NodeState
+from migrator.autopilot.model import MoveState, NodeState, Severity
+from migrator.autopilot.page import view
 from migrator.autopilot.page.app import FILES, SCRIPTS
 from migrator.autopilot.page.feed import KEPT
+from migrator.autopilot.policy import Spares
 from migrator.autopilot.store import Store
 from migrator.results import Event
 from tests.autopilot import worlds
@@ -34,6 +37,40 @@ async def test_state_has_nodes_ranks_gpus_alarms_and_spares(tmp_path: Path) -> N
         assert answer.json["spares"] == [{"node": "spare-1", "gpus_free": 2, "unusable": ""}]
         again = await page.get("/api/state", If_None_Match=answer.headers["etag"])
         assert (again.status, again.body) == (304, b"")
+
+
+def test_every_change_of_a_node_is_shown() -> None:
+    """What is kept of a node is made again when anything changes that is shown of it."""
+    world, kept = small(), view.Nodes()
+    node, (rank,), (alarm,) = world.nodes["node-1"], world.ranks, world.alarms
+    busy = replace(node.gpus[0], free=not node.gpus[0].free)
+    nodes = [
+        replace(node, state=NodeState.TAINTED),
+        replace(node, reason="a cable"),
+        replace(node, since_unix_s=5.0),
+        replace(node, seen=False),
+        replace(node, reachable=False),
+        replace(node, labels={"spare": "dedicated"}),
+        replace(node, gpus=(node.gpus[1], busy)),
+    ]
+    ranks = [
+        replace(rank, **change)
+        for change in ({"job": "x"}, {"rank": 9}, {"user_id": 5}, {"moving": "m-1"}, {"gpus": ()})
+    ]
+    alarms = [
+        replace(alarm, **change) for change in ({"check": "x"}, {"severity": Severity.NOTICE}, {"text": "it burns"})
+    ]
+    changed = [replace(world, nodes={**world.nodes, "node-1": one}) for one in nodes]
+    changed += [replace(world, ranks=(one,)) for one in ranks] + [replace(world, ranks=(rank, rank))]
+    changed += [replace(world, alarms=(one,)) for one in alarms] + [replace(world, alarms=())]
+    shown = set()
+    for one in (world, *changed, world):
+        again = msgspec.json.encode(view.state(one, {}, Spares(), view.Phases(), kept)["nodes"])
+        assert again == msgspec.json.encode(view.state(one, {}, Spares(), view.Phases())["nodes"])
+        shown.add(again)
+    assert len(shown) == len(
+        changed
+    )  # with the first one, and a node that is not seen looks like one that does not answer
 
 
 async def test_running_move_is_shown_with_its_phase_and_rate(tmp_path: Path) -> None:

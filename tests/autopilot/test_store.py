@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from migrator.autopilot import actor, chain
+from migrator.autopilot.database import FILE
 from migrator.autopilot.model import HealthEvent, HealthReport, MoveState, NodeState, Order, Severity
-from migrator.autopilot.store import FILE, Store
+from migrator.autopilot.store import Store
 from snapshotd.api.errors import BadConfig, Busy, WrongState
 from tests.autopilot.worlds import alarm, move, rank
 
@@ -245,3 +246,48 @@ def test_only_one_process_acts(tmp_path: Path) -> None:
             pass
     with actor.only_one(tmp_path):
         pass
+
+
+async def test_changes_at_the_same_time_are_all_recorded_and_one_that_fails_is_taken_back_alone(tmp_path: Path) -> None:
+    async with Store.open(tmp_path) as store:
+        told: list[int] = []
+        store.on_record = lambda record: told.append(record.id)
+        await store.intend(INTENT)
+        changes = [store.note("page", f"note {number}") for number in range(20)]
+        changes.insert(10, store.intend(replace(INTENT, id="m-000000000002")))  # the rank is being moved already
+        results = await asyncio.gather(*changes, return_exceptions=True)
+        assert [type(one) for one in results if one is not None] == [WrongState]
+        assert told == list(range(1, 22))
+    async with Store.open(tmp_path) as store:
+        records = await store.events()
+        assert [record.text for record in records[1:]] == [f"note {number}" for number in range(20)]
+        assert chain.problems(records) == []
+        assert [move.id for move in await store.intended()] == [INTENT.id]
+
+
+async def test_a_change_whose_task_is_cancelled_keeps_no_other_from_being_recorded(tmp_path: Path) -> None:
+    """Whenever it is cancelled: what it changed is recorded as a whole, or not at all."""
+    async with Store.open(tmp_path) as store:
+        for steps in range(40):
+            first = asyncio.create_task(store.set_node("node-1", NodeState.TAINTED, f"reason {steps}"))
+            second = asyncio.create_task(store.note("page", f"note {steps}"))
+            for _ in range(steps):
+                await asyncio.sleep(0)
+            first.cancel()
+            await asyncio.gather(first, return_exceptions=True)
+            await second
+        records = await store.events()
+        assert chain.problems(records) == []
+        assert [record.text for record in records if record.kind == "page"] == [f"note {steps}" for steps in range(40)]
+        states = [record for record in records if record.kind == "state"]
+        if states:
+            assert (await store.load()).nodes["node-1"].reason == states[-1].data["reason"]
+
+
+async def test_state_that_an_operator_has_changed_meanwhile_stays(tmp_path: Path) -> None:
+    async with Store.open(tmp_path) as store:
+        await store.set_node("node-1", NodeState.TAINTED, "a cable", "alice")
+        suspect = (NodeState.HEALTHY, NodeState.SUSPECT, "it is late")
+        await store.set_nodes({"node-1": suspect, "node-2": suspect})
+        nodes = (await store.load()).nodes
+    assert (nodes["node-1"].state, nodes["node-2"].state) == (NodeState.TAINTED, NodeState.SUSPECT)

@@ -94,10 +94,10 @@ def test_drain_is_complete_if_the_last_rank_is_seen_to_be_gone_within_a_round(
     decide = Engine._about_nodes
     late: list[bool] = []
 
-    async def too_early(self: Engine, world: World) -> dict[str, str]:
+    async def too_early(self: Engine, world: World) -> tuple[World, dict[str, str]]:
         if not late and not any(rank.node == "node-1" for rank in world.ranks):
             late.append(True)
-            return {}
+            return world, {}
         return await decide(self, world)
 
     monkeypatch.setattr(Engine, "_about_nodes", too_early)

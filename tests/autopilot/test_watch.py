@@ -10,7 +10,7 @@ import sys
 import threading
 from pathlib import Path
 
-from migrator.autopilot.store import FILE
+from migrator.autopilot.database import FILE
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import Unreachable, Usage
 from tests.autopilot.conftest import NODES, PilotCluster, until

@@ -129,7 +129,11 @@ class App:
         headers = {"ETag": self.feed.etag}
         if request.headers.get("if-none-match", "").removeprefix("W/") == self.feed.etag:
             return Response(status_code=304, headers=headers)
-        return Response(self.feed.body, media_type="application/json", headers=headers)
+        headers["Vary"] = "Accept-Encoding"
+        body = self.feed.body
+        if "gzip" in request.headers.get("accept-encoding", ""):
+            body, headers["Content-Encoding"] = await self.feed.compressed(), "gzip"
+        return Response(body, media_type="application/json", headers=headers)
 
     async def timeline(self, request: Request) -> Response:
         """One page of records, the newest first: those before a number, or the newest."""

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gzip
 import hashlib
 import logging
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from sqlite3 import DatabaseError
@@ -29,8 +31,8 @@ log = logging.getLogger(__name__)
 
 #: How long a change can stay unnoticed. A record of this process is noticed at once.
 LOOK_S = 1.0
-#: Between two looks.
-LEAST_S = 0.2
+#: Between two looks; and so many times as long as a look takes, because a look at a large cluster is work for the autopilot.
+LEAST_S, LEAST_FACTOR = 0.2, 4.0
 #: Records that are kept for viewers. One who missed more is told to read the timeline again.
 KEPT = 500
 #: After so long without news a comment is sent, so that proxies keep the connection open and a lost viewer is noticed.
@@ -44,14 +46,16 @@ class Feed:
         self, store: Store, world: Callable[[], Awaitable[World]], spares: Spares, phases: view.Phases
     ) -> None:
         self.store, self._world, self._spares, self._phases = store, world, spares, phases
-        self._tally = Tally(store)
+        self._tally, self._nodes = Tally(store), view.Nodes()
         self.body, self.etag = b"{}", ""
+        self._compressed = ("", b"")  # an etag and its body
         self._recent: deque[dict[str, Any]] = deque(maxlen=KEPT)
         self._latest = 0
         self._wake = asyncio.Event()
         self._viewers: set[asyncio.Event] = set()
-        self._looking = asyncio.Lock()
+        self._looking, self._compressing = asyncio.Lock(), asyncio.Lock()
         self._looked_s = float("-inf")
+        self._pause_s = LEAST_S
         self.closed = False
 
     def wake(self) -> None:
@@ -76,16 +80,16 @@ class Feed:
                     await self.look(0.0)
             except DatabaseError as error:
                 log.warning("the page could not be brought up to date: %s", error)
-            await asyncio.sleep(LEAST_S)
+            await asyncio.sleep(self._pause_s)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_S):
                     await self._wake.wait()
 
-    async def look(self, age_s: float = LEAST_S) -> None:
+    async def look(self, age_s: float | None = None) -> None:
         """Makes sure that what is kept is not older than that, and tells the viewers if something is new."""
         async with self._looking:
             now = asyncio.get_running_loop().time()
-            if now - self._looked_s <= age_s:
+            if now - self._looked_s <= (self._pause_s if age_s is None else age_s):
                 return
             before, self._looked_s = (self.etag, self._latest), now
             last = await self.store.last_event()
@@ -95,12 +99,22 @@ class Feed:
                 self._latest = last if not new else new[-1].id
             world = await self._world()
             self._phases.keep({move.id for move in world.running})
-            alerts = (await self.store.load(self.store.now())).alerts
-            shown = view.state(world, alerts, self._spares, self._phases)
-            self.body = msgspec.json.encode({**shown, "report": await self._tally.headline()})
+            alerts, headline = await self.store.alerts(), await self._tally.headline()
+            began_s = time.monotonic()
+            shown = view.state(world, alerts, self._spares, self._phases, self._nodes)
+            self.body = msgspec.json.encode({**shown, "report": headline})
             self.etag = f'"{hashlib.sha256(self.body).hexdigest()[:32]}"'
+            self._pause_s = min(LOOK_S, max(LEAST_S, LEAST_FACTOR * (time.monotonic() - began_s)))
             if before != (self.etag, self._latest):
                 self._tell()
+
+    async def compressed(self) -> bytes:
+        """The body, compressed once for all viewers, and not on the event loop: it is large in a large cluster."""
+        etag, body = self.etag, self.body
+        async with self._compressing:
+            if self._compressed[0] != etag:
+                self._compressed = etag, await asyncio.to_thread(gzip.compress, body, 5)
+            return self._compressed[1]
 
     async def stream(self, after: int) -> AsyncIterator[str]:
         """Server-sent events: "records" with the new ones after that number, and "state" when the state has changed."""

@@ -6,10 +6,12 @@ Invariant: names and texts are passed on as they are. The page puts them into th
 from __future__ import annotations
 
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from migrator.autopilot.chain import Record
 from migrator.autopilot.model import Alarm, Move, MoveState, Node, NodeState, Rank, World
@@ -67,14 +69,28 @@ class Phases:
         }
 
 
-def state(world: World, alerts: Mapping[str, str], spares: Spares, phases: Phases) -> dict[str, Any]:
+class Nodes:
+    """What is shown of each node, as JSON. It is made again only if the node has changed: most of a thousand have not."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, tuple[tuple[Any, ...], msgspec.Raw]] = {}
+
+    def of(self, node: Node, ranks: Sequence[Rank], alarms: Sequence[Alarm]) -> msgspec.Raw:
+        # What _node() uses. Ranks and alarms that were not reported anew are the same objects, so this comparison is fast.
+        place = (node.state, node.reason, node.since_unix_s, node.seen, node.reachable, node.dedicated, node.gpus)
+        used = (place, ranks, alarms)
+        known = self._made.get(node.name)
+        if known is None or known[0] != used:
+            known = used, msgspec.Raw(msgspec.json.encode(_node(node, ranks, alarms)))
+            self._made[node.name] = known
+        return known[1]
+
+
+def state(
+    world: World, alerts: Mapping[str, str], spares: Spares, phases: Phases, nodes: Nodes | None = None
+) -> dict[str, Any]:
     """Everything but the timeline. It contains no current time, so that it changes only if something has changed."""
-    ranks: dict[str, list[Rank]] = defaultdict(list)
-    alarms: dict[str, list[Alarm]] = defaultdict(list)
-    for rank in world.ranks:
-        ranks[rank.node].append(rank)
-    for alarm in world.alarms:
-        alarms[alarm.node].append(alarm)
+    nodes = nodes or Nodes()
     counts = Counter(node.state for node in world.nodes.values())
     found = free_spares(world, spares)
     ended = (move for move in world.moves if move.state is not MoveState.INTENDED)
@@ -83,7 +99,9 @@ def state(world: World, alerts: Mapping[str, str], spares: Spares, phases: Phase
         "counts": {one.value: counts[one] for one in NodeState if counts[one]},
         "silent": sum(not (node.seen and node.reachable) for node in world.nodes.values()),
         "ranks": len(world.ranks),
-        "nodes": [_node(node, ranks[node.name], alarms[node.name]) for node in world.nodes.values()],
+        "nodes": [
+            nodes.of(node, world.ranks_on(node.name), world.alarms_on(node.name)) for node in world.nodes.values()
+        ],
         "moves": [_move(move, phases) for move in world.running],
         "recent": [_ended(move) for move in recent[:RECENT]],
         "orders": [
@@ -95,7 +113,7 @@ def state(world: World, alerts: Mapping[str, str], spares: Spares, phases: Phase
     }
 
 
-def _node(node: Node, ranks: list[Rank], alarms: list[Alarm]) -> dict[str, Any]:
+def _node(node: Node, ranks: Sequence[Rank], alarms: Sequence[Alarm]) -> dict[str, Any]:
     index = {gpu.uuid: number for number, gpu in enumerate(node.gpus)}
     troubled = {alarm.subject for alarm in alarms}
     return {

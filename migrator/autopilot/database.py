@@ -1,0 +1,227 @@
+"""The database of the autopilot: one SQLite file (WAL), its transactions, and the event log.
+
+Invariant: a change is on disk when its call returns, with all its records, or nothing of it ever is. Records have numbers
+without gaps, and each has the digest of the one before it (chain.py), also if several processes write.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+from sqlite3 import Connection, Cursor, DatabaseError, Row
+from typing import Any, Self, TypeVar
+
+import aiosqlite
+
+from migrator.autopilot import chain
+from migrator.autopilot.chain import Record
+from snapshotd.api.errors import BadConfig
+
+T = TypeVar("T")
+FILE = "autopilot.sqlite"
+SCHEMA = 1
+_TABLES = """
+CREATE TABLE IF NOT EXISTS events (
+  id INTEGER PRIMARY KEY, unix_s REAL NOT NULL, kind TEXT NOT NULL, node TEXT NOT NULL, text TEXT NOT NULL,
+  data TEXT NOT NULL, previous TEXT NOT NULL, digest TEXT NOT NULL) STRICT;
+CREATE TRIGGER IF NOT EXISTS events_are_not_changed BEFORE UPDATE ON events
+  BEGIN SELECT RAISE(ABORT, 'events are never changed'); END;
+CREATE TRIGGER IF NOT EXISTS events_are_not_removed BEFORE DELETE ON events
+  BEGIN SELECT RAISE(ABORT, 'events are never removed'); END;
+CREATE TABLE IF NOT EXISTS nodes (
+  name TEXT PRIMARY KEY, state TEXT NOT NULL, reason TEXT NOT NULL, since_unix_s REAL NOT NULL) STRICT;
+CREATE TABLE IF NOT EXISTS cursors (node TEXT PRIMARY KEY, epoch TEXT NOT NULL, sequence INTEGER NOT NULL) STRICT;
+CREATE TABLE IF NOT EXISTS alarms (
+  node TEXT NOT NULL, source TEXT NOT NULL, alarm TEXT NOT NULL, data TEXT NOT NULL,
+  PRIMARY KEY (node, source, alarm)) STRICT;
+CREATE TABLE IF NOT EXISTS moves (
+  id TEXT PRIMARY KEY, rank_uid TEXT NOT NULL, state TEXT NOT NULL, ended_unix_s REAL NOT NULL,
+  data TEXT NOT NULL) STRICT;
+DROP INDEX IF EXISTS one_move_of_a_rank;
+CREATE UNIQUE INDEX IF NOT EXISTS one_move_of_a_rank_from_a_node
+  ON moves (rank_uid, json_extract(data, '$.source')) WHERE state = 'intended';
+CREATE TABLE IF NOT EXISTS orders (
+  id INTEGER PRIMARY KEY AUTOINCREMENT, ended_unix_s REAL NOT NULL, data TEXT NOT NULL) STRICT;
+CREATE TABLE IF NOT EXISTS alerts (about TEXT PRIMARY KEY, text TEXT NOT NULL, since_unix_s REAL NOT NULL) STRICT;
+"""
+
+
+class Transaction:
+    """What a change may do. It runs in the thread of the database, one after the other."""
+
+    def __init__(self, connection: Connection, clock: Callable[[], float]) -> None:
+        self._connection, self._now = connection, clock
+        self.records: list[Record] = []  # that were appended
+        self._last: tuple[int, str] | None = None  # number and digest of the newest record; None: not read yet
+
+    def execute(self, query: str, values: Sequence[Any] = ()) -> Cursor:
+        return self._connection.execute(query, values)
+
+    def executemany(self, query: str, values: Sequence[Sequence[Any]]) -> None:
+        if values:
+            self._connection.executemany(query, values)
+
+    def all(self, query: str, *values: Any) -> list[Row]:
+        return self._connection.execute(query, values).fetchall()
+
+    def one(self, query: str, *values: Any) -> Row | None:
+        rows = self.all(query, *values)
+        return rows[0] if rows else None
+
+    def append(self, kind: str, text: str, *, node: str = "", data: dict[str, Any] | None = None) -> None:
+        """Adds a record to the event log."""
+        if self._last is None:
+            row = self.one("SELECT id, digest FROM events ORDER BY id DESC LIMIT 1")
+            self._last = (row["id"], row["digest"]) if row else (0, chain.START)
+        number, previous = self._last
+        made = chain.record(number + 1, round(self._now(), 3), kind, node, text, data or {}, previous)
+        values = (made.id, made.unix_s, kind, node, text, json.dumps(made.data), previous, made.digest)
+        self.execute("INSERT INTO events VALUES (?, ?, ?, ?, ?, ?, ?, ?)", values)
+        self.records.append(made)
+        self._last = made.id, made.digest
+
+    def attempt(self, act: Callable[[Transaction], Any]) -> Any:
+        """The result of one change. If it raises, it is taken back alone, and the exception is the result."""
+        count, last = len(self.records), self._last
+        self.execute("SAVEPOINT change")
+        try:
+            result = act(self)
+        except Exception as error:  # noqa: BLE001 - its caller gets it
+            del self.records[count:]
+            self._last, result = last, error
+            self.execute("ROLLBACK TO change")
+        self.execute("RELEASE change")
+        return result
+
+
+class Database:
+    """One database. `clock` is replaced by tests of windows."""
+
+    def __init__(
+        self, writer: aiosqlite.Connection, reader: aiosqlite.Connection, folder: Path, clock: Callable[[], float]
+    ) -> None:
+        self._writer, self._reader, self.folder, self.now = writer, reader, folder, clock
+        self._waiting: list[tuple[Callable[[Transaction], Any], asyncio.Future[Any]]] = []
+        self._writing: asyncio.Task[None] | None = None
+        self.on_record: Callable[[Record], None] = lambda record: None  # called after the transaction
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def open(cls, folder: Path, clock: Callable[[], float] = time.time) -> AsyncIterator[Self]:
+        """Opens the database of a folder; both are made if they do not exist."""
+        try:
+            await asyncio.to_thread(folder.mkdir, mode=0o700, parents=True, exist_ok=True)
+            connection = await aiosqlite.connect(folder / FILE, timeout=30.0, isolation_level=None)
+        except (OSError, DatabaseError) as error:
+            raise _unusable(folder, error) from error
+        try:
+            connection.row_factory = Row
+            try:
+                await connection.execute("PRAGMA journal_mode = WAL")
+                await connection.execute("PRAGMA synchronous = FULL")  # an intent must survive a power failure
+                await _prepare(connection, folder)
+            except DatabaseError as error:
+                raise _unusable(folder, error) from error
+            # A reader of its own, because the thread of the other one waits for the disk in each commit.
+            async with aiosqlite.connect(folder / FILE, timeout=30.0, isolation_level=None) as reader:
+                reader.row_factory = Row
+                await reader.execute("PRAGMA query_only = ON")
+                made = cls(connection, reader, folder, clock)
+                try:
+                    yield made
+                finally:
+                    if made._writing is not None:  # for a task that was cancelled
+                        await made._writing
+        finally:
+            await connection.close()
+
+    # ---------------------------------------------------------------- writing
+
+    async def _change(self, act: Callable[[Transaction], T]) -> T:
+        """Makes a change, which is on disk when this returns. If it raises, nothing was changed.
+
+        A commit waits for the disk, and a thousand nodes can have something to record at a time. So all changes that wait
+        are made in one transaction, and in one trip to the thread of the database.
+        """
+        done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._waiting.append((act, done))
+        if self._writing is None or self._writing.done():
+            self._writing = asyncio.create_task(self._write())
+        return await asyncio.shield(done)
+
+    async def _write(self) -> None:
+        while self._waiting:
+            changes, self._waiting = self._waiting, []
+            try:
+                # There is no public way to run a function in the thread of the connection.
+                acts = [act for act, _ in changes]
+                results, records = await self._writer._execute(self._commit, acts)  # type: ignore[no-untyped-call]
+                for record in records:
+                    self.on_record(record)
+            except Exception as error:  # noqa: BLE001 - their callers get it
+                results = [error] * len(changes)
+            for (_, done), result in zip(changes, results, strict=True):
+                if done.cancelled():
+                    continue
+                if isinstance(result, Exception):
+                    done.set_exception(result)
+                else:
+                    done.set_result(result)
+
+    def _commit(self, acts: list[Callable[[Transaction], Any]]) -> tuple[list[Any], list[Record]]:
+        """The results of changes, made in one transaction, and their records. In the thread of the database."""
+        connection = self._writer._conn
+        connection.execute("BEGIN IMMEDIATE")
+        try:
+            made = Transaction(connection, self.now)
+            results = [made.attempt(act) for act in acts]
+            connection.execute("COMMIT")
+        except BaseException:
+            connection.execute("ROLLBACK")
+            raise
+        return results, made.records
+
+    # ---------------------------------------------------------------- reading
+
+    async def events(self, after: int = 0, limit: int = -1) -> list[Record]:
+        """The records after that one, in order."""
+        rows = await self._all("SELECT * FROM events WHERE id > ? ORDER BY id LIMIT ?", after, limit)
+        return [Record(**{**dict(row), "data": json.loads(row["data"])}) for row in rows]
+
+    async def last_event(self) -> int:
+        """The number of the newest record; 0 if there is none. The numbers have no gaps."""
+        row = await self._one("SELECT max(id) AS id FROM events")
+        return int(row["id"] or 0) if row else 0
+
+    async def _one(self, query: str, *values: Any) -> Row | None:
+        rows = await self._all(query, *values)
+        return rows[0] if rows else None
+
+    async def _all(self, query: str, *values: Any) -> list[Row]:
+        return list(
+            await self._reader.execute_fetchall(query, values)
+        )  # one trip to the thread of the database, not three
+
+
+async def _prepare(connection: aiosqlite.Connection, folder: Path) -> None:
+    async with connection.execute("PRAGMA user_version") as cursor:
+        row = await cursor.fetchone()
+    version = int(row[0]) if row else 0
+    if version not in (0, SCHEMA):
+        raise BadConfig(
+            f"{folder / FILE} was written by another version (format {version}, this program knows {SCHEMA})",
+            remedy="use the version of migrator that wrote it",
+        )
+    await connection.executescript(_TABLES)
+    await connection.execute(f"PRAGMA user_version = {SCHEMA}")
+
+
+def _unusable(folder: Path, error: Exception) -> BadConfig:
+    return BadConfig(
+        f"the autopilot's state in {folder} cannot be used: {error}",
+        remedy="name another folder with --state, or run this as the autopilot's user or as root",
+    )
