@@ -9,6 +9,7 @@ import pytest
 
 from integration.chaos.jobs import Broken, Single
 from integration.chaos.kinds import KINDS
+from integration.chaos.piloted import recorded_places
 from integration.chaos.rounds import Chaos
 from integration.chaos.watch import Watch
 from integration.harness import PATIENCE_S, Cluster, Job, until
@@ -48,6 +49,35 @@ def test_second_running_copy_is_found(nodes: Cluster, held_copy_runs: bool) -> N
         for process in job.processes:
             process.kill()
             process.wait()
+
+
+def intent(move: str, source: str, target: str) -> tuple[str, dict[str, str]]:
+    return "intent", {"id": move, "rank_uid": "single1-0-00000001", "source": source, "target": target}
+
+
+def result(move: str, state: str = "moved") -> tuple[str, dict[str, str]]:
+    return "result", {"id": move, "state": state}
+
+
+def test_record_of_the_autopilot_says_where_a_rank_is() -> None:
+    there, undone = intent("m-1", "node-1", "spare-1"), intent("m-2", "spare-1", "node-2")
+    assert recorded_places([there, result("m-1"), undone, result("m-2", "undone")]) == {"single1-0-00000001": "spare-1"}
+
+
+@pytest.mark.parametrize(
+    ("records", "why"),
+    [
+        ([intent("m-1", "node-1", "spare-1"), intent("m-2", "node-1", "node-2")], "while m-1 .* was in progress"),
+        ([intent("m-1", "node-1", "spare-1"), result("m-1"), result("m-1")], "a second result"),
+        (
+            [intent("m-1", "node-1", "spare-1"), result("m-1"), intent("m-2", "node-1", "node-2")],
+            "was moved to spare-1",
+        ),
+    ],
+)
+def test_record_that_shows_an_action_done_twice_is_found(records: list[tuple[str, dict[str, str]]], why: str) -> None:
+    with pytest.raises(Broken, match=why):
+        recorded_places(records)
 
 
 def test_random_faults_break_no_promise(nodes: Cluster, request: pytest.FixtureRequest) -> None:

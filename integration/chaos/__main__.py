@@ -13,6 +13,7 @@ from types import FrameType
 from integration.chaos import jobs
 from integration.chaos.jobs import Broken, Say
 from integration.chaos.kinds import KINDS
+from integration.chaos.piloted import PilotedChaos
 from integration.chaos.rounds import Chaos
 from integration.chaos.soak import Soak
 from integration.gpu_nodes import GpuCluster
@@ -38,6 +39,9 @@ def main() -> int:
     parser.add_argument("--without", choices=KINDS, action="append", default=[], help="kind of fault to leave out")
     parser.add_argument(
         "--soak", type=int, metavar="MOVES", help="make so many moves without faults, and watch the daemons"
+    )
+    parser.add_argument(
+        "--autopilot", action="store_true", help="let the autopilot move ranks away from failing nodes, and kill it too"
     )
     parser.add_argument("--json", action="store_true", help="print the report as one JSON object")
     options = parser.parse_args()
@@ -82,7 +86,8 @@ def _status(work: Callable[[], object], say: Say) -> int:
 def _chaos(nodes: Cluster, seed: int, options: argparse.Namespace, say: Say) -> int:
     kinds = tuple(options.jobs or jobs.ALL_KINDS)
     faults = [kind for kind in options.faults or KINDS if kind not in options.without]
-    chaos = Chaos(nodes, seed, say, kinds, _gpus(nodes) if jobs.NcclGpu.kind in kinds else None, faults)
+    made = PilotedChaos if options.autopilot else Chaos
+    chaos = made(nodes, seed, say, kinds, _gpus(nodes) if jobs.NcclGpu.kind in kinds else None, faults)
     status = _status(lambda: chaos.run(60 * options.minutes, options.first, options.rounds), say)
     say(chaos.report.table())
     if chaos.report.broken:
