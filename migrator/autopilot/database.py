@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import sqlite3
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from sqlite3 import Connection, Cursor, DatabaseError, Row
 from typing import Any, Self, TypeVar
@@ -102,9 +104,14 @@ class Database:
     """One database. `clock` is replaced by tests of windows."""
 
     def __init__(
-        self, writer: aiosqlite.Connection, reader: aiosqlite.Connection, folder: Path, clock: Callable[[], float]
+        self,
+        writer: Connection,
+        thread: ThreadPoolExecutor,
+        reader: aiosqlite.Connection,
+        folder: Path,
+        clock: Callable[[], float],
     ) -> None:
-        self._writer, self._reader, self.folder, self.now = writer, reader, folder, clock
+        self._writer, self._thread, self._reader, self.folder, self.now = writer, thread, reader, folder, clock
         self._waiting: list[tuple[Callable[[Transaction], Any], asyncio.Future[Any]]] = []
         self._writing: asyncio.Task[None] | None = None
         self.on_record: Callable[[Record], None] = lambda record: None  # called after the transaction
@@ -113,31 +120,28 @@ class Database:
     @contextlib.asynccontextmanager
     async def open(cls, folder: Path, clock: Callable[[], float] = time.time) -> AsyncIterator[Self]:
         """Opens the database of a folder; both are made if they do not exist."""
-        try:
-            await asyncio.to_thread(folder.mkdir, mode=0o700, parents=True, exist_ok=True)
-            connection = await aiosqlite.connect(folder / FILE, timeout=30.0, isolation_level=None)
-        except (OSError, DatabaseError) as error:
-            raise _unusable(folder, error) from error
-        try:
-            connection.row_factory = Row
+        async with contextlib.AsyncExitStack() as stack:
+            # Changes are functions that read and write, so they are made in one thread of their own. Readers have
+            # another one, because this one waits for the disk in each commit.
+            thread = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="autopilot-state"))
+            loop = asyncio.get_running_loop()
             try:
-                await connection.execute("PRAGMA journal_mode = WAL")
-                await connection.execute("PRAGMA synchronous = FULL")  # an intent must survive a power failure
-                await _prepare(connection, folder)
-            except DatabaseError as error:
-                raise _unusable(folder, error) from error
-            # A reader of its own, because the thread of the other one waits for the disk in each commit.
-            async with aiosqlite.connect(folder / FILE, timeout=30.0, isolation_level=None) as reader:
+                await asyncio.to_thread(folder.mkdir, mode=0o700, parents=True, exist_ok=True)
+                writer = await loop.run_in_executor(thread, _writer, folder)
+                stack.push_async_callback(loop.run_in_executor, thread, writer.close)
+                reader = await stack.enter_async_context(
+                    aiosqlite.connect(folder / FILE, timeout=30.0, isolation_level=None)
+                )
                 reader.row_factory = Row
                 await reader.execute("PRAGMA query_only = ON")
-                made = cls(connection, reader, folder, clock)
-                try:
-                    yield made
-                finally:
-                    if made._writing is not None:  # for a task that was cancelled
-                        await made._writing
-        finally:
-            await connection.close()
+            except (OSError, DatabaseError) as error:
+                raise _unusable(folder, error) from error
+            made = cls(writer, thread, reader, folder, clock)
+            try:
+                yield made
+            finally:
+                if made._writing is not None:  # for a task that was cancelled
+                    await made._writing
 
     # ---------------------------------------------------------------- writing
 
@@ -157,9 +161,9 @@ class Database:
         while self._waiting:
             changes, self._waiting = self._waiting, []
             try:
-                # There is no public way to run a function in the thread of the connection.
                 acts = [act for act, _ in changes]
-                results, records = await self._writer._execute(self._commit, acts)  # type: ignore[no-untyped-call]
+                loop = asyncio.get_running_loop()
+                results, records = await loop.run_in_executor(self._thread, self._commit, acts)
                 for record in records:
                     self.on_record(record)
             except Exception as error:  # noqa: BLE001 - their callers get it
@@ -174,14 +178,14 @@ class Database:
 
     def _commit(self, acts: list[Callable[[Transaction], Any]]) -> tuple[list[Any], list[Record]]:
         """The results of changes, made in one transaction, and their records. In the thread of the database."""
-        connection = self._writer._conn
-        connection.execute("BEGIN IMMEDIATE")
+        self._writer.execute("BEGIN IMMEDIATE")
         try:
-            made = Transaction(connection, self.now)
+            made = Transaction(self._writer, self.now)
             results = [made.attempt(act) for act in acts]
-            connection.execute("COMMIT")
+            self._writer.execute("COMMIT")
         except BaseException:
-            connection.execute("ROLLBACK")
+            if self._writer.in_transaction:  # after some errors SQLite has ended it already
+                self._writer.execute("ROLLBACK")
             raise
         return results, made.records
 
@@ -202,22 +206,27 @@ class Database:
         return rows[0] if rows else None
 
     async def _all(self, query: str, *values: Any) -> list[Row]:
-        return list(
-            await self._reader.execute_fetchall(query, values)
-        )  # one trip to the thread of the database, not three
+        return list(await self._reader.execute_fetchall(query, values))
 
 
-async def _prepare(connection: aiosqlite.Connection, folder: Path) -> None:
-    async with connection.execute("PRAGMA user_version") as cursor:
-        row = await cursor.fetchone()
-    version = int(row[0]) if row else 0
-    if version not in (0, SCHEMA):
-        raise BadConfig(
-            f"{folder / FILE} was written by another version (format {version}, this program knows {SCHEMA})",
-            remedy="use the version of migrator that wrote it",
-        )
-    await connection.executescript(_TABLES)
-    await connection.execute(f"PRAGMA user_version = {SCHEMA}")
+def _writer(folder: Path) -> Connection:
+    connection = sqlite3.connect(folder / FILE, timeout=30.0, isolation_level=None)
+    try:
+        connection.row_factory = Row
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("PRAGMA synchronous = FULL")  # an intent must survive a power failure
+        version = int(connection.execute("PRAGMA user_version").fetchone()[0])
+        if version not in (0, SCHEMA):
+            raise BadConfig(
+                f"{folder / FILE} was written by another version (format {version}, this program knows {SCHEMA})",
+                remedy="use the version of migrator that wrote it",
+            )
+        connection.executescript(_TABLES)
+        connection.execute(f"PRAGMA user_version = {SCHEMA}")
+    except BaseException:
+        connection.close()
+        raise
+    return connection
 
 
 def _unusable(folder: Path, error: Exception) -> BadConfig:
