@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import http.client
 import json
 import ssl
 from pathlib import Path
@@ -14,9 +15,9 @@ import pytest
 from migrator import pki
 from migrator.autopilot.model import World
 from migrator.autopilot.page.access import Tokens
-from migrator.autopilot.page.serving import Place
+from migrator.autopilot.page.serving import Place, _origin
 from snapshotd.api.errors import BadConfig, Usage
-from tests.autopilot.pages import LIMIT_S, TOKEN, Answer, news, served, small
+from tests.autopilot.pages import LIMIT_S, TOKEN, Answer, Page, news, served, small
 from tests.autopilot.test_engine import until
 
 
@@ -92,29 +93,61 @@ async def test_page_without_tls_is_not_served_under_other_names(tmp_path: Path) 
 # ---------------------------------------------------------------------- where it is served
 
 
-async def test_connections_are_limited_and_silent_ones_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def connected() -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        return await asyncio.open_connection("127.0.0.1", urlsplit(page.url).port)
+async def connected(page: Page) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    return await asyncio.open_connection("127.0.0.1", urlsplit(page.url).port)
 
-    async def closed(reader: asyncio.StreamReader) -> bool:
-        async with asyncio.timeout(LIMIT_S):
-            with contextlib.suppress(ConnectionResetError):
-                return await reader.read() == b""
-        return True
 
+async def closed(reader: asyncio.StreamReader) -> bool:
+    async with asyncio.timeout(LIMIT_S):
+        with contextlib.suppress(ConnectionResetError):
+            return await reader.read() == b""
+    return True
+
+
+async def test_silent_connections_are_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with served(tmp_path, small()) as page:
-        monkeypatch.setattr("migrator.autopilot.page.serving.CONNECTIONS", 1)
-        first, second = await connected(), await connected()
-        assert await closed(second[0])
-        first[1].close()
-        second[1].close()
-        monkeypatch.setattr("migrator.autopilot.page.serving.CONNECTIONS", 100)
         monkeypatch.setattr("migrator.autopilot.page.serving.FIRST_REQUEST_S", 0.05)
-        silent = await connected()
-        silent[1].write(b"GET / HTTP/1.1\r\n")
-        assert await closed(silent[0])
-        silent[1].close()
+        reader, writer = await connected(page)
+        writer.write(b"GET / HTTP/1.1\r\n")
+        assert await closed(reader)
+        writer.close()
         assert (await page.get("/")).status == 200
+
+
+@pytest.mark.parametrize("limit", ["CONNECTIONS", "PER_ADDRESS"])
+async def test_of_too_many_connections_the_oldest_idle_one_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    """Viewers who are connected keep their stream, and new ones are served."""
+    async with served(tmp_path, small()) as page, news(page) as stream:
+        await asyncio.to_thread(stream.until, "state", lambda data: True)
+        monkeypatch.setattr(f"migrator.autopilot.page.serving.{limit}", 3)
+        first, second = await connected(page), await connected(page)
+        assert (await page.get("/")).status == 200
+        assert await closed(first[0])
+        assert not second[0].at_eof()
+        await page.store.note("signal", "it lives")
+        await asyncio.to_thread(stream.until, "records", lambda data: True)
+        for _, writer in (first, second):
+            writer.close()
+
+
+async def test_one_address_cannot_keep_others_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even with requests that do not end: those beyond its limit are refused."""
+    monkeypatch.setattr("migrator.autopilot.page.serving.PER_ADDRESS", 2)
+    async with served(tmp_path, small()) as page, news(page), news(page):
+        reader, writer = await connected(page)
+        assert await closed(reader)
+        writer.close()
+        elsewhere = http.client.HTTPConnection("127.0.0.1", urlsplit(page.url).port, LIMIT_S, ("127.0.0.2", 0))
+        with contextlib.closing(elsewhere):
+            await asyncio.to_thread(elsewhere.request, "GET", "/")
+            assert (await asyncio.to_thread(elsewhere.getresponse)).status == 200
+
+
+def test_addresses_of_one_network_of_ipv6_are_one() -> None:
+    assert _origin(("2001:db8::1", 1)) == _origin(("2001:db8::ffff:2", 2)) != _origin(("2001:db8:0:1::1", 1))
+    assert _origin(("::ffff:10.0.0.1", 1)) == _origin(("10.0.0.1", 1)) != _origin(("10.0.0.2", 1))
 
 
 async def test_page_that_gets_no_news_any_more_is_not_served(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

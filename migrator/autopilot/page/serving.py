@@ -26,8 +26,9 @@ from snapshotd.api.errors import BadConfig, Usage
 
 log = logging.getLogger(__name__)
 
-#: Connections at a time. Each open page has one for news. The autopilot needs its file descriptors for the nodes.
-CONNECTIONS = 256
+#: Connections at a time, of all viewers and of one address. Each open page has one for news. The autopilot needs its file
+#: descriptors for the nodes.
+CONNECTIONS, PER_ADDRESS = 256, 32
 #: How long a connection may stay without a request.
 FIRST_REQUEST_S = 30.0
 
@@ -77,19 +78,46 @@ class Place:
 
 
 class _Connection(H11Protocol):
-    """Anybody can connect: connections beyond the limit, and those that ask for nothing, are closed."""
+    """Anybody can connect. Of too many connections the oldest one without a request is closed, or the new one if all of
+    them have one: no address can use up what others need. Connections that ask for nothing are closed."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         super().connection_made(transport)
-        if len(self.connections) > CONNECTIONS:
-            transport.abort()
-        else:
-            self.loop.call_later(FIRST_REQUEST_S, self._close_if_silent)
+        self.origin, self.since_s = _origin(self.client), self.loop.time()
+        every = [one for one in self.connections if isinstance(one, _Connection)]
+        mine = [one for one in every if one.origin == self.origin]
+        for found, limit in ((mine, PER_ADDRESS), (every, CONNECTIONS)):
+            if len(found) > limit:
+                idle = [one for one in found if one.is_idle and one is not self]
+                min(idle, key=lambda one: one.since_s, default=self).drop()
+                break
+        self.loop.call_later(FIRST_REQUEST_S, self._close_if_silent)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it waits for a request."""
+        # Its declared type hides that it is None before the first request.
+        return getattr(self, "cycle", None) is None or self.cycle.response_complete
+
+    def drop(self) -> None:
+        """Closes it, and frees its place at once."""
+        self.connections.discard(self)
+        self.transport.abort()
 
     def _close_if_silent(self) -> None:
-        if getattr(self, "cycle", None) is None:  # its declared type hides that it is None before the first request
+        if getattr(self, "cycle", None) is None:
             self.transport.abort()
+
+
+def _origin(client: tuple[str, int] | None) -> str:
+    """What counts as one address: of IPv6 a whole /64, because every machine there has all of its addresses."""
+    if client is None:
+        return ""
+    address = ipaddress.ip_address(client[0].partition("%")[0])
+    if isinstance(address, ipaddress.IPv4Address):
+        return str(address)
+    return str(address.ipv4_mapped or ipaddress.ip_network((int(address) >> 64 << 64, 64)))
 
 
 class _Server(uvicorn.Server):
