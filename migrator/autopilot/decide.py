@@ -146,7 +146,8 @@ def rank_next(facts: RankFacts) -> tuple[RankDecision, str]:
     if facts.opted_out:
         return RankDecision.ALERT, f"{facts.leaves}, but the policy excludes its job from moves"
     if facts.failures >= facts.failure_limit:
-        return RankDecision.ALERT, f"{facts.leaves}, but {facts.failures} moves of it have failed"
+        many = "the move has" if facts.failures == 1 else f"{facts.failures} moves of it have"
+        return RankDecision.ALERT, f"{facts.leaves}, but {many} failed"
     if facts.job_moves:
         return RankDecision.WAIT, f"rank {facts.job_moves} of its job is being moved"
     if not facts.ordered:

@@ -142,7 +142,7 @@ class Engine:
         for about in decided:
             if about.decision is RankDecision.MOVE:
                 await self._begin(world, about)
-            elif about.decision is RankDecision.ALERT:
+            elif about.decision is RankDecision.ALERT and world.order_to_move(about.rank) is None:
                 subject = f"rank {about.rank.rank} of {about.rank.job_key} on {about.rank.node}"
                 alerts[subject], data[subject] = about.reason, _for_the_report(world, about)
         await self._about_orders(world, decided)
@@ -269,6 +269,10 @@ class Engine:
         moves = await self.store.moves_of_order(order.id)
         moved = sum(move.state is MoveState.MOVED for move in moves)
         left = [f"rank {about.rank.rank} of {about.rank.job} stays: {about.reason}" for about in mine]
+        if order.kind == "move":
+            left += [move.result for move in moves if move.state is not MoveState.MOVED and move.result]
+            if not moves and not left:
+                left.append(f"the rank is not on {order.node} any more")
         if order.kind != "return" and not node.reachable:
             left.append("the node does not answer")
         summary = "; ".join([f"{moved} rank{'' if moved == 1 else 's'} moved", *left])

@@ -235,6 +235,9 @@ def intended(world: World, about: AboutRank, move: str, now: float) -> Move:
 def _leaves(world: World, policy: Policy, rank: Rank, now: float) -> Leave | None:
     """Why a rank must leave its node. None: it need not."""
     node = world.nodes.get(rank.node)
+    order = world.order_to_move(rank)
+    if order is not None:
+        return Leave(f"{order.by or 'an operator'} ordered to move it", order.id, order.since_unix_s)
     order = world.order_for(rank.node)
     if order is not None:
         by = order.by or "an operator"
@@ -305,7 +308,8 @@ def _about_rank(world: World, policy: Policy, rank: Rank, why: Leave, placement:
         moved_s_ago=now - max(moved) if moved else None,
         rank_window_s=policy.breaker.rank_window_s,
         failures=len(failed),
-        failure_limit=policy.breaker.undone,
+        # Who ordered one move looks at what became of it, and may order another one.
+        failure_limit=1 if order is not None and order.kind == "move" else policy.breaker.undone,
         back_off_s=policy.breaker.back_off_s - (now - max(undone)) if undone else 0.0,
         brake=_move_brake(world, policy, now),
         target=placement.targets.get(rank.uid, ""),

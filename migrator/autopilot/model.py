@@ -225,17 +225,28 @@ class Move:
 
 @dataclass(frozen=True)
 class Order:
-    """What an operator asked for: `migrator drain`, `evacuate` or `return`."""
+    """What an operator asked for: `migrator drain`, `evacuate` or `return`, or on the page to move one rank."""
 
     id: int
-    kind: str  # drain, evacuate or return
-    node: str
+    kind: str  # drain, evacuate, return or move
+    node: str  # of "move": where the rank was
     targets: tuple[str, ...] = ()
     reason: str = ""
     by: str = ""
     since_unix_s: float = 0.0
     ended_unix_s: float = 0.0  # 0: open
     summary: str = ""  # how it ended
+    rank_uid: str = ""  # of "move"
+    rank_name: str = ""  # in words, for the record
+
+    @property
+    def empties(self) -> bool:
+        """Whether all ranks must leave the node."""
+        return self.kind in ("drain", "evacuate")
+
+    @property
+    def subject(self) -> str:
+        return f"{self.rank_name} on {self.node}" if self.kind == "move" else self.node
 
 
 @dataclass(frozen=True)
@@ -274,7 +285,12 @@ class World:
 
     def order_for(self, node: str) -> Order | None:
         """The order that empties the node, if there is one."""
-        return next((order for order in self.orders if order.node == node and order.kind != "return"), None)
+        return next((order for order in self.orders if order.node == node and order.empties), None)
+
+    def order_to_move(self, rank: Rank) -> Order | None:
+        """The order that asks for this rank to leave its node, if there is one."""
+        asked = (rank.uid, rank.node)
+        return next((one for one in self.orders if one.kind == "move" and (one.rank_uid, one.node) == asked), None)
 
 
 def cause_class(check: str, subject: str) -> str:

@@ -1,4 +1,4 @@
-"""What an operator can tell the autopilot about a node, by a verb or on the page. Everything is recorded, with who asked.
+"""What an operator can tell the autopilot, by a verb or on the page. Everything is recorded, with who asked.
 
 `Store.give_order` records orders that the engine carries out. The changes here take effect at once.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from migrator.autopilot.model import OUT, NodeState
+from migrator.autopilot.model import OUT, NodeState, Order, World
 from migrator.autopilot.store import Store
 from snapshotd.api.errors import WrongState
 
@@ -28,6 +28,29 @@ async def taint(store: Store, node: str, reason: str, by: str, *, dry_run: bool 
     if not dry_run:
         await store.set_node(node, NodeState.TAINTED, reason, by)
     return before
+
+
+async def move(
+    store: Store, world: World, node: str, rank_uid: str, target: str, reason: str, by: str
+) -> tuple[Order, str]:
+    """Orders to move one rank away from a node, to a target or (empty) to a spare. Returns the order, and the rank in words.
+
+    Repeating it moves nothing twice: the rank must be on that node. Raises WrongState if it is not, or is being moved, or
+    the target cannot be used.
+    """
+    rank = next((one for one in world.ranks_on(node) if one.uid == rank_uid), None)
+    if rank is None:
+        raise WrongState(f"the rank is not on {node} (any more)", remedy="look where it is now")
+    name = f"rank {rank.rank} of {rank.job}"
+    if rank.moving or any((one.rank_uid, one.source) == (rank_uid, node) for one in world.running):
+        raise WrongState(f"{name} is being moved already", remedy="wait for the end of its move")
+    if target:
+        there = world.nodes[target]
+        if target == node or there.state is not NodeState.HEALTHY or not (there.seen and there.reachable):
+            word = "where it is" if target == node else there.state if there.reachable else "silent"
+            raise WrongState(f"{name} cannot be moved to {target}: it is {word}", remedy="choose another node")
+    order = Order(0, "move", node, (target,) if target else (), reason, by, rank_uid=rank_uid, rank_name=name)
+    return await store.give_order(order, None), name
 
 
 async def use_again(store: Store, node: str, by: str, *, dry_run: bool = False) -> UsedAgain:

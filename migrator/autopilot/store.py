@@ -194,23 +194,30 @@ class Store(Database):
 
         return await self._change(change)
 
-    async def give_order(self, order: Order, state: NodeState) -> Order:
-        """Records an operator's order and puts its node into `state`. Raises WrongState if the node has an open order."""
+    async def give_order(self, order: Order, state: NodeState | None) -> Order:
+        """Records an operator's order and puts its node into `state` (None: it stays as it is).
+
+        Raises WrongState if there is an open order about the node. One to move a single rank does not count, except for
+        another one about the same rank.
+        """
 
         def change(tx: Transaction) -> Order:
             for row in tx.all("SELECT id, data FROM orders WHERE ended_unix_s = 0"):
                 other = msgspec.json.decode(row["data"], type=Order)
-                if other.node == order.node:
+                if other.node == order.node and (other.kind != "move" or other.rank_uid == order.rank_uid):
                     raise WrongState(
-                        f"{other.kind} of {order.node} is in progress (order {row['id']})",
+                        f"{other.kind} of {other.subject} is in progress (order {row['id']})",
                         remedy=f"wait for it, or end it with `migrator undrain {order.node}`",
                     )
             cursor = tx.execute("INSERT INTO orders (ended_unix_s, data) VALUES (0, '')")
             given = replace(order, id=cursor.lastrowid or 0, since_unix_s=self.now())
             tx.execute("UPDATE orders SET data = ? WHERE id = ?", (msgspec.json.encode(given).decode(), given.id))
-            text = f"{given.by} ordered to {given.kind} {given.node}" + (f": {given.reason}" if given.reason else "")
+            to = f" to {', '.join(given.targets)}" if given.targets else ""
+            why = f": {given.reason}" if given.reason else ""
+            text = f"{given.by} ordered to {given.kind} {given.subject}{to}{why}"
             tx.append("order", text, node=given.node, data=asdict(given))
-            self._set_node(tx, given.node, state, given.reason or f"order {given.id}", given.by)
+            if state is not None:
+                self._set_node(tx, given.node, state, given.reason or f"order {given.id}", given.by)
             return given
 
         return await self._change(change)
@@ -228,7 +235,7 @@ class Store(Database):
                 (ended.ended_unix_s, msgspec.json.encode(ended).decode(), order),
             )
             data = {"id": order, "summary": summary}
-            tx.append("order-ended", f"{ended.kind} of {ended.node}: {summary}", node=ended.node, data=data)
+            tx.append("order-ended", f"{ended.kind} of {ended.subject}: {summary}", node=ended.node, data=data)
             return True
 
         return await self._change(change)

@@ -67,10 +67,12 @@ class Page:
         named = {name.replace("_", "-"): value for name, value in headers.items()}
         return await asyncio.to_thread(self.ask, "GET", path, named, None)
 
-    async def act(self, action: str, node: str, token: str = TOKEN, **headers: str) -> Answer:
+    async def act(
+        self, action: str, node: str, token: str = TOKEN, more: dict[str, Any] | None = None, **headers: str
+    ) -> Answer:
         named = {"Content-Type": "application/json", "Authorization": f"Bearer {token}"}
         named |= {name.replace("_", "-"): value for name, value in headers.items()}
-        body = json.dumps({"action": action, "node": node, "reason": "a test"}).encode()
+        body = json.dumps({"action": action, "node": node, "reason": "a test", **(more or {})}).encode()
         return await asyncio.to_thread(self.ask, "POST", "/api/actions", named, body)
 
     async def state(self, node: str) -> str:

@@ -8,12 +8,13 @@ import http.client
 import json
 import ssl
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
 
 from migrator import pki
-from migrator.autopilot.model import World
+from migrator.autopilot.model import NodeState, World
 from migrator.autopilot.page.access import Tokens
 from migrator.autopilot.page.serving import Place, _origin
 from snapshotd.api.errors import BadConfig, Usage
@@ -48,6 +49,42 @@ async def test_action_in_the_wrong_state_is_refused_with_advice(tmp_path: Path) 
             assert "migrator undrain node-1" in answer.json["remedy"]
 
 
+async def test_rank_is_moved_once_with_the_operators_name(tmp_path: Path) -> None:
+    async with served(tmp_path, small()) as page:
+        (rank,) = page.world.ranks
+        asked = {"rank": rank.uid, "target": "spare-1"}
+        answer = await page.act("move", "node-1", more=asked)
+        assert answer.json == {"done": "rank 3 of train is being moved from node-1 to spare-1 (order 1)"}
+        (order,) = (await page.store.load()).orders
+        assert (order.kind, order.node, order.rank_uid, order.targets) == ("move", "node-1", rank.uid, ("spare-1",))
+        assert (order.by, order.reason, await page.state("node-1")) == ("alice (page)", "a test", "healthy")
+        again = await page.act("move", "node-1", more=asked)
+        assert (again.status, again.json["error"]) == (
+            409,
+            "move of rank 3 of train on node-1 is in progress (order 1)",
+        )
+        texts = [one.text for one in await page.store.events() if one.kind == "order"]
+        assert texts == ["alice (page) ordered to move rank 3 of train on node-1 to spare-1: a test"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "status", "words"),
+    [
+        ({"rank": "train-9"}, 409, "is not on node-1"),
+        ({"target": "node-1"}, 409, "it is where it is"),
+        ({"target": "spare-1"}, 409, "it is tainted"),
+        ({"target": "spare-9"}, 404, "no such node"),
+        ({"rank": 3}, 400, "cannot be read"),
+    ],
+)
+async def test_move_that_cannot_be_is_refused(tmp_path: Path, asked: dict[str, Any], status: int, words: str) -> None:
+    async with served(tmp_path, small()) as page:
+        await page.store.set_node("spare-1", NodeState.TAINTED, "a fan")
+        answer = await page.act("move", "node-1", more={"rank": page.world.ranks[0].uid, **asked})
+        assert (answer.status, words in answer.json["error"]) == (status, True), answer.body
+        assert (await page.store.load()).orders == ()
+
+
 async def test_action_without_a_valid_token_changes_nothing(tmp_path: Path) -> None:
     async with served(tmp_path, small()) as page:
         for wrong in ("", "Bearer", "Bearer x", f"Basic {TOKEN}", TOKEN, f"Bearer {TOKEN}0", "Bearer é"):
@@ -57,8 +94,10 @@ async def test_action_without_a_valid_token_changes_nothing(tmp_path: Path) -> N
 
 async def test_action_from_another_origin_is_refused_even_with_the_token(tmp_path: Path) -> None:
     async with served(tmp_path, small()) as page:
+        elsewhere: list[dict[str, Any]]
         elsewhere = [{"Origin": name} for name in ("https://evil.example", "null", "https://127.0.0.1", "")]
-        for headers in (*elsewhere, {"Sec_Fetch_Site": "cross-site"}, {"Sec_Fetch_Site": "same-site"}):
+        elsewhere += [{"Sec_Fetch_Site": name} for name in ("cross-site", "same-site")]
+        for headers in elsewhere:
             assert (await page.act("drain", "node-1", **headers)).status == 403, headers
         assert await page.store.events() == []
 
@@ -159,7 +198,7 @@ async def test_page_that_gets_no_news_any_more_is_not_served(tmp_path: Path, cap
     async with served(tmp_path, small()) as page:
         async with news(page) as stream:
             await asyncio.to_thread(stream.until, "state", lambda data: True)
-            page.feed._world = defect
+            page.feed.world = defect
             page.feed.wake()
             await asyncio.to_thread(list, stream)  # it ends
 

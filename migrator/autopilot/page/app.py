@@ -10,10 +10,8 @@ import logging
 import re
 from collections.abc import Awaitable, Callable, Collection
 from importlib import resources
-from typing import Annotated
 
 import msgspec
-from msgspec import Meta
 from starlette.applications import Starlette
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware import Middleware
@@ -24,13 +22,10 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from migrator import formatting
-from migrator.autopilot import operate
-from migrator.autopilot.model import NodeState, Order
-from migrator.autopilot.page import view
+from migrator.autopilot.page import actions, view
 from migrator.autopilot.page.access import Tokens, from_elsewhere
 from migrator.autopilot.page.feed import Feed
-from migrator.autopilot.store import Store
-from snapshotd.api.errors import SnapshotError
+from snapshotd.api.errors import NotFound, SnapshotError, Usage
 from snapshotd.runtime.logs import Throttle
 
 log = logging.getLogger(__name__)
@@ -57,45 +52,6 @@ HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-cache",
-}
-
-
-class Asked(msgspec.Struct, forbid_unknown_fields=True):
-    """The body of an action."""
-
-    action: str
-    node: str
-    reason: Annotated[str, Meta(max_length=500)] = ""
-
-
-async def _drain(store: Store, asked: Asked, by: str) -> str:
-    order = Order(0, "drain", asked.node, reason=asked.reason, by=by)
-    given = await store.give_order(order, NodeState.DRAINING)
-    return f"{asked.node} is being drained (order {given.id})"
-
-
-async def _return(store: Store, asked: Asked, by: str) -> str:
-    order = Order(0, "return", asked.node, reason=asked.reason, by=by)
-    given = await store.give_order(order, NodeState.VALIDATING)
-    return f"{asked.node} is being examined (order {given.id})"
-
-
-async def _taint(store: Store, asked: Asked, by: str) -> str:
-    before = await operate.taint(store, asked.node, asked.reason or "an operator tainted it", by)
-    return f"{asked.node} is tainted; it was {before}"
-
-
-async def _use_again(store: Store, asked: Asked, by: str) -> str:
-    used = await operate.use_again(store, asked.node, by)
-    return f"{asked.node} is healthy; it was {used.before}"
-
-
-ACTIONS: dict[str, Callable[[Store, Asked, str], Awaitable[str]]] = {
-    "drain": _drain,
-    "return": _return,
-    "taint": _taint,
-    "undrain": _use_again,
-    "untaint": _use_again,
 }
 
 
@@ -169,21 +125,15 @@ class App:
             if len(body) > BODY_BYTES:
                 return _error(413, "the request is too large")
         try:
-            asked = msgspec.json.decode(body, type=Asked)
+            asked = msgspec.json.decode(body, type=actions.Asked)
+            actions.check(asked, self.nodes)
+            address = request.client.host if request.client is not None else "an unknown address"
+            return JSONResponse({"done": await actions.perform(self.feed, asked, name, address)})
         except msgspec.DecodeError as error:
             return _error(400, f"the request cannot be read: {error}")
-        if asked.action not in ACTIONS:
-            return _error(400, f"the action must be one of {', '.join(ACTIONS)}")
-        if asked.node not in self.nodes:
-            return _error(404, "the cluster has no such node")
-        address = request.client.host if request.client is not None else "an unknown address"
-        by = f"{name} (page)"
-        text = f"{name} at {address} asked to {asked.action} {asked.node}"
-        await self.store.note("page", text, node=asked.node, by=by, action=asked.action, address=address)
-        try:
-            return JSONResponse({"done": await ACTIONS[asked.action](self.store, asked, by)})
         except SnapshotError as error:
-            return _error(409, error.message, error.advice)
+            status = {Usage: 400, NotFound: 404}.get(type(error), 409)
+            return _error(status, error.message, error.advice)
 
     def _may_act(self, request: Request) -> tuple[str, Response | None]:
         if from_elsewhere(request.headers, request.url.scheme):

@@ -45,7 +45,7 @@ class Feed:
     def __init__(
         self, store: Store, world: Callable[[], Awaitable[World]], spares: Spares, phases: view.Phases
     ) -> None:
-        self.store, self._world, self._spares, self._phases = store, world, spares, phases
+        self.store, self.world, self._spares, self._phases = store, world, spares, phases
         self._tally, self._nodes = Tally(store), view.Nodes()
         self.body, self.etag = b"{}", ""
         self._compressed = ("", b"")  # an etag and its body
@@ -97,7 +97,7 @@ class Feed:
                 new = await self.store.events(max(self._latest, last - KEPT), KEPT)
                 self._recent.extend(view.line(record) for record in new)
                 self._latest = last if not new else new[-1].id
-            world = await self._world()
+            world = await self.world()
             self._phases.keep({move.id for move in world.running})
             alerts, headline = await self.store.alerts(), await self._tally.headline()
             began_s = time.monotonic()
