@@ -48,6 +48,7 @@ CREATE UNIQUE INDEX IF NOT EXISTS one_move_of_a_rank_from_a_node
   ON moves (rank_uid, json_extract(data, '$.source')) WHERE state = 'intended';
 CREATE TABLE IF NOT EXISTS orders (
   id INTEGER PRIMARY KEY AUTOINCREMENT, ended_unix_s REAL NOT NULL, data TEXT NOT NULL) STRICT;
+CREATE TABLE IF NOT EXISTS proposals (id INTEGER PRIMARY KEY, ended_unix_s REAL NOT NULL, data TEXT NOT NULL) STRICT;
 CREATE TABLE IF NOT EXISTS alerts (about TEXT PRIMARY KEY, text TEXT NOT NULL, since_unix_s REAL NOT NULL) STRICT;
 """
 

@@ -19,8 +19,8 @@ from typing import Any
 
 from migrator.autopilot import mover, silence, validation
 from migrator.autopilot.decide import NodeDecision, RankDecision
-from migrator.autopilot.facts import AboutRank, about_node, about_ranks, intended
-from migrator.autopilot.model import Move, MoveState, Node, NodeState, Order, Rank, World
+from migrator.autopilot.facts import AboutRank, about_node, about_ranks, intended, proposed
+from migrator.autopilot.model import Move, MoveState, Node, NodeState, Order, ProposalState, Rank, World
 from migrator.autopilot.policy import Policy
 from migrator.autopilot.progress_feed import ProgressFeed
 from migrator.autopilot.store import Store
@@ -146,6 +146,7 @@ class Engine:
                 subject = f"rank {about.rank.rank} of {about.rank.job_key} on {about.rank.node}"
                 alerts[subject], data[subject] = about.reason, _for_the_report(world, about)
         await self._about_orders(world, decided)
+        alerts |= await self._propose(world, decided)
         if not self.only_order:
             await self.store.set_alerts(alerts, data)
         self.on_round(world, decided, alerts)
@@ -183,7 +184,7 @@ class Engine:
                 ]
                 ranks.append((asked, replace(listed, moving=listed.moving or later[-1]) if later else listed))
         alarms = tuple(alarm for alarm in stored.alarms if alarm.node in nodes)
-        return World(nodes, alarms, _believed(nodes, ranks), stored.moves, stored.orders)
+        return World(nodes, alarms, _believed(nodes, ranks), stored.moves, stored.orders, stored.proposals)
 
     async def _about_nodes(self, world: World) -> tuple[World, dict[str, str]]:
         """Changes the states of nodes. Returns the world after that, and alerts.
@@ -205,6 +206,16 @@ class Engine:
         if changes:
             await self.store.set_nodes(changes)
         return changed, alerts
+
+    async def _propose(self, world: World, decided: list[AboutRank]) -> dict[str, str]:
+        """Records what an operator must approve. Returns alerts about what was not answered yet."""
+        wanted = proposed(world, self.policy, decided, self.store.now())
+        known = await self.store.set_proposals(wanted, end_others=not self.only_order)
+        return {
+            f"proposal {one.id}": f"{one.what}? {one.why}; {one.waits}"
+            for one in known
+            if one.state is ProposalState.OPEN
+        }
 
     async def _begin(self, world: World, about: AboutRank) -> None:
         """Records the intent, and only then begins."""

@@ -10,50 +10,27 @@ from migrator.autopilot.decide import (
     NodeFacts,
     RankDecision,
     RankFacts,
-    StragglerFacts,
     node_next,
     rank_next,
-    straggler_waits,
 )
 from migrator.autopilot.model import (
     FAILED,
     OUT,
     Action,
     Alarm,
-    Loss,
     Move,
     MoveState,
     Node,
     NodeState,
+    Proposal,
     Rank,
     Severity,
     World,
     cause_class,
 )
-from migrator.autopilot.policy import Policy, Rule
+from migrator.autopilot.policy import Policy
+from migrator.autopilot.ruled import ruled_for
 from migrator.autopilot.spares import Placement, place
-
-_STRENGTH = list(Action)
-
-
-@dataclass(frozen=True)
-class Ruled:
-    """An alarm, the rule that matches it, and why the rule does not act yet (empty: it acts)."""
-
-    alarm: Alarm
-    rule: Rule | None
-    waits: str
-    numbers: str = ""  # of a straggler: what is lost, and what a move costs
-
-    @property
-    def action(self) -> Action:
-        return self.rule.action if self.rule is not None and not self.waits else Action.OBSERVE
-
-    @property
-    def cause(self) -> str:
-        rule = f"rule {self.rule.name}" if self.rule is not None else "no rule"
-        numbers = f"; {self.numbers}" if self.numbers else ""
-        return f"{rule}: {self.alarm.check} on {self.alarm.subject}: {self.alarm.text}{numbers}"
 
 
 @dataclass(frozen=True)
@@ -85,44 +62,7 @@ class AboutRank:
     reason: str
     target: str = ""
     why: Leave = Leave("")
-
-
-def ruled(policy: Policy, alarm: Alarm, now: float, moves: Iterable[Move] = ()) -> Ruled:
-    rule = policy.rule_for(alarm)
-    waits = numbers = ""
-    if rule is not None:
-        age_s = now - alarm.since_unix_s
-        if alarm.count < rule.count:
-            waits = f"it was seen {alarm.count} times, and the rule asks for {rule.count}"
-        elif age_s < rule.wait_s:
-            waits = f"the rule waits for {rule.wait_s - age_s:.0f} s more"
-        elif not policy.in_hours(rule, now):
-            waits = f"the rule acts only at {', '.join(rule.hours)} ({policy.timezone})"
-    if alarm.loss is not None:
-        too_early, numbers = straggler_waits(_straggler(policy, alarm, alarm.loss, moves))
-        waits = waits or too_early
-    return Ruled(alarm, rule, waits, numbers)
-
-
-def _straggler(policy: Policy, alarm: Alarm, loss: Loss, moves: Iterable[Move]) -> StragglerFacts:
-    """The price of a move is the longest pause of those of the same job that are still known."""
-    moved = [move for move in moves if move.state is MoveState.MOVED]
-    pauses = [move.pause_s for move in moved if move.job_key == loss.job_key and move.pause_s > 0]
-    before = [move.target for move in moved if f"{alarm.check} on {alarm.subject}:" in move.cause]
-    return StragglerFacts(
-        lost_s=loss.lost_s,
-        share=loss.share,
-        pause_s=max(pauses, default=policy.progress.pause_s),
-        measured=bool(pauses),
-        confirmed=loss.confirmed,
-        moved_to=before[-1] if before else "",
-    )
-
-
-def ruled_for(world: World, policy: Policy, node: str, now: float) -> list[Ruled]:
-    """The alarms of a node with their rules, the strongest first."""
-    found = [ruled(policy, alarm, now, world.moves) for alarm in world.alarms_on(node)]
-    return sorted(found, key=lambda one: (-_STRENGTH.index(one.action), -one.alarm.severity, one.alarm.since_unix_s))
+    proposals: tuple[Proposal, ...] = ()  # that concern it, whether they were answered or not
 
 
 # ---------------------------------------------------------------------- nodes
@@ -317,6 +257,14 @@ def _about_rank(world: World, policy: Policy, rank: Rank, why: Leave, placement:
     )
     decision, reason = rank_next(facts)
     return AboutRank(rank, decision, reason, facts.target if decision is RankDecision.MOVE else "", why)
+
+
+def proposed(world: World, policy: Policy, decided: Iterable[AboutRank], now: float) -> dict[str, Proposal]:
+    """Everything that an operator must approve or has answered, by key, as long as its cause is there."""
+    asking = any(rule.approval for rule in policy.rules)
+    alarms = [one for name in world.nodes for one in ruled_for(world, policy, name, now)] if asking else []
+    found = [one.proposal for one in alarms if one.proposal is not None]
+    return {one.key: one for one in (*found, *(one for about in decided for one in about.proposals))}
 
 
 def _move_brake(world: World, policy: Policy, now: float) -> str:

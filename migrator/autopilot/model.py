@@ -249,6 +249,40 @@ class Order:
         return f"{self.rank_name} on {self.node}" if self.kind == "move" else self.node
 
 
+class ProposalState(StrEnum):
+    OPEN = "open"  # it waits for an operator's answer
+    APPROVED = "approved"
+    REJECTED = "rejected"
+    LAPSED = "lapsed"  # its cause had gone before an operator answered
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Something that the autopilot does only if an operator approves. An answer holds as long as the cause is there."""
+
+    id: int
+    key: str  # names the action and its cause: the same is proposed once
+    what: str  # what would be done
+    why: str
+    node: str = ""
+    state: ProposalState = ProposalState.OPEN
+    since_unix_s: float = 0.0
+    by: str = ""  # who answered
+    reason: str = ""  # that was given with the answer
+    answered_unix_s: float = 0.0
+    ended_unix_s: float = 0.0  # when its cause had gone; 0: it is still there
+
+    @property
+    def waits(self) -> str:
+        """Why nothing is done yet. Empty: it is approved."""
+        match self.state:
+            case ProposalState.APPROVED:
+                return ""
+            case ProposalState.REJECTED:
+                return f"{self.by} rejected it" + (f": {self.reason}" if self.reason else "")
+        return "an operator must approve it" + (f": `migrator approve {self.id}`" if self.id else "")
+
+
 @dataclass(frozen=True)
 class World:
     """Everything that a decision may depend on, besides the policy and the time."""
@@ -258,6 +292,10 @@ class World:
     ranks: tuple[Rank, ...] = ()
     moves: tuple[Move, ...] = ()  # those in progress, and those of the longest window
     orders: tuple[Order, ...] = ()  # open ones
+    proposals: tuple[Proposal, ...] = ()  # those whose cause is still there, answered or not
+
+    def proposal(self, key: str) -> Proposal | None:
+        return next((proposal for proposal in self.proposals if proposal.key == key), None)
 
     @property
     def running(self) -> list[Move]:

@@ -82,6 +82,7 @@ class Rule(msgspec.Struct, frozen=True):
         tuple[str, ...],
         toml_file.text('a list of times, as ["22:00-06:00", "Sat,Sun 00:00-24:00"]', _hours),
     ] = ()
+    approval: Annotated[bool, Meta(description="true or false")] = False
 
     def matches(self, alarm: Alarm) -> bool:
         return (

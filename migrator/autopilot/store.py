@@ -15,8 +15,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from migrator.autopilot.database import Database, Transaction
-from migrator.autopilot.model import Alarm, HealthReport, Move, MoveState, NodeState, Order
+from migrator.autopilot.database import Transaction
+from migrator.autopilot.model import Alarm, HealthReport, Move, MoveState, NodeState, Order, Proposal
+from migrator.autopilot.proposals import Proposals
 from snapshotd.api.errors import WrongState
 
 T = TypeVar("T", Alarm, Move)
@@ -40,9 +41,10 @@ class Stored:
     moves: tuple[Move, ...]
     orders: tuple[Order, ...]
     alerts: dict[str, str]
+    proposals: tuple[Proposal, ...] = ()  # those whose cause is still there, answered or not
 
 
-class Store(Database):
+class Store(Proposals):
     """The current state, with everything that changes it."""
 
     def __init__(self, *given: Any) -> None:
@@ -280,6 +282,7 @@ class Store(Database):
             self._decoded(moves, Move),
             tuple(msgspec.json.decode(data, type=Order) for data in orders),
             await self.alerts(),
+            await self.proposals(),
         )
 
     def _decoded(self, texts: list[str], kind: type[T]) -> tuple[T, ...]:

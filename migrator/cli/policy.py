@@ -11,9 +11,10 @@ from migrator import formatting
 from migrator.cli import arguments, output, state
 
 if TYPE_CHECKING:
-    from migrator.autopilot.facts import AboutNode, AboutRank, Ruled
+    from migrator.autopilot.facts import AboutNode, AboutRank
     from migrator.autopilot.model import World
     from migrator.autopilot.policy import Policy
+    from migrator.autopilot.ruled import Ruled
     from migrator.cluster import Cluster
 
 
@@ -69,8 +70,9 @@ async def _show(cluster: Cluster, policy: Policy, folder: Path, name: str, *, as
     from dataclasses import replace
 
     from migrator.autopilot.decide import NodeDecision
-    from migrator.autopilot.facts import about_node, about_ranks, ruled_for
+    from migrator.autopilot.facts import about_node, about_ranks
     from migrator.autopilot.model import NodeState
+    from migrator.autopilot.ruled import ruled_for
     from migrator.autopilot.store import Store
     from migrator.autopilot.survey import survey
 

@@ -23,6 +23,7 @@ from migrator.cli import (
     output,
     pki,
     policy,
+    proposals,
     ps,
     recover,
     report,
@@ -59,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
     verbs.add("run", None, run.SUMMARY)  # only for the list: `run` has its own parser
     for verb in (ps, nodes, watch, doctor, health, check, move, status, history, recover):
         verb.add(verbs)
-    for verb in (drain, taint, spares, autopilot, policy, report, cluster, lab, pki):
+    for verb in (drain, taint, proposals, spares, autopilot, policy, report, cluster, lab, pki):
         verb.add(verbs)
     return made
 

@@ -13,7 +13,7 @@ import pytest
 
 from migrator.autopilot import convert, progress_feed
 from migrator.autopilot.decide import RankDecision, StragglerFacts, straggler_waits
-from migrator.autopilot.facts import about_node, about_ranks, ruled
+from migrator.autopilot.facts import about_node, about_ranks
 from migrator.autopilot.model import (
     Alarm,
     CommunicatorProgress,
@@ -25,6 +25,7 @@ from migrator.autopilot.model import (
 )
 from migrator.autopilot.policy import Progress
 from migrator.autopilot.progress import STALL, STRAGGLER, Jobs
+from migrator.autopilot.ruled import ruled
 from migrator.autopilot.store import Store
 from snapshotd.api import snapshotd_pb2 as pb
 from snapshotd.api.errors import Damaged

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from migrator.autopilot import policy
-from migrator.autopilot.model import Alarm, Gpu, Move, MoveState, Node, NodeState, Rank, Severity, World
+from migrator.autopilot.model import Alarm, Gpu, Move, MoveState, Node, NodeState, Proposal, Rank, Severity, World
 
 NOW = 1_800_000_000.0
 GIB = 1 << 30
@@ -66,6 +66,7 @@ def world(*parts: Any) -> World:
         tuple(part for part in parts if isinstance(part, Rank)),
         tuple(part for part in parts if isinstance(part, Move)),
         tuple(part for part in parts if type(part).__name__ == "Order"),
+        tuple(part for part in parts if isinstance(part, Proposal)),
     )
 
 
