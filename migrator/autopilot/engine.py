@@ -290,6 +290,8 @@ class Engine:
         await self.store.end_order(order.id, summary)
 
     async def _validate(self, order: Order) -> None:
+        # The node's own alarms are cleared there too. A sender that still sees the cause reports it again.
+        await self.store.clear_signals(order.node, order.by or "an operator")
         wrong = await validation.problems(self.cluster, order.node, self.policy.validation)
         if wrong:
             await self.store.set_node(order.node, NodeState.REPAIRING, f"validation failed: {'; '.join(wrong)}")

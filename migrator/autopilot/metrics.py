@@ -1,8 +1,8 @@
 """The autopilot's metrics in the Prometheus text format. With `--metrics`, snapshotd/api/metrics_http.py serves them.
 
 Invariant: gauges show the last round of decisions. Counters count records of the event log, also those of earlier processes,
-so a restart neither resets them nor hides what happened meanwhile. Labels have names of nodes and checks, never of jobs or
-users.
+so a restart neither resets them nor hides what happened meanwhile. Only the signals of the webhook begin anew, because most
+of them are not recorded. Labels have names of nodes and checks, never of jobs or users.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from migrator.autopilot.store import Store
 from snapshotd.api import version
 
 _PAUSES_S = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+SIGNAL_OUTCOMES = ("raised", "repeated", "cleared", "unchanged", "unknown_node", "refused", "unauthorised")
 #: How many records are read at a time, so that a long log does not block the loop.
 _PAGE = 1000
 
@@ -58,6 +59,9 @@ class Metrics:
         self._free = Gauge("migrator_spares_free", "Spares that a rank can be moved to now", registry=made)
         self._free_gpus = Gauge("migrator_spare_gpus_free", "Free GPUs of the spares that can be used", registry=made)
         self._orders = Gauge("migrator_orders_open", "Orders of operators that have not ended", registry=made)
+        self._signals = Counter(
+            "migrator_webhook_signals", "Signals from outside, by outcome", ["outcome"], registry=made
+        )
         self._rules = Gauge("migrator_rules_acting", "Rules of the policy that act; 0: it only observes", registry=made)
         self._round = Gauge(
             "migrator_last_round_timestamp_seconds", "When it last decided, in seconds since 1970", registry=made
@@ -73,6 +77,12 @@ class Metrics:
         for decision in ("move", "alert", *NodeState):
             if decision is not NodeState.VALIDATING:  # an operator's order
                 self._decisions.labels(decision=decision)
+
+        for name in SIGNAL_OUTCOMES:
+            self._signals.labels(outcome=name)
+
+    def count_signals(self, outcome: str, count: int) -> None:
+        self._signals.labels(outcome=outcome).inc(count)
 
     async def count_log(self, store: Store) -> None:
         """Counts what is in the log already."""

@@ -336,7 +336,7 @@ def cause_class(check: str, subject: str) -> str:
     if subject == "operator":
         return "planned"
     kind = subject.partition(":")[0]
-    if check in ("daemon-unreachable", "job-straggler"):
+    if check in ("daemon-unreachable", "job-straggler") or (check.startswith("webhook-") and kind == "host"):
         return "unknown"
     return {"gpu": "hardware", "disk": "hardware", "host": "hardware", "link": "network", "rank": "software"}.get(
         kind, "unknown"

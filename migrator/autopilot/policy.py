@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from datetime import datetime
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -132,6 +132,22 @@ class Progress(msgspec.Struct, frozen=True):
     stall_s: Annotated[float, _SECONDS] = 600.0
 
 
+class Webhook(msgspec.Struct, frozen=True):
+    """How alerts from outside are read (outside.py)."""
+
+    node_labels: Annotated[tuple[str, ...], Meta(min_length=1, description='a list of labels, as ["node"]')] = (
+        "node",
+        "instance",
+        "Hostname",
+    )
+    gpu_labels: Annotated[tuple[str, ...], Meta(description='a list of labels, as ["UUID"]')] = ("UUID",)
+    severity_label: Annotated[str, Meta(min_length=1, description="the name of a label")] = "severity"
+    severities: Annotated[
+        dict[str, Literal["notice", "warning", "critical"]],
+        Meta(description='a table with VALUE = "notice", "warning" or "critical"'),
+    ] = {}
+
+
 class Policy(msgspec.Struct, frozen=True):
     """The keys of the file. `origin` is not one of them."""
 
@@ -141,6 +157,7 @@ class Policy(msgspec.Struct, frozen=True):
     spares: Annotated[Spares, toml_file.table("a table", Spares)] = Spares()
     validation: Annotated[Validation, toml_file.table("a table", Validation)] = Validation()
     progress: Annotated[Progress, toml_file.table("a table", Progress)] = Progress()
+    webhook: Annotated[Webhook, toml_file.table("a table", Webhook)] = Webhook()
     timezone: Annotated[str, toml_file.text("the name of a time zone", _zone)] = "UTC"
     unreachable_s: Annotated[float, _SECONDS] = 60.0
     origin: Annotated[str, Meta(description="")] = "the default policy"

@@ -17,6 +17,7 @@ import msgspec
 
 from migrator.autopilot.database import Transaction
 from migrator.autopilot.model import Alarm, HealthReport, Move, MoveState, NodeState, Order, Proposal
+from migrator.autopilot.outside_alarms import OutsideAlarms
 from migrator.autopilot.proposals import Proposals
 from snapshotd.api.errors import WrongState
 
@@ -44,7 +45,7 @@ class Stored:
     proposals: tuple[Proposal, ...] = ()  # those whose cause is still there, answered or not
 
 
-class Store(Proposals):
+class Store(Proposals, OutsideAlarms):
     """The current state, with everything that changes it."""
 
     def __init__(self, *given: Any) -> None:

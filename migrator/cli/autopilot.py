@@ -20,7 +20,7 @@ from snapshotd.api import version
 from snapshotd.api.errors import Usage
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
 
     from migrator.autopilot.chain import Record
     from migrator.autopilot.engine import Engine
@@ -71,6 +71,12 @@ def add(verbs: arguments.Verbs) -> None:
         metavar="FILE",
         help='lines "NAME TOKEN" of operators who may act on the page (default: page-tokens in the state folder)',
     )
+    page.add_argument(
+        "--webhook-token-file",
+        type=Path,
+        metavar="FILE",
+        help='take signals at /alertmanager and /signal of the page; lines "NAME TOKEN" of those that may send them',
+    )
 
 
 def _address(text: str) -> tuple[str, int]:
@@ -103,6 +109,7 @@ class Page:
     place: Place
     listener: socket.socket
     token_file: Path | None  # None: the one in the state folder
+    sender_file: Path | None  # tokens of those that may send signals; None: there is no webhook
 
 
 def _page(options: argparse.Namespace) -> Page | None:
@@ -111,12 +118,14 @@ def _page(options: argparse.Namespace) -> Page | None:
         named = [name for name in ("cert", "key", "plain_http", "token_file") if getattr(options, f"page_{name}")]
         if named:
             raise Usage(f"--page-{named[0].replace('_', '-')} needs --page ADDRESS:PORT")
+        if options.webhook_token_file:
+            raise Usage("--webhook-token-file needs --page ADDRESS:PORT: signals are taken there, beside the page")
         return None
     from migrator.autopilot.page.serving import Place
 
     address, port = options.page
     place = Place.of(address, port, options.page_cert, options.page_key, plain=options.page_plain_http)
-    return Page(place, place.listen(), options.page_token_file)
+    return Page(place, place.listen(), options.page_token_file, options.webhook_token_file)
 
 
 async def _run(
@@ -166,29 +175,36 @@ async def _run(
             await store.note("start", text, nodes=len(cluster.nodes), policy=policy.origin)
             phases = Phases()
             engine = Engine(cluster, policy, store, on_phase=phases.note, on_round=metrics.round)
-            async with _served(page, engine, phases):
+            async with _served(page, engine, phases, metrics.count_signals):
                 with contextlib.suppress(asyncio.CancelledError):  # the second signal
                     await engine.run(stop)
             await store.note("stop", "stopped by a signal")
 
 
 @contextlib.asynccontextmanager
-async def _served(page: Page | None, engine: Engine, phases: Phases) -> AsyncIterator[None]:
+async def _served(
+    page: Page | None, engine: Engine, phases: Phases, counted: Callable[[str, int], None]
+) -> AsyncIterator[None]:
     """Serves the page while the context lasts, if there is to be one. Its address is recorded, and so printed."""
     if page is None:
         yield
         return
+    from migrator.autopilot.outside import Names
     from migrator.autopilot.page.access import Tokens
     from migrator.autopilot.page.feed import Feed
     from migrator.autopilot.page.serving import serving
+    from migrator.autopilot.page.webhook import Webhook
 
-    store = engine.store
+    store, routes = engine.store, []
     if page.token_file is None:
         tokens, origin = Tokens.of_folder(store.folder)
     else:
         tokens, origin = Tokens.read(page.token_file), page.token_file
+    if page.sender_file is not None:
+        names, senders = Names(engine.cluster), Tokens.read(page.sender_file)
+        routes = Webhook(store, senders, names, engine.policy.webhook, counted).routes()
     feed = Feed(store, engine.shown_world, engine.policy.spares, phases)
-    async with serving(page.place, page.listener, feed, tokens, list(engine.cluster.nodes)) as url:
+    async with serving(page.place, page.listener, feed, tokens, list(engine.cluster.nodes), routes) as url:
         shown = store.on_record
 
         def on_record(record: Record) -> None:
@@ -196,7 +212,8 @@ async def _served(page: Page | None, engine: Engine, phases: Phases) -> AsyncIte
             feed.wake()
 
         store.on_record = on_record
-        await store.note("page", f"the page is at {url}", url=url)
+        taken = f", and signals are taken at {url}alertmanager and {url}signal" if routes else ""
+        await store.note("page", f"the page is at {url}{taken}", url=url)
         log.info(
             "the tokens of operators for the page are in %s", origin
         )  # not recorded: everybody can read the record

@@ -10,11 +10,13 @@ import ssl
 import subprocess
 import sys
 import urllib.request
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
+
+from starlette.routing import Route
 
 from migrator.autopilot import chain
 from migrator.autopilot.model import World
@@ -82,7 +84,11 @@ class Page:
 
 @contextlib.asynccontextmanager
 async def served(
-    folder: Path, world: World, place: Place | None = None, context: ssl.SSLContext | None = None
+    folder: Path,
+    world: World,
+    place: Place | None = None,
+    context: ssl.SSLContext | None = None,
+    more: Callable[[Store], Sequence[Route]] = lambda store: (),
 ) -> AsyncIterator[Page]:
     file = folder / "tokens"
     file.touch(mode=0o600)
@@ -101,17 +107,17 @@ async def served(
         feed = Feed(store, now, Spares(), phases)
         store.on_record = lambda record: feed.wake()
         where = place or Place("127.0.0.1", 0)
-        async with serving(where, where.listen(), feed, Tokens.read(file), list(world.nodes)) as url:
+        async with serving(where, where.listen(), feed, Tokens.read(file), list(world.nodes), more(store)) as url:
             page = Page(url, store, feed, phases, world, context)
             yield page
         assert chain.problems(await store.events()) == []
 
 
 @contextlib.contextmanager
-def autopilot(policy: Path) -> Iterator[str]:
+def autopilot(policy: Path, *more: str) -> Iterator[str]:
     """The address of the page of a running autopilot, as it prints it. At the end SIGTERM must stop it, also with viewers."""
     command = [sys.executable, "-m", "migrator.cli", "autopilot", "--policy", str(policy), "--json"]
-    command += ["--page", "127.0.0.1:0", "--page-plain-http"]
+    command += ["--page", "127.0.0.1:0", "--page-plain-http", *more]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None

@@ -108,6 +108,8 @@ async def test_malformed_actions_are_refused(tmp_path: Path) -> None:
         assert (await page.act("format", "node-1")).status == 400
         assert (await page.act("drain", "node-1", Content_Type="text/plain")).status == 415
         assert (await page.act("drain", "n" * 9000)).status == 413
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {TOKEN}"}
+        assert (await asyncio.to_thread(page.ask, "POST", "/api/actions", headers, b'{"node": "\xff"}')).status == 400
         assert (await page.get("/api/actions")).status == 405
         assert await page.store.events() == []
 

@@ -30,6 +30,31 @@ def url(pilots: PilotCluster, policy: Path) -> Iterator[str]:
         yield found
 
 
+def post(url: str, token: str, body: Any) -> Any:
+    headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+    with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers), timeout=60) as reply:
+        return json.load(reply)
+
+
+def test_signal_from_outside_makes_a_node_suspect_until_it_is_cleared(
+    pilots: PilotCluster, policy: Path, tmp_path: Path
+) -> None:
+    senders = tmp_path / "senders"
+    senders.touch(mode=0o600)
+    senders.write_text(f"monitoring {'s' * 32}\n")
+
+    with autopilot(policy, "--webhook-token-file", str(senders)) as url:
+
+        def state() -> Any:
+            return next(one for one in get(f"{url}api/state")["nodes"] if one["name"] == "node-2")["state"]
+
+        signal = {"node": "node-2", "check": "fans", "severity": "critical", "text": "a fan stands", "state": "raised"}
+        assert post(f"{url}signal", "s" * 32, signal)["raised"] == 1
+        until("the suspect node", lambda: state() == "suspect")
+        assert post(f"{url}signal", "s" * 32, {**signal, "state": "cleared"})["cleared"] == 1
+        until("the healthy node", lambda: state() == "healthy")
+
+
 def get(url: str) -> Any:
     with urllib.request.urlopen(url, timeout=60) as reply:
         return json.load(reply)
@@ -43,11 +68,8 @@ def test_operator_drains_a_node_on_the_page(pilots: PilotCluster, url: str) -> N
 
     until("the rank on the page", lambda: node()["ranks"])
     token = (pilots.path.parent / "state" / access.FILE).read_text().split()[1]
-    body = json.dumps({"action": "drain", "node": "node-1", "reason": "a fan"}).encode()
-    headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
-    request = urllib.request.Request(f"{url}api/actions", body, headers)
-    with urllib.request.urlopen(request, timeout=60) as reply:
-        assert json.load(reply) == {"done": "node-1 is being drained (order 1)"}
+    done = post(f"{url}api/actions", token, {"action": "drain", "node": "node-1", "reason": "a fan"})
+    assert done == {"done": "node-1 is being drained (order 1)"}
     until("the drained node", lambda: node()["state"] == "drained")
     assert set(pilots.places().values()) == {"spare-1"}
     kinds = [record["kind"] for record in get(f"{url}api/timeline")["records"]]

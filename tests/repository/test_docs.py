@@ -263,7 +263,7 @@ def test_every_key_of_the_policy_is_explained() -> None:
     explained = {name for row in rows(text_of(page, "policy")) for name in names(row[0])}
     tables = {"rules": policy.Rule, "jobs": policy.Job}
     tables |= {"breaker": policy.Breaker, "spares": policy.Spares, "validation": policy.Validation}
-    tables |= {"progress": policy.Progress}
+    tables |= {"progress": policy.Progress, "webhook": policy.Webhook}
     keys = {f"{name}.{key}" for name, struct in tables.items() for key in struct.__struct_fields__}
     keys |= set(policy.Policy.__struct_fields__) - {*tables, "origin"}
     assert explained == keys

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from importlib import resources
 
 import msgspec
@@ -24,6 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from migrator import formatting
 from migrator.autopilot.page import actions, view
 from migrator.autopilot.page.access import Tokens, from_elsewhere
+from migrator.autopilot.page.answers import error
 from migrator.autopilot.page.feed import Feed
 from snapshotd.api.errors import NotFound, SnapshotError, Usage
 from snapshotd.runtime.logs import Throttle
@@ -62,7 +63,7 @@ class App:
         self.feed, self.store, self.tokens, self.nodes = feed, feed.store, tokens, nodes
         self._complaints = Throttle(log, MAX_COMPLAINTS, "%s")
 
-    def asgi(self, *, local: bool = False) -> Starlette:
+    def asgi(self, *, local: bool = False, more: Sequence[Route] = ()) -> Starlette:
         """`local`: it is served on loopback without TLS, and only names of this machine are accepted."""
         folder = resources.files("migrator.autopilot.page") / "static"
         routes = [
@@ -75,6 +76,7 @@ class App:
             Route("/api/news", self.news, methods=["GET"]),
             Route("/api/operator", self.operator, methods=["POST"]),
             Route("/api/actions", self.act, methods=["POST"]),
+            *more,
         ]
         return Starlette(
             routes=routes, middleware=[Middleware(_Headers, local=local), Middleware(GZipMiddleware, compresslevel=5)]
@@ -118,32 +120,32 @@ class App:
         if refusal is not None:
             return refusal
         if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
-            return _error(415, "the body must be application/json")
+            return error(415, "the body must be application/json")
         body = bytearray()
         async for chunk in request.stream():
             body += chunk
             if len(body) > BODY_BYTES:
-                return _error(413, "the request is too large")
+                return error(413, "the request is too large")
         try:
             asked = msgspec.json.decode(body, type=actions.Asked)
             actions.check(asked, self.nodes)
             address = request.client.host if request.client is not None else "an unknown address"
             return JSONResponse({"done": await actions.perform(self.feed, asked, name, address)})
-        except msgspec.DecodeError as error:
-            return _error(400, f"the request cannot be read: {error}")
-        except SnapshotError as error:
-            status = {Usage: 400, NotFound: 404}.get(type(error), 409)
-            return _error(status, error.message, error.advice)
+        except (msgspec.DecodeError, UnicodeDecodeError) as problem:
+            return error(400, f"the request cannot be read: {problem}")
+        except SnapshotError as problem:
+            status = {Usage: 400, NotFound: 404}.get(type(problem), 409)
+            return error(status, problem.message, problem.advice)
 
     def _may_act(self, request: Request) -> tuple[str, Response | None]:
         if from_elsewhere(request.headers, request.url.scheme):
-            return "", _error(403, "the request was made by a page of another origin")
+            return "", error(403, "the request was made by a page of another origin")
         name = self.tokens.operator(request.headers.get("authorization", ""))
         if not name:
             address = request.client.host if request.client is not None else "an unknown address"
             text = "the page refused an action without a valid token from %s"
             self._complaints.warning("the page", text, formatting.plain(address))
-            return "", _error(401, "this needs the token of an operator", "the autopilot prints where the tokens are")
+            return "", error(401, "this needs the token of an operator", "the autopilot prints where the tokens are")
         return name, None
 
 
@@ -157,11 +159,6 @@ def _file(content: bytes, kind: str) -> Callable[[Request], Awaitable[Response]]
 def _number(text: str | None) -> int:
     """The number, or 0 if there is none that could be the number of a record."""
     return int(text) if text is not None and text.isascii() and text.isdigit() and len(text) < 18 else 0
-
-
-def _error(status: int, text: str, remedy: str = "") -> JSONResponse:
-    headers = {"WWW-Authenticate": "Bearer"} if status == 401 else None
-    return JSONResponse({"error": text, "remedy": remedy}, status_code=status, headers=headers)
 
 
 class _Headers:
@@ -184,5 +181,5 @@ class _Headers:
 
         app = self.app
         if self.local and not LOCAL.fullmatch(Headers(scope=scope).get("host", "")):
-            app = _error(421, "the page is served for this machine only, by the address that the autopilot printed")
+            app = error(421, "the page is served for this machine only, by the address that the autopilot printed")
         await app(scope, receive, with_headers)

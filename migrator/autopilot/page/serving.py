@@ -12,11 +12,12 @@ import ipaddress
 import logging
 import socket
 import ssl
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import uvicorn
+from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from migrator.autopilot.page.access import Tokens
@@ -129,11 +130,12 @@ class _Server(uvicorn.Server):
 
 @contextlib.asynccontextmanager
 async def serving(
-    place: Place, listener: socket.socket, feed: Feed, tokens: Tokens, nodes: list[str]
+    place: Place, listener: socket.socket, feed: Feed, tokens: Tokens, nodes: list[str], more: Sequence[Route] = ()
 ) -> AsyncIterator[str]:
-    """Serves the page while the context lasts. Yields its address. `listener` is that of the place; it is closed."""
+    """Serves the page while the context lasts. Yields its address. `listener` is that of the place; it is closed. `more`:
+    what is served beside it, such as the webhook."""
     config = uvicorn.Config(
-        App(feed, tokens, nodes).asgi(local=place.cert is None),
+        App(feed, tokens, nodes).asgi(local=place.cert is None, more=more),
         http=_Connection,
         ws="none",
         lifespan="off",
