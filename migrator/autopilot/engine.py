@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
-from migrator.autopilot import mover, silence, validation
+from migrator.autopilot import mover, preempt, silence, validation
 from migrator.autopilot.decide import NodeDecision, RankDecision
 from migrator.autopilot.facts import AboutRank, about_node, about_ranks, intended, proposed
 from migrator.autopilot.model import Move, MoveState, Node, NodeState, Order, ProposalState, Rank, World
@@ -145,6 +145,8 @@ class Engine:
             elif about.decision is RankDecision.ALERT and world.order_to_move(about.rank) is None:
                 subject = f"rank {about.rank.rank} of {about.rank.job_key} on {about.rank.node}"
                 alerts[subject], data[subject] = about.reason, _for_the_report(world, about)
+            if about.look_at:
+                self.watchers[about.look_at].look_now()
         await self._about_orders(world, decided)
         alerts |= await self._propose(world, decided)
         if not self.only_order:
@@ -160,7 +162,8 @@ class Engine:
     async def world(self) -> World:
         """Everything that is known now."""
         now = self.store.now()
-        window = max(self.policy.breaker.window_s, self.policy.breaker.rank_window_s, self.policy.breaker.back_off_s)
+        breaker = self.policy.breaker
+        window = max(breaker.window_s, breaker.rank_window_s, breaker.back_off_s, preempt.KEPT_S)
         stored = await self.store.load(now - window)
         ended: dict[str, list[Move]] = {}  # by rank
         for move in stored.moves:
@@ -278,7 +281,8 @@ class Engine:
             self._wake.set()
             return
         moves = await self.store.moves_of_order(order.id)
-        moved = sum(move.state is MoveState.MOVED for move in moves)
+        all_moved = [move for move in moves if move.state is MoveState.MOVED]
+        moved = sum(not move.makes_room_for for move in all_moved)
         left = [f"rank {about.rank.rank} of {about.rank.job} stays: {about.reason}" for about in mine]
         if order.kind == "move":
             left += [move.result for move in moves if move.state is not MoveState.MOVED and move.result]
@@ -286,6 +290,8 @@ class Engine:
                 left.append(f"the rank is not on {order.node} any more")
         if order.kind != "return" and not node.reachable:
             left.append("the node does not answer")
+        if others := len(all_moved) - moved:
+            left.insert(0, f"{others} of lower priority moved out of the way")
         summary = "; ".join([f"{moved} rank{'' if moved == 1 else 's'} moved", *left])
         await self.store.end_order(order.id, summary)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from migrator.autopilot.decide import (
@@ -13,22 +13,25 @@ from migrator.autopilot.decide import (
     node_next,
     rank_next,
 )
+from migrator.autopilot.limits import move_brake, node_brake, recent
 from migrator.autopilot.model import (
     FAILED,
-    OUT,
     Action,
     Alarm,
     Move,
     MoveState,
     Node,
     NodeState,
+    Order,
     Proposal,
+    ProposalState,
     Rank,
     Severity,
     World,
     cause_class,
 )
 from migrator.autopilot.policy import Policy
+from migrator.autopilot.preempt import SHOWS_S, STALE_S, Plan, held_places, made_room, names_of, plan
 from migrator.autopilot.ruled import ruled_for
 from migrator.autopilot.spares import Placement, place
 
@@ -48,11 +51,12 @@ class Leave:
     order: int = 0  # the operator's order; 0: a rule asks for it
     detected_unix_s: float = 0.0
     cause_class: str = "planned"
+    makes_room_for: str = ""  # uid of the rank that takes its place
 
     @property
     def cause(self) -> str:
         """What the record names."""
-        return f"order {self.order}" if self.order else self.text
+        return f"order {self.order}" if self.order and not self.makes_room_for else self.text
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,7 @@ class AboutRank:
     target: str = ""
     why: Leave = Leave("")
     proposals: tuple[Proposal, ...] = ()  # that concern it, whether they were answered or not
+    look_at: str = ""  # a node that must answer again before more can be decided
 
 
 # ---------------------------------------------------------------------- nodes
@@ -80,39 +85,12 @@ def about_node(world: World, policy: Policy, node: Node, now: float) -> AboutNod
         due=alarms[0].action if alarms else Action.OBSERVE,
         cause=alarms[0].cause if alarms else "",
         trouble=trouble or ("" if node.reachable else "its daemon does not answer"),
-        brake=_node_brake(world, policy, now) if alarms and alarms[0].action is not Action.OBSERVE else "",
+        brake=node_brake(world, policy, now) if alarms and alarms[0].action is not Action.OBSERVE else "",
         ordered=world.order_for(node.name) is not None,
         probation_over=now - node.since_unix_s >= policy.validation.probation_s,
     )
     decision, reason = node_next(facts)
     return AboutNode(node.name, decision, reason)
-
-
-def _node_brake(world: World, policy: Policy, now: float) -> str:
-    """Why no further node may be taken out of use by a rule. At least one always may."""
-    if reason := systematic(world, policy, now):
-        return reason
-    out = sum(node.state in OUT for node in world.nodes.values())
-    limit = max(1.0, len(world.nodes) * policy.breaker.nodes_percent / 100)
-    if out + 1 > limit:
-        return f"{out} of {len(world.nodes)} nodes are out of use, and the policy allows {int(limit)}"
-    return ""
-
-
-def systematic(world: World, policy: Policy, now: float) -> str:
-    """Why the trouble looks like a common cause, which moving ranks would not cure. Empty: it does not."""
-    window = policy.breaker.window_s
-    where: dict[str, set[str]] = {}
-    for alarm in world.alarms:
-        if alarm.severity >= Severity.WARNING and now - alarm.since_unix_s <= window:
-            where.setdefault(alarm.check, set()).add(alarm.node)
-    for check, nodes in sorted(where.items()):
-        if len(nodes) >= policy.breaker.same_alarm_nodes:
-            return f"{check} was raised on {len(nodes)} nodes within {window:.0f} s: that looks systematic"
-    undone = [move for move in _recent(world.moves, now, window) if move.state is MoveState.UNDONE and not move.order]
-    if len(undone) >= policy.breaker.undone:
-        return f"{len(undone)} moves were undone within {window:.0f} s: that looks systematic"
-    return ""
 
 
 # ---------------------------------------------------------------------- ranks
@@ -135,13 +113,18 @@ def about_ranks(world: World, policy: Policy, now: float) -> list[AboutRank]:
     for members in leaving.values():
         members.sort(key=lambda member: (-policy.job_for(member[0]).priority, member[0].job, member[0].rank))
     groups = sorted(leaving.items(), key=lambda group: (-policy.job_for(group[1][0][0]).priority, group[0]))
+    all_leaving = [rank for members in leaving.values() for rank, _ in members]
     for (_, order), members in groups:
-        placement = _placed(world, policy, order, [rank for rank, _ in members], now)
+        ranks = [rank for rank, _ in members]
+        placement = _placed(world, policy, order, ranks, now, _held(world, policy, all_leaving, ranks, now))
         for rank, why in members:
-            about = _about_rank(world, policy, rank, why, placement, now)
-            found.append(about)
-            if about.decision is RankDecision.MOVE:
-                world = with_move(world, about, "planned", now)
+            decided = [_about_rank(world, policy, rank, why, placement, now)]
+            if decided[0].decision is RankDecision.ALERT and rank.uid not in placement.targets:
+                decided = _make_room(world, policy, decided[0], all_leaving, now)
+            found += decided
+            for about in decided:
+                if about.decision is RankDecision.MOVE:
+                    world = with_move(world, about, "planned", now)
     return found
 
 
@@ -169,6 +152,7 @@ def intended(world: World, about: AboutRank, move: str, now: float) -> Move:
         detected_unix_s=about.why.detected_unix_s,
         cause_class=about.why.cause_class,
         job_gpus=sum(len(other.gpus) for other in world.ranks if other.job_key == rank.job_key),
+        makes_room_for=about.why.makes_room_for,
     )
 
 
@@ -208,34 +192,50 @@ def concerns(alarm: Alarm, rank: Rank) -> bool:
     return True
 
 
-def _placed(world: World, policy: Policy, order_id: int, ranks: list[Rank], now: float) -> Placement:
-    """Where the ranks of a node go that are not on their way yet. A spare that failed a rank is avoided for a while."""
+def _targets_of(order: Order | None) -> tuple[str, ...]:
+    """The nodes that an order names."""
+    return () if order is None else (order.node,) if order.kind == "return" else order.targets
+
+
+def _failed(world: World, policy: Policy, now: float) -> Callable[[Rank, str], bool]:
+    """Whether a move of the rank to that node has just failed. The node is avoided for a while."""
+    recently = recent(world.moves, now, policy.breaker.back_off_s)
+    failed = {(move.rank_uid, move.source, move.target) for move in recently if move.state in FAILED}
+    return lambda rank, target: (rank.uid, rank.node, target) in failed
+
+
+def _held(world: World, policy: Policy, leaving: list[Rank], ranks: list[Rank], now: float) -> list[Move]:
+    """The places that were freed for other ranks, and that these ranks do not get: those of a higher priority do."""
+    highest = max(policy.job_for(rank).priority for rank in ranks)
+    before = [one for one in leaving if policy.job_for(one).priority >= highest]
+    return held_places(world, before, now)
+
+
+def _placed(world: World, policy: Policy, order_id: int, ranks: list[Rank], now: float, held: list[Move]) -> Placement:
+    """Where the ranks of a node go that are not on their way yet."""
     order = next((order for order in world.orders if order.id == order_id), None)
-    named = () if order is None else (order.node,) if order.kind == "return" else order.targets
-    failed = {
-        (move.rank_uid, move.target)
-        for move in _recent(world.moves, now, policy.breaker.back_off_s)
-        if move.state in FAILED and any(move.source == rank.node for rank in ranks)
-    }
     on_their_way = {(move.rank_uid, move.source) for move in world.running}
     return place(
         world,
         [rank for rank in ranks if (rank.uid, rank.node) not in on_their_way and not rank.moving],
         policy.spares,
-        only=named,
-        avoid=lambda rank, target: (rank.uid, target) in failed,
+        only=_targets_of(order),
+        avoid=_failed(world, policy, now),
+        held=held,
     )
 
 
 def _about_rank(world: World, policy: Policy, rank: Rank, why: Leave, placement: Placement, now: float) -> AboutRank:
-    order = next((order for order in world.orders if order.id == why.order), None)
+    # An order about one rank does not overrule the limits for another one that makes room for it.
+    number = 0 if why.makes_room_for else why.order
+    order = next((order for order in world.orders if order.id == number), None)
     job = policy.job_for(rank)
     # Not those from other nodes: a node that claims the rank must not use up its attempts.
     mine = [move for move in world.moves if move.rank_uid == rank.uid and rank.node in (move.source, move.target)]
     moved = [move.ended_unix_s for move in mine if move.state is MoveState.MOVED]
     # An order begins anew: what failed before it was given does not count.
     window = now - order.since_unix_s if order is not None else policy.breaker.window_s
-    failed = [move for move in _recent(mine, now, window) if move.state in FAILED]
+    failed = [move for move in recent(mine, now, window) if move.state in FAILED]
     undone = [move.ended_unix_s for move in failed]
     others = [move for move in world.running if move.job_key == rank.job_key and move.rank_uid != rank.uid]
     facts = RankFacts(
@@ -251,7 +251,7 @@ def _about_rank(world: World, policy: Policy, rank: Rank, why: Leave, placement:
         # Who ordered one move looks at what became of it, and may order another one.
         failure_limit=1 if order is not None and order.kind == "move" else policy.breaker.undone,
         back_off_s=policy.breaker.back_off_s - (now - max(undone)) if undone else 0.0,
-        brake=_move_brake(world, policy, now),
+        brake=move_brake(world, policy, now),
         target=placement.targets.get(rank.uid, ""),
         placement=placement.reason,
     )
@@ -259,26 +259,103 @@ def _about_rank(world: World, policy: Policy, rank: Rank, why: Leave, placement:
     return AboutRank(rank, decision, reason, facts.target if decision is RankDecision.MOVE else "", why)
 
 
+# ---------------------------------------------------------------------- making room
+
+
+def _make_room(world: World, policy: Policy, about: AboutRank, leaving: list[Rank], now: float) -> list[AboutRank]:
+    """What to do about a rank that fits on no spare: it takes a place that was freed for it, or ranks of a lower priority
+    are moved out of its way first, if the policy allows that."""
+    rank, why = about.rank, about.why
+    order = next((order for order in world.orders if order.id == why.order), None)
+    if policy.spares.preempt == "never" or policy.spares.gang == "require" or (order and order.kind == "return"):
+        return [about]
+    would = _about_rank(world, policy, rank, why, Placement({rank.uid: "a place"}, ""), now)
+    if would.decision is not RankDecision.MOVE:
+        return [about]  # something else keeps it where it is
+    failed, room = _failed(world, policy, now), made_room(world, rank, now)
+    held = [one for one in _held(world, policy, leaving, [rank], now) if one.rank_uid != rank.uid]
+    freed = {move.source for move in room if move.state is MoveState.MOVED and move.source in world.nodes}
+    if freed:
+        placed = place(world, [rank], policy.spares, only=freed, avoid=failed, held=held)
+        if target := placed.targets.get(rank.uid):
+            there = Placement(placed.targets, f"room was made for it on {target}")
+            return [_about_rank(world, policy, rank, why, there, now)]
+    fresh = [move for move in room if not move.ended_unix_s or now - move.ended_unix_s <= SHOWS_S]
+    for move in fresh:
+        if move.ended_unix_s and world.nodes[move.source].asked_unix_s < move.ended_unix_s + STALE_S:
+            return [_waits(about, f"{move.source} has not said yet that it has room", look_at=move.source)]
+    asked = tuple(one for one in world.proposals if one.key.startswith(_key(rank)))
+    found, reason = plan(
+        world,
+        policy,
+        rank,
+        now,
+        only={move.source for move in fresh} or _targets_of(order),
+        may_leave=lambda one: (
+            one not in leaving and _may_make_room(world, policy, one, _out_of_the_way(policy, one, about), now)
+        ),
+        failed=failed,
+        rejected=lambda one: any(p.key == _key(rank, one) and p.state is ProposalState.REJECTED for p in asked),
+        held=held,
+    )
+    if found is None:
+        if fresh:
+            return [_waits(about, "room is being made for it", look_at=fresh[0].source)]
+        return [replace(about, reason=f"{about.reason}, and {reason}")]
+    brake = "" if why.order else move_brake(world, policy, now, len(found.leave))
+    if brake:
+        return [replace(about, reason=f"{about.reason}; others cannot make room: {brake}")]
+    if policy.spares.preempt == "propose":
+        known = world.proposal(_key(rank, found)) or _proposal(about, found, reason)
+        if known.waits:
+            return [
+                replace(about, reason=f"{about.reason}; to make room, {known.what}: {known.waits}", proposals=(known,))
+            ]
+    decided = []
+    for one, target in found.leave:
+        there = Placement({one.uid: target}, f"{target} has room for it")
+        decided.append(_about_rank(world, policy, one, _out_of_the_way(policy, one, about), there, now))
+        if decided[-1].decision is RankDecision.MOVE:
+            world = with_move(world, decided[-1], "planned", now)
+    names = names_of([one for one, _ in found.leave]) or "another rank"
+    return [*decided, _waits(about, f"{names} must leave {found.node} first")]
+
+
+def _waits(about: AboutRank, reason: str, look_at: str = "") -> AboutRank:
+    return replace(about, decision=RankDecision.WAIT, reason=f"{about.why.text}; {reason}", look_at=look_at)
+
+
+def _out_of_the_way(policy: Policy, one: Rank, about: AboutRank) -> Leave:
+    higher, lower = policy.job_for(about.rank).priority, policy.job_for(one).priority
+    text = f"moved out of the way for rank {about.rank.rank} of {about.rank.job} (priority {higher} > {lower})"
+    why = about.why
+    return Leave(text, why.order, why.detected_unix_s, why.cause_class, makes_room_for=about.rank.uid)
+
+
+def _may_make_room(world: World, policy: Policy, one: Rank, why: Leave, now: float) -> bool:
+    """Whether nothing keeps a rank where it is, except perhaps that another rank of its job is being moved."""
+    would = _about_rank(world, policy, one, why, Placement({one.uid: "a place"}, ""), now)
+    return would.decision in (RankDecision.MOVE, RankDecision.WAIT)
+
+
+def _key(rank: Rank, found: Plan | None = None) -> str:
+    """Names a proposal to make room. Without a plan: what the keys of all those for this rank begin with."""
+    return f"preempt {rank.uid} on {rank.node}: " + (f"{found.node} without {', '.join(found.uids)}" if found else "")
+
+
+def _proposal(about: AboutRank, found: Plan, reason: str) -> Proposal:
+    moves = " and ".join(f"rank {one.rank} of {one.job} from {found.node} to {to}" for one, to in found.leave)
+    rank = about.rank
+    what = f"move {moves}, and then rank {rank.rank} of {rank.job} from {rank.node} to {found.node}"
+    return Proposal(0, _key(rank, found), what, f"{about.reason}; {reason}", rank.node)
+
+
 def proposed(world: World, policy: Policy, decided: Iterable[AboutRank], now: float) -> dict[str, Proposal]:
     """Everything that an operator must approve or has answered, by key, as long as its cause is there."""
     asking = any(rule.approval for rule in policy.rules)
     alarms = [one for name in world.nodes for one in ruled_for(world, policy, name, now)] if asking else []
     found = [one.proposal for one in alarms if one.proposal is not None]
-    return {one.key: one for one in (*found, *(one for about in decided for one in about.proposals))}
-
-
-def _move_brake(world: World, policy: Policy, now: float) -> str:
-    """Why a rule may not move a rank now."""
-    if reason := systematic(world, policy, now):
-        return reason
-    window = policy.breaker.window_s
-    counted = (MoveState.INTENDED, MoveState.MOVED, MoveState.UNDONE)
-    begun = [move for move in _recent(world.moves, now, window) if not move.order and move.state in counted]
-    if len(begun) >= policy.breaker.moves:
-        return f"{len(begun)} moves were begun within {window:.0f} s, and the policy allows {policy.breaker.moves}"
-    return ""
-
-
-def _recent(moves: Iterable[Move], now: float, window_s: float) -> list[Move]:
-    """The moves that are in progress, or ended within the window."""
-    return [move for move in moves if not move.ended_unix_s or now - move.ended_unix_s <= window_s]
+    for about in decided:  # an answer holds until the rank has left
+        answered = [one for one in world.proposals if one.state is not ProposalState.OPEN]
+        found += [*about.proposals, *(one for one in answered if one.key.startswith(_key(about.rank)))]
+    return {one.key: one for one in found}

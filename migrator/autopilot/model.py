@@ -221,6 +221,7 @@ class Move:
     detected_unix_s: float = 0.0  # when the alarm was raised, or the order given
     cause_class: str = "unknown"  # see cause_class()
     job_gpus: int = 0  # of all ranks of the job, which wait while this one moves
+    makes_room_for: str = ""  # uid of the rank that takes its place
 
 
 @dataclass(frozen=True)

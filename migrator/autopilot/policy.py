@@ -106,6 +106,7 @@ class Spares(msgspec.Struct, frozen=True):
     floating: Annotated[bool, Meta(description="true or false")] = False
     rack: Annotated[str, Meta(pattern="^(ignore|prefer|require)$", description="ignore, prefer or require")] = "prefer"
     gang: Annotated[str, Meta(pattern="^(prefer|require)$", description="prefer or require")] = "prefer"
+    preempt: Annotated[str, Meta(pattern="^(never|propose|move)$", description="never, propose or move")] = "never"
 
 
 class Job(msgspec.Struct, frozen=True):

@@ -5,7 +5,8 @@ same model with at least the same memory, the same driver, the same network doma
 intended move will take there counts as taken. Preflight looks again before anything is paused.
 
 A node is a spare if it has the label `spare = "dedicated"` in cluster.toml. With `floating = true` in the policy, any node
-with enough free GPUs is one too, after the dedicated ones.
+with enough free GPUs is one too, after the dedicated ones. If no spare has room, ranks of a lower priority can make some on
+any node: preempt.py.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from migrator.autopilot.policy import Spares
 
 
 @dataclass
-class _Room:
-    """What is left on a node while ranks are placed there one after the other."""
+class Room:
+    """What is left on a node, while ranks are placed there one after the other."""
 
     gpus: list[Gpu]
     memory_bytes: int
@@ -54,30 +55,30 @@ def place(
     *,
     only: Collection[str] = (),
     avoid: Callable[[Rank, str], bool] = lambda rank, node: False,
+    held: Collection[Move] = (),
 ) -> Placement:
     """Places ranks that leave the same node: all on one node if there is such a node, else each where it fits.
 
-    `only` are the targets that an operator named; they need not be spares. `avoid` excludes a node for one rank.
+    `only` are the targets that an operator named, or where room was made; they need not be spares. `avoid` excludes a node
+    for one rank. `held` are moves that will take room, and are not intended yet.
     """
     if not ranks:
         return Placement({}, "there is nothing to place")
     source = world.nodes[ranks[0].node]
-    reasons = {
-        node.name: _unfit(node, source, rules, only) for node in world.nodes.values() if node.name != source.name
-    }
+    reasons = {node.name: unfit(node, source, rules, only) for node in world.nodes.values() if node.name != source.name}
     fit = [world.nodes[name] for name, reason in reasons.items() if not reason]
-    fit.sort(key=lambda node: _preference(node, source))
+    fit.sort(key=lambda node: preference(node, source))
     for node in fit:  # the whole gang on one node
-        room = _room(world, node)
-        if all(not avoid(rank, node.name) and room.take(_needs(source, rank), _memory(rank)) for rank in ranks):
+        room = room_on(world, node, held)
+        if all(not avoid(rank, node.name) and room.take(needs_of(source, rank), memory_of(rank)) for rank in ranks):
             return Placement({rank.uid: node.name for rank in ranks}, f"{node.name} has room for all")
     targets: dict[str, str] = {}
     if rules.gang != "require":
-        rooms = {node.name: _room(world, node) for node in fit}
-        for rank in sorted(ranks, key=lambda rank: (-len(rank.gpus), -_memory(rank), rank.uid)):
+        rooms = {node.name: room_on(world, node, held) for node in fit}
+        for rank in sorted(ranks, key=lambda rank: (-len(rank.gpus), -memory_of(rank), rank.uid)):
             for node in fit:
-                needs = _needs(source, rank)
-                if not avoid(rank, node.name) and rooms[node.name].take(needs, _memory(rank)):
+                needs = needs_of(source, rank)
+                if not avoid(rank, node.name) and rooms[node.name].take(needs, memory_of(rank)):
                     targets[rank.uid] = node.name
                     break
     if len(targets) == len(ranks):
@@ -92,7 +93,7 @@ def free_spares(world: World, rules: Spares) -> dict[str, tuple[int, str]]:
     found = {}
     for node in world.nodes.values():
         if node.dedicated or rules.floating:
-            found[node.name] = (len(_room(world, node).gpus), _unusable(node))
+            found[node.name] = (len(room_on(world, node).gpus), _unusable(node))
     return found
 
 
@@ -104,7 +105,7 @@ def _unusable(node: Node) -> str:
     return ""
 
 
-def _unfit(node: Node, source: Node, rules: Spares, only: Collection[str]) -> str:
+def unfit(node: Node, source: Node, rules: Spares, only: Collection[str]) -> str:
     """Why no rank of the source may go there, whatever it needs. Empty: nothing speaks against it."""
     if only and node.name not in only:
         return "was not named"
@@ -121,18 +122,18 @@ def _unfit(node: Node, source: Node, rules: Spares, only: Collection[str]) -> st
     return ""
 
 
-def _preference(node: Node, source: Node) -> tuple[bool, bool, int, str]:
+def preference(node: Node, source: Node) -> tuple[bool, bool, int, str]:
     """Dedicated spares first, then the same rack, then the node that is used up most: large rooms stay for gangs."""
     other_rack = source.labels.get("rack", "") != node.labels.get("rack", "")
     return not node.dedicated, other_rack, sum(gpu.free for gpu in node.gpus), node.name
 
 
-def _room(world: World, node: Node) -> _Room:
+def room_on(world: World, node: Node, held: Collection[Move] = ()) -> Room:
     """What is free on a node, without what intended moves will take, or have taken since it was asked."""
     free = [gpu for gpu in node.gpus if gpu.free]
-    coming = [move for move in world.moves if move.target == node.name and _is_coming(move, node)]
+    coming = [move for move in (*world.moves, *held) if move.target == node.name and _is_coming(move, node)]
     taken = sum(move.gpus for move in coming)
-    return _Room(free[taken:], node.memory_free_bytes - sum(move.memory_bytes for move in coming))
+    return Room(free[taken:], node.memory_free_bytes - sum(move.memory_bytes for move in coming))
 
 
 def _is_coming(move: Move, node: Node) -> bool:
@@ -142,13 +143,13 @@ def _is_coming(move: Move, node: Node) -> bool:
     return move.state is MoveState.INTENDED
 
 
-def _needs(source: Node, rank: Rank) -> list[Gpu]:
+def needs_of(source: Node, rank: Rank) -> list[Gpu]:
     """The GPUs of the rank. One that its node does not list fits nowhere: nothing is known about it."""
     known = {gpu.uuid: gpu for gpu in source.gpus}
     return [known.get(uuid, Gpu(uuid, "unknown", 1 << 62, free=False)) for uuid in rank.gpus]
 
 
-def _memory(rank: Rank) -> int:
+def memory_of(rank: Rank) -> int:
     return rank.memory_bytes + rank.device_bytes
 
 

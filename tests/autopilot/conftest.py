@@ -31,6 +31,7 @@ class PilotDaemon(FakeDaemon):
     fails_to: set[str] = field(default_factory=set)  # targets to which the stream fails
     claims: list[pb.Rank] = field(default_factory=list)  # ranks that it lists and does not have
     said: int = 0
+    room_bytes: int = 0  # memory for all ranks together; 0: as much as they like
     progress: Callable[[int], pb.NodeProgress] | None = None  # of its ranks, after a reading
     report: pb.Health | None = None  # instead of what is true; without an epoch it gets a new one each time
 
@@ -73,6 +74,12 @@ class PilotDaemon(FakeDaemon):
                 alarms=self.health.alarms,
                 events=self.events[known:],
             )
+
+    def GetNode(self, request: pb.GetNodeRequest, context: grpc.ServicerContext) -> pb.NodeInfo:
+        info = super().GetNode(request, context)
+        if self.room_bytes:
+            info.memory_available_bytes = self.room_bytes - sum(rank.memory_bytes for rank in self.ranks)
+        return info
 
     def GetProgress(self, request: pb.GetProgressRequest, context: grpc.ServicerContext) -> pb.NodeProgress:
         nothing = super().GetProgress(request, context)

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from migrator.autopilot.decide import NodeDecision, NodeFacts, RankDecision, RankFacts, node_next, rank_next
-from migrator.autopilot.facts import about_node, about_ranks, systematic
+from migrator.autopilot.facts import about_node, about_ranks
+from migrator.autopilot.limits import systematic
 from migrator.autopilot.model import FAILED, Action, MoveState, Node, NodeState, Order, Severity, World
 from migrator.autopilot.policy import Policy
 from migrator.autopilot.ruled import ruled
