@@ -16,11 +16,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from migrator import formatting
-from migrator.cli import arguments, output, state
+from migrator.cli import arguments, output, own_alarms, state
 from snapshotd.api.errors import SnapshotError, Usage
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
     from pathlib import Path
 
     from rich.console import RenderableType
@@ -32,8 +31,6 @@ if TYPE_CHECKING:
     from snapshotd.api.client import DaemonClient
 
 _STYLES = {"healthy": "green", "returned": "green", "up": "green", "suspect": "yellow", "validating": "yellow"}
-#: An alarm that the autopilot has not renewed for so long is not shown.
-_OLD_S = 120.0
 _SEVERITIES = {"CRITICAL": "red", "WARNING": "yellow", "NOTICE": ""}
 
 
@@ -88,16 +85,11 @@ class Seen:
 
 
 def act(options: argparse.Namespace) -> int:
-    from migrator.autopilot.database import FILE
-
     as_json = arguments.wants_json(options)
     if not options.once and (as_json or not sys.stdout.isatty()):
         raise Usage("a live view needs a terminal, and has no JSON", remedy="add --once")
     cluster = arguments.the_cluster(options)
-    folder: Path | None = None
-    with contextlib.suppress(OSError):  # it belongs to another user
-        if (named := state.folder(options, cluster)).joinpath(FILE).exists():
-            folder = named
+    folder = own_alarms.place(options, cluster)
     if not options.once:
         with contextlib.suppress(KeyboardInterrupt):
             asyncio.run(_live(cluster, folder, options.interval))
@@ -116,7 +108,7 @@ async def _live(cluster: Cluster, folder: Path | None, interval_s: float) -> Non
     from rich.console import Console
     from rich.live import Live
 
-    async with _opened(folder) as store:
+    async with own_alarms.opened(folder) as store:
         first = await look(cluster, store)
         with Live(frame(first), console=Console(highlight=False), screen=True, auto_refresh=False) as live:
             while True:
@@ -125,14 +117,13 @@ async def _live(cluster: Cluster, folder: Path | None, interval_s: float) -> Non
 
 
 async def _once(cluster: Cluster, folder: Path | None) -> Seen:
-    async with _opened(folder) as store:
+    async with own_alarms.opened(folder) as store:
         return await look(cluster, store)
 
 
 async def look(cluster: Cluster, store: Store | None) -> Seen:
     """Asks every node once."""
     from migrator.autopilot import convert
-    from migrator.autopilot.progress import CHECKS as JOB_CHECKS
     from migrator.fan_out import ASK_TIMEOUT_S, ask_all
     from migrator.journals import merge
     from snapshotd.api import snapshotd_pb2 as pb
@@ -156,10 +147,7 @@ async def look(cluster: Cluster, store: Store | None) -> Seen:
     alarms = [alarm for name, answer in answers.items() for alarm in convert.health(name, answer[3]).alarms]
     now = time.time()
     stored = None if store is None else await store.load(now)
-    # Those about jobs are the autopilot's own. It renews them as long as it runs.
-    alarms += (
-        [one for one in stored.alarms if one.check in JOB_CHECKS and now - one.last_unix_s < _OLD_S] if stored else []
-    )
+    alarms += [alarm for _, alarm in await own_alarms.known(store) if alarm.node in cluster.nodes]
     merged = merge({name: list(answer[2].moves) for name, answer in answers.items()})
     return Seen(
         cluster.origin,
@@ -172,19 +160,6 @@ async def look(cluster: Cluster, store: Store | None) -> Seen:
         None if stored is None else stored.nodes,
         now,
     )
-
-
-@contextlib.asynccontextmanager
-async def _opened(folder: Path | None) -> AsyncIterator[Store | None]:
-    """The autopilot's state. None if it is not here, of another user or of another version: the daemons' answers remain."""
-    from migrator.autopilot.store import Store
-
-    async with contextlib.AsyncExitStack() as stack:
-        store = None
-        if folder is not None:
-            with contextlib.suppress(SnapshotError):
-                store = await stack.enter_async_context(Store.open(folder))
-        yield store
 
 
 # ---------------------------------------------------------------------- one frame
