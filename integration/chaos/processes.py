@@ -50,9 +50,17 @@ def idle_guest_keepers(nodes: Cluster) -> list[int]:
 
 
 def network_process(nodes: Cluster, node: str) -> int | None:
-    daemon = nodes.lab.daemon_pid(node)
-    with contextlib.suppress(OSError):
-        for child in Path(f"/proc/{daemon}/task/{daemon}/children").read_text().split():
+    for child in children(nodes.lab.daemon_pid(node) or 0):
+        with contextlib.suppress(OSError):
             if Path(f"/proc/{child}/comm").read_text() == "snapshotd-net\n":
-                return int(child)
+                return child
     return None
+
+
+def children(pid: int) -> list[int]:
+    """The children of a process. The kernel lists them by the thread that started them."""
+    found: list[int] = []
+    for thread in Path(f"/proc/{pid}/task").glob("*"):
+        with contextlib.suppress(OSError):  # a thread that has ended; its children are the main thread's now
+            found += map(int, (thread / "children").read_text().split())
+    return found

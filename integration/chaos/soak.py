@@ -9,7 +9,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from integration.chaos import jobs
+from integration.chaos import jobs, processes
 from integration.chaos.jobs import Say
 from integration.chaos.watch import Watch
 from integration.harness import Cluster, until
@@ -31,6 +31,11 @@ class Samples:
     parts_kib: list[tuple[int, int, int]] = field(default_factory=list)
     #: The number of those other children.
     children: list[int] = field(default_factory=list)
+
+    @property
+    def lasting_kib(self) -> list[int]:
+        """Of the daemon and its network process. The other children come and go with the work, by whole processes."""
+        return [daemon + network for daemon, network, _ in self.parts_kib]
 
     @property
     def memory_kib(self) -> list[int]:
@@ -73,7 +78,7 @@ class Soak:
         for node, samples in self.samples.items():
             daemon = self.nodes.lab.daemon_pid(node)
             assert daemon is not None, self.nodes.logs()
-            pids = [daemon, *map(int, Path(f"/proc/{daemon}/task/{daemon}/children").read_text().split())]
+            pids = [daemon, *processes.children(daemon)]
             descriptors, parts_kib, children = 0, [0, 0, 0], 0
             for pid in pids:
                 try:
@@ -95,10 +100,11 @@ class Soak:
         for node, samples in self.samples.items():
             if len(samples.descriptors) < WARM_UP + WINDOW:
                 continue
-            early, late = _windows(samples.descriptors)
-            if min(late) > max(early):
-                found.append(f"descriptors of {node}: {max(early)} at first, {min(late)} at the end")
-            early, late = _windows(samples.memory_kib)
+            for what, values in (("descriptors", samples.descriptors), ("other children", samples.children)):
+                early, late = _windows(values)
+                if min(late) > max(early):
+                    found.append(f"{what} of {node}: {max(early)} at first, {min(late)} at the end")
+            early, late = _windows(samples.lasting_kib)
             if statistics.median(late) > statistics.median(early) * (1 + MEMORY_GROWTH):
                 kib = statistics.median(early), statistics.median(late)
                 found.append(f"memory of {node}: {kib[0] / 1024:.1f} MiB at first, {kib[1] / 1024:.1f} MiB at the end")

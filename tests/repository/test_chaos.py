@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import queue
+import subprocess
+import threading
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -9,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from integration.chaos import kinds
+from integration.chaos import kinds, processes
 from integration.chaos.jobs import ALL_KINDS, Broken, Ledger
 from integration.chaos.report import Entry, Report
 from integration.chaos.rounds import Chaos
@@ -81,3 +85,35 @@ def test_soak_notices_growth_after_the_first_moves(descriptors: int, memory: int
     )
     assert len(soak.growth()) == grown
     assert ("nothing has grown" in soak.table()) == (grown == 0)
+
+
+def test_soak_notices_more_children_but_not_their_memory() -> None:
+    nodes: Any = SimpleNamespace(lab=SimpleNamespace(nodes=("node-1",)))
+    soak = Soak(nodes, 7, print)
+    moves = WARM_UP + 2 * WINDOW
+    soak.samples["node-1"] = Samples(
+        [20] * moves, [(700, 200, 100)] * (moves - WINDOW) + [(700, 200, 900)] * WINDOW, [3] * moves
+    )
+    assert soak.growth() == []
+    soak.samples["node-1"].children[-WINDOW:] = [4] * WINDOW
+    assert soak.growth() == ["other children of node-1: 3 at first, 4 at the end"]
+
+
+def test_children_of_all_threads_are_found() -> None:
+    """The daemon starts most of its children in threads."""
+    started: queue.Queue[subprocess.Popen[bytes]] = queue.Queue()
+    done = threading.Event()
+
+    def start() -> None:
+        started.put(subprocess.Popen(["sleep", "600"]))
+        done.wait()
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    with started.get() as child:
+        try:
+            assert child.pid in processes.children(os.getpid())
+        finally:
+            child.kill()
+            done.set()
+            thread.join()
