@@ -47,6 +47,8 @@ START_S = 10.0
 SILENT_S = 60.0
 #: How many children wait for the next request.
 _IDLE_MAX = 8
+#: One that was not needed for this long is ended: each has as much memory as a small Python program, 9 MiB.
+_IDLE_S = 60.0
 #: More than this at once would be memory for which a single request should not ask.
 _REQUEST_BYTES_MAX = 64 << 20
 
@@ -66,6 +68,7 @@ class _Child:
         self._connection = started.line
         self.ids: Ids | None = None
         self.writes = False
+        self.used_s = 0.0  # CLOCK_MONOTONIC
 
     def become(self, ids: Ids, limit_s: float, *, writes: bool) -> None:
         """Raises _Lost, TimeoutError, or Internal if it cannot."""
@@ -168,15 +171,18 @@ class _Children:
                 if (helper.ids, helper.writes) == (ids, writes):
                     self._idle.remove(helper)
                     return helper
-            self._ending = [helper for helper in self._ending if not helper.ended()]
         return _Child(self.spares.take())
 
     def _give_back(self, helper: _Child) -> None:
+        helper.used_s = now = time.monotonic()
+        surplus = []
         with self._lock:
             self._idle.append(helper)
-            surplus = self._idle.pop(0) if len(self._idle) > _IDLE_MAX else None
-        if surplus is not None:
-            self._drop(surplus)
+            while len(self._idle) > _IDLE_MAX or self._idle[0].used_s < now - _IDLE_S:
+                surplus.append(self._idle.pop(0))
+            self._ending = [one for one in self._ending if not one.ended()]
+        for one in surplus:
+            self._drop(one)
 
     def _drop(self, helper: _Child) -> None:
         helper.kill()

@@ -243,6 +243,20 @@ def test_child_of_one_user_is_not_used_for_another(children: foreign_memory._Chi
         assert [child.ids.user_id for child in children._idle if child.ids] == [0, 1500]
 
 
+def test_child_that_is_not_needed_for_long_is_ended(children: foreign_memory._Children) -> None:
+    started = [foreign_memory._Child(children.spares.take()) for _ in range(2)]
+    for one in started:
+        one.become(foreign_memory._ids(os.getpid()), foreign_memory.START_S, writes=False)
+        children._give_back(one)
+    assert maps.read_raw(os.getpid())
+    assert children._idle == started, "both may be needed again soon"
+    started[0].used_s -= foreign_memory._IDLE_S + 1
+    assert maps.read_raw(os.getpid())
+    assert children._idle == started[1:]
+    started[0].wait(60)
+    assert started[0].ended()
+
+
 def test_prepared_child_is_used(children: foreign_memory._Children) -> None:
     foreign_memory.prepare()
     foreign_memory.prepare()
