@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -132,6 +133,31 @@ async def test_copy_that_cannot_be_woken_at_start_is_woken_later(here: Here) -> 
     here.target.moves[MOVE].wake()
     await settling
     assert (here.woken, here.entry.moving) == ([MOVE], "")
+
+
+@pytest.mark.parametrize("failure", [None, Timeout("no answer")])
+async def test_restore_is_forgotten_when_it_is_done(
+    here: Here, monkeypatch: pytest.MonkeyPatch, failure: Timeout | None
+) -> None:
+    """It has the connection of the copy's keeper."""
+
+    async def nothing(*arguments: Any) -> None:
+        pass
+
+    async def run(*arguments: Any) -> dict[str, Any]:
+        assert MOVE in here.target.restores, "the keeper could not be matched with its restore"
+        if failure is not None:
+            raise failure
+        return {}
+
+    made: Any = SimpleNamespace(run=run, sweep=nothing)
+    monkeypatch.setattr("snapshotd.moves.target.steps.Restore", lambda node, move_log: made)
+    forwarding: Any = SimpleNamespace(make_room=nothing)
+    here.target.forwarding = forwarding
+    begun(here.journal, MOVE, "target").mark(Mark.SEALED)
+    with pytest.raises(Timeout) if failure else contextlib.nullcontext():
+        await here.target.restore(MOVE)
+    assert here.target.restores == {}
 
 
 def test_move_without_a_mark_is_aborted_at_start(here: Here) -> None:

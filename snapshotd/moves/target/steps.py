@@ -59,7 +59,7 @@ class TargetSteps(TargetSettling):
 
     def __init__(self, node: Node, relays: Relays, forwarding: Forwarding) -> None:
         super().__init__(node, relays, forwarding)
-        self.restores: dict[str, Restore] = {}
+        self.restores: dict[str, Restore] = {}  # by move: those at work
         self._choosing = asyncio.Lock()
         self._signatures = SourceSignatures(node.credentials)
 
@@ -206,8 +206,8 @@ class TargetSteps(TargetSettling):
         move = moving.log.move
         await reach(Point.BEFORE_RESTORE)
         await in_thread(moving.log.mark, Mark.RESTORING)
-        restore = self.restores[move] = Restore(self.node, moving.log)
         await self.forwarding.make_room(moving.log.begin.rank_uid)
+        restore = self.restores[move] = Restore(self.node, moving.log)
         try:
             held = await restore.run(parts, self.device_channels.find(move))
         except BaseException as error:
@@ -217,6 +217,8 @@ class TargetSteps(TargetSettling):
             await self.device_channels.close(move)
             await restore.sweep(self.node, moving.log)
             raise
+        finally:
+            del self.restores[move]  # it has the keeper's connection, which outlives the move
         await reach(Point.RESTORED)
         await in_thread(moving.log.mark, Mark.HELD, **held)
 
